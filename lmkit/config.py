@@ -1,0 +1,108 @@
+"""Configuration: frozen, strict structs (an unknown key or a wrong type is an error), and the only reader of the
+environment. No torch here: dtypes are strings.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+
+from lmkit.errors import ConfigError
+
+T = TypeVar("T")
+
+Device = Literal["auto", "cpu", "cuda"]
+WeightDtype = Literal["auto", "float32", "bfloat16", "float16"]
+KVDtype = Literal["auto", "float32", "bfloat16", "int8", "int4"]
+PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class StrictStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of every configuration: immutable, keyword-only, unknown fields refused."""
+
+
+class EngineConfig(StrictStruct, frozen=True):
+    """How one engine runs one model. `auto`/None fields are resolved once, into a new value, and each is logged."""
+
+    device: Device = "auto"
+    dtype: WeightDtype = "auto"  # of dense weights; auto = the checkpoint's
+    kv_dtype: KVDtype = "auto"  # auto = the checkpoint's kv_config.json, else the weights' dtype
+    activations: Literal["int8", "exact"] = "int8"  # W4/W8 linears: quantize activations per token and group, or not
+    block_size: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 32  # tokens per KV block
+    max_batch_size: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 64  # sequences in one step
+    max_step_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 512  # token budget of one step
+    max_model_len: PositiveInt | None = None  # None = the model's max_position_embeddings
+    kv_memory: PositiveInt | None = None  # bytes for KV blocks; None = from max_batch_size and free memory
+    max_queue: PositiveInt = 1024  # waiting requests; one more is refused with 503
+    num_threads: PositiveInt | None = None  # None = the cores this process may use
+
+
+class ServerConfig(StrictStruct, frozen=True):
+    """How one `lmkit serve` front end listens."""
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8000
+    served_model_name: str | None = None  # None = the checkpoint folder's name
+    api_keys: tuple[str, ...] = ()  # empty = no authentication
+    max_body_bytes: PositiveInt = 4 << 20
+    drain_seconds: Annotated[float, msgspec.Meta(ge=0)] = 30.0  # SIGTERM: how long running requests may finish
+    log_level: str = "INFO"
+
+
+class Environment(StrictStruct, frozen=True):
+    """Every environment variable lmkit reads."""
+
+    cpu_isa: str | None  # LMKIT_CPU_ISA: force a lower kernel path: avx512_vnni, avx_vnni, avx2, portable
+    num_threads: int | None  # LMKIT_NUM_THREADS
+    cache_dir: Path  # LMKIT_CACHE_DIR: compiled kernels
+    log_level: str  # LMKIT_LOG_LEVEL
+    api_key: str | None  # LMKIT_API_KEY: what `lmkit chat` and `lmkit proxy` clients send
+
+
+def environment() -> Environment:
+    """Read the environment. Raises ConfigError for a value that cannot be used."""
+    threads = os.environ.get("LMKIT_NUM_THREADS")
+    if threads is not None and not (threads.isdecimal() and int(threads) > 0):
+        raise ConfigError(f"LMKIT_NUM_THREADS={threads!r}: expected a positive integer")
+    cache = os.environ.get("LMKIT_CACHE_DIR") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "lmkit"
+    )
+    return Environment(
+        cpu_isa=os.environ.get("LMKIT_CPU_ISA") or None,
+        num_threads=int(threads) if threads else None,
+        cache_dir=Path(cache),
+        log_level=os.environ.get("LMKIT_LOG_LEVEL", "INFO"),
+        api_key=os.environ.get("LMKIT_API_KEY") or None,
+    )
+
+
+def default_num_threads() -> int:
+    """LMKIT_NUM_THREADS, else the number of cores this process may run on."""
+    return environment().num_threads or len(os.sched_getaffinity(0))
+
+
+def parse(data: Any, into: type[T], where: str) -> T:
+    """Strictly convert plain data (from JSON, YAML, the CLI) into a struct; `where` names the source in the error."""
+    try:
+        return msgspec.convert(data, into)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+def parse_bytes(text: str, where: str) -> int:
+    """`512M`, `2GiB`, `1.5g`, `1048576` -> bytes (powers of 1024)."""
+    body = text.strip().lower().removesuffix("b").removesuffix("i")
+    number, unit = (body[:-1], body[-1:]) if body[-1:].isalpha() else (body, "")
+    try:
+        value = int(float(number) * _UNITS[unit])
+    except (ValueError, KeyError, OverflowError):
+        raise ConfigError(f"{where}: {text!r} is not a size; write for example 512M or 2G") from None
+    if value <= 0:
+        raise ConfigError(f"{where}: {text!r} must be greater than zero")
+    return value

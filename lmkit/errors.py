@@ -1,0 +1,60 @@
+"""Errors a user can cause or meet. Each message says what is wrong, where, and what to do.
+
+Everything derived from `LMKitError` is shown as one line (exit code 2 in the CLI, an OpenAI error envelope over HTTP);
+any other exception is a defect of lmkit itself.
+"""
+
+from __future__ import annotations
+
+# RequestError.code -> HTTP status. A code that is not here is a defect, so RequestError refuses it.
+HTTP_STATUS = {
+    "invalid_request": 400,  # malformed JSON, wrong type, out of range
+    "unknown_parameter": 400,
+    "unsupported_parameter": 400,
+    "context_length_exceeded": 400,
+    "invalid_api_key": 401,
+    "permission_denied": 403,
+    "not_found": 404,
+    "model_not_found": 404,
+    "method_not_allowed": 405,
+    "request_timeout": 408,
+    "request_too_large": 413,
+    "client_disconnected": 499,
+    "internal_error": 500,
+    "engine_error": 500,
+    "bad_gateway": 502,
+    "engine_unavailable": 503,
+    "queue_full": 503,
+    "shutting_down": 503,
+    "upstream_timeout": 504,
+}
+
+
+class LMKitError(Exception):
+    """Base of every error that is not a defect of lmkit."""
+
+
+class ConfigError(LMKitError):
+    """A configuration, recipe or option is wrong."""
+
+
+class CheckpointError(LMKitError):
+    """A file of a checkpoint is missing, truncated, inconsistent or unsafe to read."""
+
+
+class UnsupportedError(LMKitError):
+    """Well-formed, but not something this build or this machine can run; lists the reasons."""
+
+
+class RequestError(LMKitError):
+    """One request is refused or failed; its siblings are not affected.
+
+    `code` is a key of `HTTP_STATUS`, `param` the request field at fault.
+    """
+
+    def __init__(self, code: str, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.param = param
+        self.status = HTTP_STATUS[code]

@@ -1,0 +1,59 @@
+"""Weight formats: what a checkpoint's tensors mean. One object per format, without state; the table finds it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from lmkit.errors import UnsupportedError
+from lmkit.formats.awq import AwqFormat
+from lmkit.formats.checkpoint import CheckpointReader, CheckpointWriter
+from lmkit.formats.dense import DenseFormat
+from lmkit.qtensor import QTensor, QuantScheme
+
+
+class WeightFormat(Protocol):
+    """Translates linears between a checkpoint and memory. `module` is a name such as model.layers.0.mlp.up_proj."""
+
+    @property
+    def name(self) -> str: ...
+
+    def accepts(self, config: dict[str, Any]) -> str | None:
+        """None if a checkpoint with this config.json is in this format, else why it is not."""
+
+    def read_linear(self, reader: CheckpointReader, module: str) -> Tensor | QTensor:
+        """The weight, [out, in]; a float tensor where the checkpoint leaves it dense. Raises CheckpointError."""
+
+    def can_write(self, shape: tuple[int, int], scheme: QuantScheme) -> str | None:
+        """None if a weight [out, in] quantized by `scheme` can be stored, else why not."""
+
+    def write_linear(self, writer: CheckpointWriter, module: str, weight: Tensor | QTensor) -> None:
+        """Add the weight's tensors. Raises UnsupportedError, with `can_write`'s reason, for one it cannot store."""
+
+    def config_entry(self, scheme: QuantScheme, skipped: Sequence[str]) -> dict[str, Any] | None:
+        """config.json's `quantization_config`; `skipped` are the linears left dense. None = no such entry."""
+
+
+FORMATS: tuple[WeightFormat, ...] = (DenseFormat(), AwqFormat())
+
+
+def resolve_format(config: dict[str, Any]) -> WeightFormat:
+    """The format of a checkpoint by its config.json. Raises UnsupportedError with every format's reason."""
+    reasons = []
+    for weight_format in FORMATS:
+        reason = weight_format.accepts(config)
+        if reason is None:
+            return weight_format
+        reasons.append(f"{weight_format.name}: {reason}")
+    raise UnsupportedError("config.json: no weight format reads this checkpoint: " + "; ".join(reasons))
+
+
+def get_format(name: str) -> WeightFormat:
+    """A format by name, to write with. Raises UnsupportedError."""
+    for weight_format in FORMATS:
+        if weight_format.name == name:
+            return weight_format
+    known = ", ".join(weight_format.name for weight_format in FORMATS)
+    raise UnsupportedError(f"weight format {name!r} is not one of {known}")

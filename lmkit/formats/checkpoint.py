@@ -1,0 +1,199 @@
+"""A Hugging Face checkpoint folder: config.json, safetensors in one file or in shards, tokenizer and other texts."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from torch import Tensor
+
+from lmkit.errors import CheckpointError
+from lmkit.formats.atomic import atomic_directory, copy_file, sync_directory, write_errors, write_file
+from lmkit.formats.hub import resolve_model_path
+from lmkit.formats.jsonfile import read_json, to_json
+from lmkit.formats.safetensors_file import MAX_HEADER_BYTES, SafetensorsFile, TensorInfo, write_safetensors
+
+__all__ = ["CheckpointReader", "CheckpointWriter", "TensorInfo", "atomic_directory", "resolve_model_path"]
+
+CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+MAX_CONFIG_BYTES = 10 << 20
+
+# Written by others and passed on unchanged: saved anew, they come out different.
+COPIED = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+
+
+class CheckpointReader:
+    """An open checkpoint. Every header is checked when it opens; tensors are mapped, and read when they are used.
+
+    `path` is a folder, or a name that `resolve_model_path` knows. Raises CheckpointError for all that is missing,
+    truncated, inconsistent or unsafe.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = resolve_model_path(path)
+        self.config: dict[str, Any] = read_json(_inside(self.path, CONFIG), MAX_CONFIG_BYTES)
+        self._files: dict[str, SafetensorsFile] = {}  # by tensor name
+        expected = _weight_map(self.path)
+        for file_name in sorted(set(expected.values())) or [SINGLE]:
+            file = SafetensorsFile(_inside(self.path, file_name))
+            for name in file.infos:
+                if name in self._files:
+                    raise CheckpointError(f"{file.path}: tensor {name!r} is also in {self._files[name].path.name}")
+                self._files[name] = file
+        if expected:
+            self._check_index(expected)
+
+    def _check_index(self, expected: dict[str, str]) -> None:
+        """The index and the shards' headers name the same tensors in the same places."""
+        for name, file_name in expected.items():
+            if name not in self._files or self._files[name].path.name != file_name:
+                raise CheckpointError(f"{self.path / INDEX}: {file_name} has no tensor {name!r}")
+        for name, file in self._files.items():
+            if name not in expected:
+                raise CheckpointError(f"{file.path}: tensor {name!r} is not in {INDEX}")
+
+    def names(self) -> list[str]:
+        """All tensors, sorted."""
+        return sorted(self._files)
+
+    def has(self, name: str) -> bool:
+        return name in self._files
+
+    def info(self, name: str) -> TensorInfo:
+        return self._file(name).infos[name]
+
+    def tensor(self, name: str) -> Tensor:
+        """A view of the file, in the file's dtype; copied only when written to. It stays valid after `close`."""
+        return self._file(name).tensor(name)
+
+    def nbytes(self, prefix: str = "") -> int:
+        """Bytes in the files of all tensors whose names begin with `prefix`."""
+        return sum(file.infos[name].nbytes for name, file in self._files.items() if name.startswith(prefix))
+
+    def close(self) -> None:
+        """Let go of the files; each is unmapped with the last of its tensors."""
+        self._files = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _file(self, name: str) -> SafetensorsFile:
+        if name not in self._files:
+            raise CheckpointError(f"{self.path}: tensor {name!r} is missing")
+        return self._files[name]
+
+
+class CheckpointWriter:
+    """Writes a checkpoint into an existing folder, usually an `atomic_directory`; `finish` completes it.
+
+    Tensors are held until their shard is full, so memory stays below `max_shard_bytes` plus one tensor; do not change
+    them after `add`. The same calls write the same bytes. Raises CheckpointError if a file cannot be written.
+    """
+
+    def __init__(self, out_dir: str | Path, max_shard_bytes: int = 2 << 30) -> None:
+        self.path = Path(out_dir)
+        self.max_shard_bytes = max_shard_bytes
+        self._pending: dict[str, Tensor] = {}
+        self._shards: list[list[str]] = []  # names of each shard written
+        self._names: set[str] = set()
+        self._total = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        assert name not in self._names, f"tensor {name} is added twice"
+        if self._pending and sum(t.nbytes for t in self._pending.values()) + tensor.nbytes > self.max_shard_bytes:
+            self.flush()
+        self._names.add(name)
+        self._pending[name] = tensor
+        self._total += tensor.nbytes
+
+    def flush(self) -> None:
+        """End the current shard, if there is anything in it."""
+        if self._pending:
+            write_safetensors(self.path / _partial_name(len(self._shards)), self._pending)
+            self._shards.append(list(self._pending))
+            self._pending = {}
+
+    def finish(self, config: dict[str, Any], copy_from: Path) -> None:
+        """Name the shards, write their index and config.json, copy the text files of the checkpoint `copy_from`."""
+        self.flush()
+        count = len(self._shards)
+        assert count, "a checkpoint without tensors"
+        weight_map: dict[str, str] = {}
+        for number, names in enumerate(self._shards):
+            final = SINGLE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+            with write_errors(self.path / final):
+                os.rename(self.path / _partial_name(number), self.path / final)
+            weight_map |= dict.fromkeys(names, final)
+        if count > 1:
+            index = {"metadata": {"total_size": self._total}, "weight_map": dict(sorted(weight_map.items()))}
+            write_file(self.path / INDEX, to_json(index))
+        write_file(self.path / CONFIG, to_json(config))
+        for source in _text_files(copy_from):
+            copy_file(source, self.path / source.name)
+        sync_directory(self.path)
+
+
+def _partial_name(number: int) -> str:
+    return f"shard-{number:05d}.partial"
+
+
+def _text_files(folder: Path) -> list[Path]:
+    names = [*COPIED, *sorted(path.name for path in folder.glob("LICENSE*"))]
+    return [_inside(folder, name) for name in names if (folder / name).is_file()]
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """Tensor -> file by the index; empty if the checkpoint is a single file."""
+    has_single, has_index = (folder / SINGLE).exists(), (folder / INDEX).exists()
+    if not has_index:
+        if not has_single:
+            raise CheckpointError(_no_weights(folder))
+        return {}
+    where = folder / INDEX
+    weight_map = read_json(_inside(folder, INDEX), MAX_HEADER_BYTES).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{where}: `weight_map` is missing or empty")
+    for name, file_name in weight_map.items():
+        if not isinstance(file_name, str) or not re.fullmatch(r"[\w.-]+\.safetensors", file_name):
+            raise CheckpointError(f"{where}: {name!r} is in {file_name!r:.200}, not a .safetensors file of this folder")
+    if has_single and SINGLE not in weight_map.values():
+        raise CheckpointError(f"{folder}: has both {SINGLE} and {INDEX}; remove the one that is out of date")
+    return weight_map
+
+
+def _no_weights(folder: Path) -> str:
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
+        return f"{folder}: has only pickled weights, which can run code and are not read; convert them to safetensors"
+    if any(folder.glob("*.gguf")):
+        return f"{folder}: GGUF files are not read; use the safetensors checkpoint they were made from"
+    return f"{folder}: has neither {SINGLE} nor {INDEX}"
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """`folder / name`, refused if a link leads out of the folder; the Hub's cache keeps its files in ../../blobs."""
+    path, root = folder / name, folder.resolve()
+    roots = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
+    if not any(path.resolve().is_relative_to(allowed) for allowed in roots):
+        raise CheckpointError(f"{path}: links to a file outside the checkpoint's folder")
+    if not os.path.isfile(path):  # of os.path: a name too long for the file system is no error; a pipe would block
+        raise CheckpointError(f"{path}: {'not a regular file' if os.path.lexists(path) else 'no such file'}")
+    return path

@@ -1,0 +1,54 @@
+"""JSON of a checkpoint, read as untrusted: bounded size, UTF-8, one object, no repeated key, no NaN or Infinity."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from lmkit.errors import CheckpointError
+
+
+def parse_json(data: bytes, where: str) -> dict[str, Any]:
+    """The object in `data`; CheckpointError, starting with `where`, for anything else."""
+    try:
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{where}: not UTF-8 text at byte {error.start}") from None
+    except RecursionError:
+        raise CheckpointError(f"{where}: nested too deeply") from None
+    except ValueError as error:  # json.JSONDecodeError, and integers of thousands of digits
+        raise CheckpointError(f"{where}: not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{where}: expected a JSON object, got {type(value).__name__}")
+    return value
+
+
+def read_json(path: Path, limit: int) -> dict[str, Any]:
+    """The object in the file `path` of at most `limit` bytes."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(limit + 1)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from None
+    if len(data) > limit:
+        raise CheckpointError(f"{path}: larger than the limit of {limit} bytes")
+    return parse_json(data, str(path))
+
+
+def to_json(value: Any) -> bytes:
+    """Indented JSON as written to files: ASCII, keys in the given order, a final newline."""
+    return (json.dumps(value, indent=2, allow_nan=False) + "\n").encode("ascii")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        seen: set[str] = set()
+        repeated = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"key {repeated!r} is given twice")
+    return value
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a JSON number")

@@ -1,0 +1,28 @@
+"""The one logger set-up. Libraries and rooms use `get_logger(__name__)`; only a process entry point calls `setup`."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+
+def get_logger(name: str) -> logging.Logger:
+    return logging.getLogger(name)
+
+
+def setup(level: str = "INFO", *, process: str = "") -> None:
+    """Send lmkit's records to stderr, one line each; control characters in a message are escaped (log injection)."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        _OneLine(f"%(asctime)s %(levelname).1s {process + ' ' if process else ''}%(name)s: %(message)s")
+    )
+    root = logging.getLogger("lmkit")
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+    root.propagate = False
+
+
+class _OneLine(logging.Formatter):
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        record.message = "".join(c if c.isprintable() else repr(c)[1:-1] for c in record.message)
+        return super().formatMessage(record)

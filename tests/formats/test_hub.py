@@ -1,0 +1,90 @@
+"""What a user may call a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import huggingface_hub
+import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
+
+from lmkit.errors import CheckpointError
+from lmkit.formats.checkpoint import CheckpointReader, resolve_model_path
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
+    """The Hub, out of reach; returns the calls it gets."""
+    calls: list[tuple[str, dict[str, Any]]] = []
+
+    def download(name: str, **options: Any) -> str:
+        calls.append((name, options))
+        raise LocalEntryNotFoundError("cannot reach the server\nsee the documentation")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    return calls
+
+
+def test_demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    with CheckpointReader("demo") as reader:
+        assert reader.config["architectures"] == ["LlamaForCausalLM"]
+        assert reader.info("model.norm.weight").shape == (256,)
+    (tmp_path / "demo").mkdir()
+    assert resolve_model_path("demo") == Path("demo")  # a folder of that name comes first
+
+
+def test_folder_and_file(tmp_path: Path, hub: list[Any]) -> None:
+    assert resolve_model_path(tmp_path) == tmp_path
+    (tmp_path / "weights").touch()
+    with pytest.raises(CheckpointError, match="is a file; give the checkpoint's folder"):
+        resolve_model_path(str(tmp_path / "weights"))
+    assert not hub
+
+
+@pytest.mark.parametrize(
+    "name", ["./missing", "/missing/model", "~/model", "a/b/c", "../x", "", "model/", Path("owner/model")]
+)
+def test_paths_are_never_looked_for_on_the_hub(hub: list[Any], name: str | Path) -> None:
+    with pytest.raises(CheckpointError, match="no such folder"):
+        resolve_model_path(name)
+    assert not hub
+
+
+def test_unreachable_hub_is_one_line_of_advice(hub: list[tuple[str, dict[str, Any]]]) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        CheckpointReader("owner/model")
+    assert str(caught.value) == (
+        "owner/model: no such folder, and it cannot be fetched from the Hugging Face Hub (cannot reach the server); "
+        "give the path of a downloaded checkpoint folder"
+    )
+    [(name, options)] = hub
+    assert name == "owner/model"
+    assert not any(
+        pattern.endswith((".bin", ".py", ".pt", "*"))
+        for pattern in options["allow_patterns"]
+        if "LICENSE" not in pattern
+    )
+
+
+@pytest.mark.parametrize("error", [httpx.ConnectError("down"), ValueError(""), OSError("disk full")])
+def test_every_failure_is_a_checkpoint_error(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def download(name: str, **options: Any) -> str:
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(CheckpointError, match="cannot be fetched"):
+        resolve_model_path("model")
+
+
+def test_bad_names_are_refused_without_a_connection() -> None:
+    for name in ("a b", "x" * 300, "a\0b", "owner/.."):
+        with pytest.raises(CheckpointError):
+            resolve_model_path(name)
+
+
+def test_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **options: str(tmp_path))
+    assert resolve_model_path("owner/model") == tmp_path

@@ -1,0 +1,128 @@
+"""kv_config.json: there and back, and refused when it is not meant for the model or for this lmkit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lmkit.errors import CheckpointError
+from lmkit.formats.kv_config import KVConfig, KVLayerConfig, load_kv_config, save_kv_config
+
+EXAMPLE: dict[str, Any] = {
+    "format": "lmkit-kv-config",
+    "version": 1,
+    "granularity": "per_token_per_head",
+    "symmetric": False,
+    "params_dtype": "float16",
+    "num_kv_heads": 2,
+    "head_dim": 64,
+    "layers": [
+        {"k_bits": 8, "v_bits": 4, "k_absmax": [9.5, 20.25], "v_absmax": [1.5, 3], "k_mean_ratio": [0.5, 12.0]},
+        {"k_bits": 16, "v_bits": 8},
+    ],
+}
+
+
+def load(tmp_path: Path, data: Any) -> KVConfig | None:
+    (tmp_path / "kv_config.json").write_text(data if isinstance(data, str) else json.dumps(data))
+    return load_kv_config(tmp_path)
+
+
+def test_absent(tmp_path: Path) -> None:
+    assert load_kv_config(tmp_path) is None
+    (tmp_path / "kv_config.json").mkdir()
+    with pytest.raises(CheckpointError, match="not a regular file"):
+        load_kv_config(tmp_path)
+
+
+def test_example(tmp_path: Path) -> None:
+    config = load(tmp_path, EXAMPLE)
+    assert config is not None
+    assert config.layers[0] == KVLayerConfig(
+        k_bits=8, v_bits=4, k_absmax=(9.5, 20.25), v_absmax=(1.5, 3.0), k_mean_ratio=(0.5, 12.0)
+    )
+    assert [config.dtypes(layer, "bfloat16") for layer in (0, 1)] == [("int8", "int4"), ("bfloat16", "int8")]
+    assert [layer.risky_int4_keys for layer in config.layers] == [True, False]
+    config.check(2, 2, 64)
+
+
+def test_the_documented_example(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "formats.md").read_text().partition("## kv_config.json")[2]
+    assert load(tmp_path, text.partition("```json")[2].partition("```")[0]) == load(tmp_path, EXAMPLE)
+    assert load(tmp_path, EXAMPLE) is not None
+
+
+bits = st.sampled_from([16, 8, 4])
+statistics = st.just(()) | st.tuples(*[st.floats(0, 1e38)] * 3)
+layers = st.builds(
+    KVLayerConfig, k_bits=bits, v_bits=bits, k_absmax=statistics, v_absmax=statistics, k_mean_ratio=statistics
+)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(layers, max_size=4))
+def test_there_and_back(tmp_path: Path, given_layers: list[KVLayerConfig]) -> None:
+    config = KVConfig(num_kv_heads=3, head_dim=64, layers=tuple(given_layers))
+    save_kv_config(config, tmp_path)
+    assert load_kv_config(tmp_path) == config
+    assert json.loads((tmp_path / "kv_config.json").read_text()).keys() == EXAMPLE.keys()
+
+
+def changed_layer(**changes: Any) -> dict[str, Any]:
+    return EXAMPLE | {"layers": [EXAMPLE["layers"][0] | changes]}
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ("", "not valid JSON"),
+        ("[]", "expected a JSON object"),
+        ("{}", "`format` is None, expected 'lmkit-kv-config'"),
+        (EXAMPLE | {"format": "other"}, "`format` is 'other'"),
+        (EXAMPLE | {"version": 2}, "version 2, and this lmkit reads version 1; upgrade lmkit"),
+        (EXAMPLE | {"version": True}, "version True"),
+        (EXAMPLE | {"version": "1"}, "version '1'"),
+        (EXAMPLE | {"rotation": "hadamard"}, "unknown field `rotation`"),
+        (EXAMPLE | {"granularity": "per_channel"}, "per_channel"),
+        (EXAMPLE | {"symmetric": True}, "symmetric"),
+        (EXAMPLE | {"params_dtype": "float32"}, "float32"),
+        (EXAMPLE | {"num_kv_heads": 0}, "num_kv_heads"),
+        (EXAMPLE | {"head_dim": 64.0}, "head_dim"),
+        (EXAMPLE | {"head_dim": 63}, "layer 0: 4 bits need an even head_dim, not 63"),
+        ({name: value for name, value in EXAMPLE.items() if name != "granularity"}, "granularity missing"),
+        (changed_layer(k_bits=5), r"layers\[0\].k_bits|layers\[...\].k_bits"),
+        (changed_layer(k_bits=True), "k_bits"),
+        (changed_layer(residual=64), "unknown field `residual`"),
+        (changed_layer(k_absmax=[1.0]), "layer 0: k_absmax has 1 numbers for 2 KV heads"),
+        (changed_layer(v_absmax=[1.0, -1.0]), "v_absmax"),
+        (changed_layer(k_mean_ratio=[1.0, 1e300]), "k_mean_ratio"),
+        (json.dumps(changed_layer(k_absmax=[1.0, 5.0])).replace("5.0", "1e999"), "k_absmax"),
+        (json.dumps(changed_layer(k_absmax=[1.0, 5.0])).replace("5.0", "NaN"), "NaN is not a JSON number"),
+        (changed_layer(k_absmax=None), "k_absmax"),
+        (EXAMPLE | {"layers": [{"k_bits": 8}]}, "v_bits"),
+    ],
+)
+def test_refused(tmp_path: Path, data: Any, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load(tmp_path, data)
+    assert str(tmp_path / "kv_config.json") in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ((3, 2, 64), "made for 2 layers, the model has 3"),
+        ((2, 4, 64), "made for 2 num_kv_heads, the model has 4"),
+        ((2, 2, 128), "made for 64 head_dim, the model has 128"),
+    ],
+)
+def test_another_model(tmp_path: Path, numbers: tuple[int, int, int], message: str) -> None:
+    config = load(tmp_path, EXAMPLE)
+    assert config is not None
+    with pytest.raises(CheckpointError, match=message):
+        config.check(*numbers)

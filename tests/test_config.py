@@ -1,0 +1,83 @@
+"""Strict configuration: wrong values are one clear error, nothing is ignored."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from lmkit import log
+from lmkit.config import EngineConfig, environment, parse, parse_bytes
+from lmkit.errors import HTTP_STATUS, ConfigError, RequestError
+from lmkit.turbo.request import GenerationConfig
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"block_sise": 32}, "block_sise"),
+        ({"block_size": 0}, "block_size"),
+        ({"block_size": "32"}, "block_size"),
+        ({"kv_dtype": "int3"}, "kv_dtype"),
+        ({"max_queue": 1.5}, "max_queue"),
+    ],
+)
+def test_engine_config_is_strict(data: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"recipe.yaml: .*{message}"):
+        parse(data, EngineConfig, "recipe.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("1", 1), ("512M", 512 << 20), ("2GiB", 2 << 30), ("1.5g", 3 << 29), ("64kb", 64 << 10), (" 3 T ", 3 << 40)],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_bytes(text, "x") == size
+
+
+@pytest.mark.parametrize("text", ["", "x", "-1G", "0", "1Q", "nan", "inf", "1e400G"])
+def test_sizes_that_are_none(text: str) -> None:
+    with pytest.raises(ConfigError, match="--kv-memory"):
+        parse_bytes(text, "--kv-memory")
+
+
+def test_bad_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LMKIT_NUM_THREADS", "many")
+    with pytest.raises(ConfigError, match="LMKIT_NUM_THREADS"):
+        environment()
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"temperature": NAN}, {"temperature": INF}, {"temperature": -0.1}, {"top_p": 0}, {"top_p": 1.1}, {"top_k": -1},
+        {"min_p": 2}, {"repetition_penalty": 0}, {"max_new_tokens": 0}, {"max_new_tokens": 5, "min_new_tokens": 6},
+        {"seed": -1}, {"seed": 1 << 64}, {"stop": ("",)}, {"stop": ("a",) * 17}, {"stop_token_ids": (100,)},
+        {"logit_bias": {100: 1.0}}, {"logit_bias": {-1: 1.0}}, {"logit_bias": {1: NAN}}, {"logprobs": 21},
+        {"logit_bias": dict.fromkeys(range(1025), 0.0)}, {"presence_penalty": -INF}, {"frequency_penalty": 1e9},
+    ],
+)  # fmt: skip
+def test_generation_config_refuses(change: dict[str, object]) -> None:
+    with pytest.raises(RequestError) as caught:
+        GenerationConfig(**change).validate(100)  # type: ignore[arg-type]
+    assert caught.value.status == 400
+    assert caught.value.param in change
+
+
+def test_defaults_are_valid() -> None:
+    GenerationConfig().validate(100)
+
+
+def test_every_error_code_has_a_status() -> None:
+    assert all(400 <= status < 600 for status in HTTP_STATUS.values())
+    with pytest.raises(KeyError):
+        RequestError("no_such_code", "")
+
+
+def test_log_lines_cannot_be_forged(capsys: pytest.CaptureFixture[str]) -> None:
+    log.setup("INFO")
+    logging.getLogger("lmkit.test").info("user %s", "eve\n2026 I lmkit: fake\x1b[31m")
+    assert capsys.readouterr().err.count("\n") == 1
