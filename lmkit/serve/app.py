@@ -1,0 +1,33 @@
+"""The HTTP application: routes, and around them authentication and the edge that turns failures into answers."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+
+from lmkit.config import ServerConfig
+from lmkit.errors import RequestError
+from lmkit.serve import chat, completions, health, metrics, models, tokenize
+from lmkit.serve.auth import ApiKeys
+from lmkit.serve.errors import Edge, handle_http_exception, handle_request_error
+from lmkit.serve.metrics import Metrics
+from lmkit.serve.serving import Serving, model_name
+from lmkit.text import Tokenizer
+from lmkit.turbo.async_engine import AsyncEngine
+
+
+def create_app(engine: AsyncEngine, tokenizer: Tokenizer, config: ServerConfig) -> FastAPI:
+    """An application that serves one engine; starting and stopping the engine is its caller's business.
+
+    No CORS: a browser page of another site cannot read answers. No documentation pages: the API is OpenAI's.
+    """
+    app = FastAPI(title="lmkit", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.state.serving = Serving(engine, tokenizer, config, Metrics(engine, model_name(engine, config)))
+    for module in (chat, completions, models, tokenize, metrics, health):
+        app.include_router(module.router)
+    app.add_exception_handler(RequestError, handle_request_error)
+    app.add_exception_handler(HTTPException, handle_http_exception)
+    if config.api_keys:
+        app.add_middleware(ApiKeys, keys=config.api_keys)
+    app.add_middleware(Edge)  # the last added is the outermost
+    return app

@@ -1,0 +1,128 @@
+"""What every route needs, and how it runs engine requests."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import cast
+from uuid import uuid4
+
+from starlette.requests import Request as HttpRequest
+
+import lmkit
+from lmkit.config import ServerConfig
+from lmkit.errors import RequestError
+from lmkit.serve.metrics import Metrics
+from lmkit.serve.protocol import Usage
+from lmkit.text import Tokenizer
+from lmkit.turbo.async_engine import AsyncEngine
+from lmkit.turbo.output import OutputProcessor, RequestOutput
+from lmkit.turbo.request import EngineInfo, Request
+
+MIN_LOGPROB = -9999.0  # JSON has no -Infinity; OpenAI writes this
+
+
+@dataclass(frozen=True)
+class Serving:
+    """One model behind one front end."""
+
+    engine: AsyncEngine
+    tokenizer: Tokenizer
+    config: ServerConfig
+    metrics: Metrics
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def model_name(self) -> str:
+        return model_name(self.engine, self.config)
+
+    @property
+    def info(self) -> EngineInfo:
+        """Raises RequestError while no engine has started."""
+        if self.engine.info is None:
+            raise RequestError("engine_unavailable", f"the engine is {self.engine.state}")
+        return self.engine.info
+
+    @property
+    def fingerprint(self) -> str:
+        """The same as long as the same request gives the same answer: the model, its KV storage, lmkit's version."""
+        parts = (self.info.model_path, self.info.kv_dtype, lmkit.__version__)
+        return "fp_" + hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name != self.model_name:
+            raise RequestError("model_not_found", f"the model {name[:64]!r} does not exist", "model")
+
+    async def run(self, requests: Sequence[Request]) -> AsyncGenerator[tuple[int, RequestOutput]]:
+        """Outputs of all requests as they come, each with its request's index. Raises RequestError if one fails.
+
+        Ending the iteration early aborts whatever still runs.
+        """
+        queue: asyncio.Queue[tuple[int, RequestOutput] | asyncio.Task[None]] = asyncio.Queue()
+
+        async def pump(idx: int, request: Request) -> None:
+            async with aclosing(self._follow(request)) as outputs:
+                async for output in outputs:
+                    queue.put_nowait((idx, output))
+
+        tasks = {asyncio.create_task(pump(idx, request)) for idx, request in enumerate(requests)}
+        for task in tasks:
+            task.add_done_callback(queue.put_nowait)
+        try:
+            for _ in requests:
+                while not isinstance(item := await queue.get(), asyncio.Task):
+                    yield item
+                item.result()  # raises what ended it
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _follow(self, request: Request) -> AsyncGenerator[RequestOutput]:
+        processor = OutputProcessor(self.tokenizer, request)
+        with self.metrics.track() as tracker:
+            async with aclosing(self.engine.generate(request)) as steps:
+                async for step in steps:
+                    output = processor.process(step)
+                    if output.finish_reason in ("error", "abort"):
+                        raise RequestError("engine_error", "the engine failed while it worked on this request")
+                    tracker.output(output)
+                    yield output
+                    if output.finish_reason is not None:
+                        return  # after a stop string, closing `steps` aborts the request in the engine
+
+
+def model_name(engine: AsyncEngine, config: ServerConfig) -> str:
+    return config.served_model_name or engine.model_path.name
+
+
+def serving(request: HttpRequest) -> Serving:
+    """The Serving that `create_app` put into the app."""
+    return cast(Serving, request.app.state.serving)
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}-{uuid4().hex}"
+
+
+class UsageCount:
+    """Adds up tokens over the choices of one response; prompts with several choices count once."""
+
+    def __init__(self, requests: Sequence[Request], choices_per_prompt: int) -> None:
+        self._prompt_tokens = sum(len(request.prompt_ids) for request in requests[::choices_per_prompt])
+        self._completion_tokens = [0] * len(requests)
+
+    def add(self, idx: int, output: RequestOutput) -> None:
+        self._completion_tokens[idx] = output.num_output_tokens
+
+    def usage(self) -> Usage:
+        completion = sum(self._completion_tokens)
+        return Usage(
+            prompt_tokens=self._prompt_tokens,
+            completion_tokens=completion,
+            total_tokens=self._prompt_tokens + completion,
+        )

@@ -1,0 +1,44 @@
+"""POST /tokenize and /detokenize: what this model's tokenizer and chat template make of a text."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+
+from lmkit.errors import RequestError
+from lmkit.serve.body import read_json
+from lmkit.serve.protocol import DetokenizeRequest, TokenizeRequest
+from lmkit.serve.serving import serving
+from lmkit.serve.to_request import chat_tokens, check_ids
+
+router = APIRouter()
+
+
+@router.post("/tokenize")
+async def tokenize(request: Request) -> JSONResponse:
+    server = serving(request)
+    body = await read_json(request, TokenizeRequest, server.config.max_body_bytes)
+    server.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise RequestError("invalid_request", "send either prompt or messages", "prompt")
+    if body.messages is not None:
+        ids = await asyncio.to_thread(chat_tokens, body.messages, server.tokenizer, body.add_generation_prompt, {})
+    else:
+        ids = await asyncio.to_thread(server.tokenizer.encode, body.prompt or "", body.add_special_tokens)
+    answer: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": server.info.max_model_len}
+    if body.return_token_strs:
+        answer["token_strs"] = [server.tokenizer.token_text(i) for i in ids]
+    return JSONResponse(answer)
+
+
+@router.post("/detokenize")
+async def detokenize(request: Request) -> JSONResponse:
+    server = serving(request)
+    body = await read_json(request, DetokenizeRequest, server.config.max_body_bytes)
+    server.check_model(body.model)
+    check_ids(body.tokens, server.info.vocab_size, "tokens")
+    text = await asyncio.to_thread(server.tokenizer.decode, body.tokens, body.skip_special_tokens)
+    return JSONResponse({"prompt": text})

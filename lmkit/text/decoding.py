@@ -1,0 +1,166 @@
+"""tokenizer.json's decoder as stages that see each vocabulary piece once: text streams in linear time."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+from lmkit.errors import UnsupportedError
+
+
+class Stage(Protocol):
+    """One step of a decoder, for one text. A new text takes new stages."""
+
+    def push(self, pieces: list[str]) -> list[str]:
+        """What is certain after these pieces."""
+
+    def finish(self) -> list[str]:
+        """What was held back."""
+
+    def alone(self, piece: str | bytes) -> str | bytes:
+        """What one piece is inside a text, whatever stands beside it."""
+
+
+class PerPiece:
+    """A decoder that maps pieces one by one, perhaps the first of a text differently (Metaspace, Replace)."""
+
+    def __init__(self, first: Callable[[str], str], rest: Callable[[str], str]) -> None:
+        self._map, self._rest = first, rest
+
+    def push(self, pieces: list[str]) -> list[str]:
+        out = []
+        for piece in pieces:
+            out.append(self._map(piece))
+            self._map = self._rest
+        return out
+
+    def finish(self) -> list[str]:
+        return []
+
+    def alone(self, piece: str | bytes) -> str | bytes:
+        return self._rest(piece) if isinstance(piece, str) else piece
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-in for each byte: itself if it is visible Latin-1, else the next code point from 256."""
+    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    hidden = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
+
+
+_BYTE_OF = _byte_alphabet()
+
+
+def _piece_bytes(piece: str) -> bytes:
+    try:
+        return bytes([_BYTE_OF[char] for char in piece])
+    except KeyError:  # an added token outside the alphabet stands for itself
+        return piece.encode()
+
+
+class ByteLevel:
+    """Pieces spell bytes; a character split over tokens waits for its last byte."""
+
+    def __init__(self) -> None:
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, pieces: list[str]) -> list[str]:
+        return [self._utf8.decode(b"".join(map(_piece_bytes, pieces)))]
+
+    def finish(self) -> list[str]:
+        return [self._utf8.decode(b"", True)]
+
+    def alone(self, piece: str | bytes) -> str | bytes:
+        return _piece_bytes(piece) if isinstance(piece, str) else piece
+
+
+_BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+
+
+class ByteFallback:
+    """Runs of `<0xNN>` pieces are UTF-8. The library shows a run with any bad byte as one U+FFFD per byte, so a run can
+    only be shown when it ends.
+    """
+
+    def __init__(self) -> None:
+        self._run = bytearray()
+
+    def push(self, pieces: list[str]) -> list[str]:
+        out = []
+        for piece in pieces:
+            if _BYTE_PIECE.fullmatch(piece):
+                self._run.append(int(piece[3:5], 16))
+            else:
+                out += [*self.finish(), piece]
+        return out
+
+    def finish(self) -> list[str]:
+        run = bytes(self._run)
+        self._run.clear()
+        try:
+            return [run.decode()] if run else []
+        except UnicodeDecodeError:
+            return ["\ufffd"] * len(run)
+
+    def alone(self, piece: str | bytes) -> str | bytes:
+        return bytes([int(piece[3:5], 16)]) if isinstance(piece, str) and _BYTE_PIECE.fullmatch(piece) else piece
+
+
+class StripStart:
+    """Strip after Fuse: up to `count` leading characters of the whole text."""
+
+    def __init__(self, char: str, count: int) -> None:
+        self._char, self._count = char, count
+
+    def push(self, pieces: list[str]) -> list[str]:
+        text = "".join(pieces)
+        while text and self._count:
+            if text[0] != self._char:
+                self._count = 0
+                break
+            text, self._count = text[1:], self._count - 1
+        return [text]
+
+    def finish(self) -> list[str]:
+        return []
+
+    def alone(self, piece: str | bytes) -> str | bytes:
+        return piece
+
+
+def decoder_stages(decoder: Any) -> Callable[[], list[Stage]]:
+    """A maker of fresh stages for tokenizer.json's decoder. Raises UnsupportedError for one that has no stages."""
+    if decoder is None:
+        return lambda: [PerPiece(lambda piece: piece, lambda piece: " " + piece)]
+    spec = json.loads(decoder.__getstate__())
+    specs = spec["decoders"] if spec["type"] == "Sequence" else [spec]
+    makers: list[Callable[[], Stage]] = []
+    fused = False
+    for spec in specs:
+        match spec:
+            case {"type": "ByteLevel"} if len(specs) == 1:
+                makers.append(ByteLevel)
+            case {"type": "ByteFallback"} if not fused:
+                makers.append(ByteFallback)
+            case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if not fused:
+                replace = _replacer(old, new)
+                makers.append(partial(PerPiece, replace, replace))
+            case {"type": "Metaspace", "replacement": str(mark), "prepend_scheme": str(scheme)} if not fused:
+                rest = _replacer(mark, " ")
+                first = rest if scheme == "never" else _replacer(mark, "")
+                makers.append(partial(PerPiece, first, rest))
+            case {"type": "Fuse"}:
+                fused = True
+            case {"type": "Strip", "content": str(char), "start": int(count), "stop": 0} if fused:
+                makers.append(partial(StripStart, char, count))
+            case _:
+                raise UnsupportedError(f"tokenizer.json: decoder {json.dumps(spec)} is not one lmkit can stream")
+    return lambda: [make() for make in makers]
+
+
+def _replacer(old: str, new: str) -> Callable[[str], str]:
+    return lambda piece: piece.replace(old, new)

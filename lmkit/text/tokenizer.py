@@ -1,0 +1,185 @@
+"""A checkpoint's tokenizer.
+
+`tokenizer.json` is the truth for ids and decoding; `tokenizer_config.json` adds special tokens and the chat template;
+`generation_config.json` and `config.json` add the ids that end a sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import tokenizers
+
+from lmkit.errors import CheckpointError, RequestError
+from lmkit.text.decoding import decoder_stages
+from lmkit.text.template import NAMED_TOKENS, ChatTemplate
+
+_TOKEN_FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
+MAX_CONFIG_BYTES = 16 << 20  # tokenizer_config.json and the like; real ones stay below 1 MiB
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer. Safe to use from several threads at once."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        eos_token_ids: tuple[int, ...] = (),
+        named_tokens: Mapping[str, str] | None = None,
+        chat_template: ChatTemplate | None = None,
+    ) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self.backend = backend
+        self.eos_token_ids = eos_token_ids
+        self.named_tokens = dict(named_tokens or {})  # "bos_token" -> its text, and so on
+        self.chat_template = chat_template
+        self.bos_token_id: int | None = backend.token_to_id(self.named_tokens.get("bos_token", ""))
+        self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.make_stages = decoder_stages(backend.decoder)
+        self._pieces: dict[int, str | None] = {}
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path) -> Tokenizer:
+        """Read a checkpoint folder; only tokenizer.json must exist. Raises CheckpointError or UnsupportedError."""
+        folder = Path(path)
+        file = folder / "tokenizer.json"
+        try:
+            backend = tokenizers.Tokenizer.from_buffer(file.read_bytes())
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{file}: cannot read the tokenizer: {error}") from None
+        config = _read_json(folder / "tokenizer_config.json")
+        named = {name: text for name in NAMED_TOKENS if (text := _token_text(config.get(name)))}
+        _add_tokens(backend, config, named, folder / "tokenizer_config.json")
+
+        eos = [i for i in [backend.token_to_id(named.get("eos_token", ""))] if i is not None]
+        for name in ("generation_config.json", "config.json"):
+            eos += _eos_ids(_read_json(folder / name).get("eos_token_id"), folder / name)
+        return cls(
+            backend,
+            eos_token_ids=tuple(sorted(set(eos))),
+            named_tokens=named,
+            chat_template=_read_template(folder, config, named),
+        )
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; special tokens written out in it are recognised, as the tokenizer does."""
+        try:  # the batch call releases the interpreter lock and skips offsets
+            ids: list[int] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        except (TypeError, UnicodeEncodeError):
+            raise RequestError("invalid_request", "the text is not valid Unicode (lone surrogate)") from None
+        return ids
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of the rendered conversation. The template alone writes BOS, so none is ever doubled."""
+        if self.chat_template is None:
+            raise RequestError("invalid_request", "this model has no chat template; use /v1/completions", "messages")
+        text = self.chat_template.render(messages, add_generation_prompt=add_generation_prompt, variables=variables)
+        return self.encode(text, add_special_tokens=False)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of `ids`; ids without a token (a padded vocabulary has some) decode to nothing."""
+        text: str = self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def id_to_token(self, token_id: int) -> str | None:
+        """The vocabulary entry as tokenizer.json writes it, None where there is none."""
+        if token_id not in self._pieces:
+            if not 0 <= token_id < self.vocab_size:
+                return None
+            self._pieces[token_id] = self.backend.id_to_token(token_id)
+        return self._pieces[token_id]
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes one token stands for inside a text; not always valid UTF-8 by itself."""
+        piece = self.id_to_token(token_id)
+        if piece is None:
+            return b""
+        if token_id in self.special_ids:
+            return piece.encode()
+        data: str | bytes = piece
+        for stage in self.make_stages():
+            data = stage.alone(data)
+        return data.encode() if isinstance(data, str) else data
+
+    def token_text(self, token_id: int) -> str:
+        """`token_bytes` as text, for display; incomplete UTF-8 shows as U+FFFD."""
+        return self.token_bytes(token_id).decode(errors="replace")
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """A JSON object from an optional file: {} if there is none."""
+    try:
+        if file.stat().st_size > MAX_CONFIG_BYTES:
+            raise CheckpointError(f"{file}: larger than {MAX_CONFIG_BYTES} bytes, not a configuration")
+        return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file}: cannot read: {error}") from None
+
+
+def _token_text(value: Any) -> str | None:
+    """A token in tokenizer_config.json is a string, or an object with `content`."""
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else None
+
+
+def _add_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any], named: dict[str, str], where: Path) -> None:
+    """Give the tokenizer what only tokenizer_config.json declares, at the ids it declares."""
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    declared = config.get("added_tokens_decoder") or {}
+    if not isinstance(declared, dict) or not all(key.isdecimal() for key in declared):
+        raise CheckpointError(f"{where}: added_tokens_decoder: expected an object of token id -> token")
+    for token_id, entry in sorted(declared.items(), key=lambda item: int(item[0])):
+        text = _token_text(entry)
+        if text is None:
+            raise CheckpointError(f"{where}: added_tokens_decoder[{token_id}]: no token text")
+        if text not in known:
+            options = entry if isinstance(entry, dict) else {}
+            flags = {key: bool(options.get(key)) for key in _TOKEN_FLAGS}
+            backend.add_tokens([tokenizers.AddedToken(text, **flags)])
+            known.add(text)
+        if backend.token_to_id(text) != int(token_id):
+            raise CheckpointError(f"{where}: token {text!r} has id {backend.token_to_id(text)}, not {token_id}")
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    if not isinstance(extra, list | dict):
+        raise CheckpointError(f"{where}: extra_special_tokens: expected a list or an object of tokens")
+    special = [*named.values(), *map(_token_text, extra.values() if isinstance(extra, dict) else extra)]
+    missing = [text for text in special if text and text not in known]
+    backend.add_special_tokens([tokenizers.AddedToken(text, special=True, normalized=False) for text in missing])
+
+
+def _eos_ids(value: Any, where: Path) -> list[int]:
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(type(i) is int and 0 <= i < 1 << 31 for i in ids):
+        raise CheckpointError(f"{where}: eos_token_id={value!r}: expected a token id or a list of them")
+    return ids
+
+
+def _read_template(folder: Path, config: dict[str, Any], named: Mapping[str, str]) -> ChatTemplate | None:
+    """From chat_template.jinja, else from tokenizer_config.json: one text, or a list of named ones with a default."""
+    file = folder / "chat_template.jinja"
+    try:
+        source: Any = file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        source = config.get("chat_template")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file}: cannot read: {error}") from None
+    if isinstance(source, list):
+        entries = [entry for entry in source if isinstance(entry, dict)]
+        source = next((entry.get("template") for entry in entries if entry.get("name") == "default"), None)
+    if source is not None and not isinstance(source, str):
+        raise CheckpointError(f"{folder}/tokenizer_config.json: chat_template: expected text or a list of named texts")
+    return ChatTemplate(source, named) if source is not None else None

@@ -1,0 +1,123 @@
+"""Engine steps -> what a user sees: text, log-probabilities with token text, stop strings. No torch."""
+
+from __future__ import annotations
+
+import msgspec
+
+from lmkit.text import IncrementalDetokenizer, Tokenizer
+from lmkit.turbo.request import FinishReason, Request, StepOutput, TokenLogprobs
+
+
+class TokenText(msgspec.Struct, frozen=True):
+    """A token as it is shown beside its log-probability."""
+
+    token_id: int
+    text: str  # incomplete UTF-8 shows as U+FFFD
+    data: bytes
+    logprob: float | None  # natural log; None for the first token of a prompt
+
+
+class TextLogprobs(msgspec.Struct, frozen=True):
+    """One position: the token there, the most likely ones (best first), and where its text starts."""
+
+    token: TokenText
+    top: list[TokenText]
+    text_offset: int  # characters decoded before it, in the prompt for prompt tokens, else in the output
+
+
+class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """What one step added to one request's output; `finish_reason` is set on the last one."""
+
+    request_id: str
+    text: str  # new text, stop strings cut off unless asked for
+    token_ids: list[int]  # new tokens, with an ending eos or stop id
+    logprobs: list[TextLogprobs] = []  # one for each of token_ids, where asked for
+    prompt_logprobs: list[TextLogprobs] = []  # with the first output, where asked for: one for each prompt token
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None  # the stop string or stop_token_ids entry that ended it; None for an eos
+    num_prompt_tokens: int
+    num_output_tokens: int  # so far
+    abort_engine: bool = False  # a stop string ended it here: the engine must be told to abort it
+    error: str | None = None
+
+
+class OutputProcessor:
+    """Follows one request from its first step to its last. Stateful; `process` takes the steps in order."""
+
+    def __init__(self, tokenizer: Tokenizer, request: Request) -> None:
+        params = request.params
+        self._tokenizer = tokenizer
+        self._request = request
+        self._detokenizer = IncrementalDetokenizer(
+            tokenizer,
+            skip_special_tokens=params.skip_special_tokens,
+            stop=params.stop,
+            include_stop=params.include_stop_str_in_output,
+        )
+        self._num_tokens = 0
+        self._first = True
+        self.finished = False
+
+    def process(self, step: StepOutput) -> RequestOutput:
+        """The output of one step. A step after the last one (it was on its way) adds nothing."""
+        texts: list[str] = []
+        logprobs: list[TextLogprobs] = []
+        first_token = self._num_tokens
+        token_ids = [] if self.finished else step.token_ids
+        for idx, token_id in enumerate(token_ids):
+            if step.logprobs:
+                logprobs.append(self._entry(step.logprobs[idx]))
+            self._num_tokens += 1
+            ends = step.stop_token is not None and idx == len(token_ids) - 1
+            texts.append("" if ends else self._detokenizer.push([token_id], armed=self._armed))
+            if self._detokenizer.matched is not None:
+                break
+        if step.finish_reason is not None and not self.finished:
+            texts.append(self._detokenizer.finish(armed=self._armed))
+        prompt_logprobs = self._prompt_entries(step.prompt_logprobs) if self._first else []
+        self._first = False
+
+        matched = self._detokenizer.matched
+        finish_reason: FinishReason | None = "stop" if matched is not None else step.finish_reason
+        abort_engine = matched is not None and step.finish_reason is None and not self.finished
+        self.finished = self.finished or finish_reason is not None
+        return RequestOutput(
+            request_id=self._request.request_id,
+            text="".join(texts),
+            token_ids=token_ids[: self._num_tokens - first_token],
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            finish_reason=finish_reason,
+            stop_reason=matched if matched is not None else self._stop_id(step),
+            num_prompt_tokens=len(self._request.prompt_ids),
+            num_output_tokens=self._num_tokens,
+            abort_engine=abort_engine,
+            error=step.error,
+        )
+
+    @property
+    def _armed(self) -> bool:
+        return self._num_tokens >= self._request.params.min_new_tokens
+
+    def _stop_id(self, step: StepOutput) -> int | None:
+        last = step.token_ids[-1] if step.stop_token is not None else None
+        return last if last in self._request.params.stop_token_ids else None
+
+    def _text(self, token_id: int, logprob: float | None) -> TokenText:
+        data = self._tokenizer.token_bytes(token_id)
+        return TokenText(token_id, data.decode(errors="replace"), data, logprob)
+
+    def _entry(self, position: TokenLogprobs) -> TextLogprobs:
+        top = [self._text(token_id, logprob) for token_id, logprob in position.top]
+        return TextLogprobs(self._text(position.token_id, position.logprob), top, self._detokenizer.num_chars)
+
+    def _prompt_entries(self, logprobs: list[float]) -> list[TextLogprobs]:
+        if not self._request.prompt_logprobs:
+            return []
+        skip = self._request.params.skip_special_tokens
+        plain = IncrementalDetokenizer(self._tokenizer, skip_special_tokens=skip)
+        entries = []
+        for token_id, logprob in zip(self._request.prompt_ids, [None, *logprobs], strict=True):
+            entries.append(TextLogprobs(self._text(token_id, logprob), [], plain.num_chars))
+            plain.push([token_id])
+        return entries

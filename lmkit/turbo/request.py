@@ -1,0 +1,117 @@
+"""What is asked of an engine and what it answers. Plain structs: they also travel between processes as msgpack."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import msgspec
+
+from lmkit.errors import RequestError
+
+MAX_STOPS, MAX_LOGIT_BIAS, MAX_LOGPROBS = 16, 1024, 20
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class GenerationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How to continue a prompt. The defaults are greedy decoding up to 512 tokens."""
+
+    max_new_tokens: int | None = 512  # None = until the context is full
+    min_new_tokens: int = 0  # eos, stop ids and stop strings are held back before that
+    temperature: float = 0.0  # 0 = greedy
+    top_k: int = 0  # 0 = off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # over prompt and output (CTRL, arXiv 1909.05858)
+    presence_penalty: float = 0.0  # over output, as OpenAI defines it
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    seed: int | None = None  # None = a fresh random seed
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None  # None = off, 0 = the chosen token's, n = and the n most likely
+
+    def validate(self, vocab_size: int) -> None:
+        """Raise RequestError naming the first field out of range."""
+
+        def check(ok: bool, param: str, rule: str) -> None:
+            if not ok:
+                raise RequestError("invalid_request", f"{param}={getattr(self, param)!r}: must be {rule}", param)
+
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+            check(math.isfinite(getattr(self, name)), name, "a finite number")
+        check(self.max_new_tokens is None or 1 <= self.max_new_tokens < 1 << 31, "max_new_tokens", "at least 1")
+        check(0 <= self.min_new_tokens <= (self.max_new_tokens or 1 << 31), "min_new_tokens", "in [0, max_new_tokens]")
+        check(0 <= self.temperature <= 100, "temperature", "in [0, 100]")
+        check(0 <= self.top_k < 1 << 31, "top_k", "at least 0")
+        check(0 < self.top_p <= 1, "top_p", "in (0, 1]")
+        check(0 <= self.min_p <= 1, "min_p", "in [0, 1]")
+        check(0 < self.repetition_penalty <= 100, "repetition_penalty", "in (0, 100]")
+        check(abs(self.presence_penalty) <= 100, "presence_penalty", "in [-100, 100]")
+        check(abs(self.frequency_penalty) <= 100, "frequency_penalty", "in [-100, 100]")
+        check(self.seed is None or 0 <= self.seed < 1 << 64, "seed", "in [0, 2^64)")
+        check(len(self.stop) <= MAX_STOPS and all(0 < len(s) <= 1024 for s in self.stop),
+              "stop", f"at most {MAX_STOPS} strings of 1 to 1024 characters")  # fmt: skip
+        check(len(self.stop_token_ids) <= 1024 and all(0 <= t < vocab_size for t in self.stop_token_ids),
+              "stop_token_ids", f"token ids below {vocab_size}")  # fmt: skip
+        check(len(self.logit_bias) <= MAX_LOGIT_BIAS, "logit_bias", f"at most {MAX_LOGIT_BIAS} entries")
+        check(all(0 <= t < vocab_size and math.isfinite(b) and abs(b) <= 100 for t, b in self.logit_bias.items()),
+              "logit_bias", f"token ids below {vocab_size} with values in [-100, 100]")  # fmt: skip
+        check(self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, "logprobs", f"in [0, {MAX_LOGPROBS}]")
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """One sequence to continue. `params.seed` is set (the front end draws one where the user gave none)."""
+
+    request_id: str
+    prompt_ids: list[int]
+    params: GenerationConfig
+    prompt_logprobs: bool = False  # also the log-probability of each prompt token after the first
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities (natural log, of the unmodified logits) at one position."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]]  # the most likely tokens, best first; ties by the lower id
+
+
+class StepOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """What one engine step produced for one request; `finish_reason` is set on its last one."""
+
+    request_id: str
+    token_ids: list[int]  # new tokens, with the eos or stop id that ended it (never shown as text)
+    finish_reason: FinishReason | None = None
+    logprobs: list[TokenLogprobs] = []  # one for each of token_ids, where asked for
+    prompt_logprobs: list[float] = []  # with the first output: one for each prompt token after the first
+    stop_token: int | None = None  # which of token_ids ended it, if an eos or stop id did
+    error: str | None = None  # with finish_reason "error"
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a running engine tells its front end when it is ready."""
+
+    model_path: str
+    vocab_size: int
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+    kv_dtype: str
+    memory: dict[str, int]  # bytes by purpose
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Gauges and counters of an engine at one moment, for /metrics."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    blocks_used: int = 0
+    blocks_total: int = 0
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    steps: int = 0

@@ -1,0 +1,133 @@
+"""A deterministic engine without torch, with the interface of lmkit.turbo.engine.Engine.
+
+Output k of a request is token (seed + k) of the endless text PHRASE, so any length, stop string or seed has a known
+answer. Words in a prompt ask for mischief: see `_Sequence.mood`. A model folder named after a failure fails to load.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from lmkit.config import EngineConfig
+from lmkit.errors import CheckpointError, RequestError
+from lmkit.text import Tokenizer
+from lmkit.turbo.request import EngineInfo, EngineStats, FinishReason, Request, StepOutput, TokenLogprobs
+
+PHRASE = "The quick brown fox jumps over the lazy dog, naïvely. 日本 🙂\n"
+DEMO = Path(__file__).parents[2] / "lmkit" / "demo" / "model"
+MOODS = ("CRASH", "KILL", "SLOW", "EOS", "REFUSE", "HANG", "BROKEN")
+
+
+class _Sequence:
+    def __init__(self, request: Request, mood: str | None) -> None:
+        self.request = request
+        self.mood = mood
+        self.num_output = 0
+
+
+class FakeEngine:
+    def __init__(self, model_path: str, config: EngineConfig) -> None:
+        name = Path(model_path).name
+        if name == "bad-checkpoint":
+            raise CheckpointError(f"{model_path}: model.safetensors is truncated")
+        if name == "slow-to-load":
+            time.sleep(30)
+        if name == "exits":
+            os._exit(7)
+        if name == "exits-second-time":
+            marker = Path(model_path) / "started"
+            if marker.exists():
+                os._exit(7)
+            marker.touch()
+        self._tokenizer = Tokenizer.from_pretrained(DEMO)
+        self._phrase = self._tokenizer.encode(PHRASE)
+        self._config = config
+        self._sequences: dict[str, _Sequence] = {}
+        self._steps = self._prompt_tokens = self._generation_tokens = 0
+        self.info = EngineInfo(
+            model_path=model_path,
+            vocab_size=4096,
+            max_model_len=config.max_model_len or 4096,
+            num_blocks=128,
+            block_size=config.block_size,
+            kv_dtype="float32",
+            memory={"weights": 1},
+        )
+
+    def add(self, request: Request) -> None:
+        text = self._tokenizer.decode(request.prompt_ids)
+        mood = next((mood for mood in MOODS if mood in text), None)
+        if mood == "REFUSE" or len(self._sequences) >= self._config.max_queue + self._config.max_batch_size:
+            raise RequestError("queue_full", "the queue is full")
+        if mood == "BROKEN":
+            raise ZeroDivisionError("secret detail")
+        self._sequences[request.request_id] = _Sequence(request, mood)
+        self._prompt_tokens += len(request.prompt_ids)
+
+    def abort(self, request_id: str) -> None:
+        self._sequences.pop(request_id, None)
+
+    def has_work(self) -> bool:
+        return bool(self._sequences)
+
+    def step(self) -> list[StepOutput]:
+        self._steps += 1
+        moods = {sequence.mood for sequence in self._sequences.values()}
+        if "CRASH" in moods:
+            raise ZeroDivisionError("secret detail")
+        if "KILL" in moods:
+            os._exit(9)
+        time.sleep(0.02 if "SLOW" in moods else 5 if "HANG" in moods else 0)
+        outputs = [self._advance(sequence) for sequence in list(self._sequences.values())]
+        for output in outputs:
+            if output.finish_reason is not None:
+                del self._sequences[output.request_id]
+        return outputs
+
+    def _advance(self, sequence: _Sequence) -> StepOutput:
+        request, params = sequence.request, sequence.request.params
+        assert params.seed is not None
+        token_id = self._phrase[(params.seed + sequence.num_output) % len(self._phrase)]
+        if params.logit_bias:  # greedily: the most wanted token
+            token_id = max(params.logit_bias, key=lambda i: params.logit_bias[i])
+        sequence.num_output += 1
+        self._generation_tokens += 1
+        finish: FinishReason | None = None
+        stop_token = None
+        past_min = sequence.num_output > params.min_new_tokens
+        if sequence.mood == "EOS" and sequence.num_output > 5 and not params.ignore_eos and past_min:
+            finish, token_id, stop_token = "stop", 2, 2
+        elif token_id in params.stop_token_ids and past_min:
+            finish, stop_token = "stop", token_id
+        limit = min(params.max_new_tokens or 1 << 30, self.info.max_model_len - len(request.prompt_ids))
+        if finish is None and sequence.num_output >= limit:
+            finish = "length"
+        logprobs = []
+        if params.logprobs is not None:
+            others = [(token_id, -0.25), *((i, -1.0 - i) for i in range(4, 24))]
+            logprobs = [TokenLogprobs(token_id, -0.25, others[: params.logprobs])]
+        prompt_logprobs = []
+        if request.prompt_logprobs and sequence.num_output == 1:
+            prompt_logprobs = [-0.5 * i for i in range(1, len(request.prompt_ids))]
+        return StepOutput(
+            request_id=request.request_id,
+            token_ids=[token_id],
+            finish_reason=finish,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            stop_token=stop_token,
+        )
+
+    def stats(self) -> EngineStats:
+        running = min(len(self._sequences), self._config.max_batch_size)
+        return EngineStats(
+            num_running=running,
+            num_waiting=len(self._sequences) - running,
+            blocks_used=running,
+            blocks_total=self.info.num_blocks,
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._generation_tokens,
+            steps=self._steps,
+        )

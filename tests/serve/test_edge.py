@@ -1,0 +1,199 @@
+"""The application in this process: failures that a healthy server does not show, and how bodies become requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import httpx
+import pytest
+
+from lmkit.config import EngineConfig, ServerConfig
+from lmkit.errors import RequestError
+from lmkit.serve import body as body_module
+from lmkit.serve.app import create_app
+from lmkit.serve.protocol import ChatCompletionRequest, CompletionRequest, validate
+from lmkit.serve.to_request import chat_requests, completion_requests
+from lmkit.text import Tokenizer
+from lmkit.turbo.async_engine import AsyncEngine
+from lmkit.turbo.request import EngineInfo, GenerationConfig, Request, StepOutput
+from tests.serve.fake_engine import DEMO
+
+TOKENIZER = Tokenizer.from_pretrained(DEMO)
+INFO = EngineInfo(
+    model_path="demo", vocab_size=4096, max_model_len=64, num_blocks=8, block_size=16, kv_dtype="float32", memory={}
+)
+CHAT: dict[str, Any] = {"model": "model", "messages": [{"role": "user", "content": "Hi"}]}
+TEXT: dict[str, Any] = {"model": "model", "prompt": "Hi"}
+
+
+class StubEngine(AsyncEngine):
+    """Answers with one token, then fails in the way it is told to."""
+
+    def __init__(self, failure: Exception | None = None, *, at_once: bool = False) -> None:
+        super().__init__(DEMO, EngineConfig())
+        self.state, self.info = "ready", INFO
+        self._failure, self._at_once = failure, at_once
+
+    async def generate(self, request: Request) -> AsyncGenerator[StepOutput]:
+        if self._failure and self._at_once:
+            raise self._failure
+        yield StepOutput(request_id=request.request_id, token_ids=[70])
+        await asyncio.sleep(0)
+        if self._failure:
+            raise self._failure
+        yield StepOutput(request_id=request.request_id, token_ids=[71], finish_reason="length")
+
+
+def send(
+    engine: AsyncEngine, *, path: str = "/v1/chat/completions", config: ServerConfig | None = None, **options: Any
+) -> httpx.Response:
+    async def main() -> httpx.Response:
+        transport = httpx.ASGITransport(create_app(engine, TOKENIZER, config or ServerConfig()))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.post(path, **options)
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_defect_is_a_500_without_its_text(at_once: bool) -> None:
+    engine = StubEngine(ZeroDivisionError("secret detail at 0x7f00"), at_once=at_once)
+    response = send(engine, json=CHAT)
+    assert response.status_code == 500
+    assert response.json()["error"] == {
+        "message": "internal server error", "type": "server_error", "param": None, "code": "internal_error"
+    }  # fmt: skip
+    streamed = send(engine, json=CHAT | {"stream": True})
+    assert streamed.status_code == (500 if at_once else 200)
+    assert '"internal_error"' in streamed.text
+    assert "[DONE]" not in streamed.text
+    assert "secret" not in response.text + streamed.text
+
+
+def test_a_stream_s_framing() -> None:
+    response = send(StubEngine(), json=CHAT | {"stream": True})
+    assert response.headers["content-type"].startswith("text/event-stream")
+    assert response.headers["cache-control"] == "no-cache"
+    assert "content-length" not in response.headers
+    events = response.text.split("\n\n")
+    assert events.pop() == ""
+    assert all(event.startswith("data: ") and "\n" not in event for event in events)
+    assert events[-1] == "data: [DONE]"
+
+
+def test_a_line_break_in_a_text_does_not_break_the_frame() -> None:
+    newline = TOKENIZER.encode("\n")[0]
+
+    class Newline(StubEngine):
+        async def generate(self, request: Request) -> AsyncGenerator[StepOutput]:
+            yield StepOutput(request_id=request.request_id, token_ids=[newline] * 4, finish_reason="stop")
+
+    events = send(Newline(), json=CHAT | {"stream": True}).text.split("\n\n")
+    assert all("\n" not in event for event in events)
+    assert '"\\n\\n\\n\\n"' in events[1]
+
+
+def test_an_engine_that_never_started_is_503() -> None:
+    engine = AsyncEngine(DEMO, EngineConfig())
+    response = send(engine, json=CHAT)
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_unavailable")
+    assert response.headers["retry-after"] == "1"
+
+
+def test_a_body_that_drips_is_408(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body_module, "BODY_SECONDS", 0.05)
+
+    async def drip() -> AsyncGenerator[bytes]:
+        yield b"{"
+        await asyncio.sleep(5)
+
+    response = send(StubEngine(), content=drip(), headers={"content-type": "application/json"})
+    assert (response.status_code, response.json()["error"]["code"]) == (408, "request_timeout")
+    assert response.headers["connection"] == "close"
+
+
+@pytest.mark.parametrize("sized", [False, True])
+def test_the_body_limit_is_exact(sized: bool) -> None:
+    raw = b'{"model": "model", "prompt": "Hi"}'
+
+    async def parts() -> AsyncGenerator[bytes]:
+        for i in range(0, len(raw), 8):
+            yield raw[i : i + 8]
+
+    def status(limit: int) -> int:
+        options: Any = {"content": raw if sized else parts(), "headers": {"content-type": "application/json"}}
+        return send(
+            StubEngine(), path="/v1/completions", config=ServerConfig(max_body_bytes=limit), **options
+        ).status_code
+
+    assert status(len(raw)) == 200
+    assert status(len(raw) - 1) == 413
+
+
+def chat(**fields: Any) -> list[Request]:
+    return chat_requests(validate(CHAT | fields, ChatCompletionRequest), TOKENIZER, INFO, "id")
+
+
+def completion(**fields: Any) -> list[Request]:
+    return completion_requests(validate(TEXT | fields, CompletionRequest), TOKENIZER, INFO, "id")
+
+
+def test_openai_s_defaults() -> None:
+    (request,) = chat()
+    assert request.params.seed is not None
+    expected = GenerationConfig(temperature=1.0, max_new_tokens=None, seed=request.params.seed)
+    assert request.params == expected
+    assert request.prompt_ids == TOKENIZER.encode_chat(CHAT["messages"])
+    assert request.request_id == "id-0"
+    assert completion()[0].params.max_new_tokens == 16
+    assert chat()[0].params.seed != request.params.seed
+
+
+def test_every_sampling_field_arrives() -> None:
+    fields: dict[str, Any] = {
+        "temperature": 0, "top_p": 0.5, "top_k": 7, "min_p": 0.1, "repetition_penalty": 1.2, "presence_penalty": 0.3,
+        "frequency_penalty": -0.4, "logit_bias": {"5": -2}, "seed": 9, "stop": "x", "stop_token_ids": [3],
+        "min_tokens": 2, "ignore_eos": True, "skip_special_tokens": False, "include_stop_str_in_output": True,
+    }  # fmt: skip
+    params = chat(**fields, max_completion_tokens=8, logprobs=True, top_logprobs=4)[0].params
+    assert params == GenerationConfig(
+        temperature=0.0, top_p=0.5, top_k=7, min_p=0.1, repetition_penalty=1.2, presence_penalty=0.3,
+        frequency_penalty=-0.4, logit_bias={5: -2.0}, seed=9, stop=("x",), stop_token_ids=(3,), min_new_tokens=2,
+        ignore_eos=True, skip_special_tokens=False, include_stop_str_in_output=True, max_new_tokens=8, logprobs=4,
+    )  # fmt: skip
+    assert completion(**fields, max_tokens=8, logprobs=4)[0].params == params
+
+
+def test_choices_are_requests_with_seeds_of_their_own() -> None:
+    requests = completion(prompt=["a", "b"], n=2, seed=(1 << 64) - 1)
+    assert [request.params.seed for request in requests] == [(1 << 64) - 1, 0] * 2
+    assert [request.prompt_ids for request in requests] == [TOKENIZER.encode(text) for text in "aabb"]
+    assert len({request.request_id for request in requests}) == 4
+
+
+def test_prompt_logprobs_only_where_they_are_shown() -> None:
+    assert completion(echo=True, logprobs=0)[0].prompt_logprobs
+    assert not completion(echo=True)[0].prompt_logprobs
+    assert not completion(logprobs=0)[0].prompt_logprobs
+
+
+def test_the_context_s_edge() -> None:
+    assert completion(prompt=[5] * 60, max_tokens=4)
+    assert chat(max_tokens=None)
+    for fields in ({"prompt": [5] * 60, "max_tokens": 5}, {"prompt": [5] * 64, "max_tokens": 1}):
+        with pytest.raises(RequestError) as error:
+            completion(**fields)
+        assert (error.value.code, error.value.param) == ("context_length_exceeded", "prompt")
+
+
+def test_errors_name_the_fields_of_the_api() -> None:
+    with pytest.raises(RequestError) as error:
+        chat(min_tokens=9, max_tokens=8)
+    assert error.value.param == "min_tokens"
+    assert "new_tokens" not in error.value.message
+
+
+def test_special_tokens_in_a_prompt_are_what_the_tokenizer_makes_of_them() -> None:
+    assert completion(prompt="a<|im_end|>")[0].prompt_ids == [*TOKENIZER.encode("a"), 2]

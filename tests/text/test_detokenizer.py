@@ -1,0 +1,143 @@
+"""Streamed text adds up to what the library decodes at once, and stop strings end it wherever they are split."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lmkit.text import IncrementalDetokenizer, Tokenizer
+from tests.text.samples import BYTES, TOKENIZERS
+
+
+@pytest.fixture(scope="module")
+def demo() -> Tokenizer:
+    return TOKENIZERS["demo"]
+
+
+def stream(tokenizer: Tokenizer, ids: list[int], cuts: list[int], **options: Any) -> list[str]:
+    detokenizer = IncrementalDetokenizer(tokenizer, **options)
+    bounds = [0, *sorted(min(cut, len(ids)) for cut in cuts), len(ids)]
+    parts = [detokenizer.push(ids[a:b]) for a, b in pairwise(bounds)]
+    return [*parts, detokenizer.finish()]
+
+
+@st.composite
+def token_ids(draw: st.DrawFn, tokenizer: Tokenizer) -> list[int]:
+    """Any ids, with byte tokens and the specials made likely, and ids no token has."""
+    some = st.one_of(
+        st.integers(0, tokenizer.vocab_size + 3),
+        st.integers(0, min(300, tokenizer.vocab_size)),
+        st.integers(max(0, tokenizer.vocab_size - 16), tokenizer.vocab_size - 1),
+    )
+    return draw(st.lists(some, max_size=40))
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@settings(max_examples=80, deadline=None)
+@given(data=st.data())
+def test_deltas_add_up_to_decode(name: str, data: st.DataObject) -> None:
+    tokenizer = TOKENIZERS[name]
+    ids = data.draw(token_ids(tokenizer))
+    cuts = data.draw(st.lists(st.integers(0, len(ids)), max_size=8))
+    skip = data.draw(st.booleans())
+    assert "".join(stream(tokenizer, ids, cuts, skip_special_tokens=skip)) == tokenizer.decode(ids, skip)
+    one_by_one = stream(tokenizer, ids, list(range(len(ids))), skip_special_tokens=skip)
+    assert "".join(one_by_one) == tokenizer.decode(ids, skip)
+
+
+@settings(max_examples=100, deadline=None)
+@given(raw=st.binary(max_size=30))
+def test_any_bytes_through_byte_level_tokens(raw: bytes) -> None:
+    tokenizer = TOKENIZERS["demo"]
+    byte_ids = {tokenizer.token_bytes(i): i for i in range(4, 300) if len(tokenizer.token_bytes(i)) == 1}
+    ids = [byte_ids[bytes([byte])] for byte in raw]
+    assert (
+        "".join(stream(tokenizer, ids, list(range(len(ids))))) == raw.decode(errors="replace") == tokenizer.decode(ids)
+    )
+
+
+@pytest.mark.parametrize("name", ["demo", "llama", "gemma"])
+def test_split_utf8_waits_and_is_replaced_only_at_the_end(name: str) -> None:
+    tokenizer = TOKENIZERS[name]
+    singles = {tokenizer.token_bytes(i): i for i in range(3, 300) if len(tokenizer.token_bytes(i)) == 1}
+    smile = [singles[bytes([byte])] for byte in "🙂".encode()]
+    parts = stream(tokenizer, [*smile, *tokenizer.encode("a", add_special_tokens=False)], [1, 2, 3, 4])
+    assert parts[:3] == ["", "", ""]
+    assert "".join(parts).strip() in ("🙂a", "🙂 a")
+    cut = stream(tokenizer, smile[:3], [1, 2, 3])
+    assert cut[:-1] == ["", "", "", ""]
+    assert set(cut[-1]) == {"\ufffd"}
+
+
+def test_detokenization_is_linear(demo: Tokenizer) -> None:
+    """A quadratic one would take minutes: neither whole texts nor runs of bytes are decoded again."""
+    plain = demo.encode("some words, again and again. " * 10_000)
+    bad_byte = [next(i for i in range(4, 300) if demo.token_bytes(i) == b"\xff")] * 30_000
+    run = [BYTES.index("<0xE2>") + 3] * 30_000
+    start = time.monotonic()
+    for tokenizer, ids in ((demo, plain), (demo, bad_byte), (TOKENIZERS["llama"], run)):
+        detokenizer = IncrementalDetokenizer(tokenizer, stop=["never " * 100, "s" * 900])
+        for token_id in ids:
+            detokenizer.push([token_id])
+        detokenizer.finish()
+    assert time.monotonic() - start < 60
+
+
+def naive_stop(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
+    """The stop string that ends first, the longest of those, ends the text."""
+    ends = [(text.find(stop) + len(stop), -len(stop), stop) for stop in stops if stop in text]
+    if not ends:
+        return text, None
+    end, _, stop = min(ends)
+    return text[: end if include else end - len(stop)], stop
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    text=st.text("ab c", max_size=30),
+    stops=st.lists(st.text("ab c", min_size=1, max_size=5), min_size=1, max_size=4),
+    cuts=st.lists(st.integers(0, 60), max_size=10),
+    include=st.booleans(),
+)
+def test_stop_strings_across_tokens(text: str, stops: list[str], cuts: list[int], include: bool) -> None:
+    demo = TOKENIZERS["demo"]
+    letters = [demo.encode(char)[0] for char in text]
+    detokenizer = IncrementalDetokenizer(demo, stop=stops, include_stop=include)
+    expected, matched = naive_stop(text, stops, include)
+    shown = ""
+    for a, b in pairwise([0, *sorted(min(cut, len(letters)) for cut in cuts), len(letters)]):
+        shown += detokenizer.push(letters[a:b])
+        assert expected.startswith(shown)  # never a part of the stop string that ends the text
+    assert (shown + detokenizer.finish(), detokenizer.matched) == (expected, matched)
+
+
+def test_only_the_possible_start_of_a_stop_is_held_back(demo: Tokenizer) -> None:
+    detokenizer = IncrementalDetokenizer(demo, stop=["END"])
+    assert detokenizer.push(demo.encode("abc")) == "abc"
+    assert detokenizer.push(demo.encode("xE")) == "x"
+    assert detokenizer.push(demo.encode("N")) == ""
+    assert detokenizer.push(demo.encode("E")) == "EN"
+    assert detokenizer.finish() == "E"
+
+
+def test_an_unarmed_stop_string_passes(demo: Tokenizer) -> None:
+    detokenizer = IncrementalDetokenizer(demo, stop=["b"])
+    first = detokenizer.push(demo.encode("ab"), armed=False)
+    rest = detokenizer.push(demo.encode("cb"))
+    assert first + rest + detokenizer.finish() == "abc"
+    assert detokenizer.matched == "b"
+
+
+def test_a_stop_string_in_the_held_back_rest_counts() -> None:
+    """A run of byte tokens shows only at its end, so a newline may be found by `finish`."""
+    llama = TOKENIZERS["llama"]
+    newline = BYTES.index("<0x0A>") + 3
+    detokenizer = IncrementalDetokenizer(llama, stop=["\n"])
+    text = detokenizer.push([*llama.encode("a", add_special_tokens=False), newline])
+    assert (text + detokenizer.finish()).strip(" ") == "a"
+    assert detokenizer.matched == "\n"
