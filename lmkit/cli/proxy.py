@@ -1,0 +1,147 @@
+"""`lmkit proxy`: run the proxy, and manage the nodes of a running one."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lmkit.errors import ConfigError, LMKitError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+app = typer.Typer(help="One OpenAI address in front of many nodes.", add_completion=False, invoke_without_command=True)
+
+DEFAULT_PROXY = "http://127.0.0.1:8080"
+ProxyOption = Annotated[str, typer.Option("--proxy", help="Address of the running proxy.")]
+AdminKey = Annotated[str | None, typer.Option(help="One of its admin_keys; default LMKIT_API_KEY.")]
+
+
+@app.callback()
+def proxy(
+    context: typer.Context,
+    config: Annotated[str | None, typer.Option(help="YAML or JSON file.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on; default 127.0.0.1.")] = None,
+    port: Annotated[int | None, typer.Option(min=0, max=65535, help="0 = any free one; default 8080.")] = None,
+    node: Annotated[list[str] | None, typer.Option(help="URL of a node, http://HOST:PORT; may be repeated.")] = None,
+    policy: Annotated[str | None, typer.Option(help="least_in_flight, round_robin or random.")] = None,
+    state_file: Annotated[str | None, typer.Option(help="Remembers nodes added and removed at run time.")] = None,
+) -> None:
+    """Forward requests to nodes by the model they name. Without a command, runs until SIGTERM."""
+    if context.invoked_subcommand is not None:
+        if any(value is not None for value in (config, host, port, node, policy, state_file)):
+            raise ConfigError(f"lmkit proxy {context.invoked_subcommand}: options come after the command")
+        return
+    import asyncio
+
+    from lmkit import log
+    from lmkit.config import parse
+    from lmkit.proxy.config import NodeConfig, PolicyName, load_config
+    from lmkit.proxy.server import run
+
+    nodes = [parse({"url": url}, NodeConfig, "--node") for url in node or ()]
+    if policy is not None:
+        parse(policy, PolicyName, "--policy")  # type: ignore[arg-type]
+    resolved = load_config(config, nodes=nodes, host=host, port=port, policy=policy, state_file=state_file)
+    log.setup(resolved.log_level)
+    asyncio.run(run(resolved, lambda url: print(f"proxy on {url}", flush=True)))
+
+
+@app.command()
+def add(
+    url: Annotated[str, typer.Argument(help="The node's URL, as the proxy reaches it, without /v1.")],
+    model: Annotated[list[str] | None, typer.Option(help="A model it serves; default: it is asked.")] = None,
+    weight: Annotated[float, typer.Option(help="Its share of the load.")] = 1.0,
+    lease: Annotated[
+        float | None, typer.Option(help="Seconds after which it must be added again; default never.")
+    ] = None,
+    node_key: Annotated[str | None, typer.Option(help="API key that the proxy sends to the node.")] = None,
+    proxy: ProxyOption = DEFAULT_PROXY,
+    admin_key: AdminKey = None,
+) -> None:
+    """Add a node to a running proxy, or change one."""
+    fields = {"url": url, "models": model or None, "weight": weight, "lease_seconds": lease, "api_key": node_key}
+    body = {name: value for name, value in fields.items() if value is not None}
+    answer = _call("POST", proxy, admin_key, json=body)
+    (state,) = answer["data"]
+    saved = "" if answer["persistent"] else " (not saved: the proxy has no state_file)"
+    models = ", ".join(state["models"]) or "no models yet"
+    print(f"added {state['url']}, {models if state['healthy'] else 'not up: ' + state['reason']}{saved}")
+
+
+@app.command()
+def remove(
+    url: Annotated[str, typer.Argument(help="The node's URL.")],
+    proxy: ProxyOption = DEFAULT_PROXY,
+    admin_key: AdminKey = None,
+) -> None:
+    """Take a node out of a running proxy; requests that it is answering go on."""
+    answer = _call("DELETE", proxy, admin_key, params={"url": url})
+    saved = "" if answer["persistent"] else " (not saved: the proxy has no state_file)"
+    print(f"removed {answer['removed']}{saved}")
+
+
+@app.command()
+def status(
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    proxy: ProxyOption = DEFAULT_PROXY,
+    admin_key: AdminKey = None,
+) -> None:
+    """Show the nodes of a running proxy."""
+    answer = _call("GET", proxy, admin_key)
+    if json:
+        print(jsonlib.dumps(answer, indent=2))
+        return
+    from rich.console import Console
+
+    Console().print(_table(proxy, answer))
+
+
+def _table(proxy: str, answer: dict[str, Any]) -> Table:
+    from rich.box import SIMPLE
+    from rich.table import Table
+    from rich.text import Text
+
+    caption = f"policy {answer['policy']}, changes are {'' if answer['persistent'] else 'not '}saved"
+    table = Table(title=f"nodes of {proxy}", title_justify="left", caption=caption, caption_justify="left", box=SIMPLE)
+    table.add_column("node", overflow="fold")
+    for column in ("state", "models"):
+        table.add_column(column, overflow="fold")
+    for column in ("busy", "done", "failed", "first byte"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for node in answer["data"]:
+        state = Text("up" if node["healthy"] else "down", style="green" if node["healthy"] else "red")
+        if node["reason"]:
+            state.append(f": {node['reason']}", style="default")
+        latency = "" if node["latency_seconds"] is None else f"{1000 * node['latency_seconds']:.0f} ms"
+        counts = [str(node["in_flight"]), str(node["requests"]), str(node["failovers"] + node["breaks"])]
+        table.add_row(Text(node["url"]), state, Text(", ".join(node["models"])), *counts, latency)
+    return table
+
+
+def _call(method: str, proxy: str, admin_key: str | None, **arguments: Any) -> dict[str, Any]:
+    """One admin request. Raises LMKitError: the proxy cannot be reached, or what it answered."""
+    import httpx
+
+    from lmkit.config import environment
+
+    key = admin_key or environment().api_key
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    try:
+        response = httpx.request(
+            method, proxy.rstrip("/") + "/admin/nodes", headers=headers, timeout=15, trust_env=False, **arguments
+        )
+        answer = response.json()
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise LMKitError(f"no proxy answers at {proxy}: {error or type(error).__name__}") from None
+    except (ValueError, UnicodeError):
+        raise LMKitError(f"{proxy} answered {response.status_code}, and not as a proxy does") from None
+    if not response.is_success:
+        message = (
+            answer["error"]["message"] if isinstance(answer.get("error"), dict) else f"HTTP {response.status_code}"
+        )
+        raise LMKitError(f"{proxy}: {message}")
+    result: dict[str, Any] = answer
+    return result

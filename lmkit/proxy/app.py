@@ -1,0 +1,293 @@
+"""The proxy as an ASGI application: which route exists, who may use it, and what becomes of every error."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import http.cookiejar
+import re
+import ssl
+from collections.abc import Awaitable, Callable
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+from urllib.parse import parse_qs
+
+import httpx
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from lmkit.errors import RequestError
+from lmkit.log import get_logger
+from lmkit.proxy import metrics
+from lmkit.proxy.answer import Answer
+from lmkit.proxy.auth import Keys, Role, authorize
+from lmkit.proxy.config import ProxyConfig, Registration, node_url
+from lmkit.proxy.fleet import Fleet
+from lmkit.proxy.forward import Call, Forwarder
+from lmkit.proxy.health import HealthChecker
+from lmkit.proxy.registry import Registry
+
+log = get_logger(__name__)
+MAX_ADMIN_BODY = 1 << 20
+MAX_HEAD_BYTES, MAX_HEADERS = 16 << 10, 128  # of a request's target and headers
+KEEP_ALIVE_SECONDS = 2.0  # idle connections to nodes; below the 5 s after which common servers close them
+_FORWARDED_PATH = re.compile(r"/v1(?:/(?!\.{1,2}(?:/|$))[A-Za-z0-9._~:@\-]+)+")  # no empty, "." or ".." segment
+_MODEL_PREFIX = "/v1/models/"
+
+
+class _Routed(msgspec.Struct):
+    """All that is read of a forwarded body."""
+
+    model: str
+
+
+class Exchange(NamedTuple):
+    """One request: what came in, and where the answer goes."""
+
+    scope: Scope
+    receive: Receive
+    answer: Answer
+
+
+class Route(NamedTuple):
+    role: Role
+    handler: Callable[[Proxy, Exchange], Awaitable[None]]
+
+
+class Proxy:
+    """`async with Proxy(config, loopback=...) as proxy` checks the nodes for as long as the block runs.
+
+    Raises ConfigError for a damaged state file.
+    """
+
+    def __init__(self, config: ProxyConfig, *, loopback: bool) -> None:
+        self.config = config
+        self.keys = Keys.of(config.api_keys, config.admin_keys, loopback=loopback)
+        self.registry = Registry(config)
+        self.fleet = Fleet(config, self.registry)
+        self.metrics = metrics.Metrics(self.registry)
+        self.draining = False
+        self.stop = asyncio.Event()  # set: running answers are broken off
+        self.active = 0  # forwarded requests, from their first body byte on
+        self._client = httpx.AsyncClient(
+            verify=_tls(),
+            trust_env=False,
+            limits=httpx.Limits(
+                max_connections=None, max_keepalive_connections=256, keepalive_expiry=KEEP_ALIVE_SECONDS
+            ),
+            cookies=http.cookiejar.CookieJar(http.cookiejar.DefaultCookiePolicy(allowed_domains=[])),
+        )
+        self.health = HealthChecker(self.registry, self._client, config)
+        self._forwarder = Forwarder(self.registry, self._client, self.metrics, config)
+        self.checked = asyncio.Event()  # every node has been asked once
+        self.checks: asyncio.Task[None] | None = None  # ends only by a defect, or with the block
+
+    async def __aenter__(self) -> Self:
+        self.checks = asyncio.create_task(self._check_forever())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self.checks is not None
+        self.checks.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self.checks
+        await self._client.aclose()
+
+    async def _check_forever(self) -> None:
+        while True:
+            try:
+                for url in await self.fleet.expire():
+                    log.warning("node %s is out: its lease was not renewed", url)
+            except RequestError:
+                pass  # the state file cannot be written, which is logged; the next round tries again
+            await self.health.check_all()
+            self.checked.set()
+            await asyncio.sleep(self.config.health_interval)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        if scope["type"] != "http":
+            return
+        answer = Answer(send, retry_after=self.config.health_interval)
+        try:
+            check_head(scope)
+            route = resolve(scope["method"], scope["path"])
+            authorize(self.keys, route.role, scope["headers"])
+            await route.handler(self, Exchange(scope, receive, answer))
+        except RequestError as error:
+            await self._tell(error, answer)
+        except Exception:  # the HTTP edge: one request's defect is not the next one's
+            log.exception("a request failed")
+            await self._tell(RequestError("internal_error", "internal error"), answer)
+
+    async def _tell(self, error: RequestError, answer: Answer) -> None:
+        if error.code == "client_disconnected":
+            self.metrics.disconnects.inc()
+            return
+        self.metrics.refused.labels(error.code).inc()
+        with contextlib.suppress(RequestError):  # the client may be gone by now
+            await answer.break_off(error)
+
+    async def forward(self, exchange: Exchange) -> None:
+        scope, receive, answer = exchange
+        if self.draining:
+            raise RequestError("shutting_down", "the proxy is shutting down")
+        if self.active >= self.config.max_in_flight:
+            raise RequestError("queue_full", f"{self.active} requests are being answered; try again")
+        path = scope["path"]
+        if not _FORWARDED_PATH.fullmatch(path) or scope.get("raw_path", path.encode()) != path.encode():
+            raise RequestError("not_found", "there is no such route")
+        self.active += 1
+        try:
+            body = await read_body(exchange, self.config.max_body_bytes, self.config.body_timeout)
+            call = Call(path, scope["query_string"], scope["headers"], body, read_model(body))
+            await self._forwarder.forward(call, answer, receive, self.stop)
+        finally:
+            self.active -= 1
+
+    async def list_models(self, exchange: Exchange) -> None:
+        await _json(exchange, {"object": "list", "data": self.registry.models()})
+
+    async def show_model(self, exchange: Exchange) -> None:
+        name = exchange.scope["path"].removeprefix(_MODEL_PREFIX)
+        candidates = self.registry.candidates(name)
+        if not candidates:
+            raise self.registry.absence(name)
+        assert candidates[0].models is not None
+        await _json(exchange, candidates[0].models[name])
+
+    async def show_health(self, exchange: Exchange) -> None:
+        """200 while the proxy itself works, whatever its nodes do; 503 while it drains."""
+        nodes = self.registry.nodes()
+        counts = {"nodes": len(nodes), "healthy_nodes": sum(node.healthy for node in nodes)}
+        await _json(
+            exchange, {"status": "draining" if self.draining else "ok", **counts}, 503 if self.draining else 200
+        )
+
+    async def show_metrics(self, exchange: Exchange) -> None:
+        await exchange.answer.whole(200, self.metrics.render(), metrics.CONTENT_TYPE)
+
+    async def show_nodes(self, exchange: Exchange) -> None:
+        await _json(exchange, self._fleet_status())
+
+    async def add_node(self, exchange: Exchange) -> None:
+        body = await read_body(exchange, MAX_ADMIN_BODY, self.config.body_timeout)
+        try:
+            registration = msgspec.json.decode(body, type=Registration)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise RequestError("invalid_request", f"not a node's registration: {error}") from None
+        node = await self.fleet.add(registration)
+        await self.health.check(node)
+        await _json(exchange, self._fleet_status(node.url))
+
+    async def remove_node(self, exchange: Exchange) -> None:
+        urls = parse_qs(exchange.scope["query_string"].decode("latin-1")).get("url", [])
+        try:
+            (url,) = map(node_url, urls)
+        except ValueError:
+            raise RequestError("invalid_request", "say which node: DELETE /admin/nodes?url=URL", "url") from None
+        await self.fleet.remove(url)
+        await _json(exchange, {"removed": url, "persistent": self.fleet.persistent})
+
+    def _fleet_status(self, url: str | None = None) -> dict[str, Any]:
+        nodes = [node for node in self.registry.status() if url in (None, node["url"])]
+        return {"object": "list", "data": nodes, "persistent": self.fleet.persistent, "policy": self.config.policy}
+
+
+ROUTES: dict[str, dict[str, Route]] = {
+    "/health": {"GET": Route(Role.OPEN, Proxy.show_health)},
+    "/metrics": {"GET": Route(Role.USER, Proxy.show_metrics)},
+    "/v1/models": {"GET": Route(Role.USER, Proxy.list_models)},
+    "/admin/nodes": {
+        "GET": Route(Role.ADMIN, Proxy.show_nodes),
+        "POST": Route(Role.ADMIN, Proxy.add_node),
+        "DELETE": Route(Role.ADMIN, Proxy.remove_node),
+    },
+}
+_SHOW_MODEL = {"GET": Route(Role.USER, Proxy.show_model)}
+_FORWARD = {"POST": Route(Role.USER, Proxy.forward)}
+
+
+def resolve(method: str, path: str) -> Route:
+    """The route of exactly this path. What is not listed needs a key, too, before it is told that it does not exist."""
+    if path in ROUTES:
+        methods = ROUTES[path]
+    elif path.startswith(_MODEL_PREFIX):
+        methods = _SHOW_MODEL
+    elif path.startswith("/v1/"):
+        methods = _FORWARD
+    else:
+        return Route(Role.USER, _not_found)
+    wanted = "GET" if method == "HEAD" else method
+    return methods.get(wanted) or Route(next(iter(methods.values())).role, _not_allowed)
+
+
+async def _not_found(proxy: Proxy, exchange: Exchange) -> None:
+    raise RequestError("not_found", "there is no such route")
+
+
+async def _not_allowed(proxy: Proxy, exchange: Exchange) -> None:
+    raise RequestError("method_not_allowed", "this route does not take this method")
+
+
+def check_head(scope: Scope) -> None:
+    """Refuse an outsize head: the server itself limits only what has not arrived whole."""
+    headers = scope["headers"]
+    size = len(scope["path"]) + len(scope["query_string"]) + sum(len(name) + len(value) for name, value in headers)
+    if size > MAX_HEAD_BYTES or len(headers) > MAX_HEADERS:
+        raise RequestError("invalid_request", f"the head exceeds {MAX_HEAD_BYTES} bytes or {MAX_HEADERS} headers")
+
+
+async def read_body(exchange: Exchange, max_bytes: int, timeout: float) -> bytes:
+    """The whole body. Raises RequestError: request_too_large, request_timeout or client_disconnected.
+
+    A little more than `max_bytes` is read and dropped, so that the refusal reaches clients that send first.
+    """
+    length = dict(exchange.scope["headers"]).get(b"content-length", b"0")
+    too_large = RequestError("request_too_large", f"the body is larger than {max_bytes} bytes")
+    if int(length) > 2 * max_bytes:
+        raise too_large
+    pieces: list[bytes] = []
+    size, more = 0, True
+    try:
+        async with asyncio.timeout(timeout):
+            while more:
+                message = await exchange.receive()
+                if message["type"] == "http.disconnect":
+                    raise RequestError("client_disconnected", "the client left")
+                size += len(message.get("body", b""))
+                if size > 2 * max_bytes:
+                    raise too_large
+                if size <= max_bytes:
+                    pieces.append(message.get("body", b""))
+                more = message.get("more_body", False)
+    except TimeoutError:
+        raise RequestError("request_timeout", f"the body did not arrive within {timeout:g} s") from None
+    if size > max_bytes:
+        raise too_large
+    return b"".join(pieces)
+
+
+def read_model(body: bytes) -> str:
+    """The `model` of a JSON body. Raises RequestError for a body without one."""
+    try:
+        return msgspec.json.decode(body, type=_Routed).model
+    except msgspec.ValidationError as error:
+        raise RequestError("invalid_request", f"the request must name its model: {error}", "model") from None
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise RequestError("invalid_request", f"the body is not valid JSON: {reason}") from None
+
+
+@functools.cache
+def _tls() -> ssl.SSLContext:
+    """Nodes on https are verified by the certificates httpx trusts."""
+    return httpx.create_ssl_context(trust_env=False)
+
+
+async def _json(exchange: Exchange, value: Any, status: int = 200) -> None:
+    await exchange.answer.whole(status, msgspec.json.encode(value))

@@ -1,0 +1,167 @@
+"""What a proxy is told: a strict YAML or JSON file, command-line options, and registrations over the admin API."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import httpx
+import msgspec
+import yaml
+
+from lmkit.config import PositiveInt, StrictStruct
+from lmkit.errors import ConfigError
+
+PolicyName = Literal["least_in_flight", "round_robin", "random"]
+Key = Annotated[str, msgspec.Meta(min_length=1, max_length=512, pattern=r"^[\x21-\x7e]+$")]
+ModelName = Annotated[str, msgspec.Meta(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f\x7f-\x9f]+$")]
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
+
+
+class NodeConfig(StrictStruct, frozen=True):
+    """One server that answers OpenAI routes below `url`. Raises ValueError for a URL that cannot be a node's."""
+
+    url: str  # http(s)://host[:port][/prefix], without /v1; stored in one canonical spelling
+    models: Annotated[tuple[ModelName, ...], msgspec.Meta(min_length=1, max_length=1000)] | None = None  # None = ask it
+    api_key: Key | None = None  # sent to this node, as a Bearer token
+    weight: Annotated[float, msgspec.Meta(gt=0, le=1000)] = 1.0  # its share of the load
+
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "url", node_url(self.url))
+
+
+class Registration(NodeConfig, frozen=True):
+    """A node added at run time."""
+
+    lease_seconds: Annotated[float, msgspec.Meta(ge=1, le=86400)] | None = None  # None = until it is removed
+
+
+class ProxyConfig(StrictStruct, frozen=True):
+    """How one `lmkit proxy` listens, checks its nodes and forwards. All times are in seconds."""
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8080
+    nodes: tuple[NodeConfig, ...] = ()
+    policy: PolicyName = "least_in_flight"
+    api_keys: tuple[Key, ...] = ()  # of clients; empty = no authentication
+    admin_keys: tuple[Key, ...] = ()  # for /admin; empty = only a loopback listener without any key manages nodes
+    state_file: str | None = None  # remembers nodes added and removed at run time
+    max_body_bytes: PositiveInt = 16 << 20
+    body_timeout: Seconds = 30.0  # for a client to send its whole body
+    max_in_flight: PositiveInt = 1024  # requests at once; one more is refused with 503
+    connect_timeout: Seconds = 3.0
+    read_timeout: Seconds = 600.0  # the longest silence of a node, before its first byte and between two pieces
+    health_interval: Seconds = 5.0
+    health_timeout: Seconds = 2.0
+    unhealthy_after: PositiveInt = 2  # consecutive failures, of checks or of connections for a request
+    healthy_after: PositiveInt = 1  # consecutive good checks of a node that was unhealthy
+    drain_seconds: Annotated[float, msgspec.Meta(ge=0, le=86400)] = 30.0  # SIGTERM: how long requests may finish
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+
+    def __post_init__(self) -> None:
+        urls = [node.url for node in self.nodes]
+        if twice := sorted({url for url in urls if urls.count(url) > 1}):
+            raise ValueError(f"node {twice[0]} is given twice")
+        if set(self.api_keys) & set(self.admin_keys):
+            raise ValueError("a key is in both api_keys and admin_keys; give each role its own")
+
+
+def node_url(text: str) -> str:
+    """The canonical spelling of a node's URL. Raises ValueError saying what is wrong with it."""
+    if not re.fullmatch(r"(?i)https?://[a-z0-9._\-\[\]:]+(/[a-z0-9._~/\-]*)?", text):
+        raise ValueError(f"{text!r} is not a node's URL; write for example http://10.0.0.5:8000")
+    try:
+        url = httpx.URL(text)
+    except httpx.InvalidURL as error:
+        raise ValueError(f"{text!r} is not a URL: {error}") from None
+    path = url.path.rstrip("/")
+    if url.port is not None and not 0 < url.port < 65536:
+        raise ValueError(f"{text!r}: a port is between 1 and 65535")
+    if not url.host or _is_wildcard(url.host):
+        raise ValueError(f"{text!r} is not an address to connect to; name the node's own host")
+    if path.endswith("/v1"):
+        raise ValueError(f"{text!r}: leave out /v1, it is part of each route")
+    return str(url.copy_with(path=path or "/")).rstrip("/")
+
+
+def _is_wildcard(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
+
+
+def load_config(path: str | Path | None, *, nodes: Sequence[NodeConfig] = (), **options: Any) -> ProxyConfig:
+    """The file's configuration (the defaults without one), with more nodes and with `options` that are not None.
+
+    A relative state_file of the file is beside the file. Raises ConfigError with the file's line.
+    """
+    config = ProxyConfig() if path is None else _read(Path(path))
+    given = {name: value for name, value in options.items() if value is not None}
+    try:
+        return msgspec.structs.replace(config, nodes=(*config.nodes, *nodes), **given)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _read(path: Path) -> ProxyConfig:
+    try:
+        loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))  # JSON is YAML, and this keeps the lines
+        tree = loader.get_single_node()
+        _refuse_duplicates(tree, path)
+        data = loader.construct_document(tree) if tree is not None else {}
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: is not UTF-8 text") from None
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise ConfigError(f"{path}:{line}: {error.problem or error.context}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
+    try:
+        config = msgspec.convert(data, ProxyConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path}:{_line(tree, str(error))}: {error}") from None
+    if config.state_file is None:
+        return config
+    return msgspec.structs.replace(config, state_file=str(path.parent / config.state_file))
+
+
+def _refuse_duplicates(tree: Any, path: Path) -> None:
+    """YAML takes the last of two equal keys, silently."""
+    if isinstance(tree, yaml.SequenceNode):
+        for item in tree.value:
+            _refuse_duplicates(item, path)
+    elif isinstance(tree, yaml.MappingNode):
+        seen = set()
+        for key, value in tree.value:
+            if key.value in seen:
+                raise ConfigError(f"{path}:{key.start_mark.line + 1}: {key.value!r} is given twice")
+            seen.add(key.value)
+            _refuse_duplicates(value, path)
+
+
+def _line(tree: Any, message: str) -> int:
+    """The source line that a validation message such as "unknown field `x` - at `$.nodes[0]`" speaks of."""
+    where = re.search(r" - at `(?:key in )?\$(.*)`$", message)
+    steps = re.findall(r"\.([^.\[]+)|\[(\d+)\]", where[1]) if where else []
+    if unknown := re.search(r"unknown field `(.*?)`", message):
+        steps.append((unknown[1], ""))
+    line = tree.start_mark.line + 1 if tree is not None else 1
+    for name, index in steps:
+        if index and isinstance(tree, yaml.SequenceNode) and int(index) < len(tree.value):
+            tree = tree.value[int(index)]
+            line = tree.start_mark.line + 1
+        elif name and isinstance(tree, yaml.MappingNode):
+            entries = {key.value: (key, value) for key, value in tree.value}
+            if name not in entries:
+                break
+            key, tree = entries[name]
+            line = key.start_mark.line + 1
+        else:
+            break
+    return line

@@ -1,0 +1,123 @@
+"""Changes of the set of nodes at run time: first on disk, then in the registry."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from lmkit.config import StrictStruct
+from lmkit.errors import ConfigError, RequestError
+from lmkit.log import get_logger
+from lmkit.proxy.config import ProxyConfig, Registration
+from lmkit.proxy.registry import Node, Registry
+
+log = get_logger(__name__)
+
+
+class FleetState(StrictStruct, frozen=True):
+    """What differs from the configuration: nodes added, and configured nodes removed."""
+
+    version: Literal[1] = 1
+    added: tuple[Registration, ...] = ()
+    removed: tuple[str, ...] = ()
+
+
+def load_state(path: Path) -> FleetState:
+    """The saved state, or an empty one without a file. Raises ConfigError: a damaged file is not overwritten."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=FleetState)
+    except FileNotFoundError:
+        if not path.parent.is_dir():
+            raise ConfigError(f"state_file {path}: there is no directory {path.parent}") from None
+        return FleetState()
+    except OSError as error:
+        raise ConfigError(f"state_file {path}: cannot be read: {error.strerror}") from None
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"state_file {path}: {error}; repair or delete it") from None
+
+
+def save_state(path: Path, state: FleetState) -> None:
+    """Replace the file atomically and durably; only its owner may read it (it holds keys). Raises OSError."""
+    fresh = path.with_name(f".{path.name}.new")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+    with open(os.open(fresh, flags, 0o600), "wb") as file:
+        os.fchmod(file.fileno(), 0o600)
+        file.write(msgspec.json.format(msgspec.json.encode(state), indent=2))
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(fresh, path)
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+class Fleet:
+    """The registry's nodes, kept in step with the state file."""
+
+    def __init__(self, config: ProxyConfig, registry: Registry) -> None:
+        """Fill the registry from the configuration and the state file. Raises ConfigError for a damaged state file."""
+        self._path = Path(config.state_file) if config.state_file is not None else None
+        self._state = load_state(self._path) if self._path is not None else FleetState()
+        self._configured = {node.url for node in config.nodes}
+        self._registry = registry
+        self._lock = asyncio.Lock()
+        for node in config.nodes:
+            if node.url in self._state.removed:
+                log.warning("node %s stays out: it was removed at run time (%s)", node.url, self._path)
+            else:
+                registry.add(node, "config")
+        for registration in self._state.added:
+            if registration.url in self._configured:
+                log.info(
+                    "node %s: what was set at run time (%s) goes before the configuration", registration.url, self._path
+                )
+            registry.add(registration, "added")
+
+    @property
+    def persistent(self) -> bool:
+        return self._path is not None
+
+    async def add(self, registration: Registration) -> Node:
+        """Add a node, or renew one. Raises RequestError when it cannot be saved; then nothing has changed."""
+        async with self._lock:
+            added = tuple(r for r in self._state.added if r.url != registration.url)
+            removed = tuple(url for url in self._state.removed if url != registration.url)
+            await self._save(FleetState(added=(*added, registration), removed=removed))
+            return self._registry.add(registration, "added")
+
+    async def remove(self, url: str) -> None:
+        """Take a node out; requests that it is answering go on. Raises RequestError: not_found, or not saved."""
+        async with self._lock:
+            if self._registry.get(url) is None:
+                raise RequestError("not_found", f"there is no node {url!r}", "url")
+            await self._drop([url])
+
+    async def expire(self) -> list[str]:
+        """Take out the nodes whose lease has run out."""
+        async with self._lock:
+            urls = self._registry.expired()
+            if urls:
+                await self._drop(urls)
+            return urls
+
+    async def _drop(self, urls: list[str]) -> None:
+        added = tuple(r for r in self._state.added if r.url not in urls)
+        removed = {*self._state.removed, *self._configured.intersection(urls)}
+        await self._save(FleetState(added=added, removed=tuple(sorted(removed))))
+        for url in urls:
+            self._registry.remove(url)
+
+    async def _save(self, state: FleetState) -> None:
+        if self._path is not None and state != self._state:
+            try:
+                await asyncio.to_thread(save_state, self._path, state)
+            except OSError as error:
+                log.error("state_file %s: cannot be written: %s", self._path, error.strerror)
+                raise RequestError("internal_error", "the change cannot be saved; nothing has changed") from None
+        self._state = state

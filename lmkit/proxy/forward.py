@@ -1,0 +1,200 @@
+"""Sends one request on to a node and its answer back, byte for byte.
+
+Before the first byte another node may take over; after it, a break is told to the client. The request's body has been
+read whole, so it can be sent again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+import time
+import uuid
+from collections.abc import Collection
+from dataclasses import dataclass
+from random import Random
+
+import httpx
+from starlette.types import Receive
+
+from lmkit.errors import RequestError
+from lmkit.log import get_logger
+from lmkit.proxy.answer import Answer
+from lmkit.proxy.config import ProxyConfig
+from lmkit.proxy.metrics import Metrics
+from lmkit.proxy.policies import POLICIES
+from lmkit.proxy.registry import Node, Registry
+
+log = get_logger(__name__)
+
+# RFC 9110, 7.6.1: these speak of one connection, not of the message.
+_HOP_BY_HOP = {b"connection", b"keep-alive", b"proxy-connection", b"proxy-authenticate", b"proxy-authorization", b"te",
+               b"trailer", b"transfer-encoding", b"upgrade"}  # fmt: skip
+# The client's credentials are for the proxy alone; the rest is set anew for the node, or would let a client forge
+# what a node behind a proxy trusts.
+_NOT_SENT_ON = {b"authorization", b"x-api-key", b"cookie", b"host", b"content-length", b"expect", b"accept-encoding",
+                b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b"x-forwarded-proto", b"x-forwarded-port",
+                b"x-real-ip", b"x-request-id"}  # fmt: skip
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._\-]{1,128}")
+# A request that reached a node and got no answer may be what broke it: it is tried once more, not on every node.
+MAX_RESENDS = 1
+
+
+@dataclass(frozen=True)
+class Call:
+    """One client request, whole."""
+
+    path: str
+    query: bytes
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+    model: str
+
+
+class Forwarder:
+    """Forwards calls to the registry's nodes over one pool of connections."""
+
+    def __init__(self, registry: Registry, client: httpx.AsyncClient, metrics: Metrics, config: ProxyConfig) -> None:
+        self._registry = registry
+        self._client = client
+        self._metrics = metrics
+        self._policy = POLICIES[config.policy]
+        self._rng = Random()
+        self._timeout = httpx.Timeout(config.read_timeout, connect=config.connect_timeout)
+        self._own_via = b"lmkit-" + secrets.token_hex(8).encode()
+
+    async def forward(self, call: Call, answer: Answer, receive: Receive, stop: asyncio.Event) -> None:
+        """Answer a call. Ends at once, with the node's connection, when the client leaves or `stop` is set.
+
+        Raises RequestError for what is still to be told to the client.
+        """
+        if any(name == b"via" and self._own_via in value for name, value in call.headers):
+            raise RequestError("bad_gateway", "a proxy loop: one of this proxy's nodes is the proxy itself")
+        relay = asyncio.create_task(self._relay(call, answer))
+        watchers = [asyncio.create_task(_disconnected(receive)), asyncio.create_task(stop.wait())]
+        try:
+            await asyncio.wait([relay, *watchers], return_when=asyncio.FIRST_COMPLETED)
+            if answer.finished:  # to the server, a client that has its whole answer is gone too
+                await relay
+        finally:
+            left, stopped = (watcher.done() for watcher in watchers)
+            unfinished = not relay.done()
+            for task in (relay, *watchers):
+                task.cancel()
+            await asyncio.gather(relay, *watchers, return_exceptions=True)
+        if not unfinished:
+            relay.result()
+        elif left:
+            raise RequestError("client_disconnected", "the client left")
+        elif stopped:
+            raise RequestError("shutting_down", "the proxy is shutting down")
+
+    async def _relay(self, call: Call, answer: Answer) -> None:
+        tried: list[Node] = []
+        resends = 0
+        error = self._registry.absence(call.model)
+        while candidates := self._registry.candidates(call.model, tried):
+            node = self._policy(candidates, self._rng)
+            tried.append(node)
+            if len(tried) > 1:
+                tried[-2].failovers += 1
+            with self._registry.using(node):
+                try:
+                    if await self._attempt(node, call, answer, tried):
+                        return
+                except (httpx.ConnectError, httpx.ConnectTimeout) as failure:
+                    if self._registry.failed(node, f"connections fail ({type(failure).__name__})"):
+                        log.warning("node %s is down: connections fail", node.url)
+                except httpx.TimeoutException:
+                    raise RequestError("upstream_timeout", "the node did not answer in time") from None
+                except httpx.LocalProtocolError:
+                    raise RequestError("invalid_request", "a header of the request cannot be sent on") from None
+                except httpx.TransportError as failure:  # not held against the node: a client may cause it at will
+                    log.warning("node %s gave no answer to a request: %s", node.url, type(failure).__name__)
+                    resends += 1
+            error = RequestError("bad_gateway", "no node answered the request")
+            if resends > MAX_RESENDS:
+                break
+        raise error
+
+    async def _attempt(self, node: Node, call: Call, answer: Answer, tried: Collection[Node]) -> bool:
+        """Send the call to one node and pass its answer on. False: the node refuses work now and another may not.
+
+        Raises httpx.TransportError only as long as the client has been sent nothing.
+        """
+        start = time.perf_counter()
+        response = await self._client.send(self._request(node, call), stream=True)
+        try:
+            seconds = time.perf_counter() - start
+            self._registry.answered(node, call.model, response.status_code, seconds)
+            self._metrics.first_byte.observe(seconds)
+            if response.status_code == 503 and self._registry.candidates(call.model, tried):
+                return False
+            if not 200 <= response.status_code <= 599:
+                raise RequestError("bad_gateway", "the node answered with a status that does not exist")
+            await self._pass_on(node, response, answer)
+        finally:
+            await response.aclose()
+        return True
+
+    async def _pass_on(self, node: Node, response: httpx.Response, answer: Answer) -> None:
+        headers = _end_to_end(response.headers.raw)
+        kinds = dict(headers)
+        kind = kinds.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        events = kind == b"text/event-stream" and b"content-encoding" not in kinds
+        if events:  # an error event may have to be added
+            headers = [(name, value) for name, value in headers if name != b"content-length"]
+        await answer.start(response.status_code, headers, events=events)
+        try:
+            async for piece in response.aiter_raw():
+                await answer.write(piece)
+        except httpx.TransportError as failure:
+            node.breaks += 1
+            log.warning("node %s broke off in the middle of an answer: %s", node.url, type(failure).__name__)
+            if isinstance(failure, httpx.TimeoutException):
+                error = RequestError("upstream_timeout", "the node fell silent in the middle of its answer")
+            else:
+                error = RequestError("bad_gateway", "the node broke off in the middle of its answer")
+            await answer.break_off(error)
+        else:
+            await answer.end()
+
+    def _request(self, node: Node, call: Call) -> httpx.Request:
+        base = httpx.URL(node.url)
+        target = base.raw_path.rstrip(b"/") + call.path.encode()
+        if call.query:
+            target += b"?" + call.query
+        headers = [(name, value) for name, value in _end_to_end(call.headers) if name not in _NOT_SENT_ON]
+        headers += [
+            (b"accept-encoding", b"identity"),  # an error event cannot be added to a compressed stream
+            (b"via", b"1.1 " + self._own_via),
+            (b"x-request-id", _request_id(call.headers)),
+        ]
+        if node.config.api_key is not None:
+            headers.append((b"authorization", b"Bearer " + node.config.api_key.encode()))
+        url = base.copy_with(raw_path=target)
+        extensions = {"timeout": self._timeout.as_dict()}
+        return httpx.Request("POST", url, headers=headers, content=call.body, extensions=extensions)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _end_to_end(headers: Collection[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """Without the headers that concern one connection only, with names in lower case."""
+    dropped = set(_HOP_BY_HOP)
+    for name, value in headers:
+        if name.lower() == b"connection":
+            dropped.update(token.strip().lower() for token in value.split(b","))
+    return [(name.lower(), value) for name, value in headers if name.lower() not in dropped]
+
+
+def _request_id(headers: Collection[tuple[bytes, bytes]]) -> bytes:
+    """The client's x-request-id if it is a harmless one, else a new one."""
+    for name, value in headers:
+        if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
+            return value
+    return uuid.uuid4().hex.encode()

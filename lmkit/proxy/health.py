@@ -1,0 +1,89 @@
+"""Asks the nodes how they are: all at once, each within a time limit, again and again."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import msgspec
+
+from lmkit.errors import ConfigError
+from lmkit.log import get_logger
+from lmkit.proxy.config import ModelName, ProxyConfig
+from lmkit.proxy.registry import ModelEntries, Node, Registry
+
+log = get_logger(__name__)
+MAX_ANSWER_BYTES, MAX_MODELS = 1 << 20, 1000
+
+
+class HealthChecker:
+    """A node is up when `GET /health` is 2xx and its models are configured or listed by `GET /v1/models`."""
+
+    def __init__(self, registry: Registry, client: httpx.AsyncClient, config: ProxyConfig) -> None:
+        self._registry = registry
+        self._client = client
+        self._timeout = config.health_timeout
+
+    async def check_all(self) -> None:
+        await asyncio.gather(*map(self.check, self._registry.nodes()))
+
+    async def check(self, node: Node) -> None:
+        """Ask one node and record the result; never raises."""
+        try:
+            async with asyncio.timeout(self._timeout):
+                await self._get(node, "/health")
+                models, note = await self._models(node)
+        except TimeoutError:
+            failure = f"no answer to a check within {self._timeout:g} s"
+        except httpx.HTTPError as error:
+            failure = f"cannot be reached ({type(error).__name__})"
+        except ConfigError as error:
+            failure = str(error)
+        else:
+            if self._registry.succeeded(node, models, note=note):
+                log.info("node %s is up, models: %s", node.url, ", ".join(sorted(node.models or ())))
+            return
+        if self._registry.failed(node, failure):
+            log.warning("node %s is down: %s", node.url, failure)
+
+    async def _models(self, node: Node) -> tuple[ModelEntries | None, str | None]:
+        """(a new list or None, a note). A node that has listed its models once keeps them when it fails to."""
+        if node.config.models is not None:
+            return None, None
+        try:
+            return parse_models(await self._get(node, "/v1/models")), None
+        except ConfigError as error:
+            if node.models is None:
+                raise
+            return None, str(error)
+
+    async def _get(self, node: Node, path: str) -> bytes:
+        headers = {"accept-encoding": "identity"}
+        if node.config.api_key is not None:
+            headers["authorization"] = f"Bearer {node.config.api_key}"
+        async with self._client.stream("GET", node.url + path, headers=headers, timeout=self._timeout) as response:
+            if not response.is_success:
+                hint = ": check its api_key" if response.status_code in (401, 403) else ""
+                raise ConfigError(f"{path} answered {response.status_code}{hint}")
+            body = bytearray()
+            async for piece in response.aiter_raw():
+                body += piece
+                if len(body) > MAX_ANSWER_BYTES:
+                    raise ConfigError(f"{path} answered more than {MAX_ANSWER_BYTES} bytes")
+        return bytes(body)
+
+
+class _Entry(msgspec.Struct):
+    id: ModelName
+
+
+def parse_models(body: bytes) -> ModelEntries:
+    """A /v1/models list -> its entries by model id. Raises ConfigError for anything else."""
+    try:
+        entries = msgspec.json.decode(body)["data"]
+        names = [entry.id for entry in msgspec.convert(entries, list[_Entry])]
+    except (msgspec.MsgspecError, RecursionError, TypeError, KeyError):
+        raise ConfigError("/v1/models did not answer a list of models") from None
+    if len(names) > MAX_MODELS:
+        raise ConfigError(f"/v1/models lists more than {MAX_MODELS} models")
+    return dict(zip(names, entries, strict=True))

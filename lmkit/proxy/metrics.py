@@ -1,0 +1,61 @@
+"""Prometheus metrics of a proxy. Labels come only from nodes and models that an administrator let in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from lmkit.proxy.registry import Registry
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+
+
+class Metrics:
+    """Counters of the proxy itself; what belongs to a node is read from the registry, so it leaves with the node."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._own = CollectorRegistry()
+        self.refused = Counter(
+            "lmkit_proxy_errors", "Errors the proxy itself answered, by their code", ["code"], registry=self._own
+        )
+        self.disconnects = Counter(
+            "lmkit_proxy_client_disconnects", "Clients that left before their answer ended", registry=self._own
+        )
+        self.first_byte = Histogram(
+            "lmkit_proxy_first_byte_seconds",
+            "From choosing a node to its first byte",
+            buckets=_SECONDS,
+            registry=self._own,
+        )
+        self._own.register(_Nodes(registry))
+
+    def render(self) -> bytes:
+        return generate_latest(self._own)
+
+
+class _Nodes(Collector):
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterable[Metric]:
+        up = GaugeMetricFamily("lmkit_proxy_node_up", "1 for a healthy node", labels=["node"])
+        busy = GaugeMetricFamily("lmkit_proxy_node_in_flight", "Requests a node is answering", labels=["node"])
+        answers = CounterMetricFamily(
+            "lmkit_proxy_requests", "Answers of a node, by model and status", labels=["node", "model", "status"]
+        )
+        failovers = CounterMetricFamily(
+            "lmkit_proxy_failovers", "Requests that went on from a node to another", labels=["node"]
+        )
+        breaks = CounterMetricFamily("lmkit_proxy_breaks", "Answers of a node that broke off", labels=["node"])
+        for node in self._registry.nodes():
+            up.add_metric([node.url], node.healthy)
+            busy.add_metric([node.url], node.in_flight)
+            failovers.add_metric([node.url], node.failovers)
+            breaks.add_metric([node.url], node.breaks)
+            for (model, status), count in node.answers.items():
+                answers.add_metric([node.url, model, str(status)], count)
+        return (up, busy, answers, failovers, breaks)

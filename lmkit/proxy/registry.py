@@ -1,0 +1,164 @@
+"""The nodes a proxy knows: their models, whether they are up, what they are busy with. No I/O; the clock is given."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from lmkit.errors import RequestError
+from lmkit.proxy.config import NodeConfig, ProxyConfig, Registration
+
+ModelEntries = dict[str, dict[str, Any]]  # model id -> its object in a /v1/models list
+LATENCY_DECAY = 0.2  # share of the newest sample in the moving average
+
+
+@dataclass(eq=False)
+class Node:
+    """One node's state. It outlives its removal for as long as a request uses it."""
+
+    config: NodeConfig
+    origin: str  # "config" or "added"
+    lease_until: float | None = None
+    models: ModelEntries | None = None  # None = not known yet
+    healthy: bool = False
+    reason: str | None = "not checked yet"  # why it is unhealthy, or what is odd about a healthy one
+    checked: bool = False  # a check has ended, well or badly
+    failures: int = 0  # consecutive, of checks and of connections; only a good check ends the row
+    successes: int = 0  # consecutive good checks
+    in_flight: int = 0
+    last_pick: int = 0
+    latency: float | None = None  # seconds to the first byte, moving average
+    answers: Counter[tuple[str, int]] = field(default_factory=Counter)  # (model, status) -> requests
+    failovers: int = 0  # requests that went on to another node
+    breaks: int = 0  # answers that broke off in the middle
+
+    @property
+    def url(self) -> str:
+        return self.config.url
+
+
+class Registry:
+    """All nodes by URL."""
+
+    def __init__(self, config: ProxyConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self._unhealthy_after = config.unhealthy_after
+        self._healthy_after = config.healthy_after
+        self.clock = clock
+        self._nodes: dict[str, Node] = {}
+        self._picks = 0
+
+    def nodes(self) -> list[Node]:
+        return list(self._nodes.values())
+
+    def get(self, url: str) -> Node | None:
+        return self._nodes.get(url)
+
+    def add(self, config: NodeConfig, origin: str) -> Node:
+        """Add a node, or renew and reconfigure a known one, whose health and in-flight requests stay what they are."""
+        node = self._nodes.setdefault(config.url, Node(config, origin))
+        relisted = config.models is None and node.config.models is not None
+        node.config, node.origin = config, origin
+        lease = config.lease_seconds if isinstance(config, Registration) else None
+        node.lease_until = None if lease is None else self.clock() + lease
+        if config.models is not None:
+            node.models = {
+                name: {"id": name, "object": "model", "created": 0, "owned_by": "lmkit"} for name in config.models
+            }
+        elif relisted:
+            node.models = None
+        return node
+
+    def remove(self, url: str) -> Node | None:
+        return self._nodes.pop(url, None)
+
+    def expired(self) -> list[str]:
+        """URLs of the nodes whose lease has run out."""
+        now = self.clock()
+        return [node.url for node in self.nodes() if node.lease_until is not None and node.lease_until <= now]
+
+    def succeeded(self, node: Node, models: ModelEntries | None = None, *, note: str | None = None) -> bool:
+        """A check went well (`models` is a new list, if it was asked for). True when the node came up by it."""
+        first, node.checked = not node.checked, True
+        node.failures = 0
+        node.successes += 1
+        if models is not None:
+            node.models = models
+        if node.healthy or first or node.successes >= self._healthy_after:
+            came_up, node.healthy, node.reason = not node.healthy, True, note
+            return came_up
+        node.reason = f"{node.successes} of {self._healthy_after} good checks"
+        return False
+
+    def failed(self, node: Node, reason: str) -> bool:
+        """A check or a connection failed. True when the node went down by it."""
+        node.checked = True
+        node.successes = 0
+        node.failures += 1
+        went_down = node.healthy and node.failures >= self._unhealthy_after
+        if went_down or not node.healthy:
+            node.healthy, node.reason = False, reason
+        return went_down
+
+    def candidates(self, model: str, exclude: Collection[Node] = ()) -> list[Node]:
+        """The healthy nodes that serve `model`."""
+        return [n for n in self.nodes() if n.healthy and model in (n.models or ()) and n not in exclude]
+
+    def absence(self, model: str) -> RequestError:
+        """Why no node can answer for `model`."""
+        shown = repr(model[:100])
+        if any(model in (node.models or ()) for node in self.nodes()):
+            return RequestError("engine_unavailable", f"no node that serves {shown} is healthy; try again", "model")
+        if any(node.models is None for node in self.nodes()):
+            return RequestError(
+                "engine_unavailable", f"{shown} is not known, and a node could not be asked yet; try again", "model"
+            )
+        return RequestError("model_not_found", f"no model {shown} here; GET /v1/models lists them", "model")
+
+    def models(self) -> list[dict[str, Any]]:
+        """The union of the healthy nodes' models, each once, by name."""
+        union: ModelEntries = {}
+        for node in self.nodes():
+            if node.healthy:
+                union = {**(node.models or {}), **union}
+        return [union[name] for name in sorted(union)]
+
+    @contextmanager
+    def using(self, node: Node) -> Iterator[None]:
+        """Count one request on a node for as long as the block runs, however it ends."""
+        self._picks += 1
+        node.last_pick = self._picks
+        node.in_flight += 1
+        try:
+            yield
+        finally:
+            node.in_flight -= 1
+
+    def answered(self, node: Node, model: str, status: int, seconds: float) -> None:
+        """The first byte of an answer came after `seconds`."""
+        node.answers[model, status] += 1
+        node.latency = seconds if node.latency is None else node.latency + LATENCY_DECAY * (seconds - node.latency)
+
+    def status(self) -> list[dict[str, Any]]:
+        """What the admin API shows of each node; never a key."""
+        now = self.clock()
+        return [
+            {
+                "url": node.url,
+                "origin": node.origin,
+                "healthy": node.healthy,
+                "reason": node.reason,
+                "models": sorted(node.models or ()),
+                "in_flight": node.in_flight,
+                "requests": sum(node.answers.values()),
+                "failovers": node.failovers,
+                "breaks": node.breaks,
+                "latency_seconds": node.latency,
+                "weight": node.config.weight,
+                "lease_seconds_left": None if node.lease_until is None else max(0.0, node.lease_until - now),
+            }
+            for node in self.nodes()
+        ]

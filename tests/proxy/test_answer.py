@@ -1,0 +1,128 @@
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from starlette.types import Message
+
+from lmkit.errors import RequestError
+from lmkit.proxy.answer import Answer, WholeEvents, error_body
+
+# Fields, odd line ends, comments, empty lines, half lines: whatever order they come in.
+parts = st.sampled_from(
+    [b"data: {}", b"event: x", b": ping", b"id: 1", b"\n", b"\r\n", b"\r", b"\n\n", b"\r\n\r\n", b"\xe2\x80\xa8", b"x"]
+)
+
+
+def events_in(data: bytes) -> int:
+    """Complete events by the specification: line ends first, then empty lines (an independent way to count)."""
+    lines = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")[:-1]
+    return sum(not line and i > 0 and bool(lines[i - 1]) for i, line in enumerate(lines))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(parts, max_size=30), st.lists(st.integers(1, 7), min_size=1, max_size=8))
+def test_bytes_stay_the_same_and_cuts_are_after_events(pieces: list[bytes], sizes: list[int]) -> None:
+    data = b"".join(pieces)
+    whole, out, at, i = WholeEvents(), b"", 0, 0
+    while at < len(data):
+        size = sizes[i % len(sizes)]
+        out += whole.feed(data[at : at + size])
+        at, i = at + size, i + 1
+        assert data.startswith(out)
+        if out:
+            assert out.endswith((b"\n\n", b"\r\r", b"\n\r", b"\r\n\r\n", b"\n\r\n", b"\r\r\n"))
+            assert events_in(out) == events_in(data[:at])  # nothing complete is kept back
+    assert out + whole.rest() == data
+
+
+def test_event_longer_than_the_limit_is_let_through() -> None:
+    whole = WholeEvents()
+    assert whole.feed(b"data: ") == b""
+    assert len(whole.feed(b"x" * WholeEvents.MAX_HELD)) == WholeEvents.MAX_HELD + 6
+    assert whole.inside
+    assert whole.feed(b"y\n\n") == b"y\n\n"
+    assert not whole.inside
+
+
+class Wire:
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self.broken = False
+
+    async def send(self, message: Message) -> None:
+        if self.broken:
+            raise OSError
+        self.messages.append(message)
+
+    def body(self) -> bytes:
+        return b"".join(m.get("body", b"") for m in self.messages)
+
+
+BROKEN = RequestError("bad_gateway", "the node broke off")
+
+
+@pytest.mark.anyio
+async def test_break_inside_an_event_drops_the_half_and_tells_the_error() -> None:
+    wire = Wire()
+    answer = Answer(wire.send)
+    await answer.start(200, [], events=True)
+    await answer.write(b'data: {"a":1}\n\ndata: {"b":')
+    await answer.break_off(BROKEN)
+    assert wire.body() == b'data: {"a":1}\n\ndata: ' + error_body(BROKEN) + b"\n\n"
+    assert answer.finished
+    await answer.break_off(BROKEN)  # no second time
+    assert wire.body().count(b"error") == 2  # in "error" and "server_error"
+
+
+@pytest.mark.anyio
+async def test_break_inside_an_overlong_event_ends_it_first() -> None:
+    wire = Wire()
+    answer = Answer(wire.send)
+    await answer.start(200, [], events=True)
+    await answer.write(b"x" * (WholeEvents.MAX_HELD + 1))
+    await answer.break_off(BROKEN)
+    assert wire.body().endswith(b"x\n\ndata: " + error_body(BROKEN) + b"\n\n")
+
+
+@pytest.mark.anyio
+async def test_break_of_another_body_leaves_it_incomplete() -> None:
+    wire = Wire()
+    answer = Answer(wire.send)
+    await answer.start(200, [(b"content-length", b"10")])
+    await answer.write(b"12345")
+    await answer.break_off(BROKEN)
+    assert wire.messages[-1]["more_body"] is True
+    assert not answer.finished
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("code", "status", "kind", "header"),
+    [
+        ("invalid_api_key", 401, "authentication_error", (b"www-authenticate", b"Bearer")),
+        ("engine_unavailable", 503, "server_error", (b"retry-after", b"5")),
+        ("request_too_large", 413, "invalid_request_error", (b"connection", b"close")),
+    ],
+)
+async def test_error_before_the_start_is_an_envelope(
+    code: str, status: int, kind: str, header: tuple[bytes, bytes]
+) -> None:
+    wire = Wire()
+    await Answer(wire.send, retry_after=5.0).break_off(RequestError(code, "why", "model"))
+    assert wire.messages[0]["status"] == status
+    assert header in wire.messages[0]["headers"]
+    assert json.loads(wire.body()) == {"error": {"message": "why", "type": kind, "param": "model", "code": code}}
+
+
+@pytest.mark.anyio
+async def test_server_that_raises_for_a_client_that_left() -> None:
+    """ASGI 2.4: send raises OSError."""
+    wire = Wire()
+    answer = Answer(wire.send)
+    await answer.start(200, [])
+    wire.broken = True
+    with pytest.raises(RequestError) as caught:
+        await answer.write(b"x")
+    assert caught.value.code == "client_disconnected"
+    await answer.break_off(BROKEN)

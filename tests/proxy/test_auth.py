@@ -1,0 +1,210 @@
+"""Who may do what, by the pure function, by the application, and over a socket with hostile request lines."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from lmkit.errors import RequestError
+from lmkit.proxy.app import Proxy, resolve
+from lmkit.proxy.auth import Keys, Role, authorize, is_loopback
+from lmkit.proxy.config import ProxyConfig
+from tests.proxy.fakes import FakeNode, nodes, proxy_for
+
+USER, ADMIN = "user-key", "admin-key"
+BOTH = Keys.of([USER, "other"], [ADMIN], loopback=True)
+LOCAL = [(b"host", b"127.0.0.1:8080")]
+
+
+def outcome(keys: Keys, role: Role, *headers: tuple[bytes, bytes]) -> str | None:
+    try:
+        authorize(keys, role, [*LOCAL, *headers])
+    except RequestError as error:
+        return error.code
+    return None
+
+
+def bearer(key: str) -> tuple[bytes, bytes]:
+    return (b"authorization", f"Bearer {key}".encode())
+
+
+@pytest.mark.parametrize(
+    ("role", "headers", "expected"),
+    [
+        (Role.OPEN, [], None),
+        (Role.USER, [], "invalid_api_key"),
+        (Role.USER, [bearer(USER)], None),
+        (Role.USER, [bearer("other")], None),
+        (Role.USER, [bearer(ADMIN)], None),
+        (Role.USER, [(b"x-api-key", USER.encode())], None),
+        (Role.USER, [(b"authorization", b"bearer   " + USER.encode() + b" ")], None),
+        (Role.USER, [bearer(USER.upper())], "invalid_api_key"),
+        (Role.USER, [bearer(USER[:-1])], "invalid_api_key"),
+        (Role.USER, [bearer("u")], "invalid_api_key"),  # a key is not a list of letters
+        (Role.USER, [bearer("")], "invalid_api_key"),
+        (Role.USER, [(b"authorization", USER.encode())], "invalid_api_key"),
+        (Role.USER, [(b"authorization", b"Basic " + USER.encode())], "invalid_api_key"),
+        (Role.USER, [bearer("wrong"), bearer(USER)], "invalid_api_key"),
+        (Role.USER, [(b"x-api-key", b"wrong"), bearer(USER)], "invalid_api_key"),
+        (Role.USER, [(b"x-api-key", USER.encode()), bearer(USER)], None),
+        (Role.USER, [bearer("\xff")], "invalid_api_key"),
+        (Role.ADMIN, [], "invalid_api_key"),
+        (Role.ADMIN, [bearer(USER)], "permission_denied"),
+        (Role.ADMIN, [bearer(ADMIN)], None),
+        (Role.ADMIN, [bearer("wrong")], "invalid_api_key"),
+    ],
+)
+def test_with_keys(role: Role, headers: list[tuple[bytes, bytes]], expected: str | None) -> None:
+    assert outcome(BOTH, role, *headers) == expected
+
+
+def test_admin_without_admin_keys() -> None:
+    """Only where nobody else can reach it and no key says that somebody should not."""
+    open_loopback = Keys.of([], [], loopback=True)
+    assert outcome(open_loopback, Role.ADMIN) is None
+    assert outcome(Keys.of([], [], loopback=False), Role.ADMIN) == "permission_denied"
+    assert outcome(Keys.of([USER], [], loopback=True), Role.ADMIN, bearer(USER)) == "permission_denied"
+    assert outcome(Keys.of([], [ADMIN], loopback=True), Role.ADMIN) == "invalid_api_key"
+    assert outcome(Keys.of([], [ADMIN], loopback=False), Role.USER) is None
+
+
+@pytest.mark.parametrize("header", [b"origin", b"forwarded", b"x-forwarded-for", b"x-real-ip"])
+def test_open_admin_is_not_for_web_pages_or_relays(header: bytes) -> None:
+    assert outcome(Keys.of([], [], loopback=True), Role.ADMIN, (header, b"http://127.0.0.1")) == "permission_denied"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "allowed"),
+    [([b"localhost"], True), ([b"[::1]:80"], True), ([b"127.0.0.1"], True), ([b"127.8.8.8:1"], True),
+     ([b"evil.example"], False),
+     ([b"127.0.0.1.evil.example"], False), ([b"localhost.evil.example:8080"], False), ([b"[::1].evil"], True),
+     ([], False), ([b""], False),
+     ([b"127.0.0.1", b"evil"], False), ([b"10.0.0.1"], False)],
+)  # fmt: skip
+def test_open_admin_needs_a_local_host_header(hosts: list[bytes], allowed: bool) -> None:
+    """A page at evil.example whose name now resolves to 127.0.0.1 sends its own name (DNS rebinding)."""
+    keys = Keys.of([], [], loopback=True)
+    headers = [(b"host", host) for host in hosts]
+    if allowed:
+        authorize(keys, Role.ADMIN, headers)
+    else:
+        with pytest.raises(RequestError):
+            authorize(keys, Role.ADMIN, headers)
+
+
+def test_is_loopback() -> None:
+    assert all(map(is_loopback, ("127.0.0.1", "127.1.2.3", "::1", "localhost", "LOCALHOST")))
+    assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "example.org", "127.0.0.1.nip.io", "")))
+
+
+def test_routes_are_exact() -> None:
+    roles = {
+        ("GET", "/health"): Role.OPEN, ("HEAD", "/health"): Role.OPEN,
+        ("GET", "/health/"): Role.USER, ("GET", "/Health"): Role.USER, ("GET", "//health"): Role.USER,
+        ("GET", "/healthz"): Role.USER,
+        ("GET", "/v1/../health"): Role.USER, ("GET", "/metrics"): Role.USER, ("GET", "/v1/models"): Role.USER,
+        ("POST", "/v1/chat/completions"): Role.USER, ("OPTIONS", "/v1/chat/completions"): Role.USER,
+        ("GET", "/"): Role.USER,
+        ("GET", "/admin/nodes"): Role.ADMIN, ("HEAD", "/admin/nodes"): Role.ADMIN, ("PUT", "/admin/nodes"): Role.ADMIN,
+        ("OPTIONS", "/admin/nodes"): Role.ADMIN, ("GET", "/docs"): Role.USER, ("GET", ""): Role.USER,
+    }  # fmt: skip
+    for (method, path), role in roles.items():
+        assert resolve(method, path).role is role, (method, path)
+
+
+async def call(proxy: Proxy, method: str, path: str, headers: list[tuple[bytes, bytes]], **scope: Any) -> int:
+    sent: list[dict[str, Any]] = []
+    messages = [{"type": "http.request", "body": b'{"model": "m"}'}]
+
+    async def receive() -> dict[str, Any]:
+        return messages.pop() if messages else await asyncio.Event().wait()  # type: ignore[return-value]
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    full = {"type": "http", "method": method, "path": path, "query_string": b"", "headers": headers, **scope}
+    await proxy(full, receive, send)
+    return int(sent[0]["status"])
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS", "POST", "PUT", "DELETE", "TRACE", "BREW"])
+async def test_everything_but_health_needs_a_key(method: str) -> None:
+    proxy = Proxy(ProxyConfig(api_keys=(USER,), admin_keys=(ADMIN,)), loopback=True)
+    paths = ["/", "/v1/models", "/v1/models/m", "/v1/chat/completions", "/admin/nodes", "/metrics", "/openapi.json",
+    "/v1/../health",
+             "//v1/models", "/health/", "/HEALTH", "/v1%2fmodels", "/health/../v1/models", "/docs"]  # fmt: skip
+    for path in paths:
+        assert await call(proxy, method, path, LOCAL) == 401, path
+        for host in (b"x/health?", b"/health", b"127.0.0.1/health?x=", b""):
+            assert await call(proxy, method, path, [(b"host", host)]) == 401, (path, host)
+    # A server's root path is not taken off: what is not literally /health is not /health.
+    assert await call(proxy, method, "/v/health", LOCAL, root_path="/v") == 401
+    assert await call(proxy, method, "/v1/health", LOCAL, root_path="/v1") == 401
+
+
+@pytest.mark.anyio
+async def test_unknown_routes_and_methods_for_a_known_client() -> None:
+    proxy = Proxy(ProxyConfig(api_keys=(USER,), admin_keys=(ADMIN,)), loopback=True)
+    headers = [*LOCAL, bearer(USER)]
+    assert await call(proxy, "GET", "/nope", headers) == 404
+    assert await call(proxy, "GET", "/v1/chat/completions", headers) == 405
+    assert await call(proxy, "OPTIONS", "/v1/chat/completions", headers) == 405
+    assert await call(proxy, "DELETE", "/v1/models", headers) == 405
+    assert await call(proxy, "POST", "/v1/chat/completions", headers) == 404  # the model
+    for method in ("GET", "POST", "DELETE", "PUT"):
+        assert await call(proxy, method, "/admin/nodes", headers) == 403
+
+
+@pytest.mark.anyio
+async def test_websockets_are_closed() -> None:
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    await Proxy(ProxyConfig(), loopback=True)({"type": "websocket", "path": "/health"}, send, send)  # type: ignore[arg-type]
+    assert sent == [{"type": "websocket.close", "code": 1008}]
+
+
+async def raw(url: str, request: bytes) -> bytes:
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+    writer.write(request)
+    status = (await asyncio.wait_for(reader.readline(), 2)).split(b" ")[1]
+    writer.close()
+    return status
+
+
+@pytest.mark.anyio
+async def test_hostile_request_lines() -> None:
+    body = b'{"model": "m"}'
+    targets = [b"//v1/chat/completions", b"/v1//chat/completions", b"/v1/../v1/chat/completions",
+    b"/v1/chat/../completions", b"/v1/%2e%2e/admin",
+               b"/v1%2fchat/completions", b"/v1/chat%2fcompletions", b"/v1/chat/completions/", b"/v1/",
+               b"/V1/chat/completions", b"/v1/./x",
+               b"/v1/x;y", b"/v1/a\\b", b"http://127.0.0.1/v1/chat/completions", b"*"]  # fmt: skip
+    async with nodes(FakeNode()) as (node,), proxy_for(node, api_keys=(USER,)) as (_, url):
+        for target in targets:
+            head = b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n" % (target, len(body))
+            assert await raw(url, head + b"\r\n" + body) == b"401", target
+            assert await raw(url, head + b"Authorization: Bearer user-key\r\n\r\n" + body) == b"404", target
+        assert (
+            await raw(url, b"POST /v1/chat/completions HTTP/1.1\r\nHost: x/health?\r\nContent-Length: 0\r\n\r\n")
+            == b"401"
+        )
+        assert await raw(url, b"HEAD /v1/models HTTP/1.1\r\nHost: x/health?\r\n\r\n") == b"401"
+        assert await raw(url, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n") == b"200"
+        assert await raw(url, b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"y" * 100_000 + b"\r\n\r\n") == b"400"
+        assert await raw(url, b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"a: b\r\n" * 10_000 + b"\r\n") == b"400"
+        assert node.requests == []
+
+
+@pytest.mark.anyio
+async def test_no_cross_origin_permission_is_given() -> None:
+    async with proxy_for() as (_, url):
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+        writer.write(b"GET /v1/models HTTP/1.1\r\nHost: x\r\nOrigin: http://evil.example\r\nConnection: close\r\n\r\n")
+        assert b"access-control" not in (await reader.read()).lower()
+        writer.close()

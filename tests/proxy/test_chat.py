@@ -1,0 +1,310 @@
+"""`lmkit chat`: against a node's protocol, with a pipeline's double, and at a terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import json
+import os
+import pty
+import signal
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from lmkit.cli.chat import Conversation, LocalModel, RemoteModel, chat, command, shown, sse_data
+from lmkit.errors import ConfigError, LMKitError
+from tests.proxy.fakes import Exchange, FakeNode, nodes, proxy_for
+
+TALK = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+def event(content: str | None) -> bytes:
+    choice = {"index": 0, "delta": {"content": content} if content is not None else {}}
+    return b"data: " + json.dumps({"choices": [choice]}, ensure_ascii=False).encode() + b"\n\n"
+
+
+async def answer_by_words(exchange: Exchange) -> None:
+    """Echo the last message, a word at a time; "wait" waits for ever, "break" breaks off."""
+    last = json.loads(exchange.request.body)["messages"][-1]["content"]
+    await exchange.start_events()
+    await exchange.chunk(b": ping\n\n" + event(""))
+    for word in last.split():
+        await exchange.chunk(event(f"<{word}>"))
+        if word == "wait":
+            await exchange.until_left()
+        if word == "break":
+            exchange.writer.close()
+            return
+    await exchange.chunk(event(None) + b'data: {"choices": [], "usage": {}}\n\ndata: [DONE]\n\n')
+    await exchange.end()
+
+
+def body(node: FakeNode, i: int = -1) -> Any:
+    return json.loads(node.requests[i].body)
+
+
+async def run(target: str, capsys: pytest.CaptureFixture[str], **options: Any) -> str:
+    """What `lmkit chat` prints, run beside the event loop of the fake node."""
+    defaults: dict[str, Any] = dict.fromkeys(
+        ("model", "prompt", "system", "temperature", "top_p", "max_tokens", "seed", "api_key")
+    )
+    await asyncio.to_thread(chat, target, **{**defaults, **options})
+    return capsys.readouterr().out
+
+
+@pytest.mark.anyio
+async def test_one_answer_through_a_proxy(capsys: pytest.CaptureFixture[str]) -> None:
+    async with nodes(FakeNode(script=answer_by_words)) as (node,), proxy_for(node, api_keys=("k",)) as (_, url):
+        out = await run(
+            url + "/v1/", capsys, prompt="a \u2028 b", system="be brief", temperature=0.5, seed=1, api_key="k"
+        )
+        assert out == "<a><b>\n"
+        assert body(node) == {
+            "model": "m",
+            "stream": True,
+            "temperature": 0.5,
+            "seed": 1,
+            "messages": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "a \u2028 b"}],
+        }
+        with pytest.raises(LMKitError, match="401"):
+            await run(url, capsys, prompt="x", api_key="wrong")
+
+
+@pytest.mark.anyio
+async def test_piped_text_and_the_key_from_the_environment(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LMKIT_API_KEY", "from-env")
+    async with nodes(FakeNode(script=answer_by_words)) as (node,):
+        monkeypatch.setattr("sys.stdin", io.StringIO("x y\n"))
+        assert await run(node.url, capsys) == "<x><y>\n"
+        assert node.requests[0].header("authorization") == ["Bearer from-env"]
+        monkeypatch.setattr("sys.stdin", io.StringIO(" \n"))
+        with pytest.raises(ConfigError, match="empty"):
+            await run(node.url, capsys)
+
+
+@pytest.mark.anyio
+async def test_which_model(capsys: pytest.CaptureFixture[str]) -> None:
+    async with nodes(FakeNode(models=("m", "n"), script=answer_by_words)) as (node,):
+        with pytest.raises(ConfigError, match="serves m, n; choose one with --model"):
+            await run(node.url, capsys, prompt="x")
+        await run(node.url, capsys, prompt="x", model="n")
+        assert body(node)["model"] == "n"
+        node.models = ()
+        with pytest.raises(ConfigError, match="serves no model"):
+            await run(node.url, capsys, prompt="x")
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("status", "content", "message"),
+    [
+        (400, b'{"error": {"message": "too long"}}', "HTTP 400: too long"),
+        (429, b'{"error": {"message": "\\u001b[2Jred"}}', r"HTTP 429: \[2Jred"),
+        (503, b'{"object": "error", "message": "busy"}', "HTTP 503: busy"),
+        (500, b"<html>", "HTTP 500: no further message"),
+        (500, b'{"error": "plain"}', "HTTP 500: plain"),
+        (200, b'data: {"error": {"message": "engine died"}}\n\n', "engine died"),
+        (200, b"data: nonsense\n\n", "not a chat completion chunk"),
+        (200, b'data: {"choices": [{}]}\n\n', "not a chat completion chunk"),
+        (200, b'data: {"choices": []}\n\n', "broke off"),
+    ],
+)
+async def test_errors(capsys: pytest.CaptureFixture[str], status: int, content: bytes, message: str) -> None:
+    async def script(exchange: Exchange) -> None:
+        await exchange.reply(status, content)
+
+    async with nodes(FakeNode(script=script)) as (node,):
+        with pytest.raises(LMKitError, match=message):
+            await run(node.url, capsys, prompt="x")
+
+
+@pytest.mark.anyio
+async def test_server_that_breaks_off_or_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    async with nodes(FakeNode(script=answer_by_words)) as (node,):
+        with pytest.raises(LMKitError, match="did not answer"):
+            await run(node.url, capsys, prompt="a break b")
+        await node.stop()
+        with pytest.raises(LMKitError, match="no server answers at"):
+            await run(node.url, capsys, prompt="a")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"model": "m"}, {"api_key": "k"}, {"temperature": float("nan")}, {"target": "http://h:x", "prompt": "x"}],
+)
+def test_bad_options(options: dict[str, Any]) -> None:
+    names = ("model", "prompt", "system", "temperature", "top_p", "max_tokens", "seed", "api_key")
+    with pytest.raises(ConfigError):
+        chat(**{"target": "folder", **dict.fromkeys(names), **options})  # type: ignore[arg-type]
+
+
+def test_sse_data_at_every_cut() -> None:
+    stream = "data: é\r\n\r\n: c\n\ndata:a\ndata: b\u2028c\n\nevent: x\n\ndata: [DONE]\n\n".encode()
+    expected = ["é".encode(), "a\nb\u2028c".encode(), b"[DONE]"]
+    for cut in range(len(stream)):
+        assert list(sse_data([stream[:cut], stream[cut:]])) == expected
+
+
+class Scripted:
+    """A model double: each answer is a list of pieces; an exception among them is raised there."""
+
+    def __init__(self, *answers: list[str | BaseException]) -> None:
+        self.answers = list(answers)
+        self.asked: list[list[str]] = []
+
+    def answer(self, messages: list[dict[str, Any]]) -> Any:
+        self.asked.append([message["content"] for message in messages])
+        for piece in self.answers.pop(0):
+            if isinstance(piece, BaseException):
+                raise piece
+            yield piece
+
+
+def test_conversation_remembers_what_was_said() -> None:
+    model = Scripted(["a", "b"], ["part", LMKitError("died")], ["c", KeyboardInterrupt()], [KeyboardInterrupt()], ["d"])
+    talk = Conversation(model, "sys")
+    assert "".join(talk.ask("1")) == "ab"
+    with pytest.raises(LMKitError):
+        list(talk.ask("2"))  # a failed turn is not remembered
+    for turn in ("3", "4"):  # a stopped one is, if it had begun
+        with pytest.raises(KeyboardInterrupt):
+            list(talk.ask(turn))
+    list(talk.ask("5"))
+    assert model.asked[-1] == ["sys", "1", "ab", "3", "c", "5"]
+    assert [message["role"] for message in talk.messages] == ["system", *["user", "assistant"] * 3]
+
+
+def test_commands() -> None:
+    talk = Conversation(Scripted(["a"]), None)
+    list(talk.ask("1"))
+    assert command(talk, "/system be kind") == "the system message is set"
+    assert talk.messages == [{"role": "system", "content": "be kind"}]
+    talk.messages.append({"role": "user", "content": "x"})
+    command(talk, "/reset")
+    assert len(talk.messages) == 1
+    assert "no system message" in command(talk, "/system")
+    assert talk.messages == []
+    assert "/exit" in command(talk, "/help")
+    assert command(talk, "/nope").startswith("/nope: not a command")
+
+
+class Part:
+    def __init__(self, text: str, finish_reason: str | None = None, error_message: str | None = None) -> None:
+        self.text, self.finish_reason, self.error_message = text, finish_reason, error_message
+
+
+class Pipe:
+    closed = 0
+
+    def stream_infer(self, messages: Any, config: Any) -> Iterator[Part]:
+        self.config = config
+        try:
+            yield Part("a")
+            if messages[-1]["content"] == "interrupt":
+                os.kill(os.getpid(), signal.SIGINT)
+                self.step_ended = True
+            yield Part("b")
+            yield Part("", "error", "engine died") if messages[-1]["content"] == "fail" else Part("c", "stop")
+        finally:
+            self.closed += 1
+
+
+def test_local_model() -> None:
+    pipe: Any = Pipe()
+    model = LocalModel(pipe, {"max_tokens": 5, "temperature": 0.5})
+    assert list(model.answer(TALK["messages"])) == ["a", "b", "c"]
+    assert (pipe.config.max_new_tokens, pipe.config.temperature, pipe.config.top_p) == (5, 0.5, 1.0)
+    with pytest.raises(LMKitError, match="engine died"):
+        list(model.answer([{"role": "user", "content": "fail"}]))
+    before: Any = signal.getsignal(signal.SIGINT)
+    got: list[str] = []
+    pieces = model.answer([{"role": "user", "content": "interrupt"}])
+    with pytest.raises(KeyboardInterrupt):
+        got.extend(pieces)
+    assert got == ["a", "b"]  # the step that Ctrl-C met was carried out
+    assert pipe.step_ended
+    assert pipe.closed == 3
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_terminal_gets_no_control_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "a\x1b]0;title\x07\tb\nc\u202e\x9b31m é"
+    assert shown(text) == text  # into a pipe or file, as it is
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert shown(text) == "a]0;title\tb\nc31m é"
+
+
+class Terminal:
+    """A program at a pseudo-terminal."""
+
+    def __init__(self, *arguments: str) -> None:
+        program = "from lmkit.cli.chat import chat; import typer; typer.run(chat)"
+        self.pid, self.fd = pty.fork()
+        if self.pid == 0:  # pragma: no cover
+            os.execv(sys.executable, [sys.executable, "-c", program, *arguments])
+        os.set_blocking(self.fd, False)
+        self.output = b""
+
+    async def until(self, text: str) -> str:
+        """What came up to and with `text`."""
+        async with asyncio.timeout(15):
+            while text.encode() not in self.output:
+                with contextlib.suppress(BlockingIOError, OSError):
+                    self.output += os.read(self.fd, 65536)
+                await asyncio.sleep(0.01)
+        seen, _, self.output = self.output.partition(text.encode())
+        return seen.decode(errors="replace") + text
+
+    def type(self, text: str) -> None:
+        os.write(self.fd, text.encode())
+
+
+@pytest.mark.anyio
+async def test_at_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    async with nodes(FakeNode(script=answer_by_words)) as (node,):
+        terminal = Terminal(node.url, "--system", "sys")
+        try:
+            await terminal.until("> ")
+            terminal.type("one two\n")
+            await terminal.until("<one><two>")
+            await terminal.until("> ")
+            terminal.type("/help\n")
+            await terminal.until("/reset")
+            await terminal.until("> ")
+            terminal.type("now wait\n")
+            await terminal.until("<wait>")
+            terminal.type("\x03")  # Ctrl-C stops the answer
+            await terminal.until("stopped")
+            await asyncio.wait_for(node.left.wait(), 2)
+            await terminal.until("> ")
+            terminal.type("a break\n")
+            await terminal.until("lmkit: the server did not answer")
+            await terminal.until("> ")
+            terminal.type("\x03")  # at the prompt it only clears the line
+            await terminal.until("Ctrl-D leaves")
+            await terminal.until("> ")
+            terminal.type("last\n")
+            await terminal.until("<last>")
+            await terminal.until("> ")
+            assert [m["content"] for m in body(node)["messages"]] == [
+                "sys", "one two", "<one><two>", "now wait", "<now><wait>", "last",
+            ]  # fmt: skip
+            terminal.type("\x04")
+            _, status = await asyncio.to_thread(os.waitpid, terminal.pid, 0)
+            assert os.waitstatus_to_exitcode(status) == 0
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(terminal.pid, signal.SIGKILL)
+            os.close(terminal.fd)
+
+
+def test_remote_model_closes_its_client_when_it_cannot_start() -> None:
+    with pytest.raises(LMKitError, match="no server answers"):
+        RemoteModel.connect("http://127.0.0.1:1", None, None, {})

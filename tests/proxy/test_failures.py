@@ -1,0 +1,374 @@
+"""What happens when nodes fail and clients leave."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import time
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from lmkit.proxy.config import NodeConfig
+from tests.proxy.fakes import BODY, CHAT, Exchange, FakeNode, client, eventually, idle, nodes, proxy_for
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_refused_connection_goes_to_another_node() -> None:
+    async with (
+        nodes(FakeNode("a"), FakeNode("b")) as (a, b),
+        proxy_for(a, b, policy="round_robin") as (proxy, url),
+        client(url) as http,
+    ):
+        await a.stop()
+        answers = [(await http.post(CHAT, content=BODY)).json()["node"] for _ in range(6)]
+        assert answers == ["b"] * 6
+        dead = proxy.registry.get(a.url)
+        assert dead is not None
+        assert dead.failovers == 2  # then it counted as down
+        assert not dead.healthy
+        assert "ConnectError" in (dead.reason or "")
+
+
+async def test_no_node_answers() -> None:
+    async with (
+        nodes(FakeNode("a"), FakeNode("b")) as (a, b),
+        proxy_for(a, b, unhealthy_after=9) as (proxy, url),
+        client(url) as http,
+    ):
+        await a.stop()
+        await b.stop()
+        response = await http.post(CHAT, content=BODY)
+        assert (response.status_code, response.json()["error"]["code"]) == (502, "bad_gateway")
+        assert "127.0.0.1" not in response.text  # no address of a node
+        assert all(node.in_flight == 0 for node in proxy.registry.nodes())
+
+
+async def reset(exchange: Exchange) -> None:
+    exchange.reset()
+
+
+async def test_reset_before_the_first_byte_goes_to_another_node() -> None:
+    async with (
+        nodes(FakeNode("a", script=reset), FakeNode("b")) as (a, b),
+        proxy_for(a, b, policy="round_robin") as (_, url),
+        client(url) as http,
+    ):
+        assert (await http.post(CHAT, content=BODY)).json()["node"] == "b"
+    assert [len(a.requests), len(b.requests)] == [1, 1]
+    assert b.requests[0].body == BODY
+
+
+async def test_request_that_kills_nodes_is_not_tried_on_all_of_them() -> None:
+    fakes = [FakeNode(str(i), script=reset) for i in range(5)]
+    async with nodes(*fakes), proxy_for(*fakes) as (proxy, url), client(url) as http:
+        assert (await http.post(CHAT, content=BODY)).status_code == 502
+        assert sum(len(fake.requests) for fake in fakes) == 2
+        assert all(node.healthy for node in proxy.registry.nodes())  # nor can it take them out
+
+
+async def test_node_that_refuses_work_hands_over_when_another_can() -> None:
+    async def busy(exchange: Exchange) -> None:
+        await exchange.reply(503, {"error": {"message": f"busy {exchange.node.name}"}})
+
+    async with (
+        nodes(FakeNode("a", script=busy), FakeNode("b")) as (a, b),
+        proxy_for(a, b, policy="round_robin") as (proxy, url),
+    ):
+        async with client(url) as http:
+            assert (await http.post(CHAT, content=BODY)).json()["node"] == "b"
+            b.script = busy
+            last = await http.post(CHAT, content=BODY)
+            assert last.status_code == 503
+            assert last.json()["error"]["message"].startswith("busy")  # the node's own words
+        assert all(node.in_flight == 0 for node in proxy.registry.nodes())
+
+
+async def test_silent_node_is_a_timeout_not_a_success() -> None:
+    async def silent(exchange: Exchange) -> None:
+        await exchange.until_left()
+
+    async with (
+        nodes(FakeNode(script=silent)) as (node,),
+        proxy_for(node, read_timeout=0.2) as (proxy, url),
+        client(url) as http,
+    ):
+        response = await http.post(CHAT, content=BODY)
+        assert (response.status_code, response.json()["error"]["code"]) == (504, "upstream_timeout")
+        await eventually(node.left.is_set)
+        assert proxy.registry.nodes()[0].in_flight == 0
+
+
+async def test_black_hole_is_left_after_the_connect_timeout() -> None:
+    """A listener whose backlog is full takes no connection and refuses none."""
+    with socket.socket() as hole, contextlib.ExitStack() as stack:
+        hole.bind(("127.0.0.1", 0))
+        hole.listen(0)
+        for _ in range(3):
+            filler = stack.enter_context(socket.socket())
+            filler.setblocking(False)
+            filler.connect_ex(hole.getsockname())
+        fake = FakeNode("hole", port=hole.getsockname()[1])
+        async with (
+            nodes(FakeNode("b")) as (b,),
+            proxy_for(b, connect_timeout=0.2, policy="round_robin") as (proxy, url),
+            client(url) as http,
+        ):
+            node = proxy.registry.add(NodeConfig(url=fake.url, models=("m",)), "config")
+            node.healthy = True
+            await http.post(CHAT, content=BODY)
+            start = time.monotonic()
+            assert (await http.post(CHAT, content=BODY)).json()["node"] == "b"
+            assert 0.15 < time.monotonic() - start < 2
+            assert node.failovers == 1
+
+
+@pytest.mark.parametrize("how", ["truncate", "reset", "garbage", "silence"])
+async def test_break_in_a_stream_is_an_error_event(how: str) -> None:
+    async def script(exchange: Exchange) -> None:
+        await exchange.start_events()
+        await exchange.chunk(b'data: {"choices":[]}\n\n')
+        await exchange.chunk(b'data: {"choices":[{"del')
+        await asyncio.sleep(0.02)
+        if how == "truncate":
+            exchange.writer.close()
+        elif how == "reset":
+            exchange.reset()
+        elif how == "garbage":
+            await exchange.write(b"not a chunk\r\n")
+        else:
+            await exchange.until_left()
+
+    async with (
+        nodes(FakeNode(script=script)) as (node,),
+        proxy_for(node, read_timeout=0.3) as (proxy, url),
+        client(url) as http,
+    ):
+        response = await http.post(CHAT, content=BODY)
+        first, last, end = response.content.split(b"\n\n")
+        assert (response.status_code, first, end) == (200, b'data: {"choices":[]}', b"")
+        error = json.loads(last.removeprefix(b"data: "))["error"]
+        assert error["code"] == ("upstream_timeout" if how == "silence" else "bad_gateway")
+        assert "127.0.0.1" not in str(error)
+        assert b"[DONE]" not in response.content
+        state = proxy.registry.nodes()[0]
+        assert (state.breaks, state.in_flight) == (1, 0)
+        async with openai.AsyncOpenAI(base_url=url + "/v1", api_key="k", max_retries=0) as ai:
+            stream = await ai.chat.completions.create(model="m", messages=[], stream=True)
+            with pytest.raises(openai.APIError):
+                _ = [part async for part in stream]
+
+
+@pytest.mark.parametrize("how", ["length", "chunked"])
+async def test_break_in_another_body_is_not_a_clean_end(how: str) -> None:
+    async def script(exchange: Exchange) -> None:
+        framing = b"content-length: 100" if how == "length" else b"transfer-encoding: chunked"
+        await exchange.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n" + framing + b"\r\n\r\n")
+        await exchange.write(b'{"a": 1' if how == "length" else b'7\r\n{"a": 1\r\n')
+        await asyncio.sleep(0.02)
+        exchange.writer.close()
+
+    async with nodes(FakeNode(script=script)) as (node,), proxy_for(node) as (proxy, url), client(url) as http:
+        with pytest.raises(httpx.RemoteProtocolError):
+            await http.post(CHAT, content=BODY)
+        assert proxy.registry.nodes()[0].in_flight == 0
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b"HTTP/1.1 999 Odd\r\ncontent-length: 0\r\n\r\n",
+        b"SSH-2.0-OpenSSH\r\n",
+        b"HTTP/1.1 200 OK\r\nbad header\r\n\r\n",
+    ],
+)
+async def test_nonsense_from_a_node_is_a_bad_gateway(reply: bytes) -> None:
+    async def script(exchange: Exchange) -> None:
+        await exchange.write(reply)
+        exchange.writer.close()
+
+    async with nodes(FakeNode(script=script)) as (node,), proxy_for(node) as (proxy, url), client(url) as http:
+        response = await http.post(CHAT, content=BODY)
+        assert (response.status_code, response.json()["error"]["code"]) == (502, "bad_gateway")
+        assert proxy.registry.nodes()[0].in_flight == 0
+
+
+async def test_proxy_that_is_its_own_node_does_not_loop() -> None:
+    async with nodes(FakeNode()) as (node,), proxy_for(node) as (proxy, url), client(url) as http:
+        proxy.registry.remove(node.url)
+        own = proxy.registry.add(NodeConfig(url=url, models=("m",)), "added")
+        proxy.registry.succeeded(own)
+        response = await http.post(CHAT, content=BODY)
+        assert response.status_code == 502
+        assert "loop" in response.text
+        assert sum(own.answers.values()) == 1
+
+
+@pytest.mark.parametrize("when", ["before the first byte", "in a stream", "in a body"])
+async def test_client_that_leaves_cancels_the_node_at_once(when: str) -> None:
+    async def script(exchange: Exchange) -> None:
+        if when == "in a stream":
+            await exchange.start_events()
+            await exchange.chunk(b"data: 1\n\n")
+        elif when == "in a body":
+            await exchange.write(b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\n12345")
+        await exchange.until_left()
+
+    async with nodes(FakeNode(script=script)) as (node,), proxy_for(node) as (proxy, url):
+        for turn in range(1, 4):
+            node.left.clear()
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+            writer.write(b"POST /v1/x HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(BODY), BODY))
+            if when == "before the first byte":
+                await eventually(lambda: len(node.requests) == turn)  # noqa: B023
+            else:
+                await reader.readuntil(b"1")
+            start = time.monotonic()
+            writer.close()
+            await eventually(idle(node))
+            assert time.monotonic() - start < 1
+            await eventually(lambda: proxy.registry.nodes()[0].in_flight == 0 and proxy.active == 0)
+        assert b"lmkit_proxy_client_disconnects_total 3.0" in proxy.metrics.render()
+        assert b"lmkit_proxy_errors_total{" not in proxy.metrics.render()
+        pool = proxy._client._transport._pool  # type: ignore[attr-defined]
+        await eventually(lambda: not pool.connections or all(c.is_idle() for c in pool.connections))
+
+
+async def test_client_that_stops_reading_slows_the_node_down() -> None:
+    sent = 0
+
+    async def script(exchange: Exchange) -> None:
+        nonlocal sent
+        await exchange.start_events()
+        while not exchange.writer.is_closing():
+            await exchange.chunk(b"data: " + b"x" * 65536 + b"\n\n")
+            sent += 65536
+
+    async with nodes(FakeNode(script=script)) as (node,), proxy_for(node) as (proxy, url):
+        _, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]), limit=1024)
+        writer.write(b"POST /v1/x HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(BODY), BODY))
+        last = -1
+        while sent != last or not sent:  # until nothing moves any more
+            last = sent
+            await asyncio.sleep(0.1)
+        assert sent < 64 << 20
+        writer.transport.abort()
+        await eventually(lambda: proxy.registry.nodes()[0].in_flight == 0)
+
+
+async def test_server_of_asgi_2_4_leaks_nothing() -> None:
+    """There, send raises OSError when the client has left, instead of doing nothing."""
+
+    async def script(exchange: Exchange) -> None:
+        await exchange.start_events()
+        await exchange.chunk(b"data: 1\n\n")
+        await exchange.until_left()
+
+    async def receive() -> Any:
+        if messages:
+            return messages.pop()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def send(message: object) -> None:
+        raise OSError("gone")
+
+    messages = [{"type": "http.request", "body": BODY}]
+    async with nodes(FakeNode(script=script)) as (node,), proxy_for(node) as (proxy, _):
+        scope = {"type": "http", "method": "POST", "path": CHAT, "query_string": b"", "headers": []}
+        await proxy(scope, receive, send)  # type: ignore[arg-type]
+        assert (proxy.active, proxy.registry.nodes()[0].in_flight) == (0, 0)
+        await eventually(node.left.is_set)
+
+
+async def test_client_with_its_whole_answer_has_not_left() -> None:
+    """A server tells "disconnect" as soon as the last piece is sent, while the proxy still puts its connection back."""
+    done = asyncio.Event()
+    messages = [{"type": "http.request", "body": BODY}]
+
+    async def receive() -> Any:
+        if messages:
+            return messages.pop()
+        await done.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body" and not message.get("more_body"):
+            done.set()
+            await asyncio.sleep(0.02)
+
+    async with nodes(FakeNode()) as (node,), proxy_for(node) as (proxy, _):
+        scope = {"type": "http", "method": "POST", "path": CHAT, "query_string": b"", "headers": []}
+        await proxy(scope, receive, send)
+        assert b"lmkit_proxy_client_disconnects_total 0.0" in proxy.metrics.render()
+        pool = proxy._client._transport._pool  # type: ignore[attr-defined]
+        assert [connection.is_idle() for connection in pool.connections].count(False) == 0
+
+
+async def test_defect_is_one_requests_500(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with nodes(FakeNode()) as (node,), proxy_for(node) as (proxy, url), client(url) as http:
+        with monkeypatch.context() as patch:
+            patch.setattr(proxy._forwarder, "_policy", lambda candidates, rng: 1 / 0)
+            response = await http.post(CHAT, content=BODY)
+        assert (response.status_code, response.json()["error"]["message"]) == (500, "internal error")
+        assert proxy.active == 0
+        assert (await http.post(CHAT, content=BODY)).status_code == 200
+
+
+async def test_many_clients_leave_nothing_behind() -> None:
+    """A mix of good, failing and abandoned requests; all counters return to zero."""
+
+    async def script(exchange: Exchange) -> None:
+        kind = json.loads(exchange.request.body)["kind"]
+        if kind == 0:
+            await exchange.reply(200, {})
+        elif kind == 1:
+            exchange.reset()
+        elif kind == 2:
+            await exchange.start_events()
+            await exchange.chunk(b"data: 1\n\n")
+            exchange.writer.close()
+        else:
+            await exchange.until_left()
+
+    async def one(http: httpx.AsyncClient, kind: int) -> int:
+        try:
+            body = {"model": "m", "kind": kind}
+            return (
+                await http.post(CHAT, json=body, timeout=httpx.Timeout(10, read=0.2 if kind == 3 else 10))
+            ).status_code
+        except httpx.ReadTimeout:
+            return 0
+
+    fakes = [FakeNode(str(i), script=script) for i in range(3)]
+    async with nodes(*fakes), proxy_for(*fakes) as (proxy, url), client(url) as http:
+        results = await asyncio.gather(*(one(http, i % 4) for i in range(80)))
+        assert [results[i::4] for i in range(4)] == [[200] * 20, [502] * 20, [200] * 20, [0] * 20]
+        await eventually(lambda: proxy.active == 0 and all(node.in_flight == 0 for node in proxy.registry.nodes()))
+        total = sum(count for node in proxy.registry.nodes() for count in node.answers.values())
+        assert total == 40  # the resets and the abandoned never answered
+
+
+async def test_stop_breaks_running_answers_off() -> None:
+    async def script(exchange: Exchange) -> None:
+        if exchange.request.target == CHAT:
+            await exchange.start_events()
+            await exchange.chunk(b"data: 1\n\n")
+        await exchange.until_left()
+
+    async with nodes(FakeNode(script=script)) as (node,), proxy_for(node) as (proxy, url), client(url) as http:
+        stream = asyncio.create_task(http.post(CHAT, content=BODY))
+        whole = asyncio.create_task(http.post("/v1/x", content=BODY))
+        await eventually(lambda: proxy.registry.nodes()[0].in_flight == 2)
+        await asyncio.sleep(0.02)
+        proxy.stop.set()
+        first, last, _ = (await stream).content.split(b"\n\n")
+        assert first == b"data: 1"
+        assert json.loads(last[6:])["error"]["code"] == "shutting_down"
+        assert ((await whole).status_code, (await whole).json()["error"]["code"]) == (503, "shutting_down")
+        assert proxy.registry.nodes()[0].in_flight == 0
