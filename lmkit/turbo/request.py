@@ -115,3 +115,4 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int = 0
     generation_tokens: int = 0
     steps: int = 0
+    failed_steps: int = 0  # raised; their requests ended with an error

@@ -1,0 +1,310 @@
+"""`pipeline(model)`: an engine in this process, with text in and text out.
+
+    with pipeline("demo") as pipe:
+        print(pipe("import os\\n", GenerationConfig(max_new_tokens=32)).text)
+
+The same requests, scheduler and output processing as the server; only the transport differs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import secrets
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+
+from lmkit import log as logging
+from lmkit.config import EngineConfig, parse
+from lmkit.errors import ConfigError, RequestError
+from lmkit.text import Tokenizer
+from lmkit.turbo.engine import Engine
+from lmkit.turbo.output import OutputProcessor, RequestOutput, TextLogprobs
+from lmkit.turbo.request import GenerationConfig, Request, StepOutput
+
+Messages = list[dict[str, Any]]
+Prompt = str | Messages
+GenConfigs = GenerationConfig | Sequence[GenerationConfig] | None
+
+
+@dataclass
+class Response:
+    """An answer, or while streaming the part of it that is new. `index` tells which prompt it belongs to."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    input_token_len: int = 0
+    generate_token_len: int = 0
+    finish_reason: str | None = None  # stop, length, abort or error; None while it goes on
+    logprobs: list[TextLogprobs] = field(default_factory=list)
+    index: int = 0
+    error_code: str | None = None
+    error_message: str | None = None
+
+
+@dataclass
+class Session:
+    """A conversation: `history` holds its messages, `response` the last answer."""
+
+    history: Messages = field(default_factory=list)
+    response: Response | None = None
+
+    def reset(self) -> None:
+        self.history.clear()
+        self.response = None
+
+
+def pipeline(
+    model: str, backend_config: EngineConfig | None = None, *, log_level: str = "WARNING", **options: Any
+) -> Pipeline:
+    """Load `model` (a checkpoint's folder, or "demo") and return a Pipeline; `options` are fields of EngineConfig.
+
+    Raises ConfigError, CheckpointError or UnsupportedError before any weight is loaded.
+    """
+    if backend_config is not None and options:
+        raise ConfigError("pipeline: give backend_config or its fields as keywords, not both")
+    logging.setup(log_level)
+    return Pipeline(model, backend_config or parse(options, EngineConfig, "pipeline"))
+
+
+class Pipeline:
+    """Calls, streams, chats and scores. Several threads may use one pipeline; their requests share its batches."""
+
+    def __init__(self, model: str, config: EngineConfig) -> None:
+        self.engine = Engine(model, config)
+        self.tokenizer = Tokenizer.from_pretrained(self.engine.info.model_path)
+        self._outputs: dict[str, deque[StepOutput]] = {}
+        self._codes: dict[str, str] = {}  # of requests that the engine refused
+        self._ids = itertools.count()
+        self._lock = threading.Lock()
+
+    def __call__(
+        self, prompts: Prompt | Sequence[Prompt], gen_config: GenConfigs = None, *, do_preprocess: bool = True
+    ) -> Any:
+        """A Response for one prompt (text, or a list of messages), a list of them for a list of prompts.
+
+        A text is put to the model as a user's message; with `do_preprocess` off, or without a chat template, it is
+        continued as it is. A prompt that cannot run gives a Response with finish_reason "error"; its siblings run.
+        """
+        responses = [Response(index=i) for i in range(1 if _is_single(prompts) else len(prompts))]
+        for part in self.stream_infer(prompts, gen_config, do_preprocess=do_preprocess):
+            _extend(responses[part.index], part)
+        return responses[0] if _is_single(prompts) else responses
+
+    infer = __call__
+
+    def stream_infer(
+        self, prompts: Prompt | Sequence[Prompt], gen_config: GenConfigs = None, *, do_preprocess: bool = True
+    ) -> Iterator[Response]:
+        """Parts of the answers as they are made; the last part of each has its finish_reason."""
+        items: list[Any] = [prompts] if _is_single(prompts) else list(prompts)
+        runs: list[_Run] = []
+        for index, (prompt, params) in enumerate(zip(items, _configs(gen_config, len(items)), strict=True)):
+            try:
+                request = self._request(self._encode(prompt, do_preprocess), params)
+                runs.append(_Run(index, request, OutputProcessor(self.tokenizer, request)))
+            except RequestError as error:
+                yield _refused(index, error)
+        by_id = {run.request.request_id: run for run in runs}
+        for output in self._steps([run.request for run in runs]):
+            run = by_id[output.request_id]
+            if run.done:
+                continue
+            part = run.processor.process(output)
+            run.done = part.finish_reason is not None
+            if part.abort_engine:
+                self.engine.abort(output.request_id)
+            yield _response(run, part, self._codes.pop(output.request_id, "engine_error"))
+
+    def chat(
+        self,
+        prompt: str,
+        session: Session | None = None,
+        gen_config: GenerationConfig | None = None,
+        *,
+        stream_response: bool = False,
+    ) -> Any:
+        """One turn of a conversation: the Session with its new answer, or with `stream_response` an iterator of parts.
+
+        A turn that fails leaves the session's history as it was and shows in the Response.
+        """
+        session = session or self.session()
+        parts = self._chat_parts(prompt, session, gen_config)
+        if stream_response:
+            return parts
+        for _ in parts:
+            pass
+        return session
+
+    def session(self) -> Session:
+        return Session()
+
+    def ppl(self, inputs: str | list[int] | Sequence[str | list[int]]) -> list[float]:
+        """Perplexity, exp(mean negative log-likelihood), of each text or list of token ids, first token excluded.
+
+        Raises RequestError for an input of fewer than two tokens or more than the context holds.
+        """
+        one = isinstance(inputs, str) or (len(inputs) > 0 and isinstance(inputs[0], int))
+        items: list[Any] = [inputs] if one else list(inputs)
+        rows = [self.tokenizer.encode(item) if isinstance(item, str) else item for item in items]
+        params = GenerationConfig(max_new_tokens=1)
+        requests = []
+        for row in rows:
+            if len(row) < 2:
+                raise RequestError("invalid_request", "perplexity needs at least two tokens")
+            requests.append(self._request(row, params, prompt_logprobs=True))
+        scores: dict[str, list[float]] = {}
+        for output in self._steps(requests):
+            if output.error is not None:
+                raise RequestError("engine_error", output.error)
+            if output.prompt_logprobs:
+                scores[output.request_id] = output.prompt_logprobs
+        return [math.exp(-math.fsum(scores[r.request_id]) / len(scores[r.request_id])) for r in requests]
+
+    def close(self) -> None:
+        """Abort what runs. The pipeline cannot be used afterwards."""
+        with self._lock:
+            for request_id in self._outputs:
+                self.engine.abort(request_id)
+            while self.engine.has_work():
+                self.engine.step()
+            self._outputs.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _encode(self, prompt: Prompt, do_preprocess: bool) -> list[int]:
+        if isinstance(prompt, str):
+            if not do_preprocess or self.tokenizer.chat_template is None:
+                return self.tokenizer.encode(prompt)
+            prompt = [{"role": "user", "content": prompt}]
+        for message in prompt:
+            if message.keys() - {"role", "content"} or not all(
+                isinstance(message.get(k), str) for k in ("role", "content")
+            ):
+                raise RequestError("invalid_request", "a message is {'role': text, 'content': text}", "messages")
+        return self.tokenizer.encode_chat(prompt)
+
+    def _request(self, prompt_ids: list[int], params: GenerationConfig, prompt_logprobs: bool = False) -> Request:
+        params.validate(self.engine.info.vocab_size)
+        if params.seed is None:
+            params = msgspec.structs.replace(params, seed=secrets.randbits(63))
+        name = f"pipeline-{next(self._ids)}"
+        return Request(request_id=name, prompt_ids=prompt_ids, params=params, prompt_logprobs=prompt_logprobs)
+
+    def _steps(self, requests: list[Request]) -> Iterator[StepOutput]:
+        """Run requests to their ends and yield their outputs; several such loops share the engine's steps.
+
+        Requests beyond the engine's queue wait here. Leaving the loop early aborts what is left of them.
+        """
+        waiting = deque(requests)
+        open_ids: set[str] = set()
+        try:
+            while waiting or open_ids:
+                ready: list[StepOutput] = []
+                with self._lock:
+                    self._admit(waiting, open_ids, ready)
+                    if not any(self._outputs[name] for name in open_ids):
+                        for output in self.engine.step():
+                            self._outputs[output.request_id].append(output)
+                    for name in open_ids:
+                        ready.extend(self._outputs[name])
+                        self._outputs[name].clear()
+                for output in ready:
+                    if output.finish_reason is not None:
+                        self._forget(output.request_id, open_ids)
+                    yield output
+        finally:
+            with self._lock:
+                for name in open_ids:
+                    self.engine.abort(name)
+
+    def _admit(self, waiting: deque[Request], open_ids: set[str], ready: list[StepOutput]) -> None:
+        while waiting:
+            try:
+                self.engine.add(waiting[0])
+            except RequestError as error:
+                if error.code == "queue_full" and open_ids:
+                    return
+                refused = waiting.popleft().request_id
+                self._codes[refused] = error.code
+                ready.append(StepOutput(request_id=refused, token_ids=[], finish_reason="error", error=error.message))
+                continue
+            name = waiting.popleft().request_id
+            self._outputs[name] = deque()
+            open_ids.add(name)
+
+    def _forget(self, name: str, open_ids: set[str]) -> None:
+        open_ids.discard(name)
+        self._outputs.pop(name, None)
+
+    def _chat_parts(self, prompt: str, session: Session, gen_config: GenerationConfig | None) -> Iterator[Response]:
+        messages = [*session.history, {"role": "user", "content": prompt}]
+        answer = Response()
+        for part in self.stream_infer(messages, gen_config):
+            _extend(answer, part)
+            yield part
+        session.response = answer
+        if answer.finish_reason in ("stop", "length"):
+            session.history[:] = [*messages, {"role": "assistant", "content": answer.text}]
+
+
+@dataclass
+class _Run:
+    index: int
+    request: Request
+    processor: OutputProcessor
+    done: bool = False
+
+
+def _is_single(prompts: Any) -> bool:
+    """A text, or a conversation: a list whose first item is a message."""
+    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], dict))
+
+
+def _configs(gen_config: GenConfigs, count: int) -> list[GenerationConfig]:
+    if gen_config is None or isinstance(gen_config, GenerationConfig):
+        return [gen_config or GenerationConfig()] * count
+    if len(gen_config) != count:
+        raise ConfigError(f"{len(gen_config)} generation configs for {count} prompts; give one, or one for each")
+    return list(gen_config)
+
+
+def _refused(index: int, error: RequestError) -> Response:
+    return Response(index=index, finish_reason="error", error_code=error.code, error_message=error.message)
+
+
+def _response(run: _Run, part: RequestOutput, error_code: str) -> Response:
+    return Response(
+        text=part.text,
+        token_ids=part.token_ids,
+        input_token_len=len(run.request.prompt_ids),
+        generate_token_len=len(part.token_ids),
+        finish_reason=part.finish_reason,
+        logprobs=part.logprobs,
+        index=run.index,
+        error_code=error_code if part.error else None,
+        error_message=part.error,
+    )
+
+
+def _extend(whole: Response, part: Response) -> None:
+    """Append a streamed part."""
+    whole.text += part.text
+    whole.token_ids += part.token_ids
+    whole.logprobs += part.logprobs
+    whole.generate_token_len += part.generate_token_len
+    whole.input_token_len = part.input_token_len
+    whole.finish_reason = part.finish_reason
+    whole.error_code, whole.error_message = part.error_code, part.error_message

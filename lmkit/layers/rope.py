@@ -1,0 +1,101 @@
+"""Rotary position embedding: frequencies of every kind, and each step's cosines and sines.
+
+Kinds and formulas as `rope_parameters` of a Hugging Face config.json means them: default (RoFormer, arXiv 2104.09864),
+linear (position interpolation, arXiv 2306.15595), dynamic (NTK-aware by length), yarn (arXiv 2309.00071), llama3.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from lmkit.layers.batch import BatchInputs
+from lmkit.layers.rope_spec import RopeSpec
+
+
+class Rope:
+    """cos and sin float32 [T, R/2] of a batch; computed once a step and shared by all layers."""
+
+    def __init__(self, spec: RopeSpec, device: str = "cpu") -> None:
+        self.spec = spec
+        self.inv_freq, self.magnitude = frequencies(spec)
+        self.inv_freq = self.inv_freq.to(device)
+
+    def __call__(self, batch: BatchInputs) -> tuple[Tensor, Tensor]:
+        angles = batch.positions[:, None].float() * self._frequencies_of(batch)
+        return angles.cos() * self.magnitude, angles.sin() * self.magnitude
+
+    def _frequencies_of(self, batch: BatchInputs) -> Tensor:
+        """[R/2], or [T, R/2] where a sequence longer than the trained context has a base of its own.
+
+        Dynamic NTK fixes the base by the length of the prompt, for good: keys in the cache stay valid, and tokens do
+        not depend on what else runs or on how the prompt was cut into chunks.
+        """
+        if self.spec.kind != "dynamic" or not bool((batch.rope_lens > self.spec.original_max_position).any()):
+            return self.inv_freq
+        per_sequence = torch.stack([dynamic_ntk(self.spec, int(n)) for n in batch.rope_lens]).to(self.inv_freq.device)
+        return per_sequence.repeat_interleave(batch.query_start.diff().long(), dim=0)
+
+
+def frequencies(spec: RopeSpec) -> tuple[Tensor, float]:
+    """(inverse frequencies float32 [R/2], factor on cos and sin)."""
+    inv_freq = _base_frequencies(spec.theta, spec.rotary_dim)
+    if spec.kind == "linear":
+        return inv_freq / spec.factor, 1.0
+    if spec.kind == "llama3":
+        return _llama3(spec, inv_freq), 1.0
+    if spec.kind == "yarn":
+        return _yarn(spec, inv_freq)
+    return inv_freq, 1.0
+
+
+def dynamic_ntk(spec: RopeSpec, length: int) -> Tensor:
+    """Inverse frequencies [R/2] for a sequence whose prompt has `length` tokens."""
+    if length <= spec.original_max_position:
+        return _base_frequencies(spec.theta, spec.rotary_dim)
+    stretch = spec.factor * length / spec.original_max_position - (spec.factor - 1)
+    return _base_frequencies(spec.theta * stretch ** (spec.rotary_dim / (spec.rotary_dim - 2)), spec.rotary_dim)
+
+
+def _base_frequencies(theta: float, rotary_dim: int) -> Tensor:
+    return 1.0 / theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim)
+
+
+def _llama3(spec: RopeSpec, inv_freq: Tensor) -> Tensor:
+    """Wavelengths short against the original context stay, long ones are divided by `factor`, between: a ramp."""
+    wavelength = 2 * math.pi / inv_freq
+    ramp = (spec.original_max_position / wavelength - spec.low_freq_factor) / (
+        spec.high_freq_factor - spec.low_freq_factor
+    )
+    ramp = ramp.clamp(0, 1)
+    return (1 - ramp) * inv_freq / spec.factor + ramp * inv_freq
+
+
+def _yarn(spec: RopeSpec, inv_freq: Tensor) -> tuple[Tensor, float]:
+    """NTK-by-parts: dimension i turns `rotations` times over the original context; few turns = interpolate."""
+
+    def dimension_of(rotations: float) -> float:
+        ratio = spec.original_max_position / (rotations * 2 * math.pi)
+        return spec.rotary_dim * math.log(ratio) / (2 * math.log(spec.theta))
+
+    low, high = dimension_of(spec.beta_fast), dimension_of(spec.beta_slow)
+    if spec.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, spec.rotary_dim - 1)
+    span = max(high - low, 0.001)
+    interpolate = ((torch.arange(spec.rotary_dim // 2).float() - low) / span).clamp(0, 1)
+    scaled = inv_freq / spec.factor * interpolate + inv_freq * (1 - interpolate)
+    return scaled, _yarn_magnitude(spec)
+
+
+def _yarn_magnitude(spec: RopeSpec) -> float:
+    def mscale(scale: float) -> float:
+        return 1.0 if spec.factor <= 1 else 0.1 * scale * math.log(spec.factor) + 1.0
+
+    if spec.attention_factor is not None:
+        return spec.attention_factor
+    if spec.mscale and spec.mscale_all_dim:
+        return mscale(spec.mscale) / mscale(spec.mscale_all_dim)
+    return mscale(1.0)

@@ -1,0 +1,26 @@
+"""Rotary embedding as data. No torch: a model's specification holds one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """Rotary embedding. `kind`: default, linear, dynamic, yarn or llama3; other fields as config.json names them."""
+
+    kind: str = "default"
+    theta: float = 10000.0
+    factor: float = 1.0
+    original_max_position: int = 0
+    rotary_dim: int = 0  # of head_dim; the rest of a head is not rotated
+    # yarn
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    attention_factor: float | None = None
+    truncate: bool = True
+    # llama3
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0

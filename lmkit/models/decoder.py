@@ -1,0 +1,155 @@
+"""The one decoder: embedding, layers of attention and gated MLP, head. It calibrates and it serves.
+
+    hidden --norm.attn--> q k v --qk norm, RoPE, append--> attention over blocked KV --attn.o--> + hidden
+           --norm.mlp--> gate up --silu(gate) * up--> mlp.down --> + hidden
+
+The residual stream travels between layers as a pair (delta, residual), stream = residual + delta, so that each addition
+happens inside the next norm. Activations are float32 on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lmkit.kernels import ops
+from lmkit.layers.batch import BatchInputs, KVLayer
+from lmkit.layers.linear import MergedLinear, Weights
+from lmkit.layers.rope import Rope
+from lmkit.models.spec import ModelSpec
+
+CosSin = tuple[Tensor, Tensor]
+
+
+class DecoderLayer:
+    """One layer. `weights` maps roles to tensors (`norm.attn`, `attn.q`, `attn.q.bias`, ...; see models.roles).
+
+    Until `pack`, linears are computed from `weights` directly and each reports its input to an observer.
+    """
+
+    def __init__(self, spec: ModelSpec, index: int, weights: Weights, device: str = "cpu") -> None:
+        self.spec, self.index, self.weights, self.device = spec, index, weights, device
+        self.qkv = MergedLinear(("attn.q", "attn.k", "attn.v"), weights)
+        self.o = MergedLinear(("attn.o",), weights)
+        self.gate_up = MergedLinear(("mlp.gate", "mlp.up"), weights)
+        self.down = MergedLinear(("mlp.down",), weights)
+        self._select()
+
+    def _select(self) -> None:
+        heads = {
+            "head_dim": self.spec.head_dim,
+            "num_heads": self.spec.num_heads,
+            "num_kv_heads": self.spec.num_kv_heads,
+        }
+        self.rms_norm = ops.rms_norm.select(self.device)
+        self.add_rms_norm = ops.add_rms_norm.select(self.device)
+        self.rope = ops.rope.select(self.device, rotary_dim=self.spec.rope.rotary_dim, **heads)
+        self.silu_mul = ops.silu_mul.select(self.device)
+        self.kv_append = ops.kv_append.select(self.device, **heads)
+        self.paged_attention = ops.paged_attention.select(self.device, **heads)
+
+    @property
+    def linears(self) -> tuple[MergedLinear, ...]:
+        return self.qkv, self.o, self.gate_up, self.down
+
+    def observe(self, observer: Callable[[str, Tensor], None] | None) -> None:
+        """Call `observer(role, x [T, in])` before each linear; None ends it. Only while unpacked."""
+        for linear in self.linears:
+            linear.observe = observer
+
+    def pack(self, activations: str) -> None:
+        """Move the linears into kernel layouts; norms stay in `weights`, in float32."""
+        for linear in self.linears:
+            linear.pack(self.device, activations)
+        for role, weight in self.weights.items():
+            assert isinstance(weight, Tensor)
+            self.weights[role] = weight.float().clone()
+
+    def __call__(
+        self, delta: Tensor, residual: Tensor | None, batch: BatchInputs, rope: CosSin, kv: KVLayer
+    ) -> tuple[Tensor, Tensor]:
+        """(delta, residual) [T, hidden] -> the same of the next layer; residual None = the stream is delta alone."""
+        x, residual = self.norm("norm.attn", delta, residual)
+        x, residual = self.norm("norm.mlp", self.attention(x, batch, rope, kv), residual)
+        return self.mlp(x), residual
+
+    def norm(self, role: str, delta: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(normalized stream, stream)."""
+        if residual is None:
+            return self.rms_norm(delta, self._vector(role), self.spec.norm_eps), delta
+        normed, stream = self.add_rms_norm(delta, residual, self._vector(role), self.spec.norm_eps)
+        return normed, stream
+
+    def attention(self, x: Tensor, batch: BatchInputs, rope: CosSin, kv: KVLayer) -> Tensor:
+        """Normalized x [T, hidden] -> the attention block's contribution [T, hidden]; appends to `kv`."""
+        spec, num_tokens = self.spec, x.shape[0]
+        q_dim, kv_dim = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        parts = self.qkv(x).split((q_dim, kv_dim, kv_dim), dim=-1)
+        q, k, v = (part.reshape(num_tokens, -1, spec.head_dim).contiguous() for part in parts)
+        if spec.qk_norm:
+            q = self.rms_norm(q, self._vector("attn.q_norm"), spec.norm_eps)
+            k = self.rms_norm(k, self._vector("attn.k_norm"), spec.norm_eps)
+        self.rope(q, k, *rope)
+        self.kv_append(k, v, kv.k, kv.v, batch.slots)
+        out = self.paged_attention(
+            q, kv.k, kv.v, batch.block_tables, batch.query_start, batch.context_lens,
+            spec.head_dim**-0.5, spec.window(self.index),
+        )  # fmt: skip
+        return self.o(out.reshape(num_tokens, q_dim))
+
+    def mlp(self, x: Tensor) -> Tensor:
+        """Normalized x [T, hidden] -> the MLP's contribution [T, hidden]."""
+        return self.down(self.silu_mul(self.gate_up(x)))
+
+    def _vector(self, role: str) -> Tensor:
+        weight = self.weights[role]
+        assert isinstance(weight, Tensor)
+        return weight
+
+
+class Decoder:
+    """A whole model. `embed_tokens` [vocab, hidden] and `final_norm` [hidden] are plain; `lm_head` is a linear."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        embed_tokens: Tensor,
+        layers: list[DecoderLayer],
+        final_norm: Tensor,
+        lm_head: MergedLinear,
+    ) -> None:
+        self.spec = spec
+        self.embed_tokens = embed_tokens
+        self.layers = layers
+        self.final_norm = final_norm
+        self.lm_head = lm_head
+        self.rope = Rope(spec.rope, str(embed_tokens.device))
+        self.add_rms_norm = ops.add_rms_norm.select(embed_tokens.device.type)
+
+    @torch.inference_mode()
+    def __call__(self, batch: BatchInputs, kv: list[KVLayer]) -> Tensor:
+        """Logits float32 [R, vocab] of `batch.logit_rows`; appends the batch's keys and values to `kv`."""
+        delta, residual = self.hidden(batch, kv)
+        if not len(batch.logit_rows):  # a chunk that ends before its prompt does
+            return delta.new_empty(0, self.spec.vocab_size)
+        return self.head(delta[batch.logit_rows], residual[batch.logit_rows])
+
+    def hidden(self, batch: BatchInputs, kv: list[KVLayer]) -> tuple[Tensor, Tensor]:
+        """The residual stream's pair [T, hidden] behind the last layer; appends the batch's keys and values to `kv`."""
+        rope = self.rope(batch)
+        delta, residual = self.embed(batch.token_ids), None
+        for layer, kv_layer in zip(self.layers, kv, strict=True):
+            delta, residual = layer(delta, residual, batch, rope, kv_layer)
+        assert residual is not None
+        return delta, residual
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """int64 [T] -> float32 [T, hidden]."""
+        return self.embed_tokens[token_ids].float()
+
+    def head(self, delta: Tensor, residual: Tensor) -> Tensor:
+        """The residual stream's pair [R, hidden] -> logits float32 [R, vocab]."""
+        normed, _ = self.add_rms_norm(delta, residual, self.final_norm, self.spec.norm_eps)
+        return self.lm_head(normed).float()

@@ -1,0 +1,83 @@
+"""What `lmkit inspect` tells: read from headers and configuration alone, without loading a weight."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from lmkit.config import EngineConfig
+from lmkit.errors import ConfigError
+from lmkit.formats.kv_config import load_kv_config
+from lmkit.models import roles
+from lmkit.models.loader import ModelSource, resolve_dtype
+from lmkit.turbo.kv_cache import kv_dtypes
+from lmkit.turbo.memory import kv_token_bytes, plan_memory
+
+
+def describe_model(path: str, config: EngineConfig) -> dict[str, Any]:
+    """Architecture, weights, KV cache and serving memory of a checkpoint. Raises what opening it raises."""
+    source = ModelSource(path)
+    try:
+        spec, reader = source.spec, source.reader
+        kv_config = load_kv_config(reader.path)
+        dtype = resolve_dtype(config.dtype, spec.dtype, "cpu")
+        dtypes = kv_dtypes(spec, config.kv_dtype, kv_config, dtype)
+        weight_bytes = source.weight_bytes(dtype)
+        linear_params = spec.num_layers * sum(math.prod(spec.linear_shape(role)) for role in roles.LINEARS)
+        heads = (1 if spec.tie_embeddings else 2) * spec.vocab_size * spec.hidden_size
+        return {
+            "path": str(reader.path),
+            "architecture": {
+                "name": spec.architecture,
+                "layers": spec.num_layers,
+                "hidden size": spec.hidden_size,
+                "heads": f"{spec.num_heads} query, {spec.num_kv_heads} key-value, of {spec.head_dim}",
+                "MLP size": spec.intermediate_size,
+                "vocabulary": spec.vocab_size,
+                "context": spec.max_position,
+                "rope": spec.rope.kind,
+                "sliding window": sorted(set(spec.windows)) or "none",
+            },
+            "weights": {
+                "format": source.format.name,
+                "parameters": linear_params + heads,
+                "linear parameters": linear_params,
+                "bits per linear weight": round(8 * _layer_bytes(source) / linear_params, 3),
+                "file bytes": reader.nbytes(),
+            },
+            "KV cache": {
+                "kv_config.json": "yes" if kv_config else "no",
+                "storage (K, V)": " ".join(sorted({f"{k}/{v}" for k, v in dtypes})),
+                "bytes per token": sum(kv_token_bytes(spec, pair) for pair in dtypes),
+            },
+            "serving": _serving(source, config, dtypes, weight_bytes),
+        }
+    finally:
+        source.close()
+
+
+def _layer_bytes(source: ModelSource) -> int:
+    """Bytes of the decoder layers' linears with their scales and zeros, as stored."""
+    total = 0
+    for layer in range(source.spec.num_layers):
+        for role in roles.LINEARS:
+            total += source.reader.nbytes(roles.module_name(layer, role) + ".")
+    return total
+
+
+def _serving(
+    source: ModelSource, config: EngineConfig, dtypes: list[tuple[str, str]], weight_bytes: int
+) -> dict[str, Any]:
+    try:
+        plan = plan_memory(source.spec, config, dtypes, weight_bytes)
+    except ConfigError as error:
+        return {"fits": f"no: {error}"}
+    return {
+        "fits": "yes",
+        "weight bytes": plan.weights,
+        "workspace bytes": plan.workspace,
+        "KV bytes": plan.kv,
+        "available bytes": plan.available,
+        "KV blocks": plan.num_blocks,
+        "context": plan.max_model_len,
+    }

@@ -1,0 +1,132 @@
+"""Where an engine's memory goes, decided and said before anything is loaded. No torch: `lmkit inspect` uses it too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from lmkit.config import EngineConfig
+from lmkit.errors import ConfigError
+from lmkit.models.spec import ModelSpec
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+RUNTIME_BYTES = 400 << 20  # torch, numba and their compiled code
+KV_SHARE = 0.8  # of what is left after the weights, when the user names no budget
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes by purpose, and what they buy."""
+
+    weights: int
+    workspace: int  # activations and logits of the largest step
+    kv: int
+    available: int
+    block_bytes: int  # all layers
+    num_blocks: int
+    max_model_len: int
+
+    def lines(self) -> list[str]:
+        """For the log: one purpose a line."""
+        tokens = f"{self.num_blocks} blocks"
+        return [
+            f"memory: weights    {gib(self.weights)}",
+            f"memory: workspace  {gib(self.workspace)}",
+            f"memory: runtime    {gib(RUNTIME_BYTES)}",
+            f"memory: KV cache   {gib(self.kv)} = {tokens} of {self.block_bytes / 1024:.0f} KiB",
+            f"memory: available  {gib(self.available)}",
+        ]
+
+    def as_dict(self) -> dict[str, int]:
+        return {"weights": self.weights, "workspace": self.workspace, "runtime": RUNTIME_BYTES, "kv": self.kv}
+
+
+def kv_token_bytes(spec: ModelSpec, dtypes: tuple[str, str]) -> int:
+    """Bytes of one token's K and V in one layer, with their parameters (a float16 scale and minimum per head)."""
+
+    def head_bytes(dtype: str) -> int:
+        if dtype == "int8":
+            return spec.head_dim + 4
+        if dtype == "int4":
+            return spec.head_dim // 2 + 4
+        return spec.head_dim * DTYPE_BYTES[dtype]
+
+    return spec.num_kv_heads * (head_bytes(dtypes[0]) + head_bytes(dtypes[1]))
+
+
+def plan_memory(
+    spec: ModelSpec,
+    config: EngineConfig,
+    kv_dtypes: list[tuple[str, str]],
+    weight_bytes: int,
+    available: int | None = None,
+) -> MemoryPlan:
+    """Size the block pool. Raises ConfigError, with what to change, if the model or one sequence cannot fit.
+
+    With `kv_memory` the pool has that size; without, it serves max_batch_size full sequences or takes its share of the
+    memory that is free, whichever is less. Without `max_model_len` the context shrinks to what the pool can hold.
+    """
+    free = available_memory() if available is None else available
+    block_bytes = config.block_size * sum(kv_token_bytes(spec, dtypes) for dtypes in kv_dtypes)
+    workspace = _workspace_bytes(spec, config)
+    left = free - weight_bytes - workspace - RUNTIME_BYTES
+    if left < block_bytes:
+        raise ConfigError(
+            f"this model needs {gib(weight_bytes)} for weights and {gib(workspace + RUNTIME_BYTES)} to run, but only "
+            f"{gib(free)} of memory is free; quantize it, or lower max_step_tokens and max_batch_size"
+        )
+    if config.kv_memory is not None and config.kv_memory > left:
+        raise ConfigError(
+            f"kv_memory {gib(config.kv_memory)} is more than the {gib(left)} left after the weights; lower it"
+        )
+    wanted_len = config.max_model_len or spec.max_position
+    if config.max_model_len is not None and config.max_model_len > spec.max_position:
+        raise ConfigError(f"max_model_len {wanted_len} exceeds the model's context of {spec.max_position}")
+    blocks_per_sequence = -(-wanted_len // config.block_size)
+    budget = config.kv_memory or min(int(left * KV_SHARE), blocks_per_sequence * config.max_batch_size * block_bytes)
+    num_blocks = budget // block_bytes
+    if num_blocks < 1:
+        raise ConfigError(f"a KV budget of {gib(budget)} holds no block of {gib(block_bytes)}; raise kv_memory")
+    if num_blocks < blocks_per_sequence:
+        fits = num_blocks * config.block_size
+        if config.max_model_len is not None:
+            raise ConfigError(
+                f"one sequence of {wanted_len} tokens needs {gib(blocks_per_sequence * block_bytes)} of KV cache and "
+                f"{gib(budget)} is planned; lower max_model_len to {fits}, raise kv_memory, or use kv_dtype int8/int4"
+            )
+        wanted_len = fits
+    return MemoryPlan(
+        weights=weight_bytes,
+        workspace=workspace,
+        kv=num_blocks * block_bytes,
+        available=free,
+        block_bytes=block_bytes,
+        num_blocks=num_blocks,
+        max_model_len=wanted_len,
+    )
+
+
+def _workspace_bytes(spec: ModelSpec, config: EngineConfig) -> int:
+    """float32 activations of the widest point of a layer, and two copies of the step's logits."""
+    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    widest = 4 * spec.hidden_size + max(3 * q + 4 * kv, 3 * spec.intermediate_size)
+    rows = min(config.max_batch_size, config.max_step_tokens)
+    return 4 * (config.max_step_tokens * widest + 2 * rows * spec.vocab_size)
+
+
+def available_memory() -> int:
+    """Bytes this process may still take: the machine's, or its control group's if that is less."""
+    free = int(psutil.virtual_memory().available)
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        if limit != "max":
+            free = min(free, int(limit) - int(Path("/sys/fs/cgroup/memory.current").read_text()))
+    except (OSError, ValueError):
+        pass
+    return max(free, 0)
+
+
+def gib(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 30):.2f} GiB" if num_bytes >= 1 << 30 else f"{num_bytes / (1 << 20):.1f} MiB"

@@ -1,0 +1,46 @@
+"""What one step does, in plain integers: the scheduler writes it, a runner carries it out, ranks can receive it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from lmkit.turbo.request import GenerationConfig
+
+
+class NewSequence(msgspec.Struct, frozen=True):
+    """A sequence enters (or, after a preemption, re-enters) a slot of the persistent batch."""
+
+    slot: int
+    token_ids: list[int]  # prompt, and after a preemption the tokens generated so far
+    num_prompt_tokens: int  # of the original prompt
+    params: GenerationConfig
+    eos_token_ids: tuple[int, ...]  # held back until min_new_tokens, with params.stop_token_ids; empty if ignore_eos
+    prompt_logprobs: bool
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    """Compute tokens start .. start + num_tokens of the sequence in `slot`, after giving it `new_blocks`."""
+
+    slot: int
+    start: int  # = num_computed
+    num_tokens: int
+    new_blocks: list[int]  # appended to the slot's block table
+    sample: bool  # the chunk reaches the last known token: sample the next one
+
+
+class StepPlan(msgspec.Struct, frozen=True):
+    """Apply in this order: freed slots leave, new sequences enter, chunks are computed."""
+
+    freed: list[int]
+    new: list[NewSequence]
+    chunks: list[Chunk]
+
+
+class Sampled(msgspec.Struct, frozen=True):
+    """A runner's result for one chunk, in the plan's order. `token_id` is -1 where the chunk does not sample."""
+
+    token_id: int
+    logprob: float = 0.0
+    top: list[tuple[int, float]] = []
+    # If asked for: log-probability of token p + 1, for each position p of the chunk with p + 1 < num_prompt_tokens.
+    prompt_logprobs: list[float] = []

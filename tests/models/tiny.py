@@ -1,0 +1,57 @@
+"""Tiny random checkpoints of every family, made by transformers: the oracle for our decoder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 199,
+    "hidden_size": 48,
+    "intermediate_size": 88,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 96,
+    "rms_norm_eps": 1e-5,
+    "initializer_range": 0.2,
+}
+LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 24, "rope_theta": 10000.0}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24, "rope_theta": 10000.0}
+
+# name -> (config class, differences from COMMON)
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "llama-tied-bias": ("LlamaConfig", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    "llama-linear": ("LlamaConfig", {"rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 5000.0}}),
+    "llama-dynamic": ("LlamaConfig", {"max_position_embeddings": 32,
+                                      "rope_parameters": {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 10000.0}}),
+    "llama-yarn": ("LlamaConfig", {"rope_parameters": YARN}),
+    "llama-yarn-mscale": ("LlamaConfig", {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.1,
+                                                                     "beta_fast": 16.0, "beta_slow": 2.0}}),
+    "llama-llama3": ("LlamaConfig", {"rope_parameters": LLAMA3}),
+    "llama-mha-wide-heads": ("LlamaConfig", {"num_key_value_heads": 6, "head_dim": 24}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen2-window": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
+    "qwen3": ("Qwen3Config", {"head_dim": 16, "tie_word_embeddings": True}),
+    "mistral": ("MistralConfig", {"sliding_window": None}),
+    "mistral-window": ("MistralConfig", {"sliding_window": 9}),
+}  # fmt: skip
+
+
+def make(path: Path, name: str, **overrides: Any) -> transformers.PreTrainedModel:
+    """Write family `name` to `path` and return the transformers model (float32, biases and norms not trivial)."""
+    class_name, differences = FAMILIES[name]
+    torch.manual_seed(7)
+    config = getattr(transformers, class_name)(**(COMMON | differences | overrides))
+    config._attn_implementation = "eager"
+    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    for parameter_name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            torch.nn.init.normal_(parameter, mean=1.0 if "norm" in parameter_name else 0.0, std=0.3)
+    model.save_pretrained(path)
+    return model

@@ -1,0 +1,145 @@
+"""`lmkit.api`: every shape of prompt, streaming, conversations, perplexity, and errors that stay their own."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from lmkit import EngineConfig, GenerationConfig, Pipeline, RequestError, pipeline
+from lmkit.errors import CheckpointError, ConfigError
+
+QUESTION = "Write a Python function `is_empty`: Return True if the queue is empty."
+SHORT = GenerationConfig(max_new_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def pipe(demo_model: Path) -> Iterator[Pipeline]:
+    with pipeline(str(demo_model), dtype="float32", max_model_len=512, max_batch_size=8, max_queue=2) as opened:
+        yield opened
+    assert not opened.engine.has_work()
+    opened.engine.check_integrity()
+
+
+def test_every_shape_of_prompt(pipe: Pipeline) -> None:
+    message = [{"role": "user", "content": QUESTION}]
+    one = pipe(QUESTION, SHORT)
+    assert one.text
+    assert one.finish_reason in ("stop", "length")
+    assert one.generate_token_len == len(one.token_ids) <= 12
+    assert pipe(message, SHORT).text == one.text
+    both = pipe([QUESTION, "class A:"], SHORT)
+    assert [r.text for r in both] == [one.text, pipe("class A:", SHORT).text]
+    assert [r.text for r in pipe([message, message], SHORT)] == [one.text, one.text]
+    assert pipe([]) == []
+
+
+def test_plain_continuation(pipe: Pipeline) -> None:
+    response = pipe("import os\nimport ", SHORT, do_preprocess=False)
+    assert response.input_token_len == len(pipe.tokenizer.encode("import os\nimport "))
+    assert response.input_token_len < pipe("import os\nimport ", SHORT).input_token_len
+
+
+def test_one_bad_prompt_does_not_fail_its_siblings(pipe: Pipeline) -> None:
+    good, long, bad = pipe([QUESTION, "x " * 2000, [{"rol": "user"}]], SHORT)
+    assert good.finish_reason in ("stop", "length")
+    assert long.finish_reason == bad.finish_reason == "error"
+    assert "512" in (long.error_message or "")
+    configs = [SHORT, GenerationConfig(temperature=-1.0)]
+    assert [r.error_code for r in pipe([QUESTION, QUESTION], configs)] == [None, "invalid_request"]
+
+
+def test_more_prompts_than_the_queue_holds(pipe: Pipeline) -> None:
+    prompts = [f"def f{i}(" for i in range(20)]
+    together = pipe(prompts, SHORT)
+    assert [r.text for r in together] == [pipe(p, SHORT).text for p in prompts]
+
+
+def test_stream_adds_up(pipe: Pipeline) -> None:
+    parts = list(pipe.stream_infer([QUESTION, "class A:"], SHORT))
+    for index, whole in enumerate(pipe([QUESTION, "class A:"], SHORT)):
+        mine = [p for p in parts if p.index == index]
+        assert len(mine) > 2
+        assert "".join(p.text for p in mine) == whole.text
+        assert [p.finish_reason for p in mine][-1] == whole.finish_reason
+
+
+def test_leaving_a_stream_early_frees_its_blocks(pipe: Pipeline) -> None:
+    stream = pipe.stream_infer(QUESTION, GenerationConfig(max_new_tokens=200, ignore_eos=True))
+    next(stream)
+    assert pipe.engine.stats().num_running == 1
+    stream.close()
+    pipe("x", SHORT)
+    assert pipe.engine.stats().blocks_used == 0
+
+
+def test_two_streams_and_threads_share_the_engine(pipe: Pipeline) -> None:
+    want = pipe(QUESTION, SHORT).text
+    one, two = pipe.stream_infer(QUESTION, SHORT), pipe.stream_infer(QUESTION, SHORT)
+    texts = ["", ""]
+    for a, b in zip(one, two, strict=True):
+        texts[0] += a.text
+        texts[1] += b.text
+    results: list[str] = []
+    threads = [threading.Thread(target=lambda: results.append(pipe(QUESTION, SHORT).text)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert texts == [want] * 2
+    assert results == [want] * 4
+
+
+def test_stop_strings_and_seeds(pipe: Pipeline) -> None:
+    whole = pipe("import os\n", GenerationConfig(max_new_tokens=40, ignore_eos=True), do_preprocess=False).text
+    stop = whole[10:14]
+    cut = pipe("import os\n", GenerationConfig(max_new_tokens=40, stop=(stop,)), do_preprocess=False)
+    assert cut.text == whole[: whole.index(stop)]
+    assert cut.finish_reason == "stop"
+    warm = GenerationConfig(max_new_tokens=20, temperature=1.0, seed=3)
+    assert pipe(QUESTION, warm).text == pipe(["x", QUESTION], warm)[1].text
+    unseeded = GenerationConfig(max_new_tokens=20, temperature=1.5)
+    assert len({pipe(QUESTION, unseeded).text for _ in range(4)}) > 1
+
+
+def test_chat_remembers(pipe: Pipeline) -> None:
+    session = pipe.chat(QUESTION, gen_config=SHORT)
+    assert [m["role"] for m in session.history] == ["user", "assistant"]
+    first = session.response.input_token_len
+    parts = list(pipe.chat("And now?", session, SHORT, stream_response=True))
+    assert session.response.text == "".join(p.text for p in parts)
+    assert session.response.input_token_len > first + session.response.generate_token_len
+    assert len(session.history) == 4
+    pipe.chat("y " * 2000, session, SHORT)
+    assert session.response.finish_reason == "error"
+    assert len(session.history) == 4
+    session.reset()
+    assert session.history == []
+
+
+def test_ppl_is_transformers(pipe: Pipeline, demo_model: Path, heldout_text: str) -> None:
+    reference = transformers.AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
+    texts = [heldout_text[:500], heldout_text[500:700]]
+    want = []
+    for text in texts:
+        ids = torch.tensor([pipe.tokenizer.encode(text)])
+        with torch.no_grad():
+            want.append(math.exp(reference(ids, labels=ids).loss.item()))
+    assert pipe.ppl(texts) == pytest.approx(want, rel=1e-3)
+    assert pipe.ppl(pipe.tokenizer.encode(texts[0])) == pytest.approx(want[:1], rel=1e-3)
+    with pytest.raises(RequestError, match="two tokens"):
+        pipe.ppl([[1]])
+
+
+def test_what_cannot_open(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="blok_size"):
+        pipeline("demo", blok_size=3)
+    with pytest.raises(ConfigError, match="not both"):
+        pipeline("demo", EngineConfig(), block_size=3)
+    with pytest.raises(CheckpointError, match=str(tmp_path)):
+        pipeline(str(tmp_path))

@@ -1,0 +1,79 @@
+"""PersistentBatch against the same thing written token by token."""
+
+from __future__ import annotations
+
+import random
+
+from lmkit.turbo.batch import PersistentBatch
+from lmkit.turbo.plan import Chunk, NewSequence, StepPlan
+from lmkit.turbo.request import GenerationConfig
+
+BLOCK = 4
+
+
+def enter(batch: PersistentBatch, slot: int, tokens: list[int], prompt_logprobs: bool = False) -> None:
+    batch.enter(NewSequence(slot, tokens, len(tokens), GenerationConfig(), (), prompt_logprobs))
+
+
+def test_inputs_follow_each_token_to_its_slot() -> None:
+    rng = random.Random(1)
+    batch = PersistentBatch(num_slots=4, max_model_len=64, block_size=BLOCK)
+    tokens = {slot: [rng.randrange(1000) for _ in range(rng.randrange(1, 60))] for slot in (3, 0, 2)}
+    for slot, row in tokens.items():
+        enter(batch, slot, row)
+    free = rng.sample(range(100), 100)
+    tables: dict[int, list[int]] = {slot: [] for slot in tokens}
+    done = dict.fromkeys(tokens, 0)
+    while any(done[s] < len(tokens[s]) for s in tokens):
+        chunks = []
+        for slot, row in tokens.items():
+            size = min(rng.randrange(0, 9), len(row) - done[slot])
+            if size:
+                blocks = [free.pop() for _ in range(-(-(done[slot] + size) // BLOCK) - len(tables[slot]))]
+                tables[slot] += blocks
+                chunks.append(Chunk(slot, done[slot], size, blocks, done[slot] + size == len(row)))
+                done[slot] += size
+        if not chunks:
+            continue
+        inputs, rows = batch.inputs(StepPlan([], [], chunks))
+        flat = [(c, p) for c in chunks for p in range(c.start, c.start + c.num_tokens)]
+        assert inputs.token_ids.tolist() == [tokens[c.slot][p] for c, p in flat]
+        assert inputs.positions.tolist() == [p for _, p in flat]
+        assert inputs.slots.tolist() == [tables[c.slot][p // BLOCK] * BLOCK + p % BLOCK for c, p in flat]
+        assert inputs.context_lens.tolist() == [c.start + c.num_tokens for c in chunks]
+        assert inputs.query_start.diff().tolist() == [c.num_tokens for c in chunks]
+        for table, chunk in zip(inputs.block_tables.tolist(), chunks, strict=True):
+            used = -(-(chunk.start + chunk.num_tokens) // BLOCK)
+            assert table[:used] == tables[chunk.slot][:used]
+        sampled = [c for c in chunks if c.sample]
+        assert [r >= 0 for r in rows.sample_row] == [c.sample for c in chunks]
+        ends = [int(inputs.query_start[chunks.index(c) + 1]) - 1 for c in sampled]
+        assert inputs.logit_rows.tolist() == ends
+
+
+def test_a_reused_slot_forgets_its_blocks() -> None:
+    batch = PersistentBatch(num_slots=1, max_model_len=16, block_size=BLOCK)
+    enter(batch, 0, [1, 2, 3, 4, 5])
+    batch.inputs(StepPlan([], [], [Chunk(0, 0, 5, [7, 8], True)]))
+    batch.append(0, 9)
+    enter(batch, 0, [6, 6])
+    inputs, _ = batch.inputs(StepPlan([], [], [Chunk(0, 0, 2, [3], True)]))
+    assert inputs.slots.tolist() == [12, 13]
+    assert inputs.token_ids.tolist() == [6, 6]
+
+
+def test_prompt_rows_score_every_prompt_token_once() -> None:
+    batch = PersistentBatch(num_slots=2, max_model_len=16, block_size=BLOCK)
+    enter(batch, 0, [10, 11, 12, 13, 14, 15], prompt_logprobs=True)
+    enter(batch, 1, [20, 21])
+    scored: list[int] = []
+    for start, size in ((0, 3), (3, 1), (4, 2)):
+        chunk = Chunk(0, start, size, [start] if start % BLOCK == 0 else [], start + size == 6)
+        other = Chunk(1, 0, 2, [9] if start == 0 else [], True)
+        inputs, rows = batch.inputs(StepPlan([], [], [other, chunk]))
+        positions = inputs.positions[inputs.logit_rows].tolist()
+        span = rows.prompt_rows[1]
+        assert rows.prompt_rows[0] == range(0)
+        assert batch.prompt_targets(chunk, len(span)).tolist() == [10 + positions[r] + 1 for r in span]
+        scored += [positions[r] for r in span]
+    assert scored == [0, 1, 2, 3, 4]

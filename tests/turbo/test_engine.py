@@ -1,0 +1,156 @@
+"""The engine on the demo model: what it computes depends on the request alone, and it gives every block back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from lmkit.config import EngineConfig
+from lmkit.errors import RequestError
+from lmkit.text import Tokenizer
+from lmkit.turbo.engine import Engine
+from lmkit.turbo.request import GenerationConfig, Request, StepOutput
+
+SMALL = {"block_size": 8, "max_batch_size": 4, "max_step_tokens": 64, "max_model_len": 256}
+PROMPTS = [
+    "import os\n",
+    "def add(a, b):\n    return",
+    "class Queue:\n    def __init__(self):\n        self." * 4,
+    "for i in",
+]
+
+
+def engine_for(path: Path, **options: Any) -> Engine:
+    return Engine(str(path), EngineConfig(**(SMALL | options)))
+
+
+def requests_for(path: Path, **params: Any) -> list[Request]:
+    tokenizer = Tokenizer.from_pretrained(path)
+    config = GenerationConfig(**({"max_new_tokens": 24, "ignore_eos": True, "seed": 5} | params))
+    return [
+        Request(request_id=f"r{i}", prompt_ids=tokenizer.encode(text), params=config) for i, text in enumerate(PROMPTS)
+    ]
+
+
+def run(engine: Engine, requests: Iterable[Request]) -> dict[str, list[StepOutput]]:
+    outputs: dict[str, list[StepOutput]] = {}
+    for request in requests:
+        engine.add(request)
+        outputs[request.request_id] = []
+    while engine.has_work():
+        for output in engine.step():
+            outputs[output.request_id].append(output)
+    engine.check_integrity()
+    assert engine.stats().blocks_used == 0
+    assert all(o[-1].finish_reason and not any(x.finish_reason for x in o[:-1]) for o in outputs.values())
+    return outputs
+
+
+def tokens(outputs: list[StepOutput]) -> list[int]:
+    return [token for output in outputs for token in output.token_ids]
+
+
+def test_greedy_tokens_match_transformers(demo_model: Path) -> None:
+    reference = transformers.AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
+    got = run(engine_for(demo_model, dtype="float32"), requests_for(demo_model))
+    for request in requests_for(demo_model):
+        prompt = torch.tensor([request.prompt_ids])
+        want = reference.generate(prompt, max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0)
+        assert tokens(got[request.request_id]) == want[0, prompt.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_results_do_not_depend_on_batch_chunks_or_preemption(
+    demo_model: Path, kv_dtype: str, temperature: float
+) -> None:
+    requests = requests_for(demo_model, temperature=temperature, top_p=0.95, repetition_penalty=1.1, logprobs=2)
+    alone = engine_for(demo_model, kv_dtype=kv_dtype)
+    want = {r.request_id: run(alone, [r])[r.request_id] for r in requests}
+    longest = max(len(r.prompt_ids) for r in requests) + 24
+    token_bytes = 8 * 2 * 2 * (64 * 4 + 4)
+    engines = {
+        "together": engine_for(demo_model, kv_dtype=kv_dtype),
+        "one token at a time": engine_for(demo_model, kv_dtype=kv_dtype, max_step_tokens=3),
+    }
+    engines["preempted"] = engine_for(
+        demo_model, kv_dtype=kv_dtype, kv_memory=token_bytes * longest, max_model_len=None
+    )
+    for name, engine in engines.items():
+        got = run(engine, requests)
+        for request_id, outputs in want.items():
+            assert tokens(got[request_id]) == tokens(outputs), (name, request_id)
+            flat = [[x for o in side for x in o.logprobs] for side in (got[request_id], outputs)]
+            assert flat[0] == flat[1], (name, request_id)
+
+
+def test_a_tiny_pool_preempts(demo_model: Path) -> None:
+    engine = engine_for(demo_model, kv_dtype="int4", kv_memory=8 * 8 * 2 * 2 * 36 * 12, max_model_len=None)
+    requests = [r for r in requests_for(demo_model, max_new_tokens=40) if len(r.prompt_ids) < 20]
+    assert len(requests) == 3
+    run(engine, requests)
+    assert engine.stats().preemptions > 0
+
+
+def test_prompt_logprobs_match_transformers(demo_model: Path, heldout_text: str) -> None:
+    ids = Tokenizer.from_pretrained(demo_model).encode(heldout_text[:600])
+    request = Request(
+        request_id="p", prompt_ids=ids, params=GenerationConfig(max_new_tokens=1, seed=0), prompt_logprobs=True
+    )
+    outputs = run(engine_for(demo_model, dtype="float32", max_step_tokens=37), [request])["p"]
+    reference = transformers.AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
+    with torch.no_grad():
+        logits = reference(torch.tensor([ids])).logits[0, :-1]
+    want = logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(outputs[0].prompt_logprobs), want, rtol=1e-3, atol=1e-3)
+
+
+def test_abort_frees_blocks_within_a_step(demo_model: Path) -> None:
+    engine = engine_for(demo_model)
+    for request in requests_for(demo_model):
+        engine.add(request)
+    engine.step()
+    used = engine.stats().blocks_used
+    engine.abort("r2")
+    outputs = engine.step()
+    assert [o.finish_reason for o in outputs if o.request_id == "r2"] == ["abort"]
+    assert engine.stats().blocks_used < used
+    while engine.has_work():
+        assert all(o.request_id != "r2" for o in engine.step())
+    engine.check_integrity()
+
+
+def test_a_failing_step_ends_its_requests_and_no_others(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_for(demo_model, max_batch_size=2)
+    requests = requests_for(demo_model)
+    execute = engine.runner.execute
+    calls = 0
+
+    def fail_once(plan: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise RuntimeError("injected")
+        return execute(plan)
+
+    monkeypatch.setattr(engine.runner, "execute", fail_once)
+    reasons = {name: outputs[-1].finish_reason for name, outputs in run(engine, requests).items()}
+    assert engine.stats().failed_steps == 1
+    assert sorted(r for r in reasons.values() if r) == ["error", "error", "length", "length"]
+    monkeypatch.undo()
+    want = run(engine_for(demo_model), requests)
+    assert tokens(run(engine, requests)["r0"]) == tokens(want["r0"])
+
+
+def test_a_prompt_beyond_the_context_is_refused(demo_model: Path) -> None:
+    engine = engine_for(demo_model)
+    with pytest.raises(RequestError) as caught:
+        engine.add(Request(request_id="x", prompt_ids=[1] * 257, params=GenerationConfig(seed=0)))
+    assert caught.value.code == "context_length_exceeded"
+    assert "257" in caught.value.message
+    assert "256" in caught.value.message
