@@ -279,7 +279,7 @@ def test_shutdown_drains_and_then_ends_the_rest() -> None:
         await engine.start()
         short = asyncio.create_task(collect(engine, request("SLOW", "short", max_new_tokens=10)))
         endless = asyncio.create_task(collect(engine, request("SLOW", "endless", max_new_tokens=None)))
-        await until(lambda: engine.stats().num_running == 2)
+        await until(lambda: engine.num_open == 2)
         stopping = asyncio.create_task(engine.shutdown(1.5))
         await until(lambda: engine.state == "draining")
         with pytest.raises(RequestError) as error:

@@ -1,0 +1,102 @@
+"""`lmkit eval A --against B`: perplexity, and the distance from a reference model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Self
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.progress import TaskID
+
+    from lmkit.quant.evaluate import EvalResult
+
+
+def evaluate(
+    model: Annotated[str, typer.Argument(help='A checkpoint folder, or "demo".')],
+    against: Annotated[str | None, typer.Option(help="The reference, usually the original checkpoint.")] = None,
+    text: Annotated[Path | None, typer.Option(help="A text file; default the held-out text of the demo model.")] = None,
+    kv_dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, int8 or int4.")] = "auto",
+    activations: Annotated[str, typer.Option(help="int8 as served, or exact.")] = "int8",
+    seq_len: Annotated[int, typer.Option(min=2, help="Tokens of a window.")] = 512,
+    limit: Annotated[int, typer.Option(min=2, help="Tokens of the text to use.")] = 32768,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Measure perplexity on a text, and how far a model is from another."""
+    import msgspec
+
+    from lmkit.config import KVDtype, default_num_threads, parse
+    from lmkit.kernels.cpu import threads
+    from lmkit.quant import evaluate as evaluation
+
+    kv: KVDtype = parse(kv_dtype, KVDtype, "--kv-dtype")  # type: ignore[arg-type]
+    mode: evaluation.Activations = parse(activations, evaluation.Activations, "--activations")  # type: ignore[arg-type]
+    threads.configure(default_num_threads())
+    token_ids = evaluation.encode_text(model, text, against)
+    with ProgressBar(quiet=json) as bar:
+        result = evaluation.evaluate(
+            model,
+            token_ids,
+            against=against,
+            kv_dtype=kv,
+            activations=mode,
+            seq_len=seq_len,
+            limit=limit,
+            progress=bar.update,
+        )
+    if json:
+        print(msgspec.json.format(msgspec.json.encode(result), indent=2).decode())
+    else:
+        print_result(result)
+
+
+def print_result(result: EvalResult) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    title = f"{result.model}: {result.num_tokens:,} tokens in windows of {result.seq_len}"
+    table = Table(title=title, title_justify="left", show_header=False)
+    table.add_row("KV cache, activations", f"{result.kv_dtype}, {result.activations}")
+    table.add_row("perplexity", f"{result.perplexity:.4f}")
+    if (far := result.divergence) is not None:
+        change = result.perplexity / far.reference_perplexity - 1
+        table.add_row("reference", far.reference)
+        table.add_row("its perplexity", f"{far.reference_perplexity:.4f} (change {change:+.2%})")
+        table.add_row("KL, mean", f"{far.kl_mean:.5f} nats")
+        table.add_row("KL, median / 99 % / 99.9 %", f"{far.kl_median:.5f} / {far.kl_p99:.4f} / {far.kl_p999:.4f}")
+        table.add_row("same most likely token", f"{far.same_top:.2%}")
+    Console().print(table)
+
+
+class ProgressBar:
+    """What is being done and how long the rest will take, on stderr; nothing if `quiet`."""
+
+    def __init__(self, quiet: bool) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(elapsed_when_finished=False),
+            console=Console(stderr=True),
+            disable=quiet,
+            transient=True,
+        )
+        self._tasks: dict[str, TaskID] = {}
+
+    def update(self, what: str, done: int, total: int) -> None:
+        """Progress of one of several things in turn; each has a line and an estimate of its own."""
+        if what not in self._tasks:
+            self._tasks[what] = self._progress.add_task(what, total=total)
+        self._progress.update(self._tasks[what], completed=done, total=total)
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._progress.stop()

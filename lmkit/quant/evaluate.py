@@ -1,0 +1,214 @@
+"""How far a model is from another, and how well it predicts text: perplexity, KL divergence, same most likely token.
+
+Protocol: the tokens are cut into windows of `seq_len` that do not overlap (the last may be shorter), of which a limit
+takes as many as it allows, evenly spaced; each window starts from an empty cache and its first token is not predicted.
+KL is sum p log(p / q), p of the reference, in nats, for each predicted token. The model is measured as it is served:
+packed weights, the storage types of its KV cache, and int8 activations in quantized linears unless they are to be
+exact. The reference runs with exact activations and float32 KV.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lmkit.config import KVDtype, StrictStruct
+from lmkit.errors import ConfigError
+from lmkit.formats.hub import resolve_model_path
+from lmkit.formats.kv_config import load_kv_config
+from lmkit.layers.batch import KVLayer, allocate_kv, whole_batch
+from lmkit.models.decoder import Decoder
+from lmkit.models.loader import load_model, resolve_dtype
+from lmkit.text import Tokenizer
+
+BLOCK_SIZE = 32
+LOGIT_BYTES = 64 << 20  # of one model's logits held at a time, whatever the vocabulary
+
+PROTOCOL = "non-overlapping windows of seq_len from an empty cache, first token of each not predicted, KL in nats"
+
+HELDOUT_TEXT = Path(__file__).parents[1] / "demo" / "text" / "heldout.txt"
+
+Progress = Callable[[str, int, int], None]  # (what is being done, units done, units in all)
+Activations = Literal["int8", "exact"]
+
+
+class Divergence(StrictStruct, frozen=True):
+    """From the reference model. KL in nats per token; `same_top` the share of tokens with the same most likely one."""
+
+    reference: str
+    reference_perplexity: float
+    kl_mean: float
+    kl_median: float
+    kl_p99: float
+    kl_p999: float
+    same_top: float
+
+
+class EvalResult(StrictStruct, frozen=True):
+    """One evaluation with the protocol it followed."""
+
+    model: str
+    perplexity: float
+    divergence: Divergence | None
+    num_tokens: int  # predicted
+    seq_len: int
+    kv_dtype: str
+    activations: Activations
+    seconds: float
+    protocol: str = PROTOCOL
+
+
+def evaluate(
+    model_path: str | Path,
+    token_ids: list[int],
+    *,
+    against: str | Path | None = None,
+    kv_dtype: KVDtype = "auto",
+    activations: Activations = "int8",
+    seq_len: int = 512,
+    limit: int | None = None,
+    progress: Progress = lambda *state: None,
+) -> EvalResult:
+    """Measure a checkpoint on text (at most `limit` tokens), and against a reference checkpoint if one is given.
+
+    Raises ConfigError if there are fewer than two tokens, a window exceeds the context or the vocabularies differ, and
+    what loading a model raises.
+    """
+    start = time.perf_counter()
+    if min(len(token_ids), seq_len, limit or seq_len) < 2:
+        raise ConfigError(
+            f"evaluation needs a text and windows of at least 2 tokens, not {len(token_ids)} and {seq_len}"
+        )
+    model = _Scorer(model_path, kv_dtype, activations, seq_len)
+    reference = None if against is None else _Scorer(against, "float32", "exact", seq_len)
+    if reference is not None and reference.vocab_size != model.vocab_size:
+        raise ConfigError(
+            f"{model_path} predicts {model.vocab_size} tokens, {against} {reference.vocab_size}: no comparison"
+        )
+    windows = cut_windows(token_ids, seq_len, limit)
+    parts = []
+    for done, window in enumerate(windows):
+        progress("evaluation", done, len(windows))
+        parts += _window_scores(window, model, reference)
+    scores = torch.cat(parts, dim=1)
+    return EvalResult(
+        model=str(model_path),
+        perplexity=math.exp(scores[0].mean()),
+        divergence=None if against is None else _divergence(scores[1:], str(against)),
+        num_tokens=scores.shape[1],
+        seq_len=seq_len,
+        kv_dtype=model.kv_dtype,
+        activations=activations,
+        seconds=round(time.perf_counter() - start, 2),
+    )
+
+
+def encode_text(model_path: str | Path, text: Path | None = None, against: str | Path | None = None) -> list[int]:
+    """Tokens of a text file, by default the held-out text of the demo model, as the model's tokenizer gives them.
+
+    Raises ConfigError if the file cannot be read or the reference's tokenizer gives others.
+    """
+    file = text or HELDOUT_TEXT
+    try:
+        content = file.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"evaluation text {file}: cannot read: {error}") from None
+    token_ids = Tokenizer.from_pretrained(resolve_model_path(model_path)).encode(content)
+    if against is not None and Tokenizer.from_pretrained(resolve_model_path(against)).encode(content) != token_ids:
+        raise ConfigError(f"{model_path} and {against} split {file} into other tokens: they cannot be compared")
+    return token_ids
+
+
+def cut_windows(token_ids: list[int], seq_len: int, limit: int | None) -> list[list[int]]:
+    """The windows of the protocol; a limit below one window shortens it."""
+    if limit is not None and limit < seq_len:
+        return [token_ids[:limit]]
+    windows = [token_ids[i : i + seq_len] for i in range(0, len(token_ids), seq_len)]
+    windows = [window for window in windows if len(window) > 1]
+    count = len(windows) if limit is None else min(len(windows), limit // seq_len)
+    return [windows[i * len(windows) // count] for i in range(count)]
+
+
+class _Scorer:
+    """A loaded model with KV blocks for one window."""
+
+    def __init__(self, path: str | Path, kv_dtype: KVDtype, activations: Activations, seq_len: int) -> None:
+        self.decoder: Decoder = load_model(path, activations=activations)
+        spec = self.decoder.spec
+        if seq_len > spec.max_position:
+            raise ConfigError(f"windows of {seq_len} tokens exceed the context of {path}, {spec.max_position}")
+        dtypes = _kv_dtypes(path, self.decoder, kv_dtype)
+        num_blocks = -(-seq_len // BLOCK_SIZE)
+        self.kv: list[KVLayer] = [
+            allocate_kv(num_blocks, spec.num_kv_heads, BLOCK_SIZE, spec.head_dim, pair) for pair in dtypes
+        ]
+        self.kv_dtype = " ".join(sorted({k if k == v else f"{k}/{v}" for k, v in dtypes}))
+        self.vocab_size = spec.vocab_size
+
+    def stream(self, window: list[int]) -> tuple[Tensor, Tensor]:
+        """The residual stream's pair [len(window), hidden] behind the last layer."""
+        batch, _ = whole_batch([window], BLOCK_SIZE)
+        return self.decoder.hidden(batch, self.kv)
+
+
+def _kv_dtypes(path: str | Path, decoder: Decoder, asked: KVDtype) -> list[tuple[str, str]]:
+    """Storage types of (K, V) by layer, as the engine chooses them."""
+    spec = decoder.spec
+    if asked != "auto":
+        return [(asked, asked)] * spec.num_layers
+    dense = resolve_dtype("auto", spec.dtype, "cpu")
+    config = load_kv_config(resolve_model_path(path))
+    if config is None:
+        return [(dense, dense)] * spec.num_layers
+    config.check(spec.num_layers, spec.num_kv_heads, spec.head_dim)
+    return [config.dtypes(layer, dense) for layer in range(spec.num_layers)]
+
+
+@torch.inference_mode()
+def _window_scores(window: list[int], model: _Scorer, reference: _Scorer | None) -> list[Tensor]:
+    """Rows of float64 [1 or 4, n] for parts of the window's predictions: negative log-likelihood, the reference's, KL,
+    and 1 where the most likely token is the same. Logits of a part are computed side by side, never all of them."""
+    delta, residual = model.stream(window)
+    base = None if reference is None else reference.stream(window)
+    targets = torch.tensor(window[1:])
+    rows = max(1, LOGIT_BYTES // (4 * model.vocab_size))
+    parts = []
+    for begin in range(0, len(targets), rows):
+        part = slice(begin, min(begin + rows, len(targets)))
+        q = model.decoder.head(delta[part], residual[part]).log_softmax(-1)
+        scores = [_nll(q, targets[part])]
+        if reference is not None and base is not None:
+            p = reference.decoder.head(base[0][part], base[1][part]).log_softmax(-1)
+            kl = (p.exp() * (p - q)).sum(-1, dtype=torch.float64).clamp_min(0)
+            scores += [_nll(p, targets[part]), kl, (p.argmax(-1) == q.argmax(-1)).double()]
+        parts.append(torch.stack(scores))
+    return parts
+
+
+def _nll(log_probs: Tensor, targets: Tensor) -> Tensor:
+    return -log_probs.gather(1, targets[:, None])[:, 0].double()
+
+
+def _divergence(scores: Tensor, reference: str) -> Divergence:
+    """From rows of (reference's negative log-likelihood, KL, same top)."""
+    nll, kl, same = scores
+    ordered = kl.sort().values
+
+    def quantile(share: float) -> float:
+        return float(ordered[min(int(share * len(ordered)), len(ordered) - 1)])
+
+    return Divergence(
+        reference=reference,
+        reference_perplexity=math.exp(nll.mean()),
+        kl_mean=float(kl.mean()),
+        kl_median=quantile(0.5),
+        kl_p99=quantile(0.99),
+        kl_p999=quantile(0.999),
+        same_top=float(same.mean()),
+    )

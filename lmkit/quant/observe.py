@@ -1,0 +1,90 @@
+"""What calibration keeps of a layer's activations: sums over all tokens, and a few tokens themselves.
+
+Linears that read the same tensor share one record, under the first of their roles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lmkit.models.roles import FUSED, LINEARS
+
+INPUT_OF: dict[str, str] = {role: group[0] for group in FUSED.values() for role in group}
+INPUT_OF |= {role: role for role in LINEARS if role not in INPUT_OF}
+
+
+@dataclass
+class InputStats:
+    """One linear input x [tokens, in] over the whole calibration set, accumulated in float64.
+
+    `sample` holds the tokens of `sample_ids` (their numbers in the set, ascending), in float32.
+    """
+
+    abs_sum: Tensor  # float64 [in]
+    gram: Tensor  # float64 [groups, group_size, group_size], x_g^T x_g of each group of inputs
+    sample_ids: Tensor  # int64 [n]
+    sample: Tensor  # float32 [n, in]
+    num_tokens: int = 0
+
+    @classmethod
+    def empty(cls, in_features: int, group_size: int, sample_ids: Tensor) -> InputStats:
+        groups = in_features // group_size
+        return cls(
+            abs_sum=torch.zeros(in_features, dtype=torch.float64),
+            gram=torch.zeros(groups, group_size, group_size, dtype=torch.float64),
+            sample_ids=sample_ids,
+            sample=torch.zeros(len(sample_ids), in_features),
+        )
+
+    @property
+    def abs_mean(self) -> Tensor:
+        """float32 [in], mean over all tokens of |x|."""
+        return (self.abs_sum / max(self.num_tokens, 1)).float()
+
+    def add(self, x: Tensor) -> None:
+        """The next tokens of the set, x float32 [tokens, in]."""
+        self.abs_sum += x.abs().sum(0, dtype=torch.float64)
+        groups, size, _ = self.gram.shape
+        grouped = x[:, : groups * size].reshape(len(x), groups, size).transpose(0, 1)
+        self.gram += grouped.transpose(1, 2) @ grouped
+        begin, end = torch.searchsorted(self.sample_ids, torch.tensor([self.num_tokens, self.num_tokens + len(x)]))
+        self.sample[begin:end] = x[self.sample_ids[begin:end] - self.num_tokens]
+        self.num_tokens += len(x)
+
+    def divide(self, s: Tensor) -> None:
+        """The statistics of x / s, s float32 [in]: what the linears read once s is folded into their weights."""
+        groups, size, _ = self.gram.shape
+        factor = s.double()[: groups * size].view(groups, size)
+        self.abs_sum /= s
+        self.gram /= factor[:, :, None] * factor[:, None, :]
+        self.sample /= s
+
+
+class Observer:
+    """Fills one InputStats per input while a layer runs over the calibration set in order."""
+
+    def __init__(self, inputs: dict[str, InputStats]) -> None:
+        self.inputs = inputs
+
+    def __call__(self, role: str, x: Tensor) -> None:
+        if role in self.inputs:
+            self.inputs[role].add(x)
+
+
+def sample_tokens(num_tokens: int, count: int, seed: int) -> Tensor:
+    """Ascending numbers of `count` tokens (all if there are fewer), drawn without a period: the position in a row
+    matters, its first token above all."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randperm(num_tokens, generator=generator)[:count].sort().values
+
+
+def sample_rows(num_rows: int, seq_len: int, count: int, prefix: int) -> tuple[Tensor, int]:
+    """(token numbers, length): beginnings of rows spread over the set, about `count` tokens in pieces of `length` <=
+    `prefix`. Attention needs whole sequences, and the beginning of a sequence is one."""
+    length = min(seq_len, prefix, count)
+    pieces = max(1, min(num_rows, count // length))
+    rows = torch.linspace(0, num_rows - 1, pieces).round().long()
+    return (rows[:, None] * seq_len + torch.arange(length)).flatten(), length

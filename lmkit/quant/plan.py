@@ -1,0 +1,129 @@
+"""What a recipe will do to a checkpoint, decided and refused before any work is done."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+
+from lmkit.errors import ConfigError, UnsupportedError
+from lmkit.formats.base import get_format
+from lmkit.log import get_logger
+from lmkit.models import roles
+from lmkit.models.loader import ModelSource
+from lmkit.models.spec import ModelSpec
+from lmkit.quant.kv import check_layers
+from lmkit.quant.recipe import AwqClip, AwqScale, Recipe
+
+log = get_logger(__name__)
+
+BATCH_TOKENS = 4096  # of the calibration set in one forward pass
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`dense` maps modules of linears that stay dense to the reason; `memory_bytes` and `seconds` are estimates."""
+
+    dense: dict[str, str]
+    memory_bytes: int
+    seconds: float
+
+    def quantized_roles(self, layer: int) -> tuple[str, ...]:
+        return tuple(role for role in roles.LINEARS if roles.module_name(layer, role) not in self.dense)
+
+
+def make_plan(source: ModelSource, recipe: Recipe) -> Plan:
+    """Raises ConfigError or UnsupportedError if the recipe does not fit the checkpoint."""
+    spec, path = source.spec, source.reader.path
+    if source.format.name != "dense":
+        raise UnsupportedError(f"{path}: is quantized already ({source.format.name}); quantize the original checkpoint")
+    if recipe.calibration.seq_len > spec.max_position:
+        raise ConfigError(
+            f"recipe: calibration.seq_len {recipe.calibration.seq_len} exceeds the model's context, {spec.max_position}"
+        )
+    check_layers(recipe.kv, spec)
+    dense = dense_modules(spec, recipe)
+    num_linears = spec.num_layers * len(roles.LINEARS)
+    if len(dense) == num_linears:
+        raise ConfigError(f"recipe: nothing to quantize, every linear stays dense: {next(iter(dense.values()))}")
+    return Plan(dense, _memory(spec, recipe), _operations(spec, recipe) / _operations_per_second())
+
+
+def dense_modules(spec: ModelSpec, recipe: Recipe) -> dict[str, str]:
+    """Linears that stay dense, with the reason: the recipe ignores them, or the format cannot store them."""
+    weight_format, scheme = get_format("awq"), recipe.scheme.scheme()
+    refused = {role: weight_format.can_write(spec.linear_shape(role), scheme) for role in roles.LINEARS}
+    dense, matched = {}, set()
+    for layer in range(spec.num_layers):
+        for role in roles.LINEARS:
+            module = roles.module_name(layer, role)
+            patterns = [p for p in recipe.ignore if p == role or fnmatchcase(module, p)]
+            matched |= set(patterns)
+            if patterns:
+                dense[module] = f"ignored by the recipe ({patterns[0]})"
+            elif (reason := refused[role]) is not None:
+                dense[module] = reason
+    for pattern in recipe.ignore:
+        if pattern not in matched:
+            raise ConfigError(
+                f"recipe: ignore: {pattern!r} matches no linear; use a role ({', '.join(roles.LINEARS)}) or a pattern "
+                "of module names such as *.layers.0.*"
+            )
+    _warn_split_groups(spec, dense)
+    return dense
+
+
+def _warn_split_groups(spec: ModelSpec, dense: dict[str, str]) -> None:
+    for layer in range(spec.num_layers):
+        for group in roles.FUSED.values():
+            modules = [roles.module_name(layer, role) for role in group]
+            if 0 < sum(module in dense for module in modules) < len(modules):
+                log.warning("only some of %s are quantized; engines that fuse them may refuse it", ", ".join(modules))
+
+
+def _parameters(spec: ModelSpec, *names: str) -> int:
+    return sum(spec.linear_shape(role)[0] * spec.linear_shape(role)[1] for role in names)
+
+
+def _operations(spec: ModelSpec, recipe: Recipe) -> float:
+    """Floating-point operations of the whole run, evaluation aside."""
+    calibration, all_linears = recipe.calibration, _parameters(spec, *roles.LINEARS)
+    num_tokens = calibration.num_samples * calibration.seq_len
+    attention = 2 * spec.num_heads * spec.head_dim * calibration.seq_len
+    operations = 2.0 * num_tokens * (2 * all_linears + attention)
+    if (scale := recipe.step(AwqScale)) is not None:
+        candidates = 1 + scale.grid * (2 if scale.duo == "both" else 1)
+        blocks = all_linears + _parameters(spec, "attn.o", "mlp.down")
+        # Rounding a weight once costs about as much as a few hundred multiplications with it.
+        operations += candidates * blocks * (2.0 * min(scale.tokens, num_tokens) + 300)
+    if (clip := recipe.step(AwqClip)) is not None:
+        operations += 4 * clip.grid * all_linears * (2.0 * recipe.scheme.group_size + 300)
+    return operations * spec.num_layers
+
+
+def _operations_per_second() -> float:
+    """Of a float32 product on this machine, measured in a few milliseconds."""
+    x = torch.ones(512, 512)
+    x @ x
+    start = time.perf_counter()
+    for _ in range(4):
+        x @ x
+    return 4 * 2 * 512**3 / (time.perf_counter() - start)
+
+
+def _memory(spec: ModelSpec, recipe: Recipe) -> int:
+    """Bytes at the peak: hidden states of all rows, a layer's weights three times, statistics, the embedding."""
+    calibration, scale = recipe.calibration, recipe.step(AwqScale)
+    num_tokens = calibration.num_samples * calibration.seq_len
+    inputs = sum(spec.linear_shape(role)[1] for role in ("attn.q", "attn.o", "mlp.gate", "mlp.down"))
+    sampled = min(num_tokens, scale.tokens if scale else AwqScale().tokens)
+    widest = 3 * spec.intermediate_size + 4 * spec.hidden_size
+    numbers = (
+        num_tokens * spec.hidden_size
+        + 3 * _parameters(spec, *roles.LINEARS)
+        + inputs * (2 * recipe.scheme.group_size + sampled)
+        + max(BATCH_TOKENS, calibration.seq_len) * widest
+    )
+    return 4 * numbers + spec.vocab_size * spec.hidden_size * 4

@@ -1,0 +1,17 @@
+"""Tiny products only wait for each other on several threads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from lmkit.kernels.cpu import threads
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LMKIT_NUM_THREADS", "1")
+        threads.configure(1)
+        yield

@@ -1,0 +1,74 @@
+"""Small checkpoints, recipes and calibrated layers."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lmkit.formats.hub import DEMO_FOLDER
+from lmkit.models.decoder import DecoderLayer
+from lmkit.models.roles import LINEARS
+from lmkit.qtensor import QuantScheme
+from lmkit.quant.layer import CalibratedLayer, Geometry
+from lmkit.quant.observe import INPUT_OF, InputStats, Observer
+from lmkit.quant.recipe import Recipe, parse_recipe
+from tests.models import tiny
+
+SIZES = {
+    "vocab_size": 4096, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.1,
+}  # fmt: skip
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+SCALE = {"step": "awq_scale", "tokens": 128}
+CLIP = {"step": "awq_clip", "grid": 5}
+RTN = {"step": "rtn"}
+
+
+def tiny_checkpoint(path: Path, name: str = "llama", **overrides: Any) -> Path:
+    """A random model of family `name` with the demo model's tokenizer."""
+    tiny.make(path, name, **(SIZES | overrides))
+    for file in TOKENIZER_FILES:
+        shutil.copyfile(DEMO_FOLDER / file, path / file)
+    return path
+
+
+def recipe(*steps: dict[str, Any], **sections: Any) -> Recipe:
+    data = {
+        "scheme": {"group_size": 32},
+        "steps": [*steps, RTN],
+        "calibration": {"num_samples": 6, "seq_len": 48},
+    }
+    return parse_recipe(data | sections, "test")
+
+
+def calibrate(
+    layer: DecoderLayer,
+    hidden: Tensor,
+    *,
+    num_rows: int,
+    group_size: int = 32,
+    roles: tuple[str, ...] = LINEARS,
+    dtype: torch.dtype = torch.float32,
+) -> CalibratedLayer:
+    """Run `hidden` [num_rows * seq_len, hidden] through the layer; every token is in every sample."""
+    spec, tokens = layer.spec, torch.arange(len(hidden))
+    inputs = {
+        role: InputStats.empty(spec.linear_shape(role)[1], group_size, tokens)
+        for role in dict.fromkeys(INPUT_OF[role] for role in roles)
+    }
+    geometry = Geometry.of(spec, num_rows, len(hidden) // num_rows)
+    layer.observe(Observer(inputs))
+    layer(hidden.clone(), None, geometry.batch, geometry.rope, geometry.kv)
+    layer.observe(None)
+    return CalibratedLayer(layer, inputs, geometry, QuantScheme(4, group_size), roles, dtype)
+
+
+def run_layer(calibrated: CalibratedLayer, hidden: Tensor) -> Tensor:
+    """The layer's output for the rows it was calibrated on."""
+    geometry = calibrated.sequences
+    delta, residual = calibrated.layer(hidden.clone(), None, geometry.batch, geometry.rope, geometry.kv)
+    return delta + residual

@@ -1,0 +1,46 @@
+"""What the methods are for, on a trained model and text it never saw."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lmkit.quant.evaluate import Divergence, evaluate
+from lmkit.quant.run import prepare
+from lmkit.text import Tokenizer
+from tests.quant.helpers import CLIP, SCALE, recipe
+
+TOKENS = 4096
+SMALL = {"scheme": {"group_size": 128}, "calibration": {"num_samples": 8, "seq_len": 256}}
+
+
+@pytest.fixture(scope="module")
+def heldout_ids(demo_model: Path, heldout_text: str) -> list[int]:
+    return Tokenizer.from_pretrained(demo_model).encode(heldout_text)
+
+
+def divergence(model: Path, source: Path, ids: list[int]) -> Divergence:
+    result = evaluate(model, ids, against=source, activations="exact", limit=TOKENS)
+    assert result.divergence is not None
+    return result.divergence
+
+
+@pytest.mark.slow
+def test_awq_is_closer_to_the_source_than_rtn(demo_model: Path, heldout_ids: list[int], tmp_path: Path) -> None:
+    for name, steps in (("rtn", []), ("awq", [SCALE | {"tokens": 512}, CLIP])):
+        prepare(demo_model, recipe(*steps, **SMALL)).run(tmp_path / name)
+    rtn, awq = (divergence(tmp_path / name, demo_model, heldout_ids) for name in ("rtn", "awq"))
+    assert awq.kl_mean < 0.9 * rtn.kl_mean
+    assert awq.kl_median < rtn.kl_median
+    assert awq.same_top > 0.94
+
+
+@pytest.mark.slow
+def test_quantized_kv_changes_perplexity_little(demo_model: Path, heldout_ids: list[int]) -> None:
+    ppl = {
+        kv: evaluate(demo_model, heldout_ids, kv_dtype=kv, limit=TOKENS).perplexity  # type: ignore[arg-type]
+        for kv in ("float32", "int8", "int4")
+    }
+    assert abs(ppl["int8"] / ppl["float32"] - 1) < 0.005
+    assert abs(ppl["int4"] / ppl["float32"] - 1) < 0.05

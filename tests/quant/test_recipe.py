@@ -1,0 +1,108 @@
+"""Recipes are read strictly: what they do not know, they refuse, and say what may stand there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lmkit.errors import ConfigError
+from lmkit.quant.recipe import DEFAULT_RECIPE, RECIPES, AwqClip, AwqScale, Rtn, load_recipe
+
+MINIMAL = "steps: [{step: rtn}]\n"
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "recipe.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in RECIPES.glob("*.yaml")))
+def test_every_shipped_recipe_loads(name: str) -> None:
+    recipe = load_recipe(name)
+    assert recipe.scheme.bits == 4
+    assert isinstance(recipe.steps[-1], Rtn)
+
+
+def test_the_default_recipe_is_shipped_and_is_awq() -> None:
+    recipe = load_recipe(DEFAULT_RECIPE)
+    assert [type(step) for step in recipe.steps] == [AwqScale, AwqClip, Rtn]
+    assert recipe.scheme.group_size == 128
+    assert recipe.kv.bits == 16
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "allowed"),
+    [
+        (MINIMAL + "group_size: 64", "group_size", "scheme, steps, kv"),
+        (MINIMAL + "scheme: {bit: 4}", "$.scheme", "bits, group_size, symmetric"),
+        (MINIMAL + "kv: {bit: 4}", "$.kv", "bits, layers"),
+        (MINIMAL + "kv: {layers: {0: {bits: 4}}}", "$.kv.layers", "k_bits, v_bits"),
+        (MINIMAL + "calibration: {samples: 4}", "$.calibration", "dataset, num_samples, seq_len, seed"),
+        ("steps: [{step: awq_scale, gird: 20}, {step: rtn}]", "$.steps[0]", "step, duo, grid, tokens"),
+        ("steps: [{step: awq_clip}, {step: rtn, grid: 3}]", "$.steps[1]", "allowed keys: step"),
+    ],
+)
+def test_an_unknown_key_names_file_place_and_allowed_keys(tmp_path: Path, text: str, place: str, allowed: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(path)
+    message = str(caught.value)
+    assert path in message
+    assert place in message
+    assert allowed in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("steps: []", "then rtn"),
+        ("steps: [{step: awq_scale}]", "then rtn"),
+        ("steps: [{step: rtn}, {step: awq_scale}]", "then rtn"),
+        ("steps: [{step: awq_clip}, {step: awq_scale}, {step: rtn}]", "then rtn"),
+        ("steps: [{step: gptq}]", "gptq"),
+        ("scheme: {bits: 4}", "steps"),
+        (MINIMAL + "scheme: {bits: 3}", "$.scheme.bits"),
+        (MINIMAL + "scheme: {group_size: 48}", "$.scheme.group_size"),
+        (MINIMAL + "kv: {bits: 5}", "$.kv.bits"),
+        (MINIMAL + "kv: {layers: {-1: {k_bits: 4}}}", "$.kv.layers"),
+        (MINIMAL + "calibration: {num_samples: 0}", "num_samples"),
+        (MINIMAL + "calibration: {num_samples: '8'}", "num_samples"),
+        (MINIMAL + "calibration: {dataset: []}", "dataset"),
+        ("steps: [{step: awq_clip, max_shrink: 1.0}, {step: rtn}]", "max_shrink"),
+        (MINIMAL + "kv: {bits: 4, bits: 8}", "'bits' is given twice"),
+        (MINIMAL + "scheme: [", "not valid YAML"),
+        ("- just\n- a list", "expected keys"),
+        ("", "expected keys"),
+        ("steps: !!python/object/apply:os.getcwd []", "not valid YAML"),
+    ],
+)
+def test_wrong_content_is_refused(tmp_path: Path, text: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match="recipe") as caught:
+        load_recipe(write(tmp_path, text))
+    assert reason in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("word", "value"), [("on", True), ("off", False), ("both", "both")])
+def test_duo_takes_yaml_switches(tmp_path: Path, word: str, value: object) -> None:
+    recipe = load_recipe(write(tmp_path, f"steps: [{{step: awq_scale, duo: {word}}}, {{step: rtn}}]"))
+    assert recipe.step(AwqScale).duo == value
+
+
+def test_overrides_replace_values_and_pass_the_same_checks(tmp_path: Path) -> None:
+    path = write(tmp_path, MINIMAL + "calibration: {num_samples: 8, seq_len: 64}")
+    overrides = {"scheme": {"group_size": 64}, "calibration": {"seq_len": 32, "seed": None}, "kv": {"bits": None}}
+    recipe = load_recipe(path, overrides)
+    assert (recipe.scheme.group_size, recipe.calibration.num_samples, recipe.calibration.seq_len) == (64, 8, 32)
+    with pytest.raises(ConfigError, match=r"scheme\.group_size"):
+        load_recipe(path, {"scheme": {"group_size": 65}})
+
+
+def test_unknown_names_list_what_there_is() -> None:
+    with pytest.raises(ConfigError, match=DEFAULT_RECIPE):
+        load_recipe("awq_w2")
+    with pytest.raises(ConfigError, match="no such file"):
+        load_recipe("nowhere/recipe.yaml")
