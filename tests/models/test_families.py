@@ -109,7 +109,8 @@ def test_an_unknown_architecture_is_refused_with_the_list() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"hidden_size": -1}, {"hidden_size": 10**12}, {"hidden_size": "64"}, {"hidden_size": 64.0}, {"hidden_size": True},
+        {"hidden_size": -1}, {"hidden_size": 10**12}, {"hidden_size": "64"}, {"hidden_size": 64.0},
+        {"hidden_size": True},
         {"num_hidden_layers": 2**30}, {"num_hidden_layers": 0}, {"vocab_size": 2**29}, {"num_attention_heads": 0},
         {"num_key_value_heads": 3}, {"rms_norm_eps": float("nan")}, {"rms_norm_eps": 7}, {"head_dim": 15},
         {"rope_theta": -1}, {"rope_theta": float("inf")}, {"rope_parameters": {"rope_type": "linear", "factor": 0}},

@@ -21,6 +21,7 @@ COMMON: dict[str, Any] = {
 }
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 24, "rope_theta": 10000.0}  # fmt: skip
+DYNAMIC = {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 10000.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24, "rope_theta": 10000.0}
 
 # name -> (config class, differences from COMMON)
@@ -28,8 +29,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "llama-tied-bias": ("LlamaConfig", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
     "llama-linear": ("LlamaConfig", {"rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 5000.0}}),
-    "llama-dynamic": ("LlamaConfig", {"max_position_embeddings": 32,
-                                      "rope_parameters": {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 10000.0}}),
+    "llama-dynamic": ("LlamaConfig", {"max_position_embeddings": 32, "rope_parameters": DYNAMIC}),
     "llama-yarn": ("LlamaConfig", {"rope_parameters": YARN}),
     "llama-yarn-mscale": ("LlamaConfig", {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.1,
                                                                      "beta_fast": 16.0, "beta_slow": 2.0}}),

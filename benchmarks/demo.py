@@ -1,0 +1,184 @@
+"""The main job end to end, offline, on the bundled model: quantize, evaluate, serve both, route, talk.
+
+    python -m benchmarks.demo [--keep DIR]
+
+Each part is the command a user would type, in a process of its own; none is left behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import openai
+from rich.console import Console
+from rich.table import Table
+
+console = Console()
+LMKIT = [sys.executable, "-m", "lmkit"]
+READY_SECONDS = 120
+SOURCE, QUANTIZED = "demo", "demo-awq-w4-kv8"
+QUESTION = "Write a Python function `is_empty`: Return True if the queue is empty, False otherwise."
+CODE = "import os\nimport sys\n\n\ndef main("
+
+
+@dataclass(frozen=True)
+class Talk:
+    """What one model answered, and how fast."""
+
+    chat: str
+    completion: str
+    ttft_ms: float  # median time to first token
+    tokens_per_s: float  # of one stream, after its first token
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--keep", type=Path, help="keep the quantized checkpoint in this new folder")
+    arguments = parser.parse_args()
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="lmkit-demo-") as scratch:
+        quantized = arguments.keep or Path(scratch) / QUANTIZED
+        step("lmkit quantize demo --recipe awq_w4a16_g128 --kv-bits 8")
+        quantize = [
+            "quantize",
+            SOURCE,
+            "-o",
+            str(quantized),
+            "--recipe",
+            "awq_w4a16_g128",
+            "--kv-bits",
+            "8",
+            "--no-eval",
+        ]
+        subprocess.run([*LMKIT, *quantize], check=True)
+        step("lmkit eval, the quantized model against the original, on held-out text")
+        quality = run_json("eval", str(quantized), "--against", SOURCE)
+        sizes = {SOURCE: run_json("inspect", SOURCE), QUANTIZED: run_json("inspect", str(quantized))}
+        step("lmkit serve (twice) behind lmkit proxy, and the openai client")
+        talks = serve_and_talk({SOURCE: SOURCE, QUANTIZED: str(quantized)})
+    for name, talk in talks.items():
+        console.print(
+            f"[bold]{name}[/bold] completes {CODE!r} with\n  {talk.completion!r}\nand answers\n  {talk.chat!r}"
+        )
+    console.print(table(sizes, quality, talks))
+    console.print(f"done in {time.perf_counter() - start:.0f} s")
+
+
+def step(title: str) -> None:
+    console.rule(f"[bold]{title}", align="left")
+
+
+def run_json(*command: str) -> dict[str, Any]:
+    result = subprocess.run([*LMKIT, *command, "--json"], check=True, stdout=subprocess.PIPE, text=True)
+    return dict(json.loads(result.stdout))
+
+
+@contextlib.contextmanager
+def running(*command: str) -> Iterator[str]:
+    """Start an lmkit process, wait for its "... on http://..." line, yield that address, and end the process."""
+    process = subprocess.Popen([*LMKIT, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        yield wait_for_address(process)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def wait_for_address(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    seen = []
+    for line in process.stdout:
+        seen.append(line)
+        if found := re.search(r"on (http://\S+)", line):
+            threading.Thread(target=process.stdout.read, daemon=True).start()  # a full pipe would stop the process
+            return found[1]
+    raise SystemExit("a process ended before it was ready:\n" + "".join(seen))
+
+
+def serve_and_talk(models: dict[str, str]) -> dict[str, Talk]:
+    with contextlib.ExitStack() as stack:
+        nodes = [
+            stack.enter_context(running("serve", path, "--port", "0", "--served-model-name", name))
+            for name, path in models.items()
+        ]
+        options = [option for node in nodes for option in ("--node", node)]
+        proxy = stack.enter_context(running("proxy", "--port", "0", *options))
+        client = openai.OpenAI(base_url=f"{proxy}/v1", api_key="none", max_retries=0)
+        served = sorted(model.id for model in client.models.list())
+        console.print(f"proxy on {proxy} routes {served}")
+        assert served == sorted(models), served
+        return {name: talk(client, name) for name in models}
+
+
+def talk(client: openai.OpenAI, model: str) -> Talk:
+    """Chat and completions, streaming and not; the two ways must give the same text."""
+    messages: list[Any] = [{"role": "user", "content": QUESTION}]
+    chat = client.chat.completions.create(model=model, messages=messages, max_tokens=96, temperature=0)
+    streamed = ""
+    for chunk in client.chat.completions.create(
+        model=model, messages=messages, max_tokens=96, temperature=0, stream=True
+    ):
+        streamed += (chunk.choices[0].delta.content or "") if chunk.choices else ""
+    answer = chat.choices[0].message.content or ""
+    assert streamed == answer, (streamed, answer)
+    completion = client.completions.create(model=model, prompt=CODE, max_tokens=24, temperature=0)
+    first, rate = zip(*(time_stream(client, model) for _ in range(5)), strict=True)
+    return Talk(answer, completion.choices[0].text, 1000 * sorted(first)[2], sorted(rate)[2])
+
+
+def time_stream(client: openai.OpenAI, model: str, num_tokens: int = 128) -> tuple[float, float]:
+    """(seconds to the first token, tokens/s after it) of one streamed completion."""
+    start = time.perf_counter()
+    first = 0.0
+    count = 0
+    stream = client.completions.create(
+        model=model, prompt=CODE, max_tokens=num_tokens, temperature=0, stream=True,
+        stream_options={"include_usage": True}, extra_body={"ignore_eos": True},
+    )  # fmt: skip
+    for chunk in stream:
+        if chunk.choices and not first:
+            first = time.perf_counter() - start
+        if chunk.usage:
+            count = chunk.usage.completion_tokens
+    return first, (count - 1) / (time.perf_counter() - start - first)
+
+
+def table(sizes: dict[str, Any], quality: dict[str, Any], talks: dict[str, Talk]) -> Table:
+    result = Table(title="demo model, held-out text; one request at a time")
+    for column in ("model", "bits/weight", "MB", "perplexity", "KL to original", "same top", "TTFT ms", "tokens/s"):
+        result.add_column(column, justify="left" if column == "model" else "right")
+    for name, talk in talks.items():
+        weights, far = sizes[name]["weights"], quality["divergence"]
+        original = name == SOURCE
+        result.add_row(
+            name,
+            f"{weights['bits per linear weight']:.2f}",
+            f"{weights['file bytes'] / 1e6:.1f}",
+            f"{far['reference_perplexity'] if original else quality['perplexity']:.3f}",
+            "-" if original else f"{far['kl_mean']:.4f}",
+            "-" if original else f"{far['same_top']:.1%}",
+            f"{talk.ttft_ms:.0f}",
+            f"{talk.tokens_per_s:.0f}",
+        )
+    return result
+
+
+if __name__ == "__main__":
+    main()

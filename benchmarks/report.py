@@ -1,0 +1,53 @@
+"""What benchmarks share: interleaved timing, the machine they ran on, and one JSON schema."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from lmkit.config import default_num_threads
+
+
+def interleaved(functions: dict[str, Callable[[], Any]], *, seconds: float, rounds: int = 15) -> dict[str, float]:
+    """Median seconds of each function, called in turns so that a busy machine slows all of them alike.
+
+    Each is called once to warm up; then there are at least 3 turns, and at most `rounds` or what fits in `seconds`.
+    """
+    for function in functions.values():
+        function()
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    end = time.perf_counter() + seconds
+    for turn in range(rounds):
+        for name, function in functions.items():
+            start = time.perf_counter()
+            function()
+            times[name].append(time.perf_counter() - start)
+        if turn >= 2 and time.perf_counter() > end:
+            break
+    return {name: statistics.median(samples) for name, samples in times.items()}
+
+
+def machine() -> dict[str, Any]:
+    """What figures depend on."""
+    versions = {name: metadata.version(name) for name in ("torch", "numba", "llvmlite")}
+    return {"cpu": _cpu_name(), "threads": default_num_threads(), "python": platform.python_version(), **versions}
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def save(path: Path, benchmark: str, rows: list[dict[str, Any]], **extra: Any) -> None:
+    """Write one benchmark's rows, with the machine and the date."""
+    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    document = {"benchmark": benchmark, "date": date, "machine": machine() | extra, "rows": rows}
+    path.write_text(json.dumps(document, indent=2) + "\n")

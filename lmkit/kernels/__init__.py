@@ -1,0 +1,5 @@
+"""Importing this registers every implementation this build has; nothing is compiled before its first call."""
+
+from lmkit.kernels import cpu, reference
+
+__all__ = ["cpu", "reference"]

@@ -1,0 +1,154 @@
+"""Linears on exact float32 activations: dense weights (ops.linear_dense) and 4-bit ones (ops.linear_w4a16).
+
+Weights lie in panels of `width` outputs, so that a micro-kernel reads one contiguous stream:
+
+    float    [panels, K, width] in the weight's dtype
+    4 bits   uint8 [panels, K/2, width]: an even input in the low nibble, the next in the high one;
+             scales float32 and zeros float32 [panels, groups, width]
+
+A chunk of a panel is widened to float32 in the first-level cache and shared by a block of rows. Inputs are added
+strictly in order, so a row's result does not depend on how many others are computed with it; torch's product does not
+promise that.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numba import carray
+from torch import Tensor
+
+from lmkit.kernels.cpu import threads, tiles
+from lmkit.kernels.cpu.intrinsics import pointer, tile, unpack
+from lmkit.kernels.cpu.isa import Isa
+from lmkit.kernels.cpu.jit import Task
+from lmkit.kernels.cpu.panels import (
+    CHUNK_BYTES,
+    ROW_BLOCK,
+    SERIAL_PRODUCTS,
+    TASK_BYTES,
+    address,
+    as_float,
+    as_type,
+    store_sums,
+    to_panels,
+)
+from lmkit.kernels.registry import Implementation
+from lmkit.qtensor import QTensor
+
+KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+@dataclass(frozen=True)
+class PackedDense:
+    """Panels of one linear; see the module's docstring. `scales` and `zeros` belong to 4-bit weights."""
+
+    data: Tensor
+    kind: str  # of KINDS, or int4
+    out_features: int
+    in_features: int
+    group_size: int = 1
+    scales: Tensor | None = None
+    zeros: Tensor | None = None
+
+
+def pack_dense(isa: Isa, weight: Tensor) -> PackedDense:
+    return PackedDense(to_panels(weight, isa.float_tile), KINDS[weight.dtype], *weight.shape)
+
+
+def pack_int4(isa: Isa, weight: QTensor) -> PackedDense:
+    out_features, in_features = weight.codes.shape
+    group = in_features if weight.scheme.group_size == -1 else weight.scheme.group_size
+    codes = to_panels(torch.nn.functional.pad(weight.codes, (0, in_features % 2)), isa.float_tile)
+    scales, zeros = (to_panels(part.float(), isa.float_tile) for part in (weight.scales, weight.zeros))
+    return PackedDense(codes[:, 0::2] | codes[:, 1::2] << 4, "int4", out_features, in_features, group, scales, zeros)
+
+
+@functools.cache
+def product_task(isa: Isa, kind: str) -> Task:
+    """The task of one block of rows times a few panels."""
+    multiply, width, is_float, is_int4 = tiles.float_tile(isa).name, isa.float_tile, kind == "float32", kind == "int4"
+    widen = tiles.widen_tile(isa, kind).name  # not used for float32
+
+    def product(args: int, scratch: int, index: int) -> None:
+        (x, ldx, w, panel_bytes, scales, zeros, groups, group, bias, out, rows, features, num, per_task, row_block,
+         chunk) = unpack(args, 16)  # fmt: skip
+        panels = (features + width - 1) // width
+        tasks = (panels + per_task - 1) // per_task
+        first, row = index % tasks * per_task, index // tasks * row_block
+        num_panels, num_rows = min(per_task, panels - first), min(row_block, rows - row)
+        sums_bytes = 4 * num_rows * width
+        carray(pointer(scratch), num_panels * num_rows * width, np.float32)[:] = 0
+        for k in range(0, num, chunk):
+            count = min(chunk, num - k)
+            for p in range(num_panels):
+                panel = w + (first + p) * panel_bytes
+                values = scratch + num_panels * sums_bytes
+                if is_float:
+                    values = panel + 4 * k * width
+                elif is_int4:
+                    first_group = (first + p) * groups
+                    start = k
+                    while start < k + count:  # group by group
+                        g = start // group
+                        stop = min(k + count, (g + 1) * group)
+                        at = 4 * (first_group + g) * width
+                        target = values + 4 * (start - k) * width
+                        tile(widen, 1, (panel + start * width // 2, target, stop - start, scales + at, zeros + at))
+                        start = stop
+                else:
+                    tile(widen, 1, (panel + 2 * k * width, values, count, 0, 0))
+                r = 0
+                while r < num_rows:
+                    rows_at, sums = x + (row + r) * ldx + 4 * k, scratch + p * sums_bytes + 4 * r * width
+                    r += tile(multiply, num_rows - r, (rows_at, ldx, values, 4 * width, sums, 4 * width, count))
+        for p in range(num_panels):
+            store_sums(scratch + p * sums_bytes, width, num_rows, (first + p) * width, features, bias,
+                       out + 4 * row * features)  # fmt: skip
+
+    return Task(product)
+
+
+def linear(isa: Isa, x: Tensor, packed: PackedDense, bias: Tensor | None) -> Tensor:
+    """x [T, K] -> [T, N]."""
+    dtype, x, bias = x.dtype, as_float(x), None if bias is None else bias.float()
+    rows, features, panels, width = x.shape[0], packed.out_features, packed.data.shape[0], isa.float_tile
+    out = torch.empty(rows, features, dtype=torch.float32)
+    panel_bytes = packed.data[0].nbytes
+    row_block, chunk = max(1, min(rows, ROW_BLOCK)), CHUNK_BYTES // (4 * width)
+    per_task = max(1, min(TASK_BYTES // panel_bytes, panels))
+    groups = 0 if packed.scales is None else packed.scales.shape[1]
+    threads.run(
+        product_task(isa, packed.kind),
+        -(-panels // per_task) * -(-rows // row_block),
+        (x.data_ptr(), 4 * x.stride(0), packed.data.data_ptr(), panel_bytes, address(packed.scales),
+         address(packed.zeros), groups, packed.group_size, address(bias), out.data_ptr(), rows, features,
+         packed.in_features, per_task, row_block, chunk),
+        parallel=rows * features * packed.in_features > SERIAL_PRODUCTS,
+        scratch=4 * width * (per_task * row_block + chunk),
+    )  # fmt: skip
+    return as_type(out, dtype)
+
+
+def _accepts_dense(*, dtype: torch.dtype, **traits: Any) -> str | None:
+    return None if dtype in KINDS else f"weights of {dtype}"
+
+
+def _accepts_int4(*, group_size: int, bits: int = 4, **traits: Any) -> str | None:
+    if bits != 4:
+        return f"{bits} bits"
+    return f"odd group_size {group_size}" if group_size % 2 and group_size != -1 else None
+
+
+def dense_implementation(isa: Isa) -> Implementation:
+    run, pack = functools.partial(linear, isa), functools.partial(pack_dense, isa)
+    return Implementation(f"cpu.{isa.name}", "cpu", run, _accepts_dense, pack, priority=20)
+
+
+def int4_implementation(isa: Isa) -> Implementation:
+    run, pack = functools.partial(linear, isa), functools.partial(pack_int4, isa)
+    return Implementation(f"cpu.{isa.name}", "cpu", run, _accepts_int4, pack, priority=20)

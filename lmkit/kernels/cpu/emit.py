@@ -1,0 +1,206 @@
+"""Vector vocabulary over an LLVM IR builder. Addresses are 64-bit integers; loads and stores assume no alignment."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from llvmlite import ir
+
+I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+Value = Any  # an llvmlite value; the package has no types
+
+
+def like(value: Value, element: ir.Type) -> ir.Type:
+    """`element`, in a vector as wide as `value` if that is one."""
+    return ir.VectorType(element, value.type.count) if isinstance(value.type, ir.VectorType) else element
+
+
+def constant(kind: ir.Type, number: float) -> ir.Constant:
+    """`number` in every lane; a float is rounded to float32."""
+    element = kind.element if isinstance(kind, ir.VectorType) else kind
+    if element == F32:
+        (number,) = struct.unpack("f", struct.pack("f", number))
+    return ir.Constant(kind, [number] * kind.count if isinstance(kind, ir.VectorType) else number)
+
+
+class Emitter:
+    """Wraps the builder at a position; `lanes` is the width of `splat` and `vector`."""
+
+    def __init__(self, builder: ir.IRBuilder, lanes: int = 1) -> None:
+        self.builder = builder
+        self.lanes = lanes
+
+    def vector(self, element: ir.Type, lanes: int | None = None) -> ir.VectorType:
+        return ir.VectorType(element, lanes or self.lanes)
+
+    def load(self, address: Value, kind: ir.Type) -> Value:
+        value = self.builder.load(self.builder.inttoptr(address, kind.as_pointer()), typ=kind)
+        value.align = 1
+        return value
+
+    def store(self, value: Value, address: Value) -> None:
+        self.builder.store(value, self.builder.inttoptr(address, value.type.as_pointer())).align = 1
+
+    def splat(self, scalar: Value) -> Value:
+        b, kind = self.builder, self.vector(scalar.type)
+        first = b.insert_element(ir.Constant(kind, ir.Undefined), scalar, I32(0))
+        return b.shuffle_vector(first, first, ir.Constant(self.vector(I32), [0] * self.lanes))
+
+    def offset(self, address: Value, *terms: Value | int) -> Value:
+        """address + the sum of `terms`, each a value or a number of bytes."""
+        for term in terms:
+            address = self.builder.add(address, I64(term) if isinstance(term, int) else term)
+        return address
+
+    def times(self, value: Value, factor: Value | int) -> Value:
+        return self.builder.mul(value, I64(factor) if isinstance(factor, int) else factor)
+
+    def call(self, name: str, result: ir.Type, arguments: list[Value]) -> Value:
+        """Call an LLVM intrinsic or a function of this module by name."""
+        module = self.builder.module
+        function = module.globals.get(name)
+        if function is None:
+            function = ir.Function(module, ir.FunctionType(result, [a.type for a in arguments]), name)
+        return self.builder.call(function, arguments)
+
+    def fma(self, a: Value, b: Value, c: Value) -> Value:
+        """a * b + c, with one rounding where the processor can."""
+        kind = f"v{a.type.count}f32" if isinstance(a.type, ir.VectorType) else "f32"
+        return self.call(f"llvm.fmuladd.{kind}", a.type, [a, b, c])
+
+    def fold(self, vector: Value, operation: Callable[[Value, Value], Value]) -> Value:
+        """A vector's lanes combined into a scalar: halves onto halves."""
+        b = self.builder
+        while vector.type.count > 1:
+            lanes = list(range(vector.type.count))
+            half = len(lanes) // 2
+            low, high = (
+                b.shuffle_vector(vector, vector, ir.Constant(self.vector(I32, half), part))
+                for part in (lanes[:half], lanes[half:])
+            )
+            vector = operation(low, high)
+        return b.extract_element(vector, I32(0))
+
+    def larger(self, x: Value, y: Value) -> Value:
+        return self.builder.select(self.builder.fcmp_ordered(">", x, y), x, y)
+
+    def opaque(self, value: Value) -> Value:
+        """The same vector, of unknown origin to the optimizer. An x86 register constraint."""
+        kind = ir.FunctionType(value.type, [value.type])
+        return self.builder.call(ir.InlineAsm(kind, "", "=x,0"), [value])
+
+    def sum_lanes(self, four: list[Value]) -> Value:
+        """The sums of four vectors' lanes, as four lanes; each is added up in the same order."""
+        b = self.builder
+
+        def pick(x: Value, y: Value, lanes: list[int]) -> Value:
+            return b.shuffle_vector(x, y, ir.Constant(self.vector(I32, len(lanes)), lanes))
+
+        while four[0].type.count > 4:
+            half = four[0].type.count // 2
+            four = [b.fadd(pick(x, x, list(range(half))), pick(x, x, list(range(half, 2 * half)))) for x in four]
+        first, second = (b.fadd(pick(x, y, [0, 1, 4, 5]), pick(x, y, [2, 3, 6, 7])) for x, y in (four[:2], four[2:]))
+        return b.fadd(pick(first, second, [0, 2, 4, 6]), pick(first, second, [1, 3, 5, 7]))
+
+    @contextmanager
+    def loop(self, count: Value) -> Iterator[Value]:
+        """Emit the body of `for index in range(count)`."""
+        b = self.builder
+        entry, head = b.block, b.append_basic_block("head")
+        body, end = b.append_basic_block("body"), b.append_basic_block("end")
+        b.branch(head)
+        b.position_at_end(head)
+        index = b.phi(I64)
+        index.add_incoming(I64(0), entry)
+        b.cbranch(b.icmp_signed("<", index, count), body, end)
+        b.position_at_end(body)
+        yield index
+        index.add_incoming(b.add(index, I64(1)), b.block)
+        b.branch(head)
+        b.position_at_end(end)
+
+    def variables(self, rows: int, columns: int, kind: ir.Type) -> list[list[Value]]:
+        """Local variables; the optimizer keeps them in registers."""
+        return [[self.builder.alloca(kind) for _ in range(columns)] for _ in range(rows)]
+
+    # Elementwise functions of a scalar or a vector, made of plain arithmetic so that loops over them vectorize.
+
+    def _clamp(self, x: Value, low: float, high: float) -> Value:
+        b = self.builder
+        low, high = constant(x.type, low), constant(x.type, high)
+        x = b.select(b.fcmp_ordered("<", x, low), low, x)
+        return b.select(b.fcmp_ordered(">", x, high), high, x)
+
+    def rint(self, x: Value) -> Value:
+        """Nearest integer, halves to even, of |x| < 2^22: adding 1.5 * 2^23 leaves no fraction bits."""
+        magic = constant(x.type, 1.5 * 2.0**23)
+        return self.builder.fsub(self.builder.fadd(x, magic), magic)
+
+    def exp(self, x: Value) -> Value:
+        """e^x within 2 ulp; exactly 1 at 0; exactly 0 below -87; the largest finite value above 88.
+
+        2^n * p(r) with r = x - n ln 2, |r| <= ln 2 / 2, and p the Taylor polynomial of degree 7.
+        """
+        b, kind = self.builder, x.type
+        limited = self._clamp(x, -87.0, 88.0)
+        n = self.rint(b.fmul(limited, constant(kind, 1 / math.log(2))))
+        r = self.fma(n, constant(kind, -0.693359375), limited)  # ln 2 in two parts: n times the first is exact
+        r = self.fma(n, constant(kind, 0.693359375 - math.log(2)), r)
+        p = constant(kind, 1 / math.factorial(7))
+        for degree in range(6, -1, -1):
+            p = self.fma(p, r, constant(kind, 1 / math.factorial(degree)))
+        integers = like(x, I32)
+        exponent = b.shl(b.add(b.fptosi(n, integers), constant(integers, 127)), constant(integers, 23))
+        result = b.fmul(p, b.bitcast(exponent, kind))
+        return b.select(b.fcmp_ordered("<", x, constant(kind, -87.0)), constant(kind, 0), result)
+
+    def half_to_float(self, bits: Value) -> Value:
+        """Finite float16 bits in a 32-bit integer -> float32: shift the fields, rebias by 2^112."""
+        b, kind = self.builder, bits.type
+        magnitude = b.shl(b.and_(bits, constant(kind, 0x7FFF)), constant(kind, 13))
+        sign = b.shl(b.and_(bits, constant(kind, 0x8000)), constant(kind, 16))
+        scaled = b.fmul(b.bitcast(magnitude, like(bits, F32)), constant(like(bits, F32), 2.0**112))
+        return b.bitcast(b.or_(b.bitcast(scaled, kind), sign), like(bits, F32))
+
+    def float_to_half(self, x: Value) -> Value:
+        """float32 -> float16 bits in a 32-bit integer, halves to even; beyond the range: infinity."""
+        b, kind = self.builder, like(x, I32)
+        bits = b.bitcast(x, kind)
+        magnitude = b.and_(bits, constant(kind, 0x7FFFFFFF))
+        odd = b.and_(b.lshr(magnitude, constant(kind, 13)), constant(kind, 1))
+        rebased = b.add(b.add(magnitude, constant(kind, ((15 - 127) << 23) + 0xFFF)), odd)
+        normal = b.lshr(rebased, constant(kind, 13))
+        half = constant(x.type, 0.5)  # its last bit weighs as much as a subnormal float16's
+        small = b.bitcast(b.fadd(b.bitcast(magnitude, x.type), half), kind)
+        small = b.sub(small, constant(kind, 126 << 23))
+        result = b.select(b.icmp_unsigned("<", magnitude, constant(kind, 113 << 23)), small, normal)
+        infinite = b.icmp_unsigned(">=", magnitude, constant(kind, 143 << 23))
+        result = b.select(infinite, constant(kind, 0x7C00), result)
+        return b.or_(result, b.lshr(b.and_(bits, constant(kind, 0x80000000)), constant(kind, 16)))
+
+    def order(self, x: Value) -> Value:
+        """float32 -> int32 of the same order, so that loops for a maximum vectorize: negative ones count backwards."""
+        b, kind = self.builder, like(x, I32)
+        bits = b.bitcast(x, kind)
+        return b.xor(bits, b.and_(b.ashr(bits, constant(kind, 31)), constant(kind, 0x7FFFFFFF)))
+
+    def unorder(self, rank: Value) -> Value:
+        """The float32 of an `order`."""
+        b = self.builder
+        flip = b.and_(b.ashr(rank, constant(rank.type, 31)), constant(rank.type, 0x7FFFFFFF))
+        return b.bitcast(b.xor(rank, flip), like(rank, F32))
+
+    def bfloat_to_float(self, bits: Value) -> Value:
+        return self.builder.bitcast(self.builder.shl(bits, constant(bits.type, 16)), like(bits, F32))
+
+    def float_to_bfloat(self, x: Value) -> Value:
+        """float32 -> bfloat16 bits in a 32-bit integer, halves to even; a NaN stays one."""
+        b, kind = self.builder, like(x, I32)
+        bits = b.bitcast(x, kind)
+        odd = b.and_(b.lshr(bits, constant(kind, 16)), constant(kind, 1))
+        rounded = b.lshr(b.add(b.add(bits, constant(kind, 0x7FFF)), odd), constant(kind, 16))
+        return b.select(b.fcmp_unordered("uno", x, x), constant(kind, 0x7FC0), rounded)

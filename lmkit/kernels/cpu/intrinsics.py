@@ -1,0 +1,114 @@
+"""What compiled functions may call that numba does not have: tiles, raw memory, bit-exact conversions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from lmkit.kernels.cpu import tiles
+from lmkit.kernels.cpu.emit import I64, Emitter
+
+
+@intrinsic
+def pointer(typing: Any, address: Any) -> Any:
+    """An address as what numba.carray takes."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(types.voidptr))
+
+    return types.voidptr(types.int64), codegen
+
+
+@intrinsic(prefer_literal=True)
+def unpack(typing: Any, address: Any, count: Any) -> Any:
+    """The tuple of `count` int64 at `address`."""
+    result = types.UniTuple(types.int64, count.literal_value)
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        start = builder.inttoptr(arguments[0], I64.as_pointer())
+        items = [builder.load(builder.gep(start, [I64(i)]), typ=I64) for i in range(count.literal_value)]
+        return context.make_tuple(builder, result, items)
+
+    return result(types.int64, count), codegen
+
+
+@intrinsic
+def take(typing: Any, address: Any) -> Any:
+    """Atomically add 1 to the int64 at `address`; returns what it was."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        place = builder.inttoptr(arguments[0], I64.as_pointer())
+        return builder.atomic_rmw("add", place, I64(1), "acq_rel")
+
+    return types.int64(types.int64), codegen
+
+
+def _call_address(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+    function, *arguments = values
+    kind = ir.FunctionType(ir.VoidType(), [I64] * len(arguments))
+    builder.call(builder.inttoptr(function, kind.as_pointer()), arguments)
+    return context.get_dummy_value()
+
+
+@intrinsic
+def call(typing: Any, function: Any, args: Any, scratch: Any, index: Any) -> Any:
+    """Call a compiled task by its address."""
+    return types.void(*[types.int64] * 4), _call_address
+
+
+@intrinsic
+def call_worker(typing: Any, function: Any, job: Any) -> Any:
+    """Call a compiled worker by its address."""
+    return types.void(types.int64, types.int64), _call_address
+
+
+@intrinsic(prefer_literal=True)
+def tile(typing: Any, name: Any, rows: Any, arguments: Any) -> Any:
+    """Run the micro-kernel `name` (a string constant) on as many of `rows` rows as it takes; returns their number."""
+    kernel = tiles.TILES[name.literal_value]
+    given = types.UniTuple(types.int64, kernel.num_arguments)
+
+    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        unpacked = cgutils.unpack_tuple(builder, values[2], kernel.num_arguments)
+        return builder.call(tiles.emit(kernel, builder.module), [values[1], *unpacked])
+
+    return types.int64(name, types.int64, given), codegen
+
+
+def _elementwise(name: str, argument: Any, result: Any, method: Callable[[Emitter, Any], Any]) -> Any:
+    def typing_and_code(typing: Any, x: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return method(Emitter(builder), arguments[0])
+
+        return result(argument), codegen
+
+    typing_and_code.__name__ = typing_and_code.__qualname__ = name
+    return intrinsic(typing_and_code)
+
+
+exp = _elementwise("exp", types.float32, types.float32, Emitter.exp)
+rint = _elementwise("rint", types.float32, types.float32, Emitter.rint)
+order = _elementwise("order", types.float32, types.int32, Emitter.order)
+unorder = _elementwise("unorder", types.int32, types.float32, Emitter.unorder)
+half_to_float = _elementwise("half_to_float", types.uint32, types.float32, Emitter.half_to_float)
+float_to_half = _elementwise("float_to_half", types.float32, types.uint32, Emitter.float_to_half)
+bfloat_to_float = _elementwise("bfloat_to_float", types.uint32, types.float32, Emitter.bfloat_to_float)
+float_to_bfloat = _elementwise("float_to_bfloat", types.float32, types.uint32, Emitter.float_to_bfloat)
+bits_to_float = _elementwise(
+    "bits_to_float", types.uint32, types.float32, lambda e, x: e.builder.bitcast(x, ir.FloatType())
+)
+
+
+@intrinsic
+def fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
+    """a * b + c in float32, fused where the processor can, whatever surrounds it."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return Emitter(builder).fma(*arguments)
+
+    return types.float32(types.float32, types.float32, types.float32), codegen

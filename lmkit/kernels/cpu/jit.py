@@ -1,0 +1,86 @@
+"""Compiling kernels: once per machine, then from the disk.
+
+A kernel is a *task*: a function `(args, scratch, index)` over addresses, compiled by numba to a plain C function. It
+does one piece, `index`, of a job whose parameters are the int64 numbers at `args`, with `scratch` bytes to itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import numba
+import numpy as np
+
+from lmkit.config import environment
+from lmkit.kernels.cpu import isa
+from lmkit.log import get_logger
+
+log = get_logger(__name__)
+# Reassociation is left out: sums are written in the order they are meant to have.
+FASTMATH = {"nnan", "nsz", "contract"}
+
+
+class Task:
+    """A task, compiled or read from the cache on first use."""
+
+    def __init__(self, function: Callable[[int, int, int], None]) -> None:
+        self.function = function
+
+    @functools.cached_property
+    def address(self) -> int:
+        return int(compiled("void(int64, int64, int64)", self.function).address)
+
+
+def compiled(signature: str, function: Callable[..., None]) -> Any:
+    """`function` as a numba.cfunc."""
+    with _numba_cache() as usable:
+        options: dict[str, Any] = {"error_model": "numpy", "fastmath": FASTMATH}
+        return numba.cfunc(signature, cache=usable, **options)(function)
+
+
+@functools.lru_cache(maxsize=256)
+def float_bits(value: float) -> int:
+    """float32 as the integer with its bits: how a task takes one."""
+    return int(np.float32(value).view(np.uint32))
+
+
+inline = numba.njit(forceinline=True, error_model="numpy", fastmath=FASTMATH)
+
+
+@contextmanager
+def _numba_cache() -> Iterator[bool]:
+    """Point numba's cache at `cache_directory` while a kernel is declared; yields whether it can be written."""
+    directory, before = cache_directory(), numba.config.CACHE_DIR
+    numba.config.CACHE_DIR = str(directory)
+    try:
+        yield _writable(directory)
+    finally:
+        numba.config.CACHE_DIR = before
+
+
+@functools.cache
+def cache_directory() -> Path:
+    """One folder for each version of these sources, of the compiler and of the instruction set (numba itself adds the
+    processor's features, but does not see that a function's callees have changed).
+    """
+    key = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__} {isa.host().name}".encode())
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        key.update(source.read_bytes())
+    return environment().cache_dir / "kernels" / key.hexdigest()[:16]
+
+
+@functools.cache
+def _writable(directory: Path) -> bool:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        log.warning("kernels are compiled anew in every process: %s", error)
+        return False
+    return os.access(directory, os.W_OK)

@@ -1,0 +1,156 @@
+"""Blocked KV storage on the CPU: writing tokens (ops.kv_append), and reading them back as float32 rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numba import carray
+from torch import Tensor
+
+from lmkit.kernels.cpu import threads, tiles
+from lmkit.kernels.cpu.intrinsics import (
+    float_to_bfloat,
+    float_to_half,
+    half_to_float,
+    order,
+    pointer,
+    rint,
+    tile,
+    unorder,
+    unpack,
+)
+from lmkit.kernels.cpu.jit import Task, inline
+from lmkit.kernels.cpu.panels import as_type
+from lmkit.kernels.ops import KVTensor
+from lmkit.kernels.reference.kv import accepts_heads
+from lmkit.kernels.registry import Implementation
+
+FLOAT32, BFLOAT16, FLOAT16, INT8, INT4 = range(5)
+KINDS = {"float32": FLOAT32, "bfloat16": BFLOAT16, "float16": FLOAT16, "int8": INT8, "int4": INT4}
+HALF_MAX = np.float32(65504)
+SERIAL_VALUES = 1 << 14
+
+
+def storage(cache: KVTensor) -> tuple[int, int, int]:
+    """What compiled code needs of it: (kind, address of data, address of params)."""
+    assert cache.data.is_contiguous()
+    assert cache.params.is_contiguous()
+    return KINDS[cache.dtype], cache.data.data_ptr(), cache.params.data_ptr()
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """x [T, heads, D] as float32 with contiguous tokens (the token stride is free)."""
+    x = as_type(x, torch.float32)
+    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+
+
+@inline
+def _limits(x: Any, dim: int) -> Any:
+    low, high = order(HALF_MAX), order(-HALF_MAX)
+    for i in range(dim):
+        low, high = min(low, order(x[i])), max(high, order(x[i]))
+    return max(unorder(low), -HALF_MAX), min(unorder(high), HALF_MAX)
+
+
+@inline
+def _store_codes(x: Any, dim: int, kind: int, data: int, params: int, where: int, scratch: int) -> None:
+    low, high = _limits(x, dim)
+    levels = np.float32(255 if kind == INT8 else 15)
+    minimum_bits = float_to_half(low)
+    minimum = half_to_float(minimum_bits)
+    scale_bits = np.uint32(0)
+    if high > low:
+        scale_bits = float_to_half(max(high - minimum, np.float32(0)) / levels)
+    scale = half_to_float(scale_bits)
+    pair = carray(pointer(params + 4 * where), 2, np.uint16)
+    pair[0], pair[1] = scale_bits, minimum_bits
+    size = dim if kind == INT8 else dim // 2
+    codes = carray(pointer(data + where * dim if kind == INT8 else scratch), dim, np.uint8)
+    if scale == 0:
+        codes[:] = 0
+    else:
+        for i in range(dim):
+            value = min(max(x[i], -HALF_MAX), HALF_MAX)
+            step = rint((value - minimum) / scale)
+            codes[i] = np.int32(min(max(step, np.float32(0)), levels))
+    if kind == INT4:
+        packed = carray(pointer(data + where * size), size, np.uint8)
+        for i in range(size):
+            packed[i] = codes[i] | codes[size + i] << 4
+
+
+@inline
+def _store(source: int, dim: int, kind: int, data: int, params: int, where: int, scratch: int) -> None:
+    x = carray(pointer(source), dim, np.float32)
+    if kind == FLOAT32:
+        wide = carray(pointer(data + 4 * where * dim), dim, np.float32)
+        for i in range(dim):
+            wide[i] = x[i]
+    elif kind == BFLOAT16:
+        brain = carray(pointer(data + 2 * where * dim), dim, np.uint16)
+        for i in range(dim):
+            brain[i] = float_to_bfloat(x[i])
+    elif kind == FLOAT16:
+        half = carray(pointer(data + 2 * where * dim), dim, np.uint16)
+        for i in range(dim):
+            half[i] = float_to_half(x[i])
+    else:
+        _store_codes(x, dim, kind, data, params, where, scratch)
+
+
+def _append(args: int, scratch: int, index: int) -> None:
+    """Token `index`: its keys and its values, every head."""
+    (slots, heads, dim, block_size, k, k_stride, k_kind, k_data, k_params, v, v_stride, v_kind, v_data,
+     v_params) = unpack(args, 14)  # fmt: skip
+    slot = np.int64(carray(pointer(slots + 4 * index), 1, np.int32)[0])
+    if slot < 0:
+        return
+    for head in range(2 * heads):
+        is_value = head >= heads
+        h = head - heads if is_value else head
+        where = (slot // block_size * heads + h) * block_size + slot % block_size
+        source = v + index * v_stride if is_value else k + index * k_stride
+        kind = v_kind if is_value else k_kind
+        data, params = (v_data, v_params) if is_value else (k_data, k_params)
+        _store(source + 4 * h * dim, dim, kind, data, params, where, scratch)
+
+
+APPEND = Task(_append)
+
+
+def kv_append(k: Tensor, v: Tensor, k_cache: KVTensor, v_cache: KVTensor, slots: Tensor) -> None:
+    k, v, slots = rows_of(k), rows_of(v), slots.contiguous()
+    num_tokens, heads, dim = k.shape
+    assert slots.dtype == torch.int32
+    threads.run(
+        APPEND,
+        num_tokens,
+        (slots.data_ptr(), heads, dim, k_cache.block_size,
+         k.data_ptr(), 4 * k.stride(0), *storage(k_cache), v.data_ptr(), 4 * v.stride(0), *storage(v_cache)),
+        parallel=num_tokens * heads * dim > SERIAL_VALUES,
+        scratch=dim,
+    )  # fmt: skip
+
+
+APPEND_IMPLEMENTATION = Implementation("cpu", "cpu", kv_append, accepts_heads, priority=20)
+
+
+READERS = tuple(tiles.read_tile(kind).name for kind in KINDS)
+
+
+@inline
+def read_rows(kind: int, data: int, params: int, where: int, count: int, dim: int, padded: int, target: int) -> None:
+    """Rows where .. where + count of the storage to float32 [count, padded] at `target`; the padding is 0."""
+    at = params + 4 * where
+    if kind == FLOAT32:
+        tile(READERS[FLOAT32], 1, (data + 4 * where * dim, at, target, count, dim, padded))
+    elif kind == BFLOAT16:
+        tile(READERS[BFLOAT16], 1, (data + 2 * where * dim, at, target, count, dim, padded))
+    elif kind == FLOAT16:
+        tile(READERS[FLOAT16], 1, (data + 2 * where * dim, at, target, count, dim, padded))
+    elif kind == INT8:
+        tile(READERS[INT8], 1, (data + where * dim, at, target, count, dim, padded))
+    else:
+        tile(READERS[INT4], 1, (data + where * dim // 2, at, target, count, dim, padded))

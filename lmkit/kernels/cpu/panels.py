@@ -1,0 +1,53 @@
+"""What the linears share: weights in panels of a few outputs, and sums of a panel written out."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numba import carray
+from torch import Tensor
+
+from lmkit.kernels.cpu.intrinsics import pointer
+from lmkit.kernels.cpu.jit import inline
+
+ROW_BLOCK = 96  # rows that share a panel made ready in the cache
+CHUNK_BYTES = 16 << 10  # of such a panel: half of a first-level cache
+TASK_BYTES = 64 << 10  # of stored weights in one task: some ten microseconds from memory
+SERIAL_PRODUCTS = 1 << 20  # multiply-adds; waking another thread for fewer costs more than it saves
+
+
+def to_panels(rows: Tensor, width: int) -> Tensor:
+    """[N, K] -> [N / width, K, width], N filled up with zeros."""
+    filled: Tensor = torch.nn.functional.pad(rows, (0, 0, 0, -rows.shape[0] % width))
+    return filled.view(-1, width, rows.shape[1]).transpose(1, 2).contiguous()
+
+
+def as_float(x: Tensor) -> Tensor:
+    """float32 with contiguous rows; the stride between rows is free."""
+    x = as_type(x, torch.float32)
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def as_type(y: Tensor, dtype: torch.dtype) -> Tensor:
+    """y.to(dtype), at no cost where it is one already."""
+    return y if y.dtype is dtype else y.to(dtype)
+
+
+def address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
+@inline
+def store_sums(sums: int, width: int, rows: int, start: int, features: int, bias: int, out: int) -> None:
+    """Copy sums float32 [rows, width] to columns start .. of out [rows, features], plus the bias if there is one."""
+    count = min(width, features - start)
+    for r in range(rows):
+        x = carray(pointer(sums + 4 * r * width), count, np.float32)
+        y = carray(pointer(out + 4 * (r * features + start)), count, np.float32)
+        if bias:
+            b = carray(pointer(bias + 4 * start), count, np.float32)
+            for i in range(count):
+                y[i] = x[i] + b[i]
+        else:
+            for i in range(count):
+                y[i] = x[i]

@@ -1,0 +1,231 @@
+"""Linears with 4- and 8-bit weights on int8 activations (ops.linear_w4a8, ops.linear_w8a8).
+
+Weights lie in panels of `tile` outputs, so that a micro-kernel reads one contiguous stream:
+
+    8 bits   uint8 [panels, K/4, tile, 4]: four inputs of one output side by side
+    4 bits   uint8 [panels, K/8, tile, 4]: the low nibbles hold one such quad of inputs, the high ones the next
+    scales, zeros [panels, groups, tile]
+
+K is padded to whole groups and N to whole panels. A few rows read the packed codes and unpack them in registers; many
+rows share panels unpacked to bytes, a chunk of K that stays in the first-level cache at a time. Both add up groups in
+the same order with the same instructions: a token's result does not depend on how many others are computed with it.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numba import carray
+from torch import Tensor
+
+from lmkit.kernels.cpu import threads, tiles
+from lmkit.kernels.cpu.dots import BLOCK, dot_for
+from lmkit.kernels.cpu.intrinsics import pointer, tile, unpack
+from lmkit.kernels.cpu.isa import Isa
+from lmkit.kernels.cpu.jit import Task, inline
+from lmkit.kernels.cpu.panels import (
+    CHUNK_BYTES,
+    ROW_BLOCK,
+    SERIAL_PRODUCTS,
+    TASK_BYTES,
+    address,
+    as_float,
+    as_type,
+    store_sums,
+)
+from lmkit.kernels.registry import Implementation
+from lmkit.qtensor import QTensor
+
+SEGMENT = 512  # a whole-row group is computed as groups of this size with equal scales
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """Panels of one linear; see the module's docstring."""
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor
+    out_features: int
+    in_features: int
+    group_size: int  # of the panels, a multiple of 32
+    whole_row: bool  # one activation scale a row
+
+
+def accepts(code_bits: int, /, *, group_size: int, bits: int | None = None, **traits: Any) -> str | None:
+    if bits not in (None, code_bits):
+        return f"{bits} bits"
+    if group_size != -1 and (group_size < BLOCK or group_size % BLOCK):
+        return f"group_size {group_size} is not a multiple of {BLOCK}"
+    if max(group_size, SEGMENT) * 127 * 255 >= 1 << 31:
+        return f"group_size {group_size} overflows 32-bit sums"
+    return None
+
+
+def pack(isa: Isa, weight: QTensor) -> PackedWeight:
+    """Rearrange codes, scales and zeros into panels of `isa.int_tile` outputs."""
+    out_features, in_features = weight.codes.shape
+    whole_row = weight.scheme.group_size == -1
+    group = min(SEGMENT, -(-in_features // BLOCK) * BLOCK) if whole_row else weight.scheme.group_size
+    groups = -(-in_features // group)
+    panels = -(-out_features // isa.int_tile)
+    rows = panels * isa.int_tile - out_features
+    codes = torch.nn.functional.pad(weight.codes, (0, groups * group - in_features, 0, rows))
+    codes = codes.view(panels, isa.int_tile, -1, 4).transpose(1, 2)  # [panels, K/4, tile, 4]
+    if weight.scheme.bits == 4:
+        codes = codes[:, 0::2] | codes[:, 1::2] << 4
+
+    def panel(values: Tensor) -> Tensor:
+        values = torch.nn.functional.pad(values.expand(-1, groups), (0, 0, 0, rows))
+        return values.view(panels, isa.int_tile, groups).transpose(1, 2).contiguous()
+
+    return PackedWeight(
+        codes.contiguous(), panel(weight.scales), panel(weight.zeros), out_features, in_features, group, whole_row
+    )
+
+
+@functools.cache
+def quantize_task(wide: bool) -> Task:
+    """The task of one row of activations: integers, and each group's scale and scaled sum."""
+    find_peak, round_to_codes = tiles.peak_tile().name, tiles.codes_tile(wide=wide).name
+    code_bytes, lanes = 2 if wide else 1, tiles.ACTIVATION_LANES
+
+    def quantize(args: int, scratch: int, index: int) -> None:
+        x, stride, codes, row_bytes, scales, sums, num, groups, group, whole_row = unpack(args, 10)
+        row, tail = x + index * stride, (groups - 1) * group
+        scale = carray(pointer(scales + 4 * index * groups), groups, np.float32)
+        scaled_sum = carray(pointer(sums + 4 * index * groups), groups, np.float32)
+        numbers = carray(pointer(scratch), 2, np.int32)  # a peak's bits, a sum
+        step = carray(pointer(scratch), 1, np.float32)
+        last = carray(pointer(scratch + 8), group, np.float32)  # the last group, filled up with zeros
+        last[:] = 0
+        last[: num - tail] = carray(pointer(row + 4 * tail), num - tail, np.float32)
+        if whole_row:
+            numbers[0] = 0
+            tile(find_peak, 1, (row, tail // lanes, scratch))
+            tile(find_peak, 1, (scratch + 8, group // lanes, scratch))
+        row_step = step[0] / np.float32(127)
+        for g in range(groups):
+            source = row + 4 * g * group if g < groups - 1 else scratch + 8
+            if not whole_row:
+                numbers[0] = 0
+                tile(find_peak, 1, (source, group // lanes, scratch))
+                row_step = step[0] / np.float32(127)
+            step[0] = row_step if row_step > 0 else np.float32(1)
+            numbers[1] = 0
+            out = codes + index * row_bytes + g * group * code_bytes
+            tile(round_to_codes, 1, (source, out, group // lanes, scratch, scratch + 4))
+            scale[g] = row_step
+            scaled_sum[g] = row_step * np.float32(numbers[1])
+
+    return Task(quantize)
+
+
+@inline
+def _unpack_panel(source: int, target: int, num_bytes: int, half: int) -> None:
+    """Nibbles to bytes: each `half` bytes become the low nibbles' quad and then the high ones'."""
+    for block in range(num_bytes // half):
+        packed = carray(pointer(source + block * half), half, np.uint8)
+        out = carray(pointer(target + 2 * block * half), 2 * half, np.uint8)
+        for i in range(half):
+            out[i] = packed[i] & 15
+            out[half + i] = packed[i] >> 4
+
+
+@functools.cache
+def product_task(isa: Isa, bits: int, half_scales: bool) -> Task:
+    """The task of one block of rows times a few panels."""
+    of_packed = tiles.int_tile(isa, bits, packed=bits == 4, half_scales=half_scales).name
+    of_bytes = tiles.int_tile(isa, bits, packed=False, half_scales=half_scales).name
+    width, quad, per_byte = isa.int_tile, isa.int_tile * 4, 8 // bits
+    scale_bytes, input_bytes = 2 if half_scales else 4, dot_for(isa, bits).input_bytes
+
+    def product(args: int, scratch: int, index: int) -> None:
+        (x, ldx, sx, sumx, w, scales, zeros, bias, out, rows, features, groups, blocks, per_task, row_block, chunk,
+         spread) = unpack(args, 17)  # fmt: skip
+        panels = (features + width - 1) // width
+        tasks = (panels + per_task - 1) // per_task
+        first, row = index % tasks * per_task, index // tasks * row_block
+        num_panels, num_rows = min(per_task, panels - first), min(row_block, rows - row)
+        group_bytes, sums_bytes = blocks * BLOCK * width // per_byte, 4 * num_rows * width
+        carray(pointer(scratch), num_panels * num_rows * width, np.float32)[:] = 0
+        for g in range(0, groups, chunk):
+            count = min(chunk, groups - g)
+            for p in range(num_panels):
+                at = (first + p) * groups + g
+                source, unpacked = w + at * group_bytes, scratch + num_panels * sums_bytes
+                if spread:
+                    _unpack_panel(source, unpacked, count * group_bytes, quad)
+                r = 0
+                while r < num_rows:
+                    of_row, of_group = (row + r) * groups + g, at * width
+                    activations = x + of_row * blocks * BLOCK * input_bytes
+                    sums, left = scratch + p * sums_bytes + 4 * r * width, num_rows - r
+                    step, total = sx + 4 * of_row, sumx + 4 * of_row
+                    scale, zero = scales + of_group * scale_bytes, zeros + of_group
+                    panel = unpacked if spread else source
+                    given = (activations, ldx, panel, step, total, 4 * groups, scale, zero, sums, count, blocks)
+                    r += tile(of_bytes, left, given) if spread else tile(of_packed, left, given)
+        for p in range(num_panels):
+            store_sums(scratch + p * sums_bytes, width, num_rows, (first + p) * width, features, bias,
+                       out + 4 * row * features)  # fmt: skip
+
+    return Task(product)
+
+
+def linear(isa: Isa, bits: int, x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
+    """x [T, K] -> [T, N]."""
+    dtype, x = x.dtype, as_float(x)
+    rows, group = x.shape[0], packed.group_size
+    groups = packed.scales.shape[1]
+    padded, code_bytes = groups * group, dot_for(isa, bits).input_bytes
+    row_bytes, scales_bytes = padded * code_bytes, 4 * rows * groups
+    quantized = torch.empty(rows * row_bytes + 2 * scales_bytes, dtype=torch.uint8)  # codes, scales, scaled sums
+    codes = quantized.data_ptr()
+    activations = (codes, row_bytes, codes + rows * row_bytes, codes + rows * row_bytes + scales_bytes)
+    threads.run(
+        quantize_task(code_bytes == 2),
+        rows,
+        (x.data_ptr(), 4 * x.stride(0), *activations, packed.in_features, groups, group, packed.whole_row),
+        parallel=rows * padded > SERIAL_PRODUCTS,
+        scratch=8 + 4 * group,
+    )
+    out = torch.empty(rows, packed.out_features, dtype=torch.float32)
+    _multiply(isa, bits, activations, packed, None if bias is None else bias.float(), out)
+    return as_type(out, dtype)
+
+
+def _multiply(
+    isa: Isa, bits: int, activations: tuple[int, ...], packed: PackedWeight, bias: Tensor | None, out: Tensor
+) -> None:
+    """`activations`: the address of the codes, bytes between their rows, addresses of scales and of scaled sums."""
+    (rows, features), width = out.shape, isa.int_tile
+    groups, group = packed.scales.shape[1], packed.group_size
+    spread = bits == 4 and rows > 2 * isa.packed_rows[0]
+    row_block = max(1, min(rows, ROW_BLOCK))
+    chunk = min(groups, max(1, CHUNK_BYTES // (width * group))) if rows > isa.packed_rows[0] else groups
+    per_task = max(1, min(TASK_BYTES // (width * groups * group * bits // 8), -(-features // width)))
+    tasks = -(-features // (width * per_task)) * -(-rows // row_block)
+    threads.run(
+        product_task(isa, bits, packed.scales.dtype == torch.float16),
+        tasks,
+        (*activations, packed.codes.data_ptr(), packed.scales.data_ptr(), packed.zeros.data_ptr(), address(bias),
+         out.data_ptr(), rows, features, groups, group // BLOCK, per_task, row_block, chunk, spread),
+        parallel=rows * features * groups * group > SERIAL_PRODUCTS,
+        scratch=4 * per_task * row_block * width + width * chunk * group,
+    )  # fmt: skip
+
+
+def implementation(isa: Isa, bits: int) -> Implementation:
+    return Implementation(
+        f"cpu.{isa.name}",
+        "cpu",
+        functools.partial(linear, isa, bits),
+        functools.partial(accepts, bits),
+        functools.partial(pack, isa),
+        20,
+    )

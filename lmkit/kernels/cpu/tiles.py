@@ -1,0 +1,364 @@
+"""Micro-kernels: IR functions that compute a few rows of one panel. Reduction orders do not depend on the row count.
+
+Every function of a kind has the same arguments (addresses and int64 numbers); one exists for each row count of the
+instruction set, and a dispatcher `f(rows, ...)` runs the largest that fits and returns how many rows it did.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from llvmlite import ir
+
+from lmkit.kernels.cpu.dots import BLOCK, dot_for, load_quads
+from lmkit.kernels.cpu.emit import F32, I8, I16, I32, I64, Emitter, Value, constant
+from lmkit.kernels.cpu.isa import Isa
+
+Body = Callable[[Emitter, int, list[Value]], None]  # (emitter, rows, arguments)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A family of micro-kernels."""
+
+    name: str
+    lanes: int
+    rows: tuple[int, ...]  # descending, down to 1
+    num_arguments: int
+    body: Body
+
+
+TILES: dict[str, Tile] = {}  # by name: what compiled code refers to
+
+
+def emit(tile: Tile, module: ir.Module) -> ir.Function:
+    """Emit a tile's functions and its dispatcher, or find them in `module`."""
+    name = f"lmkit.{tile.name}"
+    if name in module.globals:
+        return module.globals[name]
+    fixed = {rows: _emit_rows(tile, rows, f"{name}.{rows}", module) for rows in tile.rows}
+    dispatch = ir.Function(module, ir.FunctionType(I64, [I64] * (tile.num_arguments + 1)), name)
+    dispatch.linkage = "internal"
+    rows_left, *arguments = dispatch.args
+    b = ir.IRBuilder(dispatch.append_basic_block("entry"))
+    for rows, function in fixed.items():
+        with b.if_then(b.icmp_signed(">=", rows_left, I64(rows))):
+            b.call(function, arguments)
+            b.ret(I64(rows))
+    b.ret(I64(0))
+    return dispatch
+
+
+def _emit_rows(tile: Tile, rows: int, name: str, module: ir.Module) -> ir.Function:
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * tile.num_arguments), name)
+    function.linkage = "internal"
+    function.attributes.add("noinline")
+    builder = ir.IRBuilder(function.append_basic_block("entry"))
+    tile.body(Emitter(builder, tile.lanes), rows, list(function.args))
+    builder.ret_void()
+    return function
+
+
+def int_tile(isa: Isa, bits: int, *, packed: bool, half_scales: bool) -> Tile:
+    """c += dequantized product of int8 activations and weight codes, group by group.
+
+    x [rows, ...] one byte (or two: Dot.input_bytes) an input, `ldx` bytes between rows; w one panel,
+    [inputs/4, tile, 4] bytes, or half as many when `packed`; sx and sumx float32 [rows, groups] (`lds` bytes between
+    rows): the scale of x, and scale * sum(x); scales [groups, tile] float16 or float32; zeros uint8 [groups, tile];
+    c float32 [rows, tile]. A group is `blocks` * 32 inputs.
+    """
+    dot, vectors = dot_for(isa, bits), isa.int_vectors
+
+    def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
+        x, ldx, w, sx, sumx, lds, scales, zeros, c, groups, blocks = arguments
+        b, kind = e.builder, e.vector(I32)
+        block_bytes = BLOCK * vectors * e.lanes // (2 if packed else 1)
+        sums = e.variables(rows, vectors, kind)
+        with e.loop(groups) as group:
+            for variable in (v for row in sums for v in row):
+                b.store(constant(kind, 0), variable)
+            with e.loop(blocks) as block:
+                at = b.add(b.mul(group, blocks), block)
+                x_block = e.offset(x, e.times(at, BLOCK * dot.input_bytes))
+
+                def activation(row: int, byte: int, start: Value = x_block) -> Value:
+                    return e.splat(e.load(e.offset(start, e.times(ldx, row), byte), I32))
+
+                values = [[b.load(v) for v in row] for row in sums]
+                quads = load_quads(e, e.offset(w, e.times(at, block_bytes)), vectors, packed)
+                dot.block(e, quads, activation, values)
+                for variables, row_values in zip(sums, values, strict=True):
+                    for variable, value in zip(variables, row_values, strict=True):
+                        b.store(value, variable)
+            scale, minus_zero = _group_scales(e, vectors, half_scales, scales, zeros, group)
+            for row in range(rows):
+                at_row = e.offset(e.times(group, 4), e.times(lds, row))
+                step = e.splat(e.load(e.offset(sx, at_row), F32))
+                total = e.splat(e.load(e.offset(sumx, at_row), F32))
+                for j in range(vectors):
+                    address = e.offset(c, 4 * e.lanes * (row * vectors + j))
+                    product = b.fmul(b.sitofp(b.load(sums[row][j]), e.vector(F32)), step)
+                    value = e.fma(scale[j], product, e.load(address, e.vector(F32)))
+                    e.store(e.fma(minus_zero[j], total, value), address)
+
+    name = f"int_tile.{isa.name}.{bits}.{'packed' if packed else 'bytes'}.{'half' if half_scales else 'float'}"
+    rows = tuple(n for n in (isa.packed_rows if packed else isa.int_rows) if n <= dot.max_rows)
+    return TILES.setdefault(name, Tile(name, isa.lanes, rows, 11, body))
+
+
+def _group_scales(
+    e: Emitter, vectors: int, half: bool, scales: Value, zeros: Value, group: Value
+) -> tuple[list[Value], list[Value]]:
+    """(scale, -scale * zero) of a group, a float32 vector for each output vector."""
+    b, first = e.builder, e.times(group, vectors * e.lanes)
+    scale, minus_zero = [], []
+    for j in range(vectors):
+        at = e.offset(first, j * e.lanes)
+        if half:
+            bits = e.load(e.offset(scales, e.times(at, 2)), e.vector(I16))
+            scale.append(e.half_to_float(b.zext(bits, e.vector(I32))))
+        else:
+            scale.append(e.load(e.offset(scales, e.times(at, 4)), e.vector(F32)))
+        zero = b.uitofp(e.load(e.offset(zeros, at), e.vector(I8)), e.vector(F32))
+        minus_zero.append(b.fneg(b.fmul(scale[j], zero)))
+    return scale, minus_zero
+
+
+ACTIVATION_LANES = 8  # activations are quantized in such vectors on every machine
+
+
+def peak_tile() -> Tile:
+    """The int32 at `peak` becomes the bits of the largest |x| of `chunks` * 8 floats, if that is larger."""
+
+    def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
+        x, chunks, peak = arguments
+        b, kind = e.builder, e.vector(I32)
+        ((best,),) = e.variables(1, 1, kind)
+        b.store(e.splat(e.load(peak, I32)), best)
+        with e.loop(chunks) as chunk:
+            bits = b.and_(e.load(e.offset(x, e.times(chunk, 4 * e.lanes)), kind), constant(kind, 0x7FFFFFFF))
+            b.store(b.select(b.icmp_signed(">", bits, b.load(best)), bits, b.load(best)), best)
+        e.store(e.call(f"llvm.vector.reduce.smax.v{e.lanes}i32", I32, [b.load(best)]), peak)
+
+    return TILES.setdefault("peak_tile", Tile("peak_tile", ACTIVATION_LANES, (1,), 3, body))
+
+
+def codes_tile(*, wide: bool) -> Tile:
+    """round(x / step) of `chunks` * 8 floats to `out`, int8, or int16 as dots.PmaddWide wants them; adds their sum to
+    the int32 at `total`. `step` is the address of a float32 that is not 0.
+    """
+
+    def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
+        x, out, chunks, step, total = arguments
+        b, kind = e.builder, e.vector(I32)
+        ((sums,),) = e.variables(1, 1, kind)
+        b.store(constant(kind, 0), sums)
+        divisor = e.splat(e.load(step, F32))
+        with e.loop(chunks) as chunk:
+            quotient = b.fdiv(e.load(e.offset(x, e.times(chunk, 4 * e.lanes)), e.vector(F32)), divisor)
+            codes = b.fptosi(e.rint(quotient), kind)
+            b.store(b.add(b.load(sums), codes), sums)
+            place = e.offset(out, e.times(chunk, (2 if wide else 1) * e.lanes))
+            if wide:
+                order = [quad + i for quad in range(0, e.lanes, 4) for i in (0, 2, 1, 3)]
+                codes = b.shuffle_vector(codes, codes, ir.Constant(kind, order))
+            e.store(b.trunc(codes, e.vector(I16 if wide else I8)), place)
+        b_total = e.call(f"llvm.vector.reduce.add.v{e.lanes}i32", I32, [b.load(sums)])
+        e.store(b.add(e.load(total, I32), b_total), total)
+
+    name = f"codes_tile.{'wide' if wide else 'narrow'}"
+    return TILES.setdefault(name, Tile(name, ACTIVATION_LANES, (1,), 5, body))
+
+
+def float_tile(isa: Isa) -> Tile:
+    """c [rows, tile] += x [rows, k] @ w [k, tile], float32, inputs strictly in order.
+
+    `ldx`, `ldw` and `ldc` are the bytes between rows of each.
+    """
+    vectors = isa.float_vectors
+
+    def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
+        x, ldx, w, ldw, c, ldc, k = arguments
+        b, kind = e.builder, e.vector(F32)
+        sums = e.variables(rows, vectors, kind)
+        places = [[e.offset(c, e.times(ldc, i), 4 * e.lanes * j) for j in range(vectors)] for i in range(rows)]
+        for i in range(rows):
+            for j in range(vectors):
+                b.store(e.load(places[i][j], kind), sums[i][j])
+        with e.loop(k) as index:
+            start = e.offset(w, b.mul(index, ldw))
+            weights = [e.load(e.offset(start, 4 * e.lanes * j), kind) for j in range(vectors)]
+            for i in range(rows):
+                value = e.splat(e.load(e.offset(x, e.times(ldx, i), e.times(index, 4)), F32))
+                for j in range(vectors):
+                    b.store(e.fma(value, weights[j], b.load(sums[i][j])), sums[i][j])
+        for i in range(rows):
+            for j in range(vectors):
+                e.store(b.load(sums[i][j]), places[i][j])
+
+    name = f"float_tile.{isa.name}"
+    return TILES.setdefault(name, Tile(name, isa.lanes, isa.float_rows, 7, body))
+
+
+def widen_tile(isa: Isa, kind: str) -> Tile:
+    """Weights of one panel, [count, tile], to float32 at `target`; there are no rows.
+
+    `kind` "bfloat16", "float16": 16-bit values at `source`. "int4": (code - zero) * scale, the codes uint8
+    [count / 2, tile] with an even input in the low nibble, the next one in the high; one group's scales and zeros,
+    float32 [tile]. An odd `count` widens one input more.
+    """
+    vectors = isa.float_vectors
+
+    def int4(e: Emitter, source: Value, target: Value, pair: Value, scales: list[Value], zeros: list[Value]) -> None:
+        b, integers = e.builder, e.vector(I32)
+        for j in range(vectors):
+            at = e.offset(e.times(pair, vectors * e.lanes), j * e.lanes)
+            codes = b.zext(e.load(e.offset(source, at), e.vector(I8)), integers)
+            for half, nibble in enumerate(
+                (b.and_(codes, constant(integers, 15)), b.lshr(codes, constant(integers, 4)))
+            ):
+                value = b.fmul(b.fsub(b.sitofp(nibble, e.vector(F32)), zeros[j]), scales[j])
+                place = e.offset(e.times(pair, 8 * vectors * e.lanes), 4 * e.lanes * (half * vectors + j))
+                e.store(value, e.offset(target, place))
+
+    def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
+        source, target, count, scales_at, zeros_at = arguments
+        b = e.builder
+        if kind == "int4":
+            scales, zeros = (
+                [e.load(e.offset(at, 4 * e.lanes * j), e.vector(F32)) for j in range(vectors)]
+                for at in (scales_at, zeros_at)
+            )
+            with e.loop(b.lshr(b.add(count, I64(1)), I64(1))) as pair:
+                int4(e, source, target, pair, scales, zeros)
+            return
+        with e.loop(e.times(count, vectors)) as i:
+            bits = b.zext(e.load(e.offset(source, e.times(i, 2 * e.lanes)), e.vector(I16)), e.vector(I32))
+            value = e.bfloat_to_float(bits) if kind == "bfloat16" else e.half_to_float(bits)
+            e.store(value, e.offset(target, e.times(i, 4 * e.lanes)))
+
+    name = f"widen_tile.{isa.name}.{kind}"
+    return TILES.setdefault(name, Tile(name, isa.lanes, (1,), 5, body))
+
+
+def read_tile(kind: str) -> Tile:
+    """`count` contiguous rows of KV storage of a kind (ops.KVTensor.dtype) to float32 [count, padded], padding 0.
+
+    `dim` is the length of a row; `params` float16 [count, 2] = (scale, minimum) are read for int8 and int4.
+    """
+    stored = {"float32": F32, "bfloat16": I16, "float16": I16, "int8": I8, "int4": I8}[kind]
+    nibbles, coded = kind == "int4", kind in ("int8", "int4")
+
+    def convert(
+        e: Emitter, source: Value, target: Value, half: Value, scale: Value, minimum: Value, lanes: int
+    ) -> None:
+        """One vector (or, with one lane, one number)."""
+        b = e.builder
+        single = lanes == 1
+        integers = I32 if single else e.vector(I32, lanes)
+        raw = e.load(source, stored if single else e.vector(stored, lanes))
+        if kind == "float32":
+            e.store(raw, target)
+        elif not coded:
+            bits = b.zext(raw, integers)
+            e.store(e.bfloat_to_float(bits) if kind == "bfloat16" else e.half_to_float(bits), target)
+        else:
+            codes = b.zext(raw, integers)
+            parts = (
+                (b.and_(codes, constant(integers, 15)), b.lshr(codes, constant(integers, 4))) if nibbles else (codes,)
+            )
+            for place, part in zip((target, half), parts, strict=False):
+                value = b.sitofp(part, F32 if single else e.vector(F32, lanes))
+                step, low = (scale, minimum) if single else (e.splat(scale), e.splat(minimum))
+                e.store(e.fma(value, step, low), place)
+
+    def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
+        data, params, target, count, dim, padded = arguments
+        b = e.builder
+        columns = b.lshr(dim, I64(1)) if nibbles else dim
+        whole = b.and_(columns, I64(-e.lanes))
+        element = {F32: 4, I16: 2, I8: 1}[stored]
+        scale = minimum = constant(F32, 0)
+        with e.loop(count) as row:
+            if coded:
+                at = e.offset(params, e.times(row, 4))
+                scale, minimum = (e.half_to_float(b.zext(e.load(e.offset(at, i), I16), I32)) for i in (0, 2))
+            source = e.offset(data, e.times(b.mul(row, columns), element))
+            out = e.offset(target, e.times(b.mul(row, padded), 4))
+            half = e.offset(out, e.times(columns, 4))
+            with e.loop(b.sdiv(whole, I64(e.lanes))) as i:
+                at, to = e.times(i, element * e.lanes), e.times(i, 4 * e.lanes)
+                convert(e, e.offset(source, at), e.offset(out, to), e.offset(half, to), scale, minimum, e.lanes)
+            with e.loop(b.sub(columns, whole)) as i:
+                j = b.add(whole, i)
+                at, to = e.times(j, element), e.times(j, 4)
+                convert(e, e.offset(source, at), e.offset(out, to), e.offset(half, to), scale, minimum, 1)
+            with e.loop(b.sub(padded, dim)) as i:
+                e.store(constant(F32, 0), e.offset(out, e.times(b.add(dim, i), 4)))
+
+    return TILES.setdefault(f"read_tile.{kind}", Tile(f"read_tile.{kind}", 8, (1,), 6, body))
+
+
+def softmax_tile(isa: Isa, keys: int) -> Tile:
+    """One row of an online softmax over a block of `keys` scores at `s`, of which low .. high are visible.
+
+    The scores become weights e^(score - maximum), 0 where not visible. float32 `maximum` and `total` are updated, and
+    `chunks` vectors of sums at `out` are scaled down where the maximum has grown.
+    """
+
+    def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
+        s, low, high, maximum_at, total_at, out, chunks = arguments
+        b, kind, integers = e.builder, e.vector(F32), e.vector(I32)
+        first, end = (e.splat(b.trunc(limit, I32)) for limit in (low, high))
+        places = [e.offset(s, 4 * i) for i in range(0, keys, e.lanes)]
+        scores = []
+        for i, place in enumerate(places):
+            index = ir.Constant(integers, list(range(i * e.lanes, (i + 1) * e.lanes)))
+            visible = b.and_(b.icmp_signed(">=", index, first), b.icmp_signed("<", index, end))
+            scores.append(b.select(visible, e.load(place, kind), constant(kind, -math.inf)))
+        before = e.load(maximum_at, F32)
+        maximum = e.larger(e.fold(functools.reduce(e.larger, scores), e.larger), before)
+        weights = [e.exp(b.fsub(score, e.splat(maximum))) for score in scores]
+        for weight, place in zip(weights, places, strict=True):
+            e.store(weight, place)
+        decay = e.exp(b.fsub(before, maximum))
+        sums = e.fold(functools.reduce(b.fadd, weights), b.fadd)
+        e.store(maximum, maximum_at)
+        e.store(e.fma(e.load(total_at, F32), decay, sums), total_at)
+        with b.if_then(b.fcmp_ordered("!=", decay, constant(F32, 1))), e.loop(chunks) as chunk:
+            place = e.offset(out, e.times(chunk, 4 * e.lanes))
+            e.store(b.fmul(e.load(place, kind), e.splat(decay)), place)
+
+    name = f"softmax_tile.{isa.name}.{keys}"
+    return TILES.setdefault(name, Tile(name, isa.lanes, (1,), 7, body))
+
+
+def score_tile(isa: Isa) -> Tile:
+    """s [rows, 4 * fours] = q [rows, D] @ k [4 * fours, D]^T, float32, D = `chunks` vectors.
+
+    `ldq`, `ldk` and `lds` are the bytes between rows of each. Lanes are summed pairwise at the end.
+    """
+
+    def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
+        q, ldq, k, ldk, s, lds, chunks, fours = arguments
+        b, kind = e.builder, e.vector(F32)
+        sums = e.variables(rows, 4, kind)
+        with e.loop(fours) as four:
+            for variable in (v for row in sums for v in row):
+                b.store(constant(kind, 0), variable)
+            keys = [e.offset(k, b.mul(e.offset(e.times(four, 4), j), ldk)) for j in range(4)]
+            with e.loop(chunks) as chunk:
+                at = e.times(chunk, 4 * e.lanes)
+                queries = [e.load(e.offset(q, e.times(ldq, i), at), kind) for i in range(rows)]
+                for j in range(4):
+                    key = e.load(e.offset(keys[j], at), kind)
+                    for i in range(rows):
+                        b.store(e.fma(queries[i], key, b.load(sums[i][j])), sums[i][j])
+            for i in range(rows):
+                e.store(e.sum_lanes([b.load(v) for v in sums[i]]), e.offset(s, e.times(lds, i), e.times(four, 16)))
+
+    name = f"score_tile.{isa.name}"
+    return TILES.setdefault(name, Tile(name, isa.lanes, isa.score_rows, 8, body))

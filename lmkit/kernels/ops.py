@@ -1,0 +1,120 @@
+"""Every op once: signature, shapes, formula. Bodies live in reference/ (torch, fp32 accumulation: the oracle for all),
+cpu/ (numba) and cuda/. Symbols: T tokens in the step, B sequences, H hidden, D head_dim, N out and K in features.
+
+A blocked KV cache of one layer is two KVTensors (keys, values), each in one of five storage types:
+
+    float32, bfloat16, float16   data [num_blocks, num_kv_heads, block_size, D]
+    int8                         data uint8 [num_blocks, num_kv_heads, block_size, D]
+    int4                         data uint8 [num_blocks, num_kv_heads, block_size, D/2]: byte j holds element j in its
+                                 low and j + D/2 in its high nibble, so both halves unpack to contiguous vectors
+    params (int8, int4)          float16 [num_blocks, num_kv_heads, block_size, 2] = (scale, minimum) per token and
+                                 head: x ~ code * scale + minimum
+
+Token t of a sequence lives in slot block_table[t // block_size] * block_size + t % block_size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from lmkit.kernels.registry import op
+
+KV_BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "int4": 4}
+
+
+@dataclass(frozen=True)
+class KVTensor:
+    """The keys or the values of one layer in blocked storage; `params` is empty unless `dtype` is int8 or int4."""
+
+    data: Tensor
+    params: Tensor
+    dtype: str  # a key of KV_BITS
+
+    @property
+    def block_size(self) -> int:
+        return self.data.shape[2]
+
+
+@op
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """y = x / sqrt(mean(x^2, -1) + eps) * weight. x [..., H] any leading shape, weight [H]; y has x's dtype."""
+
+
+@op
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(rms_norm(s), s) with s = x + residual. x, residual [T, H]; residual may be overwritten by s."""
+
+
+@op
+def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Rotate pairs (i, i + R/2) of the first R of D elements, in place (Llama/NeoX order).
+
+    q [T, num_heads, D], k [T, num_kv_heads, D], cos and sin float32 [T, R/2]:
+    q_i' = q_i cos - q_{i+R/2} sin, q_{i+R/2}' = q_{i+R/2} cos + q_i sin.
+    """
+
+
+@op
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up. gate_up [T, 2I] = gate | up; result [T, I] in the same dtype."""
+
+
+@op
+def kv_append(k: Tensor, v: Tensor, k_cache: KVTensor, v_cache: KVTensor, slots: Tensor) -> None:
+    """Store k and v [T, num_kv_heads, D] (float32/bfloat16) at int32 slots [T]; slots are unique, -1 = skip.
+
+    int8 and int4 quantize per token and head over D, asymmetric: minimum = min(x) rounded to float16,
+    scale = (max(x) - minimum) / (2^bits - 1) rounded to float16 (a constant vector gets scale 0 and code 0, so it
+    reads back as its minimum), code = clamp(round_half_even((x - minimum) / scale), 0, 2^bits - 1). Codes are chosen
+    against the rounded parameters. Values beyond the float16 range are clamped to it.
+    """
+
+
+@op
+def paged_attention(
+    q: Tensor,
+    k_cache: KVTensor,
+    v_cache: KVTensor,
+    block_tables: Tensor,
+    query_start: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    window: int,
+) -> Tensor:
+    """Causal attention of mixed query lengths over blocked KV; prefill, chunked prefill and decode alike.
+
+    q [T, num_heads, D] float32 or bfloat16: rows query_start[b] .. query_start[b+1] belong to sequence b and are its
+    last positions, context_lens[b] - n_b .. context_lens[b] - 1 (keys of these positions are already appended).
+    block_tables int32 [B, max_blocks], query_start int32 [B + 1], context_lens int32 [B]. Query at position p reads
+    keys max(0, p - window + 1) .. p (window 0 = all). Query head h reads KV head h // (num_heads / num_kv_heads).
+    softmax(q . k * scale) @ v, result [T, num_heads, D] in q's dtype.
+    """
+
+
+@op
+def linear_dense(x: Tensor, packed: Any, bias: Tensor | None) -> Tensor:
+    """x @ W^T + bias. x [T, K]; `pack(weight [N, K])`; result [T, N] in x's dtype, accumulated in float32."""
+
+
+@op
+def linear_w4a16(x: Tensor, packed: Any, bias: Tensor | None) -> Tensor:
+    """x @ dequantize(W)^T + bias, activations exact. `pack(QTensor bits=4)`.
+
+    x [T, K] float32 or bfloat16; result [T, N].
+    """
+
+
+@op
+def linear_w4a8(x: Tensor, packed: Any, bias: Tensor | None) -> Tensor:
+    """As linear_w4a16, on int8 activations: per token and per weight group g of K,
+    sx = max|x_g| / 127 (0 -> the group contributes 0), xq = round_half_even(x_g / sx),
+    y += sw * sx * (sum(code * xq) - zero * sum(xq)). `pack(QTensor bits=4)`. Group sizes 32, 64, 128, -1.
+    """
+
+
+@op
+def linear_w8a8(x: Tensor, packed: Any, bias: Tensor | None) -> Tensor:
+    """As linear_w4a8 with 8-bit codes (symmetric per output channel has zero = 128). `pack(QTensor bits=8)`."""

@@ -1,0 +1,91 @@
+"""Ordered implementations per op. One is chosen once, by a layer, and kept; a refusal says why.
+
+impl = ops.linear_w4a8.select("cpu", in_features=4096, group_size=128)
+packed = impl.pack(qtensor)          # only ops over packed weights have `pack`
+y = impl(x, packed, bias)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from lmkit.errors import UnsupportedError
+
+
+def _accept_all(**traits: Any) -> str | None:
+    return None
+
+
+def _no_pack(*args: Any) -> Any:
+    raise TypeError("this op has no packed weights")
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to run an op. `accepts(**traits)` returns None, or the reason why it cannot."""
+
+    name: str  # "reference", "cpu.avx2", "cuda.sm90", ...
+    device: str  # "cpu", "cuda", or "any"
+    run: Callable[..., Any]
+    accepts: Callable[..., str | None] = _accept_all
+    pack: Callable[..., Any] = _no_pack
+    priority: int = 0
+
+    def __call__(self, *args: Any) -> Any:
+        return self.run(*args)
+
+
+@dataclass
+class Op:
+    """One operation: its signature's docstring is the specification, the reference implementation the oracle."""
+
+    name: str
+    doc: str
+    implementations: list[Implementation] = field(default_factory=list)
+
+    def select(self, device: str, **traits: Any) -> Implementation:
+        """The first implementation, by priority, that accepts. Raises UnsupportedError listing every reason."""
+        reasons = []
+        for impl in self.implementations:
+            reason = None if impl.device in (device, "any") else f"runs on {impl.device}"
+            reason = reason or impl.accepts(**traits)
+            if reason is None:
+                return impl
+            reasons.append(f"{impl.name}: {reason}")
+        raise UnsupportedError(f"no implementation of {self.name} on {device}: " + "; ".join(reasons))
+
+    def register(self, implementation: Implementation) -> None:
+        """Add an implementation; higher priority is asked first."""
+        self.implementations.append(implementation)
+        self.implementations.sort(key=lambda impl: -impl.priority)
+
+    def named(self, name: str) -> Implementation:
+        for impl in self.implementations:
+            if impl.name == name:
+                return impl
+        raise UnsupportedError(f"{self.name} has no implementation {name!r}")
+
+
+def op(signature: Callable[..., Any]) -> Op:
+    """Turn a signature with a docstring (its body is never run) into an Op."""
+    return Op(signature.__name__, signature.__doc__ or "")
+
+
+def implements(
+    target: Op,
+    name: str,
+    *,
+    device: str,
+    accepts: Callable[..., str | None] = _accept_all,
+    pack: Callable[..., Any] = _no_pack,
+    priority: int = 0,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register the decorated function as an implementation of `target`; higher priority is asked first."""
+
+    def register(run: Callable[..., Any]) -> Callable[..., Any]:
+        target.register(Implementation(name, device, run, accepts, pack, priority))
+        return run
+
+    return register

@@ -1,0 +1,114 @@
+"""The `lmkit` command as a user meets it: what it prints, and one clear line with exit code 2 for a mistake."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+COMMANDS = ["quantize", "serve", "proxy", "chat", "eval", "inspect", "doctor"]
+
+
+def lmkit(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "lmkit", *arguments], capture_output=True, text=True, check=False)
+
+
+def refused(*arguments: str) -> str:
+    """The one line on stderr of a command that must fail as a user's mistake."""
+    result = lmkit(*arguments)
+    assert result.returncode == 2, result
+    assert "Traceback" not in result.stderr
+    lines = [line for line in result.stderr.splitlines() if line.startswith("lmkit: ")]
+    assert len(lines) == 1, result.stderr
+    return lines[0]
+
+
+def test_help_names_every_command() -> None:
+    text = lmkit("--help").stdout
+    assert all(f"  {command} " in text for command in COMMANDS)
+    assert lmkit("--version").stdout.strip() == "0.1.0"
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = (
+        "import sys; sys.argv = ['lmkit', '--help']\n"
+        "from lmkit.cli.main import main\n"
+        "try: main()\nexcept SystemExit: pass\n"
+        "heavy = {'torch', 'numba', 'transformers', 'fastapi', 'datasets'} & sys.modules.keys()\n"
+        "assert not heavy, heavy"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+def test_inspect_tells_what_serving_takes() -> None:
+    report = json.loads(lmkit("inspect", "demo", "--json").stdout)
+    assert report["architecture"]["name"] == "LlamaForCausalLM"
+    assert report["weights"] == {
+        "format": "dense",
+        "parameters": 7340032,
+        "linear parameters": 6291456,
+        "bits per linear weight": 16.0,
+        "file bytes": 14688768,
+    }
+    assert report["KV cache"]["bytes per token"] == 8 * 2 * 2 * 64 * 2
+    assert report["serving"]["fits"] == "yes"
+    assert "LlamaForCausalLM" in lmkit("inspect", "demo").stdout
+
+
+def test_doctor_names_the_kernels() -> None:
+    report = json.loads(lmkit("doctor", "--json").stdout)
+    assert report["kernels"]["linear_w4a8"].startswith("cpu.")
+    assert report["packages"]["torch"][0].isdigit()
+    assert "paged_attention" in lmkit("doctor").stdout
+
+
+@pytest.fixture
+def broken(tmp_path: Path, demo_model: Path) -> Path:
+    return Path(shutil.copytree(demo_model, tmp_path / "model"))
+
+
+def test_a_folder_that_is_none(tmp_path: Path) -> None:
+    for command in ("inspect", "serve", "eval", "chat"):
+        assert str(tmp_path / "none") in refused(command, str(tmp_path / "none"))
+    assert "none" in refused("quantize", str(tmp_path / "none"), "-o", str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_truncated_checkpoint(broken: Path, tmp_path: Path) -> None:
+    file = broken / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    for command in ("inspect", "serve"):
+        assert "model.safetensors" in refused(command, str(broken))
+    assert "model.safetensors" in refused("quantize", str(broken), "-o", str(tmp_path / "out"))
+    assert list(tmp_path.iterdir()) == [broken]
+
+
+def test_absurd_configuration_and_missing_weights(broken: Path) -> None:
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10**9}))
+    assert "num_hidden_layers" in refused("serve", str(broken))
+    (broken / "config.json").write_text(json.dumps(config | {"hidden_size": 257}))
+    assert "config.json" in refused("serve", str(broken))
+    (broken / "config.json").write_text(json.dumps(config | {"architectures": ["NoSuchModel"]}))
+    assert "Qwen3ForCausalLM" in refused("serve", str(broken))
+    (broken / "model.safetensors").unlink()
+    assert "safetensors" in refused("inspect", str(broken))
+
+
+def test_what_cannot_fit_is_refused_before_loading() -> None:
+    assert "kv_memory" in refused("serve", "demo", "--kv-memory", "100T")
+    assert "context of 4096" in refused("serve", "demo", "--max-model-len", "100000")
+    assert "--kv-memory" in refused("serve", "demo", "--kv-memory", "much")
+
+
+def test_a_recipe_with_an_unknown_key(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("scheme: {bits: 4, group_size: 128}\nstepz: []\n")
+    line = refused("quantize", "demo", "-o", str(tmp_path / "out"), "--recipe", str(recipe))
+    assert "mine.yaml" in line
+    assert "stepz" in line
+    assert not (tmp_path / "out").exists()

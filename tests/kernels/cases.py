@@ -1,0 +1,280 @@
+"""Inputs for every op: shapes that are multiples of nothing, values at the edges. Each case is made anew by `make`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lmkit.kernels import ops
+from lmkit.kernels.ops import KVTensor
+from lmkit.kernels.registry import Implementation, Op
+from lmkit.layers.batch import KVLayer, allocate_kv
+from lmkit.qtensor import QTensor, QuantScheme, quantize
+
+F32_TOLERANCE, BF16_TOLERANCE = 3e-6, 8e-3  # of the largest result
+
+
+@dataclass(frozen=True)
+class Case:
+    """`make` returns the op's arguments; a linear's second one is the weight to pack. `tolerance` 0 = the same bits."""
+
+    op: Op
+    name: str
+    make: Callable[[], tuple[Any, ...]]
+    traits: dict[str, Any]
+    tolerance: float = F32_TOLERANCE
+    brief: bool = False  # one of the few that are also run for each instruction set
+
+    @property
+    def id(self) -> str:
+        return f"{self.op.name}-{self.name}"
+
+
+def run(implementation: Implementation, case: Case, device: str = "cpu") -> list[Tensor]:
+    """Everything the op returns or writes."""
+    args = tuple(_to(arg, device) for arg in case.make())
+    if case.op.name.startswith("linear"):
+        x, weight, bias = args
+        return [implementation(x, implementation.pack(weight), bias)]
+    result = implementation(*args)
+    if case.op is ops.rope:
+        return list(args[:2])
+    if case.op is ops.kv_append:
+        _, _, keys, values, _ = args
+        return [keys.data, keys.params, values.data, values.params]
+    return list(result) if isinstance(result, tuple) else [result]
+
+
+def _to(value: Any, device: str) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, KVTensor):
+        return KVTensor(value.data.to(device), value.params.to(device), value.dtype)
+    if isinstance(value, QTensor):
+        return QTensor(value.codes.to(device), value.scales.to(device), value.zeros.to(device), value.scheme)
+    return value
+
+
+def difference(got: list[Tensor], expected: list[Tensor]) -> float:
+    """The largest absolute difference over the largest expected magnitude; shapes and dtypes must agree."""
+    worst = 0.0
+    assert len(got) == len(expected)
+    for a, b in zip(got, expected, strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        if b.numel():
+            a, b = a.cpu().double(), b.cpu().double()
+            assert bool(b.isfinite().all())
+            worst = max(worst, float((a - b).abs().max() / b.abs().max().clamp(min=1e-30)))
+    return worst
+
+
+def _seeded(make: Callable[[], tuple[Any, ...]]) -> Callable[[], tuple[Any, ...]]:
+    def seeded() -> tuple[Any, ...]:
+        torch.manual_seed(1)
+        return make()
+
+    return seeded
+
+
+def all_cases() -> list[Case]:
+    return [*elementwise_cases(), *kv_cases(), *attention_cases(), *linear_cases()]
+
+
+def elementwise_cases() -> Iterator[Case]:
+    for shape in ((1, 64), (7, 130), (3, 5, 7), (0, 16), (70, 515)):
+        for dtype in (torch.float32, torch.bfloat16):
+            tolerance = F32_TOLERANCE if dtype == torch.float32 else BF16_TOLERANCE
+            name = f"{shape}-{dtype}"
+
+            def norm(shape: tuple[int, ...] = shape, dtype: torch.dtype = dtype) -> tuple[Any, ...]:
+                return (torch.randn(shape) * 50).to(dtype), torch.randn(shape[-1]), 1e-5
+
+            def add_norm(shape: tuple[int, ...] = shape, dtype: torch.dtype = dtype) -> tuple[Any, ...]:
+                return torch.randn(shape).to(dtype), torch.randn(shape).to(dtype), torch.rand(shape[-1]), 1e-2
+
+            def gated(shape: tuple[int, ...] = shape, dtype: torch.dtype = dtype) -> tuple[Any, ...]:
+                return ((torch.randn(shape[0], 2 * shape[-1]) * 60).to(dtype),)
+
+            yield Case(ops.rms_norm, name, _seeded(norm), {}, tolerance)
+            yield Case(ops.silu_mul, name, _seeded(gated), {}, tolerance)
+            if len(shape) == 2:
+                yield Case(ops.add_rms_norm, name, _seeded(add_norm), {}, tolerance)
+    for heads, kv_heads, dim, rotary, dtype in (
+        (3, 1, 16, 16, torch.float32),
+        (4, 2, 80, 20, torch.float32),
+        (2, 2, 6, 6, torch.bfloat16),
+    ):
+        for fused in (False, True):  # q and k may be views into one tensor
+
+            def rotate(
+                heads: int = heads,
+                kv: int = kv_heads,
+                d: int = dim,
+                r: int = rotary,
+                t: Any = dtype,
+                fused: bool = fused,
+            ) -> tuple[Any, ...]:
+                both, angles = torch.randn(9, heads + kv, d).to(t), torch.rand(9, r // 2) * 7
+                q, k = both[:, :heads], both[:, heads:]
+                return *((q, k) if fused else (q.contiguous(), k.contiguous())), angles.cos(), angles.sin()
+
+            traits = {"rotary_dim": rotary, "head_dim": dim, "num_heads": heads, "num_kv_heads": kv_heads}
+            tolerance = F32_TOLERANCE if dtype == torch.float32 else BF16_TOLERANCE
+            yield Case(ops.rope, f"{dim}-{rotary}-{dtype}-{fused}", _seeded(rotate), traits, tolerance)
+
+
+KV_TYPES = (("float32", "bfloat16"), ("int8", "int8"), ("int4", "int8"), ("int8", "int4"), ("float16", "int4"))
+HEADS = ((2, 3, 16, 4), (1, 4, 80, 32), (3, 1, 6, 7), (2, 2, 128, 1))  # KV heads, queries a KV head, D, block size
+
+
+def _heads(kv_heads: int, group: int, dim: int) -> dict[str, Any]:
+    return {"num_heads": kv_heads * group, "num_kv_heads": kv_heads, "head_dim": dim}
+
+
+def kv_cases() -> Iterator[Case]:
+    """Codes and parameters must be the reference's, bit for bit."""
+    for types in KV_TYPES:
+        for heads, group, dim, block_size in HEADS:
+            for dtype in (torch.float32, torch.bfloat16):
+
+                def append(
+                    types: Any = types, h: int = heads, d: int = dim, size: int = block_size, dtype: Any = dtype
+                ) -> tuple[Any, ...]:
+                    kv = allocate_kv(40 // size + 2, h, size, d, types)
+                    k, v = (edge_vectors(30, h, d, "float16" in types).to(dtype) for _ in range(2))
+                    slots = torch.randperm(40)[:30].int() + size
+                    slots[4] = -1
+                    return k, v, kv.k, kv.v, slots
+
+                name = f"{'-'.join(types)}-{dim}-{dtype}"
+                yield Case(ops.kv_append, name, _seeded(append), _heads(heads, group, dim), 0)
+
+
+def edge_vectors(num_tokens: int, heads: int, dim: int, narrow: bool = False) -> Tensor:
+    """Ordinary vectors, and constant, nearly constant, tiny, huge and one-sided ones; `narrow` stays within float16."""
+    x = torch.randn(num_tokens, heads, dim)
+    x[0], x[1], x[2] = 0.0, 1.0003, -7.0
+    x[3] = 1000.3
+    x[3, :, 0] += 1e-4
+    x[4] *= 1e-6
+    x[5] *= 1e-30
+    x[6] *= 2e4 if narrow else 1e6
+    x[7] = 30000 + x[7]
+    x[8] = x[8].abs()
+    return x
+
+
+LENGTHS = ((1, 1), (5, 5), (33, 1), (700, 2), (290, 129), (64, 64))  # tokens in the cache, of which new
+
+
+def filled_cache(
+    types: tuple[str, str], kv_heads: int, dim: int, block_size: int, lengths: list[int]
+) -> tuple[KVLayer, Tensor]:
+    """(a layer holding sequences of these lengths in shuffled blocks, block tables)."""
+    counts = [-(-n // block_size) for n in lengths]
+    kv = allocate_kv(sum(counts) + 1, kv_heads, block_size, dim, types)
+    order = torch.randperm(sum(counts)) + 1
+    tables, slots, used = torch.zeros(len(lengths), max(counts), dtype=torch.int32), [], 0
+    for b, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        tables[b, :count] = order[used : used + count]
+        used += count
+        t = torch.arange(length)
+        slots.append(tables[b, t // block_size] * block_size + t % block_size)
+    total = sum(lengths)
+    k, v = torch.randn(total, kv_heads, dim) * 2, torch.randn(total, kv_heads, dim)
+    k[0], v[0] = 1.5, -2.0  # a constant vector has scale 0
+    ops.kv_append.named("reference")(k, v, kv.k, kv.v, torch.cat(slots).int())
+    return kv, tables
+
+
+def attention_cases() -> Iterator[Case]:
+    for types in KV_TYPES:
+        for heads, group, dim, block_size in HEADS:
+            for window in (0, 3, 300):
+                if window and types != KV_TYPES[0]:
+                    continue
+
+                def attend(
+                    types: Any = types,
+                    h: int = heads,
+                    g: int = group,
+                    d: int = dim,
+                    size: int = block_size,
+                    w: int = window,
+                ) -> tuple[Any, ...]:
+                    lengths, new = [n for n, _ in LENGTHS], [n for _, n in LENGTHS]
+                    kv, tables = filled_cache(types, h, d, size, lengths)
+                    query_start = torch.tensor([0, *new]).cumsum(0).int()
+                    q = torch.randn(sum(new), h * g, d) * 2
+                    return q, kv.k, kv.v, tables, query_start, torch.tensor(lengths).int(), d**-0.5, w
+
+                name = f"{'-'.join(types)}-{dim}-{window}"
+                brief = types == KV_TYPES[2] and dim in (80, 6)
+                yield Case(ops.paged_attention, name, _seeded(attend), _heads(heads, group, dim), brief=brief)
+
+    def bfloat16() -> tuple[Any, ...]:
+        kv, tables = filled_cache(("bfloat16", "bfloat16"), 2, 16, 8, [40])
+        q = torch.randn(3, 4, 16).bfloat16()
+        return q, kv.k, kv.v, tables, torch.tensor([0, 3]).int(), torch.tensor([40]).int(), 0.25, 0
+
+    yield Case(ops.paged_attention, "bfloat16-q", _seeded(bfloat16), _heads(2, 2, 16), BF16_TOLERANCE)
+
+
+LINEAR_SHAPES = ((1, 64, 16), (5, 100, 50), (0, 64, 16), (20, 31, 33), (150, 520, 130), (110, 1100, 70))  # T, K, N
+
+
+def linear_cases() -> Iterator[Case]:
+    for tokens, k, n in LINEAR_SHAPES:
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+
+            def dense(tokens: int = tokens, k: int = k, n: int = n, dtype: torch.dtype = dtype) -> tuple[Any, ...]:
+                bias = torch.randn(n) if tokens != 5 else None
+                return torch.randn(tokens, k) * 3, torch.randn(n, k).to(dtype), bias
+
+            traits = {"out_features": n, "in_features": k, "dtype": dtype}
+            brief = dtype == torch.float32 and tokens in (5, 110)
+            yield Case(ops.linear_dense, f"{tokens}x{k}x{n}-{dtype}", _seeded(dense), traits, brief=brief)
+        for group_size in (32, 64, 128, -1):
+            for op, bits in ((ops.linear_w4a16, 4), (ops.linear_w4a8, 4), (ops.linear_w8a8, 8)):
+                yield _quantized(op, bits, tokens, k, n, group_size)
+    for op, bits in ((ops.linear_w4a16, 4), (ops.linear_w4a8, 4), (ops.linear_w8a8, 8)):
+        yield _quantized(op, bits, 20, 100, 50, 32, wide_scales=True)
+        yield _quantized(op, bits, 20, 100, 50, 32, symmetric=True)
+        yield _quantized(op, bits, 20, 100, 50, 32, dtype=torch.bfloat16)
+    yield _strided(ops.linear_w4a8)
+
+
+def _quantized(
+    op: Op, bits: int, tokens: int, k: int, n: int, group_size: int, *,
+    wide_scales: bool = False, symmetric: bool = False, dtype: torch.dtype = torch.float32,
+) -> Case:  # fmt: skip
+    def make() -> tuple[Any, ...]:
+        weight = quantize(torch.randn(n, k) * torch.rand(n, 1), QuantScheme(bits, group_size, symmetric))
+        if wide_scales:  # float32 that float16 cannot hold
+            weight = QTensor(weight.codes, weight.scales.float() * 1.0001, weight.zeros, weight.scheme)
+        x = torch.randn(tokens, k) * 10 ** (torch.rand(tokens, 1) * 4 - 2)
+        x[1:2] = 0
+        x[2:3, :40] = 0  # a whole group
+        x[3:4, 5] = 1e4
+        return x.to(dtype), weight, torch.randn(n) if tokens != 5 else None
+
+    name = f"{tokens}x{k}x{n}-g{group_size}" + "-wide" * wide_scales + "-symmetric" * symmetric + f"-{dtype}"
+    traits = {"out_features": n, "in_features": k, "group_size": group_size, "bits": bits}
+    tolerance = F32_TOLERANCE if dtype == torch.float32 else BF16_TOLERANCE
+    brief = (tokens, group_size) in ((5, 32), (110, 128), (150, -1))
+    return Case(op, name, _seeded(make), traits, tolerance, brief)
+
+
+def _strided(op: Op) -> Case:
+    """Activations that are columns of a wider tensor."""
+    plain = _quantized(op, 4, 20, 100, 50, 32)
+
+    def make() -> tuple[Any, ...]:
+        x, weight, bias = plain.make()
+        return torch.cat([x, x], dim=1)[:, 100:], weight, bias
+
+    return Case(op, "strided", make, plain.traits)

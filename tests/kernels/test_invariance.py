@@ -1,0 +1,116 @@
+"""The same token gives the same bits whatever runs beside it: other rows, sequences, chunks, numbers of threads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lmkit.kernels  # noqa: F401  (registers)
+from lmkit.kernels import ops
+from lmkit.kernels.cpu import threads
+from lmkit.kernels.registry import Op
+from lmkit.qtensor import QuantScheme, quantize
+from tests.kernels.cases import filled_cache
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    before = threads.num_threads()
+    yield
+    threads.configure(before)
+
+
+@pytest.mark.parametrize("group_size", [32, 128, -1])
+@pytest.mark.parametrize(
+    "op", [ops.linear_dense, ops.linear_w4a16, ops.linear_w4a8, ops.linear_w8a8], ids=lambda op: op.name
+)
+def test_linear_rows(op: Op, group_size: int) -> None:
+    torch.manual_seed(2)
+    k, n = 1300, 110
+    weight: Any = torch.randn(n, k)
+    traits: dict[str, Any] = {"out_features": n, "in_features": k}
+    if op is ops.linear_dense:
+        weight = weight.to({32: torch.float32, 128: torch.bfloat16, -1: torch.float16}[group_size])
+        traits["dtype"] = weight.dtype
+    else:
+        weight = quantize(weight, QuantScheme(8 if op is ops.linear_w8a8 else 4, group_size))
+        traits |= {"group_size": group_size, "bits": weight.scheme.bits}
+    impl = op.select("cpu", **traits)
+    packed, bias, x = impl.pack(weight), torch.randn(n), torch.randn(230, k)
+    together = impl(x, packed, bias)
+    for start, count in (
+        (0, 1),
+        (7, 1),
+        (1, 2),
+        (3, 3),
+        (90, 5),
+        (0, 6),
+        (10, 7),
+        (13, 13),
+        (100, 14),
+        (60, 97),
+        (0, 200),
+    ):
+        assert torch.equal(impl(x[start : start + count], packed, bias), together[start : start + count]), (
+            start,
+            count,
+        )
+    for num_threads in (1, 3):
+        threads.configure(num_threads)
+        assert torch.equal(impl(x, packed, bias), together)
+
+
+@pytest.mark.parametrize("op", [ops.rms_norm, ops.add_rms_norm, ops.silu_mul], ids=lambda op: op.name)
+def test_elementwise_rows(op: Op) -> None:
+    torch.manual_seed(3)
+    x, residual, weight = torch.randn(300, 258), torch.randn(300, 258), torch.randn(258)
+
+    def apply(rows: slice) -> Tensor:
+        if op is ops.silu_mul:
+            return Tensor(op.select("cpu")(x[rows]))
+        if op is ops.rms_norm:
+            return Tensor(op.select("cpu")(x[rows], weight, 1e-5))
+        return Tensor(op.select("cpu")(x[rows], residual[rows].clone(), weight, 1e-5)[0])
+
+    together = apply(slice(0, 300))
+    for start, stop in ((0, 1), (17, 18), (5, 9), (200, 300)):
+        assert torch.equal(apply(slice(start, stop)), together[start:stop])
+
+
+LENGTHS, NEW = [1, 30, 700, 2050, 257], [1, 30, 3, 1, 100]
+
+
+@pytest.mark.parametrize("window", [0, 40, 400])
+@pytest.mark.parametrize("types", [("float32", "int8"), ("int4", "bfloat16")])
+def test_attention_sequences_chunks_and_splits(types: tuple[str, str], window: int) -> None:
+    torch.manual_seed(4)
+    kv_heads, group, dim = 2, 3, 48
+    kv, tables = filled_cache(types, kv_heads, dim, 16, LENGTHS)
+    q = torch.randn(sum(NEW), kv_heads * group, dim) * 3
+    starts = [0, *torch.tensor(NEW).cumsum(0).tolist()]
+    impl = ops.paged_attention.select("cpu", num_heads=kv_heads * group, num_kv_heads=kv_heads, head_dim=dim)
+
+    def attend(sequences: list[int], first: int = 0, count: int | None = None) -> Tensor:
+        """New tokens first .. first + count of each sequence, computed as a step of its own."""
+        taken = [NEW[b] - first if count is None else count for b in sequences]
+        rows = torch.cat(
+            [torch.arange(starts[b] + first, starts[b] + first + n) for b, n in zip(sequences, taken, strict=True)]
+        )
+        lens = torch.tensor([LENGTHS[b] - NEW[b] + first + n for b, n in zip(sequences, taken, strict=True)]).int()
+        query_start = torch.tensor([0, *taken]).cumsum(0).int()
+        return Tensor(impl(q[rows], kv.k, kv.v, tables[sequences], query_start, lens, dim**-0.5, window))
+
+    together = attend(list(range(len(LENGTHS))))
+    for num_threads in (2, 1, 5):
+        threads.configure(num_threads)
+        assert torch.equal(attend(list(range(len(LENGTHS)))), together)
+        for b in range(len(LENGTHS)):
+            assert torch.equal(attend([b]), together[starts[b] : starts[b + 1]])
+    assert torch.equal(attend([4, 1]), torch.cat([together[starts[b] : starts[b + 1]] for b in (4, 1)]))
+    for first, count in ((0, 1), (99, 1), (0, 37), (37, 50), (16, 84)):
+        part = together[starts[4] + first : starts[4] + first + count]
+        assert torch.equal(attend([4], first, count), part), (first, count)

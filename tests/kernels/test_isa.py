@@ -1,0 +1,118 @@
+"""Choosing an instruction set, and what the compiler makes of the micro-kernels on processors that are not here."""
+
+from __future__ import annotations
+
+import functools
+import re
+import subprocess
+import sys
+
+import llvmlite.binding as llvm
+import pytest
+from llvmlite import ir
+
+from lmkit.errors import ConfigError
+from lmkit.kernels.cpu import isa, tiles
+from lmkit.kernels.cpu.tiles import Tile
+
+X86, ARM = "x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu"
+
+
+@functools.cache
+def assembly(tile: Tile, cpu: str, triple: str = X86) -> str:
+    """The optimized assembly of a tile's functions, with the compiler's notes."""
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    module = ir.Module()
+    module.triple = triple
+    tiles.emit(tile, module).linkage = "external"
+    parsed = llvm.parse_assembly(str(module))
+    machine = llvm.Target.from_triple(triple).create_target_machine(cpu=cpu, opt=3)
+    machine.set_asm_verbosity(True)
+    options = llvm.create_pipeline_tuning_options(speed_level=3)
+    llvm.create_pass_builder(machine, options).getModulePassManager().run(
+        parsed, llvm.create_pass_builder(machine, options)
+    )
+    return str(machine.emit_assembly(parsed))
+
+
+def innermost_loops(text: str) -> list[list[str]]:
+    """The lines of each innermost loop, from its label to the jump back."""
+    lines, loops = text.splitlines(), []
+    for i, line in enumerate(lines):
+        if "Inner Loop Header" not in line:
+            continue
+        label = next(m[1] for j in range(i, 0, -1) if (m := re.match(r"(\.LBB\w+):", lines[j])))
+        end = next(j for j in range(i, len(lines)) if re.search(rf"\bj\w+\s+{re.escape(label)}\b", lines[j]))
+        loops.append(lines[i:end])
+    return loops
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(
+    ("level", "cpu", "register"),
+    [
+        ("avx512_vnni", "znver4", "zmm"),
+        ("avx512_vnni", "sapphirerapids", "zmm"),
+        ("avx512_vnni", "icelake-server", "zmm"),
+        ("avx_vnni", "alderlake", "ymm"),
+    ],
+)
+def test_vnni_instructions_without_spills(level: str, cpu: str, register: str, bits: int) -> None:
+    for packed in {bits == 4, False}:
+        tile = tiles.int_tile(isa.named(level), bits, packed=packed, half_scales=True)
+        dots = [loop for loop in innermost_loops(assembly(tile, cpu)) if any("vpdpbusd" in line for line in loop)]
+        assert len(dots) == len(tile.rows)
+        for loop in dots:
+            assert all(f"%{register}" in line for line in loop if "vpdpbusd" in line)
+            assert not [line for line in loop if "Spill" in line or "Reload" in line]
+
+
+@pytest.mark.parametrize(("level", "cpu"), [("avx512_vnni", "znver4"), ("avx2", "haswell"), ("avx2", "znver3")])
+def test_float_kernels_without_spills(level: str, cpu: str) -> None:
+    for tile in (tiles.float_tile(isa.named(level)), tiles.score_tile(isa.named(level))):
+        loops = innermost_loops(assembly(tile, cpu))
+        assert sum(line.count("vfmadd") for loop in loops for line in loop) > 10
+        assert not [line for loop in loops for line in loop if "Spill" in line or "Reload" in line]
+
+
+@pytest.mark.parametrize(("triple", "cpu"), [(X86, "x86-64"), (ARM, "generic"), (ARM, "neoverse-n1")])
+def test_portable_kernels_compile_for_other_processors(triple: str, cpu: str) -> None:
+    level = isa.named("portable")
+    for tile in (
+        tiles.int_tile(level, 4, packed=True, half_scales=True),
+        tiles.float_tile(level),
+        tiles.score_tile(level),
+    ):
+        text = assembly(tile, cpu, triple)
+        assert "ymm" not in text
+        assert not re.search(r"\b(call|bl)\s+(?!\"?\.?L?lmkit)", text), "a library function is needed"
+
+
+def forced(level: str, cache: str) -> subprocess.CompletedProcess[str]:
+    code = (
+        "from lmkit.kernels import ops; import lmkit.kernels; print(ops.linear_w4a8.select('cpu', group_size=32).name)"
+    )
+    environment = {"LMKIT_CPU_ISA": level, "LMKIT_CACHE_DIR": cache, "PATH": ""}
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+
+
+def test_forced_level(tmp_path: object) -> None:
+    assert forced("portable", str(tmp_path)).stdout.strip() == "cpu.portable"
+    assert "expected one of avx512_vnni, avx_vnni, avx2, portable" in forced("sse9", str(tmp_path)).stderr
+
+
+def test_a_level_that_this_machine_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LMKIT_CPU_ISA", "avx512_vnni")
+    monkeypatch.setattr(isa, "_features", lambda: frozenset({"avx2", "fma", "f16c", "avx512f"}))
+    isa.host.cache_clear()
+    try:
+        with pytest.raises(ConfigError, match="this processor lacks avx512bw, avx512dq, avx512vl, avx512vnni"):
+            isa.host()
+        monkeypatch.delenv("LMKIT_CPU_ISA")
+        assert isa.host().name == "avx2"
+        monkeypatch.setattr(isa, "_features", frozenset)
+        isa.host.cache_clear()
+        assert isa.host().name == "portable"
+    finally:
+        isa.host.cache_clear()

@@ -1,0 +1,75 @@
+"""Every implementation of every op against the reference."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+import lmkit.kernels  # noqa: F401  (registers)
+from lmkit.kernels import ops
+from lmkit.kernels.cpu import attention, dense, isa, quantized
+from lmkit.kernels.registry import Implementation, Op
+from tests.kernels.cases import Case, all_cases, difference, run
+
+CASES = all_cases()
+BY_ID = {case.id: case for case in CASES}
+
+
+def registered() -> Iterator[tuple[Implementation, Case]]:
+    for case in CASES:
+        yield from ((impl, case) for impl in case.op.implementations if impl.name != "reference")
+
+
+def other_levels() -> Iterator[tuple[Implementation, Case]]:
+    """The other instruction sets' kernels: native where this machine can run them, else their layouts, emulated."""
+    for name, level in isa.LEVELS.items():
+        if level == isa.host():
+            continue
+        level = isa.named(name + isa.EMULATED) if isa.missing(level) else level
+        kernels = [
+            (ops.linear_w4a8, quantized.implementation(level, 4)),
+            (ops.linear_w8a8, quantized.implementation(level, 8)),
+        ]
+        if level.lanes != isa.host().lanes:  # the float kernels depend on nothing else
+            kernels.append((ops.linear_dense, dense.dense_implementation(level)))
+            kernels.append((ops.paged_attention, attention.implementation(level)))
+        for op, impl in kernels:
+            yield from ((impl, case) for case in CASES if case.brief and case.op is op)
+
+
+PAIRS = [
+    pytest.param(impl, case, id=f"{impl.name}-{case.id}", marks=[pytest.mark.gpu] if impl.device == "cuda" else [])
+    for impl, case in (*registered(), *other_levels())
+]
+
+
+@functools.cache
+def expected(case_id: str) -> list[Tensor]:
+    case = BY_ID[case_id]
+    return run(case.op.named("reference"), case)
+
+
+@pytest.mark.parametrize(("implementation", "case"), PAIRS)
+def test_agrees_with_the_reference(implementation: Implementation, case: Case) -> None:
+    if implementation.device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    if (reason := implementation.accepts(**case.traits)) is not None:
+        pytest.skip(reason)
+    got = run(implementation, case, "cuda" if implementation.device == "cuda" else "cpu")
+    assert difference(got, expected(case.id)) <= case.tolerance
+
+
+def test_every_op_has_a_reference_and_cases() -> None:
+    for op in vars(ops).values():
+        if isinstance(op, Op):
+            assert op.named("reference").priority == 0
+            assert any(case.op is op for case in CASES), op.name
+
+
+def test_a_cpu_kernel_is_chosen_for_every_case() -> None:
+    for case in CASES:
+        assert case.op.select("cpu", **case.traits).name.startswith("cpu"), case.id

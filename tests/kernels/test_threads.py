@@ -1,0 +1,71 @@
+"""The pool that tasks run on, and the cache that they are compiled into."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numba import carray
+
+from lmkit.errors import ConfigError
+from lmkit.kernels.cpu import jit, threads
+from lmkit.kernels.cpu.intrinsics import pointer, take, unpack
+
+
+def _count(args: int, scratch: int, index: int) -> None:
+    """Count index and use all of the scratch."""
+    counts, scratch_bytes = unpack(args, 2)
+    carray(pointer(scratch), scratch_bytes, np.uint8)[:] = 255
+    take(counts + 8 * index)
+
+
+COUNT = jit.Task(_count)
+
+
+@pytest.fixture(autouse=True)
+def _restore() -> Iterator[None]:
+    before = threads.num_threads()
+    yield
+    threads.configure(before)
+
+
+def run_counts(count: int, *, parallel: bool = True) -> list[int]:
+    counts = torch.zeros(count + 1, dtype=torch.int64)
+    threads.run(COUNT, count, (counts.data_ptr(), 5000), parallel=parallel, scratch=5000)
+    assert counts[-1] == 0
+    return [int(n) for n in counts[:-1].tolist()]
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 7])
+def test_every_index_is_run_once(num_threads: int) -> None:
+    threads.configure(num_threads)
+    assert torch.get_num_threads() == num_threads
+    for count in (0, 1, 5, 3000):
+        assert run_counts(count) == run_counts(count, parallel=False) == [1] * count
+
+
+def test_numbas_pool_takes_over_where_openmp_cannot_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "_openmp_libraries", list)
+    monkeypatch.setattr(threads, "_POOL", threads._Pool())
+    threads.configure(2)
+    assert run_counts(500) == [1] * 500
+
+
+def test_no_threads_is_refused() -> None:
+    with pytest.raises(ConfigError, match="at least 1"):
+        threads.configure(0)
+
+
+def test_compiled_kernels_are_kept_on_disk() -> None:
+    assert COUNT.address
+    assert list(jit.cache_directory().rglob("*_count*.nbc"))
+
+
+def test_an_unwritable_cache_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setattr(jit, "cache_directory", lambda: blocked / "kernels")
+    assert jit.Task(_count).address

@@ -1,0 +1,166 @@
+"""The rules of docs/architecture.md, read off the source: imports only go down, and what no file may do."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "lmkit"
+FILES = sorted(p for p in PACKAGE.rglob("*.py") if "demo" not in p.relative_to(PACKAGE).parts)
+
+FLOORS = {
+    "errors": 0, "config": 0, "log": 0, "qtensor": 0, "text": 0, "__init__": 0,
+    "kernels": 1, "formats": 1,
+    "layers": 2,
+    "models": 3,
+    "quant": 4, "turbo": 4,
+    "serve": 5, "proxy": 5, "api": 5,
+    "cli": 6,
+}  # fmt: skip
+SAME_FLOOR_STRANGERS = {frozenset(pair) for pair in [("kernels", "formats"), ("quant", "turbo"), ("serve", "proxy"),
+                                                     ("proxy", "api"), ("serve", "api")]}  # fmt: skip
+# Importing these, and all that they import, must not import torch.
+TORCH_FREE = [
+    "lmkit", "lmkit.errors", "lmkit.config", "lmkit.log", "lmkit.text", "lmkit.models", "lmkit.cli.main",
+    "lmkit.proxy.app", "lmkit.serve.app",
+    "lmkit.turbo.request", "lmkit.turbo.sequence", "lmkit.turbo.block_pool", "lmkit.turbo.kv_manager",
+    "lmkit.turbo.policy", "lmkit.turbo.scheduler", "lmkit.turbo.plan", "lmkit.turbo.output",
+    "lmkit.turbo.async_engine", "lmkit.turbo.memory",
+]  # fmt: skip
+
+
+def room(module: str) -> str:
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(path: Path) -> Iterator[tuple[str, int]]:
+    """(absolute module, line) of every import of lmkit, in-function imports included, TYPE_CHECKING ones too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import"
+            folder = PACKAGE.parent / (node.module or "").replace(".", "/")
+            for alias in node.names:
+                submodule = (folder / f"{alias.name}.py").exists() or (folder / alias.name / "__init__.py").exists()
+                yield f"{node.module}.{alias.name}" if submodule else node.module or "", node.lineno
+
+
+def test_imports_only_go_down() -> None:
+    wrong = []
+    for path in FILES:
+        here = room(module_name(path))
+        if here in ("__init__", "__main__"):
+            continue
+        for target, line in imports(path):
+            if not target.startswith("lmkit.") or (there := room(target)) == here:
+                continue
+            strangers = frozenset((here, there)) in SAME_FLOOR_STRANGERS
+            if FLOORS[there] > FLOORS[here] or strangers or (here == "proxy" and FLOORS[there] > 0):
+                wrong.append(f"{path.relative_to(ROOT)}:{line}: {here} imports {target}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_import_cycles() -> None:
+    graph = {module_name(p): {t for t, _ in imports(p) if t.startswith("lmkit")} for p in FILES}
+    graph = {name: {t for t in targets if t in graph and t != name} for name, targets in graph.items()}
+    done: set[str] = set()
+
+    def visit(name: str, path: list[str]) -> None:
+        assert name not in path, " -> ".join([*path[path.index(name) :], name])
+        if name not in done:
+            for target in graph[name]:
+                visit(target, [*path, name])
+            done.add(name)
+
+    for name in graph:
+        # A package's __init__ may gather its modules' names; cycles are looked for among the modules themselves.
+        if not (PACKAGE.parent / name.replace(".", "/") / "__init__.py").exists():
+            visit(name, [])
+
+
+@pytest.mark.parametrize("module", TORCH_FREE)
+def test_loads_no_torch(module: str) -> None:
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+def _calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            yield ast.unparse(node.func), node
+
+
+def test_forbidden_constructs() -> None:
+    wrong = []
+    for path in FILES:
+        where, tree = path.relative_to(PACKAGE).as_posix(), ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            line = f"{where}:{getattr(node, 'lineno', 0)}"
+            if isinstance(node, ast.Global):
+                wrong.append(f"{line}: global")
+            environ = isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv", "os.putenv")
+            if environ and where != "config.py":
+                wrong.append(f"{line}: the environment is read in config.py only")
+            if isinstance(node, ast.ImportFrom | ast.Import):
+                names = {a.name.split(".")[0] for a in node.names} | {(getattr(node, "module", "") or "").split(".")[0]}
+                if names & {"pickle", "cloudpickle", "dill", "marshal", "shelve"}:
+                    wrong.append(f"{line}: pickle")
+        for name, call in _calls(tree):
+            line = f"{where}:{call.lineno}"
+            if name == "torch.load":
+                wrong.append(f"{line}: torch.load")
+            if name == "print" and not where.startswith("cli/"):
+                wrong.append(f"{line}: print outside cli")
+            if any(keyword.arg == "trust_remote_code" for keyword in call.keywords):
+                wrong.append(f"{line}: trust_remote_code")
+            if name.endswith((".recv_pyobj", ".send_pyobj")):
+                wrong.append(f"{line}: pickle on a socket")
+    assert not wrong, "\n".join(wrong)
+
+
+BROAD_EXCEPT_ALLOWED = {
+    "turbo/engine.py",  # the engine step: one request never ends the engine
+    "turbo/worker.py",
+    "serve/app.py",  # the HTTP edges
+    "serve/errors.py",
+    "proxy/app.py",
+}
+
+
+def test_broad_except_only_at_the_edges() -> None:
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ExceptHandler):
+                broad = node.type is None or ast.unparse(node.type) in ("Exception", "BaseException")
+                where = path.relative_to(PACKAGE).as_posix()
+                reraises = any(isinstance(n, ast.Raise) and n.exc is None for n in ast.walk(node))
+                assert not broad or reraises or where in BROAD_EXCEPT_ALLOWED, f"{where}:{node.lineno}"
+
+
+def test_every_op_has_a_reference() -> None:
+    from lmkit.kernels import ops
+    from lmkit.kernels.registry import Op
+
+    for op in vars(ops).values():
+        if isinstance(op, Op):
+            assert op.named("reference").device == "any", op.name
+
+
+def test_files_are_readable_in_five_minutes() -> None:
+    for path in [*FILES, *sorted((ROOT / "benchmarks").rglob("*.py"))]:
+        lines = path.read_text().splitlines()
+        justified = any("Longer than usual" in line for line in lines[:40])
+        assert len(lines) <= 400 or justified, f"{path.relative_to(ROOT)}: {len(lines)} lines"

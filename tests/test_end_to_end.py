@@ -1,0 +1,122 @@
+"""The real engine behind the real server and proxy, talked to with the official client."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+QUESTION = [{"role": "user", "content": "Write a Python function `is_empty`: Return True if the queue is empty."}]
+
+
+@contextlib.contextmanager
+def running(*command: str) -> Iterator[str]:
+    """The address that an lmkit process prints when it is ready; the process must end cleanly on SIGTERM."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lmkit", *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert process.stdout is not None
+    lines = []
+    try:
+        for line in process.stdout:
+            lines.append(line)
+            if " on http://" in line:
+                threading.Thread(target=process.stdout.read, daemon=True).start()
+                yield line.split(" on ")[1].strip()
+                break
+        else:
+            raise AssertionError("".join(lines))
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def addresses() -> Iterator[tuple[str, str]]:
+    """(server, proxy in front of it)."""
+    with (
+        running("serve", "demo", "--port", "0", "--max-model-len", "512") as server,
+        running("proxy", "--port", "0", "--node", server) as proxy,
+    ):
+        yield server, proxy
+
+
+@pytest.fixture(params=["server", "proxy"])
+def client(addresses: tuple[str, str], request: pytest.FixtureRequest) -> openai.OpenAI:
+    return openai.OpenAI(base_url=addresses[request.param == "proxy"] + "/v1", api_key="none", max_retries=0)
+
+
+def chat(client: openai.OpenAI, **options: Any) -> Any:
+    return client.chat.completions.create(model="demo", messages=QUESTION, **({"max_tokens": 24} | options))  # type: ignore[call-overload]
+
+
+@pytest.mark.slow
+def test_chat_and_streaming_agree(client: openai.OpenAI) -> None:
+    whole = chat(client, temperature=0)
+    parts = list(chat(client, temperature=0, stream=True, stream_options={"include_usage": True}))
+    assert "".join(p.choices[0].delta.content or "" for p in parts if p.choices) == whole.choices[0].message.content
+    assert parts[-1].usage == whole.usage
+    assert whole.choices[0].message.content.startswith("def ")
+    assert [m.id for m in client.models.list()] == ["demo"]
+
+
+@pytest.mark.slow
+def test_seed_n_logprobs_and_stop(client: openai.OpenAI) -> None:
+    warm = {"temperature": 1.0, "seed": 11, "n": 3, "logprobs": True, "top_logprobs": 2}
+    first, second = chat(client, **warm), chat(client, **warm)
+    assert [c.message.content for c in first.choices] == [c.message.content for c in second.choices]
+    assert len({c.message.content for c in first.choices}) > 1
+    entries = first.choices[0].logprobs.content
+    assert "".join(e.token for e in entries if "<|" not in e.token) == first.choices[0].message.content
+    assert all(len(e.top_logprobs) == 2 and e.top_logprobs[0].logprob >= e.logprob - 1e-6 for e in entries)
+    text = chat(client, temperature=0).choices[0].message.content
+    cut = chat(client, temperature=0, stop=[text[6:9]])
+    assert cut.choices[0].message.content == text[: text.index(text[6:9])]
+    assert cut.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.slow
+def test_completions(client: openai.OpenAI) -> None:
+    done = client.completions.create(model="demo", prompt=["import os\n", "class A:\n"], max_tokens=8, temperature=0)
+    alone = client.completions.create(model="demo", prompt="class A:\n", max_tokens=8, temperature=0)
+    assert done.choices[1].text == alone.choices[0].text
+    stream = client.completions.create(model="demo", prompt="class A:\n", max_tokens=8, temperature=0, stream=True)
+    assert "".join(c.choices[0].text for c in stream) == alone.choices[0].text
+
+
+@pytest.mark.slow
+def test_refusals_have_the_right_status(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="nobody", prompt="x")
+    for options in ({"max_tokens": 0}, {"temperature": "hot"}, {"n": 100000}, {"max_tokens": 24, "no_such_field": 1}):
+        with pytest.raises(openai.BadRequestError):
+            chat(client, extra_body=options)
+    with pytest.raises(openai.BadRequestError, match="512"):
+        client.completions.create(model="demo", prompt="x " * 3000)
+    assert chat(client, temperature=0).choices[0].finish_reason in ("stop", "length")
+
+
+@pytest.mark.slow
+def test_blocks_come_back(addresses: tuple[str, str]) -> None:
+    """A client that leaves a stream, through the proxy, leaves nothing behind."""
+    server, proxy = addresses
+    body = {"model": "demo", "prompt": "x", "max_tokens": 400, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", proxy + "/v1/completions", json=body, timeout=30) as response:
+        next(response.iter_lines())
+    for _ in range(100):
+        lines = httpx.get(server + "/metrics").text.splitlines()
+        values = {line.split("{")[0]: float(line.split()[-1]) for line in lines if line and line[0] != "#"}
+        if values["lmkit:num_requests_running"] == 0 and values["lmkit:kv_cache_usage_perc"] == 0:
+            return
+        threading.Event().wait(0.1)
+    raise AssertionError(values)
