@@ -26,7 +26,7 @@ import openai
 from rich.console import Console
 from rich.table import Table
 
-console = Console()
+console = Console(width=None if sys.stdout.isatty() else 110)
 LMKIT = [sys.executable, "-m", "lmkit"]
 READY_SECONDS = 120
 SOURCE, QUANTIZED = "demo", "demo-awq-w4-kv8"
