@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -39,7 +40,7 @@ from lmkit.kernels.registry import Op
 from lmkit.layers.batch import allocate_kv
 from lmkit.qtensor import QuantScheme, quantize
 
-console = Console()
+console = Console(width=None if sys.stdout.isatty() else 120)
 SHAPES = {  # out, in: a 1B and an 8B Llama
     "1B gate+up": (16384, 2048),
     "1B down": (2048, 8192),
