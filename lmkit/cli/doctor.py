@@ -56,7 +56,7 @@ def _kernels() -> dict[str, Any]:
     heads = {"head_dim": 128, "num_heads": 32, "num_kv_heads": 8}
     linear = {"out_features": 4096, "in_features": 4096}
     traits: dict[str, dict[str, Any]] = {
-        "rope": {"rotary_dim": 128, **heads},
+        "rope_append": {"rotary_dim": 128, **heads},
         "kv_append": heads,
         "paged_attention": heads,
         "linear_dense": {"dtype": torch.bfloat16, **linear},

@@ -38,22 +38,39 @@ class KVTensor:
         return self.data.shape[2]
 
 
-@op
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """y = x / sqrt(mean(x^2, -1) + eps) * weight. x [..., H] any leading shape, weight [H]; y has x's dtype."""
+@dataclass(frozen=True)
+class Norm:
+    """An RMSNorm. With a residual, what is normalized is the sum x + residual, and the residual becomes that sum."""
+
+    weight: Tensor  # [H]
+    eps: float
+    residual: Tensor | None = None  # [T, H] in x's dtype, written
 
 
 @op
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(rms_norm(s), s) with s = x + residual. x, residual [T, H]; residual may be overwritten by s."""
+def rms_norm(x: Tensor, norm: Norm) -> Tensor:
+    """y = s / sqrt(mean(s^2, -1) + eps) * weight, s = x or x + residual. x [..., H], any leading shape; y the same."""
 
 
 @op
-def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotate pairs (i, i + R/2) of the first R of D elements, in place (Llama/NeoX order).
+def embedding(table: Tensor, rows: Tensor) -> Tensor:
+    """float32 table[rows]. table [N, H], rows int64 [T] within it; result [T, H]."""
 
-    q [T, num_heads, D], k [T, num_kv_heads, D], cos and sin float32 [T, R/2]:
-    q_i' = q_i cos - q_{i+R/2} sin, q_{i+R/2}' = q_{i+R/2} cos + q_i sin.
+
+@op
+def rope_angles(positions: Tensor, inv_freq: Tensor, magnitude: float) -> tuple[Tensor, Tensor]:
+    """(cos, sin) float32 [T, R/2] of positions int32 [T] times inv_freq float32 [R/2], both times `magnitude`."""
+
+
+@op
+def rope_append(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: KVTensor, v_cache: KVTensor, slots: Tensor
+) -> None:
+    """Rotate q and k in place, then `kv_append` k and v.
+
+    Of D elements the first R turn in pairs (i, i + R/2) (Llama/NeoX order): with cos and sin float32 [T, R/2],
+    x_i' = x_i cos - x_{i+R/2} sin, x_{i+R/2}' = x_{i+R/2} cos + x_i sin. q [T, num_heads, D], k and v
+    [T, num_kv_heads, D]: views into one tensor will do.
     """
 
 
@@ -94,27 +111,29 @@ def paged_attention(
     """
 
 
-@op
-def linear_dense(x: Tensor, packed: Any, bias: Tensor | None) -> Tensor:
-    """x @ W^T + bias. x [T, K]; `pack(weight [N, K])`; result [T, N] in x's dtype, accumulated in float32."""
+# Every linear: `pack(weight, gated=False)`; x [T, K] -> [T, N] in x's dtype, accumulated in float32.
+# With a norm, x is replaced by rms_norm(x, norm) first. Of a gated weight the rows are gate | up, N = 2I: the result is
+# silu(gate) * up, [T, I]; a bias stays [N].
 
 
 @op
-def linear_w4a16(x: Tensor, packed: Any, bias: Tensor | None) -> Tensor:
-    """x @ dequantize(W)^T + bias, activations exact. `pack(QTensor bits=4)`.
-
-    x [T, K] float32 or bfloat16; result [T, N].
-    """
+def linear_dense(x: Tensor, packed: Any, bias: Tensor | None, norm: Norm | None = None) -> Tensor:
+    """x @ W^T + bias. `pack(weight [N, K])`."""
 
 
 @op
-def linear_w4a8(x: Tensor, packed: Any, bias: Tensor | None) -> Tensor:
+def linear_w4a16(x: Tensor, packed: Any, bias: Tensor | None, norm: Norm | None = None) -> Tensor:
+    """x @ dequantize(W)^T + bias, activations exact. `pack(QTensor bits=4)`."""
+
+
+@op
+def linear_w4a8(x: Tensor, packed: Any, bias: Tensor | None, norm: Norm | None = None) -> Tensor:
     """As linear_w4a16, on int8 activations: per token and per weight group g of K,
     sx = max|x_g| / 127 (0 -> the group contributes 0), xq = round_half_even(x_g / sx),
-    y += sw * sx * (sum(code * xq) - zero * sum(xq)). `pack(QTensor bits=4)`. Group sizes 32, 64, 128, -1.
+    y += sw * sx * (sum(code * xq) - zero * sum(xq)). Group sizes: multiples of 32, and -1.
     """
 
 
 @op
-def linear_w8a8(x: Tensor, packed: Any, bias: Tensor | None) -> Tensor:
+def linear_w8a8(x: Tensor, packed: Any, bias: Tensor | None, norm: Norm | None = None) -> Tensor:
     """As linear_w4a8 with 8-bit codes (symmetric per output channel has zero = 128). `pack(QTensor bits=8)`."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lmkit.kernels import ops
+from lmkit.kernels.ops import Norm
 from lmkit.kernels.registry import Implementation, Op
 from lmkit.qtensor import QTensor, dequantize
 
@@ -17,25 +18,37 @@ Observer = Callable[[str, Tensor], None]
 
 
 class MergedLinear:
-    """Linears of several roles that read the same input; the outputs stand side by side.
+    """Linears of several roles that read the same input; the outputs stand side by side. `gated`: there are two roles,
+    and silu of the first's output is a factor on the second's.
 
     Before `pack`, each role is computed from `weights` as they are at that moment, in float32: a calibration may
     rewrite them between two calls, and `observe(role, x)` sees each input. `pack` moves the weights into a kernel's
     layout; roles whose formats agree become one product.
     """
 
-    def __init__(self, roles: tuple[str, ...], weights: Weights) -> None:
+    def __init__(self, roles: tuple[str, ...], weights: Weights, device: str = "cpu", *, gated: bool = False) -> None:
         self.roles = roles
         self.weights = weights
+        self.device = device
+        self.gated = gated
         self.observe: Observer | None = None
         self.packed: list[tuple[Implementation, Any, Tensor | None]] | None = None
+        self._rms_norm = ops.rms_norm.select(device)
+        self._silu_mul = ops.silu_mul.select(device)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [T, in] -> [T, sum of the roles' out]."""
+    def __call__(self, x: Tensor, norm: Norm | None = None) -> Tensor:
+        """x [T, in] -> [T, sum of the roles' out]; with a norm, x is normalized first. Gated: silu(first) * second."""
+        if self.packed is not None and len(self.packed) == 1:
+            implementation, packed, bias = self.packed[0]
+            return implementation(x, packed, bias, norm)
+        if norm is not None:
+            x = self._rms_norm(x, norm)
         if self.packed is None:
-            return torch.cat([self._plain(role, x) for role in self.roles], dim=-1)
-        outputs = [impl(x, packed, bias) for impl, packed, bias in self.packed]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+            outputs = [self._plain(role, x) for role in self.roles]
+        else:
+            outputs = [implementation(x, packed, bias, None) for implementation, packed, bias in self.packed]
+        merged = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+        return self._silu_mul(merged) if self.gated else merged
 
     def _plain(self, role: str, x: Tensor) -> Tensor:
         if self.observe is not None:
@@ -45,7 +58,7 @@ class MergedLinear:
         assert not isinstance(bias, QTensor)
         return torch.nn.functional.linear(x, dense, None if bias is None else bias.float())
 
-    def pack(self, device: str, activations: str) -> None:
+    def pack(self, activations: str) -> None:
         """Choose a kernel, pack, and drop the plain weights. Raises UnsupportedError if no kernel takes them."""
         weights = [self.weights.pop(role) for role in self.roles]
         biases = [self.weights.pop(role + ".bias", None) for role in self.roles]
@@ -60,8 +73,8 @@ class MergedLinear:
             weight = _concat([weights[i] for i in group])
             bias = _concat_bias([(weights[i], biases[i]) for i in group])
             op, traits = _op_for(weight, activations)
-            impl = op.select(device, **traits)
-            self.packed.append((impl, impl.pack(weight), bias))
+            impl = op.select(self.device, **traits)
+            self.packed.append((impl, impl.pack(weight, self.gated and len(groups) == 1), bias))
 
 
 def _format_of(weight: Tensor | QTensor) -> object:

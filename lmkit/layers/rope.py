@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+from lmkit.kernels import ops
 from lmkit.layers.batch import BatchInputs
 from lmkit.layers.rope_spec import RopeSpec
 
@@ -22,19 +23,21 @@ class Rope:
         self.spec = spec
         self.inv_freq, self.magnitude = frequencies(spec)
         self.inv_freq = self.inv_freq.to(device)
+        self._angles = ops.rope_angles.select(torch.device(device).type)
 
     def __call__(self, batch: BatchInputs) -> tuple[Tensor, Tensor]:
-        angles = batch.positions[:, None].float() * self._frequencies_of(batch)
+        if self.spec.kind != "dynamic" or not bool((batch.rope_lens > self.spec.original_max_position).any()):
+            cos, sin = self._angles(batch.positions, self.inv_freq, self.magnitude)
+            return cos, sin
+        angles = batch.positions[:, None].float() * self._dynamic_frequencies(batch)
         return angles.cos() * self.magnitude, angles.sin() * self.magnitude
 
-    def _frequencies_of(self, batch: BatchInputs) -> Tensor:
-        """[R/2], or [T, R/2] where a sequence longer than the trained context has a base of its own.
+    def _dynamic_frequencies(self, batch: BatchInputs) -> Tensor:
+        """[T, R/2]: a sequence longer than the trained context has a base of its own.
 
         Dynamic NTK fixes the base by the length of the prompt, for good: keys in the cache stay valid, and tokens do
         not depend on what else runs or on how the prompt was cut into chunks.
         """
-        if self.spec.kind != "dynamic" or not bool((batch.rope_lens > self.spec.original_max_position).any()):
-            return self.inv_freq
         per_sequence = torch.stack([dynamic_ntk(self.spec, int(n)) for n in batch.rope_lens]).to(self.inv_freq.device)
         return per_sequence.repeat_interleave(batch.query_start.diff().long(), dim=0)
 

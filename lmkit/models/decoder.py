@@ -4,7 +4,7 @@
            --norm.mlp--> gate up --silu(gate) * up--> mlp.down --> + hidden
 
 The residual stream travels between layers as a pair (delta, residual), stream = residual + delta, so that each addition
-happens inside the next norm. Activations are float32 on a CPU.
+happens inside the next norm, and each norm inside the linear behind it. Activations are float32 on a CPU.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lmkit.kernels import ops
+from lmkit.kernels.ops import Norm
 from lmkit.layers.batch import BatchInputs, KVLayer
 from lmkit.layers.linear import MergedLinear, Weights
 from lmkit.layers.rope import Rope
@@ -31,24 +32,14 @@ class DecoderLayer:
 
     def __init__(self, spec: ModelSpec, index: int, weights: Weights, device: str = "cpu") -> None:
         self.spec, self.index, self.weights, self.device = spec, index, weights, device
-        self.qkv = MergedLinear(("attn.q", "attn.k", "attn.v"), weights)
-        self.o = MergedLinear(("attn.o",), weights)
-        self.gate_up = MergedLinear(("mlp.gate", "mlp.up"), weights)
-        self.down = MergedLinear(("mlp.down",), weights)
-        self._select()
-
-    def _select(self) -> None:
-        heads = {
-            "head_dim": self.spec.head_dim,
-            "num_heads": self.spec.num_heads,
-            "num_kv_heads": self.spec.num_kv_heads,
-        }
-        self.rms_norm = ops.rms_norm.select(self.device)
-        self.add_rms_norm = ops.add_rms_norm.select(self.device)
-        self.rope = ops.rope.select(self.device, rotary_dim=self.spec.rope.rotary_dim, **heads)
-        self.silu_mul = ops.silu_mul.select(self.device)
-        self.kv_append = ops.kv_append.select(self.device, **heads)
-        self.paged_attention = ops.paged_attention.select(self.device, **heads)
+        self.qkv = MergedLinear(("attn.q", "attn.k", "attn.v"), weights, device)
+        self.o = MergedLinear(("attn.o",), weights, device)
+        self.gate_up = MergedLinear(("mlp.gate", "mlp.up"), weights, device, gated=True)
+        self.down = MergedLinear(("mlp.down",), weights, device)
+        heads = {"head_dim": spec.head_dim, "num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads}
+        self.rms_norm = ops.rms_norm.select(device)
+        self.rope_append = ops.rope_append.select(device, rotary_dim=spec.rope.rotary_dim, **heads)
+        self.paged_attention = ops.paged_attention.select(device, **heads)
 
     @property
     def linears(self) -> tuple[MergedLinear, ...]:
@@ -62,7 +53,7 @@ class DecoderLayer:
     def pack(self, activations: str) -> None:
         """Move the linears into kernel layouts; norms stay in `weights`, in float32."""
         for linear in self.linears:
-            linear.pack(self.device, activations)
+            linear.pack(activations)
         for role, weight in self.weights.items():
             assert isinstance(weight, Tensor)
             self.weights[role] = weight.float().clone()
@@ -71,37 +62,32 @@ class DecoderLayer:
         self, delta: Tensor, residual: Tensor | None, batch: BatchInputs, rope: CosSin, kv: KVLayer
     ) -> tuple[Tensor, Tensor]:
         """(delta, residual) [T, hidden] -> the same of the next layer; residual None = the stream is delta alone."""
-        x, residual = self.norm("norm.attn", delta, residual)
-        x, residual = self.norm("norm.mlp", self.attention(x, batch, rope, kv), residual)
-        return self.mlp(x), residual
+        stream = delta if residual is None else residual
+        delta = self.attention(delta, batch, rope, kv, self._norm("norm.attn", residual))
+        return self.mlp(delta, self._norm("norm.mlp", stream)), stream
 
-    def norm(self, role: str, delta: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(normalized stream, stream)."""
-        if residual is None:
-            return self.rms_norm(delta, self._vector(role), self.spec.norm_eps), delta
-        normed, stream = self.add_rms_norm(delta, residual, self._vector(role), self.spec.norm_eps)
-        return normed, stream
-
-    def attention(self, x: Tensor, batch: BatchInputs, rope: CosSin, kv: KVLayer) -> Tensor:
-        """Normalized x [T, hidden] -> the attention block's contribution [T, hidden]; appends to `kv`."""
+    def attention(self, x: Tensor, batch: BatchInputs, rope: CosSin, kv: KVLayer, norm: Norm | None = None) -> Tensor:
+        """x [T, hidden], normalized if `norm` is None -> the block's contribution [T, hidden]; appends to `kv`."""
         spec, num_tokens = self.spec, x.shape[0]
         q_dim, kv_dim = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        parts = self.qkv(x).split((q_dim, kv_dim, kv_dim), dim=-1)
-        q, k, v = (part.reshape(num_tokens, -1, spec.head_dim).contiguous() for part in parts)
+        parts = self.qkv(x, norm).split((q_dim, kv_dim, kv_dim), dim=-1)
+        q, k, v = (part.view(num_tokens, -1, spec.head_dim) for part in parts)
         if spec.qk_norm:
-            q = self.rms_norm(q, self._vector("attn.q_norm"), spec.norm_eps)
-            k = self.rms_norm(k, self._vector("attn.k_norm"), spec.norm_eps)
-        self.rope(q, k, *rope)
-        self.kv_append(k, v, kv.k, kv.v, batch.slots)
+            q = self.rms_norm(q, self._norm("attn.q_norm"))
+            k = self.rms_norm(k, self._norm("attn.k_norm"))
+        self.rope_append(q, k, v, *rope, kv.k, kv.v, batch.slots)
         out = self.paged_attention(
             q, kv.k, kv.v, batch.block_tables, batch.query_start, batch.context_lens,
             spec.head_dim**-0.5, spec.window(self.index),
         )  # fmt: skip
-        return self.o(out.reshape(num_tokens, q_dim))
+        return self.o(out.view(num_tokens, q_dim))
 
-    def mlp(self, x: Tensor) -> Tensor:
-        """Normalized x [T, hidden] -> the MLP's contribution [T, hidden]."""
-        return self.down(self.silu_mul(self.gate_up(x)))
+    def mlp(self, x: Tensor, norm: Norm | None = None) -> Tensor:
+        """x [T, hidden], normalized if `norm` is None -> the MLP's contribution [T, hidden]."""
+        return self.down(self.gate_up(x, norm))
+
+    def _norm(self, role: str, residual: Tensor | None = None) -> Norm:
+        return Norm(self._vector(role), self.spec.norm_eps, residual)
 
     def _vector(self, role: str) -> Tensor:
         weight = self.weights[role]
@@ -126,7 +112,7 @@ class Decoder:
         self.final_norm = final_norm
         self.lm_head = lm_head
         self.rope = Rope(spec.rope, str(embed_tokens.device))
-        self.add_rms_norm = ops.add_rms_norm.select(embed_tokens.device.type)
+        self.embedding = ops.embedding.select(embed_tokens.device.type)
 
     @torch.inference_mode()
     def __call__(self, batch: BatchInputs, kv: list[KVLayer]) -> Tensor:
@@ -134,7 +120,9 @@ class Decoder:
         delta, residual = self.hidden(batch, kv)
         if not len(batch.logit_rows):  # a chunk that ends before its prompt does
             return delta.new_empty(0, self.spec.vocab_size)
-        return self.head(delta[batch.logit_rows], residual[batch.logit_rows])
+        if len(batch.logit_rows) < len(delta):
+            delta, residual = delta[batch.logit_rows], residual[batch.logit_rows]
+        return self.head(delta, residual)
 
     def hidden(self, batch: BatchInputs, kv: list[KVLayer]) -> tuple[Tensor, Tensor]:
         """The residual stream's pair [T, hidden] behind the last layer; appends the batch's keys and values to `kv`."""
@@ -147,9 +135,9 @@ class Decoder:
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """int64 [T] -> float32 [T, hidden]."""
-        return self.embed_tokens[token_ids].float()
+        x: Tensor = self.embedding(self.embed_tokens, token_ids)
+        return x
 
     def head(self, delta: Tensor, residual: Tensor) -> Tensor:
-        """The residual stream's pair [R, hidden] -> logits float32 [R, vocab]."""
-        normed, _ = self.add_rms_norm(delta, residual, self.final_norm, self.spec.norm_eps)
-        return self.lm_head(normed).float()
+        """The residual stream's pair [R, hidden] -> logits float32 [R, vocab]; `residual` is overwritten."""
+        return self.lm_head(delta, Norm(self.final_norm, self.spec.norm_eps, residual))

@@ -87,7 +87,7 @@ class ModelSource:
     def final_norm(self) -> Tensor:
         return self._plain(roles.FINAL_NORM + ".weight", torch.float32)
 
-    def lm_head(self, dtype: torch.dtype | None = None) -> MergedLinear:
+    def lm_head(self, dtype: torch.dtype | None = None, device: str = "cpu") -> MergedLinear:
         """The head as a plain linear; a checkpoint with tied embeddings has none of its own."""
         name = roles.LM_HEAD + ".weight"
         if not self.reader.has(name):
@@ -99,12 +99,12 @@ class ModelSource:
         weight = self._plain(name, dtype)
         if tuple(weight.shape) != (self.spec.vocab_size, self.spec.hidden_size):
             raise CheckpointError(f"{self.reader.path}: {name} is {list(weight.shape)}, not [vocab, hidden]")
-        return MergedLinear((roles.LM_HEAD,), {roles.LM_HEAD: weight})
+        return MergedLinear((roles.LM_HEAD,), {roles.LM_HEAD: weight.to(device)}, device)
 
     def head(self, dtype: torch.dtype | None = None, device: str = "cpu") -> Decoder:
         """A decoder without layers: `embed` and `head` work, plainly."""
         embed = self.embed_tokens(dtype).to(device)
-        return Decoder(self.spec, embed, [], self.final_norm().to(device), self.lm_head(dtype))
+        return Decoder(self.spec, embed, [], self.final_norm().to(device), self.lm_head(dtype, device))
 
     def _plain(self, name: str, dtype: torch.dtype | None) -> Tensor:
         if not self.reader.has(name):
@@ -141,8 +141,8 @@ def load_model(path: str | Path, *, device: str = "cpu", dtype: str = "auto", ac
             layer = source.layer(index, torch_dtype, device)
             layer.pack(activations)
             layers.append(layer)
-        lm_head = source.lm_head(torch_dtype)
-        lm_head.pack(device, activations)
+        lm_head = source.lm_head(torch_dtype, device)
+        lm_head.pack(activations)
         embed = source.embed_tokens(torch_dtype).clone().to(device)
         return Decoder(source.spec, embed, layers, source.final_norm().clone().to(device), lm_head)
     finally:

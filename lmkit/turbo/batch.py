@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -20,9 +20,11 @@ class StepRows:
 
 
 class PersistentBatch:
-    """Token ids and block tables of `num_slots` sequences, as arrays indexed by slot."""
+    """Token ids and block tables of `num_slots` sequences, as arrays indexed by slot; and one set of step inputs, which
+    every step writes to the same place: a recorded step finds them there.
+    """
 
-    def __init__(self, num_slots: int, max_model_len: int, block_size: int) -> None:
+    def __init__(self, num_slots: int, max_model_len: int, block_size: int, max_step_tokens: int) -> None:
         self.block_size = block_size
         self.token_ids = np.zeros((num_slots, max_model_len), np.int64)
         self.num_tokens = np.zeros(num_slots, np.int64)
@@ -30,6 +32,19 @@ class PersistentBatch:
         self.block_tables = np.zeros((num_slots, -(-max_model_len // block_size)), np.int32)
         self.num_blocks = np.zeros(num_slots, np.int64)
         self.wants_prompt_logprobs = np.zeros(num_slots, bool)
+        self._inputs = BatchInputs(
+            token_ids=torch.zeros(max_step_tokens, dtype=torch.int64),
+            positions=torch.zeros(max_step_tokens, dtype=torch.int32),
+            slots=torch.zeros(max_step_tokens, dtype=torch.int32),
+            query_start=torch.zeros(num_slots + 1, dtype=torch.int32),
+            context_lens=torch.zeros(num_slots, dtype=torch.int32),
+            block_tables=torch.zeros(self.block_tables.shape, dtype=torch.int32),
+            rope_lens=torch.zeros(num_slots, dtype=torch.int32),
+            logit_rows=torch.zeros(max_step_tokens, dtype=torch.int64),
+        )
+        self._arrays = {name: tensor.numpy() for name, tensor in vars(self._inputs).items()}
+        self._decode_inputs: dict[int, BatchInputs] = {}  # by the number of sequences
+        self._decoded: list[tuple[int, int]] = []  # (slot, position) of each token, if the inputs are a decode step's
 
     def enter(self, new: NewSequence) -> None:
         count = len(new.token_ids)
@@ -46,32 +61,76 @@ class PersistentBatch:
             self.token_ids[slot, position] = token_id
         self.num_tokens[slot] = position + 1
 
-    def inputs(self, plan: StepPlan) -> tuple[BatchInputs, StepRows]:
-        """Give the chunks their new blocks and gather the step's tensors."""
+    def inputs(self, plan: StepPlan) -> tuple[BatchInputs, StepRows | None]:
+        """Give the chunks their new blocks and gather the step's tensors, which are valid until the next step.
+
+        None for a decode step: every sequence brings one token and samples the next.
+        """
         for chunk in plan.chunks:
-            first = self.num_blocks[chunk.slot]
-            self.block_tables[chunk.slot, first : first + len(chunk.new_blocks)] = chunk.new_blocks
-            self.num_blocks[chunk.slot] = first + len(chunk.new_blocks)
+            if chunk.new_blocks:
+                first = self.num_blocks[chunk.slot]
+                self.block_tables[chunk.slot, first : first + len(chunk.new_blocks)] = chunk.new_blocks
+                self.num_blocks[chunk.slot] = first + len(chunk.new_blocks)
+        if all(c.num_tokens == 1 and c.sample for c in plan.chunks):
+            return self._decode([(c.slot, c.start) for c in plan.chunks]), None
+        self._decoded = []
         slots = np.array([c.slot for c in plan.chunks])
         starts = np.array([c.start for c in plan.chunks])
         counts = np.array([c.num_tokens for c in plan.chunks])
         query_start = np.concatenate(([0], counts.cumsum()))
-        owner = np.repeat(slots, counts)
         positions = np.arange(query_start[-1]) - np.repeat(query_start[:-1] - starts, counts)
-        blocks = self.block_tables[owner, positions // self.block_size]
-        max_blocks = int(-(-(starts + counts).max() // self.block_size))
+        max_blocks = self._write(slots, np.repeat(slots, counts), positions, query_start, starts + counts)
         rows, logit_rows = self._logit_rows(plan.chunks, query_start)
-        batch = BatchInputs(
-            token_ids=torch.from_numpy(self.token_ids[owner, positions]),
-            positions=torch.from_numpy(positions.astype(np.int32)),
-            slots=torch.from_numpy((blocks * self.block_size + positions % self.block_size).astype(np.int32)),
-            query_start=torch.from_numpy(query_start.astype(np.int32)),
-            context_lens=torch.from_numpy((starts + counts).astype(np.int32)),
-            block_tables=torch.from_numpy(self.block_tables[slots, :max_blocks]),
-            rope_lens=torch.from_numpy(self.num_prompt_tokens[slots].astype(np.int32)),
-            logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
+        self._arrays["logit_rows"][: len(logit_rows)] = logit_rows
+        return self._views(len(positions), len(slots), max_blocks, len(logit_rows)), rows
+
+    def _decode(self, tokens: list[tuple[int, int]]) -> BatchInputs:
+        """One token of each sequence, given as (slot, position)."""
+        num_seqs, before = len(tokens), self._decoded
+        self._decoded = tokens
+        if [(slot, position - 1) for slot, position in tokens] == before and all(
+            position % self.block_size for _, position in tokens
+        ):  # one further in the same blocks
+            for name in ("positions", "slots", "context_lens"):
+                self._arrays[name][:num_seqs] += 1
+            for row, (slot, position) in enumerate(tokens):
+                self._arrays["token_ids"][row] = self.token_ids[slot, position]
+        else:
+            slots, positions = np.array(tokens).T
+            self._write(slots, slots, positions, np.arange(num_seqs + 1), positions + 1)
+        if num_seqs not in self._decode_inputs:
+            inputs = self._views(num_seqs, num_seqs, self.block_tables.shape[1], 0)
+            self._decode_inputs[num_seqs] = replace(inputs, logit_rows=torch.arange(num_seqs))
+        return self._decode_inputs[num_seqs]
+
+    def _write(
+        self, slots: np.ndarray, owner: np.ndarray, positions: np.ndarray, query_start: np.ndarray, lens: np.ndarray
+    ) -> int:
+        """Fill in a step whose token t is at positions[t] of the sequence in slot owner[t]; the blocks in use."""
+        arrays, tokens, seqs = self._arrays, len(positions), len(slots)
+        arrays["token_ids"][:tokens] = self.token_ids[owner, positions]
+        arrays["positions"][:tokens] = positions
+        block, offset = np.divmod(positions, self.block_size)
+        arrays["slots"][:tokens] = self.block_tables[owner, block] * self.block_size + offset
+        arrays["query_start"][: seqs + 1] = query_start
+        arrays["context_lens"][:seqs] = lens
+        arrays["rope_lens"][:seqs] = self.num_prompt_tokens[slots]
+        max_blocks = int(-(-lens.max() // self.block_size))
+        arrays["block_tables"][:seqs, :max_blocks] = self.block_tables[slots, :max_blocks]
+        return max_blocks
+
+    def _views(self, num_tokens: int, num_seqs: int, max_blocks: int, num_logits: int) -> BatchInputs:
+        whole = self._inputs
+        return BatchInputs(
+            token_ids=whole.token_ids[:num_tokens],
+            positions=whole.positions[:num_tokens],
+            slots=whole.slots[:num_tokens],
+            query_start=whole.query_start[: num_seqs + 1],
+            context_lens=whole.context_lens[:num_seqs],
+            block_tables=whole.block_tables[:num_seqs, :max_blocks],
+            rope_lens=whole.rope_lens[:num_seqs],
+            logit_rows=whole.logit_rows[:num_logits],
         )
-        return batch, rows
 
     def _logit_rows(self, chunks: list[Chunk], query_start: np.ndarray) -> tuple[StepRows, list[int]]:
         logit_rows: list[int] = []

@@ -48,8 +48,9 @@ class Engine:
         decoder = load_model(path, device=device, dtype=config.dtype, activations=config.activations)
         log.info("loaded %s in %.1f s", path, time.perf_counter() - start)
         kv = kv_cache.allocate(spec, memory.num_blocks, config.block_size, dtypes)
-        batch = PersistentBatch(config.max_batch_size, memory.max_model_len, config.block_size)
-        self.runner = Runner(decoder, kv, batch, Sampler(config.max_batch_size, spec.vocab_size))
+        batch = PersistentBatch(config.max_batch_size, memory.max_model_len, config.block_size, config.max_step_tokens)
+        sampler = Sampler(config.max_batch_size, spec.vocab_size)
+        self.runner = Runner(decoder, kv, batch, sampler, memory.workspace)
         limits = SchedulerLimits(
             num_blocks=memory.num_blocks,
             block_size=config.block_size,

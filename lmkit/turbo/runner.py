@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lmkit.layers.batch import KVLayer
+from lmkit.kernels.cpu.workspace import Workspace
+from lmkit.layers.batch import BatchInputs, KVLayer
 from lmkit.models.decoder import Decoder
 from lmkit.turbo.batch import PersistentBatch, StepRows
+from lmkit.turbo.graphs import StepGraphs
 from lmkit.turbo.plan import Sampled, StepPlan
 from lmkit.turbo.sampler import Sampler
 
@@ -15,11 +17,15 @@ from lmkit.turbo.sampler import Sampler
 class Runner:
     """One model, its KV blocks, the persistent batch and the sampler's per-slot state."""
 
-    def __init__(self, decoder: Decoder, kv: list[KVLayer], batch: PersistentBatch, sampler: Sampler) -> None:
+    def __init__(
+        self, decoder: Decoder, kv: list[KVLayer], batch: PersistentBatch, sampler: Sampler, workspace_bytes: int
+    ) -> None:
         self.decoder = decoder
         self.kv = kv
         self.batch = batch
         self.sampler = sampler
+        self._workspace = Workspace(workspace_bytes)
+        self._graphs = StepGraphs(decoder, kv, self._workspace)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> list[Sampled]:
@@ -32,12 +38,23 @@ class Runner:
         if not plan.chunks:
             return []
         inputs, rows = self.batch.inputs(plan)
-        logits = self.decoder(inputs, self.kv)
-        sampled = self._sample(plan, rows, logits)
+        if rows is None:
+            sampled = self.sampler.sample(self._decode(inputs), [chunk.slot for chunk in plan.chunks])
+        else:
+            with self._workspace.active():
+                sampled = self._sample(plan, rows, self.decoder(inputs, self.kv))
         for chunk, result in zip(plan.chunks, sampled, strict=True):
             if chunk.sample and result.token_id >= 0:
                 self.batch.append(chunk.slot, result.token_id)
         return sampled
+
+    def _decode(self, inputs: BatchInputs) -> Tensor:
+        """Logits float32 [B, vocab] of a step in which every sequence brings one token; valid until the next step."""
+        logits = self._graphs(inputs)
+        if logits is not None:
+            return logits
+        with self._workspace.active():
+            return self.decoder(inputs, self.kv)
 
     def _sample(self, plan: StepPlan, rows: StepRows, logits: Tensor) -> list[Sampled]:
         samples = [(i, row) for i, row in enumerate(rows.sample_row) if row >= 0]

@@ -8,6 +8,7 @@ and after top-k or top-p only the tokens that are left are worked on.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ class Sampler:
         self.num_outputs = [0] * num_slots
         self.num_top = np.full(num_slots, -1)  # most likely tokens to report; -1 = no log-probabilities at all
         self.edits: dict[int, LogitEdits] = {}  # only of slots whose logits are changed before the draw
+        self._beyond_argmax: set[int] = set()  # slots that draw, edit or report
 
     def set(self, slot: int, new: NewSequence) -> None:
         """A sequence takes the slot; after a preemption its state is rebuilt from its tokens."""
@@ -49,10 +51,13 @@ class Sampler:
         self.clear(slot)
         if penalizes(params) or params.min_new_tokens or params.logit_bias:
             self.edits[slot] = LogitEdits.of(new, len(self.ids))
+        if slot in self.edits or params.temperature > 0 or params.logprobs is not None:
+            self._beyond_argmax.add(slot)
 
     def clear(self, slot: int) -> None:
         """The slot's sequence has left."""
         self.edits.pop(slot, None)
+        self._beyond_argmax.discard(slot)
 
     @np.errstate(over="ignore", invalid="ignore")  # an infinity is either meant or found by `isfinite`
     def sample(self, logits: Tensor, slots: Seq[int]) -> list[Sampled]:
@@ -60,7 +65,10 @@ class Sampler:
 
         A row with NaN or +inf, or with no token left to choose, gives FAILED_TOKEN; the other rows do not suffer.
         """
-        raw, slot_ids = logits.numpy(), np.asarray(slots)
+        raw = logits.numpy()
+        if self._beyond_argmax.isdisjoint(slots):
+            return self._most_likely(raw, slots)
+        slot_ids = np.asarray(slots)
         edited, top = self._edit(raw, slots)
         tokens = edited.argmax(-1)  # the lowest id of the greatest
         usable = np.isfinite(top)
@@ -71,6 +79,15 @@ class Sampler:
         results = [Sampled(token) for token in tokens.tolist()]
         for row in np.flatnonzero(usable & (self.num_top[slot_ids] >= 0)).tolist():
             results[row] = _with_logprobs(raw[row], results[row].token_id, int(self.num_top[slots[row]]))
+        self._count(slots, results)
+        return results
+
+    def _most_likely(self, logits: np.ndarray, slots: Seq[int]) -> list[Sampled]:
+        """The lowest id of the greatest; a NaN counts as the greatest."""
+        tokens = logits.argmax(-1).tolist()
+        results = [
+            Sampled(token if math.isfinite(logits[row, token]) else FAILED_TOKEN) for row, token in enumerate(tokens)
+        ]
         self._count(slots, results)
         return results
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lmkit.kernels import ops
-from lmkit.kernels.ops import KVTensor
+from lmkit.kernels.ops import KVTensor, Norm
 from lmkit.kernels.registry import Implementation, Op
 from lmkit.layers.batch import KVLayer, allocate_kv
 from lmkit.qtensor import QTensor, QuantScheme, quantize
@@ -37,21 +37,25 @@ class Case:
 def run(implementation: Implementation, case: Case, device: str = "cpu") -> list[Tensor]:
     """Everything the op returns or writes."""
     args = tuple(_to(arg, device) for arg in case.make())
+    norms = [arg for arg in args if isinstance(arg, Norm)]
+    streams = [norm.residual for norm in norms if norm.residual is not None]
     if case.op.name.startswith("linear"):
-        x, weight, bias = args
-        return [implementation(x, implementation.pack(weight), bias)]
+        x, weight, bias, norm, gated = args
+        return [implementation(x, implementation.pack(weight, gated), bias, norm), *streams]
     result = implementation(*args)
-    if case.op is ops.rope:
-        return list(args[:2])
-    if case.op is ops.kv_append:
-        _, _, keys, values, _ = args
-        return [keys.data, keys.params, values.data, values.params]
-    return list(result) if isinstance(result, tuple) else [result]
+    if result is None:  # what it writes
+        changed = args[:2] if case.op is ops.rope_append else ()
+        caches = [arg for arg in args if isinstance(arg, KVTensor)]
+        return [*changed, *(part for cache in caches for part in (cache.data, cache.params))]
+    return [*result] if isinstance(result, tuple) else [result, *streams]
 
 
 def _to(value: Any, device: str) -> Any:
     if isinstance(value, Tensor):
         return value.to(device)
+    if isinstance(value, Norm):
+        residual = None if value.residual is None else value.residual.to(device)
+        return Norm(value.weight.to(device), value.eps, residual)
     if isinstance(value, KVTensor):
         return KVTensor(value.data.to(device), value.params.to(device), value.dtype)
     if isinstance(value, QTensor):
@@ -81,7 +85,7 @@ def _seeded(make: Callable[[], tuple[Any, ...]]) -> Callable[[], tuple[Any, ...]
 
 
 def all_cases() -> list[Case]:
-    return [*elementwise_cases(), *kv_cases(), *attention_cases(), *linear_cases()]
+    return [*elementwise_cases(), *rope_cases(), *kv_cases(), *attention_cases(), *linear_cases()]
 
 
 def elementwise_cases() -> Iterator[Case]:
@@ -91,10 +95,11 @@ def elementwise_cases() -> Iterator[Case]:
             name = f"{shape}-{dtype}"
 
             def norm(shape: tuple[int, ...] = shape, dtype: torch.dtype = dtype) -> tuple[Any, ...]:
-                return (torch.randn(shape) * 50).to(dtype), torch.randn(shape[-1]), 1e-5
+                return (torch.randn(shape) * 50).to(dtype), Norm(torch.randn(shape[-1]), 1e-5)
 
             def add_norm(shape: tuple[int, ...] = shape, dtype: torch.dtype = dtype) -> tuple[Any, ...]:
-                return torch.randn(shape).to(dtype), torch.randn(shape).to(dtype), torch.rand(shape[-1]), 1e-2
+                norm = Norm(torch.rand(shape[-1]), 1e-2, torch.randn(shape).to(dtype))
+                return torch.randn(shape).to(dtype), norm
 
             def gated(shape: tuple[int, ...] = shape, dtype: torch.dtype = dtype) -> tuple[Any, ...]:
                 return ((torch.randn(shape[0], 2 * shape[-1]) * 60).to(dtype),)
@@ -102,13 +107,33 @@ def elementwise_cases() -> Iterator[Case]:
             yield Case(ops.rms_norm, name, _seeded(norm), {}, tolerance)
             yield Case(ops.silu_mul, name, _seeded(gated), {}, tolerance)
             if len(shape) == 2:
-                yield Case(ops.add_rms_norm, name, _seeded(add_norm), {}, tolerance)
+                yield Case(ops.rms_norm, f"{name}-residual", _seeded(add_norm), {}, tolerance)
+    yield Case(ops.rms_norm, "strided", _seeded(_strided_heads), {})
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+
+        def embed(dtype: torch.dtype = dtype) -> tuple[Any, ...]:
+            return torch.randn(40, 30).to(dtype), torch.randint(40, (9,))
+
+        yield Case(ops.embedding, str(dtype), _seeded(embed), {}, 0)
+    yield Case(ops.rope_angles, "long", _seeded(_positions), {})
+
+
+def _strided_heads() -> tuple[Any, ...]:
+    """Heads in the middle of a wider tensor."""
+    return torch.randn(9, 5, 24)[:, 1:4], Norm(torch.randn(24), 1e-5)
+
+
+def _positions() -> tuple[Any, ...]:
+    return torch.tensor([0, 1, 77, 131071]).int(), 1 / 5e5 ** torch.linspace(0, 1, 20), 1.3
+
+
+def rope_cases() -> Iterator[Case]:
     for heads, kv_heads, dim, rotary, dtype in (
         (3, 1, 16, 16, torch.float32),
         (4, 2, 80, 20, torch.float32),
         (2, 2, 6, 6, torch.bfloat16),
     ):
-        for fused in (False, True):  # q and k may be views into one tensor
+        for fused in (False, True):  # q, k and v may be views into one tensor
 
             def rotate(
                 heads: int = heads,
@@ -118,13 +143,18 @@ def elementwise_cases() -> Iterator[Case]:
                 t: Any = dtype,
                 fused: bool = fused,
             ) -> tuple[Any, ...]:
-                both, angles = torch.randn(9, heads + kv, d).to(t), torch.rand(9, r // 2) * 7
-                q, k = both[:, :heads], both[:, heads:]
-                return *((q, k) if fused else (q.contiguous(), k.contiguous())), angles.cos(), angles.sin()
+                whole, angles = torch.randn(9, heads + 2 * kv, d).to(t), torch.rand(9, r // 2) * 7
+                parts = whole.split((heads, kv, kv), dim=1)
+                cache = allocate_kv(4, kv, 4, d, ("float32", "bfloat16"))
+                slots = torch.tensor([3, 0, 1, 15, 9, -1, 4, 5, 6]).int()
+                return (
+                    *(part if fused else part.contiguous() for part in parts),
+                    angles.cos(), angles.sin(), cache.k, cache.v, slots,
+                )  # fmt: skip
 
             traits = {"rotary_dim": rotary, "head_dim": dim, "num_heads": heads, "num_kv_heads": kv_heads}
             tolerance = F32_TOLERANCE if dtype == torch.float32 else BF16_TOLERANCE
-            yield Case(ops.rope, f"{dim}-{rotary}-{dtype}-{fused}", _seeded(rotate), traits, tolerance)
+            yield Case(ops.rope_append, f"{dim}-{rotary}-{dtype}-{fused}", _seeded(rotate), traits, tolerance)
 
 
 KV_TYPES = (("float32", "bfloat16"), ("int8", "int8"), ("int4", "int8"), ("int8", "int4"), ("float16", "int4"))
@@ -233,7 +263,7 @@ def linear_cases() -> Iterator[Case]:
 
             def dense(tokens: int = tokens, k: int = k, n: int = n, dtype: torch.dtype = dtype) -> tuple[Any, ...]:
                 bias = torch.randn(n) if tokens != 5 else None
-                return torch.randn(tokens, k) * 3, torch.randn(n, k).to(dtype), bias
+                return torch.randn(tokens, k) * 3, torch.randn(n, k).to(dtype), bias, None, False
 
             traits = {"out_features": n, "in_features": k, "dtype": dtype}
             brief = dtype == torch.float32 and tokens in (5, 110)
@@ -246,6 +276,27 @@ def linear_cases() -> Iterator[Case]:
         yield _quantized(op, bits, 20, 100, 50, 32, symmetric=True)
         yield _quantized(op, bits, 20, 100, 50, 32, dtype=torch.bfloat16)
     yield _strided(ops.linear_w4a8)
+    for op, bits in ((ops.linear_dense, 16), (ops.linear_w4a16, 4), (ops.linear_w4a8, 4), (ops.linear_w8a8, 8)):
+        for tokens, half, with_bias in ((1, 40, True), (7, 16, False), (30, 130, True)):
+            yield _normed_and_gated(op, bits, tokens, half, with_bias)
+
+
+def _normed_and_gated(op: Op, bits: int, tokens: int, half: int, with_bias: bool) -> Case:
+    """A norm in front (with a residual, but for one token), silu(gate) * up behind."""
+    k = 100
+
+    def make() -> tuple[Any, ...]:
+        weight: Any = torch.randn(2 * half, k) / 5
+        if bits < 16:
+            weight = quantize(weight, QuantScheme(bits, 32))
+        norm = Norm(torch.rand(k), 1e-3, torch.randn(tokens, k) if tokens > 1 else None)
+        return torch.randn(tokens, k), weight, torch.randn(2 * half) if with_bias else None, norm, True
+
+    traits: dict[str, Any] = {"out_features": 2 * half, "in_features": k}
+    traits |= {"dtype": torch.float32} if bits == 16 else {"group_size": 32, "bits": bits}
+    # A last bit of the norm may carry an activation over the edge between two codes.
+    tolerance = F32_TOLERANCE if op in (ops.linear_dense, ops.linear_w4a16) else 2e-2
+    return Case(op, f"{tokens}x{half}-normed-gated", _seeded(make), traits, tolerance, brief=tokens == 7)
 
 
 def _quantized(
@@ -260,7 +311,7 @@ def _quantized(
         x[1:2] = 0
         x[2:3, :40] = 0  # a whole group
         x[3:4, 5] = 1e4
-        return x.to(dtype), weight, torch.randn(n) if tokens != 5 else None
+        return x.to(dtype), weight, torch.randn(n) if tokens != 5 else None, None, False
 
     name = f"{tokens}x{k}x{n}-g{group_size}" + "-wide" * wide_scales + "-symmetric" * symmetric + f"-{dtype}"
     traits = {"out_features": n, "in_features": k, "group_size": group_size, "bits": bits}
@@ -274,7 +325,7 @@ def _strided(op: Op) -> Case:
     plain = _quantized(op, 4, 20, 100, 50, 32)
 
     def make() -> tuple[Any, ...]:
-        x, weight, bias = plain.make()
-        return torch.cat([x, x], dim=1)[:, 100:], weight, bias
+        x, *others = plain.make()
+        return torch.cat([x, x], dim=1)[:, 100:], *others
 
     return Case(op, "strided", make, plain.traits)

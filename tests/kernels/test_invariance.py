@@ -12,6 +12,7 @@ from torch import Tensor
 import lmkit.kernels  # noqa: F401  (registers)
 from lmkit.kernels import ops
 from lmkit.kernels.cpu import threads
+from lmkit.kernels.ops import Norm
 from lmkit.kernels.registry import Op
 from lmkit.qtensor import QuantScheme, quantize
 from tests.kernels.cases import filled_cache
@@ -64,17 +65,14 @@ def test_linear_rows(op: Op, group_size: int) -> None:
         assert torch.equal(impl(x, packed, bias), together)
 
 
-@pytest.mark.parametrize("op", [ops.rms_norm, ops.add_rms_norm, ops.silu_mul], ids=lambda op: op.name)
+@pytest.mark.parametrize("op", [ops.rms_norm, ops.silu_mul], ids=lambda op: op.name)
 def test_elementwise_rows(op: Op) -> None:
     torch.manual_seed(3)
     x, residual, weight = torch.randn(300, 258), torch.randn(300, 258), torch.randn(258)
 
     def apply(rows: slice) -> Tensor:
-        if op is ops.silu_mul:
-            return Tensor(op.select("cpu")(x[rows]))
-        if op is ops.rms_norm:
-            return Tensor(op.select("cpu")(x[rows], weight, 1e-5))
-        return Tensor(op.select("cpu")(x[rows], residual[rows].clone(), weight, 1e-5)[0])
+        given = (x[rows],) if op is ops.silu_mul else (x[rows], Norm(weight, 1e-5, residual[rows].clone()))
+        return Tensor(op.select("cpu")(*given))
 
     together = apply(slice(0, 300))
     for start, stop in ((0, 1), (17, 18), (5, 9), (200, 300)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,14 +13,14 @@ from numba import carray
 
 from lmkit.errors import ConfigError
 from lmkit.kernels.cpu import jit, threads
-from lmkit.kernels.cpu.intrinsics import pointer, take, unpack
+from lmkit.kernels.cpu.intrinsics import add, pointer, unpack
 
 
 def _count(args: int, scratch: int, index: int) -> None:
     """Count index and use all of the scratch."""
     counts, scratch_bytes = unpack(args, 2)
     carray(pointer(scratch), scratch_bytes, np.uint8)[:] = 255
-    take(counts + 8 * index)
+    add(counts + 8 * index, 1)
 
 
 COUNT = jit.Task(_count)
@@ -69,3 +70,37 @@ def test_an_unwritable_cache_is_no_error(tmp_path: Path, monkeypatch: pytest.Mon
     blocked.write_text("")
     monkeypatch.setattr(jit, "cache_directory", lambda: blocked / "kernels")
     assert jit.Task(_count).address
+
+
+def _double(args: int, scratch: int, index: int) -> None:
+    """target[index] = source[index] + source[count - 1 - index]: needs all of what the job before wrote."""
+    source, target, count = unpack(args, 3)
+    values, out = carray(pointer(source), count, np.int64), carray(pointer(target), count, np.int64)
+    out[index] = values[index] + values[count - 1 - index]
+
+
+DOUBLE = jit.Task(_double)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+def test_a_program_runs_its_jobs_in_order_each_time(num_threads: int) -> None:
+    threads.configure(num_threads)
+    count, depth = 37, 40
+    values = [torch.zeros(count, dtype=torch.int64) for _ in range(depth)]
+    with threads.recording() as program:
+        for i, (source, target) in enumerate(itertools.pairwise(values)):
+            threads.run(DOUBLE, count, (source.data_ptr(), target.data_ptr(), count), parallel=i % 5 != 0)
+    assert not any(x.any() for x in values)  # nothing ran yet
+    for start in range(20):
+        values[0][:] = torch.arange(count) + start
+        program.launch()
+        expected = values[0]
+        for x in values[1:]:
+            expected = expected + expected.flip(0)
+            assert torch.equal(x, expected)
+
+
+def test_an_empty_program_ends() -> None:
+    with threads.recording() as program:
+        pass
+    program.launch()

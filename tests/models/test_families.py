@@ -56,7 +56,7 @@ def test_chunked_prefill_and_decode_match_transformers(tmp_path: Path, name: str
     decoder = load_model(tmp_path)
     rows = [prompts()[0], prompts()[2]]
     chunks = [[9, 1, 13, 1, 1, 1, 5], [4, 4, 1, 1, 1, 1]]
-    batch = PersistentBatch(num_slots=3, max_model_len=40, block_size=BLOCK)
+    batch = PersistentBatch(num_slots=3, max_model_len=40, block_size=BLOCK, max_step_tokens=64)
     for slot, row in enumerate(rows):
         params = GenerationConfig()
         batch.enter(NewSequence(slot, row, len(row), params, (), prompt_logprobs=False))

@@ -3,7 +3,6 @@
 from lmkit.kernels import ops
 from lmkit.kernels.cpu import attention, dense, elementwise, isa, kv, quantized
 
-ops.kv_append.register(kv.APPEND_IMPLEMENTATION)
 ops.paged_attention.register(attention.implementation(isa.host()))
 ops.linear_dense.register(dense.dense_implementation(isa.host()))
 ops.linear_w4a16.register(dense.int4_implementation(isa.host()))

@@ -15,7 +15,6 @@ A *record* is a partial result: outputs [rows, padded D], then each row's maximu
 from __future__ import annotations
 
 import functools
-from array import array
 from typing import Any
 
 import numpy as np
@@ -23,13 +22,13 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from lmkit.kernels.cpu import threads, tiles
+from lmkit.kernels.cpu import threads, tiles, workspace
 from lmkit.kernels.cpu.intrinsics import (
+    add,
     bits_to_float,
     exp,
     fma,
     pointer,
-    take,
     tile,
     unpack,
 )
@@ -53,7 +52,7 @@ def _plan(args: int, scratch: int, index: int) -> None:
     plan[B + 2] = at most the number of products of a query with a key.
     """
     plan_at, num_seqs, starts_at, lens_at, heads, tile_tokens, wanted = unpack(args, 7)
-    plan = carray(pointer(plan_at), num_seqs + 3, np.int64)
+    plan = carray(pointer(plan_at), num_seqs + 5, np.int64)
     starts = carray(pointer(starts_at), num_seqs + 1, np.int32)
     lens = carray(pointer(lens_at), num_seqs, np.int32)
     plan[num_seqs + 2] = 0
@@ -67,10 +66,12 @@ def _plan(args: int, scratch: int, index: int) -> None:
             total += num_tiles * heads * ((lens[b] + PARTITION - 1) // PARTITION if split else 1)
         plan[num_seqs], plan[num_seqs + 1] = total, split
         if total >= wanted:
-            return
+            break
+    plan[num_seqs + 3], plan[num_seqs + 4] = plan[num_seqs], 1
 
 
 PLAN = Task(_plan)
+KEEP = []
 
 
 @inline
@@ -133,6 +134,8 @@ def attend_task(isa: Isa) -> Task:
         plan = carray(pointer(plan_at), num_seqs + 2, np.int64)
         starts = carray(pointer(starts_at), num_seqs + 1, np.int32)
         split = plan[num_seqs + 1]
+        if index >= plan[num_seqs]:
+            return
         b = _find(plan, num_seqs, index)
         start, length = np.int64(starts[b]), np.int64(carray(pointer(lens_at), num_seqs, np.int32)[b])
         table = carray(pointer(tables + 4 * b * table_stride), table_stride, np.int32)
@@ -195,7 +198,7 @@ def attend_task(isa: Isa) -> Task:
             if not split:
                 _merge(total, record, rows, padded)
         if split:
-            if take(counters + 8 * (index - part)) < parts - 1:
+            if (add(counters + 8 * (index - part), 1) + 1) % parts:
                 return
             for p in range(parts):
                 _merge(total, records + (index - part + p) * record_bytes, rows, padded)
@@ -230,21 +233,26 @@ def paged_attention(
     num_seqs, heads = context_lens.shape[0], k_cache.data.shape[1]
     group, padded = num_heads // heads, -(-dim // isa.float_tile) * isa.float_tile
     tile_tokens = min(max(1, TILE_ROWS // group), num_tokens - num_seqs + 1)
-    plan = array("q", bytes(8 * (num_seqs + 3)))
-    sequences = (plan.buffer_info()[0], num_seqs, query_start.data_ptr(), context_lens.data_ptr())
+    plan = workspace.empty(num_seqs + 5, dtype=torch.int64)
+    sequences = (plan.data_ptr(), num_seqs, query_start.data_ptr(), context_lens.data_ptr())
     threads.run(PLAN, 1, (*sequences, heads, tile_tokens, UNITS_PER_THREAD * threads.num_threads()), parallel=False)
-    units, split, products = plan[-3:]
+    wanted = UNITS_PER_THREAD * threads.num_threads()
+    parts = -(-block_tables.shape[1] * k_cache.block_size // PARTITION)
+    units = (-(-num_tokens // tile_tokens) + num_seqs) * heads
+    if units < wanted + num_seqs * heads:
+        units *= parts
     record = tile_tokens * group * (padded + 2)
-    records = torch.empty(units * record, dtype=torch.float32) if split else None
-    counters = array("q", bytes(8 * units if split else 8))
-    out = torch.empty(num_tokens, num_heads, dim, dtype=torch.float32)
+    records = workspace.empty(units * record)
+    counters = torch.zeros(units, dtype=torch.int64)
+    KEEP.append(counters)
+    out = workspace.empty(num_tokens, num_heads, dim)
     threads.run(
         attend_task(isa),
         units,
         (*sequences, block_tables.data_ptr(), block_tables.stride(0), q.data_ptr(), 4 * q.stride(0), float_bits(scale),
-         out.data_ptr(), address(records), counters.buffer_info()[0], heads, group, dim, padded, k_cache.block_size,
+         out.data_ptr(), address(records), counters.data_ptr(), heads, group, dim, padded, k_cache.block_size,
          window, tile_tokens, *storage(k_cache), *storage(v_cache)),
-        parallel=products * num_heads * dim > SERIAL_PRODUCTS,
+        parallel=True,
         scratch=4 * (padded * (tile_tokens * group + 2 * KEYS) + tile_tokens * group * KEYS + 2 * record),
     )  # fmt: skip
     return as_type(out, dtype)

@@ -22,7 +22,8 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from lmkit.kernels.cpu import threads, tiles
+from lmkit.kernels.cpu import threads, tiles, workspace
+from lmkit.kernels.cpu.elementwise import rms_norm
 from lmkit.kernels.cpu.intrinsics import pointer, tile, unpack
 from lmkit.kernels.cpu.isa import Isa
 from lmkit.kernels.cpu.jit import Task
@@ -30,13 +31,15 @@ from lmkit.kernels.cpu.panels import (
     CHUNK_BYTES,
     ROW_BLOCK,
     SERIAL_PRODUCTS,
-    TASK_BYTES,
     address,
     as_float,
     as_type,
+    panels_per_task,
+    store_gated,
     store_sums,
     to_panels,
 )
+from lmkit.kernels.ops import Norm
 from lmkit.kernels.registry import Implementation
 from lmkit.qtensor import QTensor
 
@@ -51,21 +54,25 @@ class PackedDense:
     kind: str  # of KINDS, or int4
     out_features: int
     in_features: int
+    gated: bool  # panels of gates and of what they multiply take turns; out_features counts both
     group_size: int = 1
     scales: Tensor | None = None
     zeros: Tensor | None = None
 
 
-def pack_dense(isa: Isa, weight: Tensor) -> PackedDense:
-    return PackedDense(to_panels(weight, isa.float_tile), KINDS[weight.dtype], *weight.shape)
+def pack_dense(isa: Isa, weight: Tensor, gated: bool = False) -> PackedDense:
+    out_features, in_features = weight.shape
+    panels = to_panels(weight, isa.float_tile, gated)
+    return PackedDense(panels, KINDS[weight.dtype], out_features, in_features, gated)
 
 
-def pack_int4(isa: Isa, weight: QTensor) -> PackedDense:
+def pack_int4(isa: Isa, weight: QTensor, gated: bool = False) -> PackedDense:
     out_features, in_features = weight.codes.shape
     group = in_features if weight.scheme.group_size == -1 else weight.scheme.group_size
-    codes = to_panels(torch.nn.functional.pad(weight.codes, (0, in_features % 2)), isa.float_tile)
-    scales, zeros = (to_panels(part.float(), isa.float_tile) for part in (weight.scales, weight.zeros))
-    return PackedDense(codes[:, 0::2] | codes[:, 1::2] << 4, "int4", out_features, in_features, group, scales, zeros)
+    codes = to_panels(torch.nn.functional.pad(weight.codes, (0, in_features % 2)), isa.float_tile, gated)
+    codes = codes[:, 0::2] | codes[:, 1::2] << 4
+    scales, zeros = (to_panels(part.float(), isa.float_tile, gated) for part in (weight.scales, weight.zeros))
+    return PackedDense(codes, "int4", out_features, in_features, gated, group, scales, zeros)
 
 
 @functools.cache
@@ -75,9 +82,8 @@ def product_task(isa: Isa, kind: str) -> Task:
     widen = tiles.widen_tile(isa, kind).name  # not used for float32
 
     def product(args: int, scratch: int, index: int) -> None:
-        (x, ldx, w, panel_bytes, scales, zeros, groups, group, bias, out, rows, features, num, per_task, row_block,
-         chunk) = unpack(args, 16)  # fmt: skip
-        panels = (features + width - 1) // width
+        (x, ldx, w, panel_bytes, scales, zeros, groups, group, bias, out, rows, features, num, panels, gated, per_task,
+         row_block, chunk) = unpack(args, 18)  # fmt: skip
         tasks = (panels + per_task - 1) // per_task
         first, row = index % tasks * per_task, index // tasks * row_block
         num_panels, num_rows = min(per_task, panels - first), min(row_block, rows - row)
@@ -106,29 +112,36 @@ def product_task(isa: Isa, kind: str) -> Task:
                 while r < num_rows:
                     rows_at, sums = x + (row + r) * ldx + 4 * k, scratch + p * sums_bytes + 4 * r * width
                     r += tile(multiply, num_rows - r, (rows_at, ldx, values, 4 * width, sums, 4 * width, count))
-        for p in range(num_panels):
-            store_sums(scratch + p * sums_bytes, width, num_rows, (first + p) * width, features, bias,
-                       out + 4 * row * features)  # fmt: skip
+        out_rows = out + 4 * row * features
+        if gated:
+            for p in range(0, num_panels, 2):
+                gates, start = scratch + p * sums_bytes, (first + p) // 2 * width
+                store_gated(gates, gates + sums_bytes, width, num_rows, start, features, bias, out_rows)
+        else:
+            for p in range(num_panels):
+                store_sums(scratch + p * sums_bytes, width, num_rows, (first + p) * width, features, bias, out_rows)
 
     return Task(product)
 
 
-def linear(isa: Isa, x: Tensor, packed: PackedDense, bias: Tensor | None) -> Tensor:
+def linear(isa: Isa, x: Tensor, packed: PackedDense, bias: Tensor | None, norm: Norm | None = None) -> Tensor:
     """x [T, K] -> [T, N]."""
     dtype, x, bias = x.dtype, as_float(x), None if bias is None else bias.float()
-    rows, features, panels, width = x.shape[0], packed.out_features, packed.data.shape[0], isa.float_tile
-    out = torch.empty(rows, features, dtype=torch.float32)
+    if norm is not None:
+        x = rms_norm(x, norm)
+    rows, panels, width = x.shape[0], packed.data.shape[0], isa.float_tile
+    out = workspace.empty(rows, packed.out_features // 2 if packed.gated else packed.out_features)
     panel_bytes = packed.data[0].nbytes
     row_block, chunk = max(1, min(rows, ROW_BLOCK)), CHUNK_BYTES // (4 * width)
-    per_task = max(1, min(TASK_BYTES // panel_bytes, panels))
+    per_task = panels_per_task(panel_bytes, panels, packed.gated)
     groups = 0 if packed.scales is None else packed.scales.shape[1]
     threads.run(
         product_task(isa, packed.kind),
         -(-panels // per_task) * -(-rows // row_block),
         (x.data_ptr(), 4 * x.stride(0), packed.data.data_ptr(), panel_bytes, address(packed.scales),
-         address(packed.zeros), groups, packed.group_size, address(bias), out.data_ptr(), rows, features,
-         packed.in_features, per_task, row_block, chunk),
-        parallel=rows * features * packed.in_features > SERIAL_PRODUCTS,
+         address(packed.zeros), groups, packed.group_size, address(bias), out.data_ptr(), rows, out.shape[1],
+         packed.in_features, panels, packed.gated, per_task, row_block, chunk),
+        parallel=rows * panels * width * packed.in_features > SERIAL_PRODUCTS,
         scratch=4 * width * (per_task * row_block + chunk),
     )  # fmt: skip
     return as_type(out, dtype)

@@ -1,7 +1,10 @@
-"""RMSNorm, RoPE and the gated activation on the CPU. Rows are independent; other dtypes than float32 are widened."""
+"""Norms, the gated activation, embedding and RoPE's angles on the CPU. Rows are independent; other dtypes than float32
+are widened.
+"""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numba
@@ -11,15 +14,15 @@ from numba import carray
 from torch import Tensor
 
 from lmkit.kernels import ops
-from lmkit.kernels.cpu import threads
-from lmkit.kernels.cpu.intrinsics import bits_to_float, exp, pointer, unpack
-from lmkit.kernels.cpu.jit import FASTMATH, Task, float_bits
-from lmkit.kernels.cpu.kv import rows_of
+from lmkit.kernels.cpu import threads, workspace
+from lmkit.kernels.cpu.intrinsics import bfloat_to_float, bits_to_float, exp, half_to_float, pointer, unpack
+from lmkit.kernels.cpu.jit import FASTMATH, Task, float_bits, inline
 from lmkit.kernels.cpu.panels import address, as_type
-from lmkit.kernels.reference.elementwise import accepts_rope
+from lmkit.kernels.ops import Norm
 from lmkit.kernels.registry import implements
 
 SERIAL_VALUES = 1 << 17  # fewer than this stay on one thread
+FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 @numba.njit(forceinline=True, fastmath=FASTMATH | {"reassoc"})
@@ -31,13 +34,12 @@ def _sum_of_squares(x: Any, size: int) -> Any:
     return total
 
 
-def _rms_norm(args: int, scratch: int, index: int) -> None:
-    """Row `index`: residual += x, if there is one; y = norm(residual or x) * weight."""
-    x, residual, weight, y, size, eps_bits = unpack(args, 6)
-    at = 4 * index * size
-    row, out = carray(pointer(x + at), size, np.float32), carray(pointer(y + at), size, np.float32)
+@inline
+def norm_row(x: int, residual: int, weight: int, y: int, size: int, eps_bits: int) -> None:
+    """residual += x, if there is one; y = norm(residual or x) * weight. Addresses of float32 [size]."""
+    row, out = carray(pointer(x), size, np.float32), carray(pointer(y), size, np.float32)
     if residual:
-        stream = carray(pointer(residual + at), size, np.float32)
+        stream = carray(pointer(residual), size, np.float32)
         for i in range(size):
             stream[i] += row[i]
         row = stream
@@ -46,6 +48,14 @@ def _rms_norm(args: int, scratch: int, index: int) -> None:
     scale = np.float32(1) / np.sqrt(mean + bits_to_float(np.uint32(eps_bits)))
     for i in range(size):
         out[i] = row[i] * scale * weights[i]
+
+
+def _rms_norm(args: int, scratch: int, index: int) -> None:
+    """Row `index`: vector index % inner of token index // inner."""
+    x, stride, inner, residual, weight, y, size, eps_bits = unpack(args, 8)
+    at = 4 * index * size
+    source = x + index // inner * stride + 4 * (index % inner) * size
+    norm_row(source, residual + at if residual else 0, weight, y + at, size, eps_bits)
 
 
 def _silu_mul(args: int, scratch: int, index: int) -> None:
@@ -58,70 +68,92 @@ def _silu_mul(args: int, scratch: int, index: int) -> None:
         out[i] = gate[i] / (np.float32(1) + exp(-gate[i])) * up[i]
 
 
-def _rope(args: int, scratch: int, index: int) -> None:
-    """Token `index`: all heads of q, then of k, by the token's angles."""
-    q, q_stride, q_heads, k, k_stride, k_heads, dim, cos, sin, half = unpack(args, 10)
+def _embedding(args: int, scratch: int, index: int) -> None:
+    table, kind, rows, y, size = unpack(args, 5)
+    row = carray(pointer(rows), index + 1, np.int64)[index]
+    out = carray(pointer(y + 4 * index * size), size, np.float32)
+    if kind == 0:
+        out[:] = carray(pointer(table + 4 * row * size), size, np.float32)
+        return
+    bits = carray(pointer(table + 2 * row * size), size, np.uint16)
+    if kind == 1:
+        for i in range(size):
+            out[i] = bfloat_to_float(np.uint32(bits[i]))
+    else:
+        for i in range(size):
+            out[i] = half_to_float(np.uint32(bits[i]))
+
+
+def _rope_angles(args: int, scratch: int, index: int) -> None:
+    positions, inv_freq, magnitude_bits, cos, sin, half = unpack(args, 6)
+    position = np.float32(carray(pointer(positions), index + 1, np.int32)[index])
+    magnitude = bits_to_float(np.uint32(magnitude_bits))
+    frequencies = carray(pointer(inv_freq), half, np.float32)
     c = carray(pointer(cos + 4 * index * half), half, np.float32)
     s = carray(pointer(sin + 4 * index * half), half, np.float32)
-    for h in range(q_heads + k_heads):
-        head = q + index * q_stride + 4 * h * dim if h < q_heads else k + index * k_stride + 4 * (h - q_heads) * dim
-        first = carray(pointer(head), half, np.float32)
-        second = carray(pointer(head + 4 * half), half, np.float32)
-        for i in range(half):
-            a, b = first[i], second[i]
-            first[i] = a * c[i] - b * s[i]
-            second[i] = b * c[i] + a * s[i]
+    for i in range(half):
+        angle = np.float64(position * frequencies[i])
+        c[i] = np.float32(math.cos(angle)) * magnitude
+        s[i] = np.float32(math.sin(angle)) * magnitude
 
 
-RMS_NORM, SILU_MUL, ROPE = Task(_rms_norm), Task(_silu_mul), Task(_rope)
+RMS_NORM, SILU_MUL, EMBEDDING, ROPE_ANGLES = (Task(f) for f in (_rms_norm, _silu_mul, _embedding, _rope_angles))
+
+
+def norm_arguments(norm: Norm, x: Tensor) -> tuple[Tensor, int, int, int]:
+    """(weight to be kept alive, its address, the address of the residual or 0, bits of eps) for rows of float32 x."""
+    weight = as_type(norm.weight, torch.float32).contiguous()
+    if norm.residual is not None:
+        assert norm.residual.is_contiguous()
+        assert (norm.residual.dtype, norm.residual.shape) == (torch.float32, x.shape)
+    return weight, weight.data_ptr(), address(norm.residual), float_bits(norm.eps)
 
 
 @implements(ops.rms_norm, "cpu", device="cpu", priority=20)
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return as_type(_norm(as_type(x, torch.float32).contiguous(), None, weight, eps), x.dtype)
-
-
-@implements(ops.add_rms_norm, "cpu", device="cpu", priority=20)
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    if x.dtype != torch.float32:
-        total = x + residual
-        return rms_norm(total, weight, eps), total
-    residual = residual.contiguous()
-    return _norm(x.contiguous(), residual, weight, eps), residual
-
-
-def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    y, size = torch.empty_like(x), x.shape[-1]
-    weight = as_type(weight, torch.float32).contiguous()
+def rms_norm(x: Tensor, norm: Norm) -> Tensor:
+    """x [T, H], or [T, heads, D] with any stride between tokens."""
+    if x.dtype != torch.float32 and norm.residual is not None:
+        total: Tensor = rms_norm(norm.residual.add_(x), Norm(norm.weight, norm.eps))
+        return total
+    wide, size = as_type(x, torch.float32), x.shape[-1]
+    inner = wide[0].numel() // size if len(wide) else 1
+    if wide.numel() and not wide[0].is_contiguous():
+        wide = wide.contiguous()
+    _kept, weight_at, residual, eps = norm_arguments(norm, wide)
+    y = workspace.empty(*wide.shape)
     threads.run(
         RMS_NORM,
-        x.numel() // size,
-        (x.data_ptr(), address(residual), weight.data_ptr(), y.data_ptr(), size, float_bits(eps)),
-        parallel=x.numel() > SERIAL_VALUES,
+        wide.numel() // size,
+        (wide.data_ptr(), 4 * wide.stride(0), inner, residual, weight_at, y.data_ptr(), size, eps),
+        parallel=wide.numel() > SERIAL_VALUES,
     )
-    return y
+    return as_type(y, x.dtype)
 
 
 @implements(ops.silu_mul, "cpu", device="cpu", priority=20)
 def silu_mul(gate_up: Tensor) -> Tensor:
     wide = as_type(gate_up, torch.float32).contiguous()
     rows, size = wide.shape[0], wide.shape[1] // 2
-    y = torch.empty(rows, size, dtype=torch.float32)
+    y = workspace.empty(rows, size)
     threads.run(SILU_MUL, rows, (wide.data_ptr(), y.data_ptr(), size), parallel=2 * y.numel() > SERIAL_VALUES)
     return as_type(y, gate_up.dtype)
 
 
-@implements(ops.rope, "cpu", device="cpu", accepts=accepts_rope, priority=20)
-def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
-    wide_q, wide_k, cos, sin = rows_of(q), rows_of(k), cos.contiguous(), sin.contiguous()
-    rows, heads, dim = q.shape
-    threads.run(
-        ROPE,
-        rows,
-        (wide_q.data_ptr(), 4 * wide_q.stride(0), heads, wide_k.data_ptr(), 4 * wide_k.stride(0), k.shape[1], dim,
-         cos.data_ptr(), sin.data_ptr(), cos.shape[1]),
-        parallel=q.numel() > SERIAL_VALUES,
-    )  # fmt: skip
-    for x, wide in ((q, wide_q), (k, wide_k)):
-        if wide is not x:  # widened or copied: the op works in place
-            x.copy_(wide)
+@implements(ops.embedding, "cpu", device="cpu", priority=20)
+def embedding(table: Tensor, rows: Tensor) -> Tensor:
+    table, rows = table.contiguous(), rows.contiguous()
+    assert rows.dtype == torch.int64
+    y = workspace.empty(len(rows), table.shape[1])
+    args = (table.data_ptr(), FLOATS[table.dtype], rows.data_ptr(), y.data_ptr(), table.shape[1])
+    threads.run(EMBEDDING, len(rows), args, parallel=y.numel() > SERIAL_VALUES)
+    return y
+
+
+@implements(ops.rope_angles, "cpu", device="cpu", priority=20)
+def rope_angles(positions: Tensor, inv_freq: Tensor, magnitude: float) -> tuple[Tensor, Tensor]:
+    positions, inv_freq, half = positions.contiguous(), inv_freq.contiguous(), len(inv_freq)
+    assert (positions.dtype, inv_freq.dtype) == (torch.int32, torch.float32)
+    cos, sin = workspace.empty(len(positions), half), workspace.empty(len(positions), half)
+    args = (positions.data_ptr(), inv_freq.data_ptr(), float_bits(magnitude), cos.data_ptr(), sin.data_ptr(), half)
+    threads.run(ROPE_ANGLES, len(positions), args, parallel=cos.numel() > SERIAL_VALUES >> 4)
+    return cos, sin

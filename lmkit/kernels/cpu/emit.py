@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import llvmlite.binding as llvm
 from llvmlite import ir
 
 I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
@@ -92,6 +93,11 @@ class Emitter:
         """The same vector, of unknown origin to the optimizer. An x86 register constraint."""
         kind = ir.FunctionType(value.type, [value.type])
         return self.builder.call(ir.InlineAsm(kind, "", "=x,0"), [value])
+
+    def pause(self) -> None:
+        """Tell the processor that this is a loop that waits, where it has a word for it."""
+        if llvm.get_process_triple().startswith("x86"):
+            self.call("llvm.x86.sse2.pause", ir.VoidType(), [])
 
     def sum_lanes(self, four: list[Value]) -> Value:
         """The sums of four vectors' lanes, as four lanes; each is added up in the same order."""

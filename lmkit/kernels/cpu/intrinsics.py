@@ -11,7 +11,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from lmkit.kernels.cpu import tiles
-from lmkit.kernels.cpu.emit import I64, Emitter
+from lmkit.kernels.cpu.emit import I32, I64, Emitter
 
 
 @intrinsic
@@ -38,14 +38,43 @@ def unpack(typing: Any, address: Any, count: Any) -> Any:
 
 
 @intrinsic
-def take(typing: Any, address: Any) -> Any:
-    """Atomically add 1 to the int64 at `address`; returns what it was."""
+def add(typing: Any, address: Any, amount: Any) -> Any:
+    """Atomically add to the int64 at `address`; returns what it was."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         place = builder.inttoptr(arguments[0], I64.as_pointer())
-        return builder.atomic_rmw("add", place, I64(1), "acq_rel")
+        return builder.atomic_rmw("add", place, arguments[1], "acq_rel")
 
-    return types.int64(types.int64), codegen
+    return types.int64(types.int64, types.int64), codegen
+
+
+SPINS = 1000  # some tens of microseconds; then the core is offered to whoever else wants it
+
+
+@intrinsic
+def wait_for(typing: Any, address: Any, least: Any) -> Any:
+    """Wait until the int64 at `address` is at least `least`; what other threads wrote before is visible then."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        b, e = builder, Emitter(builder)
+        place = b.inttoptr(arguments[0], I64.as_pointer())
+        spins = cgutils.alloca_once_value(b, I64(0))
+        check, again, give_way, end = (b.append_basic_block(name) for name in ("check", "again", "yield", "end"))
+        b.branch(check)
+        b.position_at_end(check)
+        b.cbranch(b.icmp_signed(">=", b.load_atomic(place, "acquire", 8, typ=I64), arguments[1]), end, again)
+        b.position_at_end(again)
+        count = b.add(b.load(spins), I64(1))
+        b.store(count, spins)
+        e.pause()
+        b.cbranch(b.icmp_signed(">", count, I64(SPINS)), give_way, check)
+        b.position_at_end(give_way)
+        e.call("sched_yield", I32, [])
+        b.branch(check)
+        b.position_at_end(end)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
 
 
 def _call_address(context: Any, builder: Any, signature: Any, values: Any) -> Any:

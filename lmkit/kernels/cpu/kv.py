@@ -1,4 +1,4 @@
-"""Blocked KV storage on the CPU: writing tokens (ops.kv_append), and reading them back as float32 rows."""
+"""Blocked KV storage on the CPU: writing tokens (ops.rope_append, ops.kv_append), and reading them back as float32."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from numba import carray
 from torch import Tensor
 
+from lmkit.kernels import ops
 from lmkit.kernels.cpu import threads, tiles
 from lmkit.kernels.cpu.intrinsics import (
     float_to_bfloat,
@@ -24,8 +25,9 @@ from lmkit.kernels.cpu.intrinsics import (
 from lmkit.kernels.cpu.jit import Task, inline
 from lmkit.kernels.cpu.panels import as_type
 from lmkit.kernels.ops import KVTensor
+from lmkit.kernels.reference.elementwise import accepts_rope
 from lmkit.kernels.reference.kv import accepts_heads
-from lmkit.kernels.registry import Implementation
+from lmkit.kernels.registry import implements
 
 FLOAT32, BFLOAT16, FLOAT16, INT8, INT4 = range(5)
 KINDS = {"float32": FLOAT32, "bfloat16": BFLOAT16, "float16": FLOAT16, "int8": INT8, "int4": INT4}
@@ -100,10 +102,27 @@ def _store(source: int, dim: int, kind: int, data: int, params: int, where: int,
         _store_codes(x, dim, kind, data, params, where, scratch)
 
 
+@inline
+def _rotate(head: int, half: int, cos: int, sin: int) -> None:
+    """The first 2 * half elements of a head, by angles float32 [half]."""
+    c, s = carray(pointer(cos), half, np.float32), carray(pointer(sin), half, np.float32)
+    first, second = carray(pointer(head), half, np.float32), carray(pointer(head + 4 * half), half, np.float32)
+    for i in range(half):
+        a, b = first[i], second[i]
+        first[i] = a * c[i] - b * s[i]
+        second[i] = b * c[i] + a * s[i]
+
+
 def _append(args: int, scratch: int, index: int) -> None:
-    """Token `index`: its keys and its values, every head."""
-    (slots, heads, dim, block_size, k, k_stride, k_kind, k_data, k_params, v, v_stride, v_kind, v_data,
-     v_params) = unpack(args, 14)  # fmt: skip
+    """Token `index`: rotate all heads of q and k, if there are angles; store its keys and its values."""
+    (q, q_stride, q_heads, cos, sin, half, slots, heads, dim, block_size, k, k_stride, k_kind, k_data, k_params,
+     v, v_stride, v_kind, v_data, v_params) = unpack(args, 20)  # fmt: skip
+    c, s = cos + 4 * index * half, sin + 4 * index * half
+    if half:
+        for h in range(q_heads):
+            _rotate(q + index * q_stride + 4 * h * dim, half, c, s)
+        for h in range(heads):
+            _rotate(k + index * k_stride + 4 * h * dim, half, c, s)
     slot = np.int64(carray(pointer(slots + 4 * index), 1, np.int32)[0])
     if slot < 0:
         return
@@ -120,21 +139,38 @@ def _append(args: int, scratch: int, index: int) -> None:
 APPEND = Task(_append)
 
 
+@implements(ops.kv_append, "cpu", device="cpu", accepts=accepts_heads, priority=20)
 def kv_append(k: Tensor, v: Tensor, k_cache: KVTensor, v_cache: KVTensor, slots: Tensor) -> None:
-    k, v, slots = rows_of(k), rows_of(v), slots.contiguous()
+    _run(rows_of(k), rows_of(v), k_cache, v_cache, slots, (0, 0, 0, 0, 0, 0), 0)
+
+
+@implements(ops.rope_append, "cpu", device="cpu", accepts=accepts_rope, priority=20)
+def rope_append(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: KVTensor, v_cache: KVTensor, slots: Tensor
+) -> None:
+    wide_q, wide_k, cos, sin = rows_of(q), rows_of(k), cos.contiguous(), sin.contiguous()
+    angles = (cos.data_ptr(), sin.data_ptr(), cos.shape[1])
+    queries = (wide_q.data_ptr(), 4 * wide_q.stride(0), q.shape[1], *angles)
+    _run(wide_k, rows_of(v), k_cache, v_cache, slots, queries, q.numel())
+    for x, wide in ((q, wide_q), (k, wide_k)):
+        if wide is not x:  # widened or copied: the op works in place
+            x.copy_(wide)
+
+
+def _run(
+    k: Tensor, v: Tensor, k_cache: KVTensor, v_cache: KVTensor, slots: Tensor, queries: tuple[int, ...], values: int
+) -> None:
+    slots = slots.contiguous()
     num_tokens, heads, dim = k.shape
     assert slots.dtype == torch.int32
     threads.run(
         APPEND,
         num_tokens,
-        (slots.data_ptr(), heads, dim, k_cache.block_size,
+        (*queries, slots.data_ptr(), heads, dim, k_cache.block_size,
          k.data_ptr(), 4 * k.stride(0), *storage(k_cache), v.data_ptr(), 4 * v.stride(0), *storage(v_cache)),
-        parallel=num_tokens * heads * dim > SERIAL_VALUES,
+        parallel=values // 4 + k.numel() > SERIAL_VALUES,
         scratch=dim,
     )  # fmt: skip
-
-
-APPEND_IMPLEMENTATION = Implementation("cpu", "cpu", kv_append, accepts_heads, priority=20)
 
 
 READERS = tuple(tiles.read_tile(kind).name for kind in KINDS)

@@ -7,7 +7,7 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from lmkit.kernels.cpu.intrinsics import pointer
+from lmkit.kernels.cpu.intrinsics import exp, pointer
 from lmkit.kernels.cpu.jit import inline
 
 ROW_BLOCK = 96  # rows that share a panel made ready in the cache
@@ -16,10 +16,21 @@ TASK_BYTES = 64 << 10  # of stored weights in one task: some ten microseconds fr
 SERIAL_PRODUCTS = 1 << 20  # multiply-adds; waking another thread for fewer costs more than it saves
 
 
-def to_panels(rows: Tensor, width: int) -> Tensor:
-    """[N, K] -> [N / width, K, width], N filled up with zeros."""
-    filled: Tensor = torch.nn.functional.pad(rows, (0, 0, 0, -rows.shape[0] % width))
+def to_panels(rows: Tensor, width: int, gated: bool) -> Tensor:
+    """[N, K] -> [panels, K, width], N filled up with zeros; gated: see `interleave`."""
+    if gated:
+        filled = interleave(rows, width)
+    else:
+        filled = torch.nn.functional.pad(rows, (0, 0, 0, -rows.shape[0] % width))
     return filled.view(-1, width, rows.shape[1]).transpose(1, 2).contiguous()
+
+
+def interleave(rows: Tensor, width: int) -> Tensor:
+    """[gate | up, K] -> `width` rows of gate, `width` of up, and so on, each half filled up with zeros: a panel of
+    gates lies before the panel of the values that they multiply.
+    """
+    gate, up = (torch.nn.functional.pad(half, (0, 0, 0, -half.shape[0] % width)) for half in rows.chunk(2))
+    return torch.stack([gate.view(-1, width, rows.shape[1]), up.view(-1, width, rows.shape[1])], 1).flatten(0, 2)
 
 
 def as_float(x: Tensor) -> Tensor:
@@ -37,6 +48,13 @@ def address(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 
 
+def panels_per_task(panel_bytes: int, panels: int, gated: bool) -> int:
+    """As many as TASK_BYTES hold; gates stay with what they multiply."""
+    if gated:
+        return 2 * panels_per_task(2 * panel_bytes, panels // 2, False)
+    return max(1, min(TASK_BYTES // panel_bytes, panels))
+
+
 @inline
 def store_sums(sums: int, width: int, rows: int, start: int, features: int, bias: int, out: int) -> None:
     """Copy sums float32 [rows, width] to columns start .. of out [rows, features], plus the bias if there is one."""
@@ -51,3 +69,22 @@ def store_sums(sums: int, width: int, rows: int, start: int, features: int, bias
         else:
             for i in range(count):
                 y[i] = x[i]
+
+
+@inline
+def store_gated(gates: int, values: int, width: int, rows: int, start: int, features: int, bias: int,
+                out: int) -> None:  # fmt: skip
+    """silu(gate) * value of two panels' sums, float32 [rows, width], to columns start .. of out [rows, features]."""
+    count = min(width, features - start)
+    for r in range(rows):
+        gate = carray(pointer(gates + 4 * r * width), count, np.float32)
+        value = carray(pointer(values + 4 * r * width), count, np.float32)
+        if bias:
+            of_gate = carray(pointer(bias + 4 * start), count, np.float32)
+            of_value = carray(pointer(bias + 4 * (features + start)), count, np.float32)
+            for i in range(count):
+                gate[i] += of_gate[i]
+                value[i] += of_value[i]
+        y = carray(pointer(out + 4 * (r * features + start)), count, np.float32)
+        for i in range(count):
+            y[i] = gate[i] / (np.float32(1) + exp(-gate[i])) * value[i]

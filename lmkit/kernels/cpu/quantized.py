@@ -22,8 +22,9 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from lmkit.kernels.cpu import threads, tiles
+from lmkit.kernels.cpu import threads, tiles, workspace
 from lmkit.kernels.cpu.dots import BLOCK, dot_for
+from lmkit.kernels.cpu.elementwise import SERIAL_VALUES, norm_arguments, norm_row
 from lmkit.kernels.cpu.intrinsics import pointer, tile, unpack
 from lmkit.kernels.cpu.isa import Isa
 from lmkit.kernels.cpu.jit import Task, inline
@@ -31,12 +32,15 @@ from lmkit.kernels.cpu.panels import (
     CHUNK_BYTES,
     ROW_BLOCK,
     SERIAL_PRODUCTS,
-    TASK_BYTES,
     address,
     as_float,
     as_type,
+    panels_per_task,
+    store_gated,
     store_sums,
+    to_panels,
 )
+from lmkit.kernels.ops import Norm
 from lmkit.kernels.registry import Implementation
 from lmkit.qtensor import QTensor
 
@@ -54,6 +58,7 @@ class PackedWeight:
     in_features: int
     group_size: int  # of the panels, a multiple of 32
     whole_row: bool  # one activation scale a row
+    gated: bool  # panels of gates and of what they multiply take turns; out_features counts both
 
 
 def accepts(code_bits: int, /, *, group_size: int, bits: int | None = None, **traits: Any) -> str | None:
@@ -66,54 +71,47 @@ def accepts(code_bits: int, /, *, group_size: int, bits: int | None = None, **tr
     return None
 
 
-def pack(isa: Isa, weight: QTensor) -> PackedWeight:
+def pack(isa: Isa, weight: QTensor, gated: bool = False) -> PackedWeight:
     """Rearrange codes, scales and zeros into panels of `isa.int_tile` outputs."""
     out_features, in_features = weight.codes.shape
     whole_row = weight.scheme.group_size == -1
     group = min(SEGMENT, -(-in_features // BLOCK) * BLOCK) if whole_row else weight.scheme.group_size
     groups = -(-in_features // group)
-    panels = -(-out_features // isa.int_tile)
-    rows = panels * isa.int_tile - out_features
-    codes = torch.nn.functional.pad(weight.codes, (0, groups * group - in_features, 0, rows))
-    codes = codes.view(panels, isa.int_tile, -1, 4).transpose(1, 2)  # [panels, K/4, tile, 4]
+    width = isa.int_tile
+
+    padded = torch.nn.functional.pad(weight.codes, (0, groups * group - in_features))
+    codes = to_panels(padded.view(torch.int32), width, gated).view(torch.uint8)  # [panels, K/4, width * 4]
     if weight.scheme.bits == 4:
         codes = codes[:, 0::2] | codes[:, 1::2] << 4
-
-    def panel(values: Tensor) -> Tensor:
-        values = torch.nn.functional.pad(values.expand(-1, groups), (0, 0, 0, rows))
-        return values.view(panels, isa.int_tile, groups).transpose(1, 2).contiguous()
-
-    return PackedWeight(
-        codes.contiguous(), panel(weight.scales), panel(weight.zeros), out_features, in_features, group, whole_row
-    )
+    scales, zeros = (to_panels(x.expand(-1, groups), width, gated) for x in (weight.scales, weight.zeros))
+    return PackedWeight(codes, scales, zeros, out_features, in_features, group, whole_row, gated)
 
 
 @functools.cache
 def quantize_task(wide: bool) -> Task:
-    """The task of one row of activations: integers, and each group's scale and scaled sum."""
+    """The task of one row of activations: the norm, if any; integers, and each group's scale and scaled sum."""
     find_peak, round_to_codes = tiles.peak_tile().name, tiles.codes_tile(wide=wide).name
     code_bytes, lanes = 2 if wide else 1, tiles.ACTIVATION_LANES
 
     def quantize(args: int, scratch: int, index: int) -> None:
-        x, stride, codes, row_bytes, scales, sums, num, groups, group, whole_row = unpack(args, 10)
-        row, tail = x + index * stride, (groups - 1) * group
-        scale = carray(pointer(scales + 4 * index * groups), groups, np.float32)
-        scaled_sum = carray(pointer(sums + 4 * index * groups), groups, np.float32)
+        (x, stride, norm_weight, residual, eps, codes, row_bytes, scales, sums, num, groups, group,
+         whole_row) = unpack(args, 13)  # fmt: skip
         numbers = carray(pointer(scratch), 2, np.int32)  # a peak's bits, a sum
         step = carray(pointer(scratch), 1, np.float32)
-        last = carray(pointer(scratch + 8), group, np.float32)  # the last group, filled up with zeros
-        last[:] = 0
-        last[: num - tail] = carray(pointer(row + 4 * tail), num - tail, np.float32)
-        if whole_row:
-            numbers[0] = 0
-            tile(find_peak, 1, (row, tail // lanes, scratch))
-            tile(find_peak, 1, (scratch + 8, group // lanes, scratch))
-        row_step = step[0] / np.float32(127)
+        row, padded = scratch + 64, groups * group
+        if norm_weight:
+            norm_row(x + index * stride, residual + 4 * index * num if residual else 0, norm_weight, row, num, eps)
+        else:
+            carray(pointer(row), num, np.float32)[:] = carray(pointer(x + index * stride), num, np.float32)
+        carray(pointer(row + 4 * num), padded - num, np.float32)[:] = 0
+        scale = carray(pointer(scales + 4 * index * groups), groups, np.float32)
+        scaled_sum = carray(pointer(sums + 4 * index * groups), groups, np.float32)
+        row_step = np.float32(0)
         for g in range(groups):
-            source = row + 4 * g * group if g < groups - 1 else scratch + 8
-            if not whole_row:
+            source = row + 4 * g * group
+            if g == 0 or not whole_row:
                 numbers[0] = 0
-                tile(find_peak, 1, (source, group // lanes, scratch))
+                tile(find_peak, 1, (source, (padded if whole_row else group) // lanes, scratch))
                 row_step = step[0] / np.float32(127)
             step[0] = row_step if row_step > 0 else np.float32(1)
             numbers[1] = 0
@@ -145,9 +143,8 @@ def product_task(isa: Isa, bits: int, half_scales: bool) -> Task:
     scale_bytes, input_bytes = 2 if half_scales else 4, dot_for(isa, bits).input_bytes
 
     def product(args: int, scratch: int, index: int) -> None:
-        (x, ldx, sx, sumx, w, scales, zeros, bias, out, rows, features, groups, blocks, per_task, row_block, chunk,
-         spread) = unpack(args, 17)  # fmt: skip
-        panels = (features + width - 1) // width
+        (x, ldx, sx, sumx, w, scales, zeros, bias, out, rows, features, groups, blocks, panels, gated, per_task,
+         row_block, chunk, spread) = unpack(args, 19)  # fmt: skip
         tasks = (panels + per_task - 1) // per_task
         first, row = index % tasks * per_task, index // tasks * row_block
         num_panels, num_rows = min(per_task, panels - first), min(row_block, rows - row)
@@ -170,31 +167,39 @@ def product_task(isa: Isa, bits: int, half_scales: bool) -> Task:
                     panel = unpacked if spread else source
                     given = (activations, ldx, panel, step, total, 4 * groups, scale, zero, sums, count, blocks)
                     r += tile(of_bytes, left, given) if spread else tile(of_packed, left, given)
-        for p in range(num_panels):
-            store_sums(scratch + p * sums_bytes, width, num_rows, (first + p) * width, features, bias,
-                       out + 4 * row * features)  # fmt: skip
+        out_rows = out + 4 * row * features
+        if gated:
+            for p in range(0, num_panels, 2):
+                gates, start = scratch + p * sums_bytes, (first + p) // 2 * width
+                store_gated(gates, gates + sums_bytes, width, num_rows, start, features, bias, out_rows)
+        else:
+            for p in range(num_panels):
+                store_sums(scratch + p * sums_bytes, width, num_rows, (first + p) * width, features, bias, out_rows)
 
     return Task(product)
 
 
-def linear(isa: Isa, bits: int, x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
+def linear(
+    isa: Isa, bits: int, x: Tensor, packed: PackedWeight, bias: Tensor | None, norm: Norm | None = None
+) -> Tensor:
     """x [T, K] -> [T, N]."""
     dtype, x = x.dtype, as_float(x)
     rows, group = x.shape[0], packed.group_size
     groups = packed.scales.shape[1]
     padded, code_bytes = groups * group, dot_for(isa, bits).input_bytes
     row_bytes, scales_bytes = padded * code_bytes, 4 * rows * groups
-    quantized = torch.empty(rows * row_bytes + 2 * scales_bytes, dtype=torch.uint8)  # codes, scales, scaled sums
+    quantized = workspace.empty(rows * row_bytes + 2 * scales_bytes, dtype=torch.uint8)  # codes, scales, scaled sums
     codes = quantized.data_ptr()
     activations = (codes, row_bytes, codes + rows * row_bytes, codes + rows * row_bytes + scales_bytes)
+    _, *normed = (None, 0, 0, 0) if norm is None else norm_arguments(norm, x)
     threads.run(
         quantize_task(code_bytes == 2),
         rows,
-        (x.data_ptr(), 4 * x.stride(0), *activations, packed.in_features, groups, group, packed.whole_row),
-        parallel=rows * padded > SERIAL_PRODUCTS,
-        scratch=8 + 4 * group,
+        (x.data_ptr(), 4 * x.stride(0), *normed, *activations, packed.in_features, groups, group, packed.whole_row),
+        parallel=rows * padded > SERIAL_VALUES,
+        scratch=64 + 4 * padded,
     )
-    out = torch.empty(rows, packed.out_features, dtype=torch.float32)
+    out = workspace.empty(rows, packed.out_features // 2 if packed.gated else packed.out_features)
     _multiply(isa, bits, activations, packed, None if bias is None else bias.float(), out)
     return as_type(out, dtype)
 
@@ -204,18 +209,18 @@ def _multiply(
 ) -> None:
     """`activations`: the address of the codes, bytes between their rows, addresses of scales and of scaled sums."""
     (rows, features), width = out.shape, isa.int_tile
-    groups, group = packed.scales.shape[1], packed.group_size
+    (panels, groups), group = packed.scales.shape[:2], packed.group_size
     spread = bits == 4 and rows > 2 * isa.packed_rows[0]
     row_block = max(1, min(rows, ROW_BLOCK))
     chunk = min(groups, max(1, CHUNK_BYTES // (width * group))) if rows > isa.packed_rows[0] else groups
-    per_task = max(1, min(TASK_BYTES // (width * groups * group * bits // 8), -(-features // width)))
-    tasks = -(-features // (width * per_task)) * -(-rows // row_block)
+    per_task = panels_per_task(width * groups * group * bits // 8, panels, packed.gated)
     threads.run(
         product_task(isa, bits, packed.scales.dtype == torch.float16),
-        tasks,
+        -(-panels // per_task) * -(-rows // row_block),
         (*activations, packed.codes.data_ptr(), packed.scales.data_ptr(), packed.zeros.data_ptr(), address(bias),
-         out.data_ptr(), rows, features, groups, group // BLOCK, per_task, row_block, chunk, spread),
-        parallel=rows * features * groups * group > SERIAL_PRODUCTS,
+         out.data_ptr(), rows, features, groups, group // BLOCK, panels, packed.gated, per_task, row_block, chunk,
+         spread),
+        parallel=rows * panels * width * groups * group > SERIAL_PRODUCTS,
         scratch=4 * per_task * row_block * width + width * chunk * group,
     )  # fmt: skip
 

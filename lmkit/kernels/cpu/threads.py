@@ -1,11 +1,24 @@
-"""Running tasks on all cores. One OpenMP pool serves torch and the kernels: two would spin against each other."""
+"""Running tasks on all cores. One OpenMP pool serves torch and the kernels: two would spin against each other.
+
+A *job* is a task and how often it is run; a *program* is jobs in order. Every thread walks through the program: it
+takes indices of a job until none is left, waits until all that were taken are done, and goes on to the next. Nobody
+waits for a thread that took nothing, so a core that is busy elsewhere delays a program once, at its end, not at every
+job.
+
+    program   int64: scratch bytes | job | job | ... | 0
+    job       int64: task, next index, indices done, count, chunk (what a thread takes at a time), n | n arguments
+
+A late thread may still look at a job that is long done: nothing of a job but its two counters ever changes.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +29,13 @@ import torch
 from lmkit.config import default_num_threads
 from lmkit.errors import ConfigError
 from lmkit.kernels.cpu import jit
-from lmkit.kernels.cpu.intrinsics import call, call_worker, take, unpack
+from lmkit.kernels.cpu.intrinsics import add, call, call_worker, unpack, wait_for
 from lmkit.log import get_logger
 
 log = get_logger(__name__)
-_HEADER = 4  # int64 numbers before a job's own: task, next index, count, scratch bytes
+_HEADER = 6  # int64 numbers of a job before its arguments
 _ALIGN = 64
-Launcher = Callable[[int, int], None]  # (address of a job, threads)
+Launcher = Callable[[int, int], None]  # (address of a program, threads)
 
 
 class _Pool:
@@ -38,12 +51,41 @@ class _Pool:
             if hasattr(library, "GOMP_parallel"):
                 start = library.GOMP_parallel
                 start.argtypes, start.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint), None
-                return lambda job, threads: start(worker.address, job, threads, 0)
+                return lambda program, threads: start(worker.address, program, threads, 0)
         log.info("torch's OpenMP runtime cannot be shared: the kernels use numba's thread pool")
         return _numba_launcher(worker.address)
 
 
 _POOL = _Pool()
+_RECORDING: ContextVar[Program | None] = ContextVar("recording", default=None)
+
+
+class Program:
+    """Jobs recorded once and launched many times. Whoever launches it keeps the memory at its addresses alive."""
+
+    def __init__(self) -> None:
+        self._jobs = array("q")
+        self._counters: list[int] = []
+        self._scratch = 0
+        self._parallel = False
+
+    def add(self, job: tuple[int, ...], args: tuple[int, ...], *, parallel: bool, scratch: int) -> None:
+        self._counters += (len(self._jobs) + 2, len(self._jobs) + 3)  # behind the program's own number
+        self._jobs.extend(job + args)
+        self._scratch = max(self._scratch, scratch)
+        self._parallel |= parallel
+
+    @functools.cached_property
+    def _ready(self) -> tuple[np.ndarray, np.ndarray, int]:
+        """(the program, the places of its counters, its address)."""
+        numbers = np.array([self._scratch, *self._jobs, 0], np.int64)
+        return numbers, np.array(self._counters, np.int64), numbers.ctypes.data
+
+    def launch(self) -> None:
+        """Run it, from the calling thread and the others of the pool."""
+        numbers, counters, address = self._ready
+        numbers[counters] = 0
+        _POOL.launch(address, num_threads() if self._parallel else 1)
 
 
 def configure(num_threads: int) -> None:
@@ -63,25 +105,55 @@ def num_threads() -> int:
     return _POOL.num_threads
 
 
+@contextmanager
+def recording() -> Iterator[Program]:
+    """Inside, `run` computes nothing: the program takes its jobs."""
+    program = Program()
+    token = _RECORDING.set(program)
+    try:
+        yield program
+    finally:
+        _RECORDING.reset(token)
+
+
 def run(task: jit.Task, count: int, args: tuple[int, ...], *, parallel: bool = True, scratch: int = 0) -> None:
     """Run `task` for every index below `count`, each thread with `scratch` bytes to itself.
 
     Threads take the next index when they are done with one, so a busy core delays no other. `parallel` False keeps
-    small work on this thread: waking the others costs a few microseconds.
+    small work on one thread: sharing it costs more.
     """
-    if count:
-        job = array("q", (task.address, 0, count, scratch, *args))
-        _POOL.launch(job.buffer_info()[0], min(num_threads(), count) if parallel else 1)
+    if not count:
+        return
+    job = (task.address, 0, 0, count, 1 if parallel else count, len(args))
+    program = _RECORDING.get()
+    if program is not None:
+        program.add(job, args, parallel=parallel, scratch=scratch)
+        return
+    alone = array("q", (scratch, *job, *args, 0))
+    _POOL.launch(alone.buffer_info()[0], min(num_threads(), count) if parallel else 1)
 
 
-def _work(job: int) -> None:
-    task, _, count, scratch_bytes = unpack(job, _HEADER)
+def _work(program: int) -> None:
+    (scratch_bytes,) = unpack(program, 1)
     scratch = np.empty(scratch_bytes + _ALIGN, np.uint8)
     aligned = (scratch.ctypes.data + _ALIGN - 1) & ~(_ALIGN - 1)
-    index = take(job + 8)
-    while index < count:
-        call(task, job + 8 * _HEADER, aligned, index)
-        index = take(job + 8)
+    job = program + 8
+    task, _, _, count, chunk, length = unpack(job, _HEADER)
+    while task:
+        done = 0
+        index = add(job + 8, chunk)
+        while index < count:
+            end = min(index + chunk, count)
+            done += end - index
+            while index < end:
+                call(task, job + 8 * _HEADER, aligned, index)
+                index += 1
+            index = add(job + 8, chunk)
+        if done:
+            add(job + 16, done)
+        wait_for(job + 16, count)
+        job += 8 * (_HEADER + length)
+        task, _, _, count, chunk, length = unpack(job, _HEADER)
 
 
 def _openmp_libraries() -> list[ctypes.CDLL]:
@@ -92,14 +164,14 @@ def _openmp_libraries() -> list[ctypes.CDLL]:
 
 def _numba_launcher(worker: int) -> Launcher:
     @numba.njit("void(int64, int64, int64)", parallel=True, nogil=True)
-    def launch(function: int, job: int, threads: int) -> None:
+    def launch(function: int, program: int, threads: int) -> None:
         for _ in numba.prange(threads):
-            call_worker(function, job)
+            call_worker(function, program)
 
-    def start(job: int, threads: int) -> None:
-        launch(worker, job, threads)
+    def start(program: int, threads: int) -> None:
+        launch(worker, program, threads)
 
     return start
 
 
-__all__: list[Any] = ["configure", "num_threads", "run"]
+__all__: list[Any] = ["Program", "configure", "num_threads", "recording", "run"]

@@ -8,33 +8,47 @@ import torch
 from torch import Tensor
 
 from lmkit.kernels import ops
+from lmkit.kernels.ops import KVTensor, Norm
+from lmkit.kernels.reference.kv import accepts_heads, kv_append
 from lmkit.kernels.registry import implements
 
 
 @implements(ops.rms_norm, "reference", device="any")
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, norm: Norm) -> Tensor:
+    if norm.residual is not None:
+        x = norm.residual.add_(x)
     wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps) * norm.weight.float()).to(x.dtype)
 
 
-@implements(ops.add_rms_norm, "reference", device="any")
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    total = x + residual
-    return rms_norm(total, weight, eps), total
+@implements(ops.embedding, "reference", device="any")
+def embedding(table: Tensor, rows: Tensor) -> Tensor:
+    return table[rows].float()
+
+
+@implements(ops.rope_angles, "reference", device="any")
+def rope_angles(positions: Tensor, inv_freq: Tensor, magnitude: float) -> tuple[Tensor, Tensor]:
+    angles = positions[:, None].float() * inv_freq
+    return angles.cos() * magnitude, angles.sin() * magnitude
 
 
 def accepts_rope(*, rotary_dim: int, head_dim: int, **traits: Any) -> str | None:
-    return None if rotary_dim % 2 == 0 and rotary_dim <= head_dim else f"rotary_dim {rotary_dim} of {head_dim}"
+    if rotary_dim % 2 or rotary_dim > head_dim:
+        return f"rotary_dim {rotary_dim} of {head_dim}"
+    return accepts_heads(head_dim=head_dim, **traits)
 
 
-@implements(ops.rope, "reference", device="any", accepts=accepts_rope)
-def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+@implements(ops.rope_append, "reference", device="any", accepts=accepts_rope)
+def rope_append(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: KVTensor, v_cache: KVTensor, slots: Tensor
+) -> None:
     half = cos.shape[-1]
     cos, sin = cos[:, None, :], sin[:, None, :]
     for x in (q, k):
         first, second = x[..., :half].float(), x[..., half : 2 * half].float()
         rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)  # before x changes
         x[..., : 2 * half] = rotated.to(x.dtype)
+    kv_append(k, v, k_cache, v_cache, slots)
 
 
 @implements(ops.silu_mul, "reference", device="any")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lmkit.kernels import ops
+from lmkit.kernels.ops import Norm
+from lmkit.kernels.reference.elementwise import rms_norm, silu_mul
 from lmkit.kernels.registry import implements
 from lmkit.qtensor import QTensor, dequantize
 
@@ -23,8 +26,25 @@ def accepts_bits(bits: int) -> Any:
     return accepts
 
 
-def _keep(weight: Any) -> Any:
-    return weight
+class Kept(NamedTuple):
+    """A weight as it was given."""
+
+    weight: Any
+    gated: bool
+
+
+def keep(weight: Any, gated: bool = False) -> Kept:
+    return Kept(weight, gated)
+
+
+def _linear(product: Callable[[Tensor, Any, Tensor | None], Tensor]) -> Callable[..., Tensor]:
+    """A product with what may stand before and behind it."""
+
+    def linear(x: Tensor, packed: Kept, bias: Tensor | None, norm: Norm | None = None) -> Tensor:
+        y = product(x if norm is None else rms_norm(x, norm), packed.weight, bias)
+        return silu_mul(y) if packed.gated else y
+
+    return linear
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -32,31 +52,20 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return (y if bias is None else y + bias.float()).to(x.dtype)
 
 
-@implements(ops.linear_dense, "reference", device="any", pack=_keep)
-def linear_dense(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    return _product(x, packed, bias)
-
-
-def _accepts_torch(*, dtype: torch.dtype, **traits: Any) -> str | None:
-    return None if dtype in TORCH_DTYPES else f"weights of {dtype}"
-
-
-@implements(ops.linear_dense, "torch", device="any", accepts=_accepts_torch, pack=_keep, priority=10)
-def linear_torch(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+def _torch_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """torch's library; narrower weights than x are widened a panel at a time, so that x is never rounded to them."""
     bias = None if bias is None else bias.to(x.dtype)
-    if packed.dtype == x.dtype:
-        return torch.nn.functional.linear(x, packed, bias)
-    y = x.new_empty(x.shape[0], packed.shape[0])
-    for i in range(0, packed.shape[0], PANEL_ROWS):
+    if weight.dtype == x.dtype:
+        return torch.nn.functional.linear(x, weight, bias)
+    y = x.new_empty(x.shape[0], weight.shape[0])
+    for i in range(0, weight.shape[0], PANEL_ROWS):
         rows = slice(i, i + PANEL_ROWS)
-        y[:, rows] = torch.nn.functional.linear(x, packed[rows].to(x.dtype), None if bias is None else bias[rows])
+        y[:, rows] = torch.nn.functional.linear(x, weight[rows].to(x.dtype), None if bias is None else bias[rows])
     return y
 
 
-@implements(ops.linear_w4a16, "reference", device="any", accepts=accepts_bits(4), pack=_keep)
-def linear_w4a16(x: Tensor, packed: QTensor, bias: Tensor | None) -> Tensor:
-    return _product(x, dequantize(packed), bias)
+def _dequantized_product(x: Tensor, weight: QTensor, bias: Tensor | None) -> Tensor:
+    return _product(x, dequantize(weight), bias)
 
 
 def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -65,24 +74,30 @@ def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(scale > 0, x.float() / scale, 0).round(), scale
 
 
-def _linear_a8(x: Tensor, packed: QTensor, bias: Tensor | None) -> Tensor:
+def _int8_product(x: Tensor, weight: QTensor, bias: Tensor | None) -> Tensor:
     """Group by group; integer sums are exact in float64."""
     in_features = x.shape[1]
-    group = in_features if packed.scheme.group_size == -1 else packed.scheme.group_size
-    y = x.new_zeros(x.shape[0], packed.codes.shape[0], dtype=torch.float32)
+    group = in_features if weight.scheme.group_size == -1 else weight.scheme.group_size
+    y = x.new_zeros(x.shape[0], weight.codes.shape[0], dtype=torch.float32)
     for g, start in enumerate(range(0, in_features, group)):
         xq, scale = quantize_activations(x[:, start : start + group])
-        codes = packed.codes[:, start : start + group].double()
-        dot = xq.double() @ codes.t() - xq.double().sum(-1, keepdim=True) * packed.zeros[:, g].double()
-        y += dot.float() * scale * packed.scales[:, g].float()
+        codes = weight.codes[:, start : start + group].double()
+        dot = xq.double() @ codes.t() - xq.double().sum(-1, keepdim=True) * weight.zeros[:, g].double()
+        y += dot.float() * scale * weight.scales[:, g].float()
     return (y if bias is None else y + bias.float()).to(x.dtype)
 
 
-@implements(ops.linear_w4a8, "reference", device="any", accepts=accepts_bits(4), pack=_keep)
-def linear_w4a8(x: Tensor, packed: QTensor, bias: Tensor | None) -> Tensor:
-    return _linear_a8(x, packed, bias)
+def _accepts_torch(*, dtype: torch.dtype, **traits: Any) -> str | None:
+    return None if dtype in TORCH_DTYPES else f"weights of {dtype}"
 
 
-@implements(ops.linear_w8a8, "reference", device="any", accepts=accepts_bits(8), pack=_keep)
-def linear_w8a8(x: Tensor, packed: QTensor, bias: Tensor | None) -> Tensor:
-    return _linear_a8(x, packed, bias)
+implements(ops.linear_dense, "reference", device="any", pack=keep)(_linear(_product))
+implements(ops.linear_dense, "torch", device="any", accepts=_accepts_torch, pack=keep, priority=10)(
+    _linear(_torch_product)
+)
+for _op, _bits, _multiply in (
+    (ops.linear_w4a16, 4, _dequantized_product),
+    (ops.linear_w4a8, 4, _int8_product),
+    (ops.linear_w8a8, 8, _int8_product),
+):
+    implements(_op, "reference", device="any", accepts=accepts_bits(_bits), pack=keep)(_linear(_multiply))
