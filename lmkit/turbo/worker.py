@@ -28,6 +28,7 @@ import zmq
 from lmkit import log
 from lmkit.config import EngineConfig
 from lmkit.errors import LMKitError, RequestError
+from lmkit.turbo.deferred import defer_imports
 from lmkit.turbo.request import EngineInfo, EngineStats, Request, StepOutput
 
 ENGINE = "lmkit.turbo.engine:Engine"
@@ -216,6 +217,7 @@ def main(argv: list[str] | None = None) -> int:
     commands.rcvhwm = events.sndhwm = QUEUED_MESSAGES
     commands.connect(args.commands)
     events.connect(args.events)
+    defer_imports()
     gc.disable()  # what is made until the engine is ready stays: looking for garbage in it takes a tenth of the start
     try:
         engine = load_engine(args.engine)(args.model, msgspec.json.decode(args.config, type=EngineConfig))

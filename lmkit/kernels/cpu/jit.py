@@ -44,8 +44,12 @@ def compiled(signature: str, function: Callable[..., None]) -> Any:
     """`function` as a numba.cfunc."""
     with _numba_cache() as usable:
         options: dict[str, Any] = {"error_model": "numpy", "fastmath": FASTMATH}
-        with event.install_listener("numba:run_pass", _Compilation(function.__qualname__, usable)):
-            return numba.cfunc(signature, cache=usable, **options)(function)
+        compilation = _Compilation(function.__qualname__, usable)
+        with event.install_listener("numba:run_pass", compilation):
+            kernel = numba.cfunc(signature, cache=usable, **options)(function)
+        if compilation.started:
+            _Progress.seconds += time.perf_counter() - compilation.started
+        return kernel
 
 
 class _Progress:
@@ -73,9 +77,7 @@ class _Compilation(event.Listener):  # type: ignore[misc]
         log.info("compiling kernel %d: %s (%.0f s so far)", _Progress.count, self.name, _Progress.seconds)
 
     def on_end(self, event: event.Event) -> None:
-        now = time.perf_counter()
-        _Progress.seconds += now - self.started
-        self.started = now
+        pass
 
 
 @functools.lru_cache(maxsize=256)
