@@ -87,10 +87,10 @@ class ModelSource:
         }
         return DecoderLayer(self.spec, index, weights, device)
 
-    def norms(self, index: int) -> Weights:
-        """A layer's vectors by role, float32: all its weights but linears."""
+    def norms(self, index: int, dtype: torch.dtype | None = None) -> Weights:
+        """A layer's vectors by role, all its weights but linears: as `layer_weights` has them, in float32."""
         names = {role: roles.module_name(index, role) + ".weight" for role, _ in self._vectors()}
-        return {role: self._plain(name, torch.float32).clone() for role, name in names.items()}
+        return {role: self._plain(name, dtype).float().clone() for role, name in names.items()}
 
     def linear_shape(self, role: str) -> tuple[int, int]:
         """[out, in] of a linear of a layer, or of the head."""
@@ -200,7 +200,7 @@ def _load_mapped(source: ModelSource, packing: Packing, cache: PackedCache) -> D
     try:
         layers = []
         for index in range(source.spec.num_layers):
-            layer = DecoderLayer(source.spec, index, source.norms(index), packing.device)
+            layer = DecoderLayer(source.spec, index, source.norms(index, _dtype(packing)), packing.device)
             for linear in layer.linears:
                 _map_linear(source, packing, file, linear, index)
             layers.append(layer)

@@ -22,7 +22,8 @@ class _DeferredModule(ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
         self.__class__ = ModuleType  # type: ignore[assignment]
-        assert self.__spec__ is not None and isinstance(self.__spec__.loader, _DeferredLoader)
+        assert self.__spec__ is not None
+        assert isinstance(self.__spec__.loader, _DeferredLoader)
         self.__spec__.loader.real.exec_module(self)
         return getattr(self, name)
 
