@@ -40,7 +40,7 @@ def private_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest
     return folder
 
 
-@pytest.fixture()
+@pytest.fixture
 def records() -> Iterator[list[str]]:
     """Messages of the cache's log, whatever the set-up of logging is."""
     messages: list[str] = []
@@ -110,7 +110,7 @@ class Loaded(NamedTuple):
     logits: torch.Tensor
 
 
-@pytest.fixture()
+@pytest.fixture
 def loaded(tmp_path: Path) -> Loaded:
     """A checkpoint whose packed weights are on disk."""
     checkpoint = dense(tmp_path / "model")
