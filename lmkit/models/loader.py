@@ -216,7 +216,7 @@ def _load_mapped(source: ModelSource, packing: Packing, cache: PackedCache) -> D
         _map_linear(source, packing, file, lm_head, source.spec.num_layers)
         return _decoder(source, packing, layers, lm_head, file)
     except (CheckpointError, UnsupportedError, LookupError) as error:
-        log.warning("the packed weights in %s are packed anew: %s", file.path, error)
+        cache.reject(file.path, error)
         return None
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from lmkit.config import environment
 from lmkit.errors import CheckpointError
-from lmkit.formats.atomic import sync_directory, write_errors
+from lmkit.formats.atomic import sync_directory
 from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.formats.hub import DEMO_FOLDER
 from lmkit.formats.safetensors_file import SafetensorsFile
@@ -108,8 +108,21 @@ class PackedWriter:
         self.kinds: list[Kinds] = []
 
     def keep(self, name: str, tensor: Tensor) -> Tensor:
-        self._stream.add(name, tensor)
+        with _writing():
+            self._stream.add(name, tensor)
         return tensor
+
+
+class _UnwritableError(Exception):
+    """The cache cannot be written, which is no error of the checkpoint that is being read meanwhile."""
+
+
+@contextmanager
+def _writing() -> Iterator[None]:
+    try:
+        yield
+    except (CheckpointError, OSError) as error:
+        raise _UnwritableError(str(error)) from None
 
 
 class PackedCache:
@@ -123,6 +136,7 @@ class PackedCache:
         self.name = f"{self.stem}{how[:16]}.safetensors"
         self.folders = cache_folders(reader.path)
         self._num_layers = int(reader.config.get("num_hidden_layers", 0))
+        self._rejected: set[tuple[Path, int]] = set()  # path and inode of files that do not fit
 
     def open(self) -> PackedFile | None:
         """The file, if there is one and it is whole."""
@@ -132,35 +146,48 @@ class PackedCache:
                 try:
                     return PackedFile(path, self.key)
                 except CheckpointError as error:
-                    log.warning("the packed weights are packed anew: %s", error)
+                    self.reject(path, error)
         return None
 
+    def reject(self, path: Path, reason: Exception) -> None:
+        """A file that does not fit is written again."""
+        log.warning("the weights are packed anew: %s", reason)
+        with suppress(OSError):
+            self._rejected.add((path, path.stat().st_ino))
+
     def create(self, write: Callable[[PackedWriter], None], num_bytes: int) -> bool:
-        """Write the file, of about `num_bytes`, unless another process does so now; False if that is not possible."""
+        """Write the file, of about `num_bytes`, unless another process just has; False if that is not possible."""
         for folder in self.folders:
             try:
-                with _locked(folder) as waited:
-                    if not (waited and (folder / self.name).exists()):
+                with _locked(folder):
+                    if not self._is_written(folder / self.name):
                         self._write(folder, write, num_bytes)
                     return True
-            except (CheckpointError, OSError) as error:
+            except _UnwritableError as error:
                 reason = error
         log.warning("weights are packed at every start, because they cannot be cached: %s", reason)
         return False
 
+    def _is_written(self, path: Path) -> bool:
+        return path.exists() and (path, path.stat().st_ino) not in self._rejected
+
     def _write(self, folder: Path, write: Callable[[PackedWriter], None], num_bytes: int) -> None:
-        if (free := shutil.disk_usage(folder).free) < num_bytes + SPARE_BYTES:
-            raise CheckpointError(f"{folder}: {free >> 20} MiB are free, {(num_bytes + SPARE_BYTES) >> 20} MiB needed")
-        for other in folder.glob("packed-*.partial"):  # left by a process that was killed
-            other.unlink()
+        with _writing():
+            if (free := shutil.disk_usage(folder).free) < (needed := num_bytes + SPARE_BYTES):
+                raise CheckpointError(f"{folder}: {free >> 20} MiB are free, {needed >> 20} MiB needed")
+            for other in folder.glob("packed-*.partial"):  # left by a process that was killed
+                other.unlink()
         partial = folder / f"{self.name}.{os.getpid()}.partial"
         log.info("packing the weights once into %s", folder / self.name)
         try:
-            with SafetensorsStream(partial, HEADER_BYTES * (self._num_layers + 2)) as stream:
+            with _writing():
+                stream = SafetensorsStream(partial, HEADER_BYTES * (self._num_layers + 2))
+            with stream:
                 writer = PackedWriter(stream)
                 write(writer)
-                stream.finish(self._metadata(stream, writer))
-            with write_errors(folder / self.name):
+                with _writing():
+                    stream.finish(self._metadata(stream, writer))
+            with _writing():
                 partial.replace(folder / self.name)
                 sync_directory(folder)
         finally:
@@ -184,21 +211,21 @@ def cache_folders(checkpoint: Path) -> list[Path]:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[bool]:
-    """Make a folder and lock it; yields whether another process had to be waited for. Raises OSError."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if not os.access(folder, os.W_OK):
-        raise CheckpointError(f"{folder}: is not writable")
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    waited = False
+def _locked(folder: Path) -> Iterator[None]:
+    """Make a folder and lock it, when no other process has it locked."""
+    with _writing():
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise CheckpointError(f"{folder}: is not writable")
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            log.info("waiting for another process, which packs weights into %s", folder)
-            waited = True
-            fcntl.flock(fd, fcntl.LOCK_EX)
-        yield waited
+        with _writing():
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                log.info("waiting for another process, which packs weights into %s", folder)
+                fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
     finally:
         os.close(fd)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -73,3 +74,15 @@ def test_released_tensors_are_read_again_from_the_file(tmp_path: Path) -> None:
     floats[0] = 7
     file.release()
     assert torch.equal(floats, TENSORS["floats"])
+
+
+def test_a_full_disk_is_one_error() -> None:
+    with pytest.raises(CheckpointError, match="No space left"), SafetensorsStream(FullDisk("/dev/full"), 100) as stream:
+        stream.add("floats", torch.zeros(1 << 20))
+
+
+class FullDisk(type(Path())):  # type: ignore[misc]
+    """A device that takes nothing; it exists, so it is opened for writing."""
+
+    def open(self, mode: str = "r", *args: Any, **options: Any) -> Any:
+        return super().open("r+b", *args, **options)

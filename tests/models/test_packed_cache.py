@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from lmkit.errors import ConfigError
+from lmkit.errors import CheckpointError, ConfigError
 from lmkit.formats.base import get_format
 from lmkit.formats.checkpoint import CheckpointReader, CheckpointWriter
 from lmkit.formats.jsonfile import read_json
@@ -302,6 +302,16 @@ def test_a_start_waits_for_the_one_that_packs(loaded: Loaded, records: list[str]
         os.close(fd)
         assert torch.equal(logits(future.result()), loaded.logits)
     assert loaded.file.stat().st_ino == inode
+
+
+def test_a_checkpoint_that_cannot_be_packed_is_that_error_alone(tmp_path: Path, records: list[str]) -> None:
+    checkpoint = dense(tmp_path)
+    config = checkpoint / "config.json"
+    config.write_text(config.read_text().replace('"intermediate_size": 88', '"intermediate_size": 80'))
+    with pytest.raises(CheckpointError, match="gate_proj is"):
+        load_model(checkpoint, packed_cache=True)
+    assert not [line for line in records if line.startswith("WARNING")]
+    assert not files(checkpoint)
 
 
 def test_what_a_killed_writer_left_is_removed(tmp_path: Path) -> None:
