@@ -1,6 +1,6 @@
 """Start-up of `lmkit serve`: time from the start of the process to the first token, and the memory it takes.
 
-    python -m benchmarks.startup MODEL [--runs 3]
+    python -m benchmarks.startup MODEL [--runs 3] [options of serve]
 
 Three kinds of start: "first" has no packed weights on disk (they are packed and written), "warm" maps them, "uncached"
 runs with --no-packed-cache. Compiled kernels are on disk in all three: run it once before, or with LMKIT_CACHE_DIR set
@@ -75,14 +75,13 @@ def main() -> None:
     parser.add_argument("model", help='A checkpoint folder, or "demo".')
     parser.add_argument("--runs", type=int, default=3, help="Starts of each kind but the first.")
     parser.add_argument("--json", action="store_true", help="Print JSON.")
-    parser.add_argument("options", nargs="*", help="Options of serve, after --.")
-    args = parser.parse_args()
+    args, serve_options = parser.parse_known_args()
     model = resolve_model_path(args.model)
     for folder in cache_folders(model):
         shutil.rmtree(folder, ignore_errors=True)
-    starts = {"first": [measure(model, *args.options)]}
-    starts["warm"] = [measure(model, *args.options) for _ in range(args.runs)]
-    starts["uncached"] = [measure(model, "--no-packed-cache", *args.options) for _ in range(args.runs)]
+    starts = {"first": [measure(model, *serve_options)]}
+    starts["warm"] = [measure(model, *serve_options) for _ in range(args.runs)]
+    starts["uncached"] = [measure(model, "--no-packed-cache", *serve_options) for _ in range(args.runs)]
     packed = sum(file.stat().st_size for folder in cache_folders(model) for file in folder.glob("packed-*.safetensors"))
     if args.json:
         print(json.dumps({kind: [vars(start) for start in runs] for kind, runs in starts.items()}))
