@@ -17,6 +17,7 @@ T = TypeVar("T")
 Device = Literal["auto", "cpu", "cuda"]
 WeightDtype = Literal["auto", "float32", "bfloat16", "float16"]
 KVDtype = Literal["auto", "float32", "bfloat16", "int8", "int4"]
+HeadStorage = Literal["auto", "int8"]
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
 
 
@@ -31,6 +32,8 @@ class EngineConfig(StrictStruct, frozen=True):
     dtype: WeightDtype = "auto"  # of dense weights; auto = the checkpoint's
     kv_dtype: KVDtype = "auto"  # auto = the checkpoint's kv_config.json, else the weights' dtype
     activations: Literal["int8", "exact"] = "int8"  # W4/W8 linears: quantize activations per token and group, or not
+    lm_head: HeadStorage = "auto"  # auto = as the checkpoint has it, int8 = quantized while loading, groups of 128
+    packed_cache: bool = True  # keep packed weights in a file beside the checkpoint, and map it at the next start
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 32  # tokens per KV block
     max_batch_size: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 64  # sequences in one step
     max_step_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 512  # token budget of one step
@@ -57,7 +60,7 @@ class Environment(StrictStruct, frozen=True):
 
     cpu_isa: str | None  # LMKIT_CPU_ISA: force a lower kernel path: avx512_vnni, avx_vnni, avx2, portable
     num_threads: int | None  # LMKIT_NUM_THREADS
-    cache_dir: Path  # LMKIT_CACHE_DIR: compiled kernels
+    cache_dir: Path  # LMKIT_CACHE_DIR: compiled kernels, and packed weights of checkpoints that cannot be written to
     log_level: str  # LMKIT_LOG_LEVEL
     api_key: str | None  # LMKIT_API_KEY: what `lmkit chat` and `lmkit proxy` clients send
 

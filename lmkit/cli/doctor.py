@@ -10,7 +10,7 @@ import typer
 
 def doctor(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """Tell what this machine can run: packages, processor, kernels, memory, GPU."""
-    report = {"packages": _packages(), "machine": _machine(), "kernels": _kernels(), "gpu": _gpu()}
+    report = {"packages": _packages(), "machine": _machine(), "kernels": _kernels(), "caches": _caches(), "gpu": _gpu()}
     if json:
         print(jsonlib.dumps(report, indent=2))
         return
@@ -75,6 +75,22 @@ def _kernels() -> dict[str, Any]:
             ]
             rows[op.name] = chosen.name + (f" (not {'; '.join(refused)})" if refused else "")
     return rows
+
+
+def _caches() -> dict[str, str]:
+    """Folder and size of what is kept between starts."""
+    from lmkit.config import environment
+    from lmkit.kernels.cpu import jit
+    from lmkit.turbo.memory import gib
+
+    packed = environment().cache_dir / "packed"
+    rows = {"compiled kernels": jit.cache_directory(), "packed weights": packed}
+    sizes = {
+        name: sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) for name, folder in rows.items()
+    }
+    return {name: f"{folder} ({gib(sizes[name])})" for name, folder in rows.items()} | {
+        "packed weights, first": "<checkpoint>/.lmkit, if it can be written"
+    }
 
 
 def _gpu() -> dict[str, str]:

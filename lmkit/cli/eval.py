@@ -19,6 +19,10 @@ def evaluate(
     text: Annotated[Path | None, typer.Option(help="A text file; default the held-out text of the demo model.")] = None,
     kv_dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, int8 or int4.")] = "auto",
     activations: Annotated[str, typer.Option(help="int8 as served, or exact.")] = "int8",
+    lm_head: Annotated[str, typer.Option(help="auto as the checkpoint has it, or int8.")] = "auto",
+    packed_cache: Annotated[
+        bool, typer.Option(help="Keep packed weights in a file, MODEL/.lmkit, as serve does; never the reference's.")
+    ] = False,
     seq_len: Annotated[int, typer.Option(min=2, help="Tokens of a window.")] = 512,
     limit: Annotated[int, typer.Option(min=2, help="Tokens of the text to use.")] = 32768,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -26,12 +30,13 @@ def evaluate(
     """Measure perplexity on a text, and how far a model is from another."""
     import msgspec
 
-    from lmkit.config import KVDtype, default_num_threads, parse
+    from lmkit.config import HeadStorage, KVDtype, default_num_threads, parse
     from lmkit.kernels.cpu import threads
     from lmkit.quant import evaluate as evaluation
 
     kv: KVDtype = parse(kv_dtype, KVDtype, "--kv-dtype")  # type: ignore[arg-type]
     mode: evaluation.Activations = parse(activations, evaluation.Activations, "--activations")  # type: ignore[arg-type]
+    head: HeadStorage = parse(lm_head, HeadStorage, "--lm-head")  # type: ignore[arg-type]
     threads.configure(default_num_threads())
     token_ids = evaluation.encode_text(model, text, against)
     with ProgressBar(quiet=json) as bar:
@@ -41,6 +46,8 @@ def evaluate(
             against=against,
             kv_dtype=kv,
             activations=mode,
+            lm_head=head,
+            packed_cache=packed_cache,
             seq_len=seq_len,
             limit=limit,
             progress=bar.update,
@@ -57,7 +64,8 @@ def print_result(result: EvalResult) -> None:
 
     title = f"{result.model}: {result.num_tokens:,} tokens in windows of {result.seq_len}"
     table = Table(title=title, title_justify="left", show_header=False)
-    table.add_row("KV cache, activations", f"{result.kv_dtype}, {result.activations}")
+    head = "" if result.lm_head == "auto" else f", {result.lm_head} head"
+    table.add_row("KV cache, activations", f"{result.kv_dtype}, {result.activations}{head}")
     table.add_row("perplexity", f"{result.perplexity:.4f}")
     if (far := result.divergence) is not None:
         change = result.perplexity / far.reference_perplexity - 1

@@ -33,6 +33,10 @@ def serve(
     dtype: Annotated[str, typer.Option(help="Of dense weights: auto, float32, bfloat16 or float16.")] = _ENGINE.dtype,
     kv_dtype: Annotated[str, typer.Option(help="KV cache: auto, float32, bfloat16, int8 or int4.")] = _ENGINE.kv_dtype,
     activations: Annotated[str, typer.Option(help="In quantized linears: int8 or exact.")] = _ENGINE.activations,
+    lm_head: Annotated[str, typer.Option(help="auto as the checkpoint has it, int8 smaller.")] = _ENGINE.lm_head,
+    packed_cache: Annotated[
+        bool, typer.Option(help="Keep packed weights in a file, <checkpoint>/.lmkit, for the next start.")
+    ] = _ENGINE.packed_cache,
     block_size: Annotated[int, typer.Option(help="Tokens in a KV block.")] = _ENGINE.block_size,
     max_batch_size: Annotated[int, typer.Option(help="Sequences in one step.")] = _ENGINE.max_batch_size,
     max_step_tokens: Annotated[int, typer.Option(help="Tokens in one step.")] = _ENGINE.max_step_tokens,
@@ -49,7 +53,6 @@ def serve(
     from lmkit import log
     from lmkit.formats.hub import resolve_model_path
     from lmkit.serve.server import serve as run
-    from lmkit.text import Tokenizer
     from lmkit.turbo.async_engine import AsyncEngine
     from lmkit.turbo.worker import ENGINE
 
@@ -59,6 +62,8 @@ def serve(
             "dtype": dtype,
             "kv_dtype": kv_dtype,
             "activations": activations,
+            "lm_head": lm_head,
+            "packed_cache": packed_cache,
             "block_size": block_size,
             "max_batch_size": max_batch_size,
             "max_step_tokens": max_step_tokens,
@@ -87,9 +92,8 @@ def serve(
         raise ConfigError(f"--log-level {log_level!r}: expected DEBUG, INFO, WARNING or ERROR")
     log.setup(log_level)
     path = resolve_model_path(model)
-    tokenizer = Tokenizer.from_pretrained(path)
     front_end = AsyncEngine(path, engine_config, engine=engine or ENGINE, log_level=log_level)
-    raise typer.Exit(run(front_end, tokenizer, server_config, lambda line: print(line, flush=True)))
+    raise typer.Exit(run(front_end, server_config, lambda line: print(line, flush=True)))
 
 
 def _keys(given: list[str], file: Path | None) -> tuple[str, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 from pathlib import Path
@@ -83,6 +85,18 @@ class CheckpointReader:
     def nbytes(self, prefix: str = "") -> int:
         """Bytes in the files of all tensors whose names begin with `prefix`."""
         return sum(file.infos[name].nbytes for name, file in self._files.items() if name.startswith(prefix))
+
+    def fingerprint(self) -> str:
+        """Changes when config.json or a weight file does; see SafetensorsFile.fingerprint."""
+        digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
+        for file in sorted(set(self._files.values()), key=lambda file: file.path):
+            digest.update(f"{file.path.name} {file.fingerprint()}".encode())
+        return digest.hexdigest()
+
+    def release(self) -> None:
+        """Give back the memory of what has been read; see SafetensorsFile.release."""
+        for file in set(self._files.values()):
+            file.release()
 
     def close(self) -> None:
         """Let go of the files; each is unmapped with the last of its tensors."""

@@ -8,6 +8,7 @@ overlap, each with the bytes of its dtype and shape; what is left to allocate is
 
 from __future__ import annotations
 
+import hashlib
 import json
 import mmap
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from lmkit.formats.jsonfile import parse_json
 
 MAX_HEADER_BYTES = 16 << 20  # some 100,000 tensors; parsed, hostile JSON of this size stays below half a gigabyte
 MAX_NUMEL = 1 << 62
+SAMPLES, SAMPLE_BYTES = 16, 4096  # of a file's data in its fingerprint
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -60,7 +62,7 @@ class TensorInfo:
 
 
 class SafetensorsFile:
-    """An open file: `.infos` by name, tensors as views of the mapping. Raises CheckpointError.
+    """An open file: `.infos` by name, `.metadata`, tensors as views of the mapping. Raises CheckpointError.
 
     The mapping is private: a tensor may be written to without changing the file, and costs no memory until it is. It
     lives until the last of its tensors is gone. A file that another process truncates meanwhile kills this one
@@ -71,7 +73,8 @@ class SafetensorsFile:
         self.path = path
         try:
             with path.open("rb") as file:
-                size = fstat(file.fileno()).st_size
+                status = fstat(file.fileno())
+                size, self._modified = status.st_size, status.st_mtime_ns
                 if size < 8:
                     raise CheckpointError(f"{path}: truncated: {size} bytes, a safetensors file has at least 8")
                 # Without NORESERVE the kernel may refuse to map a file larger than the machine's memory.
@@ -79,7 +82,7 @@ class SafetensorsFile:
                 self._map = mmap.mmap(file.fileno(), size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         except OSError as error:
             raise CheckpointError(f"{path}: {error.strerror}") from None
-        self.infos = _parse_header(self._map, path)
+        self.infos, self.metadata = _parse_header(self._map, path)
 
     def tensor(self, name: str) -> Tensor:
         info = self.infos[name]
@@ -91,6 +94,26 @@ class SafetensorsFile:
             return torch.frombuffer(data, dtype=dtype).reshape(info.shape)
         count = info.nbytes // dtype.itemsize
         return torch.frombuffer(self._map, dtype=dtype, count=count, offset=info.start).reshape(info.shape)
+
+    def fingerprint(self) -> str:
+        """Changes with the file's size, time of modification, header, or a sample of its data."""
+        size = len(self._map)
+        header_end = 8 + int.from_bytes(self._map[:8], "little")
+        digest = hashlib.sha256(f"{size} {self._modified}".encode() + self._map[:header_end])
+        for i in range(SAMPLES):
+            start = max(0, size - SAMPLE_BYTES) * i // (SAMPLES - 1)
+            digest.update(self._map[start : start + SAMPLE_BYTES])
+        return digest.hexdigest()
+
+    def read_ahead(self) -> None:
+        """Ask the kernel to fetch the whole file from the disk in the background."""
+        self._map.madvise(mmap.MADV_WILLNEED)
+
+    def release(self) -> None:
+        """Give back the memory of what has been read. A tensor used later is read again; what was written to one is
+        lost.
+        """
+        self._map.madvise(mmap.MADV_DONTNEED)
 
 
 def write_safetensors(path: Path, tensors: dict[str, Tensor]) -> None:
@@ -117,7 +140,7 @@ def write_safetensors(path: Path, tensors: dict[str, Tensor]) -> None:
         fsync(file.fileno())
 
 
-def _parse_header(data: mmap.mmap, path: Path) -> dict[str, TensorInfo]:
+def _parse_header(data: mmap.mmap, path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     length = int.from_bytes(data[:8], "little")
     if length > MAX_HEADER_BYTES:
         raise CheckpointError(
@@ -131,7 +154,7 @@ def _parse_header(data: mmap.mmap, path: Path) -> dict[str, TensorInfo]:
         raise CheckpointError(f"{path}: __metadata__ must map names to strings")
     infos = {name: _parse_entry(name, entry, 8 + length, path) for name, entry in header.items()}
     _check_layout(infos, 8 + length, len(data), path)
-    return infos
+    return infos, metadata
 
 
 def _parse_entry(name: str, entry: Any, data_start: int, path: Path) -> TensorInfo:

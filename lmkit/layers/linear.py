@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,8 @@ from torch import Tensor
 
 from lmkit.kernels import ops
 from lmkit.kernels.ops import Norm
-from lmkit.kernels.registry import Implementation, Op
+from lmkit.kernels.registry import Implementation
+from lmkit.layers.outline import WeightKind, kind_of, packed_outline
 from lmkit.qtensor import QTensor, dequantize
 
 Weights = dict[str, Tensor | QTensor]  # role -> weight, and role + ".bias" -> bias
@@ -40,7 +42,8 @@ class MergedLinear:
         """x [T, in] -> [T, sum of the roles' out]; with a norm, x is normalized first. Gated: silu(first) * second."""
         if self.packed is not None and len(self.packed) == 1:
             implementation, packed, bias = self.packed[0]
-            return implementation(x, packed, bias, norm)
+            y: Tensor = implementation(x, packed, bias, norm)
+            return y
         if norm is not None:
             x = self._rms_norm(x, norm)
         if self.packed is None:
@@ -62,23 +65,63 @@ class MergedLinear:
         """Choose a kernel, pack, and drop the plain weights. Raises UnsupportedError if no kernel takes them."""
         weights = [self.weights.pop(role) for role in self.roles]
         biases = [self.weights.pop(role + ".bias", None) for role in self.roles]
-        groups: list[list[int]] = [[0]]
-        for i in range(1, len(weights)):
-            if _format_of(weights[i]) == _format_of(weights[groups[-1][0]]):
-                groups[-1].append(i)
-            else:
-                groups.append([i])
+        kinds = [kind_of(weight) for weight in weights]
         self.packed = []
-        for group in groups:
+        for group in _groups(kinds):
             weight = _concat([weights[i] for i in group])
             bias = _concat_bias([(weights[i], biases[i]) for i in group])
-            op, traits = _op_for(weight, activations)
-            impl = op.select(self.device, **traits)
-            self.packed.append((impl, impl.pack(weight, self.gated and len(groups) == 1), bias))
+            impl = _select(kinds[group[0]], _shape(weight), self.device, activations)
+            self.packed.append((impl, impl.pack(weight, self._packs_gated(len(group))), bias))
+
+    def _packs_gated(self, num_merged: int) -> bool:
+        """Whether a kernel multiplies the gate: it must have both roles in one product."""
+        return self.gated and num_merged == len(self.roles)
+
+    def pack_outline(
+        self, activations: str, kinds: list[WeightKind], shapes: list[tuple[int, int]], biases: list[bool]
+    ) -> None:
+        """As `pack` of weights of these kinds and shapes, but with tensors that have no data: see `replace_packed`."""
+        self.packed = []
+        for group in _groups(kinds):
+            kind, shape = kinds[group[0]], (sum(shapes[i][0] for i in group), shapes[group[0]][1])
+            impl = _select(kind, shape, self.device, activations)
+            bias = torch.empty(shape[0], device="meta") if any(biases[i] for i in group) else None
+            self.packed.append((impl, packed_outline(impl, kind, shape, self._packs_gated(len(group))), bias))
+
+    def replace_packed(self, name: str, replace: Callable[[str, Tensor], Tensor]) -> None:
+        """Put `replace(name of a tensor, tensor)` in the place of every packed tensor; the names begin with `name`."""
+        assert self.packed is not None
+        for i, (impl, packed, bias) in enumerate(self.packed):
+            at = f"{name}.{'+'.join(self.roles)}.{i}"
+            new_bias = None if bias is None else replace(at + ".bias", bias)
+            self.packed[i] = impl, _replace_tensors(packed, at, replace), new_bias
 
 
-def _format_of(weight: Tensor | QTensor) -> object:
-    return weight.scheme if isinstance(weight, QTensor) else weight.dtype
+def _replace_tensors(packed: Any, name: str, replace: Callable[[str, Tensor], Tensor]) -> Any:
+    """A copy of what a kernel's `pack` returned, a tensor or a dataclass of tensors and numbers, with others in it."""
+    if isinstance(packed, Tensor):
+        return replace(name, packed)
+    if not dataclasses.is_dataclass(packed) or isinstance(packed, type):
+        return packed
+    fields = [field.name for field in dataclasses.fields(packed) if field.init]
+    new = {field: _replace_tensors(getattr(packed, field), f"{name}.{field}", replace) for field in fields}
+    return dataclasses.replace(packed, **new)
+
+
+def _groups(kinds: list[WeightKind]) -> list[list[int]]:
+    """Indices of neighbours of one kind."""
+    groups: list[list[int]] = [[0]]
+    for i in range(1, len(kinds)):
+        if kinds[i] == kinds[groups[-1][0]]:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    return groups
+
+
+def _shape(weight: Tensor | QTensor) -> tuple[int, int]:
+    out_features, in_features = (weight.codes if isinstance(weight, QTensor) else weight).shape
+    return out_features, in_features
 
 
 def _concat(weights: list[Tensor | QTensor]) -> Tensor | QTensor:
@@ -98,24 +141,15 @@ def _concat(weights: list[Tensor | QTensor]) -> Tensor | QTensor:
 def _concat_bias(parts: list[tuple[Tensor | QTensor, Any]]) -> Tensor | None:
     if all(bias is None for _, bias in parts):
         return None
-    rows = [(w.codes if isinstance(w, QTensor) else w).shape[0] for w, _ in parts]
-    return torch.cat([torch.zeros(n) if b is None else b.float() for n, (_, b) in zip(rows, parts, strict=True)])
+    return torch.cat([torch.zeros(_shape(weight)[0]) if bias is None else bias.float() for weight, bias in parts])
 
 
-def _op_for(weight: Tensor | QTensor, activations: str) -> tuple[Op, dict[str, Any]]:
-    if not isinstance(weight, QTensor):
-        return ops.linear_dense, {
-            "out_features": weight.shape[0],
-            "in_features": weight.shape[1],
-            "dtype": weight.dtype,
-        }
-    scheme = weight.scheme
-    traits = {
-        "out_features": weight.codes.shape[0],
-        "in_features": weight.codes.shape[1],
-        "group_size": scheme.group_size,
-        "bits": scheme.bits,
-    }
-    if scheme.bits == 4:
-        return (ops.linear_w4a8 if activations == "int8" else ops.linear_w4a16), traits
-    return ops.linear_w8a8, traits
+def _select(kind: WeightKind, shape: tuple[int, int], device: str, activations: str) -> Implementation:
+    """The kernel for a weight [out, in]. Raises UnsupportedError."""
+    traits: dict[str, Any] = {"out_features": shape[0], "in_features": shape[1]}
+    if kind.scheme is None:
+        return ops.linear_dense.select(device, dtype=kind.torch_dtype, **traits)
+    traits |= {"group_size": kind.scheme.group_size, "bits": kind.scheme.bits}
+    if kind.scheme.bits == 8:
+        return ops.linear_w8a8.select(device, **traits)
+    return (ops.linear_w4a8 if activations == "int8" else ops.linear_w4a16).select(device, **traits)

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lmkit.errors import CheckpointError
+from lmkit.errors import CheckpointError, ConfigError, UnsupportedError
 from lmkit.formats.base import WeightFormat, resolve_format
 from lmkit.formats.checkpoint import CheckpointReader
+from lmkit.formats.safetensors_file import DTYPES
 from lmkit.layers.linear import MergedLinear, Weights
 from lmkit.log import get_logger
 from lmkit.models import load_spec, roles
 from lmkit.models.decoder import Decoder, DecoderLayer
+from lmkit.models.packed_cache import PackedCache, PackedFile, PackedWriter, Packing, kinds_of
 from lmkit.models.spec import ModelSpec
-from lmkit.qtensor import QTensor
+from lmkit.qtensor import QTensor, QuantScheme, quantize
 
 log = get_logger(__name__)
+
+HEAD_SCHEME = QuantScheme(bits=8, group_size=128)  # of lm_head int8
+QUANTIZED_ROWS = 2048
 
 
 class ModelSource:
@@ -81,14 +88,32 @@ class ModelSource:
         }
         return DecoderLayer(self.spec, index, weights, device)
 
+    def norms(self, index: int, dtype: torch.dtype | None = None) -> Weights:
+        """A layer's vectors by role, all its weights but linears: as `layer_weights` has them, in float32."""
+        names = {role: roles.module_name(index, role) + ".weight" for role, _ in self._vectors()}
+        return {role: self._plain(name, dtype).float().clone() for role, name in names.items()}
+
+    def linear_shape(self, role: str) -> tuple[int, int]:
+        """[out, in] of a linear of a layer, or of the head."""
+        if role == roles.LM_HEAD:
+            return self.spec.vocab_size, self.spec.hidden_size
+        return self.spec.linear_shape(role)
+
+    def stores(self, module: str, dtype: str) -> bool:
+        """Whether the checkpoint has the module's weight in that dtype already."""
+        return DTYPES[self.reader.info(module + ".weight").dtype] is getattr(torch, dtype)
+
     def embed_tokens(self, dtype: torch.dtype | None = None) -> Tensor:
         return self._plain(roles.EMBED + ".weight", dtype)
 
     def final_norm(self) -> Tensor:
         return self._plain(roles.FINAL_NORM + ".weight", torch.float32)
 
-    def lm_head(self, dtype: torch.dtype | None = None, device: str = "cpu") -> MergedLinear:
-        """The head as a plain linear; a checkpoint with tied embeddings has none of its own."""
+    def lm_head(self, dtype: torch.dtype | None = None, device: str = "cpu", storage: str = "auto") -> MergedLinear:
+        """The head as a plain linear; a checkpoint with tied embeddings has none of its own.
+
+        `storage` int8 quantizes it to HEAD_SCHEME.
+        """
         name = roles.LM_HEAD + ".weight"
         if not self.reader.has(name):
             if not self.spec.tie_embeddings:
@@ -99,7 +124,8 @@ class ModelSource:
         weight = self._plain(name, dtype)
         if tuple(weight.shape) != (self.spec.vocab_size, self.spec.hidden_size):
             raise CheckpointError(f"{self.reader.path}: {name} is {list(weight.shape)}, not [vocab, hidden]")
-        return MergedLinear((roles.LM_HEAD,), {roles.LM_HEAD: weight.to(device)}, device)
+        head = quantize_rows(weight, HEAD_SCHEME) if storage == "int8" else weight.to(device)
+        return MergedLinear((roles.LM_HEAD,), {roles.LM_HEAD: head}, device)
 
     def head(self, dtype: torch.dtype | None = None, device: str = "cpu") -> Decoder:
         """A decoder without layers: `embed` and `head` work, plainly."""
@@ -111,7 +137,7 @@ class ModelSource:
             raise CheckpointError(f"{self.reader.path}: tensor {name} is missing")
         return _to(self.reader.tensor(name), dtype)
 
-    def weight_bytes(self, dtype: str) -> int:
+    def weight_bytes(self, dtype: str, lm_head: str = "auto") -> int:
         """What the model takes in memory with dense weights as `dtype`: a tied head is a second, packed copy."""
         dense = torch.empty(0, dtype=getattr(torch, dtype)).element_size()
         total = 0
@@ -119,34 +145,148 @@ class ModelSource:
             info = self.reader.info(name)
             floating = info.dtype in ("F32", "F16", "BF16") and not name.endswith(".scales")
             total += math.prod(info.shape) * dense if floating else info.nbytes
+        head = self.spec.vocab_size * self.spec.hidden_size
         if self.spec.tie_embeddings:
-            total += self.spec.vocab_size * self.spec.hidden_size * dense
+            total += head * dense
+        if lm_head == "int8":  # a byte a weight, and for each group a float16 scale and a zero
+            total += head - head * dense + 3 * self.spec.vocab_size * HEAD_SCHEME.num_groups(self.spec.hidden_size)
         return total
 
     def close(self) -> None:
         self.reader.close()
 
 
-def load_model(path: str | Path, *, device: str = "cpu", dtype: str = "auto", activations: str = "int8") -> Decoder:
+def load_model(
+    path: str | Path,
+    *,
+    device: str = "cpu",
+    dtype: str = "auto",
+    activations: str = "int8",
+    lm_head: str = "auto",
+    packed_cache: bool = False,
+) -> Decoder:
     """A decoder ready to serve: every linear packed for the kernel that its format and this machine select.
 
     `dtype` of dense weights: auto keeps the checkpoint's, except float16 on a CPU, which is widened to float32 (no CPU
-    kernel multiplies it directly, and bfloat16 would round it).
+    kernel multiplies it directly, and bfloat16 would round it). `lm_head` int8 quantizes the head. `packed_cache` keeps
+    packed weights in a file and maps it, see packed_cache.py; without it they are packed into memory. Embeddings are
+    mapped from the checkpoint where they keep its dtype.
     """
+    if lm_head == "int8" and activations == "exact":
+        raise ConfigError("lm_head int8 computes with int8 activations: it cannot be combined with activations exact")
     source = ModelSource(path)
     try:
-        torch_dtype = getattr(torch, resolve_dtype(dtype, source.spec.dtype, device))
-        layers = []
-        for index in range(source.spec.num_layers):
-            layer = source.layer(index, torch_dtype, device)
-            layer.pack(activations)
-            layers.append(layer)
-        lm_head = source.lm_head(torch_dtype, device)
-        lm_head.pack(activations)
-        embed = source.embed_tokens(torch_dtype).clone().to(device)
-        return Decoder(source.spec, embed, layers, source.final_norm().clone().to(device), lm_head)
+        packing = Packing(device, resolve_dtype(dtype, source.spec.dtype, device), activations, lm_head)
+        decoder = _load_cached(source, packing) if packed_cache else None
+        return decoder or _load(source, packing)
     finally:
         source.close()
+
+
+def _load_cached(source: ModelSource, packing: Packing) -> Decoder | None:
+    """Through the cache file, which is written if it is not there; None if that is not possible."""
+    cache = PackedCache(source.reader, packing)
+    decoder = _load_mapped(source, packing, cache)
+    num_bytes = source.weight_bytes(packing.dtype, packing.lm_head)
+    if decoder is None and cache.create(lambda writer: _write(source, packing, writer), num_bytes):
+        decoder = _load_mapped(source, packing, cache)
+        _trim_heap()
+    return decoder
+
+
+def _trim_heap() -> None:
+    """Give back what packing freed: glibc would keep it, a third of a small model's weights."""
+    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
+
+
+def _load_mapped(source: ModelSource, packing: Packing, cache: PackedCache) -> Decoder | None:
+    """Every linear with the file's tensors; None if there is no file, or one that does not fit."""
+    file = cache.open()
+    if file is None:
+        return None
+    try:
+        layers = []
+        for index in range(source.spec.num_layers):
+            layer = DecoderLayer(source.spec, index, source.norms(index, _dtype(packing)), packing.device)
+            for linear in layer.linears:
+                _map_linear(source, packing, file, linear, index)
+            layers.append(layer)
+        lm_head = MergedLinear((roles.LM_HEAD,), {}, packing.device)
+        _map_linear(source, packing, file, lm_head, source.spec.num_layers)
+        return _decoder(source, packing, layers, lm_head, file)
+    except (CheckpointError, UnsupportedError, LookupError) as error:
+        cache.reject(file.path, error)
+        return None
+
+
+def _map_linear(source: ModelSource, packing: Packing, file: PackedFile, linear: MergedLinear, index: int) -> None:
+    """Give a linear the file's tensors; `index` of its layer, num_layers for the head. Raises LookupError too."""
+    kinds = [file.kinds[index][role] for role in linear.roles]
+    shapes = [source.linear_shape(role) for role in linear.roles]
+    biases = [role != roles.LM_HEAD and source.spec.has_bias(role) for role in linear.roles]
+    linear.pack_outline(packing.activations, kinds, shapes, biases)
+    linear.replace_packed(f"layers.{index}", file.take)
+
+
+def _write(source: ModelSource, packing: Packing, writer: PackedWriter) -> None:
+    """Pack one layer at a time into the file; no more than that is in memory."""
+    for layer in _packed_layers(source, packing, writer):
+        for linear in layer.linears:
+            linear.replace_packed(f"layers.{layer.index}", writer.keep)
+    lm_head = source.lm_head(_dtype(packing), packing.device, packing.lm_head)
+    writer.kinds.append(kinds_of(lm_head.weights))
+    lm_head.pack(packing.activations)
+    lm_head.replace_packed(f"layers.{source.spec.num_layers}", writer.keep)
+    if not source.stores(roles.EMBED, packing.dtype):
+        writer.keep(roles.EMBED, source.embed_tokens(_dtype(packing)))
+
+
+def _load(source: ModelSource, packing: Packing) -> Decoder:
+    """Into memory."""
+    layers = list(_packed_layers(source, packing))
+    lm_head = source.lm_head(_dtype(packing), packing.device, packing.lm_head)
+    lm_head.pack(packing.activations)
+    return _decoder(source, packing, layers, lm_head)
+
+
+def _packed_layers(source: ModelSource, packing: Packing, writer: PackedWriter | None = None) -> Iterator[DecoderLayer]:
+    for index in range(source.spec.num_layers):
+        layer = source.layer(index, _dtype(packing), packing.device)
+        if writer is not None:
+            writer.kinds.append(kinds_of(layer.weights))
+        layer.pack(packing.activations)
+        source.reader.release()
+        yield layer
+
+
+def _decoder(
+    source: ModelSource,
+    packing: Packing,
+    layers: list[DecoderLayer],
+    lm_head: MergedLinear,
+    file: PackedFile | None = None,
+) -> Decoder:
+    """With embeddings from the checkpoint if it stores them as they are wanted, else from the cache file."""
+    if file is not None and not source.stores(roles.EMBED, packing.dtype):
+        shape = source.linear_shape(roles.LM_HEAD)
+        embed = file.take(roles.EMBED, torch.empty(shape, dtype=_dtype(packing), device="meta"))
+    else:
+        embed = source.embed_tokens(_dtype(packing))
+    source.reader.release()
+    return Decoder(source.spec, embed, layers, source.final_norm().clone(), lm_head)
+
+
+def _dtype(packing: Packing) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, packing.dtype)
+    return dtype
+
+
+def quantize_rows(weight: Tensor, scheme: QuantScheme) -> QTensor:
+    """`quantize`, some rows at a time: float32 copies of a whole head would take many times its memory."""
+    parts = [quantize(rows, scheme) for rows in weight.split(QUANTIZED_ROWS)]
+    codes, scales, zeros = (torch.cat([getattr(p, name) for p in parts]) for name in ("codes", "scales", "zeros"))
+    return QTensor(codes, scales, zeros, scheme)
 
 
 def resolve_dtype(asked: str, stored: str, device: str) -> str:

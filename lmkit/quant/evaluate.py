@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lmkit.config import KVDtype, StrictStruct
+from lmkit.config import HeadStorage, KVDtype, StrictStruct
 from lmkit.errors import ConfigError
 from lmkit.formats.hub import resolve_model_path
 from lmkit.formats.kv_config import load_kv_config
@@ -60,6 +60,7 @@ class EvalResult(StrictStruct, frozen=True):
     seq_len: int
     kv_dtype: str
     activations: Activations
+    lm_head: HeadStorage
     seconds: float
     protocol: str = PROTOCOL
 
@@ -71,6 +72,8 @@ def evaluate(
     against: str | Path | None = None,
     kv_dtype: KVDtype = "auto",
     activations: Activations = "int8",
+    lm_head: HeadStorage = "auto",
+    packed_cache: bool = False,
     seq_len: int = 512,
     limit: int | None = None,
     progress: Progress = lambda *state: None,
@@ -85,8 +88,15 @@ def evaluate(
         raise ConfigError(
             f"evaluation needs a text and windows of at least 2 tokens, not {len(token_ids)} and {seq_len}"
         )
-    model = _Scorer(model_path, kv_dtype, activations, seq_len)
-    reference = None if against is None else _Scorer(against, "float32", "exact", seq_len)
+    model = _Scorer(
+        load_model(model_path, activations=activations, lm_head=lm_head, packed_cache=packed_cache),
+        model_path,
+        kv_dtype,
+        seq_len,
+    )
+    reference = None
+    if against is not None:
+        reference = _Scorer(load_model(against, activations="exact"), against, "float32", seq_len)
     if reference is not None and reference.vocab_size != model.vocab_size:
         raise ConfigError(
             f"{model_path} predicts {model.vocab_size} tokens, {against} {reference.vocab_size}: no comparison"
@@ -105,6 +115,7 @@ def evaluate(
         seq_len=seq_len,
         kv_dtype=model.kv_dtype,
         activations=activations,
+        lm_head=lm_head,
         seconds=round(time.perf_counter() - start, 2),
     )
 
@@ -138,8 +149,8 @@ def cut_windows(token_ids: list[int], seq_len: int, limit: int | None) -> list[l
 class _Scorer:
     """A loaded model with KV blocks for one window."""
 
-    def __init__(self, path: str | Path, kv_dtype: KVDtype, activations: Activations, seq_len: int) -> None:
-        self.decoder: Decoder = load_model(path, activations=activations)
+    def __init__(self, decoder: Decoder, path: str | Path, kv_dtype: KVDtype, seq_len: int) -> None:
+        self.decoder = decoder
         spec = self.decoder.spec
         if seq_len > spec.max_position:
             raise ConfigError(f"windows of {seq_len} tokens exceed the context of {path}, {spec.max_position}")

@@ -6,30 +6,30 @@ import asyncio
 import contextlib
 import signal
 import socket
-from collections.abc import Callable, Coroutine, Iterator
-from typing import Any
-
-import uvicorn
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from lmkit import log
 from lmkit.config import ServerConfig
 from lmkit.errors import ConfigError
-from lmkit.serve.app import create_app
-from lmkit.serve.serving import model_name
 from lmkit.text import Tokenizer
 from lmkit.turbo.async_engine import AsyncEngine
 
-FLUSH_SECONDS = 3.0  # how long answers that are complete may take to reach slow clients at the end
+if TYPE_CHECKING:
+    import uvicorn
+
+ServerFactory = Callable[[AsyncEngine, Tokenizer, ServerConfig], "uvicorn.Server"]
 
 logger = log.get_logger(__name__)
 
 
-def serve(engine: AsyncEngine, tokenizer: Tokenizer, config: ServerConfig, announce: Callable[[str], None]) -> int:
+def serve(engine: AsyncEngine, config: ServerConfig, announce: Callable[[str], None]) -> int:
     """Serve until SIGTERM or SIGINT. The exit status: 0 after a drain, 1 if a second signal cut it short.
 
     `announce` gets one line once requests are accepted. Raises the LMKitError that kept the server from starting.
     """
-    return asyncio.run(_serve(engine, tokenizer, config, announce))
+    return asyncio.run(_serve(engine, config, announce))
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -59,9 +59,7 @@ def url(sock: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-async def _serve(
-    engine: AsyncEngine, tokenizer: Tokenizer, config: ServerConfig, announce: Callable[[str], None]
-) -> int:
+async def _serve(engine: AsyncEngine, config: ServerConfig, announce: Callable[[str], None]) -> int:
     stop, stop_now = asyncio.Event(), asyncio.Event()
 
     def on_signal() -> None:
@@ -72,7 +70,7 @@ async def _serve(
         loop.add_signal_handler(number, on_signal)
 
     with contextlib.closing(bind(config.host, config.port)) as sock:
-        running = asyncio.ensure_future(_run(engine, tokenizer, config, announce, sock, stop))
+        running = asyncio.ensure_future(_run(engine, config, announce, sock, stop))
         if await _first(running, stop_now.wait()):
             running.result()
             return 0
@@ -85,25 +83,24 @@ async def _serve(
 
 async def _run(
     engine: AsyncEngine,
-    tokenizer: Tokenizer,
     config: ServerConfig,
     announce: Callable[[str], None],
     sock: socket.socket,
     stop: asyncio.Event,
 ) -> None:
-    starting = asyncio.ensure_future(engine.start())
+    starting = asyncio.ensure_future(_start(engine))
     if not await _first(starting, stop.wait()):
         starting.cancel()
         await asyncio.wait({starting})
         return
-    starting.result()
+    tokenizer, http_server = starting.result()
     try:
         listen(sock)
-        server = _Server(_uvicorn_config(create_app(engine, tokenizer, config)))
+        server = http_server(engine, tokenizer, config)
         serving = asyncio.ensure_future(server.serve(sockets=[sock]))
         while not server.started:
             await asyncio.sleep(0.01)
-        announce(f"serving {model_name(engine, config)} on {url(sock)}")
+        announce(f"serving {config.served_model_name or engine.model_path.name} on {url(sock)}")
         await _first(serving, stop.wait())
         logger.info("draining: %d requests have %g s to finish", engine.num_open, config.drain_seconds)
         await engine.shutdown(config.drain_seconds)
@@ -111,6 +108,27 @@ async def _run(
         await serving
     finally:
         await engine.shutdown()
+
+
+async def _start(engine: AsyncEngine) -> tuple[Tokenizer, ServerFactory]:
+    """Start the engine's process, and meanwhile load what the front end itself needs. Raises LMKitError."""
+    starting = asyncio.ensure_future(engine.start())
+    try:
+        _, loaded = await asyncio.gather(starting, asyncio.to_thread(_load, engine.model_path))
+    except BaseException:
+        starting.cancel()
+        await asyncio.wait({starting})
+        if not starting.cancelled() and starting.exception() is None:
+            await engine.shutdown()
+        raise
+    return loaded
+
+
+def _load(model_path: Path) -> tuple[Tokenizer, ServerFactory]:
+    tokenizer = Tokenizer.from_pretrained(model_path)
+    from lmkit.serve.http import http_server
+
+    return tokenizer, http_server
 
 
 async def _first(work: asyncio.Future[Any], event: Coroutine[Any, Any, Any]) -> bool:
@@ -122,24 +140,3 @@ async def _first(work: asyncio.Future[Any], event: Coroutine[Any, Any, Any]) -> 
     finally:
         waiting.cancel()
     return work.done()
-
-
-class _Server(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Signals are `_serve`'s: uvicorn would stop listening before the drain."""
-        yield
-
-
-def _uvicorn_config(app: Any) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,
-        http="h11",
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        proxy_headers=False,
-        server_header=False,
-        timeout_graceful_shutdown=int(FLUSH_SECONDS),
-    )

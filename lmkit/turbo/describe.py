@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 from lmkit.config import EngineConfig
@@ -10,6 +11,7 @@ from lmkit.errors import ConfigError
 from lmkit.formats.kv_config import load_kv_config
 from lmkit.models import roles
 from lmkit.models.loader import ModelSource, resolve_dtype
+from lmkit.models.packed_cache import cache_folders
 from lmkit.turbo.kv_cache import kv_dtypes
 from lmkit.turbo.memory import kv_token_bytes, plan_memory
 
@@ -22,7 +24,7 @@ def describe_model(path: str, config: EngineConfig) -> dict[str, Any]:
         kv_config = load_kv_config(reader.path)
         dtype = resolve_dtype(config.dtype, spec.dtype, "cpu")
         dtypes = kv_dtypes(spec, config.kv_dtype, kv_config, dtype)
-        weight_bytes = source.weight_bytes(dtype)
+        weight_bytes = source.weight_bytes(dtype, config.lm_head)
         linear_params = spec.num_layers * sum(math.prod(spec.linear_shape(role)) for role in roles.LINEARS)
         heads = (1 if spec.tie_embeddings else 2) * spec.vocab_size * spec.hidden_size
         return {
@@ -51,9 +53,21 @@ def describe_model(path: str, config: EngineConfig) -> dict[str, Any]:
                 "bytes per token": sum(kv_token_bytes(spec, pair) for pair in dtypes),
             },
             "serving": _serving(source, config, dtypes, weight_bytes),
+            "packed weights": _packed_files(reader.path),
         }
     finally:
         source.close()
+
+
+def _packed_files(checkpoint: Path) -> dict[str, Any]:
+    """Where they are kept, and what is there."""
+    folders = cache_folders(checkpoint)
+    files = [file for folder in folders for file in folder.glob("packed-*.safetensors")]
+    return {
+        "folder": str(files[0].parent if files else folders[0]),
+        "files": len(files),
+        "bytes": sum(file.stat().st_size for file in files),
+    }
 
 
 def _layer_bytes(source: ModelSource) -> int:

@@ -7,7 +7,7 @@ import time
 import msgspec
 
 from lmkit.config import EngineConfig, default_num_threads
-from lmkit.errors import UnsupportedError
+from lmkit.errors import LMKitError, UnsupportedError
 from lmkit.formats.kv_config import load_kv_config
 from lmkit.kernels.cpu import threads
 from lmkit.log import get_logger
@@ -16,7 +16,7 @@ from lmkit.text import Tokenizer
 from lmkit.turbo import kv_cache
 from lmkit.turbo.batch import PersistentBatch
 from lmkit.turbo.memory import MemoryPlan, plan_memory
-from lmkit.turbo.request import EngineInfo, EngineStats, Request, StepOutput
+from lmkit.turbo.request import EngineInfo, EngineStats, GenerationConfig, Request, StepOutput
 from lmkit.turbo.runner import Runner
 from lmkit.turbo.sampler import Sampler
 from lmkit.turbo.scheduler import Scheduler, SchedulerLimits
@@ -39,13 +39,20 @@ class Engine:
             if kv_config is not None:
                 kv_config.check(spec.num_layers, spec.num_kv_heads, spec.head_dim)
             dtypes = kv_cache.kv_dtypes(spec, config.kv_dtype, kv_config, dtype)
-            memory = plan_memory(spec, config, dtypes, source.weight_bytes(dtype))
+            memory = plan_memory(spec, config, dtypes, source.weight_bytes(dtype, config.lm_head))
         finally:
             source.close()
         for line in memory.lines():
             log.info(line)
         start = time.perf_counter()
-        decoder = load_model(path, device=device, dtype=config.dtype, activations=config.activations)
+        decoder = load_model(
+            path,
+            device=device,
+            dtype=config.dtype,
+            activations=config.activations,
+            lm_head=config.lm_head,
+            packed_cache=config.packed_cache,
+        )
         log.info("loaded %s in %.1f s", path, time.perf_counter() - start)
         kv = kv_cache.allocate(spec, memory.num_blocks, config.block_size, dtypes)
         batch = PersistentBatch(config.max_batch_size, memory.max_model_len, config.block_size, config.max_step_tokens)
@@ -60,9 +67,26 @@ class Engine:
             max_queue=config.max_queue,
             vocab_size=spec.vocab_size,
         )
-        self.scheduler = Scheduler(limits, Tokenizer.from_pretrained(path).eos_token_ids)
         self._failed_steps = 0
+        self._warm_up(limits)
+        self.scheduler = Scheduler(limits, Tokenizer.from_pretrained(path).eos_token_ids)
         self.info = _info(str(path), limits, dtypes, memory)
+
+    def _warm_up(self, limits: SchedulerLimits) -> None:
+        """Compute a few tokens with a scheduler of their own: what is compiled or read on first use is, before any
+        request comes. Raises LMKitError if a step fails; its log says why.
+        """
+        self.scheduler = Scheduler(limits, ())
+        length = min(4, limits.max_model_len, limits.num_blocks * limits.block_size)
+        for name, temperature in (("greedy", 0.0), ("sampled", 1.0)):
+            params = GenerationConfig(max_new_tokens=length // 2, temperature=temperature, top_p=0.9, seed=0)
+            if length > 1:
+                self.add(Request(request_id=name, prompt_ids=[0] * (length - length // 2), params=params))
+        start = time.perf_counter()
+        while self.has_work():
+            if any(output.error for output in self.step()):
+                raise LMKitError("the engine cannot compute a token")
+        log.info("first steps took %.1f s", time.perf_counter() - start)
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestError if it can never run or the queue is full."""

@@ -9,6 +9,7 @@ structs below over two one-way ZeroMQ sockets. It ends with its parent: its stdi
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import os
 import shutil
@@ -27,6 +28,7 @@ import zmq
 from lmkit import log
 from lmkit.config import EngineConfig
 from lmkit.errors import LMKitError, RequestError
+from lmkit.turbo.deferred import defer_imports
 from lmkit.turbo.request import EngineInfo, EngineStats, Request, StepOutput
 
 ENGINE = "lmkit.turbo.engine:Engine"
@@ -215,12 +217,16 @@ def main(argv: list[str] | None = None) -> int:
     commands.rcvhwm = events.sndhwm = QUEUED_MESSAGES
     commands.connect(args.commands)
     events.connect(args.events)
+    defer_imports()
+    gc.disable()  # what is made until the engine is ready stays: looking for garbage in it takes a tenth of the start
     try:
         engine = load_engine(args.engine)(args.model, msgspec.json.decode(args.config, type=EngineConfig))
     except LMKitError as error:
         events.send(msgspec.msgpack.encode(Failed(type(error).__name__, str(error))))
         context.destroy(linger=5000)
         return 2
+    gc.freeze()
+    gc.enable()
     try:
         EngineLoop(engine, commands, events).run()
     finally:

@@ -112,3 +112,8 @@ def test_a_recipe_with_an_unknown_key(tmp_path: Path) -> None:
     assert "mine.yaml" in line
     assert "stepz" in line
     assert not (tmp_path / "out").exists()
+
+
+def test_a_head_that_does_not_exist_is_refused() -> None:
+    assert "lm_head" in refused("serve", "demo", "--lm-head", "int4")
+    assert "lm-head" in refused("eval", "demo", "--lm-head", "int4")

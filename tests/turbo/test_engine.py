@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import transformers
@@ -14,7 +16,7 @@ from lmkit.config import EngineConfig
 from lmkit.errors import RequestError
 from lmkit.text import Tokenizer
 from lmkit.turbo.engine import Engine
-from lmkit.turbo.request import GenerationConfig, Request, StepOutput
+from lmkit.turbo.request import EngineStats, GenerationConfig, Request, StepOutput
 
 SMALL = {"block_size": 8, "max_batch_size": 4, "max_step_tokens": 64, "max_model_len": 256}
 PROMPTS = [
@@ -154,3 +156,24 @@ def test_a_prompt_beyond_the_context_is_refused(demo_model: Path) -> None:
     assert caught.value.code == "context_length_exceeded"
     assert "257" in caught.value.message
     assert "256" in caught.value.message
+
+
+def test_the_head_and_the_packed_weights_are_the_users_choice(demo_model: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(demo_model, model, ignore=shutil.ignore_patterns(".lmkit"))
+    want = run(engine_for(model, packed_cache=False), requests_for(model))
+    assert not (model / ".lmkit").exists()
+    for _ in range(2):  # packed and written, then mapped
+        assert run(engine_for(model), requests_for(model)) == want
+    assert len(list((model / ".lmkit").iterdir())) == 1
+    quantized = engine_for(model, lm_head="int8")
+    run(quantized, requests_for(model))
+    assert quantized.info.memory["weights"] < engine_for(model).info.memory["weights"]
+
+
+def test_the_first_tokens_leave_no_trace(demo_model: Path) -> None:
+    """What an engine computes to get ready is not in its figures, and fits the smallest context there is."""
+    for options in ({}, {"max_model_len": 1}, {"max_model_len": 3, "block_size": 1, "max_batch_size": 1}):
+        engine = engine_for(demo_model, **options)
+        assert engine.stats() == msgspec.structs.replace(EngineStats(), blocks_total=engine.info.num_blocks)
+        assert not engine.has_work()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 import llvmlite
 import numba
 import numpy as np
+from numba.core import event
 
 from lmkit.config import environment
 from lmkit.kernels.cpu import isa
@@ -42,7 +44,40 @@ def compiled(signature: str, function: Callable[..., None]) -> Any:
     """`function` as a numba.cfunc."""
     with _numba_cache() as usable:
         options: dict[str, Any] = {"error_model": "numpy", "fastmath": FASTMATH}
-        return numba.cfunc(signature, cache=usable, **options)(function)
+        compilation = _Compilation(function.__qualname__, usable)
+        with event.install_listener("numba:run_pass", compilation):
+            kernel = numba.cfunc(signature, cache=usable, **options)(function)
+        if compilation.started:
+            _Progress.seconds += time.perf_counter() - compilation.started
+        return kernel
+
+
+class _Progress:
+    """Kernels compiled by this process so far."""
+
+    count = 0
+    seconds = 0.0
+
+
+class _Compilation(event.Listener):  # type: ignore[misc]
+    """Says that a kernel is being compiled, once one is: reading it from the disk runs no compiler pass."""
+
+    def __init__(self, name: str, kept: bool) -> None:
+        self.name, self.kept = name.partition(".")[0], kept
+        self.started = 0.0
+
+    def on_start(self, event: event.Event) -> None:
+        if self.started:
+            return
+        self.started = time.perf_counter()
+        if not _Progress.count:
+            often = "once on this machine" if self.kept else "in every process"
+            log.warning("compiling kernels for %s, %s; this takes a minute", isa.host().name, often)
+        _Progress.count += 1
+        log.info("compiling kernel %d: %s (%.0f s so far)", _Progress.count, self.name, _Progress.seconds)
+
+    def on_end(self, event: event.Event) -> None:
+        pass
 
 
 @functools.lru_cache(maxsize=256)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,8 @@ def accepts_bits(bits: int) -> Any:
     return accepts
 
 
-class Kept(NamedTuple):
+@dataclass(frozen=True)
+class Kept:
     """A weight as it was given."""
 
     weight: Any

@@ -1,0 +1,79 @@
+"""What `pack` would return for a weight, without the weight: the shapes to look for in a file of packed weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lmkit.errors import CheckpointError
+from lmkit.kernels.registry import Implementation
+from lmkit.qtensor import QTensor, QuantScheme
+
+STEP = 256  # outputs: a multiple of every kernel's panel
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightKind:
+    """A weight but for its size and values: `dtype` of a dense one or of the scales, `scheme` of a quantized one."""
+
+    dtype: str
+    scheme: QuantScheme | None = None
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Raises CheckpointError if there is no such dtype."""
+        dtype = getattr(torch, self.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise CheckpointError(f"no dtype {self.dtype!r:.40}")
+        return dtype
+
+    def zeros(self, shape: tuple[int, int]) -> Tensor | QTensor:
+        """A weight [out, in] of this kind. Raises CheckpointError for an impossible kind."""
+        if self.scheme is None:
+            return torch.zeros(shape, dtype=self.torch_dtype)
+        if self.scheme.bits not in (4, 8) or not (self.scheme.group_size == -1 or self.scheme.group_size > 0):
+            raise CheckpointError(f"no such scheme: {self.scheme}")
+        groups = shape[0], self.scheme.num_groups(shape[1])
+        codes, zeros = (torch.zeros(size, dtype=torch.uint8) for size in (shape, groups))
+        return QTensor(codes, torch.zeros(groups, dtype=self.torch_dtype), zeros, self.scheme)
+
+
+def kind_of(weight: Tensor | QTensor) -> WeightKind:
+    if isinstance(weight, QTensor):
+        return WeightKind(_name(weight.scales), weight.scheme)
+    return WeightKind(_name(weight))
+
+
+def _name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+@cache
+def packed_outline(impl: Implementation, kind: WeightKind, shape: tuple[int, int], gated: bool = False) -> Any:
+    """`impl.pack` of a weight [out, in], with tensors on the device "meta": shapes and dtypes, no data.
+
+    Two small weights are packed. With STEP more outputs, every size and number of a layout grows by as much as it did
+    with the STEP before; what the values of a weight decide has no place in a layout.
+    """
+    rows, columns = shape
+    small = min(rows, rows % STEP + STEP)
+    packed = impl.pack(kind.zeros((small, columns)), gated)
+    grown = packed if rows == small else impl.pack(kind.zeros((small + STEP, columns)), gated)
+    return _extrapolate(packed, grown, (rows - small) // STEP)
+
+
+def _extrapolate(small: Any, large: Any, steps: int) -> Any:
+    if isinstance(small, Tensor):
+        shape = [_extrapolate(a, b, steps) for a, b in zip(small.shape, large.shape, strict=True)]
+        return torch.empty(shape, dtype=small.dtype, device="meta")
+    if dataclasses.is_dataclass(small) and not isinstance(small, type):
+        names = [field.name for field in dataclasses.fields(small) if field.init]
+        new = {name: _extrapolate(getattr(small, name), getattr(large, name), steps) for name in names}
+        return dataclasses.replace(small, **new)
+    if isinstance(small, int) and not isinstance(small, bool):
+        return small + steps * (large - small)
+    return small

@@ -1,0 +1,246 @@
+"""Packed weights in a file: packed once for a checkpoint, mapped by every later start.
+
+    <checkpoint>/.lmkit/packed-<checkpoint>-<packing>.safetensors      or, where that cannot be written,
+    <cache directory>/packed/<folder>/packed-...
+
+`<checkpoint>` stands for its weights and the sources that pack them, `<packing>` for how they were packed: a file of
+another packing stays, one of another checkpoint is removed when a new one is written. The file holds the tensors of the
+kernels' layouts, 64-byte aligned, and nothing else: a load finds out the layout of each linear by itself
+(layers/outline.py) and takes tensors in exactly those shapes and dtypes. Beyond that nothing in the file is trusted.
+
+One process packs while others wait for it (a lock on the folder). The file gets its name when it is whole.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+
+import msgspec
+from torch import Tensor
+
+from lmkit.config import environment
+from lmkit.errors import CheckpointError
+from lmkit.formats.atomic import sync_directory
+from lmkit.formats.checkpoint import CheckpointReader
+from lmkit.formats.hub import DEMO_FOLDER
+from lmkit.formats.safetensors_file import SafetensorsFile
+from lmkit.formats.safetensors_stream import ALIGNMENT, SafetensorsStream
+from lmkit.kernels.cpu import isa
+from lmkit.layers.linear import Weights
+from lmkit.layers.outline import WeightKind, kind_of
+from lmkit.log import get_logger
+from lmkit.qtensor import QTensor
+
+log = get_logger(__name__)
+
+FOLDER = ".lmkit"
+HEADER_BYTES = 16 << 10  # for one layer
+SPARE_BYTES = 256 << 20  # that a new file leaves on its disk
+PACKAGE = Path(__file__).parents[1]
+SOURCES = ("qtensor.py", "kernels/**/*.py", "layers/*.py", "formats/*.py", "models/*.py")  # what decides the bytes
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How a checkpoint is loaded: all that decides the packed weights besides the checkpoint and the machine."""
+
+    device: str
+    dtype: str  # of dense weights
+    activations: str
+    lm_head: str
+
+
+Kinds = dict[str, WeightKind]  # by role
+
+
+def kinds_of(weights: Weights) -> Kinds:
+    """The kinds of a layer's linears: its matrices."""
+    matrices = {role: w for role, w in weights.items() if isinstance(w, QTensor) or w.ndim == 2}
+    return {role: kind_of(weight) for role, weight in matrices.items()}
+
+
+class PackedFile:
+    """An open cache file: `kinds` of each layer's linears and, last, of the head; `take` gives tensors.
+
+    Raises CheckpointError if anything in it is not as it was written.
+    """
+
+    def __init__(self, path: Path, key: str) -> None:
+        self.path = path
+        self._file = SafetensorsFile(path)
+        metadata = self._file.metadata
+        if metadata.get("key") != key:
+            raise CheckpointError(f"{path}: made for another checkpoint or packing")
+        if metadata.get("checksum") != _checksum(self._file, metadata):
+            raise CheckpointError(f"{path}: its header is damaged")
+        try:
+            self.kinds = msgspec.json.decode(metadata.get("kinds", ""), type=list[Kinds])
+        except msgspec.MsgspecError as error:
+            raise CheckpointError(f"{path}: {error}") from None
+        self._file.read_ahead()
+
+    def has(self, name: str) -> bool:
+        return name in self._file.infos
+
+    def take(self, name: str, outline: Tensor) -> Tensor:
+        """The tensor `name`, mapped, which must look like `outline`."""
+        if not self.has(name) or self._file.infos[name].start % ALIGNMENT:
+            raise CheckpointError(f"{self.path}: tensor {name} is missing or not aligned")
+        tensor = self._file.tensor(name)
+        if (tensor.dtype, tensor.shape) != (outline.dtype, outline.shape):
+            raise CheckpointError(f"{self.path}: tensor {name} is not {outline.dtype} {list(outline.shape)}")
+        return tensor
+
+
+class PackedWriter:
+    """Takes packed tensors, in any order, and the kinds of what they were packed from, in order."""
+
+    def __init__(self, stream: SafetensorsStream) -> None:
+        self._stream = stream
+        self.kinds: list[Kinds] = []
+
+    def keep(self, name: str, tensor: Tensor) -> Tensor:
+        with _writing():
+            self._stream.add(name, tensor)
+        return tensor
+
+
+class _UnwritableError(Exception):
+    """The cache cannot be written, which is no error of the checkpoint that is being read meanwhile."""
+
+
+@contextmanager
+def _writing() -> Iterator[None]:
+    try:
+        yield
+    except (CheckpointError, OSError) as error:
+        raise _UnwritableError(str(error)) from None
+
+
+class PackedCache:
+    """The cache file of one checkpoint and packing."""
+
+    def __init__(self, reader: CheckpointReader, packing: Packing) -> None:
+        checkpoint = hashlib.sha256((reader.fingerprint() + _sources()).encode()).hexdigest()
+        how = hashlib.sha256(f"{asdict(packing)} {isa.host().name}".encode()).hexdigest()
+        self.key = checkpoint + how
+        self.stem = f"packed-{checkpoint[:16]}-"
+        self.name = f"{self.stem}{how[:16]}.safetensors"
+        self.folders = cache_folders(reader.path)
+        self._num_layers = int(reader.config.get("num_hidden_layers", 0))
+        self._rejected: set[tuple[Path, int]] = set()  # path and inode of files that do not fit
+
+    def open(self) -> PackedFile | None:
+        """The file, if there is one and it is whole."""
+        for folder in self.folders:
+            path = folder / self.name
+            if path.exists():
+                try:
+                    return PackedFile(path, self.key)
+                except CheckpointError as error:
+                    self.reject(path, error)
+        return None
+
+    def reject(self, path: Path, reason: Exception) -> None:
+        """A file that does not fit is written again."""
+        log.warning("the weights are packed anew: %s", reason)
+        with suppress(OSError):
+            self._rejected.add((path, path.stat().st_ino))
+
+    def create(self, write: Callable[[PackedWriter], None], num_bytes: int) -> bool:
+        """Write the file, of about `num_bytes`, unless another process just has; False if that is not possible."""
+        for folder in self.folders:
+            try:
+                with _locked(folder):
+                    if not self._is_written(folder / self.name):
+                        self._write(folder, write, num_bytes)
+                    return True
+            except _UnwritableError as error:
+                reason = error
+        log.warning("weights are packed at every start, because they cannot be cached: %s", reason)
+        return False
+
+    def _is_written(self, path: Path) -> bool:
+        return path.exists() and (path, path.stat().st_ino) not in self._rejected
+
+    def _write(self, folder: Path, write: Callable[[PackedWriter], None], num_bytes: int) -> None:
+        with _writing():
+            if (free := shutil.disk_usage(folder).free) < (needed := num_bytes + SPARE_BYTES):
+                raise CheckpointError(f"{folder}: {free >> 20} MiB are free, {needed >> 20} MiB needed")
+            for other in folder.glob("packed-*.partial"):  # left by a process that was killed
+                other.unlink()
+        partial = folder / f"{self.name}.{os.getpid()}.partial"
+        log.info("packing the weights once into %s", folder / self.name)
+        try:
+            with _writing():
+                stream = SafetensorsStream(partial, HEADER_BYTES * (self._num_layers + 2))
+            with stream:
+                writer = PackedWriter(stream)
+                write(writer)
+                with _writing():
+                    stream.finish(self._metadata(stream, writer))
+            with _writing():
+                partial.replace(folder / self.name)
+                sync_directory(folder)
+        finally:
+            partial.unlink(missing_ok=True)
+        for other in folder.glob("packed-*.safetensors"):
+            if not other.name.startswith(self.stem):
+                with suppress(OSError):
+                    other.unlink()
+
+    def _metadata(self, stream: SafetensorsStream, writer: PackedWriter) -> dict[str, str]:
+        metadata = {"format": "pt", "key": self.key, "kinds": msgspec.json.encode(writer.kinds).decode()}
+        return metadata | {"checksum": _checksum(stream, metadata)}
+
+
+def cache_folders(checkpoint: Path) -> list[Path]:
+    """Where the packed weights of a checkpoint may be, the preferred folder first."""
+    own = hashlib.sha256(os.fsencode(checkpoint.resolve())).hexdigest()[:16]
+    private, beside = environment().cache_dir / "packed" / own, checkpoint / FOLDER
+    is_ours = checkpoint.resolve() == DEMO_FOLDER  # a part of the installation
+    return [private] if is_ours or beside.is_symlink() else [beside, private]
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Make a folder and lock it, when no other process has it locked."""
+    with _writing():
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise CheckpointError(f"{folder}: is not writable")
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with _writing():
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                log.info("waiting for another process, which packs weights into %s", folder)
+                fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _checksum(file: SafetensorsFile | SafetensorsStream, metadata: dict[str, str]) -> str:
+    """Of the whole header but itself."""
+    entries = sorted((name, info.dtype, info.shape, info.start) for name, info in file.infos.items())
+    others = sorted((name, value) for name, value in metadata.items() if name != "checksum")
+    return hashlib.sha256(repr((entries, others)).encode()).hexdigest()
+
+
+@cache
+def _sources() -> str:
+    """Of the code that packs: the layouts have no version number that could be forgotten."""
+    digest = hashlib.sha256()
+    for path in sorted(path for pattern in SOURCES for path in PACKAGE.glob(pattern)):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,56 @@
+"""Modules that `import torch` imports and an engine never uses, put off until something of theirs is asked for."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+# Python formulas of operators on tensors without data, for torch.compile and torch.export: a fifth of torch's import.
+DEFERRED = frozenset({"torch._meta_registrations"})
+
+
+class _DeferredModule(ModuleType):
+    """Runs its code when a name is looked up in it (importlib's LazyLoader also does for `__file__`, which torch reads
+    of every module).
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self.__class__ = ModuleType  # type: ignore[assignment]
+        assert self.__spec__ is not None
+        assert isinstance(self.__spec__.loader, _DeferredLoader)
+        self.__spec__.loader.real.exec_module(self)
+        return getattr(self, name)
+
+
+class _DeferredLoader(Loader):
+    def __init__(self, real: Loader) -> None:
+        self.real = real
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _DeferredModule(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
+
+
+class DeferredFinder(MetaPathFinder):
+    """Finds the modules of DEFERRED."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(fullname, path) if fullname in DEFERRED else None
+        if spec is not None and spec.loader is not None:
+            spec.loader = _DeferredLoader(spec.loader)
+        return spec
+
+
+def defer_imports() -> None:
+    """From here on in this process; to be called before torch is imported."""
+    sys.meta_path.insert(0, DeferredFinder())
