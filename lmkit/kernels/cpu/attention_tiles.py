@@ -152,9 +152,15 @@ def _sum_lanes(e: Emitter, four: list[Value]) -> Value:
     def pick(x: Value, y: Value, lanes: list[int]) -> Value:
         return b.shuffle_vector(x, y, ir.Constant(e.vector(I32, len(lanes)), lanes))
 
-    while four[0].type.count > 4:
+    while four[0].type.count > 8:
         half = four[0].type.count // 2
         four = [add(pick(x, x, list(range(half))), pick(x, x, list(range(half, 2 * half)))) for x in four]
+    if four[0].type.count == 8:  # the halves of two vectors at once; then both halves of a vector go the same way
+        low, high = [0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]
+        x, y = (add(pick(x, y, low), pick(x, y, high)) for x, y in (four[:2], four[2:]))
+        both = add(pick(x, y, [0, 1, 8, 9, 4, 5, 12, 13]), pick(x, y, [2, 3, 10, 11, 6, 7, 14, 15]))
+        pairs = add(both, pick(both, both, [1, 0, 3, 2, 5, 4, 7, 6]))
+        return pick(pairs, pairs, [0, 4, 2, 6])
     first, second = (add(pick(x, y, [0, 1, 4, 5]), pick(x, y, [2, 3, 6, 7])) for x, y in (four[:2], four[2:]))
     return add(pick(first, second, [0, 2, 4, 6]), pick(first, second, [1, 3, 5, 7]))
 
@@ -322,18 +328,22 @@ def softmax_tile(isa: Isa, *, coded: bool) -> Tile:
         s, low, high, first, blocks, none, maximum_at, total_at, words, steps, scales, minima, offset = arguments
         b, kind, integers = e.builder, e.vector(F32), e.vector(I32)
         start, end = (e.splat(b.trunc(limit, I32)) for limit in (low, high))
-        chunks = e.times(blocks, KEYS // e.lanes)
         ((best, sums, lows, peak),) = e.variables(1, 4, kind)
         b.store(e.splat(b.bitcast(b.trunc(none, I32), F32)), best)
         for variable in (sums, lows):
             b.store(constant(kind, 0), variable)
-        with e.loop(chunks) as chunk:
-            at = e.offset(first, e.times(chunk, e.lanes))
-            index = b.add(e.splat(b.trunc(at, I32)), ir.Constant(integers, list(range(e.lanes))))
-            visible = b.and_(b.icmp_signed(">=", index, start), b.icmp_signed("<", index, end))
-            score = b.select(visible, e.load(e.offset(s, e.times(at, 4)), kind), constant(kind, -math.inf))
-            e.store(score, e.offset(s, e.times(at, 4)))
-            b.store(e.larger(score, b.load(best)), best)
+        with e.loop(blocks) as block:
+            origin = e.offset(first, e.times(block, KEYS))
+            index, found = e.splat(b.trunc(origin, I32)), []
+            for i in range(0, KEYS, e.lanes):
+                key = b.add(index, ir.Constant(integers, list(range(i, i + e.lanes))))
+                visible = b.and_(b.icmp_signed(">=", key, start), b.icmp_signed("<", key, end))
+                place = e.offset(s, e.times(origin, 4), 4 * i)
+                found.append(b.select(visible, e.load(place, kind), constant(kind, -math.inf)))
+                e.store(found[-1], place)
+            while len(found) > 1:
+                found = [e.larger(x, y) for x, y in zip(found[::2], found[1::2], strict=True)]
+            b.store(e.larger(found[0], b.load(best)), best)
         maximum = e.fold(b.load(best), e.larger)
         with e.loop(blocks) as block:
             b.store(constant(kind, 0), peak)
