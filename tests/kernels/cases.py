@@ -216,7 +216,7 @@ def attention_cases() -> Iterator[Case]:
                     return q, kv.k, kv.v, tables, query_start, torch.tensor(lengths).int(), d**-0.5, w
 
                 name = f"{'-'.join(types)}-{dim}-{window}"
-                brief = types == KV_TYPES[2] and dim in (80, 6)
+                brief = types in (KV_TYPES[0], KV_TYPES[2]) and dim in (128, 6) and not window
                 tolerance = WORD_TOLERANCE if {"int8", "int4"} & set(types) else F32_TOLERANCE
                 yield Case(ops.paged_attention, name, _seeded(attend), _heads(heads, group, dim), tolerance, brief)
 
