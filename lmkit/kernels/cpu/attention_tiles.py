@@ -129,16 +129,9 @@ def _scaled(e: Emitter, dots: Value, steps: list[Value], of_keys: list[Value]) -
     b, four, lanes = e.builder, Emitter(e.builder, 4), ir.Constant(e.vector(I32, 4), [0, 1, 0, 1])
     if of_keys[0].type.count == 2:
         of_keys = [b.shuffle_vector(x, x, lanes) for x in of_keys]
-    step, total = (
-        b.insert_element(
-            b.insert_element(
-                four.splat(e.load(e.offset(steps[0], at), F32)), e.load(e.offset(steps[2], at), F32), I32(2)
-            ),
-            e.load(e.offset(steps[2], at), F32),
-            I32(3),
-        )
-        for at in (0, 4)
-    )
+    low, high = ([four.splat(e.load(e.offset(row, at), F32)) for at in (0, 4)] for row in (steps[0], steps[2]))
+    halves = ir.Constant(e.vector(I32, 4), [0, 1, 4, 5])
+    step, total = (b.shuffle_vector(x, y, halves) for x, y in zip(low, high, strict=True))
     scale, minimum = of_keys
     product = b.fmul(minimum, total)
     return b.fmul(e.fma(b.sitofp(dots, four.vector(F32)), scale, product), step)
