@@ -258,7 +258,14 @@ def bench_attention(peaks: Peaks, *, quick: bool) -> list[dict[str, Any]]:
     rows, table = [], Table(title="paged attention, 8 KV heads of 128, 4 queries each; the % is of the roofline")
     for column in ("sequences", "context", "new", "KV", "ms", "GB/s", "GFLOP/s", "roofline"):
         table.add_column(column, justify="right")
-    for sequences, context, new in ((1, 1024, 1), (1, 8192, 1), (16, 1024, 1), (1, 1024, 512)):
+    for sequences, context, new in (
+        (16, 64, 1),
+        (64, 64, 1),
+        (1, 1024, 1),
+        (1, 8192, 1),
+        (16, 1024, 1),
+        (1, 1024, 512),
+    ):
         blocks = -(-context // block)
         tables = torch.randperm(sequences * blocks).view(sequences, blocks).int()
         starts, lens = torch.arange(sequences + 1).int() * new, torch.full((sequences,), context).int()

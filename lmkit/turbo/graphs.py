@@ -23,7 +23,7 @@ log = get_logger(__name__)
 # They make views or uninitialized memory; anything else would be computed now and not in the recorded steps.
 RECORDABLE = frozenset({
     "alias", "as_strided", "detach", "empty", "expand", "lift_fresh", "permute", "reshape", "select", "slice", "split",
-    "split_with_sizes", "squeeze", "t", "transpose", "unsqueeze", "view", "_unsafe_view", "zeros",
+    "split_with_sizes", "squeeze", "t", "transpose", "unsqueeze", "view", "_unsafe_view",
 })  # fmt: skip
 
 

@@ -16,6 +16,9 @@ from lmkit.layers.batch import KVLayer, allocate_kv
 from lmkit.qtensor import QTensor, QuantScheme, quantize
 
 F32_TOLERANCE, BF16_TOLERANCE = 3e-6, 8e-3  # of the largest result
+# Attention on codes: queries and weights are words of 15 bits. A score errs by 2^-16 of the largest query times
+# sqrt(D) keys, some 1e-4 for the scores of +-20 here, and a weight as much, relatively.
+WORD_TOLERANCE = 5e-4
 
 
 @dataclass(frozen=True)
@@ -243,8 +246,9 @@ def attention_cases() -> Iterator[Case]:
                     return q, kv.k, kv.v, tables, query_start, torch.tensor(lengths).int(), d**-0.5, w
 
                 name = f"{'-'.join(types)}-{dim}-{window}"
-                brief = types == KV_TYPES[2] and dim in (80, 6)
-                yield Case(ops.paged_attention, name, _seeded(attend), _heads(heads, group, dim), brief=brief)
+                brief = types in (KV_TYPES[0], KV_TYPES[2]) and dim in (128, 6) and not window
+                tolerance = WORD_TOLERANCE if {"int8", "int4"} & set(types) else F32_TOLERANCE
+                yield Case(ops.paged_attention, name, _seeded(attend), _heads(heads, group, dim), tolerance, brief)
 
     def bfloat16() -> tuple[Any, ...]:
         kv, tables = filled_cache(("bfloat16", "bfloat16"), 2, 16, 8, [40])

@@ -83,10 +83,13 @@ LENGTHS, NEW = [1, 30, 700, 2050, 257], [1, 30, 3, 1, 100]
 
 
 @pytest.mark.parametrize("window", [0, 40, 400])
-@pytest.mark.parametrize("types", [("float32", "int8"), ("int4", "bfloat16")])
-def test_attention_sequences_chunks_and_splits(types: tuple[str, str], window: int) -> None:
+@pytest.mark.parametrize(
+    ("types", "dim"),
+    [(("float32", "int8"), 48), (("int4", "bfloat16"), 48), (("int8", "int4"), 64), (("int4", "int8"), 6)],
+)
+def test_attention_sequences_chunks_and_splits(types: tuple[str, str], dim: int, window: int) -> None:
     torch.manual_seed(4)
-    kv_heads, group, dim = 2, 3, 48
+    kv_heads, group = 2, 3
     kv, tables = filled_cache(types, kv_heads, dim, 16, LENGTHS)
     q = torch.randn(sum(NEW), kv_heads * group, dim) * 3
     starts = [0, *torch.tensor(NEW).cumsum(0).tolist()]

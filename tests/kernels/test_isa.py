@@ -12,7 +12,7 @@ import pytest
 from llvmlite import ir
 
 from lmkit.errors import ConfigError
-from lmkit.kernels.cpu import isa, tiles
+from lmkit.kernels.cpu import attention_tiles, isa, tiles
 from lmkit.kernels.cpu.tiles import Tile
 
 X86, ARM = "x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu"
@@ -48,6 +48,11 @@ def innermost_loops(text: str) -> list[list[str]]:
     return loops
 
 
+def attention_kernels(level: isa.Isa, *forms: str) -> list[Tile]:
+    kernels = (attention_tiles.score_tile, attention_tiles.product_tile)
+    return [kernel(level, form) for kernel in kernels for form in forms]
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize(
     ("level", "cpu", "register"),
@@ -70,10 +75,30 @@ def test_vnni_instructions_without_spills(level: str, cpu: str, register: str, b
 
 @pytest.mark.parametrize(("level", "cpu"), [("avx512_vnni", "znver4"), ("avx2", "haswell"), ("avx2", "znver3")])
 def test_float_kernels_without_spills(level: str, cpu: str) -> None:
-    for tile in (tiles.float_tile(isa.named(level)), tiles.score_tile(isa.named(level))):
+    for tile in (tiles.float_tile(isa.named(level)), *attention_kernels(isa.named(level), "bfloat16", "float32")):
         loops = innermost_loops(assembly(tile, cpu))
         assert sum(line.count("vfmadd") for loop in loops for line in loop) > 10
         assert not [line for loop in loops for line in loop if "Spill" in line or "Reload" in line]
+
+
+@pytest.mark.parametrize(
+    ("level", "cpu", "instruction", "register"),
+    [
+        ("avx512_vnni", "znver4", "vpdpwssd", "zmm"),
+        ("avx512_vnni", "icelake-server", "vpdpwssd", "zmm"),
+        ("avx_vnni", "alderlake", "vpdpwssd", "ymm"),
+        ("avx2", "znver3", "vpmaddwd", "ymm"),
+    ],
+)
+def test_attention_on_codes(level: str, cpu: str, instruction: str, register: str) -> None:
+    for tile in attention_kernels(isa.named(level), "int8", "int4"):
+        loops = [
+            loop for loop in innermost_loops(assembly(tile, cpu)) if any(f"\t{instruction}\t" in line for line in loop)
+        ]
+        assert len(loops) >= len(tile.rows)  # the compiler may split off a remainder
+        for loop in loops:
+            assert all(f"%{register}" in line for line in loop if instruction in line)
+            assert not [line for line in loop if "Spill" in line and register in line]
 
 
 @pytest.mark.parametrize(("triple", "cpu"), [(X86, "x86-64"), (ARM, "generic"), (ARM, "neoverse-n1")])
@@ -82,7 +107,7 @@ def test_portable_kernels_compile_for_other_processors(triple: str, cpu: str) ->
     for tile in (
         tiles.int_tile(level, 4, packed=True, half_scales=True),
         tiles.float_tile(level),
-        tiles.score_tile(level),
+        *attention_kernels(level, "float32", "int8", "int4"),
     ):
         text = assembly(tile, cpu, triple)
         assert "ymm" not in text

@@ -1,10 +1,10 @@
 """Paged attention on the CPU (ops.paged_attention): one path for prefill, chunked prefill and decode.
 
 A *tile* is a few consecutive tokens of one sequence times the query heads that share one KV head: its rows read the
-same keys. Keys are taken in blocks of 64, widened to float32 in the cache; blocks make partitions of 256. Within a
-partition the softmax is online (Milakov and Gimelshein, arXiv 1805.02867); partitions are merged in order
-(Flash-Decoding). Blocks and partitions begin at multiples of their size, whatever the batch: a row adds up the same
-numbers in the same order in every batch, chunk and split, and masked keys add exact zeros.
+same keys. Keys make partitions of 256, of which attention_stages.py computes one at a time; partitions are merged in
+order (Flash-Decoding; the online softmax of Milakov and Gimelshein, arXiv 1805.02867). Partitions begin at multiples
+of their size, whatever the batch: a row adds up the same numbers in the same order in every batch, chunk and split,
+and masked keys add exact zeros.
 
 A *unit* is what one task does: a tile; or, when there are too few tiles to keep all threads busy (decode of few
 sequences), one partition of a tile, and the task that finishes a tile's last partition merges them.
@@ -22,42 +22,41 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from lmkit.kernels.cpu import threads, tiles, workspace
-from lmkit.kernels.cpu.intrinsics import (
-    add,
-    bits_to_float,
-    exp,
-    fma,
-    pointer,
-    tile,
-    unpack,
+from lmkit.kernels.cpu import attention_tiles, threads, workspace
+from lmkit.kernels.cpu.attention_stages import (
+    DIRECT_ROWS,
+    PARTITION,
+    copy_bytes,
+    reads_directly,
+    score_task,
+    value_task,
 )
+from lmkit.kernels.cpu.attention_tiles import CODED, KEYS, LARGEST_WORD
+from lmkit.kernels.cpu.intrinsics import add, bits_to_float, call, exp, fma, half_to_float, pointer, tile, unpack
 from lmkit.kernels.cpu.isa import Isa
 from lmkit.kernels.cpu.jit import Task, float_bits, inline
-from lmkit.kernels.cpu.kv import read_rows, rows_of, storage
+from lmkit.kernels.cpu.kv import rows_of
 from lmkit.kernels.cpu.panels import address, as_type
 from lmkit.kernels.ops import KVTensor
 from lmkit.kernels.reference.kv import accepts_heads
 from lmkit.kernels.registry import Implementation
 
-KEYS, PARTITION = 64, 256
-TILE_ROWS = 48  # aimed at: enough to pay for widening the keys
+TILE_ROWS = 48  # aimed at: enough to pay for copying the keys
 UNITS_PER_THREAD = 4  # with fewer tiles, partitions become units
 SERIAL_PRODUCTS = 1 << 20
-NO_SCORE = np.float32(-3e38)  # the maximum of no scores: finite, so that two of them differ by 0
+JOB_BYTES = 128  # the arguments of a stage
+WORDS = attention_tiles.words_tile().name
 
 
 def _plan(args: int, scratch: int, index: int) -> None:
-    """plan[b] = the first unit of sequence b, plan[B] = the number of units, plan[B + 1] = 1 if tiles are split,
-    plan[B + 2] = at most the number of products of a query with a key.
+    """plan[b] = the first unit of sequence b, plan[B] = the number of units, plan[B + 1] = 1 if tiles are split; the
+    counters, which follow, become 0.
     """
-    plan_at, num_seqs, starts_at, lens_at, heads, tile_tokens, wanted = unpack(args, 7)
-    plan = carray(pointer(plan_at), num_seqs + 5, np.int64)
+    plan_at, num_seqs, starts_at, lens_at, heads, tile_tokens, wanted, counters = unpack(args, 8)
+    plan = carray(pointer(plan_at), num_seqs + 2 + counters, np.int64)
     starts = carray(pointer(starts_at), num_seqs + 1, np.int32)
     lens = carray(pointer(lens_at), num_seqs, np.int32)
-    plan[num_seqs + 2] = 0
-    for b in range(num_seqs):
-        plan[num_seqs + 2] += np.int64(starts[b + 1] - starts[b]) * lens[b]
+    plan[num_seqs + 2 :] = 0
     for split in range(2):
         total = 0
         for b in range(num_seqs):
@@ -66,12 +65,10 @@ def _plan(args: int, scratch: int, index: int) -> None:
             total += num_tiles * heads * ((lens[b] + PARTITION - 1) // PARTITION if split else 1)
         plan[num_seqs], plan[num_seqs + 1] = total, split
         if total >= wanted:
-            break
-    plan[num_seqs + 3], plan[num_seqs + 4] = plan[num_seqs], 1
+            return
 
 
 PLAN = Task(_plan)
-KEEP = []
 
 
 @inline
@@ -87,23 +84,71 @@ def _find(plan: Any, num_seqs: int, unit: int) -> int:
 
 
 @inline
-def _read_keys(kind: int, data: int, params: int, table: Any, block_size: int, heads: int, head: int, first: int,
-               count: int, dim: int, padded: int, target: int) -> None:  # fmt: skip
-    """Keys (or values) first .. first + count of a sequence to float32 [count, padded]; the padding is 0."""
-    done = 0
-    while done < count:  # the rows of one KV block are contiguous
-        offset = (first + done) % block_size
-        run = min(count - done, block_size - offset)
-        where = (np.int64(table[(first + done) // block_size]) * heads + head) * block_size + offset
-        read_rows(kind, data, params, where, run, dim, padded, target + 4 * done * padded)
-        done += run
+def _buffers(at: int, rows: int, padded: int) -> Any:
+    """Where things lie in a thread's scratch: (job, floats, words, steps, scores, weights, word steps, offset,
+    key places, value places, key params, value params, total, record, copies).
+    """
+    record = rows * (padded + 2)
+    job = at
+    floats = job + JOB_BYTES
+    words = floats + 4 * rows * padded
+    steps = words + 2 * rows * padded
+    scores = steps + 8 * rows
+    weights = scores + 4 * rows * PARTITION
+    word_steps = weights + 2 * rows * PARTITION
+    offset = word_steps + 4 * rows * (PARTITION // KEYS)
+    places = (offset + 4) // 64 * 64 + 64
+    params = places + 16 * PARTITION
+    total = params + 16 * PARTITION
+    copies = (total + 8 * record) // 64 * 64 + 64
+    return (job, floats, words, steps, scores, weights, word_steps, offset, places, places + 8 * PARTITION, params,
+            params + 8 * PARTITION, total, total + 4 * record, copies)  # fmt: skip
 
 
 @inline
-def _clear(record: int, rows: int, padded: int) -> None:
-    values = carray(pointer(record), rows * (padded + 2), np.float32)
-    values[:] = 0
-    values[rows * padded : rows * (padded + 1)] = NO_SCORE
+def _prepare_queries(source: int, stride: int, group: int, dim: int, padded: int, scale: Any, rows: int, floats: int,
+                     words: int, steps: int) -> None:  # fmt: skip
+    """Queries times `scale`, filled up with 0; and, unless `words` is 0, as words."""
+    limit = min(LARGEST_WORD, (2**31 - 1) // (255 * dim))  # a sum of products with codes fits int32
+    for r in range(rows):
+        x = carray(pointer(source + r // group * stride + 4 * (r % group) * dim), dim, np.float32)
+        row = carray(pointer(floats + 4 * r * padded), padded, np.float32)
+        for i in range(dim):
+            row[i] = x[i] * scale
+        for i in range(dim, padded):
+            row[i] = 0
+        if words:
+            out = words + 2 * r * padded
+            tile(WORDS, 1, (floats + 4 * r * padded, out, padded // 8, limit, steps + 8 * r))
+
+
+@inline
+def _locate(table: Any, heads: int, head: int, block_size: int, start: int, first: int, end: int, data: int,
+            row_bytes: int, params: int, places: int, params_at: int) -> None:  # fmt: skip
+    """Places of the rows of keys (or values) start + first .. start + end, the last one's repeated up to a multiple
+    of 4; and, of codes, their scales and minima, 0 up to the end of a block.
+    """
+    at = carray(pointer(places), PARTITION, np.int64)
+    scales = carray(pointer(params_at), PARTITION, np.float32)
+    minima = carray(pointer(params_at + 4 * PARTITION), PARTITION, np.float32)
+    key = first
+    while key < end:
+        offset = (start + key) % block_size
+        run = min(end - key, block_size - offset)
+        row = (np.int64(table[(start + key) // block_size]) * heads + head) * block_size + offset
+        for i in range(run):
+            at[key + i] = data + (row + i) * row_bytes
+        if params:
+            pairs = carray(pointer(params + 4 * row), run, np.uint32)
+            for i in range(run):
+                scales[key + i] = half_to_float(pairs[i] & np.uint32(0xFFFF))
+                minima[key + i] = half_to_float(pairs[i] >> np.uint32(16))
+        key += run
+    for i in range(end, (end + 3) // 4 * 4):
+        at[i] = at[end - 1]
+    if params:
+        for i in range(end, (end + KEYS - 1) // KEYS * KEYS):
+            scales[i], minima[i] = 0, 0
 
 
 @inline
@@ -121,97 +166,100 @@ def _merge(total: int, record: int, rows: int, padded: int) -> None:
             a[i] = fma(b[i], take_, a[i] * keep)
 
 
-@functools.cache
-def attend_task(isa: Isa) -> Task:
-    """The task of one unit."""
-    score, product = tiles.score_tile(isa).name, tiles.float_tile(isa).name
-    softmax, width, lanes = tiles.softmax_tile(isa, KEYS).name, isa.float_tile, isa.lanes
+@inline
+def _finish(total: int, rows: int, padded: int, group: int, dim: int, out: int, stride: int) -> None:
+    """Outputs divided by their sums, to `out`."""
+    sums = carray(pointer(total), rows * (padded + 2), np.float32)
+    for r in range(rows):
+        y = carray(pointer(out + r // group * stride + 4 * (r % group) * dim), dim, np.float32)
+        inverse = np.float32(1) / sums[rows * (padded + 1) + r]
+        for i in range(dim):
+            y[i] = sums[r * padded + i] * inverse
 
-    def attend(args: int, scratch: int, index: int) -> None:
-        (plan_at, num_seqs, starts_at, lens_at, tables, table_stride, q, q_stride, scale_bits, out, records, counters,
-         heads, group, dim, padded, block_size, window, tile_tokens, k_kind, k_data, k_params, v_kind, v_data,
-         v_params) = unpack(args, 25)  # fmt: skip
-        plan = carray(pointer(plan_at), num_seqs + 2, np.int64)
-        starts = carray(pointer(starts_at), num_seqs + 1, np.int32)
-        split = plan[num_seqs + 1]
-        if index >= plan[num_seqs]:
+
+@inline
+def _write(at: int, values: Any) -> None:
+    """The opposite of `unpack`."""
+    items = carray(pointer(at), len(values), np.int64)
+    for i in range(len(values)):
+        items[i] = values[i]
+
+
+def _attend(args: int, scratch: int, index: int) -> None:
+    """One unit."""
+    (plan_at, num_seqs, starts_at, lens_at, tables, table_stride, q, q_stride, scale_bits, out, records, counters,
+     heads, group, dim, padded, block_size, window, tile_tokens, score, k_data, k_params, k_bytes, k_direct, value,
+     v_data, v_params, v_bytes, v_direct) = unpack(args, 29)  # fmt: skip
+    plan = carray(pointer(plan_at), num_seqs + 2, np.int64)
+    if index >= plan[num_seqs]:
+        return
+    starts, split = carray(pointer(starts_at), num_seqs + 1, np.int32), plan[num_seqs + 1]
+    b = _find(plan, num_seqs, index)
+    start, length = np.int64(starts[b]), np.int64(carray(pointer(lens_at), num_seqs, np.int32)[b])
+    table = carray(pointer(tables + 4 * b * table_stride), table_stride, np.int32)
+    parts = (length + PARTITION - 1) // PARTITION if split else 1
+    at = index - plan[b]
+    part, head, first_token = at % parts, at // parts % heads, at // parts // heads * tile_tokens
+    num_tokens = min(tile_tokens, starts[b + 1] - start - first_token)
+    position, token = length - (starts[b + 1] - start) + first_token, start + first_token
+    first_key, end_key = max(0, position - window + 1) if window else 0, position + num_tokens
+    rows, record_bytes = num_tokens * group, 4 * tile_tokens * group * (padded + 2)
+    (job, floats, words, steps, scores, weights, word_steps, offset, k_places, v_places, k_scales, v_scales, total,
+     other, copies) = _buffers(scratch, tile_tokens * group, padded)  # fmt: skip
+
+    source = q + token * q_stride + 4 * head * group * dim
+    scale = bits_to_float(np.uint32(scale_bits))
+    _prepare_queries(source, q_stride, group, dim, padded, scale, rows, floats, words if k_params else 0, steps)
+    first_part, end_part = first_key // PARTITION, (end_key + PARTITION - 1) // PARTITION
+    if split:
+        first_part, end_part, total = part, part + 1, records + index * record_bytes
+    few, queries = rows <= DIRECT_ROWS, words if k_params else floats
+    for p in range(first_part, end_part):
+        begin = p * PARTITION
+        first = max(first_key // KEYS * KEYS - begin, 0)
+        end = min(end_key - begin, PARTITION)
+        where = (block_size, begin, first, end)
+        _locate(table, heads, head, *where, k_data, k_bytes, k_params, k_places, k_scales)
+        _locate(table, heads, head, *where, v_data, v_bytes, v_params, v_places, v_scales)
+        record = total if p == first_part else other
+        shape = (rows, dim, padded, first, end)
+        lines = ((k_bytes + 63) // 64, v_places, (v_bytes + 63) // 64)
+        _write(job, (*shape, k_places, k_scales, k_direct & few, queries, steps, scores, *lines))
+        call(score, job, copies, 0)
+        of_rows = (group, position - begin, window, scores, weights, word_steps, offset, record)
+        _write(job, (*shape, v_places, v_scales, v_direct & few, *of_rows))
+        call(value, job, copies, 0)
+        if p > first_part:
+            _merge(total, other, rows, padded)
+    if split:
+        if add(counters + 8 * (index - part), 1) < parts - 1:
             return
-        b = _find(plan, num_seqs, index)
-        start, length = np.int64(starts[b]), np.int64(carray(pointer(lens_at), num_seqs, np.int32)[b])
-        table = carray(pointer(tables + 4 * b * table_stride), table_stride, np.int32)
-        parts = (length + PARTITION - 1) // PARTITION if split else 1
-        at = index - plan[b]
-        part, head, first_token = at % parts, at // parts % heads, at // parts // heads * tile_tokens
-        num_tokens = min(tile_tokens, starts[b + 1] - start - first_token)
-        position = length - (starts[b + 1] - start) + first_token
-        first_key = max(0, position - window + 1) if window else 0
-        end_key = position + num_tokens
-        rows, row_bytes = num_tokens * group, 4 * padded
-        record_bytes = 4 * tile_tokens * group * (padded + 2)
-        queries, keys = scratch, scratch + tile_tokens * group * row_bytes
-        values, scores = keys + KEYS * row_bytes, keys + 2 * KEYS * row_bytes
-        total = scores + 4 * tile_tokens * group * KEYS
-        record = records + index * record_bytes if split else total + record_bytes
+        total = records + (index - part) * record_bytes
+        for p in range(1, parts):
+            _merge(total, total + p * record_bytes, rows, padded)
+    _finish(total, rows, padded, group, dim, out + 4 * (token * heads + head) * group * dim, 4 * heads * group * dim)
 
-        maxima, totals = record + rows * row_bytes, record + rows * (row_bytes + 4)
 
-        scale = bits_to_float(np.uint32(scale_bits))
-        for r in range(rows):
-            token = start + first_token + r // group
-            source = carray(pointer(q + token * q_stride + 4 * (head * group + r % group) * dim), dim, np.float32)
-            row = carray(pointer(queries + r * row_bytes), padded, np.float32)
-            for i in range(dim):
-                row[i] = source[i] * scale
-            for i in range(dim, padded):
-                row[i] = 0
+ATTEND = Task(_attend)
 
-        _clear(total, rows, padded)
-        first_part, end_part = first_key // PARTITION, (end_key + PARTITION - 1) // PARTITION
-        if split:
-            first_part, end_part = part, part + 1
-        for p in range(first_part, end_part):
-            _clear(record, rows, padded)
-            first_block = max(first_key // KEYS * KEYS, p * PARTITION)
-            for block in range(first_block, min(end_key, (p + 1) * PARTITION), KEYS):
-                count = min(KEYS, end_key - block)
-                fours = (count + 3) // 4
-                _read_keys(k_kind, k_data, k_params, table, block_size, heads, head, block, count, dim, padded, keys)
-                carray(pointer(keys + count * row_bytes), (4 * fours - count) * padded, np.float32)[:] = 0
-                r = 0
-                while r < rows:
-                    of_rows, out_rows = queries + r * row_bytes, scores + 4 * r * KEYS
-                    sizes = (4 * KEYS, padded // lanes, fours)
-                    r += tile(score, rows - r, (of_rows, row_bytes, keys, row_bytes, out_rows, *sizes))
-                for r in range(rows):
-                    last = position + r // group
-                    low = last - window + 1 - block if window else 0
-                    high = min(count, last + 1 - block)
-                    place, sums = scores + 4 * r * KEYS, record + r * row_bytes
-                    tile(softmax, 1, (place, low, high, maxima + 4 * r, totals + 4 * r, sums, padded // lanes))
-                _read_keys(v_kind, v_data, v_params, table, block_size, heads, head, block, count, dim, padded, values)
-                for column in range(0, padded, width):
-                    r = 0
-                    while r < rows:
-                        weights, sums = scores + 4 * r * KEYS, record + r * row_bytes + 4 * column
-                        given = (weights, 4 * KEYS, values + 4 * column, row_bytes, sums, row_bytes, count)
-                        r += tile(product, rows - r, given)
-            if not split:
-                _merge(total, record, rows, padded)
-        if split:
-            if (add(counters + 8 * (index - part), 1) + 1) % parts:
-                return
-            for p in range(parts):
-                _merge(total, records + (index - part + p) * record_bytes, rows, padded)
 
-        sums = carray(pointer(total), rows * (padded + 2), np.float32)
-        for r in range(rows):
-            token = start + first_token + r // group
-            y = carray(pointer(out + 4 * ((token * heads + head) * group + r % group) * dim), dim, np.float32)
-            inverse = np.float32(1) / sums[rows * (padded + 1) + r]
-            for i in range(dim):
-                y[i] = sums[r * padded + i] * inverse
+def _storage(isa: Isa, cache: KVTensor, dim: int) -> tuple[int, int, int, int]:
+    """(data, params or 0, bytes in a row, 1 if few rows may read it directly)."""
+    assert cache.data.is_contiguous()
+    assert cache.params.is_contiguous()
+    row_bytes = cache.data.shape[3] * cache.data.element_size()
+    params = cache.params.data_ptr() if cache.dtype in CODED else 0
+    return cache.data.data_ptr(), params, row_bytes, int(reads_directly(isa, cache.dtype, dim))
 
-    return Task(attend)
+
+def _max_units(num_tokens: int, num_seqs: int, heads: int, tile_tokens: int, max_parts: int) -> tuple[int, int]:
+    """(at most so many units, the number of tiles below which they are split), known from shapes alone."""
+    tiles = heads * min(num_tokens, num_tokens // tile_tokens + num_seqs)
+    fewest = heads * max(num_seqs, -(-num_tokens // tile_tokens))
+    wanted = UNITS_PER_THREAD * threads.num_threads()
+    if fewest >= wanted or max_parts == 1:
+        return tiles, 0
+    return max(tiles, min(tiles, wanted - 1) * max_parts), wanted
 
 
 def paged_attention(
@@ -230,30 +278,26 @@ def paged_attention(
     assert block_tables.dtype == query_start.dtype == context_lens.dtype == torch.int32
     assert block_tables.stride(1) == 1 or block_tables.shape[1] == 1
     num_tokens, num_heads, dim = q.shape
-    num_seqs, heads = context_lens.shape[0], k_cache.data.shape[1]
+    num_seqs, heads, max_keys = len(context_lens), k_cache.data.shape[1], block_tables.shape[1] * k_cache.block_size
     group, padded = num_heads // heads, -(-dim // isa.float_tile) * isa.float_tile
     tile_tokens = min(max(1, TILE_ROWS // group), num_tokens - num_seqs + 1)
-    plan = workspace.empty(num_seqs + 5, dtype=torch.int64)
-    sequences = (plan.data_ptr(), num_seqs, query_start.data_ptr(), context_lens.data_ptr())
-    threads.run(PLAN, 1, (*sequences, heads, tile_tokens, UNITS_PER_THREAD * threads.num_threads()), parallel=False)
-    wanted = UNITS_PER_THREAD * threads.num_threads()
-    parts = -(-block_tables.shape[1] * k_cache.block_size // PARTITION)
-    units = (-(-num_tokens // tile_tokens) + num_seqs) * heads
-    if units < wanted + num_seqs * heads:
-        units *= parts
-    record = tile_tokens * group * (padded + 2)
-    records = workspace.empty(units * record)
-    counters = torch.zeros(units, dtype=torch.int64)
-    KEEP.append(counters)
+    units, wanted = _max_units(num_tokens, num_seqs, heads, tile_tokens, -(-max_keys // PARTITION))
+    counters = units if wanted else 0
+    plan = workspace.empty(num_seqs + 2 + counters, dtype=torch.int64)
+    records = workspace.empty(counters * tile_tokens * group * (padded + 2))
     out = workspace.empty(num_tokens, num_heads, dim)
+    sequences = (plan.data_ptr(), num_seqs, query_start.data_ptr(), context_lens.data_ptr())
+    threads.run(PLAN, 1, (*sequences, heads, tile_tokens, wanted, counters), parallel=False)
     threads.run(
-        attend_task(isa),
+        ATTEND,
         units,
         (*sequences, block_tables.data_ptr(), block_tables.stride(0), q.data_ptr(), 4 * q.stride(0), float_bits(scale),
-         out.data_ptr(), address(records), counters.data_ptr(), heads, group, dim, padded, k_cache.block_size,
-         window, tile_tokens, *storage(k_cache), *storage(v_cache)),
-        parallel=True,
-        scratch=4 * (padded * (tile_tokens * group + 2 * KEYS) + tile_tokens * group * KEYS + 2 * record),
+         out.data_ptr(), address(records), plan.data_ptr() + 8 * (num_seqs + 2), heads, group, dim, padded,
+         k_cache.block_size, window, tile_tokens,
+         score_task(isa, k_cache.dtype).address, *_storage(isa, k_cache, dim),
+         value_task(isa, v_cache.dtype).address, *_storage(isa, v_cache, dim)),
+        parallel=num_tokens * max_keys * num_heads * dim > SERIAL_PRODUCTS,
+        scratch=_buffers.py_func(0, tile_tokens * group, padded)[-1] + copy_bytes(padded),
     )  # fmt: skip
     return as_type(out, dtype)
 

@@ -28,6 +28,14 @@ def constant(kind: ir.Type, number: float) -> ir.Constant:
     return ir.Constant(kind, [number] * kind.count if isinstance(kind, ir.VectorType) else number)
 
 
+def _never_unrolled(module: ir.Module) -> ir.MDValue:
+    """A new identity of a loop: a node that names itself first, then what holds for the loop."""
+    disabled = module.add_metadata(["llvm.loop.unroll.disable"])
+    loop = ir.MDValue(module, [disabled], name=str(len(module.metadata)))
+    loop.operands = (loop, disabled)
+    return loop
+
+
 class Emitter:
     """Wraps the builder at a position; `lanes` is the width of `splat` and `vector`."""
 
@@ -99,22 +107,11 @@ class Emitter:
         if llvm.get_process_triple().startswith("x86"):
             self.call("llvm.x86.sse2.pause", ir.VoidType(), [])
 
-    def sum_lanes(self, four: list[Value]) -> Value:
-        """The sums of four vectors' lanes, as four lanes; each is added up in the same order."""
-        b = self.builder
-
-        def pick(x: Value, y: Value, lanes: list[int]) -> Value:
-            return b.shuffle_vector(x, y, ir.Constant(self.vector(I32, len(lanes)), lanes))
-
-        while four[0].type.count > 4:
-            half = four[0].type.count // 2
-            four = [b.fadd(pick(x, x, list(range(half))), pick(x, x, list(range(half, 2 * half)))) for x in four]
-        first, second = (b.fadd(pick(x, y, [0, 1, 4, 5]), pick(x, y, [2, 3, 6, 7])) for x, y in (four[:2], four[2:]))
-        return b.fadd(pick(first, second, [0, 2, 4, 6]), pick(first, second, [1, 3, 5, 7]))
-
     @contextmanager
-    def loop(self, count: Value) -> Iterator[Value]:
-        """Emit the body of `for index in range(count)`."""
+    def loop(self, count: Value, *, unroll: bool = True) -> Iterator[Value]:
+        """Emit the body of `for index in range(count)`. Without `unroll` the compiler does not repeat the body: one
+        that needs all registers has none for a copy's loads.
+        """
         b = self.builder
         entry, head = b.block, b.append_basic_block("head")
         body, end = b.append_basic_block("body"), b.append_basic_block("end")
@@ -126,7 +123,9 @@ class Emitter:
         b.position_at_end(body)
         yield index
         index.add_incoming(b.add(index, I64(1)), b.block)
-        b.branch(head)
+        back = b.branch(head)
+        if not unroll:
+            back.set_metadata("llvm.loop", _never_unrolled(b.module))
         b.position_at_end(end)
 
     def variables(self, rows: int, columns: int, kind: ir.Type) -> list[list[Value]]:

@@ -45,9 +45,9 @@ _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni"}
 LEVELS = {
     isa.name: isa
     for isa in (  # best first
-        Isa("avx512_vnni", 16, "vpdpbusd", (4, 2, 1), (6, 4, 2, 1), 4, (12, 6, 4, 2, 1), 2, (4, 2, 1), _AVX512),
-        Isa("avx_vnni", 8, "vpdpbusd", (4, 2, 1), (6, 4, 2, 1), 2, (6, 4, 2, 1), 2, (2, 1), _AVX2 | {"avxvnni"}),
-        Isa("avx2", 8, "pmadd", (4, 2, 1), (6, 4, 2, 1), 2, (6, 4, 2, 1), 2, (2, 1), _AVX2),
+        Isa("avx512_vnni", 16, "vpdpbusd", (4, 2, 1), (6, 4, 2, 1), 4, (12, 6, 4, 2, 1), 2, (6, 4, 2, 1), _AVX512),
+        Isa("avx_vnni", 8, "vpdpbusd", (4, 2, 1), (6, 4, 2, 1), 2, (6, 4, 2, 1), 2, (6, 4, 2, 1), _AVX2 | {"avxvnni"}),
+        Isa("avx2", 8, "pmadd", (4, 2, 1), (6, 4, 2, 1), 2, (6, 4, 2, 1), 2, (6, 4, 2, 1), _AVX2),
         Isa("portable", 4, "generic", (4, 2, 1), (4, 2, 1), 2, (6, 4, 2, 1), 2, (2, 1), frozenset()),
     )
 }

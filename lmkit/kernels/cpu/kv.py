@@ -1,4 +1,4 @@
-"""Blocked KV storage on the CPU: writing tokens (ops.rope_append, ops.kv_append), and reading them back as float32."""
+"""Blocked KV storage on the CPU: writing tokens (ops.rope_append, ops.kv_append)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numba import carray
 from torch import Tensor
 
 from lmkit.kernels import ops
-from lmkit.kernels.cpu import threads, tiles
+from lmkit.kernels.cpu import threads
 from lmkit.kernels.cpu.intrinsics import (
     float_to_bfloat,
     float_to_half,
@@ -18,7 +18,6 @@ from lmkit.kernels.cpu.intrinsics import (
     order,
     pointer,
     rint,
-    tile,
     unorder,
     unpack,
 )
@@ -171,22 +170,3 @@ def _run(
         parallel=values // 4 + k.numel() > SERIAL_VALUES,
         scratch=dim,
     )  # fmt: skip
-
-
-READERS = tuple(tiles.read_tile(kind).name for kind in KINDS)
-
-
-@inline
-def read_rows(kind: int, data: int, params: int, where: int, count: int, dim: int, padded: int, target: int) -> None:
-    """Rows where .. where + count of the storage to float32 [count, padded] at `target`; the padding is 0."""
-    at = params + 4 * where
-    if kind == FLOAT32:
-        tile(READERS[FLOAT32], 1, (data + 4 * where * dim, at, target, count, dim, padded))
-    elif kind == BFLOAT16:
-        tile(READERS[BFLOAT16], 1, (data + 2 * where * dim, at, target, count, dim, padded))
-    elif kind == FLOAT16:
-        tile(READERS[FLOAT16], 1, (data + 2 * where * dim, at, target, count, dim, padded))
-    elif kind == INT8:
-        tile(READERS[INT8], 1, (data + where * dim, at, target, count, dim, padded))
-    else:
-        tile(READERS[INT4], 1, (data + where * dim // 2, at, target, count, dim, padded))

@@ -61,13 +61,14 @@ _RECORDING: ContextVar[Program | None] = ContextVar("recording", default=None)
 
 
 class Program:
-    """Jobs recorded once and launched many times. Whoever launches it keeps the memory at its addresses alive."""
+    """Jobs recorded once and launched many times. Whoever launches it keeps the memory at their addresses alive."""
 
     def __init__(self) -> None:
         self._jobs = array("q")
         self._counters: list[int] = []
         self._scratch = 0
         self._parallel = False
+        self.kept: list[torch.Tensor] = []  # memory of its own
 
     def add(self, job: tuple[int, ...], args: tuple[int, ...], *, parallel: bool, scratch: int) -> None:
         self._counters += (len(self._jobs) + 2, len(self._jobs) + 3)  # behind the program's own number
@@ -114,6 +115,14 @@ def recording() -> Iterator[Program]:
         yield program
     finally:
         _RECORDING.reset(token)
+
+
+def keep(memory: torch.Tensor) -> torch.Tensor:
+    """If a program is being recorded, keep `memory` alive for as long as it may be launched."""
+    program = _RECORDING.get()
+    if program is not None:
+        program.kept.append(memory)
+    return memory
 
 
 def run(task: jit.Task, count: int, args: tuple[int, ...], *, parallel: bool = True, scratch: int = 0) -> None:
@@ -174,4 +183,4 @@ def _numba_launcher(worker: int) -> Launcher:
     return start
 
 
-__all__: list[Any] = ["Program", "configure", "num_threads", "recording", "run"]
+__all__: list[Any] = ["Program", "configure", "keep", "num_threads", "recording", "run"]

@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lmkit.kernels.cpu import threads
+
 ALIGN = 64
 _ACTIVE: ContextVar[Workspace | None] = ContextVar("workspace", default=None)
 
@@ -74,4 +76,4 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """torch.empty, from the active workspace if there is one and it has room."""
     workspace = _ACTIVE.get()
     piece = workspace.take(math.prod(shape) * dtype.itemsize) if workspace is not None else None
-    return torch.empty(shape, dtype=dtype) if piece is None else piece.view(dtype).view(shape)
+    return threads.keep(torch.empty(shape, dtype=dtype)) if piece is None else piece.view(dtype).view(shape)

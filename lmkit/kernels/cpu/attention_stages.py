@@ -1,0 +1,140 @@
+"""The two halves of attention over one partition of keys: scores, then their softmax and the weighted sum of values.
+
+One task exists for each storage type (and instruction set). Few rows read the storage directly; many rows share a copy
+of each block, widened in the cache. Both give the same bits: widening is exact, and so are sums of codes.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+from numba import carray
+
+from lmkit.kernels.cpu import attention_tiles as tiles
+from lmkit.kernels.cpu.attention_tiles import BYTES, CODED, KEYS
+from lmkit.kernels.cpu.intrinsics import pointer, tile, unpack
+from lmkit.kernels.cpu.isa import Isa
+from lmkit.kernels.cpu.jit import Task, float_bits, inline
+
+PARTITION = 256  # keys whose softmax is computed at once
+DIRECT_ROWS = 8  # more rows than this share a copy
+SPACING = 64  # bytes after each copied row: power-of-two strides would fall into few cache sets
+NO_SCORE = np.float32(-3e38)  # the maximum of no scores: finite, so that two of them differ by 0
+NO_SCORE_BITS = float_bits(float(NO_SCORE))
+PREFETCH = tiles.prefetch_tile().name
+
+
+def copy_bytes(padded: int) -> int:
+    """Scratch of a stage: the places of a block's copied rows, and the rows."""
+    return KEYS * (8 + 4 * padded + SPACING)
+
+
+def reads_directly(isa: Isa, kind: str, dim: int) -> bool:
+    """Rows of the storage are whole vectors."""
+    return dim % (isa.lanes * (4 if kind == "int4" else 2)) == 0
+
+
+@inline
+def _fill_places(places: int, count: int, first: int, step: int) -> None:
+    at = carray(pointer(places), count, np.int64)
+    for i in range(count):
+        at[i] = first + i * step
+
+
+@functools.cache
+def score_task(isa: Isa, kind: str) -> Task:
+    """scores [rows, PARTITION] of the keys first .. end of a partition."""
+    form = "words" if kind in CODED else "float32"
+    stored, copied = tiles.score_tile(isa, kind).name, tiles.score_tile(isa, form).name
+    copy, element = tiles.copy_tile(kind, form).name, BYTES[form]
+    chunk = isa.lanes * (2 if kind in CODED else 1)
+    stored_chunk = chunk * (2 if kind == "int4" else 1)
+
+    def scores(args: int, scratch: int, index: int) -> None:
+        (rows, dim, padded, first, end, places, params, direct, queries, steps, out, row_lines, values,
+         value_lines) = unpack(args, 14)  # fmt: skip
+        ldq = element * padded
+        copies = scratch + 8 * KEYS
+        if not direct:
+            _fill_places(scratch, KEYS, copies, ldq + SPACING)
+        for block in range(first, end, KEYS):
+            fours = (min(KEYS, end - block) + 3) // 4
+            at = places + 8 * block
+            if not direct:
+                tile(copy, 1, (at, copies, ldq + SPACING, 4 * fours, dim, padded))
+            else:
+                ahead = max(0, min(KEYS, end - block - KEYS))
+                tile(PREFETCH, 1, (at + 8 * KEYS, ahead, row_lines))
+                tile(PREFETCH, 1, (values + 8 * block, min(KEYS, end - block), value_lines))
+            for four in range(0, fours, 4):
+                count, key = min(4, fours - four), block + 4 * four
+                r = 0
+                while r < rows:
+                    of_rows, score = queries + r * ldq, out + 4 * (r * PARTITION + key)
+                    of_keys = (steps + 8 * r, params + 4 * key, 4 * PARTITION)
+                    if direct:
+                        sizes = (4 * PARTITION, dim // stored_chunk, count)
+                        r += tile(stored, rows - r, (of_rows, ldq, at + 32 * four, score, *sizes, *of_keys))
+                    else:
+                        sizes = (4 * PARTITION, padded // chunk, count)
+                        r += tile(copied, rows - r, (of_rows, ldq, scratch + 32 * four, score, *sizes, *of_keys))
+
+    return Task(scores)
+
+
+@functools.cache
+def value_task(isa: Isa, kind: str) -> Task:
+    """record = the partial result (see attention.py) of the scores and values first .. end of a partition."""
+    coded = kind in CODED
+    form = "pairs" if coded else "float32"
+    stored, copied = tiles.product_tile(isa, kind).name, tiles.product_tile(isa, form).name
+    copy, softmax = tiles.copy_tile(kind, form).name, tiles.softmax_tile(isa, coded=coded).name
+    width, per_place = isa.float_tile, 2 if coded else 1
+    # A panel is two vectors of columns: neighbours, or, of int4, the two nibbles of one vector of bytes.
+    apart = 4 * isa.lanes
+    stored_width = isa.lanes if kind == "int4" else width
+    element, weight_bytes = BYTES[kind], 2 if coded else 4
+
+    def values(args: int, scratch: int, index: int) -> None:
+        (rows, dim, padded, first, end, places, params, direct, group, position, window, scores, words, word_steps,
+         offsets, record) = unpack(args, 16)  # fmt: skip
+        ldc, ldw = 4 * padded, weight_bytes * PARTITION
+        maxima, totals = record + rows * ldc, record + rows * (ldc + 4)
+        blocks = (end - first + KEYS - 1) // KEYS
+        for r in range(rows):
+            last = position + r // group
+            low = max(first, last - window + 1) if window else first
+            limits = (low, min(end, last + 1), first, blocks, NO_SCORE_BITS, maxima + 4 * r, totals + 4 * r)
+            of_codes = (words + r * ldw, word_steps + 4 * r * (PARTITION // KEYS), params, 4 * PARTITION, offsets)
+            tile(softmax, 1, (scores + 4 * r * PARTITION, *limits, *of_codes))
+            sums = carray(pointer(record + r * ldc), padded, np.float32)
+            sums[:] = carray(pointer(offsets), 1, np.float32)[0] if coded else np.float32(0)
+        weights, copies = words if coded else scores, scratch + 8 * KEYS
+        if not direct:
+            _fill_places(scratch, KEYS, copies, (ldc + SPACING) // per_place)
+        for block in range(first, end, KEYS):
+            count = (min(KEYS, end - block) + per_place - 1) // per_place
+            at = places + 8 * block
+            if not direct:
+                tile(copy, 1, (at, copies, ldc + SPACING, count, dim, padded))
+            of_block = weights + weight_bytes * block
+            steps = word_steps + 4 * (block // KEYS)
+            lds = 4 * (PARTITION // KEYS)
+            if direct:
+                for panel in range(dim // width):
+                    column, r = panel * stored_width, 0
+                    while r < rows:
+                        out = record + r * ldc + 4 * column
+                        x = (of_block + r * ldw, ldw, at, element * column)
+                        gap = 2 * dim if stored_width < width else apart
+                        r += tile(stored, rows - r, (*x, out, ldc, gap, count, steps + r * lds, lds))
+            else:
+                for panel in range(padded // width):
+                    column, r = panel * width, 0
+                    while r < rows:
+                        out = record + r * ldc + 4 * column
+                        x = (of_block + r * ldw, ldw, scratch, 4 * column)
+                        r += tile(copied, rows - r, (*x, out, ldc, apart, count, steps + r * lds, lds))
+
+    return Task(values)

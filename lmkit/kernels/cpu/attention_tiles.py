@@ -1,0 +1,369 @@
+"""Micro-kernels of paged attention. Rows of keys and values are found through an array of addresses ("places"), in
+the storage itself or in a copy made ready in the cache. Forms of a row:
+
+    float32, bfloat16, float16   widened to float32 in registers
+    int8, int4                   codes, widened to int16 in registers
+    words                        int16 codes of a key
+    pairs                        int16 codes of two values, d by d: (first[0], second[0], first[1], second[1], ...)
+
+Codes are multiplied by int16 queries and weights (`pmaddwd`; with VNNI the compiler makes it `vpdpwssd`) and summed in
+int32 without rounding: bytes would cost accuracy, and floats half of the speed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+from llvmlite import ir
+
+from lmkit.kernels.cpu.emit import F32, I8, I16, I32, I64, Emitter, Value, constant
+from lmkit.kernels.cpu.isa import Isa
+from lmkit.kernels.cpu.tiles import TILES, Tile
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "int4": 1, "words": 2, "pairs": 4}  # of an element
+CODED = ("int8", "int4")
+KEYS = 64  # in a block: int32 sums of codes and weights are exact within one
+LARGEST_WORD = 32767
+
+
+def _is_integer(form: str) -> bool:
+    return form in (*CODED, "words", "pairs")
+
+
+def _floats(e: Emitter, form: str, address: Value) -> Value:
+    """One vector of floats."""
+    if form == "float32":
+        return e.load(address, e.vector(F32))
+    bits = e.builder.zext(e.load(address, e.vector(I16)), e.vector(I32))
+    return e.bfloat_to_float(bits) if form == "bfloat16" else e.half_to_float(bits)
+
+
+def _nibbles(e: Emitter, codes: Value) -> list[Value]:
+    b, kind = e.builder, codes.type
+    return [b.and_(codes, constant(kind, 15)), b.lshr(codes, constant(kind, 4))]
+
+
+def _multiply_add(e: Emitter, isa: Isa, x: Value, y: Value, total: Value) -> Value:
+    """total + x * y: float32 lanes, or int32 lanes each adding two products of int16."""
+    b = e.builder
+    if total.type.element == F32:
+        return e.fma(x, y, total)
+    if isa.lanes in (8, 16) and isa.dot != "generic" and not isa.emulate:
+        name = "llvm.x86.avx512.pmaddw.d.512" if isa.lanes == 16 else "llvm.x86.avx2.pmadd.wd"
+        return b.add(total, e.call(name, total.type, [x, y]))
+    sixteen = constant(total.type, 16)
+    x, y = b.bitcast(x, total.type), b.bitcast(y, total.type)
+    high = b.mul(b.ashr(x, sixteen), b.ashr(y, sixteen))
+    low = b.mul(b.ashr(b.shl(x, sixteen), sixteen), b.ashr(b.shl(y, sixteen), sixteen))
+    return b.add(b.add(total, low), high)
+
+
+def _key_vectors(e: Emitter, form: str, address: Value) -> list[Value]:
+    """A chunk of a key: one vector; of int4 two, half a row apart."""
+    b, words = e.builder, e.vector(I16, 2 * e.lanes)
+    if not _is_integer(form):
+        return [_floats(e, form, address)]
+    if form == "words":
+        return [e.load(address, words)]
+    codes = b.zext(e.load(address, e.vector(I8, 2 * e.lanes)), words)
+    return [codes] if form == "int8" else _nibbles(e, codes)
+
+
+def score_tile(isa: Isa, form: str) -> Tile:
+    """s [rows, 4 * fours] = q . k of the keys at `places`.
+
+    q float32 or int16 [rows, D]; `ldq` and `lds` are the bytes between rows. D is `chunks` vectors of q (int4: twice
+    as many). Lanes are summed pairwise at the end. Codes are scaled: s = step * (scale * dot + minimum * sum), with
+    (step, sum) float32 of each row at `steps`, and scales float32 [4 * fours] at `scales`, `minima` bytes before
+    the minima.
+    """
+    integer = _is_integer(form)
+
+    def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
+        q, ldq, places, s, lds, chunks, fours, steps, scales, minima = arguments
+        b, kind = e.builder, e.vector(I32 if integer else F32)
+        keys = 4 if rows <= 2 or isa.lanes == 16 else 2  # at a time: as many sums as there are registers
+        half, size = e.times(chunks, 4 * e.lanes), BYTES[form] * e.lanes * (2 if integer else 1)
+        sums = e.variables(rows, keys, kind)
+        with e.loop(e.times(fours, 4 // keys)) as index:
+            for variable in (v for row in sums for v in row):
+                b.store(constant(kind, 0), variable)
+            starts = [e.load(e.offset(places, e.times(index, 8 * keys), 8 * j), I64) for j in range(keys)]
+            with e.loop(chunks, unroll=rows * keys <= 4) as chunk:
+                at = e.offset(q, e.times(chunk, 4 * e.lanes))
+                places_of = [e.offset(at, e.times(ldq, i)) for i in range(rows)]
+
+                def add(i: int, j: int, part: int, key: Value, places: list[Value] = places_of) -> None:
+                    x = e.load(e.offset(places[i], *([half] if part else [])), key.type)
+                    b.store(_multiply_add(e, isa, x, key, b.load(sums[i][j])), sums[i][j])
+
+                loaded = (_key_vectors(e, form, e.offset(start, e.times(chunk, size))) for start in starts)
+                if rows > keys:  # the operands that are fewer stay in registers
+                    for part, vectors in enumerate(zip(*loaded, strict=True)):
+                        for i, j in itertools.product(range(rows), range(keys)):
+                            add(i, j, part, vectors[j])
+                else:
+                    for j, parts in enumerate(loaded):
+                        for (part, key), i in itertools.product(enumerate(parts), range(rows)):
+                            add(i, j, part, key)
+            key = e.times(index, 4 * keys)
+            of_keys = [e.load(e.offset(scales, key, part), e.vector(F32, keys)) for part in (0, minima)]
+            for first in range(0, rows, 4 // keys):
+                four = [(i, j) for i in range(first, min(rows, first + 4 // keys)) for j in range(keys)]
+                total = _sum_lanes(e, [b.load(sums[i][j]) for i, j in four])
+                if integer:
+                    total = _scaled(e, total, [e.offset(steps, 8 * i) for i, _ in four], of_keys)
+                for i in {i for i, _ in four}:
+                    lanes = [k for k, (row, _) in enumerate(four) if row == i]
+                    part = b.shuffle_vector(total, total, ir.Constant(e.vector(I32, keys), lanes))
+                    e.store(part, e.offset(s, e.times(lds, i), key))
+
+    name = f"score_tile.{isa.name}.{form}"
+    rows = isa.score_rows[1:] if form == "int4" else isa.score_rows  # two vectors of codes at a time
+    return TILES.setdefault(name, Tile(name, isa.lanes, rows, 10, body))
+
+
+def _scaled(e: Emitter, dots: Value, steps: list[Value], of_keys: list[Value]) -> Value:
+    """Four dot products: of one row and four keys, or two and two."""
+    b, four, lanes = e.builder, Emitter(e.builder, 4), ir.Constant(e.vector(I32, 4), [0, 1, 0, 1])
+    if of_keys[0].type.count == 2:
+        of_keys = [b.shuffle_vector(x, x, lanes) for x in of_keys]
+    low, high = ([four.splat(e.load(e.offset(row, at), F32)) for at in (0, 4)] for row in (steps[0], steps[2]))
+    halves = ir.Constant(e.vector(I32, 4), [0, 1, 4, 5])
+    step, total = (b.shuffle_vector(x, y, halves) for x, y in zip(low, high, strict=True))
+    scale, minimum = of_keys
+    product = b.fmul(minimum, total)
+    return b.fmul(e.fma(b.sitofp(dots, four.vector(F32)), scale, product), step)
+
+
+def _sum_lanes(e: Emitter, four: list[Value]) -> Value:
+    """The sums of four vectors' lanes, as four lanes; each is added up in the same order."""
+    b = e.builder
+    add = b.fadd if four[0].type.element == F32 else b.add
+
+    def pick(x: Value, y: Value, lanes: list[int]) -> Value:
+        return b.shuffle_vector(x, y, ir.Constant(e.vector(I32, len(lanes)), lanes))
+
+    while four[0].type.count > 8:
+        half = four[0].type.count // 2
+        four = [add(pick(x, x, list(range(half))), pick(x, x, list(range(half, 2 * half)))) for x in four]
+    if four[0].type.count == 8:  # the halves of two vectors at once; then both halves of a vector go the same way
+        low, high = [0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]
+        x, y = (add(pick(x, y, low), pick(x, y, high)) for x, y in (four[:2], four[2:]))
+        both = add(pick(x, y, [0, 1, 8, 9, 4, 5, 12, 13]), pick(x, y, [2, 3, 10, 11, 6, 7, 14, 15]))
+        pairs = add(both, pick(both, both, [1, 0, 3, 2, 5, 4, 7, 6]))
+        return pick(pairs, pairs, [0, 4, 2, 6])
+    first, second = (add(pick(x, y, [0, 1, 4, 5]), pick(x, y, [2, 3, 6, 7])) for x, y in (four[:2], four[2:]))
+    return add(pick(first, second, [0, 2, 4, 6]), pick(first, second, [1, 3, 5, 7]))
+
+
+def _value_vectors(e: Emitter, form: str, first: Value, second: Value) -> list[Value]:
+    """Two vectors of a value; of codes, each lane holds the pair of one d in two values."""
+    b, words = e.builder, e.vector(I16, 2 * e.lanes)
+    if not _is_integer(form):
+        return [_floats(e, form, e.offset(first, BYTES[form] * e.lanes * j)) for j in (0, 1)]
+    if form == "pairs":
+        return [e.load(e.offset(first, 4 * e.lanes * j), words) for j in (0, 1)]
+    count = e.lanes * (2 if form == "int8" else 1)
+    values = [e.load(address, e.vector(I8, count)) for address in (first, second)]
+    pairs = []
+    for start in range(0, count, e.lanes):
+        order = [i + count * k for i in range(start, start + e.lanes) for k in (0, 1)]
+        mixed = b.shuffle_vector(*values, ir.Constant(e.vector(I32, 2 * e.lanes), order))
+        pairs.append(b.zext(mixed, words))
+    return pairs if form == "int8" else _nibbles(e, pairs[0])
+
+
+def product_tile(isa: Isa, form: str) -> Tile:
+    """c [rows, two vectors, `apart` bytes between them] += w [rows, count] @ values, keys strictly in order.
+
+    The values' columns begin `column` bytes into the rows at `places`. `ldw` and `ldc` are the bytes between rows.
+    Of codes, w is int16, `count` pairs of them, and the float32 at `steps` (`lds` bytes between rows) is what 1 weighs.
+    """
+    integer = _is_integer(form)
+
+    def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
+        w, ldw, places, column, c, ldc, apart, count, steps, lds = arguments
+        b, floats = e.builder, e.vector(F32)
+        outputs = [[e.offset(c, e.times(ldc, i), *([apart] if j else [])) for j in (0, 1)] for i in range(rows)]
+        sums = e.variables(rows, 2, e.vector(I32) if integer else floats)
+        for i in range(rows):
+            for j in (0, 1):
+                b.store(constant(e.vector(I32), 0) if integer else e.load(outputs[i][j], floats), sums[i][j])
+        with e.loop(count, unroll=rows <= 2) as index:
+            place = e.offset(places, e.times(index, 16 if integer else 8))
+            first, second = (e.offset(e.load(e.offset(place, at), I64), column) for at in (0, 8 if integer else 0))
+            values = _value_vectors(e, form, first, second)
+            for i in range(rows):
+                weight = e.splat(e.load(e.offset(w, e.times(ldw, i), e.times(index, 4)), I32 if integer else F32))
+                weight = b.bitcast(weight, values[0].type)
+                for j in (0, 1):
+                    b.store(_multiply_add(e, isa, weight, values[j], b.load(sums[i][j])), sums[i][j])
+        for i in range(rows):
+            step = e.splat(e.load(e.offset(steps, e.times(lds, i)), F32)) if integer else None
+            for variable, output in zip(sums[i], outputs[i], strict=True):
+                total = b.load(variable)
+                if integer:
+                    total = e.fma(b.sitofp(total, floats), step, e.load(output, floats))
+                e.store(total, output)
+
+    name = f"product_tile.{isa.name}.{form}"
+    return TILES.setdefault(name, Tile(name, isa.lanes, isa.float_rows, 10, body))
+
+
+def copy_tile(kind: str, form: str) -> Tile:
+    """Rows of KV storage of a kind (ops.KVTensor.dtype) to rows of a form at `target`, `ld` bytes apart, up to
+    `padded` elements filled with 0: `count` rows of `dim` elements, of which "pairs" takes two each.
+    """
+    stored = {4: F32, 2: I16, 1: I8}[BYTES[kind]]
+    element = {"float32": F32, "words": I16, "pairs": I32}[form]
+
+    def convert(e: Emitter, sources: list[Value], lanes: int) -> list[Value]:
+        """One vector (with one lane, one number) from each source: the vector, or of int4 two, to store."""
+        b, single = e.builder, lanes == 1
+        raw = [e.load(source, stored if single else e.vector(stored, lanes)) for source in sources]
+        if kind == "float32":
+            return raw
+        integers = [b.zext(x, I32 if single else e.vector(I32, lanes)) for x in raw]
+        if kind in ("bfloat16", "float16"):
+            return [e.bfloat_to_float(x) if kind == "bfloat16" else e.half_to_float(x) for x in integers]
+        parts = [_nibbles(e, x) if kind == "int4" else [x] for x in integers]
+        if form == "words":
+            return [b.trunc(x, I16 if single else e.vector(I16, lanes)) for x in parts[0]]
+        return [b.or_(x, b.shl(y, constant(y.type, 16))) for x, y in zip(*parts, strict=True)]
+
+    def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
+        places, target, ld, count, dim, padded = arguments
+        b, sources = e.builder, 2 if form == "pairs" else 1
+        columns = b.lshr(dim, I64(1)) if kind == "int4" else dim
+        whole = b.sdiv(columns, I64(e.lanes))
+        done = e.times(whole, e.lanes)
+        with e.loop(count) as row:
+            given = [e.load(e.offset(places, e.times(row, 8 * sources), 8 * i), I64) for i in range(sources)]
+            out = e.offset(target, b.mul(row, ld))
+
+            def move(index: Value, lanes: int, given: list[Value] = given, out: Value = out) -> None:
+                at = [e.offset(source, e.times(index, BYTES[kind])) for source in given]
+                for part, value in enumerate(convert(e, at, lanes)):
+                    column = b.add(index, columns) if part else index
+                    e.store(value, e.offset(out, e.times(column, BYTES[form])))
+
+            with e.loop(whole) as i:
+                move(e.times(i, e.lanes), e.lanes)
+            with e.loop(b.sub(columns, done)) as i:
+                move(b.add(done, i), 1)
+            with e.loop(b.sub(padded, dim)) as i:
+                e.store(constant(element, 0), e.offset(out, e.times(b.add(dim, i), BYTES[form])))
+
+    name = f"copy_tile.{kind}.{form}"
+    return TILES.setdefault(name, Tile(name, 8, (1,), 6, body))
+
+
+def prefetch_tile() -> Tile:
+    """Ask for the `lines` cache lines of each row at `count` places."""
+
+    def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
+        places, count, lines = arguments
+        b = e.builder
+        with e.loop(count) as row:
+            start = e.load(e.offset(places, e.times(row, 8)), I64)
+            with e.loop(lines) as line:
+                where = b.inttoptr(e.offset(start, e.times(line, 64)), I8.as_pointer())
+                e.call("llvm.prefetch.p0", ir.VoidType(), [where, I32(0), I32(2), I32(1)])  # to read, second level
+
+    return TILES.setdefault("prefetch_tile", Tile("prefetch_tile", 1, (1,), 3, body))
+
+
+def words_tile() -> Tile:
+    """round(x / step) of `chunks` * 8 floats to int16 at `out`; step = max|x| / `limit`, with `limit` at most 32767.
+
+    float32 step and the sum of the words go to `params` and the next place.
+    """
+
+    def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
+        x, out, chunks, limit, params = arguments
+        b, floats, integers = e.builder, e.vector(F32), e.vector(I32)
+        ((peak, total),) = e.variables(1, 2, integers)
+        b.store(constant(integers, 0), peak)
+        b.store(constant(integers, 0), total)
+        with e.loop(chunks) as chunk:
+            bits = e.load(e.offset(x, e.times(chunk, 4 * e.lanes)), integers)
+            bits = b.and_(bits, constant(integers, 0x7FFFFFFF))
+            b.store(b.select(b.icmp_signed(">", bits, b.load(peak)), bits, b.load(peak)), peak)
+        largest = e.call(f"llvm.vector.reduce.smax.v{e.lanes}i32", I32, [b.load(peak)])
+        step = b.fdiv(b.bitcast(largest, F32), b.sitofp(limit, F32))
+        usable = b.fcmp_ordered(">", step, constant(F32, 2.0**-120))  # below, 1 / step would not be finite
+        inverse = e.splat(b.select(usable, b.fdiv(constant(F32, 1), step), constant(F32, 0)))
+        with e.loop(chunks) as chunk:
+            value = e.load(e.offset(x, e.times(chunk, 4 * e.lanes)), floats)
+            words = b.fptosi(e.rint(b.fmul(value, inverse)), integers)
+            b.store(b.add(b.load(total), words), total)
+            e.store(b.trunc(words, e.vector(I16)), e.offset(out, e.times(chunk, 2 * e.lanes)))
+        e.store(step, params)
+        words = e.call(f"llvm.vector.reduce.add.v{e.lanes}i32", I32, [b.load(total)])
+        e.store(b.sitofp(words, F32), e.offset(params, 4))
+
+    return TILES.setdefault("words_tile", Tile("words_tile", 8, (1,), 5, body))
+
+
+def softmax_tile(isa: Isa, *, coded: bool) -> Tile:
+    """One row's weights e^(score - maximum) from the scores at `s`, of which low .. high are visible; others get 0.
+
+    `blocks` blocks of 64 scores are read from the index `first` on; low and high count from index 0. float32 `maximum`
+    (at least that of no scores) and `total`, the sum of the weights, are written. Float weights take the scores'
+    place. For codes a weight times the value's scale is rounded to int16, `words`, in steps of 1 / 32767 of its
+    block's largest, written to `steps` (float32 [blocks in all]); the sum of weights times minima goes to `offset`.
+    Scales and minima, `minima` bytes apart, are float32 at `scales`.
+    """
+
+    def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
+        s, low, high, first, blocks, none, maximum_at, total_at, words, steps, scales, minima, offset = arguments
+        b, kind, integers = e.builder, e.vector(F32), e.vector(I32)
+        start, end = (e.splat(b.trunc(limit, I32)) for limit in (low, high))
+        ((best, sums, lows, peak),) = e.variables(1, 4, kind)
+        b.store(e.splat(b.bitcast(b.trunc(none, I32), F32)), best)
+        for variable in (sums, lows):
+            b.store(constant(kind, 0), variable)
+        with e.loop(blocks) as block:
+            origin = e.offset(first, e.times(block, KEYS))
+            index, found = e.splat(b.trunc(origin, I32)), []
+            for i in range(0, KEYS, e.lanes):
+                key = b.add(index, ir.Constant(integers, list(range(i, i + e.lanes))))
+                visible = b.and_(b.icmp_signed(">=", key, start), b.icmp_signed("<", key, end))
+                place = e.offset(s, e.times(origin, 4), 4 * i)
+                found.append(b.select(visible, e.load(place, kind), constant(kind, -math.inf)))
+                e.store(found[-1], place)
+            while len(found) > 1:
+                found = [e.larger(x, y) for x, y in zip(found[::2], found[1::2], strict=True)]
+            b.store(e.larger(found[0], b.load(best)), best)
+        maximum = e.fold(b.load(best), e.larger)
+        with e.loop(blocks) as block:
+            b.store(constant(kind, 0), peak)
+            places = [e.offset(first, e.times(block, KEYS), i) for i in range(0, KEYS, e.lanes)]
+            for place in places:
+                at = e.times(place, 4)
+                weight = e.exp(b.fsub(e.load(e.offset(s, at), kind), e.splat(maximum)))
+                b.store(b.fadd(b.load(sums), weight), sums)
+                if coded:
+                    scale, minimum = (e.load(e.offset(scales, at, part), kind) for part in (0, minima))
+                    b.store(e.fma(weight, minimum, b.load(lows)), lows)
+                    weight = b.fmul(weight, scale)
+                    b.store(e.larger(weight, b.load(peak)), peak)
+                e.store(weight, e.offset(s, at))
+            if coded:
+                step = b.fmul(e.fold(b.load(peak), e.larger), constant(F32, 1 / LARGEST_WORD))
+                e.store(step, e.offset(steps, e.times(b.sdiv(places[0], I64(KEYS)), 4)))
+                usable = b.fcmp_ordered(">", step, constant(F32, 2.0**-120))
+                inverse = e.splat(b.select(usable, b.fdiv(constant(F32, 1), step), constant(F32, 0)))
+                for place in places:
+                    value = b.fmul(e.load(e.offset(s, e.times(place, 4)), kind), inverse)
+                    word = b.trunc(b.fptosi(e.rint(value), integers), e.vector(I16))
+                    e.store(word, e.offset(words, e.times(place, 2)))
+        e.store(maximum, maximum_at)
+        e.store(e.fold(b.load(sums), b.fadd), total_at)
+        if coded:
+            e.store(e.fold(b.load(lows), b.fadd), offset)
+
+    name = f"softmax_tile.{isa.name}.{'coded' if coded else 'float'}"
+    return TILES.setdefault(name, Tile(name, isa.lanes, (1,), 13, body))
