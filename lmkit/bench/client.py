@@ -9,16 +9,16 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import httpx
 import msgspec
 
+from lmkit.bench.config import Endpoint
 from lmkit.bench.counting import Chunk
 from lmkit.bench.workload import Dialogue
 from lmkit.errors import ConfigError, LMKitError
 
-Endpoint = Literal["chat", "completions"]
 _PATHS: dict[Endpoint, str] = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 # What makes a measurement more exact, where the server knows it; asked for one by one, refused ones are left out.
 _WANTED: dict[str, dict[str, Any]] = {

@@ -10,11 +10,12 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from lmkit.bench.config import Progress
 from lmkit.bench.metrics import distribution, spread
 from lmkit.bench.schema import LatencyRun
 from lmkit.config import EngineConfig
@@ -64,26 +65,33 @@ def check(shape: Shape, config: EngineConfig, info: EngineInfo) -> None:
         raise ConfigError(f"batch {shape}: more than the KV cache's {info.num_blocks} blocks; raise --kv-memory")
 
 
-def measure(
+def run_latency(
     engine: Engine,
     tokenizer: Tokenizer,
-    shape: Shape,
+    grid: Sequence[Shape],
     *,
     repeats: int,
-    warmup: int,
-    rng: np.random.Generator,
-    on_done: Callable[[], None] = lambda: None,
-) -> LatencyRun:
-    """One shape, `warmup` + `repeats` (at least 1) times with different random prompts. Raises LMKitError."""
+    warmup: int = 1,
+    seed: int = 0,
+    progress: Progress = lambda what, done, total: None,
+) -> list[LatencyRun]:
+    """Each shape `warmup` + `repeats` (at least 1) times, with other random prompts each time.
+
+    Raises LMKitError if a sequence ends before its batch is measured.
+    """
+    rng = np.random.default_rng(seed)
     special = tokenizer.special_ids
     words = np.array([i for i in range(min(tokenizer.vocab_size, engine.info.vocab_size)) if i not in special])
-    timings = []
-    for repeat in range(warmup + repeats):
-        prompts = rng.choice(words, size=(shape.batch_size, shape.input_len)).tolist()
-        timing = _once(engine, prompts, shape)
-        timings += [timing] if repeat >= warmup else []
-        on_done()
-    return _summarized(shape, timings)
+    runs = []
+    for shape in grid:
+        timings = []
+        for repeat in range(warmup + repeats):
+            progress(str(shape), repeat, warmup + repeats)
+            prompts = rng.choice(words, size=(shape.batch_size, shape.input_len)).tolist()
+            timings.append(_once(engine, prompts, shape))
+        progress(str(shape), warmup + repeats, warmup + repeats)
+        runs.append(_summarized(shape, timings[warmup:]))
+    return runs
 
 
 def _once(engine: Engine, prompts: list[list[int]], shape: Shape) -> _Timing:

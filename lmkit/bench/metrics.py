@@ -19,8 +19,6 @@ import numpy as np
 
 from lmkit.errors import ConfigError
 
-GOODPUT_NAMES = ("ttft", "tpot", "e2e")
-
 
 class Burst(msgspec.Struct, frozen=True, array_like=True):
     """Tokens that arrived at one moment."""
@@ -173,22 +171,6 @@ def summarize(records: Sequence[RequestRecord], targets: dict[str, float] | None
     )
 
 
-def parse_goodput(text: str) -> dict[str, float]:
-    """`ttft:500,tpot:50` -> {"ttft": 500.0, "tpot": 50.0}, in ms. Raises ConfigError."""
-    targets: dict[str, float] = {}
-    for part in text.split(","):
-        name, colon, value = part.strip().partition(":")
-        try:
-            limit = float(value)
-        except ValueError:
-            limit = math.nan
-        if not colon or name not in GOODPUT_NAMES or name in targets or not 0 < limit < math.inf:
-            names = ", ".join(GOODPUT_NAMES)
-            raise ConfigError(f"--goodput {part.strip()!r}: write for example ttft:500,tpot:50 (of {names}, in ms)")
-        targets[name] = limit
-    return targets
-
-
 def _goodput(done: Sequence[RequestRecord], num_requests: int, targets: dict[str, float], rate: float) -> Goodput:
     num_good = sum(_meets(record, targets) for record in done)
     return Goodput(targets, num_good, num_good / num_requests, num_good * rate)
@@ -198,15 +180,3 @@ def _meets(record: RequestRecord, targets: dict[str, float]) -> bool:
     """A request without a second burst has no time per token, so it cannot miss a target for it."""
     values = {"ttft": record.ttft, "tpot": record.tpot or 0.0, "e2e": record.e2e}
     return all(1e3 * values[name] <= limit for name, limit in targets.items())
-
-
-def parse_list(text: str, kind: type[int] | type[float], option: str) -> list[float]:
-    """`1,4,16` or `0.5,2,inf` (of floats) -> numbers above zero. Raises ConfigError."""
-    try:
-        values = [kind(part) for part in text.split(",")]
-    except ValueError:
-        values = []
-    if not values or not all(value > 0 for value in values):
-        example = "1,4,16" if kind is int else "0.5,2,inf"
-        raise ConfigError(f"{option} {text!r}: write numbers above zero, for example {example}")
-    return values

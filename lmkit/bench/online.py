@@ -4,33 +4,93 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
 
 from lmkit.bench.client import Client
+from lmkit.bench.config import OnlineConfig, Progress, WorkloadConfig
 from lmkit.bench.counting import CountSource, bursts
 from lmkit.bench.load import Load, LoadPoint, LoadResult, Sent
 from lmkit.bench.metrics import Burst, RequestRecord, summarize
 from lmkit.bench.schema import OnlineRun
-from lmkit.bench.workload import Conversation
+from lmkit.bench.workload import Conversation, make_workload
 from lmkit.errors import ConfigError
+from lmkit.formats.hub import DEMO, resolve_model_path
 from lmkit.text import Tokenizer
 
-Progress = Callable[[str, int, int], None]  # what is being done, how much of it, of how much
+
+class Measured(msgspec.Struct, frozen=True):
+    """An online benchmark: what was asked, which optional fields the server took, and the runs."""
+
+    model: str
+    features: list[str]
+    runs: list[OnlineRun]
 
 
-def points(rates: Sequence[float], concurrencies: Sequence[int | None], base: LoadPoint) -> list[LoadPoint]:
+async def measure(
+    config: OnlineConfig,
+    workload: WorkloadConfig,
+    *,
+    api_key: str | None = None,
+    targets: dict[str, float] | None = None,
+    progress: Progress = lambda what, done, total: None,
+) -> Measured:
+    """Run the whole sweep. Raises LMKitError if the server cannot be asked at all, before the first run."""
+    sweep = points(config, workload.seed)
+    client = Client(config.url, config.endpoint, api_key=api_key, timeout=config.timeout)
+    try:
+        model = await client.choose_model(config.model)
+        tokenizer = _find_tokenizer(config.tokenizer, model)
+        needed = msgspec.structs.replace(workload, num_prompts=workload.num_prompts + config.warmup)
+        conversations = make_workload(needed, tokenizer, chat=client.chat)
+        wanted: dict[str, dict[str, Any]] = {"ignore_eos": {"ignore_eos": True}} if config.ignore_eos else {}
+        await client.probe({"temperature": 0} | config.extra_body, wanted)
+        runs = await run_sweep(
+            client,
+            sweep,
+            conversations,
+            warmup=config.warmup,
+            tokenizer=tokenizer,
+            targets=targets,
+            progress=progress,
+        )
+    finally:
+        await client.close()
+    return Measured(model, client.features, runs)
+
+
+def points(config: OnlineConfig, seed: int) -> list[LoadPoint]:
     """Every rate with every concurrency. Raises ConfigError for a load that would never end or never rise."""
-    unlimited = any(math.isinf(rate) for rate in rates) and None in concurrencies
-    if base.ramp_seconds and unlimited:
+    unlimited = None in config.rates and None in config.concurrencies
+    if config.ramp and unlimited:
         raise ConfigError("--ramp needs --rate or --concurrency: it is what rises")
-    if base.duration is not None and unlimited:
+    if config.duration is not None and unlimited:
         raise ConfigError("--duration needs --rate or --concurrency: without them all requests are sent at once")
-    if base.duration is not None and base.duration <= base.ramp_seconds:
+    if config.duration is not None and config.duration <= config.ramp:
         raise ConfigError("--duration must be longer than --ramp: nothing would be measured")
-    return [replace(base, rate=r, concurrency=c) for r, c in itertools.product(rates, concurrencies)]
+    return [
+        LoadPoint(
+            rate=math.inf if rate is None else rate,
+            concurrency=concurrency,
+            burstiness=config.burstiness,
+            duration=config.duration,
+            ramp_seconds=config.ramp,
+            think_seconds=config.think,
+            seed=seed,
+        )
+        for rate, concurrency in itertools.product(config.rates, config.concurrencies)
+    ]
+
+
+def _find_tokenizer(name: str | None, model: str) -> Tokenizer | None:
+    if name is None and model != DEMO and not os.path.isdir(model):
+        return None
+    return Tokenizer.from_pretrained(resolve_model_path(name or model, weights=False))
 
 
 async def run_sweep(

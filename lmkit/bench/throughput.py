@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from lmkit.bench.config import Progress
 from lmkit.bench.metrics import Burst, RequestRecord, summarize
 from lmkit.bench.schema import ThroughputRun
 from lmkit.bench.workload import Conversation, Dialogue, Turn
@@ -153,3 +156,29 @@ class ThroughputBench:
                 message=message,
             )
         )
+
+
+def run_throughput(
+    bench: ThroughputBench,
+    conversations: Sequence[Conversation],
+    limits: Sequence[int | None],
+    *,
+    warmup: int = 0,
+    targets: dict[str, float] | None = None,
+    progress: Progress = lambda what, done, total: None,
+) -> list[ThroughputRun]:
+    """One run for each limit. The last `warmup` conversations are computed first and not measured."""
+    measured, warm = conversations[: len(conversations) - warmup], conversations[len(conversations) - warmup :]
+    if warm:
+        bench.run(warm)
+    runs = []
+    for limit in limits:
+        what = "all at once" if limit is None else f"{limit} at once"
+        done = itertools.count(1)
+        on_done = functools.partial(_tick, progress, what, done, sum(len(c.turns) for c in measured))
+        runs.append(bench.run(measured, concurrency=limit, targets=targets, on_done=on_done))
+    return runs
+
+
+def _tick(progress: Progress, what: str, done: Iterator[int], total: int) -> None:
+    progress(what, next(done), total)

@@ -5,33 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
 
-import msgspec
 import numpy as np
 
+from lmkit.bench.config import DEFAULT_OUTPUT_LEN, WorkloadConfig
 from lmkit.bench.dataset import Entry, Message, read_dataset
 from lmkit.bench.synthetic import TextMaker, length_range
-from lmkit.config import PositiveInt, StrictStruct
 from lmkit.errors import ConfigError
 from lmkit.text import Tokenizer
-
-DEFAULT_OUTPUT_LEN = 128
-NonNegativeInt = Annotated[int, msgspec.Meta(ge=0)]
-
-
-class WorkloadConfig(StrictStruct, frozen=True):
-    """The prompts of a benchmark."""
-
-    num_prompts: PositiveInt = 100  # conversations
-    dataset: str | None = None  # a file; None = random text
-    input_len: PositiveInt = 256  # tokens of a random prompt, without the shared prefix
-    output_len: PositiveInt | None = None  # None = the data set's, else DEFAULT_OUTPUT_LEN
-    range_ratio: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0  # lengths are uniform in mean * (1 -+ ratio)
-    num_prefixes: NonNegativeInt = 0  # different beginnings that random prompts share
-    prefix_len: NonNegativeInt = 0  # tokens of such a beginning
-    turns: PositiveInt = 1  # of a conversation; a data set's may have fewer
-    seed: NonNegativeInt = 0
 
 
 @dataclass(frozen=True)
