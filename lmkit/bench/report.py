@@ -69,13 +69,16 @@ def request_table(title: str, runs: Sequence[RequestRun]) -> Table:
 
 
 def latency_table(title: str, runs: Sequence[LatencyRun]) -> Table:
-    """A row for each shape: medians, and in brackets the smallest and largest repeat."""
+    """A row for each shape: medians, and in brackets how far the repeats are apart."""
     table = Table(title=title, title_justify="left")
     for column in ("batch", "input", "output", "prefill ms", "prefill tok/s", "decode ms/token", "decode tok/s", "ms"):
         table.add_column(column, justify="right")
     for run in runs:
         shape = (str(run.batch_size), str(run.input_len), str(run.output_len))
-        rates = (f"{run.prefill_tokens_per_s:,.0f}", f"{run.decode_tokens_per_s or 0:,.0f}")
+        rates = (
+            f"{run.prefill_tokens_per_s:,.0f}",
+            f"{run.decode_tokens_per_s:,.0f}" if run.decode_tokens_per_s else "-",
+        )
         table.add_row(
             *shape, _median(run.prefill_ms), rates[0], _median(run.decode_ms_per_token), rates[1], _median(run.total_ms)
         )
@@ -83,24 +86,25 @@ def latency_table(title: str, runs: Sequence[LatencyRun]) -> Table:
 
 
 def _median(values: Distribution | None) -> str:
-    return "-" if values is None else f"{values.p50:,.2f} ({values.min:,.2f}-{values.max:,.2f})"
+    return "-" if values is None else f"{values.p50:,.2f} ({(values.max - values.min) / values.p50:.0%})"
 
 
 def notes(runs: Sequence[RequestRun]) -> list[str]:
     """What the figures do not show by themselves, a line each."""
-    lines = []
-    for run in runs:
-        where = f"{run.label}: " if len(runs) > 1 else ""
-        lines += [where + line for line in _notes(run)]
-    return lines
+    by_run = [_notes(run) for run in runs]
+    common = [line for line in by_run[0] if all(line in lines for lines in by_run)]
+    own = [
+        f"{run.label}: {line}" for run, lines in zip(runs, by_run, strict=True) for line in lines if line not in common
+    ]
+    return [*common, *own]
 
 
 def _notes(run: RequestRun) -> list[str]:
     summary, lines = run.summary, []
     if summary.errors:
-        lines.append("failed: " + ", ".join(f"{count} {kind}" for kind, count in summary.errors.items()))
+        kinds = ", ".join(f"{count} {kind}" for kind, count in summary.errors.items())
         first = next(r for r in run.requests if r.measured and r.error is not None)
-        lines.append(f"  the first: {first.message or first.error}")
+        lines.append(f"failed: {kinds}; the first: {first.message or first.error}")
     if run.skipped_turns:
         lines.append(f"{run.skipped_turns} turns were not sent: an earlier turn of their conversation failed")
     if summary.num_off_length:

@@ -12,13 +12,14 @@ from typing import Any, Literal
 
 import msgspec
 
+import lmkit
 from lmkit.bench.metrics import Distribution, RequestRecord, Summary
 from lmkit.config import default_num_threads
 from lmkit.errors import ConfigError
 
 SCHEMA = "lmkit.bench/1"
 Benchmark = Literal["throughput", "latency", "online"]
-_PACKAGES = ("lmkit", "torch", "numba", "numpy", "tokenizers", "httpx")
+_PACKAGES = ("torch", "numba", "numpy", "tokenizers", "httpx")
 
 
 class ClientHealth(msgspec.Struct, frozen=True):
@@ -110,7 +111,7 @@ def environment() -> dict[str, Any]:
         "threads": default_num_threads(),
         "platform": platform.platform(),
         "python": platform.python_version(),
-        "packages": {name: version for name in _PACKAGES if (version := _version(name))},
+        "packages": {"lmkit": lmkit.__version__} | {name: version for name in _PACKAGES if (version := _version(name))},
     }
 
 

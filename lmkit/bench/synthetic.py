@@ -57,9 +57,10 @@ def _stable_pieces(tokenizer: Tokenizer) -> list[str]:
 
 
 def _reread(tokenizer: Tokenizer, texts: Sequence[str]) -> list[str]:
-    """Those of which three in a row are three tokens more than none."""
+    """Those of which three in a row, after something else, are three tokens more than that."""
     texts = sorted(set(texts))
-    encoded = tokenizer.backend.encode_batch_fast(["", *(3 * text for text in texts)], add_special_tokens=False)
+    rows = ["x", *("x" + 3 * text for text in texts)]
+    encoded = tokenizer.backend.encode_batch_fast(rows, add_special_tokens=False)
     least = len(encoded[0].ids)
     return [text for text, row in zip(texts, encoded[1:], strict=True) if len(row.ids) == least + 3]
 
