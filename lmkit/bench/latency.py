@@ -61,7 +61,8 @@ def check(shape: Shape, config: EngineConfig, info: EngineInfo) -> None:
     longest = shape.input_len + shape.output_len + math.ceil(size * shape.input_len / budget)
     if longest > info.max_model_len:
         raise ConfigError(f"batch {shape}: sequences of up to {longest} tokens, the context is {info.max_model_len}")
-    if size * (math.ceil(longest / info.block_size) + 1) > info.num_blocks:
+    blocks = max(math.ceil(longest / info.block_size), math.ceil(shape.input_len / info.block_size) + 1)
+    if size * blocks > info.num_blocks:
         raise ConfigError(f"batch {shape}: more than the KV cache's {info.num_blocks} blocks; raise --kv-memory")
 
 

@@ -71,7 +71,7 @@ def request_table(title: str, runs: Sequence[RequestRun]) -> Table:
 def latency_table(title: str, runs: Sequence[LatencyRun]) -> Table:
     """A row for each shape: medians, and in brackets how far the repeats are apart."""
     table = Table(title=title, title_justify="left")
-    for column in ("batch", "input", "output", "prefill ms", "prefill tok/s", "decode ms/token", "decode tok/s", "ms"):
+    for column in ("batch", "in", "out", "prefill ms", "tok/s", "ms/token", "tok/s", "total ms"):
         table.add_column(column, justify="right")
     for run in runs:
         shape = (str(run.batch_size), str(run.input_len), str(run.output_len))

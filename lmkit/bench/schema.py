@@ -41,7 +41,7 @@ class OnlineRun(msgspec.Struct, frozen=True, kw_only=True):
     token_counts: dict[str, int]  # how tokens were counted -> in how many requests
     skipped_turns: int  # never sent, because an earlier turn of their conversation failed
     reused_prompts: int
-    requests: list[RequestRecord]  # times in seconds from the run's start
+    requests: list[RequestRecord] = []  # times in seconds from the run's start
 
     @property
     def label(self) -> str:
@@ -58,7 +58,7 @@ class ThroughputRun(msgspec.Struct, frozen=True, kw_only=True):
     steps: int  # of the engine
     preemptions: int
     skipped_turns: int  # never sent, because an earlier turn of their conversation failed
-    requests: list[RequestRecord]  # times in seconds from the run's start
+    requests: list[RequestRecord] = []  # times in seconds from the run's start
 
     @property
     def label(self) -> str:

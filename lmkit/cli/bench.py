@@ -196,7 +196,7 @@ def latency(
         check(shape, engine, loaded.info)
     with ProgressBar(quiet=False) as bar:
         runs = run_latency(loaded, tokenizer, grid, repeats=repeats, warmup=warmup, seed=seed, progress=bar.update)
-    _print(report.latency_table(f"{model}: static batches, median and (slowest - fastest)", runs), [])
+    _print(report.latency_table(f"{model}: prefill and decode of static batches, medians (and range)", runs), [])
     configuration = {"model": model, "repeats": repeats, "warmup": warmup, "seed": seed}
     output.save("latency", configuration | {"engine": engine, "engine_info": loaded.info}, runs)
     if output.plot:
