@@ -14,7 +14,11 @@ Rows = Sequence[tuple[str, Callable[[Summary], str]]]
 
 
 def spread(values: Distribution | None) -> str:
-    return "-" if values is None else " / ".join(f"{value:,.1f}" for value in (values.p50, values.p90, values.p99))
+    return "-" if values is None else " / ".join(map(_short, (values.p50, values.p90, values.p99)))
+
+
+def _short(value: float) -> str:
+    return f"{value:,.1f}" if value < 100 else f"{value:,.0f}"
 
 
 def _ratio(value: float | None) -> str:
@@ -29,20 +33,20 @@ def _goodput(summary: Summary) -> str:
 _FIGURES: Rows = (
     ("answered", lambda s: f"{s.num_completed:,}"),
     ("failed", lambda s: f"{s.num_requests - s.num_completed:,}"),
-    ("seconds", lambda s: f"{s.seconds:,.1f}"),
+    ("run, s", lambda s: f"{s.seconds:,.1f}"),
     ("requests/s", lambda s: f"{s.requests_per_s:,.2f}"),
-    ("prompt tokens/s", lambda s: f"{s.prompt_tokens_per_s:,.0f}"),
+    ("prompt tokens/s", lambda s: f"{s.prompt_tokens_per_s:,.0f}" if s.prompt_tokens else "unknown"),
     ("output tokens/s", lambda s: f"{s.output_tokens_per_s:,.0f}"),
     ("total tokens/s", lambda s: f"{s.total_tokens_per_s:,.0f}"),
-    ("requests at once, mean", lambda s: f"{s.mean_concurrency:,.1f}"),
+    ("mean in flight", lambda s: f"{s.mean_concurrency:,.1f}"),
 )
 _LATENCIES: Rows = (
     ("TTFT", lambda s: spread(s.ttft_ms)),
     ("TPOT", lambda s: spread(s.tpot_ms)),
-    ("inter-token time", lambda s: spread(s.itl_ms)),
-    ("gap between bursts", lambda s: spread(s.burst_gap_ms)),
+    ("inter-token", lambda s: spread(s.itl_ms)),
+    ("burst gap", lambda s: spread(s.burst_gap_ms)),
     ("end to end", lambda s: spread(s.e2e_ms)),
-    ("wait before sending", lambda s: spread(s.wait_ms)),
+    ("wait to send", lambda s: spread(s.wait_ms)),
 )
 
 
@@ -60,8 +64,8 @@ def request_table(title: str, runs: Sequence[RequestRun]) -> Table:
 
     add(_FIGURES)
     if any(summary.goodput for summary in summaries):
-        add([("good requests/s", _goodput)])
-    add([("tokens per burst", lambda s: _ratio(s.tokens_per_burst))])
+        add([("good req/s", _goodput)])
+    add([("tokens/burst", lambda s: _ratio(s.tokens_per_burst))])
     table.add_section()
     table.add_row("[dim]milliseconds", *["[dim]p50 / p90 / p99"] * len(runs))
     add(_LATENCIES)

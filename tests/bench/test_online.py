@@ -139,7 +139,7 @@ def test_no_server_at_all() -> None:
     with pytest.raises(LMKitError, match="no server answers"):
         asyncio.run(measure(OnlineConfig(url=gone.url), WorkloadConfig()))
     with pytest.raises(ConfigError, match="not a URL"):
-        Client("http://localhost:port", "chat")
+        asyncio.run(measure(OnlineConfig(url="http://localhost:port"), WorkloadConfig()))
 
 
 def test_failures_are_counted_and_the_rest_goes_on(server: FakeServer, tmp_path: Path) -> None:
