@@ -7,6 +7,7 @@ lines      {"prompt": ...}  or  {"messages": [{"role": ..., "content": ...}, ...
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +64,8 @@ def _entry(row: Any, where: str) -> Entry | None:
     """None for a ShareGPT conversation that does not begin with a human: the data set has many."""
     if not isinstance(row, dict):
         raise ConfigError(f"{where}: expected an object, got {type(row).__name__}")
+    if re.search(r"[\ud800-\udfff]", json.dumps(row, ensure_ascii=False)):
+        raise ConfigError(f"{where}: not valid Unicode (lone surrogate)")
     max_tokens = row.get("max_tokens")
     if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
         raise ConfigError(f"{where}: max_tokens: expected a whole number above zero")

@@ -19,7 +19,7 @@ from lmkit.bench.load import Load, LoadPoint, LoadResult, Sent
 from lmkit.bench.metrics import Burst, RequestRecord, summarize
 from lmkit.bench.schema import OnlineRun
 from lmkit.bench.workload import Conversation, make_workload
-from lmkit.errors import ConfigError
+from lmkit.errors import ConfigError, RequestError
 from lmkit.formats.hub import DEMO, resolve_model_path
 from lmkit.text import Tokenizer
 
@@ -163,7 +163,7 @@ def to_record(
     arrived, source = bursts(answer.chunks, answer.output_tokens, tokenizer)
     prompt_tokens = answer.prompt_tokens
     if prompt_tokens is None:
-        prompt_tokens = len(sent.prompt.token_ids(tokenizer, chat=chat)) if tokenizer is not None else 0
+        prompt_tokens = _count_prompt(sent, tokenizer, chat)
     record = RequestRecord(
         conversation=sent.conversation,
         turn=sent.turn_idx,
@@ -179,3 +179,11 @@ def to_record(
         measured=measured,
     )
     return record, source
+
+
+def _count_prompt(sent: Sent, tokenizer: Tokenizer | None, chat: bool) -> int:
+    """0 if it cannot be known here: without a tokenizer, or where its chat template does not take the messages."""
+    try:
+        return len(sent.prompt.token_ids(tokenizer, chat=chat)) if tokenizer is not None else 0
+    except RequestError:
+        return 0

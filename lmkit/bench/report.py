@@ -46,7 +46,6 @@ _LATENCIES: Rows = (
     ("inter-token", lambda s: spread(s.itl_ms)),
     ("burst gap", lambda s: spread(s.burst_gap_ms)),
     ("end to end", lambda s: spread(s.e2e_ms)),
-    ("wait to send", lambda s: spread(s.wait_ms)),
 )
 
 
@@ -69,6 +68,8 @@ def request_table(title: str, runs: Sequence[RequestRun]) -> Table:
     table.add_section()
     table.add_row("[dim]milliseconds", *["[dim]p50 / p90 / p99"] * len(runs))
     add(_LATENCIES)
+    if any(isinstance(run, OnlineRun) for run in runs):
+        add([("wait to send", lambda s: spread(s.wait_ms))])
     return table
 
 

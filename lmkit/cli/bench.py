@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from lmkit.text import Tokenizer
     from lmkit.turbo.engine import Engine
 
-app = typer.Typer(help="Measure how fast a model runs: in this process, or behind any OpenAI-compatible server.")
+app = typer.Typer(
+    help="Measure how fast a model runs: in this process, or behind any OpenAI-compatible server.", no_args_is_help=True
+)
 
 Model = Annotated[str, typer.Argument(help='A checkpoint folder, or "demo".')]
 Json = Annotated[Path | None, typer.Option(help="Write all figures, configuration and environment here.")]

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from lmkit.bench.client import Answer, Client, EventParser
@@ -189,7 +190,7 @@ def test_concurrency_sweep_and_warm_up(server: FakeServer, tmp_path: Path) -> No
 def test_duration_sends_prompts_again(server: FakeServer, tmp_path: Path) -> None:
     (one,) = run(server, tmp_path, 1, concurrencies=[2], duration=0.5).runs
     assert one.reused_prompts == len(one.requests) - 1 > 0
-    assert all(record.start < 0.5 for record in one.requests)
+    assert all(record.start < 0.6 for record in one.requests)
     assert all(record.error is None for record in one.requests), "what was sent is waited for"
 
 
@@ -198,9 +199,8 @@ def test_what_is_sent_in_the_ramp_is_not_measured(server: FakeServer, tmp_path: 
     assert 0 < one.summary.num_unmeasured < 30
     assert all(record.measured == (record.start >= 0.5) for record in one.requests)
     (one,) = run(server, tmp_path, 80, concurrencies=[4], ramp=0.4).runs
-    early = [record for record in one.requests if record.start < 0.1]
-    assert _most_at_once(one) == 4
-    assert len(early) < 4
+    early = msgspec.structs.replace(one, requests=[record for record in one.requests if record.start < 0.1])
+    assert (_most_at_once(early), _most_at_once(one)) == (1, 4)
 
 
 def test_arrivals_keep_their_times(server: FakeServer, tmp_path: Path) -> None:

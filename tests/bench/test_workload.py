@@ -153,6 +153,7 @@ def test_json_lines(tmp_path: Path) -> None:
         ('{"prompt": "a"}\n{"prompt": ', "line 2: not valid JSON"),
         ('{"prompt": "a"}\n[1]', "line 2: expected an object"),
         ('{"prompt": ""}', "line 1: expected"),
+        ('{"prompt": "\\ud800"}', "line 1: not valid Unicode"),
         ('{"prompt": "a", "max_tokens": 0}', "line 1: max_tokens"),
         ('{"messages": [{"role": "user"}]}', "line 1: messages"),
         ('{"messages": [{"role": "system", "content": "x"}]}', "line 1: messages: none"),
