@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -164,7 +165,7 @@ class Client:
             async with asyncio.timeout(self._timeout):
                 await self._stream(content, answer)
         except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
-            answer.fail("connect", f"no connection: {error or type(error).__name__}")
+            answer.fail("connect", f"no connection: {_reason(error)}")
         except TimeoutError:
             answer.fail("timeout", f"no whole answer within {self._timeout:g} s")
         except _StreamError as error:
@@ -224,7 +225,7 @@ class Client:
             async with self._http.get(self.base + "/v1/models", timeout=aiohttp.ClientTimeout(total=15)) as response:
                 body = await response.read()
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise LMKitError(f"no server answers at {self.base}: {error or type(error).__name__}") from None
+            raise LMKitError(f"no server answers at {self.base}: {_reason(error)}") from None
         if not response.ok:
             raise LMKitError(f"{self.base}: {_error_text(response.status, body)}")
         try:
@@ -253,6 +254,14 @@ def _checked(url: str) -> str:
     if not valid:
         raise ConfigError(f"{url!r} is not a URL: expected http://HOST:PORT")
     return url
+
+
+def _reason(error: Exception) -> str:
+    """Why there is no connection, in the operating system's words where it has some."""
+    if isinstance(error, aiohttp.ClientConnectorError):
+        code = error.os_error.errno or 0
+        return os.strerror(code) if code > 0 else str(error.os_error.strerror or error.os_error)
+    return str(error) or type(error).__name__
 
 
 def _error_text(status: int, body: bytes) -> str:
