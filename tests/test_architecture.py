@@ -20,15 +20,16 @@ FLOORS = {
     "layers": 2,
     "models": 3,
     "quant": 4, "turbo": 4,
-    "serve": 5, "proxy": 5, "api": 5,
+    "serve": 5, "proxy": 5, "api": 5, "bench": 5,
     "cli": 6,
 }  # fmt: skip
 SAME_FLOOR_STRANGERS = {frozenset(pair) for pair in [("kernels", "formats"), ("quant", "turbo"), ("serve", "proxy"),
-                                                     ("proxy", "api"), ("serve", "api")]}  # fmt: skip
+                                                     ("proxy", "api"), ("serve", "api"),
+                                                     ("bench", "serve"), ("bench", "proxy")]}  # fmt: skip
 # Importing these, and all that they import, must not import torch.
 TORCH_FREE = [
     "lmkit", "lmkit.errors", "lmkit.config", "lmkit.log", "lmkit.text", "lmkit.models", "lmkit.cli.main",
-    "lmkit.proxy.app", "lmkit.serve.app",
+    "lmkit.proxy.app", "lmkit.serve.app", "lmkit.bench.online", "lmkit.bench.report", "lmkit.bench.plot",
     "lmkit.turbo.request", "lmkit.turbo.sequence", "lmkit.turbo.block_pool", "lmkit.turbo.kv_manager",
     "lmkit.turbo.policy", "lmkit.turbo.scheduler", "lmkit.turbo.plan", "lmkit.turbo.output",
     "lmkit.turbo.async_engine", "lmkit.turbo.memory",

@@ -9,7 +9,7 @@ import typer
 
 import lmkit
 from lmkit import log
-from lmkit.cli import chat, doctor, eval, inspect, proxy, quantize, serve
+from lmkit.cli import bench, chat, doctor, eval, inspect, proxy, quantize, serve
 from lmkit.config import environment
 from lmkit.errors import LMKitError
 
@@ -25,6 +25,7 @@ app.command("serve")(serve.serve)
 app.add_typer(proxy.app, name="proxy")
 app.command("chat")(chat.chat)
 app.command("eval")(eval.evaluate)
+app.add_typer(bench.app, name="bench")
 app.command("inspect")(inspect.inspect)
 app.command("doctor")(doctor.doctor)
 

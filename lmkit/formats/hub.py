@@ -11,15 +11,16 @@ DEMO = "demo"
 DEMO_FOLDER = Path(__file__).resolve().parents[1] / "demo" / "model"
 
 # Weights as safetensors, and text; never pickled weights or code.
-WANTED = ["*.safetensors", "*.json", "*.jinja", "merges.txt", "tokenizer.model", "LICENSE*"]
+WEIGHTS = "*.safetensors"
+WANTED = [WEIGHTS, "*.json", "*.jinja", "merges.txt", "tokenizer.model", "LICENSE*"]
 UNWANTED = ["*/*", "consolidated*"]  # other exports of the same weights
 
 
-def resolve_model_path(name: str | Path) -> Path:
+def resolve_model_path(name: str | Path, *, weights: bool = True) -> Path:
     """The folder of a checkpoint: an existing one, the bundled "demo", or a snapshot of a Hugging Face Hub repository.
 
     Only a string that could name a repository (`model`, `owner/model`) is looked for on the Hub, through the Hub's own
-    cache and settings. Raises CheckpointError with what to do.
+    cache and settings; without `weights`, only its small files. Raises CheckpointError with what to do.
     """
     path = Path(name)
     if os.path.isdir(name):  # of os.path: names too long for the file system are no error
@@ -30,14 +31,14 @@ def resolve_model_path(name: str | Path) -> Path:
         return DEMO_FOLDER
     if isinstance(name, Path) or not _may_be_repository(name):
         raise CheckpointError(f"{name}: no such folder")
-    return _download(name)
+    return _download(name, WANTED if weights else [pattern for pattern in WANTED if pattern != WEIGHTS])
 
 
 def _may_be_repository(name: str) -> bool:
     return name.count("/") <= 1 and name[:1] not in ("", ".", "/", "~") and not name.endswith("/")
 
 
-def _download(name: str) -> Path:
+def _download(name: str, wanted: list[str]) -> Path:
     import httpx
     import huggingface_hub
     from huggingface_hub import errors
@@ -45,7 +46,7 @@ def _download(name: str) -> Path:
     hub_errors = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)]
     expected: tuple[type[Exception], ...] = (OSError, ValueError, httpx.HTTPError, *hub_errors)
     try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=WANTED, ignore_patterns=UNWANTED))
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=wanted, ignore_patterns=UNWANTED))
     except expected as error:
         reason = (str(error) or type(error).__name__).splitlines()[0][:200]
         raise CheckpointError(

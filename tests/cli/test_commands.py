@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-COMMANDS = ["quantize", "serve", "proxy", "chat", "eval", "inspect", "doctor"]
+COMMANDS = ["quantize", "serve", "proxy", "chat", "eval", "bench", "inspect", "doctor"]
 
 
 def lmkit(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -38,7 +38,7 @@ def test_help_loads_nothing_heavy() -> None:
         "import sys; sys.argv = ['lmkit', '--help']\n"
         "from lmkit.cli.main import main\n"
         "try: main()\nexcept SystemExit: pass\n"
-        "heavy = {'torch', 'numba', 'transformers', 'fastapi', 'datasets'} & sys.modules.keys()\n"
+        "heavy = {'torch', 'numba', 'numpy', 'transformers', 'fastapi', 'datasets', 'aiohttp'} & sys.modules.keys()\n"
         "assert not heavy, heavy"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0

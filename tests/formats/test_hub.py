@@ -85,6 +85,14 @@ def test_bad_names_are_refused_without_a_connection() -> None:
             resolve_model_path(name)
 
 
+def test_a_tokenizer_needs_no_weights(hub: list[tuple[str, dict[str, Any]]]) -> None:
+    with pytest.raises(CheckpointError):
+        resolve_model_path("owner/model", weights=False)
+    [(_, options)] = hub
+    assert "*.json" in options["allow_patterns"]
+    assert "*.safetensors" not in options["allow_patterns"]
+
+
 def test_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **options: str(tmp_path))
     assert resolve_model_path("owner/model") == tmp_path

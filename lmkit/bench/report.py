@@ -1,0 +1,135 @@
+"""Runs as a table: a column for each run, a row for each figure, and notes on what a reader must know about them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from rich.table import Table
+
+from lmkit.bench.metrics import Distribution, Summary
+from lmkit.bench.schema import LatencyRun, OnlineRun, ThroughputRun
+
+RequestRun = OnlineRun | ThroughputRun
+Rows = Sequence[tuple[str, Callable[[Summary], str]]]
+
+
+def spread(values: Distribution | None) -> str:
+    return "-" if values is None else " / ".join(map(_short, (values.p50, values.p90, values.p99)))
+
+
+def _short(value: float) -> str:
+    return f"{value:,.1f}" if value < 100 else f"{value:,.0f}"
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.2f}"
+
+
+def _goodput(summary: Summary) -> str:
+    good = summary.goodput
+    return "-" if good is None else f"{good.requests_per_s:,.2f} ({good.share:.0%})"
+
+
+_FIGURES: Rows = (
+    ("answered", lambda s: f"{s.num_completed:,}"),
+    ("failed", lambda s: f"{s.num_requests - s.num_completed:,}"),
+    ("run, s", lambda s: f"{s.seconds:,.1f}"),
+    ("requests/s", lambda s: f"{s.requests_per_s:,.2f}"),
+    ("prompt tokens/s", lambda s: f"{s.prompt_tokens_per_s:,.0f}" if s.prompt_tokens else "unknown"),
+    ("output tokens/s", lambda s: f"{s.output_tokens_per_s:,.0f}"),
+    ("total tokens/s", lambda s: f"{s.total_tokens_per_s:,.0f}"),
+    ("mean in flight", lambda s: f"{s.mean_concurrency:,.1f}"),
+)
+_LATENCIES: Rows = (
+    ("TTFT", lambda s: spread(s.ttft_ms)),
+    ("TPOT", lambda s: spread(s.tpot_ms)),
+    ("inter-token", lambda s: spread(s.itl_ms)),
+    ("burst gap", lambda s: spread(s.burst_gap_ms)),
+    ("end to end", lambda s: spread(s.e2e_ms)),
+)
+
+
+def request_table(title: str, runs: Sequence[RequestRun]) -> Table:
+    """Of throughput and online runs."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("")
+    for run in runs:
+        table.add_column(run.label, justify="right")
+    summaries = [run.summary for run in runs]
+
+    def add(rows: Rows) -> None:
+        for name, figure in rows:
+            table.add_row(name, *map(figure, summaries))
+
+    add(_FIGURES)
+    if any(summary.goodput for summary in summaries):
+        add([("good req/s", _goodput)])
+    add([("tokens/burst", lambda s: _ratio(s.tokens_per_burst))])
+    table.add_section()
+    table.add_row("[dim]milliseconds", *["[dim]p50 / p90 / p99"] * len(runs))
+    add(_LATENCIES)
+    if any(isinstance(run, OnlineRun) for run in runs):
+        add([("wait to send", lambda s: spread(s.wait_ms))])
+    return table
+
+
+def latency_table(title: str, runs: Sequence[LatencyRun]) -> Table:
+    """A row for each shape: medians, and in brackets how far the repeats are apart."""
+    table = Table(title=title, title_justify="left")
+    for column in ("batch", "in", "out", "prefill ms", "tok/s", "ms/token", "tok/s", "total ms"):
+        table.add_column(column, justify="right")
+    for run in runs:
+        shape = (str(run.batch_size), str(run.input_len), str(run.output_len))
+        rates = (
+            f"{run.prefill_tokens_per_s:,.0f}",
+            f"{run.decode_tokens_per_s:,.0f}" if run.decode_tokens_per_s else "-",
+        )
+        table.add_row(
+            *shape, _median(run.prefill_ms), rates[0], _median(run.decode_ms_per_token), rates[1], _median(run.total_ms)
+        )
+    return table
+
+
+def _median(values: Distribution | None) -> str:
+    return "-" if values is None else f"{values.p50:,.2f} ({(values.max - values.min) / values.p50:.0%})"
+
+
+def notes(runs: Sequence[RequestRun]) -> list[str]:
+    """What the figures do not show by themselves, a line each."""
+    by_run = [_notes(run) for run in runs]
+    common = [line for line in by_run[0] if all(line in lines for lines in by_run)]
+    own = [
+        f"{run.label}: {line}" for run, lines in zip(runs, by_run, strict=True) for line in lines if line not in common
+    ]
+    return [*common, *own]
+
+
+def _notes(run: RequestRun) -> list[str]:
+    summary, lines = run.summary, []
+    if summary.errors:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in summary.errors.items())
+        first = next(r for r in run.requests if r.measured and r.error is not None)
+        lines.append(f"failed: {kinds}; the first: {first.message or first.error}")
+    if run.skipped_turns:
+        lines.append(f"{run.skipped_turns} turns were not sent: an earlier turn of their conversation failed")
+    if summary.num_off_length:
+        lines.append(f"{summary.num_off_length} answers have another length than was asked for")
+    return lines + (_online_notes(run) if isinstance(run, OnlineRun) else _offline_notes(run))
+
+
+def _online_notes(run: OnlineRun) -> list[str]:
+    lines = []
+    if run.token_counts.keys() & {"tokenizer", "chunks"}:
+        how = "by splitting the text" if "tokenizer" in run.token_counts else "as if all chunks had the same number"
+        lines.append(f"tokens of a chunk are estimates: the server does not tell, so they were counted {how}")
+    if run.reused_prompts:
+        lines.append(f"{run.reused_prompts} conversations were sent again; a server's prefix cache may have known them")
+    client = run.client
+    lag = f"{client.loop_lag_ms.p99:.1f} ms" if client.loop_lag_ms else "unknown"
+    state = "TOO BUSY, the figures include its own delays" if client.is_bottleneck else "kept up"
+    lines.append(f"client: {state} (lag p99 {lag}, {client.cpu_share:.0%} of a core)")
+    return lines
+
+
+def _offline_notes(run: ThroughputRun) -> list[str]:
+    return [f"{run.preemptions} preemptions: the KV cache was too small for the batch"] if run.preemptions else []

@@ -1,0 +1,260 @@
+"""`lmkit bench throughput | latency | online`: how fast a model runs, in this process or behind a server."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import typer
+
+from lmkit.bench.config import OnlineConfig, WorkloadConfig, parse_goodput, parse_list
+from lmkit.cli.eval import ProgressBar
+from lmkit.cli.options import engine_options, takes
+from lmkit.config import EngineConfig, parse
+from lmkit.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from lmkit.bench.schema import Benchmark
+    from lmkit.text import Tokenizer
+    from lmkit.turbo.engine import Engine
+
+app = typer.Typer(
+    help="Measure how fast a model runs: in this process, or behind any OpenAI-compatible server.", no_args_is_help=True
+)
+
+Model = Annotated[str, typer.Argument(help='A checkpoint folder, or "demo".')]
+Json = Annotated[Path | None, typer.Option(help="Write all figures, configuration and environment here.")]
+Plot = Annotated[Path | None, typer.Option(help="Draw throughput and latency: a .png, .svg or .pdf file.")]
+Goodput = Annotated[str | None, typer.Option(help="Also count requests within so many ms: ttft:500,tpot:50,e2e:9000.")]
+
+
+# Longer than usual: the parameters are the commands' options.
+def workload_options(
+    num_prompts: Annotated[int, typer.Option(help="Conversations.")] = 100,
+    dataset: Annotated[
+        str | None, typer.Option(help="ShareGPT JSON, or JSON lines with prompt or messages. Default: random text.")
+    ] = None,
+    input_len: Annotated[int, typer.Option(help="Tokens of a random prompt, and of each later turn.")] = 256,
+    output_len: Annotated[
+        int | None, typer.Option(help="Tokens of an answer. Default: the data set's, or 128.")
+    ] = None,
+    range_ratio: Annotated[float, typer.Option(help="Random lengths are uniform in LEN * (1 -+ RATIO).")] = 0.0,
+    num_prefixes: Annotated[int, typer.Option(help="Random prompts begin with one of so many shared texts.")] = 0,
+    prefix_len: Annotated[int, typer.Option(help="Tokens of a shared text; the rest of the prompt follows it.")] = 0,
+    turns: Annotated[int, typer.Option(help="Of a conversation; each carries the answers before it.")] = 1,
+    seed: Annotated[int, typer.Option(help="Of prompts and arrivals.")] = 0,
+) -> WorkloadConfig:
+    return parse(locals(), WorkloadConfig, "bench")
+
+
+def online_options(
+    url: Annotated[str, typer.Argument(help="http://HOST:PORT of a server or proxy.")] = "http://127.0.0.1:8000",
+    endpoint: Annotated[str, typer.Option(help="chat or completions.")] = "chat",
+    model: Annotated[str | None, typer.Option(help="Default: the only one that the server lists.")] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(help="For random prompts: the model's folder or Hub name. Default: the model, if here."),
+    ] = None,
+    rate: Annotated[str, typer.Option(help="Conversations that arrive per second, e.g. 0.5,2,8 or inf.")] = "inf",
+    concurrency: Annotated[
+        str | None, typer.Option(help="Conversations at once, e.g. 1,4,16. Default: no limit.")
+    ] = None,
+    burstiness: Annotated[float, typer.Option(help="Of arrivals: 1 is Poisson, below in bursts, above even.")] = 1.0,
+    duration: Annotated[float | None, typer.Option(help="Send for so many seconds, prompts again if need be.")] = None,
+    ramp: Annotated[float, typer.Option(help="Seconds in which the load rises; they are not measured.")] = 0.0,
+    think: Annotated[float, typer.Option(help="Seconds between an answer and the next turn.")] = 0.0,
+    warmup: Annotated[int, typer.Option(help="Conversations before each run that are not measured.")] = 1,
+    timeout: Annotated[float, typer.Option(help="Seconds for a whole answer.")] = 600.0,
+    ignore_eos: Annotated[bool, typer.Option(help="Answers of the length asked for, where the server can.")] = True,
+    extra_body: Annotated[str, typer.Option(help="JSON object of more fields for every request.")] = "{}",
+) -> OnlineConfig:
+    given = dict(locals())
+    given["rates"] = [None if math.isinf(r) else r for r in parse_list(given.pop("rate"), float, "--rate")]
+    given["concurrencies"] = _limits(given.pop("concurrency"))
+    try:
+        given["extra_body"] = msgspec.json.decode(extra_body, type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"--extra-body: {error}") from None
+    return parse(given, OnlineConfig, "bench online")
+
+
+def _limits(concurrency: str | None) -> list[int | None]:
+    return list(parse_list(concurrency, int, "--concurrency")) if concurrency else [None]
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where results go. A folder that is not there or a missing matplotlib is found out before anything is measured."""
+
+    json: Path | None
+    plot: Path | None
+    requests: bool = False
+
+    def save(self, benchmark: Benchmark, configuration: dict[str, Any], runs: Sequence[Any]) -> None:
+        from lmkit.bench import schema
+
+        if self.json is not None:
+            schema.save(self.json, schema.document(benchmark, configuration, list(runs), requests=self.requests))
+
+
+def output_options(json: Json = None, plot: Plot = None) -> Output:
+    from lmkit.bench.plot import check_plot
+    from lmkit.bench.schema import check_writable
+
+    check_plot(plot)
+    check_writable(json)
+    check_writable(plot)
+    return Output(json, plot)
+
+
+def requests_output_options(
+    json: Json = None,
+    requests: Annotated[bool, typer.Option("--requests", help="With --json: also the times of every request.")] = False,
+    plot: Plot = None,
+) -> Output:
+    if requests and json is None:
+        raise ConfigError("--requests goes into the file of --json FILE")
+    return replace(output_options(json, plot), requests=requests)
+
+
+@app.command()
+@takes(workload=workload_options, output=requests_output_options, engine=engine_options)
+def throughput(
+    model: Model,
+    concurrency: Annotated[str | None, typer.Option(help="Conversations in the engine at once, e.g. 1,8,64.")] = None,
+    ignore_eos: Annotated[bool, typer.Option(help="Answers have exactly the length asked for.")] = True,
+    detokenize: Annotated[bool, typer.Option(help="Make text of the tokens, as a pipeline does.")] = True,
+    warmup: Annotated[int, typer.Option(min=0, help="Conversations computed first and not measured.")] = 2,
+    goodput: Goodput = None,
+    *,
+    workload: WorkloadConfig,
+    output: Output,
+    engine: EngineConfig,
+) -> None:
+    """Offline throughput: conversations through the engine in this process, without a server."""
+    from lmkit.bench import plot, report
+    from lmkit.bench.throughput import ThroughputBench, run_throughput
+    from lmkit.bench.workload import make_workload
+
+    limits = _limits(concurrency)
+    targets = parse_goodput(goodput) if goodput else None
+    path, tokenizer = _open(model)
+    needed = msgspec.structs.replace(workload, num_prompts=workload.num_prompts + warmup)
+    conversations = make_workload(needed, tokenizer, chat=False)
+    loaded = _load(path, engine)
+    bench = ThroughputBench(loaded, tokenizer, ignore_eos=ignore_eos, detokenize=detokenize)
+    with ProgressBar(quiet=False) as bar:
+        runs = run_throughput(bench, conversations, limits, warmup=warmup, targets=targets, progress=bar.update)
+    _print(report.request_table(f"{model}: throughput, offline", runs), report.notes(runs))
+    configuration = {
+        "model": model,
+        "workload": workload,
+        "concurrency": limits,
+        "ignore_eos": ignore_eos,
+        "detokenize": detokenize,
+        "warmup": warmup,
+        "goodput": targets,
+        "engine": engine,
+        "engine_info": loaded.info,
+    }
+    output.save("throughput", configuration, runs)
+    if output.plot:
+        plot.plot_requests(output.plot, f"{model}, offline", runs)
+
+
+@app.command()
+@takes(output=output_options, engine=engine_options)
+def latency(
+    model: Model,
+    batch_size: Annotated[str, typer.Option(help="Sequences in a batch, e.g. 1,8,32.")] = "1,4,16",
+    input_len: Annotated[str, typer.Option(help="Tokens of each prompt, e.g. 128,1024.")] = "128",
+    output_len: Annotated[str, typer.Option(help="Tokens of each answer, e.g. 32,128.")] = "32",
+    repeats: Annotated[int, typer.Option(min=1, help="Measured runs of each shape.")] = 5,
+    warmup: Annotated[int, typer.Option(min=0, help="Runs of each shape before those.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Of the random prompts.")] = 0,
+    *,
+    output: Output,
+    engine: EngineConfig,
+) -> None:
+    """Static batches: time of the prefill, and of each token after it, for every size with every length."""
+    from lmkit.bench import plot, report
+    from lmkit.bench.latency import check, run_latency, shapes
+
+    grid = shapes(
+        parse_list(batch_size, int, "--batch-size"),
+        parse_list(input_len, int, "--input-len"),
+        parse_list(output_len, int, "--output-len"),
+    )
+    path, tokenizer = _open(model)
+    loaded = _load(path, engine)
+    for shape in grid:
+        check(shape, engine, loaded.info)
+    with ProgressBar(quiet=False) as bar:
+        runs = run_latency(loaded, tokenizer, grid, repeats=repeats, warmup=warmup, seed=seed, progress=bar.update)
+    _print(report.latency_table(f"{model}: prefill and decode of static batches, medians (and range)", runs), [])
+    configuration = {"model": model, "repeats": repeats, "warmup": warmup, "seed": seed}
+    output.save("latency", configuration | {"engine": engine, "engine_info": loaded.info}, runs)
+    if output.plot:
+        plot.plot_latency(output.plot, f"{model}, static batches", runs)
+
+
+@app.command()
+@takes(config=online_options, workload=workload_options, output=requests_output_options)
+def online(
+    goodput: Goodput = None,
+    api_key: Annotated[str | None, typer.Option(help="Default LMKIT_API_KEY.")] = None,
+    *,
+    config: OnlineConfig,
+    workload: WorkloadConfig,
+    output: Output,
+) -> None:
+    """Load on any OpenAI-compatible server: arrivals at a rate, so many at once, and sweeps of both."""
+    from lmkit.bench import plot, report
+    from lmkit.bench.online import measure
+    from lmkit.config import environment
+
+    targets = parse_goodput(goodput) if goodput else None
+    key = api_key or environment().api_key
+    with ProgressBar(quiet=False) as bar:
+        found = asyncio.run(measure(config, workload, api_key=key, targets=targets, progress=bar.update))
+    title = f"{found.model} at {config.url}, {config.endpoint}"
+    _print(report.request_table(title, found.runs), report.notes(found.runs))
+    configuration = {
+        "server": config,
+        "model": found.model,
+        "features": found.features,
+        "workload": workload,
+        "goodput": targets,
+    }
+    output.save("online", configuration, found.runs)
+    if output.plot:
+        plot.plot_requests(output.plot, title, found.runs)
+
+
+def _open(model: str) -> tuple[Path, Tokenizer]:
+    from lmkit.formats.hub import resolve_model_path
+    from lmkit.text import Tokenizer
+
+    path = resolve_model_path(model)
+    return path, Tokenizer.from_pretrained(path)
+
+
+def _load(path: Path, config: EngineConfig) -> Engine:
+    from lmkit.turbo.engine import Engine
+
+    return Engine(str(path), config)
+
+
+def _print(table: Table, notes: Sequence[str]) -> None:
+    from rich.console import Console
+
+    Console().print(table)
+    for note in notes:
+        print(note)

@@ -1,0 +1,48 @@
+"""Options that several commands share, as one parameter that holds them all."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from lmkit.cli.serve import serve
+from lmkit.config import EngineConfig, parse, parse_bytes
+
+Maker = Callable[..., Any]
+
+
+def takes(**makers: Maker) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A command whose parameter `name` is what `makers[name]` makes of its own parameters; the user sees those."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = [p for p in _parameters(command) if p.name not in makers]
+        shared = {name: _parameters(maker) for name, maker in makers.items()}
+
+        def run(**given: Any) -> None:
+            made = {name: makers[name](**{p.name: given.pop(p.name) for p in ps}) for name, ps in shared.items()}
+            command(**given, **made)
+
+        every = [*own, *(p for parameters in shared.values() for p in parameters)]
+        run.__signature__ = inspect.Signature([p.replace(kind=p.KEYWORD_ONLY) for p in every])  # type: ignore[attr-defined]
+        run.__annotations__ = {}
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        return run
+
+    return decorate
+
+
+def _parameters(function: Maker) -> list[inspect.Parameter]:
+    return list(inspect.signature(function, eval_str=True).parameters.values())
+
+
+def engine_options(**given: Any) -> EngineConfig:
+    """The options of `lmkit serve` that are about its engine. Raises ConfigError."""
+    kv_memory = given.pop("kv_memory")
+    memory = parse_bytes(kv_memory, "--kv-memory") if kv_memory else None
+    return parse(given | {"kv_memory": memory}, EngineConfig, "engine options")
+
+
+engine_options.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    [p.replace(kind=p.KEYWORD_ONLY) for p in _parameters(serve) if p.name in EngineConfig.__struct_fields__]
+)
