@@ -1,0 +1,39 @@
+"""How much of the machine others used while something was measured: their processes, and what the hypervisor took."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Self
+
+import psutil
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Seconds, all counted from a fixed moment: the clock, and CPU time summed over the cores."""
+
+    clock: float
+    busy: float  # of every process
+    steal: float  # the hypervisor gave a core to another guest
+    own: float  # of the processes that are measured
+
+    @classmethod
+    def take(cls, processes: list[psutil.Process]) -> Self:
+        """Read the counters; `processes` are counted with their children."""
+        times = psutil.cpu_times()
+        busy = sum(getattr(times, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq"))
+        return cls(time.perf_counter(), busy, getattr(times, "steal", 0.0), sum(map(_cpu_seconds, processes)))
+
+    def others_until(self, later: Reading, cores: int) -> float:
+        """Share of `cores` cores, 0 to 1, that went to others between two readings."""
+        others = (later.busy - self.busy) - (later.own - self.own) + (later.steal - self.steal)
+        return max(0.0, others) / (cores * (later.clock - self.clock))
+
+
+def _cpu_seconds(process: psutil.Process) -> float:
+    total = 0.0
+    for each in [process, *process.children(recursive=True)]:
+        times = each.cpu_times()
+        total += times.user + times.system
+    return total
