@@ -22,7 +22,7 @@ def interleaved(
     rounds: int = 15,
     pick: Callable[[list[float]], float] = statistics.median,
 ) -> dict[str, float]:
-    """Seconds of each function, the median or what `pick` says; they take turns: a busy machine slows all of them alike.
+    """Seconds of each function, the median or what `pick` says; they take turns: a busy machine slows all alike.
 
     Each is called once to warm up; then there are at least 3 turns, and at most `rounds` or what fits in `seconds`.
     """
