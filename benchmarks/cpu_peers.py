@@ -15,7 +15,6 @@ import contextlib
 import shutil
 import signal
 import sys
-import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -38,9 +37,9 @@ from lmkit.kernels.cpu import threads as kernel_threads
 
 MAX_BATCH, MAX_CONTEXT = 64, 768  # a context of 256 at most while decoding
 DECODE_ROOM = 192  # tokens of an answer before its prompt is run again
-DECODE_SECONDS = 4.0  # of one measurement; slow engines do fewer steps
+DECODE_SECONDS = 3.0  # of one measurement; slow engines do fewer steps
 REPEATS = 3  # of a disturbed measurement
-POINT_SECONDS = 45.0  # an engine that has spent these at a point does no further round of it
+POINT_SECONDS = 30.0  # an engine whose measurements of a point have taken these does no further round of it
 SIZES = {"1b": LLAMA_1B, "tiny": Shape(128, 256, 2, 4, 2, 32, 512, 1024)}
 console = Console(width=None if sys.stdout.isatty() else 150)
 
@@ -58,24 +57,32 @@ class Bench:
     at: dict[str, tuple[str, int]] = field(default_factory=dict)  # engine -> (point, tokens of each answer so far)
     spent: dict[tuple[str, str], float] = field(default_factory=dict)  # seconds of (engine, point)
 
-    def start(self, kind: EngineKind, python: str) -> None:
-        """Have its form of the model made, if it is not there, and load it; a failure is noted and shown."""
-        log = self.workdir / f"{kind.name}.log"
+    def start(self, kinds: list[EngineKind], pythons: dict[str, str]) -> None:
+        """Make the forms of the model that are not there, and load all engines; a failure is noted and shown."""
+        for kind in kinds:
+            python = pythons.get(kind.name, sys.executable)
+            if client.can_import(python, kind.packages):
+                self._spawn(kind, python)
+            else:
+                self.samples.missing[kind.name] = "not installed"
+        for name, worker in list(self.workers.items()):
+            try:
+                worker.ready()
+            except EngineFailed as error:
+                self._fail(name, error)
+                continue
+            self.samples.facts[name] = asdict(worker.facts)
+            console.print(f"{name} {worker.facts.version}: {worker.facts.settings}")
+
+    def _spawn(self, kind: EngineKind, python: str) -> None:
+        module, log = f"benchmarks.peers.{kind.module}", self.workdir / f"{kind.name}.log"
         model = self.workdir / (kind.form or "checkpoint")
-        module = f"benchmarks.peers.{kind.module}"
-        if not client.can_import(python, kind.packages):
-            self.samples.missing[kind.name] = "not installed"
-            return
         try:
             if not model.exists():
                 console.print(f"{kind.name}: making {model.name}")
                 client.prepare(python, module, self.workdir / "checkpoint", model, log)
             options = Options(model, self.threads, MAX_BATCH, MAX_CONTEXT, self.shape.vocab)
-            begin = time.perf_counter()
-            self.workers[kind.name] = worker = Worker(python, module, options, log)
-            self.samples.facts[kind.name] = asdict(worker.facts)
-            seconds = time.perf_counter() - begin
-            console.print(f"{kind.name} {worker.facts.version}: {worker.facts.settings}; loaded in {seconds:.0f} s")
+            self.workers[kind.name] = Worker(python, module, options, log)
         except EngineFailed as error:
             self._fail(kind.name, error)
 
@@ -101,13 +108,10 @@ class Bench:
 
     def _measure(self, name: str, point: Point) -> None:
         """One clean measurement, or as many disturbed ones as are allowed."""
-        begin = time.perf_counter()
         try:
             for _ in range(1 + REPEATS):
                 sample = self._sample(self.workers[name], name, point)
                 self.samples.add(name, point.name, sample)
-                self.spent[name, point.name] = self.spent.get((name, point.name), 0) + time.perf_counter() - begin
-                begin = time.perf_counter()
                 if sample.clean or self.spent[name, point.name] > POINT_SECONDS:
                     break
         except EngineFailed as error:
@@ -121,10 +125,14 @@ class Bench:
             answer = worker.ask(do="decode", steps=point.steps, limit=DECODE_SECONDS)
         else:
             answer = worker.ask(do="prefill", batch=point.batch, prompt_len=point.prompt_len)
-        others = before.others_until(Reading.take(processes), psutil.cpu_count() or 1)
+        after = Reading.take(processes)
+        self.spent[name, point.name] = self.spent.get((name, point.name), 0) + after.clock - before.clock
         place, used = self.at[name]
         self.at[name] = place, used + point.steps + 1
-        return Sample(answer.get("tokens", point.prompt_tokens) / answer["seconds"], others)
+        return Sample(
+            answer.get("tokens", point.prompt_tokens) / answer["seconds"],
+            before.others_until(after, psutil.cpu_count() or 1),
+        )
 
     def _be_ready(self, worker: Worker, name: str, point: Point) -> None:
         """Run the prompts of a point that is decoded; run a prompt that is measured once before, to warm up."""
@@ -177,8 +185,7 @@ def run(
     samples.ceilings = asdict(ceilings)
     bench = Bench(shape, threads, rounds, folder, samples)
     with contextlib.closing(bench):
-        for kind in kinds:
-            bench.start(kind, pythons.get(kind.name, sys.executable))
+        bench.start(kinds, pythons)
         bench.run(points)
     samples.save()
     return samples, ceilings

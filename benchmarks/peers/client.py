@@ -24,7 +24,9 @@ class EngineFailed(Exception):
 
 
 class Worker:
-    """One engine's process. Between questions it is stopped, so that its threads cannot spin."""
+    """One engine's process; `facts` is there after `ready`. Between questions it is stopped: it cannot spin."""
+
+    facts: Facts
 
     def __init__(self, python: str, module: str, options: Options, log: Path) -> None:
         arguments = [str(options.model)]
@@ -42,11 +44,10 @@ class Worker:
                 env=_environment(options.threads),
                 start_new_session=True,  # a group of its own, to be stopped as one
             )
-        try:
-            self.facts = Facts(**self._read())
-        except BaseException:
-            self.close()
-            raise
+
+    def ready(self) -> None:
+        """Wait until it has loaded its model. Raises EngineFailed."""
+        self.facts = Facts(**self._read())
         self._signal(signal.SIGSTOP)
 
     def ask(self, **command: Any) -> dict[str, float]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # its steps can be counted, and it can be stopped
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")  # GiB
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 import vllm

@@ -25,6 +25,7 @@ def start(tmp_path: Path, model: str = "model") -> Worker:
 @pytest.fixture
 def worker(tmp_path: Path) -> Iterator[Worker]:
     with start(tmp_path) as worker:
+        worker.ready()
         yield worker
 
 
@@ -50,8 +51,8 @@ def test_is_stopped_between_questions(worker: Worker) -> None:
 def test_failures_are_one_line(worker: Worker, tmp_path: Path) -> None:
     with pytest.raises(EngineFailed, match=r"^RuntimeError: out of memory$"):
         worker.ask(do="prefill", batch=1, prompt_len=13)
-    with pytest.raises(EngineFailed, match=r"^RuntimeError: no such model$"):
-        start(tmp_path, "broken")
+    with start(tmp_path, "broken") as broken, pytest.raises(EngineFailed, match=r"^RuntimeError: no such model$"):
+        broken.ready()
 
 
 def test_prepare(tmp_path: Path) -> None:
