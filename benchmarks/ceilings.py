@@ -1,4 +1,4 @@
-"""What this machine can do at best, measured: bytes read per second, 4-bit dot products, float32 multiply-adds.
+"""What this machine can do at best, measured: bytes read per second, integer dot products, float32 multiply-adds.
 
     python -m benchmarks.ceilings [--json FILE]
 
@@ -11,7 +11,7 @@ import argparse
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numba
 import numpy as np
@@ -29,6 +29,7 @@ from lmkit.kernels.cpu.jit import Task
 
 INT_SUMS = 4  # rows of one weight vector: with their int16 sums, weights and activations they fit 16 registers
 FLOAT_SUMS, FLOAT_STEPS = 12, 8
+Kind = Literal["int4", "int8", "float"]  # of multiply-adds
 
 
 @dataclass(frozen=True)
@@ -36,17 +37,18 @@ class Ceilings:
     """A multiply-add counts as two operations."""
 
     bytes_per_s: float
-    int_ops: float  # 4-bit codes with int8 activations, int32 sums
+    int4_ops: float  # 4-bit codes with int8 activations, int32 sums
+    int8_ops: float  # 8-bit codes
     float_ops: float
 
-    def roofline(self, num_bytes: float, num_ops: float, *, integer: bool) -> float:
+    def roofline(self, num_bytes: float, num_ops: float, kind: Kind) -> float:
         """Seconds that a call takes at best."""
-        return max(num_bytes / self.bytes_per_s, num_ops / (self.int_ops if integer else self.float_ops))
+        return max(num_bytes / self.bytes_per_s, num_ops / getattr(self, f"{kind}_ops"))
 
     def describe(self) -> str:
         return (
-            f"reads {self.bytes_per_s / 1e9:.1f} GB/s; 4-bit dot {self.int_ops / 1e9:.0f} GOP/s, "
-            f"float32 {self.float_ops / 1e9:.0f} GFLOP/s"
+            f"reads {self.bytes_per_s / 1e9:.1f} GB/s; 4-bit dot {self.int4_ops / 1e9:.0f} GOP/s, "
+            f"8-bit {self.int8_ops / 1e9:.0f}, float32 {self.float_ops / 1e9:.0f} GFLOP/s"
         )
 
 
@@ -62,8 +64,7 @@ def _loop(e: Emitter, count: Value, num_sums: int, kind: Any, step: Callable[[li
             b.store(e.opaque(value), variable)
 
 
-@intrinsic
-def int_peak(typing: Any, count: Any) -> Any:
+def _int_peak(bits: int, count: Any) -> Any:
     """`count` blocks of the dot product, INT_SUMS rows with one weight vector."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -76,13 +77,23 @@ def int_peak(typing: Any, count: Any) -> Any:
         def step(sums: list[Value]) -> None:
             rows = [[value] for value in sums]
             quads = ([e.opaque(weights)] for _ in range(BLOCK // 4))
-            dot_for(level, 4).block(e, quads, lambda row, byte: activations[row], rows)
+            dot_for(level, bits).block(e, quads, lambda row, byte: activations[row], rows)
             sums[:] = [row[0] for row in rows]
 
         _loop(e, args[0], INT_SUMS, e.vector(I32), step)
         return context.get_dummy_value()
 
     return types.void(types.int64), codegen
+
+
+@intrinsic
+def int4_peak(typing: Any, count: Any) -> Any:
+    return _int_peak(4, count)
+
+
+@intrinsic
+def int8_peak(typing: Any, count: Any) -> Any:
+    return _int_peak(8, count)
 
 
 @intrinsic
@@ -103,9 +114,14 @@ def float_peak(typing: Any, count: Any) -> Any:
     return types.void(types.int64), codegen
 
 
-def _int_blocks(args: int, scratch: int, index: int) -> None:
+def _int4_blocks(args: int, scratch: int, index: int) -> None:
     (count,) = unpack(args, 1)
-    int_peak(count)
+    int4_peak(count)
+
+
+def _int8_blocks(args: int, scratch: int, index: int) -> None:
+    (count,) = unpack(args, 1)
+    int8_peak(count)
 
 
 def _float_blocks(args: int, scratch: int, index: int) -> None:
@@ -122,7 +138,7 @@ def _read(args: int, scratch: int, index: int) -> None:
     numba.carray(pointer(out + 8 * index), 1, np.int64)[0] = total
 
 
-INT_BLOCKS, FLOAT_BLOCKS, READ = Task(_int_blocks), Task(_float_blocks), Task(_read)
+INT4_BLOCKS, INT8_BLOCKS, FLOAT_BLOCKS, READ = (Task(f) for f in (_int4_blocks, _int8_blocks, _float_blocks, _read))
 
 
 def measure_ceilings(seconds: float = 3) -> Ceilings:
@@ -131,14 +147,17 @@ def measure_ceilings(seconds: float = 3) -> Ceilings:
     buffer, sums = torch.ones(512 << 20, dtype=torch.uint8), torch.zeros(pieces, dtype=torch.int64)
     length = buffer.nbytes // 8 // pieces
     functions = {
-        "int": lambda: threads.run(INT_BLOCKS, pieces, (count,)),
+        "int4": lambda: threads.run(INT4_BLOCKS, pieces, (count,)),
+        "int8": lambda: threads.run(INT8_BLOCKS, pieces, (count,)),
         "float": lambda: threads.run(FLOAT_BLOCKS, pieces, (count,)),
         "read": lambda: threads.run(READ, pieces, (buffer.data_ptr(), length, sums.data_ptr())),
     }
     best = interleaved(functions, seconds=seconds, pick=min)  # a ceiling is the best ever seen, not the usual
+    dots = pieces * count * 2 * BLOCK * INT_SUMS * lanes
     return Ceilings(
         buffer.nbytes / best["read"],
-        pieces * count * 2 * BLOCK * INT_SUMS * lanes / best["int"],
+        dots / best["int4"],
+        dots / best["int8"],
         pieces * count * 2 * FLOAT_STEPS * FLOAT_SUMS * lanes / best["float"],
     )
 

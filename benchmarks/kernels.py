@@ -23,7 +23,7 @@ from rich.table import Table
 from torch import Tensor
 
 import lmkit.kernels  # noqa: F401  (registers)
-from benchmarks.ceilings import Ceilings, measure_ceilings
+from benchmarks.ceilings import Ceilings, Kind, measure_ceilings
 from benchmarks.report import interleaved, machine, save
 from lmkit.config import default_num_threads
 from lmkit.kernels import ops
@@ -51,15 +51,15 @@ class Candidate:
     run: Callable[[Tensor, Any], Any]
     weights: list[Any]
     num_bytes: int  # of one copy
-    integer: bool = False
+    kind: Kind = "float"  # of its multiply-adds
 
 
 def _kernel(
-    name: str, op: Op, weight: Any, copies: int, num_bytes: int, *, integer: bool = False, **traits: Any
+    name: str, op: Op, weight: Any, copies: int, num_bytes: int, *, kind: Kind = "float", **traits: Any
 ) -> Candidate:
     impl = op.select("cpu", **traits)
     weights = [impl.pack(weight) for _ in range(copies)]
-    return Candidate(f"lmkit {name}", lambda x, w: impl(x, w, None), weights, num_bytes, integer)
+    return Candidate(f"lmkit {name}", lambda x, w: impl(x, w, None), weights, num_bytes, kind)
 
 
 def candidates(n: int, k: int, copies: int) -> Iterator[Candidate]:
@@ -67,9 +67,9 @@ def candidates(n: int, k: int, copies: int) -> Iterator[Candidate]:
     shape: dict[str, Any] = {"out_features": n, "in_features": k}
     four, eight = quantize(dense, QuantScheme(4, 128)), quantize(dense, QuantScheme(8, -1, symmetric=True))
     codes = n * k // 2 + n * k // 128 * 3
-    yield _kernel("w4a8", ops.linear_w4a8, four, copies, codes, integer=True, group_size=128, bits=4, **shape)
+    yield _kernel("w4a8", ops.linear_w4a8, four, copies, codes, kind="int4", group_size=128, bits=4, **shape)
     yield _kernel("w4a16", ops.linear_w4a16, four, copies, codes, group_size=128, bits=4, **shape)
-    yield _kernel("w8a8", ops.linear_w8a8, eight, copies, n * k, integer=True, group_size=-1, bits=8, **shape)
+    yield _kernel("w8a8", ops.linear_w8a8, eight, copies, n * k, kind="int8", group_size=-1, bits=8, **shape)
     for dtype in (torch.bfloat16, torch.float32):
         weight, size = dense.to(dtype), n * k * dtype.itemsize
         name = str(dtype).removeprefix("torch.")
@@ -116,7 +116,7 @@ def bench_linears(peaks: Ceilings, *, quick: bool) -> list[dict[str, Any]]:
             seconds = interleaved(functions, seconds=1.5 if quick else 6)
             for c in found:
                 t, work = seconds[c.name], 2 * m * n * k
-                best = peaks.roofline(c.num_bytes, work, integer=c.integer)
+                best = peaks.roofline(c.num_bytes, work, c.kind)
                 cells[c.name].append(f"{work / t / 1e9:.0f} ({100 * best / t:.0f}%)")
                 if m == 1:
                     bandwidth = f"{c.num_bytes / t / 1e9:.1f}"
@@ -164,7 +164,7 @@ def bench_attention(peaks: Ceilings, *, quick: bool) -> list[dict[str, Any]]:
             layer = layers[t]
             size = sum(x.data.nbytes + x.params.nbytes for x in (layer.k, layer.v))
             work = 4 * sequences * heads * group * dim * new * (context - new // 2)
-            best = peaks.roofline(size, work, integer=False)
+            best = peaks.roofline(size, work, "float")
             table.add_row(str(sequences), str(context), str(new), t, f"{1000 * time:.3f}", f"{size / time / 1e9:.1f}",
                           f"{work / time / 1e9:.0f}", f"{100 * best / time:.0f}%")  # fmt: skip
             rows.append({"kernel": "paged_attention", "kv": t, "sequences": sequences, "context": context, "new": new,

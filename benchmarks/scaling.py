@@ -77,7 +77,7 @@ def roofline(ceilings: Ceilings, shape: Shape, setting: Setting, weight_bytes: i
     read = weight_bytes + cached * shape.kv_token_values * KV_BYTES[setting.kv]
     head = 2 * setting.batch * shape.vocab * shape.hidden
     attention = 4 * cached * shape.layers * shape.heads * shape.head_dim
-    work = 2 * setting.batch * shape.num_linear / ceilings.int_ops + (head + attention) / ceilings.float_ops
+    work = 2 * setting.batch * shape.num_linear / ceilings.int4_ops + (head + attention) / ceilings.float_ops
     return max(read / ceilings.bytes_per_s, work)
 
 

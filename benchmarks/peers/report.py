@@ -64,7 +64,7 @@ def _distances(samples: Samples, engine: str, ceilings: Ceilings, num_linear: in
     work = None if prefill is None else prefill * 2 * num_linear
     return (
         "-" if read is None else f"{read / 1e9:.1f} ({read / ceilings.bytes_per_s:.0%})",
-        "-" if work is None else f"{work / 1e9:.0f} ({work / ceilings.int_ops:.0%})",
+        "-" if work is None else f"{work / 1e9:.0f} ({work / ceilings.int4_ops:.0%})",
     )
 
 

@@ -21,7 +21,7 @@ from benchmarks.peers.samples import Sample, Samples
 from benchmarks.random_llama import Shape, make_checkpoint
 from lmkit.errors import ConfigError
 
-CEILINGS = Ceilings(bytes_per_s=20e9, int_ops=500e9, float_ops=200e9)
+CEILINGS = Ceilings(bytes_per_s=20e9, int4_ops=500e9, int8_ops=200e9, float_ops=200e9)
 ROOT = Path(__file__).resolve().parents[2]
 ALL = list(POINTS.values())
 
@@ -29,7 +29,7 @@ ALL = list(POINTS.values())
 @pytest.fixture
 def samples(tmp_path: Path) -> Samples:
     """lmkit at 30 at b1 (one measurement dropped), llama.cpp at 20 and transformers at 25 there; vLLM is missing."""
-    samples = Samples(tmp_path / "samples.json", {"rounds": 3}, ceilings={"int_ops": 1.0})
+    samples = Samples(tmp_path / "samples.json", {"rounds": 3}, ceilings={"int4_ops": 1.0})
     for rate, others in ((30, 0.0), (31, 0.01), (90, 0.5), (10, 0.02)):
         samples.add("lmkit", "b1", Sample(rate, others))
     samples.add("llama.cpp", "b1", Sample(20, 0.0))
@@ -53,7 +53,7 @@ def test_a_run_is_taken_up_with_equal_settings_only(samples: Samples) -> None:
     samples.save()
     again = Samples.open(samples.path, {"rounds": 3}, fresh=False)
     assert again.taken == samples.taken
-    assert again.ceilings == {"int_ops": 1.0}
+    assert again.ceilings == {"int4_ops": 1.0}
     assert not Samples.open(samples.path, {"rounds": 2}, fresh=False).taken
     assert not Samples.open(samples.path, {"rounds": 3}, fresh=True).taken
 

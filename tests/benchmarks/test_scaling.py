@@ -10,7 +10,7 @@ from benchmarks.random_llama import Shape
 from benchmarks.scaling import Setting
 
 TINY = Shape(128, 256, 2, 4, 2, 32, 512, 512)
-CEILINGS = Ceilings(bytes_per_s=1e9, int_ops=1e12, float_ops=1e11)
+CEILINGS = Ceilings(bytes_per_s=1e9, int4_ops=1e12, int8_ops=1e12, float_ops=1e11)
 
 
 def test_roofline_of_one_sequence_is_reading() -> None:
@@ -24,7 +24,7 @@ def test_roofline_of_a_large_batch_is_arithmetic() -> None:
     linear = 2 * (128 * (128 + 64 + 64 + 128) + 3 * 128 * 256)
     head, attention = 512 * 128, 2 * 2 * 4 * 32  # multiply-adds of a token: the head; q k and p v of two layers
     seconds = 2000 * linear / 1e12 + (2000 * head + 2000 * attention) / 1e11
-    fast_memory = Ceilings(1e15, CEILINGS.int_ops, CEILINGS.float_ops)
+    fast_memory = Ceilings(1e15, CEILINGS.int4_ops, CEILINGS.int8_ops, CEILINGS.float_ops)
     assert scaling.roofline(fast_memory, TINY, setting, 10_000) == pytest.approx(seconds)
 
 
@@ -59,4 +59,5 @@ def test_ceilings_are_finite_and_positive() -> None:
     found = measure_ceilings(seconds=0.0)
     assert 0 < found.bytes_per_s < 1e14
     assert 0 < found.float_ops < 1e16
-    assert 0 < found.int_ops < 1e16
+    assert 0 < found.int8_ops < 1e16
+    assert 0 < found.int4_ops < 1e16
