@@ -43,7 +43,7 @@ class Ceilings:
 
     def roofline(self, num_bytes: float, num_ops: float, kind: Kind) -> float:
         """Seconds that a call takes at best."""
-        return max(num_bytes / self.bytes_per_s, num_ops / getattr(self, f"{kind}_ops"))
+        return max(num_bytes / self.bytes_per_s, num_ops / float(getattr(self, f"{kind}_ops")))
 
     def describe(self) -> str:
         return (
