@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Self
+from typing import Self, TypeVar
 
 import psutil
+
+OTHERS_LIMIT = 0.04  # of the cores; a measurement with more is dropped
+REPEATS = 3  # of a disturbed measurement
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,21 @@ class Reading:
         """Share of `cores` cores, 0 to 1, that went to others between two readings."""
         others = (later.busy - self.busy) - (later.own - self.own) + (later.steal - self.steal)
         return max(0.0, others) / (cores * (later.clock - self.clock))
+
+
+def undisturbed(measure: Callable[[], T]) -> tuple[T, float]:
+    """(result, others' share) of a measurement in this process, taken anew up to REPEATS times while others use more
+    than OTHERS_LIMIT; if they always do, the one with the least of them.
+    """
+    processes, taken = [psutil.Process()], []
+    for _ in range(1 + REPEATS):
+        before = Reading.take(processes)
+        result = measure()
+        others = before.others_until(Reading.take(processes), psutil.cpu_count() or 1)
+        taken.append((result, others))
+        if others <= OTHERS_LIMIT:
+            break
+    return min(taken, key=lambda pair: pair[1])
 
 
 def _cpu_seconds(process: psutil.Process) -> float:

@@ -13,6 +13,7 @@ import argparse
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.ceilings import Ceilings, measure_ceilings
+from benchmarks.contention import REPEATS, undisturbed
 from benchmarks.peers.lmkit_engine import LmkitEngine
 from benchmarks.peers.protocol import Options, decode, prompts
 from benchmarks.random_llama import LLAMA_1B, Shape, make_awq, make_checkpoint
@@ -37,8 +39,8 @@ SIZES = {  # by parameters
 }
 BASE = "140M"
 SHORT_CONTEXT = 64
-STEPS, SECONDS = 16, 2.0  # of one measurement
-ROOM = STEPS + 8  # tokens of an answer
+STEPS, SECONDS = 32, 2.0  # of one measurement
+ROOM = (1 + REPEATS) * (1 + STEPS)  # tokens of an answer
 KV_BYTES = {"bfloat16": 2.0, "int8": 1.0 + 4 / 64}  # of a value; int8 has 4 bytes more for a head of 64
 console = Console(width=None if sys.stdout.isatty() else 120)
 
@@ -93,7 +95,7 @@ def measure(found: list[Setting], ceilings: Ceilings, threads: int, workdir: Pat
         assert engine is not None
         shape = SIZES[setting.size]
         engine.prefill(prompts(setting.batch, setting.context, shape.vocab))
-        answer = decode(engine, STEPS, SECONDS)
+        answer, others = undisturbed(partial(decode, engine, STEPS, SECONDS))
         seconds = answer["seconds"] / (answer["tokens"] / setting.batch)
         best = roofline(ceilings, shape, setting, engine.facts.weight_bytes)
         yield asdict(setting) | {
@@ -103,6 +105,7 @@ def measure(found: list[Setting], ceilings: Ceilings, threads: int, workdir: Pat
             "ms_per_token": 1000 * seconds / setting.batch,
             "roofline_ms_per_step": 1000 * best,
             "of_roofline": best / seconds,
+            "others": others,
         }
 
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-OTHERS_LIMIT = 0.04  # of the cores; a measurement with more is dropped
+from benchmarks.contention import OTHERS_LIMIT
 
 
 @dataclass(frozen=True)

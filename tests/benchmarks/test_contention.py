@@ -6,7 +6,8 @@ import sys
 import psutil
 import pytest
 
-from benchmarks.contention import Reading
+from benchmarks import contention
+from benchmarks.contention import REPEATS, Reading, undisturbed
 
 
 def test_share_of_others() -> None:
@@ -37,3 +38,22 @@ def test_children_count_as_own() -> None:
     assert after.own - before.own >= used.user + used.system > 0
     assert after.busy > before.busy
     assert after.clock > before.clock
+
+
+@pytest.mark.parametrize(
+    ("shares", "chosen", "calls"), [([0.01], 1, 1), ([0.5, 0.0], 2, 2), ([0.5, 0.2, 0.1, 0.3], 3, 1 + REPEATS)]
+)
+def test_disturbed_measurements_are_repeated(
+    shares: list[float], chosen: int, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cores, taken = psutil.cpu_count() or 1, []
+    # a second each: before and after; the shares are of CPU time that is not ours
+    readings = [r for share in shares for r in (Reading(0, 0, 0, 0), Reading(1, share * cores, 0, 0))]
+    monkeypatch.setattr(contention.Reading, "take", lambda processes: readings.pop(0))
+
+    def measure() -> int:
+        taken.append(None)
+        return len(taken)
+
+    assert undisturbed(measure) == (chosen, pytest.approx(shares[chosen - 1]))
+    assert len(taken) == calls
