@@ -54,7 +54,6 @@ class Bench:
     samples: Samples
     workers: dict[str, Worker] = field(default_factory=dict)
     at: dict[str, tuple[str, int]] = field(default_factory=dict)  # engine -> (point, tokens of each answer so far)
-    spent: dict[tuple[str, str], float] = field(default_factory=dict)  # seconds of (engine, point)
 
     def start(self, kinds: list[EngineKind], pythons: dict[str, str]) -> None:
         """Make the forms of the model that are not there, and load all engines; a failure is noted and shown."""
@@ -103,7 +102,7 @@ class Bench:
         done = len(self.samples.of(name, point.name))
         clean = self.samples.num_clean(name, point.name)
         enough = clean >= number or done >= number + REPEATS
-        return not enough and (not done or self.spent.get((name, point.name), 0) < POINT_SECONDS)
+        return not enough and (not done or self.samples.seconds(name, point.name) < POINT_SECONDS)
 
     def _measure(self, name: str, point: Point) -> None:
         """One clean measurement, or as many disturbed ones as are allowed."""
@@ -111,7 +110,7 @@ class Bench:
             for _ in range(1 + REPEATS):
                 sample = self._sample(self.workers[name], name, point)
                 self.samples.add(name, point.name, sample)
-                if sample.clean or self.spent[name, point.name] > POINT_SECONDS:
+                if sample.clean or self.samples.seconds(name, point.name) > POINT_SECONDS:
                     break
         except EngineFailed as error:
             self._fail(name, error)
@@ -125,12 +124,12 @@ class Bench:
         else:
             answer = worker.ask(do="prefill", batch=point.batch, prompt_len=point.prompt_len)
         after = Reading.take(processes)
-        self.spent[name, point.name] = self.spent.get((name, point.name), 0) + after.clock - before.clock
         place, used = self.at[name]
         self.at[name] = place, used + point.steps + 1
         return Sample(
             answer.get("tokens", point.prompt_tokens) / answer["seconds"],
             before.others_until(after, psutil.cpu_count() or 1),
+            after.clock - before.clock,
         )
 
     def _be_ready(self, worker: Worker, name: str, point: Point) -> None:

@@ -15,6 +15,7 @@ from benchmarks.contention import OTHERS_LIMIT
 class Sample:
     tokens_per_s: float
     others: float  # share of the cores that others used meanwhile
+    seconds: float  # that it took
 
     @property
     def clean(self) -> bool:
@@ -59,6 +60,9 @@ class Samples:
 
     def of(self, engine: str, point: str) -> list[Sample]:
         return self.taken.setdefault(engine, {}).setdefault(point, [])
+
+    def seconds(self, engine: str, point: str) -> float:
+        return sum(sample.seconds for sample in self.of(engine, point))
 
     def num_clean(self, engine: str, point: str) -> int:
         return sum(sample.clean for sample in self.of(engine, point))

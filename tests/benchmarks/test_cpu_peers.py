@@ -31,10 +31,10 @@ def samples(tmp_path: Path) -> Samples:
     """lmkit at 30 at b1 (one measurement dropped), llama.cpp at 20 and transformers at 25 there; vLLM is missing."""
     samples = Samples(tmp_path / "samples.json", {"rounds": 3}, ceilings={"int4_ops": 1.0})
     for rate, others in ((30, 0.0), (31, 0.01), (90, 0.5), (10, 0.02)):
-        samples.add("lmkit", "b1", Sample(rate, others))
-    samples.add("llama.cpp", "b1", Sample(20, 0.0))
-    samples.add("transformers", "b1", Sample(5, 0.9))
-    samples.add("transformers", "b1", Sample(25, 0.1))
+        samples.add("lmkit", "b1", Sample(rate, others, 2.0))
+    samples.add("llama.cpp", "b1", Sample(20, 0.0, 2.0))
+    samples.add("transformers", "b1", Sample(5, 0.9, 2.0))
+    samples.add("transformers", "b1", Sample(25, 0.1, 2.0))
     samples.facts = {name: {"weight_bytes": 100_000_000} for name in ("lmkit", "llama.cpp", "transformers")}
     samples.missing["vllm"] = "not installed"
     return samples
@@ -47,6 +47,7 @@ def test_disturbed_measurements_are_dropped(samples: Samples) -> None:
     assert samples.rate("transformers", "b1") == 25  # the least disturbed: none is clean
     assert samples.disturbed("transformers", "b1")
     assert samples.rate("lmkit", "b4") is None
+    assert samples.seconds("lmkit", "b1") == 8
 
 
 def test_a_run_is_taken_up_with_equal_settings_only(samples: Samples) -> None:
