@@ -38,7 +38,7 @@ from lmkit.kernels.cpu import threads as kernel_threads
 MAX_BATCH, MAX_CONTEXT = 64, 768  # a context of 256 at most while decoding
 DECODE_ROOM = 192  # tokens of an answer before its prompt is run again
 DECODE_SECONDS = 3.0  # of one measurement; slow engines do fewer steps
-POINT_SECONDS = 30.0  # an engine whose measurements of a point have taken these does no further round of it
+POINT_SECONDS = 20.0  # an engine whose measurements of a point have taken these does no further round of it
 SIZES = {"1b": LLAMA_1B, "tiny": Shape(128, 256, 2, 4, 2, 32, 512, 1024)}
 console = Console(width=None if sys.stdout.isatty() else 150)
 
