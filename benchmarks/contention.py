@@ -31,9 +31,13 @@ class Reading:
         return cls(time.perf_counter(), busy, getattr(times, "steal", 0.0), sum(map(_cpu_seconds, processes)))
 
     def others_until(self, later: Reading, cores: int) -> float:
-        """Share of `cores` cores, 0 to 1, that went to others between two readings."""
-        others = (later.busy - self.busy) - (later.own - self.own) + (later.steal - self.steal)
-        return max(0.0, others) / (cores * (later.clock - self.clock))
+        """Share of `cores` cores, 0 to 1, that went to others between two readings.
+
+        A kernel may count time stolen from a process as the process's own, so that `own` grows more than `busy`: that
+        difference must not hide what was stolen.
+        """
+        others = max(0.0, (later.busy - self.busy) - (later.own - self.own)) + (later.steal - self.steal)
+        return others / (cores * (later.clock - self.clock))
 
 
 def undisturbed(measure: Callable[[], T]) -> tuple[T, float]:

@@ -84,8 +84,9 @@ def plot(samples: Samples, points: list[Point], path: Path) -> None:
                 continue
             base = best_peer(samples, point) or samples.rate("lmkit", point.name) or rate
             left = place + (number - len(engines) / 2 + 0.5) * width
-            bar = axes.bar(left, rate / base, width, color=f"C{number}", label=engine if place == 0 else None)
+            bar = axes.bar(left, rate / base, width, color=f"C{number}")
             axes.bar_label(bar, [f"{rate:.0f}" if rate >= 10 else f"{rate:.1f}"], fontsize=6)
+        axes.bar(0, 0, color=f"C{number}", label=engine)  # for the legend
     axes.axhline(1, color="black", linewidth=0.8, linestyle="--")
     axes.set_xticks(range(len(points)), [point.name for point in points])
     axes.set_ylabel("speed / fastest peer")
