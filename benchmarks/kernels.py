@@ -17,24 +17,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numba
-import numpy as np
 import torch
-from numba import types
-from numba.extending import intrinsic
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 import lmkit.kernels  # noqa: F401  (registers)
+from benchmarks.ceilings import Ceilings, Kind, measure_ceilings
 from benchmarks.report import interleaved, machine, save
 from lmkit.config import default_num_threads
 from lmkit.kernels import ops
 from lmkit.kernels.cpu import isa, threads
-from lmkit.kernels.cpu.dots import BLOCK, dot_for
-from lmkit.kernels.cpu.emit import F32, I32, Emitter, constant
-from lmkit.kernels.cpu.intrinsics import pointer, unpack
-from lmkit.kernels.cpu.jit import Task
 from lmkit.kernels.ops import KV_BITS
 from lmkit.kernels.registry import Op
 from lmkit.layers.batch import allocate_kv
@@ -51,111 +44,6 @@ ROWS = (1, 4, 16, 64, 512)
 
 
 @dataclass(frozen=True)
-class Peaks:
-    """What this machine can do, measured here."""
-
-    bytes_per_s: float
-    int_ops: float  # multiply-adds count two
-    float_ops: float
-
-    def roofline(self, num_bytes: int, num_ops: int, *, integer: bool) -> float:
-        """Seconds that a call takes at best."""
-        return max(num_bytes / self.bytes_per_s, num_ops / (self.int_ops if integer else self.float_ops))
-
-
-def _peak_loop(
-    e: Emitter, count: Any, rows: int, vectors: int, step: Callable[[list[list[Any]]], None], kind: Any
-) -> None:
-    b, sums = e.builder, e.variables(rows, vectors, kind)
-    for row in sums:
-        for variable in row:
-            b.store(constant(kind, 0), variable)
-    with e.loop(count):
-        values = [[b.load(variable) for variable in row] for row in sums]
-        step(values)
-        for variables, row_values in zip(sums, values, strict=True):
-            for variable, value in zip(variables, row_values, strict=True):
-                b.store(e.opaque(value), variable)
-
-
-@intrinsic
-def int_peak(typing: Any, count: Any) -> Any:
-    """`count` blocks of the dot product on registers alone."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        level = isa.host()
-        e = Emitter(builder, level.lanes)
-        zero = constant(e.vector(I32), 0)
-
-        def step(sums: list[list[Any]]) -> None:
-            quads = ([e.opaque(zero) for _ in range(level.int_vectors)] for _ in range(BLOCK // 4))
-            dot_for(level, 4).block(e, quads, lambda row, byte: e.opaque(zero), sums)
-
-        _peak_loop(e, args[0], level.packed_rows[0], level.int_vectors, step, e.vector(I32))
-        return context.get_dummy_value()
-
-    return types.void(types.int64), codegen
-
-
-@intrinsic
-def float_peak(typing: Any, count: Any) -> Any:
-    """`count` times 8 multiply-adds on 12 registers."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        e = Emitter(builder, isa.host().lanes)
-
-        def step(sums: list[list[Any]]) -> None:
-            x = e.opaque(constant(e.vector(F32), 0))
-            for _ in range(8):
-                sums[0][:] = [e.fma(x, x, value) for value in sums[0]]
-
-        _peak_loop(e, args[0], 1, 12, step, e.vector(F32))
-        return context.get_dummy_value()
-
-    return types.void(types.int64), codegen
-
-
-def _int_blocks(args: int, scratch: int, index: int) -> None:
-    (count,) = unpack(args, 1)
-    int_peak(count)
-
-
-def _float_blocks(args: int, scratch: int, index: int) -> None:
-    (count,) = unpack(args, 1)
-    float_peak(count)
-
-
-def _read(args: int, scratch: int, index: int) -> None:
-    """Add up one piece of a buffer."""
-    start, length, out = unpack(args, 3)
-    piece, total = numba.carray(pointer(start + 8 * index * length), length, np.int64), np.int64(0)
-    for i in range(length):
-        total += piece[i]
-    numba.carray(pointer(out + 8 * index), 1, np.int64)[0] = total
-
-
-INT_BLOCKS, FLOAT_BLOCKS, READ = Task(_int_blocks), Task(_float_blocks), Task(_read)
-
-
-def measure_peaks() -> Peaks:
-    level, count, pieces = isa.host(), 20_000, 8 * threads.num_threads()
-    buffer, sums = torch.ones(512 << 20, dtype=torch.uint8), torch.zeros(pieces, dtype=torch.int64)
-    length = buffer.nbytes // 8 // pieces
-    functions = {
-        "int": lambda: threads.run(INT_BLOCKS, pieces, (count,)),
-        "float": lambda: threads.run(FLOAT_BLOCKS, pieces, (count,)),
-        "read": lambda: threads.run(READ, pieces, (buffer.data_ptr(), length, sums.data_ptr())),
-    }
-    seconds = interleaved(functions, seconds=3)
-    dots = 2 * BLOCK * level.packed_rows[0] * level.int_tile
-    return Peaks(
-        buffer.nbytes / seconds["read"],
-        pieces * count * dots / seconds["int"],
-        pieces * count * 2 * 8 * 12 * level.lanes / seconds["float"],
-    )
-
-
-@dataclass(frozen=True)
 class Candidate:
     """One way to multiply, with several copies of the weight so that none is in the cache."""
 
@@ -163,15 +51,15 @@ class Candidate:
     run: Callable[[Tensor, Any], Any]
     weights: list[Any]
     num_bytes: int  # of one copy
-    integer: bool = False
+    kind: Kind = "float"  # of its multiply-adds
 
 
 def _kernel(
-    name: str, op: Op, weight: Any, copies: int, num_bytes: int, *, integer: bool = False, **traits: Any
+    name: str, op: Op, weight: Any, copies: int, num_bytes: int, *, kind: Kind = "float", **traits: Any
 ) -> Candidate:
     impl = op.select("cpu", **traits)
     weights = [impl.pack(weight) for _ in range(copies)]
-    return Candidate(f"lmkit {name}", lambda x, w: impl(x, w, None), weights, num_bytes, integer)
+    return Candidate(f"lmkit {name}", lambda x, w: impl(x, w, None), weights, num_bytes, kind)
 
 
 def candidates(n: int, k: int, copies: int) -> Iterator[Candidate]:
@@ -179,9 +67,9 @@ def candidates(n: int, k: int, copies: int) -> Iterator[Candidate]:
     shape: dict[str, Any] = {"out_features": n, "in_features": k}
     four, eight = quantize(dense, QuantScheme(4, 128)), quantize(dense, QuantScheme(8, -1, symmetric=True))
     codes = n * k // 2 + n * k // 128 * 3
-    yield _kernel("w4a8", ops.linear_w4a8, four, copies, codes, integer=True, group_size=128, bits=4, **shape)
+    yield _kernel("w4a8", ops.linear_w4a8, four, copies, codes, kind="int4", group_size=128, bits=4, **shape)
     yield _kernel("w4a16", ops.linear_w4a16, four, copies, codes, group_size=128, bits=4, **shape)
-    yield _kernel("w8a8", ops.linear_w8a8, eight, copies, n * k, integer=True, group_size=-1, bits=8, **shape)
+    yield _kernel("w8a8", ops.linear_w8a8, eight, copies, n * k, kind="int8", group_size=-1, bits=8, **shape)
     for dtype in (torch.bfloat16, torch.float32):
         weight, size = dense.to(dtype), n * k * dtype.itemsize
         name = str(dtype).removeprefix("torch.")
@@ -211,7 +99,7 @@ def _torch_int4(codes: Tensor, copies: int) -> Iterator[Candidate]:
     yield Candidate("torch int4", product, packed, n * k // 2 + scales.nbytes)
 
 
-def bench_linears(peaks: Peaks, *, quick: bool) -> list[dict[str, Any]]:
+def bench_linears(peaks: Ceilings, *, quick: bool) -> list[dict[str, Any]]:
     rows = []
     for title, (n, k) in list(SHAPES.items())[: 1 if quick else None]:
         copies = max(2, (96 << 20) // (n * k // 2))
@@ -228,7 +116,7 @@ def bench_linears(peaks: Peaks, *, quick: bool) -> list[dict[str, Any]]:
             seconds = interleaved(functions, seconds=1.5 if quick else 6)
             for c in found:
                 t, work = seconds[c.name], 2 * m * n * k
-                best = peaks.roofline(c.num_bytes, work, integer=c.integer)
+                best = peaks.roofline(c.num_bytes, work, c.kind)
                 cells[c.name].append(f"{work / t / 1e9:.0f} ({100 * best / t:.0f}%)")
                 if m == 1:
                     bandwidth = f"{c.num_bytes / t / 1e9:.1f}"
@@ -251,7 +139,7 @@ def _in_turn(candidate: Candidate, x: Tensor) -> Callable[[], None]:
     return call
 
 
-def bench_attention(peaks: Peaks, *, quick: bool) -> list[dict[str, Any]]:
+def bench_attention(peaks: Ceilings, *, quick: bool) -> list[dict[str, Any]]:
     """8 KV heads of 128, 4 query heads each: decode, and a chunk of 512 new tokens."""
     heads, group, dim, block = 8, 4, 128, 32
     impl = ops.paged_attention.select("cpu", num_heads=heads * group, num_kv_heads=heads, head_dim=dim)
@@ -283,7 +171,7 @@ def bench_attention(peaks: Peaks, *, quick: bool) -> list[dict[str, Any]]:
             layer = layers[t]
             size = sum(x.data.nbytes + x.params.nbytes for x in (layer.k, layer.v))
             work = 4 * sequences * heads * group * dim * new * (context - new // 2)
-            best = peaks.roofline(size, work, integer=False)
+            best = peaks.roofline(size, work, "float")
             table.add_row(str(sequences), str(context), str(new), t, f"{1000 * time:.3f}", f"{size / time / 1e9:.1f}",
                           f"{work / time / 1e9:.0f}", f"{100 * best / time:.0f}%")  # fmt: skip
             rows.append({"kernel": "paged_attention", "kv": t, "sequences": sequences, "context": context, "new": new,
@@ -298,12 +186,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the figures here")
     arguments = parser.parse_args()
     threads.configure(default_num_threads())
-    peaks = measure_peaks()
-    console.print(
-        f"{machine()['cpu']}, {threads.num_threads()} threads, {isa.describe()}: "
-        f"reads {peaks.bytes_per_s / 1e9:.1f} GB/s; "
-        f"4-bit dot {peaks.int_ops / 1e9:.0f} GOP/s, float32 {peaks.float_ops / 1e9:.0f} GFLOP/s"
-    )
+    peaks = measure_ceilings()
+    console.print(f"{machine()['cpu']}, {threads.num_threads()} threads, {isa.describe()}: {peaks.describe()}")
     rows = bench_linears(peaks, quick=arguments.quick) + bench_attention(peaks, quick=arguments.quick)
     if arguments.json:
         save(arguments.json, "kernels", rows, isa=isa.host().name, peaks=vars(peaks))

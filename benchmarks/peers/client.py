@@ -1,0 +1,128 @@
+"""The measuring side of the protocol: engines as processes that are stopped while another one computes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+import psutil
+
+from benchmarks.peers.protocol import Facts, Options
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class EngineFailed(Exception):
+    """An engine's process ended or could not do what it was told; the message is the last line it wrote."""
+
+
+class Worker:
+    """One engine's process; `facts` is there after `ready`. Between questions it is stopped: it cannot spin."""
+
+    facts: Facts
+
+    def __init__(self, python: str, module: str, options: Options, log: Path) -> None:
+        arguments = [str(options.model)]
+        for name in ("threads", "max_batch", "max_context", "vocab"):
+            arguments += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
+        self._log = log
+        with log.open("wb") as errors:
+            self.process = subprocess.Popen(
+                [python, "-m", module, "run", *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                cwd=ROOT,
+                env=_environment(options.threads),
+                start_new_session=True,  # a group of its own, to be stopped as one
+            )
+
+    def ready(self) -> None:
+        """Wait until it has loaded its model. Raises EngineFailed."""
+        self.facts = Facts(**self._read())
+        self._signal(signal.SIGSTOP)
+
+    def ask(self, **command: Any) -> dict[str, float]:
+        """Send one command and wait for its answer. Raises EngineFailed."""
+        assert self.process.stdin
+        with self._awake():
+            try:
+                self.process.stdin.write(json.dumps(command) + "\n")
+                self.process.stdin.flush()
+            except BrokenPipeError:
+                raise EngineFailed(last_line(self._log)) from None
+            return self._read()
+
+    def usage(self) -> psutil.Process:
+        return psutil.Process(self.process.pid)
+
+    def close(self) -> None:
+        self._signal(signal.SIGKILL)
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            with contextlib.suppress(BrokenPipeError):
+                if pipe:
+                    pipe.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _read(self) -> dict[str, Any]:
+        assert self.process.stdout
+        line = self.process.stdout.readline()
+        if not line:
+            self.process.wait()
+            raise EngineFailed(last_line(self._log))
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    @contextmanager
+    def _awake(self) -> Iterator[None]:
+        self._signal(signal.SIGCONT)
+        try:
+            yield
+        finally:
+            self._signal(signal.SIGSTOP)
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
+
+def prepare(python: str, module: str, source: Path, out: Path, log: Path) -> None:
+    """Have an engine make its own form of a checkpoint. Raises EngineFailed."""
+    command = [python, "-m", module, "prepare", str(source), str(out)]
+    with log.open("wb") as output:
+        done = subprocess.run(command, stdout=output, stderr=output, cwd=ROOT, env=_environment(None), check=False)
+    if done.returncode:
+        raise EngineFailed(last_line(log))
+
+
+def can_import(python: str, packages: tuple[str, ...]) -> bool:
+    """Whether all packages are there, without running them."""
+    code = f"import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, {packages!r})))"
+    try:
+        return subprocess.run([python, "-c", code], cwd=ROOT, check=False, capture_output=True).returncode == 0
+    except OSError:
+        return False
+
+
+def last_line(log: Path) -> str:
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1].strip()[:300] if lines else "it ended without a word"
+
+
+def _environment(threads: int | None) -> dict[str, str]:
+    path = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part)
+    return os.environ | {"PYTHONPATH": path} | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})

@@ -1,0 +1,158 @@
+"""llama.cpp, by llama-cpp-python's low-level interface: GGUF Q4_0, flash attention, one batch for all sequences."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import gguf
+import llama_cpp as ll
+import numpy as np
+
+from benchmarks.peers.protocol import Facts, Options, main
+from benchmarks.peers.safetensors_numpy import Array, tensors
+
+MICRO_BATCH = 2048
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+class LlamaCpp:
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        ll.llama_backend_init()
+        self.model = ll.llama_model_load_from_file(str(options.model).encode(), ll.llama_model_default_params())
+        if not self.model:
+            raise RuntimeError(f"llama.cpp cannot load {options.model}")
+        self.context: Any = None
+        self.sequences: list[int] = []  # last token of each
+        self.position = 0
+        self.facts = Facts(
+            metadata.version("llama-cpp-python"),
+            "Q4_0, flash attention, float16 KV",
+            _read_bytes(options.model),
+        )
+
+    def prefill(self, prompts: list[list[int]]) -> None:
+        """Run the first prompt and copy its cache to the other sequences: memory of their own, less waiting."""
+        self._open(len(prompts))
+        self.position = len(prompts[0])
+        self._decode([(token, i, 0, i == self.position - 1) for i, token in enumerate(prompts[0])])
+        self.sequences = [self._best(self.position - 1)] * len(prompts)
+        memory = ll.llama_get_memory(self.context)
+        for number in range(1, len(prompts)):
+            ll.llama_memory_seq_cp(memory, 0, number, -1, -1)
+
+    def step(self) -> int:
+        self._decode([(token, self.position, number, True) for number, token in enumerate(self.sequences)])
+        self.position += 1
+        self.sequences = [self._best(number) for number in range(len(self.sequences))]
+        return len(self.sequences)
+
+    def _open(self, batch: int) -> None:
+        """A context made for this batch: its cache has no room to spare, its sequences have streams of their own."""
+        if self.context is not None:
+            ll.llama_free(self.context)
+        params = ll.llama_context_default_params()
+        params.n_ctx = batch * self.options.max_context
+        params.n_seq_max = batch
+        params.n_batch = params.n_ubatch = MICRO_BATCH
+        params.n_threads = params.n_threads_batch = self.options.threads
+        params.flash_attn_type = ll.LLAMA_FLASH_ATTN_TYPE_ENABLED
+        self.context = ll.llama_init_from_model(self.model, params)
+        if not self.context:
+            raise RuntimeError(f"llama.cpp cannot make a context for {batch} sequences")
+
+    def _decode(self, entries: list[tuple[int, int, int, bool]]) -> None:
+        """Run (token, position, sequence, whether its logits are wanted)."""
+        batch = ll.llama_batch_init(len(entries), 0, 1)
+        batch.n_tokens = len(entries)
+        for i, (token, position, sequence, wanted) in enumerate(entries):
+            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = token, position, 1, wanted
+            batch.seq_id[i][0] = sequence
+        status = ll.llama_decode(self.context, batch)
+        ll.llama_batch_free(batch)
+        if status:
+            raise RuntimeError(f"llama_decode returned {status}")
+
+    def _best(self, index: int) -> int:
+        """The most likely token after the entry `index` of the last batch."""
+        logits = np.ctypeslib.as_array(ll.llama_get_logits_ith(self.context, index), (self.options.vocab,))
+        return int(logits.argmax())
+
+
+def prepare(source: Path, out: Path) -> None:
+    """GGUF in bfloat16, then quantized as llama.cpp's own tool does."""
+    full = out.with_suffix(".full")
+    _write_gguf(source, full)
+    params = ll.llama_model_quantize_default_params()
+    params.ftype = ll.LLAMA_FTYPE_MOSTLY_Q4_0
+    partial = out.with_suffix(".partial")
+    status = ll.llama_model_quantize(str(full).encode(), str(partial).encode(), ctypes.byref(params))
+    full.unlink()
+    if status:
+        raise RuntimeError(f"llama_model_quantize returned {status}")
+    partial.rename(out)
+
+
+def _write_gguf(source: Path, out: Path) -> None:
+    config = json.loads((source / "config.json").read_text())
+    writer = gguf.GGUFWriter(out, "llama")
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("no_vocab")  # ids go in and come out
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
+    for name, values in tensors(source):
+        heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
+        array = values if heads is None else _interleaved(values, config[heads])
+        writer.add_tensor(_gguf_name(name), array.astype(np.float32 if array.ndim == 1 else np.float16))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _gguf_name(name: str) -> str:
+    module = name.removesuffix(".weight")
+    if module.startswith("model.layers."):
+        _, _, layer, inner = module.split(".", 3)
+        return f"blk.{layer}.{NAMES[inner]}.weight"
+    return f"{NAMES[module]}.weight"
+
+
+def _interleaved(weight: Array, heads: int) -> Array:
+    """Rows of each head in the order 0, half, 1, half + 1, ...: rotary pairs are neighbours here."""
+    rows, columns = weight.shape
+    return weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
+
+
+def _read_bytes(path: Path) -> int:
+    """All tensors but the embedding, of which a token reads one row."""
+    return sum(int(t.n_bytes) for t in gguf.GGUFReader(path).tensors if not t.name.startswith("token_embd"))
+
+
+if __name__ == "__main__":
+    main(LlamaCpp, prepare)

@@ -1,0 +1,61 @@
+"""lmkit: AWQ weights, int8 activations."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import lmkit
+from benchmarks.peers.protocol import Facts, Options, main
+from benchmarks.random_llama import make_awq
+from lmkit.config import EngineConfig
+from lmkit.formats.checkpoint import CheckpointReader
+from lmkit.turbo.engine import Engine
+from lmkit.turbo.request import GenerationConfig, Request
+
+
+class LmkitEngine:
+    def __init__(self, options: Options, **config: Any) -> None:
+        settings = EngineConfig(
+            num_threads=options.threads,
+            max_batch_size=options.max_batch,
+            max_model_len=options.max_context,
+            max_queue=max(1024, options.max_batch),
+            **config,
+        )
+        self.engine = Engine(str(options.model), settings)
+        with CheckpointReader(options.model) as reader:
+            read = reader.nbytes() - reader.nbytes("model.embed_tokens.")
+        note = f"AWQ g128, int8 activations, {self.engine.info.kv_dtype} KV"
+        self.facts = Facts(lmkit.__version__, note, read)
+        self.running: list[str] = []
+        self.names = itertools.count()
+
+    def prefill(self, prompts: list[list[int]]) -> None:
+        for name in self.running:
+            self.engine.abort(name)
+        while self.engine.has_work():
+            self.engine.step()
+        self.running = [str(next(self.names)) for _ in prompts]
+        params = GenerationConfig(max_new_tokens=None, ignore_eos=True, seed=0)
+        for name, ids in zip(self.running, prompts, strict=True):
+            self.engine.add(Request(request_id=name, prompt_ids=ids, params=params))
+        started: set[str] = set()
+        while len(started) < len(prompts):
+            started |= {output.request_id for output in self.engine.step() if output.token_ids}
+
+    def step(self) -> int:
+        outputs = self.engine.step()
+        failed = next((output.error for output in outputs if output.error), None)
+        if failed:
+            raise RuntimeError(failed)
+        return sum(len(output.token_ids) for output in outputs)
+
+
+def prepare(source: Path, out: Path) -> None:
+    make_awq(source, out)
+
+
+if __name__ == "__main__":
+    main(LmkitEngine, prepare)

@@ -1,0 +1,119 @@
+"""One engine in a process of its own: a JSON line in, a JSON line out. Standard library only, for any peer's Python.
+
+    {"do": "prefill", "batch": 4, "prompt_len": 64}    ->  {"seconds": 0.9}
+    {"do": "decode", "steps": 16, "limit": 5.0}        ->  {"seconds": 1.1, "tokens": 64}
+
+The first line a process writes, when its model is loaded, is its Facts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol
+
+PR_SET_PDEATHSIG = 1
+MIN_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What an engine says of itself. `weight_bytes`: read for every token of a single stream."""
+
+    version: str
+    settings: str
+    weight_bytes: int
+
+
+@dataclass(frozen=True)
+class Options:
+    """How an engine is to run."""
+
+    model: Path
+    threads: int
+    max_batch: int
+    max_context: int  # tokens of one sequence, prompt and answer
+    vocab: int
+
+
+class Engine(Protocol):
+    facts: Facts
+
+    def prefill(self, prompts: list[list[int]]) -> None:
+        """Forget what was running; run the prompts until each has its first new token."""
+
+    def step(self) -> int:
+        """One more token for every sequence; returns how many were made."""
+
+
+Make = Callable[[Options], Engine]
+Prepare = Callable[[Path, Path], None]
+
+
+def prompts(batch: int, length: int, vocab: int) -> list[list[int]]:
+    """The same ids for every engine; special tokens (0 and 1) are not among them."""
+    return [random.Random(index).choices(range(2, vocab), k=length) for index in range(batch)]
+
+
+def main(make: Make, prepare: Prepare) -> None:
+    """`prepare SOURCE OUT`: the checkpoint in the engine's own form. `run MODEL ...`: serve commands on stdin."""
+    _die_with_parent()
+    parser = argparse.ArgumentParser()
+    commands = parser.add_subparsers(dest="command", required=True)
+    preparation = commands.add_parser("prepare")
+    preparation.add_argument("source", type=Path)
+    preparation.add_argument("out", type=Path)
+    run = commands.add_parser("run")
+    run.add_argument("model", type=Path)
+    for name in ("threads", "max-batch", "max-context", "vocab"):
+        run.add_argument(f"--{name}", type=int, required=True)
+    arguments = vars(parser.parse_args())
+    if arguments.pop("command") == "prepare":
+        prepare(arguments["source"], arguments["out"])
+    else:
+        _serve(make, Options(**arguments))
+
+
+def _serve(make: Make, options: Options) -> None:
+    # Libraries print to descriptor 1, so answers get a descriptor of their own.
+    with os.fdopen(os.dup(1), "w", buffering=1) as answers:
+        os.dup2(2, 1)
+        engine = make(options)
+        print(json.dumps(asdict(engine.facts)), file=answers)
+        for line in sys.stdin:
+            print(json.dumps(_answer(engine, json.loads(line), options.vocab)), file=answers)
+
+
+def _answer(engine: Engine, command: dict, vocab: int) -> dict[str, float]:
+    if command["do"] == "prefill":
+        texts = prompts(command["batch"], command["prompt_len"], vocab)
+        start = time.perf_counter()
+        engine.prefill(texts)
+        return {"seconds": time.perf_counter() - start}
+    return decode(engine, command["steps"], command["limit"])
+
+
+def decode(engine: Engine, steps: int, limit: float) -> dict[str, float]:
+    """Time `steps` steps, fewer if they take longer than `limit` seconds; one before them warms up."""
+    engine.step()
+    tokens, start = 0, time.perf_counter()
+    for index in range(steps):
+        if index >= MIN_STEPS and time.perf_counter() - start > limit:
+            break
+        tokens += engine.step()
+    return {"seconds": time.perf_counter() - start, "tokens": tokens}
+
+
+def _die_with_parent() -> None:
+    """A stopped process cannot notice that its parent is gone; Linux ends it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,0 +1,95 @@
+"""The table and the plot of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.table import Table
+
+from benchmarks.ceilings import Ceilings
+from benchmarks.contention import OTHERS_LIMIT
+from benchmarks.peers.catalog import ENGINES, Point
+from benchmarks.peers.samples import Samples
+
+
+def table(samples: Samples, points: list[Point], ceilings: Ceilings, num_linear: int, threads: int) -> Table:
+    """Tokens per second of every engine, its distance to the machine's ceilings, and lmkit against the best peer.
+
+    `num_linear`: parameters in the layers' matrices; a prompt token costs two operations for each (attention aside).
+    """
+    out = Table(title=f"tokens per second, {threads} threads; {ceilings.describe()}")
+    out.add_column("engine")
+    for point in points:
+        out.add_column(point.name, justify="right")
+    out.add_column("b1: weights\nGB/s (% of read)", justify="right")
+    out.add_column("prefill512\nGOP/s (% of dot)", justify="right")
+    for engine in ENGINES:
+        if engine in samples.missing:
+            out.add_row(engine, samples.missing[engine], *[""] * (len(points) + 1))
+        elif engine in samples.taken:
+            rates = [_figure(samples, engine, point) for point in points]
+            out.add_row(engine, *rates, *_distances(samples, engine, ceilings, num_linear))
+    out.add_section()
+    for engine in ENGINES:
+        if engine in samples.taken and not ENGINES[engine].is_peer:
+            ratios = [ratio(samples, engine, point) for point in points]
+            out.add_row(f"{engine} / best peer", *("-" if r is None else f"{r:.2f}x" for r in ratios), "", "")
+    out.caption = (
+        f"medians; {samples.num_dropped()} of {samples.num_taken()} measurements dropped, others having used more than "
+        f"{OTHERS_LIMIT:.0%} of the cores; * = none was clean, the least disturbed one"
+    )
+    return out
+
+
+def best_peer(samples: Samples, point: Point) -> float | None:
+    rates = [samples.rate(name, point.name) for name, kind in ENGINES.items() if kind.is_peer]
+    return max((rate for rate in rates if rate is not None), default=None)
+
+
+def ratio(samples: Samples, engine: str, point: Point) -> float | None:
+    """How many times as fast as the fastest peer."""
+    mine, best = samples.rate(engine, point.name), best_peer(samples, point)
+    return None if mine is None or best is None else mine / best
+
+
+def _figure(samples: Samples, engine: str, point: Point) -> str:
+    rate = samples.rate(engine, point.name)
+    return "-" if rate is None else f"{rate:.1f}{'*' if samples.disturbed(engine, point.name) else ''}"
+
+
+def _distances(samples: Samples, engine: str, ceilings: Ceilings, num_linear: int) -> tuple[str, str]:
+    decode, prefill = samples.rate(engine, "b1"), samples.rate(engine, "prefill512")
+    read = None if decode is None else decode * samples.facts[engine]["weight_bytes"]
+    work = None if prefill is None else prefill * 2 * num_linear
+    return (
+        "-" if read is None else f"{read / 1e9:.1f} ({read / ceilings.bytes_per_s:.0%})",
+        "-" if work is None else f"{work / 1e9:.0f} ({work / ceilings.int4_ops:.0%})",
+    )
+
+
+def plot(samples: Samples, points: list[Point], path: Path) -> None:
+    """Bars of every engine at every point, as multiples of the fastest peer (or of lmkit where there is none)."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    engines = [name for name in ENGINES if name in samples.taken]
+    figure = Figure(figsize=(8, 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    width = 0.8 / max(1, len(engines))
+    for number, engine in enumerate(engines):
+        for place, point in enumerate(points):
+            rate = samples.rate(engine, point.name)
+            if rate is None:
+                continue
+            base = best_peer(samples, point) or samples.rate("lmkit", point.name) or rate
+            left = place + (number - len(engines) / 2 + 0.5) * width
+            bar = axes.bar(left, rate / base, width, color=f"C{number}")
+            axes.bar_label(bar, [f"{rate:.0f}" if rate >= 10 else f"{rate:.1f}"], fontsize=6)
+        axes.bar(0, 0, color=f"C{number}", label=engine)  # for the legend
+    axes.axhline(1, color="black", linewidth=0.8, linestyle="--")
+    axes.set_xticks(range(len(points)), [point.name for point in points])
+    axes.set_ylabel("speed / fastest peer")
+    axes.set_title("1.1B Llama on CPU; labels are tokens per second", fontsize=10)
+    axes.legend(fontsize=7, ncols=3)
+    figure.savefig(path, dpi=110)

@@ -1,0 +1,78 @@
+"""vLLM's CPU backend: bfloat16 where the processor multiplies it, else float32; its engine in this process."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # its steps can be counted, and it can be stopped
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+import vllm
+
+from benchmarks.peers.protocol import Facts, Options, main
+
+
+class Vllm:
+    def __init__(self, options: Options) -> None:
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, range(options.threads))))
+        dtype = "bfloat16" if _multiplies_bfloat16() else "float32"
+        llm = vllm.LLM(
+            model=str(options.model),
+            dtype=dtype,
+            skip_tokenizer_init=True,
+            max_model_len=options.max_context,
+            max_num_seqs=options.max_batch,
+            max_num_batched_tokens=options.max_context,
+            enforce_eager=True,
+            enable_prefix_caching=False,
+        )
+        self.engine: Any = llm.llm_engine
+        self.params = vllm.SamplingParams(
+            temperature=0.0, max_tokens=options.max_context, ignore_eos=True, detokenize=False
+        )
+        self.running: list[str] = []
+        self.names = itertools.count()
+        size = _read_bytes(options.model) * (1 if dtype == "bfloat16" else 2)
+        self.facts = Facts(vllm.__version__, dtype, size)
+
+    def prefill(self, prompts: list[list[int]]) -> None:
+        self.engine.abort_request(self.running)
+        while self.engine.has_unfinished_requests():
+            self.engine.step()
+        self.running = [str(next(self.names)) for _ in prompts]
+        for name, ids in zip(self.running, prompts, strict=True):
+            self.engine.add_request(name, {"prompt_token_ids": ids}, self.params)
+        started: set[str] = set()
+        while len(started) < len(prompts):
+            started |= {output.request_id for output in self.engine.step() if output.outputs[0].token_ids}
+
+    def step(self) -> int:
+        return len(self.engine.step())
+
+
+def _multiplies_bfloat16() -> bool:
+    """Without such instructions its bfloat16 products fall back to a path twenty times slower than float32."""
+    return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(Path("/proc/cpuinfo").read_text().split()))
+
+
+def _read_bytes(model: Path) -> int:
+    from safetensors import safe_open
+
+    total = 0
+    for path in model.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            names = [name for name in file.keys() if "embed_tokens" not in name]  # noqa: SIM118
+            total += sum(file.get_tensor(name).nbytes for name in names)
+    return total
+
+
+def prepare(source: Path, out: Path) -> None:
+    raise NotImplementedError("vLLM reads the checkpoint as it is")
+
+
+if __name__ == "__main__":
+    main(Vllm, prepare)

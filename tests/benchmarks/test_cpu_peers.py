@@ -1,0 +1,124 @@
+"""The comparison with other engines: its bookkeeping, its table, and one run of lmkit alone on a tiny model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from rich.console import Console
+
+from benchmarks import cpu_peers
+from benchmarks.ceilings import Ceilings
+from benchmarks.peers import report
+from benchmarks.peers.catalog import ENGINES, POINTS
+from benchmarks.peers.safetensors_numpy import tensors
+from benchmarks.peers.samples import Sample, Samples
+from benchmarks.random_llama import Shape, make_checkpoint
+from lmkit.errors import ConfigError
+
+CEILINGS = Ceilings(bytes_per_s=20e9, int4_ops=500e9, int8_ops=200e9, float_ops=200e9)
+ROOT = Path(__file__).resolve().parents[2]
+ALL = list(POINTS.values())
+
+
+@pytest.fixture
+def samples(tmp_path: Path) -> Samples:
+    """lmkit at 30 at b1 (one measurement dropped), llama.cpp at 20 and transformers at 25 there; vLLM is missing."""
+    samples = Samples(tmp_path / "samples.json", {"rounds": 3}, ceilings={"int4_ops": 1.0})
+    for rate, others in ((30, 0.0), (31, 0.01), (90, 0.5), (10, 0.02)):
+        samples.add("lmkit", "b1", Sample(rate, others, 2.0))
+    samples.add("llama.cpp", "b1", Sample(20, 0.0, 2.0))
+    samples.add("transformers", "b1", Sample(5, 0.9, 2.0))
+    samples.add("transformers", "b1", Sample(25, 0.1, 2.0))
+    samples.facts = {name: {"weight_bytes": 100_000_000} for name in ("lmkit", "llama.cpp", "transformers")}
+    samples.missing["vllm"] = "not installed"
+    return samples
+
+
+def test_disturbed_measurements_are_dropped(samples: Samples) -> None:
+    assert samples.rate("lmkit", "b1") == 30
+    assert not samples.disturbed("lmkit", "b1")
+    assert samples.num_dropped() == 3
+    assert samples.rate("transformers", "b1") == 25  # the least disturbed: none is clean
+    assert samples.disturbed("transformers", "b1")
+    assert samples.rate("lmkit", "b4") is None
+    assert samples.seconds("lmkit", "b1") == 8
+
+
+def test_a_run_is_taken_up_with_equal_settings_only(samples: Samples) -> None:
+    samples.save()
+    again = Samples.open(samples.path, {"rounds": 3}, fresh=False)
+    assert again.taken == samples.taken
+    assert again.ceilings == {"int4_ops": 1.0}
+    assert not Samples.open(samples.path, {"rounds": 2}, fresh=False).taken
+    assert not Samples.open(samples.path, {"rounds": 3}, fresh=True).taken
+
+
+def test_ratio_is_to_the_fastest_peer(samples: Samples) -> None:
+    assert report.ratio(samples, "lmkit", POINTS["b1"]) == 30 / 25
+    assert report.ratio(samples, "lmkit", POINTS["b4"]) is None
+
+
+def test_table_names_a_missing_peer(samples: Samples) -> None:
+    console = Console(width=200)
+    with console.capture() as captured:
+        console.print(report.table(samples, ALL, CEILINGS, num_linear=10, threads=2))
+    lines = {line.split("│")[1].strip(): line for line in captured.get().splitlines() if "│" in line}
+    assert "not installed" in lines["vllm"]
+    assert "30.0" in lines["lmkit"]
+    assert "3.0 (15%)" in lines["lmkit"]  # 30 times 0.1 GB, of 20 GB/s
+    assert "25.0*" in lines["transformers"]
+    assert "1.20x" in lines["lmkit / best peer"]
+
+
+def test_plot(samples: Samples, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    report.plot(samples, ALL, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_options_are_checked() -> None:
+    assert cpu_peers.parse_engines("vllm,lmkit") == ["lmkit", "vllm"]
+    assert cpu_peers.parse_engines(None) == list(ENGINES)
+    with pytest.raises(ConfigError, match="no engine tgi"):
+        cpu_peers.parse_engines("lmkit,tgi")
+    assert cpu_peers.parse_peers([f"vllm={sys.executable}"]) == {"vllm": sys.executable}
+    for wrong in ("vllm", "vllm=/no/such/python", f"tgi={sys.executable}"):
+        with pytest.raises(ConfigError, match="--peer"):
+            cpu_peers.parse_peers([wrong])
+
+
+def test_lmkit_alone(tmp_path: Path) -> None:
+    """The command on a tiny model: one row for each point, and the peer whose Python cannot run is named."""
+    no_python = tmp_path / "python"
+    no_python.write_text("#!/bin/sh\nexit 1\n")
+    no_python.chmod(0o755)
+    command = [sys.executable, "-m", "benchmarks.cpu_peers", "--size", "tiny", "--rounds", "1", "--threads", "2"]
+    command += ["--engines", "lmkit,llama.cpp", "--peer", f"llama.cpp={no_python}"]
+    command += ["--workdir", str(tmp_path / "work"), "--json", str(tmp_path / "out.json")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "not installed" in done.stdout
+    document = json.loads((tmp_path / "out.json").read_text())
+    assert [(row["engine"], row["point"]) for row in document["rows"]] == [("lmkit", point.name) for point in ALL]
+    assert all(row["tokens_per_s"] > 0 for row in document["rows"])
+    assert document["machine"]["missing"] == {"llama.cpp": "not installed"}
+    assert not list((tmp_path / "work").rglob("samples.json"))  # a complete run leaves nothing to take up
+
+
+def test_random_checkpoint_is_what_transformers_reads(tmp_path: Path) -> None:
+    shape = Shape(64, 96, 2, 4, 2, 16, 512, 128)
+    make_checkpoint(tmp_path / "model", shape)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert sum(p.numel() for p in model.parameters()) == shape.num_parameters
+    assert len(transformers.AutoTokenizer.from_pretrained(tmp_path / "model")) <= 512
+    stored = dict(tensors(tmp_path / "model"))
+    state = model.state_dict()
+    assert stored.keys() == state.keys()
+    for name, values in stored.items():
+        assert torch.equal(torch.from_numpy(values), state[name].float())
