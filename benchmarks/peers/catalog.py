@@ -24,7 +24,7 @@ ENGINES = {
     kind.name: kind
     for kind in (
         EngineKind("lmkit", "lmkit_engine", ("lmkit",), "lmkit-awq", "."),
-        EngineKind("lmkit-int8kv", "lmkit_int8_kv", ("lmkit",), "lmkit-awq", "."),
+        EngineKind("lmkit-int8", "lmkit_int8", ("lmkit",), "lmkit-awq", "."),
         EngineKind("llama.cpp", "llama_cpp", ("llama_cpp", "gguf"), "q4_0.gguf", "llama-cpp-python gguf"),
         EngineKind(
             "openvino",

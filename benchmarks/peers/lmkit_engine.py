@@ -26,8 +26,10 @@ class LmkitEngine:
         )
         self.engine = Engine(str(options.model), settings)
         with CheckpointReader(options.model) as reader:
-            read = reader.nbytes() - reader.nbytes("model.embed_tokens.")
-        note = f"AWQ g128, int8 activations, {self.engine.info.kv_dtype} KV"
+            read, head = reader.nbytes() - reader.nbytes("model.embed_tokens."), reader.nbytes("lm_head.")
+        if settings.lm_head == "int8":  # one byte a weight and three for each group of 128, not two
+            read += head // 2 * 131 // 128 - head
+        note = f"AWQ g128, int8 activations, {self.engine.info.kv_dtype} KV, {settings.lm_head} head"
         self.facts = Facts(lmkit.__version__, note, read)
         self.running: list[str] = []
         self.names = itertools.count()
@@ -38,7 +40,7 @@ class LmkitEngine:
         while self.engine.has_work():
             self.engine.step()
         self.running = [str(next(self.names)) for _ in prompts]
-        params = GenerationConfig(max_new_tokens=None, ignore_eos=True, seed=0)
+        params = GenerationConfig(max_new_tokens=None, ignore_eos=True, temperature=0)
         for name, ids in zip(self.running, prompts, strict=True):
             self.engine.add(Request(request_id=name, prompt_ids=ids, params=params))
         started: set[str] = set()

@@ -111,6 +111,21 @@ def paged_attention(
     """
 
 
+@op
+def draw(
+    logits: Tensor, rows: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, share: Tensor
+) -> Tensor:
+    """A token for each of `rows` (int64 [n]) of logits float32 [R, V]: the first id, in ascending order, at which the
+    weights that are kept add up to more than `share` of their total.
+
+    A weight is e^((logit - greatest) / temperature), in float64. Kept are the top_k (0 = all) greatest logits, of
+    equals the lower ids; of these the fewest weights that reach top_p (1 = all) of their total (nucleus sampling,
+    arXiv 1904.09751); of these the ones of at least min_p. top_k is int64 [n], the others float64 [n]; share is in
+    [0, 1), temperature above 0.
+    A drawn row holds a finite greatest logit and no NaN. Result int64 [n]; a row's does not depend on the others.
+    """
+
+
 # Every linear: `pack(weight, gated=False)`; x [T, K] -> [T, N] in x's dtype, accumulated in float32.
 # With a norm, x is replaced by rms_norm(x, norm) first. Of a gated weight the rows are gate | up, N = 2I: the result is
 # silu(gate) * up, [T, I]; a bias stays [N].

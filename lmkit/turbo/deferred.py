@@ -11,6 +11,7 @@ from typing import Any
 
 # Python formulas of operators on tensors without data, for torch.compile and torch.export: a fifth of torch's import.
 DEFERRED = frozenset({"torch._meta_registrations"})
+NEEDING = frozenset({"torch._dynamo", "torch._prims", "torch._inductor"})
 
 
 class _DeferredModule(ModuleType):
@@ -21,11 +22,14 @@ class _DeferredModule(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        self.run()
+        return getattr(self, name)
+
+    def run(self) -> None:
         self.__class__ = ModuleType  # type: ignore[assignment]
         assert self.__spec__ is not None
         assert isinstance(self.__spec__.loader, _DeferredLoader)
         self.__spec__.loader.real.exec_module(self)
-        return getattr(self, name)
 
 
 class _DeferredLoader(Loader):
@@ -45,6 +49,10 @@ class DeferredFinder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        if fullname in NEEDING:  # they count on an order of imports
+            for module in [sys.modules.get(name) for name in DEFERRED]:
+                if isinstance(module, _DeferredModule):
+                    module.run()
         spec = PathFinder.find_spec(fullname, path) if fullname in DEFERRED else None
         if spec is not None and spec.loader is not None:
             spec.loader = _DeferredLoader(spec.loader)

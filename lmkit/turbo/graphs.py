@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 from lmkit.kernels.cpu import threads
 from lmkit.kernels.cpu.workspace import Workspace
@@ -20,22 +20,34 @@ from lmkit.log import get_logger
 from lmkit.models.decoder import Decoder
 
 log = get_logger(__name__)
-# They make views or uninitialized memory; anything else would be computed now and not in the recorded steps.
-RECORDABLE = frozenset({
-    "alias", "as_strided", "detach", "empty", "expand", "lift_fresh", "permute", "reshape", "select", "slice", "split",
-    "split_with_sizes", "squeeze", "t", "transpose", "unsqueeze", "view", "_unsafe_view",
-})  # fmt: skip
+# What may be asked of a tensor, beside taking views of it: facts that are the same at every step of this size.
+FACTS = frozenset("__get__ __len__ data_ptr dim element_size is_contiguous numel size storage_offset stride".split())
+MEMORY = frozenset({"empty", "from_numpy"})  # not computed from anything
 
 
 class NotRecordableError(RuntimeError):
     """The forward computes something outside of the kernels."""
 
 
-class _OnlyKernels(TorchDispatchMode):  # type: ignore[misc]
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket.__name__ not in RECORDABLE:
-            raise NotRecordableError(str(func))
-        return func(*args, **(kwargs or {}))
+class _OnlyKernels(TorchFunctionMode):
+    """Refuses what torch would compute now and not in the recorded steps: all but views, facts and new memory."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__
+        in_place = name.endswith("_") and not name.endswith("__")
+        if in_place or name == "__setitem__" or "out" in (kwargs or {}):
+            raise NotRecordableError(name)
+        result = func(*args, **(kwargs or {}))
+        if name not in FACTS | MEMORY and not _all_views(result, args):
+            raise NotRecordableError(name)
+        return result
+
+
+def _all_views(result: Any, sources: Any) -> bool:
+    """Whether all of `result`, a tensor or a tuple of them, is memory of `sources`."""
+    tensors = result if isinstance(result, tuple | list) else (result,)
+    known = {x.untyped_storage().data_ptr() for x in sources if isinstance(x, Tensor)}
+    return all(isinstance(x, Tensor) and x.untyped_storage().data_ptr() in known for x in tensors)
 
 
 @dataclass(frozen=True)
@@ -67,6 +79,6 @@ class StepGraphs:
             with self._workspace.active(), threads.recording() as program, _OnlyKernels():
                 logits = self._workspace.alias(self._decoder(inputs, self._kv))
         except NotRecordableError as error:
-            log.warning("decode steps are not recorded: the forward runs %s", error)
+            log.info("decode steps are not recorded: the forward calls torch's %s", error)
             return None
         return None if logits is None else _Recorded(program, logits)

@@ -1,9 +1,7 @@
 """From logits to tokens, on the CPU.
 
 What is drawn depends on the request alone: its parameters, its seed and how many tokens it has so far, never on its
-slot or on what runs beside it. So a draw computes on its own row only: torch's sums, for one, change in the last bits
-with the number of rows. It is no slower than a batch, whose rows leave the cache between one operation and the next;
-and after top-k or top-p only the tokens that are left are worked on.
+slot or on what runs beside it. Greedy rows take one argmax together, the others one call of ops.draw.
 """
 
 from __future__ import annotations
@@ -17,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lmkit.kernels import ops
+from lmkit.kernels.reference.sampling import most_likely, relative_weights
 from lmkit.turbo.plan import NewSequence, Sampled
 from lmkit.turbo.request import GenerationConfig
 from lmkit.turbo.sequence import FAILED_TOKEN
@@ -26,7 +26,7 @@ class Sampler:
     """Sampling parameters and state of `num_slots` sequences, as arrays indexed by slot."""
 
     def __init__(self, num_slots: int, vocab_size: int) -> None:
-        self.ids = np.arange(vocab_size)
+        self.vocab_size = vocab_size
         self.temperature = np.zeros(num_slots)
         self.top_k = np.zeros(num_slots, np.int64)  # 0 = off
         self.top_p = np.ones(num_slots)
@@ -36,6 +36,7 @@ class Sampler:
         self.num_top = np.full(num_slots, -1)  # most likely tokens to report; -1 = no log-probabilities at all
         self.edits: dict[int, LogitEdits] = {}  # only of slots whose logits are changed before the draw
         self._beyond_argmax: set[int] = set()  # slots that draw, edit or report
+        self._op = ops.draw.select("cpu")
 
     def set(self, slot: int, new: NewSequence) -> None:
         """A sequence takes the slot; after a preemption its state is rebuilt from its tokens."""
@@ -50,7 +51,7 @@ class Sampler:
         self.num_top[slot] = -1 if params.logprobs is None else params.logprobs
         self.clear(slot)
         if penalizes(params) or params.min_new_tokens or params.logit_bias:
-            self.edits[slot] = LogitEdits.of(new, len(self.ids))
+            self.edits[slot] = LogitEdits.of(new, self.vocab_size)
         if slot in self.edits or params.temperature > 0 or params.logprobs is not None:
             self._beyond_argmax.add(slot)
 
@@ -73,8 +74,8 @@ class Sampler:
         tokens = edited.argmax(-1)  # the lowest id of the greatest
         usable = np.isfinite(top)
         drawn = np.flatnonzero(usable & (self.temperature[slot_ids] > 0))
-        for row in drawn.tolist():
-            tokens[row] = self._draw(edited[row], top[row], slots[row])
+        if len(drawn):
+            tokens[drawn] = self._draw(edited, drawn, slots)
         tokens[~usable] = FAILED_TOKEN
         results = [Sampled(token) for token in tokens.tolist()]
         for row in np.flatnonzero(usable & (self.num_top[slot_ids] >= 0)).tolist():
@@ -110,25 +111,16 @@ class Sampler:
                     top[row] = logits[row].max()
         return logits, top
 
-    def _draw(self, logits: np.ndarray, top: np.float32, slot: int) -> int:
-        """The first id, in ascending order, at which the kept probabilities add up to more than a random share of all.
-
-        Kept are the top_k most likely tokens, of these the nucleus, and of these the ones that reach min_p. `logits`:
-        float32 [vocab], `top`: the greatest.
-        """
-        ids, k, p, least = self.ids, int(self.top_k[slot]), float(self.top_p[slot]), float(self.min_p[slot])
-        if 0 < k < len(ids):
-            ids = most_likely(logits, k)
-        weights = _weights(logits if ids is self.ids else logits[ids], top, float(self.temperature[slot]))
-        if p < 1:
-            kept = nucleus(weights, p)
-            ids, weights = ids[kept], weights[kept]
-        if least > 0:
-            kept = np.flatnonzero(weights >= least)  # the most likely token's weight is 1
-            ids, weights = ids[kept], weights[kept]
-        cumulative = _cumulative(weights)
-        share = philox_uniform(self.seed[slot], self.num_outputs[slot]) * cumulative[-1]
-        return int(ids[cumulative.searchsorted(share, side="right")])
+    def _draw(self, logits: np.ndarray, rows: np.ndarray, slots: Seq[int]) -> np.ndarray:
+        """Tokens for those `rows` of `logits` float32 [R, vocab] whose sequences have a temperature."""
+        of_rows = [slots[row] for row in rows]
+        shares = [philox_uniform(self.seed[slot], self.num_outputs[slot]) for slot in of_rows]
+        parameters = (self.temperature, self.top_k, self.top_p, self.min_p)
+        tokens: Tensor = self._op(
+            torch.from_numpy(logits), torch.from_numpy(rows),
+            *(torch.from_numpy(values[of_rows]) for values in parameters), torch.tensor(shares, dtype=torch.float64),
+        )  # fmt: skip
+        return tokens.numpy()
 
 
 def penalizes(params: GenerationConfig) -> bool:
@@ -180,50 +172,10 @@ class LogitEdits:
         row[ids] = values - penalty.astype(np.float32)
 
 
-def _weights(logits: np.ndarray, top: np.float32, temperature: float) -> np.ndarray:
-    """float64: probabilities relative to that of the most likely token, which is exactly 1. `top`: its logit."""
-    scaled = np.subtract(logits, top, dtype=np.float64)
-    scaled /= temperature
-    weights: np.ndarray = torch.from_numpy(scaled).exp().numpy()  # three times faster than numpy's without AVX-512
-    return weights
-
-
-def _cumulative(weights: np.ndarray) -> np.ndarray:
-    """Added up one by one from the left, in float64."""
-    sums: np.ndarray = torch.from_numpy(weights).cumsum(0).numpy()  # four times faster than numpy's
-    return sums
-
-
-def most_likely(values: np.ndarray, count: int) -> np.ndarray:
-    """Ids of the `count` greatest of `values`, ascending; of equals the lower ids."""
-    return _greatest(values, np.partition(values, len(values) - count)[len(values) - count], count)
-
-
-def nucleus(weights: np.ndarray, top_p: float) -> np.ndarray:
-    """Ids, ascending, of the fewest weights that sum up to `top_p` of the total: one at least. arXiv 1904.09751."""
-    total = weights.sum()
-    # Whatever weighs less than this is left out: all of its kind together are less than 1 - top_p of the total. So only
-    # some hundred weights are sorted, not the vocabulary.
-    candidates = weights[weights >= (1 - top_p) * total / len(weights)]
-    ranked = np.sort(candidates)[::-1]
-    count = min(int(_cumulative(ranked.copy()).searchsorted(top_p * total)) + 1, len(ranked))
-    return _greatest(weights, ranked[count - 1], count)
-
-
-def _greatest(values: np.ndarray, floor: np.floating, count: int) -> np.ndarray:
-    """Ids of the `count` greatest of `values`, the least of which is `floor`."""
-    ids = np.flatnonzero(values >= floor)
-    excess = len(ids) - count
-    if excess:
-        ties = np.flatnonzero(values[ids] == floor)
-        ids = np.delete(ids, ties[len(ties) - excess :])
-    return ids
-
-
 def _with_logprobs(logits: np.ndarray, token_id: int, num_top: int) -> Sampled:
     """The token's log-probability and those of the `num_top` most likely, in the unmodified `logits` [vocab]."""
     top = logits.max()
-    norm = float(top) + float(np.log(_weights(logits, top, 1.0).sum()))
+    norm = float(top) + float(np.log(relative_weights(logits, top, 1.0).sum()))
     best = most_likely(logits, min(num_top, len(logits))) if num_top else np.empty(0, np.int64)
     best = best[np.argsort(-logits[best], kind="stable")]
     ranked = [(token, logit - norm) for token, logit in zip(best.tolist(), logits[best].tolist(), strict=True)]

@@ -88,7 +88,7 @@ def _seeded(make: Callable[[], tuple[Any, ...]]) -> Callable[[], tuple[Any, ...]
 
 
 def all_cases() -> list[Case]:
-    return [*elementwise_cases(), *rope_cases(), *kv_cases(), *attention_cases(), *linear_cases()]
+    return [*elementwise_cases(), *rope_cases(), *kv_cases(), *attention_cases(), *linear_cases(), *draw_cases()]
 
 
 def elementwise_cases() -> Iterator[Case]:
@@ -256,6 +256,25 @@ def attention_cases() -> Iterator[Case]:
         return q, kv.k, kv.v, tables, torch.tensor([0, 3]).int(), torch.tensor([40]).int(), 0.25, 0
 
     yield Case(ops.paged_attention, "bfloat16-q", _seeded(bfloat16), _heads(2, 2, 16), BF16_TOLERANCE)
+
+
+def draw_cases() -> Iterator[Case]:
+    """Of rows with ties, hidden tokens and extreme temperatures: the same tokens."""
+    for size in (1, 40, 3001):
+
+        def make(size: int = size) -> tuple[Any, ...]:
+            logits = (torch.randn(50, size) * 4).round(decimals=1)
+            logits[::7, 1::3] = -torch.inf
+            rows = torch.randperm(50)[:40]
+            temperature = torch.tensor([1e-3, 0.7, 1.0, 3.0, 1e3]).double().repeat(8)
+            top_k = torch.tensor([0, 1, 5, size, size + 9, 0, 0, 3]).repeat(5)
+            top_p = torch.tensor([1.0, 0.9, 0.5, 0.01, 1 - 2**-53], dtype=torch.float64).repeat_interleave(8)
+            min_p = torch.tensor([0.0, 0.0, 0.1, 1.0]).double().repeat(10)
+            share = torch.rand(40, dtype=torch.float64)
+            share[:3] = torch.tensor([0.0, 1 - 2**-53, 0.5], dtype=torch.float64)
+            return logits, rows, temperature, top_k, top_p, min_p, share
+
+        yield Case(ops.draw, str(size), _seeded(make), {}, 0)
 
 
 LINEAR_SHAPES = ((1, 64, 16), (5, 100, 50), (0, 64, 16), (20, 31, 33), (150, 520, 130), (110, 1100, 70))  # T, K, N

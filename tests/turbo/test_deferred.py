@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
 import sys
 from pathlib import Path
 
@@ -28,3 +29,9 @@ def test_a_deferred_module_runs_when_it_is_used(tmp_path: Path, monkeypatch: pyt
     finally:
         for name in ("put_off", "put_off_mark"):
             sys.modules.pop(name, None)
+
+
+def test_what_counts_on_the_order_of_imports_still_imports() -> None:
+    code = "from lmkit.turbo.deferred import defer_imports; defer_imports(); import torch._dynamo; print(torch.ones(1))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "tensor([1.])\n"), done.stderr

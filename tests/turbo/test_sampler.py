@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from lmkit.kernels.reference.sampling import most_likely, nucleus
 from lmkit.turbo import sampler as sampler_module
 from lmkit.turbo.plan import NewSequence, Sampled
 from lmkit.turbo.request import GenerationConfig
-from lmkit.turbo.sampler import Sampler, most_likely, nucleus, philox4x32, philox_uniform
+from lmkit.turbo.sampler import Sampler, philox4x32, philox_uniform
 from lmkit.turbo.sequence import FAILED_TOKEN
 
 EOS = (0, 3)
@@ -237,10 +238,9 @@ def test_greedy_takes_the_lowest_of_equals_and_draws_nothing(monkeypatch: pytest
     def unexpected(*args: object) -> None:
         raise AssertionError("greedy rows compute no probabilities")
 
-    monkeypatch.setattr(sampler_module, "_weights", unexpected)
     monkeypatch.setattr(sampler_module, "philox_uniform", unexpected)
-    monkeypatch.setattr(sampler_module, "most_likely", unexpected)
     sampler = Sampler(3, 40)
+    monkeypatch.setattr(sampler, "_op", unexpected)
     for slot in range(3):
         sampler.set(slot, entry(slot, [1], 1, temperature=0.0, top_k=3, top_p=0.5, seed=None))
     logits = torch.zeros(3, 40)

@@ -1,7 +1,7 @@
 """Kernels for the CPU: numba tasks over LLVM IR micro-kernels, by the instruction set of the machine (isa.py)."""
 
 from lmkit.kernels import ops
-from lmkit.kernels.cpu import attention, dense, elementwise, isa, kv, quantized
+from lmkit.kernels.cpu import attention, dense, elementwise, isa, kv, quantized, sampling
 
 ops.paged_attention.register(attention.implementation(isa.host()))
 ops.linear_dense.register(dense.dense_implementation(isa.host()))
@@ -9,4 +9,4 @@ ops.linear_w4a16.register(dense.int4_implementation(isa.host()))
 for _op, _bits in ((ops.linear_w4a8, 4), (ops.linear_w8a8, 8)):
     _op.register(quantized.implementation(isa.host(), _bits))
 
-__all__ = ["attention", "dense", "elementwise", "kv", "quantized"]
+__all__ = ["attention", "dense", "elementwise", "kv", "quantized", "sampling"]

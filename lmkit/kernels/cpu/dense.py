@@ -43,6 +43,7 @@ from lmkit.kernels.ops import Norm
 from lmkit.kernels.registry import Implementation
 from lmkit.qtensor import QTensor
 
+DIRECT_ROWS = 6  # more share weights that are widened once
 KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
@@ -78,7 +79,9 @@ def pack_int4(isa: Isa, weight: QTensor, gated: bool = False) -> PackedDense:
 @functools.cache
 def product_task(isa: Isa, kind: str) -> Task:
     """The task of one block of rows times a few panels."""
-    multiply, width, is_float, is_int4 = tiles.float_tile(isa).name, isa.float_tile, kind == "float32", kind == "int4"
+    multiply, width, is_int4 = tiles.float_tile(isa).name, isa.float_tile, kind == "int4"
+    direct = tiles.float_tile(isa, "float32" if is_int4 else kind).name
+    stored_bytes = 4 if kind == "float32" else 2
     widen = tiles.widen_tile(isa, kind).name  # not used for float32
 
     def product(args: int, scratch: int, index: int) -> None:
@@ -94,9 +97,14 @@ def product_task(isa: Isa, kind: str) -> Task:
             for p in range(num_panels):
                 panel = w + (first + p) * panel_bytes
                 values = scratch + num_panels * sums_bytes
-                if is_float:
-                    values = panel + 4 * k * width
-                elif is_int4:
+                if stored_bytes == 4 or (not is_int4 and num_rows <= DIRECT_ROWS):
+                    r, stored = 0, panel + stored_bytes * k * width
+                    while r < num_rows:
+                        rows_at, sums = x + (row + r) * ldx + 4 * k, scratch + p * sums_bytes + 4 * r * width
+                        given = (rows_at, ldx, stored, stored_bytes * width, sums, 4 * width, count)
+                        r += tile(direct, num_rows - r, given)
+                    continue
+                if is_int4:
                     first_group = (first + p) * groups
                     start = k
                     while start < k + count:  # group by group

@@ -171,12 +171,20 @@ def codes_tile(*, wide: bool) -> Tile:
     return TILES.setdefault(name, Tile(name, ACTIVATION_LANES, (1,), 5, body))
 
 
-def float_tile(isa: Isa) -> Tile:
-    """c [rows, tile] += x [rows, k] @ w [k, tile], float32, inputs strictly in order.
+def float_tile(isa: Isa, stored: str = "float32") -> Tile:
+    """c [rows, tile] += x [rows, k] @ w [k, tile], in float32, inputs strictly in order.
 
-    `ldx`, `ldw` and `ldc` are the bytes between rows of each.
+    `ldx`, `ldw` and `ldc` are the bytes between rows of each. w is `stored` as float32, bfloat16 or float16 and
+    widened in registers: the same bits as with weights that `widen_tile` has widened.
     """
     vectors = isa.float_vectors
+    element = 4 if stored == "float32" else 2
+
+    def load_weights(e: Emitter, address: Value) -> Value:
+        if stored == "float32":
+            return e.load(address, e.vector(F32))
+        bits = e.builder.zext(e.load(address, e.vector(I16)), e.vector(I32))
+        return e.bfloat_to_float(bits) if stored == "bfloat16" else e.half_to_float(bits)
 
     def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
         x, ldx, w, ldw, c, ldc, k = arguments
@@ -188,7 +196,7 @@ def float_tile(isa: Isa) -> Tile:
                 b.store(e.load(places[i][j], kind), sums[i][j])
         with e.loop(k) as index:
             start = e.offset(w, b.mul(index, ldw))
-            weights = [e.load(e.offset(start, 4 * e.lanes * j), kind) for j in range(vectors)]
+            weights = [load_weights(e, e.offset(start, element * e.lanes * j)) for j in range(vectors)]
             for i in range(rows):
                 value = e.splat(e.load(e.offset(x, e.times(ldx, i), e.times(index, 4)), F32))
                 for j in range(vectors):
@@ -197,7 +205,7 @@ def float_tile(isa: Isa) -> Tile:
             for j in range(vectors):
                 e.store(b.load(sums[i][j]), places[i][j])
 
-    name = f"float_tile.{isa.name}"
+    name = f"float_tile.{isa.name}.{stored}"
     return TILES.setdefault(name, Tile(name, isa.lanes, isa.float_rows, 7, body))
 
 
