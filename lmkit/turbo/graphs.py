@@ -21,7 +21,10 @@ from lmkit.models.decoder import Decoder
 
 log = get_logger(__name__)
 # What may be asked of a tensor, beside taking views of it: facts that are the same at every step of this size.
-FACTS = frozenset("__get__ __len__ data_ptr dim element_size is_contiguous numel size storage_offset stride".split())
+FACTS = frozenset({
+    "__get__", "__len__", "data_ptr", "dim", "element_size", "is_contiguous", "numel", "size", "storage_offset",
+    "stride",
+})  # fmt: skip
 MEMORY = frozenset({"empty", "from_numpy"})  # not computed from anything
 
 

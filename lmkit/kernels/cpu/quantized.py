@@ -27,9 +27,8 @@ from lmkit.kernels.cpu.dots import BLOCK, dot_for
 from lmkit.kernels.cpu.elementwise import SERIAL_VALUES, norm_arguments, norm_row
 from lmkit.kernels.cpu.intrinsics import pointer, tile, unpack
 from lmkit.kernels.cpu.isa import Isa
-from lmkit.kernels.cpu.jit import Task, inline
+from lmkit.kernels.cpu.jit import Task
 from lmkit.kernels.cpu.panels import (
-    CHUNK_BYTES,
     ROW_BLOCK,
     SERIAL_PRODUCTS,
     address,
@@ -44,6 +43,8 @@ from lmkit.kernels.ops import Norm
 from lmkit.kernels.registry import Implementation
 from lmkit.qtensor import QTensor
 
+SPREAD = 6  # micro-kernels' worth of rows: for fewer, unpacking in registers each time costs less than stores
+CHUNK_BYTES = 32 << 10  # of a panel as bytes: a first-level cache
 SEGMENT = 512  # a whole-row group is computed as groups of this size with equal scales
 
 
@@ -123,22 +124,12 @@ def quantize_task(wide: bool) -> Task:
     return Task(quantize)
 
 
-@inline
-def _unpack_panel(source: int, target: int, num_bytes: int, half: int) -> None:
-    """Nibbles to bytes: each `half` bytes become the low nibbles' quad and then the high ones'."""
-    for block in range(num_bytes // half):
-        packed = carray(pointer(source + block * half), half, np.uint8)
-        out = carray(pointer(target + 2 * block * half), 2 * half, np.uint8)
-        for i in range(half):
-            out[i] = packed[i] & 15
-            out[half + i] = packed[i] >> 4
-
-
 @functools.cache
 def product_task(isa: Isa, bits: int, half_scales: bool) -> Task:
     """The task of one block of rows times a few panels."""
     of_packed = tiles.int_tile(isa, bits, packed=bits == 4, half_scales=half_scales).name
     of_bytes = tiles.int_tile(isa, bits, packed=False, half_scales=half_scales).name
+    to_bytes = tiles.unpack_tile(isa).name
     width, quad, per_byte = isa.int_tile, isa.int_tile * 4, 8 // bits
     scale_bytes, input_bytes = 2 if half_scales else 4, dot_for(isa, bits).input_bytes
 
@@ -156,7 +147,7 @@ def product_task(isa: Isa, bits: int, half_scales: bool) -> Task:
                 at = (first + p) * groups + g
                 source, unpacked = w + at * group_bytes, scratch + num_panels * sums_bytes
                 if spread:
-                    _unpack_panel(source, unpacked, count * group_bytes, quad)
+                    tile(to_bytes, 1, (source, unpacked, count * group_bytes // quad))
                 r = 0
                 while r < num_rows:
                     of_row, of_group = (row + r) * groups + g, at * width
@@ -210,7 +201,7 @@ def _multiply(
     """`activations`: the address of the codes, bytes between their rows, addresses of scales and of scaled sums."""
     (rows, features), width = out.shape, isa.int_tile
     (panels, groups), group = packed.scales.shape[:2], packed.group_size
-    spread = bits == 4 and rows > 2 * isa.packed_rows[0]
+    spread = bits == 4 and rows > SPREAD * isa.packed_rows[0]
     row_block = max(1, min(rows, ROW_BLOCK))
     chunk = min(groups, max(1, CHUNK_BYTES // (width * group))) if rows > isa.packed_rows[0] else groups
     per_task = panels_per_task(width * groups * group * bits // 8, panels, packed.gated)

@@ -107,6 +107,25 @@ def int_tile(isa: Isa, bits: int, *, packed: bool, half_scales: bool) -> Tile:
     return TILES.setdefault(name, Tile(name, isa.lanes, rows, 11, body))
 
 
+def unpack_tile(isa: Isa) -> Tile:
+    """`count` pairs of quads of a packed panel (int_tile) as bytes: the low nibbles' quad, then the high ones'."""
+    size, vectors = 4 * isa.lanes, isa.int_vectors
+
+    def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
+        source, target, count = arguments
+        b, kind = e.builder, e.vector(I32)
+        with e.loop(count) as pair:
+            packed = e.offset(source, e.times(pair, vectors * size))
+            low = e.offset(target, e.times(pair, 2 * vectors * size))
+            for j in range(vectors):
+                both = e.load(e.offset(packed, j * size), kind)
+                e.store(b.and_(both, constant(kind, 0x0F0F0F0F)), e.offset(low, j * size))
+                high = b.and_(b.lshr(both, constant(kind, 4)), constant(kind, 0x0F0F0F0F))
+                e.store(high, e.offset(low, (vectors + j) * size))
+
+    return TILES.setdefault(f"unpack_tile.{isa.name}", Tile(f"unpack_tile.{isa.name}", isa.lanes, (1,), 3, body))
+
+
 def _group_scales(
     e: Emitter, vectors: int, half: bool, scales: Value, zeros: Value, group: Value
 ) -> tuple[list[Value], list[Value]]:
