@@ -47,7 +47,10 @@ def test_folder_and_file(tmp_path: Path, hub: list[Any]) -> None:
 @pytest.mark.parametrize(
     "name", ["./missing", "/missing/model", "~/model", "a/b/c", "../x", "", "model/", Path("owner/model")]
 )
-def test_paths_are_never_looked_for_on_the_hub(hub: list[Any], name: str | Path) -> None:
+def test_paths_are_never_looked_for_on_the_hub(
+    hub: list[Any], name: str | Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError, match="no such folder"):
         resolve_model_path(name)
     assert not hub
