@@ -7,7 +7,7 @@ the storage itself or in a copy made ready in the cache. Forms of a row:
     pairs                        int16 codes of two values, d by d: (first[0], second[0], first[1], second[1], ...)
 
 Codes are multiplied by int16 queries and weights (`pmaddwd`; with VNNI the compiler makes it `vpdpwssd`) and summed in
-int32 without rounding: bytes would cost accuracy, and floats half of the speed.
+int32 without rounding: bytes would cost accuracy, and a vector holds half as many floats.
 """
 
 from __future__ import annotations
