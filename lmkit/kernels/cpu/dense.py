@@ -35,8 +35,7 @@ from lmkit.kernels.cpu.panels import (
     as_float,
     as_type,
     panels_per_task,
-    store_gated,
-    store_sums,
+    store_panels,
     to_panels,
 )
 from lmkit.kernels.ops import Norm
@@ -97,14 +96,10 @@ def product_task(isa: Isa, kind: str) -> Task:
             for p in range(num_panels):
                 panel = w + (first + p) * panel_bytes
                 values = scratch + num_panels * sums_bytes
-                if stored_bytes == 4 or (not is_int4 and num_rows <= DIRECT_ROWS):
-                    r, stored = 0, panel + stored_bytes * k * width
-                    while r < num_rows:
-                        rows_at, sums = x + (row + r) * ldx + 4 * k, scratch + p * sums_bytes + 4 * r * width
-                        given = (rows_at, ldx, stored, stored_bytes * width, sums, 4 * width, count)
-                        r += tile(direct, num_rows - r, given)
-                    continue
-                if is_int4:
+                is_direct, ldw = stored_bytes == 4 or (not is_int4 and num_rows <= DIRECT_ROWS), 4 * width
+                if is_direct:
+                    values, ldw = panel + stored_bytes * k * width, stored_bytes * width
+                elif is_int4:
                     first_group = (first + p) * groups
                     start = k
                     while start < k + count:  # group by group
@@ -119,15 +114,9 @@ def product_task(isa: Isa, kind: str) -> Task:
                 r = 0
                 while r < num_rows:
                     rows_at, sums = x + (row + r) * ldx + 4 * k, scratch + p * sums_bytes + 4 * r * width
-                    r += tile(multiply, num_rows - r, (rows_at, ldx, values, 4 * width, sums, 4 * width, count))
-        out_rows = out + 4 * row * features
-        if gated:
-            for p in range(0, num_panels, 2):
-                gates, start = scratch + p * sums_bytes, (first + p) // 2 * width
-                store_gated(gates, gates + sums_bytes, width, num_rows, start, features, bias, out_rows)
-        else:
-            for p in range(num_panels):
-                store_sums(scratch + p * sums_bytes, width, num_rows, (first + p) * width, features, bias, out_rows)
+                    given = (rows_at, ldx, values, ldw, sums, 4 * width, count)
+                    r += tile(direct, num_rows - r, given) if is_direct else tile(multiply, num_rows - r, given)
+        store_panels(scratch, width, num_rows, first, num_panels, gated, features, bias, out + 4 * row * features)
 
     return Task(product)
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from lmkit.kernels import ops
 from lmkit.kernels.cpu import threads, workspace
-from lmkit.kernels.cpu.intrinsics import bfloat_to_float, bits_to_float, exp, half_to_float, pointer, unpack
+from lmkit.kernels.cpu.intrinsics import bfloat_to_float, bits_to_float, half_to_float, pointer, unpack
 from lmkit.kernels.cpu.jit import FASTMATH, Task, float_bits, inline
-from lmkit.kernels.cpu.panels import address, as_type
+from lmkit.kernels.cpu.panels import address, as_type, silu
 from lmkit.kernels.ops import Norm
 from lmkit.kernels.registry import implements
 
@@ -65,7 +65,7 @@ def _silu_mul(args: int, scratch: int, index: int) -> None:
     up = carray(pointer(gate_up + 8 * index * size + 4 * size), size, np.float32)
     out = carray(pointer(y + 4 * index * size), size, np.float32)
     for i in range(size):
-        out[i] = gate[i] / (np.float32(1) + exp(-gate[i])) * up[i]
+        out[i] = silu(gate[i]) * up[i]
 
 
 def _embedding(args: int, scratch: int, index: int) -> None:

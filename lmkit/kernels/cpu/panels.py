@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from numba import carray
@@ -56,7 +58,7 @@ def panels_per_task(panel_bytes: int, panels: int, gated: bool) -> int:
 
 
 @inline
-def store_sums(sums: int, width: int, rows: int, start: int, features: int, bias: int, out: int) -> None:
+def _store_sums(sums: int, width: int, rows: int, start: int, features: int, bias: int, out: int) -> None:
     """Copy sums float32 [rows, width] to columns start .. of out [rows, features], plus the bias if there is one."""
     count = min(width, features - start)
     for r in range(rows):
@@ -72,8 +74,13 @@ def store_sums(sums: int, width: int, rows: int, start: int, features: int, bias
 
 
 @inline
-def store_gated(gates: int, values: int, width: int, rows: int, start: int, features: int, bias: int,
-                out: int) -> None:  # fmt: skip
+def silu(x: Any) -> Any:
+    return x / (np.float32(1) + exp(-x))
+
+
+@inline
+def _store_gated(gates: int, values: int, width: int, rows: int, start: int, features: int, bias: int,
+                 out: int) -> None:  # fmt: skip
     """silu(gate) * value of two panels' sums, float32 [rows, width], to columns start .. of out [rows, features]."""
     count = min(width, features - start)
     for r in range(rows):
@@ -87,4 +94,18 @@ def store_gated(gates: int, values: int, width: int, rows: int, start: int, feat
                 value[i] += of_value[i]
         y = carray(pointer(out + 4 * (r * features + start)), count, np.float32)
         for i in range(count):
-            y[i] = gate[i] / (np.float32(1) + exp(-gate[i])) * value[i]
+            y[i] = silu(gate[i]) * value[i]
+
+
+@inline
+def store_panels(sums: int, width: int, rows: int, first: int, count: int, gated: int, features: int, bias: int,
+                 out: int) -> None:  # fmt: skip
+    """The sums of `count` panels from `first` on, float32 [count, rows, width], to columns of out [rows, features]."""
+    sums_bytes = 4 * rows * width
+    if gated:
+        for p in range(0, count, 2):
+            gates, start = sums + p * sums_bytes, (first + p) // 2 * width
+            _store_gated(gates, gates + sums_bytes, width, rows, start, features, bias, out)
+    else:
+        for p in range(count):
+            _store_sums(sums + p * sums_bytes, width, rows, (first + p) * width, features, bias, out)

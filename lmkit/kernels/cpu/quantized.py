@@ -35,8 +35,7 @@ from lmkit.kernels.cpu.panels import (
     as_float,
     as_type,
     panels_per_task,
-    store_gated,
-    store_sums,
+    store_panels,
     to_panels,
 )
 from lmkit.kernels.ops import Norm
@@ -158,14 +157,7 @@ def product_task(isa: Isa, bits: int, half_scales: bool) -> Task:
                     panel = unpacked if spread else source
                     given = (activations, ldx, panel, step, total, 4 * groups, scale, zero, sums, count, blocks)
                     r += tile(of_bytes, left, given) if spread else tile(of_packed, left, given)
-        out_rows = out + 4 * row * features
-        if gated:
-            for p in range(0, num_panels, 2):
-                gates, start = scratch + p * sums_bytes, (first + p) // 2 * width
-                store_gated(gates, gates + sums_bytes, width, num_rows, start, features, bias, out_rows)
-        else:
-            for p in range(num_panels):
-                store_sums(scratch + p * sums_bytes, width, num_rows, (first + p) * width, features, bias, out_rows)
+        store_panels(scratch, width, num_rows, first, num_panels, gated, features, bias, out + 4 * row * features)
 
     return Task(product)
 
