@@ -72,6 +72,26 @@ def test_an_unwritable_cache_is_no_error(tmp_path: Path, monkeypatch: pytest.Mon
     assert jit.Task(_count).address
 
 
+def _clash(args: int, scratch: int, index: int) -> None:
+    """Count what an array of the task's own has in common with its scratch."""
+    common, scratch_bytes = unpack(args, 2)
+    mine = carray(pointer(scratch), scratch_bytes, np.uint8)
+    mine[:] = 0
+    other = np.empty(scratch_bytes + 64, np.uint8)
+    other[:] = 1
+    add(common, np.int64(mine.sum()))
+
+
+CLASH = jit.Task(_clash)
+
+
+@pytest.mark.parametrize("scratch", [256, 5000, 1 << 20])
+def test_scratch_belongs_to_its_thread_until_the_work_is_done(scratch: int) -> None:
+    common = torch.zeros(1, dtype=torch.int64)
+    threads.run(CLASH, 500, (common.data_ptr(), scratch), scratch=scratch)
+    assert not common
+
+
 def _double(args: int, scratch: int, index: int) -> None:
     """target[index] = source[index] + source[count - 1 - index]: needs all of what the job before wrote."""
     source, target, count = unpack(args, 3)

@@ -48,6 +48,26 @@ def add(typing: Any, address: Any, amount: Any) -> Any:
     return types.int64(types.int64, types.int64), codegen
 
 
+@intrinsic
+def allocate(typing: Any, num_bytes: Any) -> Any:
+    """The address of `num_bytes` bytes, a multiple of 64 at a multiple of 64, until `release`. (numba would free an
+    array of its own after the last line that names it, although an address taken from it is still in use.)"""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return Emitter(builder).call("aligned_alloc", I64, [I64(64), arguments[0]])
+
+    return types.int64(types.int64), codegen
+
+
+@intrinsic
+def release(typing: Any, address: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        Emitter(builder).call("free", ir.VoidType(), [arguments[0]])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
 SPINS = 1000  # some tens of microseconds; then the core is offered to whoever else wants it
 
 

@@ -29,7 +29,7 @@ import torch
 from lmkit.config import default_num_threads
 from lmkit.errors import ConfigError
 from lmkit.kernels.cpu import jit
-from lmkit.kernels.cpu.intrinsics import add, call, call_worker, unpack, wait_for
+from lmkit.kernels.cpu.intrinsics import add, allocate, call, call_worker, release, unpack, wait_for
 from lmkit.log import get_logger
 
 log = get_logger(__name__)
@@ -144,8 +144,7 @@ def run(task: jit.Task, count: int, args: tuple[int, ...], *, parallel: bool = T
 
 def _work(program: int) -> None:
     (scratch_bytes,) = unpack(program, 1)
-    scratch = np.empty(scratch_bytes + _ALIGN, np.uint8)
-    aligned = (scratch.ctypes.data + _ALIGN - 1) & ~(_ALIGN - 1)
+    scratch = allocate((scratch_bytes + _ALIGN) // _ALIGN * _ALIGN)
     job = program + 8
     task, _, _, count, chunk, length = unpack(job, _HEADER)
     while task:
@@ -155,7 +154,7 @@ def _work(program: int) -> None:
             end = min(index + chunk, count)
             done += end - index
             while index < end:
-                call(task, job + 8 * _HEADER, aligned, index)
+                call(task, job + 8 * _HEADER, scratch, index)
                 index += 1
             index = add(job + 8, chunk)
         if done:
@@ -163,6 +162,7 @@ def _work(program: int) -> None:
         wait_for(job + 16, count)
         job += 8 * (_HEADER + length)
         task, _, _, count, chunk, length = unpack(job, _HEADER)
+    release(scratch)
 
 
 def _openmp_libraries() -> list[ctypes.CDLL]:
