@@ -128,7 +128,7 @@ def make_awq(source: Path, out: Path) -> None:
                 awq.write_linear(writer, name.removesuffix(".weight"), quantize(tensor, scheme))
             else:
                 writer.add(name, tensor)
-        writer.finish(reader.config | {"quantization_config": awq.config_entry(scheme, [])}, source)
+        writer.finish(reader.config | {"quantization_config": awq.config_entry({"": scheme})}, source)
 
 
 def _write_tokenizer(folder: Path, vocab: int) -> None:

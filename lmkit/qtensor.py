@@ -1,12 +1,15 @@
 """The one canonical quantized tensor: methods make it, formats store it, kernels pack it.
 
-Uniform affine grid, unsigned codes: w = (code - zero) * scale, per output row and group of `group_size` inputs.
-A symmetric scheme is the same with zero = 2**(bits-1). `quantize` and `dequantize` are the oracle for everything else.
+Integers: a uniform affine grid of unsigned codes, w = (code - zero) * scale, per output row and group of `group_size`
+inputs; a symmetric scheme is the same with zero = 2**(bits-1). Floats: float8 e4m3 codes, w = code * scale.
+`quantize` and `dequantize` are the oracle for everything else.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,13 +21,22 @@ Range = tuple[Tensor, Tensor]  # (lower, upper), each [out, groups]
 _FP16 = torch.finfo(torch.float16)
 
 
+_FP8 = torch.finfo(torch.float8_e4m3fn)
+
+
 @dataclass(frozen=True)
 class QuantScheme:
-    """How a weight is quantized. `group_size` inputs share a scale and a zero; -1 = the whole row."""
+    """How a weight is quantized. `rows` outputs and `group_size` inputs share a scale; -1 = all of them.
+
+    Integers have a row to themselves. `kind` "float" is float8 e4m3, symmetric: per output channel (rows 1, group_size
+    -1), per tensor (-1, -1) or in blocks (128, 128).
+    """
 
     bits: int  # 4 or 8
     group_size: int
     symmetric: bool = False
+    kind: Literal["int", "float"] = "int"
+    rows: int = 1
 
     @property
     def max_code(self) -> int:
@@ -33,10 +45,19 @@ class QuantScheme:
     def num_groups(self, in_features: int) -> int:
         return 1 if self.group_size == -1 else -(-in_features // self.group_size)
 
+    def num_row_groups(self, out_features: int) -> int:
+        return 1 if self.rows == -1 else -(-out_features // self.rows)
+
+
+Linears = Mapping[str, QuantScheme | None]  # every linear's module and how it is quantized; None = it stays dense
+
 
 @dataclass(frozen=True)
 class QTensor:
-    """codes uint8 [out, in] (one code a byte), scales float16/float32 [out, groups], zeros uint8 [out, groups]."""
+    """codes uint8 [out, in] (one code a byte), scales float16/bfloat16/float32 and zeros uint8 [out, groups].
+
+    kind "float": codes float8_e4m3fn [out, in], scales [row groups, groups], zeros empty [0].
+    """
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -46,6 +67,8 @@ class QTensor:
 
 def quantize(weight: Tensor, scheme: QuantScheme, *, clip: Range | None = None) -> QTensor:
     """Round `weight` [out, in], any float dtype, to the nearest points of its grid; `clip` and errors: see `grid`."""
+    if scheme.kind == "float":
+        return _quantize_float8(weight, scheme)
     scales, zeros = grid(weight, scheme, clip)
     return QTensor(codes_for(weight, scales, zeros, scheme), scales, zeros, scheme)
 
@@ -53,6 +76,8 @@ def quantize(weight: Tensor, scheme: QuantScheme, *, clip: Range | None = None) 
 def dequantize(q: QTensor) -> Tensor:
     """The weight that `q` stands for, float32 [out, in]."""
     in_features = q.codes.shape[-1]
+    if q.scheme.kind == "float":
+        return q.codes.float() * _spread(q.scales.float(), q.codes.shape[-2], in_features, q.scheme)
     codes = _grouped(q.codes, q.scheme).float()
     values = (codes - q.zeros.float().unsqueeze(-1)) * q.scales.float().unsqueeze(-1)
     return values.flatten(-2)[..., :in_features].contiguous()
@@ -87,6 +112,30 @@ def codes_for(weight: Tensor, scales: Tensor, zeros: Tensor, scheme: QuantScheme
     steps = torch.round(_grouped(weight.float(), scheme) / scales.float().unsqueeze(-1))
     codes = (steps + zeros.float().unsqueeze(-1)).clamp(0, scheme.max_code).to(torch.uint8)
     return codes.flatten(-2)[..., :in_features].contiguous()
+
+
+def _quantize_float8(weight: Tensor, scheme: QuantScheme) -> QTensor:
+    """The largest magnitude of each block becomes 448, float8 e4m3's largest number; scales are float32."""
+    weight = weight.float()
+    _range(weight, scheme)  # refuses what is not finite
+    out_features, in_features = weight.shape
+    rows = out_features if scheme.rows == -1 else scheme.rows
+    missing = -out_features % rows
+    padded = torch.nn.functional.pad(weight, (0, 0, 0, missing))
+    blocks = _grouped(padded, scheme).view(
+        scheme.num_row_groups(out_features), rows, scheme.num_groups(in_features), -1
+    )
+    scales = (blocks.abs().amax((1, 3)) / _FP8.max).clamp(min=torch.finfo(torch.float32).smallest_normal)
+    codes = weight / _spread(scales, out_features, in_features, scheme)
+    codes = codes.clamp(_FP8.min, _FP8.max).to(torch.float8_e4m3fn)
+    return QTensor(codes, scales, torch.zeros(0, dtype=torch.uint8), scheme)
+
+
+def _spread(scales: Tensor, out_features: int, in_features: int, scheme: QuantScheme) -> Tensor:
+    """[row groups, groups] -> [out, in]."""
+    rows = out_features if scheme.rows == -1 else scheme.rows
+    columns = in_features if scheme.group_size == -1 else scheme.group_size
+    return scales.repeat_interleave(rows, 0)[:out_features].repeat_interleave(columns, 1)[:, :in_features]
 
 
 def _range(weight: Tensor, scheme: QuantScheme) -> Range:

@@ -189,3 +189,18 @@ def test_refuses_what_no_float16_scale_reaches(value: float) -> None:
     with pytest.raises(UnsupportedError, match="float16"):
         quantize(torch.tensor([[value, -value]]), QuantScheme(4, -1))
     assert dequantize(quantize(torch.tensor([[9e5]]), QuantScheme(4, -1)))[0, 0] == pytest.approx(9e5, rel=1e-3)
+
+
+FLOAT8 = [QuantScheme(8, size, True, "float", rows) for size, rows in ((-1, 1), (-1, -1), (128, 128))]
+
+
+@pytest.mark.parametrize("scheme", FLOAT8)
+def test_float8_keeps_the_largest_and_errs_by_a_sixteenth_at_most(scheme: QuantScheme) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(200, 300) * torch.rand(200, 1)
+    q = quantize(weight, scheme)
+    assert q.scales.shape == (scheme.num_row_groups(200), scheme.num_groups(300))
+    restored = dequantize(q)
+    assert float(restored.abs().max()) == pytest.approx(float(weight.abs().max()), rel=1e-6)
+    assert ((restored - weight).abs() <= weight.abs() / 16 + q.scales.max() * 2**-10).all()
+    assert not dequantize(quantize(torch.zeros(4, 4), scheme)).any()

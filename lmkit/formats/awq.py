@@ -9,7 +9,6 @@ The layout that AutoAWQ defined and vLLM, SGLang, LMDeploy and transformers read
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.formats.checkpoint import CheckpointReader, CheckpointWriter
 from lmkit.formats.dense import read_dense
 from lmkit.formats.packing import pack_awq, unpack_awq
-from lmkit.qtensor import QTensor, QuantScheme
+from lmkit.qtensor import Linears, QTensor, QuantScheme
 
 # (field, its other spelling, allowed values, None among them if it may be absent). Others decide how tensors are read.
 _FIELDS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
@@ -87,7 +86,9 @@ class AwqFormat:
         writer.add(module + ".qzeros", pack_awq(weight.zeros.T.contiguous()))
         writer.add(module + ".scales", weight.scales.T.contiguous())
 
-    def config_entry(self, scheme: QuantScheme, skipped: Sequence[str]) -> dict[str, Any] | None:
+    def config_entry(self, linears: Linears) -> dict[str, Any] | None:
+        (scheme,) = {scheme for scheme in linears.values() if scheme is not None}
+        skipped = [module for module, scheme in linears.items() if scheme is None]
         return {
             "quant_method": "awq",
             "bits": scheme.bits,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -11,7 +10,7 @@ from lmkit.errors import UnsupportedError
 from lmkit.formats.awq import AwqFormat
 from lmkit.formats.checkpoint import CheckpointReader, CheckpointWriter
 from lmkit.formats.dense import DenseFormat
-from lmkit.qtensor import QTensor, QuantScheme
+from lmkit.qtensor import Linears, QTensor, QuantScheme
 
 
 class WeightFormat(Protocol):
@@ -32,8 +31,8 @@ class WeightFormat(Protocol):
     def write_linear(self, writer: CheckpointWriter, module: str, weight: Tensor | QTensor) -> None:
         """Add the weight's tensors. Raises UnsupportedError, with `can_write`'s reason, for one it cannot store."""
 
-    def config_entry(self, scheme: QuantScheme, skipped: Sequence[str]) -> dict[str, Any] | None:
-        """config.json's `quantization_config`; `skipped` are the linears left dense. None = no such entry."""
+    def config_entry(self, linears: Linears) -> dict[str, Any] | None:
+        """config.json's `quantization_config` for these linears, at least one of them quantized. None = no entry."""
 
 
 FORMATS: tuple[WeightFormat, ...] = (DenseFormat(), AwqFormat())

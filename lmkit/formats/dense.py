@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.formats.checkpoint import CheckpointReader, CheckpointWriter
-from lmkit.qtensor import QTensor, QuantScheme
+from lmkit.qtensor import Linears, QTensor, QuantScheme
 
 FLOATS = ("F32", "F16", "BF16")
 
@@ -36,7 +35,7 @@ class DenseFormat:
             raise UnsupportedError(f"{module}: the dense format cannot store a quantized weight")
         writer.add(module + ".weight", weight)
 
-    def config_entry(self, scheme: QuantScheme, skipped: Sequence[str]) -> dict[str, Any] | None:
+    def config_entry(self, linears: Linears) -> dict[str, Any] | None:
         return None
 
 

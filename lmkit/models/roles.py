@@ -5,6 +5,11 @@ Smoothing pairs, fusing, tensor-parallel split and LoRA targets are written over
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lmkit.models.spec import ModelSpec
+
 # role -> the name of its module in a Llama-like checkpoint, below `model.layers.{i}.`
 LAYER_NAMES = {
     "norm.attn": "input_layernorm",
@@ -32,6 +37,27 @@ SMOOTH = (
     ("norm.mlp", ("mlp.gate", "mlp.up")),
     ("mlp.up", ("mlp.down",)),
 )
+
+
+def linears(spec: ModelSpec, layer: int) -> tuple[str, ...]:
+    """The linears of a layer that may be quantized."""
+    return LINEARS
+
+
+def fused(spec: ModelSpec, layer: int) -> tuple[tuple[str, ...], ...]:
+    """Linears of a layer that read the same input and become one product when their formats agree."""
+    return tuple(FUSED.values())
+
+
+def smooth(spec: ModelSpec, layer: int) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """(what is divided by s, whose input columns are multiplied by s) in the order in which scales are searched."""
+    return SMOOTH
+
+
+def input_of(spec: ModelSpec, layer: int) -> dict[str, str]:
+    """role -> the first of the roles that read the same input."""
+    first = {role: group[0] for group in fused(spec, layer) for role in group}
+    return {role: first.get(role, role) for role in linears(spec, layer)}
 
 
 def layer_prefix(layer: int) -> str:

@@ -10,10 +10,11 @@ from torch import Tensor
 from lmkit.errors import CheckpointError
 from lmkit.layers.batch import BatchInputs, KVLayer, allocate_kv, whole_batch
 from lmkit.layers.rope import Rope
+from lmkit.models import roles
 from lmkit.models.decoder import CosSin, DecoderLayer
 from lmkit.models.spec import ModelSpec
 from lmkit.qtensor import QTensor, QuantScheme, dequantize
-from lmkit.quant.observe import INPUT_OF, InputStats
+from lmkit.quant.observe import InputStats
 from lmkit.quant.rounders.rtn import Shrink, round_to_nearest
 
 BLOCK_SIZE = 32
@@ -51,13 +52,12 @@ class CalibratedLayer:
     layer: DecoderLayer
     inputs: dict[str, InputStats]
     sequences: Geometry
-    scheme: QuantScheme
-    roles: tuple[str, ...]  # that will be quantized
+    schemes: dict[str, QuantScheme]  # of the roles that will be quantized
     norm_dtype: torch.dtype  # in which norms are stored
     shrinks: dict[str, Shrink] = field(default_factory=dict)
 
     def input(self, role: str) -> InputStats:
-        return self.inputs[INPUT_OF[role]]
+        return self.inputs[roles.input_of(self.layer.spec, self.layer.index)[role]]
 
     def weight(self, role: str) -> Tensor:
         weight = self.layer.weights[role]
@@ -66,7 +66,7 @@ class CalibratedLayer:
 
     def rounded(self, role: str, weight: Tensor) -> QTensor:
         """`weight` as the role's will be stored, with the clipping chosen so far."""
-        return round_to_nearest(weight, self.scheme, self.shrinks.get(role))
+        return round_to_nearest(weight, self.schemes[role], self.shrinks.get(role))
 
     def block_output(self, source: str) -> Tensor:
         """The output, for the sampled inputs, of what the linears behind `source` are part of: the whole attention or

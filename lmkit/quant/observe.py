@@ -10,11 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lmkit.models.roles import FUSED, LINEARS
-
-INPUT_OF: dict[str, str] = {role: group[0] for group in FUSED.values() for role in group}
-INPUT_OF |= {role: role for role in LINEARS if role not in INPUT_OF}
-
 
 @dataclass
 class InputStats:
@@ -38,6 +33,10 @@ class InputStats:
             sample_ids=sample_ids,
             sample=torch.zeros(len(sample_ids), in_features),
         )
+
+    @property
+    def group_size(self) -> int:
+        return self.gram.shape[1]
 
     @property
     def abs_mean(self) -> Tensor:

@@ -14,6 +14,7 @@ from lmkit.log import get_logger
 from lmkit.models import roles
 from lmkit.models.loader import ModelSource
 from lmkit.models.spec import ModelSpec
+from lmkit.qtensor import QuantScheme
 from lmkit.quant.kv import check_layers
 from lmkit.quant.recipe import AwqClip, AwqScale, Recipe
 
@@ -24,14 +25,19 @@ BATCH_TOKENS = 4096  # of the calibration set in one forward pass
 
 @dataclass(frozen=True)
 class Plan:
-    """`dense` maps modules of linears that stay dense to the reason; `memory_bytes` and `seconds` are estimates."""
+    """`linears` has every linear's module with how it is quantized (None = it stays dense), `dense` the reason of those
+    that stay dense; `memory_bytes` and `seconds` are estimates."""
 
+    spec: ModelSpec
+    linears: dict[str, QuantScheme | None]
     dense: dict[str, str]
     memory_bytes: int
     seconds: float
 
-    def quantized_roles(self, layer: int) -> tuple[str, ...]:
-        return tuple(role for role in roles.LINEARS if roles.module_name(layer, role) not in self.dense)
+    def schemes(self, layer: int) -> dict[str, QuantScheme]:
+        """Of a layer's linears that are quantized, by role."""
+        every = {role: self.linears[roles.module_name(layer, role)] for role in roles.linears(self.spec, layer)}
+        return {role: scheme for role, scheme in every.items() if scheme is not None}
 
 
 def make_plan(source: ModelSource, recipe: Recipe) -> Plan:
@@ -45,31 +51,31 @@ def make_plan(source: ModelSource, recipe: Recipe) -> Plan:
         )
     check_layers(recipe.kv, spec)
     dense = dense_modules(spec, recipe)
-    num_linears = spec.num_layers * len(roles.LINEARS)
-    if len(dense) == num_linears:
+    modules = [roles.module_name(i, role) for i in range(spec.num_layers) for role in roles.linears(spec, i)]
+    if len(dense) == len(modules):
         raise ConfigError(f"recipe: nothing to quantize, every linear stays dense: {next(iter(dense.values()))}")
-    return Plan(dense, _memory(spec, recipe), _operations(spec, recipe) / _operations_per_second())
+    linears = {module: None if module in dense else recipe.scheme.scheme() for module in modules}
+    return Plan(spec, linears, dense, _memory(spec, recipe), _operations(spec, recipe) / _operations_per_second())
 
 
 def dense_modules(spec: ModelSpec, recipe: Recipe) -> dict[str, str]:
     """Linears that stay dense, with the reason: the recipe ignores them, or the format cannot store them."""
-    weight_format, scheme = get_format("awq"), recipe.scheme.scheme()
-    refused = {role: weight_format.can_write(spec.linear_shape(role), scheme) for role in roles.LINEARS}
+    weight_format, scheme = get_format(recipe.format), recipe.scheme.scheme()
     dense, matched = {}, set()
     for layer in range(spec.num_layers):
-        for role in roles.LINEARS:
+        for role in roles.linears(spec, layer):
             module = roles.module_name(layer, role)
             patterns = [p for p in recipe.ignore if p == role or fnmatchcase(module, p)]
             matched |= set(patterns)
             if patterns:
                 dense[module] = f"ignored by the recipe ({patterns[0]})"
-            elif (reason := refused[role]) is not None:
+            elif (reason := weight_format.can_write(spec.linear_shape(role), scheme)) is not None:
                 dense[module] = reason
     for pattern in recipe.ignore:
         if pattern not in matched:
             raise ConfigError(
-                f"recipe: ignore: {pattern!r} matches no linear; use a role ({', '.join(roles.LINEARS)}) or a pattern "
-                "of module names such as *.layers.0.*"
+                f"recipe: ignore: {pattern!r} matches no linear; use a role ({', '.join(roles.linears(spec, 0))}) or a "
+                "pattern of module names such as *.layers.0.*"
             )
     _warn_split_groups(spec, dense)
     return dense
@@ -77,7 +83,7 @@ def dense_modules(spec: ModelSpec, recipe: Recipe) -> dict[str, str]:
 
 def _warn_split_groups(spec: ModelSpec, dense: dict[str, str]) -> None:
     for layer in range(spec.num_layers):
-        for group in roles.FUSED.values():
+        for group in roles.fused(spec, layer):
             modules = [roles.module_name(layer, role) for role in group]
             if 0 < sum(module in dense for module in modules) < len(modules):
                 log.warning("only some of %s are quantized; engines that fuse them may refuse it", ", ".join(modules))
@@ -89,7 +95,7 @@ def _parameters(spec: ModelSpec, *names: str) -> int:
 
 def _operations(spec: ModelSpec, recipe: Recipe) -> float:
     """Floating-point operations of the whole run, evaluation aside."""
-    calibration, all_linears = recipe.calibration, _parameters(spec, *roles.LINEARS)
+    calibration, all_linears = recipe.calibration, _parameters(spec, *roles.linears(spec, 0))
     num_tokens = calibration.num_samples * calibration.seq_len
     attention = 2 * spec.num_heads * spec.head_dim * calibration.seq_len
     operations = 2.0 * num_tokens * (2 * all_linears + attention)
@@ -122,7 +128,7 @@ def _memory(spec: ModelSpec, recipe: Recipe) -> int:
     widest = 3 * spec.intermediate_size + 4 * spec.hidden_size
     numbers = (
         num_tokens * spec.hidden_size
-        + 3 * _parameters(spec, *roles.LINEARS)
+        + 3 * _parameters(spec, *roles.linears(spec, 0))
         + inputs * (2 * recipe.scheme.group_size + sampled)
         + max(BATCH_TOKENS, calibration.seq_len) * widest
     )

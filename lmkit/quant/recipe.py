@@ -94,6 +94,7 @@ class CalibrationRecipe(StrictStruct, frozen=True):
 class Recipe(StrictStruct, frozen=True, kw_only=True):
     """One quantization from end to end."""
 
+    format: Literal["awq"] = "awq"
     scheme: SchemeRecipe = SchemeRecipe()
     steps: tuple[Step, ...]
     kv: KVRecipe = KVRecipe()

@@ -68,7 +68,7 @@ def test_there_and_back(
     in_features = groups * max(group_size, 4)
     weight = torch.randn(8 * outs, in_features, generator=generator) + (2.0 if shifted else 0.0)
     q = quantize(weight, QuantScheme(4, group_size, symmetric))
-    path = written(tmp_path / "m", q, AWQ.config_entry(q.scheme, ()))
+    path = written(tmp_path / "m", q, AWQ.config_entry({"m": q.scheme}))
     with CheckpointReader(path) as reader:
         assert resolve_format(reader.config) is AWQ
         read = AWQ.read_linear(reader, MODULE)
@@ -92,15 +92,15 @@ def test_files_of_others(tmp_path: Path) -> None:
 
 
 def test_config_entry() -> None:
-    entry = AWQ.config_entry(QuantScheme(4, 128), ["lm_head", "a.b"])
+    entry = AWQ.config_entry({"c": QuantScheme(4, 128), "lm_head": None, "a.b": None})
     assert entry == {
         "quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm",
         "modules_to_not_convert": ["a.b", "lm_head"],
     }  # fmt: skip
     assert AWQ.accepts({"quantization_config": entry}) is None
-    assert (AWQ.config_entry(QuantScheme(4, 128, symmetric=True), []) or {})["modules_to_not_convert"] is None
+    assert (AWQ.config_entry({"c": QuantScheme(4, 128, symmetric=True)}) or {})["modules_to_not_convert"] is None
     assert json.loads(json.dumps(entry)) == entry
-    assert DENSE.config_entry(QuantScheme(4, 128), []) is None
+    assert DENSE.config_entry({"c": QuantScheme(4, 128)}) is None
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def awq(path: Path) -> Path:
                 weight_format.write_linear(writer, module, quantize(reader.tensor(name), scheme))
             else:
                 writer.add(name, reader.tensor(name))
-        entry = weight_format.config_entry(scheme, ["k_proj", "mlp"])
+        entry = weight_format.config_entry({"q_proj": scheme, "k_proj": None, "mlp": None})
         writer.finish(reader.config | {"quantization_config": entry}, plain)
     shutil.rmtree(plain)
     return path

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from lmkit.formats.hub import DEMO_FOLDER
 from lmkit.models.decoder import DecoderLayer
-from lmkit.models.roles import LINEARS
+from lmkit.models.roles import LINEARS, input_of
 from lmkit.qtensor import QuantScheme
 from lmkit.quant.layer import CalibratedLayer, Geometry
-from lmkit.quant.observe import INPUT_OF, InputStats, Observer
+from lmkit.quant.observe import InputStats, Observer
 from lmkit.quant.recipe import Recipe, parse_recipe
 from tests.models import tiny
 
@@ -58,13 +58,13 @@ def calibrate(
     spec, tokens = layer.spec, torch.arange(len(hidden))
     inputs = {
         role: InputStats.empty(spec.linear_shape(role)[1], group_size, tokens)
-        for role in dict.fromkeys(INPUT_OF[role] for role in roles)
+        for role in dict.fromkeys(input_of(spec, layer.index)[role] for role in roles)
     }
     geometry = Geometry.of(spec, num_rows, len(hidden) // num_rows)
     layer.observe(Observer(inputs))
     layer(hidden.clone(), None, geometry.batch, geometry.rope, geometry.kv)
     layer.observe(None)
-    return CalibratedLayer(layer, inputs, geometry, QuantScheme(4, group_size), roles, dtype)
+    return CalibratedLayer(layer, inputs, geometry, dict.fromkeys(roles, QuantScheme(4, group_size)), dtype)
 
 
 def run_layer(calibrated: CalibratedLayer, hidden: Tensor) -> Tensor:

@@ -95,7 +95,7 @@ def block_loss(calibrated: CalibratedLayer, source: str, consumers: tuple[str, .
     """What rounding the consumers as they are costs at the block's output."""
     layer, exact = calibrated.layer, calibrated.block_output(source)
     originals = {role: calibrated.weight(role) for role in consumers}
-    layer.weights.update({role: dequantize(quantize(w, calibrated.scheme)) for role, w in originals.items()})
+    layer.weights.update({role: dequantize(quantize(w, calibrated.schemes[role])) for role, w in originals.items()})
     loss = float((calibrated.block_output(source) - exact).square().sum(dtype=torch.float64))
     layer.weights.update(originals)
     return loss

@@ -38,10 +38,9 @@ class ClipSearch:
 
 def clip_layer(calibrated: CalibratedLayer, step: AwqClip) -> dict[str, ClipSearch]:
     """Choose `calibrated.shrinks`, by role. Those of q and k are kept only if the attention's output gets better."""
-    scheme = calibrated.scheme
     searches = {
         role: search_shrink(calibrated.weight(role), calibrated.input(role).gram, scheme, step.grid, step.max_shrink)
-        for role in calibrated.roles
+        for role, scheme in calibrated.schemes.items()
     }
     shrinks = {role: found.shrink for role, found in searches.items()}
     without = {role: shrink for role, shrink in shrinks.items() if role not in SCORES}
@@ -55,9 +54,9 @@ def _attention_error(calibrated: CalibratedLayer, shrinks: dict[str, Shrink]) ->
     """Summed squared error of the attention's output with q, k and v rounded with `shrinks`."""
     exact = calibrated.block_output("norm.attn")
     weights = calibrated.layer.weights
-    originals = {role: calibrated.weight(role) for role in FUSED["attn.qkv"] if role in calibrated.roles}
+    originals = {role: calibrated.weight(role) for role in FUSED["attn.qkv"] if role in calibrated.schemes}
     for role, weight in originals.items():
-        weights[role] = round_to_nearest(weight, calibrated.scheme, shrinks.get(role))
+        weights[role] = round_to_nearest(weight, calibrated.schemes[role], shrinks.get(role))
     error = calibrated.block_output("norm.attn") - exact
     weights.update(originals)
     return float(error.square().sum(dtype=torch.float64))

@@ -1,7 +1,7 @@
 """AWQ scaling (arXiv 2306.00978): input columns of a linear times s, the operation before it divided by s.
 
 Nothing changes in exact arithmetic, but a column with large activations gets finer steps of the 4-bit grid. For each
-pair of models.roles.SMOOTH, s is the candidate whose rounded weights change the output of the block least. Candidates:
+pair of models.roles.smooth, s is the candidate whose rounded weights change the output of the block least. Candidates:
 s = 1 (always, and it wins ties), s = x_mean^r, and s = x_mean^r / w_mean^(1-r) ("duo"), r over a grid in [0, 1].
 """
 
@@ -42,8 +42,8 @@ class ScaleSearch:
 def scale_layer(calibrated: CalibratedLayer, step: AwqScale) -> list[ScaleSearch]:
     """Search and fold s for each pair, in the order of SMOOTH; each search sees the layer as the last one left it."""
     layer, searches = calibrated.layer, []
-    for source, consumers in roles.SMOOTH:
-        if not set(consumers) & set(calibrated.roles):
+    for source, consumers in roles.smooth(layer.spec, layer.index):
+        if not set(consumers) & set(calibrated.schemes):
             continue
         candidates = pair_candidates(calibrated, source, consumers, step)
         found = search(calibrated, source, consumers, candidates)
@@ -59,9 +59,9 @@ def pair_candidates(
 ) -> list[Candidate]:
     """Candidates for one pair, adjusted so that a norm divided by s is stored without rounding."""
     spec = calibrated.layer.spec
-    weights = [calibrated.weight(role) for role in consumers if role in calibrated.roles]
+    weights = [calibrated.weight(role) for role in consumers if role in calibrated.schemes]
     x_mean = reduce(calibrated.input(consumers[0]).abs_mean, source, spec)
-    w_mean = reduce(weight_means(weights, calibrated.scheme.group_size), source, spec)
+    w_mean = reduce(weight_means(weights, calibrated.input(consumers[0]).group_size), source, spec)
     candidates = make_candidates(x_mean, w_mean, step.grid, step.duo)
     if not source.startswith("norm."):
         return candidates
@@ -80,7 +80,7 @@ def search(
     A candidate whose loss is not finite loses; identity, the first, wins ties. The layer's weights end as they were.
     """
     layer = calibrated.layer
-    originals = {role: calibrated.weight(role) for role in consumers if role in calibrated.roles}
+    originals = {role: calibrated.weight(role) for role in consumers if role in calibrated.schemes}
     reference = calibrated.block_output(source)
     losses: dict[str, float] = {}
     for candidate in candidates:
