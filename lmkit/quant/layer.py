@@ -94,7 +94,10 @@ class CalibratedLayer:
 
 
 def relative_error(weight: Tensor, rounded: QTensor, x: Tensor) -> float:
-    """|x (W^ - W)^T|^2 / |x W^T|^2 over the tokens of x [tokens, in]; 0 where nothing comes out."""
+    """|x (W^ - W)^T|^2 / |x W^T|^2 over the tokens of x [tokens, in]; 0 where nothing comes out. Without tokens, the
+    weights' own: that of inputs which are all alike."""
+    if not len(x):
+        x = torch.eye(weight.shape[1])
     error = (x @ (dequantize(rounded) - weight).T).square().sum(dtype=torch.float64)
     signal = (x @ weight.T).square().sum(dtype=torch.float64)
     return float(error / signal) if signal > 0 else 0.0

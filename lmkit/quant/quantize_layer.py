@@ -11,24 +11,21 @@ import torch
 from torch import Tensor
 
 from lmkit.errors import UnsupportedError
-from lmkit.log import get_logger
 from lmkit.models import roles
 from lmkit.models.decoder import DecoderLayer
 from lmkit.models.loader import ModelSource
 from lmkit.models.spec import ModelSpec
+from lmkit.quant.experts import empty_inputs, experts_report
 from lmkit.quant.kv import KVStats
 from lmkit.quant.layer import CalibratedLayer, relative_error
-from lmkit.quant.observe import InputStats, Observer, sample_rows, sample_tokens
+from lmkit.quant.observe import Observer, sample_rows, sample_tokens
 from lmkit.quant.plan import Plan
 from lmkit.quant.recipe import AwqClip, AwqScale, Recipe
-from lmkit.quant.report import ClipReport, ExpertsReport, LayerReport, LinearReport, ScaleReport
+from lmkit.quant.report import ClipReport, LayerReport, LinearReport, ScaleReport
 from lmkit.quant.rounders.awq_clip import ClipSearch, clip_layer
 from lmkit.quant.rounders.rtn import round_to_nearest
-from lmkit.quant.routed import MIN_TOKENS, RoutedStats
 from lmkit.quant.stream import Stream
 from lmkit.quant.transforms.awq_scale import ScaleSearch, scale_layer
-
-log = get_logger(__name__)
 
 SEARCH_PREFIX = 512  # tokens of a row on which attention is compared
 STAGES = 4  # of a layer, for the progress bar: observe, scale, clip, round and run again
@@ -55,7 +52,6 @@ class LayerQuantizer:
         rtn_errors = {
             role: relative_error(weight, round_to_nearest(weight, scheme), calibrated.input(role).sample)
             for role, scheme in calibrated.schemes.items()
-            if calibrated.input(role).num_tokens
             for weight in [calibrated.weight(role)]
         }
         scale, clip = self.recipe.step(AwqScale), self.recipe.step(AwqClip)
@@ -69,8 +65,7 @@ class LayerQuantizer:
         for role in calibrated.schemes:
             weight = calibrated.weight(role)
             rounded = calibrated.rounded(role, weight)
-            if calibrated.input(role).num_tokens:
-                errors[role] = relative_error(weight, rounded, calibrated.input(role).sample)
+            errors[role] = relative_error(weight, rounded, calibrated.input(role).sample)
             layer.weights[role] = rounded
         self._round_dense(layer)
         linears = [
@@ -100,18 +95,7 @@ class LayerQuantizer:
         row_ids, length = sample_rows(stream.num_rows, stream.seq_len, count, SEARCH_PREFIX)
         token_ids = sample_tokens(stream.num_rows * stream.seq_len, count, recipe.calibration.seed)
         schemes = self.plan.schemes(layer.index)
-        input_of = roles.input_of(spec, layer.index)
-        sizes = {role: scheme.group_size for role, scheme in schemes.items()}
-        if sizes:  # a router's input is that of the whole mixture of experts
-            sizes |= dict.fromkeys(roles.routers(spec, layer.index), next(iter(sizes.values())))
-
-        def empty(role: str, group_size: int) -> InputStats:
-            in_features = spec.linear_shape(role)[1]
-            if roles.expert_of(role) is not None:
-                return RoutedStats.of(in_features, group_size, count, recipe.calibration.seed)
-            return InputStats.empty(in_features, group_size, row_ids if role == "attn.q" else token_ids)
-
-        inputs = {first: empty(first, sizes[role]) for role in reversed(sizes) for first in [input_of[role]]}
+        inputs = empty_inputs(spec, layer.index, schemes, row_ids, token_ids, recipe.calibration.seed)
         layer.observe(Observer(inputs), all_tokens=recipe.calibration.all_experts)
         first_output = stream.output(layer, 0, seen=seen)
         for number in range(1, len(stream)):
@@ -168,26 +152,6 @@ def _scale_report(found: ScaleSearch) -> ScaleReport:
         identity_loss=found.losses["identity"],
         losses={name: loss if math.isfinite(loss) else None for name, loss in found.losses.items()},
     )
-
-
-def experts_report(calibrated: CalibratedLayer) -> ExpertsReport | None:
-    """Of a sparse layer; says in the log which experts were rounded without statistics."""
-    layer = calibrated.layer
-    if layer.spec.sparse(layer.index) is None:
-        return None
-    inputs = {
-        expert: stats.num_tokens
-        for role, stats in calibrated.inputs.items()
-        if (expert := roles.expert_of(role)) is not None
-    }
-    few = tuple(sorted(expert for expert, num_tokens in inputs.items() if num_tokens < MIN_TOKENS))
-    if few:
-        log.warning(
-            "layer %d: %d of %d experts saw fewer than %d calibration tokens and are rounded without statistics "
-            "(calibration.all_experts, or more samples, would give them some)",
-            layer.index, len(few), len(inputs), MIN_TOKENS,
-        )  # fmt: skip
-    return ExpertsReport(tokens={str(expert): inputs[expert] for expert in sorted(inputs)}, without_statistics=few)
 
 
 def _clip_report(found: ClipSearch | None) -> ClipReport | None:

@@ -25,8 +25,7 @@ class RoutedStats(InputStats):
 
     @classmethod
     def of(cls, in_features: int, group_size: int, count: int, seed: int) -> RoutedStats:
-        stats = cls.empty(in_features, group_size, torch.zeros(0, dtype=torch.int64))
-        stats.count = count
+        stats = cls(**vars(InputStats.empty(in_features, group_size, torch.zeros(0, dtype=torch.int64))), count=count)
         stats._generator.manual_seed(seed)
         return stats
 

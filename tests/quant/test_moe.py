@@ -117,7 +117,7 @@ def lonely_checkpoint(path: Path) -> Path:
 def test_an_expert_without_tokens(tmp_path: Path, caplog: pytest.LogCaptureFixture, all_experts: bool) -> None:
     source = lonely_checkpoint(tmp_path / "source")
     plan = recipe(*STEPS, calibration=CALIBRATION | {"all_experts": all_experts})
-    with caplog.at_level("WARNING", "lmkit.quant.quantize_layer"):
+    with caplog.at_level("WARNING", "lmkit.quant.experts"):
         (layer,) = prepare(source, plan).run(tmp_path / "out").layers
     assert layer.experts is not None
     errors = {linear.module.split("mlp.")[-1].split("moe.")[-1]: linear.error for linear in layer.linears}
@@ -129,7 +129,7 @@ def test_an_expert_without_tokens(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     else:
         assert layer.experts.tokens["3"] == 0
         assert 3 in layer.experts.without_statistics
-        assert errors["experts.3.w1"] is None
+        assert 1e-4 < (errors["experts.3.w1"] or 0) < 0.05  # of the weights alone
         assert "mlp.experts.3.up" not in {scale.source for scale in layer.scales}
         assert any("saw fewer than" in message for message in caplog.messages)
     assert logits(load_model(tmp_path / "out"), [[1, 2, 3]]).isfinite().all()
