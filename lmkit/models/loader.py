@@ -45,7 +45,13 @@ class ModelSource:
         dense = {roles.EMBED: (spec.vocab_size, spec.hidden_size), roles.FINAL_NORM: (spec.hidden_size,)}
         for layer in range(spec.num_layers):
             for role, size in self._vectors():
-                dense[roles.module_name(layer, role)] = (size,)
+                dense[roles.module_name(spec, layer, role)] = (size,)
+            fused = roles.layer_prefix(layer) + "mlp.experts.gate_up_proj"
+            if reader.has(fused):
+                raise UnsupportedError(
+                    f"{reader.path}: {fused} holds all experts of a layer; save the checkpoint with a tensor for each "
+                    "(transformers: save_pretrained with save_original_format=True, its default)"
+                )
         for module, shape in dense.items():
             name = module + ".weight"
             if not reader.has(name):
@@ -64,9 +70,12 @@ class ModelSource:
         """All weights of a layer by role; dense ones as `dtype` (None = as stored)."""
         weights: Weights = {}
         for role, _ in self._vectors():
-            weights[role] = self._plain(roles.module_name(index, role) + ".weight", dtype)
-        for role in roles.LINEARS:
-            module, (out_features, in_features) = roles.module_name(index, role), self.spec.linear_shape(role)
+            weights[role] = self._plain(roles.module_name(self.spec, index, role) + ".weight", dtype)
+        for role in (*roles.linears(self.spec, index), *roles.routers(self.spec, index)):
+            module, (out_features, in_features) = (
+                roles.module_name(self.spec, index, role),
+                self.spec.linear_shape(role),
+            )
             weight = self.format.read_linear(self.reader, module)
             shape = tuple((weight.codes if isinstance(weight, QTensor) else weight).shape)
             if shape != (out_features, in_features):
@@ -90,7 +99,7 @@ class ModelSource:
 
     def norms(self, index: int, dtype: torch.dtype | None = None) -> Weights:
         """A layer's vectors by role, all its weights but linears: as `layer_weights` has them, in float32."""
-        names = {role: roles.module_name(index, role) + ".weight" for role, _ in self._vectors()}
+        names = {role: roles.module_name(self.spec, index, role) + ".weight" for role, _ in self._vectors()}
         return {role: self._plain(name, dtype).float().clone() for role, name in names.items()}
 
     def linear_shape(self, role: str) -> tuple[int, int]:

@@ -36,7 +36,9 @@ class Plan:
 
     def schemes(self, layer: int) -> dict[str, QuantScheme]:
         """Of a layer's linears that are quantized, by role."""
-        every = {role: self.linears[roles.module_name(layer, role)] for role in roles.linears(self.spec, layer)}
+        every = {
+            role: self.linears[roles.module_name(self.spec, layer, role)] for role in roles.linears(self.spec, layer)
+        }
         return {role: scheme for role, scheme in every.items() if scheme is not None}
 
 
@@ -51,7 +53,7 @@ def make_plan(source: ModelSource, recipe: Recipe) -> Plan:
         )
     check_layers(recipe.kv, spec)
     dense = dense_modules(spec, recipe)
-    modules = [roles.module_name(i, role) for i in range(spec.num_layers) for role in roles.linears(spec, i)]
+    modules = [roles.module_name(spec, i, role) for i in range(spec.num_layers) for role in roles.linears(spec, i)]
     if len(dense) == len(modules):
         raise ConfigError(f"recipe: nothing to quantize, every linear stays dense: {next(iter(dense.values()))}")
     linears = {module: None if module in dense else recipe.scheme.scheme() for module in modules}
@@ -64,7 +66,7 @@ def dense_modules(spec: ModelSpec, recipe: Recipe) -> dict[str, str]:
     dense, matched = {}, set()
     for layer in range(spec.num_layers):
         for role in roles.linears(spec, layer):
-            module = roles.module_name(layer, role)
+            module = roles.module_name(spec, layer, role)
             patterns = [p for p in recipe.ignore if p == role or fnmatchcase(module, p)]
             matched |= set(patterns)
             if patterns:
@@ -84,7 +86,7 @@ def dense_modules(spec: ModelSpec, recipe: Recipe) -> dict[str, str]:
 def _warn_split_groups(spec: ModelSpec, dense: dict[str, str]) -> None:
     for layer in range(spec.num_layers):
         for group in roles.fused(spec, layer):
-            modules = [roles.module_name(layer, role) for role in group]
+            modules = [roles.module_name(spec, layer, role) for role in group]
             if 0 < sum(module in dense for module in modules) < len(modules):
                 log.warning("only some of %s are quantized; engines that fuse them may refuse it", ", ".join(modules))
 

@@ -14,6 +14,7 @@ from lmkit.errors import UnsupportedError
 from lmkit.models import roles
 from lmkit.models.decoder import DecoderLayer
 from lmkit.models.loader import ModelSource
+from lmkit.models.spec import ModelSpec
 from lmkit.quant.kv import KVStats
 from lmkit.quant.layer import CalibratedLayer, relative_error
 from lmkit.quant.observe import InputStats, Observer, sample_rows, sample_tokens
@@ -68,7 +69,7 @@ class LayerQuantizer:
         self._round_dense(layer)
         linears = [
             LinearReport(
-                module=(module := roles.module_name(layer.index, role)),
+                module=(module := roles.module_name(layer.spec, layer.index, role)),
                 format="dense" if module in self.plan.dense else self.recipe.format,
                 reason=self.plan.dense.get(module),
                 clip=_clip_report(clips.get(role)),
@@ -138,13 +139,13 @@ class LayerQuantizer:
                 layer.weights[role] = stored.float()
 
     def _stored_dtype(self, index: int, role: str) -> torch.dtype:
-        return self.source.reader.tensor("".join(tensor_name(index, role))).dtype
+        return self.source.reader.tensor("".join(tensor_name(self.source.spec, index, role))).dtype
 
 
-def tensor_name(index: int, role: str) -> tuple[str, str]:
+def tensor_name(spec: ModelSpec, index: int, role: str) -> tuple[str, str]:
     """`attn.q.bias` of layer 3 -> ("model.layers.3.self_attn.q_proj", ".bias")."""
     kind = ".bias" if role.endswith(".bias") else ".weight"
-    return roles.module_name(index, role.removesuffix(".bias")), kind
+    return roles.module_name(spec, index, role.removesuffix(".bias")), kind
 
 
 def _scale_report(found: ScaleSearch) -> ScaleReport:

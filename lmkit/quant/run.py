@@ -97,7 +97,7 @@ class Quantizer:
             reports.append(quantizer.quantize(layer, seen, done))
             kv_stats.append(seen)
             for role, weight in layer.weights.items():
-                module, kind = tensor_name(index, role)
+                module, kind = tensor_name(spec, index, role)
                 if isinstance(weight, QTensor):
                     weight_format.write_linear(writer, module, weight)
                 else:
@@ -142,9 +142,9 @@ def _stage_done(progress: Progress, layer: int, num_layers: int, stage: int) -> 
 def _other_tensors(source: ModelSource) -> list[str]:
     """Every tensor outside what the layers read: embedding, final norm, head, and what else the file holds."""
     read = {
-        roles.module_name(index, role) + kind
+        roles.module_name(source.spec, index, role) + kind
         for index in range(source.spec.num_layers)
-        for role in roles.LAYER_NAMES
+        for role in (*roles.LAYER_NAMES, *roles.linears(source.spec, index), *roles.routers(source.spec, index))
         for kind in (".weight", ".bias")
     }
     return [name for name in source.reader.names() if name not in read]
