@@ -119,11 +119,14 @@ class Decoder:
     @torch.inference_mode()
     def __call__(self, batch: BatchInputs, kv: list[KVLayer]) -> Tensor:
         """Logits float32 [R, vocab] of `batch.logit_rows`; appends the batch's keys and values to `kv`."""
-        delta, residual = self.hidden(batch, kv)
-        if not len(batch.logit_rows):  # a chunk that ends before its prompt does
+        return self.logits(*self.hidden(batch, kv), batch.logit_rows)
+
+    def logits(self, delta: Tensor, residual: Tensor, rows: Tensor) -> Tensor:
+        """Logits float32 [R, vocab] of `rows` of the residual stream's pair; if they are all, it is overwritten."""
+        if not len(rows):  # a chunk that ends before its prompt does
             return delta.new_empty(0, self.spec.vocab_size)
-        if len(batch.logit_rows) < len(delta):
-            delta, residual = delta[batch.logit_rows], residual[batch.logit_rows]
+        if len(rows) < len(delta):
+            delta, residual = delta[rows], residual[rows]
         return self.head(delta, residual)
 
     def hidden(self, batch: BatchInputs, kv: list[KVLayer]) -> tuple[Tensor, Tensor]:
