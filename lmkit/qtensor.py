@@ -18,9 +18,6 @@ from lmkit.errors import CheckpointError, UnsupportedError
 
 Range = tuple[Tensor, Tensor]  # (lower, upper), each [out, groups]
 
-# How an engine is to round a linear's input, each token by itself: symmetric int8, or float8 e4m3.
-Activations = Literal["none", "int8", "float8"]
-
 _FP16 = torch.finfo(torch.float16)
 
 
@@ -32,7 +29,7 @@ class QuantScheme:
     """How a weight is quantized. `rows` outputs and `group_size` inputs share a scale; -1 = all of them.
 
     Integers have a row to themselves. `kind` "float" is float8 e4m3, symmetric: per output channel (rows 1, group_size
-    -1), per tensor (-1, -1) or in blocks (128, 128). `activations` is for engines; it does not change the weight.
+    -1), per tensor (-1, -1) or in blocks (128, 128).
     """
 
     bits: int  # 4 or 8
@@ -40,7 +37,6 @@ class QuantScheme:
     symmetric: bool = False
     kind: Literal["int", "float"] = "int"
     rows: int = 1
-    activations: Activations = "none"
 
     @property
     def max_code(self) -> int:

@@ -64,7 +64,7 @@ class Budget:
 
 def candidates(recipe: Recipe) -> tuple[QuantScheme, ...]:
     """The schemes of which a linear may get one; without a budget, the recipe's."""
-    base = recipe.weights
+    base = recipe.scheme.scheme()
     if recipe.bits is None or recipe.format == "awq" or base.bits != 4:  # an AWQ file has one scheme
         return (base,)
     finer = () if base.group_size == 32 else (replace(base, group_size=32),)

@@ -56,7 +56,7 @@ def make_plan(source: ModelSource, recipe: Recipe) -> Plan:
     modules = [roles.module_name(i, role) for i in range(spec.num_layers) for role in roles.linears(spec, i)]
     if len(dense) == len(modules):
         raise ConfigError(f"recipe: nothing to quantize, every linear stays dense: {next(iter(dense.values()))}")
-    linears = {module: None if module in dense else recipe.weights for module in modules}
+    linears = {module: None if module in dense else recipe.scheme.scheme() for module in modules}
     check_reachable(spec, recipe, dense)
     return Plan(spec, linears, dense, _memory(spec, recipe), _operations(spec, recipe) / _operations_per_second())
 
@@ -111,7 +111,7 @@ def _operations(spec: ModelSpec, recipe: Recipe) -> float:
         blocks = all_linears + _parameters(spec, "attn.o", "mlp.down")
         operations += smooth.grid * blocks * (2.0 * min(AwqScale().tokens, num_tokens) + 300)
     if (clip := recipe.step(AwqClip)) is not None:
-        operations += 4 * clip.grid * all_linears * (2.0 * recipe.weights.group_size + 300)
+        operations += 4 * clip.grid * all_linears * (2.0 * recipe.scheme.scheme().group_size + 300)
     if recipe.bits is not None:
         variants = 4 * len(candidates(recipe)) * spec.num_layers / 2  # that go through a layer
         operations += 2.0 * variants * MEASURED_ROWS * MEASURED_LEN * all_linears
@@ -138,7 +138,7 @@ def _memory(spec: ModelSpec, recipe: Recipe) -> int:
     numbers = (
         num_tokens * spec.hidden_size
         + 3 * _parameters(spec, *roles.linears(spec, 0))
-        + inputs * (2 * max(recipe.weights.group_size, 0) + sampled)
+        + inputs * (2 * max(recipe.scheme.scheme().group_size, 0) + sampled)
         + max(BATCH_TOKENS, calibration.seq_len) * widest
     )
     return 4 * numbers + spec.vocab_size * spec.hidden_size * 4

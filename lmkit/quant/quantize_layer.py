@@ -58,7 +58,7 @@ class LayerQuantizer:
             clip_layer(calibrated, clip)  # so that scales are compared on grids like those that will be stored
         scales = [] if scale is None else scale_layer(calibrated, scale)
         if (smooth := self.recipe.step(SmoothQuant)) is not None:
-            scales = smooth_layer(calibrated, smooth)
+            scales = smooth_layer(calibrated, smooth, self.recipe.activations)
         done(2)
         clips = {} if clip is None else clip_layer(calibrated, clip)
         done(3)

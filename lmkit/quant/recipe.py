@@ -25,7 +25,7 @@ from msgspec import Meta
 from lmkit.config import PositiveInt, StrictStruct, parse
 from lmkit.errors import ConfigError, UnsupportedError
 from lmkit.formats.base import get_format
-from lmkit.qtensor import Activations, QuantScheme
+from lmkit.qtensor import QuantScheme
 
 RECIPES = Path(__file__).parents[1] / "data" / "recipes"
 DEFAULT_RECIPE = "awq_w4a16_g128"
@@ -34,6 +34,7 @@ KVBits = Literal[16, 8, 4]
 
 
 FormatName = Literal["awq", "gptq", "gptq_v2", "compressed-tensors", "fp8"]
+Activations = Literal["none", "int8", "float8"]
 # What a format's files can say about the activations.
 DECLARES: dict[str, tuple[Activations, ...]] = {
     "awq": ("none",), "gptq": ("none",), "gptq_v2": ("none",), "fp8": ("float8",),
@@ -64,10 +65,10 @@ class SchemeRecipe(StrictStruct, frozen=True):
         if self.type == "float" and self.symmetric is False:
             raise ValueError("type float is symmetric")
 
-    def scheme(self, activations: Activations = "none") -> QuantScheme:
+    def scheme(self) -> QuantScheme:
         rows, size = (1, self.group_size) if isinstance(self.group_size, int) else WIDE_GROUPS[self.group_size]
         symmetric = self.type == "float" or bool(self.symmetric)
-        return QuantScheme(self.bits, size, symmetric, self.type, rows, activations)
+        return QuantScheme(self.bits, size, symmetric, self.type, rows)
 
 
 class AwqScale(StrictStruct, frozen=True, tag_field="step", tag="awq_scale"):
@@ -150,11 +151,6 @@ class Recipe(StrictStruct, frozen=True, kw_only=True):
         if problem := _scheme_problem(self) or _budget_problem(self):
             raise ValueError(problem)
 
-    @property
-    def weights(self) -> QuantScheme:
-        """The scheme of a linear, the rounding of its input included."""
-        return self.scheme.scheme(self.activations)
-
     def step(self, kind: type[StrictStruct]) -> Any:
         """The step of this kind, or None."""
         return next((step for step in self.steps if isinstance(step, kind)), None)
@@ -162,7 +158,7 @@ class Recipe(StrictStruct, frozen=True, kw_only=True):
 
 def _scheme_problem(recipe: Recipe) -> str | None:
     """Why format, scheme, activations and steps do not go together."""
-    weights, activations = recipe.weights, recipe.activations
+    weights, activations = recipe.scheme.scheme(), recipe.activations
     per_channel = (weights.kind, weights.bits, weights.group_size, weights.symmetric) == ("int", 8, -1, True)
     if activations == "int8" and not per_channel:
         return "activations int8 need scheme {bits: 8, group_size: channel, symmetric: true}"

@@ -15,23 +15,23 @@ from torch import Tensor
 
 from lmkit.models import roles
 from lmkit.models.spec import ModelSpec
-from lmkit.qtensor import Activations, dequantize
+from lmkit.qtensor import dequantize
 from lmkit.quant.layer import CalibratedLayer
-from lmkit.quant.recipe import SmoothQuant
+from lmkit.quant.recipe import Activations, SmoothQuant
 from lmkit.quant.transforms.awq_scale import Candidate, ScaleSearch, apply, expand, normalized, representable
 
 INT8_MAX = 127
 FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 
-def smooth_layer(calibrated: CalibratedLayer, step: SmoothQuant) -> list[ScaleSearch]:
+def smooth_layer(calibrated: CalibratedLayer, step: SmoothQuant, activations: Activations) -> list[ScaleSearch]:
     """Choose and fold s for each pair of roles.smooth, in order; each sees the layer as the last one left it."""
     layer, searches = calibrated.layer, []
     for source, consumers in roles.smooth(layer.spec, layer.index):
         if not set(consumers) & set(calibrated.schemes):
             continue
         candidates = pair_candidates(calibrated, source, consumers, step)
-        found = compare(calibrated, source, consumers, candidates)
+        found = compare(calibrated, source, candidates, activations)
         if step.alpha != "search":
             found = ScaleSearch(source, consumers, candidates[-1], found.losses)
         searches.append(found)
@@ -69,13 +69,15 @@ def make_candidates(x_max: Tensor, w_max: Tensor, alphas: list[float]) -> list[C
 
 
 def compare(
-    calibrated: CalibratedLayer, source: str, consumers: tuple[str, ...], candidates: list[Candidate]
+    calibrated: CalibratedLayer, source: str, candidates: list[Candidate], activations: Activations
 ) -> ScaleSearch:
     """The candidate whose rounded inputs and weights change the output of the block least; identity, the first, wins
     ties. The layer ends as it was."""
-    layer, stats = calibrated.layer, calibrated.input(consumers[0])
+    layer = calibrated.layer
+    consumers = dict(roles.smooth(layer.spec, layer.index))[source]
+    stats = calibrated.input(consumers[0])
     originals = {role: calibrated.weight(role) for role in consumers if role in calibrated.schemes}
-    scheme = calibrated.schemes[next(iter(originals))]
+    group_size = calibrated.schemes[next(iter(originals))].group_size
     reference, sample = calibrated.block_output(source), stats.sample
     losses: dict[str, float] = {}
     for candidate in candidates:
@@ -83,7 +85,7 @@ def compare(
             s = expand(candidate.scale, role, layer.spec)
             layer.weights[role] = dequantize(calibrated.rounded(role, weight * s)) / s
         s = expand(candidate.scale, consumers[0], layer.spec)
-        stats.sample = round_activations(sample / s, scheme.activations, scheme.group_size) * s
+        stats.sample = round_activations(sample / s, activations, group_size) * s
         error = calibrated.block_output(source) - reference
         losses[candidate.name] = float(error.square().sum(dtype=torch.float64))
     layer.weights.update(originals)
