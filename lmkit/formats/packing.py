@@ -25,7 +25,8 @@ def pack_words(codes: Tensor, bits: int) -> Tensor:
     padded = torch.nn.functional.pad(codes, (0, -codes.shape[1] % (32 // bits)))
     # Byte j of a word holds nibbles 2j (low) and 2j + 1 (high).
     packed = padded if bits == 8 else padded[:, 0::2] | (padded[:, 1::2] << 4)
-    return packed.contiguous().view(torch.int32)
+    # Flat first: a single row counts as contiguous whatever its stride, which `view` to a wider type refuses.
+    return packed.flatten().view(torch.int32).view(len(packed), packed.shape[1] // 4)
 
 
 def unpack_words(words: Tensor, bits: int, columns: int) -> Tensor:

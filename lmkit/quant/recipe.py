@@ -25,6 +25,7 @@ from msgspec import Meta
 from lmkit.config import PositiveInt, StrictStruct, parse
 from lmkit.errors import ConfigError, UnsupportedError
 from lmkit.formats.base import get_format
+from lmkit.formats.parts import Activations
 from lmkit.qtensor import QuantScheme
 
 RECIPES = Path(__file__).parents[1] / "data" / "recipes"
@@ -34,7 +35,6 @@ KVBits = Literal[16, 8, 4]
 
 
 FormatName = Literal["awq", "gptq", "gptq_v2", "compressed-tensors", "fp8"]
-Activations = Literal["none", "int8", "float8"]
 # What a format's files can say about the activations.
 DECLARES: dict[str, tuple[Activations, ...]] = {
     "awq": ("none",), "gptq": ("none",), "gptq_v2": ("none",), "fp8": ("float8",),

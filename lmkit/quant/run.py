@@ -103,11 +103,11 @@ class Quantizer:
             for role, weight in layer.weights.items():
                 module, kind = tensor_name(index, role)
                 if isinstance(weight, QTensor):
-                    weight_format.write_linear(writer, module, weight)
+                    weight_format.write_linear(writer, module, weight, activations=self.recipe.activations)
                 else:
                     assert isinstance(weight, Tensor)
                     writer.add(module + kind, weight.to(source.reader.tensor(module + kind).dtype))
-        entry = weight_format.config_entry(self.plan.linears)
+        entry = weight_format.config_entry(self.plan.linears, activations=self.recipe.activations)
         writer.finish(source.config | {"quantization_config": entry}, source.reader.path)
         save_kv_config(make_kv_config(self.recipe.kv, spec, kv_stats), folder)
         return reports

@@ -145,7 +145,9 @@ def test_more_bits_are_worth_less_kl_and_the_plan_is_the_same_each_time(source: 
     kls = []
     for bits in (4.25, 5, 7, 12):
         quantizer = prepare(source, mixed(bits))
-        plan, report = sensitivity.choose_schemes(quantizer.source, quantizer.recipe, quantizer.plan, quantizer.data.rows)
+        plan, report = sensitivity.choose_schemes(
+            quantizer.source, quantizer.recipe, quantizer.plan, quantizer.data.rows
+        )
         again = sensitivity.choose_schemes(quantizer.source, quantizer.recipe, quantizer.plan, quantizer.data.rows)
         assert again[0] == plan
         assert report.reached <= bits

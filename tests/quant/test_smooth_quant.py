@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from lmkit.formats.parts import Activations
 from lmkit.models.loader import ModelSource
 from lmkit.models.roles import SMOOTH
 from lmkit.qtensor import QuantScheme, dequantize, quantize
 from lmkit.quant.layer import CalibratedLayer
-from lmkit.quant.recipe import Activations, SmoothQuant
+from lmkit.quant.recipe import SmoothQuant
 from lmkit.quant.transforms.smooth_quant import make_candidates, round_activations, smooth_layer
 from tests.quant.helpers import calibrate, run_layer, tiny_checkpoint
 

@@ -13,11 +13,12 @@ import math
 import torch
 from torch import Tensor
 
+from lmkit.formats.parts import Activations
 from lmkit.models import roles
 from lmkit.models.spec import ModelSpec
 from lmkit.qtensor import dequantize
 from lmkit.quant.layer import CalibratedLayer
-from lmkit.quant.recipe import Activations, SmoothQuant
+from lmkit.quant.recipe import SmoothQuant
 from lmkit.quant.transforms.awq_scale import Candidate, ScaleSearch, apply, expand, normalized, representable
 
 INT8_MAX = 127
