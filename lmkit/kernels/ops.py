@@ -152,3 +152,13 @@ def linear_w4a8(x: Tensor, packed: Any, bias: Tensor | None, norm: Norm | None =
 @op
 def linear_w8a8(x: Tensor, packed: Any, bias: Tensor | None, norm: Norm | None = None) -> Tensor:
     """As linear_w4a8 with 8-bit codes (symmetric per output channel has zero = 128). `pack(QTensor bits=8)`."""
+
+
+@op
+def linear_w8a16(x: Tensor, packed: Any, bias: Tensor | None, norm: Norm | None = None) -> Tensor:
+    """As linear_w4a16 with 8-bit codes. `pack(QTensor bits=8, kind="int")`."""
+
+
+@op
+def linear_fp8(x: Tensor, packed: Any, bias: Tensor | None, norm: Norm | None = None) -> Tensor:
+    """x @ dequantize(W)^T + bias, activations exact. `pack(QTensor kind="float")`."""

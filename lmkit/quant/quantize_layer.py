@@ -19,12 +19,13 @@ from lmkit.quant.kv import KVStats
 from lmkit.quant.layer import CalibratedLayer, relative_error
 from lmkit.quant.observe import InputStats, Observer, sample_rows, sample_tokens
 from lmkit.quant.plan import Plan
-from lmkit.quant.recipe import AwqClip, AwqScale, Recipe
+from lmkit.quant.recipe import AwqClip, AwqScale, Recipe, SmoothQuant
 from lmkit.quant.report import ClipReport, LayerReport, LinearReport, ScaleReport
 from lmkit.quant.rounders.awq_clip import ClipSearch, clip_layer
 from lmkit.quant.rounders.rtn import round_to_nearest
 from lmkit.quant.stream import Stream
 from lmkit.quant.transforms.awq_scale import ScaleSearch, scale_layer
+from lmkit.quant.transforms.smooth_quant import smooth_layer
 
 SEARCH_PREFIX = 512  # tokens of a row on which attention is compared
 STAGES = 4  # of a layer, for the progress bar: observe, scale, clip, round and run again
@@ -57,6 +58,8 @@ class LayerQuantizer:
         if scale is not None and clip is not None:
             clip_layer(calibrated, clip)  # so that scales are compared on grids like those that will be stored
         scales = [] if scale is None else scale_layer(calibrated, scale)
+        if (smooth := self.recipe.step(SmoothQuant)) is not None:
+            scales = smooth_layer(calibrated, smooth, self.recipe.activations)
         done(2)
         clips = {} if clip is None else clip_layer(calibrated, clip)
         done(3)

@@ -280,6 +280,9 @@ def draw_cases() -> Iterator[Case]:
 LINEAR_SHAPES = ((1, 64, 16), (5, 100, 50), (0, 64, 16), (20, 31, 33), (150, 520, 130), (110, 1100, 70))  # T, K, N
 
 
+INTEGER_OPS = ((ops.linear_w4a16, 4), (ops.linear_w4a8, 4), (ops.linear_w8a8, 8), (ops.linear_w8a16, 8))
+
+
 def linear_cases() -> Iterator[Case]:
     for tokens, k, n in LINEAR_SHAPES:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -292,14 +295,17 @@ def linear_cases() -> Iterator[Case]:
             brief = dtype == torch.float32 and tokens in (5, 110)
             yield Case(ops.linear_dense, f"{tokens}x{k}x{n}-{dtype}", _seeded(dense), traits, brief=brief)
         for group_size in (32, 64, 128, -1):
-            for op, bits in ((ops.linear_w4a16, 4), (ops.linear_w4a8, 4), (ops.linear_w8a8, 8)):
+            for op, bits in INTEGER_OPS:
                 yield _quantized(op, bits, tokens, k, n, group_size)
-    for op, bits in ((ops.linear_w4a16, 4), (ops.linear_w4a8, 4), (ops.linear_w8a8, 8)):
-        yield _quantized(op, bits, 20, 100, 50, 32, wide_scales=True)
+        for rows, columns in ((1, -1), (-1, -1), (128, 128), (7, 33)):
+            yield _float8(tokens, k, n, rows, columns)
+    for op, bits in INTEGER_OPS:
+        yield _quantized(op, bits, 20, 100, 50, 32, scales=torch.float32)
         yield _quantized(op, bits, 20, 100, 50, 32, symmetric=True)
         yield _quantized(op, bits, 20, 100, 50, 32, dtype=torch.bfloat16)
+        yield _quantized(op, bits, 20, 100, 50, 32, scales=torch.bfloat16)
     yield _strided(ops.linear_w4a8)
-    for op, bits in ((ops.linear_dense, 16), (ops.linear_w4a16, 4), (ops.linear_w4a8, 4), (ops.linear_w8a8, 8)):
+    for op, bits in ((ops.linear_dense, 16), *INTEGER_OPS):
         for tokens, half, with_bias in ((1, 40, True), (7, 16, False), (30, 130, True)):
             yield _normed_and_gated(op, bits, tokens, half, with_bias)
 
@@ -318,29 +324,50 @@ def _normed_and_gated(op: Op, bits: int, tokens: int, half: int, with_bias: bool
     traits: dict[str, Any] = {"out_features": 2 * half, "in_features": k}
     traits |= {"dtype": torch.float32} if bits == 16 else {"group_size": 32, "bits": bits}
     # A last bit of the norm may carry an activation over the edge between two codes.
-    tolerance = F32_TOLERANCE if op in (ops.linear_dense, ops.linear_w4a16) else 2e-2
+    tolerance = 2e-2 if op in (ops.linear_w4a8, ops.linear_w8a8) else F32_TOLERANCE
     return Case(op, f"{tokens}x{half}-normed-gated", _seeded(make), traits, tolerance, brief=tokens == 7)
 
 
 def _quantized(
     op: Op, bits: int, tokens: int, k: int, n: int, group_size: int, *,
-    wide_scales: bool = False, symmetric: bool = False, dtype: torch.dtype = torch.float32,
+    scales: torch.dtype = torch.float16, symmetric: bool = False, dtype: torch.dtype = torch.float32,
 ) -> Case:  # fmt: skip
     def make() -> tuple[Any, ...]:
         weight = quantize(torch.randn(n, k) * torch.rand(n, 1), QuantScheme(bits, group_size, symmetric))
-        if wide_scales:  # float32 that float16 cannot hold
-            weight = QTensor(weight.codes, weight.scales.float() * 1.0001, weight.zeros, weight.scheme)
+        if scales != torch.float16:  # of which float16 cannot hold float32 ones
+            wide = (weight.scales.float() * 1.0001).to(scales)
+            weight = QTensor(weight.codes, wide, weight.zeros, weight.scheme)
         x = torch.randn(tokens, k) * 10 ** (torch.rand(tokens, 1) * 4 - 2)
         x[1:2] = 0
         x[2:3, :40] = 0  # a whole group
         x[3:4, 5] = 1e4
         return x.to(dtype), weight, torch.randn(n) if tokens != 5 else None, None, False
 
-    name = f"{tokens}x{k}x{n}-g{group_size}" + "-wide" * wide_scales + "-symmetric" * symmetric + f"-{dtype}"
+    name = (
+        f"{tokens}x{k}x{n}-g{group_size}"
+        + f"-{scales}" * (scales != torch.float16)
+        + "-symmetric" * symmetric
+        + f"-{dtype}"
+    )
     traits = {"out_features": n, "in_features": k, "group_size": group_size, "bits": bits}
     tolerance = F32_TOLERANCE if dtype == torch.float32 else BF16_TOLERANCE
     brief = (tokens, group_size) in ((5, 32), (110, 128), (150, -1))
     return Case(op, name, _seeded(make), traits, tolerance, brief)
+
+
+def _float8(tokens: int, k: int, n: int, rows: int, columns: int) -> Case:
+    """Every code that is a number, subnormal ones too."""
+
+    def make() -> tuple[Any, ...]:
+        codes = torch.randint(0, 256, (n, k), dtype=torch.uint8)
+        codes[codes & 0x7F == 0x7F] = 0x80
+        scheme = QuantScheme(8, columns, True, "float", rows)
+        scales = torch.rand(scheme.num_row_groups(n), scheme.num_groups(k)) / 100
+        weight = QTensor(codes.view(torch.float8_e4m3fn), scales, torch.zeros(0, dtype=torch.uint8), scheme)
+        return torch.randn(tokens, k), weight, torch.randn(n) if tokens != 5 else None, None, False
+
+    traits = {"out_features": n, "in_features": k, "group_size": columns, "bits": 8}
+    return Case(ops.linear_fp8, f"{tokens}x{k}x{n}-{rows}x{columns}", _seeded(make), traits)
 
 
 def _strided(op: Op) -> Case:

@@ -199,6 +199,14 @@ class Emitter:
         flip = b.and_(b.ashr(rank, constant(rank.type, 31)), constant(rank.type, 0x7FFFFFFF))
         return b.bitcast(b.xor(rank, flip), like(rank, F32))
 
+    def float8_to_float(self, bits: Value) -> Value:
+        """An e4m3 number in the low byte of an int32 -> float32, as `half_to_float`: rebias by 2^120. NaN is unknown."""
+        b, kind = self.builder, bits.type
+        magnitude = b.shl(b.and_(bits, constant(kind, 0x7F)), constant(kind, 20))
+        sign = b.shl(b.and_(bits, constant(kind, 0x80)), constant(kind, 24))
+        scaled = b.fmul(b.bitcast(magnitude, like(bits, F32)), constant(like(bits, F32), 2.0**120))
+        return b.bitcast(b.or_(b.bitcast(scaled, kind), sign), like(bits, F32))
+
     def bfloat_to_float(self, bits: Value) -> Value:
         return self.builder.bitcast(self.builder.shl(bits, constant(bits.type, 16)), like(bits, F32))
 
