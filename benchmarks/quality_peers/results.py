@@ -41,11 +41,15 @@ class Results:
     @classmethod
     def open(cls, path: Path, settings: dict[str, Any], *, fresh: bool) -> Results:
         new = cls(path, settings)
-        if not fresh and path.exists():
-            stored = json.loads(path.read_text())
-            if stored["settings"] == settings:
-                new.rows = [Row(**row) for row in stored["rows"]]
+        if fresh:
+            path.unlink(missing_ok=True)
+        new.rows = new._stored()
         return new
+
+    def _stored(self) -> list[Row]:
+        """What the file holds that was measured with these settings."""
+        stored = json.loads(self.path.read_text()) if self.path.exists() else {"settings": None}
+        return [Row(**row) for row in stored["rows"]] if stored["settings"] == self.settings else []
 
     def has(self, entry: Entry, factor: int) -> bool:
         return self.get(entry, factor) is not None
@@ -55,7 +59,8 @@ class Results:
         return next((row for row in self.rows if (row.tool, row.recipe, row.outliers) == keys), None)
 
     def add(self, row: Row) -> None:
-        self.rows.append(row)
+        """Keep a row, beside those that another process has kept since."""
+        self.rows = [*self._stored(), row]
         self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_suffix(".partial")
         partial.write_text(json.dumps({"settings": self.settings, "rows": [asdict(row) for row in self.rows]}))
