@@ -51,8 +51,11 @@ class DecoderLayer:
         """The linear of which `role` is a part."""
         return next(linear for linear in self.linears if role in linear.roles)
 
-    def observe(self, observer: Callable[[str, Tensor], None] | None) -> None:
-        """Call `observer(role, x [T, in])` before each linear; None ends it. Only while unpacked."""
+    def observe(self, observer: Callable[[str, Tensor], None] | None, *, all_tokens: bool = False) -> None:
+        """Call `observer(role, x [T, in])` before each linear; None ends it. Only while unpacked. `all_tokens`: experts
+        are shown the tokens of others too."""
+        if isinstance(self.mlp, MoE):
+            self.mlp.all_tokens = all_tokens
         for linear in self.linears:
             linear.observe = observer
 

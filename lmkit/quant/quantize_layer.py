@@ -15,9 +15,10 @@ from lmkit.models import roles
 from lmkit.models.decoder import DecoderLayer
 from lmkit.models.loader import ModelSource
 from lmkit.models.spec import ModelSpec
+from lmkit.quant.experts import empty_inputs, experts_report
 from lmkit.quant.kv import KVStats
 from lmkit.quant.layer import CalibratedLayer, relative_error
-from lmkit.quant.observe import InputStats, Observer, sample_rows, sample_tokens
+from lmkit.quant.observe import Observer, sample_rows, sample_tokens
 from lmkit.quant.plan import Plan
 from lmkit.quant.recipe import AwqClip, AwqScale, Recipe, SmoothQuant
 from lmkit.quant.report import ClipReport, LayerReport, LinearReport, ScaleReport
@@ -87,6 +88,7 @@ class LayerQuantizer:
             scales=tuple(_scale_report(found) for found in scales),
             error=self._advance(layer, first_output),
             seconds=round(time.perf_counter() - start, 2),
+            experts=experts_report(calibrated),
         )
 
     def _observe(self, layer: DecoderLayer, seen: KVStats) -> tuple[CalibratedLayer, Tensor]:
@@ -96,15 +98,8 @@ class LayerQuantizer:
         row_ids, length = sample_rows(stream.num_rows, stream.seq_len, count, SEARCH_PREFIX)
         token_ids = sample_tokens(stream.num_rows * stream.seq_len, count, recipe.calibration.seed)
         schemes = self.plan.schemes(layer.index)
-        input_of = roles.input_of(spec, layer.index)
-        inputs = {
-            first: InputStats.empty(
-                spec.linear_shape(first)[1], schemes[role].group_size, row_ids if first == "attn.q" else token_ids
-            )
-            for role in reversed(schemes)
-            for first in [input_of[role]]
-        }
-        layer.observe(Observer(inputs))
+        inputs = empty_inputs(spec, layer.index, schemes, row_ids, token_ids, recipe.calibration.seed)
+        layer.observe(Observer(inputs), all_tokens=recipe.calibration.all_experts)
         first_output = stream.output(layer, 0, seen=seen)
         for number in range(1, len(stream)):
             stream.output(layer, number, seen=seen)

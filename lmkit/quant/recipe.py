@@ -124,6 +124,7 @@ class CalibrationRecipe(StrictStruct, frozen=True):
     num_samples: PositiveInt = 64
     seq_len: Annotated[int, Meta(ge=8)] = 512
     seed: Annotated[int, Meta(ge=0, lt=1 << 32)] = 0
+    all_experts: bool = False  # of a sparse layer, every expert is calibrated on all tokens, not only on those it gets
 
     def __post_init__(self) -> None:
         if not self.dataset:

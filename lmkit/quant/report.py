@@ -43,6 +43,14 @@ class LinearReport(StrictStruct, frozen=True):
     error: float | None = None
 
 
+class ExpertsReport(StrictStruct, frozen=True):
+    """A mixture of experts: how many calibration tokens each expert saw, and which saw too few: these were rounded to
+    nearest, neither scaled nor clipped by what they saw."""
+
+    tokens: dict[str, int]  # by expert
+    without_statistics: tuple[int, ...]
+
+
 class LayerReport(StrictStruct, frozen=True):
     """`error`: of the layer's contribution to the residual stream, relative, on the first calibration rows."""
 
@@ -51,6 +59,7 @@ class LayerReport(StrictStruct, frozen=True):
     scales: tuple[ScaleReport, ...]
     error: float
     seconds: float
+    experts: ExpertsReport | None = None
 
 
 class BudgetGroup(StrictStruct, frozen=True):

@@ -40,7 +40,7 @@ def test_quantize_then_eval_as_json(source: Path, tmp_path: Path) -> None:
     assert report["recipe"]["scheme"]["group_size"] == 32
     assert report["recipe"]["kv"]["bits"] == 8
     assert report["recipe"]["calibration"] == {
-        "dataset": [str(text)], "num_samples": 4, "seq_len": 32, "seed": 3,
+        "dataset": [str(text)], "num_samples": 4, "seq_len": 32, "seed": 3, "all_experts": False,
     }  # fmt: skip
     assert report["evaluation"] is None
     kv = json.loads((tmp_path / "out" / "kv_config.json").read_text())
