@@ -13,7 +13,7 @@ from lmkit.cli.eval import ProgressBar, print_result
 if TYPE_CHECKING:
     from lmkit.quant.plan import Plan
     from lmkit.quant.recipe import Recipe
-    from lmkit.quant.report import BudgetReport, QuantReport
+    from lmkit.quant.report import MixedPrecisionReport, QuantReport
 
 
 def quantize(
@@ -104,10 +104,10 @@ def _duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
-def _budget_line(budget: BudgetReport) -> str:
-    counts = Counter(group.chosen for group in budget.groups for _ in group.modules)
+def _bits_line(mixed: MixedPrecisionReport) -> str:
+    counts = Counter(group.chosen for group in mixed.groups for _ in group.modules)
     chosen = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
-    return f"{budget.reached:.3f} bits a weight of {budget.bits:g}: {chosen}"
+    return f"{mixed.reached:.3f} bits a weight of {mixed.bits:g}: {chosen}"
 
 
 def _print_report(report: QuantReport, output: Path) -> None:
@@ -123,8 +123,8 @@ def _print_report(report: QuantReport, output: Path) -> None:
         means = [f"{sum(errors) / len(errors):.5f}" if errors else "dense" for errors in (before, after)]
         table.add_row(str(layer.index), *means, f"{layer.error:.5f}")
     Console().print(table)
-    if report.budget is not None:
-        print(_budget_line(report.budget))
+    if report.mixed_precision is not None:
+        print(_bits_line(report.mixed_precision))
     saved = report.bytes_after / report.bytes_before
     print(f"{output}: {report.bytes_after:,} bytes of weights, {saved:.0%} of the source; {report.seconds:.1f} s")
     if report.evaluation is not None:

@@ -16,8 +16,8 @@ from lmkit.models import roles
 from lmkit.models.loader import ModelSource
 from lmkit.models.spec import ModelSpec
 from lmkit.qtensor import QuantScheme
-from lmkit.quant.budget import MEASURED_LEN, MEASURED_ROWS, candidates, check_reachable
 from lmkit.quant.kv import check_layers
+from lmkit.quant.mixed_precision import MEASURED_LEN, MEASURED_ROWS, candidates, check_reachable
 from lmkit.quant.recipe import AwqClip, AwqScale, Recipe, SmoothQuant
 
 log = get_logger(__name__)
@@ -28,8 +28,8 @@ BATCH_TOKENS = 4096  # of the calibration set in one forward pass
 @dataclass(frozen=True)
 class Plan:
     """`linears` has every linear's module with how it is quantized (None = it stays dense), `dense` the reason of those
-    that stay dense; `memory_bytes` and `seconds` are estimates. With a budget of bits, quant.sensitivity replaces the
-    schemes by measured ones."""
+    that stay dense; `memory_bytes` and `seconds` are estimates. With a budget of bits, quant.sensitivity chooses the
+    schemes."""
 
     spec: ModelSpec
     linears: dict[str, QuantScheme | None]

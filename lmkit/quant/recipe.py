@@ -137,7 +137,7 @@ class Recipe(StrictStruct, frozen=True, kw_only=True):
     format: FormatName = "awq"
     scheme: SchemeRecipe = SchemeRecipe()
     activations: Activations = "none"  # how engines are to round the inputs of quantized linears, each token by itself
-    bits: Annotated[float, Meta(gt=0, le=32)] | None = None  # average of all linears, chosen by quant.budget
+    bits: Annotated[float, Meta(gt=0, le=32)] | None = None  # average of all linears, chosen by quant.mixed_precision
     steps: tuple[Step, ...]
     kv: KVRecipe = KVRecipe()
     calibration: CalibrationRecipe = CalibrationRecipe()

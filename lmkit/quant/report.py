@@ -62,7 +62,7 @@ class LayerReport(StrictStruct, frozen=True):
     experts: ExpertsReport | None = None
 
 
-class BudgetGroup(StrictStruct, frozen=True):
+class MixedPrecisionGroup(StrictStruct, frozen=True):
     """Linears that share a scheme: the chosen one; of each candidate the mean KL in nats per token of the model's
     output when these linears alone are rounded by it, and the bits of a weight."""
 
@@ -72,14 +72,14 @@ class BudgetGroup(StrictStruct, frozen=True):
     bits: dict[str, float]
 
 
-class BudgetReport(StrictStruct, frozen=True):
+class MixedPrecisionReport(StrictStruct, frozen=True):
     """Mixed precision: average bits of a weight, asked for and reached; `kl` the sum over the chosen candidates."""
 
     bits: float
     reached: float
     kl: float
     num_tokens: int  # on which KL was measured
-    groups: tuple[BudgetGroup, ...]
+    groups: tuple[MixedPrecisionGroup, ...]
     seconds: float
 
 
@@ -95,7 +95,7 @@ class QuantReport(StrictStruct, frozen=True):
     bytes_after: int
     evaluation: EvalResult | None
     seconds: float
-    budget: BudgetReport | None = None
+    mixed_precision: MixedPrecisionReport | None = None
 
     def save(self, folder: Path) -> None:
         data = msgspec.json.format(msgspec.json.encode(self), indent=2)

@@ -57,10 +57,10 @@ class Quantizer:
         `eval_ids`: a text; EVAL_TOKENS of it compare the result with the source before it is put in place. Raises
         ConfigError if `output` is occupied, CheckpointError or UnsupportedError for weights that cannot be quantized.
         """
-        start, budget = time.perf_counter(), None
+        start, mixed = time.perf_counter(), None
         with atomic_directory(output) as folder:
             if self.recipe.bits is not None:
-                self.plan, budget = choose_schemes(self.source, self.recipe, self.plan, self.data.rows, progress)
+                self.plan, mixed = choose_schemes(self.source, self.recipe, self.plan, self.data.rows, progress)
             layers = self._write(folder, progress)
             evaluation = None if eval_ids is None else self._evaluate(folder, eval_ids, Path(output), progress)
             report = QuantReport(
@@ -76,7 +76,7 @@ class Quantizer:
                 bytes_after=sum(file.stat().st_size for file in folder.glob("*.safetensors")),
                 evaluation=evaluation,
                 seconds=round(time.perf_counter() - start, 2),
-                budget=budget,
+                mixed_precision=mixed,
             )  # fmt: skip
             report.save(folder)
         return report
