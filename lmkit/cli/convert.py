@@ -18,7 +18,7 @@ def convert(
     """Write a quantized checkpoint in another format without loss, and read it back."""
     from lmkit.formats.convert import convert
 
-    with ProgressBar() as bar:
-        linears = convert(model, output, format, progress=lambda done, total: bar("linears", done, total))
+    with ProgressBar(quiet=False) as bar:
+        linears = convert(model, output, format, progress=lambda done, total: bar.update("linears", done, total))
     quantized = sum(scheme is not None for scheme in linears.values())
     print(f"{output}: {quantized} linears as {format}, read back and found equal")

@@ -1,4 +1,4 @@
-"""From one quantized format to another, without loss: the same codes, scales and zeros, packed as the other has them."""
+"""From one quantized format to another without loss: the same codes, scales and zeros, packed in another way."""
 
 from __future__ import annotations
 
@@ -68,7 +68,10 @@ def _linears(reader: CheckpointReader, source: WeightFormat) -> Linears:
         reader.release()
     if not any(linears.values()):
         raise CheckpointError(f"{reader.path}: no linear is quantized")
-    return {module: scheme and replace(scheme, symmetric=is_symmetric) for module, scheme in linears.items()}
+    return {
+        module: scheme and replace(scheme, symmetric=scheme.symmetric or is_symmetric)
+        for module, scheme in linears.items()
+    }
 
 
 def _matrices(reader: CheckpointReader) -> list[str]:

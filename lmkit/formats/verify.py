@@ -1,6 +1,6 @@
 """A second reader of what was written: each format decoded from its description once more, with numpy and the
-safetensors library, and none of the code that wrote it. A mistake in packing, in the order of words or in a zero's offset has to be
-made twice to stay unseen.
+safetensors library, and none of the code that wrote it. A mistake in packing, in the order of words or in a zero's
+offset has to be made twice to stay unseen.
 
 `fingerprint` of every weight when it is written, then `verify(folder, fingerprints)`: nothing has to stay in memory.
 """
