@@ -116,7 +116,7 @@ def test_activation_order_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_impossible_group_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="g_idx names groups that there are not, outside 0 .. 1"):
+    with pytest.raises(CheckpointError, match=r"g_idx names groups that there are not, outside 0 \.\. 1"):
         read(with_g_idx(tmp_path, random_linear(QuantScheme(4, 16), (16, 32)), [0] * 16 + [2] * 16), "gptq_v2")
 
 
