@@ -58,13 +58,13 @@ def _linears(reader: CheckpointReader, source: WeightFormat) -> Linears:
     """
     linears: dict[str, QuantScheme | None] = {}
     is_symmetric = True
-    for module in _matrices(reader):
-        if static := next((part for part in STATIC if reader.has(f"{module}.{part}")), None):
-            raise UnsupportedError(f"{reader.path}: {module}.{static}: static activation scales are not converted")
-        weight = source.read_linear(reader, module)
+    for module, is_quantized in _matrices(reader):
+        weight = source.read_linear(reader, module) if is_quantized else None
         linears[module] = weight.scheme if isinstance(weight, QTensor) else None
         if isinstance(weight, QTensor) and weight.scheme.kind == "int":
             is_symmetric = is_symmetric and bool((weight.zeros == 1 << (weight.scheme.bits - 1)).all())
+        if static := next((part for part in STATIC if reader.has(f"{module}.{part}")), None):
+            raise UnsupportedError(f"{reader.path}: {module}.{static}: static activation scales are not converted")
         reader.release()
     if not any(linears.values()):
         raise CheckpointError(f"{reader.path}: no linear is quantized")
@@ -74,15 +74,17 @@ def _linears(reader: CheckpointReader, source: WeightFormat) -> Linears:
     }
 
 
-def _matrices(reader: CheckpointReader) -> list[str]:
-    """Modules with a quantized weight or a matrix of floats; embeddings are among them."""
-    found = set()
+def _matrices(reader: CheckpointReader) -> list[tuple[str, bool]]:
+    """(module, whether it is quantized) of every quantized weight and matrix of floats; embeddings are among them."""
+    found = {}
     for name in reader.names():
         module, _, part = name.rpartition(".")
         info = reader.info(name)
-        if part in MARKS or (part == "weight" and info.dtype in FLOATS and len(info.shape) == 2):
-            found.add(module)
-    return sorted(found)
+        if part in MARKS:
+            found[module] = True
+        elif part == "weight" and info.dtype in FLOATS and len(info.shape) == 2:
+            found.setdefault(module, False)
+    return sorted(found.items())
 
 
 def _write(
@@ -95,15 +97,16 @@ def _write(
 ) -> dict[str, str]:
     """Every tensor; the fingerprints of the quantized weights by their modules."""
     activations, fingerprints = source.activations(reader.config), {}
-    for number, (module, scheme) in enumerate(linears.items()):
+    quantized = {module: scheme for module, scheme in linears.items() if scheme is not None}
+    for number, (module, scheme) in enumerate(quantized.items()):
         weight = source.read_linear(reader, module)
-        if isinstance(weight, QTensor) and scheme is not None:
-            weight = replace(weight, scheme=scheme)
-            fingerprints[module] = fingerprint(weight)
+        assert isinstance(weight, QTensor)
+        weight = replace(weight, scheme=scheme)
+        fingerprints[module] = fingerprint(weight)
         target.write_linear(writer, module, weight, activations=activations)
-        progress(number + 1, len(linears))
+        progress(number + 1, len(quantized))
     for name in reader.names():
         module, _, part = name.rpartition(".")
-        if module not in linears or part not in PARTS:
+        if module not in quantized or part not in PARTS:
             writer.add(name, reader.tensor(name))
     return fingerprints

@@ -117,6 +117,8 @@ class _Reader:
     def _packed(self, module: str) -> _Coded:
         out_features, in_features = self._array(f"{module}.weight_shape").tolist()
         words, scales = self._array(f"{module}.weight_packed"), self._scales(f"{module}.weight_scale")
+        if len(words) != out_features:
+            raise CheckpointError(f"{module}.weight_shape has {out_features} outputs, weight_packed {len(words)}")
         bits = 4 if words.shape[1] == -(-in_features // 8) else 8
         zeros = np.full(scales.shape, 1 << (bits - 1))
         if f"{module}.weight_zero_point" in self.places:
