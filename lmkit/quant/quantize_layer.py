@@ -15,6 +15,7 @@ from lmkit.models import roles
 from lmkit.models.decoder import DecoderLayer
 from lmkit.models.loader import ModelSource
 from lmkit.quant.kv import KVStats
+from lmkit.quant.kv_fit import fit_cache
 from lmkit.quant.layer import CalibratedLayer, relative_error
 from lmkit.quant.observe import InputStats, Observer, sample_rows, sample_tokens
 from lmkit.quant.plan import Plan
@@ -46,6 +47,7 @@ class LayerQuantizer:
         start = time.perf_counter()
         done(0)
         calibrated, first_output = self._observe(layer, seen)
+        fit_cache(calibrated, seen, self.recipe.kv, first_output)
         done(1)
         rtn_errors = {
             role: relative_error(weight, round_to_nearest(weight, scheme), calibrated.input(role).sample)
