@@ -17,7 +17,7 @@ def evaluate(
     model: Annotated[str, typer.Argument(help='A checkpoint folder, or "demo".')],
     against: Annotated[str | None, typer.Option(help="The reference, usually the original checkpoint.")] = None,
     text: Annotated[Path | None, typer.Option(help="A text file; default the held-out text of the demo model.")] = None,
-    kv_dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, int8 or int4.")] = "auto",
+    kv_dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, int8, fp8 or int4.")] = "auto",
     activations: Annotated[str, typer.Option(help="int8 as served, or exact.")] = "int8",
     lm_head: Annotated[str, typer.Option(help="auto as the checkpoint has it, or int8.")] = "auto",
     packed_cache: Annotated[

@@ -20,10 +20,11 @@ from torch import Tensor
 
 from lmkit.config import HeadStorage, KVDtype, StrictStruct
 from lmkit.errors import ConfigError
+from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.formats.hub import resolve_model_path
-from lmkit.formats.kv_config import load_kv_config
-from lmkit.layers.batch import KVLayer, allocate_kv, whole_batch
+from lmkit.layers.batch import KVLayer, whole_batch
 from lmkit.models.decoder import Decoder
+from lmkit.models.kv_storage import allocate, resolve_storage
 from lmkit.models.loader import load_model, resolve_dtype
 from lmkit.text import Tokenizer
 
@@ -154,31 +155,18 @@ class _Scorer:
         spec = self.decoder.spec
         if seq_len > spec.max_position:
             raise ConfigError(f"windows of {seq_len} tokens exceed the context of {path}, {spec.max_position}")
-        dtypes = _kv_dtypes(path, self.decoder, kv_dtype)
+        dense = resolve_dtype("auto", spec.dtype, "cpu")
+        with CheckpointReader(path) as reader:
+            storages = resolve_storage(reader, spec, kv_dtype, dense)
         num_blocks = -(-seq_len // BLOCK_SIZE)
-        self.kv: list[KVLayer] = [
-            allocate_kv(num_blocks, spec.num_kv_heads, BLOCK_SIZE, spec.head_dim, pair) for pair in dtypes
-        ]
-        self.kv_dtype = " ".join(sorted({k if k == v else f"{k}/{v}" for k, v in dtypes}))
+        self.kv: list[KVLayer] = allocate(spec, storages, num_blocks, BLOCK_SIZE, seq_len)
+        self.kv_dtype = " ".join(sorted({s.k if s.k == s.v else f"{s.k}/{s.v}" for s in storages}))
         self.vocab_size = spec.vocab_size
 
     def stream(self, window: list[int]) -> tuple[Tensor, Tensor]:
         """The residual stream's pair [len(window), hidden] behind the last layer."""
         batch, _ = whole_batch([window], BLOCK_SIZE)
         return self.decoder.hidden(batch, self.kv)
-
-
-def _kv_dtypes(path: str | Path, decoder: Decoder, asked: KVDtype) -> list[tuple[str, str]]:
-    """Storage types of (K, V) by layer, as the engine chooses them."""
-    spec = decoder.spec
-    if asked != "auto":
-        return [(asked, asked)] * spec.num_layers
-    dense = resolve_dtype("auto", spec.dtype, "cpu")
-    config = load_kv_config(resolve_model_path(path))
-    if config is None:
-        return [(dense, dense)] * spec.num_layers
-    config.check(spec.num_layers, spec.num_kv_heads, spec.head_dim)
-    return [config.dtypes(layer, dense) for layer in range(spec.num_layers)]
 
 
 @torch.inference_mode()

@@ -54,7 +54,7 @@ def make_plan(source: ModelSource, recipe: Recipe) -> Plan:
         raise ConfigError(
             f"recipe: calibration.seq_len {recipe.calibration.seq_len} exceeds the model's context, {spec.max_position}"
         )
-    check_layers(recipe.kv, spec)
+    check_layers(recipe.kv, spec, recipe.format)
     dense = dense_modules(spec, recipe)
     modules = [roles.module_name(spec, i, role) for i in range(spec.num_layers) for role in roles.linears(spec, i)]
     if len(dense) == len(modules):

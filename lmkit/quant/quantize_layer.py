@@ -17,6 +17,7 @@ from lmkit.models.loader import ModelSource
 from lmkit.models.spec import ModelSpec
 from lmkit.quant.experts import empty_inputs, experts_report
 from lmkit.quant.kv import KVStats
+from lmkit.quant.kv_fit import fit_cache
 from lmkit.quant.layer import CalibratedLayer, relative_error
 from lmkit.quant.observe import Observer, sample_rows, sample_tokens
 from lmkit.quant.plan import Plan
@@ -49,6 +50,7 @@ class LayerQuantizer:
         start = time.perf_counter()
         done(0)
         calibrated, first_output = self._observe(layer, seen)
+        fit_cache(calibrated, seen, self.recipe.kv, first_output)
         done(1)
         rtn_errors = {
             role: relative_error(weight, round_to_nearest(weight, scheme), calibrated.input(role).sample)

@@ -32,6 +32,7 @@ RECIPES = Path(__file__).parents[1] / "data" / "recipes"
 DEFAULT_RECIPE = "awq_w4a16_g128"
 
 KVBits = Literal[16, 8, 4]
+Switch = Literal["auto"] | bool
 
 
 FormatName = Literal["awq", "gptq", "gptq_v2", "compressed-tensors", "fp8"]
@@ -111,10 +112,21 @@ class KVLayerRecipe(StrictStruct, frozen=True):
 
 
 class KVRecipe(StrictStruct, frozen=True):
-    """Bits of the KV cache; 16 = as the model computes."""
+    """Bits of the KV cache, 16 = as the model computes, auto = 4 or 8 for each layer's keys and values; and what is
+    done to keys before they become codes (quant.kv_fit), auto = where it helps."""
 
-    bits: KVBits = 16
+    bits: KVBits | Literal["auto"] = 16
+    average_bits: Annotated[float, Meta(ge=4, le=8)] = 5.0  # of bits auto, at most
+    type: Literal["int", "fp8"] = "int"  # of 8 bits
+    smooth: bool = True  # SmoothAttention, its exponent searched
+    key_mean: Switch = "auto"  # leave the mean before RoPE out of the cache
+    hadamard: Switch = "auto"  # turn keys by the Walsh-Hadamard matrix
+    scheme: Literal["online", "static8"] = "online"  # static8: one scale for all tokens, in the checkpoint
     layers: dict[Annotated[int, Meta(ge=0)], KVLayerRecipe] = {}
+
+    def __post_init__(self) -> None:
+        if self.scheme == "static8" and (self.bits != 8 or self.layers or True in (self.key_mean, self.hadamard)):
+            raise ValueError("`scheme` static8 has 8 bits everywhere, and neither key_mean nor hadamard")
 
 
 class CalibrationRecipe(StrictStruct, frozen=True):

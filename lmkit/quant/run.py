@@ -26,7 +26,7 @@ from lmkit.models.loader import ModelSource
 from lmkit.qtensor import QTensor
 from lmkit.quant.calib import CalibrationData, load_calibration
 from lmkit.quant.evaluate import EvalResult, Progress, evaluate
-from lmkit.quant.kv import KVStats, make_kv_config
+from lmkit.quant.kv import KVStats, make_kv_config, write_static
 from lmkit.quant.plan import Plan, make_plan
 from lmkit.quant.quantize_layer import STAGES, LayerQuantizer, tensor_name
 from lmkit.quant.recipe import Recipe
@@ -108,8 +108,10 @@ class Quantizer:
                     assert isinstance(weight, Tensor)
                     writer.add(module + kind, weight.to(source.reader.tensor(module + kind).dtype))
         entry = weight_format.config_entry(self.plan.linears, activations=self.recipe.activations)
+        entry = write_static(writer, entry, self.recipe.kv, kv_stats)
         writer.finish(source.config | {"quantization_config": entry}, source.reader.path)
-        save_kv_config(make_kv_config(self.recipe.kv, spec, kv_stats), folder)
+        if self.recipe.kv.scheme == "online":
+            save_kv_config(make_kv_config(self.recipe.kv, spec, kv_stats), folder)
         return reports
 
     def _evaluate(self, folder: Path, ids: list[int], output: Path, progress: Progress) -> EvalResult:

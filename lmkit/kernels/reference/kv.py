@@ -95,4 +95,5 @@ def mean_keys(mean: KeyMean, length: int) -> Tensor:
     vector = mean.vector[:, None, :]
     first, second = vector[..., :half], vector[..., half : 2 * half]
     turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-    return torch.nn.functional.pad(turned, (0, vector.shape[-1] - 2 * half))
+    padded: Tensor = torch.nn.functional.pad(turned, (0, vector.shape[-1] - 2 * half))
+    return padded
