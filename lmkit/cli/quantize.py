@@ -20,7 +20,11 @@ def quantize(
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write; it must not exist or be empty.")],
     recipe: Annotated[str, typer.Option(help="A recipe's name in recipes/, or a .yaml file.")] = "awq_w4a16_g128",
     calibration: Annotated[
-        list[str] | None, typer.Option(help="A preset, a .txt, .jsonl or .parquet file or a folder; may be repeated.")
+        list[str] | None,
+        typer.Option(
+            metavar="SOURCE[:WEIGHT]",
+            help="A preset, a .txt, .jsonl or .parquet file, a folder or hub:ORG/NAME; may be repeated, with weights.",
+        ),
     ] = None,
     num_samples: Annotated[int | None, typer.Option(help="Rows of calibration text.")] = None,
     seq_len: Annotated[int | None, typer.Option(help="Tokens of a row.")] = None,
@@ -35,6 +39,7 @@ def quantize(
     """Quantize a checkpoint. Options replace what the recipe says."""
     from lmkit.config import default_num_threads
     from lmkit.kernels.cpu import threads
+    from lmkit.quant.calib import parse_source
     from lmkit.quant.evaluate import encode_text
     from lmkit.quant.recipe import load_recipe
     from lmkit.quant.run import prepare
@@ -45,7 +50,7 @@ def quantize(
             "scheme": {"group_size": group_size},
             "kv": {"bits": kv_bits},
             "calibration": {
-                "dataset": tuple(calibration) if calibration else None,
+                "dataset": [parse_source(item) for item in calibration] if calibration else None,
                 "num_samples": num_samples, "seq_len": seq_len, "seed": seed,
             },
         },

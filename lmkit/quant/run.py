@@ -64,10 +64,7 @@ class Quantizer:
                 lmkit_version=lmkit.__version__,
                 model=str(self.source.reader.path),
                 recipe=msgspec.to_builtins(self.recipe, str_keys=True),
-                calibration={
-                    "dataset": self.data.dataset, "rows": len(self.data.rows), "seq_len": self.data.rows.shape[1],
-                    "sha256": self.data.sha256,
-                },
+                calibration=self.data.report(),
                 layers=tuple(layers),
                 bytes_before=self.source.reader.nbytes(),
                 bytes_after=sum(file.stat().st_size for file in folder.glob("*.safetensors")),
