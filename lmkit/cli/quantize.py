@@ -11,7 +11,7 @@ from lmkit.cli.eval import ProgressBar, print_result
 
 if TYPE_CHECKING:
     from lmkit.quant.plan import Plan
-    from lmkit.quant.recipe import Recipe
+    from lmkit.quant.recipe import CalibrationRecipe, Recipe
     from lmkit.quant.report import QuantReport
 
 
@@ -76,10 +76,15 @@ def _print_plan(model: str, recipe: Recipe, plan: Plan) -> None:
     print(
         f"{model}: {steps}; {recipe.scheme.bits} bits, groups of {recipe.scheme.group_size}; KV {recipe.kv.bits} bits"
     )
-    print(f"calibration: {calibration.num_samples} rows of {calibration.seq_len} tokens from {calibration.dataset}")
+    print(f"calibration: {calibration.num_samples} rows of {calibration.seq_len} tokens from {_sources(calibration)}")
     print(f"estimate: {plan.memory_bytes / 2**30:.2f} GiB of memory, {_duration(plan.seconds)} without evaluation")
     for module, reason in plan.dense.items():
         print(f"stays dense: {module}: {reason}")
+
+
+def _sources(calibration: CalibrationRecipe) -> str:
+    entries = [calibration.dataset] if isinstance(calibration.dataset, str) else calibration.dataset
+    return ", ".join(entry if isinstance(entry, str) else f"{entry.source}:{entry.weight:g}" for entry in entries)
 
 
 def _duration(seconds: float) -> str:
@@ -90,16 +95,29 @@ def _print_report(report: QuantReport, output: Path) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from lmkit.quant.report_html import FILE_NAME, mean
+
     table = Table(title="relative squared error of each layer", title_justify="left")
-    for column in ("layer", "RTN, mean of linears", "stored, mean of linears", "whole layer"):
+    for column in ("layer", "RTN, mean of linears", "stored, mean of linears", "whole layer", "bits", "seconds"):
         table.add_column(column, justify="right")
     for layer in report.layers:
-        before = [linear.rtn_error for linear in layer.linears if linear.rtn_error is not None]
-        after = [linear.error for linear in layer.linears if linear.error is not None]
-        means = [f"{sum(errors) / len(errors):.5f}" if errors else "dense" for errors in (before, after)]
-        table.add_row(str(layer.index), *means, f"{layer.error:.5f}")
+        errors = (mean(x.rtn_error for x in layer.linears), mean(x.error for x in layer.linears))
+        bits = mean(x.bits for x in layer.linears)
+        table.add_row(
+            str(layer.index),
+            *("dense" if error is None else f"{error:.5f}" for error in errors),
+            f"{layer.error:.5f}",
+            "-" if bits is None else f"{bits:.2f}",
+            f"{layer.seconds:.1f}",
+        )
     Console().print(table)
+    for source in report.calibration.get("sources", ()):
+        weight = "" if source["weight"] is None else f", weight {source['weight']:g}"
+        digest = f"sha256 {source['sha256'][:12]}"
+        print(f"calibration: {source['source']}{weight}: {source['documents']:,} documents, {digest}")
     saved = report.bytes_after / report.bytes_before
-    print(f"{output}: {report.bytes_after:,} bytes of weights, {saved:.0%} of the source; {report.seconds:.1f} s")
+    memory = "" if report.peak_bytes is None else f", {report.peak_bytes / 2**30:.2f} GiB at the peak"
+    print(f"{output}: {report.bytes_after:,} bytes of weights, {saved:.0%} of the source")
+    print(f"{report.seconds:.1f} s{memory}; report: {output / FILE_NAME}")
     if report.evaluation is not None:
         print_result(report.evaluation)

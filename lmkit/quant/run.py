@@ -30,7 +30,8 @@ from lmkit.quant.kv import KVStats, make_kv_config
 from lmkit.quant.plan import Plan, make_plan
 from lmkit.quant.quantize_layer import STAGES, LayerQuantizer, tensor_name
 from lmkit.quant.recipe import Recipe
-from lmkit.quant.report import LayerReport, QuantReport
+from lmkit.quant.report import LayerReport, QuantReport, peak_memory
+from lmkit.quant.report_html import save_html
 from lmkit.quant.stream import Stream
 from lmkit.text import Tokenizer
 
@@ -70,8 +71,10 @@ class Quantizer:
                 bytes_after=sum(file.stat().st_size for file in folder.glob("*.safetensors")),
                 evaluation=evaluation,
                 seconds=round(time.perf_counter() - start, 2),
-            )  # fmt: skip
+                peak_bytes=peak_memory(),
+            )
             report.save(folder)
+            save_html(report, folder)
         return report
 
     def _write(self, folder: Path, progress: Progress) -> list[LayerReport]:

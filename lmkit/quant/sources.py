@@ -49,7 +49,7 @@ def documents(source: str) -> Iterator[Document]:
         yield from _preset_documents(source, presets[source])
     elif (hub := HUB_NAME.fullmatch(source)) is not None:
         given = {key: value for key, value in hub.groupdict().items() if value is not None}
-        yield from _hub_documents(source, Preset(**given))
+        yield from _hub_documents(source, msgspec.convert(given, Preset))
     elif (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
         yield from _saved_documents(path)
     elif path.is_dir():

@@ -218,7 +218,7 @@ def test_rows_begin_with_bos_where_the_tokenizer_does(demo_model: Path, tmp_path
 def wrong_sources(folder: Path) -> Iterator[tuple[Path, str]]:
     cases = {
         "empty.txt": ("  \n", "empty"),
-        "latin.txt": (b"caf\xe9", "cannot read"),
+        "latin.txt": (b"caf\xe9", "not UTF-8"),
         "broken.jsonl": ('{"text": "good"}\n{"text": \n', ":2: not a JSON object"),
         "array.jsonl": ("[1, 2]\n", ":1: not a JSON object"),
         "other.jsonl": ('{"prompt": "x"}\n', "row 1 has neither"),
