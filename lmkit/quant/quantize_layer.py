@@ -22,7 +22,7 @@ from lmkit.quant.layer import CalibratedLayer, relative_error
 from lmkit.quant.observe import Observer, sample_rows, sample_tokens
 from lmkit.quant.plan import Plan
 from lmkit.quant.recipe import AwqClip, AwqScale, Recipe, SmoothQuant
-from lmkit.quant.report import ClipReport, LayerReport, LinearReport, ScaleReport
+from lmkit.quant.report import ClipReport, LayerReport, LinearReport, ScaleReport, stored_bits
 from lmkit.quant.rounders.awq_clip import ClipSearch, clip_layer
 from lmkit.quant.rounders.rtn import round_to_nearest
 from lmkit.quant.stream import Stream
@@ -81,6 +81,7 @@ class LayerQuantizer:
                 clip=_clip_report(clips.get(role)),
                 rtn_error=rtn_errors.get(role),
                 error=errors.get(role),
+                bits=stored_bits(layer.weights[role], 8 * self._stored_dtype(layer.index, role).itemsize),
             )
             for role in roles.linears(layer.spec, layer.index)
         ]

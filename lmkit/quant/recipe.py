@@ -14,6 +14,7 @@ file, the place and what may stand there. docs/quantization.md describes every k
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Hashable
 from pathlib import Path
@@ -129,10 +130,22 @@ class KVRecipe(StrictStruct, frozen=True):
             raise ValueError("`scheme` static8 has 8 bits everywhere, and neither key_mean nor hadamard")
 
 
-class CalibrationRecipe(StrictStruct, frozen=True):
-    """Which text, how much of it: `num_samples` rows of `seq_len` tokens. `dataset`: a preset's name or paths."""
+class DatasetRecipe(StrictStruct, frozen=True):
+    """A source of text (a preset's name or a path) and how much it counts among the others."""
 
-    dataset: str | tuple[str, ...] = "demo"
+    source: str
+    weight: Annotated[float, Meta(gt=0)] = 1.0
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.weight):
+            raise ValueError("`weight` must be a finite number")
+
+
+class CalibrationRecipe(StrictStruct, frozen=True):
+    """Which text, how much of it: `num_samples` rows of `seq_len` tokens. `dataset`: a source, sources that are pooled,
+    or sources with weights, each of which fills its share of the rows (a name alone weighs 1)."""
+
+    dataset: str | tuple[str | DatasetRecipe, ...] = "demo"
     num_samples: PositiveInt = 64
     seq_len: Annotated[int, Meta(ge=8)] = 512
     seed: Annotated[int, Meta(ge=0, lt=1 << 32)] = 0
@@ -256,9 +269,9 @@ def _allowed_keys(message: str, data: dict[str, Any]) -> str:
         return f"; allowed keys: step, {_keys(kind)}" if kind is not Rtn else "; allowed keys: step"
     sections: dict[str, type[StrictStruct]] = {
         "": Recipe, "scheme": SchemeRecipe, "kv": KVRecipe, "kv.layers[...]": KVLayerRecipe,
-        "calibration": CalibrationRecipe,
+        "calibration": CalibrationRecipe, "calibration.dataset[]": DatasetRecipe,
     }  # fmt: skip
-    return f"; allowed keys: {_keys(sections[place])}"
+    return f"; allowed keys: {_keys(sections[re.sub(r'[0-9]+(?=])', '', place)])}"
 
 
 def _keys(kind: type[StrictStruct]) -> str:

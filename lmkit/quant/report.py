@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from torch import Tensor
 
 from lmkit.config import StrictStruct
+from lmkit.qtensor import QTensor
 from lmkit.quant.evaluate import EvalResult
 
 FILE_NAME = "report.json"
@@ -41,6 +44,7 @@ class LinearReport(StrictStruct, frozen=True):
     clip: ClipReport | None = None
     rtn_error: float | None = None
     error: float | None = None
+    bits: float | None = None  # of a weight as it is stored, with its share of scales and zeros
 
 
 class ExpertsReport(StrictStruct, frozen=True):
@@ -96,7 +100,21 @@ class QuantReport(StrictStruct, frozen=True):
     evaluation: EvalResult | None
     seconds: float
     mixed_precision: MixedPrecisionReport | None = None
+    peak_bytes: int | None = None  # of memory, of the whole process
 
     def save(self, folder: Path) -> None:
         data = msgspec.json.format(msgspec.json.encode(self), indent=2)
         (folder / FILE_NAME).write_bytes(data + b"\n")
+
+
+def stored_bits(weight: Tensor | QTensor, dense_bits: int) -> float:
+    """Bits of one weight in the file: of its code and its share of scales and zeros; `dense_bits` if it has none."""
+    if isinstance(weight, Tensor):
+        return float(dense_bits)
+    bits = weight.scheme.bits
+    return bits + (8 * weight.scales.nbytes + bits * weight.zeros.numel()) / weight.codes.numel()
+
+
+def peak_memory() -> int:
+    """Bytes this process has had in memory at most (Linux counts in KiB)."""
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

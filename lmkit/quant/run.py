@@ -30,7 +30,8 @@ from lmkit.quant.kv import KVStats, make_kv_config, write_static
 from lmkit.quant.plan import Plan, make_plan
 from lmkit.quant.quantize_layer import STAGES, LayerQuantizer, tensor_name
 from lmkit.quant.recipe import Recipe
-from lmkit.quant.report import LayerReport, QuantReport
+from lmkit.quant.report import LayerReport, QuantReport, peak_memory
+from lmkit.quant.report_html import save_html
 from lmkit.quant.sensitivity import choose_schemes
 from lmkit.quant.stream import Stream
 from lmkit.text import Tokenizer
@@ -67,18 +68,17 @@ class Quantizer:
                 lmkit_version=lmkit.__version__,
                 model=str(self.source.reader.path),
                 recipe=msgspec.to_builtins(self.recipe, str_keys=True),
-                calibration={
-                    "dataset": self.data.dataset, "rows": len(self.data.rows), "seq_len": self.data.rows.shape[1],
-                    "sha256": self.data.sha256,
-                },
+                calibration=self.data.report(),
                 layers=tuple(layers),
                 bytes_before=self.source.reader.nbytes(),
                 bytes_after=sum(file.stat().st_size for file in folder.glob("*.safetensors")),
                 evaluation=evaluation,
                 seconds=round(time.perf_counter() - start, 2),
                 mixed_precision=mixed,
+                peak_bytes=peak_memory(),
             )  # fmt: skip
             report.save(folder)
+            save_html(report, folder)
         return report
 
     def _write(self, folder: Path, progress: Progress) -> list[LayerReport]:
