@@ -41,6 +41,21 @@ class LinearReport(StrictStruct, frozen=True):
     clip: ClipReport | None = None
     rtn_error: float | None = None
     error: float | None = None
+    method: str | None = None  # that gave the codes: "rtn", "gptq", "signround"
+    fallback: str | None = None  # why that is not the recipe's
+    damping: float | None = None  # of the Hessian, as it was needed
+    held_out_error: float | None = None  # of the recipe's rounder on held-out rows, relative to the original output
+    held_out_rtn_error: float | None = None  # the same of plain rounding on the same grid
+
+
+class HeldOutReport(StrictStruct, frozen=True):
+    """Squared error of a layer's output on rows that no statistics saw, relative to what the original layer adds there:
+    of what the recipe's steps gave, and of plain rounding of the original weights."""
+
+    tokens: int
+    error: float
+    rtn_error: float
+    fallback: str | None = None  # why plain rounding was taken
 
 
 class LayerReport(StrictStruct, frozen=True):
@@ -51,6 +66,7 @@ class LayerReport(StrictStruct, frozen=True):
     scales: tuple[ScaleReport, ...]
     error: float
     seconds: float
+    held_out: HeldOutReport | None = None
 
 
 class QuantReport(StrictStruct, frozen=True):
