@@ -45,6 +45,11 @@ class LinearReport(StrictStruct, frozen=True):
     rtn_error: float | None = None
     error: float | None = None
     bits: float | None = None  # of a weight as it is stored, with its share of scales and zeros
+    method: str | None = None  # that gave the codes: "rtn", "gptq", "signround"
+    fallback: str | None = None  # why that is not the recipe's
+    damping: float | None = None  # of the Hessian, as it was needed
+    held_out_error: float | None = None  # of the recipe's rounder on held-out rows, relative to the original output
+    held_out_rtn_error: float | None = None  # the same of plain rounding on the same grid
 
 
 class ExpertsReport(StrictStruct, frozen=True):
@@ -53,6 +58,16 @@ class ExpertsReport(StrictStruct, frozen=True):
 
     tokens: dict[str, int]  # by expert
     without_statistics: tuple[int, ...]
+
+
+class HeldOutReport(StrictStruct, frozen=True):
+    """Squared error of a layer's output on rows that no statistics saw, relative to what the original layer adds there:
+    of what the recipe's steps gave, and of plain rounding of the original weights."""
+
+    tokens: int
+    error: float
+    rtn_error: float
+    fallback: str | None = None  # why plain rounding was taken
 
 
 class LayerReport(StrictStruct, frozen=True):
@@ -64,6 +79,7 @@ class LayerReport(StrictStruct, frozen=True):
     error: float
     seconds: float
     experts: ExpertsReport | None = None
+    held_out: HeldOutReport | None = None
 
 
 class MixedPrecisionGroup(StrictStruct, frozen=True):

@@ -91,7 +91,7 @@ class Quantizer:
         )
         for name in _other_tensors(source):
             writer.add(name, source.reader.tensor(name))
-        stream = Stream.embedded(source, self.data.rows)
+        stream = Stream.embedded(source, self.data.rows, exact=self.recipe.needs_exact)
         quantizer = LayerQuantizer(source, self.recipe, self.plan, stream)
         reports, kv_stats = [], []
         for index in range(spec.num_layers):
