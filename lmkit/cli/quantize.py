@@ -1,7 +1,8 @@
-"""`lmkit quantize MODEL -o OUT`: 4-bit weights and a KV cache configuration by a recipe."""
+"""`lmkit quantize MODEL -o OUT`: quantized weights and a KV cache configuration by a recipe."""
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +13,7 @@ from lmkit.cli.eval import ProgressBar, print_result
 if TYPE_CHECKING:
     from lmkit.quant.plan import Plan
     from lmkit.quant.recipe import Recipe
-    from lmkit.quant.report import QuantReport
+    from lmkit.quant.report import BudgetReport, QuantReport
 
 
 def quantize(
@@ -24,7 +25,16 @@ def quantize(
     ] = None,
     num_samples: Annotated[int | None, typer.Option(help="Rows of calibration text.")] = None,
     seq_len: Annotated[int | None, typer.Option(help="Tokens of a row.")] = None,
-    group_size: Annotated[int | None, typer.Option(help="32, 64 or 128 inputs share a scale.")] = None,
+    weight_format: Annotated[
+        str | None, typer.Option("--format", help="awq, gptq, gptq_v2, compressed-tensors or fp8.")
+    ] = None,
+    bits: Annotated[
+        float | None,
+        typer.Option(help="Average bits of a weight: each linear gets the scheme that it is worth."),
+    ] = None,
+    group_size: Annotated[
+        str | None, typer.Option(help="32, 64 or 128 inputs share a scale, or channel, tensor or block.")
+    ] = None,
     kv_bits: Annotated[int | None, typer.Option(help="Bits of the KV cache: 16, 8 or 4.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of the choice of calibration text.")] = None,
     evaluate: Annotated[
@@ -42,7 +52,9 @@ def quantize(
     loaded = load_recipe(
         recipe,
         {
-            "scheme": {"group_size": group_size},
+            "format": weight_format,
+            "bits": bits,
+            "scheme": {"group_size": int(group_size) if group_size and group_size.isdigit() else group_size},
             "kv": {"bits": kv_bits},
             "calibration": {
                 "dataset": tuple(calibration) if calibration else None,
@@ -68,17 +80,34 @@ def quantize(
 def _print_plan(model: str, recipe: Recipe, plan: Plan) -> None:
     calibration = recipe.calibration
     steps = ", ".join(type(step).__struct_config__.tag for step in recipe.steps)  # type: ignore[misc]
-    print(
-        f"{model}: {steps}; {recipe.scheme.bits} bits, groups of {recipe.scheme.group_size}; KV {recipe.kv.bits} bits"
-    )
+    print(f"{model}: {steps}; {_scheme(recipe)}; KV {recipe.kv.bits} bits")
     print(f"calibration: {calibration.num_samples} rows of {calibration.seq_len} tokens from {calibration.dataset}")
     print(f"estimate: {plan.memory_bytes / 2**30:.2f} GiB of memory, {_duration(plan.seconds)} without evaluation")
     for module, reason in plan.dense.items():
         print(f"stays dense: {module}: {reason}")
 
 
+def _scheme(recipe: Recipe) -> str:
+    """`4 bits, groups of 128`, `8 bits, float, per block, activations float8`."""
+    from lmkit.quant.recipe import WIDE_GROUPS
+
+    scheme, grouped = recipe.scheme, recipe.scheme.group_size not in WIDE_GROUPS
+    parts = [f"{scheme.bits} bits"]
+    parts += [] if scheme.type == "int" else [scheme.type]
+    parts.append(f"groups of {scheme.group_size}" if grouped else f"per {scheme.group_size}")
+    parts += [] if recipe.activations == "none" else [f"activations {recipe.activations}"]
+    parts += [] if recipe.bits is None else [f"or finer: {recipe.bits:g} bits on average"]
+    return ", ".join(parts)
+
+
 def _duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
+def _budget_line(budget: BudgetReport) -> str:
+    counts = Counter(group.chosen for group in budget.groups for _ in group.modules)
+    chosen = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
+    return f"{budget.reached:.3f} bits a weight of {budget.bits:g}: {chosen}"
 
 
 def _print_report(report: QuantReport, output: Path) -> None:
@@ -94,6 +123,8 @@ def _print_report(report: QuantReport, output: Path) -> None:
         means = [f"{sum(errors) / len(errors):.5f}" if errors else "dense" for errors in (before, after)]
         table.add_row(str(layer.index), *means, f"{layer.error:.5f}")
     Console().print(table)
+    if report.budget is not None:
+        print(_budget_line(report.budget))
     saved = report.bytes_after / report.bytes_before
     print(f"{output}: {report.bytes_after:,} bytes of weights, {saved:.0%} of the source; {report.seconds:.1f} s")
     if report.evaluation is not None:

@@ -1,4 +1,4 @@
-"""The one decoder: embedding, layers of attention and gated MLP, head. It calibrates and it serves.
+"""The one decoder: embedding, layers of attention and gated MLP (or experts), head. It calibrates and it serves.
 
     hidden --norm.attn--> q k v --qk norm, RoPE, append--> attention over blocked KV --attn.o--> + hidden
            --norm.mlp--> gate up --silu(gate) * up--> mlp.down --> + hidden
@@ -18,6 +18,8 @@ from lmkit.kernels import ops
 from lmkit.kernels.ops import Norm
 from lmkit.layers.batch import BatchInputs, KVLayer
 from lmkit.layers.linear import MergedLinear, Weights
+from lmkit.layers.mlp import GatedMLP
+from lmkit.layers.moe import MoE
 from lmkit.layers.rope import Rope
 from lmkit.models.spec import ModelSpec
 
@@ -34,8 +36,8 @@ class DecoderLayer:
         self.spec, self.index, self.weights, self.device = spec, index, weights, device
         self.qkv = MergedLinear(("attn.q", "attn.k", "attn.v"), weights, device)
         self.o = MergedLinear(("attn.o",), weights, device)
-        self.gate_up = MergedLinear(("mlp.gate", "mlp.up"), weights, device, gated=True)
-        self.down = MergedLinear(("mlp.down",), weights, device)
+        moe = spec.sparse(index)
+        self.mlp = GatedMLP("mlp", weights, device) if moe is None else MoE(moe, weights, device)
         heads = {"head_dim": spec.head_dim, "num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads}
         self.rms_norm = ops.rms_norm.select(device)
         self.rope_append = ops.rope_append.select(device, rotary_dim=spec.rope.rotary_dim, **heads)
@@ -43,7 +45,11 @@ class DecoderLayer:
 
     @property
     def linears(self) -> tuple[MergedLinear, ...]:
-        return self.qkv, self.o, self.gate_up, self.down
+        return self.qkv, self.o, *self.mlp.linears
+
+    def linear_of(self, role: str) -> MergedLinear:
+        """The linear of which `role` is a part."""
+        return next(linear for linear in self.linears if role in linear.roles)
 
     def observe(self, observer: Callable[[str, Tensor], None] | None) -> None:
         """Call `observer(role, x [T, in])` before each linear; None ends it. Only while unpacked."""
@@ -82,10 +88,6 @@ class DecoderLayer:
         )  # fmt: skip
         return self.o(out.view(num_tokens, q_dim))
 
-    def mlp(self, x: Tensor, norm: Norm | None = None) -> Tensor:
-        """x [T, hidden], normalized if `norm` is None -> the MLP's contribution [T, hidden]."""
-        return self.down(self.gate_up(x, norm))
-
     def _norm(self, role: str, residual: Tensor | None = None) -> Norm:
         return Norm(self._vector(role), self.spec.norm_eps, residual)
 
@@ -117,11 +119,14 @@ class Decoder:
     @torch.inference_mode()
     def __call__(self, batch: BatchInputs, kv: list[KVLayer]) -> Tensor:
         """Logits float32 [R, vocab] of `batch.logit_rows`; appends the batch's keys and values to `kv`."""
-        delta, residual = self.hidden(batch, kv)
-        if not len(batch.logit_rows):  # a chunk that ends before its prompt does
+        return self.logits(*self.hidden(batch, kv), batch.logit_rows)
+
+    def logits(self, delta: Tensor, residual: Tensor, rows: Tensor) -> Tensor:
+        """Logits float32 [R, vocab] of `rows` of the residual stream's pair; if they are all, it is overwritten."""
+        if not len(rows):  # a chunk that ends before its prompt does
             return delta.new_empty(0, self.spec.vocab_size)
-        if len(batch.logit_rows) < len(delta):
-            delta, residual = delta[batch.logit_rows], residual[batch.logit_rows]
+        if len(rows) < len(delta):
+            delta, residual = delta[rows], residual[rows]
         return self.head(delta, residual)
 
     def hidden(self, batch: BatchInputs, kv: list[KVLayer]) -> tuple[Tensor, Tensor]:

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmkit.errors import CheckpointError, ConfigError, UnsupportedError
+from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.formats.base import WeightFormat, resolve_format
 from lmkit.formats.checkpoint import CheckpointReader
+from lmkit.formats.parts import FLOATS
 from lmkit.formats.safetensors_file import DTYPES
 from lmkit.layers.linear import MergedLinear, Weights
 from lmkit.log import get_logger
@@ -27,6 +28,7 @@ log = get_logger(__name__)
 
 HEAD_SCHEME = QuantScheme(bits=8, group_size=128)  # of lm_head int8
 QUANTIZED_ROWS = 2048
+SCALES = (".scales", ".weight_scale", ".weight_scale_inv", ".input_scale")
 
 
 class ModelSource:
@@ -45,7 +47,13 @@ class ModelSource:
         dense = {roles.EMBED: (spec.vocab_size, spec.hidden_size), roles.FINAL_NORM: (spec.hidden_size,)}
         for layer in range(spec.num_layers):
             for role, size in self._vectors():
-                dense[roles.module_name(layer, role)] = (size,)
+                dense[roles.module_name(spec, layer, role)] = (size,)
+            fused = roles.layer_prefix(layer) + "mlp.experts.gate_up_proj"
+            if reader.has(fused):
+                raise UnsupportedError(
+                    f"{reader.path}: {fused} holds all experts of a layer; save the checkpoint with a tensor for each "
+                    "(transformers: save_pretrained with save_original_format=True, its default)"
+                )
         for module, shape in dense.items():
             name = module + ".weight"
             if not reader.has(name):
@@ -64,9 +72,12 @@ class ModelSource:
         """All weights of a layer by role; dense ones as `dtype` (None = as stored)."""
         weights: Weights = {}
         for role, _ in self._vectors():
-            weights[role] = self._plain(roles.module_name(index, role) + ".weight", dtype)
-        for role in roles.LINEARS:
-            module, (out_features, in_features) = roles.module_name(index, role), self.spec.linear_shape(role)
+            weights[role] = self._plain(roles.module_name(self.spec, index, role) + ".weight", dtype)
+        for role in (*roles.linears(self.spec, index), *roles.routers(self.spec, index)):
+            module, (out_features, in_features) = (
+                roles.module_name(self.spec, index, role),
+                self.spec.linear_shape(role),
+            )
             weight = self.format.read_linear(self.reader, module)
             shape = tuple((weight.codes if isinstance(weight, QTensor) else weight).shape)
             if shape != (out_features, in_features):
@@ -90,7 +101,7 @@ class ModelSource:
 
     def norms(self, index: int, dtype: torch.dtype | None = None) -> Weights:
         """A layer's vectors by role, all its weights but linears: as `layer_weights` has them, in float32."""
-        names = {role: roles.module_name(index, role) + ".weight" for role, _ in self._vectors()}
+        names = {role: roles.module_name(self.spec, index, role) + ".weight" for role, _ in self._vectors()}
         return {role: self._plain(name, dtype).float().clone() for role, name in names.items()}
 
     def linear_shape(self, role: str) -> tuple[int, int]:
@@ -112,20 +123,26 @@ class ModelSource:
     def lm_head(self, dtype: torch.dtype | None = None, device: str = "cpu", storage: str = "auto") -> MergedLinear:
         """The head as a plain linear; a checkpoint with tied embeddings has none of its own.
 
-        `storage` int8 quantizes it to HEAD_SCHEME.
+        `storage` int8 quantizes it to HEAD_SCHEME, unless the checkpoint has it quantized already.
         """
-        name = roles.LM_HEAD + ".weight"
-        if not self.reader.has(name):
-            if not self.spec.tie_embeddings:
-                raise CheckpointError(f"{self.reader.path}: tensor {name} is missing and tie_word_embeddings is false")
-            name = roles.EMBED + ".weight"
-        if self.spec.tie_embeddings:
-            name = roles.EMBED + ".weight"
-        weight = self._plain(name, dtype)
-        if tuple(weight.shape) != (self.spec.vocab_size, self.spec.hidden_size):
-            raise CheckpointError(f"{self.reader.path}: {name} is {list(weight.shape)}, not [vocab, hidden]")
+        weight = self._head(dtype)
+        shape = tuple((weight.codes if isinstance(weight, QTensor) else weight).shape)
+        if shape != (self.spec.vocab_size, self.spec.hidden_size):
+            raise CheckpointError(f"{self.reader.path}: the head is {list(shape)}, not [vocab, hidden]")
+        if isinstance(weight, QTensor):
+            return MergedLinear((roles.LM_HEAD,), {roles.LM_HEAD: weight}, device)
         head = quantize_rows(weight, HEAD_SCHEME) if storage == "int8" else weight.to(device)
         return MergedLinear((roles.LM_HEAD,), {roles.LM_HEAD: head}, device)
+
+    def _head(self, dtype: torch.dtype | None) -> Tensor | QTensor:
+        if self.spec.tie_embeddings:
+            return self.embed_tokens(dtype)
+        if not any(self.reader.has(f"{roles.LM_HEAD}.{part}") for part in ("weight", "weight_packed")):
+            raise CheckpointError(
+                f"{self.reader.path}: tensor {roles.LM_HEAD}.weight is missing and tie_word_embeddings is false"
+            )
+        weight = self.format.read_linear(self.reader, roles.LM_HEAD)
+        return weight if isinstance(weight, QTensor) else _to(weight, dtype)
 
     def head(self, dtype: torch.dtype | None = None, device: str = "cpu") -> Decoder:
         """A decoder without layers: `embed` and `head` work, plainly."""
@@ -135,6 +152,8 @@ class ModelSource:
     def _plain(self, name: str, dtype: torch.dtype | None) -> Tensor:
         if not self.reader.has(name):
             raise CheckpointError(f"{self.reader.path}: tensor {name} is missing")
+        if (stored := self.reader.info(name).dtype) not in FLOATS:
+            raise CheckpointError(f"{self.reader.path}: {name} is {stored}, expected {', '.join(FLOATS)}")
         return _to(self.reader.tensor(name), dtype)
 
     def weight_bytes(self, dtype: str, lm_head: str = "auto") -> int:
@@ -143,7 +162,7 @@ class ModelSource:
         total = 0
         for name in self.reader.names():
             info = self.reader.info(name)
-            floating = info.dtype in ("F32", "F16", "BF16") and not name.endswith(".scales")
+            floating = info.dtype in FLOATS and not name.endswith(SCALES)
             total += math.prod(info.shape) * dense if floating else info.nbytes
         head = self.spec.vocab_size * self.spec.hidden_size
         if self.spec.tie_embeddings:
@@ -172,8 +191,6 @@ def load_model(
     packed weights in a file and maps it, see packed_cache.py; without it they are packed into memory. Embeddings are
     mapped from the checkpoint where they keep its dtype.
     """
-    if lm_head == "int8" and activations == "exact":
-        raise ConfigError("lm_head int8 computes with int8 activations: it cannot be combined with activations exact")
     source = ModelSource(path)
     try:
         packing = Packing(device, resolve_dtype(dtype, source.spec.dtype, device), activations, lm_head)

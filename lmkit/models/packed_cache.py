@@ -43,6 +43,7 @@ log = get_logger(__name__)
 
 FOLDER = ".lmkit"
 HEADER_BYTES = 16 << 10  # for one layer
+TENSOR_HEADER_BYTES = 512  # for a tensor of the checkpoint, where layers have many
 SPARE_BYTES = 256 << 20  # that a new file leaves on its disk
 PACKAGE = Path(__file__).parents[1]
 SOURCES = ("qtensor.py", "kernels/**/*.py", "layers/*.py", "formats/*.py", "models/*.py")  # what decides the bytes
@@ -135,7 +136,8 @@ class PackedCache:
         self.stem = f"packed-{checkpoint[:16]}-"
         self.name = f"{self.stem}{how[:16]}.safetensors"
         self.folders = cache_folders(reader.path)
-        self._num_layers = int(reader.config.get("num_hidden_layers", 0))
+        layers, tensors = int(reader.config.get("num_hidden_layers", 0)), len(reader.names())
+        self._header_bytes = max(HEADER_BYTES * (layers + 2), TENSOR_HEADER_BYTES * tensors)
         self._rejected: set[tuple[Path, int]] = set()  # path and inode of files that do not fit
 
     def open(self) -> PackedFile | None:
@@ -181,7 +183,7 @@ class PackedCache:
         log.info("packing the weights once into %s", folder / self.name)
         try:
             with _writing():
-                stream = SafetensorsStream(partial, HEADER_BYTES * (self._num_layers + 2))
+                stream = SafetensorsStream(partial, self._header_bytes)
             with stream:
                 writer = PackedWriter(stream)
                 write(writer)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lmkit.errors import CheckpointError, UnsupportedError
+from lmkit.layers.moe_spec import MoESpec
 from lmkit.models.spec import ModelSpec
 
 Family = Callable[[dict[str, Any]], ModelSpec]
@@ -24,6 +25,8 @@ LIMITS = {
     "vocab_size": 1 << 22,
     "max_position": 1 << 26,
 }
+# The same for sparse layers.
+MOE_LIMITS = {"num_experts": 1 << 12, "experts_per_token": 1 << 8, "intermediate_size": 1 << 19}
 
 
 def family(*architectures: str) -> Callable[[Family], Family]:
@@ -56,10 +59,9 @@ def load_spec(config: dict[str, Any]) -> ModelSpec:
 
 
 def _check(spec: ModelSpec) -> None:
-    for name, limit in LIMITS.items():
-        value = getattr(spec, name)
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= limit:
-            raise CheckpointError(f"config.json: {name} = {value!r} is not in 1 .. {limit}")
+    _check_limits(spec, LIMITS)
+    if spec.moe is not None:
+        _check_moe(spec.moe)
     if spec.num_heads % spec.num_kv_heads:
         raise CheckpointError(
             f"config.json: {spec.num_heads} attention heads cannot share {spec.num_kv_heads} key-value heads evenly"
@@ -73,3 +75,18 @@ def _check(spec: ModelSpec) -> None:
         raise CheckpointError(f"config.json: rms_norm_eps = {spec.norm_eps!r} is not in (0, 1)")
     if not (rope.theta > 1 and rope.factor > 0):
         raise CheckpointError(f"config.json: rope_theta {rope.theta!r}, factor {rope.factor!r} cannot be")
+
+
+def _check_limits(spec: ModelSpec | MoESpec, limits: dict[str, int], what: str = "") -> None:
+    for name, limit in limits.items():
+        value = getattr(spec, name)
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= limit:
+            raise CheckpointError(f"config.json: {what}{name} = {value!r} is not in 1 .. {limit}")
+
+
+def _check_moe(moe: MoESpec) -> None:
+    _check_limits(moe, MOE_LIMITS, "experts: ")
+    if moe.shared_intermediate_size > MOE_LIMITS["intermediate_size"]:
+        raise CheckpointError(f"config.json: shared_expert_intermediate_size = {moe.shared_intermediate_size}")
+    if moe.experts_per_token > moe.num_experts:
+        raise CheckpointError(f"config.json: a token cannot have {moe.experts_per_token} of {moe.num_experts} experts")

@@ -15,8 +15,9 @@ from lmkit.models import roles
 from lmkit.models.loader import ModelSource
 from lmkit.models.spec import ModelSpec
 from lmkit.qtensor import QuantScheme
+from lmkit.quant.budget import MEASURED_LEN, MEASURED_ROWS, candidates, check_reachable
 from lmkit.quant.kv import check_layers
-from lmkit.quant.recipe import AwqClip, AwqScale, Recipe
+from lmkit.quant.recipe import AwqClip, AwqScale, Recipe, SmoothQuant
 
 log = get_logger(__name__)
 
@@ -26,7 +27,8 @@ BATCH_TOKENS = 4096  # of the calibration set in one forward pass
 @dataclass(frozen=True)
 class Plan:
     """`linears` has every linear's module with how it is quantized (None = it stays dense), `dense` the reason of those
-    that stay dense; `memory_bytes` and `seconds` are estimates."""
+    that stay dense; `memory_bytes` and `seconds` are estimates. With a budget of bits, quant.sensitivity replaces the
+    schemes by measured ones."""
 
     spec: ModelSpec
     linears: dict[str, QuantScheme | None]
@@ -36,7 +38,9 @@ class Plan:
 
     def schemes(self, layer: int) -> dict[str, QuantScheme]:
         """Of a layer's linears that are quantized, by role."""
-        every = {role: self.linears[roles.module_name(layer, role)] for role in roles.linears(self.spec, layer)}
+        every = {
+            role: self.linears[roles.module_name(self.spec, layer, role)] for role in roles.linears(self.spec, layer)
+        }
         return {role: scheme for role, scheme in every.items() if scheme is not None}
 
 
@@ -51,26 +55,27 @@ def make_plan(source: ModelSource, recipe: Recipe) -> Plan:
         )
     check_layers(recipe.kv, spec)
     dense = dense_modules(spec, recipe)
-    modules = [roles.module_name(i, role) for i in range(spec.num_layers) for role in roles.linears(spec, i)]
+    modules = [roles.module_name(spec, i, role) for i in range(spec.num_layers) for role in roles.linears(spec, i)]
     if len(dense) == len(modules):
         raise ConfigError(f"recipe: nothing to quantize, every linear stays dense: {next(iter(dense.values()))}")
     linears = {module: None if module in dense else recipe.scheme.scheme() for module in modules}
+    check_reachable(spec, recipe, dense)
     return Plan(spec, linears, dense, _memory(spec, recipe), _operations(spec, recipe) / _operations_per_second())
 
 
 def dense_modules(spec: ModelSpec, recipe: Recipe) -> dict[str, str]:
     """Linears that stay dense, with the reason: the recipe ignores them, or the format cannot store them."""
-    weight_format, scheme = get_format(recipe.format), recipe.scheme.scheme()
+    weight_format, schemes = get_format(recipe.format), candidates(recipe)
     dense, matched = {}, set()
     for layer in range(spec.num_layers):
         for role in roles.linears(spec, layer):
-            module = roles.module_name(layer, role)
+            module = roles.module_name(spec, layer, role)
             patterns = [p for p in recipe.ignore if p == role or fnmatchcase(module, p)]
             matched |= set(patterns)
             if patterns:
                 dense[module] = f"ignored by the recipe ({patterns[0]})"
-            elif (reason := weight_format.can_write(spec.linear_shape(role), scheme)) is not None:
-                dense[module] = reason
+            elif all(reasons := [weight_format.can_write(spec.linear_shape(role), scheme) for scheme in schemes]):
+                dense[module] = str(reasons[0])
     for pattern in recipe.ignore:
         if pattern not in matched:
             raise ConfigError(
@@ -84,7 +89,7 @@ def dense_modules(spec: ModelSpec, recipe: Recipe) -> dict[str, str]:
 def _warn_split_groups(spec: ModelSpec, dense: dict[str, str]) -> None:
     for layer in range(spec.num_layers):
         for group in roles.fused(spec, layer):
-            modules = [roles.module_name(layer, role) for role in group]
+            modules = [roles.module_name(spec, layer, role) for role in group]
             if 0 < sum(module in dense for module in modules) < len(modules):
                 log.warning("only some of %s are quantized; engines that fuse them may refuse it", ", ".join(modules))
 
@@ -100,12 +105,18 @@ def _operations(spec: ModelSpec, recipe: Recipe) -> float:
     attention = 2 * spec.num_heads * spec.head_dim * calibration.seq_len
     operations = 2.0 * num_tokens * (2 * all_linears + attention)
     if (scale := recipe.step(AwqScale)) is not None:
-        candidates = 1 + scale.grid * (2 if scale.duo == "both" else 1)
+        tried = 1 + scale.grid * (2 if scale.duo == "both" else 1)
         blocks = all_linears + _parameters(spec, "attn.o", "mlp.down")
         # Rounding a weight once costs about as much as a few hundred multiplications with it.
-        operations += candidates * blocks * (2.0 * min(scale.tokens, num_tokens) + 300)
+        operations += tried * blocks * (2.0 * min(scale.tokens, num_tokens) + 300)
+    if (smooth := recipe.step(SmoothQuant)) is not None:
+        blocks = all_linears + _parameters(spec, "attn.o", "mlp.down")
+        operations += smooth.grid * blocks * (2.0 * min(AwqScale().tokens, num_tokens) + 300)
     if (clip := recipe.step(AwqClip)) is not None:
-        operations += 4 * clip.grid * all_linears * (2.0 * recipe.scheme.group_size + 300)
+        operations += 4 * clip.grid * all_linears * (2.0 * recipe.scheme.scheme().group_size + 300)
+    if recipe.bits is not None:
+        variants = 4 * len(candidates(recipe)) * spec.num_layers / 2  # that go through a layer
+        operations += 2.0 * variants * MEASURED_ROWS * MEASURED_LEN * all_linears
     return operations * spec.num_layers
 
 
@@ -129,7 +140,7 @@ def _memory(spec: ModelSpec, recipe: Recipe) -> int:
     numbers = (
         num_tokens * spec.hidden_size
         + 3 * _parameters(spec, *roles.linears(spec, 0))
-        + inputs * (2 * recipe.scheme.group_size + sampled)
+        + inputs * (2 * max(recipe.scheme.scheme().group_size, 0) + sampled)
         + max(BATCH_TOKENS, calibration.seq_len) * widest
     )
     return 4 * numbers + spec.vocab_size * spec.hidden_size * 4

@@ -14,16 +14,18 @@ from lmkit.errors import UnsupportedError
 from lmkit.models import roles
 from lmkit.models.decoder import DecoderLayer
 from lmkit.models.loader import ModelSource
+from lmkit.models.spec import ModelSpec
 from lmkit.quant.kv import KVStats
 from lmkit.quant.layer import CalibratedLayer, relative_error
 from lmkit.quant.observe import InputStats, Observer, sample_rows, sample_tokens
 from lmkit.quant.plan import Plan
-from lmkit.quant.recipe import AwqClip, AwqScale, Recipe
+from lmkit.quant.recipe import AwqClip, AwqScale, Recipe, SmoothQuant
 from lmkit.quant.report import ClipReport, LayerReport, LinearReport, ScaleReport
 from lmkit.quant.rounders.awq_clip import ClipSearch, clip_layer
 from lmkit.quant.rounders.rtn import round_to_nearest
 from lmkit.quant.stream import Stream
 from lmkit.quant.transforms.awq_scale import ScaleSearch, scale_layer
+from lmkit.quant.transforms.smooth_quant import smooth_layer
 
 SEARCH_PREFIX = 512  # tokens of a row on which attention is compared
 STAGES = 4  # of a layer, for the progress bar: observe, scale, clip, round and run again
@@ -56,6 +58,8 @@ class LayerQuantizer:
         if scale is not None and clip is not None:
             clip_layer(calibrated, clip)  # so that scales are compared on grids like those that will be stored
         scales = [] if scale is None else scale_layer(calibrated, scale)
+        if (smooth := self.recipe.step(SmoothQuant)) is not None:
+            scales = smooth_layer(calibrated, smooth, self.recipe.activations)
         done(2)
         clips = {} if clip is None else clip_layer(calibrated, clip)
         done(3)
@@ -68,7 +72,7 @@ class LayerQuantizer:
         self._round_dense(layer)
         linears = [
             LinearReport(
-                module=(module := roles.module_name(layer.index, role)),
+                module=(module := roles.module_name(layer.spec, layer.index, role)),
                 format="dense" if module in self.plan.dense else self.recipe.format,
                 reason=self.plan.dense.get(module),
                 clip=_clip_report(clips.get(role)),
@@ -138,13 +142,13 @@ class LayerQuantizer:
                 layer.weights[role] = stored.float()
 
     def _stored_dtype(self, index: int, role: str) -> torch.dtype:
-        return self.source.reader.tensor("".join(tensor_name(index, role))).dtype
+        return self.source.reader.tensor("".join(tensor_name(self.source.spec, index, role))).dtype
 
 
-def tensor_name(index: int, role: str) -> tuple[str, str]:
+def tensor_name(spec: ModelSpec, index: int, role: str) -> tuple[str, str]:
     """`attn.q.bias` of layer 3 -> ("model.layers.3.self_attn.q_proj", ".bias")."""
     kind = ".bias" if role.endswith(".bias") else ".weight"
-    return roles.module_name(index, role.removesuffix(".bias")), kind
+    return roles.module_name(spec, index, role.removesuffix(".bias")), kind
 
 
 def _scale_report(found: ScaleSearch) -> ScaleReport:

@@ -1,13 +1,15 @@
 """Recipes: what to quantize and how, as a YAML file that is read strictly.
 
+    format: compressed-tensors
     scheme: {bits: 4, group_size: 128, symmetric: false}
+    bits: 4.5
     steps: [{step: awq_scale}, {step: awq_clip}, {step: rtn}]
     kv: {bits: 8}
     calibration: {dataset: demo, num_samples: 64, seq_len: 512, seed: 0}
     ignore: [attn.o, "model.layers.0.*"]
 
-An unknown key, a repeated key or a value out of range is a ConfigError that names the file, the place and what may
-stand there.
+An unknown key, a repeated key, a value out of range or values that do not go together are a ConfigError that names the
+file, the place and what may stand there. docs/quantization.md describes every key.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ import yaml
 from msgspec import Meta
 
 from lmkit.config import PositiveInt, StrictStruct, parse
-from lmkit.errors import ConfigError
+from lmkit.errors import ConfigError, UnsupportedError
+from lmkit.formats.base import get_format
+from lmkit.formats.parts import Activations
 from lmkit.qtensor import QuantScheme
 
 RECIPES = Path(__file__).parents[1] / "data" / "recipes"
@@ -30,15 +34,41 @@ DEFAULT_RECIPE = "awq_w4a16_g128"
 KVBits = Literal[16, 8, 4]
 
 
-class SchemeRecipe(StrictStruct, frozen=True):
-    """The grid of the weights: `group_size` inputs of an output row share a scale and, unless symmetric, a zero."""
+FormatName = Literal["awq", "gptq", "gptq_v2", "compressed-tensors", "fp8"]
+# What a format's files can say about the activations.
+DECLARES: dict[str, tuple[Activations, ...]] = {
+    "awq": ("none",), "gptq": ("none",), "gptq_v2": ("none",), "fp8": ("float8",),
+    "compressed-tensors": ("none", "int8", "float8"),
+}  # fmt: skip
+# group_size by name -> (rows, group_size) of a QuantScheme; an integer is of one row.
+WIDE_GROUPS = {"channel": (1, -1), -1: (1, -1), "tensor": (-1, -1), "block": (128, 128)}
+ANY_SHAPE = (1024, 1024)  # a weight that every group size divides
 
-    bits: Literal[4] = 4
-    group_size: Literal[32, 64, 128] = 128
-    symmetric: bool = False
+
+class SchemeRecipe(StrictStruct, frozen=True):
+    """The grid of the weights. Inputs of an output row that share a scale and, unless symmetric, a zero: `group_size`
+    of them, or the whole row (channel, also written -1); for type float (float8 e4m3, symmetric) the row, the whole
+    tensor, or a block of 128 rows and 128 inputs."""
+
+    bits: Literal[4, 8] = 4
+    type: Literal["int", "float"] = "int"
+    group_size: Literal[-1, 32, 64, 128, "channel", "tensor", "block"] = 128
+    symmetric: bool | None = None  # by default false for int
+
+    def __post_init__(self) -> None:
+        if self.type == "int" and self.group_size in ("tensor", "block"):
+            raise ValueError(f"group_size {self.group_size} is for type float; int has 32, 64, 128 or channel")
+        if self.type == "float" and self.group_size not in WIDE_GROUPS:
+            raise ValueError(f"group_size {self.group_size} is for type int; float has channel, tensor or block")
+        if self.type == "float" and self.bits != 8:
+            raise ValueError("type float has `bits: 8`")
+        if self.type == "float" and self.symmetric is False:
+            raise ValueError("type float is symmetric")
 
     def scheme(self) -> QuantScheme:
-        return QuantScheme(self.bits, self.group_size, self.symmetric)
+        rows, size = (1, self.group_size) if isinstance(self.group_size, int) else WIDE_GROUPS[self.group_size]
+        symmetric = self.type == "float" or bool(self.symmetric)
+        return QuantScheme(self.bits, size, symmetric, self.type, rows)
 
 
 class AwqScale(StrictStruct, frozen=True, tag_field="step", tag="awq_scale"):
@@ -56,12 +86,21 @@ class AwqClip(StrictStruct, frozen=True, tag_field="step", tag="awq_clip"):
     max_shrink: Annotated[float, Meta(gt=0, lt=1)] = 0.5
 
 
+class SmoothQuant(StrictStruct, frozen=True, tag_field="step", tag="smooth_quant"):
+    """Move difficulty from activations that are rounded to the weights behind them (quant.transforms.smooth_quant)."""
+
+    alpha: Annotated[float, Meta(ge=0, le=1)] | Literal["search"] = "search"  # how much of it
+    grid: Annotated[int, Meta(ge=1, le=1000)] = 20  # values of alpha from 0 to 1 that a search compares
+
+
 class Rtn(StrictStruct, frozen=True, tag_field="step", tag="rtn"):
     """Round to the nearest point of the grid."""
 
 
-Step = AwqScale | AwqClip | Rtn
-STEPS: dict[str, type[StrictStruct]] = {"awq_scale": AwqScale, "awq_clip": AwqClip, "rtn": Rtn}
+Step = AwqScale | AwqClip | SmoothQuant | Rtn
+STEPS: dict[str, type[StrictStruct]] = {
+    "awq_scale": AwqScale, "awq_clip": AwqClip, "smooth_quant": SmoothQuant, "rtn": Rtn,
+}  # fmt: skip
 
 
 class KVLayerRecipe(StrictStruct, frozen=True):
@@ -94,8 +133,10 @@ class CalibrationRecipe(StrictStruct, frozen=True):
 class Recipe(StrictStruct, frozen=True, kw_only=True):
     """One quantization from end to end."""
 
-    format: Literal["awq"] = "awq"
+    format: FormatName = "awq"
     scheme: SchemeRecipe = SchemeRecipe()
+    activations: Activations = "none"  # how engines are to round the inputs of quantized linears, each token by itself
+    bits: Annotated[float, Meta(gt=0, le=32)] | None = None  # average of all linears, chosen by quant.budget
     steps: tuple[Step, ...]
     kv: KVRecipe = KVRecipe()
     calibration: CalibrationRecipe = CalibrationRecipe()
@@ -103,17 +144,55 @@ class Recipe(StrictStruct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         order = [type(step) for step in self.steps]
-        if order not in ([Rtn], [AwqScale, Rtn], [AwqClip, Rtn], [AwqScale, AwqClip, Rtn]):
-            raise ValueError("`steps` are awq_scale and awq_clip, each at most once and in this order, then rtn")
+        if order not in ([Rtn], [AwqScale, Rtn], [AwqClip, Rtn], [AwqScale, AwqClip, Rtn], [SmoothQuant, Rtn]):
+            raise ValueError(
+                "`steps` are awq_scale and awq_clip, each at most once and in this order, or smooth_quant, then rtn"
+            )
+        if problem := _scheme_problem(self) or _budget_problem(self):
+            raise ValueError(problem)
 
     def step(self, kind: type[StrictStruct]) -> Any:
         """The step of this kind, or None."""
         return next((step for step in self.steps if isinstance(step, kind)), None)
 
 
-def load_recipe(name: str, overrides: dict[str, dict[str, Any]] | None = None) -> Recipe:
-    """Read a recipe by its name in recipes/ or by its path. `overrides` ({section: {key: value}}) replace values of the
-    file and pass the same checks; a value None overrides nothing. Raises ConfigError."""
+def _scheme_problem(recipe: Recipe) -> str | None:
+    """Why format, scheme, activations and steps do not go together."""
+    weights, activations = recipe.scheme.scheme(), recipe.activations
+    per_channel = (weights.kind, weights.bits, weights.group_size, weights.symmetric) == ("int", 8, -1, True)
+    if activations == "int8" and not per_channel:
+        return "activations int8 need scheme {bits: 8, group_size: channel, symmetric: true}"
+    if activations == "float8" and weights.kind != "float":
+        return "activations float8 need scheme {bits: 8, type: float}"
+    if activations not in DECLARES[recipe.format]:
+        return f"format {recipe.format} has activations {' or '.join(DECLARES[recipe.format])}, not {activations}"
+    try:
+        reason = get_format(recipe.format).can_write(ANY_SHAPE, weights)
+    except UnsupportedError as error:
+        return str(error)
+    if reason is not None:
+        return f"format {recipe.format} cannot store the scheme: {reason}"
+    if recipe.step(SmoothQuant) is not None and activations == "none":
+        return "smooth_quant is for rounded activations: `activations: int8` or float8"
+    for kind in (AwqScale, AwqClip):
+        if recipe.step(kind) is not None and (weights.kind != "int" or weights.group_size == -1):
+            return f"{kind.__struct_config__.tag} needs type int and groups of 32, 64 or 128 inputs"
+    return None
+
+
+def _budget_problem(recipe: Recipe) -> str | None:
+    if recipe.bits is None:
+        return None
+    if recipe.format not in ("compressed-tensors", "awq"):
+        return f"bits: linears of format {recipe.format} all have one scheme; compressed-tensors can mix them"
+    if recipe.scheme.type != "int" or recipe.activations != "none":
+        return "bits: is for type int and activations none"
+    return None
+
+
+def load_recipe(name: str, overrides: dict[str, Any] | None = None) -> Recipe:
+    """Read a recipe by its name in recipes/ or by its path. `overrides` ({key: value}, {section: {key: value}}) replace
+    values of the file and pass the same checks; a value None overrides nothing. Raises ConfigError."""
     path = find_recipe(name)
     try:
         data = yaml.load(path.read_text("utf-8"), Loader=_UniqueKeyLoader)
@@ -124,8 +203,9 @@ def load_recipe(name: str, overrides: dict[str, dict[str, Any]] | None = None) -
     if not isinstance(data, dict):
         raise ConfigError(f"recipe {path}: expected keys {_keys(Recipe)}")
     for section, values in (overrides or {}).items():
-        given = {key: value for key, value in values.items() if value is not None}
-        if given:
+        if not isinstance(values, dict):
+            data |= {} if values is None else {section: values}
+        elif given := {key: value for key, value in values.items() if value is not None}:
             stored = data.get(section) or {}
             data[section] = (stored if isinstance(stored, dict) else {}) | given
     return parse_recipe(data, f"recipe {path}")

@@ -53,6 +53,27 @@ class LayerReport(StrictStruct, frozen=True):
     seconds: float
 
 
+class BudgetGroup(StrictStruct, frozen=True):
+    """Linears that share a scheme: the chosen one; of each candidate the mean KL in nats per token of the model's
+    output when these linears alone are rounded by it, and the bits of a weight."""
+
+    modules: tuple[str, ...]
+    chosen: str
+    kl: dict[str, float]
+    bits: dict[str, float]
+
+
+class BudgetReport(StrictStruct, frozen=True):
+    """Mixed precision: average bits of a weight, asked for and reached; `kl` the sum over the chosen candidates."""
+
+    bits: float
+    reached: float
+    kl: float
+    num_tokens: int  # on which KL was measured
+    groups: tuple[BudgetGroup, ...]
+    seconds: float
+
+
 class QuantReport(StrictStruct, frozen=True):
     """A whole run."""
 
@@ -65,6 +86,7 @@ class QuantReport(StrictStruct, frozen=True):
     bytes_after: int
     evaluation: EvalResult | None
     seconds: float
+    budget: BudgetReport | None = None
 
     def save(self, folder: Path) -> None:
         data = msgspec.json.format(msgspec.json.encode(self), indent=2)

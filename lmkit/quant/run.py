@@ -31,6 +31,7 @@ from lmkit.quant.plan import Plan, make_plan
 from lmkit.quant.quantize_layer import STAGES, LayerQuantizer, tensor_name
 from lmkit.quant.recipe import Recipe
 from lmkit.quant.report import LayerReport, QuantReport
+from lmkit.quant.sensitivity import choose_schemes
 from lmkit.quant.stream import Stream
 from lmkit.text import Tokenizer
 
@@ -56,8 +57,10 @@ class Quantizer:
         `eval_ids`: a text; EVAL_TOKENS of it compare the result with the source before it is put in place. Raises
         ConfigError if `output` is occupied, CheckpointError or UnsupportedError for weights that cannot be quantized.
         """
-        start = time.perf_counter()
+        start, budget = time.perf_counter(), None
         with atomic_directory(output) as folder:
+            if self.recipe.bits is not None:
+                self.plan, budget = choose_schemes(self.source, self.recipe, self.plan, self.data.rows, progress)
             layers = self._write(folder, progress)
             evaluation = None if eval_ids is None else self._evaluate(folder, eval_ids, Path(output), progress)
             report = QuantReport(
@@ -73,6 +76,7 @@ class Quantizer:
                 bytes_after=sum(file.stat().st_size for file in folder.glob("*.safetensors")),
                 evaluation=evaluation,
                 seconds=round(time.perf_counter() - start, 2),
+                budget=budget,
             )  # fmt: skip
             report.save(folder)
         return report
@@ -97,13 +101,13 @@ class Quantizer:
             reports.append(quantizer.quantize(layer, seen, done))
             kv_stats.append(seen)
             for role, weight in layer.weights.items():
-                module, kind = tensor_name(index, role)
+                module, kind = tensor_name(spec, index, role)
                 if isinstance(weight, QTensor):
-                    weight_format.write_linear(writer, module, weight)
+                    weight_format.write_linear(writer, module, weight, activations=self.recipe.activations)
                 else:
                     assert isinstance(weight, Tensor)
                     writer.add(module + kind, weight.to(source.reader.tensor(module + kind).dtype))
-        entry = weight_format.config_entry(self.plan.linears)
+        entry = weight_format.config_entry(self.plan.linears, activations=self.recipe.activations)
         writer.finish(source.config | {"quantization_config": entry}, source.reader.path)
         save_kv_config(make_kv_config(self.recipe.kv, spec, kv_stats), folder)
         return reports
@@ -142,9 +146,9 @@ def _stage_done(progress: Progress, layer: int, num_layers: int, stage: int) -> 
 def _other_tensors(source: ModelSource) -> list[str]:
     """Every tensor outside what the layers read: embedding, final norm, head, and what else the file holds."""
     read = {
-        roles.module_name(index, role) + kind
+        roles.module_name(source.spec, index, role) + kind
         for index in range(source.spec.num_layers)
-        for role in roles.LAYER_NAMES
+        for role in (*roles.LAYER_NAMES, *roles.linears(source.spec, index), *roles.routers(source.spec, index))
         for kind in (".weight", ".bias")
     }
     return [name for name in source.reader.names() if name not in read]

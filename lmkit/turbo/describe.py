@@ -12,6 +12,7 @@ from lmkit.formats.kv_config import load_kv_config
 from lmkit.models import roles
 from lmkit.models.loader import ModelSource, resolve_dtype
 from lmkit.models.packed_cache import cache_folders
+from lmkit.models.spec import ModelSpec
 from lmkit.turbo.kv_cache import kv_dtypes
 from lmkit.turbo.memory import kv_token_bytes, plan_memory
 
@@ -25,7 +26,11 @@ def describe_model(path: str, config: EngineConfig) -> dict[str, Any]:
         dtype = resolve_dtype(config.dtype, spec.dtype, "cpu")
         dtypes = kv_dtypes(spec, config.kv_dtype, kv_config, dtype)
         weight_bytes = source.weight_bytes(dtype, config.lm_head)
-        linear_params = spec.num_layers * sum(math.prod(spec.linear_shape(role)) for role in roles.LINEARS)
+        linear_params = sum(
+            math.prod(spec.linear_shape(role))
+            for layer in range(spec.num_layers)
+            for role in roles.linears(spec, layer)
+        )
         heads = (1 if spec.tie_embeddings else 2) * spec.vocab_size * spec.hidden_size
         return {
             "path": str(reader.path),
@@ -35,6 +40,7 @@ def describe_model(path: str, config: EngineConfig) -> dict[str, Any]:
                 "hidden size": spec.hidden_size,
                 "heads": f"{spec.num_heads} query, {spec.num_kv_heads} key-value, of {spec.head_dim}",
                 "MLP size": spec.intermediate_size,
+                **_experts(spec),
                 "vocabulary": spec.vocab_size,
                 "context": spec.max_position,
                 "rope": spec.rope.kind,
@@ -59,6 +65,16 @@ def describe_model(path: str, config: EngineConfig) -> dict[str, Any]:
         source.close()
 
 
+def _experts(spec: ModelSpec) -> dict[str, Any]:
+    """Of a model with sparse layers."""
+    if spec.moe is None:
+        return {}
+    moe, sparse = spec.moe, sum(spec.moe.layers)
+    shared = f", 1 shared of {moe.shared_intermediate_size}" if moe.shared_intermediate_size else ""
+    each = f"{moe.num_experts} of {moe.intermediate_size}, {moe.experts_per_token} a token"
+    return {"experts": each + shared + (f", in {sparse} layers" if sparse < spec.num_layers else "")}
+
+
 def _packed_files(checkpoint: Path) -> dict[str, Any]:
     """Where they are kept, and what is there."""
     folders = cache_folders(checkpoint)
@@ -74,8 +90,8 @@ def _layer_bytes(source: ModelSource) -> int:
     """Bytes of the decoder layers' linears with their scales and zeros, as stored."""
     total = 0
     for layer in range(source.spec.num_layers):
-        for role in roles.LINEARS:
-            total += source.reader.nbytes(roles.module_name(layer, role) + ".")
+        for role in roles.linears(source.spec, layer):
+            total += source.reader.nbytes(roles.module_name(source.spec, layer, role) + ".")
     return total
 
 

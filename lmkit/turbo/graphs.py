@@ -65,9 +65,12 @@ class StepGraphs:
     def __init__(self, decoder: Decoder, kv: list[KVLayer], workspace: Workspace) -> None:
         self._decoder, self._kv, self._workspace = decoder, kv, workspace
         self._recorded: dict[int, _Recorded | None] = {}
+        self._is_recordable = True  # until the forward shows that it is not; no size differs from others in that
 
     def __call__(self, inputs: BatchInputs) -> Tensor | None:
         """The logits, valid until the next step; None if this model's steps cannot be recorded."""
+        if not self._is_recordable:
+            return None
         size = len(inputs.context_lens)
         if size not in self._recorded:
             self._recorded[size] = self._record(inputs)
@@ -83,5 +86,6 @@ class StepGraphs:
                 logits = self._workspace.alias(self._decoder(inputs, self._kv))
         except NotRecordableError as error:
             log.info("decode steps are not recorded: the forward calls torch's %s", error)
+            self._is_recordable = False
             return None
         return None if logits is None else _Recorded(program, logits)

@@ -112,6 +112,9 @@ def _workspace_bytes(spec: ModelSpec, config: EngineConfig) -> int:
     """float32 activations of the widest point of a layer, and two copies of the step's logits."""
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     widest = 4 * spec.hidden_size + max(3 * q + 4 * kv, 3 * spec.intermediate_size)
+    if (moe := spec.moe) is not None:  # at worst all tokens go to one expert; they are gathered, and its output added
+        size = max(moe.intermediate_size, moe.shared_intermediate_size)
+        widest = max(widest, 8 * spec.hidden_size + 3 * size + 4 * moe.num_experts)
     rows = min(config.max_batch_size, config.max_step_tokens)
     return 4 * (config.max_step_tokens * widest + 2 * rows * spec.vocab_size)
 

@@ -23,6 +23,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_fr
           "original_max_position_embeddings": 24, "rope_theta": 10000.0}  # fmt: skip
 DYNAMIC = {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 10000.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24, "rope_theta": 10000.0}
+EXPERTS = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 
 # name -> (config class, differences from COMMON)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -40,6 +41,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", {"head_dim": 16, "tie_word_embeddings": True}),
     "mistral": ("MistralConfig", {"sliding_window": None}),
     "mistral-window": ("MistralConfig", {"sliding_window": 9}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2-moe": ("Qwen2MoeConfig", EXPERTS | {"shared_expert_intermediate_size": 56, "mlp_only_layers": [1]}),
+    "qwen3-moe": ("Qwen3MoeConfig", EXPERTS | {"head_dim": 16, "norm_topk_prob": True, "decoder_sparse_step": 2}),
 }  # fmt: skip
 
 

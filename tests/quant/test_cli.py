@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,9 @@ def test_tables_show_plan_errors_and_evaluation(tmp_path: Path, monkeypatch: pyt
     [
         ["quantize", "demo", "-o", "out", "--recipe", "unknown"],
         ["quantize", "demo", "-o", "out", "--group-size", "48"],
+        ["quantize", "demo", "-o", "out", "--group-size", "tensor"],
+        ["quantize", "demo", "-o", "out", "--format", "gguf"],
+        ["quantize", "demo", "-o", "out", "--bits", "2.5"],
         ["quantize", "demo", "-o", "out", "--kv-bits", "5"],
         ["quantize", "demo", "-o", "out", "--calibration", "missing.txt"],
         ["eval", "demo", "--kv-dtype", "int3"],
@@ -86,3 +90,16 @@ def test_wrong_options_are_config_errors(arguments: list[str], tmp_path: Path, m
     with pytest.raises(ConfigError):
         run(*arguments)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_budget_of_bits_is_shown_and_kept(source: Path, tmp_path: Path) -> None:
+    small = ["--recipe", "rtn_w4a16_g128", "--num-samples", "4", "--seq-len", "32", "--no-eval"]
+    options = [*small, "--group-size", "64", "--bits", "6", "--format", "compressed-tensors"]
+    shown = run("quantize", source, "-o", tmp_path / "out", *options)
+    assert "rtn; 4 bits, groups of 64, or finer: 6 bits on average; KV 16 bits" in shown
+    found = re.search(r"^([\d.]+) bits a weight of 6: (.*)$", shown, re.MULTILINE)
+    assert found is not None
+    assert 4.25 <= float(found[1]) <= 6
+    assert "int4 g32" in found[2]
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == "compressed-tensors"

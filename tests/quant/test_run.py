@@ -106,8 +106,9 @@ def test_the_report_tells_what_was_done(quantized: tuple[Path, QuantReport]) -> 
     assert saved["calibration"]["rows"] == 6
     assert len(saved["calibration"]["sha256"]) == 64
     assert [layer.index for layer in report.layers] == [0, 1]
+    spec = ModelSource(out).spec
     for layer in report.layers:
-        assert [linear.module for linear in layer.linears] == [module_name(layer.index, role) for role in LINEARS]
+        assert [linear.module for linear in layer.linears] == [module_name(spec, layer.index, role) for role in LINEARS]
         assert all(linear.format == "awq" and linear.reason is None for linear in layer.linears)
         assert len(layer.scales) == 4
         assert all(found.loss == min(found.losses.values()) <= found.identity_loss for found in layer.scales)  # type: ignore[type-var]

@@ -17,23 +17,23 @@ def llama_spec(hf: dict[str, Any], **flags: Any) -> ModelSpec:
     """The common part of config.json, as transformers 4 and 5 write it; `flags` override fields of ModelSpec."""
     if hf.get("hidden_act", "silu") != "silu":
         raise UnsupportedError(f"config.json: hidden_act {hf['hidden_act']!r} is not supported; lmkit runs silu")
-    num_heads = _integer(hf, "num_attention_heads")
-    head_dim = _integer(hf, "head_dim", _integer(hf, "hidden_size") // max(num_heads, 1))
+    num_heads = integer(hf, "num_attention_heads")
+    head_dim = integer(hf, "head_dim", integer(hf, "hidden_size") // max(num_heads, 1))
     dtype = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
     if dtype not in DTYPES:
         raise UnsupportedError(f"config.json: dtype {dtype!r} is not supported; lmkit runs {', '.join(DTYPES)}")
     fields: dict[str, Any] = {
         "architecture": hf["architectures"][0],
-        "hidden_size": _integer(hf, "hidden_size"),
-        "num_layers": _num_layers(hf),
+        "hidden_size": integer(hf, "hidden_size"),
+        "num_layers": num_layers(hf),
         "num_heads": num_heads,
-        "num_kv_heads": _integer(hf, "num_key_value_heads", num_heads),
+        "num_kv_heads": integer(hf, "num_key_value_heads", num_heads),
         "head_dim": head_dim,
-        "intermediate_size": _integer(hf, "intermediate_size"),
-        "vocab_size": _integer(hf, "vocab_size"),
-        "norm_eps": _number(hf, "rms_norm_eps", 1e-6),
+        "intermediate_size": integer(hf, "intermediate_size"),
+        "vocab_size": integer(hf, "vocab_size"),
+        "norm_eps": number(hf, "rms_norm_eps", 1e-6),
         "rope": rope_spec(hf, head_dim),
-        "max_position": _integer(hf, "max_position_embeddings", 2048),
+        "max_position": integer(hf, "max_position_embeddings", 2048),
         "dtype": dtype,
         "tie_embeddings": bool(hf.get("tie_word_embeddings", False)),
     }
@@ -48,22 +48,20 @@ def llama(hf: dict[str, Any]) -> ModelSpec:
 
 @family("MistralForCausalLM")
 def mistral(hf: dict[str, Any]) -> ModelSpec:
-    window = _integer(hf, "sliding_window", 0)
-    return llama_spec(hf, windows=(window,) * _num_layers(hf) if window else ())
+    window = integer(hf, "sliding_window", 0)
+    return llama_spec(hf, windows=(window,) * num_layers(hf) if window else ())
 
 
 @family("Qwen2ForCausalLM")
 def qwen2(hf: dict[str, Any]) -> ModelSpec:
-    return llama_spec(hf, attn_bias=True, windows=_layer_windows(hf))
+    return llama_spec(hf, attn_bias=True, windows=layer_windows(hf))
 
 
 @family("Qwen3ForCausalLM")
 def qwen3(hf: dict[str, Any]) -> ModelSpec:
     bias = bool(hf.get("attention_bias", False))
-    head_dim = _integer(hf, "head_dim", 128)
-    return llama_spec(
-        hf | {"head_dim": head_dim}, attn_bias=bias, o_bias=bias, qk_norm=True, windows=_layer_windows(hf)
-    )
+    head_dim = integer(hf, "head_dim", 128)
+    return llama_spec(hf | {"head_dim": head_dim}, attn_bias=bias, o_bias=bias, qk_norm=True, windows=layer_windows(hf))
 
 
 def rope_spec(hf: dict[str, Any], head_dim: int) -> RopeSpec:
@@ -74,8 +72,8 @@ def rope_spec(hf: dict[str, Any], head_dim: int) -> RopeSpec:
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind not in ROPE_KINDS:
         raise UnsupportedError(f"config.json: rope_type {kind!r} is not supported; lmkit runs {', '.join(ROPE_KINDS)}")
-    max_position = _integer(hf, "max_position_embeddings", 2048)
-    original = _integer(parameters, "original_max_position_embeddings", 0)
+    max_position = integer(hf, "max_position_embeddings", 2048)
+    original = integer(parameters, "original_max_position_embeddings", 0)
     if kind in ("dynamic", "yarn") and not original:
         original = max_position
     if kind == "llama3" and not original:
@@ -84,55 +82,49 @@ def rope_spec(hf: dict[str, Any], head_dim: int) -> RopeSpec:
     if factor is None:
         factor = max_position / original if kind == "yarn" else 1.0
     attention_factor = parameters.get("attention_factor")
-    partial = _number(parameters, "partial_rotary_factor", _number(hf, "partial_rotary_factor", 1.0))
+    partial = number(parameters, "partial_rotary_factor", number(hf, "partial_rotary_factor", 1.0))
     return RopeSpec(
         kind=kind,
-        theta=_number(parameters, "rope_theta", _number(hf, "rope_theta", 10000.0)),
-        factor=_number({"factor": factor}, "factor", 1.0),
+        theta=number(parameters, "rope_theta", number(hf, "rope_theta", 10000.0)),
+        factor=number({"factor": factor}, "factor", 1.0),
         # Dynamic NTK counts from the declared context, as transformers does.
         original_max_position=max_position if kind == "dynamic" else original,
         rotary_dim=int(head_dim * partial),
-        beta_fast=_number(parameters, "beta_fast", 32.0),
-        beta_slow=_number(parameters, "beta_slow", 1.0),
-        mscale=_number(parameters, "mscale", 0.0),
-        mscale_all_dim=_number(parameters, "mscale_all_dim", 0.0),
-        attention_factor=None if attention_factor is None else _number(parameters, "attention_factor", 1.0),
+        beta_fast=number(parameters, "beta_fast", 32.0),
+        beta_slow=number(parameters, "beta_slow", 1.0),
+        mscale=number(parameters, "mscale", 0.0),
+        mscale_all_dim=number(parameters, "mscale_all_dim", 0.0),
+        attention_factor=None if attention_factor is None else number(parameters, "attention_factor", 1.0),
         truncate=bool(parameters.get("truncate", True)),
-        low_freq_factor=_number(parameters, "low_freq_factor", 1.0),
-        high_freq_factor=_number(parameters, "high_freq_factor", 4.0),
+        low_freq_factor=number(parameters, "low_freq_factor", 1.0),
+        high_freq_factor=number(parameters, "high_freq_factor", 4.0),
     )
 
 
-def _layer_windows(hf: dict[str, Any]) -> tuple[int, ...]:
+def layer_windows(hf: dict[str, Any]) -> tuple[int, ...]:
     """Qwen's rule: with use_sliding_window, layers from max_window_layers on, or as `layer_types` says."""
-    window = _integer(hf, "sliding_window", 0)
+    window = integer(hf, "sliding_window", 0)
     if not hf.get("use_sliding_window", False) or not window:
         return ()
-    num_layers = _num_layers(hf)
+    count = num_layers(hf)
     kinds = hf.get("layer_types")
     if kinds is None:
-        first = _integer(hf, "max_window_layers", num_layers)
-        return tuple(window if i >= first else 0 for i in range(num_layers))
-    if (
-        not isinstance(kinds, list)
-        or len(kinds) != num_layers
-        or not set(kinds) <= {"full_attention", "sliding_attention"}
-    ):
-        raise CheckpointError(
-            f"config.json: layer_types must name full_attention or sliding_attention {num_layers} times"
-        )
+        first = integer(hf, "max_window_layers", count)
+        return tuple(window if i >= first else 0 for i in range(count))
+    if not isinstance(kinds, list) or len(kinds) != count or not set(kinds) <= {"full_attention", "sliding_attention"}:
+        raise CheckpointError(f"config.json: layer_types must name full_attention or sliding_attention {count} times")
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
 
 
-def _num_layers(hf: dict[str, Any]) -> int:
+def num_layers(hf: dict[str, Any]) -> int:
     """Bounded here already: lists of one entry a layer are made from it."""
-    num_layers = _integer(hf, "num_hidden_layers")
-    if num_layers > LIMITS["num_layers"]:
-        raise CheckpointError(f"config.json: num_hidden_layers = {num_layers} is more than {LIMITS['num_layers']}")
-    return num_layers
+    count = integer(hf, "num_hidden_layers")
+    if count > LIMITS["num_layers"]:
+        raise CheckpointError(f"config.json: num_hidden_layers = {count} is more than {LIMITS['num_layers']}")
+    return count
 
 
-def _integer(hf: dict[str, Any], key: str, default: int | None = None) -> int:
+def integer(hf: dict[str, Any], key: str, default: int | None = None) -> int:
     value = hf.get(key)
     if value is None:
         if default is None:
@@ -143,7 +135,7 @@ def _integer(hf: dict[str, Any], key: str, default: int | None = None) -> int:
     return value
 
 
-def _number(hf: dict[str, Any], key: str, default: float) -> float:
+def number(hf: dict[str, Any], key: str, default: float) -> float:
     value = hf.get(key)
     if value is None:
         return default

@@ -1,0 +1,24 @@
+"""The gated MLP: a whole one, or one expert of many."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from lmkit.kernels.ops import Norm
+from lmkit.layers.linear import MergedLinear, Weights
+
+
+class GatedMLP:
+    """down(silu(gate(x)) * up(x)). `weights` has `<role>.gate`, `<role>.up` and `<role>.down`."""
+
+    def __init__(self, role: str, weights: Weights, device: str = "cpu") -> None:
+        self.gate_up = MergedLinear((f"{role}.gate", f"{role}.up"), weights, device, gated=True)
+        self.down = MergedLinear((f"{role}.down",), weights, device)
+
+    @property
+    def linears(self) -> tuple[MergedLinear, ...]:
+        return self.gate_up, self.down
+
+    def __call__(self, x: Tensor, norm: Norm | None = None) -> Tensor:
+        """x [T, hidden], normalized if `norm` is None -> the MLP's contribution [T, hidden]."""
+        return self.down(self.gate_up(x, norm))

@@ -1,0 +1,94 @@
+"""A mixture of experts: a router sends each token to a few of many gated MLPs.
+
+    x --router--> probabilities --top k--> the tokens of expert 0 --expert 0--> * probability --+
+                                           the tokens of expert 1 --expert 1--> * probability --+--> sum
+    x --shared expert--> * sigmoid(shared router) ----------------------------------------------+
+
+A token's sum runs over its experts by ascending number, then the shared one, whatever other tokens are in the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from lmkit.kernels import ops
+from lmkit.kernels.ops import Norm
+from lmkit.layers.linear import MergedLinear, Weights
+from lmkit.layers.mlp import GatedMLP
+from lmkit.layers.moe_spec import MoESpec
+
+
+class MoE:
+    """The experts of one layer: roles `mlp.experts.<number>.gate|up|down`, `mlp.router`, and for a shared expert
+    `mlp.shared.gate|up|down`, `mlp.shared_router`.
+
+    `all_tokens`, for calibration: every expert computes every token, so that its linears' observers see them all; the
+    output is still that of the chosen experts.
+    """
+
+    def __init__(self, spec: MoESpec, weights: Weights, device: str = "cpu") -> None:
+        self.spec = spec
+        self.all_tokens = False
+        has_shared = spec.shared_intermediate_size > 0
+        self.router = MergedLinear(("mlp.router", "mlp.shared_router")[: 1 + has_shared], weights, device)
+        self.experts = [GatedMLP(f"mlp.experts.{i}", weights, device) for i in range(spec.num_experts)]
+        self.shared = GatedMLP("mlp.shared", weights, device) if has_shared else None
+        self._rms_norm = ops.rms_norm.select(device)
+        self._gather = ops.embedding.select(device)
+
+    @property
+    def linears(self) -> tuple[MergedLinear, ...]:
+        mlps = self.experts if self.shared is None else [*self.experts, self.shared]
+        return self.router, *(linear for mlp in mlps for linear in mlp.linears)
+
+    def __call__(self, x: Tensor, norm: Norm | None = None) -> Tensor:
+        """x [T, hidden], normalized if `norm` is None -> the block's contribution [T, hidden]."""
+        if norm is not None:
+            x = self._rms_norm(x, norm)
+        num_experts, count = self.spec.num_experts, self.spec.experts_per_token
+        logits = self.router(x)
+        weights, experts = route(logits[:, :num_experts], count, self.spec.normalize, shown=self._num_shown)
+        factors, out = weights.flatten(), torch.zeros_like(x)
+        for expert, places in by_expert(experts):
+            tokens = places // self._num_shown
+            y = self.experts[expert](self._gather(x, tokens))
+            out.index_add_(0, tokens, y * factors[places, None])
+        if self.shared is not None:
+            out += self.shared(x) * row_sigmoid(logits[:, num_experts:])
+        return out
+
+    @property
+    def _num_shown(self) -> int:
+        """How many experts compute a token."""
+        return self.spec.num_experts if self.all_tokens else self.spec.experts_per_token
+
+
+def route(logits: Tensor, count: int, normalize: bool, *, shown: int | None = None) -> tuple[Tensor, Tensor]:
+    """(weights float32 [T, shown], experts int64 [T, shown]) from logits float32 [T, num_experts].
+
+    The weights are softmax probabilities of the `count` most likely experts, of equals the lower numbers; `normalize`
+    divides them by their sum. `shown` - count more experts follow with weight 0.
+    """
+    ordered = logits.softmax(-1).sort(dim=-1, descending=True, stable=True)
+    weights, experts = (part[:, : count if shown is None else shown].clone() for part in ordered)
+    weights[:, count:] = 0
+    if normalize:
+        weights /= weights.sum(-1, keepdim=True)
+    return weights, experts
+
+
+def by_expert(experts: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """(expert, its places in experts.flatten(), ascending), by ascending expert, for those that have any."""
+    flat = experts.flatten()
+    order = flat.argsort(stable=True)
+    numbers, counts = flat[order].unique_consecutive(return_counts=True)
+    return zip(numbers.tolist(), order.split(counts.tolist()), strict=True)
+
+
+def row_sigmoid(x: Tensor) -> Tensor:
+    """sigmoid of x [T, 1], as the softmax of x and 0: torch's softmax computes each row alone, while its sigmoid rounds
+    an element as its place among the others has it."""
+    return torch.cat([x, torch.zeros_like(x)], -1).softmax(-1)[:, :1]
