@@ -61,7 +61,7 @@ class GgufReader:
         """Every linear's module and how the file stores it; None = as floats."""
         modules = {name.removesuffix(".weight"): self._info(name) for name in self.names() if _is_linear(name)}
         return {
-            module: QuantScheme(_BITS[info.storage.name], GROUP) if info.storage.name in _BITS else None
+            module: _scheme(info.storage.name) if info.storage.name in _BITS else None
             for module, info in modules.items()
         }
 
@@ -164,16 +164,19 @@ def _quantized(storage: str, raw: Tensor, shape: tuple[int, ...], where: str) ->
         raise CheckpointError(f"{where}: holds scales that are not finite")
     packed = blocks[..., 2:]
     if storage == "Q8_0":
-        codes, zero = packed ^ 0x80, 128  # int8 v as the byte v + 128
-    else:
-        codes, zero = torch.cat([packed & 0xF, packed >> 4], dim=-1), 8
-    # (code - 8) d = (7 - (15 - code)) d = ((15 - code) - 7) (-d): negative scales, which Q4_0 has, become positive.
+        if bool(scales.signbit().any()):
+            raise CheckpointError(f"{where}: holds negative scales")
+        codes = (packed ^ 0x80).reshape(rows, columns)  # int8 v as the byte v + 128
+        return QTensor(codes, scales, torch.full_like(scales, 128, dtype=torch.uint8), _scheme(storage))
+    codes = torch.cat([packed & 0xF, packed >> 4], dim=-1)
+    # (code - 8) d = ((15 - code) - 7) (-d): half of Q4_0's scales are negative, and become positive.
     negative = scales.signbit()
-    top = 2 * zero - 1
-    codes = torch.where(negative[..., None], top - codes, codes)
-    zeros = torch.where(negative, torch.tensor(zero - 1), torch.tensor(zero)).to(torch.uint8)
-    scheme = QuantScheme(_BITS[storage], GROUP)
-    return QTensor(codes.reshape(rows, columns), scales.abs(), zeros, scheme)
+    codes = torch.where(negative[..., None], 15 - codes, codes).reshape(rows, columns)
+    return QTensor(codes, scales.abs(), 8 - negative.to(torch.uint8), _scheme(storage))
+
+
+def _scheme(storage: str) -> QuantScheme:
+    return QuantScheme(_BITS[storage], GROUP, symmetric=storage == "Q8_0")
 
 
 def _decode_q6_k(raw: Tensor) -> Tensor:

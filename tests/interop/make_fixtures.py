@@ -7,6 +7,7 @@ Beside the tool's files lies expected.safetensors: token ids and the logits that
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import tempfile
@@ -65,6 +66,7 @@ def llm_compressor(out: Path, symmetric: bool) -> torch.Tensor:
 
 
 def gptqmodel(out: Path, version: str) -> torch.Tensor:
+    os.cpu_count = lambda: 4  # it does not start with fewer than three
     from gptqmodel import BACKEND, GPTQModel
     from gptqmodel.quantization.config import FORMAT, AWQConfig, GPTQConfig
 
@@ -93,7 +95,7 @@ def auto_round(out: Path, form: str) -> torch.Tensor:
         tokenizer=transformers.PreTrainedTokenizerFast(tokenizer_file=str(_tokenizer())),
         scheme="W4A16", sym=form == "auto_gptq", group_size=GROUP, nsamples=16, seqlen=32, batch_size=8, iters=20,
         dataset=[{"input_ids": part, "attention_mask": torch.ones_like(part)} for part in rows().split(8)],
-        amp=False, device_map="cpu",
+        amp=False, device_map="cpu", enable_torch_compile=False,
     )  # fmt: skip
     model, _ = rounder.quantize()
     logits = logits_of(model)
