@@ -21,7 +21,7 @@ TOOLS = {
     for tool in (
         Tool("lmkit", "lmkit_tool", ("lmkit", "msgspec", "numba"), ("rtn", "awq", "gptq", "default"), "."),
         Tool("llm-compressor", "llm_compressor", ("llmcompressor",), ("awq", "gptq"), "llmcompressor"),
-        Tool("auto-round", "auto_round", ("auto_round",), ("signround", "awq+signround"), "auto-round"),
+        Tool("auto-round", "auto_round", ("auto_round",), ("light", "signround", "awq+signround"), "auto-round"),
         Tool("gptqmodel", "gptqmodel", ("gptqmodel",), ("gptq", "awq"), "gptqmodel"),
         Tool("autoawq", "autoawq", ("awq",), ("awq",), "autoawq transformers==4.51.3"),
     )

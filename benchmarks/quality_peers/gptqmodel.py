@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
-from gptqmodel import BACKEND, GPTQModel
-from gptqmodel.quantization.config import FORMAT, AWQConfig, GPTQConfig
 
-from benchmarks.quality_peers.dense import load_float32, save_dense
-from benchmarks.quality_peers.protocol import Job, run
+os.cpu_count = lambda: 4  # it does not start with fewer than three
+
+from gptqmodel import BACKEND, GPTQModel  # noqa: E402
+from gptqmodel.quantization.config import FORMAT, AWQConfig, GPTQConfig  # noqa: E402
+
+from benchmarks.quality_peers.dense import load_float32, save_dense  # noqa: E402
+from benchmarks.quality_peers.protocol import Job, run  # noqa: E402
 
 GRID: dict[str, Any] = {"bits": 4, "group_size": 128, "sym": False, "device": "cpu", "offload_to_disk": False}
 RECIPES = {

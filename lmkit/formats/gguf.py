@@ -4,8 +4,8 @@
     Q8_0  32 weights: float16 d, 32 int8: w = code d
     Q6_K  256 weights: low 4 bits, high 2 bits, 16 int8 scales, float16 d: w = (code - 32) scale d; read as dense
 
-Linears in Q4_0 and Q8_0 become QTensors, without loss. The architectures llama, qwen2 and qwen3 are known. The tokenizer
-inside the file is not read: a tokenizer.json has to lie beside it.
+Linears in Q4_0 and Q8_0 become QTensors, without loss. The architectures llama, qwen2 and qwen3 are known. The
+tokenizer inside the file is not read: a tokenizer.json has to lie beside it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lmkit.errors import CheckpointError, UnsupportedError
+from lmkit.formats.base import WeightFormat
 from lmkit.formats.checkpoint import CheckpointWriter, atomic_directory
 from lmkit.formats.gguf_file import GgufFile, GgufTensor
 from lmkit.qtensor import QTensor, QuantScheme, dequantize
@@ -60,9 +61,14 @@ class GgufReader:
         """Every linear's module and how the file stores it; None = as floats."""
         modules = {name.removesuffix(".weight"): self._info(name) for name in self.names() if _is_linear(name)}
         return {
-            module: QuantScheme(_BITS[info.storage.name], GROUP) if info.storage.name in _BITS else None
+            module: _scheme(info.storage.name) if info.storage.name in _BITS else None
             for module, info in modules.items()
         }
+
+    def shape(self, module: str) -> tuple[int, int]:
+        """[out, in] of a linear."""
+        rows, *columns = self._info(module + ".weight").shape
+        return rows, columns[0] if columns else 1
 
     def tensor(self, name: str) -> Tensor:
         """Floats, in the file's type; what the file quantizes comes as float16, Q6_K included."""
@@ -85,7 +91,8 @@ class GgufReader:
         if info.storage.name not in _BITS:
             return self.tensor(name)
         q = _quantized(info.storage.name, self._file.raw(self._names[name]), info.shape, self._where(name))
-        return QTensor(*(self._in_order(name, part) for part in (q.codes, q.scales, q.zeros)), q.scheme)
+        codes, scales, zeros = (self._in_order(name, part) for part in (q.codes, q.scales, q.zeros))
+        return QTensor(codes, scales, zeros, q.scheme)
 
     def _info(self, name: str) -> GgufTensor:
         if name not in self._names:
@@ -116,9 +123,9 @@ def find_gguf(path: Path) -> Path:
     return files[0]
 
 
-def convert_gguf(path: str | Path, out: Path, weight_format: Any) -> dict[str, QuantScheme | None]:
-    """Write a GGUF checkpoint as a Hugging Face folder, its linears by `weight_format` (a WeightFormat; dense stores the
-    values of quantized linears as float16). Returns how each linear was quantized.
+def convert_gguf(path: str | Path, out: Path, weight_format: WeightFormat) -> None:
+    """Write a GGUF checkpoint as a Hugging Face folder, its linears by `weight_format` (dense stores the
+    values of quantized linears as float16).
 
     Raises CheckpointError, also without a tokenizer.json beside the file, and UnsupportedError for a linear that the
     format cannot store.
@@ -126,51 +133,50 @@ def convert_gguf(path: str | Path, out: Path, weight_format: Any) -> dict[str, Q
     reader = GgufReader(path)
     if not (reader.path / "tokenizer.json").is_file():
         raise CheckpointError(
-            f"{reader.path}: a GGUF file needs the model's tokenizer.json beside it (from its Hugging Face repository); "
+            f"{reader.path}: a GGUF file needs the model's tokenizer.json beside it (its repository has it); "
             "the tokenizer inside the file is not read"
         )
-    linears = reader.linears()
-    dense = weight_format.name == "dense"
-    for module, scheme in linears.items():
-        shape = reader._info(module + ".weight").shape
-        if not dense and scheme is not None and (reason := weight_format.can_write(shape, scheme)):
-            raise UnsupportedError(
-                f"{module}: {weight_format.name} cannot store it: {reason}; convert to dense instead"
-            )
+    linears = reader.linears() if weight_format.name != "dense" else {}
+    quantized = {module: scheme for module, scheme in linears.items() if scheme is not None}
+    for module, scheme in quantized.items():
+        if reason := weight_format.can_write(reader.shape(module), scheme):
+            raise UnsupportedError(f"{module}: {weight_format.name} cannot store it: {reason}; convert to dense")
     with atomic_directory(out) as folder:
         writer = CheckpointWriter(folder)
         for name in reader.names():
-            if dense or linears.get(name.removesuffix(".weight")) is None:
-                writer.add(name, reader.tensor(name).clone())
+            module = name.removesuffix(".weight")
+            if module in quantized:
+                weight_format.write_linear(writer, module, reader.read_linear(module))
             else:
-                weight_format.write_linear(writer, name.removesuffix(".weight"), reader.read_linear(name[:-7]))
-        quantized = not dense and any(scheme is not None for scheme in linears.values())
+                writer.add(name, reader.tensor(name))
         entry = {"quantization_config": weight_format.config_entry(linears)} if quantized else {}
         writer.finish(reader.config | entry, reader.path)
-    return linears
 
 
 def _quantized(storage: str, raw: Tensor, shape: tuple[int, ...], where: str) -> QTensor:
     """Blocks -> codes uint8 [out, in], scales float16 and zeros uint8 [out, in / 32]; scales come out positive."""
-    rows, columns = shape if len(shape) == 2 else (0, 0)
-    if not rows:
+    if len(shape) != 2:
         raise CheckpointError(f"{where}: is {list(shape)}, expected a matrix")
+    rows, columns = shape
     blocks = raw.view(rows, columns // GROUP, -1)  # [rows, groups, 18 or 34]
     scales = blocks[..., :2].contiguous().view(torch.float16)[..., 0].clone()
     if not bool(scales.isfinite().all()):
         raise CheckpointError(f"{where}: holds scales that are not finite")
     packed = blocks[..., 2:]
     if storage == "Q8_0":
-        codes, zero = packed ^ 0x80, 128  # int8 v as the byte v + 128
-    else:
-        codes, zero = torch.cat([packed & 0xF, packed >> 4], dim=-1), 8
-    # (code - 8) d = (7 - (15 - code)) d = ((15 - code) - 7) (-d): negative scales, which Q4_0 has, become positive.
+        if bool(scales.signbit().any()):
+            raise CheckpointError(f"{where}: holds negative scales")
+        codes = (packed ^ 0x80).reshape(rows, columns)  # int8 v as the byte v + 128
+        return QTensor(codes, scales, torch.full_like(scales, 128, dtype=torch.uint8), _scheme(storage))
+    codes = torch.cat([packed & 0xF, packed >> 4], dim=-1)
+    # (code - 8) d = ((15 - code) - 7) (-d): half of Q4_0's scales are negative, and become positive.
     negative = scales.signbit()
-    top = 2 * zero - 1
-    codes = torch.where(negative[..., None], top - codes, codes)
-    zeros = torch.where(negative, torch.tensor(zero - 1), torch.tensor(zero)).to(torch.uint8)
-    scheme = QuantScheme(_BITS[storage], GROUP)
-    return QTensor(codes.reshape(rows, columns), scales.abs(), zeros, scheme)
+    codes = torch.where(negative[..., None], 15 - codes, codes).reshape(rows, columns)
+    return QTensor(codes, scales.abs(), 8 - negative.to(torch.uint8), _scheme(storage))
+
+
+def _scheme(storage: str) -> QuantScheme:
+    return QuantScheme(_BITS[storage], GROUP, symmetric=storage == "Q8_0")
 
 
 def _decode_q6_k(raw: Tensor) -> Tensor:
@@ -215,7 +221,7 @@ def _config(file: GgufFile) -> dict[str, Any]:
         value = data.get(f"{kind}.{key}", default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise CheckpointError(f"{path}: {kind}.{key} is {value!r}, expected a number")
-        return value
+        return float(f"{value:.7g}") if isinstance(value, float) else value  # 1e-5 as it was, before it was float32
 
     heads, hidden = number("attention.head_count"), number("embedding_length")
     config: dict[str, Any] = {
