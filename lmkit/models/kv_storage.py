@@ -91,14 +91,14 @@ def _fixed(reader: CheckpointReader, spec: ModelSpec, scheme: KVScheme, layer: i
     return KVStorage(scheme.dtype, scheme.dtype, k_scales=k, v_scales=v)
 
 
-def scale_name(layer: int, which: str) -> str:
+def scale_name(spec: ModelSpec, layer: int, which: str) -> str:
     """`k_scale` of layer 3 -> model.layers.3.self_attn.k_scale."""
-    return roles.module_name(layer, "attn.k").rpartition(".")[0] + "." + which
+    return roles.module_name(spec, layer, "attn.k").rpartition(".")[0] + "." + which
 
 
 def _scales(reader: CheckpointReader, spec: ModelSpec, scheme: KVScheme, layer: int, which: str) -> tuple[float, ...]:
     """One float16 number for each head."""
-    name = scale_name(layer, which)
+    name = scale_name(spec, layer, which)
     if not reader.has(name):
         raise CheckpointError(f"{reader.path}: config.json has a kv_cache_scheme, but tensor {name} is missing")
     count = 1 if scheme.strategy == "tensor" else spec.num_kv_heads

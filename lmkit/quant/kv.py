@@ -160,7 +160,7 @@ def _budgeted(recipe: KVRecipe, stats: list[KVStats]) -> dict[tuple[int, str], i
 
 
 def write_static(
-    writer: CheckpointWriter, entry: dict[str, Any] | None, recipe: KVRecipe, stats: list[KVStats]
+    writer: CheckpointWriter, entry: dict[str, Any] | None, recipe: KVRecipe, spec: ModelSpec, stats: list[KVStats]
 ) -> dict[str, Any] | None:
     """With scheme static8: k_scale and v_scale of each layer to the checkpoint. Returns the quantization_config."""
     if recipe.scheme != "static8":
@@ -169,5 +169,5 @@ def write_static(
     for index, seen in enumerate(stats):
         for which, peak in (("k_scale", seen.k_absmax.max()), ("v_scale", seen.v_absmax.max())):
             scale = (peak / (448 if recipe.type == "fp8" else 127)).clamp(SMALLEST_SCALE, LARGEST_SCALE)
-            writer.add(scale_name(index, which), scale.float().reshape(1))
+            writer.add(scale_name(spec, index, which), scale.float().reshape(1))
     return (entry or {}) | {"kv_cache_scheme": scheme.entry()}

@@ -75,7 +75,7 @@ def make_bit_budget(spec: ModelSpec, recipe: Recipe, dense: dict[str, str]) -> B
         fused = {role: group[0] for group in roles.fused(spec, layer) for role in group}
         together: dict[str, dict[str, str]] = {}
         for role in roles.linears(spec, layer):
-            module = roles.module_name(layer, role)
+            module = roles.module_name(spec, layer, role)
             num_weights += math.prod(spec.linear_shape(role))
             if module in dense:
                 fixed_bits += stored_bits(spec, recipe, role, None)

@@ -108,7 +108,7 @@ class Quantizer:
                     assert isinstance(weight, Tensor)
                     writer.add(module + kind, weight.to(source.reader.tensor(module + kind).dtype))
         entry = weight_format.config_entry(self.plan.linears, activations=self.recipe.activations)
-        entry = write_static(writer, entry, self.recipe.kv, kv_stats)
+        entry = write_static(writer, entry, self.recipe.kv, spec, kv_stats)
         writer.finish(source.config | {"quantization_config": entry}, source.reader.path)
         if self.recipe.kv.scheme == "online":
             save_kv_config(make_kv_config(self.recipe.kv, spec, kv_stats), folder)
