@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import shutil
 import signal
 import sys
 from dataclasses import asdict, dataclass, field
@@ -26,7 +25,7 @@ from benchmarks.ceilings import Ceilings, measure_ceilings
 from benchmarks.contention import REPEATS, Reading
 from benchmarks.peers import client, report
 from benchmarks.peers.catalog import ENGINES, POINTS, EngineKind, Point
-from benchmarks.peers.client import EngineFailed, Worker
+from benchmarks.peers.client import EngineFailed, Worker, parse_pythons
 from benchmarks.peers.protocol import Options
 from benchmarks.peers.samples import Sample, Samples
 from benchmarks.random_llama import LLAMA_1B, Shape, make_checkpoint
@@ -193,7 +192,7 @@ def main() -> None:
     arguments = _arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no engine outlives the run
     try:
-        names, pythons = parse_engines(arguments.engines), parse_peers(arguments.peer)
+        names, pythons = parse_engines(arguments.engines), parse_pythons(arguments.peer, ENGINES)
         samples, ceilings = run(
             [ENGINES[name] for name in names],
             pythons,
@@ -221,19 +220,6 @@ def parse_engines(text: str | None) -> list[str]:
     if unknown := sorted(asked - set(ENGINES)):
         raise ConfigError(f"--engines: no engine {', '.join(unknown)}; there are {', '.join(ENGINES)}")
     return [name for name in ENGINES if name in asked]
-
-
-def parse_peers(entries: list[str]) -> dict[str, str]:
-    """`NAME=PYTHON` -> interpreter by engine. Raises ConfigError."""
-    pythons = {}
-    for entry in entries:
-        name, _, python = entry.partition("=")
-        if name not in ENGINES:
-            raise ConfigError(f"--peer {entry}: no engine {name!r}; there are {', '.join(ENGINES)}")
-        if not python or shutil.which(python) is None:
-            raise ConfigError(f"--peer {entry}: {python!r} is not a program; write --peer {name}=/path/to/python")
-        pythons[name] = python
-    return pythons
 
 
 def _arguments() -> argparse.Namespace:

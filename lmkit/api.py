@@ -153,7 +153,7 @@ class Pipeline:
         one = isinstance(inputs, str) or (len(inputs) > 0 and isinstance(inputs[0], int))
         items: list[Any] = [inputs] if one else list(inputs)
         rows = [self.tokenizer.encode(item) if isinstance(item, str) else item for item in items]
-        params = GenerationConfig(max_new_tokens=1)
+        params = GenerationConfig(max_new_tokens=0)
         requests = []
         for row in rows:
             if len(row) < 2:
@@ -164,7 +164,7 @@ class Pipeline:
             if output.error is not None:
                 raise RequestError("engine_error", output.error)
             if output.prompt_logprobs:
-                scores[output.request_id] = output.prompt_logprobs
+                scores[output.request_id] = [position.logprob for position in output.prompt_logprobs]
         return [math.exp(-math.fsum(scores[r.request_id]) / len(scores[r.request_id])) for r in requests]
 
     def close(self) -> None:

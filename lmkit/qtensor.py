@@ -8,7 +8,7 @@ inputs; a symmetric scheme is the same with zero = 2**(bits-1). Floats: float8 e
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -81,6 +81,16 @@ def dequantize(q: QTensor) -> Tensor:
     codes = _grouped(q.codes, q.scheme).float()
     values = (codes - q.zeros.float().unsqueeze(-1)) * q.scales.float().unsqueeze(-1)
     return values.flatten(-2)[..., :in_features].contiguous()
+
+
+def per_row(q: QTensor) -> QTensor:
+    """The same weight with scales of its own for each output."""
+    if q.scheme.rows == 1:
+        return q
+    out_features = q.codes.shape[0]
+    rows = out_features if q.scheme.rows == -1 else q.scheme.rows
+    scales = q.scales.repeat_interleave(rows, 0)[:out_features].contiguous()
+    return QTensor(q.codes, scales, q.zeros, replace(q.scheme, rows=1))
 
 
 def grid(weight: Tensor, scheme: QuantScheme, clip: Range | None = None) -> tuple[Tensor, Tensor]:

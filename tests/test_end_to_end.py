@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
+import torch
+import transformers
 
 QUESTION = [{"role": "user", "content": "Write a Python function `is_empty`: Return True if the queue is empty."}]
 
@@ -120,3 +124,41 @@ def test_blocks_come_back(addresses: tuple[str, str]) -> None:
             return
         threading.Event().wait(0.1)
     raise AssertionError(values)
+
+
+@pytest.mark.slow
+def test_scores_as_lm_eval_asks_for_them(addresses: tuple[str, str], demo_model: Path) -> None:
+    """Its `local-completions` model: token ids, the last token's entry is of the one generated, and a continuation is
+    greedy if every token's log-probability equals the greatest one given."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(demo_model)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
+    lines = (Path(__file__).parents[1] / "benchmarks" / "lm_eval" / "code.jsonl").read_text().splitlines()
+    docs = [json.loads(line) for line in lines]
+    pairs = [(tokenizer.encode(doc["context"]), tokenizer.encode(choice)) for doc in docs for choice in doc["choices"]]
+    body = {
+        "model": "demo", "prompt": [context + target for context, target in pairs], "temperature": 0, "max_tokens": 1,
+        "logprobs": 1, "seed": 1234, "echo": True,
+    }  # fmt: skip
+    answer = httpx.post(addresses[0] + "/v1/completions", json=body, timeout=60).raise_for_status().json()
+    greedy_flags = set()
+    for (context, target), choice in zip(pairs, answer["choices"], strict=True):
+        continuation = slice(len(context), -1)
+        logprobs = choice["logprobs"]["token_logprobs"][continuation]
+        tops = choice["logprobs"]["top_logprobs"][continuation]
+        greedy = all(logprob == max(top.values()) for logprob, top in zip(logprobs, tops, strict=True))
+        with torch.no_grad():
+            scores = reference(torch.tensor([context + target])).logits[0].log_softmax(-1)
+        scores = scores[len(context) - 1 : -1]
+        want = scores.gather(1, torch.tensor(target)[:, None]).sum().item()
+        assert sum(logprobs) == pytest.approx(want, abs=0.05)
+        assert greedy == (scores.argmax(-1).tolist() == target)
+        greedy_flags.add(greedy)
+    assert greedy_flags == {True, False}
+
+
+@pytest.mark.slow
+def test_generates_as_lm_eval_asks_for_it(client: openai.OpenAI) -> None:
+    prompt = "import os\nimport sys\n\ndef main():\n    path = os.path."
+    options: dict[str, Any] = {"model": "demo", "max_tokens": 8, "temperature": 0, "seed": 1234}
+    answer = client.completions.create(prompt=prompt, stop=["(", "\n"], **options)
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("join", "stop")

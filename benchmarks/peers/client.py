@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -15,6 +16,7 @@ from typing import Any, Self
 import psutil
 
 from benchmarks.peers.protocol import Facts, Options
+from lmkit.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,7 +43,7 @@ class Worker:
                 stderr=errors,
                 text=True,
                 cwd=ROOT,
-                env=_environment(options.threads),
+                env=environment(options.threads),
                 start_new_session=True,  # a group of its own, to be stopped as one
             )
 
@@ -104,9 +106,22 @@ def prepare(python: str, module: str, source: Path, out: Path, log: Path) -> Non
     """Have an engine make its own form of a checkpoint. Raises EngineFailed."""
     command = [python, "-m", module, "prepare", str(source), str(out)]
     with log.open("wb") as output:
-        done = subprocess.run(command, stdout=output, stderr=output, cwd=ROOT, env=_environment(None), check=False)
+        done = subprocess.run(command, stdout=output, stderr=output, cwd=ROOT, env=environment(None), check=False)
     if done.returncode:
         raise EngineFailed(last_line(log))
+
+
+def parse_pythons(entries: list[str], known: Collection[str]) -> dict[str, str]:
+    """`NAME=PYTHON` -> interpreter by the name of an engine or tool. Raises ConfigError."""
+    pythons = {}
+    for entry in entries:
+        name, _, python = entry.partition("=")
+        if name not in known:
+            raise ConfigError(f"--peer {entry}: there is no {name!r}, only {', '.join(known)}")
+        if not python or shutil.which(python) is None:
+            raise ConfigError(f"--peer {entry}: {python!r} is not a program; write --peer {name}=/path/to/python")
+        pythons[name] = python
+    return pythons
 
 
 def can_import(python: str, packages: tuple[str, ...]) -> bool:
@@ -123,6 +138,7 @@ def last_line(log: Path) -> str:
     return lines[-1].strip()[:300] if lines else "it ended without a word"
 
 
-def _environment(threads: int | None) -> dict[str, str]:
+def environment(threads: int | None) -> dict[str, str]:
+    """Of a process that imports this repository's benchmarks, with the number of threads that OpenMP starts."""
     path = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part)
     return os.environ | {"PYTHONPATH": path} | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})

@@ -63,6 +63,8 @@ def _kernels() -> dict[str, Any]:
         "linear_w4a16": {"group_size": 128, "bits": 4, **linear},
         "linear_w4a8": {"group_size": 128, "bits": 4, **linear},
         "linear_w8a8": {"group_size": -1, "bits": 8, **linear},
+        "linear_w8a16": {"group_size": -1, "bits": 8, **linear},
+        "linear_fp8": {"group_size": -1, "bits": 8, **linear},
     }
     rows: dict[str, Any] = {"instruction set": isa.describe()}
     for op in vars(ops).values():

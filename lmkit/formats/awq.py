@@ -11,17 +11,31 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.formats.checkpoint import CheckpointReader, CheckpointWriter
 from lmkit.formats.dense import read_dense
 from lmkit.formats.packing import pack_awq, unpack_awq
+from lmkit.formats.parts import (
+    Activations,
+    Fields,
+    field_problem,
+    half_scales,
+    listed,
+    matrix_shape,
+    method_problem,
+    names_problem,
+    one_scheme,
+    read_part,
+    read_scales,
+    refuse_beside,
+    refuse_extras,
+    size_problem,
+)
 from lmkit.qtensor import Linears, QTensor, QuantScheme
 
-# (field, its other spelling, allowed values, None among them if it may be absent). Others decide how tensors are read.
-_FIELDS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
+_FIELDS: Fields = (
     ("bits", "w_bit", (4,)),
     ("version", "format", ("gemm",)),
     ("zero_point", "zero_point", (True, None)),
@@ -29,9 +43,7 @@ _FIELDS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("lm_head", "lm_head", (False, None)),
     ("modules_in_block_to_quantize", "modules_in_block_to_quantize", (None,)),
 )
-_READ = {name for field in _FIELDS for name in field[:2]} | {
-    "quant_method", "group_size", "q_group_size", "modules_to_not_convert",
-}  # fmt: skip
+_READ = {"quant_method", "group_size", "q_group_size", "modules_to_not_convert"}
 # How the file was made, or how another engine should run it: no meaning for the tensors.
 _NOTES = {
     "act_group_aware", "backend", "batch_size", "block_name_to_quantize", "cache_block_outputs", "damp_percent",
@@ -44,50 +56,50 @@ class AwqFormat:
     name = "awq"
 
     def accepts(self, config: dict[str, Any]) -> str | None:
-        entry = config.get("quantization_config")
-        if not isinstance(entry, dict):
-            return "config.json has no quantization_config object"
-        if entry.get("quant_method") != "awq":
-            return f"quant_method is {entry.get('quant_method')!r}"
-        if unknown := sorted(entry.keys() - _READ - _NOTES):
-            return f"quantization_config has unknown fields {', '.join(unknown)}"
-        for field, other, allowed in _FIELDS:
-            for name in [name for name in (field, other) if name in entry] or [field]:
-                value = entry.get(name)
-                value = value.lower() if isinstance(value, str) else value
-                if value not in allowed or type(value) not in map(type, allowed):
-                    return f"{name} is {entry.get(name)!r}, expected {allowed[0]!r}"
-        return _group_size_problem(entry) or _skipped_problem(entry)
+        if problem := method_problem(config, "awq"):
+            return problem
+        entry = config["quantization_config"]
+        return (
+            field_problem(entry, _FIELDS, _READ | _NOTES)
+            or _group_size_problem(entry)
+            or names_problem("modules_to_not_convert", entry.get("modules_to_not_convert"))
+        )
+
+    def activations(self, config: dict[str, Any]) -> Activations:
+        return "none"
 
     def read_linear(self, reader: CheckpointReader, module: str) -> Tensor | QTensor:
         entry = reader.config["quantization_config"]
         if not reader.has(module + ".qweight"):
             return read_dense(reader, module)
-        for name in ("weight", "g_idx"):
-            if reader.has(f"{module}.{name}"):
-                raise CheckpointError(f"{reader.path}: {module} has both qweight and {name}")
-        if listed := _listed(module, entry):
-            raise CheckpointError(f"{reader.path}: {module} has a qweight, but modules_to_not_convert lists {listed!r}")
+        refuse_beside(reader, module, "qweight", ("weight", "g_idx"))
+        if name := listed(module, entry.get("modules_to_not_convert")):
+            raise CheckpointError(f"{reader.path}: {module} has a qweight, but modules_to_not_convert lists {name!r}")
         scheme = QuantScheme(bits=4, group_size=_group_size(entry))
         return _read(reader, module, scheme)
 
     def can_write(self, shape: tuple[int, int], scheme: QuantScheme) -> str | None:
         return can_write(shape, scheme)
 
-    def write_linear(self, writer: CheckpointWriter, module: str, weight: Tensor | QTensor) -> None:
+    def write_linear(
+        self, writer: CheckpointWriter, module: str, weight: Tensor | QTensor, *, activations: Activations = "none"
+    ) -> None:
         if not isinstance(weight, QTensor):
             writer.add(module + ".weight", weight)
             return
         out_features, in_features = weight.codes.shape
         if reason := can_write((out_features, in_features), weight.scheme):
             raise UnsupportedError(f"{module}: AWQ cannot store it: {reason}")
-        assert weight.scales.dtype == torch.float16
+        scales = half_scales(weight.scales, module, "AWQ")
         writer.add(module + ".qweight", pack_awq(weight.codes.T.contiguous()))
         writer.add(module + ".qzeros", pack_awq(weight.zeros.T.contiguous()))
-        writer.add(module + ".scales", weight.scales.T.contiguous())
+        writer.add(module + ".scales", scales.T.contiguous())
 
-    def config_entry(self, linears: Linears) -> dict[str, Any] | None:
-        (scheme,) = {scheme for scheme in linears.values() if scheme is not None}
+    def config_entry(
+        self, linears: Linears, *, activations: Activations = "none", kv_cache_scheme: dict[str, Any] | None = None
+    ) -> dict[str, Any] | None:
+        refuse_extras("AWQ", activations, kv_cache_scheme)
+        scheme = one_scheme(linears, "AWQ")
         skipped = [module for module, scheme in linears.items() if scheme is None]
         return {
             "quant_method": "awq",
@@ -102,6 +114,8 @@ class AwqFormat:
 def can_write(shape: tuple[int, int], scheme: QuantScheme) -> str | None:
     """None if a weight [out, in] quantized by `scheme` can be stored, else why it has to stay dense."""
     out_features, in_features = shape
+    if scheme.kind != "int":
+        return "float8 weights, AWQ has integers"
     if scheme.bits != 4:
         return f"{scheme.bits} bits, AWQ has 4"
     if out_features % 8:
@@ -112,28 +126,13 @@ def can_write(shape: tuple[int, int], scheme: QuantScheme) -> str | None:
 
 
 def _read(reader: CheckpointReader, module: str, scheme: QuantScheme) -> QTensor:
-    qweight = reader.info(module + ".qweight")
-    if qweight.dtype != "I32" or len(qweight.shape) != 2 or 0 in qweight.shape:
-        raise CheckpointError(
-            f"{reader.path}: {module}.qweight is {qweight.dtype} {list(qweight.shape)}, expected I32 [in, out / 8]"
-        )
-    in_features, words = qweight.shape
+    in_features, words = matrix_shape(reader, module + ".qweight", ("I32",))
     if reason := can_write((8 * words, in_features), scheme):
         raise CheckpointError(f"{reader.path}: {module}: {reason}")
     groups = scheme.num_groups(in_features)
-    for name, dtype, shape in (("qzeros", "I32", (groups, words)), ("scales", "F16", (groups, 8 * words))):
-        if not reader.has(f"{module}.{name}"):
-            raise CheckpointError(f"{reader.path}: {module} has a qweight but no {name}")
-        info = reader.info(f"{module}.{name}")
-        if (info.dtype, info.shape) != (dtype, shape):
-            raise CheckpointError(
-                f"{reader.path}: {module}.{name} is {info.dtype} {list(info.shape)}; qweight {list(qweight.shape)} and "
-                f"group_size {scheme.group_size} ask for {dtype} {list(shape)}"
-            )
-    scales = reader.tensor(module + ".scales").T.contiguous()
-    if not bool(scales.isfinite().all()):
-        raise CheckpointError(f"{reader.path}: {module}.scales holds numbers that are not finite")
-    codes, zeros = (unpack_awq(reader.tensor(f"{module}.{name}")).T.contiguous() for name in ("qweight", "qzeros"))
+    qzeros = read_part(reader, module + ".qzeros", ("I32",), (groups, words))
+    scales = read_scales(reader, module + ".scales", (groups, 8 * words), dtypes=("F16",)).T.contiguous()
+    codes, zeros = (unpack_awq(part).T.contiguous() for part in (reader.tensor(module + ".qweight"), qzeros))
     return QTensor(codes, scales, zeros, scheme)
 
 
@@ -143,21 +142,8 @@ def _group_size(entry: dict[str, Any]) -> Any:
 
 def _group_size_problem(entry: dict[str, Any]) -> str | None:
     size = _group_size(entry)
-    if type(size) is not int or (size != -1 and not 1 <= size <= 1 << 17):
-        return f"group_size is {size!r}, expected a positive number or -1"
+    if problem := size_problem(size):
+        return problem
     if entry.get("q_group_size", size) != size:
         return f"group_size is {size} and q_group_size {entry['q_group_size']!r}"
     return None
-
-
-def _skipped_problem(entry: dict[str, Any]) -> str | None:
-    skipped = entry.get("modules_to_not_convert") or []
-    if not isinstance(skipped, list) or not all(isinstance(name, str) for name in skipped):
-        return "modules_to_not_convert is not a list of names"
-    return None
-
-
-def _listed(module: str, entry: dict[str, Any]) -> str | None:
-    """The entry of modules_to_not_convert that names `module` or a part of its path, in whole components."""
-    skipped = entry.get("modules_to_not_convert") or []
-    return next((name for name in skipped if f".{name}." in f".{module}."), None)

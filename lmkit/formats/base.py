@@ -9,7 +9,11 @@ from torch import Tensor
 from lmkit.errors import UnsupportedError
 from lmkit.formats.awq import AwqFormat
 from lmkit.formats.checkpoint import CheckpointReader, CheckpointWriter
+from lmkit.formats.compressed_tensors import CompressedTensorsFormat
 from lmkit.formats.dense import DenseFormat
+from lmkit.formats.fp8 import Fp8Format
+from lmkit.formats.gptq import GptqFormat
+from lmkit.formats.parts import Activations
 from lmkit.qtensor import Linears, QTensor, QuantScheme
 
 
@@ -22,20 +26,36 @@ class WeightFormat(Protocol):
     def accepts(self, config: dict[str, Any]) -> str | None:
         """None if a checkpoint with this config.json is in this format, else why it is not."""
 
+    def activations(self, config: dict[str, Any]) -> Activations:
+        """How a checkpoint with this config.json wants its 8-bit weights to be run."""
+
     def read_linear(self, reader: CheckpointReader, module: str) -> Tensor | QTensor:
         """The weight, [out, in]; a float tensor where the checkpoint leaves it dense. Raises CheckpointError."""
 
     def can_write(self, shape: tuple[int, int], scheme: QuantScheme) -> str | None:
         """None if a weight [out, in] quantized by `scheme` can be stored, else why not."""
 
-    def write_linear(self, writer: CheckpointWriter, module: str, weight: Tensor | QTensor) -> None:
-        """Add the weight's tensors. Raises UnsupportedError, with `can_write`'s reason, for one it cannot store."""
+    def write_linear(
+        self, writer: CheckpointWriter, module: str, weight: Tensor | QTensor, *, activations: Activations = "none"
+    ) -> None:
+        """Add the weight's tensors; `activations` as in `config_entry`.
 
-    def config_entry(self, linears: Linears) -> dict[str, Any] | None:
-        """config.json's `quantization_config` for these linears, at least one of them quantized. None = no entry."""
+        Raises UnsupportedError, with `can_write`'s reason, for one it cannot store.
+        """
+
+    def config_entry(
+        self, linears: Linears, *, activations: Activations = "none", kv_cache_scheme: dict[str, Any] | None = None
+    ) -> dict[str, Any] | None:
+        """config.json's `quantization_config` for these linears, at least one of them quantized. None = no entry.
+
+        `activations`: how engines are to run the 8-bit weights of that kind; `kv_cache_scheme` is passed through.
+        Raises UnsupportedError for what the format cannot say.
+        """
 
 
-FORMATS: tuple[WeightFormat, ...] = (DenseFormat(), AwqFormat())
+FORMATS: tuple[WeightFormat, ...] = (
+    DenseFormat(), AwqFormat(), GptqFormat("gptq"), GptqFormat("gptq_v2"), CompressedTensorsFormat(), Fp8Format(),
+)  # fmt: skip
 
 
 def resolve_format(config: dict[str, Any]) -> WeightFormat:

@@ -22,6 +22,9 @@ __all__ = ["CheckpointReader", "CheckpointWriter", "TensorInfo", "atomic_directo
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 MAX_CONFIG_BYTES = 10 << 20
+MIRRORS = {
+    "gptq": "quantize_config.json"
+}  # quant_method -> where its readers may look for a copy of config.json's entry
 
 # Written by others and passed on unchanged: saved anew, they come out different.
 COPIED = (
@@ -161,6 +164,9 @@ class CheckpointWriter:
             index = {"metadata": {"total_size": self._total}, "weight_map": dict(sorted(weight_map.items()))}
             write_file(self.path / INDEX, to_json(index))
         write_file(self.path / CONFIG, to_json(config))
+        entry = config.get("quantization_config")
+        if isinstance(entry, dict) and (mirror := MIRRORS.get(str(entry.get("quant_method")))):
+            write_file(self.path / mirror, to_json(entry))
         for source in _text_files(copy_from):
             copy_file(source, self.path / source.name)
         sync_directory(self.path)

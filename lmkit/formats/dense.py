@@ -8,9 +8,8 @@ from torch import Tensor
 
 from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.formats.checkpoint import CheckpointReader, CheckpointWriter
+from lmkit.formats.parts import FLOATS, Activations
 from lmkit.qtensor import Linears, QTensor, QuantScheme
-
-FLOATS = ("F32", "F16", "BF16")
 
 
 class DenseFormat:
@@ -24,18 +23,25 @@ class DenseFormat:
         nested = [key for key, value in config.items() if isinstance(value, dict) and value.get("quantization_config")]
         return f"config.json has a quantization_config inside {nested[0]}" if nested else None
 
+    def activations(self, config: dict[str, Any]) -> Activations:
+        return "none"
+
     def read_linear(self, reader: CheckpointReader, module: str) -> Tensor | QTensor:
         return read_dense(reader, module)
 
     def can_write(self, shape: tuple[int, int], scheme: QuantScheme) -> str | None:
         return "dense weights are not quantized"
 
-    def write_linear(self, writer: CheckpointWriter, module: str, weight: Tensor | QTensor) -> None:
+    def write_linear(
+        self, writer: CheckpointWriter, module: str, weight: Tensor | QTensor, *, activations: Activations = "none"
+    ) -> None:
         if isinstance(weight, QTensor):
             raise UnsupportedError(f"{module}: the dense format cannot store a quantized weight")
         writer.add(module + ".weight", weight)
 
-    def config_entry(self, linears: Linears) -> dict[str, Any] | None:
+    def config_entry(
+        self, linears: Linears, *, activations: Activations = "none", kv_cache_scheme: dict[str, Any] | None = None
+    ) -> dict[str, Any] | None:
         return None
 
 

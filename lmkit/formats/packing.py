@@ -1,8 +1,9 @@
-"""Eight 4-bit codes in an int32 word, in the interleaved order of AWQ's "gemm" layout.
+"""Codes of 4 or 8 bits in int32 words: in sequence, or in the interleaved order of AWQ's "gemm" layout.
 
-Nibble i (bits 4i .. 4i+3) of a word holds column 8c + ORDER[i]. Words are made of codes, two to a byte, never of
-re-rounded weights or by shifting into a signed integer: a code cannot spill into its neighbour, and the sign bit is
-just the top bit of the last code. Words are viewed as bytes, which needs a little-endian machine, as PyTorch does.
+In sequence, value i of a word lies in its bits b*i .. b*i + b-1. In AWQ's order nibble i (bits 4i .. 4i+3) holds column
+8c + ORDER[i]. Words are made of bytes, never of re-rounded weights or by shifting into a signed integer: a code cannot
+spill into its neighbour, and the sign bit is just the top bit of the last code. Words are viewed as bytes, which needs
+a little-endian machine, as PyTorch does.
 """
 
 from __future__ import annotations
@@ -14,20 +15,37 @@ ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 INVERSE = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
+def pack_words(codes: Tensor, bits: int) -> Tensor:
+    """Codes uint8 [rows, columns], each < 2**bits, bits 4 or 8 -> words int32 [rows, ceil(columns * bits / 32)].
+
+    A last word that is not full is filled up with 0.
+    """
+    assert codes.dtype == torch.uint8
+    assert bits == 8 or codes.numel() == 0 or int(codes.max()) < 1 << bits
+    padded = torch.nn.functional.pad(codes, (0, -codes.shape[1] % (32 // bits)))
+    # Byte j of a word holds nibbles 2j (low) and 2j + 1 (high).
+    packed = padded if bits == 8 else padded[:, 0::2] | (padded[:, 1::2] << 4)
+    # Flat first: a single row counts as contiguous whatever its stride, which `view` to a wider type refuses.
+    return packed.flatten().view(torch.int32).view(len(packed), packed.shape[1] // 4)
+
+
+def unpack_words(words: Tensor, bits: int, columns: int) -> Tensor:
+    """Words int32 [rows, ceil(columns * bits / 32)] -> codes uint8 [rows, columns]."""
+    assert words.dtype == torch.int32
+    packed = words.reshape(-1).view(torch.uint8).view(len(words), 4 * words.shape[1])
+    codes = packed if bits == 8 else torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+    return codes[:, :columns].contiguous()
+
+
 def pack_awq(codes: Tensor) -> Tensor:
     """Codes uint8 [rows, columns], each < 16, columns a multiple of 8 -> words int32 [rows, columns / 8]."""
-    assert codes.dtype == torch.uint8
-    assert codes.shape[1] % 8 == 0
-    assert codes.numel() == 0 or int(codes.max()) < 16
     rows, columns = codes.shape
-    nibbles = codes.reshape(rows, columns // 8, 8)[..., list(ORDER)]
-    words = nibbles[..., 0::2] | (nibbles[..., 1::2] << 4)  # byte j of a word = nibbles 2j (low) and 2j + 1 (high)
-    return words.contiguous().view(torch.int32).squeeze(-1)
+    assert columns % 8 == 0
+    return pack_words(codes.reshape(rows, columns // 8, 8)[..., list(ORDER)].flatten(1), 4)
 
 
 def unpack_awq(words: Tensor) -> Tensor:
     """Words int32 [rows, columns / 8] -> codes uint8 [rows, columns]."""
-    assert words.dtype == torch.int32
-    packed = words.unsqueeze(-1).view(torch.uint8)
-    nibbles = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
-    return nibbles[..., list(INVERSE)].flatten(-2)
+    rows, num_words = words.shape
+    nibbles = unpack_words(words, 4, 8 * num_words).view(rows, num_words, 8)
+    return nibbles[..., list(INVERSE)].flatten(1)

@@ -1,14 +1,15 @@
 """Every op once: signature, shapes, formula. Bodies live in reference/ (torch, fp32 accumulation: the oracle for all),
 cpu/ (numba) and cuda/. Symbols: T tokens in the step, B sequences, H hidden, D head_dim, N out and K in features.
 
-A blocked KV cache of one layer is two KVTensors (keys, values), each in one of five storage types:
+A blocked KV cache of one layer is two KVTensors (keys, values), each in one of six storage types:
 
     float32, bfloat16, float16   data [num_blocks, num_kv_heads, block_size, D]
     int8                         data uint8 [num_blocks, num_kv_heads, block_size, D]
+    fp8                          as int8, the codes being the bits of float8 e4m3 (finite only, up to 448)
     int4                         data uint8 [num_blocks, num_kv_heads, block_size, D/2]: byte j holds element j in its
                                  low and j + D/2 in its high nibble, so both halves unpack to contiguous vectors
-    params (int8, int4)          float16 [num_blocks, num_kv_heads, block_size, 2] = (scale, minimum) per token and
-                                 head: x ~ code * scale + minimum
+    params (int8, int4, fp8)     float16 [num_blocks, num_kv_heads, block_size, 2] = (scale, minimum) per token and
+                                 head: x ~ code * scale + minimum; the minimum of fp8 is 0
 
 Token t of a sequence lives in slot block_table[t // block_size] * block_size + t % block_size.
 """
@@ -22,16 +23,39 @@ from torch import Tensor
 
 from lmkit.kernels.registry import op
 
-KV_BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "int4": 4}
+KV_BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "fp8": 8, "int4": 4}
+KV_CODED = ("int8", "fp8", "int4")  # those with params
+FP8_MAX = 448.0
+
+
+@dataclass(frozen=True)
+class KeyMean:
+    """b, what a head's keys have in common before RoPE: a large key bias. It is left out of the storage, so that codes
+    are spent on what differs; attention adds its share of a score, which is exact: with a query (x, y) at elements
+    i and i + R/2 after RoPE, and a key at position t,
+
+        q . RoPE_t(b) = sum over pairs i of (x b_i + y b_{i+R/2}) cos(t theta_i) + (y b_i - x b_{i+R/2}) sin(t theta_i)
+    """
+
+    vector: Tensor  # float32 [num_kv_heads, D], b; 0 outside of `pairs`
+    pairs: Tensor  # int32 [num_kv_heads, P]: each i once; a head with fewer than the others repeats none, but has b = 0
+    table: Tensor  # float32 [R/2, 2, positions]: ops.rope_angles of every position, cosines and sines
 
 
 @dataclass(frozen=True)
 class KVTensor:
-    """The keys or the values of one layer in blocked storage; `params` is empty unless `dtype` is int8 or int4."""
+    """The keys or the values of one layer in blocked storage; `params` is empty unless `dtype` is in KV_CODED.
+
+    What a reader gets does not depend on the rest: keys without their mean, and keys turned by the orthonormal
+    Walsh-Hadamard matrix of D (`hadamard`: D is a power of two), are read as if they were plain.
+    """
 
     data: Tensor
     params: Tensor
     dtype: str  # a key of KV_BITS
+    mean: KeyMean | None = None
+    hadamard: bool = False
+    scales: Tensor | None = None  # float32 [num_kv_heads], of codes: fixed scales instead of each token's own
 
     @property
     def block_size(self) -> int:
@@ -70,7 +94,7 @@ def rope_append(
 
     Of D elements the first R turn in pairs (i, i + R/2) (Llama/NeoX order): with cos and sin float32 [T, R/2],
     x_i' = x_i cos - x_{i+R/2} sin, x_{i+R/2}' = x_{i+R/2} cos + x_i sin. q [T, num_heads, D], k and v
-    [T, num_kv_heads, D]: views into one tensor will do.
+    [T, num_kv_heads, D]: views into one tensor will do. A `mean` of the key cache is subtracted from k before it turns.
     """
 
 
@@ -83,10 +107,17 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 def kv_append(k: Tensor, v: Tensor, k_cache: KVTensor, v_cache: KVTensor, slots: Tensor) -> None:
     """Store k and v [T, num_kv_heads, D] (float32/bfloat16) at int32 slots [T]; slots are unique, -1 = skip.
 
+    k is without the cache's `mean`, if it has one. With `hadamard`, what is stored of each head is k H / sqrt(D),
+    H the matrix of natural order (Sylvester's).
+
     int8 and int4 quantize per token and head over D, asymmetric: minimum = min(x) rounded to float16,
     scale = (max(x) - minimum) / (2^bits - 1) rounded to float16 (a constant vector gets scale 0 and code 0, so it
     reads back as its minimum), code = clamp(round_half_even((x - minimum) / scale), 0, 2^bits - 1). Codes are chosen
     against the rounded parameters. Values beyond the float16 range are clamped to it.
+
+    fp8: scale = max|x| / 448 rounded to float16, code = e4m3(clamp(x / scale, -448, 448)), halves to even, minimum 0.
+    With `scales` (numbers that float16 has), the scale is the head's, and the minimum of int8 and int4 is
+    -2^(bits - 1) * scale: the grid is symmetric, and what is beyond it is clamped.
     """
 
 
@@ -107,7 +138,8 @@ def paged_attention(
     last positions, context_lens[b] - n_b .. context_lens[b] - 1 (keys of these positions are already appended).
     block_tables int32 [B, max_blocks], query_start int32 [B + 1], context_lens int32 [B]. Query at position p reads
     keys max(0, p - window + 1) .. p (window 0 = all). Query head h reads KV head h // (num_heads / num_kv_heads).
-    softmax(q . k * scale) @ v, result [T, num_heads, D] in q's dtype.
+    softmax(q . k * scale) @ v, result [T, num_heads, D] in q's dtype. With a `mean`, the key of position t is what is
+    stored + RoPE_t(b).
     """
 
 
@@ -152,3 +184,13 @@ def linear_w4a8(x: Tensor, packed: Any, bias: Tensor | None, norm: Norm | None =
 @op
 def linear_w8a8(x: Tensor, packed: Any, bias: Tensor | None, norm: Norm | None = None) -> Tensor:
     """As linear_w4a8 with 8-bit codes (symmetric per output channel has zero = 128). `pack(QTensor bits=8)`."""
+
+
+@op
+def linear_w8a16(x: Tensor, packed: Any, bias: Tensor | None, norm: Norm | None = None) -> Tensor:
+    """As linear_w4a16 with 8-bit codes. `pack(QTensor bits=8, kind="int")`."""
+
+
+@op
+def linear_fp8(x: Tensor, packed: Any, bias: Tensor | None, norm: Norm | None = None) -> Tensor:
+    """x @ dequantize(W)^T + bias, activations exact. `pack(QTensor kind="float")`."""

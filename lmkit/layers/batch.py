@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lmkit.kernels.ops import KVTensor
+from lmkit.kernels.ops import KV_CODED, KVTensor
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ def allocate_kv(
 
     def tensor(dtype: str) -> KVTensor:
         shape = (num_blocks, num_kv_heads, block_size)
-        if dtype in ("int8", "int4"):
-            width = head_dim if dtype == "int8" else head_dim // 2
+        if dtype in KV_CODED:
+            width = head_dim // 2 if dtype == "int4" else head_dim
             data = torch.zeros(*shape, width, dtype=torch.uint8, device=device)
             params = torch.zeros(*shape, 2, dtype=torch.float16, device=device)
         else:

@@ -13,7 +13,7 @@ from lmkit.kernels import ops
 from lmkit.kernels.ops import Norm
 from lmkit.kernels.registry import Implementation
 from lmkit.layers.outline import WeightKind, kind_of, packed_outline
-from lmkit.qtensor import QTensor, dequantize
+from lmkit.qtensor import QTensor, dequantize, per_row
 
 Weights = dict[str, Tensor | QTensor]  # role -> weight, and role + ".bias" -> bias
 Observer = Callable[[str, Tensor], None]
@@ -126,8 +126,8 @@ def _shape(weight: Tensor | QTensor) -> tuple[int, int]:
 
 def _concat(weights: list[Tensor | QTensor]) -> Tensor | QTensor:
     if len(weights) == 1:
-        return weights[0]
-    quantized = [w for w in weights if isinstance(w, QTensor)]
+        return per_row(weights[0]) if isinstance(weights[0], QTensor) else weights[0]
+    quantized = [per_row(w) for w in weights if isinstance(w, QTensor)]
     if quantized:
         return QTensor(
             torch.cat([q.codes for q in quantized]),
@@ -150,6 +150,9 @@ def _select(kind: WeightKind, shape: tuple[int, int], device: str, activations: 
     if kind.scheme is None:
         return ops.linear_dense.select(device, dtype=kind.torch_dtype, **traits)
     traits |= {"group_size": kind.scheme.group_size, "bits": kind.scheme.bits}
+    if kind.scheme.kind == "float":
+        return ops.linear_fp8.select(device, **traits)
+    rounded = activations == "int8"
     if kind.scheme.bits == 8:
-        return ops.linear_w8a8.select(device, **traits)
-    return (ops.linear_w4a8 if activations == "int8" else ops.linear_w4a16).select(device, **traits)
+        return (ops.linear_w8a8 if rounded else ops.linear_w8a16).select(device, **traits)
+    return (ops.linear_w4a8 if rounded else ops.linear_w4a16).select(device, **traits)

@@ -18,7 +18,10 @@ STEP = 256  # outputs: a multiple of every kernel's panel
 
 @dataclasses.dataclass(frozen=True)
 class WeightKind:
-    """A weight but for its size and values: `dtype` of a dense one or of the scales, `scheme` of a quantized one."""
+    """A weight but for its size and values: `dtype` of a dense one or of the scales, `scheme` of a quantized one.
+
+    Kernels see scales of each output (qtensor.per_row): `scheme` has rows 1.
+    """
 
     dtype: str
     scheme: QuantScheme | None = None
@@ -35,16 +38,23 @@ class WeightKind:
         """A weight [out, in] of this kind. Raises CheckpointError for an impossible kind."""
         if self.scheme is None:
             return torch.zeros(shape, dtype=self.torch_dtype)
-        if self.scheme.bits not in (4, 8) or not (self.scheme.group_size == -1 or self.scheme.group_size > 0):
+        if (
+            self.scheme.bits not in (4, 8)
+            or self.scheme.rows != 1
+            or not (self.scheme.group_size == -1 or self.scheme.group_size > 0)
+        ):
             raise CheckpointError(f"no such scheme: {self.scheme}")
         groups = shape[0], self.scheme.num_groups(shape[1])
+        if self.scheme.kind == "float":
+            scales, zeros = torch.zeros(groups, dtype=self.torch_dtype), torch.zeros(0, dtype=torch.uint8)
+            return QTensor(torch.zeros(shape, dtype=torch.float8_e4m3fn), scales, zeros, self.scheme)
         codes, zeros = (torch.zeros(size, dtype=torch.uint8) for size in (shape, groups))
         return QTensor(codes, torch.zeros(groups, dtype=self.torch_dtype), zeros, self.scheme)
 
 
 def kind_of(weight: Tensor | QTensor) -> WeightKind:
     if isinstance(weight, QTensor):
-        return WeightKind(_name(weight.scales), weight.scheme)
+        return WeightKind(_name(weight.scales), dataclasses.replace(weight.scheme, rows=1))
     return WeightKind(_name(weight))
 
 

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmkit.errors import CheckpointError, ConfigError, UnsupportedError
+from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.formats.base import WeightFormat, resolve_format
 from lmkit.formats.checkpoint import CheckpointReader
+from lmkit.formats.parts import FLOATS
 from lmkit.formats.safetensors_file import DTYPES
 from lmkit.layers.linear import MergedLinear, Weights
 from lmkit.log import get_logger
@@ -27,6 +28,7 @@ log = get_logger(__name__)
 
 HEAD_SCHEME = QuantScheme(bits=8, group_size=128)  # of lm_head int8
 QUANTIZED_ROWS = 2048
+SCALES = (".scales", ".weight_scale", ".weight_scale_inv", ".input_scale")
 
 
 class ModelSource:
@@ -121,20 +123,26 @@ class ModelSource:
     def lm_head(self, dtype: torch.dtype | None = None, device: str = "cpu", storage: str = "auto") -> MergedLinear:
         """The head as a plain linear; a checkpoint with tied embeddings has none of its own.
 
-        `storage` int8 quantizes it to HEAD_SCHEME.
+        `storage` int8 quantizes it to HEAD_SCHEME, unless the checkpoint has it quantized already.
         """
-        name = roles.LM_HEAD + ".weight"
-        if not self.reader.has(name):
-            if not self.spec.tie_embeddings:
-                raise CheckpointError(f"{self.reader.path}: tensor {name} is missing and tie_word_embeddings is false")
-            name = roles.EMBED + ".weight"
-        if self.spec.tie_embeddings:
-            name = roles.EMBED + ".weight"
-        weight = self._plain(name, dtype)
-        if tuple(weight.shape) != (self.spec.vocab_size, self.spec.hidden_size):
-            raise CheckpointError(f"{self.reader.path}: {name} is {list(weight.shape)}, not [vocab, hidden]")
+        weight = self._head(dtype)
+        shape = tuple((weight.codes if isinstance(weight, QTensor) else weight).shape)
+        if shape != (self.spec.vocab_size, self.spec.hidden_size):
+            raise CheckpointError(f"{self.reader.path}: the head is {list(shape)}, not [vocab, hidden]")
+        if isinstance(weight, QTensor):
+            return MergedLinear((roles.LM_HEAD,), {roles.LM_HEAD: weight}, device)
         head = quantize_rows(weight, HEAD_SCHEME) if storage == "int8" else weight.to(device)
         return MergedLinear((roles.LM_HEAD,), {roles.LM_HEAD: head}, device)
+
+    def _head(self, dtype: torch.dtype | None) -> Tensor | QTensor:
+        if self.spec.tie_embeddings:
+            return self.embed_tokens(dtype)
+        if not any(self.reader.has(f"{roles.LM_HEAD}.{part}") for part in ("weight", "weight_packed")):
+            raise CheckpointError(
+                f"{self.reader.path}: tensor {roles.LM_HEAD}.weight is missing and tie_word_embeddings is false"
+            )
+        weight = self.format.read_linear(self.reader, roles.LM_HEAD)
+        return weight if isinstance(weight, QTensor) else _to(weight, dtype)
 
     def head(self, dtype: torch.dtype | None = None, device: str = "cpu") -> Decoder:
         """A decoder without layers: `embed` and `head` work, plainly."""
@@ -144,6 +152,8 @@ class ModelSource:
     def _plain(self, name: str, dtype: torch.dtype | None) -> Tensor:
         if not self.reader.has(name):
             raise CheckpointError(f"{self.reader.path}: tensor {name} is missing")
+        if (stored := self.reader.info(name).dtype) not in FLOATS:
+            raise CheckpointError(f"{self.reader.path}: {name} is {stored}, expected {', '.join(FLOATS)}")
         return _to(self.reader.tensor(name), dtype)
 
     def weight_bytes(self, dtype: str, lm_head: str = "auto") -> int:
@@ -152,7 +162,7 @@ class ModelSource:
         total = 0
         for name in self.reader.names():
             info = self.reader.info(name)
-            floating = info.dtype in ("F32", "F16", "BF16") and not name.endswith(".scales")
+            floating = info.dtype in FLOATS and not name.endswith(SCALES)
             total += math.prod(info.shape) * dense if floating else info.nbytes
         head = self.spec.vocab_size * self.spec.hidden_size
         if self.spec.tie_embeddings:
@@ -181,8 +191,6 @@ def load_model(
     packed weights in a file and maps it, see packed_cache.py; without it they are packed into memory. Embeddings are
     mapped from the checkpoint where they keep its dtype.
     """
-    if lm_head == "int8" and activations == "exact":
-        raise ConfigError("lm_head int8 computes with int8 activations: it cannot be combined with activations exact")
     source = ModelSource(path)
     try:
         packing = Packing(device, resolve_dtype(dtype, source.spec.dtype, device), activations, lm_head)

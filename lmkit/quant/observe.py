@@ -19,17 +19,19 @@ class InputStats:
     """
 
     abs_sum: Tensor  # float64 [in]
-    gram: Tensor  # float64 [groups, group_size, group_size], x_g^T x_g of each group of inputs
+    abs_max: Tensor  # float32 [in]
+    gram: Tensor  # float64 [groups, group_size, group_size], x_g^T x_g of each group of inputs; no groups for -1
     sample_ids: Tensor  # int64 [n]
     sample: Tensor  # float32 [n, in]
     num_tokens: int = 0
 
     @classmethod
     def empty(cls, in_features: int, group_size: int, sample_ids: Tensor) -> InputStats:
-        groups = in_features // group_size
+        groups = 0 if group_size == -1 else in_features // group_size
         return cls(
             abs_sum=torch.zeros(in_features, dtype=torch.float64),
-            gram=torch.zeros(groups, group_size, group_size, dtype=torch.float64),
+            abs_max=torch.zeros(in_features),
+            gram=torch.zeros(groups, abs(group_size), abs(group_size), dtype=torch.float64),
             sample_ids=sample_ids,
             sample=torch.zeros(len(sample_ids), in_features),
         )
@@ -45,7 +47,10 @@ class InputStats:
 
     def add(self, x: Tensor) -> None:
         """The next tokens of the set, x float32 [tokens, in]."""
-        self.abs_sum += x.abs().sum(0, dtype=torch.float64)
+        magnitude = x.abs()
+        self.abs_sum += magnitude.sum(0, dtype=torch.float64)
+        if len(x):
+            self.abs_max = torch.maximum(self.abs_max, magnitude.amax(0))
         groups, size, _ = self.gram.shape
         grouped = x[:, : groups * size].reshape(len(x), groups, size).transpose(0, 1)
         self.gram += grouped.transpose(1, 2) @ grouped
@@ -58,6 +63,7 @@ class InputStats:
         groups, size, _ = self.gram.shape
         factor = s.double()[: groups * size].view(groups, size)
         self.abs_sum /= s
+        self.abs_max /= s
         self.gram /= factor[:, :, None] * factor[:, None, :]
         self.sample /= s
 

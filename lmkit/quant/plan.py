@@ -17,7 +17,8 @@ from lmkit.models.loader import ModelSource
 from lmkit.models.spec import ModelSpec
 from lmkit.qtensor import QuantScheme
 from lmkit.quant.kv import check_layers
-from lmkit.quant.recipe import AwqClip, AwqScale, Recipe
+from lmkit.quant.mixed_precision import MEASURED_LEN, MEASURED_ROWS, candidates, check_reachable
+from lmkit.quant.recipe import AwqClip, AwqScale, Recipe, SmoothQuant
 
 log = get_logger(__name__)
 
@@ -27,7 +28,8 @@ BATCH_TOKENS = 4096  # of the calibration set in one forward pass
 @dataclass(frozen=True)
 class Plan:
     """`linears` has every linear's module with how it is quantized (None = it stays dense), `dense` the reason of those
-    that stay dense; `memory_bytes` and `seconds` are estimates."""
+    that stay dense; `memory_bytes` and `seconds` are estimates. With a budget of bits, quant.sensitivity chooses the
+    schemes."""
 
     spec: ModelSpec
     linears: dict[str, QuantScheme | None]
@@ -52,12 +54,13 @@ def make_plan(source: ModelSource, recipe: Recipe) -> Plan:
         raise ConfigError(
             f"recipe: calibration.seq_len {recipe.calibration.seq_len} exceeds the model's context, {spec.max_position}"
         )
-    check_layers(recipe.kv, spec)
+    check_layers(recipe.kv, spec, recipe.format)
     dense = dense_modules(spec, recipe)
     modules = [roles.module_name(spec, i, role) for i in range(spec.num_layers) for role in roles.linears(spec, i)]
     if len(dense) == len(modules):
         raise ConfigError(f"recipe: nothing to quantize, every linear stays dense: {next(iter(dense.values()))}")
     linears = {module: None if module in dense else recipe.scheme.scheme() for module in modules}
+    check_reachable(spec, recipe, dense)
     routers = [roles.module_name(spec, i, role) for i in range(spec.num_layers) for role in roles.routers(spec, i)]
     linears |= dict.fromkeys(routers, None)
     return Plan(spec, linears, dense, _memory(spec, recipe), _operations(spec, recipe) / _operations_per_second())
@@ -65,7 +68,7 @@ def make_plan(source: ModelSource, recipe: Recipe) -> Plan:
 
 def dense_modules(spec: ModelSpec, recipe: Recipe) -> dict[str, str]:
     """Linears that stay dense, with the reason: the recipe ignores them, or the format cannot store them."""
-    weight_format, scheme = get_format(recipe.format), recipe.scheme.scheme()
+    weight_format, schemes = get_format(recipe.format), candidates(recipe)
     dense, matched = {}, set()
     for layer in range(spec.num_layers):
         for role in roles.linears(spec, layer):
@@ -74,8 +77,8 @@ def dense_modules(spec: ModelSpec, recipe: Recipe) -> dict[str, str]:
             matched |= set(patterns)
             if patterns:
                 dense[module] = f"ignored by the recipe ({patterns[0]})"
-            elif (reason := weight_format.can_write(spec.linear_shape(role), scheme)) is not None:
-                dense[module] = reason
+            elif all(reasons := [weight_format.can_write(spec.linear_shape(role), scheme) for scheme in schemes]):
+                dense[module] = str(reasons[0])
     for pattern in recipe.ignore:
         if pattern not in matched:
             raise ConfigError(
@@ -114,13 +117,18 @@ def _operations(spec: ModelSpec, recipe: Recipe) -> float:
         linears = roles.linears(spec, layer)
         all_linears, of_a_token = _parameters(spec, *linears), _parameters_of_a_token(spec, layer)
         operations += 2.0 * num_tokens * (2 * of_a_token + attention)
+        blocks = all_linears + _parameters(spec, *(role for role in linears if role.endswith((".o", ".down"))))
+        # Rounding a weight once costs about as much as a few hundred multiplications with it.
         if (scale := recipe.step(AwqScale)) is not None:
-            candidates = 1 + scale.grid * (2 if scale.duo == "both" else 1)
-            blocks = all_linears + _parameters(spec, *(role for role in linears if role.endswith((".o", ".down"))))
-            # Rounding a weight once costs about as much as a few hundred multiplications with it.
-            operations += candidates * blocks * (2.0 * min(scale.tokens, num_tokens) + 300)
+            tried = 1 + scale.grid * (2 if scale.duo == "both" else 1)
+            operations += tried * blocks * (2.0 * min(scale.tokens, num_tokens) + 300)
+        if (smooth := recipe.step(SmoothQuant)) is not None:
+            operations += smooth.grid * blocks * (2.0 * min(AwqScale().tokens, num_tokens) + 300)
         if (clip := recipe.step(AwqClip)) is not None:
-            operations += 4 * clip.grid * all_linears * (2.0 * recipe.scheme.group_size + 300)
+            operations += 4 * clip.grid * all_linears * (2.0 * recipe.scheme.scheme().group_size + 300)
+        if recipe.bits is not None:
+            variants = 4 * len(candidates(recipe)) * spec.num_layers / 2  # that go through a layer
+            operations += 2.0 * variants * MEASURED_ROWS * MEASURED_LEN * all_linears
     return operations
 
 
@@ -155,7 +163,7 @@ def _memory(spec: ModelSpec, recipe: Recipe) -> int:
     numbers = (
         num_tokens * spec.hidden_size
         + 3 * _parameters(spec, *roles.linears(spec, largest))
-        + inputs * (2 * recipe.scheme.group_size + sampled)
+        + inputs * (2 * max(recipe.scheme.scheme().group_size, 0) + sampled)
         + max(BATCH_TOKENS, calibration.seq_len) * widest
     )
     return 4 * numbers + spec.vocab_size * spec.hidden_size * 4

@@ -87,7 +87,7 @@ class _Answer:
             logprobs = CompletionLogprobs(
                 tokens=[_shown(entry.token) for entry in entries],
                 token_logprobs=[_clamped(entry.token.logprob) for entry in entries],
-                top_logprobs=[None if i < num_prompt else self._top(entry) for i, entry in enumerate(entries)],
+                top_logprobs=[self._top(entry) for entry in entries],
                 text_offset=[
                     entry.text_offset + (len(prompt) if i >= num_prompt else 0) for i, entry in enumerate(entries)
                 ],
@@ -107,7 +107,7 @@ class _Answer:
 
     def _top(self, entry: TextLogprobs) -> dict[str, float] | None:
         """The most likely tokens and the chosen one; of two that look the same, the likelier."""
-        if not self._body.logprobs:
+        if not self._body.logprobs or entry.token.logprob is None:  # nothing predicts a prompt's first token
             return None
         tokens = sorted([entry.token, *entry.top], key=lambda token: token.logprob or 0.0)
         return {_shown(token): _clamped(token.logprob) or 0.0 for token in tokens}

@@ -187,6 +187,7 @@ def _prompts(value: Any) -> list[str] | list[list[int]]:
 
 
 class CompletionRequest(_Sampling):
+    max_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None  # 0 with `echo`: score the prompt
     prompt: Annotated[list[str] | list[list[int]], BeforeValidator(_prompts)]
     best_of: int | None = None
     echo: bool | None = None

@@ -132,7 +132,7 @@ def _check_prompt(ids: Sequence[int], params: GenerationConfig, info: EngineInfo
     if not ids:
         raise _invalid(f"{param}: no tokens; the prompt is empty", param)
     check_ids(ids, info.vocab_size, param)
-    wanted = params.max_new_tokens or 1
+    wanted = 1 if params.max_new_tokens is None else params.max_new_tokens
     if len(ids) + wanted > info.max_model_len:
         message = (
             f"the context of this model is {info.max_model_len} tokens, but {len(ids)} are in the {param} "

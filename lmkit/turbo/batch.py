@@ -13,10 +13,10 @@ from lmkit.turbo.plan import Chunk, NewSequence, StepPlan
 
 @dataclass(frozen=True)
 class StepRows:
-    """Where each chunk's logits lie among the step's logit rows, by the plan's order."""
+    """Where the step has what is asked of each chunk, by the plan's order."""
 
-    sample_row: list[int]  # -1 = the chunk does not sample
-    prompt_rows: list[range]  # rows that score the chunk's prompt tokens; empty where not asked for
+    sample_row: list[int]  # among the step's logit rows; -1 = the chunk does not sample
+    prompt_rows: list[range]  # among the step's tokens: those that score the next prompt token, where asked for
 
 
 class PersistentBatch:
@@ -139,13 +139,13 @@ class PersistentBatch:
             scored = 0
             if self.wants_prompt_logprobs[chunk.slot]:
                 scored = min(chunk.num_tokens, max(int(self.num_prompt_tokens[chunk.slot]) - 1 - chunk.start, 0))
-            prompt_rows.append(range(len(logit_rows), len(logit_rows) + scored))
-            logit_rows.extend(range(first, first + scored))
+            prompt_rows.append(range(first, first + scored))
             sample_row.append(len(logit_rows) if chunk.sample else -1)
             if chunk.sample:
                 logit_rows.append(first + chunk.num_tokens - 1)
         return StepRows(sample_row, prompt_rows), logit_rows
 
-    def prompt_targets(self, chunk: Chunk, count: int) -> torch.Tensor:
-        """int64 [count]: the tokens that the chunk's scored rows predict."""
-        return torch.from_numpy(self.token_ids[chunk.slot, chunk.start + 1 : chunk.start + 1 + count])
+    def prompt_targets(self, chunk: Chunk, count: int) -> list[int]:
+        """The tokens that the chunk's scored rows predict."""
+        targets: list[int] = self.token_ids[chunk.slot, chunk.start + 1 : chunk.start + 1 + count].tolist()
+        return targets

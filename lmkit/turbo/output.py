@@ -66,7 +66,7 @@ class OutputProcessor:
         token_ids = [] if self.finished else step.token_ids
         for idx, token_id in enumerate(token_ids):
             if step.logprobs:
-                logprobs.append(self._entry(step.logprobs[idx]))
+                logprobs.append(self._entry(step.logprobs[idx], self._detokenizer.num_chars))
             self._num_tokens += 1
             ends = step.stop_token is not None and idx == len(token_ids) - 1
             texts.append("" if ends else self._detokenizer.push([token_id], armed=self._armed))
@@ -107,17 +107,17 @@ class OutputProcessor:
         data = self._tokenizer.token_bytes(token_id)
         return TokenText(token_id, data.decode(errors="replace"), data, logprob)
 
-    def _entry(self, position: TokenLogprobs) -> TextLogprobs:
+    def _entry(self, position: TokenLogprobs, text_offset: int) -> TextLogprobs:
         top = [self._text(token_id, logprob) for token_id, logprob in position.top]
-        return TextLogprobs(self._text(position.token_id, position.logprob), top, self._detokenizer.num_chars)
+        return TextLogprobs(self._text(position.token_id, position.logprob), top, text_offset)
 
-    def _prompt_entries(self, logprobs: list[float]) -> list[TextLogprobs]:
-        if not self._request.prompt_logprobs:
+    def _prompt_entries(self, logprobs: list[TokenLogprobs]) -> list[TextLogprobs]:
+        ids = self._request.prompt_ids
+        if not self._request.prompt_logprobs or len(logprobs) != len(ids) - 1:  # it ended before they were computed
             return []
-        skip = self._request.params.skip_special_tokens
-        plain = IncrementalDetokenizer(self._tokenizer, skip_special_tokens=skip)
-        entries = []
-        for token_id, logprob in zip(self._request.prompt_ids, [None, *logprobs], strict=True):
-            entries.append(TextLogprobs(self._text(token_id, logprob), [], plain.num_chars))
-            plain.push([token_id])
+        plain = IncrementalDetokenizer(self._tokenizer, skip_special_tokens=self._request.params.skip_special_tokens)
+        entries = [TextLogprobs(self._text(ids[0], None), [], 0)]
+        for before, position in zip(ids, logprobs, strict=False):
+            plain.push([before])
+            entries.append(self._entry(position, plain.num_chars))
         return entries

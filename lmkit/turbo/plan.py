@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from lmkit.turbo.request import GenerationConfig
+from lmkit.turbo.request import GenerationConfig, TokenLogprobs
 
 
 class NewSequence(msgspec.Struct, frozen=True):
@@ -42,5 +42,5 @@ class Sampled(msgspec.Struct, frozen=True):
     token_id: int
     logprob: float = 0.0
     top: list[tuple[int, float]] = []
-    # If asked for: log-probability of token p + 1, for each position p of the chunk with p + 1 < num_prompt_tokens.
-    prompt_logprobs: list[float] = []
+    # If asked for: those of token p + 1, for each position p of the chunk with p + 1 < num_prompt_tokens.
+    prompt_logprobs: list[TokenLogprobs] = []

@@ -16,7 +16,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 class GenerationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How to continue a prompt. The defaults are greedy decoding up to 512 tokens."""
 
-    max_new_tokens: int | None = 512  # None = until the context is full
+    max_new_tokens: int | None = 512  # None = until the context is full, 0 = none: the prompt is only computed
     min_new_tokens: int = 0  # eos, stop ids and stop strings are held back before that
     temperature: float = 0.0  # 0 = greedy
     top_k: int = 0  # 0 = off
@@ -43,8 +43,9 @@ class GenerationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
             check(math.isfinite(getattr(self, name)), name, "a finite number")
-        check(self.max_new_tokens is None or 1 <= self.max_new_tokens < 1 << 31, "max_new_tokens", "at least 1")
-        check(0 <= self.min_new_tokens <= (self.max_new_tokens or 1 << 31), "min_new_tokens", "in [0, max_new_tokens]")
+        check(self.max_new_tokens is None or 0 <= self.max_new_tokens < 1 << 31, "max_new_tokens", "at least 0")
+        most = 1 << 31 if self.max_new_tokens is None else self.max_new_tokens
+        check(0 <= self.min_new_tokens <= most, "min_new_tokens", "in [0, max_new_tokens]")
         check(0 <= self.temperature <= 100, "temperature", "in [0, 100]")
         check(0 <= self.top_k < 1 << 31, "top_k", "at least 0")
         check(0 < self.top_p <= 1, "top_p", "in (0, 1]")
@@ -69,7 +70,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     prompt_ids: list[int]
     params: GenerationConfig
-    prompt_logprobs: bool = False  # also the log-probability of each prompt token after the first
+    prompt_logprobs: bool = False  # also those of each prompt token after the first; params.logprobs says how many
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -87,7 +88,7 @@ class StepOutput(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int]  # new tokens, with the eos or stop id that ended it (never shown as text)
     finish_reason: FinishReason | None = None
     logprobs: list[TokenLogprobs] = []  # one for each of token_ids, where asked for
-    prompt_logprobs: list[float] = []  # with the first output: one for each prompt token after the first
+    prompt_logprobs: list[TokenLogprobs] = []  # with the first output: one for each prompt token after the first
     stop_token: int | None = None  # which of token_ids ended it, if an eos or stop id did
     error: str | None = None  # with finish_reason "error"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -10,8 +11,11 @@ from lmkit.layers.batch import BatchInputs, KVLayer
 from lmkit.models.decoder import Decoder
 from lmkit.turbo.batch import PersistentBatch, StepRows
 from lmkit.turbo.graphs import StepGraphs
-from lmkit.turbo.plan import Sampled, StepPlan
-from lmkit.turbo.sampler import Sampler
+from lmkit.turbo.plan import Chunk, Sampled, StepPlan
+from lmkit.turbo.request import TokenLogprobs
+from lmkit.turbo.sampler import Sampler, token_logprobs
+
+SCORED_BYTES = 16 << 20  # of the logits of prompt tokens held at a time, however long the prompt
 
 
 class Runner:
@@ -42,7 +46,13 @@ class Runner:
             sampled = self.sampler.sample(self._decode(inputs), [chunk.slot for chunk in plan.chunks])
         else:
             with self._workspace.active():
-                sampled = self._sample(plan, rows, self.decoder(inputs, self.kv))
+                delta, residual = self.decoder.hidden(inputs, self.kv)
+                scores = [
+                    self._score(chunk, span, delta, residual) if span else []
+                    for chunk, span in zip(plan.chunks, rows.prompt_rows, strict=True)
+                ]  # before the logits: where every row is wanted, the head overwrites the stream
+                logits = self.decoder.logits(delta, residual, inputs.logit_rows)
+                sampled = self._sample(plan, rows, logits, scores)
         for chunk, result in zip(plan.chunks, sampled, strict=True):
             if chunk.sample and result.token_id >= 0:
                 self.batch.append(chunk.slot, result.token_id)
@@ -56,19 +66,25 @@ class Runner:
         with self._workspace.active():
             return self.decoder(inputs, self.kv)
 
-    def _sample(self, plan: StepPlan, rows: StepRows, logits: Tensor) -> list[Sampled]:
-        samples = [(i, row) for i, row in enumerate(rows.sample_row) if row >= 0]
-        results = [Sampled(-1)] * len(plan.chunks)
-        if samples:
-            wanted = [row for _, row in samples]
-            picked = logits if len(wanted) == len(logits) else logits[wanted]
-            drawn = self.sampler.sample(picked, [plan.chunks[i].slot for i, _ in samples])
-            for (i, _), result in zip(samples, drawn, strict=True):
-                results[i] = result
-        for i, (chunk, span) in enumerate(zip(plan.chunks, rows.prompt_rows, strict=True)):
-            if span:
-                targets = self.batch.prompt_targets(chunk, len(span)).to(logits.device)
-                scores = logits[span.start : span.stop].log_softmax(-1).gather(1, targets[:, None])[:, 0]
-                result = results[i]
-                results[i] = Sampled(result.token_id, result.logprob, result.top, scores.tolist())
-        return results
+    def _sample(
+        self, plan: StepPlan, rows: StepRows, logits: Tensor, scores: list[list[TokenLogprobs]]
+    ) -> list[Sampled]:
+        slots = [chunk.slot for chunk in plan.chunks if chunk.sample]
+        drawn = self.sampler.sample(logits, slots) if slots else []
+        results = [Sampled(-1) if row < 0 else drawn[row] for row in rows.sample_row]
+        return [
+            msgspec.structs.replace(result, prompt_logprobs=scored) if scored else result
+            for result, scored in zip(results, scores, strict=True)
+        ]
+
+    def _score(self, chunk: Chunk, span: range, delta: Tensor, residual: Tensor) -> list[TokenLogprobs]:
+        """What the step's tokens `span` say of the prompt tokens behind them; logits of a part of them at a time."""
+        targets = self.batch.prompt_targets(chunk, len(span))
+        num_top = max(0, int(self.sampler.num_top[chunk.slot]))
+        size = max(1, SCORED_BYTES // (4 * self.decoder.spec.vocab_size))
+        scores: list[TokenLogprobs] = []
+        for begin in range(span.start, span.stop, size):
+            part = slice(begin, min(begin + size, span.stop))
+            for logits in self.decoder.head(delta[part], residual[part]).numpy():
+                scores.append(token_logprobs(logits, targets[len(scores)], num_top))
+        return scores

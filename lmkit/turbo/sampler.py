@@ -18,7 +18,7 @@ from torch import Tensor
 from lmkit.kernels import ops
 from lmkit.kernels.reference.sampling import most_likely, relative_weights
 from lmkit.turbo.plan import NewSequence, Sampled
-from lmkit.turbo.request import GenerationConfig
+from lmkit.turbo.request import GenerationConfig, TokenLogprobs
 from lmkit.turbo.sequence import FAILED_TOKEN
 
 
@@ -79,7 +79,8 @@ class Sampler:
         tokens[~usable] = FAILED_TOKEN
         results = [Sampled(token) for token in tokens.tolist()]
         for row in np.flatnonzero(usable & (self.num_top[slot_ids] >= 0)).tolist():
-            results[row] = _with_logprobs(raw[row], results[row].token_id, int(self.num_top[slots[row]]))
+            scored = token_logprobs(raw[row], results[row].token_id, int(self.num_top[slots[row]]))
+            results[row] = Sampled(scored.token_id, scored.logprob, scored.top)
         self._count(slots, results)
         return results
 
@@ -172,14 +173,14 @@ class LogitEdits:
         row[ids] = values - penalty.astype(np.float32)
 
 
-def _with_logprobs(logits: np.ndarray, token_id: int, num_top: int) -> Sampled:
-    """The token's log-probability and those of the `num_top` most likely, in the unmodified `logits` [vocab]."""
+def token_logprobs(logits: np.ndarray, token_id: int, num_top: int) -> TokenLogprobs:
+    """A token's log-probability and those of the `num_top` most likely, in the unmodified `logits` float32 [vocab]."""
     top = logits.max()
     norm = float(top) + float(np.log(relative_weights(logits, top, 1.0).sum()))
     best = most_likely(logits, min(num_top, len(logits))) if num_top else np.empty(0, np.int64)
     best = best[np.argsort(-logits[best], kind="stable")]
     ranked = [(token, logit - norm) for token, logit in zip(best.tolist(), logits[best].tolist(), strict=True)]
-    return Sampled(token_id, float(logits[token_id]) - norm, ranked)
+    return TokenLogprobs(token_id, float(logits[token_id]) - norm, ranked)
 
 
 def philox_uniform(seed: int, index: int) -> float:

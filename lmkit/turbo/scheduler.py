@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from typing import Any
 
 from lmkit.errors import RequestError
 from lmkit.turbo import policy
@@ -183,16 +184,16 @@ class Scheduler:
             raise RequestError(
                 "invalid_request", f"prompt token id {wrong} is not in [0, {limits.vocab_size})", "prompt"
             )
-        if num_prompt >= limits.max_model_len:
+        max_new = limits.max_model_len if params.max_new_tokens is None else params.max_new_tokens
+        if num_prompt + min(max_new, 1) > limits.max_model_len:
             raise RequestError(
                 "context_length_exceeded",
                 f"the prompt has {num_prompt} tokens; the context of {limits.max_model_len} tokens must hold it and at "
                 "least one more: shorten it",
                 "prompt",
             )
-        max_new = limits.max_model_len if params.max_new_tokens is None else params.max_new_tokens
         max_tokens = min(num_prompt + max_new, limits.max_model_len)
-        blocks = self._kv.blocks_for(max_tokens - 1)  # the last token is never computed
+        blocks = self._kv.blocks_for(max(num_prompt, max_tokens - 1))  # the last generated token is never computed
         if blocks > limits.num_blocks:
             raise RequestError(
                 "context_length_exceeded",
@@ -270,11 +271,14 @@ class Scheduler:
         if result.token_id == FAILED_TOKEN:
             self._finish(seq, "error", error="the model's logits for this request are not finite numbers")
             return
+        first = not seq.num_outputs
+        self._prompt_tokens += seq.num_prompt_tokens if first else 0
+        if seq.num_tokens == seq.max_tokens:  # no new tokens were wanted
+            self._finish(seq, "length", prompt_logprobs=seq.prompt_logprobs)
+            return
         token = result.token_id
         assert 0 <= token < self.limits.vocab_size, f"token {token} sampled"
         reason = seq.append(token)
-        first = seq.num_outputs == 1
-        self._prompt_tokens += seq.num_prompt_tokens if first else 0
         self._generation_tokens += 1
         output = StepOutput(
             request_id=seq.request_id,
@@ -289,8 +293,8 @@ class Scheduler:
         else:
             self._end(seq, output)
 
-    def _finish(self, seq: Sequence, reason: FinishReason, error: str | None = None) -> None:
-        self._end(seq, StepOutput(request_id=seq.request_id, token_ids=[], finish_reason=reason, error=error))
+    def _finish(self, seq: Sequence, reason: FinishReason, **fields: Any) -> None:
+        self._end(seq, StepOutput(request_id=seq.request_id, token_ids=[], finish_reason=reason, **fields))
 
     def _end(self, seq: Sequence, output: StepOutput) -> None:
         """Give the last output. A step under way still writes to the blocks: they are released when it lands."""

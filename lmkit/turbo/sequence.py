@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from lmkit.turbo.plan import NewSequence
-from lmkit.turbo.request import FinishReason, Request
+from lmkit.turbo.request import FinishReason, Request, TokenLogprobs
 
 FAILED_TOKEN = -2  # as Sampled.token_id: the logits were unusable and the sequence ends with finish_reason "error"
 
@@ -32,7 +32,7 @@ class Sequence:
     slot: int = -1  # of the persistent batch; -1 = none
     block_table: list[int] = field(default_factory=list)  # written by KVManager only
     in_flight: bool = False  # a step that computes it is scheduled and has not been updated yet
-    prompt_logprobs: list[float] = field(default_factory=list)  # gathered so far, of prompt tokens 1 and on
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # gathered so far, of prompt tokens 1 and on
 
     def __post_init__(self) -> None:
         self.stop_ids = frozenset(self.eos_token_ids + self.request.params.stop_token_ids)
@@ -68,7 +68,7 @@ class Sequence:
             prompt_logprobs=self.request.prompt_logprobs and not self.num_outputs,  # else they are known already
         )
 
-    def gather_prompt_logprobs(self, start: int, values: list[float]) -> None:
+    def gather_prompt_logprobs(self, start: int, values: list[TokenLogprobs]) -> None:
         """Keep what a chunk at `start` adds: after a preemption the first positions are computed again."""
         self.prompt_logprobs += values[len(self.prompt_logprobs) - start :]
 

@@ -16,6 +16,7 @@ from benchmarks import cpu_peers
 from benchmarks.ceilings import Ceilings
 from benchmarks.peers import report
 from benchmarks.peers.catalog import ENGINES, POINTS
+from benchmarks.peers.client import parse_pythons
 from benchmarks.peers.safetensors_numpy import tensors
 from benchmarks.peers.samples import Sample, Samples
 from benchmarks.random_llama import Shape, make_checkpoint
@@ -87,10 +88,10 @@ def test_options_are_checked() -> None:
     assert cpu_peers.parse_engines(None) == list(ENGINES)
     with pytest.raises(ConfigError, match="no engine tgi"):
         cpu_peers.parse_engines("lmkit,tgi")
-    assert cpu_peers.parse_peers([f"vllm={sys.executable}"]) == {"vllm": sys.executable}
+    assert parse_pythons([f"vllm={sys.executable}"], ENGINES) == {"vllm": sys.executable}
     for wrong in ("vllm", "vllm=/no/such/python", f"tgi={sys.executable}"):
         with pytest.raises(ConfigError, match="--peer"):
-            cpu_peers.parse_peers([wrong])
+            parse_pythons([wrong], ENGINES)
 
 
 def test_lmkit_alone(tmp_path: Path) -> None:

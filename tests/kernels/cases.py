@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lmkit.kernels import ops
-from lmkit.kernels.ops import KVTensor, Norm
+from lmkit.kernels.ops import KeyMean, KVTensor, Norm
 from lmkit.kernels.registry import Implementation, Op
 from lmkit.layers.batch import KVLayer, allocate_kv
 from lmkit.qtensor import QTensor, QuantScheme, quantize
@@ -60,7 +60,9 @@ def _to(value: Any, device: str) -> Any:
         residual = None if value.residual is None else value.residual.to(device)
         return Norm(value.weight.to(device), value.eps, residual)
     if isinstance(value, KVTensor):
-        return KVTensor(value.data.to(device), value.params.to(device), value.dtype)
+        mean = value.mean and KeyMean(*(part.to(device) for part in vars(value.mean).values()))
+        scales = None if value.scales is None else value.scales.to(device)
+        return KVTensor(value.data.to(device), value.params.to(device), value.dtype, mean, value.hadamard, scales)
     if isinstance(value, QTensor):
         return QTensor(value.codes.to(device), value.scales.to(device), value.zeros.to(device), value.scheme)
     return value
@@ -88,7 +90,10 @@ def _seeded(make: Callable[[], tuple[Any, ...]]) -> Callable[[], tuple[Any, ...]
 
 
 def all_cases() -> list[Case]:
-    return [*elementwise_cases(), *rope_cases(), *kv_cases(), *attention_cases(), *linear_cases(), *draw_cases()]
+    return [
+        *elementwise_cases(), *rope_cases(), *kv_cases(), *attention_cases(), *key_cases(), *linear_cases(),
+        *draw_cases(),
+    ]  # fmt: skip
 
 
 def elementwise_cases() -> Iterator[Case]:
@@ -160,7 +165,10 @@ def rope_cases() -> Iterator[Case]:
             yield Case(ops.rope_append, f"{dim}-{rotary}-{dtype}-{fused}", _seeded(rotate), traits, tolerance)
 
 
-KV_TYPES = (("float32", "bfloat16"), ("int8", "int8"), ("int4", "int8"), ("int8", "int4"), ("float16", "int4"))
+KV_TYPES = (
+    ("float32", "bfloat16"), ("int8", "int8"), ("int4", "int8"), ("int8", "int4"), ("float16", "int4"),
+    ("fp8", "fp8"), ("int4", "fp8"), ("fp8", "float32"),
+)  # fmt: skip
 HEADS = ((2, 3, 16, 4), (1, 4, 80, 32), (3, 1, 6, 7), (2, 2, 128, 1))  # KV heads, queries a KV head, D, block size
 
 
@@ -247,6 +255,7 @@ def attention_cases() -> Iterator[Case]:
 
                 name = f"{'-'.join(types)}-{dim}-{window}"
                 brief = types in (KV_TYPES[0], KV_TYPES[2]) and dim in (128, 6) and not window
+                brief |= types == ("fp8", "fp8") and dim == 16
                 tolerance = WORD_TOLERANCE if {"int8", "int4"} & set(types) else F32_TOLERANCE
                 yield Case(ops.paged_attention, name, _seeded(attend), _heads(heads, group, dim), tolerance, brief)
 
@@ -256,6 +265,76 @@ def attention_cases() -> Iterator[Case]:
         return q, kv.k, kv.v, tables, torch.tensor([0, 3]).int(), torch.tensor([40]).int(), 0.25, 0
 
     yield Case(ops.paged_attention, "bfloat16-q", _seeded(bfloat16), _heads(2, 2, 16), BF16_TOLERANCE)
+
+
+KEYS = (  # types, KV heads, queries a KV head, D, rotary dim, first position (keys before are zero), window
+    (("float32", "float32"), 2, 3, 16, 16, 0, 0),
+    (("bfloat16", "int8"), 1, 2, 80, 20, 0, 3),
+    (("int8", "int8"), 2, 3, 16, 16, 33000, 300),
+    (("int4", "int4"), 2, 2, 64, 64, 0, 0),
+    (("int4", "fp8"), 1, 4, 64, 32, 0, 0),
+    (("fp8", "int4"), 2, 2, 6, 6, 0, 0),
+)
+
+
+def key_mean(kv_heads: int, dim: int, rotary: int, positions: int) -> KeyMean:
+    """A large b at some pairs; the last head has fewer."""
+    half = rotary // 2
+    count = min(half, 5)
+    pairs = torch.stack([torch.randperm(half)[:count] for _ in range(kv_heads)]).int()
+    vector = torch.zeros(kv_heads, dim)
+    for head, of_head in enumerate(pairs.long()):
+        vector[head, of_head] = torch.randn(count) * 30
+        vector[head, of_head + half] = torch.randn(count) * 30
+    vector[-1, pairs[-1, 0].long()] = vector[-1, pairs[-1, 0].long() + half] = 0
+    inv_freq = 1.0 / 5e5 ** (torch.arange(half) / half)
+    cos, sin = ops.rope_angles.named("reference")(torch.arange(positions).int(), inv_freq, 1.1)
+    return KeyMean(vector, pairs, torch.stack([cos.T, sin.T], dim=1).contiguous())
+
+
+def key_cases() -> Iterator[Case]:
+    """Keys without their mean, turned by Hadamard's matrix, on fixed scales: written, and read as if plain."""
+    for types, heads, group, dim, rotary, start, window in KEYS:
+
+        def cache(
+            types: Any = types, heads: int = heads, dim: int = dim, rotary: int = rotary, start: int = start
+        ) -> tuple[KVTensor, KVTensor, int]:
+            length = start + 300
+            kv = allocate_kv(-(-length // 16) + 1, heads, 16, dim, types)
+            coded = [torch.rand(heads).half().float() / 4 + 0.05 if t in ops.KV_CODED else None for t in types]
+            k = replace(kv.k, mean=key_mean(heads, dim, rotary, length), hadamard=dim in (16, 64))
+            v = replace(kv.v, scales=coded[1])
+            return (k if dim != 64 else replace(k, scales=coded[0])), v, length
+
+        def append(make: Any = cache, heads: int = heads, group: int = group, dim: int = dim) -> tuple[Any, ...]:
+            k_cache, v_cache, length = make()
+            assert k_cache.mean is not None
+            slots = torch.randperm(300)[:40].int() + length - 300
+            cos, sin = (part[:, slots.long()].T.contiguous() for part in k_cache.mean.table.unbind(1))
+            k = torch.randn(40, heads, dim) + k_cache.mean.vector
+            q, v = torch.randn(40, heads * group, dim), torch.randn(40, heads, dim)
+            return q, k, v, cos, sin, k_cache, v_cache, slots
+
+        def attend(
+            make: Any = cache, heads: int = heads, group: int = group, dim: int = dim, window: int = window
+        ) -> tuple[Any, ...]:
+            k_cache, v_cache, length = make()
+            k, v = torch.randn(2, 300, heads, dim)
+            slots = torch.arange(length - 300, length).int()
+            ops.kv_append.named("reference")(k, v, k_cache, v_cache, slots)
+            tables = torch.arange(len(k_cache.data))[None].int().repeat(2, 1)
+            lengths = torch.tensor([length, length - 90]).int()
+            q = torch.randn(60, heads * group, dim)
+            starts = torch.tensor([0, 59, 60]).int()
+            return q, k_cache, v_cache, tables, starts, lengths, dim**-0.5, window
+
+        traits = {"rotary_dim": rotary} | _heads(heads, group, dim)
+        name = f"{'-'.join(types)}-{dim}"
+        coarse = types[0] in ops.KV_CODED  # a last bit of the rotation may carry a number over the edge of a code
+        yield Case(ops.rope_append, f"{name}-mean", _seeded(append), traits, 0.07 if coarse else BF16_TOLERANCE)
+        exact = {"int8", "int4"}.isdisjoint(types)  # the mean makes scores of some hundreds, where words err by more
+        tolerance = 5e-5 if exact else 2 * WORD_TOLERANCE
+        yield Case(ops.paged_attention, f"{name}-mean", _seeded(attend), _heads(heads, group, dim), tolerance)
 
 
 def draw_cases() -> Iterator[Case]:
@@ -280,6 +359,9 @@ def draw_cases() -> Iterator[Case]:
 LINEAR_SHAPES = ((1, 64, 16), (5, 100, 50), (0, 64, 16), (20, 31, 33), (150, 520, 130), (110, 1100, 70))  # T, K, N
 
 
+INTEGER_OPS = ((ops.linear_w4a16, 4), (ops.linear_w4a8, 4), (ops.linear_w8a8, 8), (ops.linear_w8a16, 8))
+
+
 def linear_cases() -> Iterator[Case]:
     for tokens, k, n in LINEAR_SHAPES:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -292,14 +374,17 @@ def linear_cases() -> Iterator[Case]:
             brief = dtype == torch.float32 and tokens in (5, 110)
             yield Case(ops.linear_dense, f"{tokens}x{k}x{n}-{dtype}", _seeded(dense), traits, brief=brief)
         for group_size in (32, 64, 128, -1):
-            for op, bits in ((ops.linear_w4a16, 4), (ops.linear_w4a8, 4), (ops.linear_w8a8, 8)):
+            for op, bits in INTEGER_OPS:
                 yield _quantized(op, bits, tokens, k, n, group_size)
-    for op, bits in ((ops.linear_w4a16, 4), (ops.linear_w4a8, 4), (ops.linear_w8a8, 8)):
-        yield _quantized(op, bits, 20, 100, 50, 32, wide_scales=True)
+        for rows, columns in ((1, -1), (-1, -1), (128, 128), (7, 33)):
+            yield _float8(tokens, k, n, rows, columns)
+    for op, bits in INTEGER_OPS:
+        yield _quantized(op, bits, 20, 100, 50, 32, scales=torch.float32)
         yield _quantized(op, bits, 20, 100, 50, 32, symmetric=True)
         yield _quantized(op, bits, 20, 100, 50, 32, dtype=torch.bfloat16)
+        yield _quantized(op, bits, 20, 100, 50, 32, scales=torch.bfloat16)
     yield _strided(ops.linear_w4a8)
-    for op, bits in ((ops.linear_dense, 16), (ops.linear_w4a16, 4), (ops.linear_w4a8, 4), (ops.linear_w8a8, 8)):
+    for op, bits in ((ops.linear_dense, 16), *INTEGER_OPS):
         for tokens, half, with_bias in ((1, 40, True), (7, 16, False), (30, 130, True)):
             yield _normed_and_gated(op, bits, tokens, half, with_bias)
 
@@ -318,29 +403,50 @@ def _normed_and_gated(op: Op, bits: int, tokens: int, half: int, with_bias: bool
     traits: dict[str, Any] = {"out_features": 2 * half, "in_features": k}
     traits |= {"dtype": torch.float32} if bits == 16 else {"group_size": 32, "bits": bits}
     # A last bit of the norm may carry an activation over the edge between two codes.
-    tolerance = F32_TOLERANCE if op in (ops.linear_dense, ops.linear_w4a16) else 2e-2
+    tolerance = 2e-2 if op in (ops.linear_w4a8, ops.linear_w8a8) else F32_TOLERANCE
     return Case(op, f"{tokens}x{half}-normed-gated", _seeded(make), traits, tolerance, brief=tokens == 7)
 
 
 def _quantized(
     op: Op, bits: int, tokens: int, k: int, n: int, group_size: int, *,
-    wide_scales: bool = False, symmetric: bool = False, dtype: torch.dtype = torch.float32,
+    scales: torch.dtype = torch.float16, symmetric: bool = False, dtype: torch.dtype = torch.float32,
 ) -> Case:  # fmt: skip
     def make() -> tuple[Any, ...]:
         weight = quantize(torch.randn(n, k) * torch.rand(n, 1), QuantScheme(bits, group_size, symmetric))
-        if wide_scales:  # float32 that float16 cannot hold
-            weight = QTensor(weight.codes, weight.scales.float() * 1.0001, weight.zeros, weight.scheme)
+        if scales != torch.float16:  # of which float16 cannot hold float32 ones
+            wide = (weight.scales.float() * 1.0001).to(scales)
+            weight = QTensor(weight.codes, wide, weight.zeros, weight.scheme)
         x = torch.randn(tokens, k) * 10 ** (torch.rand(tokens, 1) * 4 - 2)
         x[1:2] = 0
         x[2:3, :40] = 0  # a whole group
         x[3:4, 5] = 1e4
         return x.to(dtype), weight, torch.randn(n) if tokens != 5 else None, None, False
 
-    name = f"{tokens}x{k}x{n}-g{group_size}" + "-wide" * wide_scales + "-symmetric" * symmetric + f"-{dtype}"
+    name = (
+        f"{tokens}x{k}x{n}-g{group_size}"
+        + f"-{scales}" * (scales != torch.float16)
+        + "-symmetric" * symmetric
+        + f"-{dtype}"
+    )
     traits = {"out_features": n, "in_features": k, "group_size": group_size, "bits": bits}
     tolerance = F32_TOLERANCE if dtype == torch.float32 else BF16_TOLERANCE
     brief = (tokens, group_size) in ((5, 32), (110, 128), (150, -1))
     return Case(op, name, _seeded(make), traits, tolerance, brief)
+
+
+def _float8(tokens: int, k: int, n: int, rows: int, columns: int) -> Case:
+    """Every code that is a number, subnormal ones too."""
+
+    def make() -> tuple[Any, ...]:
+        codes = torch.randint(0, 256, (n, k), dtype=torch.uint8)
+        codes[codes & 0x7F == 0x7F] = 0x80
+        scheme = QuantScheme(8, columns, True, "float", rows)
+        scales = torch.rand(scheme.num_row_groups(n), scheme.num_groups(k)) / 100
+        weight = QTensor(codes.view(torch.float8_e4m3fn), scales, torch.zeros(0, dtype=torch.uint8), scheme)
+        return torch.randn(tokens, k), weight, torch.randn(n) if tokens != 5 else None, None, False
+
+    traits = {"out_features": n, "in_features": k, "group_size": columns, "bits": 8}
+    return Case(ops.linear_fp8, f"{tokens}x{k}x{n}-{rows}x{columns}", _seeded(make), traits)
 
 
 def _strided(op: Op) -> Case:

@@ -27,7 +27,9 @@ def _threads() -> Iterator[None]:
 
 @pytest.mark.parametrize("group_size", [32, 128, -1])
 @pytest.mark.parametrize(
-    "op", [ops.linear_dense, ops.linear_w4a16, ops.linear_w4a8, ops.linear_w8a8], ids=lambda op: op.name
+    "op",
+    [ops.linear_dense, ops.linear_w4a16, ops.linear_w4a8, ops.linear_w8a8, ops.linear_w8a16, ops.linear_fp8],
+    ids=lambda op: op.name,
 )
 def test_linear_rows(op: Op, group_size: int) -> None:
     torch.manual_seed(2)
@@ -38,7 +40,8 @@ def test_linear_rows(op: Op, group_size: int) -> None:
         weight = weight.to({32: torch.float32, 128: torch.bfloat16, -1: torch.float16}[group_size])
         traits["dtype"] = weight.dtype
     else:
-        weight = quantize(weight, QuantScheme(8 if op is ops.linear_w8a8 else 4, group_size))
+        bits, kind = 4 if "w4" in op.name else 8, "float" if op is ops.linear_fp8 else "int"
+        weight = quantize(weight, QuantScheme(bits, group_size, kind == "float", kind))
         traits |= {"group_size": group_size, "bits": weight.scheme.bits}
     impl = op.select("cpu", **traits)
     packed, bias, x = impl.pack(weight), torch.randn(n), torch.randn(230, k)

@@ -20,15 +20,24 @@ from lmkit.qtensor import QuantScheme
 
 DENSE = [WeightKind(dtype) for dtype in ("float32", "bfloat16", "float16")]
 FOUR = [WeightKind("float16", QuantScheme(4, group)) for group in (32, 128, -1)]
-EIGHT = [WeightKind(dtype, QuantScheme(8, group)) for dtype, group in (("float16", 128), ("float32", -1))]
+EIGHT = [
+    WeightKind(dtype, QuantScheme(8, group)) for dtype, group in (("float16", 128), ("float32", -1), ("bfloat16", -1))
+]
+FLOAT8 = [WeightKind("float32", QuantScheme(8, group, True, "float")) for group in (-1, 128)]
 
 
 def cases() -> Iterator[tuple[Implementation, WeightKind]]:
     for isa in LEVELS.values():
-        made = [(dense.dense_implementation(isa), DENSE), (dense.int4_implementation(isa), FOUR)]
+        made = [(dense.dense_implementation(isa), DENSE), (dense.codes_implementation(isa, "int4"), FOUR)]
+        made += [(dense.codes_implementation(isa, "int8"), EIGHT), (dense.codes_implementation(isa, "float8"), FLOAT8)]
         made += [(quantized.implementation(isa, 4), FOUR), (quantized.implementation(isa, 8), EIGHT)]
         yield from ((impl, kind) for impl, kinds in made for kind in kinds)
-    for op, kinds in ((ops.linear_dense, DENSE), (ops.linear_w4a16, FOUR), (ops.linear_w8a8, EIGHT)):
+    for op, kinds in (
+        (ops.linear_dense, DENSE),
+        (ops.linear_w4a16, FOUR),
+        (ops.linear_w8a8, EIGHT),
+        (ops.linear_fp8, FLOAT8),
+    ):
         yield from ((op.named("reference"), kind) for kind in kinds)
 
 
@@ -51,11 +60,12 @@ def test_an_outline_has_the_shapes_of_packing(rows: int) -> None:
 
 
 def test_the_kind_of_a_weight_makes_one_like_it() -> None:
-    for kind in [*DENSE, *FOUR, *EIGHT]:
+    for kind in [*DENSE, *FOUR, *EIGHT, *FLOAT8]:
         assert kind_of(kind.zeros((8, 64))) == kind
 
 
 @pytest.mark.parametrize("kind", [WeightKind("nn"), WeightKind("float16", QuantScheme(4, 0)),
+                                  WeightKind("float32", QuantScheme(8, 128, True, "float", 128)),
                                   WeightKind("float16", QuantScheme(3, 32)), WeightKind("no such")])  # fmt: skip
 def test_an_impossible_kind_is_refused(kind: WeightKind) -> None:
     with pytest.raises(CheckpointError):

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from lmkit.errors import CheckpointError, ConfigError
+from lmkit.errors import CheckpointError
 from lmkit.formats.base import get_format
 from lmkit.formats.checkpoint import CheckpointReader, CheckpointWriter
 from lmkit.formats.jsonfile import read_json
@@ -323,13 +323,11 @@ def test_what_a_killed_writer_left_is_removed(tmp_path: Path) -> None:
     assert not left.exists()
 
 
-def test_an_int8_head_is_close_to_the_checkpoints(tmp_path: Path) -> None:
+@pytest.mark.parametrize("activations", ["int8", "exact"])
+def test_an_int8_head_is_close_to_the_checkpoints(tmp_path: Path, activations: str) -> None:
     checkpoint = dense(tmp_path)
-    plain, quantized = (logits(load_model(checkpoint, lm_head=head)) for head in ("auto", "int8"))
+    plain, quantized = (
+        logits(load_model(checkpoint, lm_head=head, activations=activations)) for head in ("auto", "int8")
+    )
     assert not torch.equal(plain, quantized)
     assert (plain - quantized).abs().max() < 0.02 * plain.abs().max()
-
-
-def test_an_int8_head_with_exact_activations_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="lm_head int8"):
-        load_model(dense(tmp_path), lm_head="int8", activations="exact")

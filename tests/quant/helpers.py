@@ -53,18 +53,20 @@ def calibrate(
     group_size: int = 32,
     roles: tuple[str, ...] = LINEARS,
     dtype: torch.dtype = torch.float32,
+    scheme: QuantScheme | None = None,
 ) -> CalibratedLayer:
     """Run `hidden` [num_rows * seq_len, hidden] through the layer; every token is in every sample."""
     spec, tokens = layer.spec, torch.arange(len(hidden))
+    scheme = scheme or QuantScheme(4, group_size)
     inputs = {
-        role: InputStats.empty(spec.linear_shape(role)[1], group_size, tokens)
+        role: InputStats.empty(spec.linear_shape(role)[1], scheme.group_size, tokens)
         for role in dict.fromkeys(input_of(spec, layer.index)[role] for role in roles)
     }
     geometry = Geometry.of(spec, num_rows, len(hidden) // num_rows)
     layer.observe(Observer(inputs))
     layer(hidden.clone(), None, geometry.batch, geometry.rope, geometry.kv)
     layer.observe(None)
-    return CalibratedLayer(layer, inputs, geometry, dict.fromkeys(roles, QuantScheme(4, group_size)), dtype)
+    return CalibratedLayer(layer, inputs, geometry, dict.fromkeys(roles, scheme), dtype)
 
 
 def run_layer(calibrated: CalibratedLayer, hidden: Tensor) -> Tensor:

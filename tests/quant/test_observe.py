@@ -17,6 +17,7 @@ def test_sums_and_samples_do_not_depend_on_batches(cuts: list[int]) -> None:
         stats.add(part)
     wide = x.double()
     torch.testing.assert_close(stats.abs_mean, x.abs().mean(0))
+    assert torch.equal(stats.abs_max, x.abs().amax(0))
     torch.testing.assert_close(stats.sample, x[ids])
     for group in range(3):
         columns = wide[:, 8 * group : 8 * group + 8]
@@ -31,6 +32,7 @@ def test_divide_gives_the_statistics_of_the_divided_input() -> None:
     stats.divide(s)
     expected.add(x / s)
     torch.testing.assert_close(stats.abs_mean, expected.abs_mean)
+    torch.testing.assert_close(stats.abs_max, expected.abs_max)
     torch.testing.assert_close(stats.gram, expected.gram, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(stats.sample, expected.sample)
 
@@ -40,6 +42,12 @@ def test_inputs_that_fill_no_group_are_counted_all_the_same() -> None:
     stats.add(torch.ones(3, 5))
     assert stats.gram.shape == (0, 8, 8)
     assert stats.abs_mean.tolist() == [1.0] * 5
+    whole_row = InputStats.empty(5, -1, torch.arange(3))
+    whole_row.add(torch.ones(3, 5))
+    whole_row.add(torch.ones(0, 5))
+    whole_row.divide(torch.full((5,), 2.0))
+    assert len(whole_row.gram) == 0
+    assert whole_row.abs_max.tolist() == [0.5] * 5
 
 
 def test_sampled_tokens_are_distinct_ascending_and_seeded() -> None:

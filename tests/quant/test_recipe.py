@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 
 from lmkit.errors import ConfigError
+from lmkit.qtensor import QuantScheme
 from lmkit.quant.recipe import DEFAULT_RECIPE, RECIPES, AwqClip, AwqScale, Rtn, load_recipe
 
 MINIMAL = "steps: [{step: rtn}]\n"
+SMOOTH = "steps: [{step: smooth_quant}, {step: rtn}]\n"
+FLOAT8 = "scheme: {bits: 8, type: float, group_size: block}"
 
 
 def write(folder: Path, text: str) -> str:
@@ -21,8 +24,23 @@ def write(folder: Path, text: str) -> str:
 @pytest.mark.parametrize("name", sorted(path.stem for path in RECIPES.glob("*.yaml")))
 def test_every_shipped_recipe_loads(name: str) -> None:
     recipe = load_recipe(name)
-    assert recipe.scheme.bits == 4
     assert isinstance(recipe.steps[-1], Rtn)
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    [
+        ("awq_w4a16_g128", QuantScheme(4, 128)),
+        ("w4a16_g128_sym_ct", QuantScheme(4, 128, symmetric=True)),
+        ("rtn_w8a16", QuantScheme(8, 128, symmetric=True)),
+        ("smoothquant_w8a8", QuantScheme(8, -1, symmetric=True)),
+        ("fp8_channel", QuantScheme(8, -1, True, "float")),
+        ("fp8_tensor", QuantScheme(8, -1, True, "float", -1)),
+        ("fp8_block", QuantScheme(8, 128, True, "float", 128)),
+    ],
+)
+def test_schemes_of_shipped_recipes(name: str, scheme: QuantScheme) -> None:
+    assert load_recipe(name).scheme.scheme() == scheme
 
 
 def test_the_default_recipe_is_shipped_and_is_awq() -> None:
@@ -35,8 +53,8 @@ def test_the_default_recipe_is_shipped_and_is_awq() -> None:
 @pytest.mark.parametrize(
     ("text", "place", "allowed"),
     [
-        (MINIMAL + "group_size: 64", "group_size", "scheme, steps, kv"),
-        (MINIMAL + "scheme: {bit: 4}", "$.scheme", "bits, group_size, symmetric"),
+        (MINIMAL + "group_size: 64", "group_size", "format, scheme, activations, bits, steps, kv"),
+        (MINIMAL + "scheme: {bit: 4}", "$.scheme", "bits, type, group_size, symmetric"),
         (MINIMAL + "kv: {bit: 4}", "$.kv", "bits, layers"),
         (MINIMAL + "kv: {layers: {0: {bits: 4}}}", "$.kv.layers", "k_bits, v_bits"),
         (MINIMAL + "calibration: {samples: 4}", "$.calibration", "dataset, num_samples, seq_len, seed"),
@@ -66,6 +84,28 @@ def test_an_unknown_key_names_file_place_and_allowed_keys(tmp_path: Path, text: 
         ("scheme: {bits: 4}", "steps"),
         (MINIMAL + "scheme: {bits: 3}", "$.scheme.bits"),
         (MINIMAL + "scheme: {group_size: 48}", "$.scheme.group_size"),
+        (MINIMAL + "scheme: {group_size: tensor}", "int has 32, 64, 128 or channel"),
+        (MINIMAL + "scheme: {type: float, bits: 8}", "float has channel, tensor or block"),
+        (MINIMAL + "scheme: {type: float, group_size: channel}", "type float has `bits: 8`"),
+        (MINIMAL + "scheme: {type: float, bits: 8, group_size: channel, symmetric: false}", "float is symmetric"),
+        (MINIMAL + "scheme: {bits: 8}", "format awq cannot store the scheme: 8 bits"),
+        (MINIMAL + "format: gptq", "format gptq cannot store the scheme"),
+        (MINIMAL + "format: gguf", "$.format"),
+        (MINIMAL + "activations: int8", "activations int8 need scheme {bits: 8"),
+        (MINIMAL + "activations: float8", "activations float8 need scheme"),
+        (MINIMAL + "activations: int4", "$.activations"),
+        (MINIMAL + "format: compressed-tensors\nactivations: int8\nscheme: {bits: 8, symmetric: true}", "channel"),
+        (MINIMAL + f"format: fp8\n{FLOAT8}", "format fp8 has activations float8, not none"),
+        (MINIMAL + f"format: gptq\n{FLOAT8}\nactivations: float8", "format gptq has activations none, not float8"),
+        (SMOOTH, "smooth_quant is for rounded activations"),
+        (f"steps: [{{step: awq_clip}}, {{step: rtn}}]\nformat: compressed-tensors\n{FLOAT8}", "awq_clip needs"),
+        ("steps: [{step: awq_scale}, {step: rtn}]\nscheme: {group_size: -1}", "awq_scale needs"),
+        ("steps: [{step: smooth_quant}, {step: awq_scale}, {step: rtn}]", "then rtn"),
+        ("steps: [{step: smooth_quant, alpha: 1.5}, {step: rtn}]", "alpha"),
+        ("steps: [{step: smooth_quant, alpha: best}, {step: rtn}]", "alpha"),
+        (MINIMAL + "bits: 0", "$.bits"),
+        (MINIMAL + "format: gptq\nscheme: {symmetric: true}\nbits: 4.5", "compressed-tensors can mix them"),
+        (MINIMAL + f"format: compressed-tensors\n{FLOAT8}\nbits: 4.5", "bits: is for type int"),
         (MINIMAL + "kv: {bits: 5}", "$.kv.bits"),
         (MINIMAL + "kv: {layers: {-1: {k_bits: 4}}}", "$.kv.layers"),
         (MINIMAL + "calibration: {num_samples: 0}", "num_samples"),
@@ -99,6 +139,11 @@ def test_overrides_replace_values_and_pass_the_same_checks(tmp_path: Path) -> No
     assert (recipe.scheme.group_size, recipe.calibration.num_samples, recipe.calibration.seq_len) == (64, 8, 32)
     with pytest.raises(ConfigError, match=r"scheme\.group_size"):
         load_recipe(path, {"scheme": {"group_size": 65}})
+    recipe = load_recipe(path, {"format": "compressed-tensors", "bits": 5.0})
+    assert (recipe.format, recipe.bits) == ("compressed-tensors", 5.0)
+    assert load_recipe(path, {"format": None, "bits": None}) == load_recipe(path)
+    with pytest.raises(ConfigError, match="one scheme; compressed"):
+        load_recipe(path, {"format": "gptq_v2", "bits": 5.0})
 
 
 def test_unknown_names_list_what_there_is() -> None:

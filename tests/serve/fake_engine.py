@@ -93,6 +93,13 @@ class FakeEngine:
         if params.logit_bias:  # greedily: the most wanted token
             token_id = max(params.logit_bias, key=lambda i: params.logit_bias[i])
         sequence.num_output += 1
+        if params.max_new_tokens == 0:
+            return StepOutput(
+                request_id=request.request_id,
+                token_ids=[],
+                finish_reason="length",
+                prompt_logprobs=self._prompt_logprobs(request),
+            )
         self._generation_tokens += 1
         finish: FinishReason | None = None
         stop_token = None
@@ -108,17 +115,19 @@ class FakeEngine:
         if params.logprobs is not None:
             others = [(token_id, -0.25), *((i, -1.0 - i) for i in range(4, 24))]
             logprobs = [TokenLogprobs(token_id, -0.25, others[: params.logprobs])]
-        prompt_logprobs = []
-        if request.prompt_logprobs and sequence.num_output == 1:
-            prompt_logprobs = [-0.5 * i for i in range(1, len(request.prompt_ids))]
         return StepOutput(
             request_id=request.request_id,
             token_ids=[token_id],
             finish_reason=finish,
             logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
+            prompt_logprobs=self._prompt_logprobs(request) if sequence.num_output == 1 else [],
             stop_token=stop_token,
         )
+
+    def _prompt_logprobs(self, request: Request) -> list[TokenLogprobs]:
+        ids, num_top = request.prompt_ids, request.params.logprobs or 0
+        top = [(5 + n, -0.125 - n) for n in range(num_top)]
+        return [TokenLogprobs(ids[i], -0.5 * i, top) for i in range(1, len(ids)) if request.prompt_logprobs]
 
     def stats(self) -> EngineStats:
         running = min(len(self._sequences), self._config.max_batch_size)

@@ -161,11 +161,24 @@ def test_echo_with_logprobs_scores_the_prompt(client: openai.OpenAI) -> None:
     assert choice.logprobs.token_logprobs == [None, *(-0.5 * i for i in range(1, len(ids))), -0.25]
     assert len(choice.logprobs.tokens) == len(choice.logprobs.text_offset) == len(ids) + 1
     assert choice.logprobs.text_offset[-1] == len(prompt)
-    assert choice.logprobs.top_logprobs[:-1] == [None] * len(ids)
+    assert choice.logprobs.top_logprobs[0] is None
+    for position, top in enumerate(choice.logprobs.top_logprobs[1:-1], 1):
+        assert top[choice.logprobs.tokens[position]] == -0.5 * position
+        assert max(top.values()) == -0.125
     assert choice.logprobs.top_logprobs[-1]["The"] == -0.25
     assert any(token.startswith("bytes:\\x") for token in choice.logprobs.tokens)
     streamed = list(complete(client, prompt=prompt, echo=True, logprobs=2, max_tokens=1, stream=True))
     assert "".join(chunk.choices[0].text for chunk in streamed) == choice.text
+
+
+def test_no_new_tokens_score_the_prompt_alone(client: openai.OpenAI) -> None:
+    prompt = "Score this"
+    answer = complete(client, prompt=prompt, echo=True, logprobs=1, max_tokens=0)
+    choice, num_tokens = answer.choices[0], len(TOKENIZER.encode(prompt))
+    assert (choice.text, choice.finish_reason) == (prompt, "length")
+    assert [len(field) for field in (choice.logprobs.tokens, choice.logprobs.top_logprobs)] == [num_tokens] * 2
+    assert answer.usage.completion_tokens == 0
+    assert complete(client, prompt=prompt, max_tokens=0).choices[0].text == ""
 
 
 def test_models(client: openai.OpenAI) -> None:

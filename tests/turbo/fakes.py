@@ -7,7 +7,7 @@ from typing import Any
 
 from lmkit.turbo.plan import Chunk, NewSequence, Sampled, StepPlan
 from lmkit.turbo.policy import Order, fcfs
-from lmkit.turbo.request import FinishReason, GenerationConfig, Request, StepOutput
+from lmkit.turbo.request import FinishReason, GenerationConfig, Request, StepOutput, TokenLogprobs
 from lmkit.turbo.scheduler import Scheduler, SchedulerLimits
 
 EOS = (0, 1)
@@ -30,15 +30,17 @@ def next_token(prefix: list[int], num_outputs: int, params: GenerationConfig, eo
     return next(t for i in range(1000) if (t := hash((params.seed, i, *prefix)) % vocab) not in held_back)
 
 
-def prompt_logprob(prefix: list[int]) -> float:
+def prompt_logprob(prefix: list[int]) -> TokenLogprobs:
     """Of the last token of `prefix`, given the others."""
-    return -float(hash(tuple(prefix)) % 1000)
+    return TokenLogprobs(prefix[-1], -float(hash(tuple(prefix)) % 1000), [(len(prefix), -1.0)])
 
 
 def solo(req: Request, limits: SchedulerLimits) -> tuple[list[int], FinishReason]:
     """What a request must give, worked out without any scheduler."""
     params, ids, n = req.params, list(req.prompt_ids), len(req.prompt_ids)
     eos = () if params.ignore_eos else EOS
+    if params.max_new_tokens == 0:
+        return [], "length"
     while True:
         ids.append(next_token(ids, len(ids) - n, params, eos, limits.vocab_size))
         if ids[-1] in eos + params.stop_token_ids and len(ids) - n > params.min_new_tokens:

@@ -74,11 +74,11 @@ def test_prompt_rows_score_every_prompt_token_once() -> None:
         chunk = Chunk(0, start, size, [start] if start % BLOCK == 0 else [], start + size == 6)
         other = Chunk(1, 0, 2, [9] if start == 0 else [], True)
         inputs, rows = batch.inputs(StepPlan([], [], [other, chunk]))
-        positions = inputs.positions[inputs.logit_rows].tolist()
+        positions = inputs.positions.tolist()
         assert rows is not None
         span = rows.prompt_rows[1]
         assert rows.prompt_rows[0] == range(0)
-        assert batch.prompt_targets(chunk, len(span)).tolist() == [10 + positions[r] + 1 for r in span]
+        assert batch.prompt_targets(chunk, len(span)) == [10 + positions[r] + 1 for r in span]
         scored += [positions[r] for r in span]
     assert scored == [0, 1, 2, 3, 4]
 

@@ -101,15 +101,49 @@ def test_a_tiny_pool_preempts(demo_model: Path) -> None:
 
 def test_prompt_logprobs_match_transformers(demo_model: Path, heldout_text: str) -> None:
     ids = Tokenizer.from_pretrained(demo_model).encode(heldout_text[:600])
-    request = Request(
-        request_id="p", prompt_ids=ids, params=GenerationConfig(max_new_tokens=1, seed=0), prompt_logprobs=True
-    )
+    params = GenerationConfig(max_new_tokens=0, seed=0, logprobs=3)
+    request = Request(request_id="p", prompt_ids=ids, params=params, prompt_logprobs=True)
     outputs = run(engine_for(demo_model, dtype="float32", max_step_tokens=37), [request])["p"]
     reference = transformers.AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
     with torch.no_grad():
-        logits = reference(torch.tensor([ids])).logits[0, :-1]
-    want = logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
-    torch.testing.assert_close(torch.tensor(outputs[0].prompt_logprobs), want, rtol=1e-3, atol=1e-3)
+        scores = reference(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+    got = outputs[0].prompt_logprobs
+    assert [position.token_id for position in got] == ids[1:]
+    want = scores.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor([position.logprob for position in got]), want, rtol=1e-3, atol=1e-3)
+    tops = torch.tensor([[logprob for _, logprob in position.top] for position in got])
+    torch.testing.assert_close(tops, scores.topk(3).values, rtol=1e-3, atol=1e-3)
+    by_id = torch.tensor([[token for token, _ in position.top] for position in got])
+    torch.testing.assert_close(scores.gather(1, by_id), tops, rtol=1e-3, atol=1e-3)
+
+
+def test_prompt_logprobs_do_not_depend_on_batch_chunks_or_the_part_that_is_scored(
+    demo_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = [
+        msgspec.structs.replace(request, prompt_logprobs=True)
+        for request in requests_for(demo_model, logprobs=4, max_new_tokens=3)
+    ]
+    alone = engine_for(demo_model)
+    want = {r.request_id: run(alone, [r])[r.request_id][0].prompt_logprobs for r in requests}
+    assert all(len(want[r.request_id]) == len(r.prompt_ids) - 1 for r in requests)
+    chunked = engine_for(demo_model, max_step_tokens=5)
+    for engine in (engine_for(demo_model), chunked):
+        assert {name: outputs[0].prompt_logprobs for name, outputs in run(engine, requests).items()} == want
+    monkeypatch.setattr("lmkit.turbo.runner.SCORED_BYTES", 3 * 4 * 4096)
+    assert {name: outputs[0].prompt_logprobs for name, outputs in run(alone, requests).items()} == want
+
+
+def test_a_prompt_that_fills_the_context_can_be_scored(demo_model: Path) -> None:
+    engine = engine_for(demo_model, max_model_len=64)
+    full = Request(
+        request_id="r", prompt_ids=[5] * 64, params=GenerationConfig(max_new_tokens=0, seed=0), prompt_logprobs=True
+    )
+    (output,) = run(engine, [full])["r"]
+    assert (output.finish_reason, output.token_ids, len(output.prompt_logprobs)) == ("length", [], 63)
+    assert engine.stats().generation_tokens == 0
+    with pytest.raises(RequestError, match="context"):
+        engine.add(msgspec.structs.replace(full, params=GenerationConfig(max_new_tokens=1, seed=0)))
 
 
 def test_abort_frees_blocks_within_a_step(demo_model: Path) -> None:

@@ -133,13 +133,21 @@ def test_logprobs_stop_where_the_tokens_stop(tokenizer: Tokenizer) -> None:
 def test_prompt_logprobs_come_once_and_start_with_none(tokenizer: Tokenizer) -> None:
     output = processor(tokenizer, prompt="The cat sat", prompt_logprobs=True)
     ids = tokenizer.encode("The cat sat")
-    values = [-0.1 * i for i in range(1, len(ids))]
+    values = [TokenLogprobs(ids[i], -0.1 * i, [(7, -0.1), (ids[i], -0.1 * i)]) for i in range(1, len(ids))]
     first = output.process(step([5], None, prompt_logprobs=values))
-    assert [entry.token.logprob for entry in first.prompt_logprobs] == [None, *values]
+    assert [entry.token.logprob for entry in first.prompt_logprobs] == [None, *(value.logprob for value in values)]
+    assert [entry.token.token_id for entry in first.prompt_logprobs] == ids
+    tops = [[(top.token_id, top.logprob) for top in entry.top] for entry in first.prompt_logprobs]
+    assert tops == [[], *(value.top for value in values)]
     assert "".join(entry.token.text for entry in first.prompt_logprobs) == "The cat sat"
     offsets = [entry.text_offset for entry in first.prompt_logprobs]
     assert offsets == [len(tokenizer.decode(ids[:i])) for i in range(len(ids))]
     assert output.process(step([6], "length")).prompt_logprobs == []
+
+
+def test_a_request_that_ends_before_its_prompt_is_computed_has_no_prompt_logprobs(tokenizer: Tokenizer) -> None:
+    output = processor(tokenizer, prompt="The cat sat", prompt_logprobs=True)
+    assert output.process(step([], "abort")).prompt_logprobs == []
 
 
 def test_errors_pass_through(tokenizer: Tokenizer) -> None:

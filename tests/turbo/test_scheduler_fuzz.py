@@ -35,12 +35,12 @@ def random_limits(rng: random.Random) -> SchedulerLimits:
 
 def random_request(rng: random.Random, name: str, limits: SchedulerLimits) -> Request:
     longest = rng.choice([3, 3, 8, limits.max_model_len])
-    max_new = rng.choice([1, rng.randint(1, 30), rng.randint(1, 30), rng.randint(8, 20), None])
+    max_new = rng.choice([0, 1, rng.randint(1, 30), rng.randint(1, 30), rng.randint(8, 20), None])
     return request(
         name,
         [rng.randrange(limits.vocab_size) for _ in range(rng.randint(0, longest))],
         max_new_tokens=max_new,
-        min_new_tokens=rng.randint(0, min(max_new or 8, 8)),
+        min_new_tokens=rng.randint(0, min(8 if max_new is None else max_new, 8)),
         ignore_eos=rng.random() < 0.7,
         stop_token_ids=tuple(rng.sample(range(50), rng.choice([0, 0, 0, 1, 4]))),
         seed=rng.randrange(1 << 64),
@@ -155,7 +155,7 @@ class Traffic:
             assert outputs[-1].stop_token == (tokens[-1] if ended == "stop" else None)
             asked = req.params.logprobs is not None
             assert [x.token_id for o in outputs for x in o.logprobs] == (tokens if asked else [])
-            if tokens and req.prompt_logprobs:
+            if (tokens or ended == "length") and req.prompt_logprobs:
                 ids = req.prompt_ids
                 assert outputs[0].prompt_logprobs == [prompt_logprob(ids[:n]) for n in range(2, len(ids) + 1)]
             assert not any(o.prompt_logprobs for o in outputs[1:])

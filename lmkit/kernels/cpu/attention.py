@@ -35,9 +35,9 @@ from lmkit.kernels.cpu.attention_tiles import CODED, KEYS, LARGEST_WORD
 from lmkit.kernels.cpu.intrinsics import add, bits_to_float, call, exp, fma, half_to_float, pointer, tile, unpack
 from lmkit.kernels.cpu.isa import Isa
 from lmkit.kernels.cpu.jit import Task, float_bits, inline
-from lmkit.kernels.cpu.kv import rows_of
+from lmkit.kernels.cpu.kv import rows_of, turn_hadamard
 from lmkit.kernels.cpu.panels import address, as_type
-from lmkit.kernels.ops import KVTensor
+from lmkit.kernels.ops import KV_CODED, KVTensor
 from lmkit.kernels.reference.kv import accepts_heads
 from lmkit.kernels.registry import Implementation
 
@@ -84,9 +84,9 @@ def _find(plan: Any, num_seqs: int, unit: int) -> int:
 
 
 @inline
-def _buffers(at: int, rows: int, padded: int) -> Any:
+def _buffers(at: int, rows: int, padded: int, num_pairs: int) -> Any:
     """Where things lie in a thread's scratch: (job, floats, words, steps, scores, weights, word steps, offset,
-    key places, value places, key params, value params, total, record, copies).
+    key places, value places, key params, value params, total, record, shares, copies).
     """
     record = rows * (padded + 2)
     job = at
@@ -100,15 +100,48 @@ def _buffers(at: int, rows: int, padded: int) -> Any:
     places = (offset + 4) // 64 * 64 + 64
     params = places + 16 * PARTITION
     total = params + 16 * PARTITION
-    copies = (total + 8 * record) // 64 * 64 + 64
+    shares = total + 8 * record
+    copies = (shares + 8 * rows * num_pairs) // 64 * 64 + 64
     return (job, floats, words, steps, scores, weights, word_steps, offset, places, places + 8 * PARTITION, params,
-            params + 8 * PARTITION, total, total + 4 * record, copies)  # fmt: skip
+            params + 8 * PARTITION, total, total + 4 * record, shares, copies)  # fmt: skip
+
+
+@inline
+def _mean_shares(query: int, mean: Any, out: int) -> None:
+    """What a query makes of its head's key mean: float32 (of the cosine, of the sine) of each pair, as
+    ops.KeyMean has them. `mean` = (the head's vector, the head's pairs, their number, R / 2).
+    """
+    vector, pairs, count, half = mean
+    index = carray(pointer(pairs), count, np.int32)
+    x, b = carray(pointer(query), 2 * half, np.float32), carray(pointer(vector), 2 * half, np.float32)
+    share = carray(pointer(out), 2 * count, np.float32)
+    for p in range(count):
+        i = np.int64(index[p])
+        share[2 * p] = x[i] * b[i] + x[i + half] * b[i + half]
+        share[2 * p + 1] = x[i + half] * b[i] - x[i] * b[i + half]
+
+
+@inline
+def _add_mean(scores: int, rows: int, first: int, end: int, shares: int, count: int, pairs: int, table: int,
+              positions: int) -> None:  # fmt: skip
+    """The key mean's part of the scores of keys first .. end; `table` begins at the partition's first position."""
+    index = carray(pointer(pairs), count, np.int32)
+    for r in range(rows):
+        s = carray(pointer(scores + 4 * r * PARTITION), PARTITION, np.float32)
+        share = carray(pointer(shares + 8 * r * count), 2 * count, np.float32)
+        for p in range(count):
+            at = table + 8 * np.int64(index[p]) * positions
+            cos = carray(pointer(at), PARTITION, np.float32)
+            sin = carray(pointer(at + 4 * positions), PARTITION, np.float32)
+            of_cos, of_sin = share[2 * p], share[2 * p + 1]
+            for i in range(first, end):
+                s[i] = fma(of_sin, sin[i], fma(of_cos, cos[i], s[i]))
 
 
 @inline
 def _prepare_queries(source: int, stride: int, group: int, dim: int, padded: int, scale: Any, rows: int, floats: int,
-                     words: int, steps: int) -> None:  # fmt: skip
-    """Queries times `scale`, filled up with 0; and, unless `words` is 0, as words."""
+                     words: int, steps: int, mean: Any, shares: int, hadamard: int) -> None:  # fmt: skip
+    """Queries times `scale`, filled up with 0; and, unless `words` is 0, as words. `mean`: see _mean_shares."""
     limit = min(LARGEST_WORD, (2**31 - 1) // (255 * dim))  # a sum of products with codes fits int32
     for r in range(rows):
         x = carray(pointer(source + r // group * stride + 4 * (r % group) * dim), dim, np.float32)
@@ -117,6 +150,9 @@ def _prepare_queries(source: int, stride: int, group: int, dim: int, padded: int
             row[i] = x[i] * scale
         for i in range(dim, padded):
             row[i] = 0
+        _mean_shares(floats + 4 * r * padded, mean, shares + 8 * r * mean[2])
+        if hadamard:
+            turn_hadamard(floats + 4 * r * padded, dim)
         if words:
             out = words + 2 * r * padded
             tile(WORDS, 1, (floats + 4 * r * padded, out, padded // 8, limit, steps + 8 * r))
@@ -188,8 +224,9 @@ def _write(at: int, values: Any) -> None:
 def _attend(args: int, scratch: int, index: int) -> None:
     """One unit."""
     (plan_at, num_seqs, starts_at, lens_at, tables, table_stride, q, q_stride, scale_bits, out, records, counters,
-     heads, group, dim, padded, block_size, window, tile_tokens, score, k_data, k_params, k_bytes, k_direct, value,
-     v_data, v_params, v_bytes, v_direct) = unpack(args, 29)  # fmt: skip
+     heads, group, dim, padded, block_size, window, tile_tokens, hadamard, num_pairs, vectors, pairs, half, angles,
+     positions, score, k_data, k_params, k_bytes, k_direct, k_coded, value, v_data, v_params, v_bytes,
+     v_direct, _) = unpack(args, 38)  # fmt: skip
     plan = carray(pointer(plan_at), num_seqs + 2, np.int64)
     if index >= plan[num_seqs]:
         return
@@ -205,15 +242,18 @@ def _attend(args: int, scratch: int, index: int) -> None:
     first_key, end_key = max(0, position - window + 1) if window else 0, position + num_tokens
     rows, record_bytes = num_tokens * group, 4 * tile_tokens * group * (padded + 2)
     (job, floats, words, steps, scores, weights, word_steps, offset, k_places, v_places, k_scales, v_scales, total,
-     other, copies) = _buffers(scratch, tile_tokens * group, padded)  # fmt: skip
+     other, shares, copies) = _buffers(scratch, tile_tokens * group, padded, num_pairs)  # fmt: skip
+    pairs += 4 * head * num_pairs
 
     source = q + token * q_stride + 4 * head * group * dim
     scale = bits_to_float(np.uint32(scale_bits))
-    _prepare_queries(source, q_stride, group, dim, padded, scale, rows, floats, words if k_params else 0, steps)
+    mean = (vectors + 4 * head * dim, pairs, num_pairs, half)
+    _prepare_queries(source, q_stride, group, dim, padded, scale, rows, floats, words if k_coded else 0, steps, mean,
+                     shares, hadamard)  # fmt: skip
     first_part, end_part = first_key // PARTITION, (end_key + PARTITION - 1) // PARTITION
     if split:
         first_part, end_part, total = part, part + 1, records + index * record_bytes
-    few, queries = rows <= DIRECT_ROWS, words if k_params else floats
+    few, queries = rows <= DIRECT_ROWS, words if k_coded else floats
     for p in range(first_part, end_part):
         begin = p * PARTITION
         first = max(first_key // KEYS * KEYS - begin, 0)
@@ -226,6 +266,8 @@ def _attend(args: int, scratch: int, index: int) -> None:
         lines = ((k_bytes + 63) // 64, v_places, (v_bytes + 63) // 64)
         _write(job, (*shape, k_places, k_scales, k_direct & few, queries, steps, scores, *lines))
         call(score, job, copies, 0)
+        if num_pairs:
+            _add_mean(scores, rows, first, end, shares, num_pairs, pairs, angles + 4 * begin, positions)
         of_rows = (group, position - begin, window, scores, weights, word_steps, offset, record)
         _write(job, (*shape, v_places, v_scales, v_direct & few, *of_rows))
         call(value, job, copies, 0)
@@ -243,13 +285,25 @@ def _attend(args: int, scratch: int, index: int) -> None:
 ATTEND = Task(_attend)
 
 
-def _storage(isa: Isa, cache: KVTensor, dim: int) -> tuple[int, int, int, int]:
-    """(data, params or 0, bytes in a row, 1 if few rows may read it directly)."""
+def _storage(isa: Isa, cache: KVTensor, dim: int) -> tuple[int, int, int, int, int]:
+    """(data, params or 0, bytes in a row, 1 if few rows may read it directly, 1 if it is read as integers)."""
     assert cache.data.is_contiguous()
     assert cache.params.is_contiguous()
     row_bytes = cache.data.shape[3] * cache.data.element_size()
-    params = cache.params.data_ptr() if cache.dtype in CODED else 0
-    return cache.data.data_ptr(), params, row_bytes, int(reads_directly(isa, cache.dtype, dim))
+    params = cache.params.data_ptr() if cache.dtype in KV_CODED else 0
+    direct = int(reads_directly(isa, cache.dtype, dim))
+    return cache.data.data_ptr(), params, row_bytes, direct, int(cache.dtype in CODED)
+
+
+def _keys(cache: KVTensor) -> tuple[int, int, int, int, int, int, int]:
+    """(1 if keys are turned by Hadamard's matrix, pairs of a head's key mean, and, if there are any, the addresses of
+    vectors and pairs, R / 2, the address of the angles, positions)."""
+    mean = cache.mean
+    if mean is None:
+        return int(cache.hadamard), 0, 0, 0, 0, 0, 0
+    half, _, positions = mean.table.shape
+    sizes = mean.vector.data_ptr(), mean.pairs.data_ptr(), half, mean.table.data_ptr(), positions
+    return int(cache.hadamard), mean.pairs.shape[1], *sizes
 
 
 def _max_units(num_tokens: int, num_seqs: int, heads: int, tile_tokens: int, max_parts: int) -> tuple[int, int]:
@@ -293,11 +347,11 @@ def paged_attention(
         units,
         (*sequences, block_tables.data_ptr(), block_tables.stride(0), q.data_ptr(), 4 * q.stride(0), float_bits(scale),
          out.data_ptr(), address(records), plan.data_ptr() + 8 * (num_seqs + 2), heads, group, dim, padded,
-         k_cache.block_size, window, tile_tokens,
+         k_cache.block_size, window, tile_tokens, *_keys(k_cache),
          score_task(isa, k_cache.dtype).address, *_storage(isa, k_cache, dim),
          value_task(isa, v_cache.dtype).address, *_storage(isa, v_cache, dim)),
         parallel=num_tokens * max_keys * num_heads * dim > SERIAL_PRODUCTS,
-        scratch=_buffers.py_func(0, tile_tokens * group, padded)[-1] + copy_bytes(padded),
+        scratch=_buffers.py_func(0, tile_tokens * group, padded, _keys(k_cache)[1])[-1] + copy_bytes(padded),
     )  # fmt: skip
     return as_type(out, dtype)
 

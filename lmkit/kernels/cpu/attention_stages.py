@@ -45,8 +45,8 @@ def _fill_places(places: int, count: int, first: int, step: int) -> None:
 @functools.cache
 def score_task(isa: Isa, kind: str) -> Task:
     """scores [rows, PARTITION] of the keys first .. end of a partition."""
-    form = "words" if kind in CODED else "float32"
-    stored, copied = tiles.score_tile(isa, kind).name, tiles.score_tile(isa, form).name
+    form, scaled = "words" if kind in CODED else "float32", kind == "fp8"
+    stored, copied = (tiles.score_tile(isa, name, scaled=scaled).name for name in (kind, form))
     copy, element = tiles.copy_tile(kind, form).name, BYTES[form]
     chunk = isa.lanes * (2 if kind in CODED else 1)
     stored_chunk = chunk * (2 if kind == "int4" else 1)
@@ -89,7 +89,7 @@ def value_task(isa: Isa, kind: str) -> Task:
     coded = kind in CODED
     form = "pairs" if coded else "float32"
     stored, copied = tiles.product_tile(isa, kind).name, tiles.product_tile(isa, form).name
-    copy, softmax = tiles.copy_tile(kind, form).name, tiles.softmax_tile(isa, coded=coded).name
+    copy, softmax = tiles.copy_tile(kind, form).name, tiles.softmax_tile(isa, kind).name
     width, per_place = isa.float_tile, 2 if coded else 1
     # A panel is two vectors of columns: neighbours, or, of int4, the two nibbles of one vector of bytes.
     apart = 4 * isa.lanes

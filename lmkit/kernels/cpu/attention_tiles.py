@@ -2,6 +2,7 @@
 the storage itself or in a copy made ready in the cache. Forms of a row:
 
     float32, bfloat16, float16   widened to float32 in registers
+    fp8                          widened to float32; a score, or a weight, is multiplied by the row's scale
     int8, int4                   codes, widened to int16 in registers
     words                        int16 codes of a key
     pairs                        int16 codes of two values, d by d: (first[0], second[0], first[1], second[1], ...)
@@ -21,7 +22,8 @@ from lmkit.kernels.cpu.emit import F32, I8, I16, I32, I64, Emitter, Value, const
 from lmkit.kernels.cpu.isa import Isa
 from lmkit.kernels.cpu.tiles import TILES, Tile
 
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "int4": 1, "words": 2, "pairs": 4}  # of an element
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1, "int4": 1, "words": 2, "pairs": 4}
+STORED = {4: F32, 2: I16, 1: I8}  # an element of so many bytes in memory
 CODED = ("int8", "int4")
 KEYS = 64  # in a block: int32 sums of codes and weights are exact within one
 LARGEST_WORD = 32767
@@ -35,8 +37,11 @@ def _floats(e: Emitter, form: str, address: Value) -> Value:
     """One vector of floats."""
     if form == "float32":
         return e.load(address, e.vector(F32))
-    bits = e.builder.zext(e.load(address, e.vector(I16)), e.vector(I32))
-    return e.bfloat_to_float(bits) if form == "bfloat16" else e.half_to_float(bits)
+    return _widened(e, form, e.builder.zext(e.load(address, e.vector(STORED[BYTES[form]])), e.vector(I32)))
+
+
+def _widened(e: Emitter, form: str, bits: Value) -> Value:
+    return {"bfloat16": e.bfloat_to_float, "float16": e.half_to_float, "fp8": e.e4m3_to_float}[form](bits)
 
 
 def _nibbles(e: Emitter, codes: Value) -> list[Value]:
@@ -70,13 +75,13 @@ def _key_vectors(e: Emitter, form: str, address: Value) -> list[Value]:
     return [codes] if form == "int8" else _nibbles(e, codes)
 
 
-def score_tile(isa: Isa, form: str) -> Tile:
+def score_tile(isa: Isa, form: str, *, scaled: bool = False) -> Tile:
     """s [rows, 4 * fours] = q . k of the keys at `places`.
 
     q float32 or int16 [rows, D]; `ldq` and `lds` are the bytes between rows. D is `chunks` vectors of q (int4: twice
     as many). Lanes are summed pairwise at the end. Codes are scaled: s = step * (scale * dot + minimum * sum), with
     (step, sum) float32 of each row at `steps`, and scales float32 [4 * fours] at `scales`, `minima` bytes before
-    the minima.
+    the minima. Of floats, `scaled` ones are multiplied by the scales alone.
     """
     integer = _is_integer(form)
 
@@ -114,27 +119,34 @@ def score_tile(isa: Isa, form: str) -> Tile:
                 total = _sum_lanes(e, [b.load(sums[i][j]) for i, j in four])
                 if integer:
                     total = _scaled(e, total, [e.offset(steps, 8 * i) for i, _ in four], of_keys)
+                elif scaled:
+                    total = b.fmul(total, _of_four(e, of_keys[0]))
                 for i in {i for i, _ in four}:
                     lanes = [k for k, (row, _) in enumerate(four) if row == i]
                     part = b.shuffle_vector(total, total, ir.Constant(e.vector(I32, keys), lanes))
                     e.store(part, e.offset(s, e.times(lds, i), key))
 
-    name = f"score_tile.{isa.name}.{form}"
+    name = f"score_tile.{isa.name}.{form}{'.scaled' if scaled else ''}"
     rows = isa.score_rows[1:] if form == "int4" else isa.score_rows  # two vectors of codes at a time
     return TILES.setdefault(name, Tile(name, isa.lanes, rows, 10, body))
 
 
 def _scaled(e: Emitter, dots: Value, steps: list[Value], of_keys: list[Value]) -> Value:
     """Four dot products: of one row and four keys, or two and two."""
-    b, four, lanes = e.builder, Emitter(e.builder, 4), ir.Constant(e.vector(I32, 4), [0, 1, 0, 1])
-    if of_keys[0].type.count == 2:
-        of_keys = [b.shuffle_vector(x, x, lanes) for x in of_keys]
+    b, four = e.builder, Emitter(e.builder, 4)
+    of_keys = [_of_four(e, x) for x in of_keys]
     low, high = ([four.splat(e.load(e.offset(row, at), F32)) for at in (0, 4)] for row in (steps[0], steps[2]))
     halves = ir.Constant(e.vector(I32, 4), [0, 1, 4, 5])
     step, total = (b.shuffle_vector(x, y, halves) for x, y in zip(low, high, strict=True))
     scale, minimum = of_keys
     product = b.fmul(minimum, total)
     return b.fmul(e.fma(b.sitofp(dots, four.vector(F32)), scale, product), step)
+
+
+def _of_four(e: Emitter, of_keys: Value) -> Value:
+    """What belongs to four keys, or to two keys twice."""
+    lanes = ir.Constant(e.vector(I32, 4), [0, 1, 0, 1])
+    return of_keys if of_keys.type.count == 4 else e.builder.shuffle_vector(of_keys, of_keys, lanes)
 
 
 def _sum_lanes(e: Emitter, four: list[Value]) -> Value:
@@ -216,7 +228,7 @@ def copy_tile(kind: str, form: str) -> Tile:
     """Rows of KV storage of a kind (ops.KVTensor.dtype) to rows of a form at `target`, `ld` bytes apart, up to
     `padded` elements filled with 0: `count` rows of `dim` elements, of which "pairs" takes two each.
     """
-    stored = {4: F32, 2: I16, 1: I8}[BYTES[kind]]
+    stored = STORED[BYTES[kind]]
     element = {"float32": F32, "words": I16, "pairs": I32}[form]
 
     def convert(e: Emitter, sources: list[Value], lanes: int) -> list[Value]:
@@ -226,8 +238,8 @@ def copy_tile(kind: str, form: str) -> Tile:
         if kind == "float32":
             return raw
         integers = [b.zext(x, I32 if single else e.vector(I32, lanes)) for x in raw]
-        if kind in ("bfloat16", "float16"):
-            return [e.bfloat_to_float(x) if kind == "bfloat16" else e.half_to_float(x) for x in integers]
+        if kind not in CODED:
+            return [_widened(e, kind, x) for x in integers]
         parts = [_nibbles(e, x) if kind == "int4" else [x] for x in integers]
         if form == "words":
             return [b.trunc(x, I16 if single else e.vector(I16, lanes)) for x in parts[0]]
@@ -307,15 +319,16 @@ def words_tile() -> Tile:
     return TILES.setdefault("words_tile", Tile("words_tile", 8, (1,), 5, body))
 
 
-def softmax_tile(isa: Isa, *, coded: bool) -> Tile:
+def softmax_tile(isa: Isa, kind_of_values: str) -> Tile:
     """One row's weights e^(score - maximum) from the scores at `s`, of which low .. high are visible; others get 0.
 
     `blocks` blocks of 64 scores are read from the index `first` on; low and high count from index 0. float32 `maximum`
     (at least that of no scores) and `total`, the sum of the weights, are written. Float weights take the scores'
-    place. For codes a weight times the value's scale is rounded to int16, `words`, in steps of 1 / 32767 of its
-    block's largest, written to `steps` (float32 [blocks in all]); the sum of weights times minima goes to `offset`.
-    Scales and minima, `minima` bytes apart, are float32 at `scales`.
+    place, of fp8 times the value's scale. For codes a weight times the value's scale is rounded to int16, `words`, in
+    steps of 1 / 32767 of its block's largest, written to `steps` (float32 [blocks in all]); the sum of weights times
+    minima goes to `offset`. Scales and minima, `minima` bytes apart, are float32 at `scales`.
     """
+    coded, scaled = kind_of_values in CODED, kind_of_values == "fp8"
 
     def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
         s, low, high, first, blocks, none, maximum_at, total_at, words, steps, scales, minima, offset = arguments
@@ -345,6 +358,8 @@ def softmax_tile(isa: Isa, *, coded: bool) -> Tile:
                 at = e.times(place, 4)
                 weight = e.exp(b.fsub(e.load(e.offset(s, at), kind), e.splat(maximum)))
                 b.store(b.fadd(b.load(sums), weight), sums)
+                if scaled:
+                    weight = b.fmul(weight, e.load(e.offset(scales, at), kind))
                 if coded:
                     scale, minimum = (e.load(e.offset(scales, at, part), kind) for part in (0, minima))
                     b.store(e.fma(weight, minimum, b.load(lows)), lows)
@@ -365,5 +380,5 @@ def softmax_tile(isa: Isa, *, coded: bool) -> Tile:
         if coded:
             e.store(e.fold(b.load(lows), b.fadd), offset)
 
-    name = f"softmax_tile.{isa.name}.{'coded' if coded else 'float'}"
+    name = f"softmax_tile.{isa.name}.{'coded' if coded else 'scaled' if scaled else 'float'}"
     return TILES.setdefault(name, Tile(name, isa.lanes, (1,), 13, body))

@@ -1,10 +1,12 @@
-"""Linears on exact float32 activations: dense weights (ops.linear_dense) and 4-bit ones (ops.linear_w4a16).
+"""Linears on exact float32 activations: dense weights (ops.linear_dense), and codes (ops.linear_w4a16, linear_w8a16 and
+linear_fp8).
 
 Weights lie in panels of `width` outputs, so that a micro-kernel reads one contiguous stream:
 
     float    [panels, K, width] in the weight's dtype
-    4 bits   uint8 [panels, K/2, width]: an even input in the low nibble, the next in the high one;
-             scales float32 and zeros float32 [panels, groups, width]
+    4 bits   uint8 [panels, K/2, width]: an even input in the low nibble, the next in the high one
+    8 bits   uint8 [panels, K, width]: integers, or the bits of float8 e4m3
+    scales   float32 [panels, groups, width] of codes, and zeros of the same shape if they are integers
 
 A chunk of a panel is widened to float32 in the first-level cache and shared by a block of rows. Inputs are added
 strictly in order, so a row's result does not depend on how many others are computed with it; torch's product does not
@@ -40,18 +42,19 @@ from lmkit.kernels.cpu.panels import (
 )
 from lmkit.kernels.ops import Norm
 from lmkit.kernels.registry import Implementation
-from lmkit.qtensor import QTensor
+from lmkit.qtensor import QTensor, per_row
 
 DIRECT_ROWS = 6  # more share weights that are widened once
+CODE_BITS = {"int4": 4, "int8": 8, "float8": 8}
 KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 @dataclass(frozen=True)
 class PackedDense:
-    """Panels of one linear; see the module's docstring. `scales` and `zeros` belong to 4-bit weights."""
+    """Panels of one linear; see the module's docstring. `scales` and `zeros` belong to codes."""
 
     data: Tensor
-    kind: str  # of KINDS, or int4
+    kind: str  # of KINDS, or of CODE_BITS
     out_features: int
     in_features: int
     gated: bool  # panels of gates and of what they multiply take turns; out_features counts both
@@ -66,21 +69,28 @@ def pack_dense(isa: Isa, weight: Tensor, gated: bool = False) -> PackedDense:
     return PackedDense(panels, KINDS[weight.dtype], out_features, in_features, gated)
 
 
-def pack_int4(isa: Isa, weight: QTensor, gated: bool = False) -> PackedDense:
-    out_features, in_features = weight.codes.shape
-    group = in_features if weight.scheme.group_size == -1 else weight.scheme.group_size
-    codes = to_panels(torch.nn.functional.pad(weight.codes, (0, in_features % 2)), isa.float_tile, gated)
-    codes = codes[:, 0::2] | codes[:, 1::2] << 4
-    scales, zeros = (to_panels(part.float(), isa.float_tile, gated) for part in (weight.scales, weight.zeros))
-    return PackedDense(codes, "int4", out_features, in_features, gated, group, scales, zeros)
+def pack_codes(isa: Isa, kind: str, weight: QTensor, gated: bool = False) -> PackedDense:
+    """`kind` of CODE_BITS."""
+    weight = per_row(weight)
+    weight = per_row(weight)
+    (out_features, in_features), group_size = weight.codes.shape, weight.scheme.group_size
+    group, codes = in_features if group_size == -1 else group_size, weight.codes.view(torch.uint8)
+    if kind == "int4":
+        codes = to_panels(torch.nn.functional.pad(codes, (0, in_features % 2)), isa.float_tile, gated)
+        codes = codes[:, 0::2] | codes[:, 1::2] << 4
+    else:
+        codes = to_panels(codes, isa.float_tile, gated)
+    scales = to_panels(weight.scales.float(), isa.float_tile, gated)
+    zeros = None if kind == "float8" else to_panels(weight.zeros.float(), isa.float_tile, gated)
+    return PackedDense(codes, kind, out_features, in_features, gated, group, scales, zeros)
 
 
 @functools.cache
 def product_task(isa: Isa, kind: str) -> Task:
     """The task of one block of rows times a few panels."""
-    multiply, width, is_int4 = tiles.float_tile(isa).name, isa.float_tile, kind == "int4"
-    direct = tiles.float_tile(isa, "float32" if is_int4 else kind).name
-    stored_bytes = 4 if kind == "float32" else 2
+    multiply, width, is_coded = tiles.float_tile(isa).name, isa.float_tile, kind in CODE_BITS
+    direct = tiles.float_tile(isa, "float32" if is_coded else kind).name
+    stored_bytes, code_bits = 4 if kind == "float32" else 2, CODE_BITS.get(kind, 0)
     widen = tiles.widen_tile(isa, kind).name  # not used for float32
 
     def product(args: int, scratch: int, index: int) -> None:
@@ -96,10 +106,10 @@ def product_task(isa: Isa, kind: str) -> Task:
             for p in range(num_panels):
                 panel = w + (first + p) * panel_bytes
                 values = scratch + num_panels * sums_bytes
-                is_direct, ldw = stored_bytes == 4 or (not is_int4 and num_rows <= DIRECT_ROWS), 4 * width
+                is_direct, ldw = stored_bytes == 4 or (not is_coded and num_rows <= DIRECT_ROWS), 4 * width
                 if is_direct:
                     values, ldw = panel + stored_bytes * k * width, stored_bytes * width
-                elif is_int4:
+                elif is_coded:
                     first_group = (first + p) * groups
                     start = k
                     while start < k + count:  # group by group
@@ -107,7 +117,8 @@ def product_task(isa: Isa, kind: str) -> Task:
                         stop = min(k + count, (g + 1) * group)
                         at = 4 * (first_group + g) * width
                         target = values + 4 * (start - k) * width
-                        tile(widen, 1, (panel + start * width // 2, target, stop - start, scales + at, zeros + at))
+                        source = panel + start * width * code_bits // 8
+                        tile(widen, 1, (source, target, stop - start, scales + at, zeros + at))
                         start = stop
                 else:
                     tile(widen, 1, (panel + 2 * k * width, values, count, 0, 0))
@@ -148,10 +159,11 @@ def _accepts_dense(*, dtype: torch.dtype, **traits: Any) -> str | None:
     return None if dtype in KINDS else f"weights of {dtype}"
 
 
-def _accepts_int4(*, group_size: int, bits: int = 4, **traits: Any) -> str | None:
-    if bits != 4:
+def _accepts_codes(kind: str, /, *, group_size: int, bits: int | None = None, **traits: Any) -> str | None:
+    if bits not in (None, CODE_BITS[kind]):
         return f"{bits} bits"
-    return f"odd group_size {group_size}" if group_size % 2 and group_size != -1 else None
+    odd = kind == "int4" and group_size % 2 and group_size != -1
+    return f"odd group_size {group_size}" if odd else None
 
 
 def dense_implementation(isa: Isa) -> Implementation:
@@ -159,6 +171,7 @@ def dense_implementation(isa: Isa) -> Implementation:
     return Implementation(f"cpu.{isa.name}", "cpu", run, _accepts_dense, pack, priority=20)
 
 
-def int4_implementation(isa: Isa) -> Implementation:
-    run, pack = functools.partial(linear, isa), functools.partial(pack_int4, isa)
-    return Implementation(f"cpu.{isa.name}", "cpu", run, _accepts_int4, pack, priority=20)
+def codes_implementation(isa: Isa, kind: str) -> Implementation:
+    """`kind` of CODE_BITS."""
+    run, pack = functools.partial(linear, isa), functools.partial(pack_codes, isa, kind)
+    return Implementation(f"cpu.{isa.name}", "cpu", run, functools.partial(_accepts_codes, kind), pack, priority=20)

@@ -187,6 +187,27 @@ class Emitter:
         result = b.select(infinite, constant(kind, 0x7C00), result)
         return b.or_(result, b.lshr(b.and_(bits, constant(kind, 0x80000000)), constant(kind, 16)))
 
+    def e4m3_to_float(self, bits: Value) -> Value:
+        """float8 e4m3 bits (finite) in a 32-bit integer -> float32: shift the fields, rebias by 2^120."""
+        b, kind = self.builder, bits.type
+        magnitude = b.shl(b.and_(bits, constant(kind, 0x7F)), constant(kind, 20))
+        sign = b.shl(b.and_(bits, constant(kind, 0x80)), constant(kind, 24))
+        scaled = b.fmul(b.bitcast(magnitude, like(bits, F32)), constant(like(bits, F32), 2.0**120))
+        return b.bitcast(b.or_(b.bitcast(scaled, kind), sign), like(bits, F32))
+
+    def float_to_e4m3(self, x: Value) -> Value:
+        """float32 within +-448 -> float8 e4m3 bits in a 32-bit integer, halves to even."""
+        b, kind = self.builder, like(x, I32)
+        bits = b.bitcast(x, kind)
+        magnitude = b.and_(bits, constant(kind, 0x7FFFFFFF))
+        odd = b.and_(b.lshr(magnitude, constant(kind, 20)), constant(kind, 1))
+        rebased = b.add(b.add(magnitude, constant(kind, ((7 - 127) << 23) + 0x7FFFF)), odd)
+        normal = b.lshr(rebased, constant(kind, 20))
+        big = constant(x.type, 2.0**14)  # its last bit weighs as much as a subnormal's
+        small = b.sub(b.bitcast(b.fadd(b.bitcast(magnitude, x.type), big), kind), constant(kind, (127 + 14) << 23))
+        result = b.select(b.icmp_unsigned("<", magnitude, constant(kind, (127 - 6) << 23)), small, normal)
+        return b.or_(result, b.lshr(b.and_(bits, constant(kind, 0x80000000)), constant(kind, 24)))
+
     def order(self, x: Value) -> Value:
         """float32 -> int32 of the same order, so that loops for a maximum vectorize: negative ones count backwards."""
         b, kind = self.builder, like(x, I32)
@@ -198,6 +219,14 @@ class Emitter:
         b = self.builder
         flip = b.and_(b.ashr(rank, constant(rank.type, 31)), constant(rank.type, 0x7FFFFFFF))
         return b.bitcast(b.xor(rank, flip), like(rank, F32))
+
+    def float8_to_float(self, bits: Value) -> Value:
+        """float8 e4m3 bits in a 32-bit integer, not NaN, -> float32: as `half_to_float`, rebias by 2^120."""
+        b, kind = self.builder, bits.type
+        magnitude = b.shl(b.and_(bits, constant(kind, 0x7F)), constant(kind, 20))
+        sign = b.shl(b.and_(bits, constant(kind, 0x80)), constant(kind, 24))
+        scaled = b.fmul(b.bitcast(magnitude, like(bits, F32)), constant(like(bits, F32), 2.0**120))
+        return b.bitcast(b.or_(b.bitcast(scaled, kind), sign), like(bits, F32))
 
     def bfloat_to_float(self, bits: Value) -> Value:
         return self.builder.bitcast(self.builder.shl(bits, constant(bits.type, 16)), like(bits, F32))

@@ -148,6 +148,7 @@ half_to_float = _elementwise("half_to_float", types.uint32, types.float32, Emitt
 float_to_half = _elementwise("float_to_half", types.float32, types.uint32, Emitter.float_to_half)
 bfloat_to_float = _elementwise("bfloat_to_float", types.uint32, types.float32, Emitter.bfloat_to_float)
 float_to_bfloat = _elementwise("float_to_bfloat", types.float32, types.uint32, Emitter.float_to_bfloat)
+float_to_e4m3 = _elementwise("float_to_e4m3", types.float32, types.uint32, Emitter.float_to_e4m3)
 bits_to_float = _elementwise(
     "bits_to_float", types.uint32, types.float32, lambda e, x: e.builder.bitcast(x, ir.FloatType())
 )

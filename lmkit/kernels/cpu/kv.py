@@ -13,6 +13,7 @@ from lmkit.kernels import ops
 from lmkit.kernels.cpu import threads
 from lmkit.kernels.cpu.intrinsics import (
     float_to_bfloat,
+    float_to_e4m3,
     float_to_half,
     half_to_float,
     order,
@@ -28,17 +29,19 @@ from lmkit.kernels.reference.elementwise import accepts_rope
 from lmkit.kernels.reference.kv import accepts_heads
 from lmkit.kernels.registry import implements
 
-FLOAT32, BFLOAT16, FLOAT16, INT8, INT4 = range(5)
-KINDS = {"float32": FLOAT32, "bfloat16": BFLOAT16, "float16": FLOAT16, "int8": INT8, "int4": INT4}
+FLOAT32, BFLOAT16, FLOAT16, INT8, INT4, FP8 = range(6)
+KINDS = {"float32": FLOAT32, "bfloat16": BFLOAT16, "float16": FLOAT16, "int8": INT8, "int4": INT4, "fp8": FP8}
 HALF_MAX = np.float32(65504)
+E4M3_MAX = np.float32(448)
 SERIAL_VALUES = 1 << 14
 
 
-def storage(cache: KVTensor) -> tuple[int, int, int]:
-    """What compiled code needs of it: (kind, address of data, address of params)."""
+def storage(cache: KVTensor) -> tuple[int, int, int, int]:
+    """What compiled code needs of it: (kind, address of data, of params, of fixed scales or 0)."""
     assert cache.data.is_contiguous()
     assert cache.params.is_contiguous()
-    return KINDS[cache.dtype], cache.data.data_ptr(), cache.params.data_ptr()
+    scales = 0 if cache.scales is None else cache.scales.data_ptr()
+    return KINDS[cache.dtype], cache.data.data_ptr(), cache.params.data_ptr(), scales
 
 
 def rows_of(x: Tensor) -> Tensor:
@@ -56,21 +59,31 @@ def _limits(x: Any, dim: int) -> Any:
 
 
 @inline
-def _store_codes(x: Any, dim: int, kind: int, data: int, params: int, where: int, scratch: int) -> None:
+def _store_codes(x: Any, dim: int, kind: int, data: int, params: int, where: int, fixed: Any, scratch: int) -> None:
+    """`fixed`: the scale, or 0 for the vector's own."""
     low, high = _limits(x, dim)
     levels = np.float32(255 if kind == INT8 else 15)
-    minimum_bits = float_to_half(low)
-    minimum = half_to_float(minimum_bits)
-    scale_bits = np.uint32(0)
-    if high > low:
-        scale_bits = float_to_half(max(high - minimum, np.float32(0)) / levels)
-    scale = half_to_float(scale_bits)
+    scale_bits, minimum_bits = float_to_half(fixed), np.uint32(0)
+    if kind == FP8:
+        if fixed == 0:
+            scale_bits = float_to_half(max(high, -low) / E4M3_MAX)
+    elif fixed == 0:
+        minimum_bits = float_to_half(low)
+        if high > low:
+            scale_bits = float_to_half(max(high - half_to_float(minimum_bits), np.float32(0)) / levels)
+    else:
+        minimum_bits = float_to_half(fixed * np.float32(-128 if kind == INT8 else -8))
+    scale, minimum = half_to_float(scale_bits), half_to_float(minimum_bits)
     pair = carray(pointer(params + 4 * where), 2, np.uint16)
     pair[0], pair[1] = scale_bits, minimum_bits
-    size = dim if kind == INT8 else dim // 2
-    codes = carray(pointer(data + where * dim if kind == INT8 else scratch), dim, np.uint8)
+    size = dim // 2 if kind == INT4 else dim
+    codes = carray(pointer(scratch if kind == INT4 else data + where * dim), dim, np.uint8)
     if scale == 0:
         codes[:] = 0
+    elif kind == FP8:
+        for i in range(dim):
+            step = min(max(x[i], -HALF_MAX), HALF_MAX) / scale
+            codes[i] = float_to_e4m3(min(max(step, -E4M3_MAX), E4M3_MAX))
     else:
         for i in range(dim):
             value = min(max(x[i], -HALF_MAX), HALF_MAX)
@@ -83,7 +96,7 @@ def _store_codes(x: Any, dim: int, kind: int, data: int, params: int, where: int
 
 
 @inline
-def _store(source: int, dim: int, kind: int, data: int, params: int, where: int, scratch: int) -> None:
+def _store(source: int, dim: int, kind: int, data: int, params: int, where: int, fixed: Any, scratch: int) -> None:
     x = carray(pointer(source), dim, np.float32)
     if kind == FLOAT32:
         wide = carray(pointer(data + 4 * where * dim), dim, np.float32)
@@ -98,7 +111,23 @@ def _store(source: int, dim: int, kind: int, data: int, params: int, where: int,
         for i in range(dim):
             half[i] = float_to_half(x[i])
     else:
-        _store_codes(x, dim, kind, data, params, where, scratch)
+        _store_codes(x, dim, kind, data, params, where, fixed, scratch)
+
+
+@inline
+def turn_hadamard(at: int, dim: int) -> None:
+    """float32 [dim] times the orthonormal Walsh-Hadamard matrix, in place; dim is a power of two."""
+    x = carray(pointer(at), dim, np.float32)
+    step = 1
+    while step < dim:
+        for first in range(0, dim, 2 * step):
+            for i in range(first, first + step):
+                a, b = x[i], x[i + step]
+                x[i], x[i + step] = a + b, a - b
+        step *= 2
+    norm = np.float32(np.float64(1) / np.sqrt(np.float64(dim)))
+    for i in range(dim):
+        x[i] *= norm
 
 
 @inline
@@ -112,15 +141,24 @@ def _rotate(head: int, half: int, cos: int, sin: int) -> None:
         second[i] = b * c[i] + a * s[i]
 
 
+@inline
+def _subtract(head: int, mean: int, dim: int) -> None:
+    x, b = carray(pointer(head), dim, np.float32), carray(pointer(mean), dim, np.float32)
+    for i in range(dim):
+        x[i] -= b[i]
+
+
 def _append(args: int, scratch: int, index: int) -> None:
     """Token `index`: rotate all heads of q and k, if there are angles; store its keys and its values."""
-    (q, q_stride, q_heads, cos, sin, half, slots, heads, dim, block_size, k, k_stride, k_kind, k_data, k_params,
-     v, v_stride, v_kind, v_data, v_params) = unpack(args, 20)  # fmt: skip
+    (q, q_stride, q_heads, cos, sin, half, slots, heads, dim, block_size, mean, hadamard, k, k_stride, k_kind, k_data,
+     k_params, k_scales, v, v_stride, v_kind, v_data, v_params, v_scales) = unpack(args, 24)  # fmt: skip
     c, s = cos + 4 * index * half, sin + 4 * index * half
     if half:
         for h in range(q_heads):
             _rotate(q + index * q_stride + 4 * h * dim, half, c, s)
         for h in range(heads):
+            if mean:
+                _subtract(k + index * k_stride + 4 * h * dim, mean + 4 * h * dim, dim)
             _rotate(k + index * k_stride + 4 * h * dim, half, c, s)
     slot = np.int64(carray(pointer(slots + 4 * index), 1, np.int32)[0])
     if slot < 0:
@@ -129,10 +167,15 @@ def _append(args: int, scratch: int, index: int) -> None:
         is_value = head >= heads
         h = head - heads if is_value else head
         where = (slot // block_size * heads + h) * block_size + slot % block_size
-        source = v + index * v_stride if is_value else k + index * k_stride
+        source = (v + index * v_stride if is_value else k + index * k_stride) + 4 * h * dim
+        if hadamard and not is_value:
+            carray(pointer(scratch), dim, np.float32)[:] = carray(pointer(source), dim, np.float32)
+            source = scratch
+            turn_hadamard(source, dim)
         kind = v_kind if is_value else k_kind
-        data, params = (v_data, v_params) if is_value else (k_data, k_params)
-        _store(source + 4 * h * dim, dim, kind, data, params, where, scratch)
+        data, params, scales = (v_data, v_params, v_scales) if is_value else (k_data, k_params, k_scales)
+        fixed = carray(pointer(scales + 4 * h), 1, np.float32)[0] if scales else np.float32(0)
+        _store(source, dim, kind, data, params, where, fixed, scratch + 4 * dim)
 
 
 APPEND = Task(_append)
@@ -162,11 +205,12 @@ def _run(
     slots = slots.contiguous()
     num_tokens, heads, dim = k.shape
     assert slots.dtype == torch.int32
+    mean = k_cache.mean.vector.data_ptr() if k_cache.mean is not None else 0
     threads.run(
         APPEND,
         num_tokens,
-        (*queries, slots.data_ptr(), heads, dim, k_cache.block_size,
+        (*queries, slots.data_ptr(), heads, dim, k_cache.block_size, mean, int(k_cache.hadamard),
          k.data_ptr(), 4 * k.stride(0), *storage(k_cache), v.data_ptr(), 4 * v.stride(0), *storage(v_cache)),
         parallel=values // 4 + k.numel() > SERIAL_VALUES,
-        scratch=dim,
+        scratch=5 * dim,
     )  # fmt: skip

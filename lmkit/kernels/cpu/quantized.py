@@ -83,7 +83,8 @@ def pack(isa: Isa, weight: QTensor, gated: bool = False) -> PackedWeight:
     codes = to_panels(padded.view(torch.int32), width, gated).view(torch.uint8)  # [panels, K/4, width * 4]
     if weight.scheme.bits == 4:
         codes = codes[:, 0::2] | codes[:, 1::2] << 4
-    scales, zeros = (to_panels(x.expand(-1, groups), width, gated) for x in (weight.scales, weight.zeros))
+    kept = weight.scales if weight.scales.dtype == torch.float16 else weight.scales.float()
+    scales, zeros = (to_panels(x.expand(-1, groups), width, gated) for x in (kept, weight.zeros))
     return PackedWeight(codes, scales, zeros, out_features, in_features, group, whole_row, gated)
 
 

@@ -231,14 +231,40 @@ def float_tile(isa: Isa, stored: str = "float32") -> Tile:
 def widen_tile(isa: Isa, kind: str) -> Tile:
     """Weights of one panel, [count, tile], to float32 at `target`; there are no rows.
 
-    `kind` "bfloat16", "float16": 16-bit values at `source`. "int4": (code - zero) * scale, the codes uint8
-    [count / 2, tile] with an even input in the low nibble, the next one in the high; one group's scales and zeros,
-    float32 [tile]. An odd `count` widens one input more.
+    `kind` "bfloat16", "float16": 16-bit values at `source`. Codes come with one group's scales and zeros, float32
+    [tile]. "int4": (code - zero) * scale, the codes uint8 [count / 2, tile] with an even input in the low nibble, the
+    next one in the high; an odd `count` widens one input more. "int8": the same with a byte a code. "float8": e4m3
+    times scale.
     """
-    vectors = isa.float_vectors
+    widen = {"int4": _widen_int4, "int8": _widen_bytes, "float8": _widen_bytes}.get(kind, _widen_words)
 
-    def int4(e: Emitter, source: Value, target: Value, pair: Value, scales: list[Value], zeros: list[Value]) -> None:
-        b, integers = e.builder, e.vector(I32)
+    def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
+        widen(e, isa.float_vectors, kind, *arguments)
+
+    name = f"widen_tile.{isa.name}.{kind}"
+    return TILES.setdefault(name, Tile(name, isa.lanes, (1,), 5, body))
+
+
+def _load_row(e: Emitter, vectors: int, address: Value) -> list[Value]:
+    return [e.load(e.offset(address, 4 * e.lanes * j), e.vector(F32)) for j in range(vectors)]
+
+
+def _widen_words(
+    e: Emitter, vectors: int, kind: str, source: Value, target: Value, count: Value, scales_at: Value, zeros_at: Value
+) -> None:
+    b = e.builder
+    with e.loop(e.times(count, vectors)) as i:
+        bits = b.zext(e.load(e.offset(source, e.times(i, 2 * e.lanes)), e.vector(I16)), e.vector(I32))
+        value = e.bfloat_to_float(bits) if kind == "bfloat16" else e.half_to_float(bits)
+        e.store(value, e.offset(target, e.times(i, 4 * e.lanes)))
+
+
+def _widen_int4(
+    e: Emitter, vectors: int, kind: str, source: Value, target: Value, count: Value, scales_at: Value, zeros_at: Value
+) -> None:
+    b, integers = e.builder, e.vector(I32)
+    scales, zeros = _load_row(e, vectors, scales_at), _load_row(e, vectors, zeros_at)
+    with e.loop(b.lshr(b.add(count, I64(1)), I64(1))) as pair:
         for j in range(vectors):
             at = e.offset(e.times(pair, vectors * e.lanes), j * e.lanes)
             codes = b.zext(e.load(e.offset(source, at), e.vector(I8)), integers)
@@ -249,21 +275,17 @@ def widen_tile(isa: Isa, kind: str) -> Tile:
                 place = e.offset(e.times(pair, 8 * vectors * e.lanes), 4 * e.lanes * (half * vectors + j))
                 e.store(value, e.offset(target, place))
 
-    def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
-        source, target, count, scales_at, zeros_at = arguments
-        b = e.builder
-        if kind == "int4":
-            scales, zeros = (
-                [e.load(e.offset(at, 4 * e.lanes * j), e.vector(F32)) for j in range(vectors)]
-                for at in (scales_at, zeros_at)
-            )
-            with e.loop(b.lshr(b.add(count, I64(1)), I64(1))) as pair:
-                int4(e, source, target, pair, scales, zeros)
-            return
-        with e.loop(e.times(count, vectors)) as i:
-            bits = b.zext(e.load(e.offset(source, e.times(i, 2 * e.lanes)), e.vector(I16)), e.vector(I32))
-            value = e.bfloat_to_float(bits) if kind == "bfloat16" else e.half_to_float(bits)
-            e.store(value, e.offset(target, e.times(i, 4 * e.lanes)))
 
-    name = f"widen_tile.{isa.name}.{kind}"
-    return TILES.setdefault(name, Tile(name, isa.lanes, (1,), 5, body))
+def _widen_bytes(
+    e: Emitter, vectors: int, kind: str, source: Value, target: Value, count: Value, scales_at: Value, zeros_at: Value
+) -> None:
+    b = e.builder
+    scales = _load_row(e, vectors, scales_at)
+    zeros = _load_row(e, vectors, zeros_at) if kind == "int8" else []
+    with e.loop(count) as k:
+        for j in range(vectors):
+            at = e.offset(e.times(k, vectors * e.lanes), j * e.lanes)
+            codes = b.zext(e.load(e.offset(source, at), e.vector(I8)), e.vector(I32))
+            value = b.fsub(b.sitofp(codes, e.vector(F32)), zeros[j]) if kind == "int8" else e.float8_to_float(codes)
+            place = e.offset(e.times(k, 4 * vectors * e.lanes), 4 * e.lanes * j)
+            e.store(b.fmul(value, scales[j]), e.offset(target, place))

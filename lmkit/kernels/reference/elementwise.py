@@ -43,6 +43,8 @@ def rope_append(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: KVTensor, v_cache: KVTensor, slots: Tensor
 ) -> None:
     half = cos.shape[-1]
+    if k_cache.mean is not None:
+        k -= k_cache.mean.vector
     cos, sin = cos[:, None, :], sin[:, None, :]
     for x in (q, k):
         first, second = x[..., :half].float(), x[..., half : 2 * half].float()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lmkit.kernels import ops
-from lmkit.kernels.ops import KV_BITS, KVTensor
+from lmkit.kernels.ops import FP8_MAX, KV_BITS, KV_CODED, KeyMean, KVTensor
 from lmkit.kernels.registry import implements
 
 FLOAT16_MAX = 65504.0
@@ -26,8 +26,10 @@ def kv_append(k: Tensor, v: Tensor, k_cache: KVTensor, v_cache: KVTensor, slots:
     slots = slots[kept].long()
     for x, cache in ((k[kept], k_cache), (v[kept], v_cache)):
         block, offset = slots // cache.block_size, slots % cache.block_size
-        if cache.dtype in ("int8", "int4"):
-            codes, params = quantize_vectors(x, KV_BITS[cache.dtype])
+        if cache.hadamard:
+            x = hadamard(x.float())
+        if cache.dtype in KV_CODED:
+            codes, params = quantize_vectors(x, cache.dtype, cache.scales)
             if cache.dtype == "int4":
                 half = codes.shape[-1] // 2
                 codes = codes[..., :half] | codes[..., half:] << 4
@@ -37,16 +39,39 @@ def kv_append(k: Tensor, v: Tensor, k_cache: KVTensor, v_cache: KVTensor, slots:
             cache.data[block, :, offset] = x.to(cache.data.dtype)
 
 
-def quantize_vectors(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """(codes uint8 [..., D], float16 [..., 2] = scale, minimum) of x [..., D], as ops.kv_append defines them."""
-    wide, max_code = x.float().clamp(-FLOAT16_MAX, FLOAT16_MAX), (1 << bits) - 1
+def quantize_vectors(x: Tensor, dtype: str, scales: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(codes uint8 [..., heads, D], float16 [..., heads, 2] = scale, minimum) of x, as ops.kv_append defines them;
+    `scales` float32 [heads]."""
+    wide = x.float().clamp(-FLOAT16_MAX, FLOAT16_MAX)
     low, high = wide.amin(-1, keepdim=True), wide.amax(-1, keepdim=True)
-    minimum = low.half().float()
-    scale = ((high - minimum) / max_code).clamp(0, FLOAT16_MAX).half().float()
-    scale = torch.where(high > low, scale, 0.0)
+    fixed = None if scales is None else scales[:, None].expand_as(low)
+    if dtype == "fp8":
+        scale = (torch.maximum(high, -low) / FP8_MAX).half().float() if fixed is None else fixed
+        steps = (wide / torch.where(scale > 0, scale, 1.0)).clamp(-FP8_MAX, FP8_MAX)
+        codes = torch.where(scale > 0, steps, 0.0).to(torch.float8_e4m3fn).view(torch.uint8)
+        return codes, torch.cat([scale, torch.zeros_like(scale)], dim=-1).half()
+    max_code = (1 << KV_BITS[dtype]) - 1
+    if fixed is None:
+        minimum = low.half().float()
+        scale = ((high - minimum) / max_code).clamp(0, FLOAT16_MAX).half().float()
+        scale = torch.where(high > low, scale, 0.0)
+    else:
+        minimum, scale = -(max_code + 1) // 2 * fixed, fixed
     steps = (wide - minimum) / torch.where(scale > 0, scale, 1.0)
     codes = torch.where(scale > 0, steps.round().clamp(0, max_code), 0.0).to(torch.uint8)
     return codes, torch.cat([scale, minimum], dim=-1).half()
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """x H / sqrt(D) of float32 x [..., D], D a power of two; its own inverse."""
+    dim, step = x.shape[-1], 1
+    while step < dim:
+        pairs = x.view(*x.shape[:-1], -1, 2, step)
+        first, second = pairs[..., 0, :], pairs[..., 1, :]
+        x = torch.stack([first + second, first - second], dim=-2).view(x.shape)
+        step *= 2
+    turned: Tensor = x * dim**-0.5
+    return turned
 
 
 def read_blocks(cache: KVTensor, blocks: Tensor, length: int) -> Tensor:
@@ -54,8 +79,22 @@ def read_blocks(cache: KVTensor, blocks: Tensor, length: int) -> Tensor:
     data = cache.data[blocks.long()]  # [blocks, heads, block_size, D or D/2]
     if cache.dtype == "int4":
         data = torch.cat([data & 15, data >> 4], dim=-1)
-    values = data.float()
-    if cache.dtype in ("int8", "int4"):
+    values = data.view(torch.float8_e4m3fn).float() if cache.dtype == "fp8" else data.float()
+    if cache.dtype in KV_CODED:
         scale, minimum = cache.params[blocks.long()].float().unbind(-1)
         values = values * scale[..., None] + minimum[..., None]
-    return values.transpose(0, 1).flatten(1, 2)[:, :length]
+    if cache.hadamard:
+        values = hadamard(values)
+    values = values.transpose(0, 1).flatten(1, 2)[:, :length]
+    return values if cache.mean is None else values + mean_keys(cache.mean, length)
+
+
+def mean_keys(mean: KeyMean, length: int) -> Tensor:
+    """RoPE_t(b) of positions 0 .. length - 1, float32 [num_kv_heads, length, D]."""
+    half = len(mean.table)
+    cos, sin = mean.table[:, 0, :length].T, mean.table[:, 1, :length].T
+    vector = mean.vector[:, None, :]
+    first, second = vector[..., :half], vector[..., half : 2 * half]
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    padded: Tensor = torch.nn.functional.pad(turned, (0, vector.shape[-1] - 2 * half))
+    return padded

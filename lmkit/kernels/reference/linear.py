@@ -101,5 +101,7 @@ for _op, _bits, _multiply in (
     (ops.linear_w4a16, 4, _dequantized_product),
     (ops.linear_w4a8, 4, _int8_product),
     (ops.linear_w8a8, 8, _int8_product),
+    (ops.linear_w8a16, 8, _dequantized_product),
+    (ops.linear_fp8, 8, _dequantized_product),
 ):
     implements(_op, "reference", device="any", accepts=accepts_bits(_bits), pack=keep)(_linear(_multiply))

@@ -1,0 +1,1 @@
+"""Other quantization tools, one process each; see benchmarks/quality.py."""

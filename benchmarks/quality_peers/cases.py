@@ -1,0 +1,96 @@
+"""What every tool is given, and how its result is measured."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.outliers import make_outliers
+from lmkit.formats.checkpoint import CheckpointReader
+from lmkit.formats.hub import DEMO_FOLDER
+from lmkit.layers.batch import allocate_kv, whole_batch
+from lmkit.models import roles
+from lmkit.models.loader import ModelSource, load_model
+from lmkit.quant.calib import load_calibration
+from lmkit.quant.evaluate import EvalResult, encode_text, evaluate
+from lmkit.quant.recipe import CalibrationRecipe
+from lmkit.text import Tokenizer
+
+TOLERANCE = 1e-4  # of a logit, between the model as it is and with outliers
+NOT_WEIGHTS = (".bias", ".g_idx", ".weight_shape")  # of a linear's tensors: the same for any number of bits
+BLOCK = 32
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How much is calibrated on and evaluated on."""
+
+    num_rows: int
+    seq_len: int
+    eval_tokens: int
+
+
+def write_rows(folder: Path, setting: Setting) -> Path:
+    """The calibration rows of lmkit's default recipe, as token ids for every tool."""
+    recipe = CalibrationRecipe(num_samples=setting.num_rows, seq_len=setting.seq_len)
+    rows = load_calibration(recipe, Tokenizer.from_pretrained(DEMO_FOLDER)).rows
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "rows.json"
+    path.write_text(json.dumps(rows.tolist()))
+    return path
+
+
+def make_model(folder: Path, factor: int) -> Path:
+    """The demo model in float32 with outliers `factor` times as large, in `folder`; its logits are checked."""
+    path = folder / f"model-x{factor}"
+    if not path.exists():
+        partial = folder / f"model-x{factor}.partial"
+        make_outliers(DEMO_FOLDER, partial, factor)
+        ids = encode_text(DEMO_FOLDER)[:256]
+        difference = float((logits(partial, ids) - logits(DEMO_FOLDER, ids)).abs().max())
+        assert difference < TOLERANCE, f"outliers x{factor} change a logit by {difference}"
+        partial.rename(path)
+    return path
+
+
+@torch.inference_mode()
+def logits(model: Path, token_ids: list[int]) -> Tensor:
+    """float32 [tokens, vocabulary] of one sequence, with exact activations and float32 KV."""
+    decoder = load_model(model, dtype="float32", activations="exact")
+    spec = decoder.spec
+    batch, num_blocks = whole_batch([token_ids], BLOCK)
+    dtypes = ("float32", "float32")
+    kv = [allocate_kv(num_blocks, spec.num_kv_heads, BLOCK, spec.head_dim, dtypes) for _ in range(spec.num_layers)]
+    return decoder.head(*decoder.hidden(batch, kv))
+
+
+def evaluate_against(model: Path, original: Path, setting: Setting) -> EvalResult:
+    """On held-out text, with exact activations and float32 KV."""
+    return evaluate(
+        model,
+        encode_text(original),
+        against=original,
+        kv_dtype="float32",
+        activations="exact",
+        seq_len=setting.seq_len,
+        limit=setting.eval_tokens,
+    )
+
+
+def bits_per_weight(checkpoint: Path) -> float:
+    """Bits that a checkpoint stores for a weight of its layers' linears: codes, scales and zeros."""
+    spec = ModelSource(DEMO_FOLDER).spec
+    linears = [(layer, role) for layer in range(spec.num_layers) for role in roles.linears(spec, layer)]
+    modules = {roles.module_name(spec, layer, role) for layer, role in linears}
+    shapes = [spec.linear_shape(role) for _, role in linears]
+    with CheckpointReader(checkpoint) as reader:
+        stored = sum(
+            reader.info(name).nbytes
+            for name in reader.names()
+            if name.rpartition(".")[0] in modules and not name.endswith(NOT_WEIGHTS)
+        )
+    return 8 * stored / sum(rows * columns for rows, columns in shapes)

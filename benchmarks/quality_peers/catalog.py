@@ -1,0 +1,44 @@
+"""The tools that are compared and what each is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Tool:
+    """`module` is in this package; `packages` must be importable in its Python; `pip` installs them."""
+
+    name: str
+    module: str
+    packages: tuple[str, ...]
+    recipes: tuple[str, ...]
+    pip: str
+
+
+TOOLS = {
+    tool.name: tool
+    for tool in (
+        Tool("lmkit", "lmkit_tool", ("lmkit", "msgspec", "numba"), ("rtn", "awq", "gptq", "default"), "."),
+        Tool("llm-compressor", "llm_compressor", ("llmcompressor",), ("awq", "gptq"), "llmcompressor"),
+        Tool("auto-round", "auto_round", ("auto_round",), ("light", "signround", "awq+signround"), "auto-round"),
+        Tool("gptqmodel", "gptqmodel", ("gptqmodel",), ("gptq", "awq"), "gptqmodel"),
+        Tool("autoawq", "autoawq", ("awq",), ("awq",), "autoawq transformers==4.51.3"),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One column of figures: a tool with a recipe."""
+
+    tool: str
+    recipe: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.tool}/{self.recipe}"
+
+
+ENTRIES = tuple(Entry(tool.name, recipe) for tool in TOOLS.values() for recipe in tool.recipes)
+OUTLIERS = (1, 8, 30, 100)

@@ -1,0 +1,72 @@
+"""One quantization in a process of its own. Standard library only, for any tool's Python.
+
+    python -m benchmarks.quality_peers.TOOL JOB.json
+
+The job names a checkpoint, a file of calibration rows and the folder to fill. A tool leaves there what it would give
+its user, `checkpoint`; where its format is best read by itself, `dense`, the same weights in float32 as the tool
+decodes them; and `facts.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+FACTS = "facts.json"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a tool is to do."""
+
+    model: str  # folder of the float32 checkpoint
+    rows: str  # JSON: calibration rows, lists of token ids of equal length
+    out: str  # an empty folder
+    recipe: str  # a name the tool's module knows
+    threads: int
+
+    def load_rows(self) -> list[list[int]]:
+        return list(json.loads(Path(self.rows).read_text()))
+
+    @property
+    def checkpoint(self) -> Path:
+        return Path(self.out) / "checkpoint"
+
+    @property
+    def dense(self) -> Path:
+        return Path(self.out) / "dense"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """`seconds`: from opening the model to the checkpoint on disk; `cpu_seconds` of all threads; `peak_gib`: the
+    process's largest resident memory until then, its libraries included; `settings`: what was asked of the tool."""
+
+    version: str
+    settings: str
+    seconds: float
+    cpu_seconds: float
+    peak_gib: float
+
+
+def run(quantize: Callable[[Job], tuple[str, str]], decode: Callable[[Job], None] | None = None) -> None:
+    """Quantize as the job on the command line says, write facts.json, then decode. `quantize` returns the tool's
+    version and settings."""
+    job = Job(**json.loads(Path(sys.argv[1]).read_text()))
+    start, start_cpu = time.perf_counter(), time.process_time()
+    version, settings = quantize(job)
+    facts = Facts(
+        version=version,
+        settings=settings,
+        seconds=time.perf_counter() - start,
+        cpu_seconds=time.process_time() - start_cpu,
+        peak_gib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+    )
+    if decode is not None:
+        decode(job)
+    (Path(job.out) / FACTS).write_text(json.dumps(asdict(facts)))

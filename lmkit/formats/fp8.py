@@ -1,0 +1,114 @@
+"""FP8 in blocks (`quant_method` fp8): float8 e4m3 codes and one scale for each block of the weight.
+
+    module.weight            float8 e4m3 [out, in]
+    module.weight_scale_inv  float32 [ceil(out / rows), ceil(in / columns)]    w = code * scale, whatever the name says
+
+`weight_block_size` is [rows, columns], 128 by 128 as a rule; the last blocks may be cut off. Engines compute with
+activations in float8, a scale for each token and `columns` inputs. The layout that DeepSeek defined.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lmkit.errors import CheckpointError, UnsupportedError
+from lmkit.formats.checkpoint import CheckpointReader, CheckpointWriter
+from lmkit.formats.dense import read_dense
+from lmkit.formats.parts import (
+    MAX_GROUP_SIZE,
+    Activations,
+    Fields,
+    field_problem,
+    listed,
+    matrix_shape,
+    method_problem,
+    names_problem,
+    one_scheme,
+    read_float8,
+    read_scales,
+)
+from lmkit.qtensor import Linears, QTensor, QuantScheme
+
+_FIELDS: Fields = (
+    ("fmt", "fmt", ("e4m3", None)),
+    ("activation_scheme", "activation_scheme", ("dynamic", "static", None)),
+    ("scale_fmt", "scale_fmt", ("ue8m0", None)),  # scales that are powers of 2, stored like any others
+)
+_READ = {"quant_method", "weight_block_size", "modules_to_not_convert", "ignored_layers", "dequantize"}
+
+
+class Fp8Format:
+    name = "fp8"
+
+    def accepts(self, config: dict[str, Any]) -> str | None:
+        if problem := method_problem(config, "fp8"):
+            return problem
+        entry = config["quantization_config"]
+        size = entry.get("weight_block_size")
+        if not (isinstance(size, list) and len(size) == 2
+                and all(type(n) is int and 1 <= n <= MAX_GROUP_SIZE for n in size)):  # fmt: skip
+            return f"weight_block_size is {size!r}, expected two sizes such as [128, 128]"
+        return (
+            field_problem(entry, _FIELDS, _READ)
+            or names_problem("modules_to_not_convert", entry.get("modules_to_not_convert"))
+            or names_problem("ignored_layers", entry.get("ignored_layers"))
+        )
+
+    def activations(self, config: dict[str, Any]) -> Activations:
+        return "float8"
+
+    def read_linear(self, reader: CheckpointReader, module: str) -> Tensor | QTensor:
+        entry, scale_name = reader.config["quantization_config"], module + ".weight_scale_inv"
+        if not reader.has(scale_name):
+            return read_dense(reader, module)
+        skipped = [*(entry.get("modules_to_not_convert") or []), *(entry.get("ignored_layers") or [])]
+        if name := listed(module, skipped):
+            raise CheckpointError(f"{reader.path}: {module} has scales, but {name!r} is listed as not quantized")
+        if not reader.has(module + ".weight"):
+            raise CheckpointError(f"{reader.path}: tensor {module}.weight is missing")
+        rows, columns = entry["weight_block_size"]
+        scheme = QuantScheme(8, columns, True, "float", rows)
+        out_features, in_features = shape = matrix_shape(reader, module + ".weight", ("F8_E4M3",))
+        blocks = scheme.num_row_groups(out_features), scheme.num_groups(in_features)
+        scales = read_scales(reader, scale_name, blocks)
+        codes = read_float8(reader, module + ".weight", shape)
+        return QTensor(codes, scales, torch.zeros(0, dtype=torch.uint8), scheme)
+
+    def can_write(self, shape: tuple[int, int], scheme: QuantScheme) -> str | None:
+        if scheme.kind != "float":
+            return f"{scheme.bits}-bit integers, fp8 has floats"
+        if scheme.rows < 1 or scheme.group_size == -1:
+            return "one scale for a whole row or tensor, fp8 has blocks; use compressed-tensors"
+        return None
+
+    def write_linear(
+        self, writer: CheckpointWriter, module: str, weight: Tensor | QTensor, *, activations: Activations = "none"
+    ) -> None:
+        if not isinstance(weight, QTensor):
+            writer.add(module + ".weight", weight)
+            return
+        out_features, in_features = weight.codes.shape
+        if reason := self.can_write((out_features, in_features), weight.scheme):
+            raise UnsupportedError(f"{module}: fp8 cannot store it: {reason}")
+        writer.add(module + ".weight", weight.codes)
+        writer.add(module + ".weight_scale_inv", weight.scales.float().contiguous())
+
+    def config_entry(
+        self, linears: Linears, *, activations: Activations = "none", kv_cache_scheme: dict[str, Any] | None = None
+    ) -> dict[str, Any] | None:
+        """Engines that know the format compute with float8 activations, whatever `activations` says."""
+        if activations == "int8":
+            raise UnsupportedError("fp8 has no place for int8 activations; use compressed-tensors")
+        if kv_cache_scheme is not None:
+            raise UnsupportedError("fp8 has no place for a kv_cache_scheme; use compressed-tensors")
+        scheme = one_scheme(linears, "fp8")
+        return {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [scheme.rows, scheme.group_size],
+            "modules_to_not_convert": sorted({"lm_head", *(m for m, scheme in linears.items() if scheme is None)}),
+        }

@@ -1,0 +1,261 @@
+"""GGUF checkpoints: llama.cpp's single file, read as the Hugging Face checkpoint it was made from.
+
+    Q4_0  32 weights: float16 d, 16 bytes; byte i holds weight i (low nibble) and i + 16: w = (code - 8) d
+    Q8_0  32 weights: float16 d, 32 int8: w = code d
+    Q6_K  256 weights: low 4 bits, high 2 bits, 16 int8 scales, float16 d: w = (code - 32) scale d; read as dense
+
+Linears in Q4_0 and Q8_0 become QTensors, without loss. The architectures llama, qwen2 and qwen3 are known. The
+tokenizer inside the file is not read: a tokenizer.json has to lie beside it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lmkit.errors import CheckpointError, UnsupportedError
+from lmkit.formats.base import WeightFormat
+from lmkit.formats.checkpoint import CheckpointWriter, atomic_directory
+from lmkit.formats.gguf_file import GgufFile, GgufTensor
+from lmkit.qtensor import QTensor, QuantScheme, dequantize
+
+GROUP = 32
+_OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LINEARS = {
+    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}  # fmt: skip
+_NORMS = {
+    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+    "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
+}  # fmt: skip
+_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_BITS = {"Q4_0": 4, "Q8_0": 8}
+
+
+class GgufReader:
+    """An open GGUF checkpoint under Hugging Face's names: `config` as config.json would have it, tensors, linears.
+
+    `path` is the file, or a folder with one. Raises CheckpointError, and UnsupportedError for what is not known.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.file_path = find_gguf(Path(path))
+        self.path = self.file_path.parent
+        self._file = GgufFile(self.file_path)
+        self.config = _config(self._file)
+        self._names = {_hugging_face_name(name, self.file_path): name for name in self._file.tensors}
+
+    def names(self) -> list[str]:
+        """All tensors, sorted."""
+        return sorted(self._names)
+
+    def linears(self) -> dict[str, QuantScheme | None]:
+        """Every linear's module and how the file stores it; None = as floats."""
+        modules = {name.removesuffix(".weight"): self._info(name) for name in self.names() if _is_linear(name)}
+        return {
+            module: _scheme(info.storage.name) if info.storage.name in _BITS else None
+            for module, info in modules.items()
+        }
+
+    def shape(self, module: str) -> tuple[int, int]:
+        """[out, in] of a linear."""
+        rows, *columns = self._info(module + ".weight").shape
+        return rows, columns[0] if columns else 1
+
+    def tensor(self, name: str) -> Tensor:
+        """Floats, in the file's type; what the file quantizes comes as float16, Q6_K included."""
+        storage, raw = self._info(name).storage.name, self._file.raw(self._names[name])
+        shape = self._info(name).shape
+        if storage in _FLOATS:
+            tensor = raw.view(_FLOATS[storage]).reshape(shape)
+        elif storage in _BITS:
+            tensor = dequantize(_quantized(storage, raw, shape, self._where(name))).half()
+        else:
+            tensor = _decode_q6_k(raw).reshape(shape).half()
+        if not bool(tensor.isfinite().all()):
+            raise CheckpointError(f"{self._where(name)}: holds numbers that are not finite")
+        return self._in_order(name, tensor)
+
+    def read_linear(self, module: str) -> Tensor | QTensor:
+        """A linear's weight [out, in], quantized where the file has it so."""
+        name = module + ".weight"
+        info = self._info(name)
+        if info.storage.name not in _BITS:
+            return self.tensor(name)
+        q = _quantized(info.storage.name, self._file.raw(self._names[name]), info.shape, self._where(name))
+        codes, scales, zeros = (self._in_order(name, part) for part in (q.codes, q.scales, q.zeros))
+        return QTensor(codes, scales, zeros, q.scheme)
+
+    def _info(self, name: str) -> GgufTensor:
+        if name not in self._names:
+            raise CheckpointError(f"{self.file_path}: tensor {name} is missing")
+        return self._file.tensors[self._names[name]]
+
+    def _where(self, name: str) -> str:
+        return f"{self.file_path}: {self._names[name]}"
+
+    def _in_order(self, name: str, tensor: Tensor) -> Tensor:
+        """Llama's rows of q and k lie in the file as rotary pairs, 0, half, 1, half + 1, ...; back to halves."""
+        heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
+        if heads is None or self.config["architectures"] != ["LlamaForCausalLM"]:
+            return tensor
+        rows, count = len(tensor), self.config[heads]
+        if rows % (2 * count):
+            raise CheckpointError(f"{self._where(name)}: {rows} rows are not {count} heads of pairs")
+        return tensor.reshape(count, rows // count // 2, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+
+
+def find_gguf(path: Path) -> Path:
+    """The file itself, or the one of a folder. Raises CheckpointError if there is none, or more than one."""
+    if path.is_file():
+        return path
+    files = sorted(path.glob("*.gguf"))
+    if len(files) != 1:
+        raise CheckpointError(f"{path}: {len(files)} .gguf files; give the one that is to be read")
+    return files[0]
+
+
+def convert_gguf(path: str | Path, out: Path, weight_format: WeightFormat) -> None:
+    """Write a GGUF checkpoint as a Hugging Face folder, its linears by `weight_format` (dense stores the
+    values of quantized linears as float16).
+
+    Raises CheckpointError, also without a tokenizer.json beside the file, and UnsupportedError for a linear that the
+    format cannot store.
+    """
+    reader = GgufReader(path)
+    if not (reader.path / "tokenizer.json").is_file():
+        raise CheckpointError(
+            f"{reader.path}: a GGUF file needs the model's tokenizer.json beside it (its repository has it); "
+            "the tokenizer inside the file is not read"
+        )
+    linears = reader.linears() if weight_format.name != "dense" else {}
+    quantized = {module: scheme for module, scheme in linears.items() if scheme is not None}
+    for module, scheme in quantized.items():
+        if reason := weight_format.can_write(reader.shape(module), scheme):
+            raise UnsupportedError(f"{module}: {weight_format.name} cannot store it: {reason}; convert to dense")
+    with atomic_directory(out) as folder:
+        writer = CheckpointWriter(folder)
+        for name in reader.names():
+            module = name.removesuffix(".weight")
+            if module in quantized:
+                weight_format.write_linear(writer, module, reader.read_linear(module))
+            else:
+                writer.add(name, reader.tensor(name))
+        entry = {"quantization_config": weight_format.config_entry(linears)} if quantized else {}
+        writer.finish(reader.config | entry, reader.path)
+
+
+def _quantized(storage: str, raw: Tensor, shape: tuple[int, ...], where: str) -> QTensor:
+    """Blocks -> codes uint8 [out, in], scales float16 and zeros uint8 [out, in / 32]; scales come out positive."""
+    if len(shape) != 2:
+        raise CheckpointError(f"{where}: is {list(shape)}, expected a matrix")
+    rows, columns = shape
+    blocks = raw.view(rows, columns // GROUP, -1)  # [rows, groups, 18 or 34]
+    scales = blocks[..., :2].contiguous().view(torch.float16)[..., 0].clone()
+    if not bool(scales.isfinite().all()):
+        raise CheckpointError(f"{where}: holds scales that are not finite")
+    packed = blocks[..., 2:]
+    if storage == "Q8_0":
+        if bool(scales.signbit().any()):
+            raise CheckpointError(f"{where}: holds negative scales")
+        codes = (packed ^ 0x80).reshape(rows, columns)  # int8 v as the byte v + 128
+        return QTensor(codes, scales, torch.full_like(scales, 128, dtype=torch.uint8), _scheme(storage))
+    codes = torch.cat([packed & 0xF, packed >> 4], dim=-1)
+    # (code - 8) d = ((15 - code) - 7) (-d): half of Q4_0's scales are negative, and become positive.
+    negative = scales.signbit()
+    codes = torch.where(negative[..., None], 15 - codes, codes).reshape(rows, columns)
+    return QTensor(codes, scales.abs(), 8 - negative.to(torch.uint8), _scheme(storage))
+
+
+def _scheme(storage: str) -> QuantScheme:
+    return QuantScheme(_BITS[storage], GROUP, symmetric=storage == "Q8_0")
+
+
+def _decode_q6_k(raw: Tensor) -> Tensor:
+    """Blocks of 210 bytes -> float32 [256 a block]. In each half of a block, weight 32 j + l (j < 4) takes its low bits
+    from byte l + 32 (j % 2), low nibble for j < 2, and its high two from bits 2 j of byte l of the half's 32."""
+    blocks = raw.view(-1, 210)
+    low = blocks[:, :128].reshape(-1, 2, 1, 2, 32)  # [blocks, half, nibble, j % 2, l]
+    low = torch.cat([low & 0xF, low >> 4], dim=2).reshape(-1, 2, 4, 32)
+    high = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
+    codes = (low | (high & 3) << 4).to(torch.int16) - 32
+    scales = blocks[:, 192:208].contiguous().view(torch.int8).float() * blocks[:, 208:].contiguous().view(torch.float16)
+    return codes.reshape(-1, 16, 16).float() * scales[..., None]
+
+
+def _hugging_face_name(name: str, path: Path) -> str:
+    match = re.fullmatch(r"(?:blk\.(\d{1,5})\.)?(\w+)\.(weight|bias)", name)
+    layer, part, kind = match.groups() if match else (None, "", "")
+    table = _OUTER if layer is None else _LINEARS | _NORMS
+    if part not in table:
+        hint = "; Llama 3's RoPE scaling is not read from GGUF" if part == "rope_freqs" else ""
+        raise UnsupportedError(f"{path}: tensor {name!r} is not part of a model that lmkit reads from GGUF{hint}")
+    return f"{'' if layer is None else f'model.layers.{layer}.'}{table[part]}.{kind}"
+
+
+def _is_linear(name: str) -> bool:
+    return name.startswith("model.layers.") and name.endswith("_proj.weight")
+
+
+def _config(file: GgufFile) -> dict[str, Any]:
+    """What config.json says, from the file's metadata. Its numbers are checked where every config.json's are."""
+    data, path = file.metadata, file.path
+    kind = data.get("general.architecture")
+    if kind not in _ARCHITECTURES:
+        raise UnsupportedError(f"{path}: architecture {kind!r}; lmkit reads {', '.join(_ARCHITECTURES)} from GGUF")
+    if "token_embd.weight" not in file.tensors:
+        raise CheckpointError(f"{path}: tensor token_embd.weight is missing")
+    if data.get(f"{kind}.attention.sliding_window"):
+        raise UnsupportedError(f"{path}: a sliding window is not read from GGUF; use the safetensors checkpoint")
+    embedding = file.tensors["token_embd.weight"]
+
+    def number(key: str, default: Any = None) -> Any:
+        value = data.get(f"{kind}.{key}", default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise CheckpointError(f"{path}: {kind}.{key} is {value!r}, expected a number")
+        return float(f"{value:.7g}") if isinstance(value, float) else value  # 1e-5 as it was, before it was float32
+
+    heads, hidden = number("attention.head_count"), number("embedding_length")
+    config: dict[str, Any] = {
+        "architectures": [_ARCHITECTURES[kind]],
+        "model_type": kind,
+        "hidden_size": hidden,
+        "intermediate_size": number("feed_forward_length"),
+        "num_hidden_layers": number("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": number("attention.head_count_kv", heads),
+        "head_dim": number("attention.key_length", hidden // max(1, int(heads))),
+        "vocab_size": embedding.shape[0],
+        "max_position_embeddings": number("context_length"),
+        "rms_norm_eps": number("attention.layer_norm_rms_epsilon", 1e-5),
+        "rope_theta": number("rope.freq_base", 10000.0),
+        "hidden_act": "silu",
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "dtype": {"F32": "float32", "BF16": "bfloat16"}.get(embedding.storage.name, "float16"),
+    }
+    for key, name in (("bos_token_id", "bos"), ("eos_token_id", "eos")):
+        if type(token := data.get(f"tokenizer.ggml.{name}_token_id")) is int:
+            config[key] = token
+    if kind == "llama":
+        config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
+    return config | _rope_scaling(data, kind, path)
+
+
+def _rope_scaling(data: dict[str, Any], kind: str, path: Path) -> dict[str, Any]:
+    scaling = data.get(f"{kind}.rope.scaling.type", "none")
+    if scaling == "none":
+        return {}
+    if scaling not in ("linear", "yarn"):
+        raise UnsupportedError(f"{path}: rope.scaling.type {scaling!r} is not read from GGUF")
+    fields: dict[str, Any] = {"rope_type": scaling, "factor": data.get(f"{kind}.rope.scaling.factor", 1.0)}
+    if (original := data.get(f"{kind}.rope.scaling.original_context_length")) is not None:
+        fields["original_max_position_embeddings"] = original
+    return {"rope_scaling": fields}

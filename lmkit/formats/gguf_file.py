@@ -1,0 +1,203 @@
+"""One GGUF file, versions 2 and 3, little-endian: a checked header over mapped memory.
+
+    "GGUF" | version u32 | tensors u64 | pairs u64
+    pairs:   key | type u32 | value            string: length u64, UTF-8; array: type u32, count u64, values
+    tensors: name | dimensions u32 | sizes u64, the innermost first | type u32 | offset u64
+    padding to the alignment | data, each tensor aligned; offsets count from here
+
+Nothing in the file is trusted: counts and lengths are held against what is left of it before they are used. Arrays (the
+tokenizer's vocabulary) are passed over, not kept.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lmkit.errors import CheckpointError, UnsupportedError
+
+MAX_TENSORS = MAX_PAIRS = 1 << 17
+MAX_NAME_BYTES = 1 << 10
+MAX_DIMENSIONS = 4
+MAX_SIZE = 1 << 40
+
+_SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+_STRING, _ARRAY = 8, 9
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How a type stores its values: `block` neighbours of a row in `nbytes` bytes."""
+
+    name: str
+    block: int
+    nbytes: int
+
+
+STORAGES = {
+    0: Storage("F32", 1, 4),
+    1: Storage("F16", 1, 2),
+    2: Storage("Q4_0", 32, 18),
+    8: Storage("Q8_0", 32, 34),
+    14: Storage("Q6_K", 256, 210),
+    30: Storage("BF16", 1, 2),
+}
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """`shape` has the outermost size first, [out, in] of a matrix; `start` is the first byte's place in the file."""
+
+    storage: Storage
+    shape: tuple[int, ...]
+    nbytes: int
+    start: int
+
+
+class GgufFile:
+    """An open file: `.metadata` (numbers, flags and strings by key), `.tensors` by name. Raises CheckpointError for a
+    damaged file and UnsupportedError for one with tensors of another type."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        except (OSError, ValueError) as error:  # ValueError: an empty file
+            raise CheckpointError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+        cursor = _Cursor(self._map, path)
+        counts = _read_start(cursor)
+        self.metadata = _read_pairs(cursor, counts[1])
+        self.tensors = _read_tensors(cursor, counts[0], self.metadata.get("general.alignment", 32))
+
+    def raw(self, name: str) -> Tensor:
+        """A tensor's bytes, uint8 [nbytes], a view of the file that is copied when it is written to."""
+        info = self.tensors[name]
+        return torch.frombuffer(self._map, dtype=torch.uint8, count=info.nbytes, offset=info.start)
+
+
+@dataclass
+class _Cursor:
+    """A place in the header; reading past the end of the file is a CheckpointError."""
+
+    data: mmap.mmap
+    path: Path
+    at: int = 0
+
+    def skip(self, count: int) -> None:
+        if not 0 <= count <= len(self.data) - self.at:
+            raise self.error(f"truncated: byte {self.at} asks for {count} more, the file has {len(self.data)}")
+        self.at += count
+
+    def take(self, count: int) -> bytes:
+        start = self.at
+        self.skip(count)
+        return self.data[start : self.at]
+
+    def number(self, code: str) -> Any:
+        return struct.unpack(code, self.take(struct.calcsize(code)))[0]
+
+    def string(self, limit: int | None = None) -> str:
+        length = self.number("<Q")
+        if limit is not None and length > limit:
+            raise self.error(f"a name of {length} bytes at byte {self.at}, the limit is {limit}")
+        try:
+            return self.take(length).decode("utf-8")
+        except UnicodeDecodeError:
+            raise self.error(f"not UTF-8 text before byte {self.at}") from None
+
+    def error(self, problem: str) -> CheckpointError:
+        return CheckpointError(f"{self.path}: {problem}")
+
+
+def _read_start(cursor: _Cursor) -> tuple[int, int]:
+    """(number of tensors, number of pairs)."""
+    if len(cursor.data) < 4 or cursor.take(4) != b"GGUF":
+        raise cursor.error("not a GGUF file")
+    version = cursor.number("<I")
+    if version not in (2, 3):
+        order = " (big-endian)" if version >> 16 else ""
+        raise UnsupportedError(f"{cursor.path}: GGUF version {version}{order} is not read; versions 2 and 3 are")
+    tensors, pairs = cursor.number("<Q"), cursor.number("<Q")
+    if tensors > MAX_TENSORS or pairs > MAX_PAIRS:
+        raise cursor.error(f"{tensors} tensors and {pairs} pairs are more than {MAX_TENSORS}")
+    return tensors, pairs
+
+
+def _read_pairs(cursor: _Cursor, count: int) -> dict[str, Any]:
+    metadata: dict[str, Any] = {}
+    seen: set[str] = set()
+    for _ in range(count):
+        key, kind = cursor.string(MAX_NAME_BYTES), cursor.number("<I")
+        if key in seen:
+            raise cursor.error(f"key {key!r} is given twice")
+        seen.add(key)
+        if kind in _SCALARS:
+            metadata[key] = cursor.number(_SCALARS[kind])
+        elif kind == _STRING:
+            metadata[key] = cursor.string()
+        elif kind == _ARRAY:
+            _skip_array(cursor, key)
+        else:
+            raise cursor.error(f"key {key!r} has type {kind}, which there is not")
+    return metadata
+
+
+def _skip_array(cursor: _Cursor, key: str) -> None:
+    kind, count = cursor.number("<I"), cursor.number("<Q")
+    if kind in _SCALARS:
+        cursor.skip(count * struct.calcsize(_SCALARS[kind]))
+    elif kind == _STRING:
+        for _ in range(count):  # ends with the file, if not before: each takes eight bytes at least
+            cursor.skip(cursor.number("<Q"))
+    else:
+        raise cursor.error(f"key {key!r} is an array of type {kind}, which is not read")
+
+
+def _read_tensors(cursor: _Cursor, count: int, alignment: Any) -> dict[str, GgufTensor]:
+    if type(alignment) is not int or not 8 <= alignment <= 1 << 20 or alignment & (alignment - 1):
+        raise cursor.error(f"general.alignment is {alignment!r}, expected a power of two")
+    entries: dict[str, tuple[Storage, tuple[int, ...], int]] = {}
+    for _ in range(count):
+        name = cursor.string(MAX_NAME_BYTES)
+        if name in entries or not name.isprintable():
+            raise cursor.error(f"tensor {name!r} is given twice, or its name is not printable")
+        num_dimensions = cursor.number("<I")
+        if not 1 <= num_dimensions <= MAX_DIMENSIONS:
+            raise cursor.error(f"tensor {name!r} has {num_dimensions} dimensions, expected 1 to {MAX_DIMENSIONS}")
+        shape = tuple(cursor.number("<Q") for _ in range(num_dimensions))[::-1]
+        kind, offset = cursor.number("<I"), cursor.number("<Q")
+        if kind not in STORAGES:
+            known = ", ".join(storage.name for storage in STORAGES.values())
+            raise UnsupportedError(f"{cursor.path}: tensor {name!r} has GGML type {kind}; lmkit reads {known}")
+        entries[name] = STORAGES[kind], shape, offset
+    begin = -(-cursor.at // alignment) * alignment
+    infos = {name: _place(cursor, name, *entry, begin, alignment) for name, entry in entries.items()}
+    end = begin
+    for name, info in sorted(infos.items(), key=lambda item: item[1].start):
+        if info.start < end:
+            raise cursor.error(f"tensor {name!r} overlaps the one before it")
+        end = info.start + info.nbytes
+    if end > len(cursor.data):
+        raise cursor.error(f"truncated: its header describes {end} bytes, the file has {len(cursor.data)}")
+    return infos
+
+
+def _place(
+    cursor: _Cursor, name: str, storage: Storage, shape: tuple[int, ...], offset: int, begin: int, alignment: int
+) -> GgufTensor:
+    if not all(1 <= size <= MAX_SIZE for size in shape) or prod(shape) > MAX_SIZE or offset > MAX_SIZE:
+        raise cursor.error(f"tensor {name!r} is {list(shape)} at {offset}, which cannot be")
+    if shape[-1] % storage.block or offset % alignment:
+        raise cursor.error(
+            f"tensor {name!r}: rows of {shape[-1]} at {offset} do not fit {storage.name}'s blocks of {storage.block} "
+            f"and the alignment {alignment}"
+        )
+    return GgufTensor(storage, shape, prod(shape) // storage.block * storage.nbytes, begin + offset)

@@ -1,0 +1,157 @@
+"""Mixed precision by budget: what each linear may be stored as, what that costs, and the best choice within the budget.
+
+The budget is the average number of bits of a weight over all linears of the decoder, scales, zeros and dense linears
+included. Linears that are fused into one product get one scheme. quant.sensitivity measures what a choice costs in KL.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from lmkit.errors import ConfigError
+from lmkit.formats.base import get_format
+from lmkit.models import roles
+from lmkit.models.spec import ModelSpec
+from lmkit.qtensor import QuantScheme
+from lmkit.quant.recipe import Recipe
+
+MEASURED_ROWS, MEASURED_LEN = 8, 128  # of the calibration data, on which KL is measured
+RESOLUTION = 1 << 16  # steps in which the bits to be given out are counted, if they have no larger common divisor
+SCALE_BITS = 16
+EXPERTS = "mlp.experts."
+DENSE_BITS = {"float32": 32, "bfloat16": 16, "float16": 16}
+
+
+@dataclass(frozen=True)
+class Group:
+    """Linears of a layer that share a scheme; `bits` of all their weights for each of the `choices`, the cheapest
+    first."""
+
+    layer: int
+    modules: dict[str, str]  # by role
+    choices: tuple[QuantScheme | None, ...]  # None = dense
+    bits: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class BitBudget:
+    """What there is to choose. `fixed_bits` of the linears that stay dense in any case."""
+
+    groups: tuple[Group, ...]
+    fixed_bits: int
+    num_weights: int
+
+    @property
+    def lowest(self) -> float:
+        """Average bits of a weight with the cheapest choices."""
+        return (self.fixed_bits + sum(group.bits[0] for group in self.groups)) / self.num_weights
+
+    @property
+    def highest(self) -> float:
+        return (self.fixed_bits + sum(group.bits[-1] for group in self.groups)) / self.num_weights
+
+    def reached(self, chosen: list[int]) -> float:
+        """Average bits of a weight with choice `chosen[i]` of group i."""
+        spent = sum(group.bits[choice] for group, choice in zip(self.groups, chosen, strict=True))
+        return (self.fixed_bits + spent) / self.num_weights
+
+
+def candidates(recipe: Recipe) -> tuple[QuantScheme, ...]:
+    """The schemes of which a linear may get one; without a budget, the recipe's."""
+    base = recipe.scheme.scheme()
+    if recipe.bits is None or recipe.format == "awq" or base.bits != 4:  # an AWQ file has one scheme
+        return (base,)
+    finer = () if base.group_size == 32 else (replace(base, group_size=32),)
+    return base, *finer, replace(base, bits=8, symmetric=True)
+
+
+def make_bit_budget(spec: ModelSpec, recipe: Recipe, dense: dict[str, str]) -> BitBudget:
+    """`dense`: the modules that stay dense in any case."""
+    groups, fixed_bits, num_weights = [], 0, 0
+    for layer in range(spec.num_layers):
+        fused = {role: group[0] for group in roles.fused(spec, layer) for role in group}
+        together: dict[str, dict[str, str]] = {}
+        for role in roles.linears(spec, layer):
+            module = roles.module_name(spec, layer, role)
+            num_weights += math.prod(spec.linear_shape(role))
+            if module in dense:
+                fixed_bits += stored_bits(spec, recipe, role, None)
+            else:  # engines compute all experts of a layer in one kernel
+                first = EXPERTS if role.startswith(EXPERTS) else fused.get(role, role)
+                together.setdefault(first, {})[role] = module
+        groups += [_group(spec, recipe, layer, modules) for modules in together.values()]
+    return BitBudget(tuple(groups), fixed_bits, num_weights)
+
+
+def _group(spec: ModelSpec, recipe: Recipe, layer: int, names: dict[str, str]) -> Group:
+    can_write = get_format(recipe.format).can_write
+    choices: list[QuantScheme | None] = [
+        scheme
+        for scheme in candidates(recipe)
+        if all(can_write(spec.linear_shape(role), scheme) is None for role in names)
+    ]
+    bits = {choice: sum(stored_bits(spec, recipe, role, choice) for role in names) for choice in [*choices, None]}
+    ordered = sorted(bits, key=lambda choice: bits[choice])
+    return Group(layer, names, tuple(ordered), tuple(bits[choice] for choice in ordered))
+
+
+def stored_bits(spec: ModelSpec, recipe: Recipe, role: str, scheme: QuantScheme | None) -> int:
+    """Bits of a linear's weight in the file; None = dense."""
+    out_features, in_features = spec.linear_shape(role)
+    if scheme is None:
+        return out_features * in_features * DENSE_BITS[spec.dtype]
+    zero_bits = 0 if scheme.symmetric and recipe.format != "awq" else scheme.bits  # AWQ always stores zeros
+    scales = out_features * scheme.num_groups(in_features) * (SCALE_BITS + zero_bits)
+    return out_features * in_features * scheme.bits + scales
+
+
+def check_reachable(spec: ModelSpec, recipe: Recipe, dense: dict[str, str]) -> None:
+    """Raise ConfigError for a budget below what is possible, or one that leaves every linear dense."""
+    if recipe.bits is None:
+        return
+    budget = make_bit_budget(spec, recipe, dense)
+    if recipe.bits < budget.lowest:
+        lowest = math.ceil(1000 * budget.lowest) / 1000
+        raise ConfigError(f"recipe: bits {recipe.bits:g} cannot be reached; the lowest for this model is {lowest:g}")
+    if recipe.bits >= budget.highest:
+        raise ConfigError(
+            f"recipe: bits {recipe.bits:g} would leave every linear dense; this model has {budget.highest:g}"
+        )
+
+
+def choose(budget: BitBudget, losses: list[list[float]], bits: float) -> list[int]:
+    """The choice of each group for which the sum of `losses[group][choice]` is smallest within an average of `bits`.
+
+    A knapsack solved exactly where costs have a common divisor, as they do for weights of the usual sizes; else costs
+    are rounded up to 1 / RESOLUTION of what there is to spend. Of equal sums the cheapest choices win.
+    """
+    extra = [[b - group.bits[0] for b in group.bits] for group in budget.groups]
+    spare = math.floor(bits * budget.num_weights) - budget.fixed_bits - sum(group.bits[0] for group in budget.groups)
+    unit = max(math.gcd(*(cost for costs in extra for cost in costs)), -(-spare // RESOLUTION), 1)
+    capacity = spare // unit
+    best, picks = np.zeros(capacity + 1), []  # the smallest sum so far that spends at most so many units
+    for costs, group_losses in zip(extra, losses, strict=True):
+        sums = np.full((len(costs), capacity + 1), np.inf)
+        for choice, (cost, loss) in enumerate(zip(costs, group_losses, strict=True)):
+            units = -(-cost // unit)
+            if units <= capacity:
+                sums[choice, units:] = best[: capacity + 1 - units] + loss
+        picks.append((np.argmin(sums, axis=0), [-(-cost // unit) for cost in costs]))
+        best = sums.min(axis=0)
+    chosen, left = [], capacity
+    for pick, units_of in reversed(picks):
+        chosen.append(int(pick[left]))
+        left -= units_of[chosen[-1]]
+    return chosen[::-1]
+
+
+def name_of(scheme: QuantScheme | None) -> str:
+    """`int4 g128`, `int8 channel`, `float8 block`, `dense`."""
+    if scheme is None:
+        return "dense"
+    wide = {(1, -1): "channel", (-1, -1): "tensor", (128, 128): "block"}
+    size = wide.get((scheme.rows, scheme.group_size), f"g{scheme.group_size}")
+    return f"{scheme.kind}{scheme.bits} {size}"

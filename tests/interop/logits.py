@@ -1,0 +1,24 @@
+"""A model's logits for one sequence, as exactly as lmkit computes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lmkit.layers.batch import allocate_kv, whole_batch
+from lmkit.models.loader import load_model
+
+BLOCK = 16
+
+
+@torch.inference_mode()
+def exact_logits(path: Path, token_ids: list[int]) -> Tensor:
+    """float32 [tokens, vocabulary]: float32 activations and KV."""
+    decoder = load_model(path, dtype="float32", activations="exact")
+    spec = decoder.spec
+    batch, num_blocks = whole_batch([token_ids], BLOCK)
+    pair = ("float32", "float32")
+    kv = [allocate_kv(num_blocks, spec.num_kv_heads, BLOCK, spec.head_dim, pair) for _ in range(spec.num_layers)]
+    return decoder.head(*decoder.hidden(batch, kv))

@@ -1,0 +1,72 @@
+"""Every kind of scheme, from recipe to a checkpoint that says how it is to be run and is close to the source."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lmkit.models.loader import ModelSource
+from lmkit.models.roles import LINEARS
+from lmkit.qtensor import QTensor, quantize
+from lmkit.quant.evaluate import encode_text
+from lmkit.quant.recipe import parse_recipe
+from lmkit.quant.run import prepare
+from tests.quant.helpers import RTN, SCALE, tiny_checkpoint
+
+CT = {"format": "compressed-tensors"}
+INT8_CHANNEL = {"bits": 8, "group_size": "channel", "symmetric": True}
+FLOAT8 = {"bits": 8, "type": "float"}
+SMOOTH = [{"step": "smooth_quant", "grid": 4}, RTN]
+# name -> (recipe, bound of the mean KL, what input_activations says)
+CASES: dict[str, tuple[dict[str, Any], float, dict[str, Any] | None]] = {
+    "w8a16 grouped": (CT | {"scheme": {"bits": 8, "group_size": 32, "symmetric": True}}, 2e-3, None),
+    "w8a16 channel": (CT | {"scheme": INT8_CHANNEL}, 2e-3, None),
+    "w8a8": (CT | {"scheme": INT8_CHANNEL, "activations": "int8", "steps": SMOOTH}, 1e-2,
+             {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}),
+    "fp8 channel": (CT | {"scheme": FLOAT8 | {"group_size": "channel"}, "activations": "float8", "steps": SMOOTH}, 2e-2,
+                    {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True, "symmetric": True}),
+    "fp8 tensor": (CT | {"scheme": FLOAT8 | {"group_size": "tensor"}}, 2e-2, None),
+    "fp8 block": ({"format": "fp8", "scheme": FLOAT8 | {"group_size": "block"}, "activations": "float8"}, 2e-2, None),
+    "w4a16 symmetric": (CT | {"scheme": {"group_size": 32, "symmetric": True}, "steps": [SCALE, RTN]}, 0.3, None),
+    "w4a16 gptq": ({"format": "gptq", "scheme": {"group_size": 32, "symmetric": True}}, 0.3, None),
+    "w4a16 gptq_v2": ({"format": "gptq_v2", "scheme": {"group_size": 32}}, 0.3, None),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("source"), num_hidden_layers=1)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_scheme_from_recipe_to_checkpoint(source: Path, tmp_path: Path, name: str) -> None:
+    sections, bound, activations = CASES[name]
+    data = {"steps": [RTN], "calibration": {"num_samples": 3, "seq_len": 48}} | sections
+    asked = parse_recipe(data, name)
+    report = prepare(source, asked).run(tmp_path / "out", eval_ids=encode_text(source)[:200])
+    assert report.evaluation is not None
+    assert report.evaluation.divergence is not None
+    assert 0 < report.evaluation.divergence.kl_mean < bound
+    before, after = ModelSource(source), ModelSource(tmp_path / "out")
+    assert after.format.name == asked.format or after.format.name.startswith("gptq")
+    dense, stored = before.layer_weights(0), after.layer_weights(0)
+    for role in LINEARS:
+        weight, q = dense[role], stored[role]
+        assert isinstance(q, QTensor)
+        assert q.scheme == asked.scheme.scheme()
+        if data["steps"] == [RTN]:
+            assert isinstance(weight, torch.Tensor)
+            expected = quantize(weight, q.scheme)
+            assert torch.equal(q.codes.view(torch.uint8), expected.codes.view(torch.uint8))
+            assert torch.equal(q.scales.float().flatten(), expected.scales.float().flatten())
+    entry = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    if asked.format == "fp8":
+        assert (entry["activation_scheme"], entry["weight_block_size"]) == ("dynamic", [128, 128])
+    elif asked.format == "compressed-tensors":
+        (group,) = entry["config_groups"].values()
+        told = group["input_activations"]
+        assert (told if activations is None else {key: told[key] for key in activations}) == activations
