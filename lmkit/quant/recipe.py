@@ -186,7 +186,7 @@ class Recipe(StrictStruct, frozen=True, kw_only=True):
     steps: tuple[Step, ...]
     kv: KVRecipe = KVRecipe()
     calibration: CalibrationRecipe = CalibrationRecipe()
-    ignore: tuple[str, ...] = ()  # roles (attn.o) or patterns of module names (*.down_proj) that stay dense
+    ignore: tuple[str, ...] = ()  # patterns of roles (attn.o) or of module names (*.down_proj) that stay dense
 
     def __post_init__(self) -> None:
         stages = [i for step in self.steps for i, kinds in enumerate(STAGES) if isinstance(step, kinds)]

@@ -91,11 +91,9 @@ def _packed_files(checkpoint: Path) -> dict[str, Any]:
 
 def _layer_bytes(source: ModelSource) -> int:
     """Bytes of the decoder layers' linears with their scales and zeros, as stored."""
-    total = 0
-    for layer in range(source.spec.num_layers):
-        for role in roles.linears(source.spec, layer):
-            total += source.reader.nbytes(roles.module_name(source.spec, layer, role) + ".")
-    return total
+    spec, reader = source.spec, source.reader
+    modules = {roles.module_name(spec, i, role) for i in range(spec.num_layers) for role in roles.linears(spec, i)}
+    return sum(reader.info(name).nbytes for name in reader.names() if name.rpartition(".")[0] in modules)
 
 
 def _serving(

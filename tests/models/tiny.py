@@ -43,6 +43,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral-window": ("MistralConfig", {"sliding_window": 9}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen2-moe": ("Qwen2MoeConfig", EXPERTS | {"shared_expert_intermediate_size": 56, "mlp_only_layers": [1]}),
+    "qwen2-moe-window": ("Qwen2MoeConfig", EXPERTS | {"shared_expert_intermediate_size": 24, "norm_topk_prob": True,
+                                                      "use_sliding_window": True, "sliding_window": 7,
+                                                      "max_window_layers": 2, "qkv_bias": False}),
+    "qwen3-moe-window": ("Qwen3MoeConfig", EXPERTS | {"use_sliding_window": True, "sliding_window": 7}),
     "qwen3-moe": ("Qwen3MoeConfig", EXPERTS | {"head_dim": 16, "norm_topk_prob": True, "decoder_sparse_step": 2}),
 }  # fmt: skip
 
