@@ -25,14 +25,13 @@ def pack_words(codes: Tensor, bits: int) -> Tensor:
     padded = torch.nn.functional.pad(codes, (0, -codes.shape[1] % (32 // bits)))
     # Byte j of a word holds nibbles 2j (low) and 2j + 1 (high).
     packed = padded if bits == 8 else padded[:, 0::2] | (padded[:, 1::2] << 4)
-    # Flat first: a single row counts as contiguous whatever its stride, which `view` to a wider type refuses.
-    return packed.flatten().view(torch.int32).view(len(packed), packed.shape[1] // 4)
+    return packed.reshape(-1).view(torch.int32).view(len(codes), packed.shape[1] // 4)
 
 
 def unpack_words(words: Tensor, bits: int, columns: int) -> Tensor:
     """Words int32 [rows, ceil(columns * bits / 32)] -> codes uint8 [rows, columns]."""
     assert words.dtype == torch.int32
-    packed = words.contiguous().view(torch.uint8)
+    packed = words.reshape(-1).view(torch.uint8).view(len(words), 4 * words.shape[1])
     codes = packed if bits == 8 else torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
     return codes[:, :columns].contiguous()
 

@@ -1,0 +1,24 @@
+"""`lmkit convert MODEL -o OUT --format FORMAT`: the same quantized weights in another format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lmkit.cli.eval import ProgressBar
+
+
+def convert(
+    model: Annotated[str, typer.Argument(help="A quantized checkpoint's folder.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write; it must not exist or be empty.")],
+    format: Annotated[str, typer.Option(help="awq, gptq, gptq_v2, compressed-tensors or fp8.")],
+) -> None:
+    """Write a quantized checkpoint in another format without loss, and read it back."""
+    from lmkit.formats.convert import convert
+
+    with ProgressBar(quiet=False) as bar:
+        linears = convert(model, output, format, progress=lambda done, total: bar.update("linears", done, total))
+    quantized = sum(scheme is not None for scheme in linears.values())
+    print(f"{output}: {quantized} linears as {format}, read back and found equal")
