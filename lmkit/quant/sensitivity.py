@@ -58,7 +58,7 @@ def choose_schemes(
         for module in group.modules.values():
             linears[module] = group.choices[choice]
             if group.choices[choice] is None:
-                dense[module] = "worth its 16 bits within the budget"
+                dense[module] = "dense by the budget of bits"
     report = MixedPrecisionReport(
         bits=recipe.bits,
         reached=round(budget.reached(chosen), 4),
@@ -92,7 +92,7 @@ def measure(
     ]
     total = [[0.0] * len(group.choices) for group in groups]
     for done, (part, some) in enumerate(passes):
-        progress("budget", done, len(passes))
+        progress("mixed precision", done, len(passes))
         for variant, value in zip(some, _divergences(source, head, part, some), strict=True):
             total[variant.group][variant.choice] += value / rows.numel()
     return total
