@@ -26,6 +26,7 @@ from lmkit.quant.layer import BLOCK_SIZE, CalibratedLayer, Geometry
 from lmkit.quant.recipe import KVLayerRecipe, KVRecipe
 
 ALPHAS = (0.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+LARGE_MEAN = 2.0  # times the typical std of a channel: what is smaller may stay
 MAX_PAIRS = 8  # of a head's mean: each costs attention two multiply-adds a key and query
 HADAMARD_GAIN = 0.9  # of the error without it: less is not worth its time
 LIMIT = 1e4  # of lambda, either way
@@ -113,13 +114,13 @@ def fit_cache(calibrated: CalibratedLayer, seen: KVStats, recipe: KVRecipe, hidd
 
 
 def key_mean(seen: KVStats, spec: ModelSpec) -> MeanByHead:
-    """By head, the pairs of the mean before RoPE that are larger than what differs, largest first."""
+    """By head, the pairs of the mean before RoPE that are much larger than what differs, largest first."""
     half = spec.rope.rotary_dim // 2
     found = []
     for mean, std in zip(seen.k_mean, seen.k_std, strict=True):
         radius = torch.hypot(mean[:half], mean[half : 2 * half])
         order = radius.argsort(descending=True)[:MAX_PAIRS].tolist()
-        kept = [i for i in order if radius[i] > std[: 2 * half].median()]
+        kept = [i for i in order if radius[i] > LARGE_MEAN * std[: 2 * half].median()]
         found.append(tuple((i, float(mean[i].float()), float(mean[i + half].float())) for i in kept))
     return tuple(found)
 

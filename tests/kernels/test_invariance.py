@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from lmkit.kernels import ops
 from lmkit.kernels.cpu import threads
 from lmkit.kernels.ops import Norm
 from lmkit.kernels.registry import Op
+from lmkit.layers.batch import KVLayer
 from lmkit.qtensor import QuantScheme, quantize
-from tests.kernels.cases import filled_cache
+from tests.kernels.cases import filled_cache, key_mean
 
 
 @pytest.fixture(autouse=True)
@@ -88,12 +90,20 @@ LENGTHS, NEW = [1, 30, 700, 2050, 257], [1, 30, 3, 1, 100]
 @pytest.mark.parametrize("window", [0, 40, 400])
 @pytest.mark.parametrize(
     ("types", "dim"),
-    [(("float32", "int8"), 48), (("int4", "bfloat16"), 48), (("int8", "int4"), 64), (("int4", "int8"), 6)],
+    [
+        (("float32", "int8"), 48),
+        (("int4", "bfloat16"), 48),
+        (("int8", "int4"), 64),
+        (("int4", "int8"), 6),
+        (("fp8", "fp8"), 64),
+    ],
 )
 def test_attention_sequences_chunks_and_splits(types: tuple[str, str], dim: int, window: int) -> None:
     torch.manual_seed(4)
     kv_heads, group = 2, 3
     kv, tables = filled_cache(types, kv_heads, dim, 16, LENGTHS)
+    if dim == 64:
+        kv = KVLayer(replace(kv.k, mean=key_mean(kv_heads, dim, dim, max(LENGTHS)), hadamard=True), kv.v)
     q = torch.randn(sum(NEW), kv_heads * group, dim) * 3
     starts = [0, *torch.tensor(NEW).cumsum(0).tolist()]
     impl = ops.paged_attention.select("cpu", num_heads=kv_heads * group, num_kv_heads=kv_heads, head_dim=dim)

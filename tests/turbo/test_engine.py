@@ -66,7 +66,7 @@ def test_greedy_tokens_match_transformers(demo_model: Path) -> None:
         assert tokens(got[request.request_id]) == want[0, prompt.shape[1] :].tolist()
 
 
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8", "fp8", "int4"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_results_do_not_depend_on_batch_chunks_or_preemption(
     demo_model: Path, kv_dtype: str, temperature: float

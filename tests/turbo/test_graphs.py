@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor
 
 from lmkit.config import EngineConfig
+from lmkit.formats.kv_config import KVConfig, KVLayerConfig, save_kv_config
+from lmkit.models.loader import ModelSource
 from lmkit.turbo.engine import Engine
 from lmkit.turbo.graphs import NotRecordableError, StepGraphs, _OnlyKernels
 from lmkit.turbo.request import GenerationConfig, Request
@@ -30,10 +33,28 @@ def generate(engine: Engine) -> dict[str, list[Any]]:
     return found
 
 
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
+def with_key_means(demo_model: Path, folder: Path) -> Path:
+    """The demo model with a kv_config.json that has all there is: what is left out of its keys need not be theirs."""
+    folder.mkdir()
+    for file in demo_model.iterdir():
+        if file.is_file():
+            (folder / file.name).symlink_to(file)
+    spec = ModelSource(demo_model).spec
+    mean = tuple(((3, 5.0, -2.0), (30, 1.0, 40.0))[: 1 + head] for head in range(spec.num_kv_heads))
+    layers = [
+        KVLayerConfig(k=kind, v="int4", key_mean=mean if i % 2 else (), hadamard=i % 3 == 0)
+        for i, kind in enumerate(itertools.islice(itertools.cycle(("int4", "fp8", "int8")), spec.num_layers))
+    ]
+    save_kv_config(KVConfig(num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, layers=tuple(layers)), folder)
+    return folder
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8", "auto"])
 def test_recorded_steps_give_the_bits_of_steps_run_op_by_op(
-    demo_model: Path, monkeypatch: pytest.MonkeyPatch, kv_dtype: Any
+    demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kv_dtype: Any
 ) -> None:
+    if kv_dtype == "auto":
+        demo_model = with_key_means(demo_model, tmp_path / "model")
     config = EngineConfig(block_size=8, max_batch_size=4, max_step_tokens=64, max_model_len=128, kv_dtype=kv_dtype)
     launched: list[int] = []
     replay = StepGraphs.__call__

@@ -1,0 +1,61 @@
+"""What the oracle of the KV cache promises: how far codes are from what they stand for, and a rotation that is one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import lmkit.kernels  # noqa: F401  (registers)
+from lmkit.kernels import ops
+from lmkit.kernels.cpu.attention_tiles import CODED
+from lmkit.kernels.reference.kv import hadamard, read_blocks
+from lmkit.layers.batch import allocate_kv
+from tests.kernels.cases import edge_vectors
+
+
+def stored(x: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [tokens, heads, D] as it is read back, and the scale of each token and head."""
+    kv = allocate_kv(1, x.shape[1], len(x), x.shape[2], (dtype, dtype))
+    ops.kv_append.named("reference")(x, x, kv.k, kv.v, torch.arange(len(x)).int())
+    return read_blocks(kv.k, torch.tensor([0]), len(x)).transpose(0, 1), kv.k.params[0, :, :, 0].T.float()
+
+
+@pytest.mark.parametrize("dtype", CODED)
+def test_integers_err_by_half_a_step(dtype: str) -> None:
+    torch.manual_seed(0)
+    x = edge_vectors(40, 2, 64, narrow=True)
+    back, scale = stored(x, dtype)
+    assert bool(back.isfinite().all())
+    # Minimum and scale are rounded to float16 first: 2^-11 of either end.
+    slack = x.abs().amax(-1) * 2**-10 + 2**-24
+    assert bool(((back - x).abs().amax(-1) <= scale / 2 + slack).all())
+
+
+def test_fp8_errs_by_a_sixteenth() -> None:
+    torch.manual_seed(0)
+    x = edge_vectors(40, 2, 64, narrow=True)
+    back, scale = stored(x, "fp8")
+    assert bool(back.isfinite().all())
+    peak = x.abs().amax(-1)
+    usable = peak > 448 * 2**-14  # below, float16 has no exact scale
+    # three bits of mantissa, and a fixed step below 2^-6; the scale is rounded to float16
+    bound = torch.maximum(x.abs() / 16, scale[..., None] * 2**-10) + peak[..., None] * 2**-10
+    assert bool(((back - x).abs() <= bound)[usable].all())
+    assert bool(((back - x).abs().amax(-1) <= peak + 1e-30)[~usable].all())
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8", "int4"])
+@pytest.mark.parametrize("value", [0.0, 1.0, -7.5, 448.0])
+def test_constant_vectors(dtype: str, value: float) -> None:
+    back, _ = stored(torch.full((1, 1, 16), value), dtype)
+    assert torch.allclose(back, torch.tensor(value), rtol=2**-10)
+
+
+@pytest.mark.parametrize("dim", [2, 64, 128])
+def test_hadamard_is_orthonormal(dim: int) -> None:
+    matrix = hadamard(torch.eye(dim))
+    torch.testing.assert_close(matrix @ matrix.T, torch.eye(dim))
+    torch.testing.assert_close(matrix, matrix.T)
+    torch.testing.assert_close(matrix.abs(), torch.full((dim, dim), dim**-0.5))
+    x = torch.randn(3, dim)
+    torch.testing.assert_close(hadamard(hadamard(x)), x, rtol=1e-5, atol=1e-5)
