@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 Device = Literal["auto", "cpu", "cuda"]
 WeightDtype = Literal["auto", "float32", "bfloat16", "float16"]
-KVDtype = Literal["auto", "float32", "bfloat16", "int8", "int4"]
+KVDtype = Literal["auto", "float32", "bfloat16", "int8", "fp8", "int4"]
 HeadStorage = Literal["auto", "int8"]
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
 

@@ -85,7 +85,7 @@ def bits_per_weight(checkpoint: Path) -> float:
     """Bits that a checkpoint stores for a weight of its layers' linears: codes, scales and zeros."""
     spec = ModelSource(DEMO_FOLDER).spec
     linears = [(layer, role) for layer in range(spec.num_layers) for role in roles.linears(spec, layer)]
-    modules = {roles.module_name(layer, role) for layer, role in linears}
+    modules = {roles.module_name(spec, layer, role) for layer, role in linears}
     shapes = [spec.linear_shape(role) for _, role in linears]
     with CheckpointReader(checkpoint) as reader:
         stored = sum(

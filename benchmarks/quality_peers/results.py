@@ -48,7 +48,9 @@ class Results:
 
     def _stored(self) -> list[Row]:
         """What the file holds that was measured with these settings."""
-        stored = json.loads(self.path.read_text()) if self.path.exists() else {"settings": None}
+        if not self.path.exists():
+            return []
+        stored = json.loads(self.path.read_text())
         return [Row(**row) for row in stored["rows"]] if stored["settings"] == self.settings else []
 
     def has(self, entry: Entry, factor: int) -> bool:

@@ -17,7 +17,10 @@ def evaluate(
     model: Annotated[str, typer.Argument(help='A checkpoint folder, or "demo".')],
     against: Annotated[str | None, typer.Option(help="The reference, usually the original checkpoint.")] = None,
     text: Annotated[Path | None, typer.Option(help="A text file; default the held-out text of the demo model.")] = None,
-    kv_dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, int8 or int4.")] = "auto",
+    dataset: Annotated[
+        str | None, typer.Option(help="In place of --text: a calibration preset, file, folder or hub:ORG/NAME.")
+    ] = None,
+    kv_dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, int8, fp8 or int4.")] = "auto",
     activations: Annotated[str, typer.Option(help="int8 as served, or exact.")] = "int8",
     lm_head: Annotated[str, typer.Option(help="auto as the checkpoint has it, or int8.")] = "auto",
     packed_cache: Annotated[
@@ -31,6 +34,7 @@ def evaluate(
     import msgspec
 
     from lmkit.config import HeadStorage, KVDtype, default_num_threads, parse
+    from lmkit.errors import ConfigError
     from lmkit.kernels.cpu import threads
     from lmkit.quant import evaluate as evaluation
 
@@ -38,7 +42,12 @@ def evaluate(
     mode: evaluation.Activations = parse(activations, evaluation.Activations, "--activations")  # type: ignore[arg-type]
     head: HeadStorage = parse(lm_head, HeadStorage, "--lm-head")  # type: ignore[arg-type]
     threads.configure(default_num_threads())
-    token_ids = evaluation.encode_text(model, text, against)
+    if dataset is not None and text is not None:
+        raise ConfigError("--text and --dataset: give one of them")
+    if dataset is None:
+        token_ids = evaluation.encode_text(model, text, against)
+    else:
+        token_ids = evaluation.encode_documents(model, dataset, limit, against)
     with ProgressBar(quiet=json) as bar:
         result = evaluation.evaluate(
             model,
@@ -66,14 +75,19 @@ def print_result(result: EvalResult) -> None:
     table = Table(title=title, title_justify="left", show_header=False)
     head = "" if result.lm_head == "auto" else f", {result.lm_head} head"
     table.add_row("KV cache, activations", f"{result.kv_dtype}, {result.activations}{head}")
-    table.add_row("perplexity", f"{result.perplexity:.4f}")
+    table.add_row("perplexity", f"{result.perplexity:.4f} ± {result.perplexity_stderr:.4f}")
     if (far := result.divergence) is not None:
         change = result.perplexity / far.reference_perplexity - 1
         table.add_row("reference", far.reference)
-        table.add_row("its perplexity", f"{far.reference_perplexity:.4f} (change {change:+.2%})")
-        table.add_row("KL, mean", f"{far.kl_mean:.5f} nats")
+        table.add_row(
+            "its perplexity",
+            f"{far.reference_perplexity:.4f} (change {change:+.2%} ± {far.log_ratio_stderr:.2%})",
+        )
+        table.add_row("KL, mean", f"{far.kl_mean:.5f} ± {far.kl_stderr:.5f} nats")
         table.add_row("KL, median / 99 % / 99.9 %", f"{far.kl_median:.5f} / {far.kl_p99:.4f} / {far.kl_p999:.4f}")
-        table.add_row("same most likely token", f"{far.same_top:.2%}")
+        table.add_row("same most likely token", f"{far.same_top:.2%} ± {far.same_top_stderr:.2%}")
+        table.add_row("same five most likely", f"{far.same_top5:.2%} ± {far.same_top5_stderr:.2%}")
+        table.add_row("reference's most likely among five", f"{far.top_in_top5:.2%}")
     Console().print(table)
 
 

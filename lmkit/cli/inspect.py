@@ -12,7 +12,7 @@ def inspect(
     model: Annotated[str, typer.Argument(help='A checkpoint folder, or "demo".')],
     max_model_len: Annotated[int | None, typer.Option(help="Context to plan memory for; default the model's.")] = None,
     max_batch_size: Annotated[int, typer.Option(help="Sequences to plan memory for.")] = 64,
-    kv_dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, int8 or int4.")] = "auto",
+    kv_dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, int8, fp8 or int4.")] = "auto",
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Tell a checkpoint's architecture, formats and sizes, and the memory that serving it needs."""

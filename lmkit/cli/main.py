@@ -9,7 +9,7 @@ import typer
 
 import lmkit
 from lmkit import log
-from lmkit.cli import bench, chat, doctor, eval, inspect, proxy, quantize, serve
+from lmkit.cli import bench, chat, convert, doctor, eval, inspect, proxy, quantize, serve
 from lmkit.config import environment
 from lmkit.errors import LMKitError
 
@@ -21,6 +21,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command("quantize")(quantize.quantize)
+app.command("convert")(convert.convert)
 app.command("serve")(serve.serve)
 app.add_typer(proxy.app, name="proxy")
 app.command("chat")(chat.chat)

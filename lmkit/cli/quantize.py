@@ -12,8 +12,8 @@ from lmkit.cli.eval import ProgressBar, print_result
 
 if TYPE_CHECKING:
     from lmkit.quant.plan import Plan
-    from lmkit.quant.recipe import Recipe
-    from lmkit.quant.report import BudgetReport, QuantReport
+    from lmkit.quant.recipe import CalibrationRecipe, Recipe
+    from lmkit.quant.report import MixedPrecisionReport, QuantReport
 
 
 def quantize(
@@ -21,7 +21,11 @@ def quantize(
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write; it must not exist or be empty.")],
     recipe: Annotated[str, typer.Option(help="A recipe's name in recipes/, or a .yaml file.")] = "awq_w4a16_g128",
     calibration: Annotated[
-        list[str] | None, typer.Option(help="A preset, a .txt, .jsonl or .parquet file or a folder; may be repeated.")
+        list[str] | None,
+        typer.Option(
+            metavar="SOURCE[:WEIGHT]",
+            help="A preset, a .txt, .jsonl or .parquet file, a folder or hub:ORG/NAME; may be repeated, with weights.",
+        ),
     ] = None,
     num_samples: Annotated[int | None, typer.Option(help="Rows of calibration text.")] = None,
     seq_len: Annotated[int | None, typer.Option(help="Tokens of a row.")] = None,
@@ -45,6 +49,7 @@ def quantize(
     """Quantize a checkpoint. Options replace what the recipe says."""
     from lmkit.config import default_num_threads
     from lmkit.kernels.cpu import threads
+    from lmkit.quant.calib import parse_source
     from lmkit.quant.evaluate import encode_text
     from lmkit.quant.recipe import load_recipe
     from lmkit.quant.run import prepare
@@ -57,7 +62,7 @@ def quantize(
             "scheme": {"group_size": int(group_size) if group_size and group_size.isdigit() else group_size},
             "kv": {"bits": kv_bits},
             "calibration": {
-                "dataset": tuple(calibration) if calibration else None,
+                "dataset": [parse_source(item) for item in calibration] if calibration else None,
                 "num_samples": num_samples, "seq_len": seq_len, "seed": seed,
             },
         },
@@ -81,7 +86,7 @@ def _print_plan(model: str, recipe: Recipe, plan: Plan) -> None:
     calibration = recipe.calibration
     steps = ", ".join(type(step).__struct_config__.tag for step in recipe.steps)  # type: ignore[misc]
     print(f"{model}: {steps}; {_scheme(recipe)}; KV {recipe.kv.bits} bits")
-    print(f"calibration: {calibration.num_samples} rows of {calibration.seq_len} tokens from {calibration.dataset}")
+    print(f"calibration: {calibration.num_samples} rows of {calibration.seq_len} tokens from {_sources(calibration)}")
     print(f"estimate: {plan.memory_bytes / 2**30:.2f} GiB of memory, {_duration(plan.seconds)} without evaluation")
     for module, reason in plan.dense.items():
         print(f"stays dense: {module}: {reason}")
@@ -100,32 +105,50 @@ def _scheme(recipe: Recipe) -> str:
     return ", ".join(parts)
 
 
+def _sources(calibration: CalibrationRecipe) -> str:
+    entries = [calibration.dataset] if isinstance(calibration.dataset, str) else calibration.dataset
+    return ", ".join(entry if isinstance(entry, str) else f"{entry.source}:{entry.weight:g}" for entry in entries)
+
+
 def _duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
-def _budget_line(budget: BudgetReport) -> str:
-    counts = Counter(group.chosen for group in budget.groups for _ in group.modules)
+def _bits_line(mixed: MixedPrecisionReport) -> str:
+    counts = Counter(group.chosen for group in mixed.groups for _ in group.modules)
     chosen = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
-    return f"{budget.reached:.3f} bits a weight of {budget.bits:g}: {chosen}"
+    return f"{mixed.reached:.3f} bits a weight of {mixed.bits:g}: {chosen}"
 
 
 def _print_report(report: QuantReport, output: Path) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from lmkit.quant.report_html import FILE_NAME, mean
+
     table = Table(title="relative squared error of each layer", title_justify="left")
-    for column in ("layer", "RTN, mean of linears", "stored, mean of linears", "whole layer"):
+    for column in ("layer", "RTN, mean of linears", "stored, mean of linears", "whole layer", "bits", "seconds"):
         table.add_column(column, justify="right")
     for layer in report.layers:
-        before = [linear.rtn_error for linear in layer.linears if linear.rtn_error is not None]
-        after = [linear.error for linear in layer.linears if linear.error is not None]
-        means = [f"{sum(errors) / len(errors):.5f}" if errors else "dense" for errors in (before, after)]
-        table.add_row(str(layer.index), *means, f"{layer.error:.5f}")
+        errors = (mean(x.rtn_error for x in layer.linears), mean(x.error for x in layer.linears))
+        bits = mean(x.bits for x in layer.linears)
+        table.add_row(
+            str(layer.index),
+            *("dense" if error is None else f"{error:.5f}" for error in errors),
+            f"{layer.error:.5f}",
+            "-" if bits is None else f"{bits:.2f}",
+            f"{layer.seconds:.1f}",
+        )
     Console().print(table)
-    if report.budget is not None:
-        print(_budget_line(report.budget))
+    if report.mixed_precision is not None:
+        print(_bits_line(report.mixed_precision))
+    for source in report.calibration.get("sources", ()):
+        weight = "" if source["weight"] is None else f", weight {source['weight']:g}"
+        digest = f"sha256 {source['sha256'][:12]}"
+        print(f"calibration: {source['source']}{weight}: {source['documents']:,} documents, {digest}")
     saved = report.bytes_after / report.bytes_before
-    print(f"{output}: {report.bytes_after:,} bytes of weights, {saved:.0%} of the source; {report.seconds:.1f} s")
+    memory = "" if report.peak_bytes is None else f", {report.peak_bytes / 2**30:.2f} GiB at the peak"
+    print(f"{output}: {report.bytes_after:,} bytes of weights, {saved:.0%} of the source")
+    print(f"{report.seconds:.1f} s{memory}; report: {output / FILE_NAME}")
     if report.evaluation is not None:
         print_result(report.evaluation)

@@ -31,7 +31,9 @@ def serve(
     ] = _SERVER.drain_seconds,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = _ENGINE.device,
     dtype: Annotated[str, typer.Option(help="Of dense weights: auto, float32, bfloat16 or float16.")] = _ENGINE.dtype,
-    kv_dtype: Annotated[str, typer.Option(help="KV cache: auto, float32, bfloat16, int8 or int4.")] = _ENGINE.kv_dtype,
+    kv_dtype: Annotated[
+        str, typer.Option(help="KV cache: auto, float32, bfloat16, int8, fp8 or int4.")
+    ] = _ENGINE.kv_dtype,
     activations: Annotated[str, typer.Option(help="In quantized linears: int8 or exact.")] = _ENGINE.activations,
     lm_head: Annotated[str, typer.Option(help="auto as the checkpoint has it, int8 smaller.")] = _ENGINE.lm_head,
     packed_cache: Annotated[

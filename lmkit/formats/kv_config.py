@@ -1,13 +1,13 @@
 """kv_config.json: how a checkpoint's KV cache is stored, layer by layer, and what calibration saw of it.
 
-Scales of the cache are computed per token and head while serving; nothing here is needed to decode it but the bits.
-The statistics say why the bits were chosen. docs/formats.md describes every field.
+Scales of the cache are computed per token and head while serving; what is here says which codes, and what is done to
+keys before they are rounded. The statistics say why. docs/formats.md describes every field.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -18,36 +18,50 @@ from lmkit.formats.atomic import write_file
 from lmkit.formats.jsonfile import read_json, to_json
 
 FILE_NAME = "kv_config.json"
-FORMAT, VERSION = "lmkit-kv-config", 1
+FORMAT, VERSION = "lmkit-kv-config", 2
 MAX_BYTES = 10 << 20
 
-# Above this |mean| / std, a channel's offset takes most of a token's 16 levels and INT4 keys lose the rest.
-INT4_MEAN_RATIO = 8.0
-
-KVBits = Literal[16, 8, 4]
+Storage = Literal["dense", "int8", "fp8", "int4"]
 Statistic = Annotated[float, Meta(ge=0, le=1e38)]
+Number = Annotated[float, Meta(ge=-1e30, le=1e30)]
+# (i, b_i, b_{i + R/2}) of a RoPE pair: the elements i and i + R/2 of a key turn together, R of them in all.
+PairMean = tuple[Annotated[int, Meta(ge=0)], Number, Number]
 
 
 class KVLayerConfig(StrictStruct, frozen=True, kw_only=True):
-    """One layer. Statistics hold one number per KV head, or nothing if they were not measured."""
+    """One layer. What is listed by KV head holds one item for each, or nothing."""
 
-    k_bits: KVBits
-    v_bits: KVBits
-    k_absmax: tuple[Statistic, ...] = ()  # largest |key| after RoPE, as it enters the cache
+    k: Storage  # "dense": in the type of the dense weights
+    v: Storage
+    smoothing: Annotated[float, Meta(ge=0, le=1)] | None = None  # its exponent; a note, it is in the weights already
+    key_mean: tuple[tuple[PairMean, ...], ...] = ()  # by head: subtracted before RoPE, attention adds its part
+    hadamard: bool = False  # keys are stored turned by the Walsh-Hadamard matrix of head_dim
+    k_absmax: tuple[Statistic, ...] = ()  # largest |key| after RoPE, before anything is subtracted
     v_absmax: tuple[Statistic, ...] = ()  # largest |value|
-    k_mean_ratio: tuple[Statistic, ...] = ()  # max over the head's channels of |mean| / std over tokens of the keys
+    k_mean_ratio: tuple[Statistic, ...] = ()  # max over the head's channels of |mean| / std over tokens, before RoPE
 
-    @property
-    def risky_int4_keys(self) -> bool:
-        """Whether some key channel is mostly a constant offset, which 4 bits per token and head cannot afford."""
-        return max(self.k_mean_ratio, default=0.0) > INT4_MEAN_RATIO
+    def problem(self, num_kv_heads: int, head_dim: int) -> str | None:
+        """Why this cannot be a layer of such a model, or None."""
+        if head_dim % 2 and "int4" in (self.k, self.v):
+            return f"int4 needs an even head_dim, not {head_dim}"
+        if self.hadamard and head_dim & (head_dim - 1):
+            return f"hadamard needs a head_dim that is a power of two, not {head_dim}"
+        for name in ("k_absmax", "v_absmax", "k_mean_ratio", "key_mean"):
+            count = len(getattr(self, name))
+            if count not in (0, num_kv_heads):
+                return f"{name} has {count} items for {num_kv_heads} KV heads"
+        for pairs in self.key_mean:
+            numbers = [pair for pair, _, _ in pairs]
+            if len(set(numbers)) < len(numbers) or max(numbers, default=0) >= head_dim // 2:
+                return f"key_mean: pairs {numbers} are not {head_dim // 2} different ones at most, counted from 0"
+        return None
 
 
 class KVConfig(StrictStruct, frozen=True, kw_only=True):
     """The whole file."""
 
     format: Literal["lmkit-kv-config"] = "lmkit-kv-config"
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     granularity: Literal["per_token_per_head"] = "per_token_per_head"
     symmetric: bool = False
     params_dtype: Literal["float16"] = "float16"
@@ -57,14 +71,10 @@ class KVConfig(StrictStruct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.symmetric:
-            raise ValueError("`symmetric` true is not defined in version 1; the cache is asymmetric")
+            raise ValueError("`symmetric` true is not defined in this version; the cache is asymmetric")
         for index, layer in enumerate(self.layers):
-            if self.head_dim % 2 and 4 in (layer.k_bits, layer.v_bits):
-                raise ValueError(f"layer {index}: 4 bits need an even head_dim, not {self.head_dim}")
-            for name in ("k_absmax", "v_absmax", "k_mean_ratio"):
-                count = len(getattr(layer, name))
-                if count not in (0, self.num_kv_heads):
-                    raise ValueError(f"layer {index}: {name} has {count} numbers for {self.num_kv_heads} KV heads")
+            if problem := layer.problem(self.num_kv_heads, self.head_dim):
+                raise ValueError(f"layer {index}: {problem}")
 
     def check(self, num_layers: int, num_kv_heads: int, head_dim: int) -> None:
         """Raise CheckpointError unless this file describes a model of these numbers."""
@@ -78,9 +88,19 @@ class KVConfig(StrictStruct, frozen=True, kw_only=True):
                 )
 
     def dtypes(self, layer: int, dense_dtype: str) -> tuple[str, str]:
-        """Storage types of a layer's (K, V), keys of kernels.ops.KV_BITS; 16 bits are `dense_dtype`."""
-        storage = {16: dense_dtype, 8: "int8", 4: "int4"}
-        return storage[self.layers[layer].k_bits], storage[self.layers[layer].v_bits]
+        """Storage types of a layer's (K, V), keys of kernels.ops.KV_BITS; dense ones are `dense_dtype`."""
+        stored = self.layers[layer]
+        return (dense_dtype if stored.k == "dense" else stored.k), (dense_dtype if stored.v == "dense" else stored.v)
+
+
+class _Layer1(StrictStruct, frozen=True, kw_only=True):
+    """A layer of version 1. Its k_mean_ratio was of keys after RoPE."""
+
+    k_bits: Literal[16, 8, 4]
+    v_bits: Literal[16, 8, 4]
+    k_absmax: tuple[Statistic, ...] = ()
+    v_absmax: tuple[Statistic, ...] = ()
+    k_mean_ratio: tuple[Statistic, ...] = ()
 
 
 def load_kv_config(folder: str | Path) -> KVConfig | None:
@@ -93,17 +113,26 @@ def load_kv_config(folder: str | Path) -> KVConfig | None:
     data = read_json(path, MAX_BYTES)
     if data.get("format") != FORMAT:
         raise CheckpointError(f"{path}: `format` is {data.get('format')!r}, expected {FORMAT!r}")
-    if data.get("version") != VERSION or isinstance(data.get("version"), bool):
-        raise CheckpointError(
-            f"{path}: version {data.get('version')!r}, and this lmkit reads version {VERSION}; upgrade lmkit"
-        )
+    version = data.get("version")
+    if version not in (1, VERSION) or isinstance(version, bool):
+        raise CheckpointError(f"{path}: version {version!r}, and this lmkit reads versions 1 and 2; upgrade lmkit")
     missing = [name for name in KVConfig.__struct_fields__ if name not in data]
     if missing:
         raise CheckpointError(f"{path}: {', '.join(missing)} missing")
     try:
-        return msgspec.convert(data, KVConfig)
+        return msgspec.convert(_from_version_1(data) if version == 1 else data, KVConfig)
     except msgspec.ValidationError as error:
         raise CheckpointError(f"{path}: {error}") from None
+
+
+def _from_version_1(data: dict[str, Any]) -> dict[str, Any]:
+    """The same in version 2. Raises msgspec.ValidationError."""
+    storage = {16: "dense", 8: "int8", 4: "int4"}
+    layers = []
+    for layer in msgspec.convert(data["layers"], tuple[_Layer1, ...]):
+        stored = {"k": storage[layer.k_bits], "v": storage[layer.v_bits]}
+        layers.append(stored | {name: getattr(layer, name) for name in ("k_absmax", "v_absmax", "k_mean_ratio")})
+    return data | {"version": VERSION, "layers": layers}
 
 
 def save_kv_config(config: KVConfig, folder: str | Path) -> None:

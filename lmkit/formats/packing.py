@@ -32,7 +32,7 @@ def pack_words(codes: Tensor, bits: int) -> Tensor:
 def unpack_words(words: Tensor, bits: int, columns: int) -> Tensor:
     """Words int32 [rows, ceil(columns * bits / 32)] -> codes uint8 [rows, columns]."""
     assert words.dtype == torch.int32
-    packed = words.contiguous().view(torch.uint8)
+    packed = words.reshape(-1).view(torch.uint8).view(len(words), 4 * words.shape[1])
     codes = packed if bits == 8 else torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
     return codes[:, :columns].contiguous()
 

@@ -25,6 +25,7 @@ AUTO_ROUND_NOTES = {
 }  # fmt: skip
 FLOATS = ("F16", "BF16", "F32")
 MAX_GROUP_SIZE = 1 << 17
+MARKS = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")  # a module with one of these is quantized
 
 
 def method_problem(config: dict[str, Any], method: str) -> str | None:

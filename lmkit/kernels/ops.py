@@ -138,7 +138,8 @@ def paged_attention(
     last positions, context_lens[b] - n_b .. context_lens[b] - 1 (keys of these positions are already appended).
     block_tables int32 [B, max_blocks], query_start int32 [B + 1], context_lens int32 [B]. Query at position p reads
     keys max(0, p - window + 1) .. p (window 0 = all). Query head h reads KV head h // (num_heads / num_kv_heads).
-    softmax(q . k * scale) @ v, result [T, num_heads, D] in q's dtype. With a `mean`, position t has the key k + RoPE_t(b).
+    softmax(q . k * scale) @ v, result [T, num_heads, D] in q's dtype. With a `mean`, the key of position t is what is
+    stored + RoPE_t(b).
     """
 
 

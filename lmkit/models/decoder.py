@@ -51,8 +51,11 @@ class DecoderLayer:
         """The linear of which `role` is a part."""
         return next(linear for linear in self.linears if role in linear.roles)
 
-    def observe(self, observer: Callable[[str, Tensor], None] | None) -> None:
-        """Call `observer(role, x [T, in])` before each linear; None ends it. Only while unpacked."""
+    def observe(self, observer: Callable[[str, Tensor], None] | None, *, all_tokens: bool = False) -> None:
+        """Call `observer(role, x [T, in])` before each linear; None ends it. Only while unpacked. `all_tokens`: experts
+        are shown the tokens of others too."""
+        if isinstance(self.mlp, MoE):
+            self.mlp.all_tokens = all_tokens
         for linear in self.linears:
             linear.observe = observer
 
@@ -74,6 +77,10 @@ class DecoderLayer:
 
     def attention(self, x: Tensor, batch: BatchInputs, rope: CosSin, kv: KVLayer, norm: Norm | None = None) -> Tensor:
         """x [T, hidden], normalized if `norm` is None -> the block's contribution [T, hidden]; appends to `kv`."""
+        return self.o(self.attend(*self.queries_keys_values(x, norm), batch, rope, kv))
+
+    def queries_keys_values(self, x: Tensor, norm: Norm | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """[T, num_heads, head_dim] and twice [T, num_kv_heads, head_dim], as they are before RoPE."""
         spec, num_tokens = self.spec, x.shape[0]
         q_dim, kv_dim = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         parts = self.qkv(x, norm).split((q_dim, kv_dim, kv_dim), dim=-1)
@@ -81,12 +88,17 @@ class DecoderLayer:
         if spec.qk_norm:
             q = self.rms_norm(q, self._norm("attn.q_norm"))
             k = self.rms_norm(k, self._norm("attn.k_norm"))
+        return q, k, v
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: BatchInputs, rope: CosSin, kv: KVLayer) -> Tensor:
+        """What attention reads of the values, [T, num_heads * head_dim]; q and k are overwritten, `kv` appended to."""
+        spec = self.spec
         self.rope_append(q, k, v, *rope, kv.k, kv.v, batch.slots)
-        out = self.paged_attention(
+        out: Tensor = self.paged_attention(
             q, kv.k, kv.v, batch.block_tables, batch.query_start, batch.context_lens,
             spec.head_dim**-0.5, spec.window(self.index),
         )  # fmt: skip
-        return self.o(out.view(num_tokens, q_dim))
+        return out.view(len(out), -1)
 
     def _norm(self, role: str, residual: Tensor | None = None) -> Norm:
         return Norm(self._vector(role), self.spec.norm_eps, residual)

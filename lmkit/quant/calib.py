@@ -1,49 +1,45 @@
-"""Calibration data: text from local files, presets or the hub, as rows of tokens.
+"""Calibration data: documents of one or several sources (quant.sources) as rows of tokens.
 
-Sources: .txt; .jsonl and .parquet with `text`, or with `messages` that go through the model's chat template; folders of
-these; names in calibration/presets.yaml, where `demo` is a small text that comes with lmkit. Long texts are cut into
-pieces, pieces are shuffled with the seed, tokenized until there is enough, joined, and cut into rows of equal length.
+Long texts are cut into pieces, pieces are shuffled with the seed, tokenized until there is enough, joined, and cut into
+rows of equal length; conversations go through the model's chat template. Sources given by name alone are one pool; with
+weights, each source fills its share of the rows, and the rows are shuffled.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import random
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
-import yaml
 from torch import Tensor
 
-from lmkit.config import StrictStruct, parse
-from lmkit.errors import CheckpointError, ConfigError, RequestError
+from lmkit.config import StrictStruct
+from lmkit.errors import ConfigError, RequestError
 from lmkit.log import get_logger
-from lmkit.quant.recipe import CalibrationRecipe
+from lmkit.quant.recipe import CalibrationRecipe, DatasetRecipe
+from lmkit.quant.sources import Document, documents
 from lmkit.text import Tokenizer
 
 log = get_logger(__name__)
 
-PRESETS = Path(__file__).parents[1] / "data" / "calibration" / "presets.yaml"
-SUFFIXES = (".txt", ".jsonl", ".parquet")
-HUB_DOCUMENTS = 4096  # of a hub dataset, which is streamed: its beginning, shuffled
 
-Messages = list[dict[str, Any]]
-Document = str | Messages
+class SourceReport(StrictStruct, frozen=True):
+    """What one source gave. `sha256`: of its documents in order, each a text's UTF-8 or a conversation's JSON, behind
+    its length (8 bytes, little-endian)."""
 
-
-class Preset(StrictStruct, frozen=True):
-    """Where a named data set lies: a file beside presets.yaml, or a dataset of the hub."""
-
-    file: str | None = None
-    sha256: str | None = None  # of `file`
-    path: str | None = None  # of the hub's dataset
-    name: str | None = None
-    data_files: str | None = None
-    split: str = "train"
+    source: str
+    weight: float | None  # None = in a pool with the other names
+    samples: int  # rows of its own, or of its pool
+    documents: int
+    empty: int  # left out
+    short: int  # of fewer characters than a row has tokens: joined with what follows
+    sha256: str
 
 
 @dataclass(frozen=True)
@@ -53,29 +49,151 @@ class CalibrationData:
     rows: Tensor
     dataset: tuple[str, ...]
     sha256: str
+    sources: tuple[SourceReport, ...] = ()
+
+    def report(self) -> dict[str, Any]:
+        """For report.json."""
+        return {
+            "dataset": self.dataset, "rows": len(self.rows), "seq_len": self.rows.shape[1], "sha256": self.sha256,
+            "sources": msgspec.to_builtins(self.sources),
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Sources that fill a share of the rows together."""
+
+    names: tuple[str, ...]
+    weight: float | None
 
 
 def load_calibration(recipe: CalibrationRecipe, tokenizer: Tokenizer) -> CalibrationData:
     """Rows for a recipe. Raises ConfigError for an unknown source or too little text, CheckpointError for bad files."""
-    names = (recipe.dataset,) if isinstance(recipe.dataset, str) else recipe.dataset
-    pieces = [piece for name in names for piece in _pieces(_documents(name), 16 * recipe.seq_len)]
+    parts = _parts(recipe.dataset)
+    counts = _shares(recipe.num_samples, parts)
+    rows, sources = [], []
+    for part, count in zip(parts, counts, strict=True):
+        tallies = [_Tally(name, recipe.seq_len) for name in part.names]
+        pieces = [
+            piece for tally in tallies for piece in _pieces(tally.count(documents(tally.source)), 16 * recipe.seq_len)
+        ]
+        rows.append(_rows(pieces, part, count, recipe, tokenizer))
+        sources += [tally.report(part.weight, count) for tally in tallies]
+    order = list(range(recipe.num_samples))
+    if len(parts) > 1:
+        random.Random(recipe.seed).shuffle(order)
+    joined = torch.cat(rows)[order]
+    digest = hashlib.sha256(joined.numpy().tobytes()).hexdigest()
+    return CalibrationData(joined, tuple(report.source for report in sources), digest, tuple(sources))
+
+
+def encode_dataset(source: str, tokenizer: Tokenizer, count: int) -> list[int]:
+    """At most `count` tokens of a source's documents, in their order: a text to evaluate on. Raises as above."""
+    ids = _row_prefix(tokenizer)
+    for piece in _pieces(_Tally(source, 0).count(documents(source)), 8192):
+        if len(ids) >= count:
+            break
+        ids += _encode(piece, tokenizer)
+    return ids[:count]
+
+
+def parse_source(argument: str) -> str | dict[str, Any]:
+    """A command line's `NAME` or `NAME:WEIGHT` as a recipe's entry."""
+    name, colon, weight = argument.rpartition(":")
+    if not colon or Path(argument).exists():
+        return argument
+    try:
+        return {"source": name, "weight": float(weight)}
+    except ValueError:
+        return argument
+
+
+def _parts(dataset: str | Sequence[str | DatasetRecipe]) -> list[_Part]:
+    entries = [dataset] if isinstance(dataset, str) else list(dataset)
+    names = tuple(entry for entry in entries if isinstance(entry, str))
+    if len(names) == len(entries):
+        return [_Part(names, None)]
+    weighted = [DatasetRecipe(entry) if isinstance(entry, str) else entry for entry in entries]
+    return [_Part((entry.source,), entry.weight) for entry in weighted]
+
+
+def _shares(num_samples: int, parts: Sequence[_Part]) -> list[int]:
+    """Rows of each part: in proportion to the weights, rounded by the largest remainder."""
+    weights = [part.weight or 1.0 for part in parts]
+    exact = [num_samples * weight / math.fsum(weights) for weight in weights]
+    counts = [int(share) for share in exact]
+    by_remainder = sorted(range(len(parts)), key=lambda i: counts[i] - exact[i])
+    for i in by_remainder[: num_samples - sum(counts)]:
+        counts[i] += 1
+    for part, count in zip(parts, counts, strict=True):
+        if count == 0:
+            raise ConfigError(
+                f"calibration data {part.names[0]}: a weight of {part.weight:g} among {math.fsum(weights):g} is less "
+                f"than one of {num_samples} samples; raise it, or num_samples"
+            )
+    return counts
+
+
+@dataclass
+class _Tally:
+    """Counts and hashes a source's documents while they are read."""
+
+    source: str
+    seq_len: int
+    num_documents: int = 0
+    short: int = 0
+    empty: list[int] = field(default_factory=list)  # rows, from 1
+    digest: Any = field(default_factory=hashlib.sha256)
+
+    def count(self, found: Iterable[Document]) -> Iterator[Document]:
+        """The documents that are not empty. Raises ConfigError if all are."""
+        for document in found:
+            self.num_documents += 1
+            if isinstance(document, str):
+                text, content = document, document.encode(errors="surrogatepass")
+            else:
+                text, content = "".join(message["content"] for message in document), msgspec.json.encode(document)
+            self.digest.update(len(content).to_bytes(8, "little") + content)
+            if not text.strip():
+                self.empty.append(self.num_documents)
+                continue
+            self.short += len(text) < self.seq_len
+            yield document
+        if self.empty:
+            which = f"{len(self.empty)} of {self.num_documents} rows are empty"
+            if len(self.empty) == self.num_documents:
+                raise ConfigError(f"calibration data {self.source}: {which}")
+            log.warning("calibration data %s: %s and left out, the first: row %d", self.source, which, self.empty[0])
+
+    def report(self, weight: float | None, samples: int) -> SourceReport:
+        return SourceReport(
+            source=self.source,
+            weight=weight,
+            samples=samples,
+            documents=self.num_documents,
+            empty=len(self.empty),
+            short=self.short,
+            sha256=self.digest.hexdigest(),
+        )
+
+
+def _rows(pieces: list[Document], part: _Part, count: int, recipe: CalibrationRecipe, tokenizer: Tokenizer) -> Tensor:
+    """int64 [count, seq_len]"""
     random.Random(recipe.seed).shuffle(pieces)
     prefix = _row_prefix(tokenizer)
     width = recipe.seq_len - len(prefix)
     ids: list[int] = []
     for piece in pieces:
-        if len(ids) >= recipe.num_samples * width:
+        if len(ids) >= count * width:
             break
         ids += _encode(piece, tokenizer)
-    if len(ids) < recipe.num_samples * width:
+    if len(ids) < count * width:
         raise ConfigError(
-            f"calibration data {', '.join(names)}: {len(ids):,} tokens, too short for {recipe.num_samples} samples of "
+            f"calibration data {', '.join(part.names)}: {len(ids):,} tokens, too short for {count} samples of "
             f"{recipe.seq_len}; lower num_samples or seq_len to fit, or give more text"
         )
-    body = torch.tensor(ids[: recipe.num_samples * width]).view(recipe.num_samples, width)
-    rows = torch.cat([torch.tensor(prefix, dtype=torch.int64).expand(recipe.num_samples, -1), body], dim=1)
-    digest = hashlib.sha256(rows.numpy().tobytes()).hexdigest()
-    return CalibrationData(rows, names, digest)
+    body = torch.tensor(ids[: count * width]).view(count, width)
+    return torch.cat([torch.tensor(prefix, dtype=torch.int64).expand(count, -1), body], dim=1)
 
 
 def _row_prefix(tokenizer: Tokenizer) -> list[int]:
@@ -95,11 +213,11 @@ def _encode(document: Document, tokenizer: Tokenizer) -> list[int]:
         raise ConfigError(f"calibration data: the chat template refuses a conversation: {error.message}") from None
 
 
-def _pieces(documents: Iterable[Document], size: int) -> Iterator[Document]:
+def _pieces(found: Iterable[Document], size: int) -> Iterator[Document]:
     """Parts of about `size` characters: long texts are cut where a line ends, short ones joined with what follows (the
     rows of some datasets are single lines); conversations stay whole."""
     text = ""
-    for document in documents:
+    for document in found:
         if not isinstance(document, str):
             yield document
             continue
@@ -112,130 +230,3 @@ def _pieces(documents: Iterable[Document], size: int) -> Iterator[Document]:
         text = text[start:]
     if text.strip():
         yield text
-
-
-def _documents(name: str) -> Iterator[Document]:
-    """The documents of one preset, file or folder."""
-    presets = load_presets()
-    path = Path(name)
-    if name in presets:
-        yield from _preset_documents(name, presets[name])
-    elif path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
-        if not files:
-            raise ConfigError(f"calibration data {path}: no {', '.join(SUFFIXES)} file in this folder")
-        for file in files:
-            yield from read_documents(file)
-    elif path.exists():
-        yield from read_documents(path)
-    else:
-        raise ConfigError(f"calibration data {name!r}: no such file or folder, and not one of {', '.join(presets)}")
-
-
-def load_presets() -> dict[str, Preset]:
-    data = yaml.safe_load(PRESETS.read_text("utf-8"))
-    return parse(data, dict[str, Preset], str(PRESETS))
-
-
-def _preset_documents(name: str, preset: Preset) -> Iterator[Document]:
-    if preset.file is None:
-        yield from _hub_documents(name, preset)
-        return
-    file = PRESETS.parent / preset.file
-    if _sha256(file) != preset.sha256:
-        raise CheckpointError(f"{file}: not the text that presets.yaml describes (sha256 differs); reinstall lmkit")
-    yield from read_documents(file)
-
-
-def read_documents(file: Path) -> Iterator[Document]:
-    """Texts and conversations of one file. Raises ConfigError/CheckpointError naming the file and the row."""
-    readers = {".txt": _read_txt, ".jsonl": _read_jsonl, ".parquet": _read_parquet}
-    if file.suffix not in readers:
-        raise ConfigError(f"calibration data {file}: expected one of {', '.join(SUFFIXES)}")
-    try:
-        yield from readers[file.suffix](file)
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"calibration data {file}: cannot read: {error}") from None
-
-
-def _read_txt(file: Path) -> Iterator[Document]:
-    text = file.read_text("utf-8")
-    if not text.strip():
-        raise ConfigError(f"calibration data {file}: the file is empty")
-    yield text
-
-
-def _read_jsonl(file: Path) -> Iterator[Document]:
-    with file.open("rb") as lines:
-        yield from _row_documents(_json_rows(lines, file), file)
-
-
-def _json_rows(lines: Iterable[bytes], file: Path) -> Iterator[dict[str, Any]]:
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            try:
-                yield msgspec.json.decode(line, type=dict[str, Any])
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                raise CheckpointError(f"calibration data {file}:{number}: not a JSON object: {error}") from None
-
-
-def _read_parquet(file: Path) -> Iterator[Document]:
-    import pyarrow
-    from pyarrow import parquet
-
-    try:
-        with parquet.ParquetFile(file) as table:
-            columns = [name for name in ("text", "messages") if name in table.schema_arrow.names]
-            if not columns:
-                found = ", ".join(table.schema_arrow.names)
-                raise ConfigError(f"calibration data {file}: no column `text` or `messages`, only {found}")
-            rows = (row for batch in table.iter_batches(columns=columns[:1]) for row in batch.to_pylist())
-            yield from _row_documents(rows, file)
-    except pyarrow.ArrowException as error:
-        raise CheckpointError(f"calibration data {file}: not a readable Parquet file: {error}") from None
-
-
-def _row_documents(rows: Iterable[dict[str, Any]], where: object) -> Iterator[Document]:
-    count = 0
-    for count, row in enumerate(rows, 1):
-        text, messages = row.get("text"), row.get("messages")
-        if isinstance(text, str):
-            yield text
-        elif isinstance(messages, list) and messages and all(map(_is_message, messages)):
-            yield messages
-        else:
-            raise ConfigError(
-                f"calibration data {where}: row {count} has neither `text` (a string) nor `messages` (a list of "
-                "objects with `role` and `content`)"
-            )
-    if count == 0:
-        raise ConfigError(f"calibration data {where}: no rows")
-
-
-def _is_message(value: object) -> bool:
-    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
-
-
-def _hub_documents(name: str, preset: Preset) -> Iterator[Document]:
-    """The beginning of a dataset of the Hugging Face hub, streamed. Raises ConfigError if it cannot be reached."""
-    import datasets
-    import httpx
-
-    try:
-        stream = datasets.load_dataset(
-            preset.path, preset.name, data_files=preset.data_files, split=preset.split, streaming=True
-        )
-        yield from _row_documents(stream.take(HUB_DOCUMENTS), name)
-    except (OSError, ValueError, httpx.HTTPError, datasets.exceptions.DatasetsError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigError(
-            f"calibration data {name}: cannot load {preset.path} from the hub ({reason}); give a local .txt, .jsonl or "
-            f".parquet file, or `demo`"
-        ) from None
-
-
-def _sha256(file: Path) -> str | None:
-    try:
-        return hashlib.sha256(file.read_bytes()).hexdigest()
-    except OSError:
-        return None

@@ -1,10 +1,11 @@
-"""How far a model is from another, and how well it predicts text: perplexity, KL divergence, same most likely token.
+"""How far a model is from another, and how well it predicts text: perplexity, KL divergence, same most likely tokens.
 
 Protocol: the tokens are cut into windows of `seq_len` that do not overlap (the last may be shorter), of which a limit
 takes as many as it allows, evenly spaced; each window starts from an empty cache and its first token is not predicted.
 KL is sum p log(p / q), p of the reference, in nats, for each predicted token. The model is measured as it is served:
 packed weights, the storage types of its KV cache, and int8 activations in quantized linears unless they are to be
-exact. The reference runs with exact activations and float32 KV.
+exact. The reference runs with exact activations and float32 KV. Standard errors take tokens as independent; neighbours
+are not quite, so the true ones are somewhat larger.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from torch import Tensor
 
 from lmkit.config import HeadStorage, KVDtype, StrictStruct
 from lmkit.errors import ConfigError
+from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.formats.hub import resolve_model_path
-from lmkit.formats.kv_config import load_kv_config
-from lmkit.layers.batch import KVLayer, allocate_kv, whole_batch
+from lmkit.layers.batch import KVLayer, whole_batch
 from lmkit.models.decoder import Decoder
+from lmkit.models.kv_storage import allocate, resolve_storage
 from lmkit.models.loader import load_model, resolve_dtype
+from lmkit.quant.calib import encode_dataset
 from lmkit.text import Tokenizer
 
 BLOCK_SIZE = 32
@@ -39,15 +42,22 @@ Activations = Literal["int8", "exact"]
 
 
 class Divergence(StrictStruct, frozen=True):
-    """From the reference model. KL in nats per token; `same_top` the share of tokens with the same most likely one."""
+    """From the reference model. KL in nats per token; the others are shares of tokens; `_stderr`: standard errors."""
 
     reference: str
     reference_perplexity: float
+    log_ratio: float  # ln(perplexity / reference_perplexity), compared token by token
+    log_ratio_stderr: float
     kl_mean: float
+    kl_stderr: float
     kl_median: float
     kl_p99: float
     kl_p999: float
-    same_top: float
+    same_top: float  # both have the same most likely token
+    same_top_stderr: float
+    same_top5: float  # both have the same five most likely tokens, in whatever order
+    same_top5_stderr: float
+    top_in_top5: float  # the reference's most likely token is among the model's five
 
 
 class EvalResult(StrictStruct, frozen=True):
@@ -55,6 +65,7 @@ class EvalResult(StrictStruct, frozen=True):
 
     model: str
     perplexity: float
+    perplexity_stderr: float
     divergence: Divergence | None
     num_tokens: int  # predicted
     seq_len: int
@@ -107,10 +118,12 @@ def evaluate(
         progress("evaluation", done, len(windows))
         parts += _window_scores(window, model, reference)
     scores = torch.cat(parts, dim=1)
+    perplexity = math.exp(scores[0].mean())
     return EvalResult(
         model=str(model_path),
-        perplexity=math.exp(scores[0].mean()),
-        divergence=None if against is None else _divergence(scores[1:], str(against)),
+        perplexity=perplexity,
+        perplexity_stderr=perplexity * _stderr(scores[0]),
+        divergence=None if against is None else _divergence(scores, str(against)),
         num_tokens=scores.shape[1],
         seq_len=seq_len,
         kv_dtype=model.kv_dtype,
@@ -130,9 +143,23 @@ def encode_text(model_path: str | Path, text: Path | None = None, against: str |
         content = file.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"evaluation text {file}: cannot read: {error}") from None
-    token_ids = Tokenizer.from_pretrained(resolve_model_path(model_path)).encode(content)
-    if against is not None and Tokenizer.from_pretrained(resolve_model_path(against)).encode(content) != token_ids:
-        raise ConfigError(f"{model_path} and {against} split {file} into other tokens: they cannot be compared")
+    return _encoded_alike(lambda tokenizer: tokenizer.encode(content), str(file), model_path, against)
+
+
+def encode_documents(model_path: str | Path, dataset: str, count: int, against: str | Path | None = None) -> list[int]:
+    """At most `count` tokens of a source that could also calibrate (quant.sources), its documents in order.
+
+    Raises ConfigError or CheckpointError if it cannot be read, ConfigError if the reference's tokenizer gives others.
+    """
+    return _encoded_alike(lambda tokenizer: encode_dataset(dataset, tokenizer, count), dataset, model_path, against)
+
+
+def _encoded_alike(
+    encode: Callable[[Tokenizer], list[int]], what: str, model_path: str | Path, against: str | Path | None
+) -> list[int]:
+    token_ids = encode(Tokenizer.from_pretrained(resolve_model_path(model_path)))
+    if against is not None and encode(Tokenizer.from_pretrained(resolve_model_path(against))) != token_ids:
+        raise ConfigError(f"{model_path} and {against} split {what} into other tokens: they cannot be compared")
     return token_ids
 
 
@@ -154,12 +181,12 @@ class _Scorer:
         spec = self.decoder.spec
         if seq_len > spec.max_position:
             raise ConfigError(f"windows of {seq_len} tokens exceed the context of {path}, {spec.max_position}")
-        dtypes = _kv_dtypes(path, self.decoder, kv_dtype)
+        dense = resolve_dtype("auto", spec.dtype, "cpu")
+        with CheckpointReader(path) as reader:
+            storages = resolve_storage(reader, spec, kv_dtype, dense)
         num_blocks = -(-seq_len // BLOCK_SIZE)
-        self.kv: list[KVLayer] = [
-            allocate_kv(num_blocks, spec.num_kv_heads, BLOCK_SIZE, spec.head_dim, pair) for pair in dtypes
-        ]
-        self.kv_dtype = " ".join(sorted({k if k == v else f"{k}/{v}" for k, v in dtypes}))
+        self.kv: list[KVLayer] = allocate(spec, storages, num_blocks, BLOCK_SIZE, seq_len)
+        self.kv_dtype = " ".join(sorted({s.k if s.k == s.v else f"{s.k}/{s.v}" for s in storages}))
         self.vocab_size = spec.vocab_size
 
     def stream(self, window: list[int]) -> tuple[Tensor, Tensor]:
@@ -168,23 +195,10 @@ class _Scorer:
         return self.decoder.hidden(batch, self.kv)
 
 
-def _kv_dtypes(path: str | Path, decoder: Decoder, asked: KVDtype) -> list[tuple[str, str]]:
-    """Storage types of (K, V) by layer, as the engine chooses them."""
-    spec = decoder.spec
-    if asked != "auto":
-        return [(asked, asked)] * spec.num_layers
-    dense = resolve_dtype("auto", spec.dtype, "cpu")
-    config = load_kv_config(resolve_model_path(path))
-    if config is None:
-        return [(dense, dense)] * spec.num_layers
-    config.check(spec.num_layers, spec.num_kv_heads, spec.head_dim)
-    return [config.dtypes(layer, dense) for layer in range(spec.num_layers)]
-
-
 @torch.inference_mode()
 def _window_scores(window: list[int], model: _Scorer, reference: _Scorer | None) -> list[Tensor]:
-    """Rows of float64 [1 or 4, n] for parts of the window's predictions: negative log-likelihood, the reference's, KL,
-    and 1 where the most likely token is the same. Logits of a part are computed side by side, never all of them."""
+    """Rows of float64 [1 or 6, n] for parts of the window's predictions: negative log-likelihood, the reference's, KL,
+    and 1 where `_same_tops` says so. Logits of a part are computed side by side, never all of them."""
     delta, residual = model.stream(window)
     base = None if reference is None else reference.stream(window)
     targets = torch.tensor(window[1:])
@@ -197,7 +211,7 @@ def _window_scores(window: list[int], model: _Scorer, reference: _Scorer | None)
         if reference is not None and base is not None:
             p = reference.decoder.head(base[0][part], base[1][part]).log_softmax(-1)
             kl = (p.exp() * (p - q)).sum(-1, dtype=torch.float64).clamp_min(0)
-            scores += [_nll(p, targets[part]), kl, (p.argmax(-1) == q.argmax(-1)).double()]
+            scores += [_nll(p, targets[part]), kl, *_same_tops(p, q)]
         parts.append(torch.stack(scores))
     return parts
 
@@ -206,9 +220,25 @@ def _nll(log_probs: Tensor, targets: Tensor) -> Tensor:
     return -log_probs.gather(1, targets[:, None])[:, 0].double()
 
 
+def _same_tops(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of log-probabilities [n, vocab], float64 [n] of 0 and 1: the same most likely token, the same five most
+    likely, the most likely of `p` among the five of `q`."""
+    count = min(5, p.shape[1])
+    first, second = p.topk(count).indices, q.topk(count).indices
+    top = p.argmax(-1)
+    same_set = (first.sort(-1).values == second.sort(-1).values).all(-1)
+    among = (second == top[:, None]).any(-1)
+    return (top == q.argmax(-1)).double(), same_set.double(), among.double()
+
+
+def _stderr(values: Tensor) -> float:
+    """Of the mean of `values` [n]; 0 for a single one."""
+    return float(values.std() / math.sqrt(len(values))) if len(values) > 1 else 0.0
+
+
 def _divergence(scores: Tensor, reference: str) -> Divergence:
-    """From rows of (reference's negative log-likelihood, KL, same top)."""
-    nll, kl, same = scores
+    """From the rows that `_window_scores` gives."""
+    own, nll, kl, same_top, same_top5, top_in_top5 = scores
     ordered = kl.sort().values
 
     def quantile(share: float) -> float:
@@ -217,9 +247,16 @@ def _divergence(scores: Tensor, reference: str) -> Divergence:
     return Divergence(
         reference=reference,
         reference_perplexity=math.exp(nll.mean()),
+        log_ratio=float((own - nll).mean()),
+        log_ratio_stderr=_stderr(own - nll),
         kl_mean=float(kl.mean()),
+        kl_stderr=_stderr(kl),
         kl_median=quantile(0.5),
         kl_p99=quantile(0.99),
         kl_p999=quantile(0.999),
-        same_top=float(same.mean()),
+        same_top=float(same_top.mean()),
+        same_top_stderr=_stderr(same_top),
+        same_top5=float(same_top5.mean()),
+        same_top5_stderr=_stderr(same_top5),
+        top_in_top5=float(top_in_top5.mean()),
     )

@@ -1,73 +1,173 @@
-"""KV cache: what calibration sees of keys and values, and the kv_config.json that a recipe asks for."""
+"""KV cache: what calibration sees of keys and values, and what a recipe makes of it: kv_config.json or fixed scales."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lmkit.errors import ConfigError
-from lmkit.formats.kv_config import KVConfig, KVLayerConfig
+from lmkit.formats.checkpoint import CheckpointWriter
+from lmkit.formats.kv_config import KVConfig, KVLayerConfig, PairMean, Storage
+from lmkit.formats.kv_scheme import KVScheme
+from lmkit.log import get_logger
+from lmkit.models.kv_storage import LARGEST_SCALE, SMALLEST_SCALE, scale_name
 from lmkit.models.spec import ModelSpec
 from lmkit.quant.recipe import KVLayerRecipe, KVRecipe
 
+log = get_logger(__name__)
+
 MAX_RATIO = 1e6  # of |mean| / std: a channel that never changes
+# Above this |mean| / std before RoPE, a channel's offset takes most of a token's 16 levels and INT4 keys lose the rest.
+RISKY_RATIO = 8.0
+
+
+@dataclass(frozen=True)
+class KVFit:
+    """What was found best for a layer (quant.kv_fit), and what storing its keys or its values costs: `errors` of
+    "k int4", "k int8", "v int4" and "v int8", squared error of the attention's output relative to the hidden states."""
+
+    smoothing: float | None = None
+    key_mean: tuple[tuple[PairMean, ...], ...] = ()
+    hadamard: bool = False
+    errors: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
 class KVStats:
-    """Keys (after RoPE) and values of one layer over the calibration set, as they enter the cache."""
+    """Keys and values of one layer over the calibration set; absolute values as they enter the cache, sums of keys
+    before RoPE."""
 
-    k_absmax: Tensor  # float32 [num_kv_heads]
+    k_absmax: Tensor  # float32 [num_kv_heads, head_dim]
     v_absmax: Tensor
     k_sum: Tensor  # float64 [num_kv_heads, head_dim]
     k_square_sum: Tensor
-    num_tokens: int = field(default=0)
+    num_tokens: int = 0
+    fit: KVFit = field(default_factory=KVFit)
 
     @classmethod
     def empty(cls, num_kv_heads: int, head_dim: int) -> KVStats:
-        heads, channels = torch.zeros(num_kv_heads), torch.zeros(num_kv_heads, head_dim, dtype=torch.float64)
-        return cls(heads, heads.clone(), channels, channels.clone())
+        zeros = torch.zeros(num_kv_heads, head_dim)
+        return cls(zeros, zeros.clone(), zeros.double(), zeros.double())
 
-    def add(self, keys: Tensor, values: Tensor) -> None:
-        """float32 [tokens, num_kv_heads, head_dim] each."""
-        self.k_absmax = torch.maximum(self.k_absmax, keys.abs().amax((0, 2)))
-        self.v_absmax = torch.maximum(self.v_absmax, values.abs().amax((0, 2)))
+    def add(self, keys: Tensor, values: Tensor, rope: tuple[Tensor, Tensor]) -> None:
+        """float32 [tokens, num_kv_heads, head_dim] each; cosines and sines [tokens, R/2] that turned the keys."""
+        self.k_absmax = torch.maximum(self.k_absmax, keys.abs().amax(0))
+        self.v_absmax = torch.maximum(self.v_absmax, values.abs().amax(0))
+        keys = turned_back(keys, *rope)
         self.k_sum += keys.sum(0, dtype=torch.float64)
         self.k_square_sum += keys.square().sum(0, dtype=torch.float64)
         self.num_tokens += len(keys)
 
+    def divide_keys(self, s: Tensor) -> None:
+        """The statistics of keys / s, s float32 [num_kv_heads, head_dim], the same for both elements of a pair."""
+        self.k_absmax /= s
+        self.k_sum /= s
+        self.k_square_sum /= s.square()
+
+    @property
+    def k_mean(self) -> Tensor:
+        """float64 [num_kv_heads, head_dim], before RoPE."""
+        return self.k_sum / self.num_tokens
+
+    @property
+    def k_std(self) -> Tensor:
+        return (self.k_square_sum / self.num_tokens - self.k_mean.square()).clamp_min(0).sqrt()
+
     @property
     def k_mean_ratio(self) -> Tensor:
         """float64 [num_kv_heads], the largest |mean| / std of a head's channels over tokens."""
-        mean = self.k_sum / self.num_tokens
-        std = (self.k_square_sum / self.num_tokens - mean.square()).clamp_min(0).sqrt()
-        return (mean.abs() / std.clamp_min(1e-12)).clamp_max(MAX_RATIO).amax(-1)
+        return (self.k_mean.abs() / self.k_std.clamp_min(1e-12)).clamp_max(MAX_RATIO).amax(-1)
 
 
-def check_layers(recipe: KVRecipe, spec: ModelSpec) -> None:
-    """Raise ConfigError for a layer the model does not have and for bits it cannot store."""
+def turned_back(keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Keys [tokens, heads, head_dim] as they were before RoPE."""
+    half = cos.shape[-1]
+    square = (cos.square() + sin.square())[:, None]
+    cos, sin = cos[:, None] / square, sin[:, None] / square
+    first, second, rest = keys.split((half, half, keys.shape[-1] - 2 * half), dim=-1)
+    return torch.cat([first * cos + second * sin, second * cos - first * sin, rest], dim=-1)
+
+
+def check_layers(recipe: KVRecipe, spec: ModelSpec, weight_format: str = "") -> None:
+    """Raise ConfigError for a layer the model does not have and for a storage it, or the format, cannot have."""
     for layer in recipe.layers:
         if layer >= spec.num_layers:
             raise ConfigError(f"recipe: kv.layers: there is no layer {layer}, the model has {spec.num_layers}")
     bits = {recipe.bits, *(b for layer in recipe.layers.values() for b in (layer.k_bits, layer.v_bits))}
-    if 4 in bits and spec.head_dim % 2:
+    if bits & {4, "auto"} and spec.head_dim % 2:
         raise ConfigError(f"recipe: kv: 4 bits need an even head_dim, not {spec.head_dim}")
+    if recipe.hadamard is True and spec.head_dim & (spec.head_dim - 1):
+        raise ConfigError(f"recipe: kv: hadamard needs a head_dim that is a power of two, not {spec.head_dim}")
+    if recipe.key_mean is True and spec.rope.kind == "dynamic":
+        raise ConfigError("recipe: kv: key_mean needs angles that do not depend on the sequence, RoPE here is dynamic")
+    if recipe.scheme == "static8" and weight_format != "compressed-tensors":
+        raise ConfigError(f"recipe: kv: scheme static8 is stored in compressed-tensors only, not in {weight_format}")
 
 
 def make_kv_config(recipe: KVRecipe, spec: ModelSpec, stats: list[KVStats]) -> KVConfig:
-    """The recipe's bits and the statistics of each layer."""
+    """The recipe's storage, what was found for each layer, and its statistics."""
+    chosen = _budgeted(recipe, stats) if recipe.bits == "auto" else {}
     layers = []
     for index, seen in enumerate(stats):
         override = recipe.layers.get(index, KVLayerRecipe())
+        k_bits = override.k_bits or _k_bits(recipe, seen, index, chosen)
+        v_bits = override.v_bits or chosen.get((index, "v")) or recipe.bits
+        k, v = (_storage(recipe, bits) for bits in (k_bits, v_bits))
         layers.append(
             KVLayerConfig(
-                k_bits=override.k_bits or recipe.bits,
-                v_bits=override.v_bits or recipe.bits,
-                k_absmax=tuple(seen.k_absmax.tolist()),
-                v_absmax=tuple(seen.v_absmax.tolist()),
+                k=k,
+                v=v,
+                smoothing=seen.fit.smoothing,
+                key_mean=() if k == "dense" else seen.fit.key_mean,
+                hadamard=k != "dense" and seen.fit.hadamard,
+                k_absmax=tuple(seen.k_absmax.amax(-1).tolist()),
+                v_absmax=tuple(seen.v_absmax.amax(-1).tolist()),
                 k_mean_ratio=tuple(seen.k_mean_ratio.tolist()),
             )
         )
     return KVConfig(num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, layers=tuple(layers))
+
+
+def _k_bits(recipe: KVRecipe, seen: KVStats, index: int, chosen: dict[tuple[int, str], int]) -> int | str:
+    """Of keys: 8 instead of 4 where a constant offset, which stays in the cache, would take most levels."""
+    bits = chosen.get((index, "k")) or recipe.bits
+    ratio = float(seen.k_mean_ratio.max())
+    if bits == 4 and ratio > RISKY_RATIO and not any(seen.fit.key_mean):
+        log.warning("layer %d: keys have 8 bits: their mean is %.0f times what differs, and stays", index, ratio)
+        return 8
+    return bits
+
+
+def _storage(recipe: KVRecipe, bits: int | str) -> Storage:
+    if bits == 8:
+        return "fp8" if recipe.type == "fp8" else "int8"
+    return "int4" if bits == 4 else "dense"
+
+
+def _budgeted(recipe: KVRecipe, stats: list[KVStats]) -> dict[tuple[int, str], int]:
+    """(layer, "k" or "v") -> 4 or 8: as many 8 as the budget allows, where they save the most error."""
+    gains: dict[tuple[int, str], float] = {}
+    for index, seen in enumerate(stats):
+        for which in ("k", "v"):
+            four, eight = (seen.fit.errors.get(f"{which} int{bits}", 0.0) for bits in (4, 8))
+            gains[index, which] = four - eight
+    allowed = int(len(gains) * (recipe.average_bits - 4) / 4 + 1e-9)
+    best = sorted(gains, key=lambda place: -gains[place])[:allowed]
+    return {place: 8 if place in best else 4 for place in gains}
+
+
+def write_static(
+    writer: CheckpointWriter, entry: dict[str, Any] | None, recipe: KVRecipe, spec: ModelSpec, stats: list[KVStats]
+) -> dict[str, Any] | None:
+    """With scheme static8: k_scale and v_scale of each layer to the checkpoint. Returns the quantization_config."""
+    if recipe.scheme != "static8":
+        return entry
+    scheme = KVScheme(type="float" if recipe.type == "fp8" else "int")
+    for index, seen in enumerate(stats):
+        for which, peak in (("k_scale", seen.k_absmax.max()), ("v_scale", seen.v_absmax.max())):
+            scale = (peak / (448 if recipe.type == "fp8" else 127)).clamp(SMALLEST_SCALE, LARGEST_SCALE)
+            writer.add(scale_name(spec, index, which), scale.float().reshape(1))
+    return (entry or {}) | {"kv_cache_scheme": scheme.entry()}

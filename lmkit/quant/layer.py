@@ -16,6 +16,7 @@ from lmkit.models.spec import ModelSpec
 from lmkit.qtensor import QTensor, QuantScheme, dequantize
 from lmkit.quant.observe import InputStats
 from lmkit.quant.rounders.rtn import Shrink, round_to_nearest
+from lmkit.quant.routed import MIN_TOKENS
 
 BLOCK_SIZE = 32
 
@@ -69,16 +70,18 @@ class CalibratedLayer:
         return round_to_nearest(weight, self.schemes[role], self.shrinks.get(role))
 
     def block_output(self, source: str) -> Tensor:
-        """The output, for the sampled inputs, of what the linears behind `source` are part of: the whole attention or
-        MLP behind a norm, the one linear behind a linear."""
+        """The output, for the sampled inputs, of what the linears behind `source` are part of: the whole attention, MLP
+        or mixture of experts behind a norm, the one linear behind a linear."""
         layer, sequences = self.layer, self.sequences
+        (reader, *_) = dict(roles.smooth(layer.spec, layer.index))[source]
+        sample = self.input(reader).sample
         if source == "norm.attn":
-            sample = self.inputs["attn.q"].sample
             return layer.attention(sample, sequences.batch, sequences.rope, sequences.kv)
-        if source == "norm.mlp":
-            return layer.mlp(self.inputs["mlp.gate"].sample)
-        role, linear = {"attn.v": ("attn.o", layer.o), "mlp.up": ("mlp.down", layer.down)}[source]
-        return linear(self.inputs[role].sample)
+        return layer.mlp(sample) if source == "norm.mlp" else layer.linear_of(reader)(sample)
+
+    def has_statistics(self, role: str) -> bool:
+        """Whether a linear saw enough tokens to be fitted to them: an expert may have seen few, or none."""
+        return roles.expert_of(role) is None or self.input(role).num_tokens >= MIN_TOKENS
 
     def check_finite(self) -> None:
         """Raise CheckpointError naming the first linear whose input has an infinity or is not a number."""
@@ -91,7 +94,10 @@ class CalibratedLayer:
 
 
 def relative_error(weight: Tensor, rounded: QTensor, x: Tensor) -> float:
-    """|x (W^ - W)^T|^2 / |x W^T|^2 over the tokens of x [tokens, in]; 0 where nothing comes out."""
+    """|x (W^ - W)^T|^2 / |x W^T|^2 over the tokens of x [tokens, in]; 0 where nothing comes out. Without tokens, the
+    weights' own: that of inputs which are all alike."""
+    if not len(x):
+        x = torch.eye(weight.shape[1])
     error = (x @ (dequantize(rounded) - weight).T).square().sum(dtype=torch.float64)
     signal = (x @ weight.T).square().sum(dtype=torch.float64)
     return float(error / signal) if signal > 0 else 0.0

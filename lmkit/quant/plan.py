@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -15,8 +16,8 @@ from lmkit.models import roles
 from lmkit.models.loader import ModelSource
 from lmkit.models.spec import ModelSpec
 from lmkit.qtensor import QuantScheme
-from lmkit.quant.budget import MEASURED_LEN, MEASURED_ROWS, candidates, check_reachable
 from lmkit.quant.kv import check_layers
+from lmkit.quant.mixed_precision import MEASURED_LEN, MEASURED_ROWS, candidates, check_reachable
 from lmkit.quant.recipe import AwqClip, AwqScale, Recipe, SmoothQuant
 
 log = get_logger(__name__)
@@ -27,8 +28,8 @@ BATCH_TOKENS = 4096  # of the calibration set in one forward pass
 @dataclass(frozen=True)
 class Plan:
     """`linears` has every linear's module with how it is quantized (None = it stays dense), `dense` the reason of those
-    that stay dense; `memory_bytes` and `seconds` are estimates. With a budget of bits, quant.sensitivity replaces the
-    schemes by measured ones."""
+    that stay dense; `memory_bytes` and `seconds` are estimates. With a budget of bits, quant.sensitivity chooses the
+    schemes."""
 
     spec: ModelSpec
     linears: dict[str, QuantScheme | None]
@@ -53,13 +54,15 @@ def make_plan(source: ModelSource, recipe: Recipe) -> Plan:
         raise ConfigError(
             f"recipe: calibration.seq_len {recipe.calibration.seq_len} exceeds the model's context, {spec.max_position}"
         )
-    check_layers(recipe.kv, spec)
+    check_layers(recipe.kv, spec, recipe.format)
     dense = dense_modules(spec, recipe)
     modules = [roles.module_name(spec, i, role) for i in range(spec.num_layers) for role in roles.linears(spec, i)]
     if len(dense) == len(modules):
         raise ConfigError(f"recipe: nothing to quantize, every linear stays dense: {next(iter(dense.values()))}")
     linears = {module: None if module in dense else recipe.scheme.scheme() for module in modules}
     check_reachable(spec, recipe, dense)
+    routers = [roles.module_name(spec, i, role) for i in range(spec.num_layers) for role in roles.routers(spec, i)]
+    linears |= dict.fromkeys(routers, None)
     return Plan(spec, linears, dense, _memory(spec, recipe), _operations(spec, recipe) / _operations_per_second())
 
 
@@ -70,7 +73,7 @@ def dense_modules(spec: ModelSpec, recipe: Recipe) -> dict[str, str]:
     for layer in range(spec.num_layers):
         for role in roles.linears(spec, layer):
             module = roles.module_name(spec, layer, role)
-            patterns = [p for p in recipe.ignore if p == role or fnmatchcase(module, p)]
+            patterns = [p for p in recipe.ignore if fnmatchcase(role, p) or fnmatchcase(module, p)]
             matched |= set(patterns)
             if patterns:
                 dense[module] = f"ignored by the recipe ({patterns[0]})"
@@ -79,11 +82,17 @@ def dense_modules(spec: ModelSpec, recipe: Recipe) -> dict[str, str]:
     for pattern in recipe.ignore:
         if pattern not in matched:
             raise ConfigError(
-                f"recipe: ignore: {pattern!r} matches no linear; use a role ({', '.join(roles.linears(spec, 0))}) or a "
-                "pattern of module names such as *.layers.0.*"
+                f"recipe: ignore: {pattern!r} matches no linear; use a role ({_role_patterns(spec)}) or a pattern of "
+                "module names such as *.layers.0.*"
             )
     _warn_split_groups(spec, dense)
     return dense
+
+
+def _role_patterns(spec: ModelSpec) -> str:
+    """Every role there is, * for the number of an expert."""
+    every = [role for layer in range(spec.num_layers) for role in roles.linears(spec, layer)]
+    return ", ".join(dict.fromkeys(re.sub(r"\d+", "*", role) for role in every))
 
 
 def _warn_split_groups(spec: ModelSpec, dense: dict[str, str]) -> None:
@@ -100,24 +109,37 @@ def _parameters(spec: ModelSpec, *names: str) -> int:
 
 def _operations(spec: ModelSpec, recipe: Recipe) -> float:
     """Floating-point operations of the whole run, evaluation aside."""
-    calibration, all_linears = recipe.calibration, _parameters(spec, *roles.linears(spec, 0))
+    calibration = recipe.calibration
     num_tokens = calibration.num_samples * calibration.seq_len
     attention = 2 * spec.num_heads * spec.head_dim * calibration.seq_len
-    operations = 2.0 * num_tokens * (2 * all_linears + attention)
-    if (scale := recipe.step(AwqScale)) is not None:
-        tried = 1 + scale.grid * (2 if scale.duo == "both" else 1)
-        blocks = all_linears + _parameters(spec, "attn.o", "mlp.down")
+    operations = 0.0
+    for layer in range(spec.num_layers):
+        linears = roles.linears(spec, layer)
+        all_linears, of_a_token = _parameters(spec, *linears), _parameters_of_a_token(spec, layer)
+        operations += 2.0 * num_tokens * (2 * of_a_token + attention)
+        blocks = all_linears + _parameters(spec, *(role for role in linears if role.endswith((".o", ".down"))))
         # Rounding a weight once costs about as much as a few hundred multiplications with it.
-        operations += tried * blocks * (2.0 * min(scale.tokens, num_tokens) + 300)
-    if (smooth := recipe.step(SmoothQuant)) is not None:
-        blocks = all_linears + _parameters(spec, "attn.o", "mlp.down")
-        operations += smooth.grid * blocks * (2.0 * min(AwqScale().tokens, num_tokens) + 300)
-    if (clip := recipe.step(AwqClip)) is not None:
-        operations += 4 * clip.grid * all_linears * (2.0 * recipe.scheme.scheme().group_size + 300)
-    if recipe.bits is not None:
-        variants = 4 * len(candidates(recipe)) * spec.num_layers / 2  # that go through a layer
-        operations += 2.0 * variants * MEASURED_ROWS * MEASURED_LEN * all_linears
-    return operations * spec.num_layers
+        if (scale := recipe.step(AwqScale)) is not None:
+            tried = 1 + scale.grid * (2 if scale.duo == "both" else 1)
+            operations += tried * blocks * (2.0 * min(scale.tokens, num_tokens) + 300)
+        if (smooth := recipe.step(SmoothQuant)) is not None:
+            operations += smooth.grid * blocks * (2.0 * min(AwqScale().tokens, num_tokens) + 300)
+        if (clip := recipe.step(AwqClip)) is not None:
+            operations += 4 * clip.grid * all_linears * (2.0 * recipe.scheme.scheme().group_size + 300)
+        if recipe.bits is not None:
+            variants = 4 * len(candidates(recipe)) * spec.num_layers / 2  # that go through a layer
+            operations += 2.0 * variants * MEASURED_ROWS * MEASURED_LEN * all_linears
+    return operations
+
+
+def _parameters_of_a_token(spec: ModelSpec, layer: int) -> int:
+    """Of a layer's weights, how many a token is multiplied with."""
+    linears, moe = roles.linears(spec, layer), spec.sparse(layer)
+    every = _parameters(spec, *linears)
+    if moe is None:
+        return every
+    experts = _parameters(spec, *(role for role in linears if roles.expert_of(role) is not None))
+    return every - experts + experts * moe.experts_per_token // moe.num_experts
 
 
 def _operations_per_second() -> float:
@@ -134,12 +156,13 @@ def _memory(spec: ModelSpec, recipe: Recipe) -> int:
     """Bytes at the peak: hidden states of all rows, a layer's weights three times, statistics, the embedding."""
     calibration, scale = recipe.calibration, recipe.step(AwqScale)
     num_tokens = calibration.num_samples * calibration.seq_len
-    inputs = sum(spec.linear_shape(role)[1] for role in ("attn.q", "attn.o", "mlp.gate", "mlp.down"))
+    largest = max(range(spec.num_layers), key=lambda layer: _parameters(spec, *roles.linears(spec, layer)))
+    inputs = sum(spec.linear_shape(role)[1] for role in set(roles.input_of(spec, largest).values()))
     sampled = min(num_tokens, scale.tokens if scale else AwqScale().tokens)
-    widest = 3 * spec.intermediate_size + 4 * spec.hidden_size
+    widest = 3 * max(spec.mlp_size(mlp + ".") for mlp in roles.gated_mlps(spec, largest)) + 4 * spec.hidden_size
     numbers = (
         num_tokens * spec.hidden_size
-        + 3 * _parameters(spec, *roles.linears(spec, 0))
+        + 3 * _parameters(spec, *roles.linears(spec, largest))
         + inputs * (2 * max(recipe.scheme.scheme().group_size, 0) + sampled)
         + max(BATCH_TOKENS, calibration.seq_len) * widest
     )

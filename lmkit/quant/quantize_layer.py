@@ -15,16 +15,20 @@ from lmkit.models import roles
 from lmkit.models.decoder import DecoderLayer
 from lmkit.models.loader import ModelSource
 from lmkit.models.spec import ModelSpec
+from lmkit.qtensor import QTensor
+from lmkit.quant.experts import empty_inputs, experts_report
 from lmkit.quant.kv import KVStats
+from lmkit.quant.kv_fit import fit_cache
 from lmkit.quant.layer import CalibratedLayer, relative_error
-from lmkit.quant.observe import InputStats, Observer, sample_rows, sample_tokens
+from lmkit.quant.observe import Observer, sample_rows, sample_tokens
 from lmkit.quant.plan import Plan
-from lmkit.quant.recipe import AwqClip, AwqScale, Recipe, SmoothQuant
-from lmkit.quant.report import ClipReport, LayerReport, LinearReport, ScaleReport
+from lmkit.quant.recipe import AwqClip, AwqScale, Gptq, Recipe, SmoothQuant
+from lmkit.quant.report import ClipReport, LayerReport, LinearReport, ScaleReport, stored_bits
 from lmkit.quant.rounders.awq_clip import ClipSearch, clip_layer
 from lmkit.quant.rounders.rtn import round_to_nearest
+from lmkit.quant.rounding import Rounding, compare_held_out, round_gptq, round_plain
 from lmkit.quant.stream import Stream
-from lmkit.quant.transforms.awq_scale import ScaleSearch, scale_layer
+from lmkit.quant.transforms.awq_scale import ScaleSearch, expand, scale_layer
 from lmkit.quant.transforms.smooth_quant import smooth_layer
 
 SEARCH_PREFIX = 512  # tokens of a row on which attention is compared
@@ -48,45 +52,77 @@ class LayerQuantizer:
         start = time.perf_counter()
         done(0)
         calibrated, first_output = self._observe(layer, seen)
+        fit_cache(calibrated, seen, self.recipe.kv, first_output)
+        original = DecoderLayer(layer.spec, layer.index, dict(layer.weights), layer.device)
         done(1)
-        rtn_errors = {
-            role: relative_error(weight, round_to_nearest(weight, scheme), calibrated.input(role).sample)
-            for role, scheme in calibrated.schemes.items()
-            for weight in [calibrated.weight(role)]
-        }
+        rtn = {role: round_to_nearest(calibrated.weight(role), scheme) for role, scheme in calibrated.schemes.items()}
+        rtn_errors = _sample_errors(calibrated, {role: calibrated.weight(role) for role in rtn}, rtn)
         scale, clip = self.recipe.step(AwqScale), self.recipe.step(AwqClip)
-        if scale is not None and clip is not None:
-            clip_layer(calibrated, clip)  # so that scales are compared on grids like those that will be stored
         scales = [] if scale is None else scale_layer(calibrated, scale)
         if (smooth := self.recipe.step(SmoothQuant)) is not None:
             scales = smooth_layer(calibrated, smooth, self.recipe.activations)
         done(2)
         clips = {} if clip is None else clip_layer(calibrated, clip)
         done(3)
-        errors = {}
-        for role in calibrated.schemes:
-            weight = calibrated.weight(role)
-            rounded = calibrated.rounded(role, weight)
-            errors[role] = relative_error(weight, rounded, calibrated.input(role).sample)
-            layer.weights[role] = rounded
+        weights = {role: calibrated.weight(role) for role in rtn}
+        roundings = self._round(calibrated, original, scales)
         self._round_dense(layer)
-        linears = [
-            LinearReport(
-                module=(module := roles.module_name(layer.spec, layer.index, role)),
-                format="dense" if module in self.plan.dense else self.recipe.format,
-                reason=self.plan.dense.get(module),
-                clip=_clip_report(clips.get(role)),
-                rtn_error=rtn_errors.get(role),
-                error=errors.get(role),
-            )
-            for role in roles.linears(layer.spec, layer.index)
-        ]
+        held_out = None if self.recipe.is_plain else compare_held_out(self.stream, layer, original, rtn)
+        if held_out is not None and held_out.fallback:
+            layer.weights.update({**original.weights, **rtn})
+            roundings = {role: Rounding(q, "rtn", held_out.fallback) for role, q in rtn.items()}
+            scales, clips, weights = [], {}, {role: w for role, w in original.weights.items() if isinstance(w, Tensor)}
+        errors = _sample_errors(calibrated, weights, {role: rounding.weight for role, rounding in roundings.items()})
         return LayerReport(
             index=layer.index,
-            linears=tuple(linears),
+            linears=tuple(
+                self._linear_report(role, layer, roundings.get(role), clips.get(role), rtn_errors, errors)
+                for role in roles.linears(layer.spec, layer.index)
+            ),
             scales=tuple(_scale_report(found) for found in scales),
-            error=self._advance(layer, first_output),
+            error=self._advance(layer, original, first_output),
             seconds=round(time.perf_counter() - start, 2),
+            experts=experts_report(calibrated),
+            held_out=held_out,
+        )
+
+    def _round(
+        self, calibrated: CalibratedLayer, original: DecoderLayer, scales: list[ScaleSearch]
+    ) -> dict[str, Rounding]:
+        """Codes for every linear that is quantized; they stand in the layer then."""
+        layer, step = calibrated.layer, self.recipe.step(Gptq)
+        if step is None:
+            roundings = round_plain(calibrated)
+        else:
+            columns = {role: expand(found.best.scale, role, layer.spec) for found in scales for role in found.consumers}
+            exact = original if self.stream.has_exact else None
+            roundings = round_gptq(calibrated, step, self.stream, exact, columns)
+        layer.weights.update({role: rounding.weight for role, rounding in roundings.items()})
+        return roundings
+
+    def _linear_report(
+        self,
+        role: str,
+        layer: DecoderLayer,
+        rounding: Rounding | None,
+        clip: ClipSearch | None,
+        rtn_errors: dict[str, float],
+        errors: dict[str, float],
+    ) -> LinearReport:
+        module = roles.module_name(layer.spec, layer.index, role)
+        return LinearReport(
+            module=module,
+            format="dense" if rounding is None else self.recipe.format,
+            reason=self.plan.dense.get(module),
+            clip=_clip_report(clip),
+            rtn_error=rtn_errors.get(role),
+            error=errors.get(role),
+            method=None if rounding is None else rounding.method,
+            fallback=None if rounding is None else rounding.fallback,
+            damping=None if rounding is None else rounding.damping,
+            held_out_error=None if rounding is None else rounding.error,
+            held_out_rtn_error=None if rounding is None else rounding.rtn_error,
+            bits=stored_bits(layer.weights[role], 8 * self._stored_dtype(layer.index, role).itemsize),
         )
 
     def _observe(self, layer: DecoderLayer, seen: KVStats) -> tuple[CalibratedLayer, Tensor]:
@@ -96,15 +132,8 @@ class LayerQuantizer:
         row_ids, length = sample_rows(stream.num_rows, stream.seq_len, count, SEARCH_PREFIX)
         token_ids = sample_tokens(stream.num_rows * stream.seq_len, count, recipe.calibration.seed)
         schemes = self.plan.schemes(layer.index)
-        input_of = roles.input_of(spec, layer.index)
-        inputs = {
-            first: InputStats.empty(
-                spec.linear_shape(first)[1], schemes[role].group_size, row_ids if first == "attn.q" else token_ids
-            )
-            for role in reversed(schemes)
-            for first in [input_of[role]]
-        }
-        layer.observe(Observer(inputs))
+        inputs = empty_inputs(spec, layer.index, schemes, row_ids, token_ids, recipe.calibration.seed)
+        layer.observe(Observer(inputs), all_tokens=recipe.calibration.all_experts)
         first_output = stream.output(layer, 0, seen=seen)
         for number in range(1, len(stream)):
             stream.output(layer, number, seen=seen)
@@ -119,16 +148,18 @@ class LayerQuantizer:
         calibrated.check_finite()
         return calibrated, first_output
 
-    def _advance(self, layer: DecoderLayer, exact: Tensor) -> float:
-        """Every batch through the layer. Returns the relative squared error of what the layer adds to the first batch,
-        whose output before quantization was `exact`."""
+    def _advance(self, layer: DecoderLayer, original: DecoderLayer, first_output: Tensor) -> float:
+        """Every batch through the layer, and the original stream through the original layer. Returns the relative
+        squared error of what the layer adds to the first batch, whose output before quantization was `first_output`."""
         stream = self.stream
-        contribution = (exact - stream.hidden(0)).square().sum(dtype=torch.float64)
+        contribution = (first_output - stream.hidden(0)).square().sum(dtype=torch.float64)
         for number in range(len(stream)):
             output = stream.output(layer, number)
             if number == 0:
-                error = (output - exact).square().sum(dtype=torch.float64)
+                error = (output - first_output).square().sum(dtype=torch.float64)
             stream.put(number, output)
+            if stream.has_exact:
+                stream.put(number, stream.output(original, number, exact=True), exact=True)
         stream.advance()
         return float(error / contribution) if contribution > 0 else 0.0
 
@@ -149,6 +180,12 @@ def tensor_name(spec: ModelSpec, index: int, role: str) -> tuple[str, str]:
     """`attn.q.bias` of layer 3 -> ("model.layers.3.self_attn.q_proj", ".bias")."""
     kind = ".bias" if role.endswith(".bias") else ".weight"
     return roles.module_name(spec, index, role.removesuffix(".bias")), kind
+
+
+def _sample_errors(
+    calibrated: CalibratedLayer, weights: dict[str, Tensor], rounded: dict[str, QTensor]
+) -> dict[str, float]:
+    return {role: relative_error(weights[role], q, calibrated.input(role).sample) for role, q in rounded.items()}
 
 
 def _scale_report(found: ScaleSearch) -> ScaleReport:

@@ -14,10 +14,11 @@ file, the place and what may stand there. docs/quantization.md describes every k
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Hashable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from msgspec import Meta
@@ -32,6 +33,7 @@ RECIPES = Path(__file__).parents[1] / "data" / "recipes"
 DEFAULT_RECIPE = "awq_w4a16_g128"
 
 KVBits = Literal[16, 8, 4]
+Switch = Literal["auto"] | bool
 
 
 FormatName = Literal["awq", "gptq", "gptq_v2", "compressed-tensors", "fp8"]
@@ -97,10 +99,30 @@ class Rtn(StrictStruct, frozen=True, tag_field="step", tag="rtn"):
     """Round to the nearest point of the grid."""
 
 
-Step = AwqScale | AwqClip | SmoothQuant | Rtn
-STEPS: dict[str, type[StrictStruct]] = {
-    "awq_scale": AwqScale, "awq_clip": AwqClip, "smooth_quant": SmoothQuant, "rtn": Rtn,
-}  # fmt: skip
+class Gptq(StrictStruct, frozen=True, tag_field="step", tag="gptq"):
+    """Round column by column, each error made good by the columns that follow (quant.rounders.gptq)."""
+
+    order: Literal["activation", "gar", "natural"] = "activation"  # of the columns; groups stay as they are
+    damping: Annotated[float, Meta(gt=0, le=1)] = 0.01  # of the mean of the Hessian's diagonal, added to it
+    targets: Literal["exact", "same"] = "exact"  # what to reach: the original layer's outputs, or this layer's own
+    strength: Annotated[float, Meta(ge=0, le=1)] = 1.0  # of the way from this layer's own outputs to the exact ones
+    sequential: bool = True  # attn.o and mlp.down are rounded on what the rounded linears before them give
+    refine: Annotated[int, Meta(ge=0, le=100)] = 2  # rounds of coordinate descent over scales and codes afterwards
+
+
+class SignRound(StrictStruct, frozen=True, tag_field="step", tag="signround"):
+    """Tune the rounding and the ranges of a whole layer by gradient signs (quant.rounders.signround)."""
+
+    iters: Annotated[int, Meta(ge=1)] = 200
+    batch: PositiveInt = 8  # rows of the calibration data in one iteration
+
+
+Step = AwqScale | AwqClip | SmoothQuant | Rtn | Gptq | SignRound
+STEPS: dict[str, type[StrictStruct]] = {kind.__struct_config__.tag: kind for kind in get_args(Step)}  # type: ignore[misc]
+
+# Steps of one stage exclude each other; stages come in this order, and a recipe has one ROUNDER.
+TRANSFORMS, CLIPS, ROUNDERS, TUNERS = (AwqScale, SmoothQuant), (AwqClip,), (Rtn, Gptq), (SignRound,)
+STAGES = (TRANSFORMS, CLIPS, ROUNDERS, TUNERS)
 
 
 class KVLayerRecipe(StrictStruct, frozen=True):
@@ -111,19 +133,43 @@ class KVLayerRecipe(StrictStruct, frozen=True):
 
 
 class KVRecipe(StrictStruct, frozen=True):
-    """Bits of the KV cache; 16 = as the model computes."""
+    """Bits of the KV cache, 16 = as the model computes, auto = 4 or 8 for each layer's keys and values; and what is
+    done to keys before they become codes (quant.kv_fit), auto = where it helps."""
 
-    bits: KVBits = 16
+    bits: KVBits | Literal["auto"] = 16
+    average_bits: Annotated[float, Meta(ge=4, le=8)] = 5.0  # of bits auto, at most
+    type: Literal["int", "fp8"] = "int"  # of 8 bits
+    smooth: bool = True  # SmoothAttention, its exponent searched
+    key_mean: Switch = "auto"  # leave the mean before RoPE out of the cache
+    hadamard: Switch = "auto"  # turn keys by the Walsh-Hadamard matrix
+    scheme: Literal["online", "static8"] = "online"  # static8: one scale for all tokens, in the checkpoint
     layers: dict[Annotated[int, Meta(ge=0)], KVLayerRecipe] = {}
+
+    def __post_init__(self) -> None:
+        if self.scheme == "static8" and (self.bits != 8 or self.layers or True in (self.key_mean, self.hadamard)):
+            raise ValueError("`scheme` static8 has 8 bits everywhere, and neither key_mean nor hadamard")
+
+
+class DatasetRecipe(StrictStruct, frozen=True):
+    """A source of text (a preset's name or a path) and how much it counts among the others."""
+
+    source: str
+    weight: Annotated[float, Meta(gt=0)] = 1.0
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.weight):
+            raise ValueError("`weight` must be a finite number")
 
 
 class CalibrationRecipe(StrictStruct, frozen=True):
-    """Which text, how much of it: `num_samples` rows of `seq_len` tokens. `dataset`: a preset's name or paths."""
+    """Which text, how much of it: `num_samples` rows of `seq_len` tokens. `dataset`: a source, sources that are pooled,
+    or sources with weights, each of which fills its share of the rows (a name alone weighs 1)."""
 
-    dataset: str | tuple[str, ...] = "demo"
+    dataset: str | tuple[str | DatasetRecipe, ...] = "demo"
     num_samples: PositiveInt = 64
     seq_len: Annotated[int, Meta(ge=8)] = 512
     seed: Annotated[int, Meta(ge=0, lt=1 << 32)] = 0
+    all_experts: bool = False  # of a sparse layer, every expert is calibrated on all tokens, not only on those it gets
 
     def __post_init__(self) -> None:
         if not self.dataset:
@@ -136,20 +182,32 @@ class Recipe(StrictStruct, frozen=True, kw_only=True):
     format: FormatName = "awq"
     scheme: SchemeRecipe = SchemeRecipe()
     activations: Activations = "none"  # how engines are to round the inputs of quantized linears, each token by itself
-    bits: Annotated[float, Meta(gt=0, le=32)] | None = None  # average of all linears, chosen by quant.budget
+    bits: Annotated[float, Meta(gt=0, le=32)] | None = None  # average of all linears, chosen by quant.mixed_precision
     steps: tuple[Step, ...]
     kv: KVRecipe = KVRecipe()
     calibration: CalibrationRecipe = CalibrationRecipe()
     ignore: tuple[str, ...] = ()  # roles (attn.o) or patterns of module names (*.down_proj) that stay dense
 
     def __post_init__(self) -> None:
-        order = [type(step) for step in self.steps]
-        if order not in ([Rtn], [AwqScale, Rtn], [AwqClip, Rtn], [AwqScale, AwqClip, Rtn], [SmoothQuant, Rtn]):
+        stages = [i for step in self.steps for i, kinds in enumerate(STAGES) if isinstance(step, kinds)]
+        if stages != sorted(set(stages)) or STAGES.index(ROUNDERS) not in stages:
+            order = ", then ".join(" or ".join(kind.__struct_config__.tag for kind in kinds) for kinds in STAGES)  # type: ignore
             raise ValueError(
-                "`steps` are awq_scale and awq_clip, each at most once and in this order, or smooth_quant, then rtn"
+                f"`steps` are {order}: at most one of each, in this order, and one of them rounds (rtn or gptq)"
             )
         if problem := _scheme_problem(self) or _budget_problem(self):
             raise ValueError(problem)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all there is to do is to round to nearest."""
+        return len(self.steps) == 1 and isinstance(self.steps[0], Rtn)
+
+    @property
+    def needs_exact(self) -> bool:
+        """Whether a step wants to know what the original model computes."""
+        gptq, tuner = self.step(Gptq), self.step(SignRound)
+        return tuner is not None or (gptq is not None and gptq.targets == "exact" and gptq.strength > 0)
 
     def step(self, kind: type[StrictStruct]) -> Any:
         """The step of this kind, or None."""
@@ -240,12 +298,12 @@ def _allowed_keys(message: str, data: dict[str, Any]) -> str:
     place = found[1] if found else ""
     if step := re.fullmatch(r"steps\[(\d+)\]", place):
         kind = STEPS[data["steps"][int(step[1])]["step"]]
-        return f"; allowed keys: step, {_keys(kind)}" if kind is not Rtn else "; allowed keys: step"
+        return f"; allowed keys: {', '.join(('step', *kind.__struct_fields__))}"
     sections: dict[str, type[StrictStruct]] = {
         "": Recipe, "scheme": SchemeRecipe, "kv": KVRecipe, "kv.layers[...]": KVLayerRecipe,
-        "calibration": CalibrationRecipe,
+        "calibration": CalibrationRecipe, "calibration.dataset[]": DatasetRecipe,
     }  # fmt: skip
-    return f"; allowed keys: {_keys(sections[place])}"
+    return f"; allowed keys: {_keys(sections[re.sub(r'[0-9]+(?=])', '', place)])}"
 
 
 def _keys(kind: type[StrictStruct]) -> str:

@@ -26,11 +26,12 @@ from lmkit.models.loader import ModelSource
 from lmkit.qtensor import QTensor
 from lmkit.quant.calib import CalibrationData, load_calibration
 from lmkit.quant.evaluate import EvalResult, Progress, evaluate
-from lmkit.quant.kv import KVStats, make_kv_config
+from lmkit.quant.kv import KVStats, make_kv_config, write_static
 from lmkit.quant.plan import Plan, make_plan
 from lmkit.quant.quantize_layer import STAGES, LayerQuantizer, tensor_name
 from lmkit.quant.recipe import Recipe
-from lmkit.quant.report import LayerReport, QuantReport
+from lmkit.quant.report import LayerReport, QuantReport, peak_memory
+from lmkit.quant.report_html import save_html
 from lmkit.quant.sensitivity import choose_schemes
 from lmkit.quant.stream import Stream
 from lmkit.text import Tokenizer
@@ -57,28 +58,27 @@ class Quantizer:
         `eval_ids`: a text; EVAL_TOKENS of it compare the result with the source before it is put in place. Raises
         ConfigError if `output` is occupied, CheckpointError or UnsupportedError for weights that cannot be quantized.
         """
-        start, budget = time.perf_counter(), None
+        start, mixed = time.perf_counter(), None
         with atomic_directory(output) as folder:
             if self.recipe.bits is not None:
-                self.plan, budget = choose_schemes(self.source, self.recipe, self.plan, self.data.rows, progress)
+                self.plan, mixed = choose_schemes(self.source, self.recipe, self.plan, self.data.rows, progress)
             layers = self._write(folder, progress)
             evaluation = None if eval_ids is None else self._evaluate(folder, eval_ids, Path(output), progress)
             report = QuantReport(
                 lmkit_version=lmkit.__version__,
                 model=str(self.source.reader.path),
                 recipe=msgspec.to_builtins(self.recipe, str_keys=True),
-                calibration={
-                    "dataset": self.data.dataset, "rows": len(self.data.rows), "seq_len": self.data.rows.shape[1],
-                    "sha256": self.data.sha256,
-                },
+                calibration=self.data.report(),
                 layers=tuple(layers),
                 bytes_before=self.source.reader.nbytes(),
                 bytes_after=sum(file.stat().st_size for file in folder.glob("*.safetensors")),
                 evaluation=evaluation,
                 seconds=round(time.perf_counter() - start, 2),
-                budget=budget,
+                mixed_precision=mixed,
+                peak_bytes=peak_memory(),
             )  # fmt: skip
             report.save(folder)
+            save_html(report, folder)
         return report
 
     def _write(self, folder: Path, progress: Progress) -> list[LayerReport]:
@@ -91,7 +91,7 @@ class Quantizer:
         )
         for name in _other_tensors(source):
             writer.add(name, source.reader.tensor(name))
-        stream = Stream.embedded(source, self.data.rows)
+        stream = Stream.embedded(source, self.data.rows, exact=self.recipe.needs_exact)
         quantizer = LayerQuantizer(source, self.recipe, self.plan, stream)
         reports, kv_stats = [], []
         for index in range(spec.num_layers):
@@ -108,8 +108,10 @@ class Quantizer:
                     assert isinstance(weight, Tensor)
                     writer.add(module + kind, weight.to(source.reader.tensor(module + kind).dtype))
         entry = weight_format.config_entry(self.plan.linears, activations=self.recipe.activations)
+        entry = write_static(writer, entry, self.recipe.kv, spec, kv_stats)
         writer.finish(source.config | {"quantization_config": entry}, source.reader.path)
-        save_kv_config(make_kv_config(self.recipe.kv, spec, kv_stats), folder)
+        if self.recipe.kv.scheme == "online":
+            save_kv_config(make_kv_config(self.recipe.kv, spec, kv_stats), folder)
         return reports
 
     def _evaluate(self, folder: Path, ids: list[int], output: Path, progress: Progress) -> EvalResult:

@@ -19,12 +19,12 @@ from lmkit.kernels.ops import Norm
 from lmkit.models.decoder import Decoder, DecoderLayer
 from lmkit.models.loader import ModelSource, resolve_dtype
 from lmkit.qtensor import QuantScheme
-from lmkit.quant.budget import MEASURED_LEN, MEASURED_ROWS, Budget, Group, choose, make_budget, name_of
 from lmkit.quant.evaluate import LOGIT_BYTES, Progress
 from lmkit.quant.layer import Geometry
-from lmkit.quant.plan import Plan
+from lmkit.quant.mixed_precision import MEASURED_LEN, MEASURED_ROWS, BitBudget, Group, choose, make_bit_budget, name_of
+from lmkit.quant.plan import Plan, dense_modules
 from lmkit.quant.recipe import Recipe
-from lmkit.quant.report import BudgetGroup, BudgetReport
+from lmkit.quant.report import MixedPrecisionGroup, MixedPrecisionReport
 from lmkit.quant.rounders.rtn import round_to_nearest
 
 VARIANT_BYTES = 1 << 30  # of hidden states at a time
@@ -44,22 +44,22 @@ class Variant:
 @torch.inference_mode()
 def choose_schemes(
     source: ModelSource, recipe: Recipe, plan: Plan, rows: Tensor, progress: Progress = lambda *state: None
-) -> tuple[Plan, BudgetReport]:
+) -> tuple[Plan, MixedPrecisionReport]:
     """The plan with every linear's scheme chosen within `recipe.bits`; rows int64 [num_rows, seq_len], of which a few
     are used. Deterministic."""
     assert recipe.bits is not None
     start = time.perf_counter()
-    budget = make_budget(source.spec, recipe, plan.dense)
+    linears, dense = dict(plan.linears), dense_modules(source.spec, recipe)
+    budget = make_bit_budget(source.spec, recipe, dense)
     used = rows[torch.linspace(0, len(rows) - 1, min(MEASURED_ROWS, len(rows))).round().long(), :MEASURED_LEN]
     kl = measure(source, budget.groups, used, progress)
     chosen = choose(budget, kl, recipe.bits)
-    linears, dense = dict(plan.linears), dict(plan.dense)
     for group, choice in zip(budget.groups, chosen, strict=True):
-        for module in group.modules:
+        for module in group.modules.values():
             linears[module] = group.choices[choice]
             if group.choices[choice] is None:
                 dense[module] = "worth its 16 bits within the budget"
-    report = BudgetReport(
+    report = MixedPrecisionReport(
         bits=recipe.bits,
         reached=round(budget.reached(chosen), 4),
         kl=sum(losses[choice] for losses, choice in zip(kl, chosen, strict=True)),
@@ -75,7 +75,7 @@ def measure(
 ) -> list[list[float]]:
     """Mean KL in nats per token from the model as it is, by group and choice; 0 for dense. rows int64 [n, seq_len]."""
     variants = [
-        Variant(number, choice, group.layer, group.roles, scheme)
+        Variant(number, choice, group.layer, tuple(group.modules), scheme)
         for number, group in enumerate(groups)
         for choice, scheme in enumerate(group.choices)
         if scheme is not None
@@ -145,12 +145,18 @@ def _compare(head: Decoder, exact: Tensor, states: list[Tensor]) -> list[float]:
 
 
 def _group_reports(
-    source: ModelSource, budget: Budget, kl: list[list[float]], chosen: list[int]
-) -> tuple[BudgetGroup, ...]:
+    source: ModelSource, budget: BitBudget, kl: list[list[float]], chosen: list[int]
+) -> tuple[MixedPrecisionGroup, ...]:
     reports = []
     for group, losses, choice in zip(budget.groups, kl, chosen, strict=True):
-        num_weights = sum(source.spec.linear_shape(role)[0] * source.spec.linear_shape(role)[1] for role in group.roles)
+        num_weights = sum(
+            source.spec.linear_shape(role)[0] * source.spec.linear_shape(role)[1] for role in group.modules
+        )
         names = [name_of(scheme) for scheme in group.choices]
         bits = {name: round(total / num_weights, 4) for name, total in zip(names, group.bits, strict=True)}
-        reports.append(BudgetGroup(group.modules, names[choice], dict(zip(names, losses, strict=True)), bits))
+        reports.append(
+            MixedPrecisionGroup(
+                tuple(group.modules.values()), names[choice], dict(zip(names, losses, strict=True)), bits
+            )
+        )
     return tuple(reports)

@@ -65,7 +65,7 @@ class Stream:
         # An op may write into the residual it is given.
         delta, residual = layer(hidden.clone(), None, geometry.batch, geometry.rope, geometry.kv)
         if seen is not None:
-            seen.add(*geometry.keys_and_values())
+            seen.add(*geometry.keys_and_values(), geometry.rope)
         return delta + residual
 
     def put(self, number: int, hidden: Tensor, *, exact: bool = False) -> None:

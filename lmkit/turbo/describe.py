@@ -10,10 +10,10 @@ from lmkit.config import EngineConfig
 from lmkit.errors import ConfigError
 from lmkit.formats.kv_config import load_kv_config
 from lmkit.models import roles
+from lmkit.models.kv_storage import resolve_storage
 from lmkit.models.loader import ModelSource, resolve_dtype
 from lmkit.models.packed_cache import cache_folders
 from lmkit.models.spec import ModelSpec
-from lmkit.turbo.kv_cache import kv_dtypes
 from lmkit.turbo.memory import kv_token_bytes, plan_memory
 
 
@@ -24,7 +24,8 @@ def describe_model(path: str, config: EngineConfig) -> dict[str, Any]:
         spec, reader = source.spec, source.reader
         kv_config = load_kv_config(reader.path)
         dtype = resolve_dtype(config.dtype, spec.dtype, "cpu")
-        dtypes = kv_dtypes(spec, config.kv_dtype, kv_config, dtype)
+        storages = resolve_storage(reader, spec, config.kv_dtype, dtype)
+        dtypes = [storage.dtypes for storage in storages]
         weight_bytes = source.weight_bytes(dtype, config.lm_head)
         linear_params = sum(
             math.prod(spec.linear_shape(role))
@@ -56,6 +57,8 @@ def describe_model(path: str, config: EngineConfig) -> dict[str, Any]:
             "KV cache": {
                 "kv_config.json": "yes" if kv_config else "no",
                 "storage (K, V)": " ".join(sorted({f"{k}/{v}" for k, v in dtypes})),
+                "key mean left out": f"in {sum(s.has_mean for s in storages)} layers",
+                "Hadamard on keys": f"in {sum(s.hadamard for s in storages)} layers",
                 "bytes per token": sum(kv_token_bytes(spec, pair) for pair in dtypes),
             },
             "serving": _serving(source, config, dtypes, weight_bytes),

@@ -8,12 +8,11 @@ import msgspec
 
 from lmkit.config import EngineConfig, default_num_threads
 from lmkit.errors import LMKitError, UnsupportedError
-from lmkit.formats.kv_config import load_kv_config
 from lmkit.kernels.cpu import threads
 from lmkit.log import get_logger
+from lmkit.models import kv_storage
 from lmkit.models.loader import ModelSource, load_model, resolve_dtype
 from lmkit.text import Tokenizer
-from lmkit.turbo import kv_cache
 from lmkit.turbo.batch import PersistentBatch
 from lmkit.turbo.memory import MemoryPlan, plan_memory
 from lmkit.turbo.request import EngineInfo, EngineStats, GenerationConfig, Request, StepOutput
@@ -35,11 +34,11 @@ class Engine:
         try:
             spec, path = source.spec, source.reader.path
             dtype = resolve_dtype(config.dtype, spec.dtype, device)
-            kv_config = load_kv_config(path)
-            if kv_config is not None:
-                kv_config.check(spec.num_layers, spec.num_kv_heads, spec.head_dim)
-            dtypes = kv_cache.kv_dtypes(spec, config.kv_dtype, kv_config, dtype)
-            memory = plan_memory(spec, config, dtypes, source.weight_bytes(dtype, config.lm_head))
+            storages = kv_storage.resolve_storage(source.reader, spec, config.kv_dtype, dtype)
+            dtypes = [storage.dtypes for storage in storages]
+            weight_bytes = source.weight_bytes(dtype, config.lm_head)
+            weight_bytes += kv_storage.table_bytes(spec, storages, config.max_model_len or spec.max_position)
+            memory = plan_memory(spec, config, dtypes, weight_bytes)
         finally:
             source.close()
         for line in memory.lines():
@@ -54,7 +53,7 @@ class Engine:
             packed_cache=config.packed_cache,
         )
         log.info("loaded %s in %.1f s", path, time.perf_counter() - start)
-        kv = kv_cache.allocate(spec, memory.num_blocks, config.block_size, dtypes)
+        kv = kv_storage.allocate(spec, storages, memory.num_blocks, config.block_size, memory.max_model_len)
         batch = PersistentBatch(config.max_batch_size, memory.max_model_len, config.block_size, config.max_step_tokens)
         sampler = Sampler(config.max_batch_size, spec.vocab_size)
         self.runner = Runner(decoder, kv, batch, sampler, memory.workspace)

@@ -47,7 +47,7 @@ def kv_token_bytes(spec: ModelSpec, dtypes: tuple[str, str]) -> int:
     """Bytes of one token's K and V in one layer, with their parameters (a float16 scale and minimum per head)."""
 
     def head_bytes(dtype: str) -> int:
-        if dtype == "int8":
+        if dtype in ("int8", "fp8"):
             return spec.head_dim + 4
         if dtype == "int4":
             return spec.head_dim // 2 + 4

@@ -157,8 +157,8 @@ def test_skipped_modules_are_named_by_whole_components(tmp_path: Path, skipped: 
     [
         ({"weight": torch.ones(8, 32)}, "has both qweight and weight"),
         ({"g_idx": torch.ones(32, dtype=torch.int32)}, "has both qweight and g_idx"),
-        ({"qzeros": None}, "has a qweight but no qzeros"),
-        ({"scales": None}, "has a qweight but no scales"),
+        ({"qzeros": None}, "qzeros is missing"),
+        ({"scales": None}, "scales is missing"),
         ({"qweight": None}, "weight is missing"),
         ({"qweight": torch.ones(32, 1, dtype=torch.int64)}, "qweight is I64"),
         ({"qweight": torch.ones(32, dtype=torch.int32)}, r"qweight is I32 \[32\]"),
@@ -266,6 +266,8 @@ def test_dense(tmp_path: Path) -> None:
 
 
 def test_formats_by_name() -> None:
-    assert {weight_format.name for weight_format in FORMATS} == {"dense", "awq"}
+    assert {weight_format.name for weight_format in FORMATS} == {
+        "dense", "awq", "gptq", "gptq_v2", "compressed-tensors", "fp8",
+    }  # fmt: skip
     with pytest.raises(UnsupportedError, match="'gguf' is not one of dense, awq"):
         get_format("gguf")

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from lmkit.errors import CheckpointError, LMKitError, UnsupportedError
-from lmkit.formats.base import get_format
 from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.formats.gguf import GgufReader, convert_gguf
 from lmkit.formats.gguf_file import GgufFile
@@ -38,7 +37,7 @@ def made(folder: Path, name: str, encode: Callable[[Tensor], Encoded] = floats, 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
 def test_a_model_comes_back_as_it_was(tmp_path: Path, name: str) -> None:
     path = made(tmp_path, name)
-    convert_gguf(path, tmp_path / "out", get_format("dense"))
+    convert_gguf(path, tmp_path / "out", "dense")
     with CheckpointReader(tmp_path / "source") as before, CheckpointReader(tmp_path / "out") as after:
         assert after.names() == before.names()
         for tensor in before.names():
@@ -86,7 +85,7 @@ def test_q6_k_is_read_as_floats(tmp_path: Path) -> None:
 
 def test_four_bit_linears_become_awq(tmp_path: Path) -> None:
     path = made(tmp_path, "qwen3", q4_0)
-    convert_gguf(path, tmp_path / "out", get_format("awq"))
+    convert_gguf(path, tmp_path / "out", "awq")
     reader, source = GgufReader(path), ModelSource(tmp_path / "out")
     for module in reader.linears():
         stored, q = source.format.read_linear(source.reader, module), reader.read_linear(module)
@@ -104,11 +103,11 @@ EMBED: dict[str, Encoded] = {"token_embd.weight": floats(torch.zeros(3, 32))}
 
 def test_refusals(tmp_path: Path) -> None:
     path = made(tmp_path, "llama", q8_0)
-    with pytest.raises(UnsupportedError, match=r"mlp\.down_proj: awq cannot store it: 8 bits.*convert to dense"):
-        convert_gguf(path, tmp_path / "out", get_format("awq"))
+    with pytest.raises(UnsupportedError, match=r"mlp\.down_proj: awq cannot store it: 8 bits.*--format, or dense"):
+        convert_gguf(path, tmp_path / "out", "awq")
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match=r"tokenizer\.json beside it"):
-        convert_gguf(path, tmp_path / "out", get_format("dense"))
+        convert_gguf(path, tmp_path / "out", "dense")
     assert not (tmp_path / "out").exists()
     with pytest.raises(CheckpointError, match=r"0 \.gguf files"):
         GgufReader(tmp_path / "source")

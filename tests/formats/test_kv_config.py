@@ -15,16 +15,23 @@ from lmkit.formats.kv_config import KVConfig, KVLayerConfig, load_kv_config, sav
 
 EXAMPLE: dict[str, Any] = {
     "format": "lmkit-kv-config",
-    "version": 1,
+    "version": 2,
     "granularity": "per_token_per_head",
     "symmetric": False,
     "params_dtype": "float16",
     "num_kv_heads": 2,
     "head_dim": 64,
     "layers": [
-        {"k_bits": 8, "v_bits": 4, "k_absmax": [9.5, 20.25], "v_absmax": [1.5, 3], "k_mean_ratio": [0.5, 12.0]},
-        {"k_bits": 16, "v_bits": 8},
+        {
+            "k": "int4", "v": "fp8", "smoothing": 0.7, "key_mean": [[], [[29, 310.5, -12.25], [31, 88.0, 40.0]]],
+            "hadamard": True, "k_absmax": [9.5, 340.25], "v_absmax": [1.5, 3], "k_mean_ratio": [0.5, 22.0],
+        },
+        {"k": "dense", "v": "int8"},
     ],
+}  # fmt: skip
+VERSION_1 = EXAMPLE | {
+    "version": 1,
+    "layers": [{"k_bits": 8, "v_bits": 4, "k_absmax": [9.5, 20.25]}, {"k_bits": 16, "v_bits": 8}],
 }
 
 
@@ -44,11 +51,27 @@ def test_example(tmp_path: Path) -> None:
     config = load(tmp_path, EXAMPLE)
     assert config is not None
     assert config.layers[0] == KVLayerConfig(
-        k_bits=8, v_bits=4, k_absmax=(9.5, 20.25), v_absmax=(1.5, 3.0), k_mean_ratio=(0.5, 12.0)
-    )
-    assert [config.dtypes(layer, "bfloat16") for layer in (0, 1)] == [("int8", "int4"), ("bfloat16", "int8")]
-    assert [layer.risky_int4_keys for layer in config.layers] == [True, False]
+        k="int4", v="fp8", smoothing=0.7, key_mean=((), ((29, 310.5, -12.25), (31, 88.0, 40.0))), hadamard=True,
+        k_absmax=(9.5, 340.25), v_absmax=(1.5, 3.0), k_mean_ratio=(0.5, 22.0),
+    )  # fmt: skip
+    assert [config.dtypes(layer, "bfloat16") for layer in (0, 1)] == [("int4", "fp8"), ("bfloat16", "int8")]
     config.check(2, 2, 64)
+
+
+def test_version_1(tmp_path: Path) -> None:
+    config = load(tmp_path, VERSION_1)
+    assert config is not None
+    assert config.layers == (
+        KVLayerConfig(k="int8", v="int4", k_absmax=(9.5, 20.25)),
+        KVLayerConfig(k="dense", v="int8"),
+    )
+    for layers in (
+        [{"k": "int8", "v": "int8"}],
+        [{"k_bits": 8, "v_bits": 5}],
+        [{"k_bits": 8, "v_bits": 8, "hadamard": 1}],
+    ):
+        with pytest.raises(CheckpointError, match=r"k_bits|v_bits|hadamard|`k`"):
+            load(tmp_path, VERSION_1 | {"layers": layers})
 
 
 def test_the_documented_example(tmp_path: Path) -> None:
@@ -57,11 +80,15 @@ def test_the_documented_example(tmp_path: Path) -> None:
     assert load(tmp_path, EXAMPLE) is not None
 
 
-bits = st.sampled_from([16, 8, 4])
+storage = st.sampled_from(["dense", "int8", "fp8", "int4"])
+numbers = st.floats(-1e30, 1e30)
+means = st.lists(st.tuples(st.integers(0, 31), numbers, numbers), max_size=4, unique_by=lambda pair: pair[0])
 statistics = st.just(()) | st.tuples(*[st.floats(0, 1e38)] * 3)
 layers = st.builds(
-    KVLayerConfig, k_bits=bits, v_bits=bits, k_absmax=statistics, v_absmax=statistics, k_mean_ratio=statistics
-)
+    KVLayerConfig, k=storage, v=storage, k_absmax=statistics, v_absmax=statistics, k_mean_ratio=statistics,
+    smoothing=st.none() | st.floats(0, 1), hadamard=st.booleans(),
+    key_mean=st.just(()) | st.tuples(*[means.map(tuple)] * 3),
+)  # fmt: skip
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -84,7 +111,7 @@ def changed_layer(**changes: Any) -> dict[str, Any]:
         ("[]", "expected a JSON object"),
         ("{}", "`format` is None, expected 'lmkit-kv-config'"),
         (EXAMPLE | {"format": "other"}, "`format` is 'other'"),
-        (EXAMPLE | {"version": 2}, "version 2, and this lmkit reads version 1; upgrade lmkit"),
+        (EXAMPLE | {"version": 3}, "version 3, and this lmkit reads versions 1 and 2; upgrade lmkit"),
         (EXAMPLE | {"version": True}, "version True"),
         (EXAMPLE | {"version": "1"}, "version '1'"),
         (EXAMPLE | {"rotation": "hadamard"}, "unknown field `rotation`"),
@@ -93,18 +120,27 @@ def changed_layer(**changes: Any) -> dict[str, Any]:
         (EXAMPLE | {"params_dtype": "float32"}, "float32"),
         (EXAMPLE | {"num_kv_heads": 0}, "num_kv_heads"),
         (EXAMPLE | {"head_dim": 64.0}, "head_dim"),
-        (EXAMPLE | {"head_dim": 63}, "layer 0: 4 bits need an even head_dim, not 63"),
+        (EXAMPLE | {"head_dim": 63}, "layer 0: int4 needs an even head_dim, not 63"),
+        (EXAMPLE | {"head_dim": 96}, "layer 0: hadamard needs a head_dim that is a power of two, not 96"),
         ({name: value for name, value in EXAMPLE.items() if name != "granularity"}, "granularity missing"),
-        (changed_layer(k_bits=5), r"layers\[0\].k_bits|layers\[...\].k_bits"),
-        (changed_layer(k_bits=True), "k_bits"),
+        (changed_layer(k="int5"), r"layers\[0\].k|layers\[...\].k"),
+        (changed_layer(v=8), "Expected `str`, got `int`"),
+        (changed_layer(smoothing=1.5), "smoothing"),
+        (changed_layer(hadamard=1), "hadamard"),
+        (changed_layer(key_mean=[[]]), "layer 0: key_mean has 1 items for 2 KV heads"),
+        (changed_layer(key_mean=[[], [[1, 2.0, 3.0], [1, 2.0, 3.0]]]), "not 32 different ones at most"),
+        (changed_layer(key_mean=[[], [[32, 2.0, 3.0]]]), r"pairs \[32\] are not"),
+        (changed_layer(key_mean=[[], [[1, 2.0]]]), "key_mean"),
+        (changed_layer(key_mean=[[], [[-1, 2.0, 1.0]]]), "key_mean"),
         (changed_layer(residual=64), "unknown field `residual`"),
-        (changed_layer(k_absmax=[1.0]), "layer 0: k_absmax has 1 numbers for 2 KV heads"),
+        (changed_layer(k_absmax=[1.0]), "layer 0: k_absmax has 1 items for 2 KV heads"),
         (changed_layer(v_absmax=[1.0, -1.0]), "v_absmax"),
         (changed_layer(k_mean_ratio=[1.0, 1e300]), "k_mean_ratio"),
         (json.dumps(changed_layer(k_absmax=[1.0, 5.0])).replace("5.0", "1e999"), "k_absmax"),
         (json.dumps(changed_layer(k_absmax=[1.0, 5.0])).replace("5.0", "NaN"), "NaN is not a JSON number"),
         (changed_layer(k_absmax=None), "k_absmax"),
-        (EXAMPLE | {"layers": [{"k_bits": 8}]}, "v_bits"),
+        (EXAMPLE | {"layers": [{"k": "int8"}]}, "`v`"),
+        (EXAMPLE | {"layers": [{"k_bits": 8, "v_bits": 8}]}, "k_bits"),
     ],
 )
 def test_refused(tmp_path: Path, data: Any, message: str) -> None:

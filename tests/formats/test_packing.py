@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from lmkit.formats.packing import pack_awq, unpack_awq
+from lmkit.formats.packing import pack_awq, pack_words, unpack_awq, unpack_words
 
 codes = st.tuples(st.integers(0, 5), st.integers(0, 5)).flatmap(
     lambda size: hnp.arrays(np.uint8, (size[0], 8 * size[1]), elements=st.integers(0, 15))
@@ -51,3 +51,39 @@ def test_codes_survive(array: np.ndarray) -> None:
 def test_words_survive(array: np.ndarray) -> None:
     assert torch.equal(pack_awq(unpack_awq(torch.from_numpy(array))), torch.from_numpy(array))
     assert torch.equal(pack_awq(unpack_awq(torch.from_numpy(array).T).contiguous()), torch.from_numpy(array).T)
+
+
+@pytest.mark.parametrize(
+    ("row", "bits", "expected"),
+    [
+        (list(range(8)), 4, [1985229328]),  # 0x76543210
+        ([8] * 8, 4, [-2004318072]),
+        ([7] * 8, 4, [2004318071]),
+        ([0] * 7 + [15], 4, [-(1 << 28)]),
+        ([1, 2, 3], 4, [0x321]),
+        ([5] * 9, 4, [0x55555555, 5]),
+        ([1, 2, 3, 4], 8, [0x04030201]),
+        ([0, 0, 0, 255, 7], 8, [-(1 << 24), 7]),
+    ],
+)
+def test_known_words_in_sequence(row: list[int], bits: int, expected: list[int]) -> None:
+    packed = pack_words(torch.tensor([row], dtype=torch.uint8), bits)
+    assert packed.dtype == torch.int32
+    assert packed.tolist() == [expected]
+    assert unpack_words(packed, bits, len(row)).tolist() == [row]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.sampled_from([4, 8]), st.integers(0, 4), st.integers(0, 19))
+def test_codes_in_sequence_survive(data: st.DataObject, bits: int, rows: int, columns: int) -> None:
+    array = data.draw(hnp.arrays(np.uint8, (rows, columns), elements=st.integers(0, (1 << bits) - 1)))
+    packed = pack_words(torch.from_numpy(array), bits)
+    assert packed.shape == (rows, -(-columns * bits // 32))
+    assert torch.equal(unpack_words(packed, bits, columns), torch.from_numpy(array))
+
+
+@settings(max_examples=60, deadline=None)
+@given(words, st.sampled_from([4, 8]))
+def test_words_in_sequence_survive(array: np.ndarray, bits: int) -> None:
+    tensor = torch.from_numpy(array)
+    assert torch.equal(pack_words(unpack_words(tensor, bits, tensor.shape[1] * 32 // bits), bits), tensor)

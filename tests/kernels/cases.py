@@ -293,7 +293,7 @@ def key_mean(kv_heads: int, dim: int, rotary: int, positions: int) -> KeyMean:
 
 
 def key_cases() -> Iterator[Case]:
-    """Keys without their mean, turned by Hadamard's matrix, on fixed scales: written, and read as if they were plain."""
+    """Keys without their mean, turned by Hadamard's matrix, on fixed scales: written, and read as if plain."""
     for types, heads, group, dim, rotary, start, window in KEYS:
 
         def cache(

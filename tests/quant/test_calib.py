@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from lmkit.errors import CheckpointError, ConfigError
-from lmkit.quant import calib
-from lmkit.quant.calib import load_calibration, load_presets
-from lmkit.quant.recipe import CalibrationRecipe
+from lmkit.quant import calib, sources
+from lmkit.quant.calib import encode_dataset, load_calibration, parse_source
+from lmkit.quant.recipe import CalibrationRecipe, DatasetRecipe
+from lmkit.quant.sources import load_presets
 from lmkit.text import ChatTemplate, Tokenizer
 
 TEXT = "".join(f"def function_{i}(value):\n    return value + {i}\n\n" for i in range(200))
@@ -94,10 +95,94 @@ def test_the_demo_preset_has_text_and_conversations_for_the_default_recipe(token
 
 
 def test_every_local_preset_is_small_and_whole() -> None:
-    folder = calib.PRESETS.parent
-    assert sum(file.stat().st_size for file in folder.iterdir()) < 200_000
+    folder = sources.PRESETS.parent
+    assert sum(file.stat().st_size for file in folder.iterdir()) < 1_000_000
     for name, preset in load_presets().items():
         assert (preset.file is None) != (preset.path is None), name
+        if preset.file is not None:
+            assert preset.licence, name
+            assert any(document for document in sources.documents(name))
+
+
+def test_weights_share_the_rows(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    for name in ("alpha", "beta"):
+        (tmp_path / f"{name}.txt").write_text(f"{name} " * 4000)
+    entries = ({"source": str(tmp_path / "alpha.txt"), "weight": 3}, str(tmp_path / "beta.txt"))
+    recipe = CalibrationRecipe(
+        dataset=tuple(DatasetRecipe(**e) if isinstance(e, dict) else e for e in entries), num_samples=10, seq_len=32
+    )
+    data = load_calibration(recipe, tokenizer)
+    kinds = ["alpha" in tokenizer.decode(row.tolist()) for row in data.rows]
+    assert sum(kinds) == 8  # of 7.5 and 2.5, the first of equal remainders is rounded up
+    assert kinds not in ([True] * 8 + [False] * 2, [False] * 2 + [True] * 8)
+    assert [(source.weight, source.samples) for source in data.sources] == [(3, 8), (1, 2)]
+    again = load_calibration(recipe, tokenizer)
+    assert (again.sha256, again.sources) == (data.sha256, data.sources)
+    report = data.report()
+    assert report["sources"][1]["source"] == str(tmp_path / "beta.txt")
+    assert report["sha256"] == data.sha256
+
+
+def test_a_weight_too_small_for_a_row_is_refused(tokenizer: Tokenizer) -> None:
+    dataset = (DatasetRecipe("demo-text", 1), DatasetRecipe("demo-code", 0.01))
+    with pytest.raises(ConfigError, match=r"demo-code: a weight of 0\.01 among 1\.01 is less than one of 4 samples"):
+        load_calibration(CalibrationRecipe(dataset=dataset, num_samples=4, seq_len=32), tokenizer)
+
+
+def test_weights_on_the_command_line(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a:1").mkdir()
+    assert parse_source("demo") == "demo"
+    assert parse_source("demo:0.5") == {"source": "demo", "weight": 0.5}
+    assert parse_source("hub:org/name@train:2") == {"source": "hub:org/name@train", "weight": 2.0}
+    assert parse_source("hub:org/name") == "hub:org/name"
+    assert parse_source("a:1") == "a:1"
+    with pytest.raises(ConfigError, match="the weight of demo must be a number, not 'half'"):
+        load_calibration(ask("demo:half"), tokenizer)
+
+
+def test_empty_and_short_rows_are_counted(
+    tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"text": TEXT}, {"text": " \n"}, {"text": "short"}, {"text": ""}]
+    file = write_rows(tmp_path / "rows.jsonl", rows)
+    with caplog.at_level("WARNING", "lmkit"):
+        (source,) = load_calibration(ask(file), tokenizer).sources
+    assert (source.documents, source.empty, source.short) == (4, 2, 1)
+    assert "2 of 4 rows are empty and left out, the first: row 2" in caplog.text
+    changed = write_rows(tmp_path / "changed.jsonl", [{"text": TEXT + " "}, *rows[1:]])
+    assert load_calibration(ask(changed), tokenizer).sources[0].sha256 != source.sha256
+    with pytest.raises(ConfigError, match=r"blank\.jsonl: 2 of 2 rows are empty"):
+        load_calibration(ask(write_rows(tmp_path / "blank.jsonl", rows[1::2])), tokenizer)
+
+
+def test_a_saved_dataset_and_its_splits(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    rows = datasets.Dataset.from_list([{"text": TEXT}] * 3)
+    rows.save_to_disk(tmp_path / "rows")
+    datasets.DatasetDict({"train": rows}).save_to_disk(tmp_path / "dict")
+    datasets.DatasetDict({"a": rows, "b": rows}).save_to_disk(tmp_path / "splits")
+    plain = load_calibration(ask(tmp_path / "rows"), tokenizer)
+    assert plain.sources[0].documents == 3
+    assert torch.equal(load_calibration(ask(tmp_path / "dict"), tokenizer).rows, plain.rows)
+    assert torch.equal(load_calibration(ask(tmp_path / "splits" / "b"), tokenizer).rows, plain.rows)
+    with pytest.raises(ConfigError, match="no split `train` among a, b"):
+        load_calibration(ask(tmp_path / "splits"), tokenizer)
+    (tmp_path / "rows" / "state.json").write_text("{")
+    with pytest.raises(CheckpointError, match="rows: not a readable dataset"):
+        load_calibration(ask(tmp_path / "rows"), tokenizer)
+
+
+def test_a_text_that_is_not_utf8_is_named_with_its_line(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    (tmp_path / "latin.txt").write_bytes(b"one\ntwo\n\xe9\n")
+    with pytest.raises(CheckpointError, match=r"latin\.txt:3: not UTF-8 text"):
+        load_calibration(ask(tmp_path / "latin.txt"), tokenizer)
+
+
+def test_a_dataset_as_a_text_to_evaluate_on(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    (tmp_path / "code.txt").write_text(TEXT)
+    ids = encode_dataset(str(tmp_path / "code.txt"), tokenizer, 500)
+    assert len(ids) == 500
+    assert TEXT.startswith(tokenizer.decode(ids))
 
 
 def test_short_lines_stay_in_order_and_together(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -133,7 +218,7 @@ def test_rows_begin_with_bos_where_the_tokenizer_does(demo_model: Path, tmp_path
 def wrong_sources(folder: Path) -> Iterator[tuple[Path, str]]:
     cases = {
         "empty.txt": ("  \n", "empty"),
-        "latin.txt": (b"caf\xe9", "cannot read"),
+        "latin.txt": (b"caf\xe9", "not UTF-8"),
         "broken.jsonl": ('{"text": "good"}\n{"text": \n', ":2: not a JSON object"),
         "array.jsonl": ("[1, 2]\n", ":1: not a JSON object"),
         "other.jsonl": ('{"prompt": "x"}\n', "row 1 has neither"),
@@ -182,9 +267,9 @@ def test_messages_need_a_chat_template_and_must_suit_it(tmp_path: Path, demo_mod
 
 
 def test_a_damaged_preset_is_refused(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "presets.yaml").write_text(calib.PRESETS.read_text())
+    (tmp_path / "presets.yaml").write_text(sources.PRESETS.read_text())
     (tmp_path / "demo.jsonl").write_text('{"text": "changed"}\n')
-    monkeypatch.setattr(calib, "PRESETS", tmp_path / "presets.yaml")
+    monkeypatch.setattr(sources, "PRESETS", tmp_path / "presets.yaml")
     with pytest.raises(CheckpointError, match="sha256"):
         load_calibration(ask("demo"), tokenizer)
 
@@ -200,6 +285,12 @@ def test_hub_presets_are_streamed_and_refused_offline(tokenizer: Tokenizer, monk
     assert load_calibration(ask("wikitext2"), tokenizer).rows.shape == (4, 32)
     assert asked[0][0] == ("Salesforce/wikitext", "wikitext-2-raw-v1")
     assert asked[0][1]["streaming"] is True
+
+    named = "hub:org/name/config@validation"
+    assert load_calibration(ask(named), tokenizer).sources[0].source == named
+    assert (*asked[-1][0], asked[-1][1]["split"]) == ("org/name", "config", "validation")
+    with pytest.raises(ConfigError, match="gsm8k: row 1 has no strings in the columns question and answer"):
+        load_calibration(ask("gsm8k"), tokenizer)
 
     def offline(*args: Any, **options: Any) -> None:
         raise ConnectionError("Couldn't reach the hub\nwith a second line")

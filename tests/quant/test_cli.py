@@ -35,13 +35,16 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_quantize_then_eval_as_json(source: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("def add(left, right):\n    return left + right\n" * 400)
-    options = ["--recipe", "rtn_w4a16_g128", "--calibration", text, "--kv-bits", "8", "--seed", "3", "--no-eval"]
+    options = ["--recipe", "rtn_w4a16_g128", "--kv-bits", "8", "--seed", "3", "--no-eval"]
+    options += ["--calibration", text, "--calibration", "demo-chat:2"]
     report = json.loads(run("quantize", source, "-o", tmp_path / "out", *options, *SMALL, "--json"))
     assert report["recipe"]["scheme"]["group_size"] == 32
     assert report["recipe"]["kv"]["bits"] == 8
     assert report["recipe"]["calibration"] == {
-        "dataset": [str(text)], "num_samples": 4, "seq_len": 32, "seed": 3,
+        "dataset": [str(text), {"source": "demo-chat", "weight": 2.0}], "num_samples": 4, "seq_len": 32, "seed": 3,
+        "all_experts": False,
     }  # fmt: skip
+    assert [source["samples"] for source in report["calibration"]["sources"]] == [1, 3]
     assert report["evaluation"] is None
     kv = json.loads((tmp_path / "out" / "kv_config.json").read_text())
     assert [layer["k_bits"] for layer in kv["layers"]] == [8]
@@ -55,6 +58,8 @@ def test_quantize_then_eval_as_json(source: Path, tmp_path: Path) -> None:
     result = json.loads(run("eval", source, "--text", text, "--seq-len", "64", "--kv-dtype", "int4", "--json"))
     assert result["kv_dtype"] == "int4"
     assert result["divergence"] is None
+    result = json.loads(run("eval", source, "--dataset", "demo-text", "--seq-len", "64", "--limit", "128", "--json"))
+    assert result["num_tokens"] == 2 * 63
 
 
 def test_tables_show_plan_errors_and_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,6 +70,9 @@ def test_tables_show_plan_errors_and_evaluation(tmp_path: Path, monkeypatch: pyt
     assert "estimate:" in shown
     assert "stays dense: model.layers.0.mlp.down_proj: 88 inputs" in shown
     assert "same most likely token" in shown
+    assert "calibration: demo: 108 documents, sha256 " in shown
+    assert "report.html" in shown
+    assert (tmp_path / "out" / "report.html").read_text().startswith("<!doctype html>")
     shown = run("eval", tmp_path / "out", "--seq-len", "64", "--limit", "64")
     assert "perplexity" in shown
     assert "reference" not in shown
@@ -83,6 +91,9 @@ def test_tables_show_plan_errors_and_evaluation(tmp_path: Path, monkeypatch: pyt
         ["eval", "demo", "--kv-dtype", "int3"],
         ["eval", "demo", "--activations", "none"],
         ["eval", "demo", "--text", "missing.txt"],
+        ["eval", "demo", "--dataset", "missing.jsonl"],
+        ["eval", "demo", "--dataset", "demo-text", "--text", "missing.txt"],
+        ["quantize", "demo", "-o", "out", "--calibration", "demo:nan"],
     ],
 )
 def test_wrong_options_are_config_errors(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

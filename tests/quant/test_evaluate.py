@@ -61,7 +61,22 @@ def test_perplexity_and_divergence_are_those_of_transformers(
     assert far.kl_mean == pytest.approx(float(kl.mean()), rel=1e-3)
     assert far.kl_median == pytest.approx(float(kl.median()), rel=0.05)
     assert far.kl_median < far.kl_p99 <= far.kl_p999 == pytest.approx(float(kl.max()), rel=1e-3)
-    assert far.same_top == pytest.approx(float((p.argmax(-1) == q.argmax(-1)).double().mean()), abs=0.011)
+    same_top = (p.argmax(-1) == q.argmax(-1)).double()
+    assert far.same_top == pytest.approx(float(same_top.mean()), abs=0.011)
+    tops = [[set(row) for row in x.topk(5).indices.tolist()] for x in (p, q)]
+    same_sets = [first == second for first, second in zip(*tops, strict=True)]
+    assert far.same_top5 == pytest.approx(sum(same_sets) / len(same_sets), abs=0.021)
+    among = [top in five for top, five in zip(p.argmax(-1).tolist(), tops[1], strict=True)]
+    assert far.top_in_top5 == pytest.approx(sum(among) / len(among), abs=0.011)
+    assert far.kl_stderr == pytest.approx(float(kl.std()) / math.sqrt(len(kl)), rel=1e-2)
+    ratio = (p - q).gather(1, targets[:, None])
+    assert far.log_ratio == pytest.approx(float(ratio.mean()), abs=1e-4)
+    assert far.log_ratio_stderr == pytest.approx(float(ratio.std()) / math.sqrt(len(kl)), rel=1e-2)
+    assert far.log_ratio == pytest.approx(math.log(result.perplexity / far.reference_perplexity))
+    nll = q.gather(1, targets[:, None])
+    assert result.perplexity_stderr == pytest.approx(
+        result.perplexity * float(nll.std()) / math.sqrt(len(nll)), rel=1e-2
+    )
 
 
 def test_a_model_against_itself(pair: tuple[Path, Path]) -> None:

@@ -1,4 +1,4 @@
-"""Every kind of scheme, from recipe to a checkpoint that loads, says how it is to be run, and is close to the source."""
+"""Every kind of scheme, from recipe to a checkpoint that says how it is to be run and is close to the source."""
 
 from __future__ import annotations
 

@@ -324,9 +324,9 @@ def softmax_tile(isa: Isa, kind_of_values: str) -> Tile:
 
     `blocks` blocks of 64 scores are read from the index `first` on; low and high count from index 0. float32 `maximum`
     (at least that of no scores) and `total`, the sum of the weights, are written. Float weights take the scores'
-    place, of fp8 times the value's scale. For codes a weight times the value's scale is rounded to int16, `words`, in steps of 1 / 32767 of its
-    block's largest, written to `steps` (float32 [blocks in all]); the sum of weights times minima goes to `offset`.
-    Scales and minima, `minima` bytes apart, are float32 at `scales`.
+    place, of fp8 times the value's scale. For codes a weight times the value's scale is rounded to int16, `words`, in
+    steps of 1 / 32767 of its block's largest, written to `steps` (float32 [blocks in all]); the sum of weights times
+    minima goes to `offset`. Scales and minima, `minima` bytes apart, are float32 at `scales`.
     """
     coded, scaled = kind_of_values in CODED, kind_of_values == "fp8"
 

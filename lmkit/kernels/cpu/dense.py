@@ -1,4 +1,4 @@
-"""Linears on exact float32 activations: dense weights (ops.linear_dense) and coded ones (ops.linear_w4a16, linear_w8a16,
+"""Linears on exact float32 activations: dense weights (ops.linear_dense), and codes (ops.linear_w4a16, linear_w8a16 and
 linear_fp8).
 
 Weights lie in panels of `width` outputs, so that a micro-kernel reads one contiguous stream:

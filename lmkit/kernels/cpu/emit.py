@@ -221,7 +221,7 @@ class Emitter:
         return b.bitcast(b.xor(rank, flip), like(rank, F32))
 
     def float8_to_float(self, bits: Value) -> Value:
-        """An e4m3 number in the low byte of an int32 -> float32, as `half_to_float`: rebias by 2^120. NaN is unknown."""
+        """float8 e4m3 bits in a 32-bit integer, not NaN, -> float32: as `half_to_float`, rebias by 2^120."""
         b, kind = self.builder, bits.type
         magnitude = b.shl(b.and_(bits, constant(kind, 0x7F)), constant(kind, 20))
         sign = b.shl(b.and_(bits, constant(kind, 0x80)), constant(kind, 24))

@@ -70,7 +70,8 @@ def hadamard(x: Tensor) -> Tensor:
         first, second = pairs[..., 0, :], pairs[..., 1, :]
         x = torch.stack([first + second, first - second], dim=-2).view(x.shape)
         step *= 2
-    return x * dim**-0.5
+    turned: Tensor = x * dim**-0.5
+    return turned
 
 
 def read_blocks(cache: KVTensor, blocks: Tensor, length: int) -> Tensor:
@@ -95,4 +96,5 @@ def mean_keys(mean: KeyMean, length: int) -> Tensor:
     vector = mean.vector[:, None, :]
     first, second = vector[..., :half], vector[..., half : 2 * half]
     turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-    return torch.nn.functional.pad(turned, (0, vector.shape[-1] - 2 * half))
+    padded: Tensor = torch.nn.functional.pad(turned, (0, vector.shape[-1] - 2 * half))
+    return padded

@@ -41,6 +41,7 @@ def clip_layer(calibrated: CalibratedLayer, step: AwqClip) -> dict[str, ClipSear
     searches = {
         role: search_shrink(calibrated.weight(role), calibrated.input(role).gram, scheme, step.grid, step.max_shrink)
         for role, scheme in calibrated.schemes.items()
+        if calibrated.has_statistics(role)
     }
     shrinks = {role: found.shrink for role, found in searches.items()}
     without = {role: shrink for role, shrink in shrinks.items() if role not in SCORES}

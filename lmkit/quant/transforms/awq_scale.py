@@ -43,14 +43,16 @@ def scale_layer(calibrated: CalibratedLayer, step: AwqScale) -> list[ScaleSearch
     """Search and fold s for each pair, in the order of SMOOTH; each search sees the layer as the last one left it."""
     layer, searches = calibrated.layer, []
     for source, consumers in roles.smooth(layer.spec, layer.index):
-        if not set(consumers) & set(calibrated.schemes):
+        if not set(consumers) & set(calibrated.schemes) or not calibrated.has_statistics(consumers[0]):
             continue
         candidates = pair_candidates(calibrated, source, consumers, step)
         found = search(calibrated, source, consumers, candidates)
         searches.append(found)
         if found.best is not candidates[0]:
             apply(layer.weights, source, consumers, found.best.scale, layer.spec)
-            calibrated.input(consumers[0]).divide(expand(found.best.scale, consumers[0], layer.spec))
+            for reader in dict.fromkeys(roles.input_of(layer.spec, layer.index)[role] for role in consumers):
+                if reader in calibrated.inputs:
+                    calibrated.inputs[reader].divide(expand(found.best.scale, reader, layer.spec))
     return searches
 
 

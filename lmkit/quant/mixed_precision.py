@@ -21,6 +21,7 @@ from lmkit.quant.recipe import Recipe
 MEASURED_ROWS, MEASURED_LEN = 8, 128  # of the calibration data, on which KL is measured
 RESOLUTION = 1 << 16  # steps in which the bits to be given out are counted, if they have no larger common divisor
 SCALE_BITS = 16
+EXPERTS = "mlp.experts."
 DENSE_BITS = {"float32": 32, "bfloat16": 16, "float16": 16}
 
 
@@ -30,17 +31,13 @@ class Group:
     first."""
 
     layer: int
-    roles: tuple[str, ...]
+    modules: dict[str, str]  # by role
     choices: tuple[QuantScheme | None, ...]  # None = dense
     bits: tuple[int, ...]
 
-    @property
-    def modules(self) -> tuple[str, ...]:
-        return tuple(roles.module_name(self.layer, role) for role in self.roles)
-
 
 @dataclass(frozen=True)
-class Budget:
+class BitBudget:
     """What there is to choose. `fixed_bits` of the linears that stay dense in any case."""
 
     groups: tuple[Group, ...]
@@ -71,23 +68,25 @@ def candidates(recipe: Recipe) -> tuple[QuantScheme, ...]:
     return base, *finer, replace(base, bits=8, symmetric=True)
 
 
-def make_budget(spec: ModelSpec, recipe: Recipe, dense: dict[str, str]) -> Budget:
+def make_bit_budget(spec: ModelSpec, recipe: Recipe, dense: dict[str, str]) -> BitBudget:
     """`dense`: the modules that stay dense in any case."""
     groups, fixed_bits, num_weights = [], 0, 0
     for layer in range(spec.num_layers):
-        names = roles.linears(spec, layer)
-        num_weights += sum(math.prod(spec.linear_shape(role)) for role in names)
-        fixed = [role for role in names if roles.module_name(layer, role) in dense]
-        fixed_bits += sum(stored_bits(spec, recipe, role, None) for role in fixed)
-        fused = roles.fused(spec, layer)
-        alone = [(role,) for role in names if not any(role in group for group in fused)]
-        for together in sorted([*fused, *alone], key=lambda group: names.index(group[0])):
-            if free := tuple(role for role in together if role not in fixed):
-                groups.append(_group(spec, recipe, layer, free))
-    return Budget(tuple(groups), fixed_bits, num_weights)
+        fused = {role: group[0] for group in roles.fused(spec, layer) for role in group}
+        together: dict[str, dict[str, str]] = {}
+        for role in roles.linears(spec, layer):
+            module = roles.module_name(spec, layer, role)
+            num_weights += math.prod(spec.linear_shape(role))
+            if module in dense:
+                fixed_bits += stored_bits(spec, recipe, role, None)
+            else:  # engines compute all experts of a layer in one kernel
+                first = EXPERTS if role.startswith(EXPERTS) else fused.get(role, role)
+                together.setdefault(first, {})[role] = module
+        groups += [_group(spec, recipe, layer, modules) for modules in together.values()]
+    return BitBudget(tuple(groups), fixed_bits, num_weights)
 
 
-def _group(spec: ModelSpec, recipe: Recipe, layer: int, names: tuple[str, ...]) -> Group:
+def _group(spec: ModelSpec, recipe: Recipe, layer: int, names: dict[str, str]) -> Group:
     can_write = get_format(recipe.format).can_write
     choices: list[QuantScheme | None] = [
         scheme
@@ -113,7 +112,7 @@ def check_reachable(spec: ModelSpec, recipe: Recipe, dense: dict[str, str]) -> N
     """Raise ConfigError for a budget below what is possible, or one that leaves every linear dense."""
     if recipe.bits is None:
         return
-    budget = make_budget(spec, recipe, dense)
+    budget = make_bit_budget(spec, recipe, dense)
     if recipe.bits < budget.lowest:
         lowest = math.ceil(1000 * budget.lowest) / 1000
         raise ConfigError(f"recipe: bits {recipe.bits:g} cannot be reached; the lowest for this model is {lowest:g}")
@@ -123,7 +122,7 @@ def check_reachable(spec: ModelSpec, recipe: Recipe, dense: dict[str, str]) -> N
         )
 
 
-def choose(budget: Budget, losses: list[list[float]], bits: float) -> list[int]:
+def choose(budget: BitBudget, losses: list[list[float]], bits: float) -> list[int]:
     """The choice of each group for which the sum of `losses[group][choice]` is smallest within an average of `bits`.
 
     A knapsack solved exactly where costs have a common divisor, as they do for weights of the usual sizes; else costs

@@ -17,7 +17,7 @@ from lmkit.models.loader import ModelSource
 from lmkit.models.roles import LINEARS, module_name
 from lmkit.qtensor import QuantScheme, quantize
 from lmkit.quant import sensitivity
-from lmkit.quant.budget import Budget, Group, candidates, choose, make_budget, name_of
+from lmkit.quant.mixed_precision import BitBudget, Group, candidates, choose, make_bit_budget, name_of
 from lmkit.quant.plan import make_plan
 from lmkit.quant.recipe import Recipe
 from lmkit.quant.run import prepare
@@ -35,10 +35,10 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_checkpoint(tmp_path_factory.mktemp("source"), intermediate_size=128)
 
 
-def budget_of(costs: list[list[int]]) -> Budget:
+def budget_of(costs: list[list[int]]) -> BitBudget:
     """Groups with these bits of 100 weights in all."""
     choices = QuantScheme(4, 32), QuantScheme(8, 32), None
-    return Budget(tuple(Group(0, ("attn.o",), choices[: len(c)], tuple(c)) for c in costs), 0, 100)
+    return BitBudget(tuple(Group(0, {"attn.o": "o_proj"}, choices[: len(c)], tuple(c)) for c in costs), 0, 100)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -68,14 +68,16 @@ def test_a_fine_budget_is_kept_where_costs_have_no_common_divisor() -> None:
 def test_bits_are_those_of_the_file(source: Path, tmp_path: Path) -> None:
     asked = recipe(format="awq", bits=10.0)
     report = prepare(source, asked).run(tmp_path / "out")
-    assert report.budget is not None
+    assert report.mixed_precision is not None
     reader = CheckpointReader(tmp_path / "out")
     modules = [module_name(i, role) for i in range(2) for role in LINEARS]
     names = [n for n in reader.names() if n.rpartition(".")[0] in modules]
     num_weights = sum(CheckpointReader(source).tensor(m + ".weight").numel() for m in modules)
-    assert report.budget.reached == pytest.approx(8 * sum(reader.info(n).nbytes for n in names) / num_weights, abs=1e-4)
-    assert report.budget.reached <= 10.0
-    dense = {m for group in report.budget.groups if group.chosen == "dense" for m in group.modules}
+    assert report.mixed_precision.reached == pytest.approx(
+        8 * sum(reader.info(n).nbytes for n in names) / num_weights, abs=1e-4
+    )
+    assert report.mixed_precision.reached <= 10.0
+    dense = {m for group in report.mixed_precision.groups if group.chosen == "dense" for m in group.modules}
     assert 0 < len(dense) < len(modules)
     entry = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert entry["modules_to_not_convert"] == sorted(dense)
@@ -86,9 +88,9 @@ def test_bits_are_those_of_the_file(source: Path, tmp_path: Path) -> None:
 def test_fused_linears_share_what_all_of_them_can_have(tmp_path: Path) -> None:
     path = tiny_checkpoint(tmp_path, intermediate_size=96)
     asked = mixed(9, ignore=["attn.k"])
-    budget = make_budget(ModelSource(path).spec, asked, make_plan(ModelSource(path), asked).dense)
+    budget = make_bit_budget(ModelSource(path).spec, asked, make_plan(ModelSource(path), asked).dense)
     first = [group for group in budget.groups if group.layer == 0]
-    assert [group.roles for group in first] == [
+    assert [tuple(group.modules) for group in first] == [
         ("attn.q", "attn.v"), ("attn.o",), ("mlp.gate", "mlp.up"), ("mlp.down",),
     ]  # fmt: skip
     names = [[name_of(choice) for choice in group.choices] for group in first]
@@ -114,7 +116,7 @@ def test_budgets_out_of_reach_are_refused_with_what_can_be_reached(source: Path)
 
 def test_kl_is_that_of_the_model_with_one_group_rounded(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = ModelSource(source)
-    budget = make_budget(model.spec, mixed(5), {})
+    budget = make_bit_budget(model.spec, mixed(5), {})
     rows = torch.randint(0, model.spec.vocab_size, (3, 20), generator=torch.Generator().manual_seed(1))
     measured = sensitivity.measure(model, budget.groups, rows)
 
@@ -123,7 +125,7 @@ def test_kl_is_that_of_the_model_with_one_group_rounded(source: Path, monkeypatc
         decoder.layers = [model.layer(i, torch.float32) for i in range(2)]
         if rounded is not None and scheme is not None:
             weights = decoder.layers[rounded.layer].weights
-            weights.update({role: quantize(weights[role], scheme) for role in rounded.roles})  # type: ignore[arg-type]
+            weights.update({role: quantize(weights[role], scheme) for role in rounded.modules})  # type: ignore[arg-type]
         batch, blocks = whole_batch(rows.tolist(), 32)
         kv = [allocate_kv(blocks, model.spec.num_kv_heads, 32, model.spec.head_dim, ("float32", "float32"))] * 2
         return decoder.head(*decoder.hidden(batch, kv)).log_softmax(-1)
@@ -148,7 +150,7 @@ def test_more_bits_are_worth_less_kl_and_the_plan_is_the_same_each_time(source: 
         plan, report = sensitivity.choose_schemes(
             quantizer.source, quantizer.recipe, quantizer.plan, quantizer.data.rows
         )
-        again = sensitivity.choose_schemes(quantizer.source, quantizer.recipe, quantizer.plan, quantizer.data.rows)
+        again = sensitivity.choose_schemes(quantizer.source, quantizer.recipe, plan, quantizer.data.rows)
         assert again[0] == plan
         assert report.reached <= bits
         assert {m for m, scheme in plan.linears.items() if scheme is None} == set(plan.dense)

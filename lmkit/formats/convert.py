@@ -1,0 +1,112 @@
+"""From one quantized format to another without loss: the same codes, scales and zeros, packed in another way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from lmkit.errors import CheckpointError, ConfigError, UnsupportedError
+from lmkit.formats.atomic import copy_file
+from lmkit.formats.base import WeightFormat, get_format, resolve_format
+from lmkit.formats.checkpoint import CheckpointReader, CheckpointWriter, atomic_directory
+from lmkit.formats.kv_config import FILE_NAME
+from lmkit.formats.parts import FLOATS, MARKS
+from lmkit.formats.verify import fingerprint, verify
+from lmkit.qtensor import Linears, QTensor, QuantScheme
+
+PARTS = (*MARKS, "weight", "qzeros", "scales", "g_idx", "weight_zero_point", "weight_shape", "weight_g_idx")
+STATIC = ("input_scale", "input_zero_point")
+Progress = Callable[[int, int], None]  # (modules done, of how many)
+
+
+def convert(
+    model: str | Path, output: str | Path, format_name: str, *, progress: Progress = lambda done, total: None
+) -> dict[str, QuantScheme | None]:
+    """Write the quantized checkpoint `model` to `output` in another format, whole or not at all, and read it back.
+
+    Everything but the linears is kept as it is, kv_config.json and the tokenizer's files too. Returns every matrix's
+    scheme by its module. Raises ConfigError if `output` is occupied or `model` is not quantized, UnsupportedError for
+    what the other format cannot hold, CheckpointError for a broken checkpoint.
+    """
+    target = get_format(format_name)
+    with CheckpointReader(model) as reader:
+        source = resolve_format(reader.config)
+        if format_name == "dense" or source.name in ("dense", format_name):
+            raise ConfigError(f"{reader.path}: is {source.name}; convert goes from one quantized format to another")
+        linears = _linears(reader, source)
+        entry = target.config_entry(
+            linears,
+            activations=source.activations(reader.config),
+            kv_cache_scheme=reader.config["quantization_config"].get("kv_cache_scheme"),
+        )
+        with atomic_directory(output) as folder:
+            writer = CheckpointWriter(folder)
+            fingerprints = _write(reader, source, target, writer, linears, progress)
+            writer.finish(reader.config | {"quantization_config": entry}, reader.path)
+            if (reader.path / FILE_NAME).is_file():
+                copy_file(reader.path / FILE_NAME, folder / FILE_NAME)
+            verify(folder, fingerprints)
+    return dict(linears)
+
+
+def _linears(reader: CheckpointReader, source: WeightFormat) -> Linears:
+    """Every matrix's module and its scheme, None = dense.
+
+    Some formats store every zero and do not say whether weights are symmetric, others hold nothing else: integers are
+    symmetric here if all zeros of all modules are in the middle.
+    """
+    linears: dict[str, QuantScheme | None] = {}
+    is_symmetric = True
+    for module, is_quantized in _matrices(reader):
+        weight = source.read_linear(reader, module) if is_quantized else None
+        linears[module] = weight.scheme if isinstance(weight, QTensor) else None
+        if isinstance(weight, QTensor) and weight.scheme.kind == "int":
+            is_symmetric = is_symmetric and bool((weight.zeros == 1 << (weight.scheme.bits - 1)).all())
+        if static := next((part for part in STATIC if reader.has(f"{module}.{part}")), None):
+            raise UnsupportedError(f"{reader.path}: {module}.{static}: static activation scales are not converted")
+        reader.release()
+    if not any(linears.values()):
+        raise CheckpointError(f"{reader.path}: no linear is quantized")
+    return {
+        module: scheme and replace(scheme, symmetric=scheme.symmetric or is_symmetric)
+        for module, scheme in linears.items()
+    }
+
+
+def _matrices(reader: CheckpointReader) -> list[tuple[str, bool]]:
+    """(module, whether it is quantized) of every quantized weight and matrix of floats; embeddings are among them."""
+    found = {}
+    for name in reader.names():
+        module, _, part = name.rpartition(".")
+        info = reader.info(name)
+        if part in MARKS:
+            found[module] = True
+        elif part == "weight" and info.dtype in FLOATS and len(info.shape) == 2:
+            found.setdefault(module, False)
+    return sorted(found.items())
+
+
+def _write(
+    reader: CheckpointReader,
+    source: WeightFormat,
+    target: WeightFormat,
+    writer: CheckpointWriter,
+    linears: Linears,
+    progress: Progress,
+) -> dict[str, str]:
+    """Every tensor; the fingerprints of the quantized weights by their modules."""
+    activations, fingerprints = source.activations(reader.config), {}
+    quantized = {module: scheme for module, scheme in linears.items() if scheme is not None}
+    for number, (module, scheme) in enumerate(quantized.items()):
+        weight = source.read_linear(reader, module)
+        assert isinstance(weight, QTensor)
+        weight = replace(weight, scheme=scheme)
+        fingerprints[module] = fingerprint(weight)
+        target.write_linear(writer, module, weight, activations=activations)
+        progress(number + 1, len(quantized))
+    for name in reader.names():
+        module, _, part = name.rpartition(".")
+        if module not in quantized or part not in PARTS:
+            writer.add(name, reader.tensor(name))
+    return fingerprints

@@ -1,0 +1,156 @@
+"""How each layer's KV cache is stored: decided from what the user asks for and what the checkpoint says; allocated."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lmkit.errors import CheckpointError
+from lmkit.formats.checkpoint import CheckpointReader
+from lmkit.formats.kv_config import KVConfig, KVLayerConfig, PairMean, load_kv_config
+from lmkit.formats.kv_scheme import KVScheme, parse_kv_scheme
+from lmkit.kernels import ops
+from lmkit.kernels.ops import KV_CODED, KeyMean
+from lmkit.layers.batch import KVLayer, allocate_kv
+from lmkit.layers.rope import Rope
+from lmkit.log import get_logger
+from lmkit.models import roles
+from lmkit.models.spec import ModelSpec
+
+log = get_logger(__name__)
+
+SMALLEST_SCALE, LARGEST_SCALE = 2.0**-14, 65504 / 128  # in float16, with a minimum of -128 scales
+
+
+@dataclass(frozen=True)
+class KVStorage:
+    """One layer's. `key_mean` by head; scales by head, none = each token has its own."""
+
+    k: str  # keys of kernels.ops.KV_BITS
+    v: str
+    key_mean: tuple[tuple[PairMean, ...], ...] = ()
+    hadamard: bool = False
+    k_scales: tuple[float, ...] = ()
+    v_scales: tuple[float, ...] = ()
+
+    @property
+    def dtypes(self) -> tuple[str, str]:
+        return self.k, self.v
+
+    @property
+    def has_mean(self) -> bool:
+        return any(self.key_mean)
+
+
+def resolve_storage(reader: CheckpointReader, spec: ModelSpec, asked: str, dense: str) -> list[KVStorage]:
+    """Each layer's storage. `asked` is a storage type for all, or "auto": the checkpoint's kv_config.json, else its
+    kv_cache_scheme, else `dense`.
+
+    A storage type asked for keeps what kv_config.json says of keys, as far as they become codes. Raises CheckpointError
+    for files that cannot be honoured.
+    """
+    config = load_kv_config(reader.path)
+    if config is not None:
+        config.check(spec.num_layers, spec.num_kv_heads, spec.head_dim)
+        return [_configured(config, spec, layer, asked, dense) for layer in range(spec.num_layers)]
+    scheme = parse_kv_scheme(reader.config) if asked == "auto" else None
+    if scheme is not None:
+        return [_fixed(reader, spec, scheme, layer) for layer in range(spec.num_layers)]
+    dtype = dense if asked == "auto" else asked
+    return [KVStorage(dtype, dtype)] * spec.num_layers
+
+
+def _configured(config: KVConfig, spec: ModelSpec, index: int, asked: str, dense: str) -> KVStorage:
+    layer = config.layers[index]
+    k, v = config.dtypes(index, dense) if asked == "auto" else (asked, asked)
+    if k not in KV_CODED:
+        return KVStorage(k, v)
+    if problem := mean_problem(spec, layer):
+        raise CheckpointError(f"kv_config.json: layer {index}: key_mean: {problem}")
+    return KVStorage(k, v, layer.key_mean, layer.hadamard)
+
+
+def mean_problem(spec: ModelSpec, layer: KVLayerConfig) -> str | None:
+    """Why this model's keys cannot do without their mean, or None."""
+    pairs = [pair for of_head in layer.key_mean for pair, _, _ in of_head]
+    if pairs and spec.rope.kind == "dynamic":
+        return "angles of dynamic RoPE depend on the sequence"
+    if max(pairs, default=-1) >= spec.rope.rotary_dim // 2:
+        return f"pair {max(pairs)} does not turn, RoPE has {spec.rope.rotary_dim // 2} pairs"
+    return None
+
+
+def _fixed(reader: CheckpointReader, spec: ModelSpec, scheme: KVScheme, layer: int) -> KVStorage:
+    if scheme.dynamic:
+        return KVStorage(scheme.dtype, scheme.dtype)
+    k, v = (_scales(reader, spec, scheme, layer, name) for name in ("k_scale", "v_scale"))
+    return KVStorage(scheme.dtype, scheme.dtype, k_scales=k, v_scales=v)
+
+
+def scale_name(spec: ModelSpec, layer: int, which: str) -> str:
+    """`k_scale` of layer 3 -> model.layers.3.self_attn.k_scale."""
+    return roles.module_name(spec, layer, "attn.k").rpartition(".")[0] + "." + which
+
+
+def _scales(reader: CheckpointReader, spec: ModelSpec, scheme: KVScheme, layer: int, which: str) -> tuple[float, ...]:
+    """One float16 number for each head."""
+    name = scale_name(spec, layer, which)
+    if not reader.has(name):
+        raise CheckpointError(f"{reader.path}: config.json has a kv_cache_scheme, but tensor {name} is missing")
+    count = 1 if scheme.strategy == "tensor" else spec.num_kv_heads
+    if math.prod(reader.info(name).shape) != count:
+        raise CheckpointError(f"{reader.path}: {name} is {list(reader.info(name).shape)}, expected {count} numbers")
+    scales = reader.tensor(name).float().flatten()
+    if not bool(((scales >= SMALLEST_SCALE) & (scales <= LARGEST_SCALE)).all()):
+        raise CheckpointError(f"{reader.path}: {name} is not within {SMALLEST_SCALE} .. {LARGEST_SCALE}")
+    return tuple(scales.half().float().expand(spec.num_kv_heads).tolist())
+
+
+def table_bytes(spec: ModelSpec, storages: list[KVStorage], positions: int) -> int:
+    """Of the angles that key means need."""
+    return 4 * spec.rope.rotary_dim * positions if any(s.has_mean for s in storages) else 0
+
+
+def allocate(
+    spec: ModelSpec, storages: list[KVStorage], num_blocks: int, block_size: int, positions: int
+) -> list[KVLayer]:
+    """Zeroed blocks for every layer (zeroed pages are taken from the machine only when first written), for sequences of
+    at most `positions` tokens."""
+    table = _angles(spec, positions) if any(s.has_mean for s in storages) else None
+    shape = num_blocks, spec.num_kv_heads, block_size, spec.head_dim
+    return [_layer(spec, storage, allocate_kv(*shape, storage.dtypes), table) for storage in storages]
+
+
+def _layer(spec: ModelSpec, storage: KVStorage, plain: KVLayer, table: Tensor | None) -> KVLayer:
+    mean = None if table is None or not storage.has_mean else _key_mean(spec, storage.key_mean, table)
+    keys: dict[str, Any] = {"mean": mean, "hadamard": storage.hadamard, "scales": _vector(storage.k_scales)}
+    return KVLayer(replace(plain.k, **keys), replace(plain.v, scales=_vector(storage.v_scales)))
+
+
+def _vector(numbers: tuple[float, ...]) -> Tensor | None:
+    return torch.tensor(numbers) if numbers else None
+
+
+def _angles(spec: ModelSpec, positions: int) -> Tensor:
+    """float32 [R/2, 2, positions]: the cosines and sines that turn keys, bit for bit."""
+    rope = Rope(spec.rope)
+    angles = ops.rope_angles.select("cpu")
+    cos, sin = angles(torch.arange(positions, dtype=torch.int32), rope.inv_freq, rope.magnitude)
+    return torch.stack([cos.T, sin.T], dim=1).contiguous()
+
+
+def _key_mean(spec: ModelSpec, by_head: tuple[tuple[PairMean, ...], ...], table: Tensor) -> KeyMean:
+    half, count = spec.rope.rotary_dim // 2, max(map(len, by_head))
+    vector = torch.zeros(spec.num_kv_heads, spec.head_dim)
+    pairs = torch.zeros(spec.num_kv_heads, count, dtype=torch.int32)
+    for head, given in enumerate(by_head):
+        numbers = [pair for pair, _, _ in given]
+        unused = [pair for pair in range(half) if pair not in numbers]
+        pairs[head] = torch.tensor(numbers + unused[: count - len(numbers)])
+        for pair, first, second in given:
+            vector[head, pair], vector[head, pair + half] = first, second
+    return KeyMean(vector, pairs, table)

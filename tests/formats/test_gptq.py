@@ -1,0 +1,196 @@
+"""GPTQ in both versions: known words, there and back, and everything that a file must not leave open."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lmkit.errors import CheckpointError, UnsupportedError
+from lmkit.formats.base import get_format, resolve_format
+from lmkit.formats.checkpoint import CheckpointReader
+from lmkit.qtensor import QTensor, QuantScheme
+from tests.formats.files import folder
+from tests.formats.linears import MODULE, assert_same, random_linear, read, written
+
+ENTRY: dict[str, Any] = {
+    "quant_method": "gptq", "bits": 4, "group_size": 16, "sym": True, "desc_act": False, "checkpoint_format": "gptq",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["gptq", "gptq_v2"])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group_size", [16, -1])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_there_and_back(tmp_path: Path, name: str, bits: int, group_size: int, symmetric: bool) -> None:
+    weight = random_linear(QuantScheme(bits, group_size, symmetric))
+    if name == "gptq" and not symmetric:
+        with pytest.raises(UnsupportedError, match=f"{MODULE}: gptq cannot store it: asymmetric.*gptq_v2"):
+            written(tmp_path / "m", name, {MODULE: weight})
+        return
+    assert_same(read(written(tmp_path / "m", name, {MODULE: weight}), name), weight)
+
+
+def one_group(codes: list[int], zeros: list[int]) -> QTensor:
+    """8 outputs with the same 8 codes."""
+    scheme = QuantScheme(4, -1, symmetric=set(zeros) == {8})
+    rows = torch.tensor([codes] * 8, dtype=torch.uint8)
+    return QTensor(rows, torch.ones(8, 1).half(), torch.tensor(zeros, dtype=torch.uint8)[:, None], scheme)
+
+
+def test_known_words(tmp_path: Path) -> None:
+    """Codes along the inputs, zeros along the outputs, one less in version 1."""
+    v1 = load_file(written(tmp_path / "v1", "gptq", {"m": one_group([*range(8)], [8] * 8)}) / "model.safetensors")
+    v2 = load_file(
+        written(tmp_path / "v2", "gptq_v2", {"m": one_group([*range(8, 16)], [*range(8)])}) / "model.safetensors"
+    )
+    assert v1["m.qweight"].tolist() == [[0x76543210] * 8]
+    assert v1["m.qzeros"].tolist() == [[2004318071]]  # 0x77777777
+    assert v2["m.qweight"].tolist() == [[0xFEDCBA98 - (1 << 32)] * 8]
+    assert v2["m.qzeros"].tolist() == [[0x76543210]]
+    for tensors in (v1, v2):
+        assert tensors["m.g_idx"].tolist() == [0] * 8
+        assert (tensors["m.g_idx"].dtype, tensors["m.scales"].dtype) == (torch.int32, torch.float16)
+
+
+def test_config_entry_is_mirrored(tmp_path: Path) -> None:
+    weight = random_linear(QuantScheme(4, 16, True))
+    dense = {f"model.layers.{i}.mlp.down_proj": torch.ones(2, 2) for i in (0, 10, 2)}
+    path = written(tmp_path / "m", "gptq", {MODULE: weight, "lm_head": torch.ones(2, 2), **dense})
+    entry = json.loads((path / "config.json").read_text())["quantization_config"]
+    assert json.loads((path / "quantize_config.json").read_text()) == entry
+    assert entry == {
+        "quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": False, "sym": True,
+        "checkpoint_format": "gptq", "pack_dtype": "int32", "lm_head": False,
+        "dynamic": {r"-:lm_head$": {}, r"-:model\.layers\.(0|2|10)\.mlp\.down_proj$": {}},
+    }  # fmt: skip
+    with CheckpointReader(path) as reader:
+        for module in dense:
+            assert torch.equal(get_format("gptq").read_linear(reader, module), torch.ones(2, 2))  # type: ignore[arg-type]
+
+
+def test_an_asymmetric_file_of_version_1(tmp_path: Path) -> None:
+    """Zeros of 1 and more are clear; the largest code stands for 16 with one reader, for 0 with another."""
+    clear = random_linear(QuantScheme(4, 16), smallest_zero=1)
+    path = written(tmp_path / "v2", "gptq_v2", {MODULE: clear})
+    tensors = load_file(path / "model.safetensors")
+    less = clear.zeros.T.contiguous() - 1
+    as_v1 = tensors | {f"{MODULE}.qzeros": tensors[f"{MODULE}.qzeros"] - 0x11111111}  # no borrow: no zero is 0
+    assert int(less.max()) < 15
+    v1 = folder(tmp_path / "v1", as_v1, {"quantization_config": ENTRY | {"sym": False}})
+    assert_same(read(v1, "gptq"), clear)
+    as_v1[f"{MODULE}.qzeros"][0, 0] = 0x7777776F  # zeros 0, 8, 8, ... with a borrow across the word
+    with pytest.raises(CheckpointError, match="qzeros holds 15, which stands for a zero of 16, or of 0"):
+        read(folder(tmp_path / "v1", as_v1, {"quantization_config": ENTRY | {"sym": False}}), "gptq")
+
+
+def test_sym_must_be_true(tmp_path: Path) -> None:
+    path = written(tmp_path / "m", "gptq_v2", {MODULE: random_linear(QuantScheme(4, 16))}, sym=True)
+    with pytest.raises(CheckpointError, match="qzeros are not all 8, but `sym` is true"):
+        read(path, "gptq_v2")
+
+
+def with_g_idx(tmp_path: Path, weight: QTensor, g_idx: list[int]) -> Path:
+    path = written(tmp_path / "plain", "gptq_v2", {MODULE: weight})
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"]["desc_act"] = True
+    tensors = load_file(path / "model.safetensors") | {f"{MODULE}.g_idx": torch.tensor(g_idx, dtype=torch.int32)}
+    return folder(tmp_path / "changed", tensors, config)
+
+
+def test_groups_in_any_order(tmp_path: Path) -> None:
+    weight = random_linear(QuantScheme(4, 16), (16, 48))
+    back = read(with_g_idx(tmp_path, weight, [2] * 16 + [0] * 16 + [1] * 16), "gptq_v2")
+    assert torch.equal(back.codes, weight.codes)
+    assert torch.equal(back.scales, weight.scales[:, [2, 0, 1]])
+    assert torch.equal(back.zeros, weight.zeros[:, [2, 0, 1]])
+
+
+def test_activation_order_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"g_idx: inputs of one group are not neighbours"):
+        read(with_g_idx(tmp_path, random_linear(QuantScheme(4, 16), (16, 32)), [0, 1] * 16), "gptq_v2")
+
+
+def test_an_impossible_group_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"g_idx names groups that there are not, outside 0 \.\. 1"):
+        read(with_g_idx(tmp_path, random_linear(QuantScheme(4, 16), (16, 32)), [0] * 16 + [2] * 16), "gptq_v2")
+
+
+def test_dynamic_overrides(tmp_path: Path) -> None:
+    """The first pattern that matches counts; it replaces what the rest of the entry says."""
+    weight = random_linear(QuantScheme(8, 32, True))
+    dynamic = {r"+:.*\.up_proj$": {"bits": 8, "group_size": 32}, r"-:.*": {}}
+    path = written(tmp_path / "m", "gptq", {MODULE: weight}, bits=4, group_size=16, dynamic=dynamic)
+    assert_same(read(path, "gptq"), weight)
+    path = written(tmp_path / "n", "gptq", {MODULE: weight}, dynamic={r"-:.*mlp": {}})
+    with pytest.raises(CheckpointError, match="has a qweight, but `dynamic` leaves it dense"):
+        read(path, "gptq")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"bits": 3}, "gptq: bits is 3, expected 4 or 8"),
+        ({"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'"),
+        ({"checkpoint_format": "gptq_v2", "bits": 2}, "gptq_v2: bits is 2"),
+        ({"format": "gptq_v2"}, "checkpoint_format is 'gptq'"),
+        ({"sym": None}, "sym is None"),
+        ({"lm_head": True}, "lm_head is True"),
+        ({"pack_dtype": "int8"}, "pack_dtype is 'int8'"),
+        ({"group_size": 0}, "group_size is 0"),
+        ({"rotation": "hadamard"}, "rotation is 'hadamard'"),
+        ({"adapter": {}}, "unknown fields adapter"),
+        ({"dynamic": []}, "dynamic is not an object"),
+        ({"dynamic": {"+:a": {"bits": 3}}}, "dynamic: '[+]:a': bits is 3"),
+        ({"dynamic": {"+:a": {"lora": 1}}}, "changes other fields"),
+        ({"dynamic": {"-:(a": {}}}, "not a regular expression"),
+        ({"dynamic": {"-:(a+)+$": {}}}, "repeats a group"),
+        ({"dynamic": {"-:.*.*.*.*.*": {}}}, "more than 4 repetitions"),
+    ],
+)
+def test_config_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        resolve_format({"quantization_config": ENTRY | changes})
+
+
+@pytest.mark.parametrize("changes", [{}, {"format": "gptq"}, {"checkpoint_format": "gptq_v2"}, {"damp_percent": 0.1},
+                                     {"desc_act": True}, {"dynamic": {}}, {"bits": 8, "group_size": -1}])  # fmt: skip
+def test_config_accepted(changes: dict[str, Any]) -> None:
+    entry = ENTRY | changes
+    assert resolve_format({"quantization_config": entry}).name == entry["checkpoint_format"]
+    old = {name: value for name, value in ENTRY.items() if name != "checkpoint_format"}
+    assert resolve_format({"quantization_config": old}).name == "gptq"  # as files were before there was a version 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"weight": torch.ones(16, 64)}, "has both qweight and weight"),
+        ({"qzeros": None}, "qzeros is missing"),
+        ({"scales": torch.ones(4, 15).half()}, r"scales is F16 \[4, 15\]"),
+        ({"scales": torch.full((4, 16), torch.inf).half()}, "not finite"),
+        ({"qweight": torch.ones(7, 16, dtype=torch.int32)}, "56 inputs are not a multiple of the group size 16"),
+        ({"qweight": torch.ones(8, 12, dtype=torch.int32)}, "12 outputs are not a multiple of 8"),
+        ({"g_idx": torch.zeros(63, dtype=torch.int32)}, r"g_idx is I32 \[63\]"),
+    ],
+)
+def test_tensors_that_disagree(tmp_path: Path, changes: dict[str, torch.Tensor | None], message: str) -> None:
+    path = written(tmp_path / "m", "gptq", {MODULE: random_linear(QuantScheme(4, 16, True))})
+    tensors = load_file(path / "model.safetensors") | {f"{MODULE}.{name}": part for name, part in changes.items()}
+    folder(path, {name: part for name, part in tensors.items() if part is not None},
+           json.loads((path / "config.json").read_text()))  # fmt: skip
+    with pytest.raises(CheckpointError, match=message):
+        read(path, "gptq")
+
+
+def test_one_scheme_for_a_checkpoint() -> None:
+    with pytest.raises(
+        UnsupportedError, match="4 bits in groups of 16, 8 bits in groups of -1; use compressed-tensors"
+    ):
+        get_format("gptq_v2").config_entry({"a": QuantScheme(4, 16), "b": QuantScheme(8, -1)})
+    with pytest.raises(UnsupportedError, match="no place for int8 activations"):
+        get_format("gptq_v2").config_entry({"a": QuantScheme(8, -1)}, activations="int8")

@@ -1,0 +1,136 @@
+"""The engine on checkpoints of every weight format: the logits of the dense checkpoint with the same weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lmkit.errors import CheckpointError
+from lmkit.formats.base import get_format
+from lmkit.formats.checkpoint import CheckpointReader, CheckpointWriter
+from lmkit.formats.convert import convert
+from lmkit.formats.parts import Activations
+from lmkit.layers.batch import allocate_kv, whole_batch
+from lmkit.models.decoder import Decoder
+from lmkit.models.loader import ModelSource, load_model
+from lmkit.qtensor import QTensor, QuantScheme, dequantize, quantize
+from tests.models import tiny
+
+SHAPE = {"hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4, "head_dim": 16, "num_hidden_layers": 2}
+PROMPTS = [[5, 7, 11, 2], [3]]
+FOUR, EIGHT = QuantScheme(4, 32), QuantScheme(8, -1, symmetric=True)
+CHANNEL = QuantScheme(8, -1, True, "float")
+BLOCK = QuantScheme(8, 128, True, "float", 128)  # of 64 outputs of q and 32 of k, 160 of gate
+SMALL_BLOCK = QuantScheme(8, 48, True, "float", 48)
+MIXED = {"q_proj": FOUR, "k_proj": QuantScheme(4, 32, True), "v_proj": CHANNEL, "gate_proj": EIGHT, "up_proj": EIGHT}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plain")
+    tiny.make(path, "llama-tied-bias", **SHAPE, tie_word_embeddings=False)
+    return path
+
+
+def rewritten(
+    plain: Path, path: Path, name: str, schemes: dict[str, QuantScheme], activations: Activations = "none"
+) -> tuple[Path, Path]:
+    """(the checkpoint with linears whose names end with a key in its scheme, a dense one with the same weights)."""
+    weight_format, linears = get_format(name), {}
+    quantized, dense = path / "quantized", path / "dense"
+    for folder in (quantized, dense):
+        folder.mkdir(parents=True)
+    writer, dense_writer = CheckpointWriter(quantized), CheckpointWriter(dense)
+    with CheckpointReader(plain) as reader:
+        for tensor_name in reader.names():
+            module, tensor = tensor_name.removesuffix(".weight"), reader.tensor(tensor_name)
+            scheme = next((s for suffix, s in schemes.items() if tensor_name.endswith(f"{suffix}.weight")), None)
+            weight: Any = tensor if scheme is None else quantize(tensor, scheme)
+            linears[module] = scheme
+            if isinstance(weight, QTensor):
+                weight_format.write_linear(writer, module, weight, activations=activations)
+                weight = dequantize(weight)
+            else:
+                writer.add(tensor_name, weight)
+            dense_writer.add(tensor_name, weight)
+        entry = weight_format.config_entry(linears, activations=activations)
+        writer.finish(reader.config | {"quantization_config": entry}, plain)
+        dense_writer.finish(reader.config, plain)
+    return quantized, dense
+
+
+def logits(decoder: Decoder) -> torch.Tensor:
+    spec = decoder.spec
+    batch, num_blocks = whole_batch(PROMPTS, 8)
+    kv = [allocate_kv(num_blocks, spec.num_kv_heads, 8, spec.head_dim, ("float32", "float32"))
+          for _ in range(spec.num_layers)]  # fmt: skip
+    return decoder(batch, kv)
+
+
+def every(scheme: QuantScheme) -> dict[str, QuantScheme]:
+    return {"_proj": scheme}
+
+
+CASES: list[tuple[str, dict[str, QuantScheme], Activations]] = [
+    ("gptq", every(QuantScheme(4, 32, True)), "none"),
+    ("gptq_v2", every(FOUR), "none"),
+    ("gptq_v2", every(QuantScheme(8, -1)), "none"),
+    ("compressed-tensors", every(FOUR), "none"),
+    ("compressed-tensors", every(QuantScheme(8, 32)), "none"),
+    ("compressed-tensors", every(EIGHT), "int8"),
+    ("compressed-tensors", every(CHANNEL), "float8"),
+    ("compressed-tensors", every(QuantScheme(8, -1, True, "float", -1)), "none"),
+    ("compressed-tensors", MIXED | {"lm_head": EIGHT}, "int8"),
+    ("fp8", every(BLOCK), "float8"),
+    ("fp8", every(SMALL_BLOCK), "float8"),
+]
+
+
+@pytest.mark.parametrize(("name", "schemes", "activations"), CASES)
+def test_exact_activations(
+    plain: Path, tmp_path: Path, name: str, schemes: dict[str, QuantScheme], activations: Activations
+) -> None:
+    quantized, dense = rewritten(plain, tmp_path, name, schemes, activations)
+    expected = logits(load_model(dense))
+    got = logits(load_model(quantized, activations="exact"))
+    assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
+    for _ in range(2):  # packed into the cache's file, and mapped from it
+        assert torch.equal(logits(load_model(quantized, activations="exact", packed_cache=True)), got)
+
+
+@pytest.mark.parametrize("schemes", [every(EIGHT), MIXED])
+def test_int8_activations(plain: Path, tmp_path: Path, schemes: dict[str, QuantScheme]) -> None:
+    quantized, dense = rewritten(plain, tmp_path, "compressed-tensors", schemes, "int8")
+    expected, got = logits(load_model(dense)), logits(load_model(quantized))
+    assert 0 < (got - expected).abs().max() < 0.05 * expected.abs().max()
+
+
+def test_a_converted_checkpoint_computes_the_same(plain: Path, tmp_path: Path) -> None:
+    schemes = {"q_proj": QuantScheme(4, 32), "down_proj": QuantScheme(4, 32)}
+    quantized, _ = rewritten(plain, tmp_path, "awq", schemes)
+    for name in ("compressed-tensors", "gptq_v2"):
+        convert(quantized, tmp_path / name, name)
+        assert torch.equal(logits(load_model(tmp_path / name)), logits(load_model(quantized)))
+
+
+def test_memory_of_coded_weights(plain: Path, tmp_path: Path) -> None:
+    """Scales are no dense weights that would be widened."""
+    quantized, _ = rewritten(plain, tmp_path, "compressed-tensors", every(CHANNEL))
+    source = ModelSource(quantized)
+    names = [name for name in source.reader.names() if "_proj.weight" in name]
+    assert source.weight_bytes("float32") == source.reader.nbytes()
+    assert {source.reader.info(name).dtype for name in names} == {"F8_E4M3", "F32"}
+
+
+def test_integers_where_floats_belong(plain: Path, tmp_path: Path) -> None:
+    writer = CheckpointWriter(tmp_path)
+    with CheckpointReader(plain) as reader:
+        for name in reader.names():
+            tensor = reader.tensor(name)
+            writer.add(name, tensor.to(torch.int8) if name == "model.embed_tokens.weight" else tensor)
+        writer.finish(reader.config, plain)
+    with pytest.raises(CheckpointError, match=r"model\.embed_tokens\.weight is I8, expected F16, BF16, F32"):
+        load_model(tmp_path)

@@ -1,0 +1,196 @@
+"""Mixtures of experts: where tokens go, and that a token's result is its own; what is refused."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from lmkit.config import EngineConfig
+from lmkit.errors import CheckpointError, UnsupportedError
+from lmkit.formats.hub import DEMO_FOLDER
+from lmkit.layers.batch import allocate_kv, whole_batch
+from lmkit.layers.moe import MoE, by_expert, route, row_sigmoid
+from lmkit.models import load_spec
+from lmkit.models.decoder import Decoder
+from lmkit.models.loader import ModelSource, load_model
+from lmkit.models.roles import LINEARS, SMOOTH, input_of, linears, module_name, smooth
+from lmkit.turbo.describe import describe_model
+from lmkit.turbo.engine import Engine
+from lmkit.turbo.request import GenerationConfig, Request
+from tests.models import tiny
+
+SPARSE = ["mixtral", "qwen2-moe", "qwen3-moe"]
+ROWS = [[5, 7, 11, 2, 190, 3, 3, 8, 21], [3], [17, 4, 9, 9, 60], [100, 101]]
+
+
+def logits(decoder: Decoder, rows: list[list[int]]) -> torch.Tensor:
+    spec = decoder.spec
+    batch, num_blocks = whole_batch(rows, 8)
+    kv = [
+        allocate_kv(num_blocks, spec.num_kv_heads, 8, spec.head_dim, ("float32", "float32"))
+        for _ in range(spec.num_layers)
+    ]
+    return decoder(batch, kv)
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_a_sequence_has_the_same_bits_in_any_company_and_from_the_packed_file(tmp_path: Path, name: str) -> None:
+    tiny.make(tmp_path, name)
+    decoder = load_model(tmp_path)
+    together = logits(decoder, ROWS).split([len(row) for row in ROWS])
+    for row, got in zip(ROWS, together, strict=True):
+        assert torch.equal(logits(decoder, [row]), got)
+    for _ in range(2):  # written, then mapped
+        assert torch.equal(logits(load_model(tmp_path, packed_cache=True), ROWS), torch.cat(together))
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_route_chooses_the_most_likely_experts(normalize: bool) -> None:
+    x = torch.randn(50, 6, generator=torch.Generator().manual_seed(1))
+    weights, experts = route(x, 2, normalize)
+    for row, got, chosen in zip(x.softmax(-1), weights, experts, strict=True):
+        best = sorted(range(6), key=lambda e: -row[e])[:2]
+        assert chosen.tolist() == best
+        torch.testing.assert_close(got, row[best] / (row[best].sum() if normalize else 1))
+
+
+def test_of_equal_experts_the_lower_number_is_chosen() -> None:
+    weights, experts = route(torch.zeros(3, 5), 2, True)
+    assert experts.tolist() == [[0, 1]] * 3
+    assert weights.tolist() == [[0.5, 0.5]] * 3
+
+
+def test_places_by_expert() -> None:
+    experts = torch.tensor([[4, 1], [1, 0], [4, 0]])
+    assert [(e, places.tolist()) for e, places in by_expert(experts)] == [(0, [3, 5]), (1, [1, 2]), (4, [0, 4])]
+
+
+def test_row_sigmoid_is_the_sigmoid_and_does_not_depend_on_other_rows() -> None:
+    x = torch.randn(67, 1, generator=torch.Generator().manual_seed(2)) * 5
+    whole = row_sigmoid(x)
+    torch.testing.assert_close(whole, x.sigmoid())
+    for start in range(67):
+        assert torch.equal(row_sigmoid(x[start : start + 3]), whole[start : start + 3])
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_experts_that_are_shown_all_tokens_give_the_same_output(tmp_path: Path, name: str) -> None:
+    tiny.make(tmp_path, name)
+    source = ModelSource(tmp_path)
+    layer = source.layer(next(i for i in range(3) if source.spec.sparse(i)), torch.float32)
+    assert isinstance(layer.mlp, MoE)
+    x = torch.randn(20, source.spec.hidden_size)
+    routed: dict[str, int] = {}
+    layer.observe(lambda role, x: routed.update({role: len(x)}))
+    exact = layer.mlp(x)
+    shown: dict[str, int] = {}
+    layer.observe(lambda role, x: shown.update({role: len(x)}), all_tokens=True)
+    torch.testing.assert_close(layer.mlp(x), exact)
+    experts = [role for role in linears(source.spec, layer.index) if role.startswith("mlp.experts.")]
+    per_token = layer.mlp.spec.experts_per_token
+    assert sum(routed.get(role, 0) for role in experts if role.endswith(".up")) == 20 * per_token
+    assert {shown[role] for role in experts} == {20}
+    layer.observe(None)
+    assert not layer.mlp.all_tokens
+
+
+def test_names_and_pairs_of_a_sparse_layer(tmp_path: Path) -> None:
+    tiny.make(tmp_path / "mixtral", "mixtral")
+    tiny.make(tmp_path / "qwen", "qwen2-moe")
+    mixtral, qwen = (ModelSource(tmp_path / name).spec for name in ("mixtral", "qwen"))
+    assert module_name(mixtral, 2, "mlp.experts.3.up") == "model.layers.2.block_sparse_moe.experts.3.w3"
+    assert module_name(qwen, 0, "mlp.experts.13.down") == "model.layers.0.mlp.experts.13.down_proj"
+    assert module_name(qwen, 0, "mlp.shared_router") == "model.layers.0.mlp.shared_expert_gate"
+    assert smooth(qwen, 1) == SMOOTH
+    assert linears(qwen, 1) == LINEARS
+    pairs = dict(smooth(qwen, 0))
+    assert {"mlp.router", "mlp.shared_router", "mlp.shared.up", "mlp.experts.6.gate"} <= set(pairs["norm.mlp"])
+    assert pairs["mlp.experts.5.up"] == ("mlp.experts.5.down",)
+    reads = input_of(qwen, 0)
+    assert (reads["mlp.shared.up"], reads["mlp.experts.2.up"]) == ("mlp.router", "mlp.experts.2.gate")
+
+
+def test_the_engine_generates_and_says_once_that_steps_are_not_recorded(tmp_path: Path) -> None:
+    model = tiny.make(tmp_path, "qwen3-moe")
+    shutil.copyfile(DEMO_FOLDER / "tokenizer.json", tmp_path / "tokenizer.json")
+    messages: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+
+    logger, handler = logging.getLogger("lmkit.turbo.graphs"), Handler()
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        config = EngineConfig(block_size=8, max_batch_size=4, max_step_tokens=16, max_model_len=64, dtype="float32")
+        engine = Engine(str(tmp_path), config)
+        for i, row in enumerate(ROWS):
+            params = GenerationConfig(max_new_tokens=4 + 3 * i, temperature=0.0, ignore_eos=True)
+            engine.add(Request(request_id=str(i), prompt_ids=row, params=params))
+        found: dict[str, list[int]] = {}
+        while engine.has_work():
+            for output in engine.step():
+                found.setdefault(output.request_id, []).extend(output.token_ids)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+    assert len([line for line in messages if "not recorded" in line]) == 1
+    for i, row in enumerate(ROWS):
+        ids = list(row)
+        with torch.no_grad():
+            for _ in range(4 + 3 * i):
+                ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        assert found[str(i)] == ids[len(row) :]
+
+
+def test_inspect_tells_of_experts(tmp_path: Path) -> None:
+    model = tiny.make(tmp_path, "qwen2-moe")
+    told = describe_model(str(tmp_path), EngineConfig(max_model_len=64))
+    assert told["architecture"]["experts"] == "7 of 40, 3 a token, 1 shared of 56, in 2 layers"
+    matrices = sum(
+        p.numel() for n, p in model.named_parameters() if p.ndim > 1 and "layers." in n and "mlp.gate.w" not in n
+    )
+    assert told["weights"]["linear parameters"] == matrices - 2 * 48  # without the shared experts' routers
+
+
+CONFIG = {
+    "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 100, "max_position_embeddings": 128,
+    "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+}  # fmt: skip
+
+
+def test_which_layers_are_sparse() -> None:
+    moe = load_spec(CONFIG | {"decoder_sparse_step": 2, "mlp_only_layers": [3]}).moe
+    assert moe is not None
+    assert moe.layers == (False, True, False, False)
+    assert load_spec(CONFIG | {"mlp_only_layers": [0, 1, 2, 3]}).moe is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_experts": 10**6}, {"num_experts_per_tok": 9}, {"num_experts_per_tok": 0}, {"moe_intermediate_size": 0},
+        {"decoder_sparse_step": 0}, {"mlp_only_layers": "all"}, {"mlp_only_layers": [None]}, {"num_experts": None},
+        {"architectures": ["Qwen2MoeForCausalLM"]},
+        {"architectures": ["Qwen2MoeForCausalLM"], "shared_expert_intermediate_size": 2**30},
+    ],
+)  # fmt: skip
+def test_absurd_experts_are_refused(change: dict[str, object]) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        load_spec(CONFIG | change)
+
+
+def test_experts_in_one_tensor_are_refused(tmp_path: Path) -> None:
+    tiny.make(tmp_path, "qwen3-moe")
+    file = tmp_path / "model.safetensors"
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    safetensors.torch.save_file(safetensors.torch.load_file(file) | {name: torch.zeros(7, 80, 48)}, file)
+    with pytest.raises(UnsupportedError, match="save_original_format"):
+        ModelSource(tmp_path)
