@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from typer.testing import CliRunner
 
+from lmkit.cli.main import app
 from lmkit.errors import CheckpointError, LMKitError, UnsupportedError
 from lmkit.formats.checkpoint import CheckpointReader
-from lmkit.formats.gguf import GgufReader, convert_gguf
+from lmkit.formats.gguf import GgufReader, convert_gguf, is_gguf
 from lmkit.formats.gguf_file import GgufFile
 from lmkit.formats.hub import DEMO_FOLDER
 from lmkit.models import load_spec
@@ -28,6 +30,7 @@ SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "
 
 def made(folder: Path, name: str, encode: Callable[[Tensor], Encoded] = floats, **overrides: object) -> Path:
     """A tiny model of family `name` as `folder`/model.gguf beside a tokenizer, and in `folder`/source as it was."""
+    folder.mkdir(exist_ok=True)
     model = tiny.make(folder / "source", name, **(SMALL | overrides))
     write_model(folder / "model.gguf", model, encode)
     shutil.copyfile(DEMO_FOLDER / "tokenizer.json", folder / "tokenizer.json")
@@ -170,3 +173,16 @@ def test_counts_are_held_against_the_file(tmp_path: Path) -> None:
         (tmp_path / "m.gguf").write_bytes(start + struct.pack("<IIQ", 9, kind, 1 << 60) + bytes(64))
         with pytest.raises(CheckpointError, match="truncated"):
             GgufFile(tmp_path / "m.gguf")
+
+
+def test_lmkit_convert_takes_a_file_or_its_folder(tmp_path: Path) -> None:
+    path = made(tmp_path / "folder", "llama", q4_0)
+    shutil.rmtree(tmp_path / "folder" / "source")
+    for number, model in enumerate((path, path.parent)):
+        out = tmp_path / str(number)
+        result = CliRunner().invoke(app, ["convert", str(model), "-o", str(out), "--format", "compressed-tensors"])
+        assert result.exit_code == 0, result.output
+        assert "14 linears as compressed-tensors" in result.output
+        assert ModelSource(out).format.name == "compressed-tensors"
+    assert not is_gguf(tmp_path / "0")
+    assert not is_gguf(tmp_path / "absent.gguf")
