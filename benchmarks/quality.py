@@ -21,7 +21,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.peers.client import ROOT, can_import, environment, last_line, parse_pythons
+from benchmarks.peers.client import can_import, environment, last_line, parse_pythons
 from benchmarks.quality_peers import cases, report
 from benchmarks.quality_peers.cases import Setting
 from benchmarks.quality_peers.catalog import ENTRIES, OUTLIERS, TOOLS, Entry
@@ -85,9 +85,8 @@ def _quantize(python: str, module: str, job: Job) -> None:
     command = [python, "-m", f"benchmarks.quality_peers.{module}", str(out / "job.json")]
     log = Path(f"{job.out}.log")
     with log.open("wb") as output:
-        done = subprocess.run(
-            command, stdout=output, stderr=output, cwd=ROOT, env=environment(job.threads), check=False
-        )
+        # In its folder: some tools leave files where they run.
+        done = subprocess.run(command, stdout=output, stderr=output, cwd=out, env=environment(job.threads), check=False)
     if done.returncode:
         raise ToolFailed(last_line(log))
 
@@ -120,7 +119,7 @@ def main() -> None:
             parse_pythons(arguments.peer, TOOLS),
             setting=QUICK if arguments.quick else FULL,
             threads=arguments.threads,
-            workdir=arguments.workdir / ("quick" if arguments.quick else "full"),
+            workdir=arguments.workdir.resolve() / ("quick" if arguments.quick else "full"),
             fresh=arguments.fresh,
         )
     except LMKitError as error:

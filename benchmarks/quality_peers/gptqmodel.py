@@ -17,7 +17,14 @@ from gptqmodel.quantization.config import FORMAT, AWQConfig, GPTQConfig  # noqa:
 from benchmarks.quality_peers.dense import load_float32, save_dense  # noqa: E402
 from benchmarks.quality_peers.protocol import Job, run  # noqa: E402
 
-GRID: dict[str, Any] = {"bits": 4, "group_size": 128, "sym": False, "device": "cpu", "offload_to_disk": False}
+GRID: dict[str, Any] = {
+    "bits": 4,
+    "group_size": 128,
+    "sym": False,
+    "device": "cpu",
+    "offload_to_disk": False,
+    "pack_impl": "original",
+}
 RECIPES = {
     "gptq": lambda: GPTQConfig(format=FORMAT.GPTQ_V2, **GRID),
     "awq": lambda: AWQConfig(format=FORMAT.GEMM, **GRID),

@@ -2,39 +2,28 @@
 
 from __future__ import annotations
 
-import hashlib
-
-import torch
-
 import lmkit
 from benchmarks.quality_peers.protocol import Job, run
 from lmkit.kernels.cpu import threads
-from lmkit.quant.calib import CalibrationData
-from lmkit.quant.recipe import DEFAULT_RECIPE, Recipe, load_recipe, parse_recipe
-from lmkit.quant.run import Quantizer, prepare
+from lmkit.quant.recipe import DEFAULT_RECIPE, load_recipe
+from lmkit.quant.run import prepare
 
-STEPS: dict[str, list[dict[str, str]]] = {
-    "rtn": [{"step": "rtn"}],
-    "awq": [{"step": "awq_scale"}, {"step": "awq_clip"}, {"step": "rtn"}],
-    "gptq": [{"step": "gptq"}],
+RECIPES = {
+    "rtn": "rtn_w4a16_g128",
+    "awq": "awq_rtn_w4a16_g128",
+    "gptq": "gptq_w4a16_g128",
+    "default": DEFAULT_RECIPE,
 }
-
-
-def recipe(name: str) -> Recipe:
-    """One of STEPS, or `default`, what `lmkit quantize` does unless told otherwise."""
-    if name == "default":
-        return load_recipe(DEFAULT_RECIPE)
-    return parse_recipe({"steps": STEPS[name]}, f"recipe {name}")
 
 
 def quantize(job: Job) -> tuple[str, str]:
     threads.configure(job.threads)
-    chosen = recipe(job.recipe)
-    rows = torch.tensor(job.load_rows())
-    prepared = prepare(job.model, chosen)
-    data = CalibrationData(rows, ("given rows",), hashlib.sha256(rows.numpy().tobytes()).hexdigest())
-    Quantizer(prepared.source, chosen, prepared.tokenizer, data, prepared.plan).run(job.checkpoint)
-    return lmkit.__version__, ", ".join(str(step) for step in chosen.steps)
+    rows = job.load_rows()
+    calibration = {"dataset": "demo", "num_samples": len(rows), "seq_len": len(rows[0]), "seed": 0}
+    quantizer = prepare(job.model, load_recipe(RECIPES[job.recipe], {"calibration": calibration}))
+    assert quantizer.data.rows.tolist() == rows, "not the rows that the other tools were given"
+    quantizer.run(job.checkpoint)
+    return lmkit.__version__, ", ".join(str(step) for step in quantizer.recipe.steps)
 
 
 if __name__ == "__main__":

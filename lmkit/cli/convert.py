@@ -1,4 +1,4 @@
-"""`lmkit convert MODEL -o OUT --format FORMAT`: the same quantized weights in another format."""
+"""`lmkit convert MODEL -o OUT --format FORMAT`: the same quantized weights in another format, or out of a GGUF file."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from lmkit.cli.eval import ProgressBar
 
 
 def convert(
-    model: Annotated[str, typer.Argument(help="A quantized checkpoint's folder.")],
+    model: Annotated[str, typer.Argument(help="A quantized checkpoint's folder, or a .gguf file.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write; it must not exist or be empty.")],
-    format: Annotated[str, typer.Option(help="awq, gptq, gptq_v2, compressed-tensors or fp8.")],
+    format: Annotated[str, typer.Option(help="awq, gptq, gptq_v2, compressed-tensors or fp8; dense from GGUF.")],
 ) -> None:
     """Write a quantized checkpoint in another format without loss, and read it back."""
     from lmkit.formats.convert import convert
+    from lmkit.formats.gguf import convert_gguf, is_gguf
 
+    chosen = convert_gguf if is_gguf(model) else convert
     with ProgressBar(quiet=False) as bar:
-        linears = convert(model, output, format, progress=lambda done, total: bar.update("linears", done, total))
+        linears = chosen(model, output, format, progress=lambda done, total: bar.update("linears", done, total))
     quantized = sum(scheme is not None for scheme in linears.values())
     print(f"{output}: {quantized} linears as {format}, read back and found equal")

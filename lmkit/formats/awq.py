@@ -18,6 +18,7 @@ from lmkit.formats.checkpoint import CheckpointReader, CheckpointWriter
 from lmkit.formats.dense import read_dense
 from lmkit.formats.packing import pack_awq, unpack_awq
 from lmkit.formats.parts import (
+    AUTO_ROUND_NOTES,
     Activations,
     Fields,
     field_problem,
@@ -41,6 +42,7 @@ _FIELDS: Fields = (
     ("zero_point", "zero_point", (True, None)),
     ("desc_act", "desc_act", (False, None)),
     ("lm_head", "lm_head", (False, None)),
+    ("data_type", "data_type", ("int", None)),
     ("modules_in_block_to_quantize", "modules_in_block_to_quantize", (None,)),
 )
 _READ = {"quant_method", "group_size", "q_group_size", "modules_to_not_convert"}
@@ -60,7 +62,7 @@ class AwqFormat:
             return problem
         entry = config["quantization_config"]
         return (
-            field_problem(entry, _FIELDS, _READ | _NOTES)
+            field_problem(entry, _FIELDS, _READ | _NOTES | AUTO_ROUND_NOTES)
             or _group_size_problem(entry)
             or names_problem("modules_to_not_convert", entry.get("modules_to_not_convert"))
         )

@@ -204,7 +204,7 @@ def _no_weights(folder: Path) -> str:
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
         return f"{folder}: has only pickled weights, which can run code and are not read; convert them to safetensors"
     if any(folder.glob("*.gguf")):
-        return f"{folder}: GGUF files are not read; use the safetensors checkpoint they were made from"
+        return f"{folder}: GGUF files are not run; `lmkit convert FILE.gguf -o FOLDER --format awq` first"
     return f"{folder}: has neither {SINGLE} nor {INDEX}"
 
 

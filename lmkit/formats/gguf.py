@@ -12,17 +12,21 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lmkit.errors import CheckpointError, UnsupportedError
-from lmkit.formats.base import WeightFormat
+from lmkit.errors import CheckpointError, ConfigError, UnsupportedError
+from lmkit.formats.base import get_format
 from lmkit.formats.checkpoint import CheckpointWriter, atomic_directory
 from lmkit.formats.gguf_file import GgufFile, GgufTensor
-from lmkit.qtensor import QTensor, QuantScheme, dequantize
+from lmkit.formats.verify import fingerprint, verify
+from lmkit.qtensor import Linears, QTensor, QuantScheme, dequantize
+
+Progress = Callable[[int, int], None]  # (tensors done, of how many)
 
 GROUP = 32
 _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -123,34 +127,52 @@ def find_gguf(path: Path) -> Path:
     return files[0]
 
 
-def convert_gguf(path: str | Path, out: Path, weight_format: WeightFormat) -> None:
-    """Write a GGUF checkpoint as a Hugging Face folder, its linears by `weight_format` (dense stores the
-    values of quantized linears as float16).
+def is_gguf(model: str | Path) -> bool:
+    """Whether `model` names a GGUF file, or a folder that holds one and no safetensors."""
+    path = Path(model)
+    if path.is_dir():
+        return any(path.glob("*.gguf")) and not any(path.glob("*.safetensors"))
+    return path.suffix == ".gguf" and path.exists()
 
-    Raises CheckpointError, also without a tokenizer.json beside the file, and UnsupportedError for a linear that the
-    format cannot store.
+
+def convert_gguf(
+    model: str | Path, output: str | Path, format_name: str, *, progress: Progress = lambda done, total: None
+) -> Linears:
+    """Write a GGUF checkpoint as a Hugging Face folder, whole or not at all, and read its quantized linears back.
+
+    `format_name` "dense" stores all linears as floats. Returns how each is quantized. Raises ConfigError if `output` is
+    occupied, CheckpointError for a damaged file or one without a tokenizer.json beside it, and UnsupportedError for
+    linears that the format cannot store.
     """
-    reader = GgufReader(path)
+    reader, target = GgufReader(model), get_format(format_name)
     if not (reader.path / "tokenizer.json").is_file():
         raise CheckpointError(
             f"{reader.path}: a GGUF file needs the model's tokenizer.json beside it (its repository has it); "
             "the tokenizer inside the file is not read"
         )
-    linears = reader.linears() if weight_format.name != "dense" else {}
-    quantized = {module: scheme for module, scheme in linears.items() if scheme is not None}
-    for module, scheme in quantized.items():
-        if reason := weight_format.can_write(reader.shape(module), scheme):
-            raise UnsupportedError(f"{module}: {weight_format.name} cannot store it: {reason}; convert to dense")
-    with atomic_directory(out) as folder:
-        writer = CheckpointWriter(folder)
-        for name in reader.names():
+    linears = dict.fromkeys(reader.linears()) if target.name == "dense" else reader.linears()
+    for module, scheme in linears.items():
+        if scheme is not None and (reason := target.can_write(reader.shape(module), scheme)):
+            raise UnsupportedError(f"{module}: {target.name} cannot store it: {reason}; use another --format, or dense")
+    quantized = any(linears.values())
+    if target.name != "dense" and not quantized:
+        raise ConfigError(f"{reader.file_path}: no linear is quantized; use --format dense")
+    with atomic_directory(output) as folder:
+        writer, fingerprints = CheckpointWriter(folder), {}
+        names = reader.names()
+        for number, name in enumerate(names):
             module = name.removesuffix(".weight")
-            if module in quantized:
-                weight_format.write_linear(writer, module, reader.read_linear(module))
-            else:
+            if linears.get(module) is None:
                 writer.add(name, reader.tensor(name))
-        entry = {"quantization_config": weight_format.config_entry(linears)} if quantized else {}
+            else:
+                weight = reader.read_linear(module)
+                fingerprints[module] = fingerprint(weight)
+                target.write_linear(writer, module, weight)
+            progress(number + 1, len(names))
+        entry = {"quantization_config": target.config_entry(linears)} if quantized else {}
         writer.finish(reader.config | entry, reader.path)
+        verify(folder, fingerprints)
+    return linears
 
 
 def _quantized(storage: str, raw: Tensor, shape: tuple[int, ...], where: str) -> QTensor:

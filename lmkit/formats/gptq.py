@@ -28,6 +28,7 @@ from lmkit.formats.checkpoint import CheckpointReader, CheckpointWriter
 from lmkit.formats.dense import read_dense
 from lmkit.formats.packing import pack_words, unpack_words
 from lmkit.formats.parts import (
+    AUTO_ROUND_NOTES,
     Activations,
     Fields,
     field_problem,
@@ -50,6 +51,7 @@ _FIELDS: Fields = (
     ("sym", "sym", (True, False)),
     ("desc_act", "desc_act", (False, True, None)),
     ("lm_head", "lm_head", (False, None)),
+    ("data_type", "data_type", ("int", None)),
     ("pack_dtype", "pack_dtype", ("int32", None)),
     ("is_marlin_format", "is_marlin_format", (False, None)),
     ("modules_in_block_to_quantize", "modules_in_block_to_quantize", (None,)),
@@ -87,7 +89,7 @@ class GptqFormat:
         if entry.get("rotation"):
             return f"rotation is {entry['rotation']!r}: activations would have to be rotated"
         return (
-            field_problem(entry, _FIELDS, _READ | _NOTES)
+            field_problem(entry, _FIELDS, _READ | _NOTES | AUTO_ROUND_NOTES)
             or size_problem(entry.get("group_size"))
             or _dynamic_problem(entry.get("dynamic"))
         )

@@ -17,6 +17,12 @@ Activations = Literal["none", "int8", "float8"]
 
 # (field, its other spelling, allowed values, None among them if it may be absent)
 Fields = tuple[tuple[str, str, tuple[Any, ...]], ...]
+# What AutoRound adds to AWQ and GPTQ entries: how it searched, no meaning for the tensors.
+AUTO_ROUND_NOTES = {
+    "amp", "autoround_version", "batch_size", "enable_minmax_tuning", "enable_norm_bias_tuning", "enable_quanted_input",
+    "gradient_accumulate_steps", "iters", "low_gpu_mem_usage", "lr", "minmax_lr", "nsamples", "provider",
+    "quant_block_list", "scale_dtype", "seqlen", "to_quant_block_names",
+}  # fmt: skip
 FLOATS = ("F16", "BF16", "F32")
 MAX_GROUP_SIZE = 1 << 17
 MARKS = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")  # a module with one of these is quantized

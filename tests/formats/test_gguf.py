@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from typer.testing import CliRunner
 
+from lmkit.cli.main import app
 from lmkit.errors import CheckpointError, LMKitError, UnsupportedError
-from lmkit.formats.base import get_format
 from lmkit.formats.checkpoint import CheckpointReader
-from lmkit.formats.gguf import GgufReader, convert_gguf
+from lmkit.formats.gguf import GgufReader, convert_gguf, is_gguf
 from lmkit.formats.gguf_file import GgufFile
 from lmkit.formats.hub import DEMO_FOLDER
 from lmkit.models import load_spec
@@ -29,6 +30,7 @@ SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "
 
 def made(folder: Path, name: str, encode: Callable[[Tensor], Encoded] = floats, **overrides: object) -> Path:
     """A tiny model of family `name` as `folder`/model.gguf beside a tokenizer, and in `folder`/source as it was."""
+    folder.mkdir(exist_ok=True)
     model = tiny.make(folder / "source", name, **(SMALL | overrides))
     write_model(folder / "model.gguf", model, encode)
     shutil.copyfile(DEMO_FOLDER / "tokenizer.json", folder / "tokenizer.json")
@@ -38,7 +40,7 @@ def made(folder: Path, name: str, encode: Callable[[Tensor], Encoded] = floats, 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
 def test_a_model_comes_back_as_it_was(tmp_path: Path, name: str) -> None:
     path = made(tmp_path, name)
-    convert_gguf(path, tmp_path / "out", get_format("dense"))
+    convert_gguf(path, tmp_path / "out", "dense")
     with CheckpointReader(tmp_path / "source") as before, CheckpointReader(tmp_path / "out") as after:
         assert after.names() == before.names()
         for tensor in before.names():
@@ -86,7 +88,7 @@ def test_q6_k_is_read_as_floats(tmp_path: Path) -> None:
 
 def test_four_bit_linears_become_awq(tmp_path: Path) -> None:
     path = made(tmp_path, "qwen3", q4_0)
-    convert_gguf(path, tmp_path / "out", get_format("awq"))
+    convert_gguf(path, tmp_path / "out", "awq")
     reader, source = GgufReader(path), ModelSource(tmp_path / "out")
     for module in reader.linears():
         stored, q = source.format.read_linear(source.reader, module), reader.read_linear(module)
@@ -104,11 +106,11 @@ EMBED: dict[str, Encoded] = {"token_embd.weight": floats(torch.zeros(3, 32))}
 
 def test_refusals(tmp_path: Path) -> None:
     path = made(tmp_path, "llama", q8_0)
-    with pytest.raises(UnsupportedError, match=r"mlp\.down_proj: awq cannot store it: 8 bits.*convert to dense"):
-        convert_gguf(path, tmp_path / "out", get_format("awq"))
+    with pytest.raises(UnsupportedError, match=r"mlp\.down_proj: awq cannot store it: 8 bits.*--format, or dense"):
+        convert_gguf(path, tmp_path / "out", "awq")
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match=r"tokenizer\.json beside it"):
-        convert_gguf(path, tmp_path / "out", get_format("dense"))
+        convert_gguf(path, tmp_path / "out", "dense")
     assert not (tmp_path / "out").exists()
     with pytest.raises(CheckpointError, match=r"0 \.gguf files"):
         GgufReader(tmp_path / "source")
@@ -171,3 +173,16 @@ def test_counts_are_held_against_the_file(tmp_path: Path) -> None:
         (tmp_path / "m.gguf").write_bytes(start + struct.pack("<IIQ", 9, kind, 1 << 60) + bytes(64))
         with pytest.raises(CheckpointError, match="truncated"):
             GgufFile(tmp_path / "m.gguf")
+
+
+def test_lmkit_convert_takes_a_file_or_its_folder(tmp_path: Path) -> None:
+    path = made(tmp_path / "folder", "llama", q4_0)
+    shutil.rmtree(tmp_path / "folder" / "source")
+    for number, model in enumerate((path, path.parent)):
+        out = tmp_path / str(number)
+        result = CliRunner().invoke(app, ["convert", str(model), "-o", str(out), "--format", "compressed-tensors"])
+        assert result.exit_code == 0, result.output
+        assert "14 linears as compressed-tensors" in result.output
+        assert ModelSource(out).format.name == "compressed-tensors"
+    assert not is_gguf(tmp_path / "0")
+    assert not is_gguf(tmp_path / "absent.gguf")

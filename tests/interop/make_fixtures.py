@@ -70,7 +70,13 @@ def gptqmodel(out: Path, version: str) -> torch.Tensor:
     from gptqmodel import BACKEND, GPTQModel
     from gptqmodel.quantization.config import FORMAT, AWQConfig, GPTQConfig
 
-    grid: dict[str, Any] = {"bits": 4, "group_size": GROUP, "device": "cpu", "offload_to_disk": False}
+    grid: dict[str, Any] = {
+        "bits": 4,
+        "group_size": GROUP,
+        "device": "cpu",
+        "offload_to_disk": False,
+        "pack_impl": "original",
+    }
     config = {
         "v1": lambda: GPTQConfig(format=FORMAT.GPTQ, sym=True, **grid),
         "v2": lambda: GPTQConfig(format=FORMAT.GPTQ_V2, sym=False, **grid),

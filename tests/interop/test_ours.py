@@ -14,19 +14,13 @@ from lmkit.qtensor import QuantScheme, quantize
 from tests.interop.logits import exact_logits
 from tests.models import tiny
 
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "vocab_size": 128,
-}
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1}
 IDS = list(range(3, 43))
 
 
 def quantized(folder: Path, weight_format: WeightFormat, *, symmetric: bool) -> Path:
     """A tiny Llama with its layers' linears rounded to 4 bits in groups of 32."""
-    tiny.make(folder / "source", "llama", **SIZES, vocab_size=128)
+    tiny.make(folder / "source", "llama", **SIZES)
     scheme = QuantScheme(4, 32, symmetric)
     out = folder / "out"
     out.mkdir()
