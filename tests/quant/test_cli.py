@@ -47,7 +47,7 @@ def test_quantize_then_eval_as_json(source: Path, tmp_path: Path) -> None:
     assert [source["samples"] for source in report["calibration"]["sources"]] == [1, 3]
     assert report["evaluation"] is None
     kv = json.loads((tmp_path / "out" / "kv_config.json").read_text())
-    assert [layer["k_bits"] for layer in kv["layers"]] == [8]
+    assert [(layer["k"], layer["v"]) for layer in kv["layers"]] == [("int8", "int8")]
 
     options = ["--against", source, "--text", text, "--seq-len", "64", "--limit", "256"]
     result = json.loads(run("eval", tmp_path / "out", *options, "--activations", "exact", "--json"))
@@ -66,7 +66,7 @@ def test_tables_show_plan_errors_and_evaluation(tmp_path: Path, monkeypatch: pyt
     source = tiny_checkpoint(tmp_path / "source", num_hidden_layers=1, intermediate_size=88)
     monkeypatch.setattr("lmkit.quant.run.EVAL_TOKENS", 256)
     shown = run("quantize", source, "-o", tmp_path / "out", *SMALL)
-    assert "awq_scale, awq_clip, rtn; 4 bits, groups of 32; KV 16 bits" in shown
+    assert "awq_scale, awq_clip, gptq; 4 bits, groups of 32; KV 16 bits" in shown
     assert "estimate:" in shown
     assert "stays dense: model.layers.0.mlp.down_proj: 88 inputs" in shown
     assert "same most likely token" in shown
