@@ -135,7 +135,7 @@ def test_two_runs_write_the_same_bytes(source: Path, quantized: tuple[Path, Quan
     prepare(source, AWQ).run(tmp_path / "again")
     names = {file.name for file in out.iterdir()}
     assert names == {file.name for file in (tmp_path / "again").iterdir()}
-    for name in names - {"report.json"}:
+    for name in names - {"report.json", "report.html"}:  # they tell the time
         assert (out / name).read_bytes() == (tmp_path / "again" / name).read_bytes(), name
 
 
