@@ -55,7 +55,7 @@ def test_the_default_recipe_is_shipped_and_is_awq() -> None:
     [
         (MINIMAL + "group_size: 64", "group_size", "format, scheme, activations, bits, steps, kv"),
         (MINIMAL + "scheme: {bit: 4}", "$.scheme", "bits, type, group_size, symmetric"),
-        (MINIMAL + "kv: {bit: 4}", "$.kv", "bits, layers"),
+        (MINIMAL + "kv: {bit: 4}", "$.kv", "bits, average_bits"),
         (MINIMAL + "kv: {layers: {0: {bits: 4}}}", "$.kv.layers", "k_bits, v_bits"),
         (MINIMAL + "calibration: {samples: 4}", "$.calibration", "dataset, num_samples, seq_len, seed"),
         ("steps: [{step: awq_scale, gird: 20}, {step: rtn}]", "$.steps[0]", "step, duo, grid, tokens"),
