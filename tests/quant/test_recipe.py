@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lmkit.errors import ConfigError
-from lmkit.quant.recipe import DEFAULT_RECIPE, RECIPES, AwqClip, AwqScale, Rtn, load_recipe
+from lmkit.quant.recipe import DEFAULT_RECIPE, RECIPES, ROUNDERS, AwqClip, AwqScale, Gptq, load_recipe
 
 MINIMAL = "steps: [{step: rtn}]\n"
 
@@ -22,12 +22,12 @@ def write(folder: Path, text: str) -> str:
 def test_every_shipped_recipe_loads(name: str) -> None:
     recipe = load_recipe(name)
     assert recipe.scheme.bits == 4
-    assert isinstance(recipe.steps[-1], Rtn)
+    assert any(isinstance(step, ROUNDERS) for step in recipe.steps)
 
 
 def test_the_default_recipe_is_shipped_and_is_awq() -> None:
     recipe = load_recipe(DEFAULT_RECIPE)
-    assert [type(step) for step in recipe.steps] == [AwqScale, AwqClip, Rtn]
+    assert [type(step) for step in recipe.steps] == [AwqScale, AwqClip, Gptq]
     assert recipe.scheme.group_size == 128
     assert recipe.kv.bits == 16
 
@@ -58,11 +58,14 @@ def test_an_unknown_key_names_file_place_and_allowed_keys(tmp_path: Path, text: 
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("steps: []", "then rtn"),
-        ("steps: [{step: awq_scale}]", "then rtn"),
-        ("steps: [{step: rtn}, {step: awq_scale}]", "then rtn"),
-        ("steps: [{step: awq_clip}, {step: awq_scale}, {step: rtn}]", "then rtn"),
-        ("steps: [{step: gptq}]", "gptq"),
+        ("steps: []", "one of them rounds"),
+        ("steps: [{step: awq_scale}]", "one of them rounds"),
+        ("steps: [{step: rtn}, {step: awq_scale}]", "at most one of each"),
+        ("steps: [{step: awq_clip}, {step: awq_scale}, {step: rtn}]", "at most one of each"),
+        ("steps: [{step: gptw}]", "gptw"),
+        ("steps: [{step: rtn}, {step: gptq}]", "at most one of each"),
+        ("steps: [{step: signround}]", "one of them rounds"),
+        ("steps: [{step: gptq, damping: 0}]", "damping"),
         ("scheme: {bits: 4}", "steps"),
         (MINIMAL + "scheme: {bits: 3}", "$.scheme.bits"),
         (MINIMAL + "scheme: {group_size: 48}", "$.scheme.group_size"),
