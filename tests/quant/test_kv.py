@@ -85,7 +85,9 @@ def test_static_scales(kind: Any, largest: int, name: str) -> None:
     seen = KVStats.empty(2, 16)
     seen.add(torch.full((50, 2, 16), -3.0), torch.full((50, 2, 16), 5.0), UNTURNED)
     written: Any = Written()
-    entry = write_static(written, {"a": 1}, KVRecipe(bits=8, type=kind, scheme="static8"), spec(num_hidden_layers=1), [seen])
+    entry = write_static(
+        written, {"a": 1}, KVRecipe(bits=8, type=kind, scheme="static8"), spec(num_hidden_layers=1), [seen]
+    )
     assert entry is not None
     assert entry["a"] == 1
     scheme = parse_kv_scheme({"quantization_config": entry})
