@@ -10,9 +10,8 @@ import typer
 from lmkit.cli.eval import ProgressBar, print_result
 
 if TYPE_CHECKING:
-    from lmkit.quant.plan import Plan
-    from lmkit.quant.recipe import Recipe
     from lmkit.quant.report import QuantReport
+    from lmkit.quant.run import Quantizer
 
 
 def quantize(
@@ -27,13 +26,17 @@ def quantize(
     group_size: Annotated[int | None, typer.Option(help="32, 64 or 128 inputs share a scale.")] = None,
     kv_bits: Annotated[int | None, typer.Option(help="Bits of the KV cache: 16, 8 or 4.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of the choice of calibration text.")] = None,
+    max_memory: Annotated[
+        str | None, typer.Option(help="Memory to stay below, for example 2GiB; without it, the fastest way.")
+    ] = None,
+    restart: Annotated[bool, typer.Option(help="Drop what an interrupted run of this output has finished.")] = False,
     evaluate: Annotated[
         bool, typer.Option("--eval/--no-eval", help="Compare the result with the source on held-out text.")
     ] = True,
     json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Quantize a checkpoint. Options replace what the recipe says."""
-    from lmkit.config import default_num_threads
+    from lmkit.config import default_num_threads, parse_bytes
     from lmkit.kernels.cpu import threads
     from lmkit.quant.evaluate import encode_text
     from lmkit.quant.recipe import load_recipe
@@ -51,12 +54,13 @@ def quantize(
         },
     )  # fmt: skip
     threads.configure(default_num_threads())
-    quantizer = prepare(model, loaded)
+    budget = None if max_memory is None else parse_bytes(max_memory, "--max-memory")
+    quantizer = prepare(model, loaded, max_memory=budget)
     eval_ids = encode_text(quantizer.source.reader.path) if evaluate else None
     if not json:
-        _print_plan(model, loaded, quantizer.plan)
+        _print_plan(model, quantizer)
     with ProgressBar(quiet=json) as bar:
-        report = quantizer.run(output, eval_ids=eval_ids, progress=bar.update)
+        report = quantizer.run(output, eval_ids=eval_ids, restart=restart, progress=bar.update)
     if json:
         import msgspec
 
@@ -65,14 +69,18 @@ def quantize(
         _print_report(report, output)
 
 
-def _print_plan(model: str, recipe: Recipe, plan: Plan) -> None:
+def _print_plan(model: str, quantizer: Quantizer) -> None:
+    recipe, plan, budget = quantizer.recipe, quantizer.plan, quantizer.budget
     calibration = recipe.calibration
     steps = ", ".join(type(step).__struct_config__.tag for step in recipe.steps)  # type: ignore[misc]
     print(
         f"{model}: {steps}; {recipe.scheme.bits} bits, groups of {recipe.scheme.group_size}; KV {recipe.kv.bits} bits"
     )
     print(f"calibration: {calibration.num_samples} rows of {calibration.seq_len} tokens from {calibration.dataset}")
-    print(f"estimate: {plan.memory_bytes / 2**30:.2f} GiB of memory, {_duration(plan.seconds)} without evaluation")
+    print(
+        f"estimate: {budget.memory_bytes / 2**30:.2f} GiB of memory, {budget.disk_bytes / 2**30:.2f} GiB of disk, "
+        f"{_duration(plan.seconds)} without evaluation; batches of {budget.batch_tokens} tokens"
+    )
     for module, reason in plan.dense.items():
         print(f"stays dense: {module}: {reason}")
 

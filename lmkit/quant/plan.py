@@ -20,18 +20,15 @@ from lmkit.quant.recipe import AwqClip, AwqScale, Recipe
 
 log = get_logger(__name__)
 
-BATCH_TOKENS = 4096  # of the calibration set in one forward pass
-
 
 @dataclass(frozen=True)
 class Plan:
     """`linears` has every linear's module with how it is quantized (None = it stays dense), `dense` the reason of those
-    that stay dense; `memory_bytes` and `seconds` are estimates."""
+    that stay dense; `seconds` is an estimate."""
 
     spec: ModelSpec
     linears: dict[str, QuantScheme | None]
     dense: dict[str, str]
-    memory_bytes: int
     seconds: float
 
     def schemes(self, layer: int) -> dict[str, QuantScheme]:
@@ -55,7 +52,7 @@ def make_plan(source: ModelSource, recipe: Recipe) -> Plan:
     if len(dense) == len(modules):
         raise ConfigError(f"recipe: nothing to quantize, every linear stays dense: {next(iter(dense.values()))}")
     linears = {module: None if module in dense else recipe.scheme.scheme() for module in modules}
-    return Plan(spec, linears, dense, _memory(spec, recipe), _operations(spec, recipe) / _operations_per_second())
+    return Plan(spec, linears, dense, _operations(spec, recipe) / _operations_per_second())
 
 
 def dense_modules(spec: ModelSpec, recipe: Recipe) -> dict[str, str]:
@@ -117,19 +114,3 @@ def _operations_per_second() -> float:
     for _ in range(4):
         x @ x
     return 4 * 2 * 512**3 / (time.perf_counter() - start)
-
-
-def _memory(spec: ModelSpec, recipe: Recipe) -> int:
-    """Bytes at the peak: hidden states of all rows, a layer's weights three times, statistics, the embedding."""
-    calibration, scale = recipe.calibration, recipe.step(AwqScale)
-    num_tokens = calibration.num_samples * calibration.seq_len
-    inputs = sum(spec.linear_shape(role)[1] for role in ("attn.q", "attn.o", "mlp.gate", "mlp.down"))
-    sampled = min(num_tokens, scale.tokens if scale else AwqScale().tokens)
-    widest = 3 * spec.intermediate_size + 4 * spec.hidden_size
-    numbers = (
-        num_tokens * spec.hidden_size
-        + 3 * _parameters(spec, *roles.linears(spec, 0))
-        + inputs * (2 * recipe.scheme.group_size + sampled)
-        + max(BATCH_TOKENS, calibration.seq_len) * widest
-    )
-    return 4 * numbers + spec.vocab_size * spec.hidden_size * 4

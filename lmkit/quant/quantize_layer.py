@@ -100,11 +100,9 @@ class LayerQuantizer:
             for role in reversed(schemes)
             for first in [input_of[role]]
         }
-        layer.observe(Observer(inputs))
-        first_output = stream.output(layer, 0, seen=seen)
-        for number in range(1, len(stream)):
-            stream.output(layer, number, seen=seen)
-        layer.observe(None)
+        for number, output in stream.outputs(layer, observer=Observer(inputs), seen=seen):
+            if number == 0:
+                first_output = output
         calibrated = CalibratedLayer(
             layer=layer,
             inputs=inputs,
@@ -120,8 +118,7 @@ class LayerQuantizer:
         whose output before quantization was `exact`."""
         stream = self.stream
         contribution = (exact - stream.hidden(0)).square().sum(dtype=torch.float64)
-        for number in range(len(stream)):
-            output = stream.output(layer, number)
+        for number, output in stream.outputs(layer):
             if number == 0:
                 error = (output - exact).square().sum(dtype=torch.float64)
             stream.put(number, output)

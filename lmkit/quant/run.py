@@ -2,15 +2,17 @@
 
 A layer is loaded in float32, run on the calibration rows with observers, rewritten by the recipe's steps, run again
 with its quantized weights, which gives the next layer's input, and written. So each layer is calibrated on what it will
-see.
+see. A finished layer stays in a work folder, so that a run that was killed goes on behind it.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -19,11 +21,15 @@ from torch import Tensor
 import lmkit
 from lmkit.errors import CheckpointError
 from lmkit.formats.base import get_format
-from lmkit.formats.checkpoint import CheckpointWriter, atomic_directory
+from lmkit.formats.checkpoint import CheckpointWriter
 from lmkit.formats.kv_config import save_kv_config
+from lmkit.formats.safetensors_file import SafetensorsFile
+from lmkit.layers.linear import Weights
+from lmkit.log import get_logger
 from lmkit.models import roles
-from lmkit.models.loader import ModelSource
+from lmkit.models.loader import ModelSource, trim_heap
 from lmkit.qtensor import QTensor
+from lmkit.quant.budget import Budget, fit
 from lmkit.quant.calib import CalibrationData, load_calibration
 from lmkit.quant.evaluate import EvalResult, Progress, evaluate
 from lmkit.quant.kv import KVStats, make_kv_config
@@ -31,8 +37,12 @@ from lmkit.quant.plan import Plan, make_plan
 from lmkit.quant.quantize_layer import STAGES, LayerQuantizer, tensor_name
 from lmkit.quant.recipe import Recipe
 from lmkit.quant.report import LayerReport, QuantReport
+from lmkit.quant.selfcheck import check_logits, check_weights
 from lmkit.quant.stream import Stream
+from lmkit.quant.workdir import WorkFolder, open_work
 from lmkit.text import Tokenizer
+
+log = get_logger(__name__)
 
 EVAL_TOKENS = 8192
 
@@ -46,19 +56,30 @@ class Quantizer:
     tokenizer: Tokenizer
     data: CalibrationData
     plan: Plan
+    budget: Budget
 
     @torch.inference_mode()
     def run(
-        self, output: str | Path, *, eval_ids: list[int] | None = None, progress: Progress = lambda *state: None
+        self,
+        output: str | Path,
+        *,
+        eval_ids: list[int] | None = None,
+        restart: bool = False,
+        progress: Progress = lambda *state: None,
     ) -> QuantReport:
-        """Write the quantized checkpoint to `output`, whole or not at all.
+        """Write the quantized checkpoint to `output`, whole or not at all; go on if an earlier run was interrupted.
 
-        `eval_ids`: a text; EVAL_TOKENS of it compare the result with the source before it is put in place. Raises
-        ConfigError if `output` is occupied, CheckpointError or UnsupportedError for weights that cannot be quantized.
+        Finished layers are kept in a work folder beside `output` (workdir.py) until it is complete; `restart` drops
+        them. `eval_ids`: a text; EVAL_TOKENS of it compare the result with the source before it is put in place. Raises
+        ConfigError if `output` is occupied or the work there is of another run, CheckpointError or UnsupportedError for
+        weights that cannot be quantized and files that cannot be written.
         """
         start = time.perf_counter()
-        with atomic_directory(output) as folder:
-            layers = self._write(folder, progress)
+        with open_work(output, self._identity(), restart=restart) as work:
+            stream = self._quantize_layers(work, progress)
+            folder = work.new_checkpoint()
+            self._assemble(work, folder)
+            self._check(folder, stream)
             evaluation = None if eval_ids is None else self._evaluate(folder, eval_ids, Path(output), progress)
             report = QuantReport(
                 lmkit_version=lmkit.__version__,
@@ -68,45 +89,91 @@ class Quantizer:
                     "dataset": self.data.dataset, "rows": len(self.data.rows), "seq_len": self.data.rows.shape[1],
                     "sha256": self.data.sha256,
                 },
-                layers=tuple(layers),
+                layers=tuple(self._reports(work)),
                 bytes_before=self.source.reader.nbytes(),
                 bytes_after=sum(file.stat().st_size for file in folder.glob("*.safetensors")),
                 evaluation=evaluation,
                 seconds=round(time.perf_counter() - start, 2),
             )  # fmt: skip
             report.save(folder)
+            work.publish()
         return report
 
-    def _write(self, folder: Path, progress: Progress) -> list[LayerReport]:
-        """The whole checkpoint but report.json."""
-        source, spec, writer, weight_format = (
-            self.source,
-            self.source.spec,
-            CheckpointWriter(folder),
-            get_format(self.recipe.format),
+    def _identity(self) -> dict[str, Any]:
+        """What the bytes of the result depend on."""
+        return {
+            "lmkit": lmkit.__version__,
+            "model": self.source.reader.fingerprint(),
+            "recipe": msgspec.to_builtins(self.recipe, str_keys=True),
+            "calibration data": self.data.sha256,
+            "tokens of a batch": self.budget.batch_tokens,
+        }
+
+    def _quantize_layers(self, work: WorkFolder, progress: Progress) -> Stream:
+        """The layers that are not finished yet, each kept in the work folder; the stream behind the last."""
+        source, spec, first = self.source, self.source.spec, work.num_done
+        if first:
+            log.info("going on in %s: %d of %d layers are finished", work.path, first, spec.num_layers)
+        else:
+            check_weights(source, progress)
+        stream = Stream.embedded(
+            source, self.data.rows, batch_tokens=self.budget.batch_tokens, folder=work.path, layer=first
         )
-        for name in _other_tensors(source):
-            writer.add(name, source.reader.tensor(name))
-        stream = Stream.embedded(source, self.data.rows)
         quantizer = LayerQuantizer(source, self.recipe, self.plan, stream)
-        reports, kv_stats = [], []
-        for index in range(spec.num_layers):
+        for index in range(first, spec.num_layers):
             layer = source.layer(index, torch.float32)
             seen = KVStats.empty(spec.num_kv_heads, spec.head_dim)
             done = functools.partial(_stage_done, progress, index, spec.num_layers)
-            reports.append(quantizer.quantize(layer, seen, done))
-            kv_stats.append(seen)
-            for role, weight in layer.weights.items():
-                module, kind = tensor_name(index, role)
-                if isinstance(weight, QTensor):
-                    weight_format.write_linear(writer, module, weight)
-                else:
-                    assert isinstance(weight, Tensor)
-                    writer.add(module + kind, weight.to(source.reader.tensor(module + kind).dtype))
-        entry = weight_format.config_entry(self.plan.linears)
+            report = quantizer.quantize(layer, seen, done)
+            work.commit(index, self._stored(index, layer.weights), seen, msgspec.json.encode(report))
+            source.reader.release()
+            trim_heap()
+        return stream
+
+    def _reports(self, work: WorkFolder) -> list[LayerReport]:
+        indices = range(self.source.spec.num_layers)
+        return [msgspec.json.decode(work.report(index), type=LayerReport) for index in indices]
+
+    def _stored(self, index: int, weights: Weights) -> dict[str, Tensor]:
+        """A layer's tensors as the checkpoint holds them."""
+        source, weight_format = self.source, get_format(self.recipe.format)
+        writer = CheckpointWriter(source.reader.path, max_shard_bytes=sys.maxsize)
+        for role, weight in weights.items():
+            module, kind = tensor_name(index, role)
+            if isinstance(weight, QTensor):
+                weight_format.write_linear(writer, module, weight)
+            else:
+                writer.add(module + kind, weight.to(source.reader.tensor(module + kind).dtype))
+        return writer.take()
+
+    def _assemble(self, work: WorkFolder, folder: Path) -> None:
+        """The whole checkpoint but report.json, from the source and the finished layers."""
+        source, spec = self.source, self.source.spec
+        files = [SafetensorsFile(work.layer_file(index)) for index in range(spec.num_layers)]
+
+        def release() -> None:
+            source.reader.release()
+            for file in files:
+                file.release()
+
+        writer = CheckpointWriter(folder, self.budget.shard_bytes, written=release)
+        for name in _other_tensors(source):
+            writer.add(name, source.reader.tensor(name))
+        for file in files:
+            for name in file.infos:
+                writer.add(name, file.tensor(name))
+        entry = get_format(self.recipe.format).config_entry(self.plan.linears)
         writer.finish(source.config | {"quantization_config": entry}, source.reader.path)
+        kv_stats = [KVStats.empty(spec.num_kv_heads, spec.head_dim) for _ in range(spec.num_layers)]
+        for index, seen in enumerate(kv_stats):
+            work.restore(index, seen)
         save_kv_config(make_kv_config(self.recipe.kv, spec, kv_stats), folder)
-        return reports
+
+    def _check(self, folder: Path, stream: Stream) -> None:
+        """What was written gives the logits that the run had in memory."""
+        expected = stream.hidden(len(stream) - 1)[-stream.seq_len :]
+        difference = check_logits(folder, self.source, self.data.rows[-1], expected)
+        log.info("read back: logits differ by at most %.1e of the largest", difference)
 
     def _evaluate(self, folder: Path, ids: list[int], output: Path, progress: Progress) -> EvalResult:
         result = evaluate(
@@ -120,8 +187,8 @@ class Quantizer:
         return msgspec.structs.replace(result, model=str(output))
 
 
-def prepare(model: str | Path, recipe: Recipe) -> Quantizer:
-    """Open the checkpoint, read the calibration data and check that all fit together.
+def prepare(model: str | Path, recipe: Recipe, *, max_memory: int | None = None) -> Quantizer:
+    """Open the checkpoint, read the calibration data and check that all fit together, and into `max_memory` bytes.
 
     Raises CheckpointError, ConfigError or UnsupportedError; nothing is written.
     """
@@ -132,7 +199,8 @@ def prepare(model: str | Path, recipe: Recipe) -> Quantizer:
     largest, vocab_size = int(data.rows.max()), source.spec.vocab_size
     if largest >= vocab_size:
         raise CheckpointError(f"{source.reader.path}: the tokenizer gives token {largest}, the model has {vocab_size}")
-    return Quantizer(source, recipe, tokenizer, data, plan)
+    budget = fit(source, recipe, max_memory)
+    return Quantizer(source, budget.recipe, tokenizer, data, plan, budget)
 
 
 def _stage_done(progress: Progress, layer: int, num_layers: int, stage: int) -> None:

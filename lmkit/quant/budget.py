@@ -1,0 +1,115 @@
+"""How much memory and disk a quantization takes, and what it does to stay within `--max-memory`.
+
+At the peak there is one decoder layer in float32 with what the steps make of it, statistics of its inputs, and either
+a batch of calibration rows on its way through the layer or the sample of tokens on which candidates are compared. The
+size of a batch and of the sample, and of the shards that are written, follow from the budget; the rest is given.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+import psutil
+
+from lmkit.errors import ConfigError
+from lmkit.models import roles
+from lmkit.models.loader import ModelSource
+from lmkit.models.spec import ModelSpec
+from lmkit.quant.recipe import AwqClip, AwqScale, Recipe
+
+BATCH_TOKENS = 4096  # of the calibration set in one forward pass, at most
+MIN_SAMPLE = 256  # tokens; fewer do not tell candidates apart
+SHARD_BYTES = 2 << 30
+OVERHEAD = 192 << 20  # kernels compiled, threads' stacks, and what the allocator keeps
+
+
+@dataclass(frozen=True)
+class Budget:
+    """`recipe` is the one that was asked for, with a smaller sample if the budget makes it so; sizes are in bytes and
+    those of memory and disk are estimates of the peak, without evaluation."""
+
+    recipe: Recipe
+    batch_tokens: int
+    shard_bytes: int
+    memory_bytes: int
+    disk_bytes: int
+    max_memory: int | None = None
+
+
+def fit(source: ModelSource, recipe: Recipe, max_memory: int | None = None) -> Budget:
+    """The largest batch and sample that the budget allows. Raises ConfigError if the smallest take more."""
+    base, disk = psutil.Process().memory_info().rss + OVERHEAD, disk_bytes(source, recipe)
+    for tokens, smaller in _choices(recipe):
+        memory = base + working_bytes(source.spec, smaller, tokens)
+        if max_memory is None or memory <= max_memory:
+            shard = SHARD_BYTES if max_memory is None else max(1 << 20, min(SHARD_BYTES, max_memory // 4))
+            return Budget(smaller, tokens, shard, memory, disk, max_memory)
+    assert max_memory is not None
+    raise ConfigError(
+        f"--max-memory {size(max_memory)}: quantizing {source.reader.path} by this recipe takes at least {size(memory)}"
+    )
+
+
+def size(num_bytes: float) -> str:
+    """In the unit that `--max-memory` takes, rounded up."""
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB")):
+        if num_bytes >= unit:
+            return f"{-(-num_bytes * 100 // unit) / 100:g}{name}"
+    return f"{num_bytes}"
+
+
+def _choices(recipe: Recipe) -> list[tuple[int, Recipe]]:
+    """(tokens of a batch, recipe) from the largest to the smallest: batches shrink first, as that costs no quality."""
+    seq_len = recipe.calibration.seq_len
+    tokens = [max(BATCH_TOKENS // seq_len, 1) * seq_len]
+    while tokens[-1] > seq_len:
+        tokens.append(max(tokens[-1] // seq_len // 2, 1) * seq_len)
+    samples = [sample_tokens(recipe)]
+    while samples[-1] // 2 >= MIN_SAMPLE:
+        samples.append(samples[-1] // 2)
+    return [(count, recipe) for count in tokens] + [(seq_len, with_sample(recipe, count)) for count in samples[1:]]
+
+
+def sample_tokens(recipe: Recipe) -> int:
+    """How many tokens are kept of a linear's input, if there are that many."""
+    scale = recipe.step(AwqScale)
+    return scale.tokens if scale else AwqScale().tokens
+
+
+def with_sample(recipe: Recipe, tokens: int) -> Recipe:
+    """The recipe with so many tokens in the sample."""
+    steps = tuple(
+        msgspec.structs.replace(step, tokens=tokens) if isinstance(step, AwqScale) else step for step in recipe.steps
+    )
+    return msgspec.structs.replace(recipe, steps=steps)
+
+
+def working_bytes(spec: ModelSpec, recipe: Recipe, batch_tokens: int) -> int:
+    """At the peak, of what grows with the model and the recipe. It does not grow with the number of rows."""
+    shapes = [spec.linear_shape(role) for role in roles.linears(spec, 0)]
+    weights = sum(rows * columns for rows, columns in shapes)
+    largest = max(rows * columns for rows, columns in shapes)
+    inputs = sum(spec.linear_shape(role)[1] for role in set(roles.input_of(spec, 0).values()))
+    sampled = min(sample_tokens(recipe), recipe.calibration.num_samples * recipe.calibration.seq_len)
+    statistics = inputs * (2 * recipe.scheme.group_size + sampled)
+    qkv = sum(spec.linear_shape(role)[0] for role in ("attn.q", "attn.k", "attn.v"))
+    pass_through = max(4 * spec.intermediate_size, 2 * qkv) + 5 * spec.hidden_size  # numbers a token, at the widest
+    forward = batch_tokens * pass_through
+    search = 0
+    if recipe.step(AwqScale) is not None:
+        search = weights + 5 * largest + sampled * pass_through
+    if recipe.step(AwqClip) is not None:
+        search = max(search, 7 * largest)
+    rounding = 6 * largest + 2 * sampled * spec.intermediate_size
+    return 4 * (weights + statistics + max(forward, search, rounding))
+
+
+def disk_bytes(source: ModelSource, recipe: Recipe) -> int:
+    """In the output's folder until the run is over: hidden states twice, finished layers, and the checkpoint."""
+    spec, calibration = source.spec, recipe.calibration
+    states = 4 * calibration.num_samples * calibration.seq_len * spec.hidden_size
+    everything = source.reader.nbytes()
+    layers = sum(source.reader.nbytes(roles.layer_prefix(index)) for index in range(spec.num_layers))
+    stored = layers * (recipe.scheme.bits + 20 / recipe.scheme.group_size) / 16
+    return int(2 * states + 2 * stored + everything - layers)
