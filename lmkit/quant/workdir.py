@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lmkit.errors import CheckpointError, ConfigError
 from lmkit.formats.atomic import lock, put_in_place, refuse_occupied, sync_directory, write_errors, write_file
-from lmkit.formats.jsonfile import read_json, to_json
+from lmkit.formats.jsonfile import parse_json, read_json, to_json
 from lmkit.formats.safetensors_file import SafetensorsFile, write_safetensors
 from lmkit.log import get_logger
 
@@ -113,10 +113,10 @@ class WorkFolder:
 
     def _begin(self, identity: dict[str, Any], *, restart: bool) -> None:
         """Take up the work of the same run, or begin. Raises ConfigError for the work of another one."""
-        manifest = self.path / MANIFEST
-        if manifest.exists() and not restart:
+        manifest, content = self.path / MANIFEST, to_json(identity)
+        if manifest.exists() and self.num_done and not restart:
             stored = read_json(manifest, MAX_JSON_BYTES)
-            if different := differences(stored, identity):
+            if different := differences(stored, parse_json(content, "identity")):
                 raise ConfigError(
                     f"{self.path}: holds {self.num_done} finished layers of another run: {'; '.join(different)}; "
                     "start it as before to go on, or start over with --restart"
@@ -124,7 +124,7 @@ class WorkFolder:
             return
         for file in self.path.iterdir():
             shutil.rmtree(file) if file.is_dir() else file.unlink()
-        self._write(manifest, to_json(identity))
+        self._write(manifest, content)
 
 
 @contextmanager
