@@ -38,6 +38,7 @@ def quantize(
     """Quantize a checkpoint. Options replace what the recipe says."""
     from lmkit.config import default_num_threads, parse_bytes
     from lmkit.kernels.cpu import threads
+    from lmkit.quant.comm import Comm
     from lmkit.quant.evaluate import encode_text
     from lmkit.quant.recipe import load_recipe
     from lmkit.quant.run import prepare
@@ -53,14 +54,19 @@ def quantize(
             },
         },
     )  # fmt: skip
-    threads.configure(default_num_threads())
     budget = None if max_memory is None else parse_bytes(max_memory, "--max-memory")
-    quantizer = prepare(model, loaded, max_memory=budget)
+    comm = Comm.launched()
+    threads.configure(default_num_threads())
+    quantizer = prepare(model, loaded, max_memory=budget, comm=comm)
+    quiet = json or not comm.is_first
     eval_ids = encode_text(quantizer.source.reader.path) if evaluate else None
-    if not json:
+    if not quiet:
         _print_plan(model, quantizer)
-    with ProgressBar(quiet=json) as bar:
+    with ProgressBar(quiet=quiet) as bar:
         report = quantizer.run(output, eval_ids=eval_ids, restart=restart, progress=bar.update)
+    comm.close()
+    if not comm.is_first:
+        return
     if json:
         import msgspec
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from lmkit.models.loader import ModelSource, trim_heap
 from lmkit.qtensor import QTensor
 from lmkit.quant.budget import Budget, fit
 from lmkit.quant.calib import CalibrationData, load_calibration
+from lmkit.quant.comm import Comm
 from lmkit.quant.evaluate import EvalResult, Progress, evaluate
 from lmkit.quant.kv import KVStats, make_kv_config
 from lmkit.quant.plan import Plan, make_plan
@@ -57,6 +58,7 @@ class Quantizer:
     data: CalibrationData
     plan: Plan
     budget: Budget
+    comm: Comm = field(default_factory=Comm)
 
     @torch.inference_mode()
     def run(
@@ -75,6 +77,8 @@ class Quantizer:
         weights that cannot be quantized and files that cannot be written.
         """
         start = time.perf_counter()
+        if not self.comm.is_first:
+            return self._assist(WorkFolder.beside(output))
         with open_work(output, self._identity(), restart=restart) as work:
             stream = self._quantize_layers(work, progress)
             folder = work.new_checkpoint()
@@ -97,6 +101,14 @@ class Quantizer:
             )  # fmt: skip
             report.save(folder)
             work.publish()
+        self.comm.broadcast_bytes(msgspec.json.encode(report))
+        return report
+
+    def _assist(self, work: WorkFolder) -> QuantReport:
+        """The part of every process but the first, which writes."""
+        self._quantize_layers(work, lambda *state: None)
+        report = msgspec.json.decode(self.comm.broadcast_bytes(b""), type=QuantReport)
+        work.remove_states(self.comm.rank)
         return report
 
     def _identity(self) -> dict[str, Any]:
@@ -107,17 +119,24 @@ class Quantizer:
             "recipe": msgspec.to_builtins(self.recipe, str_keys=True),
             "calibration data": self.data.sha256,
             "tokens of a batch": self.budget.batch_tokens,
+            "processes": self.comm.world_size,
         }
 
     def _quantize_layers(self, work: WorkFolder, progress: Progress) -> Stream:
         """The layers that are not finished yet, each kept in the work folder; the stream behind the last."""
-        source, spec, first = self.source, self.source.spec, work.num_done
+        source, spec, comm = self.source, self.source.spec, self.comm
+        first = int(comm.broadcast_bytes(str(work.num_done).encode()))
         if first:
             log.info("going on in %s: %d of %d layers are finished", work.path, first, spec.num_layers)
-        else:
+        elif comm.is_first:
             check_weights(source, progress)
         stream = Stream.embedded(
-            source, self.data.rows, batch_tokens=self.budget.batch_tokens, folder=work.path, layer=first
+            source,
+            self.data.rows,
+            batch_tokens=self.budget.batch_tokens,
+            folder=work.states(comm.rank),
+            layer=first,
+            comm=comm,
         )
         quantizer = LayerQuantizer(source, self.recipe, self.plan, stream)
         for index in range(first, spec.num_layers):
@@ -125,7 +144,10 @@ class Quantizer:
             seen = KVStats.empty(spec.num_kv_heads, spec.head_dim)
             done = functools.partial(_stage_done, progress, index, spec.num_layers)
             report = quantizer.quantize(layer, seen, done)
-            work.commit(index, self._stored(index, layer.weights), seen, msgspec.json.encode(report))
+            comm.wait()  # every process has its hidden states behind the layer on the disk; none writes to them
+            if comm.is_first:
+                work.commit(index, self._stored(index, layer.weights), seen, msgspec.json.encode(report))
+            comm.wait()  # nor to those before it until they are not needed again
             source.reader.release()
             trim_heap()
         return stream
@@ -187,9 +209,10 @@ class Quantizer:
         return msgspec.structs.replace(result, model=str(output))
 
 
-def prepare(model: str | Path, recipe: Recipe, *, max_memory: int | None = None) -> Quantizer:
+def prepare(model: str | Path, recipe: Recipe, *, max_memory: int | None = None, comm: Comm = Comm()) -> Quantizer:
     """Open the checkpoint, read the calibration data and check that all fit together, and into `max_memory` bytes.
 
+    `comm`: this process among those that share the work; all of them make the same calls.
     Raises CheckpointError, ConfigError or UnsupportedError; nothing is written.
     """
     source = ModelSource(model)
@@ -200,7 +223,7 @@ def prepare(model: str | Path, recipe: Recipe, *, max_memory: int | None = None)
     if largest >= vocab_size:
         raise CheckpointError(f"{source.reader.path}: the tokenizer gives token {largest}, the model has {vocab_size}")
     budget = fit(source, recipe, max_memory)
-    return Quantizer(source, budget.recipe, tokenizer, data, plan, budget)
+    return Quantizer(source, budget.recipe, tokenizer, data, plan, budget, comm)
 
 
 def _stage_done(progress: Progress, layer: int, num_layers: int, stage: int) -> None:

@@ -135,14 +135,10 @@ class Stream:
 
     def output(self, layer: DecoderLayer, number: int, *, exact: bool = False, seen: KVStats | None = None) -> Tensor:
         """The layer's output for one batch; `seen` takes in its keys and values."""
-        hidden = self.hidden(number, exact=exact)
-        geometry = self.geometry(len(hidden) // self.seq_len, self.seq_len)
-        # An op may write into the residual it is given.
-        delta, residual = layer(hidden.clone(), None, geometry.batch, geometry.rope, geometry.kv)
-        self._buffer(self.layer, exact).release()
+        output, geometry = self._forward(layer, number, exact)
         if seen is not None:
             seen.add(*geometry.keys_and_values())
-        return delta + residual
+        return output
 
     def outputs(
         self,
@@ -152,12 +148,64 @@ class Stream:
         observer: Observer | None = None,
         seen: KVStats | None = None,
     ) -> Iterator[tuple[int, Tensor]]:
-        """(number, output) of every batch in order; `observer` sees the linears' inputs, `seen` keys and values."""
+        """(number, output) of every batch in order; `observer` sees the linears' inputs, `seen` keys and values.
+
+        The batches are shared out between the processes; each gets all that comes of them.
+        """
+        if self.comm.world_size > 1:
+            yield from self._shared_outputs(layer, exact, observer, seen)
+            return
         for number in range(len(self)):
             layer.observe(observer)
             output = self.output(layer, number, exact=exact, seen=seen)
             layer.observe(None)
             yield number, output
+
+    def _shared_outputs(
+        self, layer: DecoderLayer, exact: bool, observer: Observer | None, seen: KVStats | None
+    ) -> Iterator[tuple[int, Tensor]]:
+        """In rounds of a batch for each process: all run theirs, then exchange what came of them, in order."""
+        comm, inputs = self.comm, [] if observer is None else list(observer.inputs)
+        for first in range(0, len(self), comm.world_size):
+            own: list[Tensor] = []
+            if first + comm.rank < len(self):
+                own = self._recorded(layer, first + comm.rank, exact, inputs, seen is not None)
+            for source in range(min(comm.world_size, len(self) - first)):
+                output, keys, values, which, *observed = comm.broadcast(own, source)
+                if seen is not None:
+                    seen.add(keys, values)
+                for i, x in zip(which.tolist(), observed, strict=True):
+                    if observer is not None and i % comm.world_size == comm.rank:
+                        observer(inputs[i], x)
+                yield first + source, output
+        for i, role in enumerate(inputs):
+            assert observer is not None
+            comm.share(observer.inputs[role], i % comm.world_size)
+
+    def _recorded(
+        self, layer: DecoderLayer, number: int, exact: bool, inputs: list[str], with_kv: bool
+    ) -> list[Tensor]:
+        """[output, keys, values, indices into `inputs` of what was observed, *what was observed] of one batch."""
+        which, observed = [], []
+
+        def record(role: str, x: Tensor) -> None:
+            if role in inputs:
+                which.append(inputs.index(role))
+                observed.append(x)
+
+        layer.observe(record)
+        output, geometry = self._forward(layer, number, exact)
+        layer.observe(None)
+        keys_and_values = geometry.keys_and_values() if with_kv else (torch.empty(0), torch.empty(0))
+        return [output, *keys_and_values, torch.tensor(which, dtype=torch.int64), *observed]
+
+    def _forward(self, layer: DecoderLayer, number: int, exact: bool) -> tuple[Tensor, Geometry]:
+        hidden = self.hidden(number, exact=exact)
+        geometry = self.geometry(len(hidden) // self.seq_len, self.seq_len)
+        # An op may write into the residual it is given.
+        delta, residual = layer(hidden.clone(), None, geometry.batch, geometry.rope, geometry.kv)
+        self._buffer(self.layer, exact).release()
+        return delta + residual, geometry
 
     def put(self, number: int, hidden: Tensor, *, exact: bool = False) -> None:
         """What stands in front of the next layer; the present one still sees its own."""

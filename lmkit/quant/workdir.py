@@ -16,7 +16,7 @@ import dataclasses
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,19 @@ class WorkFolder:
         while self._layer(count, ".json").exists():
             count += 1
         return count
+
+    def states(self, rank: int) -> Path:
+        """The folder of one process' hidden states."""
+        folder = self.path / f"rank-{rank}" if rank else self.path
+        with write_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def remove_states(self, rank: int) -> None:
+        """Of a process that may be on another machine than the one that publishes."""
+        shutil.rmtree(self.path / f"rank-{rank}", ignore_errors=True)
+        with suppress(OSError):
+            self.path.rmdir()
 
     def layer_file(self, index: int) -> Path:
         return self._layer(index, ".safetensors")

@@ -36,13 +36,11 @@ def child(work: Callable[[], None]) -> int:
         return os.waitpid(pid, 0)[1]
     try:
         work()
-    except ConfigError as error:
-        print(error, file=sys.stderr)
+        os._exit(0)
+    except ConfigError:
         os._exit(2)
-    except BaseException as error:
-        print(repr(error), file=sys.stderr)
+    finally:
         os._exit(1)
-    os._exit(0)
 
 
 def run_until(quantizer: Quantizer, out: Path, event: int) -> None:
