@@ -21,7 +21,7 @@ from lmkit.quant.recipe import AwqClip, AwqScale, Recipe
 BATCH_TOKENS = 4096  # of the calibration set in one forward pass, at most
 MIN_SAMPLE = 256  # tokens; fewer do not tell candidates apart
 SHARD_BYTES = 2 << 30
-OVERHEAD = 192 << 20  # kernels compiled, threads' stacks, and what the allocator keeps
+OVERHEAD = 128 << 20  # kernels compiled, threads' stacks, and what the allocator keeps
 
 
 @dataclass(frozen=True)
@@ -87,22 +87,22 @@ def with_sample(recipe: Recipe, tokens: int) -> Recipe:
 
 def working_bytes(spec: ModelSpec, recipe: Recipe, batch_tokens: int) -> int:
     """At the peak, of what grows with the model and the recipe. It does not grow with the number of rows."""
-    shapes = [spec.linear_shape(role) for role in roles.linears(spec, 0)]
-    weights = sum(rows * columns for rows, columns in shapes)
-    largest = max(rows * columns for rows, columns in shapes)
-    inputs = sum(spec.linear_shape(role)[1] for role in set(roles.input_of(spec, 0).values()))
+    shapes = {role: spec.linear_shape(role) for role in roles.linears(spec, 0)}
+    weights = sum(rows * columns for rows, columns in shapes.values())
+    largest = max(rows * columns for rows, columns in shapes.values())
+    inputs = sum(shapes[role][1] for role in set(roles.input_of(spec, 0).values()))
     sampled = min(sample_tokens(recipe), recipe.calibration.num_samples * recipe.calibration.seq_len)
-    statistics = inputs * (2 * recipe.scheme.group_size + sampled)
-    qkv = sum(spec.linear_shape(role)[0] for role in ("attn.q", "attn.k", "attn.v"))
-    pass_through = max(4 * spec.intermediate_size, 2 * qkv) + 5 * spec.hidden_size  # numbers a token, at the widest
-    forward = batch_tokens * pass_through
-    search = 0
+    statistics = inputs * (2 * recipe.scheme.group_size + sampled)  # sums are float64
+    # Of a token on its way: gate and up, apart and side by side, and their product; keys and values, kept and copied.
+    widest = 5 * spec.intermediate_size + 6 * spec.hidden_size
+    keys_and_values = 6 * spec.num_kv_heads * spec.head_dim
+    forward = batch_tokens * (widest + keys_and_values) + 3 * largest
+    search = sampled * widest + 8 * largest
     if recipe.step(AwqScale) is not None:
-        search = weights + 5 * largest + sampled * pass_through
+        search += weights
     if recipe.step(AwqClip) is not None:
-        search = max(search, 7 * largest)
-    rounding = 6 * largest + 2 * sampled * spec.intermediate_size
-    return 4 * (weights + statistics + max(forward, search, rounding))
+        search += 2 * largest
+    return 4 * (weights + statistics + max(forward, search))
 
 
 def disk_bytes(source: ModelSource, recipe: Recipe) -> int:

@@ -141,16 +141,23 @@ class Quantizer:
         quantizer = LayerQuantizer(source, self.recipe, self.plan, stream)
         for index in range(first, spec.num_layers):
             layer = source.layer(index, torch.float32)
+            source.reader.release()
             seen = KVStats.empty(spec.num_kv_heads, spec.head_dim)
-            done = functools.partial(_stage_done, progress, index, spec.num_layers)
+            done = functools.partial(self._stage_done, progress, index)
             report = quantizer.quantize(layer, seen, done)
             comm.wait()  # every process has its hidden states behind the layer on the disk; none writes to them
             if comm.is_first:
                 work.commit(index, self._stored(index, layer.weights), seen, msgspec.json.encode(report))
             comm.wait()  # nor to those before it until they are not needed again
+            del layer
             source.reader.release()
-            trim_heap()
         return stream
+
+    def _stage_done(self, progress: Progress, layer: int, stage: int) -> None:
+        """Between two stages, what the last one read and freed goes back to the system."""
+        self.source.reader.release()
+        trim_heap()
+        progress("layers", layer * STAGES + stage, self.source.spec.num_layers * STAGES)
 
     def _reports(self, work: WorkFolder) -> list[LayerReport]:
         indices = range(self.source.spec.num_layers)
@@ -224,10 +231,6 @@ def prepare(model: str | Path, recipe: Recipe, *, max_memory: int | None = None,
         raise CheckpointError(f"{source.reader.path}: the tokenizer gives token {largest}, the model has {vocab_size}")
     budget = fit(source, recipe, max_memory)
     return Quantizer(source, budget.recipe, tokenizer, data, plan, budget, comm)
-
-
-def _stage_done(progress: Progress, layer: int, num_layers: int, stage: int) -> None:
-    progress("layers", layer * STAGES + stage, num_layers * STAGES)
 
 
 def _other_tensors(source: ModelSource) -> list[str]:
