@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lmkit.cli.eval import ProgressBar, print_result
+from lmkit.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from lmkit.quant.report import QuantReport
@@ -29,6 +30,7 @@ def quantize(
     max_memory: Annotated[
         str | None, typer.Option(help="Memory to stay below, for example 2GiB; without it, the fastest way.")
     ] = None,
+    device: Annotated[str, typer.Option(help="Where it is computed: cpu.")] = "cpu",
     restart: Annotated[bool, typer.Option(help="Drop what an interrupted run of this output has finished.")] = False,
     evaluate: Annotated[
         bool, typer.Option("--eval/--no-eval", help="Compare the result with the source on held-out text.")
@@ -54,6 +56,8 @@ def quantize(
             },
         },
     )  # fmt: skip
+    if device != "cpu":
+        raise UnsupportedError(f"--device {device}: quantization runs on the CPU, there are no kernels for others yet")
     budget = None if max_memory is None else parse_bytes(max_memory, "--max-memory")
     comm = Comm.launched()
     threads.configure(default_num_threads())

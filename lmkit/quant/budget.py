@@ -10,18 +10,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import msgspec
-import psutil
 
 from lmkit.errors import ConfigError
 from lmkit.models import roles
-from lmkit.models.loader import ModelSource
+from lmkit.models.loader import ModelSource, resolve_dtype
 from lmkit.models.spec import ModelSpec
+from lmkit.quant.evaluate import LOGIT_BYTES
 from lmkit.quant.recipe import AwqClip, AwqScale, Recipe
 
 BATCH_TOKENS = 4096  # of the calibration set in one forward pass, at most
 MIN_SAMPLE = 256  # tokens; fewer do not tell candidates apart
 SHARD_BYTES = 2 << 30
-OVERHEAD = 128 << 20  # kernels compiled, threads' stacks, and what the allocator keeps
+# Libraries, compiled kernels, stacks of threads, and what the allocator keeps: not measured as it is, so that the same
+# command makes the same choices when it goes on.
+BASE_BYTES = 448 << 20
 
 
 @dataclass(frozen=True)
@@ -39,9 +41,9 @@ class Budget:
 
 def fit(source: ModelSource, recipe: Recipe, max_memory: int | None = None) -> Budget:
     """The largest batch and sample that the budget allows. Raises ConfigError if the smallest take more."""
-    base, disk = psutil.Process().memory_info().rss + OVERHEAD, disk_bytes(source, recipe)
+    disk = disk_bytes(source, recipe)
     for tokens, smaller in _choices(recipe):
-        memory = base + working_bytes(source.spec, smaller, tokens)
+        memory = BASE_BYTES + working_bytes(source.spec, smaller, tokens)
         if max_memory is None or memory <= max_memory:
             shard = SHARD_BYTES if max_memory is None else max(1 << 20, min(SHARD_BYTES, max_memory // 4))
             return Budget(smaller, tokens, shard, memory, disk, max_memory)
@@ -105,11 +107,36 @@ def working_bytes(spec: ModelSpec, recipe: Recipe, batch_tokens: int) -> int:
     return 4 * (weights + statistics + max(forward, search))
 
 
+def check_evaluation(source: ModelSource, budget: Budget) -> None:
+    """Raise ConfigError if the two whole models that an evaluation holds do not fit."""
+    if budget.max_memory is None:
+        return
+    dtype = resolve_dtype("auto", source.spec.dtype, "cpu")
+    models = source.weight_bytes(dtype) + source.reader.nbytes() - _layer_bytes(source)
+    models += _stored_bytes(source, budget.recipe)
+    needed = BASE_BYTES + models + 4 * LOGIT_BYTES
+    if needed > budget.max_memory:
+        raise ConfigError(
+            f"--max-memory {size(budget.max_memory)}: the evaluation holds both models, {size(needed)}; use --no-eval"
+        )
+
+
 def disk_bytes(source: ModelSource, recipe: Recipe) -> int:
     """In the output's folder until the run is over: hidden states twice, finished layers, and the checkpoint."""
     spec, calibration = source.spec, recipe.calibration
     states = 4 * calibration.num_samples * calibration.seq_len * spec.hidden_size
-    everything = source.reader.nbytes()
-    layers = sum(source.reader.nbytes(roles.layer_prefix(index)) for index in range(spec.num_layers))
-    stored = layers * (recipe.scheme.bits + 20 / recipe.scheme.group_size) / 16
-    return int(2 * states + 2 * stored + everything - layers)
+    others = source.reader.nbytes() - _layer_bytes(source)
+    return 2 * states + 2 * _stored_bytes(source, recipe) + others
+
+
+def _layer_bytes(source: ModelSource) -> int:
+    return sum(source.reader.nbytes(roles.layer_prefix(index)) for index in range(source.spec.num_layers))
+
+
+def _stored_bytes(source: ModelSource, recipe: Recipe) -> int:
+    """Of quantized layers: codes, and for each group a float16 scale and a zero."""
+    shapes = [
+        source.spec.linear_shape(role) for i in range(source.spec.num_layers) for role in roles.linears(source.spec, i)
+    ]
+    numbers = sum(rows * columns for rows, columns in shapes)
+    return int(numbers * (recipe.scheme.bits + (16 + recipe.scheme.bits) / recipe.scheme.group_size) / 8)

@@ -29,7 +29,7 @@ from lmkit.log import get_logger
 from lmkit.models import roles
 from lmkit.models.loader import ModelSource, trim_heap
 from lmkit.qtensor import QTensor
-from lmkit.quant.budget import Budget, fit
+from lmkit.quant.budget import Budget, check_evaluation, fit
 from lmkit.quant.calib import CalibrationData, load_calibration
 from lmkit.quant.comm import Comm
 from lmkit.quant.evaluate import EvalResult, Progress, evaluate
@@ -79,6 +79,8 @@ class Quantizer:
         start = time.perf_counter()
         if not self.comm.is_first:
             return self._assist(WorkFolder.beside(output))
+        if eval_ids is not None:
+            check_evaluation(self.source, self.budget)
         with open_work(output, self._identity(), restart=restart) as work:
             stream = self._quantize_layers(work, progress)
             folder = work.new_checkpoint()

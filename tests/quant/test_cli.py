@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from lmkit.cli import eval as eval_command
 from lmkit.cli import quantize as quantize_command
-from lmkit.errors import ConfigError
+from lmkit.errors import ConfigError, UnsupportedError
 from tests.quant.helpers import tiny_checkpoint
 
 app = typer.Typer()
@@ -76,6 +76,8 @@ def test_tables_show_plan_errors_and_evaluation(tmp_path: Path, monkeypatch: pyt
         ["quantize", "demo", "-o", "out", "--group-size", "48"],
         ["quantize", "demo", "-o", "out", "--kv-bits", "5"],
         ["quantize", "demo", "-o", "out", "--calibration", "missing.txt"],
+        ["quantize", "demo", "-o", "out", "--max-memory", "64MiB"],
+        ["quantize", "demo", "-o", "out", "--max-memory", "much"],
         ["eval", "demo", "--kv-dtype", "int3"],
         ["eval", "demo", "--activations", "none"],
         ["eval", "demo", "--text", "missing.txt"],
@@ -86,3 +88,8 @@ def test_wrong_options_are_config_errors(arguments: list[str], tmp_path: Path, m
     with pytest.raises(ConfigError):
         run(*arguments)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_another_device_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="--device cuda:0: quantization runs on the CPU"):
+        run("quantize", "demo", "-o", "out", "--device", "cuda:0")
