@@ -103,6 +103,8 @@ def _print_report(report: QuantReport, output: Path) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from lmkit.quant.budget import peak_bytes
+
     table = Table(title="relative squared error of each layer", title_justify="left")
     for column in ("layer", "RTN, mean of linears", "stored, mean of linears", "whole layer"):
         table.add_column(column, justify="right")
@@ -113,6 +115,9 @@ def _print_report(report: QuantReport, output: Path) -> None:
         table.add_row(str(layer.index), *means, f"{layer.error:.5f}")
     Console().print(table)
     saved = report.bytes_after / report.bytes_before
-    print(f"{output}: {report.bytes_after:,} bytes of weights, {saved:.0%} of the source; {report.seconds:.1f} s")
+    print(
+        f"{output}: {report.bytes_after:,} bytes of weights, {saved:.0%} of the source; {report.seconds:.1f} s; "
+        f"{peak_bytes() / 2**30:.2f} GiB of memory at the peak"
+    )
     if report.evaluation is not None:
         print_result(report.evaluation)

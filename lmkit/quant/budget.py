@@ -8,15 +8,19 @@ size of a batch and of the sample, and of the shards that are written, follow fr
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
 from lmkit.errors import ConfigError
+from lmkit.log import get_logger
 from lmkit.models import roles
 from lmkit.models.loader import ModelSource, resolve_dtype
 from lmkit.models.spec import ModelSpec
 from lmkit.quant.evaluate import LOGIT_BYTES
 from lmkit.quant.recipe import AwqClip, AwqScale, Recipe
+
+log = get_logger(__name__)
 
 BATCH_TOKENS = 4096  # of the calibration set in one forward pass, at most
 MIN_SAMPLE = 256  # tokens; fewer do not tell candidates apart
@@ -45,12 +49,23 @@ def fit(source: ModelSource, recipe: Recipe, max_memory: int | None = None) -> B
     for tokens, smaller in _choices(recipe):
         memory = BASE_BYTES + working_bytes(source.spec, smaller, tokens)
         if max_memory is None or memory <= max_memory:
+            if smaller is not recipe:
+                log.warning(
+                    "--max-memory %s: candidates are compared on %d tokens instead of %d",
+                    size(memory), sample_tokens(smaller), sample_tokens(recipe),
+                )  # fmt: skip
             shard = SHARD_BYTES if max_memory is None else max(1 << 20, min(SHARD_BYTES, max_memory // 4))
             return Budget(smaller, tokens, shard, memory, disk, max_memory)
     assert max_memory is not None
     raise ConfigError(
         f"--max-memory {size(max_memory)}: quantizing {source.reader.path} by this recipe takes at least {size(memory)}"
     )
+
+
+def peak_bytes() -> int:
+    """The most memory that this process has had."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in status if line.startswith("VmHWM")).split()[1]) << 10
 
 
 def size(num_bytes: float) -> str:

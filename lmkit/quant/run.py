@@ -29,7 +29,7 @@ from lmkit.log import get_logger
 from lmkit.models import roles
 from lmkit.models.loader import ModelSource, trim_heap
 from lmkit.qtensor import QTensor
-from lmkit.quant.budget import Budget, check_evaluation, fit
+from lmkit.quant.budget import Budget, check_evaluation, fit, peak_bytes, size
 from lmkit.quant.calib import CalibrationData, load_calibration
 from lmkit.quant.comm import Comm
 from lmkit.quant.evaluate import EvalResult, Progress, evaluate
@@ -103,6 +103,8 @@ class Quantizer:
             )  # fmt: skip
             report.save(folder)
             work.publish()
+        if self.budget.max_memory is not None and peak_bytes() > self.budget.max_memory:
+            log.warning("memory was %s at its peak, more than --max-memory", size(peak_bytes()))
         self.comm.broadcast_bytes(msgspec.json.encode(report))
         return report
 

@@ -49,7 +49,7 @@ print(json.dumps({"peak": int(peak.split()[1]) << 10, "allowed": allowed}))
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    sizes = {"hidden_size": 512, "intermediate_size": 1024, "max_position_embeddings": 512}
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "max_position_embeddings": 512, "num_hidden_layers": 1}
     return tiny_checkpoint(tmp_path_factory.mktemp("wide"), **sizes)
 
 

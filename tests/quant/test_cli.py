@@ -64,6 +64,7 @@ def test_tables_show_plan_errors_and_evaluation(tmp_path: Path, monkeypatch: pyt
     assert "estimate:" in shown
     assert "stays dense: model.layers.0.mlp.down_proj: 88 inputs" in shown
     assert "same most likely token" in shown
+    assert "GiB of memory at the peak" in shown
     shown = run("eval", tmp_path / "out", "--seq-len", "64", "--limit", "64")
     assert "perplexity" in shown
     assert "reference" not in shown
