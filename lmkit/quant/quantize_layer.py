@@ -140,11 +140,10 @@ class LayerQuantizer:
         token_ids = sample_tokens(stream.num_rows * stream.seq_len, count, recipe.calibration.seed)
         schemes = self.plan.schemes(layer.index)
         inputs = empty_inputs(spec, layer.index, schemes, row_ids, token_ids, recipe.calibration.seed)
-        layer.observe(Observer(inputs), all_tokens=recipe.calibration.all_experts)
-        first_output = stream.output(layer, 0, seen=seen)
-        for number in range(1, len(stream)):
-            stream.output(layer, number, seen=seen)
-        layer.observe(None)
+        outputs = stream.outputs(layer, observer=Observer(inputs), seen=seen, all_tokens=recipe.calibration.all_experts)
+        for number, output in outputs:
+            if number == 0:
+                first_output = output
         calibrated = CalibratedLayer(
             layer=layer,
             inputs=inputs,
@@ -160,13 +159,13 @@ class LayerQuantizer:
         squared error of what the layer adds to the first batch, whose output before quantization was `first_output`."""
         stream = self.stream
         contribution = (first_output - stream.hidden(0)).square().sum(dtype=torch.float64)
-        for number in range(len(stream)):
-            output = stream.output(layer, number)
+        for number, output in stream.outputs(layer):
             if number == 0:
                 error = (output - first_output).square().sum(dtype=torch.float64)
             stream.put(number, output)
-            if stream.has_exact:
-                stream.put(number, stream.output(original, number, exact=True), exact=True)
+        if stream.has_exact:
+            for number, output in stream.outputs(original, exact=True):
+                stream.put(number, output, exact=True)
         stream.advance()
         return float(error / contribution) if contribution > 0 else 0.0
 
