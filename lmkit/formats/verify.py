@@ -79,13 +79,14 @@ class _Reader:
     def fingerprint(self, module: str) -> str:
         coded = self._coded(module)
         out_features, in_features = coded.codes.shape
-        digest, column = _digest(coded.codes.shape), np.arange(in_features) // coded.columns
+        digest = _digest(coded.codes.shape)
         for start in range(0, out_features, CHUNK_ROWS):
             row = np.arange(start, min(start + CHUNK_ROWS, out_features))
             values = coded.codes[row].astype(np.float32)
             if coded.zeros is not None:
-                values = values - coded.zeros[row][:, column].astype(np.float32)
-            _update(digest, values * coded.scales[row // coded.rows][:, column])
+                values -= np.repeat(coded.zeros[row].astype(np.float32), coded.columns, axis=1)[:, :in_features]
+            values *= np.repeat(coded.scales[row // coded.rows], coded.columns, axis=1)[:, :in_features]
+            _update(digest, values)
         return str(digest.hexdigest())
 
     def _coded(self, module: str) -> _Coded:
