@@ -43,7 +43,7 @@ def test_quantize_then_eval_as_json(source: Path, tmp_path: Path) -> None:
     }  # fmt: skip
     assert report["evaluation"] is None
     kv = json.loads((tmp_path / "out" / "kv_config.json").read_text())
-    assert [layer["k_bits"] for layer in kv["layers"]] == [8]
+    assert [layer["k"] for layer in kv["layers"]] == ["int8"]
 
     options = ["--against", source, "--text", text, "--seq-len", "64", "--limit", "256"]
     result = json.loads(run("eval", tmp_path / "out", *options, "--activations", "exact", "--json"))

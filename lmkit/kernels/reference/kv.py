@@ -70,7 +70,8 @@ def hadamard(x: Tensor) -> Tensor:
         first, second = pairs[..., 0, :], pairs[..., 1, :]
         x = torch.stack([first + second, first - second], dim=-2).view(x.shape)
         step *= 2
-    return x * dim**-0.5
+    turned: Tensor = x * dim**-0.5
+    return turned
 
 
 def read_blocks(cache: KVTensor, blocks: Tensor, length: int) -> Tensor:
