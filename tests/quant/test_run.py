@@ -71,7 +71,7 @@ def test_the_result_is_a_checkpoint_of_the_awq_format(source: Path, quantized: t
     assert report.bytes_after < report.bytes_before
     kv = load_kv_config(out)
     assert kv is not None
-    assert all((layer.k_bits, layer.v_bits) == (16, 16) and min(layer.k_absmax) > 0 for layer in kv.layers)
+    assert all((layer.k, layer.v) == ("dense", "dense") and min(layer.k_absmax) > 0 for layer in kv.layers)
 
 
 def test_the_stored_layers_are_those_the_run_measured(source: Path, quantized: tuple[Path, QuantReport]) -> None:
