@@ -133,7 +133,8 @@ class LayerQuantizer:
         token_ids = sample_tokens(stream.num_rows * stream.seq_len, count, recipe.calibration.seed)
         schemes = self.plan.schemes(layer.index)
         inputs = empty_inputs(spec, layer.index, schemes, row_ids, token_ids, recipe.calibration.seed)
-        layer.observe(Observer(inputs), all_tokens=recipe.calibration.all_experts)
+        layer.shows_all_tokens = recipe.calibration.all_experts
+        layer.observe(Observer(inputs))
         first_output = stream.output(layer, 0, seen=seen)
         for number in range(1, len(stream)):
             stream.output(layer, number, seen=seen)
