@@ -62,6 +62,8 @@ class Environment(StrictStruct, frozen=True):
     num_threads: int | None  # LMKIT_NUM_THREADS
     cache_dir: Path  # LMKIT_CACHE_DIR: compiled kernels, and packed weights of checkpoints that cannot be written to
     log_level: str  # LMKIT_LOG_LEVEL
+    world_size: int  # processes of one quantization on all machines, as its launcher sets it
+    local_world_size: int  # of these on this machine
     api_key: str | None  # LMKIT_API_KEY: what `lmkit chat` and `lmkit proxy` clients send
 
 
@@ -78,13 +80,24 @@ def environment() -> Environment:
         num_threads=int(threads) if threads else None,
         cache_dir=Path(cache),
         log_level=os.environ.get("LMKIT_LOG_LEVEL", "INFO"),
+        world_size=_launched("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
+        local_world_size=_launched("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
         api_key=os.environ.get("LMKIT_API_KEY") or None,
     )
 
 
 def default_num_threads() -> int:
-    """LMKIT_NUM_THREADS, else the number of cores this process may run on."""
-    return environment().num_threads or len(os.sched_getaffinity(0))
+    """LMKIT_NUM_THREADS, else this process' share of the cores it may run on."""
+    here = environment()
+    return here.num_threads or max(1, len(os.sched_getaffinity(0)) // here.local_world_size)
+
+
+def _launched(*names: str) -> int:
+    """A count that torchrun (the first name), Open MPI or MPICH give their processes; 1 without them."""
+    given = next((os.environ[name] for name in names if name in os.environ), "1")
+    if not (given.isdecimal() and int(given) > 0):
+        raise ConfigError(f"{names[0]}={given!r}: expected a positive integer")
+    return int(given)
 
 
 def parse(data: Any, into: type[T], where: str) -> T:

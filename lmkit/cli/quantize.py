@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lmkit.cli.eval import ProgressBar, print_result
+from lmkit.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from lmkit.quant.plan import Plan
     from lmkit.quant.recipe import CalibrationRecipe, Recipe
     from lmkit.quant.report import MixedPrecisionReport, QuantReport
+    from lmkit.quant.run import Quantizer
 
 
 def quantize(
@@ -41,15 +42,21 @@ def quantize(
     ] = None,
     kv_bits: Annotated[int | None, typer.Option(help="Bits of the KV cache: 16, 8 or 4.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of the choice of calibration text.")] = None,
+    max_memory: Annotated[
+        str | None, typer.Option(help="Memory to stay below, for example 2GiB; without it, the fastest way.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="Where it is computed: cpu.")] = "cpu",
+    restart: Annotated[bool, typer.Option(help="Drop what an interrupted run of this output has finished.")] = False,
     evaluate: Annotated[
         bool, typer.Option("--eval/--no-eval", help="Compare the result with the source on held-out text.")
     ] = True,
     json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Quantize a checkpoint. Options replace what the recipe says."""
-    from lmkit.config import default_num_threads
+    from lmkit.config import default_num_threads, parse_bytes
     from lmkit.kernels.cpu import threads
     from lmkit.quant.calib import parse_source
+    from lmkit.quant.comm import Comm
     from lmkit.quant.evaluate import encode_text
     from lmkit.quant.recipe import load_recipe
     from lmkit.quant.run import prepare
@@ -67,13 +74,21 @@ def quantize(
             },
         },
     )  # fmt: skip
+    if device != "cpu":
+        raise UnsupportedError(f"--device {device}: quantization runs on the CPU, there are no kernels for others yet")
+    budget = None if max_memory is None else parse_bytes(max_memory, "--max-memory")
+    comm = Comm.launched()
     threads.configure(default_num_threads())
-    quantizer = prepare(model, loaded)
+    quantizer = prepare(model, loaded, max_memory=budget, comm=comm)
+    quiet = json or not comm.is_first
     eval_ids = encode_text(quantizer.source.reader.path) if evaluate else None
-    if not json:
-        _print_plan(model, loaded, quantizer.plan)
-    with ProgressBar(quiet=json) as bar:
-        report = quantizer.run(output, eval_ids=eval_ids, progress=bar.update)
+    if not quiet:
+        _print_plan(model, quantizer)
+    with ProgressBar(quiet=quiet) as bar:
+        report = quantizer.run(output, eval_ids=eval_ids, restart=restart, progress=bar.update)
+    comm.close()
+    if not comm.is_first:
+        return
     if json:
         import msgspec
 
@@ -82,12 +97,16 @@ def quantize(
         _print_report(report, output)
 
 
-def _print_plan(model: str, recipe: Recipe, plan: Plan) -> None:
+def _print_plan(model: str, quantizer: Quantizer) -> None:
+    recipe, plan, budget = quantizer.recipe, quantizer.plan, quantizer.budget
     calibration = recipe.calibration
     steps = ", ".join(type(step).__struct_config__.tag for step in recipe.steps)  # type: ignore[misc]
     print(f"{model}: {steps}; {_scheme(recipe)}; KV {recipe.kv.bits} bits")
     print(f"calibration: {calibration.num_samples} rows of {calibration.seq_len} tokens from {_sources(calibration)}")
-    print(f"estimate: {plan.memory_bytes / 2**30:.2f} GiB of memory, {_duration(plan.seconds)} without evaluation")
+    print(
+        f"estimate: {budget.memory_bytes / 2**30:.2f} GiB of memory, {budget.disk_bytes / 2**30:.2f} GiB of disk, "
+        f"{_duration(plan.seconds)} without evaluation; batches of {budget.batch_tokens} tokens"
+    )
     for module, reason in plan.dense.items():
         print(f"stays dense: {module}: {reason}")
 

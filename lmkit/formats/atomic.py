@@ -25,21 +25,26 @@ def atomic_directory(out: str | Path) -> Iterator[Path]:
     is being written by another process.
     """
     target = Path(os.path.realpath(out))
-    _refuse_occupied(target)
-    partial, lock = _claim(target)
+    refuse_occupied(target)
+    partial, held = _claim(target)
     try:
         yield partial
-        sync_directory(partial)
-        try:
-            partial.rename(target)  # replaces an empty folder, never a full one
-        except OSError as error:
-            raise ConfigError(f"{target}: cannot be put in place: {error.strerror}") from None
-        sync_directory(target.parent)
+        put_in_place(partial, target)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     finally:
-        os.close(lock)
+        os.close(held)
+
+
+def put_in_place(folder: Path, target: Path) -> None:
+    """Give a complete folder its final name. Raises ConfigError if that has been taken."""
+    sync_directory(folder)
+    try:
+        folder.rename(target)  # replaces an empty folder, never a full one
+    except OSError as error:
+        raise ConfigError(f"{target}: cannot be put in place: {error.strerror}") from None
+    sync_directory(target.parent)
 
 
 def write_file(path: Path, data: bytes) -> None:
@@ -74,7 +79,8 @@ def sync_directory(path: Path) -> None:
         os.close(fd)
 
 
-def _refuse_occupied(target: Path) -> None:
+def refuse_occupied(target: Path) -> None:
+    """Raise ConfigError unless a folder can appear here."""
     if target.exists() and not target.is_dir():
         raise ConfigError(f"{target}: is a file; choose a folder that does not exist yet")
     if target.is_dir() and any(target.iterdir()):
@@ -98,7 +104,7 @@ def _claim(target: Path) -> tuple[Path, int]:
     except OSError as error:
         raise ConfigError(f"{target}: cannot be made: {error.strerror}") from None
     try:
-        _lock(fd)
+        lock(fd)
     except BlockingIOError:
         os.close(fd)
         raise ConfigError(f"{target}: another process began to write it at the same moment") from None
@@ -108,7 +114,7 @@ def _claim(target: Path) -> tuple[Path, int]:
 def _remove_stale(partial: Path, target: Path) -> None:
     fd = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        if _lock(fd):
+        if lock(fd):
             log.warning("removing %s, left by a process that was killed", partial)
             shutil.rmtree(partial)
     except BlockingIOError:
@@ -117,7 +123,7 @@ def _remove_stale(partial: Path, target: Path) -> None:
         os.close(fd)
 
 
-def _lock(fd: int) -> bool:
+def lock(fd: int) -> bool:
     """Lock without waiting; BlockingIOError = held by another. False on a file system that has no locks."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

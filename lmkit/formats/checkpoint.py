@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -123,12 +124,16 @@ class CheckpointWriter:
     """Writes a checkpoint into an existing folder, usually an `atomic_directory`; `finish` completes it.
 
     Tensors are held until their shard is full, so memory stays below `max_shard_bytes` plus one tensor; do not change
-    them after `add`. The same calls write the same bytes. Raises CheckpointError if a file cannot be written.
+    them after `add`. `written`: see write_safetensors. The same calls write the same bytes. Raises CheckpointError if a
+    file cannot be written.
     """
 
-    def __init__(self, out_dir: str | Path, max_shard_bytes: int = 2 << 30) -> None:
+    def __init__(
+        self, out_dir: str | Path, max_shard_bytes: int = 2 << 30, written: Callable[[], None] = lambda: None
+    ) -> None:
         self.path = Path(out_dir)
         self.max_shard_bytes = max_shard_bytes
+        self._written = written
         self._pending: dict[str, Tensor] = {}
         self._shards: list[list[str]] = []  # names of each shard written
         self._names: set[str] = set()
@@ -145,9 +150,14 @@ class CheckpointWriter:
     def flush(self) -> None:
         """End the current shard, if there is anything in it."""
         if self._pending:
-            write_safetensors(self.path / _partial_name(len(self._shards)), self._pending)
+            write_safetensors(self.path / _partial_name(len(self._shards)), self._pending, self._written)
             self._shards.append(list(self._pending))
             self._pending = {}
+
+    def take(self) -> dict[str, Tensor]:
+        """Hand over what has been added since the last `flush`; it is written by the caller, not here."""
+        tensors, self._pending = self._pending, {}
+        return tensors
 
     def finish(self, config: dict[str, Any], copy_from: Path) -> None:
         """Name the shards, write their index and config.json, copy the text files of the checkpoint `copy_from`."""

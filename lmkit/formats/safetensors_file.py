@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import mmap
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from os import fstat, fsync
@@ -26,6 +27,7 @@ from lmkit.formats.jsonfile import parse_json
 
 MAX_HEADER_BYTES = 16 << 20  # some 100,000 tensors; parsed, hostile JSON of this size stays below half a gigabyte
 MAX_NUMEL = 1 << 62
+WRITE_BYTES = 16 << 20  # of a tensor in one call
 SAMPLES, SAMPLE_BYTES = 16, 4096  # of a file's data in its fingerprint
 
 DTYPES = {
@@ -116,11 +118,12 @@ class SafetensorsFile:
         self._map.madvise(mmap.MADV_DONTNEED)
 
 
-def write_safetensors(path: Path, tensors: dict[str, Tensor]) -> None:
+def write_safetensors(path: Path, tensors: dict[str, Tensor], written: Callable[[], None] = lambda: None) -> None:
     """Write a new file, equal bytes for equal tensors, and wait until the disk has it.
 
-    Wide dtypes come first, then names in order, so that every tensor is aligned. Raises CheckpointError if the file
-    cannot be written.
+    Wide dtypes come first, then names in order, so that every tensor is aligned. `written` is called after every
+    WRITE_BYTES: for tensors that are views of other files, it may give back the memory of what was read so far. Raises
+    CheckpointError if the file cannot be written.
     """
     names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # without it transformers refuses the file
@@ -135,7 +138,9 @@ def write_safetensors(path: Path, tensors: dict[str, Tensor]) -> None:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in names:
             flat = tensors[name].detach().cpu().contiguous().reshape(-1)
-            file.write(flat.view(torch.uint8).numpy().data)
+            for part in flat.view(torch.uint8).split(WRITE_BYTES):
+                file.write(part.numpy().data)
+                written()
         file.flush()
         fsync(file.fileno())
 

@@ -207,11 +207,11 @@ def _load_cached(source: ModelSource, packing: Packing) -> Decoder | None:
     num_bytes = source.weight_bytes(packing.dtype, packing.lm_head)
     if decoder is None and cache.create(lambda writer: _write(source, packing, writer), num_bytes):
         decoder = _load_mapped(source, packing, cache)
-        _trim_heap()
+        trim_heap()
     return decoder
 
 
-def _trim_heap() -> None:
+def trim_heap() -> None:
     """Give back what packing freed: glibc would keep it, a third of a small model's weights."""
     if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)

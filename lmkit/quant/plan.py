@@ -22,19 +22,15 @@ from lmkit.quant.recipe import AwqClip, AwqScale, Recipe, SmoothQuant
 
 log = get_logger(__name__)
 
-BATCH_TOKENS = 4096  # of the calibration set in one forward pass
-
 
 @dataclass(frozen=True)
 class Plan:
     """`linears` has every linear's module with how it is quantized (None = it stays dense), `dense` the reason of those
-    that stay dense; `memory_bytes` and `seconds` are estimates. With a budget of bits, quant.sensitivity chooses the
-    schemes."""
+    that stay dense; `seconds` is an estimate. With a budget of bits, quant.sensitivity chooses the schemes."""
 
     spec: ModelSpec
     linears: dict[str, QuantScheme | None]
     dense: dict[str, str]
-    memory_bytes: int
     seconds: float
 
     def schemes(self, layer: int) -> dict[str, QuantScheme]:
@@ -63,7 +59,7 @@ def make_plan(source: ModelSource, recipe: Recipe) -> Plan:
     check_reachable(spec, recipe, dense)
     routers = [roles.module_name(spec, i, role) for i in range(spec.num_layers) for role in roles.routers(spec, i)]
     linears |= dict.fromkeys(routers, None)
-    return Plan(spec, linears, dense, _memory(spec, recipe), _operations(spec, recipe) / _operations_per_second())
+    return Plan(spec, linears, dense, _operations(spec, recipe) / _operations_per_second())
 
 
 def dense_modules(spec: ModelSpec, recipe: Recipe) -> dict[str, str]:
@@ -150,20 +146,3 @@ def _operations_per_second() -> float:
     for _ in range(4):
         x @ x
     return 4 * 2 * 512**3 / (time.perf_counter() - start)
-
-
-def _memory(spec: ModelSpec, recipe: Recipe) -> int:
-    """Bytes at the peak: hidden states of all rows, a layer's weights three times, statistics, the embedding."""
-    calibration, scale = recipe.calibration, recipe.step(AwqScale)
-    num_tokens = calibration.num_samples * calibration.seq_len
-    largest = max(range(spec.num_layers), key=lambda layer: _parameters(spec, *roles.linears(spec, layer)))
-    inputs = sum(spec.linear_shape(role)[1] for role in set(roles.input_of(spec, largest).values()))
-    sampled = min(num_tokens, scale.tokens if scale else AwqScale().tokens)
-    widest = 3 * max(spec.mlp_size(mlp + ".") for mlp in roles.gated_mlps(spec, largest)) + 4 * spec.hidden_size
-    numbers = (
-        num_tokens * spec.hidden_size
-        + 3 * _parameters(spec, *roles.linears(spec, largest))
-        + inputs * (2 * max(recipe.scheme.scheme().group_size, 0) + sampled)
-        + max(BATCH_TOKENS, calibration.seq_len) * widest
-    )
-    return 4 * numbers + spec.vocab_size * spec.hidden_size * 4

@@ -22,11 +22,11 @@ from lmkit.quant.kv_fit import fit_cache
 from lmkit.quant.layer import CalibratedLayer, relative_error
 from lmkit.quant.observe import Observer, sample_rows, sample_tokens
 from lmkit.quant.plan import Plan
-from lmkit.quant.recipe import AwqClip, AwqScale, Gptq, Recipe, SmoothQuant
+from lmkit.quant.recipe import AwqClip, AwqScale, Gptq, Recipe, SignRound, SmoothQuant
 from lmkit.quant.report import ClipReport, LayerReport, LinearReport, ScaleReport, stored_bits
 from lmkit.quant.rounders.awq_clip import ClipSearch, clip_layer
 from lmkit.quant.rounders.rtn import round_to_nearest
-from lmkit.quant.rounding import Rounding, compare_held_out, round_gptq, round_plain
+from lmkit.quant.rounding import Rounding, compare_held_out, round_gptq, round_plain, tune_layer
 from lmkit.quant.stream import Stream
 from lmkit.quant.transforms.awq_scale import ScaleSearch, expand, scale_layer
 from lmkit.quant.transforms.smooth_quant import smooth_layer
@@ -91,12 +91,19 @@ class LayerQuantizer:
     ) -> dict[str, Rounding]:
         """Codes for every linear that is quantized; they stand in the layer then."""
         layer, step = calibrated.layer, self.recipe.step(Gptq)
+        weights = {role: calibrated.weight(role) for role in calibrated.schemes}
         if step is None:
             roundings = round_plain(calibrated)
         else:
             columns = {role: expand(found.best.scale, role, layer.spec) for found in scales for role in found.consumers}
             exact = original if self.stream.has_exact else None
             roundings = round_gptq(calibrated, step, self.stream, exact, columns)
+        if (tuner := self.recipe.step(SignRound)) is not None:
+            with torch.inference_mode(False):
+                weights = {role: weight.clone() for role, weight in weights.items()}
+                roundings = tune_layer(
+                    layer, weights, roundings, tuner, self.stream, original, self.recipe.calibration.seed
+                )
         layer.weights.update({role: rounding.weight for role, rounding in roundings.items()})
         return roundings
 
@@ -134,11 +141,10 @@ class LayerQuantizer:
         schemes = self.plan.schemes(layer.index)
         inputs = empty_inputs(spec, layer.index, schemes, row_ids, token_ids, recipe.calibration.seed)
         layer.shows_all_tokens = recipe.calibration.all_experts
-        layer.observe(Observer(inputs))
-        first_output = stream.output(layer, 0, seen=seen)
-        for number in range(1, len(stream)):
-            stream.output(layer, number, seen=seen)
-        layer.observe(None)
+        outputs = stream.outputs(layer, observer=Observer(inputs), seen=seen)
+        for number, output in outputs:
+            if number == 0:
+                first_output = output
         calibrated = CalibratedLayer(
             layer=layer,
             inputs=inputs,
@@ -154,13 +160,13 @@ class LayerQuantizer:
         squared error of what the layer adds to the first batch, whose output before quantization was `first_output`."""
         stream = self.stream
         contribution = (first_output - stream.hidden(0)).square().sum(dtype=torch.float64)
-        for number in range(len(stream)):
-            output = stream.output(layer, number)
+        for number, output in stream.outputs(layer):
             if number == 0:
                 error = (output - first_output).square().sum(dtype=torch.float64)
             stream.put(number, output)
-            if stream.has_exact:
-                stream.put(number, stream.output(original, number, exact=True), exact=True)
+        if stream.has_exact:
+            for number, output in stream.outputs(original, exact=True):
+                stream.put(number, output, exact=True)
         stream.advance()
         return float(error / contribution) if contribution > 0 else 0.0
 

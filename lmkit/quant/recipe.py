@@ -235,6 +235,9 @@ def _scheme_problem(recipe: Recipe) -> str | None:
     for kind in (AwqScale, AwqClip):
         if recipe.step(kind) is not None and (weights.kind != "int" or weights.group_size == -1):
             return f"{kind.__struct_config__.tag} needs type int and groups of 32, 64 or 128 inputs"
+    for kind in (Gptq, SignRound):
+        if recipe.step(kind) is not None and weights.kind != "int":
+            return f"{kind.__struct_config__.tag} needs type int"
     return None
 
 

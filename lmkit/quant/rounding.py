@@ -3,7 +3,7 @@ for each linear that does better with it on calibration rows that were held out.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,9 +13,9 @@ from lmkit.models.decoder import DecoderLayer
 from lmkit.qtensor import QTensor, QuantScheme, dequantize
 from lmkit.quant.layer import CalibratedLayer
 from lmkit.quant.moments import Moments, batches, collect, run
-from lmkit.quant.recipe import Gptq
+from lmkit.quant.recipe import Gptq, SignRound
 from lmkit.quant.report import HeldOutReport
-from lmkit.quant.rounders import gptq
+from lmkit.quant.rounders import gptq, signround
 from lmkit.quant.stream import Stream
 
 MIN_TOKENS = 128  # that an input must have seen
@@ -167,3 +167,48 @@ def _split(q: QTensor, sizes: list[int]) -> list[QTensor]:
     return [
         QTensor(codes.contiguous(), scales.contiguous(), zeros.contiguous(), q.scheme) for codes, scales, zeros in parts
     ]
+
+
+def tune_layer(
+    layer: DecoderLayer,
+    weights: dict[str, Tensor],
+    roundings: dict[str, Rounding],
+    step: SignRound,
+    stream: Stream,
+    original: DecoderLayer,
+    seed: int,
+) -> dict[str, Rounding]:
+    """The linears of a dense layer tuned together from `roundings`; `weights` are what these rounded.
+
+    Batches are rows that statistics saw, drawn anew each time; the best is chosen on the held-out rows.
+    """
+    shape = (-1, stream.seq_len, layer.spec.hidden_size)
+    rows: list[tuple[Tensor, Tensor]] = []  # (hidden, original hidden) of each row
+    kept_aside: list[tuple[Tensor, Tensor]] = []
+    for hidden, exact, held in batches(stream):
+        pairs = zip(hidden.view(shape), (hidden if exact is None else exact).view(shape), strict=True)
+        (kept_aside if held else rows).extend(pairs)
+    rope = stream.geometry(1, stream.seq_len).rope
+    rope = rope[0].clone(), rope[1].clone()
+    rest = {role: w.clone() for role, w in layer.weights.items() if isinstance(w, Tensor) and role not in roundings}
+    generator = torch.Generator().manual_seed(seed)
+
+    def batch(pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        starts = torch.cat([exact for _, exact in pairs])
+        return torch.stack([hidden for hidden, _ in pairs]), run(original, stream, starts).view(shape)
+
+    def drawn(_: int) -> tuple[Tensor, Tensor]:
+        return batch([rows[i] for i in torch.randperm(len(rows), generator=generator)[: step.batch].tolist()])
+
+    tuned = signround.tune(
+        lambda tensors, hidden: signround.layer_output(layer.spec, layer.index, {**rest, **tensors}, rope, hidden),
+        weights,
+        {role: rounding.weight for role, rounding in roundings.items()},
+        drawn,
+        batch(kept_aside or rows[: step.batch]),
+        step.iters,
+    )
+    if tuned.losses[1] >= tuned.losses[0]:
+        reason = "tuning found nothing better for the held-out rows"
+        return {role: replace(rounding, fallback=rounding.fallback or reason) for role, rounding in roundings.items()}
+    return {role: replace(roundings[role], weight=q, method="signround") for role, q in tuned.weights.items()}

@@ -2,15 +2,18 @@
 
 A layer is loaded in float32, run on the calibration rows with observers, rewritten by the recipe's steps, run again
 with its quantized weights, which gives the next layer's input, and written. So each layer is calibrated on what it will
-see.
+see. A finished layer stays in a work folder, so that a run that was killed goes on behind it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -19,24 +22,51 @@ from torch import Tensor
 import lmkit
 from lmkit.errors import CheckpointError
 from lmkit.formats.base import get_format
-from lmkit.formats.checkpoint import CheckpointWriter, atomic_directory
+from lmkit.formats.checkpoint import CheckpointWriter
 from lmkit.formats.kv_config import save_kv_config
+from lmkit.formats.safetensors_file import SafetensorsFile
+from lmkit.formats.verify import fingerprint, verify
+from lmkit.layers.linear import Weights
+from lmkit.log import get_logger
 from lmkit.models import roles
-from lmkit.models.loader import ModelSource
-from lmkit.qtensor import QTensor
+from lmkit.models.loader import ModelSource, trim_heap
+from lmkit.qtensor import QTensor, QuantScheme
+from lmkit.quant.budget import Budget, check_evaluation, fit, peak_bytes, size
 from lmkit.quant.calib import CalibrationData, load_calibration
+from lmkit.quant.comm import Comm
 from lmkit.quant.evaluate import EvalResult, Progress, evaluate
-from lmkit.quant.kv import KVStats, make_kv_config, write_static
+from lmkit.quant.kv import KVFit, KVStats, make_kv_config, write_static
 from lmkit.quant.plan import Plan, make_plan
 from lmkit.quant.quantize_layer import STAGES, LayerQuantizer, tensor_name
 from lmkit.quant.recipe import Recipe
-from lmkit.quant.report import LayerReport, QuantReport, peak_memory
+from lmkit.quant.report import LayerReport, MixedPrecisionReport, QuantReport
 from lmkit.quant.report_html import save_html
+from lmkit.quant.selfcheck import check_logits, check_weights
 from lmkit.quant.sensitivity import choose_schemes
 from lmkit.quant.stream import Stream
+from lmkit.quant.workdir import WorkFolder, open_work
 from lmkit.text import Tokenizer
 
+log = get_logger(__name__)
+
 EVAL_TOKENS = 8192
+SCHEMES = "schemes.json"
+
+
+class LayerRecord(msgspec.Struct, frozen=True):
+    """What is kept of a finished layer beside its tensors; `fingerprints` of its quantized linears, by module."""
+
+    report: LayerReport
+    kv_fit: KVFit
+    fingerprints: dict[str, str]
+
+
+class ChosenSchemes(msgspec.Struct, frozen=True):
+    """What a budget of bits has made of a Plan."""
+
+    linears: dict[str, QuantScheme | None]
+    dense: dict[str, str]
+    report: MixedPrecisionReport
 
 
 @dataclass
@@ -48,71 +78,177 @@ class Quantizer:
     tokenizer: Tokenizer
     data: CalibrationData
     plan: Plan
+    budget: Budget
+    comm: Comm = field(default_factory=Comm)
 
     @torch.inference_mode()
     def run(
-        self, output: str | Path, *, eval_ids: list[int] | None = None, progress: Progress = lambda *state: None
+        self,
+        output: str | Path,
+        *,
+        eval_ids: list[int] | None = None,
+        restart: bool = False,
+        progress: Progress = lambda *state: None,
     ) -> QuantReport:
-        """Write the quantized checkpoint to `output`, whole or not at all.
+        """Write the quantized checkpoint to `output`, whole or not at all; go on if an earlier run was interrupted.
 
-        `eval_ids`: a text; EVAL_TOKENS of it compare the result with the source before it is put in place. Raises
-        ConfigError if `output` is occupied, CheckpointError or UnsupportedError for weights that cannot be quantized.
+        Finished layers are kept in a work folder beside `output` (workdir.py) until it is complete; `restart` drops
+        them. `eval_ids`: a text; EVAL_TOKENS of it compare the result with the source before it is put in place. Raises
+        ConfigError if `output` is occupied or the work there is of another run, CheckpointError or UnsupportedError for
+        weights that cannot be quantized and files that cannot be written.
         """
-        start, mixed = time.perf_counter(), None
-        with atomic_directory(output) as folder:
-            if self.recipe.bits is not None:
-                self.plan, mixed = choose_schemes(self.source, self.recipe, self.plan, self.data.rows, progress)
-            layers = self._write(folder, progress)
+        start = time.perf_counter()
+        if not self.comm.is_first:
+            return self._assist(WorkFolder.beside(output))
+        if eval_ids is not None:
+            check_evaluation(self.source, self.budget)
+        with open_work(output, self._identity(), restart=restart) as work:
+            mixed = self._choose_schemes(work, progress)
+            stream = self._quantize_layers(work, progress)
+            folder = work.new_checkpoint()
+            records = [work.record(index, LayerRecord) for index in range(self.source.spec.num_layers)]
+            self._assemble(work, folder, records)
+            self._check(folder, stream, records)
             evaluation = None if eval_ids is None else self._evaluate(folder, eval_ids, Path(output), progress)
             report = QuantReport(
                 lmkit_version=lmkit.__version__,
                 model=str(self.source.reader.path),
                 recipe=msgspec.to_builtins(self.recipe, str_keys=True),
                 calibration=self.data.report(),
-                layers=tuple(layers),
+                layers=tuple(record.report for record in records),
                 bytes_before=self.source.reader.nbytes(),
                 bytes_after=sum(file.stat().st_size for file in folder.glob("*.safetensors")),
                 evaluation=evaluation,
                 seconds=round(time.perf_counter() - start, 2),
                 mixed_precision=mixed,
-                peak_bytes=peak_memory(),
+                peak_bytes=peak_bytes(),
             )  # fmt: skip
             report.save(folder)
             save_html(report, folder)
+            work.publish()
+        if self.budget.max_memory is not None and peak_bytes() > self.budget.max_memory:
+            log.warning("memory was %s at its peak, more than --max-memory", size(peak_bytes()))
+        self.comm.broadcast_bytes(msgspec.json.encode(report))
         return report
 
-    def _write(self, folder: Path, progress: Progress) -> list[LayerReport]:
-        """The whole checkpoint but report.json."""
-        source, spec, writer, weight_format = (
-            self.source,
-            self.source.spec,
-            CheckpointWriter(folder),
-            get_format(self.recipe.format),
+    def _assist(self, work: WorkFolder) -> QuantReport:
+        """The part of every process but the first, which writes."""
+        self._choose_schemes(work, lambda *state: None)
+        self._quantize_layers(work, lambda *state: None)
+        report = msgspec.json.decode(self.comm.broadcast_bytes(b""), type=QuantReport)
+        work.remove_states(self.comm.rank)
+        return report
+
+    def _identity(self) -> dict[str, Any]:
+        """What the bytes of the result depend on."""
+        return {
+            "lmkit": lmkit.__version__,
+            "model": self.source.reader.fingerprint(),
+            "recipe": msgspec.to_builtins(self.recipe, str_keys=True),
+            "calibration data": self.data.sha256,
+            "tokens of a batch": self.budget.batch_tokens,
+            "processes": self.comm.world_size,
+        }
+
+    def _quantize_layers(self, work: WorkFolder, progress: Progress) -> Stream:
+        """The layers that are not finished yet, each kept in the work folder; the stream behind the last."""
+        source, spec, comm = self.source, self.source.spec, self.comm
+        first = int(comm.broadcast_bytes(str(work.num_done).encode()))
+        if first:
+            log.info("going on in %s: %d of %d layers are finished", work.path, first, spec.num_layers)
+        elif comm.is_first:
+            check_weights(source, progress)
+        stream = Stream.embedded(
+            source,
+            self.data.rows,
+            batch_tokens=self.budget.batch_tokens,
+            folder=work.states(comm.rank),
+            layer=first,
+            exact=self.recipe.needs_exact,
+            comm=comm,
         )
+        quantizer = LayerQuantizer(source, self.recipe, self.plan, stream)
+        for index in range(first, spec.num_layers):
+            layer = source.layer(index, torch.float32)
+            source.reader.release()
+            seen = KVStats.empty(spec.num_kv_heads, spec.head_dim)
+            done = functools.partial(self._stage_done, progress, index)
+            report = quantizer.quantize(layer, seen, done)
+            comm.wait()  # every process has its hidden states behind the layer on the disk; none writes to them
+            if comm.is_first:
+                record = LayerRecord(report, seen.fit, self._fingerprints(index, layer.weights))
+                work.commit(index, self._stored(index, layer.weights), seen, msgspec.json.encode(record))
+            comm.wait()  # nor to those before it until they are not needed again
+            del layer
+            source.reader.release()
+        return stream
+
+    def _stage_done(self, progress: Progress, layer: int, stage: int) -> None:
+        """Between two stages, what the last one read and freed goes back to the system."""
+        self.source.reader.release()
+        trim_heap()
+        progress("layers", layer * STAGES + stage, self.source.spec.num_layers * STAGES)
+
+    def _choose_schemes(self, work: WorkFolder, progress: Progress) -> MixedPrecisionReport | None:
+        """With a budget of bits, the plan takes the schemes that are worth it; they are measured once."""
+        if self.recipe.bits is None:
+            return None
+        data = b""
+        if self.comm.is_first and not (data := work.kept(SCHEMES)):
+            chosen, report = choose_schemes(self.source, self.recipe, self.plan, self.data.rows, progress)
+            data = msgspec.json.encode(ChosenSchemes(chosen.linears, chosen.dense, report))
+            work.keep(SCHEMES, data)
+        schemes = msgspec.json.decode(self.comm.broadcast_bytes(data), type=ChosenSchemes)
+        self.plan = dataclasses.replace(self.plan, linears=schemes.linears, dense=schemes.dense)
+        return schemes.report
+
+    def _fingerprints(self, index: int, weights: Weights) -> dict[str, str]:
+        modules = {tensor_name(self.source.spec, index, role)[0]: weight for role, weight in weights.items()}
+        return {module: fingerprint(weight) for module, weight in modules.items() if isinstance(weight, QTensor)}
+
+    def _stored(self, index: int, weights: Weights) -> dict[str, Tensor]:
+        """A layer's tensors as the checkpoint holds them."""
+        source, weight_format = self.source, get_format(self.recipe.format)
+        writer = CheckpointWriter(source.reader.path, max_shard_bytes=sys.maxsize)
+        for role, weight in weights.items():
+            module, kind = tensor_name(source.spec, index, role)
+            if isinstance(weight, QTensor):
+                weight_format.write_linear(writer, module, weight, activations=self.recipe.activations)
+            else:
+                writer.add(module + kind, weight.to(source.reader.tensor(module + kind).dtype))
+        return writer.take()
+
+    def _assemble(self, work: WorkFolder, folder: Path, records: list[LayerRecord]) -> None:
+        """The whole checkpoint but report.json, from the source and the finished layers."""
+        source, spec = self.source, self.source.spec
+        files = [SafetensorsFile(work.layer_file(index)) for index in range(spec.num_layers)]
+
+        def release() -> None:
+            source.reader.release()
+            for file in files:
+                file.release()
+
+        writer = CheckpointWriter(folder, self.budget.shard_bytes, written=release)
         for name in _other_tensors(source):
             writer.add(name, source.reader.tensor(name))
-        stream = Stream.embedded(source, self.data.rows, exact=self.recipe.needs_exact)
-        quantizer = LayerQuantizer(source, self.recipe, self.plan, stream)
-        reports, kv_stats = [], []
-        for index in range(spec.num_layers):
-            layer = source.layer(index, torch.float32)
-            seen = KVStats.empty(spec.num_kv_heads, spec.head_dim)
-            done = functools.partial(_stage_done, progress, index, spec.num_layers)
-            reports.append(quantizer.quantize(layer, seen, done))
-            kv_stats.append(seen)
-            for role, weight in layer.weights.items():
-                module, kind = tensor_name(spec, index, role)
-                if isinstance(weight, QTensor):
-                    weight_format.write_linear(writer, module, weight, activations=self.recipe.activations)
-                else:
-                    assert isinstance(weight, Tensor)
-                    writer.add(module + kind, weight.to(source.reader.tensor(module + kind).dtype))
-        entry = weight_format.config_entry(self.plan.linears, activations=self.recipe.activations)
+        kv_stats = [KVStats.empty(spec.num_kv_heads, spec.head_dim) for _ in range(spec.num_layers)]
+        for index, (seen, record) in enumerate(zip(kv_stats, records, strict=True)):
+            for name in files[index].infos:
+                writer.add(name, files[index].tensor(name))
+            work.restore(index, seen)
+            seen.fit = record.kv_fit
+        entry = get_format(self.recipe.format).config_entry(self.plan.linears, activations=self.recipe.activations)
         entry = write_static(writer, entry, self.recipe.kv, spec, kv_stats)
         writer.finish(source.config | {"quantization_config": entry}, source.reader.path)
         if self.recipe.kv.scheme == "online":
             save_kv_config(make_kv_config(self.recipe.kv, spec, kv_stats), folder)
-        return reports
+
+    def _check(self, folder: Path, stream: Stream, records: list[LayerRecord]) -> None:
+        """What was written is, to a second reader, the weights that were meant, and gives the logits of the run."""
+        verify(folder, {module: value for record in records for module, value in record.fingerprints.items()})
+        expected = stream.hidden(len(stream) - 1)[-stream.seq_len :]
+        difference = check_logits(folder, self.source, self.data.rows[-1], expected)
+        log.info("read back: logits differ by at most %.1e of the largest", difference)
 
     def _evaluate(self, folder: Path, ids: list[int], output: Path, progress: Progress) -> EvalResult:
         result = evaluate(
@@ -126,9 +262,10 @@ class Quantizer:
         return msgspec.structs.replace(result, model=str(output))
 
 
-def prepare(model: str | Path, recipe: Recipe) -> Quantizer:
-    """Open the checkpoint, read the calibration data and check that all fit together.
+def prepare(model: str | Path, recipe: Recipe, *, max_memory: int | None = None, comm: Comm = Comm()) -> Quantizer:
+    """Open the checkpoint, read the calibration data and check that all fit together, and into `max_memory` bytes.
 
+    `comm`: this process among those that share the work; all of them make the same calls.
     Raises CheckpointError, ConfigError or UnsupportedError; nothing is written.
     """
     source = ModelSource(model)
@@ -138,11 +275,8 @@ def prepare(model: str | Path, recipe: Recipe) -> Quantizer:
     largest, vocab_size = int(data.rows.max()), source.spec.vocab_size
     if largest >= vocab_size:
         raise CheckpointError(f"{source.reader.path}: the tokenizer gives token {largest}, the model has {vocab_size}")
-    return Quantizer(source, recipe, tokenizer, data, plan)
-
-
-def _stage_done(progress: Progress, layer: int, num_layers: int, stage: int) -> None:
-    progress("layers", layer * STAGES + stage, num_layers * STAGES)
+    budget = fit(source, recipe, max_memory)
+    return Quantizer(source, budget.recipe, tokenizer, data, plan, budget, comm)
 
 
 def _other_tensors(source: ModelSource) -> list[str]:

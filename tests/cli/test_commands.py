@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
-COMMANDS = ["quantize", "serve", "proxy", "chat", "eval", "bench", "inspect", "doctor"]
+from lmkit.qtensor import QuantScheme
+from tests.formats.linears import random_linear, written
+
+COMMANDS = ["quantize", "convert", "serve", "proxy", "chat", "eval", "bench", "inspect", "doctor"]
 
 
 def lmkit(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -42,6 +45,14 @@ def test_help_loads_nothing_heavy() -> None:
         "assert not heavy, heavy"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+def test_convert(tmp_path: Path) -> None:
+    source = written(tmp_path / "awq", "awq", {"m": random_linear(QuantScheme(4, 16))})
+    result = lmkit("convert", str(source), "-o", str(tmp_path / "ct"), "--format", "compressed-tensors")
+    assert result.stdout == f"{tmp_path}/ct: 1 linears as compressed-tensors, read back and found equal\n"
+    assert "m: gptq cannot store it" in refused("convert", str(source), "-o", str(tmp_path / "x"), "--format", "gptq")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["awq", "awq-source", "ct"]
 
 
 def test_inspect_tells_what_serving_takes() -> None:

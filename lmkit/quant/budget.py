@@ -1,0 +1,179 @@
+"""How much memory and disk a quantization takes, and what it does to stay within `--max-memory`.
+
+At the peak there is one decoder layer in float32 with what the steps make of it, statistics of its inputs, and either
+a batch of calibration rows on its way through the layer or the sample of tokens on which candidates are compared. The
+size of a batch and of the sample, and of the shards that are written, follow from the budget; the rest is given.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from lmkit.errors import ConfigError
+from lmkit.log import get_logger
+from lmkit.models import roles
+from lmkit.models.loader import ModelSource, resolve_dtype
+from lmkit.models.spec import ModelSpec
+from lmkit.quant.evaluate import LOGIT_BYTES
+from lmkit.quant.recipe import AwqClip, AwqScale, Gptq, Recipe, SignRound
+
+log = get_logger(__name__)
+
+BATCH_TOKENS = 4096  # of the calibration set in one forward pass, at most
+MIN_SAMPLE = 256  # tokens; fewer do not tell candidates apart
+SHARD_BYTES = 2 << 30
+# Libraries, compiled kernels, stacks of threads, and what the allocator keeps: not measured as it is, so that the same
+# command makes the same choices when it goes on.
+BASE_BYTES = 448 << 20
+
+
+@dataclass(frozen=True)
+class Budget:
+    """`recipe` is the one that was asked for, with a smaller sample if the budget makes it so; sizes are in bytes and
+    those of memory and disk are estimates of the peak, without evaluation."""
+
+    recipe: Recipe
+    batch_tokens: int
+    shard_bytes: int
+    memory_bytes: int
+    disk_bytes: int
+    max_memory: int | None = None
+
+
+def fit(source: ModelSource, recipe: Recipe, max_memory: int | None = None) -> Budget:
+    """The largest batch and sample that the budget allows. Raises ConfigError if the smallest take more."""
+    disk = disk_bytes(source, recipe)
+    for tokens, smaller in _choices(recipe):
+        memory = BASE_BYTES + working_bytes(source.spec, smaller, tokens)
+        if max_memory is None or memory <= max_memory:
+            if smaller is not recipe:
+                log.warning(
+                    "--max-memory %s: candidates are compared on %d tokens instead of %d",
+                    size(memory), sample_tokens(smaller), sample_tokens(recipe),
+                )  # fmt: skip
+            shard = SHARD_BYTES if max_memory is None else max(1 << 20, min(SHARD_BYTES, max_memory // 4))
+            return Budget(smaller, tokens, shard, memory, disk, max_memory)
+    assert max_memory is not None
+    raise ConfigError(
+        f"--max-memory {size(max_memory)}: quantizing {source.reader.path} by this recipe takes at least {size(memory)}"
+    )
+
+
+def peak_bytes() -> int:
+    """The most memory that this process has had."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in status if line.startswith("VmHWM")).split()[1]) << 10
+
+
+def size(num_bytes: float) -> str:
+    """In the unit that `--max-memory` takes, rounded up."""
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB")):
+        if num_bytes >= unit:
+            return f"{-(-num_bytes * 100 // unit) / 100:g}{name}"
+    return f"{num_bytes}"
+
+
+def _choices(recipe: Recipe) -> list[tuple[int, Recipe]]:
+    """(tokens of a batch, recipe) from the largest to the smallest: batches shrink first, as that costs no quality."""
+    seq_len = recipe.calibration.seq_len
+    tokens = [max(BATCH_TOKENS // seq_len, 1) * seq_len]
+    while tokens[-1] > seq_len:
+        tokens.append(max(tokens[-1] // seq_len // 2, 1) * seq_len)
+    samples = [sample_tokens(recipe)]
+    while samples[-1] // 2 >= MIN_SAMPLE:
+        samples.append(samples[-1] // 2)
+    return [(count, recipe) for count in tokens] + [(seq_len, with_sample(recipe, count)) for count in samples[1:]]
+
+
+def sample_tokens(recipe: Recipe) -> int:
+    """How many tokens are kept of a linear's input, if there are that many."""
+    scale = recipe.step(AwqScale)
+    return scale.tokens if scale else AwqScale().tokens
+
+
+def with_sample(recipe: Recipe, tokens: int) -> Recipe:
+    """The recipe with so many tokens in the sample."""
+    steps = tuple(
+        msgspec.structs.replace(step, tokens=tokens) if isinstance(step, AwqScale) else step for step in recipe.steps
+    )
+    return msgspec.structs.replace(recipe, steps=steps)
+
+
+def working_bytes(spec: ModelSpec, recipe: Recipe, batch_tokens: int) -> int:
+    """At the peak, of what grows with the model and the recipe. It does not grow with the number of rows."""
+    return max(_layer_working_bytes(spec, recipe, batch_tokens, layer) for layer in _kinds_of_layers(spec))
+
+
+def _kinds_of_layers(spec: ModelSpec) -> list[int]:
+    """A layer of each kind."""
+    return list({roles.linears(spec, layer): layer for layer in range(spec.num_layers)}.values())
+
+
+def _layer_working_bytes(spec: ModelSpec, recipe: Recipe, batch_tokens: int, layer: int) -> int:
+    shapes = {role: spec.linear_shape(role) for role in roles.linears(spec, layer)}
+    weights = sum(rows * columns for rows, columns in shapes.values())
+    largest = max(rows * columns for rows, columns in shapes.values())
+    inputs = [shapes[role][1] for role in set(roles.input_of(spec, layer).values()) if role in shapes]
+    sampled = min(sample_tokens(recipe), recipe.calibration.num_samples * recipe.calibration.seq_len)
+    statistics = sum(inputs) * (2 * max(recipe.scheme.scheme().group_size, 0) + sampled)  # sums are float64
+    # Of a token on its way: gate and up, apart and side by side, and their product; keys and values, kept and copied.
+    widest = 5 * max(spec.mlp_size(mlp + ".") for mlp in roles.gated_mlps(spec, layer)) + 6 * spec.hidden_size
+    keys_and_values = 6 * spec.num_kv_heads * spec.head_dim
+    forward = batch_tokens * (widest + keys_and_values) + 3 * largest
+    search = sampled * widest + 8 * largest
+    if recipe.step(AwqScale) is not None:
+        search += weights
+    if recipe.step(AwqClip) is not None:
+        search += 2 * largest
+    work = [forward, search]
+    if recipe.needs_exact:
+        weights *= 2  # the original layer
+    if (rounder := recipe.step(Gptq)) is not None:
+        # The largest input's moments, their factor while it is computed, and the columns on their way, all in pieces of
+        # four bytes; without `sequential` every input's moments at once.
+        moments = (sum if not rounder.sequential else max)(4 * columns**2 for columns in inputs)
+        work.append(batch_tokens * widest + moments + 8 * max(inputs) ** 2 + 6 * largest)
+    if recipe.step(SignRound) is not None:
+        work.append(
+            8 * weights + recipe.calibration.seq_len * (spec.num_heads * recipe.calibration.seq_len + 8 * widest)
+        )
+    return 4 * (weights + statistics + max(work))
+
+
+def check_evaluation(source: ModelSource, budget: Budget) -> None:
+    """Raise ConfigError if the two whole models that an evaluation holds do not fit."""
+    if budget.max_memory is None:
+        return
+    dtype = resolve_dtype("auto", source.spec.dtype, "cpu")
+    models = source.weight_bytes(dtype) + source.reader.nbytes() - _layer_bytes(source)
+    models += _stored_bytes(source, budget.recipe)
+    needed = BASE_BYTES + models + 4 * LOGIT_BYTES
+    if needed > budget.max_memory:
+        raise ConfigError(
+            f"--max-memory {size(budget.max_memory)}: the evaluation holds both models, {size(needed)}; use --no-eval"
+        )
+
+
+def disk_bytes(source: ModelSource, recipe: Recipe) -> int:
+    """In the output's folder until the run is over: hidden states twice, finished layers, and the checkpoint."""
+    spec, calibration = source.spec, recipe.calibration
+    states = 4 * calibration.num_samples * calibration.seq_len * spec.hidden_size * (2 if recipe.needs_exact else 1)
+    others = source.reader.nbytes() - _layer_bytes(source)
+    return 2 * states + 2 * _stored_bytes(source, recipe) + others
+
+
+def _layer_bytes(source: ModelSource) -> int:
+    return sum(source.reader.nbytes(roles.layer_prefix(index)) for index in range(source.spec.num_layers))
+
+
+def _stored_bytes(source: ModelSource, recipe: Recipe) -> int:
+    """Of quantized layers: codes, and for each group a float16 scale and a zero."""
+    shapes = [
+        source.spec.linear_shape(role) for i in range(source.spec.num_layers) for role in roles.linears(source.spec, i)
+    ]
+    numbers, scheme = sum(rows * columns for rows, columns in shapes), recipe.scheme.scheme()
+    bits = scheme.bits if recipe.bits is None else recipe.bits
+    return int(numbers * (bits + (16 + scheme.bits) / (scheme.group_size if scheme.group_size > 0 else 64)) / 8)

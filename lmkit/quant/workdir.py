@@ -1,0 +1,217 @@
+"""The work folder of a quantization, `.NAME.partial` beside the output: it lets a run that was killed go on.
+
+manifest.json                what the work is made of; a run made of anything else is refused
+hidden-0.f32 hidden-1.f32    hidden states in front of the present layer and of the next, in turn (stream.py)
+rank-1/                      the same of another process
+layer-00003.safetensors      tensors of a finished layer, as the checkpoint will hold them
+layer-00003.kv.safetensors   what calibration saw of its keys and values
+layer-00003.json             its report and more; written last, it makes the layer a finished one
+schemes.json                 what a budget of bits came to
+checkpoint/                  the result while it is put together; it is moved out of the folder whole
+complete                     the result is about to be moved: what is left then is waste
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+from torch import Tensor
+
+from lmkit.errors import CheckpointError, ConfigError
+from lmkit.formats.atomic import lock, put_in_place, refuse_occupied, sync_directory, write_errors, write_file
+from lmkit.formats.jsonfile import parse_json, read_json, to_json
+from lmkit.formats.safetensors_file import SafetensorsFile, write_safetensors
+from lmkit.log import get_logger
+
+log = get_logger(__name__)
+T = TypeVar("T")
+
+MANIFEST, COMPLETE, CHECKPOINT = "manifest.json", "complete", "checkpoint"
+MAX_JSON_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class WorkFolder:
+    """`target` is the output that `path` works for."""
+
+    path: Path
+    target: Path
+
+    @classmethod
+    def beside(cls, output: str | Path) -> WorkFolder:
+        target = Path(os.path.realpath(output))
+        return cls(target.parent / f".{target.name}.partial", target)
+
+    @property
+    def num_done(self) -> int:
+        """Layers that are finished, from the first on."""
+        count = 0
+        while self._layer(count, ".json").exists():
+            count += 1
+        return count
+
+    def states(self, rank: int) -> Path:
+        """The folder of one process' hidden states."""
+        folder = self.path / f"rank-{rank}" if rank else self.path
+        with write_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def remove_states(self, rank: int) -> None:
+        """Of a process that may be on another machine than the one that publishes."""
+        shutil.rmtree(self.path / f"rank-{rank}", ignore_errors=True)
+        with suppress(OSError):
+            self.path.rmdir()
+
+    def layer_file(self, index: int) -> Path:
+        return self._layer(index, ".safetensors")
+
+    def commit(self, index: int, tensors: dict[str, Tensor], stats: Any, record: bytes) -> None:
+        """A layer is finished: its tensors, the tensors and numbers of the dataclass `stats`, and the record's JSON."""
+        kv = {
+            field.name: value if isinstance(value, Tensor) else torch.tensor(value)
+            for field in dataclasses.fields(stats)
+            if isinstance(value := getattr(stats, field.name), Tensor | int | float)
+        }
+        for file, content in ((self.layer_file(index), tensors), (self._layer(index, ".kv.safetensors"), kv)):
+            file.unlink(missing_ok=True)  # of a run that was killed before the layer was finished
+            write_safetensors(file, content)
+        sync_directory(self.path)
+        self._write(self._layer(index, ".json"), record)
+
+    def record(self, index: int, kind: type[T]) -> T:
+        """What `commit` was given as JSON. Raises CheckpointError."""
+        file = self._layer(index, ".json")
+        try:
+            return msgspec.json.decode(file.read_bytes(), type=kind)
+        except (OSError, msgspec.MsgspecError) as error:
+            raise CheckpointError(f"{file}: {error}") from None
+
+    def keep(self, name: str, data: bytes) -> None:
+        """A file of that name, which stays until the work is over."""
+        self._write(self.path / name, data)
+
+    def kept(self, name: str) -> bytes:
+        """What `keep` was given; empty if there is nothing yet."""
+        file = self.path / name
+        return file.read_bytes() if file.exists() else b""
+
+    def restore(self, index: int, stats: Any) -> None:
+        """Fill a dataclass with what `commit` stored of one of its kind. Raises CheckpointError."""
+        file = SafetensorsFile(self._layer(index, ".kv.safetensors"))
+        for name in file.infos:
+            tensor = file.tensor(name).clone()
+            is_number = not isinstance(getattr(stats, name), Tensor | None)
+            setattr(stats, name, tensor.item() if is_number else tensor)
+
+    def new_checkpoint(self) -> Path:
+        """An empty folder for the result; one of an earlier attempt goes."""
+        folder = self.path / CHECKPOINT
+        shutil.rmtree(folder, ignore_errors=True)
+        with write_errors(folder):
+            folder.mkdir()
+        return folder
+
+    def publish(self) -> None:
+        """Move the result to its place, whole, and remove the rest."""
+        write_file(self.path / COMPLETE, b"")
+        put_in_place(self.path / CHECKPOINT, self.target)
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def _layer(self, index: int, suffix: str) -> Path:
+        return self.path / f"layer-{index:05d}{suffix}"
+
+    def _write(self, path: Path, data: bytes) -> None:
+        """A file that appears whole."""
+        new = path.with_name(path.name + ".new")
+        write_file(new, data)
+        new.rename(path)
+        sync_directory(self.path)
+
+    def _begin(self, identity: dict[str, Any], *, restart: bool) -> None:
+        """Take up the work of the same run, or begin. Raises ConfigError for the work of another one."""
+        manifest, content = self.path / MANIFEST, to_json(identity)
+        if manifest.exists() and self.num_done and not restart:
+            stored = read_json(manifest, MAX_JSON_BYTES)
+            if different := differences(stored, parse_json(content, "identity")):
+                raise ConfigError(
+                    f"{self.path}: holds {self.num_done} finished layers of another run: {'; '.join(different)}; "
+                    "start it as before to go on, or start over with --restart"
+                )
+            return
+        for file in self.path.iterdir():
+            shutil.rmtree(file) if file.is_dir() else file.unlink()
+        self._write(manifest, content)
+
+
+@contextmanager
+def open_work(output: str | Path, identity: dict[str, Any], *, restart: bool = False) -> Iterator[WorkFolder]:
+    """The locked work folder of one output. If the block raises, what is finished stays, to be gone on with.
+
+    `identity` (plain JSON) decides whether work that is there is of the same run. Raises ConfigError if the output is
+    occupied, another process is writing it, or the work that is there is of another run.
+    """
+    work = WorkFolder.beside(output)
+    held = _claim(work)
+    try:
+        work._begin(identity, restart=restart)
+        try:
+            yield work
+        except BaseException:
+            _leave(work)
+            raise
+    finally:
+        os.close(held)
+
+
+def _claim(work: WorkFolder) -> int:
+    """Make the folder and lock it: the lock's descriptor. A lock lives as long as its process."""
+    try:
+        work.path.parent.mkdir(parents=True, exist_ok=True)
+        if (work.path / COMPLETE).exists() and not (work.path / CHECKPOINT).exists():
+            shutil.rmtree(work.path)
+        refuse_occupied(work.target)
+        work.path.mkdir(exist_ok=True)
+        fd = os.open(work.path, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise ConfigError(f"{work.target}: cannot be made: {error.strerror}") from None
+    try:
+        lock(fd)
+    except BlockingIOError:
+        os.close(fd)
+        raise ConfigError(f"{work.target}: another process is writing it in {work.path.name}") from None
+    return fd
+
+
+def _leave(work: WorkFolder) -> None:
+    if work.num_done:
+        log.warning(
+            "%d finished layers are kept in %s; the same command goes on, --restart starts over",
+            work.num_done, work.path,
+        )  # fmt: skip
+    else:
+        shutil.rmtree(work.path, ignore_errors=True)
+
+
+def differences(old: Any, new: Any, where: str = "") -> list[str]:
+    """`recipe.scheme.group_size was 128, is 64` for every place in which two JSON values differ."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        keys = dict.fromkeys([*old, *new])
+        return [line for key in keys for line in differences(old.get(key), new.get(key), f"{where}.{key}".strip("."))]
+    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        return [line for i in range(len(old)) for line in differences(old[i], new[i], f"{where}[{i}]")]
+    return [] if old == new else [f"{where} was {_short(old)}, is {_short(new)}"]
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else text[:24] + "..."

@@ -1,0 +1,107 @@
+"""Runs a quantization again and again, each time killed by SIGKILL one event later, and lets each go on afterwards.
+
+    python -m tests.quant.killed SOURCE FOLDER
+
+An event is a stage of a layer or a wait for the disk. Prints a JSON list with, for each event, the layers finished when
+it was killed and whether the files of the result are those of a run that was left in peace.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from lmkit.errors import ConfigError
+from lmkit.kernels.cpu import threads
+from lmkit.quant.run import Quantizer, prepare
+from lmkit.quant.workdir import WorkFolder
+from tests.quant.helpers import recipe
+
+RECIPE = recipe(
+    {"step": "awq_scale", "tokens": 32, "grid": 2},
+    {"step": "awq_clip", "grid": 1},
+    calibration={"num_samples": 3, "seq_len": 24},
+)
+
+
+def child(work: Callable[[], None]) -> int:
+    """The wait status of a process that does `work`; no thread has been started before it is forked."""
+    pid = os.fork()
+    if pid:
+        return os.waitpid(pid, 0)[1]
+    try:
+        work()
+        os._exit(0)
+    except ConfigError:
+        os._exit(2)
+    finally:
+        os._exit(1)
+
+
+def run_until(quantizer: Quantizer, out: Path, event: int) -> None:
+    """SIGKILL in place of the event with this number."""
+    count, fsync = 0, os.fsync
+
+    def happens() -> None:
+        nonlocal count
+        if count == event:
+            os.kill(os.getpid(), signal.SIGKILL)
+        count += 1
+
+    def synced(fd: int) -> None:
+        happens()
+        fsync(fd)
+
+    def progress(what: str, done: int, total: int) -> None:
+        if what == "layers":
+            happens()
+
+    for module in ("lmkit.formats.atomic.os", "lmkit.formats.safetensors_file"):
+        owner = sys.modules["os"] if module.endswith(".os") else sys.modules[module]
+        setattr(owner, "fsync", synced)  # noqa: B010
+    quantizer.run(out, progress=progress)
+
+
+def digest(folder: Path) -> dict[str, str]:
+    """sha256 of every file; of the report without its times."""
+    files = {}
+    for file in sorted(folder.iterdir()):
+        data = file.read_bytes()
+        if file.name == "report.json":
+            report = json.loads(data)
+            for part in (report, *report["layers"]):
+                del part["seconds"]
+            data = json.dumps(report).encode()
+        files[file.name] = hashlib.sha256(data).hexdigest()
+    return files
+
+
+def main(source: Path, folder: Path) -> None:
+    threads.configure(1)
+    quantizer = prepare(source, RECIPE)
+    assert child(lambda: void(quantizer.run(folder / "whole"))) == 0
+    whole, results = digest(folder / "whole"), []
+    while True:
+        out = folder / f"out-{len(results)}"
+        status = child(lambda out=out: run_until(quantizer, out, len(results)))  # type: ignore[misc]
+        if status == 0:
+            break
+        assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, status  # noqa: PT018
+        work = WorkFolder.beside(out)
+        killed = {"layers": work.num_done, "placed": out.exists()}
+        again = os.waitstatus_to_exitcode(child(lambda out=out: void(quantizer.run(out))))  # type: ignore[misc]
+        results.append(killed | {"exit": again, "equal": digest(out) == whole, "left": work.path.exists()})
+    json.dump(results, sys.stdout)
+
+
+def void(result: object) -> None:
+    pass
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
