@@ -36,6 +36,7 @@ class DecoderLayer:
         self.spec, self.index, self.weights, self.device = spec, index, weights, device
         self.qkv = MergedLinear(("attn.q", "attn.k", "attn.v"), weights, device)
         self.o = MergedLinear(("attn.o",), weights, device)
+        self.shows_all_tokens = False  # whether observers of experts see the tokens of others too
         moe = spec.sparse(index)
         self.mlp = GatedMLP("mlp", weights, device) if moe is None else MoE(moe, weights, device)
         heads = {"head_dim": spec.head_dim, "num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads}
@@ -51,11 +52,10 @@ class DecoderLayer:
         """The linear of which `role` is a part."""
         return next(linear for linear in self.linears if role in linear.roles)
 
-    def observe(self, observer: Callable[[str, Tensor], None] | None, *, all_tokens: bool = False) -> None:
-        """Call `observer(role, x [T, in])` before each linear; None ends it. Only while unpacked. `all_tokens`: experts
-        are shown the tokens of others too."""
+    def observe(self, observer: Callable[[str, Tensor], None] | None) -> None:
+        """Call `observer(role, x [T, in])` before each linear; None ends it. Only while unpacked."""
         if isinstance(self.mlp, MoE):
-            self.mlp.all_tokens = all_tokens
+            self.mlp.all_tokens = self.shows_all_tokens and observer is not None
         for linear in self.linears:
             linear.observe = observer
 

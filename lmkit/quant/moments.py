@@ -29,6 +29,7 @@ class Moments:
     held: Tensor
     held_exact: Tensor
     num_tokens: int = 0
+    is_exact: bool = False  # e is the original model's, before any scaling, and not x
 
     @classmethod
     def empty(cls, in_features: int) -> Moments:
@@ -43,7 +44,9 @@ class Moments:
             self.cross = product.double() if self.cross is None else self.cross + product
 
     def divide_exact(self, s: Tensor) -> None:
-        """The original inputs divided by s [in], as the weights they are for were multiplied by it."""
+        """The original inputs divided by s [in], as the weights they are for were multiplied by it; x is already."""
+        if not self.is_exact:
+            return
         self.held_exact = self.held_exact / s
         if self.cross is not None:
             self.cross /= s.double()[:, None]
@@ -68,6 +71,7 @@ def collect(
         originals = {} if original is None or exact is None else inputs_of(original, stream, exact, wanted)
         for role, x in seen.items():
             e = originals.get(role)
+            moments[role].is_exact = e is not None
             if held:
                 moments[role].held = torch.cat((moments[role].held, x))
                 moments[role].held_exact = torch.cat((moments[role].held_exact, x if e is None else e))

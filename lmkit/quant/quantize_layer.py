@@ -140,7 +140,8 @@ class LayerQuantizer:
         token_ids = sample_tokens(stream.num_rows * stream.seq_len, count, recipe.calibration.seed)
         schemes = self.plan.schemes(layer.index)
         inputs = empty_inputs(spec, layer.index, schemes, row_ids, token_ids, recipe.calibration.seed)
-        outputs = stream.outputs(layer, observer=Observer(inputs), seen=seen, all_tokens=recipe.calibration.all_experts)
+        layer.shows_all_tokens = recipe.calibration.all_experts
+        outputs = stream.outputs(layer, observer=Observer(inputs), seen=seen)
         for number, output in outputs:
             if number == 0:
                 first_output = output

@@ -147,31 +147,29 @@ class Stream:
         exact: bool = False,
         observer: Observer | None = None,
         seen: KVStats | None = None,
-        all_tokens: bool = False,
     ) -> Iterator[tuple[int, Tensor]]:
-        """(number, output) of every batch in order; `observer` sees the linears' inputs, `seen` keys and values;
-        with `all_tokens` experts are shown every token.
+        """(number, output) of every batch in order; `observer` sees the linears' inputs, `seen` keys and values.
 
         The batches are shared out between the processes; each gets all that comes of them.
         """
         if self.comm.world_size > 1:
-            yield from self._shared_outputs(layer, exact, observer, seen, all_tokens)
+            yield from self._shared_outputs(layer, exact, observer, seen)
             return
         for number in range(len(self)):
-            layer.observe(observer, all_tokens=all_tokens)
+            layer.observe(observer)
             output = self.output(layer, number, exact=exact, seen=seen)
             layer.observe(None)
             yield number, output
 
     def _shared_outputs(
-        self, layer: DecoderLayer, exact: bool, observer: Observer | None, seen: KVStats | None, all_tokens: bool
+        self, layer: DecoderLayer, exact: bool, observer: Observer | None, seen: KVStats | None
     ) -> Iterator[tuple[int, Tensor]]:
         """In rounds of a batch for each process: all run theirs, then exchange what came of them, in order."""
         comm, inputs = self.comm, [] if observer is None else list(observer.inputs)
         for first in range(0, len(self), comm.world_size):
             own: list[Tensor] = []
             if first + comm.rank < len(self):
-                own = self._recorded(layer, first + comm.rank, exact, inputs, seen is not None, all_tokens)
+                own = self._recorded(layer, first + comm.rank, exact, inputs, seen is not None)
             for source in range(min(comm.world_size, len(self) - first)):
                 output, keys, values, which, *observed = comm.broadcast(own, source)
                 if seen is not None:
@@ -185,7 +183,7 @@ class Stream:
             comm.share(observer.inputs[role], i % comm.world_size)
 
     def _recorded(
-        self, layer: DecoderLayer, number: int, exact: bool, inputs: list[str], with_kv: bool, all_tokens: bool
+        self, layer: DecoderLayer, number: int, exact: bool, inputs: list[str], with_kv: bool
     ) -> list[Tensor]:
         """[output, keys, values, indices into `inputs` of what was observed, *what was observed] of one batch."""
         which, observed = [], []
@@ -195,7 +193,7 @@ class Stream:
                 which.append(inputs.index(role))
                 observed.append(x)
 
-        layer.observe(record, all_tokens=all_tokens)
+        layer.observe(record)
         output, geometry = self._forward(layer, number, exact)
         layer.observe(None)
         keys_and_values = geometry.keys_and_values() if with_kv else (torch.empty(0), torch.empty(0))

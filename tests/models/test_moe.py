@@ -89,7 +89,8 @@ def test_experts_that_are_shown_all_tokens_give_the_same_output(tmp_path: Path, 
     layer.observe(lambda role, x: routed.update({role: len(x)}))
     exact = layer.mlp(x)
     shown: dict[str, int] = {}
-    layer.observe(lambda role, x: shown.update({role: len(x)}), all_tokens=True)
+    layer.shows_all_tokens = True
+    layer.observe(lambda role, x: shown.update({role: len(x)}))
     torch.testing.assert_close(layer.mlp(x), exact)
     experts = [role for role in linears(source.spec, layer.index) if role.startswith("mlp.experts.")]
     per_token = layer.mlp.spec.experts_per_token

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import safetensors.torch
 import torch
@@ -15,6 +16,7 @@ from lmkit.layers.moe import MoE, route
 from lmkit.models import roles
 from lmkit.models.decoder import Decoder
 from lmkit.models.loader import ModelSource, load_model
+from lmkit.quant.recipe import CalibrationRecipe, load_recipe, parse_recipe
 from lmkit.quant.report import QuantReport
 from lmkit.quant.routed import MIN_TOKENS, RoutedStats
 from lmkit.quant.run import prepare
@@ -103,6 +105,30 @@ def test_the_report_counts_tokens_of_experts(quantized: tuple[Path, Path, QuantR
         assert block.loss <= block.losses["identity"]  # type: ignore[operator]
     saved = json.loads((out / "report.json").read_text())
     assert [layer["experts"] is None for layer in saved["layers"]] == [layer.experts is None for layer in report.layers]
+
+
+@pytest.mark.parametrize("targets", ["exact", "same"])
+def test_gptq_rounds_each_expert_on_its_own_tokens(tmp_path: Path, targets: str) -> None:
+    """Judged, behind AWQ's scales, by what the expert gives for its own held-out tokens."""
+    source = tiny_checkpoint(tmp_path / "source", "mixtral", **EXPERTS["mixtral"])
+    gptq = {"step": "gptq", "targets": targets}
+    sections = {"scheme": {"group_size": 32}, "calibration": CALIBRATION}
+    plan = parse_recipe(sections | {"steps": [*STEPS, gptq]}, "test")
+    (layer,) = prepare(source, plan).run(tmp_path / "out").layers
+    experts = [linear for linear in layer.linears if ".experts." in linear.module and linear.damping is not None]
+    assert len(experts) >= 6
+    for linear in experts:
+        assert 0 < (linear.held_out_error or 1) < 0.05
+    assert logits(load_model(tmp_path / "out"), [[1, 2, 3]]).isfinite().all()
+
+
+def test_smoothquant_knows_each_experts_input(tmp_path: Path) -> None:
+    source = tiny_checkpoint(tmp_path / "source", "mixtral", **EXPERTS["mixtral"])
+    plan = load_recipe("smoothquant_w8a8")
+    plan = msgspec.structs.replace(plan, calibration=CalibrationRecipe(**CALIBRATION))
+    (layer,) = prepare(source, plan).run(tmp_path / "out").layers
+    assert {scale.source for scale in layer.scales} >= {"norm.mlp", "mlp.experts.0.up"}
+    assert all((linear.error or 0) < 0.01 for linear in layer.linears)
 
 
 def lonely_checkpoint(path: Path) -> Path:

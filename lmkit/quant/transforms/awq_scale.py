@@ -50,9 +50,7 @@ def scale_layer(calibrated: CalibratedLayer, step: AwqScale) -> list[ScaleSearch
         searches.append(found)
         if found.best is not candidates[0]:
             apply(layer.weights, source, consumers, found.best.scale, layer.spec)
-            for reader in dict.fromkeys(roles.input_of(layer.spec, layer.index)[role] for role in consumers):
-                if reader in calibrated.inputs:
-                    calibrated.inputs[reader].divide(expand(found.best.scale, reader, layer.spec))
+            divide_inputs(calibrated, found)
     return searches
 
 
@@ -165,6 +163,14 @@ def apply(weights: Weights, source: str, consumers: tuple[str, ...], s: Tensor, 
         weight = weights[role]
         assert isinstance(weight, Tensor)
         weights[role] = weight * expand(s, role, spec)
+
+
+def divide_inputs(calibrated: CalibratedLayer, found: ScaleSearch) -> None:
+    """Keep the records of what the consumers read true to the weights: each expert has one of its own."""
+    spec, index = calibrated.layer.spec, calibrated.layer.index
+    for reader in dict.fromkeys(roles.input_of(spec, index)[role] for role in found.consumers):
+        if reader in calibrated.inputs:
+            calibrated.inputs[reader].divide(expand(found.best.scale, reader, spec))
 
 
 def _divide_rows(weight: object, s: Tensor) -> Tensor:

@@ -19,7 +19,15 @@ from lmkit.models.spec import ModelSpec
 from lmkit.qtensor import dequantize
 from lmkit.quant.layer import CalibratedLayer
 from lmkit.quant.recipe import SmoothQuant
-from lmkit.quant.transforms.awq_scale import Candidate, ScaleSearch, apply, expand, normalized, representable
+from lmkit.quant.transforms.awq_scale import (
+    Candidate,
+    ScaleSearch,
+    apply,
+    divide_inputs,
+    expand,
+    normalized,
+    representable,
+)
 
 INT8_MAX = 127
 FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
@@ -29,7 +37,7 @@ def smooth_layer(calibrated: CalibratedLayer, step: SmoothQuant, activations: Ac
     """Choose and fold s for each pair of roles.smooth, in order; each sees the layer as the last one left it."""
     layer, searches = calibrated.layer, []
     for source, consumers in roles.smooth(layer.spec, layer.index):
-        if not set(consumers) & set(calibrated.schemes):
+        if not set(consumers) & set(calibrated.schemes) or not calibrated.has_statistics(consumers[0]):
             continue
         candidates = pair_candidates(calibrated, source, consumers, step)
         found = compare(calibrated, source, candidates, activations)
@@ -38,7 +46,7 @@ def smooth_layer(calibrated: CalibratedLayer, step: SmoothQuant, activations: Ac
         searches.append(found)
         if found.best is not candidates[0]:
             apply(layer.weights, source, consumers, found.best.scale, layer.spec)
-            calibrated.input(consumers[0]).divide(expand(found.best.scale, consumers[0], layer.spec))
+            divide_inputs(calibrated, found)
     return searches
 
 
