@@ -16,11 +16,13 @@ from lmkit.models.loader import ModelSource
 from lmkit.models.spec import ModelSpec
 from lmkit.qtensor import QuantScheme
 from lmkit.quant.kv import check_layers
-from lmkit.quant.recipe import AwqClip, AwqScale, Recipe
+from lmkit.quant.recipe import AwqClip, AwqScale, Gptq, Recipe, SignRound
 
 log = get_logger(__name__)
 
 BATCH_TOKENS = 4096  # of the calibration set in one forward pass
+INPUTS = ("attn.q", "attn.o", "mlp.gate", "mlp.down")  # the first role of each input of a dense layer
+HESSIANS = 10  # float32 [in, in] that GPTQ holds at a time: two sums, a copy and two factors, each of float64
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,10 @@ def make_plan(source: ModelSource, recipe: Recipe) -> Plan:
         raise ConfigError(
             f"recipe: calibration.seq_len {recipe.calibration.seq_len} exceeds the model's context, {spec.max_position}"
         )
+    if recipe.step(SignRound) is not None and any(
+        roles.linears(spec, layer) != roles.LINEARS for layer in range(spec.num_layers)
+    ):
+        raise UnsupportedError(f"{path}: signround tunes dense layers only, and this model has others")
     check_layers(recipe.kv, spec)
     dense = dense_modules(spec, recipe)
     modules = [roles.module_name(i, role) for i in range(spec.num_layers) for role in roles.linears(spec, i)]
@@ -106,6 +112,13 @@ def _operations(spec: ModelSpec, recipe: Recipe) -> float:
         operations += candidates * blocks * (2.0 * min(scale.tokens, num_tokens) + 300)
     if (clip := recipe.step(AwqClip)) is not None:
         operations += 4 * clip.grid * all_linears * (2.0 * recipe.scheme.group_size + 300)
+    if (gptq := recipe.step(Gptq)) is not None:
+        streams = 2 if recipe.needs_exact else 1
+        inputs = sum(spec.linear_shape(role)[1] ** 2 for role in INPUTS)
+        passes = 2.5 if gptq.sequential else 1.0  # up to attn.o, mlp.gate and mlp.down, and once more for the result
+        operations += 2.0 * num_tokens * streams * (inputs + passes * (all_linears + attention))
+    if (tuner := recipe.step(SignRound)) is not None:
+        operations += 8.0 * tuner.iters * tuner.batch * calibration.seq_len * (all_linears + attention)
     return operations * spec.num_layers
 
 
@@ -123,13 +136,15 @@ def _memory(spec: ModelSpec, recipe: Recipe) -> int:
     """Bytes at the peak: hidden states of all rows, a layer's weights three times, statistics, the embedding."""
     calibration, scale = recipe.calibration, recipe.step(AwqScale)
     num_tokens = calibration.num_samples * calibration.seq_len
-    inputs = sum(spec.linear_shape(role)[1] for role in ("attn.q", "attn.o", "mlp.gate", "mlp.down"))
+    inputs = [spec.linear_shape(role)[1] for role in INPUTS]
     sampled = min(num_tokens, scale.tokens if scale else AwqScale().tokens)
     widest = 3 * spec.intermediate_size + 4 * spec.hidden_size
     numbers = (
         num_tokens * spec.hidden_size
         + 3 * _parameters(spec, *roles.linears(spec, 0))
-        + inputs * (2 * recipe.scheme.group_size + sampled)
+        + sum(inputs) * (2 * recipe.scheme.group_size + sampled)
+        + (HESSIANS * max(inputs) ** 2 if recipe.step(Gptq) else 0)
+        + (num_tokens * spec.hidden_size if recipe.needs_exact else 0)
         + max(BATCH_TOKENS, calibration.seq_len) * widest
     )
     return 4 * numbers + spec.vocab_size * spec.hidden_size * 4
