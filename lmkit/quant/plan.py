@@ -18,7 +18,7 @@ from lmkit.models.spec import ModelSpec
 from lmkit.qtensor import QuantScheme
 from lmkit.quant.kv import check_layers
 from lmkit.quant.mixed_precision import MEASURED_LEN, MEASURED_ROWS, candidates, check_reachable
-from lmkit.quant.recipe import AwqClip, AwqScale, Recipe, SmoothQuant
+from lmkit.quant.recipe import AwqClip, AwqScale, Gptq, Recipe, SignRound, SmoothQuant
 
 log = get_logger(__name__)
 
@@ -50,6 +50,8 @@ def make_plan(source: ModelSource, recipe: Recipe) -> Plan:
         raise ConfigError(
             f"recipe: calibration.seq_len {recipe.calibration.seq_len} exceeds the model's context, {spec.max_position}"
         )
+    if recipe.step(SignRound) is not None and any(spec.sparse(layer) is not None for layer in range(spec.num_layers)):
+        raise UnsupportedError(f"{path}: signround tunes dense layers only, and this model has others")
     check_layers(recipe.kv, spec, recipe.format)
     dense = dense_modules(spec, recipe)
     modules = [roles.module_name(spec, i, role) for i in range(spec.num_layers) for role in roles.linears(spec, i)]
@@ -125,6 +127,13 @@ def _operations(spec: ModelSpec, recipe: Recipe) -> float:
         if recipe.bits is not None:
             variants = 4 * len(candidates(recipe)) * spec.num_layers / 2  # that go through a layer
             operations += 2.0 * variants * MEASURED_ROWS * MEASURED_LEN * all_linears
+        if (gptq := recipe.step(Gptq)) is not None:
+            inputs = sum(spec.linear_shape(role)[1] ** 2 for role in set(roles.input_of(spec, layer).values()))
+            passes = 2.5 if gptq.sequential else 1.0  # up to attn.o, mlp.gate and mlp.down, and once more at the end
+            streams = 2 if recipe.needs_exact else 1
+            operations += 2.0 * num_tokens * streams * (inputs + passes * (of_a_token + attention))
+        if (tuner := recipe.step(SignRound)) is not None:
+            operations += 8.0 * tuner.iters * tuner.batch * calibration.seq_len * (all_linears + attention)
     return operations
 
 

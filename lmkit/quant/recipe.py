@@ -79,6 +79,7 @@ class AwqScale(StrictStruct, frozen=True, tag_field="step", tag="awq_scale"):
     duo: Literal["both"] | bool = "both"  # candidates from activations and weights, from activations alone, or both
     grid: Annotated[int, Meta(ge=1, le=1000)] = 20  # candidates of each kind
     tokens: Annotated[int, Meta(ge=16)] = 2048  # of the calibration data, on which candidates are compared
+    min_gain: Annotated[float, Meta(ge=0, lt=1)] = 0.0  # share of the loss without a scale that one must save
 
 
 class AwqClip(StrictStruct, frozen=True, tag_field="step", tag="awq_clip"):

@@ -211,3 +211,13 @@ def test_pairs_whose_consumers_stay_dense_are_left_alone(tmp_path: Path) -> None
     assert [found.source for found in searches] == ["attn.v", "norm.mlp"]
     assert layer.weights["norm.attn"] is before["norm.attn"]
     assert layer.weights["mlp.down"] is before["mlp.down"]
+
+
+def test_a_scale_that_saves_too_little_is_not_taken(tmp_path: Path) -> None:
+    """The same losses are found, and the layer stays as it is where the best of them saves less than asked for."""
+    layer = tiny_layer(tmp_path)
+    calibrated, before = calibrate(layer, hidden_states(64), num_rows=ROWS), dict(layer.weights)
+    searches = awq_scale.scale_layer(calibrated, AwqScale(min_gain=0.99))
+    assert all(found.best.name == "identity" for found in searches)
+    assert any(min(found.losses.values()) < found.losses["identity"] for found in searches)
+    assert all(layer.weights[role] is weight for role, weight in before.items())

@@ -16,7 +16,7 @@ from lmkit.quant.recipe import Gptq
 from lmkit.quant.rounders import gptq
 from lmkit.quant.run import prepare
 from lmkit.quant.stream import Stream
-from tests.quant.helpers import CLIP, SCALE, recipe, tiny_checkpoint
+from tests.quant.helpers import CLIP, recipe, tiny_checkpoint
 
 ORDERS = ("activation", "gar", "natural")
 SCHEME = QuantScheme(4, 32)
@@ -174,13 +174,14 @@ def test_inputs_that_saw_too_little_are_rounded_plainly_and_say_so(tmp_path: Pat
 @pytest.mark.parametrize("targets", ["exact", "same"])
 def test_a_run_says_what_it_did_and_repeats(tmp_path: Path, targets: str) -> None:
     path = tiny_checkpoint(tmp_path / "source")
-    asked = recipe(SCALE, CLIP, {"step": "gptq", "targets": targets, "sequential": targets == "exact"}, rounder=None)
+    step = {"step": "gptq", "targets": targets, "sequential": targets == "exact"}
+    asked = recipe(CLIP, step, rounder=None, calibration={"num_samples": 24, "seq_len": 64})
     reports = [prepare(path, asked).run(tmp_path / name) for name in ("one", "two")]
     one, two = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two"))
     assert one == two
     for layer in reports[0].layers:
         assert layer.held_out is not None
-        assert layer.held_out.tokens == 48
+        assert layer.held_out.tokens == 64
         assert layer.held_out.error <= layer.held_out.rtn_error or layer.held_out.fallback is not None
         assert all(linear.method in ("gptq", "rtn") for linear in layer.linears)
         assert all(linear.method == "gptq" or linear.fallback for linear in layer.linears)

@@ -58,7 +58,7 @@ def test_the_default_recipe_is_shipped_and_is_awq() -> None:
         (MINIMAL + "kv: {bit: 4}", "$.kv", "bits, average_bits"),
         (MINIMAL + "kv: {layers: {0: {bits: 4}}}", "$.kv.layers", "k_bits, v_bits"),
         (MINIMAL + "calibration: {samples: 4}", "$.calibration", "dataset, num_samples, seq_len, seed"),
-        ("steps: [{step: awq_scale, gird: 20}, {step: rtn}]", "$.steps[0]", "step, duo, grid, tokens"),
+        ("steps: [{step: awq_scale, gird: 20}, {step: rtn}]", "$.steps[0]", "step, duo, grid, tokens, min_gain"),
         ("steps: [{step: awq_clip}, {step: rtn, grid: 3}]", "$.steps[1]", "allowed keys: step"),
     ],
 )

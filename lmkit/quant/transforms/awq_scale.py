@@ -8,7 +8,7 @@ s = 1 (always, and it wins ties), s = x_mean^r, and s = x_mean^r / w_mean^(1-r) 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -47,6 +47,8 @@ def scale_layer(calibrated: CalibratedLayer, step: AwqScale) -> list[ScaleSearch
             continue
         candidates = pair_candidates(calibrated, source, consumers, step)
         found = search(calibrated, source, consumers, candidates)
+        if found.losses[found.best.name] > (1 - step.min_gain) * found.losses["identity"]:
+            found = replace(found, best=candidates[0])
         searches.append(found)
         if found.best is not candidates[0]:
             apply(layer.weights, source, consumers, found.best.scale, layer.spec)
