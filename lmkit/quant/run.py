@@ -203,8 +203,8 @@ class Quantizer:
         return schemes.report
 
     def _fingerprints(self, index: int, weights: Weights) -> dict[str, str]:
-        modules = {tensor_name(self.source.spec, index, role)[0]: weight for role, weight in weights.items()}
-        return {module: fingerprint(weight) for module, weight in modules.items() if isinstance(weight, QTensor)}
+        quantized = {role: weight for role, weight in weights.items() if isinstance(weight, QTensor)}  # no biases
+        return {tensor_name(self.source.spec, index, role)[0]: fingerprint(q) for role, q in quantized.items()}
 
     def _stored(self, index: int, weights: Weights) -> dict[str, Tensor]:
         """A layer's tensors as the checkpoint holds them."""
