@@ -26,7 +26,7 @@ from lmkit.quant.layer import BLOCK_SIZE, CalibratedLayer, Geometry
 from lmkit.quant.recipe import KVLayerRecipe, KVRecipe
 
 ALPHAS = (0.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-LARGE_MEAN = 2.0  # times the typical std of a channel: what is smaller may stay
+LARGE_MEAN = 4.0  # times the typical std of a channel: what is smaller may stay
 MAX_PAIRS = 8  # of a head's mean: each costs attention two multiply-adds a key and query
 HADAMARD_GAIN = 0.9  # of the error without it: less is not worth its time
 LIMIT = 1e4  # of lambda, either way
