@@ -89,8 +89,7 @@ def gptqmodel(out: Path, version: str) -> torch.Tensor:
         model = GPTQModel.load(source, config, dtype=torch.float32, backend=BACKEND.TORCH)
         model.quantize([{"input_ids": row, "attention_mask": [1] * 32} for row in rows().tolist()], batch_size=4)
         model.save(str(out))
-    dtype = torch.float16 if version == "awq" else torch.float32
-    return logits_of(GPTQModel.load(str(out), device="cpu", backend=BACKEND.TORCH, dtype=dtype).model.eval())
+    return logits_of(GPTQModel.load(str(out), device="cpu", backend=BACKEND.TORCH, dtype=torch.float16).model.eval())
 
 
 def auto_round(out: Path, form: str) -> torch.Tensor:

@@ -50,7 +50,7 @@ def test_compressed_tensors(tmp_path: Path, symmetric: bool) -> None:
     pytest.importorskip("compressed_tensors")
     path = quantized(tmp_path, get_format("compressed-tensors"), symmetric=symmetric)
     config = transformers.CompressedTensorsConfig(run_compressed=False)
-    assert_same_logits(path, 1e-3, quantization_config=config)
+    assert_same_logits(path, 5e-2, quantization_config=config)  # decodes to float16; logits have a deviation of 1.7
 
 
 def test_awq(tmp_path: Path) -> None:
