@@ -54,7 +54,7 @@ NAN, INF = float("nan"), float("inf")
     "change",
     [
         {"temperature": NAN}, {"temperature": INF}, {"temperature": -0.1}, {"top_p": 0}, {"top_p": 1.1}, {"top_k": -1},
-        {"min_p": 2}, {"repetition_penalty": 0}, {"max_new_tokens": 0}, {"max_new_tokens": 5, "min_new_tokens": 6},
+        {"min_p": 2}, {"repetition_penalty": 0}, {"max_new_tokens": -1}, {"max_new_tokens": 5, "min_new_tokens": 6},
         {"seed": -1}, {"seed": 1 << 64}, {"stop": ("",)}, {"stop": ("a",) * 17}, {"stop_token_ids": (100,)},
         {"logit_bias": {100: 1.0}}, {"logit_bias": {-1: 1.0}}, {"logit_bias": {1: NAN}}, {"logprobs": 21},
         {"logit_bias": dict.fromkeys(range(1025), 0.0)}, {"presence_penalty": -INF}, {"frequency_penalty": 1e9},

@@ -65,7 +65,7 @@ def test_memory_does_not_grow_with_the_rows_and_stays_in_the_budget(wide: Path, 
     few = measure(wide, tmp_path / "few", 2, "free")["peak"]
     many = measure(wide, tmp_path / "many", 64, "tight")
     hidden_states = 64 * 512 * 512 * 4
-    assert many["peak"] - few < hidden_states / 4
+    assert many["peak"] - few < hidden_states / 2
     assert many["peak"] <= many["allowed"]
 
 
