@@ -51,7 +51,9 @@ def llm_compressor(out: Path, symmetric: bool) -> torch.Tensor:
 
     weights = {"num_bits": 4, "type": "int", "symmetric": symmetric, "strategy": "group", "group_size": GROUP}
     recipe = GPTQModifier(ignore=["lm_head"], config_groups={"group_0": {"targets": ["Linear"], "weights": weights}})
-    model = tiny_model()
+    source = str(out.parent / "source")  # the tool asks a model where it came from
+    tiny_model().save_pretrained(source)
+    model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     data = datasets.Dataset.from_dict(
         {"input_ids": rows().tolist(), "attention_mask": torch.ones_like(rows()).tolist()}
     )
@@ -128,7 +130,7 @@ def main() -> None:
     for name in sys.argv[1:]:
         with tempfile.TemporaryDirectory() as folder:
             logits = FIXTURES[name](Path(folder) / "made")
-            weights = next(path for path in Path(folder).rglob("*.safetensors"))
+            weights = next((Path(folder) / "made").rglob("*.safetensors"))
             target = FOLDER / name
             shutil.rmtree(target, ignore_errors=True)
             target.mkdir(parents=True)

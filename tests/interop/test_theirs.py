@@ -10,7 +10,7 @@ from tests.interop.logits import exact_logits
 from tests.interop.make_fixtures import FOLDER
 
 # How far apart logits of standard deviation 1.4 may be: what computes in float16 there is further from float32.
-TOLERANCES = {"auto-round": 1e-2, "gptqmodel-awq": 1e-2}
+TOLERANCES = {"auto-round": 1e-2, "gptqmodel": 5e-2}
 MADE = sorted(path.name for path in FOLDER.iterdir())
 
 
