@@ -56,11 +56,11 @@ def test_compressed_tensors(tmp_path: Path, symmetric: bool) -> None:
 def test_awq(tmp_path: Path) -> None:
     pytest.importorskip("gptqmodel")
     path = quantized(tmp_path, get_format("awq"), symmetric=False)
-    assert_same_logits(path, 2e-2, device_map="cpu")  # its kernel computes in float16 or bfloat16
+    assert_same_logits(path, 5e-2, device_map="cpu")  # its kernel computes in float16 or bfloat16
 
 
 @pytest.mark.parametrize("name", ["gptq", "gptq_v2"])
 def test_gptq(tmp_path: Path, name: str) -> None:
     pytest.importorskip("gptqmodel")
     path = quantized(tmp_path, get_format(name), symmetric=name == "gptq")
-    assert_same_logits(path, 2e-2, device_map="cpu")
+    assert_same_logits(path, 5e-2, device_map="cpu")

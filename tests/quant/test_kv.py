@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from lmkit.errors import ConfigError
+from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.formats.kv_scheme import parse_kv_scheme
 from lmkit.models import load_spec
 from lmkit.models.spec import ModelSpec
+from lmkit.quant.evaluate import encode_text, evaluate
 from lmkit.quant.kv import KVFit, KVStats, check_layers, make_kv_config, turned_back, write_static
 from lmkit.quant.recipe import KVLayerRecipe, KVRecipe
+from lmkit.quant.run import prepare
+from tests.quant.helpers import recipe, tiny_checkpoint
 
 UNTURNED = (torch.ones(50, 8), torch.zeros(50, 8))  # cosines and sines of no rotation
 
@@ -133,3 +138,16 @@ def test_layers_that_do_not_exist_are_refused() -> None:
     check_layers(KVRecipe(layers={2: KVLayerRecipe(k_bits=8)}), spec())
     with pytest.raises(ConfigError, match="no layer 3, the model has 3"):
         check_layers(KVRecipe(layers={3: KVLayerRecipe(k_bits=8)}), spec())
+
+
+@pytest.mark.parametrize(("kind", "stored"), [("int", "int8"), ("fp8", "fp8")])
+def test_fixed_scales_from_the_recipe_to_the_cache(tmp_path: Path, kind: str, stored: str) -> None:
+    source, out = tiny_checkpoint(tmp_path / "source"), tmp_path / "out"
+    asked = recipe(format="compressed-tensors", kv={"bits": 8, "scheme": "static8", "type": kind})
+    prepare(source, asked).run(out)
+    assert CheckpointReader(out).has("model.layers.0.self_attn.k_scale")
+    assert not (out / "kv_config.json").exists()
+    result = evaluate(out, encode_text(source)[:200], against=out, activations="exact", seq_len=64)
+    assert result.kv_dtype == stored
+    assert result.divergence is not None
+    assert 0 < result.divergence.kl_mean < 0.02
