@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from lmkit.quant.evaluate import Divergence, evaluate
+from lmkit.quant.recipe import DEFAULT_RECIPE, load_recipe
 from lmkit.quant.run import prepare
 from lmkit.text import Tokenizer
 from tests.quant.helpers import CLIP, SCALE, recipe
@@ -27,13 +28,19 @@ def divergence(model: Path, source: Path, ids: list[int]) -> Divergence:
 
 
 @pytest.mark.slow
-def test_awq_is_closer_to_the_source_than_rtn(demo_model: Path, heldout_ids: list[int], tmp_path: Path) -> None:
-    for name, steps in (("rtn", []), ("awq", [SCALE | {"tokens": 512}, CLIP])):
-        prepare(demo_model, recipe(*steps, **SMALL)).run(tmp_path / name)
-    rtn, awq = (divergence(tmp_path / name, demo_model, heldout_ids) for name in ("rtn", "awq"))
+def test_each_method_is_closer_to_the_source_than_the_one_before(
+    demo_model: Path, heldout_ids: list[int], tmp_path: Path
+) -> None:
+    default = load_recipe(DEFAULT_RECIPE, SMALL)
+    recipes = {"rtn": recipe(**SMALL), "awq": recipe(SCALE | {"tokens": 512}, CLIP, **SMALL), "default": default}
+    for name, asked in recipes.items():
+        prepare(demo_model, asked).run(tmp_path / name)
+    rtn, awq, best = (divergence(tmp_path / name, demo_model, heldout_ids) for name in recipes)
     assert awq.kl_mean < 0.9 * rtn.kl_mean
     assert awq.kl_median < rtn.kl_median
     assert awq.same_top > 0.94
+    assert best.kl_mean < 0.75 * awq.kl_mean
+    assert best.kl_p99 < awq.kl_p99
 
 
 @pytest.mark.slow
