@@ -14,7 +14,7 @@ import yaml
 
 from lmkit.quant.chart import bar_chart, line_chart, sparkline
 from lmkit.quant.evaluate import EvalResult
-from lmkit.quant.report import LayerReport, LinearReport, QuantReport, ScaleReport
+from lmkit.quant.report import LayerReport, LinearReport, MixedPrecisionReport, QuantReport, ScaleReport
 
 FILE_NAME = "report.html"
 STYLE = """
@@ -24,9 +24,15 @@ th, td { text-align: left; padding: .15rem .7rem; border-bottom: 1px solid #ddd;
 td.number { text-align: right; font-variant-numeric: tabular-nums } pre { background: #f5f5f5; padding: .7rem }
 summary { cursor: pointer; padding: .2rem 0 } h2 { margin-top: 2rem }
 """
-LINEAR_COLUMNS = ("linear", "format", "bits", "RTN error", "error", "groups clipped", "clip's gain", "notes")
+LINEAR_COLUMNS = (
+    "linear", "format", "bits", "RTN error", "error", "groups clipped", "clip's gain", "rounded by",
+    "held out: RTN error", "error", "notes",
+)  # fmt: skip
 SCALE_COLUMNS = ("scaled into", "for", "chosen", "loss / unscaled", "losses of the candidates")
-SHOWN_OF_LINEAR = {"module", "format", "bits", "rtn_error", "error", "clip"}
+SHOWN_OF_LINEAR = {
+    "module", "format", "bits", "rtn_error", "error", "clip", "method", "held_out_rtn_error", "held_out_error",
+}  # fmt: skip
+GROUP_COLUMNS = ("linears", "chosen", "KL of each candidate alone")
 EVALUATION = {
     "perplexity": "perplexity", "perplexity_stderr": "± standard error", "reference": "reference",
     "reference_perplexity": "the reference's perplexity", "log_ratio": "ln of the ratio",
@@ -52,6 +58,7 @@ def render(report: QuantReport) -> str:
         "" if report.evaluation is None else "<h2>Evaluation</h2>" + _evaluation(report.evaluation),
         "<h2>Layers</h2>" + _charts(report.layers),
         *(_layer(layer) for layer in report.layers),
+        "" if report.mixed_precision is None else "<h2>Mixed precision</h2>" + _mixed(report.mixed_precision),
         "<h2>Calibration</h2>" + _calibration(report.calibration),
         f"<h2>Recipe</h2><pre>{escape(yaml.safe_dump(msgspec.to_builtins(report.recipe), sort_keys=False))}</pre>",
     ]
@@ -116,13 +123,27 @@ def _linear_row(linear: LinearReport) -> Sequence[Any]:
     share = None if clip is None else f"{clip.clipped_share:.0%}"
     notes = _extra(linear, SHOWN_OF_LINEAR)
     errors = (linear.rtn_error, linear.error)
-    return (linear.module, linear.format, linear.bits, *errors, share, None if gain is None else f"{gain:.1%}", notes)
+    clipped = (share, None if gain is None else f"{gain:.1%}")
+    held_out = (linear.method, linear.held_out_rtn_error, linear.held_out_error)
+    return (linear.module, linear.format, linear.bits, *errors, *clipped, *held_out, notes)
 
 
 def _scale_row(scale: ScaleReport) -> Sequence[Any]:
     ratio = scale.loss / scale.identity_loss if scale.identity_loss else None
     curve = _Html(sparkline(list(scale.losses.values())))
     return (scale.source, ", ".join(scale.consumers), scale.chosen, ratio, curve)
+
+
+def _mixed(mixed: MixedPrecisionReport) -> str:
+    measured = {
+        "bits of a weight, asked for": mixed.bits,
+        "reached": mixed.reached,
+        "sum of the chosen candidates' KL": mixed.kl,
+        "tokens": mixed.num_tokens,
+        "seconds": mixed.seconds,
+    }
+    rows = ((group.modules, group.chosen, group.kl) for group in mixed.groups)
+    return _pairs(measured) + _table(GROUP_COLUMNS, rows)
 
 
 def _calibration(calibration: Mapping[str, Any]) -> str:
@@ -168,6 +189,8 @@ def _text(value: Any) -> str:
         return _number(value)
     if isinstance(value, int):
         return f"{value:,}"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_text(part)}" for name, part in value.items() if part is not None)
     return ", ".join(map(_text, value)) if isinstance(value, list | tuple) else str(value)
 
 

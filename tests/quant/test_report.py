@@ -14,7 +14,17 @@ import torch
 from lmkit.qtensor import QuantScheme, quantize
 from lmkit.quant.chart import bar_chart, line_chart, sparkline
 from lmkit.quant.evaluate import Divergence, EvalResult
-from lmkit.quant.report import ClipReport, LayerReport, LinearReport, QuantReport, ScaleReport, stored_bits
+from lmkit.quant.report import (
+    ClipReport,
+    HeldOutReport,
+    LayerReport,
+    LinearReport,
+    MixedPrecisionGroup,
+    MixedPrecisionReport,
+    QuantReport,
+    ScaleReport,
+    stored_bits,
+)
 from lmkit.quant.report_html import render
 
 EVIL = "<script>alert(1)</script>&\"'"
@@ -106,19 +116,35 @@ def test_the_page_stands_alone_and_nothing_of_the_report_becomes_markup() -> Non
 
 def test_unknown_values_and_new_fields_are_shown_as_they_are() -> None:
     class Extended(LinearReport, frozen=True):
-        method: str | None = None
-        damping: float | None = None
+        rank: str | None = None
 
     base = report()
     assert base.evaluation is None
-    new = Extended(module="m", format="awq", error=math.inf, method="gptq", damping=0.015)
+    new = Extended(module="m", format="awq", error=math.inf, method="gptq", damping=0.015, rank=EVIL)
     layer = msgspec.structs.replace(base.layers[0], linears=(new, Extended(module="n", format="awq")), scales=())
     page = Parser(render(msgspec.structs.replace(base, layers=(layer,), peak_bytes=None, calibration={"rows": 1})))
-    assert "method: gptq; damping: 0.015" in page.text
-    assert page.text.count("method") == 1
+    assert "gptq" in page.text
+    assert f"damping: 0.015; rank: {EVIL}" in page.text
+    assert page.text.count("damping") == 1
     assert "inf" not in page.text
     assert "–" in page.text
     assert Parser(render(msgspec.structs.replace(base, layers=(), bytes_before=0))).tags.count("svg") == 0
+
+
+def test_mixed_precision_and_held_out_rows_are_shown() -> None:
+    group = MixedPrecisionGroup(modules=(EVIL, "b"), chosen="int8", kl={"int4 g128": 0.125, "int8": 0.0625}, bits={})
+    mixed = MixedPrecisionReport(bits=4.5, reached=4.48, kl=0.0625, num_tokens=1024, groups=(group,), seconds=2.0)
+    held_out = HeldOutReport(tokens=2048, error=0.25, rtn_error=0.75)
+    base = report()
+    layer = msgspec.structs.replace(base.layers[0], held_out=held_out)
+    text = Parser(render(msgspec.structs.replace(base, layers=(layer,), mixed_precision=mixed))).text
+    for shown in (
+        "4.48",
+        f"{EVIL}, b",
+        "int4 g128 0.125, int8 0.0625",
+        "held_out: tokens 2,048, error 0.25, rtn_error 0.75",
+    ):
+        assert shown in text, shown
 
 
 def test_lines_are_at_their_values() -> None:
