@@ -42,6 +42,11 @@ def quantize(job: Job) -> tuple[str, str]:
         device_map="cpu",
     )
     rounder.quantize_and_save(str(job.checkpoint), format="auto_awq")
+    saved = next(job.checkpoint.rglob("config.json")).parent  # newer versions save into a folder within
+    if saved != job.checkpoint:
+        for file in saved.iterdir():
+            file.rename(job.checkpoint / file.name)
+        saved.rmdir()
     return metadata.version("auto-round"), f"W4 asymmetric g128, {iterations} iterations, batches of {BATCH}, auto_awq"
 
 
