@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 from pathlib import Path
 from typing import Any
 
@@ -129,8 +128,3 @@ def stored_bits(weight: Tensor | QTensor, dense_bits: int) -> float:
         return float(dense_bits)
     bits = weight.scheme.bits
     return bits + (8 * weight.scales.nbytes + bits * weight.zeros.numel()) / weight.codes.numel()
-
-
-def peak_memory() -> int:
-    """Bytes this process has had in memory at most (Linux counts in KiB)."""
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

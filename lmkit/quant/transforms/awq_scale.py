@@ -20,6 +20,7 @@ from lmkit.qtensor import dequantize
 from lmkit.quant.layer import CalibratedLayer
 from lmkit.quant.recipe import AwqScale
 
+IDENTITY = "identity"  # the candidate that scales nothing
 LIMIT = 1e4  # of the ratio between s and its typical value, either way
 
 
@@ -47,12 +48,10 @@ def scale_layer(calibrated: CalibratedLayer, step: AwqScale) -> list[ScaleSearch
             continue
         candidates = pair_candidates(calibrated, source, consumers, step)
         found = search(calibrated, source, consumers, candidates)
-        if found.losses[found.best.name] > (1 - step.min_gain) * found.losses["identity"]:
+        if found.losses[found.best.name] > (1 - step.min_gain) * found.losses[IDENTITY]:
             found = replace(found, best=candidates[0])
         searches.append(found)
-        if found.best is not candidates[0]:
-            apply(layer.weights, source, consumers, found.best.scale, layer.spec)
-            divide_inputs(calibrated, found)
+        fold(calibrated, found)
     return searches
 
 
@@ -65,6 +64,11 @@ def pair_candidates(
     x_mean = reduce(calibrated.input(consumers[0]).abs_mean, source, spec)
     w_mean = reduce(weight_means(weights, calibrated.input(consumers[0]).group_size), source, spec)
     candidates = make_candidates(x_mean, w_mean, step.grid, step.duo)
+    return storable(calibrated, source, candidates)
+
+
+def storable(calibrated: CalibratedLayer, source: str, candidates: list[Candidate]) -> list[Candidate]:
+    """The candidates, all but identity, the first, adjusted so that a norm divided by s is stored without rounding."""
     if not source.startswith("norm."):
         return candidates
     norm = calibrated.weight(source)
@@ -72,6 +76,13 @@ def pair_candidates(
         candidates[0],
         *(Candidate(c.name, representable(c.scale, norm, calibrated.norm_dtype)) for c in candidates[1:]),
     ]
+
+
+def fold(calibrated: CalibratedLayer, found: ScaleSearch) -> None:
+    """Put the scale that was found into the layer's weights and take it out of the statistics of its inputs."""
+    if found.best.name != IDENTITY:
+        apply(calibrated.layer.weights, found.source, found.consumers, found.best.scale, calibrated.layer.spec)
+        divide_inputs(calibrated, found)
 
 
 def search(
@@ -101,7 +112,7 @@ def make_candidates(x_mean: Tensor, w_mean: Tensor, grid: int, duo: str | bool) 
 
     A dead channel (no activation, or no weight) keeps s = 1.
     """
-    candidates = [Candidate("identity", torch.ones_like(x_mean))]
+    candidates = [Candidate(IDENTITY, torch.ones_like(x_mean))]
     live = (x_mean > 0) & (w_mean > 0) & x_mean.isfinite() & w_mean.isfinite()
     if not live.any():
         return candidates

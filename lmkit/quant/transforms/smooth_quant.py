@@ -20,13 +20,13 @@ from lmkit.qtensor import dequantize
 from lmkit.quant.layer import CalibratedLayer
 from lmkit.quant.recipe import SmoothQuant
 from lmkit.quant.transforms.awq_scale import (
+    IDENTITY,
     Candidate,
     ScaleSearch,
-    apply,
-    divide_inputs,
     expand,
+    fold,
     normalized,
-    representable,
+    storable,
 )
 
 INT8_MAX = 127
@@ -44,9 +44,7 @@ def smooth_layer(calibrated: CalibratedLayer, step: SmoothQuant, activations: Ac
         if step.alpha != "search":
             found = ScaleSearch(source, consumers, candidates[-1], found.losses)
         searches.append(found)
-        if found.best is not candidates[0]:
-            apply(layer.weights, source, consumers, found.best.scale, layer.spec)
-            divide_inputs(calibrated, found)
+        fold(calibrated, found)
     return searches
 
 
@@ -58,14 +56,9 @@ def pair_candidates(
     x_max = _shared(calibrated.input(consumers[0]).abs_max, source, spec)
     w_max = torch.stack([calibrated.weight(role).abs().amax(0) for role in consumers]).amax(0)
     alphas = [step.alpha] if step.alpha != "search" else [i / max(step.grid - 1, 1) for i in range(step.grid)]
-    candidates = [Candidate("identity", torch.ones_like(x_max))]
+    candidates = [Candidate(IDENTITY, torch.ones_like(x_max))]
     candidates += make_candidates(x_max, _shared(w_max, source, spec), alphas)
-    if not source.startswith("norm."):
-        return candidates
-    norm = calibrated.weight(source)
-    return candidates[:1] + [
-        Candidate(c.name, representable(c.scale, norm, calibrated.norm_dtype)) for c in candidates[1:]
-    ]
+    return storable(calibrated, source, candidates)
 
 
 def make_candidates(x_max: Tensor, w_max: Tensor, alphas: list[float]) -> list[Candidate]:
