@@ -18,6 +18,7 @@ Device = Literal["auto", "cpu", "cuda"]
 WeightDtype = Literal["auto", "float32", "bfloat16", "float16"]
 KVDtype = Literal["auto", "float32", "bfloat16", "int8", "fp8", "int4"]
 HeadStorage = Literal["auto", "int8"]
+PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
 
 
@@ -41,6 +42,18 @@ class EngineConfig(StrictStruct, frozen=True):
     kv_memory: PositiveInt | None = None  # bytes for KV blocks; None = from max_batch_size and free memory
     max_queue: PositiveInt = 1024  # waiting requests; one more is refused with 503
     num_threads: PositiveInt | None = None  # None = the cores this process may use
+    prefix_cache: bool = True  # keep the KV of prompts and answers, and find it again
+    cache_quota: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0  # share of the KV blocks that one tenant may keep
+    session_lease: PositiveFloat = 300.0  # seconds for which a session's KV stays after its last answer
+    kv_host_memory: PositiveInt | None = None  # bytes of host memory for KV that left the device; None = none
+    kv_disk_path: str | None = None  # folder for KV on disk, which survives a restart; None = none
+    kv_disk_memory: PositiveInt = 16 << 30  # bytes on disk
+    attention_sinks: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0  # first tokens that sliding windows still see
+    priority_seconds: Annotated[float, msgspec.Meta(ge=0)] = 10.0  # of waiting, that one level of priority is worth
+    max_overtakes: Annotated[int, msgspec.Meta(ge=0)] = 8  # of a request by later ones that find more in the cache
+    decode_slowdown: Annotated[float, msgspec.Meta(gt=1)] = 2.0  # at most, of decoding by a prompt that is computed
+    overlap: bool = True  # prepare the next step while one runs
+    request_timeout: PositiveFloat | None = None  # seconds for a request that names none; None = no end
 
 
 class ServerConfig(StrictStruct, frozen=True):

@@ -16,6 +16,7 @@ class NewSequence(msgspec.Struct, frozen=True):
     params: GenerationConfig
     eos_token_ids: tuple[int, ...]  # held back until min_new_tokens, with params.stop_token_ids; empty if ignore_eos
     prompt_logprobs: bool
+    block_table: list[int] = []  # of the tokens whose KV was found; computing begins behind them
 
 
 class Chunk(msgspec.Struct, frozen=True):
@@ -28,12 +29,32 @@ class Chunk(msgspec.Struct, frozen=True):
     sample: bool  # the chunk reaches the last known token: sample the next one
 
 
+class Load(msgspec.Struct, frozen=True):
+    """Fill `blocks` from a lower tier, in the background; no chunk touches them until that is done."""
+
+    job: int
+    keys: list[bytes]  # of the blocks: what they hold, see turbo.tiers
+    blocks: list[int]
+
+
+class Save(msgspec.Struct, frozen=True):
+    """Copy a block to a lower tier, in the background; it does not change until that is done."""
+
+    key: bytes
+    block: int
+
+
 class StepPlan(msgspec.Struct, frozen=True):
-    """Apply in this order: freed slots leave, new sequences enter, chunks are computed."""
+    """Apply in this order: freed slots leave, copies are made, loads and saves begin, new sequences enter, chunks are
+    computed. Plans are carried out one after the other, in the order in which they were made.
+    """
 
     freed: list[int]
     new: list[NewSequence]
     chunks: list[Chunk]
+    copies: list[tuple[int, int]] = []  # (from, to): whole blocks
+    loads: list[Load] = []
+    saves: list[Save] = []
 
 
 class Sampled(msgspec.Struct, frozen=True):

@@ -71,6 +71,11 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     prompt_ids: list[int]
     params: GenerationConfig
     prompt_logprobs: bool = False  # also those of each prompt token after the first; params.logprobs says how many
+    tenant: str = ""  # whose KV cache: what one tenant computed is never found, or timed, by another
+    cache_salt: str = ""  # splits a tenant's cache further
+    session_id: str | None = None  # of the tenant: the KV of this conversation stays for a lease after the answer
+    priority: int = 0  # lower = sooner; see turbo.policy
+    timeout: float | None = None  # seconds from its arrival at the engine; then it ends with an error
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -90,7 +95,9 @@ class StepOutput(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: list[TokenLogprobs] = []  # one for each of token_ids, where asked for
     prompt_logprobs: list[TokenLogprobs] = []  # with the first output: one for each prompt token after the first
     stop_token: int | None = None  # which of token_ids ended it, if an eos or stop id did
+    cached_tokens: int = 0  # with the first output: prompt tokens whose KV was found and not computed
     error: str | None = None  # with finish_reason "error"
+    error_code: str = "engine_error"  # of error: a code of errors.HTTP_STATUS
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,3 +124,11 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     generation_tokens: int = 0
     steps: int = 0
     failed_steps: int = 0  # raised; their requests ended with an error
+    blocks_cached: int = 0  # in the prefix cache, those that sequences use too included
+    prefix_tokens: int = 0  # of prompts that were looked up in the prefix cache
+    prefix_hits: int = 0  # of these, found on the device
+    tier_hits: dict[str, int] = {}  # of these, loaded, by tier: host, disk
+    evicted_blocks: int = 0
+    sessions: int = 0  # whose lease has not ended
+    decisions: dict[str, int] = {}  # of the scheduler: "admitted: best match" -> how often
+    tiers: dict[str, int] = {}  # figures of the KV tiers: bytes, failures ...
