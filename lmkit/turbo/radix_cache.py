@@ -223,8 +223,9 @@ class RadixCache:
         return end
 
     def _keep(self, tenant: str, blocks: list[int]) -> None:
-        self._pool.keep(blocks)
-        self._tenants.setdefault(tenant, Tenant()).num_blocks += len(blocks)
+        if blocks:
+            self._pool.keep(blocks)
+            self._tenants.setdefault(tenant, Tenant()).num_blocks += len(blocks)
 
     # Using and evicting
 
