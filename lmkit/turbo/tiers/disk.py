@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -75,19 +76,23 @@ class DiskTier:
     def __contains__(self, key: bytes) -> bool:
         return key in self._index
 
-    def touch(self, key: bytes) -> None:
-        """The block was used; its file learns that once in a while."""
-        now = int(time.time())
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Blocks of a chain were used: the first, without which the others are not found, will leave last."""
         with self._mutex:
-            modified = self._index.get(key)
-            if modified is None:
-                return
-            self._index.move_to_end(key)
-            if abs(now - modified) < REFRESH_SECONDS:
-                return
-            self._index[key] = now
-        with suppress(OSError):
-            os.utime(files.file_of(self.folder, key))
+            for key in reversed(keys):
+                if key in self._index:
+                    self._index.move_to_end(key)
+
+    def remember(self, keys: Sequence[bytes]) -> None:
+        """For the next start: files learn, not too often, that they were used."""
+        now = int(time.time())
+        for key in reversed(keys):
+            with self._mutex:
+                if abs(now - self._index.get(key, now)) < REFRESH_SECONDS:
+                    continue
+                self._index[key] = now
+            with suppress(OSError):
+                os.utime(files.file_of(self.folder, key))
 
     def read(self, key: bytes, out: memoryview) -> int | None:
         """Fill `out` [block_bytes] and return its checksum; None = a miss, and what is in `out` means nothing."""
@@ -98,7 +103,6 @@ class DiskTier:
             files.read(path, head, out)
             crc = record.checksum(key, out)
             if head == record.header(key, out.nbytes, crc):
-                self.touch(key)
                 return crc
             self.num_damaged += 1
             log.warning("%s: damaged, removed; its KV is computed again", path)
@@ -112,11 +116,8 @@ class DiskTier:
         return None
 
     def wants(self, key: bytes) -> bool:
-        """Whether to call `write`; a block that is there was used."""
-        if key in self._index:
-            self.touch(key)
-            return False
-        return not self.failures.resting
+        """Whether to call `write`."""
+        return key not in self._index and not self.failures.resting
 
     def write(self, key: bytes, data: memoryview, crc: int) -> bool:
         """Keep a block; False if that failed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -34,12 +35,14 @@ class HostTier:
         return key in self._blocks
 
     def get(self, key: bytes) -> HostBlock | None:
-        """The block, now the most recently used one."""
+        return self._blocks.get(key)
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Blocks of a chain were used: the first, without which the others are not found, will leave last."""
         with self._lock:
-            block = self._blocks.get(key)
-            if block is not None:
-                self._blocks.move_to_end(key)
-            return block
+            for key in reversed(keys):
+                if key in self._blocks:
+                    self._blocks.move_to_end(key)
 
     def put(self, key: bytes, block: HostBlock) -> None:
         with self._lock:

@@ -4,6 +4,9 @@
     runner:    load -> loader thread: host memory, else disk (then kept in host memory) -> BlockBytes.write
                save -> saver thread:  BlockBytes.read -> host memory and disk (write-through)
 
+The least recently used blocks leave a tier. A chain of keys is only found from its first block on, so whenever one is
+used its first block counts as used last, and the chain shrinks from its end.
+
 A block is written to the device after its checksum was found right. Whatever fails is a miss, or a save that did not
 happen: counted, never raised.
 """
@@ -61,6 +64,10 @@ class _Job(NamedTuple):
     first: bool  # nothing was before it
 
 
+class _Used(NamedTuple):
+    keys: Sequence[bytes]
+
+
 class TierStore:
     """Host memory of `host_bytes` (0 = none) above a disk tier, either or both. Raises ConfigError if `host_bytes`
     holds no block.
@@ -90,7 +97,7 @@ class TierStore:
         self._saved: list[int] = []
         self._left: dict[int, float] = {}  # job -> seconds it is still expected to take
         self._loader: Worker[_Job] = Worker("kv-load", self._load, partial(self._end_load, num_blocks=0, hits={}))
-        self._saver: Worker[Save] = Worker("kv-save", self._save, self._drop)
+        self._saver: Worker[Save | _Used] = Worker("kv-save", self._save, self._drop)
 
     def lookup(self, keys: Sequence[bytes]) -> int:
         """How many of `keys`, from the first on, some tier has."""
@@ -147,6 +154,12 @@ class TierStore:
         for save in saves[room:]:
             self._drop(save)
 
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """The sequence with these keys was used, wherever its blocks were found: they leave after those that were not.
+        Does not wait.
+        """
+        self._saver.put([_Used(keys)])
+
     def close(self) -> None:
         """Finish what can be finished in CLOSE_SECONDS, drop the rest."""
         deadline = time.monotonic() + CLOSE_SECONDS
@@ -165,11 +178,17 @@ class TierStore:
         tiers = Counter(map(self._tier_of, keys))
         return self._cost.seconds({tier: count for tier, count in tiers.items() if tier is not None})
 
+    def _touch(self, keys: Sequence[bytes]) -> None:
+        for tier in (self._host, self._disk):
+            if tier is not None:
+                tier.touch(keys)
+
     # The loader thread.
 
     def _load(self, job: _Job) -> None:
         if job.first:
             self._cost.observe_latency(time.perf_counter() - job.submitted)
+        self._touch(job.load.keys)  # what is about to be loaded does not leave meanwhile
         hits: Counter[str] = Counter()
         try:
             for key, block in zip(job.load.keys, job.load.blocks, strict=True):
@@ -182,6 +201,9 @@ class TierStore:
         except FAILURES as error:
             self._failures.note("loading KV", error)
         self._end_load(job, hits.total(), dict(hits))
+        self._touch(job.load.keys)  # those that are in host memory by now, too
+        if self._disk is not None:
+            self._disk.remember(job.load.keys)
 
     def _end_load(self, job: _Job, num_blocks: int, hits: dict[str, int]) -> None:
         with self._ended:
@@ -212,8 +234,6 @@ class TierStore:
             self._host.remove(key)
             return False
         self._blocks.write(block, found.data)
-        if self._disk is not None:
-            self._disk.touch(key)
         return True
 
     def _from_disk(self, key: bytes, block: int) -> bool:
@@ -230,7 +250,12 @@ class TierStore:
 
     # The saver thread.
 
-    def _save(self, save: Save) -> None:
+    def _save(self, save: Save | _Used) -> None:
+        if isinstance(save, _Used):
+            self._touch(save.keys)
+            if self._disk is not None:
+                self._disk.remember(save.keys)
+            return
         try:
             self._keep(save.key, save.block)
         except FAILURES as error:
@@ -238,9 +263,10 @@ class TierStore:
         self._end_save(save)
 
     def _keep(self, key: bytes, block: int) -> None:
-        to_host = self._host is not None and self._host.get(key) is None
+        to_host = self._host is not None and key not in self._host
         to_disk = self._disk is not None and self._disk.wants(key)
         if not to_host and not to_disk:
+            self._touch([key])
             self._counts["present"] += 1
             return
         data = _new_block(self._blocks.nbytes) if to_host else self._save_buffer
@@ -253,9 +279,10 @@ class TierStore:
             kept |= self._disk.write(key, data, crc)
         self._counts["saved"] += kept
 
-    def _drop(self, save: Save) -> None:
-        self._counts["dropped"] += 1
-        self._end_save(save)
+    def _drop(self, save: Save | _Used) -> None:
+        if isinstance(save, Save):
+            self._counts["dropped"] += 1
+            self._end_save(save)
 
     def _end_save(self, save: Save) -> None:
         with self._ended:
