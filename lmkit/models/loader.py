@@ -20,7 +20,8 @@ from lmkit.layers.linear import MergedLinear, Weights
 from lmkit.log import get_logger
 from lmkit.models import load_spec, roles
 from lmkit.models.decoder import Decoder, DecoderLayer
-from lmkit.models.packed_cache import PackedCache, PackedFile, PackedWriter, Packing, kinds_of
+from lmkit.models.identity import Packing
+from lmkit.models.packed_cache import PackedCache, PackedFile, PackedWriter, kinds_of
 from lmkit.models.spec import ModelSpec
 from lmkit.qtensor import QTensor, QuantScheme, quantize
 
