@@ -97,15 +97,15 @@ def value_task(isa: Isa, kind: str) -> Task:
     element, weight_bytes = BYTES[kind], 2 if coded else 4
 
     def values(args: int, scratch: int, index: int) -> None:
-        (rows, dim, padded, first, end, places, params, direct, group, position, window, scores, words, word_steps,
-         offsets, record) = unpack(args, 16)  # fmt: skip
+        (rows, dim, padded, first, end, places, params, direct, group, position, window, sinks, scores, words,
+         word_steps, offsets, record) = unpack(args, 17)  # fmt: skip
         ldc, ldw = 4 * padded, weight_bytes * PARTITION
         maxima, totals = record + rows * ldc, record + rows * (ldc + 4)
         blocks = (end - first + KEYS - 1) // KEYS
         for r in range(rows):
             last = position + r // group
             low = max(first, last - window + 1) if window else first
-            limits = (low, min(end, last + 1), first, blocks, NO_SCORE_BITS, maxima + 4 * r, totals + 4 * r)
+            limits = (low, min(end, last + 1), sinks, first, blocks, NO_SCORE_BITS, maxima + 4 * r, totals + 4 * r)
             of_codes = (words + r * ldw, word_steps + 4 * r * (PARTITION // KEYS), params, 4 * PARTITION, offsets)
             tile(softmax, 1, (scores + 4 * r * PARTITION, *limits, *of_codes))
             sums = carray(pointer(record + r * ldc), padded, np.float32)

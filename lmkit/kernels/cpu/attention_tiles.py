@@ -320,9 +320,10 @@ def words_tile() -> Tile:
 
 
 def softmax_tile(isa: Isa, kind_of_values: str) -> Tile:
-    """One row's weights e^(score - maximum) from the scores at `s`, of which low .. high are visible; others get 0.
+    """One row's weights e^(score - maximum) from the scores at `s`, of which 0 .. sinks and low .. high are visible,
+    all below high; others get 0.
 
-    `blocks` blocks of 64 scores are read from the index `first` on; low and high count from index 0. float32 `maximum`
+    `blocks` blocks of 64 scores are read from the index `first` on; limits count from index 0. float32 `maximum`
     (at least that of no scores) and `total`, the sum of the weights, are written. Float weights take the scores'
     place, of fp8 times the value's scale. For codes a weight times the value's scale is rounded to int16, `words`, in
     steps of 1 / 32767 of its block's largest, written to `steps` (float32 [blocks in all]); the sum of weights times
@@ -331,9 +332,9 @@ def softmax_tile(isa: Isa, kind_of_values: str) -> Tile:
     coded, scaled = kind_of_values in CODED, kind_of_values == "fp8"
 
     def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
-        s, low, high, first, blocks, none, maximum_at, total_at, words, steps, scales, minima, offset = arguments
+        s, low, high, sinks, first, blocks, none, maximum_at, total_at, words, steps, scales, minima, offset = arguments
         b, kind, integers = e.builder, e.vector(F32), e.vector(I32)
-        start, end = (e.splat(b.trunc(limit, I32)) for limit in (low, high))
+        start, end, sunk = (e.splat(b.trunc(limit, I32)) for limit in (low, high, sinks))
         ((best, sums, lows, peak),) = e.variables(1, 4, kind)
         b.store(e.splat(b.bitcast(b.trunc(none, I32), F32)), best)
         for variable in (sums, lows):
@@ -343,7 +344,8 @@ def softmax_tile(isa: Isa, kind_of_values: str) -> Tile:
             index, found = e.splat(b.trunc(origin, I32)), []
             for i in range(0, KEYS, e.lanes):
                 key = b.add(index, ir.Constant(integers, list(range(i, i + e.lanes))))
-                visible = b.and_(b.icmp_signed(">=", key, start), b.icmp_signed("<", key, end))
+                near = b.or_(b.icmp_signed(">=", key, start), b.icmp_signed("<", key, sunk))
+                visible = b.and_(near, b.icmp_signed("<", key, end))
                 place = e.offset(s, e.times(origin, 4), 4 * i)
                 found.append(b.select(visible, e.load(place, kind), constant(kind, -math.inf)))
                 e.store(found[-1], place)
@@ -381,4 +383,4 @@ def softmax_tile(isa: Isa, kind_of_values: str) -> Tile:
             e.store(e.fold(b.load(lows), b.fadd), offset)
 
     name = f"softmax_tile.{isa.name}.{'coded' if coded else 'scaled' if scaled else 'float'}"
-    return TILES.setdefault(name, Tile(name, isa.lanes, (1,), 13, body))
+    return TILES.setdefault(name, Tile(name, isa.lanes, (1,), 14, body))
