@@ -24,6 +24,7 @@ from numba import carray
 from torch import Tensor
 
 from lmkit.kernels.cpu import attention_tiles, threads, workspace
+from lmkit.kernels.cpu.attention_keys import ask_for, locate, num_parts, skipped_parts, span
 from lmkit.kernels.cpu.attention_stages import (
     DIRECT_ROWS,
     PARTITION,
@@ -33,7 +34,7 @@ from lmkit.kernels.cpu.attention_stages import (
     value_task,
 )
 from lmkit.kernels.cpu.attention_tiles import CODED, KEYS, LARGEST_WORD
-from lmkit.kernels.cpu.intrinsics import add, bits_to_float, call, exp, fma, half_to_float, pointer, tile, unpack
+from lmkit.kernels.cpu.intrinsics import add, bits_to_float, call, exp, fma, pointer, tile, unpack
 from lmkit.kernels.cpu.isa import Isa
 from lmkit.kernels.cpu.jit import Task, float_bits, inline
 from lmkit.kernels.cpu.kv import rows_of, turn_hadamard
@@ -47,30 +48,6 @@ UNITS_PER_THREAD = 4  # with fewer tiles, partitions become units
 SERIAL_PRODUCTS = 1 << 20
 JOB_BYTES = 192  # the arguments of a stage
 WORDS = attention_tiles.words_tile().name
-
-
-@inline
-def _skipped(position: int, window: int, sinks: int) -> int:
-    """Partitions between the sinks and the windows of queries from `position` on."""
-    first_key = max(0, position - window + 1) if window else 0
-    return max(0, first_key // PARTITION - (sinks + PARTITION - 1) // PARTITION)
-
-
-@inline
-def _num_parts(length: int, num_tokens: int, window: int, sinks: int) -> int:
-    """Partitions of which the last `num_tokens` queries of a sequence see any."""
-    return (length + PARTITION - 1) // PARTITION - _skipped(length - num_tokens, window, sinks)
-
-
-@inline
-def _span(begin: int, first_key: int, end_key: int, sinks: int) -> Any:
-    """(first, end): keys to compute of the partition that begins at `begin`, counted from there; none if first >= end.
-
-    They are keys below `sinks` and first_key .. end_key, and all between if the partition has both.
-    """
-    first = 0 if begin < sinks else max(first_key // KEYS * KEYS - begin, 0)
-    end = end_key if begin + PARTITION > first_key else sinks
-    return first, max(0, min(end - begin, PARTITION))
 
 
 def _plan(args: int, scratch: int, index: int) -> None:
@@ -88,7 +65,7 @@ def _plan(args: int, scratch: int, index: int) -> None:
             plan[b] = total
             num_tokens = np.int64(starts[b + 1] - starts[b])
             num_tiles = (num_tokens + tile_tokens - 1) // tile_tokens
-            total += num_tiles * heads * (_num_parts(lens[b], num_tokens, window, sinks) if split else 1)
+            total += num_tiles * heads * (num_parts(lens[b], num_tokens, window, sinks) if split else 1)
         plan[num_seqs], plan[num_seqs + 1] = total, split
         if total >= wanted:
             return
@@ -185,41 +162,6 @@ def _prepare_queries(source: int, stride: int, group: int, dim: int, padded: int
 
 
 @inline
-def _locate(table: Any, heads: int, head: int, block_size: int, start: int, first: int, end: int, hidden: int,
-            seen: int, data: int, row_bytes: int, params: int, places: int, params_at: int) -> None:  # fmt: skip
-    """Places of the rows of keys (or values) start + first .. start + end, the last one's repeated up to a multiple
-    of 4; and, of codes, their scales and minima, 0 up to the end of a block. Keys `hidden` .. `seen` have the place of
-    `seen` and scale 0.
-    """
-    at = carray(pointer(places), PARTITION, np.int64)
-    scales = carray(pointer(params_at), PARTITION, np.float32)
-    minima = carray(pointer(params_at + 4 * PARTITION), PARTITION, np.float32)
-    key = first
-    while key < end:
-        if hidden <= key < seen:
-            key = seen
-        offset = (start + key) % block_size
-        run = min((hidden if key < hidden < end else end) - key, block_size - offset)
-        row = (np.int64(table[(start + key) // block_size]) * heads + head) * block_size + offset
-        for i in range(run):
-            at[key + i] = data + (row + i) * row_bytes
-        if params:
-            pairs = carray(pointer(params + 4 * row), run, np.uint32)
-            for i in range(run):
-                scales[key + i] = half_to_float(pairs[i] & np.uint32(0xFFFF))
-                minima[key + i] = half_to_float(pairs[i] >> np.uint32(16))
-        key += run
-    for i in range(max(first, hidden), min(seen, end)):
-        at[i] = at[seen]
-        scales[i], minima[i] = 0, 0
-    for i in range(end, (end + 3) // 4 * 4):  # none if end is 0
-        at[i] = at[end - 1]
-    if params:
-        for i in range(end, (end + KEYS - 1) // KEYS * KEYS):
-            scales[i], minima[i] = 0, 0
-
-
-@inline
 def _merge(total: int, record: int, rows: int, padded: int) -> None:
     """Add a partition's record to the total's."""
     both = rows * (padded + 2)
@@ -267,7 +209,7 @@ def _attend(args: int, scratch: int, index: int) -> None:
     start, length = np.int64(starts[b]), np.int64(carray(pointer(lens_at), num_seqs, np.int32)[b])
     table = carray(pointer(tables + 4 * b * table_stride), table_stride, np.int32)
     num_new, at = np.int64(starts[b + 1]) - start, index - plan[b]
-    parts = _num_parts(length, num_new, window, sinks) if split else 1
+    parts = num_parts(length, num_new, window, sinks) if split else 1
     part, head, first_token = at % parts, at // parts % heads, at // parts // heads * tile_tokens
     num_tokens = min(tile_tokens, num_new - first_token)
     position, token = length - num_new + first_token, start + first_token
@@ -286,17 +228,23 @@ def _attend(args: int, scratch: int, index: int) -> None:
                      shares, hadamard)  # fmt: skip
     first_part, end_part = 0 if sinks else first_key // PARTITION, (end_key + PARTITION - 1) // PARTITION
     if split:
-        first_part = part if part * PARTITION < sinks else part + _skipped(length - num_new, window, sinks)
+        first_part = part if part * PARTITION < sinks else part + skipped_parts(length - num_new, window, sinks)
         end_part, total = first_part + 1, records + index * record_bytes
     few, queries = rows <= DIRECT_ROWS, words if k_coded else floats
     for p in range(first_part, end_part):
         begin = p * PARTITION
-        first, end = _span(begin, first_key, end_key, sinks)
+        first, end = span(begin, first_key, end_key, sinks)
         if first >= end and p > first_part:
             continue
         where = (block_size, begin, first, end, sinks - begin, first_key - begin)
-        _locate(table, heads, head, *where, k_data, k_bytes, k_params, k_places, k_scales)
-        _locate(table, heads, head, *where, v_data, v_bytes, v_params, v_places, v_scales)
+        locate(table, heads, head, *where, k_data, k_bytes, k_params, k_places, k_scales)
+        locate(table, heads, head, *where, v_data, v_bytes, v_params, v_places, v_scales)
+        if p + 1 < end_part:
+            following = (table, heads, head, block_size, begin + PARTITION)
+            if k_params:
+                ask_for(*following, min(begin + 2 * PARTITION, end_key), k_params, 4)
+            if v_params:
+                ask_for(*following, min(begin + 2 * PARTITION, end_key), v_params, 4)
         record = total if p == first_part else other
         shape = (rows, dim, padded, first, end)
         lines = ((k_bytes + 63) // 64, v_places, (v_bytes + 63) // 64)

@@ -277,14 +277,35 @@ def prefetch_tile() -> Tile:
 
     def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
         places, count, lines = arguments
-        b = e.builder
         with e.loop(count) as row:
             start = e.load(e.offset(places, e.times(row, 8)), I64)
             with e.loop(lines) as line:
-                where = b.inttoptr(e.offset(start, e.times(line, 64)), I8.as_pointer())
-                e.call("llvm.prefetch.p0", ir.VoidType(), [where, I32(0), I32(2), I32(1)])  # to read, second level
+                e.prefetch(e.offset(start, e.times(line, 64)))
 
     return TILES.setdefault("prefetch_tile", Tile("prefetch_tile", 1, (1,), 3, body))
+
+
+def params_tile() -> Tile:
+    """`count` pairs of float16 (scale, minimum) to float32 at `scales`, and `minima` bytes behind."""
+
+    def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
+        source, count, scales, minima = arguments
+        b = e.builder
+        whole = b.sdiv(count, I64(e.lanes))
+        done = e.times(whole, e.lanes)
+
+        def move(index: Value, kind: Any) -> None:
+            pairs = e.load(e.offset(source, e.times(index, 4)), kind)
+            out = e.offset(scales, e.times(index, 4))
+            e.store(e.half_to_float(b.and_(pairs, constant(kind, 0xFFFF))), out)
+            e.store(e.half_to_float(b.lshr(pairs, constant(kind, 16))), e.offset(out, minima))
+
+        with e.loop(whole) as i:
+            move(e.times(i, e.lanes), e.vector(I32))
+        with e.loop(b.sub(count, done)) as i:
+            move(b.add(done, i), I32)
+
+    return TILES.setdefault("params_tile", Tile("params_tile", 8, (1,), 4, body))
 
 
 def words_tile() -> Tile:
