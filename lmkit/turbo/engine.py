@@ -51,6 +51,7 @@ class Engine:
             activations=config.activations,
             lm_head=config.lm_head,
             packed_cache=config.packed_cache,
+            attention_sinks=config.attention_sinks,
         )
         log.info("loaded %s in %.1f s", path, time.perf_counter() - start)
         kv = kv_storage.allocate(spec, storages, memory.num_blocks, config.block_size, memory.max_model_len)
