@@ -64,6 +64,7 @@ class RadixCache:
         # Nodes are used as a whole. What a window has left behind must not stay as fresh as what it sees: short nodes.
         self._max_run = window // block_size + 1 if window else sys.maxsize
         self._tree = RadixTree(block_size)
+        self._partial: dict[int, Node] = {}  # by block
         self._order: Order = OrderedDict()
         self._tenants: dict[str, Tenant] = {}
         self._now = 0  # ticks once per use
@@ -112,6 +113,9 @@ class RadixCache:
             rest = 0 if covered else rest
         holes = [i for i in range(done) if kept[i] == HOLE] if HOLE in kept else []
         missing = [i for i in (*holes, *range(done, full)) if blocks[i] != HOLE]
+        for i in missing:  # what the caller published of a block before it was full may hang beside others' full one
+            if (node := self._partial.get(blocks[i])) is not None:
+                self._remove_partial(node)
         room = self._make_room(namespace[0], len(missing) + bool(rest))
         chosen = self._choose(missing, room)
         kept = _blocks_of(path) + [HOLE] * (full - done)  # once more: making room may have taken some
@@ -123,6 +127,7 @@ class RadixCache:
         if rest and end == full and len(chosen) < room and blocks[full] != HOLE:
             self._keep(namespace[0], [blocks[full]])
             path.append(self._tree.attach(path[-1], tokens[full * size :], [blocks[full]]))
+            self._partial[blocks[full]] = path[-1]
         self._touch(self._seen(path, len(tokens)))
         self._forget(self._tree.prune(path[-1]))
         return kept
@@ -198,13 +203,17 @@ class RadixCache:
                 self._touch([fitting])
             return True
         for node in self._tree.shorter(parent, tokens):
-            held = node.blocks[0]
-            if held == block or self._pool.references(held) == 1:
-                self._tree.detach(node)
-                self._pool.drop([held])
-                self._tenants[node.namespace[0]].num_blocks -= 1
-                self._forget([node])
+            if node.blocks[0] == block or self._pool.references(node.blocks[0]) == 1:
+                self._remove_partial(node)
         return False
+
+    def _remove_partial(self, node: Node) -> None:
+        (block,) = node.blocks
+        del self._partial[block]
+        self._tree.detach(node)
+        self._pool.drop([block])
+        self._tenants[node.namespace[0]].num_blocks -= 1
+        self._forget([node])
 
     def _grow(self, path: list[Node], tokens: np.ndarray, kept: list[int], done: int) -> int:
         """Hang the blocks of `kept` from `done` on below the path, and extend the path; returns where they end."""
@@ -271,6 +280,8 @@ class RadixCache:
                 gone += self._tree.prune(node, spare)
             elif self._window and node.is_hollow():
                 gone.append(node)
+        for block in victims:
+            self._partial.pop(block, None)
         self._pool.drop(victims)
         self._forget(gone)
         return len(victims)
@@ -319,6 +330,8 @@ class RadixCache:
             held += blocks
             counts[node.namespace[0]] += len(blocks)
         self._pool.check_integrity()
+        partial = {node.blocks[0]: node for node in nodes if self._tree.is_partial(node) and node.blocks[0] != HOLE}
+        assert partial == self._partial, "partly filled blocks are out of the books"
         assert len(set(held)) == len(held) == self.num_blocks, "a block is in the tree twice, or miscounted"
         assert all(map(self._pool.is_cached, held)), "a block of the tree is not marked as cached"
         assert all(root.children for root in self._tree.roots.values()), "a namespace is empty"
