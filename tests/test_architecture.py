@@ -30,7 +30,8 @@ SAME_FLOOR_STRANGERS = {frozenset(pair) for pair in [("kernels", "formats"), ("q
 TORCH_FREE = [
     "lmkit", "lmkit.errors", "lmkit.config", "lmkit.log", "lmkit.text", "lmkit.models", "lmkit.cli.main",
     "lmkit.proxy.app", "lmkit.serve.app", "lmkit.bench.online", "lmkit.bench.report", "lmkit.bench.plot",
-    "lmkit.turbo.request", "lmkit.turbo.sequence", "lmkit.turbo.block_pool", "lmkit.turbo.kv_manager",
+    "lmkit.turbo.request", "lmkit.turbo.sequence", "lmkit.turbo.block_pool", "lmkit.turbo.radix_cache",
+    "lmkit.turbo.kv_manager",
     "lmkit.turbo.policy", "lmkit.turbo.scheduler", "lmkit.turbo.plan", "lmkit.turbo.output",
     "lmkit.turbo.async_engine", "lmkit.turbo.memory", "lmkit.turbo.pacing", "lmkit.turbo.tiers.store",
 ]  # fmt: skip

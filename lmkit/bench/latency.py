@@ -17,11 +17,11 @@ import numpy as np
 
 from lmkit.bench.config import Progress
 from lmkit.bench.metrics import distribution, spread
-from lmkit.bench.schema import LatencyRun
+from lmkit.bench.schema import LatencyRun, StepProfile
 from lmkit.config import EngineConfig
 from lmkit.errors import ConfigError, LMKitError
 from lmkit.text import Tokenizer
-from lmkit.turbo.engine import Engine
+from lmkit.turbo.engine import Engine, Profile
 from lmkit.turbo.request import EngineInfo, GenerationConfig, Request
 
 
@@ -44,6 +44,7 @@ class _Timing:
     prefill: float
     decode: float
     steps: list[float]
+    profile: Profile  # of the decode
 
 
 def shapes(batch_sizes: Sequence[int], input_lens: Sequence[int], output_lens: Sequence[int]) -> list[Shape]:
@@ -102,14 +103,14 @@ def _once(engine: Engine, prompts: list[list[int]], shape: Shape) -> _Timing:
     for i, prompt_ids in enumerate(prompts):
         engine.add(Request(request_id=str(i), prompt_ids=prompt_ids, params=params))
     _advance(engine, missing, shape)
-    prefilled = time.perf_counter()
+    prefilled, before = time.perf_counter(), engine.profile()
     steps = _advance(engine, dict.fromkeys(missing, shape.output_len - 1), shape)
-    end = time.perf_counter()
+    end, profile = time.perf_counter(), engine.profile().since(before)
     for request_id in missing:
         engine.abort(request_id)
     while engine.has_work():
         engine.step()
-    return _Timing(prefilled - start, end - prefilled, steps)
+    return _Timing(prefilled - start, end - prefilled, steps, profile)
 
 
 def _advance(engine: Engine, missing: dict[str, int], shape: Shape) -> list[float]:
@@ -140,4 +141,27 @@ def _summarized(shape: Shape, timings: Sequence[_Timing]) -> LatencyRun:
         decode_tokens_per_s=1e3 * shape.batch_size / decode.p50 if decode else None,
         decode_step_ms=distribution(1e3 * seconds for t in timings for seconds in t.steps),
         total_ms=spread([1e3 * (t.prefill + t.decode) for t in timings]),
+        decode_profile=_profile(timings) if decode else None,
+    )
+
+
+def _profile(timings: Sequence[_Timing]) -> StepProfile:
+    count = sum(t.profile.steps for t in timings)
+    step, kernels, execute, schedule, update = (
+        1e3 * sum(seconds) / count
+        for seconds in (
+            [t.decode for t in timings],
+            [t.profile.kernels for t in timings],
+            [t.profile.execute for t in timings],
+            [t.profile.schedule for t in timings],
+            [t.profile.update for t in timings],
+        )
+    )
+    return StepProfile(
+        step=step,
+        kernels=kernels,
+        inputs_and_sampling=execute - kernels,
+        schedule=schedule,
+        update=update,
+        outside_kernels=1 - kernels / step,
     )

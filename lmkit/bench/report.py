@@ -90,6 +90,20 @@ def latency_table(title: str, runs: Sequence[LatencyRun]) -> Table:
     return table
 
 
+def profile_table(title: str, runs: Sequence[LatencyRun]) -> Table:
+    """A row for each shape: milliseconds of an average decode step by where they go."""
+    table = Table(title=title, title_justify="left")
+    parts = ("kernels", "inputs, sampling", "schedule", "update")
+    for column in ("batch", "in", "step ms", *parts, "outside kernels"):
+        table.add_column(column, justify="right")
+    for run in runs:
+        if (profile := run.decode_profile) is not None:
+            times = (profile.step, profile.kernels, profile.inputs_and_sampling, profile.schedule, profile.update)
+            shown = (f"{milliseconds:.3f}" for milliseconds in times)
+            table.add_row(str(run.batch_size), str(run.input_len), *shown, f"{profile.outside_kernels:.1%}")
+    return table
+
+
 def _median(values: Distribution | None) -> str:
     return "-" if values is None else f"{values.p50:,.2f} ({(values.max - values.min) / values.p50:.0%})"
 

@@ -65,6 +65,17 @@ class ThroughputRun(msgspec.Struct, frozen=True, kw_only=True):
         return "all at once" if self.concurrency is None else f"{self.concurrency} at once"
 
 
+class StepProfile(msgspec.Struct, frozen=True, kw_only=True):
+    """Milliseconds of a decode step, on average. What is not in `step` overlaps with kernels, or waits for the thread."""
+
+    step: float  # from one result to the next
+    kernels: float  # in the model
+    inputs_and_sampling: float  # beside them, in the thread that carries steps out
+    schedule: float  # in the loop, as is the next one
+    update: float
+    outside_kernels: float  # share of `step` in which no kernel runs
+
+
 class LatencyRun(msgspec.Struct, frozen=True, kw_only=True):
     """One shape, over its repeats."""
 
@@ -78,6 +89,7 @@ class LatencyRun(msgspec.Struct, frozen=True, kw_only=True):
     decode_tokens_per_s: float | None  # of the whole batch, at the median
     decode_step_ms: Distribution | None  # one value for each engine step of all repeats
     total_ms: Distribution
+    decode_profile: StepProfile | None = None
 
     @property
     def label(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 HOLE = -1  # in a table of blocks: no block is there
 
@@ -85,27 +85,27 @@ class BlockPool:
                 elif count == 1 and cached[block]:
                     self._num_idle += 1
 
-    def keep(self, blocks: Iterable[int]) -> None:
+    def keep(self, blocks: Collection[int]) -> None:
         """The prefix cache becomes one more owner of each of these held blocks, and marks them as cached."""
         references, cached = self._references, self._cached
         for block in blocks:
             assert references[block] > 0, f"block {block} is free and cannot be kept"
             assert not cached[block], f"block {block} is cached already"
             references[block] += 1
-            self._num_cached += 1
             cached[block] = 1
+        self._num_cached += len(blocks)
 
-    def drop(self, blocks: Iterable[int]) -> None:
+    def drop(self, blocks: Collection[int]) -> None:
         """The prefix cache gives up its reference and the mark."""
         references, cached, free = self._references, self._cached, self._free
         for block in blocks:
             assert cached[block], f"block {block} is not cached"
             cached[block] = 0
-            self._num_cached -= 1
             references[block] -= 1
             if not references[block]:
                 self._num_idle -= 1
                 free.append(block)
+        self._num_cached -= len(blocks)
 
     def check_integrity(self) -> None:
         """Free and held blocks add up, and no id is free twice or free and held at once. O(num_blocks)."""

@@ -11,12 +11,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 
 import msgspec
 
 from lmkit.config import EngineConfig, default_num_threads
-from lmkit.errors import LMKitError, UnsupportedError
+from lmkit.errors import ConfigError, LMKitError, UnsupportedError
 from lmkit.kernels.cpu import threads
 from lmkit.log import get_logger
 from lmkit.models import kv_storage
@@ -24,6 +24,7 @@ from lmkit.models.loader import ModelSource, load_model, resolve_dtype
 from lmkit.models.spec import ModelSpec
 from lmkit.text import Tokenizer
 from lmkit.turbo.batch import PersistentBatch
+from lmkit.turbo.kv_blocks import KVBlocks, kv_fingerprint
 from lmkit.turbo.limits import SchedulerLimits
 from lmkit.turbo.memory import MemoryPlan, kv_limits, plan_memory
 from lmkit.turbo.plan import Sampled, StepPlan
@@ -31,6 +32,8 @@ from lmkit.turbo.request import EngineInfo, EngineStats, GenerationConfig, Reque
 from lmkit.turbo.runner import Runner
 from lmkit.turbo.sampler import Sampler
 from lmkit.turbo.scheduler import Scheduler
+from lmkit.turbo.tiers.disk import DiskTier
+from lmkit.turbo.tiers.store import TierStore
 
 log = get_logger(__name__)
 
@@ -38,15 +41,18 @@ log = get_logger(__name__)
 IDLE_SECONDS = 0.02  # between looks at loads, when there is nothing else to do
 
 
-@dataclass
+@dataclass(frozen=True)
 class Profile:
-    """Where the time of steps goes, in seconds since the start."""
+    """Where the time of steps went, in seconds since the engine was made."""
 
     steps: int = 0
-    schedule: float = 0.0  # the loop: writing plans
-    update: float = 0.0  # the loop: taking in results
-    wait: float = 0.0  # the loop: for the thread
-    execute: float = 0.0  # the thread: whole steps; Runner.kernel_seconds of it in the model
+    kernels: float = 0.0  # in the model
+    execute: float = 0.0  # carrying out plans: the kernels, and around them inputs and sampling
+    schedule: float = 0.0  # writing plans
+    update: float = 0.0  # taking in results
+
+    def since(self, before: Profile) -> Profile:
+        return Profile(*(now - then for now, then in zip(astuple(self), astuple(before), strict=True)))
 
 
 class Engine:
@@ -66,6 +72,8 @@ class Engine:
             weight_bytes = source.weight_bytes(dtype, config.lm_head)
             weight_bytes += kv_storage.table_bytes(spec, storages, config.max_model_len or spec.max_position)
             memory = plan_memory(spec, config, dtypes, weight_bytes)
+            has_tiers = _has_tiers(config)
+            fingerprint = kv_fingerprint(source.reader, storages, config, device, dtype) if has_tiers else b""
         finally:
             source.close()
         for line in memory.lines():
@@ -84,15 +92,18 @@ class Engine:
         kv = kv_storage.allocate(spec, storages, memory.num_blocks, config.block_size, memory.max_model_len)
         batch = PersistentBatch(config.max_batch_size, memory.max_model_len, config.block_size, config.max_step_tokens)
         sampler = Sampler(config.max_batch_size, spec.vocab_size)
-        self.runner = Runner(decoder, kv, batch, sampler, memory.workspace)
+        blocks = KVBlocks(kv)
+        self._tiers = _open_tiers(config, blocks, fingerprint) if has_tiers else None
+        self.runner = Runner(decoder, kv, batch, sampler, memory.workspace, blocks=blocks, tiers=self._tiers)
         limits = _limits(config, memory, spec)
-        self.profile = Profile()
+        self._profile = Profile()
         self._overlap = config.overlap
         self._thread = ThreadPoolExecutor(1, "engine-steps", lambda: threads.configure(num_threads))
         self._under_way: deque[tuple[StepPlan, Future[tuple[list[Sampled], float]]]] = deque()
         self._failed_steps = 0
         self._warm_up(limits)
-        self.scheduler = Scheduler(limits, Tokenizer.from_pretrained(path).eos_token_ids)
+        eos = Tokenizer.from_pretrained(path).eos_token_ids
+        self.scheduler = Scheduler(limits, eos, tiers=self._tiers, fingerprint=fingerprint)
         self.info = _info(str(path), limits, dtypes, memory)
 
     def _warm_up(self, limits: SchedulerLimits) -> None:
@@ -130,9 +141,10 @@ class Engine:
         while True:
             start = time.perf_counter()
             plan = self.scheduler.schedule()
-            self.profile.schedule += time.perf_counter() - start
+            scheduled = time.perf_counter() - start
+            self._profile = replace(self._profile, schedule=self._profile.schedule + scheduled)
             if plan is not None:
-                self._under_way.append((plan, self._thread.submit(self._execute, plan)))
+                self._under_way.append((plan, self._begin(plan)))
             if not self._under_way:
                 outputs = self.scheduler.take_outputs()
                 if not outputs:
@@ -141,14 +153,26 @@ class Engine:
             if plan is None or not self._overlap or len(self._under_way) > 1:
                 return self._land(*self._under_way.popleft())
 
+    def profile(self) -> Profile:
+        return replace(self._profile, kernels=self.runner.kernel_seconds)
+
+    def _begin(self, plan: StepPlan) -> Future[tuple[list[Sampled], float]]:
+        if self._overlap:
+            return self._thread.submit(self._execute, plan)
+        future: Future[tuple[list[Sampled], float]] = Future()
+        try:
+            future.set_result(self._execute(plan))
+        except Exception as error:  # noqa: BLE001 - logged where the result is taken
+            future.set_exception(error)
+        return future
+
     def _execute(self, plan: StepPlan) -> tuple[list[Sampled], float]:
-        """In the thread: (results, seconds)."""
+        """(results, seconds)."""
         start = time.perf_counter()
         sampled = self.runner.execute(plan)
         return sampled, time.perf_counter() - start
 
     def _land(self, plan: StepPlan, future: Future[tuple[list[Sampled], float]]) -> list[StepOutput]:
-        start = time.perf_counter()
         try:
             sampled, seconds = future.result()
         except Exception:  # one request must never end the engine
@@ -157,21 +181,43 @@ class Engine:
             return self.scheduler.fail(plan, "the engine failed while computing this request")
         landed = time.perf_counter()
         outputs = self.scheduler.update(plan, sampled, seconds)
-        self.profile.wait += landed - start
-        self.profile.steps += 1
-        self.profile.execute += seconds
-        self.profile.update += time.perf_counter() - landed
+        before = self._profile
+        self._profile = replace(
+            before,
+            steps=before.steps + 1,
+            execute=before.execute + seconds,
+            update=before.update + time.perf_counter() - landed,
+        )
         return outputs
 
     def close(self) -> None:
-        """Wait for steps under way and end the thread. The engine cannot be used afterwards."""
+        """Wait for steps under way, end the threads, let go of the disk. The engine cannot be used afterwards."""
         self._thread.shutdown()
+        if self._tiers is not None:
+            self._tiers.close()
 
     def stats(self) -> EngineStats:
         return msgspec.structs.replace(self.scheduler.stats(), failed_steps=self._failed_steps)
 
     def check_integrity(self) -> None:
         self.scheduler.check_integrity()
+
+
+def _has_tiers(config: EngineConfig) -> bool:
+    has_tiers = config.kv_host_memory is not None or config.kv_disk_path is not None
+    if has_tiers and not config.prefix_cache:
+        raise ConfigError("kv_host_memory and kv_disk_path keep what the prefix cache finds; do not turn it off")
+    return has_tiers
+
+
+def _open_tiers(config: EngineConfig, blocks: KVBlocks, fingerprint: bytes) -> TierStore:
+    """Raises ConfigError for a folder or a size that cannot be used."""
+    disk = None
+    if config.kv_disk_path is not None:
+        disk = DiskTier(
+            config.kv_disk_path, fingerprint, block_bytes=blocks.nbytes, max_bytes=config.kv_disk_memory
+        )
+    return TierStore(blocks, host_bytes=config.kv_host_memory or 0, disk=disk)
 
 
 def _limits(config: EngineConfig, memory: MemoryPlan, spec: ModelSpec) -> SchedulerLimits:

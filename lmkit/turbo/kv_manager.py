@@ -17,7 +17,7 @@ from lmkit.turbo.block_pool import BlockPool
 from lmkit.turbo.journal import Journal
 from lmkit.turbo.leases import Leases
 from lmkit.turbo.plan import Load, Save
-from lmkit.turbo.radix_cache import HOLE, Match, RadixCache
+from lmkit.turbo.radix_cache import HOLE, Match, Namespace, RadixCache
 from lmkit.turbo.sequence import Sequence
 from lmkit.turbo.tiers.keys import block_keys, root_key
 from lmkit.turbo.tiers.store import Loaded, TierStore
@@ -38,6 +38,7 @@ class KVLimits:
     prefix_cache: bool = True
     cache_quota: float = 1.0  # share of the blocks that one tenant may keep in the cache
     session_lease: float = 300.0  # seconds
+    dynamic_length: int = 0  # KV of longer prompts depends on their length (dynamic RoPE); 0 = never
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that a sequence of so many tokens holds at once, at most."""
@@ -87,13 +88,20 @@ class KVManager:
     def tier_stats(self) -> dict[str, int]:
         return self._tiers.stats() if self._tiers is not None else {}
 
+    def namespace(self, seq: Sequence) -> Namespace:
+        """What, besides tokens, decides what is in a block, and who may see it."""
+        salt, limit = seq.request.cache_salt, self.limits.dynamic_length
+        if limit and seq.num_prompt_tokens > limit:
+            salt += f"\0RoPE of {seq.num_prompt_tokens} tokens"
+        return seq.request.tenant, salt
+
     # ---- finding
 
     def find(self, seq: Sequence) -> Match:
         """What the cache has of a sequence that holds nothing: all but the last token at most, whose logits it needs."""
         if self.cache is None or seq.scores_prompt or seq.num_tokens < 2:
             return NOTHING
-        return self.cache.match(_namespace(seq), seq.tokens(seq.num_tokens - 1))
+        return self.cache.match(self.namespace(seq), seq.tokens(seq.num_tokens - 1))
 
     def find_below(self, seq: Sequence, match: Match) -> list[bytes]:
         """Keys of the full blocks behind the match that a lower tier has."""
@@ -213,7 +221,7 @@ class KVManager:
         blocks = seq.block_table[: -(-count // self.block_size)]
         if running and self._is_twin(seq, blocks[:full]):
             return
-        kept = self.cache.insert(_namespace(seq), seq.tokens(count).copy(), blocks)
+        kept = self.cache.insert(self.namespace(seq), seq.tokens(count).copy(), blocks)
         for i in range(seq.num_published, full):
             if kept[i] == blocks[i] != HOLE:
                 self._save(seq, i)
@@ -225,7 +233,7 @@ class KVManager:
         Such a sequence publishes when it ends.
         """
         assert self.cache is not None
-        match = self.cache.match(_namespace(seq), seq.tokens(len(blocks) * self.block_size))
+        match = self.cache.match(self.namespace(seq), seq.tokens(len(blocks) * self.block_size))
         return any(
             own != cached for own, cached in zip(blocks, match.blocks, strict=False) if HOLE not in (own, cached)
         )
@@ -234,7 +242,7 @@ class KVManager:
         """Drop the whole table; what has been computed stays in the cache, with a lease for its session."""
         self.publish(seq, seq.num_landed, partial=True, running=False)
         if lease and self.cache is not None and seq.request.session_id is not None and seq.num_landed:
-            match = self.cache.match(_namespace(seq), seq.tokens(seq.num_landed))
+            match = self.cache.match(self.namespace(seq), seq.tokens(seq.num_landed))
             blocks = match.blocks + ([] if match.tail is None else [match.tail])
             self.pool.share_all(blocks)
             self.pool.free_all(self.leases.begin((seq.request.tenant, seq.request.session_id), blocks, now))
@@ -251,7 +259,7 @@ class KVManager:
     def _keys(self, seq: Sequence, count: int) -> list[bytes]:
         assert self._tiers is not None
         if len(seq.keys) < count:
-            root = root_key(self._fingerprint, seq.request.tenant, seq.request.cache_salt)
+            root = root_key(self._fingerprint, *self.namespace(seq))
             block_keys(root, seq.tokens(count * self.block_size), self.block_size, seq.keys)
         return seq.keys[:count]
 
@@ -278,7 +286,3 @@ class KVManager:
         for block in range(self.pool.num_blocks):
             count = held[block] + self.pool.is_cached(block)
             assert self.pool.references(block) == count, f"block {block}: {count} owners, another count in the pool"
-
-
-def _namespace(seq: Sequence) -> tuple[str, str]:
-    return seq.request.tenant, seq.request.cache_salt

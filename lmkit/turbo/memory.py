@@ -23,6 +23,7 @@ class MemoryPlan:
 
     weights: int
     workspace: int  # activations and logits of the largest step
+    host: int  # KV that left the device
     kv: int
     available: int
     block_bytes: int  # all layers
@@ -36,12 +37,13 @@ class MemoryPlan:
             f"memory: weights    {gib(self.weights)}",
             f"memory: workspace  {gib(self.workspace)}",
             f"memory: runtime    {gib(RUNTIME_BYTES)}",
+            f"memory: host tier  {gib(self.host)}",
             f"memory: KV cache   {gib(self.kv)} = {tokens} of {self.block_bytes / 1024:.0f} KiB",
             f"memory: available  {gib(self.available)}",
         ]
 
     def as_dict(self) -> dict[str, int]:
-        return {"weights": self.weights, "workspace": self.workspace, "runtime": RUNTIME_BYTES, "kv": self.kv}
+        return {"weights": self.weights, "workspace": self.workspace, "runtime": RUNTIME_BYTES, "host": self.host, "kv": self.kv}
 
 
 def kv_token_bytes(spec: ModelSpec, dtypes: tuple[str, str]) -> int:
@@ -68,6 +70,7 @@ def kv_limits(spec: ModelSpec, config: EngineConfig, num_blocks: int) -> KVLimit
         prefix_cache=config.prefix_cache,
         cache_quota=config.cache_quota,
         session_lease=config.session_lease,
+        dynamic_length=spec.rope.original_max_position if spec.rope.kind == "dynamic" else 0,
     )
 
 
@@ -86,11 +89,12 @@ def plan_memory(
     free = available_memory() if available is None else available
     block_bytes = config.block_size * sum(kv_token_bytes(spec, dtypes) for dtypes in kv_dtypes)
     workspace = _workspace_bytes(spec, config)
-    left = free - weight_bytes - workspace - RUNTIME_BYTES
+    host = config.kv_host_memory or 0
+    left = free - weight_bytes - workspace - RUNTIME_BYTES - host
     if left < block_bytes:
         raise ConfigError(
-            f"this model needs {gib(weight_bytes)} for weights and {gib(workspace + RUNTIME_BYTES)} to run, but only "
-            f"{gib(free)} of memory is free; quantize it, or lower max_step_tokens and max_batch_size"
+            f"this model needs {gib(weight_bytes)} for weights and {gib(workspace + RUNTIME_BYTES + host)} to run, but "
+            f"only {gib(free)} of memory is free; quantize it, or lower max_step_tokens, max_batch_size, kv_host_memory"
         )
     if config.kv_memory is not None and config.kv_memory > left:
         raise ConfigError(
@@ -115,6 +119,7 @@ def plan_memory(
     return MemoryPlan(
         weights=weight_bytes,
         workspace=workspace,
+        host=host,
         kv=num_blocks * block_bytes,
         available=free,
         block_bytes=block_bytes,

@@ -142,7 +142,7 @@ class Planner:
         if self.kv.cache is None or seq.scores_prompt or seq.overtaken >= self.limits.max_overtakes:
             return False
         for other in self.seats.running.values():
-            if other.num_landed >= other.num_prompt_tokens or not _share_cache(seq, other):
+            if other.num_landed >= other.num_prompt_tokens or self.kv.namespace(seq) != self.kv.namespace(other):
                 continue
             common = _common_prefix(seq, other)
             saved, left = common - cached_tokens(seq), seq.num_tokens - cached_tokens(seq)
@@ -206,11 +206,6 @@ class Planner:
         """Whether there would be enough blocks without all that the sequence outranks."""
         outranked = (other for other in self.seats.running.values() if policy.outranks(seq, other))
         return self.kv.num_available + sum(len(other.block_table) for other in outranked) >= needed
-
-
-def _share_cache(seq: Sequence, other: Sequence) -> bool:
-    a, b = seq.request, other.request
-    return (a.tenant, a.cache_salt) == (b.tenant, b.cache_salt)
 
 
 def _common_prefix(seq: Sequence, other: Sequence) -> int:

@@ -14,7 +14,8 @@ from lmkit.turbo.block_pool import BlockPool
 from lmkit.turbo.radix_tree import Namespace as Namespace
 from lmkit.turbo.radix_tree import Node, RadixTree
 
-Order = OrderedDict[Node, None]  # of nodes that hold blocks, used longest ago first, and of one use the deepest first
+LONG_PATH = 32  # nodes; on shorter ones joining would cost more than it saves
+Order = OrderedDict[Node, None]  # all nodes that hold blocks: used longest ago first, and of one use see `_seen`
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,8 @@ class RadixCache:
     cache has other ones for these tokens than the caller's own (see `insert`).
 
     With a sliding window sequences give up blocks that nobody looks at any more while they use later ones, so idle
-    blocks may go anywhere, within a node the oldest tokens first. They leave HOLEs, over which a later match passes
-    as long as its own window lies behind them.
+    blocks may go anywhere, of one use the oldest tokens first, but the sinks last. They leave HOLEs, over which a
+    later match passes as long as its own window lies behind them.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class RadixCache:
     def match(self, namespace: Namespace, tokens: np.ndarray) -> Match:
         """The longest usable prefix of `tokens` (int32 [n]). Counts as a use of it, but takes no references."""
         self._now += 1
-        path = self._tree.find(namespace, tokens)
+        path = self._find(namespace, tokens)
         blocks = _blocks_of(path)
         at = len(blocks) * self._block_size
         tail, rest = self._tree.fitting(path[-1], tokens[at : at + self._block_size])
@@ -104,7 +105,7 @@ class RadixCache:
         self._now += 1
         size = self._block_size
         full, rest = divmod(len(tokens), size)
-        path = self._tree.find(namespace, tokens)
+        path = self._find(namespace, tokens)
         self._touch(self._seen(path, len(tokens)))
         kept = _blocks_of(path)
         done = len(kept)
@@ -112,9 +113,9 @@ class RadixCache:
             covered = self._replace_shorter(path[-1], tokens[done * size : (done + 1) * size], blocks[done])
             rest = 0 if covered else rest
         holes = [i for i in range(done) if kept[i] == HOLE] if HOLE in kept else []
-        missing = [i for i in (*holes, *range(done, full)) if blocks[i] != HOLE]
-        for i in missing:  # what the caller published of a block before it was full may hang beside others' full one
-            if (node := self._partial.get(blocks[i])) is not None:
+        missing = [i for i in holes + list(range(done, full)) if blocks[i] != HOLE]
+        for i in missing + [full] * bool(rest):
+            if (node := self._partial.get(blocks[i])) is not None:  # what was in the caller's block before it was full
                 self._remove_partial(node)
         room = self._make_room(namespace[0], len(missing) + bool(rest))
         chosen = self._choose(missing, room)
@@ -149,16 +150,21 @@ class RadixCache:
         return max(num_tokens - self._window + 1, 0) // self._block_size if self._window else 0
 
     def _seen(self, path: list[Node], num_tokens: int) -> list[Node]:
-        """The nodes of a path into which a query at `num_tokens` looks, the last one, and those in no order as yet."""
+        """The nodes of a path into which a query at `num_tokens` looks, the last one, and those in no order as yet.
+
+        What is of most use comes first: the beginning, or with a window the sinks and then the latest tokens.
+        """
         if not self._window:
             return path
-        seen, start, first = [], 0, self._first_seen(num_tokens)
+        sinks, later, start, first = [], [], 0, self._first_seen(num_tokens)
         for node in path:
             end = start + len(node.blocks)
-            if end > first or start < self._sink_blocks or node is path[-1] or node not in self._order:
-                seen.append(node)
+            if start < self._sink_blocks:
+                sinks.append(node)
+            elif end > first or node is path[-1] or node not in self._order:
+                later.append(node)
             start = end
-        return seen
+        return sinks + later[::-1]
 
     def _usable(self, blocks: list[int], rest: int) -> int:
         """How many of a path's blocks lead to a position that looks into no hole; `rest` tokens lie behind the last."""
@@ -238,8 +244,16 @@ class RadixCache:
 
     # Using and evicting
 
+    def _find(self, namespace: Namespace, tokens: np.ndarray) -> list[Node]:
+        """The path of `tokens` from its root, all of whose nodes the caller touches."""
+        path = self._tree.find(namespace, tokens)
+        if len(path) > LONG_PATH and not self._window:  # all is used now: one node will do as well as many
+            path, gone = self._tree.join(path)
+            self._forget(gone)
+        return path
+
     def _touch(self, nodes: list[Node]) -> None:
-        """These nodes of a path are used now."""
+        """These nodes of a path are used now; those of most use stand first, and go last."""
         tenant = self._tenants.get(nodes[-1].namespace[0])
         if tenant is None:
             return  # then it is but an empty root
@@ -290,8 +304,9 @@ class RadixCache:
         """Take up to `count` idle blocks off the end of a leaf."""
         if leaf.children:
             return []
-        start = end = len(leaf.blocks)
-        while start > max(end - count, 0) and self._pool.references(leaf.blocks[start - 1]) == 1:
+        references, start = self._pool.references, len(leaf.blocks)
+        least = max(start - count, 0)
+        while start > least and references(leaf.blocks[start - 1]) == 1:
             start -= 1
         victims = leaf.blocks[start:][::-1]
         del leaf.blocks[start:]

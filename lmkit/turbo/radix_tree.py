@@ -44,6 +44,9 @@ class Node:
     def is_hollow(self) -> bool:
         return self.blocks.count(HOLE) == len(self.blocks)
 
+    def has_one_child(self) -> bool:
+        return len(self.children) == 1 and len(next(iter(self.children.values()))) == 1
+
     def siblings(self) -> dict[bytes, Node]:
         """The children of its parent with the same first token, itself among them."""
         assert self.parent is not None
@@ -126,6 +129,18 @@ class RadixTree:
         leaf.tokens = np.concatenate((leaf.tokens, tokens))
         leaf.blocks += blocks
 
+    def join(self, path: list[Node]) -> tuple[list[Node], list[Node]]:
+        """Make one node of each row of only children on a path from its root; (the new path, nodes that are gone)."""
+        joined, gone, start = path[:1], [], 1
+        for end, node in enumerate(path[1:], 2):
+            if end == len(path) or not node.has_one_child():
+                if end - start > 1:
+                    self._join(path[start:end])
+                joined.append(node)
+                gone += path[start : end - 1]
+                start = end
+        return joined, gone
+
     def detach(self, leaf: Node) -> None:
         parent, group = leaf.parent, leaf.siblings()
         assert parent is not None
@@ -154,6 +169,16 @@ class RadixTree:
             gone.append(node)
             node = parent
         return gone
+
+    def _join(self, row: list[Node]) -> None:
+        """The last one takes over the runs and the place of all."""
+        first, last = row[0], row[-1]
+        first.siblings()[first.key] = last
+        last.key, last.parent = first.key, first.parent
+        last.tokens = np.concatenate([node.tokens for node in row])
+        last.blocks = [block for node in row for block in node.blocks]
+        for node in row[:-1]:
+            node.parent = None
 
     def _split(self, node: Node, num_blocks: int) -> Node:
         """A new parent takes over the first `num_blocks` blocks of the run; `node` keeps the rest and its children."""

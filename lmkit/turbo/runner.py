@@ -33,7 +33,7 @@ class Runner:
         sampler: Sampler,
         workspace_bytes: int,
         *,
-        blocks: KVBlocks | None = None,
+        blocks: KVBlocks,
         tiers: TierStore | None = None,
     ) -> None:
         self.decoder = decoder
@@ -41,7 +41,7 @@ class Runner:
         self.batch = batch
         self.sampler = sampler
         self.kernel_seconds = 0.0  # spent in the model, of all steps
-        self._blocks = blocks or KVBlocks(kv)
+        self._blocks = blocks
         self._tiers = tiers
         self._failed: set[int] = set()  # slots of a step that raised: what a later plan has for them is void
         self._workspace = Workspace(workspace_bytes)

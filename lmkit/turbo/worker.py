@@ -94,6 +94,7 @@ class EngineLike(Protocol):
     def step(self) -> list[StepOutput]: ...
     def has_work(self) -> bool: ...
     def stats(self) -> EngineStats: ...
+    def close(self) -> None: ...
 
 
 class EngineLoop:
@@ -229,6 +230,7 @@ def main(argv: list[str] | None = None) -> int:
     gc.enable()
     try:
         EngineLoop(engine, commands, events).run()
+        engine.close()
     finally:
         context.destroy(linger=1000)
     return 0

@@ -129,6 +129,9 @@ class FakeEngine:
         top = [(5 + n, -0.125 - n) for n in range(num_top)]
         return [TokenLogprobs(ids[i], -0.5 * i, top) for i in range(1, len(ids)) if request.prompt_logprobs]
 
+    def close(self) -> None:
+        pass
+
     def stats(self) -> EngineStats:
         running = min(len(self._sequences), self._config.max_batch_size)
         return EngineStats(
