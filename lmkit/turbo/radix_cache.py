@@ -329,7 +329,7 @@ class RadixCache:
             tenant = self._tenants.get(node.namespace[0])
             if tenant is not None:
                 tenant.order.pop(node, None)
-                if not tenant.num_blocks:
+                if not tenant.num_blocks and not tenant.order:  # while it inserts it may have none for a moment
                     del self._tenants[node.namespace[0]]
 
     # Checking
