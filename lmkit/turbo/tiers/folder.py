@@ -163,7 +163,6 @@ def _lock_idle(folder: Path) -> int | None:
 
 
 def _remove_empty(folder: Path) -> None:
-    files.remove(str(folder / files.PARTIAL))
     for entry in os.scandir(folder):
         os.rmdir(entry.path)
     os.rmdir(folder)
