@@ -108,8 +108,9 @@ class KVManager:
         if self._tiers is None or seq.scores_prompt:
             return []
         full = (seq.num_tokens - 1) // self.block_size
-        keys = self._keys(seq, full)[len(match.blocks) :]
-        return keys[: self._tiers.lookup(keys)]
+        keys, found = self._keys(seq, full), len(match.blocks)
+        self._tiers.touch(keys[:found])
+        return keys[found : found + self._tiers.lookup(keys[found:])]
 
     def load_seconds(self, keys: list[bytes]) -> float:
         assert self._tiers is not None

@@ -149,7 +149,7 @@ def test_strange_files_are_left_alone(tmp_path: Path) -> None:
     for path in strange:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("mine")
-    partial = Path(tier.folder) / files.PARTIAL
+    partial = fan / files.PARTIAL
     partial.write_text("left by a killed process")
     again = disk(tmp_path, blocks=1)
     assert again.num_blocks == 1

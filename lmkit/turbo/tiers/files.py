@@ -11,7 +11,7 @@ from typing import NamedTuple
 from lmkit.turbo.tiers.keys import KEY_BYTES
 
 SUFFIX = ".kv"
-PARTIAL = "partial"  # being written; there is one at most
+PARTIAL = "partial"  # being written
 PAGE = 4096
 
 
@@ -47,27 +47,29 @@ def read(path: str, head: bytearray, out: memoryview) -> None:
 
 def write(folder: str, key: bytes, head: bytes, data: memoryview) -> None:
     """Make the block's file, whole or not at all; not waiting for the disk, so that a loss of power may tear it."""
-    partial, size = f"{folder}/{PARTIAL}", len(head) + data.nbytes
-    fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    path = file_of(folder, key)
+    partial = f"{os.path.dirname(path)}/{PARTIAL}"  # there, since ext4 makes inodes faster in many folders than in one
+    fd = _create(partial)
     try:
         try:
-            if os.writev(fd, [head, data]) != size:
+            if os.writev(fd, [head, data]) != len(head) + data.nbytes:
                 raise OSError(errno.ENOSPC, "written in part", partial)
         finally:
             os.close(fd)
-        _put(partial, file_of(folder, key))
+        os.rename(partial, path)
     except OSError:
         with suppress(OSError):
             remove(partial)
         raise
 
 
-def _put(partial: str, path: str) -> None:
+def _create(path: str) -> int:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        os.rename(partial, path)
+        return os.open(path, flags, 0o600)
     except FileNotFoundError:
         os.mkdir(os.path.dirname(path), 0o700)
-        os.rename(partial, path)
+        return os.open(path, flags, 0o600)
 
 
 def remove(path: str) -> None:
@@ -76,7 +78,7 @@ def remove(path: str) -> None:
 
 
 def listing(folder: str) -> Iterator[Stored]:
-    """Blocks in a folder, in no order; other files are left alone."""
+    """Blocks in a folder, in no order. What killed processes left is removed, other files are left alone."""
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
@@ -87,7 +89,9 @@ def _fan(folder: os.DirEntry[str]) -> Iterator[Stored]:
     with os.scandir(folder) as entries:
         for entry in entries:
             key = _key(entry.name)
-            if key is not None and entry.name.startswith(folder.name):
+            if entry.name == PARTIAL:
+                remove(entry.path)
+            elif key is not None and entry.name.startswith(folder.name):
                 state = entry.stat(follow_symlinks=False)
                 yield Stored(int(state.st_mtime), key, state.st_size)
 

@@ -1,10 +1,10 @@
 """The folder a disk tier lives in, and the ones beside it.
 
-<path>/                          what the user names; may be shared by engines
-    0123456789abcdef.lock        held by the engine that uses the folder of this name; never removed
-    0123456789abcdef/            0700, the blocks of one fingerprint: this much of it names the folder
-        partial                  the block that is being written
-        ab/abcd....kv            0600, one block, named by its key
+    <path>/                          what the user names; may be shared by engines
+        0123456789abcdef.lock        held by the engine that uses the folder of this name; never removed
+        0123456789abcdef/            0700, the blocks of one fingerprint: this much of it names the folder
+            ab/abcd....kv            0600, one block, named by its key
+            ab/partial               one that is being written
 """
 
 from __future__ import annotations
@@ -163,7 +163,6 @@ def _lock_idle(folder: Path) -> int | None:
 
 
 def _remove_empty(folder: Path) -> None:
-    files.remove(str(folder / files.PARTIAL))
     for entry in os.scandir(folder):
         os.rmdir(entry.path)
     os.rmdir(folder)

@@ -2,7 +2,7 @@
 
     scheduler: lookup, load_seconds, finished, wait      none waits for a copy or a file
     runner:    load -> loader thread: host memory, else disk (then kept in host memory) -> BlockBytes.write
-               save -> saver thread:  BlockBytes.read -> host memory and disk (write-through)
+               save -> BlockBytes.read -> saver thread: host memory and disk (write-through)
 
 The least recently used blocks leave a tier. A chain of keys is only found from its first block on, so whenever one is
 used its first block counts as used last, and the chain shrinks from its end.
@@ -34,13 +34,13 @@ from lmkit.turbo.tiers.worker import Worker
 
 log = get_logger(__name__)
 
-BACKLOG_BYTES = 1 << 30  # of blocks that wait to be saved, and stay on the device until then
+BACKLOG_BYTES = 256 << 20  # of copies that wait to be saved
 CLOSE_SECONDS = 1.0  # for what is left at the end
 FAILURES = (OSError, RuntimeError, ValueError, MemoryError)  # of a copy from or to the device, too
 
 
 class BlockBytes(Protocol):
-    """The device's blocks. Both methods are called by background threads."""
+    """The device's blocks. `write` is called by a background thread."""
 
     @property
     def nbytes(self) -> int:
@@ -64,6 +64,11 @@ class _Job(NamedTuple):
     first: bool  # nothing was before it
 
 
+class _Copy(NamedTuple):
+    key: bytes
+    data: memoryview
+
+
 class _Used(NamedTuple):
     keys: Sequence[bytes]
 
@@ -72,7 +77,7 @@ class TierStore:
     """Host memory of `host_bytes` (0 = none) above a disk tier, either or both. Raises ConfigError if `host_bytes`
     holds no block.
 
-    `finished` reports each job, and each block of a save, exactly once.
+    `finished` reports each job exactly once.
     """
 
     def __init__(
@@ -91,13 +96,12 @@ class TierStore:
         self._cost = LoadCost(blocks.nbytes)
         self._failures = Failures()
         self._counts: Counter[str] = Counter()
-        self._load_buffer, self._save_buffer = _new_block(blocks.nbytes), _new_block(blocks.nbytes)
-        self._ended = threading.Condition()  # guards the three below
+        self._load_buffer = _new_block(blocks.nbytes)
+        self._ended = threading.Condition()  # guards the two below
         self._loaded: list[Loaded] = []
-        self._saved: list[int] = []
         self._left: dict[int, float] = {}  # job -> seconds it is still expected to take
         self._loader: Worker[_Job] = Worker("kv-load", self._load, partial(self._end_load, num_blocks=0, hits={}))
-        self._saver: Worker[Save | _Used] = Worker("kv-save", self._save, self._drop)
+        self._saver: Worker[_Copy | _Used] = Worker("kv-save", self._save, self._drop)
 
     def lookup(self, keys: Sequence[bytes]) -> int:
         """How many of `keys`, from the first on, some tier has."""
@@ -112,17 +116,16 @@ class TierStore:
         with self._ended:
             return sum(self._left.values()) + expected
 
-    def finished(self) -> tuple[list[Loaded], list[int]]:
-        """Since the last call: loads, and blocks whose save has ended, be it done, refused, dropped or failed."""
+    def finished(self) -> list[Loaded]:
+        """Loads that have ended since the last call."""
         with self._ended:
-            result = self._loaded, self._saved
-            self._loaded, self._saved = [], []
-            return result
+            loaded, self._loaded = self._loaded, []
+            return loaded
 
     def wait(self, seconds: float) -> None:
         """Until `finished` has something to say, or time is up."""
         with self._ended:
-            self._ended.wait_for(lambda: self._loaded or self._saved, seconds)
+            self._ended.wait_for(lambda: self._loaded, seconds)
 
     def stats(self) -> dict[str, int]:
         """Counts since the start; bytes, blocks, queues and expected microseconds as they are now."""
@@ -148,11 +151,30 @@ class TierStore:
         self._loader.put([_Job(load, time.perf_counter(), first)])
 
     def save(self, saves: Sequence[Save]) -> None:
-        """Begin to copy blocks. What exceeds the backlog is dropped: the last of them, since chains begin in front."""
-        room = max(0, self._max_backlog - len(self._saver))
-        self._saver.put(saves[:room])
-        for save in saves[room:]:
-            self._drop(save)
+        """Take the blocks' bytes, which may change when this returns, and begin to keep them. What exceeds the backlog
+        is dropped: the last of them, since chains begin in front.
+        """
+        for save in saves:
+            if self._is_kept(save.key):
+                self._counts["present"] += 1
+                self._saver.put([_Used([save.key])])
+            elif len(self._saver) >= self._max_backlog:
+                self._counts["dropped"] += 1
+            elif (data := self._read(save.block)) is not None:
+                self._saver.put([_Copy(save.key, data)])
+
+    def _is_kept(self, key: bytes) -> bool:
+        on_host = self._host is None or key in self._host
+        return on_host and (self._disk is None or not self._disk.wants(key))
+
+    def _read(self, block: int) -> memoryview | None:
+        try:
+            data = _new_block(self._blocks.nbytes)
+            self._blocks.read(block, data)
+        except FAILURES as error:
+            self._failures.note("saving KV", error)
+            return None
+        return data
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """The sequence with these keys was used, wherever its blocks were found: they leave after those that were not.
@@ -250,44 +272,29 @@ class TierStore:
 
     # The saver thread.
 
-    def _save(self, save: Save | _Used) -> None:
-        if isinstance(save, _Used):
-            self._touch(save.keys)
+    def _save(self, item: _Copy | _Used) -> None:
+        if isinstance(item, _Used):
+            self._touch(item.keys)
             if self._disk is not None:
-                self._disk.remember(save.keys)
+                self._disk.remember(item.keys)
             return
         try:
-            self._keep(save.key, save.block)
+            self._keep(item.key, item.data)
         except FAILURES as error:
             self._failures.note("saving KV", error)
-        self._end_save(save)
 
-    def _keep(self, key: bytes, block: int) -> None:
-        to_host = self._host is not None and key not in self._host
-        to_disk = self._disk is not None and self._disk.wants(key)
-        if not to_host and not to_disk:
-            self._touch([key])
-            self._counts["present"] += 1
-            return
-        data = _new_block(self._blocks.nbytes) if to_host else self._save_buffer
-        self._blocks.read(block, data)
+    def _keep(self, key: bytes, data: memoryview) -> None:
         crc = record.checksum(key, data)
-        kept = to_host
-        if self._host is not None and to_host:
+        kept = False
+        if self._host is not None and key not in self._host:
             self._host.put(key, HostBlock(data, crc))
-        if self._disk is not None and to_disk:
+            kept = True
+        if self._disk is not None and self._disk.wants(key):
             kept |= self._disk.write(key, data, crc)
-        self._counts["saved"] += kept
+        self._counts["saved" if kept else "present"] += 1
 
-    def _drop(self, save: Save | _Used) -> None:
-        if isinstance(save, Save):
-            self._counts["dropped"] += 1
-            self._end_save(save)
-
-    def _end_save(self, save: Save) -> None:
-        with self._ended:
-            self._saved.append(save.block)
-            self._ended.notify_all()
+    def _drop(self, item: _Copy | _Used) -> None:
+        self._counts["dropped"] += isinstance(item, _Copy)
 
 
 def _new_block(num_bytes: int) -> memoryview:
