@@ -36,9 +36,11 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string or stop_token_ids entry that ended it; None for an eos
     num_prompt_tokens: int
+    num_cached_tokens: int = 0  # of the prompt: found in the cache, known from the first output on
     num_output_tokens: int  # so far
     abort_engine: bool = False  # a stop string ended it here: the engine must be told to abort it
     error: str | None = None
+    error_code: str = "engine_error"  # of error
 
 
 class OutputProcessor:
@@ -54,7 +56,7 @@ class OutputProcessor:
             stop=params.stop,
             include_stop=params.include_stop_str_in_output,
         )
-        self._num_tokens = 0
+        self._num_tokens = self._num_cached = 0
         self._first = True
         self.finished = False
 
@@ -75,6 +77,7 @@ class OutputProcessor:
         if step.finish_reason is not None and not self.finished:
             texts.append(self._detokenizer.finish(armed=self._armed))
         prompt_logprobs = self._prompt_entries(step.prompt_logprobs) if self._first else []
+        self._num_cached = step.cached_tokens if self._first else self._num_cached
         self._first = False
 
         matched = self._detokenizer.matched
@@ -90,9 +93,11 @@ class OutputProcessor:
             finish_reason=finish_reason,
             stop_reason=matched if matched is not None else self._stop_id(step),
             num_prompt_tokens=len(self._request.prompt_ids),
+            num_cached_tokens=self._num_cached,
             num_output_tokens=self._num_tokens,
             abort_engine=abort_engine,
             error=step.error,
+            error_code=step.error_code,
         )
 
     @property
