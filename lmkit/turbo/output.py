@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from lmkit.text import IncrementalDetokenizer, Tokenizer
+from lmkit.text import EncodedTurn, IncrementalDetokenizer, TokenHistory, Tokenizer
 from lmkit.turbo.request import FinishReason, Request, StepOutput, TokenLogprobs
 
 
@@ -41,6 +41,26 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     abort_engine: bool = False  # a stop string ended it here: the engine must be told to abort it
     error: str | None = None
     error_code: str = "engine_error"  # of error
+
+
+class AnswerTokens:
+    """Collects the tokens of a conversation's answer, for its next turn."""
+
+    def __init__(self, turn: EncodedTurn) -> None:
+        self._turn = turn
+        self._ids: list[int] = []
+
+    def add(self, output: RequestOutput) -> TokenHistory | None:
+        """The history with this answer, once it is complete.
+
+        None before, and for an answer that failed or that a stop string cut: the conversation does not go on with all
+        of its tokens.
+        """
+        self._ids += output.token_ids
+        if output.finish_reason not in ("stop", "length") or isinstance(output.stop_reason, str):
+            return None
+        ended = output.finish_reason == "stop"  # by its last token, which is no text of the answer
+        return self._turn.answered(self._ids[: -1 if ended else None])
 
 
 class OutputProcessor:
