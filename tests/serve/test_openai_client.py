@@ -45,6 +45,7 @@ def test_chat(client: openai.OpenAI) -> None:
         "prompt_tokens": prompt_tokens,
         "completion_tokens": 9,
         "total_tokens": prompt_tokens + 9,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
 
 
