@@ -232,6 +232,20 @@ def test_an_error_in_the_middle_of_a_stream(client: openai.OpenAI) -> None:
         list(chunks)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_with_a_timeout_ends_in_time(client: openai.OpenAI, server: Server, stream: bool) -> None:
+    slow: list[Any] = [{"role": "user", "content": "SLOW"}]
+    timeouts = 'lmkit:requests_total{finish_reason="timeout"'
+    before = server.metric(timeouts)
+    fields = {"timeout": 0.2, "priority": -1, "cache_salt": "x", "session_id": "me"}
+    with pytest.raises(openai.APIError) as error:
+        list(chat(client, messages=slow, max_tokens=None, stream=stream, extra_body=fields))
+    assert error.value.code == "deadline_exceeded"
+    assert "0.2 s" in error.value.message
+    assert stream or error.value.status_code == 504  # type: ignore[attr-defined]
+    server.until(lambda: server.metric(timeouts) == before + 1)
+
+
 def test_many_at_once(server: Server) -> None:
     async def main() -> None:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
