@@ -8,24 +8,26 @@ The same requests, scheduler and output processing as the server; only the trans
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import secrets
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
+from uuid import uuid4
 
 import msgspec
 
 from lmkit import log as logging
 from lmkit.config import EngineConfig, parse
 from lmkit.errors import ConfigError, RequestError
-from lmkit.text import Tokenizer
+from lmkit.text import TokenHistory, Tokenizer
 from lmkit.turbo.engine import Engine
-from lmkit.turbo.output import OutputProcessor, RequestOutput, TextLogprobs
+from lmkit.turbo.output import AnswerTokens, OutputProcessor, RequestOutput, TextLogprobs
 from lmkit.turbo.request import GenerationConfig, Request, StepOutput
 
 Messages = list[dict[str, Any]]
@@ -41,6 +43,7 @@ class Response:
     token_ids: list[int] = field(default_factory=list)
     input_token_len: int = 0
     generate_token_len: int = 0
+    cached_token_len: int = 0  # of the input: found in the KV cache
     finish_reason: str | None = None  # stop, length, abort or error; None while it goes on
     logprobs: list[TextLogprobs] = field(default_factory=list)
     index: int = 0
@@ -50,14 +53,25 @@ class Response:
 
 @dataclass
 class Session:
-    """A conversation: `history` holds its messages, `response` the last answer."""
+    """A conversation: `history` holds its messages, `response` the last answer.
+
+    The engine keeps its KV for a lease (EngineConfig.session_lease). `tokens` are those of its turns as they were
+    generated, so that a new turn computes only its own; where `history` was changed, they are not used.
+    """
 
     history: Messages = field(default_factory=list)
     response: Response | None = None
+    id: str = field(default_factory=lambda: uuid4().hex)
+    tokens: TokenHistory = field(default_factory=TokenHistory)
+
+    def fork(self) -> Session:
+        """A copy that goes on by itself; what both have in common is computed and kept once."""
+        return Session(copy.deepcopy(self.history), copy.deepcopy(self.response), tokens=self.tokens)
 
     def reset(self) -> None:
         self.history.clear()
         self.response = None
+        self.tokens = TokenHistory()
 
 
 def pipeline(
@@ -80,47 +94,54 @@ class Pipeline:
         self.engine = Engine(model, config)
         self.tokenizer = Tokenizer.from_pretrained(self.engine.info.model_path)
         self._outputs: dict[str, deque[StepOutput]] = {}
-        self._codes: dict[str, str] = {}  # of requests that the engine refused
         self._ids = itertools.count()
         self._lock = threading.Lock()
 
     def __call__(
-        self, prompts: Prompt | Sequence[Prompt], gen_config: GenConfigs = None, *, do_preprocess: bool = True
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        gen_config: GenConfigs = None,
+        *,
+        do_preprocess: bool = True,
+        priority: int = 0,
+        timeout: float | None = None,
     ) -> Any:
         """A Response for one prompt (text, or a list of messages), a list of them for a list of prompts.
 
         A text is put to the model as a user's message; with `do_preprocess` off, or without a chat template, it is
         continued as it is. A prompt that cannot run gives a Response with finish_reason "error"; its siblings run.
+        `priority` (lower = sooner) and `timeout` (seconds, from when the engine takes it) are those of each prompt.
         """
         responses = [Response(index=i) for i in range(1 if _is_single(prompts) else len(prompts))]
-        for part in self.stream_infer(prompts, gen_config, do_preprocess=do_preprocess):
+        parts = self.stream_infer(prompts, gen_config, do_preprocess=do_preprocess, priority=priority, timeout=timeout)
+        for part in parts:
             _extend(responses[part.index], part)
         return responses[0] if _is_single(prompts) else responses
 
     infer = __call__
 
     def stream_infer(
-        self, prompts: Prompt | Sequence[Prompt], gen_config: GenConfigs = None, *, do_preprocess: bool = True
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        gen_config: GenConfigs = None,
+        *,
+        do_preprocess: bool = True,
+        priority: int = 0,
+        timeout: float | None = None,
     ) -> Iterator[Response]:
         """Parts of the answers as they are made; the last part of each has its finish_reason."""
+        if timeout is not None and not 0 < timeout < math.inf:
+            raise ConfigError(f"timeout={timeout!r}: expected a number of seconds, more than 0")
         items: list[Any] = [prompts] if _is_single(prompts) else list(prompts)
-        runs: list[_Run] = []
+        requests: dict[int, Request] = {}
         for index, (prompt, params) in enumerate(zip(items, _configs(gen_config, len(items)), strict=True)):
             try:
-                request = self._request(self._encode(prompt, do_preprocess), params)
-                runs.append(_Run(index, request, OutputProcessor(self.tokenizer, request)))
+                ids = self.tokenizer.encode(*self._text(prompt, do_preprocess))
+                requests[index] = self._request(ids, params, priority=priority, timeout=timeout)
             except RequestError as error:
                 yield _refused(index, error)
-        by_id = {run.request.request_id: run for run in runs}
-        for output in self._steps([run.request for run in runs]):
-            run = by_id[output.request_id]
-            if run.done:
-                continue
-            part = run.processor.process(output)
-            run.done = part.finish_reason is not None
-            if part.abort_engine:
-                self.engine.abort(output.request_id)
-            yield _response(run, part, self._codes.pop(output.request_id, "engine_error"))
+        for index, output in self._run(requests):
+            yield _response(index, output)
 
     def chat(
         self,
@@ -175,6 +196,7 @@ class Pipeline:
             while self.engine.has_work():
                 self.engine.step()
             self._outputs.clear()
+        self.engine.close()
 
     def __enter__(self) -> Self:
         return self
@@ -184,24 +206,36 @@ class Pipeline:
     ) -> None:
         self.close()
 
-    def _encode(self, prompt: Prompt, do_preprocess: bool) -> list[int]:
+    def _text(self, prompt: Prompt, do_preprocess: bool = True) -> tuple[str, bool]:
+        """(what is to be continued, whether the tokenizer adds special tokens: a chat template writes its own)."""
         if isinstance(prompt, str):
             if not do_preprocess or self.tokenizer.chat_template is None:
-                return self.tokenizer.encode(prompt)
+                return prompt, True
             prompt = [{"role": "user", "content": prompt}]
         for message in prompt:
             if message.keys() - {"role", "content"} or not all(
                 isinstance(message.get(k), str) for k in ("role", "content")
             ):
                 raise RequestError("invalid_request", "a message is {'role': text, 'content': text}", "messages")
-        return self.tokenizer.encode_chat(prompt)
+        return self.tokenizer.render_chat(prompt), False
 
-    def _request(self, prompt_ids: list[int], params: GenerationConfig, prompt_logprobs: bool = False) -> Request:
+    def _request(self, prompt_ids: list[int], params: GenerationConfig, **fields: Any) -> Request:
         params.validate(self.engine.info.vocab_size)
         if params.seed is None:
             params = msgspec.structs.replace(params, seed=secrets.randbits(63))
-        name = f"pipeline-{next(self._ids)}"
-        return Request(request_id=name, prompt_ids=prompt_ids, params=params, prompt_logprobs=prompt_logprobs)
+        return Request(request_id=f"pipeline-{next(self._ids)}", prompt_ids=prompt_ids, params=params, **fields)
+
+    def _run(self, requests: Mapping[int, Request]) -> Iterator[tuple[int, RequestOutput]]:
+        """Outputs of `requests` as they come, each with the index under which its request is given."""
+        processors = {r.request_id: (i, OutputProcessor(self.tokenizer, r)) for i, r in requests.items()}
+        for step in self._steps(list(requests.values())):
+            index, processor = processors[step.request_id]
+            if processor.finished:
+                continue
+            output = processor.process(step)
+            if output.abort_engine:
+                self.engine.abort(step.request_id)
+            yield index, output
 
     def _steps(self, requests: list[Request]) -> Iterator[StepOutput]:
         """Run requests to their ends and yield their outputs; several such loops share the engine's steps.
@@ -237,9 +271,8 @@ class Pipeline:
             except RequestError as error:
                 if error.code == "queue_full" and open_ids:
                     return
-                refused = waiting.popleft().request_id
-                self._codes[refused] = error.code
-                ready.append(StepOutput(request_id=refused, token_ids=[], finish_reason="error", error=error.message))
+                name = waiting.popleft().request_id
+                ready.append(_failed(name, error))
                 continue
             name = waiting.popleft().request_id
             self._outputs[name] = deque()
@@ -251,21 +284,22 @@ class Pipeline:
 
     def _chat_parts(self, prompt: str, session: Session, gen_config: GenerationConfig | None) -> Iterator[Response]:
         messages = [*session.history, {"role": "user", "content": prompt}]
-        answer = Response()
-        for part in self.stream_infer(messages, gen_config):
+        try:
+            turn = session.tokens.encode(self.tokenizer, self._text(messages)[0])
+            request = self._request(turn.ids, gen_config or GenerationConfig(), session_id=session.id)
+        except RequestError as error:
+            session.response = _refused(0, error)
+            yield _refused(0, error)
+            return
+        answer, tokens = Response(), AnswerTokens(turn)
+        for _, output in self._run({0: request}):
+            part = _response(0, output)
             _extend(answer, part)
+            session.tokens = tokens.add(output) or session.tokens
             yield part
         session.response = answer
         if answer.finish_reason in ("stop", "length"):
             session.history[:] = [*messages, {"role": "assistant", "content": answer.text}]
-
-
-@dataclass
-class _Run:
-    index: int
-    request: Request
-    processor: OutputProcessor
-    done: bool = False
 
 
 def _is_single(prompts: Any) -> bool:
@@ -285,17 +319,24 @@ def _refused(index: int, error: RequestError) -> Response:
     return Response(index=index, finish_reason="error", error_code=error.code, error_message=error.message)
 
 
-def _response(run: _Run, part: RequestOutput, error_code: str) -> Response:
+def _failed(request_id: str, error: RequestError) -> StepOutput:
+    return StepOutput(
+        request_id=request_id, token_ids=[], finish_reason="error", error=error.message, error_code=error.code
+    )
+
+
+def _response(index: int, output: RequestOutput) -> Response:
     return Response(
-        text=part.text,
-        token_ids=part.token_ids,
-        input_token_len=len(run.request.prompt_ids),
-        generate_token_len=len(part.token_ids),
-        finish_reason=part.finish_reason,
-        logprobs=part.logprobs,
-        index=run.index,
-        error_code=error_code if part.error else None,
-        error_message=part.error,
+        text=output.text,
+        token_ids=output.token_ids,
+        input_token_len=output.num_prompt_tokens,
+        generate_token_len=len(output.token_ids),
+        cached_token_len=output.num_cached_tokens,
+        finish_reason=output.finish_reason,
+        logprobs=output.logprobs,
+        index=index,
+        error_code=output.error_code if output.error else None,
+        error_message=output.error,
     )
 
 
@@ -305,6 +346,6 @@ def _extend(whole: Response, part: Response) -> None:
     whole.token_ids += part.token_ids
     whole.logprobs += part.logprobs
     whole.generate_token_len += part.generate_token_len
-    whole.input_token_len = part.input_token_len
+    whole.input_token_len, whole.cached_token_len = part.input_token_len, part.cached_token_len
     whole.finish_reason = part.finish_reason
     whole.error_code, whole.error_message = part.error_code, part.error_message

@@ -13,6 +13,7 @@ import transformers
 
 from lmkit import EngineConfig, GenerationConfig, Pipeline, RequestError, pipeline
 from lmkit.errors import CheckpointError, ConfigError
+from lmkit.turbo.request import Request
 
 QUESTION = "Write a Python function `is_empty`: Return True if the queue is empty."
 SHORT = GenerationConfig(max_new_tokens=12)
@@ -120,6 +121,57 @@ def test_chat_remembers(pipe: Pipeline) -> None:
     assert len(session.history) == 4
     session.reset()
     assert session.history == []
+
+
+def recorded(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> list[Request]:
+    """What the engine is asked from now on."""
+    requests: list[Request] = []
+    add = pipe.engine.add
+    monkeypatch.setattr(pipe.engine, "add", lambda request: (requests.append(request), add(request)))
+    return requests
+
+
+def test_a_session_goes_on_with_its_own_tokens(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model is made to spell its answer in single letters, which the tokenizer would join."""
+    requests = recorded(pipe, monkeypatch)
+    session = pipe.session()
+    (letter,) = pipe.tokenizer.encode("a")
+    spelled = GenerationConfig(max_new_tokens=8, logit_bias={letter: 100.0})
+    known: list[int] = []
+    for turn in range(3):
+        pipe.chat(f"question {turn}", session, spelled)
+        assert session.response.token_ids == [letter] * 8
+        assert requests[-1].prompt_ids[: len(known)] == known
+        known = requests[-1].prompt_ids + session.response.token_ids
+    plain = pipe.tokenizer.encode_chat(session.history[:-1])
+    assert len(requests[-1].prompt_ids) > len(plain)
+    assert pipe.tokenizer.decode(requests[-1].prompt_ids, False) == pipe.tokenizer.decode(plain, False)
+    assert {request.session_id for request in requests} == {session.id}
+
+
+def test_forks_go_on_by_themselves(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = recorded(pipe, monkeypatch)
+    session = pipe.chat(QUESTION, gen_config=SHORT)
+    fork = session.fork()
+    assert (fork.history, fork.tokens, fork.response) == (session.history, session.tokens, session.response)
+    assert fork.id != session.id
+    pipe.chat("And now?", fork, SHORT)
+    assert (len(session.history), len(fork.history)) == (2, 4)
+    assert session.response.text == session.history[-1]["content"]
+    pipe.chat("And now?", session, SHORT)
+    assert fork.response.token_ids == session.response.token_ids
+    assert requests[1].prompt_ids == requests[2].prompt_ids
+    assert requests[1].session_id == fork.id
+
+
+def test_priority_and_timeout_reach_the_engine(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = recorded(pipe, monkeypatch)
+    pipe(["a", "b"], SHORT, priority=-2, timeout=60)
+    list(pipe.stream_infer("a", SHORT, priority=3))
+    assert [(r.priority, r.timeout, r.session_id) for r in requests] == [(-2, 60, None)] * 2 + [(3, None, None)]
+    for timeout in (0.0, -1.0, math.nan, math.inf):
+        with pytest.raises(ConfigError, match="timeout"):
+            pipe("a", SHORT, timeout=timeout)
 
 
 def test_ppl_is_transformers(pipe: Pipeline, demo_model: Path, heldout_text: str) -> None:

@@ -13,8 +13,9 @@ import msgspec
 import typer
 
 from lmkit.bench.config import OnlineConfig, WorkloadConfig, parse_goodput, parse_list
+from lmkit.cli.engine_options import engine_options
 from lmkit.cli.eval import ProgressBar
-from lmkit.cli.options import engine_options, takes
+from lmkit.cli.options import takes
 from lmkit.config import EngineConfig, parse
 from lmkit.errors import ConfigError
 

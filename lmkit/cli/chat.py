@@ -68,19 +68,20 @@ class ChatModel(Protocol):
 
 
 class LocalModel:
-    """A pipeline in this process."""
+    """A pipeline in this process. The conversation is a session of it: a turn computes only its own tokens."""
 
     def __init__(self, pipe: Pipeline, options: dict[str, Any]) -> None:
         from lmkit.turbo.request import GenerationConfig
 
         names = {"max_tokens": "max_new_tokens"}
-        self._pipe = pipe
+        self._pipe, self._session = pipe, pipe.session()
         self._config = GenerationConfig(**{names.get(name, name): value for name, value in options.items()})
 
     def answer(self, messages: Messages) -> Generator[str, None, None]:
         interrupted: list[int] = []  # Ctrl-C waits for the end of an engine step, which it could leave half done
         previous = signal.signal(signal.SIGINT, lambda number, frame: interrupted.append(number))
-        parts = self._pipe.stream_infer(messages, self._config)
+        self._session.history = messages[:-1]
+        parts = self._pipe.chat(messages[-1]["content"], self._session, self._config, stream_response=True)
         try:
             for part in parts:
                 if part.finish_reason == "error":
@@ -90,11 +91,13 @@ class LocalModel:
                     raise KeyboardInterrupt
         finally:
             signal.signal(signal.SIGINT, previous)
-            parts.close()  # type: ignore[attr-defined]
+            parts.close()
 
 
 class RemoteModel:
-    """One model of an OpenAI server."""
+    """One model of an OpenAI server. Nothing is sent that OpenAI does not know, so no session_id: not every server is
+    lmkit, and strict ones refuse what they do not know. lmkit's finds the conversation in its prefix cache anyway.
+    """
 
     def __init__(self, client: httpx.Client, model: str, options: dict[str, Any]) -> None:
         self._client = client

@@ -6,9 +6,6 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from lmkit.cli.serve import serve
-from lmkit.config import EngineConfig, parse, parse_bytes
-
 Maker = Callable[..., Any]
 
 
@@ -34,15 +31,3 @@ def takes(**makers: Maker) -> Callable[[Callable[..., None]], Callable[..., None
 
 def _parameters(function: Maker) -> list[inspect.Parameter]:
     return list(inspect.signature(function, eval_str=True).parameters.values())
-
-
-def engine_options(**given: Any) -> EngineConfig:
-    """The options of `lmkit serve` that are about its engine. Raises ConfigError."""
-    kv_memory = given.pop("kv_memory")
-    memory = parse_bytes(kv_memory, "--kv-memory") if kv_memory else None
-    return parse(given | {"kv_memory": memory}, EngineConfig, "engine options")
-
-
-engine_options.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-    [p.replace(kind=p.KEYWORD_ONLY) for p in _parameters(serve) if p.name in EngineConfig.__struct_fields__]
-)

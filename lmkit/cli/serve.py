@@ -5,16 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 
+from lmkit.cli.engine_options import engine_options
+from lmkit.cli.options import takes
 from lmkit.config import EngineConfig, ServerConfig, parse, parse_bytes
 from lmkit.errors import ConfigError
 
-_ENGINE, _SERVER = EngineConfig(), ServerConfig()
+SHARED_CACHE_QUOTA = 0.5  # with several keys: so that one of them cannot push out what all others keep
+
+_SERVER = ServerConfig()
 
 
-# Longer than usual: the parameters are the command's options.
+@takes(engine_config=engine_options)
 def serve(
+    context: typer.Context,
+    engine_config: EngineConfig,
     model: Annotated[str, typer.Argument(help='A checkpoint folder, or "demo".')],
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = _SERVER.host,
     port: Annotated[int, typer.Option(help="0 takes a free one.")] = _SERVER.port,
@@ -29,25 +36,6 @@ def serve(
     drain_seconds: Annotated[
         float, typer.Option(help="After SIGTERM, how long running requests may finish.")
     ] = _SERVER.drain_seconds,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = _ENGINE.device,
-    dtype: Annotated[str, typer.Option(help="Of dense weights: auto, float32, bfloat16 or float16.")] = _ENGINE.dtype,
-    kv_dtype: Annotated[
-        str, typer.Option(help="KV cache: auto, float32, bfloat16, int8, fp8 or int4.")
-    ] = _ENGINE.kv_dtype,
-    activations: Annotated[str, typer.Option(help="In quantized linears: int8 or exact.")] = _ENGINE.activations,
-    lm_head: Annotated[str, typer.Option(help="auto as the checkpoint has it, int8 smaller.")] = _ENGINE.lm_head,
-    packed_cache: Annotated[
-        bool, typer.Option(help="Keep packed weights in a file, <checkpoint>/.lmkit, for the next start.")
-    ] = _ENGINE.packed_cache,
-    block_size: Annotated[int, typer.Option(help="Tokens in a KV block.")] = _ENGINE.block_size,
-    max_batch_size: Annotated[int, typer.Option(help="Sequences in one step.")] = _ENGINE.max_batch_size,
-    max_step_tokens: Annotated[int, typer.Option(help="Tokens in one step.")] = _ENGINE.max_step_tokens,
-    max_model_len: Annotated[int | None, typer.Option(help="Context in tokens. Default: the model's.")] = None,
-    kv_memory: Annotated[
-        str | None, typer.Option(help="Memory for the KV cache, e.g. 2G. Default: what the batch needs.")
-    ] = None,
-    max_queue: Annotated[int, typer.Option(help="Waiting requests; one more is refused.")] = _ENGINE.max_queue,
-    num_threads: Annotated[int | None, typer.Option(help="Default: all cores this process may use.")] = None,
     log_level: Annotated[str, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = _SERVER.log_level,
     engine: Annotated[str | None, typer.Option(hidden=True, help="module:Class of another engine.")] = None,
 ) -> None:
@@ -58,31 +46,16 @@ def serve(
     from lmkit.turbo.async_engine import AsyncEngine
     from lmkit.turbo.worker import ENGINE
 
-    engine_config = parse(
-        {
-            "device": device,
-            "dtype": dtype,
-            "kv_dtype": kv_dtype,
-            "activations": activations,
-            "lm_head": lm_head,
-            "packed_cache": packed_cache,
-            "block_size": block_size,
-            "max_batch_size": max_batch_size,
-            "max_step_tokens": max_step_tokens,
-            "max_model_len": max_model_len,
-            "kv_memory": parse_bytes(kv_memory, "--kv-memory") if kv_memory else None,
-            "max_queue": max_queue,
-            "num_threads": num_threads,
-        },
-        EngineConfig,
-        "serve",
-    )
+    keys = _keys(api_key or [], api_key_file)
+    quota = context.get_parameter_source("cache_quota")
+    if len(keys) > 1 and quota is not None and quota.name == "DEFAULT":
+        engine_config = msgspec.structs.replace(engine_config, cache_quota=SHARED_CACHE_QUOTA)
     server_config = parse(
         {
             "host": host,
             "port": port,
             "served_model_name": served_model_name or (Path(model).resolve().name if Path(model).is_dir() else model),
-            "api_keys": _keys(api_key or [], api_key_file),
+            "api_keys": keys,
             "max_body_bytes": parse_bytes(max_body, "--max-body"),
             "drain_seconds": drain_seconds,
             "log_level": log_level,

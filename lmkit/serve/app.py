@@ -12,6 +12,7 @@ from lmkit.serve.auth import ApiKeys
 from lmkit.serve.errors import Edge, handle_http_exception, handle_request_error
 from lmkit.serve.metrics import Metrics
 from lmkit.serve.serving import Serving, model_name
+from lmkit.serve.sessions import Sessions
 from lmkit.text import Tokenizer
 from lmkit.turbo.async_engine import AsyncEngine
 
@@ -22,7 +23,8 @@ def create_app(engine: AsyncEngine, tokenizer: Tokenizer, config: ServerConfig) 
     No CORS: a browser page of another site cannot read answers. No documentation pages: the API is OpenAI's.
     """
     app = FastAPI(title="lmkit", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
-    app.state.serving = Serving(engine, tokenizer, config, Metrics(engine, model_name(engine, config)))
+    figures = Metrics(engine, model_name(engine, config))
+    app.state.serving = Serving(engine, tokenizer, config, figures, Sessions(engine.config.session_lease))
     for module in (chat, completions, models, tokenize, metrics, health):
         app.include_router(module.router)
     app.add_exception_handler(RequestError, handle_request_error)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from fastapi import APIRouter, Request, Response
 
-from lmkit.serve.body import read_json
+from lmkit.serve.answer import Answer, respond
 from lmkit.serve.protocol import (
     AssistantMessage,
     ChatChoice,
@@ -22,74 +20,63 @@ from lmkit.serve.protocol import (
     TopLogprob,
     Usage,
 )
-from lmkit.serve.serving import MIN_LOGPROB, Serving, UsageCount, new_id, serving
-from lmkit.serve.streaming import EventStream, until_disconnect
+from lmkit.serve.serving import MIN_LOGPROB, Serving
 from lmkit.serve.to_request import chat_requests
+from lmkit.text import TokenHistory
 from lmkit.turbo import request as engine
-from lmkit.turbo.output import TextLogprobs, TokenText
+from lmkit.turbo.output import AnswerTokens, RequestOutput, TextLogprobs, TokenText
 
 router = APIRouter()
 
 
 @router.post("/v1/chat/completions")
 async def chat_completions(request: Request) -> Response:
-    server = serving(request)
-    body = await read_json(request, ChatCompletionRequest, server.config.max_body_bytes)
-    request.state.user = body.user
-    server.check_model(body.model)
-    answer = _Answer(server, body, new_id("chatcmpl"))
-    requests = await asyncio.to_thread(chat_requests, body, server.tokenizer, server.info, answer.id)
-    if body.stream:
-        return await EventStream.open(request.receive, answer.chunks(requests))
-    completion = await until_disconnect(request.receive, answer.whole(requests))
-    return Response(completion.model_dump_json(), media_type="application/json")
+    return await respond(request, ChatCompletionRequest, _ChatAnswer)
 
 
-class _Answer:
-    """One response, whole or in chunks."""
+class _ChatAnswer(Answer[ChatCompletionRequest]):
+    prefix = "chatcmpl"
 
-    def __init__(self, server: Serving, body: ChatCompletionRequest, response_id: str) -> None:
-        self.id = response_id
-        self._server, self._body = server, body
-        self._created = int(time.time())
-        self._fingerprint = server.fingerprint
+    def __init__(self, server: Serving, body: ChatCompletionRequest, tenant: str) -> None:
+        super().__init__(server, body, tenant)
+        self._session = (tenant, body.session_id) if body.session_id is not None else None
+        self._history = server.sessions.get(self._session) if self._session else TokenHistory()
 
-    async def whole(self, requests: Sequence[engine.Request]) -> ChatCompletion:
-        texts: list[list[str]] = [[] for _ in requests]
-        logprobs: list[list[ChatLogprob]] = [[] for _ in requests]
+    def make_requests(self) -> list[engine.Request]:
+        requests, turn = chat_requests(
+            self.body, self.server.tokenizer, self.server.info, self.id, tenant=self.tenant, history=self._history
+        )
+        self._tokens = AnswerTokens(turn)
+        return requests
+
+    async def whole(self) -> ChatCompletion:
+        texts: list[list[str]] = [[] for _ in self.requests]
+        logprobs: list[list[ChatLogprob]] = [[] for _ in self.requests]
         choices: list[ChatChoice] = []
-        count = UsageCount(requests, len(requests))
-        async with aclosing(self._server.run(requests)) as outputs:
+        async with aclosing(self.server.run(self.requests)) as outputs:
             async for idx, output in outputs:
+                self.note(idx, output)
                 texts[idx].append(output.text)
                 logprobs[idx] += map(_logprob, output.logprobs)
-                count.add(idx, output)
                 if output.finish_reason is not None:
                     choices.append(
                         ChatChoice(
                             index=idx,
                             message=AssistantMessage(content="".join(texts[idx])),
-                            logprobs=ChatLogprobs(content=logprobs[idx]) if self._body.logprobs else None,
+                            logprobs=ChatLogprobs(content=logprobs[idx]) if self.body.logprobs else None,
                             finish_reason=output.finish_reason,
                             stop_reason=output.stop_reason,
                         )
                     )
-        return ChatCompletion(
-            id=self.id,
-            created=self._created,
-            model=self._server.model_name,
-            system_fingerprint=self._fingerprint,
-            choices=sorted(choices, key=lambda choice: choice.index),
-            usage=count.usage(),
-        )
+        choices.sort(key=lambda choice: choice.index)
+        return ChatCompletion(**self.head, choices=choices, usage=self.count.usage())
 
-    async def chunks(self, requests: Sequence[engine.Request]) -> AsyncGenerator[str]:
+    async def chunks(self) -> AsyncGenerator[str]:
         """Each choice: a chunk with the role, chunks with text, one with the finish_reason."""
-        started = [False] * len(requests)
-        count = UsageCount(requests, len(requests))
-        async with aclosing(self._server.run(requests)) as outputs:
+        started = [False] * len(self.requests)
+        async with aclosing(self.server.run(self.requests)) as outputs:
             async for idx, output in outputs:
-                count.add(idx, output)
+                self.note(idx, output)
                 if not started[idx]:
                     started[idx] = True
                     yield self._chunk([ChatChunkChoice(index=idx, delta={"role": "assistant", "content": ""})])
@@ -101,23 +88,18 @@ class _Answer:
                         index=idx, delta={}, finish_reason=output.finish_reason, stop_reason=output.stop_reason
                     )
                     yield self._chunk([end])
-        if self._include_usage:
-            yield self._chunk([], count.usage())
+        if self.include_usage:
+            yield self._chunk([], self.count.usage())
 
-    @property
-    def _include_usage(self) -> bool:
-        return bool(self._body.stream_options and self._body.stream_options.include_usage)
+    def note(self, idx: int, output: RequestOutput) -> None:
+        """A session remembers the tokens of its answer; of several answers, none: it goes on with one of them."""
+        super().note(idx, output)
+        if self._session and len(self.requests) == 1 and (history := self._tokens.add(output)):
+            self.server.sessions.put(self._session, history)
 
     def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | None = None) -> str:
-        chunk = ChatCompletionChunk(
-            id=self.id,
-            created=self._created,
-            model=self._server.model_name,
-            system_fingerprint=self._fingerprint,
-            choices=choices,
-            usage=usage,
-        )
-        return chunk.model_dump_json(exclude=None if self._include_usage else {"usage"})
+        chunk = ChatCompletionChunk(**self.head, choices=choices, usage=usage)
+        return chunk.model_dump_json(exclude=None if self.include_usage else {"usage"})
 
 
 def _logprob(entry: TextLogprobs) -> ChatLogprob:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import AsyncGenerator, Sequence
+import math
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from fastapi import APIRouter, Request, Response
 
-from lmkit.serve.body import read_json
-from lmkit.serve.protocol import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, Usage
-from lmkit.serve.serving import MIN_LOGPROB, Serving, UsageCount, new_id, serving
-from lmkit.serve.streaming import EventStream, until_disconnect
-from lmkit.serve.to_request import completion_requests
+from lmkit.serve.answer import Answer, respond
+from lmkit.serve.protocol import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
+from lmkit.serve.serving import MIN_LOGPROB
+from lmkit.serve.to_request import choices_per_prompt, completion_requests
 from lmkit.turbo import request as engine
 from lmkit.turbo.output import RequestOutput, TextLogprobs, TokenText
 
@@ -22,66 +20,58 @@ router = APIRouter()
 
 @router.post("/v1/completions")
 async def completions(request: Request) -> Response:
-    server = serving(request)
-    body = await read_json(request, CompletionRequest, server.config.max_body_bytes)
-    request.state.user = body.user
-    server.check_model(body.model)
-    answer = _Answer(server, body, new_id("cmpl"))
-    requests = await asyncio.to_thread(completion_requests, body, server.tokenizer, server.info, answer.id)
-    if body.stream:
-        return await EventStream.open(request.receive, answer.chunks(requests))
-    completion = await until_disconnect(request.receive, answer.whole(requests))
-    return Response(completion.model_dump_json(), media_type="application/json")
+    return await respond(request, CompletionRequest, _CompletionAnswer)
 
 
-class _Answer:
-    """One response, whole or in chunks."""
+class _CompletionAnswer(Answer[CompletionRequest]):
+    prefix = "cmpl"
 
-    def __init__(self, server: Serving, body: CompletionRequest, response_id: str) -> None:
-        self.id = response_id
-        self._server, self._body = server, body
-        self._created = int(time.time())
-        self._fingerprint = server.fingerprint
+    @property
+    def choices_per_prompt(self) -> int:
+        return choices_per_prompt(self.body)
 
-    async def whole(self, requests: Sequence[engine.Request]) -> Completion:
-        parts: list[list[CompletionChoice]] = [[] for _ in requests]
-        count = UsageCount(requests, self._body.n or 1)
-        async with aclosing(self._server.run(requests)) as outputs:
+    def make_requests(self) -> list[engine.Request]:
+        return completion_requests(self.body, self.server.tokenizer, self.server.info, self.id, tenant=self.tenant)
+
+    async def whole(self) -> Completion:
+        parts: list[list[CompletionChoice]] = [[] for _ in self.requests]
+        logprobs: list[list[float]] = [[] for _ in self.requests]
+        async with aclosing(self.server.run(self.requests)) as outputs:
             async for idx, output in outputs:
+                self.note(idx, output)
                 parts[idx].append(self._choice(idx, output, first=not parts[idx]))
-                count.add(idx, output)
-        return self._completion([_joined(choice_parts) for choice_parts in parts], count.usage())
+                logprobs[idx] += (entry.token.logprob or 0.0 for entry in output.logprobs)
+        choices = [_joined(choice_parts) for choice_parts in parts]
+        if self.choices_per_prompt > (self.body.n or 1):
+            choices = self._best(choices, [math.fsum(row) / max(len(row), 1) for row in logprobs])
+        return Completion(**self.head, choices=choices, usage=self.count.usage())
 
-    async def chunks(self, requests: Sequence[engine.Request]) -> AsyncGenerator[str]:
-        started = [False] * len(requests)
-        count = UsageCount(requests, self._body.n or 1)
-        include_usage = bool(self._body.stream_options and self._body.stream_options.include_usage)
-        hidden = None if include_usage else {"usage"}
-        async with aclosing(self._server.run(requests)) as outputs:
+    async def chunks(self) -> AsyncGenerator[str]:
+        started = [False] * len(self.requests)
+        hidden = None if self.include_usage else {"usage"}
+        async with aclosing(self.server.run(self.requests)) as outputs:
             async for idx, output in outputs:
+                self.note(idx, output)
                 choice = self._choice(idx, output, first=not started[idx])
                 started[idx] = True
-                count.add(idx, output)
                 if choice.text or choice.logprobs or choice.finish_reason is not None:
-                    yield self._completion([choice]).model_dump_json(exclude=hidden)
-        if include_usage:
-            yield self._completion([], count.usage()).model_dump_json()
+                    yield Completion(**self.head, choices=[choice]).model_dump_json(exclude=hidden)
+        if self.include_usage:
+            yield Completion(**self.head, choices=[], usage=self.count.usage()).model_dump_json()
 
-    def _completion(self, choices: list[CompletionChoice], usage: Usage | None = None) -> Completion:
-        return Completion(
-            id=self.id,
-            created=self._created,
-            model=self._server.model_name,
-            system_fingerprint=self._fingerprint,
-            choices=choices,
-            usage=usage,
-        )
+    def _best(self, choices: list[CompletionChoice], mean_logprobs: list[float]) -> list[CompletionChoice]:
+        """The `n` of each prompt's `best_of` choices whose tokens are likeliest on average, best first."""
+        best: list[CompletionChoice] = []
+        for start in range(0, len(choices), self.choices_per_prompt):
+            mine = range(start, start + self.choices_per_prompt)
+            best += (choices[i] for i in sorted(mine, key=lambda i: -mean_logprobs[i])[: self.body.n or 1])
+        return [choice.model_copy(update={"index": index}) for index, choice in enumerate(best)]
 
     def _choice(self, idx: int, output: RequestOutput, *, first: bool) -> CompletionChoice:
         """One step of a choice; the first brings the prompt along if it is to be echoed."""
-        prompt = self._prompt_text(idx) if self._body.echo else ""
+        prompt = self._prompt_text(idx) if self.body.echo else ""
         logprobs = None
-        if self._body.logprobs is not None:
+        if self.body.logprobs is not None:
             entries = [*output.prompt_logprobs, *output.logprobs]
             num_prompt = len(output.prompt_logprobs)
             logprobs = CompletionLogprobs(
@@ -101,13 +91,13 @@ class _Answer:
         )
 
     def _prompt_text(self, idx: int) -> str:
-        prompt = self._body.prompt[idx // (self._body.n or 1)]
-        skip = self._body.skip_special_tokens is not False
-        return prompt if isinstance(prompt, str) else self._server.tokenizer.decode(prompt, skip)
+        prompt = self.body.prompt[idx // self.choices_per_prompt]
+        skip = self.body.skip_special_tokens is not False
+        return prompt if isinstance(prompt, str) else self.server.tokenizer.decode(prompt, skip)
 
     def _top(self, entry: TextLogprobs) -> dict[str, float] | None:
         """The most likely tokens and the chosen one; of two that look the same, the likelier."""
-        if not self._body.logprobs or entry.token.logprob is None:  # nothing predicts a prompt's first token
+        if not self.body.logprobs or entry.token.logprob is None:  # nothing predicts a prompt's first token
             return None
         tokens = sorted([entry.token, *entry.top], key=lambda token: token.logprob or 0.0)
         return {_shown(token): _clamped(token.logprob) or 0.0 for token in tokens}

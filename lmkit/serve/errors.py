@@ -14,8 +14,9 @@ from starlette.websockets import WebSocketClose
 from lmkit import log
 from lmkit.errors import RequestError
 from lmkit.serve.protocol import ErrorBody, ErrorResponse
+from lmkit.serve.serving import serving
 
-RETRY_SECONDS = 1  # Retry-After of a 503
+RETRY_SECONDS = 1  # Retry-After of a 503, where nothing better is known
 
 logger = log.get_logger(__name__)
 access_logger = log.get_logger("lmkit.serve.access")
@@ -31,7 +32,7 @@ def envelope(error: RequestError) -> str:
 def error_response(error: RequestError, headers: dict[str, str] | None = None) -> Response:
     headers = dict(headers or {})
     if error.status == 503:
-        headers["Retry-After"] = str(RETRY_SECONDS)
+        headers.setdefault("Retry-After", str(RETRY_SECONDS))
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     if error.code == "request_timeout":  # the rest of the body may never come
@@ -47,8 +48,10 @@ def public_error(error: Exception) -> RequestError:
     return RequestError("internal_error", "internal server error")
 
 
-async def handle_request_error(_: Request, error: Exception) -> Response:
-    return error_response(public_error(error))
+async def handle_request_error(request: Request, error: Exception) -> Response:
+    shown = public_error(error)
+    full = shown.code == "queue_full"
+    return error_response(shown, {"Retry-After": str(serving(request).metrics.retry_seconds())} if full else None)
 
 
 async def handle_http_exception(request: Request, error: Exception) -> Response:

@@ -1,12 +1,14 @@
 """/metrics: Prometheus text, in a registry of its own. Labels are the model's name and closed lists of values.
 
-The three gauges by which third-party routers balance load are there under vLLM's names too.
+What third-party routers balance load by is there under vLLM's names too.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from fastapi import APIRouter, Request, Response
@@ -14,9 +16,12 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, H
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from lmkit.errors import RequestError
 from lmkit.turbo.async_engine import AsyncEngine
 from lmkit.turbo.output import RequestOutput
 
+REASONS = ("stop", "length", "error", "timeout", "abort")
+MAX_RETRY_SECONDS = 60  # also how far back finished requests tell how fast the queue moves
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0, 300.0)
 
 router = APIRouter()
@@ -50,13 +55,26 @@ class Metrics:
         ).labels(model_name)
         self.ended = Counter(
             "lmkit:requests",
-            "Requests that ended: stop, length, error, or abort (the client left)",
+            "Requests that ended: stop, length, error, timeout (their own), or abort (the client left)",
             (*labels, "finish_reason"),
             registry=self.registry,
         )
         self.model_name = model_name
-        for reason in ("stop", "length", "error", "abort"):
+        self._engine = engine
+        self._finished: deque[float] = deque(maxlen=256)  # when the last requests did
+        for reason in REASONS:
             self.ended.labels(model_name, reason)
+
+    def retry_seconds(self) -> int:
+        """How long whoever finds the queue full should wait: until what is in it is answered at the pace of the last
+        minute, in [1, MAX_RETRY_SECONDS]; 1 where nothing was finished in it.
+        """
+        now = time.monotonic()
+        recent = [end for end in self._finished if now - end < MAX_RETRY_SECONDS]
+        if not recent:
+            return 1
+        seconds = (now - recent[0]) / len(recent) * self._engine.stats().num_waiting
+        return min(max(math.ceil(seconds), 1), MAX_RETRY_SECONDS)
 
     @contextmanager
     def track(self) -> Iterator[_Tracker]:
@@ -64,13 +82,16 @@ class Metrics:
         tracker = _Tracker(self)
         try:
             yield tracker
-        except Exception:
-            tracker.reason = "error"
+        except Exception as error:
+            late = isinstance(error, RequestError) and error.code == "deadline_exceeded"
+            tracker.reason = "timeout" if late else "error"
             raise
         finally:
             self.ended.labels(self.model_name, tracker.reason).inc()
             if tracker.reason in ("stop", "length"):
-                self.whole.observe(time.monotonic() - tracker.start)
+                now = time.monotonic()
+                self.whole.observe(now - tracker.start)
+                self._finished.append(now)
 
 
 class _Tracker:
@@ -100,6 +121,11 @@ class _EngineCollector(Collector):
         self._model_name = model_name
 
     def collect(self) -> Iterator[Metric]:
+        yield from self._requests()
+        yield from self._cache()
+        yield from self._scheduler()
+
+    def _requests(self) -> Iterator[Metric]:
         stats, engine = self._engine.stats(), self._engine
         usage = stats.blocks_used / stats.blocks_total if stats.blocks_total else 0.0
         for prefix in ("lmkit", "vllm"):
@@ -113,12 +139,49 @@ class _EngineCollector(Collector):
         yield self._counter("lmkit:engine_failures", "Engine calls that raised", failures)
         yield self._counter("lmkit:engine_starts", "Starts of the engine process", engine.num_starts)
 
-    def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
-        family = GaugeMetricFamily(name, text, labels=["model_name"])
-        family.add_metric([self._model_name], value)
-        return family
+    def _cache(self) -> Iterator[Metric]:
+        stats = self._engine.stats()
+        for prefix in ("lmkit", "vllm"):
+            yield self._counter(
+                f"{prefix}:prefix_cache_queries", "Prompt tokens looked up in the prefix cache", stats.prefix_tokens
+            )
+            yield self._counter(f"{prefix}:prefix_cache_hits", "Prompt tokens found in it", stats.prefix_hits)
+        yield self._labelled(
+            CounterMetricFamily("lmkit:kv_tier_hits", "Prompt tokens found in a tier", labels=["model_name", "tier"]),
+            {(tier,): hits for tier, hits in stats.tier_hits.items()},
+        )
+        yield self._labelled(
+            GaugeMetricFamily("lmkit:kv_tiers", "Figures of the KV tiers", labels=["model_name", "figure"]),
+            {(figure,): value for figure, value in stats.tiers.items()},
+        )
+        yield self._gauge("lmkit:cached_blocks", "KV blocks in the prefix cache, those in use too", stats.blocks_cached)
+        yield self._counter("lmkit:evicted_blocks", "KV blocks that left the prefix cache", stats.evicted_blocks)
+        yield self._gauge("lmkit:sessions", "Sessions whose lease has not ended", stats.sessions)
+        if (info := self._engine.info) is not None:
+            names = ["model_name", "block_size", "num_gpu_blocks"]
+            config = GaugeMetricFamily("vllm:cache_config_info", "The KV cache, in labels", labels=names)
+            yield self._labelled(config, {(str(info.block_size), str(info.num_blocks)): 1})
 
-    def _counter(self, name: str, text: str, value: float) -> CounterMetricFamily:
-        family = CounterMetricFamily(name, text, labels=["model_name"])
-        family.add_metric([self._model_name], value)
+    def _scheduler(self) -> Iterator[Metric]:
+        """Its decisions and reasons are closed lists, see turbo.scheduler."""
+        names = ["model_name", "decision", "reason"]
+        decisions = CounterMetricFamily("lmkit:scheduler_decisions", "What was decided, and why", labels=names)
+        values: dict[tuple[str, ...], float] = {}
+        for name, count in self._engine.stats().decisions.items():
+            decision, _, reason = name.partition(": ")
+            values[decision, reason] = count
+        yield self._labelled(decisions, values)
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        return self._labelled(GaugeMetricFamily(name, text, labels=["model_name"]), {(): value})
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        return self._labelled(CounterMetricFamily(name, text, labels=["model_name"]), {(): value})
+
+    def _labelled(
+        self, family: GaugeMetricFamily | CounterMetricFamily, values: Mapping[tuple[str, ...], float]
+    ) -> Metric:
+        """`family` with a series for each tuple of labels after the model's name."""
+        for labels, value in values.items():
+            family.add_metric([self._model_name, *labels], value)
         return family

@@ -2,6 +2,9 @@
 
 Fields that OpenAI defines and this server cannot do are in the `UNSUPPORTED` tables with the values that ask for
 nothing: those are accepted, any other value is refused, none is ever ignored.
+
+`prompt_cache_key` asks that requests with the same key meet the same cache. A server has one cache, so that holds for
+every key, and any is accepted; it parts no caches, as OpenAI's does not (`cache_salt` does).
 """
 
 from __future__ import annotations
@@ -17,7 +20,9 @@ from lmkit.turbo.request import MAX_LOGIT_BIAS, MAX_STOPS
 MAX_MESSAGES = 4096
 MAX_PROMPTS = 256
 MAX_CHOICES = 128  # n
-MAX_SEQUENCES = 1024  # prompts times n
+MAX_SEQUENCES = 1024  # prompts times n (or best_of)
+MAX_PRIORITY = 1000
+MAX_TIMEOUT = 86400.0  # seconds
 
 _NOTHING = (None,)
 _UNSUPPORTED_CHAT: dict[str, tuple[Any, ...]] = {
@@ -29,7 +34,6 @@ _UNSUPPORTED_CHAT: dict[str, tuple[Any, ...]] = {
     "moderation": _NOTHING,
     "parallel_tool_calls": (None, True, False),
     "prediction": _NOTHING,
-    "prompt_cache_key": _NOTHING,
     "prompt_cache_options": _NOTHING,
     "prompt_cache_retention": _NOTHING,
     "reasoning_effort": _NOTHING,
@@ -158,6 +162,10 @@ class _Sampling(_Strict):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None  # lower = sooner; default 0
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None  # only the same salt finds its KV
+    session_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None  # its KV and tokens stay for a lease
+    timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT)] | None = None  # seconds; then 504
 
 
 class ChatCompletionRequest(_Sampling):
@@ -165,6 +173,7 @@ class ChatCompletionRequest(_Sampling):
     max_completion_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = None  # holds for every value, see above
     # not OpenAI's
     add_generation_prompt: bool | None = None
     chat_template_kwargs: Annotated[dict[str, Any], PlainValidator(_template_variables)] | None = None
@@ -189,7 +198,7 @@ def _prompts(value: Any) -> list[str] | list[list[int]]:
 class CompletionRequest(_Sampling):
     max_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None  # 0 with `echo`: score the prompt
     prompt: Annotated[list[str] | list[list[int]], BeforeValidator(_prompts)]
-    best_of: int | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None  # so many are generated, the best n returned
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
@@ -234,10 +243,15 @@ def validate(data: Any, model: type[M]) -> M:
 # ---- responses
 
 
+class PromptTokensDetails(BaseModel):
+    cached_tokens: int  # whose KV was found and not computed
+
+
 class Usage(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
 
 class TopLogprob(BaseModel):

@@ -17,7 +17,8 @@ import lmkit
 from lmkit.config import ServerConfig
 from lmkit.errors import RequestError
 from lmkit.serve.metrics import Metrics
-from lmkit.serve.protocol import Usage
+from lmkit.serve.protocol import PromptTokensDetails, Usage
+from lmkit.serve.sessions import Sessions
 from lmkit.text import Tokenizer
 from lmkit.turbo.async_engine import AsyncEngine
 from lmkit.turbo.output import OutputProcessor, RequestOutput
@@ -34,6 +35,7 @@ class Serving:
     tokenizer: Tokenizer
     config: ServerConfig
     metrics: Metrics
+    sessions: Sessions
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -89,11 +91,18 @@ class Serving:
                 async for step in steps:
                     output = processor.process(step)
                     if output.finish_reason in ("error", "abort"):
-                        raise RequestError("engine_error", "the engine failed while it worked on this request")
+                        raise _failure(output)
                     tracker.output(output)
                     yield output
                     if output.finish_reason is not None:
                         return  # after a stop string, closing `steps` aborts the request in the engine
+
+
+def _failure(output: RequestOutput) -> RequestError:
+    """What a client may know: the engine's own refusals are meant for it, its defects are not."""
+    if output.error is not None and output.error_code != "engine_error":
+        return RequestError(output.error_code, output.error)
+    return RequestError("engine_error", "the engine failed while it worked on this request")
 
 
 def model_name(engine: AsyncEngine, config: ServerConfig) -> str:
@@ -110,14 +119,19 @@ def new_id(prefix: str) -> str:
 
 
 class UsageCount:
-    """Adds up tokens over the choices of one response; prompts with several choices count once."""
+    """Adds up tokens over the choices of one response; a prompt with several choices counts once, cached as for the
+    first of them.
+    """
 
     def __init__(self, requests: Sequence[Request], choices_per_prompt: int) -> None:
         self._prompt_tokens = sum(len(request.prompt_ids) for request in requests[::choices_per_prompt])
+        self._choices = choices_per_prompt
         self._completion_tokens = [0] * len(requests)
+        self._cached_tokens = [0] * len(requests)
 
     def add(self, idx: int, output: RequestOutput) -> None:
         self._completion_tokens[idx] = output.num_output_tokens
+        self._cached_tokens[idx] = output.num_cached_tokens
 
     def usage(self) -> Usage:
         completion = sum(self._completion_tokens)
@@ -125,4 +139,5 @@ class UsageCount:
             prompt_tokens=self._prompt_tokens,
             completion_tokens=completion,
             total_tokens=self._prompt_tokens + completion,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self._cached_tokens[:: self._choices])),
         )

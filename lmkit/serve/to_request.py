@@ -13,7 +13,7 @@ import msgspec
 
 from lmkit.errors import RequestError
 from lmkit.serve.protocol import MAX_SEQUENCES, ChatCompletionRequest, ChatMessage, CompletionRequest
-from lmkit.text import Tokenizer
+from lmkit.text import EncodedTurn, TokenHistory, Tokenizer
 from lmkit.turbo.request import EngineInfo, GenerationConfig, Request
 
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's /v1/completions; chat goes on until the context is full
@@ -21,9 +21,15 @@ _PUBLIC_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
 
 
 def chat_requests(
-    body: ChatCompletionRequest, tokenizer: Tokenizer, info: EngineInfo, request_id: str
-) -> list[Request]:
-    """One engine request for each of the `n` choices."""
+    body: ChatCompletionRequest,
+    tokenizer: Tokenizer,
+    info: EngineInfo,
+    request_id: str,
+    *,
+    tenant: str = "",
+    history: TokenHistory | None = None,
+) -> tuple[list[Request], EncodedTurn]:
+    """One engine request for each of the `n` choices, and their prompt, which goes on where `history` ends."""
     limits = {body.max_tokens, body.max_completion_tokens} - {None}
     if len(limits) > 1:
         raise _invalid("max_tokens and max_completion_tokens differ; send one of them", "max_completion_tokens")
@@ -35,32 +41,44 @@ def chat_requests(
         max_new_tokens=limits.pop() if limits else None,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
-    generation_prompt = _or(body.add_generation_prompt, True)
-    ids = chat_tokens(body.messages, tokenizer, generation_prompt, body.chat_template_kwargs or {})
-    return _fan_out([ids], params, body.n, info, request_id, "messages")
+    text = chat_text(body.messages, tokenizer, _or(body.add_generation_prompt, True), body.chat_template_kwargs)
+    turn = (history or TokenHistory()).encode(tokenizer, text)
+    like = _request(body, params, request_id, tenant)
+    return _fan_out([turn.ids], like, _or(body.n, 1), info, "messages"), turn
 
 
 def completion_requests(
-    body: CompletionRequest, tokenizer: Tokenizer, info: EngineInfo, request_id: str
+    body: CompletionRequest, tokenizer: Tokenizer, info: EngineInfo, request_id: str, *, tenant: str = ""
 ) -> list[Request]:
-    """`n` engine requests for each prompt, in the order of the prompts."""
-    if body.best_of is not None and body.best_of != _or(body.n, 1):
-        raise RequestError("unsupported_parameter", "best_of other than n is not supported by this server", "best_of")
-    max_new_tokens = _or(body.max_tokens, DEFAULT_COMPLETION_TOKENS)
-    params = _params(body, info, max_new_tokens=max_new_tokens, logprobs=body.logprobs)
-    if len(body.prompt) * _or(body.n, 1) > MAX_SEQUENCES:
-        raise _invalid(f"prompts times n: at most {MAX_SEQUENCES}", "n")
+    """`choices_per_prompt` engine requests for each prompt, in the order of the prompts."""
+    choices = _checked_choices(body)
+    select = choices > _or(body.n, 1)  # by log-probability, so that the engine must tell it
+    params = _params(
+        body,
+        info,
+        max_new_tokens=_or(body.max_tokens, DEFAULT_COMPLETION_TOKENS),
+        logprobs=0 if select and body.logprobs is None else body.logprobs,
+    )
     prompts = [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompt]
     echo_logprobs = bool(body.echo) and body.logprobs is not None
-    return _fan_out(prompts, params, body.n, info, request_id, "prompt", prompt_logprobs=echo_logprobs)
+    like = _request(body, params, request_id, tenant, prompt_logprobs=echo_logprobs)
+    return _fan_out(prompts, like, choices, info, "prompt")
 
 
-def chat_tokens(
-    messages: Sequence[ChatMessage], tokenizer: Tokenizer, add_generation_prompt: bool, variables: dict[str, Any]
-) -> list[int]:
-    """Token ids of a rendered conversation."""
+def choices_per_prompt(body: CompletionRequest) -> int:
+    """How many sequences are generated for a prompt."""
+    return body.best_of or body.n or 1
+
+
+def chat_text(
+    messages: Sequence[ChatMessage],
+    tokenizer: Tokenizer,
+    add_generation_prompt: bool,
+    variables: dict[str, Any] | None = None,
+) -> str:
+    """A conversation as the model's template renders it."""
     plain = [message.model_dump(exclude_none=True) for message in messages]
-    return tokenizer.encode_chat(plain, add_generation_prompt=add_generation_prompt, variables=variables)
+    return tokenizer.render_chat(plain, add_generation_prompt=add_generation_prompt, variables=variables)
 
 
 def check_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
@@ -101,30 +119,55 @@ def _params(body: ChatCompletionRequest | CompletionRequest, info: EngineInfo, *
     return params
 
 
-def _fan_out(
-    prompts: Sequence[list[int]],
+def _checked_choices(body: CompletionRequest) -> int:
+    """`choices_per_prompt`, if they can be made."""
+    n, choices = _or(body.n, 1), choices_per_prompt(body)
+    if choices < n:
+        raise _invalid(f"best_of={choices}: at least n={n}", "best_of")
+    if choices > n and body.stream:
+        raise _invalid("best_of cannot be streamed: which choices are best is known at the end", "best_of")
+    if choices > n and body.max_tokens == 0:
+        raise _invalid("best_of needs max_tokens of at least 1", "best_of")
+    if len(body.prompt) * choices > MAX_SEQUENCES:
+        raise _invalid(f"prompts times n or best_of: at most {MAX_SEQUENCES}", "n" if choices == n else "best_of")
+    if body.session_id is not None and len(body.prompt) > 1:
+        raise _invalid("session_id goes with a single prompt", "session_id")
+    return choices
+
+
+def _request(
+    body: ChatCompletionRequest | CompletionRequest,
     params: GenerationConfig,
-    n: int | None,
-    info: EngineInfo,
     request_id: str,
-    param: str,
+    tenant: str,
     *,
     prompt_logprobs: bool = False,
-) -> list[Request]:
+) -> Request:
+    """A request without a prompt: what those of all prompts and choices share."""
+    return Request(
+        request_id=request_id,
+        prompt_ids=[],
+        params=params,
+        prompt_logprobs=prompt_logprobs,
+        tenant=tenant,
+        cache_salt=_or(body.cache_salt, ""),
+        session_id=body.session_id,
+        priority=_or(body.priority, 0),
+        timeout=body.timeout,
+    )
+
+
+def _fan_out(prompts: Sequence[list[int]], like: Request, choices: int, info: EngineInfo, param: str) -> list[Request]:
     """Requests in the order of their choices; choice i of a prompt draws with seed + i."""
+    seed = like.params.seed
+    assert seed is not None
+    each = [msgspec.structs.replace(like.params, seed=(seed + i) % (1 << 64)) for i in range(choices)]
     requests: list[Request] = []
     for ids in prompts:
-        _check_prompt(ids, params, info, param)
-        for i in range(_or(n, 1)):
-            assert params.seed is not None
-            requests.append(
-                Request(
-                    request_id=f"{request_id}-{len(requests)}",
-                    prompt_ids=ids,
-                    params=msgspec.structs.replace(params, seed=(params.seed + i) % (1 << 64)),
-                    prompt_logprobs=prompt_logprobs,
-                )
-            )
+        _check_prompt(ids, like.params, info, param)
+        for params in each:
+            request_id = f"{like.request_id}-{len(requests)}"
+            requests.append(msgspec.structs.replace(like, request_id=request_id, prompt_ids=ids, params=params))
     return requests
 
 

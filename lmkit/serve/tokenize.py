@@ -12,7 +12,8 @@ from lmkit.errors import RequestError
 from lmkit.serve.body import read_json
 from lmkit.serve.protocol import DetokenizeRequest, TokenizeRequest
 from lmkit.serve.serving import serving
-from lmkit.serve.to_request import chat_tokens, check_ids
+from lmkit.serve.to_request import chat_text, check_ids
+from lmkit.text import Tokenizer
 
 router = APIRouter()
 
@@ -24,14 +25,18 @@ async def tokenize(request: Request) -> JSONResponse:
     server.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("invalid_request", "send either prompt or messages", "prompt")
-    if body.messages is not None:
-        ids = await asyncio.to_thread(chat_tokens, body.messages, server.tokenizer, body.add_generation_prompt, {})
-    else:
-        ids = await asyncio.to_thread(server.tokenizer.encode, body.prompt or "", body.add_special_tokens)
+    ids = await asyncio.to_thread(_token_ids, body, server.tokenizer)
     answer: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": server.info.max_model_len}
     if body.return_token_strs:
         answer["token_strs"] = [server.tokenizer.token_text(i) for i in ids]
     return JSONResponse(answer)
+
+
+def _token_ids(body: TokenizeRequest, tokenizer: Tokenizer) -> list[int]:
+    if body.messages is None:
+        return tokenizer.encode(body.prompt or "", body.add_special_tokens)
+    text = chat_text(body.messages, tokenizer, body.add_generation_prompt)
+    return tokenizer.encode(text, add_special_tokens=False)
 
 
 @router.post("/detokenize")

@@ -75,6 +75,21 @@ class Tokenizer:
             raise RequestError("invalid_request", "the text is not valid Unicode (lone surrogate)") from None
         return ids
 
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The conversation as one text, to be encoded without further special tokens: the template alone writes them.
+
+        Raises RequestError if there is no template, or it does not take the messages.
+        """
+        if self.chat_template is None:
+            raise RequestError("invalid_request", "this model has no chat template; use /v1/completions", "messages")
+        return self.chat_template.render(messages, add_generation_prompt=add_generation_prompt, variables=variables)
+
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -83,9 +98,7 @@ class Tokenizer:
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Token ids of the rendered conversation. The template alone writes BOS, so none is ever doubled."""
-        if self.chat_template is None:
-            raise RequestError("invalid_request", "this model has no chat template; use /v1/completions", "messages")
-        text = self.chat_template.render(messages, add_generation_prompt=add_generation_prompt, variables=variables)
+        text = self.render_chat(messages, add_generation_prompt=add_generation_prompt, variables=variables)
         return self.encode(text, add_special_tokens=False)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:

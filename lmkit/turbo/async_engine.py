@@ -165,6 +165,7 @@ class AsyncEngine:
     ) -> None:
         """`engine` is the dotted name, module:Class, of what the worker runs."""
         self.model_path = Path(model_path).absolute()
+        self.config = config
         self._arguments = {
             "engine": engine,
             "model": str(self.model_path),

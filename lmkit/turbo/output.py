@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from lmkit.text import IncrementalDetokenizer, Tokenizer
+from lmkit.text import EncodedTurn, IncrementalDetokenizer, TokenHistory, Tokenizer
 from lmkit.turbo.request import FinishReason, Request, StepOutput, TokenLogprobs
 
 
@@ -36,9 +36,31 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string or stop_token_ids entry that ended it; None for an eos
     num_prompt_tokens: int
+    num_cached_tokens: int = 0  # of the prompt: found in the cache, known from the first output on
     num_output_tokens: int  # so far
     abort_engine: bool = False  # a stop string ended it here: the engine must be told to abort it
     error: str | None = None
+    error_code: str = "engine_error"  # of error
+
+
+class AnswerTokens:
+    """Collects the tokens of a conversation's answer, for its next turn."""
+
+    def __init__(self, turn: EncodedTurn) -> None:
+        self._turn = turn
+        self._ids: list[int] = []
+
+    def add(self, output: RequestOutput) -> TokenHistory | None:
+        """The history with this answer, once it is complete.
+
+        None before, and for an answer that failed or that a stop string cut: the conversation does not go on with all
+        of its tokens.
+        """
+        self._ids += output.token_ids
+        if output.finish_reason not in ("stop", "length") or isinstance(output.stop_reason, str):
+            return None
+        ended = output.finish_reason == "stop"  # by its last token, which is no text of the answer
+        return self._turn.answered(self._ids[: -1 if ended else None])
 
 
 class OutputProcessor:
@@ -54,7 +76,7 @@ class OutputProcessor:
             stop=params.stop,
             include_stop=params.include_stop_str_in_output,
         )
-        self._num_tokens = 0
+        self._num_tokens = self._num_cached = 0
         self._first = True
         self.finished = False
 
@@ -75,6 +97,7 @@ class OutputProcessor:
         if step.finish_reason is not None and not self.finished:
             texts.append(self._detokenizer.finish(armed=self._armed))
         prompt_logprobs = self._prompt_entries(step.prompt_logprobs) if self._first else []
+        self._num_cached = step.cached_tokens if self._first else self._num_cached
         self._first = False
 
         matched = self._detokenizer.matched
@@ -90,9 +113,11 @@ class OutputProcessor:
             finish_reason=finish_reason,
             stop_reason=matched if matched is not None else self._stop_id(step),
             num_prompt_tokens=len(self._request.prompt_ids),
+            num_cached_tokens=self._num_cached,
             num_output_tokens=self._num_tokens,
             abort_engine=abort_engine,
             error=step.error,
+            error_code=step.error_code,
         )
 
     @property

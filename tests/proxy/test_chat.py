@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from lmkit import Session
 from lmkit.cli.chat import Conversation, LocalModel, RemoteModel, chat, command, shown, sse_data
 from lmkit.errors import ConfigError, LMKitError
 from tests.proxy.fakes import Exchange, FakeNode, nodes, proxy_for
@@ -202,15 +203,22 @@ class Part:
 class Pipe:
     closed = 0
 
-    def stream_infer(self, messages: Any, config: Any) -> Iterator[Part]:
+    def session(self) -> Session:
+        self.one = Session()
+        return self.one
+
+    def chat(self, prompt: str, session: Session, config: Any, *, stream_response: bool) -> Iterator[Part]:
+        assert stream_response
+        assert session is self.one
         self.config = config
+        self.asked = [*session.history, {"role": "user", "content": prompt}]
         try:
             yield Part("a")
-            if messages[-1]["content"] == "interrupt":
+            if prompt == "interrupt":
                 os.kill(os.getpid(), signal.SIGINT)
                 self.step_ended = True
             yield Part("b")
-            yield Part("", "error", "engine died") if messages[-1]["content"] == "fail" else Part("c", "stop")
+            yield Part("", "error", "engine died") if prompt == "fail" else Part("c", "stop")
         finally:
             self.closed += 1
 
@@ -219,6 +227,7 @@ def test_local_model() -> None:
     pipe: Any = Pipe()
     model = LocalModel(pipe, {"max_tokens": 5, "temperature": 0.5})
     assert list(model.answer(TALK["messages"])) == ["a", "b", "c"]
+    assert pipe.asked == TALK["messages"]
     assert (pipe.config.max_new_tokens, pipe.config.temperature, pipe.config.top_p) == (5, 0.5, 1.0)
     with pytest.raises(LMKitError, match="engine died"):
         list(model.answer([{"role": "user", "content": "fail"}]))

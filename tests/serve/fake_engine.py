@@ -25,6 +25,7 @@ class _Sequence:
         self.request = request
         self.mood = mood
         self.num_output = 0
+        self.start = time.monotonic()
 
 
 class FakeEngine:
@@ -88,6 +89,15 @@ class FakeEngine:
 
     def _advance(self, sequence: _Sequence) -> StepOutput:
         request, params = sequence.request, sequence.request.params
+        timeout = request.timeout or self._config.request_timeout
+        if timeout is not None and time.monotonic() - sequence.start > timeout:
+            return StepOutput(
+                request_id=request.request_id,
+                token_ids=[],
+                finish_reason="error",
+                error=f"not done after {timeout:g} s",
+                error_code="deadline_exceeded",
+            )
         assert params.seed is not None
         token_id = self._phrase[(params.seed + sequence.num_output) % len(self._phrase)]
         if params.logit_bias:  # greedily: the most wanted token

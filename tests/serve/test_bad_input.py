@@ -16,6 +16,12 @@ from tests.serve.live import Server
 HELLO = [{"role": "user", "content": "Hi"}]
 CHAT = {"model": "demo", "messages": HELLO, "max_tokens": 2}
 TEXT = {"model": "demo", "prompt": "Hi", "max_tokens": 2}
+BAD_CACHE_FIELDS: list[tuple[str, Any]] = [
+    *[("priority", value) for value in (1001, -1001, 1.0, "1", True, 10**30, [])],
+    *[("cache_salt", value) for value in ("", "x" * 1025, 5, ["x"])],
+    *[("session_id", value) for value in ("", "x" * 257, 5, {})],
+    *[("timeout", value) for value in (0, -1, 86401, "5", True, 1e300)],
+]
 
 
 def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
@@ -92,6 +98,12 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
         ("reasoning_effort", "low", "unsupported_parameter"),
         ("store", True, "unsupported_parameter"),
         ("store", 0, "unsupported_parameter"),  # not the boolean false
+        ("best_of", 2, "unknown_parameter"),
+        ("tenant", "x", "unknown_parameter"),
+        ("prompt_cache_key", 5, "invalid_request"),
+        ("prompt_cache_key", "x" * 1025, "invalid_request"),
+        ("prompt_cache_retention", "24h", "unsupported_parameter"),
+        *[(field, value, "invalid_request") for field, value in BAD_CACHE_FIELDS],
         ("model", 5, "invalid_request"),
         ("user", {"name": "x"}, "invalid_request"),
     ],
@@ -116,7 +128,11 @@ def test_bad_chat_fields(server: Server, field: str, value: Any, code: str) -> N
         ("prompt", ["a"] * 300, "invalid_request"),
         ("prompt", [5] * 5000, "context_length_exceeded"),
         ("suffix", "x", "unsupported_parameter"),
-        ("best_of", 2, "unsupported_parameter"),
+        ("best_of", 0, "invalid_request"),
+        ("best_of", 129, "invalid_request"),
+        ("best_of", 2.0, "invalid_request"),
+        *[(field, value, "invalid_request") for field, value in BAD_CACHE_FIELDS],
+        ("prompt_cache_key", "x", "unknown_parameter"),
         ("logprobs", 21, "invalid_request"),
         ("logprobs", True, "invalid_request"),
         ("echo", "yes", "invalid_request"),
@@ -128,6 +144,21 @@ def test_bad_completion_fields(server: Server, field: str, value: Any, code: str
     error = error_of(response, 400)
     assert error["code"] == code
     assert error["param"] == field
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"n": 3, "best_of": 2}, "best_of"),
+        ({"best_of": 2, "stream": True}, "best_of"),
+        ({"best_of": 2, "echo": True, "max_tokens": 0}, "best_of"),
+        ({"prompt": ["a"] * 100, "best_of": 100}, "best_of"),
+        ({"prompt": ["a", "b"], "session_id": "me"}, "session_id"),
+    ],
+)
+def test_fields_that_do_not_go_together(server: Server, fields: dict[str, Any], param: str) -> None:
+    error = error_of(server.post("/v1/completions", TEXT | fields), 400)
+    assert (error["code"], error["param"]) == ("invalid_request", param)
 
 
 def test_too_many_sequences(server: Server) -> None:
@@ -145,7 +176,9 @@ def test_too_many_sequences(server: Server) -> None:
         {"messages": [{"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
                       {"role": "assistant", "content": "x", "refusal": None, "tool_calls": None, "annotations": []},
                       {"role": "user", "content": "y", "name": "me"}]},
-        {"max_tokens": 2, "max_completion_tokens": 2},
+        {"max_tokens": 2, "max_completion_tokens": 2, "prompt_cache_key": "any"},
+        {"priority": None, "cache_salt": None, "session_id": None, "timeout": None, "prompt_cache_key": None},
+        {"priority": -1000, "cache_salt": "x" * 1024, "session_id": "x" * 256, "timeout": 86400, "n": 2},
     ],
 )  # fmt: skip
 def test_values_that_ask_for_nothing_are_accepted(server: Server, extra: dict[str, Any]) -> None:

@@ -6,55 +6,17 @@ import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any
 
-import httpx
 import pytest
 
 from lmkit.config import EngineConfig, ServerConfig
 from lmkit.errors import RequestError
 from lmkit.serve import body as body_module
-from lmkit.serve.app import create_app
 from lmkit.serve.protocol import ChatCompletionRequest, CompletionRequest, validate
 from lmkit.serve.to_request import chat_requests, completion_requests
-from lmkit.text import Tokenizer
 from lmkit.turbo.async_engine import AsyncEngine
-from lmkit.turbo.request import EngineInfo, GenerationConfig, Request, StepOutput
+from lmkit.turbo.request import GenerationConfig, Request, StepOutput
 from tests.serve.fake_engine import DEMO
-
-TOKENIZER = Tokenizer.from_pretrained(DEMO)
-INFO = EngineInfo(
-    model_path="demo", vocab_size=4096, max_model_len=64, num_blocks=8, block_size=16, kv_dtype="float32", memory={}
-)
-CHAT: dict[str, Any] = {"model": "model", "messages": [{"role": "user", "content": "Hi"}]}
-TEXT: dict[str, Any] = {"model": "model", "prompt": "Hi"}
-
-
-class StubEngine(AsyncEngine):
-    """Answers with one token, then fails in the way it is told to."""
-
-    def __init__(self, failure: Exception | None = None, *, at_once: bool = False) -> None:
-        super().__init__(DEMO, EngineConfig())
-        self.state, self.info = "ready", INFO
-        self._failure, self._at_once = failure, at_once
-
-    async def generate(self, request: Request) -> AsyncGenerator[StepOutput]:
-        if self._failure and self._at_once:
-            raise self._failure
-        yield StepOutput(request_id=request.request_id, token_ids=[70])
-        await asyncio.sleep(0)
-        if self._failure:
-            raise self._failure
-        yield StepOutput(request_id=request.request_id, token_ids=[71], finish_reason="length")
-
-
-def send(
-    engine: AsyncEngine, *, path: str = "/v1/chat/completions", config: ServerConfig | None = None, **options: Any
-) -> httpx.Response:
-    async def main() -> httpx.Response:
-        transport = httpx.ASGITransport(create_app(engine, TOKENIZER, config or ServerConfig()))
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            return await client.post(path, **options)
-
-    return asyncio.run(main())
+from tests.serve.in_process import CHAT, INFO, TEXT, TOKENIZER, StubEngine, send
 
 
 @pytest.mark.parametrize("at_once", [False, True])
@@ -133,7 +95,7 @@ def test_the_body_limit_is_exact(sized: bool) -> None:
 
 
 def chat(**fields: Any) -> list[Request]:
-    return chat_requests(validate(CHAT | fields, ChatCompletionRequest), TOKENIZER, INFO, "id")
+    return chat_requests(validate(CHAT | fields, ChatCompletionRequest), TOKENIZER, INFO, "id")[0]
 
 
 def completion(**fields: Any) -> list[Request]:
@@ -177,6 +139,14 @@ def test_prompt_logprobs_only_where_they_are_shown() -> None:
     assert completion(echo=True, logprobs=0)[0].prompt_logprobs
     assert not completion(echo=True)[0].prompt_logprobs
     assert not completion(logprobs=0)[0].prompt_logprobs
+
+
+def test_fields_about_the_cache_and_the_schedule_arrive() -> None:
+    fields: dict[str, Any] = {"priority": -3, "cache_salt": "s", "session_id": "me", "timeout": 2}
+    for request in (chat(**fields)[0], completion(**fields)[0]):
+        assert (request.priority, request.cache_salt, request.session_id, request.timeout) == (-3, "s", "me", 2.0)
+    plain = chat()[0]
+    assert plain == Request(request_id="id-0", prompt_ids=plain.prompt_ids, params=plain.params)
 
 
 def test_the_context_s_edge() -> None:

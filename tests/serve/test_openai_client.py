@@ -45,6 +45,7 @@ def test_chat(client: openai.OpenAI) -> None:
         "prompt_tokens": prompt_tokens,
         "completion_tokens": 9,
         "total_tokens": prompt_tokens + 9,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
 
 
@@ -229,6 +230,20 @@ def test_an_error_in_the_middle_of_a_stream(client: openai.OpenAI) -> None:
         chat(client, messages=[{"role": "user", "content": "CRASH"}])
     with pytest.raises(openai.APIError, match="engine failed"):
         list(chunks)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_with_a_timeout_ends_in_time(client: openai.OpenAI, server: Server, stream: bool) -> None:
+    slow: list[Any] = [{"role": "user", "content": "SLOW"}]
+    timeouts = 'lmkit:requests_total{finish_reason="timeout"'
+    before = server.metric(timeouts)
+    fields = {"timeout": 0.2, "priority": -1, "cache_salt": "x", "session_id": "me"}
+    with pytest.raises(openai.APIError) as error:
+        list(chat(client, messages=slow, max_tokens=None, stream=stream, extra_body=fields))
+    assert error.value.code == "deadline_exceeded"
+    assert "0.2 s" in error.value.message
+    assert stream or error.value.status_code == 504  # type: ignore[attr-defined]
+    server.until(lambda: server.metric(timeouts) == before + 1)
 
 
 def test_many_at_once(server: Server) -> None:

@@ -35,7 +35,7 @@ def test_inputs_follow_each_token_to_its_slot() -> None:
                 done[slot] += size
         if not chunks:
             continue
-        inputs, rows = batch.inputs(StepPlan([], [], chunks))
+        inputs, rows = batch.inputs(chunks)
         flat = [(c, p) for c in chunks for p in range(c.start, c.start + c.num_tokens)]
         assert inputs.token_ids.tolist() == [tokens[c.slot][p] for c, p in flat]
         assert inputs.positions.tolist() == [p for _, p in flat]
@@ -57,10 +57,10 @@ def test_inputs_follow_each_token_to_its_slot() -> None:
 def test_a_reused_slot_forgets_its_blocks() -> None:
     batch = PersistentBatch(num_slots=1, max_model_len=16, block_size=BLOCK, max_step_tokens=128)
     enter(batch, 0, [1, 2, 3, 4, 5])
-    batch.inputs(StepPlan([], [], [Chunk(0, 0, 5, [7, 8], True)]))
+    batch.inputs([Chunk(0, 0, 5, [7, 8], True)])
     batch.append(0, 9)
     enter(batch, 0, [6, 6])
-    inputs, _ = batch.inputs(StepPlan([], [], [Chunk(0, 0, 2, [3], True)]))
+    inputs, _ = batch.inputs([Chunk(0, 0, 2, [3], True)])
     assert inputs.slots.tolist() == [12, 13]
     assert inputs.token_ids.tolist() == [6, 6]
 
@@ -73,7 +73,7 @@ def test_prompt_rows_score_every_prompt_token_once() -> None:
     for start, size in ((0, 3), (3, 1), (4, 2)):
         chunk = Chunk(0, start, size, [start] if start % BLOCK == 0 else [], start + size == 6)
         other = Chunk(1, 0, 2, [9] if start == 0 else [], True)
-        inputs, rows = batch.inputs(StepPlan([], [], [other, chunk]))
+        inputs, rows = batch.inputs([other, chunk])
         positions = inputs.positions.tolist()
         assert rows is not None
         span = rows.prompt_rows[1]
@@ -99,7 +99,7 @@ def test_decode_steps_stay_in_place_and_follow_blocks_and_slots() -> None:
         if step == 15:
             del lengths[0]
         chunks = [Chunk(slot, n - 1, 1, new_blocks.pop(slot, []), True) for slot, n in lengths.items()]
-        inputs, rows = batch.inputs(StepPlan([], [], chunks))
+        inputs, rows = batch.inputs(chunks)
         assert rows is None
         assert inputs.token_ids.tolist() == [batch.token_ids[slot, n - 1] for slot, n in lengths.items()]
         assert inputs.positions.tolist() == [n - 1 for n in lengths.values()]

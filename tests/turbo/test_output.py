@@ -153,3 +153,12 @@ def test_a_request_that_ends_before_its_prompt_is_computed_has_no_prompt_logprob
 def test_errors_pass_through(tokenizer: Tokenizer) -> None:
     output = processor(tokenizer).process(step([], "error", error="the step failed"))
     assert (output.finish_reason, output.error, output.text) == ("error", "the step failed", "")
+    assert output.error_code == "engine_error"
+    output = processor(tokenizer).process(step([], "error", error="late", error_code="deadline_exceeded"))
+    assert output.error_code == "deadline_exceeded"
+
+
+def test_cached_tokens_are_those_of_the_first_output(tokenizer: Tokenizer) -> None:
+    output = processor(tokenizer)
+    assert output.process(step([5], None, cached_tokens=7)).num_cached_tokens == 7
+    assert output.process(step([6], "length", cached_tokens=9)).num_cached_tokens == 7

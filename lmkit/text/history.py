@@ -1,0 +1,90 @@
+"""The tokens of a conversation as they were generated, kept from turn to turn.
+
+A model may write a text in other tokens than the tokenizer would. If the next turn's prompt tokenized the answer anew,
+it would part with the KV cache at the first such token; so the answer's own tokens are put in its place:
+
+    rendered   <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello!<|im_end|>\\n<|im_start|>user\\nAnd ...
+    turns      |------------------- first: prompt + answer -------------------||--- encoded anew, like any text ---
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lmkit.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """What a turn added: the end of its prompt and its answer, without the token that ended it."""
+
+    text: str
+    ids: array[int]
+
+
+@dataclass(frozen=True)
+class TokenHistory:
+    """The turns of one conversation. Immutable: a fork is the same value.
+
+    Nothing but the text decides what is used of it: a conversation that was edited, or whose answer a template or a
+    stop string changed, is encoded anew from there on.
+    """
+
+    turns: tuple[_Turn, ...] = ()
+
+    def encode(self, tokenizer: Tokenizer, text: str) -> EncodedTurn:
+        """Token ids of a rendered conversation.
+
+        The longest run of turns that `text` begins with gives its own tokens. What follows must begin with a special
+        token: these are cut out before anything else is looked at, so that no token of plain encoding could have
+        reached over the seam. Raises RequestError if `text` is not valid Unicode.
+        """
+        used: list[_Turn] = []
+        num_chars = 0
+        for turn in self.turns:
+            if not text.startswith(turn.text, num_chars):
+                break
+            used.append(turn)
+            num_chars += len(turn.text)
+        while True:
+            rest = text[num_chars:]
+            ids = tokenizer.encode(rest, add_special_tokens=False)
+            if not used or not rest or _begins_with_special(tokenizer, rest, ids):
+                known = [token for turn in used for token in turn.ids]
+                return EncodedTurn(TokenHistory(tuple(used)), tokenizer, rest, known + ids, len(known))
+            num_chars -= len(used.pop().text)  # it began with a special token, or is the first
+
+    @property
+    def num_bytes(self) -> int:
+        """Of memory, at most."""
+        return sum(4 * (len(turn.text) + len(turn.ids)) for turn in self.turns)
+
+
+@dataclass(frozen=True)
+class EncodedTurn:
+    """A prompt: `ids` of a whole rendered conversation, `rest` the text that was not in its history."""
+
+    history: TokenHistory
+    tokenizer: Tokenizer
+    rest: str
+    ids: list[int]
+    num_known: int  # of ids: from the history
+
+    def answered(self, answer_ids: Sequence[int]) -> TokenHistory:
+        """The history with this prompt and its answer, given without the token that ended it.
+
+        An answer that stops in the middle of a character adds nothing: no rendered text can begin with it.
+        """
+        try:
+            answer = b"".join(map(self.tokenizer.token_bytes, answer_ids)).decode()
+        except UnicodeDecodeError:
+            return self.history
+        ids = array("i", [*self.ids[self.num_known :], *answer_ids])
+        return TokenHistory((*self.history.turns, _Turn(self.rest + answer, ids)))
+
+
+def _begins_with_special(tokenizer: Tokenizer, text: str, ids: Sequence[int]) -> bool:
+    piece = tokenizer.id_to_token(ids[0]) if ids and ids[0] in tokenizer.special_ids else None
+    return piece is not None and text.startswith(piece)

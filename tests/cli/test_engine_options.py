@@ -1,0 +1,105 @@
+"""Every field of EngineConfig can be said on the command line, and means there what it means in Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from lmkit.cli import engine_options as module
+from lmkit.cli import serve as serve_module
+from lmkit.cli.engine_options import engine_options
+from lmkit.cli.options import takes
+from lmkit.cli.serve import serve
+from lmkit.config import EngineConfig
+from lmkit.errors import ConfigError
+
+ALL: dict[str, Any] = {
+    "device": "cpu", "dtype": "float32", "kv_dtype": "int8", "activations": "exact", "lm_head": "int8",
+    "packed_cache": False, "block_size": 16, "max_batch_size": 3, "max_step_tokens": 64, "max_model_len": 100,
+    "kv_memory": 3 << 20, "max_queue": 7, "num_threads": 2, "prefix_cache": False, "cache_quota": 0.25,
+    "session_lease": 1.5, "kv_host_memory": 2 << 30, "kv_disk_path": "kv", "kv_disk_memory": 5 << 30,
+    "attention_sinks": 4, "priority_seconds": 0.0, "max_overtakes": 0, "decode_slowdown": 3.0, "overlap": False,
+    "request_timeout": 9.0,
+}  # fmt: skip
+SIZES = {"kv_memory": "3M", "kv_host_memory": "2GiB", "kv_disk_memory": "5g"}
+
+
+def arguments(values: dict[str, Any]) -> list[str]:
+    words = []
+    for name, value in values.items():
+        option = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{option}" if value else f"--no-{option}")
+        else:
+            words += [f"--{option}", SIZES.get(name, str(value))]
+    return words
+
+
+def parsed(words: list[str]) -> EngineConfig:
+    found: list[EngineConfig] = []
+
+    @takes(config=engine_options)
+    def command(config: EngineConfig) -> None:
+        found.append(config)
+
+    app = typer.Typer()
+    app.command()(command)
+    result = CliRunner().invoke(app, words)
+    if result.exception is not None:
+        raise result.exception
+    return found[0]
+
+
+def test_defaults_are_the_configuration_s() -> None:
+    assert parsed([]) == EngineConfig()
+
+
+def test_every_field_is_an_option() -> None:
+    assert ALL.keys() == set(EngineConfig.__struct_fields__) == module.HELP.keys()
+    default = EngineConfig()
+    assert all(getattr(default, name) != value for name, value in ALL.items())
+    assert parsed(arguments(ALL)) == EngineConfig(**ALL)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--cache-quota", "0"], ["--cache-quota", "1.5"], ["--session-lease", "0"], ["--kv-host-memory", "much"],
+        ["--kv-disk-memory", "0"], ["--attention-sinks", "-1"], ["--priority-seconds", "-1"], ["--max-overtakes", "-1"],
+        ["--decode-slowdown", "1"], ["--request-timeout", "0"], ["--device", "tpu"], ["--kv-memory", ""],
+    ],
+)  # fmt: skip
+def test_values_out_of_range_are_refused(words: list[str]) -> None:
+    with pytest.raises(ConfigError):
+        parsed(words)
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Callable[..., EngineConfig]:
+    """`lmkit serve` with these options, up to the engine's start: what it would be given."""
+
+    def run(*words: str) -> EngineConfig:
+        given: list[EngineConfig] = []
+        monkeypatch.setattr("lmkit.turbo.async_engine.AsyncEngine", lambda path, config, **_: given.append(config))
+        monkeypatch.setattr("lmkit.serve.server.serve", lambda *_: 0)
+        app = typer.Typer()
+        app.command()(serve)
+        result = CliRunner().invoke(app, [str(Path(serve_module.__file__).parents[1] / "demo" / "model"), *words])
+        assert result.exit_code == 0, result.output
+        return given[0]
+
+    return run
+
+
+def test_several_keys_share_the_cache(served: Callable[..., EngineConfig]) -> None:
+    two = ("--api-key", "a", "--api-key", "b")
+    assert served().cache_quota == 1.0
+    assert served("--api-key", "a").cache_quota == 1.0
+    assert served(*two).cache_quota == 0.5
+    assert served(*two, "--cache-quota", "1").cache_quota == 1.0
+    assert served(*two, "--cache-quota", "0.3").cache_quota == 0.3
