@@ -46,9 +46,11 @@ class ArrayBlocks:
         self.data = np.zeros((count, BLOCK), np.uint8)
         self.may_read = threading.Event()
         self.may_read.set()
+        self.reading = threading.Event()
         self.failing: set[int] = set()
 
     def read(self, block: int, out: memoryview) -> None:
+        self.reading.set()
         self.may_read.wait(20)
         self._touch(block)
         np.frombuffer(out, np.uint8)[:] = self.data[block]

@@ -5,6 +5,8 @@
         0123456789abcdef/            0700, the blocks of one fingerprint: this much of it names the folder
             ab/abcd....kv            0600, one block, named by its key
             ab/partial               one that is being written
+
+What else lies there is neither read nor removed.
 """
 
 from __future__ import annotations
