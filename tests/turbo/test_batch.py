@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from lmkit.turbo.batch import PersistentBatch
-from lmkit.turbo.plan import Chunk, NewSequence, StepPlan
+from lmkit.turbo.plan import Chunk, NewSequence
 from lmkit.turbo.request import GenerationConfig
 
 BLOCK = 4
