@@ -1,10 +1,10 @@
 """Gives sequences the KV blocks they need, and takes them back: into the prefix cache, where the next one finds them.
 
-    free --reserve--> a sequence's own --publish--> also the cache's --release--> the cache's alone (idle) --evict--> free
-                                                          ^------------- find, acquire -------------'
+    free --reserve--> a sequence's --publish--> also the cache's --release--> the cache's alone (idle) --evict--> free
+                                                      ^------------ find, acquire -------------'
 
-References (BlockPool) say who has a block: sequences, the cache, leases of sessions. An idle block, which the cache alone
-has, is as good as free.
+References (BlockPool) say who has a block: sequences, the cache, leases of sessions. An idle block, which the cache
+alone has, is as good as free.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class KVManager:
     # ---- finding
 
     def find(self, seq: Sequence) -> Match:
-        """What the cache has of a sequence that holds nothing: all but the last token at most, whose logits it needs."""
+        """What the cache has of a sequence that holds nothing: at most all but the last token, for its logits."""
         if self.cache is None or seq.scores_prompt or seq.num_tokens < 2:
             return NOTHING
         return self.cache.match(self.namespace(seq), seq.tokens(seq.num_tokens - 1))

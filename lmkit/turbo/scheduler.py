@@ -8,9 +8,9 @@ There are no phases. A running sequence has tokens left to compute: one, when it
   one block to spare for each running sequence. The cache gives what it has of them; what a lower tier has is loaded in
   the background if that is quicker than computing it. Who shares a prefix with a prompt under way waits for that.
 
-A sequence that finds no block preempts the last by rank; the last itself waits a step and keeps what it has. So the first
-by rank always advances, and no request that `add` accepted needs more than the whole pool. What a preempted sequence has
-computed goes to the cache, and is evicted, saved to a tier or found again like all else there.
+A sequence that finds no block preempts the last by rank; the last itself waits a step and keeps what it has. So the
+first by rank always advances, and no request that `add` accepted needs more than the whole pool. What a preempted
+sequence has computed goes to the cache, and is evicted, saved to a tier or found again like all else there.
 
 Plans are carried out in the order in which they are made, and a plan may be made while the last one runs: what it will
 have computed is known, what it samples is not, and the runner fills that in. So blocks may change owners at once; only
@@ -168,7 +168,7 @@ class Scheduler:
     # ---- results
 
     def update(self, plan: StepPlan, sampled: list[Sampled], seconds: float = 0.0) -> list[StepOutput]:
-        """Take in a step's results, one for each of the plan's chunks, and how long it took; the outputs that are ready."""
+        """Take in a step's results, one for each chunk of its plan, and how long it took; outputs that are ready."""
         sequences = self._next_under_way(plan)
         self._pace(plan, seconds)
         for seq, chunk, result in zip(sequences, plan.chunks, sampled, strict=True):

@@ -33,7 +33,7 @@ def limits(**changes: Any) -> SchedulerLimits:
 
 
 def request(name: str, prompt: list[int] | int, **params: Any) -> Request:
-    """`prompt` may be a length. No eos and 4 tokens unless `params` says otherwise; fields of Request may be among them."""
+    """`prompt` may be a length. No eos and 4 tokens unless `params` says otherwise; it may have fields of Request."""
     ids = [(7 * i + 3) % 48 + 2 for i in range(prompt)] if isinstance(prompt, int) else prompt
     fields = {key: params.pop(key) for key in list(params) if key in Request.__struct_fields__}
     config = GenerationConfig(**({"max_new_tokens": 4, "ignore_eos": True, "seed": 1} | params))
