@@ -32,7 +32,7 @@ TORCH_FREE = [
     "lmkit.proxy.app", "lmkit.serve.app", "lmkit.bench.online", "lmkit.bench.report", "lmkit.bench.plot",
     "lmkit.turbo.request", "lmkit.turbo.sequence", "lmkit.turbo.block_pool", "lmkit.turbo.kv_manager",
     "lmkit.turbo.policy", "lmkit.turbo.scheduler", "lmkit.turbo.plan", "lmkit.turbo.output",
-    "lmkit.turbo.async_engine", "lmkit.turbo.memory", "lmkit.turbo.pacing",
+    "lmkit.turbo.async_engine", "lmkit.turbo.memory", "lmkit.turbo.pacing", "lmkit.turbo.tiers.store",
 ]  # fmt: skip
 
 

@@ -131,15 +131,21 @@ def paged_attention(
     context_lens: Tensor,
     scale: float,
     window: int,
+    sinks: int = 0,
 ) -> Tensor:
     """Causal attention of mixed query lengths over blocked KV; prefill, chunked prefill and decode alike.
 
     q [T, num_heads, D] float32 or bfloat16: rows query_start[b] .. query_start[b+1] belong to sequence b and are its
     last positions, context_lens[b] - n_b .. context_lens[b] - 1 (keys of these positions are already appended).
-    block_tables int32 [B, max_blocks], query_start int32 [B + 1], context_lens int32 [B]. Query at position p reads
-    keys max(0, p - window + 1) .. p (window 0 = all). Query head h reads KV head h // (num_heads / num_kv_heads).
-    softmax(q . k * scale) @ v, result [T, num_heads, D] in q's dtype. With a `mean`, the key of position t is what is
-    stored + RoPE_t(b).
+    block_tables int32 [B, max_blocks], query_start int32 [B + 1], context_lens int32 [B]. Query head h reads
+    KV head h // (num_heads / num_kv_heads); key j is visible to a query at position p iff
+
+        j <= p and (window == 0 or j > p - window or j < sinks)
+
+    (attention sinks, arXiv 2309.17453, except that positions stay absolute: nothing is turned again when the window
+    moves on). softmax(q . k * scale) @ v, result [T, num_heads, D] in q's dtype. With a `mean`, the key of position t
+    is what is stored + RoPE_t(b). What blocks hold of which no query sees any key does not matter, not even a NaN;
+    their entries of the table only have to be valid.
     """
 
 

@@ -96,7 +96,7 @@ class DecoderLayer:
         self.rope_append(q, k, v, *rope, kv.k, kv.v, batch.slots)
         out: Tensor = self.paged_attention(
             q, kv.k, kv.v, batch.block_tables, batch.query_start, batch.context_lens,
-            spec.head_dim**-0.5, spec.window(self.index),
+            spec.head_dim**-0.5, spec.window(self.index), spec.attention_sinks,
         )  # fmt: skip
         return out.view(len(out), -1)
 

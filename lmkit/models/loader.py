@@ -20,7 +20,8 @@ from lmkit.layers.linear import MergedLinear, Weights
 from lmkit.log import get_logger
 from lmkit.models import load_spec, roles
 from lmkit.models.decoder import Decoder, DecoderLayer
-from lmkit.models.packed_cache import PackedCache, PackedFile, PackedWriter, Packing, kinds_of
+from lmkit.models.identity import Packing
+from lmkit.models.packed_cache import PackedCache, PackedFile, PackedWriter, kinds_of
 from lmkit.models.spec import ModelSpec
 from lmkit.qtensor import QTensor, QuantScheme, quantize
 
@@ -183,16 +184,19 @@ def load_model(
     activations: str = "int8",
     lm_head: str = "auto",
     packed_cache: bool = False,
+    attention_sinks: int = 0,
 ) -> Decoder:
     """A decoder ready to serve: every linear packed for the kernel that its format and this machine select.
 
     `dtype` of dense weights: auto keeps the checkpoint's, except float16 on a CPU, which is widened to float32 (no CPU
     kernel multiplies it directly, and bfloat16 would round it). `lm_head` int8 quantizes the head. `packed_cache` keeps
     packed weights in a file and maps it, see packed_cache.py; without it they are packed into memory. Embeddings are
-    mapped from the checkpoint where they keep its dtype.
+    mapped from the checkpoint where they keep its dtype. `attention_sinks` of the first tokens stay visible to sliding
+    windows; ConfigError for a model without any.
     """
     source = ModelSource(path)
     try:
+        source.spec = source.spec.with_sinks(attention_sinks)
         packing = Packing(device, resolve_dtype(dtype, source.spec.dtype, device), activations, lm_head)
         decoder = _load_cached(source, packing) if packed_cache else None
         return decoder or _load(source, packing)

@@ -19,8 +19,6 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -33,10 +31,10 @@ from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.formats.hub import DEMO_FOLDER
 from lmkit.formats.safetensors_file import SafetensorsFile
 from lmkit.formats.safetensors_stream import ALIGNMENT, SafetensorsStream
-from lmkit.kernels.cpu import isa
 from lmkit.layers.linear import Weights
 from lmkit.layers.outline import WeightKind, kind_of
 from lmkit.log import get_logger
+from lmkit.models.identity import Packing, checkpoint_identity, packing_identity
 from lmkit.qtensor import QTensor
 
 log = get_logger(__name__)
@@ -45,18 +43,6 @@ FOLDER = ".lmkit"
 HEADER_BYTES = 16 << 10  # for one layer
 TENSOR_HEADER_BYTES = 512  # for a tensor of the checkpoint, where layers have many
 SPARE_BYTES = 256 << 20  # that a new file leaves on its disk
-PACKAGE = Path(__file__).parents[1]
-SOURCES = ("qtensor.py", "kernels/**/*.py", "layers/*.py", "formats/*.py", "models/*.py")  # what decides the bytes
-
-
-@dataclass(frozen=True)
-class Packing:
-    """How a checkpoint is loaded: all that decides the packed weights besides the checkpoint and the machine."""
-
-    device: str
-    dtype: str  # of dense weights
-    activations: str
-    lm_head: str
 
 
 Kinds = dict[str, WeightKind]  # by role
@@ -130,8 +116,7 @@ class PackedCache:
     """The cache file of one checkpoint and packing."""
 
     def __init__(self, reader: CheckpointReader, packing: Packing) -> None:
-        checkpoint = hashlib.sha256((reader.fingerprint() + _sources()).encode()).hexdigest()
-        how = hashlib.sha256(f"{asdict(packing)} {isa.host().name}".encode()).hexdigest()
+        checkpoint, how = checkpoint_identity(reader), packing_identity(packing)
         self.key = checkpoint + how
         self.stem = f"packed-{checkpoint[:16]}-"
         self.name = f"{self.stem}{how[:16]}.safetensors"
@@ -237,12 +222,3 @@ def _checksum(file: SafetensorsFile | SafetensorsStream, metadata: dict[str, str
     entries = sorted((name, info.dtype, info.shape, info.start) for name, info in file.infos.items())
     others = sorted((name, value) for name, value in metadata.items() if name != "checksum")
     return hashlib.sha256(repr((entries, others)).encode()).hexdigest()
-
-
-@cache
-def _sources() -> str:
-    """Of the code that packs: the layouts have no version number that could be forgotten."""
-    digest = hashlib.sha256()
-    for path in sorted(path for pattern in SOURCES for path in PACKAGE.glob(pattern)):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()

@@ -5,8 +5,9 @@ No torch here: `lmkit inspect` and the memory plan read it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from lmkit.errors import ConfigError
 from lmkit.layers.moe_spec import MoESpec
 from lmkit.layers.rope_spec import RopeSpec
 
@@ -33,10 +34,22 @@ class ModelSpec:
     mlp_bias: bool = False
     qk_norm: bool = False  # RMSNorm over head_dim on q and k, before RoPE
     windows: tuple[int, ...] = ()  # sliding window per layer, 0 = full; empty = full everywhere
+    attention_sinks: int = 0  # first tokens that sliding windows still see
     moe: MoESpec | None = None
 
     def window(self, layer: int) -> int:
         return self.windows[layer] if self.windows else 0
+
+    def with_sinks(self, count: int) -> ModelSpec:
+        """The same with so many attention sinks. Raises ConfigError if no layer has a sliding window to add them to."""
+        if count and not any(self.windows):
+            raise ConfigError(f"attention_sinks={count}: no layer of this {self.architecture} has a sliding window")
+        return replace(self, attention_sinks=count)
+
+    @property
+    def common_window(self) -> int:
+        """Keys behind the widest window of the layers are never looked at; 0 = some layer sees everything."""
+        return max(self.windows, default=0) if all(self.windows) else 0
 
     def sparse(self, layer: int) -> MoESpec | None:
         """The experts of a layer, if it has any."""

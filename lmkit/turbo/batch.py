@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from lmkit.layers.batch import BatchInputs
-from lmkit.turbo.plan import Chunk, NewSequence, StepPlan
+from lmkit.turbo.plan import Chunk, NewSequence
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,8 @@ class PersistentBatch:
         self.token_ids[new.slot, :count] = new.token_ids
         self.num_tokens[new.slot] = count
         self.num_prompt_tokens[new.slot] = new.num_prompt_tokens
-        self.num_blocks[new.slot] = 0
+        self.num_blocks[new.slot] = len(new.block_table)
+        self.block_tables[new.slot, : len(new.block_table)] = new.block_table
         self.wants_prompt_logprobs[new.slot] = new.prompt_logprobs
 
     def append(self, slot: int, token_id: int) -> None:
@@ -61,26 +62,26 @@ class PersistentBatch:
             self.token_ids[slot, position] = token_id
         self.num_tokens[slot] = position + 1
 
-    def inputs(self, plan: StepPlan) -> tuple[BatchInputs, StepRows | None]:
+    def inputs(self, chunks: list[Chunk]) -> tuple[BatchInputs, StepRows | None]:
         """Give the chunks their new blocks and gather the step's tensors, which are valid until the next step.
 
         None for a decode step: every sequence brings one token and samples the next.
         """
-        for chunk in plan.chunks:
+        for chunk in chunks:
             if chunk.new_blocks:
                 first = self.num_blocks[chunk.slot]
                 self.block_tables[chunk.slot, first : first + len(chunk.new_blocks)] = chunk.new_blocks
                 self.num_blocks[chunk.slot] = first + len(chunk.new_blocks)
-        if all(c.num_tokens == 1 and c.sample for c in plan.chunks):
-            return self._decode([(c.slot, c.start) for c in plan.chunks]), None
+        if all(c.num_tokens == 1 and c.sample for c in chunks):
+            return self._decode([(c.slot, c.start) for c in chunks]), None
         self._decoded = []
-        slots = np.array([c.slot for c in plan.chunks])
-        starts = np.array([c.start for c in plan.chunks])
-        counts = np.array([c.num_tokens for c in plan.chunks])
+        slots = np.array([c.slot for c in chunks])
+        starts = np.array([c.start for c in chunks])
+        counts = np.array([c.num_tokens for c in chunks])
         query_start = np.concatenate(([0], counts.cumsum()))
         positions = np.arange(query_start[-1]) - np.repeat(query_start[:-1] - starts, counts)
         max_blocks = self._write(slots, np.repeat(slots, counts), positions, query_start, starts + counts)
-        rows, logit_rows = self._logit_rows(plan.chunks, query_start)
+        rows, logit_rows = self._logit_rows(chunks, query_start)
         self._arrays["logit_rows"][: len(logit_rows)] = logit_rows
         return self._views(len(positions), len(slots), max_blocks, len(logit_rows)), rows
 

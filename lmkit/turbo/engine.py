@@ -1,8 +1,17 @@
-"""The engine: a scheduler and a runner in step. One loop owns it; it is not thread-safe."""
+"""The engine: a scheduler and a runner. One loop owns it; it is not thread-safe.
+
+With `overlap` a thread carries out the plans, and the loop prepares the next one meanwhile:
+
+    loop     schedule 1 | schedule 2 | wait | update 1, schedule 3 | wait | update 2 ...
+    thread              | step 1 ...........| step 2 ..............| step 3 ...
+"""
 
 from __future__ import annotations
 
 import time
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 import msgspec
 
@@ -12,15 +21,32 @@ from lmkit.kernels.cpu import threads
 from lmkit.log import get_logger
 from lmkit.models import kv_storage
 from lmkit.models.loader import ModelSource, load_model, resolve_dtype
+from lmkit.models.spec import ModelSpec
 from lmkit.text import Tokenizer
 from lmkit.turbo.batch import PersistentBatch
-from lmkit.turbo.memory import MemoryPlan, plan_memory
+from lmkit.turbo.limits import SchedulerLimits
+from lmkit.turbo.memory import MemoryPlan, kv_limits, plan_memory
+from lmkit.turbo.plan import Sampled, StepPlan
 from lmkit.turbo.request import EngineInfo, EngineStats, GenerationConfig, Request, StepOutput
 from lmkit.turbo.runner import Runner
 from lmkit.turbo.sampler import Sampler
-from lmkit.turbo.scheduler import Scheduler, SchedulerLimits
+from lmkit.turbo.scheduler import Scheduler
 
 log = get_logger(__name__)
+
+
+IDLE_SECONDS = 0.02  # between looks at loads, when there is nothing else to do
+
+
+@dataclass
+class Profile:
+    """Where the time of steps goes, in seconds since the start."""
+
+    steps: int = 0
+    schedule: float = 0.0  # the loop: writing plans
+    update: float = 0.0  # the loop: taking in results
+    wait: float = 0.0  # the loop: for the thread
+    execute: float = 0.0  # the thread: whole steps; Runner.kernel_seconds of it in the model
 
 
 class Engine:
@@ -29,7 +55,8 @@ class Engine:
     def __init__(self, model_path: str, config: EngineConfig | None = None) -> None:
         config = config or EngineConfig()
         device = resolve_device(config)
-        threads.configure(config.num_threads or default_num_threads())
+        num_threads = config.num_threads or default_num_threads()
+        threads.configure(num_threads)
         source = ModelSource(model_path)
         try:
             spec, path = source.spec, source.reader.path
@@ -51,21 +78,18 @@ class Engine:
             activations=config.activations,
             lm_head=config.lm_head,
             packed_cache=config.packed_cache,
+            attention_sinks=config.attention_sinks,
         )
         log.info("loaded %s in %.1f s", path, time.perf_counter() - start)
         kv = kv_storage.allocate(spec, storages, memory.num_blocks, config.block_size, memory.max_model_len)
         batch = PersistentBatch(config.max_batch_size, memory.max_model_len, config.block_size, config.max_step_tokens)
         sampler = Sampler(config.max_batch_size, spec.vocab_size)
         self.runner = Runner(decoder, kv, batch, sampler, memory.workspace)
-        limits = SchedulerLimits(
-            num_blocks=memory.num_blocks,
-            block_size=config.block_size,
-            max_batch_size=config.max_batch_size,
-            max_step_tokens=config.max_step_tokens,
-            max_model_len=memory.max_model_len,
-            max_queue=config.max_queue,
-            vocab_size=spec.vocab_size,
-        )
+        limits = _limits(config, memory, spec)
+        self.profile = Profile()
+        self._overlap = config.overlap
+        self._thread = ThreadPoolExecutor(1, "engine-steps", lambda: threads.configure(num_threads))
+        self._under_way: deque[tuple[StepPlan, Future[tuple[list[Sampled], float]]]] = deque()
         self._failed_steps = 0
         self._warm_up(limits)
         self.scheduler = Scheduler(limits, Tokenizer.from_pretrained(path).eos_token_ids)
@@ -76,7 +100,7 @@ class Engine:
         request comes. Raises LMKitError if a step fails; its log says why.
         """
         self.scheduler = Scheduler(limits, ())
-        length = min(4, limits.max_model_len, limits.num_blocks * limits.block_size)
+        length = min(4, limits.max_model_len, limits.kv.num_blocks * limits.kv.block_size)
         for name, temperature in (("greedy", 0.0), ("sampled", 1.0)):
             params = GenerationConfig(max_new_tokens=length // 2, temperature=temperature, top_p=0.9, seed=0)
             if length > 1:
@@ -99,23 +123,70 @@ class Engine:
         return self.scheduler.has_work()
 
     def step(self) -> list[StepOutput]:
-        """Schedule, compute, sample. A step that raises ends its own requests with an error and no others."""
-        plan = self.scheduler.schedule()
-        if plan is None:
-            return self.scheduler.take_outputs()
+        """Schedule, compute, sample: the outputs of the oldest step under way, or those that need none.
+
+        A step that raises ends its own requests with an error and no others.
+        """
+        while True:
+            start = time.perf_counter()
+            plan = self.scheduler.schedule()
+            self.profile.schedule += time.perf_counter() - start
+            if plan is not None:
+                self._under_way.append((plan, self._thread.submit(self._execute, plan)))
+            if not self._under_way:
+                outputs = self.scheduler.take_outputs()
+                if not outputs:
+                    self.scheduler.wait(IDLE_SECONDS)
+                return outputs
+            if plan is None or not self._overlap or len(self._under_way) > 1:
+                return self._land(*self._under_way.popleft())
+
+    def _execute(self, plan: StepPlan) -> tuple[list[Sampled], float]:
+        """In the thread: (results, seconds)."""
+        start = time.perf_counter()
+        sampled = self.runner.execute(plan)
+        return sampled, time.perf_counter() - start
+
+    def _land(self, plan: StepPlan, future: Future[tuple[list[Sampled], float]]) -> list[StepOutput]:
+        start = time.perf_counter()
         try:
-            sampled = self.runner.execute(plan)
+            sampled, seconds = future.result()
         except Exception:  # one request must never end the engine
             self._failed_steps += 1
             log.exception("a step failed; its %d requests end with an error", len(plan.chunks))
             return self.scheduler.fail(plan, "the engine failed while computing this request")
-        return self.scheduler.update(plan, sampled)
+        landed = time.perf_counter()
+        outputs = self.scheduler.update(plan, sampled, seconds)
+        self.profile.wait += landed - start
+        self.profile.steps += 1
+        self.profile.execute += seconds
+        self.profile.update += time.perf_counter() - landed
+        return outputs
+
+    def close(self) -> None:
+        """Wait for steps under way and end the thread. The engine cannot be used afterwards."""
+        self._thread.shutdown()
 
     def stats(self) -> EngineStats:
         return msgspec.structs.replace(self.scheduler.stats(), failed_steps=self._failed_steps)
 
     def check_integrity(self) -> None:
         self.scheduler.check_integrity()
+
+
+def _limits(config: EngineConfig, memory: MemoryPlan, spec: ModelSpec) -> SchedulerLimits:
+    return SchedulerLimits(
+        kv=kv_limits(spec, config, memory.num_blocks),
+        max_batch_size=config.max_batch_size,
+        max_step_tokens=config.max_step_tokens,
+        max_model_len=memory.max_model_len,
+        max_queue=config.max_queue,
+        vocab_size=spec.vocab_size,
+        priority_seconds=config.priority_seconds,
+        max_overtakes=config.max_overtakes,
+        decode_slowdown=config.decode_slowdown,
+        request_timeout=config.request_timeout,
+    )
 
 
 def resolve_device(config: EngineConfig) -> str:
@@ -130,8 +201,8 @@ def _info(path: str, limits: SchedulerLimits, dtypes: list[tuple[str, str]], mem
         model_path=path,
         vocab_size=limits.vocab_size,
         max_model_len=limits.max_model_len,
-        num_blocks=limits.num_blocks,
-        block_size=limits.block_size,
+        num_blocks=limits.kv.num_blocks,
+        block_size=limits.kv.block_size,
         kv_dtype=" ".join(kinds),
         memory=memory.as_dict(),
     )

@@ -10,6 +10,7 @@ import psutil
 from lmkit.config import EngineConfig
 from lmkit.errors import ConfigError
 from lmkit.models.spec import ModelSpec
+from lmkit.turbo.kv_manager import KVLimits
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 RUNTIME_BYTES = 400 << 20  # torch, numba and their compiled code
@@ -56,6 +57,20 @@ def kv_token_bytes(spec: ModelSpec, dtypes: tuple[str, str]) -> int:
     return spec.num_kv_heads * (head_bytes(dtypes[0]) + head_bytes(dtypes[1]))
 
 
+def kv_limits(spec: ModelSpec, config: EngineConfig, num_blocks: int) -> KVLimits:
+    """What a pool of so many blocks is to an engine."""
+    return KVLimits(
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        window=spec.common_window,
+        sinks=config.attention_sinks,
+        max_step_tokens=config.max_step_tokens,
+        prefix_cache=config.prefix_cache,
+        cache_quota=config.cache_quota,
+        session_lease=config.session_lease,
+    )
+
+
 def plan_memory(
     spec: ModelSpec,
     config: EngineConfig,
@@ -84,7 +99,7 @@ def plan_memory(
     wanted_len = config.max_model_len or spec.max_position
     if config.max_model_len is not None and config.max_model_len > spec.max_position:
         raise ConfigError(f"max_model_len {wanted_len} exceeds the model's context of {spec.max_position}")
-    blocks_per_sequence = -(-wanted_len // config.block_size)
+    blocks_per_sequence = kv_limits(spec, config, 0).blocks_for(wanted_len)
     budget = config.kv_memory or min(int(left * KV_SHARE), blocks_per_sequence * config.max_batch_size * block_bytes)
     num_blocks = budget // block_bytes
     if num_blocks < 1:

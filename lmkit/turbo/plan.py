@@ -30,7 +30,7 @@ class Chunk(msgspec.Struct, frozen=True):
 
 
 class Load(msgspec.Struct, frozen=True):
-    """Fill `blocks` from a lower tier, in the background; no chunk touches them until that is done."""
+    """Fill `blocks` from a lower tier, in the background; nothing touches them until that is done."""
 
     job: int
     keys: list[bytes]  # of the blocks: what they hold, see turbo.tiers
@@ -38,14 +38,14 @@ class Load(msgspec.Struct, frozen=True):
 
 
 class Save(msgspec.Struct, frozen=True):
-    """Copy a block to a lower tier, in the background; it does not change until that is done."""
+    """Keep a block in a lower tier; it may get other owners in the same plan, so its bytes are taken at once."""
 
     key: bytes
     block: int
 
 
 class StepPlan(msgspec.Struct, frozen=True):
-    """Apply in this order: freed slots leave, copies are made, loads and saves begin, new sequences enter, chunks are
+    """Apply in this order: freed slots leave, saves are taken, copies made, loads begun, new sequences enter, chunks are
     computed. Plans are carried out one after the other, in the order in which they were made.
     """
 

@@ -1,25 +1,50 @@
-"""Who is served next, and who gives way. A policy is two plain functions, passed to the scheduler."""
+"""Who is served next, and who gives way. Plain functions over sequences; the scheduler asks them.
+
+Everything follows from one number that a request gets when it arrives and keeps, its rank:
+
+    rank = arrival time + priority * priority_seconds
+
+A level of priority is worth so many seconds of waiting, so a request of low priority goes behind those of high priority
+that arrive within that time, and before all that arrive later: nobody starves, whatever comes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from operator import attrgetter
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
 
 from lmkit.turbo.sequence import Sequence
 
-# (running, waiting in their queue's order) -> candidates of one step, best first: all the running, then the waiting.
-# These are read lazily: a step that has no room must not look at all of them.
-Order = Callable[[Iterable[Sequence], Iterable[Sequence]], Iterator[Sequence]]
-# Non-empty running -> the one that is preempted when an older one needs its blocks.
-Victim = Callable[[Iterable[Sequence]], Sequence]
+LOOK_AHEAD = 8  # of the queue, how many are compared for what the cache has of them
 
 
-def fcfs(running: Iterable[Sequence], waiting: Iterable[Sequence]) -> Iterator[Sequence]:
-    """First come, first served."""
-    yield from sorted(running, key=attrgetter("arrival"))
-    yield from waiting
+def order(seq: Sequence) -> tuple[float, int]:
+    """The sort key of queue and batch: rank, then arrival."""
+    return seq.rank, seq.arrival
 
 
-def last_arrived(running: Iterable[Sequence]) -> Sequence:
-    """The one that has waited least; the oldest is therefore never preempted, and every request ends."""
-    return max(running, key=attrgetter("arrival"))
+def next_in(queue: Seq[Sequence], cached_tokens: Callable[[Sequence], int], max_overtakes: int) -> Sequence:
+    """Of the first ones in the queue with the priority of the first, the one of which the cache has most.
+
+    None that has been overtaken `max_overtakes` times is overtaken again.
+    """
+    candidates = []
+    for seq in queue[:LOOK_AHEAD]:
+        if seq.request.priority != queue[0].request.priority:
+            break
+        candidates.append(seq)
+        if seq.overtaken >= max_overtakes:
+            break
+    return candidates[0] if len(candidates) == 1 else max(candidates, key=cached_tokens)  # the first of the best
+
+
+def victim(running: Iterable[Sequence]) -> Sequence | None:
+    """Of those that may be preempted, the last by rank. The first one never is while others run: every request ends."""
+    return max(running, key=order, default=None)
+
+
+def outranks(seq: Sequence, other: Sequence) -> bool:
+    """Whether a waiting sequence may take the place of a running one: better in priority and in rank, so that no two
+    ever throw each other out.
+    """
+    return seq.request.priority < other.request.priority and order(seq) < order(other)

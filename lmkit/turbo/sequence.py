@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from enum import Enum
+
+import numpy as np
 
 from lmkit.turbo.plan import NewSequence
 from lmkit.turbo.request import FinishReason, Request, TokenLogprobs
@@ -13,8 +16,9 @@ FAILED_TOKEN = -2  # as Sampled.token_id: the logits were unusable and the seque
 
 class Status(Enum):
     WAITING = "waiting"  # new, or preempted: holds no slot and no blocks
+    LOADING = "loading"  # holds a slot, and blocks that are filled from a lower tier
     RUNNING = "running"  # holds a slot and blocks
-    FINISHED = "finished"  # its last output is given; still holds both while a step that computes it is under way
+    FINISHED = "finished"  # its last output is given; still holds both while a step or a load of it is under way
 
 
 @dataclass(eq=False, slots=True)
@@ -23,15 +27,25 @@ class Sequence:
 
     request: Request
     arrival: int  # order of arrival, kept through preemptions
-    token_ids: list[int]  # prompt and output
+    rank: float  # see turbo.policy: the lower, the sooner
+    deadline: float  # on the scheduler's clock; inf = none
+    token_ids: array[int]  # int32: prompt and output
     max_tokens: int  # prompt and output at which it ends with "length"
     eos_token_ids: tuple[int, ...]  # empty if ignore_eos
     stop_ids: frozenset[int] = field(init=False)
-    num_computed: int = 0  # tokens whose KV is in the blocks
+    num_computed: int = 0  # tokens whose KV is in the blocks when all scheduled steps have run
+    num_landed: int = 0  # of these, by steps that have run already
+    num_pending: int = 0  # tokens that scheduled steps will sample
+    in_flight: int = 0  # scheduled steps that compute it and have not been updated yet, and loads
     status: Status = Status.WAITING
     slot: int = -1  # of the persistent batch; -1 = none
-    block_table: list[int] = field(default_factory=list)  # written by KVManager only
-    in_flight: bool = False  # a step that computes it is scheduled and has not been updated yet
+    has_entered: bool = False  # the runner knows it
+    overtaken: int = 0  # how often a later one went first
+    cached_tokens: int | None = None  # of the prompt, found in the cache when it entered for the first time
+    block_table: list[int] = field(default_factory=list)  # written by KVManager only, as are the next three
+    num_retired: int = 0  # blocks of the table that were looked at and given back, or kept as sinks
+    num_published: int = 0  # full blocks that the cache was told of
+    keys: list[bytes] = field(default_factory=list)  # of its full blocks in the tiers
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # gathered so far, of prompt tokens 1 and on
 
     def __post_init__(self) -> None:
@@ -55,17 +69,34 @@ class Sequence:
 
     @property
     def num_uncomputed(self) -> int:
-        return len(self.token_ids) - self.num_computed
+        """Tokens to schedule, one that is being sampled included: a runner knows it when it gets there."""
+        return len(self.token_ids) + self.num_pending - self.num_computed
+
+    @property
+    def is_due(self) -> bool:
+        """Whether there is anything to schedule before the steps under way have told what they sampled."""
+        ends = self.num_pending > 0 and self.num_tokens + self.num_pending >= self.max_tokens
+        return self.num_uncomputed > 0 and not ends
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether each prompt token must be computed for its log-probability; not again after a preemption."""
+        return self.request.prompt_logprobs and not self.num_outputs
+
+    def tokens(self, count: int) -> np.ndarray:
+        """The first `count`, int32; a view that must be dropped before the next token is appended."""
+        return np.frombuffer(self.token_ids, np.int32, count)
 
     def entry(self) -> NewSequence:
         """What a runner must know of it when it takes its slot."""
         return NewSequence(
             slot=self.slot,
-            token_ids=self.token_ids.copy(),
+            token_ids=self.token_ids.tolist(),
             num_prompt_tokens=self.num_prompt_tokens,
             params=self.request.params,
             eos_token_ids=self.eos_token_ids,
-            prompt_logprobs=self.request.prompt_logprobs and not self.num_outputs,  # else they are known already
+            prompt_logprobs=self.scores_prompt,
+            block_table=[max(block, 0) for block in self.block_table],
         )
 
     def gather_prompt_logprobs(self, start: int, values: list[TokenLogprobs]) -> None:

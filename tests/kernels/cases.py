@@ -232,10 +232,13 @@ def filled_cache(
     return kv, tables
 
 
+WINDOWS = ((0, 0), (3, 0), (300, 0), (3, 2), (40, 300), (300, 7), (40, 1000))  # and the sinks
+
+
 def attention_cases() -> Iterator[Case]:
     for types in KV_TYPES:
         for heads, group, dim, block_size in HEADS:
-            for window in (0, 3, 300):
+            for window, sinks in WINDOWS:
                 if window and types != KV_TYPES[0]:
                     continue
 
@@ -245,15 +248,15 @@ def attention_cases() -> Iterator[Case]:
                     g: int = group,
                     d: int = dim,
                     size: int = block_size,
-                    w: int = window,
+                    w: tuple[int, int] = (window, sinks),
                 ) -> tuple[Any, ...]:
                     lengths, new = [n for n, _ in LENGTHS], [n for _, n in LENGTHS]
                     kv, tables = filled_cache(types, h, d, size, lengths)
                     query_start = torch.tensor([0, *new]).cumsum(0).int()
                     q = torch.randn(sum(new), h * g, d) * 2
-                    return q, kv.k, kv.v, tables, query_start, torch.tensor(lengths).int(), d**-0.5, w
+                    return q, kv.k, kv.v, tables, query_start, torch.tensor(lengths).int(), d**-0.5, *w
 
-                name = f"{'-'.join(types)}-{dim}-{window}"
+                name = f"{'-'.join(types)}-{dim}-{window}" + (f"-{sinks}" if sinks else "")
                 brief = types in (KV_TYPES[0], KV_TYPES[2]) and dim in (128, 6) and not window
                 brief |= types == ("fp8", "fp8") and dim == 16
                 tolerance = WORD_TOLERANCE if {"int8", "int4"} & set(types) else F32_TOLERANCE

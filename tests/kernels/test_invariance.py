@@ -87,7 +87,7 @@ def test_elementwise_rows(op: Op) -> None:
 LENGTHS, NEW = [1, 30, 700, 2050, 257], [1, 30, 3, 1, 100]
 
 
-@pytest.mark.parametrize("window", [0, 40, 400])
+@pytest.mark.parametrize(("window", "sinks"), [(0, 0), (40, 0), (400, 0), (40, 5), (300, 270)])
 @pytest.mark.parametrize(
     ("types", "dim"),
     [
@@ -98,7 +98,7 @@ LENGTHS, NEW = [1, 30, 700, 2050, 257], [1, 30, 3, 1, 100]
         (("fp8", "fp8"), 64),
     ],
 )
-def test_attention_sequences_chunks_and_splits(types: tuple[str, str], dim: int, window: int) -> None:
+def test_attention_sequences_chunks_and_splits(types: tuple[str, str], dim: int, window: int, sinks: int) -> None:
     torch.manual_seed(4)
     kv_heads, group = 2, 3
     kv, tables = filled_cache(types, kv_heads, dim, 16, LENGTHS)
@@ -116,7 +116,7 @@ def test_attention_sequences_chunks_and_splits(types: tuple[str, str], dim: int,
         )
         lens = torch.tensor([LENGTHS[b] - NEW[b] + first + n for b, n in zip(sequences, taken, strict=True)]).int()
         query_start = torch.tensor([0, *taken]).cumsum(0).int()
-        return Tensor(impl(q[rows], kv.k, kv.v, tables[sequences], query_start, lens, dim**-0.5, window))
+        return Tensor(impl(q[rows], kv.k, kv.v, tables[sequences], query_start, lens, dim**-0.5, window, sinks))
 
     together = attend(list(range(len(LENGTHS))))
     for num_threads in (2, 1, 5):

@@ -2,26 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
+from lmkit.turbo.kv_manager import KVLimits
+from lmkit.turbo.limits import SchedulerLimits
 from lmkit.turbo.plan import Chunk, NewSequence, Sampled, StepPlan
-from lmkit.turbo.policy import Order, fcfs
 from lmkit.turbo.request import FinishReason, GenerationConfig, Request, StepOutput, TokenLogprobs
-from lmkit.turbo.scheduler import Scheduler, SchedulerLimits
+from lmkit.turbo.scheduler import Scheduler
 
 EOS = (0, 1)
+KV = KVLimits(num_blocks=16, block_size=4, max_step_tokens=16, prefix_cache=False)
 LIMITS = SchedulerLimits(
-    num_blocks=16, block_size=4, max_batch_size=4, max_step_tokens=16, max_model_len=64, max_queue=100, vocab_size=50
-)
+    kv=KV, max_batch_size=4, max_step_tokens=16, max_model_len=64, max_queue=100, vocab_size=50,
+    decode_slowdown=math.inf,
+)  # fmt: skip
+
+
+def limits(**changes: Any) -> SchedulerLimits:
+    """LIMITS with other values, of its own or of its KVLimits; no prefix cache unless asked for."""
+    steps = {"max_step_tokens": changes["max_step_tokens"]} if "max_step_tokens" in changes else {}
+    of_kv = {name: changes.pop(name) for name in list(changes) if hasattr(KV, name) and name != "max_step_tokens"}
+    return replace(LIMITS, kv=replace(KV, **of_kv, **steps), **changes)
 
 
 def request(name: str, prompt: list[int] | int, **params: Any) -> Request:
-    """`prompt` may be a length. No eos and 4 tokens unless `params` says otherwise."""
+    """`prompt` may be a length. No eos and 4 tokens unless `params` says otherwise; fields of Request may be among them."""
     ids = [(7 * i + 3) % 48 + 2 for i in range(prompt)] if isinstance(prompt, int) else prompt
-    scored = params.pop("prompt_logprobs", False)
+    fields = {key: params.pop(key) for key in list(params) if key in Request.__struct_fields__}
     config = GenerationConfig(**({"max_new_tokens": 4, "ignore_eos": True, "seed": 1} | params))
-    return Request(request_id=name, prompt_ids=ids, params=config, prompt_logprobs=scored)
+    return Request(request_id=name, prompt_ids=ids, params=config, **fields)
 
 
 def next_token(prefix: list[int], num_outputs: int, params: GenerationConfig, eos: tuple[int, ...], vocab: int) -> int:
@@ -51,37 +67,72 @@ def solo(req: Request, limits: SchedulerLimits) -> tuple[list[int], FinishReason
 
 @dataclass
 class FakeSlot:
-    owner: int  # unique per entry: what another sequence, or an earlier life of this one, wrote is told apart
     new: NewSequence
     token_ids: list[int]
-    num_computed: int = 0
+    num_computed: int
     blocks: list[int] = field(default_factory=list)
 
 
 class FakeRunner:
-    """Asserts that plans can be carried out, and that each sequence finds its whole context intact in its blocks."""
+    """Asserts that plans can be carried out, and that each sequence finds its whole context intact in its blocks.
 
-    def __init__(self, limits: SchedulerLimits) -> None:
+    What is written for a token is a hash of all tokens up to it, as real KV depends on all of them: whoever reads it
+    finds out whether it was computed for the same text. A block is bytes, so that tiers can carry it.
+    """
+
+    def __init__(self, limits: SchedulerLimits, tiers: Any = None) -> None:
         self.limits = limits
-        self.memory: dict[int, tuple[int, int, int]] = {}  # block * block_size + offset -> (owner, token, position)
+        self.tiers = tiers
+        self.memory = np.zeros((limits.kv.num_blocks, limits.kv.block_size), np.int64)
         self.slots: dict[int, FakeSlot] = {}
-        self.entries = 0
+        self.failed: set[int] = set()
+        self.num_computed = 0  # tokens, of all
+
+    @property
+    def nbytes(self) -> int:
+        return self.memory[0].nbytes
+
+    def read(self, block: int, out: memoryview) -> None:
+        out[:] = self.memory[block].tobytes()
+
+    def write(self, block: int, data: memoryview) -> None:
+        self.memory[block] = np.frombuffer(data, np.int64)
 
     def execute(self, plan: StepPlan) -> list[Sampled]:
+        assert self.tiers is not None or not plan.loads + plan.saves
         for slot in plan.freed:
             self.slots.pop(slot, None)
+        if self.tiers is not None:
+            self.tiers.save(plan.saves)
+        for source, target in plan.copies:
+            self.memory[target] = self.memory[source]
+        for load in plan.loads:
+            self.tiers.load(load)
         for new in plan.new:
             assert new.slot not in self.slots, "the slot is taken"
             assert 0 <= new.slot < self.limits.max_batch_size
-            self.slots[new.slot] = FakeSlot(self.entries, new, list(new.token_ids))
-            self.entries += 1
-        assert plan.chunks, "an empty step"
-        assert sum(c.num_tokens for c in plan.chunks) <= self.limits.max_step_tokens
-        assert len({c.slot for c in plan.chunks}) == len(plan.chunks), "two chunks of one sequence"
-        for chunk in plan.chunks:
+            self.failed.discard(new.slot)
+            (chunk,) = (chunk for chunk in plan.chunks if chunk.slot == new.slot)
+            self.slots[new.slot] = FakeSlot(new, list(new.token_ids), chunk.start, list(new.block_table))
+        assert plan.chunks or plan.loads or plan.saves, "an empty step"
+        chunks = [chunk for chunk in plan.chunks if chunk.slot not in self.failed]
+        assert sum(c.num_tokens for c in chunks) <= self.limits.max_step_tokens
+        assert len({c.slot for c in chunks}) == len(chunks), "two chunks of one sequence"
+        for chunk in chunks:
             self._write(self.slots[chunk.slot], chunk)
-        # All writes first, as in a forward pass: a block with two owners shows even if the later one does the damage.
-        return [self._result(self.slots[chunk.slot], chunk) for chunk in plan.chunks]
+        # All writes first, as in a forward pass: a block with two writers shows even if the later one does the damage.
+        results = {chunk.slot: self._result(self.slots[chunk.slot], chunk) for chunk in chunks}
+        return [results.get(chunk.slot, Sampled(-1)) for chunk in plan.chunks]
+
+    def fail(self, plan: StepPlan) -> None:
+        """The step breaks before it has computed anything."""
+        if self.tiers is not None:
+            self.tiers.save(plan.saves)
+        for load in plan.loads:
+            self.tiers.load(load)
+        for slot in plan.freed:
+            self.slots.pop(slot, None)
+        self.failed.update(chunk.slot for chunk in plan.chunks)
 
     def _write(self, seq: FakeSlot, chunk: Chunk) -> None:
         end = chunk.start + chunk.num_tokens
@@ -89,23 +140,24 @@ class FakeRunner:
         assert chunk.num_tokens > 0
         assert end <= len(seq.token_ids) <= self.limits.max_model_len
         assert chunk.sample == (end == len(seq.token_ids))
-        assert all(0 <= block < self.limits.num_blocks for block in chunk.new_blocks)
+        assert all(0 <= block < self.limits.kv.num_blocks for block in chunk.new_blocks)
         seq.blocks += chunk.new_blocks
         for position in range(chunk.start, end):
-            self.memory[self._address(seq, position)] = (seq.owner, seq.token_ids[position], position)
+            self._cell(seq, position)[...] = content(seq.token_ids[: position + 1])
         seq.num_computed = end
+        self.num_computed += chunk.num_tokens
 
-    def _address(self, seq: FakeSlot, position: int) -> int:
-        block, offset = divmod(position, self.limits.block_size)
-        return seq.blocks[block] * self.limits.block_size + offset
+    def _cell(self, seq: FakeSlot, position: int) -> np.ndarray:
+        block, offset = divmod(position, self.limits.kv.block_size)
+        return self.memory[seq.blocks[block], offset : offset + 1]
 
     def _result(self, seq: FakeSlot, chunk: Chunk) -> Sampled:
-        prefix = []
-        for position in range(seq.num_computed):
-            owner, token, where = self.memory[self._address(seq, position)]
-            assert (owner, where) == (seq.owner, position), f"position {position} was overwritten"
-            prefix.append(token)
-        assert prefix == seq.token_ids[: seq.num_computed]
+        kv = self.limits.kv
+        for position in range(seq.num_computed):  # as the chunk's first token sees them
+            if not kv.window or position > chunk.start - kv.window or position < kv.sinks:
+                found = self._cell(seq, position)[0]
+                assert found == content(seq.token_ids[: position + 1]), f"position {position} holds something else"
+        prefix = seq.token_ids[: seq.num_computed]
         last_scored = min(seq.num_computed, seq.new.num_prompt_tokens - 1)
         scores = [prompt_logprob(seq.token_ids[: p + 2]) for p in range(chunk.start, last_scored)]
         if not seq.new.prompt_logprobs:
@@ -118,14 +170,29 @@ class FakeRunner:
         return Sampled(token, -float(token), [(token, -float(token))], scores)
 
 
-class FakeEngine:
-    """Scheduler and FakeRunner in step; collects outputs by request."""
+def content(prefix: list[int]) -> int:
+    return hash(tuple(prefix))
 
-    def __init__(self, limits: SchedulerLimits = LIMITS, order: Order = fcfs) -> None:
-        self.scheduler = Scheduler(limits, EOS, order=order)
+
+class FakeEngine:
+    """Scheduler and FakeRunner in step; collects outputs by request. `depth` plans are under way at a time."""
+
+    def __init__(
+        self,
+        limits: SchedulerLimits = LIMITS,
+        *,
+        depth: int = 1,
+        tiers: Callable[[FakeRunner], Any] | None = None,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
         self.runner = FakeRunner(limits)
+        self.runner.tiers = tiers(self.runner) if tiers else None
+        now = itertools.count()
+        self.scheduler = Scheduler(limits, EOS, tiers=self.runner.tiers, clock=clock or (lambda: float(next(now))))
         self.outputs: dict[str, list[StepOutput]] = {}
         self.num_steps = 0
+        self.depth = depth
+        self.plans: deque[StepPlan] = deque()  # under way
 
     def add(self, *requests: Request) -> None:
         for req in requests:
@@ -138,20 +205,38 @@ class FakeEngine:
             assert not (previous and previous[-1].finish_reason), f"{output.request_id}: an output after the last one"
             previous.append(output)
 
-    def step(self) -> StepPlan | None:
+    def schedule(self) -> StepPlan | None:
         plan = self.scheduler.schedule()
-        if plan is None:
-            self.collect(self.scheduler.take_outputs())
-        else:
-            self.num_steps += 1
-            self.collect(self.scheduler.update(plan, self.runner.execute(plan)))
+        if plan is not None:
+            self.plans.append(plan)
         return plan
+
+    def step(self) -> StepPlan | None:
+        """Make a plan; carry out the oldest under way, if there are enough."""
+        plan = self.schedule()
+        if self.plans and (plan is None or len(self.plans) >= self.depth):
+            self.land()
+        elif not self.plans:
+            self.collect(self.scheduler.take_outputs())
+            self.scheduler.wait(0.01)
+        return plan
+
+    def land(self) -> None:
+        oldest = self.plans.popleft()
+        self.num_steps += bool(oldest.chunks)
+        self.collect(self.scheduler.update(oldest, self.runner.execute(oldest)))
 
     def run(self) -> None:
         while self.scheduler.has_work():
             self.step()
+        self.check_idle()
+
+    def check_idle(self) -> None:
+        """Nothing holds blocks but the cache and leases."""
         self.scheduler.check_integrity()
+        self.scheduler._kv.expire_leases(math.inf)
         assert self.scheduler.stats().blocks_used == 0
+        self.scheduler.check_integrity()
 
     def tokens(self, name: str) -> list[int]:
         return [token for output in self.outputs[name] for token in output.token_ids]

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from lmkit.errors import RequestError
 from lmkit.turbo.plan import Sampled
 from lmkit.turbo.request import Request
 from lmkit.turbo.sequence import FAILED_TOKEN
-from tests.turbo.fakes import LIMITS, FakeEngine, request, solo
+from tests.turbo.fakes import LIMITS, FakeEngine, limits, request, solo
 
 
 @pytest.mark.parametrize(
@@ -38,7 +36,7 @@ def test_what_can_never_run_is_refused(req: Request, code: str, numbers: list[st
 
 
 def test_a_request_beyond_the_whole_pool_is_refused_with_numbers() -> None:
-    engine = FakeEngine(replace(LIMITS, num_blocks=4))
+    engine = FakeEngine(limits(num_blocks=4))
     with pytest.raises(
         RequestError, match="10 prompt and 8 new tokens need 5 KV blocks of 4 tokens, and there are 4"
     ) as e:
@@ -50,7 +48,7 @@ def test_a_request_beyond_the_whole_pool_is_refused_with_numbers() -> None:
 
 
 def test_a_full_queue_refuses_and_recovers() -> None:
-    engine = FakeEngine(replace(LIMITS, max_queue=2))
+    engine = FakeEngine(limits(max_queue=2))
     engine.add(request("a", 3), request("b", 3))
     with pytest.raises(RequestError) as caught:
         engine.scheduler.add(request("c", 3))
@@ -128,7 +126,7 @@ def test_abort_of_the_only_request_mid_step() -> None:
 
 
 def test_a_failed_step_ends_its_own_requests_only() -> None:
-    engine = FakeEngine(replace(LIMITS, max_batch_size=2))
+    engine = FakeEngine(limits(max_batch_size=2))
     engine.add(*(request(name, 3) for name in "abc"))
     engine.step()
     plan = engine.scheduler.schedule()

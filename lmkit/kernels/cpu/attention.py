@@ -4,7 +4,8 @@ A *tile* is a few consecutive tokens of one sequence times the query heads that 
 same keys. Keys make partitions of 256, of which attention_stages.py computes one at a time; partitions are merged in
 order (Flash-Decoding; the online softmax of Milakov and Gimelshein, arXiv 1805.02867). Partitions begin at multiples
 of their size, whatever the batch: a row adds up the same numbers in the same order in every batch, chunk and split,
-and masked keys add exact zeros.
+and masked keys add exact zeros. With a sliding window, partitions between the sinks and the window are skipped; keys
+that no row of a tile sees are not read, because their blocks may be in use for something else.
 
 A *unit* is what one task does: a tile; or, when there are too few tiles to keep all threads busy (decode of few
 sequences), one partition of a tile, and the task that finishes a tile's last partition merges them.
@@ -23,6 +24,7 @@ from numba import carray
 from torch import Tensor
 
 from lmkit.kernels.cpu import attention_tiles, threads, workspace
+from lmkit.kernels.cpu.attention_keys import ask_for, locate, num_parts, skipped_parts, span
 from lmkit.kernels.cpu.attention_stages import (
     DIRECT_ROWS,
     PARTITION,
@@ -32,7 +34,7 @@ from lmkit.kernels.cpu.attention_stages import (
     value_task,
 )
 from lmkit.kernels.cpu.attention_tiles import CODED, KEYS, LARGEST_WORD
-from lmkit.kernels.cpu.intrinsics import add, bits_to_float, call, exp, fma, half_to_float, pointer, tile, unpack
+from lmkit.kernels.cpu.intrinsics import add, bits_to_float, call, exp, fma, pointer, tile, unpack
 from lmkit.kernels.cpu.isa import Isa
 from lmkit.kernels.cpu.jit import Task, float_bits, inline
 from lmkit.kernels.cpu.kv import rows_of, turn_hadamard
@@ -44,7 +46,7 @@ from lmkit.kernels.registry import Implementation
 TILE_ROWS = 48  # aimed at: enough to pay for copying the keys
 UNITS_PER_THREAD = 4  # with fewer tiles, partitions become units
 SERIAL_PRODUCTS = 1 << 20
-JOB_BYTES = 128  # the arguments of a stage
+JOB_BYTES = 192  # the arguments of a stage
 WORDS = attention_tiles.words_tile().name
 
 
@@ -52,7 +54,7 @@ def _plan(args: int, scratch: int, index: int) -> None:
     """plan[b] = the first unit of sequence b, plan[B] = the number of units, plan[B + 1] = 1 if tiles are split; the
     counters, which follow, become 0.
     """
-    plan_at, num_seqs, starts_at, lens_at, heads, tile_tokens, wanted, counters = unpack(args, 8)
+    plan_at, num_seqs, starts_at, lens_at, heads, tile_tokens, window, sinks, wanted, counters = unpack(args, 10)
     plan = carray(pointer(plan_at), num_seqs + 2 + counters, np.int64)
     starts = carray(pointer(starts_at), num_seqs + 1, np.int32)
     lens = carray(pointer(lens_at), num_seqs, np.int32)
@@ -61,8 +63,9 @@ def _plan(args: int, scratch: int, index: int) -> None:
         total = 0
         for b in range(num_seqs):
             plan[b] = total
-            num_tiles = (starts[b + 1] - starts[b] + tile_tokens - 1) // tile_tokens
-            total += num_tiles * heads * ((lens[b] + PARTITION - 1) // PARTITION if split else 1)
+            num_tokens = np.int64(starts[b + 1] - starts[b])
+            num_tiles = (num_tokens + tile_tokens - 1) // tile_tokens
+            total += num_tiles * heads * (num_parts(lens[b], num_tokens, window, sinks) if split else 1)
         plan[num_seqs], plan[num_seqs + 1] = total, split
         if total >= wanted:
             return
@@ -159,35 +162,6 @@ def _prepare_queries(source: int, stride: int, group: int, dim: int, padded: int
 
 
 @inline
-def _locate(table: Any, heads: int, head: int, block_size: int, start: int, first: int, end: int, data: int,
-            row_bytes: int, params: int, places: int, params_at: int) -> None:  # fmt: skip
-    """Places of the rows of keys (or values) start + first .. start + end, the last one's repeated up to a multiple
-    of 4; and, of codes, their scales and minima, 0 up to the end of a block.
-    """
-    at = carray(pointer(places), PARTITION, np.int64)
-    scales = carray(pointer(params_at), PARTITION, np.float32)
-    minima = carray(pointer(params_at + 4 * PARTITION), PARTITION, np.float32)
-    key = first
-    while key < end:
-        offset = (start + key) % block_size
-        run = min(end - key, block_size - offset)
-        row = (np.int64(table[(start + key) // block_size]) * heads + head) * block_size + offset
-        for i in range(run):
-            at[key + i] = data + (row + i) * row_bytes
-        if params:
-            pairs = carray(pointer(params + 4 * row), run, np.uint32)
-            for i in range(run):
-                scales[key + i] = half_to_float(pairs[i] & np.uint32(0xFFFF))
-                minima[key + i] = half_to_float(pairs[i] >> np.uint32(16))
-        key += run
-    for i in range(end, (end + 3) // 4 * 4):
-        at[i] = at[end - 1]
-    if params:
-        for i in range(end, (end + KEYS - 1) // KEYS * KEYS):
-            scales[i], minima[i] = 0, 0
-
-
-@inline
 def _merge(total: int, record: int, rows: int, padded: int) -> None:
     """Add a partition's record to the total's."""
     both = rows * (padded + 2)
@@ -224,9 +198,9 @@ def _write(at: int, values: Any) -> None:
 def _attend(args: int, scratch: int, index: int) -> None:
     """One unit."""
     (plan_at, num_seqs, starts_at, lens_at, tables, table_stride, q, q_stride, scale_bits, out, records, counters,
-     heads, group, dim, padded, block_size, window, tile_tokens, hadamard, num_pairs, vectors, pairs, half, angles,
-     positions, score, k_data, k_params, k_bytes, k_direct, k_coded, value, v_data, v_params, v_bytes,
-     v_direct, _) = unpack(args, 38)  # fmt: skip
+     heads, group, dim, padded, block_size, window, sinks, tile_tokens, hadamard, num_pairs, vectors, pairs, half,
+     angles, positions, score, k_data, k_params, k_bytes, k_direct, k_coded, value, v_data, v_params, v_bytes,
+     v_direct, _) = unpack(args, 39)  # fmt: skip
     plan = carray(pointer(plan_at), num_seqs + 2, np.int64)
     if index >= plan[num_seqs]:
         return
@@ -234,12 +208,14 @@ def _attend(args: int, scratch: int, index: int) -> None:
     b = _find(plan, num_seqs, index)
     start, length = np.int64(starts[b]), np.int64(carray(pointer(lens_at), num_seqs, np.int32)[b])
     table = carray(pointer(tables + 4 * b * table_stride), table_stride, np.int32)
-    parts = (length + PARTITION - 1) // PARTITION if split else 1
-    at = index - plan[b]
+    num_new, at = np.int64(starts[b + 1]) - start, index - plan[b]
+    parts = num_parts(length, num_new, window, sinks) if split else 1
     part, head, first_token = at % parts, at // parts % heads, at // parts // heads * tile_tokens
-    num_tokens = min(tile_tokens, starts[b + 1] - start - first_token)
-    position, token = length - (starts[b + 1] - start) + first_token, start + first_token
+    num_tokens = min(tile_tokens, num_new - first_token)
+    position, token = length - num_new + first_token, start + first_token
     first_key, end_key = max(0, position - window + 1) if window else 0, position + num_tokens
+    if first_key <= sinks:
+        first_key = 0
     rows, record_bytes = num_tokens * group, 4 * tile_tokens * group * (padded + 2)
     (job, floats, words, steps, scores, weights, word_steps, offset, k_places, v_places, k_scales, v_scales, total,
      other, shares, copies) = _buffers(scratch, tile_tokens * group, padded, num_pairs)  # fmt: skip
@@ -250,17 +226,25 @@ def _attend(args: int, scratch: int, index: int) -> None:
     mean = (vectors + 4 * head * dim, pairs, num_pairs, half)
     _prepare_queries(source, q_stride, group, dim, padded, scale, rows, floats, words if k_coded else 0, steps, mean,
                      shares, hadamard)  # fmt: skip
-    first_part, end_part = first_key // PARTITION, (end_key + PARTITION - 1) // PARTITION
+    first_part, end_part = 0 if sinks else first_key // PARTITION, (end_key + PARTITION - 1) // PARTITION
     if split:
-        first_part, end_part, total = part, part + 1, records + index * record_bytes
+        first_part = part if part * PARTITION < sinks else part + skipped_parts(length - num_new, window, sinks)
+        end_part, total = first_part + 1, records + index * record_bytes
     few, queries = rows <= DIRECT_ROWS, words if k_coded else floats
     for p in range(first_part, end_part):
         begin = p * PARTITION
-        first = max(first_key // KEYS * KEYS - begin, 0)
-        end = min(end_key - begin, PARTITION)
-        where = (block_size, begin, first, end)
-        _locate(table, heads, head, *where, k_data, k_bytes, k_params, k_places, k_scales)
-        _locate(table, heads, head, *where, v_data, v_bytes, v_params, v_places, v_scales)
+        first, end = span(begin, first_key, end_key, sinks)
+        if first >= end and p > first_part:
+            continue
+        where = (block_size, begin, first, end, sinks - begin, first_key - begin)
+        locate(table, heads, head, *where, k_data, k_bytes, k_params, k_places, k_scales)
+        locate(table, heads, head, *where, v_data, v_bytes, v_params, v_places, v_scales)
+        if p + 1 < end_part:
+            following = (table, heads, head, block_size, begin + PARTITION)
+            if k_params:
+                ask_for(*following, min(begin + 2 * PARTITION, end_key), k_params, 4)
+            if v_params:
+                ask_for(*following, min(begin + 2 * PARTITION, end_key), v_params, 4)
         record = total if p == first_part else other
         shape = (rows, dim, padded, first, end)
         lines = ((k_bytes + 63) // 64, v_places, (v_bytes + 63) // 64)
@@ -268,7 +252,7 @@ def _attend(args: int, scratch: int, index: int) -> None:
         call(score, job, copies, 0)
         if num_pairs:
             _add_mean(scores, rows, first, end, shares, num_pairs, pairs, angles + 4 * begin, positions)
-        of_rows = (group, position - begin, window, scores, weights, word_steps, offset, record)
+        of_rows = (group, position - begin, window, sinks - begin, scores, weights, word_steps, offset, record)
         _write(job, (*shape, v_places, v_scales, v_direct & few, *of_rows))
         call(value, job, copies, 0)
         if p > first_part:
@@ -326,6 +310,7 @@ def paged_attention(
     context_lens: Tensor,
     scale: float,
     window: int,
+    sinks: int = 0,
 ) -> Tensor:
     dtype = q.dtype
     q, query_start, context_lens = rows_of(q), query_start.contiguous(), context_lens.contiguous()
@@ -335,19 +320,22 @@ def paged_attention(
     num_seqs, heads, max_keys = len(context_lens), k_cache.data.shape[1], block_tables.shape[1] * k_cache.block_size
     group, padded = num_heads // heads, -(-dim // isa.float_tile) * isa.float_tile
     tile_tokens = min(max(1, TILE_ROWS // group), num_tokens - num_seqs + 1)
-    units, wanted = _max_units(num_tokens, num_seqs, heads, tile_tokens, -(-max_keys // PARTITION))
+    sinks, max_parts = sinks if window else 0, -(-max_keys // PARTITION)
+    if window:
+        max_parts = min(max_parts, (sinks + window + num_tokens - num_seqs + 1) // PARTITION + 3)
+    units, wanted = _max_units(num_tokens, num_seqs, heads, tile_tokens, max_parts)
     counters = units if wanted else 0
     plan = workspace.empty(num_seqs + 2 + counters, dtype=torch.int64)
     records = workspace.empty(counters * tile_tokens * group * (padded + 2))
     out = workspace.empty(num_tokens, num_heads, dim)
     sequences = (plan.data_ptr(), num_seqs, query_start.data_ptr(), context_lens.data_ptr())
-    threads.run(PLAN, 1, (*sequences, heads, tile_tokens, wanted, counters), parallel=False)
+    threads.run(PLAN, 1, (*sequences, heads, tile_tokens, window, sinks, wanted, counters), parallel=False)
     threads.run(
         ATTEND,
         units,
         (*sequences, block_tables.data_ptr(), block_tables.stride(0), q.data_ptr(), 4 * q.stride(0), float_bits(scale),
          out.data_ptr(), address(records), plan.data_ptr() + 8 * (num_seqs + 2), heads, group, dim, padded,
-         k_cache.block_size, window, tile_tokens, *_keys(k_cache),
+         k_cache.block_size, window, sinks, tile_tokens, *_keys(k_cache),
          score_task(isa, k_cache.dtype).address, *_storage(isa, k_cache, dim),
          value_task(isa, v_cache.dtype).address, *_storage(isa, v_cache, dim)),
         parallel=num_tokens * max_keys * num_heads * dim > SERIAL_PRODUCTS,

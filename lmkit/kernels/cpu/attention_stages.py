@@ -16,6 +16,7 @@ from lmkit.kernels.cpu.attention_tiles import BYTES, CODED, KEYS
 from lmkit.kernels.cpu.intrinsics import pointer, tile, unpack
 from lmkit.kernels.cpu.isa import Isa
 from lmkit.kernels.cpu.jit import Task, float_bits, inline
+from lmkit.kernels.ops import KV_CODED
 
 PARTITION = 256  # keys whose softmax is computed at once
 DIRECT_ROWS = 8  # more rows than this share a copy
@@ -45,8 +46,9 @@ def _fill_places(places: int, count: int, first: int, step: int) -> None:
 @functools.cache
 def score_task(isa: Isa, kind: str) -> Task:
     """scores [rows, PARTITION] of the keys first .. end of a partition."""
-    form, scaled = "words" if kind in CODED else "float32", kind == "fp8"
-    stored, copied = (tiles.score_tile(isa, name, scaled=scaled).name for name in (kind, form))
+    form, scaled = "words" if kind in CODED else "float32", kind in KV_CODED
+    stored, copied = (tiles.score_tile(isa, name).name for name in (kind, form))
+    scale = tiles.scale_tile(isa, kind).name
     copy, element = tiles.copy_tile(kind, form).name, BYTES[form]
     chunk = isa.lanes * (2 if kind in CODED else 1)
     stored_chunk = chunk * (2 if kind == "int4" else 1)
@@ -72,13 +74,17 @@ def score_task(isa: Isa, kind: str) -> Task:
                 r = 0
                 while r < rows:
                     of_rows, score = queries + r * ldq, out + 4 * (r * PARTITION + key)
-                    of_keys = (steps + 8 * r, params + 4 * key, 4 * PARTITION)
                     if direct:
                         sizes = (4 * PARTITION, dim // stored_chunk, count)
-                        r += tile(stored, rows - r, (of_rows, ldq, at + 32 * four, score, *sizes, *of_keys))
+                        r += tile(stored, rows - r, (of_rows, ldq, at + 32 * four, score, *sizes))
                     else:
                         sizes = (4 * PARTITION, padded // chunk, count)
-                        r += tile(copied, rows - r, (of_rows, ldq, scratch + 32 * four, score, *sizes, *of_keys))
+                        r += tile(copied, rows - r, (of_rows, ldq, scratch + 32 * four, score, *sizes))
+        if scaled:
+            whole = (end - first + KEYS - 1) // KEYS * KEYS
+            for r in range(rows):
+                score = out + 4 * (r * PARTITION + first)
+                tile(scale, 1, (score, whole, steps + 8 * r, params + 4 * first, 4 * PARTITION))
 
     return Task(scores)
 
@@ -97,15 +103,15 @@ def value_task(isa: Isa, kind: str) -> Task:
     element, weight_bytes = BYTES[kind], 2 if coded else 4
 
     def values(args: int, scratch: int, index: int) -> None:
-        (rows, dim, padded, first, end, places, params, direct, group, position, window, scores, words, word_steps,
-         offsets, record) = unpack(args, 16)  # fmt: skip
+        (rows, dim, padded, first, end, places, params, direct, group, position, window, sinks, scores, words,
+         word_steps, offsets, record) = unpack(args, 17)  # fmt: skip
         ldc, ldw = 4 * padded, weight_bytes * PARTITION
         maxima, totals = record + rows * ldc, record + rows * (ldc + 4)
         blocks = (end - first + KEYS - 1) // KEYS
         for r in range(rows):
             last = position + r // group
             low = max(first, last - window + 1) if window else first
-            limits = (low, min(end, last + 1), first, blocks, NO_SCORE_BITS, maxima + 4 * r, totals + 4 * r)
+            limits = (low, min(end, last + 1), sinks, first, blocks, NO_SCORE_BITS, maxima + 4 * r, totals + 4 * r)
             of_codes = (words + r * ldw, word_steps + 4 * r * (PARTITION // KEYS), params, 4 * PARTITION, offsets)
             tile(softmax, 1, (scores + 4 * r * PARTITION, *limits, *of_codes))
             sums = carray(pointer(record + r * ldc), padded, np.float32)

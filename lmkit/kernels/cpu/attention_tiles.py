@@ -75,18 +75,16 @@ def _key_vectors(e: Emitter, form: str, address: Value) -> list[Value]:
     return [codes] if form == "int8" else _nibbles(e, codes)
 
 
-def score_tile(isa: Isa, form: str, *, scaled: bool = False) -> Tile:
-    """s [rows, 4 * fours] = q . k of the keys at `places`.
+def score_tile(isa: Isa, form: str) -> Tile:
+    """s [rows, 4 * fours] = q . k of the keys at `places`, of codes int32.
 
     q float32 or int16 [rows, D]; `ldq` and `lds` are the bytes between rows. D is `chunks` vectors of q (int4: twice
-    as many). Lanes are summed pairwise at the end. Codes are scaled: s = step * (scale * dot + minimum * sum), with
-    (step, sum) float32 of each row at `steps`, and scales float32 [4 * fours] at `scales`, `minima` bytes before
-    the minima. Of floats, `scaled` ones are multiplied by the scales alone.
+    as many). Lanes of floats are summed pairwise at the end.
     """
     integer = _is_integer(form)
 
     def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
-        q, ldq, places, s, lds, chunks, fours, steps, scales, minima = arguments
+        q, ldq, places, s, lds, chunks, fours = arguments
         b, kind = e.builder, e.vector(I32 if integer else F32)
         keys = 4 if rows <= 2 or isa.lanes == 16 else 2  # at a time: as many sums as there are registers
         half, size = e.times(chunks, 4 * e.lanes), BYTES[form] * e.lanes * (2 if integer else 1)
@@ -113,40 +111,57 @@ def score_tile(isa: Isa, form: str, *, scaled: bool = False) -> Tile:
                         for (part, key), i in itertools.product(enumerate(parts), range(rows)):
                             add(i, j, part, key)
             key = e.times(index, 4 * keys)
-            of_keys = [e.load(e.offset(scales, key, part), e.vector(F32, keys)) for part in (0, minima)]
-            for first in range(0, rows, 4 // keys):
-                four = [(i, j) for i in range(first, min(rows, first + 4 // keys)) for j in range(keys)]
-                total = _sum_lanes(e, [b.load(sums[i][j]) for i, j in four])
-                if integer:
-                    total = _scaled(e, total, [e.offset(steps, 8 * i) for i, _ in four], of_keys)
-                elif scaled:
-                    total = b.fmul(total, _of_four(e, of_keys[0]))
-                for i in {i for i, _ in four}:
-                    lanes = [k for k, (row, _) in enumerate(four) if row == i]
+            together = 8 if integer and isa.lanes == 8 and rows * keys % 8 == 0 else 4
+            for first in range(0, rows, together // keys):
+                some = [(i, j) for i in range(first, min(rows, first + together // keys)) for j in range(keys)]
+                vectors = [b.load(sums[i][j]) for i, j in some]
+                total = _sum_eight(e, vectors) if together == 8 else _sum_lanes(e, vectors)
+                for i in {i for i, _ in some}:
+                    lanes = [k for k, (row, _) in enumerate(some) if row == i]
                     part = b.shuffle_vector(total, total, ir.Constant(e.vector(I32, keys), lanes))
                     e.store(part, e.offset(s, e.times(lds, i), key))
 
-    name = f"score_tile.{isa.name}.{form}{'.scaled' if scaled else ''}"
+    name = f"score_tile.{isa.name}.{form}"
     rows = isa.score_rows[1:] if form == "int4" else isa.score_rows  # two vectors of codes at a time
-    return TILES.setdefault(name, Tile(name, isa.lanes, rows, 10, body))
+    return TILES.setdefault(name, Tile(name, isa.lanes, rows, 7, body))
 
 
-def _scaled(e: Emitter, dots: Value, steps: list[Value], of_keys: list[Value]) -> Value:
-    """Four dot products: of one row and four keys, or two and two."""
-    b, four = e.builder, Emitter(e.builder, 4)
-    of_keys = [_of_four(e, x) for x in of_keys]
-    low, high = ([four.splat(e.load(e.offset(row, at), F32)) for at in (0, 4)] for row in (steps[0], steps[2]))
-    halves = ir.Constant(e.vector(I32, 4), [0, 1, 4, 5])
-    step, total = (b.shuffle_vector(x, y, halves) for x, y in zip(low, high, strict=True))
-    scale, minimum = of_keys
-    product = b.fmul(minimum, total)
-    return b.fmul(e.fma(b.sitofp(dots, four.vector(F32)), scale, product), step)
+def scale_tile(isa: Isa, kind: str) -> Tile:
+    """`count` scores of one row, in place. Those of codes were int32: s = step * (scale * dot + minimum * sum), with
+    float32 (step, sum) of the row at `steps`; float32 scales, `minima` bytes before the minima. Of fp8: s * scale.
+    """
+
+    def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
+        s, count, steps, scales, minima = arguments
+        b, floats = e.builder, e.vector(F32)
+        step, total = (e.splat(e.load(e.offset(steps, at), F32)) for at in (0, 4))
+        with e.loop(b.sdiv(count, I64(e.lanes))) as i:
+            at = e.times(i, 4 * e.lanes)
+            scale, minimum = (e.load(e.offset(scales, at, part), floats) for part in (0, minima))
+            place = e.offset(s, at)
+            if kind == "fp8":
+                result = b.fmul(e.load(place, floats), scale)
+            else:
+                dots = b.sitofp(e.load(place, e.vector(I32)), floats)
+                result = b.fmul(e.fma(dots, scale, b.fmul(minimum, total)), step)
+            e.store(result, place)
+
+    name = f"scale_tile.{isa.name}.{kind if kind == 'fp8' else 'codes'}"
+    return TILES.setdefault(name, Tile(name, isa.lanes, (1,), 5, body))
 
 
-def _of_four(e: Emitter, of_keys: Value) -> Value:
-    """What belongs to four keys, or to two keys twice."""
-    lanes = ir.Constant(e.vector(I32, 4), [0, 1, 0, 1])
-    return of_keys if of_keys.type.count == 4 else e.builder.shuffle_vector(of_keys, of_keys, lanes)
+def _sum_eight(e: Emitter, eight: list[Value]) -> Value:
+    """The sums of the lanes of eight vectors of 8 int32, as eight lanes: a transposition that adds."""
+    b = e.builder
+    for low, high in (
+        ([0, 8, 1, 9, 4, 12, 5, 13], [2, 10, 3, 11, 6, 14, 7, 15]),
+        ([0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15]),
+        ([0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]),
+    ):
+        parts = (ir.Constant(e.vector(I32, 8), lanes) for lanes in (low, high))
+        first, second = ([b.shuffle_vector(x, y, part) for x, y in zip(eight[::2], eight[1::2], strict=True)] for part in parts)
+        eight = [b.add(x, y) for x, y in zip(first, second, strict=True)]
+    return eight[0]
 
 
 def _sum_lanes(e: Emitter, four: list[Value]) -> Value:
@@ -277,14 +292,35 @@ def prefetch_tile() -> Tile:
 
     def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
         places, count, lines = arguments
-        b = e.builder
         with e.loop(count) as row:
             start = e.load(e.offset(places, e.times(row, 8)), I64)
             with e.loop(lines) as line:
-                where = b.inttoptr(e.offset(start, e.times(line, 64)), I8.as_pointer())
-                e.call("llvm.prefetch.p0", ir.VoidType(), [where, I32(0), I32(2), I32(1)])  # to read, second level
+                e.prefetch(e.offset(start, e.times(line, 64)))
 
     return TILES.setdefault("prefetch_tile", Tile("prefetch_tile", 1, (1,), 3, body))
+
+
+def params_tile() -> Tile:
+    """`count` pairs of float16 (scale, minimum) to float32 at `scales`, and `minima` bytes behind."""
+
+    def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
+        source, count, scales, minima = arguments
+        b = e.builder
+        whole = b.sdiv(count, I64(e.lanes))
+        done = e.times(whole, e.lanes)
+
+        def move(index: Value, kind: Any) -> None:
+            pairs = e.load(e.offset(source, e.times(index, 4)), kind)
+            out = e.offset(scales, e.times(index, 4))
+            e.store(e.half_to_float(b.and_(pairs, constant(kind, 0xFFFF))), out)
+            e.store(e.half_to_float(b.lshr(pairs, constant(kind, 16))), e.offset(out, minima))
+
+        with e.loop(whole) as i:
+            move(e.times(i, e.lanes), e.vector(I32))
+        with e.loop(b.sub(count, done)) as i:
+            move(b.add(done, i), I32)
+
+    return TILES.setdefault("params_tile", Tile("params_tile", 8, (1,), 4, body))
 
 
 def words_tile() -> Tile:
@@ -320,9 +356,10 @@ def words_tile() -> Tile:
 
 
 def softmax_tile(isa: Isa, kind_of_values: str) -> Tile:
-    """One row's weights e^(score - maximum) from the scores at `s`, of which low .. high are visible; others get 0.
+    """One row's weights e^(score - maximum) from the scores at `s`, of which 0 .. sinks and low .. high are visible,
+    all below high; others get 0.
 
-    `blocks` blocks of 64 scores are read from the index `first` on; low and high count from index 0. float32 `maximum`
+    `blocks` blocks of 64 scores are read from the index `first` on; limits count from index 0. float32 `maximum`
     (at least that of no scores) and `total`, the sum of the weights, are written. Float weights take the scores'
     place, of fp8 times the value's scale. For codes a weight times the value's scale is rounded to int16, `words`, in
     steps of 1 / 32767 of its block's largest, written to `steps` (float32 [blocks in all]); the sum of weights times
@@ -331,9 +368,9 @@ def softmax_tile(isa: Isa, kind_of_values: str) -> Tile:
     coded, scaled = kind_of_values in CODED, kind_of_values == "fp8"
 
     def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
-        s, low, high, first, blocks, none, maximum_at, total_at, words, steps, scales, minima, offset = arguments
+        s, low, high, sinks, first, blocks, none, maximum_at, total_at, words, steps, scales, minima, offset = arguments
         b, kind, integers = e.builder, e.vector(F32), e.vector(I32)
-        start, end = (e.splat(b.trunc(limit, I32)) for limit in (low, high))
+        start, end, sunk = (e.splat(b.trunc(limit, I32)) for limit in (low, high, sinks))
         ((best, sums, lows, peak),) = e.variables(1, 4, kind)
         b.store(e.splat(b.bitcast(b.trunc(none, I32), F32)), best)
         for variable in (sums, lows):
@@ -343,7 +380,8 @@ def softmax_tile(isa: Isa, kind_of_values: str) -> Tile:
             index, found = e.splat(b.trunc(origin, I32)), []
             for i in range(0, KEYS, e.lanes):
                 key = b.add(index, ir.Constant(integers, list(range(i, i + e.lanes))))
-                visible = b.and_(b.icmp_signed(">=", key, start), b.icmp_signed("<", key, end))
+                near = b.or_(b.icmp_signed(">=", key, start), b.icmp_signed("<", key, sunk))
+                visible = b.and_(near, b.icmp_signed("<", key, end))
                 place = e.offset(s, e.times(origin, 4), 4 * i)
                 found.append(b.select(visible, e.load(place, kind), constant(kind, -math.inf)))
                 e.store(found[-1], place)
@@ -381,4 +419,4 @@ def softmax_tile(isa: Isa, kind_of_values: str) -> Tile:
             e.store(e.fold(b.load(lows), b.fadd), offset)
 
     name = f"softmax_tile.{isa.name}.{'coded' if coded else 'scaled' if scaled else 'float'}"
-    return TILES.setdefault(name, Tile(name, isa.lanes, (1,), 13, body))
+    return TILES.setdefault(name, Tile(name, isa.lanes, (1,), 14, body))

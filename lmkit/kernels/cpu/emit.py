@@ -102,6 +102,11 @@ class Emitter:
         kind = ir.FunctionType(value.type, [value.type])
         return self.builder.call(ir.InlineAsm(kind, "", "=x,0"), [value])
 
+    def prefetch(self, address: Value) -> None:
+        """Ask for the cache line of `address`, to read it from the second level."""
+        place = self.builder.inttoptr(address, I8.as_pointer())
+        self.call("llvm.prefetch.p0", ir.VoidType(), [place, I32(0), I32(2), I32(1)])
+
     def pause(self) -> None:
         """Tell the processor that this is a loop that waits, where it has a word for it."""
         if llvm.get_process_triple().startswith("x86"):

@@ -49,6 +49,17 @@ def add(typing: Any, address: Any, amount: Any) -> Any:
 
 
 @intrinsic
+def prefetch(typing: Any, address: Any) -> Any:
+    """Ask for the cache line of `address`, to read it from the second level."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        Emitter(builder).prefetch(arguments[0])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
+@intrinsic
 def allocate(typing: Any, num_bytes: Any) -> Any:
     """The address of `num_bytes` bytes, a multiple of 64 at a multiple of 64, until `release`. (numba would free an
     array of its own after the last line that names it, although an address taken from it is still in use.)"""

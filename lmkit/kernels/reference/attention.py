@@ -21,6 +21,7 @@ def paged_attention(
     context_lens: Tensor,
     scale: float,
     window: int,
+    sinks: int = 0,
 ) -> Tensor:
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     group = q.shape[1] // k_cache.data.shape[1]
@@ -34,8 +35,9 @@ def paged_attention(
         key = torch.arange(length, device=q.device)
         visible: Tensor = key <= position
         if window:
-            visible &= key > position - window
+            visible &= (key > position - window) | (key < sinks)
         scores: Tensor = q[rows].float().transpose(0, 1) @ keys.transpose(1, 2) * scale
+        values = values.masked_fill(~visible.any(0)[:, None], 0)  # 0 * NaN would be NaN
         weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
         out[rows] = (weights @ values).transpose(0, 1).to(q.dtype)
     return out

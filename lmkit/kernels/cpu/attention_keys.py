@@ -1,0 +1,85 @@
+"""Which keys attention computes, partition by partition, and where they lie in the blocks of the cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import carray
+
+from lmkit.kernels.cpu import attention_tiles
+from lmkit.kernels.cpu.attention_stages import PARTITION
+from lmkit.kernels.cpu.attention_tiles import KEYS
+from lmkit.kernels.cpu.intrinsics import pointer, prefetch, tile
+from lmkit.kernels.cpu.jit import inline
+
+PARAMS = attention_tiles.params_tile().name
+
+
+@inline
+def skipped_parts(position: int, window: int, sinks: int) -> int:
+    """Partitions between the sinks and the windows of queries from `position` on."""
+    first_key = max(0, position - window + 1) if window else 0
+    return max(0, first_key // PARTITION - (sinks + PARTITION - 1) // PARTITION)
+
+
+@inline
+def num_parts(length: int, num_tokens: int, window: int, sinks: int) -> int:
+    """Partitions of which the last `num_tokens` queries of a sequence see any."""
+    skipped: int = skipped_parts(length - num_tokens, window, sinks)
+    return (length + PARTITION - 1) // PARTITION - skipped
+
+
+@inline
+def span(begin: int, first_key: int, end_key: int, sinks: int) -> Any:
+    """(first, end): keys to compute of the partition that begins at `begin`, counted from there; none if first >= end.
+
+    They are keys below `sinks` and first_key .. end_key, and all between if the partition has both.
+    """
+    first = 0 if begin < sinks else max(first_key // KEYS * KEYS - begin, 0)
+    end = end_key if begin + PARTITION > first_key else sinks
+    return first, max(0, min(end - begin, PARTITION))
+
+
+@inline
+def locate(table: Any, heads: int, head: int, block_size: int, start: int, first: int, end: int, hidden: int,
+           seen: int, data: int, row_bytes: int, params: int, places: int, params_at: int) -> None:  # fmt: skip
+    """Places of the rows of keys (or values) start + first .. start + end, the last one's repeated up to a multiple
+    of 4; and, of codes, their scales and minima, 0 up to the end of a block. Keys `hidden` .. `seen` have the place of
+    `seen` and scale 0.
+    """
+    at = carray(pointer(places), PARTITION, np.int64)
+    scales = carray(pointer(params_at), PARTITION, np.float32)
+    minima = carray(pointer(params_at + 4 * PARTITION), PARTITION, np.float32)
+    key = first
+    while key < end:
+        if hidden <= key < seen:
+            key = seen
+        offset = (start + key) % block_size
+        run = min((hidden if key < hidden < end else end) - key, block_size - offset)
+        row = (np.int64(table[(start + key) // block_size]) * heads + head) * block_size + offset
+        for i in range(run):
+            at[key + i] = data + (row + i) * row_bytes
+        if params:
+            tile(PARAMS, 1, (params + 4 * row, run, params_at + 4 * key, 4 * PARTITION))
+        key += run
+    for i in range(max(first, hidden), min(seen, end)):
+        at[i] = at[seen]
+        scales[i], minima[i] = 0, 0
+    for i in range(end, (end + 3) // 4 * 4):  # none if end is 0
+        at[i] = at[end - 1]
+    if params:
+        for i in range(end, (end + KEYS - 1) // KEYS * KEYS):
+            scales[i], minima[i] = 0, 0
+
+
+@inline
+def ask_for(table: Any, heads: int, head: int, block_size: int, key: int, end: int, data: int, row_bytes: int) -> None:
+    """Prefetch the rows of keys `key` .. `end`."""
+    while key < end:
+        offset = key % block_size
+        run = min(end - key, block_size - offset)
+        row = (np.int64(table[key // block_size]) * heads + head) * block_size + offset
+        for line in range((run * row_bytes + 63) // 64):
+            prefetch(data + row * row_bytes + 64 * line)
+        key += run

@@ -1,0 +1,37 @@
+"""What loading is expected to take: measured, with guesses until then.
+
+A job of blocks takes   latency + sum over tiers of blocks * seconds per block.
+
+All blocks of a model have one size, so one number a tier covers opening a file as well as moving its bytes. Averages
+are exponential, in blocks: a page cache that went cold shows after a few.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+GUESSED_LATENCY = 300e-6  # a thread wakes up, results are collected
+GUESSES = {"host": (10e-6, 1.5e9), "disk": (150e-6, 0.4e9)}  # seconds for a block and bytes per second: on the low side
+HALF_LIFE = 16  # blocks after which an observation counts half
+
+
+class LoadCost:
+    """Seconds per block of every tier, and of starting a job."""
+
+    def __init__(self, block_bytes: int) -> None:
+        self.latency = GUESSED_LATENCY
+        self.per_block = {tier: fixed + block_bytes / speed for tier, (fixed, speed) in GUESSES.items()}
+
+    def seconds(self, blocks: Mapping[str, int]) -> float:
+        """Of one job with so many blocks of each tier, once its turn has come."""
+        return self.latency + sum(count * self.per_block[tier] for tier, count in blocks.items())
+
+    def observe(self, tier: str, num_blocks: int, seconds: float) -> None:
+        """`num_blocks` of a tier were loaded in that time."""
+        if num_blocks > 0:
+            weight = 1 - 0.5 ** (num_blocks / HALF_LIFE)
+            self.per_block[tier] += weight * (seconds / num_blocks - self.per_block[tier])
+
+    def observe_latency(self, seconds: float) -> None:
+        """From the submission of a job, with none before it, until its first block was begun."""
+        self.latency += 0.2 * (seconds - self.latency)

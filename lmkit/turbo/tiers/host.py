@@ -1,0 +1,57 @@
+"""Blocks in host memory, the least recently used leaving first."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class HostBlock(NamedTuple):
+    data: memoryview  # never written again
+    crc: int  # see record.checksum
+
+
+class HostTier:
+    """At most `max_bytes` of blocks of one size. Any thread may call any method; none waits for another's copying."""
+
+    def __init__(self, block_bytes: int, max_bytes: int) -> None:
+        self._block_bytes = block_bytes
+        self._max_blocks = max_bytes // block_bytes
+        self._lock = threading.Lock()
+        self._blocks: OrderedDict[bytes, HostBlock] = OrderedDict()  # oldest first
+        self.num_evicted = 0
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._blocks)
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self._blocks) * self._block_bytes
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._blocks
+
+    def get(self, key: bytes) -> HostBlock | None:
+        return self._blocks.get(key)
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Blocks of a chain were used: the first, without which the others are not found, will leave last."""
+        with self._lock:
+            for key in reversed(keys):
+                if key in self._blocks:
+                    self._blocks.move_to_end(key)
+
+    def put(self, key: bytes, block: HostBlock) -> None:
+        with self._lock:
+            self._blocks[key] = block
+            self._blocks.move_to_end(key)
+            while len(self._blocks) > self._max_blocks:
+                self._blocks.popitem(last=False)
+                self.num_evicted += 1
+
+    def remove(self, key: bytes) -> None:
+        with self._lock:
+            self._blocks.pop(key, None)

@@ -1,0 +1,35 @@
+"""Names of KV blocks by what they hold. The KV of a token depends on all tokens before it, so keys form a chain:
+
+    root  = sha256(what computes and stores the KV, tenant, salt)
+    key_0 = sha256(root + tokens of block 0)
+    key_i = sha256(key_{i-1} + tokens of block i)          tokens as little-endian int32
+
+Equal keys mean equal KV; who does not know a tenant's salt cannot name, find or time its blocks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+KEY_BYTES = 32
+FORMAT = b"lmkit kv 1"  # of the keys and of what is stored under them
+
+
+def root_key(fingerprint: bytes, tenant: str, salt: str) -> bytes:
+    """What the chain of every sequence of one tenant and salt begins with."""
+    digest = hashlib.sha256(FORMAT)
+    for part in (fingerprint, tenant.encode("utf-8", "surrogatepass"), salt.encode("utf-8", "surrogatepass")):
+        digest.update(len(part).to_bytes(8, "little") + part)  # with lengths, so that no part runs into the next
+    return digest.digest()
+
+
+def block_keys(root: bytes, tokens: np.ndarray, block_size: int, known: list[bytes]) -> None:
+    """Extend `known`, the keys of the first blocks in order, to all full blocks of `tokens` int32 [n]."""
+    done, full = len(known) * block_size, len(tokens) // block_size * block_size
+    data = np.ascontiguousarray(tokens[done:full], dtype="<i4").tobytes()
+    key, size = known[-1] if known else root, 4 * block_size
+    for start in range(0, len(data), size):
+        key = hashlib.sha256(key + data[start : start + size]).digest()
+        known.append(key)

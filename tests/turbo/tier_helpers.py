@@ -1,0 +1,103 @@
+"""Blocks on no device, and what they should hold."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+
+from lmkit.turbo.plan import Load, Save
+from lmkit.turbo.tiers.disk import DiskTier
+from lmkit.turbo.tiers.keys import block_keys, root_key
+from lmkit.turbo.tiers.store import Loaded, TierStore
+
+BLOCK = 3000  # bytes; a file takes 4096
+FINGERPRINT = bytes(range(32))
+
+
+def chain(count: int, tenant: str = "") -> list[bytes]:
+    """Keys of a sequence's first blocks."""
+    keys: list[bytes] = []
+    block_keys(root_key(FINGERPRINT, tenant, ""), np.arange(4 * count, dtype=np.int32), 4, keys)
+    return keys
+
+
+def content(key: bytes, size: int = BLOCK) -> np.ndarray:
+    """uint8 [size], different for every key."""
+    return np.random.default_rng(list(key)).integers(0, 256, size, dtype=np.uint8)
+
+
+def disk(path: Path, blocks: int = 1000, fingerprint: bytes = FINGERPRINT) -> DiskTier:
+    return DiskTier(path, fingerprint, block_bytes=BLOCK, max_bytes=4096 * blocks)
+
+
+def path_of(tier: DiskTier, key: bytes) -> Path:
+    return Path(tier.folder) / key.hex()[:2] / f"{key.hex()}.kv"
+
+
+class ArrayBlocks:
+    """`BlockBytes` over an array; reading and writing can be held up and made to fail."""
+
+    nbytes = BLOCK
+
+    def __init__(self, count: int) -> None:
+        self.data = np.zeros((count, BLOCK), np.uint8)
+        self.may_read = threading.Event()
+        self.may_read.set()
+        self.failing: set[int] = set()
+
+    def read(self, block: int, out: memoryview) -> None:
+        self.may_read.wait(20)
+        self._touch(block)
+        np.frombuffer(out, np.uint8)[:] = self.data[block]
+
+    def write(self, block: int, data: memoryview) -> None:
+        self._touch(block)
+        self.data[block] = np.frombuffer(data, np.uint8)
+
+    def _touch(self, block: int) -> None:
+        if block in self.failing:
+            raise RuntimeError("the device is gone")
+
+
+def fill(blocks: ArrayBlocks, keys: list[bytes]) -> list[Save]:
+    """Block i gets the content of key i; the saves of all."""
+    for block, key in enumerate(keys):
+        blocks.data[block] = content(key)
+    return [Save(key, block) for block, key in enumerate(keys)]
+
+
+def collect(store: TierStore, loads: int = 0, saves: int = 0) -> tuple[list[Loaded], list[int]]:
+    """Exactly so many, and not one more."""
+    loaded: list[Loaded] = []
+    saved: list[int] = []
+    while len(loaded) < loads or len(saved) < saves:
+        before = len(loaded) + len(saved)
+        store.wait(10)
+        more, ended = store.finished()
+        loaded += more
+        saved += ended
+        assert len(loaded) + len(saved) > before, "nothing ended within 10 s"
+    assert (len(loaded), len(saved)) == (loads, saves)
+    return loaded, saved
+
+
+def save(store: TierStore, blocks: ArrayBlocks, keys: list[bytes]) -> None:
+    """And wait for it."""
+    saves = fill(blocks, keys)
+    store.save(saves)
+    assert sorted(collect(store, saves=len(saves))[1]) == [s.block for s in saves]
+
+
+def load(store: TierStore, blocks: ArrayBlocks, keys: list[bytes]) -> Loaded:
+    """Into blocks 0, 1 ...; what was loaded is right, and nothing else was written."""
+    blocks.data[:] = 0
+    store.load(Load(7, keys, list(range(len(keys)))))
+    ((loaded,), _) = collect(store, loads=1)
+    assert loaded.job == 7
+    assert sum(loaded.hits.values()) == loaded.num_blocks
+    for block, key in enumerate(keys[: loaded.num_blocks]):
+        assert (blocks.data[block] == content(key)).all()
+    assert not blocks.data[loaded.num_blocks :].any()
+    return loaded
