@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.random_llama import Shape, make_checkpoint
+from benchmarks.random_llama import Shape, make_awq, make_checkpoint
 from lmkit.config import EngineConfig
 from lmkit.turbo.engine import Engine
 from lmkit.turbo.request import GenerationConfig, Request, StepOutput
@@ -43,14 +43,17 @@ class Row:
         return {"case": self.case, "ratio": self.ratio, "goal": self.goal, "reached": self.reached} | self.facts
 
 
-def checkpoint(setting: Setting, shape: Shape) -> Path:
-    """A checkpoint of this shape in the work folder, written when first asked for."""
+def checkpoint(setting: Setting, shape: Shape, *, awq: bool = False) -> Path:
+    """A checkpoint of this shape in the work folder, of 4-bit linears if `awq`; written when first asked for."""
     sizes = (shape.hidden, shape.mlp, shape.layers, shape.heads, shape.kv_heads, shape.head_dim, shape.vocab)
     path = setting.workdir / "-".join(map(str, ("llama", *sizes, shape.max_position)))
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         make_checkpoint(path, shape)
-    return path
+    quantized = path.with_name(path.name + "-awq")
+    if awq and not quantized.exists():
+        make_awq(path, quantized)
+    return quantized if awq else path
 
 
 def random_tokens(generator: random.Random, count: int, vocab: int) -> list[int]:

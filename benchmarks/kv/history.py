@@ -61,6 +61,7 @@ def main(model: str, disk: str, tokens: str, threads: str, asks: str) -> None:
     start = time.perf_counter() - begin
     prompt = random_tokens(random.Random(0), int(tokens), SHAPE.vocab)
     answers = [client.ask(prompt, ANSWER) for _ in range(int(asks))]
+    client.engine.close()  # what is being written to disk is finished
     print(json.dumps({"start": start, "answers": [asdict(answer) for answer in answers]}))
 
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from lmkit.turbo.limits import SchedulerLimits
-
 from benchmarks.kv.common import Row, Setting
 from benchmarks.kv.trace import VOCAB, Item, Mix, distinct_blocks, ideal_hits, make_trace
 from lmkit.turbo.kv_manager import KVLimits
+from lmkit.turbo.limits import SchedulerLimits
 from lmkit.turbo.plan import NewSequence, Sampled, StepPlan
 from lmkit.turbo.request import GenerationConfig, Request
 from lmkit.turbo.scheduler import Scheduler

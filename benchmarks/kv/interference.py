@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from benchmarks.kv.common import Client, Row, Setting, checkpoint, percentile, random_tokens
 from benchmarks.random_llama import Shape
 
-SHAPE = Shape(2048, 8192, 2, 4, 2, 64, 8192, 40_960)  # 143M parameters
+SHAPE = Shape(2048, 8192, 2, 4, 2, 64, 8192, 40_960)  # 143M parameters, 4-bit linears
 STREAMS, PROMPT, SHORT = 4, 32_768, 64  # sequences that decode; tokens of the long prompt and of the others
 IDLE_STEPS = 400  # before the prompt comes, and again after it
 WARM_UP = 4  # short prompts beside the decoding sequences: what a mixed step costs has to be known
@@ -20,9 +20,8 @@ def cases(setting: Setting) -> list[Row]:
     """Twice the 99th percentile of the time between tokens when idle, by that while 32k prompt tokens are computed."""
     prompt_tokens, idle_steps = (512, 20) if setting.quick else (PROMPT, IDLE_STEPS)
     generator = random.Random(0)
-    client = Client(
-        checkpoint(setting, SHAPE), prefix_cache=False, max_batch_size=STREAMS + 1, num_threads=setting.threads
-    )
+    model = checkpoint(setting, SHAPE, awq=True)
+    client = Client(model, prefix_cache=False, max_batch_size=STREAMS + 1, num_threads=setting.threads)
     streams = Streams(client, [random_tokens(generator, SHORT, SHAPE.vocab) for _ in range(STREAMS)])
     streams.gaps(idle_steps)
     for _ in range(WARM_UP):

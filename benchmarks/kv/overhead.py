@@ -9,13 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from lmkit.turbo.radix_cache import RadixCache
 
 from benchmarks.kv.common import Client, Row, Setting, checkpoint, random_tokens
 from benchmarks.kv.hit_rate import BLOCK_SIZE, TraceRunner, limits, request
 from benchmarks.kv.trace import VOCAB, Item
 from benchmarks.random_llama import Shape
 from lmkit.turbo.block_pool import BlockPool
+from lmkit.turbo.radix_cache import RadixCache
 from lmkit.turbo.scheduler import Scheduler
 
 SHAPE = Shape(512, 2048, 4, 8, 2, 64, 8192, 16384)  # 24M parameters: a larger model makes the share smaller
@@ -125,7 +125,8 @@ def match_seconds(num_tokens: int, rounds: int = 51) -> float:
 
 def admission_seconds(num_tokens: int, rounds: int = 11) -> float:
     """Of a whole Scheduler.schedule that lets such a request in."""
-    item = Item(*np.split(np.random.default_rng(0).integers(2, VOCAB, num_tokens + 1, dtype=np.int32), [num_tokens]))
+    tokens = np.random.default_rng(0).integers(2, VOCAB, num_tokens + 1, dtype=np.int32)
+    item = Item(tokens[:-1], tokens[-1:])
     scheduler, runner = Scheduler(limits([item], num_tokens // BLOCK_SIZE + 8, 1), ()), TraceRunner([item])
     times = []
     for _ in range(1 + rounds):
