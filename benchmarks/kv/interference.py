@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from benchmarks.kv.common import Client, Row, Setting, checkpoint, percentile, random_tokens
 from benchmarks.random_llama import Shape
 
-SHAPE = Shape(2048, 8192, 2, 4, 2, 64, 8192, 40_960)  # 143M parameters, 4-bit linears
+SHAPE = Shape(2048, 8192, 2, 4, 2, 64, 8192, 40_960)  # 137M parameters, 4-bit linears
 STREAMS, PROMPT, SHORT = 4, 32_768, 64  # sequences that decode; tokens of the long prompt and of the others
 IDLE_STEPS = 400  # before the prompt comes, and again after it
 WARM_UP = 4  # short prompts beside the decoding sequences: what a mixed step costs has to be known
