@@ -68,7 +68,8 @@ class Planner:
         if not under_way and not self.waiting:
             return
         others = max(len(under_way) + len(self.waiting) - 1, 0)
-        step.budget = min(step.budget, self.pacer.prompt_tokens(len(step.chunks), others))
+        context = under_way[0].num_computed if under_way else 0
+        step.budget = min(step.budget, self.pacer.prompt_tokens(len(step.chunks), others, context))
         for seq in under_way:
             if step.budget and self._is_computable(seq, step):
                 self._compute(seq, step, step.budget)

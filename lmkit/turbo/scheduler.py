@@ -206,7 +206,7 @@ class Scheduler:
         return True  # also of one that was preempted meanwhile: the token is as good as it would be later
 
     def _pace(self, plan: StepPlan, seconds: float) -> None:
-        prompts = [chunk for chunk in plan.chunks if chunk.num_tokens > 1]
+        prompts = [chunk for chunk in plan.chunks if chunk.num_tokens > 1 or not chunk.sample]
         if prompts or (plan.chunks and self._steps % PACED_STEPS == 0):
             context = max((chunk.start + chunk.num_tokens for chunk in prompts), default=0)
             num_prompt = sum(chunk.num_tokens for chunk in prompts)
