@@ -31,14 +31,14 @@ def num_parts(length: int, num_tokens: int, window: int, sinks: int) -> int:
 
 
 @inline
-def span(begin: int, first_key: int, end_key: int, sinks: int) -> Any:
-    """(first, end): keys to compute of the partition that begins at `begin`, counted from there; none if first >= end.
-
-    They are keys below `sinks` and first_key .. end_key, and all between if the partition has both.
+def span(part: int, first_key: int, end_key: int, sinks: int) -> Any:
+    """(begin, first, end, hidden, seen) of a partition: where it begins, and counted from there the keys to compute,
+    first .. end, none if first >= end; of these hidden .. seen are between the sinks and first_key: no row sees them.
     """
+    begin = part * PARTITION
     first = 0 if begin < sinks else max(first_key // KEYS * KEYS - begin, 0)
     end = end_key if begin + PARTITION > first_key else sinks
-    return first, max(0, min(end - begin, PARTITION))
+    return begin, first, max(0, min(end - begin, PARTITION)), sinks - begin, first_key - begin
 
 
 @inline

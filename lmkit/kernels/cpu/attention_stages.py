@@ -54,8 +54,8 @@ def score_task(isa: Isa, kind: str) -> Task:
     stored_chunk = chunk * (2 if kind == "int4" else 1)
 
     def scores(args: int, scratch: int, index: int) -> None:
-        (rows, dim, padded, first, end, places, params, direct, queries, steps, out, row_lines, values,
-         value_lines) = unpack(args, 14)  # fmt: skip
+        (rows, dim, padded, first, end, places, params, direct, queries, steps, out, value_lines,
+         values) = unpack(args, 13)  # fmt: skip
         ldq = element * padded
         copies = scratch + 8 * KEYS
         if not direct:
@@ -65,12 +65,10 @@ def score_task(isa: Isa, kind: str) -> Task:
             at = places + 8 * block
             if not direct:
                 tile(copy, 1, (at, copies, ldq + SPACING, 4 * fours, dim, padded))
-            else:
-                ahead = max(0, min(KEYS, end - block - KEYS))
-                tile(PREFETCH, 1, (at + 8 * KEYS, ahead, row_lines))
-                tile(PREFETCH, 1, (values + 8 * block, min(KEYS, end - block), value_lines))
             for four in range(0, fours, 4):
                 count, key = min(4, fours - four), block + 4 * four
+                if direct:
+                    tile(PREFETCH, 1, (values + 8 * key, min(16, end - key), value_lines))
                 r = 0
                 while r < rows:
                     of_rows, score = queries + r * ldq, out + 4 * (r * PARTITION + key)
@@ -104,7 +102,7 @@ def value_task(isa: Isa, kind: str) -> Task:
 
     def values(args: int, scratch: int, index: int) -> None:
         (rows, dim, padded, first, end, places, params, direct, group, position, window, sinks, scores, words,
-         word_steps, offsets, record) = unpack(args, 17)  # fmt: skip
+         word_steps, offsets, record, next_places, num_next, next_lines) = unpack(args, 20)  # fmt: skip
         ldc, ldw = 4 * padded, weight_bytes * PARTITION
         maxima, totals = record + rows * ldc, record + rows * (ldc + 4)
         blocks = (end - first + KEYS - 1) // KEYS
@@ -128,7 +126,11 @@ def value_task(isa: Isa, kind: str) -> Task:
             steps = word_steps + 4 * (block // KEYS)
             lds = 4 * (PARTITION // KEYS)
             if direct:
-                for panel in range(dim // width):
+                panels = dim // width
+                share = (KEYS + panels - 1) // panels
+                for panel in range(panels):
+                    ahead = block - first + panel * share
+                    tile(PREFETCH, 1, (next_places + 8 * ahead, min(share, num_next - ahead), next_lines))
                     column, r = panel * stored_width, 0
                     while r < rows:
                         out = record + r * ldc + 4 * column

@@ -159,7 +159,9 @@ def _sum_eight(e: Emitter, eight: list[Value]) -> Value:
         ([0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]),
     ):
         parts = (ir.Constant(e.vector(I32, 8), lanes) for lanes in (low, high))
-        first, second = ([b.shuffle_vector(x, y, part) for x, y in zip(eight[::2], eight[1::2], strict=True)] for part in parts)
+        first, second = (
+            [b.shuffle_vector(x, y, part) for x, y in zip(eight[::2], eight[1::2], strict=True)] for part in parts
+        )
         eight = [b.add(x, y) for x, y in zip(first, second, strict=True)]
     return eight[0]
 
