@@ -23,7 +23,7 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from lmkit.kernels.cpu import attention_tiles, threads, workspace
+from lmkit.kernels.cpu import attention_rows, threads, workspace
 from lmkit.kernels.cpu.attention_keys import ask_for, locate, num_parts, skipped_parts, span
 from lmkit.kernels.cpu.attention_stages import (
     DIRECT_ROWS,
@@ -47,7 +47,7 @@ TILE_ROWS = 48  # aimed at: enough to pay for copying the keys
 UNITS_PER_THREAD = 4  # with fewer tiles, partitions become units
 SERIAL_PRODUCTS = 1 << 20
 JOB_BYTES = 192  # the arguments of a stage
-WORDS = attention_tiles.words_tile().name
+WORDS = attention_rows.words_tile().name
 
 
 def _plan(args: int, scratch: int, index: int) -> None:

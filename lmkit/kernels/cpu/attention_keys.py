@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 from numba import carray
 
-from lmkit.kernels.cpu import attention_tiles
+from lmkit.kernels.cpu import attention_rows
 from lmkit.kernels.cpu.attention_stages import PARTITION
 from lmkit.kernels.cpu.attention_tiles import KEYS
 from lmkit.kernels.cpu.intrinsics import pointer, prefetch, tile
 from lmkit.kernels.cpu.jit import inline
 
-PARAMS = attention_tiles.params_tile().name
+PARAMS = attention_rows.params_tile().name
 
 
 @inline

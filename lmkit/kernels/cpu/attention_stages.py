@@ -11,6 +11,7 @@ import functools
 import numpy as np
 from numba import carray
 
+from lmkit.kernels.cpu import attention_rows
 from lmkit.kernels.cpu import attention_tiles as tiles
 from lmkit.kernels.cpu.attention_tiles import BYTES, CODED, KEYS
 from lmkit.kernels.cpu.intrinsics import pointer, tile, unpack
@@ -23,7 +24,7 @@ DIRECT_ROWS = 8  # more rows than this share a copy
 SPACING = 64  # bytes after each copied row: power-of-two strides would fall into few cache sets
 NO_SCORE = np.float32(-3e38)  # the maximum of no scores: finite, so that two of them differ by 0
 NO_SCORE_BITS = float_bits(float(NO_SCORE))
-PREFETCH = tiles.prefetch_tile().name
+PREFETCH = attention_rows.prefetch_tile().name
 
 
 def copy_bytes(padded: int) -> int:
@@ -48,8 +49,8 @@ def score_task(isa: Isa, kind: str) -> Task:
     """scores [rows, PARTITION] of the keys first .. end of a partition."""
     form, scaled = "words" if kind in CODED else "float32", kind in KV_CODED
     stored, copied = (tiles.score_tile(isa, name).name for name in (kind, form))
-    scale = tiles.scale_tile(isa, kind).name
-    copy, element = tiles.copy_tile(kind, form).name, BYTES[form]
+    scale = attention_rows.scale_tile(isa, kind).name
+    copy, element = attention_rows.copy_tile(kind, form).name, BYTES[form]
     chunk = isa.lanes * (2 if kind in CODED else 1)
     stored_chunk = chunk * (2 if kind == "int4" else 1)
 
@@ -93,7 +94,7 @@ def value_task(isa: Isa, kind: str) -> Task:
     coded = kind in CODED
     form = "pairs" if coded else "float32"
     stored, copied = tiles.product_tile(isa, kind).name, tiles.product_tile(isa, form).name
-    copy, softmax = tiles.copy_tile(kind, form).name, tiles.softmax_tile(isa, kind).name
+    copy, softmax = attention_rows.copy_tile(kind, form).name, tiles.softmax_tile(isa, kind).name
     width, per_place = isa.float_tile, 2 if coded else 1
     # A panel is two vectors of columns: neighbours, or, of int4, the two nibbles of one vector of bytes.
     apart = 4 * isa.lanes
