@@ -58,8 +58,10 @@ def locate(table: Any, heads: int, head: int, block_size: int, start: int, first
         offset = (start + key) % block_size
         run = min((hidden if key < hidden < end else end) - key, block_size - offset)
         row = (np.int64(table[(start + key) // block_size]) * heads + head) * block_size + offset
+        place = data + row * row_bytes
         for i in range(run):
-            at[key + i] = data + (row + i) * row_bytes
+            at[key + i] = place
+            place += row_bytes
         if params:
             tile(PARAMS, 1, (params + 4 * row, run, params_at + 4 * key, 4 * PARTITION))
         key += run

@@ -119,8 +119,8 @@ def score_tile(isa: Isa, form: str) -> Tile:
             together = 8 if integer and isa.lanes == 8 and rows * keys % 8 == 0 else 4
             for first in range(0, rows, together // keys):
                 some = [(i, j) for i in range(first, min(rows, first + together // keys)) for j in range(keys)]
-                vectors = [b.load(sums[i][j]) for i, j in some]
-                total = _sum_eight(e, vectors) if together == 8 else _sum_lanes(e, vectors)
+                loads = [b.load(sums[i][j]) for i, j in some]
+                total = _sum_eight(e, loads) if together == 8 else _sum_lanes(e, loads)
                 for i in {i for i, _ in some}:
                     lanes = [k for k, (row, _) in enumerate(some) if row == i]
                     part = b.shuffle_vector(total, total, ir.Constant(e.vector(I32, keys), lanes))
