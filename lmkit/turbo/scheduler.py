@@ -106,7 +106,14 @@ class Scheduler:
         self._arrivals += 1
         self._waiting.add(seq)
         if timeout is not None:
+            self._drop_old_deadlines()
             heapq.heappush(self._deadlines, (seq.deadline, seq.arrival, seq))
+
+    def _drop_old_deadlines(self) -> None:
+        """Let go of sequences that have ended long before their time, now and then."""
+        if len(self._deadlines) > 2 * (len(self._seats.running) + len(self._waiting)) + 64:
+            self._deadlines = [entry for entry in self._deadlines if entry[2].status is not Status.FINISHED]
+            heapq.heapify(self._deadlines)
 
     def abort(self, request_id: str) -> None:
         """End a request now; its last output follows with the next ones. An unknown id is ignored."""
