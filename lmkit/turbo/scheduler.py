@@ -3,7 +3,8 @@
 There are no phases. A running sequence has tokens left to compute: one, when it decodes. A step takes, in this order,
 
 - every sequence that decodes: it never waits behind a prompt;
-- prompts under way, by rank (turbo.policy), as many tokens as the pacer finds bearable for those that decode;
+- prompts under way, by rank (turbo.policy), as many tokens as the pacer finds bearable for those that decode; who
+  outranks one of them enters before it;
 - from the queue, sequences for which there is a slot, a token of that budget, and room for all their known tokens, with
   one block to spare for each running sequence. The cache gives what it has of them; what a lower tier has is loaded in
   the background if that is quicker than computing it. Who shares a prefix with a prompt under way waits for that.
@@ -163,13 +164,12 @@ class Scheduler:
             if seq.status is Status.FINISHED:
                 self._vacate(seq)
                 continue
-            before = seq.num_computed
             self._kv.take_loaded(seq, done)
             seq.status = Status.RUNNING
             for tier, blocks in done.hits.items():
                 self._tier_hits[tier] += blocks * self.limits.kv.block_size
-            if seq.cached_tokens is not None and not seq.num_outputs:
-                seq.cached_tokens += seq.num_computed - before
+            if seq.cached_tokens is None:  # else it has been here before: some of these it computed itself
+                seq.cached_tokens = seq.num_computed
             self._journal.note("loaded: as planned", seq)
 
     # ---- results
