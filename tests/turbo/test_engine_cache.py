@@ -76,6 +76,19 @@ def test_others_find_nothing(demo_model: Path, tmp_path: Path, fields: dict[str,
     engine.close()
 
 
+def test_a_lease_ends_without_requests(demo_model: Path) -> None:
+    engine = engine_for(demo_model, session_lease=0.3)
+    engine.add(Request(request_id="r", prompt_ids=FIRST, params=GenerationConfig(seed=0), session_id="s"))
+    while engine.has_work():
+        engine.step()
+    stats = engine.stats()
+    assert (stats.sessions, stats.blocks_used > 20) == (1, True)
+    time.sleep(0.4)
+    stats = engine.stats()
+    assert (stats.sessions, stats.blocks_used, stats.blocks_cached > 20) == (0, 0, True)
+    engine.check_integrity()
+
+
 def test_siblings_share_a_prompt_that_is_under_way(demo_model: Path) -> None:
     engine = engine_for(demo_model, max_step_tokens=64)
     params = [GenerationConfig(max_new_tokens=4, temperature=1.0, seed=i, ignore_eos=True) for i in range(4)]
