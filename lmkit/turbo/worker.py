@@ -34,6 +34,7 @@ from lmkit.turbo.request import EngineInfo, EngineStats, Request, StepOutput
 ENGINE = "lmkit.turbo.engine:Engine"
 QUEUED_MESSAGES = 4096  # high-water mark of both sockets
 STATS_SECONDS = 0.25  # while busy; when idle, on change
+IDLE_SECONDS = 1.0  # between looks at what changes without requests: leases end, saves are done
 MAX_FAILED_STEPS = 3  # in a row: then the engine is beyond repair and the process ends
 
 logger = log.get_logger(__name__)
@@ -98,7 +99,7 @@ class EngineLike(Protocol):
 
 
 class EngineLoop:
-    """Owns an engine: takes commands between steps, steps while there is work, sleeps in poll otherwise."""
+    """Owns an engine: takes commands between steps, steps while there is work, waits for commands otherwise."""
 
     def __init__(self, engine: EngineLike, commands: zmq.Socket, events: zmq.Socket) -> None:
         self._engine = engine
@@ -125,7 +126,7 @@ class EngineLoop:
 
     def _take_commands(self) -> bool:
         """Carry out what has arrived, waiting for it only if there is nothing else to do. False after Shutdown."""
-        timeout = 0 if self._engine.has_work() else None
+        timeout = 0 if self._engine.has_work() else round(1e3 * IDLE_SECONDS)
         while self._commands.poll(timeout):
             timeout = 0
             match self._decoder.decode(self._commands.recv()):

@@ -23,7 +23,7 @@ from lmkit.turbo.memory import DTYPE_BYTES
 from lmkit.turbo.plan import Load, Save
 from lmkit.turbo.tiers.disk import DiskTier
 from lmkit.turbo.tiers.store import TierStore
-from tests.turbo.tier_helpers import FINGERPRINT, chain, collect
+from tests.turbo.tier_helpers import FINGERPRINT, chain, collect, settle
 
 NUM_BLOCKS = 5
 TYPES = [t for t in KV_BITS if t != "float16"]
@@ -88,11 +88,11 @@ def test_through_the_tiers_and_back(tmp_path: Path) -> None:
         disk = DiskTier(tmp_path, FINGERPRINT, block_bytes=blocks.nbytes, max_bytes=1 << 20)
         store = TierStore(blocks, host_bytes=host, disk=disk)
         store.save([Save(key, block) for block, key in enumerate(keys)])
-        collect(store, saves=NUM_BLOCKS)
+        settle(store)
         for tensor in tensors(layers):
             tensor.zero_()
         store.load(Load(0, keys, list(range(NUM_BLOCKS))))
-        assert collect(store, loads=1)[0][0].num_blocks == NUM_BLOCKS
+        assert collect(store, loads=1)[0].num_blocks == NUM_BLOCKS
         assert all(torch.equal(now, then) for now, then in zip(states(layers), before, strict=True))
         store.close()
 

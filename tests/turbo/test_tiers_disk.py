@@ -325,7 +325,7 @@ def test_a_failed_read_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with monkeypatch.context() as patched:
         patched.setattr(files.os, call, fail)
         assert not read(tier, keys[0])
-    assert tier.failures.count == 1
+    assert (tier.failures.count, tier.num_damaged) == (1, 0)
     assert keys[0] not in tier  # nobody is sent to a bad place twice
     assert read(tier, keys[1])
 

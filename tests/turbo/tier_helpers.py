@@ -38,20 +38,15 @@ def path_of(tier: DiskTier, key: bytes) -> Path:
 
 
 class ArrayBlocks:
-    """`BlockBytes` over an array; reading and writing can be held up and made to fail."""
+    """`BlockBytes` over an array; reading and writing can be made to fail."""
 
     nbytes = BLOCK
 
     def __init__(self, count: int) -> None:
         self.data = np.zeros((count, BLOCK), np.uint8)
-        self.may_read = threading.Event()
-        self.may_read.set()
-        self.reading = threading.Event()
         self.failing: set[int] = set()
 
     def read(self, block: int, out: memoryview) -> None:
-        self.reading.set()
-        self.may_read.wait(20)
         self._touch(block)
         np.frombuffer(out, np.uint8)[:] = self.data[block]
 
@@ -89,6 +84,20 @@ def settle(store: TierStore) -> None:
     while store.stats()["queued_saves"]:
         assert time.monotonic() < end, "saves are stuck"
         time.sleep(0.001)
+
+
+class HeldSaver:
+    """The store's saver takes one block and waits, until `go`."""
+
+    def __init__(self, store: TierStore) -> None:
+        self.begun, self._gate, self._keep = threading.Event(), threading.Event(), store._keep
+        self.go = self._gate.set
+        store._keep = self._held  # type: ignore[method-assign]
+
+    def _held(self, key: bytes, data: memoryview) -> None:
+        self.begun.set()
+        self._gate.wait(20)
+        self._keep(key, data)
 
 
 def save(store: TierStore, blocks: ArrayBlocks, keys: list[bytes]) -> None:

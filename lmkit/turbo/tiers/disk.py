@@ -6,6 +6,7 @@ finds it. Whatever is wrong with a file makes it a miss, and removes it: the KV 
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
@@ -104,16 +105,22 @@ class DiskTier:
             crc = record.checksum(key, out)
             if head == record.header(key, out.nbytes, crc):
                 return crc
-            self.num_damaged += 1
-            log.warning("%s: damaged, removed; its KV is computed again", path)
+            self._damaged(path)
         except FileNotFoundError:
             pass  # evicted at this moment, or by somebody else
         except OSError as error:
-            self.failures.note("reading KV from disk", error)
+            if error.errno == errno.EBADMSG:
+                self._damaged(path)
+            else:
+                self.failures.note("reading KV from disk", error)
         with self._mutex:
             self._index.pop(key, None)
         files.remove(path)
         return None
+
+    def _damaged(self, path: str) -> None:
+        self.num_damaged += 1
+        log.warning("%s: damaged, removed; its KV is computed again", path)
 
     def wants(self, key: bytes) -> bool:
         """Whether to call `write`."""
