@@ -161,6 +161,7 @@ def _profile(timings: Sequence[_Timing]) -> StepProfile:
         step=step,
         kernels=kernels,
         inputs_and_sampling=execute - kernels,
+        idle=step - execute,
         schedule=schedule,
         update=update,
         outside_kernels=1 - kernels / step,

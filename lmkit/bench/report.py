@@ -93,13 +93,14 @@ def latency_table(title: str, runs: Sequence[LatencyRun]) -> Table:
 def profile_table(title: str, runs: Sequence[LatencyRun]) -> Table:
     """A row for each shape: milliseconds of an average decode step by where they go."""
     table = Table(title=title, title_justify="left")
-    parts = ("kernels", "inputs, sampling", "schedule", "update")
+    parts = ("kernels", "inputs, sampling", "idle", "schedule", "update")
     for column in ("batch", "in", "step ms", *parts, "outside kernels"):
         table.add_column(column, justify="right")
     for run in runs:
         if (profile := run.decode_profile) is not None:
-            times = (profile.step, profile.kernels, profile.inputs_and_sampling, profile.schedule, profile.update)
-            shown = (f"{milliseconds:.3f}" for milliseconds in times)
+            thread = (profile.kernels, profile.inputs_and_sampling, profile.idle)  # all of the step
+            loop = (profile.schedule, profile.update)
+            shown = (f"{milliseconds:.3f}" for milliseconds in (profile.step, *thread, *loop))
             table.add_row(str(run.batch_size), str(run.input_len), *shown, f"{profile.outside_kernels:.1%}")
     return table
 

@@ -66,12 +66,16 @@ class ThroughputRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepProfile(msgspec.Struct, frozen=True, kw_only=True):
-    """Milliseconds of a decode step, on average. Parts of different threads overlap."""
+    """Milliseconds of a decode step, on average: step = kernels + inputs_and_sampling + idle.
+
+    `schedule` and `update` are the loop's. With overlap they run beside the step, without they are part of `idle`.
+    """
 
     step: float  # from one result to the next
     kernels: float  # in the model
     inputs_and_sampling: float  # beside them, in the thread that carries steps out
-    schedule: float  # in the loop, as is the next one
+    idle: float  # no step is carried out: the loop's own work, and handing over
+    schedule: float
     update: float
     outside_kernels: float  # share of `step` in which no kernel runs
 

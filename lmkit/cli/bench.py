@@ -180,6 +180,7 @@ def latency(
     repeats: Annotated[int, typer.Option(min=1, help="Measured runs of each shape.")] = 5,
     warmup: Annotated[int, typer.Option(min=0, help="Runs of each shape before those.")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Of the random prompts.")] = 0,
+    profile: Annotated[bool, typer.Option("--profile", help="Also where the time of a decode step goes.")] = False,
     *,
     output: Output,
     engine: EngineConfig,
@@ -200,6 +201,8 @@ def latency(
     with ProgressBar(quiet=False) as bar:
         runs = run_latency(loaded, tokenizer, grid, repeats=repeats, warmup=warmup, seed=seed, progress=bar.update)
     _print(report.latency_table(f"{model}: prefill and decode of static batches, medians (and range)", runs), [])
+    if profile:
+        _print(report.profile_table(f"{model}: milliseconds of a decode step, on average", runs), [])
     configuration = {"model": model, "repeats": repeats, "warmup": warmup, "seed": seed}
     output.save("latency", configuration | {"engine": engine, "engine_info": loaded.info}, runs)
     if output.plot:

@@ -41,11 +41,11 @@ log = get_logger(__name__)
 IDLE_SECONDS = 0.02  # between looks at loads, when there is nothing else to do
 
 
-@dataclass(frozen=True)
+@dataclass
 class Profile:
     """Where the time of steps went, in seconds since the engine was made."""
 
-    steps: int = 0
+    steps: int = 0  # whose results were taken in; the next three are theirs
     kernels: float = 0.0  # in the model
     execute: float = 0.0  # carrying out plans: the kernels, and around them inputs and sampling
     schedule: float = 0.0  # writing plans
@@ -53,6 +53,9 @@ class Profile:
 
     def since(self, before: Profile) -> Profile:
         return Profile(*(now - then for now, then in zip(astuple(self), astuple(before), strict=True)))
+
+
+_Result = tuple[list[Sampled], float, float]  # of a step: its samples, seconds, and those of them in kernels
 
 
 class Engine:
@@ -99,7 +102,7 @@ class Engine:
         self._profile = Profile()
         self._overlap = config.overlap
         self._thread = ThreadPoolExecutor(1, "engine-steps", lambda: threads.configure(num_threads))
-        self._under_way: deque[tuple[StepPlan, Future[tuple[list[Sampled], float]]]] = deque()
+        self._under_way: deque[tuple[StepPlan, Future[_Result]]] = deque()
         self._failed_steps = 0
         self._warm_up(limits)
         eos = Tokenizer.from_pretrained(path).eos_token_ids
@@ -141,8 +144,7 @@ class Engine:
         while True:
             start = time.perf_counter()
             plan = self.scheduler.schedule()
-            scheduled = time.perf_counter() - start
-            self._profile = replace(self._profile, schedule=self._profile.schedule + scheduled)
+            self._profile.schedule += time.perf_counter() - start
             if plan is not None:
                 self._under_way.append((plan, self._begin(plan)))
             if not self._under_way:
@@ -154,40 +156,38 @@ class Engine:
                 return self._land(*self._under_way.popleft())
 
     def profile(self) -> Profile:
-        return replace(self._profile, kernels=self.runner.kernel_seconds)
+        """A copy, up to the last result that was taken in."""
+        return replace(self._profile)
 
-    def _begin(self, plan: StepPlan) -> Future[tuple[list[Sampled], float]]:
+    def _begin(self, plan: StepPlan) -> Future[_Result]:
         if self._overlap:
             return self._thread.submit(self._execute, plan)
-        future: Future[tuple[list[Sampled], float]] = Future()
+        future: Future[_Result] = Future()
         try:
             future.set_result(self._execute(plan))
         except Exception as error:  # noqa: BLE001 - logged where the result is taken
             future.set_exception(error)
         return future
 
-    def _execute(self, plan: StepPlan) -> tuple[list[Sampled], float]:
-        """(results, seconds)."""
-        start = time.perf_counter()
+    def _execute(self, plan: StepPlan) -> _Result:
+        start, before = time.perf_counter(), self.runner.kernel_seconds
         sampled = self.runner.execute(plan)
-        return sampled, time.perf_counter() - start
+        return sampled, time.perf_counter() - start, self.runner.kernel_seconds - before
 
-    def _land(self, plan: StepPlan, future: Future[tuple[list[Sampled], float]]) -> list[StepOutput]:
+    def _land(self, plan: StepPlan, future: Future[_Result]) -> list[StepOutput]:
         try:
-            sampled, seconds = future.result()
+            sampled, seconds, kernels = future.result()
         except Exception:  # one request must never end the engine
             self._failed_steps += 1
             log.exception("a step failed; its %d requests end with an error", len(plan.chunks))
             return self.scheduler.fail(plan, "the engine failed while computing this request")
         landed = time.perf_counter()
         outputs = self.scheduler.update(plan, sampled, seconds)
-        before = self._profile
-        self._profile = replace(
-            before,
-            steps=before.steps + 1,
-            execute=before.execute + seconds,
-            update=before.update + time.perf_counter() - landed,
-        )
+        profile = self._profile
+        profile.steps += 1
+        profile.kernels += kernels
+        profile.execute += seconds
+        profile.update += time.perf_counter() - landed
         return outputs
 
     def close(self) -> None:
@@ -214,9 +214,7 @@ def _open_tiers(config: EngineConfig, blocks: KVBlocks, fingerprint: bytes) -> T
     """Raises ConfigError for a folder or a size that cannot be used."""
     disk = None
     if config.kv_disk_path is not None:
-        disk = DiskTier(
-            config.kv_disk_path, fingerprint, block_bytes=blocks.nbytes, max_bytes=config.kv_disk_memory
-        )
+        disk = DiskTier(config.kv_disk_path, fingerprint, block_bytes=blocks.nbytes, max_bytes=config.kv_disk_memory)
     return TierStore(blocks, host_bytes=config.kv_host_memory or 0, disk=disk)
 
 

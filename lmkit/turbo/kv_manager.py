@@ -282,6 +282,12 @@ class KVManager:
         """Loads that have ended since the last call."""
         return self._tiers.finished() if self._tiers is not None else []
 
+    def check_idle(self) -> None:
+        """While no sequence holds blocks, none is lost. Constant time for each lease: cheap enough for every pause."""
+        missing = self.limits.num_blocks - self.num_available
+        leased = sum(len(lease.blocks) for lease in self.leases)  # leases may share blocks
+        assert 0 <= missing <= leased, f"{missing} blocks are held, leases have {leased}"
+
     def check_integrity(self, holders: Iterable[Sequence]) -> None:
         """Every reference of the pool has its owner; `holders` are all sequences that hold blocks."""
         self.pool.check_integrity()

@@ -14,6 +14,8 @@ from __future__ import annotations
 import math
 
 MIN_CHUNK = 8  # tokens; see Pacer._chunk
+BEGINNING_WORTH = 4  # of what mixing costs: the least work of a prompt's beginning in a mixed step
+QUEUE_POWER = 3  # with the number of requests that wait, their prompts' share grows like its power
 # Of eight steps with prompt tokens beside decodes one gets a quarter: with chunks that are all alike, nothing tells the
 # time of the prompt from that of decoding.
 SMALL_EVERY, SMALL = 8, 0.25
@@ -88,8 +90,10 @@ class StepTimes:
 class Pacer:
     """Sizes the prompt's part of a step from the times of the steps before it.
 
-    `slowdown` > 1 is what a step with prompt tokens may take, in times of a pure decode step; each request that waits
-    behind the prompt buys it another decode step's time.
+    `slowdown` > 1 is what a step with prompt tokens may take, in times of a pure decode step, as long as one prompt is
+    alone. A queue shows that the machine is short: what waits in it would decode beside the others at little more cost,
+    so with n prompts n ** QUEUE_POWER times as much is allowed. And a prompt's beginning, as long as a whole step, is
+    never cut so small that most of the time goes to mixing: short prompts come often, the beginning of a long one once.
     """
 
     def __init__(self, slowdown: float, max_step_tokens: int) -> None:
@@ -112,7 +116,7 @@ class Pacer:
         if num_decodes == 0:
             return room
         position = self._context if context is None else context
-        chunk = self._chunk(num_decodes, (self.slowdown - 1) * (1 + num_waiting), position)
+        chunk = self._chunk(num_decodes, (self.slowdown - 1) * (1 + num_waiting) ** QUEUE_POWER, position)
         if self._mixed_steps % SMALL_EVERY == SMALL_EVERY - 1:
             chunk *= SMALL
         return room if chunk >= room else max(1, round_down(int(chunk)))
@@ -121,12 +125,15 @@ class Pacer:
         """Tokens that take `allowed` times as long as decoding.
 
         What mixing costs comes off that, and may leave nothing. One token would be the least efficient answer then: so
-        the prompt's own work takes as long as mixing, but within what is allowed, and for up to MIN_CHUNK tokens.
+        the prompt's own work takes as long as mixing, but within what is allowed, and for up to MIN_CHUNK tokens; a
+        prompt's beginning takes BEGINNING_WORTH times as long as mixing, whatever is allowed.
         """
         decode = self._beside.predict([1, num_decodes, 0, 0, 0])
         mixed = self._beside.predict([0, 0, 1, 0, 0])
         token = self._beside.predict([0, 0, 0, 1, context])
         least = min(mixed / token, allowed * decode / token, MIN_CHUNK)
+        if context < self.max_step_tokens:
+            least = BEGINNING_WORTH * mixed / token
         return max((allowed * decode - mixed) / token, least)
 
     def record(self, num_decodes: int, num_prompt: int, prompt_context: int, seconds: float) -> None:

@@ -256,7 +256,8 @@ class Scheduler:
         """Outputs not yet returned: after `schedule` gave None there may be some, of requests aborted meanwhile."""
         outputs, self._outputs = self._outputs, []
         if not (self._has_sequences() or self._under_way):
-            self.check_integrity()
+            self._seats.check_integrity()
+            self._kv.check_idle()
         return outputs
 
     def _finish(self, seq: Sequence, reason: FinishReason, **fields: Any) -> None:

@@ -53,8 +53,10 @@ def test_throughput_and_latency(tmp_path: Path) -> None:
     assert document["configuration"]["engine"]["kv_memory"] == 64 << 20
     assert document["runs"][0]["summary"]["output_tokens"] == 9
     assert "requests" not in document["runs"][0]
-    result = lmkit("bench", "latency", "demo", "--batch-size", "1,2", "--input-len", "8", "--output-len", "3", *engine)
+    result = lmkit("bench", "latency", "demo", "--batch-size", "1,2", "--input-len", "8", "--output-len", "3",
+                   "--profile", *engine)  # fmt: skip
     assert "ms/token" in result.stdout, result.stderr
+    assert "milliseconds of a decode step" in result.stdout
     document = json.loads(file.read_text())
     assert [run.batch_size for run in msgspec.convert(document["runs"], list[LatencyRun])] == [1, 2]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from lmkit.bench.config import WorkloadConfig
@@ -86,12 +87,29 @@ def test_latency_of_a_grid(engine: Engine, tokenizer: Tokenizer) -> None:
         assert run.prefill_tokens_per_s == pytest.approx(1e3 * run.batch_size * 40 / run.prefill_ms.p50)
         if run.output_len == 1:
             assert (run.decode_ms_per_token, run.decode_step_ms, run.decode_tokens_per_s) == (None, None, None)
+            assert run.decode_profile is None
         else:
             assert run.decode_ms_per_token is not None
             assert run.decode_step_ms is not None
             assert run.decode_step_ms.count == 2 * 3, "three steps of the whole batch in each repeat"
             assert run.decode_tokens_per_s == pytest.approx(1e3 * run.batch_size / run.decode_ms_per_token.p50)
             assert run.total_ms.mean == pytest.approx(run.prefill_ms.mean + 3 * run.decode_ms_per_token.mean)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_parts_of_a_step_make_it_up(demo_model: Path, tokenizer: Tokenizer, overlap: bool) -> None:
+    engine = Engine(str(demo_model), msgspec.structs.replace(CONFIG, overlap=overlap))
+    (run,) = run_latency(engine, tokenizer, [Shape(2, 8, 9)], repeats=1, warmup=0)
+    engine.close()
+    profile = run.decode_profile
+    assert profile is not None
+    assert run.decode_ms_per_token is not None
+    assert profile.step == pytest.approx(run.decode_ms_per_token.p50)
+    assert profile.step == pytest.approx(profile.kernels + profile.inputs_and_sampling + profile.idle)
+    assert profile.outside_kernels == pytest.approx(1 - profile.kernels / profile.step)
+    assert min(profile.kernels, profile.inputs_and_sampling, profile.schedule, profile.update) > 0
+    if not overlap:
+        assert profile.idle > profile.schedule + profile.update
 
 
 @pytest.mark.parametrize(

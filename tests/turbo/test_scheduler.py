@@ -244,7 +244,7 @@ def test_a_leak_is_noticed_when_the_engine_becomes_idle() -> None:
     engine = FakeEngine()
     engine.add(request("a", 3, max_new_tokens=1))
     engine.scheduler._kv.pool.allocate(1)
-    with pytest.raises(AssertionError, match="0 owners"):
+    with pytest.raises(AssertionError, match="1 blocks are held"):
         engine.run()
 
 
