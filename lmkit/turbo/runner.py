@@ -51,8 +51,8 @@ class Runner:
     def execute(self, plan: StepPlan) -> list[Sampled]:
         """One result for each of the plan's chunks, in order."""
         chunks = plan.chunks
-        self._move(plan)
         try:
+            self._move(plan)
             for slot in plan.freed:
                 self.sampler.clear(slot)
             for new in plan.new:
@@ -72,12 +72,14 @@ class Runner:
 
     def _move(self, plan: StepPlan) -> None:
         """Saves before copies before loads: a block may be saved, given away and written to, all in one plan."""
-        if self._tiers is not None:
-            self._tiers.save(plan.saves)
-        self._blocks.copy(plan.copies)
-        if self._tiers is not None:
-            for load in plan.loads:
-                self._tiers.load(load)
+        try:
+            if self._tiers is not None:
+                self._tiers.save(plan.saves)
+            self._blocks.copy(plan.copies)
+        finally:  # loads are not the step's own: whoever waits for one would wait for ever
+            if self._tiers is not None:
+                for load in plan.loads:
+                    self._tiers.load(load)
 
     def _compute(self, chunks: list[Chunk]) -> list[Sampled]:
         if not chunks:

@@ -183,6 +183,34 @@ def test_a_failing_step_ends_its_requests_and_no_others(demo_model: Path, monkey
     assert tokens(run(engine, requests)["r0"]) == tokens(want["r0"])
 
 
+def test_a_step_that_fails_before_it_computes_leaves_loads_and_later_steps_alone(
+    demo_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_for(demo_model, kv_host_memory=64 << 20)
+    (req,) = [r for r in requests_for(demo_model) if len(r.prompt_ids) > 20]
+    (want,) = run(engine, [req]).values()
+    cache, runner = engine.scheduler._kv.cache, engine.runner
+    assert cache is not None
+    copy = runner._blocks.copy
+
+    def fail(copies: Any) -> None:
+        monkeypatch.setattr(runner._blocks, "copy", copy)
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(engine.scheduler._kv, "load_seconds", lambda keys: 0.0)
+    for evicted in (False, True):  # found on the device, with a copy; loaded
+        if evicted:
+            cache.clear()
+        monkeypatch.setattr(runner._blocks, "copy", fail)
+        (outputs,) = run(engine, [req]).values()
+        assert outputs[-1].finish_reason == ("length" if evicted else "error")
+        (again,) = run(engine, [req]).values()
+        assert tokens(again) == tokens(want)
+    assert engine.stats().failed_steps == 2
+    assert engine.stats().tier_hits["host"] > 0
+    engine.close()
+
+
 def test_a_prompt_beyond_the_context_is_refused(demo_model: Path) -> None:
     engine = engine_for(demo_model)
     with pytest.raises(RequestError) as caught:
