@@ -22,7 +22,7 @@ class BatchInputs:
     slots: Tensor  # int32 [T], where each token's KV goes: block * block_size + offset
     query_start: Tensor  # int32 [B + 1]
     context_lens: Tensor  # int32 [B], tokens in the cache after this step
-    block_tables: Tensor  # int32 [B, max_blocks], padded with 0
+    block_tables: Tensor  # int32 [B, max_blocks], padded with anything
     rope_lens: Tensor  # int32 [B], the length that fixes a sequence's dynamic-NTK base (its prompt's, once and for all)
     logit_rows: Tensor  # int64 [R], the rows whose logits are wanted
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from lmkit.turbo.batch import PersistentBatch
+from lmkit.turbo.batch import TABLE_KEYS, PersistentBatch
 from lmkit.turbo.plan import Chunk, NewSequence
 from lmkit.turbo.request import GenerationConfig
 
@@ -118,3 +118,13 @@ def test_decode_steps_stay_in_place_and_follow_blocks_and_slots() -> None:
                 new_blocks[slot] = [next(free)]
                 tables[slot] += new_blocks[slot]
     assert all(len(places) == 1 for places in addresses.values())
+
+
+def test_tables_of_prompt_steps_widen_by_doubling() -> None:
+    batch = PersistentBatch(num_slots=1, max_model_len=5 * TABLE_KEYS, block_size=BLOCK, max_step_tokens=8)
+    enter(batch, 0, list(range(5 * TABLE_KEYS)))
+    widths = {}
+    for keys in (8, TABLE_KEYS, TABLE_KEYS + 1, 2 * TABLE_KEYS, 4 * TABLE_KEYS, 5 * TABLE_KEYS):
+        inputs, _ = batch.inputs([Chunk(0, keys - 8, 8, [], False)])
+        widths[keys / TABLE_KEYS] = inputs.block_tables.shape[1] * BLOCK / TABLE_KEYS
+    assert list(widths.values()) == [1, 1, 2, 2, 4, 5]
