@@ -66,7 +66,7 @@ class ThroughputRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepProfile(msgspec.Struct, frozen=True, kw_only=True):
-    """Milliseconds of a decode step, on average. What is not in `step` overlaps with kernels, or waits for the thread."""
+    """Milliseconds of a decode step, on average. Parts of different threads overlap."""
 
     step: float  # from one result to the next
     kernels: float  # in the model

@@ -136,9 +136,9 @@ class Decoder:
     def logits(self, delta: Tensor, residual: Tensor, rows: Tensor) -> Tensor:
         """Logits float32 [R, vocab] of `rows` of the residual stream's pair; if they are all, it is overwritten."""
         if not len(rows):  # a chunk that ends before its prompt does
-            return delta.new_empty(0, self.spec.vocab_size)
+            return torch.empty(0, self.spec.vocab_size, device=delta.device)
         if len(rows) < len(delta):
-            delta, residual = delta[rows], residual[rows]
+            delta, residual = self.embedding(delta, rows), self.embedding(residual, rows)
         return self.head(delta, residual)
 
     def hidden(self, batch: BatchInputs, kv: list[KVLayer]) -> tuple[Tensor, Tensor]:

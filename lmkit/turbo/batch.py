@@ -10,6 +10,10 @@ import torch
 from lmkit.layers.batch import BatchInputs
 from lmkit.turbo.plan import Chunk, NewSequence
 
+# Tables of a step with prompt tokens have columns for so many keys, or twice as many, and so on: shapes come again
+# while a context grows, and attention prepares for less than twice the keys there are.
+TABLE_KEYS = 4096
+
 
 @dataclass(frozen=True)
 class StepRows:
@@ -80,10 +84,10 @@ class PersistentBatch:
         counts = np.array([c.num_tokens for c in chunks])
         query_start = np.concatenate(([0], counts.cumsum()))
         positions = np.arange(query_start[-1]) - np.repeat(query_start[:-1] - starts, counts)
-        max_blocks = self._write(slots, np.repeat(slots, counts), positions, query_start, starts + counts)
+        width = self._table_width(self._write(slots, np.repeat(slots, counts), positions, query_start, starts + counts))
         rows, logit_rows = self._logit_rows(chunks, query_start)
         self._arrays["logit_rows"][: len(logit_rows)] = logit_rows
-        return self._views(len(positions), len(slots), max_blocks, len(logit_rows)), rows
+        return self._views(len(positions), len(slots), width, len(logit_rows)), rows
 
     def _decode(self, tokens: list[tuple[int, int]]) -> BatchInputs:
         """One token of each sequence, given as (slot, position)."""
@@ -120,7 +124,14 @@ class PersistentBatch:
         arrays["block_tables"][:seqs, :max_blocks] = self.block_tables[slots, :max_blocks]
         return max_blocks
 
-    def _views(self, num_tokens: int, num_seqs: int, max_blocks: int, num_logits: int) -> BatchInputs:
+    def _table_width(self, num_blocks: int) -> int:
+        """Columns of the tables of a step that uses so many."""
+        width = -(-TABLE_KEYS // self.block_size)
+        while width < num_blocks:
+            width *= 2
+        return min(width, self.block_tables.shape[1])
+
+    def _views(self, num_tokens: int, num_seqs: int, table_width: int, num_logits: int) -> BatchInputs:
         whole = self._inputs
         return BatchInputs(
             token_ids=whole.token_ids[:num_tokens],
@@ -128,7 +139,7 @@ class PersistentBatch:
             slots=whole.slots[:num_tokens],
             query_start=whole.query_start[: num_seqs + 1],
             context_lens=whole.context_lens[:num_seqs],
-            block_tables=whole.block_tables[:num_seqs, :max_blocks],
+            block_tables=whole.block_tables[:num_seqs, :table_width],
             rope_lens=whole.rope_lens[:num_seqs],
             logit_rows=whole.logit_rows[:num_logits],
         )

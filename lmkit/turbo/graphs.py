@@ -1,14 +1,15 @@
-"""Recorded steps: a decode step runs the same jobs as the last one of its size, so they are recorded once and launched
+"""Recorded steps: a step runs the same jobs as the last one of its shape, so they are recorded once and launched
 together, without Python between them (CUDA graphs' idea, on a CPU).
 
 What differs from step to step is in tensors that stay where they are: the persistent batch writes its inputs to the
-same place every time, and kernels read lengths and tables from memory.
+same place every time, and kernels read lengths, tables and numbers of rows from memory. How the tokens are spread over
+the sequences is a value too, and no part of the shape.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -26,6 +27,9 @@ FACTS = frozenset({
     "stride",
 })  # fmt: skip
 MEMORY = frozenset({"empty", "from_numpy"})  # not computed from anything
+
+
+MAX_PROMPT_SHAPES = 64  # remembered; a program takes some 5 KB a layer
 
 
 class NotRecordableError(RuntimeError):
@@ -53,39 +57,72 @@ def _all_views(result: Any, sources: Any) -> bool:
     return all(isinstance(x, Tensor) and x.untyped_storage().data_ptr() in known for x in tensors)
 
 
+class StepShape(NamedTuple):
+    """All that the jobs of a step depend on."""
+
+    num_tokens: int
+    num_seqs: int
+    num_rows: int  # whose logits are wanted
+    table_width: int
+
+    @classmethod
+    def of(cls, inputs: BatchInputs) -> StepShape:
+        num_seqs, table_width = inputs.block_tables.shape
+        return cls(len(inputs.token_ids), num_seqs, len(inputs.logit_rows), table_width)
+
+
 @dataclass(frozen=True)
 class _Recorded:
     program: threads.Program
-    logits: Tensor  # [batch size, vocab], in the workspace
+    logits: Tensor  # [num_rows, vocab], in the workspace
 
 
 class StepGraphs:
-    """Steps in which every sequence brings one token and wants its logits, by their number of sequences."""
+    """Recorded steps by shape: those in which every sequence decodes when they first come, as they come again for sure,
+    and those with prompt tokens when they come the second time. Of the latter, the shapes used last are remembered.
+    """
 
     def __init__(self, decoder: Decoder, kv: list[KVLayer], workspace: Workspace) -> None:
         self._decoder, self._kv, self._workspace = decoder, kv, workspace
-        self._recorded: dict[int, _Recorded | None] = {}
-        self._is_recordable = True  # until the forward shows that it is not; no size differs from others in that
+        self._recorded: dict[StepShape, _Recorded | None] = {}
+        self._prompt_shapes: dict[StepShape, None] = {}  # seen before, the last one last
+        self._is_recordable = True  # until the forward shows that it is not; no shape differs from others in that
 
     def __call__(self, inputs: BatchInputs) -> Tensor | None:
-        """The logits, valid until the next step; None if this model's steps cannot be recorded."""
-        if not self._is_recordable:
+        """Logits [R, vocab], valid until the next step; None if this step is not recorded."""
+        shape = StepShape.of(inputs)
+        if not self._is_recordable or not self._is_due(shape):
             return None
-        size = len(inputs.context_lens)
-        if size not in self._recorded:
-            self._recorded[size] = self._record(inputs)
-        step = self._recorded[size]
+        if shape not in self._recorded:
+            self._recorded[shape] = self._record(inputs)
+        step = self._recorded[shape]
         if step is None:
             return None
         step.program.launch()
         return step.logits
 
+    def _is_due(self, shape: StepShape) -> bool:
+        if shape.num_tokens == shape.num_rows:
+            return True
+        was_seen = shape in self._prompt_shapes
+        self._prompt_shapes.pop(shape, None)
+        self._prompt_shapes[shape] = None
+        if len(self._prompt_shapes) > MAX_PROMPT_SHAPES:
+            oldest = next(iter(self._prompt_shapes))
+            del self._prompt_shapes[oldest]
+            self._recorded.pop(oldest, None)
+        return was_seen
+
     def _record(self, inputs: BatchInputs) -> _Recorded | None:
         try:
             with self._workspace.active(), threads.recording() as program, _OnlyKernels():
-                logits = self._workspace.alias(self._decoder(inputs, self._kv))
+                logits = self._decoder(inputs, self._kv)
+                of_step = self._workspace.alias(logits) if len(logits) else logits
         except NotRecordableError as error:
-            log.info("decode steps are not recorded: the forward calls torch's %s", error)
+            log.info("steps are not recorded: the forward calls torch's %s", error)
             self._is_recordable = False
             return None
-        return None if logits is None else _Recorded(program, logits)
+        has_prompt = len(inputs.token_ids) > len(inputs.logit_rows)
+        if of_step is None or (has_prompt and program.kept):  # memory of its own would add up over the shapes
+            return None
+        return _Recorded(program, of_step)

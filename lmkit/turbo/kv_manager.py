@@ -1,10 +1,10 @@
 """Gives sequences the KV blocks they need, and takes them back: into the prefix cache, where the next one finds them.
 
-    free --reserve--> a sequence's own --publish--> also the cache's --release--> the cache's alone (idle) --evict--> free
-                                                          ^------------- find, acquire -------------'
+    free --reserve--> a sequence's --publish--> also the cache's --release--> the cache's alone (idle) --evict--> free
+                                                      ^------------ find, acquire -------------'
 
-References (BlockPool) say who has a block: sequences, the cache, leases of sessions. An idle block, which the cache alone
-has, is as good as free.
+References (BlockPool) say who has a block: sequences, the cache, leases of sessions. An idle block, which the cache
+alone has, is as good as free.
 """
 
 from __future__ import annotations
@@ -77,9 +77,17 @@ class KVManager:
         """Blocks that `reserve` can give."""
         return self.pool.num_free + self.pool.num_idle
 
-    def num_in_use(self, match: Match) -> int:
-        """Blocks of a match that others than the cache hold."""
-        return sum(self.pool.references(block) > 1 for block in match.blocks if block != HOLE)
+    def num_for(self, match: Match, without: Iterable[Sequence] = ()) -> int:
+        """Blocks that a sequence with this match could have: what is available, and what others hold of the match; if
+        the sequences `without` gave back theirs.
+        """
+        given = Counter(block for seq in without for block in seq.block_table if block != HOLE)
+
+        def is_held(block: int) -> bool:
+            return self.pool.references(block) - self.pool.is_cached(block) > given[block]
+
+        shared = sum(is_held(block) for block in match.blocks if block != HOLE)
+        return self.num_available + sum(not is_held(block) for block in given) + shared
 
     def wait(self, seconds: float) -> None:
         if self._tiers is not None:
@@ -98,7 +106,7 @@ class KVManager:
     # ---- finding
 
     def find(self, seq: Sequence) -> Match:
-        """What the cache has of a sequence that holds nothing: all but the last token at most, whose logits it needs."""
+        """What the cache has of a sequence that holds nothing: at most all but the last token, for its logits."""
         if self.cache is None or seq.scores_prompt or seq.num_tokens < 2:
             return NOTHING
         return self.cache.match(self.namespace(seq), seq.tokens(seq.num_tokens - 1))
@@ -118,12 +126,13 @@ class KVManager:
 
     # ---- giving
 
-    def make_room(self, count: int) -> bool:
-        """Whether `count` blocks can be had, if need be by ending leases early."""
-        while self.num_available < count and len(self.leases):
-            self.journal.decisions["lease ended: blocks needed"] += 1
-            self.pool.free_all(self.leases.pop_first())
-        return self.num_available >= count
+    def end_lease(self) -> bool:
+        """End the lease that would end first, since blocks are needed; False if there is none."""
+        if not len(self.leases):
+            return False
+        self.journal.decisions["lease ended: blocks needed"] += 1
+        self.pool.free_all(self.leases.pop_first())
+        return True
 
     def acquire(self, seq: Sequence, match: Match) -> None:
         """Begin the table of a sequence with a match that was just found; a room of one block suffices for its tail."""
@@ -173,8 +182,9 @@ class KVManager:
         """
         self._retire(seq)
         missing = max(-(-num_tokens // self.block_size) - len(seq.block_table), 0)
-        if missing and not self.make_room(missing):
-            return None
+        while self.num_available < missing:
+            if not self.end_lease():
+                return None
         blocks = self._allocate(missing)
         seq.block_table += blocks
         return blocks

@@ -43,7 +43,8 @@ class MemoryPlan:
         ]
 
     def as_dict(self) -> dict[str, int]:
-        return {"weights": self.weights, "workspace": self.workspace, "runtime": RUNTIME_BYTES, "host": self.host, "kv": self.kv}
+        purposes = {"weights": self.weights, "workspace": self.workspace, "runtime": RUNTIME_BYTES}
+        return purposes | {"host": self.host, "kv": self.kv}
 
 
 def kv_token_bytes(spec: ModelSpec, dtypes: tuple[str, str]) -> int:

@@ -45,8 +45,8 @@ class Save(msgspec.Struct, frozen=True):
 
 
 class StepPlan(msgspec.Struct, frozen=True):
-    """Apply in this order: freed slots leave, saves are taken, copies made, loads begun, new sequences enter, chunks are
-    computed. Plans are carried out one after the other, in the order in which they were made.
+    """Apply in this order: freed slots leave, saves are taken, copies made, loads begun, new sequences enter, chunks
+    are computed. Plans are carried out one after the other, in the order in which they were made.
     """
 
     freed: list[int]

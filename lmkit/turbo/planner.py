@@ -63,18 +63,28 @@ class Planner:
                 self._compute(seq, step, 1)
 
     def _add_prompts(self, step: Step) -> None:
-        """Prompts under way, then the queue, within what those that decode can bear."""
+        """Prompts under way, then the queue, within what those that decode can bear; who outranks a prompt under way
+        does not wait until it is computed.
+        """
         under_way = sorted((seq for seq in self.seats.running.values() if seq.num_uncomputed > 1), key=policy.order)
         if not under_way and not self.waiting:
             return
         others = max(len(under_way) + len(self.waiting) - 1, 0)
-        step.budget = min(step.budget, self.pacer.prompt_tokens(len(step.chunks), others))
+        context = under_way[0].num_computed if under_way else 0
+        step.budget = min(step.budget, self.pacer.prompt_tokens(len(step.chunks), others, context))
         for seq in under_way:
+            self._add_waiting(step, seq)
             if step.budget and self._is_computable(seq, step):
                 self._compute(seq, step, step.budget)
+        self._add_waiting(step)
+
+    def _add_waiting(self, step: Step, before: Sequence | None = None) -> None:
+        """From the queue, all that there is room for, or all that outrank `before`."""
         while step.budget and self.waiting and not step.victims:  # else it would undo at once what a victim was for
-            if not self._enter_next(step):
-                break
+            if before is not None and not policy.outranks(self.waiting[0], before):
+                return
+            if not self._enter_next(step, before):
+                return
 
     def _is_computable(self, seq: Sequence, step: Step) -> bool:
         return seq.status is Status.RUNNING and seq.is_due and seq not in step.victims
@@ -114,8 +124,8 @@ class Planner:
 
     # ---- the queue
 
-    def _enter_next(self, step: Step) -> bool:
-        """Let one sequence in; False if none can."""
+    def _enter_next(self, step: Step, before: Sequence | None) -> bool:
+        """Let one sequence in, only such as outrank `before`; False if none can."""
         found: dict[Sequence, Match] = {}
 
         def cached_tokens(seq: Sequence) -> int:
@@ -125,6 +135,8 @@ class Planner:
 
         candidates = [seq for seq in self.waiting[: 4 * policy.LOOK_AHEAD] if not seq.in_flight]
         ready = [seq for seq in candidates if not self._waits_for_prefix(seq, cached_tokens)]
+        if before is not None:
+            ready = [seq for seq in ready if policy.outranks(seq, before)]
         if not ready:
             return False
         best = policy.next_in(ready, cached_tokens, self.limits.max_overtakes)
@@ -153,13 +165,10 @@ class Planner:
 
     def _enter(self, seq: Sequence, match: Match, step: Step) -> bool:
         """Give a waiting sequence a slot and what is cached of it, if there is room for the rest."""
-        # One block to spare for each running sequence, or its next growth might throw this one out again. Idle blocks
-        # of the match count as available, and are not any more when the sequence has them.
-        needed = self.limits.kv.blocks_for(seq.num_tokens) + len(self.seats.running) - self.kv.num_in_use(match)
-        if not self._make_way(seq, needed, step):
+        way = self._make_way(seq, match, step)
+        if way is None:
             return False
-        if step.victims:  # their blocks went to the cache, and may have pushed out something of the match
-            match = self.kv.find(seq)
+        match = way
         keys = self.kv.find_below(seq, match)
         if self._is_worth_loading(seq, match, keys):
             job = self.kv.acquire_below(seq, match, keys)
@@ -169,7 +178,7 @@ class Planner:
             keys = []
             self.kv.acquire(seq, match)
         if seq.cached_tokens is None:
-            seq.cached_tokens = seq.num_computed
+            seq.cached_tokens = None if keys else seq.num_computed  # of a load one knows when it has ended
             self.prefix_tokens += seq.num_prompt_tokens
             self.prefix_hits += seq.num_computed
         self.waiting.remove(seq)
@@ -190,22 +199,34 @@ class Planner:
         )  # fmt: skip
         return quicker
 
-    def _make_way(self, seq: Sequence, needed: int, step: Step) -> bool:
-        """Whether there are a slot and `needed` blocks, if need be those of sequences that it outranks."""
+    def _make_way(self, seq: Sequence, match: Match, step: Step) -> Match | None:
+        """If there are a slot and room, or would be without those that the sequence outranks, which then leave: its
+        match, found anew if they did, as their blocks go to the cache and may push out something of it.
+        """
         while True:
-            has_slot = self.seats.has_free and len(self.seats.running) < self.limits.max_step_tokens
-            if has_slot and self.kv.make_room(needed):
-                return True
-            last = self._last_running()
-            if last is None or not policy.outranks(seq, last) or not self._would_suffice(seq, needed):
+            running = self.seats.running.values()
+            has_slot = self.seats.has_free and len(running) < self.limits.max_step_tokens
+            if has_slot and self._has_room(seq, match):
+                return match
+            outranked = [other for other in running if other.status is Status.RUNNING and policy.outranks(seq, other)]
+            last = policy.victim(outranked)
+            if last is None or self.kv.num_for(match, outranked) < self._needed(seq, len(running) - len(outranked)):
                 self.journal.decisions["waiting: no blocks" if has_slot else "waiting: no slot"] += 1
-                return False
+                return None
             self._preempt(last, step, "preempted: lower priority")
+            match = self.kv.find(seq)
 
-    def _would_suffice(self, seq: Sequence, needed: int) -> bool:
-        """Whether there would be enough blocks without all that the sequence outranks."""
-        outranked = (other for other in self.seats.running.values() if policy.outranks(seq, other))
-        return self.kv.num_available + sum(len(other.block_table) for other in outranked) >= needed
+    def _needed(self, seq: Sequence, num_running: int) -> int:
+        """Blocks for the sequence, and one to spare for each running one: its growth might throw it out again."""
+        return self.limits.kv.blocks_for(seq.num_tokens) + num_running
+
+    def _has_room(self, seq: Sequence, match: Match) -> bool:
+        """Whether there are blocks for it, if need be those of leases, which may be those that hold its match."""
+        needed = self._needed(seq, len(self.seats.running))
+        while self.kv.num_for(match) < needed:
+            if not self.kv.end_lease():
+                return False
+        return True
 
 
 def _common_prefix(seq: Sequence, other: Sequence) -> int:

@@ -84,32 +84,38 @@ class Runner:
             return []
         inputs, rows = self.batch.inputs(chunks)
         start = time.perf_counter()
+        if rows is not None and any(rows.prompt_rows):
+            logits, scores = self._logits_and_scores(chunks, rows, inputs)
+        else:
+            logits, scores = self._logits(inputs), [[] for _ in chunks]
+        self.kernel_seconds += time.perf_counter() - start
         if rows is None:
-            logits = self._decode(inputs)
-            self.kernel_seconds += time.perf_counter() - start
             sampled = self.sampler.sample(logits, [chunk.slot for chunk in chunks])
         else:
-            with self._workspace.active():
-                delta, residual = self.decoder.hidden(inputs, self.kv)
-                scores = [
-                    self._score(chunk, span, delta, residual) if span else []
-                    for chunk, span in zip(chunks, rows.prompt_rows, strict=True)
-                ]  # before the logits: where every row is wanted, the head overwrites the stream
-                logits = self.decoder.logits(delta, residual, inputs.logit_rows)
-                self.kernel_seconds += time.perf_counter() - start
-                sampled = self._sample(chunks, rows, logits, scores)
+            sampled = self._sample(chunks, rows, logits, scores)
         for chunk, result in zip(chunks, sampled, strict=True):
             if chunk.sample and result.token_id >= 0:
                 self.batch.append(chunk.slot, result.token_id)
         return sampled
 
-    def _decode(self, inputs: BatchInputs) -> Tensor:
-        """Logits float32 [B, vocab] of a step in which every sequence brings one token; valid until the next step."""
+    def _logits(self, inputs: BatchInputs) -> Tensor:
+        """float32 [R, vocab], valid until the next step."""
         logits = self._graphs(inputs)
         if logits is not None:
             return logits
         with self._workspace.active():
             return self.decoder(inputs, self.kv)
+
+    def _logits_and_scores(
+        self, chunks: list[Chunk], rows: StepRows, inputs: BatchInputs
+    ) -> tuple[Tensor, list[list[TokenLogprobs]]]:
+        with self._workspace.active():
+            delta, residual = self.decoder.hidden(inputs, self.kv)
+            scores = [
+                self._score(chunk, span, delta, residual) if span else []
+                for chunk, span in zip(chunks, rows.prompt_rows, strict=True)
+            ]  # before the logits: where every row is wanted, the head overwrites the stream
+            return self.decoder.logits(delta, residual, inputs.logit_rows), scores
 
     def _sample(
         self, chunks: list[Chunk], rows: StepRows, logits: Tensor, scores: list[list[TokenLogprobs]]

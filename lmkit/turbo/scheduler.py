@@ -3,14 +3,15 @@
 There are no phases. A running sequence has tokens left to compute: one, when it decodes. A step takes, in this order,
 
 - every sequence that decodes: it never waits behind a prompt;
-- prompts under way, by rank (turbo.policy), as many tokens as the pacer finds bearable for those that decode;
+- prompts under way, by rank (turbo.policy), as many tokens as the pacer finds bearable for those that decode; who
+  outranks one of them enters before it;
 - from the queue, sequences for which there is a slot, a token of that budget, and room for all their known tokens, with
   one block to spare for each running sequence. The cache gives what it has of them; what a lower tier has is loaded in
   the background if that is quicker than computing it. Who shares a prefix with a prompt under way waits for that.
 
-A sequence that finds no block preempts the last by rank; the last itself waits a step and keeps what it has. So the first
-by rank always advances, and no request that `add` accepted needs more than the whole pool. What a preempted sequence has
-computed goes to the cache, and is evicted, saved to a tier or found again like all else there.
+A sequence that finds no block preempts the last by rank; the last itself waits a step and keeps what it has. So the
+first by rank always advances, and no request that `add` accepted needs more than the whole pool. What a preempted
+sequence has computed goes to the cache, and is evicted, saved to a tier or found again like all else there.
 
 Plans are carried out in the order in which they are made, and a plan may be made while the last one runs: what it will
 have computed is known, what it samples is not, and the runner fills that in. So blocks may change owners at once; only
@@ -106,7 +107,14 @@ class Scheduler:
         self._arrivals += 1
         self._waiting.add(seq)
         if timeout is not None:
+            self._drop_old_deadlines()
             heapq.heappush(self._deadlines, (seq.deadline, seq.arrival, seq))
+
+    def _drop_old_deadlines(self) -> None:
+        """Let go of sequences that have ended long before their time, now and then."""
+        if len(self._deadlines) > 2 * (len(self._seats.running) + len(self._waiting)) + 64:
+            self._deadlines = [entry for entry in self._deadlines if entry[2].status is not Status.FINISHED]
+            heapq.heapify(self._deadlines)
 
     def abort(self, request_id: str) -> None:
         """End a request now; its last output follows with the next ones. An unknown id is ignored."""
@@ -156,19 +164,18 @@ class Scheduler:
             if seq.status is Status.FINISHED:
                 self._vacate(seq)
                 continue
-            before = seq.num_computed
             self._kv.take_loaded(seq, done)
             seq.status = Status.RUNNING
             for tier, blocks in done.hits.items():
                 self._tier_hits[tier] += blocks * self.limits.kv.block_size
-            if seq.cached_tokens is not None and not seq.num_outputs:
-                seq.cached_tokens += seq.num_computed - before
+            if seq.cached_tokens is None:  # else it has been here before: some of these it computed itself
+                seq.cached_tokens = seq.num_computed
             self._journal.note("loaded: as planned", seq)
 
     # ---- results
 
     def update(self, plan: StepPlan, sampled: list[Sampled], seconds: float = 0.0) -> list[StepOutput]:
-        """Take in a step's results, one for each of the plan's chunks, and how long it took; the outputs that are ready."""
+        """Take in a step's results, one for each chunk of its plan, and how long it took; outputs that are ready."""
         sequences = self._next_under_way(plan)
         self._pace(plan, seconds)
         for seq, chunk, result in zip(sequences, plan.chunks, sampled, strict=True):
@@ -206,7 +213,7 @@ class Scheduler:
         return True  # also of one that was preempted meanwhile: the token is as good as it would be later
 
     def _pace(self, plan: StepPlan, seconds: float) -> None:
-        prompts = [chunk for chunk in plan.chunks if chunk.num_tokens > 1]
+        prompts = [chunk for chunk in plan.chunks if chunk.num_tokens > 1 or not chunk.sample]
         if prompts or (plan.chunks and self._steps % PACED_STEPS == 0):
             context = max((chunk.start + chunk.num_tokens for chunk in prompts), default=0)
             num_prompt = sum(chunk.num_tokens for chunk in prompts)

@@ -33,7 +33,7 @@ def limits(**changes: Any) -> SchedulerLimits:
 
 
 def request(name: str, prompt: list[int] | int, **params: Any) -> Request:
-    """`prompt` may be a length. No eos and 4 tokens unless `params` says otherwise; fields of Request may be among them."""
+    """`prompt` may be a length. No eos and 4 tokens unless `params` says otherwise; it may have fields of Request."""
     ids = [(7 * i + 3) % 48 + 2 for i in range(prompt)] if isinstance(prompt, int) else prompt
     fields = {key: params.pop(key) for key in list(params) if key in Request.__struct_fields__}
     config = GenerationConfig(**({"max_new_tokens": 4, "ignore_eos": True, "seed": 1} | params))
@@ -71,6 +71,13 @@ class FakeSlot:
     token_ids: list[int]
     num_computed: int
     blocks: list[int] = field(default_factory=list)
+    contents: list[int] = field(default_factory=list)
+
+    def content(self, count: int) -> list[int]:
+        """What KV memory must hold for its first tokens: for each, a hash of all up to it."""
+        for token in self.token_ids[len(self.contents) : count]:
+            self.contents.append(hash((self.contents[-1] if self.contents else 0, token)))
+        return self.contents[:count]
 
 
 class FakeRunner:
@@ -125,7 +132,7 @@ class FakeRunner:
         return [results.get(chunk.slot, Sampled(-1)) for chunk in plan.chunks]
 
     def fail(self, plan: StepPlan) -> None:
-        """The step breaks before it has computed anything."""
+        """The step breaks before it has moved or computed anything; what it saves and loads is not its own."""
         if self.tiers is not None:
             self.tiers.save(plan.saves)
         for load in plan.loads:
@@ -142,21 +149,22 @@ class FakeRunner:
         assert chunk.sample == (end == len(seq.token_ids))
         assert all(0 <= block < self.limits.kv.num_blocks for block in chunk.new_blocks)
         seq.blocks += chunk.new_blocks
-        for position in range(chunk.start, end):
-            self._cell(seq, position)[...] = content(seq.token_ids[: position + 1])
+        positions = np.arange(chunk.start, end)
+        self.memory[self._cells(seq, positions)] = seq.content(end)[chunk.start :]
         seq.num_computed = end
         self.num_computed += chunk.num_tokens
 
-    def _cell(self, seq: FakeSlot, position: int) -> np.ndarray:
-        block, offset = divmod(position, self.limits.kv.block_size)
-        return self.memory[seq.blocks[block], offset : offset + 1]
+    def _cells(self, seq: FakeSlot, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        index, offset = np.divmod(positions, self.limits.kv.block_size)
+        return np.array(seq.blocks)[index], offset
 
     def _result(self, seq: FakeSlot, chunk: Chunk) -> Sampled:
         kv = self.limits.kv
-        for position in range(seq.num_computed):  # as the chunk's first token sees them
-            if not kv.window or position > chunk.start - kv.window or position < kv.sinks:
-                found = self._cell(seq, position)[0]
-                assert found == content(seq.token_ids[: position + 1]), f"position {position} holds something else"
+        seen = np.arange(seq.num_computed)  # by the chunk's first token
+        if kv.window:
+            seen = seen[(seen > chunk.start - kv.window) | (seen < kv.sinks)]
+        wrong = self.memory[self._cells(seq, seen)] != np.array(seq.content(seq.num_computed))[seen]
+        assert not wrong.any(), f"positions {seen[wrong].tolist()} hold something else"
         prefix = seq.token_ids[: seq.num_computed]
         last_scored = min(seq.num_computed, seq.new.num_prompt_tokens - 1)
         scores = [prompt_logprob(seq.token_ids[: p + 2]) for p in range(chunk.start, last_scored)]
@@ -170,10 +178,6 @@ class FakeRunner:
         return Sampled(token, -float(token), [(token, -float(token))], scores)
 
 
-def content(prefix: list[int]) -> int:
-    return hash(tuple(prefix))
-
-
 class FakeEngine:
     """Scheduler and FakeRunner in step; collects outputs by request. `depth` plans are under way at a time."""
 
@@ -184,13 +188,16 @@ class FakeEngine:
         depth: int = 1,
         tiers: Callable[[FakeRunner], Any] | None = None,
         clock: Callable[[], float] | None = None,
+        seconds: Callable[[StepPlan], float] = lambda plan: 0.0,
     ) -> None:
+        """`seconds`: that a step takes, as far as the scheduler can tell."""
         self.runner = FakeRunner(limits)
         self.runner.tiers = tiers(self.runner) if tiers else None
         now = itertools.count()
         self.scheduler = Scheduler(limits, EOS, tiers=self.runner.tiers, clock=clock or (lambda: float(next(now))))
         self.outputs: dict[str, list[StepOutput]] = {}
         self.num_steps = 0
+        self.seconds = seconds
         self.depth = depth
         self.plans: deque[StepPlan] = deque()  # under way
 
@@ -224,12 +231,16 @@ class FakeEngine:
     def land(self) -> None:
         oldest = self.plans.popleft()
         self.num_steps += bool(oldest.chunks)
-        self.collect(self.scheduler.update(oldest, self.runner.execute(oldest)))
+        self.collect(self.scheduler.update(oldest, self.runner.execute(oldest), self.seconds(oldest)))
 
     def run(self) -> None:
+        self.run_until_idle()
+        self.check_idle()
+
+    def run_until_idle(self) -> None:
+        """Leases go on."""
         while self.scheduler.has_work():
             self.step()
-        self.check_idle()
 
     def check_idle(self) -> None:
         """Nothing holds blocks but the cache and leases."""

@@ -201,7 +201,7 @@ def test_garbage_is_survived(garbage: float) -> None:
     pacer.record(0, 0, 0, 1.0)
     decode(pacer, CPU)
     assert prefill(pacer, CPU, 4_096).p99 <= 3
-    assert prefill(pacer, CPU, 4_096).p99 <= 2.2
+    assert prefill(pacer, CPU, 4_096).p99 <= 2.4
     assert math.isfinite(pacer.prefill_seconds(0, 1000))
 
 

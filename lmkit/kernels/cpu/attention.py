@@ -23,7 +23,7 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from lmkit.kernels.cpu import attention_tiles, threads, workspace
+from lmkit.kernels.cpu import attention_rows, threads, workspace
 from lmkit.kernels.cpu.attention_keys import ask_for, locate, num_parts, skipped_parts, span
 from lmkit.kernels.cpu.attention_stages import (
     DIRECT_ROWS,
@@ -47,7 +47,7 @@ TILE_ROWS = 48  # aimed at: enough to pay for copying the keys
 UNITS_PER_THREAD = 4  # with fewer tiles, partitions become units
 SERIAL_PRODUCTS = 1 << 20
 JOB_BYTES = 192  # the arguments of a stage
-WORDS = attention_tiles.words_tile().name
+WORDS = attention_rows.words_tile().name
 
 
 def _plan(args: int, scratch: int, index: int) -> None:
@@ -231,32 +231,37 @@ def _attend(args: int, scratch: int, index: int) -> None:
         first_part = part if part * PARTITION < sinks else part + skipped_parts(length - num_new, window, sinks)
         end_part, total = first_part + 1, records + index * record_bytes
     few, queries = rows <= DIRECT_ROWS, words if k_coded else floats
-    for p in range(first_part, end_part):
-        begin = p * PARTITION
-        first, end = span(begin, first_key, end_key, sinks)
-        if first >= end and p > first_part:
-            continue
-        where = (block_size, begin, first, end, sinks - begin, first_key - begin)
-        locate(table, heads, head, *where, k_data, k_bytes, k_params, k_places, k_scales)
-        locate(table, heads, head, *where, v_data, v_bytes, v_params, v_places, v_scales)
-        if p + 1 < end_part:
-            following = (table, heads, head, block_size, begin + PARTITION)
-            if k_params:
-                ask_for(*following, min(begin + 2 * PARTITION, end_key), k_params, 4)
-            if v_params:
-                ask_for(*following, min(begin + 2 * PARTITION, end_key), v_params, 4)
-        record = total if p == first_part else other
-        shape = (rows, dim, padded, first, end)
-        lines = ((k_bytes + 63) // 64, v_places, (v_bytes + 63) // 64)
+    of_keys = (k_data, k_bytes, k_params, k_places, k_scales)
+    of_values = (v_data, v_bytes, v_params, v_places, v_scales)
+    here = (table, heads, head, block_size)
+    p, where = first_part, span(first_part, first_key, end_key, sinks)
+    locate(*here, *where, *of_keys)
+    while p < end_part:
+        begin, first, end, hidden, _ = where
+        after = p + 1 if (p + 1) * PARTITION < sinks else max(p + 1, first_key // PARTITION)
+        where = span(after, first_key, end_key, sinks)
+        locate(*here, begin, first, end, hidden, first_key - begin, *of_values)
+        if after < end_part and k_params:
+            ask_for(*here, where[0] + where[1], where[0] + where[2], k_params, 4)
+        shape, record = (rows, dim, padded, first, end), total if p == first_part else other
+        lines = ((v_bytes + 63) // 64, v_places)
         _write(job, (*shape, k_places, k_scales, k_direct & few, queries, steps, scores, *lines))
         call(score, job, copies, 0)
         if num_pairs:
             _add_mean(scores, rows, first, end, shares, num_pairs, pairs, angles + 4 * begin, positions)
+        num_next = 0
+        if after < end_part:
+            locate(*here, *where, *of_keys)
+            num_next = (where[2] - where[1]) * (k_direct & few)
+            if v_params:
+                ask_for(*here, where[0] + where[1], where[0] + where[2], v_params, 4)
         of_rows = (group, position - begin, window, sinks - begin, scores, weights, word_steps, offset, record)
-        _write(job, (*shape, v_places, v_scales, v_direct & few, *of_rows))
+        following = (k_places + 8 * where[1], num_next, (k_bytes + 63) // 64)
+        _write(job, (*shape, v_places, v_scales, v_direct & few, *of_rows, *following))
         call(value, job, copies, 0)
         if p > first_part:
             _merge(total, other, rows, padded)
+        p = after
     if split:
         if add(counters + 8 * (index - part), 1) < parts - 1:
             return

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 from numba import carray
 
-from lmkit.kernels.cpu import attention_tiles
+from lmkit.kernels.cpu import attention_rows
 from lmkit.kernels.cpu.attention_stages import PARTITION
 from lmkit.kernels.cpu.attention_tiles import KEYS
 from lmkit.kernels.cpu.intrinsics import pointer, prefetch, tile
 from lmkit.kernels.cpu.jit import inline
 
-PARAMS = attention_tiles.params_tile().name
+PARAMS = attention_rows.params_tile().name
 
 
 @inline
@@ -31,14 +31,14 @@ def num_parts(length: int, num_tokens: int, window: int, sinks: int) -> int:
 
 
 @inline
-def span(begin: int, first_key: int, end_key: int, sinks: int) -> Any:
-    """(first, end): keys to compute of the partition that begins at `begin`, counted from there; none if first >= end.
-
-    They are keys below `sinks` and first_key .. end_key, and all between if the partition has both.
+def span(part: int, first_key: int, end_key: int, sinks: int) -> Any:
+    """(begin, first, end, hidden, seen) of a partition: where it begins, and counted from there the keys to compute,
+    first .. end, none if first >= end; of these hidden .. seen are between the sinks and first_key: no row sees them.
     """
+    begin = part * PARTITION
     first = 0 if begin < sinks else max(first_key // KEYS * KEYS - begin, 0)
     end = end_key if begin + PARTITION > first_key else sinks
-    return first, max(0, min(end - begin, PARTITION))
+    return begin, first, max(0, min(end - begin, PARTITION)), sinks - begin, first_key - begin
 
 
 @inline
@@ -58,8 +58,10 @@ def locate(table: Any, heads: int, head: int, block_size: int, start: int, first
         offset = (start + key) % block_size
         run = min((hidden if key < hidden < end else end) - key, block_size - offset)
         row = (np.int64(table[(start + key) // block_size]) * heads + head) * block_size + offset
+        place = data + row * row_bytes
         for i in range(run):
-            at[key + i] = data + (row + i) * row_bytes
+            at[key + i] = place
+            place += row_bytes
         if params:
             tile(PARAMS, 1, (params + 4 * row, run, params_at + 4 * key, 4 * PARTITION))
         key += run

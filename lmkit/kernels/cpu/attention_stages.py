@@ -11,6 +11,7 @@ import functools
 import numpy as np
 from numba import carray
 
+from lmkit.kernels.cpu import attention_rows
 from lmkit.kernels.cpu import attention_tiles as tiles
 from lmkit.kernels.cpu.attention_tiles import BYTES, CODED, KEYS
 from lmkit.kernels.cpu.intrinsics import pointer, tile, unpack
@@ -23,7 +24,7 @@ DIRECT_ROWS = 8  # more rows than this share a copy
 SPACING = 64  # bytes after each copied row: power-of-two strides would fall into few cache sets
 NO_SCORE = np.float32(-3e38)  # the maximum of no scores: finite, so that two of them differ by 0
 NO_SCORE_BITS = float_bits(float(NO_SCORE))
-PREFETCH = tiles.prefetch_tile().name
+PREFETCH = attention_rows.prefetch_tile().name
 
 
 def copy_bytes(padded: int) -> int:
@@ -48,14 +49,14 @@ def score_task(isa: Isa, kind: str) -> Task:
     """scores [rows, PARTITION] of the keys first .. end of a partition."""
     form, scaled = "words" if kind in CODED else "float32", kind in KV_CODED
     stored, copied = (tiles.score_tile(isa, name).name for name in (kind, form))
-    scale = tiles.scale_tile(isa, kind).name
-    copy, element = tiles.copy_tile(kind, form).name, BYTES[form]
+    scale = attention_rows.scale_tile(isa, kind).name
+    copy, element = attention_rows.copy_tile(kind, form).name, BYTES[form]
     chunk = isa.lanes * (2 if kind in CODED else 1)
     stored_chunk = chunk * (2 if kind == "int4" else 1)
 
     def scores(args: int, scratch: int, index: int) -> None:
-        (rows, dim, padded, first, end, places, params, direct, queries, steps, out, row_lines, values,
-         value_lines) = unpack(args, 14)  # fmt: skip
+        (rows, dim, padded, first, end, places, params, direct, queries, steps, out, value_lines,
+         values) = unpack(args, 13)  # fmt: skip
         ldq = element * padded
         copies = scratch + 8 * KEYS
         if not direct:
@@ -65,12 +66,10 @@ def score_task(isa: Isa, kind: str) -> Task:
             at = places + 8 * block
             if not direct:
                 tile(copy, 1, (at, copies, ldq + SPACING, 4 * fours, dim, padded))
-            else:
-                ahead = max(0, min(KEYS, end - block - KEYS))
-                tile(PREFETCH, 1, (at + 8 * KEYS, ahead, row_lines))
-                tile(PREFETCH, 1, (values + 8 * block, min(KEYS, end - block), value_lines))
             for four in range(0, fours, 4):
                 count, key = min(4, fours - four), block + 4 * four
+                if direct:
+                    tile(PREFETCH, 1, (values + 8 * key, min(16, end - key), value_lines))
                 r = 0
                 while r < rows:
                     of_rows, score = queries + r * ldq, out + 4 * (r * PARTITION + key)
@@ -95,7 +94,7 @@ def value_task(isa: Isa, kind: str) -> Task:
     coded = kind in CODED
     form = "pairs" if coded else "float32"
     stored, copied = tiles.product_tile(isa, kind).name, tiles.product_tile(isa, form).name
-    copy, softmax = tiles.copy_tile(kind, form).name, tiles.softmax_tile(isa, kind).name
+    copy, softmax = attention_rows.copy_tile(kind, form).name, tiles.softmax_tile(isa, kind).name
     width, per_place = isa.float_tile, 2 if coded else 1
     # A panel is two vectors of columns: neighbours, or, of int4, the two nibbles of one vector of bytes.
     apart = 4 * isa.lanes
@@ -104,7 +103,7 @@ def value_task(isa: Isa, kind: str) -> Task:
 
     def values(args: int, scratch: int, index: int) -> None:
         (rows, dim, padded, first, end, places, params, direct, group, position, window, sinks, scores, words,
-         word_steps, offsets, record) = unpack(args, 17)  # fmt: skip
+         word_steps, offsets, record, next_places, num_next, next_lines) = unpack(args, 20)  # fmt: skip
         ldc, ldw = 4 * padded, weight_bytes * PARTITION
         maxima, totals = record + rows * ldc, record + rows * (ldc + 4)
         blocks = (end - first + KEYS - 1) // KEYS
@@ -128,7 +127,11 @@ def value_task(isa: Isa, kind: str) -> Task:
             steps = word_steps + 4 * (block // KEYS)
             lds = 4 * (PARTITION // KEYS)
             if direct:
-                for panel in range(dim // width):
+                panels = dim // width
+                share = (KEYS + panels - 1) // panels
+                for panel in range(panels):
+                    ahead = block - first + panel * share
+                    tile(PREFETCH, 1, (next_places + 8 * ahead, min(share, num_next - ahead), next_lines))
                     column, r = panel * stored_width, 0
                     while r < rows:
                         out = record + r * ldc + 4 * column

@@ -37,14 +37,19 @@ def _floats(e: Emitter, form: str, address: Value) -> Value:
     """One vector of floats."""
     if form == "float32":
         return e.load(address, e.vector(F32))
-    return _widened(e, form, e.builder.zext(e.load(address, e.vector(STORED[BYTES[form]])), e.vector(I32)))
+    return widened(e, form, e.builder.zext(e.load(address, e.vector(STORED[BYTES[form]])), e.vector(I32)))
 
 
-def _widened(e: Emitter, form: str, bits: Value) -> Value:
+def widened(e: Emitter, form: str, bits: Value) -> Value:
     return {"bfloat16": e.bfloat_to_float, "float16": e.half_to_float, "fp8": e.e4m3_to_float}[form](bits)
 
 
-def _nibbles(e: Emitter, codes: Value) -> list[Value]:
+def _word_nibbles(e: Emitter, isa: Isa, codes: Value) -> list[Value]:
+    """Of codes widened to int16. Left to itself, the compiler would split the bytes first, and widen twice."""
+    return nibbles(e, codes if isa.dot == "generic" or isa.emulate else e.opaque(codes))
+
+
+def nibbles(e: Emitter, codes: Value) -> list[Value]:
     b, kind = e.builder, codes.type
     return [b.and_(codes, constant(kind, 15)), b.lshr(codes, constant(kind, 4))]
 
@@ -64,7 +69,7 @@ def _multiply_add(e: Emitter, isa: Isa, x: Value, y: Value, total: Value) -> Val
     return b.add(b.add(total, low), high)
 
 
-def _key_vectors(e: Emitter, form: str, address: Value) -> list[Value]:
+def _key_vectors(e: Emitter, isa: Isa, form: str, address: Value) -> list[Value]:
     """A chunk of a key: one vector; of int4 two, half a row apart."""
     b, words = e.builder, e.vector(I16, 2 * e.lanes)
     if not _is_integer(form):
@@ -72,7 +77,7 @@ def _key_vectors(e: Emitter, form: str, address: Value) -> list[Value]:
     if form == "words":
         return [e.load(address, words)]
     codes = b.zext(e.load(address, e.vector(I8, 2 * e.lanes)), words)
-    return [codes] if form == "int8" else _nibbles(e, codes)
+    return [codes] if form == "int8" else _word_nibbles(e, isa, codes)
 
 
 def score_tile(isa: Isa, form: str) -> Tile:
@@ -101,7 +106,7 @@ def score_tile(isa: Isa, form: str) -> Tile:
                     x = e.load(e.offset(places[i], *([half] if part else [])), key.type)
                     b.store(_multiply_add(e, isa, x, key, b.load(sums[i][j])), sums[i][j])
 
-                loaded = (_key_vectors(e, form, e.offset(start, e.times(chunk, size))) for start in starts)
+                loaded = (_key_vectors(e, isa, form, e.offset(start, e.times(chunk, size))) for start in starts)
                 if rows > keys:  # the operands that are fewer stay in registers
                     for part, vectors in enumerate(zip(*loaded, strict=True)):
                         for i, j in itertools.product(range(rows), range(keys)):
@@ -114,8 +119,8 @@ def score_tile(isa: Isa, form: str) -> Tile:
             together = 8 if integer and isa.lanes == 8 and rows * keys % 8 == 0 else 4
             for first in range(0, rows, together // keys):
                 some = [(i, j) for i in range(first, min(rows, first + together // keys)) for j in range(keys)]
-                vectors = [b.load(sums[i][j]) for i, j in some]
-                total = _sum_eight(e, vectors) if together == 8 else _sum_lanes(e, vectors)
+                loads = [b.load(sums[i][j]) for i, j in some]
+                total = _sum_eight(e, loads) if together == 8 else _sum_lanes(e, loads)
                 for i in {i for i, _ in some}:
                     lanes = [k for k, (row, _) in enumerate(some) if row == i]
                     part = b.shuffle_vector(total, total, ir.Constant(e.vector(I32, keys), lanes))
@@ -124,30 +129,6 @@ def score_tile(isa: Isa, form: str) -> Tile:
     name = f"score_tile.{isa.name}.{form}"
     rows = isa.score_rows[1:] if form == "int4" else isa.score_rows  # two vectors of codes at a time
     return TILES.setdefault(name, Tile(name, isa.lanes, rows, 7, body))
-
-
-def scale_tile(isa: Isa, kind: str) -> Tile:
-    """`count` scores of one row, in place. Those of codes were int32: s = step * (scale * dot + minimum * sum), with
-    float32 (step, sum) of the row at `steps`; float32 scales, `minima` bytes before the minima. Of fp8: s * scale.
-    """
-
-    def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
-        s, count, steps, scales, minima = arguments
-        b, floats = e.builder, e.vector(F32)
-        step, total = (e.splat(e.load(e.offset(steps, at), F32)) for at in (0, 4))
-        with e.loop(b.sdiv(count, I64(e.lanes))) as i:
-            at = e.times(i, 4 * e.lanes)
-            scale, minimum = (e.load(e.offset(scales, at, part), floats) for part in (0, minima))
-            place = e.offset(s, at)
-            if kind == "fp8":
-                result = b.fmul(e.load(place, floats), scale)
-            else:
-                dots = b.sitofp(e.load(place, e.vector(I32)), floats)
-                result = b.fmul(e.fma(dots, scale, b.fmul(minimum, total)), step)
-            e.store(result, place)
-
-    name = f"scale_tile.{isa.name}.{kind if kind == 'fp8' else 'codes'}"
-    return TILES.setdefault(name, Tile(name, isa.lanes, (1,), 5, body))
 
 
 def _sum_eight(e: Emitter, eight: list[Value]) -> Value:
@@ -159,7 +140,9 @@ def _sum_eight(e: Emitter, eight: list[Value]) -> Value:
         ([0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]),
     ):
         parts = (ir.Constant(e.vector(I32, 8), lanes) for lanes in (low, high))
-        first, second = ([b.shuffle_vector(x, y, part) for x, y in zip(eight[::2], eight[1::2], strict=True)] for part in parts)
+        first, second = (
+            [b.shuffle_vector(x, y, part) for x, y in zip(eight[::2], eight[1::2], strict=True)] for part in parts
+        )
         eight = [b.add(x, y) for x, y in zip(first, second, strict=True)]
     return eight[0]
 
@@ -185,7 +168,7 @@ def _sum_lanes(e: Emitter, four: list[Value]) -> Value:
     return add(pick(first, second, [0, 2, 4, 6]), pick(first, second, [1, 3, 5, 7]))
 
 
-def _value_vectors(e: Emitter, form: str, first: Value, second: Value) -> list[Value]:
+def _value_vectors(e: Emitter, isa: Isa, form: str, first: Value, second: Value) -> list[Value]:
     """Two vectors of a value; of codes, each lane holds the pair of one d in two values."""
     b, words = e.builder, e.vector(I16, 2 * e.lanes)
     if not _is_integer(form):
@@ -199,7 +182,7 @@ def _value_vectors(e: Emitter, form: str, first: Value, second: Value) -> list[V
         order = [i + count * k for i in range(start, start + e.lanes) for k in (0, 1)]
         mixed = b.shuffle_vector(*values, ir.Constant(e.vector(I32, 2 * e.lanes), order))
         pairs.append(b.zext(mixed, words))
-    return pairs if form == "int8" else _nibbles(e, pairs[0])
+    return pairs if form == "int8" else _word_nibbles(e, isa, pairs[0])
 
 
 def product_tile(isa: Isa, form: str) -> Tile:
@@ -221,7 +204,7 @@ def product_tile(isa: Isa, form: str) -> Tile:
         with e.loop(count, unroll=rows <= 2) as index:
             place = e.offset(places, e.times(index, 16 if integer else 8))
             first, second = (e.offset(e.load(e.offset(place, at), I64), column) for at in (0, 8 if integer else 0))
-            values = _value_vectors(e, form, first, second)
+            values = _value_vectors(e, isa, form, first, second)
             for i in range(rows):
                 weight = e.splat(e.load(e.offset(w, e.times(ldw, i), e.times(index, 4)), I32 if integer else F32))
                 weight = b.bitcast(weight, values[0].type)
@@ -237,122 +220,6 @@ def product_tile(isa: Isa, form: str) -> Tile:
 
     name = f"product_tile.{isa.name}.{form}"
     return TILES.setdefault(name, Tile(name, isa.lanes, isa.float_rows, 10, body))
-
-
-def copy_tile(kind: str, form: str) -> Tile:
-    """Rows of KV storage of a kind (ops.KVTensor.dtype) to rows of a form at `target`, `ld` bytes apart, up to
-    `padded` elements filled with 0: `count` rows of `dim` elements, of which "pairs" takes two each.
-    """
-    stored = STORED[BYTES[kind]]
-    element = {"float32": F32, "words": I16, "pairs": I32}[form]
-
-    def convert(e: Emitter, sources: list[Value], lanes: int) -> list[Value]:
-        """One vector (with one lane, one number) from each source: the vector, or of int4 two, to store."""
-        b, single = e.builder, lanes == 1
-        raw = [e.load(source, stored if single else e.vector(stored, lanes)) for source in sources]
-        if kind == "float32":
-            return raw
-        integers = [b.zext(x, I32 if single else e.vector(I32, lanes)) for x in raw]
-        if kind not in CODED:
-            return [_widened(e, kind, x) for x in integers]
-        parts = [_nibbles(e, x) if kind == "int4" else [x] for x in integers]
-        if form == "words":
-            return [b.trunc(x, I16 if single else e.vector(I16, lanes)) for x in parts[0]]
-        return [b.or_(x, b.shl(y, constant(y.type, 16))) for x, y in zip(*parts, strict=True)]
-
-    def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
-        places, target, ld, count, dim, padded = arguments
-        b, sources = e.builder, 2 if form == "pairs" else 1
-        columns = b.lshr(dim, I64(1)) if kind == "int4" else dim
-        whole = b.sdiv(columns, I64(e.lanes))
-        done = e.times(whole, e.lanes)
-        with e.loop(count) as row:
-            given = [e.load(e.offset(places, e.times(row, 8 * sources), 8 * i), I64) for i in range(sources)]
-            out = e.offset(target, b.mul(row, ld))
-
-            def move(index: Value, lanes: int, given: list[Value] = given, out: Value = out) -> None:
-                at = [e.offset(source, e.times(index, BYTES[kind])) for source in given]
-                for part, value in enumerate(convert(e, at, lanes)):
-                    column = b.add(index, columns) if part else index
-                    e.store(value, e.offset(out, e.times(column, BYTES[form])))
-
-            with e.loop(whole) as i:
-                move(e.times(i, e.lanes), e.lanes)
-            with e.loop(b.sub(columns, done)) as i:
-                move(b.add(done, i), 1)
-            with e.loop(b.sub(padded, dim)) as i:
-                e.store(constant(element, 0), e.offset(out, e.times(b.add(dim, i), BYTES[form])))
-
-    name = f"copy_tile.{kind}.{form}"
-    return TILES.setdefault(name, Tile(name, 8, (1,), 6, body))
-
-
-def prefetch_tile() -> Tile:
-    """Ask for the `lines` cache lines of each row at `count` places."""
-
-    def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
-        places, count, lines = arguments
-        with e.loop(count) as row:
-            start = e.load(e.offset(places, e.times(row, 8)), I64)
-            with e.loop(lines) as line:
-                e.prefetch(e.offset(start, e.times(line, 64)))
-
-    return TILES.setdefault("prefetch_tile", Tile("prefetch_tile", 1, (1,), 3, body))
-
-
-def params_tile() -> Tile:
-    """`count` pairs of float16 (scale, minimum) to float32 at `scales`, and `minima` bytes behind."""
-
-    def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
-        source, count, scales, minima = arguments
-        b = e.builder
-        whole = b.sdiv(count, I64(e.lanes))
-        done = e.times(whole, e.lanes)
-
-        def move(index: Value, kind: Any) -> None:
-            pairs = e.load(e.offset(source, e.times(index, 4)), kind)
-            out = e.offset(scales, e.times(index, 4))
-            e.store(e.half_to_float(b.and_(pairs, constant(kind, 0xFFFF))), out)
-            e.store(e.half_to_float(b.lshr(pairs, constant(kind, 16))), e.offset(out, minima))
-
-        with e.loop(whole) as i:
-            move(e.times(i, e.lanes), e.vector(I32))
-        with e.loop(b.sub(count, done)) as i:
-            move(b.add(done, i), I32)
-
-    return TILES.setdefault("params_tile", Tile("params_tile", 8, (1,), 4, body))
-
-
-def words_tile() -> Tile:
-    """round(x / step) of `chunks` * 8 floats to int16 at `out`; step = max|x| / `limit`, with `limit` at most 32767.
-
-    float32 step and the sum of the words go to `params` and the next place.
-    """
-
-    def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
-        x, out, chunks, limit, params = arguments
-        b, floats, integers = e.builder, e.vector(F32), e.vector(I32)
-        ((peak, total),) = e.variables(1, 2, integers)
-        b.store(constant(integers, 0), peak)
-        b.store(constant(integers, 0), total)
-        with e.loop(chunks) as chunk:
-            bits = e.load(e.offset(x, e.times(chunk, 4 * e.lanes)), integers)
-            bits = b.and_(bits, constant(integers, 0x7FFFFFFF))
-            b.store(b.select(b.icmp_signed(">", bits, b.load(peak)), bits, b.load(peak)), peak)
-        largest = e.call(f"llvm.vector.reduce.smax.v{e.lanes}i32", I32, [b.load(peak)])
-        step = b.fdiv(b.bitcast(largest, F32), b.sitofp(limit, F32))
-        usable = b.fcmp_ordered(">", step, constant(F32, 2.0**-120))  # below, 1 / step would not be finite
-        inverse = e.splat(b.select(usable, b.fdiv(constant(F32, 1), step), constant(F32, 0)))
-        with e.loop(chunks) as chunk:
-            value = e.load(e.offset(x, e.times(chunk, 4 * e.lanes)), floats)
-            words = b.fptosi(e.rint(b.fmul(value, inverse)), integers)
-            b.store(b.add(b.load(total), words), total)
-            e.store(b.trunc(words, e.vector(I16)), e.offset(out, e.times(chunk, 2 * e.lanes)))
-        e.store(step, params)
-        words = e.call(f"llvm.vector.reduce.add.v{e.lanes}i32", I32, [b.load(total)])
-        e.store(b.sitofp(words, F32), e.offset(params, 4))
-
-    return TILES.setdefault("words_tile", Tile("words_tile", 8, (1,), 5, body))
 
 
 def softmax_tile(isa: Isa, kind_of_values: str) -> Tile:
@@ -391,28 +258,28 @@ def softmax_tile(isa: Isa, kind_of_values: str) -> Tile:
         maximum = e.fold(b.load(best), e.larger)
         with e.loop(blocks) as block:
             b.store(constant(kind, 0), peak)
-            places = [e.offset(first, e.times(block, KEYS), i) for i in range(0, KEYS, e.lanes)]
-            for place in places:
-                at = e.times(place, 4)
-                weight = e.exp(b.fsub(e.load(e.offset(s, at), kind), e.splat(maximum)))
-                b.store(b.fadd(b.load(sums), weight), sums)
-                if scaled:
-                    weight = b.fmul(weight, e.load(e.offset(scales, at), kind))
-                if coded:
-                    scale, minimum = (e.load(e.offset(scales, at, part), kind) for part in (0, minima))
-                    b.store(e.fma(weight, minimum, b.load(lows)), lows)
-                    weight = b.fmul(weight, scale)
-                    b.store(e.larger(weight, b.load(peak)), peak)
-                e.store(weight, e.offset(s, at))
+            start = e.times(e.offset(first, e.times(block, KEYS)), 4)
+            with e.loop(I64(KEYS // e.lanes // 2), unroll=False) as pair:  # more at once would not fit the registers
+                for at in (e.offset(start, e.times(pair, 8 * e.lanes), 4 * i * e.lanes) for i in (0, 1)):
+                    weight = e.exp(b.fsub(e.load(e.offset(s, at), kind), e.splat(maximum)))
+                    b.store(b.fadd(b.load(sums), weight), sums)
+                    if scaled:
+                        weight = b.fmul(weight, e.load(e.offset(scales, at), kind))
+                    if coded:
+                        scale, minimum = (e.load(e.offset(scales, at, part), kind) for part in (0, minima))
+                        b.store(e.fma(weight, minimum, b.load(lows)), lows)
+                        weight = b.fmul(weight, scale)
+                        b.store(e.larger(weight, b.load(peak)), peak)
+                    e.store(weight, e.offset(s, at))
             if coded:
                 step = b.fmul(e.fold(b.load(peak), e.larger), constant(F32, 1 / LARGEST_WORD))
-                e.store(step, e.offset(steps, e.times(b.sdiv(places[0], I64(KEYS)), 4)))
+                e.store(step, e.offset(steps, e.times(b.sdiv(start, I64(4 * KEYS)), 4)))
                 usable = b.fcmp_ordered(">", step, constant(F32, 2.0**-120))
                 inverse = e.splat(b.select(usable, b.fdiv(constant(F32, 1), step), constant(F32, 0)))
-                for place in places:
-                    value = b.fmul(e.load(e.offset(s, e.times(place, 4)), kind), inverse)
-                    word = b.trunc(b.fptosi(e.rint(value), integers), e.vector(I16))
-                    e.store(word, e.offset(words, e.times(place, 2)))
+                for at in (e.offset(start, 4 * i) for i in range(0, KEYS, e.lanes)):
+                    value = b.fmul(e.load(e.offset(s, at), kind), inverse)
+                    word = b.trunc(e.rounded_bits(value), e.vector(I16))
+                    e.store(word, e.offset(words, b.lshr(at, I64(1))))
         e.store(maximum, maximum_at)
         e.store(e.fold(b.load(sums), b.fadd), total_at)
         if coded:

@@ -150,6 +150,10 @@ class Emitter:
         magic = constant(x.type, 1.5 * 2.0**23)
         return self.builder.fsub(self.builder.fadd(x, magic), magic)
 
+    def rounded_bits(self, x: Value) -> Value:
+        """Nearest integer, halves to even, of |x| < 2^15, in the low 16 bits of 32: `rint` before it subtracts."""
+        return self.builder.bitcast(self.builder.fadd(x, constant(x.type, 1.5 * 2.0**23)), like(x, I32))
+
     def exp(self, x: Value) -> Value:
         """e^x within 2 ulp; exactly 1 at 0; exactly 0 below -87; the largest finite value above 88.
 

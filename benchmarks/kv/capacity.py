@@ -1,0 +1,40 @@
+"""How many tokens the same bytes hold, by storage type, for 4 layers of an 8B Llama: 8 KV heads of 128."""
+
+from __future__ import annotations
+
+from benchmarks.kv.common import Row, Setting
+from lmkit.config import EngineConfig
+from lmkit.layers.rope_spec import RopeSpec
+from lmkit.models.kv_storage import KVStorage, allocate
+from lmkit.models.spec import ModelSpec
+from lmkit.turbo.memory import plan_memory
+
+SPEC = ModelSpec(
+    architecture="LlamaForCausalLM", hidden_size=4096, num_layers=4, num_heads=32, num_kv_heads=8, head_dim=128,
+    intermediate_size=14336, vocab_size=128_256, norm_eps=1e-5, rope=RopeSpec(rotary_dim=128), max_position=8192,
+    dtype="bfloat16",
+)  # fmt: skip
+BUDGET = 256 << 20
+GOALS = {"int8": 1.9, "int4": 3.7}
+
+
+def cases(setting: Setting) -> list[Row]:
+    """Tokens of a pool by those of a bfloat16 pool."""
+    base = tokens_in("bfloat16")
+    facts = {"bytes": BUDGET, "tokens_bfloat16": base}
+    return [
+        Row(f"tokens in the same bytes, {kind} KV, head_dim 128", tokens_in(kind) / base, goal, facts)
+        for kind, goal in GOALS.items()
+    ]
+
+
+def tokens_in(kind: str) -> int:
+    """Tokens that the engine plans into BUDGET bytes. Raises RuntimeError if its tensors then take more."""
+    config, storages = EngineConfig(kv_memory=BUDGET), [KVStorage(kind, kind)] * SPEC.num_layers
+    kinds = [storage.dtypes for storage in storages]
+    plan = plan_memory(SPEC, config, kinds, weight_bytes=0, available=64 << 30)
+    layers = allocate(SPEC, storages, plan.num_blocks, config.block_size, plan.max_model_len)
+    allocated = sum(tensor.data.nbytes + tensor.params.nbytes for layer in layers for tensor in (layer.k, layer.v))
+    if allocated > BUDGET:
+        raise RuntimeError(f"{kind}: {allocated} bytes are allocated for {BUDGET}")
+    return plan.num_blocks * config.block_size

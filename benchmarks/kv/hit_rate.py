@@ -1,0 +1,132 @@
+"""Share of prompt tokens that the prefix cache finds on a mixed trace, beside a cache that never forgets.
+
+The scheduler is the real one. Nothing is computed: a runner without a model gives the trace's answers.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from benchmarks.kv.common import Row, Setting
+from benchmarks.kv.trace import VOCAB, Item, Mix, distinct_blocks, ideal_hits, make_trace
+from lmkit.turbo.kv_manager import KVLimits
+from lmkit.turbo.limits import SchedulerLimits
+from lmkit.turbo.plan import NewSequence, Sampled, StepPlan
+from lmkit.turbo.request import GenerationConfig, Request
+from lmkit.turbo.scheduler import Scheduler
+
+BLOCK_SIZE, CONCURRENCY = 32, 8
+POOLS = (1 / 16, 1 / 8, 1 / 4)  # of the blocks that the whole trace fills
+# An eighth: what is asked for again soon must be told from the rest. With a quarter any order of eviction will do, and
+# with a sixteenth what is under way takes most of the pool.
+POOL = 1 / 8
+MOST_GAP = 0.02
+STEP_SECONDS = 0.01
+QUICK = Mix(chats=10, few_shot=40, single=20, one_off=10, pause=0.1)
+
+
+def cases(setting: Setting) -> list[Row]:
+    """The gap between the ideal hit rate and that with a pool of an eighth of the trace's blocks."""
+    trace = make_trace(QUICK if setting.quick else Mix())
+    num_prompt, num_blocks = sum(len(item.prompt) for item in trace), distinct_blocks(trace, BLOCK_SIZE)
+    ideal = sum(ideal_hits(trace)) / num_prompt
+    rates = {share: sum(replay(trace, int(share * num_blocks))) / num_prompt for share in POOLS}
+    facts = {
+        "ideal": ideal,
+        "hit_rates": [{"pool_blocks": int(share * num_blocks), "rate": rate} for share, rate in rates.items()],
+        "requests": len(trace),
+        "prompt_tokens": num_prompt,
+        "blocks": num_blocks,
+    }
+    return [row(ideal, rates[POOL], facts)]
+
+
+def row(ideal: float, measured: float, facts: dict[str, Any]) -> Row:
+    gap = ideal - measured
+    return Row("hit rate within 2 points of the ideal, mixed trace", MOST_GAP / max(gap, 1e-4), 1.0, facts)
+
+
+class TraceRunner:
+    """Gives each request the answer of the item whose number is its seed, on a clock of its own."""
+
+    def __init__(self, trace: list[Item]) -> None:
+        self._trace = trace
+        self._now = 0.0
+        self._slots: dict[int, tuple[Item, int]] = {}  # and how many tokens of its answer are given
+
+    def execute(self, plan: StepPlan) -> list[Sampled]:
+        for new in plan.new:
+            self._slots[new.slot] = self._item(new), len(new.token_ids) - new.num_prompt_tokens
+        self._now += self.step_seconds(plan)
+        return [Sampled(self._next(chunk.slot) if chunk.sample else -1) for chunk in plan.chunks]
+
+    def step_seconds(self, plan: StepPlan) -> float:
+        """Each token costs as much as a hundredth of reading the weights."""
+        return STEP_SECONDS * (1 + sum(chunk.num_tokens for chunk in plan.chunks) / 100)
+
+    def clock(self) -> float:
+        return self._now
+
+    def _item(self, new: NewSequence) -> Item:
+        assert new.params.seed is not None
+        return self._trace[new.params.seed]
+
+    def _next(self, slot: int) -> int:
+        item, given = self._slots[slot]
+        self._slots[slot] = item, given + 1
+        return int(item.answer[given])
+
+
+def replay(trace: list[Item], num_blocks: int, concurrency: int = CONCURRENCY) -> list[int]:
+    """Cached prompt tokens of each item. At most `concurrency` requests are in the scheduler at a time; a chat's turn
+    comes when the one before it is answered.
+    """
+    runner = TraceRunner(trace)
+    scheduler = Scheduler(limits(trace, num_blocks, concurrency), (), clock=runner.clock)
+    coming, hits, unfinished = deque(range(len(trace))), [0] * len(trace), set(range(len(trace)))
+    num_inside = 0
+    while unfinished:
+        while num_inside < concurrency and (index := _next_ready(trace, coming, unfinished)) is not None:
+            scheduler.add(request(index, trace[index]))
+            num_inside += 1
+        plan = scheduler.schedule()
+        outputs = (
+            scheduler.take_outputs()
+            if plan is None
+            else scheduler.update(plan, runner.execute(plan), runner.step_seconds(plan))
+        )
+        for output in outputs:
+            hits[int(output.request_id)] += output.cached_tokens
+            if output.finish_reason:
+                assert output.finish_reason == "length", output
+                unfinished.remove(int(output.request_id))
+                num_inside -= 1
+    return hits
+
+
+def limits(trace: list[Item], num_blocks: int, concurrency: int) -> SchedulerLimits:
+    """As many blocks as asked for, but no fewer than the longest request needs."""
+    longest = max(len(item.prompt) + len(item.answer) for item in trace)
+    return SchedulerLimits(
+        kv=KVLimits(max(num_blocks, longest // BLOCK_SIZE + 1), BLOCK_SIZE),
+        max_batch_size=concurrency,
+        max_step_tokens=512,
+        max_model_len=longest,
+        max_queue=concurrency,
+        vocab_size=VOCAB,
+    )
+
+
+def _next_ready(trace: list[Item], coming: deque[int], unfinished: set[int]) -> int | None:
+    """Take the first item from `coming` that waits for no other."""
+    for index in coming:
+        if (after := trace[index].after) is None or after not in unfinished:
+            coming.remove(index)
+            return index
+    return None
+
+
+def request(index: int, item: Item) -> Request:
+    params = GenerationConfig(max_new_tokens=len(item.answer), ignore_eos=True, seed=index)
+    return Request(request_id=str(index), prompt_ids=item.prompt.tolist(), params=params)

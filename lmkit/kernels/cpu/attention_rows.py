@@ -1,0 +1,150 @@
+"""Micro-kernels of paged attention beside its products: rows asked for and copied, parameters widened, queries as
+words, scores scaled. Forms and places are those of attention_tiles.py.
+"""
+
+from __future__ import annotations
+
+from lmkit.kernels.cpu.attention_tiles import BYTES, CODED, STORED, nibbles, widened
+from lmkit.kernels.cpu.emit import F32, I16, I32, I64, Emitter, Value, constant
+from lmkit.kernels.cpu.isa import Isa
+from lmkit.kernels.cpu.tiles import TILES, Tile
+
+
+def copy_tile(kind: str, form: str) -> Tile:
+    """Rows of KV storage of a kind (ops.KVTensor.dtype) to rows of a form at `target`, `ld` bytes apart, up to
+    `padded` elements filled with 0: `count` rows of `dim` elements, of which "pairs" takes two each.
+    """
+    stored = STORED[BYTES[kind]]
+    element = {"float32": F32, "words": I16, "pairs": I32}[form]
+
+    def convert(e: Emitter, sources: list[Value], lanes: int) -> list[Value]:
+        """One vector (with one lane, one number) from each source: the vector, or of int4 two, to store."""
+        b, single = e.builder, lanes == 1
+        raw = [e.load(source, stored if single else e.vector(stored, lanes)) for source in sources]
+        if kind == "float32":
+            return raw
+        integers = [b.zext(x, I32 if single else e.vector(I32, lanes)) for x in raw]
+        if kind not in CODED:
+            return [widened(e, kind, x) for x in integers]
+        parts = [nibbles(e, x) if kind == "int4" else [x] for x in integers]
+        if form == "words":
+            return [b.trunc(x, I16 if single else e.vector(I16, lanes)) for x in parts[0]]
+        return [b.or_(x, b.shl(y, constant(y.type, 16))) for x, y in zip(*parts, strict=True)]
+
+    def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
+        places, target, ld, count, dim, padded = arguments
+        b, sources = e.builder, 2 if form == "pairs" else 1
+        columns = b.lshr(dim, I64(1)) if kind == "int4" else dim
+        whole = b.sdiv(columns, I64(e.lanes))
+        done = e.times(whole, e.lanes)
+        with e.loop(count) as row:
+            given = [e.load(e.offset(places, e.times(row, 8 * sources), 8 * i), I64) for i in range(sources)]
+            out = e.offset(target, b.mul(row, ld))
+
+            def move(index: Value, lanes: int, given: list[Value] = given, out: Value = out) -> None:
+                at = [e.offset(source, e.times(index, BYTES[kind])) for source in given]
+                for part, value in enumerate(convert(e, at, lanes)):
+                    column = b.add(index, columns) if part else index
+                    e.store(value, e.offset(out, e.times(column, BYTES[form])))
+
+            with e.loop(whole) as i:
+                move(e.times(i, e.lanes), e.lanes)
+            with e.loop(b.sub(columns, done)) as i:
+                move(b.add(done, i), 1)
+            with e.loop(b.sub(padded, dim)) as i:
+                e.store(constant(element, 0), e.offset(out, e.times(b.add(dim, i), BYTES[form])))
+
+    name = f"copy_tile.{kind}.{form}"
+    return TILES.setdefault(name, Tile(name, 8, (1,), 6, body))
+
+
+def prefetch_tile() -> Tile:
+    """Ask for the `lines` cache lines of each row at `count` places."""
+
+    def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
+        places, count, lines = arguments
+        with e.loop(count) as row:
+            start = e.load(e.offset(places, e.times(row, 8)), I64)
+            with e.loop(lines) as line:
+                e.prefetch(e.offset(start, e.times(line, 64)))
+
+    return TILES.setdefault("prefetch_tile", Tile("prefetch_tile", 1, (1,), 3, body))
+
+
+def params_tile() -> Tile:
+    """`count` pairs of float16 (scale, minimum) to float32 at `scales`, and `minima` bytes behind."""
+
+    def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
+        source, count, scales, minima = arguments
+        b = e.builder
+        whole = b.sdiv(count, I64(e.lanes))
+        done = e.times(whole, e.lanes)
+
+        def move(index: Value, kind: Value) -> None:
+            pairs = e.load(e.offset(source, e.times(index, 4)), kind)
+            out = e.offset(scales, e.times(index, 4))
+            e.store(e.half_to_float(b.and_(pairs, constant(kind, 0xFFFF))), out)
+            e.store(e.half_to_float(b.lshr(pairs, constant(kind, 16))), e.offset(out, minima))
+
+        with e.loop(whole) as i:
+            move(e.times(i, e.lanes), e.vector(I32))
+        with e.loop(b.sub(count, done)) as i:
+            move(b.add(done, i), I32)
+
+    return TILES.setdefault("params_tile", Tile("params_tile", 8, (1,), 4, body))
+
+
+def words_tile() -> Tile:
+    """round(x / step) of `chunks` * 8 floats to int16 at `out`; step = max|x| / `limit`, with `limit` at most 32767.
+
+    float32 step and the sum of the words go to `params` and the next place.
+    """
+
+    def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
+        x, out, chunks, limit, params = arguments
+        b, floats, integers = e.builder, e.vector(F32), e.vector(I32)
+        ((peak, total),) = e.variables(1, 2, integers)
+        b.store(constant(integers, 0), peak)
+        b.store(constant(integers, 0), total)
+        with e.loop(chunks) as chunk:
+            bits = e.load(e.offset(x, e.times(chunk, 4 * e.lanes)), integers)
+            bits = b.and_(bits, constant(integers, 0x7FFFFFFF))
+            b.store(b.select(b.icmp_signed(">", bits, b.load(peak)), bits, b.load(peak)), peak)
+        largest = e.call(f"llvm.vector.reduce.smax.v{e.lanes}i32", I32, [b.load(peak)])
+        step = b.fdiv(b.bitcast(largest, F32), b.sitofp(limit, F32))
+        usable = b.fcmp_ordered(">", step, constant(F32, 2.0**-120))  # below, 1 / step would not be finite
+        inverse = e.splat(b.select(usable, b.fdiv(constant(F32, 1), step), constant(F32, 0)))
+        with e.loop(chunks) as chunk:
+            value = e.load(e.offset(x, e.times(chunk, 4 * e.lanes)), floats)
+            words = b.fptosi(e.rint(b.fmul(value, inverse)), integers)
+            b.store(b.add(b.load(total), words), total)
+            e.store(b.trunc(words, e.vector(I16)), e.offset(out, e.times(chunk, 2 * e.lanes)))
+        e.store(step, params)
+        words = e.call(f"llvm.vector.reduce.add.v{e.lanes}i32", I32, [b.load(total)])
+        e.store(b.sitofp(words, F32), e.offset(params, 4))
+
+    return TILES.setdefault("words_tile", Tile("words_tile", 8, (1,), 5, body))
+
+
+def scale_tile(isa: Isa, kind: str) -> Tile:
+    """`count` scores of one row, in place. Those of codes were int32: s = step * (scale * dot + minimum * sum), with
+    float32 (step, sum) of the row at `steps`; float32 scales, `minima` bytes before the minima. Of fp8: s * scale.
+    """
+
+    def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
+        s, count, steps, scales, minima = arguments
+        b, floats = e.builder, e.vector(F32)
+        step, total = (e.splat(e.load(e.offset(steps, at), F32)) for at in (0, 4))
+        with e.loop(b.sdiv(count, I64(e.lanes))) as i:
+            at = e.times(i, 4 * e.lanes)
+            scale, minimum = (e.load(e.offset(scales, at, part), floats) for part in (0, minima))
+            place = e.offset(s, at)
+            if kind == "fp8":
+                result = b.fmul(e.load(place, floats), scale)
+            else:
+                dots = b.sitofp(e.load(place, e.vector(I32)), floats)
+                result = b.fmul(e.fma(dots, scale, b.fmul(minimum, total)), step)
+            e.store(result, place)
+
+    name = f"scale_tile.{isa.name}.{kind if kind == 'fp8' else 'codes'}"
+    return TILES.setdefault(name, Tile(name, isa.lanes, (1,), 5, body))
