@@ -164,6 +164,21 @@ def test_forks_go_on_by_themselves(pipe: Pipeline, monkeypatch: pytest.MonkeyPat
     assert requests[1].session_id == fork.id
 
 
+def test_what_forks_share_is_computed_once(pipe: Pipeline) -> None:
+    session = pipe.chat("What do forks share? " * 8, gen_config=SHORT)
+    known = session.response.input_token_len + session.response.generate_token_len - 1  # the last was sampled only
+    answers = []
+    for fork in (session.fork(), session.fork()):
+        before = pipe.engine.stats()
+        pipe.chat("Go on, one way. " if not answers else "Go on, the other way. ", fork, SHORT)
+        after = pipe.engine.stats()
+        assert after.prefix_tokens - before.prefix_tokens == fork.response.input_token_len
+        assert after.prefix_hits - before.prefix_hits >= known
+        assert after.prompt_tokens - before.prompt_tokens == fork.response.input_token_len
+        answers.append(fork.history[:2])
+    assert answers[0] == answers[1] == session.history
+
+
 def test_priority_and_timeout_reach_the_engine(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = recorded(pipe, monkeypatch)
     pipe(["a", "b"], SHORT, priority=-2, timeout=60)

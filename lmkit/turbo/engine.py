@@ -79,6 +79,7 @@ class Engine:
             fingerprint = kv_fingerprint(source.reader, storages, config, device, dtype) if has_tiers else b""
         finally:
             source.close()
+        disk = _open_disk(config, fingerprint, memory.block_bytes)
         for line in memory.lines():
             log.info(line)
         start = time.perf_counter()
@@ -96,7 +97,7 @@ class Engine:
         batch = PersistentBatch(config.max_batch_size, memory.max_model_len, config.block_size, config.max_step_tokens)
         sampler = Sampler(config.max_batch_size, spec.vocab_size)
         blocks = KVBlocks(kv)
-        self._tiers = _open_tiers(config, blocks, fingerprint) if has_tiers else None
+        self._tiers = TierStore(blocks, host_bytes=config.kv_host_memory or 0, disk=disk) if has_tiers else None
         self.runner = Runner(decoder, kv, batch, sampler, memory.workspace, blocks=blocks, tiers=self._tiers)
         limits = _limits(config, memory, spec)
         self._profile = Profile()
@@ -210,12 +211,11 @@ def _has_tiers(config: EngineConfig) -> bool:
     return has_tiers
 
 
-def _open_tiers(config: EngineConfig, blocks: KVBlocks, fingerprint: bytes) -> TierStore:
+def _open_disk(config: EngineConfig, fingerprint: bytes, block_bytes: int) -> DiskTier | None:
     """Raises ConfigError for a folder or a size that cannot be used."""
-    disk = None
-    if config.kv_disk_path is not None:
-        disk = DiskTier(config.kv_disk_path, fingerprint, block_bytes=blocks.nbytes, max_bytes=config.kv_disk_memory)
-    return TierStore(blocks, host_bytes=config.kv_host_memory or 0, disk=disk)
+    if config.kv_disk_path is None:
+        return None
+    return DiskTier(config.kv_disk_path, fingerprint, block_bytes=block_bytes, max_bytes=config.kv_disk_memory)
 
 
 def _limits(config: EngineConfig, memory: MemoryPlan, spec: ModelSpec) -> SchedulerLimits:

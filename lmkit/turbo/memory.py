@@ -91,6 +91,8 @@ def plan_memory(
     block_bytes = config.block_size * sum(kv_token_bytes(spec, dtypes) for dtypes in kv_dtypes)
     workspace = _workspace_bytes(spec, config)
     host = config.kv_host_memory or 0
+    if 0 < host < block_bytes:
+        raise ConfigError(f"kv_host_memory {host} holds no block of {block_bytes} bytes; raise it")
     left = free - weight_bytes - workspace - RUNTIME_BYTES - host
     if left < block_bytes:
         raise ConfigError(

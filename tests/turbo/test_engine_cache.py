@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import time
 from pathlib import Path
@@ -176,6 +177,18 @@ def test_it_loads_what_is_quicker_to_load(
     engine.close()
 
 
+def test_an_engine_that_cannot_be_made_leaves_the_folder(
+    demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder, "WAIT_SECONDS", 0.0)
+    with monkeypatch.context() as patched:
+        patched.setattr("lmkit.turbo.engine.load_model", None)
+        with pytest.raises(TypeError):
+            engine_for(demo_model, kv_disk_path=str(tmp_path))
+    gc.collect()
+    engine_for(demo_model, kv_disk_path=str(tmp_path)).close()
+
+
 def test_one_folder_serves_one_engine(demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder, "WAIT_SECONDS", 0.0)
     engine = engine_for(demo_model, kv_disk_path=str(tmp_path))
@@ -201,6 +214,7 @@ def test_tiers_that_cannot_be(
     demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], words: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("lmkit.turbo.engine.load_model", None)  # it is said before any weight is loaded
     Path("file").touch()
     with pytest.raises(ConfigError, match=words):
         engine_for(demo_model, **options)

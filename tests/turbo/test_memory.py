@@ -40,7 +40,7 @@ def test_default_pool_serves_the_whole_batch_when_memory_allows() -> None:
     assert plan.max_model_len == 4096
     assert plan.kv == plan.num_blocks * plan.block_bytes
     assert plan.weights + plan.workspace + plan.kv + RUNTIME_BYTES <= plan.available
-    assert len(plan.lines()) == 5
+    assert len(plan.lines()) == 6
 
 
 def test_context_shrinks_to_the_pool_unless_it_was_asked_for() -> None:

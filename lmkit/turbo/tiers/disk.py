@@ -10,6 +10,7 @@ import errno
 import os
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
@@ -39,7 +40,8 @@ class DiskTier:
         self._taken = files.disk_bytes(self._file_bytes)
         if max_bytes < self._taken:
             raise ConfigError(f"kv_disk_memory {max_bytes} holds no block of {self._taken} bytes; raise it")
-        self.folder, self._lock_fd = claim(root, name)
+        self.folder, lock = claim(root, name)
+        self._let_go = weakref.finalize(self, os.close, lock)  # also where what was to use this cannot be made
         self.max_bytes = max_bytes
         self.failures = Failures()
         self.num_damaged = self.num_evicted = 0
@@ -49,7 +51,7 @@ class DiskTier:
             self._neighbours = Neighbours(root, name)
             self._make_room(0)
         except OSError as error:
-            os.close(self._lock_fd)
+            self._let_go()
             raise ConfigError(f"{root}: cannot keep KV: {error.strerror}; choose another kv_disk_path") from None
         log.info("KV on disk: %d blocks, %d MiB in %s", self.num_blocks, self.num_bytes >> 20, self.folder)
 
@@ -155,4 +157,4 @@ class DiskTier:
 
     def close(self) -> None:
         """Let another engine have the folder."""
-        os.close(self._lock_fd)
+        self._let_go()
