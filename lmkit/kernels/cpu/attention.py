@@ -34,7 +34,7 @@ from lmkit.kernels.cpu.attention_stages import (
     value_task,
 )
 from lmkit.kernels.cpu.attention_tiles import CODED, KEYS, LARGEST_WORD
-from lmkit.kernels.cpu.intrinsics import add, bits_to_float, call, exp, fma, pointer, tile, unpack
+from lmkit.kernels.cpu.intrinsics import add, bits_to_float, call, fma, pointer, tile, unpack
 from lmkit.kernels.cpu.isa import Isa
 from lmkit.kernels.cpu.jit import Task, float_bits, inline
 from lmkit.kernels.cpu.kv import rows_of, turn_hadamard
@@ -47,7 +47,7 @@ TILE_ROWS = 48  # aimed at: enough to pay for copying the keys
 UNITS_PER_THREAD = 4  # with fewer tiles, partitions become units
 SERIAL_PRODUCTS = 1 << 20
 JOB_BYTES = 192  # the arguments of a stage
-WORDS = attention_rows.words_tile().name
+WORDS, MERGE = attention_rows.words_tile().name, attention_rows.merge_tile().name
 
 
 def _plan(args: int, scratch: int, index: int) -> None:
@@ -164,16 +164,10 @@ def _prepare_queries(source: int, stride: int, group: int, dim: int, padded: int
 @inline
 def _merge(total: int, record: int, rows: int, padded: int) -> None:
     """Add a partition's record to the total's."""
-    both = rows * (padded + 2)
-    a, b = carray(pointer(total), both, np.float32), carray(pointer(record), both, np.float32)
     for r in range(rows):
-        at_max, at_sum = rows * padded + r, rows * (padded + 1) + r
-        maximum = max(a[at_max], b[at_max])
-        keep, take_ = exp(a[at_max] - maximum), exp(b[at_max] - maximum)
-        a[at_max] = maximum
-        a[at_sum] = fma(b[at_sum], take_, a[at_sum] * keep)
-        for i in range(r * padded, r * padded + padded):
-            a[i] = fma(b[i], take_, a[i] * keep)
+        at = 4 * r * padded
+        sizes = (padded // 8, 4 * (rows * padded + r) - at, 4 * (rows * (padded + 1) + r) - at)
+        tile(MERGE, 1, (total + at, record + at, *sizes))
 
 
 @inline

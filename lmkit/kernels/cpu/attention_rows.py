@@ -65,10 +65,33 @@ def prefetch_tile() -> Tile:
         places, count, lines = arguments
         with e.loop(count) as row:
             start = e.load(e.offset(places, e.times(row, 8)), I64)
-            with e.loop(lines) as line:
+            with e.loop(lines, unroll=False) as line:  # mostly one to four
                 e.prefetch(e.offset(start, e.times(line, 64)))
 
     return TILES.setdefault("prefetch_tile", Tile("prefetch_tile", 1, (1,), 3, body))
+
+
+def merge_tile() -> Tile:
+    """Add a record (see attention.py), one row of it, to the row of another: `chunks` * 8 outputs, and `maximum` and
+    `total` bytes behind their beginnings that row's maximum and sum.
+    """
+
+    def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
+        into, source, chunks, maximum, total = arguments
+        b = e.builder
+        first, second = (e.load(e.offset(at, maximum), F32) for at in (into, source))
+        larger = e.larger(first, second)
+        keep, take = e.exp(b.fsub(first, larger)), e.exp(b.fsub(second, larger))
+        e.store(larger, e.offset(into, maximum))
+        first, second = (e.load(e.offset(at, total), F32) for at in (into, source))
+        e.store(e.fma(second, take, b.fmul(first, keep)), e.offset(into, total))
+        keep, take = e.splat(keep), e.splat(take)
+        with e.loop(chunks) as chunk:
+            here, there = (e.offset(at, e.times(chunk, 4 * e.lanes)) for at in (into, source))
+            kept = b.fmul(e.load(here, e.vector(F32)), keep)
+            e.store(e.fma(e.load(there, e.vector(F32)), take, kept), here)
+
+    return TILES.setdefault("merge_tile", Tile("merge_tile", 8, (1,), 5, body))
 
 
 def params_tile() -> Tile:

@@ -244,14 +244,22 @@ def softmax_tile(isa: Isa, kind_of_values: str) -> Tile:
             b.store(constant(kind, 0), variable)
         with e.loop(blocks) as block:
             origin = e.offset(first, e.times(block, KEYS))
-            index, found = e.splat(b.trunc(origin, I32)), []
-            for i in range(0, KEYS, e.lanes):
+            index, places = e.splat(b.trunc(origin, I32)), e.offset(s, e.times(origin, 4))
+            whole = b.and_(
+                b.icmp_signed(">=", origin, low), b.icmp_signed("<=", e.offset(origin, KEYS), high)
+            )
+
+            def visible(i: int, index: Value = index) -> Value:
                 key = b.add(index, ir.Constant(integers, list(range(i, i + e.lanes))))
                 near = b.or_(b.icmp_signed(">=", key, start), b.icmp_signed("<", key, sunk))
-                visible = b.and_(near, b.icmp_signed("<", key, end))
-                place = e.offset(s, e.times(origin, 4), 4 * i)
-                found.append(b.select(visible, e.load(place, kind), constant(kind, -math.inf)))
-                e.store(found[-1], place)
+                return b.and_(near, b.icmp_signed("<", key, end))
+
+            with b.if_then(b.not_(whole)):
+                for i in range(0, KEYS, e.lanes):
+                    place = e.offset(places, 4 * i)
+                    shown = b.select(visible(i), e.load(place, kind), constant(kind, -math.inf))
+                    e.store(shown, place)
+            found = [e.load(e.offset(places, 4 * i), kind) for i in range(0, KEYS, e.lanes)]
             while len(found) > 1:
                 found = [e.larger(x, y) for x, y in zip(found[::2], found[1::2], strict=True)]
             b.store(e.larger(found[0], b.load(best)), best)
@@ -261,7 +269,7 @@ def softmax_tile(isa: Isa, kind_of_values: str) -> Tile:
             start = e.times(e.offset(first, e.times(block, KEYS)), 4)
             with e.loop(I64(KEYS // e.lanes // 2), unroll=False) as pair:  # more at once would not fit the registers
                 for at in (e.offset(start, e.times(pair, 8 * e.lanes), 4 * i * e.lanes) for i in (0, 1)):
-                    weight = e.exp(b.fsub(e.load(e.offset(s, at), kind), e.splat(maximum)))
+                    weight = e.exp_below(b.fsub(e.load(e.offset(s, at), kind), e.splat(maximum)))
                     b.store(b.fadd(b.load(sums), weight), sums)
                     if scaled:
                         weight = b.fmul(weight, e.load(e.offset(scales, at), kind))
