@@ -3,12 +3,14 @@ the storage itself or in a copy made ready in the cache. Forms of a row:
 
     float32, bfloat16, float16   widened to float32 in registers
     fp8                          widened to float32; a score, or a weight, is multiplied by the row's scale
-    int8, int4                   codes, widened to int16 in registers
+    int8, int4                   codes, widened to int16 in registers; those of an int4 key stay bytes
     words                        int16 codes of a key
     pairs                        int16 codes of two values, d by d: (first[0], second[0], first[1], second[1], ...)
 
 Codes are multiplied by int16 queries and weights (`pmaddwd`; with VNNI the compiler makes it `vpdpwssd`) and summed in
-int32 without rounding: bytes would cost accuracy, and a vector holds half as many floats.
+int32 without rounding: bytes would cost accuracy, and a vector holds half as many floats. Queries of int4 keys are
+bytes by definition (ops.paged_attention): as such they meet the storage (`pmaddubsw`, whose int16 sums of a whole row
+fit; `vpdpbusd`), as int16 the "words" of copied keys. Sums of integers are the same.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import math
 
 from llvmlite import ir
 
+from lmkit.kernels.cpu.dots import byte_products, vpdpbusd
 from lmkit.kernels.cpu.emit import F32, I8, I16, I32, I64, Emitter, Value, constant
 from lmkit.kernels.cpu.isa import Isa
 from lmkit.kernels.cpu.tiles import TILES, Tile
@@ -54,11 +57,20 @@ def nibbles(e: Emitter, codes: Value) -> list[Value]:
     return [b.and_(codes, constant(kind, 15)), b.lshr(codes, constant(kind, 4))]
 
 
+def _sums_bytes_in_words(isa: Isa, form: str) -> bool:
+    return form == "int4" and isa.dot == "pmadd" and not isa.emulate
+
+
 def _multiply_add(e: Emitter, isa: Isa, x: Value, y: Value, total: Value) -> Value:
-    """total + x * y: float32 lanes, or int32 lanes each adding two products of int16."""
+    """total + x * y: float32 lanes, or int32 lanes each adding two products of int16, or four of signed bytes x and
+    bytes y; or int16 lanes adding two of these."""
     b = e.builder
     if total.type.element == F32:
         return e.fma(x, y, total)
+    if total.type.element == I16:
+        return b.add(total, e.call("llvm.x86.avx2.pmadd.ub.sw", total.type, [y, x]))
+    if y.type.element == I8:
+        return (vpdpbusd if isa.dot == "vpdpbusd" and not isa.emulate else byte_products)(e, total, y, x)
     if isa.lanes in (8, 16) and isa.dot != "generic" and not isa.emulate:
         name = "llvm.x86.avx512.pmaddw.d.512" if isa.lanes == 16 else "llvm.x86.avx2.pmadd.wd"
         return b.add(total, e.call(name, total.type, [x, y]))
@@ -70,29 +82,36 @@ def _multiply_add(e: Emitter, isa: Isa, x: Value, y: Value, total: Value) -> Val
 
 
 def _key_vectors(e: Emitter, isa: Isa, form: str, address: Value) -> list[Value]:
-    """A chunk of a key: one vector; of int4 two, half a row apart."""
+    """A chunk of a key: one vector; of int4 two of bytes, half a row apart."""
     b, words = e.builder, e.vector(I16, 2 * e.lanes)
     if not _is_integer(form):
         return [_floats(e, form, address)]
     if form == "words":
         return [e.load(address, words)]
-    codes = b.zext(e.load(address, e.vector(I8, 2 * e.lanes)), words)
-    return [codes] if form == "int8" else _word_nibbles(e, isa, codes)
+    if form == "int4":
+        return nibbles(e, e.load(address, e.vector(I8, 4 * e.lanes)))
+    return [b.zext(e.load(address, e.vector(I8, 2 * e.lanes)), words)]
+
+
+def key_bytes(isa: Isa, form: str) -> int:
+    """What score_tile reads of a key at once."""
+    return BYTES[form] * isa.lanes * {"int4": 4, "int8": 2, "words": 2}.get(form, 1)
 
 
 def score_tile(isa: Isa, form: str) -> Tile:
     """s [rows, 4 * fours] = q . k of the keys at `places`, of codes int32.
 
-    q float32 or int16 [rows, D]; `ldq` and `lds` are the bytes between rows. D is `chunks` vectors of q (int4: twice
-    as many). Lanes of floats are summed pairwise at the end.
+    q float32, int16 or (int4) int8 [rows, D]; `ldq` and `lds` are the bytes between rows. D is `chunks` vectors of q
+    (int4: twice as many). Lanes of floats are summed pairwise at the end.
     """
     integer = _is_integer(form)
 
     def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
         q, ldq, places, s, lds, chunks, fours = arguments
-        b, kind = e.builder, e.vector(I32 if integer else F32)
+        b, narrow = e.builder, _sums_bytes_in_words(isa, form)
+        kind = e.vector(I16, 2 * e.lanes) if narrow else e.vector(I32 if integer else F32)
         keys = 4 if rows <= 2 or isa.lanes == 16 else 2  # at a time: as many sums as there are registers
-        half, size = e.times(chunks, 4 * e.lanes), BYTES[form] * e.lanes * (2 if integer else 1)
+        half, size = e.times(chunks, 4 * e.lanes), key_bytes(isa, form)
         sums = e.variables(rows, keys, kind)
         with e.loop(e.times(fours, 4 // keys)) as index:
             for variable in (v for row in sums for v in row):
@@ -120,6 +139,9 @@ def score_tile(isa: Isa, form: str) -> Tile:
             for first in range(0, rows, together // keys):
                 some = [(i, j) for i in range(first, min(rows, first + together // keys)) for j in range(keys)]
                 loads = [b.load(sums[i][j]) for i, j in some]
+                if narrow:
+                    ones = constant(kind, 1)
+                    loads = [e.call("llvm.x86.avx2.pmadd.wd", e.vector(I32), [x, ones]) for x in loads]
                 total = _sum_eight(e, loads) if together == 8 else _sum_lanes(e, loads)
                 for i in {i for i, _ in some}:
                     lanes = [k for k, (row, _) in enumerate(some) if row == i]
@@ -245,9 +267,7 @@ def softmax_tile(isa: Isa, kind_of_values: str) -> Tile:
         with e.loop(blocks) as block:
             origin = e.offset(first, e.times(block, KEYS))
             index, places = e.splat(b.trunc(origin, I32)), e.offset(s, e.times(origin, 4))
-            whole = b.and_(
-                b.icmp_signed(">=", origin, low), b.icmp_signed("<=", e.offset(origin, KEYS), high)
-            )
+            whole = b.and_(b.icmp_signed(">=", origin, low), b.icmp_signed("<=", e.offset(origin, KEYS), high))
 
             def visible(i: int, index: Value = index) -> Value:
                 key = b.add(index, ir.Constant(integers, list(range(i, i + e.lanes))))
