@@ -98,7 +98,7 @@ def value_task(isa: Isa, kind: str) -> Task:
     form = "pairs" if coded else "float32"
     stored, copied = tiles.product_tile(isa, kind).name, tiles.product_tile(isa, form).name
     copy, softmax = attention_rows.copy_tile(kind, form).name, tiles.softmax_tile(isa, kind).name
-    width, per_place = isa.float_tile, 2 if coded else 1
+    width, per_place, per_turn = isa.float_tile, 2 if coded else 1, 4 if coded else 1
     # A panel is two vectors of columns: neighbours, or, of int4, the two nibbles of one vector of bytes.
     apart = 4 * isa.lanes
     stored_width = isa.lanes if kind == "int4" else width
@@ -122,10 +122,10 @@ def value_task(isa: Isa, kind: str) -> Task:
         if not direct:
             _fill_places(scratch, KEYS, copies, (ldc + SPACING) // per_place)
         for block in range(first, end, KEYS):
-            count = (min(KEYS, end - block) + per_place - 1) // per_place
+            count = (min(KEYS, end - block) + per_turn - 1) // per_turn
             at = places + 8 * block
             if not direct:
-                tile(copy, 1, (at, copies, ldc + SPACING, count, dim, padded))
+                tile(copy, 1, (at, copies, ldc + SPACING, count * (per_turn // per_place), dim, padded))
             of_block = weights + weight_bytes * block
             steps = word_steps + 4 * (block // KEYS)
             lds = 4 * (PARTITION // KEYS)

@@ -47,11 +47,6 @@ def widened(e: Emitter, form: str, bits: Value) -> Value:
     return {"bfloat16": e.bfloat_to_float, "float16": e.half_to_float, "fp8": e.e4m3_to_float}[form](bits)
 
 
-def _word_nibbles(e: Emitter, isa: Isa, codes: Value) -> list[Value]:
-    """Of codes widened to int16. Left to itself, the compiler would split the bytes first, and widen twice."""
-    return nibbles(e, codes if isa.dot == "generic" or isa.emulate else e.opaque(codes))
-
-
 def nibbles(e: Emitter, codes: Value) -> list[Value]:
     b, kind = e.builder, codes.type
     return [b.and_(codes, constant(kind, 15)), b.lshr(codes, constant(kind, 4))]
@@ -191,7 +186,9 @@ def _sum_lanes(e: Emitter, four: list[Value]) -> Value:
 
 
 def _value_vectors(e: Emitter, isa: Isa, form: str, first: Value, second: Value) -> list[Value]:
-    """Two vectors of a value; of codes, each lane holds the pair of one d in two values."""
+    """Two vectors of a value; of codes, each lane holds the pair of one d in two values. Of int4 the first are whole
+    bytes: taking 16 times the high nibbles' sum from theirs leaves the low ones' sum, with less to do for each key.
+    """
     b, words = e.builder, e.vector(I16, 2 * e.lanes)
     if not _is_integer(form):
         return [_floats(e, form, e.offset(first, BYTES[form] * e.lanes * j)) for j in (0, 1)]
@@ -204,16 +201,21 @@ def _value_vectors(e: Emitter, isa: Isa, form: str, first: Value, second: Value)
         order = [i + count * k for i in range(start, start + e.lanes) for k in (0, 1)]
         mixed = b.shuffle_vector(*values, ir.Constant(e.vector(I32, 2 * e.lanes), order))
         pairs.append(b.zext(mixed, words))
-    return pairs if form == "int8" else _word_nibbles(e, isa, pairs[0])
+    if form == "int8":
+        return pairs
+    # Left to itself, the compiler would split the bytes first, and widen twice.
+    codes = pairs[0] if isa.dot == "generic" or isa.emulate else e.opaque(pairs[0])
+    return [codes, b.lshr(codes, constant(words, 4))]
 
 
 def product_tile(isa: Isa, form: str) -> Tile:
     """c [rows, two vectors, `apart` bytes between them] += w [rows, count] @ values, keys strictly in order.
 
     The values' columns begin `column` bytes into the rows at `places`. `ldw` and `ldc` are the bytes between rows.
-    Of codes, w is int16, `count` pairs of them, and the float32 at `steps` (`lds` bytes between rows) is what 1 weighs.
+    Of codes, w is int16, `count` fours of them, and the float32 at `steps` (`lds` bytes between rows) is what 1 weighs.
     """
     integer = _is_integer(form)
+    pairs = 2 if integer else 1  # in a turn
 
     def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
         w, ldw, places, column, c, ldc, apart, count, steps, lds = arguments
@@ -224,15 +226,20 @@ def product_tile(isa: Isa, form: str) -> Tile:
             for j in (0, 1):
                 b.store(constant(e.vector(I32), 0) if integer else e.load(outputs[i][j], floats), sums[i][j])
         with e.loop(count, unroll=rows <= 2) as index:
-            place = e.offset(places, e.times(index, 16 if integer else 8))
-            first, second = (e.offset(e.load(e.offset(place, at), I64), column) for at in (0, 8 if integer else 0))
-            values = _value_vectors(e, isa, form, first, second)
-            for i in range(rows):
-                weight = e.splat(e.load(e.offset(w, e.times(ldw, i), e.times(index, 4)), I32 if integer else F32))
-                weight = b.bitcast(weight, values[0].type)
-                for j in (0, 1):
-                    b.store(_multiply_add(e, isa, weight, values[j], b.load(sums[i][j])), sums[i][j])
+            place, of_place = e.offset(places, e.times(index, 32 if integer else 8)), e.times(index, 4 * pairs)
+            for pair in range(pairs):
+                at = [16 * pair + start for start in (0, 8 if integer else 0)]
+                first, second = (e.offset(e.load(e.offset(place, start), I64), column) for start in at)
+                values = _value_vectors(e, isa, form, first, second)
+                for i in range(rows):
+                    weight_at = e.offset(w, e.times(ldw, i), of_place, 4 * pair)
+                    weight = b.bitcast(e.splat(e.load(weight_at, I32 if integer else F32)), values[0].type)
+                    for j in (0, 1):
+                        b.store(_multiply_add(e, isa, weight, values[j], b.load(sums[i][j])), sums[i][j])
         for i in range(rows):
+            if form == "int4":  # the first of bytes, the second of their high nibbles
+                low = b.sub(b.load(sums[i][0]), b.shl(b.load(sums[i][1]), constant(e.vector(I32), 4)))
+                b.store(low, sums[i][0])
             step = e.splat(e.load(e.offset(steps, e.times(lds, i)), F32)) if integer else None
             for variable, output in zip(sums[i], outputs[i], strict=True):
                 total = b.load(variable)
