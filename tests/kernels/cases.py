@@ -16,8 +16,8 @@ from lmkit.layers.batch import KVLayer, allocate_kv
 from lmkit.qtensor import QTensor, QuantScheme, quantize
 
 F32_TOLERANCE, BF16_TOLERANCE = 3e-6, 8e-3  # of the largest result
-# Attention on codes: queries and weights are words of 15 bits. A score errs by 2^-16 of the largest query times
-# sqrt(D) keys, some 1e-4 for the scores of +-20 here, and a weight as much, relatively.
+# Attention on codes: queries of int8 keys and weights are words of 15 bits. A score errs by 2^-16 of the largest query
+# times sqrt(D) keys, some 1e-4 for the scores of +-20 here, and a weight as much, relatively.
 WORD_TOLERANCE = 5e-4
 
 
@@ -261,6 +261,19 @@ def attention_cases() -> Iterator[Case]:
                 brief |= types == ("fp8", "fp8") and dim == 16
                 tolerance = WORD_TOLERANCE if {"int8", "int4"} & set(types) else F32_TOLERANCE
                 yield Case(ops.paged_attention, name, _seeded(attend), _heads(heads, group, dim), tolerance, brief)
+
+    for dim in (256, 320):
+
+        def largest(dim: int = dim) -> tuple[Any, ...]:
+            """Every code of a query, and of every third key, is the largest: sums are as large as they can be."""
+            kv, tables = filled_cache(("int4", "float32"), 2, dim, 16, [100])
+            kv.k.data.fill_(0)
+            kv.k.data[:, :, ::3] = 255
+            kv.k.params[:] = torch.tensor([2.0**-9, 0])
+            starts, lengths = torch.tensor([0, 2]).int(), torch.tensor([100]).int()
+            return torch.ones(2, 8, dim), kv.k, kv.v, tables, starts, lengths, 0.25, 0
+
+        yield Case(ops.paged_attention, f"largest-int4-{dim}", _seeded(largest), _heads(2, 4, dim), F32_TOLERANCE)
 
     def bfloat16() -> tuple[Any, ...]:
         kv, tables = filled_cache(("bfloat16", "bfloat16"), 2, 16, 8, [40])

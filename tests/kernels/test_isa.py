@@ -82,16 +82,17 @@ def test_float_kernels_without_spills(level: str, cpu: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("level", "cpu", "instruction", "register"),
+    ("level", "cpu", "of_words", "of_bytes", "register"),
     [
-        ("avx512_vnni", "znver4", "vpdpwssd", "zmm"),
-        ("avx512_vnni", "icelake-server", "vpdpwssd", "zmm"),
-        ("avx_vnni", "alderlake", "vpdpwssd", "ymm"),
-        ("avx2", "znver3", "vpmaddwd", "ymm"),
+        ("avx512_vnni", "znver4", "vpdpwssd", "vpdpbusd", "zmm"),
+        ("avx512_vnni", "icelake-server", "vpdpwssd", "vpdpbusd", "zmm"),
+        ("avx_vnni", "alderlake", "vpdpwssd", "vpdpbusd", "ymm"),
+        ("avx2", "znver3", "vpmaddwd", "vpmaddubsw", "ymm"),
     ],
 )
-def test_attention_on_codes(level: str, cpu: str, instruction: str, register: str) -> None:
+def test_attention_on_codes(level: str, cpu: str, of_words: str, of_bytes: str, register: str) -> None:
     for tile in attention_kernels(isa.named(level), "int8", "int4"):
+        instruction = of_bytes if tile is attention_tiles.score_tile(isa.named(level), "int4") else of_words
         loops = [
             loop for loop in innermost_loops(assembly(tile, cpu)) if any(f"\t{instruction}\t" in line for line in loop)
         ]

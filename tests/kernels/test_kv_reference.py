@@ -8,6 +8,7 @@ import torch
 import lmkit.kernels  # noqa: F401  (registers)
 from lmkit.kernels import ops
 from lmkit.kernels.cpu.attention_tiles import CODED
+from lmkit.kernels.reference.attention import rounded_queries, small_query_limit
 from lmkit.kernels.reference.kv import hadamard, read_blocks
 from lmkit.layers.batch import allocate_kv
 from tests.kernels.cases import edge_vectors
@@ -29,6 +30,21 @@ def test_integers_err_by_half_a_step(dtype: str) -> None:
     # Minimum and scale are rounded to float16 first: 2^-11 of either end, or 2^-25 in each of at most 255 steps.
     slack = x.abs().amax(-1) * 2**-9 + 255 * 2**-25
     assert bool(((back - x).abs().amax(-1) <= scale / 2 + slack).all())
+
+
+@pytest.mark.parametrize("dim", [2, 64, 128, 250, 256, 258, 512])
+def test_queries_of_int4_keys_err_by_half_a_step_and_their_sums_fit_int16(dim: int) -> None:
+    torch.manual_seed(0)
+    limit = small_query_limit(dim)
+    assert (limit == 127) == (dim <= 256)
+    assert 2 * -(-dim // 32) * 15 * limit < 2**15  # so many products meet in one of 16 lanes
+    x = torch.randn(30, 3, dim) * 10.0 ** torch.randint(-6, 6, (30, 3, 1))
+    x[0] = 0
+    rounded, step = rounded_queries(x), x.abs().amax(-1, keepdim=True) / limit
+    assert bool(((rounded - x).abs() <= step * 0.5001).all())
+    codes = rounded[1:] / step[1:]
+    torch.testing.assert_close(codes, codes.round(), rtol=0, atol=1e-3)
+    assert bool((codes.abs().amax(-1) > limit - 0.01).all())
 
 
 def test_fp8_errs_by_a_sixteenth() -> None:

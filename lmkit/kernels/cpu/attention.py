@@ -34,12 +34,14 @@ from lmkit.kernels.cpu.attention_stages import (
     value_task,
 )
 from lmkit.kernels.cpu.attention_tiles import CODED, KEYS, LARGEST_WORD
-from lmkit.kernels.cpu.intrinsics import add, bits_to_float, call, exp, fma, pointer, tile, unpack
+from lmkit.kernels.cpu.emit import I8, I16
+from lmkit.kernels.cpu.intrinsics import add, bits_to_float, call, fma, pointer, tile, unpack
 from lmkit.kernels.cpu.isa import Isa
 from lmkit.kernels.cpu.jit import Task, float_bits, inline
 from lmkit.kernels.cpu.kv import rows_of, turn_hadamard
 from lmkit.kernels.cpu.panels import address, as_type
 from lmkit.kernels.ops import KV_CODED, KVTensor
+from lmkit.kernels.reference.attention import SMALL_QUERY, small_query_limit
 from lmkit.kernels.reference.kv import accepts_heads
 from lmkit.kernels.registry import Implementation
 
@@ -47,7 +49,8 @@ TILE_ROWS = 48  # aimed at: enough to pay for copying the keys
 UNITS_PER_THREAD = 4  # with fewer tiles, partitions become units
 SERIAL_PRODUCTS = 1 << 20
 JOB_BYTES = 192  # the arguments of a stage
-WORDS = attention_rows.words_tile().name
+WORDS, SMALL = (attention_rows.words_tile(element).name for element in (I16, I8))
+MERGE = attention_rows.merge_tile().name
 
 
 def _plan(args: int, scratch: int, index: int) -> None:
@@ -143,9 +146,11 @@ def _add_mean(scores: int, rows: int, first: int, end: int, shares: int, count: 
 
 @inline
 def _prepare_queries(source: int, stride: int, group: int, dim: int, padded: int, scale: Any, rows: int, floats: int,
-                     words: int, steps: int, mean: Any, shares: int, hadamard: int) -> None:  # fmt: skip
-    """Queries times `scale`, filled up with 0; and, unless `words` is 0, as words. `mean`: see _mean_shares."""
-    limit = min(LARGEST_WORD, (2**31 - 1) // (255 * dim))  # a sum of products with codes fits int32
+                     words: int, limit: int, small: int, steps: int, mean: Any, shares: int,
+                     hadamard: int) -> None:  # fmt: skip
+    """Queries times `scale`, filled up with 0; and, unless `limit` is 0, as words, or bytes if `small`, up to `limit`.
+    `mean`: see _mean_shares.
+    """
     for r in range(rows):
         x = carray(pointer(source + r // group * stride + 4 * (r % group) * dim), dim, np.float32)
         row = carray(pointer(floats + 4 * r * padded), padded, np.float32)
@@ -156,24 +161,20 @@ def _prepare_queries(source: int, stride: int, group: int, dim: int, padded: int
         _mean_shares(floats + 4 * r * padded, mean, shares + 8 * r * mean[2])
         if hadamard:
             turn_hadamard(floats + 4 * r * padded, dim)
-        if words:
-            out = words + 2 * r * padded
-            tile(WORDS, 1, (floats + 4 * r * padded, out, padded // 8, limit, steps + 8 * r))
+        sizes = (padded // 8, limit, steps + 8 * r)
+        if limit and small:
+            tile(SMALL, 1, (floats + 4 * r * padded, words + r * padded, *sizes))
+        elif limit:
+            tile(WORDS, 1, (floats + 4 * r * padded, words + 2 * r * padded, *sizes))
 
 
 @inline
 def _merge(total: int, record: int, rows: int, padded: int) -> None:
     """Add a partition's record to the total's."""
-    both = rows * (padded + 2)
-    a, b = carray(pointer(total), both, np.float32), carray(pointer(record), both, np.float32)
     for r in range(rows):
-        at_max, at_sum = rows * padded + r, rows * (padded + 1) + r
-        maximum = max(a[at_max], b[at_max])
-        keep, take_ = exp(a[at_max] - maximum), exp(b[at_max] - maximum)
-        a[at_max] = maximum
-        a[at_sum] = fma(b[at_sum], take_, a[at_sum] * keep)
-        for i in range(r * padded, r * padded + padded):
-            a[i] = fma(b[i], take_, a[i] * keep)
+        at = 4 * r * padded
+        sizes = (padded // 8, 4 * (rows * padded + r) - at, 4 * (rows * (padded + 1) + r) - at)
+        tile(MERGE, 1, (total + at, record + at, *sizes))
 
 
 @inline
@@ -199,8 +200,8 @@ def _attend(args: int, scratch: int, index: int) -> None:
     """One unit."""
     (plan_at, num_seqs, starts_at, lens_at, tables, table_stride, q, q_stride, scale_bits, out, records, counters,
      heads, group, dim, padded, block_size, window, sinks, tile_tokens, hadamard, num_pairs, vectors, pairs, half,
-     angles, positions, score, k_data, k_params, k_bytes, k_direct, k_coded, value, v_data, v_params, v_bytes,
-     v_direct, _) = unpack(args, 39)  # fmt: skip
+     angles, positions, score, k_data, k_params, k_bytes, k_direct, k_limit, value, v_data, v_params, v_bytes,
+     v_direct) = unpack(args, 38)  # fmt: skip
     plan = carray(pointer(plan_at), num_seqs + 2, np.int64)
     if index >= plan[num_seqs]:
         return
@@ -224,13 +225,14 @@ def _attend(args: int, scratch: int, index: int) -> None:
     source = q + token * q_stride + 4 * head * group * dim
     scale = bits_to_float(np.uint32(scale_bits))
     mean = (vectors + 4 * head * dim, pairs, num_pairs, half)
-    _prepare_queries(source, q_stride, group, dim, padded, scale, rows, floats, words if k_coded else 0, steps, mean,
-                     shares, hadamard)  # fmt: skip
+    few = rows <= DIRECT_ROWS
+    _prepare_queries(source, q_stride, group, dim, padded, scale, rows, floats, words, k_limit,
+                     k_direct & few and k_limit <= SMALL_QUERY, steps, mean, shares, hadamard)  # fmt: skip
     first_part, end_part = 0 if sinks else first_key // PARTITION, (end_key + PARTITION - 1) // PARTITION
     if split:
         first_part = part if part * PARTITION < sinks else part + skipped_parts(length - num_new, window, sinks)
         end_part, total = first_part + 1, records + index * record_bytes
-    few, queries = rows <= DIRECT_ROWS, words if k_coded else floats
+    queries = words if k_limit else floats
     of_keys = (k_data, k_bytes, k_params, k_places, k_scales)
     of_values = (v_data, v_bytes, v_params, v_places, v_scales)
     here = (table, heads, head, block_size)
@@ -274,14 +276,20 @@ def _attend(args: int, scratch: int, index: int) -> None:
 ATTEND = Task(_attend)
 
 
-def _storage(isa: Isa, cache: KVTensor, dim: int) -> tuple[int, int, int, int, int]:
-    """(data, params or 0, bytes in a row, 1 if few rows may read it directly, 1 if it is read as integers)."""
+def _storage(isa: Isa, cache: KVTensor, dim: int, *, keys: bool) -> tuple[int, int, int, int]:
+    """(data, params or 0, bytes in a row, 1 if few rows may read it directly)."""
     assert cache.data.is_contiguous()
     assert cache.params.is_contiguous()
     row_bytes = cache.data.shape[3] * cache.data.element_size()
     params = cache.params.data_ptr() if cache.dtype in KV_CODED else 0
-    direct = int(reads_directly(isa, cache.dtype, dim))
-    return cache.data.data_ptr(), params, row_bytes, direct, int(cache.dtype in CODED)
+    return cache.data.data_ptr(), params, row_bytes, int(reads_directly(isa, cache.dtype, dim, keys=keys))
+
+
+def _query_limit(kind: str, dim: int) -> int:
+    """The largest word of a query for keys of a kind; 0 if it stays float. Sums of products with codes fit int32."""
+    if kind == "int4":
+        return small_query_limit(dim)
+    return min(LARGEST_WORD, (2**31 - 1) // (255 * dim)) if kind in CODED else 0
 
 
 def _keys(cache: KVTensor) -> tuple[int, int, int, int, int, int, int]:
@@ -341,8 +349,9 @@ def paged_attention(
         (*sequences, block_tables.data_ptr(), block_tables.stride(0), q.data_ptr(), 4 * q.stride(0), float_bits(scale),
          out.data_ptr(), address(records), plan.data_ptr() + 8 * (num_seqs + 2), heads, group, dim, padded,
          k_cache.block_size, window, sinks, tile_tokens, *_keys(k_cache),
-         score_task(isa, k_cache.dtype).address, *_storage(isa, k_cache, dim),
-         value_task(isa, v_cache.dtype).address, *_storage(isa, v_cache, dim)),
+         score_task(isa, k_cache.dtype).address, *_storage(isa, k_cache, dim, keys=True),
+         _query_limit(k_cache.dtype, dim),
+         value_task(isa, v_cache.dtype).address, *_storage(isa, v_cache, dim, keys=False)),
         parallel=num_tokens * max_keys * num_heads * dim > SERIAL_PRODUCTS,
         scratch=_buffers.py_func(0, tile_tokens * group, padded, _keys(k_cache)[1])[-1] + copy_bytes(padded),
     )  # fmt: skip

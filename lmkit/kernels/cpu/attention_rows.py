@@ -4,6 +4,8 @@ words, scores scaled. Forms and places are those of attention_tiles.py.
 
 from __future__ import annotations
 
+from llvmlite import ir
+
 from lmkit.kernels.cpu.attention_tiles import BYTES, CODED, STORED, nibbles, widened
 from lmkit.kernels.cpu.emit import F32, I16, I32, I64, Emitter, Value, constant
 from lmkit.kernels.cpu.isa import Isa
@@ -65,10 +67,33 @@ def prefetch_tile() -> Tile:
         places, count, lines = arguments
         with e.loop(count) as row:
             start = e.load(e.offset(places, e.times(row, 8)), I64)
-            with e.loop(lines) as line:
+            with e.loop(lines, unroll=False) as line:  # mostly one to four
                 e.prefetch(e.offset(start, e.times(line, 64)))
 
     return TILES.setdefault("prefetch_tile", Tile("prefetch_tile", 1, (1,), 3, body))
+
+
+def merge_tile() -> Tile:
+    """Add a record (see attention.py), one row of it, to the row of another: `chunks` * 8 outputs, and `maximum` and
+    `total` bytes behind their beginnings that row's maximum and sum.
+    """
+
+    def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
+        into, source, chunks, maximum, total = arguments
+        b = e.builder
+        first, second = (e.load(e.offset(at, maximum), F32) for at in (into, source))
+        larger = e.larger(first, second)
+        keep, take = e.exp(b.fsub(first, larger)), e.exp(b.fsub(second, larger))
+        e.store(larger, e.offset(into, maximum))
+        first, second = (e.load(e.offset(at, total), F32) for at in (into, source))
+        e.store(e.fma(second, take, b.fmul(first, keep)), e.offset(into, total))
+        keep, take = e.splat(keep), e.splat(take)
+        with e.loop(chunks) as chunk:
+            here, there = (e.offset(at, e.times(chunk, 4 * e.lanes)) for at in (into, source))
+            kept = b.fmul(e.load(here, e.vector(F32)), keep)
+            e.store(e.fma(e.load(there, e.vector(F32)), take, kept), here)
+
+    return TILES.setdefault("merge_tile", Tile("merge_tile", 8, (1,), 5, body))
 
 
 def params_tile() -> Tile:
@@ -94,8 +119,9 @@ def params_tile() -> Tile:
     return TILES.setdefault("params_tile", Tile("params_tile", 8, (1,), 4, body))
 
 
-def words_tile() -> Tile:
-    """round(x / step) of `chunks` * 8 floats to int16 at `out`; step = max|x| / `limit`, with `limit` at most 32767.
+def words_tile(element: ir.Type = I16) -> Tile:
+    """round(x / step) of `chunks` * 8 floats to int16 (or int8) at `out`; step = max|x| / `limit`, `limit` the largest
+    of these, or less.
 
     float32 step and the sum of the words go to `params` and the next place.
     """
@@ -118,12 +144,14 @@ def words_tile() -> Tile:
             value = e.load(e.offset(x, e.times(chunk, 4 * e.lanes)), floats)
             words = b.fptosi(e.rint(b.fmul(value, inverse)), integers)
             b.store(b.add(b.load(total), words), total)
-            e.store(b.trunc(words, e.vector(I16)), e.offset(out, e.times(chunk, 2 * e.lanes)))
+            place = e.offset(out, e.times(chunk, element.width // 8 * e.lanes))
+            e.store(b.trunc(words, e.vector(element)), place)
         e.store(step, params)
         words = e.call(f"llvm.vector.reduce.add.v{e.lanes}i32", I32, [b.load(total)])
         e.store(b.sitofp(words, F32), e.offset(params, 4))
 
-    return TILES.setdefault("words_tile", Tile("words_tile", 8, (1,), 5, body))
+    name = f"words_tile.{element}"
+    return TILES.setdefault(name, Tile(name, 8, (1,), 5, body))
 
 
 def scale_tile(isa: Isa, kind: str) -> Tile:

@@ -32,9 +32,10 @@ def copy_bytes(padded: int) -> int:
     return KEYS * (8 + 4 * padded + SPACING)
 
 
-def reads_directly(isa: Isa, kind: str, dim: int) -> bool:
+def reads_directly(isa: Isa, kind: str, dim: int, *, keys: bool) -> bool:
     """Rows of the storage are whole vectors."""
-    return dim % (isa.lanes * (4 if kind == "int4" else 2)) == 0
+    lanes = 4 if kind == "int4" else 2
+    return dim % (isa.lanes * (8 if keys and kind == "int4" else lanes)) == 0
 
 
 @inline
@@ -52,20 +53,22 @@ def score_task(isa: Isa, kind: str) -> Task:
     scale = attention_rows.scale_tile(isa, kind).name
     copy, element = attention_rows.copy_tile(kind, form).name, BYTES[form]
     chunk = isa.lanes * (2 if kind in CODED else 1)
-    stored_chunk = chunk * (2 if kind == "int4" else 1)
+    stored_chunk = tiles.key_bytes(isa, kind) // BYTES[kind] * (2 if kind == "int4" else 1)
+    narrow = kind == "int4"  # queries are bytes where the storage is read, and words where copies are
 
     def scores(args: int, scratch: int, index: int) -> None:
         (rows, dim, padded, first, end, places, params, direct, queries, steps, out, value_lines,
          values) = unpack(args, 13)  # fmt: skip
-        ldq = element * padded
+        ldk = element * padded
+        ldq = padded if direct and narrow else ldk
         copies = scratch + 8 * KEYS
         if not direct:
-            _fill_places(scratch, KEYS, copies, ldq + SPACING)
+            _fill_places(scratch, KEYS, copies, ldk + SPACING)
         for block in range(first, end, KEYS):
             fours = (min(KEYS, end - block) + 3) // 4
             at = places + 8 * block
             if not direct:
-                tile(copy, 1, (at, copies, ldq + SPACING, 4 * fours, dim, padded))
+                tile(copy, 1, (at, copies, ldk + SPACING, 4 * fours, dim, padded))
             for four in range(0, fours, 4):
                 count, key = min(4, fours - four), block + 4 * four
                 if direct:
@@ -95,7 +98,7 @@ def value_task(isa: Isa, kind: str) -> Task:
     form = "pairs" if coded else "float32"
     stored, copied = tiles.product_tile(isa, kind).name, tiles.product_tile(isa, form).name
     copy, softmax = attention_rows.copy_tile(kind, form).name, tiles.softmax_tile(isa, kind).name
-    width, per_place = isa.float_tile, 2 if coded else 1
+    width, per_place, per_turn = isa.float_tile, 2 if coded else 1, 4 if coded else 1
     # A panel is two vectors of columns: neighbours, or, of int4, the two nibbles of one vector of bytes.
     apart = 4 * isa.lanes
     stored_width = isa.lanes if kind == "int4" else width
@@ -119,10 +122,10 @@ def value_task(isa: Isa, kind: str) -> Task:
         if not direct:
             _fill_places(scratch, KEYS, copies, (ldc + SPACING) // per_place)
         for block in range(first, end, KEYS):
-            count = (min(KEYS, end - block) + per_place - 1) // per_place
+            count = (min(KEYS, end - block) + per_turn - 1) // per_turn
             at = places + 8 * block
             if not direct:
-                tile(copy, 1, (at, copies, ldc + SPACING, count, dim, padded))
+                tile(copy, 1, (at, copies, ldc + SPACING, count * (per_turn // per_place), dim, padded))
             of_block = weights + weight_bytes * block
             steps = word_steps + 4 * (block // KEYS)
             lds = 4 * (PARTITION // KEYS)

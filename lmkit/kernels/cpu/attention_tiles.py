@@ -3,12 +3,14 @@ the storage itself or in a copy made ready in the cache. Forms of a row:
 
     float32, bfloat16, float16   widened to float32 in registers
     fp8                          widened to float32; a score, or a weight, is multiplied by the row's scale
-    int8, int4                   codes, widened to int16 in registers
+    int8, int4                   codes, widened to int16 in registers; those of an int4 key stay bytes
     words                        int16 codes of a key
     pairs                        int16 codes of two values, d by d: (first[0], second[0], first[1], second[1], ...)
 
 Codes are multiplied by int16 queries and weights (`pmaddwd`; with VNNI the compiler makes it `vpdpwssd`) and summed in
-int32 without rounding: bytes would cost accuracy, and a vector holds half as many floats.
+int32 without rounding: bytes would cost accuracy, and a vector holds half as many floats. Queries of int4 keys are
+bytes by definition (ops.paged_attention): as such they meet the storage (`pmaddubsw`, whose int16 sums of a whole row
+fit; `vpdpbusd`), as int16 the "words" of copied keys. Sums of integers are the same.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import math
 
 from llvmlite import ir
 
+from lmkit.kernels.cpu.dots import byte_products, vpdpbusd
 from lmkit.kernels.cpu.emit import F32, I8, I16, I32, I64, Emitter, Value, constant
 from lmkit.kernels.cpu.isa import Isa
 from lmkit.kernels.cpu.tiles import TILES, Tile
@@ -44,21 +47,25 @@ def widened(e: Emitter, form: str, bits: Value) -> Value:
     return {"bfloat16": e.bfloat_to_float, "float16": e.half_to_float, "fp8": e.e4m3_to_float}[form](bits)
 
 
-def _word_nibbles(e: Emitter, isa: Isa, codes: Value) -> list[Value]:
-    """Of codes widened to int16. Left to itself, the compiler would split the bytes first, and widen twice."""
-    return nibbles(e, codes if isa.dot == "generic" or isa.emulate else e.opaque(codes))
-
-
 def nibbles(e: Emitter, codes: Value) -> list[Value]:
     b, kind = e.builder, codes.type
     return [b.and_(codes, constant(kind, 15)), b.lshr(codes, constant(kind, 4))]
 
 
+def _sums_bytes_in_words(isa: Isa, form: str) -> bool:
+    return form == "int4" and isa.dot == "pmadd" and not isa.emulate
+
+
 def _multiply_add(e: Emitter, isa: Isa, x: Value, y: Value, total: Value) -> Value:
-    """total + x * y: float32 lanes, or int32 lanes each adding two products of int16."""
+    """total + x * y: float32 lanes, or int32 lanes each adding two products of int16, or four of signed bytes x and
+    bytes y; or int16 lanes adding two of these."""
     b = e.builder
     if total.type.element == F32:
         return e.fma(x, y, total)
+    if total.type.element == I16:
+        return b.add(total, e.call("llvm.x86.avx2.pmadd.ub.sw", total.type, [y, x]))
+    if y.type.element == I8:
+        return (vpdpbusd if isa.dot == "vpdpbusd" and not isa.emulate else byte_products)(e, total, y, x)
     if isa.lanes in (8, 16) and isa.dot != "generic" and not isa.emulate:
         name = "llvm.x86.avx512.pmaddw.d.512" if isa.lanes == 16 else "llvm.x86.avx2.pmadd.wd"
         return b.add(total, e.call(name, total.type, [x, y]))
@@ -70,29 +77,36 @@ def _multiply_add(e: Emitter, isa: Isa, x: Value, y: Value, total: Value) -> Val
 
 
 def _key_vectors(e: Emitter, isa: Isa, form: str, address: Value) -> list[Value]:
-    """A chunk of a key: one vector; of int4 two, half a row apart."""
+    """A chunk of a key: one vector; of int4 two of bytes, half a row apart."""
     b, words = e.builder, e.vector(I16, 2 * e.lanes)
     if not _is_integer(form):
         return [_floats(e, form, address)]
     if form == "words":
         return [e.load(address, words)]
-    codes = b.zext(e.load(address, e.vector(I8, 2 * e.lanes)), words)
-    return [codes] if form == "int8" else _word_nibbles(e, isa, codes)
+    if form == "int4":
+        return nibbles(e, e.load(address, e.vector(I8, 4 * e.lanes)))
+    return [b.zext(e.load(address, e.vector(I8, 2 * e.lanes)), words)]
+
+
+def key_bytes(isa: Isa, form: str) -> int:
+    """What score_tile reads of a key at once."""
+    return BYTES[form] * isa.lanes * {"int4": 4, "int8": 2, "words": 2}.get(form, 1)
 
 
 def score_tile(isa: Isa, form: str) -> Tile:
     """s [rows, 4 * fours] = q . k of the keys at `places`, of codes int32.
 
-    q float32 or int16 [rows, D]; `ldq` and `lds` are the bytes between rows. D is `chunks` vectors of q (int4: twice
-    as many). Lanes of floats are summed pairwise at the end.
+    q float32, int16 or (int4) int8 [rows, D]; `ldq` and `lds` are the bytes between rows. D is `chunks` vectors of q
+    (int4: twice as many). Lanes of floats are summed pairwise at the end.
     """
     integer = _is_integer(form)
 
     def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
         q, ldq, places, s, lds, chunks, fours = arguments
-        b, kind = e.builder, e.vector(I32 if integer else F32)
+        b, narrow = e.builder, _sums_bytes_in_words(isa, form)
+        kind = e.vector(I16, 2 * e.lanes) if narrow else e.vector(I32 if integer else F32)
         keys = 4 if rows <= 2 or isa.lanes == 16 else 2  # at a time: as many sums as there are registers
-        half, size = e.times(chunks, 4 * e.lanes), BYTES[form] * e.lanes * (2 if integer else 1)
+        half, size = e.times(chunks, 4 * e.lanes), key_bytes(isa, form)
         sums = e.variables(rows, keys, kind)
         with e.loop(e.times(fours, 4 // keys)) as index:
             for variable in (v for row in sums for v in row):
@@ -120,6 +134,9 @@ def score_tile(isa: Isa, form: str) -> Tile:
             for first in range(0, rows, together // keys):
                 some = [(i, j) for i in range(first, min(rows, first + together // keys)) for j in range(keys)]
                 loads = [b.load(sums[i][j]) for i, j in some]
+                if narrow:
+                    ones = constant(kind, 1)
+                    loads = [e.call("llvm.x86.avx2.pmadd.wd", e.vector(I32), [x, ones]) for x in loads]
                 total = _sum_eight(e, loads) if together == 8 else _sum_lanes(e, loads)
                 for i in {i for i, _ in some}:
                     lanes = [k for k, (row, _) in enumerate(some) if row == i]
@@ -169,7 +186,9 @@ def _sum_lanes(e: Emitter, four: list[Value]) -> Value:
 
 
 def _value_vectors(e: Emitter, isa: Isa, form: str, first: Value, second: Value) -> list[Value]:
-    """Two vectors of a value; of codes, each lane holds the pair of one d in two values."""
+    """Two vectors of a value; of codes, each lane holds the pair of one d in two values. Of int4 the first are whole
+    bytes: taking 16 times the high nibbles' sum from theirs leaves the low ones' sum, with less to do for each key.
+    """
     b, words = e.builder, e.vector(I16, 2 * e.lanes)
     if not _is_integer(form):
         return [_floats(e, form, e.offset(first, BYTES[form] * e.lanes * j)) for j in (0, 1)]
@@ -182,16 +201,21 @@ def _value_vectors(e: Emitter, isa: Isa, form: str, first: Value, second: Value)
         order = [i + count * k for i in range(start, start + e.lanes) for k in (0, 1)]
         mixed = b.shuffle_vector(*values, ir.Constant(e.vector(I32, 2 * e.lanes), order))
         pairs.append(b.zext(mixed, words))
-    return pairs if form == "int8" else _word_nibbles(e, isa, pairs[0])
+    if form == "int8":
+        return pairs
+    # Left to itself, the compiler would split the bytes first, and widen twice.
+    codes = pairs[0] if isa.dot == "generic" or isa.emulate else e.opaque(pairs[0])
+    return [codes, b.lshr(codes, constant(words, 4))]
 
 
 def product_tile(isa: Isa, form: str) -> Tile:
     """c [rows, two vectors, `apart` bytes between them] += w [rows, count] @ values, keys strictly in order.
 
     The values' columns begin `column` bytes into the rows at `places`. `ldw` and `ldc` are the bytes between rows.
-    Of codes, w is int16, `count` pairs of them, and the float32 at `steps` (`lds` bytes between rows) is what 1 weighs.
+    Of codes, w is int16, `count` fours of them, and the float32 at `steps` (`lds` bytes between rows) is what 1 weighs.
     """
     integer = _is_integer(form)
+    pairs = 2 if integer else 1  # in a turn
 
     def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
         w, ldw, places, column, c, ldc, apart, count, steps, lds = arguments
@@ -202,15 +226,20 @@ def product_tile(isa: Isa, form: str) -> Tile:
             for j in (0, 1):
                 b.store(constant(e.vector(I32), 0) if integer else e.load(outputs[i][j], floats), sums[i][j])
         with e.loop(count, unroll=rows <= 2) as index:
-            place = e.offset(places, e.times(index, 16 if integer else 8))
-            first, second = (e.offset(e.load(e.offset(place, at), I64), column) for at in (0, 8 if integer else 0))
-            values = _value_vectors(e, isa, form, first, second)
-            for i in range(rows):
-                weight = e.splat(e.load(e.offset(w, e.times(ldw, i), e.times(index, 4)), I32 if integer else F32))
-                weight = b.bitcast(weight, values[0].type)
-                for j in (0, 1):
-                    b.store(_multiply_add(e, isa, weight, values[j], b.load(sums[i][j])), sums[i][j])
+            place, of_place = e.offset(places, e.times(index, 32 if integer else 8)), e.times(index, 4 * pairs)
+            for pair in range(pairs):
+                at = [16 * pair + start for start in (0, 8 if integer else 0)]
+                first, second = (e.offset(e.load(e.offset(place, start), I64), column) for start in at)
+                values = _value_vectors(e, isa, form, first, second)
+                for i in range(rows):
+                    weight_at = e.offset(w, e.times(ldw, i), of_place, 4 * pair)
+                    weight = b.bitcast(e.splat(e.load(weight_at, I32 if integer else F32)), values[0].type)
+                    for j in (0, 1):
+                        b.store(_multiply_add(e, isa, weight, values[j], b.load(sums[i][j])), sums[i][j])
         for i in range(rows):
+            if form == "int4":  # the first of bytes, the second of their high nibbles
+                low = b.sub(b.load(sums[i][0]), b.shl(b.load(sums[i][1]), constant(e.vector(I32), 4)))
+                b.store(low, sums[i][0])
             step = e.splat(e.load(e.offset(steps, e.times(lds, i)), F32)) if integer else None
             for variable, output in zip(sums[i], outputs[i], strict=True):
                 total = b.load(variable)
@@ -244,14 +273,20 @@ def softmax_tile(isa: Isa, kind_of_values: str) -> Tile:
             b.store(constant(kind, 0), variable)
         with e.loop(blocks) as block:
             origin = e.offset(first, e.times(block, KEYS))
-            index, found = e.splat(b.trunc(origin, I32)), []
-            for i in range(0, KEYS, e.lanes):
+            index, places = e.splat(b.trunc(origin, I32)), e.offset(s, e.times(origin, 4))
+            whole = b.and_(b.icmp_signed(">=", origin, low), b.icmp_signed("<=", e.offset(origin, KEYS), high))
+
+            def visible(i: int, index: Value = index) -> Value:
                 key = b.add(index, ir.Constant(integers, list(range(i, i + e.lanes))))
                 near = b.or_(b.icmp_signed(">=", key, start), b.icmp_signed("<", key, sunk))
-                visible = b.and_(near, b.icmp_signed("<", key, end))
-                place = e.offset(s, e.times(origin, 4), 4 * i)
-                found.append(b.select(visible, e.load(place, kind), constant(kind, -math.inf)))
-                e.store(found[-1], place)
+                return b.and_(near, b.icmp_signed("<", key, end))
+
+            with b.if_then(b.not_(whole)):
+                for i in range(0, KEYS, e.lanes):
+                    place = e.offset(places, 4 * i)
+                    shown = b.select(visible(i), e.load(place, kind), constant(kind, -math.inf))
+                    e.store(shown, place)
+            found = [e.load(e.offset(places, 4 * i), kind) for i in range(0, KEYS, e.lanes)]
             while len(found) > 1:
                 found = [e.larger(x, y) for x, y in zip(found[::2], found[1::2], strict=True)]
             b.store(e.larger(found[0], b.load(best)), best)
@@ -261,7 +296,7 @@ def softmax_tile(isa: Isa, kind_of_values: str) -> Tile:
             start = e.times(e.offset(first, e.times(block, KEYS)), 4)
             with e.loop(I64(KEYS // e.lanes // 2), unroll=False) as pair:  # more at once would not fit the registers
                 for at in (e.offset(start, e.times(pair, 8 * e.lanes), 4 * i * e.lanes) for i in (0, 1)):
-                    weight = e.exp(b.fsub(e.load(e.offset(s, at), kind), e.splat(maximum)))
+                    weight = e.exp_below(b.fsub(e.load(e.offset(s, at), kind), e.splat(maximum)))
                     b.store(b.fadd(b.load(sums), weight), sums)
                     if scaled:
                         weight = b.fmul(weight, e.load(e.offset(scales, at), kind))

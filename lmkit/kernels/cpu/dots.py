@@ -20,6 +20,25 @@ Quads = Iterable[list[Value]]  # for each four inputs of a block, a weight vecto
 Activations = Callable[[int, int], Value]  # (row, byte offset in the block) -> four bytes in every lane, as int32 lanes
 
 
+def vpdpbusd(e: Emitter, total: Value, codes: Value, x: Value) -> Value:
+    """int32 lanes of `total`, plus four products each of the bytes of `codes` and the signed ones of `x`."""
+    # The operands' type in IR was int32 lanes before LLVM 22.
+    operand = e.vector(I8, 4 * e.lanes) if llvm.llvm_version_info[0] >= 22 else e.vector(I32)
+    pair = [e.builder.bitcast(codes, operand), e.builder.bitcast(x, operand)]
+    return e.call(f"llvm.x86.avx512.vpdpbusd.{32 * e.lanes}", e.vector(I32), [total, *pair])
+
+
+def byte_products(e: Emitter, total: Value, codes: Value, x: Value) -> Value:
+    """As `vpdpbusd`, by plain multiplications."""
+    b, kind = e.builder, e.vector(I32)
+    codes, x = b.bitcast(codes, kind), b.bitcast(x, kind)
+    for i in range(4):
+        code = b.and_(b.lshr(codes, constant(kind, 8 * i)), constant(kind, 255))
+        byte = b.ashr(b.shl(x, constant(kind, 24 - 8 * i)), constant(kind, 24))
+        total = b.add(total, b.mul(code, byte))
+    return total
+
+
 class Dot(ABC):
     """`input_bytes` is the stored width of an activation: 1, or 2 in the order 0, 2, 1, 3 (see PmaddWide)."""
 
@@ -35,15 +54,11 @@ class Vpdpbusd(Dot):
     """AVX512-VNNI and AVX-VNNI: one instruction."""
 
     def block(self, e: Emitter, quads: Quads, activation: Activations, sums: list[list[Value]]) -> None:
-        # The operands' type in IR was int32 lanes before LLVM 22.
-        operand = e.vector(I8, 4 * e.lanes) if llvm.llvm_version_info[0] >= 22 else e.vector(I32)
-        name = f"llvm.x86.avx512.vpdpbusd.{32 * e.lanes}"
         for quad, weights in enumerate(quads):
-            codes = [e.builder.bitcast(weight, operand) for weight in weights]
             for row, accumulators in enumerate(sums):
-                x = e.builder.bitcast(activation(row, 4 * quad), operand)
-                for j, code in enumerate(codes):
-                    accumulators[j] = e.call(name, e.vector(I32), [accumulators[j], code, x])
+                x = activation(row, 4 * quad)
+                for j, code in enumerate(weights):
+                    accumulators[j] = vpdpbusd(e, accumulators[j], code, x)
 
 
 class PmaddNibbles(Dot):

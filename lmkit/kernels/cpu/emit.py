@@ -172,6 +172,24 @@ class Emitter:
         result = b.fmul(p, b.bitcast(exponent, kind))
         return b.select(b.fcmp_ordered("<", x, constant(kind, -87.0)), constant(kind, 0), result)
 
+    def exp_below(self, x: Value) -> Value:
+        """`exp` of x <= 0 in fewer steps: the exponent of 2^n is added to p's, with n from the low bits of a sum (see
+        `rounded_bits`).
+        """
+        b, kind = self.builder, x.type
+        limited = self.larger(constant(kind, -87.0), x)  # a NaN stays one
+        shifted = self.fma(limited, constant(kind, 1 / math.log(2)), constant(kind, 1.5 * 2.0**23))
+        n = b.fsub(shifted, constant(kind, 1.5 * 2.0**23))
+        r = self.fma(n, constant(kind, -0.693359375), limited)
+        r = self.fma(n, constant(kind, 0.693359375 - math.log(2)), r)
+        p = constant(kind, 1 / math.factorial(7))
+        for degree in range(6, -1, -1):
+            p = self.fma(p, r, constant(kind, 1 / math.factorial(degree)))
+        integers = like(x, I32)
+        exponent = b.shl(b.bitcast(shifted, integers), constant(integers, 23))
+        result = b.bitcast(b.add(b.bitcast(p, integers), exponent), kind)
+        return b.select(b.fcmp_ordered("<", x, constant(kind, -87.0)), constant(kind, 0), result)
+
     def half_to_float(self, bits: Value) -> Value:
         """Finite float16 bits in a 32-bit integer -> float32: shift the fields, rebias by 2^112."""
         b, kind = self.builder, bits.type

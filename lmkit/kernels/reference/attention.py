@@ -2,13 +2,43 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from lmkit.kernels import ops
 from lmkit.kernels.ops import KVTensor
-from lmkit.kernels.reference.kv import accepts_heads, read_blocks
+from lmkit.kernels.reference.kv import accepts_heads, hadamard, mean_keys, read_blocks
 from lmkit.kernels.registry import implements
+
+SMALL_QUERY = 127  # the largest code of a query of int4 keys
+
+
+def small_query_limit(dim: int) -> int:
+    """L of ops.paged_attention."""
+    return min(SMALL_QUERY, 32767 // (30 * -(-dim // 32)))
+
+
+def rounded_queries(x: Tensor) -> Tensor:
+    """float32 x [..., D] as queries of int4 keys are rounded."""
+    step = x.abs().amax(-1, keepdim=True) / small_query_limit(x.shape[-1])
+    inverse = torch.where(step > 2.0**-120, 1 / step, 0.0)
+    return (x * inverse).round() * step
+
+
+def _scores(queries: Tensor, k_cache: KVTensor, blocks: Tensor, length: int) -> Tensor:
+    """float32 [num_heads, n, length] of queries float32 [num_heads, n, D] that are scaled already."""
+    group = len(queries) // k_cache.data.shape[1]
+    if k_cache.dtype != "int4":
+        keys = read_blocks(k_cache, blocks, length).repeat_interleave(group, dim=0)
+        return queries @ keys.transpose(1, 2)
+    keys = read_blocks(replace(k_cache, mean=None), blocks, length).repeat_interleave(group, dim=0)
+    turned = hadamard if k_cache.hadamard else torch.clone  # its own inverse
+    scores = turned(rounded_queries(turned(queries))) @ keys.transpose(1, 2)
+    if k_cache.mean is None:
+        return scores
+    return scores + queries @ mean_keys(k_cache.mean, length).repeat_interleave(group, dim=0).transpose(1, 2)
 
 
 @implements(ops.paged_attention, "reference", device="any", accepts=accepts_heads)
@@ -28,7 +58,6 @@ def paged_attention(
     starts = query_start.tolist()
     for b, length in enumerate(context_lens.tolist()):
         blocks = block_tables[b, : -(-length // k_cache.block_size)]
-        keys = read_blocks(k_cache, blocks, length).repeat_interleave(group, dim=0)
         values = read_blocks(v_cache, blocks, length).repeat_interleave(group, dim=0)
         rows = slice(starts[b], starts[b + 1])
         position = torch.arange(length - (rows.stop - rows.start), length, device=q.device)[:, None]
@@ -36,7 +65,7 @@ def paged_attention(
         visible: Tensor = key <= position
         if window:
             visible &= (key > position - window) | (key < sinks)
-        scores: Tensor = q[rows].float().transpose(0, 1) @ keys.transpose(1, 2) * scale
+        scores = _scores(q[rows].float().transpose(0, 1) * scale, k_cache, blocks, length)
         values = values.masked_fill(~visible.any(0)[:, None], 0)  # 0 * NaN would be NaN
         weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
         out[rows] = (weights @ values).transpose(0, 1).to(q.dtype)
