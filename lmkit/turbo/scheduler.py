@@ -255,7 +255,7 @@ class Scheduler:
     def take_outputs(self) -> list[StepOutput]:
         """Outputs not yet returned: after `schedule` gave None there may be some, of requests aborted meanwhile."""
         outputs, self._outputs = self._outputs, []
-        if not (self._has_sequences() or self._under_way):
+        if not (self._waiting or self._under_way or any(self._seats)):
             self._seats.check_integrity()
             self._kv.check_idle()
         return outputs

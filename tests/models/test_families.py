@@ -13,7 +13,7 @@ from lmkit.models import load_spec
 from lmkit.models.decoder import Decoder
 from lmkit.models.loader import load_model
 from lmkit.turbo.batch import PersistentBatch
-from lmkit.turbo.plan import Chunk, NewSequence, StepPlan
+from lmkit.turbo.plan import Chunk, NewSequence
 from lmkit.turbo.request import GenerationConfig
 from tests.models import tiny
 
@@ -69,7 +69,7 @@ def test_chunked_prefill_and_decode_match_transformers(tmp_path: Path, name: str
                 need = -(-(done[slot] + sizes[step]) // BLOCK) - held[slot]
                 plan_chunks.append(Chunk(slot, done[slot], sizes[step], [free.pop() for _ in range(need)], True))
                 done[slot], held[slot] = done[slot] + sizes[step], held[slot] + need
-        inputs, _ = batch.inputs(StepPlan([], [], plan_chunks))
+        inputs, _ = batch.inputs(plan_chunks)
         logits = decoder(inputs, kv)
         for chunk, got in zip(plan_chunks, logits, strict=True):
             want = expected(model, rows[chunk.slot])[chunk.start + chunk.num_tokens - 1]
