@@ -95,6 +95,7 @@ class EngineLike(Protocol):
     def step(self) -> list[StepOutput]: ...
     def has_work(self) -> bool: ...
     def stats(self) -> EngineStats: ...
+    def check_integrity(self) -> None: ...
     def close(self) -> None: ...
 
 
@@ -109,6 +110,7 @@ class EngineLoop:
         self._open: set[str] = set()  # requests the engine has and the front end waits for
         self._failures = 0
         self._failures_in_a_row = 0
+        self._is_checked = True  # since the last step
         self._sent = Stats(EngineStats(), 0)
         self._sent_at = 0.0
 
@@ -126,9 +128,10 @@ class EngineLoop:
 
     def _take_commands(self) -> bool:
         """Carry out what has arrived, waiting for it only if there is nothing else to do. False after Shutdown."""
-        timeout = 0 if self._engine.has_work() else round(1e3 * IDLE_SECONDS)
-        while self._commands.poll(timeout):
-            timeout = 0
+        is_idle = not self._engine.has_work()
+        if is_idle and not self._commands.poll(round(1e3 * IDLE_SECONDS)):
+            self._check()
+        while self._commands.poll(0):
             match self._decoder.decode(self._commands.recv()):
                 case Add(request):
                     self._open.add(request.request_id)
@@ -140,7 +143,14 @@ class EngineLoop:
                     return False
         return True
 
+    def _check(self) -> None:
+        """Once in each pause: the engine's books are right. A defect is logged and counted, as one in a step is."""
+        if not self._is_checked:
+            self._is_checked = True
+            self._guarded(self._engine.check_integrity, [])
+
     def _step(self) -> None:
+        self._is_checked = False
         outputs = self._guarded(self._engine.step, self._open)
         if outputs is None:
             return

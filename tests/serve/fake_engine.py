@@ -139,6 +139,9 @@ class FakeEngine:
         top = [(5 + n, -0.125 - n) for n in range(num_top)]
         return [TokenLogprobs(ids[i], -0.5 * i, top) for i in range(1, len(ids)) if request.prompt_logprobs]
 
+    def check_integrity(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
