@@ -8,7 +8,6 @@ With `overlap` a thread carries out the plans, and the loop prepares the next on
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -39,7 +38,6 @@ from lmkit.turbo.tiers.store import TierStore
 log = get_logger(__name__)
 
 
-SWITCH_SECONDS = 1e-4  # Python's 5 ms, for which one thread may keep the other from the interpreter, are many steps
 IDLE_SECONDS = 0.02  # between looks at loads, when there is nothing else to do
 
 
@@ -104,8 +102,6 @@ class Engine:
         limits = _limits(config, memory, spec)
         self._profile = Profile()
         self._overlap = config.overlap
-        if config.overlap:
-            sys.setswitchinterval(SWITCH_SECONDS)
         self._thread = ThreadPoolExecutor(1, "engine-steps", lambda: threads.configure(num_threads))
         self._under_way: deque[tuple[StepPlan, Future[_Result]]] = deque()
         self._failed_steps = 0

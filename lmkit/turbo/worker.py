@@ -35,6 +35,7 @@ ENGINE = "lmkit.turbo.engine:Engine"
 QUEUED_MESSAGES = 4096  # high-water mark of both sockets
 STATS_SECONDS = 0.25  # while busy; when idle, on change
 IDLE_SECONDS = 1.0  # between looks at what changes without requests: leases end, saves are done
+SWITCH_SECONDS = 1e-4  # Python's 5 ms, for which its loop may keep an engine's thread waiting, are many steps
 MAX_FAILED_STEPS = 3  # in a row: then the engine is beyond repair and the process ends
 
 logger = log.get_logger(__name__)
@@ -239,6 +240,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     gc.freeze()
     gc.enable()
+    sys.setswitchinterval(SWITCH_SECONDS)
     try:
         EngineLoop(engine, commands, events).run()
         engine.close()
