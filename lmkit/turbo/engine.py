@@ -208,6 +208,8 @@ def _has_tiers(config: EngineConfig) -> bool:
     has_tiers = config.kv_host_memory is not None or config.kv_disk_path is not None
     if has_tiers and not config.prefix_cache:
         raise ConfigError("kv_host_memory and kv_disk_path keep what the prefix cache finds; do not turn it off")
+    if config.kv_disk_path is None and config.kv_disk_memory != EngineConfig().kv_disk_memory:
+        raise ConfigError("kv_disk_memory bounds what lies in kv_disk_path; name that folder too")
     return has_tiers
 
 

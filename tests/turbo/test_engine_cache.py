@@ -205,6 +205,7 @@ def test_one_folder_serves_one_engine(demo_model: Path, tmp_path: Path, monkeypa
     [
         ({"kv_host_memory": 1 << 20, "prefix_cache": False}, "do not turn it off"),
         ({"kv_disk_path": "kv", "prefix_cache": False}, "do not turn it off"),
+        ({"kv_disk_memory": 1 << 30}, "name that folder too"),
         ({"kv_host_memory": BLOCK_BYTES - 1}, "kv_host_memory 32767 holds no block of 32768 bytes"),
         ({"kv_disk_path": "kv", "kv_disk_memory": BLOCK_BYTES}, "kv_disk_memory 32768 holds no block of 36864 bytes"),
         ({"kv_disk_path": "file"}, "is a file"),
