@@ -22,7 +22,7 @@ from lmkit.turbo.sequence import Sequence
 from lmkit.turbo.tiers.keys import block_keys, root_key
 from lmkit.turbo.tiers.store import Loaded, TierStore
 
-RETIRE_ALIGN = 64  # attention reads keys in groups: a little of what is before the window
+RETIRE_ALIGN = 64  # tokens that leave a window together: what leaves is published first, which has its price
 NOTHING = Match([], 0, None)
 
 
@@ -196,7 +196,7 @@ class KVManager:
         return self.pool.allocate(count)
 
     def _is_seen(self, index: int, position: int) -> bool:
-        """Whether a token at `position` or later sees, or a kernel reads beside that, anything of a table's block."""
+        """Whether a table's block is kept for a token at `position` or later: all that it sees, and a little more."""
         if not self.limits.window or index * self.block_size < self.limits.sinks:
             return True
         first = max(position - self.limits.window + 1, 0) // RETIRE_ALIGN * RETIRE_ALIGN
@@ -233,9 +233,10 @@ class KVManager:
         if running and self._is_twin(seq, blocks[:full]):
             return
         kept = self.cache.insert(self.namespace(seq), seq.tokens(count).copy(), blocks)
-        for i in range(seq.num_published, full):
-            if kept[i] == blocks[i] != HOLE:
-                self._save(seq, i)
+        if self._tiers is not None:
+            keys = self._keys(seq, full)
+            new = (i for i in range(seq.num_published, full) if kept[i] == blocks[i] != HOLE)
+            self.saves += [Save(keys[i], blocks[i]) for i in new]
         seq.num_published = full
 
     def _is_twin(self, seq: Sequence, blocks: list[int]) -> bool:
@@ -273,10 +274,6 @@ class KVManager:
             root = root_key(self._fingerprint, *self.namespace(seq))
             block_keys(root, seq.tokens(count * self.block_size), self.block_size, seq.keys)
         return seq.keys[:count]
-
-    def _save(self, seq: Sequence, index: int) -> None:
-        if self._tiers is not None:
-            self.saves.append(Save(self._keys(seq, index + 1)[index], seq.block_table[index]))
 
     def take_finished(self) -> list[Loaded]:
         """Loads that have ended since the last call."""

@@ -11,6 +11,7 @@ from lmkit.config import EngineConfig
 from lmkit.errors import ConfigError
 from lmkit.models.spec import ModelSpec
 from lmkit.turbo.kv_manager import KVLimits
+from lmkit.turbo.tiers.host import check_host_bytes
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 RUNTIME_BYTES = 400 << 20  # torch, numba and their compiled code
@@ -91,8 +92,7 @@ def plan_memory(
     block_bytes = config.block_size * sum(kv_token_bytes(spec, dtypes) for dtypes in kv_dtypes)
     workspace = _workspace_bytes(spec, config)
     host = config.kv_host_memory or 0
-    if 0 < host < block_bytes:
-        raise ConfigError(f"kv_host_memory {host} holds no block of {block_bytes} bytes; raise it")
+    check_host_bytes(host, block_bytes)
     left = free - weight_bytes - workspace - RUNTIME_BYTES - host
     if left < block_bytes:
         raise ConfigError(

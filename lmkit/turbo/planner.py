@@ -163,12 +163,11 @@ class Planner:
                 return True
         return False
 
-    def _enter(self, seq: Sequence, match: Match, step: Step) -> bool:
+    def _enter(self, seq: Sequence, found: Match, step: Step) -> bool:
         """Give a waiting sequence a slot and what is cached of it, if there is room for the rest."""
-        way = self._make_way(seq, match, step)
-        if way is None:
+        match = self._make_way(seq, found, step)
+        if match is None:
             return False
-        match = way
         keys = self.kv.find_below(seq, match)
         if self._is_worth_loading(seq, match, keys):
             job = self.kv.acquire_below(seq, match, keys)

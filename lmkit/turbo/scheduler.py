@@ -280,7 +280,7 @@ class Scheduler:
         self._seats.vacate(seq)
 
     def wait(self, seconds: float) -> None:
-        """Until a load or save ends, or so long."""
+        """Until a load ends, or so long."""
         self._kv.wait(seconds)
 
     def stats(self) -> EngineStats:

@@ -21,6 +21,7 @@ from lmkit.log import get_logger
 from lmkit.turbo.tiers import files, record
 from lmkit.turbo.tiers.failures import Failures
 from lmkit.turbo.tiers.folder import Neighbours, claim
+from lmkit.turbo.tiers.host import use_chain
 
 log = get_logger(__name__)
 
@@ -80,11 +81,8 @@ class DiskTier:
         return key in self._index
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Blocks of a chain were used: the first, without which the others are not found, will leave last."""
         with self._mutex:
-            for key in reversed(keys):
-                if key in self._index:
-                    self._index.move_to_end(key)
+            use_chain(self._index, keys)
 
     def remember(self, keys: Sequence[bytes]) -> None:
         """For the next start: files learn, not too often, that they were used."""

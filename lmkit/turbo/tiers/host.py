@@ -5,7 +5,22 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from lmkit.errors import ConfigError
+
+
+def use_chain(index: OrderedDict[bytes, Any], keys: Sequence[bytes]) -> None:
+    """Blocks of a chain were used: the first, without which the others are not found, will leave last."""
+    for key in reversed(keys):
+        if key in index:
+            index.move_to_end(key)
+
+
+def check_host_bytes(host_bytes: int, block_bytes: int) -> None:
+    """Raise ConfigError for a tier (0 bytes = none) that holds no block."""
+    if 0 < host_bytes < block_bytes:
+        raise ConfigError(f"kv_host_memory {host_bytes} holds no block of {block_bytes} bytes; raise it")
 
 
 class HostBlock(NamedTuple):
@@ -38,11 +53,8 @@ class HostTier:
         return self._blocks.get(key)
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Blocks of a chain were used: the first, without which the others are not found, will leave last."""
         with self._lock:
-            for key in reversed(keys):
-                if key in self._blocks:
-                    self._blocks.move_to_end(key)
+            use_chain(self._blocks, keys)
 
     def put(self, key: bytes, block: HostBlock) -> None:
         with self._lock:

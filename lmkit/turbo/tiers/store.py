@@ -22,14 +22,13 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from lmkit.errors import ConfigError
 from lmkit.log import get_logger
 from lmkit.turbo.plan import Load, Save
 from lmkit.turbo.tiers import record
 from lmkit.turbo.tiers.cost import LoadCost
 from lmkit.turbo.tiers.disk import DiskTier
 from lmkit.turbo.tiers.failures import Failures
-from lmkit.turbo.tiers.host import HostBlock, HostTier
+from lmkit.turbo.tiers.host import HostBlock, HostTier, check_host_bytes
 from lmkit.turbo.tiers.worker import Worker
 
 log = get_logger(__name__)
@@ -88,8 +87,7 @@ class TierStore:
         disk: DiskTier | None = None,
         backlog_bytes: int = BACKLOG_BYTES,
     ) -> None:
-        if 0 < host_bytes < blocks.nbytes:
-            raise ConfigError(f"kv_host_memory {host_bytes} holds no block of {blocks.nbytes} bytes; raise it")
+        check_host_bytes(host_bytes, blocks.nbytes)
         self._blocks, self._disk = blocks, disk
         self._host = HostTier(blocks.nbytes, host_bytes) if host_bytes else None
         self._max_backlog = max(64, backlog_bytes // blocks.nbytes)
