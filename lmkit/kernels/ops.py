@@ -19,6 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lmkit.kernels.registry import op
@@ -68,7 +69,8 @@ class Norm:
 
     weight: Tensor  # [H]
     eps: float
-    residual: Tensor | None = None  # [T, H] in x's dtype, written
+    residual: Tensor | None = None  # [T, H] in x's dtype or float32, written
+    dtype: torch.dtype | None = None  # of what comes out; None = x's
 
 
 @op
@@ -147,10 +149,33 @@ def paged_attention(
     is what is stored + RoPE_t(b). What blocks hold of which no query sees any key does not matter, not even a NaN;
     their entries of the table only have to be valid.
 
-    What int4 keys are multiplied with are queries of 8 bits: x = q * scale (turned, if the keys are) is replaced by
-    round_half_even(x / step) * step, with step = max|x| / L of each row and head and L = min(127, floor(32767 / (30
-    ceil(D / 32)))), so that sums of products of codes fit int16. This errs some 17 times less than the keys do, whose
-    steps are a 15th of their range. The share of a `mean` is computed from q itself.
+    What int4 keys are multiplied with may be (on a CPU and in the reference: is) queries of 8 bits: x = q * scale
+    (turned, if the keys are) is replaced by round_half_even(x / step) * step, with step = max|x| / L of each row and
+    head and L = min(127, floor(32767 / (30 ceil(D / 32)))), so that sums of products of codes fit int16. This errs some
+    17 times less than the keys do, whose steps are a 15th of their range. The share of a `mean` is
+    computed from q itself.
+    """
+
+
+@op
+def rope_paged_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: KVTensor,
+    v_cache: KVTensor,
+    slots: Tensor,
+    block_tables: Tensor,
+    query_start: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    window: int,
+    sinks: int = 0,
+) -> Tensor:
+    """`rope_append` of the step's tokens, then `paged_attention` of their queries. What q and k hold afterwards is not
+    defined.
     """
 
 
@@ -172,6 +197,8 @@ def draw(
 # Every linear: `pack(weight, gated=False)`; x [T, K] -> [T, N] in x's dtype, accumulated in float32.
 # With a norm, x is replaced by rms_norm(x, norm) first. Of a gated weight the rows are gate | up, N = 2I: the result is
 # silu(gate) * up, [T, I]; a bias stays [N].
+# Implementations that say so (`epilogue` of registry.Implementation) also take, by keyword, `dtype`: the result in this
+# one; or `residual`, float32 [T, N]: the result is added to it in place, unrounded, and it is what is returned.
 
 
 @op

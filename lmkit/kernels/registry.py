@@ -32,9 +32,10 @@ class Implementation:
     accepts: Callable[..., str | None] = _accept_all
     pack: Callable[..., Any] = _no_pack
     priority: int = 0
+    epilogue: bool = False  # of a linear: takes `dtype` and `residual`
 
-    def __call__(self, *args: Any) -> Any:
-        return self.run(*args)
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self.run(*args, **options)
 
 
 @dataclass
@@ -81,11 +82,12 @@ def implements(
     accepts: Callable[..., str | None] = _accept_all,
     pack: Callable[..., Any] = _no_pack,
     priority: int = 0,
+    epilogue: bool = False,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated function as an implementation of `target`; higher priority is asked first."""
 
     def register(run: Callable[..., Any]) -> Callable[..., Any]:
-        target.register(Implementation(name, device, run, accepts, pack, priority))
+        target.register(Implementation(name, device, run, accepts, pack, priority, epilogue))
         return run
 
     return register

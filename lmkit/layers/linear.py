@@ -53,6 +53,25 @@ class MergedLinear:
         merged = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
         return self._silu_mul(merged) if self.gated else merged
 
+    def add_to(self, stream: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The residual stream float32 [T, out] plus this of x, as a pair (delta, residual), stream = delta + residual:
+        (stream, None) if a kernel has added it, else (this, stream).
+        """
+        if self.packed is not None and len(self.packed) == 1:
+            implementation, packed, bias = self.packed[0]
+            if implementation.epilogue and stream.dtype == torch.float32:
+                return implementation(x, packed, bias, None, residual=stream), None
+        return self(x), stream
+
+    def float32(self, x: Tensor, norm: Norm) -> Tensor:
+        """As a call, with a result that is not rounded to the activations' dtype."""
+        if self.packed is not None and len(self.packed) == 1 and norm.dtype != torch.float32:
+            implementation, packed, bias = self.packed[0]
+            if implementation.epilogue:
+                y: Tensor = implementation(x, packed, bias, norm, dtype=torch.float32)
+                return y
+        return self(x, norm).float()
+
     def _plain(self, role: str, x: Tensor) -> Tensor:
         if self.observe is not None:
             self.observe(role, x)

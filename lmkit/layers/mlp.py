@@ -22,3 +22,7 @@ class GatedMLP:
     def __call__(self, x: Tensor, norm: Norm | None = None) -> Tensor:
         """x [T, hidden], normalized if `norm` is None -> the MLP's contribution [T, hidden]."""
         return self.down(self.gate_up(x, norm))
+
+    def add_to(self, stream: Tensor, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor | None]:
+        """`stream` float32 [T, hidden] plus this of x, as MergedLinear.add_to gives it."""
+        return self.down.add_to(stream, self.gate_up(x, norm))

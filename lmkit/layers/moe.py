@@ -60,6 +60,10 @@ class MoE:
             out += self.shared(x) * row_sigmoid(logits[:, num_experts:])
         return out
 
+    def add_to(self, stream: Tensor, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor | None]:
+        """As GatedMLP.add_to."""
+        return self(x, norm), stream
+
     @property
     def _num_shown(self) -> int:
         """How many experts compute a token."""

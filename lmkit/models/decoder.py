@@ -3,8 +3,10 @@
     hidden --norm.attn--> q k v --qk norm, RoPE, append--> attention over blocked KV --attn.o--> + hidden
            --norm.mlp--> gate up --silu(gate) * up--> mlp.down --> + hidden
 
-The residual stream travels between layers as a pair (delta, residual), stream = residual + delta, so that each addition
-happens inside the next norm, and each norm inside the linear behind it. Activations are float32 on a CPU.
+The residual stream travels between layers as a pair (delta, residual), stream = residual + delta, so that an addition
+happens inside the next norm, and each norm inside the linear behind it; or (delta, None), stream = delta, where a
+linear's kernel adds its result to the stream itself. The stream is float32, and so are all activations on a CPU; on a
+GPU what a norm gives and what linears and attention pass on is of `dtype`.
 """
 
 from __future__ import annotations
@@ -26,14 +28,26 @@ from lmkit.models.spec import ModelSpec
 CosSin = tuple[Tensor, Tensor]
 
 
+def joined(delta: Tensor, residual: Tensor | None) -> Tensor:
+    """The residual stream of its pair."""
+    return delta if residual is None else delta + residual
+
+
 class DecoderLayer:
     """One layer. `weights` maps roles to tensors (`norm.attn`, `attn.q`, `attn.q.bias`, ...; see models.roles).
 
     Until `pack`, linears are computed from `weights` directly and each reports its input to an observer.
     """
 
-    def __init__(self, spec: ModelSpec, index: int, weights: Weights, device: str = "cpu") -> None:
-        self.spec, self.index, self.weights, self.device = spec, index, weights, device
+    def __init__(
+        self,
+        spec: ModelSpec,
+        index: int,
+        weights: Weights,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.spec, self.index, self.weights, self.device, self.dtype = spec, index, weights, device, dtype
         self.qkv = MergedLinear(("attn.q", "attn.k", "attn.v"), weights, device)
         self.o = MergedLinear(("attn.o",), weights, device)
         self.shows_all_tokens = False  # whether observers of experts see the tokens of others too
@@ -41,8 +55,7 @@ class DecoderLayer:
         self.mlp = GatedMLP("mlp", weights, device) if moe is None else MoE(moe, weights, device)
         heads = {"head_dim": spec.head_dim, "num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads}
         self.rms_norm = ops.rms_norm.select(device)
-        self.rope_append = ops.rope_append.select(device, rotary_dim=spec.rope.rotary_dim, **heads)
-        self.paged_attention = ops.paged_attention.select(device, **heads)
+        self.attention_op = ops.rope_paged_attention.select(device, rotary_dim=spec.rope.rotary_dim, **heads)
 
     @property
     def linears(self) -> tuple[MergedLinear, ...]:
@@ -69,11 +82,12 @@ class DecoderLayer:
 
     def __call__(
         self, delta: Tensor, residual: Tensor | None, batch: BatchInputs, rope: CosSin, kv: KVLayer
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """(delta, residual) [T, hidden] -> the same of the next layer; residual None = the stream is delta alone."""
         stream = delta if residual is None else residual
-        delta = self.attention(delta, batch, rope, kv, self._norm("norm.attn", residual))
-        return self.mlp(delta, self._norm("norm.mlp", stream)), stream
+        q, k, v = self.queries_keys_values(delta, self._norm("norm.attn", residual))
+        delta, rest = self.o.add_to(stream, self.attend(q, k, v, batch, rope, kv))
+        return self.mlp.add_to(stream, delta, self._norm("norm.mlp", rest))
 
     def attention(self, x: Tensor, batch: BatchInputs, rope: CosSin, kv: KVLayer, norm: Norm | None = None) -> Tensor:
         """x [T, hidden], normalized if `norm` is None -> the block's contribution [T, hidden]; appends to `kv`."""
@@ -93,15 +107,14 @@ class DecoderLayer:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: BatchInputs, rope: CosSin, kv: KVLayer) -> Tensor:
         """What attention reads of the values, [T, num_heads * head_dim]; q and k are overwritten, `kv` appended to."""
         spec = self.spec
-        self.rope_append(q, k, v, *rope, kv.k, kv.v, batch.slots)
-        out: Tensor = self.paged_attention(
-            q, kv.k, kv.v, batch.block_tables, batch.query_start, batch.context_lens,
+        out: Tensor = self.attention_op(
+            q, k, v, *rope, kv.k, kv.v, batch.slots, batch.block_tables, batch.query_start, batch.context_lens,
             spec.head_dim**-0.5, spec.window(self.index), spec.attention_sinks,
         )  # fmt: skip
         return out.view(len(out), -1)
 
     def _norm(self, role: str, residual: Tensor | None = None) -> Norm:
-        return Norm(self._vector(role), self.spec.norm_eps, residual)
+        return Norm(self._vector(role), self.spec.norm_eps, residual, self.dtype)
 
     def _vector(self, role: str) -> Tensor:
         weight = self.weights[role]
@@ -119,12 +132,14 @@ class Decoder:
         layers: list[DecoderLayer],
         final_norm: Tensor,
         lm_head: MergedLinear,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self.spec = spec
         self.embed_tokens = embed_tokens
         self.layers = layers
         self.final_norm = final_norm
         self.lm_head = lm_head
+        self.dtype = dtype
         self.rope = Rope(spec.rope, str(embed_tokens.device))
         self.embedding = ops.embedding.select(embed_tokens.device.type)
 
@@ -133,21 +148,22 @@ class Decoder:
         """Logits float32 [R, vocab] of `batch.logit_rows`; appends the batch's keys and values to `kv`."""
         return self.logits(*self.hidden(batch, kv), batch.logit_rows)
 
-    def logits(self, delta: Tensor, residual: Tensor, rows: Tensor) -> Tensor:
+    def logits(self, delta: Tensor, residual: Tensor | None, rows: Tensor) -> Tensor:
         """Logits float32 [R, vocab] of `rows` of the residual stream's pair; if they are all, it is overwritten."""
         if not len(rows):  # a chunk that ends before its prompt does
             return torch.empty(0, self.spec.vocab_size, device=delta.device)
         if len(rows) < len(delta):
-            delta, residual = self.embedding(delta, rows), self.embedding(residual, rows)
+            delta = self.embedding(delta, rows)
+            residual = None if residual is None else self.embedding(residual, rows)
         return self.head(delta, residual)
 
-    def hidden(self, batch: BatchInputs, kv: list[KVLayer]) -> tuple[Tensor, Tensor]:
+    def hidden(self, batch: BatchInputs, kv: list[KVLayer]) -> tuple[Tensor, Tensor | None]:
         """The residual stream's pair [T, hidden] behind the last layer; appends the batch's keys and values to `kv`."""
         rope = self.rope(batch)
-        delta, residual = self.embed(batch.token_ids), None
+        delta: Tensor = self.embed(batch.token_ids)
+        residual: Tensor | None = None
         for layer, kv_layer in zip(self.layers, kv, strict=True):
             delta, residual = layer(delta, residual, batch, rope, kv_layer)
-        assert residual is not None
         return delta, residual
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -155,6 +171,10 @@ class Decoder:
         x: Tensor = self.embedding(self.embed_tokens, token_ids)
         return x
 
-    def head(self, delta: Tensor, residual: Tensor) -> Tensor:
+    def head_part(self, delta: Tensor, residual: Tensor | None, rows: slice) -> Tensor:
+        """`head` of a part of the rows, which is overwritten."""
+        return self.head(delta[rows], None if residual is None else residual[rows])
+
+    def head(self, delta: Tensor, residual: Tensor | None) -> Tensor:
         """The residual stream's pair [R, hidden] -> logits float32 [R, vocab]; `residual` is overwritten."""
-        return self.lm_head(delta, Norm(self.final_norm, self.spec.norm_eps, residual))
+        return self.lm_head.float32(delta, Norm(self.final_norm, self.spec.norm_eps, residual, self.dtype))

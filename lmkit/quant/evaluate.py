@@ -189,7 +189,7 @@ class _Scorer:
         self.kv_dtype = " ".join(sorted({s.k if s.k == s.v else f"{s.k}/{s.v}" for s in storages}))
         self.vocab_size = spec.vocab_size
 
-    def stream(self, window: list[int]) -> tuple[Tensor, Tensor]:
+    def stream(self, window: list[int]) -> tuple[Tensor, Tensor | None]:
         """The residual stream's pair [len(window), hidden] behind the last layer."""
         batch, _ = whole_batch([window], BLOCK_SIZE)
         return self.decoder.hidden(batch, self.kv)
@@ -206,10 +206,10 @@ def _window_scores(window: list[int], model: _Scorer, reference: _Scorer | None)
     parts = []
     for begin in range(0, len(targets), rows):
         part = slice(begin, min(begin + rows, len(targets)))
-        q = model.decoder.head(delta[part], residual[part]).log_softmax(-1)
+        q = model.decoder.head_part(delta, residual, part).log_softmax(-1)
         scores = [_nll(q, targets[part])]
         if reference is not None and base is not None:
-            p = reference.decoder.head(base[0][part], base[1][part]).log_softmax(-1)
+            p = reference.decoder.head_part(*base, part).log_softmax(-1)
             kl = (p.exp() * (p - q)).sum(-1, dtype=torch.float64).clamp_min(0)
             scores += [_nll(p, targets[part]), kl, *_same_tops(p, q)]
         parts.append(torch.stack(scores))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lmkit.models.decoder import DecoderLayer
+from lmkit.models.decoder import DecoderLayer, joined
 from lmkit.quant.stream import Stream
 
 HELD_OUT = 16  # one of so many rows is held out
@@ -123,4 +123,4 @@ def run(layer: DecoderLayer, stream: Stream, hidden: Tensor) -> Tensor:
     """The layer's output for whole rows [tokens, hidden]."""
     geometry = stream.geometry(len(hidden) // stream.seq_len, stream.seq_len)
     delta, residual = layer(hidden.clone(), None, geometry.batch, geometry.rope, geometry.kv)
-    return delta + residual
+    return joined(delta, residual)

@@ -11,6 +11,7 @@ from lmkit.errors import CheckpointError
 from lmkit.kernels import ops
 from lmkit.kernels.ops import Norm
 from lmkit.models import roles
+from lmkit.models.decoder import joined
 from lmkit.models.loader import ModelSource
 from lmkit.quant.evaluate import Progress
 from lmkit.quant.layer import Geometry
@@ -69,7 +70,7 @@ def _behind_layers(source: ModelSource, token_ids: Tensor) -> Tensor:
     for index in range(source.spec.num_layers):
         layer = source.layer(index, torch.float32)
         delta, residual = layer(hidden, None, geometry.batch, geometry.rope, geometry.kv)
-        hidden = delta + residual
+        hidden = joined(delta, residual)
         source.reader.release()
     return hidden
 

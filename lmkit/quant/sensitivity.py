@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lmkit.kernels.ops import Norm
-from lmkit.models.decoder import Decoder, DecoderLayer
+from lmkit.models.decoder import Decoder, DecoderLayer, joined
 from lmkit.models.loader import ModelSource, resolve_dtype
 from lmkit.qtensor import QuantScheme
 from lmkit.quant.evaluate import LOGIT_BYTES, Progress
@@ -125,7 +125,7 @@ def _rounded(layer: DecoderLayer, variant: Variant, hidden: Tensor, geometry: Ge
 def _forward(layer: DecoderLayer, hidden: Tensor, geometry: Geometry) -> Tensor:
     # An op may write into the residual it is given.
     delta, residual = layer(hidden.clone(), None, geometry.batch, geometry.rope, geometry.kv)
-    return delta + residual
+    return joined(delta, residual)
 
 
 def _compare(head: Decoder, exact: Tensor, states: list[Tensor]) -> list[float]:

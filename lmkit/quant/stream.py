@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lmkit.formats.atomic import write_errors
-from lmkit.models.decoder import DecoderLayer
+from lmkit.models.decoder import DecoderLayer, joined
 from lmkit.models.loader import ModelSource
 from lmkit.models.spec import ModelSpec
 from lmkit.quant.budget import BATCH_TOKENS
@@ -205,7 +205,7 @@ class Stream:
         # An op may write into the residual it is given.
         delta, residual = layer(hidden.clone(), None, geometry.batch, geometry.rope, geometry.kv)
         self._buffer(self.layer, exact).release()
-        return delta + residual, geometry
+        return joined(delta, residual), geometry
 
     def put(self, number: int, hidden: Tensor, *, exact: bool = False) -> None:
         """What stands in front of the next layer; the present one still sees its own."""

@@ -130,7 +130,7 @@ class Runner:
             for result, scored in zip(results, scores, strict=True)
         ]
 
-    def _score(self, chunk: Chunk, span: range, delta: Tensor, residual: Tensor) -> list[TokenLogprobs]:
+    def _score(self, chunk: Chunk, span: range, delta: Tensor, residual: Tensor | None) -> list[TokenLogprobs]:
         """What the step's tokens `span` say of the prompt tokens behind them; logits of a part of them at a time."""
         targets = self.batch.prompt_targets(chunk, len(span))
         num_top = max(0, int(self.sampler.num_top[chunk.slot]))
@@ -138,6 +138,6 @@ class Runner:
         scores: list[TokenLogprobs] = []
         for begin in range(span.start, span.stop, size):
             part = slice(begin, min(begin + size, span.stop))
-            for logits in self.decoder.head(delta[part], residual[part]).numpy():
+            for logits in self.decoder.head_part(delta, residual, part).numpy():
                 scores.append(token_logprobs(logits, targets[len(scores)], num_top))
         return scores

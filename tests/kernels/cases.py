@@ -58,7 +58,7 @@ def _to(value: Any, device: str) -> Any:
         return value.to(device)
     if isinstance(value, Norm):
         residual = None if value.residual is None else value.residual.to(device)
-        return Norm(value.weight.to(device), value.eps, residual)
+        return Norm(value.weight.to(device), value.eps, residual, value.dtype)
     if isinstance(value, KVTensor):
         mean = value.mean and KeyMean(*(part.to(device) for part in vars(value.mean).values()))
         scales = None if value.scales is None else value.scales.to(device)
@@ -92,7 +92,7 @@ def _seeded(make: Callable[[], tuple[Any, ...]]) -> Callable[[], tuple[Any, ...]
 def all_cases() -> list[Case]:
     return [
         *elementwise_cases(), *rope_cases(), *kv_cases(), *attention_cases(), *key_cases(), *linear_cases(),
-        *draw_cases(),
+        *rope_attention_cases(), *draw_cases(),
     ]  # fmt: skip
 
 
@@ -351,6 +351,33 @@ def key_cases() -> Iterator[Case]:
         exact = {"int8", "int4"}.isdisjoint(types)  # the mean makes scores of some hundreds, where words err by more
         tolerance = 5e-5 if exact else 2 * WORD_TOLERANCE
         yield Case(ops.paged_attention, f"{name}-mean", _seeded(attend), _heads(heads, group, dim), tolerance)
+
+
+def rope_attention_cases() -> Iterator[Case]:
+    """Rotation, append and attention in one."""
+    for types, heads, group, dim, rotary in (
+        (("float32", "float32"), 2, 3, 16, 16), (("int8", "int4"), 1, 2, 80, 20), (("fp8", "bfloat16"), 2, 1, 64, 64),
+    ):  # fmt: skip
+
+        def attend(
+            types: Any = types, heads: int = heads, group: int = group, dim: int = dim, rotary: int = rotary
+        ) -> tuple[Any, ...]:
+            kv, tables = filled_cache(types, heads, dim, 16, [40, 90, 7])
+            new = [1, 20, 7]
+            where = torch.cat([torch.arange(n - m, n) for n, m in zip([40, 90, 7], new, strict=True)])
+            owner = torch.repeat_interleave(torch.arange(3), torch.tensor(new))
+            slots = tables[owner, where // 16] * 16 + where % 16
+            q, k = torch.randn(28, heads * group, dim), torch.randn(28, heads, dim)
+            angles = torch.rand(28, rotary // 2) * 7
+            starts, lengths = torch.tensor([0, 1, 21, 28]).int(), torch.tensor([40, 90, 7]).int()
+            return (
+                q, k, torch.randn(28, heads, dim), angles.cos(), angles.sin(), kv.k, kv.v, slots.int(),
+                tables, starts, lengths, dim**-0.5, 0,
+            )  # fmt: skip
+
+        traits = {"rotary_dim": rotary} | _heads(heads, group, dim)
+        tolerance = F32_TOLERANCE if types[0] == "float32" else 2e-3  # a code may round the other way
+        yield Case(ops.rope_paged_attention, "-".join(types), _seeded(attend), traits, tolerance)
 
 
 def draw_cases() -> Iterator[Case]:

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lmkit.kernels import ops
+from lmkit.kernels.cpu import isa
 from lmkit.models import load_spec
 from lmkit.models.decoder import DecoderLayer
 from lmkit.models.kv_storage import KVStorage, allocate
@@ -54,7 +56,7 @@ def probe_of(layer: CalibratedLayer) -> Probe:
 def scores(layer: DecoderLayer, sample: Tensor, geometry: Geometry) -> Tensor:
     """Of all pairs of tokens, queries and keys after RoPE, [heads, tokens, tokens]."""
     q, k, v = layer.queries_keys_values(sample)
-    layer.rope_append(q, k, v, *geometry.rope, geometry.kv.k, geometry.kv.v, geometry.batch.slots)
+    ops.rope_append.named("reference")(q, k, v, *geometry.rope, geometry.kv.k, geometry.kv.v, geometry.batch.slots)
     keys = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     return torch.einsum("qhd,khd->hqk", q, keys)
 
@@ -162,12 +164,11 @@ def test_the_mean_is_exact_far_into_a_sequence() -> None:
     outputs = []
     for storage in (KVStorage("float32", "float32"), KVStorage("float32", "float32", mean)):
         (kv,) = allocate(spec, [storage], len(geometry.kv.k.data), 32, start + count)
-        layer = DecoderLayer(spec, 0, {}, "cpu")
         queries = q.clone()
-        layer.rope_append(queries, k.clone(), v, *rope, kv.k, kv.v, geometry.batch.slots[last])
+        ops.rope_append.named("reference")(queries, k.clone(), v, *rope, kv.k, kv.v, geometry.batch.slots[last])
         batch = geometry.batch
         outputs.append(
-            layer.paged_attention(
+            ops.paged_attention.named("cpu." + isa.host().name)(
                 queries, kv.k, kv.v, batch.block_tables, torch.tensor([0, count]).int(), batch.context_lens,
                 32**-0.5, count,
             )

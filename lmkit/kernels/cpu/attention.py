@@ -38,10 +38,11 @@ from lmkit.kernels.cpu.emit import I8, I16
 from lmkit.kernels.cpu.intrinsics import add, bits_to_float, call, fma, pointer, tile, unpack
 from lmkit.kernels.cpu.isa import Isa
 from lmkit.kernels.cpu.jit import Task, float_bits, inline
-from lmkit.kernels.cpu.kv import rows_of, turn_hadamard
+from lmkit.kernels.cpu.kv import rope_append, rows_of, turn_hadamard
 from lmkit.kernels.cpu.panels import address, as_type
 from lmkit.kernels.ops import KV_CODED, KVTensor
 from lmkit.kernels.reference.attention import SMALL_QUERY, small_query_limit
+from lmkit.kernels.reference.elementwise import accepts_rope
 from lmkit.kernels.reference.kv import accepts_heads
 from lmkit.kernels.registry import Implementation
 
@@ -360,3 +361,16 @@ def paged_attention(
 
 def implementation(isa: Isa) -> Implementation:
     return Implementation(f"cpu.{isa.name}", "cpu", functools.partial(paged_attention, isa), accepts_heads, priority=20)
+
+
+def after_append(isa: Isa) -> Implementation:
+    """`paged_attention` behind `rope_append`: two programs."""
+
+    def rope_paged_attention(
+        q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: KVTensor, v_cache: KVTensor, slots: Tensor,
+        *batch: Any,
+    ) -> Tensor:  # fmt: skip
+        rope_append(q, k, v, cos, sin, k_cache, v_cache, slots)
+        return paged_attention(isa, q, k_cache, v_cache, *batch)
+
+    return Implementation(f"cpu.{isa.name}", "cpu", rope_paged_attention, accepts_rope, priority=20)

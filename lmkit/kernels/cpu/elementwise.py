@@ -113,7 +113,7 @@ def norm_arguments(norm: Norm, x: Tensor) -> tuple[Tensor, int, int, int]:
 def rms_norm(x: Tensor, norm: Norm) -> Tensor:
     """x [T, H], or [T, heads, D] with any stride between tokens."""
     if x.dtype != torch.float32 and norm.residual is not None:
-        total: Tensor = rms_norm(norm.residual.add_(x), Norm(norm.weight, norm.eps))
+        total: Tensor = rms_norm(norm.residual.add_(x), Norm(norm.weight, norm.eps, None, norm.dtype))
         return total
     wide, size = as_type(x, torch.float32), x.shape[-1]
     inner = wide[0].numel() // size if len(wide) else 1
@@ -127,7 +127,7 @@ def rms_norm(x: Tensor, norm: Norm) -> Tensor:
         (wide.data_ptr(), 4 * wide.stride(0), inner, residual, weight_at, y.data_ptr(), size, eps),
         parallel=wide.numel() > SERIAL_VALUES,
     )
-    return as_type(y, x.dtype)
+    return as_type(y, norm.dtype or x.dtype)
 
 
 @implements(ops.silu_mul, "cpu", device="cpu", priority=20)

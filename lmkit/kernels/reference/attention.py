@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lmkit.kernels import ops
 from lmkit.kernels.ops import KVTensor
+from lmkit.kernels.reference.elementwise import accepts_rope, rope_append
 from lmkit.kernels.reference.kv import accepts_heads, hadamard, mean_keys, read_blocks
 from lmkit.kernels.registry import implements
 
@@ -69,4 +71,21 @@ def paged_attention(
         values = values.masked_fill(~visible.any(0)[:, None], 0)  # 0 * NaN would be NaN
         weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
         out[rows] = (weights @ values).transpose(0, 1).to(q.dtype)
+    return out
+
+
+@implements(ops.rope_paged_attention, "reference", device="any", accepts=accepts_rope)
+def rope_paged_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: KVTensor,
+    v_cache: KVTensor,
+    slots: Tensor,
+    *attention: Any,
+) -> Tensor:
+    rope_append(q, k, v, cos, sin, k_cache, v_cache, slots)
+    out: Tensor = paged_attention(q, k_cache, v_cache, *attention)
     return out

@@ -18,7 +18,8 @@ def rms_norm(x: Tensor, norm: Norm) -> Tensor:
     if norm.residual is not None:
         x = norm.residual.add_(x)
     wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps) * norm.weight.float()).to(x.dtype)
+    normalized = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps) * norm.weight.float()
+    return normalized.to(norm.dtype or x.dtype)
 
 
 @implements(ops.embedding, "reference", device="any")

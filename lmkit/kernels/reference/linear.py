@@ -42,9 +42,23 @@ def keep(weight: Any, gated: bool = False) -> Kept:
 def _linear(product: Callable[[Tensor, Any, Tensor | None], Tensor]) -> Callable[..., Tensor]:
     """A product with what may stand before and behind it."""
 
-    def linear(x: Tensor, packed: Kept, bias: Tensor | None, norm: Norm | None = None) -> Tensor:
-        y = product(x if norm is None else rms_norm(x, norm), packed.weight, bias)
-        return silu_mul(y) if packed.gated else y
+    def linear(
+        x: Tensor,
+        packed: Kept,
+        bias: Tensor | None,
+        norm: Norm | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        x = x if norm is None else rms_norm(x, norm)
+        if residual is not None or dtype is not None:  # nothing is rounded before the end
+            x = x.float()
+        y = product(x, packed.weight, bias)
+        y = silu_mul(y) if packed.gated else y
+        if residual is not None:
+            return residual.add_(y)
+        return y if dtype is None else y.to(dtype)
 
     return linear
 
@@ -93,8 +107,8 @@ def _accepts_torch(*, dtype: torch.dtype, **traits: Any) -> str | None:
     return None if dtype in TORCH_DTYPES else f"weights of {dtype}"
 
 
-implements(ops.linear_dense, "reference", device="any", pack=keep)(_linear(_product))
-implements(ops.linear_dense, "torch", device="any", accepts=_accepts_torch, pack=keep, priority=10)(
+implements(ops.linear_dense, "reference", device="any", pack=keep, epilogue=True)(_linear(_product))
+implements(ops.linear_dense, "torch", device="any", accepts=_accepts_torch, pack=keep, priority=10, epilogue=True)(
     _linear(_torch_product)
 )
 for _op, _bits, _multiply in (
@@ -104,4 +118,6 @@ for _op, _bits, _multiply in (
     (ops.linear_w8a16, 8, _dequantized_product),
     (ops.linear_fp8, 8, _dequantized_product),
 ):
-    implements(_op, "reference", device="any", accepts=accepts_bits(_bits), pack=keep)(_linear(_multiply))
+    implements(_op, "reference", device="any", accepts=accepts_bits(_bits), pack=keep, epilogue=True)(
+        _linear(_multiply)
+    )

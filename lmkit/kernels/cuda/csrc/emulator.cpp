@@ -1,0 +1,320 @@
+// Runs a kernel on the CPU, a fiber for each CUDA thread: the other half of host.cuh. Blocks run one after the other, in
+// random order, so a kernel may count blocks that have finished, but not wait for one.
+#include <cstdarg>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <sys/mman.h>
+#include <vector>
+
+using u8 = unsigned char;
+using i8 = signed char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using i32 = int;
+using u64 = unsigned long long;
+using i64 = long long;
+#define DEVICE inline
+#include "host.cuh"
+#undef threadIdx
+#undef blockIdx
+#undef blockDim
+#undef gridDim
+#undef shared_memory
+
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/common_interface_defs.h>
+#define ASAN 1
+#else
+#define ASAN 0
+#endif
+
+// Keep what a callee must, leave the stack pointer in *save, go on with the other stack.
+extern "C" void lm_switch(void** save, void* to);
+asm(R"(
+.text
+.globl lm_switch
+.type lm_switch, @function
+lm_switch:
+    push %rbp
+    push %rbx
+    push %r12
+    push %r13
+    push %r14
+    push %r15
+    mov %rsp, (%rdi)
+    mov %rsi, %rsp
+    pop %r15
+    pop %r14
+    pop %r13
+    pop %r12
+    pop %rbx
+    pop %rbp
+    ret
+.size lm_switch, .-lm_switch
+)");
+
+namespace lm {
+namespace {
+
+constexpr size_t STACK_BYTES = 64 << 10;
+constexpr int NUM_BARRIERS = 16;
+
+enum State : u8 { READY, WAITING, DONE };
+
+struct Copy { void* to; const void* from; int bytes; bool valid; int group; };
+
+struct Fiber : Thread {
+    void* stack_pointer;
+    State state;
+    int line;  // where it waits
+    int group;  // of copies, the one that is open
+    std::vector<Copy> copies;
+    void* fake_stack;
+};
+
+struct Barrier { int arrived, line; std::vector<Fiber*> waiting; };
+
+struct Meeting {  // of lanes of a warp; several at a time if their masks have no lane in common
+    u32 mask, arrived;
+    int line;
+    void* lanes[32];
+};
+
+struct Machine {
+    std::vector<Fiber> fibers;
+    std::vector<Fiber*> ready;
+    std::vector<std::vector<Meeting>> meetings;  // by warp
+    Barrier barriers[NUM_BARRIERS];
+    void (*kernel)(void**);
+    void** args;
+    u8* stacks = nullptr;
+    size_t num_stacks = 0;
+    void* main_stack_pointer;
+    void* main_fake_stack;
+    const void* main_bottom = nullptr;
+    size_t main_bytes = 0;
+    int alive;
+    u64 random;
+    bool failed;
+    char message[512];
+};
+
+Machine machine;
+
+u32 draw(u32 below) {  // xorshift64*
+    u64& x = machine.random;
+    x ^= x >> 12, x ^= x << 25, x ^= x >> 27;
+    return static_cast<u32>((x * 0x2545f4914f6cdd1dull >> 32) * below >> 32);
+}
+
+u8* stack_of(const Fiber* fiber) { return machine.stacks + (fiber - machine.fibers.data()) * STACK_BYTES; }
+
+void go(void** save, void** fake, Fiber* to) {
+#if ASAN
+    if (to)
+        __sanitizer_start_switch_fiber(fake, stack_of(to), STACK_BYTES);
+    else
+        __sanitizer_start_switch_fiber(fake, machine.main_bottom, machine.main_bytes);
+#endif
+    if (to) current = to;
+    lm_switch(save, to ? to->stack_pointer : machine.main_stack_pointer);
+}
+
+void arrived_here(void* fake) {
+#if ASAN
+    const void* bottom;
+    size_t bytes;
+    __sanitizer_finish_switch_fiber(fake, &bottom, &bytes);
+    if (!machine.main_bottom) machine.main_bottom = bottom, machine.main_bytes = bytes;
+#endif
+}
+
+void leave(Fiber* self) {
+    if (machine.failed || machine.ready.empty()) {
+        if (!machine.failed && machine.alive) {
+            machine.failed = true;
+            int length = snprintf(machine.message, sizeof machine.message, "threads wait for ever:");
+            int shown = 0;
+            for (const Fiber& f : machine.fibers)
+                if (f.state == WAITING && shown++ < 6)
+                    length += snprintf(machine.message + length, sizeof machine.message - length, " %u at line %d;", f.thread.x, f.line);
+        }
+        go(&self->stack_pointer, self->state == DONE ? nullptr : &self->fake_stack, nullptr);
+    } else {
+        const u32 pick = draw(machine.ready.size());
+        Fiber* next = machine.ready[pick];
+        machine.ready[pick] = machine.ready.back();
+        machine.ready.pop_back();
+        if (next == self) return;
+        go(&self->stack_pointer, self->state == DONE ? nullptr : &self->fake_stack, next);
+    }
+    arrived_here(self->fake_stack);
+}
+
+void wait(Fiber* self, int line) {
+    self->state = WAITING;
+    self->line = line;
+    leave(self);
+}
+
+void wake(Fiber* fiber) {
+    fiber->state = READY;
+    machine.ready.push_back(fiber);
+}
+
+void release(Barrier& barrier) {
+    for (Fiber* fiber : barrier.waiting) wake(fiber);
+    barrier.waiting.clear();
+    barrier.arrived = 0;
+}
+
+void run_fiber() {
+    auto* self = static_cast<Fiber*>(current);
+    arrived_here(nullptr);
+    machine.kernel(machine.args);
+    if (!self->copies.empty() && !machine.failed) {
+        machine.failed = true;
+        snprintf(machine.message, sizeof machine.message, "thread %u ended with %zu copies that nobody waited for", self->thread.x, self->copies.size());
+    }
+    self->state = DONE;
+    --machine.alive;
+    Barrier& all = machine.barriers[0];  // threads that have ended are not waited for
+    if (machine.alive && all.arrived == machine.alive) release(all);
+    leave(self);
+    abort();
+}
+
+void run_block(Index block, Index block_size, Index grid_size, u8* shared) {
+    const int count = machine.fibers.size();
+    machine.alive = count;
+    machine.ready.clear();
+    for (auto& meetings : machine.meetings) meetings.clear();
+    for (Barrier& barrier : machine.barriers) barrier = {};
+    for (int i = 0; i < count; ++i) {
+        Fiber& fiber = machine.fibers[i];
+        static_cast<Thread&>(fiber) = {{i % block_size.x, i / block_size.x % block_size.y, i / block_size.x / block_size.y}, block, block_size, grid_size, shared};
+        void** top = reinterpret_cast<void**>(stack_of(&fiber) + STACK_BYTES);
+        *--top = nullptr;
+        *--top = reinterpret_cast<void*>(run_fiber);
+        for (int r = 0; r < 6; ++r) *--top = nullptr;
+        fiber.stack_pointer = top;
+        fiber.copies.clear();
+        fiber.group = 0;
+        fiber.fake_stack = nullptr;
+        wake(&fiber);
+    }
+    const u32 pick = draw(count);
+    Fiber* first = machine.ready[pick];
+    machine.ready[pick] = machine.ready.back();
+    machine.ready.pop_back();
+    go(&machine.main_stack_pointer, &machine.main_fake_stack, first);
+    arrived_here(machine.main_fake_stack);
+}
+
+}  // namespace
+
+Thread* current;
+
+void fail(const char* format, ...) {
+    if (!machine.failed) {
+        va_list args;
+        va_start(args, format);
+        vsnprintf(machine.message, sizeof machine.message, format, args);
+        va_end(args);
+        machine.failed = true;
+    }
+    leave(static_cast<Fiber*>(current));
+    abort();
+}
+
+void barrier(int id, int count, int line) {
+    auto* self = static_cast<Fiber*>(current);
+    Barrier& barrier = machine.barriers[id];
+    if (barrier.arrived && barrier.line != line && id == 0) fail("__syncthreads of line %d and of line %d meet", barrier.line, line);
+    barrier.line = line;
+    if (++barrier.arrived == (count ? count : machine.alive)) {
+        release(barrier);
+        wake(self);
+        leave(self);
+    } else {
+        barrier.waiting.push_back(self);
+        wait(self, line);
+    }
+}
+
+void collective(u32 mask, int line, void* mine, void (*op)(void** lanes)) {
+    auto* self = static_cast<Fiber*>(current);
+    const int index = self - machine.fibers.data(), lane = index & 31;
+    auto& meetings = machine.meetings[index >> 5];
+    if (!(mask >> lane & 1)) fail("line %d: lane %d is not in its own mask %08x", line, lane, mask);
+    size_t at = 0;
+    while (at < meetings.size() && !(meetings[at].mask & mask)) ++at;
+    if (at == meetings.size()) meetings.push_back({mask, 0, line, {}});
+    Meeting& meeting = meetings[at];
+    if (meeting.mask != mask || meeting.line != line)
+        fail("lanes of a warp meet at line %d (mask %08x) and at line %d (mask %08x)", meeting.line, meeting.mask, line, mask);
+    meeting.arrived |= 1u << lane;
+    meeting.lanes[lane] = mine;
+    if (meeting.arrived != mask) return wait(self, line);
+    Meeting whole = meeting;
+    meetings.erase(meetings.begin() + at);
+    if (op) op(whole.lanes);
+    for (int i = 0; i < 32; ++i)
+        if ((mask >> i & 1) && i != lane) wake(&machine.fibers[(index & ~31) + i]);
+    wake(self);
+    leave(self);
+}
+
+void copy_later(void* shared, const void* global, int bytes, bool valid) {
+    auto* self = static_cast<Fiber*>(current);
+    if (reinterpret_cast<uintptr_t>(shared) % bytes || (valid && reinterpret_cast<uintptr_t>(global) % bytes)) fail("cp.async of %d bytes is not aligned", bytes);
+    self->copies.push_back({shared, global, bytes, valid, self->group});
+}
+
+void commit_copies() { ++static_cast<Fiber*>(current)->group; }
+
+void wait_copies(int groups) {
+    auto* self = static_cast<Fiber*>(current);
+    std::vector<Copy> later, now;
+    for (const Copy& copy : self->copies) (copy.group < self->group - groups ? now : later).push_back(copy);
+    self->copies = later;
+    while (!now.empty()) {
+        const u32 pick = draw(now.size());
+        if (now[pick].valid)
+            memcpy(now[pick].to, now[pick].from, now[pick].bytes);
+        else
+            memset(now[pick].to, 0, now[pick].bytes);
+        now[pick] = now.back();
+        now.pop_back();
+    }
+}
+
+}  // namespace lm
+
+// Carry out a launch; on an error, false and its text in `message`.
+extern "C" bool lm_launch(void (*kernel)(void**), void** args, const u32* grid, const u32* block, u64 shared_bytes, u64 seed, char* message, u64 size) {
+    using namespace lm;
+    const u32 count = block[0] * block[1] * block[2];
+    machine.kernel = kernel, machine.args = args, machine.failed = false, machine.random = seed * 2 + 1;
+    machine.fibers.resize(count);
+    machine.meetings.resize((count + 31) / 32);
+    if (machine.num_stacks < count) {
+        if (machine.stacks) munmap(machine.stacks, machine.num_stacks * STACK_BYTES);
+        machine.stacks = static_cast<u8*>(mmap(nullptr, count * STACK_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+        machine.num_stacks = count;
+    }
+    std::vector<u32> order(grid[0] * grid[1] * grid[2]);
+    for (u32 i = 0; i < order.size(); ++i) order[i] = i;
+    for (u32 i = order.size(); i > 1; --i) std::swap(order[i - 1], order[draw(i)]);
+    auto* shared = static_cast<u8*>(aligned_alloc(128, shared_bytes ? (shared_bytes + 127) / 128 * 128 : 128));
+    for (u32 at : order) {
+        memset(shared, 0x7f, shared_bytes);
+        for (u64 i = 0; i + 1 < shared_bytes; i += 2) shared[i] = 0xff;  // 0x7fff: a NaN of all float types
+        run_block({at % grid[0], at / grid[0] % grid[1], at / grid[0] / grid[1]}, {block[0], block[1], block[2]}, {grid[0], grid[1], grid[2]}, shared);
+        if (machine.failed) break;
+    }
+    free(shared);
+    if (machine.failed) snprintf(message, size, "%s", machine.message);
+    return !machine.failed;
+}

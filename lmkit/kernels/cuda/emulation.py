@@ -1,0 +1,128 @@
+"""Kernels without a GPU, for tests: csrc/host.cuh and emulator.cpp make g++ a CUDA compiler and the CPU a slow GPU.
+
+emulation.install(seed=0)        # tensors on the CPU can be given to kernels from now on
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from lmkit.config import environment
+from lmkit.errors import UnsupportedError
+from lmkit.kernels.cuda import module
+from lmkit.kernels.cuda.module import Launch
+from lmkit.kernels.cuda.source import FOLDER, kernel_source
+
+FLAGS = ("-std=c++17", "-O2", "-march=native", "-fPIC", "-shared", "-fno-strict-aliasing", "-w")
+ASAN = ("-fsanitize=address", "-fno-omit-frame-pointer")
+NUM_SMS = 3  # few, so that small problems take several waves
+_U32x3 = ctypes.c_uint32 * 3
+
+
+class EmulatedBackend:
+    """Every launch draws another order of threads and blocks from `seed`."""
+
+    def __init__(self, seed: int = 0, *, sanitize: bool = False, capability: tuple[int, int] = (9, 0)) -> None:
+        self._flags = FLAGS + (ASAN if sanitize else ())
+        self._seed = seed
+        self._capability = capability
+        self._runtime = ctypes.CDLL(str(self._build(runtime_source(), "emulator", {})), mode=ctypes.RTLD_GLOBAL)
+        self._runtime.lm_launch.restype = ctypes.c_bool
+        self.launches: list[str] = []  # names of the kernels that ran
+
+    def num_sms(self) -> int:
+        return NUM_SMS
+
+    def capability(self) -> tuple[int, int]:
+        return self._capability
+
+    def load(self, source: str, name: str, defines: dict[str, int]) -> Launch:
+        library = ctypes.CDLL(str(self._build(kernel_source(source), name, defines)))
+        apply, sizes = getattr(library, f"{name}_apply"), _argument_sizes(library, name)
+
+        def launch(grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any], shared: int) -> None:
+            values = [_value(arg) for arg in args]
+            given = [value.itemsize for value in values]
+            assert given == sizes, f"{name}: arguments of {given} bytes, the kernel has {sizes}"
+            addresses = (ctypes.c_void_p * len(values))(*(value.ctypes.data for value in values))
+            message = ctypes.create_string_buffer(512)
+            self._seed += 1
+            self.launches.append(name)
+            if not self._runtime.lm_launch(
+                apply, addresses, _U32x3(*grid), _U32x3(*block), ctypes.c_uint64(shared), ctypes.c_uint64(self._seed),
+                message, ctypes.c_uint64(len(message)),
+            ):  # fmt: skip
+                raise RuntimeError(f"{source}: {name}: {message.value.decode()}")
+
+        return launch
+
+    def _build(self, text: str, name: str, defines: dict[str, int]) -> Path:
+        flags = (*self._flags, "-DLMKIT_HOST", *(f"-D{key}={value}" for key, value in sorted(defines.items())))
+        key = hashlib.sha256("\0".join((text, *flags, processor())).encode()).hexdigest()[:24]
+        folder = environment().cache_dir / "emulated"
+        library = folder / f"{name}-{key}.so"
+        if not library.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            partial = library.with_suffix(f".{os.getpid()}")
+            command = [compiler(), "-x", "c++", "-", *flags, "-o", str(partial)]
+            built = subprocess.run(command, input=text, text=True, capture_output=True, check=False)
+            if built.returncode:
+                raise UnsupportedError(f"{name} {defines}: {built.stderr[:4000]}")
+            partial.replace(library)
+        return library
+
+
+def install(seed: int = 0, *, sanitize: bool = False, capability: tuple[int, int] = (9, 0)) -> EmulatedBackend:
+    """Give kernels for tensors on the CPU to an emulator. Raises UnsupportedError without g++."""
+    backend = EmulatedBackend(seed, sanitize=sanitize, capability=capability)
+    module.BACKENDS["cpu"] = backend
+    return backend
+
+
+def compiler() -> str:
+    """Raises UnsupportedError if there is none."""
+    found = shutil.which("g++")
+    if found is None:
+        raise UnsupportedError("kernels are emulated with g++, which is not installed")
+    return found
+
+
+@cache
+def runtime_source() -> str:
+    return (FOLDER / "emulator.cpp").read_text().replace('#include "host.cuh"\n', kernel_source("host.cuh"))
+
+
+@cache
+def processor() -> str:
+    """What -march=native means here, so that a cache on a shared disk does not give another machine's code."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line for line in lines if line.startswith("flags")), "")
+
+
+def _argument_sizes(library: ctypes.CDLL, name: str) -> list[int]:
+    count = getattr(library, f"{name}_arguments")
+    sizes = (ctypes.c_int * count(None))()
+    count(sizes)
+    return list(sizes)
+
+
+def _value(arg: Any) -> np.ndarray:
+    """What lies at an argument's address: exactly as much as C takes from there."""
+    if isinstance(arg, Tensor):
+        return np.array(arg.data_ptr(), np.uint64)
+    if arg is None:
+        return np.array(0, np.uint64)
+    if isinstance(arg, bool | int):
+        return np.array(arg, np.int32)
+    return np.array(arg, np.float32) if isinstance(arg, float) else np.array(arg)

@@ -1,0 +1,159 @@
+"""Kernels: compiled at first use, launched on torch's current stream, on memory that torch owns.
+
+    kernel = Kernel("gemm.cu", "gemm", GROUP=128, TILES=2)     # one entry point of one file, for one set of defines
+    kernel((grid_x, grid_y), 128, [x, packed, y, 4096, 1e-5], shared=65536)
+
+Arguments go by C's rules and nothing converts them on the way, so they are written down as what they are: a tensor is
+the address of its first element, None is a null pointer, an int is `int`, a float is `float`; numpy scalars are what
+they say (np.int64 for `long long`).
+
+Tensors on a GPU: NVRTC through CuPy, which keeps compiled code in its cache folder. Tensors on the CPU are for
+tests only: see emulation.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lmkit.errors import UnsupportedError
+from lmkit.kernels.cuda.source import kernel_source, options
+
+Dim = int | tuple[int, ...]
+Launch = Callable[[tuple[int, ...], tuple[int, ...], Sequence[Any], int], None]  # grid, block, arguments, shared bytes
+
+MIN_CAPABILITY = (8, 0)
+NUM_COUNTERS = 1 << 16
+
+
+class Backend(Protocol):
+    """Where kernels run."""
+
+    def load(self, source: str, name: str, defines: dict[str, int]) -> Launch:
+        """Compile an entry point of a file in csrc."""
+
+    def num_sms(self) -> int:
+        """Streaming multiprocessors."""
+
+    def capability(self) -> tuple[int, int]:
+        """Compute capability."""
+
+
+BACKENDS: dict[str, Backend] = {}  # by type of device; "cuda" appears with its first kernel
+
+
+class Kernel:
+    """`name` of csrc/`source`, compiled with `defines`; the same arguments give the same compiled code."""
+
+    def __init__(self, source: str, name: str, **defines: int) -> None:
+        self.source, self.name, self.defines = source, name, defines
+        self._launch: dict[str, Launch] = {}
+
+    def __call__(self, grid: Dim, block: Dim, args: Sequence[Any], *, shared: int = 0) -> None:
+        """Launch. `shared`: bytes of dynamic shared memory. Nothing is launched for an empty grid."""
+        grid_size, block_size = _three(grid), _three(block)
+        if 0 in grid_size:
+            return
+        device = next(arg for arg in args if isinstance(arg, Tensor)).device.type
+        if device not in self._launch:
+            self.compile(device)
+        self._launch[device](grid_size, block_size, args, shared)
+
+    def compile(self, device: str) -> None:
+        """Now, not at the first launch: a step that is captured must not compile. Any thread."""
+        self._launch[device] = backend(device).load(self.source, self.name, self.defines)
+
+
+def _three(dim: Dim) -> tuple[int, ...]:
+    return (dim, 1, 1) if isinstance(dim, int) else (*dim, 1, 1)[:3]
+
+
+def backend(device: str) -> Backend:
+    """Of a type of device. Raises UnsupportedError where kernels cannot run on it."""
+    if device not in BACKENDS:
+        if (problem := missing()) is not None:
+            raise UnsupportedError(f"CUDA kernels: {problem}")
+        BACKENDS["cuda"] = CupyBackend()
+    return BACKENDS[device]
+
+
+@cache
+def missing() -> str | None:
+    """Why CUDA kernels cannot run here, or None."""
+    if not torch.cuda.is_available():
+        return "torch finds no NVIDIA GPU"
+    capability = torch.cuda.get_device_capability()
+    if capability < MIN_CAPABILITY:
+        return f"the GPU has compute capability {capability[0]}.{capability[1]}; 8.0 is the least"
+    try:
+        import cupy
+
+        cupy.cuda.runtime.getDeviceCount()
+    except ImportError:
+        return "CuPy is missing: pip install 'lmkit[cuda]' (CUDA 13) or 'lmkit[cuda12]'"
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        return f"CuPy finds no GPU: {error}"
+    return None
+
+
+def is_available() -> bool:
+    """Whether kernels can run, on a GPU or emulated."""
+    return bool(BACKENDS) or missing() is None
+
+
+@cache
+def counters(device: str) -> Tensor:
+    """int32 [NUM_COUNTERS], zero between kernels: whoever counts with them, its last block sets them back."""
+    return torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
+
+
+class CupyBackend:
+    """NVRTC and the driver's launch, both through CuPy, on torch's current device and stream."""
+
+    def __init__(self) -> None:
+        import cupy
+
+        self._cupy = cupy
+
+    def num_sms(self) -> int:
+        return int(torch.cuda.get_device_properties().multi_processor_count)
+
+    def capability(self) -> tuple[int, int]:
+        major, minor = torch.cuda.get_device_capability()
+        return major, minor
+
+    def load(self, source: str, name: str, defines: dict[str, int]) -> Launch:
+        cupy = self._cupy
+        flags = tuple(flag for flag in options("", defines) if not flag.startswith("--gpu-architecture"))
+        module = cupy.RawModule(code=kernel_source(source), options=flags, backend="nvrtc")
+        function = module.get_function(name)
+        limit = function.max_dynamic_shared_size_bytes
+        streams: dict[int, Any] = {}
+
+        def launch(grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any], shared: int) -> None:
+            nonlocal limit
+            if shared > limit:
+                function.max_dynamic_shared_size_bytes = limit = shared
+            handle = torch.cuda.current_stream().cuda_stream
+            if handle not in streams:
+                streams[handle] = cupy.cuda.Stream.from_external(torch.cuda.current_stream())
+            with streams[handle]:
+                function(grid, block, tuple(map(_argument, args)), shared_mem=shared)
+
+        return launch
+
+
+def _argument(value: Any) -> Any:
+    """As CuPy passes it on: its own rule for a Python int is 64 bits, for a float double."""
+    if isinstance(value, Tensor):
+        return np.uint64(value.data_ptr())
+    if value is None:
+        return np.uint64(0)
+    if isinstance(value, bool | int):
+        return np.int32(value)
+    return np.float32(value) if isinstance(value, float) else value

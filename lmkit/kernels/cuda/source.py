@@ -1,0 +1,28 @@
+"""The text of a kernel: its file with what it includes put in place, so that a compiler's cache sees all of it."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+FOLDER = Path(__file__).parent / "csrc"
+_INCLUDE = re.compile(r'^#include "(\S+)"\n', re.MULTILINE)
+
+
+@cache
+def kernel_source(name: str) -> str:
+    """`csrc/<name>` with each `#include "..."` replaced by that file, the first time it comes."""
+    seen: set[str] = set()
+
+    def text(file: str) -> str:
+        seen.add(file)
+        return _INCLUDE.sub(lambda m: "" if m[1] in seen else text(m[1]), (FOLDER / file).read_text())
+
+    return text(name)
+
+
+def options(arch: str, defines: dict[str, int]) -> tuple[str, ...]:
+    """NVRTC's options for an architecture such as "90a"."""
+    flags = (f"-D{name}={value}" for name, value in sorted(defines.items()))
+    return "-std=c++17", f"--gpu-architecture=sm_{arch}", "--ptxas-options=-O3", *flags

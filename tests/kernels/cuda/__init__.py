@@ -1,0 +1,1 @@
+"""CUDA kernels, emulated on the CPU; on a GPU where there is one."""

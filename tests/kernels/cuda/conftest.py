@@ -1,0 +1,22 @@
+"""Every test of a kernel runs emulated, on tensors on the CPU, and on the GPU where there is one."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+
+import pytest
+
+from lmkit.kernels.cuda import emulation, module
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Where tensors go so that kernels take them: "cpu" means emulated."""
+    if request.param == "cpu":
+        if shutil.which("g++") is None:
+            pytest.skip("kernels are emulated with g++")
+        emulation.install(seed=hash(request.node.name) & 0xFFFF)
+    yield request.param
+    module.BACKENDS.pop("cpu", None)
+    module.counters.cache_clear()
