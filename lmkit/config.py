@@ -18,6 +18,7 @@ Device = Literal["auto", "cpu", "cuda"]
 WeightDtype = Literal["auto", "float32", "bfloat16", "float16"]
 KVDtype = Literal["auto", "float32", "bfloat16", "int8", "fp8", "int4"]
 HeadStorage = Literal["auto", "int8"]
+Activations = Literal["auto", "int8", "fp8", "exact"]
 PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -32,7 +33,7 @@ class EngineConfig(StrictStruct, frozen=True):
     device: Device = "auto"
     dtype: WeightDtype = "auto"  # of dense weights; auto = the checkpoint's
     kv_dtype: KVDtype = "auto"  # auto = the checkpoint's kv_config.json, else the weights' dtype
-    activations: Literal["int8", "exact"] = "int8"  # W4/W8 linears: quantize activations per token and group, or not
+    activations: Activations = "auto"  # of quantized linears: rounded per token and group, or not; auto = by device
     lm_head: HeadStorage = "auto"  # auto = as the checkpoint has it, int8 = quantized while loading, groups of 128
     packed_cache: bool = True  # keep packed weights in a file beside the checkpoint, and map it at the next start
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 32  # tokens per KV block

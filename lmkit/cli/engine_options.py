@@ -13,7 +13,7 @@ HELP = {
     "device": "auto, cpu or cuda.",
     "dtype": "Of dense weights: auto, float32, bfloat16 or float16.",
     "kv_dtype": "KV cache: auto, float32, bfloat16, int8, fp8 or int4.",
-    "activations": "In quantized linears: int8 or exact.",
+    "activations": "In quantized linears: auto, int8, fp8 or exact.",
     "lm_head": "auto as the checkpoint has it, int8 smaller.",
     "packed_cache": "Keep packed weights in a file, <checkpoint>/.lmkit, for the next start.",
     "block_size": "Tokens in a KV block.",
