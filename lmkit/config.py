@@ -18,7 +18,7 @@ Device = Literal["auto", "cpu", "cuda"]
 WeightDtype = Literal["auto", "float32", "bfloat16", "float16"]
 KVDtype = Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8", "int4"]
 HeadStorage = Literal["auto", "int8"]
-Activations = Literal["auto", "int8", "exact"]
+Activations = Literal["auto", "int8", "fp8", "exact"]
 BLOCK_SIZE = {"cpu": 32, "cuda": 64}  # unless one is given
 PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
@@ -37,7 +37,7 @@ class EngineConfig(StrictStruct, frozen=True):
     device: Device = "auto"
     dtype: WeightDtype = "auto"  # of dense weights; auto = the checkpoint's, see models.loader.resolve_dtype
     kv_dtype: KVDtype = "auto"  # auto = the checkpoint's kv_config.json, else the weights' dtype
-    activations: Activations = "auto"  # W4/W8 linears: int8 = per token and group, exact; auto = int8 on a CPU alone
+    activations: Activations = "auto"  # of quantized linears: rounded per token and group, or not; auto = by device
     lm_head: HeadStorage = "auto"  # auto = as the checkpoint has it, int8 = quantized while loading, groups of 128
     packed_cache: bool = True  # keep packed weights in a file beside the checkpoint, and map it at the next start
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1024)] | None = None  # tokens per KV block; None = by the device

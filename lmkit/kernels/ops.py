@@ -240,3 +240,10 @@ def linear_w8a16(x: Tensor, packed: Any, bias: Tensor | None, norm: Norm | None 
 @op
 def linear_fp8(x: Tensor, packed: Any, bias: Tensor | None, norm: Norm | None = None) -> Tensor:
     """x @ dequantize(W)^T + bias, activations exact. `pack(QTensor kind="float")`."""
+
+
+@op
+def linear_fp8_a8(x: Tensor, packed: Any, bias: Tensor | None, norm: Norm | None = None) -> Tensor:
+    """As linear_fp8, on e4m3 activations: per token and per weight group g of K, sx = max|x_g| / 448 (0 -> the group
+    contributes 0), and x_g is replaced by sx * e4m3(clamp(x_g / sx, -448, 448)), halves to even.
+    """

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lmkit.config import Activations
 from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.formats.base import WeightFormat, resolve_format
 from lmkit.formats.checkpoint import CheckpointReader
@@ -21,7 +22,7 @@ from lmkit.layers.linear import MergedLinear, Weights
 from lmkit.log import get_logger
 from lmkit.models import load_spec, roles
 from lmkit.models.decoder import Decoder, DecoderLayer
-from lmkit.models.identity import Packing
+from lmkit.models.identity import Packing, resolve_activations
 from lmkit.models.packed_cache import PackedCache, PackedFile, PackedWriter, kinds_of
 from lmkit.models.spec import ModelSpec
 from lmkit.qtensor import QTensor, QuantScheme, quantize
@@ -180,7 +181,7 @@ def load_model(
     *,
     device: str = "cpu",
     dtype: str = "auto",
-    activations: str = "int8",
+    activations: Activations = "auto",
     lm_head: str = "auto",
     packed_cache: bool = False,
     attention_sinks: int = 0,
@@ -196,7 +197,8 @@ def load_model(
     source = ModelSource(path)
     try:
         source.spec = source.spec.with_sinks(attention_sinks)
-        packing = Packing(device, resolve_dtype(dtype, source.spec.dtype, device), activations, lm_head)
+        weight_dtype = resolve_dtype(dtype, source.spec.dtype, device)
+        packing = Packing(device, weight_dtype, resolve_activations(activations, device), lm_head)
         decoder = _load_cached(source, packing) if packed_cache else None
         return decoder or _load(source, packing)
     finally:

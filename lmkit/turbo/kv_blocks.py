@@ -20,7 +20,7 @@ from lmkit import __version__
 from lmkit.config import EngineConfig
 from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.layers.batch import KVLayer
-from lmkit.models.identity import Packing, how_computed, sources_digest
+from lmkit.models.identity import Packing, how_computed, resolve_activations, sources_digest
 from lmkit.models.kv_storage import KVStorage
 
 SOURCES = ("models/families/*.py", "turbo/batch.py", "turbo/graphs.py", "turbo/runner.py", "turbo/kv_blocks.py")
@@ -93,7 +93,7 @@ def kv_fingerprint(
     what, how KV is stored. `device` and `dtype` (of dense weights) are the resolved ones. A block made under another
     fingerprint is never found.
     """
-    packing = Packing(device, dtype, config.activations, config.lm_head)
+    packing = Packing(device, dtype, resolve_activations(config.activations, device), config.lm_head)
     storage = [asdict(storage) for storage in storages]
     versions = __version__, torch.__version__, numba.__version__, sources_digest(SOURCES)
     shape = config.tokens_per_block, config.attention_sinks

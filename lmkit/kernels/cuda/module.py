@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lmkit.errors import UnsupportedError
-from lmkit.kernels.cuda.source import kernel_source, options
+from lmkit.kernels.cuda.source import common_options, kernel_source
 
 Dim = int | tuple[int, ...]
 Launch = Callable[[tuple[int, ...], tuple[int, ...], Sequence[Any], int], None]  # grid, block, arguments, shared bytes
@@ -134,8 +134,7 @@ class CupyBackend:
 
     def load(self, source: str, name: str, defines: dict[str, int]) -> Launch:
         cupy = self._cupy
-        flags = tuple(flag for flag in options("", defines) if not flag.startswith("--gpu-architecture"))
-        module = cupy.RawModule(code=kernel_source(source), options=flags, backend="nvrtc")
+        module = cupy.RawModule(code=kernel_source(source), options=common_options(defines), backend="nvrtc")
         function = module.get_function(name)
         limit = function.max_dynamic_shared_size_bytes
         streams: dict[int, Any] = {}
