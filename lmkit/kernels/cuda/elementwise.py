@@ -7,6 +7,7 @@ which of a call's tensors have it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -175,3 +176,12 @@ def is_aligned(*tensors: Tensor | None) -> bool:
 
 def grid(rows: int, columns: int) -> tuple[int, int]:
     return rows, -(-columns // (WIDTH * BLOCK))
+
+
+def variants() -> Iterator[Kernel]:
+    for half in HALVES:
+        for vectors in VECTORS:
+            yield kernel_for("norm.cu", "norm_rows", half, VECTORS=vectors)
+        for name in ("embedding", "silu_mul"):
+            yield kernel_for("elementwise.cu", name, half)
+    yield kernel_for("elementwise.cu", "rope_angles", torch.float16)

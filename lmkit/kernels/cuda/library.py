@@ -5,7 +5,7 @@ their own, csrc/dense_gemv.cu.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from lmkit.kernels import ops
 from lmkit.kernels.cuda import elementwise
 from lmkit.kernels.cuda.elementwise import BLOCK, HALVES, MAX_COLUMNS, WIDTH, RowCodes, grid, is_aligned, kernel_for
-from lmkit.kernels.cuda.module import backend, missing
+from lmkit.kernels.cuda.module import Kernel, backend, tensor_device
 from lmkit.kernels.ops import Norm
 from lmkit.kernels.reference.linear import Kept, keep
 from lmkit.kernels.registry import implements
@@ -128,7 +128,7 @@ def _accepts_int8(*, bits: int = 8, **traits: Any) -> str | None:
 def _accepts_fp8(**traits: Any) -> str | None:
     if (reason := _accepts_int8(**traits)) is not None:
         return reason
-    major, minor = backend("cpu" if missing() else "cuda").capability()
+    major, minor = backend(tensor_device("cuda")).capability()
     return (
         None
         if (major, minor) >= FP8_CAPABILITY
@@ -207,3 +207,9 @@ for _op, _accepts, _product, _code in (
     implements(_op, "cuda", device="cuda", accepts=_accepts, pack=_pack_codes, priority=20, epilogue=True)(
         _linear(_product, _code)
     )
+
+
+def variants() -> Iterator[Kernel]:
+    for half in HALVES:
+        yield kernel_for("dense_gemv.cu", "dense_gemv", half)
+        yield kernel_for("epilogue.cu", "epilogue", half)
