@@ -1,4 +1,4 @@
-"""Attention over blocked KV: sequences with one new token go to csrc/decode_attention.cu, longer ones to prefill's kernel.
+"""Attention over blocked KV: sequences with one new token go to csrc/decode_attention.cu, others to prefill's kernel.
 
 A step of one token a sequence (as many tokens as sequences) is one launch: rotation, append, attention and merge.
 """
@@ -108,7 +108,7 @@ def decode_attention(
     k, v, cos, sin, slots = new or (None, None, None, None, None)
     cos, sin = (None, None) if cos is None or sin is None else (cos.contiguous(), sin.contiguous())
     mean = k_cache.mean
-    means = (None, None, None, 0, 0, 0)
+    means: tuple[Any, ...] = (None, None, None, 0, 0, 0)
     if mean is not None:
         half, _, positions = mean.table.shape
         means = (mean.vector, mean.pairs, mean.table, half, mean.pairs.shape[1], positions)
