@@ -55,7 +55,9 @@ class Context:
             yield
         except Exception as error:  # noqa: BLE001 - whatever it is, it is a row
             where = traceback.extract_tb(error.__traceback__)[-1]
-            self.row(what, **values, error=f"{type(error).__name__}: {error}"[:500], at=f"{where.filename}:{where.lineno}")
+            self.row(
+                what, **values, error=f"{type(error).__name__}: {error}"[:500], at=f"{where.filename}:{where.lineno}"
+            )
             if not self.rehearsal and torch.cuda.is_available():
                 torch.cuda.synchronize()  # a fault of the GPU stays one: it ends the section here
 

@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 import lmkit.kernels  # noqa: F401  (registers)
-from benchmarks.gpu import peers
+from benchmarks.gpu import peers, tuning
 from benchmarks.gpu.context import Context
 from benchmarks.gpu.models import random_qtensor
 from benchmarks.gpu.roofline import LLAMA_3_8B
 from benchmarks.gpu.timing import copies_for, seconds_of
 from lmkit.kernels import ops
-from lmkit.kernels.cuda import variants
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096)
 QUICK_ROWS = (1, 16, 256)
@@ -41,7 +40,7 @@ def run(context: Context) -> None:
     shapes = {"qkv": (64, 128)} if context.rehearsal else LLAMA_3_8B.products()
     rows = (1, 9) if context.rehearsal else QUICK_ROWS if context.quick else ROWS
     with context.attempt("tuning"):
-        _tune(context, shapes)
+        tuning.run(context, shapes)
     for title, (n, k) in shapes.items():
         for candidate in candidates(context, n, k):
             if context.is_over:
@@ -49,13 +48,6 @@ def run(context: Context) -> None:
                 continue
             with context.attempt(candidate.name, shape=title):
                 _measure(context, candidate, title, n, k, rows)
-
-
-def _tune(context: Context, shapes: dict[str, tuple[int, int]]) -> None:
-    """Let kernels that have a dispatch table measure it for these shapes."""
-    for tune in variants.tuners():
-        tune(list(shapes.values()), context.device)
-    context.row("tuning", tuners=len(variants.tuners()))
 
 
 def _measure(context: Context, candidate: Candidate, title: str, n: int, k: int, rows: tuple[int, ...]) -> None:

@@ -55,7 +55,9 @@ def _draw(context: Context, rows: int) -> Made:
     vocab = _size(context, LLAMA_3_8B.vocab)
     impl = ops.draw.select("cuda")
     logits = 3 * torch.randn(rows, vocab, device=context.device)
-    numbers = [torch.full((rows,), value, dtype=torch.float64, device=context.device) for value in (0.8, 0.95, 0.0, 0.5)]
+    numbers = [
+        torch.full((rows,), value, dtype=torch.float64, device=context.device) for value in (0.8, 0.95, 0.0, 0.5)
+    ]
     temperature, top_p, min_p, share = numbers
     top_k = torch.full((rows,), 40, device=context.device)
     ids = torch.arange(rows, device=context.device)

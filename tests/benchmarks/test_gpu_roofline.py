@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-
 from benchmarks.gpu.roofline import (
     H200,
     LLAMA_3_2_1B,
@@ -19,7 +18,6 @@ from benchmarks.gpu.roofline import (
     Peak,
     prefill_seconds,
 )
-
 
 ROOT = Path(__file__).parents[2]
 

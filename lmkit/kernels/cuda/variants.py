@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -52,10 +53,11 @@ class Recorder:
         self.kernels.setdefault((kernel.source, kernel.name, *sorted(kernel.defines.items())), kernel)
 
 
-def common(halves: Sequence[torch.dtype] = HALVES) -> list[Kernel]:
-    """Each variant once, for activations in these types."""
+@cache
+def common() -> tuple[Kernel, ...]:
+    """Each variant once, for activations in float16 and in bfloat16."""
     with _recording() as recorder:
-        for half in halves:
+        for half in HALVES:
             _between(half)
             _linears(half)
             for heads in HEADS:
@@ -64,17 +66,18 @@ def common(halves: Sequence[torch.dtype] = HALVES) -> list[Kernel]:
                     _attention(half, heads, stored)
         for kernel in _named():
             recorder.add(kernel)
-    return list(recorder.kernels.values())
+    return tuple(recorder.kernels.values())
 
 
 @contextmanager
 def _recording() -> Iterator[Recorder]:
-    recorder = Recorder()
-    module.BACKENDS[DEVICE] = recorder
+    before, recorder = dict(module.BACKENDS), Recorder()
+    module.BACKENDS.update({DEVICE: recorder, "cpu": recorder})  # "cpu": as if a GPU were emulated there
     try:
         yield recorder
     finally:
-        del module.BACKENDS[DEVICE]
+        module.BACKENDS.clear()
+        module.BACKENDS.update(before)
 
 
 def _named() -> Iterator[Kernel]:
@@ -169,9 +172,7 @@ def _call_linear(
 
 def _attention(half: torch.dtype, heads: tuple[int, int, int], storage: str) -> None:
     num_heads, num_kv_heads, dim = heads
-    impl = _ours(
-        ops.rope_paged_attention, rotary_dim=dim, head_dim=dim, num_heads=num_heads, num_kv_heads=num_kv_heads
-    )
+    impl = _ours(ops.rope_paged_attention, rotary_dim=dim, head_dim=dim, num_heads=num_heads, num_kv_heads=num_kv_heads)
     if impl is None:
         return
     cache = _kv(num_kv_heads, dim, storage)
