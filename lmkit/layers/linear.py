@@ -161,7 +161,14 @@ def _concat(weights: list[Tensor | QTensor]) -> Tensor | QTensor:
 def _concat_bias(parts: list[tuple[Tensor | QTensor, Any]]) -> Tensor | None:
     if all(bias is None for _, bias in parts):
         return None
-    return torch.cat([torch.zeros(_shape(weight)[0]) if bias is None else bias.float() for weight, bias in parts])
+    device = next(bias.device for _, bias in parts if bias is not None)
+    sizes = [_shape(weight)[0] for weight, _ in parts]
+    return torch.cat(
+        [
+            torch.zeros(size, device=device) if bias is None else bias.float()
+            for size, (_, bias) in zip(sizes, parts, strict=True)
+        ]
+    )
 
 
 def _select(kind: WeightKind, shape: tuple[int, int], device: str, activations: str) -> Implementation:

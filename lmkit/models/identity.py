@@ -12,7 +12,14 @@ from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.kernels.cpu import isa
 
 PACKAGE = Path(__file__).parents[1]
-SOURCES = ("qtensor.py", "kernels/**/*.py", "layers/*.py", "formats/*.py", "models/*.py")  # what computes and packs
+SOURCES = (
+    "qtensor.py",
+    "kernels/**/*.py",
+    "kernels/cuda/csrc/*",
+    "layers/*.py",
+    "formats/*.py",
+    "models/*.py",
+)  # what computes and packs
 
 
 @dataclass(frozen=True)

@@ -96,5 +96,5 @@ def kv_fingerprint(
     packing = Packing(device, dtype, resolve_activations(config.activations, device), config.lm_head)
     storage = [asdict(storage) for storage in storages]
     versions = __version__, torch.__version__, numba.__version__, sources_digest(SOURCES)
-    shape = config.block_size, config.attention_sinks
+    shape = config.tokens_per_block, config.attention_sinks
     return hashlib.sha256(repr((how_computed(reader, packing), storage, shape, versions)).encode()).digest()

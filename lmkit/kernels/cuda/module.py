@@ -101,6 +101,11 @@ def missing() -> str | None:
     return None
 
 
+def tensor_device(device: str) -> str:
+    """Where tensors of a device lie: those of an emulated GPU on the CPU."""
+    return "cpu" if "cpu" in BACKENDS else device
+
+
 def is_available() -> bool:
     """Whether kernels can run, on a GPU or emulated."""
     return bool(BACKENDS) or missing() is None
