@@ -119,7 +119,7 @@ def decode_attention(
     blocks = len(context_lens) * kv_heads * head_tiles
     stages, shared = _pipeline(dim, k_cache.dtype, v_cache.dtype, n_tiles, mean is not None, q.device.type)
     tiles = -(-block_tables.shape[1] * k_cache.block_size // TILE)
-    splits = num_splits(blocks, tiles, backend(q.device.type).num_sms() * _blocks_per_sm(shared, q.device.type))
+    splits = num_splits(blocks, tiles, _places(shared, n_tiles * dim, q.device.type))
     if blocks > NUM_COUNTERS:
         splits = 1
     rows = min(group, 8 * n_tiles)
@@ -183,10 +183,12 @@ def _shared_budget(device: str) -> int:
     return {(8, 0): 80 << 10, (9, 0): 110 << 10, (10, 0): 110 << 10}.get(backend(device).capability(), 48 << 10)
 
 
-def _blocks_per_sm(shared: int, device: str) -> int:
-    """Registers leave room for four."""
+def _places(shared: int, width: int, device: str) -> int:
+    """Blocks of `shared` bytes that the device holds at a time. Registers leave room for four, or for two wide ones
+    (the kernel's launch bounds)."""
     whole = {(8, 0): 164 << 10, (9, 0): 228 << 10, (10, 0): 228 << 10}.get(backend(device).capability(), 100 << 10)
-    return max(1, min(4, whole // (shared + 1024)))
+    by_registers = 4 if width <= 128 else 2
+    return backend(device).num_sms() * max(1, min(by_registers, whole // (shared + 1024)))
 
 
 def _can_attend(rows: tuple[Tensor, ...], k_cache: KVTensor, v_cache: KVTensor) -> bool:
