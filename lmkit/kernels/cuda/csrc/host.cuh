@@ -85,7 +85,6 @@ inline u32 __float2uint_rn(float x) { return static_cast<u32>(nearbyintf(x)); }
 inline i32 __float2int_rn(float x) { return static_cast<i32>(nearbyintf(x)); }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float lm_unfused(float x) { asm("" : "+x"(x)); return x; }  // g++ would make one operation of a product and a sum
-inline float __fmul_rn(float a, float b) { return lm_unfused(a * b); }
 inline float __fadd_rn(float a, float b) { return lm_unfused(a + b); }
 inline float __fsub_rn(float a, float b) { return lm_unfused(a - b); }
 inline float __expf(float x) { return expf(x); }
