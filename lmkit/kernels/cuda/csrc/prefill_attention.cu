@@ -55,6 +55,16 @@ constexpr u32 NOWHERE = 0xffffffffu;  // a place
 using KeyNumber = Choose<K_STORAGE == BFLOAT16>::Number;
 using ValueNumber = Choose<V_STORAGE == BFLOAT16>::Number;
 
+// do_part(0 .. COUNT - 1), the threads side by side; AT_ONCE of a thread's parts may be under way.
+template <int COUNT, int AT_ONCE, class F>
+DEVICE void share_out(F do_part) {
+#pragma unroll AT_ONCE
+    for (int first = 0; first < COUNT; first += THREADS) {
+        const int i = first + threadIdx.x;
+        if (COUNT % THREADS == 0 || i < COUNT) do_part(i);
+    }
+}
+
 // Four codes with a scale and a minimum (twice each, float16) -> two pairs of float16.
 template <int STORAGE>
 DEVICE void decode4(u32 codes, u32 scale, u32 minimum, u32 (&out)[2]) {
@@ -84,34 +94,29 @@ struct Operand {
     DEVICE u8* codes() const { return shared + TILE_BYTES; }
     DEVICE u32* tile_params() const { return reinterpret_cast<u32*>(codes() + KEYS * ROW_BYTES); }
 
-    // Ask for the tokens at `rows` of the storage.
+    // Ask for the tokens at `rows` of the storage. Nothing is read for NOWHERE.
     DEVICE void load(int stage, const u32* rows) const {
         constexpr int PIECE = ROW_BYTES % 16 ? 8 : 16, PIECES = ROW_BYTES / PIECE;
         u8* to = CODED ? codes() : tile(stage);
-#pragma unroll
-        for (int i = threadIdx.x; i < KEYS * PIECES; i += THREADS) {
+        share_out<KEYS * PIECES, 16>([&](int i) {
             const int row = i / PIECES, part = i % PIECES * PIECE;
-            const bool valid = rows[row] != NOWHERE;
-            const u8* from = data + (valid ? static_cast<u64>(rows[row]) * ROW_BYTES + part : 0);
+            const u8* from = data + static_cast<u64>(rows[row]) * ROW_BYTES + part;
             u8* here = to + row * (CODED ? ROW_BYTES : STRIDE) + part;
             if constexpr (PIECE == 16)
-                cp_async16(here, from, valid);
+                cp_async16(here, from, rows[row] != NOWHERE);
             else
-                cp_async_small<8>(here, from, valid);
-        }
-        if (CODED && threadIdx.x < KEYS) {
-            const u32 row = rows[threadIdx.x];
-            cp_async_small<4>(tile_params() + threadIdx.x, params + (row != NOWHERE ? row : 0), row != NOWHERE);
-        }
+                cp_async_small<8>(here, from, rows[row] != NOWHERE);
+        });
+        if constexpr (CODED)
+            share_out<KEYS, 1>(
+                [&](int i) { cp_async_small<4>(tile_params() + i, params + rows[i], rows[i] != NOWHERE); });
     }
 
     // Codes -> the tile: 8 bytes are 8 values, of int4 8 more, D / 2 further on.
     DEVICE void expand() const {
         if constexpr (CODED) {
-            constexpr int PIECES = ROW_BYTES / 8;
-#pragma unroll
-            for (int i = threadIdx.x; i < KEYS * PIECES; i += THREADS) {
-                const int row = i / PIECES, part = i % PIECES;
+            share_out<KEYS * (ROW_BYTES / 8), 2>([&](int i) {
+                const int row = i / (ROW_BYTES / 8), part = i % (ROW_BYTES / 8);
                 const uint2 w = *reinterpret_cast<const uint2*>(codes() + 8 * i);
                 const u32 pair = tile_params()[row];
                 u8* to = shared + row * STRIDE + part * 16;
@@ -121,7 +126,7 @@ struct Operand {
                 } else {
                     store8(to, w, pair);
                 }
-            }
+            });
         }
     }
 
@@ -145,16 +150,15 @@ struct Work {
     int group, past;              // past: the first query's position
     int first, last;              // positions of the first and of the last row
     int window, sinks;
+    int sink_tiles, window_tile;  // tiles of keys are those with sinks, then from the window on
+    int2 spans[NUM_WARPS];        // positions of each warp's first and last row
 
     DEVICE int position(int row) const { return past + min(first_row + row, num_rows - 1) / group; }
-    // Tiles of keys in order: those with sinks, then from the window on.
-    DEVICE int window_tile() const { return window ? max(first - window + 1, 0) / KEYS : 0; }
-    DEVICE int sink_tiles() const { return window ? min((sinks + KEYS - 1) / KEYS, window_tile()) : 0; }
-    DEVICE int num_tiles() const { return sink_tiles() + last / KEYS + 1 - window_tile(); }
-    DEVICE int first_key(int i) const { return (i < sink_tiles() ? i : i - sink_tiles() + window_tile()) * KEYS; }
+    DEVICE int num_tiles() const { return sink_tiles + last / KEYS + 1 - window_tile; }
+    DEVICE int first_key(int i) const { return (i < sink_tiles ? i : i - sink_tiles + window_tile) * KEYS; }
 };
 
-// Tile `slot` of all, or false. Those of sequence b begin at slot (its first row) / ROWS + b, which leaves room for all.
+// Tile `slot` of all, or false. Those of sequence b begin at (its first row) / ROWS + b, which leaves room for all.
 DEVICE bool find_work(
     Work& work, int slot, const int* query_start, const int* context_lens, int num_seqs, bool skip_single) {
     int before = 0;
@@ -168,6 +172,11 @@ DEVICE bool find_work(
     work.first_row = (slot - base) * ROWS, work.num_rows = tokens * work.group;
     if (work.first_row >= work.num_rows || length < tokens || (skip_single && tokens == 1)) return false;
     work.first = work.position(0), work.last = work.position(ROWS - 1);
+    work.window_tile = work.window ? max(work.first - work.window + 1, 0) / KEYS : 0;
+    work.sink_tiles = min((work.sinks + KEYS - 1) / KEYS, work.window_tile);
+#pragma unroll
+    for (int w = 0; w < NUM_WARPS; ++w)
+        work.spans[w] = make_int2(work.position(w * 16 * M_TILES), work.position((w + 1) * 16 * M_TILES - 1));
     return true;
 }
 
@@ -379,7 +388,7 @@ DEVICE void mask(float (&s)[M_TILES][N_TILES][4], const Work& work, int row, int
 // A tile of keys, of which the first is `key`, for the warp's rows, of which the first is `row`.
 DEVICE void attend(
     Rows& rows, const Work& work, int row, int key, const u8* queries, const u8* keys, const u8* values, float scale) {
-    const int first = work.position(row), last = work.position(row + 16 * M_TILES - 1), end = key + KEYS - 1;
+    const int first = work.spans[warp_id()].x, last = work.spans[warp_id()].y, end = key + KEYS - 1;
     if (key > last || (work.window && end <= first - work.window && key >= work.sinks)) return;
     float s[M_TILES][N_TILES][4] = {};
     multiply_keys(s, queries + row * Q_STRIDE, keys);
@@ -416,10 +425,11 @@ DEVICE void write_rows(Rows& rows, const Work& work, int row, u16* out, int num_
                         make_float2(rows.out[m][n][2 * h], rows.out[m][n][2 * h + 1]);
                 if (t == 0) record[ROWS * D + mine] = rows.maximum[m][h], record[ROWS * (D + 1) + mine] = sum;
             } else {
-                u32* to = output(out, num_heads, head, work, mine);
+                u32* to = output(out, num_heads, head, work, mine) + t;
+                const float inverse = 1 / sum;
 #pragma unroll
                 for (int n = 0; n < D / 8; ++n)
-                    to[4 * n + t] = Half::pack(rows.out[m][n][2 * h] / sum, rows.out[m][n][2 * h + 1] / sum);
+                    to[4 * n] = Half::pack(rows.out[m][n][2 * h] * inverse, rows.out[m][n][2 * h + 1] * inverse);
             }
         }
 }
@@ -449,11 +459,12 @@ DEVICE void merge(const float* records, int count, const Work& work, u16* out, i
             }
         }
         u32* to = output(out, num_heads, head, work, row) + i % PIECES * 2;
-        to[0] = Half::pack(y[0] / sum, y[1] / sum), to[1] = Half::pack(y[2] / sum, y[3] / sum);
+        const float inverse = 1 / sum;
+        to[0] = Half::pack(y[0] * inverse, y[1] * inverse), to[1] = Half::pack(y[2] * inverse, y[3] * inverse);
     }
 }
 
-// Grid (kv_heads, slots, num_splits), slots = num_tokens * group / ROWS + num_seqs; the last tiles, the heaviest, first.
+// Grid (kv_heads, slots, num_splits), slots = num_tokens * group / ROWS + num_seqs; the last, the heaviest, first.
 // scale: of scores, times log2(e). records: float [slots * kv_heads][num_splits][RECORD], if there are several splits.
 extern "C" __global__ void __launch_bounds__(THREADS, D <= 128 ? 2 : 1) prefill_attention(
     const u16* q, i64 q_stride, const u8* k_data, const u32* k_params, const u8* v_data, const u32* v_params,
