@@ -16,8 +16,10 @@ T = TypeVar("T")
 
 Device = Literal["auto", "cpu", "cuda"]
 WeightDtype = Literal["auto", "float32", "bfloat16", "float16"]
-KVDtype = Literal["auto", "float32", "bfloat16", "int8", "fp8", "int4"]
+KVDtype = Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8", "int4"]
 HeadStorage = Literal["auto", "int8"]
+Activations = Literal["auto", "int8", "fp8", "exact"]
+BLOCK_SIZE = {"cpu": 32, "cuda": 64}  # unless one is given
 PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -27,15 +29,18 @@ class StrictStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class EngineConfig(StrictStruct, frozen=True):
-    """How one engine runs one model. `auto`/None fields are resolved once, into a new value, and each is logged."""
+    """How one engine runs one model. `auto`/None fields are resolved once, into a new value, and each is logged.
+
+    What depends on the device, `on` decides.
+    """
 
     device: Device = "auto"
-    dtype: WeightDtype = "auto"  # of dense weights; auto = the checkpoint's
+    dtype: WeightDtype = "auto"  # of dense weights; auto = the checkpoint's, see models.loader.resolve_dtype
     kv_dtype: KVDtype = "auto"  # auto = the checkpoint's kv_config.json, else the weights' dtype
-    activations: Literal["int8", "exact"] = "int8"  # W4/W8 linears: quantize activations per token and group, or not
+    activations: Activations = "auto"  # of quantized linears: rounded per token and group, or not; auto = by device
     lm_head: HeadStorage = "auto"  # auto = as the checkpoint has it, int8 = quantized while loading, groups of 128
     packed_cache: bool = True  # keep packed weights in a file beside the checkpoint, and map it at the next start
-    block_size: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 32  # tokens per KV block
+    block_size: Annotated[int, msgspec.Meta(ge=1, le=1024)] | None = None  # tokens per KV block; None = by the device
     max_batch_size: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 64  # sequences in one step
     max_step_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 512  # token budget of one step
     max_model_len: PositiveInt | None = None  # None = the model's max_position_embeddings
@@ -54,6 +59,15 @@ class EngineConfig(StrictStruct, frozen=True):
     decode_slowdown: Annotated[float, msgspec.Meta(gt=1)] = 2.0  # at most, of decoding by a prompt that is computed
     overlap: bool = True  # prepare the next step while one runs
     request_timeout: PositiveFloat | None = None  # seconds for a request that names none; None = no end
+
+    def on(self, device: Literal["cpu", "cuda"]) -> EngineConfig:
+        """This configuration on that device: what it leaves open and the device decides."""
+        return msgspec.structs.replace(self, device=device, block_size=self.block_size or BLOCK_SIZE[device])
+
+    @property
+    def tokens_per_block(self) -> int:
+        """`block_size`; before `on` has decided it, that of a CPU."""
+        return self.block_size or BLOCK_SIZE["cpu"]
 
 
 class ServerConfig(StrictStruct, frozen=True):

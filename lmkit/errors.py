@@ -47,6 +47,10 @@ class UnsupportedError(LMKitError):
     """Well-formed, but not something this build or this machine can run; lists the reasons."""
 
 
+class DeviceLostError(LMKitError):
+    """A GPU that failed and computes nothing more for this process."""
+
+
 class RequestError(LMKitError):
     """One request is refused or failed; its siblings are not affected.
 

@@ -64,6 +64,10 @@ class QTensor:
     zeros: torch.Tensor
     scheme: QuantScheme
 
+    def to(self, device: str) -> QTensor:
+        """The same weight on that device."""
+        return QTensor(self.codes.to(device), self.scales.to(device), self.zeros.to(device), self.scheme)
+
 
 def quantize(weight: Tensor, scheme: QuantScheme, *, clip: Range | None = None) -> QTensor:
     """Round `weight` [out, in], any float dtype, to the nearest points of its grid; `clip` and errors: see `grid`."""

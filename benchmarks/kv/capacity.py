@@ -33,8 +33,8 @@ def tokens_in(kind: str) -> int:
     config, storages = EngineConfig(kv_memory=BUDGET), [KVStorage(kind, kind)] * SPEC.num_layers
     kinds = [storage.dtypes for storage in storages]
     plan = plan_memory(SPEC, config, kinds, weight_bytes=0, available=64 << 30)
-    layers = allocate(SPEC, storages, plan.num_blocks, config.block_size, plan.max_model_len)
+    layers = allocate(SPEC, storages, plan.num_blocks, config.tokens_per_block, plan.max_model_len)
     allocated = sum(tensor.data.nbytes + tensor.params.nbytes for layer in layers for tensor in (layer.k, layer.v))
     if allocated > BUDGET:
         raise RuntimeError(f"{kind}: {allocated} bytes are allocated for {BUDGET}")
-    return plan.num_blocks * config.block_size
+    return plan.num_blocks * config.tokens_per_block

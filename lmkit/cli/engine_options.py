@@ -11,12 +11,12 @@ from lmkit.config import EngineConfig, parse, parse_bytes
 
 HELP = {
     "device": "auto, cpu or cuda.",
-    "dtype": "Of dense weights: auto, float32, bfloat16 or float16.",
-    "kv_dtype": "KV cache: auto, float32, bfloat16, int8, fp8 or int4.",
-    "activations": "In quantized linears: int8 or exact.",
+    "dtype": "Of dense weights, and on a GPU of activations: auto, float32, bfloat16 or float16.",
+    "kv_dtype": "KV cache: auto, float32, bfloat16, float16, int8, fp8 or int4.",
+    "activations": "In quantized linears: auto, int8, fp8 or exact.",
     "lm_head": "auto as the checkpoint has it, int8 smaller.",
     "packed_cache": "Keep packed weights in a file, <checkpoint>/.lmkit, for the next start.",
-    "block_size": "Tokens in a KV block.",
+    "block_size": "Tokens in a KV block. Default: 32 on a CPU, 64 on a GPU.",
     "max_batch_size": "Sequences in one step.",
     "max_step_tokens": "Tokens in one step.",
     "max_model_len": "Context in tokens. Default: the model's.",

@@ -21,7 +21,7 @@ def evaluate(
         str | None, typer.Option(help="In place of --text: a calibration preset, file, folder or hub:ORG/NAME.")
     ] = None,
     kv_dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, int8, fp8 or int4.")] = "auto",
-    activations: Annotated[str, typer.Option(help="int8 as served, or exact.")] = "int8",
+    activations: Annotated[str, typer.Option(help="auto as served, int8, fp8 or exact.")] = "auto",
     lm_head: Annotated[str, typer.Option(help="auto as the checkpoint has it, or int8.")] = "auto",
     packed_cache: Annotated[
         bool, typer.Option(help="Keep packed weights in a file, MODEL/.lmkit, as serve does; never the reference's.")
@@ -33,13 +33,13 @@ def evaluate(
     """Measure perplexity on a text, and how far a model is from another."""
     import msgspec
 
-    from lmkit.config import HeadStorage, KVDtype, default_num_threads, parse
+    from lmkit.config import Activations, HeadStorage, KVDtype, default_num_threads, parse
     from lmkit.errors import ConfigError
     from lmkit.kernels.cpu import threads
     from lmkit.quant import evaluate as evaluation
 
     kv: KVDtype = parse(kv_dtype, KVDtype, "--kv-dtype")  # type: ignore[arg-type]
-    mode: evaluation.Activations = parse(activations, evaluation.Activations, "--activations")  # type: ignore[arg-type]
+    mode: Activations = parse(activations, Activations, "--activations")  # type: ignore[arg-type]
     head: HeadStorage = parse(lm_head, HeadStorage, "--lm-head")  # type: ignore[arg-type]
     threads.configure(default_num_threads())
     if dataset is not None and text is not None:

@@ -84,6 +84,14 @@ def embedding(table: Tensor, rows: Tensor) -> Tensor:
 
 
 @op
+def known_tokens(token_ids: Tensor, last_token: Tensor) -> None:
+    """In place: an id below 0 becomes last_token[-1 - id], and 0 where that is below 0 too (no token could be sampled).
+
+    token_ids int64 [T], last_token int64 [slots]: a step's tokens that the host did not know when it launched the step.
+    """
+
+
+@op
 def rope_angles(positions: Tensor, inv_freq: Tensor, magnitude: float) -> tuple[Tensor, Tensor]:
     """(cos, sin) float32 [T, R/2] of positions int32 [T] times inv_freq float32 [R/2], both times `magnitude`."""
 
@@ -232,3 +240,10 @@ def linear_w8a16(x: Tensor, packed: Any, bias: Tensor | None, norm: Norm | None 
 @op
 def linear_fp8(x: Tensor, packed: Any, bias: Tensor | None, norm: Norm | None = None) -> Tensor:
     """x @ dequantize(W)^T + bias, activations exact. `pack(QTensor kind="float")`."""
+
+
+@op
+def linear_fp8_a8(x: Tensor, packed: Any, bias: Tensor | None, norm: Norm | None = None) -> Tensor:
+    """As linear_fp8, on e4m3 activations: per token and per weight group g of K, sx = max|x_g| / 448 (0 -> the group
+    contributes 0), and x_g is replaced by sx * e4m3(clamp(x_g / sx, -448, 448)), halves to even.
+    """

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lmkit.errors import UnsupportedError
 from lmkit.kernels import ops
 from lmkit.kernels.ops import Norm
-from lmkit.kernels.registry import Implementation
+from lmkit.kernels.registry import Implementation, Op
 from lmkit.layers.outline import WeightKind, kind_of, packed_outline
-from lmkit.qtensor import QTensor, dequantize, per_row
+from lmkit.qtensor import QTensor, QuantScheme, dequantize, per_row
 
 Weights = dict[str, Tensor | QTensor]  # role -> weight, and role + ".bias" -> bias
 Observer = Callable[[str, Tensor], None]
@@ -160,7 +161,14 @@ def _concat(weights: list[Tensor | QTensor]) -> Tensor | QTensor:
 def _concat_bias(parts: list[tuple[Tensor | QTensor, Any]]) -> Tensor | None:
     if all(bias is None for _, bias in parts):
         return None
-    return torch.cat([torch.zeros(_shape(weight)[0]) if bias is None else bias.float() for weight, bias in parts])
+    device = next(bias.device for _, bias in parts if bias is not None)
+    sizes = [_shape(weight)[0] for weight, _ in parts]
+    return torch.cat(
+        [
+            torch.zeros(size, device=device) if bias is None else bias.float()
+            for size, (_, bias) in zip(sizes, parts, strict=True)
+        ]
+    )
 
 
 def _select(kind: WeightKind, shape: tuple[int, int], device: str, activations: str) -> Implementation:
@@ -169,9 +177,26 @@ def _select(kind: WeightKind, shape: tuple[int, int], device: str, activations: 
     if kind.scheme is None:
         return ops.linear_dense.select(device, dtype=kind.torch_dtype, **traits)
     traits |= {"group_size": kind.scheme.group_size, "bits": kind.scheme.bits}
-    if kind.scheme.kind == "float":
-        return ops.linear_fp8.select(device, **traits)
-    rounded = activations == "int8"
-    if kind.scheme.bits == 8:
-        return (ops.linear_w8a8 if rounded else ops.linear_w8a16).select(device, **traits)
-    return (ops.linear_w4a8 if rounded else ops.linear_w4a16).select(device, **traits)
+    found = [op.select(device, **traits) for op in _candidates(kind.scheme, activations)]
+    return next((impl for impl in found if impl.device == device), found[-1])
+
+
+def _candidates(scheme: QuantScheme, activations: str) -> tuple[Op, ...]:
+    """Ops for a quantized weight: the first that the device has a kernel for, else the last. Raises UnsupportedError.
+
+    int8 rounds the inputs of integer weights, fp8 those of float8 ones. auto rounds them where a row has one scale, so
+    that all of the product is one of 8-bit numbers.
+    """
+    kind = "fp8" if scheme.kind == "float" else "int8"
+    rounded, exact = {
+        ("fp8", 8): (ops.linear_fp8_a8, ops.linear_fp8),
+        ("int8", 8): (ops.linear_w8a8, ops.linear_w8a16),
+        ("int8", 4): (ops.linear_w4a8, ops.linear_w4a16),
+    }[kind, scheme.bits]
+    if activations == "auto":
+        return (rounded, exact) if scheme.bits == 8 and scheme.group_size == -1 else (exact,)
+    if activations == "fp8" and kind != "fp8":
+        raise UnsupportedError(
+            f"activations fp8 need float8 weights, not {scheme.bits}-bit integers: auto, int8 or exact"
+        )
+    return (rounded,) if activations == kind else (exact,)

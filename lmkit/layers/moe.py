@@ -45,16 +45,16 @@ class MoE:
         return self.router, *(linear for mlp in mlps for linear in mlp.linears)
 
     def __call__(self, x: Tensor, norm: Norm | None = None) -> Tensor:
-        """x [T, hidden], normalized if `norm` is None -> the block's contribution [T, hidden]."""
+        """x [T, hidden], normalized if `norm` is None -> the block's contribution float32 [T, hidden]."""
         if norm is not None:
             x = self._rms_norm(x, norm)
         num_experts, count = self.spec.num_experts, self.spec.experts_per_token
-        logits = self.router(x)
+        logits = self.router(x).float()
         weights, experts = route(logits[:, :num_experts], count, self.spec.normalize, shown=self._num_shown)
-        factors, out = weights.flatten(), torch.zeros_like(x)
+        factors, out = weights.flatten(), torch.zeros_like(x, dtype=torch.float32)
         for expert, places in by_expert(experts):
             tokens = places // self._num_shown
-            y = self.experts[expert](self._gather(x, tokens))
+            y = self.experts[expert](self._gather(x, tokens).to(x.dtype))
             out.index_add_(0, tokens, y * factors[places, None])
         if self.shared is not None:
             out += self.shared(x) * row_sigmoid(logits[:, num_experts:])

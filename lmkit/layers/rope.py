@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lmkit.kernels import ops
+from lmkit.kernels.cuda.module import tensor_device
 from lmkit.layers.batch import BatchInputs
 from lmkit.layers.rope_spec import RopeSpec
 
@@ -22,12 +23,12 @@ class Rope:
     def __init__(self, spec: RopeSpec, device: str = "cpu") -> None:
         self.spec = spec
         self.inv_freq, self.magnitude = frequencies(spec)
-        self.inv_freq = self.inv_freq.to(device)
-        self._angles = ops.rope_angles.select(torch.device(device).type)
+        self.inv_freq = self.inv_freq.to(tensor_device(device))
+        self.angles = ops.rope_angles.select(device)
 
     def __call__(self, batch: BatchInputs) -> tuple[Tensor, Tensor]:
         if self.spec.kind != "dynamic" or not bool((batch.rope_lens > self.spec.original_max_position).any()):
-            cos, sin = self._angles(batch.positions, self.inv_freq, self.magnitude)
+            cos, sin = self.angles(batch.positions, self.inv_freq, self.magnitude)
             return cos, sin
         angles = batch.positions[:, None].float() * self._dynamic_frequencies(batch)
         return angles.cos() * self.magnitude, angles.sin() * self.magnitude

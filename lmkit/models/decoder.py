@@ -140,8 +140,8 @@ class Decoder:
         self.final_norm = final_norm
         self.lm_head = lm_head
         self.dtype = dtype
-        self.rope = Rope(spec.rope, str(embed_tokens.device))
-        self.embedding = ops.embedding.select(embed_tokens.device.type)
+        self.rope = Rope(spec.rope, lm_head.device)
+        self.embedding = ops.embedding.select(lm_head.device)
 
     @torch.inference_mode()
     def __call__(self, batch: BatchInputs, kv: list[KVLayer]) -> Tensor:

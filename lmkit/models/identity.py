@@ -7,11 +7,19 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
+from lmkit.config import Activations
 from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.kernels.cpu import isa
 
 PACKAGE = Path(__file__).parents[1]
-SOURCES = ("qtensor.py", "kernels/**/*.py", "layers/*.py", "formats/*.py", "models/*.py")  # what computes and packs
+SOURCES = (
+    "qtensor.py",
+    "kernels/**/*.py",
+    "kernels/cuda/csrc/*",
+    "layers/*.py",
+    "formats/*.py",
+    "models/*.py",
+)  # what computes and packs
 
 
 @dataclass(frozen=True)
@@ -20,8 +28,13 @@ class Packing:
 
     device: str
     dtype: str  # of dense weights
-    activations: str
+    activations: str  # what `resolve_activations` says
     lm_head: str
+
+
+def resolve_activations(asked: Activations, device: str) -> Activations:
+    """auto is another word for int8 on a CPU; elsewhere each weight's format decides (layers.linear)."""
+    return "int8" if asked == "auto" and device == "cpu" else asked
 
 
 def checkpoint_identity(reader: CheckpointReader) -> str:

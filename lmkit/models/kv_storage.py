@@ -14,6 +14,7 @@ from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.formats.kv_config import KVConfig, KVLayerConfig, PairMean, load_kv_config
 from lmkit.formats.kv_scheme import KVScheme, parse_kv_scheme
 from lmkit.kernels import ops
+from lmkit.kernels.cuda.module import tensor_device
 from lmkit.kernels.ops import KV_CODED, KeyMean
 from lmkit.layers.batch import KVLayer, allocate_kv
 from lmkit.layers.rope import Rope
@@ -116,30 +117,34 @@ def table_bytes(spec: ModelSpec, storages: list[KVStorage], positions: int) -> i
 
 
 def allocate(
-    spec: ModelSpec, storages: list[KVStorage], num_blocks: int, block_size: int, positions: int
+    spec: ModelSpec, storages: list[KVStorage], num_blocks: int, block_size: int, positions: int, device: str = "cpu"
 ) -> list[KVLayer]:
     """Zeroed blocks for every layer (zeroed pages are taken from the machine only when first written), for sequences of
     at most `positions` tokens."""
-    table = _angles(spec, positions) if any(s.has_mean for s in storages) else None
+    table = _angles(spec, positions, device) if any(s.has_mean for s in storages) else None
     shape = num_blocks, spec.num_kv_heads, block_size, spec.head_dim
-    return [_layer(spec, storage, allocate_kv(*shape, storage.dtypes), table) for storage in storages]
+    return [
+        _layer(spec, storage, allocate_kv(*shape, storage.dtypes, tensor_device(device)), table) for storage in storages
+    ]
 
 
 def _layer(spec: ModelSpec, storage: KVStorage, plain: KVLayer, table: Tensor | None) -> KVLayer:
     mean = None if table is None or not storage.has_mean else _key_mean(spec, storage.key_mean, table)
-    keys: dict[str, Any] = {"mean": mean, "hadamard": storage.hadamard, "scales": _vector(storage.k_scales)}
-    return KVLayer(replace(plain.k, **keys), replace(plain.v, scales=_vector(storage.v_scales)))
+    device = plain.k.data.device
+    keys: dict[str, Any] = {"mean": mean, "hadamard": storage.hadamard, "scales": _vector(storage.k_scales, device)}
+    return KVLayer(replace(plain.k, **keys), replace(plain.v, scales=_vector(storage.v_scales, device)))
 
 
-def _vector(numbers: tuple[float, ...]) -> Tensor | None:
-    return torch.tensor(numbers) if numbers else None
+def _vector(numbers: tuple[float, ...], device: torch.device) -> Tensor | None:
+    return torch.tensor(numbers, device=device) if numbers else None
 
 
-def _angles(spec: ModelSpec, positions: int) -> Tensor:
+def _angles(spec: ModelSpec, positions: int, device: str) -> Tensor:
     """float32 [R/2, 2, positions]: the cosines and sines that turn keys, bit for bit."""
-    rope = Rope(spec.rope)
-    angles = ops.rope_angles.select("cpu")
-    cos, sin = angles(torch.arange(positions, dtype=torch.int32), rope.inv_freq, rope.magnitude)
+    rope = Rope(spec.rope, device)
+    angles = ops.rope_angles.select(device)
+    every = torch.arange(positions, dtype=torch.int32, device=tensor_device(device))
+    cos, sin = angles(every, rope.inv_freq, rope.magnitude)
     return torch.stack([cos.T, sin.T], dim=1).contiguous()
 
 
@@ -153,4 +158,4 @@ def _key_mean(spec: ModelSpec, by_head: tuple[tuple[PairMean, ...], ...], table:
         pairs[head] = torch.tensor(numbers + unused[: count - len(numbers)])
         for pair, first, second in given:
             vector[head, pair], vector[head, pair + half] = first, second
-    return KeyMean(vector, pairs, table)
+    return KeyMean(vector.to(table.device), pairs.to(table.device), table)

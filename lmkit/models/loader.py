@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lmkit.config import Activations
 from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.formats.base import WeightFormat, resolve_format
 from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.formats.parts import FLOATS
 from lmkit.formats.safetensors_file import DTYPES
+from lmkit.kernels.cuda.module import tensor_device
 from lmkit.layers.linear import MergedLinear, Weights
 from lmkit.log import get_logger
 from lmkit.models import load_spec, roles
 from lmkit.models.decoder import Decoder, DecoderLayer
-from lmkit.models.identity import Packing
+from lmkit.models.identity import Packing, resolve_activations
 from lmkit.models.packed_cache import PackedCache, PackedFile, PackedWriter, kinds_of
 from lmkit.models.spec import ModelSpec
 from lmkit.qtensor import QTensor, QuantScheme, quantize
@@ -94,11 +96,9 @@ class ModelSource:
 
     def layer(self, index: int, dtype: torch.dtype | None = None, device: str = "cpu") -> DecoderLayer:
         """A layer with plain weights, as calibration wants it."""
-        weights: Weights = {
-            role: weight if isinstance(weight, QTensor) else weight.to(device)
-            for role, weight in self.layer_weights(index, dtype).items()
-        }
-        return DecoderLayer(self.spec, index, weights, device)
+        at, weights = tensor_device(device), self.layer_weights(index, dtype)
+        weights = {role: weight.to(at) for role, weight in weights.items()}
+        return DecoderLayer(self.spec, index, weights, device, activation_dtype(device, dtype))
 
     def norms(self, index: int, dtype: torch.dtype | None = None) -> Weights:
         """A layer's vectors by role, all its weights but linears: as `layer_weights` has them, in float32."""
@@ -130,9 +130,9 @@ class ModelSource:
         shape = tuple((weight.codes if isinstance(weight, QTensor) else weight).shape)
         if shape != (self.spec.vocab_size, self.spec.hidden_size):
             raise CheckpointError(f"{self.reader.path}: the head is {list(shape)}, not [vocab, hidden]")
-        if isinstance(weight, QTensor):
-            return MergedLinear((roles.LM_HEAD,), {roles.LM_HEAD: weight}, device)
-        head = quantize_rows(weight, HEAD_SCHEME) if storage == "int8" else weight.to(device)
+        head = weight.to(tensor_device(device))
+        if storage == "int8" and not isinstance(head, QTensor):
+            head = quantize_rows(head, HEAD_SCHEME)
         return MergedLinear((roles.LM_HEAD,), {roles.LM_HEAD: head}, device)
 
     def _head(self, dtype: torch.dtype | None) -> Tensor | QTensor:
@@ -181,15 +181,15 @@ def load_model(
     *,
     device: str = "cpu",
     dtype: str = "auto",
-    activations: str = "int8",
+    activations: Activations = "auto",
     lm_head: str = "auto",
     packed_cache: bool = False,
     attention_sinks: int = 0,
 ) -> Decoder:
     """A decoder ready to serve: every linear packed for the kernel that its format and this machine select.
 
-    `dtype` of dense weights: auto keeps the checkpoint's, except float16 on a CPU, which is widened to float32 (no CPU
-    kernel multiplies it directly, and bfloat16 would round it). `lm_head` int8 quantizes the head. `packed_cache` keeps
+    `dtype` of dense weights: see resolve_dtype. On a GPU it is that of activations too, see activation_dtype.
+    `lm_head` int8 quantizes the head. `packed_cache` keeps
     packed weights in a file and maps it, see packed_cache.py; without it they are packed into memory. Embeddings are
     mapped from the checkpoint where they keep its dtype. `attention_sinks` of the first tokens stay visible to sliding
     windows; ConfigError for a model without any.
@@ -197,10 +197,13 @@ def load_model(
     source = ModelSource(path)
     try:
         source.spec = source.spec.with_sinks(attention_sinks)
-        packing = Packing(device, resolve_dtype(dtype, source.spec.dtype, device), activations, lm_head)
+        weight_dtype = resolve_dtype(dtype, source.spec.dtype, device)
+        packing = Packing(device, weight_dtype, resolve_activations(activations, device), lm_head)
         decoder = _load_cached(source, packing) if packed_cache else None
         return decoder or _load(source, packing)
     finally:
+        if device != "cpu":  # nothing of the weights stays on the host
+            trim_heap()
         source.close()
 
 
@@ -226,10 +229,12 @@ def _load_mapped(source: ModelSource, packing: Packing, cache: PackedCache) -> D
     file = cache.open()
     if file is None:
         return None
+    device, dtype, at = packing.device, _dtype(packing), tensor_device(packing.device)
     try:
         layers = []
         for index in range(source.spec.num_layers):
-            layer = DecoderLayer(source.spec, index, source.norms(index, _dtype(packing)), packing.device)
+            norms: Weights = {role: norm.to(at) for role, norm in source.norms(index, dtype).items()}
+            layer = DecoderLayer(source.spec, index, norms, device, activation_dtype(device, dtype))
             for linear in layer.linears:
                 _map_linear(source, packing, file, linear, index)
             layers.append(layer)
@@ -247,7 +252,8 @@ def _map_linear(source: ModelSource, packing: Packing, file: PackedFile, linear:
     shapes = [source.linear_shape(role) for role in linear.roles]
     biases = [role != roles.LM_HEAD and source.spec.has_bias(role) for role in linear.roles]
     linear.pack_outline(packing.activations, kinds, shapes, biases)
-    linear.replace_packed(f"layers.{index}", file.take)
+    at = tensor_device(packing.device)
+    linear.replace_packed(f"layers.{index}", lambda name, outline: file.take(name, outline).to(at))
 
 
 def _write(source: ModelSource, packing: Packing, writer: PackedWriter) -> None:
@@ -268,7 +274,15 @@ def _load(source: ModelSource, packing: Packing) -> Decoder:
     layers = list(_packed_layers(source, packing))
     lm_head = source.lm_head(_dtype(packing), packing.device, packing.lm_head)
     lm_head.pack(packing.activations)
+    _to_device((lm_head,), packing.device)
     return _decoder(source, packing, layers, lm_head)
+
+
+def _to_device(linears: Iterable[MergedLinear], device: str) -> None:
+    """What a kernel's `pack` may have left on the host."""
+    if device != "cpu":
+        for linear in linears:
+            linear.replace_packed("", lambda _, tensor: tensor.to(tensor_device(device)))
 
 
 def _packed_layers(source: ModelSource, packing: Packing, writer: PackedWriter | None = None) -> Iterator[DecoderLayer]:
@@ -277,6 +291,7 @@ def _packed_layers(source: ModelSource, packing: Packing, writer: PackedWriter |
         if writer is not None:
             writer.kinds.append(kinds_of(layer.weights))
         layer.pack(packing.activations)
+        _to_device(layer.linears, packing.device)
         source.reader.release()
         yield layer
 
@@ -295,7 +310,10 @@ def _decoder(
     else:
         embed = source.embed_tokens(_dtype(packing))
     source.reader.release()
-    return Decoder(source.spec, embed, layers, source.final_norm().clone(), lm_head)
+    at = tensor_device(packing.device)
+    final_norm = source.final_norm().clone().to(at)
+    dtype = activation_dtype(packing.device, _dtype(packing))
+    return Decoder(source.spec, embed.to(at), layers, final_norm, lm_head, dtype)
 
 
 def _dtype(packing: Packing) -> torch.dtype:
@@ -311,12 +329,26 @@ def quantize_rows(weight: Tensor, scheme: QuantScheme) -> QTensor:
 
 
 def resolve_dtype(asked: str, stored: str, device: str) -> str:
-    """The dtype of dense weights, decided once."""
+    """The dtype of dense weights, decided once. `auto` keeps the checkpoint's as far as the device computes with it.
+
+    A CPU multiplies no float16, which is widened to float32 (bfloat16 would round it). A GPU's kernels take float16 and
+    bfloat16; float32, which runs through torch, has to be asked for.
+    """
+    if device != "cpu":
+        if asked == "auto" and stored == "float32":
+            log.info("float32 weights are rounded to float16 on a GPU; --dtype float32 keeps them, and is slow")
+            return "float16"
+        return stored if asked == "auto" else asked
     dtype = stored if asked == "auto" else asked
-    if dtype == "float16" and device == "cpu":
+    if dtype == "float16":
         log.info("float16 weights are widened to float32 on the CPU")
         return "float32"
     return dtype
+
+
+def activation_dtype(device: str, dtype: torch.dtype | None) -> torch.dtype:
+    """Of what linears and attention pass on: float32 on a CPU, on a GPU that of the dense weights."""
+    return torch.float32 if device == "cpu" or dtype is None else dtype
 
 
 def _to(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -96,7 +96,7 @@ class PackedWriter:
 
     def keep(self, name: str, tensor: Tensor) -> Tensor:
         with _writing():
-            self._stream.add(name, tensor)
+            self._stream.add(name, tensor.cpu())
         return tensor
 
 

@@ -14,17 +14,17 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from lmkit.config import HeadStorage, KVDtype, StrictStruct
+from lmkit.config import Activations, HeadStorage, KVDtype, StrictStruct
 from lmkit.errors import ConfigError
 from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.formats.hub import resolve_model_path
 from lmkit.layers.batch import KVLayer, whole_batch
 from lmkit.models.decoder import Decoder
+from lmkit.models.identity import resolve_activations
 from lmkit.models.kv_storage import allocate, resolve_storage
 from lmkit.models.loader import load_model, resolve_dtype
 from lmkit.quant.calib import encode_dataset
@@ -38,7 +38,6 @@ PROTOCOL = "non-overlapping windows of seq_len from an empty cache, first token 
 HELDOUT_TEXT = Path(__file__).parents[1] / "demo" / "text" / "heldout.txt"
 
 Progress = Callable[[str, int, int], None]  # (what is being done, units done, units in all)
-Activations = Literal["int8", "exact"]
 
 
 class Divergence(StrictStruct, frozen=True):
@@ -82,7 +81,7 @@ def evaluate(
     *,
     against: str | Path | None = None,
     kv_dtype: KVDtype = "auto",
-    activations: Activations = "int8",
+    activations: Activations = "auto",
     lm_head: HeadStorage = "auto",
     packed_cache: bool = False,
     seq_len: int = 512,
@@ -127,7 +126,7 @@ def evaluate(
         num_tokens=scores.shape[1],
         seq_len=seq_len,
         kv_dtype=model.kv_dtype,
-        activations=activations,
+        activations=resolve_activations(activations, "cpu"),
         lm_head=lm_head,
         seconds=round(time.perf_counter() - start, 2),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,6 +14,14 @@ from lmkit.turbo.plan import Chunk, NewSequence
 # Tables of a step with prompt tokens have columns for so many keys, or twice as many, and so on: shapes come again
 # while a context grows, and attention prepares for less than twice the keys there are.
 TABLE_KEYS = 4096
+
+
+class Expected(NamedTuple):
+    """A token that a step under way will have sampled."""
+
+    slot: int
+    entry: int  # of the slot: which of its sequences
+    position: int
 
 
 @dataclass(frozen=True)
@@ -29,13 +38,15 @@ class PersistentBatch:
     """
 
     def __init__(self, num_slots: int, max_model_len: int, block_size: int, max_step_tokens: int) -> None:
-        self.block_size = block_size
+        self.block_size, self.max_step_tokens = block_size, max_step_tokens
         self.token_ids = np.zeros((num_slots, max_model_len), np.int64)
         self.num_tokens = np.zeros(num_slots, np.int64)
         self.num_prompt_tokens = np.zeros(num_slots, np.int64)
         self.block_tables = np.zeros((num_slots, -(-max_model_len // block_size)), np.int32)
         self.num_blocks = np.zeros(num_slots, np.int64)
         self.wants_prompt_logprobs = np.zeros(num_slots, bool)
+        self.keeps_tables = False  # whether the last inputs have the block tables of those before
+        self._entries = [0] * num_slots  # how many sequences have entered
         self._inputs = BatchInputs(
             token_ids=torch.zeros(max_step_tokens, dtype=torch.int64),
             positions=torch.zeros(max_step_tokens, dtype=torch.int32),
@@ -51,6 +62,7 @@ class PersistentBatch:
         self._decoded: list[tuple[int, int]] = []  # (slot, position) of each token, if the inputs are a decode step's
 
     def enter(self, new: NewSequence) -> None:
+        self._entries[new.slot] += 1
         count = len(new.token_ids)
         self.token_ids[new.slot, :count] = new.token_ids
         self.num_tokens[new.slot] = count
@@ -66,6 +78,20 @@ class PersistentBatch:
             self.token_ids[slot, position] = token_id
         self.num_tokens[slot] = position + 1
 
+    def expect(self, slot: int) -> Expected:
+        """As `append` of a token that is not known yet. Until `learn` its id is -1 - slot: a step that computes it
+        takes the token that was sampled last in that slot.
+        """
+        expected = Expected(slot, self._entries[slot], int(self.num_tokens[slot]))
+        self.append(slot, -1 - slot)
+        return expected
+
+    def learn(self, expected: Expected, token_id: int) -> None:
+        """The step has run. Of no use to the slot's next sequence, if the one that was expected to go on has left."""
+        slot, entry, position = expected
+        if self._entries[slot] == entry and position < self.token_ids.shape[1]:
+            self.token_ids[slot, position] = token_id
+
     def inputs(self, chunks: list[Chunk]) -> tuple[BatchInputs, StepRows | None]:
         """Give the chunks their new blocks and gather the step's tensors, which are valid until the next step.
 
@@ -78,7 +104,7 @@ class PersistentBatch:
                 self.num_blocks[chunk.slot] = first + len(chunk.new_blocks)
         if all(c.num_tokens == 1 and c.sample for c in chunks):
             return self._decode([(c.slot, c.start) for c in chunks]), None
-        self._decoded = []
+        self._decoded, self.keeps_tables = [], False
         slots = np.array([c.slot for c in chunks])
         starts = np.array([c.start for c in chunks])
         counts = np.array([c.num_tokens for c in chunks])
@@ -93,9 +119,10 @@ class PersistentBatch:
         """One token of each sequence, given as (slot, position)."""
         num_seqs, before = len(tokens), self._decoded
         self._decoded = tokens
-        if [(slot, position - 1) for slot, position in tokens] == before and all(
+        self.keeps_tables = [(slot, position - 1) for slot, position in tokens] == before and all(
             position % self.block_size for _, position in tokens
-        ):  # one further in the same blocks
+        )
+        if self.keeps_tables:  # one further in the same blocks
             for name in ("positions", "slots", "context_lens"):
                 self._arrays[name][:num_seqs] += 1
             for row, (slot, position) in enumerate(tokens):

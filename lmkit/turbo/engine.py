@@ -1,9 +1,9 @@
 """The engine: a scheduler and a runner. One loop owns it; it is not thread-safe.
 
-With `overlap` a thread carries out the plans, and the loop prepares the next one meanwhile:
+With `overlap` plans are carried out while the loop prepares the next one: on a CPU by a thread, on a GPU by its stream.
 
     loop     schedule 1 | schedule 2 | wait | update 1, schedule 3 | wait | update 2 ...
-    thread              | step 1 ...........| step 2 ..............| step 3 ...
+    device              | step 1 ...........| step 2 ..............| step 3 ...
 """
 
 from __future__ import annotations
@@ -12,27 +12,33 @@ import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import astuple, dataclass, replace
+from typing import Protocol, Self
 
 import msgspec
 
 from lmkit.config import EngineConfig, default_num_threads
-from lmkit.errors import ConfigError, LMKitError, UnsupportedError
+from lmkit.errors import DeviceLostError, LMKitError
 from lmkit.kernels.cpu import threads
+from lmkit.layers.batch import KVLayer
 from lmkit.log import get_logger
 from lmkit.models import kv_storage
-from lmkit.models.loader import ModelSource, load_model, resolve_dtype
+from lmkit.models.decoder import Decoder
+from lmkit.models.kv_storage import KVStorage
 from lmkit.models.spec import ModelSpec
-from lmkit.text import Tokenizer
+from lmkit.turbo import loading
 from lmkit.turbo.batch import PersistentBatch
-from lmkit.turbo.kv_blocks import KVBlocks, kv_fingerprint
+from lmkit.turbo.cuda_runner import CudaRunner, HostSampler
+from lmkit.turbo.device import CpuDevice, CudaDevice, Device, resolve_device
+from lmkit.turbo.gpu_sampler import GpuSampler
+from lmkit.turbo.kv_blocks import KVBlocks
 from lmkit.turbo.limits import SchedulerLimits
-from lmkit.turbo.memory import MemoryPlan, kv_limits, plan_memory
-from lmkit.turbo.plan import Sampled, StepPlan
+from lmkit.turbo.loading import LoadedModel
+from lmkit.turbo.memory import MemoryPlan, kv_limits
+from lmkit.turbo.plan import StepPlan
 from lmkit.turbo.request import EngineInfo, EngineStats, GenerationConfig, Request, StepOutput
-from lmkit.turbo.runner import Runner
+from lmkit.turbo.runner import Runner, StepResult
 from lmkit.turbo.sampler import Sampler
 from lmkit.turbo.scheduler import Scheduler
-from lmkit.turbo.tiers.disk import DiskTier
 from lmkit.turbo.tiers.store import TierStore
 
 log = get_logger(__name__)
@@ -55,65 +61,74 @@ class Profile:
         return Profile(*(now - then for now, then in zip(astuple(self), astuple(before), strict=True)))
 
 
-_Result = tuple[list[Sampled], float, float]  # of a step: its samples, seconds, and those of them in kernels
+class _Pending(Protocol):
+    """A plan that is carried out."""
+
+    def result(self) -> StepResult:
+        """Waits for it; raises what it raised."""
 
 
 class Engine:
     """Runs one checkpoint. Raises CheckpointError, ConfigError or UnsupportedError before it loads any weight."""
 
-    def __init__(self, model_path: str, config: EngineConfig | None = None) -> None:
+    def __init__(self, model_path: str, config: EngineConfig | None = None, *, device: Device | None = None) -> None:
         config = config or EngineConfig()
-        device = resolve_device(config)
-        num_threads = config.num_threads or default_num_threads()
-        threads.configure(num_threads)
-        source = ModelSource(model_path)
-        try:
-            spec, path = source.spec, source.reader.path
-            dtype = resolve_dtype(config.dtype, spec.dtype, device)
-            storages = kv_storage.resolve_storage(source.reader, spec, config.kv_dtype, dtype)
-            dtypes = [storage.dtypes for storage in storages]
-            weight_bytes = source.weight_bytes(dtype, config.lm_head)
-            weight_bytes += kv_storage.table_bytes(spec, storages, config.max_model_len or spec.max_position)
-            memory = plan_memory(spec, config, dtypes, weight_bytes)
-            has_tiers = _has_tiers(config)
-            fingerprint = kv_fingerprint(source.reader, storages, config, device, dtype) if has_tiers else b""
-        finally:
-            source.close()
-        disk = _open_disk(config, fingerprint, memory.block_bytes)
-        for line in memory.lines():
-            log.info(line)
-        start = time.perf_counter()
-        decoder = load_model(
-            path,
-            device=device,
-            dtype=config.dtype,
-            activations=config.activations,
-            lm_head=config.lm_head,
-            packed_cache=config.packed_cache,
-            attention_sinks=config.attention_sinks,
-        )
-        log.info("loaded %s in %.1f s", path, time.perf_counter() - start)
-        kv = kv_storage.allocate(spec, storages, memory.num_blocks, config.block_size, memory.max_model_len)
-        batch = PersistentBatch(config.max_batch_size, memory.max_model_len, config.block_size, config.max_step_tokens)
-        sampler = Sampler(config.max_batch_size, spec.vocab_size)
-        blocks = KVBlocks(kv)
-        self._tiers = TierStore(blocks, host_bytes=config.kv_host_memory or 0, disk=disk) if has_tiers else None
-        self.runner = Runner(decoder, kv, batch, sampler, memory.workspace, blocks=blocks, tiers=self._tiers)
-        limits = _limits(config, memory, spec)
+        device = device or resolve_device(config)
+        config = config.on(device.name)
+        threads.configure(config.num_threads or default_num_threads())
+        self._start(loading.load(model_path, config, device), config, device)
+
+    @classmethod
+    def of(
+        cls,
+        decoder: Decoder,
+        config: EngineConfig | None = None,
+        *,
+        storages: list[KVStorage] | None = None,
+        device: Device | None = None,
+    ) -> Self:
+        """An engine of a decoder that lies on its device, packed: no checkpoint is needed. No token ends a sequence.
+
+        `storages` of each layer's KV, or all as `config.kv_dtype` says. Raises ConfigError if there is too little
+        memory.
+        """
+        engine = cls.__new__(cls)
+        config = config or EngineConfig()
+        device = device or resolve_device(config)
+        config = config.on(device.name)
+        threads.configure(config.num_threads or default_num_threads())
+        engine._start(loading.given(decoder, config, device, storages), config, device)
+        return engine
+
+    def _start(self, model: LoadedModel, config: EngineConfig, device: Device) -> None:
+        spec, memory = model.decoder.spec, model.memory
+        self._device = device
+        self._lost: str | None = None  # why no step can run any more
         self._profile = Profile()
         self._overlap = config.overlap
-        self._thread = ThreadPoolExecutor(1, "engine-steps", lambda: threads.configure(num_threads))
-        self._under_way: deque[tuple[StepPlan, Future[_Result]]] = deque()
+        self._under_way: deque[tuple[StepPlan, _Pending]] = deque()
         self._failed_steps = 0
-        self._warm_up(limits)
-        eos = Tokenizer.from_pretrained(path).eos_token_ids
-        self.scheduler = Scheduler(limits, eos, tiers=self._tiers, fingerprint=fingerprint)
-        self.info = _info(str(path), limits, dtypes, memory)
+        limits = _limits(config, memory, spec)
+        with loading.fits_the_gpu("the KV cache or the first steps"):
+            kv = kv_storage.allocate(
+                spec, model.storages, memory.num_blocks, config.tokens_per_block, memory.max_model_len, device.name
+            )
+            blocks = KVBlocks(kv)
+            host_bytes = config.kv_host_memory or 0
+            self._tiers = TierStore(blocks, host_bytes=host_bytes, disk=model.disk) if model.has_tiers else None
+            self.runner: Runner | CudaRunner = _runner(model, config, device, kv, blocks, self._tiers)
+            num_threads = config.num_threads or default_num_threads()
+            self._thread = ThreadPoolExecutor(1, "engine-steps", lambda: threads.configure(num_threads))
+            self._warm_up(limits)
+        self.scheduler = Scheduler(limits, model.eos_token_ids, tiers=self._tiers, fingerprint=model.fingerprint)
+        self.info = _info(model.path, limits, [storage.dtypes for storage in model.storages], memory)
 
     def _warm_up(self, limits: SchedulerLimits) -> None:
         """Compute a few tokens with a scheduler of their own: what is compiled or read on first use is, before any
         request comes. Raises LMKitError if a step fails; its log says why.
         """
+        if isinstance(self.runner, CudaRunner):
+            self.runner.capture()
         self.scheduler = Scheduler(limits, ())
         length = min(4, limits.max_model_len, limits.kv.num_blocks * limits.kv.block_size)
         for name, temperature in (("greedy", 0.0), ("sampled", 1.0)):
@@ -140,9 +155,12 @@ class Engine:
     def step(self) -> list[StepOutput]:
         """Schedule, compute, sample: the outputs of the oldest step under way, or those that need none.
 
-        A step that raises ends its own requests with an error and no others.
+        A step that raises ends its own requests with an error and no others; DeviceLostError says that no other will
+        run any more.
         """
         while True:
+            if self._lost is not None:
+                raise DeviceLostError(self._lost)
             start = time.perf_counter()
             plan = self.scheduler.schedule()
             self._profile.schedule += time.perf_counter() - start
@@ -160,26 +178,36 @@ class Engine:
         """A copy, up to the last result that was taken in."""
         return replace(self._profile)
 
-    def _begin(self, plan: StepPlan) -> Future[_Result]:
-        if self._overlap:
+    def _begin(self, plan: StepPlan) -> _Pending:
+        if self._overlap and isinstance(self.runner, Runner):
             return self._thread.submit(self._execute, plan)
-        future: Future[_Result] = Future()
         try:
-            future.set_result(self._execute(plan))
+            return self._launch(plan)
         except Exception as error:  # noqa: BLE001 - logged where the result is taken
+            future: Future[StepResult] = Future()
             future.set_exception(error)
+            return future
+
+    def _launch(self, plan: StepPlan) -> _Pending:
+        if isinstance(self.runner, CudaRunner):
+            return self.runner.launch(plan)
+        future: Future[StepResult] = Future()
+        future.set_result(self._execute(plan))
         return future
 
-    def _execute(self, plan: StepPlan) -> _Result:
+    def _execute(self, plan: StepPlan) -> StepResult:
+        assert isinstance(self.runner, Runner)
         start, before = time.perf_counter(), self.runner.kernel_seconds
         sampled = self.runner.execute(plan)
-        return sampled, time.perf_counter() - start, self.runner.kernel_seconds - before
+        return StepResult(sampled, time.perf_counter() - start, self.runner.kernel_seconds - before)
 
-    def _land(self, plan: StepPlan, future: Future[_Result]) -> list[StepOutput]:
+    def _land(self, plan: StepPlan, pending: _Pending) -> list[StepOutput]:
         try:
-            sampled, seconds, kernels = future.result()
-        except Exception:  # one request must never end the engine
+            sampled, seconds, kernels = pending.result()
+        except Exception as error:  # one request must never end the engine
             self._failed_steps += 1
+            if isinstance(self._device, CudaDevice) and self._device.is_lost(error):
+                self._lost = f"the GPU refuses to go on ({str(error).partition(chr(10))[0]}); start the engine again"
             log.exception("a step failed; its %d requests end with an error", len(plan.chunks))
             return self.scheduler.fail(plan, "the engine failed while computing this request")
         landed = time.perf_counter()
@@ -204,22 +232,6 @@ class Engine:
         self.scheduler.check_integrity()
 
 
-def _has_tiers(config: EngineConfig) -> bool:
-    has_tiers = config.kv_host_memory is not None or config.kv_disk_path is not None
-    if has_tiers and not config.prefix_cache:
-        raise ConfigError("kv_host_memory and kv_disk_path keep what the prefix cache finds; do not turn it off")
-    if config.kv_disk_path is None and config.kv_disk_memory != EngineConfig().kv_disk_memory:
-        raise ConfigError("kv_disk_memory bounds what lies in kv_disk_path; name that folder too")
-    return has_tiers
-
-
-def _open_disk(config: EngineConfig, fingerprint: bytes, block_bytes: int) -> DiskTier | None:
-    """Raises ConfigError for a folder or a size that cannot be used."""
-    if config.kv_disk_path is None:
-        return None
-    return DiskTier(config.kv_disk_path, fingerprint, block_bytes=block_bytes, max_bytes=config.kv_disk_memory)
-
-
 def _limits(config: EngineConfig, memory: MemoryPlan, spec: ModelSpec) -> SchedulerLimits:
     return SchedulerLimits(
         kv=kv_limits(spec, config, memory.num_blocks),
@@ -235,10 +247,24 @@ def _limits(config: EngineConfig, memory: MemoryPlan, spec: ModelSpec) -> Schedu
     )
 
 
-def resolve_device(config: EngineConfig) -> str:
-    if config.device == "cuda":
-        raise UnsupportedError("device cuda: this build has no CUDA kernels; use --device cpu")
-    return "cpu"
+def _runner(
+    model: LoadedModel,
+    config: EngineConfig,
+    device: Device,
+    kv: list[KVLayer],
+    blocks: KVBlocks,
+    tiers: TierStore | None,
+) -> Runner | CudaRunner:
+    memory, vocab_size = model.memory, model.decoder.spec.vocab_size
+    batch = PersistentBatch(
+        config.max_batch_size, memory.max_model_len, config.tokens_per_block, config.max_step_tokens
+    )
+    if isinstance(device, CpuDevice):
+        sampler = Sampler(config.max_batch_size, vocab_size)
+        return Runner(model.decoder, kv, batch, sampler, memory.workspace, blocks=blocks, tiers=tiers)
+    samples = GpuSampler if device.has_kernels else HostSampler
+    on_device = samples(config.max_batch_size, vocab_size, device.tensors)
+    return CudaRunner(device, model.decoder, kv, batch, on_device, blocks=blocks, tiers=tiers)
 
 
 def _info(path: str, limits: SchedulerLimits, dtypes: list[tuple[str, str]], memory: MemoryPlan) -> EngineInfo:

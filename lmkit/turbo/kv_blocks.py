@@ -19,8 +19,10 @@ from torch import Tensor
 from lmkit import __version__
 from lmkit.config import EngineConfig
 from lmkit.formats.checkpoint import CheckpointReader
+from lmkit.kernels.cuda.blocks import BlockCopier
+from lmkit.kernels.cuda.module import is_available
 from lmkit.layers.batch import KVLayer
-from lmkit.models.identity import Packing, how_computed, sources_digest
+from lmkit.models.identity import Packing, how_computed, resolve_activations, sources_digest
 from lmkit.models.kv_storage import KVStorage
 
 SOURCES = ("models/families/*.py", "turbo/batch.py", "turbo/graphs.py", "turbo/runner.py", "turbo/kv_blocks.py")
@@ -35,6 +37,7 @@ class KVBlocks:
         self._arrays = [part.numpy() for part in self._parts] if self._on_cpu else []  # the same memory
         self._sizes = [part.shape[1] for part in self._parts]
         self._nbytes = sum(self._sizes)
+        self._copier = BlockCopier(self._parts) if is_available() and not self._on_cpu else None
 
     @property
     def _on_cpu(self) -> bool:
@@ -75,6 +78,8 @@ class KVBlocks:
             for array in self._arrays:
                 for source, target in pairs:
                     array[target] = array[source]
+        elif self._copier is not None:
+            self._copier.copy(pairs)
         else:
             for part in self._parts:
                 for source, target in pairs:
@@ -93,8 +98,8 @@ def kv_fingerprint(
     what, how KV is stored. `device` and `dtype` (of dense weights) are the resolved ones. A block made under another
     fingerprint is never found.
     """
-    packing = Packing(device, dtype, config.activations, config.lm_head)
+    packing = Packing(device, dtype, resolve_activations(config.activations, device), config.lm_head)
     storage = [asdict(storage) for storage in storages]
     versions = __version__, torch.__version__, numba.__version__, sources_digest(SOURCES)
-    shape = config.block_size, config.attention_sinks
+    shape = config.tokens_per_block, config.attention_sinks
     return hashlib.sha256(repr((how_computed(reader, packing), storage, shape, versions)).encode()).digest()

@@ -14,8 +14,10 @@ from lmkit.turbo.kv_manager import KVLimits
 from lmkit.turbo.tiers.host import check_host_bytes
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
-RUNTIME_BYTES = 400 << 20  # torch, numba and their compiled code
-KV_SHARE = 0.8  # of what is left after the weights, when the user names no budget
+RUNTIME_BYTES = (
+    400 << 20
+)  # torch, numba and their compiled code; on a GPU cuBLAS, kernels and what torch's cache rounds up
+KV_SHARE = {"cpu": 0.8, "cuda": 0.92}  # of what is left after the weights, when the user names no budget
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ def kv_limits(spec: ModelSpec, config: EngineConfig, num_blocks: int) -> KVLimit
     """What a pool of so many blocks is to an engine."""
     return KVLimits(
         num_blocks=num_blocks,
-        block_size=config.block_size,
+        block_size=config.tokens_per_block,
         window=spec.common_window,
         sinks=config.attention_sinks,
         max_step_tokens=config.max_step_tokens,
@@ -87,13 +89,18 @@ def plan_memory(
 
     With `kv_memory` the pool has that size; without, it serves max_batch_size full sequences or takes its share of the
     memory that is free, whichever is less. Without `max_model_len` the context shrinks to what the pool can hold.
+
+    On a GPU (`config.device` is "cuda") `available` is its own memory, and the host tier takes the machine's.
     """
+    on_gpu = config.device == "cuda"
     free = available_memory() if available is None else available
-    block_bytes = config.block_size * sum(kv_token_bytes(spec, dtypes) for dtypes in kv_dtypes)
-    workspace = _workspace_bytes(spec, config)
+    block_bytes = config.tokens_per_block * sum(kv_token_bytes(spec, dtypes) for dtypes in kv_dtypes)
+    workspace = (_gpu_workspace_bytes if on_gpu else _workspace_bytes)(spec, config)
     host = config.kv_host_memory or 0
     check_host_bytes(host, block_bytes)
-    left = free - weight_bytes - workspace - RUNTIME_BYTES - host
+    if on_gpu and host > (on_host := available_memory()):
+        raise ConfigError(f"kv_host_memory {gib(host)} is more than the {gib(on_host)} of host memory that is free")
+    left = free - weight_bytes - workspace - RUNTIME_BYTES - (0 if on_gpu else host)
     if left < block_bytes:
         raise ConfigError(
             f"this model needs {gib(weight_bytes)} for weights and {gib(workspace + RUNTIME_BYTES + host)} to run, but "
@@ -107,12 +114,13 @@ def plan_memory(
     if config.max_model_len is not None and config.max_model_len > spec.max_position:
         raise ConfigError(f"max_model_len {wanted_len} exceeds the model's context of {spec.max_position}")
     blocks_per_sequence = kv_limits(spec, config, 0).blocks_for(wanted_len)
-    budget = config.kv_memory or min(int(left * KV_SHARE), blocks_per_sequence * config.max_batch_size * block_bytes)
+    share = KV_SHARE["cuda" if on_gpu else "cpu"]
+    budget = config.kv_memory or min(int(left * share), blocks_per_sequence * config.max_batch_size * block_bytes)
     num_blocks = budget // block_bytes
     if num_blocks < 1:
         raise ConfigError(f"a KV budget of {gib(budget)} holds no block of {gib(block_bytes)}; raise kv_memory")
     if num_blocks < blocks_per_sequence:
-        fits = num_blocks * config.block_size
+        fits = num_blocks * config.tokens_per_block
         if config.max_model_len is not None:
             raise ConfigError(
                 f"one sequence of {wanted_len} tokens needs {gib(blocks_per_sequence * block_bytes)} of KV cache and "
@@ -140,6 +148,23 @@ def _workspace_bytes(spec: ModelSpec, config: EngineConfig) -> int:
         widest = max(widest, 8 * spec.hidden_size + 3 * size + 4 * moe.num_experts)
     rows = min(config.max_batch_size, config.max_step_tokens)
     return 4 * (config.max_step_tokens * widest + 2 * rows * spec.vocab_size)
+
+
+def _gpu_workspace_bytes(spec: ModelSpec, config: EngineConfig) -> int:
+    """Activations of 16 bits beside the float32 stream at the widest point of a layer; the largest linear's weights,
+    dequantized; logits of the captured steps' own buffer, of a step, and the sampler's copy; what is pinned, twice.
+    """
+    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    outputs = max(q + 2 * kv, 2 * spec.intermediate_size)
+    widest = 3 * 4 * spec.hidden_size + 2 * (spec.hidden_size + 3 * q + 2 * kv + 3 * spec.intermediate_size)
+    if (moe := spec.moe) is not None:  # as on a CPU
+        size = max(moe.intermediate_size, moe.shared_intermediate_size)
+        widest = max(widest, 24 * spec.hidden_size + 6 * size + 16 * moe.num_experts)
+    rows = min(config.max_batch_size, config.max_step_tokens)
+    tables = 4 * config.max_batch_size * -(-(config.max_model_len or spec.max_position) // config.tokens_per_block)
+    return (
+        config.max_step_tokens * widest + 2 * outputs * spec.hidden_size + 3 * 4 * rows * spec.vocab_size + 2 * tables
+    )
 
 
 def available_memory() -> int:

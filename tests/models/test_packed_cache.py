@@ -137,6 +137,13 @@ def test_a_mapped_model_computes_the_same_bits(
     assert [path.name for path in files(checkpoint)] == [file.name]
 
 
+def test_auto_activations_are_int8_on_a_cpu_and_share_its_file(tmp_path: Path) -> None:
+    checkpoint = awq(tmp_path)
+    auto, int8 = (load_model(checkpoint, packed_cache=True, activations=name) for name in ("auto", "int8"))
+    assert len(files(checkpoint)) == 1
+    assert torch.equal(logits(auto), logits(int8))
+
+
 def test_the_weights_are_mapped_and_aligned(loaded: Loaded) -> None:
     decoder = load_model(loaded.checkpoint, packed_cache=True)
     addresses = [decoder.embed_tokens.data_ptr()]

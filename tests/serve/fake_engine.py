@@ -52,7 +52,7 @@ class FakeEngine:
             vocab_size=4096,
             max_model_len=config.max_model_len or 4096,
             num_blocks=128,
-            block_size=config.block_size,
+            block_size=config.tokens_per_block,
             kv_dtype="float32",
             memory={"weights": 1},
         )

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lmkit.errors import UnsupportedError
-from lmkit.kernels.cuda.source import kernel_source, options
+from lmkit.kernels.cuda.source import common_options, kernel_source
 
 Dim = int | tuple[int, ...]
 Launch = Callable[[tuple[int, ...], tuple[int, ...], Sequence[Any], int], None]  # grid, block, arguments, shared bytes
@@ -101,6 +101,11 @@ def missing() -> str | None:
     return None
 
 
+def tensor_device(device: str) -> str:
+    """Where tensors of a device lie: those of an emulated GPU on the CPU."""
+    return "cpu" if "cpu" in BACKENDS else device
+
+
 def is_available() -> bool:
     """Whether kernels can run, on a GPU or emulated."""
     return bool(BACKENDS) or missing() is None
@@ -129,8 +134,7 @@ class CupyBackend:
 
     def load(self, source: str, name: str, defines: dict[str, int]) -> Launch:
         cupy = self._cupy
-        flags = tuple(flag for flag in options("", defines) if not flag.startswith("--gpu-architecture"))
-        module = cupy.RawModule(code=kernel_source(source), options=flags, backend="nvrtc")
+        module = cupy.RawModule(code=kernel_source(source), options=common_options(defines), backend="nvrtc")
         function = module.get_function(name)
         limit = function.max_dynamic_shared_size_bytes
         streams: dict[int, Any] = {}

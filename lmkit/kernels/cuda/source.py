@@ -23,6 +23,10 @@ def kernel_source(name: str) -> str:
 
 
 def options(arch: str, defines: dict[str, int]) -> tuple[str, ...]:
-    """NVRTC's options for an architecture such as "90a"."""
-    flags = (f"-D{name}={value}" for name, value in sorted(defines.items()))
-    return "-std=c++17", f"--gpu-architecture=sm_{arch}", "--ptxas-options=-O3", *flags
+    """NVRTC's options for an architecture such as "90". Subnormal float32 numbers are flushed to zero: CuPy insists."""
+    return f"--gpu-architecture=sm_{arch}", "-ftz=true", *common_options(defines)
+
+
+def common_options(defines: dict[str, int]) -> tuple[str, ...]:
+    """What CuPy does not add by itself."""
+    return "-std=c++17", "--ptxas-options=-O3", *(f"-D{name}={value}" for name, value in sorted(defines.items()))

@@ -27,6 +27,12 @@ def embedding(table: Tensor, rows: Tensor) -> Tensor:
     return table[rows].float()
 
 
+@implements(ops.known_tokens, "reference", device="any")
+def known_tokens(token_ids: Tensor, last_token: Tensor) -> None:
+    sampled = last_token[(-1 - token_ids).clamp_(min=0)]
+    torch.where(token_ids < 0, sampled, token_ids, out=token_ids).clamp_(min=0)
+
+
 @implements(ops.rope_angles, "reference", device="any")
 def rope_angles(positions: Tensor, inv_freq: Tensor, magnitude: float) -> tuple[Tensor, Tensor]:
     angles = positions[:, None].float() * inv_freq

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lmkit.kernels import ops
-from lmkit.kernels.ops import Norm
+from lmkit.kernels.ops import FP8_MAX, Norm
 from lmkit.kernels.reference.elementwise import rms_norm, silu_mul
 from lmkit.kernels.registry import implements
 from lmkit.qtensor import QTensor, dequantize
@@ -103,6 +103,19 @@ def _int8_product(x: Tensor, weight: QTensor, bias: Tensor | None) -> Tensor:
     return (y if bias is None else y + bias.float()).to(x.dtype)
 
 
+def round_to_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
+    """One group's inputs [T, group] -> (e4m3 values as float32, scale [T, 1])."""
+    scale = x.float().abs().amax(-1, keepdim=True) / FP8_MAX
+    scaled = torch.where(scale > 0, x.float() / scale, 0).clamp(-FP8_MAX, FP8_MAX)
+    return scaled.to(torch.float8_e4m3fn).float(), scale
+
+
+def _fp8_product(x: Tensor, weight: QTensor, bias: Tensor | None) -> Tensor:
+    group = x.shape[1] if weight.scheme.group_size == -1 else weight.scheme.group_size
+    rounded = [torch.mul(*round_to_e4m3(part)) for part in x.split(group, dim=1)]
+    return _product(torch.cat(rounded, dim=1), dequantize(weight), bias).to(x.dtype)
+
+
 def _accepts_torch(*, dtype: torch.dtype, **traits: Any) -> str | None:
     return None if dtype in TORCH_DTYPES else f"weights of {dtype}"
 
@@ -117,6 +130,7 @@ for _op, _bits, _multiply in (
     (ops.linear_w8a8, 8, _int8_product),
     (ops.linear_w8a16, 8, _dequantized_product),
     (ops.linear_fp8, 8, _dequantized_product),
+    (ops.linear_fp8_a8, 8, _fp8_product),
 ):
     implements(_op, "reference", device="any", accepts=accepts_bits(_bits), pack=keep, epilogue=True)(
         _linear(_multiply)

@@ -23,6 +23,7 @@ using i64 = long long;
 #undef shared_memory
 
 #if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
 #define ASAN 1
 #else
@@ -194,6 +195,9 @@ void run_block(Index block, Index block_size, Index grid_size, u8* shared) {
     for (int i = 0; i < count; ++i) {
         Fiber& fiber = machine.fibers[i];
         static_cast<Thread&>(fiber) = {{i % block_size.x, i / block_size.x % block_size.y, i / block_size.x / block_size.y}, block, block_size, grid_size, shared};
+#if ASAN
+        __asan_unpoison_memory_region(stack_of(&fiber), STACK_BYTES);  // the last fiber here never returned
+#endif
         void** top = reinterpret_cast<void**>(stack_of(&fiber) + STACK_BYTES);
         *--top = nullptr;
         *--top = reinterpret_cast<void*>(run_fiber);
@@ -307,7 +311,9 @@ extern "C" bool lm_launch(void (*kernel)(void**), void** args, const u32* grid, 
     std::vector<u32> order(grid[0] * grid[1] * grid[2]);
     for (u32 i = 0; i < order.size(); ++i) order[i] = i;
     for (u32 i = order.size(); i > 1; --i) std::swap(order[i - 1], order[draw(i)]);
-    auto* shared = static_cast<u8*>(aligned_alloc(128, shared_bytes ? (shared_bytes + 127) / 128 * 128 : 128));
+    void* memory = nullptr;
+    if (posix_memalign(&memory, 128, shared_bytes)) abort();
+    auto* shared = static_cast<u8*>(memory);  // not a byte more than was asked for
     for (u32 at : order) {
         memset(shared, 0x7f, shared_bytes);
         for (u64 i = 0; i + 1 < shared_bytes; i += 2) shared[i] = 0xff;  // 0x7fff: a NaN of all float types

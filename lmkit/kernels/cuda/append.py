@@ -1,0 +1,95 @@
+"""Writing tokens into blocked KV storage: ops.rope_append and ops.kv_append."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lmkit.kernels import ops
+from lmkit.kernels.cuda.module import Kernel, is_available, missing
+from lmkit.kernels.ops import KVTensor
+from lmkit.kernels.reference.elementwise import accepts_rope
+from lmkit.kernels.reference.elementwise import rope_append as reference_rope_append
+from lmkit.kernels.reference.kv import accepts_heads
+from lmkit.kernels.reference.kv import kv_append as reference_kv_append
+from lmkit.kernels.registry import implements
+
+STORAGE = {"float16": 0, "bfloat16": 1, "int8": 2, "fp8": 3, "int4": 4}  # StorageType of csrc/kv.cuh
+HALF = (torch.float16, torch.bfloat16)
+MAX_HEAD_DIM = 256
+HEADS_PER_BLOCK = 8
+
+
+def accepts(*, head_dim: int, **traits: Any) -> str | None:
+    if not is_available():
+        return missing()
+    if head_dim % 16 or head_dim > MAX_HEAD_DIM:
+        return f"head_dim {head_dim}: multiples of 16 up to {MAX_HEAD_DIM}"
+    check = accepts_rope if "rotary_dim" in traits else accepts_heads
+    return check(head_dim=head_dim, **traits)
+
+
+def can_run(rows: tuple[Tensor, ...], caches: tuple[KVTensor, KVTensor]) -> bool:
+    """Whether kernels take these: rows [T, heads, D] of one 16-bit type that 16-byte loads can read, D as in the
+    caches, which are stored in one of `STORAGE`."""
+    dtype, dim = rows[0].dtype, rows[0].shape[2]
+    if dtype not in HALF or dim % 16 or dim > MAX_HEAD_DIM or any(cache.dtype not in STORAGE for cache in caches):
+        return False
+    return all(
+        x.dtype == dtype and x.stride(2) == 1 and x.stride(0) % 8 == x.stride(1) % 8 == 0 and x.data_ptr() % 16 == 0
+        for x in rows
+    )
+
+
+@cache
+def append_kernel(dim: int, keys: str, values: str, bf16: bool) -> Kernel:
+    defines = {"LM_BF16": 1} if bf16 else {}
+    return Kernel("append.cu", "append", DIM=dim, KEYS=STORAGE[keys], VALUES=STORAGE[values], **defines)
+
+
+@implements(ops.rope_append, "cuda", device="cuda", accepts=accepts, priority=20)
+def rope_append(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: KVTensor, v_cache: KVTensor, slots: Tensor
+) -> None:
+    if not can_run((q, k, v), (k_cache, v_cache)):
+        reference_rope_append(q, k, v, cos, sin, k_cache, v_cache, slots)
+        return
+    mean = None if k_cache.mean is None else k_cache.mean.vector
+    angles = (cos.contiguous(), sin.contiguous(), cos.shape[1], mean)
+    _append((*strided(q), *strided(k), *strided(v), *angles), k, q.shape[1], k_cache, v_cache, slots)
+
+
+@implements(ops.kv_append, "cuda", device="cuda", accepts=accepts, priority=20)
+def kv_append(k: Tensor, v: Tensor, k_cache: KVTensor, v_cache: KVTensor, slots: Tensor) -> None:
+    if not can_run((k, v), (k_cache, v_cache)):
+        reference_kv_append(k, v, k_cache, v_cache, slots)
+        return
+    no_queries, no_angles = strided(None), (None, None, 0, None)
+    _append((*no_queries, *strided(k), *strided(v), *no_angles), k, 0, k_cache, v_cache, slots)
+
+
+def _append(
+    rows: tuple[Any, ...], k: Tensor, num_heads: int, k_cache: KVTensor, v_cache: KVTensor, slots: Tensor
+) -> None:
+    """`rows`: the kernel's arguments up to the caches."""
+    tokens, kv_heads, dim = k.shape
+    kernel = append_kernel(dim, k_cache.dtype, v_cache.dtype, k.dtype == torch.bfloat16)
+    blocks = -(-tokens * (num_heads + 2 * kv_heads) // HEADS_PER_BLOCK)
+    sizes = (tokens, num_heads, kv_heads, k_cache.block_size)
+    kernel(blocks, 128, [*rows, *storage(k_cache), *storage(v_cache), slots, *sizes])
+
+
+def strided(x: Tensor | None) -> tuple[Any, ...]:
+    """A tensor [T, heads, D] and its first two strides, `long long`."""
+    return (None, np.int64(0), np.int64(0)) if x is None else (x, np.int64(x.stride(0)), np.int64(x.stride(1)))
+
+
+def storage(cache: KVTensor) -> tuple[Any, ...]:
+    """Of csrc's kernels: data, params, fixed scales or null, whether it is turned by Hadamard's matrix."""
+    assert cache.data.is_contiguous()
+    assert cache.params.is_contiguous()
+    return cache.data, cache.params, cache.scales, int(cache.hadamard)

@@ -1,0 +1,58 @@
+// ops.rope_append and ops.kv_append: 16 lanes take a head of a token (D / 16 elements a lane), 8 heads a block.
+//
+// Of each token come its query heads, its key heads, its value heads: index = (token, head). Queries and keys are turned
+// and written back; keys and values are quantized and stored. With null angles nothing turns (kv_append, no query heads).
+//
+// DIM: D. KEYS, VALUES: storage types (StorageType). LM_BF16: q, k, v are bfloat16.
+#include "kv.cuh"
+
+struct Store {  // one layer's keys or values
+    u8 *data, *params;
+    const float* scales;
+    int hadamard;
+};
+
+DEVICE void write_back(u16* row, const float (&x)[DIM / 16], bool active) {
+    alignas(16) u16 bits[DIM / 16];
+#pragma unroll
+    for (int e = 0; e < DIM / 16; ++e) bits[e] = Half::from_float(x[e]);
+    if (active) store_span(row + (lane_id() & 15) * (DIM / 16), bits);
+}
+
+template <int TYPE>
+DEVICE void store(const Store& to, i64 row, int head, const float (&head_of_token)[DIM / 16], bool active) {
+    float x[DIM / 16];
+#pragma unroll
+    for (int e = 0; e < DIM / 16; ++e) x[e] = head_of_token[e];
+    if constexpr ((DIM & (DIM - 1)) == 0) {
+        if (to.hadamard) hadamard<DIM>(x);
+    }
+    store_head<TYPE, DIM>(to.data + row * Storage<TYPE, DIM>::ROW, to.params + row * 4, x, to.scales ? to.scales + head : nullptr, active);
+}
+
+extern "C" __global__ void __launch_bounds__(128)
+append(u16* q, i64 q_token, i64 q_head, u16* k, i64 k_token, i64 k_head, u16* v, i64 v_token, i64 v_head, const float* cosines,
+       const float* sines, int half, const float* mean, u8* k_data, u8* k_params, const float* k_scales, int k_hadamard, u8* v_data,
+       u8* v_params, const float* v_scales, int v_hadamard, const i32* slots, int tokens, int q_heads, int kv_heads, int block_size) {
+    const int heads = q_heads + 2 * kv_heads;
+    const i64 index = blockIdx.x * 8ll + threadIdx.x / 16, count = static_cast<i64>(tokens) * heads;
+    // Which of the three a warp's two halves have may differ; the paths' warp operations are met by all lanes, a half that
+    // has something else or nothing to do takes part with `mine` false.
+    const bool active = index < count;
+    const i64 token = active ? index / heads : 0;
+    const int head = active ? static_cast<int>(index - token * heads) : 0;
+    const int kind = head < q_heads ? 0 : head < q_heads + kv_heads ? 1 : 2, kv_head = max(0, head - q_heads) % kv_heads;
+
+    u16* row = kind == 0 ? q + token * q_token + head * q_head : kind == 1 ? k + token * k_token + kv_head * k_head : v + token * v_token + kv_head * v_head;
+    const Angles angles{cosines + token * half, sines + token * half, kind == 2 ? 0 : half};
+    float x[DIM / 16];
+    load_head<DIM>(x, row, mean && kind == 1 ? mean + kv_head * DIM : nullptr, angles);
+    __syncwarp();  // a lane reads what another writes back
+    if (half > 0 && kind < 2) write_back(row, x, active);
+
+    const int slot = kind > 0 && active ? slots[token] : -1;
+    const i64 where = slot < 0 ? 0 : row_of_slot(slot, block_size, kv_heads, kv_head);
+    if (__any_sync(0xffffffffu, kind == 1)) store<KEYS>({k_data, k_params, k_scales, k_hadamard}, where, kv_head, x, kind == 1 && slot >= 0);
+    if (__any_sync(0xffffffffu, kind == 2)) store<VALUES>({v_data, v_params, v_scales, v_hadamard}, where, kv_head, x, kind == 2 && slot >= 0);
+}
+EXPORT(append)

@@ -1,0 +1,49 @@
+// Ops that treat every element by itself: embedding, silu(gate) * up, cosines and sines of positions. A thread has eight
+// neighbouring values of a row (rows.cuh), or one angle.
+#include "rows.cuh"
+
+// out[i] = table[rows[i]] as float32. Grid: (rows, blocks of columns).
+extern "C" __global__ void __launch_bounds__(256) embedding(
+    const void* table, i64 row_stride, const i64* rows, float* out, int columns, int half, int aligned
+) {
+    const int column = WIDTH * (blockIdx.y * blockDim.x + threadIdx.x);
+    const int count = columns - column;
+    if (count <= 0) return;
+    float v[WIDTH];
+    load8(v, table, rows[blockIdx.x] * row_stride + column, half, aligned, count);
+    store8(out, static_cast<i64>(blockIdx.x) * columns + column, v, false, aligned, count);
+}
+EXPORT(embedding)
+
+DEVICE float silu(float x) { return x / (1.0f + expf(-x)); }
+
+// out = silu(gate) * up of rows gate | up, each of `columns`.
+extern "C" __global__ void __launch_bounds__(256) silu_mul(
+    const void* gate_up, i64 row_stride, void* out, int columns, int half, int aligned
+) {
+    const int column = WIDTH * (blockIdx.y * blockDim.x + threadIdx.x);
+    const int count = columns - column;
+    if (count <= 0) return;
+    const i64 row = blockIdx.x, gate_at = row * row_stride + column;
+    float gate[WIDTH], up[WIDTH];
+    load8(gate, gate_up, gate_at, half, aligned, count);
+    load8(up, gate_up, gate_at + columns, half, aligned, count);
+#pragma unroll
+    for (int i = 0; i < WIDTH; ++i) gate[i] = silu(gate[i]) * up[i];
+    store8(out, row * columns + column, gate, half, aligned, count);
+}
+EXPORT(silu_mul)
+
+// cos and sin of positions[i] * inv_freq[j], the product rounded to float32, times `magnitude`. Positions are up to some
+// 10^6 radians: sincosf reduces exactly, __sincosf would not.
+extern "C" __global__ void __launch_bounds__(256) rope_angles(
+    const i32* positions, const float* inv_freq, float magnitude, float* cos, float* sin, int tokens, int half_dim
+) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= tokens * half_dim) return;
+    float s, c;
+    sincosf(__fmul_rn(static_cast<float>(positions[i / half_dim]), inv_freq[i % half_dim]), &s, &c);
+    cos[i] = c * magnitude;
+    sin[i] = s * magnitude;
+}
+EXPORT(rope_angles)

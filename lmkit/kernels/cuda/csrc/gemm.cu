@@ -1,0 +1,315 @@
+// y = x W^T for few tokens and a packed weight (gemm.cuh): reading W once, as fast as memory gives it.
+//
+// Computed is Y^T = W X^T with mma.m16n8k16: the weight is operand A (16 outputs), x operand B (8 tokens), so that 1 to 8
+// tokens cost one mma per fragment of W. More tokens are more operands B for the same fragment (N_TILES of 8).
+//
+// A block holds tokens' inputs of one range of K in shared memory and walks over its share of the rows of W:
+//
+//     grid    (blocks of 8 N_TILES tokens, ranges of K, workers); a worker takes row blocks z, z + workers ...
+//     block   WARPS_N x WARPS_K warps; a row block is WARPS_N * ROWS tiles of 16 outputs. Warp (n, k) multiplies ROWS
+//             tiles with stages k, k + WARPS_K ... of the range: neighbouring kilobytes are read at the same time
+//
+// Weights go by cp.async from memory into the warp's own ring of DEPTH slots (a stage of ROWS tiles each, with scales),
+// and every lane reads back what it copied: there is no barrier in the loop, and the ring runs on into the next row
+// block while this one's sums are added up. In flight are WARPS * (DEPTH - 1) * ROWS KB of 4-bit weights, say
+// 8 * 7 = 56 KB an SM; 4.3 TB/s at 0.9 us need 29 KB of each of 132 SMs.
+//
+// x stays in shared memory for all row blocks (`slabs` 1), so that it comes from L2 once for each block: 132 M K 2 bytes
+// over the number of ranges, e.g. 4 MB at M = 16, K = 4096 in 4 ranges, beside 8 MB of weights of 4096 outputs. Where it
+// does not fit, the range is walked through in slabs, and the next slab is loaded while one is in use.
+// A lane reads 16 bytes of a row: rows lie 64 bytes (mod 128) apart, which puts the 8 lanes of a phase (2 rows x 64
+// bytes) on different banks. With N_TILES n-tiles and ROWS tiles a warp reads 2 N_TILES / ROWS KB of x per KB of
+// weights: more than 2 tiles of tokens want ROWS 2.
+//
+// Sums are exact until the end of a group: codes less zeros are small integers, products with Half are summed in float32
+// from zero, and a group's sum is scaled in float32. Warps' sums meet in shared memory, blocks' (ranges of K) in a
+// buffer of float32 that the block that comes last adds up; both in a fixed order.
+//
+// Instructions for a stage (64 weights a lane) of one tile at N_TILES 1, float16: 72 to dequantize (8 x (4 lop3, 1 shift,
+// 4 HADD2)), 8 mma, 7 LDS, 4 LDGSTS, some 30 others: about 2 a weight; memory at full speed leaves 3.7.
+//
+// Defines besides gemm.cuh's: N_TILES, ROWS, WARPS_N, WARPS_K, DEPTH.
+#include "gemm.cuh"
+
+constexpr int WARPS = WARPS_N * WARPS_K, THREADS = 32 * WARPS;
+constexpr int BLOCKS_PER_SM = N_TILES * ROWS <= 4 && THREADS < 512 ? 512 / THREADS : 1;  // at least: at most 128 registers
+constexpr int TOKENS = 8 * N_TILES;
+constexpr int BLOCK_TILES = WARPS_N * ROWS, BLOCK_ROWS = TILE * BLOCK_TILES;
+constexpr int SLOT_BYTES = ROWS * (STAGE_BYTES + STAGE_PARAM_BYTES);
+constexpr int RING_BYTES = DEPTH * SLOT_BYTES;
+constexpr int SLICE = N_TILES < 4 ? N_TILES : 4;     // n-tiles whose sums meet at a time
+constexpr int SUM_STRIDE = TILE * ROWS + 4;          // floats; lanes (g, t) write to 2 t * stride + g: all banks
+constexpr int SUM_BYTES = 8 * SLICE * SUM_STRIDE * 4;  // of a warp
+constexpr int CHAINS = N_TILES * ROWS == 1 ? 2 : 1;  // independent mma sums of a tile, so that they overlap
+constexpr int LOG_BLOCK_TILES = BLOCK_TILES == 1 ? 0 : BLOCK_TILES == 2 ? 1 : BLOCK_TILES == 4 ? 2 : BLOCK_TILES == 8 ? 3 : 4;
+static_assert(1 << LOG_BLOCK_TILES == BLOCK_TILES, "row blocks of 2^n tiles");
+
+struct Arguments {
+    const u16* x;        // [tokens, inputs]
+    const u8 *codes, *params;
+    const float* bias;   // [rows of the weight] or null
+    void* y;             // [tokens, outputs]
+    float* partial;      // [ranges, tokens, row blocks * BLOCK_ROWS], of more than one range
+    i32* counters;
+    int tokens, inputs, outputs, tiles, stages, groups, stages_per_group, slab, slabs, gated, kind;
+};
+
+enum Kind { HALF, FLOAT, ADD };
+
+// The weights of a warp, in the order in which it reads them: pointers of each lane, which advance.
+struct Stream {
+    int first, valid, units;  // stages of a row block: the first, how many there are, how many are read (rest: zeros)
+    int block, left, unit;    // the next row block, tiles from there to the last, the next stage
+    const u8 *codes, *params;
+
+    DEVICE void start(const Arguments& a, int blocks, int warp_n) {
+        const int tile = block * BLOCK_TILES + warp_n * ROWS;
+        left = block < blocks ? a.tiles - tile : 0;
+        unit = 0;
+        codes = a.codes + (static_cast<i64>(tile) * a.stages + first) * STAGE_BYTES + lane_id() * 16;
+        params = a.params + (static_cast<i64>(tile) * a.groups + first * SCALES) * PARAM_BYTES + lane_id() * 16;
+    }
+
+    // The next stage is on its way to `slot`, of which the lane's share is at 16 * lane.
+    DEVICE void copy(u8* slot, const Arguments& a, bool has_params) {
+        const u8* group = params;
+        if (SCALES == 0) group += (first + unit * WARPS_K) / a.stages_per_group * PARAM_BYTES;
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+            const bool there = unit < valid && r < left;
+            const u8* from = codes + r * static_cast<i64>(a.stages) * STAGE_BYTES;
+#pragma unroll
+            for (int load = 0; load < LOADS; ++load)
+                cp_async16_stream(slot + r * STAGE_BYTES + load * LOAD_BYTES, from + load * LOAD_BYTES, there);
+            if (has_params)
+                cp_async16(slot + ROWS * STAGE_BYTES + r * STAGE_PARAM_BYTES, group + r * static_cast<i64>(a.groups) * PARAM_BYTES, there);
+        }
+        cp_async_commit();
+        ++unit;
+        codes += WARPS_K * STAGE_BYTES;
+        params += WARPS_K * SCALES * PARAM_BYTES;
+    }
+};
+
+// x[token .. token + count, first .. first + inputs of a slab] is on its way; zeros beyond the last input.
+DEVICE void copy_x(u8* to, int stride, const Arguments& a, int token, int count, int first) {
+    const int vectors = a.slab * (STAGE / 8);
+    int row = threadIdx.x / vectors, column = threadIdx.x % vectors;
+    while (row < count) {
+        const int k = first + 8 * column;
+        const bool valid = k < a.inputs;
+        cp_async16(to + row * stride + 16 * column, a.x + static_cast<i64>(token + row) * a.inputs + (valid ? k : 0), valid);
+        column += THREADS;
+        while (column >= vectors) column -= vectors, ++row;
+    }
+}
+
+using Sums = float[ROWS][N_TILES][4];
+
+// sums += one stage of weights times x. `x[n]` is the lane's part of its token of n-tile n.
+DEVICE void multiply(Sums& sums, const u8* slot, const int (&x)[N_TILES], int x_offset, int lane) {
+    const int g = lane >> 2;
+    float group_sums[CHAINS][ROWS][N_TILES][4];
+    Params p[ROWS];
+    uint4 words[ROWS];
+#pragma unroll
+    for (int k32 = 0; k32 < STAGE / 32; ++k32) {
+        if (k32 % HALVES == 0)
+#pragma unroll
+            for (int r = 0; r < ROWS; ++r)
+                words[r] = *reinterpret_cast<const uint4*>(slot + r * STAGE_BYTES + k32 / HALVES * LOAD_BYTES + lane * 16);
+        if (k32 % SCALE_STRIDE == 0) {
+#pragma unroll
+            for (int r = 0; r < ROWS; ++r) {
+                p[r] = load_params(slot + ROWS * STAGE_BYTES + r * STAGE_PARAM_BYTES + k32 / SCALE_STRIDE * PARAM_BYTES, g);
+#pragma unroll
+                for (int i = 0; i < CHAINS * N_TILES * 4; ++i) group_sums[i / (4 * N_TILES)][r][i / 4 % N_TILES][i % 4] = 0;
+            }
+        }
+        u32 a[ROWS][2][4];
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) fragment(a[r][i], words[r], k32 % HALVES, i, p[r].excess);
+#pragma unroll
+        for (int n = 0; n < N_TILES; ++n) {
+            const uint4 b = *reinterpret_cast<const uint4*>(shared_memory + x[n] + x_offset + k32 * 64);
+#pragma unroll
+            for (int r = 0; r < ROWS; ++r) Half::mma(group_sums[0][r][n], a[r][0], b.x, b.y);
+#pragma unroll
+            for (int r = 0; r < ROWS; ++r) Half::mma(group_sums[CHAINS - 1][r][n], a[r][1], b.z, b.w);
+        }
+        if (k32 % SCALE_STRIDE == SCALE_STRIDE - 1)
+#pragma unroll
+            for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+                for (int n = 0; n < N_TILES; ++n)
+#pragma unroll
+                    for (int c = 0; c < 4; ++c) {
+                        const float sum = group_sums[0][r][n][c] + (CHAINS > 1 ? group_sums[CHAINS - 1][r][n][c] : 0.0f);
+                        sums[r][n][c] += p[r].scale[c >> 1] * sum;
+                    }
+    }
+}
+
+// The sums of n-tiles first .. first + SLICE - 1, to where all of a block's warps have theirs: [warp][token][row].
+template <int FIRST>
+DEVICE void put_sums(float* all, const Sums& sums) {
+    const int lane = lane_id(), g = lane >> 2, t = lane & 3;
+    float* mine = all + warp_id() * (SUM_BYTES / 4);
+#pragma unroll
+    for (int n = FIRST; n < FIRST + SLICE; ++n)
+        if (n < N_TILES)
+#pragma unroll
+            for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+                for (int c = 0; c < 4; ++c)
+                    mine[((n - FIRST) * 8 + 2 * t + (c & 1)) * SUM_STRIDE + r * TILE + (c >> 1) * 8 + g] = sums[r][n < N_TILES ? n : 0][c];
+}
+
+// Warps' sums, added up.
+struct FromWarps {
+    const float* all;
+    DEVICE float operator()(int row, int token) const {
+        const int in_warp = row % (TILE * ROWS);
+        const float* at = all + row / (TILE * ROWS) * WARPS_K * (SUM_BYTES / 4) + token * SUM_STRIDE + in_warp;
+        float sum = at[0];
+#pragma unroll
+        for (int k = 1; k < WARPS_K; ++k) sum += at[k * (SUM_BYTES / 4)];
+        return sum;
+    }
+};
+
+// Ranges' sums, added up.
+struct FromRanges {
+    const float* first;  // of the first range, at the first token and row of this block
+    i64 stride, range_stride;
+    int ranges;
+    DEVICE float operator()(int row, int token) const {
+        const float* at = first + token * stride + row;
+        float sum = __ldcg(at);
+#pragma unroll 4
+        for (int k = 1; k < ranges; ++k) sum += __ldcg(at + k * range_stride);
+        return sum;
+    }
+};
+
+DEVICE float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
+
+// Tokens' results of a row block from its sums. Gated tiles have 8 gates, then what they multiply.
+template <class From>
+DEVICE void finish(const Arguments& a, const From& from, int block, int token, int count) {
+    const int log_rows = a.gated ? 3 : 4, log_width = log_rows + LOG_BLOCK_TILES;
+    for (int i = threadIdx.x; i < count << log_width; i += THREADS) {
+        const int t = i >> log_width, column = i & ((1 << log_width) - 1);
+        const int n = (block << log_width) + column;
+        if (n >= a.outputs) continue;
+        const int row = a.gated ? (column >> 3) * TILE + (column & 7) : column;
+        float value = from(row, t);
+        if (a.bias) value += a.bias[n];
+        if (a.gated) value = silu(value) * (from(row + 8, t) + (a.bias ? a.bias[a.outputs + n] : 0.0f));
+        const i64 at = static_cast<i64>(token + t) * a.outputs + n;
+        if (a.kind == HALF)
+            static_cast<u16*>(a.y)[at] = Half::from_float(value);
+        else if (a.kind == FLOAT)
+            static_cast<float*>(a.y)[at] = value;
+        else
+            static_cast<float*>(a.y)[at] += value;
+    }
+}
+
+// One slice of a row block's sums becomes results, or this range's share of them.
+template <int FIRST>
+DEVICE void give(const Arguments& a, float* all, const Sums& sums, int block, int token, int count, i64 padded_rows) {
+    if (8 * FIRST >= count) return;
+    __syncthreads();
+    put_sums<FIRST>(all, sums);
+    __syncthreads();
+    const int here = min(count - 8 * FIRST, 8 * SLICE);
+    const FromWarps from{all};
+    if (gridDim.y == 1) return finish(a, from, block, token + 8 * FIRST, here);
+    float* to = a.partial + (static_cast<i64>(blockIdx.y) * a.tokens + token + 8 * FIRST) * padded_rows + block * BLOCK_ROWS;
+    for (int i = threadIdx.x; i < here * BLOCK_ROWS; i += THREADS)
+        to[i / BLOCK_ROWS * padded_rows + i % BLOCK_ROWS] = from(i % BLOCK_ROWS, i / BLOCK_ROWS);
+}
+
+// Whether this block is the last of all ranges to come here for a row block; what the others wrote is visible then.
+DEVICE bool is_last(i32* counter, float* flag) {
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        const bool last = atomicAdd(counter, 1) == static_cast<int>(gridDim.y) - 1;
+        if (last) *counter = 0;
+        *flag = last ? 1.0f : 0.0f;
+    }
+    __syncthreads();
+    const bool last = *flag != 0.0f;
+    __threadfence();
+    return last;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+    gemm(const u16* x, const u8* codes, const u8* params, const float* bias, void* y, float* partial, i32* counters, int tokens,
+         int inputs, int outputs, int tiles, int stages, int groups, int stages_per_group, int slab, int slabs, int gated, int kind) {
+    const Arguments a{x,     codes, params, bias,   y,      partial,          counters, tokens, inputs,
+                      outputs, tiles, stages, groups, stages_per_group, slab,     slabs,  gated, kind};
+    const int lane = lane_id(), warp_n = warp_id() / WARPS_K, warp_k = warp_id() % WARPS_K;
+    const int blocks = (tiles + BLOCK_TILES - 1) / BLOCK_TILES, workers = gridDim.z;
+    const int range = slab * slabs, first_stage = blockIdx.y * range;  // of stages
+    const int token = blockIdx.x * TOKENS, count = min(tokens - token, TOKENS);
+    const i64 padded_rows = static_cast<i64>(blocks) * BLOCK_ROWS;
+
+    float* all_sums = reinterpret_cast<float*>(shared_memory + WARPS * RING_BYTES);
+    const int x_at = WARPS * (RING_BYTES + SUM_BYTES), x_stride = slab * STAGE * 2 + 64, x_bytes = count * x_stride;
+    int x_of[N_TILES];  // tokens that are not there are read as the last: their columns are nobody's
+#pragma unroll
+    for (int n = 0; n < N_TILES; ++n) x_of[n] = x_at + min(8 * n + (lane >> 2), count - 1) * x_stride + 16 * (lane & 3);
+
+    // All warps read as many stages; those beyond the last are zeros.
+    const int first = first_stage + warp_k, valid = first < stages ? (stages - first + WARPS_K - 1) / WARPS_K : 0;
+    const bool has_params = lane < STAGE_PARAM_BYTES / 16;
+    u8* const ring = shared_memory + warp_id() * RING_BYTES;
+    Stream stream{first, valid, range / WARPS_K, static_cast<int>(blockIdx.z)};
+    const auto advance = [&](int slot) {
+        stream.copy(ring + slot + lane * 16, a, has_params);
+        if (stream.unit == stream.units) stream.block += workers, stream.start(a, blocks, warp_n);
+    };
+
+    stream.start(a, blocks, warp_n);
+    copy_x(shared_memory + x_at, x_stride, a, token, count, first_stage * STAGE);
+    for (int slot = 0; slot < (DEPTH - 1) * SLOT_BYTES; slot += SLOT_BYTES) advance(slot);
+
+    int filled = (DEPTH - 1) * SLOT_BYTES, slot = 0, buffer = 0;  // `filled`: the slot that is filled next
+    bool new_x = true;
+    for (int block = blockIdx.z; block < blocks; block += workers) {
+        Sums sums = {};
+        for (int part = 0; part < slabs; ++part) {
+            for (int at = warp_k * STAGE * 2; at < slab * STAGE * 2; at += WARPS_K * STAGE * 2) {
+                cp_async_wait<DEPTH - 2>();
+                if (new_x) {
+                    __syncthreads();  // x is there, and the other buffer free
+                    if (slabs > 1 && (part + 1 < slabs || block + workers < blocks))
+                        copy_x(shared_memory + x_at + x_bytes - buffer, x_stride, a, token, count,
+                               (first_stage + (part + 1 < slabs ? part + 1 : 0) * slab) * STAGE);
+                    new_x = false;
+                } else {
+                    __syncwarp();  // scales come by other lanes, and all have left the slot that is filled next
+                }
+                advance(filled);
+                multiply(sums, ring + slot, x_of, buffer + at, lane);
+                filled = slot;
+                slot = slot == (DEPTH - 1) * SLOT_BYTES ? 0 : slot + SLOT_BYTES;
+            }
+            if (slabs > 1) buffer = x_bytes - buffer, new_x = true;
+        }
+        give<0>(a, all_sums, sums, block, token, count, padded_rows);
+        if (N_TILES > SLICE) give<SLICE>(a, all_sums, sums, block, token, count, padded_rows);
+        if (gridDim.y > 1) {
+            const i64 at = token * padded_rows + block * BLOCK_ROWS;
+            if (is_last(counters + block * gridDim.x + blockIdx.x, all_sums))
+                finish(a, FromRanges{partial + at, padded_rows, tokens * padded_rows, static_cast<int>(gridDim.y)}, block, token, count);
+        }
+    }
+    cp_async_wait<0>();
+}
+EXPORT(gemm)

@@ -1,0 +1,108 @@
+// Packed weights: what gemm.cu multiplies with and dequantize.cu spells out. The host packs them (gemm_pack.py).
+//
+// A tile is 16 outputs, a stage 128 inputs. Codes lie in operand A fragments of mma.m16n8k16, so that a lane's share of
+// a load is 16 bytes that it alone reads. Inputs are permuted within 32 of them (the sum does not care, as operand B is
+// permuted alike): lane (g, t) owns inputs 8t .. 8t+7 of each 32, of rows g and g+8; with i the step of the mma, and
+// e, l = 0, 1 (operand register, half of it)
+//
+//     input = 32 h + 8 t + 4 i + 2 e + l
+//
+// so what B needs of an activation row for two steps is also one 16-byte vector.
+//
+//     codes 4 bits   [tile][stage][h / 2][g][t][h % 2][i] u32: the code of row g + 8r in bits 4r + 8e + 16l
+//     codes 8 bits   [tile][stage][h]    [g][t][i][e] u32: the code of row g + 8r in byte 2r + l
+//     params         [tile][group]: scales [g][r] (float16, or float32 if WIDE), zeros u8 [g][r] unless FLOAT8
+//
+// Defines: CODE_BITS 4 or 8; FLOAT8 (codes are e4m3); WIDE; SCALES: groups in a stage, 1, 2 or 4; 0 = longer groups.
+#pragma once
+#include "ptx.cuh"
+
+constexpr int TILE = 16, STAGE = 128;
+constexpr int HALVES = CODE_BITS == 4 ? 2 : 1;       // times 32 inputs in a load of 16 bytes a lane
+constexpr int LOADS = STAGE / 32 / HALVES;           // in a stage of a tile
+constexpr int LOAD_BYTES = 512;
+constexpr int STAGE_BYTES = LOADS * LOAD_BYTES;
+constexpr int SCALE_BYTES = TILE * (WIDE ? 4 : 2);
+constexpr int PARAM_BYTES = SCALE_BYTES + (FLOAT8 ? 0 : TILE);
+constexpr int STAGE_SCALES = SCALES > 0 ? SCALES : 1;
+constexpr int STAGE_PARAM_BYTES = STAGE_SCALES * PARAM_BYTES;
+constexpr int SCALE_STRIDE = STAGE / 32 / STAGE_SCALES;  // times 32 inputs with one scale, within a stage
+
+// Of a lane's two rows in one group: the scales, and what its raw numbers (below) are too large by.
+struct Params {
+    float scale[2];
+    u32 excess[2];
+};
+
+// Codes become numbers by standing in the fraction of one that is large enough: 1024 + code in float16 (0x6400), or
+// 64 + code if the code stands 4 bits higher (0x5400), 128 + code in bfloat16 (0x4300), 2^23 + code in float32. Taking
+// away that and the zero at once is exact: an integer of at most 8 bits and a sign.
+DEVICE Params load_params(const u8* group, int g) {
+    Params p;
+    if (WIDE) {
+        const float2 pair = reinterpret_cast<const float2*>(group)[g];
+        p.scale[0] = pair.x, p.scale[1] = pair.y;
+    } else {
+        const u32 pair = reinterpret_cast<const u32*>(group)[g];
+        p.scale[0] = F16::lo(pair), p.scale[1] = F16::hi(pair);
+    }
+    if (!FLOAT8) {
+        const u32 pair = reinterpret_cast<const u16*>(group + SCALE_BYTES)[g];
+        const u32 zero[2] = {pair & 0xffu, pair >> 8};
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            if (CODE_BITS == 8 && Half::is_bf16)
+                p.excess[r] = 0x4b000000u + zero[r];
+            else if (Half::is_bf16)
+                p.excess[r] = 0x43004300u + zero[r] * 0x10001u;
+            else if (CODE_BITS == 4 && r == 1)
+                p.excess[r] = 0x54005400u + zero[r] * 0x100010u;
+            else
+                p.excess[r] = 0x64006400u + zero[r] * 0x10001u;
+        }
+    }
+    return p;
+}
+
+DEVICE u32 component(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+
+// Two e4m3 codes (bits 0-15) as a pair of Half, exactly.
+DEVICE u32 e4m3_to_half(u32 two) {
+    if (!Half::is_bf16) return e4m3_to_f16(two);
+    const u32 spread = prmt(two, 0, 0x1404);
+    return BF16::mul((spread & 0x80008000u) | ((spread & 0x7f007f00u) >> 4), 0x7b807b80u);  // times 2^120
+}
+
+// Two 8-bit codes (bytes FIRST, FIRST + 1) less the zero as a pair of Half, exactly.
+template <int FIRST>
+DEVICE u32 bytes_to_half(u32 word, u32 excess) {
+    if (!Half::is_bf16) return F16::sub(prmt(word, 0x64646464u, FIRST ? 0x4342 : 0x4140), excess);
+    const float lo = __uint_as_float(prmt(word, 0x4b000000u, 0x7440 | FIRST)) - __uint_as_float(excess);
+    const float hi = __uint_as_float(prmt(word, 0x4b000000u, 0x7441 + FIRST)) - __uint_as_float(excess);
+    return prmt(__float_as_uint(lo), __float_as_uint(hi), 0x7632);  // nothing is cut off: 8 bits fit
+}
+
+// Operand A of step i of half h of a load: codes less their zeros.
+DEVICE void fragment(u32 (&a)[4], const uint4& load, int h, int i, const u32 (&excess)[2]) {
+    if (CODE_BITS == 4) {
+        const u32 w = component(load, 2 * h + i);
+        if (Half::is_bf16) {
+#pragma unroll
+            for (int part = 0; part < 4; ++part)
+                a[part] = BF16::sub(and_or(w >> (4 * part), 0x000f000fu, 0x43004300u), excess[part & 1]);
+        } else {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                a[2 * e] = F16::sub(and_or(w >> (8 * e), 0x000f000fu, 0x64006400u), excess[0]);
+                a[2 * e + 1] = F16::sub(and_or(w >> (8 * e), 0x00f000f0u, 0x54005400u), excess[1]);
+            }
+        }
+    } else {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            const u32 w = component(load, 2 * i + e);
+            a[2 * e] = FLOAT8 ? e4m3_to_half(w) : bytes_to_half<0>(w, excess[0]);
+            a[2 * e + 1] = FLOAT8 ? e4m3_to_half(w >> 16) : bytes_to_half<2>(w, excess[1]);
+        }
+    }
+}

@@ -1,0 +1,312 @@
+// Blocked KV storage on the device: how a head is written, and how stored bytes become fragments of an mma.
+//
+// One layer's keys (or values), of any storage type (ops.py): data [blocks][kv_heads][BLOCK tokens][row], so what 16
+// consecutive tokens of a head have is contiguous; params float16 [blocks][kv_heads][BLOCK][2] = scale, minimum.
+//
+// Tensor cores are given what is stored: 16-bit floats as they are, codes as F16, in which every code is exact; scale
+// and minimum are applied to a token's score (keys) or weight (values), never to an element.
+#pragma once
+#include "ptx.cuh"
+
+enum StorageType { KV_FLOAT16, KV_BFLOAT16, KV_INT8, KV_FP8, KV_INT4 };
+
+template <bool CONDITION, class A, class B> struct Choice { using Type = A; };
+template <class A, class B> struct Choice<false, A, B> { using Type = B; };
+
+// How a token's row looks, and what its parts are in fragments.
+//
+// A row is cut into chunks of 16 bytes, and ldmatrix takes chunks 2i and 2i+1 of 16 tokens at once ("load" i), as
+// matrices (tokens 0-7, chunk 2i), (8-15, 2i), (0-7, 2i+1), (8-15, 2i+1). Bytes are enough for it: what an mma calls k or
+// a row may be any element, so long as the other operand or the result is read the same way. A "step" is what one mma
+// takes: 16 elements of 16 tokens.
+//
+//   16-bit   step s = elements 16 s + 0..15 = load s, as in ptx.cuh
+//   8-bit    step s = elements 16 s + 0..15 = chunk s
+//   int4     steps 2c and 2c+1 = the low and the high nibbles of chunk c: elements 16 c + 0..15, D/2 + 16 c + 0..15
+//
+// Keys, lane 4g + t of a 32-bit register of codes has bytes 4t..4t+3 of one token's chunk; its pairs are bytes (0, 2) and
+// (1, 3), since masks alone pull those apart: k 2t, 2t+1 are bytes 4t, 4t+2 and k 2t+8, 2t+9 are bytes 4t+1, 4t+3.
+// Values, loaded transposed: bytes 2g and 2g+1 of token 2t, then of token 2t+1. Bytes (0, 2) are the row g of a fragment
+// whose row is the element and whose k is the token, bytes (1, 3) its row g+8.
+//
+// Chunks beyond the row's end (int4 rows of 8 bytes more than a multiple of 16, and odd numbers of chunks) are read and are
+// some numbers: the elements they stand for are -1 below; multiply them by 0 or drop them.
+template <int TYPE, int D>
+struct Storage {
+    static_assert(D % 16 == 0, "steps are 16 elements");
+    static constexpr bool CODED = TYPE == KV_INT8 || TYPE == KV_FP8 || TYPE == KV_INT4;
+    static constexpr bool HAS_MINIMUM = TYPE == KV_INT8 || TYPE == KV_INT4;
+    using Float = typename Choice<TYPE == KV_BFLOAT16, BF16, F16>::Type;  // of the mma
+    static constexpr int ROW = TYPE == KV_INT4 ? D / 2 : CODED ? D : 2 * D;  // bytes of a token
+    static constexpr int CHUNKS = (ROW + 15) / 16;
+    static constexpr int LOADS = (CHUNKS + 1) / 2;
+    static constexpr int STEPS_PER_LOAD = TYPE == KV_INT4 ? 4 : CODED ? 2 : 1;
+    static constexpr int STEPS = CODED ? CHUNKS * STEPS_PER_LOAD / 2 : LOADS;
+    // In shared memory: an odd number of chunks, so that 8 rows' chunks lie in different banks.
+    static constexpr int STRIDE = (2 * LOADS + 1) * 16;
+    // F16 numbers of codes are `code + bias` for keys (undone in a score: bias * sum of the query), `code` for values; of
+    // fp8 the number / 256, for both.
+    static constexpr float UNIT = TYPE == KV_FP8 ? 256.0f : 1.0f;
+
+    // The element that is number j (0..3: k 2t, 2t+1, 2t+8, 2t+9) of lane t in a step of keys, or -1.
+    static DEVICE int key_element(int step, int t, int j) {
+        if constexpr (!CODED) return 16 * step + 2 * t + (j & 1) + (j & 2) * 4;
+        return element(step, 4 * t + (j & 1) * 2 + (j >> 1));
+    }
+
+    // The element that is row `row` (0..15) of a step of values, or -1.
+    static DEVICE int value_element(int step, int row) {
+        if constexpr (!CODED) return 16 * step + row;
+        return element(step, 2 * (row & 7) + (row >> 3));
+    }
+
+    // What lies on top of the codes of a step of keys.
+    static DEVICE float bias(int step) {
+        return TYPE == KV_INT8 ? 1024.0f : TYPE != KV_INT4 ? 0.0f : step & 1 ? 64.0f : 1024.0f;
+    }
+
+    // Fragments (a of ptx.cuh: rows are tokens, k elements) of 16 tokens' keys, whose rows lie at `rows` in shared memory,
+    // STRIDE bytes apart. a[s] is step load * STEPS_PER_LOAD + s. As b of a product whose columns are tokens: a[s][0], [2]
+    // for tokens 0-7; a[s][1], [3] for 8-15.
+    static DEVICE void load_keys(u32 (&a)[STEPS_PER_LOAD][4], const u8* rows, int load) {
+        u32 r[4];
+        ldmatrix_x4(r, rows + (lane_id() & 15) * STRIDE + load * 32 + (lane_id() >> 4) * 16);
+        if constexpr (!CODED) {
+            a[0][0] = r[0], a[0][1] = r[1], a[0][2] = r[2], a[0][3] = r[3];
+        } else {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                u32 pairs[STEPS_PER_LOAD];
+                widen<false>(pairs, r[i]);
+#pragma unroll
+                for (int p = 0; p < STEPS_PER_LOAD; ++p)
+                    a[(i >> 1) * (STEPS_PER_LOAD / 2) + (p >> 1)][(i & 1) + (p & 1) * 2] = pairs[p];
+            }
+        }
+    }
+
+    // The same of values: rows are elements, k tokens. As b of a product whose columns are elements: a[s][0], [2] for rows
+    // 0-7 of the step, a[s][1], [3] for 8-15.
+    static DEVICE void load_values(u32 (&a)[STEPS_PER_LOAD][4], const u8* rows, int load) {
+        u32 r[4];
+        ldmatrix_x4_trans(r, rows + (lane_id() & 15) * STRIDE + load * 32 + (lane_id() >> 4) * 16);
+        if constexpr (!CODED) {
+            a[0][0] = r[0], a[0][1] = r[2], a[0][2] = r[1], a[0][3] = r[3];
+        } else {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                u32 pairs[STEPS_PER_LOAD];
+                widen<true>(pairs, r[i]);
+#pragma unroll
+                for (int p = 0; p < STEPS_PER_LOAD; ++p)
+                    a[(i >> 1) * (STEPS_PER_LOAD / 2) + (p >> 1)][(i & 1) * 2 + (p & 1)] = pairs[p];
+            }
+        }
+    }
+
+   private:
+    static DEVICE int element(int step, int byte_of_chunk) {
+        if constexpr (TYPE == KV_INT4) {
+            const int byte = (step >> 1) * 16 + byte_of_chunk;
+            return byte < ROW ? byte + (step & 1) * (D / 2) : -1;
+        }
+        return step * 16 + byte_of_chunk;
+    }
+
+    // Bytes (0, 2) and (1, 3) as pairs of F16; of int4 the low nibbles, then the high ones. `EXACT`: without the bias.
+    // 0x6400 is 1024, whose last bit is worth 1; in 0x5400, 64, the bit 4 is.
+    template <bool EXACT>
+    static DEVICE void widen(u32 (&pairs)[STEPS_PER_LOAD], u32 r) {
+        if constexpr (TYPE == KV_FP8) {  // sign, then exponent and fraction one bit lower: the number / 256, even if subnormal
+            const u32 even = r << 8;
+            pairs[0] = and_or(even >> 1, 0x3f803f80u, even & 0x80008000u);
+            pairs[1] = and_or(r >> 1, 0x3f803f80u, r & 0x80008000u);
+        } else {
+            if constexpr (TYPE == KV_INT8) {
+                pairs[0] = prmt(r, 0x64006400u, 0x5250);
+                pairs[1] = prmt(r, 0x64006400u, 0x5351);
+            } else {
+                pairs[0] = and_or(r, 0x000f000fu, 0x64006400u);
+                pairs[1] = and_or(r >> 8, 0x000f000fu, 0x64006400u);
+                pairs[2] = and_or(r, 0x00f000f0u, 0x54005400u);
+                pairs[3] = and_or(r >> 8, 0x00f000f0u, 0x54005400u);
+            }
+            if constexpr (EXACT) {
+#pragma unroll
+                for (int p = 0; p < STEPS_PER_LOAD; ++p) pairs[p] = F16::sub(pairs[p], p < 2 ? 0x64006400u : 0x54005400u);
+            }
+        }
+    }
+};
+
+// ---- one head in 16 lanes: lane l of them holds elements l E .. l E + E - 1, E = D / 16. All lanes of a warp take part.
+
+template <class T, int E>
+DEVICE void load_span(T (&out)[E], const T* from) {
+    constexpr int BYTES = E * sizeof(T);
+    using Word = typename Choice<BYTES % 16 == 0, uint4, typename Choice<BYTES % 8 == 0, u64, T>::Type>::Type;
+#pragma unroll
+    for (int i = 0; i < BYTES / int(sizeof(Word)); ++i) reinterpret_cast<Word*>(out)[i] = reinterpret_cast<const Word*>(from)[i];
+}
+
+template <class T, int E>
+DEVICE void store_span(T* to, const T (&in)[E]) {
+    constexpr int BYTES = E * sizeof(T);
+    using Word = typename Choice<BYTES % 16 == 0, uint4, typename Choice<BYTES % 8 == 0, u64, T>::Type>::Type;
+#pragma unroll
+    for (int i = 0; i < BYTES / int(sizeof(Word)); ++i) reinterpret_cast<Word*>(to)[i] = reinterpret_cast<const Word*>(in)[i];
+}
+
+DEVICE float rounded(float x) { return Half::to_float(Half::from_float(x)); }
+
+template <int E>
+DEVICE void load_floats(float (&x)[E], const u16* row, const float* mean) {
+    alignas(16) u16 bits[E];
+    load_span(bits, row);
+#pragma unroll
+    for (int e = 0; e < E; ++e) x[e] = mean ? rounded(Half::to_float(bits[e]) - mean[e]) : Half::to_float(bits[e]);
+}
+
+// A token's row of ops.rope_angles; `half` = R/2, 0 = no rotation.
+struct Angles {
+    const float *cosines, *sines;
+    int half;
+};
+
+// A head's row of Half, less `mean` (or null), turned by RoPE: after each of the two rounded to Half as ops.rope_append
+// does, for it writes them back. The row's address is a multiple of 16 bytes.
+template <int D>
+DEVICE void load_head(float (&x)[D / 16], const u16* row, const float* mean, Angles angles) {
+    constexpr int E = D / 16;
+    const int first = (lane_id() & 15) * E, half = angles.half;
+    load_floats(x, row + first, mean ? mean + first : nullptr);
+    if (half % E == 0) {
+        if (first < 2 * half) {
+            const int way = first < half ? half : -half, angle = first < half ? first : first - half;
+            float other[E];
+            alignas(16) float c[E], s[E];
+            load_floats(other, row + first + way, mean ? mean + first + way : nullptr);
+            load_span(c, angles.cosines + angle);
+            load_span(s, angles.sines + angle);
+#pragma unroll
+            for (int e = 0; e < E; ++e) {
+                const float a = __fmul_rn(x[e], c[e]), b = __fmul_rn(other[e], s[e]);
+                x[e] = rounded(first < half ? __fsub_rn(a, b) : __fadd_rn(a, b));
+            }
+        }
+    } else {
+#pragma unroll
+        for (int e = 0; e < E; ++e) {
+            const int i = first + e;
+            if (i >= 2 * half) break;
+            const int pair = i < half ? i + half : i - half, angle = i < half ? i : pair;
+            float other = Half::to_float(row[pair]);
+            if (mean) other = rounded(other - mean[pair]);
+            const float a = __fmul_rn(x[e], angles.cosines[angle]), b = __fmul_rn(other, angles.sines[angle]);
+            x[e] = rounded(i < half ? __fsub_rn(a, b) : __fadd_rn(a, b));
+        }
+    }
+}
+
+// x H / sqrt(D), D a power of two; additions in the order of the reference, so that codes are the same.
+template <int D>
+DEVICE void hadamard(float (&x)[D / 16]) {
+    static_assert((D & (D - 1)) == 0 && D <= 256, "Hadamard's matrix");
+    constexpr int E = D / 16;
+    constexpr float INVERSE_ROOT = D == 16 ? 0.25f : D == 32 ? 0.17677669529663687f : D == 64 ? 0.125f : D == 128 ? 0.08838834764831845f : 0.0625f;
+#pragma unroll
+    for (int step = 1; step < E; step *= 2)
+#pragma unroll
+        for (int e = 0; e < E; ++e)
+            if (!(e & step)) {
+                const float a = x[e], b = x[e + step];
+                x[e] = a + b, x[e + step] = a - b;
+            }
+#pragma unroll
+    for (int step = 1; step < 16; step *= 2)
+#pragma unroll
+        for (int e = 0; e < E; ++e) {
+            const float other = __shfl_xor_sync(0xffffffffu, x[e], step);
+            x[e] = lane_id() & step ? other - x[e] : x[e] + other;
+        }
+#pragma unroll
+    for (int e = 0; e < E; ++e) x[e] = __fmul_rn(x[e], INVERSE_ROOT);
+}
+
+// The greatest and the sum of 16 lanes.
+DEVICE float head_max(float x) {
+#pragma unroll
+    for (int step = 8; step > 0; step >>= 1) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, step));
+    return x;
+}
+DEVICE float head_sum(float x) {
+#pragma unroll
+    for (int step = 8; step > 0; step >>= 1) x += __shfl_xor_sync(0xffffffffu, x, step);
+    return x;
+}
+
+// Codes of a head as ops.kv_append defines them; the result is scale | minimum << 16, both float16. `fixed`: the head's
+// scale, or null for the vector's own.
+template <int TYPE, int E>
+DEVICE u32 quantize(u8 (&codes)[E], const float (&x)[E], const float* fixed) {
+    constexpr float LEVELS = TYPE == KV_INT8 ? 255.0f : 15.0f, LARGEST = 65504.0f;
+    float wide[E], low = LARGEST, high = -LARGEST;
+#pragma unroll
+    for (int e = 0; e < E; ++e) {
+        wide[e] = fminf(fmaxf(x[e], -LARGEST), LARGEST);
+        low = fminf(low, wide[e]), high = fmaxf(high, wide[e]);
+    }
+    high = head_max(high), low = -head_max(-low);
+    u16 minimum_bits = 0, scale_bits;
+    if (fixed) {
+        scale_bits = F16::from_float(*fixed);
+        if (TYPE != KV_FP8) minimum_bits = F16::from_float(*fixed * (TYPE == KV_INT8 ? -128.0f : -8.0f));
+    } else if (TYPE == KV_FP8) {
+        scale_bits = F16::from_float(fmaxf(high, -low) / 448.0f);
+    } else {
+        minimum_bits = F16::from_float(low);
+        const float span = fmaxf(high - F16::to_float(minimum_bits), 0.0f);
+        scale_bits = high > low ? F16::from_float(span / LEVELS) : 0;
+    }
+    const float minimum = F16::to_float(minimum_bits), scale = F16::to_float(scale_bits);
+#pragma unroll
+    for (int e = 0; e < E; ++e) {
+        if (!(scale > 0.0f))
+            codes[e] = 0;
+        else if (TYPE == KV_FP8)
+            codes[e] = static_cast<u8>(float_to_e4m3(wide[e] / scale));
+        else
+            codes[e] = static_cast<u8>(__float2uint_rn(fminf(fmaxf((wide[e] - minimum) / scale, 0.0f), LEVELS)));
+    }
+    return scale_bits | static_cast<u32>(minimum_bits) << 16;
+}
+
+// Store a head: its row's ROW bytes and, of codes, its 4 bytes of params. Lanes that are not `active` store nothing.
+template <int TYPE, int D>
+DEVICE void store_head(u8* row, u8* params, const float (&x)[D / 16], const float* fixed, bool active) {
+    using S = Storage<TYPE, D>;
+    constexpr int E = D / 16;
+    const int lane = lane_id() & 15;
+    if constexpr (!S::CODED) {
+        alignas(16) u16 bits[E];
+#pragma unroll
+        for (int e = 0; e < E; ++e) bits[e] = S::Float::from_float(x[e]);
+        if (active) store_span(reinterpret_cast<u16*>(row) + lane * E, bits);
+    } else {
+        alignas(16) u8 codes[E];
+        const u32 pair = quantize<TYPE>(codes, x, fixed);
+        if constexpr (TYPE == KV_INT4) {
+#pragma unroll
+            for (int e = 0; e < E; ++e) codes[e] |= static_cast<u8>(__shfl_xor_sync(0xffffffffu, u32(codes[e]), 8) << 4);
+            active = active && lane < 8;
+        }
+        if (active) store_span(row + lane * E, codes);
+        if (active && lane == 0) *reinterpret_cast<u32*>(params) = pair;
+    }
+}
+
+// Where a token's row is, counted in rows: slot = block * block_size + offset.
+DEVICE i64 row_of_slot(int slot, int block_size, int kv_heads, int head) {
+    const int block = slot / block_size;
+    return (static_cast<i64>(block) * kv_heads + head) * block_size + (slot - block * block_size);
+}

@@ -1,0 +1,413 @@
+// From logits to tokens, without a sort and without the host: argmax, draws (lmkit.kernels.ops.draw) and
+// log-probabilities. A block has a row.
+//
+// Weights, relative to the most likely token's, are computed in float64 and rounded to integers of which all of a row
+// add up to less than 2^63: sums of integers depend on no order, so a row's token depends on the row alone, and atomics
+// in shared memory may gather them. Top-k and top-p are exact, not by rejection: the CPU sampler's tokens come out. Both
+// ask for the least logit that is kept and for how many of its equals are, which a radix selection finds in three
+// passes, 11, 11 and 10 bits of the logits at a time:
+//
+//   bins of 11 bits of the logit  [0 ............ b ..... 2047]   the count (top-k) or the weight (top-p) of each;
+//   from the right, the bin b where they reach what is asked for; the next pass looks at the tokens of bin b alone
+//
+// Tokens that cannot be kept are left out before that by a bound on the logits: some thousand are binned, not the
+// vocabulary. At the end the vocabulary is cut into THREADS segments of ids: the segment, then the token, at which the
+// weights that are kept exceed the row's share of their total.
+// A GPU's exp and the CPU's differ in the last of 53 bits, and so do sums: another token comes out where the share falls
+// between the two, once in about 10^10 draws. Of unequal logits whose float64 weights are equal (they differ by less
+// than 10^-16 temperatures) top-p takes the greater, not the lower id.
+#include "slot.cuh"
+
+constexpr int THREADS = 512, WARPS = THREADS / 32, BINS = 2048;
+constexpr u32 FULL = 0xffffffffu, NONE = 0xffffffffu;
+
+struct Shared {
+    u32 low[BINS], high[BINS];  // 64-bit sums of the bins in halves: additions of 32 bits are one instruction
+    u64 segment[THREADS];
+    u64 warp[WARPS];
+    u64 before;
+    u32 found, count;
+};
+
+DEVICE Shared& shared() { return *reinterpret_cast<Shared*>(shared_memory); }
+
+struct Row {
+    const float* logits;
+    int vocab;
+};
+
+// ---- of a block
+
+struct Sum { DEVICE u64 operator()(u64 a, u64 b) const { return a + b; } };
+struct Least { DEVICE u64 operator()(u64 a, u64 b) const { return b < a ? b : a; } };
+struct Greatest { DEVICE u64 operator()(u64 a, u64 b) const { return a < b ? b : a; } };
+
+template <class Op>
+DEVICE u64 warp_reduce(u64 x, Op op) {
+#pragma unroll
+    for (int step = 16; step > 0; step >>= 1) x = op(x, __shfl_xor_sync(FULL, x, step));
+    return x;
+}
+
+template <class Op>
+DEVICE u64 block_reduce(u64 x, Op op) {
+    Shared& s = shared();
+    x = warp_reduce(x, op);
+    __syncthreads();
+    if (lane_id() == 0) s.warp[warp_id()] = x;
+    __syncthreads();
+    x = s.warp[0];
+    for (int i = 1; i < WARPS; ++i) x = op(x, s.warp[i]);
+    return x;
+}
+
+DEVICE u64 warp_scan(u64 x) {
+#pragma unroll
+    for (int step = 1; step < 32; step <<= 1) {
+        const u64 other = __shfl_up_sync(FULL, x, step);
+        if (lane_id() >= step) x += other;
+    }
+    return x;
+}
+
+// Sum of this thread's x and those of the threads before it.
+DEVICE u64 block_scan(u64 x) {
+    Shared& s = shared();
+    x = warp_scan(x);
+    __syncthreads();
+    if (lane_id() == 31) s.warp[warp_id()] = x;
+    __syncthreads();
+    for (int i = 0; i < warp_id(); ++i) x += s.warp[i];
+    return x;
+}
+
+// ---- logits
+
+DEVICE float infinity() { return __uint_as_float(0x7f800000u); }
+
+// Numbered as they are ordered; -0 and 0 are equal.
+DEVICE u32 order(float x) {
+    const u32 bits = __float_as_uint(x + 0.0f);
+    return bits ^ (static_cast<i32>(bits) < 0 ? 0xffffffffu : 0x80000000u);
+}
+
+DEVICE float unorder(u32 key) { return __uint_as_float(key ^ (key & 0x80000000u ? 0x80000000u : 0xffffffffu)); }
+
+// The greatest wins, of equals the lower id.
+DEVICE u64 ranked(float x, int id) { return static_cast<u64>(order(x)) << 32 | static_cast<u32>(~id); }
+DEVICE float value_of(u64 rank) { return unorder(static_cast<u32>(rank >> 32)); }
+DEVICE int id_of(u64 rank) { return static_cast<int>(~static_cast<u32>(rank)); }
+DEVICE bool is_usable(float top) { return top < infinity() && top > -infinity(); }
+
+struct Peak {
+    float top;  // not finite: the row is unusable
+    int id;
+    u32 floor;  // at least THREADS tokens are ordered as high (0 if there are not as many)
+    u64 bound;  // the weights' total is below this / 2^19
+};
+
+// One pass: the greatest logit, and about how much all weigh, each relative to the greatest so far (online softmax).
+// octaves: 1 / (temperature ln 2)
+DEVICE Peak find_peak(Row row, float octaves) {
+    float top = -infinity(), weight = 0.0f;
+    int id = row.vocab;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < row.vocab; i += THREADS) {
+        float x = row.logits[i];
+        if (!(x < infinity())) x = infinity();
+        if (x > top) {
+            weight = weight * ex2((top - x) * octaves) + 1.0f;
+            top = x, id = i;
+        } else if (x > -infinity()) {
+            weight += ex2((x - top) * octaves);
+        }
+    }
+    const u64 best = block_reduce(ranked(top, id), Greatest{});
+    Peak peak{value_of(best), id_of(best)};
+    peak.floor = static_cast<u32>(block_reduce(top > -infinity() ? order(top) : 0, Least{}));
+    if (!is_usable(peak.top)) return peak;
+    const float relative = top > -infinity() ? weight * ex2((top - peak.top) * octaves) : 0.0f;
+    peak.bound = block_reduce(static_cast<u64>(relative * 524288.0f) + 1, Sum{});
+    return peak;
+}
+
+// ---- weights
+
+struct Weights {
+    double inverse;  // of the temperature
+    double scale;  // the weight of the most likely token: a power of two
+    float top, octaves;
+
+    // At most 1. What is below 2^-64, far less than the integers' unit, is 2^-64 unless float64 has no number for it.
+    DEVICE double relative(float x) const {
+        if (x == top) return 1.0;
+        const float distance = (top - x) * octaves;
+        if (!(distance < 64.0f)) return distance < 1074.0f ? 0x1p-64 : 0.0;
+        return exp((static_cast<double>(x) - top) * inverse);
+    }
+    DEVICE u64 integer(double weight) const { return static_cast<u64>(weight * scale + 0.5); }
+    DEVICE u64 operator()(float x) const { return integer(relative(x)); }
+};
+
+DEVICE float octaves_of(double temperature) { return static_cast<float>(fmin(1.4426950408889634 / temperature, 1e30)); }
+
+DEVICE Weights weights_of(const Peak& peak, double temperature) {
+    const u64 bound = peak.bound + (peak.bound >> 5) + 1;  // float32 sums are closer than that
+    const i64 exponent = (__double_as_longlong(static_cast<double>(bound)) >> 52) - 1023 + 1 - 19;
+    return {1.0 / temperature, __longlong_as_double((1023 + 62 - exponent) << 52), peak.top, octaves_of(temperature)};
+}
+
+// ---- selection
+
+// The tokens above `least`, and of its equals those up to the id `last`.
+struct Kept {
+    u32 least;
+    int last;
+    DEVICE bool has(u32 key, int id) const { return key > least || (key == least && id <= last); }
+};
+
+// A row's values by id, in segments: thread t's are `own` and what comes `before`.
+struct Segments {
+    u64 before, own, total;
+};
+
+DEVICE int segment_size(int vocab) { return ((vocab + THREADS - 1) / THREADS + 31) & ~31; }
+
+// value(x, id): what a token adds.
+template <class F>
+DEVICE Segments add_up(Row row, F value) {
+    Shared& s = shared();
+    const int size = segment_size(row.vocab);
+    __syncthreads();
+    s.segment[threadIdx.x] = 0;
+    __syncthreads();
+    for (int segment = warp_id(); segment * size < row.vocab; segment += WARPS) {
+        const int end = min(row.vocab, (segment + 1) * size);
+        u64 sum = 0;
+#pragma unroll 4
+        for (int id = segment * size + lane_id(); id < end; id += 32) sum += value(row.logits[id], id);
+        sum = warp_reduce(sum, Sum{});
+        if (lane_id() == 0) s.segment[segment] = sum;
+    }
+    __syncthreads();
+    const u64 own = s.segment[threadIdx.x], sums = block_scan(own);
+    __syncthreads();
+    if (threadIdx.x == THREADS - 1) s.before = sums;
+    __syncthreads();
+    return {sums - own, own, s.before};
+}
+
+// The first id at which the values of this and of lower ids add up to more than `target`, which is below their total.
+template <class F>
+DEVICE int find_crossing(Row row, F value, Segments sums, u64 target) {
+    Shared& s = shared();
+    __syncthreads();
+    if (sums.before <= target && target - sums.before < sums.own) s.found = threadIdx.x, s.before = sums.before;
+    __syncthreads();
+    const int size = segment_size(row.vocab), first = s.found * size, end = min(row.vocab, first + size);
+    u64 before = s.before;
+    __syncthreads();
+    if (warp_id() == 0)
+        for (int base = first; base < end; base += 32) {
+            const int id = base + lane_id();
+            const u64 sum = before + warp_scan(id < end ? value(row.logits[id], id) : 0);
+            const u32 beyond = __ballot_sync(FULL, sum > target);
+            if (beyond) {
+                if (lane_id() == 0) s.found = base + __ffs(beyond) - 1;
+                break;
+            }
+            before = __shfl_sync(FULL, sum, 31);
+        }
+    __syncthreads();
+    return s.found;
+}
+
+DEVICE void add_to_bin(u32 bin, u64 x) {
+    Shared& s = shared();
+    const u32 low = static_cast<u32>(x), before = atomicAdd(&s.low[bin], low);
+    const u32 high = static_cast<u32>(x >> 32) + (before + low < before);
+    if (high) atomicAdd(&s.high[bin], high);
+}
+
+DEVICE u64 of_bin(int bin) { return static_cast<u64>(shared().high[bin]) << 32 | shared().low[bin]; }
+
+// The greatest bin at which it and those above reach `need`, or NONE; `before`: what those above have.
+DEVICE u32 find_bin(u64 need, u64& before) {
+    constexpr int EACH = BINS / THREADS;
+    Shared& s = shared();
+    const int first = BINS - 1 - EACH * threadIdx.x;
+    u64 own = 0;
+    for (int i = 0; i < EACH; ++i) own += of_bin(first - i);
+    if (threadIdx.x == 0) s.found = NONE;
+    u64 sum = block_scan(own) - own;
+    if (sum < need && need - sum <= own) {
+        int bin = first;
+        while (need - sum > of_bin(bin)) sum += of_bin(bin--);
+        s.found = bin, s.before = sum;
+    }
+    __syncthreads();
+    before = s.before;
+    return s.found;
+}
+
+// The fewest of the tokens `kept` whose values reach `need`, greater logits first. value(x): equal for equal logits.
+// Tokens ordered below `floor` are known not to be among them.
+template <class F>
+DEVICE Kept keep_greatest(Row row, Kept kept, u32 floor, u64 need, F value) {
+    u32 prefix = 0;
+    u64 equals = 0;
+    Shared& s = shared();
+    for (int level = 0; level < 3; ++level) {
+        const int shift = level == 0 ? 21 : level == 1 ? 10 : 0, bits = level < 2 ? 11 : 10;
+        __syncthreads();
+        for (int i = threadIdx.x; i < BINS; i += THREADS) s.low[i] = s.high[i] = 0;
+        __syncthreads();
+#pragma unroll 4
+        for (int id = threadIdx.x; id < row.vocab; id += THREADS) {
+            const float x = row.logits[id];
+            const u32 key = order(x);
+            const bool matches = level == 0 || key >> (shift + bits) == prefix;
+            if (matches && key >= floor && kept.has(key, id)) add_to_bin(key >> shift & ((1u << bits) - 1), value(x));
+        }
+        __syncthreads();
+        u64 before;
+        const u32 bin = find_bin(need, before);
+        if (bin == NONE) return kept;
+        need -= before;
+        prefix = prefix << bits | bin;
+        equals = of_bin(bin);
+    }
+    const Kept all{prefix, prefix == kept.least ? kept.last : row.vocab};
+    const u64 each = value(unorder(prefix)), count = (need + each - 1) / each;
+    if (count * each >= equals) return all;
+    const auto is_equal = [=](float x, int id) -> u64 { return order(x) == prefix && all.has(prefix, id); };
+    return {prefix, find_crossing(row, is_equal, add_up(row, is_equal), count - 1)};
+}
+
+DEVICE Kept keep_top_k(Row row, const Peak& peak, i64 count) {
+    const u32 floor = count <= THREADS ? peak.floor : 0;
+    return keep_greatest(row, {0, row.vocab}, floor, count, [](float) -> u64 { return 1; });
+}
+
+// What weighs less than (1 - top_p) / vocab of the total is left out: all of its kind are less than 1 - top_p together.
+DEVICE Kept keep_nucleus(Row row, Kept kept, const Weights& weights, double temperature, double top_p) {
+    const auto value = [&](float x, int id) -> u64 { return kept.has(order(x), id) ? weights(x) : 0; };
+    const double total = static_cast<double>(add_up(row, value).total), least = 0.9 * (1.0 - top_p) * total / row.vocab;
+    const double floor = weights.top + temperature * log(fmin(least / weights.scale, 1.0));
+    const double rounding = 1e-6 * (fabs(floor) + fabs(static_cast<double>(weights.top)));
+    const u64 need = static_cast<u64>(ceil(top_p * total));
+    return keep_greatest(row, kept, order(static_cast<float>(floor - rounding)), max(need, u64(1)), weights);
+}
+
+// ---- random numbers
+
+// In [0, 1), of 53 bits: the number `index` of the stream of `seed`. Philox4x32-10: Salmon et al., SC 2011.
+DEVICE double philox_uniform(u64 seed, u64 index) {
+    u32 c0 = static_cast<u32>(index), c1 = static_cast<u32>(index >> 32), c2 = 0, c3 = 0;
+    u32 k0 = static_cast<u32>(seed), k1 = static_cast<u32>(seed >> 32);
+    for (int round = 0; round < 10; ++round) {
+        const u32 even = __umulhi(c0, 0xd2511f53u), odd = __umulhi(c2, 0xcd9e8d57u), low = c0 * 0xd2511f53u;
+        c0 = odd ^ c1 ^ k0, c1 = c2 * 0xcd9e8d57u, c2 = even ^ c3 ^ k1, c3 = low;
+        k0 += 0x9e3779b9u, k1 += 0xbb67ae85u;
+    }
+    return static_cast<double>(static_cast<u64>(c0 >> 5) << 26 | c1 >> 6) * 0x1p-53;
+}
+
+// ---- kernels
+
+DEVICE int draw(Row row, const Peak& peak, const Slot& slot, double share) {
+    const Weights weights = weights_of(peak, slot.temperature);
+    Kept kept{0, row.vocab};
+    if (slot.top_k > 0 && slot.top_k < row.vocab) kept = keep_top_k(row, peak, slot.top_k);
+    if (slot.top_p < 1.0) kept = keep_nucleus(row, kept, weights, slot.temperature, slot.top_p);
+    const auto value = [&](float x, int id) -> u64 {
+        if (!kept.has(order(x), id)) return 0;
+        const double weight = weights.relative(x);
+        if (weight == 0.0 || weight < slot.min_p) return 0;
+        return max(weights.integer(weight), u64(1));  // what a share of 0 finds
+    };
+    const Segments sums = add_up(row, value);
+    const u64 target = static_cast<u64>(share * static_cast<double>(sums.total));
+    return find_crossing(row, value, sums, min(target, sums.total - 1));
+}
+
+// tokens[i] for row i: table[slots[i]] says how (slots null: table[i]; a negative slot: nothing is done). Grid: rows.
+// rows: where row i lies in logits, null = there.
+// share: null = of the slot's own stream. last_token: null = the slots are left alone.
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
+    sample(const float* logits, i64 stride, int vocab, const i64* rows, Slot* table, const i32* slots,
+           const double* share, i64* last_token, i64* tokens) {
+    const int i = blockIdx.x, slot_id = slots ? slots[i] : i;
+    if (slot_id < 0) return;
+    const Slot slot = table[slot_id];
+    const Row row{logits + (rows ? rows[i] : i) * stride, vocab};
+    const Peak peak = find_peak(row, slot.temperature > 0 ? octaves_of(slot.temperature) : 1.0f);
+    i64 token = peak.id;
+    if (!is_usable(peak.top))
+        token = FAILED_TOKEN;
+    else if (slot.temperature > 0)
+        token = draw(row, peak, slot, share ? share[i] : philox_uniform(slot.seed, slot.num_outputs));
+    if (threadIdx.x) return;
+    tokens[i] = token;
+    if (last_token) commit(table, slot_id, token, last_token);
+}
+EXPORT(sample)
+
+// Greedy rows alone. Grid (parts of a row, rows); partial: u64 [rows, parts]; counters: zero, [rows].
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
+    argmax(const float* logits, i64 stride, int vocab, Slot* table, const i32* slots, u64* partial, i32* counters,
+           i64* last_token, i64* tokens) {
+    const int i = blockIdx.y, parts = gridDim.x, slot = slots[i];
+    if (slot < 0) return;
+    const int size = (vocab + parts - 1) / parts, first = blockIdx.x * size, end = min(vocab, first + size);
+    float top = -infinity();
+    int id = vocab;
+#pragma unroll 8
+    for (int at = first + threadIdx.x; at < end; at += THREADS) {
+        float x = logits[i * stride + at];
+        if (!(x < infinity())) x = infinity();
+        if (x > top) top = x, id = at;
+    }
+    u64 best = block_reduce(ranked(top, id), Greatest{});
+    if (threadIdx.x) return;
+    partial[i * parts + blockIdx.x] = best;
+    __threadfence();
+    if (atomicAdd(&counters[i], 1) != parts - 1) return;
+    __threadfence();
+    counters[i] = 0;
+    for (int part = 0; part < parts; ++part) best = max(best, __ldcg(&partial[i * parts + part]));
+    tokens[i] = is_usable(value_of(best)) ? id_of(best) : FAILED_TOKEN;
+    commit(table, slot, tokens[i], last_token);
+}
+EXPORT(argmax)
+
+// Of row rows[j] (at j in logits if they are `gathered`) out[j] gets the logarithm of the sum of all e^logit, the logit
+// of its token, then id and logit of the num_top most likely in any order; nothing if it has failed.
+// Float64 [rows, 2 + 2 max_top]. Grid: rows.
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
+    score(const float* logits, i64 stride, int vocab, int gathered, const i32* rows, const Slot* table,
+          const i32* slots, const i64* tokens, int max_top, double* out) {
+    const int i = rows[blockIdx.x];
+    const i64 token = tokens[i], num_top = min(table[slots[i]].num_top, static_cast<i64>(vocab));
+    if (token < 0) return;
+    const Row row{logits + (gathered ? blockIdx.x : i) * stride, vocab};
+    double* result = out + blockIdx.x * (2 + 2 * max_top);
+    const Peak peak = find_peak(row, octaves_of(1.0));
+    const Weights weights = weights_of(peak, 1.0);
+    const double total = static_cast<double>(add_up(row, [&](float x, int) { return weights(x); }).total);
+    if (threadIdx.x == 0) {
+        result[0] = peak.top + log(total / weights.scale);
+        result[1] = row.logits[token];
+        shared().count = 0;
+    }
+    if (num_top == 0) return;
+    const Kept kept = num_top < vocab ? keep_top_k(row, peak, num_top) : Kept{0, vocab};
+    __syncthreads();
+    for (int id = threadIdx.x; id < vocab; id += THREADS) {
+        const float x = row.logits[id];
+        if (!kept.has(order(x), id)) continue;
+        double* entry = result + 2 + 2 * atomicAdd(&shared().count, 1u);
+        entry[0] = id, entry[1] = x;
+    }
+}
+EXPORT(score)

@@ -1,0 +1,63 @@
+"""Launching csrc/gemm.cu: products of a packed weight with few tokens."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from lmkit.kernels.cuda.gemm_pack import PackedWeight
+from lmkit.kernels.cuda.gemm_plan import Plan, Problem
+from lmkit.kernels.cuda.module import Kernel, backend, counters
+
+HALF, FLOAT, ADD = range(3)  # what becomes of results
+
+
+def problem_of(tokens: int, packed: PackedWeight) -> Problem:
+    tiles, stages, code_bytes = packed.codes.shape
+    return Problem(tokens, tiles, stages, code_bytes + max(1, packed.scales_per_stage) * packed.params.shape[2])
+
+
+@cache
+def _kernel(defines: tuple[tuple[str, int], ...]) -> Kernel:
+    return Kernel("gemm.cu", "gemm", **dict(defines))
+
+
+def kernel_for(packed: PackedWeight, plan: Plan, dtype: torch.dtype) -> Kernel:
+    """The kernel of a plan, for activations in float16 or bfloat16."""
+    half = {"LM_BF16": 1} if dtype == torch.bfloat16 else {}
+    return _kernel(tuple((packed.defines | plan.defines | half).items()))
+
+
+def multiply(
+    x: Tensor,
+    packed: PackedWeight,
+    plan: Plan,
+    bias: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """x [T, K] (contiguous, float16 or bfloat16) -> [T, N] in `dtype`: float32, or None = x's. With a residual, float32
+    [T, N] and contiguous, it is added to that, which is returned. bias is float32 [out_features].
+    """
+    device, tokens = x.device.type, x.shape[0]
+    problem = problem_of(tokens, packed)
+    ranges, token_blocks = problem.ranges(plan), problem.token_blocks(plan)
+    if residual is not None:
+        out, kind = residual, ADD
+    else:
+        out = torch.empty(tokens, packed.num_results, dtype=dtype or x.dtype, device=x.device)
+        kind = FLOAT if dtype == torch.float32 else HALF
+    partial = None
+    if ranges > 1:
+        padded_rows = problem.row_blocks(plan) * plan.block_tiles * 16
+        partial = torch.empty(ranges, tokens, padded_rows, dtype=torch.float32, device=x.device)
+    kernel_for(packed, plan, x.dtype)(
+        (token_blocks, ranges, problem.workers(plan, backend(device).num_sms())), 32 * plan.warps,
+        [x, packed.codes, packed.params, bias, out, partial, counters(device), tokens, packed.in_features,
+         packed.num_results, problem.tiles, problem.stages, packed.params.shape[1], packed.stages_per_group, plan.slab,
+         plan.slabs, int(packed.gated), kind],
+        shared=problem.shared_bytes(plan),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,145 @@
+"""Packed weights for csrc/gemm.cuh, where the layout is drawn, and back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from lmkit.kernels.cuda.module import Kernel
+from lmkit.qtensor import QTensor
+
+TILE = 16  # outputs
+STAGE = 128  # inputs
+WARPS = 8  # of a block that dequantizes
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """W [out_features, in_features]. What belongs to one tile of outputs is contiguous."""
+
+    codes: Tensor  # uint8 [tiles, stages, bytes]
+    params: Tensor  # uint8 [tiles, groups, bytes]: scales, then zeros
+    out_features: int  # gates counted
+    in_features: int
+    group_size: int
+    bits: int
+    float8: bool
+    wide: bool  # scales are float32, not float16
+    gated: bool  # a tile is 8 gates and the 8 outputs that they multiply
+
+    @property
+    def num_tiles(self) -> int:
+        return self.codes.shape[0]
+
+    @property
+    def num_stages(self) -> int:
+        return self.codes.shape[1]
+
+    @property
+    def num_results(self) -> int:
+        """Features of the product."""
+        return self.out_features // 2 if self.gated else self.out_features
+
+    @property
+    def scales_per_stage(self) -> int:
+        """0: a group is more than one stage."""
+        return STAGE // self.group_size if 0 < self.group_size <= STAGE else 0
+
+    @property
+    def stages_per_group(self) -> int:
+        return self.num_stages if self.group_size == -1 else max(1, self.group_size // STAGE)
+
+    @property
+    def defines(self) -> dict[str, int]:
+        """For gemm.cuh."""
+        return {
+            "CODE_BITS": self.bits,
+            "FLOAT8": int(self.float8),
+            "WIDE": int(self.wide),
+            "SCALES": self.scales_per_stage,
+        }
+
+    def slice(self, first: int, last: int) -> PackedWeight:
+        """Tiles first .. last - 1: results from first * (results of a tile) on."""
+        per_tile = TILE // 2 if self.gated else TILE
+        results = min(self.num_results, last * per_tile) - first * per_tile
+        rows = 2 * results if self.gated else results
+        return replace(self, codes=self.codes[first:last], params=self.params[first:last], out_features=rows)
+
+
+def group_problem(group_size: int) -> str | None:
+    """Why groups of this size cannot be packed."""
+    fits = group_size in (-1, 32, 64) or (group_size > 0 and group_size % STAGE == 0)
+    return None if fits else f"group_size {group_size} is not 32, 64, -1 or a multiple of {STAGE}"
+
+
+def pack(weight: QTensor, gated: bool = False) -> PackedWeight:
+    """Pack a weight with scales of each output (qtensor.per_row): float16 scales as they are, others as float32."""
+    scheme = weight.scheme
+    out_features, in_features = weight.codes.shape
+    float8 = scheme.kind == "float"
+    stages = -(-in_features // STAGE)
+    codes = weight.codes.view(torch.uint8) if float8 else weight.codes
+    codes = _tiles(torch.nn.functional.pad(codes, (0, stages * STAGE - in_features)), gated)
+    wide = weight.scales.dtype != torch.float16
+    scales = _by_group(weight.scales.float() if wide else weight.scales, gated)
+    columns = [scales.view(torch.uint8)]
+    if not float8:
+        columns.append(_by_group(weight.zeros, gated))
+    params = torch.cat(columns, dim=-1)
+    if 0 < scheme.group_size < STAGE:  # a stage's groups are all there
+        missing = stages * (STAGE // scheme.group_size) - params.shape[1]
+        params = torch.nn.functional.pad(params, (0, 0, 0, missing))
+    return PackedWeight(
+        _fragments(codes, scheme.bits), params.contiguous(), out_features, in_features, scheme.group_size, scheme.bits,
+        float8, wide, gated,
+    )  # fmt: skip
+
+
+def _tiles(rows: Tensor, gated: bool) -> Tensor:
+    """[N, ...] -> [tiles, 2, 8, ...], zeros where there is no row; gated: a tile's halves are of the two halves."""
+    halves = rows.view(2, -1, *rows.shape[1:]) if gated else rows.unsqueeze(0)
+    per_tile = TILE // 2 if gated else TILE
+    missing = -halves.shape[1] % per_tile
+    if missing:
+        halves = torch.cat([halves, halves.new_zeros(halves.shape[0], missing, *halves.shape[2:])], dim=1)
+    if gated:
+        return halves.reshape(2, -1, 8, *rows.shape[1:]).transpose(0, 1)
+    return halves.reshape(-1, 2, 8, *rows.shape[1:])
+
+
+def _by_group(x: Tensor, gated: bool) -> Tensor:
+    """[N, groups] -> [tiles, groups, 16], rows g and g + 8 side by side."""
+    return _tiles(x, gated).permute(0, 3, 2, 1).flatten(2).contiguous()
+
+
+def _fragments(codes: Tensor, bits: int) -> Tensor:
+    """[tiles, 2 (r), 8 (g), K] -> [tiles, stages, bytes]; the letters are gemm.cuh's."""
+    split = codes.reshape(*codes.shape[:3], -1, 2, 2, 4, 2, 2, 2)  # tile, r, g, stage, h / 2, h % 2, t, i, e, l
+    if bits == 4:
+        split = split[:, 0] | split[:, 1] << 4  # without r
+        return split.permute(0, 2, 3, 1, 5, 4, 6, 8, 7).flatten(2).contiguous()
+    return split.permute(0, 3, 4, 5, 2, 6, 7, 8, 1, 9).flatten(2).contiguous()
+
+
+@cache
+def _dequantize(defines: tuple[tuple[str, int], ...]) -> Kernel:
+    return Kernel("dequantize.cu", "dequantize", **dict(defines))
+
+
+def dequantize(packed: PackedWeight, dtype: torch.dtype) -> Tensor:
+    """W [out_features, in_features] in float16, bfloat16 or float32, rounded once; rows in their original order."""
+    out = torch.empty(packed.out_features, packed.in_features, dtype=dtype, device=packed.codes.device)
+    defines = packed.defines | {"OUT32": int(dtype == torch.float32)}
+    if dtype == torch.bfloat16:
+        defines["LM_BF16"] = 1
+    tiles, stages = packed.num_tiles, packed.num_stages
+    _dequantize(tuple(defines.items()))(
+        -(-tiles * stages // WARPS), 32 * WARPS,
+        [packed.codes, packed.params, out, tiles, stages, packed.params.shape[1], packed.stages_per_group,
+         packed.out_features, packed.in_features, int(packed.gated)],
+    )  # fmt: skip
+    return out

@@ -1,0 +1,178 @@
+"""How a product is spread over a GPU: what csrc/gemm.cu can do, and an estimate of which is fastest.
+
+The estimate's constants are an H200's; it only has to rank plans, and what is measured (gemm_table.py) goes before it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+import msgspec
+
+STAGE_INPUTS = 128
+TILE_OUTPUTS = 16
+MAX_TOKEN_TILES = 8  # of 8 tokens, in a block
+TOKEN_TILES = (1, 2, 3, 4, 6, 8)
+MAX_RANGES = 32
+
+SHARED_LIMIT = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}  # KB a block
+REGISTERS = 65536  # of a streaming multiprocessor
+
+CLOCK = 1.75  # per ns
+MEMORY = 32.6  # bytes per ns and SM
+L2 = 40.0  # bytes per ns and SM
+LATENCY = 900.0  # ns of a load while memory is busy
+
+
+class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One way to launch the kernel; the names are those of csrc/gemm.cu."""
+
+    token_tiles: int  # N_TILES
+    rows: int  # tiles of outputs of a warp
+    warps_n: int
+    warps_k: int
+    depth: int  # slots of a warp's ring
+    units: int  # stages of a warp in a slab
+    slabs: int = 1
+    per_sm: int = 1  # blocks that share a multiprocessor
+
+    @property
+    def warps(self) -> int:
+        return self.warps_n * self.warps_k
+
+    @property
+    def block_tiles(self) -> int:
+        return self.warps_n * self.rows
+
+    @property
+    def slab(self) -> int:
+        """Stages whose inputs a block holds."""
+        return self.units * self.warps_k
+
+    @property
+    def defines(self) -> dict[str, int]:
+        return {
+            "N_TILES": self.token_tiles,
+            "ROWS": self.rows,
+            "WARPS_N": self.warps_n,
+            "WARPS_K": self.warps_k,
+            "DEPTH": self.depth,
+        }
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What decides how a product is computed: shapes and formats, no values."""
+
+    tokens: int
+    tiles: int
+    stages: int
+    stage_bytes: int  # of codes and params of a tile
+
+    def ranges(self, plan: Plan) -> int:
+        return -(-self.stages // (plan.slab * plan.slabs))
+
+    def token_blocks(self, plan: Plan) -> int:
+        return -(-self.tokens // (8 * plan.token_tiles))
+
+    def row_blocks(self, plan: Plan) -> int:
+        return -(-self.tiles // plan.block_tiles)
+
+    def workers(self, plan: Plan, num_sms: int) -> int:
+        """As many as fit at once, with as equal shares as there are."""
+        most = max(1, num_sms * plan.per_sm // (self.ranges(plan) * self.token_blocks(plan)))
+        row_blocks = self.row_blocks(plan)
+        return -(-row_blocks // -(-row_blocks // most))
+
+    def shared_bytes(self, plan: Plan) -> int:
+        ring = plan.depth * plan.rows * self.stage_bytes
+        sums = 8 * min(plan.token_tiles, 4) * (16 * plan.rows + 4) * 4
+        tokens = min(self.tokens, 8 * plan.token_tiles)
+        x = tokens * (plan.slab * STAGE_INPUTS * 2 + 64) * (2 if plan.slabs > 1 else 1)
+        return plan.warps * (ring + sums) + x
+
+
+def shared_limit(capability: tuple[int, int]) -> int:
+    """Bytes of shared memory that a block may have."""
+    return SHARED_LIMIT.get(10 * capability[0] + capability[1], 99) << 10
+
+
+def registers(plan: Plan) -> int:
+    """Of a thread, at most: what the kernel's launch bounds allow."""
+    return 128 if plan.token_tiles * plan.rows <= 4 else 255
+
+
+def problem_with(plan: Plan, problem: Problem, limit: int) -> str | None:
+    """Why a plan cannot run a problem, or None."""
+    if min(msgspec.structs.astuple(plan)) < 1 or plan.depth < 3 or not plan.token_tiles <= MAX_TOKEN_TILES:
+        return "numbers out of range"
+    if plan.block_tiles not in (1, 2, 4, 8, 16) or plan.warps > 16:
+        return "row blocks are of 1, 2, 4, 8 or 16 tiles, by at most 16 warps"
+    if 32 * plan.warps * registers(plan) > REGISTERS:
+        return "too many registers"
+    if plan.slabs > 1 and plan.units < plan.depth - 1:
+        return "a slab is used up before the next is there"
+    if problem.row_blocks(plan) * problem.token_blocks(plan) > 1 << 16:
+        return "more row blocks than counters"
+    if problem.shared_bytes(plan) > limit:
+        return "too little shared memory"
+    return None
+
+
+def candidates(problem: Problem, limit: int) -> Iterator[Plan]:
+    """Plans that can run a problem, with as many blocks on a multiprocessor as there is room for."""
+    blocks = math.ceil(problem.tokens / (8 * MAX_TOKEN_TILES))
+    token_tiles = next(tiles for tiles in TOKEN_TILES if 8 * tiles * blocks >= problem.tokens)
+    shapes = [(n, k) for n, k in itertools.product((1, 2, 4, 8), repeat=2) if n * k in (4, 8, 16)]
+    for rows, (warps_n, warps_k), depth in itertools.product((1, 2), shapes, (3, 4, 6, 8)):
+        for units, slabs in _splits(problem.stages, warps_k, depth):
+            plan = Plan(token_tiles, rows, warps_n, warps_k, depth, units, slabs)
+            threads, shared = 32 * plan.warps, problem.shared_bytes(plan)
+            room = min(REGISTERS // (threads * registers(plan)), (limit + 1024) // (shared + 1024))
+            plan = msgspec.structs.replace(plan, per_sm=room)
+            if room and problem_with(plan, problem, limit) is None:
+                yield plan
+
+
+@cache
+def _splits(stages: int, warps_k: int, depth: int) -> tuple[tuple[int, int], ...]:
+    """(units, slabs) for whole ranges of K, and for ranges in slabs."""
+    most = -(-stages // warps_k)
+    whole = {-(-most // ranges) for ranges in range(1, MAX_RANGES + 1)}
+    slabs = {(slab, -(-most // (slab * ranges))) for slab in {depth - 1, max(depth - 1, 4), 8} for ranges in (1, 2, 4)}
+    return (*((units, 1) for units in sorted(whole)), *sorted(split for split in slabs if split[1] > 1))
+
+
+def estimate(plan: Plan, problem: Problem, num_sms: int) -> float:
+    """Nanoseconds on a GPU like the one the constants are of."""
+    tokens = min(problem.tokens, 8 * plan.token_tiles)
+    ranges, workers = problem.ranges(plan), problem.workers(plan, num_sms)
+    row_blocks = -(-problem.row_blocks(plan) // workers)  # of a worker
+    grid = workers * ranges * problem.token_blocks(plan)
+    waves, resident = -(-grid // (num_sms * plan.per_sm)), min(plan.per_sm, -(-grid // num_sms))
+    units = row_blocks * plan.units * plan.slabs  # of a warp, of `rows` tiles each
+    stages = units * plan.rows * plan.warps * resident  # of a tile, on a multiprocessor
+
+    in_flight = plan.warps * resident * (plan.depth - 1) * plan.rows * problem.stage_bytes
+    memory = stages * problem.stage_bytes / min(MEMORY, in_flight / LATENCY)
+    per_load = problem.stage_bytes / 1024
+    instructions = 70 + 40 * per_load + plan.token_tiles * (22 + 4 / plan.rows)
+    issue = stages * instructions / (4 * 0.8 * CLOCK)
+    tensor = stages * 8 * plan.token_tiles * 1.6 / CLOCK
+    shared = stages * (2 * problem.stage_bytes + 2048 * plan.token_tiles / plan.rows) / (128 * 0.9 * CLOCK)
+    chain = 250 + 60 * plan.rows + 12 * plan.token_tiles * plan.rows
+    serial = (units * chain + row_blocks * (500 + 20 * tokens)) / CLOCK
+    x = resident * tokens * plan.slab * STAGE_INPUTS * 2 * (row_blocks * plan.slabs if plan.slabs > 1 else 1) / L2
+    merge = resident * row_blocks * plan.block_tiles * TILE_OUTPUTS * tokens * 8 / L2 + 1500 if ranges > 1 else 0
+    return 1500 + waves * (max(memory, issue, tensor, shared, serial) + 0.5 * x + merge)
+
+
+@cache
+def best(problem: Problem, num_sms: int, limit: int, count: int = 1) -> tuple[Plan, ...]:
+    """The plans with the lowest estimates, best first."""
+    plans = sorted(candidates(problem, limit), key=lambda plan: estimate(plan, problem, num_sms))
+    return tuple(plans[:count])

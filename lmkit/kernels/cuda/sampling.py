@@ -1,0 +1,105 @@
+"""Sampling on the GPU: launches of csrc/sampling.cu and csrc/edit_logits.cu, and ops.draw.
+
+What there is to know of a sequence lies in its slot of a table on the device: records of SLOT, int64 [slots, WORDS].
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lmkit.kernels import ops
+from lmkit.kernels.cuda import module
+from lmkit.kernels.cuda.module import Kernel
+from lmkit.kernels.registry import implements
+
+# struct Slot of csrc/slot.cuh; held, bias_ids, bias and seen are addresses on the device.
+SLOT = np.dtype(
+    [("temperature", "f8"), ("top_p", "f8"), ("min_p", "f8"), ("top_k", "i8"), ("seed", "u8"), ("num_outputs", "i8"),
+     ("min_new_tokens", "i8"), ("held", "u8"), ("num_held", "i8"), ("bias_ids", "u8"), ("bias", "u8"),
+     ("num_bias", "i8"), ("seen", "u8"), ("presence", "f8"), ("repetition", "f4"), ("frequency", "f4"),
+     ("num_top", "i8")]
+)  # fmt: skip
+WORDS = SLOT.itemsize // 8
+
+_THREADS = 512
+_SHARED = 2 * 4 * 2048 + 8 * _THREADS + 8 * (_THREADS // 32) + 16
+_EDIT_THREADS, _EDIT_CHUNK = 256, 2048
+_MAX_PARTS, _PART_TOKENS = 16, 4096  # of an argmax
+
+_SAMPLE, _ARGMAX, _SCORE = (Kernel("sampling.cu", name) for name in ("sample", "argmax", "score"))
+_EDIT = Kernel("edit_logits.cu", "edit_logits")
+
+
+def compile_kernels(device: str) -> None:
+    """Now, not in a step that is captured."""
+    for kernel in (_SAMPLE, _ARGMAX, _SCORE, _EDIT):
+        kernel.compile(device)
+
+
+def argmax(logits: Tensor, table: Tensor, slots: Tensor, last_token: Tensor, tokens: Tensor) -> None:
+    """tokens int64 [R] = the greatest of each row of logits float32 [R, V], of equals the lowest id; -2 if it is not
+    finite. The rows' slots (int32 [R]) count the token, and last_token (int64 [slots]) takes it; a row whose slot is
+    negative pads the batch and gets none. Can be captured in a graph.
+    """
+    num_rows, vocab = logits.shape
+    wanted = 2 * module.backend(logits.device.type).num_sms() // max(num_rows, 1)
+    parts = max(1, min(wanted, _MAX_PARTS, vocab // _PART_TOKENS))
+    partial = torch.empty(num_rows * parts, dtype=torch.int64, device=logits.device)
+    counters = module.counters(logits.device.type)
+    args = [logits, np.int64(logits.stride(0)), vocab, table, slots, partial, counters, last_token, tokens]
+    _ARGMAX((parts, num_rows), _THREADS, args, shared=_SHARED)
+
+
+def sample(logits: Tensor, table: Tensor, slots: Tensor, last_token: Tensor, tokens: Tensor) -> None:
+    """As argmax, of rows of which some have a temperature."""
+    args = [logits, np.int64(logits.stride(0)), logits.shape[1], None, table, slots, None, last_token, tokens]
+    _SAMPLE(len(logits), _THREADS, args, shared=_SHARED)
+
+
+def edit_logits(logits: Tensor, rows: Tensor, slots: Tensor, table: Tensor, mask: Tensor | None) -> None:
+    """Change those `rows` (int32) of logits float32 [R, V] in place as their sequences ask for.
+
+    mask: int32 [R, ceil(V / 32)]; bit t % 32 of word t // 32 is 1 where token t may be sampled.
+    """
+    args = [logits, np.int64(logits.stride(0)), logits.shape[1], rows, slots, table, mask]
+    _EDIT((-(-logits.shape[1] // _EDIT_CHUNK), len(rows)), _EDIT_THREADS, args, shared=4 * _EDIT_CHUNK)
+
+
+def score(
+    logits: Tensor, rows: Tensor, slots: Tensor, table: Tensor, tokens: Tensor, max_top: int, *, gathered: bool
+) -> Tensor:
+    """float64 [n, 2 + 2 max_top] of `rows` int32 [n] and their tokens: the logarithm of the sum of e^logit, the token's
+    logit, then id and logit of each of the most likely tokens, as many as its slot asks for, in any order.
+
+    gathered: logits has just these rows; else it has all. Undefined for a row that has failed.
+    """
+    out = torch.empty(len(rows), 2 + 2 * max_top, dtype=torch.float64, device=logits.device)
+    args = [logits, np.int64(logits.stride(0)), logits.shape[1], gathered, rows, table, slots, tokens, max_top, out]
+    _SCORE(len(rows), _THREADS, args, shared=_SHARED)
+    return out
+
+
+def _accepts(**traits: Any) -> str | None:
+    return None if module.is_available() else module.missing()
+
+
+@implements(ops.draw, "cuda", device="cuda", accepts=_accepts, priority=20)
+def draw(
+    logits: Tensor, rows: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, share: Tensor
+) -> Tensor:
+    assert (logits.dtype, logits.stride(1)) == (torch.float32, 1)
+    table = torch.zeros(len(rows), WORDS, dtype=torch.int64, device=logits.device)
+    for name, values in {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}.items():
+        offset = SLOT.fields[name][1] // 8  # type: ignore[index]
+        table[:, offset] = values.view(torch.int64)
+    tokens = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+    args = [
+        logits, np.int64(logits.stride(0)), logits.shape[1], rows.contiguous(), table, None, share.contiguous(), None,
+        tokens,
+    ]  # fmt: skip
+    _SAMPLE(len(rows), _THREADS, args, shared=_SHARED)
+    return tokens

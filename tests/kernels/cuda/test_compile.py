@@ -1,0 +1,117 @@
+"""Every kernel variant compiles for GPUs that are not there, and its machine code is what was meant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lmkit.kernels.cuda import variants
+from lmkit.kernels.cuda.module import Kernel
+from lmkit.kernels.cuda.source import FOLDER
+from tests.kernels.cuda import toolchain
+from tests.kernels.cuda.toolchain import Compiled, compile_all, compile_kernel, count, disassembler
+
+MMA, INTEGER_MMA = "HMMA.16816.F32", "IMMA.16832.S8"
+ASYNC_COPY = "LDGSTS.E.BYPASS"  # cp.async of 16 bytes, past L1
+# What the loop with the most of the first must also have, by file.
+MAIN_LOOPS: dict[str, tuple[str, ...]] = {}
+
+pytestmark = pytest.mark.skipif(toolchain.missing() is not None, reason=str(toolchain.missing()))
+needs_disassembler = pytest.mark.skipif(
+    disassembler() is None, reason="nvdisasm is missing (pip install nvidia-cuda-nvdisasm)"
+)
+
+LOOP = """#include "ptx.cuh"
+extern "C" __global__ void __launch_bounds__(128) loop(const uint4* x, float* y, int steps) {
+    float c[4] = {};
+#pragma unroll 1
+    for (int i = 0; i < steps; ++i) {
+        u32 a[4];
+        cp_async16(shared_memory + 16 * threadIdx.x, x + i * 128 + threadIdx.x);
+        cp_async_commit();
+        cp_async_wait<0>();
+        __syncthreads();
+        ldmatrix_x4(a, shared_memory + 16 * threadIdx.x);
+        Half::mma(c, a, a[0], a[1]);
+        __syncthreads();
+    }
+    y[threadIdx.x] = c[0] + c[1] + c[2] + c[3];
+}
+"""
+SPILLS = """#include "ptx.cuh"
+extern "C" __global__ void __launch_bounds__(1024) spills(const float* x, float* y) {
+    float values[200];
+#pragma unroll
+    for (int i = 0; i < 200; ++i) values[i] = x[i * 1024 + threadIdx.x];
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < 200; ++i) y[i * 1024 + threadIdx.x] = values[199 - i] * values[i];
+}
+"""
+
+
+def kernel(folder: Path, name: str, text: str) -> Kernel:
+    path = folder / f"{name}.cu"
+    path.write_text(text)
+    return Kernel(str(path), name)
+
+
+def problems(variant: Kernel, code: Compiled) -> list[str]:
+    """What is wrong with a kernel that should be fast, in words."""
+    found = []
+    if code.local_bytes:
+        found.append(f"{code.local_bytes} bytes of stack and spills")
+    if code.opcodes is None:
+        return found
+    if code.max_threads is None:
+        found.append("no __launch_bounds__")
+    elif code.registers * code.max_threads > toolchain.REGISTERS:
+        found.append(f"{code.registers} registers for {code.max_threads} threads")
+    found += [f"has {opcode}" for opcode in ("LDL", "STL") if count(code.opcodes, opcode)]
+    first, *others = MAIN_LOOPS.get(variant.source, ("",))
+    if first:
+        loop = code.main_loop(first)
+        found += [f"no {opcode} in the main loop" for opcode in (first, *others) if not count(loop, opcode)]
+    return found
+
+
+@pytest.mark.parametrize("arch", toolchain.ARCHES)
+@needs_disassembler
+def test_machine_code_is_read(tmp_path: Path, arch: str) -> None:
+    code = compile_kernel(kernel(tmp_path, "loop", LOOP), arch)
+    assert code.opcodes is not None
+    assert code.max_threads == 128
+    assert 10 < code.registers < 64
+    loop = code.main_loop(MMA)
+    assert count(loop, MMA) == count(code.opcodes, MMA) == 1
+    assert count(loop, ASYNC_COPY) == count(loop, MMA)
+    assert count(loop, "STG") == 0
+    assert count(code.opcodes, "STG") == 1
+    assert not problems(Kernel("loop.cu", "loop"), code)
+    assert not code.main_loop("DMMA")
+
+
+@pytest.mark.parametrize("arch", toolchain.ARCHES)
+def test_spills_are_seen(tmp_path: Path, arch: str) -> None:
+    code = compile_kernel(kernel(tmp_path, "spills", SPILLS), arch)
+    assert code.local_bytes > 0
+    assert problems(Kernel("spills.cu", "spills"), code)
+
+
+def test_errors_carry_the_compilers_words(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="no_such_thing"):
+        compile_kernel(kernel(tmp_path, "loop", LOOP.replace("cp_async_commit", "no_such_thing")), "80")
+
+
+def test_every_file_of_kernels_is_compiled() -> None:
+    assert {path.name for path in FOLDER.glob("*.cu")} == {variant.source for variant in variants.common()}
+
+
+def test_every_variant_compiles_well() -> None:
+    wrong = [
+        f"{variant.source} {variant.name} {variant.defines} sm_{code.arch}: {', '.join(found)}"
+        for variant, code in compile_all(variants.common())
+        if (found := problems(variant, code))
+    ]
+    assert not wrong, "\n".join(wrong)

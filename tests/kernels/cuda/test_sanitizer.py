@@ -1,0 +1,74 @@
+"""Kernels touch nothing outside of the buffers they are given: AddressSanitizer, over emulated ones."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+HERE = Path(__file__).parent.relative_to(ROOT)
+# What runs a second time with the sanitizer: a part of each file's tests, as `pytest -k` takes it.
+WATCHED: dict[str, str] = {
+    "test_emulation.py": "ldmatrix or copies_land or mma_s8",
+    "test_elementwise.py": "515-given1 or 512-given2 or begin_anywhere or wider_tensor or embedding or silu_mul",
+    "test_library.py": "few_tokens and (8-200-33 or 1-2056-17) or test_codes and 528 or odd_widths",
+    "test_blocks.py": "copies",
+}
+
+PLANTED = """
+import sys, torch
+from lmkit.kernels.cuda import emulation
+from lmkit.kernels.cuda.module import Kernel
+emulation.install(sanitize=True)
+path, *after = sys.argv[1:]
+Kernel(path, "planted")(1, 32, [torch.zeros(32), torch.zeros(32), *map(int, after)], shared=128)
+"""
+KERNEL = """#include "ptx.cuh"
+extern "C" __global__ void __launch_bounds__(32) planted(const float* x, float* y, int after_x, int after_s) {
+    auto* s = reinterpret_cast<float*>(shared_memory);
+    s[threadIdx.x + after_s] = x[threadIdx.x + after_x];
+    y[threadIdx.x] = s[threadIdx.x + after_s];
+}
+EXPORT(planted)
+"""
+
+
+def sanitizer() -> list[str]:
+    """The libraries to load first, or nothing where g++ has none."""
+    if shutil.which("g++") is None:
+        return []
+    names = ("libasan.so", "libstdc++.so.6")
+    found = [subprocess.check_output(["g++", f"-print-file-name={name}"], text=True).strip() for name in names]
+    return found if all(map(os.path.isabs, found)) else []
+
+
+def watched(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run Python with the sanitizer's library loaded before anything else."""
+    asan = {"LD_PRELOAD": " ".join(sanitizer()), "ASAN_OPTIONS": "detect_leaks=0"}
+    return subprocess.run(
+        [sys.executable, *arguments], env=os.environ | asan, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+
+
+pytestmark = pytest.mark.skipif(not sanitizer(), reason="g++ with AddressSanitizer is needed")
+
+
+@pytest.mark.parametrize(("after_x", "after_s"), [(1, 0), (0, 1)])
+def test_the_sanitizer_finds_what_was_planted(tmp_path: Path, after_x: int, after_s: int) -> None:
+    source = tmp_path / "planted.cu"
+    source.write_text(KERNEL)
+    done = watched("-c", PLANTED, str(source), str(after_x), str(after_s))
+    assert "heap-buffer-overflow" in done.stderr
+    assert "planted" in done.stderr
+
+
+@pytest.mark.parametrize("file", WATCHED)
+def test_kernels_stay_within_their_buffers(file: str) -> None:
+    options = ["-q", "-x", "-s", "-m", "not gpu", "-p", "tests.kernels.cuda.sanitized", "-p", "no:cacheprovider"]
+    done = watched("-m", "pytest", *options, str(HERE / file), "-k", WATCHED[file])
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]

@@ -1,0 +1,168 @@
+"""Compiles kernels for a GPU that is not there, as CuPy would have it done, and reads what came out.
+
+NVRTC and nvdisasm are wheels (nvidia-cuda-nvrtc, nvidia-cuda-nvdisasm); nvcc stands in where only that is installed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import re
+import shutil
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from lmkit.kernels.cuda.module import Kernel
+from lmkit.kernels.cuda.source import kernel_source, options
+
+ARCHES = ("80", "90a")
+CUPY = ("--device-as-default-execution-space",)  # what CuPy adds besides
+REGISTERS = 65536  # of a multiprocessor
+
+_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);")
+_LABEL = re.compile(r"^(\.L_x_\d+):", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Of one entry point for one architecture. Without nvdisasm, what is read off the machine code is None."""
+
+    arch: str
+    log: str  # what ptxas says
+    max_threads: int | None  # a block's, of __launch_bounds__
+    opcodes: Counter[str] | None
+    loops: tuple[Counter[str], ...] | None  # the opcodes of each, those of loops inside included
+
+    def _number(self, pattern: str) -> int:
+        found = re.search(rf"(\d+) {pattern}|{pattern} (\d+)", self.log)
+        assert found is not None, self.log
+        return int(found[1] or found[2])
+
+    @property
+    def registers(self) -> int:
+        """Of a thread."""
+        found = re.search(r"Used (\d+) registers", self.log)
+        assert found is not None, self.log
+        return int(found[1])
+
+    @property
+    def local_bytes(self) -> int:
+        """Of a thread's stack frame and of what did not fit its registers."""
+        return sum(self._number(what) for what in ("bytes stack frame", "bytes spill stores", "bytes spill loads"))
+
+    def main_loop(self, opcode: str) -> Counter[str]:
+        """The smallest loop that has more of `opcode` than any loop inside of it; empty if none has any."""
+        having = [loop for loop in self.loops or () if count(loop, opcode)]
+        most = max((count(loop, opcode) for loop in having), default=0)
+        return min((x for x in having if count(x, opcode) == most), key=Counter.total, default=Counter())
+
+
+def count(opcodes: Counter[str], prefix: str) -> int:
+    """Instructions whose name begins with `prefix`."""
+    return sum(number for name, number in opcodes.items() if name.startswith(prefix))
+
+
+def missing() -> str | None:
+    """Why nothing can be compiled here, or None."""
+    if _nvrtc() is None and shutil.which("nvcc") is None:
+        return "neither NVRTC (pip install nvidia-cuda-nvrtc) nor nvcc is installed"
+    return None
+
+
+def compile_all(kernels: Iterable[Kernel], arches: Iterable[str] = ARCHES) -> list[tuple[Kernel, Compiled]]:
+    """Every kernel for every architecture, two at a time."""
+    work = [(kernel, arch) for kernel in kernels for arch in arches]
+    with ThreadPoolExecutor(2) as pool:
+        return list(zip([k for k, _ in work], pool.map(lambda item: compile_kernel(*item), work), strict=True))
+
+
+def compile_kernel(kernel: Kernel, arch: str) -> Compiled:
+    """Raises AssertionError with the compiler's log."""
+    text, flags = kernel_source(kernel.source), [*options(arch, kernel.defines), "--ptxas-options=-v"]
+    lib = _nvrtc()
+    cubin, log = _with_nvcc(text, flags) if lib is None else _with_nvrtc(lib, text, [*flags, *CUPY])
+    tool = disassembler()
+    if tool is None:
+        return Compiled(arch, log, None, None, None)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        listing = subprocess.run([tool, file.name], capture_output=True, text=True, check=True).stdout
+    bound = re.search(r"EIATTR_MAX_THREADS.*?\.word\s+(0x\w+)\s.*?\.word\s+(0x\w+)\s.*?\.word\s+(0x\w+)", listing, re.S)
+    threads = int(bound[1], 16) * int(bound[2], 16) * int(bound[3], 16) if bound else None
+    return Compiled(arch, log, threads, *_read(listing))
+
+
+def _read(listing: str) -> tuple[Counter[str], tuple[Counter[str], ...]]:
+    """Opcodes of a listing, and of each of its loops: from a label to the last branch back to it."""
+    code = listing[listing.index(".text.") :]
+    instructions = [(m.start(), m[1], m[2]) for m in _INSTRUCTION.finditer(code)]
+    labels = {m[1]: m.start() for m in _LABEL.finditer(code)}
+    ends: dict[int, int] = {}
+    for at, name, operands in instructions:
+        target = re.search(r"`\((\.L_x_\d+)\)", operands)
+        if name.startswith("BRA") and target and labels.get(target[1], at) < at:
+            ends[labels[target[1]]] = at
+    loops = [Counter(name for at, name, _ in instructions if start <= at <= end) for start, end in ends.items()]
+    return Counter(name for _, name, _ in instructions), tuple(loop for loop in loops if loop.total() > 1)
+
+
+def _wheel_file(pattern: str) -> Path | None:
+    """In one of NVIDIA's wheels."""
+    spec = importlib.util.find_spec("nvidia")
+    folders = [] if spec is None else list(spec.submodule_search_locations or ())
+    return next((path for folder in folders for path in sorted(Path(folder).glob(pattern))), None)
+
+
+@cache
+def disassembler() -> str | None:
+    """nvdisasm, of its wheel or of a CUDA toolkit."""
+    found = _wheel_file("*/bin/nvdisasm")
+    return shutil.which("nvdisasm") if found is None else str(found)
+
+
+@cache
+def _nvrtc() -> ctypes.CDLL | None:
+    library = _wheel_file("*/lib/libnvrtc.so.*")
+    if library is None:
+        return None
+    builtins = next(library.parent.glob("libnvrtc-builtins.so.*"))
+    ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)  # NVRTC opens it by its name alone
+    return ctypes.CDLL(str(library))
+
+
+def _with_nvrtc(lib: ctypes.CDLL, text: str, flags: list[str]) -> tuple[bytes, str]:
+    program = ctypes.c_void_p()
+    created = lib.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"kernel.cu", 0, None, None)
+    assert created == 0, created
+    try:
+        status = lib.nvrtcCompileProgram(program, len(flags), (ctypes.c_char_p * len(flags))(*map(str.encode, flags)))
+        log = _bytes(program, lib.nvrtcGetProgramLogSize, lib.nvrtcGetProgramLog).rstrip(b"\0").decode()
+        assert status == 0, log
+        return _bytes(program, lib.nvrtcGetCUBINSize, lib.nvrtcGetCUBIN), log
+    finally:
+        lib.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _bytes(program: ctypes.c_void_p, size_of: ctypes._NamedFuncPointer, get: ctypes._NamedFuncPointer) -> bytes:
+    size = ctypes.c_size_t()
+    assert size_of(program, ctypes.byref(size)) == 0
+    buffer = ctypes.create_string_buffer(size.value)
+    assert get(program, buffer) == 0
+    return buffer.raw
+
+
+def _with_nvcc(text: str, flags: list[str]) -> tuple[bytes, str]:
+    with tempfile.TemporaryDirectory() as folder:
+        source, cubin = Path(folder) / "kernel.cu", Path(folder) / "kernel.cubin"
+        source.write_text(text)
+        command = ["nvcc", "-cubin", *flags, str(source), "-o", str(cubin)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return cubin.read_bytes(), done.stderr
