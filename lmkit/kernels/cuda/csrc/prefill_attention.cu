@@ -28,16 +28,9 @@
 // Tiles that no row sees are skipped, those that some row sees only in part are masked; keys that no row of the block
 // of threads sees are replaced by zeros. If there are few blocks of threads, each one's keys are split into up to
 // `num_splits` ranges, and the block that finishes last adds up the ranges in order.
-#include "ptx.cuh"
+#include "kv.cuh"
 
 #define D HEAD_DIM
-
-enum Storage { FLOAT16, BFLOAT16, INT8, FP8, INT4 };  // K_STORAGE, V_STORAGE
-
-template <bool BFLOAT>
-struct Choose { using Number = F16; };
-template <>
-struct Choose<true> { using Number = BF16; };
 
 constexpr int ROWS = 128;
 constexpr int M_TILES = D <= 128 ? 2 : 1;
@@ -52,8 +45,8 @@ constexpr int MIN_TILES = 4;                 // of keys, for a range of its own
 #define NOTHING __int_as_float(0xff800000)    // minus infinity
 constexpr u32 NOWHERE = 0xffffffffu;  // a place
 
-using KeyNumber = Choose<K_STORAGE == BFLOAT16>::Number;
-using ValueNumber = Choose<V_STORAGE == BFLOAT16>::Number;
+using KeyNumber = Storage<K_STORAGE, D>::Float;
+using ValueNumber = Storage<V_STORAGE, D>::Float;
 
 // do_part(0 .. COUNT - 1), the threads side by side; AT_ONCE of a thread's parts may be under way.
 template <int COUNT, int AT_ONCE, class F>
@@ -70,7 +63,7 @@ template <int STORAGE>
 DEVICE void decode4(u32 codes, u32 scale, u32 minimum, u32 (&out)[2]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        if constexpr (STORAGE == FP8)
+        if constexpr (STORAGE == KV_FP8)
             out[i] = F16::mul(e4m3_to_f16(i ? codes >> 16 : codes & 0xffffu), scale);
         else  // 0x6400 + code is the float16 1024 + code
             out[i] = F16::fma(F16::sub(prmt(codes, 0x64646464u, i ? 0x4342 : 0x4140), 0x64006400u), scale, minimum);
@@ -80,8 +73,8 @@ DEVICE void decode4(u32 codes, u32 scale, u32 minimum, u32 (&out)[2]) {
 // K or V: where it is, and its tile in shared memory.
 template <int STORAGE, int COLUMNS>
 struct Operand {
-    static constexpr bool CODED = STORAGE >= INT8;
-    static constexpr int ROW_BYTES = STORAGE == INT4 ? D / 2 : CODED ? D : 2 * D;
+    static constexpr bool CODED = Storage<STORAGE, D>::CODED;
+    static constexpr int ROW_BYTES = Storage<STORAGE, D>::ROW;
     static constexpr int STRIDE = (COLUMNS / 8 | 1) * 16;
     static constexpr int TILE_BYTES = KEYS * STRIDE;
     static constexpr int BYTES = CODED ? TILE_BYTES + KEYS * (ROW_BYTES + 4) : 2 * TILE_BYTES;
@@ -120,7 +113,7 @@ struct Operand {
                 const uint2 w = *reinterpret_cast<const uint2*>(codes() + 8 * i);
                 const u32 pair = tile_params()[row];
                 u8* to = shared + row * STRIDE + part * 16;
-                if constexpr (STORAGE == INT4) {
+                if constexpr (STORAGE == KV_INT4) {
                     store8(to, make_uint2(w.x & 0x0f0f0f0fu, w.y & 0x0f0f0f0fu), pair);
                     store8(to + D, make_uint2(w.x >> 4 & 0x0f0f0f0fu, w.y >> 4 & 0x0f0f0f0fu), pair);
                 } else {
@@ -180,7 +173,7 @@ DEVICE bool find_work(
     return true;
 }
 
-// Queries to shared memory as the keys' type; `hadamard`: turned as the keys are.
+// Queries to shared memory, as they are.
 DEVICE void load_queries(u8* shared, const u16* q, i64 q_stride, const Work& work) {
     constexpr int PIECES = D / 8;
 #pragma unroll 4
@@ -209,10 +202,9 @@ struct Mean {
     int half, positions;
 };
 
-// What queries [ROWS][DK] make of the mean: columns high, high, low of the share of the cosine, then of the sine.
-DEVICE void mean_shares(u8* row, const Mean& mean) {
-    u16* x = reinterpret_cast<u16*>(row);
-    for (int p = lane_id(); p < MEAN_COLUMNS / 6 + 1; p += 32) {
+// What a query, x [DK], makes of the mean: columns high, high, low of the share of the cosine, then of the sine.
+DEVICE void mean_shares(u16* x, const Mean& mean) {
+    for (int p = lane_id() & 15; p < MEAN_COLUMNS / 6 + 1; p += 16) {
         u16* to = x + D + 6 * p;
         if (p >= MEAN_PAIRS) {
             for (int i = 6 * p; i < min(6 * p + 6, MEAN_COLUMNS); ++i) x[D + i] = 0;
@@ -245,43 +237,22 @@ DEVICE void mean_angles(u8* tile, const Mean& mean, int first_key) {
     }
 }
 
-// A warp turns x by the orthonormal Walsh-Hadamard matrix; lane has elements lane, lane + 32 ...
-template <int COUNT>
-DEVICE void turn_hadamard(float (&x)[COUNT]) {
-#pragma unroll
-    for (int step = 1; step < min(D, 32); step *= 2)
-#pragma unroll
-        for (int e = 0; e < COUNT; ++e) {
-            const float other = __shfl_xor_sync(0xffffffffu, x[e], step);
-            x[e] = lane_id() & step ? other - x[e] : x[e] + other;
-        }
-#pragma unroll
-    for (int step = 1; step < COUNT; step *= 2)
-#pragma unroll
-        for (int e = 0; e < COUNT; ++e)
-            if (!(e & step)) {
-                const float low = x[e], high = x[e + step];
-                x[e] = low + high, x[e + step] = low - high;
-            }
-#pragma unroll
-    for (int e = 0; e < COUNT; ++e) x[e] *= rsqrtf(static_cast<float>(D));
-}
-
-// Make of queries as they came what is multiplied with the keys. Each warp has rows of its own.
-DEVICE void prepare_queries(u8* shared, const Mean& mean, bool hadamard) {
-    constexpr int COUNT = (D + 31) / 32;
-    for (int row = warp_id(); row < ROWS; row += NUM_WARPS) {
+// Make of queries as they came what is multiplied with the keys. Half a warp has a row.
+DEVICE void prepare_queries(u8* shared, const Mean& mean, bool turned) {
+    constexpr int E = D / 16;
+    for (int row = threadIdx.x / 16; row < ROWS; row += THREADS / 16) {
         u16* x = reinterpret_cast<u16*>(shared + row * Q_STRIDE);
-        if (MEAN_PAIRS) mean_shares(shared + row * Q_STRIDE, mean);
+        if (MEAN_PAIRS) mean_shares(x, mean);
         __syncwarp();
-        float y[COUNT];
-#pragma unroll
-        for (int e = 0; e < COUNT; ++e) y[e] = lane_id() + 32 * e < D ? Half::to_float(x[lane_id() + 32 * e]) : 0;
+        x += (lane_id() & 15) * E;
+        float y[E];
+        load_floats(y, x, nullptr);
         if constexpr ((D & (D - 1)) == 0)
-            if (hadamard) turn_hadamard(y);
+            if (turned) hadamard<D>(y);
+        alignas(16) u16 bits[E];
 #pragma unroll
-        for (int e = 0; e < COUNT; ++e)
-            if (lane_id() + 32 * e < D) x[lane_id() + 32 * e] = key_number(y[e]);
+        for (int e = 0; e < E; ++e) bits[e] = key_number(y[e]);
+        store_span(x, bits);
     }
 }
 
@@ -470,7 +441,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, D <= 128 ? 2 : 1) prefill_
     const u16* q, i64 q_stride, const u8* k_data, const u32* k_params, const u8* v_data, const u32* v_params,
     const float* mean_vector, const int* mean_pairs, const float* mean_table, int mean_half, int mean_positions,
     const int* block_tables, int table_stride, const int* query_start, const int* context_lens, int num_seqs, int group,
-    int block_size, int window, int sinks, int hadamard, int skip_single, float scale, u16* out, float* records,
+    int block_size, int window, int sinks, int turned, int skip_single, float scale, u16* out, float* records,
     int* counters) {
     const int head = blockIdx.x, num_kv_heads = gridDim.x, slot = gridDim.y - 1 - blockIdx.y, num_splits = gridDim.z;
     u8* const queries = shared_memory;
@@ -510,10 +481,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, D <= 128 ? 2 : 1) prefill_
     __syncthreads();
     load(begin);
     cp_async_commit();
-    if (MEAN_PAIRS || hadamard || KeyNumber::is_bf16 != Half::is_bf16) {
+    if (MEAN_PAIRS || turned || KeyNumber::is_bf16 != Half::is_bf16) {
         cp_async_wait<0>();
         __syncthreads();
-        prepare_queries(queries, mean, hadamard);
+        prepare_queries(queries, mean, turned);
     }
 
     Rows rows = {};
