@@ -19,6 +19,8 @@ from torch import Tensor
 from lmkit import __version__
 from lmkit.config import EngineConfig
 from lmkit.formats.checkpoint import CheckpointReader
+from lmkit.kernels.cuda.blocks import BlockCopier
+from lmkit.kernels.cuda.module import is_available
 from lmkit.layers.batch import KVLayer
 from lmkit.models.identity import Packing, how_computed, resolve_activations, sources_digest
 from lmkit.models.kv_storage import KVStorage
@@ -37,6 +39,7 @@ class KVBlocks:
         self._sizes = [part.shape[1] for part in self._parts]
         self._nbytes = sum(self._sizes)
         self._stream: torch.cuda.Stream | None = None  # on which blocks are written
+        self._copier = BlockCopier(self._parts) if is_available() and not self._on_cpu else None
 
     @property
     def _on_cpu(self) -> bool:
@@ -89,6 +92,8 @@ class KVBlocks:
             for array in self._arrays:
                 for source, target in pairs:
                     array[target] = array[source]
+        elif self._copier is not None:
+            self._copier.copy(pairs)
         else:
             for part in self._parts:
                 for source, target in pairs:

@@ -1,26 +1,194 @@
-"""What this package can launch: for building ahead, and for tests that compile all of it."""
+"""What this package launches for common models: for building ahead, and for tests that compile all of it.
+
+Nothing is listed: the ops run on tensors without data ("meta") and a backend that only writes down what is launched.
+"""
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
 
 import lmkit.kernels.cuda
-from lmkit.kernels.cuda.module import Kernel
+from lmkit.kernels import ops
+from lmkit.kernels.cuda import module
+from lmkit.kernels.cuda.module import Kernel, Launch
+from lmkit.kernels.ops import KV_CODED, KVTensor, Norm
+from lmkit.kernels.registry import Implementation, Op
+from lmkit.qtensor import QTensor, QuantScheme
+
+DEVICE = "meta"
+HALVES = (torch.float16, torch.bfloat16)
+HEADS = ((32, 8, 128), (28, 4, 128), (32, 8, 64))  # queries, keys and values, size: Llama 8B, Qwen 7B, Llama 1B
+WEIGHTS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))  # out, in
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)
+STORAGES = ("float16", "int8", "int4", "fp8")
+BLOCK, BLOCKS, SEQUENCES = 64, 1024, 8
+VOCAB, HIDDEN = 128256, 4096
 
 
-def common() -> list[Kernel]:
-    """The kernels of common models, each variant once: what `variants()` of the modules here yields."""
-    found: dict[tuple[object, ...], Kernel] = {}
-    for kernel in _offered():
-        found.setdefault((kernel.source, kernel.name, *sorted(kernel.defines.items())), kernel)
-    return list(found.values())
+class Recorder:
+    """A backend that launches nothing, like an H200."""
+
+    def __init__(self) -> None:
+        self.kernels: dict[tuple[Any, ...], Kernel] = {}
+
+    def num_sms(self) -> int:
+        return 132
+
+    def capability(self) -> tuple[int, int]:
+        return 9, 0
+
+    def load(self, source: str, name: str, defines: dict[str, int]) -> Launch:
+        self.add(Kernel(source, name, **defines))
+        return lambda grid, block, args, shared: None
+
+    def add(self, kernel: Kernel) -> None:
+        self.kernels.setdefault((kernel.source, kernel.name, *sorted(kernel.defines.items())), kernel)
 
 
-def _offered() -> Iterator[Kernel]:
+@cache
+def common() -> tuple[Kernel, ...]:
+    """Each variant once, for activations in float16 and in bfloat16."""
+    with _recording() as recorder:
+        for half in HALVES:
+            _between(half)
+            _linears(half)
+            for heads in HEADS:
+                for storage in STORAGES:
+                    stored = str(half).removeprefix("torch.") if storage == "float16" else storage
+                    _attention(half, heads, stored)
+        for kernel in _named():
+            recorder.add(kernel)
+    return tuple(recorder.kernels.values())
+
+
+@contextmanager
+def _recording() -> Iterator[Recorder]:
+    before, recorder = dict(module.BACKENDS), Recorder()
+    module.BACKENDS.update({DEVICE: recorder, "cpu": recorder})  # "cpu": as if a GPU were emulated there
+    try:
+        yield recorder
+    finally:
+        module.BACKENDS.clear()
+        module.BACKENDS.update(before)
+
+
+def _named() -> Iterator[Kernel]:
+    """Kernels that a module here has as a constant: those of no op, too."""
+    for each in _modules():
+        yield from (value for value in vars(each).values() if isinstance(value, Kernel))
+
+
+def _modules() -> Iterator[ModuleType]:
     package = lmkit.kernels.cuda
     for info in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
-        offer = getattr(importlib.import_module(info.name), "variants", None)
-        if offer is not None:
-            yield from offer()
+        yield importlib.import_module(info.name)
+
+
+def _ours(op: Op, **traits: Any) -> Implementation | None:
+    """This package's implementation, if it has one."""
+    found = op.select("cuda", **traits)
+    return None if found.device == "any" else found
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype, device=DEVICE)
+
+
+def _between(half: torch.dtype) -> None:
+    """What is computed between products."""
+    norm = _ours(ops.rms_norm)
+    for rows in (1, 64):
+        x, stream = _empty(rows, HIDDEN, dtype=half), _empty(rows, HIDDEN)
+        if norm is not None:
+            norm(stream, Norm(_empty(HIDDEN), 1e-5, None, half))
+            norm(x, Norm(_empty(HIDDEN), 1e-5, stream, half))
+            norm(_empty(rows, 32, 128, dtype=half), Norm(_empty(128), 1e-5, None, half))
+        if (silu := _ours(ops.silu_mul)) is not None:
+            silu(_empty(rows, 2 * HIDDEN, dtype=half))
+        ids = _empty(rows, dtype=torch.int64)
+        if (embedding := _ours(ops.embedding)) is not None:
+            embedding(_empty(VOCAB, HIDDEN, dtype=half), ids)
+            embedding(stream, ids)
+        if (angles := _ours(ops.rope_angles)) is not None:
+            angles(_empty(rows, dtype=torch.int32), _empty(64), 1.0)
+
+
+def _linears(half: torch.dtype) -> None:
+    """4-bit groups of 128 in every size and number of tokens; other formats in one."""
+    for n, k in WEIGHTS:
+        for tokens in TOKENS:
+            _linear(ops.linear_w4a16, QuantScheme(4, 128), half, n, k, tokens)
+    for op, scheme in (
+        (ops.linear_w4a16, QuantScheme(4, 32)),
+        (ops.linear_w8a16, QuantScheme(8, 128)),
+        (ops.linear_w8a8, QuantScheme(8, -1, symmetric=True)),
+        (ops.linear_fp8, QuantScheme(8, -1, symmetric=True, kind="float")),
+        (ops.linear_fp8_a8, QuantScheme(8, -1, symmetric=True, kind="float")),
+    ):
+        for tokens in (1, 16, 512):
+            _linear(op, scheme, half, *WEIGHTS[0], tokens)
+    for tokens in (1, 16, 512):
+        _dense(half, tokens)
+
+
+def _linear(op: Op, scheme: QuantScheme, half: torch.dtype, n: int, k: int, tokens: int) -> None:
+    traits = {"out_features": n, "in_features": k, "group_size": scheme.group_size, "bits": scheme.bits}
+    impl = _ours(op, **traits)
+    if impl is None:
+        return
+    floating = scheme.kind == "float"
+    groups = scheme.num_groups(k)
+    codes = _empty(n, k, dtype=torch.float8_e4m3fn if floating else torch.uint8)
+    zeros = _empty(0 if floating else n, *(() if floating else (groups,)), dtype=torch.uint8)
+    weight = QTensor(codes, _empty(n, groups, dtype=torch.float32 if floating else torch.float16), zeros, scheme)
+    for gated in (False, True):
+        _call_linear(impl, impl.pack(weight, gated), half, n, k, tokens, gated)
+
+
+def _dense(half: torch.dtype, tokens: int) -> None:
+    impl = _ours(ops.linear_dense, out_features=VOCAB, in_features=HIDDEN, dtype=half)
+    if impl is not None:
+        packed = impl.pack(_empty(VOCAB, HIDDEN, dtype=half), False)
+        _call_linear(impl, packed, half, VOCAB, HIDDEN, tokens, False)
+
+
+def _call_linear(
+    impl: Implementation, packed: Any, half: torch.dtype, n: int, k: int, tokens: int, gated: bool
+) -> None:
+    x = _empty(tokens, k, dtype=half)
+    impl(x, packed, None, None)
+    if impl.epilogue and not gated:
+        impl(x, packed, None, None, residual=_empty(tokens, n))
+        impl(x, packed, None, None, dtype=torch.float32)
+
+
+def _attention(half: torch.dtype, heads: tuple[int, int, int], storage: str) -> None:
+    num_heads, num_kv_heads, dim = heads
+    impl = _ours(ops.rope_paged_attention, rotary_dim=dim, head_dim=dim, num_heads=num_heads, num_kv_heads=num_kv_heads)
+    if impl is None:
+        return
+    cache = _kv(num_kv_heads, dim, storage)
+    tables = _empty(SEQUENCES, BLOCKS // SEQUENCES, dtype=torch.int32)
+    for tokens in (SEQUENCES, 64 * SEQUENCES):  # decoding, and prompts
+        q = _empty(tokens, num_heads, dim, dtype=half)
+        k, v = (_empty(tokens, num_kv_heads, dim, dtype=half) for _ in range(2))
+        cos, sin = (_empty(tokens, dim // 2) for _ in range(2))
+        starts, lens = (_empty(SEQUENCES + extra, dtype=torch.int32) for extra in (1, 0))
+        slots = _empty(tokens, dtype=torch.int32)
+        impl(q, k, v, cos, sin, cache, cache, slots, tables, starts, lens, dim**-0.5, 0, 0)
+
+
+def _kv(num_kv_heads: int, dim: int, storage: str) -> KVTensor:
+    coded = storage in KV_CODED
+    width = dim // 2 if storage == "int4" else dim
+    data = _empty(BLOCKS, num_kv_heads, BLOCK, width, dtype=torch.uint8 if coded else getattr(torch, storage))
+    params = _empty(BLOCKS, num_kv_heads, BLOCK, 2, dtype=torch.float16) if coded else _empty(0, dtype=torch.float16)
+    return KVTensor(data, params, storage)

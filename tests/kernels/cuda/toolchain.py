@@ -22,7 +22,7 @@ from lmkit.kernels.cuda.module import Kernel
 from lmkit.kernels.cuda.source import kernel_source, options
 
 ARCHES = ("80", "90a")
-CUPY = ("-ftz=true", "--device-as-default-execution-space")  # what CuPy adds to its user's options
+CUPY = ("--device-as-default-execution-space",)  # what CuPy adds besides
 REGISTERS = 65536  # of a multiprocessor
 
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);")
@@ -162,7 +162,7 @@ def _with_nvcc(text: str, flags: list[str]) -> tuple[bytes, str]:
     with tempfile.TemporaryDirectory() as folder:
         source, cubin = Path(folder) / "kernel.cu", Path(folder) / "kernel.cubin"
         source.write_text(text)
-        command = ["nvcc", "-cubin", "-ftz=true", *flags, str(source), "-o", str(cubin)]
+        command = ["nvcc", "-cubin", *flags, str(source), "-o", str(cubin)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         return cubin.read_bytes(), done.stderr

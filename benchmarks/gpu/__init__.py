@@ -1,0 +1,1 @@
+"""What a GPU gives, beside what it could give: see __main__."""

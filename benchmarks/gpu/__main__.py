@@ -1,0 +1,171 @@
+"""Everything about one GPU in one command: build, check numbers, measure, compare with what is possible.
+
+    python -m benchmarks.gpu --out DIR [--only gemm,engine] [--quick] [--peers FOLDER] [--minutes 9]
+
+DIR gets a file of rows for each section, results.json, table.txt and pictures. A section is a process of its own,
+with a time limit: one that fails is rows that say so, and the others go on. `--device cpu` is a rehearsal without a
+GPU: kernels are emulated, on tiny shapes; its times mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.gpu.context import Context, Row, read_rows
+from benchmarks.gpu.figures import Figure, figures
+
+console = Console(width=None if sys.stdout.isatty() else 160)
+
+
+@dataclass(frozen=True)
+class Section:
+    name: str
+    module: str
+    seconds: float  # at most
+
+
+SECTIONS = (
+    Section("machine", "machine", 40),
+    Section("build", "build", 90),
+    Section("gemm", "gemm", 120),
+    Section("attention", "attention", 60),
+    Section("small", "small", 30),
+    Section("engine", "engine", 150),
+    Section("transformers", "transformers_peer", 60),
+    Section("numerics", "numerics", 180),
+)
+
+
+def main() -> None:
+    arguments = parse()
+    if arguments.section is not None:
+        run_section(arguments)
+        return
+    out: Path = arguments.out
+    out.mkdir(parents=True, exist_ok=True)
+    names = [section.name for section in SECTIONS]
+    chosen = arguments.only.split(",") if arguments.only else names
+    if unknown := sorted(set(chosen) - set(names)):
+        raise SystemExit(f"--only: no section {', '.join(unknown)}; there are {', '.join(names)}")
+    start, end = time.monotonic(), time.monotonic() + 60 * arguments.minutes
+    for section in SECTIONS:
+        if section.name in chosen:
+            run_process(section, arguments, min(section.seconds, end - time.monotonic()))
+    summarize(out, chosen, time.monotonic() - start)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder for rows, results, table and pictures")
+    parser.add_argument(
+        "--only", help="sections, with commas between them; others' rows in the folder stay as they are"
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer shapes, one model")
+    parser.add_argument(
+        "--peers", type=Path, help="folder with wheels of vllm and turbomind, whose kernels are measured too"
+    )
+    parser.add_argument("--minutes", type=float, default=8.8, help="for all sections; what does not fit is left out")
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal with emulated kernels"
+    )
+    parser.add_argument("--section", help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, default=60, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def run_process(section: Section, arguments: argparse.Namespace, seconds: float) -> None:
+    """One section, with what is left of the time; whatever becomes of it."""
+    context = Context(arguments.out, name=section.name)
+    context.file(section.name).unlink(missing_ok=True)
+    if seconds < 5:
+        context.row(section.name, error="no time left")
+        return
+    console.print(f"{section.name}: at most {seconds:.0f} s", end=" ")
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu",
+        *sys.argv[1:],
+        "--section",
+        section.name,
+        "--seconds",
+        str(seconds),
+    ]
+    log = arguments.out / f"{section.name}.txt"
+    start = time.monotonic()
+    try:
+        with log.open("w") as file:
+            code = subprocess.run(
+                command, stdout=file, stderr=subprocess.STDOUT, timeout=seconds, check=False
+            ).returncode
+        if code:
+            lines = log.read_text().strip().splitlines()
+            context.row(section.name, error=f"exit status {code}: {lines[-1] if lines else ''}"[:500], log=log.name)
+    except subprocess.TimeoutExpired:
+        context.row(section.name, error=f"stopped after {seconds:.0f} s")
+    rows = read_rows(context.file(section.name))
+    failed = sum("error" in row for row in rows)
+    console.print(f"{time.monotonic() - start:.1f} s, {len(rows)} rows, {failed} of them failures")
+
+
+def run_section(arguments: argparse.Namespace) -> None:
+    """In the process of a section."""
+    from benchmarks.gpu import machine
+
+    section = next(section for section in SECTIONS if section.name == arguments.section)
+    context = Context(
+        arguments.out, arguments.device, arguments.quick, arguments.peers, arguments.seconds, section.name
+    )
+    machine.install(context)
+    importlib.import_module(f"benchmarks.gpu.{section.module}").run(context)
+
+
+def summarize(out: Path, chosen: list[str], seconds: float) -> None:
+    """Write and print what all the rows in the folder come to."""
+    from benchmarks.gpu import plots
+    from benchmarks.report import save
+
+    rows: list[Row] = [row for section in SECTIONS for row in read_rows(out / f"{section.name}.jsonl")]
+    found = figures(rows)
+    gpu = next((row for row in rows if row["section"] == "machine" and row["what"] == "GPU"), {})
+    extra = {"gpu": gpu, "sections": chosen, "seconds": seconds}
+    save(out / "results.json", "gpu", rows, **extra, figures=[asdict(figure) for figure in found])
+    text = Console(width=200, record=True, file=(out / "table.txt").open("w"))
+    for target in (text, console):
+        target.print(table(found, str(gpu.get("name", "an unknown machine"))))
+        for row in rows:
+            if "error" in row:
+                target.print(f"{row['section']}: {row['what']}: {row['error']}", markup=False, style="red")
+    pictures = plots.draw(rows, out)
+    console.print(f"{seconds:.0f} s; {out / 'results.json'}, {', '.join(path.name for path in pictures)}")
+
+
+def table(found: list[Figure], machine: str) -> Table:
+    result = Table(title=f"{machine}: what was reached, and what was to be")
+    for column in ("figure", "measured", "unit", "bound", "share", "target", "reached"):
+        result.add_column(column, justify="left" if column in ("figure", "unit") else "right")
+    result.add_column("beside", overflow="fold")
+    for figure in found:
+        reached = {None: "", True: "yes", False: "no"}[figure.is_reached]
+        result.add_row(
+            figure.name, _number(figure.value), figure.unit, _number(figure.bound),
+            "" if figure.share is None else f"{100 * figure.share:.0f} %", _number(figure.target), reached, figure.note,
+        )  # fmt: skip
+    return result
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:,.0f}" if 1000 <= value < 1e7 else f"{value:.4g}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""Section "attention": decoding against the bandwidth of reading KV, prompts against the bfloat16 matmul.
+
+8 KV heads of 128 with 4 queries each, as in Llama-3-8B. Blocks lie in random order; layers' KV is used in turn, more of
+it than a cache holds. A decode step also rotates, quantizes and appends its token: the op does it all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import lmkit.kernels  # noqa: F401  (registers)
+from benchmarks.gpu.context import Context
+from benchmarks.gpu.roofline import LLAMA_3_8B
+from benchmarks.gpu.timing import copies_for, seconds_of
+from lmkit.kernels import ops
+from lmkit.layers.batch import KVLayer, allocate_kv
+
+BLOCK = 64
+STORAGES = ("float16", "int8", "int4", "fp8")
+DECODE = ((1, 1024), (1, 8192), (16, 1024), (16, 8192), (64, 1024), (64, 4096), (256, 1024))
+PREFILL = ((1, 512, 512), (1, 2048, 2048), (1, 8192, 8192), (8, 1024, 1024), (1, 512, 8192))  # sequences, new, context
+
+
+def run(context: Context) -> None:
+    decode, prefill, storages = DECODE, PREFILL, STORAGES
+    if context.rehearsal:
+        decode, prefill, storages = ((2, 70),), ((1, 20, 20),), ("float16", "int4")
+    elif context.quick:
+        decode, prefill = ((16, 8192),), ((1, 2048, 2048),)
+    for storage in storages:
+        for batch, length in decode:
+            _attempt(context, "decode", storage, batch, 1, length)
+    for storage in storages[:2]:
+        for batch, new, length in prefill:
+            _attempt(context, "prefill", storage, batch, new, length)
+
+
+def _attempt(context: Context, what: str, storage: str, batch: int, new: int, length: int) -> None:
+    values = {"kv": storage, "batch": batch, "new": new, "context": length}
+    if context.is_over:
+        context.row(what, **values, error="no time left")
+        return
+    with context.attempt(what, **values):
+        _measure(context, what, storage, batch, new, length)
+
+
+def _measure(context: Context, what: str, storage: str, batch: int, new: int, length: int) -> None:
+    shape = LLAMA_3_8B
+    num_bytes = batch * length * shape.kv_bytes(storage) / shape.layers
+    flops = batch * new * shape.attention_flops(length - new / 2) / shape.layers
+    copies = min(8, copies_for(int(num_bytes), context.device))
+    blocks = batch * -(-length // BLOCK)
+    layers = [_random_layer(blocks, storage, context.device) for _ in range(copies)]
+    attend, name = attention(context, batch, new, length)
+    seconds = seconds_of([_call(attend, layer) for layer in layers], context.device)
+    peak = context.peak()
+    bound = peak.seconds(num_bytes, flops)
+    context.row(
+        what, kernel=name, kv=storage, batch=batch, new=new, context=length, seconds=seconds, bound=bound,
+        share=bound / seconds, bytes_per_s=num_bytes / seconds, of_bandwidth=num_bytes / seconds / peak.bytes_per_s,
+        flops=flops / seconds, of_matmul=flops / seconds / peak.flops,
+    )  # fmt: skip
+
+
+def _call(attend: Callable[[KVLayer], Any], layer: KVLayer) -> Callable[[], Any]:
+    return lambda: attend(layer)
+
+
+def _random_layer(blocks: int, storage: str, device: str) -> KVLayer:
+    """Codes of any value, scales that keep what they stand for near 1."""
+    layer = allocate_kv(blocks, LLAMA_3_8B.kv_heads, BLOCK, LLAMA_3_8B.head_dim, (storage, storage), device)
+    for kv in (layer.k, layer.v):
+        if not kv.params.numel():
+            kv.data.normal_()
+            continue
+        kv.data.random_(0, 120 if storage == "fp8" else 256)  # 127 is float8's NaN
+        kv.params[..., 0], kv.params[..., 1] = {"int8": (1 / 64, -2), "int4": (1 / 4, -2), "fp8": (1 / 448, 0)}[storage]
+    return layer
+
+
+def attention(context: Context, batch: int, new: int, length: int) -> tuple[Callable[[KVLayer], Any], str]:
+    """(the op over a layer's KV, its implementation's name), for `batch` sequences of `new` tokens each."""
+    shape, device = LLAMA_3_8B, context.device
+    heads, kv_heads, dim = shape.heads, shape.kv_heads, shape.head_dim
+    impl = ops.rope_paged_attention.select("cuda", rotary_dim=dim, head_dim=dim, num_heads=heads, num_kv_heads=kv_heads)
+    per_sequence = -(-length // BLOCK)
+    tables = torch.randperm(batch * per_sequence, device=device).view(batch, per_sequence).int()
+    positions = torch.arange(length - new, length, device=device)
+    slots = (tables[:, positions // BLOCK] * BLOCK + positions % BLOCK).int().flatten()
+    starts = torch.arange(batch + 1, device=device).int() * new
+    lens = torch.full((batch,), length, dtype=torch.int32, device=device)
+    qkv = torch.randn(batch * new, (heads + 2 * kv_heads) * dim, device=device).half()
+    q, k, v = (part.view(batch * new, -1, dim) for part in qkv.split((heads * dim, kv_heads * dim, kv_heads * dim), 1))
+    inverse = torch.arange(dim // 2, device=device) / -(dim // 2)
+    angles = positions.repeat(batch)[:, None] * 500000.0**inverse
+    cos, sin = angles.cos(), angles.sin()
+
+    def attend(layer: KVLayer) -> Any:
+        return impl(q, k, v, cos, sin, layer.k, layer.v, slots, tables, starts, lens, dim**-0.5, 0, 0)
+
+    return attend, impl.name

@@ -1,0 +1,28 @@
+"""Section "build": compile every kernel variant, several at a time; CuPy keeps what comes out."""
+
+from __future__ import annotations
+
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from benchmarks.gpu.context import Context
+from lmkit.kernels.cuda import variants
+from lmkit.kernels.cuda.module import Kernel
+
+
+def run(context: Context) -> None:
+    kernels = variants.common()
+    workers = min(8, len(os.sched_getaffinity(0)))
+    start = time.perf_counter()
+    with ThreadPoolExecutor(workers) as pool:
+        seconds = list(pool.map(lambda kernel: _build(context, kernel), kernels[: 2 if context.rehearsal else None]))
+    slowest = max(seconds, default=0.0)
+    context.row("all", variants=len(seconds), workers=workers, seconds=time.perf_counter() - start, slowest=slowest)
+
+
+def _build(context: Context, kernel: Kernel) -> float:
+    start = time.perf_counter()
+    with context.attempt(kernel.name, source=kernel.source, defines=kernel.defines):
+        kernel.compile(context.device)
+    return time.perf_counter() - start

@@ -1,0 +1,78 @@
+"""What a section of the benchmark is given, and where its rows go.
+
+Each section is a process of its own (__main__), because a kernel's fault ends a process' use of a GPU. Rows are written
+as they come, one JSON object a line: what a section that fails or runs out of time has measured is kept.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.roofline import Peak
+
+Row = dict[str, Any]
+
+
+@dataclass
+class Context:
+    """`device` is where tensors lie. On "cpu" kernels are emulated: a rehearsal, whose times mean nothing."""
+
+    out: Path
+    device: str = "cuda"
+    quick: bool = False
+    peers: Path | None = None  # a folder of wheels to compare with
+    seconds: float = 60.0  # for this section
+    name: str = ""  # of the section
+    started: float = field(default_factory=time.perf_counter)
+
+    @property
+    def rehearsal(self) -> bool:
+        return self.device == "cpu"
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no new measurement should be begun: a last one may take its time."""
+        return time.perf_counter() - self.started > 0.9 * self.seconds
+
+    def row(self, what: str, **values: Any) -> None:
+        """Write a row down."""
+        with self.file(self.name).open("a") as file:
+            file.write(json.dumps({"section": self.name, "what": what, **values}) + "\n")
+
+    @contextmanager
+    def attempt(self, what: str, **values: Any) -> Iterator[None]:
+        """A failure inside becomes a row with its reason, and the section goes on."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is a row
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            self.row(
+                what, **values, error=f"{type(error).__name__}: {error}"[:500], at=f"{where.filename}:{where.lineno}"
+            )
+            if not self.rehearsal and torch.cuda.is_available():
+                torch.cuda.synchronize()  # a fault of the GPU stays one: it ends the section here
+
+    def file(self, section: str) -> Path:
+        """Of a section's rows."""
+        return self.out / f"{section}.jsonl"
+
+    def peak(self) -> Peak:
+        """What the section "machine" has measured: bytes read and a bfloat16 matmul's operations per second."""
+        found = {row["what"]: row["value"] for row in read_rows(self.file("machine")) if "value" in row}
+        return Peak(found["copy bandwidth"], found["bfloat16 matmul"])
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a file, none if there is no file."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines()]
