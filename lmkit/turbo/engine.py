@@ -29,6 +29,7 @@ from lmkit.turbo import loading
 from lmkit.turbo.batch import PersistentBatch
 from lmkit.turbo.cuda_runner import CudaRunner, HostSampler
 from lmkit.turbo.device import CpuDevice, CudaDevice, Device, resolve_device
+from lmkit.turbo.gpu_sampler import GpuSampler
 from lmkit.turbo.kv_blocks import KVBlocks
 from lmkit.turbo.limits import SchedulerLimits
 from lmkit.turbo.loading import LoadedModel
@@ -261,8 +262,9 @@ def _runner(
     if isinstance(device, CpuDevice):
         sampler = Sampler(config.max_batch_size, vocab_size)
         return Runner(model.decoder, kv, batch, sampler, memory.workspace, blocks=blocks, tiers=tiers)
-    on_host = HostSampler(config.max_batch_size, vocab_size, device.tensors)
-    return CudaRunner(device, model.decoder, kv, batch, on_host, blocks=blocks, tiers=tiers)
+    samples = GpuSampler if device.has_kernels else HostSampler
+    on_device = samples(config.max_batch_size, vocab_size, device.tensors)
+    return CudaRunner(device, model.decoder, kv, batch, on_device, blocks=blocks, tiers=tiers)
 
 
 def _info(path: str, limits: SchedulerLimits, dtypes: list[tuple[str, str]], memory: MemoryPlan) -> EngineInfo:

@@ -19,6 +19,8 @@ from torch import Tensor
 from lmkit import __version__
 from lmkit.config import EngineConfig
 from lmkit.formats.checkpoint import CheckpointReader
+from lmkit.kernels.cuda.blocks import BlockCopier
+from lmkit.kernels.cuda.module import is_available
 from lmkit.layers.batch import KVLayer
 from lmkit.models.identity import Packing, how_computed, resolve_activations, sources_digest
 from lmkit.models.kv_storage import KVStorage
@@ -35,6 +37,7 @@ class KVBlocks:
         self._arrays = [part.numpy() for part in self._parts] if self._on_cpu else []  # the same memory
         self._sizes = [part.shape[1] for part in self._parts]
         self._nbytes = sum(self._sizes)
+        self._copier = BlockCopier(self._parts) if is_available() and not self._on_cpu else None
 
     @property
     def _on_cpu(self) -> bool:
@@ -75,6 +78,8 @@ class KVBlocks:
             for array in self._arrays:
                 for source, target in pairs:
                     array[target] = array[source]
+        elif self._copier is not None:
+            self._copier.copy(pairs)
         else:
             for part in self._parts:
                 for source, target in pairs:

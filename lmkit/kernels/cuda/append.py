@@ -56,18 +56,20 @@ def rope_append(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: KVTensor, v_cache: KVTensor, slots: Tensor
 ) -> None:
     if not can_run((q, k, v), (k_cache, v_cache)):
-        return reference_rope_append(q, k, v, cos, sin, k_cache, v_cache, slots)
+        reference_rope_append(q, k, v, cos, sin, k_cache, v_cache, slots)
+        return
     mean = None if k_cache.mean is None else k_cache.mean.vector
     angles = (cos.contiguous(), sin.contiguous(), cos.shape[1], mean)
-    _append((*_strided(q), *_strided(k), *_strided(v), *angles), k, q.shape[1], k_cache, v_cache, slots)
+    _append((*strided(q), *strided(k), *strided(v), *angles), k, q.shape[1], k_cache, v_cache, slots)
 
 
 @implements(ops.kv_append, "cuda", device="cuda", accepts=accepts, priority=20)
 def kv_append(k: Tensor, v: Tensor, k_cache: KVTensor, v_cache: KVTensor, slots: Tensor) -> None:
     if not can_run((k, v), (k_cache, v_cache)):
-        return reference_kv_append(k, v, k_cache, v_cache, slots)
-    no_queries, no_angles = _strided(None), (None, None, 0, None)
-    _append((*no_queries, *_strided(k), *_strided(v), *no_angles), k, 0, k_cache, v_cache, slots)
+        reference_kv_append(k, v, k_cache, v_cache, slots)
+        return
+    no_queries, no_angles = strided(None), (None, None, 0, None)
+    _append((*no_queries, *strided(k), *strided(v), *no_angles), k, 0, k_cache, v_cache, slots)
 
 
 def _append(
@@ -81,7 +83,7 @@ def _append(
     kernel(blocks, 128, [*rows, *storage(k_cache), *storage(v_cache), slots, *sizes])
 
 
-def _strided(x: Tensor | None) -> tuple[Any, ...]:
+def strided(x: Tensor | None) -> tuple[Any, ...]:
     """A tensor [T, heads, D] and its first two strides, `long long`."""
     return (None, np.int64(0), np.int64(0)) if x is None else (x, np.int64(x.stride(0)), np.int64(x.stride(1)))
 

@@ -7,6 +7,8 @@ which of a call's tensors have it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,7 +38,7 @@ def accepts(**traits: Any) -> str | None:
     return None if is_available() else missing()
 
 
-class Codes(NamedTuple):
+class RowCodes(NamedTuple):
     """Rows [T, K] as codes: values ~ codes * scales. May have more rows than were asked for; those hold anything."""
 
     codes: Tensor  # int8 or float8_e4m3fn [T, K]
@@ -46,8 +48,8 @@ class Codes(NamedTuple):
 
 @implements(ops.rms_norm, "cuda", device="cuda", accepts=accepts, priority=20)
 def rms_norm(x: Tensor, norm: Norm) -> Tensor:
-    dtype = norm.dtype or (x if norm.residual is None else norm.residual).dtype
-    if _half(x, norm.residual, dtype) is None or x.shape[-1] > MAX_COLUMNS:
+    dtype = result_dtype(x, norm)
+    if half_of(x, norm.residual, dtype) is None or x.shape[-1] > MAX_COLUMNS:
         y: Tensor = reference.rms_norm(x, norm)
         return y
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
@@ -55,18 +57,18 @@ def rms_norm(x: Tensor, norm: Norm) -> Tensor:
     return out
 
 
-def quantize_rows(x: Tensor, codes: torch.dtype, norm: Norm | None = None, *, min_rows: int = 0) -> Codes:
+def quantize_rows(x: Tensor, codes: torch.dtype, norm: Norm | None = None, *, min_rows: int = 0) -> RowCodes:
     """x [T, K], or its rms_norm, with a scale for each row; as int8 also the sums of the codes. K up to MAX_COLUMNS.
 
     The scale is max|x| / 127 or / 448, codes are to the nearest, halves to even. A norm's result is rounded to its
     dtype before. At least `min_rows` rows come out.
     """
     rows, columns = x.shape
-    dtype = x.dtype if norm is None else norm.dtype or (x if norm.residual is None else norm.residual).dtype
-    if _half(x, None if norm is None else norm.residual, dtype) is None:
+    dtype = result_dtype(x, norm)
+    if half_of(x, None if norm is None else norm.residual, dtype) is None:
         x, norm, dtype = (x if norm is None else reference.rms_norm(x, norm)).float(), None, torch.float32
     padded = max(rows, min_rows)
-    out = Codes(
+    out = RowCodes(
         torch.empty(padded, columns, dtype=codes, device=x.device),
         torch.empty(padded, dtype=torch.float32, device=x.device),
         torch.empty(padded, dtype=torch.int32, device=x.device),
@@ -75,18 +77,18 @@ def quantize_rows(x: Tensor, codes: torch.dtype, norm: Norm | None = None, *, mi
     return out
 
 
-def _norm_rows(x: Tensor, norm: Norm | None, out: Tensor, dtype: torch.dtype, codes: Codes | None) -> None:
+def _norm_rows(x: Tensor, norm: Norm | None, out: Tensor, dtype: torch.dtype, codes: RowCodes | None) -> None:
     """Launch norm.cu. `dtype` of what is normalized, which `codes` are made of."""
     columns = x.shape[-1]
     x, outer, inner_stride, inner = _strided_rows(x)
     residual, weight = (None, None) if norm is None else (norm.residual, norm.weight.float().contiguous())
-    half = _half(x, residual, dtype)
+    half = half_of(x, residual, dtype)
     assert half is not None
     if residual is not None and (residual.dim() != 2 or residual.stride(1) != 1):
         raise ValueError(f"a residual stream of shape {list(residual.shape)}, strides {residual.stride()}")
     residual_stride = 0 if residual is None else residual.stride(0)
     aligned = columns % WIDTH == 0 and all(stride % WIDTH == 0 for stride in (outer, inner_stride, residual_stride))
-    aligned = aligned and _aligned(x, residual, weight, out)
+    aligned = aligned and is_aligned(x, residual, weight, out)
     vectors = next(n for n, threads in VECTORS.items() if columns <= n * threads * WIDTH)
     threads = WARP * -(-columns // (WARP * WIDTH * vectors))
     rows, block_rows = x.numel() // max(columns, 1), BLOCK // WARP if threads == WARP else 1
@@ -96,27 +98,27 @@ def _norm_rows(x: Tensor, norm: Norm | None, out: Tensor, dtype: torch.dtype, co
         x.dtype in HALVES, residual is not None and residual.dtype in HALVES, OUTPUTS[out.dtype], dtype in HALVES,
         aligned,
     ]  # fmt: skip
-    kernel = _kernel("norm.cu", "norm_rows", half, VECTORS=vectors)
+    kernel = kernel_for("norm.cu", "norm_rows", half, VECTORS=vectors)
     kernel(-(-rows // block_rows), (threads, block_rows), args, shared=3 * WARP * 4)
 
 
 @implements(ops.embedding, "cuda", device="cuda", accepts=accepts, priority=20)
 def embedding(table: Tensor, rows: Tensor) -> Tensor:
-    half = _half(table)
+    half = half_of(table)
     if half is None or table.stride(1) != 1:
         y: Tensor = reference.embedding(table, rows)
         return y
     columns = table.shape[1]
     out = torch.empty(len(rows), columns, dtype=torch.float32, device=table.device)
-    aligned = columns % WIDTH == 0 and table.stride(0) % WIDTH == 0 and _aligned(table, out)
+    aligned = columns % WIDTH == 0 and table.stride(0) % WIDTH == 0 and is_aligned(table, out)
     args = [table, np.int64(table.stride(0)), rows.contiguous(), out, columns, table.dtype in HALVES, aligned]
-    _kernel("elementwise.cu", "embedding", half)(_grid(len(rows), columns), BLOCK, args)
+    kernel_for("elementwise.cu", "embedding", half)(grid(len(rows), columns), BLOCK, args)
     return out
 
 
 @implements(ops.silu_mul, "cuda", device="cuda", accepts=accepts, priority=20)
 def silu_mul(gate_up: Tensor) -> Tensor:
-    half = _half(gate_up)
+    half = half_of(gate_up)
     if half is None:
         y: Tensor = reference.silu_mul(gate_up)
         return y
@@ -124,9 +126,9 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     rows = gate_up.reshape(-1, 2 * columns)
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     out = torch.empty(*gate_up.shape[:-1], columns, dtype=gate_up.dtype, device=gate_up.device)
-    aligned = columns % WIDTH == 0 and rows.stride(0) % WIDTH == 0 and _aligned(rows, out)
+    aligned = columns % WIDTH == 0 and rows.stride(0) % WIDTH == 0 and is_aligned(rows, out)
     args = [rows, np.int64(rows.stride(0)), out, columns, gate_up.dtype in HALVES, aligned]
-    _kernel("elementwise.cu", "silu_mul", half)(_grid(len(rows), columns), BLOCK, args)
+    kernel_for("elementwise.cu", "silu_mul", half)(grid(len(rows), columns), BLOCK, args)
     return out
 
 
@@ -135,22 +137,24 @@ def rope_angles(positions: Tensor, inv_freq: Tensor, magnitude: float) -> tuple[
     tokens, half_dim = len(positions), len(inv_freq)
     cos, sin = torch.empty(2, tokens, half_dim, device=positions.device)
     args = [positions.int().contiguous(), inv_freq.contiguous(), float(magnitude), cos, sin, tokens, half_dim]
-    _kernel("elementwise.cu", "rope_angles", torch.float16)(-(-tokens * half_dim // BLOCK), BLOCK, args)
+    kernel_for("elementwise.cu", "rope_angles", torch.float16)(-(-tokens * half_dim // BLOCK), BLOCK, args)
     return cos, sin
 
 
-_KERNELS: dict[tuple[str, str, torch.dtype, tuple[tuple[str, int], ...]], Kernel] = {}
-
-
-def _kernel(source: str, name: str, half: torch.dtype, **defines: int) -> Kernel:
+@cache
+def kernel_for(source: str, name: str, half: torch.dtype, **defines: int) -> Kernel:
     """For tensors of float32 and `half`."""
-    key = source, name, half, tuple(defines.items())
-    if key not in _KERNELS:
-        _KERNELS[key] = Kernel(source, name, **defines, **({"LM_BF16": 1} if half == torch.bfloat16 else {}))
-    return _KERNELS[key]
+    return Kernel(source, name, **defines, **({"LM_BF16": 1} if half == torch.bfloat16 else {}))
 
 
-def _half(*values: Tensor | torch.dtype | None) -> torch.dtype | None:
+def result_dtype(x: Tensor, norm: Norm | None) -> torch.dtype:
+    """Of x, or of its rms_norm."""
+    if norm is None:
+        return x.dtype
+    return norm.dtype or (x if norm.residual is None else norm.residual).dtype
+
+
+def half_of(*values: Tensor | torch.dtype | None) -> torch.dtype | None:
     """The 16-bit type among these (float16 if there is none); None if there are two, or something else."""
     dtypes = {value.dtype if isinstance(value, Tensor) else value for value in values if value is not None}
     narrow = dtypes - {torch.float32}
@@ -165,10 +169,19 @@ def _strided_rows(x: Tensor) -> tuple[Tensor, int, int, int]:
     return x, x.stride(0), 0, 1
 
 
-def _aligned(*tensors: Tensor | None) -> bool:
+def is_aligned(*tensors: Tensor | None) -> bool:
     """Whether vectors of 16 bytes begin at each of them."""
     return all(tensor is None or tensor.data_ptr() % 16 == 0 for tensor in tensors)
 
 
-def _grid(rows: int, columns: int) -> tuple[int, int]:
+def grid(rows: int, columns: int) -> tuple[int, int]:
     return rows, -(-columns // (WIDTH * BLOCK))
+
+
+def variants() -> Iterator[Kernel]:
+    for half in HALVES:
+        for vectors in VECTORS:
+            yield kernel_for("norm.cu", "norm_rows", half, VECTORS=vectors)
+        for name in ("embedding", "silu_mul"):
+            yield kernel_for("elementwise.cu", name, half)
+    yield kernel_for("elementwise.cu", "rope_angles", torch.float16)

@@ -16,7 +16,7 @@ HALF, FLOAT, ADD = range(3)  # what becomes of results
 
 def problem_of(tokens: int, packed: PackedWeight) -> Problem:
     tiles, stages, code_bytes = packed.codes.shape
-    return Problem(tokens, tiles, stages, code_bytes + packed.scales_per_stage * packed.params.shape[2])
+    return Problem(tokens, tiles, stages, code_bytes + max(1, packed.scales_per_stage) * packed.params.shape[2])
 
 
 @cache

@@ -45,7 +45,8 @@ class PackedWeight:
 
     @property
     def scales_per_stage(self) -> int:
-        return STAGE // self.group_size if 0 < self.group_size < STAGE else 1
+        """0: a group is more than one stage."""
+        return STAGE // self.group_size if 0 < self.group_size <= STAGE else 0
 
     @property
     def stages_per_group(self) -> int:
@@ -106,8 +107,8 @@ def _tiles(rows: Tensor, gated: bool) -> Tensor:
     if missing:
         halves = torch.cat([halves, halves.new_zeros(halves.shape[0], missing, *halves.shape[2:])], dim=1)
     if gated:
-        return halves.unflatten(1, (-1, 8)).transpose(0, 1)
-    return halves[0].unflatten(0, (-1, 2, 8))
+        return halves.reshape(2, -1, 8, *rows.shape[1:]).transpose(0, 1)
+    return halves.reshape(-1, 2, 8, *rows.shape[1:])
 
 
 def _by_group(x: Tensor, gated: bool) -> Tensor:
@@ -117,9 +118,9 @@ def _by_group(x: Tensor, gated: bool) -> Tensor:
 
 def _fragments(codes: Tensor, bits: int) -> Tensor:
     """[tiles, 2 (r), 8 (g), K] -> [tiles, stages, bytes]; the letters are gemm.cuh's."""
-    split = codes.unflatten(-1, (-1, 2, 2, 4, 2, 2, 2))  # stage, h / 2, h % 2, t, i, e, l
+    split = codes.reshape(*codes.shape[:3], -1, 2, 2, 4, 2, 2, 2)  # tile, r, g, stage, h / 2, h % 2, t, i, e, l
     if bits == 4:
-        split = split[:, 0] | split[:, 1] << 4  # tile, g, stage, h / 2, h % 2, t, i, e, l
+        split = split[:, 0] | split[:, 1] << 4  # without r
         return split.permute(0, 2, 3, 1, 5, 4, 6, 8, 7).flatten(2).contiguous()
     return split.permute(0, 3, 4, 5, 2, 6, 7, 8, 1, 9).flatten(2).contiguous()
 

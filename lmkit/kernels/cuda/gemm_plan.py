@@ -6,6 +6,7 @@ The estimate's constants are an H200's; it only has to rank plans, and what is m
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -19,7 +20,7 @@ TOKEN_TILES = (1, 2, 3, 4, 6, 8)
 MAX_RANGES = 32
 
 SHARED_LIMIT = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}  # KB a block
-REGISTERS, MAX_THREADS = 65536, 2048  # of a streaming multiprocessor
+REGISTERS = 65536  # of a streaming multiprocessor
 
 CLOCK = 1.75  # per ns
 MEMORY = 32.6  # bytes per ns and SM
@@ -101,8 +102,8 @@ def shared_limit(capability: tuple[int, int]) -> int:
 
 
 def registers(plan: Plan) -> int:
-    """Of a thread, at most."""
-    return min(255, 48 + plan.rows * (8 + 9 * plan.token_tiles) + 6 * plan.token_tiles)
+    """Of a thread, at most: what the kernel's launch bounds allow."""
+    return 128 if plan.token_tiles * plan.rows <= 4 else 255
 
 
 def problem_with(plan: Plan, problem: Problem, limit: int) -> str | None:
@@ -111,6 +112,8 @@ def problem_with(plan: Plan, problem: Problem, limit: int) -> str | None:
         return "numbers out of range"
     if plan.block_tiles not in (1, 2, 4, 8, 16) or plan.warps > 16:
         return "row blocks are of 1, 2, 4, 8 or 16 tiles, by at most 16 warps"
+    if 32 * plan.warps * registers(plan) > REGISTERS:
+        return "too many registers"
     if plan.slabs > 1 and plan.units < plan.depth - 1:
         return "a slab is used up before the next is there"
     if problem.row_blocks(plan) * problem.token_blocks(plan) > 1 << 16:
@@ -122,16 +125,14 @@ def problem_with(plan: Plan, problem: Problem, limit: int) -> str | None:
 
 def candidates(problem: Problem, limit: int) -> Iterator[Plan]:
     """Plans that can run a problem, with as many blocks on a multiprocessor as there is room for."""
-    token_tiles = min(-(-problem.tokens // 8), MAX_TOKEN_TILES)
-    blocks = -(-problem.tokens // (8 * token_tiles))
-    token_tiles = -(-(-(-problem.tokens // 8)) // blocks)
-    token_tiles = next(tiles for tiles in TOKEN_TILES if tiles >= token_tiles)
+    blocks = math.ceil(problem.tokens / (8 * MAX_TOKEN_TILES))
+    token_tiles = next(tiles for tiles in TOKEN_TILES if 8 * tiles * blocks >= problem.tokens)
     shapes = [(n, k) for n, k in itertools.product((1, 2, 4, 8), repeat=2) if n * k in (4, 8, 16)]
-    for rows, (warps_n, warps_k), depth in itertools.product((1, 2), shapes, (4, 6, 8)):
+    for rows, (warps_n, warps_k), depth in itertools.product((1, 2), shapes, (3, 4, 6, 8)):
         for units, slabs in _splits(problem.stages, warps_k, depth):
             plan = Plan(token_tiles, rows, warps_n, warps_k, depth, units, slabs)
             threads, shared = 32 * plan.warps, problem.shared_bytes(plan)
-            room = min(MAX_THREADS // threads, REGISTERS // (threads * registers(plan)), limit // (shared + 1024), 4)
+            room = min(REGISTERS // (threads * registers(plan)), (limit + 1024) // (shared + 1024))
             plan = msgspec.structs.replace(plan, per_sm=room)
             if room and problem_with(plan, problem, limit) is None:
                 yield plan
@@ -142,9 +143,8 @@ def _splits(stages: int, warps_k: int, depth: int) -> tuple[tuple[int, int], ...
     """(units, slabs) for whole ranges of K, and for ranges in slabs."""
     most = -(-stages // warps_k)
     whole = {-(-most // ranges) for ranges in range(1, MAX_RANGES + 1)}
-    slab = max(4, depth - 1)
-    slabs = {-(-most // (slab * ranges)) for ranges in (1, 2, 4)}
-    return (*((units, 1) for units in sorted(whole)), *((slab, n) for n in sorted(slabs) if n > 1))
+    slabs = {(slab, -(-most // (slab * ranges))) for slab in {depth - 1, max(depth - 1, 4), 8} for ranges in (1, 2, 4)}
+    return (*((units, 1) for units in sorted(whole)), *sorted(split for split in slabs if split[1] > 1))
 
 
 def estimate(plan: Plan, problem: Problem, num_sms: int) -> float:

@@ -13,7 +13,12 @@ import pytest
 ROOT = Path(__file__).parents[3]
 HERE = Path(__file__).parent.relative_to(ROOT)
 # What runs a second time with the sanitizer: a part of each file's tests, as `pytest -k` takes it.
-WATCHED: dict[str, str] = {"test_emulation.py": "ldmatrix or copies_land or mma_s8"}
+WATCHED: dict[str, str] = {
+    "test_emulation.py": "ldmatrix or copies_land or mma_s8",
+    "test_elementwise.py": "515-given1 or 512-given2 or begin_anywhere or wider_tensor or embedding or silu_mul",
+    "test_library.py": "few_tokens and (8-200-33 or 1-2056-17) or test_codes and 528 or odd_widths",
+    "test_blocks.py": "copies",
+}
 
 PLANTED = """
 import sys, torch

@@ -24,7 +24,7 @@ extern "C" __global__ void __launch_bounds__(256) dequantize(const u8* codes, co
     const i64 index = static_cast<i64>(blockIdx.x) * (blockDim.x / 32) + warp_id();
     if (index >= static_cast<i64>(tiles) * stages) return;
     const int tile = static_cast<int>(index / stages), stage = static_cast<int>(index % stages);
-    const int group = SCALES > 1 ? stage * SCALES : stage / stages_per_group;
+    const int group = SCALES > 0 ? stage * SCALES : stage / stages_per_group;
     const uint4* load = reinterpret_cast<const uint4*>(codes + index * STAGE_BYTES) + lane;
     const u8* param = params + (static_cast<i64>(tile) * groups + group) * PARAM_BYTES;
     const int element = OUT32 ? 4 : 2, half = outputs / 2;

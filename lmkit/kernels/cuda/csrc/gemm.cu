@@ -32,6 +32,7 @@
 #include "gemm.cuh"
 
 constexpr int WARPS = WARPS_N * WARPS_K, THREADS = 32 * WARPS;
+constexpr int BLOCKS_PER_SM = N_TILES * ROWS <= 4 && THREADS < 512 ? 512 / THREADS : 1;  // at least: at most 128 registers
 constexpr int TOKENS = 8 * N_TILES;
 constexpr int BLOCK_TILES = WARPS_N * ROWS, BLOCK_ROWS = TILE * BLOCK_TILES;
 constexpr int SLOT_BYTES = ROWS * (STAGE_BYTES + STAGE_PARAM_BYTES);
@@ -55,34 +56,38 @@ struct Arguments {
 
 enum Kind { HALF, FLOAT, ADD };
 
-// What one warp does to stages of weights, before and after they are multiplied.
+// The weights of a warp, in the order in which it reads them: pointers of each lane, which advance.
 struct Stream {
-    u8* ring;
-    const u8 *codes, *params;  // of the next stage to copy
-    int slot, block, unit;
+    int first, valid, units;  // stages of a row block: the first, how many there are, how many are read (rest: zeros)
+    int block, left, unit;    // the next row block, tiles from there to the last, the next stage
+    const u8 *codes, *params;
 
-    // The next stage of weights is on its way to the ring; nothing after the last.
-    DEVICE void copy(const Arguments& a, int blocks, int workers, int units, int first_stage, int warp_n) {
-        if (block < blocks) {
-            const int lane = lane_id(), stage = first_stage + unit * WARPS_K;
-            const int group = SCALES > 1 ? stage * SCALES : a.stages_per_group == 1 ? stage : stage / a.stages_per_group;
-            u8* to = ring + slot * SLOT_BYTES;
+    DEVICE void start(const Arguments& a, int blocks, int warp_n) {
+        const int tile = block * BLOCK_TILES + warp_n * ROWS;
+        left = block < blocks ? a.tiles - tile : 0;
+        unit = 0;
+        codes = a.codes + (static_cast<i64>(tile) * a.stages + first) * STAGE_BYTES + lane_id() * 16;
+        params = a.params + (static_cast<i64>(tile) * a.groups + first * SCALES) * PARAM_BYTES + lane_id() * 16;
+    }
+
+    // The next stage is on its way to `slot`, of which the lane's share is at 16 * lane.
+    DEVICE void copy(u8* slot, const Arguments& a, bool has_params) {
+        const u8* group = params;
+        if (SCALES == 0) group += (first + unit * WARPS_K) / a.stages_per_group * PARAM_BYTES;
 #pragma unroll
-            for (int r = 0; r < ROWS; ++r) {
-                const int tile = block * BLOCK_TILES + warp_n * ROWS + r;
-                const bool valid = tile < a.tiles && stage < a.stages;
-                const u8* from = a.codes + (static_cast<i64>(tile) * a.stages + stage) * STAGE_BYTES + lane * 16;
+        for (int r = 0; r < ROWS; ++r) {
+            const bool there = unit < valid && r < left;
+            const u8* from = codes + r * static_cast<i64>(a.stages) * STAGE_BYTES;
 #pragma unroll
-                for (int load = 0; load < LOADS; ++load)
-                    cp_async16_stream(to + r * STAGE_BYTES + load * LOAD_BYTES + lane * 16, from + load * LOAD_BYTES, valid);
-                if (lane < STAGE_PARAM_BYTES / 16)
-                    cp_async16(to + ROWS * STAGE_BYTES + r * STAGE_PARAM_BYTES + lane * 16,
-                               a.params + (static_cast<i64>(tile) * a.groups + group) * PARAM_BYTES + lane * 16, valid);
-            }
-            slot = slot + 1 == DEPTH ? 0 : slot + 1;
-            if (++unit == units) unit = 0, block += workers;
+            for (int load = 0; load < LOADS; ++load)
+                cp_async16_stream(slot + r * STAGE_BYTES + load * LOAD_BYTES, from + load * LOAD_BYTES, there);
+            if (has_params)
+                cp_async16(slot + ROWS * STAGE_BYTES + r * STAGE_PARAM_BYTES, group + r * static_cast<i64>(a.groups) * PARAM_BYTES, there);
         }
         cp_async_commit();
+        ++unit;
+        codes += WARPS_K * STAGE_BYTES;
+        params += WARPS_K * SCALES * PARAM_BYTES;
     }
 };
 
@@ -101,9 +106,9 @@ DEVICE void copy_x(u8* to, int stride, const Arguments& a, int token, int count,
 
 using Sums = float[ROWS][N_TILES][4];
 
-// sums += one stage of weights times x; `x[n]` are offsets in shared memory of the lane's part of a token of n-tile n.
-DEVICE void multiply(Sums& sums, const u8* slot, const int (&x)[N_TILES], int x_offset) {
-    const int lane = lane_id(), g = lane >> 2;
+// sums += one stage of weights times x. `x[n]` is the lane's part of its token of n-tile n.
+DEVICE void multiply(Sums& sums, const u8* slot, const int (&x)[N_TILES], int x_offset, int lane) {
+    const int g = lane >> 2;
     float group_sums[CHAINS][ROWS][N_TILES][4];
     Params p[ROWS];
     uint4 words[ROWS];
@@ -243,14 +248,14 @@ DEVICE bool is_last(i32* counter, float* flag) {
     return last;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     gemm(const u16* x, const u8* codes, const u8* params, const float* bias, void* y, float* partial, i32* counters, int tokens,
          int inputs, int outputs, int tiles, int stages, int groups, int stages_per_group, int slab, int slabs, int gated, int kind) {
     const Arguments a{x,     codes, params, bias,   y,      partial,          counters, tokens, inputs,
                       outputs, tiles, stages, groups, stages_per_group, slab,     slabs,  gated, kind};
     const int lane = lane_id(), warp_n = warp_id() / WARPS_K, warp_k = warp_id() % WARPS_K;
     const int blocks = (tiles + BLOCK_TILES - 1) / BLOCK_TILES, workers = gridDim.z;
-    const int range = slab * slabs, units = range / WARPS_K, first_stage = blockIdx.y * range;
+    const int range = slab * slabs, first_stage = blockIdx.y * range;  // of stages
     const int token = blockIdx.x * TOKENS, count = min(tokens - token, TOKENS);
     const i64 padded_rows = static_cast<i64>(blocks) * BLOCK_ROWS;
 
@@ -260,31 +265,42 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
     for (int n = 0; n < N_TILES; ++n) x_of[n] = x_at + min(8 * n + (lane >> 2), count - 1) * x_stride + 16 * (lane & 3);
 
-    Stream stream{shared_memory + warp_id() * RING_BYTES, codes, params, 0, static_cast<int>(blockIdx.z), 0};
-    copy_x(shared_memory + x_at, x_stride, a, token, count, first_stage * STAGE);
-    for (int i = 0; i < DEPTH - 1; ++i) stream.copy(a, blocks, workers, units, first_stage + warp_k, warp_n);
+    // All warps read as many stages; those beyond the last are zeros.
+    const int first = first_stage + warp_k, valid = first < stages ? (stages - first + WARPS_K - 1) / WARPS_K : 0;
+    const bool has_params = lane < STAGE_PARAM_BYTES / 16;
+    u8* const ring = shared_memory + warp_id() * RING_BYTES;
+    Stream stream{first, valid, range / WARPS_K, static_cast<int>(blockIdx.z)};
+    const auto advance = [&](int slot) {
+        stream.copy(ring + slot + lane * 16, a, has_params);
+        if (stream.unit == stream.units) stream.block += workers, stream.start(a, blocks, warp_n);
+    };
 
-    int slot = 0, buffer = 0;
+    stream.start(a, blocks, warp_n);
+    copy_x(shared_memory + x_at, x_stride, a, token, count, first_stage * STAGE);
+    for (int slot = 0; slot < (DEPTH - 1) * SLOT_BYTES; slot += SLOT_BYTES) advance(slot);
+
+    int filled = (DEPTH - 1) * SLOT_BYTES, slot = 0, buffer = 0;  // `filled`: the slot that is filled next
     bool new_x = true;
     for (int block = blockIdx.z; block < blocks; block += workers) {
         Sums sums = {};
         for (int part = 0; part < slabs; ++part) {
-            for (int unit = warp_k; unit < slab; unit += WARPS_K) {
+            for (int at = warp_k * STAGE * 2; at < slab * STAGE * 2; at += WARPS_K * STAGE * 2) {
                 cp_async_wait<DEPTH - 2>();
                 if (new_x) {
                     __syncthreads();  // x is there, and the other buffer free
                     if (slabs > 1 && (part + 1 < slabs || block + workers < blocks))
-                        copy_x(shared_memory + x_at + (buffer ^ 1) * x_bytes, x_stride, a, token, count,
+                        copy_x(shared_memory + x_at + x_bytes - buffer, x_stride, a, token, count,
                                (first_stage + (part + 1 < slabs ? part + 1 : 0) * slab) * STAGE);
                     new_x = false;
                 } else {
                     __syncwarp();  // scales come by other lanes, and all have left the slot that is filled next
                 }
-                stream.copy(a, blocks, workers, units, first_stage + warp_k, warp_n);
-                multiply(sums, stream.ring + slot * SLOT_BYTES, x_of, buffer * x_bytes + unit * (STAGE * 2));
-                slot = slot + 1 == DEPTH ? 0 : slot + 1;
+                advance(filled);
+                multiply(sums, ring + slot, x_of, buffer + at, lane);
+                filled = slot;
+                slot = slot == (DEPTH - 1) * SLOT_BYTES ? 0 : slot + SLOT_BYTES;
             }
-            if (slabs > 1) buffer ^= 1, new_x = true;
+            if (slabs > 1) buffer = x_bytes - buffer, new_x = true;
         }
         give<0>(a, all_sums, sums, block, token, count, padded_rows);
         if (N_TILES > SLICE) give<SLICE>(a, all_sums, sums, block, token, count, padded_rows);

@@ -13,7 +13,7 @@
 //     codes 8 bits   [tile][stage][h]    [g][t][i][e] u32: the code of row g + 8r in byte 2r + l
 //     params         [tile][group]: scales [g][r] (float16, or float32 if WIDE), zeros u8 [g][r] unless FLOAT8
 //
-// Defines: CODE_BITS 4 or 8; FLOAT8 (codes are e4m3); WIDE; SCALES, groups in a stage: 1 (also of longer groups), 2, 4.
+// Defines: CODE_BITS 4 or 8; FLOAT8 (codes are e4m3); WIDE; SCALES: groups in a stage, 1, 2 or 4; 0 = longer groups.
 #pragma once
 #include "ptx.cuh"
 
@@ -24,8 +24,9 @@ constexpr int LOAD_BYTES = 512;
 constexpr int STAGE_BYTES = LOADS * LOAD_BYTES;
 constexpr int SCALE_BYTES = TILE * (WIDE ? 4 : 2);
 constexpr int PARAM_BYTES = SCALE_BYTES + (FLOAT8 ? 0 : TILE);
-constexpr int STAGE_PARAM_BYTES = SCALES * PARAM_BYTES;
-constexpr int SCALE_STRIDE = STAGE / 32 / SCALES;    // times 32 inputs with one scale, within a stage
+constexpr int STAGE_SCALES = SCALES > 0 ? SCALES : 1;
+constexpr int STAGE_PARAM_BYTES = STAGE_SCALES * PARAM_BYTES;
+constexpr int SCALE_STRIDE = STAGE / 32 / STAGE_SCALES;  // times 32 inputs with one scale, within a stage
 
 // Of a lane's two rows in one group: the scales, and what its raw numbers (below) are too large by.
 struct Params {

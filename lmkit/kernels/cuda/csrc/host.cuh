@@ -83,7 +83,6 @@ inline double __longlong_as_double(i64 x) { double y; memcpy(&y, &x, 8); return 
 inline i64 __double_as_longlong(double x) { i64 y; memcpy(&y, &x, 8); return y; }
 inline u32 __float2uint_rn(float x) { return static_cast<u32>(nearbyintf(x)); }
 inline i32 __float2int_rn(float x) { return static_cast<i32>(nearbyintf(x)); }
-inline float __fmul_rn(float a, float b) { volatile float product = a * b; return product; }  // no part of an FMA
 inline float __fdividef(float a, float b) { return a / b; }
 inline float lm_unfused(float x) { asm("" : "+x"(x)); return x; }  // g++ would make one operation of a product and a sum
 inline float __fadd_rn(float a, float b) { return lm_unfused(a + b); }

@@ -50,11 +50,11 @@ DEVICE void cp_async16(void* shared, const void* global, bool valid = true) {
 
 // As cp_async16, of bytes that are read once: first to leave L2.
 DEVICE void cp_async16_stream(void* shared, const void* global, bool valid = true) {
-    asm volatile(
-        "{\n .reg .b64 policy;\n createpolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
-        " cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, policy;\n}" ::"r"(shared_address(shared)),
-        "l"(global), "r"(valid ? 16 : 0)
-        : "memory");
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(shared_address(shared)), "l"(global),
+                 "r"(valid ? 16 : 0), "l"(policy)
+                 : "memory");
 }
 
 // An asynchronous copy of 4 or 8 bytes.

@@ -1,0 +1,204 @@
+"""Attention over blocked KV: sequences with one new token go to csrc/decode_attention.cu, others to prefill's kernel.
+
+A step of one token a sequence (as many tokens as sequences) is one launch: rotation, append, attention and merge.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lmkit.kernels import ops
+from lmkit.kernels.cuda.append import STORAGE, accepts, can_run, rope_append, storage, strided
+from lmkit.kernels.cuda.module import NUM_COUNTERS, Kernel, backend, counters
+from lmkit.kernels.ops import KVTensor
+from lmkit.kernels.reference.attention import paged_attention as reference_attention
+from lmkit.kernels.reference.attention import rope_paged_attention as reference_rope_attention
+from lmkit.kernels.registry import implements
+
+THREADS, WARPS, UNIT, TILE = 128, 4, 16, 64  # of csrc/decode_attention.cu; UNIT: tokens of a warp's step
+MAX_SPLITS = 64
+MAX_STAGES = 5
+LOG2E = math.log2(math.e)
+
+
+@implements(ops.paged_attention, "cuda", device="cuda", accepts=accepts, priority=20)
+def paged_attention(
+    q: Tensor,
+    k_cache: KVTensor,
+    v_cache: KVTensor,
+    block_tables: Tensor,
+    query_start: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    window: int,
+    sinks: int = 0,
+) -> Tensor:
+    batch = (block_tables, query_start, context_lens, scale, window, sinks)
+    prefill = _prefill()
+    decodes = len(q) == len(context_lens)
+    if not (_can_attend((q,), k_cache, v_cache) and (decodes or prefill)):
+        out: Tensor = reference_attention(q, k_cache, v_cache, *batch)
+        return out
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    mixed = len(context_lens) > 1 and not decodes
+    if decodes or mixed:
+        decode_attention(q, None, k_cache, v_cache, *batch, out)
+    if prefill and not decodes:
+        prefill(q, k_cache, v_cache, *batch, out, skip_single=mixed)
+    return out
+
+
+@implements(ops.rope_paged_attention, "cuda", device="cuda", accepts=accepts, priority=20)
+def rope_paged_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: KVTensor,
+    v_cache: KVTensor,
+    slots: Tensor,
+    block_tables: Tensor,
+    query_start: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    window: int,
+    sinks: int = 0,
+) -> Tensor:
+    batch = (block_tables, query_start, context_lens, scale, window, sinks)
+    if not _can_attend((q, k, v), k_cache, v_cache):
+        out: Tensor = reference_rope_attention(q, k, v, cos, sin, k_cache, v_cache, slots, *batch)
+        return out
+    if len(q) == len(context_lens):
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        decode_attention(q, (k, v, cos, sin, slots), k_cache, v_cache, *batch, out)
+        return out
+    rope_append(q, k, v, cos, sin, k_cache, v_cache, slots)
+    out = paged_attention(q, k_cache, v_cache, *batch)
+    return out
+
+
+def decode_attention(
+    q: Tensor,
+    new: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | None,
+    k_cache: KVTensor,
+    v_cache: KVTensor,
+    block_tables: Tensor,
+    query_start: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    window: int,
+    sinks: int,
+    out: Tensor,
+) -> None:
+    """Write the rows of `out` [T, num_heads, D] of sequences with exactly one query; zeros for empty sequences.
+
+    `new`: (k, v, cos, sin, slots) of ops.rope_append, done on the way; None if q is turned and everything is appended.
+    """
+    num_heads, dim = q.shape[1:]
+    kv_heads = k_cache.data.shape[1]
+    group = num_heads // kv_heads
+    k, v, cos, sin, slots = new or (None, None, None, None, None)
+    cos, sin = (None, None) if cos is None or sin is None else (cos.contiguous(), sin.contiguous())
+    mean = k_cache.mean
+    means: tuple[Any, ...] = (None, None, None, 0, 0, 0)
+    if mean is not None:
+        half, _, positions = mean.table.shape
+        means = (mean.vector, mean.pairs, mean.table, half, mean.pairs.shape[1], positions)
+
+    # Tiles of 8 heads a block; with 16 heads or more of long rows there would be no registers for a second one.
+    n_tiles = 2 if group > 8 and dim <= 128 else 1
+    head_tiles = -(-group // (8 * n_tiles))
+    blocks = len(context_lens) * kv_heads * head_tiles
+    stages, shared = _pipeline(dim, k_cache.dtype, v_cache.dtype, n_tiles, mean is not None, q.device.type)
+    tiles = -(-block_tables.shape[1] * k_cache.block_size // TILE)
+    splits = num_splits(blocks, tiles, backend(q.device.type).num_sms() * _blocks_per_sm(shared, q.device.type))
+    if blocks > NUM_COUNTERS:
+        splits = 1
+    rows = min(group, 8 * n_tiles)
+    partials = torch.empty(blocks * splits * rows * (dim + 2) if splits > 1 else 0, device=q.device)
+    kernel = decode_kernel(
+        dim,
+        k_cache.dtype,
+        v_cache.dtype,
+        q.dtype == torch.bfloat16,
+        n_tiles,
+        k_cache.block_size,
+        stages,
+        mean is not None,
+    )
+    args = [
+        *strided(q), *strided(k), *strided(v), cos, sin, 0 if cos is None else cos.shape[1],
+        *storage(k_cache), *storage(v_cache)[:3], *means, slots, block_tables, block_tables.stride(0), query_start,
+        context_lens, scale * LOG2E, window, sinks, out, partials, counters(q.device.type), kv_heads, group,
+    ]  # fmt: skip
+    kernel((splits, kv_heads * head_tiles, len(context_lens)), THREADS, args, shared=shared)
+
+
+@cache
+def decode_kernel(
+    dim: int, keys: str, values: str, bf16: bool, n_tiles: int, block_size: int, stages: int, mean: bool
+) -> Kernel:
+    return Kernel(
+        "decode_attention.cu", "decode_attention", DIM=dim, KEYS=STORAGE[keys], VALUES=STORAGE[values], NT=n_tiles,
+        BLOCK=block_size, STAGES=stages, MEAN=int(mean), **({"LM_BF16": 1} if bf16 else {}),
+    )  # fmt: skip
+
+
+def num_splits(blocks: int, tiles: int, places: int) -> int:
+    """Of each sequence's at most `tiles` tiles, for `blocks` blocks before splitting and `places` for blocks on the
+    device at a time: the least waves times a block's share, which never gets below a merge's cost.
+
+    From shapes alone, so that a captured launch stays valid while contexts grow.
+    """
+    return min(range(1, min(tiles, MAX_SPLITS) + 1), key=lambda s: -(-blocks * s // places) * (1 / s + 1e-3), default=1)
+
+
+@cache
+def _pipeline(dim: int, keys: str, values: str, n_tiles: int, mean: bool, device: str) -> tuple[int, int]:
+    """(stages of a warp's ring, bytes of shared memory): sizes of csrc/decode_attention.cu and its `Shared`."""
+    strides = row_stride(keys, dim), row_stride(values, dim)
+    stage = WARPS * (UNIT * sum(strides) + UNIT * 8)
+    rows = 8 * n_tiles
+    rest = sum(strides) + rows * (2 * dim + 12 + 8 * WARPS) + 128 + (rows * 6 * dim if mean else 0)
+    stages = max(2, min(MAX_STAGES, (_shared_budget(device) - rest) // stage))
+    return stages, max(stages * stage, WARPS * rows * dim * 4) + rest
+
+
+def row_stride(dtype: str, dim: int) -> int:
+    """STRIDE of csrc/kv.cuh: bytes of a token's row in shared memory, an odd number of chunks of 16."""
+    row = dim // 2 if dtype == "int4" else dim if dtype in ops.KV_CODED else 2 * dim
+    return (-(-row // 32) * 2 + 1) * 16
+
+
+def _shared_budget(device: str) -> int:
+    """Bytes for a block: two or three of them keep an SM's share of the memory's bandwidth in flight."""
+    return {(8, 0): 80 << 10, (9, 0): 110 << 10, (10, 0): 110 << 10}.get(backend(device).capability(), 48 << 10)
+
+
+def _blocks_per_sm(shared: int, device: str) -> int:
+    """Registers leave room for four."""
+    whole = {(8, 0): 164 << 10, (9, 0): 228 << 10, (10, 0): 228 << 10}.get(backend(device).capability(), 100 << 10)
+    return max(1, min(4, whole // (shared + 1024)))
+
+
+def _can_attend(rows: tuple[Tensor, ...], k_cache: KVTensor, v_cache: KVTensor) -> bool:
+    plain_values = not v_cache.hadamard and v_cache.mean is None
+    return can_run(rows, (k_cache, v_cache)) and k_cache.block_size % UNIT == 0 and plain_values
+
+
+@cache
+def _prefill() -> Callable[..., None] | None:
+    """What attends for sequences of several new tokens, if this build has it."""
+    try:
+        attend: Callable[..., None] = import_module("lmkit.kernels.cuda.prefill").prefill_attention
+    except ImportError:
+        return None
+    return attend

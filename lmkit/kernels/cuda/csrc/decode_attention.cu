@@ -1,0 +1,548 @@
+// Attention of one new token a sequence over blocked KV; with k and v given also what comes before: RoPE of the queries,
+// RoPE, quantization and append of the token's key and value (ops.rope_paged_attention). Otherwise ops.paged_attention.
+//
+// Grid (splits, KV heads x head tiles, sequences), 4 warps. A block has up to 8 NT query heads of one KV head and a share
+// of the sequence's tiles of 64 tokens; each warp walks over its own 16 tokens of every tile, with its own ring of STAGES
+// buffers filled by cp.async, and meets the others only at the end. For 16 tokens and 8 heads:
+//
+//   S^T = K Q^T    a = 16 tokens x 16 elements, straight from stored bytes;  b = 16 elements x 8 heads, in registers all along
+//          lane 4g + t has the scores of tokens g, g+8 with heads 2t, 2t+1
+//   P              = 2^(S - max); 8 x 8 of it turned by movmatrix are b of the second product
+//   O^T = V^T P^T  a = 16 elements x 16 tokens by ldmatrix.trans of stored bytes;  c: lane has heads 2t, 2t+1 again, so what
+//          belongs to a head (maximum, sums) is in the lanes that need it
+//
+// A token's key scale s and minimum z enter its score, S = s (q . code) + z sum(q), and the codes' bias (kv.cuh) is taken off
+// by the accumulator's first value, -bias sum(q). Its value scale enters its weight, O = sum (P s) code + sum P z. P s is
+// rounded to F16, so it is kept relative to the greatest s so far ("top"): P s / top <= P < 2^15, and what falls below F16's
+// 2^-14 is 2^-25 of what the largest weights may be. P itself is relative to a maximum that may be out of date by a
+// factor of 2^4 (SLACK), so that most tiles need no reduction across lanes; 2^11 of headroom (LIFT) keeps small weights exact.
+//
+// Tokens that no query sees (behind the end, outside of the window) are not read: cp.async puts zeros in their place.
+// The newest token belongs to the last split, which takes it as it will be read back: from the row that it also appends.
+//
+// Splits: the share of a block depends on the length, which only the device knows; a block without tiles ends at once.
+// Others leave (O, max, sum) in float32, and the last one to arrive merges them in order, so results do not depend on time.
+//
+// DIM: D. KEYS, VALUES: storage types. NT: tiles of 8 heads. BLOCK: tokens of a KV block. STAGES. MEAN: keys without their
+// mean (ops.KeyMean). LM_BF16: q, k, v and the result are bfloat16.
+#include "kv.cuh"
+
+using Keys = Storage<KEYS, DIM>;
+using Values = Storage<VALUES, DIM>;
+
+constexpr int WARPS = 4, UNIT = 16, TILE = WARPS * UNIT, ROWS = 8 * NT, E = DIM / 16;
+constexpr int VALUES_AT = UNIT * Keys::STRIDE, PARAMS_AT = VALUES_AT + UNIT * Values::STRIDE, STAGE = PARAMS_AT + UNIT * 8;
+constexpr float LIFT = 11.0f, SLACK = 4.0f, NOTHING = 1e30f;
+
+// Shared memory behind the rings; the merge of the warps takes the rings' place.
+struct Shared {
+    u8 new_key[Keys::STRIDE], new_value[Values::STRIDE];  // the newest token's rows
+    u32 new_params[2];  // and params, of key and value
+    u16 queries[ROWS][DIM];  // Keys::Float
+    float to_logits[ROWS], sums[ROWS], starts[ROWS];  // of a head: factor of scores, sum of the query, the first of an accumulator
+    float maxima[WARPS][ROWS], totals[WARPS][ROWS];
+    int is_last;
+#if MEAN
+    u16 plain[ROWS][DIM];  // queries that Hadamard's matrix has not turned
+    float2 mean_shares[ROWS][DIM / 2];  // what multiplies the cosine and the sine of a pair
+#endif
+};
+
+struct Head {  // one head of the step's tokens
+    const u16* data;
+    i64 token, head;
+};
+
+struct Cache {
+    u8 *data, *params;
+    const float* scales;
+};
+
+struct Mean {
+    const float* vector;
+    const i32* pairs;
+    const float* table;
+    int half, num_pairs, positions;  // half = R/2
+};
+
+// What a sequence's newest token sees, and of that a block's share.
+struct Span {
+    int length, window_start, sinks;  // tokens below `sinks` or from `window_start` to `length`
+    int sink_tiles, first_tile, tiles;  // tiles of the sinks, the first one of the window, all
+
+    DEVICE Span(int length, int window, int sinks) : length(length), sinks(sinks) {
+        window_start = window > 0 ? max(0, length - window) : 0;
+        first_tile = window_start / TILE;
+        sink_tiles = min((sinks + TILE - 1) / TILE, first_tile);
+        tiles = sink_tiles + (length + TILE - 1) / TILE - first_tile;
+    }
+    DEVICE int tile(int i) const { return i < sink_tiles ? i : first_tile + i - sink_tiles; }
+    // A bit for each of 16 tokens.
+    DEVICE u32 visible(int token) const {
+        const int end = length - token, start = window_start - token, sink = sinks - token;
+        return below(end) & (~below(start) | below(sink));
+    }
+
+   private:
+    static DEVICE u32 below(int count) { return (1u << min(max(count, 0), UNIT)) - 1u; }
+};
+
+// 16 tokens' rows, which lie one behind the other, to a stage.
+template <class S>
+DEVICE void fetch_rows(u8* shared, const u8* rows, u32 visible) {
+    constexpr int PIECE = S::ROW % 16 ? 8 : 16, PER_ROW = S::ROW / PIECE, COUNT = UNIT * PER_ROW;
+#pragma unroll
+    for (int base = 0; base < COUNT; base += 32) {
+        const int i = base + lane_id(), row = i / PER_ROW;
+        if (COUNT % 32 && i >= COUNT) break;
+        u8* to = shared + row * S::STRIDE + (i - row * PER_ROW) * PIECE;
+        if constexpr (PIECE == 16)
+            cp_async16(to, rows + i * 16, visible >> row & 1);
+        else
+            cp_async_small<8>(to, rows + i * 8, visible >> row & 1);
+    }
+}
+
+DEVICE void fetch(u8* stage, const Cache& keys, const Cache& values, const i32* table, int kv_heads, int kv_head, int token, u32 visible) {
+    if (visible == 0) return;
+    const i64 row = (static_cast<i64>(__ldg(table + token / BLOCK)) * kv_heads + kv_head) * BLOCK + token % BLOCK;
+    fetch_rows<Keys>(stage, keys.data + row * Keys::ROW, visible);
+    fetch_rows<Values>(stage + VALUES_AT, values.data + row * Values::ROW, visible);
+    const int i = lane_id() & 15;
+    const bool second = lane_id() >= 16;
+    if (second ? Values::CODED : Keys::CODED)
+        cp_async_small<4>(stage + PARAMS_AT + lane_id() * 4, (second ? values.params : keys.params) + (row + i) * 4, visible >> i & 1);
+}
+
+// ---- before the loop
+
+// A query head, in 16 lanes, to shared memory, with what its scores need.
+DEVICE void prepare_query(Shared& shared, int row, float (&x)[E], bool turned, float to_logits) {
+    const int lane = lane_id() & 15;
+#if MEAN
+#pragma unroll
+    for (int e = 0; e < E; ++e) shared.plain[row][lane * E + e] = Half::from_float(x[e]);
+#endif
+    if constexpr ((DIM & (DIM - 1)) == 0) {
+        if (turned) hadamard<DIM>(x);
+    }
+    float peak = 0.0f, sum = 0.0f;
+#pragma unroll
+    for (int e = 0; e < E; ++e) peak = fmaxf(peak, fabsf(x[e]));
+    // bfloat16 may be more than F16 has: then a power of two less, which makes the peak 2^14.
+    const u32 exponent = __float_as_uint(head_max(peak)) >> 23;
+    const float factor = exponent < 142 ? 1.0f : __uint_as_float((268 - exponent) << 23);
+#pragma unroll
+    for (int e = 0; e < E; ++e) {
+        const u16 bits = Keys::Float::from_float(x[e] * factor);
+        shared.queries[row][lane * E + e] = bits;
+        sum += Keys::Float::to_float(bits);
+    }
+    const float start = head_sum(-Keys::bias(lane >> 3) * sum), whole = head_sum(sum);
+    if (lane == 0) shared.sums[row] = whole, shared.starts[row] = start, shared.to_logits[row] = to_logits / factor;
+}
+
+#if MEAN
+// Of q . RoPE_t(b) what multiplies cos(t theta_i) and sin(t theta_i).
+DEVICE void prepare_mean(Shared& shared, const Mean& mean, int kv_head, int heads, float to_logits) {
+    const int half = mean.half;
+    for (int i = threadIdx.x; i < heads * mean.num_pairs; i += WARPS * 32) {
+        const int row = i / mean.num_pairs, p = i - row * mean.num_pairs, pair = mean.pairs[kv_head * mean.num_pairs + p];
+        const float* b = mean.vector + kv_head * DIM + pair;
+        const float x = Half::to_float(shared.plain[row][pair]), y = Half::to_float(shared.plain[row][pair + half]);
+        shared.mean_shares[row][p] = make_float2((x * b[0] + y * b[half]) * to_logits, (y * b[0] - x * b[half]) * to_logits);
+    }
+}
+#endif
+
+// The newest token's key (warp 2) and value (warp 3), as they are stored, to shared memory.
+DEVICE void prepare_new(Shared& shared, const u16* k, const u16* v, const float* mean, Angles angles, const float* k_scale, const float* v_scale, bool turned) {
+    float x[E];
+    const bool active = lane_id() < 16;
+    if (warp_id() == 2) {
+        load_head<DIM>(x, k, mean, angles);
+        if constexpr ((DIM & (DIM - 1)) == 0) {
+            if (turned) hadamard<DIM>(x);
+        }
+        store_head<KEYS, DIM>(shared.new_key, reinterpret_cast<u8*>(shared.new_params), x, k_scale, active);
+    } else if (warp_id() == 3) {
+        load_head<DIM>(x, v, nullptr, {nullptr, nullptr, 0});
+        store_head<VALUES, DIM>(shared.new_value, reinterpret_cast<u8*>(shared.new_params + 1), x, v_scale, active);
+    }
+}
+
+template <class S>
+DEVICE void copy_new(u8* row, u8* params, const u8* from, u32 from_params, int lane, int lanes) {
+    for (int i = lane; i < S::ROW / 8; i += lanes) reinterpret_cast<uint2*>(row)[i] = reinterpret_cast<const uint2*>(from)[i];
+    if (S::CODED && lane == 0) *reinterpret_cast<u32*>(params) = from_params;
+}
+
+// ---- one warp's attention
+
+struct Attention {
+    u32 query[NT][Keys::STEPS][2];
+    float out[NT][Values::STEPS][4];
+    float shift[NT][2], total[NT][2], minima[NT][2];  // LIFT - maximum, sum of weights, sum of weight * minimum
+    float to_logits[NT][2], query_sum[NT][2], start[NT][2];
+    float top, inverse_top;  // the greatest scale of a value so far
+
+    DEVICE void begin(const Shared& shared) {
+        const int g = lane_id() >> 2, t = lane_id() & 3;
+#pragma unroll
+        for (int n = 0; n < NT; ++n) {
+#pragma unroll
+            for (int s = 0; s < Keys::STEPS; ++s)
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
+                    const int low = Keys::key_element(s, t, 2 * r), high = Keys::key_element(s, t, 2 * r + 1);
+                    const u16* row = shared.queries[8 * n + g];
+                    query[n][s][r] = low < 0 ? 0 : row[low] | static_cast<u32>(row[high]) << 16;
+                }
+#pragma unroll
+            for (int s = 0; s < Values::STEPS; ++s)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) out[n][s][i] = 0.0f;
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const int row = 8 * n + 2 * t + h;
+                shift[n][h] = NOTHING, total[n][h] = minima[n][h] = 0.0f;
+                to_logits[n][h] = shared.to_logits[row], query_sum[n][h] = shared.sums[row], start[n][h] = shared.starts[row];
+            }
+        }
+        top = inverse_top = 0.0f;
+    }
+
+    // x[n][2 i + h] = the logit, in powers of two, of token g + 8 i with head 8 n + 2 t + h.
+    DEVICE void scores(float (&x)[NT][4], const u8* stage) const {
+        float odd[NT][4];  // two chains of products, half as long
+#pragma unroll
+        for (int n = 0; n < NT; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) x[n][i] = start[n][i & 1], odd[n][i] = 0.0f;
+#pragma unroll
+        for (int load = 0; load < Keys::LOADS; ++load) {
+            u32 a[Keys::STEPS_PER_LOAD][4];
+            Keys::load_keys(a, stage, load);
+#pragma unroll
+            for (int i = 0; i < Keys::STEPS_PER_LOAD; ++i) {
+                const int s = load * Keys::STEPS_PER_LOAD + i;
+                if (s >= Keys::STEPS) continue;
+#pragma unroll
+                for (int n = 0; n < NT; ++n) Keys::Float::mma(s & 1 ? odd[n] : x[n], a[i], query[n][s][0], query[n][s][1]);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            float scale = 1.0f, minimum = 0.0f;
+            if constexpr (Keys::CODED) {
+                const u32 params = reinterpret_cast<const u32*>(stage + PARAMS_AT)[(lane_id() >> 2) + 8 * i];
+                scale = F16::lo(params) * Keys::UNIT, minimum = F16::hi(params);
+            }
+#pragma unroll
+            for (int n = 0; n < NT; ++n)
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    float score = x[n][2 * i + h] + odd[n][2 * i + h];
+                    if constexpr (Keys::CODED) score *= scale;
+                    if constexpr (Keys::HAS_MINIMUM) score += minimum * query_sum[n][h];
+                    x[n][2 * i + h] = score * to_logits[n][h];
+                }
+        }
+    }
+
+    // Add 16 tokens, of logits x.
+    DEVICE void add(float (&x)[NT][4], const u8* stage) {
+        float scale[2] = {1.0f, 1.0f}, minimum[2] = {0.0f, 0.0f};
+        if constexpr (Values::CODED) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const u32 params = reinterpret_cast<const u32*>(stage + PARAMS_AT)[UNIT + (lane_id() >> 2) + 8 * i];
+                scale[i] = F16::lo(params), minimum[i] = F16::hi(params);
+            }
+        }
+        bool grows = Values::CODED && fmaxf(scale[0], scale[1]) > top;
+#pragma unroll
+        for (int n = 0; n < NT; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) grows |= x[n][i] + shift[n][i & 1] > LIFT + SLACK;
+        if (__any_sync(0xffffffffu, grows)) rescale(x, scale);
+
+        u32 weights[NT][2];
+#pragma unroll
+        for (int n = 0; n < NT; ++n)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const float p0 = ex2(x[n][2 * i] + shift[n][0]), p1 = ex2(x[n][2 * i + 1] + shift[n][1]);
+                if constexpr (Values::CODED) {
+                    total[n][0] += p0, total[n][1] += p1;
+                    if constexpr (Values::HAS_MINIMUM) minima[n][0] += p0 * minimum[i], minima[n][1] += p1 * minimum[i];
+                    const float share = scale[i] * inverse_top;
+                    weights[n][i] = F16::pack(p0 * share, p1 * share);
+                } else {  // what the product gets is what is added up: the largest weight's rounding cancels
+                    const u32 pair = Values::Float::pack(p0, p1);
+                    total[n][0] += Values::Float::lo(pair), total[n][1] += Values::Float::hi(pair);
+                    weights[n][i] = pair;
+                }
+                weights[n][i] = movmatrix_trans(weights[n][i]);
+            }
+#pragma unroll
+        for (int load = 0; load < Values::LOADS; ++load) {
+            u32 a[Values::STEPS_PER_LOAD][4];
+            Values::load_values(a, stage + VALUES_AT, load);
+#pragma unroll
+            for (int i = 0; i < Values::STEPS_PER_LOAD; ++i) {
+                const int s = load * Values::STEPS_PER_LOAD + i;
+                if (s >= Values::STEPS) continue;
+#pragma unroll
+                for (int n = 0; n < NT; ++n) Values::Float::mma(out[n][s], a[i], weights[n][0], weights[n][1]);
+            }
+        }
+    }
+
+    // New maxima, and a new top: all sums so far become relative to them.
+    DEVICE void rescale(const float (&x)[NT][4], const float (&scale)[2]) {
+        float drop = 1.0f;
+        if constexpr (Values::CODED) {
+            const float greatest = fmaxf(top, warp_max(fmaxf(scale[0], scale[1])));
+            inverse_top = greatest > 0.0f ? 1.0f / greatest : 0.0f;
+            drop = top * inverse_top;
+            top = greatest;
+        }
+#pragma unroll
+        for (int n = 0; n < NT; ++n)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                float greatest = fmaxf(x[n][h], x[n][2 + h]);
+#pragma unroll
+                for (int step = 4; step < 32; step *= 2) greatest = fmaxf(greatest, __shfl_xor_sync(0xffffffffu, greatest, step));
+                const float next = fminf(shift[n][h], LIFT - greatest), factor = ex2(next - shift[n][h]);
+                shift[n][h] = next, total[n][h] *= factor, minima[n][h] *= factor;
+#pragma unroll
+                for (int s = 0; s < Values::STEPS; ++s) out[n][s][h] *= factor * drop, out[n][s][2 + h] *= factor * drop;
+            }
+    }
+
+    // Leave the warp's results in shared memory: accumulated [ROWS][DIM], a maximum and a sum for each head.
+    DEVICE void finish(float* accumulated, float* maxima, float* totals) {
+        const int g = lane_id() >> 2, t = lane_id() & 3;
+#pragma unroll
+        for (int n = 0; n < NT; ++n)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const int row = 8 * n + 2 * t + h;
+#pragma unroll
+                for (int step = 4; step < 32; step *= 2) {
+                    total[n][h] += __shfl_xor_sync(0xffffffffu, total[n][h], step);
+                    minima[n][h] += __shfl_xor_sync(0xffffffffu, minima[n][h], step);
+                }
+                if (g == 0) maxima[row] = -shift[n][h], totals[row] = total[n][h];
+#pragma unroll
+                for (int s = 0; s < Values::STEPS; ++s)
+#pragma unroll
+                    for (int i = 0; i < 2; ++i) {
+                        const int element = Values::value_element(s, g + 8 * i);
+                        float value = out[n][s][2 * i + h];
+                        if constexpr (Values::CODED) value = value * (top * Values::UNIT) + minima[n][h];
+                        if (element >= 0) accumulated[row * DIM + element] = value;
+                    }
+            }
+    }
+};
+
+#if MEAN
+DEVICE void add_mean(float (&x)[NT][4], const Shared& shared, const Mean& mean, const i32* pairs, int token) {
+    const int g = lane_id() >> 2, t = lane_id() & 3;
+    for (int p = 0; p < mean.num_pairs; ++p) {
+        const float* cosines = mean.table + 2ll * pairs[p] * mean.positions;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int position = min(token + g + 8 * i, mean.positions - 1);  // those beyond are not visible
+            const float c = __ldg(cosines + position), s = __ldg(cosines + mean.positions + position);
+#pragma unroll
+            for (int n = 0; n < NT; ++n)
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    const float2 share = shared.mean_shares[8 * n + 2 * t + h][p];
+                    x[n][2 * i + h] += share.x * c + share.y * s;
+                }
+        }
+    }
+}
+#endif
+
+// ---- after the loop: warps, then splits
+
+// What splits leave behind, per block: [rows][DIM] unnormalized sums, and in another array [2][rows] maxima and totals.
+struct Partial {
+    float *sums, *maxima;
+    int rows;  // of a block, at most
+
+    DEVICE Partial(float* partials, int rows) : rows(rows) {
+        const i64 blocks = static_cast<i64>(gridDim.x) * gridDim.y * gridDim.z;
+        const i64 first = (static_cast<i64>(blockIdx.z) * gridDim.y + blockIdx.y) * gridDim.x;
+        sums = partials + first * rows * DIM, maxima = partials + blocks * rows * DIM + first * 2 * rows;
+    }
+    DEVICE float* sum(int split, int i) const { return sums + static_cast<i64>(split) * rows * DIM + i; }
+    DEVICE float* maximum(int split, int row) const { return maxima + split * 2 * rows + row; }
+    DEVICE float* total(int split, int row) const { return maximum(split, row) + rows; }
+};
+
+// The four warps' results as one, to `out` or, unnormalized, to the place of this split.
+DEVICE void merge_warps(const Shared& shared, const float* accumulated, int heads, const Partial* partial, u16* out) {
+    for (int i = threadIdx.x; i < heads * DIM; i += WARPS * 32) {
+        const int row = i / DIM;
+        float greatest = shared.maxima[0][row], value = 0.0f, total = 0.0f;
+#pragma unroll
+        for (int w = 1; w < WARPS; ++w) greatest = fmaxf(greatest, shared.maxima[w][row]);
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) {
+            const float weight = ex2(shared.maxima[w][row] - greatest);
+            value += weight * accumulated[w * ROWS * DIM + i], total += weight * shared.totals[w][row];
+        }
+        if (!partial) {
+            out[i] = Half::from_float(value / total);
+            continue;
+        }
+        *partial->sum(blockIdx.x, i) = value;
+        if (i == row * DIM) *partial->maximum(blockIdx.x, row) = greatest, *partial->total(blockIdx.x, row) = total;
+    }
+}
+
+// All splits' results as one. `weights`: shared, [splits][ROWS].
+DEVICE void merge_splits(const Partial& partial, float* weights, int heads, int splits, u16* out) {
+    for (int row = warp_id(); row < heads; row += WARPS) {
+        float greatest = -NOTHING, total = 0.0f;
+        for (int s = lane_id(); s < splits; s += 32) greatest = fmaxf(greatest, __ldcg(partial.maximum(s, row)));
+        greatest = warp_max(greatest);
+        for (int s = lane_id(); s < splits; s += 32) {
+            const float weight = ex2(__ldcg(partial.maximum(s, row)) - greatest);
+            weights[s * ROWS + row] = weight, total += weight * __ldcg(partial.total(s, row));
+        }
+        total = warp_sum(total);
+        for (int s = lane_id(); s < splits; s += 32) weights[s * ROWS + row] /= total;
+    }
+    __syncthreads();
+    for (int i = threadIdx.x * 4; i < heads * DIM; i += WARPS * 32 * 4) {
+        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 8
+        for (int s = 0; s < splits; ++s) {
+            const float weight = weights[s * ROWS + i / DIM];
+            const float4 part = __ldcg(reinterpret_cast<const float4*>(partial.sum(s, i)));
+            sum.x += weight * part.x, sum.y += weight * part.y, sum.z += weight * part.z, sum.w += weight * part.w;
+        }
+        *reinterpret_cast<uint2*>(out + i) = make_uint2(Half::pack(sum.x, sum.y), Half::pack(sum.z, sum.w));
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32, NT * DIM <= 128 ? 4 : 2)
+decode_attention(const u16* q, i64 q_token, i64 q_head, const u16* k, i64 k_token, i64 k_head, const u16* v, i64 v_token, i64 v_head,
+                 const float* cosines, const float* sines, int half, u8* k_data, u8* k_params, const float* k_scales, int turned,
+                 u8* v_data, u8* v_params, const float* v_scales, const float* mean_vector, const i32* mean_pairs, const float* mean_table,
+                 int mean_half, int num_pairs, int positions, const i32* slots, const i32* block_tables, int max_blocks, const i32* query_start,
+                 const i32* context_lens, float to_logits, int window, int sinks, u16* out, float* partials, i32* counters, int kv_heads,
+                 int group) {
+    const int sequence = blockIdx.z, tiles_of_heads = gridDim.y / kv_heads, kv_head = blockIdx.y / tiles_of_heads;
+    const int first_head = (blockIdx.y - kv_head * tiles_of_heads) * ROWS, heads = min(ROWS, group - first_head);
+    const int row = query_start[sequence];
+    if (query_start[sequence + 1] - row != 1) return;  // another kernel's
+    const i64 out_row = (static_cast<i64>(row) * kv_heads + kv_head) * group + first_head;
+    const Span span(context_lens[sequence], window, sinks);
+    const int splits = min(static_cast<int>(gridDim.x), span.tiles), split = blockIdx.x;
+    if (span.length <= 0 && split == 0)  // a place in the batch that nobody has
+        for (int i = threadIdx.x; i < heads * DIM; i += WARPS * 32) out[out_row * DIM + i] = 0;
+    if (span.length <= 0 || split >= splits) return;
+
+    const int begin = static_cast<i64>(span.tiles) * split / splits, end = static_cast<i64>(span.tiles) * (split + 1) / splits;
+    const Cache keys{k_data, k_params, k_scales}, values{v_data, v_params, v_scales};
+    const i32* table = block_tables + static_cast<i64>(sequence) * max_blocks;
+    u8* ring = shared_memory + warp_id() * STAGES * STAGE;
+    auto fetch_tile = [&](int i) {
+        const int token = span.tile(i) * TILE + warp_id() * UNIT;
+        if (i < end) fetch(ring + (i - begin) % STAGES * STAGE, keys, values, table, kv_heads, kv_head, token, span.visible(token));
+        cp_async_commit();
+    };
+#pragma unroll
+    for (int s = 0; s < STAGES - 1; ++s) fetch_tile(begin + s);
+
+    // The result's merge takes the rings' place, which may be smaller.
+    constexpr int RINGS = WARPS * STAGES * STAGE, MERGE = WARPS * ROWS * DIM * 4;
+    Shared& shared = *reinterpret_cast<Shared*>(shared_memory + (RINGS > MERGE ? RINGS : MERGE));
+    const int slot = k ? slots[row] : -1;
+    const bool owner = slot >= 0 && split == splits - 1;
+    const Angles angles{cosines + static_cast<i64>(row) * half, sines + static_cast<i64>(row) * half, half};
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+        const int r = 8 * n + threadIdx.x / 16;
+        float x[E];
+#pragma unroll
+        for (int e = 0; e < E; ++e) x[e] = 0.0f;
+        if (r < heads) load_head<DIM>(x, q + row * q_token + (kv_head * group + first_head + r) * q_head, nullptr, angles);
+        prepare_query(shared, r, x, turned, to_logits);
+    }
+    if (owner)
+        prepare_new(shared, k + row * k_token + kv_head * k_head, v + row * v_token + kv_head * v_head,
+                    mean_vector ? mean_vector + kv_head * DIM : nullptr, angles, k_scales ? k_scales + kv_head : nullptr,
+                    v_scales ? v_scales + kv_head : nullptr, turned);
+    __syncthreads();
+#if MEAN
+    const Mean mean{mean_vector, mean_pairs, mean_table, mean_half, num_pairs, positions};
+    prepare_mean(shared, mean, kv_head, heads, to_logits);
+    __syncthreads();
+#endif
+    if (owner && first_head == 0) {
+        const i64 where = row_of_slot(slot, BLOCK, kv_heads, kv_head);
+        copy_new<Keys>(k_data + where * Keys::ROW, k_params + where * 4, shared.new_key, shared.new_params[0], threadIdx.x, WARPS * 32);
+        copy_new<Values>(v_data + where * Values::ROW, v_params + where * 4, shared.new_value, shared.new_params[1], threadIdx.x, WARPS * 32);
+    }
+
+    Attention state;
+    state.begin(shared);
+    for (int i = begin; i < end; ++i) {
+        cp_async_wait<STAGES - 2>();
+        __syncwarp();  // all lanes have their bytes of this stage, and are done with the one before
+        const int token = span.tile(i) * TILE + warp_id() * UNIT, newest = span.length - 1 - token;
+        u8* stage = ring + (i - begin) % STAGES * STAGE;
+        if (owner && newest >= 0 && newest < UNIT) {
+            copy_new<Keys>(stage + newest * Keys::STRIDE, stage + PARAMS_AT + newest * 4, shared.new_key, shared.new_params[0], lane_id(), 32);
+            copy_new<Values>(stage + VALUES_AT + newest * Values::STRIDE, stage + PARAMS_AT + (UNIT + newest) * 4, shared.new_value,
+                             shared.new_params[1], lane_id(), 32);
+            __syncwarp();
+        }
+        fetch_tile(i + STAGES - 1);
+        const u32 visible = span.visible(token);
+        if (visible == 0) continue;
+        float x[NT][4];
+        state.scores(x, stage);
+#if MEAN
+        add_mean(x, shared, mean, mean_pairs + kv_head * num_pairs, token);
+#endif
+        if (visible != 0xffffu) {
+#pragma unroll
+            for (int n = 0; n < NT; ++n)
+#pragma unroll
+                for (int j = 0; j < 4; ++j)
+                    if (!(visible >> ((lane_id() >> 2) + 4 * (j & 2)) & 1)) x[n][j] = -__uint_as_float(0x7f800000u);
+        }
+        state.add(x, stage);
+    }
+
+    __syncthreads();
+    auto* accumulated = reinterpret_cast<float*>(shared_memory);
+    state.finish(accumulated + warp_id() * ROWS * DIM, shared.maxima[warp_id()], shared.totals[warp_id()]);
+    __syncthreads();
+    u16* result = out + out_row * DIM;
+    if (splits == 1) return merge_warps(shared, accumulated, heads, nullptr, result);
+
+    const Partial partial(partials, min(ROWS, group));
+    merge_warps(shared, accumulated, heads, &partial, nullptr);
+    __threadfence();
+    __syncthreads();
+    i32* counter = counters + blockIdx.z * gridDim.y + blockIdx.y;
+    if (threadIdx.x == 0) shared.is_last = atomicAdd(counter, 1) == splits - 1;
+    __syncthreads();
+    if (!shared.is_last) return;
+    __threadfence();
+    merge_splits(partial, accumulated, heads, splits, result);
+    if (threadIdx.x == 0) *counter = 0;
+}
+EXPORT(decode_attention)

@@ -1,0 +1,545 @@
+// Attention of sequences with several query tokens (prefill, chunks of it, drafts) over blocked KV: ops.paged_attention
+// in one pass over the keys with an online softmax (Milakov and Gimelshein, arXiv 1805.02867; FlashAttention-2,
+// arXiv 2307.08691).
+//
+// A block of threads computes ROWS = 128 rows of one KV head. A row is one query token's one head: the heads that share
+// the KV head follow each other, then comes the next token, so a tile of keys is read once for all of them, and a chunk
+// of few tokens wastes little. Each warp has 16 M_TILES rows and all KEYS keys of a tile:
+//
+//   S [rows, KEYS] = Q K^T     mma.m16n8k16, A = Q from shared memory, B = K, rows of it as they lie
+//   P = exp2(S - maximum)      in registers: the fragments of S are those of A for the next product
+//   O [rows, D]    = O + P V   B = V, transposed by ldmatrix
+//
+// 32 rows a warp where registers allow it (D <= 128), because every fragment of K and V is then read for two products:
+// with 16, shared memory would be slower than the tensor cores.
+//
+// Tiles of K and V come through the block table by cp.async, one ahead of the computation. Values of 16 bits go where
+// ldmatrix reads them, of which there are two copies. Codes (int8, int4, fp8) come as they are and the whole block of
+// threads turns them into float16 once per tile: with 128 rows, doing so in each warp's registers would cost four times
+// the instructions. x = code * scale + minimum is rounded once, by less than the step of the codes. They are multiplied
+// in float16 even if activations are bfloat16, whose numbers are too coarse for 8-bit codes.
+//
+//   shared   Q [ROWS][DK] | K tile(s) [KEYS][DK], codes, params | V tile(s) [KEYS][D], codes, params | places | Work
+//
+// Rows of tiles are padded to an odd number of 16-byte pieces: the eight rows of an ldmatrix are in different banks,
+// and addresses are constants apart. DK = D + columns for the mean of keys (ops.KeyMean): its share of a score is
+// sum over pairs (share_c cos + share_s sin), six more products a pair, since every number is two: x ~ high + low.
+//
+// Tiles that no row sees are skipped, those that some row sees only in part are masked; keys that no row of the block
+// of threads sees are replaced by zeros. If there are few blocks of threads, each one's keys are split into up to
+// `num_splits` ranges, and the block that finishes last adds up the ranges in order.
+#include "ptx.cuh"
+
+#define D HEAD_DIM
+
+enum Storage { FLOAT16, BFLOAT16, INT8, FP8, INT4 };  // K_STORAGE, V_STORAGE
+
+template <bool BFLOAT>
+struct Choose { using Number = F16; };
+template <>
+struct Choose<true> { using Number = BF16; };
+
+constexpr int ROWS = 128;
+constexpr int M_TILES = D <= 128 ? 2 : 1;
+constexpr int NUM_WARPS = ROWS / (16 * M_TILES);
+constexpr int THREADS = 32 * NUM_WARPS;
+constexpr int N_TILES = KEYS / 8;
+constexpr int MEAN_COLUMNS = (6 * MEAN_PAIRS + 15) / 16 * 16;
+constexpr int DK = D + MEAN_COLUMNS;
+constexpr int Q_STRIDE = (DK / 8 | 1) * 16;  // bytes
+constexpr float SHARE_UNIT = 16.0f;          // shares are stored in it, far from the end of float16's range
+constexpr int MIN_TILES = 4;                 // of keys, for a range of its own
+#define NOTHING __int_as_float(0xff800000)    // minus infinity
+constexpr u32 NOWHERE = 0xffffffffu;  // a place
+
+using KeyNumber = Choose<K_STORAGE == BFLOAT16>::Number;
+using ValueNumber = Choose<V_STORAGE == BFLOAT16>::Number;
+
+// Four codes with a scale and a minimum (twice each, float16) -> two pairs of float16.
+template <int STORAGE>
+DEVICE void decode4(u32 codes, u32 scale, u32 minimum, u32 (&out)[2]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        if constexpr (STORAGE == FP8)
+            out[i] = F16::mul(e4m3_to_f16(i ? codes >> 16 : codes & 0xffffu), scale);
+        else  // 0x6400 + code is the float16 1024 + code
+            out[i] = F16::fma(F16::sub(prmt(codes, 0x64646464u, i ? 0x4342 : 0x4140), 0x64006400u), scale, minimum);
+    }
+}
+
+// K or V: where it is, and its tile in shared memory.
+template <int STORAGE, int COLUMNS>
+struct Operand {
+    static constexpr bool CODED = STORAGE >= INT8;
+    static constexpr int ROW_BYTES = STORAGE == INT4 ? D / 2 : CODED ? D : 2 * D;
+    static constexpr int STRIDE = (COLUMNS / 8 | 1) * 16;
+    static constexpr int TILE_BYTES = KEYS * STRIDE;
+    static constexpr int BYTES = CODED ? TILE_BYTES + KEYS * (ROW_BYTES + 4) : 2 * TILE_BYTES;
+
+    const u8* data;
+    const u32* params;
+    u8* shared;
+
+    DEVICE u8* tile(int stage) const { return shared + (CODED ? 0 : stage * TILE_BYTES); }
+    DEVICE u8* codes() const { return shared + TILE_BYTES; }
+    DEVICE u32* tile_params() const { return reinterpret_cast<u32*>(codes() + KEYS * ROW_BYTES); }
+
+    // Ask for the tokens at `rows` of the storage.
+    DEVICE void load(int stage, const u32* rows) const {
+        constexpr int PIECE = ROW_BYTES % 16 ? 8 : 16, PIECES = ROW_BYTES / PIECE;
+        u8* to = CODED ? codes() : tile(stage);
+#pragma unroll
+        for (int i = threadIdx.x; i < KEYS * PIECES; i += THREADS) {
+            const int row = i / PIECES, part = i % PIECES * PIECE;
+            const bool valid = rows[row] != NOWHERE;
+            const u8* from = data + (valid ? static_cast<u64>(rows[row]) * ROW_BYTES + part : 0);
+            u8* here = to + row * (CODED ? ROW_BYTES : STRIDE) + part;
+            if constexpr (PIECE == 16)
+                cp_async16(here, from, valid);
+            else
+                cp_async_small<8>(here, from, valid);
+        }
+        if (CODED && threadIdx.x < KEYS) {
+            const u32 row = rows[threadIdx.x];
+            cp_async_small<4>(tile_params() + threadIdx.x, params + (row != NOWHERE ? row : 0), row != NOWHERE);
+        }
+    }
+
+    // Codes -> the tile: 8 bytes are 8 values, of int4 8 more, D / 2 further on.
+    DEVICE void expand() const {
+        if constexpr (CODED) {
+            constexpr int PIECES = ROW_BYTES / 8;
+#pragma unroll
+            for (int i = threadIdx.x; i < KEYS * PIECES; i += THREADS) {
+                const int row = i / PIECES, part = i % PIECES;
+                const uint2 w = *reinterpret_cast<const uint2*>(codes() + 8 * i);
+                const u32 pair = tile_params()[row];
+                u8* to = shared + row * STRIDE + part * 16;
+                if constexpr (STORAGE == INT4) {
+                    store8(to, make_uint2(w.x & 0x0f0f0f0fu, w.y & 0x0f0f0f0fu), pair);
+                    store8(to + D, make_uint2(w.x >> 4 & 0x0f0f0f0fu, w.y >> 4 & 0x0f0f0f0fu), pair);
+                } else {
+                    store8(to, w, pair);
+                }
+            }
+        }
+    }
+
+    static DEVICE void store8(u8* to, uint2 codes, u32 pair) {
+        const u32 scale = prmt(pair, 0, 0x1010), minimum = prmt(pair, 0, 0x3232);
+        u32 low[2], high[2];
+        decode4<STORAGE>(codes.x, scale, minimum, low);
+        decode4<STORAGE>(codes.y, scale, minimum, high);
+        *reinterpret_cast<uint4*>(to) = make_uint4(low[0], low[1], high[0], high[1]);
+    }
+};
+
+using Keys = Operand<K_STORAGE, DK>;
+using Values = Operand<V_STORAGE, D>;
+constexpr bool EXPANDS = Keys::CODED || Values::CODED || MEAN_PAIRS;
+
+// The rows of a block of threads, and which keys they see. Positions count tokens of the sequence.
+struct Work {
+    int sequence, token;          // the sequence's number, its first query's row of q
+    int first_row, num_rows;      // of those of the sequence and KV head, which are tokens x group
+    int group, past;              // past: the first query's position
+    int first, last;              // positions of the first and of the last row
+    int window, sinks;
+
+    DEVICE int position(int row) const { return past + min(first_row + row, num_rows - 1) / group; }
+    // Tiles of keys in order: those with sinks, then from the window on.
+    DEVICE int window_tile() const { return window ? max(first - window + 1, 0) / KEYS : 0; }
+    DEVICE int sink_tiles() const { return window ? min((sinks + KEYS - 1) / KEYS, window_tile()) : 0; }
+    DEVICE int num_tiles() const { return sink_tiles() + last / KEYS + 1 - window_tile(); }
+    DEVICE int first_key(int i) const { return (i < sink_tiles() ? i : i - sink_tiles() + window_tile()) * KEYS; }
+};
+
+// Tile `slot` of all, or false. Those of sequence b begin at slot (its first row) / ROWS + b, which leaves room for all.
+DEVICE bool find_work(
+    Work& work, int slot, const int* query_start, const int* context_lens, int num_seqs, bool skip_single) {
+    int before = 0;
+    for (int b = lane_id(); b - lane_id() < num_seqs; b += 32) {
+        const bool begun = b < num_seqs && i64(query_start[b]) * work.group / ROWS + b <= slot;
+        before += __popc(__ballot_sync(0xffffffffu, begun));
+    }
+    const int b = before - 1, start = query_start[b], tokens = query_start[b + 1] - start, length = context_lens[b];
+    const int base = static_cast<int>(i64(start) * work.group / ROWS) + b;
+    work.sequence = b, work.token = start, work.past = length - tokens;
+    work.first_row = (slot - base) * ROWS, work.num_rows = tokens * work.group;
+    if (work.first_row >= work.num_rows || length < tokens || (skip_single && tokens == 1)) return false;
+    work.first = work.position(0), work.last = work.position(ROWS - 1);
+    return true;
+}
+
+// Queries to shared memory as the keys' type; `hadamard`: turned as the keys are.
+DEVICE void load_queries(u8* shared, const u16* q, i64 q_stride, const Work& work) {
+    constexpr int PIECES = D / 8;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < ROWS * PIECES; i += THREADS) {
+        const int row = i / PIECES, at = work.first_row + row;
+        const bool valid = at < work.num_rows;
+        const u16* from = q + (valid ? at / work.group * q_stride + at % work.group * D : 0) + i % PIECES * 8;
+        cp_async16(shared + row * Q_STRIDE + i % PIECES * 16, from, valid);
+    }
+}
+
+DEVICE u16 key_number(float x) {
+    return KeyNumber::from_float(KeyNumber::is_bf16 ? x : fminf(fmaxf(x, -65504.0f), 65504.0f));
+}
+
+// x as high, low of two columns.
+DEVICE void split_number(float x, u16& high, u16& low) {
+    high = key_number(x);
+    low = key_number(x - KeyNumber::to_float(high));
+}
+
+struct Mean {
+    const float* vector;  // of the KV head
+    const int* pairs;
+    const float* table;  // [half][2][positions]
+    int half, positions;
+};
+
+// What queries [ROWS][DK] make of the mean: columns high, high, low of the share of the cosine, then of the sine.
+DEVICE void mean_shares(u8* row, const Mean& mean) {
+    u16* x = reinterpret_cast<u16*>(row);
+    for (int p = lane_id(); p < MEAN_COLUMNS / 6 + 1; p += 32) {
+        u16* to = x + D + 6 * p;
+        if (p >= MEAN_PAIRS) {
+            for (int i = 6 * p; i < min(6 * p + 6, MEAN_COLUMNS); ++i) x[D + i] = 0;
+            continue;
+        }
+        const int i = mean.pairs[p];
+        const float first = Half::to_float(x[i]), second = Half::to_float(x[i + mean.half]);
+        const float b0 = mean.vector[i] / SHARE_UNIT, b1 = mean.vector[i + mean.half] / SHARE_UNIT;
+        split_number(first * b0 + second * b1, to[0], to[2]);
+        split_number(second * b0 - first * b1, to[3], to[5]);
+        to[1] = to[0], to[4] = to[3];
+    }
+}
+
+// ... and what it multiplies: high, low, high of the cosine, then of the sine, for each key of a tile.
+DEVICE void mean_angles(u8* tile, const Mean& mean, int first_key) {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < KEYS * (MEAN_COLUMNS / 6 + 1); i += THREADS) {
+        const int key = i % KEYS, p = i / KEYS;
+        u16* x = reinterpret_cast<u16*>(tile + key * Keys::STRIDE) + D;
+        if (p >= MEAN_PAIRS) {
+            for (int j = 6 * p; j < min(6 * p + 6, MEAN_COLUMNS); ++j) x[j] = 0;
+            continue;
+        }
+        const int position = min(first_key + key, mean.positions - 1);
+        const float* from = mean.table + 2ll * mean.pairs[p] * mean.positions + position;
+        split_number(from[0] * SHARE_UNIT, x[6 * p], x[6 * p + 1]);
+        split_number(from[mean.positions] * SHARE_UNIT, x[6 * p + 3], x[6 * p + 4]);
+        x[6 * p + 2] = x[6 * p], x[6 * p + 5] = x[6 * p + 3];
+    }
+}
+
+// A warp turns x by the orthonormal Walsh-Hadamard matrix; lane has elements lane, lane + 32 ...
+template <int COUNT>
+DEVICE void turn_hadamard(float (&x)[COUNT]) {
+#pragma unroll
+    for (int step = 1; step < min(D, 32); step *= 2)
+#pragma unroll
+        for (int e = 0; e < COUNT; ++e) {
+            const float other = __shfl_xor_sync(0xffffffffu, x[e], step);
+            x[e] = lane_id() & step ? other - x[e] : x[e] + other;
+        }
+#pragma unroll
+    for (int step = 1; step < COUNT; step *= 2)
+#pragma unroll
+        for (int e = 0; e < COUNT; ++e)
+            if (!(e & step)) {
+                const float low = x[e], high = x[e + step];
+                x[e] = low + high, x[e + step] = low - high;
+            }
+#pragma unroll
+    for (int e = 0; e < COUNT; ++e) x[e] *= rsqrtf(static_cast<float>(D));
+}
+
+// Make of queries as they came what is multiplied with the keys. Each warp has rows of its own.
+DEVICE void prepare_queries(u8* shared, const Mean& mean, bool hadamard) {
+    constexpr int COUNT = (D + 31) / 32;
+    for (int row = warp_id(); row < ROWS; row += NUM_WARPS) {
+        u16* x = reinterpret_cast<u16*>(shared + row * Q_STRIDE);
+        if (MEAN_PAIRS) mean_shares(shared + row * Q_STRIDE, mean);
+        __syncwarp();
+        float y[COUNT];
+#pragma unroll
+        for (int e = 0; e < COUNT; ++e) y[e] = lane_id() + 32 * e < D ? Half::to_float(x[lane_id() + 32 * e]) : 0;
+        if constexpr ((D & (D - 1)) == 0)
+            if (hadamard) turn_hadamard(y);
+#pragma unroll
+        for (int e = 0; e < COUNT; ++e)
+            if (lane_id() + 32 * e < D) x[lane_id() + 32 * e] = key_number(y[e]);
+    }
+}
+
+// What a warp has of its rows: lane 4 g + t the rows g and g + 8 of each 16. Sums are of this lane's keys only.
+struct Rows {
+    float out[M_TILES][D / 8][4];
+    float maximum[M_TILES][2], sum[M_TILES][2];
+};
+
+DEVICE void multiply_keys(float (&s)[M_TILES][N_TILES][4], const u8* queries, const u8* keys) {
+    const u8* a_row = queries + (lane_id() & 15) * Q_STRIDE + (lane_id() >> 4) * 16;
+    const u8* b_row = keys + ((lane_id() & 7) + (lane_id() >> 4) * 8) * Keys::STRIDE + (lane_id() >> 3 & 1) * 16;
+#pragma unroll 4  // all at once spill registers
+    for (int k = 0; k < DK / 16; ++k) {
+        u32 a[M_TILES][4];
+#pragma unroll
+        for (int m = 0; m < M_TILES; ++m) ldmatrix_x4(a[m], a_row + m * 16 * Q_STRIDE + k * 32);
+#pragma unroll
+        for (int n = 0; n < N_TILES; n += 2) {
+            u32 b[4];
+            ldmatrix_x4(b, b_row + n * 8 * Keys::STRIDE + k * 32);
+#pragma unroll
+            for (int m = 0; m < M_TILES; ++m) {
+                KeyNumber::mma(s[m][n], a[m], b[0], b[1]);
+                KeyNumber::mma(s[m][n + 1], a[m], b[2], b[3]);
+            }
+        }
+    }
+}
+
+// Scores -> weights in place, relative to the greatest score so far; what there is already is brought in line.
+DEVICE void soften(Rows& rows, float (&s)[M_TILES][N_TILES][4], float scale) {
+#pragma unroll
+    for (int m = 0; m < M_TILES; ++m) {
+        float factor[2];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            float top = rows.maximum[m][h];
+#pragma unroll
+            for (int n = 0; n < N_TILES; ++n) top = fmaxf(top, fmaxf(s[m][n][2 * h], s[m][n][2 * h + 1]));
+            top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
+            top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
+            const float base = top == NOTHING ? 0 : top * scale;  // nothing is seen yet
+            factor[h] = ex2(rows.maximum[m][h] * scale - base);
+            rows.maximum[m][h] = top;
+            float sum = 0;
+#pragma unroll
+            for (int n = 0; n < N_TILES; ++n)
+#pragma unroll
+                for (int i = 2 * h; i < 2 * h + 2; ++i) sum += s[m][n][i] = ex2(s[m][n][i] * scale - base);
+            rows.sum[m][h] = rows.sum[m][h] * factor[h] + sum;
+        }
+        if (__any_sync(0xffffffffu, factor[0] != 1 || factor[1] != 1)) {
+#pragma unroll
+            for (int n = 0; n < D / 8; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) rows.out[m][n][i] *= factor[i >> 1];
+        }
+    }
+}
+
+DEVICE void multiply_values(Rows& rows, const float (&p)[M_TILES][N_TILES][4], const u8* values) {
+    const u8* b_row = values + (lane_id() & 15) * Values::STRIDE + (lane_id() >> 4) * 16;
+#pragma unroll
+    for (int k = 0; k < KEYS / 16; ++k) {
+        u32 a[M_TILES][4];
+#pragma unroll
+        for (int m = 0; m < M_TILES; ++m)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float(&pair)[4] = p[m][2 * k + (i >> 1)];
+                a[m][i] = ValueNumber::pack(pair[2 * (i & 1)], pair[2 * (i & 1) + 1]);
+            }
+#pragma unroll
+        for (int n = 0; n < D / 8; n += 2) {
+            u32 b[4];
+            ldmatrix_x4_trans(b, b_row + k * 16 * Values::STRIDE + n * 16);
+#pragma unroll
+            for (int m = 0; m < M_TILES; ++m) {
+                ValueNumber::mma(rows.out[m][n], a[m], b[0], b[1]);
+                ValueNumber::mma(rows.out[m][n + 1], a[m], b[2], b[3]);
+            }
+        }
+    }
+}
+
+// Scores that do not count become minus infinity.
+DEVICE void mask(float (&s)[M_TILES][N_TILES][4], const Work& work, int row, int key) {
+    const int column = key + 2 * (lane_id() & 3), sinks = work.sinks - column;
+#pragma unroll
+    for (int m = 0; m < M_TILES; ++m)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int last = work.position(row + 16 * m + 8 * h + lane_id() / 4) - column;
+            const int before = work.window ? last - work.window : -1;  // of the keys that are seen, but for sinks
+#pragma unroll
+            for (int i = 0; i < KEYS / 4; ++i) {
+                const int at = i / 2 * 8 + i % 2;
+                if (at > last || (at <= before && at >= sinks)) s[m][i / 2][2 * h + i % 2] = NOTHING;
+            }
+        }
+}
+
+// A tile of keys, of which the first is `key`, for the warp's rows, of which the first is `row`.
+DEVICE void attend(
+    Rows& rows, const Work& work, int row, int key, const u8* queries, const u8* keys, const u8* values, float scale) {
+    const int first = work.position(row), last = work.position(row + 16 * M_TILES - 1), end = key + KEYS - 1;
+    if (key > last || (work.window && end <= first - work.window && key >= work.sinks)) return;
+    float s[M_TILES][N_TILES][4] = {};
+    multiply_keys(s, queries + row * Q_STRIDE, keys);
+    if (end > first || (work.window && key <= last - work.window && end >= work.sinks)) mask(s, work, row, key);
+    soften(rows, s, scale);
+    multiply_values(rows, s, values);
+}
+
+// A row's place in the result.
+DEVICE u32* output(u16* out, int num_heads, int head, const Work& work, int row) {
+    const int at = work.first_row + row;
+    const i64 token = work.token + at / work.group;
+    return reinterpret_cast<u32*>(out + (token * num_heads + head * work.group + at % work.group) * D);
+}
+
+// Partial results of a range of keys: outputs [ROWS][D], maxima [ROWS], sums [ROWS].
+constexpr int RECORD = ROWS * (D + 2);
+
+DEVICE void write_rows(Rows& rows, const Work& work, int row, u16* out, int num_heads, int head, float* record) {
+    const int t = lane_id() & 3;
+#pragma unroll
+    for (int m = 0; m < M_TILES; ++m)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int mine = row + 16 * m + 8 * h + lane_id() / 4;
+            float sum = rows.sum[m][h];
+            sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+            sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+            if (work.first_row + mine >= work.num_rows) continue;
+            if (record) {
+#pragma unroll
+                for (int n = 0; n < D / 8; ++n)
+                    *reinterpret_cast<float2*>(record + mine * D + 8 * n + 2 * t) =
+                        make_float2(rows.out[m][n][2 * h], rows.out[m][n][2 * h + 1]);
+                if (t == 0) record[ROWS * D + mine] = rows.maximum[m][h], record[ROWS * (D + 1) + mine] = sum;
+            } else {
+                u32* to = output(out, num_heads, head, work, mine);
+#pragma unroll
+                for (int n = 0; n < D / 8; ++n)
+                    to[4 * n + t] = Half::pack(rows.out[m][n][2 * h] / sum, rows.out[m][n][2 * h + 1] / sum);
+            }
+        }
+}
+
+// The records of all ranges -> the result.
+DEVICE void merge(const float* records, int count, const Work& work, u16* out, int num_heads, int head, float scale) {
+    constexpr int PIECES = D / 4, BATCH = 8;
+    for (int i = threadIdx.x; i < ROWS * PIECES; i += THREADS) {
+        const int row = i / PIECES;
+        if (work.first_row + row >= work.num_rows) return;
+        float top = NOTHING, sum = 0, y[4] = {};
+        for (int s = 0; s < count; ++s) top = fmaxf(top, __ldcg(records + s * i64(RECORD) + ROWS * D + row));
+        for (int s = 0; s < count; s += BATCH) {
+            float4 part[BATCH];
+            float weight[BATCH];
+#pragma unroll
+            for (int j = 0; j < BATCH; ++j) {
+                const float* record = records + min(s + j, count - 1) * i64(RECORD);
+                part[j] = __ldcg(reinterpret_cast<const float4*>(record + 4 * i));
+                weight[j] = s + j < count ? ex2((__ldcg(record + ROWS * D + row) - top) * scale) : 0;
+                sum += weight[j] * __ldcg(record + ROWS * (D + 1) + row);
+            }
+#pragma unroll
+            for (int j = 0; j < BATCH; ++j) {
+                y[0] += weight[j] * part[j].x, y[1] += weight[j] * part[j].y;
+                y[2] += weight[j] * part[j].z, y[3] += weight[j] * part[j].w;
+            }
+        }
+        u32* to = output(out, num_heads, head, work, row) + i % PIECES * 2;
+        to[0] = Half::pack(y[0] / sum, y[1] / sum), to[1] = Half::pack(y[2] / sum, y[3] / sum);
+    }
+}
+
+// Grid (kv_heads, slots, num_splits), slots = num_tokens * group / ROWS + num_seqs; the last tiles, the heaviest, first.
+// scale: of scores, times log2(e). records: float [slots * kv_heads][num_splits][RECORD], if there are several splits.
+extern "C" __global__ void __launch_bounds__(THREADS, D <= 128 ? 2 : 1) prefill_attention(
+    const u16* q, i64 q_stride, const u8* k_data, const u32* k_params, const u8* v_data, const u32* v_params,
+    const float* mean_vector, const int* mean_pairs, const float* mean_table, int mean_half, int mean_positions,
+    const int* block_tables, int table_stride, const int* query_start, const int* context_lens, int num_seqs, int group,
+    int block_size, int window, int sinks, int hadamard, int skip_single, float scale, u16* out, float* records,
+    int* counters) {
+    const int head = blockIdx.x, num_kv_heads = gridDim.x, slot = gridDim.y - 1 - blockIdx.y, num_splits = gridDim.z;
+    u8* const queries = shared_memory;
+    const Keys keys{k_data, k_params, queries + ROWS * Q_STRIDE};
+    const Values values{v_data, v_params, keys.shared + Keys::BYTES};
+    u32* const places = reinterpret_cast<u32*>(values.shared + Values::BYTES);
+    Work& work = *reinterpret_cast<Work*>(places + 2 * KEYS);  // not in registers, of which there are too few
+    {
+        Work mine;
+        mine.group = group, mine.window = window, mine.sinks = sinks;
+        if (!find_work(mine, slot, query_start, context_lens, num_seqs, skip_single)) return;
+        if (threadIdx.x == 0) work = mine;
+        __syncthreads();
+    }
+    const int num_tiles = work.num_tiles(), splits = max(1, min(num_splits, num_tiles / MIN_TILES));
+    const int split = blockIdx.z;
+    if (split >= splits) return;
+    const int begin = i64(num_tiles) * split / splits, end = i64(num_tiles) * (split + 1) / splits;
+
+    const Mean mean{mean_vector + head * D, mean_pairs + head * MEAN_PAIRS, mean_table, mean_half, mean_positions};
+
+    // The row of the storage that has this thread's key of tile i.
+    const auto place = [&](int i) {
+        const int key = work.first_key(i) + threadIdx.x;
+        if (threadIdx.x >= KEYS || i >= end || key > work.last) return NOWHERE;
+        if (window && key <= work.first - window && key >= sinks) return NOWHERE;
+        const u32 block = block_tables[i64(work.sequence) * table_stride + key / block_size];
+        return (block * num_kv_heads + head) * block_size + key % block_size;
+    };
+    const auto load = [&](int i) {
+        const int stage = (i - begin) & 1;
+        keys.load(stage, places + stage * KEYS);
+        values.load(stage, places + stage * KEYS);
+    };
+    if (threadIdx.x < KEYS) places[threadIdx.x] = place(begin), places[KEYS + threadIdx.x] = place(begin + 1);
+    load_queries(queries, q + work.token * q_stride + i64(head) * group * D, q_stride, work);
+    __syncthreads();
+    load(begin);
+    cp_async_commit();
+    if (MEAN_PAIRS || hadamard || KeyNumber::is_bf16 != Half::is_bf16) {
+        cp_async_wait<0>();
+        __syncthreads();
+        prepare_queries(queries, mean, hadamard);
+    }
+
+    Rows rows = {};
+    for (int m = 0; m < M_TILES; ++m) rows.maximum[m][0] = rows.maximum[m][1] = NOTHING;
+    const int row = warp_id() * 16 * M_TILES;
+    for (int i = begin; i < end; ++i) {
+        const int stage = (i - begin) & 1;
+        cp_async_wait<0>();
+        __syncthreads();
+        if (EXPANDS) {
+            keys.expand();
+            values.expand();
+            if (MEAN_PAIRS) mean_angles(keys.tile(stage), mean, work.first_key(i));
+            __syncthreads();
+        }
+        if (i + 1 < end) load(i + 1);
+        cp_async_commit();
+        if (work.first_row + row < work.num_rows)
+            attend(rows, work, row, work.first_key(i), queries, keys.tile(stage), values.tile(stage), scale);
+        if (threadIdx.x < KEYS) places[stage * KEYS + threadIdx.x] = place(i + 2);
+    }
+    cp_async_wait<0>();
+
+    const i64 tile = i64(slot) * num_kv_heads + head;
+    const int num_heads = num_kv_heads * group;
+    records = splits > 1 ? records + tile * num_splits * RECORD : nullptr;
+    write_rows(rows, work, row, out, num_heads, head, records ? records + split * i64(RECORD) : nullptr);
+    if (!records) return;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        places[0] = atomicAdd(counters + tile, 1) == splits - 1;
+        if (places[0]) counters[tile] = 0;
+    }
+    __syncthreads();
+    if (!places[0]) return;
+    __threadfence();
+    merge(records, splits, work, out, num_heads, head, scale);
+}
+EXPORT(prefill_attention)

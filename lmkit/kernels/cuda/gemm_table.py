@@ -1,0 +1,213 @@
+"""Which plan computes a product: what was measured on this device, or else what gemm_plan.py estimates.
+
+The table of a device is a JSON file in the cache folder. `tune` measures and saves; nothing else writes it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor
+
+from lmkit.config import environment
+from lmkit.kernels.cuda import gemm
+from lmkit.kernels.cuda.gemm_pack import PackedWeight
+from lmkit.kernels.cuda.gemm_plan import Plan, best, problem_with, shared_limit
+from lmkit.kernels.cuda.module import backend
+from lmkit.log import get_logger
+
+log = get_logger(__name__)
+
+VERSION = 1  # of plans and of the kernels that they are for
+BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # tokens that are measured; others take the next
+LIBRARY_FROM = 256  # tokens; not measured, that many dequantize the weight for the library's product
+MEASURED_PLANS = 16  # of each bucket, the most promising
+COLD_BYTES = 256 << 20  # of weights that are multiplied in turn, so that no cache holds the next
+LAUNCHES, REPLAYS = 24, 5  # of a measurement
+
+Measure = Callable[[Callable[[int], Tensor], int], float]  # (launch number i, copies to choose from) -> microseconds
+
+
+class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Everything about a weight, and about activations, that the best plan depends on but their number."""
+
+    outputs: int
+    inputs: int
+    bits: int
+    float8: bool
+    wide: bool
+    group_size: int
+    dtype: str
+
+    @classmethod
+    def of(cls, packed: PackedWeight, dtype: torch.dtype) -> Key:
+        return cls(
+            packed.out_features, packed.in_features, packed.bits, packed.float8, packed.wide, packed.group_size,
+            str(dtype).removeprefix("torch."),
+        )  # fmt: skip
+
+
+class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The best that was found for a weight and up to so many tokens."""
+
+    key: Key
+    tokens: int
+    plan: Plan | None  # None = dequantize
+    microseconds: float
+
+
+class TableFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    version: int
+    device: str
+    entries: list[Entry]
+
+
+class Table:
+    """Entries of one device; a missing, damaged or outdated file is an empty table."""
+
+    def __init__(self, path: Path, device: str) -> None:
+        self.path, self.device = path, device
+        self.entries: dict[Key, dict[int, Entry]] = {}
+        for entry in _load(path, device):
+            self.add(entry)
+
+    def add(self, entry: Entry) -> None:
+        self.entries.setdefault(entry.key, {})[entry.tokens] = entry
+
+    def find(self, key: Key, tokens: int) -> Entry | None:
+        """The entry of the fewest tokens that are enough."""
+        measured = self.entries.get(key, {})
+        return min((entry for n, entry in measured.items() if n >= tokens), key=lambda e: e.tokens, default=None)
+
+    def save(self) -> None:
+        """Replace the file, whole or not at all. Raises OSError."""
+        entries = [entry for of_key in self.entries.values() for entry in of_key.values()]
+        data = msgspec.json.format(msgspec.json.encode(TableFile(VERSION, self.device, entries)), indent=1)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.path.with_suffix(f".{os.getpid()}")
+        partial.write_bytes(data)
+        partial.replace(self.path)
+
+
+def _load(path: Path, device: str) -> list[Entry]:
+    try:
+        file = msgspec.json.decode(path.read_bytes(), type=TableFile)
+    except FileNotFoundError:
+        return []
+    except (OSError, msgspec.DecodeError) as error:
+        log.warning("%s is not used: %s", path, error)
+        return []
+    if (file.version, file.device) != (VERSION, device):
+        log.warning("%s is not used: it is version %d, of %s", path, file.version, file.device)
+        return []
+    return file.entries
+
+
+@cache
+def table(device: str) -> Table:
+    """Of the current device of a type."""
+    name = torch.cuda.get_device_name() if device == "cuda" else "emulated"
+    file = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-") + ".json"
+    return Table(environment().cache_dir / "gemm" / file, name)
+
+
+def choose(tokens: int, packed: PackedWeight, dtype: torch.dtype) -> Plan | None:
+    """The plan for a product with activations in `dtype`, or None if the weight is better dequantized first."""
+    device = packed.codes.device.type
+    entry = table(device).find(Key.of(packed, dtype), tokens)
+    if entry is not None and entry.plan is None:
+        return None
+    problem, limit = gemm.problem_of(tokens, packed), shared_limit(backend(device).capability())
+    if entry is not None and entry.plan is not None and problem_with(entry.plan, problem, limit) is None:
+        return entry.plan
+    if tokens >= LIBRARY_FROM:
+        return None
+    return next(iter(best(problem, backend(device).num_sms(), limit)), None)
+
+
+def tune(
+    weights: Iterable[PackedWeight],
+    dtype: torch.dtype,
+    library: Callable[[Tensor, PackedWeight], Tensor],
+    *,
+    buckets: tuple[int, ...] = BUCKETS,
+    num_plans: int = MEASURED_PLANS,
+    measure: Measure | None = None,
+) -> list[Entry]:
+    """Measure plans, and `library` from 64 tokens on, for each weight and bucket; save and return the best.
+
+    Takes compile time and some milliseconds a plan. Raises OSError if the table cannot be saved.
+    """
+    found = []
+    for packed in weights:
+        device = packed.codes.device.type
+        copies = _copies(packed)
+        for tokens in buckets:
+            x = torch.randn(tokens, packed.in_features, device=packed.codes.device).to(dtype)
+            times = _times(x, copies, library, num_plans, measure or measure_on_device)
+            if times:
+                plan = min(times, key=lambda p: times[p])
+                found.append(Entry(Key.of(packed, dtype), tokens, plan, times[plan]))
+                table(device).add(found[-1])
+        table(device).save()
+    return found
+
+
+def _copies(packed: PackedWeight) -> list[PackedWeight]:
+    size = packed.codes.numel() + packed.params.numel()
+    return [packed, *(
+        replace(packed, codes=packed.codes.clone(), params=packed.params.clone()) for _ in range(COLD_BYTES // size)
+    )]  # fmt: skip
+
+
+def _times(
+    x: Tensor,
+    copies: list[PackedWeight],
+    library: Callable[[Tensor, PackedWeight], Tensor],
+    num_plans: int,
+    measure: Measure,
+) -> dict[Plan | None, float]:
+    """Microseconds by plan; one that a device refuses has none."""
+    device, packed = x.device.type, copies[0]
+    limit = shared_limit(backend(device).capability())
+    plans = best(gemm.problem_of(x.shape[0], packed), backend(device).num_sms(), limit, num_plans)
+    times: dict[Plan | None, float] = {}
+    for plan in plans:
+        try:
+            times[plan] = measure(partial(_multiply, x, copies, plan), len(copies))
+        except RuntimeError as error:
+            log.warning("%s cannot run: %s", plan, error)
+    if x.shape[0] >= 64:
+        times[None] = measure(lambda i: library(x, copies[i]), len(copies))
+    return times
+
+
+def _multiply(x: Tensor, copies: list[PackedWeight], plan: Plan, i: int) -> Tensor:
+    return gemm.multiply(x, copies[i], plan)
+
+
+def measure_on_device(launch: Callable[[int], Tensor], copies: int) -> float:
+    """Microseconds of a launch with weights that no cache holds; replayed from a graph, so that the host counts not."""
+    for i in range(min(2, copies)):
+        launch(i)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(LAUNCHES):
+            launch(i % copies)
+    times: list[float] = []
+    for _ in range(REPLAYS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1000 / LAUNCHES)
+    return sorted(times)[REPLAYS // 2]

@@ -1,0 +1,215 @@
+"""Linears whose product is torch's library's (cuBLAS), with our kernels in front and behind: norm and rounding to codes
+(csrc/norm.cu), scales, bias, gate and residual stream (csrc/epilogue.cu). Dense weights and few tokens have a kernel of
+their own, csrc/dense_gemv.cu.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lmkit.kernels import ops
+from lmkit.kernels.cuda import elementwise
+from lmkit.kernels.cuda.elementwise import BLOCK, HALVES, MAX_COLUMNS, WIDTH, RowCodes, grid, is_aligned, kernel_for
+from lmkit.kernels.cuda.module import Kernel, backend, tensor_device
+from lmkit.kernels.ops import Norm
+from lmkit.kernels.reference.linear import Kept, keep
+from lmkit.kernels.registry import implements
+from lmkit.qtensor import QTensor
+
+GEMV_TOKENS = 8  # up to so many, a dense product is a stream of weights
+GEMV_WARPS, GEMV_OUTPUTS = 8, 16
+PRODUCT_ROWS = 32  # at least; torch._int_mm wants more than 16
+FP8_CAPABILITY = (8, 9)
+
+
+# ---- dense weights
+
+
+def _accepts_dense(*, dtype: torch.dtype, **traits: Any) -> str | None:
+    return elementwise.accepts() or (None if dtype in HALVES else f"weights of {dtype}: torch has them")
+
+
+def _pack_dense(weight: Tensor, gated: bool = False) -> Kept:
+    if weight.is_cuda:  # or cuBLAS may add float16 parts of a sum in float16
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    return keep(weight.contiguous(), gated)
+
+
+@implements(
+    ops.linear_dense, "cuda", device="cuda", accepts=_accepts_dense, pack=_pack_dense, priority=20, epilogue=True
+)
+def linear_dense(
+    x: Tensor,
+    packed: Kept,
+    bias: Tensor | None,
+    norm: Norm | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    weight: Tensor = packed.weight
+    x = x if norm is None else elementwise.rms_norm(x, norm)
+    if x.dtype != weight.dtype or dtype not in (None, x.dtype, torch.float32):
+        y: Tensor = ops.linear_dense.named("torch")(x, packed, bias, dtype=dtype, residual=residual)
+        return y
+    dtype = dtype or x.dtype
+    if len(x) <= GEMV_TOKENS and _streams(x, weight):
+        if residual is not None and not packed.gated:
+            return _gemv(x, weight, bias, residual, add=True)
+        y = _gemv(x, weight, bias, x.new_empty(len(x), len(weight), dtype=torch.float32 if packed.gated else dtype))
+        return _epilogue(y, len(x), None, True, dtype, residual) if packed.gated else y
+    if residual is None and dtype == x.dtype:
+        y = torch.nn.functional.linear(x, weight, None if bias is None else bias.to(dtype))
+        return elementwise.silu_mul(y) if packed.gated else y
+    product = torch.mm(x, weight.t(), out_dtype=torch.float32) if x.is_cuda else x.float() @ weight.float().t()
+    return _epilogue(product, len(x), bias, packed.gated, dtype, residual)
+
+
+def _streams(x: Tensor, weight: Tensor) -> bool:
+    """Whether dense_gemv.cu can: rows of whole vectors of 16 bytes."""
+    return x.shape[1] % WIDTH == 0 and x.stride(1) == 1 and x.stride(0) % WIDTH == 0 and is_aligned(x, weight)
+
+
+def _gemv(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, add: bool = False) -> Tensor:
+    """Of at most GEMV_TOKENS rows; `add`: to what is in `out`."""
+    (tokens, inputs), outputs = x.shape, len(weight)
+    bias = None if bias is None else bias.float()
+    args = [
+        x, np.int64(x.stride(0)), weight, bias, out, np.int64(out.stride(0)), tokens, outputs, inputs,
+        out.dtype in HALVES, add,
+    ]  # fmt: skip
+    shared = GEMV_WARPS * GEMV_TOKENS * GEMV_OUTPUTS * 4
+    blocks = -(-outputs // GEMV_OUTPUTS) if tokens else 0
+    kernel_for("dense_gemv.cu", "dense_gemv", x.dtype)(blocks, 32 * GEMV_WARPS, args, shared=shared)
+    return out
+
+
+# ---- weights and activations of 8 bits
+
+
+@dataclass(frozen=True)
+class CodedWeight:
+    """A weight of which each output has one scale: value = (code - zero) * scale."""
+
+    codes: Tensor  # [N, K] int8, code - 128; or float8_e4m3fn
+    scales: Tensor  # float32 [N]
+    zeros: Tensor | None  # int32 [N], zero - 128; None: all are 0
+    one: Tensor  # float32 [1], what torch._scaled_mm is to multiply by
+    gated: bool
+
+
+def _pack_codes(weight: QTensor, gated: bool = False) -> CodedWeight:
+    is_float = weight.scheme.kind == "float"
+    scales = weight.scales.flatten().float()
+    zeros = None if is_float or weight.scheme.symmetric else weight.zeros.flatten().int() - 128
+    codes = weight.codes if is_float else (weight.codes ^ 128).view(torch.int8)
+    return CodedWeight(codes.contiguous(), scales, zeros, torch.ones_like(scales[:1]), gated)
+
+
+def _accepts_codes(*, group_size: int, in_features: int, out_features: int, **traits: Any) -> str | None:
+    if group_size != -1:
+        return f"group_size {group_size}: one scale for each output"
+    if in_features % 16 or out_features % 16:
+        return f"{in_features} inputs, {out_features} outputs: multiples of 16"
+    return f"{in_features} inputs: at most {MAX_COLUMNS}" if in_features > MAX_COLUMNS else None
+
+
+def _accepts_int8(*, bits: int = 8, **traits: Any) -> str | None:
+    return elementwise.accepts() or (_accepts_codes(**traits) if bits == 8 else f"{bits} bits")
+
+
+def _accepts_fp8(**traits: Any) -> str | None:
+    if (reason := _accepts_int8(**traits)) is not None:
+        return reason
+    major, minor = backend(tensor_device("cuda")).capability()
+    return (
+        None
+        if (major, minor) >= FP8_CAPABILITY
+        else f"float8 products need compute capability 8.9, not {major}.{minor}"
+    )
+
+
+def _int8_product(x: RowCodes, weight: CodedWeight) -> Tensor:
+    return torch._int_mm(x.codes, weight.codes.t())
+
+
+def _fp8_product(x: RowCodes, weight: CodedWeight) -> Tensor:
+    return torch._scaled_mm(x.codes, weight.codes.t(), weight.one, weight.one, out_dtype=torch.float32)
+
+
+def _linear(product: Callable[[RowCodes, CodedWeight], Tensor], code: torch.dtype) -> Callable[..., Tensor]:
+    """A linear on activations that are rounded to `code`; the product is exact, or float32."""
+
+    def linear(
+        x: Tensor,
+        packed: CodedWeight,
+        bias: Tensor | None,
+        norm: Norm | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        rounded = elementwise.quantize_rows(x, code, norm, min_rows=PRODUCT_ROWS)
+        dtype = dtype or elementwise.result_dtype(x, norm)
+        scales = Scales(rounded.scales, packed.scales, rounded.sums, packed.zeros)
+        return _epilogue(product(rounded, packed), len(x), bias, packed.gated, dtype, residual, scales)
+
+    return linear
+
+
+@dataclass(frozen=True)
+class Scales:
+    """What a product of codes is multiplied by, and what is subtracted before."""
+
+    rows: Tensor
+    outputs: Tensor
+    sums: Tensor
+    zeros: Tensor | None
+
+
+def _epilogue(
+    product: Tensor,
+    rows: int,
+    bias: Tensor | None,
+    gated: bool,
+    dtype: torch.dtype,
+    residual: Tensor | None,
+    scales: Scales | None = None,
+) -> Tensor:
+    """csrc/epilogue.cu: the first `rows` of product [.., N], int32 or float32 -> [rows, N, or N / 2 if gated]."""
+    outputs = product.shape[1]
+    columns = outputs // 2 if gated else outputs
+    out = product.new_empty(rows, columns, dtype=dtype) if residual is None else residual
+    half = elementwise.half_of(out)
+    assert half is not None
+    factors = (None,) * 4 if scales is None else (scales.rows, scales.outputs, scales.sums, scales.zeros)
+    bias = None if bias is None else bias.float()
+    aligned = columns % WIDTH == 0 and out.stride(0) % WIDTH == 0 and is_aligned(product, *factors[1::2], bias, out)
+    args = [
+        product, *factors, bias, out, np.int64(out.stride(0)), outputs, product.dtype == torch.int32, gated,
+        out.dtype in HALVES, residual is not None, aligned,
+    ]  # fmt: skip
+    kernel_for("epilogue.cu", "epilogue", half)(grid(rows, columns), BLOCK, args)
+    return out
+
+
+for _op, _accepts, _product, _code in (
+    (ops.linear_w8a8, _accepts_int8, _int8_product, torch.int8),
+    (ops.linear_fp8_a8, _accepts_fp8, _fp8_product, torch.float8_e4m3fn),
+):
+    implements(_op, "cuda", device="cuda", accepts=_accepts, pack=_pack_codes, priority=20, epilogue=True)(
+        _linear(_product, _code)
+    )
+
+
+def variants() -> Iterator[Kernel]:
+    for half in HALVES:
+        yield kernel_for("dense_gemv.cu", "dense_gemv", half)
+        yield kernel_for("epilogue.cu", "epilogue", half)

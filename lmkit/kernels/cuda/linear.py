@@ -1,0 +1,130 @@
+"""Linears with 4- and 8-bit weights and exact activations on CUDA: ops.linear_w4a16, linear_w8a16 and linear_fp8.
+
+Few tokens: csrc/gemm.cu multiplies the packed weight. Many, or float32 activations: the weight is dequantized, a panel
+of outputs at a time, and torch's library multiplies. gemm_table.py says which, from shapes alone.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lmkit.kernels import ops
+from lmkit.kernels.cuda import gemm, module
+from lmkit.kernels.cuda.gemm_pack import PackedWeight, dequantize, group_problem, pack
+from lmkit.kernels.cuda.gemm_table import choose
+from lmkit.kernels.ops import Norm
+from lmkit.kernels.registry import Implementation, implements
+
+PANEL_BYTES = 256 << 20  # of a dequantized weight at a time
+HALF = (torch.float16, torch.bfloat16)
+
+
+@cache
+def _rms_norm() -> Implementation:
+    return ops.rms_norm.select("cuda")
+
+
+@cache
+def _silu_mul() -> Implementation:
+    return ops.silu_mul.select("cuda")
+
+
+def linear(
+    x: Tensor,
+    packed: PackedWeight,
+    bias: Tensor | None,
+    norm: Norm | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """x [T, K] in float16, bfloat16 or float32 -> [T, N]; see ops.linear_w4a16."""
+    if norm is not None:
+        x = _rms_norm()(x, norm)
+    if x.shape[0] == 0:
+        return x.new_empty(0, packed.num_results, dtype=dtype) if residual is None else residual
+    x = x.contiguous()
+    bias = None if bias is None else bias.float()
+    plan = choose(x.shape[0], packed, x.dtype) if x.dtype in HALF else None
+    if plan is None:
+        return library(x, packed, bias, dtype, residual)
+    if residual is not None and not residual.is_contiguous():
+        return residual.add_(gemm.multiply(x, packed, plan, bias, torch.float32))
+    if dtype in (None, x.dtype, torch.float32):
+        return gemm.multiply(x, packed, plan, bias, dtype, residual)
+    return gemm.multiply(x, packed, plan, bias, torch.float32).to(dtype)
+
+
+def library(
+    x: Tensor,
+    packed: PackedWeight,
+    bias: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """The same by torch's product of x with the dequantized weight."""
+    exact = residual is not None or dtype not in (None, x.dtype)
+    per_tile = 8 if packed.gated else 16
+    tiles = max(1, PANEL_BYTES // (16 * packed.in_features * x.element_size()))
+    out = residual
+    for first in range(0, packed.num_tiles, tiles):
+        panel = packed.slice(first, min(first + tiles, packed.num_tiles))
+        columns = slice(first * per_tile, first * per_tile + panel.num_results)
+        y = _product(
+            x, dequantize(panel, x.dtype), _bias_of(bias, columns, packed), torch.float32 if exact else x.dtype
+        )
+        y = _silu_mul()(y) if packed.gated else y
+        if residual is not None:
+            residual[:, columns] += y
+        elif panel.num_tiles == packed.num_tiles:
+            return y if dtype is None else y.to(dtype)
+        else:
+            out = x.new_empty(x.shape[0], packed.num_results, dtype=dtype) if out is None else out
+            out[:, columns] = y
+    assert out is not None
+    return out
+
+
+def _bias_of(bias: Tensor | None, columns: slice, packed: PackedWeight) -> Tensor | None:
+    if bias is None or not packed.gated:
+        return None if bias is None else bias[columns]
+    return bias.view(2, -1)[:, columns].reshape(-1)
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """x W^T + bias in x's dtype or float32, summed in float32."""
+    if dtype == x.dtype and (x.is_cuda or dtype == torch.float32):
+        return torch.nn.functional.linear(x, weight, None if bias is None else bias.to(dtype))
+    if x.is_cuda and hasattr(torch.ops.aten.mm, "dtype"):
+        y = torch.mm(x, weight.t(), out_dtype=dtype)
+    else:
+        y = x.float() @ weight.float().t()
+    return (y if bias is None else y.add_(bias)).to(dtype)
+
+
+def _accepts(
+    code_bits: int, /, *, group_size: int = -1, bits: int | None = None, in_features: int = 8, **traits: Any
+) -> str | None:
+    if not module.is_available():
+        return module.missing()
+    if bits not in (None, code_bits):
+        return f"{bits} bits"
+    if in_features % 8:
+        return f"in_features {in_features} is not a multiple of 8"
+    return group_problem(group_size)
+
+
+def _accepts_4(**traits: Any) -> str | None:
+    return _accepts(4, **traits)
+
+
+def _accepts_8(**traits: Any) -> str | None:
+    return _accepts(8, **traits)
+
+
+for _op, _accept in ((ops.linear_w4a16, _accepts_4), (ops.linear_w8a16, _accepts_8), (ops.linear_fp8, _accepts_8)):
+    implements(_op, "cuda", device="cuda", accepts=_accept, pack=pack, priority=20, epilogue=True)(linear)

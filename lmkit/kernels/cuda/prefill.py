@@ -1,0 +1,110 @@
+"""Attention of sequences with several query tokens over blocked KV: csrc/prefill_attention.cu."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lmkit.kernels.cuda.module import Kernel, backend, counters
+from lmkit.kernels.ops import KV_CODED, KVTensor
+
+STORAGES = ("float16", "bfloat16", "int8", "fp8", "int4")  # as the kernel numbers them
+HALVES = (torch.float16, torch.bfloat16)
+ROWS = 128  # of a block of threads: query tokens x heads of a KV head
+MAX_HEAD_DIM = 256
+WORK_BYTES = 64
+MAX_MEAN_PAIRS = 16
+MAX_SPLITS = 16  # of a tile's keys
+BLOCKS_PER_SM = 2
+LARGE_SHARED = ((9, 0), (10, 0), (10, 3))  # capabilities with 228 KiB of shared memory, others have as little as 100
+
+
+def refusal(*, head_dim: int, k: str, v: str, mean_pairs: int = 0, **traits: Any) -> str | None:
+    """Why prefill_attention cannot run for keys and values stored as `k` and `v`, or None."""
+    if head_dim % 16 or head_dim > MAX_HEAD_DIM:
+        return f"head_dim {head_dim} is not a multiple of 16 up to {MAX_HEAD_DIM}"
+    if other := {k, v} - set(STORAGES):
+        return f"KV stored as {other.pop()}"
+    return f"a key mean of {mean_pairs} pairs, more than {MAX_MEAN_PAIRS}" if mean_pairs > MAX_MEAN_PAIRS else None
+
+
+def prefill_attention(
+    q: Tensor,
+    k_cache: KVTensor,
+    v_cache: KVTensor,
+    block_tables: Tensor,
+    query_start: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    window: int,
+    sinks: int,
+    out: Tensor,
+    *,
+    skip_single: bool,
+) -> None:
+    """ops.paged_attention into `out` [T, num_heads, D], contiguous; `skip_single` leaves out sequences of one query.
+
+    q is float16 or bfloat16 [T, num_heads, D], its tokens any multiple of 16 bytes apart. Sequences without queries or
+    without context are left out. The result does not depend on how blocks of threads are scheduled.
+    """
+    num_tokens, num_heads, dim = q.shape
+    num_kv_heads, num_seqs = k_cache.data.shape[1], len(context_lens)
+    group, mean = num_heads // num_kv_heads, k_cache.mean
+    if not num_seqs or num_tokens < 1 + skip_single:
+        return
+    pairs = 0 if mean is None else mean.pairs.shape[1]
+    kernel, keys, shared = variant(q.dtype is torch.bfloat16, dim, k_cache.dtype, v_cache.dtype, pairs, q.device.type)
+    slots = num_tokens * group // ROWS + num_seqs
+    splits = num_splits(slots * num_kv_heads, block_tables.shape[1] * k_cache.block_size, keys, q.device.type)
+    records = None
+    if splits > 1:
+        records = q.new_empty(slots * num_kv_heads * splits * ROWS * (dim + 2), dtype=torch.float32)
+    means = (mean.vector, mean.pairs, mean.table, *mean.table.shape[::2]) if mean else (None, None, None, 0, 0)
+    args = [
+        q, np.int64(q.stride(0)), k_cache.data, k_cache.params, v_cache.data, v_cache.params, *means, block_tables,
+        block_tables.stride(0), query_start, context_lens, num_seqs, group, k_cache.block_size, window, sinks,
+        k_cache.hadamard, skip_single, scale * math.log2(math.e), out, records, counters(q.device.type),
+    ]  # fmt: skip
+    kernel((num_kv_heads, slots, splits), 128 if dim <= 128 else 256, args, shared=shared)
+
+
+def num_splits(blocks: int, max_keys: int, tile_keys: int, device: str) -> int:
+    """Into how many ranges the keys of each tile of queries go, so that few tiles give work to all of a GPU."""
+    return max(1, min(BLOCKS_PER_SM * backend(device).num_sms() // blocks, max_keys // (4 * tile_keys), MAX_SPLITS))
+
+
+@cache
+def variant(bf16: bool, dim: int, k: str, v: str, mean_pairs: int, device: str) -> tuple[Kernel, int, int]:
+    """(the kernel, keys of its tile, its bytes of shared memory)."""
+    keys = tile_keys(dim, mean_pairs, backend(device).capability())
+    defines = {"HEAD_DIM": dim, "KEYS": keys, "K_STORAGE": STORAGES.index(k), "V_STORAGE": STORAGES.index(v)}
+    defines |= {"MEAN_PAIRS": mean_pairs} | ({"LM_BF16": 1} if bf16 else {})
+    kernel = Kernel("prefill_attention.cu", "prefill_attention", **defines)
+    return kernel, keys, shared_bytes(dim, k, v, mean_pairs, keys)
+
+
+def tile_keys(dim: int, mean_pairs: int, capability: tuple[int, int]) -> int:
+    """As many keys as registers hold scores of, and shared memory for two blocks of threads holds tiles of."""
+    if dim > 128 or capability not in LARGE_SHARED or (dim > 96 and mean_pairs):
+        return 32
+    return 48 if dim > 96 else 64
+
+
+def shared_bytes(dim: int, k: str, v: str, mean_pairs: int, keys: int) -> int:
+    """As the kernel lays it out."""
+    key_dim = dim + -(-6 * mean_pairs // 16) * 16
+    total = ROWS * _stride(key_dim) + 2 * keys * 4 + WORK_BYTES
+    for storage, columns in ((k, key_dim), (v, dim)):
+        tile = keys * _stride(columns)
+        codes = dim // 2 if storage == "int4" else dim
+        total += tile + keys * (codes + 4) if storage in KV_CODED else 2 * tile
+    return total
+
+
+def _stride(columns: int) -> int:
+    return (columns // 8 | 1) * 16

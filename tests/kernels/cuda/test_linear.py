@@ -1,0 +1,318 @@
+"""Linears on packed weights, against float64 products of the dequantized weight and the activations as they are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lmkit.kernels import ops
+from lmkit.kernels.cuda import emulation, gemm, gemm_pack, gemm_plan, gemm_table, linear, module
+from lmkit.kernels.cuda.gemm_pack import PackedWeight
+from lmkit.kernels.cuda.gemm_plan import Plan, Problem
+from lmkit.kernels.ops import Norm
+from lmkit.layers.outline import WeightKind, packed_outline
+from lmkit.qtensor import QTensor, QuantScheme, dequantize, per_row, quantize
+
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+INT4 = QuantScheme(4, 128)
+SCHEMES = {
+    "int4": INT4,
+    "int4-32": QuantScheme(4, 32),
+    "int4-64": QuantScheme(4, 64, symmetric=True),
+    "int4-256": QuantScheme(4, 256),
+    "int4-row": QuantScheme(4, -1),
+    "int8": QuantScheme(8, 128),
+    "fp8-row": QuantScheme(8, -1, kind="float"),
+    "fp8-block": QuantScheme(8, 128, kind="float", rows=128),
+}
+SMALL = Plan(1, 1, 1, 4, 4, 1)  # one tile a block, its stages over four warps
+WIDE = Plan(2, 2, 2, 2, 3, 2)
+ROUNDING = {F16: 2e-3, BF16: 8e-3, F32: 2e-5}
+
+
+@pytest.fixture(autouse=True)
+def poisoned() -> Iterator[None]:
+    """What torch.empty gives is NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing was measured on this device; what is measured now goes with the test."""
+    table = gemm_table.Table(tmp_path / "gemm" / "emulated.json", "emulated")
+    monkeypatch.setattr(gemm_table, "table", lambda device: table)
+
+
+def weight(outputs: int, inputs: int, scheme: QuantScheme = INT4, scales: torch.dtype | None = None) -> QTensor:
+    q = per_row(quantize(torch.randn(outputs, inputs) * torch.rand(outputs, 1), scheme))
+    return q if scales is None else QTensor(q.codes, q.scales.to(scales), q.zeros, q.scheme)
+
+
+def pack(q: QTensor, device: str, gated: bool = False) -> PackedWeight:
+    return gemm_pack.pack(QTensor(q.codes.to(device), q.scales.to(device), q.zeros.to(device), q.scheme), gated)
+
+
+def expected(x: Tensor, q: QTensor, bias: Tensor | None = None, gated: bool = False) -> Tensor:
+    y = x.cpu().double() @ dequantize(q).double().t()
+    y = y if bias is None else y + bias.cpu().double()
+    if not gated:
+        return y
+    gate, up = y.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def assert_near(y: Tensor, oracle: Tensor) -> None:
+    """Within the rounding of y's dtype, relative to the greatest of a row."""
+    limit = ROUNDING[y.dtype] * oracle.abs().amax(-1, keepdim=True).clamp(min=1e-30)
+    errors = (y.cpu().double() - oracle).abs()
+    assert y.shape == oracle.shape
+    assert bool((errors <= limit).all()), f"{float((errors / limit).nan_to_num(torch.inf).max())} times too large"
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_packing_loses_nothing(scheme: str, gated: bool, device: str) -> None:
+    q = weight(44, 328, SCHEMES[scheme])
+    packed = pack(q, device, gated)
+    for dtype in (F16, BF16, F32) if scheme in ("int4", "int8", "fp8-row") else (F16,):
+        assert torch.equal(gemm_pack.dequantize(packed, dtype).cpu(), dequantize(q).to(dtype))
+    part = dequantize(q).view(2, 22, 328)[:, 8:16].reshape(16, 328) if gated else dequantize(q)[16:32]
+    assert torch.equal(gemm_pack.dequantize(packed.slice(1, 2), F16).cpu(), part.half())
+
+
+@pytest.mark.parametrize("scales", [F32, BF16])
+def test_scales_of_other_types_are_not_rounded(scales: torch.dtype, device: str) -> None:
+    q = weight(16, 128, scales=scales)
+    assert torch.equal(gemm_pack.dequantize(pack(q, device), F32).cpu(), dequantize(q))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_formats(scheme: str, device: str) -> None:
+    q, bias = weight(72, 520, SCHEMES[scheme]), torch.randn(72, device=device)
+    for dtype in (F16, BF16) if scheme in ("int4", "int8", "fp8-row") else (F16,):
+        x = torch.randn(11, 520, device=device).to(dtype)
+        y = gemm.multiply(x, pack(q, device), WIDE, bias)
+        assert y.dtype == dtype
+        assert_near(y, expected(x, q, bias))
+        assert_near(gemm.multiply(x, pack(q, device), WIDE, bias, F32), expected(x, q, bias))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "plan"),
+    [
+        (1, SMALL),
+        (8, SMALL),
+        (13, SMALL),  # two blocks of tokens
+        (17, Plan(3, 1, 4, 1, 3, 2)),
+        (32, Plan(4, 2, 1, 4, 4, 1)),
+        (41, Plan(6, 1, 2, 2, 3, 2, 2)),
+        (64, Plan(8, 2, 4, 1, 3, 2, 2)),
+        (67, Plan(8, 2, 4, 1, 3, 2, 2)),
+    ],
+)
+def test_numbers_of_tokens(tokens: int, plan: Plan, device: str) -> None:
+    q = weight(152, 640)
+    x = torch.randn(tokens, 640, device=device).half()
+    assert_near(gemm.multiply(x, pack(q, device), plan, dtype=F32), expected(x, q))
+
+
+@pytest.mark.parametrize("outputs", [1, 16, 17, 46])
+@pytest.mark.parametrize("inputs", [8, 120, 128, 136])
+def test_tails(outputs: int, inputs: int, device: str) -> None:
+    q = weight(outputs, inputs)
+    x = torch.randn(3, inputs, device=device).half()
+    assert_near(gemm.multiply(x, pack(q, device), SMALL, dtype=F32), expected(x, q))
+
+
+@pytest.mark.parametrize("plan", [SMALL, WIDE, Plan(2, 2, 2, 2, 3, 1), Plan(2, 2, 2, 2, 3, 2, 2)])
+@pytest.mark.parametrize("gated", [False, True])
+def test_epilogues(plan: Plan, gated: bool, device: str) -> None:
+    """Blocks of one range of K, of several, and ranges in slabs."""
+    q, bias = weight(88, 1000), torch.randn(88, device=device)
+    x = torch.randn(7, 1000, device=device).half()
+    packed, oracle = pack(q, device, gated), expected(x, q, bias, gated)
+    assert_near(gemm.multiply(x, packed, plan, bias), oracle)
+    assert_near(gemm.multiply(x, packed, plan, bias, F32), oracle)
+    stream = torch.randn(*oracle.shape, device=device)
+    before = stream.cpu().double()
+    assert gemm.multiply(x, packed, plan, bias, residual=stream) is stream
+    assert_near(stream, before + oracle)
+    assert not module.counters(device).any()
+
+
+def test_order_of_threads_and_blocks_changes_nothing() -> None:
+    q, results = weight(160, 1024), []
+    x = torch.randn(5, 1024).half()
+    for seed in range(4):
+        emulation.install(seed)
+        results.append(gemm.multiply(x, pack(q, "cpu"), Plan(1, 1, 1, 4, 4, 1), dtype=F32))
+    module.BACKENDS.pop("cpu")
+    module.counters.cache_clear()
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16])
+def test_huge_activation(dtype: torch.dtype, device: str) -> None:
+    q, x = weight(32, 256), torch.randn(4, 256)
+    x[2, 37] = 30000.0
+    given = x.to(device, dtype)
+    y = gemm.multiply(given, pack(q, device), SMALL, dtype=F32)
+    assert_near(y, expected(given, q))
+
+
+def test_zero_scales(device: str) -> None:
+    q = weight(32, 256)
+    q.scales[:, 1] = 0
+    x = torch.randn(2, 256, device=device).half()
+    assert_near(gemm.multiply(x, pack(q, device), SMALL, dtype=F32), expected(x, q))
+    q.scales[:] = 0
+    assert not gemm.multiply(x, pack(q, device), SMALL).any()
+
+
+def run(op: Any, x: Tensor, packed: PackedWeight, *args: Any, **options: Any) -> Tensor:
+    result: Tensor = op.named("cuda")(x, packed, *args, **options)
+    return result
+
+
+def test_op_with_a_norm(device: str) -> None:
+    q, stream = weight(48, 256), 3 * torch.randn(3, 256, device=device)
+    norm = Norm(torch.rand(256, device=device), 1e-5, dtype=F16)
+    normed = stream.cpu() * (stream.cpu().square().mean(-1, keepdim=True) + 1e-5).rsqrt() * norm.weight.cpu()
+    y = run(ops.linear_w4a16, stream, pack(q, device), None, norm)
+    assert y.dtype == F16
+    assert_near(y, expected(normed.half(), q))
+    logits = run(ops.linear_w4a16, stream, pack(q, device), None, norm, dtype=F32)
+    assert logits.dtype == F32
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16, F32])
+@pytest.mark.parametrize("gated", [False, True])
+def test_many_tokens_take_the_library(
+    dtype: torch.dtype, gated: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gemm_table, "LIBRARY_FROM", 4)
+    monkeypatch.setattr(linear, "PANEL_BYTES", 2 * 16 * 256 * 2)  # two panels and a bit
+    q, bias = weight(88, 256), torch.randn(88, device=device)
+    x = torch.randn(5, 256, device=device).to(dtype)
+    packed, oracle = pack(q, device, gated), expected(x, q, bias, gated)
+    rounded = {F16: 3e-3, BF16: 2e-2, F32: 2e-5}[dtype] * oracle.abs().max()  # the weight is rounded too
+    for options in ({}, {"dtype": F32}, {"residual": torch.zeros(oracle.shape, device=device)}):
+        y = run(ops.linear_w4a16, x, packed, bias, **options)
+        assert y.dtype == (F32 if options else dtype)
+        assert float((y.cpu().double() - oracle).abs().max()) < rounded
+
+
+def test_op_takes_any_x(device: str) -> None:
+    q = weight(48, 256, QuantScheme(8, 128))
+    packed = pack(q, device)
+    wide = torch.randn(3, 512, device=device).half()
+    assert_near(run(ops.linear_w8a16, wide[:, 256:], packed, None), expected(wide[:, 256:], q))
+    assert run(ops.linear_w8a16, wide[:0, :256], packed, None, dtype=F32).shape == (0, 48)
+    exact = torch.randn(3, 256, device=device)
+    assert_near(run(ops.linear_w8a16, exact, packed, None), expected(exact, q))
+    stream = torch.zeros(48, 3, device=device).t()
+    assert_near(run(ops.linear_w8a16, wide[:, :256], packed, None, residual=stream), expected(wide[:, :256], q))
+    assert_near(run(ops.linear_w8a16, wide[:, :256], packed, None, dtype=BF16), expected(wide[:, :256], q))
+
+
+def test_refusals(device: str) -> None:
+    def reason(**traits: Any) -> str | None:
+        return ops.linear_w4a16.named("cuda").accepts(**{"bits": 4, "group_size": 128, "in_features": 256, **traits})
+
+    assert reason() is None
+    assert "8 bits" in str(reason(bits=8))
+    assert "group_size 48" in str(reason(group_size=48))
+    assert "in_features 100" in str(reason(in_features=100))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("scheme", ["int4", "int4-32", "int8", "fp8-row"])
+def test_layout_follows_from_shapes(scheme: str, gated: bool) -> None:
+    implementation = ops.linear_w4a16.named("cuda")
+    q = weight(700, 136, SCHEMES[scheme])
+    kind = WeightKind(str(q.scales.dtype).removeprefix("torch."), q.scheme)
+    outline, packed = packed_outline(implementation, kind, (700, 136), gated), gemm_pack.pack(q, gated)
+    assert (outline.codes.shape, outline.params.shape) == (packed.codes.shape, packed.params.shape)
+    assert (outline.out_features, outline.num_results) == (packed.out_features, packed.num_results)
+
+
+@pytest.mark.parametrize("limit", [99 << 10, 163 << 10, 227 << 10])
+def test_every_problem_has_a_plan(limit: int) -> None:
+    for tiles, stages in [(384, 32), (256, 32), (1792, 32), (256, 112), (8016, 32), (1, 1), (8, 7), (512, 224)]:
+        for tokens in (*gemm_table.BUCKETS, 3, 57, 255):
+            problem = Problem(tokens, tiles, stages, 1072)
+            (plan,) = gemm_plan.best(problem, 132, limit)
+            assert gemm_plan.problem_with(plan, problem, limit) is None
+            assert 0 < problem.workers(plan, 132) <= problem.row_blocks(plan)
+            assert problem.ranges(plan) * plan.slab * plan.slabs >= stages
+
+
+def test_impossible_plans_are_found() -> None:
+    problem = Problem(8, 16, 32, 1072)
+    assert gemm_plan.problem_with(SMALL, problem, 99 << 10) is None
+    for plan in (
+        Plan(0, 1, 1, 4, 4, 1), Plan(1, 1, 1, 4, 2, 1), Plan(1, 3, 1, 4, 4, 1), Plan(1, 1, 1, 32, 4, 1),
+        Plan(8, 2, 4, 4, 4, 1), Plan(1, 1, 1, 4, 4, 2, 2), Plan(1, 1, 1, 4, 400, 1),
+    ):  # fmt: skip
+        assert gemm_plan.problem_with(plan, problem, 99 << 10) is not None, plan
+
+
+def tuned(device: str, costs: dict[int, float]) -> gemm_table.Entry:
+    """Of 3 tokens; the plans' times are in `costs` by their order."""
+    times = iter(sorted(costs))
+    packed = pack(weight(32, 256), device)
+    entries = gemm_table.tune(
+        [packed], F16, linear.library, buckets=(4,), num_plans=len(costs),
+        measure=lambda launch, copies: costs[next(times)] + 0 * float(launch(copies - 1).sum()),
+    )  # fmt: skip
+    return entries[0]
+
+
+def test_tuning_is_saved_and_used(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemm_table, "COLD_BYTES", 1 << 14)
+    entry = tuned(device, {0: 3.0, 1: 1.0, 2: 2.0})
+    packed = pack(weight(32, 256), device)
+    problem = gemm.problem_of(4, packed)
+    limit = gemm_plan.shared_limit(module.backend(device).capability())
+    assert entry.plan == gemm_plan.best(problem, module.backend(device).num_sms(), limit, 3)[1]
+    table = gemm_table.table(device)
+    again = gemm_table.Table(table.path, table.device)
+    assert again.entries == table.entries
+    monkeypatch.setattr(gemm_table, "table", lambda device: again)
+    assert gemm_table.choose(3, packed, F16) == entry.plan
+    assert again.find(entry.key, 5) is None
+    again.add(gemm_table.Entry(entry.key, 2, None, 1.0))
+    assert gemm_table.choose(2, packed, F16) is None
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: data[: len(data) // 2],
+        lambda data: b"\xff" + data,
+        lambda data: data.replace(b'"tokens": 4', b'"tokens": "4"'),
+        lambda data: data.replace(b'"version": 1', b'"version": 0'),
+        lambda data: data.replace(b"emulated", b"other"),
+        lambda data: json.dumps(json.loads(data) | {"more": 1}).encode(),
+    ],
+)
+def test_damaged_table_is_ignored(damage: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "table.json"
+    table = gemm_table.Table(path, "emulated")
+    table.add(gemm_table.Entry(gemm_table.Key(32, 256, 4, False, False, 128, "float16"), 4, SMALL, 1.0))
+    table.save()
+    assert gemm_table.Table(path, "emulated").entries == table.entries
+    data = path.read_bytes()
+    path.write_bytes(damage(data))
+    assert path.read_bytes() != data
+    with caplog.at_level("WARNING", logger="lmkit"):
+        assert not gemm_table.Table(path, "emulated").entries
+    assert "is not used" in caplog.text

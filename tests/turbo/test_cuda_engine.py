@@ -1,0 +1,334 @@
+"""The engine on device "cuda", emulated: the same scheduler and plans, a stream's way of carrying them out, and the
+CPU engine's tokens."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from lmkit.config import EngineConfig
+from lmkit.errors import ConfigError, DeviceLostError, UnsupportedError
+from lmkit.formats.base import get_format
+from lmkit.formats.checkpoint import CheckpointReader, CheckpointWriter, atomic_directory
+from lmkit.formats.hub import DEMO_FOLDER
+from lmkit.kernels.cuda import emulation, module
+from lmkit.models.loader import load_model
+from lmkit.qtensor import QuantScheme, quantize
+from lmkit.turbo import cuda_runner
+from lmkit.turbo.cuda_graphs import graph_sizes
+from lmkit.turbo.cuda_runner import CudaRunner
+from lmkit.turbo.device import EmulatedDevice, resolve_device
+from lmkit.turbo.engine import Engine
+from lmkit.turbo.plan import StepPlan
+from lmkit.turbo.request import GenerationConfig, Request, StepOutput
+from tests.models import tiny
+
+SMALL: dict[str, Any] = {"block_size": 16, "max_batch_size": 4, "max_step_tokens": 24, "max_model_len": 128}
+SIZES: dict[str, Any] = {
+    "vocab_size": 211, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "head_dim": 64,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+}  # fmt: skip
+PROMPTS = [[5, 6, 7], list(range(40, 75)), [9] * 11, [100, 3]]
+GROUPS = QuantScheme(4, 32)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """float16, so that what a CPU widens is what a GPU has."""
+    path = tmp_path_factory.mktemp("models") / "dense"
+    model = tiny.make(path, "llama", **SIZES)
+    model.half().save_pretrained(path)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(DEMO_FOLDER / file, path / file)
+    return path
+
+
+@pytest.fixture(scope="module")
+def quantized(checkpoint: Path) -> Path:
+    """W4, groups of 32."""
+    out, fmt = checkpoint.parent / "w4", get_format("awq")
+    with CheckpointReader(checkpoint) as reader, atomic_directory(out) as folder:
+        writer = CheckpointWriter(folder)
+        for name in reader.names():
+            if name.endswith("_proj.weight"):
+                fmt.write_linear(writer, name.removesuffix(".weight"), quantize(reader.tensor(name), GROUPS))
+            else:
+                writer.add(name, reader.tensor(name))
+        writer.finish(reader.config | {"quantization_config": fmt.config_entry({"": GROUPS})}, checkpoint)
+    return out
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> Iterator[EmulatedDevice]:
+    if shutil.which("g++") is None:
+        pytest.skip("kernels are emulated with g++")
+    emulation.install(seed=hash(request.node.name) & 0xFFFF)
+    yield EmulatedDevice()
+    module.BACKENDS.pop("cpu", None)
+    module.counters.cache_clear()
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every model's steps are captured, whichever kernels they run."""
+    monkeypatch.setattr(cuda_runner, "obstacle", lambda decoder: None)
+
+
+def on_gpu(path: Path, device: EmulatedDevice, **options: Any) -> Engine:
+    return Engine(str(path), EngineConfig(**(SMALL | {"packed_cache": False} | options)), device=device)
+
+
+def on_cpu(path: Path, **options: Any) -> Engine:
+    exact: dict[str, Any] = {"device": "cpu", "activations": "exact", "packed_cache": False}
+    return Engine(str(path), EngineConfig(**(SMALL | exact | options)))
+
+
+def request(name: str, prompt: list[int], max_new_tokens: int, **fields: Any) -> Request:
+    params = GenerationConfig(max_new_tokens=max_new_tokens, ignore_eos=True, logprobs=20)
+    return Request(request_id=name, prompt_ids=prompt, params=params, **fields)
+
+
+def requests(**params: Any) -> list[Request]:
+    common = {"max_new_tokens": 14, "ignore_eos": True, "seed": 5, "logprobs": 20} | params
+    return [
+        Request(request_id=str(i), prompt_ids=prompt, params=GenerationConfig(**common))
+        for i, prompt in enumerate(PROMPTS)
+    ]
+
+
+def run(engine: Engine, wanted: Iterable[Request]) -> dict[str, list[StepOutput]]:
+    outputs: dict[str, list[StepOutput]] = {}
+    for request in wanted:
+        engine.add(request)
+        outputs[request.request_id] = []
+    while engine.has_work():
+        for output in engine.step():
+            outputs[output.request_id].append(output)
+    engine.check_integrity()
+    assert engine.stats().blocks_used == 0
+    return outputs
+
+
+def tokens(outputs: dict[str, list[StepOutput]]) -> dict[str, list[int]]:
+    return {name: [token for output in parts for token in output.token_ids] for name, parts in outputs.items()}
+
+
+def assert_alike(got: dict[str, list[StepOutput]], want: dict[str, list[StepOutput]], tolerance: float) -> float:
+    """The same tokens with about the same log-probabilities, up to one that the other may as well have chosen: random
+    models have ties, and say something else after one. The share of the tokens that were compared."""
+    compared = total = 0
+    for name, parts in want.items():
+        mine, theirs = ([x for output in side for x in output.logprobs] for side in (got[name], parts))
+        total += len(theirs)
+        assert len(mine) == len(theirs)
+        for ours, other in zip(mine, theirs, strict=True):
+            assert dict(other.top)[ours.token_id] == pytest.approx(ours.logprob, abs=tolerance), name
+            compared += 1
+            if ours.token_id != other.token_id:
+                assert ours.logprob > other.logprob - tolerance
+                break
+    return compared / total
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "tolerance"), [("auto", 0.02), ("bfloat16", 0.1), ("int8", 0.1), ("fp8", 0.2), ("int4", 0.8)]
+)
+def test_greedy_tokens_are_those_of_the_cpu(
+    checkpoint: Path, device: EmulatedDevice, kv_dtype: Any, tolerance: float
+) -> None:
+    """Prompts are cut into chunks beside sequences that decode."""
+    want = run(on_cpu(checkpoint, kv_dtype="float16" if kv_dtype == "auto" else kv_dtype), requests())
+    got = run(on_gpu(checkpoint, device, kv_dtype=kv_dtype), requests())
+    assert assert_alike(got, want, tolerance) == 1 or kv_dtype != "auto"
+
+
+def test_four_bit_weights_give_the_tokens_of_the_cpu(quantized: Path, device: EmulatedDevice) -> None:
+    want, got = run(on_cpu(quantized), requests()), run(on_gpu(quantized, device), requests())
+    assert assert_alike(got, want, 0.02) == 1
+
+
+@pytest.mark.usefixtures("captured")
+@pytest.mark.parametrize(("temperature", "dtype"), [(0.0, "float16"), (1.0, "float32")])
+def test_results_do_not_depend_on_batch_chunks_graphs_overlap_or_preemption(
+    checkpoint: Path, device: EmulatedDevice, temperature: float, dtype: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draw follows the smallest change of a logit, so that what is drawn is compared in float32."""
+    wanted = requests(temperature=temperature, top_p=0.95, repetition_penalty=1.1, max_new_tokens=40)
+    alone = on_gpu(checkpoint, device, dtype=dtype)
+    want = {name: parts for request in wanted for name, parts in run(alone, [request]).items()}
+    bytes_of_a_block = 16 * 2 * 2 * 2 * 64 * getattr(torch, dtype).itemsize
+    engines = {
+        "together": on_gpu(checkpoint, device, dtype=dtype),
+        "step by step": on_gpu(checkpoint, device, dtype=dtype, overlap=False),
+        "in small chunks": on_gpu(checkpoint, device, dtype=dtype, max_step_tokens=5),
+        "preempted": on_gpu(checkpoint, device, dtype=dtype, kv_memory=8 * bytes_of_a_block, max_model_len=None),
+    }
+    monkeypatch.setattr(cuda_runner, "obstacle", lambda decoder: "not in this test")
+    engines["not captured"] = on_gpu(checkpoint, device, dtype=dtype)
+    for name, engine in engines.items():
+        got = run(engine, wanted)
+        assert tokens(got) == tokens(want) if temperature else assert_alike(got, want, 0.02) == 1, name
+    assert engines["preempted"].stats().preemptions > 0
+
+
+@pytest.mark.usefixtures("captured")
+def test_steps_are_launched_before_the_tokens_they_compute_are_known(
+    checkpoint: Path, device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = on_gpu(checkpoint, device)
+    runner, unknown, under_way = engine.runner, [], []
+    assert isinstance(runner, CudaRunner)
+    launch, inputs = runner.launch, runner.batch.inputs
+
+    def watched(chunks: Any) -> Any:
+        found = inputs(chunks)
+        unknown.extend(found[0].token_ids[found[0].token_ids < 0].tolist())
+        return found
+
+    def counted(plan: StepPlan) -> Any:
+        under_way.append(len(engine._under_way))
+        return launch(plan)
+
+    monkeypatch.setattr(runner.batch, "inputs", watched)
+    monkeypatch.setattr(runner, "launch", counted)
+    run(engine, requests())
+    assert max(under_way) == 1, "no step was launched while another was under way"
+    assert set(unknown) == {-1, -2, -3, -4}
+
+
+@pytest.mark.usefixtures("captured")
+def test_decode_steps_are_replayed_in_the_next_captured_size(
+    checkpoint: Path, device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = on_gpu(checkpoint, device, max_batch_size=5)
+    assert isinstance(engine.runner, CudaRunner)
+    graphs, sizes = engine.runner.graphs, []
+    replay = graphs.replay
+    monkeypatch.setattr(graphs, "replay", lambda size: (sizes.append(size), replay(size))[1])
+    more = [*requests(), request("more", [77, 78], 14)]
+    late = msgspec.structs.replace(more[0], request_id="late", params=GenerationConfig(max_new_tokens=40))
+    run(engine, [*more, late])
+    assert set(sizes) == {1, 2, 4, 5} or set(sizes) == {1, 4, 5}
+    assert graph_sizes(64) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]
+    assert graph_sizes(3) == [1, 2, 3]
+
+
+def test_a_prefix_is_found_again(checkpoint: Path, device: EmulatedDevice) -> None:
+    engine = on_gpu(checkpoint, device)
+    first = run(engine, [request("a", list(range(60)), 5)])
+    again = run(engine, [request("b", list(range(60)), 5)])
+    assert tokens(first)["a"] == tokens(again)["b"]
+    assert again["b"][0].cached_tokens >= 48
+
+
+def test_prompt_logprobs_are_those_of_the_cpu(checkpoint: Path, device: EmulatedDevice) -> None:
+    wanted = request("p", list(range(50)), 2, prompt_logprobs=True)
+    got, want = (run(e, [wanted])["p"][0].prompt_logprobs for e in (on_gpu(checkpoint, device), on_cpu(checkpoint)))
+    assert [x.token_id for x in got] == list(range(1, 50))
+    assert max(abs(a.logprob - b.logprob) for a, b in zip(got, want, strict=True)) < 0.05
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama-tied-bias", "llama-dynamic", "mistral-window", "qwen2-moe"])
+def test_every_kind_of_model_runs(tmp_path: Path, device: EmulatedDevice, family: str) -> None:
+    """Those that kernels take and those that need torch."""
+    tiny.make(tmp_path, family).half().save_pretrained(tmp_path)
+    config = EngineConfig(**(SMALL | {"max_model_len": 32}))
+    engines = [
+        Engine.of(load_model(tmp_path, device="cuda"), config, device=device),
+        Engine.of(load_model(tmp_path, activations="exact"), msgspec.structs.replace(config, device="cpu")),
+    ]
+    wanted = [request("a", [5, 6, 7, 8, 9, 1, 2, 3], 12)]
+    got, want = (run(engine, wanted) for engine in engines)
+    assert_alike(got, want, 0.05)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "auto"])
+def test_dtypes(checkpoint: Path, device: EmulatedDevice, dtype: Any) -> None:
+    engine = on_gpu(checkpoint, device, dtype=dtype)
+    wanted = torch.float16 if dtype == "auto" else getattr(torch, dtype)
+    assert engine.runner.decoder.dtype == engine.runner.kv[0].k.data.dtype == wanted
+    got = run(engine, requests(max_new_tokens=4))
+    if dtype == "float32":
+        assert tokens(got) == tokens(run(on_cpu(checkpoint), requests(max_new_tokens=4)))
+
+
+def test_packed_weights_are_mapped_from_the_file(
+    quantized: Path, device: EmulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model"
+    shutil.copytree(quantized, path)
+    want = tokens(run(on_gpu(path, device), requests(max_new_tokens=6)))
+    for _ in range(2):
+        assert tokens(run(on_gpu(path, device, packed_cache=True), requests(max_new_tokens=6))) == want
+    assert len(list((path / ".lmkit").glob("packed-*.safetensors"))) == 1
+
+
+def test_a_launch_that_fails_ends_its_own_requests(
+    checkpoint: Path, device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = on_gpu(checkpoint, device)
+    runner = engine.runner
+    assert isinstance(runner, CudaRunner)
+    good, calls = runner._logits, []
+
+    def fails_once(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return good(*args)
+
+    monkeypatch.setattr(runner, "_logits", fails_once)
+    first = run(engine, requests()[:2])
+    assert {parts[-1].finish_reason for parts in first.values()} == {"error"}
+    assert tokens(run(engine, requests())) == tokens(run(on_gpu(checkpoint, device), requests()))
+    assert engine.stats().failed_steps >= 1
+
+
+def test_a_lost_gpu_ends_every_request_and_the_engine(
+    checkpoint: Path, device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = on_gpu(checkpoint, device)
+    runner = engine.runner
+    assert isinstance(runner, CudaRunner)
+    error = torch.AcceleratorError(
+        "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might ...", 700
+    )
+
+    def lost(*args: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(runner, "_logits", lost)
+    for request in requests():
+        engine.add(request)
+    outputs = engine.step()
+    assert outputs
+    assert all(output.finish_reason == "error" for output in outputs)
+    with pytest.raises(DeviceLostError, match="illegal memory access was encountered"):
+        engine.step()
+
+
+def test_no_room_on_the_gpu_is_one_line(
+    checkpoint: Path, device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any, **options: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...")
+
+    monkeypatch.setattr("lmkit.turbo.loading.load_model", full)
+    with pytest.raises(ConfigError, match=r"^the weights found no room .* CUDA out of memory$"):
+        on_gpu(checkpoint, device)
+    monkeypatch.setattr(device, "free_memory", lambda: 1 << 20)
+    with pytest.raises(ConfigError, match=r"only 1.0 MiB of memory is free"):
+        on_gpu(checkpoint, device)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_cuda_without_a_gpu_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="torch finds no NVIDIA GPU; use --device cpu"):
+        resolve_device(EngineConfig(device="cuda"))
+    assert resolve_device(EngineConfig()).name == "cpu"
