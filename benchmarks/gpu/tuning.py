@@ -32,7 +32,7 @@ def run(context: Context, shapes: dict[str, tuple[int, int]]) -> None:
         list(pool.map(lambda kernel: kernel.compile(context.device), kernels.values()))
     compiled = time.perf_counter() - start
     if not context.rehearsal:
-        gemm_table.tune(weights, torch.float16, linear.dequantized, buckets=buckets, num_plans=PLANS)
+        gemm_table.tune(weights, torch.float16, linear.library, buckets=buckets, num_plans=PLANS)
     context.row("tuning", kernels=len(kernels), compile_seconds=compiled, seconds=time.perf_counter() - start)
 
 
