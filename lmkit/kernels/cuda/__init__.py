@@ -3,6 +3,6 @@
 Importing it registers the ops, and neither imports CuPy nor looks for a GPU.
 """
 
-from lmkit.kernels.cuda import append, elementwise, sampling
+from lmkit.kernels.cuda import append, attention, elementwise, library, linear, sampling
 
-__all__ = ["append", "elementwise", "sampling"]
+__all__ = ["append", "attention", "elementwise", "library", "linear", "sampling"]

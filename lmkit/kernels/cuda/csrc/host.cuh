@@ -87,6 +87,7 @@ inline float __fdividef(float a, float b) { return a / b; }
 inline float lm_unfused(float x) { asm("" : "+x"(x)); return x; }  // g++ would make one operation of a product and a sum
 inline float __fadd_rn(float a, float b) { return lm_unfused(a + b); }
 inline float __fsub_rn(float a, float b) { return lm_unfused(a - b); }
+inline float __fmul_rn(float a, float b) { volatile float product = a * b; return product; }  // no part of an FMA
 inline float __expf(float x) { return expf(x); }
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 inline int __popc(u32 x) { return __builtin_popcount(x); }
