@@ -15,7 +15,9 @@ from tests.kernels.cuda.toolchain import Compiled, compile_all, compile_kernel, 
 MMA, INTEGER_MMA = "HMMA.16816.F32", "IMMA.16832.S8"
 ASYNC_COPY = "LDGSTS.E.BYPASS"  # cp.async of 16 bytes, past L1
 # What the loop with the most of the first must also have, by file.
-MAIN_LOOPS: dict[str, tuple[str, ...]] = {}
+MAIN_LOOPS: dict[str, tuple[str, ...]] = {
+    "prefill_attention.cu": (MMA, ASYNC_COPY, "LDSM.16.M88.4", "LDSM.16.MT88.4", "MUFU.EX2"),
+}
 
 pytestmark = pytest.mark.skipif(toolchain.missing() is not None, reason=str(toolchain.missing()))
 needs_disassembler = pytest.mark.skipif(
