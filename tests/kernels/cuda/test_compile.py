@@ -20,7 +20,7 @@ MAIN_LOOPS: dict[str, tuple[str, ...]] = {
     "gemm.cu": (MMA, ASYNC_COPY),
     "dense_gemv.cu": (MMA, STREAM),
     "decode_attention.cu": (MMA, ASYNC_COPY, "LDSM.16.M88.4", "MUFU.EX2"),
-    "prefill_attention.cu": (MMA, ASYNC_COPY, "LDSM.16.M88.4", "MUFU.EX2"),
+    "prefill_attention.cu": (MMA, ASYNC_COPY, "LDSM.16.M88.4", "LDSM.16.MT88.4", "MUFU.EX2"),
 }
 EVERY = {"90a": 1, "80": 4}  # of a file's variants, one in so many: older code differs by instruction, not by variant
 
