@@ -32,6 +32,7 @@ using Values = Storage<VALUES, DIM>;
 
 constexpr int WARPS = 4, UNIT = 16, TILE = WARPS * UNIT, ROWS = 8 * NT, E = DIM / 16;
 constexpr int VALUES_AT = UNIT * Keys::STRIDE, PARAMS_AT = VALUES_AT + UNIT * Values::STRIDE, STAGE = PARAMS_AT + UNIT * 8;
+constexpr u32 ALL = (1u << UNIT) - 1u;  // of 16 tokens
 constexpr float LIFT = 11.0f, SLACK = 4.0f, NOTHING = 1e30f;
 
 // Shared memory behind the rings; the merge of the warps takes the rings' place.
@@ -51,11 +52,6 @@ struct Shared {
 struct Head {  // one head of the step's tokens
     const u16* data;
     i64 token, head;
-};
-
-struct Cache {
-    u8 *data, *params;
-    const float* scales;
 };
 
 struct Mean {
@@ -79,6 +75,7 @@ struct Span {
     DEVICE int tile(int i) const { return i < sink_tiles ? i : first_tile + i - sink_tiles; }
     // A bit for each of 16 tokens.
     DEVICE u32 visible(int token) const {
+        if (token >= window_start && token + UNIT <= length) return ALL;
         const int end = length - token, start = window_start - token, sink = sinks - token;
         return below(end) & (~below(start) | below(sink));
     }
@@ -88,7 +85,7 @@ struct Span {
 };
 
 // 16 tokens' rows, which lie one behind the other, to a stage.
-template <class S>
+template <class S, bool WHOLE>
 DEVICE void fetch_rows(u8* shared, const u8* rows, u32 visible) {
     constexpr int PIECE = S::ROW % 16 ? 8 : 16, PER_ROW = S::ROW / PIECE, COUNT = UNIT * PER_ROW;
 #pragma unroll
@@ -96,23 +93,39 @@ DEVICE void fetch_rows(u8* shared, const u8* rows, u32 visible) {
         const int i = base + lane_id(), row = i / PER_ROW;
         if (COUNT % 32 && i >= COUNT) break;
         u8* to = shared + row * S::STRIDE + (i - row * PER_ROW) * PIECE;
+        const bool valid = WHOLE || visible >> row & 1;
         if constexpr (PIECE == 16)
-            cp_async16(to, rows + i * 16, visible >> row & 1);
+            cp_async16(to, rows + i * 16, valid);
         else
-            cp_async_small<8>(to, rows + i * 8, visible >> row & 1);
+            cp_async_small<8>(to, rows + i * 8, valid);
     }
 }
 
-DEVICE void fetch(u8* stage, const Cache& keys, const Cache& values, const i32* table, int kv_heads, int kv_head, int token, u32 visible) {
-    if (visible == 0) return;
-    const i64 row = (static_cast<i64>(__ldg(table + token / BLOCK)) * kv_heads + kv_head) * BLOCK + token % BLOCK;
-    fetch_rows<Keys>(stage, keys.data + row * Keys::ROW, visible);
-    fetch_rows<Values>(stage + VALUES_AT, values.data + row * Values::ROW, visible);
-    const int i = lane_id() & 15;
-    const bool second = lane_id() >= 16;
-    if (second ? Values::CODED : Keys::CODED)
-        cp_async_small<4>(stage + PARAMS_AT + lane_id() * 4, (second ? values.params : keys.params) + (row + i) * 4, visible >> i & 1);
-}
+struct Fetcher {
+    const u8 *keys, *key_params, *values, *value_params;
+    const i32* table;
+    int kv_heads, kv_head;
+
+    // 16 tokens of which some are visible, the others become zeros.
+    DEVICE void operator()(u8* stage, u32 token, u32 visible) const {
+        const i64 row = (static_cast<i64>(__ldg(table + token / BLOCK)) * kv_heads + kv_head) * BLOCK + token % BLOCK;
+        if (visible == ALL)
+            rows<true>(stage, row, visible);
+        else
+            rows<false>(stage, row, visible);
+    }
+
+   private:
+    template <bool WHOLE>
+    DEVICE void rows(u8* stage, i64 row, u32 visible) const {
+        fetch_rows<Keys, WHOLE>(stage, keys + row * Keys::ROW, visible);
+        fetch_rows<Values, WHOLE>(stage + VALUES_AT, values + row * Values::ROW, visible);
+        const int i = lane_id() & 15;
+        const bool second = lane_id() >= 16;
+        if (second ? Values::CODED : Keys::CODED)
+            cp_async_small<4>(stage + PARAMS_AT + lane_id() * 4, (second ? value_params : key_params) + (row + i) * 4, WHOLE || visible >> i & 1);
+    }
+};
 
 // ---- before the loop
 
@@ -453,15 +466,17 @@ decode_attention(const u16* q, i64 q_token, i64 q_head, const u16* k, i64 k_toke
     if (span.length <= 0 || split >= splits) return;
 
     const int begin = static_cast<i64>(span.tiles) * split / splits, end = static_cast<i64>(span.tiles) * (split + 1) / splits;
-    const Cache keys{k_data, k_params, k_scales}, values{v_data, v_params, v_scales};
-    const i32* table = block_tables + static_cast<i64>(sequence) * max_blocks;
+    const Fetcher fetch{k_data, k_params, v_data, v_params, block_tables + static_cast<i64>(sequence) * max_blocks, kv_heads, kv_head};
     u8* ring = shared_memory + warp_id() * STAGES * STAGE;
+    int write_at = 0, read_at = 0;  // in the ring
     auto fetch_tile = [&](int i) {
         const int token = span.tile(i) * TILE + warp_id() * UNIT;
-        if (i < end) fetch(ring + (i - begin) % STAGES * STAGE, keys, values, table, kv_heads, kv_head, token, span.visible(token));
+        const u32 visible = i < end ? span.visible(token) : 0;
+        if (visible) fetch(ring + write_at, token, visible);
         cp_async_commit();
+        write_at = write_at == (STAGES - 1) * STAGE ? 0 : write_at + STAGE;
     };
-#pragma unroll
+#pragma unroll 1
     for (int s = 0; s < STAGES - 1; ++s) fetch_tile(begin + s);
 
     // The result's merge takes the rings' place, which may be smaller.
@@ -501,7 +516,8 @@ decode_attention(const u16* q, i64 q_token, i64 q_head, const u16* k, i64 k_toke
         cp_async_wait<STAGES - 2>();
         __syncwarp();  // all lanes have their bytes of this stage, and are done with the one before
         const int token = span.tile(i) * TILE + warp_id() * UNIT, newest = span.length - 1 - token;
-        u8* stage = ring + (i - begin) % STAGES * STAGE;
+        u8* stage = ring + read_at;
+        read_at = read_at == (STAGES - 1) * STAGE ? 0 : read_at + STAGE;
         if (owner && newest >= 0 && newest < UNIT) {
             copy_new<Keys>(stage + newest * Keys::STRIDE, stage + PARAMS_AT + newest * 4, shared.new_key, shared.new_params[0], lane_id(), 32);
             copy_new<Values>(stage + VALUES_AT + newest * Values::STRIDE, stage + PARAMS_AT + (UNIT + newest) * 4, shared.new_value,
@@ -516,7 +532,7 @@ decode_attention(const u16* q, i64 q_token, i64 q_head, const u16* k, i64 k_toke
 #if MEAN
         add_mean(x, shared, mean, mean_pairs + kv_head * num_pairs, token);
 #endif
-        if (visible != 0xffffu) {
+        if (visible != ALL) {
 #pragma unroll
             for (int n = 0; n < NT; ++n)
 #pragma unroll
