@@ -77,7 +77,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[EmulatedDevice]:
 @pytest.fixture
 def captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every model's steps are captured, whichever kernels they run."""
-    monkeypatch.setattr(cuda_runner, "obstacle", lambda decoder: None)
+    monkeypatch.setattr(cuda_runner, "obstacle", lambda decoder, kv: None)
 
 
 def on_gpu(path: Path, device: EmulatedDevice, **options: Any) -> Engine:
@@ -169,7 +169,7 @@ def test_results_do_not_depend_on_batch_chunks_graphs_overlap_or_preemption(
         "in small chunks": on_gpu(checkpoint, device, dtype=dtype, max_step_tokens=5),
         "preempted": on_gpu(checkpoint, device, dtype=dtype, kv_memory=8 * bytes_of_a_block, max_model_len=None),
     }
-    monkeypatch.setattr(cuda_runner, "obstacle", lambda decoder: "not in this test")
+    monkeypatch.setattr(cuda_runner, "obstacle", lambda decoder, kv: "not in this test")
     engines["not captured"] = on_gpu(checkpoint, device, dtype=dtype)
     for name, engine in engines.items():
         got = run(engine, wanted)

@@ -10,14 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lmkit.kernels.cuda.append import MAX_HEAD_DIM, STORAGE
 from lmkit.kernels.cuda.module import Kernel, backend, counters
 from lmkit.kernels.ops import KV_CODED, KVTensor
 
-STORAGES = ("float16", "bfloat16", "int8", "fp8", "int4")  # as the kernel numbers them
-HALVES = (torch.float16, torch.bfloat16)
 ROWS = 128  # of a block of threads: query tokens x heads of a KV head
-MAX_HEAD_DIM = 256
-WORK_BYTES = 64
+WORK_BYTES = 128
 MAX_MEAN_PAIRS = 16
 MAX_SPLITS = 16  # of a tile's keys
 BLOCKS_PER_SM = 2
@@ -28,7 +26,7 @@ def refusal(*, head_dim: int, k: str, v: str, mean_pairs: int = 0, **traits: Any
     """Why prefill_attention cannot run for keys and values stored as `k` and `v`, or None."""
     if head_dim % 16 or head_dim > MAX_HEAD_DIM:
         return f"head_dim {head_dim} is not a multiple of 16 up to {MAX_HEAD_DIM}"
-    if other := {k, v} - set(STORAGES):
+    if other := {k, v} - set(STORAGE):
         return f"KV stored as {other.pop()}"
     return f"a key mean of {mean_pairs} pairs, more than {MAX_MEAN_PAIRS}" if mean_pairs > MAX_MEAN_PAIRS else None
 
@@ -81,18 +79,20 @@ def num_splits(blocks: int, max_keys: int, tile_keys: int, device: str) -> int:
 @cache
 def variant(bf16: bool, dim: int, k: str, v: str, mean_pairs: int, device: str) -> tuple[Kernel, int, int]:
     """(the kernel, keys of its tile, its bytes of shared memory)."""
-    keys = tile_keys(dim, mean_pairs, backend(device).capability())
-    defines = {"HEAD_DIM": dim, "KEYS": keys, "K_STORAGE": STORAGES.index(k), "V_STORAGE": STORAGES.index(v)}
+    keys = tile_keys(dim, k, v, mean_pairs, backend(device).capability())
+    defines = {"HEAD_DIM": dim, "KEYS": keys, "K_STORAGE": STORAGE[k], "V_STORAGE": STORAGE[v]}
     defines |= {"MEAN_PAIRS": mean_pairs} | ({"LM_BF16": 1} if bf16 else {})
     kernel = Kernel("prefill_attention.cu", "prefill_attention", **defines)
     return kernel, keys, shared_bytes(dim, k, v, mean_pairs, keys)
 
 
-def tile_keys(dim: int, mean_pairs: int, capability: tuple[int, int]) -> int:
+def tile_keys(dim: int, k: str, v: str, mean_pairs: int, capability: tuple[int, int]) -> int:
     """As many keys as registers hold scores of, and shared memory for two blocks of threads holds tiles of."""
-    if dim > 128 or capability not in LARGE_SHARED or (dim > 96 and mean_pairs):
+    if dim > 128 or capability not in LARGE_SHARED:
         return 32
-    return 48 if dim > 96 else 64
+    if dim <= 96:
+        return 64
+    return 48 if k == v and not mean_pairs else 32
 
 
 def shared_bytes(dim: int, k: str, v: str, mean_pairs: int, keys: int) -> int:

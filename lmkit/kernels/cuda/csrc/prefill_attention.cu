@@ -28,16 +28,9 @@
 // Tiles that no row sees are skipped, those that some row sees only in part are masked; keys that no row of the block
 // of threads sees are replaced by zeros. If there are few blocks of threads, each one's keys are split into up to
 // `num_splits` ranges, and the block that finishes last adds up the ranges in order.
-#include "ptx.cuh"
+#include "kv.cuh"
 
 #define D HEAD_DIM
-
-enum Storage { FLOAT16, BFLOAT16, INT8, FP8, INT4 };  // K_STORAGE, V_STORAGE
-
-template <bool BFLOAT>
-struct Choose { using Number = F16; };
-template <>
-struct Choose<true> { using Number = BF16; };
 
 constexpr int ROWS = 128;
 constexpr int M_TILES = D <= 128 ? 2 : 1;
@@ -52,15 +45,25 @@ constexpr int MIN_TILES = 4;                 // of keys, for a range of its own
 #define NOTHING __int_as_float(0xff800000)    // minus infinity
 constexpr u32 NOWHERE = 0xffffffffu;  // a place
 
-using KeyNumber = Choose<K_STORAGE == BFLOAT16>::Number;
-using ValueNumber = Choose<V_STORAGE == BFLOAT16>::Number;
+using KeyNumber = Storage<K_STORAGE, D>::Float;
+using ValueNumber = Storage<V_STORAGE, D>::Float;
+
+// do_part(0 .. COUNT - 1), the threads side by side; AT_ONCE of a thread's parts may be under way.
+template <int COUNT, int AT_ONCE, class F>
+DEVICE void share_out(F do_part) {
+#pragma unroll AT_ONCE
+    for (int first = 0; first < COUNT; first += THREADS) {
+        const int i = first + threadIdx.x;
+        if (COUNT % THREADS == 0 || i < COUNT) do_part(i);
+    }
+}
 
 // Four codes with a scale and a minimum (twice each, float16) -> two pairs of float16.
 template <int STORAGE>
 DEVICE void decode4(u32 codes, u32 scale, u32 minimum, u32 (&out)[2]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        if constexpr (STORAGE == FP8)
+        if constexpr (STORAGE == KV_FP8)
             out[i] = F16::mul(e4m3_to_f16(i ? codes >> 16 : codes & 0xffffu), scale);
         else  // 0x6400 + code is the float16 1024 + code
             out[i] = F16::fma(F16::sub(prmt(codes, 0x64646464u, i ? 0x4342 : 0x4140), 0x64006400u), scale, minimum);
@@ -70,8 +73,8 @@ DEVICE void decode4(u32 codes, u32 scale, u32 minimum, u32 (&out)[2]) {
 // K or V: where it is, and its tile in shared memory.
 template <int STORAGE, int COLUMNS>
 struct Operand {
-    static constexpr bool CODED = STORAGE >= INT8;
-    static constexpr int ROW_BYTES = STORAGE == INT4 ? D / 2 : CODED ? D : 2 * D;
+    static constexpr bool CODED = Storage<STORAGE, D>::CODED;
+    static constexpr int ROW_BYTES = Storage<STORAGE, D>::ROW;
     static constexpr int STRIDE = (COLUMNS / 8 | 1) * 16;
     static constexpr int TILE_BYTES = KEYS * STRIDE;
     static constexpr int BYTES = CODED ? TILE_BYTES + KEYS * (ROW_BYTES + 4) : 2 * TILE_BYTES;
@@ -84,44 +87,39 @@ struct Operand {
     DEVICE u8* codes() const { return shared + TILE_BYTES; }
     DEVICE u32* tile_params() const { return reinterpret_cast<u32*>(codes() + KEYS * ROW_BYTES); }
 
-    // Ask for the tokens at `rows` of the storage.
+    // Ask for the tokens at `rows` of the storage. Nothing is read for NOWHERE.
     DEVICE void load(int stage, const u32* rows) const {
         constexpr int PIECE = ROW_BYTES % 16 ? 8 : 16, PIECES = ROW_BYTES / PIECE;
         u8* to = CODED ? codes() : tile(stage);
-#pragma unroll
-        for (int i = threadIdx.x; i < KEYS * PIECES; i += THREADS) {
+        share_out<KEYS * PIECES, 16>([&](int i) {
             const int row = i / PIECES, part = i % PIECES * PIECE;
-            const bool valid = rows[row] != NOWHERE;
-            const u8* from = data + (valid ? static_cast<u64>(rows[row]) * ROW_BYTES + part : 0);
+            const u8* from = data + static_cast<u64>(rows[row]) * ROW_BYTES + part;
             u8* here = to + row * (CODED ? ROW_BYTES : STRIDE) + part;
             if constexpr (PIECE == 16)
-                cp_async16(here, from, valid);
+                cp_async16(here, from, rows[row] != NOWHERE);
             else
-                cp_async_small<8>(here, from, valid);
-        }
-        if (CODED && threadIdx.x < KEYS) {
-            const u32 row = rows[threadIdx.x];
-            cp_async_small<4>(tile_params() + threadIdx.x, params + (row != NOWHERE ? row : 0), row != NOWHERE);
-        }
+                cp_async_small<8>(here, from, rows[row] != NOWHERE);
+        });
+        if constexpr (CODED)
+            share_out<KEYS, 1>(
+                [&](int i) { cp_async_small<4>(tile_params() + i, params + rows[i], rows[i] != NOWHERE); });
     }
 
     // Codes -> the tile: 8 bytes are 8 values, of int4 8 more, D / 2 further on.
     DEVICE void expand() const {
         if constexpr (CODED) {
-            constexpr int PIECES = ROW_BYTES / 8;
-#pragma unroll
-            for (int i = threadIdx.x; i < KEYS * PIECES; i += THREADS) {
-                const int row = i / PIECES, part = i % PIECES;
+            share_out<KEYS * (ROW_BYTES / 8), 2>([&](int i) {
+                const int row = i / (ROW_BYTES / 8), part = i % (ROW_BYTES / 8);
                 const uint2 w = *reinterpret_cast<const uint2*>(codes() + 8 * i);
                 const u32 pair = tile_params()[row];
                 u8* to = shared + row * STRIDE + part * 16;
-                if constexpr (STORAGE == INT4) {
+                if constexpr (STORAGE == KV_INT4) {
                     store8(to, make_uint2(w.x & 0x0f0f0f0fu, w.y & 0x0f0f0f0fu), pair);
                     store8(to + D, make_uint2(w.x >> 4 & 0x0f0f0f0fu, w.y >> 4 & 0x0f0f0f0fu), pair);
                 } else {
                     store8(to, w, pair);
                 }
-            }
+            });
         }
     }
 
@@ -145,16 +143,15 @@ struct Work {
     int group, past;              // past: the first query's position
     int first, last;              // positions of the first and of the last row
     int window, sinks;
+    int sink_tiles, window_tile;  // tiles of keys are those with sinks, then from the window on
+    int2 spans[NUM_WARPS];        // positions of each warp's first and last row
 
     DEVICE int position(int row) const { return past + min(first_row + row, num_rows - 1) / group; }
-    // Tiles of keys in order: those with sinks, then from the window on.
-    DEVICE int window_tile() const { return window ? max(first - window + 1, 0) / KEYS : 0; }
-    DEVICE int sink_tiles() const { return window ? min((sinks + KEYS - 1) / KEYS, window_tile()) : 0; }
-    DEVICE int num_tiles() const { return sink_tiles() + last / KEYS + 1 - window_tile(); }
-    DEVICE int first_key(int i) const { return (i < sink_tiles() ? i : i - sink_tiles() + window_tile()) * KEYS; }
+    DEVICE int num_tiles() const { return sink_tiles + last / KEYS + 1 - window_tile; }
+    DEVICE int first_key(int i) const { return (i < sink_tiles ? i : i - sink_tiles + window_tile) * KEYS; }
 };
 
-// Tile `slot` of all, or false. Those of sequence b begin at slot (its first row) / ROWS + b, which leaves room for all.
+// Tile `slot` of all, or false. Those of sequence b begin at (its first row) / ROWS + b, which leaves room for all.
 DEVICE bool find_work(
     Work& work, int slot, const int* query_start, const int* context_lens, int num_seqs, bool skip_single) {
     int before = 0;
@@ -168,10 +165,15 @@ DEVICE bool find_work(
     work.first_row = (slot - base) * ROWS, work.num_rows = tokens * work.group;
     if (work.first_row >= work.num_rows || length < tokens || (skip_single && tokens == 1)) return false;
     work.first = work.position(0), work.last = work.position(ROWS - 1);
+    work.window_tile = work.window ? max(work.first - work.window + 1, 0) / KEYS : 0;
+    work.sink_tiles = min((work.sinks + KEYS - 1) / KEYS, work.window_tile);
+#pragma unroll
+    for (int w = 0; w < NUM_WARPS; ++w)
+        work.spans[w] = make_int2(work.position(w * 16 * M_TILES), work.position((w + 1) * 16 * M_TILES - 1));
     return true;
 }
 
-// Queries to shared memory as the keys' type; `hadamard`: turned as the keys are.
+// Queries to shared memory, as they are.
 DEVICE void load_queries(u8* shared, const u16* q, i64 q_stride, const Work& work) {
     constexpr int PIECES = D / 8;
 #pragma unroll 4
@@ -200,10 +202,9 @@ struct Mean {
     int half, positions;
 };
 
-// What queries [ROWS][DK] make of the mean: columns high, high, low of the share of the cosine, then of the sine.
-DEVICE void mean_shares(u8* row, const Mean& mean) {
-    u16* x = reinterpret_cast<u16*>(row);
-    for (int p = lane_id(); p < MEAN_COLUMNS / 6 + 1; p += 32) {
+// What a query, x [DK], makes of the mean: columns high, high, low of the share of the cosine, then of the sine.
+DEVICE void mean_shares(u16* x, const Mean& mean) {
+    for (int p = lane_id() & 15; p < MEAN_COLUMNS / 6 + 1; p += 16) {
         u16* to = x + D + 6 * p;
         if (p >= MEAN_PAIRS) {
             for (int i = 6 * p; i < min(6 * p + 6, MEAN_COLUMNS); ++i) x[D + i] = 0;
@@ -236,43 +237,22 @@ DEVICE void mean_angles(u8* tile, const Mean& mean, int first_key) {
     }
 }
 
-// A warp turns x by the orthonormal Walsh-Hadamard matrix; lane has elements lane, lane + 32 ...
-template <int COUNT>
-DEVICE void turn_hadamard(float (&x)[COUNT]) {
-#pragma unroll
-    for (int step = 1; step < min(D, 32); step *= 2)
-#pragma unroll
-        for (int e = 0; e < COUNT; ++e) {
-            const float other = __shfl_xor_sync(0xffffffffu, x[e], step);
-            x[e] = lane_id() & step ? other - x[e] : x[e] + other;
-        }
-#pragma unroll
-    for (int step = 1; step < COUNT; step *= 2)
-#pragma unroll
-        for (int e = 0; e < COUNT; ++e)
-            if (!(e & step)) {
-                const float low = x[e], high = x[e + step];
-                x[e] = low + high, x[e + step] = low - high;
-            }
-#pragma unroll
-    for (int e = 0; e < COUNT; ++e) x[e] *= rsqrtf(static_cast<float>(D));
-}
-
-// Make of queries as they came what is multiplied with the keys. Each warp has rows of its own.
-DEVICE void prepare_queries(u8* shared, const Mean& mean, bool hadamard) {
-    constexpr int COUNT = (D + 31) / 32;
-    for (int row = warp_id(); row < ROWS; row += NUM_WARPS) {
+// Make of queries as they came what is multiplied with the keys. Half a warp has a row.
+DEVICE void prepare_queries(u8* shared, const Mean& mean, bool turned) {
+    constexpr int E = D / 16;
+    for (int row = threadIdx.x / 16; row < ROWS; row += THREADS / 16) {
         u16* x = reinterpret_cast<u16*>(shared + row * Q_STRIDE);
-        if (MEAN_PAIRS) mean_shares(shared + row * Q_STRIDE, mean);
+        if (MEAN_PAIRS) mean_shares(x, mean);
         __syncwarp();
-        float y[COUNT];
-#pragma unroll
-        for (int e = 0; e < COUNT; ++e) y[e] = lane_id() + 32 * e < D ? Half::to_float(x[lane_id() + 32 * e]) : 0;
+        x += (lane_id() & 15) * E;
+        float y[E];
+        load_floats(y, x, nullptr);
         if constexpr ((D & (D - 1)) == 0)
-            if (hadamard) turn_hadamard(y);
+            if (turned) hadamard<D>(y);
+        alignas(16) u16 bits[E];
 #pragma unroll
-        for (int e = 0; e < COUNT; ++e)
-            if (lane_id() + 32 * e < D) x[lane_id() + 32 * e] = key_number(y[e]);
+        for (int e = 0; e < E; ++e) bits[e] = key_number(y[e]);
+        store_span(x, bits);
     }
 }
 
@@ -379,7 +359,7 @@ DEVICE void mask(float (&s)[M_TILES][N_TILES][4], const Work& work, int row, int
 // A tile of keys, of which the first is `key`, for the warp's rows, of which the first is `row`.
 DEVICE void attend(
     Rows& rows, const Work& work, int row, int key, const u8* queries, const u8* keys, const u8* values, float scale) {
-    const int first = work.position(row), last = work.position(row + 16 * M_TILES - 1), end = key + KEYS - 1;
+    const int first = work.spans[warp_id()].x, last = work.spans[warp_id()].y, end = key + KEYS - 1;
     if (key > last || (work.window && end <= first - work.window && key >= work.sinks)) return;
     float s[M_TILES][N_TILES][4] = {};
     multiply_keys(s, queries + row * Q_STRIDE, keys);
@@ -416,10 +396,11 @@ DEVICE void write_rows(Rows& rows, const Work& work, int row, u16* out, int num_
                         make_float2(rows.out[m][n][2 * h], rows.out[m][n][2 * h + 1]);
                 if (t == 0) record[ROWS * D + mine] = rows.maximum[m][h], record[ROWS * (D + 1) + mine] = sum;
             } else {
-                u32* to = output(out, num_heads, head, work, mine);
+                u32* to = output(out, num_heads, head, work, mine) + t;
+                const float inverse = 1 / sum;
 #pragma unroll
                 for (int n = 0; n < D / 8; ++n)
-                    to[4 * n + t] = Half::pack(rows.out[m][n][2 * h] / sum, rows.out[m][n][2 * h + 1] / sum);
+                    to[4 * n] = Half::pack(rows.out[m][n][2 * h] * inverse, rows.out[m][n][2 * h + 1] * inverse);
             }
         }
 }
@@ -449,17 +430,18 @@ DEVICE void merge(const float* records, int count, const Work& work, u16* out, i
             }
         }
         u32* to = output(out, num_heads, head, work, row) + i % PIECES * 2;
-        to[0] = Half::pack(y[0] / sum, y[1] / sum), to[1] = Half::pack(y[2] / sum, y[3] / sum);
+        const float inverse = 1 / sum;
+        to[0] = Half::pack(y[0] * inverse, y[1] * inverse), to[1] = Half::pack(y[2] * inverse, y[3] * inverse);
     }
 }
 
-// Grid (kv_heads, slots, num_splits), slots = num_tokens * group / ROWS + num_seqs; the last tiles, the heaviest, first.
+// Grid (kv_heads, slots, num_splits), slots = num_tokens * group / ROWS + num_seqs; the last, the heaviest, first.
 // scale: of scores, times log2(e). records: float [slots * kv_heads][num_splits][RECORD], if there are several splits.
 extern "C" __global__ void __launch_bounds__(THREADS, D <= 128 ? 2 : 1) prefill_attention(
     const u16* q, i64 q_stride, const u8* k_data, const u32* k_params, const u8* v_data, const u32* v_params,
     const float* mean_vector, const int* mean_pairs, const float* mean_table, int mean_half, int mean_positions,
     const int* block_tables, int table_stride, const int* query_start, const int* context_lens, int num_seqs, int group,
-    int block_size, int window, int sinks, int hadamard, int skip_single, float scale, u16* out, float* records,
+    int block_size, int window, int sinks, int turned, int skip_single, float scale, u16* out, float* records,
     int* counters) {
     const int head = blockIdx.x, num_kv_heads = gridDim.x, slot = gridDim.y - 1 - blockIdx.y, num_splits = gridDim.z;
     u8* const queries = shared_memory;
@@ -499,10 +481,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, D <= 128 ? 2 : 1) prefill_
     __syncthreads();
     load(begin);
     cp_async_commit();
-    if (MEAN_PAIRS || hadamard || KeyNumber::is_bf16 != Half::is_bf16) {
+    if (MEAN_PAIRS || turned || KeyNumber::is_bf16 != Half::is_bf16) {
         cp_async_wait<0>();
         __syncthreads();
-        prepare_queries(queries, mean, hadamard);
+        prepare_queries(queries, mean, turned);
     }
 
     Rows rows = {};
