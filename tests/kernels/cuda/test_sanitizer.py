@@ -18,7 +18,7 @@ WATCHED: dict[str, str] = {
     "test_elementwise.py": "515-given1 or 512-given2 or begin_anywhere or wider_tensor or embedding or silu_mul",
     "test_library.py": "few_tokens and (8-200-33 or 1-2056-17) or test_codes and 528 or odd_widths",
     "test_blocks.py": "copies",
-    "test_prefill_attention.py": "many_splits or may_be_anything or (test_attention and (types5 or types7 or types17))",
+    "test_prefill_attention.py": "many_splits or may_be_anything and types2 or test_attention and (types7 or types17)",
 }
 
 PLANTED = """
