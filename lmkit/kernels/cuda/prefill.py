@@ -72,7 +72,11 @@ def prefill_attention(
 
 
 def num_splits(blocks: int, max_keys: int, tile_keys: int, device: str) -> int:
-    """Into how many ranges the keys of each tile of queries go, so that few tiles give work to all of a GPU."""
+    """Into how many ranges the keys of each tile of queries go, so that few tiles give work to all of a GPU.
+
+    `blocks` is a bound from shapes: it grows with the number of sequences, whether or not they have queries for this
+    kernel, so a short chunk in a step of many sequences is not split.
+    """
     return max(1, min(BLOCKS_PER_SM * backend(device).num_sms() // blocks, max_keys // (4 * tile_keys), MAX_SPLITS))
 
 

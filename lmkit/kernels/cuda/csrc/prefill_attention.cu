@@ -28,6 +28,8 @@
 // Tiles that no row sees are skipped, those that some row sees only in part are masked; keys that no row of the block
 // of threads sees are replaced by zeros. If there are few blocks of threads, each one's keys are split into up to
 // `num_splits` ranges, and the block that finishes last adds up the ranges in order.
+//
+// Nothing here needs more than sm_80; Hopper's wgmma, whose peak is higher, is not used.
 #include "kv.cuh"
 
 #define D HEAD_DIM
