@@ -4,8 +4,8 @@
 // Weights, relative to the most likely token's, are computed in float64 and rounded to integers whose unit is such that
 // the row's add up to about 2^61, whether one token has it all or all have the same. Sums of integers depend on no
 // order, so a row's token depends on the row alone, and atomics in shared memory may gather them. Top-k and top-p are
-// exact, not by rejection: the CPU sampler's tokens come out. Both ask for the least logit that is kept and for how many
-// of its equals are, which a radix selection finds in three passes, 11, 11 and 10 bits of the logits at a time:
+// exact, not by rejection: the CPU sampler's tokens come out. Both ask for the least logit that is kept and how many of
+// its equals are, which a radix selection finds in three passes, 11, 11 and 10 bits of the logits at a time:
 //
 //   bins of 11 bits of the logit  [0 ............ b ..... 2047]   the count (top-k) or the weight (top-p) of each;
 //   from the right, the bin b where they reach what is asked for; the next pass looks at the tokens of bin b alone
@@ -14,10 +14,10 @@
 // vocabulary. At the end the vocabulary is cut into THREADS segments of ids: the segment, then the token, at which the
 // weights that are kept exceed the row's share of their total.
 //
-// A GPU's exp and the CPU's differ in the last of 53 bits, and the CPU's sums are rounded: another token comes out where
+// A GPU's exp and the CPU's differ in the last of 53 bits, and the CPU's sums are rounded: another token comes out if
 // the share falls between the two. Both added up for 152k tokens of any spread: once in 10^9 draws at the worst. Of
-// unequal logits whose float64 weights are equal (they differ by less than 10^-16 temperatures) top-p takes the greater,
-// not the lower id.
+// unequal logits whose float64 weights are equal (they differ by less than 10^-16 temperatures) top-p takes the
+// greater, not the lower id.
 #include "slot.cuh"
 
 constexpr int THREADS = 512, WARPS = THREADS / 32, BINS = 2048;
