@@ -20,7 +20,7 @@ MAIN_LOOPS: dict[str, tuple[str, ...]] = {
     "gemm.cu": (MMA, ASYNC_COPY),
     "dense_gemv.cu": (MMA, STREAM),
     "decode_attention.cu": (MMA, ASYNC_COPY, "LDSM.16.M88.4", "MUFU.EX2"),
-    "prefill_attention.cu": (MMA, ASYNC_COPY, "LDSM.16.M88.4", "MUFU.EX2"),
+    "prefill_attention.cu": (MMA, ASYNC_COPY, "LDSM.16.M88.4", "LDSM.16.MT88.4", "MUFU.EX2"),
 }
 # Of a file's variants one in so many, by architecture and for bfloat16: what differs by variant shows in the first.
 EVERY = {("90a", False): 1, ("90a", True): 6, ("80", False): 8}
