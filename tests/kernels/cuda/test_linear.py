@@ -247,7 +247,7 @@ def test_layout_follows_from_shapes(scheme: str, gated: bool) -> None:
 @pytest.mark.parametrize("limit", [99 << 10, 163 << 10, 227 << 10])
 def test_every_problem_has_a_plan(limit: int) -> None:
     for tiles, stages in [(384, 32), (256, 32), (1792, 32), (256, 112), (8016, 32), (1, 1), (8, 7), (512, 224)]:
-        for tokens in (*gemm_table.BUCKETS, 3, 57, 255):
+        for tokens in (1, 3, 16, 57, 64, 96, 255):
             problem = Problem(tokens, tiles, stages, 1072)
             (plan,) = gemm_plan.best(problem, 132, limit)
             assert gemm_plan.problem_with(plan, problem, limit) is None

@@ -36,7 +36,8 @@
 #include "gemm.cuh"
 
 constexpr int WARPS = WARPS_N * WARPS_K, THREADS = 32 * WARPS;
-constexpr int BLOCKS_PER_SM = N_TILES * ROWS <= (SCALES > 1 ? 2 : 4) ? 512 / THREADS : 1;  // at least: at most 128 registers
+// At least so many blocks, at most 128 registers a thread, where that is enough (gemm_plan.registers says the same).
+constexpr int BLOCKS_PER_SM = N_TILES * (ROWS + 1) <= (SCALES > 1 ? 4 : 6) ? 512 / THREADS : 1;
 constexpr int TOKENS = 8 * N_TILES;
 constexpr int BLOCK_TILES = WARPS_N * ROWS, BLOCK_ROWS = TILE * BLOCK_TILES;
 constexpr int SLOT_BYTES = ROWS * (STAGE_BYTES + STAGE_PARAM_BYTES);
@@ -67,12 +68,12 @@ struct Stream {
     int block, left, unit;  // the next row block, tiles from there to the last, the next stage
     const u8 *codes, *params;
 
-    DEVICE void start(const Arguments& a, int blocks, int warp_n) {
+    DEVICE void start(const Arguments& a, int blocks, int warp_n, int lane) {
         const int tile = block * BLOCK_TILES + warp_n * ROWS;
         left = block < blocks ? a.tiles - tile : 0;
         unit = 0;
-        codes = a.codes + (static_cast<i64>(tile) * a.stages + first) * STAGE_BYTES + lane_id() * 16;
-        params = a.params + (static_cast<i64>(tile) * a.groups + first * SCALES) * PARAM_BYTES + lane_id() * 16;
+        codes = a.codes + (static_cast<i64>(tile) * a.stages + first) * STAGE_BYTES + lane * 16;
+        params = a.params + (static_cast<i64>(tile) * a.groups + first * SCALES) * PARAM_BYTES + lane * 16;
     }
 
     // The next stage is on its way to `slot`, of which the lane's share is at 16 * lane.
@@ -116,6 +117,7 @@ DEVICE void multiply(Sums& sums, const u8* slot, const u8* x, int lane) {
     uint4 words[ROWS];
 #pragma unroll
     for (int k32 = 0; k32 < STAGE / 32; ++k32) {
+        if (N_TILES * ROWS >= 8 && k32 > 0) __syncwarp();  // loads of later steps stay behind: registers are few
         if (k32 % HALVES == 0)
 #pragma unroll
             for (int r = 0; r < ROWS; ++r)
@@ -203,6 +205,7 @@ DEVICE float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
 template <class From>
 DEVICE void finish(const Arguments& a, const From& from, int block, int token, int count) {
     const int log_rows = a.gated ? 3 : 4, log_width = log_rows + LOG_BLOCK_TILES;
+#pragma unroll 1  // a few steps at most; more of them at a time would take registers from the loop over units
     for (int i = threadIdx.x; i < count << log_width; i += THREADS) {
         const int t = i >> log_width, column = i & ((1 << log_width) - 1);
         const int n = (block << log_width) + column;
@@ -232,6 +235,7 @@ DEVICE void give(const Arguments& a, float* all, const Sums& sums, int block, in
     const FromWarps from{all};
     if (gridDim.y == 1) return finish(a, from, block, token + 8 * FIRST, here);
     float* to = a.partial + (static_cast<i64>(blockIdx.y) * a.tokens + token + 8 * FIRST) * padded_rows + block * BLOCK_ROWS;
+#pragma unroll 1
     for (int i = threadIdx.x; i < here * BLOCK_ROWS; i += THREADS)
         to[i / BLOCK_ROWS * padded_rows + i % BLOCK_ROWS] = from(i % BLOCK_ROWS, i / BLOCK_ROWS);
 }
@@ -257,7 +261,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
          int kind) {
     const Arguments a{x,     codes,  params, bias,   y,      partial,          counters, tokens,   inputs,
                       outputs, tiles, stages, groups, stages_per_group, units,    resident, gated, kind};
-    const int lane = lane_id(), warp_n = warp_id() / WARPS_K, warp_k = warp_id() % WARPS_K;
+    // Through a shuffle, or the compiler would take threadIdx apart again for every unit.
+    const int lane = __shfl_sync(0xffffffffu, lane_id(), lane_id()), warp = __shfl_sync(0xffffffffu, warp_id(), 0);
+    const int warp_n = warp / WARPS_K, warp_k = warp % WARPS_K;
     const int blocks = (tiles + BLOCK_TILES - 1) / BLOCK_TILES, workers = gridDim.z;
     const int first_stage = blockIdx.y * units * WARPS_K, first = first_stage + warp_k;
     const int token = blockIdx.x * TOKENS, count = min(tokens - token, TOKENS);
@@ -269,20 +275,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     u8* const pieces = shared_memory + WARPS * (RING_BYTES + SUM_BYTES);
     const int piece_bytes = (N_TILES == 1 ? count : TOKENS) * X_STRIDE;
     const u8* const my_x = pieces + (N_TILES == 1 ? min(lane >> 2, count - 1) : lane >> 2) * X_STRIDE + warp_k * STAGE * 2 + 16 * (lane & 3);
-    u8* const ring = shared_memory + warp_id() * RING_BYTES;
+    u8* const ring = shared_memory + warp * RING_BYTES;
 
     // Where a unit's weights, and its piece of x, lie. Beyond the last stage there are zeros.
     const int num_pieces = resident ? units : DEPTH;
     int filled_piece = 0, filled_slot = 0;
     Stream stream{first, first < stages ? (stages - first + WARPS_K - 1) / WARPS_K : 0, static_cast<int>(blockIdx.z)};
-    stream.start(a, blocks, warp_n);
+    stream.start(a, blocks, warp_n, lane);
     const auto copy_next = [&] {
         if (stream.block < blocks && filled_piece < num_pieces)
             copy_x(pieces + filled_piece * piece_bytes, a, token, count, (first_stage + stream.unit * WARPS_K) * STAGE);
         stream.copy(ring + filled_slot + lane * 16, a, lane < STAGE_PARAM_BYTES / 16);
         filled_slot = filled_slot == (DEPTH - 1) * SLOT_BYTES ? 0 : filled_slot + SLOT_BYTES;
         filled_piece = !resident && filled_piece == DEPTH - 1 ? 0 : filled_piece + 1;
-        if (stream.unit == units) stream.block += workers, stream.start(a, blocks, warp_n);
+        if (stream.unit == units) stream.block += workers, stream.start(a, blocks, warp_n, lane);
     };
     for (int i = 0; i < DEPTH - 1; ++i) copy_next();
 
