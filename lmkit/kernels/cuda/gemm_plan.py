@@ -167,9 +167,8 @@ def estimate(plan: Plan, problem: Problem, num_sms: int) -> float:
     serial = (units * chain + barriers + row_blocks * (500 + 20 * tokens)) / CLOCK
     x_bytes = resident * tokens * plan.warps_k * STAGE_INPUTS * 2 * (plan.units if plan.resident else units)
     merge = resident * row_blocks * plan.block_tiles * TILE_OUTPUTS * tokens * 8 / L2 + 1500 if ranges > 1 else 0
-    together = (
-        sum(time**4 for time in (memory, issue, tensor, shared, serial)) ** 0.25
-    )  # they overlap, but get in the way
+    times = (memory, issue, tensor, shared, serial)  # they overlap, but get in each other's way
+    together = math.sqrt(math.sqrt(sum(time**4 for time in times)))
     return 1500 + waves * (together + 0.5 * x_bytes / L2 + merge)
 
 
