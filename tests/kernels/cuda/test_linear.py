@@ -215,6 +215,8 @@ def test_op_takes_any_x(device: str) -> None:
     packed = pack(q, device)
     wide = torch.randn(3, 512, device=device).half()
     assert_near(run(ops.linear_w8a16, wide[:, 256:], packed, None), expected(wide[:, 256:], q))
+    odd = torch.randn(3 * 256 + 1, device=device).half()[1:].view(3, 256)
+    assert_near(run(ops.linear_w8a16, odd, packed, None), expected(odd, q))
     assert run(ops.linear_w8a16, wide[:0, :256], packed, None, dtype=F32).shape == (0, 48)
     exact = torch.randn(3, 256, device=device)
     assert_near(run(ops.linear_w8a16, exact, packed, None), expected(exact, q))
