@@ -177,9 +177,10 @@ def test_same_bits_in_any_order(device: str, monkeypatch: pytest.MonkeyPatch) ->
         assert torch.equal(decode(args, 0, 0, device), first)
 
 
-def test_scales_of_all_sizes(device: str) -> None:
+def test_scales_of_all_sizes(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Values whose scales span F16, growing and shrinking, and a constant vector now and then: weight * scale."""
     torch.manual_seed(3)
+    monkeypatch.setattr(attention, "num_splits", lambda *_: 1)
     for sign in (1, -1):
         args = case(("int8", "int8"), (4, 1), 64, 16, torch.float16, (260,))
         exponents = torch.linspace(-14, 8, 260) if sign > 0 else torch.linspace(8, -14, 260)
@@ -191,9 +192,10 @@ def test_scales_of_all_sizes(device: str) -> None:
         assert error(decode(args, 0, 0, device), expected) < TOLERANCE[torch.float16]
 
 
-def test_sharp_and_flat_scores(device: str) -> None:
+def test_sharp_and_flat_scores(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One token that outweighs all others by far, wherever it is; and none."""
     torch.manual_seed(4)
+    monkeypatch.setattr(attention, "num_splits", lambda *_: 1)
     for place in (0, 17, 250, None):
         q, k_cache, *rest = case(("bfloat16", "bfloat16"), (2, 1), 64, 16, torch.bfloat16, (251,))
         k_cache.data.mul_(0.02)
@@ -201,6 +203,17 @@ def test_sharp_and_flat_scores(device: str) -> None:
             k_cache.data[rest[1][0, place // 16], 0, place % 16] = q[0, 0] * 10
         expected = oracle(q, k_cache, *rest[:2], rest[3], 64**-0.5, 0, 0)
         assert error(decode((q, k_cache, *rest), 0, 0, device), expected) < TOLERANCE[torch.bfloat16]
+
+
+def test_queries_beyond_float16(device: str) -> None:
+    """bfloat16 queries that F16 cannot hold, with keys that are as small."""
+    torch.manual_seed(5)
+    q, k_cache, *rest = case(("int8", "int8"), (4, 2), 64, 16, torch.bfloat16, (90, 3))
+    q *= 2.0**15
+    assert float(q.abs().max()) > 65504
+    k_cache.params.mul_(2.0**-12)
+    expected = oracle(q, k_cache, *rest[:2], rest[3], 64**-0.5, 0, 0)
+    assert error(decode((q, k_cache, *rest), 0, 0, device), expected) < TOLERANCE[torch.bfloat16]
 
 
 FUSED = (  # types, heads, D, rotary dim, type of the activations, what keys are
