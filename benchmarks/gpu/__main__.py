@@ -26,6 +26,9 @@ from benchmarks.gpu.figures import Figure, figures
 console = Console(width=None if sys.stdout.isatty() else 160)
 
 
+LEAST_SECONDS = 5.0  # for a section to begin
+
+
 @dataclass(frozen=True)
 class Section:
     name: str
@@ -86,7 +89,7 @@ def run_process(section: Section, arguments: argparse.Namespace, seconds: float)
     """One section, with what is left of the time; whatever becomes of it."""
     context = Context(arguments.out, name=section.name)
     context.file(section.name).unlink(missing_ok=True)
-    if seconds < 5:
+    if seconds < LEAST_SECONDS:
         context.row(section.name, error="no time left")
         return
     console.print(f"{section.name}: at most {seconds:.0f} s", end=" ")

@@ -6,7 +6,7 @@ it than a cache holds. A decode step also rotates, quantizes and appends its tok
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,9 @@ PREFILL = ((1, 512, 512), (1, 2048, 2048), (1, 8192, 8192), (8, 1024, 1024), (1,
 
 
 def run(context: Context) -> None:
-    decode, prefill, storages = DECODE, PREFILL, STORAGES
+    decode: Sequence[tuple[int, int]] = DECODE
+    prefill: Sequence[tuple[int, int, int]] = PREFILL
+    storages: Sequence[str] = STORAGES
     if context.rehearsal:
         decode, prefill, storages = ((2, 70),), ((1, 20, 20),), ("float16", "int4")
     elif context.quick:

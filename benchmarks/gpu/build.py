@@ -12,7 +12,8 @@ from lmkit.kernels.cuda.module import Kernel
 
 
 def run(context: Context) -> None:
-    kernels = variants.common()
+    texts = {(kernel.source, *sorted(kernel.defines.items())): kernel for kernel in variants.common()}
+    kernels = list(texts.values())  # one entry point of each: the others of its text are compiled with it
     workers = min(8, len(os.sched_getaffinity(0)))
     start = time.perf_counter()
     with ThreadPoolExecutor(workers) as pool:

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lmkit.turbo.device import CudaDevice, EmulatedDevice
 
 from benchmarks.gpu.context import Context
 from benchmarks.gpu.models import CONFIGS, Storage, random_decoder
 from benchmarks.gpu.roofline import W4_G128, Decode, prefill_flops
 from lmkit.config import EngineConfig
+from lmkit.turbo.device import CudaDevice, EmulatedDevice
 from lmkit.turbo.engine import Engine
 from lmkit.turbo.request import GenerationConfig, Request
 

@@ -84,4 +84,4 @@ def _layer(spec: ModelSpec, index: int, storage: Storage, dtype: torch.dtype, de
 
 
 def _dense(rows: int, columns: int, dtype: torch.dtype, device: str) -> Tensor:
-    return torch.randn(rows, columns, dtype=dtype, device=device) * columns**-0.5
+    return torch.randn(rows, columns, dtype=dtype, device=device).mul_(columns**-0.5)

@@ -14,6 +14,7 @@ from benchmarks.gpu.context import Context
 ROOT = Path(__file__).parents[2]
 TESTS = ("tests/kernels/cuda", "tests/turbo/test_cuda_engine.py", "tests/test_gpu_numerics.py")
 SANITIZED = ("memcheck", "racecheck")
+SANITIZED_TESTS = ("tests/kernels/cuda/test_append.py", "tests/kernels/cuda/test_linear.py")
 SANITIZER_SECONDS = 60
 
 
@@ -30,7 +31,7 @@ def run(context: Context) -> None:
             continue
         with context.attempt(check):
             command = [tool, "--tool", check, "--error-exitcode", "9", "--target-processes", "all"]
-            _pytest(context, check, ["tests/kernels/cuda", "-k", "small", "-x"], command, SANITIZER_SECONDS)
+            _pytest(context, check, [*SANITIZED_TESTS, "-x"], command, SANITIZER_SECONDS)
 
 
 def _pytest(context: Context, what: str, tests: list[str], prefix: list[str], seconds: float) -> None:

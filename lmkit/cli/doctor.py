@@ -10,7 +10,17 @@ import typer
 
 def doctor(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """Tell what this machine can run: packages, processor, kernels, memory, GPU."""
-    report = {"packages": _packages(), "machine": _machine(), "kernels": _kernels(), "caches": _caches(), "gpu": _gpu()}
+    from lmkit.kernels.cpu import isa
+
+    report = {
+        "packages": _packages(),
+        "machine": _machine(),
+        "kernels": {"instruction set": isa.describe(), **_kernels("cpu")},
+        "caches": _caches(),
+        "gpu": _gpu(),
+    }
+    if "capability" in report["gpu"]:
+        report["kernels on the gpu"] = _kernels("cuda")
     if json:
         print(jsonlib.dumps(report, indent=2))
         return
@@ -45,38 +55,39 @@ def _machine() -> dict[str, str]:
     return {"threads": str(default_num_threads()), "free memory": gib(available_memory())}
 
 
-def _kernels() -> dict[str, Any]:
-    """For each op on the CPU: the implementation a usual layer gets, and what the others answered."""
+def _kernels(device: str) -> dict[str, Any]:
+    """For each op: the implementation a usual layer gets on the device, and what the others answered."""
     import torch
 
+    import lmkit.kernels  # noqa: F401 - registers them
     from lmkit.kernels import ops
-    from lmkit.kernels.cpu import isa
     from lmkit.kernels.registry import Op
 
     heads = {"head_dim": 128, "num_heads": 32, "num_kv_heads": 8}
     linear = {"out_features": 4096, "in_features": 4096}
+    groups, rows = {"group_size": 128, **linear}, {"group_size": -1, "bits": 8, **linear}
     traits: dict[str, dict[str, Any]] = {
         "rope_append": {"rotary_dim": 128, **heads},
+        "rope_paged_attention": {"rotary_dim": 128, **heads},
         "kv_append": heads,
         "paged_attention": heads,
         "linear_dense": {"dtype": torch.bfloat16, **linear},
-        "linear_w4a16": {"group_size": 128, "bits": 4, **linear},
-        "linear_w4a8": {"group_size": 128, "bits": 4, **linear},
-        "linear_w8a8": {"group_size": -1, "bits": 8, **linear},
-        "linear_w8a16": {"group_size": -1, "bits": 8, **linear},
-        "linear_fp8": {"group_size": -1, "bits": 8, **linear},
+        "linear_w4a16": {"bits": 4, **groups},
+        "linear_w4a8": {"bits": 4, **groups},
+        "linear_w8a8": rows,
+        "linear_w8a16": rows,
+        "linear_fp8": rows,
+        "linear_fp8_a8": rows,
     }
-    rows: dict[str, Any] = {"instruction set": isa.describe()}
+    found: dict[str, Any] = {}
     for op in vars(ops).values():
         if isinstance(op, Op):
-            chosen = op.select("cpu", **traits.get(op.name, {}))
-            refused = [
-                f"{impl.name}: {reason}"
-                for impl in op.implementations
-                if (reason := impl.accepts(**traits.get(op.name, {}))) is not None
-            ]
-            rows[op.name] = chosen.name + (f" (not {'; '.join(refused)})" if refused else "")
-    return rows
+            asked = traits.get(op.name, {})
+            offered = [impl for impl in op.implementations if impl.device in (device, "any")]
+            refused = [f"{x.name}: {reason}" for x in offered if (reason := x.accepts(**asked)) is not None]
+            chosen = op.select(device, **asked).name
+            found[op.name] = chosen + (f" (not {'; '.join(refused)})" if refused else "")
+    return found
 
 
 def _caches() -> dict[str, str]:
@@ -96,13 +107,50 @@ def _caches() -> dict[str, str]:
 
 
 def _gpu() -> dict[str, str]:
-    import importlib.util
-
+    """What there is, and what is missing with the command that helps."""
     import torch
 
+    from lmkit.kernels.cuda import module
+
+    problem = module.missing()
     if not torch.cuda.is_available():
-        return {"device": "none that torch can use"}
-    rows = {"device": torch.cuda.get_device_name(0)}
-    rows["cupy"] = "installed" if importlib.util.find_spec("cupy") else "missing: pip install 'lmkit[cuda]'"
-    rows["engine"] = "CUDA kernels are not part of this build: models run on the CPU"
-    return rows
+        rows = {"device": f"none: {problem}", "engine": "models run on the CPU"}
+        if torch.version.cuda is None:
+            rows["torch"] = f"{torch.__version__} is built without CUDA: on a machine with a GPU, pip install torch"
+        return rows
+    from lmkit.turbo.memory import gib
+
+    free, total = torch.cuda.mem_get_info()
+    major, minor = torch.cuda.get_device_capability()
+    return {
+        "device": torch.cuda.get_device_name(),
+        "capability": f"{major}.{minor}",
+        "memory": f"{gib(free)} free of {gib(total)}",
+        "driver": _driver(),
+        "torch": f"{torch.__version__}, CUDA {torch.version.cuda}",
+        **_cupy(),
+        "engine": "models run on the GPU" if problem is None else f"through torch, slowly: {problem}",
+    }
+
+
+def _driver() -> str:
+    """NVIDIA's, as its kernel module says."""
+    from pathlib import Path
+
+    try:
+        line = Path("/proc/driver/nvidia/version").read_text().partition("\n")[0]
+    except OSError:
+        return "unknown"
+    return next((word for word in line.split() if word[0].isdigit() and "." in word), line)
+
+
+def _cupy() -> dict[str, str]:
+    try:
+        import cupy
+    except ImportError:
+        return {"cupy": "missing: pip install 'lmkit[cuda]' (CUDA 13) or 'lmkit[cuda12]'"}
+    try:
+        nvrtc = ".".join(map(str, cupy.cuda.nvrtc.getVersion()))
+    except (AttributeError, ImportError, RuntimeError) as error:
+        nvrtc = f"cannot be loaded: {error}"
+    return {"cupy": cupy.__version__, "nvrtc": nvrtc}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,7 +15,10 @@ from lmkit.kernels import ops
 from lmkit.kernels.ops import Norm
 from lmkit.kernels.registry import Implementation, Op
 from lmkit.layers.outline import WeightKind, kind_of, packed_outline
+from lmkit.log import get_logger
 from lmkit.qtensor import QTensor, QuantScheme, dequantize, per_row
+
+log = get_logger(__name__)
 
 Weights = dict[str, Tensor | QTensor]  # role -> weight, and role + ".bias" -> bias
 Observer = Callable[[str, Tensor], None]
@@ -177,8 +181,17 @@ def _select(kind: WeightKind, shape: tuple[int, int], device: str, activations: 
     if kind.scheme is None:
         return ops.linear_dense.select(device, dtype=kind.torch_dtype, **traits)
     traits |= {"group_size": kind.scheme.group_size, "bits": kind.scheme.bits}
-    found = [op.select(device, **traits) for op in _candidates(kind.scheme, activations)]
-    return next((impl for impl in found if impl.device == device), found[-1])
+    candidates = _candidates(kind.scheme, activations)
+    found = [op.select(device, **traits) for op in candidates]
+    native = next((impl for impl in found if impl.device == device), None)
+    if native is None:
+        _say_slow(candidates[-1].name, kind.scheme.bits, device)
+    return native or found[-1]
+
+
+@cache
+def _say_slow(op: str, bits: int, device: str) -> None:
+    log.warning("%s has no kernel for these %d-bit weights on %s: torch computes it, slowly", op, bits, device)
 
 
 def _candidates(scheme: QuantScheme, activations: str) -> tuple[Op, ...]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lmkit.kernels.registry import Implementation
-from lmkit.layers.batch import BatchInputs
+from lmkit.layers.batch import BatchInputs, KVLayer
 from lmkit.layers.moe import MoE
 from lmkit.log import get_logger
 from lmkit.models.decoder import Decoder
@@ -22,6 +22,7 @@ from lmkit.turbo.staging import StagedInputs
 
 log = get_logger(__name__)
 
+HALVES = torch.float16, torch.bfloat16
 Forward = Callable[[BatchInputs], Tensor]
 
 
@@ -31,8 +32,10 @@ def graph_sizes(max_batch_size: int) -> list[int]:
     return [size for size in sizes if size < max_batch_size] + [max_batch_size]
 
 
-def obstacle(decoder: Decoder) -> str | None:
+def obstacle(decoder: Decoder, kv: list[KVLayer]) -> str | None:
     """Why steps of this model cannot be captured, or None."""
+    if decoder.dtype not in HALVES or any(x.dtype == "float32" for layer in kv for x in (layer.k, layer.v)):
+        return "float32 is computed through torch"
     if any(isinstance(layer.mlp, MoE) for layer in decoder.layers):
         return "which experts run depends on the data"
     if decoder.spec.rope.kind == "dynamic":
@@ -63,10 +66,19 @@ class CudaGraphs:
         self._logits = torch.empty(0)
 
     def capture(self, sizes: list[int], vocab_size: int) -> None:
-        """Compile and capture every size, the largest first: the others find room in its memory."""
+        """Compile and capture every size, the largest first: the others find room in its memory.
+
+        A forward that cannot be captured after all is run as it is.
+        """
         start = time.perf_counter()
         self._logits = torch.empty(max(sizes), vocab_size, device=self._device.tensors)
-        replays = {size: self._capture(size) for size in sorted(sizes, reverse=True)}
+        try:
+            replays = {size: self._capture(size) for size in sorted(sizes, reverse=True)}
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            log.warning("decode steps are not captured: %s", str(error).partition("\n")[0])
+            return
         self._device.synchronize()
         self._replays = dict(sorted(replays.items()))
         log.info("captured decode steps of %d sizes in %.1f s", len(sizes), time.perf_counter() - start)

@@ -136,7 +136,7 @@ class CudaRunner(PlanRunner):
     @torch.inference_mode()
     def capture(self) -> None:
         """Decode steps of every size, if this model's can be captured."""
-        if (reason := obstacle(self.decoder)) is not None:
+        if (reason := obstacle(self.decoder, self.kv)) is not None:
             log.info("steps are not captured: %s", reason)
             return
         self.graphs.capture(graph_sizes(len(self.batch.block_tables)), self.decoder.spec.vocab_size)

@@ -14,16 +14,19 @@ from lmkit.models.kv_storage import resolve_storage
 from lmkit.models.loader import ModelSource, resolve_dtype
 from lmkit.models.packed_cache import cache_folders
 from lmkit.models.spec import ModelSpec
+from lmkit.turbo.device import resolve_device
 from lmkit.turbo.memory import kv_token_bytes, plan_memory
 
 
 def describe_model(path: str, config: EngineConfig) -> dict[str, Any]:
     """Architecture, weights, KV cache and serving memory of a checkpoint. Raises what opening it raises."""
+    device = resolve_device(config)
+    config = config.on(device.name)
     source = ModelSource(path)
     try:
         spec, reader = source.spec, source.reader
         kv_config = load_kv_config(reader.path)
-        dtype = resolve_dtype(config.dtype, spec.dtype, "cpu")
+        dtype = resolve_dtype(config.dtype, spec.dtype, device.name)
         storages = resolve_storage(reader, spec, config.kv_dtype, dtype)
         dtypes = [storage.dtypes for storage in storages]
         weight_bytes = source.weight_bytes(dtype, config.lm_head)
@@ -61,7 +64,7 @@ def describe_model(path: str, config: EngineConfig) -> dict[str, Any]:
                 "Hadamard on keys": f"in {sum(s.hadamard for s in storages)} layers",
                 "bytes per token": sum(kv_token_bytes(spec, pair) for pair in dtypes),
             },
-            "serving": _serving(source, config, dtypes, weight_bytes),
+            "serving": {"device": device.name, **_serving(source, config, dtypes, weight_bytes, device.free_memory())},
             "packed weights": _packed_files(reader.path),
         }
     finally:
@@ -97,10 +100,10 @@ def _layer_bytes(source: ModelSource) -> int:
 
 
 def _serving(
-    source: ModelSource, config: EngineConfig, dtypes: list[tuple[str, str]], weight_bytes: int
+    source: ModelSource, config: EngineConfig, dtypes: list[tuple[str, str]], weight_bytes: int, available: int
 ) -> dict[str, Any]:
     try:
-        plan = plan_memory(source.spec, config, dtypes, weight_bytes)
+        plan = plan_memory(source.spec, config, dtypes, weight_bytes, available)
     except ConfigError as error:
         return {"fits": f"no: {error}"}
     return {

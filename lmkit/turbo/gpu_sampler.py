@@ -42,7 +42,9 @@ class PendingTokens:
 
 
 class GpuSampler:
-    """Sampling parameters and state of `num_slots` sequences, on a device."""
+    """Sampling parameters and state of `num_slots` sequences, on a device. A sequence with penalties has 4 bytes for
+    each token of the vocabulary there.
+    """
 
     def __init__(self, num_slots: int, vocab_size: int, device: str) -> None:
         self.vocab_size = vocab_size
@@ -90,7 +92,7 @@ class GpuSampler:
         with no token left to choose, gives FAILED_TOKEN; the other rows do not suffer.
         mask: a grammar's, int32 [R, ceil(vocab / 32)]; bit t % 32 of word t // 32 is 1 where token t may be sampled.
         """
-        assert logits.stride(1) == 1
+        assert (logits.dtype, logits.stride(1)) == (torch.float32, 1)
         edited = [row for row, slot in enumerate(slots) if mask is not None or slot in self._edits]
         scored = [row for row, slot in enumerate(slots) if self.num_top[slot] >= 0]
         numbers = self._upload(np.array([*slots, *edited, *scored], np.int32))
@@ -148,7 +150,9 @@ class GpuSampler:
     def _upload(self, array: np.ndarray) -> Tensor:
         """On the device, without a wait: pinned memory is kept until the copy has been made."""
         tensor = torch.from_numpy(array)
-        return tensor.pin_memory().to(self.table.device, non_blocking=True) if self.table.is_cuda else tensor
+        if not self.table.is_cuda or not tensor.numel():
+            return tensor.to(self.table.device)
+        return tensor.pin_memory().to(self.table.device, non_blocking=True)
 
 
 def _download(tensor: Tensor) -> Tensor:

@@ -25,7 +25,8 @@ from lmkit.layers.batch import KVLayer
 from lmkit.models.identity import Packing, how_computed, resolve_activations, sources_digest
 from lmkit.models.kv_storage import KVStorage
 
-SOURCES = ("models/families/*.py", "turbo/batch.py", "turbo/graphs.py", "turbo/runner.py", "turbo/kv_blocks.py")
+SOURCES = ("models/families/*.py", *(f"turbo/{name}.py" for name in ("batch", "graphs", "runner", "kv_blocks")))
+SOURCES += tuple(f"turbo/{name}.py" for name in ("staging", "cuda_graphs", "cuda_runner"))
 
 
 class KVBlocks:
@@ -37,6 +38,7 @@ class KVBlocks:
         self._arrays = [part.numpy() for part in self._parts] if self._on_cpu else []  # the same memory
         self._sizes = [part.shape[1] for part in self._parts]
         self._nbytes = sum(self._sizes)
+        self._stream: torch.cuda.Stream | None = None  # on which blocks are written
         self._copier = BlockCopier(self._parts) if is_available() and not self._on_cpu else None
 
     @property
@@ -56,7 +58,7 @@ class KVBlocks:
             for array, size in zip(self._arrays, self._sizes, strict=True):
                 target[end : end + size] = array[block]
                 end += size
-        else:  # on the stream that computes: behind what was launched before; gathered there, moved as one
+        else:  # on the stream that computes: behind what was launched before, which is waited for; moved as one
             torch.from_numpy(target).copy_(torch.cat([part[block] for part in self._parts]))
 
     def write(self, block: int, data: memoryview) -> None:
@@ -68,9 +70,21 @@ class KVBlocks:
                 array[block] = source[end : end + size]
                 end += size
         else:
-            moved = torch.from_numpy(source.copy()).to(self._parts[0].device)
+            self._write_beside(block, torch.from_numpy(source.copy()))
+
+    def _write_beside(self, block: int, source: Tensor) -> None:
+        """On a stream of its own, behind all that was launched so far: that may still read what the block held. Steps
+        go on meanwhile; the block's next reader is planned when this has returned.
+        """
+        device = self._parts[0].device
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        self._stream.wait_stream(torch.cuda.default_stream(device))
+        with torch.cuda.stream(self._stream):
+            moved = source.to(device)
             for part, piece in zip(self._parts, moved.split(self._sizes), strict=True):
                 part[block].copy_(piece)
+        self._stream.synchronize()
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Whole blocks on the device, (from, to), one after the other."""

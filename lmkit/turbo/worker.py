@@ -27,7 +27,7 @@ import zmq
 
 from lmkit import log
 from lmkit.config import EngineConfig
-from lmkit.errors import LMKitError, RequestError
+from lmkit.errors import DeviceLostError, LMKitError, RequestError
 from lmkit.turbo.deferred import defer_imports
 from lmkit.turbo.request import EngineInfo, EngineStats, Request, StepOutput
 
@@ -169,6 +169,8 @@ class EngineLoop:
             self._open.difference_update(victims)
             for request_id in victims:
                 self.send(Refused(request_id, error.code, error.message, error.param))
+        except DeviceLostError:
+            raise  # nothing will ever be computed again; the front end ends the requests when this process is gone
         except Exception:
             self._failures += 1
             self._failures_in_a_row += 1
@@ -244,6 +246,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         EngineLoop(engine, commands, events).run()
         engine.close()
+    except DeviceLostError as error:
+        logger.critical("%s", error)
+        return 1
     finally:
         context.destroy(linger=1000)
     return 0

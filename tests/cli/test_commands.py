@@ -7,9 +7,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from typer.testing import CliRunner
 
+from lmkit.cli.main import app
+from lmkit.kernels.cuda import elementwise, module
 from lmkit.qtensor import QuantScheme
 from tests.formats.linears import random_linear, written
 
@@ -75,6 +80,45 @@ def test_doctor_names_the_kernels() -> None:
     assert report["kernels"]["linear_w4a8"].startswith("cpu.")
     assert report["packages"]["torch"][0].isdigit()
     assert "paged_attention" in lmkit("doctor").stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_doctor_says_that_there_is_no_gpu() -> None:
+    report = json.loads(lmkit("doctor", "--json").stdout)
+    assert report["gpu"]["device"] == "none: torch finds no NVIDIA GPU"
+    assert "kernels on the gpu" not in report
+
+
+@pytest.mark.parametrize("has_cupy", [True, False])
+def test_doctor_explains_a_gpu(monkeypatch: pytest.MonkeyPatch, has_cupy: bool) -> None:
+    """Of which torch knows; with and without CuPy."""
+    cupy = SimpleNamespace(
+        __version__="14.0.1", cuda=SimpleNamespace(nvrtc=SimpleNamespace(getVersion=lambda: (13, 0)))
+    )
+    monkeypatch.setitem(sys.modules, "cupy", cupy if has_cupy else None)
+    monkeypatch.setattr(module, "missing", lambda: None if has_cupy else "CuPy is missing: pip install it")
+    if has_cupy:
+        monkeypatch.setitem(module.BACKENDS, "cuda", SimpleNamespace(capability=lambda: (9, 0), num_sms=lambda: 132))
+    monkeypatch.setattr(elementwise, "missing", module.missing)
+    fakes = {
+        "is_available": lambda: True,
+        "get_device_name": lambda: "NVIDIA H200",
+        "mem_get_info": lambda: (1 << 36, 1 << 37),
+        "get_device_capability": lambda: (9, 0),
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    result = CliRunner().invoke(app, ["doctor", "--json"])
+    report = json.loads(result.stdout)
+    assert report["gpu"]["memory"] == "64.00 GiB free of 128.00 GiB"
+    norms = report["kernels on the gpu"]["rms_norm"]
+    if has_cupy:
+        assert (report["gpu"]["cupy"], report["gpu"]["nvrtc"], norms) == ("14.0.1", "13.0", "cuda")
+        assert report["gpu"]["engine"] == "models run on the GPU"
+    else:
+        assert report["gpu"]["cupy"].startswith("missing: pip install 'lmkit[cuda]'")
+        assert report["gpu"]["engine"] == "through torch, slowly: CuPy is missing: pip install it"
+        assert norms.startswith("reference (not cuda: ")
 
 
 @pytest.fixture

@@ -63,3 +63,18 @@ def test_context_shrinks_to_the_pool_unless_it_was_asked_for() -> None:
 def test_what_cannot_fit_is_refused(config: EngineConfig, weights: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         plan_memory(SPEC, config, BF16, weight_bytes=weights, available=8 * GIB)
+
+
+def test_a_gpu_has_memory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are longer, activations narrower, and the host tier takes nothing from it."""
+    config = EngineConfig(max_batch_size=3).on("cuda")
+    alone = plan_memory(SPEC, config, BF16, weight_bytes=GIB, available=8 * GIB)
+    assert alone.num_blocks == 3 * 4096 // 64
+    monkeypatch.setattr("lmkit.turbo.memory.available_memory", lambda: 2 * GIB)
+    with_tier = EngineConfig(max_batch_size=3, kv_host_memory=GIB).on("cuda")
+    assert plan_memory(SPEC, with_tier, BF16, weight_bytes=GIB, available=8 * GIB).kv == alone.kv
+    too_much = EngineConfig(max_batch_size=3, kv_host_memory=3 * GIB).on("cuda")
+    with pytest.raises(ConfigError, match=r"kv_host_memory 3\.00 GiB is more than the 2\.00 GiB of host memory"):
+        plan_memory(SPEC, too_much, BF16, weight_bytes=GIB, available=8 * GIB)
+    wide = EngineConfig(max_batch_size=3, max_step_tokens=1024).on("cuda")
+    assert plan_memory(SPEC, wide, BF16, weight_bytes=GIB, available=8 * GIB).workspace > alone.workspace

@@ -3,6 +3,6 @@
 Importing it registers the ops, and neither imports CuPy nor looks for a GPU.
 """
 
-from lmkit.kernels.cuda import append, attention, elementwise, library, linear, sampling
+from lmkit.kernels.cuda import append, attention, elementwise, library, linear, sampling, tokens
 
-__all__ = ["append", "attention", "elementwise", "library", "linear", "sampling"]
+__all__ = ["append", "attention", "elementwise", "library", "linear", "sampling", "tokens"]

@@ -1,14 +1,13 @@
 """Attention over blocked KV: sequences with one new token go to csrc/decode_attention.cu, others to prefill's kernel.
 
-A step of one token a sequence (as many tokens as sequences) is one launch: rotation, append, attention and merge.
+A step of one token a sequence (as many tokens as sequences, none of which is without) is one launch: rotation, append,
+attention and merge.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import cache
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 from lmkit.kernels import ops
 from lmkit.kernels.cuda.append import STORAGE, accepts, can_run, rope_append, storage, strided
 from lmkit.kernels.cuda.module import NUM_COUNTERS, Kernel, backend, counters
+from lmkit.kernels.cuda.prefill import prefill_attention, refusal
 from lmkit.kernels.ops import KVTensor
 from lmkit.kernels.reference.attention import paged_attention as reference_attention
 from lmkit.kernels.reference.attention import rope_paged_attention as reference_rope_attention
@@ -41,17 +41,17 @@ def paged_attention(
     sinks: int = 0,
 ) -> Tensor:
     batch = (block_tables, query_start, context_lens, scale, window, sinks)
-    prefill = _prefill()
     decodes = len(q) == len(context_lens)
-    if not (_can_attend((q,), k_cache, v_cache) and (decodes or prefill)):
+    if not _can_attend((q,), k_cache, v_cache, decodes):
         out: Tensor = reference_attention(q, k_cache, v_cache, *batch)
         return out
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    mixed = len(context_lens) > 1 and not decodes
+    mixed = not decodes and len(context_lens) > 1
     if decodes or mixed:
         decode_attention(q, None, k_cache, v_cache, *batch, out)
-    if prefill and not decodes:
-        prefill(q, k_cache, v_cache, *batch, out, skip_single=mixed)
+    if not decodes:
+        q = q if q.stride(1) == q.shape[2] else q.contiguous()
+        prefill_attention(q, k_cache, v_cache, *batch, out, skip_single=mixed)
     return out
 
 
@@ -73,10 +73,11 @@ def rope_paged_attention(
     sinks: int = 0,
 ) -> Tensor:
     batch = (block_tables, query_start, context_lens, scale, window, sinks)
-    if not _can_attend((q, k, v), k_cache, v_cache):
+    decodes = len(q) == len(context_lens)
+    if not _can_attend((q, k, v), k_cache, v_cache, decodes):
         out: Tensor = reference_rope_attention(q, k, v, cos, sin, k_cache, v_cache, slots, *batch)
         return out
-    if len(q) == len(context_lens):
+    if decodes:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         decode_attention(q, (k, v, cos, sin, slots), k_cache, v_cache, *batch, out)
         return out
@@ -119,7 +120,7 @@ def decode_attention(
     blocks = len(context_lens) * kv_heads * head_tiles
     stages, shared = _pipeline(dim, k_cache.dtype, v_cache.dtype, n_tiles, mean is not None, q.device.type)
     tiles = -(-block_tables.shape[1] * k_cache.block_size // TILE)
-    splits = num_splits(blocks, tiles, backend(q.device.type).num_sms() * _blocks_per_sm(shared, q.device.type))
+    splits = num_splits(blocks, tiles, _places(shared, n_tiles * dim, q.device.type))
     if blocks > NUM_COUNTERS:
         splits = 1
     rows = min(group, 8 * n_tiles)
@@ -183,22 +184,18 @@ def _shared_budget(device: str) -> int:
     return {(8, 0): 80 << 10, (9, 0): 110 << 10, (10, 0): 110 << 10}.get(backend(device).capability(), 48 << 10)
 
 
-def _blocks_per_sm(shared: int, device: str) -> int:
-    """Registers leave room for four."""
+def _places(shared: int, width: int, device: str) -> int:
+    """Blocks of `shared` bytes that the device holds at a time. Registers leave room for four, or for two wide ones
+    (the kernel's launch bounds)."""
     whole = {(8, 0): 164 << 10, (9, 0): 228 << 10, (10, 0): 228 << 10}.get(backend(device).capability(), 100 << 10)
-    return max(1, min(4, whole // (shared + 1024)))
+    by_registers = 4 if width <= 128 else 2
+    return backend(device).num_sms() * max(1, min(by_registers, whole // (shared + 1024)))
 
 
-def _can_attend(rows: tuple[Tensor, ...], k_cache: KVTensor, v_cache: KVTensor) -> bool:
-    plain_values = not v_cache.hadamard and v_cache.mean is None
-    return can_run(rows, (k_cache, v_cache)) and k_cache.block_size % UNIT == 0 and plain_values
-
-
-@cache
-def _prefill() -> Callable[..., None] | None:
-    """What attends for sequences of several new tokens, if this build has it."""
-    try:
-        attend: Callable[..., None] = import_module("lmkit.kernels.cuda.prefill").prefill_attention
-    except ImportError:
-        return None
-    return attend
+def _can_attend(rows: tuple[Tensor, ...], k_cache: KVTensor, v_cache: KVTensor, decodes: bool) -> bool:
+    """Whether kernels attend; what else there is (values that are turned, float32) is left to the reference."""
+    if not can_run(rows, (k_cache, v_cache)) or k_cache.block_size % UNIT or v_cache.hadamard or v_cache.mean:
+        return False
+    pairs = 0 if k_cache.mean is None else k_cache.mean.pairs.shape[1]
+    dim = rows[0].shape[2]
+    return decodes or refusal(head_dim=dim, k=k_cache.dtype, v=v_cache.dtype, mean_pairs=pairs) is None

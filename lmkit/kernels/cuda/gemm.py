@@ -15,8 +15,8 @@ HALF, FLOAT, ADD = range(3)  # what becomes of results
 
 
 def problem_of(tokens: int, packed: PackedWeight) -> Problem:
-    tiles, stages, code_bytes = packed.codes.shape
-    return Problem(tokens, tiles, stages, code_bytes + max(1, packed.scales_per_stage) * packed.params.shape[2])
+    (tiles, stages, code_bytes), scales = packed.codes.shape, packed.scales_per_stage
+    return Problem(tokens, tiles, stages, code_bytes + max(1, scales) * packed.params.shape[2], scales)
 
 
 @cache
@@ -56,8 +56,8 @@ def multiply(
     kernel_for(packed, plan, x.dtype)(
         (token_blocks, ranges, problem.workers(plan, backend(device).num_sms())), 32 * plan.warps,
         [x, packed.codes, packed.params, bias, out, partial, counters(device), tokens, packed.in_features,
-         packed.num_results, problem.tiles, problem.stages, packed.params.shape[1], packed.stages_per_group, plan.slab,
-         plan.slabs, int(packed.gated), kind],
+         packed.num_results, problem.tiles, problem.stages, packed.params.shape[1], packed.stages_per_group, plan.units,
+         int(plan.resident), int(packed.gated), kind],
         shared=problem.shared_bytes(plan),
     )  # fmt: skip
     return out

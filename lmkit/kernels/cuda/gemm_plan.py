@@ -36,8 +36,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     warps_n: int
     warps_k: int
     depth: int  # slots of a warp's ring
-    units: int  # stages of a warp in a slab
-    slabs: int = 1
+    units: int  # stages of a warp in a row block
+    resident: bool = True  # x stays in shared memory
     per_sm: int = 1  # blocks that share a multiprocessor
 
     @property
@@ -47,11 +47,6 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def block_tiles(self) -> int:
         return self.warps_n * self.rows
-
-    @property
-    def slab(self) -> int:
-        """Stages whose inputs a block holds."""
-        return self.units * self.warps_k
 
     @property
     def defines(self) -> dict[str, int]:
@@ -72,9 +67,10 @@ class Problem:
     tiles: int
     stages: int
     stage_bytes: int  # of codes and params of a tile
+    scales: int = 1  # of an output in a stage; 0: a group is longer
 
     def ranges(self, plan: Plan) -> int:
-        return -(-self.stages // (plan.slab * plan.slabs))
+        return -(-self.stages // (plan.units * plan.warps_k))
 
     def token_blocks(self, plan: Plan) -> int:
         return -(-self.tokens // (8 * plan.token_tiles))
@@ -91,8 +87,8 @@ class Problem:
     def shared_bytes(self, plan: Plan) -> int:
         ring = plan.depth * plan.rows * self.stage_bytes
         sums = 8 * min(plan.token_tiles, 4) * (16 * plan.rows + 4) * 4
-        tokens = min(self.tokens, 8 * plan.token_tiles)
-        x = tokens * (plan.slab * STAGE_INPUTS * 2 + 64) * (2 if plan.slabs > 1 else 1)
+        tokens = min(self.tokens, 8) if plan.token_tiles == 1 else 8 * plan.token_tiles
+        x = tokens * (plan.warps_k * STAGE_INPUTS * 2 + 64) * (plan.units if plan.resident else plan.depth)
         return plan.warps * (ring + sums) + x
 
 
@@ -101,21 +97,26 @@ def shared_limit(capability: tuple[int, int]) -> int:
     return SHARED_LIMIT.get(10 * capability[0] + capability[1], 99) << 10
 
 
-def registers(plan: Plan) -> int:
+def registers(plan: Plan, problem: Problem) -> int:
     """Of a thread, at most: what the kernel's launch bounds allow."""
-    return 128 if plan.token_tiles * plan.rows <= 4 else 255
+    return 128 if plan.token_tiles * plan.rows <= (2 if problem.scales > 1 else 4) else 255
 
 
 def problem_with(plan: Plan, problem: Problem, limit: int) -> str | None:
     """Why a plan cannot run a problem, or None."""
-    if min(msgspec.structs.astuple(plan)) < 1 or plan.depth < 3 or not plan.token_tiles <= MAX_TOKEN_TILES:
+    if (
+        min(int(x) for x in msgspec.structs.astuple(plan)[:6]) < 1
+        or plan.per_sm < 1
+        or plan.depth < 3
+        or not plan.token_tiles <= MAX_TOKEN_TILES
+    ):
         return "numbers out of range"
     if plan.block_tiles not in (1, 2, 4, 8, 16) or plan.warps > 16:
         return "row blocks are of 1, 2, 4, 8 or 16 tiles, by at most 16 warps"
-    if 32 * plan.warps * registers(plan) > REGISTERS:
+    if 32 * plan.warps * registers(plan, problem) > REGISTERS:
         return "too many registers"
-    if plan.slabs > 1 and plan.units < plan.depth - 1:
-        return "a slab is used up before the next is there"
+    if problem.scales > 1 and plan.token_tiles * plan.rows > 12:
+        return "too many registers: scales change within a stage"
     if problem.row_blocks(plan) * problem.token_blocks(plan) > 1 << 16:
         return "more row blocks than counters"
     if problem.shared_bytes(plan) > limit:
@@ -129,22 +130,20 @@ def candidates(problem: Problem, limit: int) -> Iterator[Plan]:
     token_tiles = next(tiles for tiles in TOKEN_TILES if 8 * tiles * blocks >= problem.tokens)
     shapes = [(n, k) for n, k in itertools.product((1, 2, 4, 8), repeat=2) if n * k in (4, 8, 16)]
     for rows, (warps_n, warps_k), depth in itertools.product((1, 2), shapes, (3, 4, 6, 8)):
-        for units, slabs in _splits(problem.stages, warps_k, depth):
-            plan = Plan(token_tiles, rows, warps_n, warps_k, depth, units, slabs)
+        for units, resident in itertools.product(_units(problem.stages, warps_k), (True, False)):
+            plan = Plan(token_tiles, rows, warps_n, warps_k, depth, units, resident)
             threads, shared = 32 * plan.warps, problem.shared_bytes(plan)
-            room = min(REGISTERS // (threads * registers(plan)), (limit + 1024) // (shared + 1024))
+            room = min(REGISTERS // (threads * registers(plan, problem)), (limit + 1024) // (shared + 1024))
             plan = msgspec.structs.replace(plan, per_sm=room)
             if room and problem_with(plan, problem, limit) is None:
                 yield plan
 
 
 @cache
-def _splits(stages: int, warps_k: int, depth: int) -> tuple[tuple[int, int], ...]:
-    """(units, slabs) for whole ranges of K, and for ranges in slabs."""
+def _units(stages: int, warps_k: int) -> tuple[int, ...]:
+    """Of a row block, for different numbers of ranges."""
     most = -(-stages // warps_k)
-    whole = {-(-most // ranges) for ranges in range(1, MAX_RANGES + 1)}
-    slabs = {(slab, -(-most // (slab * ranges))) for slab in {depth - 1, max(depth - 1, 4), 8} for ranges in (1, 2, 4)}
-    return (*((units, 1) for units in sorted(whole)), *sorted(split for split in slabs if split[1] > 1))
+    return tuple(sorted({-(-most // ranges) for ranges in range(1, MAX_RANGES + 1)}))
 
 
 def estimate(plan: Plan, problem: Problem, num_sms: int) -> float:
@@ -154,21 +153,22 @@ def estimate(plan: Plan, problem: Problem, num_sms: int) -> float:
     row_blocks = -(-problem.row_blocks(plan) // workers)  # of a worker
     grid = workers * ranges * problem.token_blocks(plan)
     waves, resident = -(-grid // (num_sms * plan.per_sm)), min(plan.per_sm, -(-grid // num_sms))
-    units = row_blocks * plan.units * plan.slabs  # of a warp, of `rows` tiles each
+    units = row_blocks * plan.units  # of a warp, of `rows` tiles each
     stages = units * plan.rows * plan.warps * resident  # of a tile, on a multiprocessor
 
     in_flight = plan.warps * resident * (plan.depth - 1) * plan.rows * problem.stage_bytes
     memory = stages * problem.stage_bytes / min(MEMORY, in_flight / LATENCY)
     per_load = problem.stage_bytes / 1024
-    instructions = 70 + 40 * per_load + plan.token_tiles * (22 + 4 / plan.rows)
+    instructions = 15 + 80 * per_load + 50 / plan.rows + plan.token_tiles * (12 + 6 / plan.rows)
     issue = stages * instructions / (4 * 0.8 * CLOCK)
     tensor = stages * 8 * plan.token_tiles * 1.6 / CLOCK
     shared = stages * (2 * problem.stage_bytes + 2048 * plan.token_tiles / plan.rows) / (128 * 0.9 * CLOCK)
     chain = 250 + 60 * plan.rows + 12 * plan.token_tiles * plan.rows
-    serial = (units * chain + row_blocks * (500 + 20 * tokens)) / CLOCK
-    x = resident * tokens * plan.slab * STAGE_INPUTS * 2 * (row_blocks * plan.slabs if plan.slabs > 1 else 1) / L2
+    barriers = (plan.units if plan.resident else units) * 60
+    serial = (units * chain + barriers + row_blocks * (500 + 20 * tokens)) / CLOCK
+    x_bytes = resident * tokens * plan.warps_k * STAGE_INPUTS * 2 * (plan.units if plan.resident else units)
     merge = resident * row_blocks * plan.block_tiles * TILE_OUTPUTS * tokens * 8 / L2 + 1500 if ranges > 1 else 0
-    return 1500 + waves * (max(memory, issue, tensor, shared, serial) + 0.5 * x + merge)
+    return 1500 + waves * (max(memory, issue, tensor, shared, serial) + 0.5 * x_bytes / L2 + merge)
 
 
 @cache

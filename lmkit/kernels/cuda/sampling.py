@@ -35,9 +35,10 @@ _EDIT = Kernel("edit_logits.cu", "edit_logits")
 
 
 def compile_kernels(device: str) -> None:
-    """Now, not in a step that is captured."""
+    """And what they count in: now, not in a step that is captured."""
     for kernel in (_SAMPLE, _ARGMAX, _SCORE, _EDIT):
         kernel.compile(device)
+    module.counters(device)
 
 
 def argmax(logits: Tensor, table: Tensor, slots: Tensor, last_token: Tensor, tokens: Tensor) -> None:

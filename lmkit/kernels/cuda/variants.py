@@ -6,6 +6,7 @@ Nothing is listed: the ops run on tensors without data ("meta") and a backend th
 from __future__ import annotations
 
 import importlib
+import itertools
 import pkgutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,7 +31,7 @@ WEIGHTS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))  # out, in
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)
 STORAGES = ("float16", "int8", "int4", "fp8")
 BLOCK, BLOCKS, SEQUENCES = 64, 1024, 8
-VOCAB, HIDDEN = 128256, 4096
+VOCAB, HIDDEN, SIZES = 128256, 4096, (2048, 3584, 4096)
 
 
 class Recorder:
@@ -56,6 +57,7 @@ class Recorder:
 @cache
 def common() -> tuple[Kernel, ...]:
     """Each variant once, for activations in float16 and in bfloat16."""
+    modules = list(_modules())
     with _recording() as recorder:
         for half in HALVES:
             _between(half)
@@ -64,8 +66,9 @@ def common() -> tuple[Kernel, ...]:
                 for storage in STORAGES:
                     stored = str(half).removeprefix("torch.") if storage == "float16" else storage
                     _attention(half, heads, stored)
-        for kernel in _named():
-            recorder.add(kernel)
+        for each in modules:  # a constant of a module may belong to no op
+            for kernel in filter(lambda value: isinstance(value, Kernel), vars(each).values()):
+                recorder.add(kernel)
     return tuple(recorder.kernels.values())
 
 
@@ -78,12 +81,6 @@ def _recording() -> Iterator[Recorder]:
     finally:
         module.BACKENDS.clear()
         module.BACKENDS.update(before)
-
-
-def _named() -> Iterator[Kernel]:
-    """Kernels that a module here has as a constant: those of no op, too."""
-    for each in _modules():
-        yield from (value for value in vars(each).values() if isinstance(value, Kernel))
 
 
 def _modules() -> Iterator[ModuleType]:
@@ -104,18 +101,17 @@ def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 def _between(half: torch.dtype) -> None:
     """What is computed between products."""
-    norm = _ours(ops.rms_norm)
-    for rows in (1, 64):
-        x, stream = _empty(rows, HIDDEN, dtype=half), _empty(rows, HIDDEN)
-        if norm is not None:
-            norm(stream, Norm(_empty(HIDDEN), 1e-5, None, half))
-            norm(x, Norm(_empty(HIDDEN), 1e-5, stream, half))
+    for rows, hidden in itertools.product((1, 64), SIZES):
+        x, stream, weight = _empty(rows, hidden, dtype=half), _empty(rows, hidden), _empty(hidden)
+        if (norm := _ours(ops.rms_norm)) is not None:
+            norm(stream, Norm(weight, 1e-5, None, half))
+            norm(x, Norm(weight, 1e-5, stream, half))
             norm(_empty(rows, 32, 128, dtype=half), Norm(_empty(128), 1e-5, None, half))
         if (silu := _ours(ops.silu_mul)) is not None:
-            silu(_empty(rows, 2 * HIDDEN, dtype=half))
+            silu(_empty(rows, 2 * hidden, dtype=half))
         ids = _empty(rows, dtype=torch.int64)
         if (embedding := _ours(ops.embedding)) is not None:
-            embedding(_empty(VOCAB, HIDDEN, dtype=half), ids)
+            embedding(_empty(VOCAB, hidden, dtype=half), ids)
             embedding(stream, ids)
         if (angles := _ours(ops.rope_angles)) is not None:
             angles(_empty(rows, dtype=torch.int32), _empty(64), 1.0)
@@ -172,9 +168,7 @@ def _call_linear(
 
 def _attention(half: torch.dtype, heads: tuple[int, int, int], storage: str) -> None:
     num_heads, num_kv_heads, dim = heads
-    impl = _ours(ops.rope_paged_attention, rotary_dim=dim, head_dim=dim, num_heads=num_heads, num_kv_heads=num_kv_heads)
-    if impl is None:
-        return
+    traits = {"rotary_dim": dim, "head_dim": dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
     cache = _kv(num_kv_heads, dim, storage)
     tables = _empty(SEQUENCES, BLOCKS // SEQUENCES, dtype=torch.int32)
     for tokens in (SEQUENCES, 64 * SEQUENCES):  # decoding, and prompts
@@ -183,7 +177,10 @@ def _attention(half: torch.dtype, heads: tuple[int, int, int], storage: str) -> 
         cos, sin = (_empty(tokens, dim // 2) for _ in range(2))
         starts, lens = (_empty(SEQUENCES + extra, dtype=torch.int32) for extra in (1, 0))
         slots = _empty(tokens, dtype=torch.int32)
-        impl(q, k, v, cos, sin, cache, cache, slots, tables, starts, lens, dim**-0.5, 0, 0)
+        if (append := _ours(ops.rope_append, **traits)) is not None:
+            append(q, k, v, cos, sin, cache, cache, slots)
+        if (attend := _ours(ops.rope_paged_attention, **traits)) is not None:
+            attend(q, k, v, cos, sin, cache, cache, slots, tables, starts, lens, dim**-0.5, 0, 0)
 
 
 def _kv(num_kv_heads: int, dim: int, storage: str) -> KVTensor:

@@ -291,6 +291,29 @@ def test_ops(device: str) -> None:
     assert error(got.float(), expected) < TOLERANCE[torch.float16]
 
 
+@pytest.mark.parametrize("lengths", [((40, 1), (90, 20), (7, 7)), ((50, 30),)])
+def test_steps_with_prompts(device: str, lengths: tuple[tuple[int, int], ...]) -> None:
+    """(context, new tokens) of sequences, of which some have one new token."""
+    torch.manual_seed(7)
+    _, *caches, tables, _, lens = case(("int8", "int8"), (4, 2), 64, 16, torch.float16, tuple(n for n, _ in lengths))
+    counts = torch.tensor([new for _, new in lengths])
+    starts = torch.cat([torch.zeros(1), counts.cumsum(0)]).int()
+    owner = torch.repeat_interleave(torch.arange(len(lengths)), counts)
+    where = torch.cat([torch.arange(n - new, n) for n, new in lengths])
+    slots = (tables[owner, where // 16] * 16 + where % 16).int()
+    new = [torch.randn(len(where), heads, 64).half() for heads in (4, 2, 2)]
+    angles = torch.rand(len(where), 32) * 7
+    args = moved((*new, angles.cos(), angles.sin(), *caches, slots, tables, starts, lens), device)
+    args = args[0].clone(), args[1].clone(), *args[2:]
+    got = attention.rope_paged_attention(*args, 0.125, 0).cpu()
+    ops.rope_append.named("reference")(*new, angles.cos(), angles.sin(), *caches, slots)
+    for b, (n, count) in enumerate(lengths):
+        rows = slice(int(starts[b]), int(starts[b + 1]))
+        lens = torch.arange(n - count + 1, n + 1).int()
+        expected = oracle(new[0][rows], *caches, tables[b : b + 1].repeat(count, 1), lens, 0.125, 0, 0)
+        assert error(got[rows].float(), expected) < TOLERANCE[torch.float16]
+
+
 def test_num_splits() -> None:
     """One wave where it can be filled, no more shares than tiles, always one at least."""
     assert attention.num_splits(128, 128, 396) == 3

@@ -113,9 +113,9 @@ def test_formats(scheme: str, device: str) -> None:
         (13, SMALL),  # two blocks of tokens
         (17, Plan(3, 1, 4, 1, 3, 2)),
         (32, Plan(4, 2, 1, 4, 4, 1)),
-        (41, Plan(6, 1, 2, 2, 3, 2, 2)),
-        (64, Plan(8, 2, 4, 1, 3, 2, 2)),
-        (67, Plan(8, 2, 4, 1, 3, 2, 2)),
+        (41, Plan(6, 1, 2, 2, 3, 3, False)),
+        (64, Plan(8, 2, 4, 1, 3, 2)),
+        (67, Plan(8, 2, 4, 1, 3, 5, False)),
     ],
 )
 def test_numbers_of_tokens(tokens: int, plan: Plan, device: str) -> None:
@@ -132,10 +132,10 @@ def test_tails(outputs: int, inputs: int, device: str) -> None:
     assert_near(gemm.multiply(x, pack(q, device), SMALL, dtype=F32), expected(x, q))
 
 
-@pytest.mark.parametrize("plan", [SMALL, WIDE, Plan(2, 2, 2, 2, 3, 1), Plan(2, 2, 2, 2, 3, 2, 2)])
+@pytest.mark.parametrize("plan", [SMALL, WIDE, Plan(2, 2, 2, 2, 3, 1), Plan(2, 2, 2, 2, 3, 2, False)])
 @pytest.mark.parametrize("gated", [False, True])
 def test_epilogues(plan: Plan, gated: bool, device: str) -> None:
-    """Blocks of one range of K, of several, and ranges in slabs."""
+    """One range of K, several, and x that does not stay."""
     q, bias = weight(88, 1000), torch.randn(88, device=device)
     x = torch.randn(7, 1000, device=device).half()
     packed, oracle = pack(q, device, gated), expected(x, q, bias, gated)
@@ -252,7 +252,7 @@ def test_every_problem_has_a_plan(limit: int) -> None:
             (plan,) = gemm_plan.best(problem, 132, limit)
             assert gemm_plan.problem_with(plan, problem, limit) is None
             assert 0 < problem.workers(plan, 132) <= problem.row_blocks(plan)
-            assert problem.ranges(plan) * plan.slab * plan.slabs >= stages
+            assert problem.ranges(plan) * plan.units * plan.warps_k >= stages
 
 
 def test_impossible_plans_are_found() -> None:
@@ -260,7 +260,7 @@ def test_impossible_plans_are_found() -> None:
     assert gemm_plan.problem_with(SMALL, problem, 99 << 10) is None
     for plan in (
         Plan(0, 1, 1, 4, 4, 1), Plan(1, 1, 1, 4, 2, 1), Plan(1, 3, 1, 4, 4, 1), Plan(1, 1, 1, 32, 4, 1),
-        Plan(8, 2, 4, 4, 4, 1), Plan(1, 1, 1, 4, 4, 2, 2), Plan(1, 1, 1, 4, 400, 1),
+        Plan(8, 2, 4, 4, 4, 1), Plan(1, 1, 1, 4, 400, 1),
     ):  # fmt: skip
         assert gemm_plan.problem_with(plan, problem, 99 << 10) is not None, plan
 

@@ -76,32 +76,55 @@ def missing() -> str | None:
 
 
 def compile_all(kernels: Iterable[Kernel], arches: Iterable[str] = ARCHES) -> list[tuple[Kernel, Compiled]]:
-    """Every kernel for every architecture, two at a time."""
-    work = [(kernel, arch) for kernel in kernels for arch in arches]
+    """Every kernel for every architecture, two at a time; kernels of one text are compiled together."""
+    texts: dict[tuple[str, ...], list[Kernel]] = {}
+    for kernel in kernels:
+        texts.setdefault((kernel.source, *map(str, sorted(kernel.defines.items()))), []).append(kernel)
+    work = [(together, arch) for together in texts.values() for arch in arches]
     with ThreadPoolExecutor(2) as pool:
-        return list(zip([k for k, _ in work], pool.map(lambda item: compile_kernel(*item), work), strict=True))
+        found = list(pool.map(lambda item: _compile(item[0][0], item[1]), work))
+    return [(kernel, code[kernel.name]) for (together, _), code in zip(work, found, strict=True) for kernel in together]
 
 
 def compile_kernel(kernel: Kernel, arch: str) -> Compiled:
     """Raises AssertionError with the compiler's log."""
+    return _compile(kernel, arch)[kernel.name]
+
+
+def _compile(kernel: Kernel, arch: str) -> dict[str, Compiled]:
+    """All entry points of the kernel's text."""
     text, flags = kernel_source(kernel.source), [*options(arch, kernel.defines), "--ptxas-options=-v"]
-    lib = _nvrtc()
+    lib, tool = _nvrtc(), disassembler()
     cubin, log = _with_nvcc(text, flags) if lib is None else _with_nvrtc(lib, text, [*flags, *CUPY])
-    tool = disassembler()
-    if tool is None:
-        return Compiled(arch, log, None, None, None)
+    _, *parts = re.split(r"Compiling entry function '(\w+)'", log)
+    listing = None if tool is None else _disassembled(tool, cubin)
+    return {name: _compiled(name, arch, part, listing) for name, part in zip(parts[::2], parts[1::2], strict=True)}
+
+
+def _disassembled(tool: str, cubin: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        listing = subprocess.run([tool, file.name], capture_output=True, text=True, check=True).stdout
-    bound = re.search(r"EIATTR_MAX_THREADS.*?\.word\s+(0x\w+)\s.*?\.word\s+(0x\w+)\s.*?\.word\s+(0x\w+)", listing, re.S)
+        return subprocess.run([tool, file.name], capture_output=True, text=True, check=True).stdout
+
+
+def _compiled(name: str, arch: str, log: str, listing: str | None) -> Compiled:
+    if listing is None:
+        return Compiled(arch, log, None, None, None)
+    info, code = (_section(listing, f"{prefix}.{name}") for prefix in (".nv.info", ".text"))
+    bound = re.search(r"EIATTR_MAX_THREADS.*?\.word\s+(0x\w+)\s.*?\.word\s+(0x\w+)\s.*?\.word\s+(0x\w+)", info, re.S)
     threads = int(bound[1], 16) * int(bound[2], 16) * int(bound[3], 16) if bound else None
-    return Compiled(arch, log, threads, *_read(listing))
+    return Compiled(arch, log, threads, *_read(code))
 
 
-def _read(listing: str) -> tuple[Counter[str], tuple[Counter[str], ...]]:
+def _section(listing: str, name: str) -> str:
+    found = re.search(rf"^//-+ {re.escape(name)} .*?(?=^//-+ \.|\Z)", listing, re.S | re.M)
+    assert found is not None, name
+    return found[0]
+
+
+def _read(code: str) -> tuple[Counter[str], tuple[Counter[str], ...]]:
     """Opcodes of a listing, and of each of its loops: from a label to the last branch back to it."""
-    code = listing[listing.index(".text.") :]
     instructions = [(m.start(), m[1], m[2]) for m in _INSTRUCTION.finditer(code)]
     labels = {m[1]: m.start() for m in _LABEL.finditer(code)}
     ends: dict[int, int] = {}

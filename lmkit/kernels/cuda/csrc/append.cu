@@ -1,7 +1,8 @@
 // ops.rope_append and ops.kv_append: 16 lanes take a head of a token (D / 16 elements a lane), 8 heads a block.
 //
-// Of each token come its query heads, its key heads, its value heads: index = (token, head). Queries and keys are turned
-// and written back; keys and values are quantized and stored. With null angles nothing turns (kv_append, no query heads).
+// Of each token come its query heads, its key heads, its value heads: index = (token, head). Queries and keys are
+// turned and written back; keys and values are quantized and stored. With null angles nothing turns (kv_append, no
+// query heads).
 //
 // DIM: D. KEYS, VALUES: storage types (StorageType). LM_BF16: q, k, v are bfloat16.
 #include "kv.cuh"
@@ -27,23 +28,28 @@ DEVICE void store(const Store& to, i64 row, int head, const float (&head_of_toke
     if constexpr ((DIM & (DIM - 1)) == 0) {
         if (to.hadamard) hadamard<DIM>(x);
     }
-    store_head<TYPE, DIM>(to.data + row * Storage<TYPE, DIM>::ROW, to.params + row * 4, x, to.scales ? to.scales + head : nullptr, active);
+    const float* scale = to.scales ? to.scales + head : nullptr;
+    store_head<TYPE, DIM>(to.data + row * Storage<TYPE, DIM>::ROW, to.params + row * 4, x, scale, active);
 }
 
 extern "C" __global__ void __launch_bounds__(128)
-append(u16* q, i64 q_token, i64 q_head, u16* k, i64 k_token, i64 k_head, u16* v, i64 v_token, i64 v_head, const float* cosines,
-       const float* sines, int half, const float* mean, u8* k_data, u8* k_params, const float* k_scales, int k_hadamard, u8* v_data,
-       u8* v_params, const float* v_scales, int v_hadamard, const i32* slots, int tokens, int q_heads, int kv_heads, int block_size) {
+append(u16* q, i64 q_token, i64 q_head, u16* k, i64 k_token, i64 k_head, u16* v, i64 v_token, i64 v_head,
+       const float* cosines, const float* sines, int half, const float* mean, u8* k_data, u8* k_params,
+       const float* k_scales, int k_hadamard, u8* v_data, u8* v_params, const float* v_scales, int v_hadamard,
+       const i32* slots, int tokens, int q_heads, int kv_heads, int block_size) {
     const int heads = q_heads + 2 * kv_heads;
     const i64 index = blockIdx.x * 8ll + threadIdx.x / 16, count = static_cast<i64>(tokens) * heads;
-    // Which of the three a warp's two halves have may differ; the paths' warp operations are met by all lanes, a half that
-    // has something else or nothing to do takes part with `mine` false.
+    // Which of the three a warp's two halves have may differ; the paths' warp operations are met by all lanes, a half
+    // that has something else or nothing to do takes part with `mine` false.
     const bool active = index < count;
     const i64 token = active ? index / heads : 0;
     const int head = active ? static_cast<int>(index - token * heads) : 0;
-    const int kind = head < q_heads ? 0 : head < q_heads + kv_heads ? 1 : 2, kv_head = max(0, head - q_heads) % kv_heads;
+    const int kind = head < q_heads ? 0 : head < q_heads + kv_heads ? 1 : 2;
+    const int kv_head = max(0, head - q_heads) % kv_heads;
 
-    u16* row = kind == 0 ? q + token * q_token + head * q_head : kind == 1 ? k + token * k_token + kv_head * k_head : v + token * v_token + kv_head * v_head;
+    u16* row = kind == 0   ? q + token * q_token + head * q_head
+               : kind == 1 ? k + token * k_token + kv_head * k_head
+                           : v + token * v_token + kv_head * v_head;
     const Angles angles{cosines + token * half, sines + token * half, kind == 2 ? 0 : half};
     float x[DIM / 16];
     load_head<DIM>(x, row, mean && kind == 1 ? mean + kv_head * DIM : nullptr, angles);
@@ -52,7 +58,9 @@ append(u16* q, i64 q_token, i64 q_head, u16* k, i64 k_token, i64 k_head, u16* v,
 
     const int slot = kind > 0 && active ? slots[token] : -1;
     const i64 where = slot < 0 ? 0 : row_of_slot(slot, block_size, kv_heads, kv_head);
-    if (__any_sync(0xffffffffu, kind == 1)) store<KEYS>({k_data, k_params, k_scales, k_hadamard}, where, kv_head, x, kind == 1 && slot >= 0);
-    if (__any_sync(0xffffffffu, kind == 2)) store<VALUES>({v_data, v_params, v_scales, v_hadamard}, where, kv_head, x, kind == 2 && slot >= 0);
+    if (__any_sync(0xffffffffu, kind == 1))
+        store<KEYS>({k_data, k_params, k_scales, k_hadamard}, where, kv_head, x, kind == 1 && slot >= 0);
+    if (__any_sync(0xffffffffu, kind == 2))
+        store<VALUES>({v_data, v_params, v_scales, v_hadamard}, where, kv_head, x, kind == 2 && slot >= 0);
 }
 EXPORT(append)

@@ -1,45 +1,66 @@
-// Attention of one new token a sequence over blocked KV; with k and v given also what comes before: RoPE of the queries,
-// RoPE, quantization and append of the token's key and value (ops.rope_paged_attention). Otherwise ops.paged_attention.
+// Attention of one new token a sequence over blocked KV; with k and v given also what comes before: RoPE of the
+// queries, RoPE, quantization and append of the token's key and value (ops.rope_paged_attention). Otherwise
+// ops.paged_attention.
 //
-// Grid (splits, KV heads x head tiles, sequences), 4 warps. A block has up to 8 NT query heads of one KV head and a share
-// of the sequence's tiles of 64 tokens; each warp walks over its own 16 tokens of every tile, with its own ring of STAGES
-// buffers filled by cp.async, and meets the others only at the end. For 16 tokens and 8 heads:
+// Grid (splits, KV heads x head tiles, sequences), 4 warps. A block has up to 8 NT query heads of one KV head and a
+// share of the sequence's tiles of 64 tokens; each warp walks over its own 16 tokens of every tile, with its own ring
+// of STAGES buffers filled by cp.async, and meets the others only at the end. For 16 tokens and 8 heads:
 //
-//   S^T = K Q^T    a = 16 tokens x 16 elements, straight from stored bytes;  b = 16 elements x 8 heads, in registers all along
-//          lane 4g + t has the scores of tokens g, g+8 with heads 2t, 2t+1
+//   S^T = K Q^T    a: 16 tokens x 16 elements, straight from stored bytes; b: 16 elements x 8 heads, in registers all
+//                  along; c: lane 4g + t has the scores of tokens g, g+8 with heads 2t, 2t+1
 //   P              = 2^(S - max); 8 x 8 of it turned by movmatrix are b of the second product
-//   O^T = V^T P^T  a = 16 elements x 16 tokens by ldmatrix.trans of stored bytes;  c: lane has heads 2t, 2t+1 again, so what
-//          belongs to a head (maximum, sums) is in the lanes that need it
+//   O^T = V^T P^T  a: 16 elements x 16 tokens, by ldmatrix.trans of stored bytes; c: a lane has heads 2t, 2t+1 again,
+//                  so what belongs to a head (maximum, sums) is in the lanes that need it
 //
-// A token's key scale s and minimum z enter its score, S = s (q . code) + z sum(q), and the codes' bias (kv.cuh) is taken off
-// by the accumulator's first value, -bias sum(q). Its value scale enters its weight, O = sum (P s) code + sum P z. P s is
-// rounded to F16, so it is kept relative to the greatest s so far ("top"): P s / top <= P < 2^15, and what falls below F16's
-// 2^-14 is 2^-25 of what the largest weights may be. P itself is relative to a maximum that may be out of date by a
-// factor of 2^4 (SLACK), so that most tiles need no reduction across lanes; 2^11 of headroom (LIFT) keeps small weights exact.
+// A token's key scale s and minimum z enter its score, S = s (q . code) + z sum(q), and the codes' bias (kv.cuh) is
+// taken off by the accumulator's first value, -bias sum(q). Its value scale enters its weight, O = sum (P s) code +
+// sum P z. P s is rounded to F16, so it is kept relative to the greatest s so far ("top"): P s / top <= P < 2^15, and
+// what falls below F16's 2^-14 is 2^-25 of what the largest weights may be. P itself is relative to a maximum that may
+// be out of date by a factor of 2^4 (SLACK), so that most tiles need no reduction across lanes; 2^11 of headroom
+// (LIFT) keeps small weights exact.
 //
 // Tokens that no query sees (behind the end, outside of the window) are not read: cp.async puts zeros in their place.
-// The newest token belongs to the last split, which takes it as it will be read back: from the row that it also appends.
+// The newest token belongs to the last split, which takes it as it will be read back: from the row that it also
+// appends.
 //
 // Splits: the share of a block depends on the length, which only the device knows; a block without tiles ends at once.
-// Others leave (O, max, sum) in float32, and the last one to arrive merges them in order, so results do not depend on time.
+// Others leave (O, max, sum) in float32, and the last one to arrive merges them in order, so results do not depend on
+// time.
 //
-// DIM: D. KEYS, VALUES: storage types. NT: tiles of 8 heads. BLOCK: tokens of a KV block. STAGES. MEAN: keys without their
-// mean (ops.KeyMean). LM_BF16: q, k, v and the result are bfloat16.
+// DIM: D. KEYS, VALUES: storage types. NT: tiles of 8 heads. BLOCK: tokens of a KV block. STAGES. MEAN: keys without
+// their mean (ops.KeyMean). LM_BF16: q, k, v and the result are bfloat16.
 #include "kv.cuh"
 
 using Keys = Storage<KEYS, DIM>;
 using Values = Storage<VALUES, DIM>;
 
 constexpr int WARPS = 4, UNIT = 16, TILE = WARPS * UNIT, ROWS = 8 * NT, E = DIM / 16;
-constexpr int VALUES_AT = UNIT * Keys::STRIDE, PARAMS_AT = VALUES_AT + UNIT * Values::STRIDE, STAGE = PARAMS_AT + UNIT * 8;
+// A stage: 16 rows of keys, 16 of values, params of 16 keys, of 16 values.
+constexpr int VALUES_AT = UNIT * Keys::STRIDE, PARAMS_AT = VALUES_AT + UNIT * Values::STRIDE;
+constexpr int STAGE = PARAMS_AT + UNIT * 8;
+constexpr u32 ALL = (1u << UNIT) - 1u;  // of 16 tokens
 constexpr float LIFT = 11.0f, SLACK = 4.0f, NOTHING = 1e30f;
+
+// A row of the newest token as it is stored.
+template <class S>
+struct NewRow {
+    alignas(16) u8 bytes[S::STRIDE];
+    u32 params;
+
+    // `lane` of `lanes` threads.
+    DEVICE void copy(u8* to, u8* to_params, int lane, int lanes) const {
+        for (int i = lane; i < S::ROW / 8; i += lanes)
+            reinterpret_cast<uint2*>(to)[i] = reinterpret_cast<const uint2*>(bytes)[i];
+        if (S::CODED && lane == 0) *reinterpret_cast<u32*>(to_params) = params;
+    }
+};
 
 // Shared memory behind the rings; the merge of the warps takes the rings' place.
 struct Shared {
-    u8 new_key[Keys::STRIDE], new_value[Values::STRIDE];  // the newest token's rows
-    u32 new_params[2];  // and params, of key and value
+    NewRow<Keys> new_key;
+    NewRow<Values> new_value;
     u16 queries[ROWS][DIM];  // Keys::Float
-    float to_logits[ROWS], sums[ROWS], starts[ROWS];  // of a head: factor of scores, sum of the query, the first of an accumulator
+    float to_logits[ROWS], sums[ROWS], starts[ROWS];  // of heads: factors of scores, sums of queries, first values of S
     float maxima[WARPS][ROWS], totals[WARPS][ROWS];
     int is_last;
 #if MEAN
@@ -51,11 +72,6 @@ struct Shared {
 struct Head {  // one head of the step's tokens
     const u16* data;
     i64 token, head;
-};
-
-struct Cache {
-    u8 *data, *params;
-    const float* scales;
 };
 
 struct Mean {
@@ -79,6 +95,7 @@ struct Span {
     DEVICE int tile(int i) const { return i < sink_tiles ? i : first_tile + i - sink_tiles; }
     // A bit for each of 16 tokens.
     DEVICE u32 visible(int token) const {
+        if (token >= window_start && token + UNIT <= length) return ALL;
         const int end = length - token, start = window_start - token, sink = sinks - token;
         return below(end) & (~below(start) | below(sink));
     }
@@ -88,7 +105,7 @@ struct Span {
 };
 
 // 16 tokens' rows, which lie one behind the other, to a stage.
-template <class S>
+template <class S, bool WHOLE>
 DEVICE void fetch_rows(u8* shared, const u8* rows, u32 visible) {
     constexpr int PIECE = S::ROW % 16 ? 8 : 16, PER_ROW = S::ROW / PIECE, COUNT = UNIT * PER_ROW;
 #pragma unroll
@@ -96,23 +113,40 @@ DEVICE void fetch_rows(u8* shared, const u8* rows, u32 visible) {
         const int i = base + lane_id(), row = i / PER_ROW;
         if (COUNT % 32 && i >= COUNT) break;
         u8* to = shared + row * S::STRIDE + (i - row * PER_ROW) * PIECE;
+        const bool valid = WHOLE || visible >> row & 1;
         if constexpr (PIECE == 16)
-            cp_async16(to, rows + i * 16, visible >> row & 1);
+            cp_async16(to, rows + i * 16, valid);
         else
-            cp_async_small<8>(to, rows + i * 8, visible >> row & 1);
+            cp_async_small<8>(to, rows + i * 8, valid);
     }
 }
 
-DEVICE void fetch(u8* stage, const Cache& keys, const Cache& values, const i32* table, int kv_heads, int kv_head, int token, u32 visible) {
-    if (visible == 0) return;
-    const i64 row = (static_cast<i64>(__ldg(table + token / BLOCK)) * kv_heads + kv_head) * BLOCK + token % BLOCK;
-    fetch_rows<Keys>(stage, keys.data + row * Keys::ROW, visible);
-    fetch_rows<Values>(stage + VALUES_AT, values.data + row * Values::ROW, visible);
-    const int i = lane_id() & 15;
-    const bool second = lane_id() >= 16;
-    if (second ? Values::CODED : Keys::CODED)
-        cp_async_small<4>(stage + PARAMS_AT + lane_id() * 4, (second ? values.params : keys.params) + (row + i) * 4, visible >> i & 1);
-}
+struct Fetcher {
+    const u8 *keys, *key_params, *values, *value_params;
+    const i32* table;
+    int kv_heads, kv_head;
+
+    // 16 tokens of which some are visible, the others become zeros.
+    DEVICE void operator()(u8* stage, u32 token, u32 visible) const {
+        const i64 row = (static_cast<i64>(__ldg(table + token / BLOCK)) * kv_heads + kv_head) * BLOCK + token % BLOCK;
+        if (visible == ALL)
+            rows<true>(stage, row, visible);
+        else
+            rows<false>(stage, row, visible);
+    }
+
+   private:
+    template <bool WHOLE>
+    DEVICE void rows(u8* stage, i64 row, u32 visible) const {
+        fetch_rows<Keys, WHOLE>(stage, keys + row * Keys::ROW, visible);
+        fetch_rows<Values, WHOLE>(stage + VALUES_AT, values + row * Values::ROW, visible);
+        const int i = lane_id() & 15;
+        const bool second = lane_id() >= 16;
+        if (second ? Values::CODED : Keys::CODED)
+            cp_async_small<4>(stage + PARAMS_AT + lane_id() * 4, (second ? value_params : key_params) + (row + i) * 4,
+                              WHOLE || visible >> i & 1);
+    }
+};
 
 // ---- before the loop
 
@@ -147,16 +181,19 @@ DEVICE void prepare_query(Shared& shared, int row, float (&x)[E], bool turned, f
 DEVICE void prepare_mean(Shared& shared, const Mean& mean, int kv_head, int heads, float to_logits) {
     const int half = mean.half;
     for (int i = threadIdx.x; i < heads * mean.num_pairs; i += WARPS * 32) {
-        const int row = i / mean.num_pairs, p = i - row * mean.num_pairs, pair = mean.pairs[kv_head * mean.num_pairs + p];
+        const int row = i / mean.num_pairs, p = i - row * mean.num_pairs;
+        const int pair = mean.pairs[kv_head * mean.num_pairs + p];
         const float* b = mean.vector + kv_head * DIM + pair;
         const float x = Half::to_float(shared.plain[row][pair]), y = Half::to_float(shared.plain[row][pair + half]);
-        shared.mean_shares[row][p] = make_float2((x * b[0] + y * b[half]) * to_logits, (y * b[0] - x * b[half]) * to_logits);
+        const float with_cosine = x * b[0] + y * b[half], with_sine = y * b[0] - x * b[half];
+        shared.mean_shares[row][p] = make_float2(with_cosine * to_logits, with_sine * to_logits);
     }
 }
 #endif
 
 // The newest token's key (warp 2) and value (warp 3), as they are stored, to shared memory.
-DEVICE void prepare_new(Shared& shared, const u16* k, const u16* v, const float* mean, Angles angles, const float* k_scale, const float* v_scale, bool turned) {
+DEVICE void prepare_new(Shared& shared, const u16* k, const u16* v, const float* mean, Angles angles,
+                        const float* k_scale, const float* v_scale, bool turned) {
     float x[E];
     const bool active = lane_id() < 16;
     if (warp_id() == 2) {
@@ -164,17 +201,12 @@ DEVICE void prepare_new(Shared& shared, const u16* k, const u16* v, const float*
         if constexpr ((DIM & (DIM - 1)) == 0) {
             if (turned) hadamard<DIM>(x);
         }
-        store_head<KEYS, DIM>(shared.new_key, reinterpret_cast<u8*>(shared.new_params), x, k_scale, active);
+        store_head<KEYS, DIM>(shared.new_key.bytes, reinterpret_cast<u8*>(&shared.new_key.params), x, k_scale, active);
     } else if (warp_id() == 3) {
         load_head<DIM>(x, v, nullptr, {nullptr, nullptr, 0});
-        store_head<VALUES, DIM>(shared.new_value, reinterpret_cast<u8*>(shared.new_params + 1), x, v_scale, active);
+        u8* params = reinterpret_cast<u8*>(&shared.new_value.params);
+        store_head<VALUES, DIM>(shared.new_value.bytes, params, x, v_scale, active);
     }
-}
-
-template <class S>
-DEVICE void copy_new(u8* row, u8* params, const u8* from, u32 from_params, int lane, int lanes) {
-    for (int i = lane; i < S::ROW / 8; i += lanes) reinterpret_cast<uint2*>(row)[i] = reinterpret_cast<const uint2*>(from)[i];
-    if (S::CODED && lane == 0) *reinterpret_cast<u32*>(params) = from_params;
 }
 
 // ---- one warp's attention
@@ -206,7 +238,8 @@ struct Attention {
             for (int h = 0; h < 2; ++h) {
                 const int row = 8 * n + 2 * t + h;
                 shift[n][h] = NOTHING, total[n][h] = minima[n][h] = 0.0f;
-                to_logits[n][h] = shared.to_logits[row], query_sum[n][h] = shared.sums[row], start[n][h] = shared.starts[row];
+                to_logits[n][h] = shared.to_logits[row];
+                query_sum[n][h] = shared.sums[row], start[n][h] = shared.starts[row];
             }
         }
         top = inverse_top = 0.0f;
@@ -228,7 +261,8 @@ struct Attention {
                 const int s = load * Keys::STEPS_PER_LOAD + i;
                 if (s >= Keys::STEPS) continue;
 #pragma unroll
-                for (int n = 0; n < NT; ++n) Keys::Float::mma(s & 1 ? odd[n] : x[n], a[i], query[n][s][0], query[n][s][1]);
+                for (int n = 0; n < NT; ++n)
+                    Keys::Float::mma(s & 1 ? odd[n] : x[n], a[i], query[n][s][0], query[n][s][1]);
             }
         }
 #pragma unroll
@@ -314,11 +348,13 @@ struct Attention {
             for (int h = 0; h < 2; ++h) {
                 float greatest = fmaxf(x[n][h], x[n][2 + h]);
 #pragma unroll
-                for (int step = 4; step < 32; step *= 2) greatest = fmaxf(greatest, __shfl_xor_sync(0xffffffffu, greatest, step));
+                for (int step = 4; step < 32; step *= 2)
+                    greatest = fmaxf(greatest, __shfl_xor_sync(0xffffffffu, greatest, step));
                 const float next = fminf(shift[n][h], LIFT - greatest), factor = ex2(next - shift[n][h]);
                 shift[n][h] = next, total[n][h] *= factor, minima[n][h] *= factor;
 #pragma unroll
-                for (int s = 0; s < Values::STEPS; ++s) out[n][s][h] *= factor * drop, out[n][s][2 + h] *= factor * drop;
+                for (int s = 0; s < Values::STEPS; ++s)
+                    out[n][s][h] *= factor * drop, out[n][s][2 + h] *= factor * drop;
             }
     }
 
@@ -435,12 +471,13 @@ DEVICE void merge_splits(const Partial& partial, float* weights, int heads, int 
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, NT * DIM <= 128 ? 4 : 2)
-decode_attention(const u16* q, i64 q_token, i64 q_head, const u16* k, i64 k_token, i64 k_head, const u16* v, i64 v_token, i64 v_head,
-                 const float* cosines, const float* sines, int half, u8* k_data, u8* k_params, const float* k_scales, int turned,
-                 u8* v_data, u8* v_params, const float* v_scales, const float* mean_vector, const i32* mean_pairs, const float* mean_table,
-                 int mean_half, int num_pairs, int positions, const i32* slots, const i32* block_tables, int max_blocks, const i32* query_start,
-                 const i32* context_lens, float to_logits, int window, int sinks, u16* out, float* partials, i32* counters, int kv_heads,
-                 int group) {
+decode_attention(const u16* q, i64 q_token, i64 q_head, const u16* k, i64 k_token, i64 k_head, const u16* v,
+                 i64 v_token, i64 v_head, const float* cosines, const float* sines, int half, u8* k_data, u8* k_params,
+                 const float* k_scales, int turned, u8* v_data, u8* v_params, const float* v_scales,
+                 const float* mean_vector, const i32* mean_pairs, const float* mean_table, int mean_half, int num_pairs,
+                 int positions, const i32* slots, const i32* block_tables, int max_blocks, const i32* query_start,
+                 const i32* context_lens, float to_logits, int window, int sinks, u16* out, float* partials,
+                 i32* counters, int kv_heads, int group) {
     const int sequence = blockIdx.z, tiles_of_heads = gridDim.y / kv_heads, kv_head = blockIdx.y / tiles_of_heads;
     const int first_head = (blockIdx.y - kv_head * tiles_of_heads) * ROWS, heads = min(ROWS, group - first_head);
     const int row = query_start[sequence];
@@ -452,16 +489,20 @@ decode_attention(const u16* q, i64 q_token, i64 q_head, const u16* k, i64 k_toke
         for (int i = threadIdx.x; i < heads * DIM; i += WARPS * 32) out[out_row * DIM + i] = 0;
     if (span.length <= 0 || split >= splits) return;
 
-    const int begin = static_cast<i64>(span.tiles) * split / splits, end = static_cast<i64>(span.tiles) * (split + 1) / splits;
-    const Cache keys{k_data, k_params, k_scales}, values{v_data, v_params, v_scales};
+    const i64 tiles = span.tiles;
+    const int begin = tiles * split / splits, end = tiles * (split + 1) / splits;
     const i32* table = block_tables + static_cast<i64>(sequence) * max_blocks;
+    const Fetcher fetch{k_data, k_params, v_data, v_params, table, kv_heads, kv_head};
     u8* ring = shared_memory + warp_id() * STAGES * STAGE;
+    int write_at = 0, read_at = 0;  // in the ring
     auto fetch_tile = [&](int i) {
         const int token = span.tile(i) * TILE + warp_id() * UNIT;
-        if (i < end) fetch(ring + (i - begin) % STAGES * STAGE, keys, values, table, kv_heads, kv_head, token, span.visible(token));
+        const u32 visible = i < end ? span.visible(token) : 0;
+        if (visible) fetch(ring + write_at, token, visible);
         cp_async_commit();
+        write_at = write_at == (STAGES - 1) * STAGE ? 0 : write_at + STAGE;
     };
-#pragma unroll
+#pragma unroll 1
     for (int s = 0; s < STAGES - 1; ++s) fetch_tile(begin + s);
 
     // The result's merge takes the rings' place, which may be smaller.
@@ -476,13 +517,14 @@ decode_attention(const u16* q, i64 q_token, i64 q_head, const u16* k, i64 k_toke
         float x[E];
 #pragma unroll
         for (int e = 0; e < E; ++e) x[e] = 0.0f;
-        if (r < heads) load_head<DIM>(x, q + row * q_token + (kv_head * group + first_head + r) * q_head, nullptr, angles);
+        const u16* query = q + row * q_token + (kv_head * group + first_head + r) * q_head;
+        if (r < heads) load_head<DIM>(x, query, nullptr, angles);
         prepare_query(shared, r, x, turned, to_logits);
     }
     if (owner)
         prepare_new(shared, k + row * k_token + kv_head * k_head, v + row * v_token + kv_head * v_head,
-                    mean_vector ? mean_vector + kv_head * DIM : nullptr, angles, k_scales ? k_scales + kv_head : nullptr,
-                    v_scales ? v_scales + kv_head : nullptr, turned);
+                    mean_vector ? mean_vector + kv_head * DIM : nullptr, angles,
+                    k_scales ? k_scales + kv_head : nullptr, v_scales ? v_scales + kv_head : nullptr, turned);
     __syncthreads();
 #if MEAN
     const Mean mean{mean_vector, mean_pairs, mean_table, mean_half, num_pairs, positions};
@@ -491,8 +533,8 @@ decode_attention(const u16* q, i64 q_token, i64 q_head, const u16* k, i64 k_toke
 #endif
     if (owner && first_head == 0) {
         const i64 where = row_of_slot(slot, BLOCK, kv_heads, kv_head);
-        copy_new<Keys>(k_data + where * Keys::ROW, k_params + where * 4, shared.new_key, shared.new_params[0], threadIdx.x, WARPS * 32);
-        copy_new<Values>(v_data + where * Values::ROW, v_params + where * 4, shared.new_value, shared.new_params[1], threadIdx.x, WARPS * 32);
+        shared.new_key.copy(k_data + where * Keys::ROW, k_params + where * 4, threadIdx.x, WARPS * 32);
+        shared.new_value.copy(v_data + where * Values::ROW, v_params + where * 4, threadIdx.x, WARPS * 32);
     }
 
     Attention state;
@@ -501,11 +543,12 @@ decode_attention(const u16* q, i64 q_token, i64 q_head, const u16* k, i64 k_toke
         cp_async_wait<STAGES - 2>();
         __syncwarp();  // all lanes have their bytes of this stage, and are done with the one before
         const int token = span.tile(i) * TILE + warp_id() * UNIT, newest = span.length - 1 - token;
-        u8* stage = ring + (i - begin) % STAGES * STAGE;
+        u8* stage = ring + read_at;
+        read_at = read_at == (STAGES - 1) * STAGE ? 0 : read_at + STAGE;
         if (owner && newest >= 0 && newest < UNIT) {
-            copy_new<Keys>(stage + newest * Keys::STRIDE, stage + PARAMS_AT + newest * 4, shared.new_key, shared.new_params[0], lane_id(), 32);
-            copy_new<Values>(stage + VALUES_AT + newest * Values::STRIDE, stage + PARAMS_AT + (UNIT + newest) * 4, shared.new_value,
-                             shared.new_params[1], lane_id(), 32);
+            u8 *value = stage + VALUES_AT + newest * Values::STRIDE, *params = stage + PARAMS_AT + newest * 4;
+            shared.new_key.copy(stage + newest * Keys::STRIDE, params, lane_id(), 32);
+            shared.new_value.copy(value, params + UNIT * 4, lane_id(), 32);
             __syncwarp();
         }
         fetch_tile(i + STAGES - 1);
@@ -516,7 +559,7 @@ decode_attention(const u16* q, i64 q_token, i64 q_head, const u16* k, i64 k_toke
 #if MEAN
         add_mean(x, shared, mean, mean_pairs + kv_head * num_pairs, token);
 #endif
-        if (visible != 0xffffu) {
+        if (visible != ALL) {
 #pragma unroll
             for (int n = 0; n < NT; ++n)
 #pragma unroll

@@ -3,20 +3,23 @@
 // Computed is Y^T = W X^T with mma.m16n8k16: the weight is operand A (16 outputs), x operand B (8 tokens), so that 1 to 8
 // tokens cost one mma per fragment of W. More tokens are more operands B for the same fragment (N_TILES of 8).
 //
-// A block holds tokens' inputs of one range of K in shared memory and walks over its share of the rows of W:
+// A block has the inputs of one range of K and walks over its share of the rows of W:
 //
 //     grid    (blocks of 8 N_TILES tokens, ranges of K, workers); a worker takes row blocks z, z + workers ...
 //     block   WARPS_N x WARPS_K warps; a row block is WARPS_N * ROWS tiles of 16 outputs. Warp (n, k) multiplies ROWS
-//             tiles with stages k, k + WARPS_K ... of the range: neighbouring kilobytes are read at the same time
+//             tiles with stages k, k + WARPS_K ... of the range: neighbouring kilobytes are read at the same time.
+//             Its u-th stage is its unit u; all warps have as many
 //
 // Weights go by cp.async from memory into the warp's own ring of DEPTH slots (a stage of ROWS tiles each, with scales),
 // and every lane reads back what it copied: there is no barrier in the loop, and the ring runs on into the next row
 // block while this one's sums are added up. In flight are WARPS * (DEPTH - 1) * ROWS KB of 4-bit weights, say
 // 8 * 7 = 56 KB an SM; 4.3 TB/s at 0.9 us need 29 KB of each of 132 SMs.
 //
-// x stays in shared memory for all row blocks (`slabs` 1), so that it comes from L2 once for each block: 132 M K 2 bytes
-// over the number of ranges, e.g. 4 MB at M = 16, K = 4096 in 4 ranges, beside 8 MB of weights of 4096 outputs. Where it
-// does not fit, the range is walked through in slabs, and the next slab is loaded while one is in use.
+// x comes in pieces, the inputs of one unit of all warps, in the same copy groups as the weights that meet them; so the
+// first row block has a barrier for each unit. If x is `resident`, all pieces stay: x comes from L2 once for a block,
+// 132 M K 2 bytes over the number of ranges, e.g. 4 MB at M = 16, K = 4096 in 4 ranges, beside 8 MB of weights of 4096
+// outputs. Where it has no room, pieces go through a ring of DEPTH, again for each row block, and barriers remain;
+// that costs 4 M / (16 WARPS_N ROWS) bytes of x for each byte of weights, so it wants large row blocks.
 // A lane reads 16 bytes of a row: rows lie 64 bytes (mod 128) apart, which puts the 8 lanes of a phase (2 rows x 64
 // bytes) on different banks. With N_TILES n-tiles and ROWS tiles a warp reads 2 N_TILES / ROWS KB of x per KB of
 // weights: more than 2 tiles of tokens want ROWS 2.
@@ -25,18 +28,20 @@
 // from zero, and a group's sum is scaled in float32. Warps' sums meet in shared memory, blocks' (ranges of K) in a
 // buffer of float32 that the block that comes last adds up; both in a fixed order.
 //
-// Instructions for a stage (64 weights a lane) of one tile at N_TILES 1, float16: 72 to dequantize (8 x (4 lop3, 1 shift,
-// 4 HADD2)), 8 mma, 7 LDS, 4 LDGSTS, some 30 others: about 2 a weight; memory at full speed leaves 3.7.
+// Instructions for a unit (64 4-bit weights a lane and tile) at N_TILES 1, float16: 72 to dequantize (8 x (4 lop3, 1
+// shift, 4 HADD2)), 8 mma, 8 LDS, 3 LDGSTS; with all others 2.7 a weight at ROWS 1, 2.1 at ROWS 2. Memory at full speed
+// leaves time for 3.7.
 //
 // Defines besides gemm.cuh's: N_TILES, ROWS, WARPS_N, WARPS_K, DEPTH.
 #include "gemm.cuh"
 
 constexpr int WARPS = WARPS_N * WARPS_K, THREADS = 32 * WARPS;
-constexpr int BLOCKS_PER_SM = N_TILES * ROWS <= 4 && THREADS < 512 ? 512 / THREADS : 1;  // at least: at most 128 registers
+constexpr int BLOCKS_PER_SM = N_TILES * ROWS <= (SCALES > 1 ? 2 : 4) ? 512 / THREADS : 1;  // at least: at most 128 registers
 constexpr int TOKENS = 8 * N_TILES;
 constexpr int BLOCK_TILES = WARPS_N * ROWS, BLOCK_ROWS = TILE * BLOCK_TILES;
 constexpr int SLOT_BYTES = ROWS * (STAGE_BYTES + STAGE_PARAM_BYTES);
 constexpr int RING_BYTES = DEPTH * SLOT_BYTES;
+constexpr int X_STRIDE = WARPS_K * STAGE * 2 + 64;    // of tokens in a piece of x
 constexpr int SLICE = N_TILES < 4 ? N_TILES : 4;     // n-tiles whose sums meet at a time
 constexpr int SUM_STRIDE = TILE * ROWS + 4;          // floats; lanes (g, t) write to 2 t * stride + g: all banks
 constexpr int SUM_BYTES = 8 * SLICE * SUM_STRIDE * 4;  // of a warp
@@ -51,15 +56,15 @@ struct Arguments {
     void* y;             // [tokens, outputs]
     float* partial;      // [ranges, tokens, row blocks * BLOCK_ROWS], of more than one range
     i32* counters;
-    int tokens, inputs, outputs, tiles, stages, groups, stages_per_group, slab, slabs, gated, kind;
+    int tokens, inputs, outputs, tiles, stages, groups, stages_per_group, units, resident, gated, kind;
 };
 
 enum Kind { HALF, FLOAT, ADD };
 
 // The weights of a warp, in the order in which it reads them: pointers of each lane, which advance.
 struct Stream {
-    int first, valid, units;  // stages of a row block: the first, how many there are, how many are read (rest: zeros)
-    int block, left, unit;    // the next row block, tiles from there to the last, the next stage
+    int first, valid;       // stages of a row block: the first, how many there are
+    int block, left, unit;  // the next row block, tiles from there to the last, the next stage
     const u8 *codes, *params;
 
     DEVICE void start(const Arguments& a, int blocks, int warp_n) {
@@ -91,23 +96,20 @@ struct Stream {
     }
 };
 
-// x[token .. token + count, first .. first + inputs of a slab] is on its way; zeros beyond the last input.
-DEVICE void copy_x(u8* to, int stride, const Arguments& a, int token, int count, int first) {
-    const int vectors = a.slab * (STAGE / 8);
-    int row = threadIdx.x / vectors, column = threadIdx.x % vectors;
-    while (row < count) {
-        const int k = first + 8 * column;
+// A piece of x, of tokens token .. token + count - 1 from input `first` on, is on its way; zeros beyond the last input.
+DEVICE void copy_x(u8* to, const Arguments& a, int token, int count, int first) {
+    constexpr int VECTORS = WARPS_K * STAGE / 8;  // of a row
+    for (int i = threadIdx.x; i < count * VECTORS; i += THREADS) {
+        const int row = i / VECTORS, k = first + i % VECTORS * 8;
         const bool valid = k < a.inputs;
-        cp_async16(to + row * stride + 16 * column, a.x + static_cast<i64>(token + row) * a.inputs + (valid ? k : 0), valid);
-        column += THREADS;
-        while (column >= vectors) column -= vectors, ++row;
+        cp_async16(to + row * X_STRIDE + i % VECTORS * 16, a.x + static_cast<i64>(token + row) * a.inputs + (valid ? k : 0), valid);
     }
 }
 
 using Sums = float[ROWS][N_TILES][4];
 
-// sums += one stage of weights times x. `x[n]` is the lane's part of its token of n-tile n.
-DEVICE void multiply(Sums& sums, const u8* slot, const int (&x)[N_TILES], int x_offset, int lane) {
+// sums += one stage of weights times x. `x` is the lane's part of its token of the first n-tile.
+DEVICE void multiply(Sums& sums, const u8* slot, const u8* x, int lane) {
     const int g = lane >> 2;
     float group_sums[CHAINS][ROWS][N_TILES][4];
     Params p[ROWS];
@@ -133,7 +135,7 @@ DEVICE void multiply(Sums& sums, const u8* slot, const int (&x)[N_TILES], int x_
             for (int i = 0; i < 2; ++i) fragment(a[r][i], words[r], k32 % HALVES, i, p[r].excess);
 #pragma unroll
         for (int n = 0; n < N_TILES; ++n) {
-            const uint4 b = *reinterpret_cast<const uint4*>(shared_memory + x[n] + x_offset + k32 * 64);
+            const uint4 b = *reinterpret_cast<const uint4*>(x + n * 8 * X_STRIDE + k32 * 64);
 #pragma unroll
             for (int r = 0; r < ROWS; ++r) Half::mma(group_sums[0][r][n], a[r][0], b.x, b.y);
 #pragma unroll
@@ -146,7 +148,8 @@ DEVICE void multiply(Sums& sums, const u8* slot, const int (&x)[N_TILES], int x_
                 for (int n = 0; n < N_TILES; ++n)
 #pragma unroll
                     for (int c = 0; c < 4; ++c) {
-                        const float sum = group_sums[0][r][n][c] + (CHAINS > 1 ? group_sums[CHAINS - 1][r][n][c] : 0.0f);
+                        float sum = group_sums[0][r][n][c];
+                        if (CHAINS > 1) sum += group_sums[CHAINS - 1][r][n][c];
                         sums[r][n][c] += p[r].scale[c >> 1] * sum;
                     }
     }
@@ -250,57 +253,53 @@ DEVICE bool is_last(i32* counter, float* flag) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     gemm(const u16* x, const u8* codes, const u8* params, const float* bias, void* y, float* partial, i32* counters, int tokens,
-         int inputs, int outputs, int tiles, int stages, int groups, int stages_per_group, int slab, int slabs, int gated, int kind) {
-    const Arguments a{x,     codes, params, bias,   y,      partial,          counters, tokens, inputs,
-                      outputs, tiles, stages, groups, stages_per_group, slab,     slabs,  gated, kind};
+         int inputs, int outputs, int tiles, int stages, int groups, int stages_per_group, int units, int resident, int gated,
+         int kind) {
+    const Arguments a{x,     codes,  params, bias,   y,      partial,          counters, tokens,   inputs,
+                      outputs, tiles, stages, groups, stages_per_group, units,    resident, gated, kind};
     const int lane = lane_id(), warp_n = warp_id() / WARPS_K, warp_k = warp_id() % WARPS_K;
     const int blocks = (tiles + BLOCK_TILES - 1) / BLOCK_TILES, workers = gridDim.z;
-    const int range = slab * slabs, first_stage = blockIdx.y * range;  // of stages
+    const int first_stage = blockIdx.y * units * WARPS_K, first = first_stage + warp_k;
     const int token = blockIdx.x * TOKENS, count = min(tokens - token, TOKENS);
     const i64 padded_rows = static_cast<i64>(blocks) * BLOCK_ROWS;
 
-    float* all_sums = reinterpret_cast<float*>(shared_memory + WARPS * RING_BYTES);
-    const int x_at = WARPS * (RING_BYTES + SUM_BYTES), x_stride = slab * STAGE * 2 + 64, x_bytes = count * x_stride;
-    int x_of[N_TILES];  // tokens that are not there are read as the last: their columns are nobody's
-#pragma unroll
-    for (int n = 0; n < N_TILES; ++n) x_of[n] = x_at + min(8 * n + (lane >> 2), count - 1) * x_stride + 16 * (lane & 3);
-
-    // All warps read as many stages; those beyond the last are zeros.
-    const int first = first_stage + warp_k, valid = first < stages ? (stages - first + WARPS_K - 1) / WARPS_K : 0;
-    const bool has_params = lane < STAGE_PARAM_BYTES / 16;
+    // One n-tile keeps no place for tokens that are not there: the last is read instead. More n-tiles keep it and read
+    // what lies there. Either way that makes columns of the product that nobody looks at.
+    float* const all_sums = reinterpret_cast<float*>(shared_memory + WARPS * RING_BYTES);
+    u8* const pieces = shared_memory + WARPS * (RING_BYTES + SUM_BYTES);
+    const int piece_bytes = (N_TILES == 1 ? count : TOKENS) * X_STRIDE;
+    const u8* const my_x = pieces + (N_TILES == 1 ? min(lane >> 2, count - 1) : lane >> 2) * X_STRIDE + warp_k * STAGE * 2 + 16 * (lane & 3);
     u8* const ring = shared_memory + warp_id() * RING_BYTES;
-    Stream stream{first, valid, range / WARPS_K, static_cast<int>(blockIdx.z)};
-    const auto advance = [&](int slot) {
-        stream.copy(ring + slot + lane * 16, a, has_params);
-        if (stream.unit == stream.units) stream.block += workers, stream.start(a, blocks, warp_n);
-    };
 
+    // Where a unit's weights, and its piece of x, lie. Beyond the last stage there are zeros.
+    const int num_pieces = resident ? units : DEPTH;
+    int filled_piece = 0, filled_slot = 0;
+    Stream stream{first, first < stages ? (stages - first + WARPS_K - 1) / WARPS_K : 0, static_cast<int>(blockIdx.z)};
     stream.start(a, blocks, warp_n);
-    copy_x(shared_memory + x_at, x_stride, a, token, count, first_stage * STAGE);
-    for (int slot = 0; slot < (DEPTH - 1) * SLOT_BYTES; slot += SLOT_BYTES) advance(slot);
+    const auto copy_next = [&] {
+        if (stream.block < blocks && filled_piece < num_pieces)
+            copy_x(pieces + filled_piece * piece_bytes, a, token, count, (first_stage + stream.unit * WARPS_K) * STAGE);
+        stream.copy(ring + filled_slot + lane * 16, a, lane < STAGE_PARAM_BYTES / 16);
+        filled_slot = filled_slot == (DEPTH - 1) * SLOT_BYTES ? 0 : filled_slot + SLOT_BYTES;
+        filled_piece = !resident && filled_piece == DEPTH - 1 ? 0 : filled_piece + 1;
+        if (stream.unit == units) stream.block += workers, stream.start(a, blocks, warp_n);
+    };
+    for (int i = 0; i < DEPTH - 1; ++i) copy_next();
 
-    int filled = (DEPTH - 1) * SLOT_BYTES, slot = 0, buffer = 0;  // `filled`: the slot that is filled next
-    bool new_x = true;
+    int slot = 0, piece = 0;
     for (int block = blockIdx.z; block < blocks; block += workers) {
+        const bool waits_for_x = !resident || block == static_cast<int>(blockIdx.z);
         Sums sums = {};
-        for (int part = 0; part < slabs; ++part) {
-            for (int at = warp_k * STAGE * 2; at < slab * STAGE * 2; at += WARPS_K * STAGE * 2) {
-                cp_async_wait<DEPTH - 2>();
-                if (new_x) {
-                    __syncthreads();  // x is there, and the other buffer free
-                    if (slabs > 1 && (part + 1 < slabs || block + workers < blocks))
-                        copy_x(shared_memory + x_at + x_bytes - buffer, x_stride, a, token, count,
-                               (first_stage + (part + 1 < slabs ? part + 1 : 0) * slab) * STAGE);
-                    new_x = false;
-                } else {
-                    __syncwarp();  // scales come by other lanes, and all have left the slot that is filled next
-                }
-                advance(filled);
-                multiply(sums, ring + slot, x_of, buffer + at, lane);
-                filled = slot;
-                slot = slot == (DEPTH - 1) * SLOT_BYTES ? 0 : slot + SLOT_BYTES;
-            }
-            if (slabs > 1) buffer = x_bytes - buffer, new_x = true;
+        for (int unit = 0; unit < units; ++unit) {
+            cp_async_wait<DEPTH - 2>();
+            if (waits_for_x)
+                __syncthreads();  // the piece is there, and all have left the one that is filled next
+            else
+                __syncwarp();  // scales come by other lanes, and all have left the slot that is filled next
+            copy_next();
+            multiply(sums, ring + slot, my_x + piece, lane);
+            slot = slot == (DEPTH - 1) * SLOT_BYTES ? 0 : slot + SLOT_BYTES;
+            piece = piece == (num_pieces - 1) * piece_bytes ? 0 : piece + piece_bytes;
         }
         give<0>(a, all_sums, sums, block, token, count, padded_rows);
         if (N_TILES > SLICE) give<SLICE>(a, all_sums, sums, block, token, count, padded_rows);

@@ -16,21 +16,21 @@ template <class A, class B> struct Choice<false, A, B> { using Type = B; };
 // How a token's row looks, and what its parts are in fragments.
 //
 // A row is cut into chunks of 16 bytes, and ldmatrix takes chunks 2i and 2i+1 of 16 tokens at once ("load" i), as
-// matrices (tokens 0-7, chunk 2i), (8-15, 2i), (0-7, 2i+1), (8-15, 2i+1). Bytes are enough for it: what an mma calls k or
-// a row may be any element, so long as the other operand or the result is read the same way. A "step" is what one mma
-// takes: 16 elements of 16 tokens.
+// matrices (tokens 0-7, chunk 2i), (8-15, 2i), (0-7, 2i+1), (8-15, 2i+1). Bytes are enough for it: what an mma calls k
+// or a row may be any element, so long as the other operand or the result is read the same way. A "step" is what one
+// mma takes: 16 elements of 16 tokens.
 //
 //   16-bit   step s = elements 16 s + 0..15 = load s, as in ptx.cuh
 //   8-bit    step s = elements 16 s + 0..15 = chunk s
 //   int4     steps 2c and 2c+1 = the low and the high nibbles of chunk c: elements 16 c + 0..15, D/2 + 16 c + 0..15
 //
-// Keys, lane 4g + t of a 32-bit register of codes has bytes 4t..4t+3 of one token's chunk; its pairs are bytes (0, 2) and
-// (1, 3), since masks alone pull those apart: k 2t, 2t+1 are bytes 4t, 4t+2 and k 2t+8, 2t+9 are bytes 4t+1, 4t+3.
-// Values, loaded transposed: bytes 2g and 2g+1 of token 2t, then of token 2t+1. Bytes (0, 2) are the row g of a fragment
-// whose row is the element and whose k is the token, bytes (1, 3) its row g+8.
+// Keys, lane 4g + t of a 32-bit register of codes has bytes 4t..4t+3 of one token's chunk; its pairs are bytes (0, 2)
+// and (1, 3), since masks alone pull those apart: k 2t, 2t+1 are bytes 4t, 4t+2 and k 2t+8, 2t+9 are bytes 4t+1, 4t+3.
+// Values, loaded transposed: bytes 2g and 2g+1 of token 2t, then of token 2t+1. Bytes (0, 2) are the row g of a
+// fragment whose row is the element and whose k is the token, bytes (1, 3) its row g+8.
 //
-// Chunks beyond the row's end (int4 rows of 8 bytes more than a multiple of 16, and odd numbers of chunks) are read and are
-// some numbers: the elements they stand for are -1 below; multiply them by 0 or drop them.
+// Chunks beyond the row's end (int4 rows of 8 bytes more than a multiple of 16, and odd numbers of chunks) are read
+// and are some numbers: the elements they stand for are -1 below; multiply them by 0 or drop them.
 template <int TYPE, int D>
 struct Storage {
     static_assert(D % 16 == 0, "steps are 16 elements");
@@ -44,8 +44,8 @@ struct Storage {
     static constexpr int STEPS = CODED ? CHUNKS * STEPS_PER_LOAD / 2 : LOADS;
     // In shared memory: an odd number of chunks, so that 8 rows' chunks lie in different banks.
     static constexpr int STRIDE = (2 * LOADS + 1) * 16;
-    // F16 numbers of codes are `code + bias` for keys (undone in a score: bias * sum of the query), `code` for values; of
-    // fp8 the number / 256, for both.
+    // F16 numbers of codes are `code + bias` for keys (undone in a score: bias * sum of the query), `code` for values;
+    // of fp8 the number / 256, for both.
     static constexpr float UNIT = TYPE == KV_FP8 ? 256.0f : 1.0f;
 
     // The element that is number j (0..3: k 2t, 2t+1, 2t+8, 2t+9) of lane t in a step of keys, or -1.
@@ -65,9 +65,9 @@ struct Storage {
         return TYPE == KV_INT8 ? 1024.0f : TYPE != KV_INT4 ? 0.0f : step & 1 ? 64.0f : 1024.0f;
     }
 
-    // Fragments (a of ptx.cuh: rows are tokens, k elements) of 16 tokens' keys, whose rows lie at `rows` in shared memory,
-    // STRIDE bytes apart. a[s] is step load * STEPS_PER_LOAD + s. As b of a product whose columns are tokens: a[s][0], [2]
-    // for tokens 0-7; a[s][1], [3] for 8-15.
+    // Fragments (a of ptx.cuh: rows are tokens, k elements) of 16 tokens' keys, whose rows lie at `rows` in shared
+    // memory, STRIDE bytes apart. a[s] is step load * STEPS_PER_LOAD + s. As b of a product whose columns are tokens:
+    // a[s][0], [2] for tokens 0-7; a[s][1], [3] for 8-15.
     static DEVICE void load_keys(u32 (&a)[STEPS_PER_LOAD][4], const u8* rows, int load) {
         u32 r[4];
         ldmatrix_x4(r, rows + (lane_id() & 15) * STRIDE + load * 32 + (lane_id() >> 4) * 16);
@@ -85,8 +85,8 @@ struct Storage {
         }
     }
 
-    // The same of values: rows are elements, k tokens. As b of a product whose columns are elements: a[s][0], [2] for rows
-    // 0-7 of the step, a[s][1], [3] for 8-15.
+    // The same of values: rows are elements, k tokens. As b of a product whose columns are elements: a[s][0], [2] for
+    // rows 0-7 of the step, a[s][1], [3] for 8-15.
     static DEVICE void load_values(u32 (&a)[STEPS_PER_LOAD][4], const u8* rows, int load) {
         u32 r[4];
         ldmatrix_x4_trans(r, rows + (lane_id() & 15) * STRIDE + load * 32 + (lane_id() >> 4) * 16);
@@ -117,7 +117,7 @@ struct Storage {
     // 0x6400 is 1024, whose last bit is worth 1; in 0x5400, 64, the bit 4 is.
     template <bool EXACT>
     static DEVICE void widen(u32 (&pairs)[STEPS_PER_LOAD], u32 r) {
-        if constexpr (TYPE == KV_FP8) {  // sign, then exponent and fraction one bit lower: the number / 256, even if subnormal
+        if constexpr (TYPE == KV_FP8) {  // exponent and fraction one bit lower: the number / 256, even if subnormal
             const u32 even = r << 8;
             pairs[0] = and_or(even >> 1, 0x3f803f80u, even & 0x80008000u);
             pairs[1] = and_or(r >> 1, 0x3f803f80u, r & 0x80008000u);
@@ -133,20 +133,22 @@ struct Storage {
             }
             if constexpr (EXACT) {
 #pragma unroll
-                for (int p = 0; p < STEPS_PER_LOAD; ++p) pairs[p] = F16::sub(pairs[p], p < 2 ? 0x64006400u : 0x54005400u);
+                for (int p = 0; p < STEPS_PER_LOAD; ++p)
+                    pairs[p] = F16::sub(pairs[p], p < 2 ? 0x64006400u : 0x54005400u);
             }
         }
     }
 };
 
-// ---- one head in 16 lanes: lane l of them holds elements l E .. l E + E - 1, E = D / 16. All lanes of a warp take part.
+// ---- one head in 16 lanes: lane l has elements l E .. l E + E - 1, E = D / 16. All lanes of a warp take part.
 
 template <class T, int E>
 DEVICE void load_span(T (&out)[E], const T* from) {
     constexpr int BYTES = E * sizeof(T);
     using Word = typename Choice<BYTES % 16 == 0, uint4, typename Choice<BYTES % 8 == 0, u64, T>::Type>::Type;
 #pragma unroll
-    for (int i = 0; i < BYTES / int(sizeof(Word)); ++i) reinterpret_cast<Word*>(out)[i] = reinterpret_cast<const Word*>(from)[i];
+    for (int i = 0; i < BYTES / int(sizeof(Word)); ++i)
+        reinterpret_cast<Word*>(out)[i] = reinterpret_cast<const Word*>(from)[i];
 }
 
 template <class T, int E>
@@ -154,7 +156,8 @@ DEVICE void store_span(T* to, const T (&in)[E]) {
     constexpr int BYTES = E * sizeof(T);
     using Word = typename Choice<BYTES % 16 == 0, uint4, typename Choice<BYTES % 8 == 0, u64, T>::Type>::Type;
 #pragma unroll
-    for (int i = 0; i < BYTES / int(sizeof(Word)); ++i) reinterpret_cast<Word*>(to)[i] = reinterpret_cast<const Word*>(in)[i];
+    for (int i = 0; i < BYTES / int(sizeof(Word)); ++i)
+        reinterpret_cast<Word*>(to)[i] = reinterpret_cast<const Word*>(in)[i];
 }
 
 DEVICE float rounded(float x) { return Half::to_float(Half::from_float(x)); }
@@ -213,7 +216,8 @@ template <int D>
 DEVICE void hadamard(float (&x)[D / 16]) {
     static_assert((D & (D - 1)) == 0 && D <= 256, "Hadamard's matrix");
     constexpr int E = D / 16;
-    constexpr float INVERSE_ROOT = D == 16 ? 0.25f : D == 32 ? 0.17677669529663687f : D == 64 ? 0.125f : D == 128 ? 0.08838834764831845f : 0.0625f;
+    constexpr float EVEN_ROOT = D <= 32 ? 0.25f : D <= 128 ? 0.125f : 0.0625f;
+    constexpr float INVERSE_ROOT = D == 32 || D == 128 ? EVEN_ROOT * 0.70710678118654752f : EVEN_ROOT;
 #pragma unroll
     for (int step = 1; step < E; step *= 2)
 #pragma unroll
@@ -297,7 +301,8 @@ DEVICE void store_head(u8* row, u8* params, const float (&x)[D / 16], const floa
         const u32 pair = quantize<TYPE>(codes, x, fixed);
         if constexpr (TYPE == KV_INT4) {
 #pragma unroll
-            for (int e = 0; e < E; ++e) codes[e] |= static_cast<u8>(__shfl_xor_sync(0xffffffffu, u32(codes[e]), 8) << 4);
+            for (int e = 0; e < E; ++e)
+                codes[e] |= static_cast<u8>(__shfl_xor_sync(0xffffffffu, static_cast<u32>(codes[e]), 8) << 4);
             active = active && lane < 8;
         }
         if (active) store_span(row + lane * E, codes);

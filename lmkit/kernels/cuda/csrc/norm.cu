@@ -72,6 +72,7 @@ extern "C" __global__ void __launch_bounds__(VECTORS > 4 ? 256 : 512) norm_rows(
         }
 #pragma unroll
         for (int j = 0; j < WIDTH; ++j) squares += y[i][j] * y[i][j];
+        if (VECTORS > 4 && i % 4 == 3) __syncwarp();  // no more loads under way at a time than registers can take
     }
     if (weight) {
         const float factor = rsqrtf(fold_row<false>(squares, partial) / columns + eps);
@@ -82,6 +83,7 @@ extern "C" __global__ void __launch_bounds__(VECTORS > 4 ? 256 : 512) norm_rows(
             load8(w, weight, column, false, aligned, count);
 #pragma unroll
             for (int j = 0; j < WIDTH; ++j) y[i][j] = y[i][j] * factor * w[j];
+            if (VECTORS > 4 && i % 4 == 3) __syncwarp();
         }
     }
     const i64 out_row = static_cast<i64>(row) * columns;

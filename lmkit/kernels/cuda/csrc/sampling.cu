@@ -1,11 +1,11 @@
 // From logits to tokens, without a sort and without the host: argmax, draws (lmkit.kernels.ops.draw) and
 // log-probabilities. A block has a row.
 //
-// Weights, relative to the most likely token's, are computed in float64 and rounded to integers of which all of a row
-// add up to less than 2^63: sums of integers depend on no order, so a row's token depends on the row alone, and atomics
-// in shared memory may gather them. Top-k and top-p are exact, not by rejection: the CPU sampler's tokens come out. Both
-// ask for the least logit that is kept and for how many of its equals are, which a radix selection finds in three
-// passes, 11, 11 and 10 bits of the logits at a time:
+// Weights, relative to the most likely token's, are computed in float64 and rounded to integers whose unit is such that
+// the row's add up to about 2^61, whether one token has it all or all have the same. Sums of integers depend on no
+// order, so a row's token depends on the row alone, and atomics in shared memory may gather them. Top-k and top-p are
+// exact, not by rejection: the CPU sampler's tokens come out. Both ask for the least logit that is kept and how many of
+// its equals are, which a radix selection finds in three passes, 11, 11 and 10 bits of the logits at a time:
 //
 //   bins of 11 bits of the logit  [0 ............ b ..... 2047]   the count (top-k) or the weight (top-p) of each;
 //   from the right, the bin b where they reach what is asked for; the next pass looks at the tokens of bin b alone
@@ -13,9 +13,11 @@
 // Tokens that cannot be kept are left out before that by a bound on the logits: some thousand are binned, not the
 // vocabulary. At the end the vocabulary is cut into THREADS segments of ids: the segment, then the token, at which the
 // weights that are kept exceed the row's share of their total.
-// A GPU's exp and the CPU's differ in the last of 53 bits, and so do sums: another token comes out where the share falls
-// between the two, once in about 10^10 draws. Of unequal logits whose float64 weights are equal (they differ by less
-// than 10^-16 temperatures) top-p takes the greater, not the lower id.
+//
+// A GPU's exp and the CPU's differ in the last of 53 bits, and the CPU's sums are rounded: another token comes out if
+// the share falls between the two. Both added up for 152k tokens of any spread: once in 10^9 draws at the worst. Of
+// unequal logits whose float64 weights are equal (they differ by less than 10^-16 temperatures) top-p takes the
+// greater, not the lower id.
 #include "slot.cuh"
 
 constexpr int THREADS = 512, WARPS = THREADS / 32, BINS = 2048;
@@ -35,6 +37,36 @@ struct Row {
     const float* logits;
     int vocab;
 };
+
+// f(logit, id) for the ids from `begin` to `end` by SIZE threads, of which this one is `rank`; a thread's ids ascend.
+// BATCH x 16 bytes are on their way at a time: a pass waits for memory, or for nothing.
+template <int SIZE, int BATCH, class F>
+DEVICE void for_each(Row row, int begin, int end, int rank, F f) {
+    const int misplaced = reinterpret_cast<u64>(row.logits + begin) / 4 % 4;
+    for (int at = begin - misplaced + 4 * rank; at < end; at += 4 * SIZE * BATCH) {
+        float4 x[BATCH];
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) {
+            const int id = at + 4 * SIZE * i;
+            const auto one = [&](int k) { return begin <= id + k && id + k < end ? row.logits[id + k] : 0.0f; };
+            if (begin <= id && id + 4 <= end)
+                x[i] = __ldg(reinterpret_cast<const float4*>(row.logits + id));
+            else
+                x[i] = make_float4(one(0), one(1), one(2), one(3));
+        }
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) {
+            const int id = at + 4 * SIZE * i;
+            const auto take = [&](float value, int id) {
+                if (begin <= id && id < end) f(value, id);
+            };
+            take(x[i].x, id), take(x[i].y, id + 1), take(x[i].z, id + 2), take(x[i].w, id + 3);
+        }
+    }
+}
+
+template <int BATCH, class F>
+DEVICE void for_all(Row row, F f) { for_each<THREADS, BATCH>(row, 0, row.vocab, threadIdx.x, f); }
 
 // ---- of a block
 
@@ -111,17 +143,15 @@ struct Peak {
 DEVICE Peak find_peak(Row row, float octaves) {
     float top = -infinity(), weight = 0.0f;
     int id = row.vocab;
-#pragma unroll 4
-    for (int i = threadIdx.x; i < row.vocab; i += THREADS) {
-        float x = row.logits[i];
+    for_all<4>(row, [&](float x, int at) {
         if (!(x < infinity())) x = infinity();
         if (x > top) {
             weight = weight * ex2((top - x) * octaves) + 1.0f;
-            top = x, id = i;
+            top = x, id = at;
         } else if (x > -infinity()) {
             weight += ex2((x - top) * octaves);
         }
-    }
+    });
     const u64 best = block_reduce(ranked(top, id), Greatest{});
     Peak peak{value_of(best), id_of(best)};
     peak.floor = static_cast<u32>(block_reduce(top > -infinity() ? order(top) : 0, Least{}));
@@ -184,8 +214,7 @@ DEVICE Segments add_up(Row row, F value) {
     for (int segment = warp_id(); segment * size < row.vocab; segment += WARPS) {
         const int end = min(row.vocab, (segment + 1) * size);
         u64 sum = 0;
-#pragma unroll 4
-        for (int id = segment * size + lane_id(); id < end; id += 32) sum += value(row.logits[id], id);
+        for_each<32, 1>(row, segment * size, end, lane_id(), [&](float x, int id) { sum += value(x, id); });
         sum = warp_reduce(sum, Sum{});
         if (lane_id() == 0) s.segment[segment] = sum;
     }
@@ -262,13 +291,11 @@ DEVICE Kept keep_greatest(Row row, Kept kept, u32 floor, u64 need, F value) {
         __syncthreads();
         for (int i = threadIdx.x; i < BINS; i += THREADS) s.low[i] = s.high[i] = 0;
         __syncthreads();
-#pragma unroll 4
-        for (int id = threadIdx.x; id < row.vocab; id += THREADS) {
-            const float x = row.logits[id];
+        for_all<4>(row, [&](float x, int id) {
             const u32 key = order(x);
-            const bool matches = level == 0 || key >> (shift + bits) == prefix;
-            if (matches && key >= floor && kept.has(key, id)) add_to_bin(key >> shift & ((1u << bits) - 1), value(x));
-        }
+            if (key < floor || (level > 0 && key >> (shift + bits) != prefix) || !kept.has(key, id)) return;
+            add_to_bin(key >> shift & ((1u << bits) - 1), value(x));
+        });
         __syncthreads();
         u64 before;
         const u32 bin = find_bin(need, before);
@@ -362,12 +389,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     const int size = (vocab + parts - 1) / parts, first = blockIdx.x * size, end = min(vocab, first + size);
     float top = -infinity();
     int id = vocab;
-#pragma unroll 8
-    for (int at = first + threadIdx.x; at < end; at += THREADS) {
-        float x = logits[i * stride + at];
+    for_each<THREADS, 4>({logits + i * stride, vocab}, first, end, threadIdx.x, [&](float x, int at) {
         if (!(x < infinity())) x = infinity();
         if (x > top) top = x, id = at;
-    }
+    });
     u64 best = block_reduce(ranked(top, id), Greatest{});
     if (threadIdx.x) return;
     partial[i * parts + blockIdx.x] = best;
@@ -403,11 +428,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     if (num_top == 0) return;
     const Kept kept = num_top < vocab ? keep_top_k(row, peak, num_top) : Kept{0, vocab};
     __syncthreads();
-    for (int id = threadIdx.x; id < vocab; id += THREADS) {
-        const float x = row.logits[id];
-        if (!kept.has(order(x), id)) continue;
+    for_all<4>(row, [&](float x, int id) {
+        if (!kept.has(order(x), id)) return;
         double* entry = result + 2 + 2 * atomicAdd(&shared().count, 1u);
         entry[0] = id, entry[1] = x;
-    }
+    });
 }
 EXPORT(score)

@@ -1,5 +1,5 @@
 // What a sampler keeps of each sequence on the device: 16 words of 8 bytes, written by the host when a sequence takes
-// the slot (kernels/cuda/sampling.py lists the same words). From then on kernels count in it, and the host may run ahead.
+// the slot (kernels/cuda/sampling.py lists the same words). From then on kernels count in it; the host may run ahead.
 #pragma once
 #include "ptx.cuh"
 

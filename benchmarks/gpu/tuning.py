@@ -1,0 +1,44 @@
+"""Measures which plan is best for each product and number of tokens, as gemm_table.py keeps it for this device.
+
+The plans that are to be compared are compiled first, several at a time: one after the other would take minutes.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from benchmarks.gpu.context import Context
+from benchmarks.gpu.models import random_qtensor
+from lmkit.kernels.cuda import gemm, gemm_plan, gemm_table, linear
+from lmkit.kernels.cuda.gemm_pack import PackedWeight, pack
+from lmkit.kernels.cuda.module import Kernel, backend
+
+PLANS = 5  # of each product, the most promising
+QUICK_BUCKETS = (1, 16)
+
+
+def run(context: Context, shapes: dict[str, tuple[int, int]]) -> None:
+    """For float16; other activations go by the estimate."""
+    buckets = QUICK_BUCKETS if context.quick or context.rehearsal else gemm_table.BUCKETS
+    start = time.perf_counter()
+    weights = [pack(random_qtensor(n, k, context.device)) for n, k in shapes.values()]
+    kernels = {id(kernel): kernel for weight in weights for kernel in _kernels(weight, buckets, context.device)}
+    with ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0)))) as pool:
+        list(pool.map(lambda kernel: kernel.compile(context.device), kernels.values()))
+    compiled = time.perf_counter() - start
+    if not context.rehearsal:
+        gemm_table.tune(weights, torch.float16, linear.library, buckets=buckets, num_plans=PLANS)
+    context.row("tuning", kernels=len(kernels), compile_seconds=compiled, seconds=time.perf_counter() - start)
+
+
+def _kernels(weight: PackedWeight, buckets: tuple[int, ...], device: str) -> Iterator[Kernel]:
+    where = backend(device)
+    limit = gemm_plan.shared_limit(where.capability())
+    for tokens in buckets:
+        for plan in gemm_plan.best(gemm.problem_of(tokens, weight), where.num_sms(), limit, PLANS):
+            yield gemm.kernel_for(weight, plan, torch.float16)

@@ -1,0 +1,11 @@
+// Tokens that the host did not know when it launched a step: an id below 0 stands for what was sampled last in slot
+// -1 - id, or, where nothing could be sampled, for token 0. A thread has one token.
+#include "ptx.cuh"
+
+extern "C" __global__ void __launch_bounds__(256) known_tokens(i64* token_ids, const i64* last_token, int tokens) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= tokens || token_ids[i] >= 0) return;
+    const i64 sampled = last_token[-1 - token_ids[i]];
+    token_ids[i] = sampled < 0 ? 0 : sampled;
+}
+EXPORT(known_tokens)

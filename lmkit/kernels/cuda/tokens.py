@@ -1,0 +1,24 @@
+"""Tokens that the last step has sampled, put where the next one looks for them: csrc/tokens.cu."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from lmkit.kernels import ops
+from lmkit.kernels.cuda.elementwise import accepts
+from lmkit.kernels.cuda.module import Kernel
+from lmkit.kernels.registry import implements
+
+THREADS = 256
+KERNEL = Kernel("tokens.cu", "known_tokens")
+
+
+@implements(ops.known_tokens, "cuda", device="cuda", accepts=accepts, priority=20)
+def known_tokens(token_ids: Tensor, last_token: Tensor) -> None:
+    KERNEL(-(-len(token_ids) // THREADS), THREADS, [token_ids, last_token, len(token_ids)])
+
+
+def variants() -> Iterator[Kernel]:
+    yield KERNEL

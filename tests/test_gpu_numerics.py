@@ -1,0 +1,138 @@
+"""A GPU computes what the CPU does: the same greedy tokens and nearly the same distributions, over bundled text.
+
+Emulated on the CPU for a few tokens of the smallest kind; on a GPU for all of them.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+import lmkit.demo
+from lmkit.config import EngineConfig
+from lmkit.formats.base import get_format
+from lmkit.formats.checkpoint import CheckpointReader, CheckpointWriter, atomic_directory
+from lmkit.formats.hub import DEMO_FOLDER
+from lmkit.kernels.cuda import emulation, module
+from lmkit.layers.batch import allocate_kv, whole_batch
+from lmkit.models.loader import load_model
+from lmkit.qtensor import QuantScheme, quantize
+from lmkit.text import Tokenizer
+from lmkit.turbo.engine import Engine
+from lmkit.turbo.request import GenerationConfig, Request
+
+KL = 1e-4  # nats per token, at most
+NUM_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 12, 40, 24
+SCHEME = QuantScheme(4, 128)
+BLOCK = 64
+
+
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model with 4-bit weights, rounded to nearest."""
+    out, fmt = tmp_path_factory.mktemp("models") / "w4", get_format("awq")
+    with CheckpointReader(DEMO_FOLDER) as reader, atomic_directory(out) as folder:
+        writer = CheckpointWriter(folder)
+        for name in reader.names():
+            tensor = reader.tensor(name)
+            if name.endswith("_proj.weight"):
+                fmt.write_linear(writer, name.removesuffix(".weight"), quantize(tensor, SCHEME))
+            else:
+                writer.add(name, tensor)
+        writer.finish(reader.config | {"quantization_config": fmt.config_entry({"": SCHEME})}, DEMO_FOLDER)
+    return out
+
+
+@pytest.fixture(params=["dense", "w4"])
+def checkpoint(request: pytest.FixtureRequest) -> Path:
+    folder: Path = request.getfixturevalue("quantized") if request.param == "w4" else DEMO_FOLDER
+    return folder
+
+
+@pytest.fixture
+def emulated() -> Iterator[None]:
+    if shutil.which("g++") is None:
+        pytest.skip("kernels are emulated with g++")
+    emulation.install(seed=11)
+    yield
+    module.BACKENDS.pop("cpu", None)
+    module.counters.cache_clear()
+
+
+@cache
+def prompts() -> list[list[int]]:
+    """Pieces of the held-out text, as token ids."""
+    text = (Path(lmkit.demo.__file__).parent / "text" / "heldout.txt").read_text()
+    ids = Tokenizer.from_pretrained(DEMO_FOLDER).encode(text[:200_000])
+    step = (len(ids) - PROMPT_TOKENS) // NUM_PROMPTS
+    return [ids[i * step : i * step + PROMPT_TOKENS - i] for i in range(NUM_PROMPTS)]  # of different lengths
+
+
+def logits(path: Path, rows: list[list[int]], device: str, dtype: str, tensors: str) -> Tensor:
+    """Of every token, float32 [T, vocab], on the CPU."""
+    decoder = load_model(path, device=device, dtype=dtype, activations="exact")
+    spec = decoder.spec
+    batch, blocks = whole_batch(rows, BLOCK, tensors)
+    kv = [
+        allocate_kv(blocks, spec.num_kv_heads, BLOCK, spec.head_dim, (dtype, dtype), tensors)
+        for _ in range(spec.num_layers)
+    ]
+    return decoder(batch, kv).float().cpu().clone()
+
+
+def divergence(ours: Tensor, reference: Tensor) -> float:
+    """KL of ours from the reference's distributions, the mean over tokens."""
+    p, q = reference.double().log_softmax(-1), ours.double().log_softmax(-1)
+    return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [
+        ("emulated", "float16"),
+        pytest.param("cuda", "float16", marks=pytest.mark.gpu),
+    ],
+)
+def test_distributions_are_the_cpus(checkpoint: Path, device: str, dtype: str, request: pytest.FixtureRequest) -> None:
+    rows = prompts()
+    if device == "emulated":
+        request.getfixturevalue("emulated")
+        rows = [rows[0][:5], rows[1][:1]]
+    tensors = "cpu" if device == "emulated" else "cuda"
+    ours = logits(checkpoint, rows, "cuda", dtype, tensors)
+    assert ours.isfinite().all()
+    module.BACKENDS.pop("cpu", None)  # the CPU's own kernels from here on
+    reference = logits(checkpoint, rows, "cpu", "float32", "cpu")
+    assert divergence(ours, reference) < KL
+    assert divergence(ours.roll(1, -1), reference) > KL
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_dtype", ["float16", "int8"])
+def test_greedy_tokens_are_the_cpus(checkpoint: Path, kv_dtype: str) -> None:
+    cpu: Any = {"device": "cpu", "dtype": "float32", "kv_dtype": "float32" if kv_dtype == "float16" else kv_dtype}
+    theirs = tokens(checkpoint, EngineConfig(**cpu, activations="exact", packed_cache=False))
+    gpu: Any = {"device": "cuda", "dtype": "float16", "kv_dtype": kv_dtype}
+    assert tokens(checkpoint, EngineConfig(**gpu, activations="exact", packed_cache=False)) == theirs
+
+
+def tokens(path: Path, config: EngineConfig) -> dict[str, list[int]]:
+    """What an engine answers to all prompts at once, greedily."""
+    engine = Engine(str(path), config)
+    found: dict[str, list[int]] = {}
+    params = GenerationConfig(max_new_tokens=NEW_TOKENS, ignore_eos=True)
+    for index, prompt in enumerate(prompts()):
+        engine.add(Request(request_id=str(index), prompt_ids=prompt, params=params))
+        found[str(index)] = []
+    while engine.has_work():
+        for output in engine.step():
+            assert output.error is None
+            found[output.request_id] += output.token_ids
+    engine.close()
+    return found
