@@ -7,6 +7,7 @@ import logging
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -28,6 +29,7 @@ from lmkit.turbo.device import EmulatedDevice, resolve_device
 from lmkit.turbo.engine import Engine
 from lmkit.turbo.plan import StepPlan
 from lmkit.turbo.request import GenerationConfig, Request, StepOutput
+from lmkit.turbo.worker import EngineLoop
 from tests.models import tiny
 
 SMALL: dict[str, Any] = {"block_size": 16, "max_batch_size": 4, "max_step_tokens": 24, "max_model_len": 128}
@@ -228,6 +230,18 @@ def test_a_prefix_is_found_again(checkpoint: Path, device: EmulatedDevice) -> No
     assert again["b"][0].cached_tokens >= 48
 
 
+def test_kv_comes_back_from_host_memory(checkpoint: Path, device: EmulatedDevice) -> None:
+    engine = on_gpu(
+        checkpoint, device, kv_memory=8 * 16 * 2 * 2 * 2 * 64 * 2, max_model_len=None, kv_host_memory=1 << 22
+    )
+    first = run(engine, [request("a", list(range(60)), 5)])
+    run(engine, [request("other", list(range(100, 200)), 5)])  # takes every block
+    again = run(engine, [request("b", list(range(60)), 5)])
+    assert tokens(first)["a"] == tokens(again)["b"]
+    assert engine.stats().tier_hits.get("host", 0) >= 16
+    engine.close()
+
+
 def test_prompt_logprobs_are_those_of_the_cpu(checkpoint: Path, device: EmulatedDevice) -> None:
     wanted = request("p", list(range(50)), 2, prompt_logprobs=True)
     got, want = (run(e, [wanted])["p"][0].prompt_logprobs for e in (on_gpu(checkpoint, device), on_cpu(checkpoint)))
@@ -314,6 +328,9 @@ def test_a_lost_gpu_ends_every_request_and_the_engine(
     assert all(output.finish_reason == "error" for output in outputs)
     with pytest.raises(DeviceLostError, match="illegal memory access was encountered"):
         engine.step()
+    loop = EngineLoop(engine, *(SimpleNamespace() for _ in range(2)))  # type: ignore[arg-type]
+    with pytest.raises(DeviceLostError):  # which ends the worker's process
+        loop._step()
 
 
 def test_a_step_that_cannot_be_captured_is_run_as_it_is(
