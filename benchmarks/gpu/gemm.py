@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 import lmkit.kernels  # noqa: F401  (registers)
-from benchmarks.gpu import peers, tuning
+from benchmarks.gpu import peers
 from benchmarks.gpu.context import Context
 from benchmarks.gpu.models import random_qtensor
 from benchmarks.gpu.roofline import LLAMA_3_8B
 from benchmarks.gpu.timing import copies_for, seconds_of
+from benchmarks.gpu.tuning import tune
 from lmkit.kernels import ops
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096)
@@ -40,7 +41,7 @@ def run(context: Context) -> None:
     shapes = {"qkv": (64, 128)} if context.rehearsal else LLAMA_3_8B.products()
     rows = (1, 9) if context.rehearsal else QUICK_ROWS if context.quick else ROWS
     with context.attempt("tuning"):
-        tuning.run(context, shapes)
+        tune(context, shapes)
     for title, (n, k) in shapes.items():
         for candidate in candidates(context, n, k):
             if context.is_over:

@@ -2,62 +2,87 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.gpu.context import Context
 
 ROOT = Path(__file__).parents[2]
-TESTS = ("tests/kernels/cuda", "tests/turbo/test_cuda_engine.py", "tests/test_gpu_numerics.py")
+OTHERS = ("tests/turbo/test_cuda_engine.py", "tests/test_gpu_numerics.py")
 SANITIZED = ("memcheck", "racecheck")
 SANITIZED_TESTS = ("tests/kernels/cuda/test_append.py", "tests/kernels/cuda/test_linear.py")
 SANITIZER_SECONDS = 60
 
 
+@dataclass(frozen=True)
+class Outcome:
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+
+
 def run(context: Context) -> None:
-    tests = [name for name in TESTS if (ROOT / name).exists()]
+    """Each file of tests is a process, several at a time: most of a test is compiling its kernels."""
+    start = time.perf_counter()
+    files = [path.relative_to(ROOT).as_posix() for path in sorted(ROOT.glob("tests/kernels/cuda/test_*.py"))]
+    files += [name for name in OTHERS if (ROOT / name).exists()]
     if context.rehearsal:
-        tests = ["tests/benchmarks/test_gpu_roofline.py"]
-    with context.attempt("tests"):
-        _pytest(context, "tests", tests, [], 0.9 * context.seconds)
-    tool = shutil.which("compute-sanitizer")
+        files = ["tests/benchmarks/test_gpu_roofline.py"]
+    with ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0)))) as pool:
+        outcomes = list(pool.map(lambda file: _file(context, file), files))
+    passed, failed, skipped = (sum(values) for values in zip(*map(_counts, outcomes), strict=True))
+    context.row("tests", passed=passed, failed=failed, skipped=skipped, seconds=time.perf_counter() - start)
+    tool = None if context.rehearsal else shutil.which("compute-sanitizer")
     for check in SANITIZED:
         if tool is None or context.is_over:
             context.row(check, error="compute-sanitizer is not installed" if tool is None else "no time left")
             continue
         with context.attempt(check):
             command = [tool, "--tool", check, "--error-exitcode", "9", "--target-processes", "all"]
-            _pytest(context, check, [*SANITIZED_TESTS, "-x"], command, SANITIZER_SECONDS)
+            found = _pytest(context, check, [*SANITIZED_TESTS, "-x"], command, SANITIZER_SECONDS)
+            context.row(check, passed=found.passed, failed=found.failed, skipped=found.skipped)
 
 
-def _pytest(context: Context, what: str, tests: list[str], prefix: list[str], seconds: float) -> None:
-    """A row with the numbers of tests, and one for each that failed."""
-    report = context.out / f"{what}.xml"
+def _counts(outcome: Outcome) -> tuple[int, int, int]:
+    return outcome.passed, outcome.failed, outcome.skipped
+
+
+def _file(context: Context, file: str) -> Outcome:
+    """A file that cannot be run to its end counts as a failure, and is a row that says why."""
+    with context.attempt(file):
+        return _pytest(context, Path(file).stem, [file], [], 0.85 * context.seconds)
+    return Outcome(failed=1)
+
+
+def _pytest(context: Context, what: str, tests: list[str], prefix: list[str], seconds: float) -> Outcome:
+    """Writes a row for each test that failed."""
+    report, log = context.out / f"{what}.xml", context.out / f"{what}.log"
+    report.unlink(missing_ok=True)
     marks = [] if context.rehearsal else ["-m", "gpu"]
-    options = ["-q", "-p", "no:cacheprovider", "--timeout", "120", f"--junitxml={report}", *marks]
-    start = time.perf_counter()
-    log = context.out / f"{what}.log"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *marks, *tests]
     with log.open("w") as file:
         done = subprocess.run(
-            [*prefix, sys.executable, "-m", "pytest", *options, *tests],
-            cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, timeout=seconds, check=False,
-        )  # fmt: skip
+            [*prefix, *command], cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, timeout=seconds, check=False
+        )
+    if not report.exists():
+        raise RuntimeError(f"pytest ended with status {done.returncode}; see {log.name}")
     cases = list(ElementTree.parse(report).iter("testcase"))
-    failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    failed = [case for case in cases if _problem(case) is not None]
     skipped = sum(case.find("skipped") is not None for case in cases)
     for case in failed:
-        context.row(f"{case.get('classname')}::{case.get('name')}", error=_first_line(case))
-    context.row(
-        what, passed=len(cases) - len(failed) - skipped, failed=len(failed), skipped=skipped, exit=done.returncode,
-        seconds=time.perf_counter() - start, log=log.name,
-    )  # fmt: skip
+        problem = _problem(case)
+        message = "" if problem is None else str(problem.get("message")).partition("\n")[0][:300]
+        context.row(f"{case.get('classname')}::{case.get('name')}", error=message)
+    return Outcome(len(cases) - len(failed) - skipped, len(failed), skipped)
 
 
-def _first_line(case: ElementTree.Element) -> str:
-    problem = case.find("failure")
-    problem = case.find("error") if problem is None else problem
-    return "" if problem is None else str(problem.get("message")).partition("\n")[0][:300]
+def _problem(case: ElementTree.Element) -> ElementTree.Element | None:
+    failure = case.find("failure")
+    return case.find("error") if failure is None else failure

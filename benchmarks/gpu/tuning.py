@@ -22,7 +22,7 @@ PLANS = 5  # of each product, the most promising
 QUICK_BUCKETS = (1, 16)
 
 
-def run(context: Context, shapes: dict[str, tuple[int, int]]) -> None:
+def tune(context: Context, shapes: dict[str, tuple[int, int]]) -> None:
     """For float16; other activations go by the estimate."""
     buckets = QUICK_BUCKETS if context.quick or context.rehearsal else gemm_table.BUCKETS
     start = time.perf_counter()

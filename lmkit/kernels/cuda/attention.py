@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from lmkit.kernels.registry import implements
 THREADS, WARPS, UNIT, TILE = 128, 4, 16, 64  # of csrc/decode_attention.cu; UNIT: tokens of a warp's step
 MAX_SPLITS = 64
 MAX_STAGES = 5
+RESERVED = 1024  # bytes of shared memory that CUDA keeps of each block
 LOG2E = math.log2(math.e)
 
 
@@ -114,42 +115,33 @@ def decode_attention(
         half, _, positions = mean.table.shape
         means = (mean.vector, mean.pairs, mean.table, half, mean.pairs.shape[1], positions)
 
-    # Tiles of 8 heads a block; with 16 heads or more of long rows there would be no registers for a second one.
-    n_tiles = 2 if group > 8 and dim <= 128 else 1
-    head_tiles = -(-group // (8 * n_tiles))
+    shape = shape_of(dim, k_cache.dtype, v_cache.dtype, group, mean is not None, backend(q.device.type).capability())
+    head_tiles = -(-group // (8 * shape.n_tiles))
     blocks = len(context_lens) * kv_heads * head_tiles
-    stages, shared = _pipeline(dim, k_cache.dtype, v_cache.dtype, n_tiles, mean is not None, q.device.type)
     tiles = -(-block_tables.shape[1] * k_cache.block_size // TILE)
-    splits = num_splits(blocks, tiles, _places(shared, n_tiles * dim, q.device.type))
+    splits = num_splits(blocks, tiles, backend(q.device.type).num_sms() * shape.blocks_per_sm)
     if blocks > NUM_COUNTERS:
         splits = 1
-    rows = min(group, 8 * n_tiles)
+    rows = min(group, 8 * shape.n_tiles)
     partials = torch.empty(blocks * splits * rows * (dim + 2) if splits > 1 else 0, device=q.device)
-    kernel = decode_kernel(
-        dim,
-        k_cache.dtype,
-        v_cache.dtype,
-        q.dtype == torch.bfloat16,
-        n_tiles,
-        k_cache.block_size,
-        stages,
-        mean is not None,
-    )
+    stored, bf16 = (k_cache.dtype, v_cache.dtype), q.dtype == torch.bfloat16
+    kernel = decode_kernel(dim, stored, bf16, k_cache.block_size, mean is not None, shape.n_tiles, shape.stages)
     args = [
         *strided(q), *strided(k), *strided(v), cos, sin, 0 if cos is None else cos.shape[1],
         *storage(k_cache), *storage(v_cache)[:3], *means, slots, block_tables, block_tables.stride(0), query_start,
         context_lens, scale * LOG2E, window, sinks, out, partials, counters(q.device.type), kv_heads, group,
     ]  # fmt: skip
-    kernel((splits, kv_heads * head_tiles, len(context_lens)), THREADS, args, shared=shared)
+    kernel((splits, kv_heads * head_tiles, len(context_lens)), THREADS, args, shared=shape.shared)
 
 
 @cache
 def decode_kernel(
-    dim: int, keys: str, values: str, bf16: bool, n_tiles: int, block_size: int, stages: int, mean: bool
+    dim: int, stored: tuple[str, str], bf16: bool, block_size: int, mean: bool, n_tiles: int, stages: int
 ) -> Kernel:
+    keys, values = (STORAGE[dtype] for dtype in stored)
     return Kernel(
-        "decode_attention.cu", "decode_attention", DIM=dim, KEYS=STORAGE[keys], VALUES=STORAGE[values], NT=n_tiles,
-        BLOCK=block_size, STAGES=stages, MEAN=int(mean), **({"LM_BF16": 1} if bf16 else {}),
+        "decode_attention.cu", "decode_attention", DIM=dim, KEYS=keys, VALUES=values, NT=n_tiles, BLOCK=block_size,
+        STAGES=stages, MEAN=int(mean), **({"LM_BF16": 1} if bf16 else {}),
     )  # fmt: skip
 
 
@@ -162,15 +154,38 @@ def num_splits(blocks: int, tiles: int, places: int) -> int:
     return min(range(1, min(tiles, MAX_SPLITS) + 1), key=lambda s: -(-blocks * s // places) * (1 / s + 1e-3), default=1)
 
 
+class Shape(NamedTuple):
+    """Of a block of csrc/decode_attention.cu."""
+
+    n_tiles: int  # of 8 query heads
+    stages: int  # of each warp's ring
+    shared: int  # bytes
+    blocks_per_sm: int
+    fits: bool  # into a device's shared memory
+
+
 @cache
-def _pipeline(dim: int, keys: str, values: str, n_tiles: int, mean: bool, device: str) -> tuple[int, int]:
-    """(stages of a warp's ring, bytes of shared memory): sizes of csrc/decode_attention.cu and its `Shared`."""
-    strides = row_stride(keys, dim), row_stride(values, dim)
-    stage = WARPS * (UNIT * sum(strides) + UNIT * 8)
-    rows = 8 * n_tiles
-    rest = sum(strides) + rows * (2 * dim + 12 + 8 * WARPS) + 128 + (rows * 6 * dim if mean else 0)
-    stages = max(2, min(MAX_STAGES, (_shared_budget(device) - rest) // stage))
-    return stages, max(stages * stage, WARPS * rows * dim * 4) + rest
+def shape_of(dim: int, keys: str, values: str, group: int, mean: bool, capability: tuple[int, int]) -> Shape:
+    """Two blocks' rings keep an SM's share of the memory's bandwidth in flight. Of rows longer than 128 there would be
+    no registers for a second tile of heads."""
+    n_tiles = 2 if group > 8 and dim <= 128 else 1
+    rows, strides = 8 * n_tiles, row_stride(keys, dim) + row_stride(values, dim)
+    stage = WARPS * (UNIT * strides + UNIT * 8)
+    rest = strides + rows * (2 * dim + 12 + 8 * WARPS) + 128 + (rows * 6 * dim if mean else 0)  # the kernel's `Shared`
+    whole = shared_of_sm(capability)
+    stages = max(2, min(MAX_STAGES, (whole // 2 - RESERVED - rest) // stage))
+    shared = max(stages * stage, WARPS * rows * dim * 4) + rest
+    by_registers = 4 if n_tiles * dim <= 128 else 2  # the kernel's launch bounds
+    blocks_per_sm = max(1, min(by_registers, whole // (shared + RESERVED)))
+    return Shape(n_tiles, stages, shared, blocks_per_sm, shared + RESERVED <= whole)
+
+
+def shared_of_sm(capability: tuple[int, int]) -> int:
+    """Bytes of shared memory of an SM, of which each block costs RESERVED (CUDA C++ Programming Guide, "Compute
+    Capabilities"); what is not known has what all have."""
+    if capability[0] in (9, 10):
+        return 228 << 10
+    return (164 if capability in ((8, 0), (8, 7)) else 100) << 10
 
 
 def row_stride(dtype: str, dim: int) -> int:
@@ -179,23 +194,13 @@ def row_stride(dtype: str, dim: int) -> int:
     return (-(-row // 32) * 2 + 1) * 16
 
 
-def _shared_budget(device: str) -> int:
-    """Bytes for a block: two or three of them keep an SM's share of the memory's bandwidth in flight."""
-    return {(8, 0): 80 << 10, (9, 0): 110 << 10, (10, 0): 110 << 10}.get(backend(device).capability(), 48 << 10)
-
-
-def _places(shared: int, width: int, device: str) -> int:
-    """Blocks of `shared` bytes that the device holds at a time. Registers leave room for four, or for two wide ones
-    (the kernel's launch bounds)."""
-    whole = {(8, 0): 164 << 10, (9, 0): 228 << 10, (10, 0): 228 << 10}.get(backend(device).capability(), 100 << 10)
-    by_registers = 4 if width <= 128 else 2
-    return backend(device).num_sms() * max(1, min(by_registers, whole // (shared + 1024)))
-
-
 def _can_attend(rows: tuple[Tensor, ...], k_cache: KVTensor, v_cache: KVTensor, decodes: bool) -> bool:
     """Whether kernels attend; what else there is (values that are turned, float32) is left to the reference."""
     if not can_run(rows, (k_cache, v_cache)) or k_cache.block_size % UNIT or v_cache.hadamard or v_cache.mean:
         return False
     pairs = 0 if k_cache.mean is None else k_cache.mean.pairs.shape[1]
-    dim = rows[0].shape[2]
+    heads, dim = rows[0].shape[1:]
+    group, capability = heads // k_cache.data.shape[1], backend(rows[0].device.type).capability()
+    if not shape_of(dim, k_cache.dtype, v_cache.dtype, group, pairs > 0, capability).fits:
+        return False
     return decodes or refusal(head_dim=dim, k=k_cache.dtype, v=v_cache.dtype, mean_pairs=pairs) is None

@@ -31,15 +31,19 @@ _U32x3 = ctypes.c_uint32 * 3
 
 
 class EmulatedBackend:
-    """Every launch draws another order of threads and blocks from `seed`."""
+    """Every launch draws another order of threads and blocks."""
 
-    def __init__(self, seed: int = 0, *, sanitize: bool = False, capability: tuple[int, int] = (9, 0)) -> None:
+    def __init__(self, *, sanitize: bool, capability: tuple[int, int]) -> None:
         self._flags = FLAGS + (ASAN if sanitize else ())
-        self._seed = seed
         self._capability = capability
         self._runtime = ctypes.CDLL(str(self._build(runtime_source(), "emulator", {})), mode=ctypes.RTLD_GLOBAL)
         self._runtime.lm_launch.restype = ctypes.c_bool
-        self.launches: list[str] = []  # names of the kernels that ran
+        self.begin(0)
+
+    def begin(self, seed: int) -> None:
+        """Draw from `seed` from now on."""
+        self._seed = seed
+        self.launches: list[str] = []  # names of the kernels that ran since
 
     def num_sms(self) -> int:
         return NUM_SMS
@@ -85,9 +89,16 @@ class EmulatedBackend:
 
 def install(seed: int = 0, *, sanitize: bool = False, capability: tuple[int, int] = (9, 0)) -> EmulatedBackend:
     """Give kernels for tensors on the CPU to an emulator. Raises UnsupportedError without g++."""
-    backend = EmulatedBackend(seed, sanitize=sanitize, capability=capability)
+    backend = _backend(sanitize, capability)
+    backend.begin(seed)
     module.BACKENDS["cpu"] = backend
     return backend
+
+
+@cache
+def _backend(sanitize: bool, capability: tuple[int, int]) -> EmulatedBackend:
+    """One of each kind: kernels keep what they have loaded."""
+    return EmulatedBackend(sanitize=sanitize, capability=capability)
 
 
 def compiler() -> str:

@@ -99,7 +99,7 @@ def shared_limit(capability: tuple[int, int]) -> int:
 
 def registers(plan: Plan, problem: Problem) -> int:
     """Of a thread, at most: what the kernel's launch bounds allow."""
-    return 128 if plan.token_tiles * plan.rows <= (2 if problem.scales > 1 else 4) else 255
+    return 128 if plan.token_tiles * (plan.rows + 1) <= (4 if problem.scales > 1 else 6) else 255
 
 
 def problem_with(plan: Plan, problem: Problem, limit: int) -> str | None:
@@ -113,10 +113,9 @@ def problem_with(plan: Plan, problem: Problem, limit: int) -> str | None:
         return "numbers out of range"
     if plan.block_tiles not in (1, 2, 4, 8, 16) or plan.warps > 16:
         return "row blocks are of 1, 2, 4, 8 or 16 tiles, by at most 16 warps"
-    if 32 * plan.warps * registers(plan, problem) > REGISTERS:
+    spills = plan.token_tiles * plan.rows > 12 and problem.scales > 1
+    if spills or 32 * plan.warps * registers(plan, problem) > REGISTERS:
         return "too many registers"
-    if problem.scales > 1 and plan.token_tiles * plan.rows > 12:
-        return "too many registers: scales change within a stage"
     if problem.row_blocks(plan) * problem.token_blocks(plan) > 1 << 16:
         return "more row blocks than counters"
     if problem.shared_bytes(plan) > limit:
@@ -157,7 +156,7 @@ def estimate(plan: Plan, problem: Problem, num_sms: int) -> float:
     stages = units * plan.rows * plan.warps * resident  # of a tile, on a multiprocessor
 
     in_flight = plan.warps * resident * (plan.depth - 1) * plan.rows * problem.stage_bytes
-    memory = stages * problem.stage_bytes / min(MEMORY, in_flight / LATENCY)
+    memory = stages * problem.stage_bytes * max(1 / MEMORY + LATENCY / in_flight / 4, LATENCY / in_flight)
     per_load = problem.stage_bytes / 1024
     instructions = 15 + 80 * per_load + 50 / plan.rows + plan.token_tiles * (12 + 6 / plan.rows)
     issue = stages * instructions / (4 * 0.8 * CLOCK)
@@ -168,7 +167,9 @@ def estimate(plan: Plan, problem: Problem, num_sms: int) -> float:
     serial = (units * chain + barriers + row_blocks * (500 + 20 * tokens)) / CLOCK
     x_bytes = resident * tokens * plan.warps_k * STAGE_INPUTS * 2 * (plan.units if plan.resident else units)
     merge = resident * row_blocks * plan.block_tiles * TILE_OUTPUTS * tokens * 8 / L2 + 1500 if ranges > 1 else 0
-    return 1500 + waves * (max(memory, issue, tensor, shared, serial) + 0.5 * x_bytes / L2 + merge)
+    times = (memory, issue, tensor, shared, serial)  # they overlap, but get in each other's way
+    together = math.sqrt(math.sqrt(sum(time**4 for time in times)))
+    return 1500 + waves * (together + 0.5 * x_bytes / L2 + merge)
 
 
 @cache

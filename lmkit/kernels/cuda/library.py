@@ -1,6 +1,6 @@
 """Linears whose product is torch's library's (cuBLAS), with our kernels in front and behind: norm and rounding to codes
-(csrc/norm.cu), scales, bias, gate and residual stream (csrc/epilogue.cu). Dense weights and few tokens have a kernel of
-their own, csrc/dense_gemv.cu.
+(csrc/norm.cu), scales, bias, gate and residual stream (csrc/epilogue.cu). For few tokens the product is a kernel of our
+own that streams the weights, csrc/gemv.cu.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from lmkit.kernels.reference.linear import Kept, keep
 from lmkit.kernels.registry import implements
 from lmkit.qtensor import QTensor
 
-GEMV_TOKENS = 8  # up to so many, a dense product is a stream of weights
+GEMV_TOKENS = 8  # up to so many, a product is a stream of weights
+FORMATS = {torch.float16: 0, torch.bfloat16: 0, torch.int8: 1, torch.float8_e4m3fn: 2}  # gemv.cu
 GEMV_WARPS, GEMV_OUTPUTS = 8, 16
 PRODUCT_ROWS = 32  # at least; torch._int_mm wants more than 16
 FP8_CAPABILITY = (8, 9)
@@ -61,10 +62,7 @@ def linear_dense(
         return y
     dtype = dtype or x.dtype
     if len(x) <= GEMV_TOKENS and _streams(x, weight):
-        if residual is not None and not packed.gated:
-            return _gemv(x, weight, bias, residual, add=True)
-        y = _gemv(x, weight, bias, x.new_empty(len(x), len(weight), dtype=torch.float32 if packed.gated else dtype))
-        return _epilogue(y, len(x), None, True, dtype, residual) if packed.gated else y
+        return _few_tokens(x, weight, bias, packed.gated, dtype, residual)
     if residual is None and dtype == x.dtype:
         y = torch.nn.functional.linear(x, weight, None if bias is None else bias.to(dtype))
         return elementwise.silu_mul(y) if packed.gated else y
@@ -73,22 +71,8 @@ def linear_dense(
 
 
 def _streams(x: Tensor, weight: Tensor) -> bool:
-    """Whether dense_gemv.cu can: rows of whole vectors of 16 bytes."""
+    """Whether gemv.cu can: rows of whole vectors of 16 bytes."""
     return x.shape[1] % WIDTH == 0 and x.stride(1) == 1 and x.stride(0) % WIDTH == 0 and is_aligned(x, weight)
-
-
-def _gemv(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, add: bool = False) -> Tensor:
-    """Of at most GEMV_TOKENS rows; `add`: to what is in `out`."""
-    (tokens, inputs), outputs = x.shape, len(weight)
-    bias = None if bias is None else bias.float()
-    args = [
-        x, np.int64(x.stride(0)), weight, bias, out, np.int64(out.stride(0)), tokens, outputs, inputs,
-        out.dtype in HALVES, add,
-    ]  # fmt: skip
-    shared = GEMV_WARPS * GEMV_TOKENS * GEMV_OUTPUTS * 4
-    blocks = -(-outputs // GEMV_OUTPUTS) if tokens else 0
-    kernel_for("dense_gemv.cu", "dense_gemv", x.dtype)(blocks, 32 * GEMV_WARPS, args, shared=shared)
-    return out
 
 
 # ---- weights and activations of 8 bits
@@ -156,9 +140,12 @@ def _linear(product: Callable[[RowCodes, CodedWeight], Tensor], code: torch.dtyp
         dtype: torch.dtype | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        rounded = elementwise.quantize_rows(x, code, norm, min_rows=PRODUCT_ROWS)
+        few = len(x) <= GEMV_TOKENS
+        rounded = elementwise.quantize_rows(x, code, norm, min_rows=0 if few else PRODUCT_ROWS)
         dtype = dtype or elementwise.result_dtype(x, norm)
         scales = Scales(rounded.scales, packed.scales, rounded.sums, packed.zeros)
+        if few:
+            return _few_tokens(rounded.codes, packed.codes, bias, packed.gated, dtype, residual, scales)
         return _epilogue(product(rounded, packed), len(x), bias, packed.gated, dtype, residual, scales)
 
     return linear
@@ -172,6 +159,40 @@ class Scales:
     outputs: Tensor
     sums: Tensor
     zeros: Tensor | None
+
+
+def _factors(scales: Scales | None) -> tuple[Tensor | None, ...]:
+    """As kernels take them."""
+    return (None,) * 4 if scales is None else (scales.rows, scales.outputs, scales.sums, scales.zeros)
+
+
+def _few_tokens(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gated: bool,
+    dtype: torch.dtype,
+    residual: Tensor | None,
+    scales: Scales | None = None,
+) -> Tensor:
+    """csrc/gemv.cu: x [T <= GEMV_TOKENS, K], weight [N, K] of the same dtype -> [T, N, or N / 2 if gated]."""
+    (tokens, inputs), outputs, size = x.shape, len(weight), x.element_size()
+    add = residual is not None and not gated
+    if add:
+        out = residual
+    else:
+        out = torch.empty(tokens, outputs, dtype=torch.float32 if gated else dtype, device=x.device)
+    assert out is not None
+    half = elementwise.half_of(x if FORMATS[x.dtype] == 0 else out)
+    assert half is not None
+    args = [
+        x, np.int64(x.stride(0) * size), weight, *_factors(scales), None if bias is None else bias.float(), out,
+        np.int64(out.stride(0)), tokens, outputs, inputs * size, out.dtype in HALVES, add,
+    ]  # fmt: skip
+    blocks = -(-outputs // GEMV_OUTPUTS) if tokens else 0
+    kernel = kernel_for("gemv.cu", "gemv", half, FORMAT=FORMATS[x.dtype])
+    kernel(blocks, 32 * GEMV_WARPS, args, shared=GEMV_WARPS * GEMV_TOKENS * GEMV_OUTPUTS * 4)
+    return _epilogue(out, tokens, None, True, dtype, residual) if gated else out
 
 
 def _epilogue(
@@ -189,7 +210,7 @@ def _epilogue(
     out = product.new_empty(rows, columns, dtype=dtype) if residual is None else residual
     half = elementwise.half_of(out)
     assert half is not None
-    factors = (None,) * 4 if scales is None else (scales.rows, scales.outputs, scales.sums, scales.zeros)
+    factors = _factors(scales)
     bias = None if bias is None else bias.float()
     aligned = columns % WIDTH == 0 and out.stride(0) % WIDTH == 0 and is_aligned(product, *factors[1::2], bias, out)
     args = [
@@ -211,5 +232,6 @@ for _op, _accepts, _product, _code in (
 
 def variants() -> Iterator[Kernel]:
     for half in HALVES:
-        yield kernel_for("dense_gemv.cu", "dense_gemv", half)
+        for number in sorted(set(FORMATS.values())):
+            yield kernel_for("gemv.cu", "gemv", half, FORMAT=number)
         yield kernel_for("epilogue.cu", "epilogue", half)

@@ -48,6 +48,8 @@ def linear(
     if x.shape[0] == 0:
         return x.new_empty(0, packed.num_results, dtype=dtype) if residual is None else residual
     x = x.contiguous()
+    if x.data_ptr() % 16:  # a view that does not begin where a vector may
+        x = x.clone()
     bias = None if bias is None else bias.float()
     plan = choose(x.shape[0], packed, x.dtype) if x.dtype in HALF else None
     if plan is None:

@@ -52,7 +52,7 @@ class Kernel:
 
     def __init__(self, source: str, name: str, **defines: int) -> None:
         self.source, self.name, self.defines = source, name, defines
-        self._launch: dict[str, Launch] = {}
+        self._launch: dict[Backend, Launch] = {}
 
     def __call__(self, grid: Dim, block: Dim, args: Sequence[Any], *, shared: int = 0) -> None:
         """Launch. `shared`: bytes of dynamic shared memory. Nothing is launched for an empty grid."""
@@ -60,13 +60,17 @@ class Kernel:
         if 0 in grid_size:
             return
         device = next(arg for arg in args if isinstance(arg, Tensor)).device.type
-        if device not in self._launch:
-            self.compile(device)
-        self._launch[device](grid_size, block_size, args, shared)
+        launch = self._launch.get(where := backend(device)) or self._load(where)
+        launch(grid_size, block_size, args, shared)
 
     def compile(self, device: str) -> None:
         """Now, not at the first launch: a step that is captured must not compile. Any thread."""
-        self._launch[device] = backend(device).load(self.source, self.name, self.defines)
+        if (where := backend(device)) not in self._launch:
+            self._load(where)
+
+    def _load(self, where: Backend) -> Launch:
+        self._launch[where] = launch = where.load(self.source, self.name, self.defines)
+        return launch
 
 
 def _three(dim: Dim) -> tuple[int, ...]:

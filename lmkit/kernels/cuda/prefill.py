@@ -72,27 +72,31 @@ def prefill_attention(
 
 
 def num_splits(blocks: int, max_keys: int, tile_keys: int, device: str) -> int:
-    """Into how many ranges the keys of each tile of queries go, so that few tiles give work to all of a GPU."""
+    """Into how many ranges the keys of each tile of queries go, so that few tiles give work to all of a GPU.
+
+    `blocks` is a bound from shapes: it grows with the number of sequences, whether or not they have queries for this
+    kernel, so a short chunk in a step of many sequences is not split.
+    """
     return max(1, min(BLOCKS_PER_SM * backend(device).num_sms() // blocks, max_keys // (4 * tile_keys), MAX_SPLITS))
 
 
 @cache
 def variant(bf16: bool, dim: int, k: str, v: str, mean_pairs: int, device: str) -> tuple[Kernel, int, int]:
     """(the kernel, keys of its tile, its bytes of shared memory)."""
-    keys = tile_keys(dim, k, v, mean_pairs, backend(device).capability())
+    keys = tile_keys(dim, mean_pairs, backend(device).capability())
     defines = {"HEAD_DIM": dim, "KEYS": keys, "K_STORAGE": STORAGE[k], "V_STORAGE": STORAGE[v]}
     defines |= {"MEAN_PAIRS": mean_pairs} | ({"LM_BF16": 1} if bf16 else {})
     kernel = Kernel("prefill_attention.cu", "prefill_attention", **defines)
     return kernel, keys, shared_bytes(dim, k, v, mean_pairs, keys)
 
 
-def tile_keys(dim: int, k: str, v: str, mean_pairs: int, capability: tuple[int, int]) -> int:
+def tile_keys(dim: int, mean_pairs: int, capability: tuple[int, int]) -> int:
     """As many keys as registers hold scores of, and shared memory for two blocks of threads holds tiles of."""
     if dim > 128 or capability not in LARGE_SHARED:
         return 32
     if dim <= 96:
         return 64
-    return 48 if k == v and not mean_pairs else 32
+    return 32 if mean_pairs else 48
 
 
 def shared_bytes(dim: int, k: str, v: str, mean_pairs: int, keys: int) -> int:

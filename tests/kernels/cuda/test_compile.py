@@ -20,9 +20,10 @@ MAIN_LOOPS: dict[str, tuple[str, ...]] = {
     "gemm.cu": (MMA, ASYNC_COPY),
     "dense_gemv.cu": (MMA, STREAM),
     "decode_attention.cu": (MMA, ASYNC_COPY, "LDSM.16.M88.4", "MUFU.EX2"),
-    "prefill_attention.cu": (MMA, ASYNC_COPY, "LDSM.16.M88.4", "MUFU.EX2"),
+    "prefill_attention.cu": (MMA, ASYNC_COPY, "LDSM.16.M88.4", "LDSM.16.MT88.4", "MUFU.EX2"),
 }
-EVERY = {"90a": 1, "80": 4}  # of a file's variants, one in so many: older code differs by instruction, not by variant
+# Of a file's variants one in so many, by architecture and for bfloat16: what differs by variant shows in the first.
+EVERY = {("90a", False): 1, ("90a", True): 6, ("80", False): 8}
 
 pytestmark = pytest.mark.skipif(toolchain.missing() is not None, reason=str(toolchain.missing()))
 needs_disassembler = pytest.mark.skipif(
@@ -115,7 +116,9 @@ def test_errors_carry_the_compilers_words(tmp_path: Path) -> None:
 def test_every_variant_compiles_well(source: str) -> None:
     mine = [variant for variant in variants.common() if variant.source == source]
     assert mine, "no common model launches it"
-    built = [each for arch, step in EVERY.items() for each in compile_all(mine[::step], (arch,))]
+    built = []
+    for (arch, bf16), step in EVERY.items():
+        built += compile_all([variant for variant in mine if ("LM_BF16" in variant.defines) == bf16][::step], (arch,))
     wrong = [
         f"{variant.name} {variant.defines} sm_{code.arch}: {', '.join(found)}"
         for variant, code in built

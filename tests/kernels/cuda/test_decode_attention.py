@@ -321,3 +321,17 @@ def test_num_splits() -> None:
     assert attention.num_splits(8, 5, 396) == 5
     assert attention.num_splits(1000, 128, 396) in range(1, 64)
     assert attention.num_splits(4, 0, 396) == 1
+
+
+def test_shapes_fit_the_device() -> None:
+    """Rings as deep as shared memory allows; what does not fit is left to the reference."""
+    shape = attention.shape_of(128, "float16", "float16", 4, False, (9, 0))
+    assert (shape.n_tiles, shape.stages, shape.blocks_per_sm) == (1, 3, 2)
+    assert attention.shape_of(128, "int4", "int4", 4, False, (9, 0)).blocks_per_sm == 4
+    assert attention.shape_of(128, "int8", "int8", 16, False, (8, 0)).n_tiles == 2
+    assert not attention.shape_of(256, "float16", "float16", 4, False, (8, 9)).fits
+    for capability in ((8, 0), (8, 9), (9, 0), (12, 0)):
+        for types in ("float16", "int8", "int4", "fp8"):
+            shape = attention.shape_of(128, types, types, 8, True, capability)
+            assert shape.fits
+            assert shape.blocks_per_sm * (shape.shared + 1024) <= attention.shared_of_sm(capability)

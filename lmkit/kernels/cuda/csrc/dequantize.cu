@@ -12,7 +12,10 @@ DEVICE void store8(u8* at, const float (&v)[8]) {
             out[i] = make_uint4(__float_as_uint(v[4 * i]), __float_as_uint(v[4 * i + 1]), __float_as_uint(v[4 * i + 2]),
                                 __float_as_uint(v[4 * i + 3]));
     } else {
-        *out = make_uint4(Half::pack(v[0], v[1]), Half::pack(v[2], v[3]), Half::pack(v[4], v[5]), Half::pack(v[6], v[7]));
+        u32 pairs[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) pairs[i] = Half::pack(v[2 * i], v[2 * i + 1]);
+        *out = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
     }
 }
 

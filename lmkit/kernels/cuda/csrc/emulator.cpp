@@ -304,7 +304,12 @@ extern "C" bool lm_launch(void (*kernel)(void**), void** args, const u32* grid, 
     machine.fibers.resize(count);
     machine.meetings.resize((count + 31) / 32);
     if (machine.num_stacks < count) {
-        if (machine.stacks) munmap(machine.stacks, machine.num_stacks * STACK_BYTES);
+        if (machine.stacks) {
+#if ASAN
+            __asan_unpoison_memory_region(machine.stacks, machine.num_stacks * STACK_BYTES);  // for who gets it next
+#endif
+            munmap(machine.stacks, machine.num_stacks * STACK_BYTES);
+        }
         machine.stacks = static_cast<u8*>(mmap(nullptr, count * STACK_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
         machine.num_stacks = count;
     }

@@ -1,7 +1,7 @@
 // y = x W^T for few tokens and a packed weight (gemm.cuh): reading W once, as fast as memory gives it.
 //
-// Computed is Y^T = W X^T with mma.m16n8k16: the weight is operand A (16 outputs), x operand B (8 tokens), so that 1 to 8
-// tokens cost one mma per fragment of W. More tokens are more operands B for the same fragment (N_TILES of 8).
+// Computed is Y^T = W X^T with mma.m16n8k16: the weight is operand A (16 outputs), x operand B (8 tokens), so that 1 to
+// 8 tokens cost one mma per fragment of W. More tokens are more operands B for the same fragment (N_TILES of 8).
 //
 // A block has the inputs of one range of K and walks over its share of the rows of W:
 //
@@ -24,8 +24,8 @@
 // bytes) on different banks. With N_TILES n-tiles and ROWS tiles a warp reads 2 N_TILES / ROWS KB of x per KB of
 // weights: more than 2 tiles of tokens want ROWS 2.
 //
-// Sums are exact until the end of a group: codes less zeros are small integers, products with Half are summed in float32
-// from zero, and a group's sum is scaled in float32. Warps' sums meet in shared memory, blocks' (ranges of K) in a
+// Weights are never rounded: codes less zeros are small integers, products with Half are summed in float32 over a
+// group (at most a stage of it) and scaled in float32. Warps' sums meet in shared memory, blocks' (ranges of K) in a
 // buffer of float32 that the block that comes last adds up; both in a fixed order.
 //
 // Instructions for a unit (64 4-bit weights a lane and tile) at N_TILES 1, float16: 72 to dequantize (8 x (4 lop3, 1
@@ -36,17 +36,19 @@
 #include "gemm.cuh"
 
 constexpr int WARPS = WARPS_N * WARPS_K, THREADS = 32 * WARPS;
-constexpr int BLOCKS_PER_SM = N_TILES * ROWS <= (SCALES > 1 ? 2 : 4) ? 512 / THREADS : 1;  // at least: at most 128 registers
+// At least so many blocks, at most 128 registers a thread, where that is enough (gemm_plan.registers says the same).
+constexpr int BLOCKS_PER_SM = N_TILES * (ROWS + 1) <= (SCALES > 1 ? 4 : 6) ? 512 / THREADS : 1;
 constexpr int TOKENS = 8 * N_TILES;
 constexpr int BLOCK_TILES = WARPS_N * ROWS, BLOCK_ROWS = TILE * BLOCK_TILES;
+constexpr int STAGE_PARAM_BYTES = STAGE_SCALES * PARAM_BYTES;
 constexpr int SLOT_BYTES = ROWS * (STAGE_BYTES + STAGE_PARAM_BYTES);
 constexpr int RING_BYTES = DEPTH * SLOT_BYTES;
-constexpr int X_STRIDE = WARPS_K * STAGE * 2 + 64;    // of tokens in a piece of x
-constexpr int SLICE = N_TILES < 4 ? N_TILES : 4;     // n-tiles whose sums meet at a time
-constexpr int SUM_STRIDE = TILE * ROWS + 4;          // floats; lanes (g, t) write to 2 t * stride + g: all banks
+constexpr int X_STRIDE = WARPS_K * STAGE * 2 + 64;  // of tokens in a piece of x
+constexpr int SLICE = N_TILES < 4 ? N_TILES : 4;       // n-tiles whose sums meet at a time
+constexpr int SUM_STRIDE = TILE * ROWS + 4;            // floats; lanes (g, t) write to 2 t * stride + g: all banks
 constexpr int SUM_BYTES = 8 * SLICE * SUM_STRIDE * 4;  // of a warp
-constexpr int CHAINS = N_TILES * ROWS == 1 ? 2 : 1;  // independent mma sums of a tile, so that they overlap
-constexpr int LOG_BLOCK_TILES = BLOCK_TILES == 1 ? 0 : BLOCK_TILES == 2 ? 1 : BLOCK_TILES == 4 ? 2 : BLOCK_TILES == 8 ? 3 : 4;
+constexpr int CHAINS = N_TILES * ROWS == 1 ? 2 : 1;    // independent mma sums of a tile, so that they overlap
+constexpr int LOG_BLOCK_TILES = BLOCK_TILES > 8 ? 4 : BLOCK_TILES > 4 ? 3 : BLOCK_TILES / 2;
 static_assert(1 << LOG_BLOCK_TILES == BLOCK_TILES, "row blocks of 2^n tiles");
 
 struct Arguments {
@@ -55,8 +57,7 @@ struct Arguments {
     const float* bias;   // [rows of the weight] or null
     void* y;             // [tokens, outputs]
     float* partial;      // [ranges, tokens, row blocks * BLOCK_ROWS], of more than one range
-    i32* counters;
-    int tokens, inputs, outputs, tiles, stages, groups, stages_per_group, units, resident, gated, kind;
+    int tokens, inputs, outputs, tiles, stages, groups, stages_per_group, gated, kind;
 };
 
 enum Kind { HALF, FLOAT, ADD };
@@ -67,12 +68,12 @@ struct Stream {
     int block, left, unit;  // the next row block, tiles from there to the last, the next stage
     const u8 *codes, *params;
 
-    DEVICE void start(const Arguments& a, int blocks, int warp_n) {
+    DEVICE void start(const Arguments& a, int blocks, int warp_n, int lane) {
         const int tile = block * BLOCK_TILES + warp_n * ROWS;
         left = block < blocks ? a.tiles - tile : 0;
         unit = 0;
-        codes = a.codes + (static_cast<i64>(tile) * a.stages + first) * STAGE_BYTES + lane_id() * 16;
-        params = a.params + (static_cast<i64>(tile) * a.groups + first * SCALES) * PARAM_BYTES + lane_id() * 16;
+        codes = a.codes + (static_cast<i64>(tile) * a.stages + first) * STAGE_BYTES + lane * 16;
+        params = a.params + (static_cast<i64>(tile) * a.groups + first * SCALES) * PARAM_BYTES + lane * 16;
     }
 
     // The next stage is on its way to `slot`, of which the lane's share is at 16 * lane.
@@ -87,7 +88,8 @@ struct Stream {
             for (int load = 0; load < LOADS; ++load)
                 cp_async16_stream(slot + r * STAGE_BYTES + load * LOAD_BYTES, from + load * LOAD_BYTES, there);
             if (has_params)
-                cp_async16(slot + ROWS * STAGE_BYTES + r * STAGE_PARAM_BYTES, group + r * static_cast<i64>(a.groups) * PARAM_BYTES, there);
+                cp_async16(slot + ROWS * STAGE_BYTES + r * STAGE_PARAM_BYTES,
+                           group + r * static_cast<i64>(a.groups) * PARAM_BYTES, there);
         }
         cp_async_commit();
         ++unit;
@@ -102,13 +104,14 @@ DEVICE void copy_x(u8* to, const Arguments& a, int token, int count, int first) 
     for (int i = threadIdx.x; i < count * VECTORS; i += THREADS) {
         const int row = i / VECTORS, k = first + i % VECTORS * 8;
         const bool valid = k < a.inputs;
-        cp_async16(to + row * X_STRIDE + i % VECTORS * 16, a.x + static_cast<i64>(token + row) * a.inputs + (valid ? k : 0), valid);
+        const u16* from = a.x + static_cast<i64>(token + row) * a.inputs + (valid ? k : 0);
+        cp_async16(to + row * X_STRIDE + i % VECTORS * 16, from, valid);
     }
 }
 
 using Sums = float[ROWS][N_TILES][4];
 
-// sums += one stage of weights times x. `x` is the lane's part of its token of the first n-tile.
+// sums += one stage of weights times x; `x` is the lane's part of its token of the first n-tile.
 DEVICE void multiply(Sums& sums, const u8* slot, const u8* x, int lane) {
     const int g = lane >> 2;
     float group_sums[CHAINS][ROWS][N_TILES][4];
@@ -116,16 +119,21 @@ DEVICE void multiply(Sums& sums, const u8* slot, const u8* x, int lane) {
     uint4 words[ROWS];
 #pragma unroll
     for (int k32 = 0; k32 < STAGE / 32; ++k32) {
+        if (N_TILES * ROWS >= 8 && k32 > 0) __syncwarp();  // loads of later steps stay behind: registers are few
         if (k32 % HALVES == 0)
 #pragma unroll
-            for (int r = 0; r < ROWS; ++r)
-                words[r] = *reinterpret_cast<const uint4*>(slot + r * STAGE_BYTES + k32 / HALVES * LOAD_BYTES + lane * 16);
+            for (int r = 0; r < ROWS; ++r) {
+                const u8* load = slot + r * STAGE_BYTES + k32 / HALVES * LOAD_BYTES;
+                words[r] = reinterpret_cast<const uint4*>(load)[lane];
+            }
         if (k32 % SCALE_STRIDE == 0) {
 #pragma unroll
             for (int r = 0; r < ROWS; ++r) {
-                p[r] = load_params(slot + ROWS * STAGE_BYTES + r * STAGE_PARAM_BYTES + k32 / SCALE_STRIDE * PARAM_BYTES, g);
+                const u8* params = slot + ROWS * STAGE_BYTES + r * STAGE_PARAM_BYTES;
+                p[r] = load_params(params + k32 / SCALE_STRIDE * PARAM_BYTES, g);
 #pragma unroll
-                for (int i = 0; i < CHAINS * N_TILES * 4; ++i) group_sums[i / (4 * N_TILES)][r][i / 4 % N_TILES][i % 4] = 0;
+                for (int i = 0; i < CHAINS * N_TILES * 4; ++i)
+                    group_sums[i / (4 * N_TILES)][r][i / 4 % N_TILES][i % 4] = 0;
             }
         }
         u32 a[ROWS][2][4];
@@ -166,8 +174,10 @@ DEVICE void put_sums(float* all, const Sums& sums) {
 #pragma unroll
             for (int r = 0; r < ROWS; ++r)
 #pragma unroll
-                for (int c = 0; c < 4; ++c)
-                    mine[((n - FIRST) * 8 + 2 * t + (c & 1)) * SUM_STRIDE + r * TILE + (c >> 1) * 8 + g] = sums[r][n < N_TILES ? n : 0][c];
+                for (int c = 0; c < 4; ++c) {
+                    const int token = (n - FIRST) * 8 + 2 * t + (c & 1), row = r * TILE + (c >> 1) * 8 + g;
+                    mine[token * SUM_STRIDE + row] = sums[r][n < N_TILES ? n : 0][c];
+                }
 }
 
 // Warps' sums, added up.
@@ -203,6 +213,7 @@ DEVICE float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
 template <class From>
 DEVICE void finish(const Arguments& a, const From& from, int block, int token, int count) {
     const int log_rows = a.gated ? 3 : 4, log_width = log_rows + LOG_BLOCK_TILES;
+#pragma unroll 1  // a few steps at most; more of them at a time would take registers from the loop over units
     for (int i = threadIdx.x; i < count << log_width; i += THREADS) {
         const int t = i >> log_width, column = i & ((1 << log_width) - 1);
         const int n = (block << log_width) + column;
@@ -231,7 +242,9 @@ DEVICE void give(const Arguments& a, float* all, const Sums& sums, int block, in
     const int here = min(count - 8 * FIRST, 8 * SLICE);
     const FromWarps from{all};
     if (gridDim.y == 1) return finish(a, from, block, token + 8 * FIRST, here);
-    float* to = a.partial + (static_cast<i64>(blockIdx.y) * a.tokens + token + 8 * FIRST) * padded_rows + block * BLOCK_ROWS;
+    const i64 first = static_cast<i64>(blockIdx.y) * a.tokens + token + 8 * FIRST;
+    float* to = a.partial + first * padded_rows + block * BLOCK_ROWS;
+#pragma unroll 1
     for (int i = threadIdx.x; i < here * BLOCK_ROWS; i += THREADS)
         to[i / BLOCK_ROWS * padded_rows + i % BLOCK_ROWS] = from(i % BLOCK_ROWS, i / BLOCK_ROWS);
 }
@@ -252,12 +265,14 @@ DEVICE bool is_last(i32* counter, float* flag) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
-    gemm(const u16* x, const u8* codes, const u8* params, const float* bias, void* y, float* partial, i32* counters, int tokens,
-         int inputs, int outputs, int tiles, int stages, int groups, int stages_per_group, int units, int resident, int gated,
-         int kind) {
-    const Arguments a{x,     codes,  params, bias,   y,      partial,          counters, tokens,   inputs,
-                      outputs, tiles, stages, groups, stages_per_group, units,    resident, gated, kind};
-    const int lane = lane_id(), warp_n = warp_id() / WARPS_K, warp_k = warp_id() % WARPS_K;
+    gemm(const u16* x, const u8* codes, const u8* params, const float* bias, void* y, float* partial, i32* counters,
+         int tokens, int inputs, int outputs, int tiles, int stages, int groups, int stages_per_group, int units,
+         int resident, int gated, int kind) {
+    const Arguments a{x,     codes,  params, bias,             y,     partial, tokens, inputs, outputs,
+                      tiles, stages, groups, stages_per_group, gated, kind};
+    // Through a shuffle, or the compiler would take threadIdx apart again for every unit.
+    const int lane = __shfl_sync(0xffffffffu, lane_id(), lane_id()), warp = __shfl_sync(0xffffffffu, warp_id(), 0);
+    const int warp_n = warp / WARPS_K, warp_k = warp % WARPS_K;
     const int blocks = (tiles + BLOCK_TILES - 1) / BLOCK_TILES, workers = gridDim.z;
     const int first_stage = blockIdx.y * units * WARPS_K, first = first_stage + warp_k;
     const int token = blockIdx.x * TOKENS, count = min(tokens - token, TOKENS);
@@ -268,21 +283,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     float* const all_sums = reinterpret_cast<float*>(shared_memory + WARPS * RING_BYTES);
     u8* const pieces = shared_memory + WARPS * (RING_BYTES + SUM_BYTES);
     const int piece_bytes = (N_TILES == 1 ? count : TOKENS) * X_STRIDE;
-    const u8* const my_x = pieces + (N_TILES == 1 ? min(lane >> 2, count - 1) : lane >> 2) * X_STRIDE + warp_k * STAGE * 2 + 16 * (lane & 3);
-    u8* const ring = shared_memory + warp_id() * RING_BYTES;
+    const int my_token = N_TILES == 1 ? min(lane >> 2, count - 1) : lane >> 2;
+    const u8* const my_x = pieces + my_token * X_STRIDE + warp_k * STAGE * 2 + 16 * (lane & 3);
+    u8* const ring = shared_memory + warp * RING_BYTES;
 
     // Where a unit's weights, and its piece of x, lie. Beyond the last stage there are zeros.
     const int num_pieces = resident ? units : DEPTH;
     int filled_piece = 0, filled_slot = 0;
-    Stream stream{first, first < stages ? (stages - first + WARPS_K - 1) / WARPS_K : 0, static_cast<int>(blockIdx.z)};
-    stream.start(a, blocks, warp_n);
+    const int valid = first < stages ? (stages - first + WARPS_K - 1) / WARPS_K : 0;
+    Stream stream{first, valid, static_cast<int>(blockIdx.z)};
+    stream.start(a, blocks, warp_n, lane);
     const auto copy_next = [&] {
         if (stream.block < blocks && filled_piece < num_pieces)
             copy_x(pieces + filled_piece * piece_bytes, a, token, count, (first_stage + stream.unit * WARPS_K) * STAGE);
         stream.copy(ring + filled_slot + lane * 16, a, lane < STAGE_PARAM_BYTES / 16);
         filled_slot = filled_slot == (DEPTH - 1) * SLOT_BYTES ? 0 : filled_slot + SLOT_BYTES;
         filled_piece = !resident && filled_piece == DEPTH - 1 ? 0 : filled_piece + 1;
-        if (stream.unit == units) stream.block += workers, stream.start(a, blocks, warp_n);
+        if (stream.unit == units) stream.block += workers, stream.start(a, blocks, warp_n, lane);
     };
     for (int i = 0; i < DEPTH - 1; ++i) copy_next();
 
@@ -305,8 +322,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         if (N_TILES > SLICE) give<SLICE>(a, all_sums, sums, block, token, count, padded_rows);
         if (gridDim.y > 1) {
             const i64 at = token * padded_rows + block * BLOCK_ROWS;
-            if (is_last(counters + block * gridDim.x + blockIdx.x, all_sums))
-                finish(a, FromRanges{partial + at, padded_rows, tokens * padded_rows, static_cast<int>(gridDim.y)}, block, token, count);
+            const FromRanges from{partial + at, padded_rows, tokens * padded_rows, static_cast<int>(gridDim.y)};
+            if (is_last(counters + block * gridDim.x + blockIdx.x, all_sums)) finish(a, from, block, token, count);
         }
     }
     cp_async_wait<0>();

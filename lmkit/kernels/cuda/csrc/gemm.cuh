@@ -25,7 +25,6 @@ constexpr int STAGE_BYTES = LOADS * LOAD_BYTES;
 constexpr int SCALE_BYTES = TILE * (WIDE ? 4 : 2);
 constexpr int PARAM_BYTES = SCALE_BYTES + (FLOAT8 ? 0 : TILE);
 constexpr int STAGE_SCALES = SCALES > 0 ? SCALES : 1;
-constexpr int STAGE_PARAM_BYTES = STAGE_SCALES * PARAM_BYTES;
 constexpr int SCALE_STRIDE = STAGE / 32 / STAGE_SCALES;  // times 32 inputs with one scale, within a stage
 
 // Of a lane's two rows in one group: the scales, and what its raw numbers (below) are too large by.

@@ -28,6 +28,8 @@
 // Tiles that no row sees are skipped, those that some row sees only in part are masked; keys that no row of the block
 // of threads sees are replaced by zeros. If there are few blocks of threads, each one's keys are split into up to
 // `num_splits` ranges, and the block that finishes last adds up the ranges in order.
+//
+// Nothing here needs more than sm_80; Hopper's wgmma, whose peak is higher, is not used.
 #include "kv.cuh"
 
 #define D HEAD_DIM
@@ -48,10 +50,10 @@ constexpr u32 NOWHERE = 0xffffffffu;  // a place
 using KeyNumber = Storage<K_STORAGE, D>::Float;
 using ValueNumber = Storage<V_STORAGE, D>::Float;
 
-// do_part(0 .. COUNT - 1), the threads side by side; AT_ONCE of a thread's parts may be under way.
-template <int COUNT, int AT_ONCE, class F>
+// do_part(0 .. COUNT - 1), the threads side by side.
+template <int COUNT, class F>
 DEVICE void share_out(F do_part) {
-#pragma unroll AT_ONCE
+#pragma unroll 2  // all at once spill registers
     for (int first = 0; first < COUNT; first += THREADS) {
         const int i = first + threadIdx.x;
         if (COUNT % THREADS == 0 || i < COUNT) do_part(i);
@@ -91,7 +93,7 @@ struct Operand {
     DEVICE void load(int stage, const u32* rows) const {
         constexpr int PIECE = ROW_BYTES % 16 ? 8 : 16, PIECES = ROW_BYTES / PIECE;
         u8* to = CODED ? codes() : tile(stage);
-        share_out<KEYS * PIECES, 16>([&](int i) {
+        share_out<KEYS * PIECES>([&](int i) {
             const int row = i / PIECES, part = i % PIECES * PIECE;
             const u8* from = data + static_cast<u64>(rows[row]) * ROW_BYTES + part;
             u8* here = to + row * (CODED ? ROW_BYTES : STRIDE) + part;
@@ -101,14 +103,14 @@ struct Operand {
                 cp_async_small<8>(here, from, rows[row] != NOWHERE);
         });
         if constexpr (CODED)
-            share_out<KEYS, 1>(
+            share_out<KEYS>(
                 [&](int i) { cp_async_small<4>(tile_params() + i, params + rows[i], rows[i] != NOWHERE); });
     }
 
     // Codes -> the tile: 8 bytes are 8 values, of int4 8 more, D / 2 further on.
     DEVICE void expand() const {
         if constexpr (CODED) {
-            share_out<KEYS * (ROW_BYTES / 8), 2>([&](int i) {
+            share_out<KEYS * (ROW_BYTES / 8)>([&](int i) {
                 const int row = i / (ROW_BYTES / 8), part = i % (ROW_BYTES / 8);
                 const uint2 w = *reinterpret_cast<const uint2*>(codes() + 8 * i);
                 const u32 pair = tile_params()[row];

@@ -1,0 +1,76 @@
+"""A prompt in one step, and in chunks and single tokens: the same storage, bit for bit, and nearly the same results."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from lmkit.kernels.cuda import attention, emulation, module
+from lmkit.layers.batch import allocate_kv
+from tests.kernels.cases import key_mean
+
+HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 64, 16
+BOUNDS = (0, 40, 67, 68, 69, 70)  # of the steps' tokens: two chunks, then one token at a time
+
+
+def launched() -> list[str]:
+    """Names of the emulated kernels so far."""
+    backend = module.BACKENDS.get("cpu")
+    return backend.launches if isinstance(backend, emulation.EmulatedBackend) else []
+
+
+def run(types: tuple[str, str], qkv: tuple[Tensor, ...], keys: str, bounds: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """(results of all tokens, the storage of keys, of values)."""
+    device, total = qkv[0].device, len(qkv[0])
+    kv = allocate_kv(total // BLOCK + 2, KV_HEADS, BLOCK, DIM, types, str(device))
+    k_cache = replace(kv.k, hadamard="hadamard" in keys)
+    angles = torch.arange(total)[:, None] / 1e4 ** (torch.arange(DIM // 2) / (DIM // 2))
+    cos, sin = angles.cos(), angles.sin()
+    if "mean" in keys:
+        mean = key_mean(KV_HEADS, DIM, DIM, total)
+        table = torch.stack([cos.T, sin.T], dim=1).contiguous()
+        k_cache = replace(k_cache, mean=replace(mean, vector=mean.vector.to(device), pairs=mean.pairs.to(device),
+                                                table=table.to(device)))  # fmt: skip
+    blocks = torch.arange(total // BLOCK + 1).flip(0).int()
+    tokens = torch.arange(total)
+    slots = (blocks[tokens // BLOCK] * BLOCK + tokens % BLOCK).int()
+    results = []
+    for begin, end in pairwise(bounds):
+        step = [x[begin:end].clone() for x in qkv]
+        of_step = [x[begin:end].to(device) for x in (cos, sin)]
+        batch = (blocks[None], torch.tensor([0, end - begin]).int(), torch.tensor([end]).int())
+        results.append(attention.rope_paged_attention(
+            *step, *of_step, k_cache, kv.v, slots[begin:end].to(device), *(x.to(device) for x in batch), DIM**-0.5, 0
+        ))  # fmt: skip
+    return torch.cat(results), *(x for cache in (k_cache, kv.v) for x in (cache.data, cache.params))
+
+
+@pytest.mark.parametrize(
+    ("types", "dtype", "keys"),
+    [
+        (("float16", "float16"), torch.float16, ""),
+        (("bfloat16", "bfloat16"), torch.bfloat16, ""),
+        (("int8", "int8"), torch.bfloat16, "mean"),
+        (("int4", "fp8"), torch.float16, "mean hadamard"),
+        (("int8", "int4"), torch.float16, ""),
+    ],
+)
+def test_chunks_and_tokens_give_what_a_prompt_gives(
+    device: str, types: tuple[str, str], dtype: torch.dtype, keys: str
+) -> None:
+    torch.manual_seed(8)
+    q, k, v = (torch.randn(BOUNDS[-1], heads, DIM).to(dtype).to(device) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    state = torch.get_rng_state()
+    whole, *stored = run(types, (q, k, v), keys, (0, BOUNDS[-1]))
+    torch.set_rng_state(state)  # the same mean
+    steps, *stored_by_steps = run(types, (q, k, v), keys, BOUNDS)
+    if device == "cpu":
+        assert {"append", "prefill_attention", "decode_attention"} <= set(launched())
+    for a, b in zip(stored, stored_by_steps, strict=True):
+        assert torch.equal(a[:-1].view(torch.uint8), b[:-1].view(torch.uint8))  # the last block is nobody's
+    error = float((steps.float() - whole.float()).abs().max() / whole.float().abs().max())
+    assert error < (2e-3 if dtype == torch.float16 else 1e-2)
