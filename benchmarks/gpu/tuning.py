@@ -5,10 +5,8 @@ The plans that are to be compared are compiled first, several at a time: one aft
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -16,7 +14,7 @@ from benchmarks.gpu.context import Context
 from benchmarks.gpu.models import random_qtensor
 from lmkit.kernels.cuda import gemm, gemm_plan, gemm_table, linear
 from lmkit.kernels.cuda.gemm_pack import PackedWeight, pack
-from lmkit.kernels.cuda.module import Kernel, backend
+from lmkit.kernels.cuda.module import Kernel, backend, compile_all
 
 PLANS = 5  # of each product, the most promising
 QUICK_BUCKETS = (1, 16)
@@ -27,9 +25,8 @@ def tune(context: Context, shapes: dict[str, tuple[int, int]]) -> None:
     buckets = QUICK_BUCKETS if context.quick or context.rehearsal else gemm_table.BUCKETS
     start = time.perf_counter()
     weights = [pack(random_qtensor(n, k, context.device)) for n, k in shapes.values()]
-    kernels = {id(kernel): kernel for weight in weights for kernel in _kernels(weight, buckets, context.device)}
-    with ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0)))) as pool:
-        list(pool.map(lambda kernel: kernel.compile(context.device), kernels.values()))
+    kernels = {kernel for weight in weights for kernel in _kernels(weight, buckets, context.device)}
+    compile_all(kernels, context.device)
     compiled = time.perf_counter() - start
     if not context.rehearsal:
         gemm_table.tune(weights, torch.float16, linear.library, buckets=buckets, num_plans=PLANS)

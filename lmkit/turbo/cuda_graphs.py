@@ -12,6 +12,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from lmkit.kernels.cuda import gemm_table
+from lmkit.kernels.cuda.gemm_pack import PackedWeight
+from lmkit.kernels.cuda.module import Kernel
 from lmkit.kernels.registry import Implementation
 from lmkit.layers.batch import BatchInputs, KVLayer
 from lmkit.layers.moe import MoE
@@ -55,6 +58,14 @@ def chosen(decoder: Decoder) -> Iterator[tuple[str, Implementation]]:
     for linear in (*(linear for layer in decoder.layers for linear in layer.linears), decoder.lm_head):
         for implementation, _, _ in linear.packed or ():
             yield "linears", implementation
+
+
+def linear_kernels(decoder: Decoder, max_tokens: int) -> Iterator[Kernel]:
+    """What the packed weights' products launch in steps of up to so many tokens."""
+    for linear in (*(linear for layer in decoder.layers for linear in layer.linears), decoder.lm_head):
+        for _, packed, _ in linear.packed or ():
+            if isinstance(packed, PackedWeight):
+                yield from gemm_table.kernels(packed, decoder.dtype, max_tokens)
 
 
 class CudaGraphs:

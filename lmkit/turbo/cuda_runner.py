@@ -21,7 +21,7 @@ from lmkit.layers.batch import BatchInputs, KVLayer
 from lmkit.log import get_logger
 from lmkit.models.decoder import Decoder
 from lmkit.turbo.batch import Expected, PersistentBatch, StepRows
-from lmkit.turbo.cuda_graphs import CudaGraphs, graph_sizes, obstacle
+from lmkit.turbo.cuda_graphs import CudaGraphs, graph_sizes, linear_kernels, obstacle
 from lmkit.turbo.device import CudaDevice, Event
 from lmkit.turbo.kv_blocks import KVBlocks
 from lmkit.turbo.plan import Chunk, Sampled, StepPlan
@@ -68,7 +68,8 @@ class HostSampler:
 
     def sample(self, logits: Tensor, slots: Sequence[int]) -> Pending:
         sampled = self._sampler.sample(logits.cpu(), slots)
-        tokens = torch.tensor([result.token_id for result in sampled], device=self.last_token.device)
+        usable = [max(result.token_id, 0) for result in sampled]  # the next step may be on its way with a failed one
+        tokens = torch.tensor(usable, device=self.last_token.device)
         self.last_token[torch.tensor(slots, device=self.last_token.device)] = tokens
         return _Drawn(sampled)
 
@@ -135,7 +136,9 @@ class CudaRunner(PlanRunner):
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Decode steps of every size, if this model's can be captured."""
+        """Compile what steps launch, and capture decode steps of every size, if this model's can be captured."""
+        if self._device.has_kernels:
+            self._device.compile(linear_kernels(self.decoder, self.batch.max_step_tokens))
         if (reason := obstacle(self.decoder, self.kv)) is not None:
             log.info("steps are not captured: %s", reason)
             return

@@ -6,7 +6,7 @@ A CPU carries out a step when it is told to. A GPU has a stream: what is launche
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, Protocol
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from lmkit.config import EngineConfig
 from lmkit.errors import UnsupportedError
 from lmkit.kernels.cuda import module
+from lmkit.kernels.cuda.module import Kernel
 from lmkit.log import get_logger
 from lmkit.turbo.memory import available_memory
 
@@ -80,6 +81,10 @@ class CudaDevice:
             launch()
         return graph.replay
 
+    def compile(self, kernels: Iterable[Kernel]) -> None:
+        """Before a step waits for them."""
+        module.compile_all(kernels, self.tensors)
+
     def is_lost(self, error: BaseException) -> bool:
         """Whether the GPU refuses everything after this error: a kernel's fault, found by whoever waits next."""
         return isinstance(error, torch.AcceleratorError) and not isinstance(error, torch.OutOfMemoryError)
@@ -104,6 +109,9 @@ class EmulatedDevice(CudaDevice):
 
     def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
         return launch
+
+    def compile(self, kernels: Iterable[Kernel]) -> None:
+        """Most of them no test launches."""
 
 
 class _HostEvent:

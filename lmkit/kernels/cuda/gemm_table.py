@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -20,13 +20,13 @@ from lmkit.config import environment
 from lmkit.kernels.cuda import gemm
 from lmkit.kernels.cuda.gemm_pack import PackedWeight
 from lmkit.kernels.cuda.gemm_plan import Plan, best, problem_with, shared_limit
-from lmkit.kernels.cuda.module import backend
+from lmkit.kernels.cuda.module import Kernel, backend
 from lmkit.log import get_logger
 
 log = get_logger(__name__)
 
 VERSION = 1  # of plans and of the kernels that they are for
-BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # tokens that are measured; others take the next
+BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # tokens that have plans; others take the next's
 LIBRARY_FROM = 256  # tokens; not measured, that many dequantize the weight for the library's product
 MEASURED_PLANS = 16  # of each bucket, the most promising
 COLD_BYTES = 256 << 20  # of weights that are multiplied in turn, so that no cache holds the next
@@ -119,17 +119,30 @@ def table(device: str) -> Table:
 
 
 def choose(tokens: int, packed: PackedWeight, dtype: torch.dtype) -> Plan | None:
-    """The plan for a product with activations in `dtype`, or None if the weight is better dequantized first."""
+    """The plan for a product with activations in `dtype`, or None if the weight is better dequantized first.
+
+    Plans are those of BUCKETS, so that few kernels serve steps of any number of tokens, and `kernels` knows them.
+    """
     device = packed.codes.device.type
     entry = table(device).find(Key.of(packed, dtype), tokens)
     if entry is not None and entry.plan is None:
         return None
-    problem, limit = gemm.problem_of(tokens, packed), shared_limit(backend(device).capability())
+    bucket = next((n for n in BUCKETS if n >= tokens), tokens)
+    problem, limit = gemm.problem_of(bucket, packed), shared_limit(backend(device).capability())
     if entry is not None and entry.plan is not None and problem_with(entry.plan, problem, limit) is None:
         return entry.plan
     if tokens >= LIBRARY_FROM:
         return None
     return next(iter(best(problem, backend(device).num_sms(), limit)), None)
+
+
+def kernels(packed: PackedWeight, dtype: torch.dtype, max_tokens: int) -> Iterator[Kernel]:
+    """All that products of the weight with up to so many tokens launch."""
+    top = next((n for n in BUCKETS if n >= max_tokens), BUCKETS[-1])
+    for tokens in BUCKETS[: BUCKETS.index(top) + 1]:
+        plan = choose(tokens, packed, dtype)
+        if plan is not None:
+            yield gemm.kernel_for(packed, plan, dtype)
 
 
 def tune(

@@ -13,7 +13,9 @@ tests only: see emulation.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any, Protocol
 
@@ -71,6 +73,12 @@ class Kernel:
     def _load(self, where: Backend) -> Launch:
         self._launch[where] = launch = where.load(self.source, self.name, self.defines)
         return launch
+
+
+def compile_all(kernels: Iterable[Kernel], device: str) -> None:
+    """Compile each once, several at a time: NVRTC takes a second or two for one."""
+    with ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0)))) as pool:
+        list(pool.map(lambda kernel: kernel.compile(device), set(kernels)))
 
 
 def _three(dim: Dim) -> tuple[int, ...]:

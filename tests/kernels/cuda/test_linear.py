@@ -318,3 +318,13 @@ def test_damaged_table_is_ignored(damage: Any, tmp_path: Path, caplog: pytest.Lo
     with caplog.at_level("WARNING", logger="lmkit"):
         assert not gemm_table.Table(path, "emulated").entries
     assert "is not used" in caplog.text
+
+
+def test_kernels_of_every_number_of_tokens_are_known(device: str) -> None:
+    packed = pack(quantize(torch.randn(64, 256), QuantScheme(4, 128)).to(device))
+    known = set(gemm_table.kernels(packed, F16, 100))
+    for tokens in range(1, 101):
+        plan = gemm_table.choose(tokens, packed, F16)
+        assert plan is not None
+        assert gemm.kernel_for(packed, plan, F16) in known
+    assert len(known) <= 10, "few kernels for any number of tokens"
