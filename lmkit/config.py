@@ -20,6 +20,8 @@ KVDtype = Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8", "int4
 HeadStorage = Literal["auto", "int8"]
 Activations = Literal["auto", "int8", "fp8", "exact"]
 BLOCK_SIZE = {"cpu": 32, "cuda": 64}  # unless one is given
+STEP_TOKENS = {"cpu": 512, "cuda": 4096}  # likewise
+StepTokens = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
 PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -42,7 +44,7 @@ class EngineConfig(StrictStruct, frozen=True):
     packed_cache: bool = True  # keep packed weights in a file beside the checkpoint, and map it at the next start
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1024)] | None = None  # tokens per KV block; None = by the device
     max_batch_size: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 64  # sequences in one step
-    max_step_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 512  # token budget of one step
+    max_step_tokens: StepTokens | None = None  # token budget of one step; None = by the device
     max_model_len: PositiveInt | None = None  # None = the model's max_position_embeddings
     kv_memory: PositiveInt | None = None  # bytes for KV blocks; None = from max_batch_size and free memory
     max_queue: PositiveInt = 1024  # waiting requests; one more is refused with 503
@@ -62,12 +64,22 @@ class EngineConfig(StrictStruct, frozen=True):
 
     def on(self, device: Literal["cpu", "cuda"]) -> EngineConfig:
         """This configuration on that device: what it leaves open and the device decides."""
-        return msgspec.structs.replace(self, device=device, block_size=self.block_size or BLOCK_SIZE[device])
+        return msgspec.structs.replace(
+            self,
+            device=device,
+            block_size=self.block_size or BLOCK_SIZE[device],
+            max_step_tokens=self.max_step_tokens or STEP_TOKENS[device],
+        )
 
     @property
     def tokens_per_block(self) -> int:
         """`block_size`; before `on` has decided it, that of a CPU."""
         return self.block_size or BLOCK_SIZE["cpu"]
+
+    @property
+    def tokens_per_step(self) -> int:
+        """`max_step_tokens`, likewise."""
+        return self.max_step_tokens or STEP_TOKENS["cpu"]
 
 
 class ServerConfig(StrictStruct, frozen=True):

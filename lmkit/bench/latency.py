@@ -55,10 +55,10 @@ def shapes(batch_sizes: Sequence[int], input_lens: Sequence[int], output_lens: S
 def check(shape: Shape, config: EngineConfig, info: EngineInfo) -> None:
     """Raises ConfigError for a shape that the engine cannot hold as one batch."""
     size = shape.batch_size
-    if size > min(config.max_batch_size, config.max_step_tokens):
+    if size > min(config.max_batch_size, config.tokens_per_step):
         raise ConfigError(f"batch {shape}: more sequences than a step has room for; raise --max-batch-size")
     # While the last prompts are computed the first sequences go on: by at most one token a step.
-    budget = config.max_step_tokens - size + 1
+    budget = config.tokens_per_step - size + 1
     longest = shape.input_len + shape.output_len + math.ceil(size * shape.input_len / budget)
     if longest > info.max_model_len:
         raise ConfigError(f"batch {shape}: sequences of up to {longest} tokens, the context is {info.max_model_len}")

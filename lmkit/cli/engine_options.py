@@ -18,7 +18,7 @@ HELP = {
     "packed_cache": "Keep packed weights in a file, <checkpoint>/.lmkit, for the next start.",
     "block_size": "Tokens in a KV block. Default: 32 on a CPU, 64 on a GPU.",
     "max_batch_size": "Sequences in one step.",
-    "max_step_tokens": "Tokens in one step.",
+    "max_step_tokens": "Tokens in one step. Default: 512 on a CPU, 4096 on a GPU.",
     "max_model_len": "Context in tokens. Default: the model's.",
     "kv_memory": "Memory for the KV cache, e.g. 2G. Default: what the batch needs.",
     "max_queue": "Waiting requests; one more is refused.",

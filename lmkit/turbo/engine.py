@@ -236,7 +236,7 @@ def _limits(config: EngineConfig, memory: MemoryPlan, spec: ModelSpec) -> Schedu
     return SchedulerLimits(
         kv=kv_limits(spec, config, memory.num_blocks),
         max_batch_size=config.max_batch_size,
-        max_step_tokens=config.max_step_tokens,
+        max_step_tokens=config.tokens_per_step,
         max_model_len=memory.max_model_len,
         max_queue=config.max_queue,
         vocab_size=spec.vocab_size,
@@ -257,7 +257,7 @@ def _runner(
 ) -> Runner | CudaRunner:
     memory, vocab_size = model.memory, model.decoder.spec.vocab_size
     batch = PersistentBatch(
-        config.max_batch_size, memory.max_model_len, config.tokens_per_block, config.max_step_tokens
+        config.max_batch_size, memory.max_model_len, config.tokens_per_block, config.tokens_per_step
     )
     if isinstance(device, CpuDevice):
         sampler = Sampler(config.max_batch_size, vocab_size)

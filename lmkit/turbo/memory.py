@@ -70,7 +70,7 @@ def kv_limits(spec: ModelSpec, config: EngineConfig, num_blocks: int) -> KVLimit
         block_size=config.tokens_per_block,
         window=spec.common_window,
         sinks=config.attention_sinks,
-        max_step_tokens=config.max_step_tokens,
+        max_step_tokens=config.tokens_per_step,
         prefix_cache=config.prefix_cache,
         cache_quota=config.cache_quota,
         session_lease=config.session_lease,
@@ -146,8 +146,8 @@ def _workspace_bytes(spec: ModelSpec, config: EngineConfig) -> int:
     if (moe := spec.moe) is not None:  # at worst all tokens go to one expert; they are gathered, and its output added
         size = max(moe.intermediate_size, moe.shared_intermediate_size)
         widest = max(widest, 8 * spec.hidden_size + 3 * size + 4 * moe.num_experts)
-    rows = min(config.max_batch_size, config.max_step_tokens)
-    return 4 * (config.max_step_tokens * widest + 2 * rows * spec.vocab_size)
+    rows = min(config.max_batch_size, config.tokens_per_step)
+    return 4 * (config.tokens_per_step * widest + 2 * rows * spec.vocab_size)
 
 
 def _gpu_workspace_bytes(spec: ModelSpec, config: EngineConfig) -> int:
@@ -160,10 +160,10 @@ def _gpu_workspace_bytes(spec: ModelSpec, config: EngineConfig) -> int:
     if (moe := spec.moe) is not None:  # as on a CPU
         size = max(moe.intermediate_size, moe.shared_intermediate_size)
         widest = max(widest, 24 * spec.hidden_size + 6 * size + 16 * moe.num_experts)
-    rows = min(config.max_batch_size, config.max_step_tokens)
+    rows = min(config.max_batch_size, config.tokens_per_step)
     tables = 4 * config.max_batch_size * -(-(config.max_model_len or spec.max_position) // config.tokens_per_block)
     return (
-        config.max_step_tokens * widest + 2 * outputs * spec.hidden_size + 3 * 4 * rows * spec.vocab_size + 2 * tables
+        config.tokens_per_step * widest + 2 * outputs * spec.hidden_size + 3 * 4 * rows * spec.vocab_size + 2 * tables
     )
 
 

@@ -76,5 +76,5 @@ def test_a_gpu_has_memory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     too_much = EngineConfig(max_batch_size=3, kv_host_memory=3 * GIB).on("cuda")
     with pytest.raises(ConfigError, match=r"kv_host_memory 3\.00 GiB is more than the 2\.00 GiB of host memory"):
         plan_memory(SPEC, too_much, BF16, weight_bytes=GIB, available=8 * GIB)
-    wide = EngineConfig(max_batch_size=3, max_step_tokens=1024).on("cuda")
+    wide = EngineConfig(max_batch_size=3, max_step_tokens=8192).on("cuda")
     assert plan_memory(SPEC, wide, BF16, weight_bytes=GIB, available=8 * GIB).workspace > alone.workspace
