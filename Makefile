@@ -4,6 +4,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
+# Tests of emulated GPUs and of compilers, which use one thread each: a process for each of two cores.
+EMULATED := tests/kernels/cuda tests/turbo/test_cuda_engine.py tests/test_gpu_numerics.py tests/benchmarks/test_gpu.py
+
 .PHONY: demo test lint setup clean
 
 demo: setup
@@ -13,8 +16,8 @@ test: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy lmkit benchmarks
-	$(BIN)/python -m pytest --ignore=tests/kernels/cuda
-	$(BIN)/python -m pytest -n 2 tests/kernels/cuda  # emulated GPUs, and compilers: one thread each
+	$(BIN)/python -m pytest $(addprefix --ignore=,$(EMULATED))
+	$(BIN)/python -m pytest -n 2 $(EMULATED)
 
 lint: setup
 	$(BIN)/ruff check --fix .
