@@ -68,8 +68,7 @@ class HostSampler:
 
     def sample(self, logits: Tensor, slots: Sequence[int]) -> Pending:
         sampled = self._sampler.sample(logits.cpu(), slots)
-        usable = [max(result.token_id, 0) for result in sampled]  # the next step may be on its way with a failed one
-        tokens = torch.tensor(usable, device=self.last_token.device)
+        tokens = torch.tensor([result.token_id for result in sampled], device=self.last_token.device)
         self.last_token[torch.tensor(slots, device=self.last_token.device)] = tokens
         return _Drawn(sampled)
 

@@ -64,7 +64,8 @@ def test_every_op_has_a_reference_and_cases() -> None:
     for op in vars(ops).values():
         if isinstance(op, Op):
             assert op.named("reference").priority == 0
-            assert any(case.op is op for case in CASES), op.name
+            if op is not ops.known_tokens:  # no CPU's step has unknown ones: tests/kernels/cuda/test_tokens.py
+                assert any(case.op is op for case in CASES), op.name
 
 
 def test_a_cpu_kernel_is_chosen_for_every_case() -> None:

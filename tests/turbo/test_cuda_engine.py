@@ -27,9 +27,8 @@ from lmkit.turbo.cuda_graphs import graph_sizes
 from lmkit.turbo.cuda_runner import CudaRunner
 from lmkit.turbo.device import EmulatedDevice, resolve_device
 from lmkit.turbo.engine import Engine
-from lmkit.turbo.plan import NewSequence, StepPlan
+from lmkit.turbo.plan import StepPlan
 from lmkit.turbo.request import GenerationConfig, Request, StepOutput
-from lmkit.turbo.sequence import FAILED_TOKEN
 from lmkit.turbo.worker import EngineLoop
 from tests.models import tiny
 
@@ -379,17 +378,6 @@ def test_without_cupy_ops_run_through_torch(monkeypatch: pytest.MonkeyPatch, cap
     assert not device.has_kernels
     assert "CuPy is missing: pip install it. Every op runs through torch" in caplog.text
     assert resolve_device(EngineConfig()).name == "cpu"
-
-
-def test_a_failed_row_leaves_a_token_that_can_be_embedded() -> None:
-    sampler = cuda_runner.HostSampler(2, 8, "cpu")
-    sampler.last_token.fill_(5)
-    for slot in (0, 1):
-        sampler.set(slot, NewSequence(slot, [1], 1, GenerationConfig(temperature=0), (), False))
-    logits = torch.zeros(2, 8)
-    logits[0, 3], logits[1, 3] = 1.0, float("nan")
-    assert [sampled.token_id for sampled in sampler.sample(logits, [0, 1]).result()] == [3, FAILED_TOKEN]
-    assert sampler.last_token.tolist() == [3, 0]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
