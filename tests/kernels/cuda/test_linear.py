@@ -321,7 +321,7 @@ def test_damaged_table_is_ignored(damage: Any, tmp_path: Path, caplog: pytest.Lo
 
 
 def test_kernels_of_every_number_of_tokens_are_known(device: str) -> None:
-    packed = pack(quantize(torch.randn(64, 256), QuantScheme(4, 128)).to(device))
+    packed = pack(quantize(torch.randn(64, 256), QuantScheme(4, 128)), device)
     known = set(gemm_table.kernels(packed, F16, 100))
     for tokens in range(1, 101):
         plan = gemm_table.choose(tokens, packed, F16)
