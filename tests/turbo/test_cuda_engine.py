@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -227,6 +228,20 @@ def test_decode_steps_are_replayed_in_the_next_captured_size(
     assert set(sizes) == {1, 2, 4, 5} or set(sizes) == {1, 4, 5}
     assert graph_sizes(64) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]
     assert graph_sizes(3) == [1, 2, 3]
+
+
+def test_a_layer_of_a_decode_step_is_seven_launches(quantized: Path, device: EmulatedDevice) -> None:
+    engine = on_gpu(quantized, device, overlap=False)
+    engine.add(Request(request_id="a", prompt_ids=[5, 6, 7], params=GenerationConfig(max_new_tokens=8, temperature=0)))
+    engine.step()
+    emulator = emulation.install()
+    (output,) = engine.step()
+    assert len(output.token_ids) == 1
+    layers, launches = SIZES["num_hidden_layers"], Counter(emulator.launches)
+    assert launches["gemm"] == 4 * layers
+    assert launches["decode_attention"] == layers
+    assert launches["norm_rows"] == 2 * layers + 1, "and the one before the head"
+    assert launches.total() - 7 * layers <= 6, "tokens, embedding, angles, norm, head, argmax"
 
 
 def test_a_prefix_is_found_again(checkpoint: Path, device: EmulatedDevice) -> None:
