@@ -1,6 +1,6 @@
 """A GPU computes what the CPU does: the same greedy tokens and nearly the same distributions, over bundled text.
 
-Emulated on the CPU for a few tokens of the smallest kind; on a GPU for all of them.
+Emulated on the CPU, the greedy tokens of some prompts only; on a GPU all of them.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from lmkit.layers.batch import allocate_kv, whole_batch
 from lmkit.models.loader import load_model
 from lmkit.qtensor import QuantScheme, quantize
 from lmkit.text import Tokenizer
+from lmkit.turbo.device import EmulatedDevice
 from lmkit.turbo.engine import Engine
 from lmkit.turbo.request import GenerationConfig, Request
 
@@ -96,14 +97,15 @@ def divergence(ours: Tensor, reference: Tensor) -> float:
     ("device", "dtype"),
     [
         ("emulated", "float16"),
+        ("emulated", "bfloat16"),
         pytest.param("cuda", "float16", marks=pytest.mark.gpu),
+        pytest.param("cuda", "bfloat16", marks=pytest.mark.gpu),
     ],
 )
 def test_distributions_are_the_cpus(checkpoint: Path, device: str, dtype: str, request: pytest.FixtureRequest) -> None:
     rows = prompts()
     if device == "emulated":
         request.getfixturevalue("emulated")
-        rows = [rows[0][:3], rows[1][:1]]
     tensors = "cpu" if device == "emulated" else "cuda"
     ours = logits(checkpoint, rows, "cuda", dtype, tensors)
     assert ours.isfinite().all()
@@ -113,21 +115,27 @@ def test_distributions_are_the_cpus(checkpoint: Path, device: str, dtype: str, r
     assert divergence(ours.roll(1, -1), reference) > KL
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("kv_dtype", ["float16", "int8"])
-def test_greedy_tokens_are_the_cpus(checkpoint: Path, kv_dtype: str) -> None:
-    cpu: Any = {"device": "cpu", "dtype": "float32", "kv_dtype": "float32" if kv_dtype == "float16" else kv_dtype}
-    theirs = tokens(checkpoint, EngineConfig(**cpu, activations="exact", packed_cache=False))
-    gpu: Any = {"device": "cuda", "dtype": "float16", "kv_dtype": kv_dtype}
-    assert tokens(checkpoint, EngineConfig(**gpu, activations="exact", packed_cache=False)) == theirs
+@pytest.mark.parametrize("device", ["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_greedy_tokens_are_the_cpus(
+    checkpoint: Path, device: str, kv_dtype: str, request: pytest.FixtureRequest
+) -> None:
+    common: Any = {"activations": "exact", "packed_cache": False, "max_batch_size": NUM_PROMPTS, "max_model_len": 128}
+    wide = "float32" if kv_dtype == "float16" else kv_dtype
+    theirs = Engine(str(checkpoint), EngineConfig(device="cpu", dtype="float32", kv_dtype=wide, **common))
+    if device == "emulated":
+        request.getfixturevalue("emulated")
+    count, new_tokens = (4, 8) if device == "emulated" else (NUM_PROMPTS, NEW_TOKENS)
+    config = EngineConfig(device="cuda", dtype="float16", kv_dtype=kv_dtype, **common)
+    ours = Engine(str(checkpoint), config, device=EmulatedDevice() if device == "emulated" else None)
+    assert tokens(ours, count, new_tokens) == tokens(theirs, count, new_tokens)
 
 
-def tokens(path: Path, config: EngineConfig) -> dict[str, list[int]]:
-    """What an engine answers to all prompts at once, greedily."""
-    engine = Engine(str(path), config)
+def tokens(engine: Engine, count: int, new_tokens: int) -> dict[str, list[int]]:
+    """What an engine answers to `count` prompts at once, greedily."""
     found: dict[str, list[int]] = {}
-    params = GenerationConfig(max_new_tokens=NEW_TOKENS, ignore_eos=True)
-    for index, prompt in enumerate(prompts()):
+    params = GenerationConfig(max_new_tokens=new_tokens, ignore_eos=True)
+    for index, prompt in enumerate(prompts()[:count]):
         engine.add(Request(request_id=str(index), prompt_ids=prompt, params=params))
         found[str(index)] = []
     while engine.has_work():
