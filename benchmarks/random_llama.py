@@ -116,12 +116,12 @@ def make_checkpoint(out: Path, shape: Shape, seed: int = 0) -> None:
         writer.finish(dict(config(shape)), Path(texts))
 
 
-def make_awq(source: Path, out: Path) -> None:
-    """Write `source` with its layers' matrices rounded to 4 bits in groups of 128 (or whole rows, if no multiple)."""
+def make_awq(source: Path, out: Path, group: int = GROUP) -> None:
+    """Write `source` with its layers' matrices rounded to 4 bits in groups (or whole rows, if no multiple)."""
     with CheckpointReader(source) as reader, atomic_directory(out) as folder:
         writer, awq = CheckpointWriter(folder), AwqFormat()
         columns = [reader.info(name).shape[1] for name in reader.names() if name.endswith("_proj.weight")]
-        scheme = QuantScheme(4, GROUP if all(count % GROUP == 0 for count in columns) else -1)
+        scheme = QuantScheme(4, group if all(count % group == 0 for count in columns) else -1)
         for name in reader.names():
             tensor = reader.tensor(name)
             if name.endswith("_proj.weight"):

@@ -15,14 +15,12 @@ import pytest
 from torch import Tensor
 
 import lmkit.demo
+from benchmarks.random_llama import make_awq
 from lmkit.config import EngineConfig
-from lmkit.formats.base import get_format
-from lmkit.formats.checkpoint import CheckpointReader, CheckpointWriter, atomic_directory
 from lmkit.formats.hub import DEMO_FOLDER
 from lmkit.kernels.cuda import emulation, module
 from lmkit.layers.batch import allocate_kv, whole_batch
 from lmkit.models.loader import load_model
-from lmkit.qtensor import QuantScheme, quantize
 from lmkit.text import Tokenizer
 from lmkit.turbo.device import EmulatedDevice
 from lmkit.turbo.engine import Engine
@@ -30,23 +28,14 @@ from lmkit.turbo.request import GenerationConfig, Request
 
 KL = 1e-4  # nats per token, at most
 NUM_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 12, 40, 24
-SCHEME = QuantScheme(4, 128)
 BLOCK = 64
 
 
 @pytest.fixture(scope="module")
 def quantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo model with 4-bit weights, rounded to nearest."""
-    out, fmt = tmp_path_factory.mktemp("models") / "w4", get_format("awq")
-    with CheckpointReader(DEMO_FOLDER) as reader, atomic_directory(out) as folder:
-        writer = CheckpointWriter(folder)
-        for name in reader.names():
-            tensor = reader.tensor(name)
-            if name.endswith("_proj.weight"):
-                fmt.write_linear(writer, name.removesuffix(".weight"), quantize(tensor, SCHEME))
-            else:
-                writer.add(name, tensor)
-        writer.finish(reader.config | {"quantization_config": fmt.config_entry({"": SCHEME})}, DEMO_FOLDER)
+    out = tmp_path_factory.mktemp("models") / "w4"
+    make_awq(DEMO_FOLDER, out)
     return out
 
 

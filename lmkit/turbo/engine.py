@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import astuple, dataclass, replace
 from typing import Protocol, Self
@@ -72,11 +73,7 @@ class Engine:
     """Runs one checkpoint. Raises CheckpointError, ConfigError or UnsupportedError before it loads any weight."""
 
     def __init__(self, model_path: str, config: EngineConfig | None = None, *, device: Device | None = None) -> None:
-        config = config or EngineConfig()
-        device = device or resolve_device(config)
-        config = config.on(device.name)
-        threads.configure(config.num_threads or default_num_threads())
-        self._start(loading.load(model_path, config, device), config, device)
+        self._start(config, device, lambda config, device: loading.load(model_path, config, device))
 
     @classmethod
     def of(
@@ -93,14 +90,21 @@ class Engine:
         memory.
         """
         engine = cls.__new__(cls)
+        engine._start(config, device, lambda config, device: loading.given(decoder, config, device, storages))
+        return engine
+
+    def _start(
+        self,
+        config: EngineConfig | None,
+        device: Device | None,
+        load: Callable[[EngineConfig, Device], LoadedModel],
+    ) -> None:
         config = config or EngineConfig()
         device = device or resolve_device(config)
         config = config.on(device.name)
-        threads.configure(config.num_threads or default_num_threads())
-        engine._start(loading.given(decoder, config, device, storages), config, device)
-        return engine
-
-    def _start(self, model: LoadedModel, config: EngineConfig, device: Device) -> None:
+        num_threads = config.num_threads or default_num_threads()
+        threads.configure(num_threads)
+        model = load(config, device)
         spec, memory = model.decoder.spec, model.memory
         self._device = device
         self._lost: str | None = None  # why no step can run any more
@@ -117,7 +121,6 @@ class Engine:
             host_bytes = config.kv_host_memory or 0
             self._tiers = TierStore(blocks, host_bytes=host_bytes, disk=model.disk) if model.has_tiers else None
             self.runner: Runner | CudaRunner = _runner(model, config, device, kv, blocks, self._tiers)
-            num_threads = config.num_threads or default_num_threads()
             self._thread = ThreadPoolExecutor(1, "engine-steps", lambda: threads.configure(num_threads))
             self._warm_up(limits)
         self.scheduler = Scheduler(limits, model.eos_token_ids, tiers=self._tiers, fingerprint=model.fingerprint)

@@ -14,9 +14,8 @@ from lmkit.turbo.kv_manager import KVLimits
 from lmkit.turbo.tiers.host import check_host_bytes
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
-RUNTIME_BYTES = (
-    400 << 20
-)  # torch, numba and their compiled code; on a GPU cuBLAS, kernels and what torch's cache rounds up
+# torch, numba and their compiled code; on a GPU cuBLAS, kernels and what torch's cache rounds up
+RUNTIME_BYTES = 400 << 20
 KV_SHARE = {"cpu": 0.8, "cuda": 0.92}  # of what is left after the weights, when the user names no budget
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,14 +15,12 @@ import msgspec
 import pytest
 import torch
 
+from benchmarks.random_llama import make_awq
 from lmkit.config import EngineConfig
 from lmkit.errors import ConfigError, DeviceLostError, UnsupportedError
-from lmkit.formats.base import get_format
-from lmkit.formats.checkpoint import CheckpointReader, CheckpointWriter, atomic_directory
 from lmkit.formats.hub import DEMO_FOLDER
 from lmkit.kernels.cuda import emulation, module
 from lmkit.models.loader import load_model
-from lmkit.qtensor import QuantScheme, quantize
 from lmkit.turbo import cuda_runner
 from lmkit.turbo.cuda_graphs import graph_sizes
 from lmkit.turbo.cuda_runner import CudaRunner
@@ -32,6 +30,7 @@ from lmkit.turbo.plan import StepPlan
 from lmkit.turbo.request import GenerationConfig, Request, StepOutput
 from lmkit.turbo.worker import EngineLoop
 from tests.models import tiny
+from tests.turbo.test_engine import run
 
 SMALL: dict[str, Any] = {"block_size": 16, "max_batch_size": 4, "max_step_tokens": 24, "max_model_len": 128}
 SIZES: dict[str, Any] = {
@@ -39,7 +38,6 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
 }  # fmt: skip
 PROMPTS = [[5, 6, 7], list(range(40, 75)), [9] * 11, [100, 3]]
-GROUPS = QuantScheme(4, 32)
 
 
 @pytest.fixture(scope="module")
@@ -56,15 +54,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def quantized(checkpoint: Path) -> Path:
     """W4, groups of 32."""
-    out, fmt = checkpoint.parent / "w4", get_format("awq")
-    with CheckpointReader(checkpoint) as reader, atomic_directory(out) as folder:
-        writer = CheckpointWriter(folder)
-        for name in reader.names():
-            if name.endswith("_proj.weight"):
-                fmt.write_linear(writer, name.removesuffix(".weight"), quantize(reader.tensor(name), GROUPS))
-            else:
-                writer.add(name, reader.tensor(name))
-        writer.finish(reader.config | {"quantization_config": fmt.config_entry({"": GROUPS})}, checkpoint)
+    out = checkpoint.parent / "w4"
+    make_awq(checkpoint, out, group=32)
     return out
 
 
@@ -104,19 +95,6 @@ def requests(**params: Any) -> list[Request]:
         Request(request_id=str(i), prompt_ids=prompt, params=GenerationConfig(**common))
         for i, prompt in enumerate(PROMPTS)
     ]
-
-
-def run(engine: Engine, wanted: Iterable[Request]) -> dict[str, list[StepOutput]]:
-    outputs: dict[str, list[StepOutput]] = {}
-    for request in wanted:
-        engine.add(request)
-        outputs[request.request_id] = []
-    while engine.has_work():
-        for output in engine.step():
-            outputs[output.request_id].append(output)
-    engine.check_integrity()
-    assert engine.stats().blocks_used == 0
-    return outputs
 
 
 def tokens(outputs: dict[str, list[StepOutput]]) -> dict[str, list[int]]:

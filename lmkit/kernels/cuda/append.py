@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from lmkit.kernels import ops
-from lmkit.kernels.cuda.module import Kernel, is_available, missing
+from lmkit.kernels.cuda import elementwise
+from lmkit.kernels.cuda.module import HALVES, Kernel
 from lmkit.kernels.ops import KVTensor
 from lmkit.kernels.reference.elementwise import accepts_rope
 from lmkit.kernels.reference.elementwise import rope_append as reference_rope_append
@@ -19,14 +20,13 @@ from lmkit.kernels.reference.kv import kv_append as reference_kv_append
 from lmkit.kernels.registry import implements
 
 STORAGE = {"float16": 0, "bfloat16": 1, "int8": 2, "fp8": 3, "int4": 4}  # StorageType of csrc/kv.cuh
-HALF = (torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256
 HEADS_PER_BLOCK = 8
 
 
 def accepts(*, head_dim: int, **traits: Any) -> str | None:
-    if not is_available():
-        return missing()
+    if (reason := elementwise.accepts()) is not None:
+        return reason
     if head_dim % 16 or head_dim > MAX_HEAD_DIM:
         return f"head_dim {head_dim}: multiples of 16 up to {MAX_HEAD_DIM}"
     check = accepts_rope if "rotary_dim" in traits else accepts_heads
@@ -37,7 +37,7 @@ def can_run(rows: tuple[Tensor, ...], caches: tuple[KVTensor, KVTensor]) -> bool
     """Whether kernels take these: rows [T, heads, D] of one 16-bit type that 16-byte loads can read, D as in the
     caches, which are stored in one of `STORAGE`."""
     dtype, dim = rows[0].dtype, rows[0].shape[2]
-    if dtype not in HALF or dim % 16 or dim > MAX_HEAD_DIM or any(cache.dtype not in STORAGE for cache in caches):
+    if dtype not in HALVES or dim % 16 or dim > MAX_HEAD_DIM or any(cache.dtype not in STORAGE for cache in caches):
         return False
     return all(
         x.dtype == dtype and x.stride(2) == 1 and x.stride(0) % 8 == x.stride(1) % 8 == 0 and x.data_ptr() % 16 == 0

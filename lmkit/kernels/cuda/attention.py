@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lmkit.kernels import ops
 from lmkit.kernels.cuda.append import STORAGE, accepts, can_run, rope_append, storage, strided
-from lmkit.kernels.cuda.module import NUM_COUNTERS, Kernel, backend, counters
+from lmkit.kernels.cuda.module import NUM_COUNTERS, RESERVED, Kernel, backend, counters, shared_of_sm
 from lmkit.kernels.cuda.prefill import prefill_attention, refusal
 from lmkit.kernels.ops import KVTensor
 from lmkit.kernels.reference.attention import paged_attention as reference_attention
@@ -25,7 +25,6 @@ from lmkit.kernels.registry import implements
 THREADS, WARPS, UNIT, TILE = 128, 4, 16, 64  # of csrc/decode_attention.cu; UNIT: tokens of a warp's step
 MAX_SPLITS = 64
 MAX_STAGES = 5
-RESERVED = 1024  # bytes of shared memory that CUDA keeps of each block
 LOG2E = math.log2(math.e)
 
 
@@ -178,14 +177,6 @@ def shape_of(dim: int, keys: str, values: str, group: int, mean: bool, capabilit
     by_registers = 4 if n_tiles * dim <= 128 else 2  # the kernel's launch bounds
     blocks_per_sm = max(1, min(by_registers, whole // (shared + RESERVED)))
     return Shape(n_tiles, stages, shared, blocks_per_sm, shared + RESERVED <= whole)
-
-
-def shared_of_sm(capability: tuple[int, int]) -> int:
-    """Bytes of shared memory of an SM, of which each block costs RESERVED (CUDA C++ Programming Guide, "Compute
-    Capabilities"); what is not known has what all have."""
-    if capability[0] in (9, 10):
-        return 228 << 10
-    return (164 if capability in ((8, 0), (8, 7)) else 100) << 10
 
 
 def row_stride(dtype: str, dim: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -30,7 +30,3 @@ class BlockCopier:
             here = torch.tensor(pairs, dtype=torch.int32, pin_memory=on_cuda)
             there = here.to(self._bases.device, non_blocking=on_cuda)
             _COPY(self._grid, THREADS, [self._bases, self._sizes, there, len(pairs)])
-
-
-def variants() -> Iterator[Kernel]:
-    yield _COPY

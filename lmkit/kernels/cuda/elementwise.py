@@ -7,7 +7,6 @@ which of a call's tensors have it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -16,21 +15,16 @@ import torch
 from torch import Tensor
 
 from lmkit.kernels import ops
-from lmkit.kernels.cuda.module import Kernel, is_available, missing
+from lmkit.kernels.cuda.module import HALVES, Kernel, is_available, missing
 from lmkit.kernels.ops import Norm
 from lmkit.kernels.reference import elementwise as reference
 from lmkit.kernels.registry import implements
 
 WIDTH = 8  # values of a thread: rows.cuh
 WARP, BLOCK = 32, 256
-VECTORS = {
-    1: 512,
-    2: 512,
-    4: 512,
-    16: 256,
-}  # norm.cu: of WIDTH columns that a thread keeps -> threads of a row, at most
+# norm.cu: vectors of WIDTH columns that a thread keeps -> threads of a row, at most
+VECTORS = {1: 512, 2: 512, 4: 512, 16: 256}
 MAX_COLUMNS = max(vectors * threads for vectors, threads in VECTORS.items()) * WIDTH
-HALVES = (torch.float16, torch.bfloat16)
 OUTPUTS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 1, torch.int8: 2, torch.float8_e4m3fn: 3}
 
 
@@ -176,12 +170,3 @@ def is_aligned(*tensors: Tensor | None) -> bool:
 
 def grid(rows: int, columns: int) -> tuple[int, int]:
     return rows, -(-columns // (WIDTH * BLOCK))
-
-
-def variants() -> Iterator[Kernel]:
-    for half in HALVES:
-        for vectors in VECTORS:
-            yield kernel_for("norm.cu", "norm_rows", half, VECTORS=vectors)
-        for name in ("embedding", "silu_mul"):
-            yield kernel_for("elementwise.cu", name, half)
-    yield kernel_for("elementwise.cu", "rope_angles", torch.float16)

@@ -22,7 +22,7 @@ from lmkit.config import environment
 from lmkit.errors import UnsupportedError
 from lmkit.kernels.cuda import module
 from lmkit.kernels.cuda.module import Launch
-from lmkit.kernels.cuda.source import FOLDER, kernel_source
+from lmkit.kernels.cuda.source import kernel_source
 
 FLAGS = ("-std=c++17", "-O2", "-march=native", "-fPIC", "-shared", "-fno-strict-aliasing", "-w")
 ASAN = ("-fsanitize=address", "-fno-omit-frame-pointer")
@@ -36,7 +36,9 @@ class EmulatedBackend:
     def __init__(self, *, sanitize: bool, capability: tuple[int, int]) -> None:
         self._flags = FLAGS + (ASAN if sanitize else ())
         self._capability = capability
-        self._runtime = ctypes.CDLL(str(self._build(runtime_source(), "emulator", {})), mode=ctypes.RTLD_GLOBAL)
+        self._runtime = ctypes.CDLL(
+            str(self._build(kernel_source("emulator.cpp"), "emulator", {})), mode=ctypes.RTLD_GLOBAL
+        )
         self._runtime.lm_launch.restype = ctypes.c_bool
         self.begin(0)
 
@@ -107,11 +109,6 @@ def compiler() -> str:
     if found is None:
         raise UnsupportedError("kernels are emulated with g++, which is not installed")
     return found
-
-
-@cache
-def runtime_source() -> str:
-    return (FOLDER / "emulator.cpp").read_text().replace('#include "host.cuh"\n', kernel_source("host.cuh"))
 
 
 @cache

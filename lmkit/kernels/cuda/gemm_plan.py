@@ -13,13 +13,14 @@ from functools import cache
 
 import msgspec
 
+from lmkit.kernels.cuda.module import NUM_COUNTERS, RESERVED, shared_of_sm
+
 STAGE_INPUTS = 128
 TILE_OUTPUTS = 16
 MAX_TOKEN_TILES = 8  # of 8 tokens, in a block
 TOKEN_TILES = (1, 2, 3, 4, 6, 8)
 MAX_RANGES = 32
 
-SHARED_LIMIT = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}  # KB a block
 REGISTERS = 65536  # of a streaming multiprocessor
 
 CLOCK = 1.75  # per ns
@@ -94,7 +95,7 @@ class Problem:
 
 def shared_limit(capability: tuple[int, int]) -> int:
     """Bytes of shared memory that a block may have."""
-    return SHARED_LIMIT.get(10 * capability[0] + capability[1], 99) << 10
+    return shared_of_sm(capability) - RESERVED
 
 
 def registers(plan: Plan, problem: Problem) -> int:
@@ -116,7 +117,7 @@ def problem_with(plan: Plan, problem: Problem, limit: int) -> str | None:
     spills = plan.token_tiles * plan.rows > 12 and problem.scales > 1
     if spills or 32 * plan.warps * registers(plan, problem) > REGISTERS:
         return "too many registers"
-    if problem.row_blocks(plan) * problem.token_blocks(plan) > 1 << 16:
+    if problem.row_blocks(plan) * problem.token_blocks(plan) > NUM_COUNTERS:
         return "more row blocks than counters"
     if problem.shared_bytes(plan) > limit:
         return "too little shared memory"
@@ -132,7 +133,7 @@ def candidates(problem: Problem, limit: int) -> Iterator[Plan]:
         for units, resident in itertools.product(_units(problem.stages, warps_k), (True, False)):
             plan = Plan(token_tiles, rows, warps_n, warps_k, depth, units, resident)
             threads, shared = 32 * plan.warps, problem.shared_bytes(plan)
-            room = min(REGISTERS // (threads * registers(plan, problem)), (limit + 1024) // (shared + 1024))
+            room = min(REGISTERS // (threads * registers(plan, problem)), (limit + RESERVED) // (shared + RESERVED))
             plan = msgspec.structs.replace(plan, per_sm=room)
             if room and problem_with(plan, problem, limit) is None:
                 yield plan

@@ -5,7 +5,7 @@ own that streams the weights, csrc/gemv.cu.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from lmkit.kernels import ops
 from lmkit.kernels.cuda import elementwise
-from lmkit.kernels.cuda.elementwise import BLOCK, HALVES, MAX_COLUMNS, WIDTH, RowCodes, grid, is_aligned, kernel_for
-from lmkit.kernels.cuda.module import Kernel, backend, tensor_device
+from lmkit.kernels.cuda.elementwise import BLOCK, MAX_COLUMNS, WIDTH, RowCodes, grid, is_aligned, kernel_for
+from lmkit.kernels.cuda.module import HALVES, backend, tensor_device
 from lmkit.kernels.ops import Norm
 from lmkit.kernels.reference.linear import Kept, keep
 from lmkit.kernels.registry import implements
@@ -37,9 +37,6 @@ def _accepts_dense(*, dtype: torch.dtype, **traits: Any) -> str | None:
 
 
 def _pack_dense(weight: Tensor, gated: bool = False) -> Kept:
-    if weight.is_cuda:  # or cuBLAS may add float16 parts of a sum in float16
-        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     return keep(weight.contiguous(), gated)
 
 
@@ -66,8 +63,12 @@ def linear_dense(
     if residual is None and dtype == x.dtype:
         y = torch.nn.functional.linear(x, weight, None if bias is None else bias.to(dtype))
         return elementwise.silu_mul(y) if packed.gated else y
-    product = torch.mm(x, weight.t(), out_dtype=torch.float32) if x.is_cuda else x.float() @ weight.float().t()
-    return _epilogue(product, len(x), bias, packed.gated, dtype, residual)
+    return _epilogue(wide_product(x, weight), len(x), bias, packed.gated, dtype, residual)
+
+
+def wide_product(x: Tensor, weight: Tensor) -> Tensor:
+    """x [T, K] W^T, W [N, K] of the same 16-bit type, in float32: nothing is rounded at the end."""
+    return torch.mm(x, weight.t(), out_dtype=torch.float32) if x.is_cuda else x.float() @ weight.float().t()
 
 
 def _streams(x: Tensor, weight: Tensor) -> bool:
@@ -113,11 +114,9 @@ def _accepts_fp8(**traits: Any) -> str | None:
     if (reason := _accepts_int8(**traits)) is not None:
         return reason
     major, minor = backend(tensor_device("cuda")).capability()
-    return (
-        None
-        if (major, minor) >= FP8_CAPABILITY
-        else f"float8 products need compute capability 8.9, not {major}.{minor}"
-    )
+    if (major, minor) < FP8_CAPABILITY:
+        return f"float8 products need compute capability 8.9, not {major}.{minor}"
+    return None
 
 
 def _int8_product(x: RowCodes, weight: CodedWeight) -> Tensor:
@@ -228,10 +227,3 @@ for _op, _accepts, _product, _code in (
     implements(_op, "cuda", device="cuda", accepts=_accepts, pack=_pack_codes, priority=20, epilogue=True)(
         _linear(_product, _code)
     )
-
-
-def variants() -> Iterator[Kernel]:
-    for half in HALVES:
-        for number in sorted(set(FORMATS.values())):
-            yield kernel_for("gemv.cu", "gemv", half, FORMAT=number)
-        yield kernel_for("epilogue.cu", "epilogue", half)

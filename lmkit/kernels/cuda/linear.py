@@ -6,31 +6,21 @@ of outputs at a time, and torch's library multiplies. gemm_table.py says which, 
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lmkit.kernels import ops
-from lmkit.kernels.cuda import gemm, module
+from lmkit.kernels.cuda import elementwise, gemm
 from lmkit.kernels.cuda.gemm_pack import PackedWeight, dequantize, group_problem, pack
 from lmkit.kernels.cuda.gemm_table import choose
+from lmkit.kernels.cuda.library import wide_product
+from lmkit.kernels.cuda.module import HALVES
 from lmkit.kernels.ops import Norm
-from lmkit.kernels.registry import Implementation, implements
+from lmkit.kernels.registry import implements
 
 PANEL_BYTES = 256 << 20  # of a dequantized weight at a time
-HALF = (torch.float16, torch.bfloat16)
-
-
-@cache
-def _rms_norm() -> Implementation:
-    return ops.rms_norm.select("cuda")
-
-
-@cache
-def _silu_mul() -> Implementation:
-    return ops.silu_mul.select("cuda")
 
 
 def linear(
@@ -44,14 +34,14 @@ def linear(
 ) -> Tensor:
     """x [T, K] in float16, bfloat16 or float32 -> [T, N]; see ops.linear_w4a16."""
     if norm is not None:
-        x = _rms_norm()(x, norm)
+        x = elementwise.rms_norm(x, norm)
     if x.shape[0] == 0:
         return x.new_empty(0, packed.num_results, dtype=dtype) if residual is None else residual
     x = x.contiguous()
     if x.data_ptr() % 16:  # a view that does not begin where a vector may
         x = x.clone()
     bias = None if bias is None else bias.float()
-    plan = choose(x.shape[0], packed, x.dtype) if x.dtype in HALF else None
+    plan = choose(x.shape[0], packed, x.dtype) if x.dtype in HALVES else None
     if plan is None:
         return library(x, packed, bias, dtype, residual)
     if residual is not None and not residual.is_contiguous():
@@ -79,7 +69,7 @@ def library(
         y = _product(
             x, dequantize(panel, x.dtype), _bias_of(bias, columns, packed), torch.float32 if exact else x.dtype
         )
-        y = _silu_mul()(y) if packed.gated else y
+        y = elementwise.silu_mul(y) if packed.gated else y
         if residual is not None:
             residual[:, columns] += y
         elif panel.num_tiles == packed.num_tiles:
@@ -101,18 +91,15 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype)
     """x W^T + bias in x's dtype or float32, summed in float32."""
     if dtype == x.dtype and (x.is_cuda or dtype == torch.float32):
         return torch.nn.functional.linear(x, weight, None if bias is None else bias.to(dtype))
-    if x.is_cuda and hasattr(torch.ops.aten.mm, "dtype"):
-        y = torch.mm(x, weight.t(), out_dtype=dtype)
-    else:
-        y = x.float() @ weight.float().t()
+    y = wide_product(x, weight)
     return (y if bias is None else y.add_(bias)).to(dtype)
 
 
 def _accepts(
     code_bits: int, /, *, group_size: int = -1, bits: int | None = None, in_features: int = 8, **traits: Any
 ) -> str | None:
-    if not module.is_available():
-        return module.missing()
+    if (reason := elementwise.accepts()) is not None:
+        return reason
     if bits not in (None, code_bits):
         return f"{bits} bits"
     if in_features % 8:

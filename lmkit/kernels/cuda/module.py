@@ -31,6 +31,9 @@ Launch = Callable[[tuple[int, ...], tuple[int, ...], Sequence[Any], int], None] 
 
 MIN_CAPABILITY = (8, 0)
 NUM_COUNTERS = 1 << 16
+HALVES = (torch.float16, torch.bfloat16)  # what activations may be
+SHARED_KB = {(8, 0): 164, (8, 7): 164, (9, 0): 228, (10, 0): 228, (10, 3): 228, (11, 0): 228}  # others: 100
+RESERVED = 1024  # bytes of shared memory that CUDA keeps of each block
 
 
 class Backend(Protocol):
@@ -123,6 +126,12 @@ def is_available() -> bool:
     return bool(BACKENDS) or missing() is None
 
 
+def shared_of_sm(capability: tuple[int, int]) -> int:
+    """Bytes of shared memory of an SM, of which each block costs RESERVED (CUDA C++ Programming Guide, "Compute
+    Capabilities"); what is not known has what all have."""
+    return SHARED_KB.get(capability, 100) << 10
+
+
 @cache
 def counters(device: str) -> Tensor:
     """int32 [NUM_COUNTERS], zero between kernels: whoever counts with them, its last block sets them back."""
@@ -136,6 +145,9 @@ class CupyBackend:
         import cupy
 
         self._cupy = cupy
+        # Or cuBLAS, which multiplies beside our kernels, may add 16-bit parts of a sum in 16 bits.
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
     def num_sms(self) -> int:
         return int(torch.cuda.get_device_properties().multi_processor_count)

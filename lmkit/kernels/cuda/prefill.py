@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lmkit.kernels.cuda.append import MAX_HEAD_DIM, STORAGE
-from lmkit.kernels.cuda.module import Kernel, backend, counters
+from lmkit.kernels.cuda.module import Kernel, backend, counters, shared_of_sm
 from lmkit.kernels.ops import KV_CODED, KVTensor
 
 ROWS = 128  # of a block of threads: query tokens x heads of a KV head
@@ -19,7 +19,7 @@ WORK_BYTES = 128
 MAX_MEAN_PAIRS = 16
 MAX_SPLITS = 16  # of a tile's keys
 BLOCKS_PER_SM = 2
-LARGE_SHARED = ((9, 0), (10, 0), (10, 3))  # capabilities with 228 KiB of shared memory, others have as little as 100
+LARGE_SHARED = 228 << 10  # bytes of an SM; others have as little as 100 KB
 
 
 def refusal(*, head_dim: int, k: str, v: str, mean_pairs: int = 0, **traits: Any) -> str | None:
@@ -92,7 +92,7 @@ def variant(bf16: bool, dim: int, k: str, v: str, mean_pairs: int, device: str) 
 
 def tile_keys(dim: int, mean_pairs: int, capability: tuple[int, int]) -> int:
     """As many keys as registers hold scores of, and shared memory for two blocks of threads holds tiles of."""
-    if dim > 128 or capability not in LARGE_SHARED:
+    if dim > 128 or shared_of_sm(capability) < LARGE_SHARED:
         return 32
     if dim <= 96:
         return 64

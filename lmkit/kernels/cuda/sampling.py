@@ -5,14 +5,13 @@ What there is to know of a sequence lies in its slot of a table on the device: r
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from lmkit.kernels import ops
 from lmkit.kernels.cuda import module
+from lmkit.kernels.cuda.elementwise import accepts
 from lmkit.kernels.cuda.module import Kernel
 from lmkit.kernels.registry import implements
 
@@ -84,11 +83,7 @@ def score(
     return out
 
 
-def _accepts(**traits: Any) -> str | None:
-    return None if module.is_available() else module.missing()
-
-
-@implements(ops.draw, "cuda", device="cuda", accepts=_accepts, priority=20)
+@implements(ops.draw, "cuda", device="cuda", accepts=accepts, priority=20)
 def draw(
     logits: Tensor, rows: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, share: Tensor
 ) -> Tensor:

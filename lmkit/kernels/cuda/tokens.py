@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from torch import Tensor
 
 from lmkit.kernels import ops
@@ -18,7 +16,3 @@ KERNEL = Kernel("tokens.cu", "known_tokens")
 @implements(ops.known_tokens, "cuda", device="cuda", accepts=accepts, priority=20)
 def known_tokens(token_ids: Tensor, last_token: Tensor) -> None:
     KERNEL(-(-len(token_ids) // THREADS), THREADS, [token_ids, last_token, len(token_ids)])
-
-
-def variants() -> Iterator[Kernel]:
-    yield KERNEL

@@ -19,13 +19,12 @@ import torch
 import lmkit.kernels.cuda
 from lmkit.kernels import ops
 from lmkit.kernels.cuda import module
-from lmkit.kernels.cuda.module import Kernel, Launch
+from lmkit.kernels.cuda.module import HALVES, Kernel, Launch
 from lmkit.kernels.ops import KV_CODED, KVTensor, Norm
 from lmkit.kernels.registry import Implementation, Op
 from lmkit.qtensor import QTensor, QuantScheme
 
 DEVICE = "meta"
-HALVES = (torch.float16, torch.bfloat16)
 HEADS = ((32, 8, 128), (28, 4, 128), (32, 8, 64))  # queries, keys and values, size: Llama 8B, Qwen 7B, Llama 1B
 WEIGHTS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))  # out, in
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)

@@ -347,4 +347,4 @@ def test_shapes_fit_the_device() -> None:
         for types in ("float16", "int8", "int4", "fp8"):
             shape = attention.shape_of(128, types, types, 8, True, capability)
             assert shape.fits
-            assert shape.blocks_per_sm * (shape.shared + 1024) <= attention.shared_of_sm(capability)
+            assert shape.blocks_per_sm * (shape.shared + 1024) <= module.shared_of_sm(capability)

@@ -7,13 +7,7 @@
 #include <sys/mman.h>
 #include <vector>
 
-using u8 = unsigned char;
-using i8 = signed char;
-using u16 = unsigned short;
-using u32 = unsigned int;
-using i32 = int;
-using u64 = unsigned long long;
-using i64 = long long;
+#include "types.cuh"
 #define DEVICE inline
 #include "host.cuh"
 #undef threadIdx

@@ -9,13 +9,7 @@
 // Two 16-bit values in a u32: the lower address, the lower bits.
 #pragma once
 
-using u8 = unsigned char;
-using i8 = signed char;
-using u16 = unsigned short;
-using u32 = unsigned int;
-using i32 = int;
-using u64 = unsigned long long;
-using i64 = long long;
+#include "types.cuh"
 
 #define DEVICE __device__ __forceinline__
 
