@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 # Tests of emulated GPUs and of compilers, which use one thread each: a process for each of two cores.
-EMULATED := tests/kernels/cuda tests/turbo/test_cuda_engine.py tests/test_gpu_numerics.py tests/benchmarks/test_gpu.py
+EMULATED := tests/kernels/cuda tests/turbo/engine/test_cuda_engine.py tests/test_gpu_numerics.py tests/benchmarks/test_gpu.py
 
 .PHONY: demo test lint setup clean
 

@@ -24,8 +24,8 @@ from lmkit.config import KVDtype
 from lmkit.formats.checkpoint import CheckpointReader, CheckpointWriter
 from lmkit.formats.hub import DEMO_FOLDER
 from lmkit.formats.kv_config import load_kv_config
-from lmkit.quant.evaluate import EvalResult, encode_text, evaluate
 from lmkit.quant.recipe import parse_recipe
+from lmkit.quant.report.evaluate import EvalResult, encode_text, evaluate
 from lmkit.quant.run import prepare
 
 console = Console()

@@ -26,9 +26,9 @@ from lmkit import log as logging
 from lmkit.config import EngineConfig, parse
 from lmkit.errors import ConfigError, RequestError
 from lmkit.text import TokenHistory, Tokenizer
-from lmkit.turbo.engine import Engine
-from lmkit.turbo.output import AnswerTokens, OutputProcessor, RequestOutput, TextLogprobs
+from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.request import GenerationConfig, Request, StepOutput
+from lmkit.turbo.transport.output import AnswerTokens, OutputProcessor, RequestOutput, TextLogprobs
 
 Messages = list[dict[str, Any]]
 Prompt = str | Messages

@@ -22,9 +22,9 @@ from lmkit.kernels.cuda import emulation, module
 from lmkit.layers.batch import allocate_kv, whole_batch
 from lmkit.models.loader import load_model
 from lmkit.text import Tokenizer
-from lmkit.turbo.device import EmulatedDevice
-from lmkit.turbo.engine import Engine
+from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.request import GenerationConfig, Request
+from lmkit.turbo.runners.device import EmulatedDevice
 
 KL = 1e-4  # nats per token, at most
 NUM_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 12, 40, 24

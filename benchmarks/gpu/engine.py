@@ -17,9 +17,9 @@ from benchmarks.gpu.context import Context
 from benchmarks.gpu.models import CONFIGS, Storage, random_decoder
 from benchmarks.gpu.roofline import W4_G128, Decode, prefill_flops
 from lmkit.config import EngineConfig
-from lmkit.turbo.device import CudaDevice, EmulatedDevice
-from lmkit.turbo.engine import Engine
+from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.request import GenerationConfig, Request
+from lmkit.turbo.runners.device import CudaDevice, EmulatedDevice
 
 SECONDS = 1.5  # of decoding that is timed, at most
 STEPS = 200

@@ -7,7 +7,7 @@ from lmkit.config import EngineConfig
 from lmkit.layers.rope_spec import RopeSpec
 from lmkit.models.kv_storage import KVStorage, allocate
 from lmkit.models.spec import ModelSpec
-from lmkit.turbo.memory import plan_memory
+from lmkit.turbo.engine.memory import plan_memory
 
 SPEC = ModelSpec(
     architecture="LlamaForCausalLM", hidden_size=4096, num_layers=4, num_heads=32, num_kv_heads=8, head_dim=128,

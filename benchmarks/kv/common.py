@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.random_llama import Shape, make_awq, make_checkpoint
 from lmkit.config import EngineConfig
-from lmkit.turbo.engine import Engine
+from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.request import GenerationConfig, Request, StepOutput
 
 

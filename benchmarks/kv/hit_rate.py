@@ -10,11 +10,11 @@ from typing import Any
 
 from benchmarks.kv.common import Row, Setting
 from benchmarks.kv.trace import VOCAB, Item, Mix, distinct_blocks, ideal_hits, make_trace
-from lmkit.turbo.kv_manager import KVLimits
-from lmkit.turbo.limits import SchedulerLimits
+from lmkit.turbo.kv.manager import KVLimits
 from lmkit.turbo.plan import NewSequence, Sampled, StepPlan
 from lmkit.turbo.request import GenerationConfig, Request
-from lmkit.turbo.scheduler import Scheduler
+from lmkit.turbo.scheduling.limits import SchedulerLimits
+from lmkit.turbo.scheduling.scheduler import Scheduler
 
 BLOCK_SIZE, CONCURRENCY = 32, 8
 POOLS = (1 / 16, 1 / 8, 1 / 4)  # of the blocks that the whole trace fills

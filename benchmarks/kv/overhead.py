@@ -14,9 +14,9 @@ from benchmarks.kv.common import Client, Row, Setting, checkpoint, random_tokens
 from benchmarks.kv.hit_rate import BLOCK_SIZE, TraceRunner, limits, request
 from benchmarks.kv.trace import VOCAB, Item
 from benchmarks.random_llama import Shape
-from lmkit.turbo.block_pool import BlockPool
-from lmkit.turbo.radix_cache import RadixCache
-from lmkit.turbo.scheduler import Scheduler
+from lmkit.turbo.kv.block_pool import BlockPool
+from lmkit.turbo.kv.radix_cache import RadixCache
+from lmkit.turbo.scheduling.scheduler import Scheduler
 
 SHAPE = Shape(512, 2048, 4, 8, 2, 64, 8192, 16384)  # 24M parameters: a larger model makes the share smaller
 REQUESTS, PROMPT, ANSWER, ROUNDS = 8, 512, 64, 8  # requests at once; tokens; rounds of each engine

@@ -11,7 +11,7 @@ from benchmarks.peers.protocol import Facts, Options, main
 from benchmarks.random_llama import make_awq
 from lmkit.config import EngineConfig
 from lmkit.formats.checkpoint import CheckpointReader
-from lmkit.turbo.engine import Engine
+from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.request import GenerationConfig, Request
 
 

@@ -21,7 +21,7 @@ from lmkit.bench.schema import LatencyRun, StepProfile
 from lmkit.config import EngineConfig
 from lmkit.errors import ConfigError, LMKitError
 from lmkit.text import Tokenizer
-from lmkit.turbo.engine import Engine, Profile
+from lmkit.turbo.engine.engine import Engine, Profile
 from lmkit.turbo.request import EngineInfo, GenerationConfig, Request
 
 

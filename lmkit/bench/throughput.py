@@ -15,9 +15,9 @@ from lmkit.bench.schema import ThroughputRun
 from lmkit.bench.workload import Conversation, Dialogue, Turn
 from lmkit.errors import RequestError
 from lmkit.text import Tokenizer
-from lmkit.turbo.engine import Engine
-from lmkit.turbo.output import OutputProcessor
+from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.request import GenerationConfig, Request, StepOutput
+from lmkit.turbo.transport.output import OutputProcessor
 
 
 @dataclass

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from lmkit.bench.schema import Benchmark
     from lmkit.text import Tokenizer
-    from lmkit.turbo.engine import Engine
+    from lmkit.turbo.engine.engine import Engine
 
 app = typer.Typer(
     help="Measure how fast a model runs: in this process, or behind any OpenAI-compatible server.", no_args_is_help=True
@@ -251,7 +251,7 @@ def _open(model: str) -> tuple[Path, Tokenizer]:
 
 
 def _load(path: Path, config: EngineConfig) -> Engine:
-    from lmkit.turbo.engine import Engine
+    from lmkit.turbo.engine.engine import Engine
 
     return Engine(str(path), config)
 

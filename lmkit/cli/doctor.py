@@ -50,7 +50,7 @@ def _packages() -> dict[str, str]:
 
 def _machine() -> dict[str, str]:
     from lmkit.config import default_num_threads
-    from lmkit.turbo.memory import available_memory, gib
+    from lmkit.turbo.host_memory import available_memory, gib
 
     return {"threads": str(default_num_threads()), "free memory": gib(available_memory())}
 
@@ -94,7 +94,7 @@ def _caches() -> dict[str, str]:
     """Folder and size of what is kept between starts."""
     from lmkit.config import environment
     from lmkit.kernels.cpu import jit
-    from lmkit.turbo.memory import gib
+    from lmkit.turbo.host_memory import gib
 
     packed = environment().cache_dir / "packed"
     rows = {"compiled kernels": jit.cache_directory(), "packed weights": packed}
@@ -118,7 +118,7 @@ def _gpu() -> dict[str, str]:
         if torch.version.cuda is None:
             rows["torch"] = f"{torch.__version__} is built without CUDA: on a machine with a GPU, pip install torch"
         return rows
-    from lmkit.turbo.memory import gib
+    from lmkit.turbo.host_memory import gib
 
     free, total = torch.cuda.mem_get_info()
     major, minor = torch.cuda.get_device_capability()

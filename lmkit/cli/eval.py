@@ -10,7 +10,7 @@ import typer
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
-    from lmkit.quant.evaluate import EvalResult
+    from lmkit.quant.report.evaluate import EvalResult
 
 
 def evaluate(
@@ -36,7 +36,7 @@ def evaluate(
     from lmkit.config import Activations, HeadStorage, KVDtype, default_num_threads, parse
     from lmkit.errors import ConfigError
     from lmkit.kernels.cpu import threads
-    from lmkit.quant import evaluate as evaluation
+    from lmkit.quant.report import evaluate as evaluation
 
     kv: KVDtype = parse(kv_dtype, KVDtype, "--kv-dtype")  # type: ignore[arg-type]
     mode: Activations = parse(activations, Activations, "--activations")  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ def inspect(
 ) -> None:
     """Tell a checkpoint's architecture, formats and sizes, and the memory that serving it needs."""
     from lmkit.config import EngineConfig, parse
-    from lmkit.turbo.describe import describe_model
+    from lmkit.turbo.engine.describe import describe_model
 
     options = {"max_model_len": max_model_len, "max_batch_size": max_batch_size, "kv_dtype": kv_dtype}
     report = describe_model(model, parse(options, EngineConfig, "lmkit inspect"))
@@ -41,7 +41,7 @@ def _print(report: dict[str, Any]) -> None:
 
 
 def _text(key: str, value: Any) -> str:
-    from lmkit.turbo.memory import gib
+    from lmkit.turbo.host_memory import gib
 
     if key.endswith("bytes") and isinstance(value, int):
         return f"{gib(value)}"

@@ -13,7 +13,7 @@ from lmkit.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from lmkit.quant.recipe import CalibrationRecipe, Recipe
-    from lmkit.quant.report import MixedPrecisionReport, QuantReport
+    from lmkit.quant.report.report import MixedPrecisionReport, QuantReport
     from lmkit.quant.run import Quantizer
 
 
@@ -55,10 +55,10 @@ def quantize(
     """Quantize a checkpoint. Options replace what the recipe says."""
     from lmkit.config import default_num_threads, parse_bytes
     from lmkit.kernels.cpu import threads
-    from lmkit.quant.calib import parse_source
-    from lmkit.quant.comm import Comm
-    from lmkit.quant.evaluate import encode_text
+    from lmkit.quant.data.calibration import parse_source
+    from lmkit.quant.data.comm import Comm
     from lmkit.quant.recipe import load_recipe
+    from lmkit.quant.report.evaluate import encode_text
     from lmkit.quant.run import prepare
 
     loaded = load_recipe(
@@ -143,7 +143,7 @@ def _print_report(report: QuantReport, output: Path) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from lmkit.quant.report_html import FILE_NAME, mean
+    from lmkit.quant.report.html import FILE_NAME, mean
 
     table = Table(title="relative squared error of each layer", title_justify="left")
     for column in ("layer", "RTN, mean of linears", "stored, mean of linears", "whole layer", "bits", "seconds"):

@@ -54,8 +54,13 @@ def how_computed(reader: CheckpointReader, packing: Packing) -> str:
 
 @cache
 def sources_digest(patterns: tuple[str, ...]) -> str:
-    """Of the code itself: it has no version number that could be forgotten."""
-    digest = hashlib.sha256()
-    for path in sorted(path for pattern in patterns for path in PACKAGE.glob(pattern)):
+    """Of the code itself: it has no version number that could be forgotten. Every pattern matches a file, so that a
+    rename cannot drop one."""
+    digest, paths = hashlib.sha256(), []
+    for pattern in patterns:
+        matched = list(PACKAGE.glob(pattern))
+        assert matched, f"no source file matches {pattern}"
+        paths += matched
+    for path in sorted(set(paths)):
         digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -17,8 +17,8 @@ from lmkit.log import get_logger
 from lmkit.models import roles
 from lmkit.models.loader import ModelSource, resolve_dtype
 from lmkit.models.spec import ModelSpec
-from lmkit.quant.evaluate import LOGIT_BYTES
 from lmkit.quant.recipe import AwqClip, AwqScale, Gptq, Recipe, SignRound
+from lmkit.quant.report.evaluate import LOGIT_BYTES
 
 log = get_logger(__name__)
 

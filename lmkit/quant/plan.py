@@ -16,7 +16,7 @@ from lmkit.models import roles
 from lmkit.models.loader import ModelSource
 from lmkit.models.spec import ModelSpec
 from lmkit.qtensor import QuantScheme
-from lmkit.quant.kv import check_layers
+from lmkit.quant.kv.config import check_layers
 from lmkit.quant.mixed_precision import MEASURED_LEN, MEASURED_ROWS, candidates, check_reachable
 from lmkit.quant.recipe import AwqClip, AwqScale, Gptq, Recipe, SignRound, SmoothQuant
 

@@ -32,19 +32,19 @@ from lmkit.models import roles
 from lmkit.models.loader import ModelSource, trim_heap
 from lmkit.qtensor import QTensor, QuantScheme
 from lmkit.quant.budget import Budget, check_evaluation, fit, peak_bytes, size
-from lmkit.quant.calib import CalibrationData, load_calibration
-from lmkit.quant.comm import Comm
-from lmkit.quant.evaluate import EvalResult, Progress, evaluate
-from lmkit.quant.kv import KVFit, KVStats, make_kv_config, write_static
+from lmkit.quant.data.calibration import CalibrationData, load_calibration
+from lmkit.quant.data.comm import Comm
+from lmkit.quant.data.hidden_states import Stream
+from lmkit.quant.data.workdir import WorkFolder, open_work
+from lmkit.quant.kv.config import KVFit, KVStats, make_kv_config, write_static
+from lmkit.quant.layer.quantize import STAGES, LayerQuantizer, tensor_name
 from lmkit.quant.plan import Plan, make_plan
-from lmkit.quant.quantize_layer import STAGES, LayerQuantizer, tensor_name
 from lmkit.quant.recipe import Recipe
-from lmkit.quant.report import LayerReport, MixedPrecisionReport, QuantReport
-from lmkit.quant.report_html import save_html
-from lmkit.quant.selfcheck import check_logits, check_weights
-from lmkit.quant.sensitivity import choose_schemes
-from lmkit.quant.stream import Stream
-from lmkit.quant.workdir import WorkFolder, open_work
+from lmkit.quant.report.evaluate import EvalResult, Progress, evaluate
+from lmkit.quant.report.html import save_html
+from lmkit.quant.report.report import LayerReport, MixedPrecisionReport, QuantReport
+from lmkit.quant.report.selfcheck import check_logits, check_weights
+from lmkit.quant.report.sensitivity import choose_schemes
 from lmkit.text import Tokenizer
 
 log = get_logger(__name__)

@@ -17,7 +17,7 @@ from lmkit.serve.protocol import ChatCompletionRequest, CompletionRequest
 from lmkit.serve.serving import Serving, UsageCount, new_id, serving
 from lmkit.serve.streaming import EventStream, until_disconnect
 from lmkit.turbo import request as engine
-from lmkit.turbo.output import RequestOutput
+from lmkit.turbo.transport.output import RequestOutput
 
 B = TypeVar("B", ChatCompletionRequest, CompletionRequest)
 

@@ -14,7 +14,7 @@ from lmkit.serve.metrics import Metrics
 from lmkit.serve.serving import Serving, model_name
 from lmkit.serve.sessions import Sessions
 from lmkit.text import Tokenizer
-from lmkit.turbo.async_engine import AsyncEngine
+from lmkit.turbo.transport.async_engine import AsyncEngine
 
 
 def create_app(engine: AsyncEngine, tokenizer: Tokenizer, config: ServerConfig) -> FastAPI:

@@ -24,7 +24,7 @@ from lmkit.serve.serving import MIN_LOGPROB, Serving
 from lmkit.serve.to_request import chat_requests
 from lmkit.text import TokenHistory
 from lmkit.turbo import request as engine
-from lmkit.turbo.output import AnswerTokens, RequestOutput, TextLogprobs, TokenText
+from lmkit.turbo.transport.output import AnswerTokens, RequestOutput, TextLogprobs, TokenText
 
 router = APIRouter()
 

@@ -13,7 +13,7 @@ from lmkit.serve.protocol import Completion, CompletionChoice, CompletionLogprob
 from lmkit.serve.serving import MIN_LOGPROB
 from lmkit.serve.to_request import choices_per_prompt, completion_requests
 from lmkit.turbo import request as engine
-from lmkit.turbo.output import RequestOutput, TextLogprobs, TokenText
+from lmkit.turbo.transport.output import RequestOutput, TextLogprobs, TokenText
 
 router = APIRouter()
 

@@ -10,7 +10,7 @@ import uvicorn
 from lmkit.config import ServerConfig
 from lmkit.serve.app import create_app
 from lmkit.text import Tokenizer
-from lmkit.turbo.async_engine import AsyncEngine
+from lmkit.turbo.transport.async_engine import AsyncEngine
 
 FLUSH_SECONDS = 3.0  # how long answers that are complete may take to reach slow clients at the end
 

@@ -17,8 +17,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from lmkit.errors import RequestError
-from lmkit.turbo.async_engine import AsyncEngine
-from lmkit.turbo.output import RequestOutput
+from lmkit.turbo.transport.async_engine import AsyncEngine
+from lmkit.turbo.transport.output import RequestOutput
 
 REASONS = ("stop", "length", "error", "timeout", "abort")
 MAX_RETRY_SECONDS = 60  # also how far back finished requests tell how fast the queue moves

@@ -14,7 +14,7 @@ from lmkit import log
 from lmkit.config import ServerConfig
 from lmkit.errors import ConfigError
 from lmkit.text import Tokenizer
-from lmkit.turbo.async_engine import AsyncEngine
+from lmkit.turbo.transport.async_engine import AsyncEngine
 
 if TYPE_CHECKING:
     import uvicorn

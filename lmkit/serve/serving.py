@@ -20,9 +20,9 @@ from lmkit.serve.metrics import Metrics
 from lmkit.serve.protocol import PromptTokensDetails, Usage
 from lmkit.serve.sessions import Sessions
 from lmkit.text import Tokenizer
-from lmkit.turbo.async_engine import AsyncEngine
-from lmkit.turbo.output import OutputProcessor, RequestOutput
 from lmkit.turbo.request import EngineInfo, Request
+from lmkit.turbo.transport.async_engine import AsyncEngine
+from lmkit.turbo.transport.output import OutputProcessor, RequestOutput
 
 MIN_LOGPROB = -9999.0  # JSON has no -Infinity; OpenAI writes this
 

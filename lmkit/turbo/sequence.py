@@ -27,14 +27,14 @@ class Sequence:
 
     request: Request
     arrival: int  # order of arrival, kept through preemptions
-    rank: float  # see turbo.policy: the lower, the sooner
+    priority_key: float  # see turbo.policy: the lower, the sooner
     deadline: float  # on the scheduler's clock; inf = none
     token_ids: array[int]  # int32: prompt and output
     max_tokens: int  # prompt and output at which it ends with "length"
     eos_token_ids: tuple[int, ...]  # empty if ignore_eos
     stop_ids: frozenset[int] = field(init=False)
     num_computed: int = 0  # tokens whose KV is in the blocks when all scheduled steps have run
-    num_landed: int = 0  # of these, by steps that have run already
+    num_completed: int = 0  # of these, by steps that have run already
     num_pending: int = 0  # tokens that scheduled steps will sample
     in_flight: int = 0  # scheduled steps that compute it and have not been updated yet, and loads
     status: Status = Status.WAITING

@@ -15,7 +15,7 @@ from lmkit.bench.workload import Conversation, Turn, make_workload
 from lmkit.config import EngineConfig
 from lmkit.errors import ConfigError
 from lmkit.text import Tokenizer
-from lmkit.turbo.engine import Engine
+from lmkit.turbo.engine.engine import Engine
 
 CONFIG = EngineConfig(max_batch_size=4, max_step_tokens=64, max_model_len=256, max_queue=3)
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from benchmarks.outliers import make_outliers
 from lmkit.models.loader import ModelSource
-from lmkit.quant.layer import Geometry
+from lmkit.quant.layer.layer import Geometry
 from tests.quant.helpers import tiny_checkpoint
 
 

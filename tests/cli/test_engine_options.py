@@ -85,7 +85,9 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Callable[..., EngineConfig]:
 
     def run(*words: str) -> EngineConfig:
         given: list[EngineConfig] = []
-        monkeypatch.setattr("lmkit.turbo.async_engine.AsyncEngine", lambda path, config, **_: given.append(config))
+        monkeypatch.setattr(
+            "lmkit.turbo.transport.async_engine.AsyncEngine", lambda path, config, **_: given.append(config)
+        )
         monkeypatch.setattr("lmkit.serve.server.serve", lambda *_: 0)
         app = typer.Typer()
         app.command()(serve)

@@ -107,7 +107,7 @@ def test_a_program_runs_its_jobs_in_order_each_time(num_threads: int) -> None:
     threads.configure(num_threads)
     count, depth = 37, 40
     values = [torch.zeros(count, dtype=torch.int64) for _ in range(depth)]
-    with threads.recording() as program:
+    with threads.capturing() as program:
         for i, (source, target) in enumerate(itertools.pairwise(values)):
             threads.run(DOUBLE, count, (source.data_ptr(), target.data_ptr(), count), parallel=i % 5 != 0)
     assert not any(x.any() for x in values)  # nothing ran yet
@@ -121,6 +121,6 @@ def test_a_program_runs_its_jobs_in_order_each_time(num_threads: int) -> None:
 
 
 def test_an_empty_program_ends() -> None:
-    with threads.recording() as program:
+    with threads.capturing() as program:
         pass
     program.launch()

@@ -12,9 +12,9 @@ from lmkit.layers.batch import KVLayer, allocate_kv, whole_batch
 from lmkit.models import load_spec
 from lmkit.models.decoder import Decoder
 from lmkit.models.loader import load_model
-from lmkit.turbo.batch import PersistentBatch
 from lmkit.turbo.plan import Chunk, NewSequence
 from lmkit.turbo.request import GenerationConfig
+from lmkit.turbo.runners.batch import PersistentBatch
 from tests.models import tiny
 
 TOLERANCE = 1e-4

@@ -19,8 +19,8 @@ from lmkit.models import load_spec
 from lmkit.models.decoder import Decoder
 from lmkit.models.loader import ModelSource, load_model
 from lmkit.models.roles import LINEARS, SMOOTH, input_of, linears, module_name, smooth
-from lmkit.turbo.describe import describe_model
-from lmkit.turbo.engine import Engine
+from lmkit.turbo.engine.describe import describe_model
+from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.request import GenerationConfig, Request
 from tests.models import tiny
 
@@ -125,7 +125,7 @@ def test_the_engine_generates_and_says_once_that_steps_are_not_recorded(tmp_path
         def emit(self, record: logging.LogRecord) -> None:
             messages.append(record.getMessage())
 
-    logger, handler = logging.getLogger("lmkit.turbo.graphs"), Handler()
+    logger, handler = logging.getLogger("lmkit.turbo.runners.cpu_graphs"), Handler()
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:

@@ -13,8 +13,8 @@ from lmkit.formats.hub import DEMO_FOLDER
 from lmkit.models.decoder import DecoderLayer
 from lmkit.models.roles import LINEARS, input_of
 from lmkit.qtensor import QuantScheme
-from lmkit.quant.layer import CalibratedLayer, Geometry
-from lmkit.quant.observe import InputStats, Observer
+from lmkit.quant.layer.layer import CalibratedLayer, Geometry
+from lmkit.quant.layer.observe import InputStats, Observer
 from lmkit.quant.recipe import Recipe, parse_recipe
 from tests.models import tiny
 

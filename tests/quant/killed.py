@@ -18,8 +18,8 @@ from pathlib import Path
 
 from lmkit.errors import ConfigError
 from lmkit.kernels.cpu import threads
+from lmkit.quant.data.workdir import WorkFolder
 from lmkit.quant.run import Quantizer, prepare
-from lmkit.quant.workdir import WorkFolder
 from tests.quant.helpers import recipe
 
 RECIPE = recipe(

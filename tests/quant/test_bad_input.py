@@ -16,8 +16,8 @@ from lmkit.errors import CheckpointError, LMKitError
 from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.models.loader import ModelSource, load_model
 from lmkit.qtensor import QTensor, dequantize
+from lmkit.quant.report.selfcheck import check_logits
 from lmkit.quant.run import prepare
-from lmkit.quant.selfcheck import check_logits
 from tests.quant.helpers import CLIP, SCALE, recipe, tiny_checkpoint
 
 ROOT = Path(__file__).parents[2]

@@ -16,10 +16,10 @@ from lmkit.layers.batch import allocate_kv, whole_batch
 from lmkit.models.loader import ModelSource
 from lmkit.models.roles import LINEARS, module_name
 from lmkit.qtensor import QuantScheme, quantize
-from lmkit.quant import sensitivity
 from lmkit.quant.mixed_precision import BitBudget, Group, candidates, choose, make_bit_budget, name_of
 from lmkit.quant.plan import make_plan
 from lmkit.quant.recipe import Recipe
+from lmkit.quant.report import sensitivity
 from lmkit.quant.run import prepare
 from tests.quant.helpers import recipe, tiny_checkpoint
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from lmkit.errors import ConfigError
-from lmkit.quant.comm import Comm
+from lmkit.quant.data.comm import Comm
+from lmkit.quant.data.workdir import WorkFolder
 from lmkit.quant.recipe import load_recipe
 from lmkit.quant.run import prepare
-from lmkit.quant.workdir import WorkFolder
 from tests.quant.helpers import recipe, tiny_checkpoint
 from tests.quant.killed import digest
 

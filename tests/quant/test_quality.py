@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lmkit.quant.evaluate import Divergence, evaluate
 from lmkit.quant.recipe import DEFAULT_RECIPE, load_recipe
+from lmkit.quant.report.evaluate import Divergence, evaluate
 from lmkit.quant.run import prepare
 from lmkit.text import Tokenizer
 from tests.quant.helpers import CLIP, SCALE, recipe

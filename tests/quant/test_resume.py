@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from lmkit.errors import CheckpointError, ConfigError
+from lmkit.quant.data.workdir import WorkFolder, differences
 from lmkit.quant.run import Quantizer, prepare
-from lmkit.quant.workdir import WorkFolder, differences
 from tests.quant.helpers import SCALE, recipe, tiny_checkpoint
 from tests.quant.killed import RECIPE, digest
 

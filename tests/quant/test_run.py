@@ -17,11 +17,11 @@ from lmkit.formats.kv_config import load_kv_config
 from lmkit.models.loader import ModelSource, load_model
 from lmkit.models.roles import LINEARS, module_name
 from lmkit.qtensor import QTensor, quantize
-from lmkit.quant.calib import load_calibration
-from lmkit.quant.evaluate import encode_text, evaluate
-from lmkit.quant.layer import Geometry
+from lmkit.quant.data.calibration import load_calibration
+from lmkit.quant.layer.layer import Geometry
 from lmkit.quant.recipe import Recipe
-from lmkit.quant.report import QuantReport
+from lmkit.quant.report.evaluate import encode_text, evaluate
+from lmkit.quant.report.report import QuantReport
 from lmkit.quant.run import prepare
 from tests.quant.helpers import CLIP, SCALE, TOKENIZER_FILES, recipe, tiny_checkpoint
 

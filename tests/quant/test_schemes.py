@@ -12,8 +12,8 @@ import torch
 from lmkit.models.loader import ModelSource
 from lmkit.models.roles import LINEARS
 from lmkit.qtensor import QTensor, quantize
-from lmkit.quant.evaluate import encode_text
 from lmkit.quant.recipe import parse_recipe
+from lmkit.quant.report.evaluate import encode_text
 from lmkit.quant.run import prepare
 from tests.quant.helpers import RTN, SCALE, tiny_checkpoint
 

@@ -1,4 +1,4 @@
-"""A deterministic engine without torch, with the interface of lmkit.turbo.engine.Engine.
+"""A deterministic engine without torch, with the interface of lmkit.turbo.engine.engine.Engine.
 
 Output k of a request is token (seed + k) of the endless text PHRASE, so any length, stop string or seed has a known
 answer. Words in a prompt ask for mischief: see `_Sequence.mood`. A model folder named after a failure fails to load.

@@ -12,8 +12,8 @@ from lmkit.config import EngineConfig, ServerConfig
 from lmkit.serve.app import create_app
 from lmkit.serve.serving import Serving
 from lmkit.text import Tokenizer
-from lmkit.turbo.async_engine import AsyncEngine
 from lmkit.turbo.request import EngineInfo, EngineStats, FinishReason, Request, StepOutput, TokenLogprobs
+from lmkit.turbo.transport.async_engine import AsyncEngine
 from tests.serve.fake_engine import DEMO
 
 TOKENIZER = Tokenizer.from_pretrained(DEMO)

@@ -13,8 +13,8 @@ from lmkit.errors import RequestError
 from lmkit.serve import body as body_module
 from lmkit.serve.protocol import ChatCompletionRequest, CompletionRequest, validate
 from lmkit.serve.to_request import chat_requests, completion_requests
-from lmkit.turbo.async_engine import AsyncEngine
 from lmkit.turbo.request import GenerationConfig, Request, StepOutput
+from lmkit.turbo.transport.async_engine import AsyncEngine
 from tests.serve.fake_engine import DEMO
 from tests.serve.in_process import CHAT, INFO, TEXT, TOKENIZER, StubEngine, send
 

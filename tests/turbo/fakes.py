@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from lmkit.turbo.kv_manager import KVLimits
-from lmkit.turbo.limits import SchedulerLimits
+from lmkit.turbo.kv.manager import KVLimits
 from lmkit.turbo.plan import Chunk, NewSequence, Sampled, StepPlan
 from lmkit.turbo.request import FinishReason, GenerationConfig, Request, StepOutput, TokenLogprobs
-from lmkit.turbo.scheduler import Scheduler
+from lmkit.turbo.scheduling.limits import SchedulerLimits
+from lmkit.turbo.scheduling.scheduler import Scheduler
 
 EOS = (0, 1)
 KV = KVLimits(num_blocks=16, block_size=4, max_step_tokens=16, prefix_cache=False)

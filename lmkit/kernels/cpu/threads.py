@@ -57,11 +57,11 @@ class _Pool:
 
 
 _POOL = _Pool()
-_RECORDING: ContextVar[Program | None] = ContextVar("recording", default=None)
+_CAPTURING: ContextVar[Program | None] = ContextVar("capturing", default=None)
 
 
 class Program:
-    """Jobs recorded once and launched many times. Whoever launches it keeps the memory at their addresses alive."""
+    """Jobs captured once and launched many times. Whoever launches it keeps the memory at their addresses alive."""
 
     def __init__(self) -> None:
         self._jobs = array("q")
@@ -107,19 +107,19 @@ def num_threads() -> int:
 
 
 @contextmanager
-def recording() -> Iterator[Program]:
+def capturing() -> Iterator[Program]:
     """Inside, `run` computes nothing: the program takes its jobs."""
     program = Program()
-    token = _RECORDING.set(program)
+    token = _CAPTURING.set(program)
     try:
         yield program
     finally:
-        _RECORDING.reset(token)
+        _CAPTURING.reset(token)
 
 
 def keep(memory: torch.Tensor) -> torch.Tensor:
-    """If a program is being recorded, keep `memory` alive for as long as it may be launched."""
-    program = _RECORDING.get()
+    """If a program is being captured, keep `memory` alive for as long as it may be launched."""
+    program = _CAPTURING.get()
     if program is not None:
         program.kept.append(memory)
     return memory
@@ -134,7 +134,7 @@ def run(task: jit.Task, count: int, args: tuple[int, ...], *, parallel: bool = T
     if not count:
         return
     job = (task.address, 0, 0, count, 1 if parallel else count, len(args))
-    program = _RECORDING.get()
+    program = _CAPTURING.get()
     if program is not None:
         program.add(job, args, parallel=parallel, scratch=scratch)
         return
@@ -183,4 +183,4 @@ def _numba_launcher(worker: int) -> Launcher:
     return start
 
 
-__all__: list[Any] = ["Program", "configure", "keep", "num_threads", "recording", "run"]
+__all__: list[Any] = ["Program", "capturing", "configure", "keep", "num_threads", "run"]

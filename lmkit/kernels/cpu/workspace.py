@@ -1,4 +1,4 @@
-"""Memory for what lives within a step: one region, used again by every step and by every recorded program.
+"""Memory for what lives within a step: one region, used again by every step and by every captured program.
 
 New pages cost a fault each, and an allocator gives large pieces back to the system at once; so a step that allocates
 its activations anew spends a good part of its time on them. The region's pages are taken when first used, lowest first.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lmkit.kernels import ops
 from lmkit.kernels.cuda import module, sampling
-from lmkit.turbo.sampler import philox_uniform
+from lmkit.turbo.runners.sampler import philox_uniform
 from tests.kernels.cases import Case, draw_cases
 
 REFERENCE = ops.draw.named("reference")

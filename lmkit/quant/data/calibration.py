@@ -1,0 +1,232 @@
+"""Calibration data: documents of one or several sources (quant.sources) as rows of tokens.
+
+Long texts are cut into pieces, pieces are shuffled with the seed, tokenized until there is enough, joined, and cut into
+rows of equal length; conversations go through the model's chat template. Sources given by name alone are one pool; with
+weights, each source fills its share of the rows, and the rows are shuffled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from lmkit.config import StrictStruct
+from lmkit.errors import ConfigError, RequestError
+from lmkit.log import get_logger
+from lmkit.quant.data.sources import Document, documents
+from lmkit.quant.recipe import CalibrationRecipe, DatasetRecipe
+from lmkit.text import Tokenizer
+
+log = get_logger(__name__)
+
+
+class SourceReport(StrictStruct, frozen=True):
+    """What one source gave. `sha256`: of its documents in order, each a text's UTF-8 or a conversation's JSON, behind
+    its length (8 bytes, little-endian)."""
+
+    source: str
+    weight: float | None  # None = in a pool with the other names
+    samples: int  # rows of its own, or of its pool
+    documents: int
+    empty: int  # left out
+    short: int  # of fewer characters than a row has tokens: joined with what follows
+    sha256: str
+
+
+@dataclass(frozen=True)
+class CalibrationData:
+    """`rows` int64 [num_samples, seq_len]; `sha256` of the rows' tokens tells two calibrations apart."""
+
+    rows: Tensor
+    dataset: tuple[str, ...]
+    sha256: str
+    sources: tuple[SourceReport, ...] = ()
+
+    def report(self) -> dict[str, Any]:
+        """For report.json."""
+        return {
+            "dataset": self.dataset, "rows": len(self.rows), "seq_len": self.rows.shape[1], "sha256": self.sha256,
+            "sources": msgspec.to_builtins(self.sources),
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Sources that fill a share of the rows together."""
+
+    names: tuple[str, ...]
+    weight: float | None
+
+
+def load_calibration(recipe: CalibrationRecipe, tokenizer: Tokenizer) -> CalibrationData:
+    """Rows for a recipe. Raises ConfigError for an unknown source or too little text, CheckpointError for bad files."""
+    parts = _parts(recipe.dataset)
+    counts = _shares(recipe.num_samples, parts)
+    rows, sources = [], []
+    for part, count in zip(parts, counts, strict=True):
+        tallies = [_Tally(name, recipe.seq_len) for name in part.names]
+        pieces = [
+            piece for tally in tallies for piece in _pieces(tally.count(documents(tally.source)), 16 * recipe.seq_len)
+        ]
+        rows.append(_rows(pieces, part, count, recipe, tokenizer))
+        sources += [tally.report(part.weight, count) for tally in tallies]
+    order = list(range(recipe.num_samples))
+    if len(parts) > 1:
+        random.Random(recipe.seed).shuffle(order)
+    joined = torch.cat(rows)[order]
+    digest = hashlib.sha256(joined.numpy().tobytes()).hexdigest()
+    return CalibrationData(joined, tuple(report.source for report in sources), digest, tuple(sources))
+
+
+def encode_dataset(source: str, tokenizer: Tokenizer, count: int) -> list[int]:
+    """At most `count` tokens of a source's documents, in their order: a text to evaluate on. Raises as above."""
+    ids = _row_prefix(tokenizer)
+    for piece in _pieces(_Tally(source, 0).count(documents(source)), 8192):
+        if len(ids) >= count:
+            break
+        ids += _encode(piece, tokenizer)
+    return ids[:count]
+
+
+def parse_source(argument: str) -> str | dict[str, Any]:
+    """A command line's `NAME` or `NAME:WEIGHT` as a recipe's entry."""
+    name, colon, weight = argument.rpartition(":")
+    if not colon or Path(argument).exists():
+        return argument
+    try:
+        return {"source": name, "weight": float(weight)}
+    except ValueError:
+        return argument
+
+
+def _parts(dataset: str | Sequence[str | DatasetRecipe]) -> list[_Part]:
+    entries = [dataset] if isinstance(dataset, str) else list(dataset)
+    names = tuple(entry for entry in entries if isinstance(entry, str))
+    if len(names) == len(entries):
+        return [_Part(names, None)]
+    weighted = [DatasetRecipe(entry) if isinstance(entry, str) else entry for entry in entries]
+    return [_Part((entry.source,), entry.weight) for entry in weighted]
+
+
+def _shares(num_samples: int, parts: Sequence[_Part]) -> list[int]:
+    """Rows of each part: in proportion to the weights, rounded by the largest remainder."""
+    weights = [part.weight or 1.0 for part in parts]
+    exact = [num_samples * weight / math.fsum(weights) for weight in weights]
+    counts = [int(share) for share in exact]
+    by_remainder = sorted(range(len(parts)), key=lambda i: counts[i] - exact[i])
+    for i in by_remainder[: num_samples - sum(counts)]:
+        counts[i] += 1
+    for part, count in zip(parts, counts, strict=True):
+        if count == 0:
+            raise ConfigError(
+                f"calibration data {part.names[0]}: a weight of {part.weight:g} among {math.fsum(weights):g} is less "
+                f"than one of {num_samples} samples; raise it, or num_samples"
+            )
+    return counts
+
+
+@dataclass
+class _Tally:
+    """Counts and hashes a source's documents while they are read."""
+
+    source: str
+    seq_len: int
+    num_documents: int = 0
+    short: int = 0
+    empty: list[int] = field(default_factory=list)  # rows, from 1
+    digest: Any = field(default_factory=hashlib.sha256)
+
+    def count(self, found: Iterable[Document]) -> Iterator[Document]:
+        """The documents that are not empty. Raises ConfigError if all are."""
+        for document in found:
+            self.num_documents += 1
+            if isinstance(document, str):
+                text, content = document, document.encode(errors="surrogatepass")
+            else:
+                text, content = "".join(message["content"] for message in document), msgspec.json.encode(document)
+            self.digest.update(len(content).to_bytes(8, "little") + content)
+            if not text.strip():
+                self.empty.append(self.num_documents)
+                continue
+            self.short += len(text) < self.seq_len
+            yield document
+        if self.empty:
+            which = f"{len(self.empty)} of {self.num_documents} rows are empty"
+            if len(self.empty) == self.num_documents:
+                raise ConfigError(f"calibration data {self.source}: {which}")
+            log.warning("calibration data %s: %s and left out, the first: row %d", self.source, which, self.empty[0])
+
+    def report(self, weight: float | None, samples: int) -> SourceReport:
+        return SourceReport(
+            source=self.source,
+            weight=weight,
+            samples=samples,
+            documents=self.num_documents,
+            empty=len(self.empty),
+            short=self.short,
+            sha256=self.digest.hexdigest(),
+        )
+
+
+def _rows(pieces: list[Document], part: _Part, count: int, recipe: CalibrationRecipe, tokenizer: Tokenizer) -> Tensor:
+    """int64 [count, seq_len]"""
+    random.Random(recipe.seed).shuffle(pieces)
+    prefix = _row_prefix(tokenizer)
+    width = recipe.seq_len - len(prefix)
+    ids: list[int] = []
+    for piece in pieces:
+        if len(ids) >= count * width:
+            break
+        ids += _encode(piece, tokenizer)
+    if len(ids) < count * width:
+        raise ConfigError(
+            f"calibration data {', '.join(part.names)}: {len(ids):,} tokens, too short for {count} samples of "
+            f"{recipe.seq_len}; lower num_samples or seq_len to fit, or give more text"
+        )
+    body = torch.tensor(ids[: count * width]).view(count, width)
+    return torch.cat([torch.tensor(prefix, dtype=torch.int64).expand(count, -1), body], dim=1)
+
+
+def _row_prefix(tokenizer: Tokenizer) -> list[int]:
+    """BOS, if the tokenizer starts a text with it: the model expects it in every sequence."""
+    start = tokenizer.encode("")[:1]
+    return start if start == [tokenizer.bos_token_id] else []
+
+
+def _encode(document: Document, tokenizer: Tokenizer) -> list[int]:
+    if isinstance(document, str):
+        return tokenizer.encode(document, add_special_tokens=False)
+    if tokenizer.chat_template is None:
+        raise ConfigError("calibration data has `messages`, but the model has no chat template; use data with `text`")
+    try:
+        return tokenizer.encode_chat(document, add_generation_prompt=False)
+    except RequestError as error:
+        raise ConfigError(f"calibration data: the chat template refuses a conversation: {error.message}") from None
+
+
+def _pieces(found: Iterable[Document], size: int) -> Iterator[Document]:
+    """Parts of about `size` characters: long texts are cut where a line ends, short ones joined with what follows (the
+    rows of some datasets are single lines); conversations stay whole."""
+    text = ""
+    for document in found:
+        if not isinstance(document, str):
+            yield document
+            continue
+        text += document if document.endswith("\n") else document + "\n"
+        start = 0
+        while len(text) - start >= size:
+            end = text.rfind("\n", start, start + size) + 1 or start + size
+            yield text[start:end]
+            start = end
+        text = text[start:]
+    if text.strip():
+        yield text

@@ -1,0 +1,227 @@
+"""The hidden states of the calibration rows on their way through the model, a batch of rows at a time.
+
+Two streams: what the quantized layers so far give (the inputs that the next layer will really see), and, if wanted,
+what the original layers give (the targets it should still reach). Each has two buffers, in front of the present layer
+and of the next, which take turns; with a folder they are mapped files:
+
+    hidden-0.f32  hidden-1.f32   float32 [num_rows * seq_len, hidden]; layer i reads number i % 2, writes the other
+    exact-0.f32   exact-1.f32
+
+So a layer that is interrupted can be done again, and no more than a batch of each is in memory.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lmkit.formats.atomic import write_errors
+from lmkit.models.decoder import DecoderLayer, joined
+from lmkit.models.loader import ModelSource
+from lmkit.models.spec import ModelSpec
+from lmkit.quant.budget import BATCH_TOKENS
+from lmkit.quant.data.comm import Comm
+from lmkit.quant.kv.config import KVStats
+from lmkit.quant.layer.layer import Geometry
+from lmkit.quant.layer.observe import Observer
+
+STREAMS = ("hidden", "exact")
+
+
+class Buffer:
+    """float32 [num_tokens, width] in a file, made or taken up as it is, or in memory if there is no path.
+
+    Raises CheckpointError if the disk has no room: the file's blocks are reserved, as a mapping that runs out of disk
+    could only be killed.
+    """
+
+    def __init__(self, num_tokens: int, width: int, path: Path | None) -> None:
+        size = 4 * num_tokens * width
+        self.is_file = path is not None
+        if path is None:
+            self._map = mmap.mmap(-1, size)
+        else:
+            with write_errors(path):
+                fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+                try:
+                    os.posix_fallocate(fd, 0, size)
+                    self._map = mmap.mmap(fd, size)
+                finally:
+                    os.close(fd)
+        self.states = torch.frombuffer(self._map, dtype=torch.float32).view(num_tokens, width)
+
+    def release(self) -> None:
+        """Leave what was read or written to the page cache; it is read again when it is used."""
+        if self.is_file:
+            self._map.madvise(mmap.MADV_DONTNEED)
+
+    def sync(self) -> None:
+        """Wait until the disk has what was written."""
+        if self.is_file:
+            with write_errors(Path("hidden states")):
+                self._map.flush()
+
+
+@dataclass
+class Stream:
+    """float32 [rows * seq_len, hidden] for each batch. `put` fills what stands in front of the next layer; `advance`
+    moves on to it."""
+
+    spec: ModelSpec
+    num_rows: int
+    seq_len: int
+    batch_rows: int
+    layer: int  # in front of which the present states stand
+    buffers: dict[str, tuple[Buffer, Buffer]]
+    comm: Comm
+    _geometries: dict[tuple[int, int], Geometry] = field(default_factory=dict)
+
+    @classmethod
+    def embedded(
+        cls,
+        source: ModelSource,
+        rows: Tensor,
+        *,
+        exact: bool = False,
+        batch_tokens: int = BATCH_TOKENS,
+        folder: Path | None = None,
+        layer: int = 0,
+        comm: Comm = Comm(),
+    ) -> Stream:
+        """In front of the first layer. rows int64 [num_rows, seq_len]; `exact`: keep the original stream too.
+
+        `layer` above 0: take up the files of `folder` as they stood in front of that layer.
+        """
+        spec, (num_rows, seq_len) = source.spec, rows.shape
+        sizes = num_rows * seq_len, spec.hidden_size
+        buffers = {}
+        for name in STREAMS[: 2 if exact else 1]:
+            one, other = (Buffer(*sizes, folder and folder / f"{name}-{i}.f32") for i in (0, 1))
+            buffers[name] = one, other
+        stream = cls(spec, num_rows, seq_len, max(1, batch_tokens // seq_len), layer, buffers, comm)
+        if layer == 0:
+            stream._embed(source.embed_tokens(), rows)
+        return stream
+
+    def _embed(self, table: Tensor, rows: Tensor) -> None:
+        for number, part in enumerate(rows.split(self.batch_rows)):
+            states = table[part.flatten()].float()
+            for buffers in self.buffers.values():
+                buffers[0].states[self._tokens(number)] = states
+                buffers[0].release()
+
+    def __len__(self) -> int:
+        return -(-self.num_rows // self.batch_rows)
+
+    @property
+    def has_exact(self) -> bool:
+        return "exact" in self.buffers
+
+    def hidden(self, number: int, *, exact: bool = False) -> Tensor:
+        """One batch in front of the layer; not to be written to."""
+        return self._buffer(self.layer, exact).states[self._tokens(number)]
+
+    def geometry(self, num_rows: int, seq_len: int) -> Geometry:
+        key = num_rows, seq_len
+        if key not in self._geometries:
+            self._geometries[key] = Geometry.of(self.spec, num_rows, seq_len)
+        return self._geometries[key]
+
+    def output(self, layer: DecoderLayer, number: int, *, exact: bool = False, seen: KVStats | None = None) -> Tensor:
+        """The layer's output for one batch; `seen` takes in its keys and values."""
+        output, geometry = self._forward(layer, number, exact)
+        if seen is not None:
+            seen.add(*geometry.keys_and_values(), geometry.rope)
+        return output
+
+    def outputs(
+        self,
+        layer: DecoderLayer,
+        *,
+        exact: bool = False,
+        observer: Observer | None = None,
+        seen: KVStats | None = None,
+    ) -> Iterator[tuple[int, Tensor]]:
+        """(number, output) of every batch in order; `observer` sees the linears' inputs, `seen` keys and values.
+
+        The batches are shared out between the processes; each gets all that comes of them.
+        """
+        if self.comm.world_size > 1:
+            yield from self._shared_outputs(layer, exact, observer, seen)
+            return
+        for number in range(len(self)):
+            layer.observe(observer)
+            output = self.output(layer, number, exact=exact, seen=seen)
+            layer.observe(None)
+            yield number, output
+
+    def _shared_outputs(
+        self, layer: DecoderLayer, exact: bool, observer: Observer | None, seen: KVStats | None
+    ) -> Iterator[tuple[int, Tensor]]:
+        """In rounds of a batch for each process: all run theirs, then exchange what came of them, in order."""
+        comm, inputs = self.comm, [] if observer is None else list(observer.inputs)
+        for first in range(0, len(self), comm.world_size):
+            own: list[Tensor] = []
+            if first + comm.rank < len(self):
+                own = self._recorded(layer, first + comm.rank, exact, inputs, seen is not None)
+            for source in range(min(comm.world_size, len(self) - first)):
+                output, keys, values, which, *observed = comm.broadcast(own, source)
+                if seen is not None:
+                    seen.add(keys, values, self.geometry(len(output) // self.seq_len, self.seq_len).rope)
+                for i, x in zip(which.tolist(), observed, strict=True):
+                    if observer is not None and i % comm.world_size == comm.rank:
+                        observer(inputs[i], x)
+                yield first + source, output
+        for i, role in enumerate(inputs):
+            assert observer is not None
+            comm.share(observer.inputs[role], i % comm.world_size)
+
+    def _recorded(
+        self, layer: DecoderLayer, number: int, exact: bool, inputs: list[str], with_kv: bool
+    ) -> list[Tensor]:
+        """[output, keys, values, indices into `inputs` of what was observed, *what was observed] of one batch."""
+        which, observed = [], []
+
+        def record(role: str, x: Tensor) -> None:
+            if role in inputs:
+                which.append(inputs.index(role))
+                observed.append(x)
+
+        layer.observe(record)
+        output, geometry = self._forward(layer, number, exact)
+        layer.observe(None)
+        keys_and_values = geometry.keys_and_values() if with_kv else (torch.empty(0), torch.empty(0))
+        return [output, *keys_and_values, torch.tensor(which, dtype=torch.int64), *observed]
+
+    def _forward(self, layer: DecoderLayer, number: int, exact: bool) -> tuple[Tensor, Geometry]:
+        hidden = self.hidden(number, exact=exact)
+        geometry = self.geometry(len(hidden) // self.seq_len, self.seq_len)
+        # An op may write into the residual it is given.
+        delta, residual = layer(hidden.clone(), None, geometry.batch, geometry.rope, geometry.kv)
+        self._buffer(self.layer, exact).release()
+        return joined(delta, residual), geometry
+
+    def put(self, number: int, hidden: Tensor, *, exact: bool = False) -> None:
+        """What stands in front of the next layer; the present one still sees its own."""
+        buffer = self._buffer(self.layer + 1, exact)
+        buffer.states[self._tokens(number)] = hidden
+        buffer.release()
+
+    def advance(self) -> None:
+        """On to the next layer; every batch has been put. What stands in front of it is on the disk then."""
+        self.layer += 1
+        for exact in (False, True)[: len(self.buffers)]:
+            self._buffer(self.layer, exact).sync()
+
+    def _buffer(self, layer: int, exact: bool) -> Buffer:
+        return self.buffers[STREAMS[exact]][layer % 2]
+
+    def _tokens(self, number: int) -> slice:
+        size = self.batch_rows * self.seq_len
+        return slice(number * size, min((number + 1) * size, self.num_rows * self.seq_len))

@@ -1,0 +1,223 @@
+"""Texts and conversations to calibrate or evaluate with, one document at a time.
+
+Sources: .txt; .jsonl and .parquet with `text`, or with `messages` (objects with `role` and `content`); folders of
+these; folders that `datasets` saved; `hub:ORG/NAME`, `hub:ORG/NAME/CONFIG@SPLIT`; names in calibration/presets.yaml.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from lmkit.config import StrictStruct, parse
+from lmkit.errors import CheckpointError, ConfigError
+
+PRESETS = Path(__file__).parents[2] / "data" / "calibration" / "presets.yaml"
+SUFFIXES = (".txt", ".jsonl", ".parquet")
+HUB_DOCUMENTS = 4096  # at most, of a dataset of the hub (its beginning) or of a saved one (evenly spaced)
+HUB_NAME = re.compile(r"hub:(?P<path>[^/@]+/[^/@]+)(?:/(?P<name>[^@]+))?(?:@(?P<split>.+))?")
+
+Messages = list[dict[str, Any]]
+Document = str | Messages
+
+
+class Preset(StrictStruct, frozen=True):
+    """Where a named data set lies, a file beside presets.yaml or a dataset of the hub, and which columns to read."""
+
+    file: str | None = None
+    sha256: str | None = None  # of `file`
+    licence: str | None = None  # of `file`
+    path: str | None = None  # of the hub's dataset
+    name: str | None = None
+    data_files: str | None = None
+    revision: str | None = None
+    split: str = "train"
+    text: str = "text"
+    chat: tuple[str, str] | None = None  # columns of a question and its answer, in place of `text` and `messages`
+
+
+def documents(source: str) -> Iterator[Document]:
+    """The documents of one source. Raises ConfigError or CheckpointError naming the file and the row."""
+    presets, path = load_presets(), Path(source)
+    if source in presets:
+        yield from _preset_documents(source, presets[source])
+    elif (hub := HUB_NAME.fullmatch(source)) is not None:
+        given = {key: value for key, value in hub.groupdict().items() if value is not None}
+        yield from _hub_documents(source, msgspec.convert(given, Preset))
+    elif (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+        yield from _saved_documents(path)
+    elif path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+        if not files:
+            raise ConfigError(f"calibration data {path}: no {', '.join(SUFFIXES)} file in this folder")
+        for file in files:
+            yield from read_documents(file)
+    elif path.exists():
+        yield from read_documents(path)
+    else:
+        raise ConfigError(_unknown(source, presets))
+
+
+def _unknown(source: str, presets: Iterable[str]) -> str:
+    name, colon, weight = source.rpartition(":")
+    if colon and (name in presets or Path(name).exists()):
+        return f"calibration data {source!r}: the weight of {name} must be a number, not {weight!r}"
+    return f"calibration data {source!r}: no such file or folder, and not one of {', '.join(presets)} or hub:ORG/NAME"
+
+
+def load_presets() -> dict[str, Preset]:
+    data = yaml.safe_load(PRESETS.read_text("utf-8"))
+    return parse(data, dict[str, Preset], str(PRESETS))
+
+
+def _preset_documents(name: str, preset: Preset) -> Iterator[Document]:
+    if preset.file is None:
+        yield from _hub_documents(name, preset)
+        return
+    file = PRESETS.parent / preset.file
+    if _sha256(file) != preset.sha256:
+        raise CheckpointError(f"{file}: not the text that presets.yaml describes (sha256 differs); reinstall lmkit")
+    yield from read_documents(file)
+
+
+def read_documents(file: Path) -> Iterator[Document]:
+    """Texts and conversations of one file. Raises ConfigError/CheckpointError naming the file and the row."""
+    readers = {".txt": _read_txt, ".jsonl": _read_jsonl, ".parquet": _read_parquet}
+    if file.suffix not in readers:
+        raise ConfigError(f"calibration data {file}: expected one of {', '.join(SUFFIXES)}")
+    try:
+        yield from readers[file.suffix](file)
+    except OSError as error:
+        raise CheckpointError(f"calibration data {file}: cannot read: {error}") from None
+
+
+def _read_txt(file: Path) -> Iterator[Document]:
+    content = file.read_bytes()
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        raise CheckpointError(f"calibration data {file}:{line}: not UTF-8 text: {error}") from None
+    if not text.strip():
+        raise ConfigError(f"calibration data {file}: the file is empty")
+    yield text
+
+
+def _read_jsonl(file: Path) -> Iterator[Document]:
+    with file.open("rb") as lines:
+        yield from _row_documents(_json_rows(lines, file), file)
+
+
+def _json_rows(lines: Iterable[bytes], file: Path) -> Iterator[dict[str, Any]]:
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                yield msgspec.json.decode(line, type=dict[str, Any])
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                raise CheckpointError(f"calibration data {file}:{number}: not a JSON object: {error}") from None
+
+
+def _read_parquet(file: Path) -> Iterator[Document]:
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        with parquet.ParquetFile(file) as table:
+            columns = [name for name in ("text", "messages") if name in table.schema_arrow.names]
+            if not columns:
+                found = ", ".join(table.schema_arrow.names)
+                raise ConfigError(f"calibration data {file}: no column `text` or `messages`, only {found}")
+            rows = (row for batch in table.iter_batches(columns=columns[:1]) for row in batch.to_pylist())
+            yield from _row_documents(rows, file)
+    except pyarrow.ArrowException as error:
+        raise CheckpointError(f"calibration data {file}: not a readable Parquet file: {error}") from None
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"calibration data {file}: not UTF-8 text: {error}") from None
+
+
+def _row_documents(rows: Iterable[dict[str, Any]], where: object, preset: Preset | None = None) -> Iterator[Document]:
+    preset, count = preset or Preset(), 0
+    for count, row in enumerate(rows, 1):
+        document = _document(row, preset)
+        if document is None:
+            wanted = f"neither `{preset.text}` (a string) nor `messages` (a list of objects with `role` and `content`)"
+            if preset.chat is not None:
+                wanted = f"no strings in the columns {preset.chat[0]} and {preset.chat[1]}"
+            raise ConfigError(f"calibration data {where}: row {count} has {wanted}")
+        yield document
+    if count == 0:
+        raise ConfigError(f"calibration data {where}: no rows")
+
+
+def _document(row: dict[str, Any], preset: Preset) -> Document | None:
+    if preset.chat is not None:
+        question, answer = (row.get(column) for column in preset.chat)
+        if isinstance(question, str) and isinstance(answer, str):
+            return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        return None
+    text, messages = row.get(preset.text), row.get("messages")
+    if isinstance(text, str):
+        return text
+    return messages if isinstance(messages, list) and messages and all(map(_is_message, messages)) else None
+
+
+def _is_message(value: object) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
+
+
+def _saved_documents(folder: Path) -> Iterator[Document]:
+    """Of a folder that `save_to_disk` of the `datasets` library wrote."""
+    import datasets
+    import pyarrow
+
+    try:
+        data = datasets.load_from_disk(str(folder))
+    except (OSError, ValueError, KeyError, pyarrow.ArrowException, datasets.exceptions.DatasetsError) as error:
+        raise CheckpointError(f"calibration data {folder}: not a readable dataset: {_first_line(error)}") from None
+    if isinstance(data, datasets.DatasetDict):
+        name = "train" if "train" in data else next(iter(data), "")
+        if name != "train" and len(data) != 1:
+            splits = ", ".join(data)
+            raise ConfigError(f"calibration data {folder}: no split `train` among {splits}; name one: {folder}/SPLIT")
+        data = data[name]
+    count = min(len(data), HUB_DOCUMENTS)
+    yield from _row_documents((data[i * len(data) // count] for i in range(count)), folder)
+
+
+def _hub_documents(name: str, preset: Preset) -> Iterator[Document]:
+    """The beginning of a dataset of the Hugging Face hub, streamed. Raises ConfigError if it cannot be reached."""
+    import datasets
+    import httpx
+
+    try:
+        stream = datasets.load_dataset(
+            preset.path,
+            preset.name,
+            data_files=preset.data_files,
+            revision=preset.revision,
+            split=preset.split,
+            streaming=True,
+        )
+        yield from _row_documents(stream.take(HUB_DOCUMENTS), name, preset)
+    except (OSError, ValueError, RuntimeError, httpx.HTTPError, datasets.exceptions.DatasetsError) as error:
+        raise ConfigError(
+            f"calibration data {name}: cannot load {preset.path} from the hub ({_first_line(error)}); give a local "
+            f".txt, .jsonl or .parquet file, or `demo`"
+        ) from None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def _sha256(file: Path) -> str | None:
+    try:
+        return hashlib.sha256(file.read_bytes()).hexdigest()
+    except OSError:
+        return None

@@ -1,0 +1,175 @@
+"""What a layer's keys need before they become codes, found on the calibration data.
+
+- The mean before RoPE, b (a large key bias): left out of the cache, for heads where |b| / std is above RISKY_RATIO.
+- SmoothAttention (QServe, arXiv 2405.04532): key channels divided by lambda, query channels times lambda, so that no
+  channel takes most of a token's levels. One lambda for both elements of a RoPE pair and for all query heads of a KV
+  head; with norms on queries and keys, which all heads share, one for all heads. lambda = (largest radius of the
+  pair)^alpha; it is folded into the weights before they are rounded.
+- A Walsh-Hadamard rotation of the keys, if it helps.
+
+Candidates are compared by the output of the attention block, keys stored and read by the kernels that serve.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lmkit.formats.kv_config import PairMean
+from lmkit.models.decoder import DecoderLayer
+from lmkit.models.kv_storage import KVStorage, allocate
+from lmkit.models.spec import ModelSpec
+from lmkit.quant.kv.config import RISKY_RATIO, KVFit, KVStats
+from lmkit.quant.layer.layer import BLOCK_SIZE, CalibratedLayer, Geometry
+from lmkit.quant.recipe import KVLayerRecipe, KVRecipe
+
+ALPHAS = (0.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+LARGE_MEAN = 4.0  # times the typical std of a channel: what is smaller may stay
+MAX_PAIRS = 8  # of a head's mean: each costs attention two multiply-adds a key and query
+HADAMARD_GAIN = 0.9  # of the error without it: less is not worth its time
+LIMIT = 1e4  # of lambda, either way
+
+MeanByHead = tuple[tuple[PairMean, ...], ...]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Queries, keys and values [tokens, heads, head_dim] of the sampled sequences, before RoPE, and what attention
+    makes of them."""
+
+    layer: DecoderLayer
+    sequences: Geometry
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    exact: Tensor
+
+    @classmethod
+    def of(cls, layer: DecoderLayer, sample: Tensor, sequences: Geometry) -> Probe:
+        probe = cls(layer, sequences, *layer.queries_keys_values(sample), exact=torch.empty(0))
+        return replace(probe, exact=probe.output(KVStorage("float32", "float32")))
+
+    def scaled(self, s: Tensor) -> Probe:
+        """With lambda [num_kv_heads, head_dim] moved from keys to queries."""
+        return replace(self, q=self.q * of_queries(s, self.layer.spec), k=self.k / s)
+
+    def output(self, storage: KVStorage) -> Tensor:
+        """The attention block's, float32 [tokens, hidden], with a cache stored so."""
+        layer, batch = self.layer, self.sequences.batch
+        spec, positions = layer.spec, int(batch.context_lens.max())
+        num_blocks = int(batch.block_tables.max()) + 1
+        (kv,) = allocate(spec, [storage], num_blocks, BLOCK_SIZE, positions)
+        q, k = self.q.clone(), self.k.clone()
+        return layer.o(layer.attend(q, k, self.v, batch, self.sequences.rope, kv))
+
+    def error(self, storage: KVStorage) -> float:
+        error = (self.output(storage) - self.exact).square().mean(dtype=torch.float64)
+        return float(error) if bool(error.isfinite()) else float("inf")
+
+
+def fit_cache(calibrated: CalibratedLayer, seen: KVStats, recipe: KVRecipe, hidden: Tensor) -> None:
+    """Choose, fold lambda into the layer's float32 weights, and keep in `seen` what kv_config.json is made of.
+
+    hidden float32 [tokens, hidden_size]: what stands behind the layer, against which errors are measured.
+    """
+    layer = calibrated.layer
+    spec, sample = layer.spec, calibrated.inputs.get("attn.q")
+    override = recipe.layers.get(layer.index, KVLayerRecipe())
+    if {override.k_bits or recipe.bits, override.v_bits or recipe.bits} == {16}:
+        return
+    online = recipe.scheme == "online"
+    mean = key_mean(seen, spec) if online and recipe.key_mean and spec.rope.kind != "dynamic" else ()
+    if recipe.key_mean == "auto":
+        mean = tuple(m if r > RISKY_RATIO else () for m, r in zip(mean, seen.k_mean_ratio.tolist(), strict=False))
+    mean = mean if any(mean) else ()
+    if sample is None:  # the recipe leaves all of attention as it is
+        seen.fit = KVFit(key_mean=mean, hadamard=online and recipe.hadamard is True)
+        return
+    probe = Probe.of(layer, sample.sample, calibrated.sequences)
+    k_type = "int8" if (override.k_bits or recipe.bits) == 8 else "int4"
+    alphas = ALPHAS if recipe.smooth else ALPHAS[:1]
+    turns = (False, True) if recipe.hadamard == "auto" else (recipe.hadamard,)
+    turns = turns if online and not spec.head_dim & (spec.head_dim - 1) else (False,)
+    scales = {alpha: smoothing_scale(probe, mean, alpha, exact_powers(calibrated)) for alpha in alphas}
+    best = {}
+    for turn in turns:
+        errors = {
+            alpha: probe.scaled(s).error(KVStorage(k_type, "float32", divided(mean, s), turn))
+            for alpha, s in scales.items()
+        }
+        best[turn] = min((error, alpha) for alpha, error in errors.items())
+    turn = min(best, key=lambda t: best[t][0] * (1.0 if t or len(best) == 1 else HADAMARD_GAIN))
+    alpha = best[turn][1]
+    if alpha:
+        fold(layer, scales[alpha])
+        seen.divide_keys(scales[alpha])
+        probe, mean = probe.scaled(scales[alpha]), divided(mean, scales[alpha])
+    keys = KVStorage("float32", "float32", mean, turn)
+    power = float(hidden.square().mean(dtype=torch.float64)) or 1.0
+    costs = {f"k {kind}": probe.error(replace(keys, k=kind)) / power for kind in ("int4", "int8")}
+    costs |= {f"v {kind}": probe.error(KVStorage("float32", kind)) / power for kind in ("int4", "int8")}
+    seen.fit = KVFit(alpha if recipe.smooth else None, mean, turn, costs)
+
+
+def key_mean(seen: KVStats, spec: ModelSpec) -> MeanByHead:
+    """By head, the pairs of the mean before RoPE that are much larger than what differs, largest first."""
+    half = spec.rope.rotary_dim // 2
+    found = []
+    for mean, std in zip(seen.k_mean, seen.k_std, strict=True):
+        radius = torch.hypot(mean[:half], mean[half : 2 * half])
+        order = radius.argsort(descending=True)[:MAX_PAIRS].tolist()
+        kept = [i for i in order if radius[i] > LARGE_MEAN * std[: 2 * half].median()]
+        found.append(tuple((i, float(mean[i].float()), float(mean[i + half].float())) for i in kept))
+    return tuple(found)
+
+
+def smoothing_scale(probe: Probe, mean: MeanByHead, alpha: float, powers: bool) -> Tensor:
+    """lambda, float32 [num_kv_heads, head_dim]; 1 in the middle of each head. `powers`: of two, which no float type
+    rounds."""
+    spec = probe.layer.spec
+    half = spec.rope.rotary_dim // 2
+    keys = probe.k.clone()
+    for head, pairs in enumerate(mean):
+        for i, first, second in pairs:
+            keys[:, head, i] -= first
+            keys[:, head, i + half] -= second
+    radius = torch.hypot(keys[..., :half], keys[..., half : 2 * half]).amax(0)
+    largest = torch.cat([radius, radius, keys[..., 2 * half :].abs().amax(0)], dim=-1).clamp_min(1e-6)
+    if spec.qk_norm:
+        largest = largest.amax(0, keepdim=True).expand(spec.num_kv_heads, -1)
+    logarithm = alpha * largest.log2()
+    logarithm = logarithm - logarithm.mean(-1, keepdim=True)
+    return torch.exp2(logarithm.round() if powers else logarithm).clamp(1 / LIMIT, LIMIT)
+
+
+def exact_powers(calibrated: CalibratedLayer) -> bool:
+    """Whether lambda ends up in something that is stored in a short float type."""
+    spec = calibrated.layer.spec
+    return spec.attn_bias or spec.qk_norm or not {"attn.q", "attn.k"} <= set(calibrated.schemes)
+
+
+def divided(mean: MeanByHead, s: Tensor) -> MeanByHead:
+    """The mean of keys / s."""
+    by_head = zip(mean, s.tolist(), strict=False)
+    return tuple(tuple((i, x / scale[i], y / scale[i]) for i, x, y in pairs) for pairs, scale in by_head)
+
+
+def of_queries(s: Tensor, spec: ModelSpec) -> Tensor:
+    """[num_kv_heads, head_dim] -> [num_heads, head_dim]: each query head its KV head's."""
+    return s.repeat_interleave(spec.num_heads // spec.num_kv_heads, dim=0)
+
+
+def fold(layer: DecoderLayer, s: Tensor) -> None:
+    """Keys / s and queries * s, in the weights: scores change by rounding errors only."""
+    spec, weights = layer.spec, layer.weights
+    factors = {"attn.k": 1 / s, "attn.q": of_queries(s, spec)}
+    for role, factor in factors.items():
+        names = [role + "_norm"] if spec.qk_norm else [role, role + ".bias"]
+        of_rows = factor[0] if spec.qk_norm else factor.flatten()
+        for name in names:
+            if name in weights:
+                weight = weights[name]
+                assert isinstance(weight, Tensor)
+                weights[name] = weight * (of_rows if weight.ndim == 1 else of_rows[:, None])

@@ -1,0 +1,55 @@
+"""The inputs of a layer's linears, some of which see only the tokens that are sent to their expert."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from lmkit.log import get_logger
+from lmkit.models import roles
+from lmkit.models.spec import ModelSpec
+from lmkit.qtensor import QuantScheme
+from lmkit.quant.layer.layer import CalibratedLayer
+from lmkit.quant.layer.observe import InputStats
+from lmkit.quant.layer.routed import MIN_TOKENS, RoutedStats
+from lmkit.quant.report.report import ExpertsReport
+
+log = get_logger(__name__)
+
+
+def empty_inputs(
+    spec: ModelSpec, layer: int, schemes: dict[str, QuantScheme], row_ids: Tensor, token_ids: Tensor, seed: int
+) -> dict[str, InputStats]:
+    """A record for each input that quantized linears read, and for a router's: that of its whole mixture of experts.
+
+    The samples: tokens `row_ids` in front of attention, `token_ids` elsewhere, as many of an expert's own.
+    """
+    sizes = {role: scheme.group_size for role, scheme in schemes.items()}
+    if sizes:
+        sizes |= dict.fromkeys(roles.routers(spec, layer), next(iter(sizes.values())))
+    inputs: dict[str, InputStats] = {}
+    for role, reads in roles.input_of(spec, layer).items():
+        if role in sizes and reads not in inputs:
+            in_features = spec.linear_shape(reads)[1]
+            if roles.expert_of(reads) is None:
+                ids = row_ids if reads == "attn.q" else token_ids
+                inputs[reads] = InputStats.empty(in_features, sizes[role], ids)
+            else:
+                inputs[reads] = RoutedStats.of(in_features, sizes[role], len(token_ids), seed)
+    return inputs
+
+
+def experts_report(calibrated: CalibratedLayer) -> ExpertsReport | None:
+    """Of a sparse layer; says in the log which experts are rounded without statistics."""
+    layer = calibrated.layer
+    if layer.spec.sparse(layer.index) is None:
+        return None
+    numbers = {role: roles.expert_of(role) for role in calibrated.inputs}
+    seen = {number: calibrated.inputs[role].num_tokens for role, number in numbers.items() if number is not None}
+    few = tuple(sorted(number for number, num_tokens in seen.items() if num_tokens < MIN_TOKENS))
+    if few:
+        log.warning(
+            "layer %d: %d of %d experts saw fewer than %d calibration tokens and are rounded without statistics "
+            "(calibration.all_experts, or more samples, would give them some)",
+            layer.index, len(few), len(seen), MIN_TOKENS,
+        )  # fmt: skip
+    return ExpertsReport(tokens={str(number): seen[number] for number in sorted(seen)}, without_statistics=few)

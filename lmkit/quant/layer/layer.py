@@ -1,0 +1,103 @@
+"""One decoder layer while a recipe works on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lmkit.errors import CheckpointError
+from lmkit.layers.batch import BatchInputs, KVLayer, allocate_kv, whole_batch
+from lmkit.layers.rope import Rope
+from lmkit.models import roles
+from lmkit.models.decoder import CosSin, DecoderLayer
+from lmkit.models.spec import ModelSpec
+from lmkit.qtensor import QTensor, QuantScheme, dequantize
+from lmkit.quant.layer.observe import InputStats
+from lmkit.quant.layer.routed import MIN_TOKENS
+from lmkit.quant.steps.rtn import Shrink, round_to_nearest
+
+BLOCK_SIZE = 32
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Everything of a forward pass but the hidden states: `num_rows` sequences of `seq_len` tokens from position 0."""
+
+    batch: BatchInputs
+    rope: CosSin
+    kv: KVLayer
+
+    @classmethod
+    def of(cls, spec: ModelSpec, num_rows: int, seq_len: int) -> Geometry:
+        batch, num_blocks = whole_batch([[0] * seq_len] * num_rows, BLOCK_SIZE)
+        kv = allocate_kv(num_blocks, spec.num_kv_heads, BLOCK_SIZE, spec.head_dim, ("float32", "float32"))
+        return cls(batch, Rope(spec.rope)(batch), kv)
+
+    def keys_and_values(self) -> tuple[Tensor, Tensor]:
+        """What the last pass stored, float32 [tokens, num_kv_heads, head_dim] each."""
+        slots = self.batch.slots.long()
+        keys, values = (tensor.data.transpose(1, 2).flatten(0, 1)[slots] for tensor in (self.kv.k, self.kv.v))
+        return keys, values
+
+
+@dataclass
+class CalibratedLayer:
+    """A layer with float32 weights that steps rewrite, and what was seen of it.
+
+    `inputs` are the statistics of each linear's input, kept true to the weights as they are. `sequences` is the
+    geometry of the sample of `attn.q`'s input, which consists of whole sequences.
+    """
+
+    layer: DecoderLayer
+    inputs: dict[str, InputStats]
+    sequences: Geometry
+    schemes: dict[str, QuantScheme]  # of the roles that will be quantized
+    norm_dtype: torch.dtype  # in which norms are stored
+    shrinks: dict[str, Shrink] = field(default_factory=dict)
+
+    def input(self, role: str) -> InputStats:
+        return self.inputs[roles.input_of(self.layer.spec, self.layer.index)[role]]
+
+    def weight(self, role: str) -> Tensor:
+        weight = self.layer.weights[role]
+        assert isinstance(weight, Tensor), f"{role} is rounded already"
+        return weight
+
+    def rounded(self, role: str, weight: Tensor) -> QTensor:
+        """`weight` as the role's will be stored, with the clipping chosen so far."""
+        return round_to_nearest(weight, self.schemes[role], self.shrinks.get(role))
+
+    def block_output(self, source: str) -> Tensor:
+        """The output, for the sampled inputs, of what the linears behind `source` are part of: the whole attention, MLP
+        or mixture of experts behind a norm, the one linear behind a linear."""
+        layer, sequences = self.layer, self.sequences
+        (reader, *_) = dict(roles.smooth(layer.spec, layer.index))[source]
+        sample = self.input(reader).sample
+        if source == "norm.attn":
+            return layer.attention(sample, sequences.batch, sequences.rope, sequences.kv)
+        return layer.mlp(sample) if source == "norm.mlp" else layer.linear_of(reader)(sample)
+
+    def has_statistics(self, role: str) -> bool:
+        """Whether a linear saw enough tokens to be fitted to them: an expert may have seen few, or none."""
+        return roles.expert_of(role) is None or self.input(role).num_tokens >= MIN_TOKENS
+
+    def check_finite(self) -> None:
+        """Raise CheckpointError naming the first linear whose input has an infinity or is not a number."""
+        for role, stats in self.inputs.items():
+            if not bool(stats.abs_sum.isfinite().all()):
+                raise CheckpointError(
+                    f"layer {self.layer.index}: the input of {role} is not finite on the calibration data; "
+                    "the checkpoint is damaged or overflows"
+                )
+
+
+def relative_error(weight: Tensor, rounded: QTensor, x: Tensor) -> float:
+    """|x (W^ - W)^T|^2 / |x W^T|^2 over the tokens of x [tokens, in]; 0 where nothing comes out. Without tokens, the
+    weights' own: that of inputs which are all alike."""
+    if not len(x):
+        x = torch.eye(weight.shape[1])
+    error = (x @ (dequantize(rounded) - weight).T).square().sum(dtype=torch.float64)
+    signal = (x @ weight.T).square().sum(dtype=torch.float64)
+    return float(error / signal) if signal > 0 else 0.0

@@ -1,0 +1,261 @@
+"""How far a model is from another, and how well it predicts text: perplexity, KL divergence, same most likely tokens.
+
+Protocol: the tokens are cut into windows of `seq_len` that do not overlap (the last may be shorter), of which a limit
+takes as many as it allows, evenly spaced; each window starts from an empty cache and its first token is not predicted.
+KL is sum p log(p / q), p of the reference, in nats, for each predicted token. The model is measured as it is served:
+packed weights, the storage types of its KV cache, and int8 activations in quantized linears unless they are to be
+exact. The reference runs with exact activations and float32 KV. Standard errors take tokens as independent; neighbours
+are not quite, so the true ones are somewhat larger.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lmkit.config import Activations, HeadStorage, KVDtype, StrictStruct
+from lmkit.errors import ConfigError
+from lmkit.formats.checkpoint import CheckpointReader
+from lmkit.formats.hub import resolve_model_path
+from lmkit.layers.batch import KVLayer, whole_batch
+from lmkit.models.decoder import Decoder
+from lmkit.models.identity import resolve_activations
+from lmkit.models.kv_storage import allocate, resolve_storage
+from lmkit.models.loader import load_model, resolve_dtype
+from lmkit.quant.data.calibration import encode_dataset
+from lmkit.text import Tokenizer
+
+BLOCK_SIZE = 32
+LOGIT_BYTES = 64 << 20  # of one model's logits held at a time, whatever the vocabulary
+
+PROTOCOL = "non-overlapping windows of seq_len from an empty cache, first token of each not predicted, KL in nats"
+
+HELDOUT_TEXT = Path(__file__).parents[2] / "demo" / "text" / "heldout.txt"
+
+Progress = Callable[[str, int, int], None]  # (what is being done, units done, units in all)
+
+
+class Divergence(StrictStruct, frozen=True):
+    """From the reference model. KL in nats per token; the others are shares of tokens; `_stderr`: standard errors."""
+
+    reference: str
+    reference_perplexity: float
+    log_ratio: float  # ln(perplexity / reference_perplexity), compared token by token
+    log_ratio_stderr: float
+    kl_mean: float
+    kl_stderr: float
+    kl_median: float
+    kl_p99: float
+    kl_p999: float
+    same_top: float  # both have the same most likely token
+    same_top_stderr: float
+    same_top5: float  # both have the same five most likely tokens, in whatever order
+    same_top5_stderr: float
+    top_in_top5: float  # the reference's most likely token is among the model's five
+
+
+class EvalResult(StrictStruct, frozen=True):
+    """One evaluation with the protocol it followed."""
+
+    model: str
+    perplexity: float
+    perplexity_stderr: float
+    divergence: Divergence | None
+    num_tokens: int  # predicted
+    seq_len: int
+    kv_dtype: str
+    activations: Activations
+    lm_head: HeadStorage
+    seconds: float
+    protocol: str = PROTOCOL
+
+
+def evaluate(
+    model_path: str | Path,
+    token_ids: list[int],
+    *,
+    against: str | Path | None = None,
+    kv_dtype: KVDtype = "auto",
+    activations: Activations = "auto",
+    lm_head: HeadStorage = "auto",
+    packed_cache: bool = False,
+    seq_len: int = 512,
+    limit: int | None = None,
+    progress: Progress = lambda *state: None,
+) -> EvalResult:
+    """Measure a checkpoint on text (at most `limit` tokens), and against a reference checkpoint if one is given.
+
+    Raises ConfigError if there are fewer than two tokens, a window exceeds the context or the vocabularies differ, and
+    what loading a model raises.
+    """
+    start = time.perf_counter()
+    if min(len(token_ids), seq_len, limit or seq_len) < 2:
+        raise ConfigError(
+            f"evaluation needs a text and windows of at least 2 tokens, not {len(token_ids)} and {seq_len}"
+        )
+    model = _Scorer(
+        load_model(model_path, activations=activations, lm_head=lm_head, packed_cache=packed_cache),
+        model_path,
+        kv_dtype,
+        seq_len,
+    )
+    reference = None
+    if against is not None:
+        reference = _Scorer(load_model(against, activations="exact"), against, "float32", seq_len)
+    if reference is not None and reference.vocab_size != model.vocab_size:
+        raise ConfigError(
+            f"{model_path} predicts {model.vocab_size} tokens, {against} {reference.vocab_size}: no comparison"
+        )
+    windows = cut_windows(token_ids, seq_len, limit)
+    parts = []
+    for done, window in enumerate(windows):
+        progress("evaluation", done, len(windows))
+        parts += _window_scores(window, model, reference)
+    scores = torch.cat(parts, dim=1)
+    perplexity = math.exp(scores[0].mean())
+    return EvalResult(
+        model=str(model_path),
+        perplexity=perplexity,
+        perplexity_stderr=perplexity * _stderr(scores[0]),
+        divergence=None if against is None else _divergence(scores, str(against)),
+        num_tokens=scores.shape[1],
+        seq_len=seq_len,
+        kv_dtype=model.kv_dtype,
+        activations=resolve_activations(activations, "cpu"),
+        lm_head=lm_head,
+        seconds=round(time.perf_counter() - start, 2),
+    )
+
+
+def encode_text(model_path: str | Path, text: Path | None = None, against: str | Path | None = None) -> list[int]:
+    """Tokens of a text file, by default the held-out text of the demo model, as the model's tokenizer gives them.
+
+    Raises ConfigError if the file cannot be read or the reference's tokenizer gives others.
+    """
+    file = text or HELDOUT_TEXT
+    try:
+        content = file.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"evaluation text {file}: cannot read: {error}") from None
+    return _encoded_alike(lambda tokenizer: tokenizer.encode(content), str(file), model_path, against)
+
+
+def encode_documents(model_path: str | Path, dataset: str, count: int, against: str | Path | None = None) -> list[int]:
+    """At most `count` tokens of a source that could also calibrate (quant.sources), its documents in order.
+
+    Raises ConfigError or CheckpointError if it cannot be read, ConfigError if the reference's tokenizer gives others.
+    """
+    return _encoded_alike(lambda tokenizer: encode_dataset(dataset, tokenizer, count), dataset, model_path, against)
+
+
+def _encoded_alike(
+    encode: Callable[[Tokenizer], list[int]], what: str, model_path: str | Path, against: str | Path | None
+) -> list[int]:
+    token_ids = encode(Tokenizer.from_pretrained(resolve_model_path(model_path)))
+    if against is not None and encode(Tokenizer.from_pretrained(resolve_model_path(against))) != token_ids:
+        raise ConfigError(f"{model_path} and {against} split {what} into other tokens: they cannot be compared")
+    return token_ids
+
+
+def cut_windows(token_ids: list[int], seq_len: int, limit: int | None) -> list[list[int]]:
+    """The windows of the protocol; a limit below one window shortens it."""
+    if limit is not None and limit < seq_len:
+        return [token_ids[:limit]]
+    windows = [token_ids[i : i + seq_len] for i in range(0, len(token_ids), seq_len)]
+    windows = [window for window in windows if len(window) > 1]
+    count = len(windows) if limit is None else min(len(windows), limit // seq_len)
+    return [windows[i * len(windows) // count] for i in range(count)]
+
+
+class _Scorer:
+    """A loaded model with KV blocks for one window."""
+
+    def __init__(self, decoder: Decoder, path: str | Path, kv_dtype: KVDtype, seq_len: int) -> None:
+        self.decoder = decoder
+        spec = self.decoder.spec
+        if seq_len > spec.max_position:
+            raise ConfigError(f"windows of {seq_len} tokens exceed the context of {path}, {spec.max_position}")
+        dense = resolve_dtype("auto", spec.dtype, "cpu")
+        with CheckpointReader(path) as reader:
+            storages = resolve_storage(reader, spec, kv_dtype, dense)
+        num_blocks = -(-seq_len // BLOCK_SIZE)
+        self.kv: list[KVLayer] = allocate(spec, storages, num_blocks, BLOCK_SIZE, seq_len)
+        self.kv_dtype = " ".join(sorted({s.k if s.k == s.v else f"{s.k}/{s.v}" for s in storages}))
+        self.vocab_size = spec.vocab_size
+
+    def stream(self, window: list[int]) -> tuple[Tensor, Tensor | None]:
+        """The residual stream's pair [len(window), hidden] behind the last layer."""
+        batch, _ = whole_batch([window], BLOCK_SIZE)
+        return self.decoder.hidden(batch, self.kv)
+
+
+@torch.inference_mode()
+def _window_scores(window: list[int], model: _Scorer, reference: _Scorer | None) -> list[Tensor]:
+    """Rows of float64 [1 or 6, n] for parts of the window's predictions: negative log-likelihood, the reference's, KL,
+    and 1 where `_same_tops` says so. Logits of a part are computed side by side, never all of them."""
+    delta, residual = model.stream(window)
+    base = None if reference is None else reference.stream(window)
+    targets = torch.tensor(window[1:])
+    rows = max(1, LOGIT_BYTES // (4 * model.vocab_size))
+    parts = []
+    for begin in range(0, len(targets), rows):
+        part = slice(begin, min(begin + rows, len(targets)))
+        q = model.decoder.head_part(delta, residual, part).log_softmax(-1)
+        scores = [_nll(q, targets[part])]
+        if reference is not None and base is not None:
+            p = reference.decoder.head_part(*base, part).log_softmax(-1)
+            kl = (p.exp() * (p - q)).sum(-1, dtype=torch.float64).clamp_min(0)
+            scores += [_nll(p, targets[part]), kl, *_same_tops(p, q)]
+        parts.append(torch.stack(scores))
+    return parts
+
+
+def _nll(log_probs: Tensor, targets: Tensor) -> Tensor:
+    return -log_probs.gather(1, targets[:, None])[:, 0].double()
+
+
+def _same_tops(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of log-probabilities [n, vocab], float64 [n] of 0 and 1: the same most likely token, the same five most
+    likely, the most likely of `p` among the five of `q`."""
+    count = min(5, p.shape[1])
+    first, second = p.topk(count).indices, q.topk(count).indices
+    top = p.argmax(-1)
+    same_set = (first.sort(-1).values == second.sort(-1).values).all(-1)
+    among = (second == top[:, None]).any(-1)
+    return (top == q.argmax(-1)).double(), same_set.double(), among.double()
+
+
+def _stderr(values: Tensor) -> float:
+    """Of the mean of `values` [n]; 0 for a single one."""
+    return float(values.std() / math.sqrt(len(values))) if len(values) > 1 else 0.0
+
+
+def _divergence(scores: Tensor, reference: str) -> Divergence:
+    """From the rows that `_window_scores` gives."""
+    own, nll, kl, same_top, same_top5, top_in_top5 = scores
+    ordered = kl.sort().values
+
+    def quantile(share: float) -> float:
+        return float(ordered[min(int(share * len(ordered)), len(ordered) - 1)])
+
+    return Divergence(
+        reference=reference,
+        reference_perplexity=math.exp(nll.mean()),
+        log_ratio=float((own - nll).mean()),
+        log_ratio_stderr=_stderr(own - nll),
+        kl_mean=float(kl.mean()),
+        kl_stderr=_stderr(kl),
+        kl_median=quantile(0.5),
+        kl_p99=quantile(0.99),
+        kl_p999=quantile(0.999),
+        same_top=float(same_top.mean()),
+        same_top_stderr=_stderr(same_top),
+        same_top5=float(same_top5.mean()),
+        same_top5_stderr=_stderr(same_top5),
+        top_in_top5=float(top_in_top5.mean()),
+    )

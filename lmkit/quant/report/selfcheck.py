@@ -1,0 +1,87 @@
+"""What a run checks of its input and of its own result, one layer in memory at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lmkit.errors import CheckpointError
+from lmkit.kernels import ops
+from lmkit.kernels.ops import Norm
+from lmkit.models import roles
+from lmkit.models.decoder import joined
+from lmkit.models.loader import ModelSource
+from lmkit.quant.layer.layer import Geometry
+from lmkit.quant.report.evaluate import Progress
+
+NUM_ELEMENTS = 4 << 20  # looked at in one go
+VOCAB_ROWS = 4096
+TOLERANCE = 1e-3  # of the largest logit
+
+
+def check_weights(source: ModelSource, progress: Progress) -> None:
+    """Raise CheckpointError naming the first tensor, in order of names, with an infinity or NaN."""
+    names = source.reader.names()
+    for done, name in enumerate(names):
+        progress("weights", done, len(names))
+        tensor = source.reader.tensor(name)
+        if not tensor.is_floating_point() or not tensor.numel():
+            continue
+        for number, part in enumerate(tensor.flatten().split(NUM_ELEMENTS)):
+            if not all(bool(bound.isfinite()) for bound in part.aminmax()):
+                index = number * NUM_ELEMENTS + int((~part.isfinite()).nonzero()[0])
+                where = [int(i) for i in torch.unravel_index(torch.tensor(index), tensor.shape)]
+                value = float(tensor.flatten()[index])
+                raise CheckpointError(
+                    f"{source.reader.path}: {name} at {where} is {value}, not a finite number; it is damaged"
+                )
+            source.reader.release()
+
+
+def check_logits(checkpoint: Path, source: ModelSource, token_ids: Tensor, expected: Tensor) -> float:
+    """Read a checkpoint back and run it, with exact activations, on one row of tokens int64 [seq_len].
+
+    `expected` float32 [seq_len, hidden] is what the run had behind its last layer. Returns the largest difference of
+    two logits, in units of the largest logit. Raises CheckpointError if it exceeds TOLERANCE.
+    """
+    stored = ModelSource(checkpoint)
+    difference, largest = 0.0, 1e-30
+    own, others = _normalized(source, expected), _normalized(stored, _behind_layers(stored, token_ids))
+    for part in torch.arange(source.spec.vocab_size).split(VOCAB_ROWS):
+        wanted, found = (_logits(of, x, part) for of, x in ((source, own), (stored, others)))
+        difference = max(difference, float((found - wanted).abs().amax()))
+        largest = max(largest, float(wanted.abs().amax()))
+        source.reader.release()
+        stored.reader.release()
+    if not difference <= TOLERANCE * largest:  # NaN is not
+        raise CheckpointError(
+            f"{checkpoint}: read back, the checkpoint gives other logits than it was made with: they differ by "
+            f"{difference:.3g}, the largest is {largest:.3g}; its weights are not what was meant to be stored"
+        )
+    return difference / largest
+
+
+def _behind_layers(source: ModelSource, token_ids: Tensor) -> Tensor:
+    """float32 [seq_len, hidden], one layer loaded at a time."""
+    geometry = Geometry.of(source.spec, 1, len(token_ids))
+    hidden = source.embed_tokens()[token_ids].float()
+    for index in range(source.spec.num_layers):
+        layer = source.layer(index, torch.float32)
+        delta, residual = layer(hidden, None, geometry.batch, geometry.rope, geometry.kv)
+        hidden = joined(delta, residual)
+        source.reader.release()
+    return hidden
+
+
+def _normalized(source: ModelSource, hidden: Tensor) -> Tensor:
+    normalized: Tensor = ops.rms_norm.select("cpu")(hidden, Norm(source.final_norm(), source.spec.norm_eps))
+    return normalized
+
+
+def _logits(source: ModelSource, x: Tensor, tokens: Tensor) -> Tensor:
+    """x [seq_len, hidden], normalized -> float32 [seq_len, tokens] of some neighbouring tokens."""
+    weight = source.lm_head().weights[roles.LM_HEAD]
+    assert isinstance(weight, Tensor)
+    return x @ weight[int(tokens[0]) : int(tokens[-1]) + 1].float().T

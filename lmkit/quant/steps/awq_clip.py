@@ -1,0 +1,89 @@
+"""AWQ clipping, asymmetric: narrower ranges give finer steps, paid for by the few weights that saturate.
+
+For each output row and group of inputs, the lower and the upper end are chosen to minimise the squared error that the
+group adds to the output over all calibration tokens, sum_t ((w^ - w) . x_t)^2 = d^T (X^T X) d. Ends are searched in
+turn, which never raises the error; no clipping is the starting point and wins ties.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lmkit.models.roles import FUSED
+from lmkit.qtensor import QuantScheme, dequantize
+from lmkit.quant.layer.layer import CalibratedLayer
+from lmkit.quant.recipe import AwqClip
+from lmkit.quant.steps.rtn import Shrink, round_to_nearest
+
+ROUNDS = 2  # of lower end, then upper end; a third changes next to nothing
+SCORES = ("attn.q", "attn.k")  # only products of their outputs count, which this error does not see
+
+
+@dataclass(frozen=True)
+class ClipSearch:
+    """`loss` [out, groups] with `shrink`, `unclipped` the same without it."""
+
+    shrink: Shrink
+    loss: Tensor
+    unclipped: Tensor
+
+    @property
+    def clipped_share(self) -> float:
+        """Of the groups, how many have a range narrower than their weights."""
+        return float((self.loss < self.unclipped).float().mean())
+
+
+def clip_layer(calibrated: CalibratedLayer, step: AwqClip) -> dict[str, ClipSearch]:
+    """Choose `calibrated.shrinks`, by role. Those of q and k are kept only if the attention's output gets better."""
+    searches = {
+        role: search_shrink(calibrated.weight(role), calibrated.input(role).gram, scheme, step.grid, step.max_shrink)
+        for role, scheme in calibrated.schemes.items()
+        if calibrated.has_statistics(role)
+    }
+    shrinks = {role: found.shrink for role, found in searches.items()}
+    without = {role: shrink for role, shrink in shrinks.items() if role not in SCORES}
+    if len(without) < len(shrinks) and _attention_error(calibrated, without) <= _attention_error(calibrated, shrinks):
+        shrinks = without
+    calibrated.shrinks = shrinks
+    return {role: found for role, found in searches.items() if role in shrinks}
+
+
+def _attention_error(calibrated: CalibratedLayer, shrinks: dict[str, Shrink]) -> float:
+    """Summed squared error of the attention's output with q, k and v rounded with `shrinks`."""
+    exact = calibrated.block_output("norm.attn")
+    weights = calibrated.layer.weights
+    originals = {role: calibrated.weight(role) for role in FUSED["attn.qkv"] if role in calibrated.schemes}
+    for role, weight in originals.items():
+        weights[role] = round_to_nearest(weight, calibrated.schemes[role], shrinks.get(role))
+    error = calibrated.block_output("norm.attn") - exact
+    weights.update(originals)
+    return float(error.square().sum(dtype=torch.float64))
+
+
+def search_shrink(weight: Tensor, gram: Tensor, scheme: QuantScheme, grid: int, max_shrink: float) -> ClipSearch:
+    """weight float32 [out, in]; gram [groups, group_size, group_size], X_g^T X_g of each group's inputs."""
+    gram = gram.float()
+    whole = torch.ones(weight.shape[0], gram.shape[0])
+    best = whole, whole
+    unclipped = loss = group_losses(weight, best, gram, scheme)
+    ends = [(True, True)] if scheme.symmetric else [(True, False), (False, True)] * ROUNDS
+    for move_lower, move_upper in ends:
+        start = best
+        for i in range(1, grid + 1):
+            factor = whole * (1 - max_shrink * i / grid)
+            trial = (factor if move_lower else start[0], factor if move_upper else start[1])
+            trial_loss = group_losses(weight, trial, gram, scheme)
+            better = trial_loss < loss
+            loss = torch.where(better, trial_loss, loss)
+            best = torch.where(better, trial[0], best[0]), torch.where(better, trial[1], best[1])
+    return ClipSearch(best, loss, unclipped)
+
+
+def group_losses(weight: Tensor, shrink: Shrink, gram: Tensor, scheme: QuantScheme) -> Tensor:
+    """[out, groups]: d^T (X_g^T X_g) d of what rounding with `shrink` changes."""
+    error = dequantize(round_to_nearest(weight, scheme, shrink)) - weight
+    error = error.view(weight.shape[0], -1, scheme.group_size).transpose(0, 1)
+    return ((error @ gram) * error).sum(-1).T.clamp_min(0)

@@ -1,0 +1,120 @@
+"""SmoothQuant (arXiv 2211.10438): inputs that are rounded token by token lose what their outliers leave no steps for.
+
+Channel j of the input is divided by s_j = max|x_j|^alpha / max|w_j|^(1-alpha), folded into the operation before as
+AWQ's scales are, and the weights behind are multiplied by it: nothing changes in exact arithmetic, but outliers become
+the weights' to carry. alpha 1 leaves none in the input, 0 none in the weights. A search compares a grid of alphas and
+s = 1 on the output of the block, the linears' input and weights rounded as an engine will.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from lmkit.formats.parts import Activations
+from lmkit.models import roles
+from lmkit.models.spec import ModelSpec
+from lmkit.qtensor import dequantize
+from lmkit.quant.layer.layer import CalibratedLayer
+from lmkit.quant.recipe import SmoothQuant
+from lmkit.quant.steps.awq_scale import (
+    IDENTITY,
+    Candidate,
+    ScaleSearch,
+    expand,
+    fold,
+    normalized,
+    storable,
+)
+
+INT8_MAX = 127
+FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
+
+
+def smooth_layer(calibrated: CalibratedLayer, step: SmoothQuant, activations: Activations) -> list[ScaleSearch]:
+    """Choose and fold s for each pair of roles.smooth, in order; each sees the layer as the last one left it."""
+    layer, searches = calibrated.layer, []
+    for source, consumers in roles.smooth(layer.spec, layer.index):
+        if not set(consumers) & set(calibrated.schemes) or not calibrated.has_statistics(consumers[0]):
+            continue
+        candidates = pair_candidates(calibrated, source, consumers, step)
+        found = compare(calibrated, source, candidates, activations)
+        if step.alpha != "search":
+            found = ScaleSearch(source, consumers, candidates[-1], found.losses)
+        searches.append(found)
+        fold(calibrated, found)
+    return searches
+
+
+def pair_candidates(
+    calibrated: CalibratedLayer, source: str, consumers: tuple[str, ...], step: SmoothQuant
+) -> list[Candidate]:
+    """Identity, then one candidate for each alpha, adjusted so that a norm divided by s is stored without rounding."""
+    spec = calibrated.layer.spec
+    x_max = _shared(calibrated.input(consumers[0]).abs_max, source, spec)
+    w_max = torch.stack([calibrated.weight(role).abs().amax(0) for role in consumers]).amax(0)
+    alphas = [step.alpha] if step.alpha != "search" else [i / max(step.grid - 1, 1) for i in range(step.grid)]
+    candidates = [Candidate(IDENTITY, torch.ones_like(x_max))]
+    candidates += make_candidates(x_max, _shared(w_max, source, spec), alphas)
+    return storable(calibrated, source, candidates)
+
+
+def make_candidates(x_max: Tensor, w_max: Tensor, alphas: list[float]) -> list[Candidate]:
+    """x_max, w_max float32 [n], the largest magnitude of each channel. A dead channel keeps s = 1. A common factor of s
+    changes nothing, so that its middle is put at 1."""
+    live = (x_max > 0) & (w_max > 0) & x_max.isfinite() & w_max.isfinite()
+    if not live.any():
+        return [Candidate(f"alpha {alpha:.3g}", torch.ones_like(x_max)) for alpha in alphas]
+    return [Candidate(f"alpha {a:.3g}", normalized(x_max**a / w_max.clamp(min=1e-5) ** (1 - a), live)) for a in alphas]
+
+
+def compare(
+    calibrated: CalibratedLayer, source: str, candidates: list[Candidate], activations: Activations
+) -> ScaleSearch:
+    """The candidate whose rounded inputs and weights change the output of the block least; identity, the first, wins
+    ties. The layer ends as it was."""
+    layer = calibrated.layer
+    consumers = dict(roles.smooth(layer.spec, layer.index))[source]
+    stats = calibrated.input(consumers[0])
+    originals = {role: calibrated.weight(role) for role in consumers if role in calibrated.schemes}
+    group_size = calibrated.schemes[next(iter(originals))].group_size
+    reference, sample = calibrated.block_output(source), stats.sample
+    losses: dict[str, float] = {}
+    for candidate in candidates:
+        for role, weight in originals.items():
+            s = expand(candidate.scale, role, layer.spec)
+            layer.weights[role] = dequantize(calibrated.rounded(role, weight * s)) / s
+        s = expand(candidate.scale, consumers[0], layer.spec)
+        stats.sample = round_activations(sample / s, activations, group_size) * s
+        error = calibrated.block_output(source) - reference
+        losses[candidate.name] = float(error.square().sum(dtype=torch.float64))
+    layer.weights.update(originals)
+    stats.sample = sample
+    finite = [c for c in candidates if math.isfinite(losses[c.name])] or candidates[:1]
+    return ScaleSearch(source, consumers, min(finite, key=lambda c: losses[c.name]), losses)
+
+
+def round_activations(x: Tensor, activations: Activations, group_size: int = -1) -> Tensor:
+    """x float32 [tokens, in] as an engine rounds it: a scale for each token (-1), or for each `group_size` inputs of
+    it; int8 symmetric from -127 to 127, or float8 e4m3."""
+    if activations == "none":
+        return x
+    size = x.shape[1] if group_size == -1 else group_size
+    groups = torch.nn.functional.pad(x, (0, -x.shape[1] % size)).view(len(x), -1, size)
+    largest = groups.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).smallest_normal)
+    if activations == "int8":
+        scale = largest / INT8_MAX
+        rounded = (groups / scale).round() * scale
+    else:
+        scale = largest / FP8_MAX
+        rounded = (groups / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).float() * scale
+    return rounded.flatten(1)[:, : x.shape[1]]
+
+
+def _shared(x: Tensor, source: str, spec: ModelSpec) -> Tensor:
+    """[inputs of the consumers] -> [outputs of the source]: the largest, where query heads share a value head."""
+    if source != "attn.v":
+        return x
+    return x.view(spec.num_kv_heads, -1, spec.head_dim).amax(1).flatten()

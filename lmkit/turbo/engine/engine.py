@@ -1,0 +1,283 @@
+"""The engine: a scheduler and a runner. One loop owns it; it is not thread-safe.
+
+With `overlap` plans are carried out while the loop prepares the next one: on a CPU by a thread, on a GPU by its stream.
+
+    loop     schedule 1 | schedule 2 | wait | update 1, schedule 3 | wait | update 2 ...
+    device              | step 1 ...........| step 2 ..............| step 3 ...
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import astuple, dataclass, replace
+from typing import Protocol, Self
+
+import msgspec
+
+from lmkit.config import EngineConfig, default_num_threads
+from lmkit.errors import DeviceLostError, LMKitError
+from lmkit.kernels.cpu import threads
+from lmkit.layers.batch import KVLayer
+from lmkit.log import get_logger
+from lmkit.models import kv_storage
+from lmkit.models.decoder import Decoder
+from lmkit.models.kv_storage import KVStorage
+from lmkit.models.spec import ModelSpec
+from lmkit.turbo.engine import loading
+from lmkit.turbo.engine.loading import LoadedModel
+from lmkit.turbo.engine.memory import MemoryPlan, kv_limits
+from lmkit.turbo.kv.blocks import KVBlocks
+from lmkit.turbo.kv.tiers.store import TierStore
+from lmkit.turbo.plan import StepPlan
+from lmkit.turbo.request import EngineInfo, EngineStats, GenerationConfig, Request, StepOutput
+from lmkit.turbo.runners.batch import PersistentBatch
+from lmkit.turbo.runners.cpu import Runner, StepResult
+from lmkit.turbo.runners.cuda import CudaRunner, HostSampler
+from lmkit.turbo.runners.device import CpuDevice, CudaDevice, Device, resolve_device
+from lmkit.turbo.runners.gpu_sampler import GpuSampler
+from lmkit.turbo.runners.sampler import Sampler
+from lmkit.turbo.scheduling.limits import SchedulerLimits
+from lmkit.turbo.scheduling.scheduler import Scheduler
+
+log = get_logger(__name__)
+
+
+IDLE_SECONDS = 0.02  # between looks at loads, when there is nothing else to do
+
+
+@dataclass
+class Profile:
+    """Where the time of steps went, in seconds since the engine was made."""
+
+    steps: int = 0  # whose results were taken in; the next three are theirs
+    kernels: float = 0.0  # in the model
+    execute: float = 0.0  # carrying out plans: the kernels, and around them inputs and sampling
+    schedule: float = 0.0  # writing plans
+    update: float = 0.0  # taking in results
+
+    def since(self, before: Profile) -> Profile:
+        return Profile(*(now - then for now, then in zip(astuple(self), astuple(before), strict=True)))
+
+
+class _Pending(Protocol):
+    """A plan that is carried out."""
+
+    def result(self) -> StepResult:
+        """Waits for it; raises what it raised."""
+
+
+class Engine:
+    """Runs one checkpoint. Raises CheckpointError, ConfigError or UnsupportedError before it loads any weight."""
+
+    def __init__(self, model_path: str, config: EngineConfig | None = None, *, device: Device | None = None) -> None:
+        self._start(config, device, lambda config, device: loading.load(model_path, config, device))
+
+    @classmethod
+    def of(
+        cls,
+        decoder: Decoder,
+        config: EngineConfig | None = None,
+        *,
+        storages: list[KVStorage] | None = None,
+        device: Device | None = None,
+    ) -> Self:
+        """An engine of a decoder that lies on its device, packed: no checkpoint is needed. No token ends a sequence.
+
+        `storages` of each layer's KV, or all as `config.kv_dtype` says. Raises ConfigError if there is too little
+        memory.
+        """
+        engine = cls.__new__(cls)
+        engine._start(config, device, lambda config, device: loading.given(decoder, config, device, storages))
+        return engine
+
+    def _start(
+        self,
+        config: EngineConfig | None,
+        device: Device | None,
+        load: Callable[[EngineConfig, Device], LoadedModel],
+    ) -> None:
+        config = config or EngineConfig()
+        device = device or resolve_device(config)
+        config = config.on(device.name)
+        num_threads = config.num_threads or default_num_threads()
+        threads.configure(num_threads)
+        model = load(config, device)
+        spec, memory = model.decoder.spec, model.memory
+        self._device = device
+        self._lost: str | None = None  # why no step can run any more
+        self._profile = Profile()
+        self._overlap = config.overlap
+        self._under_way: deque[tuple[StepPlan, _Pending]] = deque()
+        self._failed_steps = 0
+        limits = _limits(config, memory, spec)
+        with loading.fits_the_gpu("the KV cache or the first steps"):
+            kv = kv_storage.allocate(
+                spec, model.storages, memory.num_blocks, config.tokens_per_block, memory.max_model_len, device.name
+            )
+            blocks = KVBlocks(kv)
+            host_bytes = config.kv_host_memory or 0
+            self._tiers = TierStore(blocks, host_bytes=host_bytes, disk=model.disk) if model.has_tiers else None
+            self.runner: Runner | CudaRunner = _runner(model, config, device, kv, blocks, self._tiers)
+            self._thread = ThreadPoolExecutor(1, "engine-steps", lambda: threads.configure(num_threads))
+            self._warm_up(limits)
+        self.scheduler = Scheduler(limits, model.eos_token_ids, tiers=self._tiers, fingerprint=model.fingerprint)
+        self.info = _info(model.path, limits, [storage.dtypes for storage in model.storages], memory)
+
+    def _warm_up(self, limits: SchedulerLimits) -> None:
+        """Compute a few tokens with a scheduler of their own: what is compiled or read on first use is, before any
+        request comes. Raises LMKitError if a step fails; its log says why.
+        """
+        if isinstance(self.runner, CudaRunner):
+            self.runner.capture()
+        self.scheduler = Scheduler(limits, ())
+        length = min(4, limits.max_model_len, limits.kv.num_blocks * limits.kv.block_size)
+        for name, temperature in (("greedy", 0.0), ("sampled", 1.0)):
+            params = GenerationConfig(max_new_tokens=length // 2, temperature=temperature, top_p=0.9, seed=0)
+            if length > 1:
+                self.add(Request(request_id=name, prompt_ids=[0] * (length - length // 2), params=params))
+        start = time.perf_counter()
+        while self.has_work():
+            if any(output.error for output in self.step()):
+                raise LMKitError("the engine cannot compute a token")
+        log.info("first steps took %.1f s", time.perf_counter() - start)
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises RequestError if it can never run or the queue is full."""
+        self.scheduler.add(request)
+
+    def abort(self, request_id: str) -> None:
+        """End a request early; its last output says "abort". An unknown id is ignored: it may just have finished."""
+        self.scheduler.abort(request_id)
+
+    def has_work(self) -> bool:
+        return self.scheduler.has_work()
+
+    def step(self) -> list[StepOutput]:
+        """Schedule, compute, sample: the outputs of the oldest step under way, or those that need none.
+
+        A step that raises ends its own requests with an error and no others; DeviceLostError says that no other will
+        run any more.
+        """
+        while True:
+            if self._lost is not None:
+                raise DeviceLostError(self._lost)
+            start = time.perf_counter()
+            plan = self.scheduler.schedule()
+            self._profile.schedule += time.perf_counter() - start
+            if plan is not None:
+                self._under_way.append((plan, self._begin(plan)))
+            if not self._under_way:
+                outputs = self.scheduler.take_outputs()
+                if not outputs:
+                    self.scheduler.wait(IDLE_SECONDS)
+                return outputs
+            if plan is None or not self._overlap or len(self._under_way) > 1:
+                return self._land(*self._under_way.popleft())
+
+    def profile(self) -> Profile:
+        """A copy, up to the last result that was taken in."""
+        return replace(self._profile)
+
+    def _begin(self, plan: StepPlan) -> _Pending:
+        if self._overlap and isinstance(self.runner, Runner):
+            return self._thread.submit(self._execute, plan)
+        try:
+            return self._launch(plan)
+        except Exception as error:  # noqa: BLE001 - logged where the result is taken
+            future: Future[StepResult] = Future()
+            future.set_exception(error)
+            return future
+
+    def _launch(self, plan: StepPlan) -> _Pending:
+        if isinstance(self.runner, CudaRunner):
+            return self.runner.launch(plan)
+        future: Future[StepResult] = Future()
+        future.set_result(self._execute(plan))
+        return future
+
+    def _execute(self, plan: StepPlan) -> StepResult:
+        assert isinstance(self.runner, Runner)
+        start, before = time.perf_counter(), self.runner.kernel_seconds
+        sampled = self.runner.execute(plan)
+        return StepResult(sampled, time.perf_counter() - start, self.runner.kernel_seconds - before)
+
+    def _land(self, plan: StepPlan, pending: _Pending) -> list[StepOutput]:
+        try:
+            sampled, seconds, kernels = pending.result()
+        except Exception as error:  # one request must never end the engine
+            self._failed_steps += 1
+            if isinstance(self._device, CudaDevice) and self._device.is_lost(error):
+                self._lost = f"the GPU refuses to go on ({str(error).partition(chr(10))[0]}); start the engine again"
+            log.exception("a step failed; its %d requests end with an error", len(plan.chunks))
+            return self.scheduler.fail(plan, "the engine failed while computing this request")
+        landed = time.perf_counter()
+        outputs = self.scheduler.update(plan, sampled, seconds)
+        profile = self._profile
+        profile.steps += 1
+        profile.kernels += kernels
+        profile.execute += seconds
+        profile.update += time.perf_counter() - landed
+        return outputs
+
+    def close(self) -> None:
+        """Wait for steps under way, end the threads, let go of the disk. The engine cannot be used afterwards."""
+        self._thread.shutdown()
+        if self._tiers is not None:
+            self._tiers.close()
+
+    def stats(self) -> EngineStats:
+        return msgspec.structs.replace(self.scheduler.stats(), failed_steps=self._failed_steps)
+
+    def check_integrity(self) -> None:
+        self.scheduler.check_integrity()
+
+
+def _limits(config: EngineConfig, memory: MemoryPlan, spec: ModelSpec) -> SchedulerLimits:
+    return SchedulerLimits(
+        kv=kv_limits(spec, config, memory.num_blocks),
+        max_batch_size=config.max_batch_size,
+        max_step_tokens=config.tokens_per_step,
+        max_model_len=memory.max_model_len,
+        max_queue=config.max_queue,
+        vocab_size=spec.vocab_size,
+        priority_seconds=config.priority_seconds,
+        max_overtakes=config.max_overtakes,
+        decode_slowdown=config.decode_slowdown,
+        request_timeout=config.request_timeout,
+    )
+
+
+def _runner(
+    model: LoadedModel,
+    config: EngineConfig,
+    device: Device,
+    kv: list[KVLayer],
+    blocks: KVBlocks,
+    tiers: TierStore | None,
+) -> Runner | CudaRunner:
+    memory, vocab_size = model.memory, model.decoder.spec.vocab_size
+    batch = PersistentBatch(
+        config.max_batch_size, memory.max_model_len, config.tokens_per_block, config.tokens_per_step
+    )
+    if isinstance(device, CpuDevice):
+        sampler = Sampler(config.max_batch_size, vocab_size)
+        return Runner(model.decoder, kv, batch, sampler, memory.workspace, blocks=blocks, tiers=tiers)
+    samples = GpuSampler if device.has_kernels else HostSampler
+    on_device = samples(config.max_batch_size, vocab_size, device.tensors)
+    return CudaRunner(device, model.decoder, kv, batch, on_device, blocks=blocks, tiers=tiers)
+
+
+def _info(path: str, limits: SchedulerLimits, dtypes: list[tuple[str, str]], memory: MemoryPlan) -> EngineInfo:
+    kinds = sorted({f"{k}/{v}" if k != v else k for k, v in dtypes})
+    return EngineInfo(
+        model_path=path,
+        vocab_size=limits.vocab_size,
+        max_model_len=limits.max_model_len,
+        num_blocks=limits.kv.num_blocks,
+        block_size=limits.kv.block_size,
+        kv_dtype=" ".join(kinds),
+        memory=memory.as_dict(),
+    )

@@ -1,0 +1,114 @@
+"""From a checkpoint to what an engine runs: everything that can be refused is, before any weight is loaded."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from lmkit.config import EngineConfig
+from lmkit.errors import ConfigError
+from lmkit.log import get_logger
+from lmkit.models import kv_storage
+from lmkit.models.decoder import Decoder
+from lmkit.models.kv_storage import KVStorage
+from lmkit.models.loader import ModelSource, load_model, resolve_dtype
+from lmkit.text import Tokenizer
+from lmkit.turbo.engine.memory import MemoryPlan, plan_memory
+from lmkit.turbo.kv.blocks import kv_fingerprint
+from lmkit.turbo.kv.tiers.disk import DiskTier
+from lmkit.turbo.runners.device import Device
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A decoder and what is decided for it."""
+
+    path: str
+    decoder: Decoder
+    storages: list[KVStorage]
+    memory: MemoryPlan
+    eos_token_ids: tuple[int, ...]
+    has_tiers: bool
+    fingerprint: bytes  # of KV, for the tiers
+    disk: DiskTier | None
+
+
+def load(model_path: str, config: EngineConfig, device: Device) -> LoadedModel:
+    """`config` is that of the device. Raises CheckpointError, ConfigError or UnsupportedError."""
+    source = ModelSource(model_path)
+    try:
+        spec, path = source.spec, source.reader.path
+        dtype = resolve_dtype(config.dtype, spec.dtype, device.name)
+        storages = kv_storage.resolve_storage(source.reader, spec, config.kv_dtype, dtype)
+        weight_bytes = source.weight_bytes(dtype, config.lm_head)
+        weight_bytes += kv_storage.table_bytes(spec, storages, config.max_model_len or spec.max_position)
+        memory = plan_memory(spec, config, [s.dtypes for s in storages], weight_bytes, device.free_memory())
+        has_tiers = _has_tiers(config)
+        fingerprint = kv_fingerprint(source.reader, storages, config, device.name, dtype) if has_tiers else b""
+    finally:
+        source.close()
+    disk = _open_disk(config, fingerprint, memory.block_bytes)
+    for line in memory.lines():
+        log.info(line)
+    start = time.perf_counter()
+    with fits_the_gpu("the weights"):
+        decoder = load_model(
+            path,
+            device=device.name,
+            dtype=config.dtype,
+            activations=config.activations,
+            lm_head=config.lm_head,
+            packed_cache=config.packed_cache,
+            attention_sinks=config.attention_sinks,
+        )
+    log.info("loaded %s in %.1f s", path, time.perf_counter() - start)
+    eos = Tokenizer.from_pretrained(path).eos_token_ids
+    return LoadedModel(str(path), decoder, storages, memory, eos, has_tiers, fingerprint, disk)
+
+
+def given(decoder: Decoder, config: EngineConfig, device: Device, storages: list[KVStorage] | None) -> LoadedModel:
+    """A decoder that is on the device already. KV is stored as `config` says, or as `storages`; there are no tiers."""
+    spec = decoder.spec
+    if _has_tiers(config):
+        raise ConfigError("an engine of a decoder has no checkpoint whose KV could be kept in tiers")
+    if storages is None:
+        kind = str(decoder.dtype).removeprefix("torch.") if config.kv_dtype == "auto" else config.kv_dtype
+        storages = [KVStorage(kind, kind)] * spec.num_layers
+    memory = plan_memory(spec, config, [s.dtypes for s in storages], 0, device.free_memory())
+    for line in memory.lines():
+        log.info(line)
+    return LoadedModel(spec.architecture, decoder, storages, memory, (), False, b"", None)
+
+
+@contextmanager
+def fits_the_gpu(what: str) -> Iterator[None]:
+    """Say in one line what found no room in the GPU's memory."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        short = str(error).partition(". ")[0]
+        raise ConfigError(
+            f"{what} found no room in the GPU's memory; lower kv_memory, max_batch_size or max_step_tokens: {short}"
+        ) from None
+
+
+def _has_tiers(config: EngineConfig) -> bool:
+    has_tiers = config.kv_host_memory is not None or config.kv_disk_path is not None
+    if has_tiers and not config.prefix_cache:
+        raise ConfigError("kv_host_memory and kv_disk_path keep what the prefix cache finds; do not turn it off")
+    if config.kv_disk_path is None and config.kv_disk_memory != EngineConfig().kv_disk_memory:
+        raise ConfigError("kv_disk_memory bounds what lies in kv_disk_path; name that folder too")
+    return has_tiers
+
+
+def _open_disk(config: EngineConfig, fingerprint: bytes, block_bytes: int) -> DiskTier | None:
+    """Raises ConfigError for a folder or a size that cannot be used."""
+    if config.kv_disk_path is None:
+        return None
+    return DiskTier(config.kv_disk_path, fingerprint, block_bytes=block_bytes, max_bytes=config.kv_disk_memory)

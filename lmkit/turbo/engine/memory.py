@@ -1,0 +1,164 @@
+"""Where an engine's memory goes, decided and said before anything is loaded. No torch: `lmkit inspect` uses it too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lmkit.config import EngineConfig
+from lmkit.errors import ConfigError
+from lmkit.models.spec import ModelSpec
+from lmkit.turbo.host_memory import available_memory, gib
+from lmkit.turbo.kv.manager import KVLimits
+from lmkit.turbo.kv.tiers.host import check_host_bytes
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+# torch, numba and their compiled code; on a GPU cuBLAS, kernels and what torch's cache rounds up
+RUNTIME_BYTES = 400 << 20
+KV_SHARE = {"cpu": 0.8, "cuda": 0.92}  # of what is left after the weights, when the user names no budget
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes by purpose, and what they buy."""
+
+    weights: int
+    workspace: int  # activations and logits of the largest step
+    host: int  # KV that left the device
+    kv: int
+    available: int
+    block_bytes: int  # all layers
+    num_blocks: int
+    max_model_len: int
+
+    def lines(self) -> list[str]:
+        """For the log: one purpose a line."""
+        tokens = f"{self.num_blocks} blocks"
+        return [
+            f"memory: weights    {gib(self.weights)}",
+            f"memory: workspace  {gib(self.workspace)}",
+            f"memory: runtime    {gib(RUNTIME_BYTES)}",
+            f"memory: host tier  {gib(self.host)}",
+            f"memory: KV cache   {gib(self.kv)} = {tokens} of {self.block_bytes / 1024:.0f} KiB",
+            f"memory: available  {gib(self.available)}",
+        ]
+
+    def as_dict(self) -> dict[str, int]:
+        purposes = {"weights": self.weights, "workspace": self.workspace, "runtime": RUNTIME_BYTES}
+        return purposes | {"host": self.host, "kv": self.kv}
+
+
+def kv_token_bytes(spec: ModelSpec, dtypes: tuple[str, str]) -> int:
+    """Bytes of one token's K and V in one layer, with their parameters (a float16 scale and minimum per head)."""
+
+    def head_bytes(dtype: str) -> int:
+        if dtype in ("int8", "fp8"):
+            return spec.head_dim + 4
+        if dtype == "int4":
+            return spec.head_dim // 2 + 4
+        return spec.head_dim * DTYPE_BYTES[dtype]
+
+    return spec.num_kv_heads * (head_bytes(dtypes[0]) + head_bytes(dtypes[1]))
+
+
+def kv_limits(spec: ModelSpec, config: EngineConfig, num_blocks: int) -> KVLimits:
+    """What a pool of so many blocks is to an engine."""
+    return KVLimits(
+        num_blocks=num_blocks,
+        block_size=config.tokens_per_block,
+        window=spec.common_window,
+        sinks=config.attention_sinks,
+        max_step_tokens=config.tokens_per_step,
+        prefix_cache=config.prefix_cache,
+        cache_quota=config.cache_quota,
+        session_lease=config.session_lease,
+        dynamic_length=spec.rope.original_max_position if spec.rope.kind == "dynamic" else 0,
+    )
+
+
+def plan_memory(
+    spec: ModelSpec,
+    config: EngineConfig,
+    kv_dtypes: list[tuple[str, str]],
+    weight_bytes: int,
+    available: int | None = None,
+) -> MemoryPlan:
+    """Size the block pool. Raises ConfigError, with what to change, if the model or one sequence cannot fit.
+
+    With `kv_memory` the pool has that size; without, it serves max_batch_size full sequences or takes its share of the
+    memory that is free, whichever is less. Without `max_model_len` the context shrinks to what the pool can hold.
+
+    On a GPU (`config.device` is "cuda") `available` is its own memory, and the host tier takes the machine's.
+    """
+    on_gpu = config.device == "cuda"
+    free = available_memory() if available is None else available
+    block_bytes = config.tokens_per_block * sum(kv_token_bytes(spec, dtypes) for dtypes in kv_dtypes)
+    workspace = (_gpu_workspace_bytes if on_gpu else _workspace_bytes)(spec, config)
+    host = config.kv_host_memory or 0
+    check_host_bytes(host, block_bytes)
+    if on_gpu and host > (on_host := available_memory()):
+        raise ConfigError(f"kv_host_memory {gib(host)} is more than the {gib(on_host)} of host memory that is free")
+    left = free - weight_bytes - workspace - RUNTIME_BYTES - (0 if on_gpu else host)
+    if left < block_bytes:
+        raise ConfigError(
+            f"this model needs {gib(weight_bytes)} for weights and {gib(workspace + RUNTIME_BYTES + host)} to run, but "
+            f"only {gib(free)} of memory is free; quantize it, or lower max_step_tokens, max_batch_size, kv_host_memory"
+        )
+    if config.kv_memory is not None and config.kv_memory > left:
+        raise ConfigError(
+            f"kv_memory {gib(config.kv_memory)} is more than the {gib(left)} left after the weights; lower it"
+        )
+    wanted_len = config.max_model_len or spec.max_position
+    if config.max_model_len is not None and config.max_model_len > spec.max_position:
+        raise ConfigError(f"max_model_len {wanted_len} exceeds the model's context of {spec.max_position}")
+    blocks_per_sequence = kv_limits(spec, config, 0).blocks_for(wanted_len)
+    share = KV_SHARE["cuda" if on_gpu else "cpu"]
+    budget = config.kv_memory or min(int(left * share), blocks_per_sequence * config.max_batch_size * block_bytes)
+    num_blocks = budget // block_bytes
+    if num_blocks < 1:
+        raise ConfigError(f"a KV budget of {gib(budget)} holds no block of {gib(block_bytes)}; raise kv_memory")
+    if num_blocks < blocks_per_sequence:
+        fits = num_blocks * config.tokens_per_block
+        if config.max_model_len is not None:
+            raise ConfigError(
+                f"one sequence of {wanted_len} tokens needs {gib(blocks_per_sequence * block_bytes)} of KV cache and "
+                f"{gib(budget)} is planned; lower max_model_len to {fits}, raise kv_memory, or use kv_dtype int8/int4"
+            )
+        wanted_len = fits
+    return MemoryPlan(
+        weights=weight_bytes,
+        workspace=workspace,
+        host=host,
+        kv=num_blocks * block_bytes,
+        available=free,
+        block_bytes=block_bytes,
+        num_blocks=num_blocks,
+        max_model_len=wanted_len,
+    )
+
+
+def _workspace_bytes(spec: ModelSpec, config: EngineConfig) -> int:
+    """float32 activations of the widest point of a layer, and two copies of the step's logits."""
+    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    widest = 4 * spec.hidden_size + max(3 * q + 4 * kv, 3 * spec.intermediate_size)
+    if (moe := spec.moe) is not None:  # at worst all tokens go to one expert; they are gathered, and its output added
+        size = max(moe.intermediate_size, moe.shared_intermediate_size)
+        widest = max(widest, 8 * spec.hidden_size + 3 * size + 4 * moe.num_experts)
+    rows = min(config.max_batch_size, config.tokens_per_step)
+    return 4 * (config.tokens_per_step * widest + 2 * rows * spec.vocab_size)
+
+
+def _gpu_workspace_bytes(spec: ModelSpec, config: EngineConfig) -> int:
+    """Activations of 16 bits beside the float32 stream at the widest point of a layer; the largest linear's weights,
+    dequantized; logits of the captured steps' own buffer, of a step, and the sampler's copy; what is pinned, twice.
+    """
+    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    outputs = max(q + 2 * kv, 2 * spec.intermediate_size)
+    widest = 3 * 4 * spec.hidden_size + 2 * (spec.hidden_size + 3 * q + 2 * kv + 3 * spec.intermediate_size)
+    if (moe := spec.moe) is not None:  # as on a CPU
+        size = max(moe.intermediate_size, moe.shared_intermediate_size)
+        widest = max(widest, 24 * spec.hidden_size + 6 * size + 16 * moe.num_experts)
+    rows = min(config.max_batch_size, config.tokens_per_step)
+    tables = 4 * config.max_batch_size * -(-(config.max_model_len or spec.max_position) // config.tokens_per_block)
+    return (
+        config.tokens_per_step * widest + 2 * outputs * spec.hidden_size + 3 * 4 * rows * spec.vocab_size + 2 * tables
+    )

@@ -1,0 +1,118 @@
+"""A KV block as bytes, over all layers; copies of blocks on the device; what their content depends on.
+
+    block b = for each layer: k.data[b] | k.params[b] | v.data[b] | v.params[b]      (params of coded types only)
+
+Every storage type is copied bit for bit: to this file a block is bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+
+from lmkit import __version__
+from lmkit.config import EngineConfig
+from lmkit.formats.checkpoint import CheckpointReader
+from lmkit.kernels.cuda.blocks import BlockCopier
+from lmkit.kernels.cuda.module import is_available
+from lmkit.layers.batch import KVLayer
+from lmkit.models.identity import Packing, how_computed, resolve_activations, sources_digest
+from lmkit.models.kv_storage import KVStorage
+
+SOURCES = ("models/families/*.py", "turbo/runners/*.py", "turbo/kv/blocks.py")  # what fills a block
+
+
+class KVBlocks:
+    """The blocks of a model's layers, as turbo.tiers wants them (`BlockBytes`)."""
+
+    def __init__(self, layers: Sequence[KVLayer]) -> None:
+        tensors = [tensor for layer in layers for kv in (layer.k, layer.v) for tensor in (kv.data, kv.params)]
+        self._parts = [_as_bytes(tensor) for tensor in tensors if tensor.numel()]  # each uint8 [num_blocks, bytes]
+        self._arrays = [part.numpy() for part in self._parts] if self._on_cpu else []  # the same memory
+        self._sizes = [part.shape[1] for part in self._parts]
+        self._nbytes = sum(self._sizes)
+        self._stream: torch.cuda.Stream | None = None  # on which blocks are written
+        self._copier = BlockCopier(self._parts) if is_available() and not self._on_cpu else None
+
+    @property
+    def _on_cpu(self) -> bool:
+        return self._parts[0].device.type == "cpu"
+
+    @property
+    def nbytes(self) -> int:
+        """Of one block."""
+        return self._nbytes
+
+    def read(self, block: int, out: memoryview) -> None:
+        """Copy a block to `out` [nbytes]. Any thread; the block is not written meanwhile."""
+        target = np.frombuffer(out, np.uint8)
+        if self._on_cpu:
+            end = 0
+            for array, size in zip(self._arrays, self._sizes, strict=True):
+                target[end : end + size] = array[block]
+                end += size
+        else:  # on the stream that computes: behind what was launched before, which is waited for; moved as one
+            torch.from_numpy(target).copy_(torch.cat([part[block] for part in self._parts]))
+
+    def write(self, block: int, data: memoryview) -> None:
+        """Copy `data` [nbytes] to a block, which nobody reads meanwhile. Any thread."""
+        source = np.frombuffer(data, np.uint8)
+        if self._on_cpu:
+            end = 0
+            for array, size in zip(self._arrays, self._sizes, strict=True):
+                array[block] = source[end : end + size]
+                end += size
+        else:
+            self._write_beside(block, torch.from_numpy(source.copy()))
+
+    def _write_beside(self, block: int, source: Tensor) -> None:
+        """On a stream of its own, behind all that was launched so far: that may still read what the block held. Steps
+        go on meanwhile; the block's next reader is planned when this has returned.
+        """
+        device = self._parts[0].device
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        self._stream.wait_stream(torch.cuda.default_stream(device))
+        with torch.cuda.stream(self._stream):
+            moved = source.to(device)
+            for part, piece in zip(self._parts, moved.split(self._sizes), strict=True):
+                part[block].copy_(piece)
+        self._stream.synchronize()
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Whole blocks on the device, (from, to), one after the other."""
+        if self._on_cpu:
+            for array in self._arrays:
+                for source, target in pairs:
+                    array[target] = array[source]
+        elif self._copier is not None:
+            self._copier.copy(pairs)
+        else:
+            for part in self._parts:
+                for source, target in pairs:
+                    part[target].copy_(part[source], non_blocking=True)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """[num_blocks, ...] -> a view of it, uint8 [num_blocks, bytes of a block]."""
+    return tensor.view(torch.uint8).view(tensor.shape[0], -1)
+
+
+def kv_fingerprint(
+    reader: CheckpointReader, storages: Sequence[KVStorage], config: EngineConfig, device: str, dtype: str
+) -> bytes:
+    """sha256 of all that decides, besides the tokens, what is in a block: the checkpoint, how it is computed and by
+    what, how KV is stored. `device` and `dtype` (of dense weights) are the resolved ones. A block made under another
+    fingerprint is never found.
+    """
+    packing = Packing(device, dtype, resolve_activations(config.activations, device), config.lm_head)
+    storage = [asdict(storage) for storage in storages]
+    versions = __version__, torch.__version__, numba.__version__, sources_digest(SOURCES)
+    shape = config.tokens_per_block, config.attention_sinks
+    return hashlib.sha256(repr((how_computed(reader, packing), storage, shape, versions)).encode()).digest()

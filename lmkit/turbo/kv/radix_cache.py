@@ -1,0 +1,393 @@
+"""The prefix cache: KV blocks outlive their sequences, and are found again by the tokens whose KV they hold."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from lmkit.turbo.kv.block_pool import HOLE as HOLE
+from lmkit.turbo.kv.block_pool import BlockPool
+from lmkit.turbo.kv.radix_tree import Namespace as Namespace
+from lmkit.turbo.kv.radix_tree import Node, RadixTree
+
+LONG_PATH = 32  # nodes; on shorter ones joining would cost more than it saves
+Order = OrderedDict[Node, None]  # all nodes that hold blocks: used longest ago first, and of one use see `_seen`
+
+
+@dataclass(frozen=True)
+class Match:
+    """The longest prefix that needs not be computed.
+
+    With a sliding window it is good for queries at `num_tokens` and later only: who takes less of it matches again.
+    """
+
+    blocks: list[int]  # its full blocks in order; HOLE where a sliding window lets no such query look
+    num_tokens: int  # len(blocks) * block_size, plus what `tail` gives
+    tail: int | None  # a block whose first num_tokens % block_size tokens fit as well: copy it before you write
+
+
+@dataclass
+class Tenant:
+    num_blocks: int = 0
+    order: Order = field(default_factory=OrderedDict)
+
+
+class RadixCache:
+    """Keeps blocks of `pool` in a radix tree, each with one reference of its own.
+
+    A block with more references is in use and never goes. The rest are idle and are evicted one by one: used longest
+    ago first, and of one use (which is of a whole path) the deepest first, so that what remains of a path is its
+    beginning. That rests on a rule that the callers keep: who uses a block holds all blocks before it, also when the
+    cache has other ones for these tokens than the caller's own (see `insert`).
+
+    With a sliding window sequences give up blocks that nobody looks at any more while they use later ones, so idle
+    blocks may go anywhere, of one use the oldest tokens first, but the sinks last. They leave HOLEs, over which a
+    later match passes as long as its own window lies behind them.
+    """
+
+    def __init__(
+        self, pool: BlockPool, block_size: int, *, window: int = 0, sinks: int = 0, quota: int | None = None
+    ) -> None:
+        """window: a token at position p sees keys > p - window and the first `sinks`, or all before it if 0.
+
+        quota: blocks that one tenant may keep over all its namespaces.
+        """
+        self.num_evicted = 0
+        self._pool = pool
+        self._block_size = block_size
+        self._window = window
+        self._sink_blocks = -(-sinks // block_size) if window else 0
+        self._quota = quota
+        # Nodes are used as a whole. What a window has left behind must not stay as fresh as what it sees: short nodes.
+        self._max_run = window // block_size + 1 if window else sys.maxsize
+        self._tree = RadixTree(block_size)
+        self._partial: dict[int, Node] = {}  # by block
+        self._order: Order = OrderedDict()
+        self._tenants: dict[str, Tenant] = {}
+        self._now = 0  # ticks once per use
+
+    @property
+    def num_blocks(self) -> int:
+        return self._pool.num_cached
+
+    def match(self, namespace: Namespace, tokens: np.ndarray) -> Match:
+        """The longest usable prefix of `tokens` (int32 [n]). Counts as a use of it, but takes no references."""
+        self._now += 1
+        path = self._find(namespace, tokens)
+        blocks = _blocks_of(path)
+        at = len(blocks) * self._block_size
+        tail, rest = self._tree.fitting(path[-1], tokens[at : at + self._block_size])
+        usable = self._usable(blocks, rest)
+        if usable < len(blocks):
+            del blocks[usable:]
+            tail, rest = None, 0
+        num_tokens = usable * self._block_size + rest
+        unseen = self._first_seen(num_tokens) - self._sink_blocks
+        if unseen > 0:
+            blocks[self._sink_blocks : self._sink_blocks + unseen] = [HOLE] * unseen
+        if tail is not None and self._tree.is_partial(tail):
+            path.append(tail)
+        self._touch(self._seen(path, num_tokens))
+        return Match(blocks, num_tokens, None if tail is None else tail.blocks[0])
+
+    def insert(self, namespace: Namespace, tokens: np.ndarray, blocks: Sequence[int]) -> list[int]:
+        """Remember that the KV of `tokens` (int32 [n]) lies in `blocks`, which the caller holds.
+
+        The last one may be partly filled; those that a sliding window has left may be HOLE, and blocks behind the last
+        token are ignored. Returns for each full block the cache's one: the given one where it is new, another where
+        these tokens were there already, HOLE where the cache keeps none. If the caller goes on it must take a reference
+        on each of the others.
+        """
+        self._now += 1
+        size = self._block_size
+        full, rest = divmod(len(tokens), size)
+        path = self._find(namespace, tokens)
+        self._touch(self._seen(path, len(tokens)))
+        kept = _blocks_of(path)
+        done = len(kept)
+        if (rest or done < full) and blocks[done] != HOLE:
+            covered = self._replace_shorter(path[-1], tokens[done * size : (done + 1) * size], blocks[done])
+            rest = 0 if covered else rest
+        holes = [i for i in range(done) if kept[i] == HOLE] if HOLE in kept else []
+        missing = [i for i in holes + list(range(done, full)) if blocks[i] != HOLE]
+        for i in missing + [full] * bool(rest):
+            if (node := self._partial.get(blocks[i])) is not None:  # what was in the caller's block before it was full
+                self._remove_partial(node)
+        room = self._make_room(namespace[0], len(missing) + bool(rest))
+        chosen = self._choose(missing, room)
+        kept = _blocks_of(path) + [HOLE] * (full - done)  # once more: making room may have taken some
+        for i in chosen:
+            kept[i] = blocks[i]
+        self._keep(namespace[0], [blocks[i] for i in chosen])
+        self._fill(path, kept)
+        end = self._grow(path, tokens, kept, done)
+        if rest and end == full and len(chosen) < room and blocks[full] != HOLE:
+            self._keep(namespace[0], [blocks[full]])
+            path.append(self._tree.attach(path[-1], tokens[full * size :], [blocks[full]]))
+            self._partial[blocks[full]] = path[-1]
+        self._touch(self._seen(path, len(tokens)))
+        self._forget(self._tree.prune(path[-1]))
+        return kept
+
+    def evict(self, count: int) -> int:
+        """Give at least `count` idle blocks back to the pool if there are so many; returns how many it gave."""
+        evicted = self._evict(self._order, count)
+        self.num_evicted += evicted
+        return evicted
+
+    def clear(self) -> None:
+        """Drop all that is idle."""
+        self._evict(self._order, self._pool.num_idle)
+
+    # Sliding windows
+
+    def _first_seen(self, num_tokens: int) -> int:
+        """The first block that a query at position `num_tokens` looks into, sinks aside."""
+        return max(num_tokens - self._window + 1, 0) // self._block_size if self._window else 0
+
+    def _seen(self, path: list[Node], num_tokens: int) -> list[Node]:
+        """The nodes of a path into which a query at `num_tokens` looks, the last one, and those in no order as yet.
+
+        What is of most use comes first: the beginning, or with a window the sinks and then the latest tokens.
+        """
+        if not self._window:
+            return path
+        sinks, later, start, first = [], [], 0, self._first_seen(num_tokens)
+        for node in path:
+            end = start + len(node.blocks)
+            if start < self._sink_blocks:
+                sinks.append(node)
+            elif end > first or node is path[-1] or node not in self._order:
+                later.append(node)
+            start = end
+        return sinks + later[::-1]
+
+    def _usable(self, blocks: list[int], rest: int) -> int:
+        """How many of a path's blocks lead to a position that looks into no hole; `rest` tokens lie behind the last."""
+        if HOLE not in blocks:
+            return len(blocks)
+        end = len(blocks)
+        if HOLE in (sinks := blocks[: self._sink_blocks]):
+            end, rest = sinks.index(HOLE), 0
+        first = self._first_seen(end * self._block_size + rest)
+        while HOLE in (seen := blocks[first:end]):
+            end -= seen[::-1].index(HOLE) + 1
+            while end and blocks[end - 1] == HOLE:
+                end -= 1
+            first = self._first_seen(end * self._block_size)
+        return end
+
+    def _choose(self, missing: list[int], room: int) -> list[int]:
+        """Which `room` of the missing blocks to keep: the first ones, or with a window the sinks and the last ones."""
+        if self._window:
+            sinks = sum(i < self._sink_blocks for i in missing)
+            missing = missing[:sinks] + missing[sinks:][::-1]
+        return missing[:room]
+
+    def _fill(self, path: list[Node], kept: list[int]) -> None:
+        """Give the path's holes the blocks that are there now."""
+        if self._window:
+            at = 0
+            for node in path:
+                node.blocks = kept[at : at + len(node.blocks)]
+                at += len(node.blocks)
+
+    # Growing
+
+    def _replace_shorter(self, parent: Node, tokens: np.ndarray, block: int) -> bool:
+        """Before `block` with `tokens` (those of one block or fewer) goes below `parent`: are they there already?
+
+        Else drop the partial nodes that it makes superfluous: idle ones, and one of the very same block.
+        """
+        fitting, length = self._tree.fitting(parent, tokens)
+        if fitting is not None and length == len(tokens):
+            if self._tree.is_partial(fitting):
+                self._touch([fitting])
+            return True
+        for node in self._tree.shorter(parent, tokens):
+            if node.blocks[0] == block or self._pool.references(node.blocks[0]) == 1:
+                self._remove_partial(node)
+        return False
+
+    def _remove_partial(self, node: Node) -> None:
+        (block,) = node.blocks
+        del self._partial[block]
+        self._tree.detach(node)
+        self._pool.drop([block])
+        self._tenants[node.namespace[0]].num_blocks -= 1
+        self._forget([node])
+
+    def _grow(self, path: list[Node], tokens: np.ndarray, kept: list[int], done: int) -> int:
+        """Hang the blocks of `kept` from `done` on below the path, and extend the path; returns where they end."""
+        end = len(kept)
+        while end > done and kept[end - 1] == HOLE:
+            end -= 1
+        size = self._block_size
+        while done < end:
+            node, run = path[-1], kept[done : min(end, done + self._max_run)]
+            run_tokens = tokens[done * size : (done + len(run)) * size]
+            if node.is_root or node.children or len(node.blocks) + len(run) > self._max_run:
+                path.append(self._tree.attach(node, run_tokens, run))
+            else:
+                self._tree.extend(node, run_tokens, run)
+            done += len(run)
+        return end
+
+    def _keep(self, tenant: str, blocks: list[int]) -> None:
+        if blocks:
+            self._pool.keep(blocks)
+            self._tenants.setdefault(tenant, Tenant()).num_blocks += len(blocks)
+
+    # Using and evicting
+
+    def _find(self, namespace: Namespace, tokens: np.ndarray) -> list[Node]:
+        """The path of `tokens` from its root, all of whose nodes the caller touches."""
+        path = self._tree.find(namespace, tokens)
+        if len(path) > LONG_PATH and not self._window:  # all is used now: one node will do as well as many
+            path, gone = self._tree.join(path)
+            self._forget(gone)
+        return path
+
+    def _touch(self, nodes: list[Node]) -> None:
+        """These nodes of a path are used now; those of most use stand first, and go last."""
+        tenant = self._tenants.get(nodes[-1].namespace[0])
+        if tenant is None:
+            return  # then it is but an empty root
+        orders = [self._order] if self._quota is None else [self._order, tenant.order]
+        for node in reversed(nodes):
+            if node.is_root:
+                continue
+            node.used = self._now
+            for order in orders:
+                order[node] = None
+                order.move_to_end(node)
+            siblings = node.siblings()
+            if len(siblings) > 1:
+                siblings[node.key] = siblings.pop(node.key)
+
+    def _make_room(self, tenant: str, count: int) -> int:
+        """How many of `count` more blocks the tenant may keep, after evicting its own as far as needed."""
+        held = self._tenants.get(tenant)
+        if self._quota is None or held is None:
+            return count if self._quota is None else min(count, self._quota)
+        over = held.num_blocks + count - self._quota
+        if over > 0:
+            self.num_evicted += self._evict(held.order, over, spare=self._now)
+        return min(count, self._quota - held.num_blocks)
+
+    def _evict(self, order: Order, count: int, spare: int | None = None) -> int:
+        """Drop up to `count` idle blocks of the nodes of `order`, up to those used at `spare`; returns how many."""
+        victims: list[int] = []
+        gone: list[Node] = []  # removed from `order` when it is no longer walked
+        count = min(count, self._pool.num_idle)
+        for node in order:
+            if len(victims) >= count or node.used == spare:
+                break
+            found = (self._punch if self._window else self._cut)(node, count - len(victims))
+            victims += found
+            self._tenants[node.namespace[0]].num_blocks -= len(found)
+            if found and not node.children:
+                gone += self._tree.prune(node, spare)
+            elif self._window and node.is_hollow():
+                gone.append(node)
+        for block in victims:
+            self._partial.pop(block, None)
+        self._pool.drop(victims)
+        self._forget(gone)
+        return len(victims)
+
+    def _cut(self, leaf: Node, count: int) -> list[int]:
+        """Take up to `count` idle blocks off the end of a leaf."""
+        if leaf.children:
+            return []
+        references, start = self._pool.references, len(leaf.blocks)
+        least = max(start - count, 0)
+        while start > least and references(leaf.blocks[start - 1]) == 1:
+            start -= 1
+        victims = leaf.blocks[start:][::-1]
+        del leaf.blocks[start:]
+        return victims
+
+    def _punch(self, node: Node, count: int) -> list[int]:
+        """Take up to `count` idle blocks out of a node, the oldest tokens first."""
+        victims: list[int] = []
+        for i, block in enumerate(node.blocks):
+            if len(victims) == count:
+                break
+            if block != HOLE and self._pool.references(block) == 1:
+                victims.append(block)
+                node.blocks[i] = HOLE
+        return victims
+
+    def _forget(self, nodes: list[Node]) -> None:
+        for node in nodes:
+            self._order.pop(node, None)
+            tenant = self._tenants.get(node.namespace[0])
+            if tenant is not None:
+                tenant.order.pop(node, None)
+                if not tenant.num_blocks and not tenant.order:  # while it inserts it may have none for a moment
+                    del self._tenants[node.namespace[0]]
+
+    # Checking
+
+    def check_integrity(self) -> None:
+        """The tree, the orders, the counts and the pool tell the same story. O(blocks and tokens in the cache)."""
+        nodes = list(self._tree)
+        held: list[int] = []
+        counts: Counter[str] = Counter()
+        for node in nodes:
+            self._check_node(node)
+            blocks = [block for block in node.blocks if block != HOLE]
+            held += blocks
+            counts[node.namespace[0]] += len(blocks)
+        self._pool.check_integrity()
+        partial = {node.blocks[0]: node for node in nodes if self._tree.is_partial(node) and node.blocks[0] != HOLE}
+        assert partial == self._partial, "partly filled blocks are out of the books"
+        assert len(set(held)) == len(held) == self.num_blocks, "a block is in the tree twice, or miscounted"
+        assert all(map(self._pool.is_cached, held)), "a block of the tree is not marked as cached"
+        assert all(root.children for root in self._tree.roots.values()), "a namespace is empty"
+        assert counts == {name: tenant.num_blocks for name, tenant in self._tenants.items()}, "a tenant is miscounted"
+        assert self._quota is None or max(counts.values(), default=0) <= self._quota, "a tenant is over its quota"
+        live = {node for node in nodes if not node.is_root and not node.is_hollow()}
+        orders: dict[str | None, Order] = {None: self._order}
+        if self._quota is not None:
+            orders |= {name: tenant.order for name, tenant in self._tenants.items()}
+        for name, order in orders.items():
+            mine = {node for node in live if name in (None, node.namespace[0])}
+            assert mine <= order.keys() <= set(nodes), "a node with blocks is in no order, or a lost one is"
+            used = [node.used for node in order]
+            assert used == sorted(used), "nodes are not in the order of their use"
+
+    def _check_node(self, node: Node) -> None:
+        for child in (child for group in node.children.values() for child in group.values()):
+            assert child.parent is node, "a child has another parent"
+            assert child.siblings()[child.key] is child, "a child hangs elsewhere"
+            assert child.namespace == node.namespace, "a child has another namespace"
+            assert self._window or node.is_root or child.used <= node.used, "a child was used without its parent"
+        if node.is_root:
+            return
+        assert node.key == node.tokens[: self._block_size].tobytes(), "a key is not its block's tokens"
+        assert node.blocks, "a node is empty"
+        if self._tree.is_partial(node):
+            assert len(node.blocks) == 1, "a partial node has more than a block"
+            assert not node.children, "a partial block is not the end"
+        else:
+            assert len(node.tokens) == len(node.blocks) * self._block_size, "a run has other tokens than blocks"
+        assert node.children or node.blocks[-1] != HOLE, "a leaf ends in a hole"
+        assert self._window or HOLE not in node.blocks, "a hole without a window"
+        if not self._window:
+            assert node.parent is not None
+            run = node.parent.blocks[-1:] + node.blocks
+            in_use = [self._pool.references(block) > 1 for block in run]
+            assert in_use == sorted(in_use, reverse=True), "a block is in use, but not the one before it"
+
+
+def _blocks_of(path: list[Node]) -> list[int]:
+    blocks: list[int] = []
+    for node in path:
+        blocks += node.blocks
+    return blocks

@@ -1,0 +1,211 @@
+"""A compressed radix tree over blocks of tokens: which block holds the KV of which tokens. Ids only, and no policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+
+import numpy as np
+
+from lmkit.turbo.kv.block_pool import HOLE
+
+Namespace = tuple[str, str]  # (tenant, what else decides a block's content: cache salt, later an adapter)
+
+TOKEN_BYTES = 4
+MAX_CANDIDATES = 8  # children that are looked at for a partly fitting block
+
+
+class Node:
+    """An edge and what hangs below it: a run of blocks that is used and evicted as one until it has to be split.
+
+        tokens [ t0 ... t31 | t32 ... t63 | ... ]   int32
+        blocks [     17     |     HOLE    | ... ]   HOLE: forgotten, though later ones are still there
+
+    A root has neither. A *partial* node is a leaf of one block whose tokens are fewer than a block's.
+    """
+
+    __slots__ = ("blocks", "children", "key", "namespace", "parent", "tokens", "used")
+
+    def __init__(self, namespace: Namespace, parent: Node | None, tokens: np.ndarray, blocks: list[int]) -> None:
+        self.namespace = namespace
+        self.parent = parent
+        self.tokens = tokens  # int32 [<= len(blocks) * block_size]
+        self.blocks = blocks
+        self.key = b""  # bytes of the first block's tokens
+        # First token -> key -> child, used last stands last. The inner dict finds the child that begins with a whole
+        # given block; the outer one keeps the search for a partly fitting block away from all other children.
+        self.children: dict[bytes, dict[bytes, Node]] = {}
+        self.used = 0  # when it was used last, in ticks of the cache's clock
+
+    @property
+    def is_root(self) -> bool:
+        return not self.key
+
+    def is_hollow(self) -> bool:
+        return self.blocks.count(HOLE) == len(self.blocks)
+
+    def has_one_child(self) -> bool:
+        return len(self.children) == 1 and len(next(iter(self.children.values()))) == 1
+
+    def siblings(self) -> dict[bytes, Node]:
+        """The children of its parent with the same first token, itself among them."""
+        assert self.parent is not None
+        return self.parent.children[self.key[:TOKEN_BYTES]]
+
+
+class RadixTree:
+    """One root per namespace, which lives as long as it has children.
+
+    What must be equal is the tokens themselves: keys are all bytes of a block, the rest of a run is compared as arrays.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.roots: dict[Namespace, Node] = {}
+
+    def __iter__(self) -> Iterator[Node]:
+        """All nodes, parents first."""
+        stack = list(self.roots.values())
+        while stack:
+            yield (node := stack.pop())
+            stack += [child for group in node.children.values() for child in group.values()]
+
+    def find(self, namespace: Namespace, tokens: np.ndarray) -> list[Node]:
+        """The path, from the root, of those full blocks of `tokens` (int32 [n]) that are in the tree.
+
+        It splits the node in which they end, so that the whole path belongs to `tokens`.
+        """
+        assert tokens.dtype == np.int32, f"tokens are int32, not {tokens.dtype}"
+        node = self.roots.get(namespace) or Node(namespace, None, tokens[:0], [])
+        path = [node]
+        at, end = 0, len(tokens) // self.block_size * self.block_size
+        while at < end:
+            key = tokens[at : at + self.block_size].tobytes()
+            group = node.children.get(key[:TOKEN_BYTES])
+            if group is None or (child := group.get(key)) is None:
+                break
+            same = 1  # the first block is the key
+            if len(child.blocks) > 1:
+                same = common_length(child.tokens, tokens[at:end]) // self.block_size
+            node = child if same == len(child.blocks) else self._split(child, same)
+            path.append(node)
+            at += same * self.block_size
+        return path
+
+    def fitting(self, node: Node, tokens: np.ndarray) -> tuple[Node | None, int]:
+        """The child of `node` whose first block begins with most of `tokens`, and with how many of them.
+
+        Only some children are looked at: an equal one, and those used last of those with the same first token.
+        """
+        key = tokens.tobytes()
+        group = node.children.get(key[:TOKEN_BYTES], {})
+        equal = [group[key]] if key in group else []
+        best, longest = None, 0
+        for child in (*equal, *islice(reversed(group.values()), MAX_CANDIDATES)):
+            length = common_length(child.tokens[: self.block_size], tokens)
+            if length > longest and child.blocks[0] != HOLE:
+                best, longest = child, length
+        return best, longest
+
+    def shorter(self, node: Node, tokens: np.ndarray) -> list[Node]:
+        """The partial children of `node` whose tokens are the beginning of `tokens`, and not all of it."""
+        key = tokens.tobytes()
+        group = node.children.get(key[:TOKEN_BYTES], {})
+        lengths = range(TOKEN_BYTES, len(key), TOKEN_BYTES)
+        return [group[key[:length]] for length in lengths if key[:length] in group]
+
+    def is_partial(self, node: Node) -> bool:
+        return 0 < len(node.tokens) < self.block_size
+
+    def attach(self, parent: Node, tokens: np.ndarray, blocks: list[int]) -> Node:
+        """A new child; its key is not yet one of the parent's."""
+        node = Node(parent.namespace, parent, tokens.copy(), blocks)
+        self._hang(node, parent)
+        if parent.is_root:
+            self.roots[parent.namespace] = parent
+        return node
+
+    def extend(self, leaf: Node, tokens: np.ndarray, blocks: list[int]) -> None:
+        leaf.tokens = np.concatenate((leaf.tokens, tokens))
+        leaf.blocks += blocks
+
+    def join(self, path: list[Node]) -> tuple[list[Node], list[Node]]:
+        """Make one node of each row of only children on a path from its root; (the new path, nodes that are gone)."""
+        joined, gone, start = path[:1], [], 1
+        for end, node in enumerate(path[1:], 2):
+            if end == len(path) or not node.has_one_child():
+                if end - start > 1:
+                    self._join(path[start:end])
+                joined.append(node)
+                gone += path[start : end - 1]
+                start = end
+        return joined, gone
+
+    def detach(self, leaf: Node) -> None:
+        parent, group = leaf.parent, leaf.siblings()
+        assert parent is not None
+        assert not leaf.children, "a node with children cannot be taken out"
+        del group[leaf.key]
+        if not group:
+            del parent.children[leaf.key[:TOKEN_BYTES]]
+        if parent.is_root and not parent.children:
+            self.roots.pop(parent.namespace, None)
+        leaf.parent = None
+
+    def prune(self, node: Node, spare: int | None = None) -> list[Node]:
+        """Cut the holes off the end of a leaf, and detach it if it is nothing else; then its parents likewise.
+
+        Nodes used at `spare` stay. Returns the detached ones.
+        """
+        gone = []
+        while node.parent is not None and not node.children and node.used != spare:
+            while node.blocks and node.blocks[-1] == HOLE:
+                node.blocks.pop()
+            if node.blocks:
+                node.tokens = shortened(node.tokens, len(node.blocks) * self.block_size)
+                break
+            parent = node.parent
+            self.detach(node)
+            gone.append(node)
+            node = parent
+        return gone
+
+    def _join(self, row: list[Node]) -> None:
+        """The last one takes over the runs and the place of all."""
+        first, last = row[0], row[-1]
+        first.siblings()[first.key] = last
+        last.key, last.parent = first.key, first.parent
+        last.tokens = np.concatenate([node.tokens for node in row])
+        last.blocks = [block for node in row for block in node.blocks]
+        for node in row[:-1]:
+            node.parent = None
+
+    def _split(self, node: Node, num_blocks: int) -> Node:
+        """A new parent takes over the first `num_blocks` blocks of the run; `node` keeps the rest and its children."""
+        at = num_blocks * self.block_size
+        upper = Node(node.namespace, node.parent, node.tokens[:at].copy(), node.blocks[:num_blocks])
+        upper.key, upper.used = node.key, node.used
+        node.siblings()[node.key] = upper
+        node.tokens, node.blocks = node.tokens[at:].copy(), node.blocks[num_blocks:]
+        self._hang(node, upper)
+        return upper
+
+    def _hang(self, node: Node, parent: Node) -> None:
+        node.parent, node.key = parent, node.tokens[: self.block_size].tobytes()
+        parent.children.setdefault(node.key[:TOKEN_BYTES], {})[node.key] = node
+
+
+def common_length(a: np.ndarray, b: np.ndarray) -> int:
+    """How many tokens `a` and `b` have in common before the first that differs."""
+    length = min(len(a), len(b))
+    if not length:
+        return 0
+    differs = a[:length] != b[:length]
+    first = int(differs.argmax())
+    return first if differs[first] else length
+
+
+def shortened(tokens: np.ndarray, length: int) -> np.ndarray:
+    """The first `length` tokens. A view, as a run is often cut block by block, but of no more than twice its size."""
+    view = tokens[:length]
+    return view if view.base is None or view.base.size <= 2 * length else view.copy()

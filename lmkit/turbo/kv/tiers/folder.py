@@ -1,0 +1,170 @@
+"""The folder a disk tier lives in, and the ones beside it.
+
+    <path>/                          what the user names; may be shared by engines
+        0123456789abcdef.lock        held by the engine that uses the folder of this name; never removed
+        0123456789abcdef/            0700, the blocks of one fingerprint: this much of it names the folder
+            ab/abcd....kv            0600, one block, named by its key
+            ab/partial               one that is being written
+
+What else lies there is neither read nor removed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lmkit.errors import ConfigError
+from lmkit.formats.atomic import lock
+from lmkit.turbo.kv.tiers import files
+from lmkit.turbo.kv.tiers.files import Stored
+
+NAME = re.compile("[0-9a-f]{16}")
+WAIT_SECONDS = 2.0  # for an engine that is just ending
+
+
+def claim(path: Path, name: str) -> tuple[str, int]:
+    """Make the folder `name` and hold its lock: (folder, descriptor of the lock). Raises ConfigError."""
+    folder = path / name
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = _open_lock(folder, os.O_CREAT)
+        try:
+            _wait_for(fd, folder)
+            _make(folder)
+        except BaseException:
+            os.close(fd)
+            raise
+    except FileExistsError:
+        raise ConfigError(f"{path}: is a file; choose another kv_disk_path") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot keep KV: {error.strerror}; choose another kv_disk_path") from None
+    return str(folder), fd
+
+
+def _make(folder: Path) -> None:
+    """A folder that is ours alone, and can be written to."""
+    with suppress(FileExistsError):
+        os.mkdir(folder, 0o700)
+    state = folder.lstat()
+    if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.geteuid():
+        raise ConfigError(f"{folder}: is not a folder of this user; remove it or choose another kv_disk_path")
+    folder.chmod(0o700)
+    partial = folder / files.PARTIAL
+    partial.unlink(missing_ok=True)
+    os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    partial.unlink()
+
+
+def _open_lock(folder: Path, flags: int = 0) -> int:
+    return os.open(f"{folder}.lock", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o600)
+
+
+def _wait_for(fd: int, folder: Path) -> None:
+    end = time.monotonic() + WAIT_SECONDS
+    while True:
+        try:
+            lock(fd)
+            return
+        except BlockingIOError:
+            if time.monotonic() > end:
+                raise ConfigError(
+                    f"{folder}: another engine keeps its KV there; stop it or choose another kv_disk_path"
+                ) from None
+        time.sleep(0.02)
+
+
+@dataclass
+class Neighbour:
+    """The folder of another fingerprint: an earlier model or configuration."""
+
+    path: Path
+    num_bytes: int
+    last_used: int
+    stored: list[Stored] = field(default_factory=list)  # newest first; listed when the first of them has to go
+
+
+class Neighbours:
+    """What other fingerprints have left under the same path: it counts against the bound, and leaves first. Folders of
+    engines that run are theirs: not counted, not touched.
+    """
+
+    def __init__(self, path: Path, own: str) -> None:
+        names = [entry.name for entry in os.scandir(path) if entry.is_dir(follow_symlinks=False)]
+        found = [self._measure(path / name) for name in names if NAME.fullmatch(name) and name != own]
+        self._folders = sorted((n for n in found if n is not None), key=lambda n: n.last_used, reverse=True)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(folder.num_bytes for folder in self._folders)
+
+    def evict(self) -> bool:
+        """The oldest block of the folder that was unused for longest; False if nothing is left."""
+        while self._folders:
+            folder = self._folders[-1]
+            fd = _lock_idle(folder.path)
+            if fd is None:
+                self._folders.pop()  # an engine runs there by now
+                continue
+            try:
+                if self._evict_from(folder):
+                    return True
+            finally:
+                os.close(fd)
+            self._folders.pop()
+        return False
+
+    def _evict_from(self, folder: Neighbour) -> bool:
+        try:
+            if not folder.stored:
+                folder.stored = sorted(files.listing(str(folder.path)), reverse=True)
+            if not folder.stored:
+                _remove_empty(folder.path)
+                return False
+        except OSError:
+            return False
+        oldest = folder.stored.pop()
+        folder.num_bytes -= files.disk_bytes(oldest.size)
+        files.remove(files.file_of(str(folder.path), oldest.key))
+        return True
+
+    @staticmethod
+    def _measure(path: Path) -> Neighbour | None:
+        fd = _lock_idle(path)
+        if fd is None:
+            return None
+        try:
+            folder = Neighbour(path, 0, 0)
+            for stored in files.listing(str(path)):
+                folder.num_bytes += files.disk_bytes(stored.size)
+                folder.last_used = max(folder.last_used, stored.modified)
+            return folder
+        except OSError:
+            return None
+        finally:
+            os.close(fd)
+
+
+def _lock_idle(folder: Path) -> int | None:
+    """The lock of a folder that is a disk tier's, and of no engine that runs; None otherwise."""
+    try:
+        fd = _open_lock(folder)
+    except OSError:
+        return None
+    try:
+        lock(fd)
+    except BlockingIOError:
+        os.close(fd)
+        return None
+    return fd
+
+
+def _remove_empty(folder: Path) -> None:
+    for entry in os.scandir(folder):
+        os.rmdir(entry.path)
+    os.rmdir(folder)

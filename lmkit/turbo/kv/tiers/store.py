@@ -1,0 +1,299 @@
+"""The tiers below the device: saves and loads of whole blocks, by two threads of their own.
+
+    scheduler: lookup, load_seconds, finished, wait      none waits for a copy or a file
+    runner:    load -> loader thread: host memory, else disk (then kept in host memory) -> BlockBytes.write
+               save -> BlockBytes.read -> saver thread: host memory and disk (write-through)
+
+The least recently used blocks leave a tier. A chain of keys is only found from its first block on, so whenever one is
+used its first block counts as used last, and the chain shrinks from its end.
+
+A block is written to the device after its checksum was found right. Whatever fails is a miss, or a save that did not
+happen: counted, never raised.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from lmkit.log import get_logger
+from lmkit.turbo.kv.tiers import record
+from lmkit.turbo.kv.tiers.cost import LoadCost
+from lmkit.turbo.kv.tiers.disk import DiskTier
+from lmkit.turbo.kv.tiers.failures import Failures
+from lmkit.turbo.kv.tiers.host import HostBlock, HostTier, check_host_bytes
+from lmkit.turbo.kv.tiers.worker import Worker
+from lmkit.turbo.plan import Load, Save
+
+log = get_logger(__name__)
+
+BACKLOG_BYTES = 256 << 20  # of copies that wait to be saved
+CLOSE_SECONDS = 1.0  # for what is left at the end
+FAILURES = (OSError, RuntimeError, ValueError, MemoryError)  # of a copy from or to the device, too
+
+
+class BlockBytes(Protocol):
+    """The device's blocks. `write` is called by a background thread."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of one block: all layers, K and V with their parameters."""
+
+    def read(self, block: int, out: memoryview) -> None: ...
+    def write(self, block: int, data: memoryview) -> None: ...
+
+
+class Loaded(NamedTuple):
+    """A load has ended."""
+
+    job: int
+    num_blocks: int  # of the job's blocks, from the first on, that are filled; a miss or damage ends a load
+    hits: dict[str, int]  # these, by tier
+
+
+class _Job(NamedTuple):
+    load: Load
+    submitted: float
+    first: bool  # nothing was before it
+
+
+class _Copy(NamedTuple):
+    key: bytes
+    data: memoryview
+
+
+class _Used(NamedTuple):
+    keys: Sequence[bytes]
+
+
+class TierStore:
+    """Host memory of `host_bytes` (0 = none) above a disk tier, either or both. Raises ConfigError if `host_bytes`
+    holds no block.
+
+    `finished` reports each job exactly once.
+    """
+
+    def __init__(
+        self,
+        blocks: BlockBytes,
+        *,
+        host_bytes: int = 0,
+        disk: DiskTier | None = None,
+        backlog_bytes: int = BACKLOG_BYTES,
+    ) -> None:
+        check_host_bytes(host_bytes, blocks.nbytes)
+        self._blocks, self._disk = blocks, disk
+        self._host = HostTier(blocks.nbytes, host_bytes) if host_bytes else None
+        self._max_backlog = max(64, backlog_bytes // blocks.nbytes)
+        self._cost = LoadCost(blocks.nbytes)
+        self._failures = Failures()
+        self._counts: Counter[str] = Counter()
+        self._load_buffer = _new_block(blocks.nbytes)
+        self._ended = threading.Condition()  # guards the two below
+        self._loaded: list[Loaded] = []
+        self._left: dict[int, float] = {}  # job -> seconds it is still expected to take
+        self._loader: Worker[_Job] = Worker("kv-load", self._load, partial(self._end_load, num_blocks=0, hits={}))
+        self._saver: Worker[_Copy | _Used] = Worker("kv-save", self._save, self._drop)
+
+    def lookup(self, keys: Sequence[bytes]) -> int:
+        """How many of `keys`, from the first on, some tier has."""
+        for index, key in enumerate(keys):
+            if self._tier_of(key) is None:
+                return index
+        return len(keys)
+
+    def load_seconds(self, keys: Sequence[bytes]) -> float:
+        """What loading them all is expected to take from now, what is queued before them included."""
+        expected = self._expected(keys)
+        with self._ended:
+            return sum(self._left.values()) + expected
+
+    def finished(self) -> list[Loaded]:
+        """Loads that have ended since the last call."""
+        with self._ended:
+            loaded, self._loaded = self._loaded, []
+            return loaded
+
+    def wait(self, seconds: float) -> None:
+        """Until `finished` has something to say, or time is up."""
+        with self._ended:
+            self._ended.wait_for(lambda: self._loaded, seconds)
+
+    def stats(self) -> dict[str, int]:
+        """Counts since the start; bytes, blocks, queues and expected microseconds as they are now."""
+        names = ("saved", "present", "loaded_host", "loaded_disk", "misses", "damaged", "dropped")
+        stats = {name: self._counts[name] for name in names}
+        stats |= {"failures": self._failures.count, "queued_loads": len(self._loader), "queued_saves": len(self._saver)}
+        for name, tier in (("host", self._host), ("disk", self._disk)):
+            if tier is not None:
+                stats |= {f"{name}_bytes": tier.num_bytes, f"{name}_blocks": tier.num_blocks}
+                stats |= {f"{name}_evicted": tier.num_evicted}
+                stats |= {f"{name}_block_microseconds": round(1e6 * self._cost.per_block[name])}
+        if self._disk is not None:
+            stats["failures"] += self._disk.failures.count
+            stats["damaged"] += self._disk.num_damaged
+        stats["loaded"] = stats["loaded_host"] + stats["loaded_disk"]
+        return stats
+
+    def load(self, load: Load) -> None:
+        """Begin to fill the blocks of a job, after the jobs before it."""
+        expected, first = self._expected(load.keys), len(self._loader) == 0
+        with self._ended:
+            self._left[load.job] = expected
+        self._loader.put([_Job(load, time.perf_counter(), first)])
+
+    def save(self, saves: Sequence[Save]) -> None:
+        """Take the blocks' bytes, which may change when this returns, and begin to keep them. What exceeds the backlog
+        is dropped: the last of them, since chains begin in front.
+        """
+        for save in saves:
+            if self._is_kept(save.key):
+                self._counts["present"] += 1
+                self._saver.put([_Used([save.key])])
+            elif len(self._saver) >= self._max_backlog:
+                self._counts["dropped"] += 1
+            elif (data := self._read(save.block)) is not None:
+                self._saver.put([_Copy(save.key, data)])
+
+    def _is_kept(self, key: bytes) -> bool:
+        on_host = self._host is None or key in self._host
+        return on_host and (self._disk is None or not self._disk.wants(key))
+
+    def _read(self, block: int) -> memoryview | None:
+        try:
+            data = _new_block(self._blocks.nbytes)
+            self._blocks.read(block, data)
+        except FAILURES as error:
+            self._failures.note("saving KV", error)
+            return None
+        return data
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """The sequence with these keys was used, wherever its blocks were found: they leave after those that were not.
+        Does not wait.
+        """
+        self._saver.put([_Used(keys)])
+
+    def close(self) -> None:
+        """Finish what can be finished in CLOSE_SECONDS, drop the rest."""
+        deadline = time.monotonic() + CLOSE_SECONDS
+        self._loader.stop(deadline)
+        self._saver.stop(deadline)
+        ended = [worker.join(CLOSE_SECONDS + 0.5) for worker in (self._loader, self._saver)]
+        if self._disk is not None and all(ended):
+            self._disk.close()
+
+    def _tier_of(self, key: bytes) -> str | None:
+        if self._host is not None and key in self._host:
+            return "host"
+        return "disk" if self._disk is not None and key in self._disk else None
+
+    def _expected(self, keys: Sequence[bytes]) -> float:
+        tiers = Counter(map(self._tier_of, keys))
+        return self._cost.seconds({tier: count for tier, count in tiers.items() if tier is not None})
+
+    def _touch(self, keys: Sequence[bytes]) -> None:
+        for tier in (self._host, self._disk):
+            if tier is not None:
+                tier.touch(keys)
+
+    # The loader thread.
+
+    def _load(self, job: _Job) -> None:
+        if job.first:
+            self._cost.observe_latency(time.perf_counter() - job.submitted)
+        self._touch(job.load.keys)  # what is about to be loaded does not leave meanwhile
+        hits: Counter[str] = Counter()
+        try:
+            for key, block in zip(job.load.keys, job.load.blocks, strict=True):
+                tier = None if self._loader.overdue else self._load_block(key, block)
+                if tier is None:
+                    self._counts["misses"] += 1
+                    break
+                hits[tier] += 1
+                self._left[job.load.job] -= self._cost.per_block[tier]
+        except FAILURES as error:
+            self._failures.note("loading KV", error)
+        self._end_load(job, hits.total(), dict(hits))
+        self._touch(job.load.keys)  # those that are in host memory by now, too
+        if self._disk is not None:
+            self._disk.remember(job.load.keys)
+
+    def _end_load(self, job: _Job, num_blocks: int, hits: dict[str, int]) -> None:
+        with self._ended:
+            del self._left[job.load.job]
+            self._loaded.append(Loaded(job.load.job, num_blocks, hits))
+            self._ended.notify_all()
+
+    def _load_block(self, key: bytes, block: int) -> str | None:
+        """The tier it came from."""
+        start = time.perf_counter()
+        if self._from_host(key, block):
+            tier = "host"
+        elif self._from_disk(key, block):
+            tier = "disk"
+        else:
+            return None
+        self._cost.observe(tier, 1, time.perf_counter() - start)
+        self._counts["loaded_" + tier] += 1
+        return tier
+
+    def _from_host(self, key: bytes, block: int) -> bool:
+        found = self._host.get(key) if self._host is not None else None
+        if self._host is None or found is None:
+            return False
+        if record.checksum(key, found.data) != found.crc:
+            self._counts["damaged"] += 1
+            log.warning("a KV block in host memory is damaged; is this machine's memory sound?")
+            self._host.remove(key)
+            return False
+        self._blocks.write(block, found.data)
+        return True
+
+    def _from_disk(self, key: bytes, block: int) -> bool:
+        if self._disk is None or key not in self._disk:
+            return False
+        data = self._load_buffer if self._host is None else _new_block(self._blocks.nbytes)
+        crc = self._disk.read(key, data)
+        if crc is None:
+            return False
+        self._blocks.write(block, data)
+        if self._host is not None:
+            self._host.put(key, HostBlock(data, crc))
+        return True
+
+    # The saver thread.
+
+    def _save(self, item: _Copy | _Used) -> None:
+        if isinstance(item, _Used):
+            self._touch(item.keys)
+            if self._disk is not None:
+                self._disk.remember(item.keys)
+            return
+        try:
+            self._keep(item.key, item.data)
+        except FAILURES as error:
+            self._failures.note("saving KV", error)
+
+    def _keep(self, key: bytes, data: memoryview) -> None:
+        crc = record.checksum(key, data)
+        kept = False
+        if self._host is not None and key not in self._host:
+            self._host.put(key, HostBlock(data, crc))
+            kept = True
+        if self._disk is not None and self._disk.wants(key):
+            kept |= self._disk.write(key, data, crc)
+        self._counts["saved" if kept else "present"] += 1
+
+    def _drop(self, item: _Copy | _Used) -> None:
+        self._counts["dropped"] += isinstance(item, _Copy)
+
+
+def _new_block(num_bytes: int) -> memoryview:
+    return np.empty(num_bytes, np.uint8).data

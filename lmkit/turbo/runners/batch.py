@@ -1,0 +1,190 @@
+"""The persistent batch: sequences keep a slot while they run, and a step touches only what changed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from lmkit.layers.batch import BatchInputs
+from lmkit.turbo.plan import Chunk, NewSequence
+
+# Tables of a step with prompt tokens have columns for so many keys, or twice as many, and so on: shapes come again
+# while a context grows, and attention prepares for less than twice the keys there are.
+TABLE_KEYS = 4096
+
+
+class Expected(NamedTuple):
+    """A token that a step under way will have sampled."""
+
+    slot: int
+    entry: int  # of the slot: which of its sequences
+    position: int
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """Where the step has what is asked of each chunk, by the plan's order."""
+
+    sample_row: list[int]  # among the step's logit rows; -1 = the chunk does not sample
+    prompt_rows: list[range]  # among the step's tokens: those that score the next prompt token, where asked for
+
+
+class PersistentBatch:
+    """Token ids and block tables of `num_slots` sequences, as arrays indexed by slot; and one set of step inputs, which
+    every step writes to the same place: a captured step finds them there.
+    """
+
+    def __init__(self, num_slots: int, max_model_len: int, block_size: int, max_step_tokens: int) -> None:
+        self.block_size, self.max_step_tokens = block_size, max_step_tokens
+        self.token_ids = np.zeros((num_slots, max_model_len), np.int64)
+        self.num_tokens = np.zeros(num_slots, np.int64)
+        self.num_prompt_tokens = np.zeros(num_slots, np.int64)
+        self.block_tables = np.zeros((num_slots, -(-max_model_len // block_size)), np.int32)
+        self.num_blocks = np.zeros(num_slots, np.int64)
+        self.wants_prompt_logprobs = np.zeros(num_slots, bool)
+        self.keeps_tables = False  # whether the last inputs have the block tables of those before
+        self._entries = [0] * num_slots  # how many sequences have entered
+        self._inputs = BatchInputs(
+            token_ids=torch.zeros(max_step_tokens, dtype=torch.int64),
+            positions=torch.zeros(max_step_tokens, dtype=torch.int32),
+            slots=torch.zeros(max_step_tokens, dtype=torch.int32),
+            query_start=torch.zeros(num_slots + 1, dtype=torch.int32),
+            context_lens=torch.zeros(num_slots, dtype=torch.int32),
+            block_tables=torch.zeros(self.block_tables.shape, dtype=torch.int32),
+            rope_lens=torch.zeros(num_slots, dtype=torch.int32),
+            logit_rows=torch.zeros(max_step_tokens, dtype=torch.int64),
+        )
+        self._arrays = {name: tensor.numpy() for name, tensor in vars(self._inputs).items()}
+        self._decode_inputs: dict[int, BatchInputs] = {}  # by the number of sequences
+        self._decoded: list[tuple[int, int]] = []  # (slot, position) of each token, if the inputs are a decode step's
+
+    def enter(self, new: NewSequence) -> None:
+        self._entries[new.slot] += 1
+        count = len(new.token_ids)
+        self.token_ids[new.slot, :count] = new.token_ids
+        self.num_tokens[new.slot] = count
+        self.num_prompt_tokens[new.slot] = new.num_prompt_tokens
+        self.num_blocks[new.slot] = len(new.block_table)
+        self.block_tables[new.slot, : len(new.block_table)] = new.block_table
+        self.wants_prompt_logprobs[new.slot] = new.prompt_logprobs
+
+    def append(self, slot: int, token_id: int) -> None:
+        """A sampled token becomes the sequence's last; it is computed in a later step."""
+        position = self.num_tokens[slot]
+        if position < self.token_ids.shape[1]:
+            self.token_ids[slot, position] = token_id
+        self.num_tokens[slot] = position + 1
+
+    def expect(self, slot: int) -> Expected:
+        """As `append` of a token that is not known yet. Until `learn` its id is -1 - slot: a step that computes it
+        takes the token that was sampled last in that slot.
+        """
+        expected = Expected(slot, self._entries[slot], int(self.num_tokens[slot]))
+        self.append(slot, -1 - slot)
+        return expected
+
+    def learn(self, expected: Expected, token_id: int) -> None:
+        """The step has run. Of no use to the slot's next sequence, if the one that was expected to go on has left."""
+        slot, entry, position = expected
+        if self._entries[slot] == entry and position < self.token_ids.shape[1]:
+            self.token_ids[slot, position] = token_id
+
+    def inputs(self, chunks: list[Chunk]) -> tuple[BatchInputs, StepRows | None]:
+        """Give the chunks their new blocks and gather the step's tensors, which are valid until the next step.
+
+        None for a decode step: every sequence brings one token and samples the next.
+        """
+        for chunk in chunks:
+            if chunk.new_blocks:
+                first = self.num_blocks[chunk.slot]
+                self.block_tables[chunk.slot, first : first + len(chunk.new_blocks)] = chunk.new_blocks
+                self.num_blocks[chunk.slot] = first + len(chunk.new_blocks)
+        if all(c.num_tokens == 1 and c.sample for c in chunks):
+            return self._decode([(c.slot, c.start) for c in chunks]), None
+        self._decoded, self.keeps_tables = [], False
+        slots = np.array([c.slot for c in chunks])
+        starts = np.array([c.start for c in chunks])
+        counts = np.array([c.num_tokens for c in chunks])
+        query_start = np.concatenate(([0], counts.cumsum()))
+        positions = np.arange(query_start[-1]) - np.repeat(query_start[:-1] - starts, counts)
+        width = self._table_width(self._write(slots, np.repeat(slots, counts), positions, query_start, starts + counts))
+        rows, logit_rows = self._logit_rows(chunks, query_start)
+        self._arrays["logit_rows"][: len(logit_rows)] = logit_rows
+        return self._views(len(positions), len(slots), width, len(logit_rows)), rows
+
+    def _decode(self, tokens: list[tuple[int, int]]) -> BatchInputs:
+        """One token of each sequence, given as (slot, position)."""
+        num_seqs, before = len(tokens), self._decoded
+        self._decoded = tokens
+        self.keeps_tables = [(slot, position - 1) for slot, position in tokens] == before and all(
+            position % self.block_size for _, position in tokens
+        )
+        if self.keeps_tables:  # one further in the same blocks
+            for name in ("positions", "slots", "context_lens"):
+                self._arrays[name][:num_seqs] += 1
+            for row, (slot, position) in enumerate(tokens):
+                self._arrays["token_ids"][row] = self.token_ids[slot, position]
+        else:
+            slots, positions = np.array(tokens).T
+            self._write(slots, slots, positions, np.arange(num_seqs + 1), positions + 1)
+        if num_seqs not in self._decode_inputs:
+            inputs = self._views(num_seqs, num_seqs, self.block_tables.shape[1], 0)
+            self._decode_inputs[num_seqs] = replace(inputs, logit_rows=torch.arange(num_seqs))
+        return self._decode_inputs[num_seqs]
+
+    def _write(
+        self, slots: np.ndarray, owner: np.ndarray, positions: np.ndarray, query_start: np.ndarray, lens: np.ndarray
+    ) -> int:
+        """Fill in a step whose token t is at positions[t] of the sequence in slot owner[t]; the blocks in use."""
+        arrays, tokens, seqs = self._arrays, len(positions), len(slots)
+        arrays["token_ids"][:tokens] = self.token_ids[owner, positions]
+        arrays["positions"][:tokens] = positions
+        block, offset = np.divmod(positions, self.block_size)
+        arrays["slots"][:tokens] = self.block_tables[owner, block] * self.block_size + offset
+        arrays["query_start"][: seqs + 1] = query_start
+        arrays["context_lens"][:seqs] = lens
+        arrays["rope_lens"][:seqs] = self.num_prompt_tokens[slots]
+        max_blocks = int(-(-lens.max() // self.block_size))
+        arrays["block_tables"][:seqs, :max_blocks] = self.block_tables[slots, :max_blocks]
+        return max_blocks
+
+    def _table_width(self, num_blocks: int) -> int:
+        """Columns of the tables of a step that uses so many."""
+        width = -(-TABLE_KEYS // self.block_size)
+        while width < num_blocks:
+            width *= 2
+        return min(width, self.block_tables.shape[1])
+
+    def _views(self, num_tokens: int, num_seqs: int, table_width: int, num_logits: int) -> BatchInputs:
+        whole = self._inputs
+        return BatchInputs(
+            token_ids=whole.token_ids[:num_tokens],
+            positions=whole.positions[:num_tokens],
+            slots=whole.slots[:num_tokens],
+            query_start=whole.query_start[: num_seqs + 1],
+            context_lens=whole.context_lens[:num_seqs],
+            block_tables=whole.block_tables[:num_seqs, :table_width],
+            rope_lens=whole.rope_lens[:num_seqs],
+            logit_rows=whole.logit_rows[:num_logits],
+        )
+
+    def _logit_rows(self, chunks: list[Chunk], query_start: np.ndarray) -> tuple[StepRows, list[int]]:
+        logit_rows: list[int] = []
+        sample_row, prompt_rows = [], []
+        for chunk, first in zip(chunks, query_start.tolist(), strict=False):
+            scored = 0
+            if self.wants_prompt_logprobs[chunk.slot]:
+                scored = min(chunk.num_tokens, max(int(self.num_prompt_tokens[chunk.slot]) - 1 - chunk.start, 0))
+            prompt_rows.append(range(first, first + scored))
+            sample_row.append(len(logit_rows) if chunk.sample else -1)
+            if chunk.sample:
+                logit_rows.append(first + chunk.num_tokens - 1)
+        return StepRows(sample_row, prompt_rows), logit_rows
+
+    def prompt_targets(self, chunk: Chunk, count: int) -> list[int]:
+        """The tokens that the chunk's scored rows predict."""
+        targets: list[int] = self.token_ids[chunk.slot, chunk.start + 1 : chunk.start + 1 + count].tolist()
+        return targets

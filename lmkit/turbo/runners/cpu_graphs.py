@@ -1,0 +1,128 @@
+"""Captured steps: a step runs the same jobs as the last one of its shape, so they are captured once and launched
+together, without Python between them (CUDA graphs' idea, on a CPU).
+
+What differs from step to step is in tensors that stay where they are: the persistent batch writes its inputs to the
+same place every time, and kernels read lengths, tables and numbers of rows from memory. How the tokens are spread over
+the sequences is a value too, and no part of the shape.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lmkit.kernels.cpu import threads
+from lmkit.kernels.cpu.workspace import Workspace
+from lmkit.layers.batch import BatchInputs, KVLayer
+from lmkit.log import get_logger
+from lmkit.models.decoder import Decoder
+
+log = get_logger(__name__)
+# What may be asked of a tensor, beside taking views of it: facts that are the same at every step of this size.
+FACTS = frozenset({
+    "__get__", "__len__", "data_ptr", "dim", "element_size", "is_contiguous", "numel", "size", "storage_offset",
+    "stride",
+})  # fmt: skip
+MEMORY = frozenset({"empty", "from_numpy"})  # not computed from anything
+
+
+MAX_PROMPT_SHAPES = 64  # remembered; a program takes some 5 KB a layer
+
+
+class NotCapturableError(RuntimeError):
+    """The forward computes something outside of the kernels."""
+
+
+class _OnlyKernels(TorchFunctionMode):
+    """Refuses what torch would compute now and not in the captured steps: all but views, facts and new memory."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__
+        in_place = name.endswith("_") and not name.endswith("__")
+        if in_place or name == "__setitem__" or "out" in (kwargs or {}):
+            raise NotCapturableError(name)
+        result = func(*args, **(kwargs or {}))
+        if name not in FACTS | MEMORY and not _all_views(result, args):
+            raise NotCapturableError(name)
+        return result
+
+
+def _all_views(result: Any, sources: Any) -> bool:
+    """Whether all of `result`, a tensor or a tuple of them, is memory of `sources`."""
+    tensors = result if isinstance(result, tuple | list) else (result,)
+    known = {x.untyped_storage().data_ptr() for x in sources if isinstance(x, Tensor)}
+    return all(isinstance(x, Tensor) and x.untyped_storage().data_ptr() in known for x in tensors)
+
+
+class StepShape(NamedTuple):
+    """All that the jobs of a step depend on."""
+
+    num_tokens: int
+    num_seqs: int
+    num_rows: int  # whose logits are wanted
+    table_width: int
+
+    @classmethod
+    def of(cls, inputs: BatchInputs) -> StepShape:
+        num_seqs, table_width = inputs.block_tables.shape
+        return cls(len(inputs.token_ids), num_seqs, len(inputs.logit_rows), table_width)
+
+
+@dataclass(frozen=True)
+class _Captured:
+    program: threads.Program
+    logits: Tensor  # [num_rows, vocab], in the workspace
+
+
+class StepGraphs:
+    """Captured steps by shape: those in which every sequence decodes when they first come, as they come again for sure,
+    and those with prompt tokens when they come the second time. Of the latter, the shapes used last are remembered.
+    """
+
+    def __init__(self, decoder: Decoder, kv: list[KVLayer], workspace: Workspace) -> None:
+        self._decoder, self._kv, self._workspace = decoder, kv, workspace
+        self._captured: dict[StepShape, _Captured | None] = {}
+        self._prompt_shapes: dict[StepShape, None] = {}  # seen before, the last one last
+        self._is_capturable = True  # until the forward shows that it is not; no shape differs from others in that
+
+    def __call__(self, inputs: BatchInputs) -> Tensor | None:
+        """Logits [R, vocab], valid until the next step; None if this step is not captured."""
+        shape = StepShape.of(inputs)
+        if not self._is_capturable or not self._is_due(shape):
+            return None
+        if shape not in self._captured:
+            self._captured[shape] = self._capture(inputs)
+        step = self._captured[shape]
+        if step is None:
+            return None
+        step.program.launch()
+        return step.logits
+
+    def _is_due(self, shape: StepShape) -> bool:
+        if shape.num_tokens == shape.num_rows:
+            return True
+        was_seen = shape in self._prompt_shapes
+        self._prompt_shapes.pop(shape, None)
+        self._prompt_shapes[shape] = None
+        if len(self._prompt_shapes) > MAX_PROMPT_SHAPES:
+            oldest = next(iter(self._prompt_shapes))
+            del self._prompt_shapes[oldest]
+            self._captured.pop(oldest, None)
+        return was_seen
+
+    def _capture(self, inputs: BatchInputs) -> _Captured | None:
+        try:
+            with self._workspace.active(), threads.capturing() as program, _OnlyKernels():
+                logits = self._decoder(inputs, self._kv)
+                of_step = self._workspace.alias(logits) if len(logits) else logits
+        except NotCapturableError as error:
+            log.info("steps are not captured: the forward calls torch's %s", error)
+            self._is_capturable = False
+            return None
+        has_prompt = len(inputs.token_ids) > len(inputs.logit_rows)
+        if of_step is None or (has_prompt and program.kept):  # memory of its own would add up over the shapes
+            return None
+        return _Captured(program, of_step)

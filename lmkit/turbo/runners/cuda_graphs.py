@@ -1,0 +1,114 @@
+"""Captured steps: a decode step's launches, captured once for each size and replayed as one.
+
+Decode steps are padded to the next size. Whatever differs from step to step is in buffers that stay where they are
+(turbo.staging); so is what comes out, the logits, which the next step overwrites.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from lmkit.kernels.cuda import gemm_table
+from lmkit.kernels.cuda.gemm_pack import PackedWeight
+from lmkit.kernels.cuda.module import Kernel
+from lmkit.kernels.registry import Implementation
+from lmkit.layers.batch import BatchInputs, KVLayer
+from lmkit.layers.moe import MoE
+from lmkit.log import get_logger
+from lmkit.models.decoder import Decoder
+from lmkit.turbo.runners.device import CudaDevice
+from lmkit.turbo.runners.staging import StagedInputs
+
+log = get_logger(__name__)
+
+HALVES = torch.float16, torch.bfloat16
+Forward = Callable[[BatchInputs], Tensor]
+
+
+def graph_sizes(max_batch_size: int) -> list[int]:
+    """Numbers of sequences, ascending: 1, 2, 4, then multiples of 8, above 256 of 64, and the largest batch."""
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, max_batch_size, 64)]
+    return [size for size in sizes if size < max_batch_size] + [max_batch_size]
+
+
+def obstacle(decoder: Decoder, kv: list[KVLayer]) -> str | None:
+    """Why steps of this model cannot be captured, or None."""
+    if decoder.dtype not in HALVES or any(x.dtype == "float32" for layer in kv for x in (layer.k, layer.v)):
+        return "float32 is computed through torch"
+    if any(isinstance(layer.mlp, MoE) for layer in decoder.layers):
+        return "which experts run depends on the data"
+    if decoder.spec.rope.kind == "dynamic":
+        return "the angles of dynamic RoPE are found on the host"
+    reference = sorted({op for op, impl in chosen(decoder) if impl.device != "cuda"})
+    return f"{', '.join(reference)} run through torch" if reference else None
+
+
+def chosen(decoder: Decoder) -> Iterator[tuple[str, Implementation]]:
+    """The implementations of the ops that a step runs, each with what it is for."""
+    yield "embedding", decoder.embedding
+    yield "angles", decoder.rope.angles
+    for layer in decoder.layers:
+        yield "attention", layer.attention_op
+        if decoder.spec.qk_norm:
+            yield "norms", layer.rms_norm
+    for linear in (*(linear for layer in decoder.layers for linear in layer.linears), decoder.lm_head):
+        for implementation, _, _ in linear.packed or ():
+            yield "linears", implementation
+
+
+def linear_kernels(decoder: Decoder, max_tokens: int) -> Iterator[Kernel]:
+    """What the packed weights' products launch in steps of up to so many tokens."""
+    for linear in (*(linear for layer in decoder.layers for linear in layer.linears), decoder.lm_head):
+        for _, packed, _ in linear.packed or ():
+            if isinstance(packed, PackedWeight):
+                yield from gemm_table.kernels(packed, decoder.dtype, max_tokens)
+
+
+class CudaGraphs:
+    """Decode steps of a few sizes. `forward`: a step's logits, launched on the stream."""
+
+    def __init__(self, device: CudaDevice, forward: Forward, staged: StagedInputs, table_width: int) -> None:
+        self._device, self._forward, self._staged, self._width = device, forward, staged, table_width
+        self._replays: dict[int, Callable[[], None]] = {}  # by size, ascending
+        self._logits = torch.empty(0)
+
+    def capture(self, sizes: list[int], vocab_size: int) -> None:
+        """Compile and capture every size, the largest first: the others find room in its memory.
+
+        A forward that cannot be captured after all is run as it is.
+        """
+        start = time.perf_counter()
+        self._logits = torch.empty(max(sizes), vocab_size, device=self._device.tensors)
+        try:
+            replays = {size: self._capture(size) for size in sorted(sizes, reverse=True)}
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            log.warning("decode steps are not captured: %s", str(error).partition("\n")[0])
+            return
+        self._device.synchronize()
+        self._replays = dict(sorted(replays.items()))
+        log.info("captured decode steps of %d sizes in %.1f s", len(sizes), time.perf_counter() - start)
+
+    def _capture(self, size: int) -> Callable[[], None]:
+        inputs = self._staged.padding(size, self._width)
+
+        def launch() -> None:
+            self._logits[:size].copy_(self._forward(inputs))
+
+        launch()  # what is compiled, chosen or allocated at first use is not captured
+        self._device.synchronize()
+        return self._device.capture(launch)
+
+    def size_for(self, num_seqs: int) -> int | None:
+        """The smallest captured size that holds a decode step of so many."""
+        return next((size for size in self._replays if size >= num_seqs), None)
+
+    def replay(self, size: int) -> Tensor:
+        """Logits [size, vocab] of the inputs that were staged last, padded to `size`; the next step overwrites them."""
+        self._replays[size]()
+        return self._logits[:size]

@@ -1,0 +1,146 @@
+"""Where an engine computes. The scheduler and its plans are the same everywhere; what a device decides lies here.
+
+A CPU carries out a step when it is told to. A GPU has a stream: what is launched runs in order, and the host goes on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from lmkit.config import EngineConfig
+from lmkit.errors import UnsupportedError
+from lmkit.kernels.cuda import module
+from lmkit.kernels.cuda.module import Kernel
+from lmkit.log import get_logger
+from lmkit.turbo.host_memory import available_memory
+
+log = get_logger(__name__)
+
+
+class Event(Protocol):
+    """A place in a stream."""
+
+    def record(self) -> None: ...
+    def synchronize(self) -> None: ...
+    def elapsed_time(self, end_event: Any) -> float:
+        """Milliseconds from this event to `end_event`."""
+
+
+class CpuDevice:
+    """Steps run where they are called."""
+
+    name: Literal["cpu"] = "cpu"
+    tensors = "cpu"
+
+    def free_memory(self) -> int:
+        """Bytes that the engine may still take."""
+        return available_memory()
+
+
+class CudaDevice:
+    """torch's current GPU and its default stream: everything an engine launches goes there, in order.
+
+    Without CuPy (`has_kernels` False) every op runs through torch, whose reference ops wait for the stream: nothing is
+    captured then.
+    """
+
+    name: Literal["cuda"] = "cuda"
+    tensors = "cuda"
+
+    def __init__(self) -> None:
+        self.has_kernels = module.is_available()
+        self._pool: Any = None
+
+    def free_memory(self) -> int:
+        """Bytes of the GPU's own memory; torch's cache of freed pieces counts as free."""
+        free, _ = torch.cuda.mem_get_info()
+        return int(free) + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+
+    def staging(self, num_bytes: int) -> Tensor:
+        """uint8 [num_bytes] of host memory from which the GPU copies by itself."""
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def event(self) -> Event:
+        event: Event = torch.cuda.Event(enable_timing=True)
+        return event
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+    def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
+        """What `launch` launches, as one call that launches it again. All graphs share memory: they run in turn."""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # tiers' threads go on
+            launch()
+        return graph.replay
+
+    def compile(self, kernels: Iterable[Kernel]) -> None:
+        """Before a step waits for them."""
+        module.compile_all(kernels, self.tensors)
+
+    def is_lost(self, error: BaseException) -> bool:
+        """Whether the GPU refuses everything after this error: a kernel's fault, found by whoever waits next."""
+        return isinstance(error, torch.AcceleratorError) and not isinstance(error, torch.OutOfMemoryError)
+
+
+class EmulatedDevice(CudaDevice):
+    """A GPU without a GPU, for tests: kernels run on the CPU (kernels.cuda.emulation), each when it is launched."""
+
+    tensors = "cpu"
+
+    def free_memory(self) -> int:
+        return available_memory()
+
+    def staging(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def event(self) -> Event:
+        return _HostEvent()
+
+    def synchronize(self) -> None:
+        pass
+
+    def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
+        return launch
+
+    def compile(self, kernels: Iterable[Kernel]) -> None:
+        """Most of them no test launches."""
+
+
+class _HostEvent:
+    def __init__(self) -> None:
+        self._time = 0.0
+
+    def record(self) -> None:
+        self._time = time.perf_counter()
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end_event: _HostEvent) -> float:
+        return 1e3 * (end_event._time - self._time)
+
+
+Device = CpuDevice | CudaDevice
+
+
+def resolve_device(config: EngineConfig) -> Device:
+    """The device an engine runs on. Raises UnsupportedError if the one that was asked for is not there."""
+    if config.device == "cpu":
+        return CpuDevice()
+    reason = module.missing()
+    if config.device == "auto":
+        log.info("device: %s", "cuda" if reason is None else f"cpu ({reason})")
+        return CudaDevice() if reason is None else CpuDevice()
+    if not torch.cuda.is_available():
+        raise UnsupportedError(f"device cuda: {reason}; use --device cpu")
+    if reason is not None:
+        log.warning("%s. Every op runs through torch: right, but slow, and without CUDA graphs", reason)
+    return CudaDevice()

@@ -1,0 +1,169 @@
+"""From logits to tokens, on the GPU: turbo.sampler's tokens, without a wait for them.
+
+A sampled token stays on the device (`last_token`), where the next step finds it, and is on its way to the host.
+Whatever decides it is on the device too: a sequence's parameters, how many tokens it has and how often each came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lmkit.kernels.cuda import sampling
+from lmkit.turbo.plan import NewSequence, Sampled
+from lmkit.turbo.runners.sampler import penalizes
+from lmkit.turbo.sequence import FAILED_TOKEN
+
+
+@dataclass(frozen=True)
+class PendingTokens:
+    """Tokens on their way: `result` waits for them, and for nothing that comes later on the stream."""
+
+    tokens: Tensor  # int64 [R] on the host
+    scores: Tensor | None  # float64, as sampling.score; on the host
+    scored: dict[int, tuple[int, int]]  # row -> (row of `scores`, most likely tokens to report)
+    copied: torch.cuda.Event | None
+
+    def result(self) -> list[Sampled]:
+        """One for each row of the logits; FAILED_TOKEN where they were unusable."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        results = [Sampled(token) for token in self.tokens.tolist()]
+        if self.scores is not None:
+            scores = self.scores.numpy()
+            for row, (place, num_top) in self.scored.items():
+                if results[row].token_id != FAILED_TOKEN:
+                    results[row] = _with_logprobs(results[row].token_id, scores[place], num_top)
+        return results
+
+
+class GpuSampler:
+    """Sampling parameters and state of `num_slots` sequences, on a device. A sequence with penalties has 4 bytes for
+    each token of the vocabulary there.
+    """
+
+    def __init__(self, num_slots: int, vocab_size: int, device: str) -> None:
+        self.vocab_size = vocab_size
+        self.num_top = np.full(num_slots, -1)  # most likely tokens to report; -1 = no log-probabilities at all
+        self.last_token = torch.zeros(num_slots, dtype=torch.int64, device=device)  # 0 where sampling has failed
+        self.table = torch.zeros(num_slots, sampling.WORDS, dtype=torch.int64, device=device)
+        self._edits: dict[int, list[Tensor]] = {}  # of slots whose logits are changed: what their records point at
+        self._beyond_argmax: set[int] = set()  # slots that draw, edit or report
+        sampling.compile_kernels(self.table.device.type)
+
+    def set(self, slot: int, new: NewSequence) -> None:
+        """A sequence takes the slot; after a preemption its state is rebuilt from its tokens."""
+        params = new.params
+        assert params.temperature == 0 or params.seed is not None, "a sampled request without a seed"
+        self.clear(slot)
+        self.num_top[slot] = -1 if params.logprobs is None else params.logprobs
+        record = np.zeros((), sampling.SLOT)
+        record["temperature"], record["top_k"] = params.temperature, params.top_k
+        record["top_p"], record["min_p"] = params.top_p, params.min_p
+        record["seed"], record["num_outputs"] = params.seed or 0, len(new.token_ids) - new.num_prompt_tokens
+        record["num_top"] = max(0, self.num_top[slot])
+        if penalizes(params) or params.min_new_tokens or params.logit_bias:
+            self._edits[slot] = self._record_edits(record, new)
+        if slot in self._edits or params.temperature > 0 or params.logprobs is not None:
+            self._beyond_argmax.add(slot)
+        self.table[slot].copy_(self._upload(record.reshape(1).view(np.int64)))
+
+    def clear(self, slot: int) -> None:
+        """The slot's sequence has left."""
+        self._edits.pop(slot, None)
+        self._beyond_argmax.discard(slot)
+
+    def is_greedy(self, slots: Seq[int]) -> bool:
+        """Whether `argmax` is all that the slots ask for."""
+        return self._beyond_argmax.isdisjoint(slots)
+
+    def argmax(self, logits: Tensor, slots: Tensor, tokens: Tensor) -> None:
+        """What `sample` launches if `is_greedy`: tokens int64 [R] of slots int32 [R], -1 = padding. Can be captured."""
+        sampling.argmax(logits, self.table, slots, self.last_token, tokens)
+
+    def sample(self, logits: Tensor, slots: Seq[int], mask: Tensor | None = None) -> PendingTokens:
+        """The next token of each row of `logits` (float32 [R, vocab]), whose sequence sits in slots[row].
+
+        Rows of sequences with penalties, biases or tokens that are held back are changed. A row with NaN or +inf, or
+        with no token left to choose, gives FAILED_TOKEN; the other rows do not suffer.
+        mask: a grammar's, int32 [R, ceil(vocab / 32)]; bit t % 32 of word t // 32 is 1 where token t may be sampled.
+        """
+        assert (logits.dtype, logits.stride(1)) == (torch.float32, 1)
+        edited = [row for row, slot in enumerate(slots) if mask is not None or slot in self._edits]
+        scored = [row for row, slot in enumerate(slots) if self.num_top[slot] >= 0]
+        numbers = self._upload(np.array([*slots, *edited, *scored], np.int32))
+        slot_ids, edited_rows, scored_rows = numbers.split([len(slots), len(edited), len(scored)])
+        tokens = torch.empty(len(slots), dtype=torch.int64, device=logits.device)
+        if mask is None and self.is_greedy(slots):
+            self.argmax(logits, slot_ids, tokens)
+            return self.fetch(tokens)
+        raw, gathered = logits, not set(edited).isdisjoint(scored)
+        if gathered:
+            raw = logits.index_select(0, scored_rows)
+        if edited:
+            sampling.edit_logits(logits, edited_rows, slot_ids, self.table, mask)
+        sampling.sample(logits, self.table, slot_ids, self.last_token, tokens)
+        if not scored:
+            return self.fetch(tokens)
+        num_top = [int(self.num_top[slots[row]]) for row in scored]
+        scores = sampling.score(
+            raw, scored_rows, slot_ids, self.table, tokens, min(max(num_top), self.vocab_size), gathered=gathered
+        )
+        return self.fetch(tokens, scores, {row: (i, num_top[i]) for i, row in enumerate(scored)})
+
+    def fetch(
+        self, tokens: Tensor, scores: Tensor | None = None, scored: dict[int, tuple[int, int]] | None = None
+    ) -> PendingTokens:
+        """Begin to copy what was sampled to the host. What follows on the stream may write to the tensors again."""
+        on_host, scores = _download(tokens), None if scores is None else _download(scores)
+        copied = None
+        if tokens.is_cuda:
+            copied = torch.cuda.Event()
+            copied.record()
+        return PendingTokens(on_host, scores, scored or {}, copied)
+
+    def _record_edits(self, record: np.ndarray, new: NewSequence) -> list[Tensor]:
+        """Put what changes the sequence's logits into its record; the tensors it points at."""
+        params = new.params
+        held = [token for token in new.eos_token_ids + params.stop_token_ids if token < self.vocab_size]
+        bias = np.array(list(params.logit_bias.values()), np.float32)
+        lists = self._upload(np.array([*held, *params.logit_bias, *bias.view(np.int32)], np.int32))
+        record["min_new_tokens"], record["num_held"], record["num_bias"] = params.min_new_tokens, len(held), len(bias)
+        record["held"] = lists.data_ptr()
+        record["bias_ids"] = lists.data_ptr() + 4 * len(held)
+        record["bias"] = lists.data_ptr() + 4 * (len(held) + len(bias))
+        if not penalizes(params):
+            return [lists]
+        record["repetition"], record["frequency"] = params.repetition_penalty, params.frequency_penalty
+        record["presence"] = params.presence_penalty
+        ids, where = np.unique(np.array(new.token_ids, np.int64), return_inverse=True)
+        counts = 1 + np.bincount(where[new.num_prompt_tokens :], minlength=len(ids))
+        seen = torch.zeros(self.vocab_size, dtype=torch.int32, device=self.table.device)
+        seen[self._upload(ids)] = self._upload(counts.astype(np.int32))
+        record["seen"] = seen.data_ptr()
+        return [lists, seen]
+
+    def _upload(self, array: np.ndarray) -> Tensor:
+        """On the device, without a wait: pinned memory is kept until the copy has been made."""
+        tensor = torch.from_numpy(array)
+        if not self.table.is_cuda or not tensor.numel():
+            return tensor.to(self.table.device)
+        return tensor.pin_memory().to(self.table.device, non_blocking=True)
+
+
+def _download(tensor: Tensor) -> Tensor:
+    if not tensor.is_cuda:
+        return tensor
+    on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return on_host.copy_(tensor, non_blocking=True)
+
+
+def _with_logprobs(token_id: int, scores: np.ndarray, num_top: int) -> Sampled:
+    norm, logit = scores[:2].tolist()
+    entries = scores[2 : 2 + 2 * num_top].reshape(-1, 2).tolist()
+    best = sorted(((int(token), value) for token, value in entries), key=lambda entry: (-entry[1], entry[0]))
+    return Sampled(token_id, logit - norm, [(token, value - norm) for token, value in best])

@@ -1,0 +1,136 @@
+"""A step's inputs on their way to a GPU: packed into one piece of pinned memory, moved by one copy.
+
+    token_ids | logit_rows | positions | slots | query_start | context_lens | rope_lens | block_tables
+
+Every step's inputs go to the same buffer on the device, each field behind the one before (ALIGN bytes apart), so that
+steps of one shape have them at the same addresses: a captured graph finds them there. The host is ahead of the device,
+so it takes turns with several pinned pieces, and waits for one that is still being read.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lmkit.layers.batch import BatchInputs
+from lmkit.turbo.runners.device import CudaDevice, Event
+
+NUM_STAGED = 4  # pieces: two steps are under way, one is being written
+ALIGN = 256  # bytes; what kernels may expect of an allocation
+LONG = ("token_ids", "logit_rows")  # int64, the others int32
+
+
+class _Field(NamedTuple):
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    end: int  # bytes
+
+
+def _layout(num_tokens: int, num_seqs: int, num_rows: int, width: int) -> list[_Field]:
+    shapes: dict[str, tuple[int, ...]] = {
+        "token_ids": (num_tokens,),
+        "logit_rows": (num_rows,),
+        "positions": (num_tokens,),
+        "slots": (num_tokens,),
+        "query_start": (num_seqs + 1,),
+        "context_lens": (num_seqs,),
+        "rope_lens": (num_seqs,),
+        "block_tables": (num_seqs, width),
+    }
+    fields, start = [], 0
+    for name, shape in shapes.items():
+        end = start + int(np.prod(shape)) * (8 if name in LONG else 4)
+        fields.append(_Field(name, shape, start, end))
+        start = -(-end // ALIGN) * ALIGN
+    return fields
+
+
+class _Piece:
+    """Pinned memory and the event behind the last copy from it."""
+
+    def __init__(self, device: CudaDevice, num_bytes: int) -> None:
+        self.memory = device.staging(num_bytes)
+        self.array = self.memory.numpy()
+        self.copied: Event = device.event()
+        self.is_used = False
+
+
+class StagedInputs:
+    """Brings the persistent batch's inputs to the device. `max_seqs` includes those that pad a step."""
+
+    def __init__(self, device: CudaDevice, max_tokens: int, max_seqs: int, width: int) -> None:
+        num_bytes = _layout(max_tokens, max_seqs, max_tokens, width)[-1].end
+        self._memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device.tensors)
+        self._pieces = [_Piece(device, num_bytes) for _ in range(NUM_STAGED)]
+        self._turn = 0
+        self._last = (0, 0, 0)  # the shape whose block tables are on the device: sequences, with padding, columns
+
+    def put(self, inputs: BatchInputs, pad_to: int = 0, *, keeps_tables: bool = False) -> BatchInputs:
+        """`inputs` (on the CPU) on the device, valid until the next call's place in the stream.
+
+        `pad_to`: a decode step gets so many sequences; those that pad it have no context, and write nothing.
+        `keeps_tables`: the block tables are those of the last call.
+        """
+        num_seqs, width = inputs.block_tables.shape
+        padded = max(pad_to, num_seqs)
+        extra = padded - num_seqs
+        fields = _layout(len(inputs.token_ids) + extra, padded, len(inputs.logit_rows) + extra, width)
+        piece = self._next_piece()
+        shape = num_seqs, padded, width
+        is_kept = keeps_tables and shape == self._last
+        for field in fields[:-1] if is_kept else fields:
+            view = piece.array[field.start : field.end].view(np.int64 if field.name in LONG else np.int32)
+            values = getattr(inputs, field.name).numpy()
+            flat = view.reshape(field.shape)
+            flat[: len(values)] = values
+            if extra:
+                _pad(field.name, flat, len(values))
+        end = fields[-2 if is_kept else -1].end
+        self._memory[:end].copy_(piece.memory[:end], non_blocking=True)
+        piece.copied.record()
+        self._last = shape
+        return self._views(fields)
+
+    def _next_piece(self) -> _Piece:
+        piece = self._pieces[self._turn % NUM_STAGED]
+        self._turn += 1
+        if piece.is_used:
+            piece.copied.synchronize()
+        piece.is_used = True
+        return piece
+
+    def _views(self, fields: list[_Field]) -> BatchInputs:
+        views: dict[str, Tensor] = {}
+        for name, shape, start, end in fields:
+            dtype = torch.int64 if name in LONG else torch.int32
+            views[name] = self._memory[start:end].view(dtype).view(shape)
+        return BatchInputs(**views)
+
+    def padding(self, num_seqs: int, width: int) -> BatchInputs:
+        """A decode step of nothing but padding, as graphs are captured with."""
+        one = torch.zeros(1, dtype=torch.int32)
+        nothing = BatchInputs(
+            token_ids=torch.zeros(1, dtype=torch.int64),
+            positions=one,
+            slots=one - 1,
+            query_start=torch.arange(2, dtype=torch.int32),
+            context_lens=one,
+            block_tables=torch.zeros(1, width, dtype=torch.int32),
+            rope_lens=one,
+            logit_rows=torch.zeros(1, dtype=torch.int64),
+        )
+        return self.put(nothing, num_seqs)
+
+
+def _pad(name: str, values: np.ndarray, count: int) -> None:
+    """`values[count:]` of a decode step: its padding."""
+    if name == "slots":
+        values[count:] = -1
+    elif name in ("logit_rows", "query_start"):
+        values[count:] = np.arange(count, len(values))
+    else:
+        values[count:] = 0

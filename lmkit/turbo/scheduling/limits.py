@@ -1,0 +1,59 @@
+"""What an engine can do at once, and which requests can never run in it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from lmkit.errors import RequestError
+from lmkit.turbo.kv.manager import KVLimits
+from lmkit.turbo.request import Request
+
+
+@dataclass(frozen=True)
+class SchedulerLimits:
+    """What the scheduler shares out, and how."""
+
+    kv: KVLimits
+    max_batch_size: int  # sequences that run at once
+    max_step_tokens: int  # token budget of one step, decodes and prompts together
+    max_model_len: int  # prompt and output tokens of one sequence
+    max_queue: int  # waiting requests; one more is refused
+    vocab_size: int
+    priority_seconds: float = 10.0  # of waiting, that one level of priority is worth
+    max_overtakes: int = 8  # of a sequence by later ones of which the cache has more
+    decode_slowdown: float = 2.0  # at most, by prompts
+    request_timeout: float | None = None  # seconds, for requests that name none
+
+
+def check_request(request: Request, limits: SchedulerLimits) -> int:
+    """Raise RequestError for what can never run; the tokens, prompt and output, at which the sequence ends."""
+    params, num_prompt = request.params, len(request.prompt_ids)
+    params.validate(limits.vocab_size)
+    if params.temperature > 0 and params.seed is None:
+        raise RequestError("invalid_request", "seed=None: sampling needs a seed; draw one", "seed")
+    if request.timeout is not None and not 0 < request.timeout < math.inf:
+        raise RequestError("invalid_request", f"timeout={request.timeout}: must be more than 0 seconds", "timeout")
+    if not num_prompt:
+        raise RequestError("invalid_request", "the prompt is empty: send at least one token", "prompt")
+    if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= limits.vocab_size:
+        wrong = next(t for t in request.prompt_ids if not 0 <= t < limits.vocab_size)
+        raise RequestError("invalid_request", f"prompt token id {wrong} is not in [0, {limits.vocab_size})", "prompt")
+    max_new = limits.max_model_len if params.max_new_tokens is None else params.max_new_tokens
+    if num_prompt + min(max_new, 1) > limits.max_model_len:
+        raise RequestError(
+            "context_length_exceeded",
+            f"the prompt has {num_prompt} tokens; the context of {limits.max_model_len} tokens must hold it and at "
+            "least one more: shorten it",
+            "prompt",
+        )
+    max_tokens = min(num_prompt + max_new, limits.max_model_len)
+    blocks = limits.kv.blocks_for(max(num_prompt, max_tokens - 1))  # the last generated token is never computed
+    if blocks > limits.kv.num_blocks:
+        raise RequestError(
+            "context_length_exceeded",
+            f"{num_prompt} prompt and {max_tokens - num_prompt} new tokens need {blocks} KV blocks of "
+            f"{limits.kv.block_size} tokens, and there are {limits.kv.num_blocks}: ask for fewer new tokens",
+            "max_new_tokens",
+        )
+    return max_tokens

@@ -1,0 +1,313 @@
+"""Decides what each step computes: continuous batching with chunked prefill, a prefix cache, and preemption into it.
+
+There are no phases. A running sequence has tokens left to compute, and a sequence that decodes has one. A step takes,
+in this order:
+
+- One token of every sequence that decodes. Decoding never waits behind a prompt.
+- Tokens of running prompts, by priority key (scheduling.policy), as many as the pacer allows beside decoding. A waiting
+  sequence that may preempt one of them is admitted before it.
+- Sequences from the queue. Each needs a slot, a token of the budget, and room for all its known tokens with one block
+  to spare for each running sequence. It reuses its cache match. Blocks of a lower tier are loaded in the background if
+  that is faster than computing them. A sequence that shares a prefix with a running prompt waits for it.
+
+A sequence that finds no block preempts the last sequence by priority key. If it is the last one itself, it waits a step
+and keeps its blocks. The first by priority key therefore always advances, and no request that `add` accepted needs more
+than the whole pool. The computed KV of a preempted sequence goes to the cache.
+
+Plans are carried out in the order in which they are made. A plan may be made while the last one runs: the number of its
+computed tokens is known, and the runner fills in the tokens that it samples. Blocks may change owners at once, but only
+completed KV (its step has run) is published.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+from array import array
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from lmkit.errors import RequestError
+from lmkit.turbo.decisions import DecisionStats
+from lmkit.turbo.kv.manager import KVManager
+from lmkit.turbo.kv.tiers.store import TierStore
+from lmkit.turbo.plan import Chunk, Sampled, StepPlan
+from lmkit.turbo.request import EngineStats, FinishReason, Request, StepOutput, TokenLogprobs
+from lmkit.turbo.scheduling.limits import SchedulerLimits, check_request
+from lmkit.turbo.scheduling.pacing import Pacer
+from lmkit.turbo.scheduling.planner import Planner
+from lmkit.turbo.scheduling.queue import RequestQueue
+from lmkit.turbo.scheduling.slots import BatchSlots
+from lmkit.turbo.sequence import FAILED_TOKEN, Sequence, Status
+
+PACED_STEPS = 8  # of pure decode steps one in so many is measured: they are alike, and the pacer takes its time
+
+
+@dataclass(frozen=True)
+class _UnderWay:
+    """A plan that is carried out, with the sequences of its chunks."""
+
+    plan: StepPlan
+    sequences: list[Sequence]
+
+
+class Scheduler:
+    """Owns every sequence from `add` to its last output.
+
+    `schedule` makes plans, `update` or `fail` takes their results in the same order; one plan may be made while another
+    is under way. `add` and `abort` may come at any moment. `clock` counts seconds.
+    """
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        eos_token_ids: tuple[int, ...],
+        *,
+        tiers: TierStore | None = None,
+        fingerprint: bytes = b"",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.limits = limits
+        self._eos_token_ids = eos_token_ids
+        self._clock = clock
+        self._decision_stats = DecisionStats()
+        self._kv = KVManager(limits.kv, self._decision_stats, tiers, fingerprint)
+        self._waiting = RequestQueue()
+        self._slots = BatchSlots(limits.max_batch_size)
+        self._pacer = Pacer(limits.decode_slowdown, limits.max_step_tokens)
+        self._planner = Planner(limits, self._kv, self._waiting, self._slots, self._pacer, self._decision_stats)
+        self._under_way: deque[_UnderWay] = deque()
+        self._deadlines: list[tuple[float, int, Sequence]] = []  # a heap
+        self._outputs: list[StepOutput] = []
+        self._tier_hits: Counter[str] = Counter()
+        self._arrivals = self._prompt_tokens = self._generation_tokens = self._steps = 0
+
+    # ---- requests
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises RequestError if it is malformed, can never run, or the queue is full."""
+        max_tokens = check_request(request, self.limits)
+        if request.request_id in self._slots.running or request.request_id in self._waiting:
+            raise RequestError("invalid_request", f"request_id {request.request_id!r} is already in use", "request_id")
+        if len(self._waiting) >= self.limits.max_queue:
+            raise RequestError("queue_full", f"{len(self._waiting)} requests wait already, the limit: try again later")
+        now = self._clock()
+        timeout = self.limits.request_timeout if request.timeout is None else request.timeout
+        seq = Sequence(
+            request,
+            arrival=self._arrivals,
+            priority_key=now + request.priority * self.limits.priority_seconds,
+            deadline=math.inf if timeout is None else now + timeout,
+            token_ids=array("i", request.prompt_ids),
+            max_tokens=max_tokens,
+            eos_token_ids=() if request.params.ignore_eos else self._eos_token_ids,
+        )
+        self._arrivals += 1
+        self._waiting.add(seq)
+        if timeout is not None:
+            self._drop_old_deadlines()
+            heapq.heappush(self._deadlines, (seq.deadline, seq.arrival, seq))
+
+    def _drop_old_deadlines(self) -> None:
+        """Let go of sequences that have ended long before their time, now and then."""
+        if len(self._deadlines) > 2 * (len(self._slots.running) + len(self._waiting)) + 64:
+            self._deadlines = [entry for entry in self._deadlines if entry[2].status is not Status.FINISHED]
+            heapq.heapify(self._deadlines)
+
+    def abort(self, request_id: str) -> None:
+        """End a request now; its last output follows with the next ones. An unknown id is ignored."""
+        seq = self._slots.running.get(request_id) or self._waiting.get(request_id)
+        if seq is not None:
+            self._finish(seq, "abort")
+
+    def has_work(self) -> bool:
+        """Whether a request is unfinished, an output not taken, or a step or a save not done."""
+        return self._has_sequences() or bool(self._outputs or self._under_way or self._kv.saves)
+
+    def _has_sequences(self) -> bool:
+        return bool(self._slots.running or self._waiting)
+
+    # ---- a step
+
+    def schedule(self) -> StepPlan | None:
+        """The next step. None if nothing can be done before a running step completes or a load ends."""
+        now = self._clock()
+        self._kv.expire_leases(now)
+        self._expire(now)
+        self._take_loads()
+        step = self._planner.write()
+        kv, chunks = self._kv, list(step.chunks.values())
+        if not (chunks or kv.loads or kv.saves):
+            stuck = self._has_sequences() and not (self._under_way or self._slots.loading)
+            assert not stuck, "requests wait and none can be computed"
+            return None
+        new = list(step.new.values())
+        plan = StepPlan(self._slots.take_freed(), new, chunks, kv.copies, kv.loads, kv.saves)
+        kv.copies, kv.loads, kv.saves = [], [], []
+        self._steps += bool(chunks)
+        self._under_way.append(_UnderWay(plan, [self._slots[slot] for slot in step.chunks]))
+        return plan
+
+    def _expire(self, now: float) -> None:
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, _, seq = heapq.heappop(self._deadlines)
+            if seq.status is not Status.FINISHED:
+                self._decision_stats.note("ended: deadline", seq)
+                self._finish(seq, "error", error="its time was up", error_code="deadline_exceeded")
+
+    def _take_loads(self) -> None:
+        for done in self._kv.take_finished():
+            seq = self._slots.loading.pop(done.job)
+            seq.in_flight -= 1
+            if seq.status is Status.FINISHED:
+                self._free_slot(seq)
+                continue
+            self._kv.take_loaded(seq, done)
+            seq.status = Status.RUNNING
+            for tier, blocks in done.hits.items():
+                self._tier_hits[tier] += blocks * self.limits.kv.block_size
+            if seq.cached_tokens is None:  # else it has been here before: some of these it computed itself
+                seq.cached_tokens = seq.num_computed
+            self._decision_stats.note("loaded: as planned", seq)
+
+    # ---- results
+
+    def update(self, plan: StepPlan, sampled: list[Sampled], seconds: float = 0.0) -> list[StepOutput]:
+        """Take in a step's results, one for each chunk of its plan, and how long it took; outputs that are ready."""
+        sequences = self._next_under_way(plan)
+        self._pace(plan, seconds)
+        for seq, chunk, result in zip(sequences, plan.chunks, sampled, strict=True):
+            if self._land(seq, chunk):
+                self._advance(seq, chunk, result)
+        return self.take_outputs()
+
+    def fail(self, plan: StepPlan, message: str) -> list[StepOutput]:
+        """The step raised: its sequences end with finish_reason "error", all others go on."""
+        for seq, chunk in zip(self._next_under_way(plan), plan.chunks, strict=True):
+            seq.num_completed = 0  # copies that it begins with may not have been made: nothing of it is kept
+            if self._land(seq, chunk) and seq.status is Status.RUNNING:
+                seq.num_completed = 0
+                self._finish(seq, "error", error=message)
+        # How far the runner got is unknown: tell it again.
+        self._slots.restore_freed(plan.freed)
+        return self.take_outputs()
+
+    def _next_under_way(self, plan: StepPlan) -> list[Sequence]:
+        under_way = self._under_way.popleft()
+        assert under_way.plan is plan, "results come in another order than plans"
+        return under_way.sequences
+
+    def _land(self, seq: Sequence, chunk: Chunk) -> bool:
+        """A step of the sequence has run; whether its result is still wanted."""
+        assert seq.in_flight, f"{seq.request_id}: no step is under way"
+        seq.in_flight -= 1
+        seq.num_pending -= chunk.sample
+        if seq.status is Status.FINISHED:
+            if not seq.in_flight and seq.slot >= 0:
+                self._free_slot(seq)
+            return False
+        if seq.status is Status.RUNNING:
+            seq.num_completed = chunk.start + chunk.num_tokens
+        return True  # also of one that was preempted meanwhile: the token is as good as it would be later
+
+    def _pace(self, plan: StepPlan, seconds: float) -> None:
+        prompts = [chunk for chunk in plan.chunks if chunk.num_tokens > 1 or not chunk.sample]
+        if prompts or (plan.chunks and self._steps % PACED_STEPS == 0):
+            context = max((chunk.start + chunk.num_tokens for chunk in prompts), default=0)
+            num_prompt = sum(chunk.num_tokens for chunk in prompts)
+            self._pacer.record(len(plan.chunks) - len(prompts), num_prompt, context, seconds)
+
+    def _advance(self, seq: Sequence, chunk: Chunk, result: Sampled) -> None:
+        seq.gather_prompt_logprobs(chunk.start, result.prompt_logprobs)
+        if seq.status is Status.RUNNING and chunk.start < seq.num_prompt_tokens:
+            self._kv.publish(seq, min(seq.num_completed, seq.num_prompt_tokens), partial=chunk.sample)
+        if not chunk.sample:
+            return
+        if result.token_id == FAILED_TOKEN:
+            self._finish(seq, "error", error="the model's logits for this request are not finite numbers")
+            return
+        first = not seq.num_outputs
+        self._prompt_tokens += seq.num_prompt_tokens if first else 0
+        cached = (seq.cached_tokens or 0) if first else 0
+        if seq.num_tokens == seq.max_tokens:  # no new tokens were wanted
+            self._finish(seq, "length", prompt_logprobs=seq.prompt_logprobs, cached_tokens=cached)
+            return
+        token = result.token_id
+        assert 0 <= token < self.limits.vocab_size, f"token {token} sampled"
+        reason = seq.append(token)
+        self._generation_tokens += 1
+        output = StepOutput(
+            request_id=seq.request_id,
+            token_ids=[token],
+            finish_reason=reason,
+            logprobs=[] if seq.request.params.logprobs is None else [TokenLogprobs(token, result.logprob, result.top)],
+            prompt_logprobs=seq.prompt_logprobs if first else [],
+            stop_token=token if reason == "stop" else None,
+            cached_tokens=cached,
+        )
+        if reason is None:
+            self._outputs.append(output)
+        else:
+            self._end(seq, output)
+
+    def take_outputs(self) -> list[StepOutput]:
+        """Outputs not yet returned: after `schedule` gave None there may be some, of requests aborted meanwhile."""
+        outputs, self._outputs = self._outputs, []
+        if not (self._waiting or self._under_way or any(self._slots)):
+            self._slots.check_integrity()
+            self._kv.check_idle()
+        return outputs
+
+    def _finish(self, seq: Sequence, reason: FinishReason, **fields: Any) -> None:
+        self._end(seq, StepOutput(request_id=seq.request_id, token_ids=[], finish_reason=reason, **fields))
+
+    def _end(self, seq: Sequence, output: StepOutput) -> None:
+        """Give the last output. Steps and loads under way still write to the blocks: they are released after these."""
+        if seq.status is Status.WAITING:
+            self._waiting.remove(seq)
+        else:
+            del self._slots.running[seq.request_id]
+        seq.status = Status.FINISHED
+        self._outputs.append(output)
+        if seq.slot >= 0 and not seq.in_flight:
+            self._free_slot(seq)
+
+    def _free_slot(self, seq: Sequence) -> None:
+        """Give slot and blocks back."""
+        self._kv.release(seq, self._clock(), lease=True)
+        self._slots.free(seq)
+
+    def wait(self, seconds: float) -> None:
+        """Until a load ends, or so long."""
+        self._kv.wait(seconds)
+
+    def stats(self) -> EngineStats:
+        kv = self._kv
+        kv.expire_leases(self._clock())  # nothing else does while there is no work
+        return EngineStats(
+            num_running=len(self._slots.running),
+            num_waiting=len(self._waiting),
+            blocks_used=self.limits.kv.num_blocks - kv.num_available,
+            blocks_total=self.limits.kv.num_blocks,
+            preemptions=self._planner.num_preemptions,
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._generation_tokens,
+            steps=self._steps,
+            blocks_cached=kv.cache.num_blocks if kv.cache else 0,
+            prefix_tokens=self._planner.prefix_tokens,
+            prefix_hits=self._planner.prefix_hits,
+            tier_hits=dict(self._tier_hits),
+            evicted_blocks=kv.cache.num_evicted if kv.cache else 0,
+            sessions=len(kv.leases),
+            decisions=dict(self._decision_stats.decisions),
+            tiers=kv.tier_stats(),
+        )
+
+    def check_integrity(self) -> None:
+        """Every slot and block is free or has its owner; raises AssertionError where our own books are wrong."""
+        self._slots.check_integrity()
+        assert not any(seq.block_table for seq in self._waiting), "a waiting sequence holds blocks"
+        self._kv.check_integrity(self._slots)

@@ -1,0 +1,377 @@
+"""The front end's side of the engine process: starts it, feeds it, restarts it. No torch here.
+
+One AsyncEngine belongs to one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+import lmkit
+from lmkit import log
+from lmkit.config import EngineConfig
+from lmkit.errors import CheckpointError, ConfigError, LMKitError, RequestError, UnsupportedError
+from lmkit.turbo.request import EngineInfo, EngineStats, Request, StepOutput
+from lmkit.turbo.transport import worker
+
+State = Literal["starting", "ready", "restarting", "draining", "dead"]
+STOP_SECONDS = 5.0  # how long a worker may take to finish its step before it is killed
+MAX_IPC_PATH = 100  # sockaddr_un holds 107 bytes
+
+_START_ERRORS = {kind.__name__: kind for kind in (ConfigError, CheckpointError, UnsupportedError)}
+
+logger = log.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class RestartPolicy:
+    """A worker that dies is started again after a delay that doubles; after `max_failures` in a row, no more."""
+
+    max_failures: int = 3
+    first_delay: float = 0.5  # seconds
+    max_delay: float = 30.0
+    stable_seconds: float = 60.0  # a worker that lived so long has not failed "in a row"
+
+    def delay(self, failures: int) -> float:
+        return min(self.first_delay * 2.0 ** (failures - 1), self.max_delay)
+
+
+class _Worker:
+    """One engine process, the two sockets to it, and the task that hands its events to `handle` until it has ended."""
+
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        commands: zmq.Socket,
+        events: zmq.asyncio.Socket,
+        handle: Callable[[worker.Event], None],
+    ) -> None:
+        self._process = process
+        self._commands, self._events = commands, events
+        self._handle = handle
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(worker.Event)
+        self._unsent: list[worker.Command] = []
+        self.exited = asyncio.ensure_future(process.wait())
+        self.listening = asyncio.ensure_future(self._listen())
+
+    @classmethod
+    async def spawn(
+        cls,
+        context: zmq.Context,
+        prefix: Path,
+        arguments: dict[str, str],
+        handle: Callable[[worker.Event], None],
+    ) -> _Worker:
+        """Start a process; `prefix` names two new sockets in a private folder."""
+        commands, events = context.socket(zmq.PUSH), zmq.asyncio.Socket(context, zmq.PULL)
+        commands.sndhwm = events.rcvhwm = worker.QUEUED_MESSAGES
+        commands.linger = events.linger = 0
+        commands.bind(f"ipc://{prefix}.commands")
+        events.bind(f"ipc://{prefix}.events")
+        arguments = arguments | {"commands": f"ipc://{prefix}.commands", "events": f"ipc://{prefix}.events"}
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "lmkit.turbo.transport.worker",
+                *(f"--{name}={value}" for name, value in arguments.items()),
+                stdin=asyncio.subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C in a terminal is the front end's to handle
+                cwd=Path(lmkit.__file__).parents[1],  # what `-m` puts on the path; the worker then changes to --cwd
+            )
+        except BaseException:
+            commands.close()
+            events.close()
+            raise
+        return cls(process, commands, events, handle)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send(self, command: worker.Command) -> bool:
+        """False if the worker is so far behind that the socket is full."""
+        try:
+            self._commands.send(self._encoder.encode(command), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def send_surely(self, command: worker.Command) -> None:
+        """Now, or as soon as the worker shows signs of life."""
+        if not self.send(command):
+            self._unsent.append(command)
+
+    async def _listen(self) -> None:
+        receiving = asyncio.ensure_future(self._receive())
+        await asyncio.wait({receiving, self.exited}, return_when=asyncio.FIRST_COMPLETED)
+        if receiving.done():
+            receiving.result()  # it raised: an event that this code does not understand
+        receiving.cancel()
+        await asyncio.wait({receiving})
+        while await self._events.poll(0):
+            self._handle(self._decoder.decode(await self._events.recv()))
+
+    async def _receive(self) -> None:
+        while True:
+            self._handle(self._decoder.decode(await self._events.recv()))
+            while self._unsent and self.send(self._unsent[0]):
+                self._unsent.pop(0)
+
+    async def stop(self, grace: float) -> None:
+        """Ask the process to end, kill it after `grace` seconds, close the sockets."""
+        if grace and not self.exited.done() and self.send(worker.Shutdown()):
+            await asyncio.wait({self.exited}, timeout=grace)
+        self.kill()
+        try:
+            await asyncio.wait({self.exited, self.listening})
+        finally:
+            self._commands.close()
+            self._events.close()
+
+    def kill(self) -> None:
+        if not self.exited.done():
+            self._process.kill()
+
+
+class AsyncEngine:
+    """An engine in another process, for asyncio.
+
+    `generate` yields a request's steps; closing the iterator early aborts the request. `info` is None until the engine
+    is ready for the first time.
+    """
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        config: EngineConfig,
+        *,
+        engine: str = worker.ENGINE,
+        log_level: str = "INFO",
+        restart: RestartPolicy | None = None,
+    ) -> None:
+        """`engine` is the dotted name, module:Class, of what the worker runs."""
+        self.model_path = Path(model_path).absolute()
+        self.config = config
+        self._arguments = {
+            "engine": engine,
+            "model": str(self.model_path),
+            "config": msgspec.json.encode(config).decode(),
+            "cwd": os.getcwd(),
+            "log-level": log_level,
+        }
+        self._restart = restart or RestartPolicy()
+        self._max_open = config.max_queue + config.max_batch_size
+        self._streams: dict[str, asyncio.Queue[StepOutput | RequestError]] = {}
+        self._worker: _Worker | None = None
+        self._supervisor: asyncio.Task[None] | None = None
+        self._directory: Path | None = None
+        self._stats = EngineStats()
+        self.state: State = "starting"
+        self.info: EngineInfo | None = None
+        self.num_starts = 0
+        self.num_failures = 0  # engine calls that raised, in the current worker
+
+    async def start(self) -> None:
+        """Start the process and wait until its model is loaded. Raises the LMKitError that kept it from starting."""
+        self._directory = Path(tempfile.mkdtemp(prefix="lmkit-"))  # mode 0700
+        if len(str(self._directory)) > MAX_IPC_PATH - len("/00000.commands"):
+            self._remove_directory()
+            raise ConfigError(f"{self._directory}: too long a path for a socket; set TMPDIR to a shorter one")
+        self._context = zmq.Context()
+        try:
+            await self._launch()
+        except BaseException:
+            await self._close()
+            raise
+        self._supervisor = asyncio.create_task(self._supervise())
+
+    def stats(self) -> EngineStats:
+        """The last figures the worker sent."""
+        return self._stats
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have not ended."""
+        return len(self._streams)
+
+    @property
+    def worker_pid(self) -> int | None:
+        return self._worker.pid if self._worker else None
+
+    async def generate(self, request: Request) -> AsyncGenerator[StepOutput]:
+        """Steps of one request, the last with a finish_reason. Raises RequestError if it is refused or the engine goes.
+
+        Ending the iteration early aborts the request in the engine.
+        """
+        stream = self._open(request)
+        try:
+            while True:
+                item = await stream.get()
+                if isinstance(item, RequestError):
+                    raise item
+                yield item
+                if item.finish_reason is not None:
+                    return
+        finally:
+            if self._streams.get(request.request_id) is stream:
+                del self._streams[request.request_id]
+                if self._worker is not None:
+                    self._worker.send_surely(worker.Abort(request.request_id))
+
+    async def abort(self, request_id: str) -> None:
+        """End a request; its iterator gets finish_reason "abort". Unknown ids are ignored."""
+        if request_id in self._streams:
+            self._end(request_id, StepOutput(request_id=request_id, token_ids=[], finish_reason="abort"))
+            if self._worker is not None:
+                self._worker.send_surely(worker.Abort(request_id))
+
+    def drain(self) -> None:
+        """From now on refuse new requests."""
+        if self.state != "dead":
+            self.state = "draining"
+
+    async def shutdown(self, drain_seconds: float = 0.0) -> None:
+        """Refuse new requests, let open ones finish for so long, end the rest and the process."""
+        self.drain()
+        deadline = asyncio.get_running_loop().time() + drain_seconds
+        while self._streams and self._worker is not None and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.02)
+        self._fail_all("shutting_down", "the server is shutting down")
+        await self._close()
+
+    def kill(self) -> None:
+        """End the process at once."""
+        if self._worker is not None:
+            self._worker.kill()
+        self._remove_directory()
+
+    # ---- requests
+
+    def _open(self, request: Request) -> asyncio.Queue[StepOutput | RequestError]:
+        if self.state == "draining":
+            raise RequestError("shutting_down", "the server is shutting down")
+        if self.state != "ready" or self._worker is None:
+            raise RequestError("engine_unavailable", f"the engine is {self.state}")
+        assert request.request_id not in self._streams, f"request id {request.request_id} is in use"
+        if len(self._streams) >= self._max_open or not self._worker.send(worker.Add(request)):
+            raise RequestError("queue_full", "too many requests are waiting; try again later")
+        stream: asyncio.Queue[StepOutput | RequestError] = asyncio.Queue()
+        self._streams[request.request_id] = stream
+        return stream
+
+    def _end(self, request_id: str, item: StepOutput | RequestError) -> None:
+        stream = self._streams.pop(request_id, None)
+        if stream is not None:
+            stream.put_nowait(item)
+
+    def _fail_all(self, code: str, message: str) -> None:
+        for request_id in list(self._streams):
+            self._end(request_id, RequestError(code, message))
+
+    def _handle(self, event: worker.Event) -> None:
+        match event:
+            case worker.Outputs(outputs):
+                for output in outputs:
+                    if output.finish_reason is not None:
+                        self._end(output.request_id, output)
+                    elif stream := self._streams.get(output.request_id):
+                        stream.put_nowait(output)
+            case worker.Refused(request_id, code, message, param):
+                self._end(request_id, RequestError(code, message, param))
+            case worker.Stats(engine, failures):
+                self._stats, self.num_failures = engine, failures
+
+    # ---- the process
+
+    async def _launch(self) -> None:
+        """Start a worker and wait for its Ready. Raises the LMKitError of its Failed, or one that says how it ended."""
+        assert self._directory is not None
+        self.num_starts += 1
+        ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
+
+        def handle(event: worker.Event) -> None:
+            match event:
+                case worker.Ready(info):
+                    ready.set_result(info)
+                case worker.Failed(kind, message):
+                    ready.set_exception(_START_ERRORS.get(kind, LMKitError)(message))
+                case _:
+                    self._handle(event)
+
+        new = await _Worker.spawn(self._context, self._directory / str(self.num_starts), self._arguments, handle)
+        either: set[asyncio.Future[Any]] = {ready, new.listening}
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not ready.done():
+                new.listening.result()
+                message = f"the engine process ended with status {new.exited.result()} while starting; its log says why"
+                raise LMKitError(message)
+            self.info = ready.result()
+        except BaseException:
+            await new.stop(0)
+            raise
+        self._worker = new
+        if self.state != "draining":
+            self.state = "ready"
+
+    async def _supervise(self) -> None:
+        """Wait for the worker's end and start another, as long as the policy allows."""
+        loop = asyncio.get_running_loop()
+        failures = 0
+        while True:
+            if self._worker is not None:
+                ready_at = loop.time()
+                await asyncio.wait({self._worker.listening})
+                await self._lose_worker(self._worker)
+                failures = 0 if loop.time() - ready_at > self._restart.stable_seconds else failures
+            if self.state == "draining":
+                return
+            failures += 1
+            if failures > self._restart.max_failures:
+                self.state = "dead"
+                logger.error("the engine is not started again: it failed %d times in a row", failures)
+                return
+            await asyncio.sleep(self._restart.delay(failures))
+            try:
+                await self._launch()
+            except (LMKitError, OSError) as error:
+                logger.error("the engine does not start: %s", error)
+
+    async def _lose_worker(self, lost: _Worker) -> None:
+        self._worker = None
+        if self.state != "draining":
+            self.state = "restarting"
+        self._stats = EngineStats()
+        self._fail_all("engine_unavailable", "the engine stopped while it was working on this request")
+        await lost.stop(0)
+        reason = f": {error}" if (error := lost.listening.exception()) else ""
+        logger.error("the engine process ended with status %d%s", lost.exited.result(), reason)
+
+    async def _close(self) -> None:
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            await asyncio.wait({self._supervisor})
+        if self._worker is not None:
+            await self._worker.stop(STOP_SECONDS)
+            self._worker = None
+        self.state = "dead"
+        self._context.destroy(linger=0)
+        self._remove_directory()
+
+    def _remove_directory(self) -> None:
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)

@@ -1,0 +1,258 @@
+"""The engine process: commands in, engine steps, events out.
+
+    python -m lmkit.turbo.transport.worker --model DIR --config JSON --commands ipc://... --events ipc://...
+
+It is started by AsyncEngine and imports torch only through the engine it is told to run. Messages are msgpack of the
+structs below over two one-way ZeroMQ sockets. It ends with its parent: its stdin is a pipe that only the parent holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import zmq
+
+from lmkit import log
+from lmkit.config import EngineConfig
+from lmkit.errors import DeviceLostError, LMKitError, RequestError
+from lmkit.turbo.request import EngineInfo, EngineStats, Request, StepOutput
+from lmkit.turbo.transport.deferred import defer_imports
+
+ENGINE = "lmkit.turbo.engine.engine:Engine"
+QUEUED_MESSAGES = 4096  # high-water mark of both sockets
+STATS_SECONDS = 0.25  # while busy; when idle, on change
+IDLE_SECONDS = 1.0  # between looks at what changes without requests: leases end, saves are done
+SWITCH_SECONDS = 1e-4  # Python's 5 ms, for which its loop may keep an engine's thread waiting, are many steps
+MAX_FAILED_STEPS = 3  # in a row: then the engine is beyond repair and the process ends
+
+logger = log.get_logger(__name__)
+
+
+class Add(msgspec.Struct, frozen=True, tag=True):
+    request: Request
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    request_id: str
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    info: EngineInfo
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The engine cannot start, for a reason its user can do something about."""
+
+    kind: str  # class name of the LMKitError
+    message: str
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """The fields of the RequestError with which the engine refused a request."""
+
+    request_id: str
+    code: str
+    message: str
+    param: str | None
+
+
+class Outputs(msgspec.Struct, frozen=True, tag=True):
+    outputs: list[StepOutput]
+
+
+class Stats(msgspec.Struct, frozen=True, tag=True):
+    engine: EngineStats
+    failures: int  # engine steps that raised since the start
+
+
+Command = Add | Abort | Shutdown
+Event = Ready | Failed | Refused | Outputs | Stats
+
+
+class EngineLike(Protocol):
+    """What the loop needs of lmkit.turbo.engine.engine.Engine."""
+
+    info: EngineInfo
+
+    def add(self, request: Request) -> None: ...
+    def abort(self, request_id: str) -> None: ...
+    def step(self) -> list[StepOutput]: ...
+    def has_work(self) -> bool: ...
+    def stats(self) -> EngineStats: ...
+    def check_integrity(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class EngineLoop:
+    """Owns an engine: takes commands between steps, steps while there is work, waits for commands otherwise."""
+
+    def __init__(self, engine: EngineLike, commands: zmq.Socket, events: zmq.Socket) -> None:
+        self._engine = engine
+        self._commands, self._events = commands, events
+        self._decoder = msgspec.msgpack.Decoder(Command)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._open: set[str] = set()  # requests the engine has and the front end waits for
+        self._failures = 0
+        self._failures_in_a_row = 0
+        self._is_checked = True  # since the last step
+        self._sent = Stats(EngineStats(), 0)
+        self._sent_at = 0.0
+
+    def run(self) -> None:
+        """Until a Shutdown command, or an exception that the engine cannot survive."""
+        self.send(Ready(self._engine.info))
+        while self._take_commands():
+            if self._engine.has_work():
+                self._step()
+            self._send_stats()
+
+    def send(self, event: Event) -> None:
+        """Waits while the front end has not caught up."""
+        self._events.send(self._encoder.encode(event))
+
+    def _take_commands(self) -> bool:
+        """Carry out what has arrived, waiting for it only if there is nothing else to do. False after Shutdown."""
+        is_idle = not self._engine.has_work()
+        if is_idle and not self._commands.poll(round(1e3 * IDLE_SECONDS)):
+            self._check()
+        while self._commands.poll(0):
+            match self._decoder.decode(self._commands.recv()):
+                case Add(request):
+                    self._open.add(request.request_id)
+                    self._guarded(partial(self._engine.add, request), [request.request_id])
+                case Abort(request_id):
+                    self._open.discard(request_id)
+                    self._engine.abort(request_id)
+                case Shutdown():
+                    return False
+        return True
+
+    def _check(self) -> None:
+        """Once in each pause: the engine's books are right. A defect is logged and counted, as one in a step is."""
+        if not self._is_checked:
+            self._is_checked = True
+            self._guarded(self._engine.check_integrity, [])
+
+    def _step(self) -> None:
+        self._is_checked = False
+        outputs = self._guarded(self._engine.step, self._open)
+        if outputs is None:
+            return
+        self._failures_in_a_row = 0
+        self._open.difference_update(output.request_id for output in outputs if output.finish_reason is not None)
+        if outputs:
+            self.send(Outputs(outputs))
+
+    def _guarded(self, call: Callable[[], Any], request_ids: Iterable[str]) -> Any:
+        """Run one engine call; if it raises, `request_ids` fail and the others go on."""
+        victims = list(request_ids)
+        try:
+            return call()
+        except RequestError as error:
+            self._open.difference_update(victims)
+            for request_id in victims:
+                self.send(Refused(request_id, error.code, error.message, error.param))
+        except DeviceLostError:
+            raise  # nothing will ever be computed again; the front end ends the requests when this process is gone
+        except Exception:
+            self._failures += 1
+            self._failures_in_a_row += 1
+            logger.exception("engine failure %d; %d requests end with an error", self._failures, len(victims))
+            if self._failures_in_a_row >= MAX_FAILED_STEPS:
+                raise
+            for request_id in victims:
+                self._engine.abort(request_id)
+            self._open.difference_update(victims)
+            failed = [
+                StepOutput(request_id=request_id, token_ids=[], finish_reason="error", error="the engine step failed")
+                for request_id in victims
+            ]
+            self.send(Outputs(failed))
+
+    def _send_stats(self) -> None:
+        now = time.monotonic()
+        if self._engine.has_work() and now - self._sent_at < STATS_SECONDS:
+            return
+        stats = Stats(self._engine.stats(), self._failures)
+        if stats != self._sent:
+            self._sent, self._sent_at = stats, now
+            self.send(stats)
+
+
+def load_engine(name: str) -> Callable[[str, EngineConfig], EngineLike]:
+    """`package.module:Class` -> the class."""
+    module, _, attribute = name.partition(":")
+    factory: Callable[[str, EngineConfig], EngineLike] = getattr(importlib.import_module(module), attribute)
+    return factory
+
+
+def _end_with_parent(socket_dir: Path) -> None:
+    """Watch stdin from a thread: its end of file means that the parent is gone, however it went."""
+
+    def watch() -> None:
+        while os.read(0, 1):
+            pass
+        shutil.rmtree(socket_dir, ignore_errors=True)  # the parent would have removed it
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="lmkit.turbo.transport.worker")
+    parser.add_argument("--engine", default=ENGINE)
+    for name in ("model", "config", "commands", "events", "cwd", "log-level"):
+        parser.add_argument(f"--{name}", required=True)
+    args = parser.parse_args(argv)
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group or unit; the parent decides
+        signal.signal(number, signal.SIG_IGN)
+    _end_with_parent(Path(args.commands.removeprefix("ipc://")).parent)
+    os.chdir(args.cwd)
+    log.setup(args.log_level, process="engine")
+
+    context = zmq.Context()
+    commands, events = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    commands.rcvhwm = events.sndhwm = QUEUED_MESSAGES
+    commands.connect(args.commands)
+    events.connect(args.events)
+    defer_imports()
+    gc.disable()  # what is made until the engine is ready stays: looking for garbage in it takes a tenth of the start
+    try:
+        engine = load_engine(args.engine)(args.model, msgspec.json.decode(args.config, type=EngineConfig))
+    except LMKitError as error:
+        events.send(msgspec.msgpack.encode(Failed(type(error).__name__, str(error))))
+        context.destroy(linger=5000)
+        return 2
+    gc.freeze()
+    gc.enable()
+    sys.setswitchinterval(SWITCH_SECONDS)
+    try:
+        EngineLoop(engine, commands, events).run()
+        engine.close()
+    except DeviceLostError as error:
+        logger.critical("%s", error)
+        return 1
+    finally:
+        context.destroy(linger=1000)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

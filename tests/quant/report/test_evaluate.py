@@ -1,0 +1,147 @@
+"""The numbers are the textbook's: cross entropy and KL from transformers' logits under the same protocol."""
+
+from __future__ import annotations
+
+import json
+import math
+from itertools import chain
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from lmkit.errors import ConfigError
+from lmkit.quant.report import evaluate as evaluation
+from lmkit.quant.report.evaluate import cut_windows, encode_text, evaluate
+from tests.models import tiny
+from tests.quant.helpers import SIZES, tiny_checkpoint
+
+SEQ_LEN = 32
+TOKENS = torch.randint(0, 4096, (3 * SEQ_LEN + 7,), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model, and one with somewhat different weights."""
+    first, second = tmp_path_factory.mktemp("a"), tmp_path_factory.mktemp("b")
+    model = tiny.make(first, "llama", **SIZES)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+    model.save_pretrained(second)
+    return first, second
+
+
+def log_probs(path: Path) -> tuple[Tensor, Tensor]:
+    """(log probabilities [tokens, vocab], targets) of all predicted tokens, by transformers."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    windows = cut_windows(TOKENS, SEQ_LEN, None)
+    with torch.no_grad():
+        logits = [model(torch.tensor([window])).logits[0, :-1] for window in windows]
+    return torch.cat(logits).log_softmax(-1).double(), torch.cat([torch.tensor(w[1:]) for w in windows])
+
+
+@pytest.mark.parametrize("logit_bytes", [64 << 20, 4 * 4096 * 5, 1])
+def test_perplexity_and_divergence_are_those_of_transformers(
+    pair: tuple[Path, Path], logit_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many rows of logits are held at a time."""
+    monkeypatch.setattr(evaluation, "LOGIT_BYTES", logit_bytes)
+    result = evaluate(pair[1], TOKENS, against=pair[0], kv_dtype="float32", seq_len=SEQ_LEN)
+    (p, targets), (q, _) = log_probs(pair[0]), log_probs(pair[1])
+    kl = (p.exp() * (p - q)).sum(-1)
+    assert result.num_tokens == len(targets) == len(TOKENS) - 4
+    assert math.log(result.perplexity) == pytest.approx(-float(q.gather(1, targets[:, None]).mean()), rel=1e-4)
+    far = result.divergence
+    assert far is not None
+    assert math.log(far.reference_perplexity) == pytest.approx(-float(p.gather(1, targets[:, None]).mean()), rel=1e-4)
+    assert far.kl_mean == pytest.approx(float(kl.mean()), rel=1e-3)
+    assert far.kl_median == pytest.approx(float(kl.median()), rel=0.05)
+    assert far.kl_median < far.kl_p99 <= far.kl_p999 == pytest.approx(float(kl.max()), rel=1e-3)
+    same_top = (p.argmax(-1) == q.argmax(-1)).double()
+    assert far.same_top == pytest.approx(float(same_top.mean()), abs=0.011)
+    tops = [[set(row) for row in x.topk(5).indices.tolist()] for x in (p, q)]
+    same_sets = [first == second for first, second in zip(*tops, strict=True)]
+    assert far.same_top5 == pytest.approx(sum(same_sets) / len(same_sets), abs=0.021)
+    among = [top in five for top, five in zip(p.argmax(-1).tolist(), tops[1], strict=True)]
+    assert far.top_in_top5 == pytest.approx(sum(among) / len(among), abs=0.011)
+    assert far.kl_stderr == pytest.approx(float(kl.std()) / math.sqrt(len(kl)), rel=1e-2)
+    ratio = (p - q).gather(1, targets[:, None])
+    assert far.log_ratio == pytest.approx(float(ratio.mean()), abs=1e-4)
+    assert far.log_ratio_stderr == pytest.approx(float(ratio.std()) / math.sqrt(len(kl)), rel=1e-2)
+    assert far.log_ratio == pytest.approx(math.log(result.perplexity / far.reference_perplexity))
+    nll = q.gather(1, targets[:, None])
+    assert result.perplexity_stderr == pytest.approx(
+        result.perplexity * float(nll.std()) / math.sqrt(len(nll)), rel=1e-2
+    )
+
+
+def test_a_model_against_itself(pair: tuple[Path, Path]) -> None:
+    result = evaluate(pair[0], TOKENS, against=pair[0], kv_dtype="float32", seq_len=SEQ_LEN)
+    assert result.divergence is not None
+    assert result.divergence.kl_p999 < 1e-9
+    assert result.divergence.same_top == 1
+    assert result.perplexity == result.divergence.reference_perplexity
+
+
+def test_kv_storage_is_really_quantized(pair: tuple[Path, Path]) -> None:
+    """Fewer bits, more distance; auto is what kv_config.json says."""
+    far = {}
+    for kv_dtype in ("float32", "int8", "int4"):
+        result = evaluate(pair[0], TOKENS, against=pair[0], kv_dtype=kv_dtype, seq_len=SEQ_LEN)  # type: ignore[arg-type]
+        assert result.kv_dtype == kv_dtype
+        assert result.divergence is not None
+        far[kv_dtype] = result.divergence.kl_mean
+    assert far["float32"] < far["int8"] < far["int4"]
+    layers = [{"k_bits": 8, "v_bits": 4}, {"k_bits": 16, "v_bits": 16}]
+    config = {
+        "format": "lmkit-kv-config", "version": 1, "granularity": "per_token_per_head", "symmetric": False,
+        "params_dtype": "float16", "num_kv_heads": 2, "head_dim": 16, "layers": layers,
+    }  # fmt: skip
+    file = pair[0] / "kv_config.json"
+    file.write_text(json.dumps(config))
+    result = evaluate(pair[0], TOKENS, against=pair[0], seq_len=SEQ_LEN)
+    file.unlink()
+    assert result.kv_dtype == "float32 int8/int4"
+    assert result.divergence is not None
+    assert far["int8"] < result.divergence.kl_mean < far["int4"]
+
+
+def test_windows_cover_the_text_and_a_limit_spreads_them() -> None:
+    tokens = list(range(103))
+    assert list(chain(*cut_windows(tokens, 10, None))) == tokens
+    assert [w[0] for w in cut_windows(tokens, 10, 35)] == [0, 30, 70]
+    assert cut_windows(tokens, 10, 7) == [tokens[:7]]
+    assert list(chain(*cut_windows(tokens[:101], 10, None))) == tokens[:100]  # a single token predicts nothing
+    assert cut_windows(tokens, 10, 1000) == cut_windows(tokens, 10, None)
+
+
+def test_what_cannot_be_measured_is_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    for tokens, options in (([1], {}), ([], {}), ([1, 2, 3], {"seq_len": 1}), ([1, 2, 3], {"limit": 1})):
+        with pytest.raises(ConfigError, match="at least 2 tokens"):
+            evaluate(pair[0], tokens, **options)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="exceed the context"):
+        evaluate(pair[0], TOKENS, seq_len=129)
+    other = tiny.make(tmp_path, "llama", **(SIZES | {"vocab_size": 4100}))
+    assert other is not None
+    with pytest.raises(ConfigError, match=r"predicts 4096 tokens, .* 4100"):
+        evaluate(pair[0], TOKENS, against=tmp_path, seq_len=SEQ_LEN)
+
+
+def test_text_is_encoded_once_for_both_models(tmp_path: Path, demo_model: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("import os\n")
+    ids = encode_text("demo", text, against=tiny_checkpoint(tmp_path / "same"))
+    assert ids == encode_text(demo_model, text)
+    assert len(encode_text(demo_model)) > 100_000
+    other = tiny_checkpoint(tmp_path / "other")
+    settings = json.loads((other / "tokenizer.json").read_text())
+    settings["model"]["merges"] = settings["model"]["merges"][:100]
+    (other / "tokenizer.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match="into other tokens"):
+        encode_text(demo_model, text, against=other)
+    with pytest.raises(ConfigError, match=r"missing\.txt: cannot read"):
+        encode_text(demo_model, tmp_path / "missing.txt")

@@ -1,0 +1,168 @@
+"""report.html shows what a report has, stands alone, and lets nothing of the report become markup."""
+
+from __future__ import annotations
+
+import math
+import re
+from html.parser import HTMLParser
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from lmkit.qtensor import QuantScheme, quantize
+from lmkit.quant.report.chart import bar_chart, line_chart, sparkline
+from lmkit.quant.report.evaluate import Divergence, EvalResult
+from lmkit.quant.report.html import render
+from lmkit.quant.report.report import (
+    ClipReport,
+    HeldOutReport,
+    LayerReport,
+    LinearReport,
+    MixedPrecisionGroup,
+    MixedPrecisionReport,
+    QuantReport,
+    ScaleReport,
+    stored_bits,
+)
+
+EVIL = "<script>alert(1)</script>&\"'"
+VOID = {"meta", "line", "rect", "circle", "polyline"}
+
+
+class Parser(HTMLParser):
+    """Collects tags, attributes and text, and asserts that every element is closed."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.text = ""
+        self._open: list[str] = []
+        self.feed(page)
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data + "\n"
+
+
+def linear(**fields: Any) -> LinearReport:
+    return LinearReport(**({"module": "model.layers.0.self_attn.q_proj", "format": "awq", "bits": 4.15625} | fields))
+
+
+def report(evaluation: EvalResult | None = None, **linear_fields: Any) -> QuantReport:
+    clip = ClipReport(loss=0.75, unclipped_loss=1.0, clipped_share=0.5)
+    scale = ScaleReport(
+        "norm.attn", ("attn.q", EVIL), "duo 0.35", 0.5, 1.0, {"identity": 1.0, "duo 0.35": 0.5, "x": None}
+    )
+    layers = [
+        LayerReport(0, (linear(clip=clip, rtn_error=0.02, error=0.0125, **linear_fields),), (scale,), 0.004, 1.5),
+        LayerReport(1, (linear(module=EVIL, format="dense", bits=16, reason=EVIL),), (), math.nan, 2.5),
+    ]
+    source = {"source": EVIL, "weight": None, "samples": 4, "documents": 9, "empty": 0, "short": 1, "sha256": "feed"}
+    return QuantReport(
+        lmkit_version="1", model=EVIL, recipe={"steps": [{"step": "rtn"}], "note": EVIL},
+        calibration={"dataset": (EVIL,), "rows": 4, "seq_len": 32, "sha256": "cafe", "sources": [source]},
+        layers=tuple(layers), bytes_before=1000, bytes_after=310, evaluation=evaluation, seconds=4.0,
+        peak_bytes=3 << 29,
+    )  # fmt: skip
+
+
+def evaluation() -> EvalResult:
+    shares = {"same_top": 0.95, "same_top_stderr": 0.01, "same_top5": 0.5, "same_top5_stderr": 0.02, "top_in_top5": 1.0}
+    far = Divergence(
+        reference=EVIL, reference_perplexity=9.5, log_ratio=0.05, log_ratio_stderr=0.001, kl_mean=0.0123,
+        kl_stderr=0.0004, kl_median=0.01, kl_p99=0.1, kl_p999=0.2, **shares,
+    )  # fmt: skip
+    return EvalResult(
+        model=EVIL, perplexity=10.25, perplexity_stderr=0.5, divergence=far, num_tokens=4096, seq_len=512,
+        kv_dtype="int8", activations="int8", lm_head="auto", seconds=3.0,
+    )  # fmt: skip
+
+
+def test_the_page_shows_what_the_report_has() -> None:
+    page = Parser(render(report(evaluation())))
+    for shown in (
+        "31.0% of the source", "1.50 GiB", "4.0 s", "0.0123", "same five most likely tokens", "10.25", "0.0125", "50%",
+        "25.0%", "duo 0.35", "4.156", "feed", "cafe", "- step: rtn", "norm.attn",
+    ):  # fmt: skip
+        assert shown in page.text, shown
+    assert page.text.count(EVIL) >= 8
+    assert page.tags.count("svg") == 3  # errors, seconds and the losses of one search
+    assert page.tags.count("details") == 2
+
+
+def test_the_page_stands_alone_and_nothing_of_the_report_becomes_markup() -> None:
+    page = render(report(evaluation()))
+    parsed = Parser(page)
+    assert not {"script", "link", "img", "iframe", "object"} & set(parsed.tags)
+    assert not {name for name, _ in parsed.attributes} & {"src", "href", "onload", "onclick"}
+    assert not re.search(r"https?:|url\(|@import", page)
+
+
+def test_unknown_values_and_new_fields_are_shown_as_they_are() -> None:
+    class Extended(LinearReport, frozen=True):
+        rank: str | None = None
+
+    base = report()
+    assert base.evaluation is None
+    new = Extended(module="m", format="awq", error=math.inf, method="gptq", damping=0.015, rank=EVIL)
+    layer = msgspec.structs.replace(base.layers[0], linears=(new, Extended(module="n", format="awq")), scales=())
+    page = Parser(render(msgspec.structs.replace(base, layers=(layer,), peak_bytes=None, calibration={"rows": 1})))
+    assert "gptq" in page.text
+    assert f"damping: 0.015; rank: {EVIL}" in page.text
+    assert page.text.count("damping") == 1
+    assert "inf" not in page.text
+    assert "–" in page.text
+    assert Parser(render(msgspec.structs.replace(base, layers=(), bytes_before=0))).tags.count("svg") == 0
+
+
+def test_mixed_precision_and_held_out_rows_are_shown() -> None:
+    group = MixedPrecisionGroup(modules=(EVIL, "b"), chosen="int8", kl={"int4 g128": 0.125, "int8": 0.0625}, bits={})
+    mixed = MixedPrecisionReport(bits=4.5, reached=4.48, kl=0.0625, num_tokens=1024, groups=(group,), seconds=2.0)
+    held_out = HeldOutReport(tokens=2048, error=0.25, rtn_error=0.75)
+    base = report()
+    layer = msgspec.structs.replace(base.layers[0], held_out=held_out)
+    text = Parser(render(msgspec.structs.replace(base, layers=(layer,), mixed_precision=mixed))).text
+    for shown in (
+        "4.48",
+        f"{EVIL}, b",
+        "int4 g128 0.125, int8 0.0625",
+        "held_out: tokens 2,048, error 0.25, rtn_error 0.75",
+    ):
+        assert shown in text, shown
+
+
+def test_lines_are_at_their_values() -> None:
+    chart = line_chart({"a": [1.0, 0.1, None, 0.01], "b": [math.nan, 0.0, -1.0]}, title="t", x_label="x")
+    heights = [float(y) for y in re.findall(r'circle cx="[0-9.]+" cy="([0-9.]+)"', chart)]
+    assert len(heights) == 3
+    assert heights[1] - heights[0] == pytest.approx(heights[2] - heights[1])  # powers of ten are evenly spaced
+    assert heights[0] < heights[1]
+    assert line_chart({"a": [None, 0.0]}, title="t", x_label="x") == ""
+    bars = bar_chart([1.0, 2.0], title="t", x_label="x")
+    sizes = [float(height) for height in re.findall(r'height="([0-9.]+)" fill', bars)]
+    assert sizes[1] == pytest.approx(2 * sizes[0])
+    assert bar_chart([], title="t", x_label="x") == ""
+    assert sparkline([1.0, None]) == ""
+    assert "polyline" in sparkline([1.0, 1.0])
+
+
+def test_bits_count_scales_and_zeros() -> None:
+    weight = torch.randn(8, 128)
+    assert stored_bits(quantize(weight, QuantScheme(4, 32)), 16) == 4 + (16 + 4) / 32
+    assert stored_bits(weight, 16) == 16

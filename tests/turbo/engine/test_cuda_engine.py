@@ -1,0 +1,380 @@
+"""The engine on device "cuda", emulated: the same scheduler and plans, a stream's way of carrying them out, and the
+CPU engine's tokens."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from benchmarks.random_llama import make_awq
+from lmkit.config import EngineConfig
+from lmkit.errors import ConfigError, DeviceLostError, UnsupportedError
+from lmkit.formats.hub import DEMO_FOLDER
+from lmkit.kernels.cuda import emulation, module
+from lmkit.models.loader import load_model
+from lmkit.turbo.engine.engine import Engine
+from lmkit.turbo.plan import StepPlan
+from lmkit.turbo.request import GenerationConfig, Request, StepOutput
+from lmkit.turbo.runners import cuda as cuda_runner
+from lmkit.turbo.runners.cuda import CudaRunner
+from lmkit.turbo.runners.cuda_graphs import graph_sizes
+from lmkit.turbo.runners.device import EmulatedDevice, resolve_device
+from lmkit.turbo.transport.worker import EngineLoop
+from tests.models import tiny
+from tests.turbo.engine.test_engine import run
+
+SMALL: dict[str, Any] = {"block_size": 16, "max_batch_size": 4, "max_step_tokens": 24, "max_model_len": 128}
+SIZES: dict[str, Any] = {
+    "vocab_size": 211, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "head_dim": 64,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+}  # fmt: skip
+PROMPTS = [[5, 6, 7], list(range(40, 75)), [9] * 11, [100, 3]]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """float16, so that what a CPU widens is what a GPU has."""
+    path = tmp_path_factory.mktemp("models") / "dense"
+    model = tiny.make(path, "llama", **SIZES)
+    model.half().save_pretrained(path)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(DEMO_FOLDER / file, path / file)
+    return path
+
+
+@pytest.fixture(scope="module")
+def quantized(checkpoint: Path) -> Path:
+    """W4, groups of 32."""
+    out = checkpoint.parent / "w4"
+    make_awq(checkpoint, out, group=32)
+    return out
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> Iterator[EmulatedDevice]:
+    if shutil.which("g++") is None:
+        pytest.skip("kernels are emulated with g++")
+    emulation.install(seed=hash(request.node.name) & 0xFFFF)
+    yield EmulatedDevice()
+    module.BACKENDS.pop("cpu", None)
+    module.counters.cache_clear()
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every model's steps are captured, whichever kernels they run."""
+    monkeypatch.setattr(cuda_runner, "obstacle", lambda decoder, kv: None)
+
+
+def on_gpu(path: Path, device: EmulatedDevice, **options: Any) -> Engine:
+    return Engine(str(path), EngineConfig(**(SMALL | {"packed_cache": False} | options)), device=device)
+
+
+def on_cpu(path: Path, **options: Any) -> Engine:
+    exact: dict[str, Any] = {"device": "cpu", "activations": "exact", "packed_cache": False}
+    return Engine(str(path), EngineConfig(**(SMALL | exact | options)))
+
+
+def request(name: str, prompt: list[int], max_new_tokens: int, **fields: Any) -> Request:
+    params = GenerationConfig(max_new_tokens=max_new_tokens, ignore_eos=True, logprobs=20)
+    return Request(request_id=name, prompt_ids=prompt, params=params, **fields)
+
+
+def requests(**params: Any) -> list[Request]:
+    common = {"max_new_tokens": 14, "ignore_eos": True, "seed": 5, "logprobs": 20} | params
+    return [
+        Request(request_id=str(i), prompt_ids=prompt, params=GenerationConfig(**common))
+        for i, prompt in enumerate(PROMPTS)
+    ]
+
+
+def tokens(outputs: dict[str, list[StepOutput]]) -> dict[str, list[int]]:
+    return {name: [token for output in parts for token in output.token_ids] for name, parts in outputs.items()}
+
+
+def assert_alike(got: dict[str, list[StepOutput]], want: dict[str, list[StepOutput]], tolerance: float) -> float:
+    """The same tokens with about the same log-probabilities, up to one that the other may as well have chosen: random
+    models have ties, and say something else after one. The share of the tokens that were compared."""
+    compared = total = 0
+    for name, parts in want.items():
+        mine, theirs = ([x for output in side for x in output.logprobs] for side in (got[name], parts))
+        total += len(theirs)
+        assert len(mine) == len(theirs)
+        for ours, other in zip(mine, theirs, strict=True):
+            assert dict(other.top)[ours.token_id] == pytest.approx(ours.logprob, abs=tolerance), name
+            compared += 1
+            if ours.token_id != other.token_id:
+                assert ours.logprob > other.logprob - tolerance
+                break
+    return compared / total
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "tolerance"), [("auto", 0.02), ("bfloat16", 0.1), ("int8", 0.1), ("fp8", 0.2), ("int4", 0.8)]
+)
+def test_greedy_tokens_are_those_of_the_cpu(
+    checkpoint: Path, device: EmulatedDevice, kv_dtype: Any, tolerance: float
+) -> None:
+    """Prompts are cut into chunks beside sequences that decode."""
+    want = run(on_cpu(checkpoint, kv_dtype="float16" if kv_dtype == "auto" else kv_dtype), requests())
+    got = run(on_gpu(checkpoint, device, kv_dtype=kv_dtype), requests())
+    assert assert_alike(got, want, tolerance) == 1 or kv_dtype != "auto"
+
+
+def test_four_bit_weights_give_the_tokens_of_the_cpu(quantized: Path, device: EmulatedDevice) -> None:
+    want, got = run(on_cpu(quantized), requests()), run(on_gpu(quantized, device), requests())
+    assert assert_alike(got, want, 0.02) == 1
+
+
+@pytest.mark.usefixtures("captured")
+@pytest.mark.parametrize(("temperature", "dtype"), [(0.0, "float16"), (1.0, "float32")])
+def test_results_do_not_depend_on_batch_chunks_graphs_or_overlap(
+    checkpoint: Path, device: EmulatedDevice, temperature: float, dtype: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draw follows the smallest change of a logit, so that what is drawn is compared in float32."""
+    wanted = requests(temperature=temperature, top_p=0.95, repetition_penalty=1.1, max_new_tokens=9)
+    alone = on_gpu(checkpoint, device, dtype=dtype)
+    want = {name: parts for request in wanted for name, parts in run(alone, [request]).items()}
+    engines = {
+        "together": on_gpu(checkpoint, device, dtype=dtype),
+        "step by step": on_gpu(checkpoint, device, dtype=dtype, overlap=False),
+        "in small chunks": on_gpu(checkpoint, device, dtype=dtype, max_step_tokens=5),
+    }
+    monkeypatch.setattr(cuda_runner, "obstacle", lambda decoder, kv: "not in this test")
+    engines["not captured"] = on_gpu(checkpoint, device, dtype=dtype)
+    for name, engine in engines.items():
+        got = run(engine, wanted)
+        if temperature:
+            assert tokens(got) == tokens(want), name
+        else:
+            assert assert_alike(got, want, 0.02) == 1, name
+
+
+def test_a_sequence_that_gave_way_goes_on_where_it_was(checkpoint: Path, device: EmulatedDevice) -> None:
+    """Its token may be on the way to the host when it leaves its slot to another."""
+    wanted = requests(max_new_tokens=26)[1:3]
+    want = run(on_gpu(checkpoint, device), wanted)
+    engine = on_gpu(checkpoint, device, kv_memory=5 * 16 * 2 * 2 * 2 * 64 * 2, max_model_len=None)
+    assert assert_alike(run(engine, wanted), want, 0.02) == 1
+    assert engine.stats().preemptions > 0
+
+
+def test_steps_are_launched_before_the_tokens_they_compute_are_known(
+    checkpoint: Path, device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = on_gpu(checkpoint, device)
+    runner, unknown, under_way = engine.runner, [], []
+    assert isinstance(runner, CudaRunner)
+    launch, inputs = runner.launch, runner.batch.inputs
+
+    def watched(chunks: Any) -> Any:
+        found = inputs(chunks)
+        unknown.extend(found[0].token_ids[found[0].token_ids < 0].tolist())
+        return found
+
+    def counted(plan: StepPlan) -> Any:
+        under_way.append(len(engine._under_way))
+        return launch(plan)
+
+    monkeypatch.setattr(runner.batch, "inputs", watched)
+    monkeypatch.setattr(runner, "launch", counted)
+    run(engine, requests())
+    assert max(under_way) == 1, "no step was launched while another was under way"
+    assert set(unknown) == {-1, -2, -3, -4}
+
+
+def test_decode_steps_are_replayed_in_the_next_captured_size(
+    checkpoint: Path, device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = on_gpu(checkpoint, device, max_batch_size=5)
+    assert isinstance(engine.runner, CudaRunner)
+    graphs, sizes = engine.runner.graphs, []
+    replay = graphs.replay
+    monkeypatch.setattr(graphs, "replay", lambda size: (sizes.append(size), replay(size))[1])
+    more = [*requests(), request("more", [77, 78], 14)]
+    late = msgspec.structs.replace(more[0], request_id="late", params=GenerationConfig(max_new_tokens=40))
+    run(engine, [*more, late])
+    assert set(sizes) == {1, 2, 4, 5} or set(sizes) == {1, 4, 5}
+    assert graph_sizes(64) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]
+    assert graph_sizes(3) == [1, 2, 3]
+
+
+def test_a_layer_of_a_decode_step_is_seven_launches(quantized: Path, device: EmulatedDevice) -> None:
+    engine = on_gpu(quantized, device, overlap=False)
+    engine.add(Request(request_id="a", prompt_ids=[5, 6, 7], params=GenerationConfig(max_new_tokens=8, temperature=0)))
+    engine.step()
+    emulator = emulation.install()
+    (output,) = engine.step()
+    assert len(output.token_ids) == 1
+    layers, launches = SIZES["num_hidden_layers"], Counter(emulator.launches)
+    assert launches["gemm"] == 4 * layers
+    assert launches["decode_attention"] == layers
+    assert launches["norm_rows"] == 2 * layers + 1, "and the one before the head"
+    assert launches.total() - 7 * layers <= 6, "tokens, embedding, angles, norm, head, argmax"
+
+
+def test_a_prefix_is_found_again(checkpoint: Path, device: EmulatedDevice) -> None:
+    engine = on_gpu(checkpoint, device)
+    first = run(engine, [request("a", list(range(60)), 5)])
+    again = run(engine, [request("b", list(range(60)), 5)])
+    assert tokens(first)["a"] == tokens(again)["b"]
+    assert again["b"][0].cached_tokens >= 48
+
+
+def test_kv_comes_back_from_host_memory(checkpoint: Path, device: EmulatedDevice) -> None:
+    engine = on_gpu(
+        checkpoint, device, kv_memory=8 * 16 * 2 * 2 * 2 * 64 * 2, max_model_len=None, kv_host_memory=1 << 22
+    )
+    first = run(engine, [request("a", list(range(60)), 5)])
+    run(engine, [request("other", list(range(100, 200)), 5)])  # takes every block
+    again = run(engine, [request("b", list(range(60)), 5)])
+    assert tokens(first)["a"] == tokens(again)["b"]
+    assert engine.stats().tier_hits.get("host", 0) >= 16
+    engine.close()
+
+
+def test_prompt_logprobs_are_those_of_the_cpu(checkpoint: Path, device: EmulatedDevice) -> None:
+    wanted = request("p", list(range(50)), 2, prompt_logprobs=True)
+    got, want = (run(e, [wanted])["p"][0].prompt_logprobs for e in (on_gpu(checkpoint, device), on_cpu(checkpoint)))
+    assert [x.token_id for x in got] == list(range(1, 50))
+    assert max(abs(a.logprob - b.logprob) for a, b in zip(got, want, strict=True)) < 0.05
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama-tied-bias", "llama-dynamic", "mistral-window", "qwen2-moe"])
+def test_every_kind_of_model_runs(tmp_path: Path, device: EmulatedDevice, family: str) -> None:
+    """Those that kernels take and those that need torch."""
+    tiny.make(tmp_path, family).half().save_pretrained(tmp_path)
+    config = EngineConfig(**(SMALL | {"max_model_len": 32}))
+    engines = [
+        Engine.of(load_model(tmp_path, device="cuda"), config, device=device),
+        Engine.of(load_model(tmp_path, activations="exact"), msgspec.structs.replace(config, device="cpu")),
+    ]
+    wanted = [request("a", [5, 6, 7, 8, 9, 1, 2, 3], 12)]
+    got, want = (run(engine, wanted) for engine in engines)
+    assert_alike(got, want, 0.05)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "auto"])
+def test_dtypes(checkpoint: Path, device: EmulatedDevice, dtype: Any) -> None:
+    engine = on_gpu(checkpoint, device, dtype=dtype)
+    wanted = torch.float16 if dtype == "auto" else getattr(torch, dtype)
+    assert engine.runner.decoder.dtype == engine.runner.kv[0].k.data.dtype == wanted
+    assert isinstance(engine.runner, CudaRunner)
+    assert (engine.runner.graphs.size_for(3) is None) == (dtype == "float32")
+    got = run(engine, requests(max_new_tokens=4))
+    if dtype == "float32":
+        assert tokens(got) == tokens(run(on_cpu(checkpoint), requests(max_new_tokens=4)))
+
+
+def test_packed_weights_are_mapped_from_the_file(
+    quantized: Path, device: EmulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model"
+    shutil.copytree(quantized, path)
+    want = tokens(run(on_gpu(path, device), requests(max_new_tokens=6)))
+    for _ in range(2):
+        assert tokens(run(on_gpu(path, device, packed_cache=True), requests(max_new_tokens=6))) == want
+    assert len(list((path / ".lmkit").glob("packed-*.safetensors"))) == 1
+
+
+def test_a_launch_that_fails_ends_its_own_requests(
+    checkpoint: Path, device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = on_gpu(checkpoint, device)
+    runner = engine.runner
+    assert isinstance(runner, CudaRunner)
+    good, calls = runner._logits, []
+
+    def fails_once(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return good(*args)
+
+    monkeypatch.setattr(runner, "_logits", fails_once)
+    first = run(engine, requests()[:2])
+    assert {parts[-1].finish_reason for parts in first.values()} == {"error"}
+    assert tokens(run(engine, requests())) == tokens(run(on_gpu(checkpoint, device), requests()))
+    assert engine.stats().failed_steps >= 1
+
+
+def test_a_lost_gpu_ends_every_request_and_the_engine(
+    checkpoint: Path, device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = on_gpu(checkpoint, device)
+    runner = engine.runner
+    assert isinstance(runner, CudaRunner)
+    error = torch.AcceleratorError(
+        "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might ...", 700
+    )
+
+    def lost(*args: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(runner, "_logits", lost)
+    for request in requests():
+        engine.add(request)
+    outputs = engine.step()
+    assert outputs
+    assert all(output.finish_reason == "error" for output in outputs)
+    with pytest.raises(DeviceLostError, match="illegal memory access was encountered"):
+        engine.step()
+    loop = EngineLoop(engine, *(SimpleNamespace() for _ in range(2)))  # type: ignore[arg-type]
+    with pytest.raises(DeviceLostError):  # which ends the worker's process
+        loop._step()
+
+
+def test_a_step_that_cannot_be_captured_is_run_as_it_is(
+    checkpoint: Path, device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(launch: Any) -> Any:
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore words")
+
+    want = tokens(run(on_gpu(checkpoint, device), requests(max_new_tokens=4)))
+    monkeypatch.setattr(device, "capture", refuses)
+    engine = on_gpu(checkpoint, device)
+    assert isinstance(engine.runner, CudaRunner)
+    assert engine.runner.graphs.size_for(1) is None
+    assert tokens(run(engine, requests(max_new_tokens=4))) == want
+
+
+def test_no_room_on_the_gpu_is_one_line(
+    checkpoint: Path, device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any, **options: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...")
+
+    monkeypatch.setattr("lmkit.turbo.engine.loading.load_model", full)
+    with pytest.raises(ConfigError, match=r"^the weights found no room .* CUDA out of memory$"):
+        on_gpu(checkpoint, device)
+    monkeypatch.setattr(device, "free_memory", lambda: 1 << 20)
+    with pytest.raises(ConfigError, match=r"only 1.0 MiB of memory is free"):
+        on_gpu(checkpoint, device)
+
+
+def test_without_cupy_ops_run_through_torch(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(module, "missing", lambda: "CuPy is missing: pip install it")
+    monkeypatch.setattr("lmkit.turbo.runners.device.log", logging.getLogger("device"))
+    with caplog.at_level("WARNING"):
+        device = resolve_device(EngineConfig(device="cuda"))
+    assert device.name == "cuda"
+    assert not device.has_kernels
+    assert "CuPy is missing: pip install it. Every op runs through torch" in caplog.text
+    assert resolve_device(EngineConfig()).name == "cpu"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_cuda_without_a_gpu_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="torch finds no NVIDIA GPU; use --device cpu"):
+        resolve_device(EngineConfig(device="cuda"))
+    assert resolve_device(EngineConfig()).name == "cpu"

@@ -1,0 +1,241 @@
+"""The engine on the demo model: what it computes depends on the request alone, and it gives every block back."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import transformers
+
+from lmkit.config import EngineConfig
+from lmkit.errors import RequestError
+from lmkit.text import Tokenizer
+from lmkit.turbo.engine.engine import Engine
+from lmkit.turbo.request import EngineStats, GenerationConfig, Request, StepOutput
+
+SMALL = {"block_size": 8, "max_batch_size": 4, "max_step_tokens": 64, "max_model_len": 256}
+PROMPTS = [
+    "import os\n",
+    "def add(a, b):\n    return",
+    "class Queue:\n    def __init__(self):\n        self." * 4,
+    "for i in",
+]
+
+
+def engine_for(path: Path, **options: Any) -> Engine:
+    return Engine(str(path), EngineConfig(**(SMALL | options)))
+
+
+def requests_for(path: Path, **params: Any) -> list[Request]:
+    tokenizer = Tokenizer.from_pretrained(path)
+    config = GenerationConfig(**({"max_new_tokens": 24, "ignore_eos": True, "seed": 5} | params))
+    return [
+        Request(request_id=f"r{i}", prompt_ids=tokenizer.encode(text), params=config) for i, text in enumerate(PROMPTS)
+    ]
+
+
+def run(engine: Engine, requests: Iterable[Request]) -> dict[str, list[StepOutput]]:
+    outputs: dict[str, list[StepOutput]] = {}
+    for request in requests:
+        engine.add(request)
+        outputs[request.request_id] = []
+    while engine.has_work():
+        for output in engine.step():
+            outputs[output.request_id].append(output)
+    engine.check_integrity()
+    assert engine.stats().blocks_used == 0
+    assert all(o[-1].finish_reason and not any(x.finish_reason for x in o[:-1]) for o in outputs.values())
+    return outputs
+
+
+def tokens(outputs: list[StepOutput]) -> list[int]:
+    return [token for output in outputs for token in output.token_ids]
+
+
+def test_greedy_tokens_match_transformers(demo_model: Path) -> None:
+    reference = transformers.AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
+    got = run(engine_for(demo_model, dtype="float32"), requests_for(demo_model))
+    for request in requests_for(demo_model):
+        prompt = torch.tensor([request.prompt_ids])
+        want = reference.generate(prompt, max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0)
+        assert tokens(got[request.request_id]) == want[0, prompt.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8", "fp8", "int4"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_results_do_not_depend_on_batch_chunks_or_preemption(
+    demo_model: Path, kv_dtype: str, temperature: float
+) -> None:
+    requests = requests_for(demo_model, temperature=temperature, top_p=0.95, repetition_penalty=1.1, logprobs=2)
+    alone = engine_for(demo_model, kv_dtype=kv_dtype)
+    want = {r.request_id: run(alone, [r])[r.request_id] for r in requests}
+    longest = max(len(r.prompt_ids) for r in requests) + 24
+    token_bytes = 8 * 2 * 2 * (64 * 4 + 4)
+    engines = {
+        "together": engine_for(demo_model, kv_dtype=kv_dtype),
+        "one token at a time": engine_for(demo_model, kv_dtype=kv_dtype, max_step_tokens=3),
+    }
+    engines["preempted"] = engine_for(
+        demo_model, kv_dtype=kv_dtype, kv_memory=token_bytes * longest, max_model_len=None
+    )
+    for name, engine in engines.items():
+        got = run(engine, requests)
+        for request_id, outputs in want.items():
+            assert tokens(got[request_id]) == tokens(outputs), (name, request_id)
+            flat = [[x for o in side for x in o.logprobs] for side in (got[request_id], outputs)]
+            assert flat[0] == flat[1], (name, request_id)
+
+
+def test_a_tiny_pool_preempts(demo_model: Path) -> None:
+    engine = engine_for(demo_model, kv_dtype="int4", kv_memory=8 * 8 * 2 * 2 * 36 * 12, max_model_len=None)
+    requests = [r for r in requests_for(demo_model, max_new_tokens=40) if len(r.prompt_ids) < 20]
+    assert len(requests) == 3
+    run(engine, requests)
+    assert engine.stats().preemptions > 0
+
+
+def test_prompt_logprobs_match_transformers(demo_model: Path, heldout_text: str) -> None:
+    ids = Tokenizer.from_pretrained(demo_model).encode(heldout_text[:600])
+    params = GenerationConfig(max_new_tokens=0, seed=0, logprobs=3)
+    request = Request(request_id="p", prompt_ids=ids, params=params, prompt_logprobs=True)
+    outputs = run(engine_for(demo_model, dtype="float32", max_step_tokens=37), [request])["p"]
+    reference = transformers.AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
+    with torch.no_grad():
+        scores = reference(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+    got = outputs[0].prompt_logprobs
+    assert [position.token_id for position in got] == ids[1:]
+    want = scores.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor([position.logprob for position in got]), want, rtol=1e-3, atol=1e-3)
+    tops = torch.tensor([[logprob for _, logprob in position.top] for position in got])
+    torch.testing.assert_close(tops, scores.topk(3).values, rtol=1e-3, atol=1e-3)
+    by_id = torch.tensor([[token for token, _ in position.top] for position in got])
+    torch.testing.assert_close(scores.gather(1, by_id), tops, rtol=1e-3, atol=1e-3)
+
+
+def test_prompt_logprobs_do_not_depend_on_batch_chunks_or_the_part_that_is_scored(
+    demo_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = [
+        msgspec.structs.replace(request, prompt_logprobs=True)
+        for request in requests_for(demo_model, logprobs=4, max_new_tokens=3)
+    ]
+    alone = engine_for(demo_model)
+    want = {r.request_id: run(alone, [r])[r.request_id][0].prompt_logprobs for r in requests}
+    assert all(len(want[r.request_id]) == len(r.prompt_ids) - 1 for r in requests)
+    chunked = engine_for(demo_model, max_step_tokens=5)
+    for engine in (engine_for(demo_model), chunked):
+        assert {name: outputs[0].prompt_logprobs for name, outputs in run(engine, requests).items()} == want
+    monkeypatch.setattr("lmkit.turbo.runners.cpu.SCORED_BYTES", 3 * 4 * 4096)
+    assert {name: outputs[0].prompt_logprobs for name, outputs in run(alone, requests).items()} == want
+
+
+def test_a_prompt_that_fills_the_context_can_be_scored(demo_model: Path) -> None:
+    engine = engine_for(demo_model, max_model_len=64)
+    full = Request(
+        request_id="r", prompt_ids=[5] * 64, params=GenerationConfig(max_new_tokens=0, seed=0), prompt_logprobs=True
+    )
+    (output,) = run(engine, [full])["r"]
+    assert (output.finish_reason, output.token_ids, len(output.prompt_logprobs)) == ("length", [], 63)
+    assert engine.stats().generation_tokens == 0
+    with pytest.raises(RequestError, match="context"):
+        engine.add(msgspec.structs.replace(full, params=GenerationConfig(max_new_tokens=1, seed=0)))
+
+
+def test_abort_frees_blocks_within_a_step(demo_model: Path) -> None:
+    engine = engine_for(demo_model)
+    for request in requests_for(demo_model):
+        engine.add(request)
+    engine.step()
+    used = engine.stats().blocks_used
+    engine.abort("r2")
+    outputs = engine.step()
+    assert [o.finish_reason for o in outputs if o.request_id == "r2"] == ["abort"]
+    assert engine.stats().blocks_used < used
+    while engine.has_work():
+        assert all(o.request_id != "r2" for o in engine.step())
+    engine.check_integrity()
+
+
+def test_a_failing_step_ends_its_requests_and_no_others(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_for(demo_model, max_batch_size=2)
+    requests = requests_for(demo_model)
+    execute = engine.runner.execute
+    calls = 0
+
+    def fail_once(plan: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise RuntimeError("injected")
+        return execute(plan)
+
+    monkeypatch.setattr(engine.runner, "execute", fail_once)
+    reasons = {name: outputs[-1].finish_reason for name, outputs in run(engine, requests).items()}
+    assert engine.stats().failed_steps == 1
+    assert sorted(r for r in reasons.values() if r) == ["error", "error", "length", "length"]
+    monkeypatch.undo()
+    want = run(engine_for(demo_model), requests)
+    assert tokens(run(engine, requests)["r0"]) == tokens(want["r0"])
+
+
+def test_a_step_that_fails_before_it_computes_leaves_loads_and_later_steps_alone(
+    demo_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_for(demo_model, kv_host_memory=64 << 20)
+    (req,) = [r for r in requests_for(demo_model) if len(r.prompt_ids) > 20]
+    (want,) = run(engine, [req]).values()
+    cache, runner = engine.scheduler._kv.cache, engine.runner
+    assert cache is not None
+    copy = runner._blocks.copy
+
+    def fail(copies: Any) -> None:
+        monkeypatch.setattr(runner._blocks, "copy", copy)
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(engine.scheduler._kv, "load_seconds", lambda keys: 0.0)
+    for evicted in (False, True):  # found on the device, with a copy; loaded
+        if evicted:
+            cache.clear()
+        monkeypatch.setattr(runner._blocks, "copy", fail)
+        (outputs,) = run(engine, [req]).values()
+        assert outputs[-1].finish_reason == ("length" if evicted else "error")
+        (again,) = run(engine, [req]).values()
+        assert tokens(again) == tokens(want)
+    assert engine.stats().failed_steps == 2
+    assert engine.stats().tier_hits["host"] > 0
+    engine.close()
+
+
+def test_a_prompt_beyond_the_context_is_refused(demo_model: Path) -> None:
+    engine = engine_for(demo_model)
+    with pytest.raises(RequestError) as caught:
+        engine.add(Request(request_id="x", prompt_ids=[1] * 257, params=GenerationConfig(seed=0)))
+    assert caught.value.code == "context_length_exceeded"
+    assert "257" in caught.value.message
+    assert "256" in caught.value.message
+
+
+def test_the_head_and_the_packed_weights_are_the_users_choice(demo_model: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(demo_model, model, ignore=shutil.ignore_patterns(".lmkit"))
+    want = run(engine_for(model, packed_cache=False), requests_for(model))
+    assert not (model / ".lmkit").exists()
+    for _ in range(2):  # packed and written, then mapped
+        assert run(engine_for(model), requests_for(model)) == want
+    assert len(list((model / ".lmkit").iterdir())) == 1
+    quantized = engine_for(model, lm_head="int8")
+    run(quantized, requests_for(model))
+    assert quantized.info.memory["weights"] < engine_for(model).info.memory["weights"]
+
+
+def test_the_first_tokens_leave_no_trace(demo_model: Path) -> None:
+    """What an engine computes to get ready is not in its figures, and fits the smallest context there is."""
+    for options in ({}, {"max_model_len": 1}, {"max_model_len": 3, "block_size": 1, "max_batch_size": 1}):
+        engine = engine_for(demo_model, **options)
+        assert engine.stats() == msgspec.structs.replace(EngineStats(), blocks_total=engine.info.num_blocks)
+        assert not engine.has_work()

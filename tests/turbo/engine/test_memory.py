@@ -1,0 +1,80 @@
+"""The memory plan: what it adds up to, and what it refuses before anything is loaded."""
+
+from __future__ import annotations
+
+import pytest
+
+from lmkit.config import EngineConfig
+from lmkit.errors import ConfigError
+from lmkit.layers.batch import allocate_kv
+from lmkit.layers.rope_spec import RopeSpec
+from lmkit.models.spec import ModelSpec
+from lmkit.turbo.engine.memory import RUNTIME_BYTES, kv_token_bytes, plan_memory
+
+SPEC = ModelSpec(
+    architecture="LlamaForCausalLM", hidden_size=256, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=64,
+    intermediate_size=512, vocab_size=1000, norm_eps=1e-5, rope=RopeSpec(rotary_dim=64), max_position=4096,
+    dtype="bfloat16",
+)  # fmt: skip
+GIB = 1 << 30
+BF16 = [("bfloat16", "bfloat16")] * 4
+
+
+@pytest.mark.parametrize("dtypes", [("float32", "float32"), ("bfloat16", "int8"), ("int8", "int4"), ("int4", "int4")])
+def test_token_bytes_are_what_is_allocated(dtypes: tuple[str, str]) -> None:
+    layer = allocate_kv(3, SPEC.num_kv_heads, 16, SPEC.head_dim, dtypes)
+    tensors = (layer.k.data, layer.k.params, layer.v.data, layer.v.params)
+    assert sum(t.nbytes for t in tensors) == 3 * 16 * kv_token_bytes(SPEC, dtypes)
+
+
+def test_int8_and_int4_hold_more_tokens_at_head_dim_128() -> None:
+    spec = ModelSpec(**{**SPEC.__dict__, "head_dim": 128})
+    dense = kv_token_bytes(spec, ("bfloat16", "bfloat16"))
+    assert dense / kv_token_bytes(spec, ("int8", "int8")) > 1.9
+    assert dense / kv_token_bytes(spec, ("int4", "int4")) > 3.7
+
+
+def test_default_pool_serves_the_whole_batch_when_memory_allows() -> None:
+    plan = plan_memory(SPEC, EngineConfig(max_batch_size=3), BF16, weight_bytes=GIB, available=8 * GIB)
+    assert plan.num_blocks == 3 * 4096 // 32
+    assert plan.max_model_len == 4096
+    assert plan.kv == plan.num_blocks * plan.block_bytes
+    assert plan.weights + plan.workspace + plan.kv + RUNTIME_BYTES <= plan.available
+    assert len(plan.lines()) == 6
+
+
+def test_context_shrinks_to_the_pool_unless_it_was_asked_for() -> None:
+    config = EngineConfig(kv_memory=1 << 20)
+    plan = plan_memory(SPEC, config, BF16, weight_bytes=0, available=8 * GIB)
+    assert plan.max_model_len == plan.num_blocks * 32 < 4096
+    with pytest.raises(ConfigError, match=f"lower max_model_len to {plan.max_model_len}"):
+        plan_memory(SPEC, EngineConfig(kv_memory=1 << 20, max_model_len=4096), BF16, weight_bytes=0, available=8 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("config", "weights", "message"),
+    [
+        (EngineConfig(), 9 * GIB, "quantize it"),
+        (EngineConfig(kv_memory=9 * GIB), 0, "more than"),
+        (EngineConfig(kv_memory=1000), 0, "holds no block"),
+        (EngineConfig(max_model_len=5000), 0, "exceeds the model's context of 4096"),
+    ],
+)
+def test_what_cannot_fit_is_refused(config: EngineConfig, weights: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan_memory(SPEC, config, BF16, weight_bytes=weights, available=8 * GIB)
+
+
+def test_a_gpu_has_memory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are longer, activations narrower, and the host tier takes nothing from it."""
+    config = EngineConfig(max_batch_size=3).on("cuda")
+    alone = plan_memory(SPEC, config, BF16, weight_bytes=GIB, available=8 * GIB)
+    assert alone.num_blocks == 3 * 4096 // 64
+    monkeypatch.setattr("lmkit.turbo.engine.memory.available_memory", lambda: 2 * GIB)
+    with_tier = EngineConfig(max_batch_size=3, kv_host_memory=GIB).on("cuda")
+    assert plan_memory(SPEC, with_tier, BF16, weight_bytes=GIB, available=8 * GIB).kv == alone.kv
+    too_much = EngineConfig(max_batch_size=3, kv_host_memory=3 * GIB).on("cuda")
+    with pytest.raises(ConfigError, match=r"kv_host_memory 3\.00 GiB is more than the 2\.00 GiB of host memory"):
+        plan_memory(SPEC, too_much, BF16, weight_bytes=GIB, available=8 * GIB)
+    wide = EngineConfig(max_batch_size=3, max_step_tokens=8192).on("cuda")
+    assert plan_memory(SPEC, wide, BF16, weight_bytes=GIB, available=8 * GIB).workspace > alone.workspace

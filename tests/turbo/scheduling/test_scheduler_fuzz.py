@@ -1,0 +1,51 @@
+"""Random traffic on tiny pools: results depend on the request alone, everybody ends once, nothing leaks or starves."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from lmkit.turbo.kv.tiers import files
+from tests.turbo.kv.fake_tiers import full_disk
+from tests.turbo.scheduling.traffic import Traffic
+
+
+def run(folder: Path, seeds: range, depth: int, *, disturb: bool, thorough: bool, length: int = 150) -> Counter[str]:
+    """Every other seed has lower tiers."""
+    counts: Counter[str] = Counter()
+    for seed in seeds:
+        tiers = folder / str(seed) if seed % 2 else None
+        traffic = Traffic(seed, depth, disturb=disturb, folder=tiers, thorough=thorough)
+        traffic.run(length)
+        traffic.check_results()
+        counts.update(traffic.counts)
+    return counts
+
+
+@pytest.mark.parametrize("disturb", [False, True])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_random_traffic(depth: int, disturb: bool, tmp_path: Path) -> None:
+    counts = run(tmp_path, range(32), depth, disturb=disturb, thorough=True)
+    assert counts["preemptions"] > 200, "the traffic no longer exercises preemption"
+    assert counts["requests"] > 800
+    assert counts["hits"] > 500
+    assert counts["loaded"] > 100
+    assert counts["deadline"] > 20
+    assert disturb or depth > 1 or counts["exact"] > 3
+
+
+def test_a_full_disk_costs_nothing_but_the_hits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "write", full_disk)
+    run(tmp_path, range(5000, 5010), 2, disturb=True, thorough=True)
+
+
+@pytest.mark.slow
+def test_hundreds_of_thousands_of_operations(tmp_path: Path) -> None:
+    operations = group = 0
+    while operations < 200_000:
+        seeds = range(10_000 + 10 * group, 10_010 + 10 * group)
+        counts = run(tmp_path, seeds, 1 + group % 2, disturb=group % 4 > 0, thorough=False, length=300)
+        operations += counts["operations"]
+        group += 1

@@ -1,0 +1,268 @@
+"""Random traffic for a FakeEngine, and what must be true of it at all times and in the end."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+
+from lmkit.errors import RequestError
+from lmkit.turbo.plan import StepPlan
+from lmkit.turbo.request import FinishReason, Request
+from lmkit.turbo.scheduling import policy
+from lmkit.turbo.scheduling.limits import SchedulerLimits
+from lmkit.turbo.sequence import Status
+from tests.turbo.fakes import FakeEngine, FakeRunner, limits, prompt_logprob, request, solo
+from tests.turbo.kv.fake_tiers import ChanceTiers
+
+REFUSALS = {"context_length_exceeded", "invalid_request", "queue_full"}
+
+
+def random_limits(rng: random.Random) -> SchedulerLimits:
+    cache = {"prefix_cache": rng.random() < 0.8, "session_lease": rng.choice([5.0, 200.0])}
+    if cache["prefix_cache"]:
+        cache["cache_quota"] = rng.choice([1.0, 1.0, 0.5])
+    if rng.random() < 0.3:
+        cache |= {"window": rng.choice([1, 4, 16, 70]), "sinks": rng.choice([0, 0, 1, 6])}
+    policies = {"max_overtakes": rng.choice([0, 2, 8]), "priority_seconds": rng.choice([0.0, 5.0, 50.0])}
+    if rng.random() < 0.4:  # many sequences start and few can grow: preemption upon preemption
+        return limits(num_blocks=24, block_size=1, max_batch_size=8, max_model_len=25, **cache, **policies)
+    return limits(
+        num_blocks=rng.choice([3, 8, 13, 21, 34]),
+        block_size=rng.choice([1, 1, 2, 3, 8]),
+        max_batch_size=rng.choice([1, 3, 5, 8]),
+        max_step_tokens=rng.choice([1, 3, 7, 16, 64]),
+        max_model_len=rng.choice([10, 25, 60, 150]),
+        max_queue=rng.choice([3, 1000]),
+        request_timeout=rng.choice([None, None, None, 100.0]),
+        **cache,
+        **policies,
+    )
+
+
+def random_request(rng: random.Random, name: str, limits: SchedulerLimits, texts: list[list[int]]) -> Request:
+    """`texts`: what was asked and answered before; a good part of the prompts goes on with one of them."""
+    longest = rng.choice([3, 3, 8, limits.max_model_len])
+    prompt = [rng.randrange(limits.vocab_size) for _ in range(rng.randint(0, longest))]
+    if texts and rng.random() < 0.6:
+        known = rng.choice(texts[-20:])
+        prompt = (known[: rng.choice([len(known), rng.randint(0, len(known))])] + prompt)[: limits.max_model_len]
+    max_new = rng.choice([0, 1, rng.randint(1, 30), rng.randint(1, 30), rng.randint(8, 20), None])
+    return request(
+        name,
+        prompt,
+        max_new_tokens=max_new,
+        min_new_tokens=rng.randint(0, min(8 if max_new is None else max_new, 8)),
+        ignore_eos=rng.random() < 0.7,
+        stop_token_ids=tuple(rng.sample(range(50), rng.choice([0, 0, 0, 1, 4]))),
+        seed=rng.randrange(1 << 64),
+        logprobs=rng.choice([None, 1]),
+        prompt_logprobs=rng.random() < 0.2,
+        tenant=rng.choice(["", "", "x"]),
+        cache_salt=rng.choice(["", "", "y"]),
+        session_id=rng.choice([None, None, "s", "t"]),
+        priority=rng.choice([0, 0, 0, -1, 2]),
+        timeout=rng.choice([None] * 9 + [rng.uniform(0.1, 60.0)]),
+    )
+
+
+class Traffic:
+    """An engine under random arrivals, aborts (also in the middle of a step), failing steps, forced evictions and
+    deadlines; with `folder` it has lower tiers, with which things go wrong, too. `thorough`: look at all books always.
+    """
+
+    def __init__(
+        self, seed: int, depth: int = 1, *, disturb: bool = False, folder: Path | None = None, thorough: bool = True
+    ) -> None:
+        self.rng = random.Random(seed)
+        self.limits = random_limits(self.rng)
+        self.disturb, self.folder, self.thorough = disturb, folder, thorough
+        self.tiers: ChanceTiers | None = None
+        has_tiers = folder is not None and self.limits.kv.prefix_cache
+        self.now = 0.0
+        self.engine = FakeEngine(
+            self.limits, depth=depth, tiers=self._tiers if has_tiers else None, clock=lambda: self.now
+        )
+        self.texts: list[list[int]] = []
+        self.requests: dict[str, Request] = {}
+        self.wanted: dict[str, tuple[list[int], FinishReason]] = {}
+        self.refused: set[str] = set()
+        self.disturbed: dict[str, str] = {}  # request -> "abort" or "error", if that may have ended it
+        self.deadlines: dict[str, float] = {}  # of those that have not ended
+        self.bound = 0  # steps that are enough for all of them one after the other, a token at a time
+        self.counts: Counter[str] = Counter()
+
+    def _tiers(self, runner: FakeRunner) -> ChanceTiers:
+        rng = random.Random(self.rng.random())
+        num_host, num_disk = rng.choice([(0, 30), (3, 30), (20, 10), (60, 0)])
+        self.tiers = ChanceTiers(runner, rng, self.folder if num_disk else None, num_host, num_disk)
+        return self.tiers
+
+    # ---- what happens
+
+    def arrive(self) -> None:
+        """One request, or several with one prompt."""
+        req = random_request(self.rng, f"r{len(self.requests)}", self.limits, self.texts)
+        for _ in range(self.rng.choice([1] * 8 + [2, 4])):
+            self.add(msgspec.structs.replace(req, request_id=f"r{len(self.requests)}", params=self._reseeded(req)))
+
+    def _reseeded(self, req: Request) -> object:
+        return msgspec.structs.replace(req.params, seed=self.rng.randrange(1 << 64))
+
+    def add(self, req: Request) -> None:
+        try:
+            self.engine.add(req)
+        except RequestError as error:
+            self.refused.add(error.code)
+            return
+        name, timeout = req.request_id, req.timeout or self.limits.request_timeout
+        self.requests[name] = req
+        self.wanted[name] = solo(req, self.limits)
+        self.deadlines[name] = self.now + timeout if timeout else math.inf
+        answer = self.wanted[name][0]
+        self.texts.append(req.prompt_ids + answer)
+        self.bound += len(req.prompt_ids) + len(answer)
+
+    def abort(self) -> None:
+        name = self.rng.choice([*self.requests, "nobody"])
+        outputs = self.engine.outputs.get(name)
+        if name in self.requests and not (outputs and outputs[-1].finish_reason):
+            self.disturbed[name] = "abort"
+        self.engine.scheduler.abort(name)
+
+    def evict(self) -> None:
+        """Idle blocks may leave the cache at any moment."""
+        cache = self.engine.scheduler._kv.cache
+        if cache is not None and self.rng.random() < 0.3:
+            cache.clear()
+        elif cache is not None:
+            cache.evict(self.rng.randint(1, 5))
+
+    def step(self, disturb: bool) -> None:
+        engine, scheduler = self.engine, self.engine.scheduler
+        plan = engine.schedule()
+        if self.thorough or self.rng.random() < 0.1:
+            scheduler.check_integrity()
+        if plan is not None:
+            self.check_plan(plan)
+        self.now += self.rng.choice([0.0, 0.5, 1.0, 1.5])
+        if not engine.plans:
+            self.collect()
+            return
+        if disturb and self.rng.random() < 0.1:
+            self.abort()
+        if plan is not None and len(engine.plans) < engine.depth:
+            return
+        if disturb and self.rng.random() < 0.02:
+            self.fail()
+        else:
+            engine.land()
+
+    def fail(self) -> None:
+        """The oldest step raises before it has done anything, or after all is done."""
+        engine, scheduler = self.engine, self.engine.scheduler
+        oldest = engine.plans.popleft()
+        for seq in scheduler._under_way[0].sequences:
+            self.disturbed.setdefault(seq.request_id, "error")
+        engine.num_steps += 1
+        if self.rng.random() < 0.5:
+            engine.runner.execute(oldest)
+            engine.runner.failed.update(chunk.slot for chunk in oldest.chunks)
+        else:
+            engine.runner.fail(oldest)
+        engine.collect(scheduler.fail(oldest, "injected"))
+
+    def collect(self) -> None:
+        self.engine.collect(self.engine.scheduler.take_outputs())
+
+    def run(self, num_operations: int) -> None:
+        for _ in range(num_operations):
+            action = self.rng.random()
+            if action < 0.3:
+                self.arrive()
+            elif self.disturb and action < 0.33:
+                self.abort()
+            elif self.disturb and action < 0.36:
+                self.evict()
+            elif self.disturb and action < 0.4 and self.tiers is not None:
+                self.tiers.disturb()
+            else:
+                self.step(self.disturb)
+        self.counts["operations"] += num_operations
+        for count in itertools.count():
+            if not self.engine.scheduler.has_work():
+                break
+            self.step(disturb=False)
+            self.counts["operations"] += 1
+            assert self.engine.num_steps <= 2 * self.bound + 10, "someone starves"
+            assert count <= 20 * self.bound + 1000, "someone waits for ever"
+        if self.tiers is not None:
+            self.tiers.close()
+
+    # ---- what must be true
+
+    def check_plan(self, plan: StepPlan) -> None:
+        """The first by priority key advances. A sequence that decodes, or finds budget left, is served unless it waits
+        for a block.
+
+        Blocks that a load, or a step of a sequence that has ended, still writes to cannot be had by anybody.
+        """
+        scheduler = self.engine.scheduler
+        running = [seq for seq in scheduler._slots.running.values() if seq.status is Status.RUNNING]
+        served = {chunk.slot for chunk in plan.chunks}
+        budget_left = self.limits.max_step_tokens - sum(chunk.num_tokens for chunk in plan.chunks)
+        writing = any(seq.status is not Status.RUNNING for seq in scheduler._slots)
+        first = min(running, key=policy.order, default=None)
+        for seq in running:
+            assert seq.deadline > self.now, "its time was up before this step"
+            waits = seq.slot not in served and seq.is_due
+            if waits and (budget_left or seq.num_uncomputed == 1 or seq is first):
+                assert len(seq.block_table) * self.limits.kv.block_size < seq.num_tokens + seq.num_pending
+                assert seq is not first or writing, "the first by priority key waits for a block"
+
+    def check_results(self) -> None:
+        self.engine.check_idle()
+        assert self.refused <= REFUSALS
+        for name in self.requests:
+            self._check_request(name)
+        stats = self.engine.scheduler.stats()
+        quiet = not (self.disturb or stats.preemptions or self.counts["deadline"])
+        if quiet and self.engine.depth == 1:
+            computed = sum(
+                len(req.prompt_ids) + max(len(self.wanted[name][0]) - 1, 0) - self.engine.outputs[name][0].cached_tokens
+                for name, req in self.requests.items()
+            )
+            assert self.engine.runner.num_computed == computed, "cached_tokens are not those that were not computed"
+            self.counts["exact"] += 1
+        self.counts["preemptions"] += stats.preemptions
+        self.counts["requests"] += len(self.requests)
+        self.counts["hits"] += stats.prefix_hits
+        self.counts["loaded"] += sum(stats.tier_hits.values())
+
+    def _check_request(self, name: str) -> None:
+        req, (want, reason) = self.requests[name], self.wanted[name]
+        outputs, tokens = self.engine.outputs[name], self.engine.tokens(name)
+        assert [o.finish_reason is None for o in outputs] == [True] * (len(outputs) - 1) + [False]
+        last = outputs[-1]
+        if last.error_code == "deadline_exceeded":
+            assert self.deadlines[name] <= self.now
+            assert tokens == want[: len(tokens)]
+            self.counts["deadline"] += 1
+        elif last.finish_reason in ("abort", "error"):
+            assert self.disturbed[name] == last.finish_reason
+            assert tokens == want[: len(tokens)]
+        else:
+            assert (tokens, last.finish_reason) == (want, reason)
+        assert last.stop_token == (tokens[-1] if last.finish_reason == "stop" else None)
+        asked = req.params.logprobs is not None
+        logprobs = [(x.token_id, x.logprob, x.top) for o in outputs for x in o.logprobs]
+        assert logprobs == ([(t, -float(t), [(t, -float(t))]) for t in tokens] if asked else [])
+        if (tokens or last.finish_reason == "length") and req.prompt_logprobs:
+            ids = req.prompt_ids
+            assert outputs[0].prompt_logprobs == [prompt_logprob(ids[:n]) for n in range(2, len(ids) + 1)]
+            assert not outputs[0].cached_tokens
+        assert not any(o.prompt_logprobs or o.cached_tokens for o in outputs[1:])

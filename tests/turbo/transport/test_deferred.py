@@ -1,0 +1,40 @@
+"""Modules put off at import run when a name is looked up in them."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lmkit.turbo.transport import deferred
+
+
+def test_a_deferred_module_runs_when_it_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "put_off.py").write_text("import put_off_mark\nvalue = put_off_mark.__name__\n")
+    (tmp_path / "put_off_mark.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", [deferred.DeferredFinder(), *sys.meta_path])
+    monkeypatch.setattr(deferred, "DEFERRED", frozenset({"put_off"}))
+    module = importlib.import_module("put_off")
+    try:
+        assert not hasattr(module, "__path__")
+        assert module.__file__ == str(tmp_path / "put_off.py")
+        assert "put_off_mark" not in sys.modules
+        assert module.value == "put_off_mark"
+        with pytest.raises(AttributeError):
+            _ = module.other
+    finally:
+        for name in ("put_off", "put_off_mark"):
+            sys.modules.pop(name, None)
+
+
+def test_what_counts_on_the_order_of_imports_still_imports() -> None:
+    code = (
+        "from lmkit.turbo.transport.deferred import defer_imports; defer_imports(); "
+        "import torch._dynamo; print(torch.ones(1))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "tensor([1.])\n"), done.stderr
