@@ -113,7 +113,7 @@ def _load(path: Path, device: str) -> list[Entry]:
 @cache
 def table(device: str) -> Table:
     """Of the current device of a type."""
-    name = torch.cuda.get_device_name() if device == "cuda" else "emulated"
+    name = backend(device).device_name()
     file = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-") + ".json"
     return Table(environment().cache_dir / "gemm" / file, name)
 

@@ -7,8 +7,8 @@ Arguments go by C's rules and nothing converts them on the way, so they are writ
 the address of its first element, None is a null pointer, an int is `int`, a float is `float`; numpy scalars are what
 they say (np.int64 for `long long`).
 
-Tensors on a GPU: NVRTC through CuPy, which keeps compiled code in its cache folder. Tensors on the CPU are for
-tests only: see emulation.py.
+Tensors on a GPU: NVRTC through CuPy, which keeps compiled code in its cache folder. Tensors on the CPU have a backend
+only where something has put one into BACKENDS, as the tests' emulator does.
 """
 
 from __future__ import annotations
@@ -41,6 +41,9 @@ class Backend(Protocol):
 
     def load(self, source: str, name: str, defines: dict[str, int]) -> Launch:
         """Compile an entry point of a file in csrc."""
+
+    def device_name(self) -> str:
+        """The device's product name."""
 
     def num_sms(self) -> int:
         """Streaming multiprocessors."""
@@ -148,6 +151,9 @@ class CupyBackend:
         # Or cuBLAS, which multiplies beside our kernels, may add 16-bit parts of a sum in 16 bits.
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+
+    def device_name(self) -> str:
+        return torch.cuda.get_device_name()
 
     def num_sms(self) -> int:
         return int(torch.cuda.get_device_properties().multi_processor_count)

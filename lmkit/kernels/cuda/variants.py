@@ -39,6 +39,9 @@ class Recorder:
     def __init__(self) -> None:
         self.kernels: dict[tuple[Any, ...], Kernel] = {}
 
+    def device_name(self) -> str:
+        return "recorder"
+
     def num_sms(self) -> int:
         return 132
 

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from lmkit.kernels import ops
-from lmkit.kernels.cuda import attention, emulation, module
+from lmkit.kernels.cuda import attention, module
 from lmkit.kernels.ops import KVTensor
 from lmkit.kernels.reference.kv import read_blocks
+from tests import emulator
 from tests.kernels.cases import filled_cache, key_mean
 
 TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 4e-3}
@@ -173,7 +174,7 @@ def test_same_bits_in_any_order(device: str, monkeypatch: pytest.MonkeyPatch) ->
     first = decode(args, 0, 0, device)
     for seed in range(3):
         if device == "cpu":
-            emulation.install(seed=seed + 100)
+            emulator.install(seed=seed + 100)
         assert torch.equal(decode(args, 0, 0, device), first)
 
 

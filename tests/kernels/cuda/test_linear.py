@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from lmkit.kernels import ops
-from lmkit.kernels.cuda import emulation, gemm, gemm_pack, gemm_plan, gemm_table, linear, module
+from lmkit.kernels.cuda import gemm, gemm_pack, gemm_plan, gemm_table, linear, module
 from lmkit.kernels.cuda.gemm_pack import PackedWeight
 from lmkit.kernels.cuda.gemm_plan import Plan, Problem
 from lmkit.kernels.ops import Norm
 from lmkit.layers.outline import WeightKind, packed_outline
 from lmkit.qtensor import QTensor, QuantScheme, dequantize, per_row, quantize
+from tests import emulator
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 INT4 = QuantScheme(4, 128)
@@ -152,7 +153,7 @@ def test_order_of_threads_and_blocks_changes_nothing() -> None:
     q, results = weight(160, 1024), []
     x = torch.randn(5, 1024).half()
     for seed in range(4):
-        emulation.install(seed)
+        emulator.install(seed)
         results.append(gemm.multiply(x, pack(q, "cpu"), Plan(1, 1, 1, 4, 4, 1), dtype=F32))
     module.BACKENDS.pop("cpu")
     module.counters.cache_clear()

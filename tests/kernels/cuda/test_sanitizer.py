@@ -28,9 +28,9 @@ WATCHED: dict[str, str] = {
 
 PLANTED = """
 import sys, torch
-from lmkit.kernels.cuda import emulation
+from tests import emulator
 from lmkit.kernels.cuda.module import Kernel
-emulation.install(sanitize=True)
+emulator.install(sanitize=True)
 path, *after = sys.argv[1:]
 Kernel(path, "planted")(1, 32, [torch.zeros(32), torch.zeros(32), *map(int, after)], shared=128)
 """

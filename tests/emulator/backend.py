@@ -1,7 +1,4 @@
-"""Kernels without a GPU, for tests: csrc/host.cuh and emulator.cpp make g++ a CUDA compiler and the CPU a slow GPU.
-
-emulation.install(seed=0)        # tensors on the CPU can be given to kernels from now on
-"""
+"""Compiles kernels with g++ and launches them on the CPU: a backend of lmkit.kernels.cuda.module."""
 
 from __future__ import annotations
 
@@ -26,6 +23,8 @@ from lmkit.kernels.cuda.source import kernel_source
 
 FLAGS = ("-std=c++17", "-O2", "-march=native", "-fPIC", "-shared", "-fno-strict-aliasing", "-w")
 ASAN = ("-fsanitize=address", "-fno-omit-frame-pointer")
+HERE = Path(__file__).parent
+HOST = HERE / "host.cuh"  # what a kernel finds behind LMKIT_HOST
 NUM_SMS = 3  # few, so that small problems take several waves
 _U32x3 = ctypes.c_uint32 * 3
 
@@ -37,7 +36,7 @@ class EmulatedBackend:
         self._flags = FLAGS + (ASAN if sanitize else ())
         self._capability = capability
         self._runtime = ctypes.CDLL(
-            str(self._build(kernel_source("emulator.cpp"), "emulator", {})), mode=ctypes.RTLD_GLOBAL
+            str(self._build(kernel_source(str(HERE / "emulator.cpp")), "emulator", {})), mode=ctypes.RTLD_GLOBAL
         )
         self._runtime.lm_launch.restype = ctypes.c_bool
         self.begin(0)
@@ -46,6 +45,9 @@ class EmulatedBackend:
         """Draw from `seed` from now on."""
         self._seed = seed
         self.launches: list[str] = []  # names of the kernels that ran since
+
+    def device_name(self) -> str:
+        return "emulated"
 
     def num_sms(self) -> int:
         return NUM_SMS
@@ -74,14 +76,14 @@ class EmulatedBackend:
         return launch
 
     def _build(self, text: str, name: str, defines: dict[str, int]) -> Path:
-        flags = (*self._flags, "-DLMKIT_HOST", *(f"-D{key}={value}" for key, value in sorted(defines.items())))
-        key = hashlib.sha256("\0".join((text, *flags, processor())).encode()).hexdigest()[:24]
+        flags = (*self._flags, f'-DLMKIT_HOST="{HOST.name}"', *(f"-D{k}={v}" for k, v in sorted(defines.items())))
+        digest = hashlib.sha256("\0".join((text, HOST.read_text(), *flags, processor())).encode())
         folder = environment().cache_dir / "emulated"
-        library = folder / f"{name}-{key}.so"
+        library = folder / f"{name}-{digest.hexdigest()[:24]}.so"
         if not library.exists():
             folder.mkdir(parents=True, exist_ok=True)
             partial = library.with_suffix(f".{os.getpid()}")
-            command = [compiler(), "-x", "c++", "-", *flags, "-o", str(partial)]
+            command = [compiler(), "-x", "c++", "-", *flags, f"-I{HERE}", "-o", str(partial)]
             built = subprocess.run(command, input=text, text=True, capture_output=True, check=False)
             if built.returncode:
                 raise UnsupportedError(f"{name} {defines}: {built.stderr[:4000]}")
