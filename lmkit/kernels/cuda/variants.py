@@ -19,6 +19,7 @@ import torch
 import lmkit.kernels.cuda
 from lmkit.kernels import ops
 from lmkit.kernels.cuda import module
+from lmkit.kernels.cuda.gpus import Capability
 from lmkit.kernels.cuda.module import HALVES, Kernel, Launch
 from lmkit.kernels.ops import KV_CODED, KVTensor, Norm
 from lmkit.kernels.registry import Implementation, Op
@@ -45,7 +46,7 @@ class Recorder:
     def num_sms(self) -> int:
         return 132
 
-    def capability(self) -> tuple[int, int]:
+    def capability(self) -> Capability:
         return 9, 0
 
     def load(self, source: str, name: str, defines: dict[str, int]) -> Launch:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lmkit.kernels import ops
 from lmkit.kernels.cuda import attention, module
+from lmkit.kernels.cuda.gpus import GPUS, RESERVED_SHARED
 from lmkit.kernels.ops import KVTensor
 from lmkit.kernels.reference.kv import read_blocks
 from tests import emulator
@@ -344,8 +345,8 @@ def test_shapes_fit_the_device() -> None:
     assert attention.shape_of(128, "int4", "int4", 4, False, (9, 0)).blocks_per_sm == 4
     assert attention.shape_of(128, "int8", "int8", 16, False, (8, 0)).n_tiles == 2
     assert not attention.shape_of(256, "float16", "float16", 4, False, (8, 9)).fits
-    for capability in ((8, 0), (8, 9), (9, 0), (12, 0)):
+    for capability, gpu in GPUS.items():
         for types in ("float16", "int8", "int4", "fp8"):
             shape = attention.shape_of(128, types, types, 8, True, capability)
             assert shape.fits
-            assert shape.blocks_per_sm * (shape.shared + 1024) <= module.shared_of_sm(capability)
+            assert shape.blocks_per_sm * (shape.shared + RESERVED_SHARED) <= gpu.shared
