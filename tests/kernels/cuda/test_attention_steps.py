@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lmkit.kernels import ops
 from lmkit.kernels.cuda import attention
 from lmkit.layers.batch import allocate_kv
 from tests.kernels.cases import key_mean
@@ -58,7 +59,7 @@ def run(types: tuple[str, str], qkv: tuple[Tensor, ...], keys: str, bounds: tupl
 def test_chunks_and_tokens_give_what_a_prompt_gives(
     device: str, types: tuple[str, str], dtype: torch.dtype, keys: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "reference_rope_attention", None)  # kernels do it
+    monkeypatch.setattr(ops.rope_paged_attention, "fall_back", None)  # kernels do it
     torch.manual_seed(8)
     q, k, v = (torch.randn(BOUNDS[-1], heads, DIM).to(dtype).to(device) for heads in (HEADS, KV_HEADS, KV_HEADS))
     state = torch.get_rng_state()

@@ -295,6 +295,7 @@ def test_ops(device: str) -> None:
     got = attention.paged_attention(q.float().to(device), *args, 0.125, 0)
     assert got.dtype == torch.float32
     assert error(got.cpu(), expected) < 1e-5
+    assert ops.paged_attention.fallbacks["tensors of float32"]
 
     new = [torch.randn(2, 2, 64).half() for _ in range(2)], torch.rand(2, 32) * 7
     slots = torch.tensor([int(tables[0, 2]) * 16 + 7, int(tables[1, 0]) * 16 + 8]).int()

@@ -224,12 +224,3 @@ def test_no_sequences(device: str) -> None:
     assert attend(args, skip_single=True).isnan().all()
     empty = args._replace(q=args.q[:0], query_start=args.query_start[:1], context_lens=args.context_lens[:0])
     assert attend(empty).shape == (0, 1, 64)
-
-
-@pytest.mark.parametrize(
-    ("head_dim", "k", "v", "pairs"),
-    [(72, "int8", "int8", 0), (272, "int8", "int8", 0), (64, "float32", "int8", 0), (64, "int8", "int8", 17)],
-)
-def test_refusals(head_dim: int, k: str, v: str, pairs: int) -> None:
-    assert prefill.refusal(head_dim=head_dim, k=k, v=v, mean_pairs=pairs)
-    assert prefill.refusal(head_dim=64, k="int8", v="fp8", mean_pairs=8) is None
