@@ -12,11 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from lmkit.attention_spec import AttentionSpec
 from lmkit.kernels import ops
 from lmkit.kernels.cuda import append, attention, elementwise, library, module
 from lmkit.kernels.ops import Norm
 from lmkit.kernels.reference.linear import keep
 from lmkit.kernels.registry import Op
+from lmkit.kv_dtype import FLOAT16, FLOAT32, INT8, KVDtype
 from lmkit.layers.batch import allocate_kv
 from tests import emulator
 from tests.kernels.cases import key_mean
@@ -34,14 +36,14 @@ def rounded_norm() -> Tensor:
     return elementwise.quantize_rows(torch.randn(2, 32).half(), torch.int8, norm).codes
 
 
-def appended(dtype: torch.dtype, stored: str, first: int = 0) -> Callable[[], Any]:
+def appended(dtype: torch.dtype, stored: KVDtype, first: int = 0) -> Callable[[], Any]:
     kv = allocate_kv(2, 2, 16, 64, (stored, stored))
     rows, slots = torch.randn(4, 2, 72).to(dtype)[..., first : first + 64], torch.arange(4).int()
     return lambda: append.kv_append(rows, rows, kv.k, kv.v, slots)
 
 
 def rotated() -> None:
-    kv, angles = allocate_kv(2, 2, 16, 64, ("int8", "int8")), torch.rand(4, 32)
+    kv, angles = allocate_kv(2, 2, 16, 64, (INT8, INT8)), torch.rand(4, 32)
     q, k, v = torch.randn(3, 4, 2, 64)
     append.rope_append(q, k, v, angles.cos(), angles.sin(), kv.k, kv.v, torch.arange(4).int())
 
@@ -58,9 +60,9 @@ CASES: dict[str, tuple[Op, Callable[[], Any], str]] = {
         ops.embedding, lambda: elementwise.embedding(torch.zeros(4, 9).T, torch.tensor([1])), "not contiguous",
     ),
     "gate of float64": (ops.silu_mul, lambda: elementwise.silu_mul(torch.zeros(2, 8, dtype=F64)), "float64"),
-    "append of float32": (ops.kv_append, appended(F32, "int8"), "tensors of float32"),
-    "append into float32": (ops.kv_append, appended(F16, "float32"), "KV stored as float32"),
-    "append of odd rows": (ops.kv_append, appended(F16, "int8", 3), "loads of 16 bytes"),
+    "append of float32": (ops.kv_append, appended(F32, INT8), "tensors of float32"),
+    "append into float32": (ops.kv_append, appended(F16, FLOAT32), "KV stored as float32"),
+    "append of odd rows": (ops.kv_append, appended(F16, INT8, 3), "loads of 16 bytes"),
     "rotation of float32": (ops.rope_append, rotated, "tensors of float32"),
     "product of two types": (
         ops.linear_dense,
@@ -100,20 +102,22 @@ def test_a_fallback_is_told_once(name: str, monkeypatch: pytest.MonkeyPatch, cap
 @pytest.mark.parametrize(
     ("dim", "stored", "changes", "reason"),
     [
-        (64, "int8", {}, None),
-        (64, "int8", {"dtype": F32}, "tensors of float32"),
-        (72, "int8", {}, "head_dim 72"),
-        (272, "int8", {}, "head_dim 272"),
-        (64, "float32", {}, "KV stored as float32"),
-        (64, "int8", {"block_size": 8}, "blocks of 8 tokens"),
-        (64, "int8", {"turned": True}, "values that are turned"),
-        (64, "int8", {"pairs": 16}, None),
-        (64, "int8", {"pairs": 17}, "17 pairs, more than 16"),
-        (256, "float16", {"capability": (9, 0)}, None),
-        (256, "float16", {"capability": (8, 9)}, "shared memory cannot hold"),
+        (64, INT8, {}, None),
+        (64, INT8, {"dtype": F32}, "tensors of float32"),
+        (72, INT8, {}, "head_dim 72"),
+        (272, INT8, {}, "head_dim 272"),
+        (64, FLOAT32, {}, "KV stored as float32"),
+        (64, INT8, {"block_size": 8}, "blocks of 8 tokens"),
+        (64, INT8, {"turned": True}, "values that are turned"),
+        (64, INT8, {"pairs": 16}, None),
+        (64, INT8, {"pairs": 17}, "17 pairs, more than 16"),
+        (256, FLOAT16, {"capability": (9, 0)}, None),
+        (256, FLOAT16, {"capability": (8, 9)}, "shared memory cannot hold"),
     ],
 )
-def test_attention_says_what_it_cannot_do(dim: int, stored: str, changes: dict[str, Any], reason: str | None) -> None:
+def test_attention_says_what_it_cannot_do(
+    dim: int, stored: KVDtype, changes: dict[str, Any], reason: str | None
+) -> None:
     emulator.install(capability=changes.get("capability", (9, 0)))
     kv = allocate_kv(2, 1, changes.get("block_size", 16), dim, (stored, stored))
     k_cache, v_cache = kv.k, replace(kv.v, hadamard="turned" in changes)
@@ -121,5 +125,5 @@ def test_attention_says_what_it_cannot_do(dim: int, stored: str, changes: dict[s
         pairs = torch.zeros(1, changes["pairs"], dtype=torch.int32)
         k_cache = replace(k_cache, mean=replace(key_mean(1, 64, 64, 8), pairs=pairs))
     rows = (torch.zeros(2, 1, dim, dtype=changes.get("dtype", F16)),)
-    found = attention.attention_problem(rows, k_cache, v_cache, decodes=False)
+    found = attention.attention_problem(rows, k_cache, v_cache, AttentionSpec(1.0), decodes=False)
     assert found is None if reason is None else reason in str(found)
