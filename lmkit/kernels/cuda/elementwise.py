@@ -31,6 +31,11 @@ def accepts(**traits: Any) -> str | None:
     return None if is_available() else missing()
 
 
+def gate_problem(*, activation: str | None = None, **traits: Any) -> str | None:
+    """Why epilogues cannot multiply by this activation of a gate, or None."""
+    return None if activation in (None, "silu") else f"activation {activation}"
+
+
 class RowCodes(NamedTuple):
     """Rows [T, K] as codes: values ~ codes * scales. May have more rows than were asked for; those hold anything."""
 
@@ -119,11 +124,11 @@ def embedding(table: Tensor, rows: Tensor) -> Tensor:
     return out
 
 
-@implements(ops.silu_mul, "cuda", device="cuda", accepts=accepts, priority=20)
-def silu_mul(gate_up: Tensor) -> Tensor:
+@implements(ops.gated_activation, "cuda", device="cuda", accepts=accepts, priority=20)
+def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
     half = half_of(gate_up)
-    if half is None:
-        y: Tensor = ops.silu_mul.fall_back("reference", dtypes_of(gate_up))(gate_up)
+    if (reason := dtypes_of(gate_up) if half is None else gate_problem(activation=activation)) is not None:
+        y: Tensor = ops.gated_activation.fall_back("reference", reason)(gate_up, activation)
         return y
     columns = gate_up.shape[-1] // 2
     rows = gate_up.reshape(-1, 2 * columns)

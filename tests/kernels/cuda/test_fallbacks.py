@@ -59,14 +59,18 @@ CASES: dict[str, tuple[Op, Callable[[], Any], str]] = {
     "table of columns": (
         ops.embedding, lambda: elementwise.embedding(torch.zeros(4, 9).T, torch.tensor([1])), "not contiguous",
     ),
-    "gate of float64": (ops.silu_mul, lambda: elementwise.silu_mul(torch.zeros(2, 8, dtype=F64)), "float64"),
+    "gate of float64": (
+        ops.gated_activation,
+        lambda: elementwise.gated_activation(torch.zeros(2, 8, dtype=F64), "silu"),
+        "float64",
+    ),
     "append of float32": (ops.kv_append, appended(F32, INT8), "tensors of float32"),
     "append into float32": (ops.kv_append, appended(F16, FLOAT32), "KV stored as float32"),
     "append of odd rows": (ops.kv_append, appended(F16, INT8, 3), "loads of 16 bytes"),
     "rotation of float32": (ops.rope_append, rotated, "tensors of float32"),
     "product of two types": (
         ops.linear_dense,
-        lambda: library.linear_dense(torch.zeros(2, 16), keep(torch.zeros(8, 16).half(), False), None),
+        lambda: library.linear_dense(torch.zeros(2, 16), keep(torch.zeros(8, 16).half()), None),
         "tensors of float16 and float32",
     ),
 }  # fmt: skip
