@@ -19,7 +19,7 @@ from benchmarks.gpu.roofline import W4_G128, Decode, prefill_flops
 from lmkit.config import EngineConfig
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.request import GenerationConfig, Request
-from lmkit.turbo.runners.device import CudaDevice, EmulatedDevice
+from lmkit.turbo.runners.device import CudaDevice
 
 SECONDS = 1.5  # of decoding that is timed, at most
 STEPS = 200
@@ -84,8 +84,7 @@ def _engine(context: Context, case: Case) -> Iterator[Engine]:
         max_step_tokens=64 if context.rehearsal else 8192,
         max_model_len=longest if case.prefill is None else max(longest, case.prefill[1] + 16),
     )
-    device = EmulatedDevice() if context.rehearsal else CudaDevice()
-    engine = Engine.of(decoder, config, device=device)
+    engine = Engine.of(decoder, config, device=_device(context))
     context.row(case.name, model_seconds=made - start, engine_seconds=time.perf_counter() - made)
     try:
         yield engine
@@ -94,6 +93,14 @@ def _engine(context: Context, case: Case) -> Iterator[Engine]:
         del engine, decoder
         if not context.rehearsal:
             torch.cuda.empty_cache()
+
+
+def _device(context: Context) -> CudaDevice:
+    if not context.rehearsal:
+        return CudaDevice()
+    from tests.emulator.device import EmulatedDevice
+
+    return EmulatedDevice()
 
 
 def _requests(engine: Engine, count: int, length: int, new_tokens: int) -> Iterator[Request]:

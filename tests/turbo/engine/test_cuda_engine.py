@@ -19,7 +19,7 @@ from benchmarks.random_llama import make_awq
 from lmkit.config import EngineConfig
 from lmkit.errors import ConfigError, DeviceLostError, UnsupportedError
 from lmkit.formats.hub import DEMO_FOLDER
-from lmkit.kernels.cuda import emulation, module
+from lmkit.kernels.cuda import module
 from lmkit.models.loader import load_model
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.plan import StepPlan
@@ -27,8 +27,10 @@ from lmkit.turbo.request import GenerationConfig, Request, StepOutput
 from lmkit.turbo.runners import cuda as cuda_runner
 from lmkit.turbo.runners.cuda import CudaRunner
 from lmkit.turbo.runners.cuda_graphs import graph_sizes
-from lmkit.turbo.runners.device import EmulatedDevice, resolve_device
+from lmkit.turbo.runners.device import resolve_device
 from lmkit.turbo.transport.worker import EngineLoop
+from tests import emulator
+from tests.emulator.device import EmulatedDevice
 from tests.models import tiny
 from tests.turbo.engine.test_engine import run
 
@@ -63,7 +65,7 @@ def quantized(checkpoint: Path) -> Path:
 def device(request: pytest.FixtureRequest) -> Iterator[EmulatedDevice]:
     if shutil.which("g++") is None:
         pytest.skip("kernels are emulated with g++")
-    emulation.install(seed=hash(request.node.name) & 0xFFFF)
+    emulator.install(seed=hash(request.node.name) & 0xFFFF)
     yield EmulatedDevice()
     module.BACKENDS.pop("cpu", None)
     module.counters.cache_clear()
@@ -212,10 +214,10 @@ def test_a_layer_of_a_decode_step_is_seven_launches(quantized: Path, device: Emu
     engine = on_gpu(quantized, device, overlap=False)
     engine.add(Request(request_id="a", prompt_ids=[5, 6, 7], params=GenerationConfig(max_new_tokens=8, temperature=0)))
     engine.step()
-    emulator = emulation.install()
+    gpu = emulator.install()
     (output,) = engine.step()
     assert len(output.token_ids) == 1
-    layers, launches = SIZES["num_hidden_layers"], Counter(emulator.launches)
+    layers, launches = SIZES["num_hidden_layers"], Counter(gpu.launches)
     assert launches["gemm"] == 4 * layers
     assert launches["decode_attention"] == layers
     assert launches["norm_rows"] == 2 * layers + 1, "and the one before the head"
