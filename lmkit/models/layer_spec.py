@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from lmkit.kernels.attention_spec import AttentionSpec
+from lmkit.attention_spec import AttentionSpec
 from lmkit.kv_dtype import KVDtype
 from lmkit.layers.mlp_spec import MLPSpec, MoESpec
 from lmkit.layers.rope_spec import RopeSpec
