@@ -26,7 +26,10 @@ class Chunk(msgspec.Struct, frozen=True):
     start: int  # = num_computed
     num_tokens: int
     new_blocks: list[int]  # appended to the slot's block table
-    sample: bool  # the chunk reaches the last known token: sample the next one
+    num_sampled: int  # of its last positions: the token behind each is sampled. 0 = not at the last known token yet
+    # Guesses at the tokens behind the last known one: the last num_sampled - 1 tokens of the chunk. They are kept as
+    # far as they are what is sampled.
+    draft: list[int] = []
 
 
 class Load(msgspec.Struct, frozen=True):
@@ -57,11 +60,18 @@ class StepPlan(msgspec.Struct, frozen=True):
     saves: list[Save] = []
 
 
-class Sampled(msgspec.Struct, frozen=True):
-    """A runner's result for one chunk, in the plan's order. `token_id` is -1 where the chunk does not sample."""
+class SampledToken(msgspec.Struct, frozen=True):
+    """The token behind one position; FAILED_TOKEN if the logits were unusable. Log-probabilities where asked for."""
 
     token_id: int
     logprob: float = 0.0
     top: list[tuple[int, float]] = []
+
+
+class Sampled(msgspec.Struct, frozen=True):
+    """A runner's result for one chunk, in the plan's order."""
+
+    # The sequence's next tokens: none if the chunk samples none, else one more than the draft tokens that were right.
+    tokens: list[SampledToken] = []
     # If asked for: those of token p + 1, for each position p of the chunk with p + 1 < num_prompt_tokens.
     prompt_logprobs: list[TokenLogprobs] = []

@@ -125,7 +125,7 @@ def test_the_engine_generates_and_says_once_that_steps_are_not_recorded(tmp_path
         def emit(self, record: logging.LogRecord) -> None:
             messages.append(record.getMessage())
 
-    logger, handler = logging.getLogger("lmkit.turbo.runners.cpu_graphs"), Handler()
+    logger, handler = logging.getLogger("lmkit.turbo.runners.cpu_captured"), Handler()
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:

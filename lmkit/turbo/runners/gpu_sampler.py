@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lmkit.kernels.cuda import sampling
-from lmkit.turbo.plan import NewSequence, Sampled
+from lmkit.turbo.plan import NewSequence, SampledToken
 from lmkit.turbo.runners.sampler import penalizes
 from lmkit.turbo.sequence import FAILED_TOKEN
 
@@ -28,11 +28,11 @@ class PendingTokens:
     scored: dict[int, tuple[int, int]]  # row -> (row of `scores`, most likely tokens to report)
     copied: torch.cuda.Event | None
 
-    def result(self) -> list[Sampled]:
+    def result(self) -> list[SampledToken]:
         """One for each row of the logits; FAILED_TOKEN where they were unusable."""
         if self.copied is not None:
             self.copied.synchronize()
-        results = [Sampled(token) for token in self.tokens.tolist()]
+        results = [SampledToken(token) for token in self.tokens.tolist()]
         if self.scores is not None:
             scores = self.scores.numpy()
             for row, (place, num_top) in self.scored.items():
@@ -162,8 +162,8 @@ def _download(tensor: Tensor) -> Tensor:
     return on_host.copy_(tensor, non_blocking=True)
 
 
-def _with_logprobs(token_id: int, scores: np.ndarray, num_top: int) -> Sampled:
+def _with_logprobs(token_id: int, scores: np.ndarray, num_top: int) -> SampledToken:
     norm, logit = scores[:2].tolist()
     entries = scores[2 : 2 + 2 * num_top].reshape(-1, 2).tolist()
     best = sorted(((int(token), value) for token, value in entries), key=lambda entry: (-entry[1], entry[0]))
-    return Sampled(token_id, logit - norm, [(token, value - norm) for token, value in best])
+    return SampledToken(token_id, logit - norm, [(token, value - norm) for token, value in best])

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lmkit.kernels import ops
 from lmkit.kernels.reference.sampling import most_likely, relative_weights
-from lmkit.turbo.plan import NewSequence, Sampled
+from lmkit.turbo.plan import NewSequence, SampledToken
 from lmkit.turbo.request import GenerationConfig, TokenLogprobs
 from lmkit.turbo.sequence import FAILED_TOKEN
 
@@ -61,7 +61,7 @@ class Sampler:
         self._beyond_argmax.discard(slot)
 
     @np.errstate(over="ignore", invalid="ignore")  # an infinity is either meant or found by `isfinite`
-    def sample(self, logits: Tensor, slots: Seq[int]) -> list[Sampled]:
+    def sample(self, logits: Tensor, slots: Seq[int]) -> list[SampledToken]:
         """The next token of each row of `logits` (float32 [R, vocab]), whose sequence sits in slots[row].
 
         A row with NaN or +inf, or with no token left to choose, gives FAILED_TOKEN; the other rows do not suffer.
@@ -77,23 +77,24 @@ class Sampler:
         if len(drawn):
             tokens[drawn] = self._draw(edited, drawn, slots)
         tokens[~usable] = FAILED_TOKEN
-        results = [Sampled(token) for token in tokens.tolist()]
+        results = [SampledToken(token) for token in tokens.tolist()]
         for row in np.flatnonzero(usable & (self.num_top[slot_ids] >= 0)).tolist():
             scored = token_logprobs(raw[row], results[row].token_id, int(self.num_top[slots[row]]))
-            results[row] = Sampled(scored.token_id, scored.logprob, scored.top)
+            results[row] = SampledToken(scored.token_id, scored.logprob, scored.top)
         self._count(slots, results)
         return results
 
-    def _most_likely(self, logits: np.ndarray, slots: Seq[int]) -> list[Sampled]:
+    def _most_likely(self, logits: np.ndarray, slots: Seq[int]) -> list[SampledToken]:
         """The lowest id of the greatest; a NaN counts as the greatest."""
         tokens = logits.argmax(-1).tolist()
         results = [
-            Sampled(token if math.isfinite(logits[row, token]) else FAILED_TOKEN) for row, token in enumerate(tokens)
+            SampledToken(token if math.isfinite(logits[row, token]) else FAILED_TOKEN)
+            for row, token in enumerate(tokens)
         ]
         self._count(slots, results)
         return results
 
-    def _count(self, slots: Seq[int], results: Iterable[Sampled]) -> None:
+    def _count(self, slots: Seq[int], results: Iterable[SampledToken]) -> None:
         for slot, result in zip(slots, results, strict=True):
             if result.token_id != FAILED_TOKEN:
                 self.num_outputs[slot] += 1

@@ -26,13 +26,13 @@ from lmkit.turbo.plan import StepPlan
 from lmkit.turbo.request import GenerationConfig, Request, StepOutput
 from lmkit.turbo.runners import cuda as cuda_runner
 from lmkit.turbo.runners.cuda import CudaRunner
-from lmkit.turbo.runners.cuda_graphs import graph_sizes
+from lmkit.turbo.runners.cuda_captured import captured_sizes
 from lmkit.turbo.runners.device import resolve_device
 from lmkit.turbo.transport.worker import EngineLoop
 from tests import emulator
 from tests.emulator.device import EmulatedDevice
 from tests.models import tiny
-from tests.turbo.engine.test_engine import run
+from tests.turbo.engine.test_engine import propose_drafts, run
 
 SMALL: dict[str, Any] = {"block_size": 16, "max_batch_size": 4, "max_step_tokens": 24, "max_model_len": 128}
 SIZES: dict[str, Any] = {
@@ -199,15 +199,15 @@ def test_decode_steps_are_replayed_in_the_next_captured_size(
 ) -> None:
     engine = on_gpu(checkpoint, device, max_batch_size=5)
     assert isinstance(engine.runner, CudaRunner)
-    graphs, sizes = engine.runner.graphs, []
-    replay = graphs.replay
-    monkeypatch.setattr(graphs, "replay", lambda size: (sizes.append(size), replay(size))[1])
+    captured, sizes = engine.runner.captured, []
+    replay = captured.replay
+    monkeypatch.setattr(captured, "replay", lambda size: (sizes.append(size), replay(size))[1])
     more = [*requests(), request("more", [77, 78], 14)]
     late = msgspec.structs.replace(more[0], request_id="late", params=GenerationConfig(max_new_tokens=40))
     run(engine, [*more, late])
     assert set(sizes) == {1, 2, 4, 5} or set(sizes) == {1, 4, 5}
-    assert graph_sizes(64) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]
-    assert graph_sizes(3) == [1, 2, 3]
+    assert captured_sizes(64) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]
+    assert captured_sizes(3) == [1, 2, 3]
 
 
 def test_a_layer_of_a_decode_step_is_seven_launches(quantized: Path, device: EmulatedDevice) -> None:
@@ -222,6 +222,18 @@ def test_a_layer_of_a_decode_step_is_seven_launches(quantized: Path, device: Emu
     assert launches["decode_attention"] == layers
     assert launches["norm_rows"] == 2 * layers + 1, "and the one before the head"
     assert launches.total() - 7 * layers <= 6, "tokens, embedding, angles, norm, head, argmax"
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "repetition_penalty": 1.3}], ids=["greedy", "drawn"])
+def test_drafts_change_no_token(
+    checkpoint: Path, device: EmulatedDevice, params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = requests(**params)
+    want = tokens(run(on_gpu(checkpoint, device, dtype="float32"), wanted))
+    engine = on_gpu(checkpoint, device, dtype="float32")
+    lengths = propose_drafts(engine, want, monkeypatch)
+    assert tokens(run(engine, wanted)) == want
+    assert max(lengths) == 4
 
 
 def test_a_prefix_is_found_again(checkpoint: Path, device: EmulatedDevice) -> None:
@@ -271,7 +283,7 @@ def test_dtypes(checkpoint: Path, device: EmulatedDevice, dtype: Any) -> None:
     wanted = torch.float16 if dtype == "auto" else getattr(torch, dtype)
     assert engine.runner.decoder.dtype == engine.runner.kv[0].k.data.dtype == wanted
     assert isinstance(engine.runner, CudaRunner)
-    assert (engine.runner.graphs.size_for(3) is None) == (dtype == "float32")
+    assert (engine.runner.captured.size_for(3) is None) == (dtype == "float32")
     got = run(engine, requests(max_new_tokens=4))
     if dtype == "float32":
         assert tokens(got) == tokens(run(on_cpu(checkpoint), requests(max_new_tokens=4)))
@@ -345,7 +357,7 @@ def test_a_step_that_cannot_be_captured_is_run_as_it_is(
     monkeypatch.setattr(device, "capture", refuses)
     engine = on_gpu(checkpoint, device)
     assert isinstance(engine.runner, CudaRunner)
-    assert engine.runner.graphs.size_for(1) is None
+    assert engine.runner.captured.size_for(1) is None
     assert tokens(run(engine, requests(max_new_tokens=4))) == want
 
 

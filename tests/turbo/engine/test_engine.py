@@ -16,6 +16,7 @@ from lmkit.config import EngineConfig
 from lmkit.errors import RequestError
 from lmkit.text import Tokenizer
 from lmkit.turbo.engine.engine import Engine
+from lmkit.turbo.plan import StepPlan
 from lmkit.turbo.request import EngineStats, GenerationConfig, Request, StepOutput
 
 SMALL = {"block_size": 8, "max_batch_size": 4, "max_step_tokens": 64, "max_model_len": 256}
@@ -51,6 +52,23 @@ def run(engine: Engine, requests: Iterable[Request]) -> dict[str, list[StepOutpu
     assert engine.stats().blocks_used == 0
     assert all(o[-1].finish_reason and not any(x.finish_reason for x in o[:-1]) for o in outputs.values())
     return outputs
+
+
+def propose_drafts(engine: Engine, want: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Each step that may compute a draft gets one, of which the third token is wrong. The lengths of those that ran."""
+    schedule, lengths = engine.scheduler.schedule, list[int]()
+
+    def with_drafts() -> StepPlan | None:
+        for seq in engine.scheduler._slots.running.values():
+            if not seq.num_pending:
+                draft = want[seq.request_id][seq.num_outputs :][:4]
+                seq.propose([token + (i == 2) for i, token in enumerate(draft)])
+        plan = schedule()
+        lengths.extend(len(chunk.draft) for chunk in plan.chunks) if plan is not None else None
+        return plan
+
+    monkeypatch.setattr(engine.scheduler, "schedule", with_drafts)
+    return lengths
 
 
 def tokens(outputs: list[StepOutput]) -> list[int]:
@@ -130,7 +148,7 @@ def test_prompt_logprobs_do_not_depend_on_batch_chunks_or_the_part_that_is_score
     chunked = engine_for(demo_model, max_step_tokens=5)
     for engine in (engine_for(demo_model), chunked):
         assert {name: outputs[0].prompt_logprobs for name, outputs in run(engine, requests).items()} == want
-    monkeypatch.setattr("lmkit.turbo.runners.cpu.SCORED_BYTES", 3 * 4 * 4096)
+    monkeypatch.setattr("lmkit.turbo.runners.runner.SCORED_BYTES", 3 * 4 * 4096)
     assert {name: outputs[0].prompt_logprobs for name, outputs in run(alone, requests).items()} == want
 
 
@@ -159,6 +177,37 @@ def test_abort_frees_blocks_within_a_step(demo_model: Path) -> None:
     while engine.has_work():
         assert all(o.request_id != "r2" for o in engine.step())
     engine.check_integrity()
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 0.0, "logprobs": 3},
+        {"temperature": 1.0, "top_p": 0.9, "logprobs": 0},
+        {"temperature": 0.7, "repetition_penalty": 1.3, "ignore_eos": False, "min_new_tokens": 9, "logprobs": 0},
+    ],
+    ids=["greedy", "drawn", "edited"],
+)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_several_positions_of_a_step_are_sampled_as_one_after_the_other(
+    demo_model: Path, params: dict[str, Any], overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same tokens and log-probabilities, bit for bit; what is drawn or penalized depends on the tokens before."""
+    requests = [
+        msgspec.structs.replace(request, prompt_logprobs=params["temperature"] == 0)
+        for request in requests_for(demo_model, **params)
+    ]
+    want = run(engine_for(demo_model), requests)
+    engine = engine_for(demo_model, overlap=overlap, max_step_tokens=32)
+    lengths = propose_drafts(engine, {name: tokens(outputs) for name, outputs in want.items()}, monkeypatch)
+    got = run(engine, requests)
+    assert max(lengths) == 4
+    assert max(len(output.token_ids) for outputs in got.values() for output in outputs) == 3
+    for name, outputs in want.items():
+        assert [x for o in got[name] for x in o.logprobs] == [x for o in outputs for x in o.logprobs]
+        assert got[name][0].prompt_logprobs == outputs[0].prompt_logprobs
+        assert tokens(got[name]) == tokens(outputs)
+        assert got[name][-1].finish_reason == outputs[-1].finish_reason
 
 
 def test_a_failing_step_ends_its_requests_and_no_others(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lmkit.kernels.cuda import module, sampling
-from lmkit.turbo.plan import NewSequence, Sampled
+from lmkit.turbo.plan import NewSequence, SampledToken
 from lmkit.turbo.runners.gpu_sampler import GpuSampler
 from lmkit.turbo.runners.sampler import LogitEdits, Sampler
 from lmkit.turbo.sequence import FAILED_TOKEN
@@ -35,7 +35,7 @@ class Both:
         self.cpu.set(new.slot, new)
         self.gpu.set(new.slot, new)
 
-    def sample(self, logits: Tensor, slots: Sequence[int]) -> list[Sampled]:
+    def sample(self, logits: Tensor, slots: Sequence[int]) -> list[SampledToken]:
         """What both give."""
         got = self.gpu.sample(logits.to(self.device, copy=True), slots).result()
         want = self.cpu.sample(logits, slots)
@@ -153,7 +153,7 @@ def test_logprobs_are_of_the_unmodified_logits(device: str) -> None:
     assert edited.logprob == pytest.approx(want[3])
     assert [token for token, _ in edited.top] == [1, 2]  # of equals the lower id
     assert [token for token, _ in whole.top] == [1, 2, 4, 0, 3]
-    assert plain == Sampled(1)
+    assert plain == SampledToken(1)
 
 
 def test_a_new_sequence_inherits_nothing_from_the_slot(device: str) -> None:
@@ -162,9 +162,9 @@ def test_a_new_sequence_inherits_nothing_from_the_slot(device: str) -> None:
     both = Both(device, [first], 4)
     both.sample(row, [0])
     both.set(entry(0, [1], 1, temperature=0.0))
-    assert both.sample(row, [0]) == [Sampled(3)]
+    assert both.sample(row, [0]) == [SampledToken(3)]
     both.set(entry(0, [1], 1, temperature=0.0, min_new_tokens=1))
-    assert both.sample(row, [0]) == [Sampled(2)]
+    assert both.sample(row, [0]) == [SampledToken(2)]
 
 
 def test_greedy_rows_need_one_kernel_and_no_copy_of_their_own(device: str) -> None:
@@ -177,7 +177,7 @@ def test_greedy_rows_need_one_kernel_and_no_copy_of_their_own(device: str) -> No
     for _ in range(2):
         both.gpu.argmax(logits, slots, tokens)
         want = logits.argmax(-1)[:3].tolist()
-        assert both.gpu.fetch(tokens).result()[:3] == [Sampled(token) for token in want]
+        assert both.gpu.fetch(tokens).result()[:3] == [SampledToken(token) for token in want]
         assert both.gpu.last_token.tolist() == [want[1], 0, want[0], want[2]]
         logits.copy_(torch.randn(4, 40, generator=torch.Generator().manual_seed(2)))
     both.sample(logits.cpu(), [0, 1, 2, 3])

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lmkit.kernels.reference.sampling import most_likely, nucleus
-from lmkit.turbo.plan import NewSequence, Sampled
+from lmkit.turbo.plan import NewSequence, SampledToken
 from lmkit.turbo.request import GenerationConfig
 from lmkit.turbo.runners import sampler as sampler_module
 from lmkit.turbo.runners.sampler import Sampler, philox4x32, philox_uniform
@@ -65,7 +65,7 @@ def oracle_token(logits: np.ndarray, new: NewSequence) -> int:
     return next(token for token in range(len(p)) if p[: token + 1].sum() > u * p.sum())
 
 
-def sample_one(logits: list[float] | torch.Tensor, ids: list[int] | None = None, **params: Any) -> Sampled:
+def sample_one(logits: list[float] | torch.Tensor, ids: list[int] | None = None, **params: Any) -> SampledToken:
     """One row in a sampler of its own; the first of `ids` is the prompt."""
     row = torch.as_tensor(logits, dtype=torch.float32)[None]
     sampler = Sampler(1, row.shape[1])
@@ -276,7 +276,7 @@ def test_a_new_sequence_inherits_nothing_from_the_slot() -> None:
     sampler.set(0, entry(0, [1, 3, 3], 1, logit_bias={0: 50.0}, frequency_penalty=2.0, logprobs=2, top_k=1))
     sampler.sample(row, [0])
     sampler.set(0, entry(0, [1], 1, temperature=0.0))
-    assert sampler.sample(row, [0]) == [Sampled(3)]
+    assert sampler.sample(row, [0]) == [SampledToken(3)]
 
 
 def test_stops_are_held_back_until_min_new_tokens() -> None:
@@ -339,7 +339,7 @@ def test_logprobs_are_of_the_unmodified_logits() -> None:
     assert [value for _, value in result.top] == pytest.approx([want[1], want[2]])
     assert [token for token, _ in sample_one(logits, logprobs=20).top] == [1, 2, 4, 0, 3]
     assert sample_one(logits, logprobs=0).top == []
-    assert sample_one(logits) == Sampled(sample_one(logits).token_id)
+    assert sample_one(logits) == SampledToken(sample_one(logits).token_id)
 
 
 @pytest.mark.parametrize(
@@ -359,7 +359,7 @@ def test_unusable_logits_fail_their_own_row_only(params: dict[str, Any], damage:
     else:
         logits[1, EOS[0]] = torch.inf if damage == "inf" else torch.nan
     got = sampler.sample(logits, [0, 1, 2])
-    assert got == [want[0], Sampled(FAILED_TOKEN), want[2]]
+    assert got == [want[0], SampledToken(FAILED_TOKEN), want[2]]
 
 
 def test_a_row_with_nothing_left_to_choose_fails() -> None:

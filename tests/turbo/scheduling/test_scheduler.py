@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from lmkit.turbo.plan import Sampled
 from lmkit.turbo.request import GenerationConfig, Request
-from tests.turbo.fakes import EOS, LIMITS, FakeEngine, limits, prompt_logprob, request, solo
+from tests.turbo.fakes import EOS, LIMITS, FakeEngine, limits, prompt_logprob, request, sampled, solo
 
 
 def shape(engine: FakeEngine) -> list[tuple[int, int]]:
@@ -71,11 +70,11 @@ def test_min_new_tokens_holds_stops_back() -> None:
     plan = engine.scheduler.schedule()
     assert plan is not None
     # Even if a runner samples one: it is a token like any other until nine are generated.
-    engine.scheduler.update(plan, [Sampled(ids[0])])
+    engine.scheduler.update(plan, [sampled(ids[0])])
     for expected in [None] * 8 + ["stop"]:
         plan = engine.scheduler.schedule()
         assert plan is not None
-        (output,) = engine.scheduler.update(plan, [Sampled(ids[0])])
+        (output,) = engine.scheduler.update(plan, [sampled(ids[0])])
         assert output.finish_reason == expected
 
 
@@ -85,11 +84,11 @@ def test_ignore_eos_leaves_stop_ids_in_force() -> None:
     plan = engine.scheduler.schedule()
     assert plan is not None
     assert [new.eos_token_ids for new in plan.new] == [(), EOS]
-    outputs = engine.scheduler.update(plan, [Sampled(EOS[0]), Sampled(EOS[0])])
+    outputs = engine.scheduler.update(plan, [sampled(EOS[0]), sampled(EOS[0])])
     assert [(o.request_id, o.finish_reason) for o in outputs] == [("a", None), ("b", "stop")]
     plan = engine.scheduler.schedule()
     assert plan is not None
-    assert [o.stop_token for o in engine.scheduler.update(plan, [Sampled(9)])] == [9]
+    assert [o.stop_token for o in engine.scheduler.update(plan, [sampled(9)])] == [9]
 
 
 def test_logprobs_are_passed_on_only_if_asked_for() -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from lmkit.errors import RequestError
-from lmkit.turbo.plan import Sampled
 from lmkit.turbo.request import Request
 from lmkit.turbo.sequence import FAILED_TOKEN
-from tests.turbo.fakes import LIMITS, FakeEngine, limits, request, solo
+from tests.turbo.fakes import LIMITS, FakeEngine, limits, request, sampled, solo
 
 
 @pytest.mark.parametrize(
@@ -159,7 +158,7 @@ def test_unusable_logits_end_one_request() -> None:
     plan = engine.scheduler.schedule()
     assert plan is not None
     results = engine.runner.execute(plan)
-    engine.collect(engine.scheduler.update(plan, [Sampled(FAILED_TOKEN), results[1]]))
+    engine.collect(engine.scheduler.update(plan, [sampled(FAILED_TOKEN), results[1]]))
     (output,) = engine.outputs["a"]
     assert (output.finish_reason, output.token_ids) == ("error", [])
     assert output.error is not None
