@@ -12,7 +12,7 @@ from benchmarks.kv.common import Row, Setting
 from benchmarks.kv.trace import VOCAB, Item, Mix, distinct_blocks, ideal_hits, make_trace
 from lmkit.turbo.kv.manager import KVLimits
 from lmkit.turbo.plan import Chunk, NewSequence, Sampled, SampledToken, StepPlan
-from lmkit.turbo.request import GenerationConfig, Request
+from lmkit.turbo.request import Request, SamplingParams
 from lmkit.turbo.scheduling.limits import SchedulerLimits
 from lmkit.turbo.scheduling.scheduler import Scheduler
 
@@ -129,5 +129,5 @@ def _next_ready(trace: list[Item], coming: deque[int], unfinished: set[int]) -> 
 
 
 def request(index: int, item: Item) -> Request:
-    params = GenerationConfig(max_new_tokens=len(item.answer), ignore_eos=True, seed=index)
+    params = SamplingParams(max_tokens=len(item.answer), ignore_eos=True, seed=index)
     return Request(request_id=str(index), prompt_ids=item.prompt.tolist(), params=params)

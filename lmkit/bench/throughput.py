@@ -16,7 +16,7 @@ from lmkit.bench.workload import Conversation, Dialogue, Turn
 from lmkit.errors import RequestError
 from lmkit.text import Tokenizer
 from lmkit.turbo.engine.engine import Engine
-from lmkit.turbo.request import GenerationConfig, Request, StepOutput
+from lmkit.turbo.request import Request, SamplingParams, StepOutput
 from lmkit.turbo.transport.output import OutputProcessor
 
 
@@ -95,7 +95,7 @@ class ThroughputBench:
         while self._waiting and (concurrency is None or len(self._open) < concurrency):
             talk = self._waiting[0]
             turn = talk.turns[0]
-            params = GenerationConfig(max_new_tokens=turn.max_tokens, ignore_eos=self._ignore_eos, seed=0)
+            params = SamplingParams(max_tokens=turn.max_tokens, ignore_eos=self._ignore_eos, seed=0)
             request = Request(request_id=f"{talk.idx}-{talk.turn_idx}", prompt_ids=talk.prompt_ids, params=params)
             start = time.perf_counter() - self._origin
             output = OutputProcessor(self._tokenizer, request) if self._detokenize else None

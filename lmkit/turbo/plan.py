@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from lmkit.turbo.request import GenerationConfig, TokenLogprobs
+from lmkit.turbo.request import SamplingParams, TokenLogprobs
 
 
 class NewSequence(msgspec.Struct, frozen=True):
@@ -13,8 +13,8 @@ class NewSequence(msgspec.Struct, frozen=True):
     slot: int
     token_ids: list[int]  # prompt, and after a preemption the tokens generated so far
     num_prompt_tokens: int  # of the original prompt
-    params: GenerationConfig
-    eos_token_ids: tuple[int, ...]  # held back until min_new_tokens, with params.stop_token_ids; empty if ignore_eos
+    params: SamplingParams
+    eos_token_ids: tuple[int, ...]  # held back until min_tokens, with params.stop_token_ids; empty if ignore_eos
     prompt_logprobs: bool
     block_table: list[int] = []  # of the tokens whose KV was found; computing begins behind them
 

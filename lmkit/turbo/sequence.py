@@ -116,6 +116,6 @@ class Sequence:
     def append(self, token_id: int) -> FinishReason | None:
         """Add a sampled token; why the sequence ends with it, if it does."""
         self.token_ids.append(token_id)
-        if token_id in self.stop_ids and self.num_outputs > self.request.params.min_new_tokens:
+        if token_id in self.stop_ids and self.num_outputs > self.request.params.min_tokens:
             return "stop"
         return "length" if self.num_tokens >= self.max_tokens else None

@@ -13,7 +13,7 @@ import numpy as np
 
 from lmkit.turbo.kv.manager import KVLimits
 from lmkit.turbo.plan import Chunk, NewSequence, Sampled, SampledToken, StepPlan
-from lmkit.turbo.request import FinishReason, GenerationConfig, Request, StepOutput, TokenLogprobs
+from lmkit.turbo.request import FinishReason, Request, SamplingParams, StepOutput, TokenLogprobs
 from lmkit.turbo.scheduling.limits import SchedulerLimits
 from lmkit.turbo.scheduling.scheduler import Scheduler
 
@@ -36,13 +36,13 @@ def request(name: str, prompt: list[int] | int, **params: Any) -> Request:
     """`prompt` may be a length. No eos and 4 tokens unless `params` says otherwise; it may have fields of Request."""
     ids = [(7 * i + 3) % 48 + 2 for i in range(prompt)] if isinstance(prompt, int) else prompt
     fields = {key: params.pop(key) for key in list(params) if key in Request.__struct_fields__}
-    config = GenerationConfig(**({"max_new_tokens": 4, "ignore_eos": True, "seed": 1} | params))
+    config = SamplingParams(**({"max_tokens": 4, "ignore_eos": True, "seed": 1} | params))
     return Request(request_id=name, prompt_ids=ids, params=config, **fields)
 
 
-def next_token(prefix: list[int], num_outputs: int, params: GenerationConfig, eos: tuple[int, ...], vocab: int) -> int:
+def next_token(prefix: list[int], num_outputs: int, params: SamplingParams, eos: tuple[int, ...], vocab: int) -> int:
     """A pure function of the request and its tokens so far; eos and stop ids are held back as a sampler would."""
-    held_back = set(eos + params.stop_token_ids) if num_outputs < params.min_new_tokens else set()
+    held_back = set(eos + params.stop_token_ids) if num_outputs < params.min_tokens else set()
     return next(t for i in range(1000) if (t := hash((params.seed, i, *prefix)) % vocab) not in held_back)
 
 
@@ -55,13 +55,13 @@ def solo(req: Request, limits: SchedulerLimits) -> tuple[list[int], FinishReason
     """What a request must give, worked out without any scheduler."""
     params, ids, n = req.params, list(req.prompt_ids), len(req.prompt_ids)
     eos = () if params.ignore_eos else EOS
-    if params.max_new_tokens == 0:
+    if params.max_tokens == 0:
         return [], "length"
     while True:
         ids.append(next_token(ids, len(ids) - n, params, eos, limits.vocab_size))
-        if ids[-1] in eos + params.stop_token_ids and len(ids) - n > params.min_new_tokens:
+        if ids[-1] in eos + params.stop_token_ids and len(ids) - n > params.min_tokens:
             return ids[n:], "stop"
-        if len(ids) - n == params.max_new_tokens or len(ids) == limits.max_model_len:
+        if len(ids) - n == params.max_tokens or len(ids) == limits.max_model_len:
             return ids[n:], "length"
 
 

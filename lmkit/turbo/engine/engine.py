@@ -31,7 +31,7 @@ from lmkit.turbo.engine.memory import MemoryPlan, kv_limits
 from lmkit.turbo.kv.blocks import KVBlocks
 from lmkit.turbo.kv.tiers.store import TierStore
 from lmkit.turbo.plan import StepPlan
-from lmkit.turbo.request import EngineInfo, EngineStats, GenerationConfig, Request, StepOutput
+from lmkit.turbo.request import EngineInfo, EngineStats, Request, SamplingParams, StepOutput
 from lmkit.turbo.runners.device import Device, resolve_device
 from lmkit.turbo.runners.factory import make_runner
 from lmkit.turbo.runners.runner import RunnerParts, Ticket
@@ -121,7 +121,7 @@ class Engine:
         self.scheduler = Scheduler(limits, ())
         length = min(4, limits.max_model_len, limits.kv.num_blocks * limits.kv.block_size)
         for name, temperature in (("greedy", 0.0), ("sampled", 1.0)):
-            params = GenerationConfig(max_new_tokens=length // 2, temperature=temperature, top_p=0.9, seed=0)
+            params = SamplingParams(max_tokens=length // 2, temperature=temperature, top_p=0.9, seed=0)
             if length > 1:
                 self.add(Request(request_id=name, prompt_ids=[0] * (length - length // 2), params=params))
         start = time.perf_counter()

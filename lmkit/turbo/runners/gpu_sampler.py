@@ -66,7 +66,7 @@ class GpuSampler:
         record["top_p"], record["min_p"] = params.top_p, params.min_p
         record["seed"], record["num_outputs"] = params.seed or 0, len(new.token_ids) - new.num_prompt_tokens
         record["num_top"] = max(0, self.num_top[slot])
-        if penalizes(params) or params.min_new_tokens or params.logit_bias:
+        if penalizes(params) or params.min_tokens or params.logit_bias:
             self._edits[slot] = self._record_edits(record, new)
         if slot in self._edits or params.temperature > 0 or params.logprobs is not None:
             self._beyond_argmax.add(slot)
@@ -132,7 +132,7 @@ class GpuSampler:
         held = [token for token in new.eos_token_ids + params.stop_token_ids if token < self.vocab_size]
         bias = np.array(list(params.logit_bias.values()), np.float32)
         lists = self._upload(np.array([*held, *params.logit_bias, *bias.view(np.int32)], np.int32))
-        record["min_new_tokens"], record["num_held"], record["num_bias"] = params.min_new_tokens, len(held), len(bias)
+        record["min_tokens"], record["num_held"], record["num_bias"] = params.min_tokens, len(held), len(bias)
         record["held"] = lists.data_ptr()
         record["bias_ids"] = lists.data_ptr() + 4 * len(held)
         record["bias"] = lists.data_ptr() + 4 * (len(held) + len(bias))

@@ -18,7 +18,7 @@ from torch import Tensor
 from lmkit.kernels import ops
 from lmkit.kernels.reference.sampling import most_likely, relative_weights
 from lmkit.turbo.plan import NewSequence, SampledToken
-from lmkit.turbo.request import GenerationConfig, TokenLogprobs
+from lmkit.turbo.request import SamplingParams, TokenLogprobs
 from lmkit.turbo.sequence import FAILED_TOKEN
 
 
@@ -50,7 +50,7 @@ class Sampler:
         self.num_outputs[slot] = len(new.token_ids) - new.num_prompt_tokens
         self.num_top[slot] = -1 if params.logprobs is None else params.logprobs
         self.clear(slot)
-        if penalizes(params) or params.min_new_tokens or params.logit_bias:
+        if penalizes(params) or params.min_tokens or params.logit_bias:
             self.edits[slot] = LogitEdits.of(new, self.vocab_size)
         if slot in self.edits or params.temperature > 0 or params.logprobs is not None:
             self._beyond_argmax.add(slot)
@@ -125,7 +125,7 @@ class Sampler:
         return tokens.numpy()
 
 
-def penalizes(params: GenerationConfig) -> bool:
+def penalizes(params: SamplingParams) -> bool:
     return (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1, 0, 0)
 
 
@@ -133,7 +133,7 @@ def penalizes(params: GenerationConfig) -> bool:
 class LogitEdits:
     """What changes one sequence's logits before its temperature is applied."""
 
-    params: GenerationConfig
+    params: SamplingParams
     held_back: np.ndarray  # int64 ids of eos and stop tokens
     bias_ids: np.ndarray  # int64
     bias: np.ndarray  # float32
@@ -161,7 +161,7 @@ class LogitEdits:
     def apply(self, row: np.ndarray, num_outputs: int) -> None:
         """Change `row` (float32 [vocab]) in place. Repetition penalty: arXiv 1909.05858; the others: OpenAI's API."""
         params = self.params
-        if num_outputs < params.min_new_tokens:
+        if num_outputs < params.min_tokens:
             row[self.held_back] = -np.inf
         row[self.bias_ids] += self.bias
         if not penalizes(params):

@@ -17,7 +17,7 @@ from lmkit.errors import RequestError
 from lmkit.text import Tokenizer
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.plan import StepPlan
-from lmkit.turbo.request import EngineStats, GenerationConfig, Request, StepOutput
+from lmkit.turbo.request import EngineStats, Request, SamplingParams, StepOutput
 
 SMALL = {"block_size": 8, "max_batch_size": 4, "max_step_tokens": 64, "max_model_len": 256}
 PROMPTS = [
@@ -34,7 +34,7 @@ def engine_for(path: Path, **options: Any) -> Engine:
 
 def requests_for(path: Path, **params: Any) -> list[Request]:
     tokenizer = Tokenizer.from_pretrained(path)
-    config = GenerationConfig(**({"max_new_tokens": 24, "ignore_eos": True, "seed": 5} | params))
+    config = SamplingParams(**({"max_tokens": 24, "ignore_eos": True, "seed": 5} | params))
     return [
         Request(request_id=f"r{i}", prompt_ids=tokenizer.encode(text), params=config) for i, text in enumerate(PROMPTS)
     ]
@@ -111,7 +111,7 @@ def test_results_do_not_depend_on_batch_chunks_or_preemption(
 
 def test_a_tiny_pool_preempts(demo_model: Path) -> None:
     engine = engine_for(demo_model, kv_dtype="int4", kv_memory=8 * 8 * 2 * 2 * 36 * 12, max_model_len=None)
-    requests = [r for r in requests_for(demo_model, max_new_tokens=40) if len(r.prompt_ids) < 20]
+    requests = [r for r in requests_for(demo_model, max_tokens=40) if len(r.prompt_ids) < 20]
     assert len(requests) == 3
     run(engine, requests)
     assert engine.stats().preemptions > 0
@@ -119,7 +119,7 @@ def test_a_tiny_pool_preempts(demo_model: Path) -> None:
 
 def test_prompt_logprobs_match_transformers(demo_model: Path, heldout_text: str) -> None:
     ids = Tokenizer.from_pretrained(demo_model).encode(heldout_text[:600])
-    params = GenerationConfig(max_new_tokens=0, seed=0, logprobs=3)
+    params = SamplingParams(max_tokens=0, seed=0, logprobs=3)
     request = Request(request_id="p", prompt_ids=ids, params=params, prompt_logprobs=True)
     outputs = run(engine_for(demo_model, dtype="float32", max_step_tokens=37), [request])["p"]
     reference = transformers.AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
@@ -140,7 +140,7 @@ def test_prompt_logprobs_do_not_depend_on_batch_chunks_or_the_part_that_is_score
 ) -> None:
     requests = [
         msgspec.structs.replace(request, prompt_logprobs=True)
-        for request in requests_for(demo_model, logprobs=4, max_new_tokens=3)
+        for request in requests_for(demo_model, logprobs=4, max_tokens=3)
     ]
     alone = engine_for(demo_model)
     want = {r.request_id: run(alone, [r])[r.request_id][0].prompt_logprobs for r in requests}
@@ -155,13 +155,13 @@ def test_prompt_logprobs_do_not_depend_on_batch_chunks_or_the_part_that_is_score
 def test_a_prompt_that_fills_the_context_can_be_scored(demo_model: Path) -> None:
     engine = engine_for(demo_model, max_model_len=64)
     full = Request(
-        request_id="r", prompt_ids=[5] * 64, params=GenerationConfig(max_new_tokens=0, seed=0), prompt_logprobs=True
+        request_id="r", prompt_ids=[5] * 64, params=SamplingParams(max_tokens=0, seed=0), prompt_logprobs=True
     )
     (output,) = run(engine, [full])["r"]
     assert (output.finish_reason, output.token_ids, len(output.prompt_logprobs)) == ("length", [], 63)
     assert engine.stats().generation_tokens == 0
     with pytest.raises(RequestError, match="context"):
-        engine.add(msgspec.structs.replace(full, params=GenerationConfig(max_new_tokens=1, seed=0)))
+        engine.add(msgspec.structs.replace(full, params=SamplingParams(max_tokens=1, seed=0)))
 
 
 def test_abort_frees_blocks_within_a_step(demo_model: Path) -> None:
@@ -184,7 +184,7 @@ def test_abort_frees_blocks_within_a_step(demo_model: Path) -> None:
     [
         {"temperature": 0.0, "logprobs": 3},
         {"temperature": 1.0, "top_p": 0.9, "logprobs": 0},
-        {"temperature": 0.7, "repetition_penalty": 1.3, "ignore_eos": False, "min_new_tokens": 9, "logprobs": 0},
+        {"temperature": 0.7, "repetition_penalty": 1.3, "ignore_eos": False, "min_tokens": 9, "logprobs": 0},
     ],
     ids=["greedy", "drawn", "edited"],
 )
@@ -263,7 +263,7 @@ def test_a_step_that_fails_before_it_computes_leaves_loads_and_later_steps_alone
 def test_a_prompt_beyond_the_context_is_refused(demo_model: Path) -> None:
     engine = engine_for(demo_model)
     with pytest.raises(RequestError) as caught:
-        engine.add(Request(request_id="x", prompt_ids=[1] * 257, params=GenerationConfig(seed=0)))
+        engine.add(Request(request_id="x", prompt_ids=[1] * 257, params=SamplingParams(seed=0)))
     assert caught.value.code == "context_length_exceeded"
     assert "257" in caught.value.message
     assert "256" in caught.value.message

@@ -5,14 +5,14 @@ from __future__ import annotations
 import random
 
 from lmkit.turbo.plan import Chunk, NewSequence
-from lmkit.turbo.request import GenerationConfig
+from lmkit.turbo.request import SamplingParams
 from lmkit.turbo.runners.batch import TABLE_KEYS, PersistentBatch
 
 BLOCK = 4
 
 
 def enter(batch: PersistentBatch, slot: int, tokens: list[int], prompt_logprobs: bool = False) -> None:
-    batch.enter(NewSequence(slot, tokens, len(tokens), GenerationConfig(), (), prompt_logprobs))
+    batch.enter(NewSequence(slot, tokens, len(tokens), SamplingParams(), (), prompt_logprobs))
 
 
 def test_inputs_follow_each_token_to_its_slot() -> None:

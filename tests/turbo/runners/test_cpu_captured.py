@@ -20,7 +20,7 @@ from lmkit.kernels.cpu.workspace import Workspace
 from lmkit.models.loader import ModelSource
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.plan import Chunk, NewSequence
-from lmkit.turbo.request import GenerationConfig, Request
+from lmkit.turbo.request import Request, SamplingParams
 from lmkit.turbo.runners.cpu import CpuRunner
 from lmkit.turbo.runners.cpu_captured import CapturedSteps, NotCapturableError, _OnlyKernels
 from tests.quant.helpers import tiny_checkpoint
@@ -32,7 +32,7 @@ def generate(engine: Engine) -> dict[str, list[Any]]:
     """Tokens and log-probabilities of prompts of different lengths, which end at different steps."""
     found: dict[str, list[Any]] = {}
     for i, prompt in enumerate(PROMPTS):
-        params = GenerationConfig(max_new_tokens=10 + 7 * i, ignore_eos=True, logprobs=2)
+        params = SamplingParams(max_tokens=10 + 7 * i, ignore_eos=True, logprobs=2)
         engine.add(Request(request_id=str(i), prompt_ids=prompt, params=params))
     while engine.has_work():
         for output in engine.step():
@@ -125,7 +125,7 @@ def runner_of(model: Path, **config: Any) -> CpuRunner:
     rng = random.Random(0)
     for slot in range(4):
         tokens, table = [rng.randrange(2, 150) for _ in range(LENGTH)], list(range(75 * slot, 75 * slot + 75))
-        runner.batch.enter(NewSequence(slot, tokens, LENGTH, GenerationConfig(), (), False, table))
+        runner.batch.enter(NewSequence(slot, tokens, LENGTH, SamplingParams(), (), False, table))
         for start in range(0, LENGTH, 60):
             runner.decoder(runner.batch.inputs([Chunk(slot, start, 60, [], 0)])[0], runner.kv)
     return runner
@@ -216,7 +216,7 @@ def test_a_prompt_that_comes_again_is_answered_from_captured_steps(demo_model: P
     engine = Engine(str(demo_model), config)
     answers = []
     for i in range(3):
-        params = GenerationConfig(max_new_tokens=3, ignore_eos=True, logprobs=2)
+        params = SamplingParams(max_tokens=3, ignore_eos=True, logprobs=2)
         engine.add(Request(request_id=str(i), prompt_ids=PROMPTS[1], params=params))
         outputs = [output for _ in iter(engine.has_work, False) for output in engine.step()]
         answers.append([(output.token_ids, output.logprobs) for output in outputs])

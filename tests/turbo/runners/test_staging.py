@@ -10,7 +10,7 @@ import torch
 
 from lmkit.layers.batch import BatchInputs
 from lmkit.turbo.plan import Chunk, NewSequence
-from lmkit.turbo.request import GenerationConfig
+from lmkit.turbo.request import SamplingParams
 from lmkit.turbo.runners.batch import PersistentBatch
 from lmkit.turbo.runners.device import Event
 from lmkit.turbo.runners.staging import NUM_STAGED, StagedInputs
@@ -41,7 +41,7 @@ class Deferred(EmulatedDevice):
 
 
 def entered(batch: PersistentBatch, slot: int, length: int) -> None:
-    batch.enter(NewSequence(slot, list(range(100 * slot, 100 * slot + length)), length, GenerationConfig(), (), False))
+    batch.enter(NewSequence(slot, list(range(100 * slot, 100 * slot + length)), length, SamplingParams(), (), False))
 
 
 def same(got: BatchInputs, want: BatchInputs) -> None:

@@ -34,7 +34,7 @@ class Drafting(FakeEngine):
 
 
 def test_right_guesses_save_steps() -> None:
-    req = request("a", 5, max_new_tokens=20, logprobs=1)
+    req = request("a", 5, max_tokens=20, logprobs=1)
     engine = Drafting(length=4)
     engine.add(req)
     engine.run()
@@ -46,7 +46,7 @@ def test_right_guesses_save_steps() -> None:
 
 
 def test_what_is_behind_a_wrong_guess_is_computed_again() -> None:
-    req = request("a", 5, max_new_tokens=8)
+    req = request("a", 5, max_tokens=8)
     engine = Drafting(length=3, chance=0.0)
     engine.add(req)
     engine.run()
@@ -57,12 +57,12 @@ def test_what_is_behind_a_wrong_guess_is_computed_again() -> None:
 @pytest.mark.parametrize("ending", ["eos", "stop id", "length", "context"])
 def test_a_sequence_ends_in_the_middle_of_a_right_draft(ending: str) -> None:
     """What the step computed behind its end is in no cache: the next request finds what a step by step run leaves."""
-    free, _ = solo(request("a", 5, max_new_tokens=30), LIMITS)
+    free, _ = solo(request("a", 5, max_tokens=30), LIMITS)
     params: dict[str, Any] = {
-        "eos": {"ignore_eos": False, "max_new_tokens": None},
-        "stop id": {"stop_token_ids": (free[6],), "max_new_tokens": 30},
-        "length": {"max_new_tokens": 7},
-        "context": {"max_new_tokens": None},
+        "eos": {"ignore_eos": False, "max_tokens": None},
+        "stop id": {"stop_token_ids": (free[6],), "max_tokens": 30},
+        "length": {"max_tokens": 7},
+        "context": {"max_tokens": None},
     }[ending]
     cached = limits(prefix_cache=True)
     found = []
@@ -82,7 +82,7 @@ def test_a_sequence_ends_in_the_middle_of_a_right_draft(ending: str) -> None:
 
 def test_unusable_logits_in_a_draft_keep_the_tokens_before() -> None:
     engine = Drafting(length=3)
-    engine.add(request("a", 5, max_new_tokens=9))
+    engine.add(request("a", 5, max_tokens=9))
     engine.step()
     first, *_ = engine.tokens("a")
     plan = engine.schedule()
@@ -91,18 +91,18 @@ def test_unusable_logits_in_a_draft_keep_the_tokens_before() -> None:
     tokens = plan.chunks[0].draft[:2]
     outputs = engine.scheduler.update(plan, [sampled(*tokens, FAILED_TOKEN)])
     assert [(o.token_ids, o.finish_reason) for o in outputs] == [(tokens, None), ([], "error")]
-    assert solo(request("a", 5, max_new_tokens=9), LIMITS)[0][:3] == [first, *tokens]
+    assert solo(request("a", 5, max_tokens=9), LIMITS)[0][:3] == [first, *tokens]
 
 
 def test_drafts_take_no_token_from_those_that_decode() -> None:
     engine = Drafting(limits(max_step_tokens=5), length=9)
-    engine.add(*(request(name, 1, max_new_tokens=9) for name in "abcd"))
+    engine.add(*(request(name, 1, max_tokens=9) for name in "abcd"))
     while engine.scheduler.has_work():
         plan = engine.step()
         running = {seq.slot for seq in engine.scheduler._slots.running.values()}
         if plan is not None and engine.num_steps > 2:
             assert {chunk.slot for chunk in plan.chunks} >= running
-    assert all(engine.tokens(name) == solo(request(name, 1, max_new_tokens=9), LIMITS)[0] for name in "abcd")
+    assert all(engine.tokens(name) == solo(request(name, 1, max_tokens=9), LIMITS)[0] for name in "abcd")
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -117,8 +117,8 @@ def test_random_drafts_change_no_token(seed: int) -> None:
     engine = Drafting(some, length=rng.choice([1, 3, 8]), chance=rng.choice([0.0, 0.5, 0.9, 1.0]), depth=1 + seed % 2)
     requests: list[Request] = [
         request(
-            str(i), rng.randint(1, 12), max_new_tokens=rng.choice([0, 1, 5, 20, None]), seed=rng.randrange(9),
-            ignore_eos=rng.random() < 0.7, prompt_logprobs=rng.random() < 0.2, min_new_tokens=0,
+            str(i), rng.randint(1, 12), max_tokens=rng.choice([0, 1, 5, 20, None]), seed=rng.randrange(9),
+            ignore_eos=rng.random() < 0.7, prompt_logprobs=rng.random() < 0.2, min_tokens=0,
         )
         for i in range(12)
     ]  # fmt: skip

@@ -39,9 +39,9 @@ def test_a_request_beyond_the_whole_pool_is_refused_with_numbers() -> None:
     with pytest.raises(
         RequestError, match="10 prompt and 8 new tokens need 5 KV blocks of 4 tokens, and there are 4"
     ) as e:
-        engine.scheduler.add(request("x", 10, max_new_tokens=8))
+        engine.scheduler.add(request("x", 10, max_tokens=8))
     assert e.value.code == "context_length_exceeded"
-    engine.add(request("y", 10, max_new_tokens=7))  # the last token is never computed
+    engine.add(request("y", 10, max_tokens=7))  # the last token is never computed
     engine.run()
     assert len(engine.tokens("y")) == 7
 
@@ -140,7 +140,7 @@ def test_a_failed_step_ends_its_own_requests_only() -> None:
 
 def test_slots_freed_by_a_failed_plan_are_freed_again_by_the_next() -> None:
     engine = FakeEngine()
-    engine.add(request("a", 3, max_new_tokens=1), request("b", 3))
+    engine.add(request("a", 3, max_tokens=1), request("b", 3))
     engine.step()
     plan = engine.scheduler.schedule()
     assert plan is not None
