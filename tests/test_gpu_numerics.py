@@ -24,7 +24,7 @@ from lmkit.layers.batch import allocate_kv, whole_batch
 from lmkit.models.loader import load_model
 from lmkit.text import Tokenizer
 from lmkit.turbo.engine.engine import Engine
-from lmkit.turbo.request import GenerationConfig, Request
+from lmkit.turbo.request import Request, SamplingParams
 from tests import emulator
 from tests.emulator.device import EmulatedDevice
 
@@ -123,7 +123,7 @@ def test_greedy_tokens_are_the_cpus(
 def tokens(engine: Engine, count: int, new_tokens: int) -> dict[str, list[int]]:
     """What an engine answers to `count` prompts at once, greedily."""
     found: dict[str, list[int]] = {}
-    params = GenerationConfig(max_new_tokens=new_tokens, ignore_eos=True)
+    params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
     for index, prompt in enumerate(prompts()[:count]):
         engine.add(Request(request_id=str(index), prompt_ids=prompt, params=params))
         found[str(index)] = []

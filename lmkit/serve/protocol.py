@@ -138,7 +138,7 @@ def _template_variables(value: Any) -> dict[str, Any]:
 
 
 class _Sampling(_Strict):
-    """What chat and text completions share. None = the default. Ranges are checked by GenerationConfig.validate."""
+    """What chat and text completions share. None = the default. Ranges are checked by SamplingParams.validate."""
 
     model: Annotated[str, Field(max_length=1024)]
     max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
