@@ -1,6 +1,10 @@
-"""A request body -> engine requests. Every refusal that needs the model is here: template, tokens, limits, context.
+"""A request body -> engine requests. A request that this model cannot serve is refused here.
 
-Tokenizing takes time: call these in a thread.
+That covers the chat template, the tokens, fields that do not go together, and the context length. Earlier refusals are
+the key's (`auth`), the body's (`body`), the fields' types and ranges (`protocol`) and the model name's (`serving`).
+Later ones are the engine's: it refuses requests when the queue is full, when it is not ready, and after a deadline.
+
+Tokenizing takes time: call these functions in a thread.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from torch import Tensor
 from lmkit.config import environment
 from lmkit.errors import UnsupportedError
 from lmkit.kernels.cuda import module
+from lmkit.kernels.cuda.gpus import Capability
 from lmkit.kernels.cuda.module import Launch
 from lmkit.kernels.cuda.source import kernel_source
 
@@ -32,7 +33,7 @@ _U32x3 = ctypes.c_uint32 * 3
 class EmulatedBackend:
     """Every launch draws another order of threads and blocks."""
 
-    def __init__(self, *, sanitize: bool, capability: tuple[int, int]) -> None:
+    def __init__(self, *, sanitize: bool, capability: Capability) -> None:
         self._flags = FLAGS + (ASAN if sanitize else ())
         self._capability = capability
         self._runtime = ctypes.CDLL(
@@ -52,7 +53,7 @@ class EmulatedBackend:
     def num_sms(self) -> int:
         return NUM_SMS
 
-    def capability(self) -> tuple[int, int]:
+    def capability(self) -> Capability:
         return self._capability
 
     def load(self, source: str, name: str, defines: dict[str, int]) -> Launch:
@@ -91,7 +92,7 @@ class EmulatedBackend:
         return library
 
 
-def install(seed: int = 0, *, sanitize: bool = False, capability: tuple[int, int] = (9, 0)) -> EmulatedBackend:
+def install(seed: int = 0, *, sanitize: bool = False, capability: Capability = (9, 0)) -> EmulatedBackend:
     """Give kernels for tensors on the CPU to an emulator. Raises UnsupportedError without g++."""
     backend = _backend(sanitize, capability)
     backend.begin(seed)
@@ -100,7 +101,7 @@ def install(seed: int = 0, *, sanitize: bool = False, capability: tuple[int, int
 
 
 @cache
-def _backend(sanitize: bool, capability: tuple[int, int]) -> EmulatedBackend:
+def _backend(sanitize: bool, capability: Capability) -> EmulatedBackend:
     """One of each kind: kernels keep what they have loaded."""
     return EmulatedBackend(sanitize=sanitize, capability=capability)
 

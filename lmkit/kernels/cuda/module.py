@@ -24,16 +24,14 @@ import torch
 from torch import Tensor
 
 from lmkit.errors import UnsupportedError
-from lmkit.kernels.cuda.source import common_options, kernel_source
+from lmkit.kernels.cuda.gpus import MIN_CAPABILITY, Capability, version
+from lmkit.kernels.cuda.source import kernel_source, options
 
 Dim = int | tuple[int, ...]
 Launch = Callable[[tuple[int, ...], tuple[int, ...], Sequence[Any], int], None]  # grid, block, arguments, shared bytes
 
-MIN_CAPABILITY = (8, 0)
 NUM_COUNTERS = 1 << 16
 HALVES = (torch.float16, torch.bfloat16)  # what activations may be
-SHARED_KB = {(8, 0): 164, (8, 7): 164, (9, 0): 228, (10, 0): 228, (10, 3): 228, (11, 0): 228}  # others: 100
-RESERVED = 1024  # bytes of shared memory that CUDA keeps of each block
 
 
 class Backend(Protocol):
@@ -48,7 +46,7 @@ class Backend(Protocol):
     def num_sms(self) -> int:
         """Streaming multiprocessors."""
 
-    def capability(self) -> tuple[int, int]:
+    def capability(self) -> Capability:
         """Compute capability."""
 
 
@@ -107,7 +105,7 @@ def missing() -> str | None:
         return "torch finds no NVIDIA GPU"
     capability = torch.cuda.get_device_capability()
     if capability < MIN_CAPABILITY:
-        return f"the GPU has compute capability {capability[0]}.{capability[1]}; 8.0 is the least"
+        return f"the GPU has compute capability {version(capability)}; {version(MIN_CAPABILITY)} is the least"
     try:
         import cupy
 
@@ -127,12 +125,6 @@ def tensor_device(device: str) -> str:
 def is_available() -> bool:
     """Whether kernels can run, on a GPU or emulated."""
     return bool(BACKENDS) or missing() is None
-
-
-def shared_of_sm(capability: tuple[int, int]) -> int:
-    """Bytes of shared memory of an SM, of which each block costs RESERVED (CUDA C++ Programming Guide, "Compute
-    Capabilities"); what is not known has what all have."""
-    return SHARED_KB.get(capability, 100) << 10
 
 
 @cache
@@ -158,13 +150,13 @@ class CupyBackend:
     def num_sms(self) -> int:
         return int(torch.cuda.get_device_properties().multi_processor_count)
 
-    def capability(self) -> tuple[int, int]:
+    def capability(self) -> Capability:
         major, minor = torch.cuda.get_device_capability()
         return major, minor
 
     def load(self, source: str, name: str, defines: dict[str, int]) -> Launch:
         cupy = self._cupy
-        module = cupy.RawModule(code=kernel_source(source), options=common_options(defines), backend="nvrtc")
+        module = cupy.RawModule(code=kernel_source(source), options=options(defines), backend="nvrtc")
         function = module.get_function(name)
         limit = function.max_dynamic_shared_size_bytes
         streams: dict[int, Any] = {}

@@ -20,6 +20,7 @@ import msgspec
 from lmkit.config import EngineConfig, default_num_threads
 from lmkit.errors import DeviceLostError, LMKitError
 from lmkit.kernels.cpu import threads
+from lmkit.kv_dtype import KVDtype
 from lmkit.log import get_logger
 from lmkit.models import kv_storage
 from lmkit.models.decoder import Decoder
@@ -223,8 +224,8 @@ def _raise(error: Exception) -> NoReturn:
     raise error
 
 
-def _info(path: str, limits: SchedulerLimits, dtypes: list[tuple[str, str]], memory: MemoryPlan) -> EngineInfo:
-    kinds = sorted({f"{k}/{v}" if k != v else k for k, v in dtypes})
+def _info(path: str, limits: SchedulerLimits, dtypes: list[tuple[KVDtype, KVDtype]], memory: MemoryPlan) -> EngineInfo:
+    kinds = sorted({f"{k}/{v}" if k != v else str(k) for k, v in dtypes})
     return EngineInfo(
         model_path=path,
         vocab_size=limits.vocab_size,
