@@ -53,7 +53,7 @@ class _ChatResponse(ResponseBuilder[ChatCompletionRequest]):
         texts: list[list[str]] = [[] for _ in self.requests]
         logprobs: list[list[ChatLogprob]] = [[] for _ in self.requests]
         choices: list[ChatChoice] = []
-        async with aclosing(self.server.run(self.requests)) as outputs:
+        async with aclosing(self.server.run(self.requests, self.choices_per_prompt)) as outputs:
             async for idx, output in outputs:
                 self.note(idx, output)
                 texts[idx].append(output.text)
@@ -74,7 +74,7 @@ class _ChatResponse(ResponseBuilder[ChatCompletionRequest]):
     async def chunks(self) -> AsyncGenerator[str]:
         """Each choice: a chunk with the role, chunks with text, one with the finish_reason."""
         started = [False] * len(self.requests)
-        async with aclosing(self.server.run(self.requests)) as outputs:
+        async with aclosing(self.server.run(self.requests, self.choices_per_prompt)) as outputs:
             async for idx, output in outputs:
                 self.note(idx, output)
                 if not started[idx]:
