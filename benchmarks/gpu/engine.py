@@ -132,10 +132,11 @@ def _decode(context: Context, case: Case, engine: Engine, load: Load) -> None:
     length = load.context + done // 2
     weight_bytes = W4_G128 if case.storage == "w4" else 2.0
     bound = Decode(shape, load.batch, length, case.kv, weight_bytes)
+    share = context.share(tokens / seconds, bound.tokens_per_s(peak), f"{case.name} decode")
     context.row(
         f"{case.model} decode b{load.batch}", storage=case.storage, kv=case.kv, batch=load.batch, context=load.context,
         steps=done, tokens_per_s=tokens / seconds, step_seconds=seconds / done, bound=bound.tokens_per_s(peak),
-        share=tokens / seconds / bound.tokens_per_s(peak), prompt_seconds=start - began,
+        share=share, prompt_seconds=start - began,
     )  # fmt: skip
 
 
@@ -154,7 +155,8 @@ def _prefill(context: Context, case: Case, engine: Engine, count: int, length: i
         engine.step()
     seconds = time.perf_counter() - start
     flops = count * prefill_flops(CONFIGS[case.model][0], length)
+    share = context.share(flops / seconds, context.peak().flops, f"{case.name} prefill")
     context.row(
         f"{case.model} prefill", storage=case.storage, kv=case.kv, prompts=count, context=length,
-        tokens_per_s=count * length / seconds, flops=flops / seconds, share=flops / seconds / context.peak().flops,
+        tokens_per_s=count * length / seconds, flops=flops / seconds, share=share,
     )  # fmt: skip

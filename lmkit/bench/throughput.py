@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -62,7 +63,11 @@ class ThroughputBench:
         targets: dict[str, float] | None = None,
         on_done: Callable[[], None] = lambda: None,
     ) -> ThroughputRun:
-        """Every conversation to its end, at most `concurrency` at once; `on_done` is called after each request."""
+        """Every conversation to its end, at most `concurrency` at once; `on_done` is called after each request.
+
+        A run has a part of the prefix cache to itself: it finds nothing that an earlier run computed.
+        """
+        self._salt = uuid.uuid4().hex
         self._records: list[RequestRecord] = []
         self._open: dict[str, _Open] = {}
         self._skipped_turns = 0
@@ -96,7 +101,8 @@ class ThroughputBench:
             talk = self._waiting[0]
             turn = talk.turns[0]
             params = SamplingParams(max_tokens=turn.max_tokens, ignore_eos=self._ignore_eos, seed=0)
-            request = Request(request_id=f"{talk.idx}-{talk.turn_idx}", prompt_ids=talk.prompt_ids, params=params)
+            name = f"{talk.idx}-{talk.turn_idx}"
+            request = Request(request_id=name, prompt_ids=talk.prompt_ids, params=params, cache_salt=self._salt)
             start = time.perf_counter() - self._origin
             output = OutputProcessor(self._tokenizer, request) if self._detokenize else None
             opened = _Open(talk, turn, start, len(request.prompt_ids), output)
