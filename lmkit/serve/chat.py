@@ -24,7 +24,7 @@ from lmkit.serve.serving import MIN_LOGPROB, Serving
 from lmkit.serve.to_request import chat_requests
 from lmkit.text import TokenHistory
 from lmkit.turbo import request as engine
-from lmkit.turbo.transport.output import AnswerTokens, RequestOutput, TextLogprobs, TokenText
+from lmkit.turbo.transport.output import AssistantTurn, RequestOutput, TextLogprobs, TokenText
 
 router = APIRouter()
 
@@ -46,7 +46,7 @@ class _ChatResponse(ResponseBuilder[ChatCompletionRequest]):
         requests, turn = chat_requests(
             self.body, self.server.tokenizer, self.server.info, self.id, tenant=self.tenant, history=self._history
         )
-        self._tokens = AnswerTokens(turn)
+        self._tokens = AssistantTurn(turn)
         return requests
 
     async def whole(self) -> ChatCompletion:

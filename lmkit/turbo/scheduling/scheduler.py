@@ -68,14 +68,14 @@ class Scheduler:
         eos_token_ids: tuple[int, ...],
         *,
         tiers: TierStore | None = None,
-        fingerprint: bytes = b"",
+        kv_identity: bytes = b"",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.limits = limits
         self._eos_token_ids = eos_token_ids
         self._clock = clock
         self._decision_stats = DecisionStats()
-        self._kv = KVManager(limits.kv, self._decision_stats, tiers, fingerprint)
+        self._kv = KVManager(limits.kv, self._decision_stats, tiers, kv_identity)
         self._waiting = RequestQueue()
         self._slots = BatchSlots(limits.max_batch_size)
         self._pacer = Pacer(limits.decode_slowdown, limits.max_step_tokens)
