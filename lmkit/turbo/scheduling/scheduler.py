@@ -28,7 +28,6 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any
 
 from lmkit.errors import RequestError
@@ -226,10 +225,11 @@ class Scheduler:
         seq.gather_prompt_logprobs(chunk.start, result.prompt_logprobs)
         if seq.status is Status.RUNNING and chunk.start < seq.num_prompt_tokens:
             self._kv.publish(seq, min(seq.num_completed, seq.num_prompt_tokens), partial=chunk.num_sampled > 0)
-        tokens = list(takewhile(lambda token: token.token_id != FAILED_TOKEN, result.tokens))
+        has_failed = bool(result.tokens) and result.tokens[-1].token_id == FAILED_TOKEN
+        tokens = result.tokens[:-1] if has_failed else result.tokens
         if tokens:
             self._extend(seq, tokens)
-        if len(tokens) < len(result.tokens) and seq.status is not Status.FINISHED:
+        if has_failed and seq.status is not Status.FINISHED:
             self._finish(seq, "error", error="the model's logits for this request are not finite numbers")
 
     def _extend(self, seq: Sequence, tokens: list[SampledToken]) -> None:
