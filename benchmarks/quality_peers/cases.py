@@ -16,8 +16,8 @@ from lmkit.layers.batch import allocate_kv, whole_batch
 from lmkit.models import roles
 from lmkit.models.loader import ModelSource, load_model
 from lmkit.quant.data.calibration import load_calibration
-from lmkit.quant.recipe import CalibrationRecipe
 from lmkit.quant.report.evaluate import EvalResult, encode_text, evaluate
+from lmkit.quant.sections import CalibrationRecipe
 from lmkit.text import Tokenizer
 
 TOLERANCE = 1e-4  # of a logit, between the model as it is and with outliers

@@ -25,13 +25,13 @@ from lmkit.formats.atomic import write_errors
 from lmkit.models.decoder import DecoderLayer, joined
 from lmkit.models.loader import ModelSource
 from lmkit.models.spec import ModelSpec
-from lmkit.quant.budget import BATCH_TOKENS
 from lmkit.quant.data.comm import Comm
 from lmkit.quant.kv.config import KVStats
 from lmkit.quant.layer.layer import Geometry
 from lmkit.quant.layer.observe import Observer
 
 STREAMS = ("hidden", "exact")
+BATCH_TOKENS = 4096  # of the calibration set in one forward pass, at most
 
 
 class Buffer:

@@ -124,3 +124,7 @@ def run(layer: DecoderLayer, stream: Stream, hidden: Tensor) -> Tensor:
     geometry = stream.geometry(len(hidden) // stream.seq_len, stream.seq_len)
     delta, residual = layer(hidden.clone(), None, geometry.batch, geometry.rope, geometry.kv)
     return joined(delta, residual)
+
+
+def squared(x: Tensor) -> float:
+    return float(x.square().sum(dtype=torch.float64))

@@ -19,13 +19,13 @@ from lmkit.kernels.ops import Norm
 from lmkit.models.decoder import Decoder, DecoderLayer, joined
 from lmkit.models.loader import ModelSource, resolve_dtype
 from lmkit.qtensor import QuantScheme
+from lmkit.quant.layer.grid import round_to_nearest
 from lmkit.quant.layer.layer import Geometry
 from lmkit.quant.mixed_precision import MEASURED_LEN, MEASURED_ROWS, BitBudget, Group, choose, make_bit_budget, name_of
 from lmkit.quant.plan import Plan, dense_modules
 from lmkit.quant.recipe import Recipe
 from lmkit.quant.report.evaluate import LOGIT_BYTES, Progress
 from lmkit.quant.report.report import MixedPrecisionGroup, MixedPrecisionReport
-from lmkit.quant.steps.rtn import round_to_nearest
 
 VARIANT_BYTES = 1 << 30  # of hidden states at a time
 

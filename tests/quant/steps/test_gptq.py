@@ -11,11 +11,10 @@ from torch import Tensor
 from lmkit.models.loader import ModelSource
 from lmkit.qtensor import QTensor, QuantScheme, dequantize, quantize
 from lmkit.quant.data.hidden_states import Stream
-from lmkit.quant.layer import rounding
 from lmkit.quant.layer.moments import Moments, collect, held_out_rows, inputs_of
-from lmkit.quant.recipe import Gptq
 from lmkit.quant.run import prepare
 from lmkit.quant.steps import gptq
+from lmkit.quant.steps.gptq import Gptq
 from tests.quant.helpers import CLIP, recipe, tiny_checkpoint
 
 ORDERS = ("activation", "gar", "natural")
@@ -154,7 +153,7 @@ def test_a_linear_that_plain_rounding_serves_better_falls_back() -> None:
     moments = Moments.empty(128)
     moments.held = moments.held_exact = inputs()
     bad = QTensor(plain.codes.flip(0), plain.scales, plain.zeros, SCHEME)
-    judged = rounding._judge(weight, bad, plain, moments, 0.01)
+    judged = gptq._judge(weight, bad, plain, moments, 0.01)
     assert judged.weight is plain
     assert judged.method == "rtn"
     assert judged.fallback is not None
