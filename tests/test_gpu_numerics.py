@@ -70,8 +70,7 @@ def logits(path: Path, rows: list[list[int]], device: str, dtype: str, tensors: 
     spec = decoder.spec
     batch, blocks = whole_batch(rows, BLOCK, tensors)
     kv = [
-        allocate_kv(blocks, spec.num_kv_heads, BLOCK, spec.head_dim, (dtype, dtype), tensors)
-        for _ in range(spec.num_layers)
+        allocate_kv(blocks, layer.num_kv_heads, BLOCK, layer.head_dim, (dtype, dtype), tensors) for layer in spec.layers
     ]
     return decoder(batch, kv).float().cpu().clone()
 

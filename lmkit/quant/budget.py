@@ -13,9 +13,10 @@ from pathlib import Path
 from lmkit.errors import ConfigError
 from lmkit.log import get_logger
 from lmkit.models import roles
-from lmkit.models.loader import ModelSource, resolve_dtype
+from lmkit.models.layer_spec import LayerSpec
+from lmkit.models.resolved import resolve_dtype
+from lmkit.models.source import ModelSource
 from lmkit.models.spec import ModelSpec
-from lmkit.quant.cost import layer_cost
 from lmkit.quant.data.hidden_states import BATCH_TOKENS
 from lmkit.quant.recipe import Recipe
 from lmkit.quant.report.evaluate import LOGIT_BYTES
@@ -89,22 +90,17 @@ def _choices(recipe: Recipe) -> list[tuple[int, Recipe]]:
 
 def working_bytes(spec: ModelSpec, recipe: Recipe, batch_tokens: int) -> int:
     """At the peak, of what grows with the model and the recipe. It does not grow with the number of rows."""
-    return max(_layer_working_bytes(spec, recipe, batch_tokens, layer) for layer in _kinds_of_layers(spec))
+    return max(_layer_working_bytes(layer, recipe, batch_tokens) for layer in spec.kinds)
 
 
-def _kinds_of_layers(spec: ModelSpec) -> list[int]:
-    """A layer of each kind."""
-    return list({roles.linears(spec, layer): layer for layer in range(spec.num_layers)}.values())
-
-
-def _layer_working_bytes(spec: ModelSpec, recipe: Recipe, batch_tokens: int, layer: int) -> int:
-    cost = layer_cost(spec, recipe, layer, batch_tokens)
-    layers = cost.weights * cost.num_streams  # the original layer beside the one that is rewritten
+def _layer_working_bytes(layer: LayerSpec, recipe: Recipe, batch_tokens: int) -> int:
+    cost = recipe.cost(layer, batch_tokens)
+    weights = cost.layer.num_weights * cost.num_streams  # the original layer beside the one that is rewritten
     statistics = sum(cost.input_widths) * (2 * max(cost.group_size, 0) + cost.sample_tokens)  # sums are float64
-    keys_and_values = 6 * spec.num_kv_heads * spec.head_dim  # kept and copied
+    keys_and_values = 6 * layer.kv_size  # kept and copied
     forward = batch_tokens * (cost.token_width + keys_and_values) + 3 * cost.largest
     work = max(forward, cost.search_numbers, *(step.working_numbers(cost) for step in recipe.steps))
-    return 4 * (layers + statistics + work)
+    return 4 * (weights + statistics + work)
 
 
 def check_evaluation(source: ModelSource, budget: Budget) -> None:
@@ -135,9 +131,7 @@ def _layer_bytes(source: ModelSource) -> int:
 
 def _stored_bytes(source: ModelSource, recipe: Recipe) -> int:
     """Of quantized layers: codes, and for each group a float16 scale and a zero."""
-    shapes = [
-        source.spec.linear_shape(role) for i in range(source.spec.num_layers) for role in roles.linears(source.spec, i)
-    ]
-    numbers, scheme = sum(rows * columns for rows, columns in shapes), recipe.scheme.scheme()
+    scheme = recipe.scheme.scheme()
     bits = scheme.bits if recipe.bits is None else recipe.bits
-    return int(numbers * (bits + (16 + scheme.bits) / (scheme.group_size if scheme.group_size > 0 else 64)) / 8)
+    bits += (16 + scheme.bits) / (scheme.group_size if scheme.group_size > 0 else 64)
+    return int(sum(layer.weight_bytes(bits) for layer in source.spec.layers))

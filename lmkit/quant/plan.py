@@ -12,11 +12,9 @@ import torch
 from lmkit.errors import ConfigError, UnsupportedError
 from lmkit.formats.base import get_format
 from lmkit.log import get_logger
-from lmkit.models import roles
-from lmkit.models.loader import ModelSource
+from lmkit.models.source import ModelSource
 from lmkit.models.spec import ModelSpec
 from lmkit.qtensor import QuantScheme
-from lmkit.quant.cost import layer_cost
 from lmkit.quant.kv.config import check_layers
 from lmkit.quant.mixed_precision import MEASURED_LEN, MEASURED_ROWS, candidates, check_reachable
 from lmkit.quant.recipe import Recipe
@@ -36,9 +34,7 @@ class Plan:
 
     def schemes(self, layer: int) -> dict[str, QuantScheme]:
         """Of a layer's linears that are quantized, by role."""
-        every = {
-            role: self.linears[roles.module_name(self.spec, layer, role)] for role in roles.linears(self.spec, layer)
-        }
+        every = {role: self.linears[self.spec.module_name(layer, role)] for role in self.spec.layers[layer].linears}
         return {role: scheme for role, scheme in every.items() if scheme is not None}
 
 
@@ -56,12 +52,12 @@ def make_plan(source: ModelSource, recipe: Recipe) -> Plan:
             raise UnsupportedError(f"{path}: {reason}")
     check_layers(recipe.kv, spec, recipe.format)
     dense = dense_modules(spec, recipe)
-    modules = [roles.module_name(spec, i, role) for i in range(spec.num_layers) for role in roles.linears(spec, i)]
+    modules = [spec.module_name(i, role) for i in range(spec.num_layers) for role in spec.layers[i].linears]
     if len(dense) == len(modules):
         raise ConfigError(f"recipe: nothing to quantize, every linear stays dense: {next(iter(dense.values()))}")
     linears = {module: None if module in dense else recipe.scheme.scheme() for module in modules}
     check_reachable(spec, recipe, dense)
-    routers = [roles.module_name(spec, i, role) for i in range(spec.num_layers) for role in roles.routers(spec, i)]
+    routers = [spec.module_name(i, role) for i in range(spec.num_layers) for role in spec.layers[i].routers]
     linears |= dict.fromkeys(routers, None)
     return Plan(spec, linears, dense, _operations(spec, recipe) / _operations_per_second())
 
@@ -71,13 +67,13 @@ def dense_modules(spec: ModelSpec, recipe: Recipe) -> dict[str, str]:
     weight_format, schemes = get_format(recipe.format), candidates(recipe)
     dense, matched = {}, set()
     for layer in range(spec.num_layers):
-        for role in roles.linears(spec, layer):
-            module = roles.module_name(spec, layer, role)
+        for role, shape in spec.layers[layer].linears.items():
+            module = spec.module_name(layer, role)
             patterns = [p for p in recipe.ignore if fnmatchcase(role, p) or fnmatchcase(module, p)]
             matched |= set(patterns)
             if patterns:
                 dense[module] = f"ignored by the recipe ({patterns[0]})"
-            elif all(reasons := [weight_format.can_write(spec.linear_shape(role), scheme) for scheme in schemes]):
+            elif all(reasons := [weight_format.can_write(shape, scheme) for scheme in schemes]):
                 dense[module] = str(reasons[0])
     for pattern in recipe.ignore:
         if pattern not in matched:
@@ -91,14 +87,14 @@ def dense_modules(spec: ModelSpec, recipe: Recipe) -> dict[str, str]:
 
 def _role_patterns(spec: ModelSpec) -> str:
     """Every role there is, * for the number of an expert."""
-    every = [role for layer in range(spec.num_layers) for role in roles.linears(spec, layer)]
+    every = [role for layer in range(spec.num_layers) for role in spec.layers[layer].linears]
     return ", ".join(dict.fromkeys(re.sub(r"\d+", "*", role) for role in every))
 
 
 def _warn_split_groups(spec: ModelSpec, dense: dict[str, str]) -> None:
     for layer in range(spec.num_layers):
-        for group in roles.fused(spec, layer):
-            modules = [roles.module_name(spec, layer, role) for role in group]
+        for group in spec.layers[layer].fused:
+            modules = [spec.module_name(layer, role) for role in group]
             if 0 < sum(module in dense for module in modules) < len(modules):
                 log.warning("only some of %s are quantized; engines that fuse them may refuse it", ", ".join(modules))
 
@@ -106,13 +102,12 @@ def _warn_split_groups(spec: ModelSpec, dense: dict[str, str]) -> None:
 def _operations(spec: ModelSpec, recipe: Recipe) -> float:
     """Floating-point operations of the whole run, evaluation aside."""
     operations = 0.0
-    for layer in range(spec.num_layers):
-        cost = layer_cost(spec, recipe, layer)
-        operations += 2.0 * cost.num_tokens * (2 * cost.weights_of_a_token + cost.attention)
-        operations += sum(step.flops(cost) for step in recipe.steps)
+    for layer in spec.layers:
+        cost = recipe.cost(layer)
+        operations += 2 * cost.forward + sum(step.flops(cost) for step in recipe.steps)
         if recipe.bits is not None:
             variants = 4 * len(candidates(recipe)) * spec.num_layers / 2  # that go through a layer
-            operations += 2.0 * variants * MEASURED_ROWS * MEASURED_LEN * cost.weights
+            operations += 2.0 * variants * MEASURED_ROWS * MEASURED_LEN * layer.num_weights
     return operations
 
 

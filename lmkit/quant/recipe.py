@@ -27,8 +27,9 @@ from lmkit.config import StrictStruct, parse
 from lmkit.errors import ConfigError, UnsupportedError
 from lmkit.formats.base import get_format
 from lmkit.formats.parts import Activations
+from lmkit.models.layer_spec import LayerSpec
 from lmkit.quant.sections import CalibrationRecipe, DatasetRecipe, KVLayerRecipe, KVRecipe, SchemeRecipe
-from lmkit.quant.steps.base import SAMPLE_TOKENS, Stage
+from lmkit.quant.steps.base import SAMPLE_TOKENS, LayerCost, Stage
 from lmkit.quant.steps.registry import STEPS, AnyStep, of_stage
 
 RECIPES = Path(__file__).parents[1] / "data" / "recipes"
@@ -75,6 +76,19 @@ class Recipe(StrictStruct, frozen=True, kw_only=True):
     def needs_exact(self) -> bool:
         """Whether a step wants to know what the original model computes."""
         return any(step.needs_exact for step in self.steps)
+
+    def cost(self, layer: LayerSpec, batch_tokens: int = 0) -> LayerCost:
+        """What the steps' estimates for a layer are made of, in passes of `batch_tokens` at a time."""
+        num_tokens = self.calibration.num_samples * self.calibration.seq_len
+        return LayerCost(
+            layer=layer,
+            num_tokens=num_tokens,
+            seq_len=self.calibration.seq_len,
+            batch_tokens=batch_tokens,
+            sample_tokens=min(self.sample_tokens, num_tokens),
+            group_size=self.scheme.scheme().group_size,
+            num_streams=2 if self.needs_exact else 1,
+        )
 
     @property
     def sample_tokens(self) -> int:

@@ -63,8 +63,7 @@ def logits(decoder: Decoder) -> torch.Tensor:
     spec = decoder.spec
     batch, num_blocks = whole_batch(PROMPTS, 8)
     kv = [
-        allocate_kv(num_blocks, spec.num_kv_heads, 8, spec.head_dim, ("float32", "float32"))
-        for _ in range(spec.num_layers)
+        allocate_kv(num_blocks, layer.num_kv_heads, 8, layer.head_dim, ("float32", "float32")) for layer in spec.layers
     ]
     return decoder(batch, kv)
 

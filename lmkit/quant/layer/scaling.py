@@ -3,15 +3,16 @@ multiplied by it. Nothing changes in exact arithmetic; what a good s is, the ste
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lmkit.layers.linear import Weights
-from lmkit.models import roles
-from lmkit.models.spec import ModelSpec
+from lmkit.models.layer_spec import LayerSpec
 from lmkit.quant.layer.layer import CalibratedLayer
 from lmkit.quant.layer.work import LayerWork
 from lmkit.quant.report.layer_report import ScaleReport
@@ -65,10 +66,10 @@ def storable(calibrated: CalibratedLayer, source: str, candidates: list[Candidat
     """The candidates, all but identity, the first, adjusted so that a norm divided by s is stored without rounding."""
     if not source.startswith("norm."):
         return candidates
-    norm = calibrated.weight(source)
+    norm, read_back = calibrated.weight(source), functools.partial(calibrated.read_back, source)
     return [
         candidates[0],
-        *(Candidate(c.name, representable(c.scale, norm, calibrated.norm_dtype)) for c in candidates[1:]),
+        *(Candidate(c.name, representable(c.scale, norm, read_back)) for c in candidates[1:]),
     ]
 
 
@@ -79,7 +80,7 @@ def fold(calibrated: CalibratedLayer, found: ScaleSearch) -> None:
         divide_inputs(calibrated, found)
 
 
-def expand(s: Tensor, consumer: str, spec: ModelSpec) -> Tensor:
+def expand(s: Tensor, consumer: str, spec: LayerSpec) -> Tensor:
     """[outputs of the source] -> [inputs of the consumer]: query heads that share a value head share its s."""
     if consumer != "attn.o":
         return s
@@ -87,14 +88,14 @@ def expand(s: Tensor, consumer: str, spec: ModelSpec) -> Tensor:
     return heads.expand(-1, spec.num_heads // spec.num_kv_heads, -1).reshape(-1)
 
 
-def representable(s: Tensor, norm: Tensor, dtype: torch.dtype) -> Tensor:
-    """The s nearest to the given one for which norm / s has no rounding error in `dtype`, the norm's stored type."""
-    divided = (norm / s).to(dtype).float()
+def representable(s: Tensor, norm: Tensor, read_back: Callable[[Tensor], Tensor]) -> Tensor:
+    """The s nearest to the given one for which norm / s has no rounding error where it is stored."""
+    divided = read_back(norm / s)
     exact = norm / divided
     return torch.where(exact.isfinite() & (exact > 0), exact, 1.0)
 
 
-def apply(weights: Weights, source: str, consumers: tuple[str, ...], s: Tensor, spec: ModelSpec) -> None:
+def apply(weights: Weights, source: str, consumers: tuple[str, ...], s: Tensor, spec: LayerSpec) -> None:
     """Fold s [outputs of the source] into float32 weights: what the layer computes changes by rounding errors only."""
     weights[source] = _divide_rows(weights[source], s)
     bias = source + ".bias"
@@ -108,8 +109,8 @@ def apply(weights: Weights, source: str, consumers: tuple[str, ...], s: Tensor, 
 
 def divide_inputs(calibrated: CalibratedLayer, found: ScaleSearch) -> None:
     """Keep the records of what the consumers read true to the weights: each expert has one of its own."""
-    spec, index = calibrated.layer.spec, calibrated.layer.index
-    for reader in dict.fromkeys(roles.input_of(spec, index)[role] for role in found.consumers):
+    spec = calibrated.layer.spec
+    for reader in dict.fromkeys(spec.input_of[role] for role in found.consumers):
         if reader in calibrated.inputs:
             calibrated.inputs[reader].divide(expand(found.best.scale, reader, spec))
 

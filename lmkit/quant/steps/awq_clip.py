@@ -15,7 +15,7 @@ from msgspec import Meta
 from torch import Tensor
 
 from lmkit.formats.parts import Activations
-from lmkit.models.roles import FUSED
+from lmkit.models.roles import QKV
 from lmkit.qtensor import QuantScheme, dequantize
 from lmkit.quant.layer.grid import Shrink, round_to_nearest
 from lmkit.quant.layer.layer import CalibratedLayer
@@ -42,7 +42,7 @@ class AwqClip(Step, frozen=True, tag="awq_clip"):
         work.clips = {role: found.report() for role, found in clip_layer(work.calibrated, self).items()}
 
     def flops(self, cost: LayerCost) -> float:
-        return 2 * ROUNDS * self.grid * cost.weights * (2.0 * cost.group_size + ROUNDING)
+        return 2 * ROUNDS * self.grid * cost.layer.num_weights * (2.0 * cost.group_size + ROUNDING)
 
     def working_numbers(self, cost: LayerCost) -> int:
         return cost.search_numbers + 2 * cost.largest
@@ -86,7 +86,7 @@ def _attention_error(calibrated: CalibratedLayer, shrinks: dict[str, Shrink]) ->
     """Summed squared error of the attention's output with q, k and v rounded with `shrinks`."""
     exact = calibrated.block_output("norm.attn")
     weights = calibrated.layer.weights
-    originals = {role: calibrated.weight(role) for role in FUSED["attn.qkv"] if role in calibrated.schemes}
+    originals = {role: calibrated.weight(role) for role in QKV if role in calibrated.schemes}
     for role, weight in originals.items():
         weights[role] = round_to_nearest(weight, calibrated.schemes[role], shrinks.get(role))
     error = calibrated.block_output("norm.attn") - exact

@@ -17,8 +17,7 @@ from msgspec import Meta
 from torch import Tensor
 
 from lmkit.formats.parts import Activations
-from lmkit.models import roles
-from lmkit.models.spec import ModelSpec
+from lmkit.models.layer_spec import LayerSpec
 from lmkit.qtensor import QuantScheme, dequantize
 from lmkit.quant.layer.layer import CalibratedLayer
 from lmkit.quant.layer.scaling import IDENTITY, Candidate, ScaleSearch, expand, fold, normalized, record, storable
@@ -53,13 +52,13 @@ class AwqScale(Step, frozen=True, tag="awq_scale"):
         return (1 + self.grid * (2 if self.duo == "both" else 1)) * cost.block_pass
 
     def working_numbers(self, cost: LayerCost) -> int:
-        return cost.search_numbers + cost.weights
+        return cost.search_numbers + cost.layer.num_weights
 
 
 def scale_layer(calibrated: CalibratedLayer, step: AwqScale) -> list[ScaleSearch]:
     """Search and fold s for each pair of roles.smooth, in order; each search sees the layer as the last one left it."""
     layer, searches = calibrated.layer, []
-    for source, consumers in roles.smooth(layer.spec, layer.index):
+    for source, consumers in layer.spec.smooth:
         if not set(consumers) & set(calibrated.schemes) or not calibrated.has_statistics(consumers[0]):
             continue
         candidates = pair_candidates(calibrated, source, consumers, step)
@@ -134,7 +133,7 @@ def weight_means(weights: list[Tensor], group_size: int) -> Tensor:
     return (total / sum(w.shape[0] for w in weights)).float()
 
 
-def reduce(x: Tensor, source: str, spec: ModelSpec) -> Tensor:
+def reduce(x: Tensor, source: str, spec: LayerSpec) -> Tensor:
     """[inputs of the consumers] -> [outputs of the source], by the mean where heads share a value head."""
     if source != "attn.v":
         return x

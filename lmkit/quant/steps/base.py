@@ -6,12 +6,15 @@ step by its name: the pipeline, the estimate of time and the budget of memory as
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 from typing import ClassVar, Self
 
 from lmkit.config import StrictStruct
 from lmkit.formats.parts import Activations
+from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.spec import ModelSpec
 from lmkit.qtensor import QuantScheme
 from lmkit.quant.layer.work import LayerWork
@@ -31,27 +34,42 @@ class Stage(IntEnum):
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Sizes of a layer and of the calibration, of which steps make their estimates. Weights are counted as numbers."""
+    """A layer and the sizes of a calibration, of which steps make their estimates of time and memory."""
 
+    layer: LayerSpec
     num_tokens: int  # of the calibration
     seq_len: int
     batch_tokens: int
     sample_tokens: int  # that are kept of an input
     group_size: int
     num_streams: int  # 2 with the original model's hidden states beside those of the quantized layers
-    weights: int  # of all linears
-    weights_of_a_token: int  # that one token is multiplied with; fewer in a sparse layer
-    searched_weights: int  # of the blocks in which scales are compared
-    largest: int  # of one linear
-    input_widths: tuple[int, ...]  # of the inputs that linears read, each once
-    attention: int  # multiplications of a token with keys and values
-    num_heads: int
-    token_width: int  # numbers that one token takes at the widest place of the layer
+
+    @cached_property
+    def forward(self) -> float:
+        """Operations of one pass of all tokens; each sees half a row on average."""
+        return self.layer.flops(self.num_tokens, self.seq_len / 2)
+
+    @cached_property
+    def largest(self) -> int:
+        """Weights of the largest linear."""
+        return max(math.prod(shape) for shape in self.layer.linears.values())
+
+    @cached_property
+    def input_widths(self) -> list[int]:
+        """Of the inputs that linears read, each once."""
+        readers = {reads for role, reads in self.layer.input_of.items() if role in self.layer.linears}
+        return [self.layer.linear_shape(reader)[1] for reader in readers]
+
+    @property
+    def token_width(self) -> int:
+        """Numbers of one token at the widest place: gate and up, apart and side by side, and their product."""
+        return 5 * self.layer.widest_mlp + 6 * self.layer.hidden_size
 
     @property
     def block_pass(self) -> float:
-        """Operations of one candidate in a search over the layer's blocks, rounding included."""
-        return self.searched_weights * (2.0 * self.sample_tokens + ROUNDING)
+        """Operations of one candidate in a search over the blocks of a layer, rounding included."""
+        ends = sum(math.prod(s) for role, s in self.layer.linears.items() if role.endswith((".o", ".down")))
+        return (self.layer.num_weights + ends) * (2.0 * self.sample_tokens + ROUNDING)
 
     @property
     def search_numbers(self) -> int:

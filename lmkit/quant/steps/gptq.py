@@ -16,7 +16,6 @@ from msgspec import Meta
 from torch import Tensor
 
 from lmkit.formats.parts import Activations
-from lmkit.models import roles
 from lmkit.qtensor import QTensor, QuantScheme, dequantize
 from lmkit.quant.layer.layer import CalibratedLayer
 from lmkit.quant.layer.moments import Moments, collect, squared
@@ -55,8 +54,7 @@ class Gptq(Step, frozen=True, tag="gptq"):
     def flops(self, cost: LayerCost) -> float:
         passes = 2.5 if self.sequential else 1.0  # up to attn.o, mlp.gate and mlp.down, and once more at the end
         moments = sum(width**2 for width in cost.input_widths)
-        pass_of_a_token = cost.weights_of_a_token + cost.attention
-        return 2.0 * cost.num_tokens * cost.num_streams * (moments + passes * pass_of_a_token)
+        return cost.num_streams * (2.0 * cost.num_tokens * moments + passes * cost.forward)
 
     def working_numbers(self, cost: LayerCost) -> int:
         # The largest input's moments, their factor while it is computed, and the columns on their way, all in pieces of
@@ -88,7 +86,7 @@ def _stages(calibrated: CalibratedLayer) -> list[list[tuple[str, ...]]]:
     """Roles that read one input with one grid, and of these groups those that stand side by side in the layer: q k v,
     o, all gates and ups, all downs."""
     layer = calibrated.layer
-    input_of = roles.input_of(layer.spec, layer.index)
+    input_of = layer.spec.input_of
     groups: dict[tuple[str, QuantScheme], list[str]] = {}
     for role, scheme in calibrated.schemes.items():
         groups.setdefault((input_of[role], scheme), []).append(role)

@@ -22,6 +22,7 @@ from torch.nn import functional
 from lmkit.config import PositiveInt
 from lmkit.formats.parts import Activations
 from lmkit.models.decoder import CosSin
+from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.spec import ModelSpec
 from lmkit.qtensor import QTensor, QuantScheme, dequantize
 from lmkit.quant.layer.moments import batches, run
@@ -52,7 +53,7 @@ class SignRound(Step, frozen=True, tag="signround"):
         return self.needs_integers(scheme)
 
     def refuses_model(self, spec: ModelSpec) -> str | None:
-        if any(spec.sparse(layer) is not None for layer in range(spec.num_layers)):
+        if any(layer.is_sparse for layer in spec.kinds):
             return "signround tunes dense layers only, and this model has others"
         return None
 
@@ -62,11 +63,11 @@ class SignRound(Step, frozen=True, tag="signround"):
             work.store(tune_layer(work, weights, self))
 
     def flops(self, cost: LayerCost) -> float:
-        return 8.0 * self.iters * self.batch * cost.seq_len * (cost.weights + cost.attention)
+        return 4 * cost.layer.flops(self.iters * self.batch * cost.seq_len, cost.seq_len / 2)
 
     def working_numbers(self, cost: LayerCost) -> int:
-        layers = cost.weights * cost.num_streams
-        return 8 * layers + cost.seq_len * (cost.num_heads * cost.seq_len + 8 * cost.token_width)
+        layers = cost.layer.num_weights * cost.num_streams
+        return 8 * layers + cost.seq_len * (cost.layer.num_heads * cost.seq_len + 8 * cost.token_width)
 
 
 def tune_layer(work: LayerWork, weights: dict[str, Tensor], step: SignRound) -> dict[str, Rounding]:
@@ -94,7 +95,7 @@ def tune_layer(work: LayerWork, weights: dict[str, Tensor], step: SignRound) -> 
         return batch([rows[i] for i in torch.randperm(len(rows), generator=generator)[: step.batch].tolist()])
 
     tuned = tune(
-        lambda tensors, hidden: layer_output(layer.spec, layer.index, {**rest, **tensors}, rope, hidden),
+        lambda tensors, hidden: layer_output(layer.spec, {**rest, **tensors}, rope, hidden),
         weights,
         {role: rounding.weight for role, rounding in roundings.items()},
         drawn,
@@ -218,16 +219,16 @@ def _straight(x: Tensor, value: Tensor) -> Tensor:
     return x + (value - x).detach()
 
 
-def layer_output(spec: ModelSpec, index: int, weights: Mapping[str, Tensor], rope: CosSin, hidden: Tensor) -> Tensor:
+def layer_output(spec: LayerSpec, weights: Mapping[str, Tensor], rope: CosSin, hidden: Tensor) -> Tensor:
     """A dense layer on whole sequences: hidden float32 [rows, seq_len, hidden] -> the same behind the layer.
     `rope`: cos and sin [seq_len, rotary_dim / 2]."""
-    hidden = hidden + _attention(spec, index, weights, rope, _norm(hidden, weights["norm.attn"], spec.norm_eps))
+    hidden = hidden + _attention(spec, weights, rope, _norm(hidden, weights["norm.attn"], spec.norm_eps))
     x = _norm(hidden, weights["norm.mlp"], spec.norm_eps)
     gated = functional.silu(_linear(x, weights, "mlp.gate")) * _linear(x, weights, "mlp.up")
     return hidden + _linear(gated, weights, "mlp.down")
 
 
-def _attention(spec: ModelSpec, index: int, weights: Mapping[str, Tensor], rope: CosSin, x: Tensor) -> Tensor:
+def _attention(spec: LayerSpec, weights: Mapping[str, Tensor], rope: CosSin, x: Tensor) -> Tensor:
     rows, length, _ = x.shape
     q, k, v = (_linear(x, weights, f"attn.{name}").view(rows, length, -1, spec.head_dim) for name in "qkv")
     if spec.qk_norm:
@@ -235,7 +236,7 @@ def _attention(spec: ModelSpec, index: int, weights: Mapping[str, Tensor], rope:
     q, k = _rotate(q, rope), _rotate(k, rope)
     position = torch.arange(length)
     visible = position[None, :] <= position[:, None]
-    if window := spec.window(index):
+    if window := spec.attention.window:
         visible &= position[None, :] > position[:, None] - window
     out = functional.scaled_dot_product_attention(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=visible, enable_gqa=True

@@ -11,7 +11,6 @@ from lmkit.turbo.host_memory import available_memory, gib
 from lmkit.turbo.kv.manager import KVLimits
 from lmkit.turbo.kv.tiers.host import check_host_bytes
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 # torch, numba and their compiled code; on a GPU cuBLAS, kernels and what torch's cache rounds up
 RUNTIME_BYTES = 400 << 20
 KV_SHARE = {"cpu": 0.8, "cuda": 0.92}  # of what is left after the weights, when the user names no budget
@@ -47,19 +46,6 @@ class MemoryPlan:
         return purposes | {"host": self.host, "kv": self.kv}
 
 
-def kv_token_bytes(spec: ModelSpec, dtypes: tuple[str, str]) -> int:
-    """Bytes of one token's K and V in one layer, with their parameters (a float16 scale and minimum per head)."""
-
-    def head_bytes(dtype: str) -> int:
-        if dtype in ("int8", "fp8"):
-            return spec.head_dim + 4
-        if dtype == "int4":
-            return spec.head_dim // 2 + 4
-        return spec.head_dim * DTYPE_BYTES[dtype]
-
-    return spec.num_kv_heads * (head_bytes(dtypes[0]) + head_bytes(dtypes[1]))
-
-
 def kv_limits(spec: ModelSpec, config: EngineConfig, num_blocks: int) -> KVLimits:
     """What a pool of so many blocks is to an engine."""
     return KVLimits(
@@ -71,7 +57,7 @@ def kv_limits(spec: ModelSpec, config: EngineConfig, num_blocks: int) -> KVLimit
         prefix_cache=config.prefix_cache,
         cache_quota=config.cache_quota,
         session_lease=config.session_lease,
-        dynamic_length=spec.rope.original_max_position if spec.rope.kind == "dynamic" else 0,
+        dynamic_length=spec.dynamic_length,
     )
 
 
@@ -91,7 +77,8 @@ def plan_memory(
     """
     on_gpu = config.device == "cuda"
     free = available_memory() if available is None else available
-    block_bytes = config.tokens_per_block * sum(kv_token_bytes(spec, dtypes) for dtypes in kv_dtypes)
+    token_bytes = sum(layer.kv_token_bytes(*dtypes) for layer, dtypes in zip(spec.layers, kv_dtypes, strict=True))
+    block_bytes = config.tokens_per_block * token_bytes
     workspace = (_gpu_workspace_bytes if on_gpu else _workspace_bytes)(spec, config)
     host = config.kv_host_memory or 0
     check_host_bytes(host, block_bytes)
@@ -138,25 +125,17 @@ def plan_memory(
 
 def _workspace_bytes(spec: ModelSpec, config: EngineConfig) -> int:
     """float32 activations of the widest point of a layer, and two copies of the step's logits."""
-    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    widest = 4 * spec.hidden_size + max(3 * q + 4 * kv, 3 * spec.intermediate_size)
-    if (moe := spec.moe) is not None:  # at worst all tokens go to one expert; they are gathered, and its output added
-        size = max(moe.intermediate_size, moe.shared_intermediate_size)
-        widest = max(widest, 8 * spec.hidden_size + 3 * size + 4 * moe.num_experts)
+    widest = max(layer.activation_bytes() for layer in spec.kinds)
     rows = min(config.max_batch_size, config.tokens_per_step)
-    return 4 * (config.tokens_per_step * widest + 2 * rows * spec.vocab_size)
+    return config.tokens_per_step * widest + 4 * 2 * rows * spec.vocab_size
 
 
 def _gpu_workspace_bytes(spec: ModelSpec, config: EngineConfig) -> int:
     """Activations of 16 bits beside the float32 stream at the widest point of a layer; the largest linear's weights,
     dequantized; logits of the captured steps' own buffer, of a step, and the sampler's copy; what is pinned, twice.
     """
-    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    outputs = max(q + 2 * kv, 2 * spec.intermediate_size)
-    widest = 3 * 4 * spec.hidden_size + 2 * (spec.hidden_size + 3 * q + 2 * kv + 3 * spec.intermediate_size)
-    if (moe := spec.moe) is not None:  # as on a CPU
-        size = max(moe.intermediate_size, moe.shared_intermediate_size)
-        widest = max(widest, 24 * spec.hidden_size + 6 * size + 16 * moe.num_experts)
+    widest = max(layer.activation_bytes(half=True) for layer in spec.kinds)
+    outputs = max(layer.widest_product for layer in spec.kinds)
     rows = min(config.max_batch_size, config.tokens_per_step)
     tables = 4 * config.max_batch_size * -(-(config.max_model_len or spec.max_position) // config.tokens_per_block)
     return (

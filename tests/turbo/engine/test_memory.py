@@ -7,31 +7,32 @@ import pytest
 from lmkit.config import EngineConfig
 from lmkit.errors import ConfigError
 from lmkit.layers.batch import allocate_kv
-from lmkit.layers.rope_spec import RopeSpec
-from lmkit.models.spec import ModelSpec
-from lmkit.turbo.engine.memory import RUNTIME_BYTES, kv_token_bytes, plan_memory
+from lmkit.models import load_spec
+from lmkit.turbo.engine.memory import RUNTIME_BYTES, plan_memory
 
-SPEC = ModelSpec(
-    architecture="LlamaForCausalLM", hidden_size=256, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=64,
-    intermediate_size=512, vocab_size=1000, norm_eps=1e-5, rope=RopeSpec(rotary_dim=64), max_position=4096,
-    dtype="bfloat16",
-)  # fmt: skip
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 512, "vocab_size": 1000, "max_position_embeddings": 4096,
+    "dtype": "bfloat16",
+}  # fmt: skip
+SPEC = load_spec(CONFIG)
+LAYER = SPEC.layers[0]
 GIB = 1 << 30
 BF16 = [("bfloat16", "bfloat16")] * 4
 
 
 @pytest.mark.parametrize("dtypes", [("float32", "float32"), ("bfloat16", "int8"), ("int8", "int4"), ("int4", "int4")])
 def test_token_bytes_are_what_is_allocated(dtypes: tuple[str, str]) -> None:
-    layer = allocate_kv(3, SPEC.num_kv_heads, 16, SPEC.head_dim, dtypes)
+    layer = allocate_kv(3, LAYER.num_kv_heads, 16, LAYER.head_dim, dtypes)
     tensors = (layer.k.data, layer.k.params, layer.v.data, layer.v.params)
-    assert sum(t.nbytes for t in tensors) == 3 * 16 * kv_token_bytes(SPEC, dtypes)
+    assert sum(t.nbytes for t in tensors) == 3 * 16 * LAYER.kv_token_bytes(*dtypes)
 
 
 def test_int8_and_int4_hold_more_tokens_at_head_dim_128() -> None:
-    spec = ModelSpec(**{**SPEC.__dict__, "head_dim": 128})
-    dense = kv_token_bytes(spec, ("bfloat16", "bfloat16"))
-    assert dense / kv_token_bytes(spec, ("int8", "int8")) > 1.9
-    assert dense / kv_token_bytes(spec, ("int4", "int4")) > 3.7
+    layer = load_spec(CONFIG | {"head_dim": 128}).layers[0]
+    dense = layer.kv_token_bytes("bfloat16", "bfloat16")
+    assert dense / layer.kv_token_bytes("int8", "int8") > 1.9
+    assert dense / layer.kv_token_bytes("int4", "int4") > 3.7
 
 
 def test_default_pool_serves_the_whole_batch_when_memory_allows() -> None:
