@@ -17,7 +17,7 @@ from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.resolved import resolve_dtype
 from lmkit.models.source import ModelSource
 from lmkit.models.spec import ModelSpec
-from lmkit.quant.data.hidden_states import BATCH_TOKENS
+from lmkit.quant.data.hidden_states import BATCH_TOKENS, scratch_width
 from lmkit.quant.recipe import Recipe
 from lmkit.quant.report.evaluate import LOGIT_BYTES
 
@@ -118,11 +118,13 @@ def check_evaluation(source: ModelSource, budget: Budget) -> None:
 
 
 def disk_bytes(source: ModelSource, recipe: Recipe) -> int:
-    """In the output's folder until the run is over: hidden states twice, finished layers, and the checkpoint."""
+    """In the output's folder until the run is over: hidden states around and inside a layer, finished layers, and the
+    checkpoint."""
     spec, calibration = source.spec, recipe.calibration
-    states = 4 * calibration.num_samples * calibration.seq_len * spec.hidden_size * (2 if recipe.needs_exact else 1)
+    width = 2 * spec.hidden_size + (scratch_width(spec) if any(step.by_parts for step in recipe.steps) else 0)
+    states = 4 * calibration.num_samples * calibration.seq_len * width * (2 if recipe.needs_exact else 1)
     others = source.reader.nbytes() - _layer_bytes(source)
-    return 2 * states + 2 * _stored_bytes(source, recipe) + others
+    return states + 2 * _stored_bytes(source, recipe) + others
 
 
 def _layer_bytes(source: ModelSource) -> int:

@@ -22,10 +22,12 @@ from lmkit.quant.layer.grid import round_to_nearest
 from lmkit.quant.layer.held_out import compare_held_out
 from lmkit.quant.layer.layer import CalibratedLayer, relative_error
 from lmkit.quant.layer.observe import Observer, sample_rows, sample_tokens
+from lmkit.quant.layer.passes import LayerPass, Part
 from lmkit.quant.layer.work import LayerWork, Rounding
 from lmkit.quant.plan import Plan
 from lmkit.quant.recipe import Recipe
 from lmkit.quant.report.layer_report import LayerReport, LinearReport, stored_bits
+from lmkit.quant.steps.base import Stage
 
 SEARCH_PREFIX = 512  # tokens of a row on which attention is compared
 
@@ -54,8 +56,9 @@ class LayerQuantizer:
         work = LayerWork(calibrated, original, self.stream, self.recipe.activations, self.recipe.calibration.seed)
         for stage, step in enumerate(self.recipe.steps, 1):
             done(stage)
+            if step.stage is Stage.ROUNDER:
+                self._round_dense(calibrated)
             step.apply(work)
-        self._round_dense(layer)
         held_out = None if self.recipe.is_plain else compare_held_out(self.stream, layer, original, rtn)
         if held_out is not None and held_out.fallback:
             work = self._start_over(work, rtn, held_out.fallback)
@@ -65,7 +68,7 @@ class LayerQuantizer:
             index=layer.index,
             linears=tuple(self._linear_report(role, work, rtn_errors, errors) for role in layer.spec.linears),
             scales=tuple(work.scales),
-            error=self._advance(layer, original, first_output),
+            error=self._advance(work, first_output),
             seconds=round(time.perf_counter() - start, 2),
             experts=experts_report(calibrated),
             held_out=held_out,
@@ -121,26 +124,37 @@ class LayerQuantizer:
         calibrated.check_finite()
         return calibrated, first_output
 
-    def _advance(self, layer: DecoderLayer, original: DecoderLayer, first_output: Tensor) -> float:
-        """Every batch through the layer, and the original stream through the original layer. Returns the relative
-        squared error of what the layer adds to the first batch, whose output before quantization was `first_output`."""
+    def _advance(self, work: LayerWork, first_output: Tensor) -> float:
+        """Every batch through the rest of the layer, and the original stream through that of the original layer.
+        Returns the relative squared error of what the layer adds to the first batch, whose output before quantization
+        was `first_output`."""
         stream = self.stream
-        contribution = (first_output - stream.hidden(0)).square().sum(dtype=torch.float64)
-        for number, output in stream.outputs(layer):
-            if number == 0:
-                error = (output - first_output).square().sum(dtype=torch.float64)
-            stream.put(number, output)
-        if stream.has_exact:
-            for number, output in stream.outputs(original, exact=True):
-                stream.put(number, output, exact=True)
+        first = stream.hidden(0)
+        contribution = (first_output - first).square().sum(dtype=torch.float64)
+        for each in work.passes:
+            if each is not None:
+                self._finish(each)
         stream.advance()
+        error = (stream.hidden(0) - first_output).square().sum(dtype=torch.float64)
         return float(error / contribution) if contribution > 0 else 0.0
 
-    def _round_dense(self, layer: DecoderLayer) -> None:
+    def _finish(self, layer_pass: LayerPass) -> None:
+        """All tokens behind the layer. Processes share the work if it begins with the layer."""
+        stream, exact = self.stream, layer_pass.exact
+        if layer_pass.part is Part.ATTENTION:
+            for number, output in stream.outputs(layer_pass.layer, exact=exact):
+                stream.put(number, output, exact=exact)
+            return
+        for number in range(len(stream)):
+            for tokens in stream.slices(number):
+                layer_pass.move(tokens, Part.END)
+            stream.release()
+
+    def _round_dense(self, calibrated: CalibratedLayer) -> None:
         """Tensors that are not quantized take the values they will have in the file."""
-        source = self.source
+        source, layer = self.source, calibrated.layer
         for role, weight in layer.weights.items():
-            if isinstance(weight, Tensor):
+            if isinstance(weight, Tensor) and role not in calibrated.schemes:
                 read_back = source.read_back(layer.index, role, weight)
                 if not bool(read_back.isfinite().all()):
                     dtype = source.stored_dtype(layer.index, role)

@@ -11,6 +11,7 @@ from lmkit.models.decoder import DecoderLayer
 from lmkit.qtensor import QTensor
 from lmkit.quant.data.hidden_states import Stream
 from lmkit.quant.layer.layer import CalibratedLayer
+from lmkit.quant.layer.passes import LayerPass
 from lmkit.quant.report.layer_report import ClipReport, ScaleReport
 
 
@@ -42,6 +43,15 @@ class LayerWork:
     clips: dict[str, ClipReport] = field(default_factory=dict)
     roundings: dict[str, Rounding] = field(default_factory=dict)
     unrounded: dict[str, Tensor] = field(default_factory=dict)  # weights of the roundings, by role, as they were before
+    passes: tuple[LayerPass, LayerPass | None] = field(init=False)  # the layer's hidden states and the original's
+
+    def __post_init__(self) -> None:
+        self.start_passes()
+
+    def start_passes(self) -> None:
+        """Both streams go through the layer from its beginning: weights that they have passed were rewritten."""
+        exact = LayerPass(self.stream, self.original, exact=True) if self.stream.has_exact else None
+        self.passes = LayerPass(self.stream, self.calibrated.layer), exact
 
     def store(self, roundings: dict[str, Rounding]) -> None:
         """Put rounded weights into the layer. What a first rounding replaces is kept in `unrounded`."""

@@ -81,6 +81,7 @@ class Step(StrictStruct, frozen=True, tag_field="step"):
     """The keys of a step in a recipe; a subclass has a tag, which names it."""
 
     stage: ClassVar[Stage]
+    by_parts: ClassVar[bool] = False  # moves the hidden states through the layer part by part (layer.passes)
     is_plain: ClassVar[bool] = False  # rounds every weight to the nearest point of its grid, and does nothing else
 
     @classmethod

@@ -33,6 +33,7 @@ class Gptq(Step, frozen=True, tag="gptq"):
     """Round column by column, each error made good by the columns that follow."""
 
     stage: ClassVar = Stage.ROUNDER
+    by_parts: ClassVar = True
 
     order: Literal["activation", "gar", "natural"] = "activation"  # of the columns; groups stay as they are
     damping: Annotated[float, Meta(gt=0, le=1)] = 0.01  # of the mean of the Hessian's diagonal, added to it
@@ -52,9 +53,10 @@ class Gptq(Step, frozen=True, tag="gptq"):
         round_layer(work, self)
 
     def flops(self, cost: LayerCost) -> float:
-        passes = 2.5 if self.sequential else 1.0  # up to attn.o, mlp.gate and mlp.down, and once more at the end
         moments = sum(width**2 for width in cost.input_widths)
-        return cost.num_streams * (2.0 * cost.num_tokens * moments + passes * cost.forward)
+        again = 0.0 if self.sequential else cost.num_streams * cost.forward  # up to mlp.down, then from the beginning
+        original = (cost.num_streams - 1) * cost.forward
+        return 2.0 * cost.num_tokens * cost.num_streams * moments + again + original
 
     def working_numbers(self, cost: LayerCost) -> int:
         # The largest input's moments, their factor while it is computed, and the columns on their way, all in pieces of
@@ -66,13 +68,16 @@ class Gptq(Step, frozen=True, tag="gptq"):
 def round_layer(work: LayerWork, step: Gptq) -> None:
     """Inputs in the order of the layer. The rounded weights stand in the layer, so that the linears behind are rounded
     on what they give."""
-    calibrated, layer = work.calibrated, work.calibrated.layer
-    original = work.original if work.stream.has_exact else None
+    calibrated = work.calibrated
     stages = _stages(calibrated)
     readers = [tuple(group[0] for group in stage) for stage in stages]
-    early = {} if step.sequential else collect(work.stream, layer, original, sum(readers, ()))
+    early: dict[str, Moments] = {}
+    if not step.sequential:
+        for wanted in readers:
+            early |= collect(*work.passes, wanted)
+        work.start_passes()
     for stage, wanted in zip(stages, readers, strict=True):
-        moments = early or collect(work.stream, layer, original, wanted)
+        moments = early or collect(*work.passes, wanted)
         found: dict[str, Rounding] = {}
         for group in stage:
             inputs = moments[group[0]]

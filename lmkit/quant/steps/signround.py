@@ -61,6 +61,7 @@ class SignRound(Step, frozen=True, tag="signround"):
         with torch.inference_mode(False):
             weights = {role: weight.clone() for role, weight in work.unrounded.items()}
             work.store(tune_layer(work, weights, self))
+        work.start_passes()
 
     def flops(self, cost: LayerCost) -> float:
         return 4 * cost.layer.flops(self.iters * self.batch * cost.seq_len, cost.seq_len / 2)
