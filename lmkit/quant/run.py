@@ -37,12 +37,13 @@ from lmkit.quant.data.comm import Comm
 from lmkit.quant.data.hidden_states import Stream
 from lmkit.quant.data.workdir import WorkFolder, open_work
 from lmkit.quant.kv.config import KVFit, KVStats, make_kv_config, write_static
-from lmkit.quant.layer.quantize import STAGES, LayerQuantizer
+from lmkit.quant.layer.quantize import LayerQuantizer
 from lmkit.quant.plan import Plan, make_plan
 from lmkit.quant.recipe import Recipe
 from lmkit.quant.report.evaluate import EvalResult, Progress, evaluate
 from lmkit.quant.report.html import save_html
-from lmkit.quant.report.report import LayerReport, MixedPrecisionReport, QuantReport
+from lmkit.quant.report.layer_report import LayerReport
+from lmkit.quant.report.report import MixedPrecisionReport, QuantReport
 from lmkit.quant.report.selfcheck import check_logits, check_weights
 from lmkit.quant.report.sensitivity import choose_schemes
 from lmkit.text import Tokenizer
@@ -187,7 +188,8 @@ class Quantizer:
         """Between two stages, what the last one read and freed goes back to the system."""
         self.source.reader.release()
         trim_heap()
-        progress("layers", layer * STAGES + stage, self.source.spec.num_layers * STAGES)
+        stages = 1 + len(self.recipe.steps)  # a layer is observed, then every step is done
+        progress("layers", layer * stages + stage, self.source.spec.num_layers * stages)
 
     def _choose_schemes(self, work: WorkFolder, progress: Progress) -> MixedPrecisionReport | None:
         """With a budget of bits, the plan takes the schemes that are worth it; they are measured once."""
