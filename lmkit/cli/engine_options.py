@@ -36,11 +36,11 @@ HELP = {
     "overlap": "Prepare the next step while one runs.",
     "request_timeout": "Seconds that a request may take if it names no timeout. Default: no end.",
 }
-_SIZES = {"kv_memory": None, "kv_host_memory": None, "kv_disk_memory": "16G"}  # options written as 2G: with defaults
+_SIZES = {"kv_memory": None, "kv_host_memory": None, "kv_disk_memory": "16G"}  # options written as 2G, with defaults
 
 
 def engine_options(**given: Any) -> EngineConfig:
-    """An EngineConfig of these options. Raises ConfigError."""
+    """The EngineConfig that these options describe. Raises ConfigError."""
     for name in _SIZES:
         if (text := given.get(name)) is not None:
             given[name] = parse_bytes(text, f"--{name.replace('_', '-')}")
@@ -50,7 +50,7 @@ def engine_options(**given: Any) -> EngineConfig:
 def _parameter(name: str, kind: Any) -> inspect.Parameter:
     kind, default = (str | None, _SIZES[name]) if name in _SIZES else (kind, getattr(EngineConfig(), name))
     if get_origin(kind) is Literal:
-        kind = str  # EngineConfig says which values there are
+        kind = str  # EngineConfig checks the values
     annotation = Annotated[kind, typer.Option(help=HELP[name])]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
