@@ -141,7 +141,7 @@ def _template_variables(value: Any) -> dict[str, Any]:
 
 
 class _Sampling(_Strict):
-    """Fields of chat and text completions. None means the default. GenerationConfig.validate checks the ranges."""
+    """Fields of chat and text completions. None means the default. SamplingParams.validate checks the ranges."""
 
     model: Annotated[str, Field(max_length=1024)]
     max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
