@@ -65,7 +65,7 @@ class _Event(msgspec.Struct):
 
 
 @dataclass
-class Answer:
+class StreamedResponse:
     """One request's stream. `error` is None if it came whole, else the kind of failure."""
 
     start: float
@@ -171,10 +171,10 @@ class Client:
         prompt = {"messages": dialogue.messages} if self.chat else {"prompt": dialogue.text}
         return msgspec.json.encode(self.body | prompt | {"max_tokens": max_tokens})
 
-    async def send(self, dialogue: Dialogue, max_tokens: int) -> Answer:
-        """One request to its end. Never raises for what the server or the network does: `Answer.error` tells."""
+    async def send(self, dialogue: Dialogue, max_tokens: int) -> StreamedResponse:
+        """One request to its end. Never raises for what the server or the network does: `error` tells."""
         content = self.payload(dialogue, max_tokens)
-        answer = Answer(time.perf_counter())
+        answer = StreamedResponse(time.perf_counter())
         try:
             async with asyncio.timeout(self._timeout):
                 await self._stream(content, answer)
@@ -190,7 +190,7 @@ class Client:
         answer.end = answer.end or time.perf_counter()
         return answer
 
-    async def _stream(self, content: bytes, answer: Answer) -> None:
+    async def _stream(self, content: bytes, answer: StreamedResponse) -> None:
         headers = {"content-type": "application/json"}
         async with self._http.post(self._url, data=content, headers=headers) as response:
             if not response.ok:
@@ -208,7 +208,7 @@ class Client:
         if not answer.text and not answer.output_tokens:
             raise _StreamError("empty", "the answer has no token")
 
-    def _take(self, data: bytes, now: float, answer: Answer) -> None:
+    def _take(self, data: bytes, now: float, answer: StreamedResponse) -> None:
         try:
             event = self._decoder.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:

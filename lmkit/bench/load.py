@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from lmkit.bench.arrivals import arrival_times
-from lmkit.bench.client import Answer, Client
+from lmkit.bench.client import Client, StreamedResponse
 from lmkit.bench.metrics import distribution
 from lmkit.bench.schema import ClientHealth
 from lmkit.bench.workload import Conversation, Dialogue, Turn
@@ -46,7 +46,7 @@ class Sent:
     turn: Turn
     prompt: Dialogue  # as it was when it was sent
     scheduled: float
-    answer: Answer
+    answer: StreamedResponse
 
 
 @dataclass

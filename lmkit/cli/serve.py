@@ -44,7 +44,7 @@ def serve(
     from lmkit.formats.hub import resolve_model_path
     from lmkit.serve.server import serve as run
     from lmkit.turbo.transport.async_engine import AsyncEngine
-    from lmkit.turbo.transport.worker import ENGINE
+    from lmkit.turbo.transport.messages import ENGINE
 
     keys = _keys(api_key or [], api_key_file)
     quota = context.get_parameter_source("cache_quota")

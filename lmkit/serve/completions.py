@@ -36,7 +36,7 @@ class _CompletionResponse(ResponseBuilder[CompletionRequest]):
     async def whole(self) -> Completion:
         parts: list[list[CompletionChoice]] = [[] for _ in self.requests]
         logprobs: list[list[float]] = [[] for _ in self.requests]
-        async with aclosing(self.server.run(self.requests)) as outputs:
+        async with aclosing(self.server.run(self.requests, self.choices_per_prompt)) as outputs:
             async for idx, output in outputs:
                 self.note(idx, output)
                 parts[idx].append(self._choice(idx, output, first=not parts[idx]))
@@ -49,7 +49,7 @@ class _CompletionResponse(ResponseBuilder[CompletionRequest]):
     async def chunks(self) -> AsyncGenerator[str]:
         started = [False] * len(self.requests)
         hidden = None if self.include_usage else {"usage"}
-        async with aclosing(self.server.run(self.requests)) as outputs:
+        async with aclosing(self.server.run(self.requests, self.choices_per_prompt)) as outputs:
             async for idx, output in outputs:
                 self.note(idx, output)
                 choice = self._choice(idx, output, first=not started[idx])

@@ -37,7 +37,7 @@ class ResponseBuilder(ABC, Generic[B]):
             "id": self.id,
             "created": int(time.time()),
             "model": server.model_name,
-            "system_fingerprint": server.fingerprint,
+            "system_fingerprint": server.system_fingerprint,
         }
 
     def prepare(self) -> None:

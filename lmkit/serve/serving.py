@@ -20,7 +20,7 @@ from lmkit.serve.metrics import Metrics
 from lmkit.serve.protocol import PromptTokensDetails, Usage
 from lmkit.serve.sessions import Sessions
 from lmkit.text import Tokenizer
-from lmkit.turbo.request import EngineInfo, Request
+from lmkit.turbo.request import EngineInfo, Request, Siblings
 from lmkit.turbo.transport.async_engine import AsyncEngine
 from lmkit.turbo.transport.output import OutputProcessor, RequestOutput
 
@@ -50,7 +50,7 @@ class Serving:
         return self.engine.info
 
     @property
-    def fingerprint(self) -> str:
+    def system_fingerprint(self) -> str:
         """A digest of the model, its KV storage and lmkit's version.
 
         As long as it stays, the same request gives the same answer.
@@ -62,15 +62,20 @@ class Serving:
         if name is not None and name != self.model_name:
             raise RequestError("model_not_found", f"the model {name[:64]!r} does not exist", "model")
 
-    async def run(self, requests: Sequence[Request]) -> AsyncGenerator[tuple[int, RequestOutput]]:
+    async def run(
+        self, requests: Sequence[Request], choices_per_prompt: int
+    ) -> AsyncGenerator[tuple[int, RequestOutput]]:
         """Outputs of all requests as they come, each with its request's index. Raises RequestError if a request fails.
 
-        If the iteration ends early, all running requests are aborted.
+        Each `choices_per_prompt` consecutive requests have the same prompt. If the iteration ends early, all running
+        requests are aborted.
         """
         queue: asyncio.Queue[tuple[int, RequestOutput] | asyncio.Task[None]] = asyncio.Queue()
 
         async def pump(idx: int, request: Request) -> None:
-            async with aclosing(self._follow(request)) as outputs:
+            is_first = idx % choices_per_prompt == 0  # tasks start in order: it sends the prompt for its siblings
+            siblings = Siblings.of(requests[idx : idx + choices_per_prompt]) if is_first else None
+            async with aclosing(self._follow(request, siblings)) as outputs:
                 async for output in outputs:
                     queue.put_nowait((idx, output))
 
@@ -86,10 +91,14 @@ class Serving:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            for request in requests:  # some may have been sent by a sibling and not begun
+                self.engine.drop(request.request_id)
 
-    async def _follow(self, request: Request) -> AsyncGenerator[RequestOutput]:
+    async def _follow(self, request: Request, siblings: Siblings | None) -> AsyncGenerator[RequestOutput]:
         processor = OutputProcessor(self.tokenizer, request)
         with self.metrics.track() as tracker:
+            if siblings is not None and siblings.others:
+                self.engine.submit(siblings)
             async with aclosing(self.engine.generate(request)) as steps:
                 async for step in steps:
                     output = processor.process(step)

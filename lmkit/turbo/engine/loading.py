@@ -19,7 +19,7 @@ from lmkit.models.kv_storage import KVStorage
 from lmkit.models.loader import ModelSource, load_model, resolve_dtype
 from lmkit.text import Tokenizer
 from lmkit.turbo.engine.memory import MemoryPlan, plan_memory
-from lmkit.turbo.kv.blocks import kv_fingerprint
+from lmkit.turbo.kv.blocks import kv_identity
 from lmkit.turbo.kv.tiers.disk import DiskTier
 from lmkit.turbo.runners.device import Device
 
@@ -36,7 +36,7 @@ class LoadedModel:
     memory: MemoryPlan
     eos_token_ids: tuple[int, ...]
     has_tiers: bool
-    fingerprint: bytes  # of KV, for the tiers
+    kv_identity: bytes  # of blocks in the tiers
     disk: DiskTier | None
 
 
@@ -51,10 +51,10 @@ def load(model_path: str, config: EngineConfig, device: Device) -> LoadedModel:
         weight_bytes += kv_storage.table_bytes(spec, storages, config.max_model_len or spec.max_position)
         memory = plan_memory(spec, config, [s.dtypes for s in storages], weight_bytes, device.free_memory())
         has_tiers = _has_tiers(config)
-        fingerprint = kv_fingerprint(source.reader, storages, config, device.name, dtype) if has_tiers else b""
+        identity = kv_identity(source.reader, storages, config, device.name, dtype) if has_tiers else b""
     finally:
         source.close()
-    disk = _open_disk(config, fingerprint, memory.block_bytes)
+    disk = _open_disk(config, identity, memory.block_bytes)
     for line in memory.lines():
         log.info(line)
     start = time.perf_counter()
@@ -70,7 +70,7 @@ def load(model_path: str, config: EngineConfig, device: Device) -> LoadedModel:
         )
     log.info("loaded %s in %.1f s", path, time.perf_counter() - start)
     eos = Tokenizer.from_pretrained(path).eos_token_ids
-    return LoadedModel(str(path), decoder, storages, memory, eos, has_tiers, fingerprint, disk)
+    return LoadedModel(str(path), decoder, storages, memory, eos, has_tiers, identity, disk)
 
 
 def given(decoder: Decoder, config: EngineConfig, device: Device, storages: list[KVStorage] | None) -> LoadedModel:
@@ -108,8 +108,8 @@ def _has_tiers(config: EngineConfig) -> bool:
     return has_tiers
 
 
-def _open_disk(config: EngineConfig, fingerprint: bytes, block_bytes: int) -> DiskTier | None:
+def _open_disk(config: EngineConfig, identity: bytes, block_bytes: int) -> DiskTier | None:
     """Raises ConfigError for a folder or a size that cannot be used."""
     if config.kv_disk_path is None:
         return None
-    return DiskTier(config.kv_disk_path, fingerprint, block_bytes=block_bytes, max_bytes=config.kv_disk_memory)
+    return DiskTier(config.kv_disk_path, identity, block_bytes=block_bytes, max_bytes=config.kv_disk_memory)

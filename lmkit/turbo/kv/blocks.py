@@ -104,12 +104,12 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8).view(tensor.shape[0], -1)
 
 
-def kv_fingerprint(
+def kv_identity(
     reader: CheckpointReader, storages: Sequence[KVStorage], config: EngineConfig, device: str, dtype: str
 ) -> bytes:
     """sha256 of all that decides, besides the tokens, what is in a block: the checkpoint, how it is computed and by
     what, how KV is stored. `device` and `dtype` (of dense weights) are the resolved ones. A block made under another
-    fingerprint is never found.
+    identity is never found.
     """
     packing = Packing(device, dtype, resolve_activations(config.activations, device), config.lm_head)
     storage = [asdict(storage) for storage in storages]
