@@ -18,8 +18,8 @@ from benchmarks.gpu.models import CONFIGS, Storage, random_decoder
 from benchmarks.gpu.roofline import W4_G128, Decode, prefill_flops
 from lmkit.config import EngineConfig
 from lmkit.turbo.engine.engine import Engine
-from lmkit.turbo.request import GenerationConfig, Request
-from lmkit.turbo.runners.device import CudaDevice, EmulatedDevice
+from lmkit.turbo.request import Request, SamplingParams
+from lmkit.turbo.runners.device import CudaDevice
 
 SECONDS = 1.5  # of decoding that is timed, at most
 STEPS = 200
@@ -84,8 +84,7 @@ def _engine(context: Context, case: Case) -> Iterator[Engine]:
         max_step_tokens=64 if context.rehearsal else 8192,
         max_model_len=longest if case.prefill is None else max(longest, case.prefill[1] + 16),
     )
-    device = EmulatedDevice() if context.rehearsal else CudaDevice()
-    engine = Engine.of(decoder, config, device=device)
+    engine = Engine.of(decoder, config, device=_device(context))
     context.row(case.name, model_seconds=made - start, engine_seconds=time.perf_counter() - made)
     try:
         yield engine
@@ -96,12 +95,20 @@ def _engine(context: Context, case: Case) -> Iterator[Engine]:
             torch.cuda.empty_cache()
 
 
+def _device(context: Context) -> CudaDevice:
+    if not context.rehearsal:
+        return CudaDevice()
+    from tests.emulator.device import EmulatedDevice
+
+    return EmulatedDevice()
+
+
 def _requests(engine: Engine, count: int, length: int, new_tokens: int) -> Iterator[Request]:
     generator = torch.Generator().manual_seed(0)
     vocab = engine.runner.decoder.spec.vocab_size
     for index in range(count):
         prompt = torch.randint(0, vocab, (length,), generator=generator).tolist()
-        params = GenerationConfig(max_new_tokens=new_tokens, ignore_eos=True)
+        params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
         yield Request(request_id=str(index), prompt_ids=prompt, params=params)
 
 

@@ -17,7 +17,7 @@ from lmkit.bench.workload import Conversation, Dialogue, Turn
 from lmkit.errors import RequestError
 from lmkit.text import Tokenizer
 from lmkit.turbo.engine.engine import Engine
-from lmkit.turbo.request import GenerationConfig, Request, StepOutput
+from lmkit.turbo.request import Request, SamplingParams, StepOutput
 from lmkit.turbo.transport.output import OutputProcessor
 
 
@@ -100,7 +100,7 @@ class ThroughputBench:
         while self._waiting and (concurrency is None or len(self._open) < concurrency):
             talk = self._waiting[0]
             turn = talk.turns[0]
-            params = GenerationConfig(max_new_tokens=turn.max_tokens, ignore_eos=self._ignore_eos, seed=0)
+            params = SamplingParams(max_tokens=turn.max_tokens, ignore_eos=self._ignore_eos, seed=0)
             name = f"{talk.idx}-{talk.turn_idx}"
             request = Request(request_id=name, prompt_ids=talk.prompt_ids, params=params, cache_salt=self._salt)
             start = time.perf_counter() - self._origin

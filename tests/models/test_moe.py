@@ -13,6 +13,7 @@ import torch
 from lmkit.config import EngineConfig
 from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.formats.hub import DEMO_FOLDER
+from lmkit.kv_dtype import FLOAT32
 from lmkit.layers.batch import allocate_kv, whole_batch
 from lmkit.layers.moe import MoE, by_expert, route, row_sigmoid
 from lmkit.models import load_spec
@@ -21,7 +22,7 @@ from lmkit.models.loader import ModelSource, load_model
 from lmkit.models.roles import LINEARS, SMOOTH, input_of, linears, module_name, smooth
 from lmkit.turbo.engine.describe import describe_model
 from lmkit.turbo.engine.engine import Engine
-from lmkit.turbo.request import GenerationConfig, Request
+from lmkit.turbo.request import Request, SamplingParams
 from tests.models import tiny
 
 SPARSE = ["mixtral", "qwen2-moe", "qwen3-moe"]
@@ -32,8 +33,7 @@ def logits(decoder: Decoder, rows: list[list[int]]) -> torch.Tensor:
     spec = decoder.spec
     batch, num_blocks = whole_batch(rows, 8)
     kv = [
-        allocate_kv(num_blocks, spec.num_kv_heads, 8, spec.head_dim, ("float32", "float32"))
-        for _ in range(spec.num_layers)
+        allocate_kv(num_blocks, spec.num_kv_heads, 8, spec.head_dim, (FLOAT32, FLOAT32)) for _ in range(spec.num_layers)
     ]
     return decoder(batch, kv)
 
@@ -125,14 +125,14 @@ def test_the_engine_generates_and_says_once_that_steps_are_not_recorded(tmp_path
         def emit(self, record: logging.LogRecord) -> None:
             messages.append(record.getMessage())
 
-    logger, handler = logging.getLogger("lmkit.turbo.runners.cpu_graphs"), Handler()
+    logger, handler = logging.getLogger("lmkit.turbo.runners.cpu_captured"), Handler()
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:
         config = EngineConfig(block_size=8, max_batch_size=4, max_step_tokens=16, max_model_len=64, dtype="float32")
         engine = Engine(str(tmp_path), config)
         for i, row in enumerate(ROWS):
-            params = GenerationConfig(max_new_tokens=4 + 3 * i, temperature=0.0, ignore_eos=True)
+            params = SamplingParams(max_tokens=4 + 3 * i, temperature=0.0, ignore_eos=True)
             engine.add(Request(request_id=str(i), prompt_ids=row, params=params))
         found: dict[str, list[int]] = {}
         while engine.has_work():
