@@ -19,6 +19,7 @@ from lmkit.kernels.cuda import elementwise, module
 from lmkit.qtensor import QuantScheme
 from tests.formats.linears import random_linear, written
 
+pytestmark = pytest.mark.slow
 COMMANDS = ["quantize", "convert", "serve", "proxy", "chat", "eval", "bench", "inspect", "doctor"]
 
 
