@@ -15,7 +15,9 @@ import msgspec
 from lmkit.errors import ConfigError
 from lmkit.log import get_logger
 from lmkit.models import roles
-from lmkit.models.loader import ModelSource, resolve_dtype
+from lmkit.models.layer_spec import LayerSpec
+from lmkit.models.resolved import resolve_dtype
+from lmkit.models.source import ModelSource
 from lmkit.models.spec import ModelSpec
 from lmkit.quant.recipe import AwqClip, AwqScale, Gptq, Recipe, SignRound
 from lmkit.quant.report.evaluate import LOGIT_BYTES
@@ -104,24 +106,19 @@ def with_sample(recipe: Recipe, tokens: int) -> Recipe:
 
 def working_bytes(spec: ModelSpec, recipe: Recipe, batch_tokens: int) -> int:
     """At the peak, of what grows with the model and the recipe. It does not grow with the number of rows."""
-    return max(_layer_working_bytes(spec, recipe, batch_tokens, layer) for layer in _kinds_of_layers(spec))
+    return max(_layer_working_bytes(layer, recipe, batch_tokens) for layer in spec.kinds)
 
 
-def _kinds_of_layers(spec: ModelSpec) -> list[int]:
-    """A layer of each kind."""
-    return list({roles.linears(spec, layer): layer for layer in range(spec.num_layers)}.values())
-
-
-def _layer_working_bytes(spec: ModelSpec, recipe: Recipe, batch_tokens: int, layer: int) -> int:
-    shapes = {role: spec.linear_shape(role) for role in roles.linears(spec, layer)}
-    weights = sum(rows * columns for rows, columns in shapes.values())
+def _layer_working_bytes(spec: LayerSpec, recipe: Recipe, batch_tokens: int) -> int:
+    shapes = spec.linears
+    weights = spec.num_weights
     largest = max(rows * columns for rows, columns in shapes.values())
-    inputs = [shapes[role][1] for role in set(roles.input_of(spec, layer).values()) if role in shapes]
+    inputs = [shapes[role][1] for role in set(spec.input_of.values()) if role in shapes]
     sampled = min(sample_tokens(recipe), recipe.calibration.num_samples * recipe.calibration.seq_len)
     statistics = sum(inputs) * (2 * max(recipe.scheme.scheme().group_size, 0) + sampled)  # sums are float64
     # Of a token on its way: gate and up, apart and side by side, and their product; keys and values, kept and copied.
-    widest = 5 * max(spec.mlp_size(mlp + ".") for mlp in roles.gated_mlps(spec, layer)) + 6 * spec.hidden_size
-    keys_and_values = 6 * spec.num_kv_heads * spec.head_dim
+    widest = 5 * spec.widest_mlp + 6 * spec.hidden_size
+    keys_and_values = 6 * spec.kv_size
     forward = batch_tokens * (widest + keys_and_values) + 3 * largest
     search = sampled * widest + 8 * largest
     if recipe.step(AwqScale) is not None:
@@ -171,9 +168,7 @@ def _layer_bytes(source: ModelSource) -> int:
 
 def _stored_bytes(source: ModelSource, recipe: Recipe) -> int:
     """Of quantized layers: codes, and for each group a float16 scale and a zero."""
-    shapes = [
-        source.spec.linear_shape(role) for i in range(source.spec.num_layers) for role in roles.linears(source.spec, i)
-    ]
-    numbers, scheme = sum(rows * columns for rows, columns in shapes), recipe.scheme.scheme()
+    scheme = recipe.scheme.scheme()
     bits = scheme.bits if recipe.bits is None else recipe.bits
-    return int(numbers * (bits + (16 + scheme.bits) / (scheme.group_size if scheme.group_size > 0 else 64)) / 8)
+    bits += (16 + scheme.bits) / (scheme.group_size if scheme.group_size > 0 else 64)
+    return int(sum(layer.weight_bytes(bits) for layer in source.spec.layers))

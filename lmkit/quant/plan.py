@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from dataclasses import dataclass
@@ -12,8 +13,7 @@ import torch
 from lmkit.errors import ConfigError, UnsupportedError
 from lmkit.formats.base import get_format
 from lmkit.log import get_logger
-from lmkit.models import roles
-from lmkit.models.loader import ModelSource
+from lmkit.models.source import ModelSource
 from lmkit.models.spec import ModelSpec
 from lmkit.qtensor import QuantScheme
 from lmkit.quant.kv.config import check_layers
@@ -35,9 +35,7 @@ class Plan:
 
     def schemes(self, layer: int) -> dict[str, QuantScheme]:
         """Of a layer's linears that are quantized, by role."""
-        every = {
-            role: self.linears[roles.module_name(self.spec, layer, role)] for role in roles.linears(self.spec, layer)
-        }
+        every = {role: self.linears[self.spec.module_name(layer, role)] for role in self.spec.layers[layer].linears}
         return {role: scheme for role, scheme in every.items() if scheme is not None}
 
 
@@ -50,16 +48,16 @@ def make_plan(source: ModelSource, recipe: Recipe) -> Plan:
         raise ConfigError(
             f"recipe: calibration.seq_len {recipe.calibration.seq_len} exceeds the model's context, {spec.max_position}"
         )
-    if recipe.step(SignRound) is not None and any(spec.sparse(layer) is not None for layer in range(spec.num_layers)):
+    if recipe.step(SignRound) is not None and any(layer.is_sparse for layer in spec.kinds):
         raise UnsupportedError(f"{path}: signround tunes dense layers only, and this model has others")
     check_layers(recipe.kv, spec, recipe.format)
     dense = dense_modules(spec, recipe)
-    modules = [roles.module_name(spec, i, role) for i in range(spec.num_layers) for role in roles.linears(spec, i)]
+    modules = [spec.module_name(i, role) for i in range(spec.num_layers) for role in spec.layers[i].linears]
     if len(dense) == len(modules):
         raise ConfigError(f"recipe: nothing to quantize, every linear stays dense: {next(iter(dense.values()))}")
     linears = {module: None if module in dense else recipe.scheme.scheme() for module in modules}
     check_reachable(spec, recipe, dense)
-    routers = [roles.module_name(spec, i, role) for i in range(spec.num_layers) for role in roles.routers(spec, i)]
+    routers = [spec.module_name(i, role) for i in range(spec.num_layers) for role in spec.layers[i].routers]
     linears |= dict.fromkeys(routers, None)
     return Plan(spec, linears, dense, _operations(spec, recipe) / _operations_per_second())
 
@@ -69,13 +67,13 @@ def dense_modules(spec: ModelSpec, recipe: Recipe) -> dict[str, str]:
     weight_format, schemes = get_format(recipe.format), candidates(recipe)
     dense, matched = {}, set()
     for layer in range(spec.num_layers):
-        for role in roles.linears(spec, layer):
-            module = roles.module_name(spec, layer, role)
+        for role, shape in spec.layers[layer].linears.items():
+            module = spec.module_name(layer, role)
             patterns = [p for p in recipe.ignore if fnmatchcase(role, p) or fnmatchcase(module, p)]
             matched |= set(patterns)
             if patterns:
                 dense[module] = f"ignored by the recipe ({patterns[0]})"
-            elif all(reasons := [weight_format.can_write(spec.linear_shape(role), scheme) for scheme in schemes]):
+            elif all(reasons := [weight_format.can_write(shape, scheme) for scheme in schemes]):
                 dense[module] = str(reasons[0])
     for pattern in recipe.ignore:
         if pattern not in matched:
@@ -89,33 +87,29 @@ def dense_modules(spec: ModelSpec, recipe: Recipe) -> dict[str, str]:
 
 def _role_patterns(spec: ModelSpec) -> str:
     """Every role there is, * for the number of an expert."""
-    every = [role for layer in range(spec.num_layers) for role in roles.linears(spec, layer)]
+    every = [role for layer in range(spec.num_layers) for role in spec.layers[layer].linears]
     return ", ".join(dict.fromkeys(re.sub(r"\d+", "*", role) for role in every))
 
 
 def _warn_split_groups(spec: ModelSpec, dense: dict[str, str]) -> None:
     for layer in range(spec.num_layers):
-        for group in roles.fused(spec, layer):
-            modules = [roles.module_name(spec, layer, role) for role in group]
+        for group in spec.layers[layer].fused:
+            modules = [spec.module_name(layer, role) for role in group]
             if 0 < sum(module in dense for module in modules) < len(modules):
                 log.warning("only some of %s are quantized; engines that fuse them may refuse it", ", ".join(modules))
-
-
-def _parameters(spec: ModelSpec, *names: str) -> int:
-    return sum(spec.linear_shape(role)[0] * spec.linear_shape(role)[1] for role in names)
 
 
 def _operations(spec: ModelSpec, recipe: Recipe) -> float:
     """Floating-point operations of the whole run, evaluation aside."""
     calibration = recipe.calibration
     num_tokens = calibration.num_samples * calibration.seq_len
-    attention = 2 * spec.num_heads * spec.head_dim * calibration.seq_len
+    context = calibration.seq_len / 2  # that a token sees on average
     operations = 0.0
-    for layer in range(spec.num_layers):
-        linears = roles.linears(spec, layer)
-        all_linears, of_a_token = _parameters(spec, *linears), _parameters_of_a_token(spec, layer)
-        operations += 2.0 * num_tokens * (2 * of_a_token + attention)
-        blocks = all_linears + _parameters(spec, *(role for role in linears if role.endswith((".o", ".down"))))
+    for layer in spec.layers:
+        forward, all_linears = layer.flops(num_tokens, context), layer.num_weights
+        operations += 2 * forward
+        ends = [shape for role, shape in layer.linears.items() if role.endswith((".o", ".down"))]
+        blocks = all_linears + sum(math.prod(shape) for shape in ends)
         # Rounding a weight once costs about as much as a few hundred multiplications with it.
         if (scale := recipe.step(AwqScale)) is not None:
             tried = 1 + scale.grid * (2 if scale.duo == "both" else 1)
@@ -128,23 +122,13 @@ def _operations(spec: ModelSpec, recipe: Recipe) -> float:
             variants = 4 * len(candidates(recipe)) * spec.num_layers / 2  # that go through a layer
             operations += 2.0 * variants * MEASURED_ROWS * MEASURED_LEN * all_linears
         if (gptq := recipe.step(Gptq)) is not None:
-            inputs = sum(spec.linear_shape(role)[1] ** 2 for role in set(roles.input_of(spec, layer).values()))
+            inputs = sum(layer.linear_shape(role)[1] ** 2 for role in set(layer.input_of.values()))
             passes = 2.5 if gptq.sequential else 1.0  # up to attn.o, mlp.gate and mlp.down, and once more at the end
             streams = 2 if recipe.needs_exact else 1
-            operations += 2.0 * num_tokens * streams * (inputs + passes * (of_a_token + attention))
+            operations += streams * (2.0 * num_tokens * inputs + passes * forward)
         if (tuner := recipe.step(SignRound)) is not None:
-            operations += 8.0 * tuner.iters * tuner.batch * calibration.seq_len * (all_linears + attention)
+            operations += 4 * layer.flops(tuner.iters * tuner.batch * calibration.seq_len, context)
     return operations
-
-
-def _parameters_of_a_token(spec: ModelSpec, layer: int) -> int:
-    """Of a layer's weights, how many a token is multiplied with."""
-    linears, moe = roles.linears(spec, layer), spec.sparse(layer)
-    every = _parameters(spec, *linears)
-    if moe is None:
-        return every
-    experts = _parameters(spec, *(role for role in linears if roles.expert_of(role) is not None))
-    return every - experts + experts * moe.experts_per_token // moe.num_experts
 
 
 def _operations_per_second() -> float:

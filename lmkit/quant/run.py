@@ -28,8 +28,8 @@ from lmkit.formats.safetensors_file import SafetensorsFile
 from lmkit.formats.verify import fingerprint, verify
 from lmkit.layers.linear import Weights
 from lmkit.log import get_logger
-from lmkit.models import roles
-from lmkit.models.loader import ModelSource, trim_heap
+from lmkit.models.loader import trim_heap
+from lmkit.models.source import ModelSource
 from lmkit.qtensor import QTensor, QuantScheme
 from lmkit.quant.budget import Budget, check_evaluation, fit, peak_bytes, size
 from lmkit.quant.data.calibration import CalibrationData, load_calibration
@@ -37,7 +37,7 @@ from lmkit.quant.data.comm import Comm
 from lmkit.quant.data.hidden_states import Stream
 from lmkit.quant.data.workdir import WorkFolder, open_work
 from lmkit.quant.kv.config import KVFit, KVStats, make_kv_config, write_static
-from lmkit.quant.layer.quantize import STAGES, LayerQuantizer, tensor_name
+from lmkit.quant.layer.quantize import STAGES, LayerQuantizer
 from lmkit.quant.plan import Plan, make_plan
 from lmkit.quant.recipe import Recipe
 from lmkit.quant.report.evaluate import EvalResult, Progress, evaluate
@@ -171,7 +171,7 @@ class Quantizer:
         for index in range(first, spec.num_layers):
             layer = source.layer(index, torch.float32)
             source.reader.release()
-            seen = KVStats.empty(spec.num_kv_heads, spec.head_dim)
+            seen = KVStats.empty(layer.spec.num_kv_heads, layer.spec.head_dim)
             done = functools.partial(self._stage_done, progress, index)
             report = quantizer.quantize(layer, seen, done)
             comm.wait()  # every process has its hidden states behind the layer on the disk; none writes to them
@@ -206,7 +206,7 @@ class Quantizer:
         """Of its quantized linears, by module."""
         spec = self.source.spec
         return {
-            roles.module_name(spec, index, role): fingerprint(weight)
+            spec.module_name(index, role): fingerprint(weight)
             for role, weight in weights.items()
             if isinstance(weight, QTensor)
         }
@@ -216,11 +216,11 @@ class Quantizer:
         source, weight_format = self.source, get_format(self.recipe.format)
         writer = CheckpointWriter(source.reader.path, max_shard_bytes=sys.maxsize)
         for role, weight in weights.items():
-            module, kind = tensor_name(source.spec, index, role)
             if isinstance(weight, QTensor):
+                module = source.spec.module_name(index, role)
                 weight_format.write_linear(writer, module, weight, activations=self.recipe.activations)
             else:
-                writer.add(module + kind, weight.to(source.reader.tensor(module + kind).dtype))
+                writer.add(source.spec.tensor_name(index, role), source.stored(index, role, weight))
         return writer.take()
 
     def _assemble(self, work: WorkFolder, folder: Path, records: list[LayerRecord]) -> None:
@@ -236,7 +236,7 @@ class Quantizer:
         writer = CheckpointWriter(folder, self.budget.shard_bytes, written=release)
         for name in _other_tensors(source):
             writer.add(name, source.reader.tensor(name))
-        kv_stats = [KVStats.empty(spec.num_kv_heads, spec.head_dim) for _ in range(spec.num_layers)]
+        kv_stats = [KVStats.empty(layer.num_kv_heads, layer.head_dim) for layer in spec.layers]
         for index, (seen, record) in enumerate(zip(kv_stats, records, strict=True)):
             for name in files[index].infos:
                 writer.add(name, files[index].tensor(name))
@@ -287,9 +287,9 @@ def prepare(model: str | Path, recipe: Recipe, *, max_memory: int | None = None,
 def _other_tensors(source: ModelSource) -> list[str]:
     """Every tensor outside what the layers read: embedding, final norm, head, and what else the file holds."""
     read = {
-        roles.module_name(source.spec, index, role) + kind
-        for index in range(source.spec.num_layers)
-        for role in (*roles.LAYER_NAMES, *roles.linears(source.spec, index), *roles.routers(source.spec, index))
+        layer.module_name(index, role) + kind
+        for index, layer in enumerate(source.spec.layers)
+        for role in (*layer.vectors, *layer.linears, *layer.routers)
         for kind in (".weight", ".bias")
     }
     return [name for name in source.reader.names() if name not in read]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lmkit.errors import ConfigError
-from lmkit.models.loader import ModelSource
+from lmkit.models.source import ModelSource
 from lmkit.quant import budget
 from lmkit.quant.budget import check_evaluation, fit, sample_tokens, size
 from lmkit.quant.run import prepare

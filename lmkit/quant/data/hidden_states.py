@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from lmkit.formats.atomic import write_errors
-from lmkit.models.decoder import DecoderLayer, joined
-from lmkit.models.loader import ModelSource
+from lmkit.models.decoder import Decoder, DecoderLayer, joined
+from lmkit.models.layer_spec import LayerSpec
+from lmkit.models.source import ModelSource
 from lmkit.models.spec import ModelSpec
 from lmkit.quant.budget import BATCH_TOKENS
 from lmkit.quant.data.comm import Comm
@@ -80,7 +81,7 @@ class Stream:
     layer: int  # in front of which the present states stand
     buffers: dict[str, tuple[Buffer, Buffer]]
     comm: Comm
-    _geometries: dict[tuple[int, int], Geometry] = field(default_factory=dict)
+    _geometries: dict[tuple[LayerSpec, int, int], Geometry] = field(default_factory=dict)
 
     @classmethod
     def embedded(
@@ -106,12 +107,12 @@ class Stream:
             buffers[name] = one, other
         stream = cls(spec, num_rows, seq_len, max(1, batch_tokens // seq_len), layer, buffers, comm)
         if layer == 0:
-            stream._embed(source.embed_tokens(), rows)
+            stream._embed(source.head(), rows)
         return stream
 
-    def _embed(self, table: Tensor, rows: Tensor) -> None:
+    def _embed(self, head: Decoder, rows: Tensor) -> None:
         for number, part in enumerate(rows.split(self.batch_rows)):
-            states = table[part.flatten()].float()
+            states = head.embed(part.flatten())
             for buffers in self.buffers.values():
                 buffers[0].states[self._tokens(number)] = states
                 buffers[0].release()
@@ -128,9 +129,10 @@ class Stream:
         return self._buffer(self.layer, exact).states[self._tokens(number)]
 
     def geometry(self, num_rows: int, seq_len: int) -> Geometry:
-        key = num_rows, seq_len
+        """Of the present layer; layers that are alike share one."""
+        key = self.spec.layers[self.layer], num_rows, seq_len
         if key not in self._geometries:
-            self._geometries[key] = Geometry.of(self.spec, num_rows, seq_len)
+            self._geometries[key] = Geometry.of(*key)
         return self._geometries[key]
 
     def output(self, layer: DecoderLayer, number: int, *, exact: bool = False, seen: KVStats | None = None) -> Tensor:

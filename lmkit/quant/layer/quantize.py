@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -11,10 +12,8 @@ import torch
 from torch import Tensor
 
 from lmkit.errors import UnsupportedError
-from lmkit.models import roles
 from lmkit.models.decoder import DecoderLayer
-from lmkit.models.loader import ModelSource
-from lmkit.models.spec import ModelSpec
+from lmkit.models.source import ModelSource
 from lmkit.qtensor import QTensor
 from lmkit.quant.data.hidden_states import Stream
 from lmkit.quant.kv.config import KVStats
@@ -77,7 +76,7 @@ class LayerQuantizer:
             index=layer.index,
             linears=tuple(
                 self._linear_report(role, layer, roundings.get(role), clips.get(role), rtn_errors, errors)
-                for role in roles.linears(layer.spec, layer.index)
+                for role in layer.spec.linears
             ),
             scales=tuple(_scale_report(found) for found in scales),
             error=self._advance(layer, original, first_output),
@@ -116,7 +115,7 @@ class LayerQuantizer:
         rtn_errors: dict[str, float],
         errors: dict[str, float],
     ) -> LinearReport:
-        module = roles.module_name(layer.spec, layer.index, role)
+        module = layer.spec.module_name(layer.index, role)
         return LinearReport(
             module=module,
             format="dense" if rounding is None else self.recipe.format,
@@ -129,17 +128,17 @@ class LayerQuantizer:
             damping=None if rounding is None else rounding.damping,
             held_out_error=None if rounding is None else rounding.error,
             held_out_rtn_error=None if rounding is None else rounding.rtn_error,
-            bits=stored_bits(layer.weights[role], 8 * self._stored_dtype(layer.index, role).itemsize),
+            bits=stored_bits(layer.weights[role], 8 * self.source.stored_dtype(layer.index, role).itemsize),
         )
 
     def _observe(self, layer: DecoderLayer, seen: KVStats) -> tuple[CalibratedLayer, Tensor]:
         """Run the layer as it is: (what was seen of it, its output for the first batch of rows)."""
-        spec, recipe, stream = self.source.spec, self.recipe, self.stream
+        recipe, stream = self.recipe, self.stream
         count = (recipe.step(AwqScale) or AwqScale()).tokens
         row_ids, length = sample_rows(stream.num_rows, stream.seq_len, count, SEARCH_PREFIX)
         token_ids = sample_tokens(stream.num_rows * stream.seq_len, count, recipe.calibration.seed)
         schemes = self.plan.schemes(layer.index)
-        inputs = empty_inputs(spec, layer.index, schemes, row_ids, token_ids, recipe.calibration.seed)
+        inputs = empty_inputs(layer.spec, schemes, row_ids, token_ids, recipe.calibration.seed)
         layer.shows_all_tokens = recipe.calibration.all_experts
         outputs = stream.outputs(layer, observer=Observer(inputs), seen=seen)
         for number, output in outputs:
@@ -150,7 +149,7 @@ class LayerQuantizer:
             inputs=inputs,
             sequences=stream.geometry(len(row_ids) // length, length),
             schemes=schemes,
-            norm_dtype=self._stored_dtype(layer.index, "norm.attn"),
+            read_back=functools.partial(self.source.read_back, layer.index),
         )
         calibrated.check_finite()
         return calibrated, first_output
@@ -172,21 +171,14 @@ class LayerQuantizer:
 
     def _round_dense(self, layer: DecoderLayer) -> None:
         """Tensors that are not quantized take the values they will have in the file."""
+        source = self.source
         for role, weight in layer.weights.items():
             if isinstance(weight, Tensor):
-                stored = weight.to(self._stored_dtype(layer.index, role))
-                if not bool(stored.isfinite().all()):
-                    raise UnsupportedError(f"layer {layer.index}: {role} is beyond {stored.dtype} once scaled")
-                layer.weights[role] = stored.float()
-
-    def _stored_dtype(self, index: int, role: str) -> torch.dtype:
-        return self.source.reader.tensor("".join(tensor_name(self.source.spec, index, role))).dtype
-
-
-def tensor_name(spec: ModelSpec, index: int, role: str) -> tuple[str, str]:
-    """`attn.q.bias` of layer 3 -> ("model.layers.3.self_attn.q_proj", ".bias")."""
-    kind = ".bias" if role.endswith(".bias") else ".weight"
-    return roles.module_name(spec, index, role.removesuffix(".bias")), kind
+                read_back = source.read_back(layer.index, role, weight)
+                if not bool(read_back.isfinite().all()):
+                    dtype = source.stored_dtype(layer.index, role)
+                    raise UnsupportedError(f"layer {layer.index}: {role} is beyond {dtype} once scaled")
+                layer.weights[role] = read_back
 
 
 def _sample_errors(

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lmkit.models import roles
 from lmkit.models.decoder import DecoderLayer
 from lmkit.qtensor import QTensor, QuantScheme, dequantize
 from lmkit.quant.data.hidden_states import Stream
@@ -76,7 +75,7 @@ def _stages(calibrated: CalibratedLayer) -> list[list[tuple[str, ...]]]:
     """Roles that read one input with one grid, and of these groups those that stand side by side in the layer: q k v,
     o, all gates and ups, all downs."""
     layer = calibrated.layer
-    input_of = roles.input_of(layer.spec, layer.index)
+    input_of = layer.spec.input_of
     groups: dict[tuple[str, QuantScheme], list[str]] = {}
     for role, scheme in calibrated.schemes.items():
         groups.setdefault((input_of[role], scheme), []).append(role)
@@ -201,7 +200,7 @@ def tune_layer(
         return batch([rows[i] for i in torch.randperm(len(rows), generator=generator)[: step.batch].tolist()])
 
     tuned = signround.tune(
-        lambda tensors, hidden: signround.layer_output(layer.spec, layer.index, {**rest, **tensors}, rope, hidden),
+        lambda tensors, hidden: signround.layer_output(layer.spec, {**rest, **tensors}, rope, hidden),
         weights,
         {role: rounding.weight for role, rounding in roundings.items()},
         drawn,

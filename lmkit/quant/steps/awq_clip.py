@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lmkit.models.roles import FUSED
+from lmkit.models.roles import QKV
 from lmkit.qtensor import QuantScheme, dequantize
 from lmkit.quant.layer.layer import CalibratedLayer
 from lmkit.quant.recipe import AwqClip
@@ -55,7 +55,7 @@ def _attention_error(calibrated: CalibratedLayer, shrinks: dict[str, Shrink]) ->
     """Summed squared error of the attention's output with q, k and v rounded with `shrinks`."""
     exact = calibrated.block_output("norm.attn")
     weights = calibrated.layer.weights
-    originals = {role: calibrated.weight(role) for role in FUSED["attn.qkv"] if role in calibrated.schemes}
+    originals = {role: calibrated.weight(role) for role in QKV if role in calibrated.schemes}
     for role, weight in originals.items():
         weights[role] = round_to_nearest(weight, calibrated.schemes[role], shrinks.get(role))
     error = calibrated.block_output("norm.attn") - exact

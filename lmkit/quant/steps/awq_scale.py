@@ -7,15 +7,16 @@ s = 1 (always, and it wins ties), s = x_mean^r, and s = x_mean^r / w_mean^(1-r) 
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from lmkit.layers.linear import Weights
-from lmkit.models import roles
-from lmkit.models.spec import ModelSpec
+from lmkit.models.layer_spec import LayerSpec
 from lmkit.qtensor import dequantize
 from lmkit.quant.layer.layer import CalibratedLayer
 from lmkit.quant.recipe import AwqScale
@@ -43,7 +44,7 @@ class ScaleSearch:
 def scale_layer(calibrated: CalibratedLayer, step: AwqScale) -> list[ScaleSearch]:
     """Search and fold s for each pair, in the order of SMOOTH; each search sees the layer as the last one left it."""
     layer, searches = calibrated.layer, []
-    for source, consumers in roles.smooth(layer.spec, layer.index):
+    for source, consumers in layer.spec.smooth:
         if not set(consumers) & set(calibrated.schemes) or not calibrated.has_statistics(consumers[0]):
             continue
         candidates = pair_candidates(calibrated, source, consumers, step)
@@ -71,10 +72,10 @@ def storable(calibrated: CalibratedLayer, source: str, candidates: list[Candidat
     """The candidates, all but identity, the first, adjusted so that a norm divided by s is stored without rounding."""
     if not source.startswith("norm."):
         return candidates
-    norm = calibrated.weight(source)
+    norm, read_back = calibrated.weight(source), functools.partial(calibrated.read_back, source)
     return [
         candidates[0],
-        *(Candidate(c.name, representable(c.scale, norm, calibrated.norm_dtype)) for c in candidates[1:]),
+        *(Candidate(c.name, representable(c.scale, norm, read_back)) for c in candidates[1:]),
     ]
 
 
@@ -144,14 +145,14 @@ def weight_means(weights: list[Tensor], group_size: int) -> Tensor:
     return (total / sum(w.shape[0] for w in weights)).float()
 
 
-def reduce(x: Tensor, source: str, spec: ModelSpec) -> Tensor:
+def reduce(x: Tensor, source: str, spec: LayerSpec) -> Tensor:
     """[inputs of the consumers] -> [outputs of the source], by the mean where heads share a value head."""
     if source != "attn.v":
         return x
     return x.view(spec.num_kv_heads, -1, spec.head_dim).mean(1).flatten()
 
 
-def expand(s: Tensor, consumer: str, spec: ModelSpec) -> Tensor:
+def expand(s: Tensor, consumer: str, spec: LayerSpec) -> Tensor:
     """[outputs of the source] -> [inputs of the consumer]: query heads that share a value head share its s."""
     if consumer != "attn.o":
         return s
@@ -159,14 +160,14 @@ def expand(s: Tensor, consumer: str, spec: ModelSpec) -> Tensor:
     return heads.expand(-1, spec.num_heads // spec.num_kv_heads, -1).reshape(-1)
 
 
-def representable(s: Tensor, norm: Tensor, dtype: torch.dtype) -> Tensor:
-    """The s nearest to the given one for which norm / s has no rounding error in `dtype`, the norm's stored type."""
-    divided = (norm / s).to(dtype).float()
+def representable(s: Tensor, norm: Tensor, read_back: Callable[[Tensor], Tensor]) -> Tensor:
+    """The s nearest to the given one for which norm / s has no rounding error where it is stored."""
+    divided = read_back(norm / s)
     exact = norm / divided
     return torch.where(exact.isfinite() & (exact > 0), exact, 1.0)
 
 
-def apply(weights: Weights, source: str, consumers: tuple[str, ...], s: Tensor, spec: ModelSpec) -> None:
+def apply(weights: Weights, source: str, consumers: tuple[str, ...], s: Tensor, spec: LayerSpec) -> None:
     """Fold s [outputs of the source] into float32 weights: what the layer computes changes by rounding errors only."""
     weights[source] = _divide_rows(weights[source], s)
     bias = source + ".bias"
@@ -180,8 +181,8 @@ def apply(weights: Weights, source: str, consumers: tuple[str, ...], s: Tensor, 
 
 def divide_inputs(calibrated: CalibratedLayer, found: ScaleSearch) -> None:
     """Keep the records of what the consumers read true to the weights: each expert has one of its own."""
-    spec, index = calibrated.layer.spec, calibrated.layer.index
-    for reader in dict.fromkeys(roles.input_of(spec, index)[role] for role in found.consumers):
+    spec = calibrated.layer.spec
+    for reader in dict.fromkeys(spec.input_of[role] for role in found.consumers):
         if reader in calibrated.inputs:
             calibrated.inputs[reader].divide(expand(found.best.scale, reader, spec))
 

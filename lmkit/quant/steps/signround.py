@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lmkit.models.decoder import CosSin
-from lmkit.models.spec import ModelSpec
+from lmkit.models.layer_spec import LayerSpec
 from lmkit.qtensor import QTensor, dequantize
 
 CHECKS = 10  # times that the loss on the rows kept aside is looked at
@@ -140,16 +140,16 @@ def _straight(x: Tensor, value: Tensor) -> Tensor:
     return x + (value - x).detach()
 
 
-def layer_output(spec: ModelSpec, index: int, weights: Mapping[str, Tensor], rope: CosSin, hidden: Tensor) -> Tensor:
+def layer_output(spec: LayerSpec, weights: Mapping[str, Tensor], rope: CosSin, hidden: Tensor) -> Tensor:
     """A dense layer on whole sequences: hidden float32 [rows, seq_len, hidden] -> the same behind the layer.
     `rope`: cos and sin [seq_len, rotary_dim / 2]."""
-    hidden = hidden + _attention(spec, index, weights, rope, _norm(hidden, weights["norm.attn"], spec.norm_eps))
+    hidden = hidden + _attention(spec, weights, rope, _norm(hidden, weights["norm.attn"], spec.norm_eps))
     x = _norm(hidden, weights["norm.mlp"], spec.norm_eps)
     gated = functional.silu(_linear(x, weights, "mlp.gate")) * _linear(x, weights, "mlp.up")
     return hidden + _linear(gated, weights, "mlp.down")
 
 
-def _attention(spec: ModelSpec, index: int, weights: Mapping[str, Tensor], rope: CosSin, x: Tensor) -> Tensor:
+def _attention(spec: LayerSpec, weights: Mapping[str, Tensor], rope: CosSin, x: Tensor) -> Tensor:
     rows, length, _ = x.shape
     q, k, v = (_linear(x, weights, f"attn.{name}").view(rows, length, -1, spec.head_dim) for name in "qkv")
     if spec.qk_norm:
@@ -157,7 +157,7 @@ def _attention(spec: ModelSpec, index: int, weights: Mapping[str, Tensor], rope:
     q, k = _rotate(q, rope), _rotate(k, rope)
     position = torch.arange(length)
     visible = position[None, :] <= position[:, None]
-    if window := spec.window(index):
+    if window := spec.attention.window:
         visible &= position[None, :] > position[:, None] - window
     out = functional.scaled_dot_product_attention(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=visible, enable_gqa=True

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from lmkit.formats.parts import Activations
-from lmkit.models import roles
-from lmkit.models.spec import ModelSpec
+from lmkit.models.layer_spec import LayerSpec
 from lmkit.qtensor import dequantize
 from lmkit.quant.layer.layer import CalibratedLayer
 from lmkit.quant.recipe import SmoothQuant
@@ -36,7 +35,7 @@ FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 def smooth_layer(calibrated: CalibratedLayer, step: SmoothQuant, activations: Activations) -> list[ScaleSearch]:
     """Choose and fold s for each pair of roles.smooth, in order; each sees the layer as the last one left it."""
     layer, searches = calibrated.layer, []
-    for source, consumers in roles.smooth(layer.spec, layer.index):
+    for source, consumers in layer.spec.smooth:
         if not set(consumers) & set(calibrated.schemes) or not calibrated.has_statistics(consumers[0]):
             continue
         candidates = pair_candidates(calibrated, source, consumers, step)
@@ -76,7 +75,7 @@ def compare(
     """The candidate whose rounded inputs and weights change the output of the block least; identity, the first, wins
     ties. The layer ends as it was."""
     layer = calibrated.layer
-    consumers = dict(roles.smooth(layer.spec, layer.index))[source]
+    consumers = dict(layer.spec.smooth)[source]
     stats = calibrated.input(consumers[0])
     originals = {role: calibrated.weight(role) for role in consumers if role in calibrated.schemes}
     group_size = calibrated.schemes[next(iter(originals))].group_size
@@ -113,7 +112,7 @@ def round_activations(x: Tensor, activations: Activations, group_size: int = -1)
     return rounded.flatten(1)[:, : x.shape[1]]
 
 
-def _shared(x: Tensor, source: str, spec: ModelSpec) -> Tensor:
+def _shared(x: Tensor, source: str, spec: LayerSpec) -> Tensor:
     """[inputs of the consumers] -> [outputs of the source]: the largest, where query heads share a value head."""
     if source != "attn.v":
         return x

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lmkit.models.decoder import DecoderLayer
-from lmkit.models.loader import ModelSource
 from lmkit.models.roles import SMOOTH
+from lmkit.models.source import ModelSource
 from lmkit.qtensor import dequantize, quantize
 from lmkit.quant.layer.layer import CalibratedLayer
 from lmkit.quant.recipe import AwqScale
@@ -165,7 +165,7 @@ def test_a_norm_divided_by_a_representable_scale_is_stored_exactly(dtype: torch.
     norm = torch.randn(512, generator=torch.Generator().manual_seed(0)).to(dtype).float()
     norm[:3] = torch.tensor([0.0, 1e-7, 300.0])
     wanted = random_scale(512).clamp(1e-3, 1e3)
-    s = awq_scale.representable(wanted, norm, dtype)
+    s = awq_scale.representable(wanted, norm, lambda w: w.to(dtype).float())
     divided = norm / s
     torch.testing.assert_close(divided.to(dtype).float(), divided, rtol=2e-7, atol=0)
     ordinary = norm.abs() > 1e-3
@@ -190,13 +190,12 @@ def test_outliers_that_keep_the_function_are_smoothed_away(
     demo_model: Path, source: str, consumers: tuple[str, ...]
 ) -> None:
     """A few channels times 30 before, their columns divided by 30 after: the search undoes most of the harm."""
-    spec = ModelSource(demo_model).spec
     layer = ModelSource(demo_model).layer(3, torch.float32)
     embed = ModelSource(demo_model).embed_tokens().float()
     hidden = embed[torch.randint(0, 4096, (8 * 64,), generator=torch.Generator().manual_seed(0))]
     outliers = torch.ones(weight_of(layer, source).shape[0])
     outliers[::50] = 30.0
-    awq_scale.apply(layer.weights, source, consumers, 1 / outliers, spec)
+    awq_scale.apply(layer.weights, source, consumers, 1 / outliers, layer.spec)
     calibrated = calibrate(layer, hidden, num_rows=8, group_size=128)
     candidates = awq_scale.pair_candidates(calibrated, source, consumers, STEP)
     found = awq_scale.search(calibrated, source, consumers, candidates)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lmkit.models.loader import ModelSource
+from lmkit.models.source import ModelSource
 from lmkit.qtensor import QuantScheme, dequantize, quantize
 from lmkit.quant.recipe import AwqClip
 from lmkit.quant.steps import awq_clip

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lmkit.formats.parts import Activations
-from lmkit.models.loader import ModelSource
 from lmkit.models.roles import SMOOTH
+from lmkit.models.source import ModelSource
 from lmkit.qtensor import QuantScheme, dequantize, quantize
 from lmkit.quant.layer.layer import CalibratedLayer
 from lmkit.quant.recipe import SmoothQuant
