@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lmkit.attention_spec import AttentionSpec
-from lmkit.kernels.cuda.append import MAX_HEAD_DIM, STORAGE
-from lmkit.kernels.cuda.module import Kernel, backend, counters, shared_of_sm
+from lmkit.kernels.cuda.append import STORAGE
+from lmkit.kernels.cuda.gpus import Capability, gpu_of
+from lmkit.kernels.cuda.module import Kernel, backend, counters
 from lmkit.kernels.ops import BatchGeometry, KVTensor
 from lmkit.kv_dtype import KVDtype
 
@@ -21,16 +21,7 @@ WORK_BYTES = 128
 MAX_MEAN_PAIRS = 16
 MAX_SPLITS = 16  # of a tile's keys
 BLOCKS_PER_SM = 2
-LARGE_SHARED = 228 << 10  # bytes of an SM; others have as little as 100 KB
-
-
-def refusal(*, head_dim: int, k: KVDtype, v: KVDtype, mean_pairs: int = 0, **traits: Any) -> str | None:
-    """Why prefill_attention cannot run for keys and values stored as `k` and `v`, or None."""
-    if head_dim % 16 or head_dim > MAX_HEAD_DIM:
-        return f"head_dim {head_dim} is not a multiple of 16 up to {MAX_HEAD_DIM}"
-    if other := {k, v} - set(STORAGE):
-        return f"KV stored as {other.pop()}"
-    return f"a key mean of {mean_pairs} pairs, more than {MAX_MEAN_PAIRS}" if mean_pairs > MAX_MEAN_PAIRS else None
+LARGE_SHARED = 200 << 10  # bytes of an SM that has room for tiles of more keys
 
 
 def prefill_attention(
@@ -89,9 +80,9 @@ def variant(bf16: bool, dim: int, k: KVDtype, v: KVDtype, mean_pairs: int, devic
     return kernel, keys, shared_bytes(dim, k, v, mean_pairs, keys)
 
 
-def tile_keys(dim: int, mean_pairs: int, capability: tuple[int, int]) -> int:
+def tile_keys(dim: int, mean_pairs: int, capability: Capability) -> int:
     """As many keys as registers hold scores of, and shared memory for two blocks of threads holds tiles of."""
-    if dim > 128 or shared_of_sm(capability) < LARGE_SHARED:
+    if dim > 128 or gpu_of(capability).shared < LARGE_SHARED:
         return 32
     if dim <= 96:
         return 64
