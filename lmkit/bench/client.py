@@ -1,7 +1,7 @@
-"""A client of OpenAI's streaming endpoints that notes when each chunk came, and does nothing else meanwhile.
+"""A client of OpenAI's streaming endpoints that records the time of each chunk and does as little else as possible.
 
-One thread must keep up with every stream: bytes are timed as they leave the socket, parsed by aiohttp's compiled parser
-(a fifth of httpx's time for each chunk) and decoded into the few fields that matter.
+One thread must keep up with every stream. Bytes are timed as they leave the socket and parsed by aiohttp's compiled
+parser, which takes a fifth of httpx's time for each chunk. Only the necessary fields are decoded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lmkit.bench.workload import Dialogue
 from lmkit.errors import ConfigError, LMKitError
 
 _PATHS: dict[Endpoint, str] = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
-# What makes a measurement more exact, where the server knows it; asked for one by one, refused ones are left out.
+# Optional fields that make a measurement more exact. They are tried one by one, and refused fields are left out.
 _WANTED: dict[str, dict[str, Any]] = {
     "usage": {"stream_options": {"include_usage": True}},
     "continuous usage": {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
@@ -86,7 +86,7 @@ class StreamedResponse:
 
 
 class _StreamError(Exception):
-    """A stream that is not what it should be."""
+    """A stream that breaks the protocol."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -94,13 +94,13 @@ class _StreamError(Exception):
 
 
 class EventParser:
-    """Bytes of a stream of server-sent events, in any pieces -> the data of its events."""
+    """Bytes of a stream of server-sent events, cut anywhere -> the data of its events."""
 
     def __init__(self) -> None:
         self._held = b""
 
     def feed(self, piece: bytes) -> list[bytes]:
-        """Events that are complete now. One line of data each, as all OpenAI servers send them."""
+        """The events that are complete now. Each has one line of data, as all OpenAI servers send them."""
         *lines, self._held = (self._held + piece).split(b"\n")
         return [line[5:].strip() for line in lines if line.startswith(b"data:")]
 
@@ -109,7 +109,10 @@ class Client:
     """Sends one model's requests to one server."""
 
     def __init__(self, url: str, endpoint: Endpoint, *, api_key: str | None = None, timeout: float = 600.0) -> None:
-        """Needs a running event loop. `timeout`: seconds for a whole answer. Raises ConfigError if `url` is none."""
+        """Needs a running event loop.
+
+        `timeout`: seconds for a whole answer. Raises ConfigError if `url` is not a URL.
+        """
         self.base = _checked(url).rstrip("/").removesuffix("/v1")
         self._url = self.base + _PATHS[endpoint]
         self.chat = endpoint == "chat"
@@ -130,15 +133,16 @@ class Client:
         await self._http.close()
 
     async def choose_model(self, model: str | None) -> str:
-        """The model to ask, which may be None if the server has exactly one. Raises LMKitError."""
+        """The model to ask. `model` may be None if the server has exactly one. Raises LMKitError."""
         name = model or await self._only_model()
         self.body["model"] = name
         return name
 
     async def probe(self, options: dict[str, Any], wanted: dict[str, dict[str, Any]] | None = None) -> None:
-        """Find out which optional fields the server takes, with requests for one token each.
+        """Find out which optional fields the server takes, by requests for one token each.
 
-        `options` are sent with every request and must be taken; `wanted` are more to try. Raises LMKitError.
+        `options` are sent with every request, and the server must take them; `wanted` are further fields to try. Raises
+        LMKitError.
         """
         self.body |= options
         dialogue = Dialogue(True, [{"role": "user", "content": "Hello"}])
@@ -192,7 +196,7 @@ class Client:
             if not response.ok:
                 raise _StreamError(f"http_{response.status}", _error_text(response.status, await response.read()))
             parser = EventParser()
-            async for piece in response.content.iter_any():  # to its end, or the connection could not be used again
+            async for piece in response.content.iter_any():  # to its end, so that the connection can be reused
                 now = time.perf_counter()
                 for data in parser.feed(piece):
                     if data == b"[DONE]":
@@ -267,7 +271,7 @@ def _checked(url: str) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """Why there is no connection, in the operating system's words where it has some."""
+    """The reason of a failed connection, in the operating system's words if it has some."""
     if isinstance(error, aiohttp.ClientConnectorError):
         code = error.os_error.errno or 0
         return os.strerror(code) if code > 0 else str(error.os_error.strerror or error.os_error)

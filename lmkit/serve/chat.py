@@ -72,7 +72,7 @@ class _ChatResponse(ResponseBuilder[ChatCompletionRequest]):
         return ChatCompletion(**self.head, choices=choices, usage=self.count.usage())
 
     async def chunks(self) -> AsyncGenerator[str]:
-        """Each choice: a chunk with the role, chunks with text, one with the finish_reason."""
+        """Each choice yields a chunk with the role, chunks with text, and a last chunk with the finish_reason."""
         started = [False] * len(self.requests)
         async with aclosing(self.server.run(self.requests, self.choices_per_prompt)) as outputs:
             async for idx, output in outputs:
@@ -92,7 +92,10 @@ class _ChatResponse(ResponseBuilder[ChatCompletionRequest]):
             yield self._chunk([], self.count.usage())
 
     def note(self, idx: int, output: RequestOutput) -> None:
-        """A session remembers the tokens of its answer; of several answers, none: it goes on with one of them."""
+        """Also remember the tokens of a session's answer.
+
+        Of several choices none is remembered, because the client continues one of them.
+        """
         super().note(idx, output)
         if self._session and len(self.requests) == 1 and (history := self._tokens.add(output)):
             self.server.sessions.put(self._session, history)

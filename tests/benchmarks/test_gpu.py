@@ -19,13 +19,14 @@ from benchmarks.gpu.figures import Figure, figures
 from lmkit.kernels.cuda import module
 from tests import emulator
 
+pytestmark = pytest.mark.slow
 PEERS = ("torch tinygemm", "vLLM Marlin", "TurboMind")  # need a GPU
 EXPECTED = {  # rows of each section
     "machine": {"GPU", "copy bandwidth", "read bandwidth", "bfloat16 matmul", "kernel in a graph"},
     "build": {"all"},
     "gemm": {"tuning", "cuBLAS bfloat16", *PEERS},
     "attention": {"decode", "prefill"},
-    "small": {"rms_norm", "silu_mul", "embedding", "draw"},
+    "small": {"rms_norm", "gated_activation", "embedding", "draw"},
     "engine": {"tiny Llama w4 int8 KV", "tiny Llama decode b2", "tiny Llama prefill"},
     "transformers": {"tiny Llama decode b2"},
     "numerics": {"tests"},

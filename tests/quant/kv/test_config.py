@@ -15,9 +15,9 @@ from lmkit.kv_dtype import BFLOAT16, FP8, INT4, INT8
 from lmkit.models import load_spec
 from lmkit.models.spec import ModelSpec
 from lmkit.quant.kv.config import KVFit, KVStats, check_layers, make_kv_config, turned_back, write_static
-from lmkit.quant.recipe import KVLayerRecipe, KVRecipe
 from lmkit.quant.report.evaluate import encode_text, evaluate
 from lmkit.quant.run import prepare
+from lmkit.quant.sections import KVLayerRecipe, KVRecipe
 from tests.quant.helpers import recipe, tiny_checkpoint
 
 UNTURNED = (torch.ones(50, 8), torch.zeros(50, 8))  # cosines and sines of no rotation
@@ -41,7 +41,7 @@ def test_statistics_over_batches() -> None:
     ratio = (keys.mean(0).abs() / keys.std(0, correction=0)).amax(-1)
     torch.testing.assert_close(seen.k_mean_ratio.float(), ratio, rtol=1e-3, atol=1e-3)
     (layer,) = make_kv_config(KVRecipe(bits=4), spec(num_hidden_layers=1), [seen]).layers
-    assert (layer.k, layer.v) == (INT8, INT4)  # nothing was found to take the offset out
+    assert (layer.k, layer.v) == ("int8", "int4")  # nothing was found to take the offset out
     assert layer.k_absmax == tuple(keys.abs().amax((0, 2)).tolist())
     seen.fit = KVFit(smoothing=0.5, key_mean=((), ((4, 100.0, 0.0),)), hadamard=True)
     (layer,) = make_kv_config(KVRecipe(bits=4), spec(num_hidden_layers=1), [seen]).layers
