@@ -28,6 +28,7 @@ from lmkit.turbo.request import Request, SamplingParams
 from tests import emulator
 from tests.emulator.device import EmulatedDevice
 
+pytestmark = pytest.mark.slow
 KL = 1e-4  # nats per token, at most
 NUM_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 12, 40, 24
 BLOCK = 64
