@@ -7,7 +7,7 @@ keys before they are rounded. The statistics say why. docs/formats.md describes 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -16,12 +16,13 @@ from lmkit.config import PositiveInt, StrictStruct
 from lmkit.errors import CheckpointError
 from lmkit.formats.atomic import write_file
 from lmkit.formats.jsonfile import read_json, to_json
+from lmkit.kv_dtype import INT4, KV_DTYPES, CodedName, KVDtype
 
 FILE_NAME = "kv_config.json"
 FORMAT, VERSION = "lmkit-kv-config", 2
 MAX_BYTES = 10 << 20
 
-Storage = Literal["dense", "int8", "fp8", "int4"]
+Storage = Literal["dense"] | CodedName
 Statistic = Annotated[float, Meta(ge=0, le=1e38)]
 Number = Annotated[float, Meta(ge=-1e30, le=1e30)]
 # (i, b_i, b_{i + R/2}) of a RoPE pair: the elements i and i + R/2 of a key turn together, R of them in all.
@@ -42,8 +43,8 @@ class KVLayerConfig(StrictStruct, frozen=True, kw_only=True):
 
     def problem(self, num_kv_heads: int, head_dim: int) -> str | None:
         """Why this cannot be a layer of such a model, or None."""
-        if head_dim % 2 and "int4" in (self.k, self.v):
-            return f"int4 needs an even head_dim, not {head_dim}"
+        if head_dim % 2 and INT4.name in (self.k, self.v):
+            return f"{INT4} needs an even head_dim, not {head_dim}"
         if self.hadamard and head_dim & (head_dim - 1):
             return f"hadamard needs a head_dim that is a power of two, not {head_dim}"
         for name in ("k_absmax", "v_absmax", "k_mean_ratio", "key_mean"):
@@ -87,20 +88,10 @@ class KVConfig(StrictStruct, frozen=True, kw_only=True):
                     "remove the file or quantize the model again"
                 )
 
-    def dtypes(self, layer: int, dense_dtype: str) -> tuple[str, str]:
-        """Storage types of a layer's (K, V), keys of kernels.ops.KV_BITS; dense ones are `dense_dtype`."""
+    def dtypes(self, layer: int, dense: KVDtype) -> tuple[KVDtype, KVDtype]:
+        """Storage types of a layer's (K, V); dense ones are `dense`."""
         stored = self.layers[layer]
-        return (dense_dtype if stored.k == "dense" else stored.k), (dense_dtype if stored.v == "dense" else stored.v)
-
-
-class _Layer1(StrictStruct, frozen=True, kw_only=True):
-    """A layer of version 1. Its k_mean_ratio was of keys after RoPE."""
-
-    k_bits: Literal[16, 8, 4]
-    v_bits: Literal[16, 8, 4]
-    k_absmax: tuple[Statistic, ...] = ()
-    v_absmax: tuple[Statistic, ...] = ()
-    k_mean_ratio: tuple[Statistic, ...] = ()
+        return KV_DTYPES.get(stored.k, dense), KV_DTYPES.get(stored.v, dense)
 
 
 def load_kv_config(folder: str | Path) -> KVConfig | None:
@@ -114,25 +105,15 @@ def load_kv_config(folder: str | Path) -> KVConfig | None:
     if data.get("format") != FORMAT:
         raise CheckpointError(f"{path}: `format` is {data.get('format')!r}, expected {FORMAT!r}")
     version = data.get("version")
-    if version not in (1, VERSION) or isinstance(version, bool):
-        raise CheckpointError(f"{path}: version {version!r}, and this lmkit reads versions 1 and 2; upgrade lmkit")
+    if version != VERSION:
+        raise CheckpointError(f"{path}: version {version!r}, and this lmkit reads version {VERSION}")
     missing = [name for name in KVConfig.__struct_fields__ if name not in data]
     if missing:
         raise CheckpointError(f"{path}: {', '.join(missing)} missing")
     try:
-        return msgspec.convert(_from_version_1(data) if version == 1 else data, KVConfig)
+        return msgspec.convert(data, KVConfig)
     except msgspec.ValidationError as error:
         raise CheckpointError(f"{path}: {error}") from None
-
-
-def _from_version_1(data: dict[str, Any]) -> dict[str, Any]:
-    """The same in version 2. Raises msgspec.ValidationError."""
-    storage = {16: "dense", 8: "int8", 4: "int4"}
-    layers = []
-    for layer in msgspec.convert(data["layers"], tuple[_Layer1, ...]):
-        stored = {"k": storage[layer.k_bits], "v": storage[layer.v_bits]}
-        layers.append(stored | {name: getattr(layer, name) for name in ("k_absmax", "v_absmax", "k_mean_ratio")})
-    return data | {"version": VERSION, "layers": layers}
 
 
 def save_kv_config(config: KVConfig, folder: str | Path) -> None:

@@ -13,7 +13,8 @@ class GatedMLP:
     """As MLPSpec says. `weights` has `<role>.gate`, `<role>.up` and `<role>.down`."""
 
     def __init__(self, role: str, spec: MLPSpec, weights: Weights, device: str = "cpu") -> None:
-        self.gate_up = MergedLinear((f"{role}.gate", f"{role}.up"), weights, device, gated=True)
+        roles = f"{role}.gate", f"{role}.up"
+        self.gate_up = MergedLinear(roles, weights, device, activation=spec.activation)
         self.down = MergedLinear((f"{role}.down",), weights, device)
 
     @property

@@ -127,11 +127,8 @@ class DecoderLayer:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: BatchInputs, rope: CosSin, kv: KVLayer) -> Tensor:
         """What attention reads of the values, [T, num_heads * head_dim]; q and k are overwritten, `kv` appended to."""
-        spec = self.spec.attention
-        out: Tensor = self.attention_op(
-            q, k, v, *rope, kv.k, kv.v, batch.slots, batch.block_tables, batch.query_start, batch.context_lens,
-            spec.scale, spec.window, spec.sinks,
-        )  # fmt: skip
+        geometry = batch.geometries[0]  # all layers are of one KV group
+        out: Tensor = self.attention_op(q, k, v, *rope, kv.k, kv.v, geometry, self.spec.attention)
         return out.view(len(out), -1)
 
     def _after(self, role: str, y: Tensor) -> Tensor:

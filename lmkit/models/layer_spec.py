@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from lmkit.kernels.attention_spec import AttentionSpec
+from lmkit.attention_spec import AttentionSpec
+from lmkit.kv_dtype import KVDtype
 from lmkit.layers.mlp_spec import MLPSpec, MoESpec
 from lmkit.layers.rope_spec import RopeSpec
 from lmkit.models import roles
@@ -158,18 +159,9 @@ class LayerSpec:
             widest = max(widest, per_stream * hidden + per_inner * inner + 16 * self.mlp.num_experts)
         return widest
 
-    def kv_token_bytes(self, k: str, v: str) -> int:
-        """Of one token's keys and values in these storage types, with their parameters (a float16 scale and minimum per
-        head)."""
-
-        def head_bytes(dtype: str) -> int:
-            if dtype in ("int8", "fp8"):
-                return self.head_dim + 4
-            if dtype == "int4":
-                return self.head_dim // 2 + 4
-            return self.head_dim * (4 if dtype == "float32" else 2)
-
-        return self.num_kv_heads * (head_bytes(k) + head_bytes(v))
+    def kv_token_bytes(self, k: KVDtype, v: KVDtype) -> int:
+        """Of one token's keys and values in these storage types, with their parameters."""
+        return self.num_kv_heads * (k.row_bytes(self.head_dim) + v.row_bytes(self.head_dim))
 
     @cached_property
     def widest_mlp(self) -> int:

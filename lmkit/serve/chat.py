@@ -7,7 +7,6 @@ from contextlib import aclosing
 
 from fastapi import APIRouter, Request, Response
 
-from lmkit.serve.answer import Answer, respond
 from lmkit.serve.protocol import (
     AssistantMessage,
     ChatChoice,
@@ -20,21 +19,22 @@ from lmkit.serve.protocol import (
     TopLogprob,
     Usage,
 )
+from lmkit.serve.response import ResponseBuilder, respond
 from lmkit.serve.serving import MIN_LOGPROB, Serving
 from lmkit.serve.to_request import chat_requests
 from lmkit.text import TokenHistory
 from lmkit.turbo import request as engine
-from lmkit.turbo.transport.output import AnswerTokens, RequestOutput, TextLogprobs, TokenText
+from lmkit.turbo.transport.output import AssistantTurn, RequestOutput, TextLogprobs, TokenText
 
 router = APIRouter()
 
 
 @router.post("/v1/chat/completions")
 async def chat_completions(request: Request) -> Response:
-    return await respond(request, ChatCompletionRequest, _ChatAnswer)
+    return await respond(request, ChatCompletionRequest, _ChatResponse)
 
 
-class _ChatAnswer(Answer[ChatCompletionRequest]):
+class _ChatResponse(ResponseBuilder[ChatCompletionRequest]):
     prefix = "chatcmpl"
 
     def __init__(self, server: Serving, body: ChatCompletionRequest, tenant: str) -> None:
@@ -46,14 +46,14 @@ class _ChatAnswer(Answer[ChatCompletionRequest]):
         requests, turn = chat_requests(
             self.body, self.server.tokenizer, self.server.info, self.id, tenant=self.tenant, history=self._history
         )
-        self._tokens = AnswerTokens(turn)
+        self._tokens = AssistantTurn(turn)
         return requests
 
     async def whole(self) -> ChatCompletion:
         texts: list[list[str]] = [[] for _ in self.requests]
         logprobs: list[list[ChatLogprob]] = [[] for _ in self.requests]
         choices: list[ChatChoice] = []
-        async with aclosing(self.server.run(self.requests)) as outputs:
+        async with aclosing(self.server.run(self.requests, self.choices_per_prompt)) as outputs:
             async for idx, output in outputs:
                 self.note(idx, output)
                 texts[idx].append(output.text)
@@ -72,9 +72,9 @@ class _ChatAnswer(Answer[ChatCompletionRequest]):
         return ChatCompletion(**self.head, choices=choices, usage=self.count.usage())
 
     async def chunks(self) -> AsyncGenerator[str]:
-        """Each choice: a chunk with the role, chunks with text, one with the finish_reason."""
+        """Each choice yields a chunk with the role, chunks with text, and a last chunk with the finish_reason."""
         started = [False] * len(self.requests)
-        async with aclosing(self.server.run(self.requests)) as outputs:
+        async with aclosing(self.server.run(self.requests, self.choices_per_prompt)) as outputs:
             async for idx, output in outputs:
                 self.note(idx, output)
                 if not started[idx]:
@@ -92,7 +92,10 @@ class _ChatAnswer(Answer[ChatCompletionRequest]):
             yield self._chunk([], self.count.usage())
 
     def note(self, idx: int, output: RequestOutput) -> None:
-        """A session remembers the tokens of its answer; of several answers, none: it goes on with one of them."""
+        """Also remember the tokens of a session's answer.
+
+        Of several choices none is remembered, because the client continues one of them.
+        """
         super().note(idx, output)
         if self._session and len(self.requests) == 1 and (history := self._tokens.add(output)):
             self.server.sessions.put(self._session, history)

@@ -1,4 +1,4 @@
-"""Server-sent events, and noticing that the client has gone."""
+"""Server-sent events, and work that is cancelled when the client disconnects."""
 
 from __future__ import annotations
 
@@ -12,23 +12,22 @@ from starlette.types import Message, Receive, Scope, Send
 
 from lmkit.errors import RequestError
 from lmkit.serve.errors import with_error_event
+from lmkit.web.receive import client_disconnected, until_disconnect
 
 T = TypeVar("T")
 
 
-async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """`work`, cancelled when the client closes the connection. The request's body must have been read."""
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`. If the client disconnects first, `work` is cancelled and RequestError raised.
 
-    async def gone() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    The request's body must have been read.
+    """
+    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(until_disconnect(receive))
     either: set[asyncio.Future[Any]] = {working, watching}
     try:
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise RequestError("client_disconnected", "the client closed the connection")
+            raise client_disconnected()
         return working.result()
     finally:
         for task in either:
@@ -37,10 +36,10 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 
 class EventStream(Response):
-    """`events` (JSON texts, without line breaks) as server-sent events, then [DONE], or an error event if one fails.
+    """Sends `events` (JSON texts without line breaks) as server-sent events, then [DONE] or an error event.
 
-    Use `open`: it waits for the first event, so that a request which fails before it has an HTTP status of its own.
-    `events` is closed when the response ends, also if the client leaves.
+    Use `open`: it waits for the first event. A request that fails before it therefore gets an HTTP status of its own.
+    `events` is closed when the response ends, also if the client disconnects.
     """
 
     media_type = "text/event-stream"
@@ -53,7 +52,7 @@ class EventStream(Response):
     @classmethod
     async def open(cls, receive: Receive, events: AsyncGenerator[str]) -> EventStream:
         try:
-            first = await until_disconnect(receive, _next(events))
+            first = await while_connected(receive, _next(events))
         except BaseException:
             await events.aclose()
             raise
@@ -62,7 +61,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._events):
             try:
-                await until_disconnect(receive, self._send_all(send))
+                await while_connected(receive, self._send_all(send))
             except RequestError as error:
                 if error.code != "client_disconnected":
                     raise

@@ -16,15 +16,17 @@ from benchmarks.gpu import __main__ as command
 from benchmarks.gpu.__main__ import SECTIONS, Section
 from benchmarks.gpu.context import Context, Row, read_rows
 from benchmarks.gpu.figures import Figure, figures
-from lmkit.kernels.cuda import emulation, module
+from lmkit.kernels.cuda import module
+from tests import emulator
 
+pytestmark = pytest.mark.slow
 PEERS = ("torch tinygemm", "vLLM Marlin", "TurboMind")  # need a GPU
 EXPECTED = {  # rows of each section
     "machine": {"GPU", "copy bandwidth", "read bandwidth", "bfloat16 matmul", "kernel in a graph"},
     "build": {"all"},
     "gemm": {"tuning", "cuBLAS bfloat16", *PEERS},
     "attention": {"decode", "prefill"},
-    "small": {"rms_norm", "silu_mul", "embedding", "draw"},
+    "small": {"rms_norm", "gated_activation", "embedding", "draw"},
     "engine": {"tiny Llama w4 int8 KV", "tiny Llama decode b2", "tiny Llama prefill"},
     "transformers": {"tiny Llama decode b2"},
     "numerics": {"tests"},
@@ -36,7 +38,7 @@ UNAVAILABLE = (*PEERS, "memcheck", "racecheck")
 def out(tmp_path: Path) -> Iterator[Path]:
     if shutil.which("g++") is None:
         pytest.skip("kernels are emulated with g++")
-    emulation.install()
+    emulator.install()
     yield tmp_path
     module.BACKENDS.pop("cpu", None)
     module.counters.cache_clear()

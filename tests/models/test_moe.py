@@ -13,6 +13,7 @@ import torch
 from lmkit.config import EngineConfig
 from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.formats.hub import DEMO_FOLDER
+from lmkit.kv_dtype import FLOAT32
 from lmkit.layers.batch import allocate_kv, whole_batch
 from lmkit.layers.moe import MoE, by_expert, route, row_sigmoid
 from lmkit.models import load_spec
@@ -22,7 +23,7 @@ from lmkit.models.roles import LINEARS, SMOOTH
 from lmkit.models.source import ModelSource
 from lmkit.turbo.engine.describe import describe_model
 from lmkit.turbo.engine.engine import Engine
-from lmkit.turbo.request import GenerationConfig, Request
+from lmkit.turbo.request import Request, SamplingParams
 from tests.models import tiny
 
 SPARSE = ["mixtral", "qwen2-moe", "qwen3-moe"]
@@ -32,9 +33,7 @@ ROWS = [[5, 7, 11, 2, 190, 3, 3, 8, 21], [3], [17, 4, 9, 9, 60], [100, 101]]
 def logits(decoder: Decoder, rows: list[list[int]]) -> torch.Tensor:
     spec = decoder.spec
     batch, num_blocks = whole_batch(rows, 8)
-    kv = [
-        allocate_kv(num_blocks, layer.num_kv_heads, 8, layer.head_dim, ("float32", "float32")) for layer in spec.layers
-    ]
+    kv = [allocate_kv(num_blocks, layer.num_kv_heads, 8, layer.head_dim, (FLOAT32, FLOAT32)) for layer in spec.layers]
     return decoder(batch, kv)
 
 
@@ -116,7 +115,7 @@ def test_names_and_pairs_of_a_sparse_layer(tmp_path: Path) -> None:
     assert (reads["mlp.shared.up"], reads["mlp.experts.2.up"]) == ("mlp.router", "mlp.experts.2.gate")
 
 
-def test_the_engine_generates_and_says_once_that_steps_are_not_recorded(tmp_path: Path) -> None:
+def test_the_engine_generates_and_says_once_that_steps_are_not_captured(tmp_path: Path) -> None:
     model = tiny.make(tmp_path, "qwen3-moe")
     shutil.copyfile(DEMO_FOLDER / "tokenizer.json", tmp_path / "tokenizer.json")
     messages: list[str] = []
@@ -125,14 +124,14 @@ def test_the_engine_generates_and_says_once_that_steps_are_not_recorded(tmp_path
         def emit(self, record: logging.LogRecord) -> None:
             messages.append(record.getMessage())
 
-    logger, handler = logging.getLogger("lmkit.turbo.runners.cpu_graphs"), Handler()
+    logger, handler = logging.getLogger("lmkit.turbo.runners.cpu_captured"), Handler()
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:
         config = EngineConfig(block_size=8, max_batch_size=4, max_step_tokens=16, max_model_len=64, dtype="float32")
         engine = Engine(str(tmp_path), config)
         for i, row in enumerate(ROWS):
-            params = GenerationConfig(max_new_tokens=4 + 3 * i, temperature=0.0, ignore_eos=True)
+            params = SamplingParams(max_tokens=4 + 3 * i, temperature=0.0, ignore_eos=True)
             engine.add(Request(request_id=str(i), prompt_ids=row, params=params))
         found: dict[str, list[int]] = {}
         while engine.has_work():
@@ -141,7 +140,7 @@ def test_the_engine_generates_and_says_once_that_steps_are_not_recorded(tmp_path
     finally:
         logger.removeHandler(handler)
         logger.setLevel(logging.NOTSET)
-    assert len([line for line in messages if "not recorded" in line]) == 1
+    assert len([line for line in messages if "not captured" in line]) == 1
     for i, row in enumerate(ROWS):
         ids = list(row)
         with torch.no_grad():

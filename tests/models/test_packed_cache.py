@@ -21,6 +21,7 @@ from lmkit.formats.base import get_format
 from lmkit.formats.checkpoint import CheckpointReader, CheckpointWriter
 from lmkit.formats.jsonfile import read_json
 from lmkit.kernels.cpu import jit
+from lmkit.kv_dtype import FLOAT32
 from lmkit.layers.batch import allocate_kv, whole_batch
 from lmkit.models import packed_cache, roles
 from lmkit.models.decoder import Decoder
@@ -62,9 +63,7 @@ def records() -> Iterator[list[str]]:
 def logits(decoder: Decoder) -> torch.Tensor:
     spec = decoder.spec
     batch, num_blocks = whole_batch(PROMPTS, 8)
-    kv = [
-        allocate_kv(num_blocks, layer.num_kv_heads, 8, layer.head_dim, ("float32", "float32")) for layer in spec.layers
-    ]
+    kv = [allocate_kv(num_blocks, layer.num_kv_heads, 8, layer.head_dim, (FLOAT32, FLOAT32)) for layer in spec.layers]
     return decoder(batch, kv)
 
 
@@ -231,7 +230,7 @@ def test_a_whole_file_of_other_contents_is_made_anew(loaded: Loaded, tmp_path: P
     small = dense(tmp_path / "small", intermediate_size=48)
     data = loaded.file.read_bytes()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CheckpointReader, "fingerprint", lambda self: "the same")
+        patch.setattr(CheckpointReader, "content_digest", lambda self: "the same")
         load_model(small, packed_cache=True)
         (forged,) = files(small)
         shutil.copy(forged, loaded.file.with_name(forged.name))

@@ -135,11 +135,12 @@ def test_a_result_that_reads_back_differently_is_refused(tmp_path: Path) -> None
 
 def _hidden(source: ModelSource, row: Tensor) -> Tensor:
     """Behind the last layer, float32, by the model as it is served."""
+    from lmkit.kv_dtype import FLOAT32
     from lmkit.layers.batch import allocate_kv, whole_batch
 
     decoder, spec = load_model(source.reader.path, activations="exact"), source.spec
     batch, num_blocks = whole_batch([row.tolist()], 32)
-    kinds = ("float32", "float32")
+    kinds = (FLOAT32, FLOAT32)
     kv = [allocate_kv(num_blocks, layer.num_kv_heads, 32, layer.head_dim, kinds) for layer in spec.layers]
     delta, residual = decoder.hidden(batch, kv)
     return delta + residual

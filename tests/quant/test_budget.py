@@ -17,6 +17,7 @@ from lmkit.quant.budget import check_evaluation, fit, size
 from lmkit.quant.run import prepare
 from tests.quant.helpers import CLIP, SCALE, recipe, tiny_checkpoint
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 AWQ = recipe(SCALE | {"tokens": 2048}, CLIP, calibration={"num_samples": 64, "seq_len": 64})
 # Arguments: source, output, rows, "tight" to be given no more than the smallest budget that is accepted.

@@ -16,6 +16,7 @@ from torch import Tensor
 from lmkit.kernels import ops
 from lmkit.kernels.cuda import elementwise
 from lmkit.kernels.cuda.elementwise import BLOCK, MAX_COLUMNS, WIDTH, RowCodes, grid, is_aligned, kernel_for
+from lmkit.kernels.cuda.gpus import FLOAT8_CAPABILITY, gpu_of, version
 from lmkit.kernels.cuda.module import HALVES, backend, tensor_device
 from lmkit.kernels.ops import Norm
 from lmkit.kernels.reference.linear import Kept, keep
@@ -26,18 +27,21 @@ GEMV_TOKENS = 8  # up to so many, a product is a stream of weights
 FORMATS = {torch.float16: 0, torch.bfloat16: 0, torch.int8: 1, torch.float8_e4m3fn: 2}  # gemv.cu
 GEMV_WARPS, GEMV_OUTPUTS = 8, 16
 PRODUCT_ROWS = 32  # at least; torch._int_mm wants more than 16
-FP8_CAPABILITY = (8, 9)
 
 
 # ---- dense weights
 
 
 def _accepts_dense(*, dtype: torch.dtype, **traits: Any) -> str | None:
-    return elementwise.accepts() or (None if dtype in HALVES else f"weights of {dtype}: torch has them")
+    return (
+        elementwise.accepts()
+        or elementwise.gate_problem(**traits)
+        or (None if dtype in HALVES else f"weights of {dtype}: torch has them")
+    )
 
 
-def _pack_dense(weight: Tensor, gated: bool = False) -> Kept:
-    return keep(weight.contiguous(), gated)
+def _pack_dense(weight: Tensor, activation: str | None = None) -> Kept:
+    return keep(weight.contiguous(), activation)
 
 
 @implements(
@@ -55,14 +59,15 @@ def linear_dense(
     weight: Tensor = packed.weight
     x = x if norm is None else elementwise.rms_norm(x, norm)
     if x.dtype != weight.dtype or dtype not in (None, x.dtype, torch.float32):
-        y: Tensor = ops.linear_dense.named("torch")(x, packed, bias, dtype=dtype, residual=residual)
+        reason = elementwise.dtypes_of(x, weight, dtype)
+        y: Tensor = ops.linear_dense.fall_back("torch", reason)(x, packed, bias, dtype=dtype, residual=residual)
         return y
     dtype = dtype or x.dtype
     if len(x) <= GEMV_TOKENS and _streams(x, weight):
         return _few_tokens(x, weight, bias, packed.gated, dtype, residual)
     if residual is None and dtype == x.dtype:
         y = torch.nn.functional.linear(x, weight, None if bias is None else bias.to(dtype))
-        return elementwise.silu_mul(y) if packed.gated else y
+        return y if packed.activation is None else elementwise.gated_activation(y, packed.activation)
     return _epilogue(wide_product(x, weight), len(x), bias, packed.gated, dtype, residual)
 
 
@@ -87,15 +92,19 @@ class CodedWeight:
     scales: Tensor  # float32 [N]
     zeros: Tensor | None  # int32 [N], zero - 128; None: all are 0
     one: Tensor  # float32 [1], what torch._scaled_mm is to multiply by
-    gated: bool
+    activation: str | None
+
+    @property
+    def gated(self) -> bool:
+        return self.activation is not None
 
 
-def _pack_codes(weight: QTensor, gated: bool = False) -> CodedWeight:
+def _pack_codes(weight: QTensor, activation: str | None = None) -> CodedWeight:
     is_float = weight.scheme.kind == "float"
     scales = weight.scales.flatten().float()
     zeros = None if is_float or weight.scheme.symmetric else weight.zeros.flatten().int() - 128
     codes = weight.codes if is_float else (weight.codes ^ 128).view(torch.int8)
-    return CodedWeight(codes.contiguous(), scales, zeros, torch.ones_like(scales[:1]), gated)
+    return CodedWeight(codes.contiguous(), scales, zeros, torch.ones_like(scales[:1]), activation)
 
 
 def _accepts_codes(*, group_size: int, in_features: int, out_features: int, **traits: Any) -> str | None:
@@ -107,15 +116,16 @@ def _accepts_codes(*, group_size: int, in_features: int, out_features: int, **tr
 
 
 def _accepts_int8(*, bits: int = 8, **traits: Any) -> str | None:
-    return elementwise.accepts() or (_accepts_codes(**traits) if bits == 8 else f"{bits} bits")
+    reason = elementwise.accepts() or elementwise.gate_problem(**traits)
+    return reason or (_accepts_codes(**traits) if bits == 8 else f"{bits} bits")
 
 
 def _accepts_fp8(**traits: Any) -> str | None:
     if (reason := _accepts_int8(**traits)) is not None:
         return reason
-    major, minor = backend(tensor_device("cuda")).capability()
-    if (major, minor) < FP8_CAPABILITY:
-        return f"float8 products need compute capability 8.9, not {major}.{minor}"
+    capability = backend(tensor_device("cuda")).capability()
+    if not gpu_of(capability).float8:
+        return f"float8 products need compute capability {version(FLOAT8_CAPABILITY)}, not {version(capability)}"
     return None
 
 

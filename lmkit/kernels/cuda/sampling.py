@@ -18,7 +18,7 @@ from lmkit.kernels.registry import implements
 # struct Slot of csrc/slot.cuh; held, bias_ids, bias and seen are addresses on the device.
 SLOT = np.dtype(
     [("temperature", "f8"), ("top_p", "f8"), ("min_p", "f8"), ("top_k", "i8"), ("seed", "u8"), ("num_outputs", "i8"),
-     ("min_new_tokens", "i8"), ("held", "u8"), ("num_held", "i8"), ("bias_ids", "u8"), ("bias", "u8"),
+     ("min_tokens", "i8"), ("held", "u8"), ("num_held", "i8"), ("bias_ids", "u8"), ("bias", "u8"),
      ("num_bias", "i8"), ("seen", "u8"), ("presence", "f8"), ("repetition", "f4"), ("frequency", "f4"),
      ("num_top", "i8")]
 )  # fmt: skip
@@ -60,12 +60,9 @@ def sample(logits: Tensor, table: Tensor, slots: Tensor, last_token: Tensor, tok
     _SAMPLE(len(logits), _THREADS, args, shared=_SHARED)
 
 
-def edit_logits(logits: Tensor, rows: Tensor, slots: Tensor, table: Tensor, mask: Tensor | None) -> None:
-    """Change those `rows` (int32) of logits float32 [R, V] in place as their sequences ask for.
-
-    mask: int32 [R, ceil(V / 32)]; bit t % 32 of word t // 32 is 1 where token t may be sampled.
-    """
-    args = [logits, np.int64(logits.stride(0)), logits.shape[1], rows, slots, table, mask]
+def edit_logits(logits: Tensor, rows: Tensor, slots: Tensor, table: Tensor) -> None:
+    """Change those `rows` (int32) of logits float32 [R, V] in place as their sequences ask for."""
+    args = [logits, np.int64(logits.stride(0)), logits.shape[1], rows, slots, table]
     _EDIT((-(-logits.shape[1] // _EDIT_CHUNK), len(rows)), _EDIT_THREADS, args, shared=4 * _EDIT_CHUNK)
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from lmkit.attention_spec import AttentionSpec
 from lmkit.errors import CheckpointError, UnsupportedError
-from lmkit.kernels.attention_spec import AttentionSpec
 from lmkit.layers.mlp_spec import MLPSpec
 from lmkit.layers.rope_spec import RopeSpec
 from lmkit.models.layer_spec import LayerSpec

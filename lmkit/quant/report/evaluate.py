@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmkit.config import Activations, HeadStorage, KVDtype, StrictStruct
+from lmkit.config import Activations, HeadStorage, KVStorageName, StrictStruct
 from lmkit.errors import ConfigError
 from lmkit.formats.hub import resolve_model_path
 from lmkit.layers.batch import KVLayer, whole_batch
@@ -80,7 +80,7 @@ def evaluate(
     token_ids: list[int],
     *,
     against: str | Path | None = None,
-    kv_dtype: KVDtype = "auto",
+    kv_dtype: KVStorageName = "auto",
     activations: Activations = "auto",
     lm_head: HeadStorage = "auto",
     packed_cache: bool = False,
@@ -179,7 +179,7 @@ class _Scorer:
             self.decoder = load(model, packed_cache=packed_cache)
         num_blocks = -(-seq_len // BLOCK_SIZE)
         self.kv: list[KVLayer] = allocate(spec.layers, storages, num_blocks, BLOCK_SIZE, seq_len)
-        self.kv_dtype = " ".join(sorted({s.k if s.k == s.v else f"{s.k}/{s.v}" for s in storages}))
+        self.kv_dtype = " ".join(sorted({str(s.k) if s.k == s.v else f"{s.k}/{s.v}" for s in storages}))
         self.vocab_size = spec.vocab_size
 
     def stream(self, window: list[int]) -> tuple[Tensor, Tensor | None]:

@@ -53,7 +53,7 @@ def describe_model(path: str, config: EngineConfig) -> dict[str, Any]:
             },
             "KV cache": {
                 "kv_config.json": "yes" if load_kv_config(reader.path) else "no",
-                "storage (K, V)": " ".join(sorted({"/".join(s.dtypes) for s in storages})),
+                "storage (K, V)": " ".join(sorted({f"{s.k}/{s.v}" for s in storages})),
                 "key mean left out": f"in {sum(s.has_mean for s in storages)} layers",
                 "Hadamard on keys": f"in {sum(s.hadamard for s in storages)} layers",
                 "bytes per token": sum(token_bytes),

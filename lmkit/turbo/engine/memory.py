@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from lmkit.config import EngineConfig
 from lmkit.errors import ConfigError
+from lmkit.kv_dtype import KVDtype
 from lmkit.models.spec import ModelSpec
 from lmkit.turbo.host_memory import available_memory, gib
 from lmkit.turbo.kv.manager import KVLimits
@@ -64,7 +65,7 @@ def kv_limits(spec: ModelSpec, config: EngineConfig, num_blocks: int) -> KVLimit
 def plan_memory(
     spec: ModelSpec,
     config: EngineConfig,
-    kv_dtypes: list[tuple[str, str]],
+    kv_dtypes: list[tuple[KVDtype, KVDtype]],
     weight_bytes: int,
     available: int | None = None,
 ) -> MemoryPlan:

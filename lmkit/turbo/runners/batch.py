@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from lmkit.kernels.ops import BatchGeometry
 from lmkit.layers.batch import BatchInputs
 from lmkit.turbo.plan import Chunk, NewSequence
 
@@ -28,7 +29,7 @@ class Expected(NamedTuple):
 class StepRows:
     """Where the step has what is asked of each chunk, by the plan's order."""
 
-    sample_row: list[int]  # among the step's logit rows; -1 = the chunk does not sample
+    sample_rows: list[range]  # among the step's logit rows: those of the positions that are sampled
     prompt_rows: list[range]  # among the step's tokens: those that score the next prompt token, where asked for
 
 
@@ -50,14 +51,18 @@ class PersistentBatch:
         self._inputs = BatchInputs(
             token_ids=torch.zeros(max_step_tokens, dtype=torch.int64),
             positions=torch.zeros(max_step_tokens, dtype=torch.int32),
-            slots=torch.zeros(max_step_tokens, dtype=torch.int32),
-            query_start=torch.zeros(num_slots + 1, dtype=torch.int32),
-            context_lens=torch.zeros(num_slots, dtype=torch.int32),
-            block_tables=torch.zeros(self.block_tables.shape, dtype=torch.int32),
+            geometries=(
+                BatchGeometry(
+                    query_start=torch.zeros(num_slots + 1, dtype=torch.int32),
+                    context_lens=torch.zeros(num_slots, dtype=torch.int32),
+                    block_tables=torch.zeros(self.block_tables.shape, dtype=torch.int32),
+                    slots=torch.zeros(max_step_tokens, dtype=torch.int32),
+                ),
+            ),
             rope_lens=torch.zeros(num_slots, dtype=torch.int32),
             logit_rows=torch.zeros(max_step_tokens, dtype=torch.int64),
         )
-        self._arrays = {name: tensor.numpy() for name, tensor in vars(self._inputs).items()}
+        self._arrays = {name: tensor.numpy() for name, tensor in self._inputs.tensors.items()}
         self._decode_inputs: dict[int, BatchInputs] = {}  # by the number of sequences
         self._decoded: list[tuple[int, int]] = []  # (slot, position) of each token, if the inputs are a decode step's
 
@@ -102,7 +107,10 @@ class PersistentBatch:
                 first = self.num_blocks[chunk.slot]
                 self.block_tables[chunk.slot, first : first + len(chunk.new_blocks)] = chunk.new_blocks
                 self.num_blocks[chunk.slot] = first + len(chunk.new_blocks)
-        if all(c.num_tokens == 1 and c.sample for c in chunks):
+            if chunk.draft:
+                end = chunk.start + chunk.num_tokens
+                self.token_ids[chunk.slot, end - len(chunk.draft) : end] = chunk.draft
+        if all(c.num_tokens == c.num_sampled == 1 for c in chunks):
             return self._decode([(c.slot, c.start) for c in chunks]), None
         self._decoded, self.keeps_tables = [], False
         slots = np.array([c.slot for c in chunks])
@@ -159,30 +167,34 @@ class PersistentBatch:
         return min(width, self.block_tables.shape[1])
 
     def _views(self, num_tokens: int, num_seqs: int, table_width: int, num_logits: int) -> BatchInputs:
-        whole = self._inputs
+        whole, (geometry,) = self._inputs, self._inputs.geometries
         return BatchInputs(
             token_ids=whole.token_ids[:num_tokens],
             positions=whole.positions[:num_tokens],
-            slots=whole.slots[:num_tokens],
-            query_start=whole.query_start[: num_seqs + 1],
-            context_lens=whole.context_lens[:num_seqs],
-            block_tables=whole.block_tables[:num_seqs, :table_width],
+            geometries=(
+                BatchGeometry(
+                    query_start=geometry.query_start[: num_seqs + 1],
+                    context_lens=geometry.context_lens[:num_seqs],
+                    block_tables=geometry.block_tables[:num_seqs, :table_width],
+                    slots=geometry.slots[:num_tokens],
+                ),
+            ),
             rope_lens=whole.rope_lens[:num_seqs],
             logit_rows=whole.logit_rows[:num_logits],
         )
 
     def _logit_rows(self, chunks: list[Chunk], query_start: np.ndarray) -> tuple[StepRows, list[int]]:
         logit_rows: list[int] = []
-        sample_row, prompt_rows = [], []
+        sample_rows, prompt_rows = [], []
         for chunk, first in zip(chunks, query_start.tolist(), strict=False):
             scored = 0
             if self.wants_prompt_logprobs[chunk.slot]:
                 scored = min(chunk.num_tokens, max(int(self.num_prompt_tokens[chunk.slot]) - 1 - chunk.start, 0))
             prompt_rows.append(range(first, first + scored))
-            sample_row.append(len(logit_rows) if chunk.sample else -1)
-            if chunk.sample:
-                logit_rows.append(first + chunk.num_tokens - 1)
-        return StepRows(sample_row, prompt_rows), logit_rows
+            sample_rows.append(range(len(logit_rows), len(logit_rows) + chunk.num_sampled))
+            end = first + chunk.num_tokens
+            logit_rows += range(end - chunk.num_sampled, end)
+        return StepRows(sample_rows, prompt_rows), logit_rows
 
     def prompt_targets(self, chunk: Chunk, count: int) -> list[int]:
         """The tokens that the chunk's scored rows predict."""

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from lmkit.kernels import ops
-from lmkit.kernels.cuda import elementwise, emulation, library
+from lmkit.kernels.cuda import elementwise
 from lmkit.kernels.ops import Norm
 from lmkit.kernels.reference import linear as reference
 from lmkit.kernels.registry import Op
 from lmkit.qtensor import QTensor, QuantScheme, per_row, quantize
+from tests import emulator
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 INT8, INT8_ASYMMETRIC = QuantScheme(8, -1, True), QuantScheme(8, -1)
@@ -22,7 +23,7 @@ STEP = {F32: 3e-6, F16: 2**-10, BF16: 2**-7}  # a result's rounding; float32: an
 
 
 def run(
-    op: Op, x: Tensor, weight: Any, bias: Tensor | None, device: str, *, gated: bool = False, **options: Any
+    op: Op, x: Tensor, weight: Any, bias: Tensor | None, device: str, *, activation: str | None = None, **options: Any
 ) -> Tensor:
     impl = op.named("cuda")
     there = options | {key: value.to(device, copy=True) for key, value in options.items() if isinstance(value, Tensor)}
@@ -31,17 +32,19 @@ def run(
         if isinstance(weight, QTensor)
         else weight.to(device)
     )
-    y: Tensor = impl(x.to(device), impl.pack(weight, gated), None if bias is None else bias.to(device), **there)
+    y: Tensor = impl(x.to(device), impl.pack(weight, activation), None if bias is None else bias.to(device), **there)
     if "residual" in there:
         assert y.data_ptr() == there["residual"].data_ptr()
     return y.cpu()
 
 
-def oracle(op: Op, x: Tensor, weight: Any, bias: Tensor | None, *, gated: bool = False, **options: Any) -> Tensor:
+def oracle(
+    op: Op, x: Tensor, weight: Any, bias: Tensor | None, *, activation: str | None = None, **options: Any
+) -> Tensor:
     """The reference, which rounds nothing before the end."""
     dtype = options.pop("dtype", None) or x.dtype
     options = {key: value.clone() if isinstance(value, Tensor) else value for key, value in options.items()}
-    y: Tensor = op.named("reference")(x, reference.keep(weight, gated), bias, dtype=F32, **options)
+    y: Tensor = op.named("reference")(x, reference.keep(weight, activation), bias, dtype=F32, **options)
     return y if "residual" in options else y.to(dtype)
 
 
@@ -67,7 +70,7 @@ def test_few_tokens_stream_dense_weights(
 
 
 def test_the_stream_is_what_runs_for_few_tokens() -> None:
-    emulated = emulation.install()
+    emulated = emulator.install()
     elementwise.kernel_for.cache_clear()
     weight = torch.randn(32, 64).half()
     for tokens, launched in ((8, ["gemv"]), (9, []), (0, [])):
@@ -86,11 +89,11 @@ def test_tokens_of_a_stream_do_not_depend_on_each_other(device: str) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 8, 9, 40])
 @pytest.mark.parametrize("half", [F16, BF16])
-@pytest.mark.parametrize("gated", [False, True])
-def test_dense(device: str, gated: bool, half: torch.dtype, tokens: int) -> None:
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_dense(device: str, activation: str | None, half: torch.dtype, tokens: int) -> None:
     """Norm in front, gate and residual stream behind, for the stream of weights and for the library's product."""
     x, weight, bias = torch.randn(tokens, 72), torch.randn(60, 72).to(half), torch.randn(60)
-    norm, given = Norm(torch.rand(72), 1e-5, dtype=half), {"gated": gated}
+    norm, given = Norm(torch.rand(72), 1e-5, dtype=half), {"activation": activation}
     normed = elementwise.rms_norm(x.to(device), on(norm, device)).cpu()  # has its own test; it rounds
     whole = oracle(ops.linear_dense, normed, weight, bias, dtype=F32, **given)
     got = run(ops.linear_dense, x, weight, bias, device, norm=on(norm, device), **given)
@@ -98,7 +101,7 @@ def test_dense(device: str, gated: bool, half: torch.dtype, tokens: int) -> None
     assert float((got.float() - whole).abs().max()) <= 3 * STEP[half] * float(whole.abs().max())  # gate and up rounded
     assert_near(run(ops.linear_dense, x, weight, bias, device, norm=on(norm, device), dtype=F32, **given), whole)
     stream, x = torch.randn(tokens, whole.shape[1]), x.to(half)
-    options = {"residual": stream, "gated": gated}
+    options = {"residual": stream, "activation": activation}
     assert_near(
         run(ops.linear_dense, x, weight, bias, device, **options), oracle(ops.linear_dense, x, weight, bias, **options)
     )
@@ -172,22 +175,22 @@ def test_a_token_of_codes_is_the_same_among_few_and_many(device: str, op: Op, sc
 
 @pytest.mark.parametrize(("op", "scheme"), CODED)
 @pytest.mark.parametrize("half", [F16, BF16])
-@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("activation", [None, "silu"])
 @pytest.mark.parametrize(("tokens", "outputs"), [(1, 64), (19, 112)])
 def test_codes_with_norm_gate_and_stream(
-    device: str, op: Op, scheme: QuantScheme, half: torch.dtype, gated: bool, tokens: int, outputs: int
+    device: str, op: Op, scheme: QuantScheme, half: torch.dtype, activation: str | None, tokens: int, outputs: int
 ) -> None:
     x, weight, bias = torch.randn(tokens, 96).to(half), coded(op, scheme, outputs, 96), torch.randn(outputs)
-    before, stream = torch.randn(tokens, 96), torch.randn(tokens, outputs // 2 if gated else outputs)
+    before, stream = torch.randn(tokens, 96), torch.randn(tokens, outputs // 2 if activation else outputs)
     norm = Norm(torch.rand(96), 1e-5, before, half)
     there = on(norm, device)
-    got = run(op, x, weight, bias, device, norm=there, gated=gated)
-    whole = op.named("reference")(x, reference.keep(weight, gated), bias, norm, dtype=F32)
+    got = run(op, x, weight, bias, device, norm=there, activation=activation)
+    whole = op.named("reference")(x, reference.keep(weight, activation), bias, norm, dtype=F32)
     assert got.dtype == half  # the last bit of a norm may carry an activation over the edge between two codes:
     assert float((got.float() - whole).abs().max()) <= 2e-2 * float(whole.abs().max())
     assert there.residual is not None
     assert torch.equal(there.residual.cpu(), before)  # which the reference has written
-    options = {"residual": stream, "gated": gated}
+    options = {"residual": stream, "activation": activation}
     assert_near(run(op, x, weight, bias, device, **options), oracle(op, x, weight, bias, **options))
 
 
@@ -211,7 +214,7 @@ def test_no_tokens(device: str) -> None:
     ],
 )
 def test_refusals(traits: dict[str, int], reason: str) -> None:
-    emulation.install()
+    emulator.install()
     given = {"group_size": -1, "in_features": 64, "out_features": 64, "bits": 8} | traits
     for op in (ops.linear_w8a8, ops.linear_fp8_a8):
         assert reason in (op.named("cuda").accepts(**given) or "")
@@ -219,8 +222,7 @@ def test_refusals(traits: dict[str, int], reason: str) -> None:
 
 def test_float8_products_need_a_gpu_that_has_them() -> None:
     traits = {"group_size": -1, "in_features": 64, "out_features": 64, "bits": 8}
-    emulation.install(capability=(8, 9))
-    assert library.FP8_CAPABILITY == (8, 9)
+    emulator.install(capability=(8, 9))
     assert ops.linear_fp8_a8.named("cuda").accepts(**traits) is None
-    emulation.install(capability=(8, 0))
+    emulator.install(capability=(8, 0))
     assert "8.9, not 8.0" in (ops.linear_fp8_a8.named("cuda").accepts(**traits) or "")

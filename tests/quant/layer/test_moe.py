@@ -11,6 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from lmkit.kv_dtype import FLOAT32
 from lmkit.layers.batch import allocate_kv, whole_batch
 from lmkit.layers.mlp_spec import MoESpec
 from lmkit.layers.moe import MoE, route
@@ -47,9 +48,7 @@ def quantized(
 def logits(decoder: Decoder, rows: list[list[int]]) -> torch.Tensor:
     spec = decoder.spec
     batch, num_blocks = whole_batch(rows, 32)
-    kv = [
-        allocate_kv(num_blocks, layer.num_kv_heads, 32, layer.head_dim, ("float32", "float32")) for layer in spec.layers
-    ]
+    kv = [allocate_kv(num_blocks, layer.num_kv_heads, 32, layer.head_dim, (FLOAT32, FLOAT32)) for layer in spec.layers]
     return decoder(batch, kv)
 
 

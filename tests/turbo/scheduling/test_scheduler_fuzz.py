@@ -41,10 +41,12 @@ def test_a_full_disk_costs_nothing_but_the_hits(tmp_path: Path, monkeypatch: pyt
     run(tmp_path, range(5000, 5010), 2, disturb=True, thorough=True)
 
 
-@pytest.mark.slow
-def test_hundreds_of_thousands_of_operations(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "most", [pytest.param(10_000, id="short"), pytest.param(200_000, id="long", marks=pytest.mark.exhaustive)]
+)
+def test_many_operations(most: int, tmp_path: Path) -> None:
     operations = group = 0
-    while operations < 200_000:
+    while operations < most:
         seeds = range(10_000 + 10 * group, 10_010 + 10 * group)
         counts = run(tmp_path, seeds, 1 + group % 2, disturb=group % 4 > 0, thorough=False, length=300)
         operations += counts["operations"]

@@ -67,7 +67,7 @@ class StepShape(NamedTuple):
 
     @classmethod
     def of(cls, inputs: BatchInputs) -> StepShape:
-        num_seqs, table_width = inputs.block_tables.shape
+        num_seqs, table_width = inputs.geometries[0].block_tables.shape
         return cls(len(inputs.token_ids), num_seqs, len(inputs.logit_rows), table_width)
 
 
@@ -77,7 +77,7 @@ class _Captured:
     logits: Tensor  # [num_rows, vocab], in the workspace
 
 
-class StepGraphs:
+class CapturedSteps:
     """Captured steps by shape: those in which every sequence decodes when they first come, as they come again for sure,
     and those with prompt tokens when they come the second time. Of the latter, the shapes used last are remembered.
     """

@@ -16,6 +16,7 @@ from lmkit.kernels.cuda import gemm_table
 from lmkit.kernels.cuda.gemm_pack import PackedWeight
 from lmkit.kernels.cuda.module import Kernel
 from lmkit.kernels.registry import Implementation
+from lmkit.kv_dtype import FLOAT32
 from lmkit.layers.batch import BatchInputs, KVLayer
 from lmkit.layers.moe import MoE
 from lmkit.log import get_logger
@@ -29,7 +30,7 @@ HALVES = torch.float16, torch.bfloat16
 Forward = Callable[[BatchInputs], Tensor]
 
 
-def graph_sizes(max_batch_size: int) -> list[int]:
+def captured_sizes(max_batch_size: int) -> list[int]:
     """Numbers of sequences, ascending: 1, 2, 4, then multiples of 8, above 256 of 64, and the largest batch."""
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, max_batch_size, 64)]
     return [size for size in sizes if size < max_batch_size] + [max_batch_size]
@@ -37,7 +38,7 @@ def graph_sizes(max_batch_size: int) -> list[int]:
 
 def obstacle(decoder: Decoder, kv: list[KVLayer]) -> str | None:
     """Why steps of this model cannot be captured, or None."""
-    if decoder.dtype not in HALVES or any(x.dtype == "float32" for layer in kv for x in (layer.k, layer.v)):
+    if decoder.dtype not in HALVES or any(x.dtype == FLOAT32 for layer in kv for x in (layer.k, layer.v)):
         return "float32 is computed through torch"
     if any(isinstance(layer.mlp, MoE) for layer in decoder.layers):
         return "which experts run depends on the data"
@@ -70,7 +71,7 @@ def linear_kernels(decoder: Decoder, max_tokens: int) -> Iterator[Kernel]:
                 yield from gemm_table.kernels(packed, decoder.dtype, max_tokens)
 
 
-class CudaGraphs:
+class CapturedSteps:
     """Decode steps of a few sizes. `forward`: a step's logits, launched on the stream."""
 
     def __init__(self, device: CudaDevice, forward: Forward, staged: StagedInputs, table_width: int) -> None:
