@@ -17,8 +17,8 @@ from lmkit.layers.batch import allocate_kv, whole_batch
 from lmkit.models.loader import load_model
 from lmkit.models.source import ModelSource
 from lmkit.quant.data.calibration import load_calibration
-from lmkit.quant.recipe import CalibrationRecipe
 from lmkit.quant.report.evaluate import EvalResult, encode_text, evaluate
+from lmkit.quant.sections import CalibrationRecipe
 from lmkit.text import Tokenizer
 
 TOLERANCE = 1e-4  # of a logit, between the model as it is and with outliers

@@ -54,10 +54,10 @@ class MergedLinear:
         if norm is not None:
             x = self._rms_norm(x, norm)
         if self.packed is None:
-            outputs = [self._plain(role, x) for role in self.roles]
+            merged = self._plain(x)
         else:
             outputs = [implementation(x, packed, bias, None) for implementation, packed, bias in self.packed]
-        merged = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+            merged = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
         return merged if self.activation is None else self._gated_activation(merged, self.activation)
 
     def add_to(self, stream: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -79,13 +79,16 @@ class MergedLinear:
                 return y
         return self(x, norm).float()
 
-    def _plain(self, role: str, x: Tensor) -> Tensor:
+    def _plain(self, x: Tensor) -> Tensor:
+        """One product with the weights as they are, side by side."""
         if self.observe is not None:
-            self.observe(role, x)
-        weight, bias = self.weights[role], self.weights.get(role + ".bias")
-        dense = dequantize(weight) if isinstance(weight, QTensor) else weight.float()
-        assert not isinstance(bias, QTensor)
-        return torch.nn.functional.linear(x, dense, None if bias is None else bias.float())
+            for role in self.roles:
+                self.observe(role, x)
+        weights = [self.weights[role] for role in self.roles]
+        biases = [self.weights.get(role + ".bias") for role in self.roles]
+        dense = [dequantize(weight) if isinstance(weight, QTensor) else weight.float() for weight in weights]
+        bias = _concat_bias(list(zip(weights, biases, strict=True)))
+        return torch.nn.functional.linear(x, dense[0] if len(dense) == 1 else torch.cat(dense), bias)
 
     def pack(self, activations: str) -> None:
         """Choose a kernel, pack, and drop the plain weights. Raises UnsupportedError if no kernel takes them."""

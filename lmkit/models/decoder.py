@@ -90,22 +90,30 @@ class DecoderLayer:
     ) -> tuple[Tensor, Tensor | None]:
         """(delta, residual) [T, hidden] -> the same of the next layer; residual None = the stream is delta alone."""
         stream = delta if residual is None else residual
-        q, k, v = self.queries_keys_values(delta, self._norm("norm.attn", residual))
+        q, k, v = self.queries_keys_values(delta, self.norm("norm.attn", residual))
         attended = self.attend(q, k, v, batch, rope, kv)
         if self.spec.post_norms:
-            delta = self._after("norm.attn_out", self.o(attended))
-            return self.feed_forward(delta, self._norm("norm.mlp", stream)), stream
+            delta = self.project(attended)
+            return self.feed_forward(delta, self.norm("norm.mlp", stream)), stream
         delta, rest = self.o.add_to(stream, attended)
-        return self.mlp.add_to(stream, delta, self._norm("norm.mlp", rest))
+        return self.mlp.add_to(stream, delta, self.norm("norm.mlp", rest))
 
     def attention(self, x: Tensor, batch: BatchInputs, rope: CosSin, kv: KVLayer, norm: Norm | None = None) -> Tensor:
         """x [T, hidden], normalized if `norm` is None -> the block's contribution [T, hidden]; appends to `kv`."""
-        y = self.o(self.attend(*self.queries_keys_values(x, norm), batch, rope, kv))
-        return self._after("norm.attn_out", y)
+        return self.project(self.attend(*self.queries_keys_values(x, norm), batch, rope, kv))
+
+    def project(self, attended: Tensor) -> Tensor:
+        """What `attend` gave -> the attention block's contribution [T, hidden]."""
+        return self._after("norm.attn_out", self.o(attended))
 
     def feed_forward(self, x: Tensor, norm: Norm | None = None) -> Tensor:
         """The same of the MLP or mixture of experts."""
         return self._after("norm.mlp_out", self.mlp(x, norm))
+
+    def reduce(self, inner: Tensor) -> Tensor:
+        """activation(gate) * up of a dense layer -> the MLP's contribution [T, hidden]."""
+        assert isinstance(self.mlp, GatedMLP)
+        return self._after("norm.mlp_out", self.mlp.down(inner))
 
     def queries_keys_values(self, x: Tensor, norm: Norm | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """[T, num_heads, head_dim] and twice [T, num_kv_heads, head_dim], as they are before RoPE."""
@@ -113,8 +121,8 @@ class DecoderLayer:
         parts = self.qkv(x, norm).split((spec.q_size, spec.kv_size, spec.kv_size), dim=-1)
         q, k, v = (part.view(num_tokens, -1, spec.head_dim) for part in parts)
         if spec.qk_norm:
-            q = self.rms_norm(q, self._norm("attn.q_norm"))
-            k = self.rms_norm(k, self._norm("attn.k_norm"))
+            q = self.rms_norm(q, self.norm("attn.q_norm"))
+            k = self.rms_norm(k, self.norm("attn.k_norm"))
         return q, k, v
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: BatchInputs, rope: CosSin, kv: KVLayer) -> Tensor:
@@ -127,10 +135,11 @@ class DecoderLayer:
         """A block's output behind its norm, if it has one."""
         if not self.spec.post_norms:
             return y
-        normed: Tensor = self.rms_norm(y, self._norm(role))
+        normed: Tensor = self.rms_norm(y, self.norm(role))
         return normed
 
-    def _norm(self, role: str, residual: Tensor | None = None) -> Norm:
+    def norm(self, role: str, residual: Tensor | None = None) -> Norm:
+        """The RMSNorm of a role, `norm.attn` for example."""
         weight = self.weights[role]
         assert isinstance(weight, Tensor)
         return Norm(weight, self.spec.norm_eps, residual, self.dtype)

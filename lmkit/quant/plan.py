@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import time
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from lmkit.models.spec import ModelSpec
 from lmkit.qtensor import QuantScheme
 from lmkit.quant.kv.config import check_layers
 from lmkit.quant.mixed_precision import MEASURED_LEN, MEASURED_ROWS, candidates, check_reachable
-from lmkit.quant.recipe import AwqClip, AwqScale, Gptq, Recipe, SignRound, SmoothQuant
+from lmkit.quant.recipe import Recipe
 
 log = get_logger(__name__)
 
@@ -48,8 +47,9 @@ def make_plan(source: ModelSource, recipe: Recipe) -> Plan:
         raise ConfigError(
             f"recipe: calibration.seq_len {recipe.calibration.seq_len} exceeds the model's context, {spec.max_position}"
         )
-    if recipe.step(SignRound) is not None and any(layer.is_sparse for layer in spec.kinds):
-        raise UnsupportedError(f"{path}: signround tunes dense layers only, and this model has others")
+    for step in recipe.steps:
+        if reason := step.refuses_model(spec):
+            raise UnsupportedError(f"{path}: {reason}")
     check_layers(recipe.kv, spec, recipe.format)
     dense = dense_modules(spec, recipe)
     modules = [spec.module_name(i, role) for i in range(spec.num_layers) for role in spec.layers[i].linears]
@@ -101,33 +101,13 @@ def _warn_split_groups(spec: ModelSpec, dense: dict[str, str]) -> None:
 
 def _operations(spec: ModelSpec, recipe: Recipe) -> float:
     """Floating-point operations of the whole run, evaluation aside."""
-    calibration = recipe.calibration
-    num_tokens = calibration.num_samples * calibration.seq_len
-    context = calibration.seq_len / 2  # that a token sees on average
     operations = 0.0
     for layer in spec.layers:
-        forward, all_linears = layer.flops(num_tokens, context), layer.num_weights
-        operations += 2 * forward
-        ends = [shape for role, shape in layer.linears.items() if role.endswith((".o", ".down"))]
-        blocks = all_linears + sum(math.prod(shape) for shape in ends)
-        # Rounding a weight once costs about as much as a few hundred multiplications with it.
-        if (scale := recipe.step(AwqScale)) is not None:
-            tried = 1 + scale.grid * (2 if scale.duo == "both" else 1)
-            operations += tried * blocks * (2.0 * min(scale.tokens, num_tokens) + 300)
-        if (smooth := recipe.step(SmoothQuant)) is not None:
-            operations += smooth.grid * blocks * (2.0 * min(AwqScale().tokens, num_tokens) + 300)
-        if (clip := recipe.step(AwqClip)) is not None:
-            operations += 4 * clip.grid * all_linears * (2.0 * recipe.scheme.scheme().group_size + 300)
+        cost = recipe.cost(layer)
+        operations += 2 * cost.forward + sum(step.flops(cost) for step in recipe.steps)
         if recipe.bits is not None:
             variants = 4 * len(candidates(recipe)) * spec.num_layers / 2  # that go through a layer
-            operations += 2.0 * variants * MEASURED_ROWS * MEASURED_LEN * all_linears
-        if (gptq := recipe.step(Gptq)) is not None:
-            inputs = sum(layer.linear_shape(role)[1] ** 2 for role in set(layer.input_of.values()))
-            passes = 2.5 if gptq.sequential else 1.0  # up to attn.o, mlp.gate and mlp.down, and once more at the end
-            streams = 2 if recipe.needs_exact else 1
-            operations += streams * (2.0 * num_tokens * inputs + passes * forward)
-        if (tuner := recipe.step(SignRound)) is not None:
-            operations += 4 * layer.flops(tuner.iters * tuner.batch * calibration.seq_len, context)
+            operations += 2.0 * variants * MEASURED_ROWS * MEASURED_LEN * layer.num_weights
     return operations
 
 

@@ -230,7 +230,7 @@ def test_a_whole_file_of_other_contents_is_made_anew(loaded: Loaded, tmp_path: P
     small = dense(tmp_path / "small", intermediate_size=48)
     data = loaded.file.read_bytes()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CheckpointReader, "fingerprint", lambda self: "the same")
+        patch.setattr(CheckpointReader, "content_digest", lambda self: "the same")
         load_model(small, packed_cache=True)
         (forged,) = files(small)
         shutil.copy(forged, loaded.file.with_name(forged.name))

@@ -13,7 +13,7 @@ import pytest
 from lmkit.errors import ConfigError
 from lmkit.models.source import ModelSource
 from lmkit.quant import budget
-from lmkit.quant.budget import check_evaluation, fit, sample_tokens, size
+from lmkit.quant.budget import check_evaluation, fit, size
 from lmkit.quant.run import prepare
 from tests.quant.helpers import CLIP, SCALE, recipe, tiny_checkpoint
 
@@ -80,7 +80,7 @@ def choices(source: ModelSource, monkeypatch: pytest.MonkeyPatch) -> list[tuple[
         except ConfigError:
             return found
         assert chosen.memory_bytes <= allowed
-        found.append((chosen.batch_tokens, sample_tokens(chosen.recipe)))
+        found.append((chosen.batch_tokens, chosen.recipe.sample_tokens))
         allowed = chosen.memory_bytes - 1
 
 

@@ -113,12 +113,8 @@ def _norm_rows(x: Tensor, norm: Norm | None, out: Tensor, dtype: torch.dtype, co
 def embedding(table: Tensor, rows: Tensor, scale: float = 1.0) -> Tensor:
     half = half_of(table)
     if half is None or table.stride(1) != 1:
-<<<<<<< HEAD
-        y: Tensor = reference.embedding(table, rows, scale)
-=======
         reason = dtypes_of(table) if half is None else "a table whose rows are not contiguous"
-        y: Tensor = ops.embedding.fall_back("reference", reason)(table, rows)
->>>>>>> cuda
+        y: Tensor = ops.embedding.fall_back("reference", reason)(table, rows, scale)
         return y
     columns = table.shape[1]
     out = torch.empty(len(rows), columns, dtype=torch.float32, device=table.device)

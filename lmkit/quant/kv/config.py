@@ -15,7 +15,7 @@ from lmkit.formats.kv_scheme import KVScheme
 from lmkit.log import get_logger
 from lmkit.models.kv_storage import LARGEST_SCALE, SMALLEST_SCALE, scale_name
 from lmkit.models.spec import ModelSpec
-from lmkit.quant.recipe import KVLayerRecipe, KVRecipe
+from lmkit.quant.sections import KVLayerRecipe, KVRecipe
 
 log = get_logger(__name__)
 

@@ -24,7 +24,7 @@ from lmkit.models.kv_storage import KVStorage, allocate
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.quant.kv.config import RISKY_RATIO, KVFit, KVStats
 from lmkit.quant.layer.layer import BLOCK_SIZE, CalibratedLayer, Geometry
-from lmkit.quant.recipe import KVLayerRecipe, KVRecipe
+from lmkit.quant.sections import KVLayerRecipe, KVRecipe
 
 ALPHAS = (0.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 LARGE_MEAN = 4.0  # times the typical std of a channel: what is smaller may stay

@@ -11,7 +11,7 @@ from lmkit.qtensor import QuantScheme
 from lmkit.quant.layer.layer import CalibratedLayer
 from lmkit.quant.layer.observe import InputStats
 from lmkit.quant.layer.routed import MIN_TOKENS, RoutedStats
-from lmkit.quant.report.report import ExpertsReport
+from lmkit.quant.report.layer_report import ExpertsReport
 
 log = get_logger(__name__)
 

@@ -16,9 +16,9 @@ from lmkit.models import roles
 from lmkit.models.decoder import CosSin, DecoderLayer
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.qtensor import QTensor, QuantScheme, dequantize
+from lmkit.quant.layer.grid import Shrink, round_to_nearest
 from lmkit.quant.layer.observe import InputStats
 from lmkit.quant.layer.routed import MIN_TOKENS
-from lmkit.quant.steps.rtn import Shrink, round_to_nearest
 
 BLOCK_SIZE = 32
 

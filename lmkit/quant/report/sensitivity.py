@@ -20,13 +20,13 @@ from lmkit.models.decoder import Decoder, DecoderLayer, joined
 from lmkit.models.resolved import resolve_dtype
 from lmkit.models.source import ModelSource
 from lmkit.qtensor import QuantScheme
+from lmkit.quant.layer.grid import round_to_nearest
 from lmkit.quant.layer.layer import Geometry
 from lmkit.quant.mixed_precision import MEASURED_LEN, MEASURED_ROWS, BitBudget, Group, choose, make_bit_budget, name_of
 from lmkit.quant.plan import Plan, dense_modules
 from lmkit.quant.recipe import Recipe
 from lmkit.quant.report.evaluate import LOGIT_BYTES, Progress
 from lmkit.quant.report.report import MixedPrecisionGroup, MixedPrecisionReport
-from lmkit.quant.steps.rtn import round_to_nearest
 
 VARIANT_BYTES = 1 << 30  # of hidden states at a time
 

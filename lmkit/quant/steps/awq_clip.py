@@ -8,18 +8,44 @@ turn, which never raises the error; no clipping is the starting point and wins t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated, ClassVar
 
 import torch
+from msgspec import Meta
 from torch import Tensor
 
+from lmkit.formats.parts import Activations
 from lmkit.models.roles import QKV
 from lmkit.qtensor import QuantScheme, dequantize
+from lmkit.quant.layer.grid import Shrink, round_to_nearest
 from lmkit.quant.layer.layer import CalibratedLayer
-from lmkit.quant.recipe import AwqClip
-from lmkit.quant.steps.rtn import Shrink, round_to_nearest
+from lmkit.quant.layer.work import LayerWork
+from lmkit.quant.report.layer_report import ClipReport
+from lmkit.quant.steps.base import ROUNDING, LayerCost, Stage, Step
 
 ROUNDS = 2  # of lower end, then upper end; a third changes next to nothing
 SCORES = ("attn.q", "attn.k")  # only products of their outputs count, which this error does not see
+
+
+class AwqClip(Step, frozen=True, tag="awq_clip"):
+    """Narrow the range of each group where that lowers the output error."""
+
+    stage: ClassVar = Stage.CLIP
+
+    grid: Annotated[int, Meta(ge=1, le=1000)] = 10  # steps from no clipping to `max_shrink`, at each end
+    max_shrink: Annotated[float, Meta(gt=0, lt=1)] = 0.5
+
+    def refuses(self, scheme: QuantScheme, activations: Activations) -> str | None:
+        return self.needs_groups(scheme)
+
+    def apply(self, work: LayerWork) -> None:
+        work.clips = {role: found.report() for role, found in clip_layer(work.calibrated, self).items()}
+
+    def flops(self, cost: LayerCost) -> float:
+        return 2 * ROUNDS * self.grid * cost.layer.num_weights * (2.0 * cost.group_size + ROUNDING)
+
+    def working_numbers(self, cost: LayerCost) -> int:
+        return cost.search_numbers + 2 * cost.largest
 
 
 @dataclass(frozen=True)
@@ -34,6 +60,11 @@ class ClipSearch:
     def clipped_share(self) -> float:
         """Of the groups, how many have a range narrower than their weights."""
         return float((self.loss < self.unclipped).float().mean())
+
+    def report(self) -> ClipReport:
+        return ClipReport(
+            loss=float(self.loss.sum()), unclipped_loss=float(self.unclipped.sum()), clipped_share=self.clipped_share
+        )
 
 
 def clip_layer(calibrated: CalibratedLayer, step: AwqClip) -> dict[str, ClipSearch]:

@@ -9,16 +9,153 @@ of one weight. Weights are float32, products of inputs float64 until they are fa
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
 
 import torch
+from msgspec import Meta
 from torch import Tensor
 
-from lmkit.qtensor import QTensor
+from lmkit.formats.parts import Activations
+from lmkit.qtensor import QTensor, QuantScheme, dequantize
+from lmkit.quant.layer.layer import CalibratedLayer
+from lmkit.quant.layer.moments import Moments, collect, squared
+from lmkit.quant.layer.routed import MIN_TOKENS
+from lmkit.quant.layer.work import LayerWork, Rounding
+from lmkit.quant.steps.base import LayerCost, Stage, Step
 
 BLOCK = 128  # columns whose errors are passed on to the later ones in one product
 MAX_DAMPING = 1.0
 
 _SMALLEST_SCALE = torch.finfo(torch.float16).smallest_normal
+
+
+class Gptq(Step, frozen=True, tag="gptq"):
+    """Round column by column, each error made good by the columns that follow."""
+
+    stage: ClassVar = Stage.ROUNDER
+    by_parts: ClassVar = True
+
+    order: Literal["activation", "gar", "natural"] = "activation"  # of the columns; groups stay as they are
+    damping: Annotated[float, Meta(gt=0, le=1)] = 0.01  # of the mean of the Hessian's diagonal, added to it
+    targets: Literal["exact", "same"] = "exact"  # what to reach: the original layer's outputs, or this layer's own
+    strength: Annotated[float, Meta(ge=0, le=1)] = 1.0  # of the way from this layer's own outputs to the exact ones
+    sequential: bool = True  # attn.o and mlp.down are rounded on what the rounded linears before them give
+    refine: Annotated[int, Meta(ge=0, le=100)] = 2  # rounds of coordinate descent over scales and codes afterwards
+
+    @property
+    def needs_exact(self) -> bool:
+        return self.targets == "exact" and self.strength > 0
+
+    def refuses(self, scheme: QuantScheme, activations: Activations) -> str | None:
+        return self.needs_integers(scheme)
+
+    def apply(self, work: LayerWork) -> None:
+        round_layer(work, self)
+
+    def flops(self, cost: LayerCost) -> float:
+        moments = sum(width**2 for width in cost.input_widths)
+        again = 0.0 if self.sequential else cost.num_streams * cost.forward  # up to mlp.down, then from the beginning
+        original = (cost.num_streams - 1) * cost.forward
+        return 2.0 * cost.num_tokens * cost.num_streams * moments + again + original
+
+    def working_numbers(self, cost: LayerCost) -> int:
+        # The largest input's moments, their factor while it is computed, and the columns on their way, all in pieces of
+        # four bytes; without `sequential` every input's moments at once.
+        moments = (max if self.sequential else sum)(4 * width**2 for width in cost.input_widths)
+        return cost.batch_tokens * cost.token_width + moments + 8 * max(cost.input_widths) ** 2 + 6 * cost.largest
+
+
+def round_layer(work: LayerWork, step: Gptq) -> None:
+    """Inputs in the order of the layer. The rounded weights stand in the layer, so that the linears behind are rounded
+    on what they give."""
+    calibrated = work.calibrated
+    stages = _stages(calibrated)
+    readers = [tuple(group[0] for group in stage) for stage in stages]
+    early: dict[str, Moments] = {}
+    if not step.sequential:
+        for wanted in readers:
+            early |= collect(*work.passes, wanted)
+        work.start_passes()
+    for stage, wanted in zip(stages, readers, strict=True):
+        moments = early or collect(*work.passes, wanted)
+        found: dict[str, Rounding] = {}
+        for group in stage:
+            inputs = moments[group[0]]
+            if group[0] in work.columns:
+                inputs.divide_exact(work.columns[group[0]])
+            found |= _round_group(calibrated, step, group, inputs)
+        work.store(found)
+
+
+def _stages(calibrated: CalibratedLayer) -> list[list[tuple[str, ...]]]:
+    """Roles that read one input with one grid, and of these groups those that stand side by side in the layer: q k v,
+    o, all gates and ups, all downs."""
+    layer = calibrated.layer
+    input_of = layer.spec.input_of
+    groups: dict[tuple[str, QuantScheme], list[str]] = {}
+    for role, scheme in calibrated.schemes.items():
+        groups.setdefault((input_of[role], scheme), []).append(role)
+    stages: dict[str, list[tuple[str, ...]]] = {}
+    for group in groups.values():
+        depth = {"q": "q", "k": "q", "v": "q", "up": "gate"}
+        last = group[0].split(".")[-1]
+        stages.setdefault(depth.get(last, last), []).append(tuple(group))
+    return list(stages.values())
+
+
+def _round_group(
+    calibrated: CalibratedLayer, step: Gptq, group: tuple[str, ...], moments: Moments
+) -> dict[str, Rounding]:
+    """Linears that read one input, as rows of one weight."""
+    weights, size = [calibrated.weight(role) for role in group], calibrated.schemes[group[0]].group_size
+    plain = [calibrated.rounded(role, weight) for role, weight in zip(group, weights, strict=True)]
+    factor = None
+    if moments.num_tokens < MIN_TOKENS:
+        reason = f"its input saw {moments.num_tokens} calibration tokens, fewer than {MIN_TOKENS}"
+    else:
+        reason = "the Hessian of its input has no Cholesky factor, even damped"
+        factor = factorize(moments.hessian, column_order(moments.hessian, step.order, size), step.damping)
+    if factor is None:
+        return {role: Rounding(q, "rtn", reason) for role, q in zip(group, plain, strict=True)}
+    weight = torch.cat(weights)
+    if moments.cross is not None and step.targets == "exact":
+        weight = regress(weight, moments.cross, moments.hessian, factor.damping, step.strength)
+    rounded = round_columns(weight, _stack(plain), factor)
+    rounded = refine(weight, rounded, moments.hessian, step.refine)
+    parts = _split(rounded, [len(w) for w in weights])
+    return {
+        role: _judge(w, q, p, moments, factor.damping)
+        for role, w, q, p in zip(group, weights, parts, plain, strict=True)
+    }
+
+
+def _judge(weight: Tensor, rounded: QTensor, plain: QTensor, moments: Moments, damping: float) -> Rounding:
+    """`rounded`, or `plain` where it comes nearer to what the original linear gives for the held-out rows."""
+    target = moments.held_exact @ weight.T
+    signal = squared(target)
+    if signal <= 0:
+        return Rounding(rounded, "gptq", damping=damping)
+    error, plain_error = (squared(moments.held @ dequantize(q).T - target) / signal for q in (rounded, plain))
+    if error <= plain_error:
+        return Rounding(rounded, "gptq", None, damping, error, plain_error)
+    return Rounding(plain, "rtn", "plain rounding errs less on held-out rows", damping, error, plain_error)
+
+
+def _stack(parts: list[QTensor]) -> QTensor:
+    return QTensor(
+        torch.cat([q.codes for q in parts]),
+        torch.cat([q.scales for q in parts]),
+        torch.cat([q.zeros for q in parts]),
+        parts[0].scheme,
+    )
+
+
+def _split(q: QTensor, sizes: list[int]) -> list[QTensor]:
+    """The rows of `q` in pieces; the inverse of `_stack`."""
+    parts = zip(q.codes.split(sizes), q.scales.split(sizes), q.zeros.split(sizes), strict=True)
+    return [
+        QTensor(codes.contiguous(), scales.contiguous(), zeros.contiguous(), q.scheme) for codes, scales, zeros in parts
+    ]
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,23 @@ models.decoder.DecoderLayer on whole sequences.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar
 
 import torch
+from msgspec import Meta
 from torch import Tensor
 from torch.nn import functional
 
+from lmkit.config import PositiveInt
+from lmkit.formats.parts import Activations
 from lmkit.models.decoder import CosSin
 from lmkit.models.layer_spec import LayerSpec
-from lmkit.qtensor import QTensor, dequantize
+from lmkit.models.spec import ModelSpec
+from lmkit.qtensor import QTensor, QuantScheme, dequantize
+from lmkit.quant.layer.moments import batches, run
+from lmkit.quant.layer.work import LayerWork, Rounding
+from lmkit.quant.steps.base import LayerCost, Stage, Step
 
 CHECKS = 10  # times that the loss on the rows kept aside is looked at
 MARGIN = 0.49  # how far from its code a weight may start, in steps
@@ -27,6 +35,78 @@ RANGE = (0.5, 1.5)  # of the factors on the ends of a group's range
 _SMALLEST_SCALE = torch.finfo(torch.float16).smallest_normal
 
 Batch = tuple[Tensor, Tensor]  # (hidden states, targets) float32 [rows, seq_len, hidden]
+
+
+class SignRound(Step, frozen=True, tag="signround"):
+    """Tune the rounding and the ranges of a whole layer by gradient signs."""
+
+    stage: ClassVar = Stage.TUNER
+
+    iters: Annotated[int, Meta(ge=1)] = 200
+    batch: PositiveInt = 8  # rows of the calibration data in one iteration
+
+    @property
+    def needs_exact(self) -> bool:
+        return True
+
+    def refuses(self, scheme: QuantScheme, activations: Activations) -> str | None:
+        return self.needs_integers(scheme)
+
+    def refuses_model(self, spec: ModelSpec) -> str | None:
+        if any(layer.is_sparse for layer in spec.kinds):
+            return "signround tunes dense layers only, and this model has others"
+        return None
+
+    def apply(self, work: LayerWork) -> None:
+        with torch.inference_mode(False):
+            weights = {role: weight.clone() for role, weight in work.unrounded.items()}
+            work.store(tune_layer(work, weights, self))
+        work.start_passes()
+
+    def flops(self, cost: LayerCost) -> float:
+        return 4 * cost.layer.flops(self.iters * self.batch * cost.seq_len, cost.seq_len / 2)
+
+    def working_numbers(self, cost: LayerCost) -> int:
+        layers = cost.layer.num_weights * cost.num_streams
+        return 8 * layers + cost.seq_len * (cost.layer.num_heads * cost.seq_len + 8 * cost.token_width)
+
+
+def tune_layer(work: LayerWork, weights: dict[str, Tensor], step: SignRound) -> dict[str, Rounding]:
+    """The linears of a dense layer tuned together from their roundings; `weights` are what these rounded.
+
+    Batches are rows that statistics saw, drawn anew each time; the best is chosen on the held-out rows.
+    """
+    layer, stream, original, roundings = work.calibrated.layer, work.stream, work.original, work.roundings
+    shape = (-1, stream.seq_len, layer.spec.hidden_size)
+    rows: list[tuple[Tensor, Tensor]] = []  # (hidden, original hidden) of each row
+    kept_aside: list[tuple[Tensor, Tensor]] = []
+    for hidden, exact, held in batches(stream):
+        pairs = zip(hidden.view(shape), (hidden if exact is None else exact).view(shape), strict=True)
+        (kept_aside if held else rows).extend(pairs)
+    rope = stream.geometry(1, stream.seq_len).rope
+    rope = rope[0].clone(), rope[1].clone()
+    rest = {role: w.clone() for role, w in layer.weights.items() if isinstance(w, Tensor) and role not in roundings}
+    generator = torch.Generator().manual_seed(work.seed)
+
+    def batch(pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        starts = torch.cat([exact for _, exact in pairs])
+        return torch.stack([hidden for hidden, _ in pairs]), run(original, stream, starts).view(shape)
+
+    def drawn(_: int) -> tuple[Tensor, Tensor]:
+        return batch([rows[i] for i in torch.randperm(len(rows), generator=generator)[: step.batch].tolist()])
+
+    tuned = tune(
+        lambda tensors, hidden: layer_output(layer.spec, {**rest, **tensors}, rope, hidden),
+        weights,
+        {role: rounding.weight for role, rounding in roundings.items()},
+        drawn,
+        batch(kept_aside or rows[: step.batch]),
+        step.iters,
+    )
+    if tuned.losses[1] >= tuned.losses[0]:
+        reason = "tuning found nothing better for the held-out rows"
+        return {role: replace(rounding, fallback=rounding.fallback or reason) for role, rounding in roundings.items()}
+    return {role: replace(roundings[role], weight=q, method="signround") for role, q in tuned.weights.items()}
 
 
 @dataclass

@@ -9,27 +9,45 @@ s = 1 on the output of the block, the linears' input and weights rounded as an e
 from __future__ import annotations
 
 import math
+from typing import Annotated, ClassVar, Literal
 
 import torch
+from msgspec import Meta
 from torch import Tensor
 
 from lmkit.formats.parts import Activations
 from lmkit.models.layer_spec import LayerSpec
-from lmkit.qtensor import dequantize
+from lmkit.qtensor import QuantScheme, dequantize
 from lmkit.quant.layer.layer import CalibratedLayer
-from lmkit.quant.recipe import SmoothQuant
-from lmkit.quant.steps.awq_scale import (
-    IDENTITY,
-    Candidate,
-    ScaleSearch,
-    expand,
-    fold,
-    normalized,
-    storable,
-)
+from lmkit.quant.layer.scaling import IDENTITY, Candidate, ScaleSearch, expand, fold, normalized, record, storable
+from lmkit.quant.layer.work import LayerWork
+from lmkit.quant.steps.base import LayerCost, Stage, Step
 
 INT8_MAX = 127
 FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
+
+
+class SmoothQuant(Step, frozen=True, tag="smooth_quant"):
+    """Move difficulty from activations that are rounded to the weights behind them."""
+
+    stage: ClassVar = Stage.TRANSFORM
+
+    alpha: Annotated[float, Meta(ge=0, le=1)] | Literal["search"] = "search"  # how much of it
+    grid: Annotated[int, Meta(ge=1, le=1000)] = 20  # values of alpha from 0 to 1 that a search compares
+
+    def refuses(self, scheme: QuantScheme, activations: Activations) -> str | None:
+        if activations == "none":
+            return "smooth_quant is for rounded activations: `activations: int8` or float8"
+        return None
+
+    def apply(self, work: LayerWork) -> None:
+        record(work, smooth_layer(work.calibrated, self, work.activations))
+
+    def flops(self, cost: LayerCost) -> float:
+        return self.grid * cost.block_pass
+
+    def working_numbers(self, cost: LayerCost) -> int:
+        return cost.search_numbers
 
 
 def smooth_layer(calibrated: CalibratedLayer, step: SmoothQuant, activations: Activations) -> list[ScaleSearch]:

@@ -110,7 +110,7 @@ class Engine:
             parts = RunnerParts(config, model.decoder, kv, blocks, self._tiers, memory.max_model_len, memory.workspace)
             self.runner = make_runner(device, parts)
             self._warm_up(limits)
-        self.scheduler = Scheduler(limits, model.eos_token_ids, tiers=self._tiers, fingerprint=model.fingerprint)
+        self.scheduler = Scheduler(limits, model.eos_token_ids, tiers=self._tiers, kv_identity=model.kv_identity)
         self.info = _info(model.path, limits, [storage.dtypes for storage in model.storages], memory)
 
     def _warm_up(self, limits: SchedulerLimits) -> None:

@@ -20,7 +20,7 @@ from lmkit.models.loader import load as load_decoder
 from lmkit.models.resolved import resolved
 from lmkit.text import Tokenizer
 from lmkit.turbo.engine.memory import MemoryPlan, plan_memory
-from lmkit.turbo.kv.blocks import kv_fingerprint
+from lmkit.turbo.kv.blocks import kv_identity
 from lmkit.turbo.kv.tiers.disk import DiskTier
 from lmkit.turbo.runners.device import Device
 
@@ -37,7 +37,7 @@ class LoadedModel:
     memory: MemoryPlan
     eos_token_ids: tuple[int, ...]
     has_tiers: bool
-    fingerprint: bytes  # of KV, for the tiers
+    kv_identity: bytes  # of blocks in the tiers
     disk: DiskTier | None
 
 
@@ -49,8 +49,8 @@ def load(model_path: str, config: EngineConfig, device: Device) -> LoadedModel:
         dtypes = [storage.dtypes for storage in model.storages]
         memory = plan_memory(spec, config, dtypes, weight_bytes, device.free_memory())
         has_tiers = _has_tiers(config)
-        fingerprint = kv_fingerprint(model, config) if has_tiers else b""
-        disk = _open_disk(config, fingerprint, memory.block_bytes)
+        identity = kv_identity(model, config) if has_tiers else b""
+        disk = _open_disk(config, identity, memory.block_bytes)
         for line in memory.lines():
             log.info(line)
         start = time.perf_counter()
@@ -58,7 +58,7 @@ def load(model_path: str, config: EngineConfig, device: Device) -> LoadedModel:
             decoder = load_decoder(model, packed_cache=config.packed_cache)
         log.info("loaded %s in %.1f s", path, time.perf_counter() - start)
     eos = Tokenizer.from_pretrained(path).eos_token_ids
-    return LoadedModel(str(path), decoder, model.storages, memory, eos, has_tiers, fingerprint, disk)
+    return LoadedModel(str(path), decoder, model.storages, memory, eos, has_tiers, identity, disk)
 
 
 def load_options(config: EngineConfig) -> dict[str, Any]:
@@ -102,8 +102,8 @@ def _has_tiers(config: EngineConfig) -> bool:
     return has_tiers
 
 
-def _open_disk(config: EngineConfig, fingerprint: bytes, block_bytes: int) -> DiskTier | None:
+def _open_disk(config: EngineConfig, identity: bytes, block_bytes: int) -> DiskTier | None:
     """Raises ConfigError for a folder or a size that cannot be used."""
     if config.kv_disk_path is None:
         return None
-    return DiskTier(config.kv_disk_path, fingerprint, block_bytes=block_bytes, max_bytes=config.kv_disk_memory)
+    return DiskTier(config.kv_disk_path, identity, block_bytes=block_bytes, max_bytes=config.kv_disk_memory)

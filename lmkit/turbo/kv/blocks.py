@@ -103,9 +103,9 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8).view(tensor.shape[0], -1)
 
 
-def kv_fingerprint(model: ResolvedModel, config: EngineConfig) -> bytes:
+def kv_identity(model: ResolvedModel, config: EngineConfig) -> bytes:
     """sha256 of all that decides, besides the tokens, what is in a block: the checkpoint, how it is computed and by
-    what, how KV is stored. A block made under another fingerprint is never found.
+    what, how KV is stored. A block made under another identity is never found.
     """
     storage = [asdict(storage) for storage in model.storages]
     versions = __version__, torch.__version__, numba.__version__, sources_digest(SOURCES)

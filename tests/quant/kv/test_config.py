@@ -15,9 +15,9 @@ from lmkit.kv_dtype import BFLOAT16, FP8, INT4, INT8
 from lmkit.models import load_spec
 from lmkit.models.spec import ModelSpec
 from lmkit.quant.kv.config import KVFit, KVStats, check_layers, make_kv_config, turned_back, write_static
-from lmkit.quant.recipe import KVLayerRecipe, KVRecipe
 from lmkit.quant.report.evaluate import encode_text, evaluate
 from lmkit.quant.run import prepare
+from lmkit.quant.sections import KVLayerRecipe, KVRecipe
 from tests.quant.helpers import recipe, tiny_checkpoint
 
 UNTURNED = (torch.ones(50, 8), torch.zeros(50, 8))  # cosines and sines of no rotation

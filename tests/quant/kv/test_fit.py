@@ -21,7 +21,7 @@ from lmkit.models.source import ModelSource
 from lmkit.quant.kv.config import KVStats
 from lmkit.quant.kv.fit import Probe, divided, fit_cache, fold, key_mean, smoothing_scale
 from lmkit.quant.layer.layer import CalibratedLayer, Geometry
-from lmkit.quant.recipe import KVRecipe
+from lmkit.quant.sections import KVRecipe
 from tests.quant import helpers
 
 ROWS, LENGTH = 4, 48

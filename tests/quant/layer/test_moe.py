@@ -19,10 +19,11 @@ from lmkit.models.decoder import Decoder
 from lmkit.models.loader import load_model
 from lmkit.models.source import ModelSource
 from lmkit.quant.layer.routed import MIN_TOKENS, RoutedStats
-from lmkit.quant.recipe import CalibrationRecipe, load_recipe, parse_recipe
+from lmkit.quant.layer.scaling import apply
+from lmkit.quant.recipe import load_recipe, parse_recipe
 from lmkit.quant.report.report import QuantReport
 from lmkit.quant.run import prepare
-from lmkit.quant.steps.awq_scale import apply
+from lmkit.quant.sections import CalibrationRecipe
 from tests.quant.helpers import CLIP, recipe, tiny_checkpoint
 
 EXPERTS: dict[str, dict[str, Any]] = {

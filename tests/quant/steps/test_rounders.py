@@ -11,10 +11,9 @@ from torch import Tensor
 
 from lmkit.models.source import ModelSource
 from lmkit.qtensor import QuantScheme, dequantize, quantize
-from lmkit.quant.recipe import AwqClip
+from lmkit.quant.layer.grid import round_to_nearest
 from lmkit.quant.steps import awq_clip
-from lmkit.quant.steps.awq_clip import clip_layer, search_shrink
-from lmkit.quant.steps.rtn import round_to_nearest
+from lmkit.quant.steps.awq_clip import AwqClip, clip_layer, search_shrink
 from tests.quant.helpers import calibrate, tiny_checkpoint
 
 SCHEMES = [QuantScheme(4, 32), QuantScheme(4, 32, symmetric=True)]

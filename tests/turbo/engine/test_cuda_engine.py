@@ -28,7 +28,7 @@ from lmkit.turbo.runners import cuda as cuda_runner
 from lmkit.turbo.runners.cuda import CudaRunner
 from lmkit.turbo.runners.cuda_captured import captured_sizes
 from lmkit.turbo.runners.device import resolve_device
-from lmkit.turbo.transport.worker import EngineLoop
+from lmkit.turbo.transport.engine_process import EngineLoop
 from tests import emulator
 from tests.emulator.device import EmulatedDevice
 from tests.models import tiny
