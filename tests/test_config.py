@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import logging
+import sys
 
 import pytest
 
 from lmkit import log
 from lmkit.config import EngineConfig, environment, parse, parse_bytes
 from lmkit.errors import HTTP_STATUS, ConfigError, RequestError
-from lmkit.turbo.request import GenerationConfig
+from lmkit.turbo.request import SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -54,7 +56,7 @@ NAN, INF = float("nan"), float("inf")
     "change",
     [
         {"temperature": NAN}, {"temperature": INF}, {"temperature": -0.1}, {"top_p": 0}, {"top_p": 1.1}, {"top_k": -1},
-        {"min_p": 2}, {"repetition_penalty": 0}, {"max_new_tokens": -1}, {"max_new_tokens": 5, "min_new_tokens": 6},
+        {"min_p": 2}, {"repetition_penalty": 0}, {"max_tokens": -1}, {"max_tokens": 5, "min_tokens": 6},
         {"seed": -1}, {"seed": 1 << 64}, {"stop": ("",)}, {"stop": ("a",) * 17}, {"stop_token_ids": (100,)},
         {"logit_bias": {100: 1.0}}, {"logit_bias": {-1: 1.0}}, {"logit_bias": {1: NAN}}, {"logprobs": 21},
         {"logit_bias": dict.fromkeys(range(1025), 0.0)}, {"presence_penalty": -INF}, {"frequency_penalty": 1e9},
@@ -62,13 +64,13 @@ NAN, INF = float("nan"), float("inf")
 )  # fmt: skip
 def test_generation_config_refuses(change: dict[str, object]) -> None:
     with pytest.raises(RequestError) as caught:
-        GenerationConfig(**change).validate(100)  # type: ignore[arg-type]
+        SamplingParams(**change).validate(100)  # type: ignore[arg-type]
     assert caught.value.status == 400
     assert caught.value.param in change
 
 
 def test_defaults_are_valid() -> None:
-    GenerationConfig().validate(100)
+    SamplingParams().validate(100)
 
 
 def test_every_error_code_has_a_status() -> None:
@@ -81,3 +83,15 @@ def test_log_lines_cannot_be_forged(capsys: pytest.CaptureFixture[str]) -> None:
     log.setup("INFO")
     logging.getLogger("lmkit.test").info("user %s", "eve\n2026 I lmkit: fake\x1b[31m")
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_log_lines_go_to_the_stderr_of_the_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream that stood in for stderr at set-up is closed later, as pytest's is: no line is lost or written there."""
+    first, second = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(sys, "stderr", first)
+    log.setup("INFO")
+    first.close()
+    monkeypatch.setattr(sys, "stderr", second)
+    logging.getLogger("lmkit.test").info("hello")
+    assert "hello" in second.getvalue()
+    assert "Logging error" not in second.getvalue()

@@ -24,10 +24,11 @@ from lmkit.layers.batch import allocate_kv, whole_batch
 from lmkit.models.loader import load_model
 from lmkit.text import Tokenizer
 from lmkit.turbo.engine.engine import Engine
-from lmkit.turbo.request import GenerationConfig, Request
+from lmkit.turbo.request import Request, SamplingParams
 from tests import emulator
 from tests.emulator.device import EmulatedDevice
 
+pytestmark = pytest.mark.slow
 KL = 1e-4  # nats per token, at most
 NUM_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 12, 40, 24
 BLOCK = 64
@@ -71,10 +72,8 @@ def logits(path: Path, rows: list[list[int]], device: str, dtype: str, tensors: 
     decoder = load_model(path, device=device, dtype=dtype, activations="exact")
     spec = decoder.spec
     batch, blocks = whole_batch(rows, BLOCK, tensors)
-    kv = [
-        allocate_kv(blocks, spec.num_kv_heads, BLOCK, spec.head_dim, (kv_dtype(dtype), kv_dtype(dtype)), tensors)
-        for _ in range(spec.num_layers)
-    ]
+    kinds = (kv_dtype(dtype), kv_dtype(dtype))
+    kv = [allocate_kv(blocks, layer.num_kv_heads, BLOCK, layer.head_dim, kinds, tensors) for layer in spec.layers]
     return decoder(batch, kv).float().cpu().clone()
 
 
@@ -125,7 +124,7 @@ def test_greedy_tokens_are_the_cpus(
 def tokens(engine: Engine, count: int, new_tokens: int) -> dict[str, list[int]]:
     """What an engine answers to `count` prompts at once, greedily."""
     found: dict[str, list[int]] = {}
-    params = GenerationConfig(max_new_tokens=new_tokens, ignore_eos=True)
+    params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
     for index, prompt in enumerate(prompts()[:count]):
         engine.add(Request(request_id=str(index), prompt_ids=prompt, params=params))
         found[str(index)] = []

@@ -18,7 +18,7 @@ from benchmarks.gpu.models import CONFIGS, Storage, random_decoder
 from benchmarks.gpu.roofline import W4_G128, Decode, prefill_flops
 from lmkit.config import EngineConfig
 from lmkit.turbo.engine.engine import Engine
-from lmkit.turbo.request import GenerationConfig, Request
+from lmkit.turbo.request import Request, SamplingParams
 from lmkit.turbo.runners.device import CudaDevice
 
 SECONDS = 1.5  # of decoding that is timed, at most
@@ -108,7 +108,7 @@ def _requests(engine: Engine, count: int, length: int, new_tokens: int) -> Itera
     vocab = engine.runner.decoder.spec.vocab_size
     for index in range(count):
         prompt = torch.randint(0, vocab, (length,), generator=generator).tolist()
-        params = GenerationConfig(max_new_tokens=new_tokens, ignore_eos=True)
+        params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
         yield Request(request_id=str(index), prompt_ids=prompt, params=params)
 
 

@@ -53,9 +53,9 @@ class KVManager:
     """The only writer of `Sequence.block_table`: block i of a table holds tokens i * block_size and on."""
 
     def __init__(
-        self, limits: KVLimits, decision_stats: DecisionStats, tiers: TierStore | None = None, fingerprint: bytes = b""
+        self, limits: KVLimits, decision_stats: DecisionStats, tiers: TierStore | None = None, kv_identity: bytes = b""
     ) -> None:
-        """`fingerprint`: of all that decides what is in a block, beside tokens, tenant and salt."""
+        """`kv_identity`: of all that decides what is in a block, beside tokens, tenant and salt."""
         self.limits = limits
         self.decision_stats = decision_stats
         self.pool = BlockPool(limits.num_blocks)
@@ -69,7 +69,7 @@ class KVManager:
             quota = max(1, int(limits.cache_quota * limits.num_blocks)) if limits.cache_quota < 1 else None
             self.cache = RadixCache(self.pool, self.block_size, window=limits.window, sinks=limits.sinks, quota=quota)
         self._tiers = tiers if limits.prefix_cache else None
-        self._fingerprint = fingerprint
+        self._kv_identity = kv_identity
         self._num_loads = 0
 
     @property
@@ -271,7 +271,7 @@ class KVManager:
     def _keys(self, seq: Sequence, count: int) -> list[bytes]:
         assert self._tiers is not None
         if len(seq.keys) < count:
-            root = root_key(self._fingerprint, *self.namespace(seq))
+            root = root_key(self._kv_identity, *self.namespace(seq))
             block_keys(root, seq.tokens(count * self.block_size), self.block_size, seq.keys)
         return seq.keys[:count]
 

@@ -53,14 +53,22 @@ class Planner:
         for slot, chunk in step.chunks.items():
             seq = self.slots[slot]
             seq.in_flight += 1
-            seq.num_computed += chunk.num_tokens
-            seq.num_pending += chunk.sample
+            seq.num_computed += chunk.num_tokens - len(chunk.draft)
+            seq.num_pending += chunk.num_sampled > 0
+            seq.num_drafted += len(chunk.draft)
+            seq.draft = []
         return step
 
     def _add_decodes(self, step: Step) -> None:
-        for seq in sorted(self.slots.running.values(), key=policy.order):
-            if seq.num_uncomputed == 1 and self._is_computable(seq, step):
-                self._compute(seq, step, 1)
+        """One token of each. If all that run decode and nothing waits, drafts share the rest of the budget."""
+        running = sorted(self.slots.running.values(), key=policy.order)
+        decoding = [seq for seq in running if seq.num_uncomputed == 1]
+        spare = 0 if self.waiting or len(decoding) < len(running) else step.budget - len(running)
+        for seq in decoding:
+            if self._is_computable(seq, step):
+                draft = seq.draft[:spare]
+                spare -= len(draft)
+                self._compute(seq, step, 1, draft)
 
     def _add_prompts(self, step: Step) -> None:
         """Prompts under way, then the queue, within what those that decode can bear; who may_preempt a prompt under way
@@ -89,8 +97,8 @@ class Planner:
     def _is_computable(self, seq: Sequence, step: Step) -> bool:
         return seq.status is Status.RUNNING and seq.is_due and seq not in step.victims
 
-    def _compute(self, seq: Sequence, step: Step, budget: int) -> None:
-        """Add the sequence's chunk to the step, unless it must wait for a block."""
+    def _compute(self, seq: Sequence, step: Step, budget: int, draft: list[int] | None = None) -> None:
+        """Add the sequence's chunk to the step, unless it must wait for a block; the draft, if there are blocks."""
         count = min(seq.num_uncomputed, budget)
         # A whole prompt at once, so that it is not begun in vain; a window needs only what the chunk fills.
         num_tokens = seq.num_computed + (count if self.limits.kv.window else seq.num_uncomputed)
@@ -100,11 +108,15 @@ class Planner:
             if victim is None or victim is seq:
                 return
             self._preempt(victim, step, "preempted: no block for one before it")
+        if draft and (more := self.kv.reserve(seq, num_tokens + len(draft))) is not None:
+            blocks, count, num_sampled = blocks + more, count + len(draft), 1 + len(draft)
+        else:
+            draft, num_sampled = [], int(count == seq.num_uncomputed)
         if entry is not None:
             step.new[seq.slot] = entry
             seq.has_entered = True
         step.budget -= count
-        step.chunks[seq.slot] = Chunk(seq.slot, seq.num_computed, count, blocks, count == seq.num_uncomputed)
+        step.chunks[seq.slot] = Chunk(seq.slot, seq.num_computed, count, blocks, num_sampled, draft)
 
     def _last_running(self) -> Sequence | None:
         return policy.victim(seq for seq in self.slots.running.values() if seq.status is Status.RUNNING)

@@ -43,8 +43,8 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     error_code: str = "engine_error"  # of error
 
 
-class AnswerTokens:
-    """Collects the tokens of a conversation's answer, for its next turn."""
+class AssistantTurn:
+    """Collects the tokens of an assistant's turn, for the conversation's next one."""
 
     def __init__(self, turn: EncodedTurn) -> None:
         self._turn = turn
@@ -122,7 +122,7 @@ class OutputProcessor:
 
     @property
     def _armed(self) -> bool:
-        return self._num_tokens >= self._request.params.min_new_tokens
+        return self._num_tokens >= self._request.params.min_tokens
 
     def _stop_id(self, step: StepOutput) -> int | None:
         last = step.token_ids[-1] if step.stop_token is not None else None
