@@ -12,9 +12,10 @@ from lmkit.cli.eval import ProgressBar, print_result
 from lmkit.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from lmkit.quant.recipe import CalibrationRecipe, Recipe
+    from lmkit.quant.recipe import Recipe
     from lmkit.quant.report.report import MixedPrecisionReport, QuantReport
     from lmkit.quant.run import Quantizer
+    from lmkit.quant.sections import CalibrationRecipe
 
 
 def quantize(
@@ -100,7 +101,7 @@ def quantize(
 def _print_plan(model: str, quantizer: Quantizer) -> None:
     recipe, plan, budget = quantizer.recipe, quantizer.plan, quantizer.budget
     calibration = recipe.calibration
-    steps = ", ".join(type(step).__struct_config__.tag for step in recipe.steps)  # type: ignore[misc]
+    steps = ", ".join(step.name() for step in recipe.steps)
     print(f"{model}: {steps}; {_scheme(recipe)}; KV {recipe.kv.bits} bits")
     print(f"calibration: {calibration.num_samples} rows of {calibration.seq_len} tokens from {_sources(calibration)}")
     print(
@@ -113,7 +114,7 @@ def _print_plan(model: str, quantizer: Quantizer) -> None:
 
 def _scheme(recipe: Recipe) -> str:
     """`4 bits, groups of 128`, `8 bits, float, per block, activations float8`."""
-    from lmkit.quant.recipe import WIDE_GROUPS
+    from lmkit.quant.sections import WIDE_GROUPS
 
     scheme, grouped = recipe.scheme, recipe.scheme.group_size not in WIDE_GROUPS
     parts = [f"{scheme.bits} bits"]

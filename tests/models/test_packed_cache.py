@@ -63,9 +63,7 @@ def records() -> Iterator[list[str]]:
 def logits(decoder: Decoder) -> torch.Tensor:
     spec = decoder.spec
     batch, num_blocks = whole_batch(PROMPTS, 8)
-    kv = [
-        allocate_kv(num_blocks, spec.num_kv_heads, 8, spec.head_dim, (FLOAT32, FLOAT32)) for _ in range(spec.num_layers)
-    ]
+    kv = [allocate_kv(num_blocks, layer.num_kv_heads, 8, layer.head_dim, (FLOAT32, FLOAT32)) for layer in spec.layers]
     return decoder(batch, kv)
 
 

@@ -110,18 +110,26 @@ def _norm_rows(x: Tensor, norm: Norm | None, out: Tensor, dtype: torch.dtype, co
 
 
 @implements(ops.embedding, "cuda", device="cuda", accepts=accepts, priority=20)
-def embedding(table: Tensor, rows: Tensor) -> Tensor:
+def embedding(table: Tensor, rows: Tensor, scale: float = 1.0) -> Tensor:
     half = half_of(table)
     if half is None or table.stride(1) != 1:
         reason = dtypes_of(table) if half is None else "a table whose rows are not contiguous"
-        y: Tensor = ops.embedding.fall_back("reference", reason)(table, rows)
+        y: Tensor = ops.embedding.fall_back("reference", reason)(table, rows, scale)
         return y
     columns = table.shape[1]
     out = torch.empty(len(rows), columns, dtype=torch.float32, device=table.device)
     aligned = columns % WIDTH == 0 and table.stride(0) % WIDTH == 0 and is_aligned(table, out)
-    args = [table, np.int64(table.stride(0)), rows.contiguous(), out, columns, table.dtype in HALVES, aligned]
+    args = [table, np.int64(table.stride(0)), rows.contiguous(), out, columns, scale, table.dtype in HALVES, aligned]
     kernel_for("elementwise.cu", "embedding", half)(grid(len(rows), columns), BLOCK, args)
     return out
+
+
+@implements(ops.softcap, "cuda", device="cuda", accepts=accepts, priority=20)
+def softcap(x: Tensor, cap: float) -> Tensor:
+    assert (x.dtype, x.is_contiguous()) == (torch.float32, True)
+    kernel = kernel_for("elementwise.cu", "softcap", torch.float16)
+    kernel(-(-x.numel() // BLOCK), BLOCK, [x, cap, np.int64(x.numel())])
+    return x
 
 
 @implements(ops.gated_activation, "cuda", device="cuda", accepts=accepts, priority=20)

@@ -102,9 +102,8 @@ class Engine:
         self._failed_steps = 0
         limits = _limits(config, memory, spec)
         with loading.fits_the_gpu("the KV cache or the first steps"):
-            kv = kv_storage.allocate(
-                spec, model.storages, memory.num_blocks, config.tokens_per_block, memory.max_model_len, device.name
-            )
+            sizes = memory.num_blocks, config.tokens_per_block, memory.max_model_len
+            kv = kv_storage.allocate(spec.layers, model.storages, *sizes, device.name)
             blocks = KVBlocks(kv)
             host_bytes = config.kv_host_memory or 0
             self._tiers = TierStore(blocks, host_bytes=host_bytes, disk=model.disk) if model.has_tiers else None

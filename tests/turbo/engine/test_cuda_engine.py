@@ -34,6 +34,7 @@ from tests.emulator.device import EmulatedDevice
 from tests.models import tiny
 from tests.turbo.engine.test_engine import propose_drafts, run
 
+pytestmark = pytest.mark.slow
 SMALL: dict[str, Any] = {"block_size": 16, "max_batch_size": 4, "max_step_tokens": 24, "max_model_len": 128}
 SIZES: dict[str, Any] = {
     "vocab_size": 211, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "head_dim": 64,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,9 @@ from lmkit.config import EngineConfig
 from lmkit.formats.checkpoint import CheckpointReader, CheckpointWriter
 from lmkit.kv_dtype import BFLOAT16, FLOAT16, FLOAT32, FP8, INT4, INT8, KV_DTYPES, KVDtype
 from lmkit.layers.batch import KVLayer, allocate_kv
+from lmkit.models.identity import Packing, resolve_activations
 from lmkit.models.kv_storage import KVStorage
+from lmkit.models.resolved import ResolvedModel
 from lmkit.turbo.kv import blocks as kv_blocks
 from lmkit.turbo.kv.blocks import KVBlocks, kv_identity
 from lmkit.turbo.kv.tiers.disk import DiskTier
@@ -121,6 +124,14 @@ def checkpoint(folder: Path, value: float = 1.0, **config: Any) -> CheckpointRea
     return CheckpointReader(folder / "model")
 
 
+def identity_of(
+    reader: CheckpointReader, storages: list[KVStorage], config: EngineConfig, device: str, dtype: str
+) -> bytes:
+    packing = Packing(device, dtype, resolve_activations(config.activations, device), config.lm_head)
+    model = ResolvedModel(SimpleNamespace(reader=reader), packing, storages)  # type: ignore[arg-type]
+    return kv_identity(model, config)
+
+
 def test_whatever_decides_a_blocks_content_changes_the_identity(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,7 +139,7 @@ def test_whatever_decides_a_blocks_content_changes_the_identity(
     plain, config = [KVStorage(INT8, INT8)] * 2, EngineConfig()
 
     def of(storages: list[KVStorage] = plain, dtype: str = "float32", **changes: Any) -> bytes:
-        return kv_identity(reader, storages, EngineConfig(**changes), "cpu", dtype)
+        return identity_of(reader, storages, EngineConfig(**changes), "cpu", dtype)
 
     same = [
         of(), of(), of(activations="int8"),
@@ -149,9 +160,9 @@ def test_whatever_decides_a_blocks_content_changes_the_identity(
         of(attention_sinks=4),
         of(activations="exact"),
         of(lm_head="int8"),
-        kv_identity(reader, plain, config, "cuda", "float32"),
-        kv_identity(checkpoint(tmp_path / "b", value=2.0), plain, config, "cpu", "float32"),
-        kv_identity(checkpoint(tmp_path / "c", sliding_window=9), plain, config, "cpu", "float32"),
+        identity_of(reader, plain, config, "cuda", "float32"),
+        identity_of(checkpoint(tmp_path / "b", value=2.0), plain, config, "cpu", "float32"),
+        identity_of(checkpoint(tmp_path / "c", sliding_window=9), plain, config, "cpu", "float32"),
     ]
     monkeypatch.setattr(kv_blocks, "sources_digest", lambda patterns: "other sources")
     others.append(of())
