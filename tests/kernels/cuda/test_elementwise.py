@@ -158,6 +158,17 @@ def test_embedding(device: str, columns: int, dtype: torch.dtype) -> None:
     got = elementwise.embedding(table.to(device), rows.to(device))
     assert got.dtype == F32
     assert torch.equal(got.cpu(), table[rows].float())
+    scaled = elementwise.embedding(table.to(device), rows.to(device), 55.5)
+    assert torch.equal(scaled.cpu(), table[rows].float() * 55.5)
+
+
+@pytest.mark.parametrize("shape", [(1, 5), (3, 2056)])
+def test_softcap(device: str, shape: tuple[int, int]) -> None:
+    x = torch.randn(shape) * 40
+    x[0, :4] = torch.tensor([0.0, 1e-6, -1e30, 1e30])
+    got = elementwise.softcap(there := x.to(device, copy=True), 30.0)
+    assert got is there
+    torch.testing.assert_close(got.cpu(), reference.softcap(x, 30.0), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [F32, F16, BF16])
