@@ -25,11 +25,13 @@ from torch import Tensor
 import lmkit.kernels  # noqa: F401  (registers)
 from benchmarks.ceilings import Ceilings, Kind, measure_ceilings
 from benchmarks.report import interleaved, machine, save
+from lmkit.attention_spec import AttentionSpec
 from lmkit.config import default_num_threads
 from lmkit.kernels import ops
 from lmkit.kernels.cpu import isa, threads
-from lmkit.kernels.ops import KV_BITS
+from lmkit.kernels.ops import BatchGeometry
 from lmkit.kernels.registry import Op
+from lmkit.kv_dtype import FLOAT16, KV_DTYPES
 from lmkit.layers.batch import allocate_kv
 from lmkit.qtensor import QuantScheme, quantize
 
@@ -157,13 +159,17 @@ def bench_attention(peaks: Ceilings, *, quick: bool) -> list[dict[str, Any]]:
         blocks = -(-context // block)
         tables = torch.randperm(sequences * blocks).view(sequences, blocks).int()
         starts, lens = torch.arange(sequences + 1).int() * new, torch.full((sequences,), context).int()
-        q = torch.randn(sequences * new, heads * group, dim)
-        layers = {t: allocate_kv(sequences * blocks, heads, block, dim, (t, t)) for t in KV_BITS if t != "float16"}
+        q, nowhere = torch.randn(sequences * new, heads * group, dim), torch.full((sequences * new,), -1).int()
+        layers = {
+            name: allocate_kv(sequences * blocks, heads, block, dim, (t, t))
+            for name, t in KV_DTYPES.items()
+            if t != FLOAT16
+        }
 
         def call(
-            layer: Any, q: Tensor = q, tables: Tensor = tables, starts: Tensor = starts, lens: Tensor = lens
+            layer: Any, q: Tensor = q, geometry: BatchGeometry = BatchGeometry(starts, lens, tables, nowhere)
         ) -> Any:
-            return impl(q, layer.k, layer.v, tables, starts, lens, dim**-0.5, 0)
+            return impl(q, layer.k, layer.v, geometry, AttentionSpec(dim**-0.5))
 
         functions: dict[str, Callable[[], Any]] = {t: partial(call, layer) for t, layer in layers.items()}
         seconds = interleaved(functions, seconds=1 if quick else 4)

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.report import save
-from lmkit.config import KVDtype
+from lmkit.config import KVStorageName
 from lmkit.formats.checkpoint import CheckpointReader, CheckpointWriter
 from lmkit.formats.hub import DEMO_FOLDER
 from lmkit.formats.kv_config import load_kv_config
@@ -31,7 +31,7 @@ from lmkit.quant.run import prepare
 console = Console()
 BIASES = {31: 300.0, 30: 150.0, 27: 80.0, 12: 20.0}  # RoPE pair -> radius
 QUERY_GAIN = 0.1  # of queries at these pairs
-PLAIN: dict[str, KVDtype] = {"int4": "int4", "int8": "int8", "fp8": "fp8"}
+PLAIN: dict[str, KVStorageName] = {"int4": "int4", "int8": "int8", "fp8": "fp8"}
 OURS: dict[str, dict[str, Any]] = {
     "int4, fitted": {"bits": 4, "hadamard": False},
     "int4, fitted, Hadamard": {"bits": 4, "hadamard": True},
@@ -75,7 +75,7 @@ def quantize(model: Path, kv: dict[str, Any], output: Path) -> None:
     prepare(model, parse_recipe(recipe, "benchmarks.key_bias")).run(output)
 
 
-def measure(model: Path, kv_dtype: KVDtype, tokens: int) -> EvalResult:
+def measure(model: Path, kv_dtype: KVStorageName, tokens: int) -> EvalResult:
     """Against the same weights with float32 KV."""
     return evaluate(
         model, encode_text(model), against=model, kv_dtype=kv_dtype, activations="exact", seq_len=512, limit=tokens

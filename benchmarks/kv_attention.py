@@ -18,9 +18,12 @@ import torch
 import lmkit.kernels  # noqa: F401  (registers)
 from benchmarks.ceilings import measure_ceilings
 from benchmarks.report import interleaved, machine, save
+from lmkit.attention_spec import AttentionSpec
 from lmkit.config import default_num_threads
 from lmkit.kernels import ops
 from lmkit.kernels.cpu import isa, threads
+from lmkit.kernels.ops import BatchGeometry
+from lmkit.kv_dtype import kv_dtype
 from lmkit.layers.batch import KVLayer, allocate_kv
 
 HEADS, GROUP, DIM, BLOCK_SIZE = 8, 4, 128, 32
@@ -30,7 +33,7 @@ GOALS = {"int8": 1.7, "int4": 2.5}  # times the speed of bfloat16
 
 def _filled(dtype: str, num_blocks: int) -> KVLayer:
     """KV of normal vectors."""
-    kv = allocate_kv(num_blocks, HEADS, BLOCK_SIZE, DIM, (dtype, dtype))
+    kv = allocate_kv(num_blocks, HEADS, BLOCK_SIZE, DIM, (kv_dtype(dtype), kv_dtype(dtype)))
     k, v = torch.randn(2, 64 * BLOCK_SIZE, HEADS, DIM)
     for first in range(0, num_blocks, 64):
         slots = torch.arange(min(64, num_blocks - first) * BLOCK_SIZE, dtype=torch.int32)
@@ -44,10 +47,12 @@ def _decode(kv: KVLayer, tables: torch.Tensor, together: int) -> Callable[[], No
     impl = ops.paged_attention.select("cpu", num_heads=HEADS * GROUP, num_kv_heads=HEADS, head_dim=DIM)
     q = torch.randn(together, HEADS * GROUP, DIM)
     starts, lens = torch.arange(together + 1).int(), torch.full((together,), CONTEXT).int()
+    nowhere = torch.full((together,), -1).int()
 
     def decode() -> None:
         for first in range(0, len(tables), together):
-            impl(q, kv.k, kv.v, tables[first : first + together], starts, lens, DIM**-0.5, 0)
+            geometry = BatchGeometry(starts, lens, tables[first : first + together], nowhere)
+            impl(q, kv.k, kv.v, geometry, AttentionSpec(DIM**-0.5))
 
     return decode
 

@@ -11,12 +11,13 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from lmkit.errors import ConfigError
+from lmkit.kv_dtype import KVName
 
 T = TypeVar("T")
 
 Device = Literal["auto", "cpu", "cuda"]
 WeightDtype = Literal["auto", "float32", "bfloat16", "float16"]
-KVDtype = Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8", "int4"]
+KVStorageName = Literal["auto"] | KVName
 HeadStorage = Literal["auto", "int8"]
 Activations = Literal["auto", "int8", "fp8", "exact"]
 BLOCK_SIZE = {"cpu": 32, "cuda": 64}  # unless one is given
@@ -38,7 +39,7 @@ class EngineConfig(StrictStruct, frozen=True):
 
     device: Device = "auto"
     dtype: WeightDtype = "auto"  # of dense weights; auto = the checkpoint's, see models.loader.resolve_dtype
-    kv_dtype: KVDtype = "auto"  # auto = the checkpoint's kv_config.json, else the weights' dtype
+    kv_dtype: KVStorageName = "auto"  # auto = the checkpoint's kv_config.json, else the weights' dtype
     activations: Activations = "auto"  # of quantized linears: rounded per token and group, or not; auto = by device
     lm_head: HeadStorage = "auto"  # auto = as the checkpoint has it, int8 = quantized while loading, groups of 128
     packed_cache: bool = True  # keep packed weights in a file beside the checkpoint, and map it at the next start

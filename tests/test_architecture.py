@@ -15,7 +15,8 @@ PACKAGE = ROOT / "lmkit"
 FILES = sorted(p for p in PACKAGE.rglob("*.py") if "demo" not in p.relative_to(PACKAGE).parts)
 
 FLOORS = {
-    "errors": 0, "config": 0, "log": 0, "qtensor": 0, "text": 0, "__init__": 0,
+    "errors": 0, "config": 0, "log": 0, "qtensor": 0, "text": 0, "__init__": 0, "kv_dtype": 0,
+    "attention_spec": 0,
     "kernels": 1, "formats": 1,
     "layers": 2,
     "models": 3,
@@ -29,6 +30,7 @@ SAME_FLOOR_STRANGERS = {frozenset(pair) for pair in [("kernels", "formats"), ("q
 # Importing these, and all that they import, must not import torch.
 TORCH_FREE = [
     "lmkit", "lmkit.errors", "lmkit.config", "lmkit.log", "lmkit.text", "lmkit.models", "lmkit.cli.main",
+    "lmkit.kv_dtype", "lmkit.attention_spec",
     "lmkit.proxy.app", "lmkit.serve.app", "lmkit.bench.online", "lmkit.bench.report", "lmkit.bench.plot",
     "lmkit.turbo.request", "lmkit.turbo.sequence", "lmkit.turbo.plan", "lmkit.turbo.kv.block_pool",
     "lmkit.turbo.kv.radix_cache", "lmkit.turbo.kv.manager", "lmkit.turbo.kv.tiers.store",

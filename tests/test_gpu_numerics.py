@@ -19,6 +19,7 @@ from benchmarks.random_llama import make_awq
 from lmkit.config import EngineConfig
 from lmkit.formats.hub import DEMO_FOLDER
 from lmkit.kernels.cuda import emulation, module
+from lmkit.kv_dtype import kv_dtype
 from lmkit.layers.batch import allocate_kv, whole_batch
 from lmkit.models.loader import load_model
 from lmkit.text import Tokenizer
@@ -70,7 +71,7 @@ def logits(path: Path, rows: list[list[int]], device: str, dtype: str, tensors: 
     spec = decoder.spec
     batch, blocks = whole_batch(rows, BLOCK, tensors)
     kv = [
-        allocate_kv(blocks, spec.num_kv_heads, BLOCK, spec.head_dim, (dtype, dtype), tensors)
+        allocate_kv(blocks, spec.num_kv_heads, BLOCK, spec.head_dim, (kv_dtype(dtype), kv_dtype(dtype)), tensors)
         for _ in range(spec.num_layers)
     ]
     return decoder(batch, kv).float().cpu().clone()

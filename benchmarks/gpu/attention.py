@@ -15,7 +15,10 @@ import lmkit.kernels  # noqa: F401  (registers)
 from benchmarks.gpu.context import Context
 from benchmarks.gpu.roofline import LLAMA_3_8B
 from benchmarks.gpu.timing import copies_for, seconds_of
+from lmkit.attention_spec import AttentionSpec
 from lmkit.kernels import ops
+from lmkit.kernels.ops import BatchGeometry
+from lmkit.kv_dtype import kv_dtype
 from lmkit.layers.batch import KVLayer, allocate_kv
 
 BLOCK = 64
@@ -73,7 +76,8 @@ def _call(attend: Callable[[KVLayer], Any], layer: KVLayer) -> Callable[[], Any]
 
 def _random_layer(blocks: int, storage: str, device: str) -> KVLayer:
     """Codes of any value, scales that keep what they stand for near 1."""
-    layer = allocate_kv(blocks, LLAMA_3_8B.kv_heads, BLOCK, LLAMA_3_8B.head_dim, (storage, storage), device)
+    dtype = kv_dtype(storage)
+    layer = allocate_kv(blocks, LLAMA_3_8B.kv_heads, BLOCK, LLAMA_3_8B.head_dim, (dtype, dtype), device)
     for kv in (layer.k, layer.v):
         if not kv.params.numel():
             kv.data.normal_()
@@ -100,7 +104,9 @@ def attention(context: Context, batch: int, new: int, length: int) -> tuple[Call
     angles = positions.repeat(batch)[:, None] * 500000.0**inverse
     cos, sin = angles.cos(), angles.sin()
 
+    geometry = BatchGeometry(starts, lens, tables, slots)
+
     def attend(layer: KVLayer) -> Any:
-        return impl(q, k, v, cos, sin, layer.k, layer.v, slots, tables, starts, lens, dim**-0.5, 0, 0)
+        return impl(q, k, v, cos, sin, layer.k, layer.v, geometry, AttentionSpec(dim**-0.5))
 
     return attend, impl.name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from benchmarks.kv.common import Row, Setting
 from lmkit.config import EngineConfig
+from lmkit.kv_dtype import kv_dtype
 from lmkit.layers.rope_spec import RopeSpec
 from lmkit.models.kv_storage import KVStorage, allocate
 from lmkit.models.spec import ModelSpec
@@ -30,7 +31,7 @@ def cases(setting: Setting) -> list[Row]:
 
 def tokens_in(kind: str) -> int:
     """Tokens that the engine plans into BUDGET bytes. Raises RuntimeError if its tensors then take more."""
-    config, storages = EngineConfig(kv_memory=BUDGET), [KVStorage(kind, kind)] * SPEC.num_layers
+    config, storages = EngineConfig(kv_memory=BUDGET), [KVStorage(kv_dtype(kind), kv_dtype(kind))] * SPEC.num_layers
     kinds = [storage.dtypes for storage in storages]
     plan = plan_memory(SPEC, config, kinds, weight_bytes=0, available=64 << 30)
     layers = allocate(SPEC, storages, plan.num_blocks, config.tokens_per_block, plan.max_model_len)

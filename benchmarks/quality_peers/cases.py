@@ -12,6 +12,7 @@ from torch import Tensor
 from benchmarks.outliers import make_outliers
 from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.formats.hub import DEMO_FOLDER
+from lmkit.kv_dtype import FLOAT32
 from lmkit.layers.batch import allocate_kv, whole_batch
 from lmkit.models import roles
 from lmkit.models.loader import ModelSource, load_model
@@ -63,7 +64,7 @@ def logits(model: Path, token_ids: list[int]) -> Tensor:
     decoder = load_model(model, dtype="float32", activations="exact")
     spec = decoder.spec
     batch, num_blocks = whole_batch([token_ids], BLOCK)
-    dtypes = ("float32", "float32")
+    dtypes = (FLOAT32, FLOAT32)
     kv = [allocate_kv(num_blocks, spec.num_kv_heads, BLOCK, spec.head_dim, dtypes) for _ in range(spec.num_layers)]
     return decoder.head(*decoder.hidden(batch, kv))
 

@@ -33,12 +33,12 @@ def evaluate(
     """Measure perplexity on a text, and how far a model is from another."""
     import msgspec
 
-    from lmkit.config import Activations, HeadStorage, KVDtype, default_num_threads, parse
+    from lmkit.config import Activations, HeadStorage, KVStorageName, default_num_threads, parse
     from lmkit.errors import ConfigError
     from lmkit.kernels.cpu import threads
     from lmkit.quant.report import evaluate as evaluation
 
-    kv: KVDtype = parse(kv_dtype, KVDtype, "--kv-dtype")  # type: ignore[arg-type]
+    kv: KVStorageName = parse(kv_dtype, KVStorageName, "--kv-dtype")  # type: ignore[arg-type]
     mode: Activations = parse(activations, Activations, "--activations")  # type: ignore[arg-type]
     head: HeadStorage = parse(lm_head, HeadStorage, "--lm-head")  # type: ignore[arg-type]
     threads.configure(default_num_threads())

@@ -16,12 +16,13 @@ from lmkit.config import PositiveInt, StrictStruct
 from lmkit.errors import CheckpointError
 from lmkit.formats.atomic import write_file
 from lmkit.formats.jsonfile import read_json, to_json
+from lmkit.kv_dtype import INT4, INT8, KV_DTYPES, CodedName, KVDtype
 
 FILE_NAME = "kv_config.json"
 FORMAT, VERSION = "lmkit-kv-config", 2
 MAX_BYTES = 10 << 20
 
-Storage = Literal["dense", "int8", "fp8", "int4"]
+Storage = Literal["dense"] | CodedName
 Statistic = Annotated[float, Meta(ge=0, le=1e38)]
 Number = Annotated[float, Meta(ge=-1e30, le=1e30)]
 # (i, b_i, b_{i + R/2}) of a RoPE pair: the elements i and i + R/2 of a key turn together, R of them in all.
@@ -42,8 +43,8 @@ class KVLayerConfig(StrictStruct, frozen=True, kw_only=True):
 
     def problem(self, num_kv_heads: int, head_dim: int) -> str | None:
         """Why this cannot be a layer of such a model, or None."""
-        if head_dim % 2 and "int4" in (self.k, self.v):
-            return f"int4 needs an even head_dim, not {head_dim}"
+        if head_dim % 2 and INT4.name in (self.k, self.v):
+            return f"{INT4} needs an even head_dim, not {head_dim}"
         if self.hadamard and head_dim & (head_dim - 1):
             return f"hadamard needs a head_dim that is a power of two, not {head_dim}"
         for name in ("k_absmax", "v_absmax", "k_mean_ratio", "key_mean"):
@@ -87,10 +88,10 @@ class KVConfig(StrictStruct, frozen=True, kw_only=True):
                     "remove the file or quantize the model again"
                 )
 
-    def dtypes(self, layer: int, dense_dtype: str) -> tuple[str, str]:
-        """Storage types of a layer's (K, V), keys of kernels.ops.KV_BITS; dense ones are `dense_dtype`."""
+    def dtypes(self, layer: int, dense: KVDtype) -> tuple[KVDtype, KVDtype]:
+        """Storage types of a layer's (K, V); dense ones are `dense`."""
         stored = self.layers[layer]
-        return (dense_dtype if stored.k == "dense" else stored.k), (dense_dtype if stored.v == "dense" else stored.v)
+        return KV_DTYPES.get(stored.k, dense), KV_DTYPES.get(stored.v, dense)
 
 
 class _Layer1(StrictStruct, frozen=True, kw_only=True):
@@ -127,7 +128,7 @@ def load_kv_config(folder: str | Path) -> KVConfig | None:
 
 def _from_version_1(data: dict[str, Any]) -> dict[str, Any]:
     """The same in version 2. Raises msgspec.ValidationError."""
-    storage = {16: "dense", 8: "int8", 4: "int4"}
+    storage = {16: "dense", 8: INT8.name, 4: INT4.name}
     layers = []
     for layer in msgspec.convert(data["layers"], tuple[_Layer1, ...]):
         stored = {"k": storage[layer.k_bits], "v": storage[layer.v_bits]}

@@ -12,6 +12,7 @@ import msgspec
 
 from lmkit.config import StrictStruct
 from lmkit.errors import CheckpointError
+from lmkit.kv_dtype import FP8, INT8, KVDtype
 
 # Fields of a quantization scheme that say nothing about a cache, and the values under which they do not.
 _MEANINGLESS = ("group_size", "block_structure", "actorder", "scale_dtype", "zp_dtype")
@@ -28,9 +29,8 @@ class KVScheme(StrictStruct, frozen=True, kw_only=True):
     symmetric: Literal[True] = True
 
     @property
-    def dtype(self) -> Literal["int8", "fp8"]:
-        """The storage type, a key of kernels.ops.KV_BITS."""
-        return "int8" if self.type == "int" else "fp8"
+    def dtype(self) -> KVDtype:
+        return INT8 if self.type == "int" else FP8
 
     def entry(self) -> dict[str, Any]:
         """As it stands in the quantization_config."""

@@ -22,11 +22,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lmkit.attention_spec import AttentionSpec
 from lmkit.kernels.registry import op
+from lmkit.kv_dtype import KVDtype
 
-KV_BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "fp8": 8, "int4": 4}
-KV_CODED = ("int8", "fp8", "int4")  # those with params
 FP8_MAX = 448.0
+
+
+@dataclass(frozen=True)
+class BatchGeometry:
+    """Where the tokens of a step stand in their sequences, and these in the blocks of a KV cache."""
+
+    query_start: Tensor  # int32 [B + 1]: rows query_start[b] .. query_start[b + 1] belong to sequence b
+    context_lens: Tensor  # int32 [B], tokens in the cache after this step
+    block_tables: Tensor  # int32 [B, max_blocks], padded with anything
+    slots: Tensor  # int32 [T], where each token's KV goes: block * block_size + offset; -1 = nowhere
 
 
 @dataclass(frozen=True)
@@ -45,7 +55,7 @@ class KeyMean:
 
 @dataclass(frozen=True)
 class KVTensor:
-    """The keys or the values of one layer in blocked storage; `params` is empty unless `dtype` is in KV_CODED.
+    """The keys or the values of one layer in blocked storage; `params` is empty unless `dtype` is coded.
 
     What a reader gets does not depend on the rest: keys without their mean, and keys turned by the orthonormal
     Walsh-Hadamard matrix of D (`hadamard`: D is a power of two), are read as if they were plain.
@@ -53,7 +63,7 @@ class KVTensor:
 
     data: Tensor
     params: Tensor
-    dtype: str  # a key of KV_BITS
+    dtype: KVDtype
     mean: KeyMean | None = None
     hadamard: bool = False
     scales: Tensor | None = None  # float32 [num_kv_heads], of codes: fixed scales instead of each token's own
@@ -133,28 +143,21 @@ def kv_append(k: Tensor, v: Tensor, k_cache: KVTensor, v_cache: KVTensor, slots:
 
 @op
 def paged_attention(
-    q: Tensor,
-    k_cache: KVTensor,
-    v_cache: KVTensor,
-    block_tables: Tensor,
-    query_start: Tensor,
-    context_lens: Tensor,
-    scale: float,
-    window: int,
-    sinks: int = 0,
+    q: Tensor, k_cache: KVTensor, v_cache: KVTensor, geometry: BatchGeometry, spec: AttentionSpec
 ) -> Tensor:
     """Causal attention of mixed query lengths over blocked KV; prefill, chunked prefill and decode alike.
 
     q [T, num_heads, D] float32 or bfloat16: rows query_start[b] .. query_start[b+1] belong to sequence b and are its
-    last positions, context_lens[b] - n_b .. context_lens[b] - 1 (keys of these positions are already appended).
-    block_tables int32 [B, max_blocks], query_start int32 [B + 1], context_lens int32 [B]. Query head h reads
-    KV head h // (num_heads / num_kv_heads); key j is visible to a query at position p iff
+    last positions, context_lens[b] - n_b .. context_lens[b] - 1 (keys of these positions are already appended; `slots`
+    is not read). Query head h reads KV head h // (num_heads / num_kv_heads); key j is visible to a query at position p
+    iff
 
         j <= p and (window == 0 or j > p - window or j < sinks)
 
     (attention sinks, arXiv 2309.17453, except that positions stay absolute: nothing is turned again when the window
-    moves on). softmax(q . k * scale) @ v, result [T, num_heads, D] in q's dtype. With a `mean`, the key of position t
-    is what is stored + RoPE_t(b). What blocks hold of which no query sees any key does not matter, not even a NaN;
+    moves on). With scores s = q . k * scale, or c * tanh(s / c) of them if softcap c is above 0 (Gemma 2,
+    arXiv 2408.00118): softmax(s) @ v, result [T, num_heads, D] in q's dtype. With a `mean`, the key of position t is
+    what is stored + RoPE_t(b). What blocks hold of which no query sees any key does not matter, not even a NaN;
     their entries of the table only have to be valid.
 
     What int4 keys are multiplied with may be (on a CPU and in the reference: is) queries of 8 bits: x = q * scale
@@ -174,13 +177,8 @@ def rope_paged_attention(
     sin: Tensor,
     k_cache: KVTensor,
     v_cache: KVTensor,
-    slots: Tensor,
-    block_tables: Tensor,
-    query_start: Tensor,
-    context_lens: Tensor,
-    scale: float,
-    window: int,
-    sinks: int = 0,
+    geometry: BatchGeometry,
+    spec: AttentionSpec,
 ) -> Tensor:
     """`rope_append` of the step's tokens, then `paged_attention` of their queries. What q and k hold afterwards is not
     defined.

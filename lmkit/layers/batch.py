@@ -7,24 +7,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lmkit.kernels.ops import KV_CODED, KVTensor
+from lmkit.kernels.ops import BatchGeometry, KVTensor
+from lmkit.kv_dtype import KVDtype
 
 
 @dataclass(frozen=True)
 class BatchInputs:
-    """One step: B sequences bring T new tokens in all; nothing distinguishes prefill from decode.
-
-    Rows query_start[b] .. query_start[b+1] of the token dimension belong to sequence b.
-    """
+    """One step: B sequences bring T new tokens in all; nothing distinguishes prefill from decode."""
 
     token_ids: Tensor  # int64 [T]
     positions: Tensor  # int32 [T]
-    slots: Tensor  # int32 [T], where each token's KV goes: block * block_size + offset
-    query_start: Tensor  # int32 [B + 1]
-    context_lens: Tensor  # int32 [B], tokens in the cache after this step
-    block_tables: Tensor  # int32 [B, max_blocks], padded with anything
+    geometries: tuple[BatchGeometry, ...]  # of each KV group: the layers that share block tables
     rope_lens: Tensor  # int32 [B], the length that fixes a sequence's dynamic-NTK base (its prompt's, once and for all)
     logit_rows: Tensor  # int64 [R], the rows whose logits are wanted
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All of them by name, those of the only KV group among them."""
+        (geometry,) = self.geometries
+        return {name: x for name, x in (vars(self) | vars(geometry)).items() if isinstance(x, Tensor)}
 
 
 @dataclass(frozen=True)
@@ -36,19 +37,20 @@ class KVLayer:
 
 
 def allocate_kv(
-    num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int, dtypes: tuple[str, str], device: str = "cpu"
+    num_blocks: int,
+    num_kv_heads: int,
+    block_size: int,
+    head_dim: int,
+    dtypes: tuple[KVDtype, KVDtype],
+    device: str = "cpu",
 ) -> KVLayer:
-    """Zeroed blocks for one layer; `dtypes` are the storage types of K and V (keys of kernels.ops.KV_BITS)."""
+    """Zeroed blocks for one layer; `dtypes` are those of K and V."""
 
-    def tensor(dtype: str) -> KVTensor:
+    def tensor(dtype: KVDtype) -> KVTensor:
         shape = (num_blocks, num_kv_heads, block_size)
-        if dtype in KV_CODED:
-            width = head_dim // 2 if dtype == "int4" else head_dim
-            data = torch.zeros(*shape, width, dtype=torch.uint8, device=device)
-            params = torch.zeros(*shape, 2, dtype=torch.float16, device=device)
-        else:
-            data = torch.zeros(*shape, head_dim, dtype=getattr(torch, dtype), device=device)
-            params = torch.zeros(0, dtype=torch.float16, device=device)
+        element = torch.uint8 if dtype.coded else getattr(torch, dtype.name)
+        data = torch.zeros(*shape, dtype.columns(head_dim), dtype=element, device=device)
+        params = torch.zeros(*((*shape, 2) if dtype.coded else (0,)), dtype=torch.float16, device=device)
         return KVTensor(data, params, dtype)
 
     return KVLayer(tensor(dtypes[0]), tensor(dtypes[1]))
@@ -72,10 +74,7 @@ def whole_batch(rows: list[list[int]], block_size: int, device: str = "cpu") -> 
     batch = BatchInputs(
         token_ids=torch.tensor([t for row in rows for t in row]).to(device),
         positions=torch.cat([torch.arange(len(row), dtype=torch.int32) for row in rows]).to(device),
-        slots=torch.cat(slots).to(device),
-        query_start=start.to(device),
-        context_lens=lens.to(device),
-        block_tables=tables.to(device),
+        geometries=(BatchGeometry(start.to(device), lens.to(device), tables.to(device), torch.cat(slots).to(device)),),
         rope_lens=lens.to(device),
         logit_rows=torch.arange(int(lens.sum())).to(device),
     )

@@ -40,7 +40,7 @@ class Rope:
         not depend on what else runs or on how the prompt was cut into chunks.
         """
         per_sequence = torch.stack([dynamic_ntk(self.spec, int(n)) for n in batch.rope_lens]).to(self.inv_freq.device)
-        return per_sequence.repeat_interleave(batch.query_start.diff().long(), dim=0)
+        return per_sequence.repeat_interleave(batch.geometries[0].query_start.diff().long(), dim=0)
 
 
 def frequencies(spec: RopeSpec) -> tuple[Tensor, float]:

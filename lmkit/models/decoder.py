@@ -16,6 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from lmkit.attention_spec import AttentionSpec
 from lmkit.kernels import ops
 from lmkit.kernels.ops import Norm
 from lmkit.layers.batch import BatchInputs, KVLayer
@@ -55,6 +56,7 @@ class DecoderLayer:
         self.mlp = GatedMLP("mlp", weights, device) if moe is None else MoE(moe, weights, device)
         heads = {"head_dim": spec.head_dim, "num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads}
         self.rms_norm = ops.rms_norm.select(device)
+        self.attention_spec = AttentionSpec(spec.head_dim**-0.5, spec.window(index), spec.attention_sinks)
         self.attention_op = ops.rope_paged_attention.select(device, rotary_dim=spec.rope.rotary_dim, **heads)
 
     @property
@@ -106,11 +108,8 @@ class DecoderLayer:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: BatchInputs, rope: CosSin, kv: KVLayer) -> Tensor:
         """What attention reads of the values, [T, num_heads * head_dim]; q and k are overwritten, `kv` appended to."""
-        spec = self.spec
-        out: Tensor = self.attention_op(
-            q, k, v, *rope, kv.k, kv.v, batch.slots, batch.block_tables, batch.query_start, batch.context_lens,
-            spec.head_dim**-0.5, spec.window(self.index), spec.attention_sinks,
-        )  # fmt: skip
+        geometry = batch.geometries[0]  # all layers are of one KV group
+        out: Tensor = self.attention_op(q, k, v, *rope, kv.k, kv.v, geometry, self.attention_spec)
         return out.view(len(out), -1)
 
     def _norm(self, role: str, residual: Tensor | None = None) -> Norm:

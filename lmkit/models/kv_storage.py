@@ -15,7 +15,8 @@ from lmkit.formats.kv_config import KVConfig, KVLayerConfig, PairMean, load_kv_c
 from lmkit.formats.kv_scheme import KVScheme, parse_kv_scheme
 from lmkit.kernels import ops
 from lmkit.kernels.cuda.module import tensor_device
-from lmkit.kernels.ops import KV_CODED, KeyMean
+from lmkit.kernels.ops import KeyMean
+from lmkit.kv_dtype import KVDtype, kv_dtype
 from lmkit.layers.batch import KVLayer, allocate_kv
 from lmkit.layers.rope import Rope
 from lmkit.log import get_logger
@@ -31,15 +32,15 @@ SMALLEST_SCALE, LARGEST_SCALE = 2.0**-14, 65504 / 128  # in float16, with a mini
 class KVStorage:
     """One layer's. `key_mean` by head; scales by head, none = each token has its own."""
 
-    k: str  # keys of kernels.ops.KV_BITS
-    v: str
+    k: KVDtype
+    v: KVDtype
     key_mean: tuple[tuple[PairMean, ...], ...] = ()
     hadamard: bool = False
     k_scales: tuple[float, ...] = ()
     v_scales: tuple[float, ...] = ()
 
     @property
-    def dtypes(self) -> tuple[str, str]:
+    def dtypes(self) -> tuple[KVDtype, KVDtype]:
         return self.k, self.v
 
     @property
@@ -54,21 +55,22 @@ def resolve_storage(reader: CheckpointReader, spec: ModelSpec, asked: str, dense
     A storage type asked for keeps what kv_config.json says of keys, as far as they become codes. Raises CheckpointError
     for files that cannot be honoured.
     """
+    given = None if asked == "auto" else kv_dtype(asked)
     config = load_kv_config(reader.path)
     if config is not None:
         config.check(spec.num_layers, spec.num_kv_heads, spec.head_dim)
-        return [_configured(config, spec, layer, asked, dense) for layer in range(spec.num_layers)]
-    scheme = parse_kv_scheme(reader.config) if asked == "auto" else None
+        return [_configured(config, spec, layer, kv_dtype(dense), given) for layer in range(spec.num_layers)]
+    scheme = parse_kv_scheme(reader.config) if given is None else None
     if scheme is not None:
         return [_fixed(reader, spec, scheme, layer) for layer in range(spec.num_layers)]
-    dtype = dense if asked == "auto" else asked
+    dtype = given or kv_dtype(dense)
     return [KVStorage(dtype, dtype)] * spec.num_layers
 
 
-def _configured(config: KVConfig, spec: ModelSpec, index: int, asked: str, dense: str) -> KVStorage:
+def _configured(config: KVConfig, spec: ModelSpec, index: int, dense: KVDtype, given: KVDtype | None) -> KVStorage:
     layer = config.layers[index]
-    k, v = config.dtypes(index, dense) if asked == "auto" else (asked, asked)
-    if k not in KV_CODED:
+    k, v = config.dtypes(index, dense) if given is None else (given, given)
+    if not k.coded:
         return KVStorage(k, v)
     if problem := mean_problem(spec, layer):
         raise CheckpointError(f"kv_config.json: layer {index}: key_mean: {problem}")

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from lmkit.errors import CheckpointError
 from lmkit.formats.kv_config import KVConfig, KVLayerConfig, load_kv_config, save_kv_config
+from lmkit.kv_dtype import BFLOAT16, FP8, INT4, INT8
 
 EXAMPLE: dict[str, Any] = {
     "format": "lmkit-kv-config",
@@ -54,7 +55,7 @@ def test_example(tmp_path: Path) -> None:
         k="int4", v="fp8", smoothing=0.7, key_mean=((), ((29, 310.5, -12.25), (31, 88.0, 40.0))), hadamard=True,
         k_absmax=(9.5, 340.25), v_absmax=(1.5, 3.0), k_mean_ratio=(0.5, 22.0),
     )  # fmt: skip
-    assert [config.dtypes(layer, "bfloat16") for layer in (0, 1)] == [("int4", "fp8"), ("bfloat16", "int8")]
+    assert [config.dtypes(layer, BFLOAT16) for layer in (0, 1)] == [(INT4, FP8), (BFLOAT16, INT8)]
     config.check(2, 2, 64)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lmkit.kv_dtype import FLOAT32
 from lmkit.layers.batch import allocate_kv, whole_batch
 from lmkit.models.loader import load_model
 
@@ -19,6 +20,6 @@ def exact_logits(path: Path, token_ids: list[int]) -> Tensor:
     decoder = load_model(path, dtype="float32", activations="exact")
     spec = decoder.spec
     batch, num_blocks = whole_batch([token_ids], BLOCK)
-    pair = ("float32", "float32")
+    pair = (FLOAT32, FLOAT32)
     kv = [allocate_kv(num_blocks, spec.num_kv_heads, BLOCK, spec.head_dim, pair) for _ in range(spec.num_layers)]
     return decoder.head(*decoder.hidden(batch, kv))

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lmkit.attention_spec import AttentionSpec
 from lmkit.kernels import ops
-from lmkit.kernels.ops import KeyMean, KVTensor, Norm
+from lmkit.kernels.ops import BatchGeometry, KeyMean, KVTensor, Norm
 from lmkit.kernels.registry import Implementation, Op
+from lmkit.kv_dtype import BFLOAT16, FLOAT16, FLOAT32, FP8, INT4, INT8, KVDtype
 from lmkit.layers.batch import KVLayer, allocate_kv
 from lmkit.qtensor import QTensor, QuantScheme, quantize
 
@@ -63,6 +65,8 @@ def _to(value: Any, device: str) -> Any:
         mean = value.mean and KeyMean(*(part.to(device) for part in vars(value.mean).values()))
         scales = None if value.scales is None else value.scales.to(device)
         return KVTensor(value.data.to(device), value.params.to(device), value.dtype, mean, value.hadamard, scales)
+    if isinstance(value, BatchGeometry):
+        return BatchGeometry(*(part.to(device) for part in vars(value).values()))
     if isinstance(value, QTensor):
         return QTensor(value.codes.to(device), value.scales.to(device), value.zeros.to(device), value.scheme)
     return value
@@ -153,7 +157,7 @@ def rope_cases() -> Iterator[Case]:
             ) -> tuple[Any, ...]:
                 whole, angles = torch.randn(9, heads + 2 * kv, d).to(t), torch.rand(9, r // 2) * 7
                 parts = whole.split((heads, kv, kv), dim=1)
-                cache = allocate_kv(4, kv, 4, d, ("float32", "bfloat16"))
+                cache = allocate_kv(4, kv, 4, d, (FLOAT32, BFLOAT16))
                 slots = torch.tensor([3, 0, 1, 15, 9, -1, 4, 5, 6]).int()
                 return (
                     *(part if fused else part.contiguous() for part in parts),
@@ -166,10 +170,14 @@ def rope_cases() -> Iterator[Case]:
 
 
 KV_TYPES = (
-    ("float32", "bfloat16"), ("int8", "int8"), ("int4", "int8"), ("int8", "int4"), ("float16", "int4"),
-    ("fp8", "fp8"), ("int4", "fp8"), ("fp8", "float32"),
+    (FLOAT32, BFLOAT16), (INT8, INT8), (INT4, INT8), (INT8, INT4), (FLOAT16, INT4),
+    (FP8, FP8), (INT4, FP8), (FP8, FLOAT32),
 )  # fmt: skip
 HEADS = ((2, 3, 16, 4), (1, 4, 80, 32), (3, 1, 6, 7), (2, 2, 128, 1))  # KV heads, queries a KV head, D, block size
+
+
+def names(types: tuple[KVDtype, KVDtype]) -> str:
+    return "-".join(map(str, types))
 
 
 def _heads(kv_heads: int, group: int, dim: int) -> dict[str, Any]:
@@ -186,12 +194,12 @@ def kv_cases() -> Iterator[Case]:
                     types: Any = types, h: int = heads, d: int = dim, size: int = block_size, dtype: Any = dtype
                 ) -> tuple[Any, ...]:
                     kv = allocate_kv(40 // size + 2, h, size, d, types)
-                    k, v = (edge_vectors(30, h, d, "float16" in types).to(dtype) for _ in range(2))
+                    k, v = (edge_vectors(30, h, d, FLOAT16 in types).to(dtype) for _ in range(2))
                     slots = torch.randperm(40)[:30].int() + size
                     slots[4] = -1
                     return k, v, kv.k, kv.v, slots
 
-                name = f"{'-'.join(types)}-{dim}-{dtype}"
+                name = f"{names(types)}-{dim}-{dtype}"
                 yield Case(ops.kv_append, name, _seeded(append), _heads(heads, group, dim), 0)
 
 
@@ -213,7 +221,7 @@ LENGTHS = ((1, 1), (5, 5), (33, 1), (700, 2), (290, 129), (64, 64))  # tokens in
 
 
 def filled_cache(
-    types: tuple[str, str], kv_heads: int, dim: int, block_size: int, lengths: list[int]
+    types: tuple[KVDtype, KVDtype], kv_heads: int, dim: int, block_size: int, lengths: list[int]
 ) -> tuple[KVLayer, Tensor]:
     """(a layer holding sequences of these lengths in shuffled blocks, block tables)."""
     counts = [-(-n // block_size) for n in lengths]
@@ -230,6 +238,12 @@ def filled_cache(
     k[0], v[0] = 1.5, -2.0  # a constant vector has scale 0
     ops.kv_append.named("reference")(k, v, kv.k, kv.v, torch.cat(slots).int())
     return kv, tables
+
+
+def geometry(query_start: list[int], lengths: list[int], tables: Tensor, slots: Tensor | None = None) -> BatchGeometry:
+    """Without slots, of ops that append nothing."""
+    nowhere = torch.full((query_start[-1],), -1) if slots is None else slots
+    return BatchGeometry(torch.tensor(query_start).int(), torch.tensor(lengths).int(), tables, nowhere.int())
 
 
 WINDOWS = ((0, 0), (3, 0), (300, 0), (3, 2), (40, 300), (300, 7), (40, 1000))  # and the sinks
@@ -252,44 +266,43 @@ def attention_cases() -> Iterator[Case]:
                 ) -> tuple[Any, ...]:
                     lengths, new = [n for n, _ in LENGTHS], [n for _, n in LENGTHS]
                     kv, tables = filled_cache(types, h, d, size, lengths)
-                    query_start = torch.tensor([0, *new]).cumsum(0).int()
+                    query_start = torch.tensor([0, *new]).cumsum(0).tolist()
                     q = torch.randn(sum(new), h * g, d) * 2
-                    return q, kv.k, kv.v, tables, query_start, torch.tensor(lengths).int(), d**-0.5, *w
+                    return q, kv.k, kv.v, geometry(query_start, lengths, tables), AttentionSpec(d**-0.5, *w)
 
-                name = f"{'-'.join(types)}-{dim}-{window}" + (f"-{sinks}" if sinks else "")
+                name = f"{names(types)}-{dim}-{window}" + (f"-{sinks}" if sinks else "")
                 brief = types in (KV_TYPES[0], KV_TYPES[2]) and dim in (128, 6) and not window
-                brief |= types == ("fp8", "fp8") and dim == 16
-                tolerance = WORD_TOLERANCE if {"int8", "int4"} & set(types) else F32_TOLERANCE
+                brief |= types == (FP8, FP8) and dim == 16
+                tolerance = WORD_TOLERANCE if {INT8, INT4} & set(types) else F32_TOLERANCE
                 yield Case(ops.paged_attention, name, _seeded(attend), _heads(heads, group, dim), tolerance, brief)
 
     for dim in (256, 320):
 
         def largest(dim: int = dim) -> tuple[Any, ...]:
             """Every code of a query, and of every third key, is the largest: sums are as large as they can be."""
-            kv, tables = filled_cache(("int4", "float32"), 2, dim, 16, [100])
+            kv, tables = filled_cache((INT4, FLOAT32), 2, dim, 16, [100])
             kv.k.data.fill_(0)
             kv.k.data[:, :, ::3] = 255
             kv.k.params[:] = torch.tensor([2.0**-9, 0])
-            starts, lengths = torch.tensor([0, 2]).int(), torch.tensor([100]).int()
-            return torch.ones(2, 8, dim), kv.k, kv.v, tables, starts, lengths, 0.25, 0
+            return torch.ones(2, 8, dim), kv.k, kv.v, geometry([0, 2], [100], tables), AttentionSpec(0.25)
 
         yield Case(ops.paged_attention, f"largest-int4-{dim}", _seeded(largest), _heads(2, 4, dim), F32_TOLERANCE)
 
     def bfloat16() -> tuple[Any, ...]:
-        kv, tables = filled_cache(("bfloat16", "bfloat16"), 2, 16, 8, [40])
+        kv, tables = filled_cache((BFLOAT16, BFLOAT16), 2, 16, 8, [40])
         q = torch.randn(3, 4, 16).bfloat16()
-        return q, kv.k, kv.v, tables, torch.tensor([0, 3]).int(), torch.tensor([40]).int(), 0.25, 0
+        return q, kv.k, kv.v, geometry([0, 3], [40], tables), AttentionSpec(0.25)
 
     yield Case(ops.paged_attention, "bfloat16-q", _seeded(bfloat16), _heads(2, 2, 16), BF16_TOLERANCE)
 
 
 KEYS = (  # types, KV heads, queries a KV head, D, rotary dim, first position (keys before are zero), window
-    (("float32", "float32"), 2, 3, 16, 16, 0, 0),
-    (("bfloat16", "int8"), 1, 2, 80, 20, 0, 3),
-    (("int8", "int8"), 2, 3, 16, 16, 33000, 300),
-    (("int4", "int4"), 2, 2, 64, 64, 0, 0),
-    (("int4", "fp8"), 1, 4, 64, 32, 0, 0),
-    (("fp8", "int4"), 2, 2, 6, 6, 0, 0),
+    ((FLOAT32, FLOAT32), 2, 3, 16, 16, 0, 0),
+    ((BFLOAT16, INT8), 1, 2, 80, 20, 0, 3),
+    ((INT8, INT8), 2, 3, 16, 16, 33000, 300),
+    ((INT4, INT4), 2, 2, 64, 64, 0, 0),
+    ((INT4, FP8), 1, 4, 64, 32, 0, 0),
+    ((FP8, INT4), 2, 2, 6, 6, 0, 0),
 )
 
 
@@ -317,7 +330,7 @@ def key_cases() -> Iterator[Case]:
         ) -> tuple[KVTensor, KVTensor, int]:
             length = start + 300
             kv = allocate_kv(-(-length // 16) + 1, heads, 16, dim, types)
-            coded = [torch.rand(heads).half().float() / 4 + 0.05 if t in ops.KV_CODED else None for t in types]
+            coded = [torch.rand(heads).half().float() / 4 + 0.05 if t.coded else None for t in types]
             k = replace(kv.k, mean=key_mean(heads, dim, rotary, length), hadamard=dim in (16, 64))
             v = replace(kv.v, scales=coded[1])
             return (k if dim != 64 else replace(k, scales=coded[0])), v, length
@@ -339,16 +352,16 @@ def key_cases() -> Iterator[Case]:
             slots = torch.arange(length - 300, length).int()
             ops.kv_append.named("reference")(k, v, k_cache, v_cache, slots)
             tables = torch.arange(len(k_cache.data))[None].int().repeat(2, 1)
-            lengths = torch.tensor([length, length - 90]).int()
+            lengths = [length, length - 90]
             q = torch.randn(60, heads * group, dim)
-            starts = torch.tensor([0, 59, 60]).int()
-            return q, k_cache, v_cache, tables, starts, lengths, dim**-0.5, window
+            batch = geometry([0, 59, 60], lengths, tables)
+            return q, k_cache, v_cache, batch, AttentionSpec(dim**-0.5, window)
 
         traits = {"rotary_dim": rotary} | _heads(heads, group, dim)
-        name = f"{'-'.join(types)}-{dim}"
-        coarse = types[0] in ops.KV_CODED  # a last bit of the rotation may carry a number over the edge of a code
+        name = f"{names(types)}-{dim}"
+        coarse = types[0].coded  # a last bit of the rotation may carry a number over the edge of a code
         yield Case(ops.rope_append, f"{name}-mean", _seeded(append), traits, 0.07 if coarse else BF16_TOLERANCE)
-        exact = {"int8", "int4"}.isdisjoint(types)  # the mean makes scores of some hundreds, where words err by more
+        exact = {INT8, INT4}.isdisjoint(types)  # the mean makes scores of some hundreds, where words err by more
         tolerance = 5e-5 if exact else 2 * WORD_TOLERANCE
         yield Case(ops.paged_attention, f"{name}-mean", _seeded(attend), _heads(heads, group, dim), tolerance)
 
@@ -356,7 +369,7 @@ def key_cases() -> Iterator[Case]:
 def rope_attention_cases() -> Iterator[Case]:
     """Rotation, append and attention in one."""
     for types, heads, group, dim, rotary in (
-        (("float32", "float32"), 2, 3, 16, 16), (("int8", "int4"), 1, 2, 80, 20), (("fp8", "bfloat16"), 2, 1, 64, 64),
+        ((FLOAT32, FLOAT32), 2, 3, 16, 16), ((INT8, INT4), 1, 2, 80, 20), ((FP8, BFLOAT16), 2, 1, 64, 64),
     ):  # fmt: skip
 
         def attend(
@@ -369,15 +382,12 @@ def rope_attention_cases() -> Iterator[Case]:
             slots = tables[owner, where // 16] * 16 + where % 16
             q, k = torch.randn(28, heads * group, dim), torch.randn(28, heads, dim)
             angles = torch.rand(28, rotary // 2) * 7
-            starts, lengths = torch.tensor([0, 1, 21, 28]).int(), torch.tensor([40, 90, 7]).int()
-            return (
-                q, k, torch.randn(28, heads, dim), angles.cos(), angles.sin(), kv.k, kv.v, slots.int(),
-                tables, starts, lengths, dim**-0.5, 0,
-            )  # fmt: skip
+            batch, v = geometry([0, 1, 21, 28], [40, 90, 7], tables, slots), torch.randn(28, heads, dim)
+            return q, k, v, angles.cos(), angles.sin(), kv.k, kv.v, batch, AttentionSpec(dim**-0.5)
 
         traits = {"rotary_dim": rotary} | _heads(heads, group, dim)
-        tolerance = F32_TOLERANCE if types[0] == "float32" else 2e-3  # a code may round the other way
-        yield Case(ops.rope_paged_attention, "-".join(types), _seeded(attend), traits, tolerance)
+        tolerance = F32_TOLERANCE if types[0] == FLOAT32 else 2e-3  # a code may round the other way
+        yield Case(ops.rope_paged_attention, names(types), _seeded(attend), traits, tolerance)
 
 
 def draw_cases() -> Iterator[Case]:

@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 
 import lmkit.kernels  # noqa: F401  (registers)
+from lmkit.attention_spec import AttentionSpec
 from lmkit.kernels import ops
 from lmkit.kernels.cpu import threads
 from lmkit.kernels.ops import Norm
 from lmkit.kernels.registry import Op
+from lmkit.kv_dtype import BFLOAT16, FLOAT32, FP8, INT4, INT8, KVDtype
 from lmkit.layers.batch import KVLayer
 from lmkit.qtensor import QuantScheme, quantize
-from tests.kernels.cases import filled_cache, key_mean
+from tests.kernels.cases import filled_cache, geometry, key_mean
 
 
 @pytest.fixture(autouse=True)
@@ -91,14 +93,16 @@ LENGTHS, NEW = [1, 30, 700, 2050, 257], [1, 30, 3, 1, 100]
 @pytest.mark.parametrize(
     ("types", "dim"),
     [
-        (("float32", "int8"), 48),
-        (("int4", "bfloat16"), 48),
-        (("int8", "int4"), 64),
-        (("int4", "int8"), 6),
-        (("fp8", "fp8"), 64),
+        ((FLOAT32, INT8), 48),
+        ((INT4, BFLOAT16), 48),
+        ((INT8, INT4), 64),
+        ((INT4, INT8), 6),
+        ((FP8, FP8), 64),
     ],
 )
-def test_attention_sequences_chunks_and_splits(types: tuple[str, str], dim: int, window: int, sinks: int) -> None:
+def test_attention_sequences_chunks_and_splits(
+    types: tuple[KVDtype, KVDtype], dim: int, window: int, sinks: int
+) -> None:
     torch.manual_seed(4)
     kv_heads, group = 2, 3
     kv, tables = filled_cache(types, kv_heads, dim, 16, LENGTHS)
@@ -114,9 +118,9 @@ def test_attention_sequences_chunks_and_splits(types: tuple[str, str], dim: int,
         rows = torch.cat(
             [torch.arange(starts[b] + first, starts[b] + first + n) for b, n in zip(sequences, taken, strict=True)]
         )
-        lens = torch.tensor([LENGTHS[b] - NEW[b] + first + n for b, n in zip(sequences, taken, strict=True)]).int()
-        query_start = torch.tensor([0, *taken]).cumsum(0).int()
-        return Tensor(impl(q[rows], kv.k, kv.v, tables[sequences], query_start, lens, dim**-0.5, window, sinks))
+        lens = [LENGTHS[b] - NEW[b] + first + n for b, n in zip(sequences, taken, strict=True)]
+        batch = geometry([0, *torch.tensor(taken).cumsum(0).tolist()], lens, tables[sequences])
+        return Tensor(impl(q[rows], kv.k, kv.v, batch, AttentionSpec(dim**-0.5, window, sinks)))
 
     together = attend(list(range(len(LENGTHS))))
     for num_threads in (2, 1, 5):

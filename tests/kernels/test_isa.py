@@ -14,6 +14,7 @@ from llvmlite import ir
 from lmkit.errors import ConfigError
 from lmkit.kernels.cpu import attention_tiles, isa, tiles
 from lmkit.kernels.cpu.tiles import Tile
+from lmkit.kv_dtype import BFLOAT16, FLOAT32, INT4, INT8, KVDtype
 
 X86, ARM = "x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu"
 
@@ -48,7 +49,7 @@ def innermost_loops(text: str) -> list[list[str]]:
     return loops
 
 
-def attention_kernels(level: isa.Isa, *forms: str) -> list[Tile]:
+def attention_kernels(level: isa.Isa, *forms: KVDtype) -> list[Tile]:
     kernels = (attention_tiles.score_tile, attention_tiles.product_tile)
     return [kernel(level, form) for kernel in kernels for form in forms]
 
@@ -75,7 +76,7 @@ def test_vnni_instructions_without_spills(level: str, cpu: str, register: str, b
 
 @pytest.mark.parametrize(("level", "cpu"), [("avx512_vnni", "znver4"), ("avx2", "haswell"), ("avx2", "znver3")])
 def test_float_kernels_without_spills(level: str, cpu: str) -> None:
-    for tile in (tiles.float_tile(isa.named(level)), *attention_kernels(isa.named(level), "bfloat16", "float32")):
+    for tile in (tiles.float_tile(isa.named(level)), *attention_kernels(isa.named(level), BFLOAT16, FLOAT32)):
         loops = innermost_loops(assembly(tile, cpu))
         assert sum(line.count("vfmadd") for loop in loops for line in loop) > 10
         assert not [line for loop in loops for line in loop if "Spill" in line or "Reload" in line]
@@ -91,8 +92,8 @@ def test_float_kernels_without_spills(level: str, cpu: str) -> None:
     ],
 )
 def test_attention_on_codes(level: str, cpu: str, of_words: str, of_bytes: str, register: str) -> None:
-    for tile in attention_kernels(isa.named(level), "int8", "int4"):
-        instruction = of_bytes if tile is attention_tiles.score_tile(isa.named(level), "int4") else of_words
+    for tile in attention_kernels(isa.named(level), INT8, INT4):
+        instruction = of_bytes if tile is attention_tiles.score_tile(isa.named(level), INT4) else of_words
         loops = [
             loop for loop in innermost_loops(assembly(tile, cpu)) if any(f"\t{instruction}\t" in line for line in loop)
         ]
@@ -108,7 +109,7 @@ def test_portable_kernels_compile_for_other_processors(triple: str, cpu: str) ->
     for tile in (
         tiles.int_tile(level, 4, packed=True, half_scales=True),
         tiles.float_tile(level),
-        *attention_kernels(level, "float32", "int8", "int4"),
+        *attention_kernels(level, FLOAT32, INT8, INT4),
     ):
         text = assembly(tile, cpu, triple)
         assert "ymm" not in text

@@ -7,22 +7,22 @@ import torch
 
 import lmkit.kernels  # noqa: F401  (registers)
 from lmkit.kernels import ops
-from lmkit.kernels.cpu.attention_tiles import CODED
 from lmkit.kernels.reference.attention import rounded_queries, small_query_limit
 from lmkit.kernels.reference.kv import hadamard, read_blocks
+from lmkit.kv_dtype import FP8, INT4, INT8, KVDtype
 from lmkit.layers.batch import allocate_kv
 from tests.kernels.cases import edge_vectors
 
 
-def stored(x: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
+def stored(x: torch.Tensor, dtype: KVDtype) -> tuple[torch.Tensor, torch.Tensor]:
     """x [tokens, heads, D] as it is read back, and the scale of each token and head."""
     kv = allocate_kv(1, x.shape[1], len(x), x.shape[2], (dtype, dtype))
     ops.kv_append.named("reference")(x, x, kv.k, kv.v, torch.arange(len(x)).int())
     return read_blocks(kv.k, torch.tensor([0]), len(x)).transpose(0, 1), kv.k.params[0, :, :, 0].T.float()
 
 
-@pytest.mark.parametrize("dtype", CODED)
-def test_integers_err_by_half_a_step(dtype: str) -> None:
+@pytest.mark.parametrize("dtype", [INT8, INT4], ids=str)
+def test_integers_err_by_half_a_step(dtype: KVDtype) -> None:
     torch.manual_seed(0)
     x = edge_vectors(40, 2, 64, narrow=True)
     back, scale = stored(x, dtype)
@@ -50,7 +50,7 @@ def test_queries_of_int4_keys_err_by_half_a_step_and_their_sums_fit_int16(dim: i
 def test_fp8_errs_by_a_sixteenth() -> None:
     torch.manual_seed(0)
     x = edge_vectors(40, 2, 64, narrow=True)
-    back, scale = stored(x, "fp8")
+    back, scale = stored(x, FP8)
     assert bool(back.isfinite().all())
     peak = x.abs().amax(-1)
     usable = peak > 448 * 2**-14  # below, float16 has no exact scale
@@ -60,9 +60,9 @@ def test_fp8_errs_by_a_sixteenth() -> None:
     assert bool(((back - x).abs().amax(-1) <= peak + 1e-30)[~usable].all())
 
 
-@pytest.mark.parametrize("dtype", ["int8", "fp8", "int4"])
+@pytest.mark.parametrize("dtype", [INT8, FP8, INT4], ids=str)
 @pytest.mark.parametrize("value", [0.0, 1.0, -7.5, 448.0])
-def test_constant_vectors(dtype: str, value: float) -> None:
+def test_constant_vectors(dtype: KVDtype, value: float) -> None:
     back, _ = stored(torch.full((1, 1, 16), value), dtype)
     assert torch.allclose(back, torch.tensor(value), rtol=2**-10)
 

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 import lmkit.kernels  # noqa: F401  (registers)
+from lmkit.attention_spec import AttentionSpec
 from lmkit.kernels import ops
 from lmkit.kernels.cpu import threads
+from lmkit.kv_dtype import FLOAT32, INT4, INT8, KV_DTYPES, KVDtype
 from lmkit.layers.batch import KVLayer
-from tests.kernels.cases import F32_TOLERANCE, WORD_TOLERANCE, filled_cache
+from tests.kernels.cases import F32_TOLERANCE, WORD_TOLERANCE, filled_cache, geometry
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +26,6 @@ def _threads() -> Iterator[None]:
 
 LENGTHS, NEW = [900, 33, 700, 270], [1, 1, 90, 3]
 DIM, BLOCK = 64, 16
-TYPES = ["float32", "bfloat16", "float16", "fp8", "int8", "int4"]
 
 
 def visible(length: int, num_new: int, window: int, sinks: int) -> Tensor:
@@ -34,18 +35,18 @@ def visible(length: int, num_new: int, window: int, sinks: int) -> Tensor:
 
 
 def attend(implementation: str, q: Tensor, kv: KVLayer, tables: Tensor, window: int, sinks: int) -> Tensor:
-    starts = torch.tensor([0, *NEW]).cumsum(0).int()
+    batch = geometry(torch.tensor([0, *NEW]).cumsum(0).tolist(), LENGTHS, tables)
     op = ops.paged_attention
     impl = op.named("reference") if implementation == "reference" else op.select(
         "cpu", num_heads=q.shape[1], num_kv_heads=kv.k.data.shape[1], head_dim=DIM
     )  # fmt: skip
-    return Tensor(impl(q, kv.k, kv.v, tables, starts, torch.tensor(LENGTHS).int(), DIM**-0.5, window, sinks))
+    return Tensor(impl(q, kv.k, kv.v, batch, AttentionSpec(DIM**-0.5, window, sinks)))
 
 
 @pytest.mark.parametrize(("window", "sinks"), [(50, 0), (50, 4), (200, 300), (256, 64), (17, 1000)])
 def test_reference_sees_what_the_formula_says(window: int, sinks: int) -> None:
     torch.manual_seed(11)
-    kv, tables = filled_cache(("float32", "float32"), 1, DIM, BLOCK, LENGTHS)
+    kv, tables = filled_cache((FLOAT32, FLOAT32), 1, DIM, BLOCK, LENGTHS)
     q, row = torch.randn(sum(NEW), 1, DIM), 0
     got = attend("reference", q, kv, tables, window, sinks)
     for b, (length, num_new) in enumerate(zip(LENGTHS, NEW, strict=True)):
@@ -57,16 +58,16 @@ def test_reference_sees_what_the_formula_says(window: int, sinks: int) -> None:
 
 
 @pytest.mark.parametrize("implementation", ["reference", "cpu"])
-@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("dtype", KV_DTYPES.values(), ids=str)
 @pytest.mark.parametrize(("window", "sinks"), [(50, 0), (50, 4), (200, 300), (17, 1000)])
-def test_hidden_blocks_are_not_read(dtype: str, window: int, sinks: int, implementation: str) -> None:
+def test_hidden_blocks_are_not_read(dtype: KVDtype, window: int, sinks: int, implementation: str) -> None:
     """Blocks of which no query sees a key may hold anything, and have one entry in the table: 0."""
     torch.manual_seed(12)
     kv, tables = filled_cache((dtype, dtype), 2, DIM, BLOCK, LENGTHS)
     q = torch.randn(sum(NEW), 6, DIM) * 2
     expected = attend(implementation, q, kv, tables, window, sinks)
     oracle = attend("reference", q, kv, tables, window, sinks)
-    tolerance = WORD_TOLERANCE if dtype in ("int8", "int4") else F32_TOLERANCE
+    tolerance = WORD_TOLERANCE if dtype in (INT8, INT4) else F32_TOLERANCE
     torch.testing.assert_close(expected, oracle, rtol=0, atol=tolerance * float(oracle.abs().max()))
     hidden = [0]
     for b, (length, num_new) in enumerate(zip(LENGTHS, NEW, strict=True)):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lmkit.errors import CheckpointError, UnsupportedError
+from lmkit.kv_dtype import FLOAT32
 from lmkit.layers.batch import KVLayer, allocate_kv, whole_batch
 from lmkit.models import load_spec
 from lmkit.models.decoder import Decoder
@@ -24,7 +25,7 @@ BLOCK = 5
 def kv_for(decoder: Decoder, num_blocks: int, block_size: int = BLOCK) -> list[KVLayer]:
     spec = decoder.spec
     return [
-        allocate_kv(num_blocks, spec.num_kv_heads, block_size, spec.head_dim, ("float32", "float32"))
+        allocate_kv(num_blocks, spec.num_kv_heads, block_size, spec.head_dim, (FLOAT32, FLOAT32))
         for _ in range(spec.num_layers)
     ]
 

@@ -13,6 +13,7 @@ from lmkit.formats.base import get_format
 from lmkit.formats.checkpoint import CheckpointReader, CheckpointWriter
 from lmkit.formats.convert import convert
 from lmkit.formats.parts import Activations
+from lmkit.kv_dtype import FLOAT32
 from lmkit.layers.batch import allocate_kv, whole_batch
 from lmkit.models.decoder import Decoder
 from lmkit.models.loader import ModelSource, load_model
@@ -65,7 +66,7 @@ def rewritten(
 def logits(decoder: Decoder) -> torch.Tensor:
     spec = decoder.spec
     batch, num_blocks = whole_batch(PROMPTS, 8)
-    kv = [allocate_kv(num_blocks, spec.num_kv_heads, 8, spec.head_dim, ("float32", "float32"))
+    kv = [allocate_kv(num_blocks, spec.num_kv_heads, 8, spec.head_dim, (FLOAT32, FLOAT32))
           for _ in range(spec.num_layers)]  # fmt: skip
     return decoder(batch, kv)
 

@@ -16,6 +16,7 @@ from lmkit.formats.kv_config import KVConfig, KVLayerConfig, save_kv_config
 from lmkit.formats.kv_scheme import KVScheme
 from lmkit.kernels import ops
 from lmkit.kernels.reference.kv import mean_keys, read_blocks
+from lmkit.kv_dtype import BFLOAT16, FLOAT32, FP8, INT4, INT8
 from lmkit.models import load_spec
 from lmkit.models.kv_storage import KVStorage, allocate, resolve_storage, table_bytes
 from lmkit.models.spec import ModelSpec
@@ -51,8 +52,8 @@ def scales(k: Any, v: Any) -> dict[str, Tensor]:
 
 def test_nothing_said(tmp_path: Path) -> None:
     source = reader(tmp_path)
-    assert resolve_storage(source, spec(), "auto", "bfloat16") == [KVStorage("bfloat16", "bfloat16")] * 2
-    assert resolve_storage(source, spec(), "fp8", "bfloat16") == [KVStorage("fp8", "fp8")] * 2
+    assert resolve_storage(source, spec(), "auto", "bfloat16") == [KVStorage(BFLOAT16, BFLOAT16)] * 2
+    assert resolve_storage(source, spec(), "fp8", "bfloat16") == [KVStorage(FP8, FP8)] * 2
 
 
 def test_kv_config(tmp_path: Path) -> None:
@@ -63,10 +64,10 @@ def test_kv_config(tmp_path: Path) -> None:
     )
     save_kv_config(KVConfig(num_kv_heads=2, head_dim=16, layers=layers), source.path)
     first, second = resolve_storage(source, spec(), "auto", "float32")
-    assert first == KVStorage("int4", "float32", MEAN, hadamard=True)
-    assert second == KVStorage("float32", "fp8")
-    assert resolve_storage(source, spec(), "int8", "float32") == [KVStorage("int8", "int8", MEAN, hadamard=True)] * 2
-    assert resolve_storage(source, spec(), "bfloat16", "float32") == [KVStorage("bfloat16", "bfloat16")] * 2
+    assert first == KVStorage(INT4, FLOAT32, MEAN, hadamard=True)
+    assert second == KVStorage(FLOAT32, FP8)
+    assert resolve_storage(source, spec(), "int8", "float32") == [KVStorage(INT8, INT8, MEAN, hadamard=True)] * 2
+    assert resolve_storage(source, spec(), "bfloat16", "float32") == [KVStorage(BFLOAT16, BFLOAT16)] * 2
     assert table_bytes(spec(), [first, second], 100) == 4 * 16 * 100
     assert table_bytes(spec(), [second], 100) == 0
     rope = {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 10000.0}
@@ -79,7 +80,7 @@ def test_kv_config(tmp_path: Path) -> None:
 
 
 def test_heads_with_fewer_pairs(tmp_path: Path) -> None:
-    storage = KVStorage("float32", "float32", (((1, 9.0, -4.0), (0, 1.0, 2.0)), ((7, 3.0, 1.0),)))
+    storage = KVStorage(FLOAT32, FLOAT32, (((1, 9.0, -4.0), (0, 1.0, 2.0)), ((7, 3.0, 1.0),)))
     (layer,) = allocate(spec(), [storage], 4, 8, 30)
     mean = layer.k.mean
     assert mean is not None
@@ -89,7 +90,7 @@ def test_heads_with_fewer_pairs(tmp_path: Path) -> None:
     assert at_zero[1, [7, 15]].tolist() == [3.0, 1.0]
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("int", "int8"), ("float", "fp8")])
+@pytest.mark.parametrize(("kind", "dtype"), [("int", INT8), ("float", FP8)])
 def test_static_scales_quantize(tmp_path: Path, kind: Any, dtype: str) -> None:
     scheme = KVScheme(type=kind, strategy="attn_head").entry()
     source = reader(tmp_path, scales([[[0.5]], [[0.25]]], [[[0.125]], [[0.5]]]), scheme)
@@ -114,9 +115,9 @@ def test_other_schemes(tmp_path: Path) -> None:
         getattr(resolve_storage(source, spec(), "auto", "float32")[0], n) for n in ("k_scales", "v_scales")
     )
     assert (k_scale, v_scale) == (pytest.approx(0.1, rel=2**-11), pytest.approx(0.2, rel=2**-11))
-    assert resolve_storage(source, spec(), "int4", "float32") == [KVStorage("int4", "int4")] * 2
+    assert resolve_storage(source, spec(), "int4", "float32") == [KVStorage(INT4, INT4)] * 2
     source.config["quantization_config"]["kv_cache_scheme"]["dynamic"] = True
-    assert resolve_storage(source, spec(), "auto", "float32") == [KVStorage("fp8", "fp8")] * 2
+    assert resolve_storage(source, spec(), "auto", "float32") == [KVStorage(FP8, FP8)] * 2
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import torch
 from lmkit.config import EngineConfig
 from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.formats.hub import DEMO_FOLDER
+from lmkit.kv_dtype import FLOAT32
 from lmkit.layers.batch import allocate_kv, whole_batch
 from lmkit.layers.moe import MoE, by_expert, route, row_sigmoid
 from lmkit.models import load_spec
@@ -32,8 +33,7 @@ def logits(decoder: Decoder, rows: list[list[int]]) -> torch.Tensor:
     spec = decoder.spec
     batch, num_blocks = whole_batch(rows, 8)
     kv = [
-        allocate_kv(num_blocks, spec.num_kv_heads, 8, spec.head_dim, ("float32", "float32"))
-        for _ in range(spec.num_layers)
+        allocate_kv(num_blocks, spec.num_kv_heads, 8, spec.head_dim, (FLOAT32, FLOAT32)) for _ in range(spec.num_layers)
     ]
     return decoder(batch, kv)
 

@@ -21,6 +21,7 @@ from lmkit.formats.base import get_format
 from lmkit.formats.checkpoint import CheckpointReader, CheckpointWriter
 from lmkit.formats.jsonfile import read_json
 from lmkit.kernels.cpu import jit
+from lmkit.kv_dtype import FLOAT32
 from lmkit.layers.batch import allocate_kv, whole_batch
 from lmkit.models import packed_cache, roles
 from lmkit.models.decoder import Decoder
@@ -63,8 +64,7 @@ def logits(decoder: Decoder) -> torch.Tensor:
     spec = decoder.spec
     batch, num_blocks = whole_batch(PROMPTS, 8)
     kv = [
-        allocate_kv(num_blocks, spec.num_kv_heads, 8, spec.head_dim, ("float32", "float32"))
-        for _ in range(spec.num_layers)
+        allocate_kv(num_blocks, spec.num_kv_heads, 8, spec.head_dim, (FLOAT32, FLOAT32)) for _ in range(spec.num_layers)
     ]
     return decoder(batch, kv)
 

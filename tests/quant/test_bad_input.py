@@ -134,10 +134,11 @@ def test_a_result_that_reads_back_differently_is_refused(tmp_path: Path) -> None
 
 def _hidden(source: ModelSource, row: Tensor) -> Tensor:
     """Behind the last layer, float32, by the model as it is served."""
+    from lmkit.kv_dtype import FLOAT32
     from lmkit.layers.batch import allocate_kv, whole_batch
 
     decoder, spec = load_model(source.reader.path, activations="exact"), source.spec
     batch, num_blocks = whole_batch([row.tolist()], 32)
-    sizes = num_blocks, spec.num_kv_heads, 32, spec.head_dim, ("float32", "float32")
+    sizes = num_blocks, spec.num_kv_heads, 32, spec.head_dim, (FLOAT32, FLOAT32)
     delta, residual = decoder.hidden(batch, [allocate_kv(*sizes) for _ in range(spec.num_layers)])
     return delta + residual

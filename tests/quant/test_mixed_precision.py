@@ -12,6 +12,7 @@ import torch
 
 from lmkit.errors import ConfigError
 from lmkit.formats.checkpoint import CheckpointReader
+from lmkit.kv_dtype import FLOAT32
 from lmkit.layers.batch import allocate_kv, whole_batch
 from lmkit.models.loader import ModelSource
 from lmkit.models.roles import LINEARS, module_name
@@ -127,7 +128,7 @@ def test_kl_is_that_of_the_model_with_one_group_rounded(source: Path, monkeypatc
             weights = decoder.layers[rounded.layer].weights
             weights.update({role: quantize(weights[role], scheme) for role in rounded.modules})  # type: ignore[arg-type]
         batch, blocks = whole_batch(rows.tolist(), 32)
-        kv = [allocate_kv(blocks, model.spec.num_kv_heads, 32, model.spec.head_dim, ("float32", "float32"))] * 2
+        kv = [allocate_kv(blocks, model.spec.num_kv_heads, 32, model.spec.head_dim, (FLOAT32, FLOAT32))] * 2
         return decoder.head(*decoder.hidden(batch, kv)).log_softmax(-1)
 
     exact = log_probs(None, None)

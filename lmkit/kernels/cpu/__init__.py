@@ -2,11 +2,12 @@
 
 from lmkit.kernels import ops
 from lmkit.kernels.cpu import attention, dense, elementwise, isa, kv, quantized, sampling
+from lmkit.kernels.cpu.tiles import CODES4, CODES8, FLOAT8
 
 ops.paged_attention.register(attention.implementation(isa.host()))
 ops.rope_paged_attention.register(attention.after_append(isa.host()))
 ops.linear_dense.register(dense.dense_implementation(isa.host()))
-for _op, _kind in ((ops.linear_w4a16, "int4"), (ops.linear_w8a16, "int8"), (ops.linear_fp8, "float8")):
+for _op, _kind in ((ops.linear_w4a16, CODES4), (ops.linear_w8a16, CODES8), (ops.linear_fp8, FLOAT8)):
     _op.register(dense.codes_implementation(isa.host(), _kind))
 for _op, _bits in ((ops.linear_w4a8, 4), (ops.linear_w8a8, 8)):
     _op.register(quantized.implementation(isa.host(), _bits))

@@ -23,6 +23,7 @@ import torch
 from numba import carray
 from torch import Tensor
 
+from lmkit.attention_spec import AttentionSpec
 from lmkit.kernels.cpu import attention_rows, threads, workspace
 from lmkit.kernels.cpu.attention_keys import ask_for, locate, num_parts, skipped_parts, span
 from lmkit.kernels.cpu.attention_stages import (
@@ -33,18 +34,19 @@ from lmkit.kernels.cpu.attention_stages import (
     score_task,
     value_task,
 )
-from lmkit.kernels.cpu.attention_tiles import CODED, KEYS, LARGEST_WORD
+from lmkit.kernels.cpu.attention_tiles import KEYS, LARGEST_WORD
 from lmkit.kernels.cpu.emit import I8, I16
 from lmkit.kernels.cpu.intrinsics import add, bits_to_float, call, fma, pointer, tile, unpack
 from lmkit.kernels.cpu.isa import Isa
 from lmkit.kernels.cpu.jit import Task, float_bits, inline
 from lmkit.kernels.cpu.kv import rope_append, rows_of, turn_hadamard
 from lmkit.kernels.cpu.panels import address, as_type
-from lmkit.kernels.ops import KV_CODED, KVTensor
+from lmkit.kernels.ops import BatchGeometry, KVTensor
 from lmkit.kernels.reference.attention import SMALL_QUERY, small_query_limit
 from lmkit.kernels.reference.elementwise import accepts_rope
 from lmkit.kernels.reference.kv import accepts_heads
 from lmkit.kernels.registry import Implementation
+from lmkit.kv_dtype import INT4, KVDtype
 
 TILE_ROWS = 48  # aimed at: enough to pay for copying the keys
 UNITS_PER_THREAD = 4  # with fewer tiles, partitions become units
@@ -282,15 +284,15 @@ def _storage(isa: Isa, cache: KVTensor, dim: int, *, keys: bool) -> tuple[int, i
     assert cache.data.is_contiguous()
     assert cache.params.is_contiguous()
     row_bytes = cache.data.shape[3] * cache.data.element_size()
-    params = cache.params.data_ptr() if cache.dtype in KV_CODED else 0
+    params = cache.params.data_ptr() if cache.dtype.coded else 0
     return cache.data.data_ptr(), params, row_bytes, int(reads_directly(isa, cache.dtype, dim, keys=keys))
 
 
-def _query_limit(kind: str, dim: int) -> int:
+def _query_limit(kind: KVDtype, dim: int) -> int:
     """The largest word of a query for keys of a kind; 0 if it stays float. Sums of products with codes fit int32."""
-    if kind == "int4":
+    if kind == INT4:
         return small_query_limit(dim)
-    return min(LARGEST_WORD, (2**31 - 1) // (255 * dim)) if kind in CODED else 0
+    return min(LARGEST_WORD, (2**31 - 1) // (255 * dim)) if kind.has_minimum else 0
 
 
 def _keys(cache: KVTensor) -> tuple[int, int, int, int, int, int, int]:
@@ -319,22 +321,18 @@ def paged_attention(
     q: Tensor,
     k_cache: KVTensor,
     v_cache: KVTensor,
-    block_tables: Tensor,
-    query_start: Tensor,
-    context_lens: Tensor,
-    scale: float,
-    window: int,
-    sinks: int = 0,
+    geometry: BatchGeometry,
+    spec: AttentionSpec,
 ) -> Tensor:
-    dtype = q.dtype
-    q, query_start, context_lens = rows_of(q), query_start.contiguous(), context_lens.contiguous()
+    dtype, window, block_tables = q.dtype, spec.window, geometry.block_tables
+    q, query_start, context_lens = rows_of(q), geometry.query_start.contiguous(), geometry.context_lens.contiguous()
     assert block_tables.dtype == query_start.dtype == context_lens.dtype == torch.int32
     assert block_tables.stride(1) == 1 or block_tables.shape[1] == 1
     num_tokens, num_heads, dim = q.shape
     num_seqs, heads, max_keys = len(context_lens), k_cache.data.shape[1], block_tables.shape[1] * k_cache.block_size
     group, padded = num_heads // heads, -(-dim // isa.float_tile) * isa.float_tile
     tile_tokens = min(max(1, TILE_ROWS // group), num_tokens - num_seqs + 1)
-    sinks, max_parts = sinks if window else 0, -(-max_keys // PARTITION)
+    sinks, max_parts = spec.sinks if window else 0, -(-max_keys // PARTITION)
     if window:
         max_parts = min(max_parts, (sinks + window + num_tokens - num_seqs + 1) // PARTITION + 3)
     units, wanted = _max_units(num_tokens, num_seqs, heads, tile_tokens, max_parts)
@@ -347,8 +345,9 @@ def paged_attention(
     threads.run(
         ATTEND,
         units,
-        (*sequences, block_tables.data_ptr(), block_tables.stride(0), q.data_ptr(), 4 * q.stride(0), float_bits(scale),
-         out.data_ptr(), address(records), plan.data_ptr() + 8 * (num_seqs + 2), heads, group, dim, padded,
+        (*sequences, block_tables.data_ptr(), block_tables.stride(0), q.data_ptr(), 4 * q.stride(0),
+         float_bits(spec.scale), out.data_ptr(), address(records), plan.data_ptr() + 8 * (num_seqs + 2), heads, group,
+         dim, padded,
          k_cache.block_size, window, sinks, tile_tokens, *_keys(k_cache),
          score_task(isa, k_cache.dtype).address, *_storage(isa, k_cache, dim, keys=True),
          _query_limit(k_cache.dtype, dim),
@@ -367,10 +366,10 @@ def after_append(isa: Isa) -> Implementation:
     """`paged_attention` behind `rope_append`: two programs."""
 
     def rope_paged_attention(
-        q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: KVTensor, v_cache: KVTensor, slots: Tensor,
-        *batch: Any,
+        q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: KVTensor, v_cache: KVTensor,
+        geometry: BatchGeometry, spec: AttentionSpec,
     ) -> Tensor:  # fmt: skip
-        rope_append(q, k, v, cos, sin, k_cache, v_cache, slots)
-        return paged_attention(isa, q, k_cache, v_cache, *batch)
+        rope_append(q, k, v, cos, sin, k_cache, v_cache, geometry.slots)
+        return paged_attention(isa, q, k_cache, v_cache, geometry, spec)
 
     return Implementation(f"cpu.{isa.name}", "cpu", rope_paged_attention, accepts_rope, priority=20)

@@ -6,37 +6,38 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from lmkit.kernels.cpu.attention_tiles import BYTES, CODED, STORED, nibbles, widened
+from lmkit.kernels.cpu.attention_tiles import BYTES, PAIRS, STORED, WORDS, nibbles, widened
 from lmkit.kernels.cpu.emit import F32, I16, I32, I64, Emitter, Value, constant
 from lmkit.kernels.cpu.isa import Isa
 from lmkit.kernels.cpu.tiles import TILES, Tile
+from lmkit.kv_dtype import FLOAT32, INT4, KVDtype
 
 
-def copy_tile(kind: str, form: str) -> Tile:
-    """Rows of KV storage of a kind (ops.KVTensor.dtype) to rows of a form at `target`, `ld` bytes apart, up to
+def copy_tile(kind: KVDtype, form: KVDtype) -> Tile:
+    """Rows of KV storage of a kind to rows of a form at `target`, `ld` bytes apart, up to
     `padded` elements filled with 0: `count` rows of `dim` elements, of which "pairs" takes two each.
     """
     stored = STORED[BYTES[kind]]
-    element = {"float32": F32, "words": I16, "pairs": I32}[form]
+    element = {FLOAT32: F32, WORDS: I16, PAIRS: I32}[form]
 
     def convert(e: Emitter, sources: list[Value], lanes: int) -> list[Value]:
         """One vector (with one lane, one number) from each source: the vector, or of int4 two, to store."""
         b, single = e.builder, lanes == 1
         raw = [e.load(source, stored if single else e.vector(stored, lanes)) for source in sources]
-        if kind == "float32":
+        if kind == FLOAT32:
             return raw
         integers = [b.zext(x, I32 if single else e.vector(I32, lanes)) for x in raw]
-        if kind not in CODED:
+        if not kind.has_minimum:
             return [widened(e, kind, x) for x in integers]
-        parts = [nibbles(e, x) if kind == "int4" else [x] for x in integers]
-        if form == "words":
+        parts = [nibbles(e, x) if kind == INT4 else [x] for x in integers]
+        if form == WORDS:
             return [b.trunc(x, I16 if single else e.vector(I16, lanes)) for x in parts[0]]
         return [b.or_(x, b.shl(y, constant(y.type, 16))) for x, y in zip(*parts, strict=True)]
 
     def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
         places, target, ld, count, dim, padded = arguments
-        b, sources = e.builder, 2 if form == "pairs" else 1
-        columns = b.lshr(dim, I64(1)) if kind == "int4" else dim
+        b, sources = e.builder, 2 if form == PAIRS else 1
+        columns = b.lshr(dim, I64(1)) if kind == INT4 else dim
         whole = b.sdiv(columns, I64(e.lanes))
         done = e.times(whole, e.lanes)
         with e.loop(count) as row:
@@ -154,7 +155,7 @@ def words_tile(element: ir.Type = I16) -> Tile:
     return TILES.setdefault(name, Tile(name, 8, (1,), 5, body))
 
 
-def scale_tile(isa: Isa, kind: str) -> Tile:
+def scale_tile(isa: Isa, kind: KVDtype) -> Tile:
     """`count` scores of one row, in place. Those of codes were int32: s = step * (scale * dot + minimum * sum), with
     float32 (step, sum) of the row at `steps`; float32 scales, `minima` bytes before the minima. Of fp8: s * scale.
     """
@@ -167,12 +168,12 @@ def scale_tile(isa: Isa, kind: str) -> Tile:
             at = e.times(i, 4 * e.lanes)
             scale, minimum = (e.load(e.offset(scales, at, part), floats) for part in (0, minima))
             place = e.offset(s, at)
-            if kind == "fp8":
+            if not kind.has_minimum:
                 result = b.fmul(e.load(place, floats), scale)
             else:
                 dots = b.sitofp(e.load(place, e.vector(I32)), floats)
                 result = b.fmul(e.fma(dots, scale, b.fmul(minimum, total)), step)
             e.store(result, place)
 
-    name = f"scale_tile.{isa.name}.{kind if kind == 'fp8' else 'codes'}"
+    name = f"scale_tile.{isa.name}.{'codes' if kind.has_minimum else 'scaled'}"
     return TILES.setdefault(name, Tile(name, isa.lanes, (1,), 5, body))

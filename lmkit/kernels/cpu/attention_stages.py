@@ -13,11 +13,11 @@ from numba import carray
 
 from lmkit.kernels.cpu import attention_rows
 from lmkit.kernels.cpu import attention_tiles as tiles
-from lmkit.kernels.cpu.attention_tiles import BYTES, CODED, KEYS
+from lmkit.kernels.cpu.attention_tiles import BYTES, KEYS
 from lmkit.kernels.cpu.intrinsics import pointer, tile, unpack
 from lmkit.kernels.cpu.isa import Isa
 from lmkit.kernels.cpu.jit import Task, float_bits, inline
-from lmkit.kernels.ops import KV_CODED
+from lmkit.kv_dtype import FLOAT32, INT4, KVDtype
 
 PARTITION = 256  # keys whose softmax is computed at once
 DIRECT_ROWS = 8  # more rows than this share a copy
@@ -32,10 +32,10 @@ def copy_bytes(padded: int) -> int:
     return KEYS * (8 + 4 * padded + SPACING)
 
 
-def reads_directly(isa: Isa, kind: str, dim: int, *, keys: bool) -> bool:
+def reads_directly(isa: Isa, kind: KVDtype, dim: int, *, keys: bool) -> bool:
     """Rows of the storage are whole vectors."""
-    lanes = 4 if kind == "int4" else 2
-    return dim % (isa.lanes * (8 if keys and kind == "int4" else lanes)) == 0
+    lanes = 4 if kind == INT4 else 2
+    return dim % (isa.lanes * (8 if keys and kind == INT4 else lanes)) == 0
 
 
 @inline
@@ -46,15 +46,15 @@ def _fill_places(places: int, count: int, first: int, step: int) -> None:
 
 
 @functools.cache
-def score_task(isa: Isa, kind: str) -> Task:
+def score_task(isa: Isa, kind: KVDtype) -> Task:
     """scores [rows, PARTITION] of the keys first .. end of a partition."""
-    form, scaled = "words" if kind in CODED else "float32", kind in KV_CODED
+    form, scaled = tiles.WORDS if kind.has_minimum else FLOAT32, kind.coded
     stored, copied = (tiles.score_tile(isa, name).name for name in (kind, form))
     scale = attention_rows.scale_tile(isa, kind).name
     copy, element = attention_rows.copy_tile(kind, form).name, BYTES[form]
-    chunk = isa.lanes * (2 if kind in CODED else 1)
-    stored_chunk = tiles.key_bytes(isa, kind) // BYTES[kind] * (2 if kind == "int4" else 1)
-    narrow = kind == "int4"  # queries are bytes where the storage is read, and words where copies are
+    chunk = isa.lanes * (2 if kind.has_minimum else 1)
+    stored_chunk = tiles.key_bytes(isa, kind) // BYTES[kind] * (2 if kind == INT4 else 1)
+    narrow = kind == INT4  # queries are bytes where the storage is read, and words where copies are
 
     def scores(args: int, scratch: int, index: int) -> None:
         (rows, dim, padded, first, end, places, params, direct, queries, steps, out, value_lines,
@@ -92,16 +92,16 @@ def score_task(isa: Isa, kind: str) -> Task:
 
 
 @functools.cache
-def value_task(isa: Isa, kind: str) -> Task:
+def value_task(isa: Isa, kind: KVDtype) -> Task:
     """record = the partial result (see attention.py) of the scores and values first .. end of a partition."""
-    coded = kind in CODED
-    form = "pairs" if coded else "float32"
+    coded = kind.has_minimum
+    form = tiles.PAIRS if coded else FLOAT32
     stored, copied = tiles.product_tile(isa, kind).name, tiles.product_tile(isa, form).name
     copy, softmax = attention_rows.copy_tile(kind, form).name, tiles.softmax_tile(isa, kind).name
     width, per_place, per_turn = isa.float_tile, 2 if coded else 1, 4 if coded else 1
     # A panel is two vectors of columns: neighbours, or, of int4, the two nibbles of one vector of bytes.
     apart = 4 * isa.lanes
-    stored_width = isa.lanes if kind == "int4" else width
+    stored_width = isa.lanes if kind == INT4 else width
     element, weight_bytes = BYTES[kind], 2 if coded else 4
 
     def values(args: int, scratch: int, index: int) -> None:

@@ -24,27 +24,28 @@ from lmkit.kernels.cpu.dots import byte_products, vpdpbusd
 from lmkit.kernels.cpu.emit import F32, I8, I16, I32, I64, Emitter, Value, constant
 from lmkit.kernels.cpu.isa import Isa
 from lmkit.kernels.cpu.tiles import TILES, Tile
+from lmkit.kv_dtype import BFLOAT16, FLOAT16, FLOAT32, FP8, INT4, INT8, KVDtype
 
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1, "int4": 1, "words": 2, "pairs": 4}
+WORDS, PAIRS = KVDtype("words", 16), KVDtype("pairs", 32)  # copies only
+BYTES = {FLOAT32: 4, BFLOAT16: 2, FLOAT16: 2, FP8: 1, INT8: 1, INT4: 1, WORDS: 2, PAIRS: 4}
 STORED = {4: F32, 2: I16, 1: I8}  # an element of so many bytes in memory
-CODED = ("int8", "int4")
 KEYS = 64  # in a block: int32 sums of codes and weights are exact within one
 LARGEST_WORD = 32767
 
 
-def _is_integer(form: str) -> bool:
-    return form in (*CODED, "words", "pairs")
+def _is_integer(form: KVDtype) -> bool:
+    return form.has_minimum or form in (WORDS, PAIRS)
 
 
-def _floats(e: Emitter, form: str, address: Value) -> Value:
+def _floats(e: Emitter, form: KVDtype, address: Value) -> Value:
     """One vector of floats."""
-    if form == "float32":
+    if form == FLOAT32:
         return e.load(address, e.vector(F32))
     return widened(e, form, e.builder.zext(e.load(address, e.vector(STORED[BYTES[form]])), e.vector(I32)))
 
 
-def widened(e: Emitter, form: str, bits: Value) -> Value:
-    return {"bfloat16": e.bfloat_to_float, "float16": e.half_to_float, "fp8": e.e4m3_to_float}[form](bits)
+def widened(e: Emitter, form: KVDtype, bits: Value) -> Value:
+    return {BFLOAT16: e.bfloat_to_float, FLOAT16: e.half_to_float, FP8: e.e4m3_to_float}[form](bits)
 
 
 def nibbles(e: Emitter, codes: Value) -> list[Value]:
@@ -52,8 +53,8 @@ def nibbles(e: Emitter, codes: Value) -> list[Value]:
     return [b.and_(codes, constant(kind, 15)), b.lshr(codes, constant(kind, 4))]
 
 
-def _sums_bytes_in_words(isa: Isa, form: str) -> bool:
-    return form == "int4" and isa.dot == "pmadd" and not isa.emulate
+def _sums_bytes_in_words(isa: Isa, form: KVDtype) -> bool:
+    return form == INT4 and isa.dot == "pmadd" and not isa.emulate
 
 
 def _multiply_add(e: Emitter, isa: Isa, x: Value, y: Value, total: Value) -> Value:
@@ -76,24 +77,24 @@ def _multiply_add(e: Emitter, isa: Isa, x: Value, y: Value, total: Value) -> Val
     return b.add(b.add(total, low), high)
 
 
-def _key_vectors(e: Emitter, isa: Isa, form: str, address: Value) -> list[Value]:
+def _key_vectors(e: Emitter, isa: Isa, form: KVDtype, address: Value) -> list[Value]:
     """A chunk of a key: one vector; of int4 two of bytes, half a row apart."""
     b, words = e.builder, e.vector(I16, 2 * e.lanes)
     if not _is_integer(form):
         return [_floats(e, form, address)]
-    if form == "words":
+    if form == WORDS:
         return [e.load(address, words)]
-    if form == "int4":
+    if form == INT4:
         return nibbles(e, e.load(address, e.vector(I8, 4 * e.lanes)))
     return [b.zext(e.load(address, e.vector(I8, 2 * e.lanes)), words)]
 
 
-def key_bytes(isa: Isa, form: str) -> int:
+def key_bytes(isa: Isa, form: KVDtype) -> int:
     """What score_tile reads of a key at once."""
-    return BYTES[form] * isa.lanes * {"int4": 4, "int8": 2, "words": 2}.get(form, 1)
+    return BYTES[form] * isa.lanes * {INT4: 4, INT8: 2, WORDS: 2}.get(form, 1)
 
 
-def score_tile(isa: Isa, form: str) -> Tile:
+def score_tile(isa: Isa, form: KVDtype) -> Tile:
     """s [rows, 4 * fours] = q . k of the keys at `places`, of codes int32.
 
     q float32, int16 or (int4) int8 [rows, D]; `ldq` and `lds` are the bytes between rows. D is `chunks` vectors of q
@@ -144,7 +145,7 @@ def score_tile(isa: Isa, form: str) -> Tile:
                     e.store(part, e.offset(s, e.times(lds, i), key))
 
     name = f"score_tile.{isa.name}.{form}"
-    rows = isa.score_rows[1:] if form == "int4" else isa.score_rows  # two vectors of codes at a time
+    rows = isa.score_rows[1:] if form == INT4 else isa.score_rows  # two vectors of codes at a time
     return TILES.setdefault(name, Tile(name, isa.lanes, rows, 7, body))
 
 
@@ -185,30 +186,30 @@ def _sum_lanes(e: Emitter, four: list[Value]) -> Value:
     return add(pick(first, second, [0, 2, 4, 6]), pick(first, second, [1, 3, 5, 7]))
 
 
-def _value_vectors(e: Emitter, isa: Isa, form: str, first: Value, second: Value) -> list[Value]:
+def _value_vectors(e: Emitter, isa: Isa, form: KVDtype, first: Value, second: Value) -> list[Value]:
     """Two vectors of a value; of codes, each lane holds the pair of one d in two values. Of int4 the first are whole
     bytes: taking 16 times the high nibbles' sum from theirs leaves the low ones' sum, with less to do for each key.
     """
     b, words = e.builder, e.vector(I16, 2 * e.lanes)
     if not _is_integer(form):
         return [_floats(e, form, e.offset(first, BYTES[form] * e.lanes * j)) for j in (0, 1)]
-    if form == "pairs":
+    if form == PAIRS:
         return [e.load(e.offset(first, 4 * e.lanes * j), words) for j in (0, 1)]
-    count = e.lanes * (2 if form == "int8" else 1)
+    count = e.lanes * (2 if form == INT8 else 1)
     values = [e.load(address, e.vector(I8, count)) for address in (first, second)]
     pairs = []
     for start in range(0, count, e.lanes):
         order = [i + count * k for i in range(start, start + e.lanes) for k in (0, 1)]
         mixed = b.shuffle_vector(*values, ir.Constant(e.vector(I32, 2 * e.lanes), order))
         pairs.append(b.zext(mixed, words))
-    if form == "int8":
+    if form == INT8:
         return pairs
     # Left to itself, the compiler would split the bytes first, and widen twice.
     codes = pairs[0] if isa.dot == "generic" or isa.emulate else e.opaque(pairs[0])
     return [codes, b.lshr(codes, constant(words, 4))]
 
 
-def product_tile(isa: Isa, form: str) -> Tile:
+def product_tile(isa: Isa, form: KVDtype) -> Tile:
     """c [rows, two vectors, `apart` bytes between them] += w [rows, count] @ values, keys strictly in order.
 
     The values' columns begin `column` bytes into the rows at `places`. `ldw` and `ldc` are the bytes between rows.
@@ -237,7 +238,7 @@ def product_tile(isa: Isa, form: str) -> Tile:
                     for j in (0, 1):
                         b.store(_multiply_add(e, isa, weight, values[j], b.load(sums[i][j])), sums[i][j])
         for i in range(rows):
-            if form == "int4":  # the first of bytes, the second of their high nibbles
+            if form == INT4:  # the first of bytes, the second of their high nibbles
                 low = b.sub(b.load(sums[i][0]), b.shl(b.load(sums[i][1]), constant(e.vector(I32), 4)))
                 b.store(low, sums[i][0])
             step = e.splat(e.load(e.offset(steps, e.times(lds, i)), F32)) if integer else None
@@ -251,7 +252,7 @@ def product_tile(isa: Isa, form: str) -> Tile:
     return TILES.setdefault(name, Tile(name, isa.lanes, isa.float_rows, 10, body))
 
 
-def softmax_tile(isa: Isa, kind_of_values: str) -> Tile:
+def softmax_tile(isa: Isa, kind_of_values: KVDtype) -> Tile:
     """One row's weights e^(score - maximum) from the scores at `s`, of which 0 .. sinks and low .. high are visible,
     all below high; others get 0.
 
@@ -261,7 +262,8 @@ def softmax_tile(isa: Isa, kind_of_values: str) -> Tile:
     steps of 1 / 32767 of its block's largest, written to `steps` (float32 [blocks in all]); the sum of weights times
     minima goes to `offset`. Scales and minima, `minima` bytes apart, are float32 at `scales`.
     """
-    coded, scaled = kind_of_values in CODED, kind_of_values == "fp8"
+    coded = kind_of_values.has_minimum
+    scaled = kind_of_values.coded and not coded
 
     def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
         s, low, high, sinks, first, blocks, none, maximum_at, total_at, words, steps, scales, minima, offset = arguments

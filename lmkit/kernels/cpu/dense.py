@@ -45,7 +45,7 @@ from lmkit.kernels.registry import Implementation
 from lmkit.qtensor import QTensor, per_row
 
 DIRECT_ROWS = 6  # more share weights that are widened once
-CODE_BITS = {"int4": 4, "int8": 8, "float8": 8}
+CODE_BITS = {tiles.CODES4: 4, tiles.CODES8: 8, tiles.FLOAT8: 8}
 KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
@@ -75,13 +75,13 @@ def pack_codes(isa: Isa, kind: str, weight: QTensor, gated: bool = False) -> Pac
     weight = per_row(weight)
     (out_features, in_features), group_size = weight.codes.shape, weight.scheme.group_size
     group, codes = in_features if group_size == -1 else group_size, weight.codes.view(torch.uint8)
-    if kind == "int4":
+    if kind == tiles.CODES4:
         codes = to_panels(torch.nn.functional.pad(codes, (0, in_features % 2)), isa.float_tile, gated)
         codes = codes[:, 0::2] | codes[:, 1::2] << 4
     else:
         codes = to_panels(codes, isa.float_tile, gated)
     scales = to_panels(weight.scales.float(), isa.float_tile, gated)
-    zeros = None if kind == "float8" else to_panels(weight.zeros.float(), isa.float_tile, gated)
+    zeros = None if kind == tiles.FLOAT8 else to_panels(weight.zeros.float(), isa.float_tile, gated)
     return PackedDense(codes, kind, out_features, in_features, gated, group, scales, zeros)
 
 
@@ -162,7 +162,7 @@ def _accepts_dense(*, dtype: torch.dtype, **traits: Any) -> str | None:
 def _accepts_codes(kind: str, /, *, group_size: int, bits: int | None = None, **traits: Any) -> str | None:
     if bits not in (None, CODE_BITS[kind]):
         return f"{bits} bits"
-    odd = kind == "int4" and group_size % 2 and group_size != -1
+    odd = kind == tiles.CODES4 and group_size % 2 and group_size != -1
     return f"odd group_size {group_size}" if odd else None
 
 

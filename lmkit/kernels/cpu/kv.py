@@ -28,9 +28,10 @@ from lmkit.kernels.ops import KVTensor
 from lmkit.kernels.reference.elementwise import accepts_rope
 from lmkit.kernels.reference.kv import accepts_heads
 from lmkit.kernels.registry import implements
+from lmkit.kv_dtype import KV_DTYPES
 
-FLOAT32, BFLOAT16, FLOAT16, INT8, INT4, FP8 = range(6)
-KINDS = {"float32": FLOAT32, "bfloat16": BFLOAT16, "float16": FLOAT16, "int8": INT8, "int4": INT4, "fp8": FP8}
+FLOAT32, BFLOAT16, FLOAT16, INT8, FP8, INT4 = range(len(KV_DTYPES))  # numbers for compiled code, in their order
+KINDS = {dtype: kind for kind, dtype in enumerate(KV_DTYPES.values())}
 HALF_MAX = np.float32(65504)
 E4M3_MAX = np.float32(448)
 SERIAL_VALUES = 1 << 14

@@ -15,6 +15,7 @@ from lmkit.kernels.cpu.dots import BLOCK, dot_for, load_quads
 from lmkit.kernels.cpu.emit import F32, I8, I16, I32, I64, Emitter, Value, constant
 from lmkit.kernels.cpu.isa import Isa
 
+CODES4, CODES8, FLOAT8 = "int4", "int8", "float8"  # kinds of stored weights, beside the float types
 Body = Callable[[Emitter, int, list[Value]], None]  # (emitter, rows, arguments)
 
 
@@ -236,7 +237,7 @@ def widen_tile(isa: Isa, kind: str) -> Tile:
     next one in the high; an odd `count` widens one input more. "int8": the same with a byte a code. "float8": e4m3
     times scale.
     """
-    widen = {"int4": _widen_int4, "int8": _widen_bytes, "float8": _widen_bytes}.get(kind, _widen_words)
+    widen = {CODES4: _widen_int4, CODES8: _widen_bytes, FLOAT8: _widen_bytes}.get(kind, _widen_words)
 
     def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
         widen(e, isa.float_vectors, kind, *arguments)
@@ -281,11 +282,11 @@ def _widen_bytes(
 ) -> None:
     b = e.builder
     scales = _load_row(e, vectors, scales_at)
-    zeros = _load_row(e, vectors, zeros_at) if kind == "int8" else []
+    zeros = _load_row(e, vectors, zeros_at) if kind == CODES8 else []
     with e.loop(count) as k:
         for j in range(vectors):
             at = e.offset(e.times(k, vectors * e.lanes), j * e.lanes)
             codes = b.zext(e.load(e.offset(source, at), e.vector(I8)), e.vector(I32))
-            value = b.fsub(b.sitofp(codes, e.vector(F32)), zeros[j]) if kind == "int8" else e.float8_to_float(codes)
+            value = b.fsub(b.sitofp(codes, e.vector(F32)), zeros[j]) if kind == CODES8 else e.float8_to_float(codes)
             place = e.offset(e.times(k, 4 * vectors * e.lanes), 4 * e.lanes * j)
             e.store(b.fmul(value, scales[j]), e.offset(target, place))

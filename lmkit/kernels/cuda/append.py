@@ -18,8 +18,9 @@ from lmkit.kernels.reference.elementwise import rope_append as reference_rope_ap
 from lmkit.kernels.reference.kv import accepts_heads
 from lmkit.kernels.reference.kv import kv_append as reference_kv_append
 from lmkit.kernels.registry import implements
+from lmkit.kv_dtype import BFLOAT16, FLOAT16, FP8, INT4, INT8, KVDtype
 
-STORAGE = {"float16": 0, "bfloat16": 1, "int8": 2, "fp8": 3, "int4": 4}  # StorageType of csrc/kv.cuh
+STORAGE = {FLOAT16: 0, BFLOAT16: 1, INT8: 2, FP8: 3, INT4: 4}  # StorageType of csrc/kv.cuh
 MAX_HEAD_DIM = 256
 HEADS_PER_BLOCK = 8
 
@@ -46,7 +47,7 @@ def can_run(rows: tuple[Tensor, ...], caches: tuple[KVTensor, KVTensor]) -> bool
 
 
 @cache
-def append_kernel(dim: int, keys: str, values: str, bf16: bool) -> Kernel:
+def append_kernel(dim: int, keys: KVDtype, values: KVDtype, bf16: bool) -> Kernel:
     defines = {"LM_BF16": 1} if bf16 else {}
     return Kernel("append.cu", "append", DIM=dim, KEYS=STORAGE[keys], VALUES=STORAGE[values], **defines)
 

@@ -13,14 +13,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lmkit.attention_spec import AttentionSpec
 from lmkit.kernels import ops
 from lmkit.kernels.cuda.append import STORAGE, accepts, can_run, rope_append, storage, strided
 from lmkit.kernels.cuda.module import NUM_COUNTERS, RESERVED, Kernel, backend, counters, shared_of_sm
 from lmkit.kernels.cuda.prefill import prefill_attention, refusal
-from lmkit.kernels.ops import KVTensor
+from lmkit.kernels.ops import BatchGeometry, KVTensor
 from lmkit.kernels.reference.attention import paged_attention as reference_attention
 from lmkit.kernels.reference.attention import rope_paged_attention as reference_rope_attention
 from lmkit.kernels.registry import implements
+from lmkit.kv_dtype import KVDtype
 
 THREADS, WARPS, UNIT, TILE = 128, 4, 16, 64  # of csrc/decode_attention.cu; UNIT: tokens of a warp's step
 MAX_SPLITS = 64
@@ -30,28 +32,20 @@ LOG2E = math.log2(math.e)
 
 @implements(ops.paged_attention, "cuda", device="cuda", accepts=accepts, priority=20)
 def paged_attention(
-    q: Tensor,
-    k_cache: KVTensor,
-    v_cache: KVTensor,
-    block_tables: Tensor,
-    query_start: Tensor,
-    context_lens: Tensor,
-    scale: float,
-    window: int,
-    sinks: int = 0,
+    q: Tensor, k_cache: KVTensor, v_cache: KVTensor, geometry: BatchGeometry, spec: AttentionSpec
 ) -> Tensor:
-    batch = (block_tables, query_start, context_lens, scale, window, sinks)
-    decodes = len(q) == len(context_lens)
-    if not _can_attend((q,), k_cache, v_cache, decodes):
-        out: Tensor = reference_attention(q, k_cache, v_cache, *batch)
+    num_seqs = len(geometry.context_lens)
+    decodes = len(q) == num_seqs
+    if not _can_attend((q,), k_cache, v_cache, spec, decodes):
+        out: Tensor = reference_attention(q, k_cache, v_cache, geometry, spec)
         return out
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    mixed = not decodes and len(context_lens) > 1
+    mixed = not decodes and num_seqs > 1
     if decodes or mixed:
-        decode_attention(q, None, k_cache, v_cache, *batch, out)
+        decode_attention(q, None, k_cache, v_cache, geometry, spec, out)
     if not decodes:
         q = q if q.stride(1) == q.shape[2] else q.contiguous()
-        prefill_attention(q, k_cache, v_cache, *batch, out, skip_single=mixed)
+        prefill_attention(q, k_cache, v_cache, geometry, spec, out, skip_single=mixed)
     return out
 
 
@@ -64,49 +58,40 @@ def rope_paged_attention(
     sin: Tensor,
     k_cache: KVTensor,
     v_cache: KVTensor,
-    slots: Tensor,
-    block_tables: Tensor,
-    query_start: Tensor,
-    context_lens: Tensor,
-    scale: float,
-    window: int,
-    sinks: int = 0,
+    geometry: BatchGeometry,
+    spec: AttentionSpec,
 ) -> Tensor:
-    batch = (block_tables, query_start, context_lens, scale, window, sinks)
-    decodes = len(q) == len(context_lens)
-    if not _can_attend((q, k, v), k_cache, v_cache, decodes):
-        out: Tensor = reference_rope_attention(q, k, v, cos, sin, k_cache, v_cache, slots, *batch)
+    decodes = len(q) == len(geometry.context_lens)
+    if not _can_attend((q, k, v), k_cache, v_cache, spec, decodes):
+        out: Tensor = reference_rope_attention(q, k, v, cos, sin, k_cache, v_cache, geometry, spec)
         return out
     if decodes:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        decode_attention(q, (k, v, cos, sin, slots), k_cache, v_cache, *batch, out)
+        decode_attention(q, (k, v, cos, sin), k_cache, v_cache, geometry, spec, out)
         return out
-    rope_append(q, k, v, cos, sin, k_cache, v_cache, slots)
-    out = paged_attention(q, k_cache, v_cache, *batch)
+    rope_append(q, k, v, cos, sin, k_cache, v_cache, geometry.slots)
+    out = paged_attention(q, k_cache, v_cache, geometry, spec)
     return out
 
 
 def decode_attention(
     q: Tensor,
-    new: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | None,
+    new: tuple[Tensor, Tensor, Tensor, Tensor] | None,
     k_cache: KVTensor,
     v_cache: KVTensor,
-    block_tables: Tensor,
-    query_start: Tensor,
-    context_lens: Tensor,
-    scale: float,
-    window: int,
-    sinks: int,
+    geometry: BatchGeometry,
+    spec: AttentionSpec,
     out: Tensor,
 ) -> None:
     """Write the rows of `out` [T, num_heads, D] of sequences with exactly one query; zeros for empty sequences.
 
-    `new`: (k, v, cos, sin, slots) of ops.rope_append, done on the way; None if q is turned and everything is appended.
+    `new`: (k, v, cos, sin) of ops.rope_append, done on the way; None if q is turned and everything is appended.
     """
     num_heads, dim = q.shape[1:]
     kv_heads = k_cache.data.shape[1]
     group = num_heads // kv_heads
-    k, v, cos, sin, slots = new or (None, None, None, None, None)
+    k, v, cos, sin = new or (None, None, None, None)
+    slots, tables, num_seqs = geometry.slots if new else None, geometry.block_tables, len(geometry.context_lens)
     cos, sin = (None, None) if cos is None or sin is None else (cos.contiguous(), sin.contiguous())
     mean = k_cache.mean
     means: tuple[Any, ...] = (None, None, None, 0, 0, 0)
@@ -116,8 +101,8 @@ def decode_attention(
 
     shape = shape_of(dim, k_cache.dtype, v_cache.dtype, group, mean is not None, backend(q.device.type).capability())
     head_tiles = -(-group // (8 * shape.n_tiles))
-    blocks = len(context_lens) * kv_heads * head_tiles
-    tiles = -(-block_tables.shape[1] * k_cache.block_size // TILE)
+    blocks = num_seqs * kv_heads * head_tiles
+    tiles = -(-tables.shape[1] * k_cache.block_size // TILE)
     splits = num_splits(blocks, tiles, backend(q.device.type).num_sms() * shape.blocks_per_sm)
     if blocks > NUM_COUNTERS:
         splits = 1
@@ -127,15 +112,16 @@ def decode_attention(
     kernel = decode_kernel(dim, stored, bf16, k_cache.block_size, mean is not None, shape.n_tiles, shape.stages)
     args = [
         *strided(q), *strided(k), *strided(v), cos, sin, 0 if cos is None else cos.shape[1],
-        *storage(k_cache), *storage(v_cache)[:3], *means, slots, block_tables, block_tables.stride(0), query_start,
-        context_lens, scale * LOG2E, window, sinks, out, partials, counters(q.device.type), kv_heads, group,
+        *storage(k_cache), *storage(v_cache)[:3], *means, slots, tables, tables.stride(0), geometry.query_start,
+        geometry.context_lens, spec.scale * LOG2E, spec.window, spec.sinks, out, partials,
+        counters(q.device.type), kv_heads, group,
     ]  # fmt: skip
-    kernel((splits, kv_heads * head_tiles, len(context_lens)), THREADS, args, shared=shape.shared)
+    kernel((splits, kv_heads * head_tiles, num_seqs), THREADS, args, shared=shape.shared)
 
 
 @cache
 def decode_kernel(
-    dim: int, stored: tuple[str, str], bf16: bool, block_size: int, mean: bool, n_tiles: int, stages: int
+    dim: int, stored: tuple[KVDtype, KVDtype], bf16: bool, block_size: int, mean: bool, n_tiles: int, stages: int
 ) -> Kernel:
     keys, values = (STORAGE[dtype] for dtype in stored)
     return Kernel(
@@ -164,7 +150,7 @@ class Shape(NamedTuple):
 
 
 @cache
-def shape_of(dim: int, keys: str, values: str, group: int, mean: bool, capability: tuple[int, int]) -> Shape:
+def shape_of(dim: int, keys: KVDtype, values: KVDtype, group: int, mean: bool, capability: tuple[int, int]) -> Shape:
     """Two blocks' rings keep an SM's share of the memory's bandwidth in flight. Of rows longer than 128 there would be
     no registers for a second tile of heads."""
     n_tiles = 2 if group > 8 and dim <= 128 else 1
@@ -179,15 +165,18 @@ def shape_of(dim: int, keys: str, values: str, group: int, mean: bool, capabilit
     return Shape(n_tiles, stages, shared, blocks_per_sm, shared + RESERVED <= whole)
 
 
-def row_stride(dtype: str, dim: int) -> int:
+def row_stride(dtype: KVDtype, dim: int) -> int:
     """STRIDE of csrc/kv.cuh: bytes of a token's row in shared memory, an odd number of chunks of 16."""
-    row = dim // 2 if dtype == "int4" else dim if dtype in ops.KV_CODED else 2 * dim
-    return (-(-row // 32) * 2 + 1) * 16
+    return (-(-dim * dtype.bits // 256) * 2 + 1) * 16
 
 
-def _can_attend(rows: tuple[Tensor, ...], k_cache: KVTensor, v_cache: KVTensor, decodes: bool) -> bool:
+def _can_attend(
+    rows: tuple[Tensor, ...], k_cache: KVTensor, v_cache: KVTensor, spec: AttentionSpec, decodes: bool
+) -> bool:
     """Whether kernels attend; what else there is (values that are turned, float32) is left to the reference."""
     if not can_run(rows, (k_cache, v_cache)) or k_cache.block_size % UNIT or v_cache.hadamard or v_cache.mean:
+        return False
+    if spec.softcap:
         return False
     pairs = 0 if k_cache.mean is None else k_cache.mean.pairs.shape[1]
     heads, dim = rows[0].shape[1:]

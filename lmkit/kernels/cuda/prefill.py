@@ -10,9 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lmkit.attention_spec import AttentionSpec
 from lmkit.kernels.cuda.append import MAX_HEAD_DIM, STORAGE
 from lmkit.kernels.cuda.module import Kernel, backend, counters, shared_of_sm
-from lmkit.kernels.ops import KV_CODED, KVTensor
+from lmkit.kernels.ops import BatchGeometry, KVTensor
+from lmkit.kv_dtype import KVDtype
 
 ROWS = 128  # of a block of threads: query tokens x heads of a KV head
 WORK_BYTES = 128
@@ -22,7 +24,7 @@ BLOCKS_PER_SM = 2
 LARGE_SHARED = 228 << 10  # bytes of an SM; others have as little as 100 KB
 
 
-def refusal(*, head_dim: int, k: str, v: str, mean_pairs: int = 0, **traits: Any) -> str | None:
+def refusal(*, head_dim: int, k: KVDtype, v: KVDtype, mean_pairs: int = 0, **traits: Any) -> str | None:
     """Why prefill_attention cannot run for keys and values stored as `k` and `v`, or None."""
     if head_dim % 16 or head_dim > MAX_HEAD_DIM:
         return f"head_dim {head_dim} is not a multiple of 16 up to {MAX_HEAD_DIM}"
@@ -35,12 +37,8 @@ def prefill_attention(
     q: Tensor,
     k_cache: KVTensor,
     v_cache: KVTensor,
-    block_tables: Tensor,
-    query_start: Tensor,
-    context_lens: Tensor,
-    scale: float,
-    window: int,
-    sinks: int,
+    geometry: BatchGeometry,
+    spec: AttentionSpec,
     out: Tensor,
     *,
     skip_single: bool,
@@ -51,22 +49,23 @@ def prefill_attention(
     without context are left out. The result does not depend on how blocks of threads are scheduled.
     """
     num_tokens, num_heads, dim = q.shape
-    num_kv_heads, num_seqs = k_cache.data.shape[1], len(context_lens)
-    group, mean = num_heads // num_kv_heads, k_cache.mean
+    num_kv_heads, num_seqs = k_cache.data.shape[1], len(geometry.context_lens)
+    group, mean, tables = num_heads // num_kv_heads, k_cache.mean, geometry.block_tables
     if not num_seqs or num_tokens < 1 + skip_single:
         return
     pairs = 0 if mean is None else mean.pairs.shape[1]
     kernel, keys, shared = variant(q.dtype is torch.bfloat16, dim, k_cache.dtype, v_cache.dtype, pairs, q.device.type)
     slots = num_tokens * group // ROWS + num_seqs
-    splits = num_splits(slots * num_kv_heads, block_tables.shape[1] * k_cache.block_size, keys, q.device.type)
+    splits = num_splits(slots * num_kv_heads, tables.shape[1] * k_cache.block_size, keys, q.device.type)
     records = None
     if splits > 1:
         records = q.new_empty(slots * num_kv_heads * splits * ROWS * (dim + 2), dtype=torch.float32)
     means = (mean.vector, mean.pairs, mean.table, *mean.table.shape[::2]) if mean else (None, None, None, 0, 0)
     args = [
-        q, np.int64(q.stride(0)), k_cache.data, k_cache.params, v_cache.data, v_cache.params, *means, block_tables,
-        block_tables.stride(0), query_start, context_lens, num_seqs, group, k_cache.block_size, window, sinks,
-        k_cache.hadamard, skip_single, scale * math.log2(math.e), out, records, counters(q.device.type),
+        q, np.int64(q.stride(0)), k_cache.data, k_cache.params, v_cache.data, v_cache.params, *means, tables,
+        tables.stride(0), geometry.query_start, geometry.context_lens, num_seqs, group, k_cache.block_size,
+        spec.window, spec.sinks, k_cache.hadamard, skip_single, spec.scale * math.log2(math.e), out, records,
+        counters(q.device.type),
     ]  # fmt: skip
     kernel((num_kv_heads, slots, splits), 128 if dim <= 128 else 256, args, shared=shared)
 
@@ -81,7 +80,7 @@ def num_splits(blocks: int, max_keys: int, tile_keys: int, device: str) -> int:
 
 
 @cache
-def variant(bf16: bool, dim: int, k: str, v: str, mean_pairs: int, device: str) -> tuple[Kernel, int, int]:
+def variant(bf16: bool, dim: int, k: KVDtype, v: KVDtype, mean_pairs: int, device: str) -> tuple[Kernel, int, int]:
     """(the kernel, keys of its tile, its bytes of shared memory)."""
     keys = tile_keys(dim, mean_pairs, backend(device).capability())
     defines = {"HEAD_DIM": dim, "KEYS": keys, "K_STORAGE": STORAGE[k], "V_STORAGE": STORAGE[v]}
@@ -99,14 +98,13 @@ def tile_keys(dim: int, mean_pairs: int, capability: tuple[int, int]) -> int:
     return 32 if mean_pairs else 48
 
 
-def shared_bytes(dim: int, k: str, v: str, mean_pairs: int, keys: int) -> int:
+def shared_bytes(dim: int, k: KVDtype, v: KVDtype, mean_pairs: int, keys: int) -> int:
     """As the kernel lays it out."""
     key_dim = dim + -(-6 * mean_pairs // 16) * 16
     total = ROWS * _stride(key_dim) + 2 * keys * 4 + WORK_BYTES
-    for storage, columns in ((k, key_dim), (v, dim)):
+    for dtype, columns in ((k, key_dim), (v, dim)):
         tile = keys * _stride(columns)
-        codes = dim // 2 if storage == "int4" else dim
-        total += tile + keys * (codes + 4) if storage in KV_CODED else 2 * tile
+        total += tile + keys * dtype.row_bytes(dim) if dtype.coded else 2 * tile
     return total
 
 

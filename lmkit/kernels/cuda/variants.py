@@ -17,18 +17,20 @@ from typing import Any
 import torch
 
 import lmkit.kernels.cuda
+from lmkit.attention_spec import AttentionSpec
 from lmkit.kernels import ops
 from lmkit.kernels.cuda import module
 from lmkit.kernels.cuda.module import HALVES, Kernel, Launch
-from lmkit.kernels.ops import KV_CODED, KVTensor, Norm
+from lmkit.kernels.ops import BatchGeometry, KVTensor, Norm
 from lmkit.kernels.registry import Implementation, Op
+from lmkit.kv_dtype import FLOAT16, FP8, INT4, INT8, KVDtype, kv_dtype
 from lmkit.qtensor import QTensor, QuantScheme
 
 DEVICE = "meta"
 HEADS = ((32, 8, 128), (28, 4, 128), (32, 8, 64))  # queries, keys and values, size: Llama 8B, Qwen 7B, Llama 1B
 WEIGHTS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))  # out, in
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)
-STORAGES = ("float16", "int8", "int4", "fp8")
+STORAGES = (FLOAT16, INT8, INT4, FP8)
 BLOCK, BLOCKS, SEQUENCES = 64, 1024, 8
 VOCAB, HIDDEN, SIZES = 128256, 4096, (2048, 3584, 4096)
 
@@ -63,7 +65,7 @@ def common() -> tuple[Kernel, ...]:
             _linears(half)
             for heads in HEADS:
                 for storage in STORAGES:
-                    stored = str(half).removeprefix("torch.") if storage == "float16" else storage
+                    stored = kv_dtype(str(half).removeprefix("torch.")) if storage == FLOAT16 else storage
                     _attention(half, heads, stored)
         for each in modules:  # a constant of a module may belong to no op
             for kernel in filter(lambda value: isinstance(value, Kernel), vars(each).values()):
@@ -165,7 +167,7 @@ def _call_linear(
         impl(x, packed, None, None, dtype=torch.float32)
 
 
-def _attention(half: torch.dtype, heads: tuple[int, int, int], storage: str) -> None:
+def _attention(half: torch.dtype, heads: tuple[int, int, int], storage: KVDtype) -> None:
     num_heads, num_kv_heads, dim = heads
     traits = {"rotary_dim": dim, "head_dim": dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
     cache = _kv(num_kv_heads, dim, storage)
@@ -179,12 +181,12 @@ def _attention(half: torch.dtype, heads: tuple[int, int, int], storage: str) -> 
         if (append := _ours(ops.rope_append, **traits)) is not None:
             append(q, k, v, cos, sin, cache, cache, slots)
         if (attend := _ours(ops.rope_paged_attention, **traits)) is not None:
-            attend(q, k, v, cos, sin, cache, cache, slots, tables, starts, lens, dim**-0.5, 0, 0)
+            geometry = BatchGeometry(starts, lens, tables, slots)
+            attend(q, k, v, cos, sin, cache, cache, geometry, AttentionSpec(dim**-0.5))
 
 
-def _kv(num_kv_heads: int, dim: int, storage: str) -> KVTensor:
-    coded = storage in KV_CODED
-    width = dim // 2 if storage == "int4" else dim
-    data = _empty(BLOCKS, num_kv_heads, BLOCK, width, dtype=torch.uint8 if coded else getattr(torch, storage))
-    params = _empty(BLOCKS, num_kv_heads, BLOCK, 2, dtype=torch.float16) if coded else _empty(0, dtype=torch.float16)
+def _kv(num_kv_heads: int, dim: int, storage: KVDtype) -> KVTensor:
+    element = torch.uint8 if storage.coded else getattr(torch, storage.name)
+    data = _empty(BLOCKS, num_kv_heads, BLOCK, storage.columns(dim), dtype=element)
+    params = _empty(*((BLOCKS, num_kv_heads, BLOCK, 2) if storage.coded else (0,)), dtype=torch.float16)
     return KVTensor(data, params, storage)

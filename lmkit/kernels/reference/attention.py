@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from lmkit.attention_spec import AttentionSpec
 from lmkit.kernels import ops
-from lmkit.kernels.ops import KVTensor
+from lmkit.kernels.ops import BatchGeometry, KVTensor
 from lmkit.kernels.reference.elementwise import accepts_rope, rope_append
 from lmkit.kernels.reference.kv import accepts_heads, hadamard, mean_keys, read_blocks
 from lmkit.kernels.registry import implements
+from lmkit.kv_dtype import INT4
 
 SMALL_QUERY = 127  # the largest code of a query of int4 keys
 
@@ -32,7 +33,7 @@ def rounded_queries(x: Tensor) -> Tensor:
 def _scores(queries: Tensor, k_cache: KVTensor, blocks: Tensor, length: int) -> Tensor:
     """float32 [num_heads, n, length] of queries float32 [num_heads, n, D] that are scaled already."""
     group = len(queries) // k_cache.data.shape[1]
-    if k_cache.dtype != "int4":
+    if k_cache.dtype != INT4:
         keys = read_blocks(k_cache, blocks, length).repeat_interleave(group, dim=0)
         return queries @ keys.transpose(1, 2)
     keys = read_blocks(replace(k_cache, mean=None), blocks, length).repeat_interleave(group, dim=0)
@@ -45,29 +46,23 @@ def _scores(queries: Tensor, k_cache: KVTensor, blocks: Tensor, length: int) -> 
 
 @implements(ops.paged_attention, "reference", device="any", accepts=accepts_heads)
 def paged_attention(
-    q: Tensor,
-    k_cache: KVTensor,
-    v_cache: KVTensor,
-    block_tables: Tensor,
-    query_start: Tensor,
-    context_lens: Tensor,
-    scale: float,
-    window: int,
-    sinks: int = 0,
+    q: Tensor, k_cache: KVTensor, v_cache: KVTensor, geometry: BatchGeometry, spec: AttentionSpec
 ) -> Tensor:
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     group = q.shape[1] // k_cache.data.shape[1]
-    starts = query_start.tolist()
-    for b, length in enumerate(context_lens.tolist()):
-        blocks = block_tables[b, : -(-length // k_cache.block_size)]
+    starts = geometry.query_start.tolist()
+    for b, length in enumerate(geometry.context_lens.tolist()):
+        blocks = geometry.block_tables[b, : -(-length // k_cache.block_size)]
         values = read_blocks(v_cache, blocks, length).repeat_interleave(group, dim=0)
         rows = slice(starts[b], starts[b + 1])
         position = torch.arange(length - (rows.stop - rows.start), length, device=q.device)[:, None]
         key = torch.arange(length, device=q.device)
         visible: Tensor = key <= position
-        if window:
-            visible &= (key > position - window) | (key < sinks)
-        scores = _scores(q[rows].float().transpose(0, 1) * scale, k_cache, blocks, length)
+        if spec.window:
+            visible &= (key > position - spec.window) | (key < spec.sinks)
+        scores = _scores(q[rows].float().transpose(0, 1) * spec.scale, k_cache, blocks, length)
+        if spec.softcap:
+            scores = spec.softcap * (scores / spec.softcap).tanh()
         values = values.masked_fill(~visible.any(0)[:, None], 0)  # 0 * NaN would be NaN
         weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
         out[rows] = (weights @ values).transpose(0, 1).to(q.dtype)
@@ -83,9 +78,9 @@ def rope_paged_attention(
     sin: Tensor,
     k_cache: KVTensor,
     v_cache: KVTensor,
-    slots: Tensor,
-    *attention: Any,
+    geometry: BatchGeometry,
+    spec: AttentionSpec,
 ) -> Tensor:
-    rope_append(q, k, v, cos, sin, k_cache, v_cache, slots)
-    out: Tensor = paged_attention(q, k_cache, v_cache, *attention)
+    rope_append(q, k, v, cos, sin, k_cache, v_cache, geometry.slots)
+    out: Tensor = paged_attention(q, k_cache, v_cache, geometry, spec)
     return out

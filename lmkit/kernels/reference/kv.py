@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from lmkit.kernels import ops
-from lmkit.kernels.ops import FP8_MAX, KV_BITS, KV_CODED, KeyMean, KVTensor
+from lmkit.kernels.ops import FP8_MAX, KeyMean, KVTensor
 from lmkit.kernels.registry import implements
+from lmkit.kv_dtype import FP8, INT4, KVDtype
 
 FLOAT16_MAX = 65504.0
 
@@ -28,9 +29,9 @@ def kv_append(k: Tensor, v: Tensor, k_cache: KVTensor, v_cache: KVTensor, slots:
         block, offset = slots // cache.block_size, slots % cache.block_size
         if cache.hadamard:
             x = hadamard(x.float())
-        if cache.dtype in KV_CODED:
+        if cache.dtype.coded:
             codes, params = quantize_vectors(x, cache.dtype, cache.scales)
-            if cache.dtype == "int4":
+            if cache.dtype == INT4:
                 half = codes.shape[-1] // 2
                 codes = codes[..., :half] | codes[..., half:] << 4
             cache.data[block, :, offset] = codes
@@ -39,18 +40,18 @@ def kv_append(k: Tensor, v: Tensor, k_cache: KVTensor, v_cache: KVTensor, slots:
             cache.data[block, :, offset] = x.to(cache.data.dtype)
 
 
-def quantize_vectors(x: Tensor, dtype: str, scales: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def quantize_vectors(x: Tensor, dtype: KVDtype, scales: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """(codes uint8 [..., heads, D], float16 [..., heads, 2] = scale, minimum) of x, as ops.kv_append defines them;
     `scales` float32 [heads]."""
     wide = x.float().clamp(-FLOAT16_MAX, FLOAT16_MAX)
     low, high = wide.amin(-1, keepdim=True), wide.amax(-1, keepdim=True)
     fixed = None if scales is None else scales[:, None].expand_as(low)
-    if dtype == "fp8":
+    if dtype == FP8:
         scale = (torch.maximum(high, -low) / FP8_MAX).half().float() if fixed is None else fixed
         steps = (wide / torch.where(scale > 0, scale, 1.0)).clamp(-FP8_MAX, FP8_MAX)
         codes = torch.where(scale > 0, steps, 0.0).to(torch.float8_e4m3fn).view(torch.uint8)
         return codes, torch.cat([scale, torch.zeros_like(scale)], dim=-1).half()
-    max_code = (1 << KV_BITS[dtype]) - 1
+    max_code = (1 << dtype.bits) - 1
     if fixed is None:
         minimum = low.half().float()
         scale = ((high - minimum) / max_code).clamp(0, FLOAT16_MAX).half().float()
@@ -77,10 +78,10 @@ def hadamard(x: Tensor) -> Tensor:
 def read_blocks(cache: KVTensor, blocks: Tensor, length: int) -> Tensor:
     """The first `length` tokens of a block table, float32 [num_kv_heads, length, D]."""
     data = cache.data[blocks.long()]  # [blocks, heads, block_size, D or D/2]
-    if cache.dtype == "int4":
+    if cache.dtype == INT4:
         data = torch.cat([data & 15, data >> 4], dim=-1)
-    values = data.view(torch.float8_e4m3fn).float() if cache.dtype == "fp8" else data.float()
-    if cache.dtype in KV_CODED:
+    values = data.view(torch.float8_e4m3fn).float() if cache.dtype == FP8 else data.float()
+    if cache.dtype.coded:
         scale, minimum = cache.params[blocks.long()].float().unbind(-1)
         values = values * scale[..., None] + minimum[..., None]
     if cache.hadamard:

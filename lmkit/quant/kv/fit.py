@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lmkit.formats.kv_config import PairMean
+from lmkit.kv_dtype import FLOAT32, INT4, INT8
 from lmkit.models.decoder import DecoderLayer
 from lmkit.models.kv_storage import KVStorage, allocate
 from lmkit.models.spec import ModelSpec
@@ -49,7 +50,7 @@ class Probe:
     @classmethod
     def of(cls, layer: DecoderLayer, sample: Tensor, sequences: Geometry) -> Probe:
         probe = cls(layer, sequences, *layer.queries_keys_values(sample), exact=torch.empty(0))
-        return replace(probe, exact=probe.output(KVStorage("float32", "float32")))
+        return replace(probe, exact=probe.output(KVStorage(FLOAT32, FLOAT32)))
 
     def scaled(self, s: Tensor) -> Probe:
         """With lambda [num_kv_heads, head_dim] moved from keys to queries."""
@@ -58,8 +59,8 @@ class Probe:
     def output(self, storage: KVStorage) -> Tensor:
         """The attention block's, float32 [tokens, hidden], with a cache stored so."""
         layer, batch = self.layer, self.sequences.batch
-        spec, positions = layer.spec, int(batch.context_lens.max())
-        num_blocks = int(batch.block_tables.max()) + 1
+        spec, positions = layer.spec, int(batch.geometries[0].context_lens.max())
+        num_blocks = int(batch.geometries[0].block_tables.max()) + 1
         (kv,) = allocate(spec, [storage], num_blocks, BLOCK_SIZE, positions)
         q, k = self.q.clone(), self.k.clone()
         return layer.o(layer.attend(q, k, self.v, batch, self.sequences.rope, kv))
@@ -88,7 +89,7 @@ def fit_cache(calibrated: CalibratedLayer, seen: KVStats, recipe: KVRecipe, hidd
         seen.fit = KVFit(key_mean=mean, hadamard=online and recipe.hadamard is True)
         return
     probe = Probe.of(layer, sample.sample, calibrated.sequences)
-    k_type = "int8" if (override.k_bits or recipe.bits) == 8 else "int4"
+    k_type = INT8 if (override.k_bits or recipe.bits) == 8 else INT4
     alphas = ALPHAS if recipe.smooth else ALPHAS[:1]
     turns = (False, True) if recipe.hadamard == "auto" else (recipe.hadamard,)
     turns = turns if online and not spec.head_dim & (spec.head_dim - 1) else (False,)
@@ -96,7 +97,7 @@ def fit_cache(calibrated: CalibratedLayer, seen: KVStats, recipe: KVRecipe, hidd
     best = {}
     for turn in turns:
         errors = {
-            alpha: probe.scaled(s).error(KVStorage(k_type, "float32", divided(mean, s), turn))
+            alpha: probe.scaled(s).error(KVStorage(k_type, FLOAT32, divided(mean, s), turn))
             for alpha, s in scales.items()
         }
         best[turn] = min((error, alpha) for alpha, error in errors.items())
@@ -106,10 +107,10 @@ def fit_cache(calibrated: CalibratedLayer, seen: KVStats, recipe: KVRecipe, hidd
         fold(layer, scales[alpha])
         seen.divide_keys(scales[alpha])
         probe, mean = probe.scaled(scales[alpha]), divided(mean, scales[alpha])
-    keys = KVStorage("float32", "float32", mean, turn)
+    keys = KVStorage(FLOAT32, FLOAT32, mean, turn)
     power = float(hidden.square().mean(dtype=torch.float64)) or 1.0
-    costs = {f"k {kind}": probe.error(replace(keys, k=kind)) / power for kind in ("int4", "int8")}
-    costs |= {f"v {kind}": probe.error(KVStorage("float32", kind)) / power for kind in ("int4", "int8")}
+    costs = {f"k {kind}": probe.error(replace(keys, k=kind)) / power for kind in (INT4, INT8)}
+    costs |= {f"v {kind}": probe.error(KVStorage(FLOAT32, kind)) / power for kind in (INT4, INT8)}
     seen.fit = KVFit(alpha if recipe.smooth else None, mean, turn, costs)
 
 

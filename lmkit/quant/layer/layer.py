@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lmkit.errors import CheckpointError
+from lmkit.kv_dtype import FLOAT32
 from lmkit.layers.batch import BatchInputs, KVLayer, allocate_kv, whole_batch
 from lmkit.layers.rope import Rope
 from lmkit.models import roles
@@ -32,12 +33,12 @@ class Geometry:
     @classmethod
     def of(cls, spec: ModelSpec, num_rows: int, seq_len: int) -> Geometry:
         batch, num_blocks = whole_batch([[0] * seq_len] * num_rows, BLOCK_SIZE)
-        kv = allocate_kv(num_blocks, spec.num_kv_heads, BLOCK_SIZE, spec.head_dim, ("float32", "float32"))
+        kv = allocate_kv(num_blocks, spec.num_kv_heads, BLOCK_SIZE, spec.head_dim, (FLOAT32, FLOAT32))
         return cls(batch, Rope(spec.rope)(batch), kv)
 
     def keys_and_values(self) -> tuple[Tensor, Tensor]:
         """What the last pass stored, float32 [tokens, num_kv_heads, head_dim] each."""
-        slots = self.batch.slots.long()
+        slots = self.batch.geometries[0].slots.long()
         keys, values = (tensor.data.transpose(1, 2).flatten(0, 1)[slots] for tensor in (self.kv.k, self.kv.v))
         return keys, values
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lmkit.config import Activations, HeadStorage, KVDtype, StrictStruct
+from lmkit.config import Activations, HeadStorage, KVStorageName, StrictStruct
 from lmkit.errors import ConfigError
 from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.formats.hub import resolve_model_path
@@ -80,7 +80,7 @@ def evaluate(
     token_ids: list[int],
     *,
     against: str | Path | None = None,
-    kv_dtype: KVDtype = "auto",
+    kv_dtype: KVStorageName = "auto",
     activations: Activations = "auto",
     lm_head: HeadStorage = "auto",
     packed_cache: bool = False,
@@ -175,7 +175,7 @@ def cut_windows(token_ids: list[int], seq_len: int, limit: int | None) -> list[l
 class _Scorer:
     """A loaded model with KV blocks for one window."""
 
-    def __init__(self, decoder: Decoder, path: str | Path, kv_dtype: KVDtype, seq_len: int) -> None:
+    def __init__(self, decoder: Decoder, path: str | Path, kv_dtype: KVStorageName, seq_len: int) -> None:
         self.decoder = decoder
         spec = self.decoder.spec
         if seq_len > spec.max_position:
@@ -185,7 +185,7 @@ class _Scorer:
             storages = resolve_storage(reader, spec, kv_dtype, dense)
         num_blocks = -(-seq_len // BLOCK_SIZE)
         self.kv: list[KVLayer] = allocate(spec, storages, num_blocks, BLOCK_SIZE, seq_len)
-        self.kv_dtype = " ".join(sorted({s.k if s.k == s.v else f"{s.k}/{s.v}" for s in storages}))
+        self.kv_dtype = " ".join(sorted({str(s.k) if s.k == s.v else f"{s.k}/{s.v}" for s in storages}))
         self.vocab_size = spec.vocab_size
 
     def stream(self, window: list[int]) -> tuple[Tensor, Tensor | None]:

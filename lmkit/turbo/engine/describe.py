@@ -9,6 +9,7 @@ from typing import Any
 from lmkit.config import EngineConfig
 from lmkit.errors import ConfigError
 from lmkit.formats.kv_config import load_kv_config
+from lmkit.kv_dtype import KVDtype
 from lmkit.models import roles
 from lmkit.models.kv_storage import resolve_storage
 from lmkit.models.loader import ModelSource, resolve_dtype
@@ -100,7 +101,7 @@ def _layer_bytes(source: ModelSource) -> int:
 
 
 def _serving(
-    source: ModelSource, config: EngineConfig, dtypes: list[tuple[str, str]], weight_bytes: int, available: int
+    source: ModelSource, config: EngineConfig, dtypes: list[tuple[KVDtype, KVDtype]], weight_bytes: int, available: int
 ) -> dict[str, Any]:
     try:
         plan = plan_memory(source.spec, config, dtypes, weight_bytes, available)

@@ -20,6 +20,7 @@ import msgspec
 from lmkit.config import EngineConfig, default_num_threads
 from lmkit.errors import DeviceLostError, LMKitError
 from lmkit.kernels.cpu import threads
+from lmkit.kv_dtype import KVDtype
 from lmkit.layers.batch import KVLayer
 from lmkit.log import get_logger
 from lmkit.models import kv_storage
@@ -270,8 +271,8 @@ def _runner(
     return CudaRunner(device, model.decoder, kv, batch, on_device, blocks=blocks, tiers=tiers)
 
 
-def _info(path: str, limits: SchedulerLimits, dtypes: list[tuple[str, str]], memory: MemoryPlan) -> EngineInfo:
-    kinds = sorted({f"{k}/{v}" if k != v else k for k, v in dtypes})
+def _info(path: str, limits: SchedulerLimits, dtypes: list[tuple[KVDtype, KVDtype]], memory: MemoryPlan) -> EngineInfo:
+    kinds = sorted({f"{k}/{v}" if k != v else str(k) for k, v in dtypes})
     return EngineInfo(
         model_path=path,
         vocab_size=limits.vocab_size,

@@ -11,6 +11,7 @@ import torch
 
 from lmkit.config import EngineConfig
 from lmkit.errors import ConfigError
+from lmkit.kv_dtype import kv_dtype
 from lmkit.log import get_logger
 from lmkit.models import kv_storage
 from lmkit.models.decoder import Decoder
@@ -79,7 +80,7 @@ def given(decoder: Decoder, config: EngineConfig, device: Device, storages: list
         raise ConfigError("an engine of a decoder has no checkpoint whose KV could be kept in tiers")
     if storages is None:
         kind = str(decoder.dtype).removeprefix("torch.") if config.kv_dtype == "auto" else config.kv_dtype
-        storages = [KVStorage(kind, kind)] * spec.num_layers
+        storages = [KVStorage(kv_dtype(kind), kv_dtype(kind))] * spec.num_layers
     memory = plan_memory(spec, config, [s.dtypes for s in storages], 0, device.free_memory())
     for line in memory.lines():
         log.info(line)

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from lmkit.config import EngineConfig
 from lmkit.errors import ConfigError
+from lmkit.kv_dtype import KVDtype
 from lmkit.models.spec import ModelSpec
 from lmkit.turbo.host_memory import available_memory, gib
 from lmkit.turbo.kv.manager import KVLimits
 from lmkit.turbo.kv.tiers.host import check_host_bytes
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 # torch, numba and their compiled code; on a GPU cuBLAS, kernels and what torch's cache rounds up
 RUNTIME_BYTES = 400 << 20
 KV_SHARE = {"cpu": 0.8, "cuda": 0.92}  # of what is left after the weights, when the user names no budget
@@ -47,17 +47,9 @@ class MemoryPlan:
         return purposes | {"host": self.host, "kv": self.kv}
 
 
-def kv_token_bytes(spec: ModelSpec, dtypes: tuple[str, str]) -> int:
-    """Bytes of one token's K and V in one layer, with their parameters (a float16 scale and minimum per head)."""
-
-    def head_bytes(dtype: str) -> int:
-        if dtype in ("int8", "fp8"):
-            return spec.head_dim + 4
-        if dtype == "int4":
-            return spec.head_dim // 2 + 4
-        return spec.head_dim * DTYPE_BYTES[dtype]
-
-    return spec.num_kv_heads * (head_bytes(dtypes[0]) + head_bytes(dtypes[1]))
+def kv_token_bytes(spec: ModelSpec, dtypes: tuple[KVDtype, KVDtype]) -> int:
+    """Bytes of one token's K and V in one layer, with their parameters."""
+    return spec.num_kv_heads * sum(dtype.row_bytes(spec.head_dim) for dtype in dtypes)
 
 
 def kv_limits(spec: ModelSpec, config: EngineConfig, num_blocks: int) -> KVLimits:
@@ -78,7 +70,7 @@ def kv_limits(spec: ModelSpec, config: EngineConfig, num_blocks: int) -> KVLimit
 def plan_memory(
     spec: ModelSpec,
     config: EngineConfig,
-    kv_dtypes: list[tuple[str, str]],
+    kv_dtypes: list[tuple[KVDtype, KVDtype]],
     weight_bytes: int,
     available: int | None = None,
 ) -> MemoryPlan:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from lmkit.kernels.ops import BatchGeometry
 from lmkit.layers.batch import BatchInputs
 from lmkit.turbo.plan import Chunk, NewSequence
 
@@ -50,14 +51,18 @@ class PersistentBatch:
         self._inputs = BatchInputs(
             token_ids=torch.zeros(max_step_tokens, dtype=torch.int64),
             positions=torch.zeros(max_step_tokens, dtype=torch.int32),
-            slots=torch.zeros(max_step_tokens, dtype=torch.int32),
-            query_start=torch.zeros(num_slots + 1, dtype=torch.int32),
-            context_lens=torch.zeros(num_slots, dtype=torch.int32),
-            block_tables=torch.zeros(self.block_tables.shape, dtype=torch.int32),
+            geometries=(
+                BatchGeometry(
+                    query_start=torch.zeros(num_slots + 1, dtype=torch.int32),
+                    context_lens=torch.zeros(num_slots, dtype=torch.int32),
+                    block_tables=torch.zeros(self.block_tables.shape, dtype=torch.int32),
+                    slots=torch.zeros(max_step_tokens, dtype=torch.int32),
+                ),
+            ),
             rope_lens=torch.zeros(num_slots, dtype=torch.int32),
             logit_rows=torch.zeros(max_step_tokens, dtype=torch.int64),
         )
-        self._arrays = {name: tensor.numpy() for name, tensor in vars(self._inputs).items()}
+        self._arrays = {name: tensor.numpy() for name, tensor in self._inputs.tensors.items()}
         self._decode_inputs: dict[int, BatchInputs] = {}  # by the number of sequences
         self._decoded: list[tuple[int, int]] = []  # (slot, position) of each token, if the inputs are a decode step's
 
@@ -159,14 +164,18 @@ class PersistentBatch:
         return min(width, self.block_tables.shape[1])
 
     def _views(self, num_tokens: int, num_seqs: int, table_width: int, num_logits: int) -> BatchInputs:
-        whole = self._inputs
+        whole, (geometry,) = self._inputs, self._inputs.geometries
         return BatchInputs(
             token_ids=whole.token_ids[:num_tokens],
             positions=whole.positions[:num_tokens],
-            slots=whole.slots[:num_tokens],
-            query_start=whole.query_start[: num_seqs + 1],
-            context_lens=whole.context_lens[:num_seqs],
-            block_tables=whole.block_tables[:num_seqs, :table_width],
+            geometries=(
+                BatchGeometry(
+                    query_start=geometry.query_start[: num_seqs + 1],
+                    context_lens=geometry.context_lens[:num_seqs],
+                    block_tables=geometry.block_tables[:num_seqs, :table_width],
+                    slots=geometry.slots[:num_tokens],
+                ),
+            ),
             rope_lens=whole.rope_lens[:num_seqs],
             logit_rows=whole.logit_rows[:num_logits],
         )

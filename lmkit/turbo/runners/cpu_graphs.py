@@ -67,7 +67,7 @@ class StepShape(NamedTuple):
 
     @classmethod
     def of(cls, inputs: BatchInputs) -> StepShape:
-        num_seqs, table_width = inputs.block_tables.shape
+        num_seqs, table_width = inputs.geometries[0].block_tables.shape
         return cls(len(inputs.token_ids), num_seqs, len(inputs.logit_rows), table_width)
 
 

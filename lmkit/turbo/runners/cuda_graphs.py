@@ -16,6 +16,7 @@ from lmkit.kernels.cuda import gemm_table
 from lmkit.kernels.cuda.gemm_pack import PackedWeight
 from lmkit.kernels.cuda.module import Kernel
 from lmkit.kernels.registry import Implementation
+from lmkit.kv_dtype import FLOAT32
 from lmkit.layers.batch import BatchInputs, KVLayer
 from lmkit.layers.moe import MoE
 from lmkit.log import get_logger
@@ -37,7 +38,7 @@ def graph_sizes(max_batch_size: int) -> list[int]:
 
 def obstacle(decoder: Decoder, kv: list[KVLayer]) -> str | None:
     """Why steps of this model cannot be captured, or None."""
-    if decoder.dtype not in HALVES or any(x.dtype == "float32" for layer in kv for x in (layer.k, layer.v)):
+    if decoder.dtype not in HALVES or any(x.dtype == FLOAT32 for layer in kv for x in (layer.k, layer.v)):
         return "float32 is computed through torch"
     if any(isinstance(layer.mlp, MoE) for layer in decoder.layers):
         return "which experts run depends on the data"

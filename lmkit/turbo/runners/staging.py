@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lmkit.kernels.ops import BatchGeometry
 from lmkit.layers.batch import BatchInputs
 from lmkit.turbo.runners.device import CudaDevice, Event
 
@@ -75,16 +76,16 @@ class StagedInputs:
         `pad_to`: a decode step gets so many sequences; those that pad it have no context, and write nothing.
         `keeps_tables`: the block tables are those of the last call.
         """
-        num_seqs, width = inputs.block_tables.shape
+        num_seqs, width = inputs.geometries[0].block_tables.shape
         padded = max(pad_to, num_seqs)
-        extra = padded - num_seqs
+        extra, tensors = padded - num_seqs, inputs.tensors
         fields = _layout(len(inputs.token_ids) + extra, padded, len(inputs.logit_rows) + extra, width)
         piece = self._next_piece()
         shape = num_seqs, padded, width
         is_kept = keeps_tables and shape == self._last
         for field in fields[:-1] if is_kept else fields:
             view = piece.array[field.start : field.end].view(np.int64 if field.name in LONG else np.int32)
-            values = getattr(inputs, field.name).numpy()
+            values = tensors[field.name].numpy()
             flat = view.reshape(field.shape)
             flat[: len(values)] = values
             if extra:
@@ -108,7 +109,8 @@ class StagedInputs:
         for name, shape, start, end in fields:
             dtype = torch.int64 if name in LONG else torch.int32
             views[name] = self._memory[start:end].view(dtype).view(shape)
-        return BatchInputs(**views)
+        geometry = BatchGeometry(**{name: views.pop(name) for name in BatchGeometry.__dataclass_fields__})
+        return BatchInputs(geometries=(geometry,), **views)
 
     def padding(self, num_seqs: int, width: int) -> BatchInputs:
         """A decode step of nothing but padding, as graphs are captured with."""
@@ -116,10 +118,14 @@ class StagedInputs:
         nothing = BatchInputs(
             token_ids=torch.zeros(1, dtype=torch.int64),
             positions=one,
-            slots=one - 1,
-            query_start=torch.arange(2, dtype=torch.int32),
-            context_lens=one,
-            block_tables=torch.zeros(1, width, dtype=torch.int32),
+            geometries=(
+                BatchGeometry(
+                    query_start=torch.arange(2, dtype=torch.int32),
+                    context_lens=one,
+                    block_tables=torch.zeros(1, width, dtype=torch.int32),
+                    slots=one - 1,
+                ),
+            ),
             rope_lens=one,
             logit_rows=torch.zeros(1, dtype=torch.int64),
         )

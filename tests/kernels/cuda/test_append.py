@@ -10,15 +10,16 @@ from torch import Tensor
 
 from lmkit.kernels import ops
 from lmkit.kernels.cuda import append
-from lmkit.kernels.ops import KV_CODED, KVTensor
+from lmkit.kernels.ops import KVTensor
+from lmkit.kv_dtype import BFLOAT16, FLOAT16, FP8, INT4, INT8, KVDtype
 from lmkit.layers.batch import allocate_kv
 from tests.kernels.cases import edge_vectors, key_mean
 
-TYPES = ("float16", "bfloat16", "int8", "fp8", "int4")
+TYPES = (FLOAT16, BFLOAT16, INT8, FP8, INT4)
 BLOCK = 16
 
 
-def caches(types: tuple[str, str], heads: int, dim: int, device: str) -> tuple[KVTensor, KVTensor]:
+def caches(types: tuple[KVDtype, KVDtype], heads: int, dim: int, device: str) -> tuple[KVTensor, KVTensor]:
     """Room for 48 tokens, filled with a pattern that must survive where nothing is stored."""
     kv = allocate_kv(3, heads, BLOCK, dim, types, device)
     for cache in (kv.k, kv.v):
@@ -71,26 +72,30 @@ def test_kv_append(device: str, index: int, dim: int, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize(
     ("types", "dim", "rotary", "heads", "dtype", "keys"),
     [
-        (("float16", "float16"), 64, 64, (4, 2), torch.float16, ""),
-        (("bfloat16", "int8"), 128, 64, (3, 1), torch.bfloat16, ""),
-        (("int8", "int8"), 128, 128, (7, 1), torch.float16, "mean"),
-        (("int4", "int4"), 64, 64, (2, 2), torch.float16, "hadamard"),
-        (("int4", "fp8"), 128, 128, (4, 2), torch.bfloat16, "mean hadamard"),
-        (("fp8", "int4"), 80, 20, (5, 1), torch.bfloat16, "mean"),
-        (("int8", "fp8"), 96, 96, (3, 3), torch.float16, "scales"),
-        (("int4", "int8"), 256, 256, (2, 1), torch.bfloat16, "hadamard scales"),
+        ((FLOAT16, FLOAT16), 64, 64, (4, 2), torch.float16, ""),
+        ((BFLOAT16, INT8), 128, 64, (3, 1), torch.bfloat16, ""),
+        ((INT8, INT8), 128, 128, (7, 1), torch.float16, "mean"),
+        ((INT4, INT4), 64, 64, (2, 2), torch.float16, "hadamard"),
+        ((INT4, FP8), 128, 128, (4, 2), torch.bfloat16, "mean hadamard"),
+        ((FP8, INT4), 80, 20, (5, 1), torch.bfloat16, "mean"),
+        ((INT8, FP8), 96, 96, (3, 3), torch.float16, "scales"),
+        ((INT4, INT8), 256, 256, (2, 1), torch.bfloat16, "hadamard scales"),
     ],
 )
 def test_rope_append(
-    device: str, types: tuple[str, str], dim: int, rotary: int, heads: tuple[int, int], dtype: torch.dtype, keys: str
+    device: str,
+    types: tuple[KVDtype, KVDtype],
+    dim: int,
+    rotary: int,
+    heads: tuple[int, int],
+    dtype: torch.dtype,
+    keys: str,
 ) -> None:
     torch.manual_seed(dim + rotary)
     q, k, v = qkv(19, heads, dim, dtype, device, 3e4)  # what turns stays finite in float16
     k_cache, v_cache = caches(types, heads[1], dim, device)
     if "scales" in keys:
-        scales = [
-            (torch.rand(heads[1]) / 4 + 0.0625).half().float().to(device) if t in KV_CODED else None for t in types
-        ]
+        scales = [(torch.rand(heads[1]) / 4 + 0.0625).half().float().to(device) if t.coded else None for t in types]
         k_cache, v_cache = replace(k_cache, scales=scales[0]), replace(v_cache, scales=scales[1])
     k_cache = replace(k_cache, hadamard="hadamard" in keys)
     if "mean" in keys:
@@ -113,7 +118,7 @@ def test_other_types_take_the_reference(device: str) -> None:
     torch.manual_seed(0)
     wide = torch.randn(4, 2, 72, device=device)
     for k in (wide[:, :, :64], wide.half()[:, :, 3:67]):
-        got = caches(("int8", "int8"), 2, 64, device)
+        got = caches((INT8, INT8), 2, 64, device)
         expected = copied(got[0]), copied(got[1])
         slots = torch.arange(4, dtype=torch.int32, device=device)
         append.kv_append(k, k, *got, slots)

@@ -9,15 +9,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from lmkit.attention_spec import AttentionSpec
 from lmkit.kernels.cuda import attention
+from lmkit.kernels.ops import BatchGeometry
+from lmkit.kv_dtype import BFLOAT16, FLOAT16, FP8, INT4, INT8, KVDtype
 from lmkit.layers.batch import allocate_kv
-from tests.kernels.cases import key_mean
+from tests.kernels.cases import geometry, key_mean
 
 HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 64, 16
 BOUNDS = (0, 40, 67, 68, 69, 70)  # of the steps' tokens: two chunks, then one token at a time
 
 
-def run(types: tuple[str, str], qkv: tuple[Tensor, ...], keys: str, bounds: tuple[int, ...]) -> tuple[Tensor, ...]:
+def run(
+    types: tuple[KVDtype, KVDtype], qkv: tuple[Tensor, ...], keys: str, bounds: tuple[int, ...]
+) -> tuple[Tensor, ...]:
     """(results of all tokens, the storage of keys, of values)."""
     device, total = qkv[0].device, len(qkv[0])
     kv = allocate_kv(total // BLOCK + 2, KV_HEADS, BLOCK, DIM, types, str(device))
@@ -38,25 +43,25 @@ def run(types: tuple[str, str], qkv: tuple[Tensor, ...], keys: str, bounds: tupl
     for begin, end in pairwise(bounds):
         step = [x[begin:end].clone() for x in qkv]
         of_step = [x[begin:end].to(device) for x in (cos, sin)]
-        batch = (blocks[None], torch.tensor([0, end - begin]).int(), torch.tensor([end]).int())
-        results.append(attention.rope_paged_attention(
-            *step, *of_step, k_cache, kv.v, slots[begin:end].to(device), *(x.to(device) for x in batch), DIM**-0.5, 0
-        ))  # fmt: skip
+        batch = geometry([0, end - begin], [end], blocks[None], slots[begin:end])
+        batch = BatchGeometry(*(x.to(device) for x in vars(batch).values()))
+        args = k_cache, kv.v, batch, AttentionSpec(DIM**-0.5)
+        results.append(attention.rope_paged_attention(*step, *of_step, *args))
     return torch.cat(results), *(x for cache in (k_cache, kv.v) for x in (cache.data, cache.params))
 
 
 @pytest.mark.parametrize(
     ("types", "dtype", "keys"),
     [
-        (("float16", "float16"), torch.float16, ""),
-        (("bfloat16", "bfloat16"), torch.bfloat16, ""),
-        (("int8", "int8"), torch.bfloat16, "mean"),
-        (("int4", "fp8"), torch.float16, "mean hadamard"),
-        (("int8", "int4"), torch.float16, ""),
+        ((FLOAT16, FLOAT16), torch.float16, ""),
+        ((BFLOAT16, BFLOAT16), torch.bfloat16, ""),
+        ((INT8, INT8), torch.bfloat16, "mean"),
+        ((INT4, FP8), torch.float16, "mean hadamard"),
+        ((INT8, INT4), torch.float16, ""),
     ],
 )
 def test_chunks_and_tokens_give_what_a_prompt_gives(
-    device: str, types: tuple[str, str], dtype: torch.dtype, keys: str, monkeypatch: pytest.MonkeyPatch
+    device: str, types: tuple[KVDtype, KVDtype], dtype: torch.dtype, keys: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention, "reference_rope_attention", None)  # kernels do it
     torch.manual_seed(8)

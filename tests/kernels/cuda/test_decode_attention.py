@@ -13,10 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from lmkit.attention_spec import AttentionSpec
 from lmkit.kernels import ops
 from lmkit.kernels.cuda import attention, emulation, module
-from lmkit.kernels.ops import KVTensor
+from lmkit.kernels.ops import BatchGeometry, KVTensor
 from lmkit.kernels.reference.kv import read_blocks
+from lmkit.kv_dtype import BFLOAT16, FLOAT16, FP8, INT4, INT8, KVDtype
 from tests.kernels.cases import filled_cache, key_mean
 
 TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 4e-3}
@@ -49,7 +51,7 @@ def oracle(
 
 
 def case(
-    types: tuple[str, str], heads: tuple[int, int], dim: int, block_size: int, dtype: torch.dtype,
+    types: tuple[KVDtype, KVDtype], heads: tuple[int, int], dim: int, block_size: int, dtype: torch.dtype,
     lengths: tuple[int, ...] = LENGTHS,
 ) -> tuple[Any, ...]:  # fmt: skip
     """(q, k cache, v cache, tables, query_start, lengths); every token that no sequence has is a NaN."""
@@ -61,7 +63,7 @@ def case(
         used[row[t // block_size].long(), t % block_size] = True
     for cache in (kv.k, kv.v):
         unused = ~used[:, None, :].expand(cache.data.shape[:3])
-        if cache.dtype in ops.KV_CODED:
+        if cache.dtype.coded:
             cache.data[unused], cache.params[unused] = 0x7F, torch.nan
         else:
             cache.data[unused] = torch.nan
@@ -86,9 +88,10 @@ def decode(
     """The kernel's result on poisoned memory; `new`: k, v, cos, sin, slots."""
     q, k_cache, v_cache, tables, starts, lengths = moved(args, device)
     out = torch.full_like(q, torch.nan)
-    fused: Any = None if new is None else moved(new, device)
-    scale = q.shape[2] ** -0.5
-    attention.decode_attention(q, fused, k_cache, v_cache, tables, starts, lengths, scale, window, sinks, out)
+    *fused, slots = [None, lengths] if new is None else moved(new, device)
+    batch, spec = BatchGeometry(starts, lengths, tables, slots), AttentionSpec(q.shape[2] ** -0.5, window, sinks)
+    rows: Any = tuple(fused) if new else None
+    attention.decode_attention(q, rows, k_cache, v_cache, batch, spec, out)
     assert not bool(module.counters(device).any())
     return out.cpu().float()
 
@@ -99,21 +102,21 @@ def error(got: Tensor, expected: Tensor) -> float:
 
 
 TYPES = (
-    (("float16", "float16"), torch.float16),
-    (("bfloat16", "bfloat16"), torch.bfloat16),
-    (("int8", "int8"), torch.float16),
-    (("int8", "int8"), torch.bfloat16),
-    (("int4", "int4"), torch.float16),
-    (("fp8", "fp8"), torch.bfloat16),
-    (("int8", "int4"), torch.bfloat16),
-    (("float16", "fp8"), torch.float16),
-    (("int4", "bfloat16"), torch.bfloat16),
+    ((FLOAT16, FLOAT16), torch.float16),
+    ((BFLOAT16, BFLOAT16), torch.bfloat16),
+    ((INT8, INT8), torch.float16),
+    ((INT8, INT8), torch.bfloat16),
+    ((INT4, INT4), torch.float16),
+    ((FP8, FP8), torch.bfloat16),
+    ((INT8, INT4), torch.bfloat16),
+    ((FLOAT16, FP8), torch.float16),
+    ((INT4, BFLOAT16), torch.bfloat16),
 )
 
 
 @pytest.mark.parametrize(("types", "dtype"), TYPES)
 @pytest.mark.parametrize(("window", "sinks"), [(0, 0), (100, 7)])
-def test_types(device: str, types: tuple[str, str], dtype: torch.dtype, window: int, sinks: int) -> None:
+def test_types(device: str, types: tuple[KVDtype, KVDtype], dtype: torch.dtype, window: int, sinks: int) -> None:
     torch.manual_seed(1)
     args = case(types, (4, 2), 64, 16, dtype)
     expected = oracle(*args[:4], args[5], 64**-0.5, window, sinks)
@@ -123,19 +126,19 @@ def test_types(device: str, types: tuple[str, str], dtype: torch.dtype, window: 
 @pytest.mark.parametrize(
     ("types", "heads", "dim", "block_size"),
     [
-        (("int8", "int8"), (3, 3), 128, 64),  # a group of one
-        (("int4", "int4"), (6, 2), 128, 64),
-        (("float16", "int8"), (7, 1), 80, 16),
-        (("int4", "int4"), (8, 1), 80, 48),  # rows of 40 bytes
-        (("int4", "fp8"), (16, 1), 96, 16),  # two tiles of heads
-        (("fp8", "float16"), (20, 1), 64, 64),  # three, in two blocks
-        (("int8", "int4"), (12, 1), 256, 16),  # two blocks
-        (("float16", "float16"), (2, 1), 256, 32),
-        (("int8", "int8"), (2, 2), 48, 16),
-        (("int4", "float16"), (1, 1), 16, 16),
+        ((INT8, INT8), (3, 3), 128, 64),  # a group of one
+        ((INT4, INT4), (6, 2), 128, 64),
+        ((FLOAT16, INT8), (7, 1), 80, 16),
+        ((INT4, INT4), (8, 1), 80, 48),  # rows of 40 bytes
+        ((INT4, FP8), (16, 1), 96, 16),  # two tiles of heads
+        ((FP8, FLOAT16), (20, 1), 64, 64),  # three, in two blocks
+        ((INT8, INT4), (12, 1), 256, 16),  # two blocks
+        ((FLOAT16, FLOAT16), (2, 1), 256, 32),
+        ((INT8, INT8), (2, 2), 48, 16),
+        ((INT4, FLOAT16), (1, 1), 16, 16),
     ],
 )
-def test_shapes(device: str, types: tuple[str, str], heads: tuple[int, int], dim: int, block_size: int) -> None:
+def test_shapes(device: str, types: tuple[KVDtype, KVDtype], heads: tuple[int, int], dim: int, block_size: int) -> None:
     torch.manual_seed(dim)
     args = case(types, heads, dim, block_size, torch.float16, (1, 77, 130))
     expected = oracle(*args[:4], args[5], dim**-0.5, 0, 0)
@@ -146,7 +149,7 @@ def test_shapes(device: str, types: tuple[str, str], heads: tuple[int, int], dim
 def test_windows(device: str, window: int, sinks: int) -> None:
     """What no query sees is not read, be it a NaN."""
     torch.manual_seed(window)
-    args = case(("float16", "fp8"), (2, 1), 64, 16, torch.float16, (5, 400, 64, 65))
+    args = case((FLOAT16, FP8), (2, 1), 64, 16, torch.float16, (5, 400, 64, 65))
     expected = oracle(*args[:4], args[5], 64**-0.5, window, sinks)
     _, k_cache, v_cache, tables, _, lengths = args
     for table, length in zip(tables, lengths.tolist(), strict=True):
@@ -161,7 +164,7 @@ def test_splits(device: str, splits: int, monkeypatch: pytest.MonkeyPatch) -> No
     """Shares of tiles, of which short sequences have fewer than there are blocks."""
     torch.manual_seed(splits)
     monkeypatch.setattr(attention, "num_splits", lambda *_: splits)
-    args = case(("int8", "int4"), (5, 1), 64, 16, torch.bfloat16, (700, 64, 0, 65, 130))
+    args = case((INT8, INT4), (5, 1), 64, 16, torch.bfloat16, (700, 64, 0, 65, 130))
     expected = oracle(*args[:4], args[5], 64**-0.5, 0, 0)
     assert error(decode(args, 0, 0, device), expected) < TOLERANCE[torch.bfloat16]
 
@@ -169,7 +172,7 @@ def test_splits(device: str, splits: int, monkeypatch: pytest.MonkeyPatch) -> No
 def test_same_bits_in_any_order(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     monkeypatch.setattr(attention, "num_splits", lambda *_: 5)
-    args = case(("int4", "int4"), (4, 2), 64, 16, torch.float16, (700, 290))
+    args = case((INT4, INT4), (4, 2), 64, 16, torch.float16, (700, 290))
     first = decode(args, 0, 0, device)
     for seed in range(3):
         if device == "cpu":
@@ -182,7 +185,7 @@ def test_scales_of_all_sizes(device: str, monkeypatch: pytest.MonkeyPatch) -> No
     torch.manual_seed(3)
     monkeypatch.setattr(attention, "num_splits", lambda *_: 1)
     for sign in (1, -1):
-        args = case(("int8", "int8"), (4, 1), 64, 16, torch.float16, (260,))
+        args = case((INT8, INT8), (4, 1), 64, 16, torch.float16, (260,))
         exponents = torch.linspace(-14, 8, 260) if sign > 0 else torch.linspace(8, -14, 260)
         t = torch.arange(260)
         where = args[3][0][t // 16].long(), 0, t % 16
@@ -197,7 +200,7 @@ def test_sharp_and_flat_scores(device: str, monkeypatch: pytest.MonkeyPatch) -> 
     torch.manual_seed(4)
     monkeypatch.setattr(attention, "num_splits", lambda *_: 1)
     for place in (0, 17, 250, None):
-        q, k_cache, *rest = case(("bfloat16", "bfloat16"), (2, 1), 64, 16, torch.bfloat16, (251,))
+        q, k_cache, *rest = case((BFLOAT16, BFLOAT16), (2, 1), 64, 16, torch.bfloat16, (251,))
         k_cache.data.mul_(0.02)
         if place is not None:
             k_cache.data[rest[1][0, place // 16], 0, place % 16] = q[0, 0] * 10
@@ -208,7 +211,7 @@ def test_sharp_and_flat_scores(device: str, monkeypatch: pytest.MonkeyPatch) -> 
 def test_queries_beyond_float16(device: str) -> None:
     """bfloat16 queries that F16 cannot hold, with keys that are as small."""
     torch.manual_seed(5)
-    q, k_cache, *rest = case(("int8", "int8"), (4, 2), 64, 16, torch.bfloat16, (90, 3))
+    q, k_cache, *rest = case((INT8, INT8), (4, 2), 64, 16, torch.bfloat16, (90, 3))
     q *= 2.0**15
     assert float(q.abs().max()) > 65504
     k_cache.params.mul_(2.0**-12)
@@ -217,20 +220,26 @@ def test_queries_beyond_float16(device: str) -> None:
 
 
 FUSED = (  # types, heads, D, rotary dim, type of the activations, what keys are
-    (("float16", "float16"), (4, 2), 64, 64, torch.float16, ""),
-    (("bfloat16", "bfloat16"), (7, 1), 128, 64, torch.bfloat16, ""),
-    (("int8", "int8"), (8, 2), 128, 128, torch.float16, "mean"),
-    (("int4", "int4"), (3, 3), 64, 64, torch.bfloat16, "hadamard"),
-    (("int4", "fp8"), (4, 1), 128, 128, torch.float16, "mean hadamard"),
-    (("fp8", "int4"), (10, 1), 80, 20, torch.bfloat16, "mean"),
-    (("int8", "int8"), (18, 1), 64, 32, torch.float16, "scales"),
-    (("int4", "int8"), (9, 1), 256, 256, torch.bfloat16, ""),
+    ((FLOAT16, FLOAT16), (4, 2), 64, 64, torch.float16, ""),
+    ((BFLOAT16, BFLOAT16), (7, 1), 128, 64, torch.bfloat16, ""),
+    ((INT8, INT8), (8, 2), 128, 128, torch.float16, "mean"),
+    ((INT4, INT4), (3, 3), 64, 64, torch.bfloat16, "hadamard"),
+    ((INT4, FP8), (4, 1), 128, 128, torch.float16, "mean hadamard"),
+    ((FP8, INT4), (10, 1), 80, 20, torch.bfloat16, "mean"),
+    ((INT8, INT8), (18, 1), 64, 32, torch.float16, "scales"),
+    ((INT4, INT8), (9, 1), 256, 256, torch.bfloat16, ""),
 )
 
 
 @pytest.mark.parametrize(("types", "heads", "dim", "rotary", "dtype", "keys"), FUSED)
 def test_append_and_attend(
-    device: str, types: tuple[str, str], heads: tuple[int, int], dim: int, rotary: int, dtype: torch.dtype, keys: str
+    device: str,
+    types: tuple[KVDtype, KVDtype],
+    heads: tuple[int, int],
+    dim: int,
+    rotary: int,
+    dtype: torch.dtype,
+    keys: str,
 ) -> None:
     """As the reference's append, then attention; what is stored has its bits, elsewhere nothing changes."""
     torch.manual_seed(dim)
@@ -270,12 +279,13 @@ def test_append_and_attend(
 def test_longer_queries_are_left_alone(device: str) -> None:
     """In a mixed step only rows of sequences with one query are written."""
     torch.manual_seed(2)
-    q, *caches, tables, _, lens = case(("int8", "int8"), (4, 2), 64, 16, torch.float16, (40, 90, 7))
+    q, *caches, tables, _, lens = case((INT8, INT8), (4, 2), 64, 16, torch.float16, (40, 90, 7))
     q = torch.cat([q, torch.randn(20, 4, 64).half()])
     starts = torch.tensor([0, 1, 22, 23]).int()
     out = torch.full_like(q, torch.nan).to(device)
     args = moved((q, *caches, tables, starts, lens), device)
-    attention.decode_attention(args[0], None, *args[1:], 0.125, 0, 0, out)
+    batch = BatchGeometry(args[4], args[5], args[3], args[5])
+    attention.decode_attention(args[0], None, *args[1:3], batch, AttentionSpec(0.125), out)
     expected = oracle(q[[0, 1, 22]], *caches, tables, lens, 0.125, 0, 0)
     assert error(out[[0, 22]].cpu().float(), expected[[0, 2]]) < TOLERANCE[torch.float16]
     assert bool(out[1:22].isnan().all())
@@ -284,23 +294,24 @@ def test_longer_queries_are_left_alone(device: str) -> None:
 def test_ops(device: str) -> None:
     """Both ops take decode steps to the kernel, and what it cannot do to the reference."""
     torch.manual_seed(6)
-    q, *rest = case(("int8", "int8"), (4, 2), 64, 16, torch.float16, (40, 9))
+    q, *rest = case((INT8, INT8), (4, 2), 64, 16, torch.float16, (40, 9))
     k_cache, v_cache, tables, starts, lens = rest
     expected = oracle(q, k_cache, v_cache, tables, lens, 0.125, 0, 0)
-    args = moved((k_cache, v_cache, tables, starts, lens), device)
-    got = attention.paged_attention(q.to(device), *args, 0.125, 0)
+    new = [torch.randn(2, 2, 64).half() for _ in range(2)], torch.rand(2, 32) * 7
+    slots = torch.tensor([int(tables[0, 2]) * 16 + 7, int(tables[1, 0]) * 16 + 8]).int()
+    args = *moved((k_cache, v_cache), device), BatchGeometry(*moved((starts, lens, tables, slots), device))
+    spec = AttentionSpec(0.125)
+    got = attention.paged_attention(q.to(device), *args, spec)
     assert error(got.cpu().float(), expected) < TOLERANCE[torch.float16]
-    got = attention.paged_attention(q.float().to(device), *args, 0.125, 0)
+    got = attention.paged_attention(q.float().to(device), *args, spec)
     assert got.dtype == torch.float32
     assert error(got.cpu(), expected) < 1e-5
 
-    new = [torch.randn(2, 2, 64).half() for _ in range(2)], torch.rand(2, 32) * 7
-    slots = torch.tensor([int(tables[0, 2]) * 16 + 7, int(tables[1, 0]) * 16 + 8]).int()
     tail = [*new[0], new[1].cos(), new[1].sin()]
     moved_tail = [x.to(device) for x in (q, *tail)]
-    got = attention.rope_paged_attention(*moved_tail, *args[:2], slots.to(device), *args[2:], 0.125, 0).cpu()
+    got = attention.rope_paged_attention(*moved_tail, *args, spec).cpu()
     reference = ops.rope_paged_attention.named("reference")
-    expected = reference(q.clone(), *tail, k_cache, v_cache, slots, tables, starts, lens, 0.125, 0).float()
+    expected = reference(q.clone(), *tail, k_cache, v_cache, BatchGeometry(starts, lens, tables, slots), spec).float()
     assert error(got.float(), expected) < TOLERANCE[torch.float16]
 
 
@@ -308,7 +319,7 @@ def test_ops(device: str) -> None:
 def test_steps_with_prompts(device: str, lengths: tuple[tuple[int, int], ...]) -> None:
     """(context, new tokens) of sequences, of which some have one new token."""
     torch.manual_seed(7)
-    _, *caches, tables, _, lens = case(("int8", "int8"), (4, 2), 64, 16, torch.float16, tuple(n for n, _ in lengths))
+    _, *caches, tables, _, lens = case((INT8, INT8), (4, 2), 64, 16, torch.float16, tuple(n for n, _ in lengths))
     counts = torch.tensor([new for _, new in lengths])
     starts = torch.cat([torch.zeros(1), counts.cumsum(0)]).int()
     owner = torch.repeat_interleave(torch.arange(len(lengths)), counts)
@@ -316,9 +327,10 @@ def test_steps_with_prompts(device: str, lengths: tuple[tuple[int, int], ...]) -
     slots = (tables[owner, where // 16] * 16 + where % 16).int()
     new = [torch.randn(len(where), heads, 64).half() for heads in (4, 2, 2)]
     angles = torch.rand(len(where), 32) * 7
-    args = moved((*new, angles.cos(), angles.sin(), *caches, slots, tables, starts, lens), device)
+    args = moved((*new, angles.cos(), angles.sin(), *caches), device)
     args = args[0].clone(), args[1].clone(), *args[2:]
-    got = attention.rope_paged_attention(*args, 0.125, 0).cpu()
+    batch = BatchGeometry(*moved((starts, lens, tables, slots), device))
+    got = attention.rope_paged_attention(*args, batch, AttentionSpec(0.125)).cpu()
     ops.rope_append.named("reference")(*new, angles.cos(), angles.sin(), *caches, slots)
     for b, (n, count) in enumerate(lengths):
         rows = slice(int(starts[b]), int(starts[b + 1]))
@@ -338,13 +350,13 @@ def test_num_splits() -> None:
 
 def test_shapes_fit_the_device() -> None:
     """Rings as deep as shared memory allows; what does not fit is left to the reference."""
-    shape = attention.shape_of(128, "float16", "float16", 4, False, (9, 0))
+    shape = attention.shape_of(128, FLOAT16, FLOAT16, 4, False, (9, 0))
     assert (shape.n_tiles, shape.stages, shape.blocks_per_sm) == (1, 3, 2)
-    assert attention.shape_of(128, "int4", "int4", 4, False, (9, 0)).blocks_per_sm == 4
-    assert attention.shape_of(128, "int8", "int8", 16, False, (8, 0)).n_tiles == 2
-    assert not attention.shape_of(256, "float16", "float16", 4, False, (8, 9)).fits
+    assert attention.shape_of(128, INT4, INT4, 4, False, (9, 0)).blocks_per_sm == 4
+    assert attention.shape_of(128, INT8, INT8, 16, False, (8, 0)).n_tiles == 2
+    assert not attention.shape_of(256, FLOAT16, FLOAT16, 4, False, (8, 9)).fits
     for capability in ((8, 0), (8, 9), (9, 0), (12, 0)):
-        for types in ("float16", "int8", "int4", "fp8"):
+        for types in (FLOAT16, INT8, INT4, FP8):
             shape = attention.shape_of(128, types, types, 8, True, capability)
             assert shape.fits
             assert shape.blocks_per_sm * (shape.shared + 1024) <= module.shared_of_sm(capability)

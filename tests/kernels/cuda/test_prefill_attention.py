@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from lmkit.attention_spec import AttentionSpec
 from lmkit.kernels.cuda import module, prefill
-from lmkit.kernels.ops import KV_CODED, KVTensor
+from lmkit.kernels.ops import BatchGeometry, KVTensor
 from lmkit.kernels.reference.kv import read_blocks
-from tests.kernels.cases import filled_cache, key_mean
+from lmkit.kv_dtype import BFLOAT16, FLOAT16, FLOAT32, FP8, INT4, INT8, KVDtype
+from tests.kernels.cases import filled_cache, geometry, key_mean
 
 LENGTHS = ((5, 5), (700, 2), (90, 1), (290, 129), (0, 0), (64, 64))  # tokens in the cache, of which queries
 TOLERANCE, BRAIN_TOLERANCE = 2e-3, 1e-2  # of the largest result; bfloat16 has 8 bits
@@ -24,16 +26,12 @@ class Inputs(NamedTuple):
     q: Tensor
     k_cache: KVTensor
     v_cache: KVTensor
-    block_tables: Tensor
-    query_start: Tensor
-    context_lens: Tensor
-    scale: float
-    window: int
-    sinks: int
+    geometry: BatchGeometry
+    spec: AttentionSpec
 
 
 def inputs(
-    types: tuple[str, str],
+    types: tuple[KVDtype, KVDtype],
     dtype: torch.dtype,
     heads: tuple[int, int, int],
     device: str,
@@ -51,8 +49,8 @@ def inputs(
     if "mean" in keys:
         k_cache = replace(k_cache, mean=key_mean(kv_heads, dim, dim // 2, max(in_cache)))
     q = (torch.randn(sum(new), kv_heads * group + 2, dim) * 2).to(dtype)[:, 1:-1]  # part of a tensor, as of q, k and v
-    starts = torch.tensor([0, *new]).cumsum(0).int()
-    args = Inputs(q, k_cache, kv.v, tables, starts, torch.tensor(in_cache).int(), dim**-0.5, *window)
+    batch = geometry(torch.tensor([0, *new]).cumsum(0).tolist(), in_cache, tables)
+    args = Inputs(q, k_cache, kv.v, batch, AttentionSpec(dim**-0.5, *window))
     return args if device == "cpu" else on_device(args, device)
 
 
@@ -61,7 +59,8 @@ def on_device(args: Inputs, device: str) -> Inputs:
     if (mean := args.k_cache.mean) is not None:
         moved = replace(mean, **{name: getattr(mean, name).to(device) for name in ("vector", "pairs", "table")})
         caches[0] = replace(caches[0], mean=moved)
-    return Inputs(args.q.to(device), *caches, *(x.to(device) for x in args[3:6]), *args[6:])
+    batch = BatchGeometry(*(x.to(device) for x in vars(args.geometry).values()))
+    return Inputs(args.q.to(device), *caches, batch, args.spec)
 
 
 def attend(args: Inputs, *, skip_single: bool = False) -> Tensor:
@@ -76,11 +75,11 @@ def expected(args: Inputs) -> Tensor:
     """float32; without what queries of int4 keys may be rounded to."""
     out = torch.empty(args.q.shape, device=args.q.device)
     group = args.q.shape[1] // args.k_cache.data.shape[1]
-    starts = args.query_start.tolist()
-    for b, length in enumerate(args.context_lens.tolist()):
+    starts = args.geometry.query_start.tolist()
+    for b, length in enumerate(args.geometry.context_lens.tolist()):
         if length == 0:
             continue
-        blocks = args.block_tables[b, : -(-length // args.k_cache.block_size)]
+        blocks = args.geometry.block_tables[b, : -(-length // args.k_cache.block_size)]
         keys, values = (
             read_blocks(cache, blocks, length).repeat_interleave(group, dim=0) for cache in (args.k_cache, args.v_cache)
         )
@@ -88,9 +87,9 @@ def expected(args: Inputs) -> Tensor:
         position = torch.arange(length - (rows.stop - rows.start), length, device=out.device)[:, None]
         key = torch.arange(length, device=out.device)
         visible = key <= position
-        if args.window:
-            visible = visible & ((key > position - args.window) | (key < args.sinks))
-        scores = args.q[rows].float().transpose(0, 1) @ keys.transpose(1, 2) * args.scale
+        if args.spec.window:
+            visible = visible & ((key > position - args.spec.window) | (key < args.spec.sinks))
+        scores = args.q[rows].float().transpose(0, 1) @ keys.transpose(1, 2) * args.spec.scale
         weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
         out[rows] = (weights @ values.masked_fill(~visible.any(0)[:, None], 0)).transpose(0, 1)
     return out
@@ -104,35 +103,35 @@ def assert_near(got: Tensor, wanted: Tensor, tolerance: float = TOLERANCE) -> No
 
 HALF, BRAIN = torch.float16, torch.bfloat16
 CASES = [
-    (("float16", "float16"), HALF, (2, 4, 128), 64, (0, 0), ""),
-    (("bfloat16", "bfloat16"), BRAIN, (1, 3, 64), 16, (0, 0), ""),
-    (("int8", "int8"), HALF, (1, 8, 128), 32, (0, 0), ""),
-    (("int8", "int8"), BRAIN, (2, 1, 64), 7, (0, 0), ""),
-    (("int4", "int4"), HALF, (1, 4, 64), 16, (0, 0), ""),
-    (("int4", "int4"), BRAIN, (1, 1, 128), 100, (0, 0), ""),
-    (("fp8", "fp8"), HALF, (1, 1, 128), 32, (0, 0), ""),
-    (("fp8", "int4"), BRAIN, (1, 3, 80), 16, (0, 0), ""),
-    (("int4", "fp8"), HALF, (1, 1, 256), 32, (0, 0), ""),
-    (("bfloat16", "int8"), BRAIN, (1, 2, 96), 16, (0, 0), ""),
-    (("float16", "float16"), BRAIN, (1, 1, 16), 32, (0, 0), ""),
-    (("bfloat16", "float16"), HALF, (1, 1, 48), 32, (0, 0), ""),
-    (("float16", "float16"), HALF, (1, 1, 64), 16, (3, 0), ""),
-    (("float16", "float16"), HALF, (1, 4, 64), 16, (100, 5), ""),
-    (("int8", "int8"), BRAIN, (1, 4, 64), 16, (40, 300), ""),
-    (("float16", "float16"), HALF, (1, 1, 64), 16, (30, 1000), ""),
-    (("int8", "int8"), HALF, (2, 2, 64), 16, (0, 0), "mean"),
-    (("int4", "int4"), BRAIN, (2, 2, 128), 16, (0, 0), "mean hadamard"),
-    (("int4", "int8"), HALF, (1, 4, 256), 16, (0, 0), "hadamard"),
-    (("bfloat16", "bfloat16"), BRAIN, (1, 2, 64), 16, (100, 4), "mean"),
-    (("float16", "float16"), HALF, (1, 2, 128), 16, (0, 0), "mean"),
-    (("int8", "int8"), HALF, (1, 1, 16), 16, (0, 0), "hadamard"),
+    ((FLOAT16, FLOAT16), HALF, (2, 4, 128), 64, (0, 0), ""),
+    ((BFLOAT16, BFLOAT16), BRAIN, (1, 3, 64), 16, (0, 0), ""),
+    ((INT8, INT8), HALF, (1, 8, 128), 32, (0, 0), ""),
+    ((INT8, INT8), BRAIN, (2, 1, 64), 7, (0, 0), ""),
+    ((INT4, INT4), HALF, (1, 4, 64), 16, (0, 0), ""),
+    ((INT4, INT4), BRAIN, (1, 1, 128), 100, (0, 0), ""),
+    ((FP8, FP8), HALF, (1, 1, 128), 32, (0, 0), ""),
+    ((FP8, INT4), BRAIN, (1, 3, 80), 16, (0, 0), ""),
+    ((INT4, FP8), HALF, (1, 1, 256), 32, (0, 0), ""),
+    ((BFLOAT16, INT8), BRAIN, (1, 2, 96), 16, (0, 0), ""),
+    ((FLOAT16, FLOAT16), BRAIN, (1, 1, 16), 32, (0, 0), ""),
+    ((BFLOAT16, FLOAT16), HALF, (1, 1, 48), 32, (0, 0), ""),
+    ((FLOAT16, FLOAT16), HALF, (1, 1, 64), 16, (3, 0), ""),
+    ((FLOAT16, FLOAT16), HALF, (1, 4, 64), 16, (100, 5), ""),
+    ((INT8, INT8), BRAIN, (1, 4, 64), 16, (40, 300), ""),
+    ((FLOAT16, FLOAT16), HALF, (1, 1, 64), 16, (30, 1000), ""),
+    ((INT8, INT8), HALF, (2, 2, 64), 16, (0, 0), "mean"),
+    ((INT4, INT4), BRAIN, (2, 2, 128), 16, (0, 0), "mean hadamard"),
+    ((INT4, INT8), HALF, (1, 4, 256), 16, (0, 0), "hadamard"),
+    ((BFLOAT16, BFLOAT16), BRAIN, (1, 2, 64), 16, (100, 4), "mean"),
+    ((FLOAT16, FLOAT16), HALF, (1, 2, 128), 16, (0, 0), "mean"),
+    ((INT8, INT8), HALF, (1, 1, 16), 16, (0, 0), "hadamard"),
 ]
 
 
 @pytest.mark.parametrize(("types", "dtype", "heads", "block_size", "window", "keys"), CASES)
 def test_attention(
     device: str,
-    types: tuple[str, str],
+    types: tuple[KVDtype, KVDtype],
     dtype: torch.dtype,
     heads: tuple[int, int, int],
     block_size: int,
@@ -141,13 +140,13 @@ def test_attention(
 ) -> None:
     torch.manual_seed(sum(heads) + window[0])
     args = inputs(types, dtype, heads, device, block_size=block_size, window=window, keys=keys)
-    short = dtype == BRAIN or "bfloat16" in types
+    short = dtype == BRAIN or BFLOAT16 in types
     assert_near(attend(args), expected(args), BRAIN_TOLERANCE if short else TOLERANCE)
 
 
-@pytest.mark.parametrize("types", [("float16", "float16"), ("int8", "int4")])
+@pytest.mark.parametrize("types", [(FLOAT16, FLOAT16), (INT8, INT4)])
 @pytest.mark.parametrize("window", [(0, 0), (500, 3)])
-def test_few_queries_split_their_keys(device: str, types: tuple[str, str], window: tuple[int, int]) -> None:
+def test_few_queries_split_their_keys(device: str, types: tuple[KVDtype, KVDtype], window: tuple[int, int]) -> None:
     """Ranges of keys are merged in order, whichever ends last; a sequence that is too short for it is not split."""
     torch.manual_seed(1)
     args = inputs(types, HALF, (1, 2, 64), device, window=window, lengths=((1500, 5), (60, 3)))
@@ -160,19 +159,19 @@ def test_many_splits_merge(device: str, monkeypatch: pytest.MonkeyPatch) -> None
     """More ranges than are read at a time, some of which a row does not see."""
     torch.manual_seed(2)
     monkeypatch.setattr(prefill, "num_splits", lambda *args: 12)
-    args = inputs(("float16", "int8"), HALF, (2, 1, 16), device, lengths=((3300, 130),))
+    args = inputs((FLOAT16, INT8), HALF, (2, 1, 16), device, lengths=((3300, 130),))
     assert_near(attend(args), expected(args))
 
 
 def test_result_does_not_depend_on_the_order_of_threads(device: str) -> None:
     torch.manual_seed(3)
-    args = inputs(("int4", "float16"), BRAIN, (1, 4, 64), device, lengths=((150, 70), (20, 20)))
+    args = inputs((INT4, FLOAT16), BRAIN, (1, 4, 64), device, lengths=((150, 70), (20, 20)))
     assert torch.equal(attend(args), attend(args))
 
 
 def test_single_queries_are_left_to_decode(device: str) -> None:
     torch.manual_seed(4)
-    args = inputs(("float16", "float16"), HALF, (1, 1, 64), device, lengths=((5, 5), (90, 1), (1, 1), (40, 2)))
+    args = inputs((FLOAT16, FLOAT16), HALF, (1, 1, 64), device, lengths=((5, 5), (90, 1), (1, 1), (40, 2)))
     got, wanted = attend(args, skip_single=True), expected(args)
     assert got[5:7].isnan().all()
     assert_near(got[[*range(5), 7, 8]], wanted[[*range(5), 7, 8]])
@@ -181,17 +180,17 @@ def test_single_queries_are_left_to_decode(device: str) -> None:
 def test_sequences_without_context_are_left_out(device: str) -> None:
     """Padding of a batch: queries of nothing, and rows that belong to no sequence."""
     torch.manual_seed(5)
-    args = inputs(("float16", "float16"), HALF, (1, 2, 64), device, lengths=((30, 6), (0, 0), (50, 50), (0, 0)))
+    args = inputs((FLOAT16, FLOAT16), HALF, (1, 2, 64), device, lengths=((30, 6), (0, 0), (50, 50), (0, 0)))
     starts = torch.tensor([0, 6, 8, 58, 60]).int().to(device)  # the third's queries are rows 8..57
     q = torch.cat([args.q[:6], args.q[:2], args.q[6:], args.q[:4]])
-    out = attend(args._replace(q=q, query_start=starts))
+    out = attend(args._replace(q=q, geometry=replace(args.geometry, query_start=starts)))
     assert_near(torch.cat([out[:6], out[8:58]]), expected(args))
     assert out[6:8].isnan().all()
     assert out[58:].isnan().all()
 
 
-@pytest.mark.parametrize("types", [("float16", "bfloat16"), ("int8", "int8"), ("int4", "fp8")])
-def test_keys_that_no_query_sees_may_be_anything(device: str, types: tuple[str, str]) -> None:
+@pytest.mark.parametrize("types", [(FLOAT16, BFLOAT16), (INT8, INT8), (INT4, FP8)])
+def test_keys_that_no_query_sees_may_be_anything(device: str, types: tuple[KVDtype, KVDtype]) -> None:
     torch.manual_seed(6)
     block_size, window, sinks, lengths = 16, 40, 5, ((300, 20), (50, 50), (7, 7))
     args = inputs(
@@ -199,14 +198,14 @@ def test_keys_that_no_query_sees_may_be_anything(device: str, types: tuple[str, 
     )  # fmt: skip
     wanted = expected(args)
     seen = torch.zeros(len(args.k_cache.data), block_size, dtype=torch.bool)
-    for table, (length, new) in zip(args.block_tables.cpu().long(), lengths, strict=True):
+    for table, (length, new) in zip(args.geometry.block_tables.cpu().long(), lengths, strict=True):
         for token in range(length):
             if token > length - new - window or token < sinks:
                 seen[table[token // block_size], token % block_size] = True
     for cache in (args.k_cache, args.v_cache):
         unseen = ~seen[:, None].expand(cache.data.shape[:3]).to(device)
         cache.data.view(torch.uint8)[unseen] = 0xFF
-        if cache.dtype in KV_CODED:
+        if cache.dtype.coded:
             cache.params[unseen] = torch.nan
     assert_near(attend(args), wanted, BRAIN_TOLERANCE)
 
@@ -214,22 +213,24 @@ def test_keys_that_no_query_sees_may_be_anything(device: str, types: tuple[str, 
 def test_large_queries_of_codes_are_clamped(device: str) -> None:
     """bfloat16 queries meet codes in float16: what is beyond its range stays finite."""
     torch.manual_seed(7)
-    args = inputs(("int8", "int8"), BRAIN, (1, 1, 64), device, lengths=((20, 20),))
+    args = inputs((INT8, INT8), BRAIN, (1, 1, 64), device, lengths=((20, 20),))
     args.q[3] = 1e30
     assert attend(args).isfinite().all()
 
 
 def test_no_sequences(device: str) -> None:
-    args = inputs(("float16", "float16"), HALF, (1, 1, 64), device, lengths=((4, 1),))
+    args = inputs((FLOAT16, FLOAT16), HALF, (1, 1, 64), device, lengths=((4, 1),))
     assert attend(args, skip_single=True).isnan().all()
-    empty = args._replace(q=args.q[:0], query_start=args.query_start[:1], context_lens=args.context_lens[:0])
+    batch = args.geometry
+    nothing = replace(batch, query_start=batch.query_start[:1], context_lens=batch.context_lens[:0])
+    empty = args._replace(q=args.q[:0], geometry=nothing)
     assert attend(empty).shape == (0, 1, 64)
 
 
 @pytest.mark.parametrize(
     ("head_dim", "k", "v", "pairs"),
-    [(72, "int8", "int8", 0), (272, "int8", "int8", 0), (64, "float32", "int8", 0), (64, "int8", "int8", 17)],
+    [(72, INT8, INT8, 0), (272, INT8, INT8, 0), (64, FLOAT32, INT8, 0), (64, INT8, INT8, 17)],
 )
-def test_refusals(head_dim: int, k: str, v: str, pairs: int) -> None:
+def test_refusals(head_dim: int, k: KVDtype, v: KVDtype, pairs: int) -> None:
     assert prefill.refusal(head_dim=head_dim, k=k, v=v, mean_pairs=pairs)
-    assert prefill.refusal(head_dim=64, k="int8", v="fp8", mean_pairs=8) is None
+    assert prefill.refusal(head_dim=64, k=INT8, v=FP8, mean_pairs=8) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from lmkit.attention_spec import AttentionSpec
 from lmkit.kernels import ops
 from lmkit.kernels.cpu import isa
+from lmkit.kv_dtype import FLOAT32, FP8, INT4, INT8, KVDtype
 from lmkit.models import load_spec
 from lmkit.models.decoder import DecoderLayer
 from lmkit.models.kv_storage import KVStorage, allocate
@@ -56,7 +59,9 @@ def probe_of(layer: CalibratedLayer) -> Probe:
 def scores(layer: DecoderLayer, sample: Tensor, geometry: Geometry) -> Tensor:
     """Of all pairs of tokens, queries and keys after RoPE, [heads, tokens, tokens]."""
     q, k, v = layer.queries_keys_values(sample)
-    ops.rope_append.named("reference")(q, k, v, *geometry.rope, geometry.kv.k, geometry.kv.v, geometry.batch.slots)
+    ops.rope_append.named("reference")(
+        q, k, v, *geometry.rope, geometry.kv.k, geometry.kv.v, geometry.batch.geometries[0].slots
+    )
     keys = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     return torch.einsum("qhd,khd->hqk", q, keys)
 
@@ -85,17 +90,17 @@ def test_the_statistics_are_of_keys_before_rope(tmp_path: Path) -> None:
         assert len(pairs) <= 8
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int8", "fp8", "int4"])
-def test_a_mean_left_out_is_exact(tmp_path: Path, dtype: str) -> None:
+@pytest.mark.parametrize("dtype", [FLOAT32, INT8, FP8, INT4], ids=str)
+def test_a_mean_left_out_is_exact(tmp_path: Path, dtype: KVDtype) -> None:
     """Float keys: as without; codes: as those of a model without the bias, although its scores are in the hundreds."""
     layer = calibrated(tmp_path, "qwen2", bias=300.0)
     probe = probe_of(layer)
     mean = key_mean(seen_of(probe), layer.layer.spec)
-    with_mean = probe.error(KVStorage(dtype, "float32", mean))
-    limit = {"float32": 1e-10, "int8": 2e-5, "fp8": 2e-3, "int4": 1e-2}[dtype] * float(probe.exact.square().mean())
+    with_mean = probe.error(KVStorage(dtype, FLOAT32, mean))
+    limit = {FLOAT32: 1e-10, INT8: 2e-5, FP8: 2e-3, INT4: 1e-2}[dtype] * float(probe.exact.square().mean())
     assert with_mean < limit
-    if dtype != "float32":
-        assert with_mean < probe.error(KVStorage(dtype, "float32")) / 50
+    if dtype != FLOAT32:
+        assert with_mean < probe.error(KVStorage(dtype, FLOAT32)) / 50
 
 
 @pytest.mark.parametrize(
@@ -106,12 +111,12 @@ def test_int4_gets_better_and_function_stays(tmp_path: Path, family: str, change
     layer = calibrated(tmp_path, family, **changes)
     probe = probe_of(layer)
     seen = seen_of(probe)
-    plain = probe.error(KVStorage("int4", "float32"))
+    plain = probe.error(KVStorage(INT4, FLOAT32))
     fit_cache(layer, seen, KVRecipe(bits=4), torch.ones(1, 1))
     after = probe_of(layer)
     torch.testing.assert_close(after.exact, probe.exact, rtol=1e-4, atol=1e-4)
     assert bool(any(seen.fit.key_mean)) == ("bias" in changes)
-    found = after.error(KVStorage("int4", "float32", seen.fit.key_mean, seen.fit.hadamard))
+    found = after.error(KVStorage(INT4, FLOAT32, seen.fit.key_mean, seen.fit.hadamard))
     assert found == pytest.approx(seen.fit.errors["k int4"], rel=0.2)
     assert found <= plain * (0.34 if "bias" in changes or family == "llama" else 1.0)
     assert seen.fit.errors["k int8"] < seen.fit.errors["k int4"]
@@ -162,17 +167,17 @@ def test_the_mean_is_exact_far_into_a_sequence() -> None:
     k, v = torch.randn(count, 1, 32, generator=generator) + b, torch.randn(count, 1, 32, generator=generator)
     q = torch.randn(count, 2, 32, generator=generator) / 20
     outputs = []
-    for storage in (KVStorage("float32", "float32"), KVStorage("float32", "float32", mean)):
+    for storage in (KVStorage(FLOAT32, FLOAT32), KVStorage(FLOAT32, FLOAT32, mean)):
         (kv,) = allocate(spec, [storage], len(geometry.kv.k.data), 32, start + count)
         queries = q.clone()
-        ops.rope_append.named("reference")(queries, k.clone(), v, *rope, kv.k, kv.v, geometry.batch.slots[last])
-        batch = geometry.batch
+        (batch,) = geometry.batch.geometries
+        batch = replace(batch, query_start=torch.tensor([0, count]).int(), slots=batch.slots[last])
+        ops.rope_append.named("reference")(queries, k.clone(), v, *rope, kv.k, kv.v, batch.slots)
         outputs.append(
             ops.paged_attention.named("cpu." + isa.host().name)(
-                queries, kv.k, kv.v, batch.block_tables, torch.tensor([0, count]).int(), batch.context_lens,
-                32**-0.5, count,
+                queries, kv.k, kv.v, batch, AttentionSpec(32**-0.5, count)
             )
-        )  # fmt: skip
+        )
     plain, left_out = (output[-1] for output in outputs)  # the others' windows reach keys that are not there
     torch.testing.assert_close(left_out, plain, rtol=2e-4, atol=2e-4)
     assert float((plain - v.mean(0)).abs().max()) > 0.1

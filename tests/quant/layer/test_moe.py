@@ -11,6 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from lmkit.kv_dtype import FLOAT32
 from lmkit.layers.batch import allocate_kv, whole_batch
 from lmkit.layers.moe import MoE, route
 from lmkit.models import roles
@@ -46,7 +47,7 @@ def logits(decoder: Decoder, rows: list[list[int]]) -> torch.Tensor:
     spec = decoder.spec
     batch, num_blocks = whole_batch(rows, 32)
     kv = [
-        allocate_kv(num_blocks, spec.num_kv_heads, 32, spec.head_dim, ("float32", "float32"))
+        allocate_kv(num_blocks, spec.num_kv_heads, 32, spec.head_dim, (FLOAT32, FLOAT32))
         for _ in range(spec.num_layers)
     ]
     return decoder(batch, kv)

@@ -6,6 +6,7 @@ import pytest
 
 from lmkit.config import EngineConfig
 from lmkit.errors import ConfigError
+from lmkit.kv_dtype import BFLOAT16, FLOAT32, INT4, INT8, KVDtype
 from lmkit.layers.batch import allocate_kv
 from lmkit.layers.rope_spec import RopeSpec
 from lmkit.models.spec import ModelSpec
@@ -17,11 +18,11 @@ SPEC = ModelSpec(
     dtype="bfloat16",
 )  # fmt: skip
 GIB = 1 << 30
-BF16 = [("bfloat16", "bfloat16")] * 4
+BF16 = [(BFLOAT16, BFLOAT16)] * 4
 
 
-@pytest.mark.parametrize("dtypes", [("float32", "float32"), ("bfloat16", "int8"), ("int8", "int4"), ("int4", "int4")])
-def test_token_bytes_are_what_is_allocated(dtypes: tuple[str, str]) -> None:
+@pytest.mark.parametrize("dtypes", [(FLOAT32, FLOAT32), (BFLOAT16, INT8), (INT8, INT4), (INT4, INT4)])
+def test_token_bytes_are_what_is_allocated(dtypes: tuple[KVDtype, KVDtype]) -> None:
     layer = allocate_kv(3, SPEC.num_kv_heads, 16, SPEC.head_dim, dtypes)
     tensors = (layer.k.data, layer.k.params, layer.v.data, layer.v.params)
     assert sum(t.nbytes for t in tensors) == 3 * 16 * kv_token_bytes(SPEC, dtypes)
@@ -29,9 +30,9 @@ def test_token_bytes_are_what_is_allocated(dtypes: tuple[str, str]) -> None:
 
 def test_int8_and_int4_hold_more_tokens_at_head_dim_128() -> None:
     spec = ModelSpec(**{**SPEC.__dict__, "head_dim": 128})
-    dense = kv_token_bytes(spec, ("bfloat16", "bfloat16"))
-    assert dense / kv_token_bytes(spec, ("int8", "int8")) > 1.9
-    assert dense / kv_token_bytes(spec, ("int4", "int4")) > 3.7
+    dense = kv_token_bytes(spec, (BFLOAT16, BFLOAT16))
+    assert dense / kv_token_bytes(spec, (INT8, INT8)) > 1.9
+    assert dense / kv_token_bytes(spec, (INT4, INT4)) > 3.7
 
 
 def test_default_pool_serves_the_whole_batch_when_memory_allows() -> None:

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from lmkit.config import EngineConfig
 from lmkit.formats.checkpoint import CheckpointReader, CheckpointWriter
-from lmkit.kernels.ops import KV_BITS
+from lmkit.kv_dtype import BFLOAT16, FLOAT16, FLOAT32, FP8, INT4, INT8, KV_DTYPES, KVDtype
 from lmkit.layers.batch import KVLayer, allocate_kv
 from lmkit.models.kv_storage import KVStorage
-from lmkit.turbo.engine.memory import DTYPE_BYTES
 from lmkit.turbo.kv import blocks as kv_blocks
 from lmkit.turbo.kv.blocks import KVBlocks, kv_fingerprint
 from lmkit.turbo.kv.tiers.disk import DiskTier
@@ -26,7 +25,7 @@ from lmkit.turbo.plan import Load, Save
 from tests.turbo.kv.tier_helpers import FINGERPRINT, chain, collect, settle
 
 NUM_BLOCKS = 5
-TYPES = [t for t in KV_BITS if t != "float16"]
+TYPES = [t for t in KV_DTYPES.values() if t != FLOAT16]
 
 
 def tensors(layers: list[KVLayer]) -> list[Tensor]:
@@ -34,7 +33,7 @@ def tensors(layers: list[KVLayer]) -> list[Tensor]:
     return [t.view(torch.uint8) for t in found if t.numel()]
 
 
-def random_layers(*dtypes: tuple[str, str]) -> list[KVLayer]:
+def random_layers(*dtypes: tuple[KVDtype, KVDtype]) -> list[KVLayer]:
     """Any bits, those of NaN included."""
     layers = [allocate_kv(NUM_BLOCKS, 2, 4, 6, pair) for pair in dtypes]
     for number, tensor in enumerate(tensors(layers)):
@@ -61,19 +60,19 @@ def test_a_block_moves_bit_for_bit(k: str, v: str) -> None:
 
 
 def test_the_order_of_a_blocks_bytes() -> None:
-    layers = random_layers(("int8", "float32"), ("bfloat16", "int4"))
+    layers = random_layers((INT8, FLOAT32), (BFLOAT16, INT4))
     data = bytearray(KVBlocks(layers).nbytes)
     KVBlocks(layers).read(2, memoryview(data))
     assert bytes(data) == b"".join(tensor[2].numpy().tobytes() for tensor in tensors(layers))
 
 
 def test_a_block_has_the_bytes_of_the_memory_plan() -> None:
-    layers = [allocate_kv(NUM_BLOCKS, 2, 4, 6, (t, t)) for t in ("float32", "bfloat16", "int8", "int4")]
-    assert KVBlocks(layers).nbytes == 2 * 4 * 2 * (6 * DTYPE_BYTES["float32"] + 6 * DTYPE_BYTES["bfloat16"] + 10 + 7)
+    layers = [allocate_kv(NUM_BLOCKS, 2, 4, 6, (t, t)) for t in (FLOAT32, BFLOAT16, INT8, INT4)]
+    assert KVBlocks(layers).nbytes == 2 * 4 * 2 * (6 * 4 + 6 * 2 + 10 + 7)
 
 
 def test_copies_are_made_one_after_the_other() -> None:
-    layers = random_layers(("int8", "bfloat16"), ("float32", "int4"))
+    layers = random_layers((INT8, BFLOAT16), (FLOAT32, INT4))
     before = states(layers)
     KVBlocks(layers).copy([(0, 3), (3, 1), (4, 0)])
     for now, then in zip(states(layers), before, strict=True):
@@ -82,7 +81,7 @@ def test_copies_are_made_one_after_the_other() -> None:
 
 
 def test_through_the_tiers_and_back(tmp_path: Path) -> None:
-    layers = random_layers(("int8", "int4"), ("bfloat16", "fp8"))
+    layers = random_layers((INT8, INT4), (BFLOAT16, FP8))
     blocks, before, keys = KVBlocks(layers), states(layers), chain(NUM_BLOCKS)
     for host in (0, 2 * blocks.nbytes):
         disk = DiskTier(tmp_path, FINGERPRINT, block_bytes=blocks.nbytes, max_bytes=1 << 20)
@@ -100,7 +99,7 @@ def test_through_the_tiers_and_back(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu() -> None:
-    layers = random_layers(("int8", "bfloat16"), ("fp8", "int4"))
+    layers = random_layers((INT8, BFLOAT16), (FP8, INT4))
     there = [
         KVLayer(*(dataclasses.replace(t, data=t.data.cuda(), params=t.params.cuda()) for t in (layer.k, layer.v)))
         for layer in layers
@@ -126,7 +125,7 @@ def test_whatever_decides_a_blocks_content_changes_the_fingerprint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reader = checkpoint(tmp_path / "a")
-    plain, config = [KVStorage("int8", "int8")] * 2, EngineConfig()
+    plain, config = [KVStorage(INT8, INT8)] * 2, EngineConfig()
 
     def of(storages: list[KVStorage] = plain, dtype: str = "float32", **changes: Any) -> bytes:
         return kv_fingerprint(reader, storages, EngineConfig(**changes), "cpu", dtype)
@@ -138,7 +137,7 @@ def test_whatever_decides_a_blocks_content_changes_the_fingerprint(
     assert len(set(same)) == 1
     assert len(same[0]) == 32
     others = [
-        of([KVStorage("int8", "int8"), KVStorage("int8", "int4")]),
+        of([KVStorage(INT8, INT8), KVStorage(INT8, INT4)]),
         of(plain[:1]),
         of([dataclasses.replace(plain[0], hadamard=True), plain[1]]),
         of([plain[1], dataclasses.replace(plain[0], hadamard=True)]),

@@ -39,10 +39,10 @@ def test_inputs_follow_each_token_to_its_slot() -> None:
         flat = [(c, p) for c in chunks for p in range(c.start, c.start + c.num_tokens)]
         assert inputs.token_ids.tolist() == [tokens[c.slot][p] for c, p in flat]
         assert inputs.positions.tolist() == [p for _, p in flat]
-        assert inputs.slots.tolist() == [tables[c.slot][p // BLOCK] * BLOCK + p % BLOCK for c, p in flat]
-        assert inputs.context_lens.tolist() == [c.start + c.num_tokens for c in chunks]
-        assert inputs.query_start.diff().tolist() == [c.num_tokens for c in chunks]
-        for table, chunk in zip(inputs.block_tables.tolist(), chunks, strict=True):
+        assert inputs.geometries[0].slots.tolist() == [tables[c.slot][p // BLOCK] * BLOCK + p % BLOCK for c, p in flat]
+        assert inputs.geometries[0].context_lens.tolist() == [c.start + c.num_tokens for c in chunks]
+        assert inputs.geometries[0].query_start.diff().tolist() == [c.num_tokens for c in chunks]
+        for table, chunk in zip(inputs.geometries[0].block_tables.tolist(), chunks, strict=True):
             used = -(-(chunk.start + chunk.num_tokens) // BLOCK)
             assert table[:used] == tables[chunk.slot][:used]
         sampled = [c for c in chunks if c.sample]
@@ -50,7 +50,7 @@ def test_inputs_follow_each_token_to_its_slot() -> None:
             assert all(c.num_tokens == 1 and c.sample for c in chunks)
         else:
             assert [r >= 0 for r in rows.sample_row] == [c.sample for c in chunks]
-        ends = [int(inputs.query_start[chunks.index(c) + 1]) - 1 for c in sampled]
+        ends = [int(inputs.geometries[0].query_start[chunks.index(c) + 1]) - 1 for c in sampled]
         assert inputs.logit_rows.tolist() == ends
 
 
@@ -61,7 +61,7 @@ def test_a_reused_slot_forgets_its_blocks() -> None:
     batch.append(0, 9)
     enter(batch, 0, [6, 6])
     inputs, _ = batch.inputs([Chunk(0, 0, 2, [3], True)])
-    assert inputs.slots.tolist() == [12, 13]
+    assert inputs.geometries[0].slots.tolist() == [12, 13]
     assert inputs.token_ids.tolist() == [6, 6]
 
 
@@ -103,12 +103,12 @@ def test_decode_steps_stay_in_place_and_follow_blocks_and_slots() -> None:
         assert rows is None
         assert inputs.token_ids.tolist() == [batch.token_ids[slot, n - 1] for slot, n in lengths.items()]
         assert inputs.positions.tolist() == [n - 1 for n in lengths.values()]
-        assert inputs.context_lens.tolist() == list(lengths.values())
-        assert inputs.query_start.tolist() == list(range(len(lengths) + 1))
+        assert inputs.geometries[0].context_lens.tolist() == list(lengths.values())
+        assert inputs.geometries[0].query_start.tolist() == list(range(len(lengths) + 1))
         assert inputs.logit_rows.tolist() == list(range(len(lengths)))
         places = [tables[slot][(n - 1) // BLOCK] * BLOCK + (n - 1) % BLOCK for slot, n in lengths.items()]
-        assert inputs.slots.tolist() == places
-        for table, slot in zip(inputs.block_tables.tolist(), lengths, strict=True):
+        assert inputs.geometries[0].slots.tolist() == places
+        for table, slot in zip(inputs.geometries[0].block_tables.tolist(), lengths, strict=True):
             assert table[: len(tables[slot])] == tables[slot]
         addresses.setdefault(len(lengths), set()).add(inputs.token_ids.data_ptr())
         for slot in lengths:
@@ -126,5 +126,5 @@ def test_tables_of_prompt_steps_widen_by_doubling() -> None:
     widths = {}
     for keys in (8, TABLE_KEYS, TABLE_KEYS + 1, 2 * TABLE_KEYS, 4 * TABLE_KEYS, 5 * TABLE_KEYS):
         inputs, _ = batch.inputs([Chunk(0, keys - 8, 8, [], False)])
-        widths[keys / TABLE_KEYS] = inputs.block_tables.shape[1] * BLOCK / TABLE_KEYS
+        widths[keys / TABLE_KEYS] = inputs.geometries[0].block_tables.shape[1] * BLOCK / TABLE_KEYS
     assert list(widths.values()) == [1, 1, 2, 2, 4, 5]

@@ -44,13 +44,13 @@ def entered(batch: PersistentBatch, slot: int, length: int) -> None:
 
 
 def same(got: BatchInputs, want: BatchInputs) -> None:
-    for name, tensor in vars(want).items():
-        found = getattr(got, name)
+    for name, tensor in want.tensors.items():
+        found = got.tensors[name]
         assert found.dtype == tensor.dtype
         assert found.is_contiguous()
         assert found.data_ptr() % 8 == 0
         if name == "block_tables":
-            used = -(-int(want.context_lens.max()) // BLOCK)
+            used = -(-int(want.geometries[0].context_lens.max()) // BLOCK)
             found, tensor = found[: len(tensor), :used], tensor[:, :used]
         assert torch.equal(found[: len(tensor)], tensor), name
 
@@ -80,12 +80,14 @@ def test_steps_of_any_shape_follow_one_another() -> None:
         kept += batch.keeps_tables
         got = staged.put(inputs, pad, keeps_tables=batch.keeps_tables)
         same(got, inputs)
-        assert len(got.context_lens) == max(pad, len(chunks))
+        assert len(got.geometries[0].context_lens) == max(pad, len(chunks))
         if pad:
             count = len(chunks)
-            assert got.slots[count:].tolist() == [-1] * (pad - count)
-            assert got.context_lens[count:].tolist() == got.token_ids[count:].tolist() == [0] * (pad - count)
-            assert got.query_start.tolist() == list(range(pad + 1))
+            assert got.geometries[0].slots[count:].tolist() == [-1] * (pad - count)
+            assert (
+                got.geometries[0].context_lens[count:].tolist() == got.token_ids[count:].tolist() == [0] * (pad - count)
+            )
+            assert got.geometries[0].query_start.tolist() == list(range(pad + 1))
             assert got.logit_rows.tolist() == list(range(pad))
     assert kept > 20
 
@@ -100,15 +102,15 @@ def test_memory_that_may_still_be_read_is_waited_for() -> None:
 
 def test_padding_writes_and_reads_nothing() -> None:
     inputs = StagedInputs(EmulatedDevice(), 8, 8, 3).padding(5, 3)
-    assert inputs.slots.tolist() == [-1] * 5
-    assert inputs.context_lens.tolist() == [0] * 5
-    assert inputs.block_tables.shape == (5, 3)
+    assert inputs.geometries[0].slots.tolist() == [-1] * 5
+    assert inputs.geometries[0].context_lens.tolist() == [0] * 5
+    assert inputs.geometries[0].block_tables.shape == (5, 3)
 
 
 def test_steps_of_one_shape_lie_at_the_same_addresses() -> None:
     staged = StagedInputs(EmulatedDevice(), 8, 8, 3)
     first, second = staged.padding(5, 3), staged.padding(5, 3)
-    assert all(getattr(first, name).data_ptr() == tensor.data_ptr() for name, tensor in vars(second).items())
+    assert all(first.tensors[name].data_ptr() == tensor.data_ptr() for name, tensor in second.tensors.items())
 
 
 def test_a_token_is_learned_by_the_sequence_that_sampled_it() -> None:
