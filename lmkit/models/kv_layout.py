@@ -18,6 +18,9 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
+from lmkit.kv_dtype import KVDtype
+from lmkit.models.spec import ModelSpec
+
 
 @dataclass(frozen=True)
 class KVClass:
@@ -39,6 +42,11 @@ class KVLayout:
         """(group, index inside the group) of each layer."""
         places = {layer: (g, j) for g, layers in enumerate(self.groups) for j, layer in enumerate(layers)}
         return [places[layer] for layer in range(len(places))]
+
+
+def layout_of(spec: ModelSpec, sinks: int, dtypes: Sequence[tuple[KVDtype, KVDtype]]) -> KVLayout:
+    """The groups of a model whose layers store K and V in `dtypes`."""
+    return kv_layout([spec.window(layer) for layer in range(spec.num_layers)], sinks or spec.attention_sinks, dtypes)
 
 
 def kv_layout(windows: Sequence[int], sinks: int, kinds: Sequence[Hashable]) -> KVLayout:

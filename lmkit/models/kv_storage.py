@@ -21,6 +21,7 @@ from lmkit.layers.batch import KVLayer, allocate_kv
 from lmkit.layers.rope import Rope
 from lmkit.log import get_logger
 from lmkit.models import roles
+from lmkit.models.kv_layout import KVLayout
 from lmkit.models.spec import ModelSpec
 
 log = get_logger(__name__)
@@ -119,14 +120,24 @@ def table_bytes(spec: ModelSpec, storages: list[KVStorage], positions: int) -> i
 
 
 def allocate(
-    spec: ModelSpec, storages: list[KVStorage], num_blocks: int, block_size: int, positions: int, device: str = "cpu"
+    spec: ModelSpec,
+    storages: list[KVStorage],
+    num_blocks: int,
+    block_size: int,
+    positions: int,
+    device: str = "cpu",
+    layout: KVLayout | None = None,
 ) -> list[KVLayer]:
     """Zeroed blocks for every layer (zeroed pages are taken from the machine only when first written), for sequences of
-    at most `positions` tokens."""
+    at most `positions` tokens. Groups of `layout` share their tensors; without it every layer has its own."""
     table = _angles(spec, positions, device) if any(s.has_mean for s in storages) else None
     shape = num_blocks, spec.num_kv_heads, block_size, spec.head_dim
+    places = [(0, layer) for layer in range(len(storages))] if layout is None else layout.places()
+    first = {place: storage for (group, place), storage in zip(places, storages, strict=True) if group == 0}
+    plain = {place: allocate_kv(*shape, storage.dtypes, tensor_device(device)) for place, storage in first.items()}
     return [
-        _layer(spec, storage, allocate_kv(*shape, storage.dtypes, tensor_device(device)), table) for storage in storages
+        _layer(spec, storage, replace(plain[place], group=group), table)
+        for (group, place), storage in zip(places, storages, strict=True)
     ]
 
 
@@ -134,7 +145,7 @@ def _layer(spec: ModelSpec, storage: KVStorage, plain: KVLayer, table: Tensor | 
     mean = None if table is None or not storage.has_mean else _key_mean(spec, storage.key_mean, table)
     device = plain.k.data.device
     keys: dict[str, Any] = {"mean": mean, "hadamard": storage.hadamard, "scales": _vector(storage.k_scales, device)}
-    return KVLayer(replace(plain.k, **keys), replace(plain.v, scales=_vector(storage.v_scales, device)))
+    return replace(plain, k=replace(plain.k, **keys), v=replace(plain.v, scales=_vector(storage.v_scales, device)))
 
 
 def _vector(numbers: tuple[float, ...], device: torch.device) -> Tensor | None:

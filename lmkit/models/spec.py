@@ -46,11 +46,6 @@ class ModelSpec:
             raise ConfigError(f"attention_sinks={count}: no layer of this {self.architecture} has a sliding window")
         return replace(self, attention_sinks=count)
 
-    @property
-    def common_window(self) -> int:
-        """Keys behind the widest window of the layers are never looked at; 0 = some layer sees everything."""
-        return max(self.windows, default=0) if all(self.windows) else 0
-
     def sparse(self, layer: int) -> MoESpec | None:
         """The experts of a layer, if it has any."""
         return self.moe if self.moe is not None and self.moe.layers[layer] else None

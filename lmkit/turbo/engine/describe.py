@@ -114,5 +114,6 @@ def _serving(
         "KV bytes": plan.kv,
         "available bytes": plan.available,
         "KV blocks": plan.num_blocks,
+        "KV tokens": plan.num_tokens,
         "context": plan.max_model_len,
     }

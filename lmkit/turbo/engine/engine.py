@@ -115,9 +115,8 @@ class Engine:
         self._failed_steps = 0
         limits = _limits(config, memory, spec)
         with loading.fits_the_gpu("the KV cache or the first steps"):
-            kv = kv_storage.allocate(
-                spec, model.storages, memory.num_blocks, config.tokens_per_block, memory.max_model_len, device.name
-            )
+            size = memory.num_blocks, config.tokens_per_block, memory.max_model_len
+            kv = kv_storage.allocate(spec, model.storages, *size, device.name, memory.layout)
             blocks = KVBlocks(kv)
             host_bytes = config.kv_host_memory or 0
             self._tiers = TierStore(blocks, host_bytes=host_bytes, disk=model.disk) if model.has_tiers else None
@@ -134,7 +133,7 @@ class Engine:
         if isinstance(self.runner, CudaRunner):
             self.runner.capture()
         self.scheduler = Scheduler(limits, ())
-        length = min(4, limits.max_model_len, limits.kv.num_blocks * limits.kv.block_size)
+        length = min(4, limits.max_model_len, limits.kv.longest)
         for name, temperature in (("greedy", 0.0), ("sampled", 1.0)):
             params = GenerationConfig(max_new_tokens=length // 2, temperature=temperature, top_p=0.9, seed=0)
             if length > 1:
@@ -238,7 +237,7 @@ class Engine:
 
 def _limits(config: EngineConfig, memory: MemoryPlan, spec: ModelSpec) -> SchedulerLimits:
     return SchedulerLimits(
-        kv=kv_limits(spec, config, memory.num_blocks),
+        kv=kv_limits(spec, config, memory.layout, memory.num_blocks),
         max_batch_size=config.max_batch_size,
         max_step_tokens=config.tokens_per_step,
         max_model_len=memory.max_model_len,
@@ -260,9 +259,8 @@ def _runner(
     tiers: TierStore | None,
 ) -> Runner | CudaRunner:
     memory, vocab_size = model.memory, model.decoder.spec.vocab_size
-    batch = PersistentBatch(
-        config.max_batch_size, memory.max_model_len, config.tokens_per_block, config.tokens_per_step
-    )
+    size = config.tokens_per_block, config.tokens_per_step
+    batch = PersistentBatch(config.max_batch_size, memory.max_model_len, *size, len(memory.layout.groups))
     if isinstance(device, CpuDevice):
         sampler = Sampler(config.max_batch_size, vocab_size)
         return Runner(model.decoder, kv, batch, sampler, memory.workspace, blocks=blocks, tiers=tiers)
@@ -277,7 +275,7 @@ def _info(path: str, limits: SchedulerLimits, dtypes: list[tuple[KVDtype, KVDtyp
         model_path=path,
         vocab_size=limits.vocab_size,
         max_model_len=limits.max_model_len,
-        num_blocks=limits.kv.num_blocks,
+        num_blocks=memory.num_tokens // limits.kv.block_size,
         block_size=limits.kv.block_size,
         kv_dtype=" ".join(kinds),
         memory=memory.as_dict(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 
 from lmkit.models.kv_layout import KVClass
@@ -30,6 +31,14 @@ class KVLimits:
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that a sequence of so many tokens holds at once, at most."""
         return sum(layers.num_groups * self._stripes_for(layers, num_tokens) for layers in self.classes)
+
+    @property
+    def longest(self) -> int:
+        """Tokens, in whole blocks, of the longest sequence that all blocks hold; no more than there are blocks."""
+        sizes = range(self.num_blocks + 1)
+        return self.block_size * (
+            bisect_right(sizes, self.num_blocks, key=lambda n: self.blocks_for(n * self.block_size)) - 1
+        )
 
     def _stripes_for(self, layers: KVClass, num_tokens: int) -> int:
         stripes = -(-num_tokens // self.block_size)

@@ -127,9 +127,9 @@ class CudaRunner(PlanRunner):
     ) -> None:
         super().__init__(decoder, kv, batch, sampler, blocks=blocks, tiers=tiers)
         self._device, self._sampler = device, sampler
-        num_slots, width = batch.block_tables.shape
+        num_groups, num_slots, width = batch.block_tables.shape
         max_tokens = max(batch.max_step_tokens, num_slots)
-        self._staged = StagedInputs(device, max_tokens, num_slots, width)
+        self._staged = StagedInputs(device, max_tokens, num_slots, width, num_groups)
         self._known_tokens = ops.known_tokens.select(device.name)
         self.graphs = CudaGraphs(device, self._forward, self._staged, width)
 
@@ -141,7 +141,7 @@ class CudaRunner(PlanRunner):
         if (reason := obstacle(self.decoder, self.kv)) is not None:
             log.info("steps are not captured: %s", reason)
             return
-        self.graphs.capture(graph_sizes(len(self.batch.block_tables)), self.decoder.spec.vocab_size)
+        self.graphs.capture(graph_sizes(self.batch.block_tables.shape[1]), self.decoder.spec.vocab_size)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launched:

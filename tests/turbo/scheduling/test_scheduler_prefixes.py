@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from lmkit.models.kv_layout import KVClass
 from tests.turbo.fakes import FakeEngine, FakeRunner, limits, prompt_logprob, request, solo
 from tests.turbo.kv.fake_tiers import ChanceTiers
 
