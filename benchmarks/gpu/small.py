@@ -17,7 +17,12 @@ from lmkit.kernels.ops import Norm
 
 def run(context: Context) -> None:
     for rows in (2,) if context.rehearsal else (1, 16, 64, 256):
-        for what, make in (("rms_norm", _norm), ("silu_mul", _silu), ("embedding", _embedding), ("draw", _draw)):
+        for what, make in (
+            ("rms_norm", _norm),
+            ("gated_activation", _silu),
+            ("embedding", _embedding),
+            ("draw", _draw),
+        ):
             with context.attempt(what, rows=rows):
                 call, name, num_bytes = make(context, rows)
                 seconds = seconds_of([call] * 10, context.device, budget=0.05)
@@ -38,9 +43,9 @@ def _norm(context: Context, rows: int) -> Made:
 
 def _silu(context: Context, rows: int) -> Made:
     width = _size(context, LLAMA_3_8B.mlp)
-    impl = ops.silu_mul.select("cuda")
+    impl = ops.gated_activation.select("cuda")
     x = torch.randn(rows, 2 * width, device=context.device).half()
-    return lambda: impl(x), impl.name, rows * width * 6
+    return lambda: impl(x, "silu"), impl.name, rows * width * 6
 
 
 def _embedding(context: Context, rows: int) -> Made:

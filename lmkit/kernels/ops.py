@@ -27,6 +27,7 @@ from lmkit.kernels.registry import op
 from lmkit.kv_dtype import KVDtype
 
 FP8_MAX = 448.0
+ACTIVATIONS = ("silu", "gelu_tanh")  # of gated linears
 
 
 @dataclass(frozen=True)
@@ -119,8 +120,12 @@ def rope_append(
 
 
 @op
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up. gate_up [T, 2I] = gate | up; result [T, I] in the same dtype."""
+def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
+    """f(gate) * up. gate_up [T, 2I] = gate | up; result [T, I] in the same dtype. `activation` names f, of ACTIVATIONS:
+
+    silu         f(x) = x / (1 + e^-x)
+    gelu_tanh    f(x) = x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), as GELU (arXiv 1606.08415) is approximated
+    """
 
 
 @op
@@ -200,9 +205,10 @@ def draw(
     """
 
 
-# Every linear: `pack(weight, gated=False)`; x [T, K] -> [T, N] in x's dtype, accumulated in float32.
-# With a norm, x is replaced by rms_norm(x, norm) first. Of a gated weight the rows are gate | up, N = 2I: the result is
-# silu(gate) * up, [T, I]; a bias stays [N].
+# Every linear: `pack(weight, activation=None)`; x [T, K] -> [T, N] in x's dtype, accumulated in float32.
+# With a norm, x is replaced by rms_norm(x, norm) first. With an activation the weight is gated: its rows are gate | up,
+# N = 2I, and the result is gated_activation's, [T, I]; a bias stays [N]. A layer that selects a kernel for a gated
+# weight has the trait `activation`.
 # Implementations that say so (`epilogue` of registry.Implementation) also take, by keyword, `dtype`: the result in this
 # one; or `residual`, float32 [T, N]: the result is added to it in place, unrounded, and it is what is returned.
 

@@ -25,26 +25,28 @@ Observer = Callable[[str, Tensor], None]
 
 
 class MergedLinear:
-    """Linears of several roles that read the same input; the outputs stand side by side. `gated`: there are two roles,
-    and silu of the first's output is a factor on the second's.
+    """Linears of several roles that read the same input; the outputs stand side by side. With an `activation` (of
+    ops.ACTIVATIONS) there are two roles, and the first is a gate: ops.gated_activation of both is the result.
 
     Before `pack`, each role is computed from `weights` as they are at that moment, in float32: a calibration may
     rewrite them between two calls, and `observe(role, x)` sees each input. `pack` moves the weights into a kernel's
     layout; roles whose formats agree become one product.
     """
 
-    def __init__(self, roles: tuple[str, ...], weights: Weights, device: str = "cpu", *, gated: bool = False) -> None:
+    def __init__(
+        self, roles: tuple[str, ...], weights: Weights, device: str = "cpu", *, activation: str | None = None
+    ) -> None:
         self.roles = roles
         self.weights = weights
         self.device = device
-        self.gated = gated
+        self.activation = activation
         self.observe: Observer | None = None
         self.packed: list[tuple[Implementation, Any, Tensor | None]] | None = None
         self._rms_norm = ops.rms_norm.select(device)
-        self._silu_mul = ops.silu_mul.select(device)
+        self._gated_activation = ops.gated_activation.select(device)
 
     def __call__(self, x: Tensor, norm: Norm | None = None) -> Tensor:
-        """x [T, in] -> [T, sum of the roles' out]; with a norm, x is normalized first. Gated: silu(first) * second."""
+        """x [T, in] -> [T, sum of the roles' out]; with a norm, x is normalized first."""
         if self.packed is not None and len(self.packed) == 1:
             implementation, packed, bias = self.packed[0]
             y: Tensor = implementation(x, packed, bias, norm)
@@ -56,7 +58,7 @@ class MergedLinear:
         else:
             outputs = [implementation(x, packed, bias, None) for implementation, packed, bias in self.packed]
         merged = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
-        return self._silu_mul(merged) if self.gated else merged
+        return merged if self.activation is None else self._gated_activation(merged, self.activation)
 
     def add_to(self, stream: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """The residual stream float32 [T, out] plus this of x, as a pair (delta, residual), stream = delta + residual:
@@ -94,12 +96,13 @@ class MergedLinear:
         for group in _groups(kinds):
             weight = _concat([weights[i] for i in group])
             bias = _concat_bias([(weights[i], biases[i]) for i in group])
-            impl = _select(kinds[group[0]], _shape(weight), self.device, activations)
-            self.packed.append((impl, impl.pack(weight, self._packs_gated(len(group))), bias))
+            activation = self._merged_activation(group)
+            impl = _select(kinds[group[0]], _shape(weight), self.device, activations, activation)
+            self.packed.append((impl, impl.pack(weight, activation), bias))
 
-    def _packs_gated(self, num_merged: int) -> bool:
-        """Whether a kernel multiplies the gate: it must have both roles in one product."""
-        return self.gated and num_merged == len(self.roles)
+    def _merged_activation(self, group: list[int]) -> str | None:
+        """What a kernel does with the gate: it must have both roles in one product."""
+        return self.activation if len(group) == len(self.roles) else None
 
     def pack_outline(
         self, activations: str, kinds: list[WeightKind], shapes: list[tuple[int, int]], biases: list[bool]
@@ -108,9 +111,10 @@ class MergedLinear:
         self.packed = []
         for group in _groups(kinds):
             kind, shape = kinds[group[0]], (sum(shapes[i][0] for i in group), shapes[group[0]][1])
-            impl = _select(kind, shape, self.device, activations)
+            activation = self._merged_activation(group)
+            impl = _select(kind, shape, self.device, activations, activation)
             bias = torch.empty(shape[0], device="meta") if any(biases[i] for i in group) else None
-            self.packed.append((impl, packed_outline(impl, kind, shape, self._packs_gated(len(group))), bias))
+            self.packed.append((impl, packed_outline(impl, kind, shape, activation), bias))
 
     def replace_packed(self, name: str, replace: Callable[[str, Tensor], Tensor]) -> None:
         """Put `replace(name of a tensor, tensor)` in the place of every packed tensor; the names begin with `name`."""
@@ -175,9 +179,11 @@ def _concat_bias(parts: list[tuple[Tensor | QTensor, Any]]) -> Tensor | None:
     )
 
 
-def _select(kind: WeightKind, shape: tuple[int, int], device: str, activations: str) -> Implementation:
+def _select(
+    kind: WeightKind, shape: tuple[int, int], device: str, activations: str, activation: str | None
+) -> Implementation:
     """The kernel for a weight [out, in]. Raises UnsupportedError."""
-    traits: dict[str, Any] = {"out_features": shape[0], "in_features": shape[1]}
+    traits: dict[str, Any] = {"out_features": shape[0], "in_features": shape[1], "activation": activation}
     if kind.scheme is None:
         return ops.linear_dense.select(device, dtype=kind.torch_dtype, **traits)
     traits |= {"group_size": kind.scheme.group_size, "bits": kind.scheme.bits}

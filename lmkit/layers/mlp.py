@@ -9,10 +9,13 @@ from lmkit.layers.linear import MergedLinear, Weights
 
 
 class GatedMLP:
-    """down(silu(gate(x)) * up(x)). `weights` has `<role>.gate`, `<role>.up` and `<role>.down`."""
+    """down(f(gate(x)) * up(x)), f an activation of ops.ACTIVATIONS.
 
-    def __init__(self, role: str, weights: Weights, device: str = "cpu") -> None:
-        self.gate_up = MergedLinear((f"{role}.gate", f"{role}.up"), weights, device, gated=True)
+    `weights` has `<role>.gate`, `<role>.up` and `<role>.down`.
+    """
+
+    def __init__(self, role: str, weights: Weights, device: str = "cpu", activation: str = "silu") -> None:
+        self.gate_up = MergedLinear((f"{role}.gate", f"{role}.up"), weights, device, activation=activation)
         self.down = MergedLinear((f"{role}.down",), weights, device)
 
     @property

@@ -63,7 +63,9 @@ def _name(tensor: Tensor) -> str:
 
 
 @cache
-def packed_outline(impl: Implementation, kind: WeightKind, shape: tuple[int, int], gated: bool = False) -> Any:
+def packed_outline(
+    impl: Implementation, kind: WeightKind, shape: tuple[int, int], activation: str | None = None
+) -> Any:
     """`impl.pack` of a weight [out, in], with tensors on the device "meta": shapes and dtypes, no data.
 
     Two small weights are packed. With STEP more outputs, every size and number of a layout grows by as much as it did
@@ -71,8 +73,8 @@ def packed_outline(impl: Implementation, kind: WeightKind, shape: tuple[int, int
     """
     rows, columns = shape
     small = min(rows, rows % STEP + STEP)
-    packed = impl.pack(kind.zeros((small, columns)), gated)
-    grown = packed if rows == small else impl.pack(kind.zeros((small + STEP, columns)), gated)
+    packed = impl.pack(kind.zeros((small, columns)), activation)
+    grown = packed if rows == small else impl.pack(kind.zeros((small + STEP, columns)), activation)
     return _extrapolate(packed, grown, (rows - small) // STEP)
 
 

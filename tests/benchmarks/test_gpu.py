@@ -24,7 +24,7 @@ EXPECTED = {  # rows of each section
     "build": {"all"},
     "gemm": {"tuning", "cuBLAS bfloat16", *PEERS},
     "attention": {"decode", "prefill"},
-    "small": {"rms_norm", "silu_mul", "embedding", "draw"},
+    "small": {"rms_norm", "gated_activation", "embedding", "draw"},
     "engine": {"tiny Llama w4 int8 KV", "tiny Llama decode b2", "tiny Llama prefill"},
     "transformers": {"tiny Llama decode b2"},
     "numerics": {"tests"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -45,8 +46,8 @@ def run(implementation: Implementation, case: Case, device: str = "cpu") -> list
     norms = [arg for arg in args if isinstance(arg, Norm)]
     streams = [norm.residual for norm in norms if norm.residual is not None]
     if case.op.name.startswith("linear"):
-        x, weight, bias, norm, gated = args
-        return [implementation(x, implementation.pack(weight, gated), bias, norm), *streams]
+        x, weight, bias, norm, activation = args
+        return [implementation(x, implementation.pack(weight, activation), bias, norm), *streams]
     result = implementation(*args)
     if result is None:  # what it writes
         changed = args[:2] if case.op is ops.rope_append else ()
@@ -113,11 +114,13 @@ def elementwise_cases() -> Iterator[Case]:
                 norm = Norm(torch.rand(shape[-1]), 1e-2, torch.randn(shape).to(dtype))
                 return torch.randn(shape).to(dtype), norm
 
-            def gated(shape: tuple[int, ...] = shape, dtype: torch.dtype = dtype) -> tuple[Any, ...]:
-                return ((torch.randn(shape[0], 2 * shape[-1]) * 60).to(dtype),)
+            def gated(activation: str, shape: tuple[int, ...] = shape, dtype: torch.dtype = dtype) -> tuple[Any, ...]:
+                return (torch.randn(shape[0], 2 * shape[-1]) * 60).to(dtype), activation
 
             yield Case(ops.rms_norm, name, _seeded(norm), {}, tolerance)
-            yield Case(ops.silu_mul, name, _seeded(gated), {}, tolerance)
+            for activation in ops.ACTIVATIONS:
+                make = functools.partial(gated, activation)
+                yield Case(ops.gated_activation, f"{activation}-{name}", _seeded(make), {}, tolerance)
             if len(shape) == 2:
                 yield Case(ops.rms_norm, f"{name}-residual", _seeded(add_norm), {}, tolerance)
     yield Case(ops.rms_norm, "strided", _seeded(_strided_heads), {})
@@ -421,7 +424,7 @@ def linear_cases() -> Iterator[Case]:
 
             def dense(tokens: int = tokens, k: int = k, n: int = n, dtype: torch.dtype = dtype) -> tuple[Any, ...]:
                 bias = torch.randn(n) if tokens != 5 else None
-                return torch.randn(tokens, k) * 3, torch.randn(n, k).to(dtype), bias, None, False
+                return torch.randn(tokens, k) * 3, torch.randn(n, k).to(dtype), bias, None, None
 
             traits = {"out_features": n, "in_features": k, "dtype": dtype}
             brief = dtype == torch.float32 and tokens in (5, 110)
@@ -440,11 +443,12 @@ def linear_cases() -> Iterator[Case]:
     yield _strided(ops.linear_w4a8)
     for op, bits in ((ops.linear_dense, 16), *INTEGER_OPS):
         for tokens, half, with_bias in ((1, 40, True), (7, 16, False), (30, 130, True)):
-            yield _normed_and_gated(op, bits, tokens, half, with_bias)
+            for activation in ops.ACTIVATIONS:
+                yield _normed_and_gated(op, bits, tokens, half, with_bias, activation)
 
 
-def _normed_and_gated(op: Op, bits: int, tokens: int, half: int, with_bias: bool) -> Case:
-    """A norm in front (with a residual, but for one token), silu(gate) * up behind."""
+def _normed_and_gated(op: Op, bits: int, tokens: int, half: int, with_bias: bool, activation: str) -> Case:
+    """A norm in front (with a residual, but for one token), a gate behind."""
     k = 100
 
     def make() -> tuple[Any, ...]:
@@ -452,13 +456,13 @@ def _normed_and_gated(op: Op, bits: int, tokens: int, half: int, with_bias: bool
         if bits < 16:
             weight = quantize(weight, QuantScheme(bits, 32))
         norm = Norm(torch.rand(k), 1e-3, torch.randn(tokens, k) if tokens > 1 else None)
-        return torch.randn(tokens, k), weight, torch.randn(2 * half) if with_bias else None, norm, True
+        return torch.randn(tokens, k), weight, torch.randn(2 * half) if with_bias else None, norm, activation
 
     traits: dict[str, Any] = {"out_features": 2 * half, "in_features": k}
     traits |= {"dtype": torch.float32} if bits == 16 else {"group_size": 32, "bits": bits}
     # A last bit of the norm may carry an activation over the edge between two codes.
     tolerance = 2e-2 if op in (ops.linear_w4a8, ops.linear_w8a8) else F32_TOLERANCE
-    return Case(op, f"{tokens}x{half}-normed-gated", _seeded(make), traits, tolerance, brief=tokens == 7)
+    return Case(op, f"{tokens}x{half}-normed-{activation}", _seeded(make), traits, tolerance, brief=tokens == 7)
 
 
 def _quantized(
@@ -474,7 +478,7 @@ def _quantized(
         x[1:2] = 0
         x[2:3, :40] = 0  # a whole group
         x[3:4, 5] = 1e4
-        return x.to(dtype), weight, torch.randn(n) if tokens != 5 else None, None, False
+        return x.to(dtype), weight, torch.randn(n) if tokens != 5 else None, None, None
 
     name = (
         f"{tokens}x{k}x{n}-g{group_size}"
@@ -497,7 +501,7 @@ def _float8(op: Op, tokens: int, k: int, n: int, rows: int, columns: int) -> Cas
         scheme = QuantScheme(8, columns, True, "float", rows)
         scales = torch.rand(scheme.num_row_groups(n), scheme.num_groups(k)) / 100
         weight = QTensor(codes.view(torch.float8_e4m3fn), scales, torch.zeros(0, dtype=torch.uint8), scheme)
-        return torch.randn(tokens, k), weight, torch.randn(n) if tokens != 5 else None, None, False
+        return torch.randn(tokens, k), weight, torch.randn(n) if tokens != 5 else None, None, None
 
     traits = {"out_features": n, "in_features": k, "group_size": columns, "bits": 8}
     return Case(op, f"{tokens}x{k}x{n}-{rows}x{columns}", _seeded(make), traits)

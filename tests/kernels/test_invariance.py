@@ -72,13 +72,17 @@ def test_linear_rows(op: Op, group_size: int) -> None:
         assert torch.equal(impl(x, packed, bias), together)
 
 
-@pytest.mark.parametrize("op", [ops.rms_norm, ops.silu_mul], ids=lambda op: op.name)
+@pytest.mark.parametrize("op", [ops.rms_norm, ops.gated_activation], ids=lambda op: op.name)
 def test_elementwise_rows(op: Op) -> None:
     torch.manual_seed(3)
     x, residual, weight = torch.randn(300, 258), torch.randn(300, 258), torch.randn(258)
 
     def apply(rows: slice) -> Tensor:
-        given = (x[rows],) if op is ops.silu_mul else (x[rows], Norm(weight, 1e-5, residual[rows].clone()))
+        given = (
+            (x[rows], "gelu_tanh")
+            if op is ops.gated_activation
+            else (x[rows], Norm(weight, 1e-5, residual[rows].clone()))
+        )
         return Tensor(op.select("cpu")(*given))
 
     together = apply(slice(0, 300))

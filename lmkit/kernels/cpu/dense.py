@@ -30,6 +30,7 @@ from lmkit.kernels.cpu.intrinsics import pointer, tile, unpack
 from lmkit.kernels.cpu.isa import Isa
 from lmkit.kernels.cpu.jit import Task
 from lmkit.kernels.cpu.panels import (
+    ACTIVATION_NUMBERS,
     CHUNK_BYTES,
     ROW_BLOCK,
     SERIAL_PRODUCTS,
@@ -57,32 +58,31 @@ class PackedDense:
     kind: str  # of KINDS, or of CODE_BITS
     out_features: int
     in_features: int
-    gated: bool  # panels of gates and of what they multiply take turns; out_features counts both
+    activation: str | None  # not None: panels of gates and of what they multiply take turns; out_features counts both
     group_size: int = 1
     scales: Tensor | None = None
     zeros: Tensor | None = None
 
 
-def pack_dense(isa: Isa, weight: Tensor, gated: bool = False) -> PackedDense:
+def pack_dense(isa: Isa, weight: Tensor, activation: str | None = None) -> PackedDense:
     out_features, in_features = weight.shape
-    panels = to_panels(weight, isa.float_tile, gated)
-    return PackedDense(panels, KINDS[weight.dtype], out_features, in_features, gated)
+    panels = to_panels(weight, isa.float_tile, activation is not None)
+    return PackedDense(panels, KINDS[weight.dtype], out_features, in_features, activation)
 
 
-def pack_codes(isa: Isa, kind: str, weight: QTensor, gated: bool = False) -> PackedDense:
+def pack_codes(isa: Isa, kind: str, weight: QTensor, activation: str | None = None) -> PackedDense:
     """`kind` of CODE_BITS."""
-    weight = per_row(weight)
     weight = per_row(weight)
     (out_features, in_features), group_size = weight.codes.shape, weight.scheme.group_size
     group, codes = in_features if group_size == -1 else group_size, weight.codes.view(torch.uint8)
     if kind == tiles.CODES4:
-        codes = to_panels(torch.nn.functional.pad(codes, (0, in_features % 2)), isa.float_tile, gated)
+        codes = to_panels(torch.nn.functional.pad(codes, (0, in_features % 2)), isa.float_tile, activation is not None)
         codes = codes[:, 0::2] | codes[:, 1::2] << 4
     else:
-        codes = to_panels(codes, isa.float_tile, gated)
-    scales = to_panels(weight.scales.float(), isa.float_tile, gated)
-    zeros = None if kind == tiles.FLOAT8 else to_panels(weight.zeros.float(), isa.float_tile, gated)
-    return PackedDense(codes, kind, out_features, in_features, gated, group, scales, zeros)
+        codes = to_panels(codes, isa.float_tile, activation is not None)
+    scales = to_panels(weight.scales.float(), isa.float_tile, activation is not None)
+    zeros = None if kind == tiles.FLOAT8 else to_panels(weight.zeros.float(), isa.float_tile, activation is not None)
+    return PackedDense(codes, kind, out_features, in_features, activation, group, scales, zeros)
 
 
 @functools.cache
@@ -94,8 +94,8 @@ def product_task(isa: Isa, kind: str) -> Task:
     widen = tiles.widen_tile(isa, kind).name  # not used for float32
 
     def product(args: int, scratch: int, index: int) -> None:
-        (x, ldx, w, panel_bytes, scales, zeros, groups, group, bias, out, rows, features, num, panels, gated, per_task,
-         row_block, chunk) = unpack(args, 18)  # fmt: skip
+        (x, ldx, w, panel_bytes, scales, zeros, groups, group, bias, out, rows, features, num, panels, activation,
+         per_task, row_block, chunk) = unpack(args, 18)  # fmt: skip
         tasks = (panels + per_task - 1) // per_task
         first, row = index % tasks * per_task, index // tasks * row_block
         num_panels, num_rows = min(per_task, panels - first), min(row_block, rows - row)
@@ -127,7 +127,7 @@ def product_task(isa: Isa, kind: str) -> Task:
                     rows_at, sums = x + (row + r) * ldx + 4 * k, scratch + p * sums_bytes + 4 * r * width
                     given = (rows_at, ldx, values, ldw, sums, 4 * width, count)
                     r += tile(direct, num_rows - r, given) if is_direct else tile(multiply, num_rows - r, given)
-        store_panels(scratch, width, num_rows, first, num_panels, gated, features, bias, out + 4 * row * features)
+        store_panels(scratch, width, num_rows, first, num_panels, activation, features, bias, out + 4 * row * features)
 
     return Task(product)
 
@@ -138,17 +138,18 @@ def linear(isa: Isa, x: Tensor, packed: PackedDense, bias: Tensor | None, norm: 
     if norm is not None:
         x = rms_norm(x, norm)
     rows, panels, width = x.shape[0], packed.data.shape[0], isa.float_tile
-    out = workspace.empty(rows, packed.out_features // 2 if packed.gated else packed.out_features)
+    out = workspace.empty(rows, packed.out_features // 2 if packed.activation else packed.out_features)
     panel_bytes = packed.data[0].nbytes
     row_block, chunk = max(1, min(rows, ROW_BLOCK)), CHUNK_BYTES // (4 * width)
-    per_task = panels_per_task(panel_bytes, panels, packed.gated)
+    activation = ACTIVATION_NUMBERS[packed.activation]
+    per_task = panels_per_task(panel_bytes, panels, packed.activation is not None)
     groups = 0 if packed.scales is None else packed.scales.shape[1]
     threads.run(
         product_task(isa, packed.kind),
         -(-panels // per_task) * -(-rows // row_block),
         (x.data_ptr(), 4 * x.stride(0), packed.data.data_ptr(), panel_bytes, address(packed.scales),
          address(packed.zeros), groups, packed.group_size, address(bias), out.data_ptr(), rows, out.shape[1],
-         packed.in_features, panels, packed.gated, per_task, row_block, chunk),
+         packed.in_features, panels, activation, per_task, row_block, chunk),
         parallel=rows * panels * width * packed.in_features > SERIAL_PRODUCTS,
         scratch=4 * width * (per_task * row_block + chunk),
     )  # fmt: skip

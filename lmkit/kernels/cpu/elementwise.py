@@ -17,7 +17,7 @@ from lmkit.kernels import ops
 from lmkit.kernels.cpu import threads, workspace
 from lmkit.kernels.cpu.intrinsics import bfloat_to_float, bits_to_float, half_to_float, pointer, unpack
 from lmkit.kernels.cpu.jit import FASTMATH, Task, float_bits, inline
-from lmkit.kernels.cpu.panels import address, as_type, silu
+from lmkit.kernels.cpu.panels import ACTIVATION_NUMBERS, address, as_type, multiply_gates
 from lmkit.kernels.ops import Norm
 from lmkit.kernels.registry import implements
 
@@ -58,14 +58,13 @@ def _rms_norm(args: int, scratch: int, index: int) -> None:
     norm_row(source, residual + at if residual else 0, weight, y + at, size, eps_bits)
 
 
-def _silu_mul(args: int, scratch: int, index: int) -> None:
+def _gated_activation(args: int, scratch: int, index: int) -> None:
     """Row `index` of gate | up."""
-    gate_up, y, size = unpack(args, 3)
+    gate_up, y, size, activation = unpack(args, 4)
     gate = carray(pointer(gate_up + 8 * index * size), size, np.float32)
     up = carray(pointer(gate_up + 8 * index * size + 4 * size), size, np.float32)
     out = carray(pointer(y + 4 * index * size), size, np.float32)
-    for i in range(size):
-        out[i] = silu(gate[i]) * up[i]
+    multiply_gates(gate, up, out, size, activation)
 
 
 def _embedding(args: int, scratch: int, index: int) -> None:
@@ -97,7 +96,9 @@ def _rope_angles(args: int, scratch: int, index: int) -> None:
         s[i] = np.float32(math.sin(angle)) * magnitude
 
 
-RMS_NORM, SILU_MUL, EMBEDDING, ROPE_ANGLES = (Task(f) for f in (_rms_norm, _silu_mul, _embedding, _rope_angles))
+RMS_NORM, GATED_ACTIVATION, EMBEDDING, ROPE_ANGLES = (
+    Task(f) for f in (_rms_norm, _gated_activation, _embedding, _rope_angles)
+)
 
 
 def norm_arguments(norm: Norm, x: Tensor) -> tuple[Tensor, int, int, int]:
@@ -130,12 +131,13 @@ def rms_norm(x: Tensor, norm: Norm) -> Tensor:
     return as_type(y, norm.dtype or x.dtype)
 
 
-@implements(ops.silu_mul, "cpu", device="cpu", priority=20)
-def silu_mul(gate_up: Tensor) -> Tensor:
+@implements(ops.gated_activation, "cpu", device="cpu", priority=20)
+def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
     wide = as_type(gate_up, torch.float32).contiguous()
     rows, size = wide.shape[0], wide.shape[1] // 2
     y = workspace.empty(rows, size)
-    threads.run(SILU_MUL, rows, (wide.data_ptr(), y.data_ptr(), size), parallel=2 * y.numel() > SERIAL_VALUES)
+    args = (wide.data_ptr(), y.data_ptr(), size, ACTIVATION_NUMBERS[activation])
+    threads.run(GATED_ACTIVATION, rows, args, parallel=2 * y.numel() > SERIAL_VALUES)
     return as_type(y, gate_up.dtype)
 
 

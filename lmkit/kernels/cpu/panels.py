@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -9,12 +10,15 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from lmkit.kernels.cpu.intrinsics import exp, pointer
+from lmkit.kernels.cpu.intrinsics import exp, fma, pointer
 from lmkit.kernels.cpu.jit import inline
 
 ROW_BLOCK = 96  # rows that share a panel made ready in the cache
 CHUNK_BYTES = 16 << 10  # of such a panel: half of a first-level cache
 TASK_BYTES = 64 << 10  # of stored weights in one task: some ten microseconds from memory
+SILU, GELU_TANH = 1, 2
+ACTIVATION_NUMBERS = {None: 0, "silu": SILU, "gelu_tanh": GELU_TANH}  # for compiled code; 0: the weight is not gated
+LINEAR, CUBIC = np.float32(math.sqrt(2 / math.pi)), np.float32(0.044715 * math.sqrt(2 / math.pi))  # of gelu_tanh
 SERIAL_PRODUCTS = 1 << 20  # multiply-adds; waking another thread for fewer costs more than it saves
 
 
@@ -74,14 +78,22 @@ def _store_sums(sums: int, width: int, rows: int, start: int, features: int, bia
 
 
 @inline
-def silu(x: Any) -> Any:
-    return x / (np.float32(1) + exp(-x))
+def multiply_gates(gate: Any, value: Any, out: Any, count: int, activation: int) -> None:
+    """out = f(gate) * value, arrays of float32; `activation` of ACTIVATION_NUMBERS. See ops.gated_activation."""
+    if activation == SILU:
+        for i in range(count):
+            out[i] = gate[i] / (np.float32(1) + exp(-gate[i])) * value[i]
+    else:
+        for i in range(count):  # (1 + tanh(u)) / 2 = 1 / (1 + e^-2u)
+            x = gate[i]
+            u = x * fma(x * x, CUBIC, LINEAR)
+            out[i] = x / (np.float32(1) + exp(np.float32(-2) * u)) * value[i]
 
 
 @inline
-def _store_gated(gates: int, values: int, width: int, rows: int, start: int, features: int, bias: int,
-                 out: int) -> None:  # fmt: skip
-    """silu(gate) * value of two panels' sums, float32 [rows, width], to columns start .. of out [rows, features]."""
+def _store_gated(gates: int, values: int, width: int, rows: int, start: int, features: int, bias: int, out: int,
+                 activation: int) -> None:  # fmt: skip
+    """f(gate) * value of two panels' sums, float32 [rows, width], to columns start .. of out [rows, features]."""
     count = min(width, features - start)
     for r in range(rows):
         gate = carray(pointer(gates + 4 * r * width), count, np.float32)
@@ -93,19 +105,20 @@ def _store_gated(gates: int, values: int, width: int, rows: int, start: int, fea
                 gate[i] += of_gate[i]
                 value[i] += of_value[i]
         y = carray(pointer(out + 4 * (r * features + start)), count, np.float32)
-        for i in range(count):
-            y[i] = silu(gate[i]) * value[i]
+        multiply_gates(gate, value, y, count, activation)
 
 
 @inline
-def store_panels(sums: int, width: int, rows: int, first: int, count: int, gated: int, features: int, bias: int,
-                 out: int) -> None:  # fmt: skip
-    """The sums of `count` panels from `first` on, float32 [count, rows, width], to columns of out [rows, features]."""
+def store_panels(sums: int, width: int, rows: int, first: int, count: int, activation: int, features: int,
+                 bias: int, out: int) -> None:  # fmt: skip
+    """The sums of `count` panels from `first` on, float32 [count, rows, width], to columns of out [rows, features].
+    `activation` of ACTIVATION_NUMBERS; the first panel of a gated weight is one of gates.
+    """
     sums_bytes = 4 * rows * width
-    if gated:
+    if activation:
         for p in range(0, count, 2):
             gates, start = sums + p * sums_bytes, (first + p) // 2 * width
-            _store_gated(gates, gates + sums_bytes, width, rows, start, features, bias, out)
+            _store_gated(gates, gates + sums_bytes, width, rows, start, features, bias, out, activation)
     else:
         for p in range(count):
             _store_sums(sums + p * sums_bytes, width, rows, (first + p) * width, features, bias, out)

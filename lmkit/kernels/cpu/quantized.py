@@ -29,6 +29,7 @@ from lmkit.kernels.cpu.intrinsics import pointer, tile, unpack
 from lmkit.kernels.cpu.isa import Isa
 from lmkit.kernels.cpu.jit import Task
 from lmkit.kernels.cpu.panels import (
+    ACTIVATION_NUMBERS,
     ROW_BLOCK,
     SERIAL_PRODUCTS,
     address,
@@ -58,7 +59,7 @@ class PackedWeight:
     in_features: int
     group_size: int  # of the panels, a multiple of 32
     whole_row: bool  # one activation scale a row
-    gated: bool  # panels of gates and of what they multiply take turns; out_features counts both
+    activation: str | None  # not None: panels of gates and of what they multiply take turns; out_features counts both
 
 
 def accepts(code_bits: int, /, *, group_size: int, bits: int | None = None, **traits: Any) -> str | None:
@@ -71,7 +72,7 @@ def accepts(code_bits: int, /, *, group_size: int, bits: int | None = None, **tr
     return None
 
 
-def pack(isa: Isa, weight: QTensor, gated: bool = False) -> PackedWeight:
+def pack(isa: Isa, weight: QTensor, activation: str | None = None) -> PackedWeight:
     """Rearrange codes, scales and zeros into panels of `isa.int_tile` outputs."""
     out_features, in_features = weight.codes.shape
     whole_row = weight.scheme.group_size == -1
@@ -80,12 +81,14 @@ def pack(isa: Isa, weight: QTensor, gated: bool = False) -> PackedWeight:
     width = isa.int_tile
 
     padded = torch.nn.functional.pad(weight.codes, (0, groups * group - in_features))
-    codes = to_panels(padded.view(torch.int32), width, gated).view(torch.uint8)  # [panels, K/4, width * 4]
+    codes = to_panels(padded.view(torch.int32), width, activation is not None).view(
+        torch.uint8
+    )  # [panels, K/4, width * 4]
     if weight.scheme.bits == 4:
         codes = codes[:, 0::2] | codes[:, 1::2] << 4
     kept = weight.scales if weight.scales.dtype == torch.float16 else weight.scales.float()
-    scales, zeros = (to_panels(x.expand(-1, groups), width, gated) for x in (kept, weight.zeros))
-    return PackedWeight(codes, scales, zeros, out_features, in_features, group, whole_row, gated)
+    scales, zeros = (to_panels(x.expand(-1, groups), width, activation is not None) for x in (kept, weight.zeros))
+    return PackedWeight(codes, scales, zeros, out_features, in_features, group, whole_row, activation)
 
 
 @functools.cache
@@ -134,7 +137,7 @@ def product_task(isa: Isa, bits: int, half_scales: bool) -> Task:
     scale_bytes, input_bytes = 2 if half_scales else 4, dot_for(isa, bits).input_bytes
 
     def product(args: int, scratch: int, index: int) -> None:
-        (x, ldx, sx, sumx, w, scales, zeros, bias, out, rows, features, groups, blocks, panels, gated, per_task,
+        (x, ldx, sx, sumx, w, scales, zeros, bias, out, rows, features, groups, blocks, panels, activation, per_task,
          row_block, chunk, spread) = unpack(args, 19)  # fmt: skip
         tasks = (panels + per_task - 1) // per_task
         first, row = index % tasks * per_task, index // tasks * row_block
@@ -158,7 +161,7 @@ def product_task(isa: Isa, bits: int, half_scales: bool) -> Task:
                     panel = unpacked if spread else source
                     given = (activations, ldx, panel, step, total, 4 * groups, scale, zero, sums, count, blocks)
                     r += tile(of_bytes, left, given) if spread else tile(of_packed, left, given)
-        store_panels(scratch, width, num_rows, first, num_panels, gated, features, bias, out + 4 * row * features)
+        store_panels(scratch, width, num_rows, first, num_panels, activation, features, bias, out + 4 * row * features)
 
     return Task(product)
 
@@ -183,7 +186,7 @@ def linear(
         parallel=rows * padded > SERIAL_VALUES,
         scratch=64 + 4 * padded,
     )
-    out = workspace.empty(rows, packed.out_features // 2 if packed.gated else packed.out_features)
+    out = workspace.empty(rows, packed.out_features // 2 if packed.activation else packed.out_features)
     _multiply(isa, bits, activations, packed, None if bias is None else bias.float(), out)
     return as_type(out, dtype)
 
@@ -197,12 +200,13 @@ def _multiply(
     spread = bits == 4 and rows > SPREAD * isa.packed_rows[0]
     row_block = max(1, min(rows, ROW_BLOCK))
     chunk = min(groups, max(1, CHUNK_BYTES // (width * group))) if rows > isa.packed_rows[0] else groups
-    per_task = panels_per_task(width * groups * group * bits // 8, panels, packed.gated)
+    activation = ACTIVATION_NUMBERS[packed.activation]
+    per_task = panels_per_task(width * groups * group * bits // 8, panels, packed.activation is not None)
     threads.run(
         product_task(isa, bits, packed.scales.dtype == torch.float16),
         -(-panels // per_task) * -(-rows // row_block),
         (*activations, packed.codes.data_ptr(), packed.scales.data_ptr(), packed.zeros.data_ptr(), address(bias),
-         out.data_ptr(), rows, features, groups, group // BLOCK, panels, packed.gated, per_task, row_block, chunk,
+         out.data_ptr(), rows, features, groups, group // BLOCK, panels, activation, per_task, row_block, chunk,
          spread),
         parallel=rows * panels * width * groups * group > SERIAL_PRODUCTS,
         scratch=4 * per_task * row_block * width + width * chunk * group,

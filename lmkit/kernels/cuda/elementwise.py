@@ -32,6 +32,11 @@ def accepts(**traits: Any) -> str | None:
     return None if is_available() else missing()
 
 
+def gate_problem(*, activation: str | None = None, **traits: Any) -> str | None:
+    """Why epilogues cannot multiply by this activation of a gate, or None."""
+    return None if activation in (None, "silu") else f"activation {activation}"
+
+
 class RowCodes(NamedTuple):
     """Rows [T, K] as codes: values ~ codes * scales. May have more rows than were asked for; those hold anything."""
 
@@ -110,11 +115,11 @@ def embedding(table: Tensor, rows: Tensor) -> Tensor:
     return out
 
 
-@implements(ops.silu_mul, "cuda", device="cuda", accepts=accepts, priority=20)
-def silu_mul(gate_up: Tensor) -> Tensor:
+@implements(ops.gated_activation, "cuda", device="cuda", accepts=accepts, priority=20)
+def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
     half = half_of(gate_up)
-    if half is None:
-        y: Tensor = reference.silu_mul(gate_up)
+    if half is None or activation != "silu":
+        y: Tensor = reference.gated_activation(gate_up, activation)
         return y
     columns = gate_up.shape[-1] // 2
     rows = gate_up.reshape(-1, 2 * columns)

@@ -28,7 +28,11 @@ class PackedWeight:
     bits: int
     float8: bool
     wide: bool  # scales are float32, not float16
-    gated: bool  # a tile is 8 gates and the 8 outputs that they multiply
+    activation: str | None  # not None: a tile is 8 gates and the 8 outputs that they multiply
+
+    @property
+    def gated(self) -> bool:
+        return self.activation is not None
 
     @property
     def num_tiles(self) -> int:
@@ -76,11 +80,11 @@ def group_problem(group_size: int) -> str | None:
     return None if fits else f"group_size {group_size} is not 32, 64, -1 or a multiple of {STAGE}"
 
 
-def pack(weight: QTensor, gated: bool = False) -> PackedWeight:
+def pack(weight: QTensor, activation: str | None = None) -> PackedWeight:
     """Pack a weight with scales of each output (qtensor.per_row): float16 scales as they are, others as float32."""
     scheme = weight.scheme
     out_features, in_features = weight.codes.shape
-    float8 = scheme.kind == "float"
+    float8, gated = scheme.kind == "float", activation is not None
     stages = -(-in_features // STAGE)
     codes = weight.codes.view(torch.uint8) if float8 else weight.codes
     codes = _tiles(torch.nn.functional.pad(codes, (0, stages * STAGE - in_features)), gated)
@@ -95,7 +99,7 @@ def pack(weight: QTensor, gated: bool = False) -> PackedWeight:
         params = torch.nn.functional.pad(params, (0, 0, 0, missing))
     return PackedWeight(
         _fragments(codes, scheme.bits), params.contiguous(), out_features, in_features, scheme.group_size, scheme.bits,
-        float8, wide, gated,
+        float8, wide, activation,
     )  # fmt: skip
 
 

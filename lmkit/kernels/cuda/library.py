@@ -33,11 +33,15 @@ FP8_CAPABILITY = (8, 9)
 
 
 def _accepts_dense(*, dtype: torch.dtype, **traits: Any) -> str | None:
-    return elementwise.accepts() or (None if dtype in HALVES else f"weights of {dtype}: torch has them")
+    return (
+        elementwise.accepts()
+        or elementwise.gate_problem(**traits)
+        or (None if dtype in HALVES else f"weights of {dtype}: torch has them")
+    )
 
 
-def _pack_dense(weight: Tensor, gated: bool = False) -> Kept:
-    return keep(weight.contiguous(), gated)
+def _pack_dense(weight: Tensor, activation: str | None = None) -> Kept:
+    return keep(weight.contiguous(), activation)
 
 
 @implements(
@@ -62,7 +66,7 @@ def linear_dense(
         return _few_tokens(x, weight, bias, packed.gated, dtype, residual)
     if residual is None and dtype == x.dtype:
         y = torch.nn.functional.linear(x, weight, None if bias is None else bias.to(dtype))
-        return elementwise.silu_mul(y) if packed.gated else y
+        return y if packed.activation is None else elementwise.gated_activation(y, packed.activation)
     return _epilogue(wide_product(x, weight), len(x), bias, packed.gated, dtype, residual)
 
 
@@ -87,15 +91,19 @@ class CodedWeight:
     scales: Tensor  # float32 [N]
     zeros: Tensor | None  # int32 [N], zero - 128; None: all are 0
     one: Tensor  # float32 [1], what torch._scaled_mm is to multiply by
-    gated: bool
+    activation: str | None
+
+    @property
+    def gated(self) -> bool:
+        return self.activation is not None
 
 
-def _pack_codes(weight: QTensor, gated: bool = False) -> CodedWeight:
+def _pack_codes(weight: QTensor, activation: str | None = None) -> CodedWeight:
     is_float = weight.scheme.kind == "float"
     scales = weight.scales.flatten().float()
     zeros = None if is_float or weight.scheme.symmetric else weight.zeros.flatten().int() - 128
     codes = weight.codes if is_float else (weight.codes ^ 128).view(torch.int8)
-    return CodedWeight(codes.contiguous(), scales, zeros, torch.ones_like(scales[:1]), gated)
+    return CodedWeight(codes.contiguous(), scales, zeros, torch.ones_like(scales[:1]), activation)
 
 
 def _accepts_codes(*, group_size: int, in_features: int, out_features: int, **traits: Any) -> str | None:
@@ -107,7 +115,8 @@ def _accepts_codes(*, group_size: int, in_features: int, out_features: int, **tr
 
 
 def _accepts_int8(*, bits: int = 8, **traits: Any) -> str | None:
-    return elementwise.accepts() or (_accepts_codes(**traits) if bits == 8 else f"{bits} bits")
+    reason = elementwise.accepts() or elementwise.gate_problem(**traits)
+    return reason or (_accepts_codes(**traits) if bits == 8 else f"{bits} bits")
 
 
 def _accepts_fp8(**traits: Any) -> str | None:

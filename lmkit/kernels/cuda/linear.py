@@ -69,7 +69,7 @@ def library(
         y = _product(
             x, dequantize(panel, x.dtype), _bias_of(bias, columns, packed), torch.float32 if exact else x.dtype
         )
-        y = elementwise.silu_mul(y) if packed.gated else y
+        y = y if packed.activation is None else elementwise.gated_activation(y, packed.activation)
         if residual is not None:
             residual[:, columns] += y
         elif panel.num_tiles == packed.num_tiles:
@@ -98,7 +98,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype)
 def _accepts(
     code_bits: int, /, *, group_size: int = -1, bits: int | None = None, in_features: int = 8, **traits: Any
 ) -> str | None:
-    if (reason := elementwise.accepts()) is not None:
+    if (reason := elementwise.accepts() or elementwise.gate_problem(**traits)) is not None:
         return reason
     if bits not in (None, code_bits):
         return f"{bits} bits"

@@ -108,8 +108,8 @@ def _between(half: torch.dtype) -> None:
             norm(stream, Norm(weight, 1e-5, None, half))
             norm(x, Norm(weight, 1e-5, stream, half))
             norm(_empty(rows, 32, 128, dtype=half), Norm(_empty(128), 1e-5, None, half))
-        if (silu := _ours(ops.silu_mul)) is not None:
-            silu(_empty(rows, 2 * hidden, dtype=half))
+        if (gate := _ours(ops.gated_activation)) is not None:
+            gate(_empty(rows, 2 * hidden, dtype=half), "silu")
         ids = _empty(rows, dtype=torch.int64)
         if (embedding := _ours(ops.embedding)) is not None:
             embedding(_empty(VOCAB, hidden, dtype=half), ids)
@@ -146,23 +146,21 @@ def _linear(op: Op, scheme: QuantScheme, half: torch.dtype, n: int, k: int, toke
     codes = _empty(n, k, dtype=torch.float8_e4m3fn if floating else torch.uint8)
     zeros = _empty(0 if floating else n, *(() if floating else (groups,)), dtype=torch.uint8)
     weight = QTensor(codes, _empty(n, groups, dtype=torch.float32 if floating else torch.float16), zeros, scheme)
-    for gated in (False, True):
-        _call_linear(impl, impl.pack(weight, gated), half, n, k, tokens, gated)
+    for activation in (None, "silu"):
+        _call_linear(impl, impl.pack(weight, activation), half, n, k, tokens)
 
 
 def _dense(half: torch.dtype, tokens: int) -> None:
     impl = _ours(ops.linear_dense, out_features=VOCAB, in_features=HIDDEN, dtype=half)
     if impl is not None:
-        packed = impl.pack(_empty(VOCAB, HIDDEN, dtype=half), False)
-        _call_linear(impl, packed, half, VOCAB, HIDDEN, tokens, False)
+        packed = impl.pack(_empty(VOCAB, HIDDEN, dtype=half))
+        _call_linear(impl, packed, half, VOCAB, HIDDEN, tokens)
 
 
-def _call_linear(
-    impl: Implementation, packed: Any, half: torch.dtype, n: int, k: int, tokens: int, gated: bool
-) -> None:
+def _call_linear(impl: Implementation, packed: Any, half: torch.dtype, n: int, k: int, tokens: int) -> None:
     x = _empty(tokens, k, dtype=half)
     impl(x, packed, None, None)
-    if impl.epilogue and not gated:
+    if impl.epilogue and not packed.gated:
         impl(x, packed, None, None, residual=_empty(tokens, n))
         impl(x, packed, None, None, dtype=torch.float32)
 

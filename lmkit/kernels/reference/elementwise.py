@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from lmkit.kernels import ops
 from lmkit.kernels.ops import KVTensor, Norm
@@ -60,7 +63,13 @@ def rope_append(
     kv_append(k, v, k_cache, v_cache, slots)
 
 
-@implements(ops.silu_mul, "reference", device="any")
-def silu_mul(gate_up: Tensor) -> Tensor:
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu_tanh": functools.partial(functional.gelu, approximate="tanh"),
+}
+
+
+@implements(ops.gated_activation, "reference", device="any")
+def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
     gate, up = gate_up.float().chunk(2, dim=-1)
-    return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
+    return (ACTIVATIONS[activation](gate) * up).to(gate_up.dtype)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lmkit.kernels import ops
 from lmkit.kernels.ops import FP8_MAX, Norm
-from lmkit.kernels.reference.elementwise import rms_norm, silu_mul
+from lmkit.kernels.reference.elementwise import gated_activation, rms_norm
 from lmkit.kernels.registry import implements
 from lmkit.qtensor import QTensor, dequantize
 
@@ -32,11 +32,15 @@ class Kept:
     """A weight as it was given."""
 
     weight: Any
-    gated: bool
+    activation: str | None
+
+    @property
+    def gated(self) -> bool:
+        return self.activation is not None
 
 
-def keep(weight: Any, gated: bool = False) -> Kept:
-    return Kept(weight, gated)
+def keep(weight: Any, activation: str | None = None) -> Kept:
+    return Kept(weight, activation)
 
 
 def _linear(product: Callable[[Tensor, Any, Tensor | None], Tensor]) -> Callable[..., Tensor]:
@@ -55,7 +59,7 @@ def _linear(product: Callable[[Tensor, Any, Tensor | None], Tensor]) -> Callable
         if residual is not None or dtype is not None:  # nothing is rounded before the end
             x = x.float()
         y = product(x, packed.weight, bias)
-        y = silu_mul(y) if packed.gated else y
+        y = y if packed.activation is None else gated_activation(y, packed.activation)
         if residual is not None:
             return residual.add_(y)
         return y if dtype is None else y.to(dtype)

@@ -147,7 +147,7 @@ def test_as_many_columns_as_there_may_be(device: str, columns: int) -> None:
 
 def test_no_rows(device: str) -> None:
     assert elementwise.rms_norm(torch.empty(0, 16, device=device), make_norm(16, device)).shape == (0, 16)
-    assert elementwise.silu_mul(torch.empty(0, 16, device=device)).shape == (0, 8)
+    assert elementwise.gated_activation(torch.empty(0, 16, device=device), "silu").shape == (0, 8)
 
 
 @pytest.mark.parametrize("dtype", [F32, F16, BF16])
@@ -161,9 +161,9 @@ def test_embedding(device: str, columns: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [F32, F16, BF16])
 @pytest.mark.parametrize("columns", [1, 7, 64, 2056])
-def test_silu_mul(device: str, columns: int, dtype: torch.dtype) -> None:
+def test_gated_activation(device: str, columns: int, dtype: torch.dtype) -> None:
     gate_up = (torch.randn(3, 2 * columns) * 40).to(dtype)
-    assert_near(elementwise.silu_mul(gate_up.to(device)), reference.silu_mul(gate_up))
+    assert_near(elementwise.gated_activation(gate_up.to(device), "silu"), reference.gated_activation(gate_up, "silu"))
 
 
 def test_angles_of_far_positions(device: str) -> None:

@@ -22,7 +22,7 @@ STEP = {F32: 3e-6, F16: 2**-10, BF16: 2**-7}  # a result's rounding; float32: an
 
 
 def run(
-    op: Op, x: Tensor, weight: Any, bias: Tensor | None, device: str, *, gated: bool = False, **options: Any
+    op: Op, x: Tensor, weight: Any, bias: Tensor | None, device: str, *, activation: str | None = None, **options: Any
 ) -> Tensor:
     impl = op.named("cuda")
     there = options | {key: value.to(device, copy=True) for key, value in options.items() if isinstance(value, Tensor)}
@@ -31,17 +31,19 @@ def run(
         if isinstance(weight, QTensor)
         else weight.to(device)
     )
-    y: Tensor = impl(x.to(device), impl.pack(weight, gated), None if bias is None else bias.to(device), **there)
+    y: Tensor = impl(x.to(device), impl.pack(weight, activation), None if bias is None else bias.to(device), **there)
     if "residual" in there:
         assert y.data_ptr() == there["residual"].data_ptr()
     return y.cpu()
 
 
-def oracle(op: Op, x: Tensor, weight: Any, bias: Tensor | None, *, gated: bool = False, **options: Any) -> Tensor:
+def oracle(
+    op: Op, x: Tensor, weight: Any, bias: Tensor | None, *, activation: str | None = None, **options: Any
+) -> Tensor:
     """The reference, which rounds nothing before the end."""
     dtype = options.pop("dtype", None) or x.dtype
     options = {key: value.clone() if isinstance(value, Tensor) else value for key, value in options.items()}
-    y: Tensor = op.named("reference")(x, reference.keep(weight, gated), bias, dtype=F32, **options)
+    y: Tensor = op.named("reference")(x, reference.keep(weight, activation), bias, dtype=F32, **options)
     return y if "residual" in options else y.to(dtype)
 
 
@@ -86,11 +88,11 @@ def test_tokens_of_a_stream_do_not_depend_on_each_other(device: str) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 8, 9, 40])
 @pytest.mark.parametrize("half", [F16, BF16])
-@pytest.mark.parametrize("gated", [False, True])
-def test_dense(device: str, gated: bool, half: torch.dtype, tokens: int) -> None:
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_dense(device: str, activation: str | None, half: torch.dtype, tokens: int) -> None:
     """Norm in front, gate and residual stream behind, for the stream of weights and for the library's product."""
     x, weight, bias = torch.randn(tokens, 72), torch.randn(60, 72).to(half), torch.randn(60)
-    norm, given = Norm(torch.rand(72), 1e-5, dtype=half), {"gated": gated}
+    norm, given = Norm(torch.rand(72), 1e-5, dtype=half), {"activation": activation}
     normed = elementwise.rms_norm(x.to(device), on(norm, device)).cpu()  # has its own test; it rounds
     whole = oracle(ops.linear_dense, normed, weight, bias, dtype=F32, **given)
     got = run(ops.linear_dense, x, weight, bias, device, norm=on(norm, device), **given)
@@ -98,7 +100,7 @@ def test_dense(device: str, gated: bool, half: torch.dtype, tokens: int) -> None
     assert float((got.float() - whole).abs().max()) <= 3 * STEP[half] * float(whole.abs().max())  # gate and up rounded
     assert_near(run(ops.linear_dense, x, weight, bias, device, norm=on(norm, device), dtype=F32, **given), whole)
     stream, x = torch.randn(tokens, whole.shape[1]), x.to(half)
-    options = {"residual": stream, "gated": gated}
+    options = {"residual": stream, "activation": activation}
     assert_near(
         run(ops.linear_dense, x, weight, bias, device, **options), oracle(ops.linear_dense, x, weight, bias, **options)
     )
@@ -172,22 +174,22 @@ def test_a_token_of_codes_is_the_same_among_few_and_many(device: str, op: Op, sc
 
 @pytest.mark.parametrize(("op", "scheme"), CODED)
 @pytest.mark.parametrize("half", [F16, BF16])
-@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("activation", [None, "silu"])
 @pytest.mark.parametrize(("tokens", "outputs"), [(1, 64), (19, 112)])
 def test_codes_with_norm_gate_and_stream(
-    device: str, op: Op, scheme: QuantScheme, half: torch.dtype, gated: bool, tokens: int, outputs: int
+    device: str, op: Op, scheme: QuantScheme, half: torch.dtype, activation: str | None, tokens: int, outputs: int
 ) -> None:
     x, weight, bias = torch.randn(tokens, 96).to(half), coded(op, scheme, outputs, 96), torch.randn(outputs)
-    before, stream = torch.randn(tokens, 96), torch.randn(tokens, outputs // 2 if gated else outputs)
+    before, stream = torch.randn(tokens, 96), torch.randn(tokens, outputs // 2 if activation else outputs)
     norm = Norm(torch.rand(96), 1e-5, before, half)
     there = on(norm, device)
-    got = run(op, x, weight, bias, device, norm=there, gated=gated)
-    whole = op.named("reference")(x, reference.keep(weight, gated), bias, norm, dtype=F32)
+    got = run(op, x, weight, bias, device, norm=there, activation=activation)
+    whole = op.named("reference")(x, reference.keep(weight, activation), bias, norm, dtype=F32)
     assert got.dtype == half  # the last bit of a norm may carry an activation over the edge between two codes:
     assert float((got.float() - whole).abs().max()) <= 2e-2 * float(whole.abs().max())
     assert there.residual is not None
     assert torch.equal(there.residual.cpu(), before)  # which the reference has written
-    options = {"residual": stream, "gated": gated}
+    options = {"residual": stream, "activation": activation}
     assert_near(run(op, x, weight, bias, device, **options), oracle(op, x, weight, bias, **options))
 
 

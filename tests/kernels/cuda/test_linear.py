@@ -56,14 +56,14 @@ def weight(outputs: int, inputs: int, scheme: QuantScheme = INT4, scales: torch.
     return q if scales is None else QTensor(q.codes, q.scales.to(scales), q.zeros, q.scheme)
 
 
-def pack(q: QTensor, device: str, gated: bool = False) -> PackedWeight:
-    return gemm_pack.pack(QTensor(q.codes.to(device), q.scales.to(device), q.zeros.to(device), q.scheme), gated)
+def pack(q: QTensor, device: str, activation: str | None = None) -> PackedWeight:
+    return gemm_pack.pack(QTensor(q.codes.to(device), q.scales.to(device), q.zeros.to(device), q.scheme), activation)
 
 
-def expected(x: Tensor, q: QTensor, bias: Tensor | None = None, gated: bool = False) -> Tensor:
+def expected(x: Tensor, q: QTensor, bias: Tensor | None = None, activation: str | None = None) -> Tensor:
     y = x.cpu().double() @ dequantize(q).double().t()
     y = y if bias is None else y + bias.cpu().double()
-    if not gated:
+    if activation is None:
         return y
     gate, up = y.chunk(2, dim=-1)
     return torch.nn.functional.silu(gate) * up
@@ -77,14 +77,14 @@ def assert_near(y: Tensor, oracle: Tensor) -> None:
     assert bool((errors <= limit).all()), f"{float((errors / limit).nan_to_num(torch.inf).max())} times too large"
 
 
-@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("activation", [None, "silu"])
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_packing_loses_nothing(scheme: str, gated: bool, device: str) -> None:
+def test_packing_loses_nothing(scheme: str, activation: str | None, device: str) -> None:
     q = weight(44, 328, SCHEMES[scheme])
-    packed = pack(q, device, gated)
+    packed = pack(q, device, activation)
     for dtype in (F16, BF16, F32) if scheme in ("int4", "int8", "fp8-row") else (F16,):
         assert torch.equal(gemm_pack.dequantize(packed, dtype).cpu(), dequantize(q).to(dtype))
-    part = dequantize(q).view(2, 22, 328)[:, 8:16].reshape(16, 328) if gated else dequantize(q)[16:32]
+    part = dequantize(q).view(2, 22, 328)[:, 8:16].reshape(16, 328) if activation else dequantize(q)[16:32]
     assert torch.equal(gemm_pack.dequantize(packed.slice(1, 2), F16).cpu(), part.half())
 
 
@@ -133,12 +133,12 @@ def test_tails(outputs: int, inputs: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("plan", [SMALL, WIDE, Plan(2, 2, 2, 2, 3, 1), Plan(2, 2, 2, 2, 3, 2, False)])
-@pytest.mark.parametrize("gated", [False, True])
-def test_epilogues(plan: Plan, gated: bool, device: str) -> None:
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_epilogues(plan: Plan, activation: str | None, device: str) -> None:
     """One range of K, several, and x that does not stay."""
     q, bias = weight(88, 1000), torch.randn(88, device=device)
     x = torch.randn(7, 1000, device=device).half()
-    packed, oracle = pack(q, device, gated), expected(x, q, bias, gated)
+    packed, oracle = pack(q, device, activation), expected(x, q, bias, activation)
     assert_near(gemm.multiply(x, packed, plan, bias), oracle)
     assert_near(gemm.multiply(x, packed, plan, bias, F32), oracle)
     stream = torch.randn(*oracle.shape, device=device)
@@ -194,15 +194,15 @@ def test_op_with_a_norm(device: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16, F32])
-@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("activation", [None, "silu"])
 def test_many_tokens_take_the_library(
-    dtype: torch.dtype, gated: bool, device: str, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, activation: str | None, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gemm_table, "LIBRARY_FROM", 4)
     monkeypatch.setattr(linear, "PANEL_BYTES", 2 * 16 * 256 * 2)  # two panels and a bit
     q, bias = weight(88, 256), torch.randn(88, device=device)
     x = torch.randn(5, 256, device=device).to(dtype)
-    packed, oracle = pack(q, device, gated), expected(x, q, bias, gated)
+    packed, oracle = pack(q, device, activation), expected(x, q, bias, activation)
     rounded = {F16: 3e-3, BF16: 2e-2, F32: 2e-5}[dtype] * oracle.abs().max()  # the weight is rounded too
     for options in ({}, {"dtype": F32}, {"residual": torch.zeros(oracle.shape, device=device)}):
         y = run(ops.linear_w4a16, x, packed, bias, **options)
@@ -235,13 +235,13 @@ def test_refusals(device: str) -> None:
     assert "in_features 100" in str(reason(in_features=100))
 
 
-@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("activation", [None, "silu"])
 @pytest.mark.parametrize("scheme", ["int4", "int4-32", "int8", "fp8-row"])
-def test_layout_follows_from_shapes(scheme: str, gated: bool) -> None:
+def test_layout_follows_from_shapes(scheme: str, activation: str | None) -> None:
     implementation = ops.linear_w4a16.named("cuda")
     q = weight(700, 136, SCHEMES[scheme])
     kind = WeightKind(str(q.scales.dtype).removeprefix("torch."), q.scheme)
-    outline, packed = packed_outline(implementation, kind, (700, 136), gated), gemm_pack.pack(q, gated)
+    outline, packed = packed_outline(implementation, kind, (700, 136), activation), gemm_pack.pack(q, activation)
     assert (outline.codes.shape, outline.params.shape) == (packed.codes.shape, packed.params.shape)
     assert (outline.out_features, outline.num_results) == (packed.out_features, packed.num_results)
 

@@ -18,7 +18,7 @@ WATCHED: dict[str, str] = {
     "test_linear.py": "test_tails",
     "test_sampling.py": "lie_anywhere",
     "test_tokens.py": "known",
-    "test_elementwise.py": "515-given1 or 512-given2 or begin_anywhere or wider_tensor or embedding or silu_mul",
+    "test_elementwise.py": "515-given1 or 512-given2 or begin_anywhere or wider_tensor or embedding or gated",
     "test_library.py": "few_tokens and (8-200-33 or 1-2056-17) or test_codes and 528 and given1 or odd_widths",
     "test_blocks.py": "copies",
     "test_append.py": "test_rope_append and (80-20 or 256-256)",

@@ -41,7 +41,7 @@ def test_statistics_over_batches() -> None:
     ratio = (keys.mean(0).abs() / keys.std(0, correction=0)).amax(-1)
     torch.testing.assert_close(seen.k_mean_ratio.float(), ratio, rtol=1e-3, atol=1e-3)
     (layer,) = make_kv_config(KVRecipe(bits=4), spec(num_hidden_layers=1), [seen]).layers
-    assert (layer.k, layer.v) == (INT8, INT4)  # nothing was found to take the offset out
+    assert (layer.k, layer.v) == ("int8", "int4")  # nothing was found to take the offset out
     assert layer.k_absmax == tuple(keys.abs().amax((0, 2)).tolist())
     seen.fit = KVFit(smoothing=0.5, key_mean=((), ((4, 100.0, 0.0),)), hadamard=True)
     (layer,) = make_kv_config(KVRecipe(bits=4), spec(num_hidden_layers=1), [seen]).layers
