@@ -2,14 +2,16 @@
 
     python -m benchmarks.ceilings [--json FILE]
 
-The arithmetic loops use registers alone and as many independent sums as hide an instruction's latency.
+The arithmetic loops use registers alone. A dot product's ceiling is the best of several shapes of independent sums: one
+shape alone may be too short for an instruction's latency, or need more registers than there are.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,11 +26,12 @@ from benchmarks.report import interleaved, machine, save
 from lmkit.config import default_num_threads
 from lmkit.kernels.cpu import isa, threads
 from lmkit.kernels.cpu.dots import BLOCK, dot_for
-from lmkit.kernels.cpu.emit import F32, I32, Emitter, Value, constant
+from lmkit.kernels.cpu.emit import F32, I32, I64, Emitter, Value, constant
 from lmkit.kernels.cpu.intrinsics import pointer, unpack
 from lmkit.kernels.cpu.jit import Task
 
-INT_SUMS = 4  # rows of one weight vector: with their int16 sums, weights and activations they fit 16 registers
+# Dot products of (rows, weight vectors): one shape hides the instruction's latency, another one fits 16 registers.
+SHAPES = ((4, 2), (4, 3), (6, 2), (8, 1))
 FLOAT_SUMS, FLOAT_STEPS = 12, 8
 Kind = Literal["int4", "int8", "float"]  # of multiply-adds
 
@@ -65,36 +68,52 @@ def _loop(e: Emitter, count: Value, num_sums: int, kind: Any, step: Callable[[li
             b.store(e.opaque(value), variable)
 
 
-def _int_peak(bits: int, count: Any) -> Any:
-    """`count` blocks of the dot product, INT_SUMS rows with one weight vector."""
+def _int_peak(bits: int, count: Any, shape: Any) -> Any:
+    """`count` blocks of the dot product of SHAPES[shape], each with other operands: nothing is computed only once."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        level = isa.host()
-        e = Emitter(builder, level.lanes)
-        zero = constant(e.vector(I32), 0)
-        activations = [e.opaque(zero) for _ in range(INT_SUMS)]  # before the loop, each in a register
-        weights = e.opaque(zero)
-
-        def step(sums: list[Value]) -> None:
-            rows = [[value] for value in sums]
-            quads = ([e.opaque(weights)] for _ in range(BLOCK // 4))
-            dot_for(level, bits).block(e, quads, lambda row, byte: activations[row], rows)
-            sums[:] = [row[0] for row in rows]
-
-        _loop(e, args[0], INT_SUMS, e.vector(I32), step)
+        e = Emitter(builder, isa.host().lanes)
+        for number, (rows, vectors) in enumerate(SHAPES):
+            with builder.if_then(builder.icmp_signed("==", args[1], I64(number))):
+                _dot_loop(e, args[0], bits, rows, vectors)
         return context.get_dummy_value()
 
-    return types.void(types.int64), codegen
+    return types.void(types.int64, types.int64), codegen
+
+
+def _dot_loop(e: Emitter, count: Value, bits: int, rows: int, vectors: int) -> None:
+    b, kind = e.builder, e.vector(I32)
+    *sums, weights = e.variables(rows + 1, vectors, kind)
+    (activations,) = e.variables(1, rows, kind)
+    totals = [variable for row in sums for variable in row]
+    for variable in (*totals, *weights, *activations):
+        b.store(constant(kind, 0), variable)
+    with e.loop(count):
+        values = [[b.load(variable) for variable in row] for row in sums]
+        ws = [b.load(variable) for variable in weights]
+        xs = [e.opaque(b.load(variable)) for variable in activations]
+
+        def quads() -> Iterator[list[Value]]:
+            for _ in range(BLOCK // 4):
+                ws[:] = [e.opaque(weight) for weight in ws]
+                yield list(ws)
+
+        dot_for(isa.host(), bits).block(e, quads(), lambda row, byte: xs[row], values)
+        computed = [value for row in values for value in row]
+        for variable, value in zip(totals + weights + activations, computed + ws + xs, strict=True):
+            b.store(value, variable)
+    for variable in totals:
+        e.opaque(b.load(variable))  # the sums are wanted
 
 
 @intrinsic
-def int4_peak(typing: Any, count: Any) -> Any:
-    return _int_peak(4, count)
+def int4_peak(typing: Any, count: Any, shape: Any) -> Any:
+    return _int_peak(4, count, shape)
 
 
 @intrinsic
-def int8_peak(typing: Any, count: Any) -> Any:
-    return _int_peak(8, count)
+def int8_peak(typing: Any, count: Any, shape: Any) -> Any:
+    return _int_peak(8, count, shape)
 
 
 @intrinsic
@@ -116,13 +135,13 @@ def float_peak(typing: Any, count: Any) -> Any:
 
 
 def _int4_blocks(args: int, scratch: int, index: int) -> None:
-    (count,) = unpack(args, 1)
-    int4_peak(count)
+    count, shape = unpack(args, 2)
+    int4_peak(count, shape)
 
 
 def _int8_blocks(args: int, scratch: int, index: int) -> None:
-    (count,) = unpack(args, 1)
-    int8_peak(count)
+    count, shape = unpack(args, 2)
+    int8_peak(count, shape)
 
 
 def _float_blocks(args: int, scratch: int, index: int) -> None:
@@ -142,24 +161,25 @@ def _read(args: int, scratch: int, index: int) -> None:
 INT4_BLOCKS, INT8_BLOCKS, FLOAT_BLOCKS, READ = (Task(f) for f in (_int4_blocks, _int8_blocks, _float_blocks, _read))
 
 
-def measure_ceilings(seconds: float = 3) -> Ceilings:
+def measure_ceilings(seconds: float = 5) -> Ceilings:
     """On all the threads that the kernels use."""
-    lanes, count, pieces = isa.host().lanes, 20_000, 8 * threads.num_threads()
+    lanes, count, pieces = isa.host().lanes, 10_000, 8 * threads.num_threads()
     buffer, sums = torch.ones(512 << 20, dtype=torch.uint8), torch.zeros(pieces, dtype=torch.int64)
     length = buffer.nbytes // 8 // pieces
-    functions = {
-        "int4": lambda: threads.run(INT4_BLOCKS, pieces, (count,)),
-        "int8": lambda: threads.run(INT8_BLOCKS, pieces, (count,)),
+    functions: dict[Any, Callable[[], None]] = {
         "float": lambda: threads.run(FLOAT_BLOCKS, pieces, (count,)),
         "read": lambda: threads.run(READ, pieces, (buffer.data_ptr(), length, sums.data_ptr())),
     }
+    for number, shape in enumerate(SHAPES):
+        functions["int4", shape] = partial(threads.run, INT4_BLOCKS, pieces, (count, number))
+        functions["int8", shape] = partial(threads.run, INT8_BLOCKS, pieces, (count, number))
     # A ceiling is the best ever seen, not the usual.
     best, _ = undisturbed(lambda: interleaved(functions, seconds=seconds, pick=min))
-    dots = pieces * count * 2 * BLOCK * INT_SUMS * lanes
+    dots = pieces * count * 2 * BLOCK * lanes
     return Ceilings(
         buffer.nbytes / best["read"],
-        dots / best["int4"],
-        dots / best["int8"],
+        max(dots * rows * vectors / best["int4", (rows, vectors)] for rows, vectors in SHAPES),
+        max(dots * rows * vectors / best["int8", (rows, vectors)] for rows, vectors in SHAPES),
         pieces * count * 2 * FLOAT_STEPS * FLOAT_SUMS * lanes / best["float"],
     )
 

@@ -178,7 +178,7 @@ def run(
         console.print(f"making a Llama of {shape.num_parameters / 1e9:.2f}B random weights in {folder}")
         make_checkpoint(folder / "checkpoint", shape)
     kernel_threads.configure(threads)
-    ceilings = Ceilings(**samples.ceilings) if samples.ceilings else measure_ceilings()
+    ceilings = Ceilings(**samples.ceilings) if samples.ceilings else measure_ceilings(0.5 if size == "tiny" else 5)
     samples.ceilings = asdict(ceilings)
     bench = Bench(shape, threads, rounds, folder, samples)
     with contextlib.closing(bench):
@@ -202,10 +202,10 @@ def main() -> None:
             workdir=arguments.workdir,
             fresh=arguments.fresh,
         )
+        points, num_linear = list(POINTS.values()), SIZES[arguments.size].num_linear
+        console.print(report.table(samples, points, ceilings, num_linear, arguments.threads))
     except LMKitError as error:
         sys.exit(f"error: {error}")
-    points = list(POINTS.values())
-    console.print(report.table(samples, points, ceilings, SIZES[arguments.size].num_linear, arguments.threads))
     if arguments.json:
         missing = {"missing": samples.missing, "engines": samples.facts, "ceilings": asdict(ceilings)}
         save(arguments.json, "cpu_peers", samples.rows(), **missing | {"threads": arguments.threads})

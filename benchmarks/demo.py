@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,7 +151,8 @@ def time_stream(client: openai.OpenAI, model: str, num_tokens: int = 128) -> tup
     count = 0
     stream = client.completions.create(
         model=model, prompt=CODE, max_tokens=num_tokens, temperature=0, stream=True,
-        stream_options={"include_usage": True}, extra_body={"ignore_eos": True},
+        stream_options={"include_usage": True},
+        extra_body={"ignore_eos": True, "cache_salt": uuid.uuid4().hex},  # the prompt is computed each time
     )  # fmt: skip
     for chunk in stream:
         if chunk.choices and not first:

@@ -1,4 +1,4 @@
-"""What benchmarks share: interleaved timing, the machine they ran on, and one JSON schema."""
+"""What benchmarks share: interleaved timing, shares of a ceiling, the machine they ran on, and one JSON schema."""
 
 from __future__ import annotations
 
@@ -10,25 +10,29 @@ import time
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lmkit.config import default_num_threads
+from lmkit.errors import LMKitError
+
+K = TypeVar("K")
+TOLERANCE = 0.05  # of a share: a processor's clock varies by so much between two measurements
 
 
 def interleaved(
-    functions: dict[str, Callable[[], Any]],
+    functions: dict[K, Callable[[], Any]],
     *,
     seconds: float,
     rounds: int = 15,
     pick: Callable[[list[float]], float] = statistics.median,
-) -> dict[str, float]:
+) -> dict[K, float]:
     """Seconds of each function, the median or what `pick` says; they take turns: a busy machine slows all alike.
 
     Each is called once to warm up; then there are at least 3 turns, and at most `rounds` or what fits in `seconds`.
     """
     for function in functions.values():
         function()
-    times: dict[str, list[float]] = {name: [] for name in functions}
+    times: dict[K, list[float]] = {name: [] for name in functions}
     end = time.perf_counter() + seconds
     for turn in range(rounds):
         for name, function in functions.items():
@@ -38,6 +42,17 @@ def interleaved(
         if turn >= 2 and time.perf_counter() > end:
             break
     return {name: pick(samples) for name, samples in times.items()}
+
+
+class AboveCeiling(LMKitError):
+    """A figure that the machine cannot reach: the benchmark, or its ceiling, is wrong."""
+
+
+def share(figure: float, ceiling: float, what: str) -> float:
+    """`figure` / `ceiling`. Raises AboveCeiling if that is more than 1 and TOLERANCE."""
+    if figure > ceiling * (1 + TOLERANCE):
+        raise AboveCeiling(f"{what} is {figure / ceiling:.0%} of what is possible: {figure:.4g} of {ceiling:.4g}")
+    return figure / ceiling
 
 
 def machine() -> dict[str, Any]:

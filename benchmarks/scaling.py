@@ -3,8 +3,9 @@
     python -m benchmarks.scaling [--quick] [--json FILE] [--plot FILE] [--threads N] [--workdir DIR]
 
 The roofline of a step is the time to read its weights once and its KV cache once at the measured bandwidth, or to do
-its multiply-adds at the measured peaks (4-bit dot products for the layers' matrices, float32 for the head and for
-attention), whichever is longer. Models have random weights; a sweep's other two quantities stay fixed.
+its multiply-adds at the measured peaks (4-bit dot products for the layers' matrices, float32 for the head, float32 or
+8-bit dot products for attention), whichever is longer. Models have random weights; a sweep's
+other two quantities stay fixed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from benchmarks.contention import REPEATS, undisturbed
 from benchmarks.peers.lmkit_engine import LmkitEngine
 from benchmarks.peers.protocol import Options, decode, prompts
 from benchmarks.random_llama import LLAMA_1B, Shape, make_awq, make_checkpoint
-from benchmarks.report import save
+from benchmarks.report import save, share
 from lmkit.config import default_num_threads
 from lmkit.errors import LMKitError
 from lmkit.kernels.cpu import threads as kernel_threads
@@ -79,7 +80,10 @@ def roofline(ceilings: Ceilings, shape: Shape, setting: Setting, weight_bytes: i
     read = weight_bytes + cached * shape.kv_token_values * KV_BYTES[setting.kv]
     head = 2 * setting.batch * shape.vocab * shape.hidden
     attention = 4 * cached * shape.layers * shape.heads * shape.head_dim
-    work = 2 * setting.batch * shape.num_linear / ceilings.int4_ops + (head + attention) / ceilings.float_ops
+    products = (
+        ceilings.float_ops if KV_BYTES[setting.kv] == 2 else ceilings.int8_ops
+    )  # codes are multiplied as integers
+    work = 2 * setting.batch * shape.num_linear / ceilings.int4_ops + head / ceilings.float_ops + attention / products
     return max(read / ceilings.bytes_per_s, work)
 
 
@@ -104,7 +108,7 @@ def measure(found: list[Setting], ceilings: Ceilings, threads: int, workdir: Pat
             "ms_per_step": 1000 * seconds,
             "ms_per_token": 1000 * seconds / setting.batch,
             "roofline_ms_per_step": 1000 * best,
-            "of_roofline": best / seconds,
+            "of_roofline": share(best, seconds, f"{setting}"),
             "others": others,
         }
 

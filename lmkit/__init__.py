@@ -15,7 +15,7 @@ _PUBLIC = {
     "Pipeline": "lmkit.api",
     "Response": "lmkit.api",
     "Session": "lmkit.api",
-    "GenerationConfig": "lmkit.turbo.request",
+    "GenerationConfig": "lmkit.api",
     "EngineConfig": "lmkit.config",
     "ServerConfig": "lmkit.config",
     "LMKitError": "lmkit.errors",

@@ -27,11 +27,29 @@ from lmkit.config import EngineConfig, parse
 from lmkit.errors import ConfigError, RequestError
 from lmkit.text import TokenHistory, Tokenizer
 from lmkit.turbo.engine.engine import Engine
-from lmkit.turbo.request import GenerationConfig, Request, StepOutput
+from lmkit.turbo.request import Request, Sampling, SamplingParams, StepOutput
 from lmkit.turbo.transport.output import AnswerTokens, OutputProcessor, RequestOutput, TextLogprobs
 
 Messages = list[dict[str, Any]]
 Prompt = str | Messages
+
+
+class GenerationConfig(Sampling, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How to continue a prompt; the names are LMDeploy's. The defaults are greedy decoding up to 512 tokens."""
+
+    MAX, MIN = "max_new_tokens", "min_new_tokens"
+
+    max_new_tokens: int | None = 512  # None = until the context is full, 0 = none: the prompt is only computed
+    min_new_tokens: int = 0  # eos, stop ids and stop strings are held back before that
+
+    def params(self) -> SamplingParams:
+        """The same for the engine, with a random seed where none was given."""
+        fields = msgspec.structs.asdict(self)
+        lengths = {"max_tokens": fields.pop(self.MAX), "min_tokens": fields.pop(self.MIN)}
+        seed = secrets.randbits(63) if self.seed is None else self.seed
+        return SamplingParams(**(fields | lengths | {"seed": seed}))
+
+
 GenConfigs = GenerationConfig | Sequence[GenerationConfig] | None
 
 
@@ -219,11 +237,10 @@ class Pipeline:
                 raise RequestError("invalid_request", "a message is {'role': text, 'content': text}", "messages")
         return self.tokenizer.render_chat(prompt), False
 
-    def _request(self, prompt_ids: list[int], params: GenerationConfig, **fields: Any) -> Request:
-        params.validate(self.engine.info.vocab_size)
-        if params.seed is None:
-            params = msgspec.structs.replace(params, seed=secrets.randbits(63))
-        return Request(request_id=f"pipeline-{next(self._ids)}", prompt_ids=prompt_ids, params=params, **fields)
+    def _request(self, prompt_ids: list[int], config: GenerationConfig, **fields: Any) -> Request:
+        config.validate(self.engine.info.vocab_size)
+        name = f"pipeline-{next(self._ids)}"
+        return Request(request_id=name, prompt_ids=prompt_ids, params=config.params(), **fields)
 
     def _run(self, requests: Mapping[int, Request]) -> Iterator[tuple[int, RequestOutput]]:
         """Outputs of `requests` as they come, each with the index under which its request is given."""

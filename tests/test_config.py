@@ -9,7 +9,7 @@ import pytest
 from lmkit import log
 from lmkit.config import EngineConfig, environment, parse, parse_bytes
 from lmkit.errors import HTTP_STATUS, ConfigError, RequestError
-from lmkit.turbo.request import GenerationConfig
+from lmkit.turbo.request import SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ NAN, INF = float("nan"), float("inf")
     "change",
     [
         {"temperature": NAN}, {"temperature": INF}, {"temperature": -0.1}, {"top_p": 0}, {"top_p": 1.1}, {"top_k": -1},
-        {"min_p": 2}, {"repetition_penalty": 0}, {"max_new_tokens": -1}, {"max_new_tokens": 5, "min_new_tokens": 6},
+        {"min_p": 2}, {"repetition_penalty": 0}, {"max_tokens": -1}, {"max_tokens": 5, "min_tokens": 6},
         {"seed": -1}, {"seed": 1 << 64}, {"stop": ("",)}, {"stop": ("a",) * 17}, {"stop_token_ids": (100,)},
         {"logit_bias": {100: 1.0}}, {"logit_bias": {-1: 1.0}}, {"logit_bias": {1: NAN}}, {"logprobs": 21},
         {"logit_bias": dict.fromkeys(range(1025), 0.0)}, {"presence_penalty": -INF}, {"frequency_penalty": 1e9},
@@ -62,13 +62,13 @@ NAN, INF = float("nan"), float("inf")
 )  # fmt: skip
 def test_generation_config_refuses(change: dict[str, object]) -> None:
     with pytest.raises(RequestError) as caught:
-        GenerationConfig(**change).validate(100)  # type: ignore[arg-type]
+        SamplingParams(**change).validate(100)  # type: ignore[arg-type]
     assert caught.value.status == 400
     assert caught.value.param in change
 
 
 def test_defaults_are_valid() -> None:
-    GenerationConfig().validate(100)
+    SamplingParams().validate(100)
 
 
 def test_every_error_code_has_a_status() -> None:

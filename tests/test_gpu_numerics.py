@@ -18,14 +18,15 @@ import lmkit.demo
 from benchmarks.random_llama import make_awq
 from lmkit.config import EngineConfig
 from lmkit.formats.hub import DEMO_FOLDER
-from lmkit.kernels.cuda import emulation, module
+from lmkit.kernels.cuda import module
 from lmkit.kv_dtype import kv_dtype
 from lmkit.layers.batch import allocate_kv, whole_batch
 from lmkit.models.loader import load_model
 from lmkit.text import Tokenizer
 from lmkit.turbo.engine.engine import Engine
-from lmkit.turbo.request import GenerationConfig, Request
-from lmkit.turbo.runners.device import EmulatedDevice
+from lmkit.turbo.request import Request, SamplingParams
+from tests import emulator
+from tests.emulator.device import EmulatedDevice
 
 KL = 1e-4  # nats per token, at most
 NUM_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 12, 40, 24
@@ -50,7 +51,7 @@ def checkpoint(request: pytest.FixtureRequest) -> Path:
 def emulated() -> Iterator[None]:
     if shutil.which("g++") is None:
         pytest.skip("kernels are emulated with g++")
-    emulation.install(seed=11)
+    emulator.install(seed=11)
     yield
     module.BACKENDS.pop("cpu", None)
     module.counters.cache_clear()
@@ -124,7 +125,7 @@ def test_greedy_tokens_are_the_cpus(
 def tokens(engine: Engine, count: int, new_tokens: int) -> dict[str, list[int]]:
     """What an engine answers to `count` prompts at once, greedily."""
     found: dict[str, list[int]] = {}
-    params = GenerationConfig(max_new_tokens=new_tokens, ignore_eos=True)
+    params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
     for index, prompt in enumerate(prompts()[:count]):
         engine.add(Request(request_id=str(index), prompt_ids=prompt, params=params))
         found[str(index)] = []

@@ -63,9 +63,10 @@ def _measure(context: Context, what: str, storage: str, batch: int, new: int, le
     seconds = seconds_of([_call(attend, layer) for layer in layers], context.device)
     peak = context.peak()
     bound = peak.seconds(num_bytes, flops)
+    share = context.share(bound, seconds, f"{what}, {storage} KV")
     context.row(
         what, kernel=name, kv=storage, batch=batch, new=new, context=length, seconds=seconds, bound=bound,
-        share=bound / seconds, bytes_per_s=num_bytes / seconds, of_bandwidth=num_bytes / seconds / peak.bytes_per_s,
+        share=share, bytes_per_s=num_bytes / seconds, of_bandwidth=num_bytes / seconds / peak.bytes_per_s,
         flops=flops / seconds, of_matmul=flops / seconds / peak.flops,
     )  # fmt: skip
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.roofline import Peak
+from benchmarks.report import share
 
 Row = dict[str, Any]
 
@@ -66,9 +67,13 @@ class Context:
         return self.out / f"{section}.jsonl"
 
     def peak(self) -> Peak:
-        """What the section "machine" has measured: bytes read and a bfloat16 matmul's operations per second."""
+        """What the section "machine" has measured: bytes read or copied, and operations of a bfloat16 matmul."""
         found = {row["what"]: row["value"] for row in read_rows(self.file("machine")) if "value" in row}
-        return Peak(found["copy bandwidth"], found["bfloat16 matmul"])
+        return Peak(max(found["copy bandwidth"], found["read bandwidth"]), found["bfloat16 matmul"])
+
+    def share(self, figure: float, ceiling: float, what: str) -> float:
+        """`figure` / `ceiling`; in a rehearsal neither means anything. Raises AboveCeiling."""
+        return figure / ceiling if self.rehearsal else share(figure, ceiling, what)
 
 
 def read_rows(path: Path) -> list[Row]:

@@ -18,8 +18,8 @@ from benchmarks.gpu.models import CONFIGS, Storage, random_decoder
 from benchmarks.gpu.roofline import W4_G128, Decode, prefill_flops
 from lmkit.config import EngineConfig
 from lmkit.turbo.engine.engine import Engine
-from lmkit.turbo.request import GenerationConfig, Request
-from lmkit.turbo.runners.device import CudaDevice, EmulatedDevice
+from lmkit.turbo.request import Request, SamplingParams
+from lmkit.turbo.runners.device import CudaDevice
 
 SECONDS = 1.5  # of decoding that is timed, at most
 STEPS = 200
@@ -84,8 +84,7 @@ def _engine(context: Context, case: Case) -> Iterator[Engine]:
         max_step_tokens=64 if context.rehearsal else 8192,
         max_model_len=longest if case.prefill is None else max(longest, case.prefill[1] + 16),
     )
-    device = EmulatedDevice() if context.rehearsal else CudaDevice()
-    engine = Engine.of(decoder, config, device=device)
+    engine = Engine.of(decoder, config, device=_device(context))
     context.row(case.name, model_seconds=made - start, engine_seconds=time.perf_counter() - made)
     try:
         yield engine
@@ -96,12 +95,20 @@ def _engine(context: Context, case: Case) -> Iterator[Engine]:
             torch.cuda.empty_cache()
 
 
+def _device(context: Context) -> CudaDevice:
+    if not context.rehearsal:
+        return CudaDevice()
+    from tests.emulator.device import EmulatedDevice
+
+    return EmulatedDevice()
+
+
 def _requests(engine: Engine, count: int, length: int, new_tokens: int) -> Iterator[Request]:
     generator = torch.Generator().manual_seed(0)
     vocab = engine.runner.decoder.spec.vocab_size
     for index in range(count):
         prompt = torch.randint(0, vocab, (length,), generator=generator).tolist()
-        params = GenerationConfig(max_new_tokens=new_tokens, ignore_eos=True)
+        params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
         yield Request(request_id=str(index), prompt_ids=prompt, params=params)
 
 
@@ -125,10 +132,11 @@ def _decode(context: Context, case: Case, engine: Engine, load: Load) -> None:
     length = load.context + done // 2
     weight_bytes = W4_G128 if case.storage == "w4" else 2.0
     bound = Decode(shape, load.batch, length, case.kv, weight_bytes)
+    share = context.share(tokens / seconds, bound.tokens_per_s(peak), f"{case.name} decode")
     context.row(
         f"{case.model} decode b{load.batch}", storage=case.storage, kv=case.kv, batch=load.batch, context=load.context,
         steps=done, tokens_per_s=tokens / seconds, step_seconds=seconds / done, bound=bound.tokens_per_s(peak),
-        share=tokens / seconds / bound.tokens_per_s(peak), prompt_seconds=start - began,
+        share=share, prompt_seconds=start - began,
     )  # fmt: skip
 
 
@@ -147,7 +155,8 @@ def _prefill(context: Context, case: Case, engine: Engine, count: int, length: i
         engine.step()
     seconds = time.perf_counter() - start
     flops = count * prefill_flops(CONFIGS[case.model][0], length)
+    share = context.share(flops / seconds, context.peak().flops, f"{case.name} prefill")
     context.row(
         f"{case.model} prefill", storage=case.storage, kv=case.kv, prompts=count, context=length,
-        tokens_per_s=count * length / seconds, flops=flops / seconds, share=flops / seconds / context.peak().flops,
+        tokens_per_s=count * length / seconds, flops=flops / seconds, share=share,
     )  # fmt: skip

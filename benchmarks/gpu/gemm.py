@@ -61,8 +61,9 @@ def _measure(context: Context, candidate: Candidate, title: str, n: int, k: int,
         seconds = seconds_of(calls, context.device)
         num_bytes = candidate.weight_bytes + 2 * m * (n + k)
         bound = peak.seconds(num_bytes, 2 * m * n * k)
+        share = context.share(bound, seconds, f"{candidate.name}, {title}, M={m}")
         context.row(
-            candidate.name, shape=title, n=n, k=k, m=m, seconds=seconds, bound=bound, share=bound / seconds,
+            candidate.name, shape=title, n=n, k=k, m=m, seconds=seconds, bound=bound, share=share,
             bytes_per_s=num_bytes / seconds, of_bandwidth=num_bytes / seconds / peak.bytes_per_s,
             flops=2 * m * n * k / seconds,
         )  # fmt: skip

@@ -27,7 +27,7 @@ def run(context: Context) -> None:
                 call, name, num_bytes = make(context, rows)
                 seconds = seconds_of([call] * 10, context.device, budget=0.05)
                 bound = context.peak().seconds(num_bytes)
-                context.row(what, kernel=name, rows=rows, seconds=seconds, bound=bound, share=bound / seconds)
+                context.row(what, kernel=name, rows=rows, seconds=seconds, bound=bound)
 
 
 Made = tuple[Callable[[], Any], str, int]  # the call, its implementation's name, the bytes that it moves

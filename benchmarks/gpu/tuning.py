@@ -14,6 +14,7 @@ from benchmarks.gpu.context import Context
 from benchmarks.gpu.models import random_qtensor
 from lmkit.kernels.cuda import gemm, gemm_plan, gemm_table, linear
 from lmkit.kernels.cuda.gemm_pack import PackedWeight, pack
+from lmkit.kernels.cuda.gpus import gpu_of
 from lmkit.kernels.cuda.module import Kernel, backend, compile_all
 
 PLANS = 5  # of each product, the most promising
@@ -35,7 +36,7 @@ def tune(context: Context, shapes: dict[str, tuple[int, int]]) -> None:
 
 def _kernels(weight: PackedWeight, buckets: tuple[int, ...], device: str) -> Iterator[Kernel]:
     where = backend(device)
-    limit = gemm_plan.shared_limit(where.capability())
+    limit = gpu_of(where.capability()).block_shared
     for tokens in buckets:
         for plan in gemm_plan.best(gemm.problem_of(tokens, weight), where.num_sms(), limit, PLANS):
             yield gemm.kernel_for(weight, plan, torch.float16)

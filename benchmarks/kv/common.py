@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.random_llama import Shape, make_awq, make_checkpoint
 from lmkit.config import EngineConfig
 from lmkit.turbo.engine.engine import Engine
-from lmkit.turbo.request import GenerationConfig, Request, StepOutput
+from lmkit.turbo.request import Request, SamplingParams, StepOutput
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Client:
 
     def add(self, prompt: list[int], num_tokens: int, **fields: Any) -> str:
         """Queue a request; its id."""
-        params = GenerationConfig(max_new_tokens=num_tokens, ignore_eos=True)
+        params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
         name = str(next(self._names))
         self.engine.add(Request(request_id=name, prompt_ids=prompt, params=params, **fields))
         return name

@@ -11,8 +11,8 @@ from typing import Any
 from benchmarks.kv.common import Row, Setting
 from benchmarks.kv.trace import VOCAB, Item, Mix, distinct_blocks, ideal_hits, make_trace
 from lmkit.turbo.kv.manager import KVLimits
-from lmkit.turbo.plan import NewSequence, Sampled, StepPlan
-from lmkit.turbo.request import GenerationConfig, Request
+from lmkit.turbo.plan import Chunk, NewSequence, Sampled, SampledToken, StepPlan
+from lmkit.turbo.request import Request, SamplingParams
 from lmkit.turbo.scheduling.limits import SchedulerLimits
 from lmkit.turbo.scheduling.scheduler import Scheduler
 
@@ -59,7 +59,7 @@ class TraceRunner:
         for new in plan.new:
             self._slots[new.slot] = self._item(new), len(new.token_ids) - new.num_prompt_tokens
         self._now += self.step_seconds(plan)
-        return [Sampled(self._next(chunk.slot) if chunk.sample else -1) for chunk in plan.chunks]
+        return [Sampled(self._tokens(chunk)) for chunk in plan.chunks]
 
     def step_seconds(self, plan: StepPlan) -> float:
         """Each token costs as much as a hundredth of reading the weights."""
@@ -72,10 +72,11 @@ class TraceRunner:
         assert new.params.seed is not None
         return self._trace[new.params.seed]
 
-    def _next(self, slot: int) -> int:
-        item, given = self._slots[slot]
-        self._slots[slot] = item, given + 1
-        return int(item.answer[given])
+    def _tokens(self, chunk: Chunk) -> list[SampledToken]:
+        item, given = self._slots[chunk.slot]
+        end = given + chunk.num_sampled
+        self._slots[chunk.slot] = item, end
+        return [SampledToken(int(token)) for token in item.answer[given:end]]
 
 
 def replay(trace: list[Item], num_blocks: int, concurrency: int = CONCURRENCY) -> list[int]:
@@ -128,5 +129,5 @@ def _next_ready(trace: list[Item], coming: deque[int], unfinished: set[int]) -> 
 
 
 def request(index: int, item: Item) -> Request:
-    params = GenerationConfig(max_new_tokens=len(item.answer), ignore_eos=True, seed=index)
+    params = SamplingParams(max_tokens=len(item.answer), ignore_eos=True, seed=index)
     return Request(request_id=str(index), prompt_ids=item.prompt.tolist(), params=params)

@@ -12,7 +12,7 @@ from benchmarks.random_llama import make_awq
 from lmkit.config import EngineConfig
 from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.turbo.engine.engine import Engine
-from lmkit.turbo.request import GenerationConfig, Request
+from lmkit.turbo.request import Request, SamplingParams
 
 
 class LmkitEngine:
@@ -40,7 +40,7 @@ class LmkitEngine:
         while self.engine.has_work():
             self.engine.step()
         self.running = [str(next(self.names)) for _ in prompts]
-        params = GenerationConfig(max_new_tokens=None, ignore_eos=True, temperature=0)
+        params = SamplingParams(max_tokens=None, ignore_eos=True, temperature=0)
         for name, ids in zip(self.running, prompts, strict=True):
             self.engine.add(Request(request_id=name, prompt_ids=ids, params=params))
         started: set[str] = set()

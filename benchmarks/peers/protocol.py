@@ -59,9 +59,10 @@ Make = Callable[[Options], Engine]
 Prepare = Callable[[Path, Path], None]
 
 
-def prompts(batch: int, length: int, vocab: int) -> list[list[int]]:
-    """The same ids for every engine; special tokens (0 and 1) are not among them."""
-    return [random.Random(index).choices(range(2, vocab), k=length) for index in range(batch)]
+def prompts(batch: int, length: int, vocab: int, number: int = 0) -> list[list[int]]:
+    """Random ids without special tokens (0 and 1). Another `number` gives other ids, which no cache has seen."""
+    made = random.Random(number)
+    return [made.choices(range(2, vocab), k=length) for _ in range(batch)]
 
 
 def main(make: Make, prepare: Prepare) -> None:
@@ -89,13 +90,14 @@ def _serve(make: Make, options: Options) -> None:
         os.dup2(2, 1)
         engine = make(options)
         print(json.dumps(asdict(engine.facts)), file=answers)
-        for line in sys.stdin:
-            print(json.dumps(_answer(engine, json.loads(line), options.vocab)), file=answers)
+        for number, line in enumerate(sys.stdin):
+            print(json.dumps(answer(engine, json.loads(line), options.vocab, number)), file=answers)
 
 
-def _answer(engine: Engine, command: dict, vocab: int) -> dict[str, float]:
+def answer(engine: Engine, command: dict, vocab: int, number: int) -> dict[str, float]:
+    """Do the engine's command `number`."""
     if command["do"] == "prefill":
-        texts = prompts(command["batch"], command["prompt_len"], vocab)
+        texts = prompts(command["batch"], command["prompt_len"], vocab, number)
         start = time.perf_counter()
         engine.prefill(texts)
         return {"seconds": time.perf_counter() - start}

@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import time
+import uuid
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -28,6 +29,7 @@ _WANTED: dict[str, dict[str, Any]] = {
     "usage": {"stream_options": {"include_usage": True}},
     "continuous usage": {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
     "token ids": {"return_token_ids": True},
+    "cache salt": {"cache_salt": "probe"},
 }
 MAX_MESSAGE = 200
 
@@ -152,6 +154,14 @@ class Client:
                 self.features.append(name)
             else:
                 self.body = accepted
+
+    def renew_cache(self) -> bool:
+        """Answers from now on take nothing from a prefix cache that was put there before. False if the server has no
+        `cache_salt` (lmkit and vLLM have).
+        """
+        if "cache salt" in self.features:
+            self.body["cache_salt"] = uuid.uuid4().hex
+        return "cache salt" in self.features
 
     def payload(self, dialogue: Dialogue, max_tokens: int) -> bytes:
         prompt = {"messages": dialogue.messages} if self.chat else {"prompt": dialogue.text}

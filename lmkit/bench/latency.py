@@ -22,7 +22,7 @@ from lmkit.config import EngineConfig
 from lmkit.errors import ConfigError, LMKitError
 from lmkit.text import Tokenizer
 from lmkit.turbo.engine.engine import Engine, Profile
-from lmkit.turbo.request import EngineInfo, GenerationConfig, Request
+from lmkit.turbo.request import EngineInfo, Request, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def run_latency(
 
 
 def _once(engine: Engine, prompts: list[list[int]], shape: Shape) -> _Timing:
-    params = GenerationConfig(max_new_tokens=None, ignore_eos=True, seed=0)
+    params = SamplingParams(max_tokens=None, ignore_eos=True, seed=0)
     missing = {str(i): 1 for i in range(len(prompts))}  # tokens until the phase ends, for each sequence
     start = time.perf_counter()
     for i, prompt_ids in enumerate(prompts):

@@ -103,13 +103,18 @@ async def run_sweep(
     targets: dict[str, float] | None = None,
     progress: Progress = lambda what, done, total: None,
 ) -> list[OnlineRun]:
-    """One run after the other. The last `warmup` conversations are sent before each and not measured."""
+    """One run after the other. The last `warmup` conversations are sent before each and not measured. No run finds the
+    KV of an earlier one if the server takes a `cache_salt`; otherwise its prompts count as reused.
+    """
     measured, warm = conversations[: len(conversations) - warmup], conversations[len(conversations) - warmup :]
     runs = []
     for number, point in enumerate(sweep, 1):
         ticker = _Ticker(f"run {number} of {len(sweep)}", point, len(measured), progress)
+        is_fresh = client.renew_cache() or number == 1
         warmed = await Load(client, warm, LoadPoint(concurrency=point.concurrency)).run()
         result = await Load(client, measured, point, ticker.tick).run()
+        if not is_fresh:
+            result.reused += len({sent.conversation for sent in result.sent})
         runs.append(_summarized(point, result, warmed, tokenizer, client.chat, targets))
     return runs
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from lmkit.bench.workload import Conversation, Dialogue, Turn
 from lmkit.errors import RequestError
 from lmkit.text import Tokenizer
 from lmkit.turbo.engine.engine import Engine
-from lmkit.turbo.request import GenerationConfig, Request, StepOutput
+from lmkit.turbo.request import Request, SamplingParams, StepOutput
 from lmkit.turbo.transport.output import OutputProcessor
 
 
@@ -62,7 +63,11 @@ class ThroughputBench:
         targets: dict[str, float] | None = None,
         on_done: Callable[[], None] = lambda: None,
     ) -> ThroughputRun:
-        """Every conversation to its end, at most `concurrency` at once; `on_done` is called after each request."""
+        """Every conversation to its end, at most `concurrency` at once; `on_done` is called after each request.
+
+        A run has a part of the prefix cache to itself: it finds nothing that an earlier run computed.
+        """
+        self._salt = uuid.uuid4().hex
         self._records: list[RequestRecord] = []
         self._open: dict[str, _Open] = {}
         self._skipped_turns = 0
@@ -95,8 +100,9 @@ class ThroughputBench:
         while self._waiting and (concurrency is None or len(self._open) < concurrency):
             talk = self._waiting[0]
             turn = talk.turns[0]
-            params = GenerationConfig(max_new_tokens=turn.max_tokens, ignore_eos=self._ignore_eos, seed=0)
-            request = Request(request_id=f"{talk.idx}-{talk.turn_idx}", prompt_ids=talk.prompt_ids, params=params)
+            params = SamplingParams(max_tokens=turn.max_tokens, ignore_eos=self._ignore_eos, seed=0)
+            name = f"{talk.idx}-{talk.turn_idx}"
+            request = Request(request_id=name, prompt_ids=talk.prompt_ids, params=params, cache_salt=self._salt)
             start = time.perf_counter() - self._origin
             output = OutputProcessor(self._tokenizer, request) if self._detokenize else None
             opened = _Open(talk, turn, start, len(request.prompt_ids), output)

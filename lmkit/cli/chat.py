@@ -71,7 +71,7 @@ class LocalModel:
     """A pipeline in this process. The conversation is a session of it: a turn computes only its own tokens."""
 
     def __init__(self, pipe: Pipeline, options: dict[str, Any]) -> None:
-        from lmkit.turbo.request import GenerationConfig
+        from lmkit.api import GenerationConfig
 
         names = {"max_tokens": "max_new_tokens"}
         self._pipe, self._session = pipe, pipe.session()

@@ -1,4 +1,4 @@
-"""The proxy as an ASGI application: which route exists, who may use it, and what becomes of every error."""
+"""The proxy as an ASGI application: its routes, their roles, and the edge that turns errors into responses."""
 
 from __future__ import annotations
 
@@ -15,18 +15,21 @@ from urllib.parse import parse_qs
 
 import httpx
 import msgspec
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from lmkit.errors import RequestError
 from lmkit.log import get_logger
 from lmkit.proxy import metrics
-from lmkit.proxy.answer import Answer
 from lmkit.proxy.auth import Keys, Role, authorize
 from lmkit.proxy.config import ProxyConfig, Registration, node_url
+from lmkit.proxy.downstream import DownstreamResponse
 from lmkit.proxy.fleet import Fleet
 from lmkit.proxy.forward import Call, Forwarder
 from lmkit.proxy.health import HealthChecker
 from lmkit.proxy.registry import Registry
+from lmkit.web.errors import method_not_allowed, not_found, public_error
+from lmkit.web.receive import decode_json, read_body
 
 log = get_logger(__name__)
 MAX_ADMIN_BODY = 1 << 20
@@ -37,17 +40,17 @@ _MODEL_PREFIX = "/v1/models/"
 
 
 class _Routed(msgspec.Struct):
-    """All that is read of a forwarded body."""
+    """The only field of a forwarded body that is read."""
 
     model: str
 
 
 class Exchange(NamedTuple):
-    """One request: what came in, and where the answer goes."""
+    """One request and the response to it."""
 
     scope: Scope
     receive: Receive
-    answer: Answer
+    response: DownstreamResponse
 
 
 class Route(NamedTuple):
@@ -68,7 +71,7 @@ class Proxy:
         self.fleet = Fleet(config, self.registry)
         self.metrics = metrics.Metrics(self.registry)
         self.draining = False
-        self.stop = asyncio.Event()  # set: running answers are broken off
+        self.stop = asyncio.Event()  # when set, running responses are broken off
         self.active = 0  # forwarded requests, from their first body byte on
         self._client = httpx.AsyncClient(
             verify=_tls(),
@@ -112,40 +115,37 @@ class Proxy:
             await send({"type": "websocket.close", "code": 1008})
         if scope["type"] != "http":
             return
-        answer = Answer(send, retry_after=self.config.health_interval)
+        response = DownstreamResponse(send, retry_after=self.config.health_interval)
         try:
             check_head(scope)
             route = resolve(scope["method"], scope["path"])
             authorize(self.keys, route.role, scope["headers"])
-            await route.handler(self, Exchange(scope, receive, answer))
-        except RequestError as error:
-            await self._tell(error, answer)
-        except Exception:  # the HTTP edge: one request's defect is not the next one's
-            log.exception("a request failed")
-            await self._tell(RequestError("internal_error", "internal error"), answer)
+            await route.handler(self, Exchange(scope, receive, response))
+        except Exception as error:  # noqa: BLE001 - the HTTP edge: public_error logs it
+            await self._fail(response, public_error(error))
 
-    async def _tell(self, error: RequestError, answer: Answer) -> None:
+    async def _fail(self, response: DownstreamResponse, error: RequestError) -> None:
         if error.code == "client_disconnected":
             self.metrics.disconnects.inc()
             return
         self.metrics.refused.labels(error.code).inc()
         with contextlib.suppress(RequestError):  # the client may be gone by now
-            await answer.break_off(error)
+            await response.fail(error)
 
     async def forward(self, exchange: Exchange) -> None:
-        scope, receive, answer = exchange
+        scope, receive, response = exchange
         if self.draining:
             raise RequestError("shutting_down", "the proxy is shutting down")
         if self.active >= self.config.max_in_flight:
             raise RequestError("queue_full", f"{self.active} requests are being answered; try again")
         path = scope["path"]
         if not _FORWARDED_PATH.fullmatch(path) or scope.get("raw_path", path.encode()) != path.encode():
-            raise RequestError("not_found", "there is no such route")
+            raise not_found()
         self.active += 1
         try:
-            body = await read_body(exchange, self.config.max_body_bytes, self.config.body_timeout)
+            body = await read_body(scope, receive, self.config.max_body_bytes, self.config.body_timeout)
             call = Call(path, scope["query_string"], scope["headers"], body, read_model(body))
-            await self._forwarder.forward(call, answer, receive, self.stop)
+            await self._forwarder.forward(call, response, receive, self.stop)
         finally:
             self.active -= 1
 
@@ -169,18 +169,15 @@ class Proxy:
         )
 
     async def show_metrics(self, exchange: Exchange) -> None:
-        await exchange.answer.whole(200, self.metrics.render(), metrics.CONTENT_TYPE)
+        headers = {"Content-Type": metrics.CONTENT_TYPE}
+        await exchange.response.whole(Response(self.metrics.render(), headers=headers))
 
     async def show_nodes(self, exchange: Exchange) -> None:
         await _json(exchange, self._fleet_status())
 
     async def add_node(self, exchange: Exchange) -> None:
-        body = await read_body(exchange, MAX_ADMIN_BODY, self.config.body_timeout)
-        try:
-            registration = msgspec.json.decode(body, type=Registration)
-        except (msgspec.MsgspecError, RecursionError) as error:
-            raise RequestError("invalid_request", f"not a node's registration: {error}") from None
-        node = await self.fleet.add(registration)
+        body = await read_body(exchange.scope, exchange.receive, MAX_ADMIN_BODY, self.config.body_timeout)
+        node = await self.fleet.add(decode_json(body, Registration, mismatch="not a node's registration"))
         await self.health.check(node)
         await _json(exchange, self._fleet_status(node.url))
 
@@ -213,7 +210,7 @@ _FORWARD = {"POST": Route(Role.USER, Proxy.forward)}
 
 
 def resolve(method: str, path: str) -> Route:
-    """The route of exactly this path. What is not listed needs a key, too, before it is told that it does not exist."""
+    """The route of exactly this path. Without a key, a client does not learn which paths exist."""
     if path in ROUTES:
         methods = ROUTES[path]
     elif path.startswith(_MODEL_PREFIX):
@@ -227,60 +224,25 @@ def resolve(method: str, path: str) -> Route:
 
 
 async def _not_found(proxy: Proxy, exchange: Exchange) -> None:
-    raise RequestError("not_found", "there is no such route")
+    raise not_found()
 
 
 async def _not_allowed(proxy: Proxy, exchange: Exchange) -> None:
-    raise RequestError("method_not_allowed", "this route does not take this method")
+    raise method_not_allowed(exchange.scope["method"])
 
 
 def check_head(scope: Scope) -> None:
-    """Refuse an outsize head: the server itself limits only what has not arrived whole."""
+    """Refuse an outsize head. The HTTP server itself limits only a head that has not arrived whole."""
     headers = scope["headers"]
     size = len(scope["path"]) + len(scope["query_string"]) + sum(len(name) + len(value) for name, value in headers)
     if size > MAX_HEAD_BYTES or len(headers) > MAX_HEADERS:
         raise RequestError("invalid_request", f"the head exceeds {MAX_HEAD_BYTES} bytes or {MAX_HEADERS} headers")
 
 
-async def read_body(exchange: Exchange, max_bytes: int, timeout: float) -> bytes:
-    """The whole body. Raises RequestError: request_too_large, request_timeout or client_disconnected.
-
-    A little more than `max_bytes` is read and dropped, so that the refusal reaches clients that send first.
-    """
-    length = dict(exchange.scope["headers"]).get(b"content-length", b"0")
-    too_large = RequestError("request_too_large", f"the body is larger than {max_bytes} bytes")
-    if int(length) > 2 * max_bytes:
-        raise too_large
-    pieces: list[bytes] = []
-    size, more = 0, True
-    try:
-        async with asyncio.timeout(timeout):
-            while more:
-                message = await exchange.receive()
-                if message["type"] == "http.disconnect":
-                    raise RequestError("client_disconnected", "the client left")
-                size += len(message.get("body", b""))
-                if size > 2 * max_bytes:
-                    raise too_large
-                if size <= max_bytes:
-                    pieces.append(message.get("body", b""))
-                more = message.get("more_body", False)
-    except TimeoutError:
-        raise RequestError("request_timeout", f"the body did not arrive within {timeout:g} s") from None
-    if size > max_bytes:
-        raise too_large
-    return b"".join(pieces)
-
-
 def read_model(body: bytes) -> str:
     """The `model` of a JSON body. Raises RequestError for a body without one."""
-    try:
-        return msgspec.json.decode(body, type=_Routed).model
-    except msgspec.ValidationError as error:
-        raise RequestError("invalid_request", f"the request must name its model: {error}", "model") from None
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise RequestError("invalid_request", f"the body is not valid JSON: {reason}") from None
+    routed: _Routed = decode_json(body, _Routed, mismatch="the request must name its model", param="model")
+    return routed.model
 
 
 @functools.cache
@@ -290,4 +252,4 @@ def _tls() -> ssl.SSLContext:
 
 
 async def _json(exchange: Exchange, value: Any, status: int = 200) -> None:
-    await exchange.answer.whole(status, msgspec.json.encode(value))
+    await exchange.response.whole(Response(msgspec.json.encode(value), status, media_type="application/json"))

@@ -1,17 +1,15 @@
-"""Who may do what. Pure: a role and the request's headers go in, nothing or a RequestError comes out."""
+"""Roles and what they allow. Pure: `authorize` takes a role and headers, and returns nothing or raises RequestError."""
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import ipaddress
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 
 from lmkit.errors import RequestError
+from lmkit.web.auth import Headers, Keyring, invalid_api_key
 
-Headers = Iterable[tuple[bytes, bytes]]  # names in lower case, as ASGI gives them
 _FORWARDED = {b"origin", b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip"}
 
 
@@ -23,63 +21,37 @@ class Role(Enum):
 
 @dataclass(frozen=True)
 class Keys:
-    """Digests of the keys. `loopback`: only this machine can reach the listener."""
+    """All keys, and the roles that have any. `loopback`: only this machine can reach the listener."""
 
-    user: tuple[bytes, ...]
-    admin: tuple[bytes, ...]
+    keyring: Keyring[Role]
+    roles: frozenset[Role]
     loopback: bool
 
     @classmethod
-    def of(cls, user: Iterable[str], admin: Iterable[str], *, loopback: bool) -> Keys:
-        return cls(tuple(map(_digest, user)), tuple(map(_digest, admin)), loopback)
+    def of(cls, user: Collection[str], admin: Collection[str], *, loopback: bool) -> Keys:
+        entries = [(key, Role.USER) for key in user] + [(key, Role.ADMIN) for key in admin]
+        return cls(Keyring(entries), frozenset(role for _, role in entries), loopback)
 
 
 def authorize(keys: Keys, role: Role, headers: Headers) -> None:
     """Raise invalid_api_key or permission_denied unless the request may act as `role`.
 
-    An admin key is good for every route. Without any key at all, a loopback listener lets local programs manage
-    nodes, but not web pages (they send Origin, or a Host of their own) and not what another proxy relays.
+    An admin key is good for every route. If there is no key at all, a loopback listener lets local programs manage
+    nodes. Web pages may not (they send Origin, or a Host of their own), nor may requests that another proxy relays.
     """
-    if role is Role.OPEN or (role is Role.USER and not keys.user):
+    if role is Role.OPEN or (role is Role.USER and Role.USER not in keys.roles):
         return
-    if role is Role.ADMIN and not keys.admin:
-        if keys.user or not keys.loopback:
+    if role is Role.ADMIN and Role.ADMIN not in keys.roles:
+        if keys.roles or not keys.loopback:
             raise RequestError("permission_denied", "node management is off: the proxy has no admin_keys")
         if not _is_local(headers):
             raise RequestError("permission_denied", "without admin_keys only local programs manage nodes")
         return
-    presented = _presented(headers)
-    if _is_one_of(presented, keys.admin):
-        return
-    known = _is_one_of(presented, keys.user)
-    if role is Role.USER and known:
-        return
-    if known:
+    held = keys.keyring.find(headers)
+    if held is None:
+        raise invalid_api_key()
+    if role is Role.ADMIN and held is not Role.ADMIN:
         raise RequestError("permission_denied", "this needs an admin key")
-    raise RequestError("invalid_api_key", "the API key is missing or wrong")
-
-
-def _presented(headers: Headers) -> bytes | None:
-    """The one key of a request: `Authorization: Bearer KEY` or `x-api-key: KEY`."""
-    found = []
-    for name, value in headers:
-        if name == b"x-api-key":
-            found.append(value.strip())
-        elif name == b"authorization":
-            scheme, _, key = value.strip().partition(b" ")
-            found.append(key.strip() if scheme.lower() == b"bearer" else b"")
-    return found[0] if len(set(found)) == 1 else None
-
-
-def _is_one_of(presented: bytes | None, digests: tuple[bytes, ...]) -> bool:
-    if presented is None:
-        return False
-    digest = hashlib.sha256(presented).digest()
-    return sum(hmac.compare_digest(digest, known) for known in digests) > 0  # all of them: constant time
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()
 
 
 def _is_local(headers: Headers) -> bool:

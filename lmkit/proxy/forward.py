@@ -20,11 +20,12 @@ from starlette.types import Receive
 
 from lmkit.errors import RequestError
 from lmkit.log import get_logger
-from lmkit.proxy.answer import Answer
 from lmkit.proxy.config import ProxyConfig
+from lmkit.proxy.downstream import DownstreamResponse
 from lmkit.proxy.metrics import Metrics
 from lmkit.proxy.policies import POLICIES
 from lmkit.proxy.registry import Node, Registry
+from lmkit.web.receive import client_disconnected, until_disconnect
 
 log = get_logger(__name__)
 
@@ -64,18 +65,18 @@ class Forwarder:
         self._timeout = httpx.Timeout(config.read_timeout, connect=config.connect_timeout)
         self._own_via = b"lmkit-" + secrets.token_hex(8).encode()
 
-    async def forward(self, call: Call, answer: Answer, receive: Receive, stop: asyncio.Event) -> None:
+    async def forward(self, call: Call, client: DownstreamResponse, receive: Receive, stop: asyncio.Event) -> None:
         """Answer a call. Ends at once, with the node's connection, when the client leaves or `stop` is set.
 
         Raises RequestError for what is still to be told to the client.
         """
         if any(name == b"via" and self._own_via in value for name, value in call.headers):
             raise RequestError("bad_gateway", "a proxy loop: one of this proxy's nodes is the proxy itself")
-        relay = asyncio.create_task(self._relay(call, answer))
-        watchers = [asyncio.create_task(_disconnected(receive)), asyncio.create_task(stop.wait())]
+        relay = asyncio.create_task(self._relay(call, client))
+        watchers = [asyncio.create_task(until_disconnect(receive)), asyncio.create_task(stop.wait())]
         try:
             await asyncio.wait([relay, *watchers], return_when=asyncio.FIRST_COMPLETED)
-            if answer.finished:  # to the server, a client that has its whole answer is gone too
+            if client.finished:  # a disconnect is also reported of a client that has its whole response
                 await relay
         finally:
             left, stopped = (watcher.done() for watcher in watchers)
@@ -86,11 +87,11 @@ class Forwarder:
         if not unfinished:
             relay.result()
         elif left:
-            raise RequestError("client_disconnected", "the client left")
+            raise client_disconnected()
         elif stopped:
             raise RequestError("shutting_down", "the proxy is shutting down")
 
-    async def _relay(self, call: Call, answer: Answer) -> None:
+    async def _relay(self, call: Call, client: DownstreamResponse) -> None:
         tried: list[Node] = []
         resends = 0
         error = self._registry.absence(call.model)
@@ -101,7 +102,7 @@ class Forwarder:
                 tried[-2].failovers += 1
             with self._registry.using(node):
                 try:
-                    if await self._attempt(node, call, answer, tried):
+                    if await self._attempt(node, call, client, tried):
                         return
                 except (httpx.ConnectError, httpx.ConnectTimeout) as failure:
                     if self._registry.failed(node, f"connections fail ({type(failure).__name__})"):
@@ -118,7 +119,7 @@ class Forwarder:
                 break
         raise error
 
-    async def _attempt(self, node: Node, call: Call, answer: Answer, tried: Collection[Node]) -> bool:
+    async def _attempt(self, node: Node, call: Call, client: DownstreamResponse, tried: Collection[Node]) -> bool:
         """Send the call to one node and pass its answer on. False: the node refuses work now and another may not.
 
         Raises httpx.TransportError only as long as the client has been sent nothing.
@@ -133,22 +134,22 @@ class Forwarder:
                 return False
             if not 200 <= response.status_code <= 599:
                 raise RequestError("bad_gateway", "the node answered with a status that does not exist")
-            await self._pass_on(node, response, answer)
+            await self._pass_on(node, response, client)
         finally:
             await response.aclose()
         return True
 
-    async def _pass_on(self, node: Node, response: httpx.Response, answer: Answer) -> None:
+    async def _pass_on(self, node: Node, response: httpx.Response, client: DownstreamResponse) -> None:
         headers = _end_to_end(response.headers.raw)
         kinds = dict(headers)
         kind = kinds.get(b"content-type", b"").partition(b";")[0].strip().lower()
         events = kind == b"text/event-stream" and b"content-encoding" not in kinds
         if events:  # an error event may have to be added
             headers = [(name, value) for name, value in headers if name != b"content-length"]
-        await answer.start(response.status_code, headers, events=events)
+        await client.start(response.status_code, headers, events=events)
         try:
             async for piece in response.aiter_raw():
-                await answer.write(piece)
+                await client.write(piece)
         except httpx.TransportError as failure:
             node.breaks += 1
             log.warning("node %s broke off in the middle of an answer: %s", node.url, type(failure).__name__)
@@ -156,9 +157,9 @@ class Forwarder:
                 error = RequestError("upstream_timeout", "the node fell silent in the middle of its answer")
             else:
                 error = RequestError("bad_gateway", "the node broke off in the middle of its answer")
-            await answer.break_off(error)
+            await client.fail(error)
         else:
-            await answer.end()
+            await client.end()
 
     def _request(self, node: Node, call: Call) -> httpx.Request:
         base = httpx.URL(node.url)
@@ -176,11 +177,6 @@ class Forwarder:
         url = base.copy_with(raw_path=target)
         extensions = {"timeout": self._timeout.as_dict()}
         return httpx.Request("POST", url, headers=headers, content=call.body, extensions=extensions)
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def _end_to_end(headers: Collection[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:

@@ -7,7 +7,6 @@ from contextlib import aclosing
 
 from fastapi import APIRouter, Request, Response
 
-from lmkit.serve.answer import Answer, respond
 from lmkit.serve.protocol import (
     AssistantMessage,
     ChatChoice,
@@ -20,6 +19,7 @@ from lmkit.serve.protocol import (
     TopLogprob,
     Usage,
 )
+from lmkit.serve.response import ResponseBuilder, respond
 from lmkit.serve.serving import MIN_LOGPROB, Serving
 from lmkit.serve.to_request import chat_requests
 from lmkit.text import TokenHistory
@@ -31,10 +31,10 @@ router = APIRouter()
 
 @router.post("/v1/chat/completions")
 async def chat_completions(request: Request) -> Response:
-    return await respond(request, ChatCompletionRequest, _ChatAnswer)
+    return await respond(request, ChatCompletionRequest, _ChatResponse)
 
 
-class _ChatAnswer(Answer[ChatCompletionRequest]):
+class _ChatResponse(ResponseBuilder[ChatCompletionRequest]):
     prefix = "chatcmpl"
 
     def __init__(self, server: Serving, body: ChatCompletionRequest, tenant: str) -> None:

@@ -8,8 +8,8 @@ from contextlib import aclosing
 
 from fastapi import APIRouter, Request, Response
 
-from lmkit.serve.answer import Answer, respond
 from lmkit.serve.protocol import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
+from lmkit.serve.response import ResponseBuilder, respond
 from lmkit.serve.serving import MIN_LOGPROB
 from lmkit.serve.to_request import choices_per_prompt, completion_requests
 from lmkit.turbo import request as engine
@@ -20,10 +20,10 @@ router = APIRouter()
 
 @router.post("/v1/completions")
 async def completions(request: Request) -> Response:
-    return await respond(request, CompletionRequest, _CompletionAnswer)
+    return await respond(request, CompletionRequest, _CompletionResponse)
 
 
-class _CompletionAnswer(Answer[CompletionRequest]):
+class _CompletionResponse(ResponseBuilder[CompletionRequest]):
     prefix = "cmpl"
 
     @property

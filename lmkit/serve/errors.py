@@ -1,4 +1,4 @@
-"""The HTTP edge: every failure becomes OpenAI's error envelope here, and says nothing of the inside of the server."""
+"""The HTTP edge: every failure becomes OpenAI's error envelope here and tells nothing of the server's inside."""
 
 from __future__ import annotations
 
@@ -13,57 +13,26 @@ from starlette.websockets import WebSocketClose
 
 from lmkit import log
 from lmkit.errors import RequestError
-from lmkit.serve.protocol import ErrorBody, ErrorResponse
 from lmkit.serve.serving import serving
+from lmkit.web.errors import error_body, error_response, method_not_allowed, not_found, public_error
 
-RETRY_SECONDS = 1  # Retry-After of a 503, where nothing better is known
-
-logger = log.get_logger(__name__)
 access_logger = log.get_logger("lmkit.serve.access")
-
-
-def envelope(error: RequestError) -> str:
-    """{"error": {message, type, param, code}} as JSON."""
-    kind = "invalid_request_error" if error.status < 500 else "server_error"
-    body = ErrorBody(message=error.message[:1000], type=kind, param=error.param, code=error.code)
-    return ErrorResponse(error=body).model_dump_json()
-
-
-def error_response(error: RequestError, headers: dict[str, str] | None = None) -> Response:
-    headers = dict(headers or {})
-    if error.status == 503:
-        headers.setdefault("Retry-After", str(RETRY_SECONDS))
-    if error.status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
-    if error.code == "request_timeout":  # the rest of the body may never come
-        headers["Connection"] = "close"
-    return Response(envelope(error), error.status, headers, media_type="application/json")
-
-
-def public_error(error: Exception) -> RequestError:
-    """What a client may know of `error`; anything but a RequestError is a defect, logged here in full."""
-    if isinstance(error, RequestError):
-        return error
-    logger.error("internal error", exc_info=error)
-    return RequestError("internal_error", "internal server error")
 
 
 async def handle_request_error(request: Request, error: Exception) -> Response:
     shown = public_error(error)
-    full = shown.code == "queue_full"
-    return error_response(shown, {"Retry-After": str(serving(request).metrics.retry_seconds())} if full else None)
+    retry_after = serving(request).metrics.retry_seconds() if shown.code == "queue_full" else 1
+    return error_response(shown, retry_after=retry_after)
 
 
 async def handle_http_exception(request: Request, error: Exception) -> Response:
     """404 and 405 of the router."""
     assert isinstance(error, HTTPException)
-    code = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}.get(error.status_code)
-    if code is None:
-        code = "invalid_request" if error.status_code < 500 else "internal_error"
-    message = {"not_found": "no such route", "method_not_allowed": f"{request.method} is not allowed here"}
-    return error_response(
-        RequestError(code, message.get(code, "the request cannot be served")), dict(error.headers or {})
+    known = {404: not_found(), 405: method_not_allowed(request.method)}
+    other = RequestError(
+        "invalid_request" if error.status_code < 500 else "internal_error", "the request cannot be served"
     )
+    return error_response(known.get(error.status_code, other), headers=error.headers or {})
 
 
 async def with_error_event(events: AsyncIterator[str]) -> AsyncGenerator[str]:
@@ -72,8 +41,8 @@ async def with_error_event(events: AsyncIterator[str]) -> AsyncGenerator[str]:
         async for event in events:
             yield event
         yield "[DONE]"
-    except Exception as error:  # noqa: BLE001 - the stream has begun: no status can say it any more
-        yield envelope(public_error(error))
+    except Exception as error:  # noqa: BLE001 - the stream has begun, so no status can tell it
+        yield error_body(public_error(error)).decode()
 
 
 class Edge:

@@ -138,7 +138,7 @@ def _template_variables(value: Any) -> dict[str, Any]:
 
 
 class _Sampling(_Strict):
-    """What chat and text completions share. None = the default. Ranges are checked by GenerationConfig.validate."""
+    """What chat and text completions share. None = the default. Ranges are checked by SamplingParams.validate."""
 
     model: Annotated[str, Field(max_length=1024)]
     max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
@@ -344,14 +344,3 @@ class ModelCard(BaseModel):
 class ModelList(BaseModel):
     object: Literal["list"] = "list"
     data: list[ModelCard]
-
-
-class ErrorBody(BaseModel):
-    message: str
-    type: str
-    param: str | None
-    code: str
-
-
-class ErrorResponse(BaseModel):
-    error: ErrorBody

@@ -1,10 +1,9 @@
-"""One front end process: socket, engine, uvicorn, signals, drain."""
+"""One front-end process: its socket, engine, HTTP server, signals and drain."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 import socket
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -12,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from lmkit import log
 from lmkit.config import ServerConfig
-from lmkit.errors import ConfigError
 from lmkit.text import Tokenizer
 from lmkit.turbo.transport.async_engine import AsyncEngine
+from lmkit.web.listen import bind, listen, on_signals, url
 
 if TYPE_CHECKING:
-    import uvicorn
+    from lmkit.web.server import HttpServer
 
-ServerFactory = Callable[[AsyncEngine, Tokenizer, ServerConfig], "uvicorn.Server"]
+ServerFactory = Callable[[AsyncEngine, Tokenizer, ServerConfig, Callable[[], None]], "HttpServer"]
 
 logger = log.get_logger(__name__)
 
@@ -32,43 +31,9 @@ def serve(engine: AsyncEngine, config: ServerConfig, announce: Callable[[str], N
     return asyncio.run(_serve(engine, config, announce))
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet. Port 0 takes a free one. Raises ConfigError."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        sock = socket.socket(family, kind, protocol)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(f"cannot listen on {host} port {port}: {error}") from None
-    return sock
-
-
-def listen(sock: socket.socket) -> None:
-    """Only now, when requests can be served: until then clients are refused instead of kept waiting."""
-    try:
-        sock.listen(2048)
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {url(sock)}: {error}") from None
-
-
-def url(sock: socket.socket) -> str:
-    host, port = sock.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
 async def _serve(engine: AsyncEngine, config: ServerConfig, announce: Callable[[str], None]) -> int:
     stop, stop_now = asyncio.Event(), asyncio.Event()
-
-    def on_signal() -> None:
-        (stop_now if stop.is_set() else stop).set()
-
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
-
+    on_signals(stop.set, stop_now.set)
     with contextlib.closing(bind(config.host, config.port)) as sock:
         running = asyncio.ensure_future(_run(engine, config, announce, sock, stop))
         if await _first(running, stop_now.wait()):
@@ -95,12 +60,10 @@ async def _run(
         return
     tokenizer, http_server = starting.result()
     try:
-        listen(sock)
-        server = http_server(engine, tokenizer, config)
+        listen(sock)  # only now: until requests can be served, clients are refused instead of kept waiting
+        line = f"serving {config.served_model_name or engine.model_path.name} on {url(sock)}"
+        server = http_server(engine, tokenizer, config, lambda: announce(line))
         serving = asyncio.ensure_future(server.serve(sockets=[sock]))
-        while not server.started:
-            await asyncio.sleep(0.01)
-        announce(f"serving {config.served_model_name or engine.model_path.name} on {url(sock)}")
         await _first(serving, stop.wait())
         logger.info("draining: %d requests have %g s to finish", engine.num_open, config.drain_seconds)
         await engine.shutdown(config.drain_seconds)
@@ -132,7 +95,7 @@ def _load(model_path: Path) -> tuple[Tokenizer, ServerFactory]:
 
 
 async def _first(work: asyncio.Future[Any], event: Coroutine[Any, Any, Any]) -> bool:
-    """Wait for either; was it `work`?"""
+    """Wait until `work` is done or `event` has ended. True if `work` is done."""
     waiting = asyncio.ensure_future(event)
     both: set[asyncio.Future[Any]] = {work, waiting}
     try:

@@ -12,23 +12,22 @@ from starlette.types import Message, Receive, Scope, Send
 
 from lmkit.errors import RequestError
 from lmkit.serve.errors import with_error_event
+from lmkit.web.receive import client_disconnected, until_disconnect
 
 T = TypeVar("T")
 
 
-async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """`work`, cancelled when the client closes the connection. The request's body must have been read."""
+async def or_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`. If the client disconnects first, `work` is cancelled and RequestError raised.
 
-    async def gone() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    The request's body must have been read.
+    """
+    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(until_disconnect(receive))
     either: set[asyncio.Future[Any]] = {working, watching}
     try:
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise RequestError("client_disconnected", "the client closed the connection")
+            raise client_disconnected()
         return working.result()
     finally:
         for task in either:
@@ -53,7 +52,7 @@ class EventStream(Response):
     @classmethod
     async def open(cls, receive: Receive, events: AsyncGenerator[str]) -> EventStream:
         try:
-            first = await until_disconnect(receive, _next(events))
+            first = await or_disconnect(receive, _next(events))
         except BaseException:
             await events.aclose()
             raise
@@ -62,7 +61,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._events):
             try:
-                await until_disconnect(receive, self._send_all(send))
+                await or_disconnect(receive, self._send_all(send))
             except RequestError as error:
                 if error.code != "client_disconnected":
                     raise

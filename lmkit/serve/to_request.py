@@ -1,6 +1,10 @@
-"""A request body -> engine requests. Every refusal that needs the model is here: template, tokens, limits, context.
+"""A request body -> engine requests. A request that this model cannot serve is refused here.
 
-Tokenizing takes time: call these in a thread.
+That covers the chat template, the tokens, fields that do not go together, and the context length. Earlier refusals are
+the key's (`auth`), the body's (`body`), the fields' types and ranges (`protocol`) and the model name's (`serving`).
+Later ones are the engine's: it refuses requests when the queue is full, when it is not ready, and after a deadline.
+
+Tokenizing takes time: call these functions in a thread.
 """
 
 from __future__ import annotations
@@ -14,10 +18,9 @@ import msgspec
 from lmkit.errors import RequestError
 from lmkit.serve.protocol import MAX_SEQUENCES, ChatCompletionRequest, ChatMessage, CompletionRequest
 from lmkit.text import EncodedTurn, TokenHistory, Tokenizer
-from lmkit.turbo.request import EngineInfo, GenerationConfig, Request
+from lmkit.turbo.request import EngineInfo, Request, SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's /v1/completions; chat goes on until the context is full
-_PUBLIC_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
 
 
 def chat_requests(
@@ -38,7 +41,7 @@ def chat_requests(
     params = _params(
         body,
         info,
-        max_new_tokens=limits.pop() if limits else None,
+        max_tokens=limits.pop() if limits else None,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
     text = chat_text(body.messages, tokenizer, _or(body.add_generation_prompt, True), body.chat_template_kwargs)
@@ -56,7 +59,7 @@ def completion_requests(
     params = _params(
         body,
         info,
-        max_new_tokens=_or(body.max_tokens, DEFAULT_COMPLETION_TOKENS),
+        max_tokens=_or(body.max_tokens, DEFAULT_COMPLETION_TOKENS),
         logprobs=0 if select and body.logprobs is None else body.logprobs,
     )
     prompts = [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompt]
@@ -87,11 +90,11 @@ def check_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
         raise _invalid(f"{param}: a token id is not in [0, {vocab_size})", param)
 
 
-def _params(body: ChatCompletionRequest | CompletionRequest, info: EngineInfo, **fields: Any) -> GenerationConfig:
+def _params(body: ChatCompletionRequest | CompletionRequest, info: EngineInfo, **fields: Any) -> SamplingParams:
     """The sampling fields, with OpenAI's defaults."""
     if body.stream_options is not None and not body.stream:
         raise _invalid("stream_options needs stream: true", "stream_options")
-    params = GenerationConfig(
+    params = SamplingParams(
         temperature=_or(body.temperature, 1.0),
         top_p=_or(body.top_p, 1.0),
         top_k=_or(body.top_k, 0),
@@ -103,19 +106,13 @@ def _params(body: ChatCompletionRequest | CompletionRequest, info: EngineInfo, *
         seed=_or(body.seed, secrets.randbits(63)),
         stop=tuple(body.stop or ()),
         stop_token_ids=tuple(body.stop_token_ids or ()),
-        min_new_tokens=_or(body.min_tokens, 0),
+        min_tokens=_or(body.min_tokens, 0),
         ignore_eos=bool(body.ignore_eos),
         skip_special_tokens=_or(body.skip_special_tokens, True),
         include_stop_str_in_output=bool(body.include_stop_str_in_output),
         **fields,
     )
-    try:
-        params.validate(info.vocab_size)
-    except RequestError as error:
-        message = error.message
-        for private, public in _PUBLIC_NAMES.items():
-            message = message.replace(private, public)
-        raise RequestError(error.code, message, _PUBLIC_NAMES.get(error.param or "", error.param)) from None
+    params.validate(info.vocab_size)
     return params
 
 
@@ -137,7 +134,7 @@ def _checked_choices(body: CompletionRequest) -> int:
 
 def _request(
     body: ChatCompletionRequest | CompletionRequest,
-    params: GenerationConfig,
+    params: SamplingParams,
     request_id: str,
     tenant: str,
     *,
@@ -171,11 +168,11 @@ def _fan_out(prompts: Sequence[list[int]], like: Request, choices: int, info: En
     return requests
 
 
-def _check_prompt(ids: Sequence[int], params: GenerationConfig, info: EngineInfo, param: str) -> None:
+def _check_prompt(ids: Sequence[int], params: SamplingParams, info: EngineInfo, param: str) -> None:
     if not ids:
         raise _invalid(f"{param}: no tokens; the prompt is empty", param)
     check_ids(ids, info.vocab_size, param)
-    wanted = 1 if params.max_new_tokens is None else params.max_new_tokens
+    wanted = 1 if params.max_tokens is None else params.max_tokens
     if len(ids) + wanted > info.max_model_len:
         message = (
             f"the context of this model is {info.max_model_len} tokens, but {len(ids)} are in the {param} "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from lmkit.turbo.request import GenerationConfig, TokenLogprobs
+from lmkit.turbo.request import SamplingParams, TokenLogprobs
 
 
 class NewSequence(msgspec.Struct, frozen=True):
@@ -13,8 +13,8 @@ class NewSequence(msgspec.Struct, frozen=True):
     slot: int
     token_ids: list[int]  # prompt, and after a preemption the tokens generated so far
     num_prompt_tokens: int  # of the original prompt
-    params: GenerationConfig
-    eos_token_ids: tuple[int, ...]  # held back until min_new_tokens, with params.stop_token_ids; empty if ignore_eos
+    params: SamplingParams
+    eos_token_ids: tuple[int, ...]  # held back until min_tokens, with params.stop_token_ids; empty if ignore_eos
     prompt_logprobs: bool
     block_tables: list[list[int]] = []  # of each group, for tokens whose KV was found; computing begins behind them
 
@@ -26,7 +26,10 @@ class Chunk(msgspec.Struct, frozen=True):
     start: int  # = num_computed
     num_tokens: int
     new_blocks: list[list[int]]  # of each group, appended to the slot's block table; [] = none
-    sample: bool  # the chunk reaches the last known token: sample the next one
+    num_sampled: int  # of its last positions: the token behind each is sampled. 0 = not at the last known token yet
+    # Guesses at the tokens behind the last known one: the last num_sampled - 1 tokens of the chunk. They are kept as
+    # far as they are what is sampled.
+    draft: list[int] = []
 
 
 class Load(msgspec.Struct, frozen=True):
@@ -57,11 +60,18 @@ class StepPlan(msgspec.Struct, frozen=True):
     saves: list[Save] = []
 
 
-class Sampled(msgspec.Struct, frozen=True):
-    """A runner's result for one chunk, in the plan's order. `token_id` is -1 where the chunk does not sample."""
+class SampledToken(msgspec.Struct, frozen=True):
+    """The token behind one position; FAILED_TOKEN if the logits were unusable. Log-probabilities where asked for."""
 
     token_id: int
     logprob: float = 0.0
     top: list[tuple[int, float]] = []
+
+
+class Sampled(msgspec.Struct, frozen=True):
+    """A runner's result for one chunk, in the plan's order."""
+
+    # The sequence's next tokens: none if the chunk samples none, else one more than the draft tokens that were right.
+    tokens: list[SampledToken] = []
     # If asked for: those of token p + 1, for each position p of the chunk with p + 1 < num_prompt_tokens.
     prompt_logprobs: list[TokenLogprobs] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import ClassVar, Literal
 
 import msgspec
 
@@ -13,11 +13,12 @@ MAX_STOPS, MAX_LOGIT_BIAS, MAX_LOGPROBS = 16, 1024, 20
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
-class GenerationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How to continue a prompt. The defaults are greedy decoding up to 512 tokens."""
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How to continue a prompt, but for the number of new tokens, whose name differs. The default is greedy."""
 
-    max_new_tokens: int | None = 512  # None = until the context is full, 0 = none: the prompt is only computed
-    min_new_tokens: int = 0  # eos, stop ids and stop strings are held back before that
+    MAX: ClassVar[str]  # name of the field with the most new tokens
+    MIN: ClassVar[str]  # and with the fewest
+
     temperature: float = 0.0  # 0 = greedy
     top_k: int = 0  # 0 = off
     top_p: float = 1.0
@@ -43,9 +44,9 @@ class GenerationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
             check(math.isfinite(getattr(self, name)), name, "a finite number")
-        check(self.max_new_tokens is None or 0 <= self.max_new_tokens < 1 << 31, "max_new_tokens", "at least 0")
-        most = 1 << 31 if self.max_new_tokens is None else self.max_new_tokens
-        check(0 <= self.min_new_tokens <= most, "min_new_tokens", "in [0, max_new_tokens]")
+        most, least = getattr(self, self.MAX), getattr(self, self.MIN)
+        check(most is None or 0 <= most < 1 << 31, self.MAX, "at least 0")
+        check(0 <= least <= (1 << 31 if most is None else most), self.MIN, f"in [0, {self.MAX}]")
         check(0 <= self.temperature <= 100, "temperature", "in [0, 100]")
         check(0 <= self.top_k < 1 << 31, "top_k", "at least 0")
         check(0 < self.top_p <= 1, "top_p", "in (0, 1]")
@@ -64,12 +65,21 @@ class GenerationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         check(self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, "logprobs", f"in [0, {MAX_LOGPROBS}]")
 
 
+class SamplingParams(Sampling, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a request asks of the engine; the names are those of the OpenAI wire format."""
+
+    MAX, MIN = "max_tokens", "min_tokens"
+
+    max_tokens: int | None = 512  # None = until the context is full, 0 = none: the prompt is only computed
+    min_tokens: int = 0  # eos, stop ids and stop strings are held back before that
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence to continue. `params.seed` is set (the front end draws one where the user gave none)."""
 
     request_id: str
     prompt_ids: list[int]
-    params: GenerationConfig
+    params: SamplingParams
     prompt_logprobs: bool = False  # also those of each prompt token after the first; params.logprobs says how many
     tenant: str = ""  # whose KV cache: what one tenant computed is never found, or timed, by another
     cache_salt: str = ""  # splits a tenant's cache further

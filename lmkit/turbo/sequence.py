@@ -11,7 +11,7 @@ import numpy as np
 from lmkit.turbo.plan import NewSequence
 from lmkit.turbo.request import FinishReason, Request, TokenLogprobs
 
-FAILED_TOKEN = -2  # as Sampled.token_id: the logits were unusable and the sequence ends with finish_reason "error"
+FAILED_TOKEN = -2  # as SampledToken.token_id: the logits were unusable and the sequence ends with finish_reason "error"
 
 
 class Status(Enum):
@@ -44,7 +44,9 @@ class Sequence:
     stop_ids: frozenset[int] = field(init=False)
     num_computed: int = 0  # tokens whose KV is in the blocks when all scheduled steps have run
     num_completed: int = 0  # of these, by steps that have run already
-    num_pending: int = 0  # tokens that scheduled steps will sample
+    num_pending: int = 0  # tokens that scheduled steps will sample, those behind a draft's not included
+    draft: list[int] = field(default_factory=list)  # guesses at the next tokens, for the next step; see `propose`
+    num_drafted: int = 0  # guesses that a scheduled step computes
     in_flight: int = 0  # scheduled steps that compute it and have not been updated yet, and loads
     status: Status = Status.WAITING
     slot: int = -1  # of the persistent batch; -1 = none
@@ -81,9 +83,12 @@ class Sequence:
 
     @property
     def is_due(self) -> bool:
-        """Whether there is anything to schedule before the steps under way have told what they sampled."""
+        """Whether there is anything to schedule before the steps under way have told what they sampled.
+
+        How many tokens come of a draft is not known before its step has run.
+        """
         ends = self.num_pending > 0 and self.num_tokens + self.num_pending >= self.max_tokens
-        return self.num_uncomputed > 0 and not ends
+        return self.num_uncomputed > 0 and not (ends or self.num_drafted)
 
     @property
     def scores_prompt(self) -> bool:
@@ -110,9 +115,14 @@ class Sequence:
         """Keep what a chunk at `start` adds: after a preemption the first positions are computed again."""
         self.prompt_logprobs += values[len(self.prompt_logprobs) - start :]
 
+    def propose(self, draft: list[int]) -> None:
+        """Let the next step compute guesses at the tokens behind the known ones, as far as they may be wanted."""
+        assert not self.num_pending, f"{self.request_id}: a draft behind a token that is not known"
+        self.draft = draft[: max(self.max_tokens - self.num_tokens - 1, 0)]
+
     def append(self, token_id: int) -> FinishReason | None:
         """Add a sampled token; why the sequence ends with it, if it does."""
         self.token_ids.append(token_id)
-        if token_id in self.stop_ids and self.num_outputs > self.request.params.min_new_tokens:
+        if token_id in self.stop_ids and self.num_outputs > self.request.params.min_tokens:
             return "stop"
         return "length" if self.num_tokens >= self.max_tokens else None

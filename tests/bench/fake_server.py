@@ -18,7 +18,7 @@ from starlette.routing import Route
 BURSTS = (1, 3, 2)  # tokens of each chunk; a token is a letter
 GAP = 0.01  # seconds between chunks
 MOODS = ("strict", "busy", "html", "empty", "slow", "breaks", "stops", "error-event", "garbage")
-STRICT = {"continuous_usage_stats", "return_token_ids", "ignore_eos"}
+STRICT = {"continuous_usage_stats", "return_token_ids", "cache_salt", "ignore_eos"}
 
 
 class FakeServer:

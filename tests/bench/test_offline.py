@@ -34,6 +34,7 @@ def test_throughput_counts_every_token(engine: Engine, tokenizer: Tokenizer) -> 
     workload = WorkloadConfig(num_prompts=8, input_len=24, output_len=5)
     conversations = make_workload(workload, tokenizer, chat=False)
     seen: list[tuple[str, int, int]] = []
+    hits = engine.stats().prefix_hits
     one, two = run_throughput(
         ThroughputBench(engine, tokenizer),
         conversations,
@@ -51,6 +52,7 @@ def test_throughput_counts_every_token(engine: Engine, tokenizer: Tokenizer) -> 
         assert run.steps >= 5
         assert all(record.start <= record.bursts[0].time <= record.end for record in run.requests)
     assert two.summary.mean_concurrency <= 2
+    assert engine.stats().prefix_hits - hits < 24, "the second run computes its prompts anew"
     assert seen == [(f"{n} at once", i, 6) for n in ("all", 2) for i in range(1, 7)]
     engine.check_integrity()
 

@@ -80,7 +80,7 @@ def test_events_in_any_pieces() -> None:
 def test_tokens_of_chunks_are_counted_as_the_server_says(server: FakeServer, tmp_path: Path, endpoint: str) -> None:
     measured = run(server, tmp_path, endpoint=endpoint)
     assert measured.model == "plain"
-    assert measured.features == ["usage", "continuous usage", "token ids", "ignore_eos"]
+    assert measured.features == ["usage", "continuous usage", "token ids", "cache salt", "ignore_eos"]
     (one,) = measured.runs
     assert one.token_counts == {"token_ids": 4}
     for record in one.requests:
@@ -103,6 +103,17 @@ def test_a_strict_server_is_asked_for_less(server: FakeServer, tmp_path: Path) -
     assert {record.output_tokens for record in measured.runs[0].requests} == {sum(BURSTS)}
     assert any("estimates" in line for line in notes(measured.runs))
     assert server.bodies[-1].keys() == {"model", "stream", "stream_options", "messages", "max_tokens", "temperature"}
+
+
+def test_no_run_finds_the_kv_of_an_earlier_one(server: FakeServer, tmp_path: Path) -> None:
+    measured = run(server, tmp_path, concurrencies=(1, 2))
+    salts = [body["cache_salt"] for body in server.bodies if body["max_tokens"] > 1]
+    half = len(salts) // 2
+    assert [len(set(part)) for part in (salts[:half], salts[half:], salts)] == [1, 1, 2]
+    assert [one.reused_prompts for one in measured.runs] == [0, 0]
+    server.models = ["strict"]
+    measured = run(server, tmp_path, concurrencies=(1, 2))
+    assert [one.reused_prompts for one in measured.runs] == [0, 4], "the report says so where it cannot be helped"
 
 
 def test_the_tokenizer_counts_where_the_server_does_not(server: FakeServer, tmp_path: Path) -> None:

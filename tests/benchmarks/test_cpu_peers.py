@@ -17,9 +17,12 @@ from benchmarks.ceilings import Ceilings
 from benchmarks.peers import report
 from benchmarks.peers.catalog import ENGINES, POINTS
 from benchmarks.peers.client import parse_pythons
+from benchmarks.peers.lmkit_engine import LmkitEngine, prepare
+from benchmarks.peers.protocol import Options, answer
 from benchmarks.peers.safetensors_numpy import tensors
 from benchmarks.peers.samples import Sample, Samples
 from benchmarks.random_llama import Shape, make_checkpoint
+from benchmarks.report import AboveCeiling, share
 from lmkit.errors import ConfigError
 
 CEILINGS = Ceilings(bytes_per_s=20e9, int4_ops=500e9, int8_ops=200e9, float_ops=200e9)
@@ -75,6 +78,26 @@ def test_table_names_a_missing_peer(samples: Samples) -> None:
     assert "3.0 (15%)" in lines["lmkit"]  # 30 times 0.1 GB, of 20 GB/s
     assert "25.0*" in lines["transformers"]
     assert "1.20x" in lines["lmkit / best peer"]
+
+
+def test_a_figure_above_its_ceiling_fails(samples: Samples) -> None:
+    samples.add("lmkit", "prefill512", Sample(6_696, 0.0, 2.0))
+    with pytest.raises(AboveCeiling, match="lmkit, prefill512 is 134% of what is possible"):
+        report.table(samples, ALL, CEILINGS, num_linear=50_000_000, threads=2)
+    assert share(104, 100, "a clock that varies") == 1.04
+
+
+def test_every_prompt_is_computed(tmp_path: Path) -> None:
+    """A point's prompts are measured several times: an engine must not find them in its prefix cache."""
+    make_checkpoint(tmp_path / "checkpoint", Shape(64, 96, 2, 4, 2, 16, 512, 128))
+    prepare(tmp_path / "checkpoint", tmp_path / "awq")
+    engine = LmkitEngine(Options(tmp_path / "awq", 1, 4, 128, 512))
+    for number in range(3):
+        answer(engine, {"do": "prefill", "batch": 1, "prompt_len": 100}, 512, number)
+    engine.engine.close()
+    stats = engine.engine.stats()
+    assert stats.prefix_hits < 10
+    assert stats.prompt_tokens == 300
 
 
 def test_plot(samples: Samples, tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ from benchmarks.gpu import __main__ as command
 from benchmarks.gpu.__main__ import SECTIONS, Section
 from benchmarks.gpu.context import Context, Row, read_rows
 from benchmarks.gpu.figures import Figure, figures
-from lmkit.kernels.cuda import emulation, module
+from lmkit.kernels.cuda import module
+from tests import emulator
 
 PEERS = ("torch tinygemm", "vLLM Marlin", "TurboMind")  # need a GPU
 EXPECTED = {  # rows of each section
@@ -36,7 +37,7 @@ UNAVAILABLE = (*PEERS, "memcheck", "racecheck")
 def out(tmp_path: Path) -> Iterator[Path]:
     if shutil.which("g++") is None:
         pytest.skip("kernels are emulated with g++")
-    emulation.install()
+    emulator.install()
     yield tmp_path
     module.BACKENDS.pop("cpu", None)
     module.counters.cache_clear()

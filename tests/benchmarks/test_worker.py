@@ -82,4 +82,5 @@ def test_decode_gives_up_after_its_limit() -> None:
 def test_prompts_are_the_same_everywhere() -> None:
     assert prompts(2, 3, 10) == prompts(3, 3, 10)[:2]
     assert prompts(2, 3, 10)[0] != prompts(2, 3, 10)[1]
+    assert prompts(1, 3, 10, 0) != prompts(1, 3, 10, 1)
     assert min(prompts(1, 1000, 10)[0]) == 2

@@ -14,7 +14,7 @@ from lmkit.models import load_spec
 from lmkit.models.decoder import Decoder
 from lmkit.models.loader import load_model
 from lmkit.turbo.plan import Chunk, NewSequence
-from lmkit.turbo.request import GenerationConfig
+from lmkit.turbo.request import SamplingParams
 from lmkit.turbo.runners.batch import PersistentBatch
 from tests.models import tiny
 
@@ -59,7 +59,7 @@ def test_chunked_prefill_and_decode_match_transformers(tmp_path: Path, name: str
     chunks = [[9, 1, 13, 1, 1, 1, 5], [4, 4, 1, 1, 1, 1]]
     batch = PersistentBatch(num_slots=3, max_model_len=40, block_size=BLOCK, max_step_tokens=64)
     for slot, row in enumerate(rows):
-        params = GenerationConfig()
+        params = SamplingParams()
         batch.enter(NewSequence(slot, row, len(row), params, (), prompt_logprobs=False))
     kv, free = kv_for(decoder, 16), [11, 2, 7, 0, 5, 13, 1, 9, 15, 4, 3]
     done, held = [0, 0], [0, 0]
@@ -68,7 +68,7 @@ def test_chunked_prefill_and_decode_match_transformers(tmp_path: Path, name: str
         for slot, sizes in enumerate(chunks):
             if step < len(sizes):
                 need = -(-(done[slot] + sizes[step]) // BLOCK) - held[slot]
-                plan_chunks.append(Chunk(slot, done[slot], sizes[step], [[free.pop() for _ in range(need)]], True))
+                plan_chunks.append(Chunk(slot, done[slot], sizes[step], [[free.pop() for _ in range(need)]], 1))
                 done[slot], held[slot] = done[slot] + sizes[step], held[slot] + need
         inputs, _ = batch.inputs(plan_chunks)
         logits = decoder(inputs, kv)

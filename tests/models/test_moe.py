@@ -22,7 +22,7 @@ from lmkit.models.loader import ModelSource, load_model
 from lmkit.models.roles import LINEARS, SMOOTH, input_of, linears, module_name, smooth
 from lmkit.turbo.engine.describe import describe_model
 from lmkit.turbo.engine.engine import Engine
-from lmkit.turbo.request import GenerationConfig, Request
+from lmkit.turbo.request import Request, SamplingParams
 from tests.models import tiny
 
 SPARSE = ["mixtral", "qwen2-moe", "qwen3-moe"]
@@ -125,14 +125,14 @@ def test_the_engine_generates_and_says_once_that_steps_are_not_recorded(tmp_path
         def emit(self, record: logging.LogRecord) -> None:
             messages.append(record.getMessage())
 
-    logger, handler = logging.getLogger("lmkit.turbo.runners.cpu_graphs"), Handler()
+    logger, handler = logging.getLogger("lmkit.turbo.runners.cpu_captured"), Handler()
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:
         config = EngineConfig(block_size=8, max_batch_size=4, max_step_tokens=16, max_model_len=64, dtype="float32")
         engine = Engine(str(tmp_path), config)
         for i, row in enumerate(ROWS):
-            params = GenerationConfig(max_new_tokens=4 + 3 * i, temperature=0.0, ignore_eos=True)
+            params = SamplingParams(max_tokens=4 + 3 * i, temperature=0.0, ignore_eos=True)
             engine.add(Request(request_id=str(i), prompt_ids=row, params=params))
         found: dict[str, list[int]] = {}
         while engine.has_work():

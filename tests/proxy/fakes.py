@@ -15,7 +15,9 @@ import httpx
 
 from lmkit.proxy.app import Proxy
 from lmkit.proxy.config import NodeConfig, ProxyConfig
-from lmkit.proxy.server import ProxyServer
+from lmkit.proxy.server import http_server
+from lmkit.web.listen import bind, listen
+from lmkit.web.server import HttpServer
 
 CHAT = "/v1/chat/completions"
 BODY = b'{ "messages": [{"role":"user","content":"\xc3\xa9\\u00e9"}],  "model" :"m", "n": 1.0e0 }\n'
@@ -180,14 +182,15 @@ async def proxy_for(*fakes: FakeNode, loopback: bool = True, **options: Any) -> 
 @contextlib.asynccontextmanager
 async def server_for(
     *fakes: FakeNode, loopback: bool = True, **options: Any
-) -> AsyncIterator[tuple[ProxyServer, Proxy, str]]:
+) -> AsyncIterator[tuple[HttpServer, Proxy, str]]:
     options.setdefault("health_interval", 3600.0)
     options.setdefault("drain_seconds", 0.0)
     config = ProxyConfig(nodes=tuple(NodeConfig(url=fake.url) for fake in fakes), **options)
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = bind("127.0.0.1", 0)
+    listen(listener)
     async with Proxy(config, loopback=loopback) as proxy:
         await asyncio.wait_for(proxy.checked.wait(), 5)
-        server = ProxyServer(config, proxy, lambda: None)
+        server = http_server(config, proxy, lambda: None)
         server.config.load()
         server.lifespan = server.config.lifespan_class(server.config)
         await server.startup([listener])  # without its main loop, which looks for the end only ten times a second

@@ -315,7 +315,7 @@ async def test_defect_is_one_requests_500(monkeypatch: pytest.MonkeyPatch) -> No
         with monkeypatch.context() as patch:
             patch.setattr(proxy._forwarder, "_policy", lambda candidates, rng: 1 / 0)
             response = await http.post(CHAT, content=BODY)
-        assert (response.status_code, response.json()["error"]["message"]) == (500, "internal error")
+        assert (response.status_code, response.json()["error"]["message"]) == (500, "internal server error")
         assert proxy.active == 0
         assert (await http.post(CHAT, content=BODY)).status_code == 200
 

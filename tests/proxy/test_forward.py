@@ -252,7 +252,7 @@ async def test_body_limit(size: int, chunked: bool) -> None:
 
 
 async def test_slow_body_and_slow_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmkit.proxy.server.HEAD_SECONDS", 0.2)
+    monkeypatch.setattr("lmkit.web.server.HEAD_SECONDS", 0.2)
     async with proxy_for(body_timeout=0.2) as (proxy, url):
         port = int(url.rpartition(":")[2])
         reader, writer = await asyncio.open_connection("127.0.0.1", port)

@@ -103,7 +103,7 @@ class FakeEngine:
         if params.logit_bias:  # greedily: the most wanted token
             token_id = max(params.logit_bias, key=lambda i: params.logit_bias[i])
         sequence.num_output += 1
-        if params.max_new_tokens == 0:
+        if params.max_tokens == 0:
             return StepOutput(
                 request_id=request.request_id,
                 token_ids=[],
@@ -113,12 +113,12 @@ class FakeEngine:
         self._generation_tokens += 1
         finish: FinishReason | None = None
         stop_token = None
-        past_min = sequence.num_output > params.min_new_tokens
+        past_min = sequence.num_output > params.min_tokens
         if sequence.mood == "EOS" and sequence.num_output > 5 and not params.ignore_eos and past_min:
             finish, token_id, stop_token = "stop", 2, 2
         elif token_id in params.stop_token_ids and past_min:
             finish, stop_token = "stop", token_id
-        limit = min(params.max_new_tokens or 1 << 30, self.info.max_model_len - len(request.prompt_ids))
+        limit = min(params.max_tokens or 1 << 30, self.info.max_model_len - len(request.prompt_ids))
         if finish is None and sequence.num_output >= limit:
             finish = "length"
         logprobs = []

@@ -13,7 +13,7 @@ from lmkit.errors import RequestError
 from lmkit.serve import body as body_module
 from lmkit.serve.protocol import ChatCompletionRequest, CompletionRequest, validate
 from lmkit.serve.to_request import chat_requests, completion_requests
-from lmkit.turbo.request import GenerationConfig, Request, StepOutput
+from lmkit.turbo.request import Request, SamplingParams, StepOutput
 from lmkit.turbo.transport.async_engine import AsyncEngine
 from tests.serve.fake_engine import DEMO
 from tests.serve.in_process import CHAT, INFO, TEXT, TOKENIZER, StubEngine, send
@@ -105,11 +105,11 @@ def completion(**fields: Any) -> list[Request]:
 def test_openai_s_defaults() -> None:
     (request,) = chat()
     assert request.params.seed is not None
-    expected = GenerationConfig(temperature=1.0, max_new_tokens=None, seed=request.params.seed)
+    expected = SamplingParams(temperature=1.0, max_tokens=None, seed=request.params.seed)
     assert request.params == expected
     assert request.prompt_ids == TOKENIZER.encode_chat(CHAT["messages"])
     assert request.request_id == "id-0"
-    assert completion()[0].params.max_new_tokens == 16
+    assert completion()[0].params.max_tokens == 16
     assert chat()[0].params.seed != request.params.seed
 
 
@@ -120,10 +120,10 @@ def test_every_sampling_field_arrives() -> None:
         "min_tokens": 2, "ignore_eos": True, "skip_special_tokens": False, "include_stop_str_in_output": True,
     }  # fmt: skip
     params = chat(**fields, max_completion_tokens=8, logprobs=True, top_logprobs=4)[0].params
-    assert params == GenerationConfig(
+    assert params == SamplingParams(
         temperature=0.0, top_p=0.5, top_k=7, min_p=0.1, repetition_penalty=1.2, presence_penalty=0.3,
-        frequency_penalty=-0.4, logit_bias={5: -2.0}, seed=9, stop=("x",), stop_token_ids=(3,), min_new_tokens=2,
-        ignore_eos=True, skip_special_tokens=False, include_stop_str_in_output=True, max_new_tokens=8, logprobs=4,
+        frequency_penalty=-0.4, logit_bias={5: -2.0}, seed=9, stop=("x",), stop_token_ids=(3,), min_tokens=2,
+        ignore_eos=True, skip_special_tokens=False, include_stop_str_in_output=True, max_tokens=8, logprobs=4,
     )  # fmt: skip
     assert completion(**fields, max_tokens=8, logprobs=4)[0].params == params
 

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from lmkit.cli.serve import serve
 from lmkit.errors import ConfigError
-from lmkit.serve.server import bind
+from lmkit.web.listen import bind
 from tests.serve.fake_engine import DEMO
 from tests.serve.live import FAKE, ROOT, Server
 

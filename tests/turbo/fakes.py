@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from lmkit.turbo.kv.manager import KVLimits
-from lmkit.turbo.plan import Chunk, NewSequence, Sampled, StepPlan
-from lmkit.turbo.request import FinishReason, GenerationConfig, Request, StepOutput, TokenLogprobs
+from lmkit.turbo.plan import Chunk, NewSequence, Sampled, SampledToken, StepPlan
+from lmkit.turbo.request import FinishReason, Request, SamplingParams, StepOutput, TokenLogprobs
 from lmkit.turbo.scheduling.limits import SchedulerLimits
 from lmkit.turbo.scheduling.scheduler import Scheduler
 
@@ -36,13 +36,13 @@ def request(name: str, prompt: list[int] | int, **params: Any) -> Request:
     """`prompt` may be a length. No eos and 4 tokens unless `params` says otherwise; it may have fields of Request."""
     ids = [(7 * i + 3) % 48 + 2 for i in range(prompt)] if isinstance(prompt, int) else prompt
     fields = {key: params.pop(key) for key in list(params) if key in Request.__struct_fields__}
-    config = GenerationConfig(**({"max_new_tokens": 4, "ignore_eos": True, "seed": 1} | params))
+    config = SamplingParams(**({"max_tokens": 4, "ignore_eos": True, "seed": 1} | params))
     return Request(request_id=name, prompt_ids=ids, params=config, **fields)
 
 
-def next_token(prefix: list[int], num_outputs: int, params: GenerationConfig, eos: tuple[int, ...], vocab: int) -> int:
+def next_token(prefix: list[int], num_outputs: int, params: SamplingParams, eos: tuple[int, ...], vocab: int) -> int:
     """A pure function of the request and its tokens so far; eos and stop ids are held back as a sampler would."""
-    held_back = set(eos + params.stop_token_ids) if num_outputs < params.min_new_tokens else set()
+    held_back = set(eos + params.stop_token_ids) if num_outputs < params.min_tokens else set()
     return next(t for i in range(1000) if (t := hash((params.seed, i, *prefix)) % vocab) not in held_back)
 
 
@@ -55,14 +55,19 @@ def solo(req: Request, limits: SchedulerLimits) -> tuple[list[int], FinishReason
     """What a request must give, worked out without any scheduler."""
     params, ids, n = req.params, list(req.prompt_ids), len(req.prompt_ids)
     eos = () if params.ignore_eos else EOS
-    if params.max_new_tokens == 0:
+    if params.max_tokens == 0:
         return [], "length"
     while True:
         ids.append(next_token(ids, len(ids) - n, params, eos, limits.vocab_size))
-        if ids[-1] in eos + params.stop_token_ids and len(ids) - n > params.min_new_tokens:
+        if ids[-1] in eos + params.stop_token_ids and len(ids) - n > params.min_tokens:
             return ids[n:], "stop"
-        if len(ids) - n == params.max_new_tokens or len(ids) == limits.max_model_len:
+        if len(ids) - n == params.max_tokens or len(ids) == limits.max_model_len:
             return ids[n:], "length"
+
+
+def sampled(*token_ids: int) -> Sampled:
+    """A chunk's result without log-probabilities."""
+    return Sampled([SampledToken(token) for token in token_ids])
 
 
 @dataclass
@@ -129,7 +134,7 @@ class FakeRunner:
             self._write(self.slots[chunk.slot], chunk)
         # All writes first, as in a forward pass: a block with two writers shows even if the later one does the damage.
         results = {chunk.slot: self._result(self.slots[chunk.slot], chunk) for chunk in chunks}
-        return [results.get(chunk.slot, Sampled(-1)) for chunk in plan.chunks]
+        return [results.get(chunk.slot, Sampled()) for chunk in plan.chunks]
 
     def _tables(self, new: NewSequence) -> list[list[int]]:
         assert len(new.block_tables) == self.limits.kv.num_groups
@@ -147,18 +152,20 @@ class FakeRunner:
 
     def _write(self, seq: FakeSlot, chunk: Chunk) -> None:
         end = chunk.start + chunk.num_tokens
+        known = end - len(chunk.draft)
         assert chunk.start == seq.num_computed, "a gap, or computed twice"
-        assert chunk.num_tokens > 0
-        assert end <= len(seq.token_ids) <= self.limits.max_model_len
-        assert chunk.sample == (end == len(seq.token_ids))
+        assert known > chunk.start
+        assert known <= len(seq.token_ids) <= self.limits.max_model_len
+        assert chunk.num_sampled == (1 + len(chunk.draft) if known == len(seq.token_ids) else 0)
         assert all(0 <= block < self.limits.kv.num_blocks for blocks in chunk.new_blocks for block in blocks)
         assert len(chunk.new_blocks) in (0, len(seq.tables))
         for table, blocks in zip(seq.tables, chunk.new_blocks, strict=False):
             table += blocks
         positions = np.arange(chunk.start, end)
+        computed = FakeSlot(seq.new, seq.token_ids[:known] + chunk.draft, end) if chunk.draft else seq
         for group, table in enumerate(seq.tables):  # groups hold different bytes for the same tokens
-            self.memory[self._cells(table, positions)] = np.array(seq.content(end)[chunk.start :]) + group
-        seq.num_computed = end
+            self.memory[self._cells(table, positions)] = np.array(computed.content(end)[chunk.start :]) + group
+        seq.num_computed = known
         self.num_computed += chunk.num_tokens
 
     def _cells(self, table: list[int], positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -179,17 +186,20 @@ class FakeRunner:
 
     def _result(self, seq: FakeSlot, chunk: Chunk) -> Sampled:
         self._check_context(seq, chunk)
-        prefix = seq.token_ids[: seq.num_computed]
         last_scored = min(seq.num_computed, seq.new.num_prompt_tokens - 1)
         scores = [prompt_logprob(seq.token_ids[: p + 2]) for p in range(chunk.start, last_scored)]
         if not seq.new.prompt_logprobs:
             scores = []
-        if not chunk.sample:
-            return Sampled(-1, prompt_logprobs=scores)
-        num_outputs = len(seq.token_ids) - seq.new.num_prompt_tokens
-        token = next_token(prefix, num_outputs, seq.new.params, seq.new.eos_token_ids, self.limits.vocab_size)
-        seq.token_ids.append(token)
-        return Sampled(token, -float(token), [(token, -float(token))], scores)
+        tokens: list[SampledToken] = []
+        while len(tokens) < chunk.num_sampled:
+            num_outputs, new = len(seq.token_ids) - seq.new.num_prompt_tokens, seq.new
+            token = next_token(seq.token_ids, num_outputs, new.params, new.eos_token_ids, self.limits.vocab_size)
+            seq.token_ids.append(token)
+            tokens.append(SampledToken(token, -float(token), [(token, -float(token))]))
+            if chunk.draft[len(tokens) - 1 : len(tokens)] != [token]:
+                break
+            seq.num_computed += 1
+        return Sampled(tokens, scores)
 
 
 class FakeEngine:

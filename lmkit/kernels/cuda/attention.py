@@ -16,7 +16,8 @@ from torch import Tensor
 from lmkit.attention_spec import AttentionSpec
 from lmkit.kernels import ops
 from lmkit.kernels.cuda.append import STORAGE, accepts, can_run, rope_append, storage, strided
-from lmkit.kernels.cuda.module import NUM_COUNTERS, RESERVED, Kernel, backend, counters, shared_of_sm
+from lmkit.kernels.cuda.gpus import RESERVED_SHARED, Capability, gpu_of
+from lmkit.kernels.cuda.module import NUM_COUNTERS, Kernel, backend, counters
 from lmkit.kernels.cuda.prefill import prefill_attention, refusal
 from lmkit.kernels.ops import BatchGeometry, KVTensor
 from lmkit.kernels.reference.attention import paged_attention as reference_attention
@@ -150,19 +151,19 @@ class Shape(NamedTuple):
 
 
 @cache
-def shape_of(dim: int, keys: KVDtype, values: KVDtype, group: int, mean: bool, capability: tuple[int, int]) -> Shape:
+def shape_of(dim: int, keys: KVDtype, values: KVDtype, group: int, mean: bool, capability: Capability) -> Shape:
     """Two blocks' rings keep an SM's share of the memory's bandwidth in flight. Of rows longer than 128 there would be
     no registers for a second tile of heads."""
     n_tiles = 2 if group > 8 and dim <= 128 else 1
     rows, strides = 8 * n_tiles, row_stride(keys, dim) + row_stride(values, dim)
     stage = WARPS * (UNIT * strides + UNIT * 8)
     rest = strides + rows * (2 * dim + 12 + 8 * WARPS) + 128 + (rows * 6 * dim if mean else 0)  # the kernel's `Shared`
-    whole = shared_of_sm(capability)
-    stages = max(2, min(MAX_STAGES, (whole // 2 - RESERVED - rest) // stage))
+    whole = gpu_of(capability).shared
+    stages = max(2, min(MAX_STAGES, (whole // 2 - RESERVED_SHARED - rest) // stage))
     shared = max(stages * stage, WARPS * rows * dim * 4) + rest
     by_registers = 4 if n_tiles * dim <= 128 else 2  # the kernel's launch bounds
-    blocks_per_sm = max(1, min(by_registers, whole // (shared + RESERVED)))
-    return Shape(n_tiles, stages, shared, blocks_per_sm, shared + RESERVED <= whole)
+    blocks_per_sm = max(1, min(by_registers, whole // (shared + RESERVED_SHARED)))
+    return Shape(n_tiles, stages, shared, blocks_per_sm, shared + RESERVED_SHARED <= whole)
 
 
 def row_stride(dtype: KVDtype, dim: int) -> int:

@@ -13,15 +13,14 @@ from functools import cache
 
 import msgspec
 
-from lmkit.kernels.cuda.module import NUM_COUNTERS, RESERVED, shared_of_sm
+from lmkit.kernels.cuda.gpus import REGISTERS, RESERVED_SHARED
+from lmkit.kernels.cuda.module import NUM_COUNTERS
 
 STAGE_INPUTS = 128
 TILE_OUTPUTS = 16
 MAX_TOKEN_TILES = 8  # of 8 tokens, in a block
 TOKEN_TILES = (1, 2, 3, 4, 6, 8)
 MAX_RANGES = 32
-
-REGISTERS = 65536  # of a streaming multiprocessor
 
 CLOCK = 1.75  # per ns
 MEMORY = 32.6  # bytes per ns and SM
@@ -93,11 +92,6 @@ class Problem:
         return plan.warps * (ring + sums) + x
 
 
-def shared_limit(capability: tuple[int, int]) -> int:
-    """Bytes of shared memory that a block may have."""
-    return shared_of_sm(capability) - RESERVED
-
-
 def registers(plan: Plan, problem: Problem) -> int:
     """Of a thread, at most: what the kernel's launch bounds allow."""
     return 128 if plan.token_tiles * (plan.rows + 1) <= (4 if problem.scales > 1 else 6) else 255
@@ -133,7 +127,8 @@ def candidates(problem: Problem, limit: int) -> Iterator[Plan]:
         for units, resident in itertools.product(_units(problem.stages, warps_k), (True, False)):
             plan = Plan(token_tiles, rows, warps_n, warps_k, depth, units, resident)
             threads, shared = 32 * plan.warps, problem.shared_bytes(plan)
-            room = min(REGISTERS // (threads * registers(plan, problem)), (limit + RESERVED) // (shared + RESERVED))
+            by_shared = (limit + RESERVED_SHARED) // (shared + RESERVED_SHARED)
+            room = min(REGISTERS // (threads * registers(plan, problem)), by_shared)
             plan = msgspec.structs.replace(plan, per_sm=room)
             if room and problem_with(plan, problem, limit) is None:
                 yield plan

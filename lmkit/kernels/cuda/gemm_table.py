@@ -19,7 +19,8 @@ from torch import Tensor
 from lmkit.config import environment
 from lmkit.kernels.cuda import gemm
 from lmkit.kernels.cuda.gemm_pack import PackedWeight
-from lmkit.kernels.cuda.gemm_plan import Plan, best, problem_with, shared_limit
+from lmkit.kernels.cuda.gemm_plan import Plan, best, problem_with
+from lmkit.kernels.cuda.gpus import gpu_of
 from lmkit.kernels.cuda.module import Kernel, backend
 from lmkit.log import get_logger
 
@@ -113,7 +114,7 @@ def _load(path: Path, device: str) -> list[Entry]:
 @cache
 def table(device: str) -> Table:
     """Of the current device of a type."""
-    name = torch.cuda.get_device_name() if device == "cuda" else "emulated"
+    name = backend(device).device_name()
     file = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-") + ".json"
     return Table(environment().cache_dir / "gemm" / file, name)
 
@@ -128,7 +129,7 @@ def choose(tokens: int, packed: PackedWeight, dtype: torch.dtype) -> Plan | None
     if entry is not None and entry.plan is None:
         return None
     bucket = next((n for n in BUCKETS if n >= tokens), tokens)
-    problem, limit = gemm.problem_of(bucket, packed), shared_limit(backend(device).capability())
+    problem, limit = gemm.problem_of(bucket, packed), gpu_of(backend(device).capability()).block_shared
     if entry is not None and entry.plan is not None and problem_with(entry.plan, problem, limit) is None:
         return entry.plan
     if tokens >= LIBRARY_FROM:
@@ -189,7 +190,7 @@ def _times(
 ) -> dict[Plan | None, float]:
     """Microseconds by plan; one that a device refuses has none."""
     device, packed = x.device.type, copies[0]
-    limit = shared_limit(backend(device).capability())
+    limit = gpu_of(backend(device).capability()).block_shared
     plans = best(gemm.problem_of(x.shape[0], packed), backend(device).num_sms(), limit, num_plans)
     times: dict[Plan | None, float] = {}
     for plan in plans:

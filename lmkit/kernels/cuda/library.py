@@ -16,6 +16,7 @@ from torch import Tensor
 from lmkit.kernels import ops
 from lmkit.kernels.cuda import elementwise
 from lmkit.kernels.cuda.elementwise import BLOCK, MAX_COLUMNS, WIDTH, RowCodes, grid, is_aligned, kernel_for
+from lmkit.kernels.cuda.gpus import FLOAT8_CAPABILITY, gpu_of, version
 from lmkit.kernels.cuda.module import HALVES, backend, tensor_device
 from lmkit.kernels.ops import Norm
 from lmkit.kernels.reference.linear import Kept, keep
@@ -26,7 +27,6 @@ GEMV_TOKENS = 8  # up to so many, a product is a stream of weights
 FORMATS = {torch.float16: 0, torch.bfloat16: 0, torch.int8: 1, torch.float8_e4m3fn: 2}  # gemv.cu
 GEMV_WARPS, GEMV_OUTPUTS = 8, 16
 PRODUCT_ROWS = 32  # at least; torch._int_mm wants more than 16
-FP8_CAPABILITY = (8, 9)
 
 
 # ---- dense weights
@@ -122,9 +122,9 @@ def _accepts_int8(*, bits: int = 8, **traits: Any) -> str | None:
 def _accepts_fp8(**traits: Any) -> str | None:
     if (reason := _accepts_int8(**traits)) is not None:
         return reason
-    major, minor = backend(tensor_device("cuda")).capability()
-    if (major, minor) < FP8_CAPABILITY:
-        return f"float8 products need compute capability 8.9, not {major}.{minor}"
+    capability = backend(tensor_device("cuda")).capability()
+    if not gpu_of(capability).float8:
+        return f"float8 products need compute capability {version(FLOAT8_CAPABILITY)}, not {version(capability)}"
     return None
 
 

@@ -7,8 +7,8 @@ Arguments go by C's rules and nothing converts them on the way, so they are writ
 the address of its first element, None is a null pointer, an int is `int`, a float is `float`; numpy scalars are what
 they say (np.int64 for `long long`).
 
-Tensors on a GPU: NVRTC through CuPy, which keeps compiled code in its cache folder. Tensors on the CPU are for
-tests only: see emulation.py.
+Tensors on a GPU: NVRTC through CuPy, which keeps compiled code in its cache folder. Tensors on the CPU have a backend
+only where something has put one into BACKENDS, as the tests' emulator does.
 """
 
 from __future__ import annotations
@@ -24,16 +24,14 @@ import torch
 from torch import Tensor
 
 from lmkit.errors import UnsupportedError
-from lmkit.kernels.cuda.source import common_options, kernel_source
+from lmkit.kernels.cuda.gpus import MIN_CAPABILITY, Capability, version
+from lmkit.kernels.cuda.source import kernel_source, options
 
 Dim = int | tuple[int, ...]
 Launch = Callable[[tuple[int, ...], tuple[int, ...], Sequence[Any], int], None]  # grid, block, arguments, shared bytes
 
-MIN_CAPABILITY = (8, 0)
 NUM_COUNTERS = 1 << 16
 HALVES = (torch.float16, torch.bfloat16)  # what activations may be
-SHARED_KB = {(8, 0): 164, (8, 7): 164, (9, 0): 228, (10, 0): 228, (10, 3): 228, (11, 0): 228}  # others: 100
-RESERVED = 1024  # bytes of shared memory that CUDA keeps of each block
 
 
 class Backend(Protocol):
@@ -42,10 +40,13 @@ class Backend(Protocol):
     def load(self, source: str, name: str, defines: dict[str, int]) -> Launch:
         """Compile an entry point of a file in csrc."""
 
+    def device_name(self) -> str:
+        """The device's product name."""
+
     def num_sms(self) -> int:
         """Streaming multiprocessors."""
 
-    def capability(self) -> tuple[int, int]:
+    def capability(self) -> Capability:
         """Compute capability."""
 
 
@@ -104,7 +105,7 @@ def missing() -> str | None:
         return "torch finds no NVIDIA GPU"
     capability = torch.cuda.get_device_capability()
     if capability < MIN_CAPABILITY:
-        return f"the GPU has compute capability {capability[0]}.{capability[1]}; 8.0 is the least"
+        return f"the GPU has compute capability {version(capability)}; {version(MIN_CAPABILITY)} is the least"
     try:
         import cupy
 
@@ -126,12 +127,6 @@ def is_available() -> bool:
     return bool(BACKENDS) or missing() is None
 
 
-def shared_of_sm(capability: tuple[int, int]) -> int:
-    """Bytes of shared memory of an SM, of which each block costs RESERVED (CUDA C++ Programming Guide, "Compute
-    Capabilities"); what is not known has what all have."""
-    return SHARED_KB.get(capability, 100) << 10
-
-
 @cache
 def counters(device: str) -> Tensor:
     """int32 [NUM_COUNTERS], zero between kernels: whoever counts with them, its last block sets them back."""
@@ -149,16 +144,19 @@ class CupyBackend:
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
+    def device_name(self) -> str:
+        return torch.cuda.get_device_name()
+
     def num_sms(self) -> int:
         return int(torch.cuda.get_device_properties().multi_processor_count)
 
-    def capability(self) -> tuple[int, int]:
+    def capability(self) -> Capability:
         major, minor = torch.cuda.get_device_capability()
         return major, minor
 
     def load(self, source: str, name: str, defines: dict[str, int]) -> Launch:
         cupy = self._cupy
-        module = cupy.RawModule(code=kernel_source(source), options=common_options(defines), backend="nvrtc")
+        module = cupy.RawModule(code=kernel_source(source), options=options(defines), backend="nvrtc")
         function = module.get_function(name)
         limit = function.max_dynamic_shared_size_bytes
         streams: dict[int, Any] = {}

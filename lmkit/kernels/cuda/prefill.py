@@ -12,7 +12,8 @@ from torch import Tensor
 
 from lmkit.attention_spec import AttentionSpec
 from lmkit.kernels.cuda.append import MAX_HEAD_DIM, STORAGE
-from lmkit.kernels.cuda.module import Kernel, backend, counters, shared_of_sm
+from lmkit.kernels.cuda.gpus import Capability, gpu_of
+from lmkit.kernels.cuda.module import Kernel, backend, counters
 from lmkit.kernels.ops import BatchGeometry, KVTensor
 from lmkit.kv_dtype import KVDtype
 
@@ -21,7 +22,7 @@ WORK_BYTES = 128
 MAX_MEAN_PAIRS = 16
 MAX_SPLITS = 16  # of a tile's keys
 BLOCKS_PER_SM = 2
-LARGE_SHARED = 228 << 10  # bytes of an SM; others have as little as 100 KB
+LARGE_SHARED = 200 << 10  # bytes of an SM that has room for tiles of more keys
 
 
 def refusal(*, head_dim: int, k: KVDtype, v: KVDtype, mean_pairs: int = 0, **traits: Any) -> str | None:
@@ -89,9 +90,9 @@ def variant(bf16: bool, dim: int, k: KVDtype, v: KVDtype, mean_pairs: int, devic
     return kernel, keys, shared_bytes(dim, k, v, mean_pairs, keys)
 
 
-def tile_keys(dim: int, mean_pairs: int, capability: tuple[int, int]) -> int:
+def tile_keys(dim: int, mean_pairs: int, capability: Capability) -> int:
     """As many keys as registers hold scores of, and shared memory for two blocks of threads holds tiles of."""
-    if dim > 128 or shared_of_sm(capability) < LARGE_SHARED:
+    if dim > 128 or gpu_of(capability).shared < LARGE_SHARED:
         return 32
     if dim <= 96:
         return 64

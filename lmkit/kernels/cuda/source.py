@@ -22,11 +22,6 @@ def kernel_source(name: str) -> str:
     return text(name)
 
 
-def options(arch: str, defines: dict[str, int]) -> tuple[str, ...]:
-    """NVRTC's options for an architecture such as "90". Subnormal float32 numbers are flushed to zero: CuPy insists."""
-    return f"--gpu-architecture=sm_{arch}", "-ftz=true", *common_options(defines)
-
-
-def common_options(defines: dict[str, int]) -> tuple[str, ...]:
-    """What CuPy does not add by itself."""
+def options(defines: dict[str, int]) -> tuple[str, ...]:
+    """NVRTC's options besides those that CuPy adds by itself."""
     return "-std=c++17", "--ptxas-options=-O3", *(f"-D{name}={value}" for name, value in sorted(defines.items()))

@@ -20,6 +20,7 @@ import lmkit.kernels.cuda
 from lmkit.attention_spec import AttentionSpec
 from lmkit.kernels import ops
 from lmkit.kernels.cuda import module
+from lmkit.kernels.cuda.gpus import Capability
 from lmkit.kernels.cuda.module import HALVES, Kernel, Launch
 from lmkit.kernels.ops import BatchGeometry, KVTensor, Norm
 from lmkit.kernels.registry import Implementation, Op
@@ -41,10 +42,13 @@ class Recorder:
     def __init__(self) -> None:
         self.kernels: dict[tuple[Any, ...], Kernel] = {}
 
+    def device_name(self) -> str:
+        return "recorder"
+
     def num_sms(self) -> int:
         return 132
 
-    def capability(self) -> tuple[int, int]:
+    def capability(self) -> Capability:
         return 9, 0
 
     def load(self, source: str, name: str, defines: dict[str, int]) -> Launch:

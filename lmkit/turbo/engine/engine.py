@@ -1,6 +1,6 @@
 """The engine: a scheduler and a runner. One loop owns it; it is not thread-safe.
 
-With `overlap` plans are carried out while the loop prepares the next one: on a CPU by a thread, on a GPU by its stream.
+With `overlap` the runner carries a plan out while the loop prepares the next one.
 
     loop     schedule 1 | schedule 2 | wait | update 1, schedule 3 | wait | update 2 ...
     device              | step 1 ...........| step 2 ..............| step 3 ...
@@ -11,9 +11,9 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import astuple, dataclass, replace
-from typing import Protocol, Self
+from functools import partial
+from typing import NoReturn, Self
 
 import msgspec
 
@@ -21,7 +21,6 @@ from lmkit.config import EngineConfig, default_num_threads
 from lmkit.errors import DeviceLostError, LMKitError
 from lmkit.kernels.cpu import threads
 from lmkit.kv_dtype import KVDtype
-from lmkit.layers.batch import KVLayer
 from lmkit.log import get_logger
 from lmkit.models import kv_storage
 from lmkit.models.decoder import Decoder
@@ -33,13 +32,10 @@ from lmkit.turbo.engine.memory import MemoryPlan, kv_limits
 from lmkit.turbo.kv.blocks import KVBlocks
 from lmkit.turbo.kv.tiers.store import TierStore
 from lmkit.turbo.plan import StepPlan
-from lmkit.turbo.request import EngineInfo, EngineStats, GenerationConfig, Request, StepOutput
-from lmkit.turbo.runners.batch import PersistentBatch
-from lmkit.turbo.runners.cpu import Runner, StepResult
-from lmkit.turbo.runners.cuda import CudaRunner, HostSampler
-from lmkit.turbo.runners.device import CpuDevice, CudaDevice, Device, resolve_device
-from lmkit.turbo.runners.gpu_sampler import GpuSampler
-from lmkit.turbo.runners.sampler import Sampler
+from lmkit.turbo.request import EngineInfo, EngineStats, Request, SamplingParams, StepOutput
+from lmkit.turbo.runners.device import Device, resolve_device
+from lmkit.turbo.runners.factory import make_runner
+from lmkit.turbo.runners.runner import RunnerParts, Ticket
 from lmkit.turbo.scheduling.limits import SchedulerLimits
 from lmkit.turbo.scheduling.scheduler import Scheduler
 
@@ -61,13 +57,6 @@ class Profile:
 
     def since(self, before: Profile) -> Profile:
         return Profile(*(now - then for now, then in zip(astuple(self), astuple(before), strict=True)))
-
-
-class _Pending(Protocol):
-    """A plan that is carried out."""
-
-    def result(self) -> StepResult:
-        """Waits for it; raises what it raised."""
 
 
 class Engine:
@@ -103,15 +92,13 @@ class Engine:
         config = config or EngineConfig()
         device = device or resolve_device(config)
         config = config.on(device.name)
-        num_threads = config.num_threads or default_num_threads()
-        threads.configure(num_threads)
+        threads.configure(config.num_threads or default_num_threads())
         model = load(config, device)
         spec, memory = model.decoder.spec, model.memory
-        self._device = device
         self._lost: str | None = None  # why no step can run any more
         self._profile = Profile()
         self._overlap = config.overlap
-        self._under_way: deque[tuple[StepPlan, _Pending]] = deque()
+        self._under_way: deque[tuple[StepPlan, Ticket]] = deque()
         self._failed_steps = 0
         limits = _limits(config, memory, spec)
         with loading.fits_the_gpu("the KV cache or the first steps"):
@@ -120,8 +107,8 @@ class Engine:
             blocks = KVBlocks(kv)
             host_bytes = config.kv_host_memory or 0
             self._tiers = TierStore(blocks, host_bytes=host_bytes, disk=model.disk) if model.has_tiers else None
-            self.runner: Runner | CudaRunner = _runner(model, config, device, kv, blocks, self._tiers)
-            self._thread = ThreadPoolExecutor(1, "engine-steps", lambda: threads.configure(num_threads))
+            parts = RunnerParts(config, model.decoder, kv, blocks, self._tiers, memory.max_model_len, memory.workspace)
+            self.runner = make_runner(device, parts)
             self._warm_up(limits)
         self.scheduler = Scheduler(limits, model.eos_token_ids, tiers=self._tiers, fingerprint=model.fingerprint)
         self.info = _info(model.path, limits, [storage.dtypes for storage in model.storages], memory)
@@ -130,12 +117,11 @@ class Engine:
         """Compute a few tokens with a scheduler of their own: what is compiled or read on first use is, before any
         request comes. Raises LMKitError if a step fails; its log says why.
         """
-        if isinstance(self.runner, CudaRunner):
-            self.runner.capture()
+        self.runner.warm_up()
         self.scheduler = Scheduler(limits, ())
         length = min(4, limits.max_model_len, limits.kv.longest)
         for name, temperature in (("greedy", 0.0), ("sampled", 1.0)):
-            params = GenerationConfig(max_new_tokens=length // 2, temperature=temperature, top_p=0.9, seed=0)
+            params = SamplingParams(max_tokens=length // 2, temperature=temperature, top_p=0.9, seed=0)
             if length > 1:
                 self.add(Request(request_id=name, prompt_ids=[0] * (length - length // 2), params=params))
         start = time.perf_counter()
@@ -168,63 +154,46 @@ class Engine:
             plan = self.scheduler.schedule()
             self._profile.schedule += time.perf_counter() - start
             if plan is not None:
-                self._under_way.append((plan, self._begin(plan)))
+                self._under_way.append((plan, self._launch(plan)))
             if not self._under_way:
                 outputs = self.scheduler.take_outputs()
                 if not outputs:
                     self.scheduler.wait(IDLE_SECONDS)
                 return outputs
             if plan is None or not self._overlap or len(self._under_way) > 1:
-                return self._land(*self._under_way.popleft())
+                return self._collect(*self._under_way.popleft())
 
     def profile(self) -> Profile:
         """A copy, up to the last result that was taken in."""
         return replace(self._profile)
 
-    def _begin(self, plan: StepPlan) -> _Pending:
-        if self._overlap and isinstance(self.runner, Runner):
-            return self._thread.submit(self._execute, plan)
+    def _launch(self, plan: StepPlan) -> Ticket:
         try:
-            return self._launch(plan)
-        except Exception as error:  # noqa: BLE001 - logged where the result is taken
-            future: Future[StepResult] = Future()
-            future.set_exception(error)
-            return future
-
-    def _launch(self, plan: StepPlan) -> _Pending:
-        if isinstance(self.runner, CudaRunner):
             return self.runner.launch(plan)
-        future: Future[StepResult] = Future()
-        future.set_result(self._execute(plan))
-        return future
+        except Exception as error:  # noqa: BLE001 - logged where the result is taken
+            return partial(_raise, error)
 
-    def _execute(self, plan: StepPlan) -> StepResult:
-        assert isinstance(self.runner, Runner)
-        start, before = time.perf_counter(), self.runner.kernel_seconds
-        sampled = self.runner.execute(plan)
-        return StepResult(sampled, time.perf_counter() - start, self.runner.kernel_seconds - before)
-
-    def _land(self, plan: StepPlan, pending: _Pending) -> list[StepOutput]:
+    def _collect(self, plan: StepPlan, ticket: Ticket) -> list[StepOutput]:
         try:
-            sampled, seconds, kernels = pending.result()
+            sampled, seconds, kernels = self.runner.collect(ticket)
         except Exception as error:  # one request must never end the engine
             self._failed_steps += 1
-            if isinstance(self._device, CudaDevice) and self._device.is_lost(error):
-                self._lost = f"the GPU refuses to go on ({str(error).partition(chr(10))[0]}); start the engine again"
+            if isinstance(error, DeviceLostError):
+                self._lost = str(error)
             log.exception("a step failed; its %d requests end with an error", len(plan.chunks))
             return self.scheduler.fail(plan, "the engine failed while computing this request")
-        landed = time.perf_counter()
+        collected = time.perf_counter()
         outputs = self.scheduler.update(plan, sampled, seconds)
         profile = self._profile
         profile.steps += 1
         profile.kernels += kernels
         profile.execute += seconds
-        profile.update += time.perf_counter() - landed
+        profile.update += time.perf_counter() - collected
         return outputs
 
     def close(self) -> None:
         """Wait for steps under way, end the threads, let go of the disk. The engine cannot be used afterwards."""
-        self._thread.shutdown()
+        self.runner.close()
         if self._tiers is not None:
             self._tiers.close()
 
@@ -250,23 +219,8 @@ def _limits(config: EngineConfig, memory: MemoryPlan, spec: ModelSpec) -> Schedu
     )
 
 
-def _runner(
-    model: LoadedModel,
-    config: EngineConfig,
-    device: Device,
-    kv: list[KVLayer],
-    blocks: KVBlocks,
-    tiers: TierStore | None,
-) -> Runner | CudaRunner:
-    memory, vocab_size = model.memory, model.decoder.spec.vocab_size
-    size = config.tokens_per_block, config.tokens_per_step
-    batch = PersistentBatch(config.max_batch_size, memory.max_model_len, *size, len(memory.layout.groups))
-    if isinstance(device, CpuDevice):
-        sampler = Sampler(config.max_batch_size, vocab_size)
-        return Runner(model.decoder, kv, batch, sampler, memory.workspace, blocks=blocks, tiers=tiers)
-    samples = GpuSampler if device.has_kernels else HostSampler
-    on_device = samples(config.max_batch_size, vocab_size, device.tensors)
-    return CudaRunner(device, model.decoder, kv, batch, on_device, blocks=blocks, tiers=tiers)
+def _raise(error: Exception) -> NoReturn:
+    raise error
 
 
 def _info(path: str, limits: SchedulerLimits, dtypes: list[tuple[KVDtype, KVDtype]], memory: MemoryPlan) -> EngineInfo:

@@ -29,7 +29,7 @@ class Expected(NamedTuple):
 class StepRows:
     """Where the step has what is asked of each chunk, by the plan's order."""
 
-    sample_row: list[int]  # among the step's logit rows; -1 = the chunk does not sample
+    sample_rows: list[range]  # among the step's logit rows: those of the positions that are sampled
     prompt_rows: list[range]  # among the step's tokens: those that score the next prompt token, where asked for
 
 
@@ -102,7 +102,10 @@ class PersistentBatch:
         """
         for chunk in chunks:
             self._extend_tables(chunk.slot, chunk.new_blocks)
-        if all(c.num_tokens == 1 and c.sample for c in chunks):
+            if chunk.draft:
+                end = chunk.start + chunk.num_tokens
+                self.token_ids[chunk.slot, end - len(chunk.draft) : end] = chunk.draft
+        if all(c.num_tokens == c.num_sampled == 1 for c in chunks):
             return self._decode([(c.slot, c.start) for c in chunks]), None
         self._decoded, self.keeps_tables = [], False
         slots = np.array([c.slot for c in chunks])
@@ -180,16 +183,16 @@ class PersistentBatch:
 
     def _logit_rows(self, chunks: list[Chunk], query_start: np.ndarray) -> tuple[StepRows, list[int]]:
         logit_rows: list[int] = []
-        sample_row, prompt_rows = [], []
+        sample_rows, prompt_rows = [], []
         for chunk, first in zip(chunks, query_start.tolist(), strict=False):
             scored = 0
             if self.wants_prompt_logprobs[chunk.slot]:
                 scored = min(chunk.num_tokens, max(int(self.num_prompt_tokens[chunk.slot]) - 1 - chunk.start, 0))
             prompt_rows.append(range(first, first + scored))
-            sample_row.append(len(logit_rows) if chunk.sample else -1)
-            if chunk.sample:
-                logit_rows.append(first + chunk.num_tokens - 1)
-        return StepRows(sample_row, prompt_rows), logit_rows
+            sample_rows.append(range(len(logit_rows), len(logit_rows) + chunk.num_sampled))
+            end = first + chunk.num_tokens
+            logit_rows += range(end - chunk.num_sampled, end)
+        return StepRows(sample_rows, prompt_rows), logit_rows
 
     def prompt_targets(self, chunk: Chunk, count: int) -> list[int]:
         """The tokens that the chunk's scored rows predict."""

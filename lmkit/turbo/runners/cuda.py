@@ -11,23 +11,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from lmkit.errors import DeviceLostError
 from lmkit.kernels import ops
-from lmkit.layers.batch import BatchInputs, KVLayer
+from lmkit.layers.batch import BatchInputs
 from lmkit.log import get_logger
-from lmkit.models.decoder import Decoder
-from lmkit.turbo.kv.blocks import KVBlocks
-from lmkit.turbo.kv.tiers.store import TierStore
-from lmkit.turbo.plan import Chunk, Sampled, StepPlan
+from lmkit.turbo.plan import Chunk, Sampled, SampledToken, StepPlan
 from lmkit.turbo.request import TokenLogprobs
-from lmkit.turbo.runners.batch import Expected, PersistentBatch, StepRows
-from lmkit.turbo.runners.cpu import PlanRunner, SlotStates, StepResult, with_scores
-from lmkit.turbo.runners.cuda_graphs import CudaGraphs, graph_sizes, linear_kernels, obstacle
+from lmkit.turbo.runners.batch import Expected, StepRows
+from lmkit.turbo.runners.cuda_captured import CapturedSteps, captured_sizes, linear_kernels, obstacle
 from lmkit.turbo.runners.device import CudaDevice, Event
+from lmkit.turbo.runners.gpu_sampler import GpuSampler
+from lmkit.turbo.runners.runner import PlanRunner, RunnerParts, SlotStates, StepResult, Ticket, sample_chunks
 from lmkit.turbo.runners.sampler import Sampler
 from lmkit.turbo.runners.staging import StagedInputs
 
@@ -37,7 +37,7 @@ log = get_logger(__name__)
 class Pending(Protocol):
     """Tokens that are being sampled."""
 
-    def result(self) -> list[Sampled]:
+    def result(self) -> list[SampledToken]:
         """One for each row of logits; waits for the stream."""
 
 
@@ -51,10 +51,10 @@ class DeviceSampler(SlotStates, Protocol):
 
 @dataclass(frozen=True)
 class _Drawn:
-    sampled: list[Sampled]
+    tokens: list[SampledToken]
 
-    def result(self) -> list[Sampled]:
-        return self.sampled
+    def result(self) -> list[SampledToken]:
+        return self.tokens
 
 
 class HostSampler:
@@ -68,7 +68,7 @@ class HostSampler:
 
     def sample(self, logits: Tensor, slots: Sequence[int]) -> Pending:
         sampled = self._sampler.sample(logits.cpu(), slots)
-        tokens = torch.tensor([result.token_id for result in sampled], device=self.last_token.device)
+        tokens = torch.tensor([token.token_id for token in sampled], device=self.last_token.device)
         self.last_token[torch.tensor(slots, device=self.last_token.device)] = tokens
         return _Drawn(sampled)
 
@@ -88,88 +88,104 @@ class _Times:
 
 
 @dataclass(frozen=True)
-class Launched:
-    """A step on its way. `expected`: the tokens that the batch waits for, by chunk."""
+class _Launched:
+    """A step on its way."""
 
-    runner: CudaRunner
     plan: StepPlan
-    chunks: list[Chunk]
-    rows: StepRows
+    chunks: list[Chunk]  # that are computed
     scores: list[list[TokenLogprobs]]
-    pending: Pending
-    expected: list[Expected]
+    tokens: list[list[SampledToken]] | None  # if the launch waited for them
+    pending: Pending  # else those of the chunks that sample, one of each
+    expected: list[Expected]  # which the batch waits for
     times: _Times | None
-
-    def result(self) -> StepResult:
-        """Waits for the stream. Raises what the GPU says of this step or one before it."""
-        drawn = self.pending.result()
-        for expected, sampled in zip(self.expected, drawn, strict=True):
-            if sampled.token_id >= 0:
-                self.runner.batch.learn(expected, sampled.token_id)
-        results = with_scores(self.rows, drawn, self.scores)
-        seconds, kernels = self.times.seconds() if self.times is not None else (0.0, 0.0)
-        return StepResult(self.runner.for_all(self.plan, self.chunks, results), seconds, kernels)
 
 
 class CudaRunner(PlanRunner):
-    """`launch` returns when the step is on the stream; `capture` before the first one makes decode steps cheap."""
+    """`launch` returns when the step is on the stream. A step with drafts is sampled before it returns."""
 
-    def __init__(
-        self,
-        device: CudaDevice,
-        decoder: Decoder,
-        kv: list[KVLayer],
-        batch: PersistentBatch,
-        sampler: DeviceSampler,
-        *,
-        blocks: KVBlocks,
-        tiers: TierStore | None = None,
-    ) -> None:
-        super().__init__(decoder, kv, batch, sampler, blocks=blocks, tiers=tiers)
-        self._device, self._sampler = device, sampler
-        num_groups, num_slots, width = batch.block_tables.shape
-        max_tokens = max(batch.max_step_tokens, num_slots)
+    def __init__(self, device: CudaDevice, parts: RunnerParts) -> None:
+        sampler = GpuSampler if device.has_kernels else HostSampler
+        self._sampler: DeviceSampler = sampler(
+            parts.config.max_batch_size, parts.decoder.spec.vocab_size, device.tensors
+        )
+        super().__init__(parts, self._sampler)
+        self._device = device
+        num_groups, num_slots, width = self.batch.block_tables.shape
+        max_tokens = max(self.batch.max_step_tokens, num_slots)
         self._staged = StagedInputs(device, max_tokens, num_slots, width, num_groups)
         self._known_tokens = ops.known_tokens.select(device.name)
-        self.graphs = CudaGraphs(device, self._forward, self._staged, width)
+        self.captured = CapturedSteps(device, self._forward, self._staged, width)
 
     @torch.inference_mode()
-    def capture(self) -> None:
+    def warm_up(self) -> None:
         """Compile what steps launch, and capture decode steps of every size, if this model's can be captured."""
         if self._device.has_kernels:
             self._device.compile(linear_kernels(self.decoder, self.batch.max_step_tokens))
         if (reason := obstacle(self.decoder, self.kv)) is not None:
             log.info("steps are not captured: %s", reason)
             return
-        self.graphs.capture(graph_sizes(self.batch.block_tables.shape[1]), self.decoder.spec.vocab_size)
+        self.captured.capture(captured_sizes(self.batch.block_tables.shape[1]), self.decoder.spec.vocab_size)
+
+    def launch(self, plan: StepPlan) -> Ticket:
+        """Put a plan on the stream, behind those before it."""
+        return partial(self._result, self._launch(plan))
+
+    def collect(self, ticket: Ticket) -> StepResult:
+        """Wait for the stream. Raises what the GPU says of this step or one before it."""
+        try:
+            return ticket()
+        except RuntimeError as error:
+            if self._device.is_lost(error):
+                reason = str(error).partition("\n")[0]
+                raise DeviceLostError(f"the GPU refuses to go on ({reason}); start the engine again") from error
+            raise
+
+    def close(self) -> None:
+        """The stream has no thread."""
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> Launched:
-        """Put a plan on the stream, behind those before it."""
+    def _launch(self, plan: StepPlan) -> _Launched:
         with self._begun(plan) as chunks:
             if not chunks:
-                return Launched(self, plan, chunks, StepRows([], []), [], _Drawn([]), [], None)
+                return _Launched(plan, chunks, [], None, _Drawn([]), [], None)
             times = _Times(*(self._device.event() for _ in range(3)))
             inputs, rows = self.batch.inputs(chunks)
             times.begin.record()
             logits, scores = self._logits(chunks, inputs, rows)
             times.model.record()
-            sampling = [chunk.slot for chunk in chunks if chunk.sample]
-            pending = self._sampler.sample(logits, sampling) if sampling else _Drawn([])
+            tokens: list[list[SampledToken]] | None = None
+            pending: Pending = _Drawn([])
+            expected: list[Expected] = []
+            if rows is not None and any(chunk.draft for chunk in chunks):
+                tokens = sample_chunks(lambda x, slots: self._sampler.sample(x, slots).result(), logits, chunks, rows)
+                self.append(chunks, tokens)
+            elif slots := [chunk.slot for chunk in chunks if chunk.num_sampled]:
+                pending = self._sampler.sample(logits, slots)
+                expected = [self.batch.expect(slot) for slot in slots]
             times.end.record()
-            if rows is None:
-                rows = StepRows(list(range(len(chunks))), [])
-            expected = [self.batch.expect(slot) for slot in sampling]
-            return Launched(self, plan, chunks, rows, scores, pending, expected, times)
+            return _Launched(plan, chunks, scores, tokens, pending, expected, times)
+
+    def _result(self, launched: _Launched) -> StepResult:
+        drawn = launched.pending.result()
+        for expected, token in zip(launched.expected, drawn, strict=True):
+            if token.token_id >= 0:
+                self.batch.learn(expected, token.token_id)
+        tokens = launched.tokens
+        if tokens is None:
+            one_by_one = iter(drawn)
+            tokens = [[next(one_by_one)] if chunk.num_sampled else [] for chunk in launched.chunks]
+        results = list(map(Sampled, tokens, launched.scores))
+        seconds, kernels = launched.times.seconds() if launched.times is not None else (0.0, 0.0)
+        return StepResult(self.for_all(launched.plan, launched.chunks, results), seconds, kernels)
 
     def _logits(
         self, chunks: list[Chunk], inputs: BatchInputs, rows: StepRows | None
     ) -> tuple[Tensor, list[list[TokenLogprobs]]]:
         """float32 [R, vocab], valid until the next step's place in the stream, and the scores of prompt tokens."""
         no_scores: list[list[TokenLogprobs]] = [[] for _ in chunks]
-        if rows is None and (size := self.graphs.size_for(len(chunks))) is not None:
+        if rows is None and (size := self.captured.size_for(len(chunks))) is not None:
             self._staged.put(inputs, size, keeps_tables=self.batch.keeps_tables)
-            return self.graphs.replay(size)[: len(chunks)], no_scores
+            return self.captured.replay(size)[: len(chunks)], no_scores
         on_device = self._staged.put(inputs, keeps_tables=self.batch.keeps_tables)
         if rows is None or not any(rows.prompt_rows):
             return self._forward(on_device), no_scores

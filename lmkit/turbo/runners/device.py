@@ -5,7 +5,6 @@ A CPU carries out a step when it is told to. A GPU has a stream: what is launche
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, Protocol
 
@@ -88,44 +87,6 @@ class CudaDevice:
     def is_lost(self, error: BaseException) -> bool:
         """Whether the GPU refuses everything after this error: a kernel's fault, found by whoever waits next."""
         return isinstance(error, torch.AcceleratorError) and not isinstance(error, torch.OutOfMemoryError)
-
-
-class EmulatedDevice(CudaDevice):
-    """A GPU without a GPU, for tests: kernels run on the CPU (kernels.cuda.emulation), each when it is launched."""
-
-    tensors = "cpu"
-
-    def free_memory(self) -> int:
-        return available_memory()
-
-    def staging(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8)
-
-    def event(self) -> Event:
-        return _HostEvent()
-
-    def synchronize(self) -> None:
-        pass
-
-    def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
-        return launch
-
-    def compile(self, kernels: Iterable[Kernel]) -> None:
-        """Most of them no test launches."""
-
-
-class _HostEvent:
-    def __init__(self) -> None:
-        self._time = 0.0
-
-    def record(self) -> None:
-        self._time = time.perf_counter()
-
-    def synchronize(self) -> None:
-        pass
-
-    def elapsed_time(self, end_event: _HostEvent) -> float:
-        return 1e3 * (end_event._time - self._time)
 
 
 Device = CpuDevice | CudaDevice

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lmkit.kernels.cuda import sampling
-from lmkit.turbo.plan import NewSequence, Sampled
+from lmkit.turbo.plan import NewSequence, SampledToken
 from lmkit.turbo.runners.sampler import penalizes
 from lmkit.turbo.sequence import FAILED_TOKEN
 
@@ -28,11 +28,11 @@ class PendingTokens:
     scored: dict[int, tuple[int, int]]  # row -> (row of `scores`, most likely tokens to report)
     copied: torch.cuda.Event | None
 
-    def result(self) -> list[Sampled]:
+    def result(self) -> list[SampledToken]:
         """One for each row of the logits; FAILED_TOKEN where they were unusable."""
         if self.copied is not None:
             self.copied.synchronize()
-        results = [Sampled(token) for token in self.tokens.tolist()]
+        results = [SampledToken(token) for token in self.tokens.tolist()]
         if self.scores is not None:
             scores = self.scores.numpy()
             for row, (place, num_top) in self.scored.items():
@@ -66,7 +66,7 @@ class GpuSampler:
         record["top_p"], record["min_p"] = params.top_p, params.min_p
         record["seed"], record["num_outputs"] = params.seed or 0, len(new.token_ids) - new.num_prompt_tokens
         record["num_top"] = max(0, self.num_top[slot])
-        if penalizes(params) or params.min_new_tokens or params.logit_bias:
+        if penalizes(params) or params.min_tokens or params.logit_bias:
             self._edits[slot] = self._record_edits(record, new)
         if slot in self._edits or params.temperature > 0 or params.logprobs is not None:
             self._beyond_argmax.add(slot)
@@ -132,7 +132,7 @@ class GpuSampler:
         held = [token for token in new.eos_token_ids + params.stop_token_ids if token < self.vocab_size]
         bias = np.array(list(params.logit_bias.values()), np.float32)
         lists = self._upload(np.array([*held, *params.logit_bias, *bias.view(np.int32)], np.int32))
-        record["min_new_tokens"], record["num_held"], record["num_bias"] = params.min_new_tokens, len(held), len(bias)
+        record["min_tokens"], record["num_held"], record["num_bias"] = params.min_tokens, len(held), len(bias)
         record["held"] = lists.data_ptr()
         record["bias_ids"] = lists.data_ptr() + 4 * len(held)
         record["bias"] = lists.data_ptr() + 4 * (len(held) + len(bias))
@@ -162,8 +162,8 @@ def _download(tensor: Tensor) -> Tensor:
     return on_host.copy_(tensor, non_blocking=True)
 
 
-def _with_logprobs(token_id: int, scores: np.ndarray, num_top: int) -> Sampled:
+def _with_logprobs(token_id: int, scores: np.ndarray, num_top: int) -> SampledToken:
     norm, logit = scores[:2].tolist()
     entries = scores[2 : 2 + 2 * num_top].reshape(-1, 2).tolist()
     best = sorted(((int(token), value) for token, value in entries), key=lambda entry: (-entry[1], entry[0]))
-    return Sampled(token_id, logit - norm, [(token, value - norm) for token, value in best])
+    return SampledToken(token_id, logit - norm, [(token, value - norm) for token, value in best])

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from lmkit.kernels import ops
 from lmkit.kernels.reference.sampling import most_likely, relative_weights
-from lmkit.turbo.plan import NewSequence, Sampled
-from lmkit.turbo.request import GenerationConfig, TokenLogprobs
+from lmkit.turbo.plan import NewSequence, SampledToken
+from lmkit.turbo.request import SamplingParams, TokenLogprobs
 from lmkit.turbo.sequence import FAILED_TOKEN
 
 
@@ -50,7 +50,7 @@ class Sampler:
         self.num_outputs[slot] = len(new.token_ids) - new.num_prompt_tokens
         self.num_top[slot] = -1 if params.logprobs is None else params.logprobs
         self.clear(slot)
-        if penalizes(params) or params.min_new_tokens or params.logit_bias:
+        if penalizes(params) or params.min_tokens or params.logit_bias:
             self.edits[slot] = LogitEdits.of(new, self.vocab_size)
         if slot in self.edits or params.temperature > 0 or params.logprobs is not None:
             self._beyond_argmax.add(slot)
@@ -61,7 +61,7 @@ class Sampler:
         self._beyond_argmax.discard(slot)
 
     @np.errstate(over="ignore", invalid="ignore")  # an infinity is either meant or found by `isfinite`
-    def sample(self, logits: Tensor, slots: Seq[int]) -> list[Sampled]:
+    def sample(self, logits: Tensor, slots: Seq[int]) -> list[SampledToken]:
         """The next token of each row of `logits` (float32 [R, vocab]), whose sequence sits in slots[row].
 
         A row with NaN or +inf, or with no token left to choose, gives FAILED_TOKEN; the other rows do not suffer.
@@ -77,23 +77,24 @@ class Sampler:
         if len(drawn):
             tokens[drawn] = self._draw(edited, drawn, slots)
         tokens[~usable] = FAILED_TOKEN
-        results = [Sampled(token) for token in tokens.tolist()]
+        results = [SampledToken(token) for token in tokens.tolist()]
         for row in np.flatnonzero(usable & (self.num_top[slot_ids] >= 0)).tolist():
             scored = token_logprobs(raw[row], results[row].token_id, int(self.num_top[slots[row]]))
-            results[row] = Sampled(scored.token_id, scored.logprob, scored.top)
+            results[row] = SampledToken(scored.token_id, scored.logprob, scored.top)
         self._count(slots, results)
         return results
 
-    def _most_likely(self, logits: np.ndarray, slots: Seq[int]) -> list[Sampled]:
+    def _most_likely(self, logits: np.ndarray, slots: Seq[int]) -> list[SampledToken]:
         """The lowest id of the greatest; a NaN counts as the greatest."""
         tokens = logits.argmax(-1).tolist()
         results = [
-            Sampled(token if math.isfinite(logits[row, token]) else FAILED_TOKEN) for row, token in enumerate(tokens)
+            SampledToken(token if math.isfinite(logits[row, token]) else FAILED_TOKEN)
+            for row, token in enumerate(tokens)
         ]
         self._count(slots, results)
         return results
 
-    def _count(self, slots: Seq[int], results: Iterable[Sampled]) -> None:
+    def _count(self, slots: Seq[int], results: Iterable[SampledToken]) -> None:
         for slot, result in zip(slots, results, strict=True):
             if result.token_id != FAILED_TOKEN:
                 self.num_outputs[slot] += 1
@@ -124,7 +125,7 @@ class Sampler:
         return tokens.numpy()
 
 
-def penalizes(params: GenerationConfig) -> bool:
+def penalizes(params: SamplingParams) -> bool:
     return (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1, 0, 0)
 
 
@@ -132,7 +133,7 @@ def penalizes(params: GenerationConfig) -> bool:
 class LogitEdits:
     """What changes one sequence's logits before its temperature is applied."""
 
-    params: GenerationConfig
+    params: SamplingParams
     held_back: np.ndarray  # int64 ids of eos and stop tokens
     bias_ids: np.ndarray  # int64
     bias: np.ndarray  # float32
@@ -160,7 +161,7 @@ class LogitEdits:
     def apply(self, row: np.ndarray, num_outputs: int) -> None:
         """Change `row` (float32 [vocab]) in place. Repetition penalty: arXiv 1909.05858; the others: OpenAI's API."""
         params = self.params
-        if num_outputs < params.min_new_tokens:
+        if num_outputs < params.min_tokens:
             row[self.held_back] = -np.inf
         row[self.bias_ids] += self.bias
         if not penalizes(params):

@@ -39,7 +39,7 @@ def check_request(request: Request, limits: SchedulerLimits) -> int:
     if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= limits.vocab_size:
         wrong = next(t for t in request.prompt_ids if not 0 <= t < limits.vocab_size)
         raise RequestError("invalid_request", f"prompt token id {wrong} is not in [0, {limits.vocab_size})", "prompt")
-    max_new = limits.max_model_len if params.max_new_tokens is None else params.max_new_tokens
+    max_new = limits.max_model_len if params.max_tokens is None else params.max_tokens
     if num_prompt + min(max_new, 1) > limits.max_model_len:
         raise RequestError(
             "context_length_exceeded",
@@ -54,6 +54,6 @@ def check_request(request: Request, limits: SchedulerLimits) -> int:
             "context_length_exceeded",
             f"{num_prompt} prompt and {max_tokens - num_prompt} new tokens need {blocks} KV blocks of "
             f"{limits.kv.block_size} tokens, and there are {limits.kv.num_blocks}: ask for fewer new tokens",
-            "max_new_tokens",
+            "max_tokens",
         )
     return max_tokens

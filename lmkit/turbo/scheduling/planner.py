@@ -52,14 +52,21 @@ class Planner:
         for slot, chunk in step.chunks.items():
             seq = self.slots[slot]
             seq.in_flight += 1
-            seq.num_computed += chunk.num_tokens
-            seq.num_pending += chunk.sample
+            seq.num_computed += chunk.num_tokens - len(chunk.draft)
+            seq.num_pending += chunk.num_sampled > 0
+            seq.num_drafted += len(chunk.draft)
+            seq.draft = []
         return step
 
     def _add_decodes(self, step: Step) -> None:
-        for seq in sorted(self.slots.running.values(), key=policy.order):
-            if seq.num_uncomputed == 1 and self._is_computable(seq, step):
-                self._compute(seq, step, 1)
+        """One token of each; drafts of the first take the tokens of the budget that no other decode needs."""
+        decoding = [seq for seq in sorted(self.slots.running.values(), key=policy.order) if seq.num_uncomputed == 1]
+        spare = step.budget - len(decoding)
+        for seq in decoding:
+            if self._is_computable(seq, step):
+                num_drafted = min(len(seq.draft), spare)
+                spare -= num_drafted
+                self._compute(seq, step, 1 + num_drafted)
 
     def _add_prompts(self, step: Step) -> None:
         """Prompts under way, then the queue, within what those that decode can bear; who may_preempt a prompt under way
@@ -91,8 +98,9 @@ class Planner:
     def _compute(self, seq: Sequence, step: Step, budget: int) -> None:
         """Add the sequence's chunk to the step, unless it must wait for a block."""
         count = min(seq.num_uncomputed, budget)
+        draft = seq.draft[: budget - count] if count == seq.num_uncomputed else []
         # A whole prompt at once, so that it is not begun in vain; a window needs only what the chunk fills.
-        end, whole = seq.num_computed + count, seq.num_computed + seq.num_uncomputed
+        end, whole = (seq.num_computed + length + len(draft) for length in (count, seq.num_uncomputed))
         # With the blocks that the cache and the tiers gave.
         entry = None if seq.has_entered else seq.entry(self.kv.block_tables(seq))
         while (blocks := self.kv.reserve(seq, end, whole)) is None:
@@ -103,8 +111,10 @@ class Planner:
         if entry is not None:
             step.new[seq.slot] = entry
             seq.has_entered = True
+        num_sampled = 1 + len(draft) if count == seq.num_uncomputed else 0
+        count += len(draft)
         step.budget -= count
-        step.chunks[seq.slot] = Chunk(seq.slot, seq.num_computed, count, blocks, count == seq.num_uncomputed)
+        step.chunks[seq.slot] = Chunk(seq.slot, seq.num_computed, count, blocks, num_sampled, draft)
 
     def _last_running(self) -> Sequence | None:
         return policy.victim(seq for seq in self.slots.running.values() if seq.status is Status.RUNNING)

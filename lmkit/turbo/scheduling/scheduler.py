@@ -28,13 +28,14 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from lmkit.errors import RequestError
 from lmkit.turbo.decisions import DecisionStats
 from lmkit.turbo.kv.manager import KVManager
 from lmkit.turbo.kv.tiers.store import TierStore
-from lmkit.turbo.plan import Chunk, Sampled, StepPlan
+from lmkit.turbo.plan import Chunk, Sampled, SampledToken, StepPlan
 from lmkit.turbo.request import EngineStats, FinishReason, Request, StepOutput, TokenLogprobs
 from lmkit.turbo.scheduling.limits import SchedulerLimits, check_request
 from lmkit.turbo.scheduling.pacing import Pacer
@@ -204,17 +205,18 @@ class Scheduler:
         """A step of the sequence has run; whether its result is still wanted."""
         assert seq.in_flight, f"{seq.request_id}: no step is under way"
         seq.in_flight -= 1
-        seq.num_pending -= chunk.sample
+        seq.num_pending -= chunk.num_sampled > 0
+        seq.num_drafted -= len(chunk.draft)
         if seq.status is Status.FINISHED:
             if not seq.in_flight and seq.slot >= 0:
                 self._free_slot(seq)
             return False
         if seq.status is Status.RUNNING:
-            seq.num_completed = chunk.start + chunk.num_tokens
+            seq.num_completed = chunk.start + chunk.num_tokens - len(chunk.draft)
         return True  # also of one that was preempted meanwhile: the token is as good as it would be later
 
     def _pace(self, plan: StepPlan, seconds: float) -> None:
-        prompts = [chunk for chunk in plan.chunks if chunk.num_tokens > 1 or not chunk.sample]
+        prompts = [chunk for chunk in plan.chunks if chunk.num_tokens > chunk.num_sampled]
         if prompts or (plan.chunks and self._steps % PACED_STEPS == 0):
             context = max((chunk.start + chunk.num_tokens for chunk in prompts), default=0)
             num_prompt = sum(chunk.num_tokens for chunk in prompts)
@@ -223,29 +225,40 @@ class Scheduler:
     def _advance(self, seq: Sequence, chunk: Chunk, result: Sampled) -> None:
         seq.gather_prompt_logprobs(chunk.start, result.prompt_logprobs)
         if seq.status is Status.RUNNING and chunk.start < seq.num_prompt_tokens:
-            self._kv.publish(seq, min(seq.num_completed, seq.num_prompt_tokens), partial=chunk.sample)
-        if not chunk.sample:
-            return
-        if result.token_id == FAILED_TOKEN:
+            self._kv.publish(seq, min(seq.num_completed, seq.num_prompt_tokens), partial=chunk.num_sampled > 0)
+        tokens = list(takewhile(lambda token: token.token_id != FAILED_TOKEN, result.tokens))
+        if tokens:
+            self._extend(seq, tokens)
+        if len(tokens) < len(result.tokens) and seq.status is not Status.FINISHED:
             self._finish(seq, "error", error="the model's logits for this request are not finite numbers")
-            return
+
+    def _extend(self, seq: Sequence, tokens: list[SampledToken]) -> None:
+        """Append what one step sampled, up to the token with which the sequence ends."""
         first = not seq.num_outputs
         self._prompt_tokens += seq.num_prompt_tokens if first else 0
         cached = (seq.cached_tokens or 0) if first else 0
         if seq.num_tokens == seq.max_tokens:  # no new tokens were wanted
             self._finish(seq, "length", prompt_logprobs=seq.prompt_logprobs, cached_tokens=cached)
             return
-        token = result.token_id
-        assert 0 <= token < self.limits.vocab_size, f"token {token} sampled"
-        reason = seq.append(token)
-        self._generation_tokens += 1
+        reason, new = None, list[int]()
+        for token in tokens:
+            assert 0 <= token.token_id < self.limits.vocab_size, f"token {token.token_id} sampled"
+            reason = seq.append(token.token_id)
+            new.append(token.token_id)
+            if reason is not None:
+                break
+        if seq.status is Status.RUNNING:  # all but the last were computed, as a draft
+            seq.num_computed += len(new) - 1
+            seq.num_completed += len(new) - 1
+        self._generation_tokens += len(new)
+        scored = [] if seq.request.params.logprobs is None else tokens[: len(new)]
         output = StepOutput(
             request_id=seq.request_id,
-            token_ids=[token],
+            token_ids=new,
             finish_reason=reason,
-            logprobs=[] if seq.request.params.logprobs is None else [TokenLogprobs(token, result.logprob, result.top)],
+            logprobs=[TokenLogprobs(token.token_id, token.logprob, token.top) for token in scored],
             prompt_logprobs=seq.prompt_logprobs if first else [],
-            stop_token=token if reason == "stop" else None,
+            stop_token=new[-1] if reason == "stop" else None,
             cached_tokens=cached,
         )
         if reason is None:

@@ -122,7 +122,7 @@ class OutputProcessor:
 
     @property
     def _armed(self) -> bool:
-        return self._num_tokens >= self._request.params.min_new_tokens
+        return self._num_tokens >= self._request.params.min_tokens
 
     def _stop_id(self, step: StepOutput) -> int | None:
         last = step.token_ids[-1] if step.stop_token is not None else None

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from lmkit.kernels.cuda import emulation, module
+from lmkit.kernels.cuda import module
+from tests import emulator
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -16,7 +17,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
     if request.param == "cpu":
         if shutil.which("g++") is None:
             pytest.skip("kernels are emulated with g++")
-        emulation.install(seed=hash(request.node.name) & 0xFFFF)
+        emulator.install(seed=hash(request.node.name) & 0xFFFF)
     yield request.param
     module.BACKENDS.pop("cpu", None)
     module.counters.cache_clear()

@@ -2,6 +2,6 @@
 
 from functools import partial
 
-from lmkit.kernels.cuda import emulation
+from tests import emulator
 
-emulation.install = partial(emulation.install, sanitize=True)
+emulator.install = partial(emulator.install, sanitize=True)

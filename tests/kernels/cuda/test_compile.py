@@ -7,23 +7,25 @@ from pathlib import Path
 import pytest
 
 from lmkit.kernels.cuda import variants
+from lmkit.kernels.cuda.gpus import GPUS, REGISTERS, Gpu
 from lmkit.kernels.cuda.module import Kernel
 from lmkit.kernels.cuda.source import FOLDER
 from tests.kernels.cuda import toolchain
 from tests.kernels.cuda.toolchain import Compiled, compile_all, compile_kernel, count, disassembler
 
-MMA, INTEGER_MMA = "HMMA.16816.F32", "IMMA.16832.S8"
+MMA, INTEGER_MMA = "HMMA.16816.F32", "IMMA.16832.S8"  # a kernel multiplies by one of them
 ASYNC_COPY = "LDGSTS.E.BYPASS"  # cp.async of 16 bytes, past L1
 STREAM = "LDG.E.NA"  # 16 bytes that L1 does not keep
-# What the loop with the most of the first must also have, by file.
+# What the loop with the most mma must also have, by file: of every file whose kernels have mma.
 MAIN_LOOPS: dict[str, tuple[str, ...]] = {
-    "gemm.cu": (MMA, ASYNC_COPY),
-    "dense_gemv.cu": (MMA, STREAM),
-    "decode_attention.cu": (MMA, ASYNC_COPY, "LDSM.16.M88.4", "MUFU.EX2"),
-    "prefill_attention.cu": (MMA, ASYNC_COPY, "LDSM.16.M88.4", "LDSM.16.MT88.4", "MUFU.EX2"),
+    "gemm.cu": (ASYNC_COPY,),
+    "gemv.cu": (STREAM,),
+    "decode_attention.cu": (ASYNC_COPY, "LDSM.16.M88.4", "MUFU.EX2"),
+    "prefill_attention.cu": (ASYNC_COPY, "LDSM.16.M88.4", "LDSM.16.MT88.4", "MUFU.EX2"),
 }
+SOURCES = sorted(path.name for path in FOLDER.glob("*.cu"))
 # Of a file's variants one in so many, by architecture and for bfloat16: what differs by variant shows in the first.
-EVERY = {("90a", False): 1, ("90a", True): 6, ("80", False): 8}
+EVERY = {((9, 0), False): 1, ((9, 0), True): 6, ((8, 0), False): 8}
 
 pytestmark = pytest.mark.skipif(toolchain.missing() is not None, reason=str(toolchain.missing()))
 needs_disassembler = pytest.mark.skipif(
@@ -74,13 +76,15 @@ def problems(variant: Kernel, code: Compiled) -> list[str]:
         return found
     if code.max_threads is None:
         found.append("no __launch_bounds__")
-    elif code.registers * code.max_threads > toolchain.REGISTERS:
+    elif code.registers * code.max_threads > REGISTERS:
         found.append(f"{code.registers} registers for {code.max_threads} threads")
     found += [f"has {opcode}" for opcode in ("LDL", "STL") if count(code.opcodes, opcode)]
-    first, *others = MAIN_LOOPS.get(variant.source, ("",))
-    if first:
-        loop = code.main_loop(first)
-        found += [f"no {opcode} in the main loop" for opcode in (first, *others) if not count(loop, opcode)]
+    mma = INTEGER_MMA if count(code.opcodes, INTEGER_MMA) else MMA
+    if variant.source in MAIN_LOOPS:
+        loop, wanted = code.main_loop(mma), (mma, *MAIN_LOOPS[variant.source])
+        found += [f"no {opcode} in the main loop" for opcode in wanted if not count(loop, opcode)]
+    elif count(code.opcodes, mma):
+        found.append(f"{mma}, and {variant.source} is not in MAIN_LOOPS")
     return found
 
 
@@ -96,7 +100,8 @@ def test_machine_code_is_read(tmp_path: Path, arch: str) -> None:
     assert count(loop, ASYNC_COPY) == count(loop, MMA)
     assert count(loop, "STG") == 0
     assert count(code.opcodes, "STG") == 1
-    assert not problems(Kernel("loop.cu", "loop"), code)
+    assert problems(Kernel("loop.cu", "loop"), code) == [f"{MMA}, and loop.cu is not in MAIN_LOOPS"]
+    assert not problems(Kernel("gemm.cu", "loop"), code)
     assert not code.main_loop("DMMA")
 
 
@@ -112,13 +117,23 @@ def test_errors_carry_the_compilers_words(tmp_path: Path) -> None:
         compile_kernel(kernel(tmp_path, "loop", LOOP.replace("cp_async_commit", "no_such_thing")), "80")
 
 
-@pytest.mark.parametrize("source", sorted(path.name for path in FOLDER.glob("*.cu")))
+def test_tables_name_files_that_exist() -> None:
+    assert set(MAIN_LOOPS) <= set(SOURCES)
+
+
+@pytest.mark.parametrize("gpu", GPUS.values(), ids=lambda gpu: gpu.arch)
+def test_every_gpu_has_an_architecture_to_compile_for(tmp_path: Path, gpu: Gpu) -> None:
+    assert compile_kernel(kernel(tmp_path, "loop", LOOP), gpu.arch).registers > 0
+
+
+@pytest.mark.parametrize("source", SOURCES)
 def test_every_variant_compiles_well(source: str) -> None:
     mine = [variant for variant in variants.common() if variant.source == source]
     assert mine, "no common model launches it"
     built = []
-    for (arch, bf16), step in EVERY.items():
-        built += compile_all([variant for variant in mine if ("LM_BF16" in variant.defines) == bf16][::step], (arch,))
+    for (capability, bf16), step in EVERY.items():
+        chosen = [variant for variant in mine if ("LM_BF16" in variant.defines) == bf16][::step]
+        built += compile_all(chosen, (GPUS[capability].arch,))
     wrong = [
         f"{variant.name} {variant.defines} sm_{code.arch}: {', '.join(found)}"
         for variant, code in built

@@ -15,10 +15,12 @@ from torch import Tensor
 
 from lmkit.attention_spec import AttentionSpec
 from lmkit.kernels import ops
-from lmkit.kernels.cuda import attention, emulation, module
+from lmkit.kernels.cuda import attention, module
+from lmkit.kernels.cuda.gpus import GPUS, RESERVED_SHARED
 from lmkit.kernels.ops import BatchGeometry, KVTensor
 from lmkit.kernels.reference.kv import read_blocks
 from lmkit.kv_dtype import BFLOAT16, FLOAT16, FP8, INT4, INT8, KVDtype
+from tests import emulator
 from tests.kernels.cases import filled_cache, key_mean
 
 TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 4e-3}
@@ -176,7 +178,7 @@ def test_same_bits_in_any_order(device: str, monkeypatch: pytest.MonkeyPatch) ->
     first = decode(args, 0, 0, device)
     for seed in range(3):
         if device == "cpu":
-            emulation.install(seed=seed + 100)
+            emulator.install(seed=seed + 100)
         assert torch.equal(decode(args, 0, 0, device), first)
 
 
@@ -355,8 +357,8 @@ def test_shapes_fit_the_device() -> None:
     assert attention.shape_of(128, INT4, INT4, 4, False, (9, 0)).blocks_per_sm == 4
     assert attention.shape_of(128, INT8, INT8, 16, False, (8, 0)).n_tiles == 2
     assert not attention.shape_of(256, FLOAT16, FLOAT16, 4, False, (8, 9)).fits
-    for capability in ((8, 0), (8, 9), (9, 0), (12, 0)):
+    for capability, gpu in GPUS.items():
         for types in (FLOAT16, INT8, INT4, FP8):
             shape = attention.shape_of(128, types, types, 8, True, capability)
             assert shape.fits
-            assert shape.blocks_per_sm * (shape.shared + 1024) <= module.shared_of_sm(capability)
+            assert shape.blocks_per_sm * (shape.shared + RESERVED_SHARED) <= gpu.shared

@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lmkit.kernels.cuda import emulation, module
-from lmkit.kernels.cuda.emulation import EmulatedBackend
+from lmkit.kernels.cuda import module
 from lmkit.kernels.cuda.module import Kernel
+from tests import emulator
+from tests.emulator import EmulatedBackend
 
 Run = Callable[..., None]
 
@@ -22,7 +23,7 @@ Run = Callable[..., None]
 def backend() -> Iterator[EmulatedBackend]:
     if shutil.which("g++") is None:
         pytest.skip("kernels are emulated with g++")
-    yield emulation.install(seed=3)
+    yield emulator.install(seed=3)
     module.BACKENDS.pop("cpu", None)
 
 

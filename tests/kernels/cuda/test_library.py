@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from lmkit.kernels import ops
-from lmkit.kernels.cuda import elementwise, emulation, library
+from lmkit.kernels.cuda import elementwise
 from lmkit.kernels.ops import Norm
 from lmkit.kernels.reference import linear as reference
 from lmkit.kernels.registry import Op
 from lmkit.qtensor import QTensor, QuantScheme, per_row, quantize
+from tests import emulator
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 INT8, INT8_ASYMMETRIC = QuantScheme(8, -1, True), QuantScheme(8, -1)
@@ -69,7 +70,7 @@ def test_few_tokens_stream_dense_weights(
 
 
 def test_the_stream_is_what_runs_for_few_tokens() -> None:
-    emulated = emulation.install()
+    emulated = emulator.install()
     elementwise.kernel_for.cache_clear()
     weight = torch.randn(32, 64).half()
     for tokens, launched in ((8, ["gemv"]), (9, []), (0, [])):
@@ -213,7 +214,7 @@ def test_no_tokens(device: str) -> None:
     ],
 )
 def test_refusals(traits: dict[str, int], reason: str) -> None:
-    emulation.install()
+    emulator.install()
     given = {"group_size": -1, "in_features": 64, "out_features": 64, "bits": 8} | traits
     for op in (ops.linear_w8a8, ops.linear_fp8_a8):
         assert reason in (op.named("cuda").accepts(**given) or "")
@@ -221,8 +222,7 @@ def test_refusals(traits: dict[str, int], reason: str) -> None:
 
 def test_float8_products_need_a_gpu_that_has_them() -> None:
     traits = {"group_size": -1, "in_features": 64, "out_features": 64, "bits": 8}
-    emulation.install(capability=(8, 9))
-    assert library.FP8_CAPABILITY == (8, 9)
+    emulator.install(capability=(8, 9))
     assert ops.linear_fp8_a8.named("cuda").accepts(**traits) is None
-    emulation.install(capability=(8, 0))
+    emulator.install(capability=(8, 0))
     assert "8.9, not 8.0" in (ops.linear_fp8_a8.named("cuda").accepts(**traits) or "")

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from lmkit.kernels import ops
-from lmkit.kernels.cuda import emulation, gemm, gemm_pack, gemm_plan, gemm_table, linear, module
+from lmkit.kernels.cuda import gemm, gemm_pack, gemm_plan, gemm_table, linear, module
 from lmkit.kernels.cuda.gemm_pack import PackedWeight
 from lmkit.kernels.cuda.gemm_plan import Plan, Problem
+from lmkit.kernels.cuda.gpus import GPUS, gpu_of
 from lmkit.kernels.ops import Norm
 from lmkit.layers.outline import WeightKind, packed_outline
 from lmkit.qtensor import QTensor, QuantScheme, dequantize, per_row, quantize
+from tests import emulator
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 INT4 = QuantScheme(4, 128)
@@ -152,7 +154,7 @@ def test_order_of_threads_and_blocks_changes_nothing() -> None:
     q, results = weight(160, 1024), []
     x = torch.randn(5, 1024).half()
     for seed in range(4):
-        emulation.install(seed)
+        emulator.install(seed)
         results.append(gemm.multiply(x, pack(q, "cpu"), Plan(1, 1, 1, 4, 4, 1), dtype=F32))
     module.BACKENDS.pop("cpu")
     module.counters.cache_clear()
@@ -246,7 +248,7 @@ def test_layout_follows_from_shapes(scheme: str, activation: str | None) -> None
     assert (outline.out_features, outline.num_results) == (packed.out_features, packed.num_results)
 
 
-@pytest.mark.parametrize("limit", [99 << 10, 163 << 10, 227 << 10])
+@pytest.mark.parametrize("limit", sorted({gpu.block_shared for gpu in GPUS.values()}))
 def test_every_problem_has_a_plan(limit: int) -> None:
     for tiles, stages in [(384, 32), (256, 32), (1792, 32), (256, 112), (8016, 32), (1, 1), (8, 7), (512, 224)]:
         for tokens in (1, 3, 16, 57, 64, 96, 255):
@@ -258,13 +260,13 @@ def test_every_problem_has_a_plan(limit: int) -> None:
 
 
 def test_impossible_plans_are_found() -> None:
-    problem = Problem(8, 16, 32, 1072)
-    assert gemm_plan.problem_with(SMALL, problem, 99 << 10) is None
+    problem, limit = Problem(8, 16, 32, 1072), min(gpu.block_shared for gpu in GPUS.values())
+    assert gemm_plan.problem_with(SMALL, problem, limit) is None
     for plan in (
         Plan(0, 1, 1, 4, 4, 1), Plan(1, 1, 1, 4, 2, 1), Plan(1, 3, 1, 4, 4, 1), Plan(1, 1, 1, 32, 4, 1),
         Plan(8, 2, 4, 4, 4, 1), Plan(1, 1, 1, 4, 400, 1),
     ):  # fmt: skip
-        assert gemm_plan.problem_with(plan, problem, 99 << 10) is not None, plan
+        assert gemm_plan.problem_with(plan, problem, limit) is not None, plan
 
 
 def tuned(device: str, costs: dict[int, float]) -> gemm_table.Entry:
@@ -283,7 +285,7 @@ def test_tuning_is_saved_and_used(device: str, monkeypatch: pytest.MonkeyPatch) 
     entry = tuned(device, {0: 3.0, 1: 1.0, 2: 2.0})
     packed = pack(weight(32, 256), device)
     problem = gemm.problem_of(4, packed)
-    limit = gemm_plan.shared_limit(module.backend(device).capability())
+    limit = gpu_of(module.backend(device).capability()).block_shared
     assert entry.plan == gemm_plan.best(problem, module.backend(device).num_sms(), limit, 3)[1]
     table = gemm_table.table(device)
     again = gemm_table.Table(table.path, table.device)

@@ -13,7 +13,7 @@ import torch
 from lmkit.errors import UnsupportedError
 from lmkit.kernels.cuda import module
 from lmkit.kernels.cuda.module import CupyBackend, Kernel
-from lmkit.kernels.cuda.source import FOLDER, common_options, kernel_source
+from lmkit.kernels.cuda.source import FOLDER, kernel_source, options
 
 
 class FakeFunction:
@@ -51,7 +51,7 @@ def test_arguments_have_the_sizes_of_c(cupy: SimpleNamespace) -> None:
     assert (args[0], args[1], args[6]) == (x.data_ptr(), 0, x.data_ptr() + 4)
     kernel(1, 32, [x])
     assert len(cupy.modules) == 1, "compiled once"
-    assert cupy.modules[0][1] == common_options({"LM_BF16": 1})
+    assert cupy.modules[0][1] == options({"LM_BF16": 1})
     assert cupy.function.calls[1][4] == 50000, "the limit is not lowered again"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -28,9 +29,9 @@ WATCHED: dict[str, str] = {
 
 PLANTED = """
 import sys, torch
-from lmkit.kernels.cuda import emulation
+from tests import emulator
 from lmkit.kernels.cuda.module import Kernel
-emulation.install(sanitize=True)
+emulator.install(sanitize=True)
 path, *after = sys.argv[1:]
 Kernel(path, "planted")(1, 32, [torch.zeros(32), torch.zeros(32), *map(int, after)], shared=128)
 """
@@ -74,7 +75,9 @@ def test_the_sanitizer_finds_what_was_planted(tmp_path: Path, after_x: int, afte
 
 
 def test_kernels_stay_within_their_buffers() -> None:
-    options = ["-q", "-x", "-s", "-m", "not gpu", "-p", "tests.kernels.cuda.sanitized", "-p", "no:cacheprovider"]
+    options = ["-v", "-x", "-s", "-m", "not gpu", "-p", "tests.kernels.cuda.sanitized", "-p", "no:cacheprovider"]
     chosen = " or ".join(f"{file.removesuffix('.py')} and ({names})" for file, names in WATCHED.items())
     done = watched("-m", "pytest", *options, *(str(HERE / file) for file in WATCHED), "-k", chosen)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    unwatched = [file for file in WATCHED if not re.search(rf"/{file}::.* PASSED", done.stdout)]
+    assert not unwatched, f"no test is chosen of {unwatched}"

@@ -18,12 +18,13 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from lmkit.kernels.cuda.gpus import GPUS
 from lmkit.kernels.cuda.module import Kernel
 from lmkit.kernels.cuda.source import kernel_source, options
 
-ARCHES = ("80", "90a")
-CUPY = ("--device-as-default-execution-space",)  # what CuPy adds besides
-REGISTERS = 65536  # of a multiprocessor
+ARCHES = tuple(GPUS[capability].arch for capability in ((8, 0), (9, 0)))
+# CuPy adds these. Subnormal float32 numbers are flushed to zero.
+CUPY, CUPY_WITH_NVRTC = ("-ftz=true",), ("--device-as-default-execution-space",)
 
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);")
 _LABEL = re.compile(r"^(\.L_x_\d+):", re.MULTILINE)
@@ -93,9 +94,9 @@ def compile_kernel(kernel: Kernel, arch: str) -> Compiled:
 
 def _compile(kernel: Kernel, arch: str) -> dict[str, Compiled]:
     """All entry points of the kernel's text."""
-    text, flags = kernel_source(kernel.source), [*options(arch, kernel.defines), "--ptxas-options=-v"]
-    lib, tool = _nvrtc(), disassembler()
-    cubin, log = _with_nvcc(text, flags) if lib is None else _with_nvrtc(lib, text, [*flags, *CUPY])
+    text, lib, tool = kernel_source(kernel.source), _nvrtc(), disassembler()
+    flags = [f"--gpu-architecture=sm_{arch}", *CUPY, *options(kernel.defines), "--ptxas-options=-v"]
+    cubin, log = _with_nvcc(text, flags) if lib is None else _with_nvrtc(lib, text, [*flags, *CUPY_WITH_NVRTC])
     _, *parts = re.split(r"Compiling entry function '(\w+)'", log)
     listing = None if tool is None else _disassembled(tool, cubin)
     return {name: _compiled(name, arch, part, listing) for name, part in zip(parts[::2], parts[1::2], strict=True)}

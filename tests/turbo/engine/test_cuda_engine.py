@@ -19,18 +19,20 @@ from benchmarks.random_llama import make_awq
 from lmkit.config import EngineConfig
 from lmkit.errors import ConfigError, DeviceLostError, UnsupportedError
 from lmkit.formats.hub import DEMO_FOLDER
-from lmkit.kernels.cuda import emulation, module
+from lmkit.kernels.cuda import module
 from lmkit.models.loader import load_model
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.plan import StepPlan
-from lmkit.turbo.request import GenerationConfig, Request, StepOutput
+from lmkit.turbo.request import Request, SamplingParams, StepOutput
 from lmkit.turbo.runners import cuda as cuda_runner
 from lmkit.turbo.runners.cuda import CudaRunner
-from lmkit.turbo.runners.cuda_graphs import graph_sizes
-from lmkit.turbo.runners.device import EmulatedDevice, resolve_device
+from lmkit.turbo.runners.cuda_captured import captured_sizes
+from lmkit.turbo.runners.device import resolve_device
 from lmkit.turbo.transport.worker import EngineLoop
+from tests import emulator
+from tests.emulator.device import EmulatedDevice
 from tests.models import tiny
-from tests.turbo.engine.test_engine import run
+from tests.turbo.engine.test_engine import propose_drafts, run
 
 SMALL: dict[str, Any] = {"block_size": 16, "max_batch_size": 4, "max_step_tokens": 24, "max_model_len": 128}
 SIZES: dict[str, Any] = {
@@ -63,7 +65,7 @@ def quantized(checkpoint: Path) -> Path:
 def device(request: pytest.FixtureRequest) -> Iterator[EmulatedDevice]:
     if shutil.which("g++") is None:
         pytest.skip("kernels are emulated with g++")
-    emulation.install(seed=hash(request.node.name) & 0xFFFF)
+    emulator.install(seed=hash(request.node.name) & 0xFFFF)
     yield EmulatedDevice()
     module.BACKENDS.pop("cpu", None)
     module.counters.cache_clear()
@@ -84,15 +86,15 @@ def on_cpu(path: Path, **options: Any) -> Engine:
     return Engine(str(path), EngineConfig(**(SMALL | exact | options)))
 
 
-def request(name: str, prompt: list[int], max_new_tokens: int, **fields: Any) -> Request:
-    params = GenerationConfig(max_new_tokens=max_new_tokens, ignore_eos=True, logprobs=20)
+def request(name: str, prompt: list[int], max_tokens: int, **fields: Any) -> Request:
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, logprobs=20)
     return Request(request_id=name, prompt_ids=prompt, params=params, **fields)
 
 
 def requests(**params: Any) -> list[Request]:
-    common = {"max_new_tokens": 14, "ignore_eos": True, "seed": 5, "logprobs": 20} | params
+    common = {"max_tokens": 14, "ignore_eos": True, "seed": 5, "logprobs": 20} | params
     return [
-        Request(request_id=str(i), prompt_ids=prompt, params=GenerationConfig(**common))
+        Request(request_id=str(i), prompt_ids=prompt, params=SamplingParams(**common))
         for i, prompt in enumerate(PROMPTS)
     ]
 
@@ -141,7 +143,7 @@ def test_results_do_not_depend_on_batch_chunks_graphs_or_overlap(
     checkpoint: Path, device: EmulatedDevice, temperature: float, dtype: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A draw follows the smallest change of a logit, so that what is drawn is compared in float32."""
-    wanted = requests(temperature=temperature, top_p=0.95, repetition_penalty=1.1, max_new_tokens=9)
+    wanted = requests(temperature=temperature, top_p=0.95, repetition_penalty=1.1, max_tokens=9)
     alone = on_gpu(checkpoint, device, dtype=dtype)
     want = {name: parts for request in wanted for name, parts in run(alone, [request]).items()}
     engines = {
@@ -161,7 +163,7 @@ def test_results_do_not_depend_on_batch_chunks_graphs_or_overlap(
 
 def test_a_sequence_that_gave_way_goes_on_where_it_was(checkpoint: Path, device: EmulatedDevice) -> None:
     """Its token may be on the way to the host when it leaves its slot to another."""
-    wanted = requests(max_new_tokens=26)[1:3]
+    wanted = requests(max_tokens=26)[1:3]
     want = run(on_gpu(checkpoint, device), wanted)
     engine = on_gpu(checkpoint, device, kv_memory=5 * 16 * 2 * 2 * 2 * 64 * 2, max_model_len=None)
     assert assert_alike(run(engine, wanted), want, 0.02) == 1
@@ -197,29 +199,41 @@ def test_decode_steps_are_replayed_in_the_next_captured_size(
 ) -> None:
     engine = on_gpu(checkpoint, device, max_batch_size=5)
     assert isinstance(engine.runner, CudaRunner)
-    graphs, sizes = engine.runner.graphs, []
-    replay = graphs.replay
-    monkeypatch.setattr(graphs, "replay", lambda size: (sizes.append(size), replay(size))[1])
+    captured, sizes = engine.runner.captured, []
+    replay = captured.replay
+    monkeypatch.setattr(captured, "replay", lambda size: (sizes.append(size), replay(size))[1])
     more = [*requests(), request("more", [77, 78], 14)]
-    late = msgspec.structs.replace(more[0], request_id="late", params=GenerationConfig(max_new_tokens=40))
+    late = msgspec.structs.replace(more[0], request_id="late", params=SamplingParams(max_tokens=40))
     run(engine, [*more, late])
     assert set(sizes) == {1, 2, 4, 5} or set(sizes) == {1, 4, 5}
-    assert graph_sizes(64) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]
-    assert graph_sizes(3) == [1, 2, 3]
+    assert captured_sizes(64) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]
+    assert captured_sizes(3) == [1, 2, 3]
 
 
 def test_a_layer_of_a_decode_step_is_seven_launches(quantized: Path, device: EmulatedDevice) -> None:
     engine = on_gpu(quantized, device, overlap=False)
-    engine.add(Request(request_id="a", prompt_ids=[5, 6, 7], params=GenerationConfig(max_new_tokens=8, temperature=0)))
+    engine.add(Request(request_id="a", prompt_ids=[5, 6, 7], params=SamplingParams(max_tokens=8, temperature=0)))
     engine.step()
-    emulator = emulation.install()
+    gpu = emulator.install()
     (output,) = engine.step()
     assert len(output.token_ids) == 1
-    layers, launches = SIZES["num_hidden_layers"], Counter(emulator.launches)
+    layers, launches = SIZES["num_hidden_layers"], Counter(gpu.launches)
     assert launches["gemm"] == 4 * layers
     assert launches["decode_attention"] == layers
     assert launches["norm_rows"] == 2 * layers + 1, "and the one before the head"
     assert launches.total() - 7 * layers <= 6, "tokens, embedding, angles, norm, head, argmax"
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "repetition_penalty": 1.3}], ids=["greedy", "drawn"])
+def test_drafts_change_no_token(
+    checkpoint: Path, device: EmulatedDevice, params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = requests(**params)
+    want = tokens(run(on_gpu(checkpoint, device, dtype="float32"), wanted))
+    engine = on_gpu(checkpoint, device, dtype="float32")
+    lengths = propose_drafts(engine, want, monkeypatch)
+    assert tokens(run(engine, wanted)) == want
+    assert max(lengths) == 4
 
 
 def test_a_prefix_is_found_again(checkpoint: Path, device: EmulatedDevice) -> None:
@@ -269,10 +283,10 @@ def test_dtypes(checkpoint: Path, device: EmulatedDevice, dtype: Any) -> None:
     wanted = torch.float16 if dtype == "auto" else getattr(torch, dtype)
     assert engine.runner.decoder.dtype == engine.runner.kv[0].k.data.dtype == wanted
     assert isinstance(engine.runner, CudaRunner)
-    assert (engine.runner.graphs.size_for(3) is None) == (dtype == "float32")
-    got = run(engine, requests(max_new_tokens=4))
+    assert (engine.runner.captured.size_for(3) is None) == (dtype == "float32")
+    got = run(engine, requests(max_tokens=4))
     if dtype == "float32":
-        assert tokens(got) == tokens(run(on_cpu(checkpoint), requests(max_new_tokens=4)))
+        assert tokens(got) == tokens(run(on_cpu(checkpoint), requests(max_tokens=4)))
 
 
 def test_packed_weights_are_mapped_from_the_file(
@@ -280,9 +294,9 @@ def test_packed_weights_are_mapped_from_the_file(
 ) -> None:
     path = tmp_path / "model"
     shutil.copytree(quantized, path)
-    want = tokens(run(on_gpu(path, device), requests(max_new_tokens=6)))
+    want = tokens(run(on_gpu(path, device), requests(max_tokens=6)))
     for _ in range(2):
-        assert tokens(run(on_gpu(path, device, packed_cache=True), requests(max_new_tokens=6))) == want
+        assert tokens(run(on_gpu(path, device, packed_cache=True), requests(max_tokens=6))) == want
     assert len(list((path / ".lmkit").glob("packed-*.safetensors"))) == 1
 
 
@@ -339,12 +353,12 @@ def test_a_step_that_cannot_be_captured_is_run_as_it_is(
     def refuses(launch: Any) -> Any:
         raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore words")
 
-    want = tokens(run(on_gpu(checkpoint, device), requests(max_new_tokens=4)))
+    want = tokens(run(on_gpu(checkpoint, device), requests(max_tokens=4)))
     monkeypatch.setattr(device, "capture", refuses)
     engine = on_gpu(checkpoint, device)
     assert isinstance(engine.runner, CudaRunner)
-    assert engine.runner.graphs.size_for(1) is None
-    assert tokens(run(engine, requests(max_new_tokens=4))) == want
+    assert engine.runner.captured.size_for(1) is None
+    assert tokens(run(engine, requests(max_tokens=4))) == want
 
 
 def test_no_room_on_the_gpu_is_one_line(

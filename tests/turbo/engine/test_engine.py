@@ -16,7 +16,8 @@ from lmkit.config import EngineConfig
 from lmkit.errors import RequestError
 from lmkit.text import Tokenizer
 from lmkit.turbo.engine.engine import Engine
-from lmkit.turbo.request import EngineStats, GenerationConfig, Request, StepOutput
+from lmkit.turbo.plan import StepPlan
+from lmkit.turbo.request import EngineStats, Request, SamplingParams, StepOutput
 
 SMALL = {"block_size": 8, "max_batch_size": 4, "max_step_tokens": 64, "max_model_len": 256}
 PROMPTS = [
@@ -33,7 +34,7 @@ def engine_for(path: Path, **options: Any) -> Engine:
 
 def requests_for(path: Path, **params: Any) -> list[Request]:
     tokenizer = Tokenizer.from_pretrained(path)
-    config = GenerationConfig(**({"max_new_tokens": 24, "ignore_eos": True, "seed": 5} | params))
+    config = SamplingParams(**({"max_tokens": 24, "ignore_eos": True, "seed": 5} | params))
     return [
         Request(request_id=f"r{i}", prompt_ids=tokenizer.encode(text), params=config) for i, text in enumerate(PROMPTS)
     ]
@@ -51,6 +52,23 @@ def run(engine: Engine, requests: Iterable[Request]) -> dict[str, list[StepOutpu
     assert engine.stats().blocks_used == 0
     assert all(o[-1].finish_reason and not any(x.finish_reason for x in o[:-1]) for o in outputs.values())
     return outputs
+
+
+def propose_drafts(engine: Engine, want: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Each step that may compute a draft gets one, of which the third token is wrong. The lengths of those that ran."""
+    schedule, lengths = engine.scheduler.schedule, list[int]()
+
+    def with_drafts() -> StepPlan | None:
+        for seq in engine.scheduler._slots.running.values():
+            if not seq.num_pending:
+                draft = want[seq.request_id][seq.num_outputs :][:4]
+                seq.propose([token + (i == 2) for i, token in enumerate(draft)])
+        plan = schedule()
+        lengths.extend(len(chunk.draft) for chunk in plan.chunks) if plan is not None else None
+        return plan
+
+    monkeypatch.setattr(engine.scheduler, "schedule", with_drafts)
+    return lengths
 
 
 def tokens(outputs: list[StepOutput]) -> list[int]:
@@ -93,7 +111,7 @@ def test_results_do_not_depend_on_batch_chunks_or_preemption(
 
 def test_a_tiny_pool_preempts(demo_model: Path) -> None:
     engine = engine_for(demo_model, kv_dtype="int4", kv_memory=8 * 8 * 2 * 2 * 36 * 12, max_model_len=None)
-    requests = [r for r in requests_for(demo_model, max_new_tokens=40) if len(r.prompt_ids) < 20]
+    requests = [r for r in requests_for(demo_model, max_tokens=40) if len(r.prompt_ids) < 20]
     assert len(requests) == 3
     run(engine, requests)
     assert engine.stats().preemptions > 0
@@ -101,7 +119,7 @@ def test_a_tiny_pool_preempts(demo_model: Path) -> None:
 
 def test_prompt_logprobs_match_transformers(demo_model: Path, heldout_text: str) -> None:
     ids = Tokenizer.from_pretrained(demo_model).encode(heldout_text[:600])
-    params = GenerationConfig(max_new_tokens=0, seed=0, logprobs=3)
+    params = SamplingParams(max_tokens=0, seed=0, logprobs=3)
     request = Request(request_id="p", prompt_ids=ids, params=params, prompt_logprobs=True)
     outputs = run(engine_for(demo_model, dtype="float32", max_step_tokens=37), [request])["p"]
     reference = transformers.AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
@@ -122,7 +140,7 @@ def test_prompt_logprobs_do_not_depend_on_batch_chunks_or_the_part_that_is_score
 ) -> None:
     requests = [
         msgspec.structs.replace(request, prompt_logprobs=True)
-        for request in requests_for(demo_model, logprobs=4, max_new_tokens=3)
+        for request in requests_for(demo_model, logprobs=4, max_tokens=3)
     ]
     alone = engine_for(demo_model)
     want = {r.request_id: run(alone, [r])[r.request_id][0].prompt_logprobs for r in requests}
@@ -130,20 +148,20 @@ def test_prompt_logprobs_do_not_depend_on_batch_chunks_or_the_part_that_is_score
     chunked = engine_for(demo_model, max_step_tokens=5)
     for engine in (engine_for(demo_model), chunked):
         assert {name: outputs[0].prompt_logprobs for name, outputs in run(engine, requests).items()} == want
-    monkeypatch.setattr("lmkit.turbo.runners.cpu.SCORED_BYTES", 3 * 4 * 4096)
+    monkeypatch.setattr("lmkit.turbo.runners.runner.SCORED_BYTES", 3 * 4 * 4096)
     assert {name: outputs[0].prompt_logprobs for name, outputs in run(alone, requests).items()} == want
 
 
 def test_a_prompt_that_fills_the_context_can_be_scored(demo_model: Path) -> None:
     engine = engine_for(demo_model, max_model_len=64)
     full = Request(
-        request_id="r", prompt_ids=[5] * 64, params=GenerationConfig(max_new_tokens=0, seed=0), prompt_logprobs=True
+        request_id="r", prompt_ids=[5] * 64, params=SamplingParams(max_tokens=0, seed=0), prompt_logprobs=True
     )
     (output,) = run(engine, [full])["r"]
     assert (output.finish_reason, output.token_ids, len(output.prompt_logprobs)) == ("length", [], 63)
     assert engine.stats().generation_tokens == 0
     with pytest.raises(RequestError, match="context"):
-        engine.add(msgspec.structs.replace(full, params=GenerationConfig(max_new_tokens=1, seed=0)))
+        engine.add(msgspec.structs.replace(full, params=SamplingParams(max_tokens=1, seed=0)))
 
 
 def test_abort_frees_blocks_within_a_step(demo_model: Path) -> None:
@@ -159,6 +177,37 @@ def test_abort_frees_blocks_within_a_step(demo_model: Path) -> None:
     while engine.has_work():
         assert all(o.request_id != "r2" for o in engine.step())
     engine.check_integrity()
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 0.0, "logprobs": 3},
+        {"temperature": 1.0, "top_p": 0.9, "logprobs": 0},
+        {"temperature": 0.7, "repetition_penalty": 1.3, "ignore_eos": False, "min_tokens": 9, "logprobs": 0},
+    ],
+    ids=["greedy", "drawn", "edited"],
+)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_several_positions_of_a_step_are_sampled_as_one_after_the_other(
+    demo_model: Path, params: dict[str, Any], overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same tokens and log-probabilities, bit for bit; what is drawn or penalized depends on the tokens before."""
+    requests = [
+        msgspec.structs.replace(request, prompt_logprobs=params["temperature"] == 0)
+        for request in requests_for(demo_model, **params)
+    ]
+    want = run(engine_for(demo_model), requests)
+    engine = engine_for(demo_model, overlap=overlap, max_step_tokens=32)
+    lengths = propose_drafts(engine, {name: tokens(outputs) for name, outputs in want.items()}, monkeypatch)
+    got = run(engine, requests)
+    assert max(lengths) == 4
+    assert max(len(output.token_ids) for outputs in got.values() for output in outputs) == 3
+    for name, outputs in want.items():
+        assert [x for o in got[name] for x in o.logprobs] == [x for o in outputs for x in o.logprobs]
+        assert got[name][0].prompt_logprobs == outputs[0].prompt_logprobs
+        assert tokens(got[name]) == tokens(outputs)
+        assert got[name][-1].finish_reason == outputs[-1].finish_reason
 
 
 def test_a_failing_step_ends_its_requests_and_no_others(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,7 +262,7 @@ def test_a_step_that_fails_before_it_computes_leaves_loads_and_later_steps_alone
 def test_a_prompt_beyond_the_context_is_refused(demo_model: Path) -> None:
     engine = engine_for(demo_model)
     with pytest.raises(RequestError) as caught:
-        engine.add(Request(request_id="x", prompt_ids=[1] * 257, params=GenerationConfig(seed=0)))
+        engine.add(Request(request_id="x", prompt_ids=[1] * 257, params=SamplingParams(seed=0)))
     assert caught.value.code == "context_length_exceeded"
     assert "257" in caught.value.message
     assert "256" in caught.value.message

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from lmkit.errors import ConfigError
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.kv.tiers import folder
-from lmkit.turbo.request import GenerationConfig, Request
+from lmkit.turbo.request import Request, SamplingParams
 from tests.turbo.engine.test_engine import engine_for, run, tokens
 
 BLOCK_BYTES = 32 << 10  # of the demo, 8 tokens in bfloat16
@@ -23,7 +23,7 @@ FIRST, SECOND = list(range(100, 301)), list(range(500, 701))
 
 def ask(engine: Engine, prompt: list[int], count: int = 12, **fields: Any) -> tuple[list[int], int]:
     """(tokens, how many of the prompt were cached)."""
-    params = GenerationConfig(max_new_tokens=count, ignore_eos=True, seed=0)
+    params = SamplingParams(max_tokens=count, ignore_eos=True, seed=0)
     outputs = run(engine, [Request(request_id="r", prompt_ids=prompt, params=params, **fields)])["r"]
     assert outputs[-1].finish_reason == "length", outputs[-1].error
     return tokens(outputs), outputs[0].cached_tokens
@@ -79,7 +79,7 @@ def test_others_find_nothing(demo_model: Path, tmp_path: Path, fields: dict[str,
 
 def test_a_lease_ends_without_requests(demo_model: Path) -> None:
     engine = engine_for(demo_model, session_lease=0.3)
-    engine.add(Request(request_id="r", prompt_ids=FIRST, params=GenerationConfig(seed=0), session_id="s"))
+    engine.add(Request(request_id="r", prompt_ids=FIRST, params=SamplingParams(seed=0), session_id="s"))
     while engine.has_work():
         engine.step()
     stats = engine.stats()
@@ -92,7 +92,7 @@ def test_a_lease_ends_without_requests(demo_model: Path) -> None:
 
 def test_siblings_share_a_prompt_that_is_under_way(demo_model: Path) -> None:
     engine = engine_for(demo_model, max_step_tokens=64)
-    params = [GenerationConfig(max_new_tokens=4, temperature=1.0, seed=i, ignore_eos=True) for i in range(4)]
+    params = [SamplingParams(max_tokens=4, temperature=1.0, seed=i, ignore_eos=True) for i in range(4)]
     outputs = run(
         engine, [Request(request_id=f"r{i}", prompt_ids=FIRST, params=params) for i, params in enumerate(params)]
     )

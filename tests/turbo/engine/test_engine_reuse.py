@@ -15,7 +15,7 @@ import pytest
 
 from lmkit.config import EngineConfig
 from lmkit.turbo.engine.engine import Engine
-from lmkit.turbo.request import GenerationConfig, Request, StepOutput
+from lmkit.turbo.request import Request, SamplingParams, StepOutput
 from tests.models.tiny import make
 
 VOCAB, LENGTH = 199, 256
@@ -47,12 +47,12 @@ def prompts(rng: random.Random) -> list[list[int]]:
 
 def requests(rng: random.Random) -> list[Request]:
     """One is greedy, the next one draws, and so on."""
-    params = GenerationConfig(top_p=0.95, ignore_eos=True, logprobs=3)
+    params = SamplingParams(top_p=0.95, ignore_eos=True, logprobs=3)
     return [
         Request(
             request_id=f"r{i}",
             prompt_ids=ids,
-            params=msgspec.structs.replace(params, seed=i, temperature=i % 2, max_new_tokens=rng.choice([3, 12, 25])),
+            params=msgspec.structs.replace(params, seed=i, temperature=i % 2, max_tokens=rng.choice([3, 12, 25])),
             session_id=rng.choice([None, "s"]),
             priority=rng.choice([0, 0, -1, 1]),
         )

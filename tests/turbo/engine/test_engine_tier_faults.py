@@ -16,7 +16,7 @@ import pytest
 
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.kv.tiers import files
-from lmkit.turbo.request import GenerationConfig, Request
+from lmkit.turbo.request import Request, SamplingParams
 from tests.turbo.engine.test_engine import SMALL, engine_for, run, tokens
 from tests.turbo.engine.test_engine_cache import FIRST, SECOND, always_load, ask, settle
 
@@ -24,7 +24,7 @@ KILLED = """
 import os, signal, sys
 from lmkit.config import EngineConfig
 from lmkit.turbo.engine.engine import Engine
-from lmkit.turbo.request import GenerationConfig, Request
+from lmkit.turbo.request import SamplingParams, Request
 from lmkit.turbo.kv.tiers import files
 
 model, kv, call, count = sys.argv[1:]
@@ -41,7 +41,7 @@ def die(*args):
 
 setattr(files.os, call, die)
 engine = Engine(model, EngineConfig(kv_disk_path=kv, **OPTIONS))
-engine.add(Request(request_id="r", prompt_ids=PROMPT, params=GenerationConfig(ignore_eos=True, seed=0)))
+engine.add(Request(request_id="r", prompt_ids=PROMPT, params=SamplingParams(ignore_eos=True, seed=0)))
 while True:
     engine.step()
 """
@@ -160,11 +160,11 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 def test_a_slow_load_delays_nobody_else(demo_model: Path, filled: Path, want: list[int], gate: threading.Event) -> None:
     plain, engine = engine_for(demo_model, prefix_cache=False), restarted(demo_model, filled)
-    params = GenerationConfig(max_new_tokens=40, ignore_eos=True, seed=0)
+    params = SamplingParams(max_tokens=40, ignore_eos=True, seed=0)
     long = [Request(request_id=f"long{i}", prompt_ids=SECOND[i : i + 20], params=params) for i in range(2)]
     answers: dict[str, list[int]] = {"long0": [], "long1": [], "loads": []}
     waiting = Request(
-        request_id="loads", prompt_ids=FIRST, params=GenerationConfig(max_new_tokens=12, ignore_eos=True, seed=0)
+        request_id="loads", prompt_ids=FIRST, params=SamplingParams(max_tokens=12, ignore_eos=True, seed=0)
     )
 
     def step() -> None:
@@ -198,7 +198,7 @@ def test_a_request_that_ends_while_it_loads(
     demo_model: Path, filled: Path, want: list[int], gate: threading.Event
 ) -> None:
     engine = restarted(demo_model, filled)
-    params = GenerationConfig(max_new_tokens=12, ignore_eos=True, seed=0)
+    params = SamplingParams(max_tokens=12, ignore_eos=True, seed=0)
     for name, timeout in (("aborted", None), ("late", 0.05)):
         engine.add(Request(request_id=name, prompt_ids=FIRST, params=params, timeout=timeout))
     ended = {}

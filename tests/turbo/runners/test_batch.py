@@ -5,14 +5,14 @@ from __future__ import annotations
 import random
 
 from lmkit.turbo.plan import Chunk, NewSequence
-from lmkit.turbo.request import GenerationConfig
+from lmkit.turbo.request import SamplingParams
 from lmkit.turbo.runners.batch import TABLE_KEYS, PersistentBatch
 
 BLOCK = 4
 
 
 def enter(batch: PersistentBatch, slot: int, tokens: list[int], prompt_logprobs: bool = False) -> None:
-    batch.enter(NewSequence(slot, tokens, len(tokens), GenerationConfig(), (), prompt_logprobs))
+    batch.enter(NewSequence(slot, tokens, len(tokens), SamplingParams(), (), prompt_logprobs))
 
 
 def test_inputs_follow_each_token_to_its_slot() -> None:
@@ -31,7 +31,7 @@ def test_inputs_follow_each_token_to_its_slot() -> None:
             if size:
                 blocks = [free.pop() for _ in range(-(-(done[slot] + size) // BLOCK) - len(tables[slot]))]
                 tables[slot] += blocks
-                chunks.append(Chunk(slot, done[slot], size, [blocks], done[slot] + size == len(row)))
+                chunks.append(Chunk(slot, done[slot], size, [blocks], int(done[slot] + size == len(row))))
                 done[slot] += size
         if not chunks:
             continue
@@ -45,11 +45,11 @@ def test_inputs_follow_each_token_to_its_slot() -> None:
         for table, chunk in zip(inputs.geometries[0].block_tables.tolist(), chunks, strict=True):
             used = -(-(chunk.start + chunk.num_tokens) // BLOCK)
             assert table[:used] == tables[chunk.slot][:used]
-        sampled = [c for c in chunks if c.sample]
+        sampled = [c for c in chunks if c.num_sampled]
         if rows is None:  # a decode step
-            assert all(c.num_tokens == 1 and c.sample for c in chunks)
+            assert all(c.num_tokens == c.num_sampled == 1 for c in chunks)
         else:
-            assert [r >= 0 for r in rows.sample_row] == [c.sample for c in chunks]
+            assert [len(span) for span in rows.sample_rows] == [c.num_sampled for c in chunks]
         ends = [int(inputs.geometries[0].query_start[chunks.index(c) + 1]) - 1 for c in sampled]
         assert inputs.logit_rows.tolist() == ends
 
@@ -57,10 +57,10 @@ def test_inputs_follow_each_token_to_its_slot() -> None:
 def test_a_reused_slot_forgets_its_blocks() -> None:
     batch = PersistentBatch(num_slots=1, max_model_len=16, block_size=BLOCK, max_step_tokens=128)
     enter(batch, 0, [1, 2, 3, 4, 5])
-    batch.inputs([Chunk(0, 0, 5, [[7, 8]], True)])
+    batch.inputs([Chunk(0, 0, 5, [[7, 8]], 1)])
     batch.append(0, 9)
     enter(batch, 0, [6, 6])
-    inputs, _ = batch.inputs([Chunk(0, 0, 2, [[3]], True)])
+    inputs, _ = batch.inputs([Chunk(0, 0, 2, [[3]], 1)])
     assert inputs.geometries[0].slots.tolist() == [12, 13]
     assert inputs.token_ids.tolist() == [6, 6]
 
@@ -71,8 +71,8 @@ def test_prompt_rows_score_every_prompt_token_once() -> None:
     enter(batch, 1, [20, 21])
     scored: list[int] = []
     for start, size in ((0, 3), (3, 1), (4, 2)):
-        chunk = Chunk(0, start, size, [[start]] if start % BLOCK == 0 else [], start + size == 6)
-        other = Chunk(1, 0, 2, [[9]] if start == 0 else [], True)
+        chunk = Chunk(0, start, size, [[start]] if start % BLOCK == 0 else [], int(start + size == 6))
+        other = Chunk(1, 0, 2, [[9]] if start == 0 else [], 1)
         inputs, rows = batch.inputs([other, chunk])
         positions = inputs.positions.tolist()
         assert rows is not None
@@ -98,7 +98,7 @@ def test_decode_steps_stay_in_place_and_follow_blocks_and_slots() -> None:
             new_blocks[1] = list(tables[1])
         if step == 15:
             del lengths[0]
-        chunks = [Chunk(slot, n - 1, 1, [new_blocks.pop(slot, [])], True) for slot, n in lengths.items()]
+        chunks = [Chunk(slot, n - 1, 1, [new_blocks.pop(slot, [])], 1) for slot, n in lengths.items()]
         inputs, rows = batch.inputs(chunks)
         assert rows is None
         assert inputs.token_ids.tolist() == [batch.token_ids[slot, n - 1] for slot, n in lengths.items()]
@@ -125,6 +125,6 @@ def test_tables_of_prompt_steps_widen_by_doubling() -> None:
     enter(batch, 0, list(range(5 * TABLE_KEYS)))
     widths = {}
     for keys in (8, TABLE_KEYS, TABLE_KEYS + 1, 2 * TABLE_KEYS, 4 * TABLE_KEYS, 5 * TABLE_KEYS):
-        inputs, _ = batch.inputs([Chunk(0, keys - 8, 8, [], False)])
+        inputs, _ = batch.inputs([Chunk(0, keys - 8, 8, [], 0)])
         widths[keys / TABLE_KEYS] = inputs.geometries[0].block_tables.shape[1] * BLOCK / TABLE_KEYS
     assert list(widths.values()) == [1, 1, 2, 2, 4, 5]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lmkit.kernels.cuda import module, sampling
-from lmkit.turbo.plan import NewSequence, Sampled
+from lmkit.turbo.plan import NewSequence, SampledToken
 from lmkit.turbo.runners.gpu_sampler import GpuSampler
 from lmkit.turbo.runners.sampler import LogitEdits, Sampler
 from lmkit.turbo.sequence import FAILED_TOKEN
@@ -35,7 +35,7 @@ class Both:
         self.cpu.set(new.slot, new)
         self.gpu.set(new.slot, new)
 
-    def sample(self, logits: Tensor, slots: Sequence[int]) -> list[Sampled]:
+    def sample(self, logits: Tensor, slots: Sequence[int]) -> list[SampledToken]:
         """What both give."""
         got = self.gpu.sample(logits.to(self.device, copy=True), slots).result()
         want = self.cpu.sample(logits, slots)
@@ -60,7 +60,7 @@ def test_tokens_and_logprobs_are_the_cpus(device: str, vocab: int, count: int) -
 def test_sequences_go_on_the_same_after_a_preemption(device: str) -> None:
     generator, vocab = torch.Generator().manual_seed(3), 40
     logits = torch.randn(20, vocab, generator=generator)
-    params = {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "min_new_tokens": 8, "top_p": 0.95, "seed": 99}
+    params = {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "min_tokens": 8, "top_p": 0.95, "seed": 99}
     ids = [7, 8, 9]
     both = Both(device, [entry(0, ids, 3, **params), entry(1, [1], 1, presence_penalty=2.0)], vocab)
     for row in logits:
@@ -86,7 +86,7 @@ def test_edits_are_the_cpus_to_the_bit(device: str) -> None:
             slot, ids, rng.randint(1, 150), repetition_penalty=rng.choice([1.0, 1.3, 0.7]),
             presence_penalty=rng.choice([0.0, 0.7, -0.5]), frequency_penalty=rng.choice([0.0, 0.1, -0.3]),
             logit_bias={rng.randrange(vocab): rng.uniform(-9, 9) for _ in range(300)} | {3: 1.0},
-            min_new_tokens=rng.choice([0, 1000]), stop_token_ids=(5, vocab - 1), max_new_tokens=None,
+            min_tokens=rng.choice([0, 1000]), stop_token_ids=(5, vocab - 1), max_tokens=None,
         )  # fmt: skip
         sampler.set(slot, new)
         LogitEdits.of(new, vocab).apply(want[row], len(ids) - new.num_prompt_tokens)
@@ -123,7 +123,7 @@ def test_a_mask_leaves_what_a_grammar_allows(device: str, vocab: int) -> None:
 )
 @pytest.mark.parametrize("damage", ["nan", "inf", "all -inf", "nan where an edit hides it"])
 def test_unusable_logits_fail_their_own_row_only(device: str, params: dict[str, Any], damage: str) -> None:
-    held = {"min_new_tokens": 1} if damage.endswith("hides it") else {}
+    held = {"min_tokens": 1} if damage.endswith("hides it") else {}
     both = Both(device, [entry(slot, [1], 1, **params, **held) for slot in range(3)], 50)
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(4))
     if damage == "all -inf":
@@ -137,7 +137,7 @@ def test_unusable_logits_fail_their_own_row_only(device: str, params: dict[str, 
 
 
 def test_nothing_left_to_choose_fails(device: str) -> None:
-    held: dict[str, Any] = {"min_new_tokens": 9, "stop_token_ids": (1, 2), "ignore_eos": True, "temperature": 0.0}
+    held: dict[str, Any] = {"min_tokens": 9, "stop_token_ids": (1, 2), "ignore_eos": True, "temperature": 0.0}
     both = Both(device, [entry(0, [1], 1, **held)], 3)
     assert both.sample(torch.tensor([[1.0, 2.0, 3.0]]), [0])[0].token_id == 0
     assert both.sample(torch.tensor([[-torch.inf, 2.0, 3.0]]), [0])[0].token_id == FAILED_TOKEN
@@ -153,7 +153,7 @@ def test_logprobs_are_of_the_unmodified_logits(device: str) -> None:
     assert edited.logprob == pytest.approx(want[3])
     assert [token for token, _ in edited.top] == [1, 2]  # of equals the lower id
     assert [token for token, _ in whole.top] == [1, 2, 4, 0, 3]
-    assert plain == Sampled(1)
+    assert plain == SampledToken(1)
 
 
 def test_a_new_sequence_inherits_nothing_from_the_slot(device: str) -> None:
@@ -162,9 +162,9 @@ def test_a_new_sequence_inherits_nothing_from_the_slot(device: str) -> None:
     both = Both(device, [first], 4)
     both.sample(row, [0])
     both.set(entry(0, [1], 1, temperature=0.0))
-    assert both.sample(row, [0]) == [Sampled(3)]
-    both.set(entry(0, [1], 1, temperature=0.0, min_new_tokens=1))
-    assert both.sample(row, [0]) == [Sampled(2)]
+    assert both.sample(row, [0]) == [SampledToken(3)]
+    both.set(entry(0, [1], 1, temperature=0.0, min_tokens=1))
+    assert both.sample(row, [0]) == [SampledToken(2)]
 
 
 def test_greedy_rows_need_one_kernel_and_no_copy_of_their_own(device: str) -> None:
@@ -177,7 +177,7 @@ def test_greedy_rows_need_one_kernel_and_no_copy_of_their_own(device: str) -> No
     for _ in range(2):
         both.gpu.argmax(logits, slots, tokens)
         want = logits.argmax(-1)[:3].tolist()
-        assert both.gpu.fetch(tokens).result()[:3] == [Sampled(token) for token in want]
+        assert both.gpu.fetch(tokens).result()[:3] == [SampledToken(token) for token in want]
         assert both.gpu.last_token.tolist() == [want[1], 0, want[0], want[2]]
         logits.copy_(torch.randn(4, 40, generator=torch.Generator().manual_seed(2)))
     both.sample(logits.cpu(), [0, 1, 2, 3])

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from lmkit.kernels.reference.sampling import most_likely, nucleus
-from lmkit.turbo.plan import NewSequence, Sampled
-from lmkit.turbo.request import GenerationConfig
+from lmkit.turbo.plan import NewSequence, SampledToken
+from lmkit.turbo.request import SamplingParams
 from lmkit.turbo.runners import sampler as sampler_module
 from lmkit.turbo.runners.sampler import Sampler, philox4x32, philox_uniform
 from lmkit.turbo.sequence import FAILED_TOKEN
@@ -23,7 +23,7 @@ WORD = 0xFFFFFFFF
 
 
 def entry(slot: int, ids: list[int], num_prompt: int, **params: Any) -> NewSequence:
-    config = GenerationConfig(**({"temperature": 1.0, "seed": 0} | params))
+    config = SamplingParams(**({"temperature": 1.0, "seed": 0} | params))
     return NewSequence(slot, ids, num_prompt, config, () if config.ignore_eos else EOS, False)
 
 
@@ -31,7 +31,7 @@ def oracle_probabilities(logits: np.ndarray, new: NewSequence) -> np.ndarray:
     """float64 [vocab], the parameters applied one at a time as their definitions say."""
     params, outputs = new.params, new.token_ids[new.num_prompt_tokens :]
     z = logits.astype(np.float64)
-    if len(outputs) < params.min_new_tokens:
+    if len(outputs) < params.min_tokens:
         z[list(new.eos_token_ids + params.stop_token_ids)] = -np.inf
     for token, bias in params.logit_bias.items():
         z[token] += bias
@@ -65,7 +65,7 @@ def oracle_token(logits: np.ndarray, new: NewSequence) -> int:
     return next(token for token in range(len(p)) if p[: token + 1].sum() > u * p.sum())
 
 
-def sample_one(logits: list[float] | torch.Tensor, ids: list[int] | None = None, **params: Any) -> Sampled:
+def sample_one(logits: list[float] | torch.Tensor, ids: list[int] | None = None, **params: Any) -> SampledToken:
     """One row in a sampler of its own; the first of `ids` is the prompt."""
     row = torch.as_tensor(logits, dtype=torch.float32)[None]
     sampler = Sampler(1, row.shape[1])
@@ -87,11 +87,11 @@ def random_entry(rng: random.Random, slot: int, vocab: int) -> NewSequence:
         presence_penalty=rng.choice([0.0, 0.0, 0.7, -0.5]),
         frequency_penalty=rng.choice([0.0, 0.0, 0.4, -0.3]),
         logit_bias=rng.choice([{}, {rng.randrange(vocab): rng.uniform(-5, 5), 2: 1.5}]),
-        min_new_tokens=rng.choice([0, 0, 10, 100]),
+        min_tokens=rng.choice([0, 0, 10, 100]),
         stop_token_ids=rng.choice([(), (4, 5)]),
         logprobs=rng.choice([None, None, 0, 5]),
         seed=rng.randrange(1 << 64),
-        max_new_tokens=None,
+        max_tokens=None,
     )
 
 
@@ -150,7 +150,7 @@ def distribution_cases() -> Iterator[Any]:
     yield pytest.param({"top_k": 5, "top_p": 0.8}, id="top_k then top_p")
     yield pytest.param({"min_p": 0.2}, id="min_p")
     yield pytest.param({"logit_bias": {2: 3.0, 11: -100.0}}, id="logit_bias")
-    yield pytest.param({"min_new_tokens": 9, "max_new_tokens": 9, "stop_token_ids": (2,)}, id="min_new_tokens")
+    yield pytest.param({"min_tokens": 9, "max_tokens": 9, "stop_token_ids": (2,)}, id="min_tokens")
     for name, value in (("repetition_penalty", 1.8), ("presence_penalty", 1.1), ("frequency_penalty", 0.6)):
         yield pytest.param({name: value, "ids": context, "prompt": 3}, id=name)
     everything = {"temperature": 1.3, "top_k": 9, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.2}
@@ -220,7 +220,7 @@ def test_a_row_does_not_depend_on_its_company(vocab: int, threads: int) -> None:
 def test_a_sequence_goes_on_the_same_after_a_preemption() -> None:
     generator, vocab = torch.Generator().manual_seed(3), 40
     logits = torch.randn(20, vocab, generator=generator)
-    params = {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "min_new_tokens": 8, "top_p": 0.95, "seed": 99}
+    params = {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "min_tokens": 8, "top_p": 0.95, "seed": 99}
     whole, ids = Sampler(1, vocab), [7, 8, 9]
     whole.set(0, entry(0, ids, 3, **params))
     for row in logits:
@@ -276,12 +276,12 @@ def test_a_new_sequence_inherits_nothing_from_the_slot() -> None:
     sampler.set(0, entry(0, [1, 3, 3], 1, logit_bias={0: 50.0}, frequency_penalty=2.0, logprobs=2, top_k=1))
     sampler.sample(row, [0])
     sampler.set(0, entry(0, [1], 1, temperature=0.0))
-    assert sampler.sample(row, [0]) == [Sampled(3)]
+    assert sampler.sample(row, [0]) == [SampledToken(3)]
 
 
-def test_stops_are_held_back_until_min_new_tokens() -> None:
+def test_stops_are_held_back_until_min_tokens() -> None:
     logits = [9.0, 0.0, 1.0, 8.0, 7.0]
-    params: dict[str, Any] = {"temperature": 0.0, "min_new_tokens": 2, "stop_token_ids": (4,)}
+    params: dict[str, Any] = {"temperature": 0.0, "min_tokens": 2, "stop_token_ids": (4,)}
     assert [sample_one(logits, [1] * n, **params).token_id for n in (1, 2, 3)] == [2, 2, 0]
     assert sample_one(logits, ignore_eos=True, **params).token_id == 0
 
@@ -339,7 +339,7 @@ def test_logprobs_are_of_the_unmodified_logits() -> None:
     assert [value for _, value in result.top] == pytest.approx([want[1], want[2]])
     assert [token for token, _ in sample_one(logits, logprobs=20).top] == [1, 2, 4, 0, 3]
     assert sample_one(logits, logprobs=0).top == []
-    assert sample_one(logits) == Sampled(sample_one(logits).token_id)
+    assert sample_one(logits) == SampledToken(sample_one(logits).token_id)
 
 
 @pytest.mark.parametrize(
@@ -350,7 +350,7 @@ def test_unusable_logits_fail_their_own_row_only(params: dict[str, Any], damage:
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(4))
     sampler, whole = Sampler(3, 50), Sampler(3, 50)
     for slot in range(3):
-        held = {"min_new_tokens": 1} if damage.endswith("hides it") else {}
+        held = {"min_tokens": 1} if damage.endswith("hides it") else {}
         sampler.set(slot, entry(slot, [1], 1, **params, **held))
         whole.set(slot, entry(slot, [1], 1, **params, **held))
     want = whole.sample(logits, [0, 1, 2])
@@ -359,11 +359,11 @@ def test_unusable_logits_fail_their_own_row_only(params: dict[str, Any], damage:
     else:
         logits[1, EOS[0]] = torch.inf if damage == "inf" else torch.nan
     got = sampler.sample(logits, [0, 1, 2])
-    assert got == [want[0], Sampled(FAILED_TOKEN), want[2]]
+    assert got == [want[0], SampledToken(FAILED_TOKEN), want[2]]
 
 
 def test_a_row_with_nothing_left_to_choose_fails() -> None:
-    held_back: dict[str, Any] = {"min_new_tokens": 1, "stop_token_ids": (1, 2)}
+    held_back: dict[str, Any] = {"min_tokens": 1, "stop_token_ids": (1, 2)}
     assert sample_one([1.0, 2.0, 3.0], ignore_eos=True, **held_back).token_id == 0
     assert sample_one([-np.inf, 2.0, 3.0], ignore_eos=True, **held_back).token_id == FAILED_TOKEN
 

@@ -10,10 +10,11 @@ import torch
 
 from lmkit.layers.batch import BatchInputs
 from lmkit.turbo.plan import Chunk, NewSequence
-from lmkit.turbo.request import GenerationConfig
+from lmkit.turbo.request import SamplingParams
 from lmkit.turbo.runners.batch import PersistentBatch
-from lmkit.turbo.runners.device import EmulatedDevice, Event
+from lmkit.turbo.runners.device import Event
 from lmkit.turbo.runners.staging import NUM_STAGED, StagedInputs
+from tests.emulator.device import EmulatedDevice
 
 BLOCK = 4
 
@@ -40,7 +41,7 @@ class Deferred(EmulatedDevice):
 
 
 def entered(batch: PersistentBatch, slot: int, length: int) -> None:
-    batch.enter(NewSequence(slot, list(range(100 * slot, 100 * slot + length)), length, GenerationConfig(), (), False))
+    batch.enter(NewSequence(slot, list(range(100 * slot, 100 * slot + length)), length, SamplingParams(), (), False))
 
 
 def same(got: BatchInputs, want: BatchInputs) -> None:
@@ -73,7 +74,7 @@ def test_steps_of_any_shape_follow_one_another() -> None:
                 batch.expect(slot)
                 count = 1
             new = -(-(length[slot] + count) // BLOCK) - -(-length[slot] // BLOCK)
-            chunks.append(Chunk(slot, length[slot], count, [list(range(next_block, next_block + new))], True))
+            chunks.append(Chunk(slot, length[slot], count, [list(range(next_block, next_block + new))], 1))
             next_block, length[slot] = next_block + new, length[slot] + count
         inputs, rows = batch.inputs(chunks)
         pad = rng.choice([0, 8]) if rows is None and rng.random() < 0.5 else 0

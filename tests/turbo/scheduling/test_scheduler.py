@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from lmkit.turbo.plan import Sampled
-from lmkit.turbo.request import GenerationConfig, Request
-from tests.turbo.fakes import EOS, LIMITS, FakeEngine, limits, prompt_logprob, request, solo
+from lmkit.turbo.request import Request, SamplingParams
+from tests.turbo.fakes import EOS, LIMITS, FakeEngine, limits, prompt_logprob, request, sampled, solo
 
 
 def shape(engine: FakeEngine) -> list[tuple[int, int]]:
@@ -19,38 +18,38 @@ def shape(engine: FakeEngine) -> list[tuple[int, int]]:
 
 def test_prefill_then_decode() -> None:
     engine = FakeEngine()
-    engine.add(request("a", 5, max_new_tokens=3))
+    engine.add(request("a", 5, max_tokens=3))
     assert [shape(engine) for _ in range(4)] == [[(0, 5)], [(5, 1)], [(6, 1)], []]
-    assert engine.tokens("a") == solo(request("a", 5, max_new_tokens=3), LIMITS)[0]
+    assert engine.tokens("a") == solo(request("a", 5, max_tokens=3), LIMITS)[0]
     assert [o.finish_reason for o in engine.outputs["a"]] == [None, None, "length"]
     assert not engine.scheduler.has_work()
 
 
 def test_a_long_prompt_is_computed_in_chunks() -> None:
     engine = FakeEngine()
-    engine.add(request("a", 40, max_new_tokens=1))
+    engine.add(request("a", 40, max_tokens=1))
     assert [shape(engine) for _ in range(3)] == [[(0, 16)], [(16, 16)], [(32, 8)]]
     assert [o.finish_reason for o in engine.outputs["a"]] == ["length"]
 
 
-def test_max_new_tokens_is_clipped_at_the_context() -> None:
+def test_max_tokens_is_clipped_at_the_context() -> None:
     for wanted in (None, 1000):
         engine = FakeEngine()
-        engine.add(request("a", 60, max_new_tokens=wanted))
+        engine.add(request("a", 60, max_tokens=wanted))
         engine.run()
         assert (len(engine.tokens("a")), engine.reason("a")) == (4, "length")
 
 
 def first_stop(prompt: int, ids: tuple[int, ...], **params: Any) -> list[int]:
-    return solo(request("a", prompt, max_new_tokens=50, stop_token_ids=ids, **params), LIMITS)[0]
+    return solo(request("a", prompt, max_tokens=50, stop_token_ids=ids, **params), LIMITS)[0]
 
 
 def test_eos_and_stop_ids_end_a_request_and_are_reported() -> None:
     for params in ({"ignore_eos": False, "seed": 3}, {"stop_token_ids": tuple(range(0, 50, 6))}):
         engine = FakeEngine()
-        engine.add(request("a", 3, max_new_tokens=50, **params))
+        engine.add(request("a", 3, max_tokens=50, **params))
         engine.run()
-        want, reason = solo(request("a", 3, max_new_tokens=50, **params), LIMITS)
+        want, reason = solo(request("a", 3, max_tokens=50, **params), LIMITS)
         assert (engine.tokens("a"), engine.reason("a"), reason) == (want, "stop", "stop")
         assert [o.stop_token for o in engine.outputs["a"]] == [None] * (len(want) - 1) + [want[-1]]
 
@@ -59,23 +58,23 @@ def test_a_stop_id_at_the_last_allowed_token_is_a_stop() -> None:
     ids = tuple(range(0, 50, 6))
     count = len(first_stop(3, ids))
     engine = FakeEngine()
-    engine.add(request("a", 3, max_new_tokens=count, stop_token_ids=ids))
+    engine.add(request("a", 3, max_tokens=count, stop_token_ids=ids))
     engine.run()
     assert engine.reason("a") == "stop"
 
 
-def test_min_new_tokens_holds_stops_back() -> None:
+def test_min_tokens_holds_stops_back() -> None:
     ids = tuple(range(0, 50, 2))
     engine = FakeEngine()
-    engine.add(request("a", 3, max_new_tokens=50, min_new_tokens=9, stop_token_ids=ids))
+    engine.add(request("a", 3, max_tokens=50, min_tokens=9, stop_token_ids=ids))
     plan = engine.scheduler.schedule()
     assert plan is not None
     # Even if a runner samples one: it is a token like any other until nine are generated.
-    engine.scheduler.update(plan, [Sampled(ids[0])])
+    engine.scheduler.update(plan, [sampled(ids[0])])
     for expected in [None] * 8 + ["stop"]:
         plan = engine.scheduler.schedule()
         assert plan is not None
-        (output,) = engine.scheduler.update(plan, [Sampled(ids[0])])
+        (output,) = engine.scheduler.update(plan, [sampled(ids[0])])
         assert output.finish_reason == expected
 
 
@@ -85,11 +84,11 @@ def test_ignore_eos_leaves_stop_ids_in_force() -> None:
     plan = engine.scheduler.schedule()
     assert plan is not None
     assert [new.eos_token_ids for new in plan.new] == [(), EOS]
-    outputs = engine.scheduler.update(plan, [Sampled(EOS[0]), Sampled(EOS[0])])
+    outputs = engine.scheduler.update(plan, [sampled(EOS[0]), sampled(EOS[0])])
     assert [(o.request_id, o.finish_reason) for o in outputs] == [("a", None), ("b", "stop")]
     plan = engine.scheduler.schedule()
     assert plan is not None
-    assert [o.stop_token for o in engine.scheduler.update(plan, [Sampled(9)])] == [9]
+    assert [o.stop_token for o in engine.scheduler.update(plan, [sampled(9)])] == [9]
 
 
 def test_logprobs_are_passed_on_only_if_asked_for() -> None:
@@ -108,7 +107,7 @@ def test_logprobs_are_passed_on_only_if_asked_for() -> None:
 
 def test_decodes_never_wait_behind_a_long_prompt() -> None:
     engine = FakeEngine()
-    engine.add(request("a", 2, max_new_tokens=9), request("b", 3, max_new_tokens=9))
+    engine.add(request("a", 2, max_tokens=9), request("b", 3, max_tokens=9))
     assert shape(engine) == [(0, 2), (0, 3)]
     engine.add(request("long", 40))
     assert [shape(engine) for _ in range(4)] == [
@@ -124,13 +123,13 @@ def test_an_older_prompt_does_not_delay_a_younger_decode() -> None:
     engine.add(request("long", 40), request("b", 1))
     assert shape(engine) == [(0, 8)]
     engine = FakeEngine(limits(max_step_tokens=8))
-    engine.add(request("long", 13), request("b", 1, max_new_tokens=9), request("c", 20))
+    engine.add(request("long", 13), request("b", 1, max_tokens=9), request("c", 20))
     assert [shape(engine) for _ in range(3)] == [[(0, 8)], [(8, 5), (0, 1), (0, 2)], [(13, 1), (1, 1), (2, 6)]]
 
 
 def test_no_more_run_than_there_are_slots_and_slots_are_reused() -> None:
     engine = FakeEngine()
-    engine.add(*(request(str(i), 2, max_new_tokens=i + 1) for i in range(6)))
+    engine.add(*(request(str(i), 2, max_tokens=i + 1) for i in range(6)))
     plan = engine.step()
     assert plan is not None
     assert (plan.freed, [new.slot for new in plan.new]) == ([], [0, 1, 2, 3])
@@ -144,7 +143,7 @@ def test_no_more_run_than_there_are_slots_and_slots_are_reused() -> None:
 
 def test_a_budget_below_the_batch_size_still_serves_the_oldest() -> None:
     engine = FakeEngine(limits(max_step_tokens=3))
-    engine.add(request("b", 1, max_new_tokens=30), request("c", 1, max_new_tokens=30))
+    engine.add(request("b", 1, max_tokens=30), request("c", 1, max_tokens=30))
     engine.step()
     engine.add(request("long", 20), request("d", 1))
     for position in range(10):
@@ -154,7 +153,7 @@ def test_a_budget_below_the_batch_size_still_serves_the_oldest() -> None:
 
 def test_the_last_arrived_gives_way_and_nothing_changes_for_anyone() -> None:
     few = limits(num_blocks=8)
-    requests = [request(name, 6, max_new_tokens=20, seed=i, prompt_logprobs=True) for i, name in enumerate("abc")]
+    requests = [request(name, 6, max_tokens=20, seed=i, prompt_logprobs=True) for i, name in enumerate("abc")]
     engine = FakeEngine(few)
     engine.add(*requests)
     finished: list[str] = []
@@ -173,7 +172,7 @@ def test_the_last_arrived_gives_way_and_nothing_changes_for_anyone() -> None:
 
 def test_prompt_logprobs_survive_a_preemption_between_chunks() -> None:
     engine = FakeEngine(limits(num_blocks=9, max_step_tokens=3, max_batch_size=3))
-    engine.add(request("a", 3, max_new_tokens=30), request("b", 26, max_new_tokens=2, prompt_logprobs=True))
+    engine.add(request("a", 3, max_tokens=30), request("b", 26, max_tokens=2, prompt_logprobs=True))
     while not engine.scheduler.stats().preemptions:
         engine.step()
     assert engine.outputs["b"] == []
@@ -185,21 +184,21 @@ def test_prompt_logprobs_survive_a_preemption_between_chunks() -> None:
 
 def test_a_victim_leaves_the_step_it_was_already_part_of() -> None:
     engine = FakeEngine(limits(num_blocks=4))
-    engine.add(request("a", 7, max_new_tokens=9, priority=1))
+    engine.add(request("a", 7, max_tokens=9, priority=1))
     assert shape(engine) == [(0, 7)]
-    engine.add(request("b", 6, max_new_tokens=9))
+    engine.add(request("b", 6, max_tokens=9))
     plan = engine.step()  # a had its decode in the step before b took its blocks
     assert plan is not None
     assert [(c.start, c.num_tokens) for c in plan.chunks] == [(0, 6)]
     assert engine.scheduler.stats().preemptions == 1
     engine.run()
     for name, prompt in (("a", 7), ("b", 6)):
-        assert engine.tokens(name) == solo(request(name, prompt, max_new_tokens=9), LIMITS)[0]
+        assert engine.tokens(name) == solo(request(name, prompt, max_tokens=9), LIMITS)[0]
 
 
 def test_the_last_arrived_waits_for_a_block_rather_than_lose_its_own() -> None:
     engine = FakeEngine(limits(num_blocks=4))
-    engine.add(request("a", 6, max_new_tokens=3), request("b", 4, max_new_tokens=4))
+    engine.add(request("a", 6, max_tokens=3), request("b", 4, max_tokens=4))
     engine.step()
     taken = engine.scheduler._kv.pool.allocate(1)
     assert shape(engine) == [(6, 1)]
@@ -212,7 +211,7 @@ def test_the_last_arrived_waits_for_a_block_rather_than_lose_its_own() -> None:
 
 def test_a_request_waits_until_an_entry_would_not_be_undone_at_once() -> None:
     engine = FakeEngine(limits(num_blocks=4))
-    engine.add(request("a", 4, max_new_tokens=9), request("b", 9, max_new_tokens=3))
+    engine.add(request("a", 4, max_tokens=9), request("b", 9, max_tokens=3))
     assert shape(engine) == [(0, 4)]  # three blocks are free and b needs three, but a is about to need one
     engine.run()
     assert engine.scheduler.stats().preemptions == 0
@@ -220,7 +219,7 @@ def test_a_request_waits_until_an_entry_would_not_be_undone_at_once() -> None:
 
 def test_nobody_overtakes_the_head_of_the_queue() -> None:
     engine = FakeEngine(limits(num_blocks=8))
-    engine.add(request("a", 12, max_new_tokens=3), request("big", 20, max_new_tokens=3), request("small", 1))
+    engine.add(request("a", 12, max_tokens=3), request("big", 20, max_tokens=3), request("small", 1))
     assert [shape(engine) for _ in range(5)] == [
         [(0, 12)], [(12, 1)], [(13, 1)],  # small would fit beside a, big does not
         [(0, 16)], [(16, 4), (0, 1)],
@@ -229,7 +228,7 @@ def test_nobody_overtakes_the_head_of_the_queue() -> None:
 
 def test_stats_count() -> None:
     engine = FakeEngine(limits(max_batch_size=1))
-    engine.add(request("a", 20, max_new_tokens=3), request("b", 5, max_new_tokens=2))
+    engine.add(request("a", 20, max_tokens=3), request("b", 5, max_tokens=2))
     engine.step()
     stats = engine.scheduler.stats()
     assert (stats.num_running, stats.num_waiting, stats.blocks_used, stats.blocks_total) == (1, 1, 5, 16)
@@ -242,14 +241,14 @@ def test_stats_count() -> None:
 
 def test_a_leak_is_noticed_when_the_engine_becomes_idle() -> None:
     engine = FakeEngine()
-    engine.add(request("a", 3, max_new_tokens=1))
+    engine.add(request("a", 3, max_tokens=1))
     engine.scheduler._kv.pool.allocate(1)
     with pytest.raises(AssertionError, match="1 blocks are held"):
         engine.run()
 
 
 def test_a_request_is_not_changed_by_running_it() -> None:
-    req = Request(request_id="a", prompt_ids=[5, 6], params=GenerationConfig(max_new_tokens=3, seed=1))
+    req = Request(request_id="a", prompt_ids=[5, 6], params=SamplingParams(max_tokens=3, seed=1))
     engine = FakeEngine()
     engine.add(req)
     engine.run()

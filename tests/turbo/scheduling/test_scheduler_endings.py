@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from lmkit.errors import RequestError
-from lmkit.turbo.plan import Sampled
 from lmkit.turbo.request import Request
 from lmkit.turbo.sequence import FAILED_TOKEN
-from tests.turbo.fakes import LIMITS, FakeEngine, limits, request, solo
+from tests.turbo.fakes import LIMITS, FakeEngine, limits, request, sampled, solo
 
 
 @pytest.mark.parametrize(
@@ -40,9 +39,9 @@ def test_a_request_beyond_the_whole_pool_is_refused_with_numbers() -> None:
     with pytest.raises(
         RequestError, match="10 prompt and 8 new tokens need 5 KV blocks of 4 tokens, and there are 4"
     ) as e:
-        engine.scheduler.add(request("x", 10, max_new_tokens=8))
+        engine.scheduler.add(request("x", 10, max_tokens=8))
     assert e.value.code == "context_length_exceeded"
-    engine.add(request("y", 10, max_new_tokens=7))  # the last token is never computed
+    engine.add(request("y", 10, max_tokens=7))  # the last token is never computed
     engine.run()
     assert len(engine.tokens("y")) == 7
 
@@ -141,7 +140,7 @@ def test_a_failed_step_ends_its_own_requests_only() -> None:
 
 def test_slots_freed_by_a_failed_plan_are_freed_again_by_the_next() -> None:
     engine = FakeEngine()
-    engine.add(request("a", 3, max_new_tokens=1), request("b", 3))
+    engine.add(request("a", 3, max_tokens=1), request("b", 3))
     engine.step()
     plan = engine.scheduler.schedule()
     assert plan is not None
@@ -159,7 +158,7 @@ def test_unusable_logits_end_one_request() -> None:
     plan = engine.scheduler.schedule()
     assert plan is not None
     results = engine.runner.execute(plan)
-    engine.collect(engine.scheduler.update(plan, [Sampled(FAILED_TOKEN), results[1]]))
+    engine.collect(engine.scheduler.update(plan, [sampled(FAILED_TOKEN), results[1]]))
     (output,) = engine.outputs["a"]
     assert (output.finish_reason, output.token_ids) == ("error", [])
     assert output.error is not None

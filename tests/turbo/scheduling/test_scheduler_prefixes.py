@@ -28,7 +28,7 @@ def cached(engine: FakeEngine, name: str) -> int:
 def test_siblings_compute_their_prompt_once(count: int, depth: int) -> None:
     engine = FakeEngine(CACHE, depth=depth)
     prompt = text(1, count)
-    engine.add(*(request(f"r{i}", prompt, seed=i, max_new_tokens=1) for i in range(5)))
+    engine.add(*(request(f"r{i}", prompt, seed=i, max_tokens=1) for i in range(5)))
     engine.run()
     assert engine.runner.num_computed == count + 4  # the last token of each, whose logits it needs
     assert [cached(engine, f"r{i}") for i in range(5)] == [0] + 4 * [count - 1]
@@ -36,7 +36,7 @@ def test_siblings_compute_their_prompt_once(count: int, depth: int) -> None:
 
 def test_siblings_go_on_each_in_its_own_way() -> None:
     engine = FakeEngine(CACHE)
-    requests = [request(f"r{i}", text(1, 21), seed=i, max_new_tokens=15) for i in range(6)]
+    requests = [request(f"r{i}", text(1, 21), seed=i, max_tokens=15) for i in range(6)]
     engine.add(*requests)
     engine.run()
     assert engine.runner.num_computed == 21 + 5 + 6 * 14
@@ -48,10 +48,10 @@ def test_siblings_go_on_each_in_its_own_way() -> None:
 def test_a_prompt_under_way_is_not_computed_again_by_others_that_begin_with_it(arrival: int) -> None:
     engine = FakeEngine(CACHE)
     shared = text(1, 40)
-    engine.add(request("a", [*shared, 7], max_new_tokens=1))
+    engine.add(request("a", [*shared, 7], max_tokens=1))
     for _ in range(arrival):
         engine.step()
-    engine.add(*(request(f"r{i}", shared + text(i + 2, 5), max_new_tokens=1) for i in range(3)))
+    engine.add(*(request(f"r{i}", shared + text(i + 2, 5), max_tokens=1) for i in range(3)))
     engine.run()
     assert engine.runner.num_computed == 41 + 3 * 5
     assert [cached(engine, f"r{i}") for i in range(3)] == [40] * 3
@@ -59,8 +59,8 @@ def test_a_prompt_under_way_is_not_computed_again_by_others_that_begin_with_it(a
 
 def test_nobody_waits_for_a_prompt_of_another_kind() -> None:
     engine = FakeEngine(CACHE)
-    engine.add(request("a", text(1, 40), max_new_tokens=1), request("b", text(2, 3), max_new_tokens=1))
-    engine.add(request("c", text(1, 40), tenant="x", max_new_tokens=1))
+    engine.add(request("a", text(1, 40), max_tokens=1), request("b", text(2, 3), max_tokens=1))
+    engine.add(request("c", text(1, 40), tenant="x", max_tokens=1))
     for _ in range(3):
         engine.step()
     assert engine.outputs["b"]
@@ -73,7 +73,7 @@ def test_a_conversation_computes_its_new_tokens_only() -> None:
     for turn in range(4):
         history += text(turn, 7)
         found = max(len(history) - 7 - 1, 0)  # the last token of an answer was never computed
-        engine.add(request(f"t{turn}", history, max_new_tokens=5, session_id="s"))
+        engine.add(request(f"t{turn}", history, max_tokens=5, session_id="s"))
         engine.run_until_idle()
         assert cached(engine, f"t{turn}") == found
         history = history + engine.tokens(f"t{turn}")
@@ -85,13 +85,13 @@ def test_tenants_and_salts_find_nothing_of_each_other(at_once: bool) -> None:
     engine = FakeEngine(CACHE)
     owners = [("", ""), ("x", ""), ("", "x"), ("x", "x"), ("xx", ""), ("", "xx")]
     for i, (tenant, salt) in enumerate(owners):
-        engine.add(request(f"r{i}", text(1, 30), tenant=tenant, cache_salt=salt, max_new_tokens=1, session_id="s"))
+        engine.add(request(f"r{i}", text(1, 30), tenant=tenant, cache_salt=salt, max_tokens=1, session_id="s"))
         if not at_once:
             engine.run_until_idle()
     engine.run_until_idle()
     assert engine.runner.num_computed == 30 * len(owners)
     assert engine.scheduler.stats().sessions == 3  # one of each tenant
-    engine.add(request("again", text(1, 30), tenant="x", cache_salt="x", max_new_tokens=1))
+    engine.add(request("again", text(1, 30), tenant="x", cache_salt="x", max_tokens=1))
     engine.run()
     assert cached(engine, "again") == 29
 
@@ -100,14 +100,14 @@ def test_a_scored_prompt_uses_nothing_and_is_found_by_others() -> None:
     engine = FakeEngine(CACHE)
     prompt = text(1, 30)
     for name, scored, found in (("a", False, 0), ("b", True, 0), ("c", False, 29)):
-        engine.add(request(name, prompt, prompt_logprobs=scored, max_new_tokens=1))
+        engine.add(request(name, prompt, prompt_logprobs=scored, max_tokens=1))
         engine.run()
         assert cached(engine, name) == found
     assert engine.outputs["b"][0].prompt_logprobs == [prompt_logprob(prompt[:n]) for n in range(2, 31)]
     other = FakeEngine(CACHE)
-    other.add(request("b", prompt, prompt_logprobs=True, max_new_tokens=1))
+    other.add(request("b", prompt, prompt_logprobs=True, max_tokens=1))
     other.run()
-    other.add(request("c", prompt, max_new_tokens=1))
+    other.add(request("c", prompt, max_tokens=1))
     other.run()
     assert cached(other, "c") == 29
 
@@ -142,7 +142,7 @@ def test_nothing_is_computed_twice_after_preemptions_where_nothing_was_evicted(w
         prefix_cache=True, num_blocks=200, max_batch_size=2, priority_seconds=1e6, classes=(KVClass(window),)
     )
     engine = FakeEngine(small)
-    requests = [request(f"r{i}", [i + 2, *text(i, 19)], max_new_tokens=12, priority=-i) for i in range(8)]
+    requests = [request(f"r{i}", [i + 2, *text(i, 19)], max_tokens=12, priority=-i) for i in range(8)]
     for req in requests:  # each is better than all before it
         engine.add(req)
         for _ in range(3):
@@ -167,10 +167,10 @@ class Willing(ChanceTiers):
 @pytest.mark.parametrize("on_disk", [False, True])
 def test_what_was_evicted_is_loaded_and_counts_as_cached(on_disk: bool, tmp_path: Path) -> None:
     engine = FakeEngine(CACHE, tiers=lambda runner: Willing(runner, tmp_path if on_disk else None))
-    engine.add(request("a", text(1, 40), max_new_tokens=5))
+    engine.add(request("a", text(1, 40), max_tokens=5))
     engine.run()
     engine.scheduler._kv.caches[0].clear()
-    engine.add(request("b", text(1, 40), max_new_tokens=5))
+    engine.add(request("b", text(1, 40), max_tokens=5))
     engine.run()
     assert cached(engine, "b") == 36  # its last block is wanted as well, for the logits of its last token
     assert engine.scheduler.stats().tier_hits == {"disk" if on_disk else "host": 36}
@@ -180,10 +180,10 @@ def test_what_was_evicted_is_loaded_and_counts_as_cached(on_disk: bool, tmp_path
 
 def test_what_a_request_has_computed_itself_does_not_count_as_cached() -> None:
     engine = FakeEngine(limits(prefix_cache=True, num_blocks=64, max_batch_size=1), tiers=lambda r: Willing(r, None))
-    engine.add(request("low", text(1, 60), max_new_tokens=1, priority=1))
+    engine.add(request("low", text(1, 60), max_tokens=1, priority=1))
     engine.step()
     engine.step()
-    engine.add(request("high", text(2, 5), max_new_tokens=3))
+    engine.add(request("high", text(2, 5), max_tokens=3))
     engine.step()
     engine.scheduler._kv.caches[0].clear()  # of what low computed, a tier has 32 tokens
     engine.run()

@@ -42,8 +42,8 @@ def test_a_level_of_priority_is_worth_so_many_seconds_of_waiting_and_not_more(pr
     for second in range(60):  # two steps of work arrive a second, and one is done
         clock.now = float(second)
         if second == 5:
-            engine.add(request("low", text(99, 5), max_new_tokens=2, priority=priority))
-        engine.add(request(f"r{second}", text(second, 3), max_new_tokens=2))
+            engine.add(request("low", text(99, 5), max_tokens=2, priority=priority))
+        engine.add(request(f"r{second}", text(second, 3), max_tokens=2))
         arrivals[f"r{second}"] = clock.now
         engine.step()
         started(engine, order)
@@ -65,7 +65,7 @@ def test_nobody_is_overtaken_more_often_than_allowed(max_overtakes: int) -> None
     engine.add(request("cold", text(2, 20)))
     order = ["known"]
     for i in range(40):
-        engine.add(request(f"r{i}", known + text(i + 10, 2), max_new_tokens=1))
+        engine.add(request(f"r{i}", known + text(i + 10, 2), max_tokens=1))
         engine.step()
         started(engine, order)
     engine.run()
@@ -90,10 +90,10 @@ def test_no_two_ever_throw_each_other_out() -> None:
 
 def test_a_better_one_takes_a_slot_and_the_other_goes_on_where_it_was() -> None:
     engine = FakeEngine(limits(max_batch_size=1, prefix_cache=True, num_blocks=32), depth=1)
-    engine.add(request("low", text(1, 9), max_new_tokens=12, priority=1))
+    engine.add(request("low", text(1, 9), max_tokens=12, priority=1))
     for _ in range(5):
         engine.step()
-    engine.add(request("high", text(2, 5), max_new_tokens=3), request("same", text(3, 5), priority=1))
+    engine.add(request("high", text(2, 5), max_tokens=3), request("same", text(3, 5), priority=1))
     engine.step()
     order = ["low"]
     while engine.scheduler.has_work():
@@ -108,10 +108,10 @@ def test_a_better_one_takes_a_slot_and_the_other_goes_on_where_it_was() -> None:
 @pytest.mark.parametrize("num_pending", [1, 2, 3])
 def test_a_prompt_that_gave_way_between_chunks_goes_on_where_it_was(num_pending: int) -> None:
     engine = FakeEngine(limits(max_batch_size=1, prefix_cache=True, num_blocks=32))
-    engine.add(request("low", text(1, 60), max_new_tokens=1, priority=1))
+    engine.add(request("low", text(1, 60), max_tokens=1, priority=1))
     for _ in range(num_pending):
         engine.step()
-    engine.add(request("high", text(2, 5), max_new_tokens=1))
+    engine.add(request("high", text(2, 5), max_tokens=1))
     engine.run()
     assert engine.scheduler.stats().preemptions == 1
     assert engine.runner.num_computed == 60 + 5
@@ -134,30 +134,30 @@ def test_nobody_is_thrown_out_where_that_would_not_suffice() -> None:
     """What the worse one shares with one that stays would not be free without it."""
     engine = FakeEngine(limits(num_blocks=10, prefix_cache=True))
     shared = text(1, 14)
-    engine.add(request("first", shared, max_new_tokens=12))
+    engine.add(request("first", shared, max_tokens=12))
     engine.step()
-    engine.add(request("worse", [*shared, 9], max_new_tokens=10, priority=1))
+    engine.add(request("worse", [*shared, 9], max_tokens=10, priority=1))
     engine.step()
     tables = [seq.tables[0].blocks for seq in engine.scheduler._slots]
     assert tables[0][:3] == tables[1][:3]
-    engine.add(request("better", text(2, 24), max_new_tokens=4))
+    engine.add(request("better", text(2, 24), max_tokens=4))
     for _ in range(4):
         engine.step()
     assert engine.scheduler.stats().preemptions == 0
     engine.run()
-    assert engine.tokens("better") == solo(request("better", text(2, 24), max_new_tokens=4), engine.scheduler.limits)[0]
+    assert engine.tokens("better") == solo(request("better", text(2, 24), max_tokens=4), engine.scheduler.limits)[0]
 
 
 def test_what_a_better_one_shares_with_the_one_it_throws_out_counts_once() -> None:
     """The worse one's blocks would be free without it, but those of the match are needed as they are."""
     engine = FakeEngine(limits(num_blocks=12, prefix_cache=True))
     shared = text(1, 12)
-    engine.add(request("first", text(3, 18), max_new_tokens=9))  # 5 blocks
+    engine.add(request("first", text(3, 18), max_tokens=9))  # 5 blocks
     engine.step()
-    engine.add(request("worse", shared, max_new_tokens=9, priority=1))  # 4 blocks, once it decodes
+    engine.add(request("worse", shared, max_tokens=9, priority=1))  # 4 blocks, once it decodes
     engine.step()
     engine.step()
-    engine.add(request("better", shared + text(4, 16), max_new_tokens=2))  # 7 blocks, and one for the first to grow
+    engine.add(request("better", shared + text(4, 16), max_tokens=2))  # 7 blocks, and one for the first to grow
     engine.step()
     assert engine.scheduler.stats().preemptions == 0
     assert engine.scheduler.stats().num_running == 2
@@ -178,13 +178,13 @@ def test_decoding_waits_for_no_prompt_and_is_not_slowed_down_beyond_measure() ->
         max_batch_size=8, max_step_tokens=256, num_blocks=4000, max_model_len=4000, decode_slowdown=2.0, max_queue=1000
     )
     engine = FakeEngine(pace, seconds=step_seconds)
-    engine.add(*(request(f"d{i}", 3, max_new_tokens=900) for i in range(4)))
+    engine.add(*(request(f"d{i}", 3, max_tokens=900) for i in range(4)))
     for _ in range(20):
         engine.step()
-    engine.add(*(request(f"warm{i}", 200, max_new_tokens=1) for i in range(4)))  # it learns
+    engine.add(*(request(f"warm{i}", 200, max_tokens=1) for i in range(4)))  # it learns
     while any(not engine.outputs[f"warm{i}"] for i in range(4)):
         engine.step()
-    engine.add(request("long", 2500, max_new_tokens=1))
+    engine.add(request("long", 2500, max_tokens=1))
     while not engine.outputs["long"]:
         before = [len(engine.outputs[f"d{i}"]) for i in range(4)]
         plan = engine.step()
@@ -242,7 +242,7 @@ def ended(engine: FakeEngine, name: str) -> bool:
 def test_time_is_up_in_the_queue_and_while_running(depth: int) -> None:
     clock = Clock()
     engine = FakeEngine(limits(max_batch_size=1, request_timeout=7.0), depth=depth, clock=clock)
-    engine.add(request("runs", 3, max_new_tokens=50), request("waits", 3, timeout=2.0), request("later", 3, timeout=99))
+    engine.add(request("runs", 3, max_tokens=50), request("waits", 3, timeout=2.0), request("later", 3, timeout=99))
     while not ended(engine, "waits"):
         assert clock.now <= 2.5
         clock.now += 0.5
@@ -274,18 +274,18 @@ def test_a_load_ends_before_its_blocks_are_given_to_others(by: str) -> None:
     assert reason == ("abort" if by == "abort" else True)
     assert engine.scheduler.stats().blocks_used == 4
     assert engine.scheduler.has_work() is False
-    engine.add(request("loads", 3, max_new_tokens=1))  # the name is free, the blocks are not
+    engine.add(request("loads", 3, max_tokens=1))  # the name is free, the blocks are not
     engine.step()
     assert engine.scheduler.stats().blocks_used == 4
     tiers.may_end = True
-    engine.add(request("other", 2, max_new_tokens=1))
+    engine.add(request("other", 2, max_tokens=1))
     engine.run()
 
 
 def test_ended_requests_are_forgotten_long_before_their_time() -> None:
     engine = FakeEngine()
     for i in range(300):
-        engine.add(request(f"r{i}", 2, max_new_tokens=1, timeout=1e9))
+        engine.add(request(f"r{i}", 2, max_tokens=1, timeout=1e9))
         engine.run()
     assert len(engine.scheduler._deadlines) < 100
 
@@ -300,7 +300,7 @@ def test_no_session_keeps_others_from_running() -> None:
         engine.run_until_idle()
     assert engine.scheduler.stats().sessions == 4
     assert engine.scheduler.stats().blocks_used == 16
-    whole = request("whole", text(9, 60), max_new_tokens=4)
+    whole = request("whole", text(9, 60), max_tokens=4)
     engine.add(whole)
     engine.step()
     assert engine.scheduler.stats().num_running == 1
@@ -314,10 +314,10 @@ def test_a_lease_that_holds_the_match_may_end_for_the_rest_of_it() -> None:
     chat = request("a", text(1, 28), session_id="s")
     engine.add(chat)
     engine.run_until_idle()  # 31 tokens lie in 8 blocks
-    engine.add(request("first", text(2, 12), max_new_tokens=17))  # 3 blocks, and it grows
+    engine.add(request("first", text(2, 12), max_tokens=17))  # 3 blocks, and it grows
     engine.step()
     more = chat.prompt_ids + engine.tokens("a") + text(3, 20)
-    engine.add(request("b", more, max_new_tokens=1, session_id="s"))  # 13 blocks of 16
+    engine.add(request("b", more, max_tokens=1, session_id="s"))  # 13 blocks of 16
     engine.step()
     assert engine.scheduler.stats().num_running == 1
     engine.run_until_idle()
@@ -346,7 +346,7 @@ def test_requests_of_the_queue_keep_their_order_by_rank() -> None:
     requests: list[Request] = []
     for i in range(30):
         clock.now += rng.random() * 3
-        requests.append(request(f"r{i}", 1, max_new_tokens=1, priority=rng.randint(-2, 2)))
+        requests.append(request(f"r{i}", 1, max_tokens=1, priority=rng.randint(-2, 2)))
         wanted.append((clock.now + 10.0 * requests[-1].priority, i, f"r{i}"))
         engine.add(requests[-1])
     order: list[str] = []

@@ -71,8 +71,8 @@ def random_request(rng: random.Random, name: str, limits: SchedulerLimits, texts
     return request(
         name,
         prompt,
-        max_new_tokens=max_new,
-        min_new_tokens=rng.randint(0, min(8 if max_new is None else max_new, 8)),
+        max_tokens=max_new,
+        min_tokens=rng.randint(0, min(8 if max_new is None else max_new, 8)),
         ignore_eos=rng.random() < 0.7,
         stop_token_ids=tuple(rng.sample(range(50), rng.choice([0, 0, 0, 1, 4]))),
         seed=rng.randrange(1 << 64),

@@ -23,7 +23,7 @@ import pytest
 from lmkit.config import EngineConfig
 from lmkit.errors import CheckpointError, ConfigError, LMKitError, RequestError
 from lmkit.text import Tokenizer
-from lmkit.turbo.request import GenerationConfig, Request, StepOutput
+from lmkit.turbo.request import Request, SamplingParams, StepOutput
 from lmkit.turbo.transport import worker
 from lmkit.turbo.transport.async_engine import AsyncEngine, RestartPolicy
 from tests.serve.fake_engine import DEMO, PHRASE
@@ -52,7 +52,7 @@ async def running(**options: Any) -> AsyncIterator[AsyncEngine]:
 
 
 def request(prompt: str = "Hi", request_id: str = "r", **params: Any) -> Request:
-    config = GenerationConfig(**{"seed": 0, "max_new_tokens": 8} | params)
+    config = SamplingParams(**{"seed": 0, "max_tokens": 8} | params)
     return Request(request_id=request_id, prompt_ids=TOKENIZER.encode(prompt), params=config)
 
 
@@ -83,7 +83,7 @@ def test_generates_in_another_process_and_leaves_nothing() -> None:
         assert pid is not None
         assert pid != os.getpid()
 
-        outputs = await collect(engine, request(max_new_tokens=8))
+        outputs = await collect(engine, request(max_tokens=8))
         assert [i for output in outputs for i in output.token_ids] == TOKENIZER.encode(PHRASE)[:8]
         assert [output.finish_reason for output in outputs] == [None] * 7 + ["length"]
         await until(lambda: engine.stats().generation_tokens == 8)
@@ -100,7 +100,7 @@ def test_generates_in_another_process_and_leaves_nothing() -> None:
 def test_many_requests_at_once_keep_their_own_tokens() -> None:
     async def main() -> None:
         async with running() as engine:
-            jobs = [collect(engine, request(request_id=f"r{i}", seed=i, max_new_tokens=5)) for i in range(40)]
+            jobs = [collect(engine, request(request_id=f"r{i}", seed=i, max_tokens=5)) for i in range(40)]
             phrase = TOKENIZER.encode(PHRASE)
             for i, outputs in enumerate(await asyncio.gather(*jobs)):
                 got = [token for output in outputs for token in output.token_ids]
@@ -110,7 +110,7 @@ def test_many_requests_at_once_keep_their_own_tokens() -> None:
 
 
 def test_every_field_survives_the_trip() -> None:
-    params = GenerationConfig(seed=3, stop=("a", "b"), logit_bias={5: -1.5}, stop_token_ids=(1,), logprobs=2, top_p=0.5)
+    params = SamplingParams(seed=3, stop=("a", "b"), logit_bias={5: -1.5}, stop_token_ids=(1,), logprobs=2, top_p=0.5)
     wanted = Request(request_id="r", prompt_ids=[1, 2], params=params, prompt_logprobs=True)
     command = msgspec.msgpack.decode(msgspec.msgpack.encode(worker.Add(wanted)), type=worker.Command)
     assert command == worker.Add(wanted)
@@ -119,7 +119,7 @@ def test_every_field_survives_the_trip() -> None:
 def test_an_abandoned_iterator_frees_the_engine() -> None:
     async def main() -> None:
         async with running() as engine:
-            steps = engine.generate(request("SLOW", max_new_tokens=None))
+            steps = engine.generate(request("SLOW", max_tokens=None))
             await anext(steps)
             await until(lambda: engine.stats().num_running == 1)
             await steps.aclose()  # type: ignore[attr-defined]
@@ -127,7 +127,7 @@ def test_an_abandoned_iterator_frees_the_engine() -> None:
             assert engine.num_open == 0
             assert engine.stats().generation_tokens < 1000
 
-            task = asyncio.create_task(collect(engine, request("SLOW", max_new_tokens=None)))
+            task = asyncio.create_task(collect(engine, request("SLOW", max_tokens=None)))
             await until(lambda: engine.stats().num_running == 1)
             task.cancel()
             await until(lambda: engine.stats().num_running == 0)
@@ -138,7 +138,7 @@ def test_an_abandoned_iterator_frees_the_engine() -> None:
 def test_abort_ends_the_iteration() -> None:
     async def main() -> None:
         async with running() as engine:
-            task = asyncio.create_task(collect(engine, request("SLOW", max_new_tokens=None)))
+            task = asyncio.create_task(collect(engine, request("SLOW", max_tokens=None)))
             await until(lambda: engine.stats().num_running == 1)
             await engine.abort("r")
             assert (await task)[-1].finish_reason == "abort"
@@ -162,7 +162,7 @@ def test_refusals_reach_the_caller() -> None:
 def test_the_number_of_open_requests_is_bounded() -> None:
     async def main() -> None:
         async with running(max_queue=2, max_batch_size=1) as engine:
-            open_ = [engine.generate(request("SLOW", request_id=f"r{i}", max_new_tokens=None)) for i in range(3)]
+            open_ = [engine.generate(request("SLOW", request_id=f"r{i}", max_tokens=None)) for i in range(3)]
             for steps in open_:
                 await anext(steps)
             with pytest.raises(RequestError) as error:
@@ -182,7 +182,7 @@ def test_a_failed_step_fails_its_requests_and_the_engine_goes_on() -> None:
                 outputs = await collect(engine, request("CRASH"))
                 assert outputs[-1].finish_reason == "error"
                 assert "secret" not in (outputs[-1].error or "")
-                assert len(await collect(engine, request(max_new_tokens=3))) == 3
+                assert len(await collect(engine, request(max_tokens=3))) == 3
                 await until(lambda expected=expected: engine.num_failures == expected)  # type: ignore[misc]
             assert (await collect(engine, request("BROKEN")))[-1].finish_reason == "error"
             assert (engine.state, engine.worker_pid) == ("ready", pid)
@@ -206,9 +206,7 @@ def test_an_engine_that_fails_every_step_is_replaced() -> None:
 def test_a_killed_worker_fails_open_requests_and_comes_back() -> None:
     async def main() -> None:
         async with running() as engine:
-            open_ = [
-                asyncio.create_task(collect(engine, request("SLOW", f"r{i}", max_new_tokens=None))) for i in (1, 2)
-            ]
+            open_ = [asyncio.create_task(collect(engine, request("SLOW", f"r{i}", max_tokens=None))) for i in (1, 2)]
             await until(lambda: engine.stats().num_running == 2)
             assert engine.worker_pid is not None
             os.kill(engine.worker_pid, signal.SIGKILL)
@@ -277,8 +275,8 @@ def test_shutdown_drains_and_then_ends_the_rest() -> None:
     async def main() -> None:
         engine = make()
         await engine.start()
-        short = asyncio.create_task(collect(engine, request("SLOW", "short", max_new_tokens=10)))
-        endless = asyncio.create_task(collect(engine, request("SLOW", "endless", max_new_tokens=None)))
+        short = asyncio.create_task(collect(engine, request("SLOW", "short", max_tokens=10)))
+        endless = asyncio.create_task(collect(engine, request("SLOW", "endless", max_tokens=None)))
         await until(lambda: engine.num_open == 2)
         stopping = asyncio.create_task(engine.shutdown(1.5))
         await until(lambda: engine.state == "draining")

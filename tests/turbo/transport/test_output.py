@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lmkit.text import Tokenizer
-from lmkit.turbo.request import FinishReason, GenerationConfig, Request, StepOutput, TokenLogprobs
+from lmkit.turbo.request import FinishReason, Request, SamplingParams, StepOutput, TokenLogprobs
 from lmkit.turbo.transport.output import OutputProcessor, RequestOutput
 
 DEMO = Path(__file__).parents[3] / "lmkit" / "demo" / "model"
@@ -26,7 +26,7 @@ def processor(
     request = Request(
         request_id="r",
         prompt_ids=tokenizer.encode(prompt),
-        params=GenerationConfig(**params),
+        params=SamplingParams(**params),
         prompt_logprobs=prompt_logprobs,
     )
     return OutputProcessor(tokenizer, request)
@@ -101,12 +101,12 @@ def test_text_held_back_comes_at_the_end(tokenizer: Tokenizer) -> None:
     assert outputs[-1].finish_reason == "length"
 
 
-def test_min_new_tokens_holds_stop_strings_back(tokenizer: Tokenizer) -> None:
+def test_min_tokens_holds_stop_strings_back(tokenizer: Tokenizer) -> None:
     ids = [tokenizer.encode(char)[0] for char in "XaXbXc"]
-    outputs = run(processor(tokenizer, stop=("X",), min_new_tokens=4), ids)
+    outputs = run(processor(tokenizer, stop=("X",), min_tokens=4), ids)
     assert text_of(outputs) == "XaXb"
     assert outputs[-1].num_output_tokens == 5
-    outputs = run(processor(tokenizer, stop=("X",), min_new_tokens=3), ids)
+    outputs = run(processor(tokenizer, stop=("X",), min_tokens=3), ids)
     assert text_of(outputs) == "Xa"
 
 

@@ -30,7 +30,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         chunk[i] = x;
     }
     __syncthreads();
-    if (slot.num_outputs < slot.min_new_tokens)
+    if (slot.num_outputs < slot.min_tokens)
         for (int j = threadIdx.x; j < slot.num_held; j += THREADS) {
             const int i = slot.held[j] - first;
             if (0 <= i && i < size && chunk[i] < infinity) chunk[i] = -infinity;

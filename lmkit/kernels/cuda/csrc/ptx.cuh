@@ -1,6 +1,6 @@
 // Everything that is not plain CUDA C++: PTX, and the types its operands have. Kernels use these wrappers and CUDA's own
 // built-ins (__syncthreads, __shfl_xor_sync, atomicAdd ...) alone, so that a .cu file also compiles with g++ and runs
-// without a GPU: with LMKIT_HOST, host.cuh puts a model of a GPU behind the same names.
+// without a GPU: LMKIT_HOST names a header that puts a model of a GPU behind the same names.
 //
 // Fragments of mma.m16n8k16 (PTX ISA, "Matrix Fragments"), lane = 4 g + t, g in 0..7, t in 0..3:
 //   A 16x16, u32[4]   a[0] = (g, 2t..2t+1)  a[1] = (g+8, 2t..)  a[2] = (g, 2t+8..)  a[3] = (g+8, 2t+8..)   (row, k)
@@ -14,13 +14,13 @@
 #define DEVICE __device__ __forceinline__
 
 #ifdef LMKIT_HOST
-#include "host.cuh"
+#include LMKIT_HOST
 #else
 
 // Dynamic shared memory, the only kind kernels use: 16-byte aligned, its size given at the launch.
 extern __shared__ __align__(128) u8 shared_memory[];
 
-// Marks a kernel for the emulation; nothing on a device.
+// Marks a kernel for LMKIT_HOST; nothing on a device.
 #define EXPORT(kernel)
 
 DEVICE u32 shared_address(const void* pointer) { return static_cast<u32>(__cvta_generic_to_shared(pointer)); }

@@ -9,7 +9,7 @@ struct Slot {
     i64 top_k;  // 0 = all
     u64 seed;
     i64 num_outputs;  // tokens generated so far
-    i64 min_new_tokens;
+    i64 min_tokens;
     const i32* held;  // ids that are not to be sampled before that
     i64 num_held;
     const i32* bias_ids;  // all different

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from starlette.types import Message
 
 from lmkit.errors import RequestError
-from lmkit.proxy.answer import Answer, WholeEvents, error_body
+from lmkit.proxy.downstream import DownstreamResponse, WholeEvents
+from lmkit.web.errors import error_body
 
 # Fields, odd line ends, comments, empty lines, half lines: whatever order they come in.
 parts = st.sampled_from(
@@ -65,42 +66,42 @@ BROKEN = RequestError("bad_gateway", "the node broke off")
 @pytest.mark.anyio
 async def test_break_inside_an_event_drops_the_half_and_tells_the_error() -> None:
     wire = Wire()
-    answer = Answer(wire.send)
-    await answer.start(200, [], events=True)
-    await answer.write(b'data: {"a":1}\n\ndata: {"b":')
-    await answer.break_off(BROKEN)
+    response = DownstreamResponse(wire.send)
+    await response.start(200, [], events=True)
+    await response.write(b'data: {"a":1}\n\ndata: {"b":')
+    await response.fail(BROKEN)
     assert wire.body() == b'data: {"a":1}\n\ndata: ' + error_body(BROKEN) + b"\n\n"
-    assert answer.finished
-    await answer.break_off(BROKEN)  # no second time
+    assert response.finished
+    await response.fail(BROKEN)  # no second time
     assert wire.body().count(b"error") == 2  # in "error" and "server_error"
 
 
 @pytest.mark.anyio
 async def test_break_inside_an_overlong_event_ends_it_first() -> None:
     wire = Wire()
-    answer = Answer(wire.send)
-    await answer.start(200, [], events=True)
-    await answer.write(b"x" * (WholeEvents.MAX_HELD + 1))
-    await answer.break_off(BROKEN)
+    response = DownstreamResponse(wire.send)
+    await response.start(200, [], events=True)
+    await response.write(b"x" * (WholeEvents.MAX_HELD + 1))
+    await response.fail(BROKEN)
     assert wire.body().endswith(b"x\n\ndata: " + error_body(BROKEN) + b"\n\n")
 
 
 @pytest.mark.anyio
 async def test_break_of_another_body_leaves_it_incomplete() -> None:
     wire = Wire()
-    answer = Answer(wire.send)
-    await answer.start(200, [(b"content-length", b"10")])
-    await answer.write(b"12345")
-    await answer.break_off(BROKEN)
+    response = DownstreamResponse(wire.send)
+    await response.start(200, [(b"content-length", b"10")])
+    await response.write(b"12345")
+    await response.fail(BROKEN)
     assert wire.messages[-1]["more_body"] is True
-    assert not answer.finished
+    assert not response.finished
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize(
     ("code", "status", "kind", "header"),
     [
-        ("invalid_api_key", 401, "authentication_error", (b"www-authenticate", b"Bearer")),
+        ("invalid_api_key", 401, "invalid_request_error", (b"www-authenticate", b"Bearer")),
         ("engine_unavailable", 503, "server_error", (b"retry-after", b"5")),
         ("request_too_large", 413, "invalid_request_error", (b"connection", b"close")),
     ],
@@ -109,7 +110,7 @@ async def test_error_before_the_start_is_an_envelope(
     code: str, status: int, kind: str, header: tuple[bytes, bytes]
 ) -> None:
     wire = Wire()
-    await Answer(wire.send, retry_after=5.0).break_off(RequestError(code, "why", "model"))
+    await DownstreamResponse(wire.send, retry_after=5.0).fail(RequestError(code, "why", "model"))
     assert wire.messages[0]["status"] == status
     assert header in wire.messages[0]["headers"]
     assert json.loads(wire.body()) == {"error": {"message": "why", "type": kind, "param": "model", "code": code}}
@@ -119,10 +120,10 @@ async def test_error_before_the_start_is_an_envelope(
 async def test_server_that_raises_for_a_client_that_left() -> None:
     """ASGI 2.4: send raises OSError."""
     wire = Wire()
-    answer = Answer(wire.send)
-    await answer.start(200, [])
+    response = DownstreamResponse(wire.send)
+    await response.start(200, [])
     wire.broken = True
     with pytest.raises(RequestError) as caught:
-        await answer.write(b"x")
+        await response.write(b"x")
     assert caught.value.code == "client_disconnected"
-    await answer.break_off(BROKEN)
+    await response.fail(BROKEN)

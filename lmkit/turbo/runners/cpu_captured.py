@@ -77,7 +77,7 @@ class _Captured:
     logits: Tensor  # [num_rows, vocab], in the workspace
 
 
-class StepGraphs:
+class CapturedSteps:
     """Captured steps by shape: those in which every sequence decodes when they first come, as they come again for sure,
     and those with prompt tokens when they come the second time. Of the latter, the shapes used last are remembered.
     """

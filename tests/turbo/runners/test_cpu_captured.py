@@ -20,9 +20,9 @@ from lmkit.kernels.cpu.workspace import Workspace
 from lmkit.models.loader import ModelSource
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.plan import Chunk, NewSequence
-from lmkit.turbo.request import GenerationConfig, Request
-from lmkit.turbo.runners.cpu import Runner
-from lmkit.turbo.runners.cpu_graphs import NotCapturableError, StepGraphs, _OnlyKernels
+from lmkit.turbo.request import Request, SamplingParams
+from lmkit.turbo.runners.cpu import CpuRunner
+from lmkit.turbo.runners.cpu_captured import CapturedSteps, NotCapturableError, _OnlyKernels
 from tests.quant.helpers import tiny_checkpoint
 
 PROMPTS = [[5, 6, 7], list(range(40, 75)), [9] * 11]
@@ -32,7 +32,7 @@ def generate(engine: Engine) -> dict[str, list[Any]]:
     """Tokens and log-probabilities of prompts of different lengths, which end at different steps."""
     found: dict[str, list[Any]] = {}
     for i, prompt in enumerate(PROMPTS):
-        params = GenerationConfig(max_new_tokens=10 + 7 * i, ignore_eos=True, logprobs=2)
+        params = SamplingParams(max_tokens=10 + 7 * i, ignore_eos=True, logprobs=2)
         engine.add(Request(request_id=str(i), prompt_ids=prompt, params=params))
     while engine.has_work():
         for output in engine.step():
@@ -64,18 +64,18 @@ def test_captured_steps_give_the_bits_of_steps_run_op_by_op(
         demo_model = with_key_means(demo_model, tmp_path / "model")
     config = EngineConfig(block_size=8, max_batch_size=4, max_step_tokens=64, max_model_len=128, kv_dtype=kv_dtype)
     launched: list[int] = []
-    replay = StepGraphs.__call__
+    replay = CapturedSteps.__call__
 
-    def counted(self: StepGraphs, inputs: Any) -> Tensor | None:
+    def counted(self: CapturedSteps, inputs: Any) -> Tensor | None:
         logits = replay(self, inputs)
         if logits is not None:
             launched.append(len(logits))
         return logits
 
-    monkeypatch.setattr(StepGraphs, "__call__", counted)
+    monkeypatch.setattr(CapturedSteps, "__call__", counted)
     captured = generate(Engine(str(demo_model), config))
     assert set(launched) == {1, 2, 3}
-    monkeypatch.setattr(StepGraphs, "__call__", lambda self, inputs: None)
+    monkeypatch.setattr(CapturedSteps, "__call__", lambda self, inputs: None)
     assert generate(Engine(str(demo_model), config)) == captured
 
 
@@ -116,17 +116,18 @@ LENGTH = 600  # tokens of each sequence: three of attention's partitions
 SHAPES = [(7, 1, 0), (7, 2, 1), (12, 3, 3), (20, 4, 0), (41, 2, 2), (64, 3, 1)]  # tokens, sequences, sampling ones
 
 
-def runner_of(model: Path, **config: Any) -> Runner:
+def runner_of(model: Path, **config: Any) -> CpuRunner:
     """A runner whose four slots have sequences of LENGTH computed tokens."""
     sizes: dict[str, Any] = {"block_size": 8, "max_batch_size": 4, "max_step_tokens": 64, "max_model_len": 640}
     sizes |= {"kv_memory": 2 << 20, "num_threads": 3}  # blocks for all, with a window too
     runner = Engine(str(model), EngineConfig(**sizes, **config)).runner
+    assert isinstance(runner, CpuRunner)
     rng = random.Random(0)
     for slot in range(4):
         tokens, table = [rng.randrange(2, 150) for _ in range(LENGTH)], list(range(75 * slot, 75 * slot + 75))
-        runner.batch.enter(NewSequence(slot, tokens, LENGTH, GenerationConfig(), (), False, [table]))
+        runner.batch.enter(NewSequence(slot, tokens, LENGTH, SamplingParams(), (), False, [table]))
         for start in range(0, LENGTH, 60):
-            runner.decoder(runner.batch.inputs([Chunk(slot, start, 60, [], False)])[0], runner.kv)
+            runner.decoder(runner.batch.inputs([Chunk(slot, start, 60, [], 0)])[0], runner.kv)
     return runner
 
 
@@ -135,12 +136,12 @@ def chunks_of(rng: random.Random, num_tokens: int, num_seqs: int, num_samples: i
     cuts = [0, *sorted(rng.sample(range(1, num_tokens), num_seqs - 1)), num_tokens]
     slots, samples = rng.sample(range(4), num_seqs), set(rng.sample(range(num_seqs), num_samples))
     return [
-        Chunk(slot, rng.randrange(LENGTH - count), count, [], i in samples)
+        Chunk(slot, rng.randrange(LENGTH - count), count, [], int(i in samples))
         for i, (slot, count) in enumerate(zip(slots, (b - a for a, b in itertools.pairwise(cuts)), strict=True))
     ]
 
 
-def stored(runner: Runner) -> list[Tensor]:
+def stored(runner: CpuRunner) -> list[Tensor]:
     return [part for layer in runner.kv for tensor in (layer.k, layer.v) for part in (tensor.data, tensor.params)]
 
 
@@ -154,7 +155,7 @@ def test_a_captured_step_serves_every_spread_of_its_tokens(tmp_path: Path, famil
     else:
         tiny_checkpoint(tmp_path / family, family, max_position_embeddings=1024)
     runner = runner_of(tmp_path / family, kv_dtype=kv_dtype)
-    graphs, rng = StepGraphs(runner.decoder, runner.kv, Workspace(32 << 20)), random.Random(1)
+    graphs, rng = CapturedSteps(runner.decoder, runner.kv, Workspace(32 << 20)), random.Random(1)
     for shape in SHAPES:
         for times in range(6):
             inputs, rows = runner.batch.inputs(chunks_of(rng, *shape))
@@ -178,13 +179,13 @@ def test_of_steps_with_prompt_tokens_those_used_last_are_remembered(
 ) -> None:
     tiny_checkpoint(tmp_path / "llama", "llama", max_position_embeddings=1024)
     runner = runner_of(tmp_path / "llama", kv_dtype="bfloat16")
-    graphs = StepGraphs(runner.decoder, runner.kv, Workspace(32 << 20))
-    monkeypatch.setattr("lmkit.turbo.runners.cpu_graphs.MAX_PROMPT_SHAPES", 2)
+    graphs = CapturedSteps(runner.decoder, runner.kv, Workspace(32 << 20))
+    monkeypatch.setattr("lmkit.turbo.runners.cpu_captured.MAX_PROMPT_SHAPES", 2)
 
     def is_captured(count: int) -> bool:
-        return graphs(runner.batch.inputs([Chunk(0, 0, count, [], False)])[0]) is not None
+        return graphs(runner.batch.inputs([Chunk(0, 0, count, [], 0)])[0]) is not None
 
-    decode, _ = runner.batch.inputs([Chunk(0, 5, 1, [], True)])
+    decode, _ = runner.batch.inputs([Chunk(0, 5, 1, [], 1)])
     assert graphs(decode) is not None  # at once, and whatever else comes
     assert [is_captured(n) for n in (9, 9, 12, 12, 9, 15, 12, 12)] == [
         False,
@@ -203,9 +204,9 @@ def test_of_steps_with_prompt_tokens_those_used_last_are_remembered(
 def test_a_step_that_does_not_fit_the_workspace_is_not_captured(tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path / "llama", "llama", max_position_embeddings=1024)
     runner = runner_of(tmp_path / "llama", kv_dtype="bfloat16")
-    inputs, _ = runner.batch.inputs([Chunk(0, 0, 60, [], True)])
+    inputs, _ = runner.batch.inputs([Chunk(0, 0, 60, [], 1)])
     for num_bytes, fits in ((16 << 10, False), (32 << 20, True)):
-        graphs = StepGraphs(runner.decoder, runner.kv, Workspace(num_bytes))
+        graphs = CapturedSteps(runner.decoder, runner.kv, Workspace(num_bytes))
         assert graphs(inputs) is None
         assert (graphs(inputs) is not None) == fits
 
@@ -215,10 +216,10 @@ def test_a_prompt_that_comes_again_is_answered_from_captured_steps(demo_model: P
     engine = Engine(str(demo_model), config)
     answers = []
     for i in range(3):
-        params = GenerationConfig(max_new_tokens=3, ignore_eos=True, logprobs=2)
+        params = SamplingParams(max_tokens=3, ignore_eos=True, logprobs=2)
         engine.add(Request(request_id=str(i), prompt_ids=PROMPTS[1], params=params))
         outputs = [output for _ in iter(engine.has_work, False) for output in engine.step()]
         answers.append([(output.token_ids, output.logprobs) for output in outputs])
     assert answers[0] == answers[1] == answers[2]
-    captured = {shape[:3] for shape, step in engine.runner._graphs._captured.items() if step is not None}
+    captured = {shape[:3] for shape, step in engine.runner._captured._captured.items() if step is not None}
     assert {(16, 1, 0), (3, 1, 1)} <= captured

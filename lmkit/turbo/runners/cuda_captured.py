@@ -30,7 +30,7 @@ HALVES = torch.float16, torch.bfloat16
 Forward = Callable[[BatchInputs], Tensor]
 
 
-def graph_sizes(max_batch_size: int) -> list[int]:
+def captured_sizes(max_batch_size: int) -> list[int]:
     """Numbers of sequences, ascending: 1, 2, 4, then multiples of 8, above 256 of 64, and the largest batch."""
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, max_batch_size, 64)]
     return [size for size in sizes if size < max_batch_size] + [max_batch_size]
@@ -69,7 +69,7 @@ def linear_kernels(decoder: Decoder, max_tokens: int) -> Iterator[Kernel]:
                 yield from gemm_table.kernels(packed, decoder.dtype, max_tokens)
 
 
-class CudaGraphs:
+class CapturedSteps:
     """Decode steps of a few sizes. `forward`: a step's logits, launched on the stream."""
 
     def __init__(self, device: CudaDevice, forward: Forward, staged: StagedInputs, table_width: int) -> None:

@@ -9,7 +9,7 @@
 
 #include "types.cuh"
 #define DEVICE inline
-#include "host.cuh"
+#include LMKIT_HOST
 #undef threadIdx
 #undef blockIdx
 #undef blockDim

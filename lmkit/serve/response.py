@@ -1,4 +1,4 @@
-"""What /v1/chat/completions and /v1/completions share: from a body to a whole answer or a stream of chunks."""
+"""What /v1/chat/completions and /v1/completions share: a body becomes one whole response or a stream of chunks."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from lmkit.serve.auth import tenant
 from lmkit.serve.body import read_json
 from lmkit.serve.protocol import ChatCompletionRequest, CompletionRequest
 from lmkit.serve.serving import Serving, UsageCount, new_id, serving
-from lmkit.serve.streaming import EventStream, until_disconnect
+from lmkit.serve.streaming import EventStream, or_disconnect
 from lmkit.turbo import request as engine
 from lmkit.turbo.transport.output import RequestOutput
 
 B = TypeVar("B", ChatCompletionRequest, CompletionRequest)
 
 
-class Answer(ABC, Generic[B]):
-    """One response. `prepare` comes first, then either `whole` or `chunks`."""
+class ResponseBuilder(ABC, Generic[B]):
+    """Builds one response: first `prepare`, then either `whole` or `chunks`."""
 
     prefix: ClassVar[str]  # of its id
     requests: list[engine.Request]
@@ -41,7 +41,7 @@ class Answer(ABC, Generic[B]):
         }
 
     def prepare(self) -> None:
-        """Make the engine's requests; it takes time, so call it in a thread. Raises RequestError: every refusal."""
+        """Make the engine's requests. This takes time, so call it in a thread. Raises RequestError."""
         self.requests = self.make_requests()
         self.count = UsageCount(self.requests, self.choices_per_prompt)
 
@@ -69,15 +69,15 @@ class Answer(ABC, Generic[B]):
         self.count.add(idx, output)
 
 
-async def respond(request: Request, body_type: type[B], answer_type: type[Answer[B]]) -> Response:
+async def respond(request: Request, body_type: type[B], builder_type: type[ResponseBuilder[B]]) -> Response:
     """Answer one HTTP request. Raises RequestError."""
     server = serving(request)
     body = await read_json(request, body_type, server.config.max_body_bytes)
     request.state.user = body.user
     server.check_model(body.model)
-    answer = answer_type(server, body, tenant(request))
-    await asyncio.to_thread(answer.prepare)
+    builder = builder_type(server, body, tenant(request))
+    await asyncio.to_thread(builder.prepare)
     if body.stream:
-        return await EventStream.open(request.receive, answer.chunks())
-    completion = await until_disconnect(request.receive, answer.whole())
+        return await EventStream.open(request.receive, builder.chunks())
+    completion = await or_disconnect(request.receive, builder.whole())
     return Response(completion.model_dump_json(), media_type="application/json")

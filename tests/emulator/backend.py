@@ -1,7 +1,4 @@
-"""Kernels without a GPU, for tests: csrc/host.cuh and emulator.cpp make g++ a CUDA compiler and the CPU a slow GPU.
-
-emulation.install(seed=0)        # tensors on the CPU can be given to kernels from now on
-"""
+"""Compiles kernels with g++ and launches them on the CPU: a backend of lmkit.kernels.cuda.module."""
 
 from __future__ import annotations
 
@@ -21,11 +18,14 @@ from torch import Tensor
 from lmkit.config import environment
 from lmkit.errors import UnsupportedError
 from lmkit.kernels.cuda import module
+from lmkit.kernels.cuda.gpus import Capability
 from lmkit.kernels.cuda.module import Launch
 from lmkit.kernels.cuda.source import kernel_source
 
 FLAGS = ("-std=c++17", "-O2", "-march=native", "-fPIC", "-shared", "-fno-strict-aliasing", "-w")
 ASAN = ("-fsanitize=address", "-fno-omit-frame-pointer")
+HERE = Path(__file__).parent
+HOST = HERE / "host.cuh"  # what a kernel finds behind LMKIT_HOST
 NUM_SMS = 3  # few, so that small problems take several waves
 _U32x3 = ctypes.c_uint32 * 3
 
@@ -33,11 +33,11 @@ _U32x3 = ctypes.c_uint32 * 3
 class EmulatedBackend:
     """Every launch draws another order of threads and blocks."""
 
-    def __init__(self, *, sanitize: bool, capability: tuple[int, int]) -> None:
+    def __init__(self, *, sanitize: bool, capability: Capability) -> None:
         self._flags = FLAGS + (ASAN if sanitize else ())
         self._capability = capability
         self._runtime = ctypes.CDLL(
-            str(self._build(kernel_source("emulator.cpp"), "emulator", {})), mode=ctypes.RTLD_GLOBAL
+            str(self._build(kernel_source(str(HERE / "emulator.cpp")), "emulator", {})), mode=ctypes.RTLD_GLOBAL
         )
         self._runtime.lm_launch.restype = ctypes.c_bool
         self.begin(0)
@@ -47,10 +47,13 @@ class EmulatedBackend:
         self._seed = seed
         self.launches: list[str] = []  # names of the kernels that ran since
 
+    def device_name(self) -> str:
+        return "emulated"
+
     def num_sms(self) -> int:
         return NUM_SMS
 
-    def capability(self) -> tuple[int, int]:
+    def capability(self) -> Capability:
         return self._capability
 
     def load(self, source: str, name: str, defines: dict[str, int]) -> Launch:
@@ -74,14 +77,14 @@ class EmulatedBackend:
         return launch
 
     def _build(self, text: str, name: str, defines: dict[str, int]) -> Path:
-        flags = (*self._flags, "-DLMKIT_HOST", *(f"-D{key}={value}" for key, value in sorted(defines.items())))
-        key = hashlib.sha256("\0".join((text, *flags, processor())).encode()).hexdigest()[:24]
+        flags = (*self._flags, f'-DLMKIT_HOST="{HOST.name}"', *(f"-D{k}={v}" for k, v in sorted(defines.items())))
+        digest = hashlib.sha256("\0".join((text, HOST.read_text(), *flags, processor())).encode())
         folder = environment().cache_dir / "emulated"
-        library = folder / f"{name}-{key}.so"
+        library = folder / f"{name}-{digest.hexdigest()[:24]}.so"
         if not library.exists():
             folder.mkdir(parents=True, exist_ok=True)
             partial = library.with_suffix(f".{os.getpid()}")
-            command = [compiler(), "-x", "c++", "-", *flags, "-o", str(partial)]
+            command = [compiler(), "-x", "c++", "-", *flags, f"-I{HERE}", "-o", str(partial)]
             built = subprocess.run(command, input=text, text=True, capture_output=True, check=False)
             if built.returncode:
                 raise UnsupportedError(f"{name} {defines}: {built.stderr[:4000]}")
@@ -89,7 +92,7 @@ class EmulatedBackend:
         return library
 
 
-def install(seed: int = 0, *, sanitize: bool = False, capability: tuple[int, int] = (9, 0)) -> EmulatedBackend:
+def install(seed: int = 0, *, sanitize: bool = False, capability: Capability = (9, 0)) -> EmulatedBackend:
     """Give kernels for tensors on the CPU to an emulator. Raises UnsupportedError without g++."""
     backend = _backend(sanitize, capability)
     backend.begin(seed)
@@ -98,7 +101,7 @@ def install(seed: int = 0, *, sanitize: bool = False, capability: tuple[int, int
 
 
 @cache
-def _backend(sanitize: bool, capability: tuple[int, int]) -> EmulatedBackend:
+def _backend(sanitize: bool, capability: Capability) -> EmulatedBackend:
     """One of each kind: kernels keep what they have loaded."""
     return EmulatedBackend(sanitize=sanitize, capability=capability)
 

@@ -1,0 +1,107 @@
+"""The response to the client: what it has been sent so far, and how it learns of an error at each point."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from email.utils import formatdate
+
+from starlette.responses import Response
+from starlette.types import Message, Send
+
+from lmkit.errors import RequestError
+from lmkit.web.errors import error_body, error_response
+from lmkit.web.receive import client_disconnected
+
+_EVENT_END = re.compile(rb"(?:\r\n|\n|\r(?!\n))(?:\r\n|\n|\r)")  # a line's end and an empty line (HTML, 9.2.5)
+
+
+class WholeEvents:
+    """Passes server-sent events on whole: the bytes stay the same, only the cuts between pieces move.
+
+    If a stream breaks off in the middle of an event, that event is dropped and an error event sent instead.
+    """
+
+    MAX_HELD = 1 << 20  # bytes of one event; a longer one is passed on in parts
+
+    def __init__(self) -> None:
+        self._held = b""
+        self.inside = False  # part of an event has been passed on
+
+    def feed(self, data: bytes) -> bytes:
+        """Add a piece. Returns the bytes of all events that are whole now."""
+        start = max(0, len(self._held) - 3)  # an event's end may have begun in the last piece
+        self._held += data
+        end = 0
+        for match in _EVENT_END.finditer(self._held, start):
+            end = match.end()
+        if end:
+            self.inside = False
+        elif len(self._held) > self.MAX_HELD:
+            self.inside, end = True, len(self._held)
+        whole, self._held = self._held[:end], self._held[end:]
+        return whole
+
+    def rest(self) -> bytes:
+        rest, self._held = self._held, b""
+        return rest
+
+
+class DownstreamResponse:
+    """The response to the client: wraps an ASGI `send`, and knows what has been sent.
+
+    A response that has started ends with `end`, or with `fail` so that the client notices.
+    """
+
+    def __init__(self, send: Send, retry_after: float = 1.0) -> None:
+        self._send = send
+        self._retry_after = retry_after
+        self._events: WholeEvents | None = None
+        self.started = False
+        self.finished = False
+
+    async def send(self, message: Message) -> None:
+        """ASGI send. Raises RequestError client_disconnected if the server tells that the client has left."""
+        if message["type"] == "http.response.start":
+            self.started = True
+        elif message["type"] == "http.response.body" and not message.get("more_body", False):
+            self.finished = True
+        try:
+            await self._send(message)
+        except OSError:
+            self.finished = True
+            raise client_disconnected() from None
+
+    async def start(self, status: int, headers: Iterable[tuple[bytes, bytes]], *, events: bool = False) -> None:
+        """Start a streamed response. `events`: the body is server-sent events."""
+        self._events = WholeEvents() if events else None
+        await self.send({"type": "http.response.start", "status": status, "headers": list(headers)})
+
+    async def write(self, data: bytes) -> None:
+        piece = data if self._events is None else self._events.feed(data)
+        if piece:
+            await self.send({"type": "http.response.body", "body": piece, "more_body": True})
+
+    async def end(self) -> None:
+        rest = b"" if self._events is None else self._events.rest()
+        await self.send({"type": "http.response.body", "body": rest})
+
+    async def fail(self, error: RequestError) -> None:
+        """Tell the client of an error: as the whole response, or as the last event of a stream.
+
+        Any other body that has started is left incomplete. The server then closes the connection, and no client takes
+        that for the end.
+        """
+        if self.finished:
+            return
+        if not self.started:
+            await self.whole(error_response(error, retry_after=self._retry_after))
+        elif self._events is not None:
+            separator = b"\n\n" if self._events.inside else b""
+            await self.send({"type": "http.response.body", "body": separator + b"data: " + error_body(error) + b"\n\n"})
+
+    async def whole(self, response: Response) -> None:
+        """Send a complete response of the proxy itself. It gets a Date here, as the server adds none."""
+        headers = [*response.raw_headers, (b"date", formatdate(usegmt=True).encode())]
+        await self.send({"type": "http.response.start", "status": response.status_code, "headers": headers})
+        await self.send({"type": "http.response.body", "body": response.body})

@@ -1,0 +1,183 @@
+"""Carries out step plans: tensors in, sampled tokens out. This part is the same on every device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from torch import Tensor
+
+from lmkit.config import EngineConfig
+from lmkit.layers.batch import KVLayer
+from lmkit.models.decoder import Decoder
+from lmkit.turbo.kv.blocks import KVBlocks
+from lmkit.turbo.kv.tiers.store import TierStore
+from lmkit.turbo.plan import Chunk, NewSequence, Sampled, SampledToken, StepPlan
+from lmkit.turbo.request import TokenLogprobs
+from lmkit.turbo.runners.batch import PersistentBatch, StepRows
+from lmkit.turbo.runners.sampler import token_logprobs
+
+SCORED_BYTES = 16 << 20  # of the logits of prompt tokens held at a time, however long the prompt
+
+
+class StepResult(NamedTuple):
+    """Of a step that has run: its samples, seconds, and those of them in the model."""
+
+    sampled: list[Sampled]
+    seconds: float
+    kernels: float
+
+
+Ticket = Callable[[], StepResult]  # of a plan that was launched: only its runner calls it
+
+
+class Runner(Protocol):
+    """Carries out plans on one device, in the order in which they are launched."""
+
+    decoder: Decoder
+
+    def warm_up(self) -> None:
+        """Compile and capture what steps need, before the first plan."""
+
+    def launch(self, plan: StepPlan) -> Ticket:
+        """Begin a plan. It may raise what `collect` would; the plan counts as launched all the same."""
+
+    def collect(self, ticket: Ticket) -> StepResult:
+        """Wait for a plan. Raises what it raised, or DeviceLostError if no other plan can run either."""
+
+    def close(self) -> None:
+        """Wait for plans under way and end the threads."""
+
+
+@dataclass(frozen=True)
+class RunnerParts:
+    """What a runner of any device is made of. `config` is that of the device."""
+
+    config: EngineConfig
+    decoder: Decoder
+    kv: list[KVLayer]
+    blocks: KVBlocks
+    tiers: TierStore | None
+    max_model_len: int
+    workspace_bytes: int  # on a CPU: activations and logits of the largest step
+
+
+class SlotStates(Protocol):
+    """A sampler, as far as plans change it."""
+
+    num_top: np.ndarray  # by slot: most likely tokens to report
+
+    def set(self, slot: int, new: NewSequence) -> None: ...
+    def clear(self, slot: int) -> None: ...
+
+
+class PlanRunner:
+    """What every device's runner does with a plan: blocks move, sequences enter and leave.
+
+    It has one model, its KV blocks, the persistent batch and the sampler's per-slot state.
+    """
+
+    def __init__(self, parts: RunnerParts, states: SlotStates) -> None:
+        config = parts.config
+        self.decoder = parts.decoder
+        self.kv = parts.kv
+        num_groups = 1 + max(layer.group for layer in parts.kv)
+        size = config.tokens_per_block, config.tokens_per_step
+        self.batch = PersistentBatch(config.max_batch_size, parts.max_model_len, *size, num_groups)
+        self._states = states
+        self._blocks = parts.blocks
+        self._tiers = parts.tiers
+        self._failed: set[int] = set()  # slots of a step that raised: what a later plan has for them is void
+
+    @contextmanager
+    def _begun(self, plan: StepPlan) -> Iterator[list[Chunk]]:
+        """The chunks to compute, after all that comes before them. Whatever raises makes the plan's slots void."""
+        try:
+            self._move(plan)
+            for slot in plan.freed:
+                self._states.clear(slot)
+            for new in plan.new:
+                self._failed.discard(new.slot)
+                self.batch.enter(new)
+                self._states.set(new.slot, new)
+            yield [chunk for chunk in plan.chunks if chunk.slot not in self._failed] if self._failed else plan.chunks
+        except Exception:
+            self._failed.update(chunk.slot for chunk in plan.chunks)
+            raise
+
+    def append(self, chunks: list[Chunk], tokens: list[list[SampledToken]]) -> None:
+        """Give the batch what was sampled, but for what has failed."""
+        for chunk, new in zip(chunks, tokens, strict=True):
+            for token in new:
+                if token.token_id >= 0:
+                    self.batch.append(chunk.slot, token.token_id)
+
+    @staticmethod
+    def for_all(plan: StepPlan, chunks: list[Chunk], sampled: list[Sampled]) -> list[Sampled]:
+        """One result for each of the plan's chunks, in order; nothing for those that were not computed."""
+        if len(chunks) == len(plan.chunks):
+            return sampled
+        by_slot = {chunk.slot: result for chunk, result in zip(chunks, sampled, strict=True)}
+        return [by_slot.get(chunk.slot, Sampled()) for chunk in plan.chunks]
+
+    def _move(self, plan: StepPlan) -> None:
+        """Saves before copies before loads: a block may be saved, given away and written to, all in one plan."""
+        try:
+            if self._tiers is not None:
+                self._tiers.save(plan.saves)
+            self._blocks.copy(plan.copies)
+        finally:  # loads are not the step's own: whoever waits for one would wait for ever
+            if self._tiers is not None:
+                for load in plan.loads:
+                    self._tiers.load(load)
+
+    def _scores(
+        self, chunks: list[Chunk], rows: StepRows, delta: Tensor, residual: Tensor | None
+    ) -> list[list[TokenLogprobs]]:
+        """Of each chunk's prompt tokens, where they are asked for. To be called before the step's logits are computed:
+        where every row is wanted, the head overwrites the stream.
+        """
+        return [
+            self._score(chunk, span, delta, residual) if span else []
+            for chunk, span in zip(chunks, rows.prompt_rows, strict=True)
+        ]
+
+    def _score(self, chunk: Chunk, span: range, delta: Tensor, residual: Tensor | None) -> list[TokenLogprobs]:
+        """What the step's tokens `span` say of the prompt tokens behind them; logits of a part of them at a time."""
+        targets = self.batch.prompt_targets(chunk, len(span))
+        num_top = max(0, int(self._states.num_top[chunk.slot]))
+        size = max(1, SCORED_BYTES // (4 * self.decoder.spec.vocab_size))
+        scores: list[TokenLogprobs] = []
+        for begin in range(span.start, span.stop, size):
+            part = slice(begin, min(begin + size, span.stop))
+            for logits in self.decoder.head_part(delta, residual, part).cpu().numpy():
+                scores.append(token_logprobs(logits, targets[len(scores)], num_top))
+        return scores
+
+
+def sample_chunks(
+    sample: Callable[[Tensor, list[int]], list[SampledToken]], logits: Tensor, chunks: list[Chunk], rows: StepRows
+) -> list[list[SampledToken]]:
+    """Tokens of each chunk. `sample` takes rows of logits with their slots, and waits.
+
+    A draft is sampled a token at a time, up to the first that it did not guess: what is drawn depends on the tokens
+    before it.
+    """
+    tokens: list[list[SampledToken]] = [[] for _ in chunks]
+    going_on = [idx for idx, chunk in enumerate(chunks) if chunk.num_sampled]
+    step = 0
+    while going_on:
+        wanted = [rows.sample_rows[idx][step] for idx in going_on]
+        drawn = sample(logits if len(wanted) == len(logits) else logits[wanted], [chunks[i].slot for i in going_on])
+        for idx, token in zip(going_on, drawn, strict=True):
+            tokens[idx].append(token)
+        going_on = [
+            idx
+            for idx in going_on
+            if step < len(chunks[idx].draft) and tokens[idx][step].token_id == chunks[idx].draft[step]
+        ]
+        step += 1
+    return tokens

@@ -1,0 +1,54 @@
+"""OpenAI's error envelope: the JSON body, the status and the headers of every error that a client gets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+from starlette.responses import Response
+
+from lmkit.errors import RequestError
+from lmkit.log import get_logger
+
+MAX_MESSAGE_CHARS = 1000
+_NOTHING: Mapping[str, str] = {}
+
+log = get_logger(__name__)
+
+
+def error_body(error: RequestError) -> bytes:
+    """`{"error": {message, type, param, code}}` as JSON."""
+    if error.status == 403:
+        kind = "permission_error"
+    else:
+        kind = "invalid_request_error" if error.status < 500 else "server_error"
+    fields = {"message": error.message[:MAX_MESSAGE_CHARS], "type": kind, "param": error.param, "code": error.code}
+    return msgspec.json.encode({"error": fields})
+
+
+def error_response(error: RequestError, *, retry_after: float = 1.0, headers: Mapping[str, str] = _NOTHING) -> Response:
+    """The complete response for `error`. `retry_after` is in seconds; a 503 carries it, rounded, and at least 1."""
+    added = {}
+    if error.status == 401:
+        added["WWW-Authenticate"] = "Bearer"
+    if error.status == 503:
+        added["Retry-After"] = str(max(1, round(retry_after)))
+    if error.status in (408, 413):  # the rest of the body is not read
+        added["Connection"] = "close"
+    return Response(error_body(error), error.status, {**headers, **added}, media_type="application/json")
+
+
+def public_error(error: Exception) -> RequestError:
+    """What a client may know of `error`. Any error but a RequestError is a defect: it is logged here with its trace."""
+    if isinstance(error, RequestError):
+        return error
+    log.error("internal error", exc_info=error)
+    return RequestError("internal_error", "internal server error")
+
+
+def not_found() -> RequestError:
+    return RequestError("not_found", "there is no such route")
+
+
+def method_not_allowed(method: str) -> RequestError:
+    return RequestError("method_not_allowed", f"{method} is not allowed on this route")

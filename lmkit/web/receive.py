@@ -1,0 +1,71 @@
+"""What a client sends: its body, bounded in size and time, strict JSON, and the notice that it has disconnected."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+from starlette.types import Receive, Scope
+
+from lmkit.errors import RequestError
+
+
+async def read_body(scope: Scope, receive: Receive, max_bytes: int, timeout: float) -> bytes:
+    """The whole body; `timeout` is in seconds.
+
+    Raises RequestError: request_too_large, request_timeout or client_disconnected. A body of up to twice `max_bytes`
+    is read before it is refused, because many clients read the response only after they have sent the body.
+    """
+    too_large = RequestError("request_too_large", f"the body is larger than {max_bytes} bytes")
+    length = dict(scope["headers"]).get(b"content-length", b"")
+    if length.isdigit() and int(length[:20]) > 2 * max_bytes:
+        raise too_large
+    pieces: list[bytes] = []
+    size, more = 0, True
+    try:
+        async with asyncio.timeout(timeout):
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise client_disconnected()
+                size += len(message.get("body", b""))
+                if size > 2 * max_bytes:
+                    raise too_large
+                if size <= max_bytes:
+                    pieces.append(message.get("body", b""))
+                more = message.get("more_body", False)
+    except TimeoutError:
+        raise RequestError("request_timeout", f"the body did not arrive within {timeout:g} s") from None
+    if size > max_bytes:
+        raise too_large
+    return b"".join(pieces)
+
+
+def decode_json(
+    raw: bytes, type: Any = Any, *, mismatch: str = "the body is not valid JSON", param: str | None = None
+) -> Any:
+    """`raw` as a value of `type`. Raises RequestError if it is not.
+
+    The text must be JSON in UTF-8; NaN, Infinity, numbers out of range and lone surrogates are refused. `mismatch`
+    and `param` describe JSON that is not a `type`.
+    """
+    try:
+        return msgspec.json.decode(raw, type=type)
+    except msgspec.ValidationError as error:
+        raise RequestError("invalid_request", f"{mismatch}: {error}", param) from None
+    except RecursionError:
+        reason = "it is nested too deeply"
+    except ValueError as error:
+        reason = str(error) if isinstance(error, msgspec.DecodeError) else "it is not UTF-8"
+    raise RequestError("invalid_request", f"the body is not valid JSON: {reason}")
+
+
+async def until_disconnect(receive: Receive) -> None:
+    """Wait until the client closes the connection. The body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def client_disconnected() -> RequestError:
+    return RequestError("client_disconnected", "the client closed the connection")

@@ -1,0 +1,51 @@
+"""A stand-in for a GPU, as an engine sees it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from lmkit.kernels.cuda.module import Kernel
+from lmkit.turbo.host_memory import available_memory
+from lmkit.turbo.runners.device import CudaDevice, Event
+
+
+class EmulatedDevice(CudaDevice):
+    """Tensors lie in host memory, and a kernel runs when it is launched: `emulator.install` makes it run there."""
+
+    tensors = "cpu"
+
+    def free_memory(self) -> int:
+        return available_memory()
+
+    def staging(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def event(self) -> Event:
+        return _HostEvent()
+
+    def synchronize(self) -> None:
+        pass
+
+    def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
+        return launch
+
+    def compile(self, kernels: Iterable[Kernel]) -> None:
+        """Most of them no test launches."""
+
+
+class _HostEvent:
+    def __init__(self) -> None:
+        self._time = 0.0
+
+    def record(self) -> None:
+        self._time = time.perf_counter()
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end_event: _HostEvent) -> float:
+        return 1e3 * (end_event._time - self._time)
