@@ -4,20 +4,35 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-# Tests of emulated GPUs and of compilers, which use one thread each: a process for each of two cores.
-EMULATED := tests/kernels/cuda tests/turbo/engine/test_cuda_engine.py tests/test_gpu_numerics.py tests/benchmarks/test_gpu.py
+# A process for each of two cores; one that is done takes tests from the other.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
+# What depends on the processor's instructions.
+ISA_TESTS := tests/kernels tests/layers tests/models tests/quant tests/turbo/runners tests/turbo/engine tests/bench \
+	tests/benchmarks tests/interop tests/test_end_to_end.py tests/test_end_to_end_cache.py tests/test_pipeline.py
+ISA_EXCEPT := tests/kernels/cuda tests/turbo/engine/test_cuda_engine.py tests/benchmarks/test_gpu.py
 
-.PHONY: demo test lint setup clean
+.PHONY: demo test test-all test-isa check lint setup clean
 
 demo: setup
 	$(BIN)/python -m benchmarks.demo
 
-test: setup
+test: check
+	$(PYTEST)
+
+test-all: check
+	$(PYTEST) -m ''
+
+# At each level below the best one that this machine has.
+test-isa: setup
+	for level in $$($(BIN)/python -m tests.levels); do \
+		echo "LMKIT_CPU_ISA=$$level"; \
+		LMKIT_CPU_ISA=$$level $(PYTEST) $(ISA_TESTS) $(addprefix --ignore=,$(ISA_EXCEPT)) || exit 1; \
+	done
+
+check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy lmkit benchmarks
-	$(BIN)/python -m pytest $(addprefix --ignore=,$(EMULATED))
-	$(BIN)/python -m pytest -n 2 $(EMULATED)
 
 lint: setup
 	$(BIN)/ruff check --fix .

@@ -25,7 +25,7 @@ from benchmarks.ceilings import Ceilings, measure_ceilings
 from benchmarks.contention import REPEATS, Reading
 from benchmarks.peers import client, report
 from benchmarks.peers.catalog import ENGINES, POINTS, EngineKind, Point
-from benchmarks.peers.client import EngineFailed, Worker, parse_pythons
+from benchmarks.peers.client import EngineFailed, PeerProcess, parse_pythons
 from benchmarks.peers.protocol import Options
 from benchmarks.peers.samples import Sample, Samples
 from benchmarks.random_llama import LLAMA_1B, Shape, make_checkpoint
@@ -51,7 +51,7 @@ class Bench:
     rounds: int
     workdir: Path
     samples: Samples
-    workers: dict[str, Worker] = field(default_factory=dict)
+    peers: dict[str, PeerProcess] = field(default_factory=dict)
     at: dict[str, tuple[str, int]] = field(default_factory=dict)  # engine -> (point, tokens of each answer so far)
 
     def start(self, kinds: list[EngineKind], pythons: dict[str, str]) -> None:
@@ -62,14 +62,14 @@ class Bench:
                 self._spawn(kind, python)
             else:
                 self.samples.missing[kind.name] = "not installed"
-        for name, worker in list(self.workers.items()):
+        for name, peer in list(self.peers.items()):
             try:
-                worker.ready()
+                peer.ready()
             except EngineFailed as error:
                 self._fail(name, error)
                 continue
-            self.samples.facts[name] = asdict(worker.facts)
-            console.print(f"{name} {worker.facts.version}: {worker.facts.settings}")
+            self.samples.facts[name] = asdict(peer.facts)
+            console.print(f"{name} {peer.facts.version}: {peer.facts.settings}")
 
     def _spawn(self, kind: EngineKind, python: str) -> None:
         module, log = f"benchmarks.peers.{kind.module}", self.workdir / f"{kind.name}.log"
@@ -79,7 +79,7 @@ class Bench:
                 console.print(f"{kind.name}: making {model.name}")
                 client.prepare(python, module, self.workdir / "checkpoint", model, log)
             options = Options(model, self.threads, MAX_BATCH, MAX_CONTEXT, self.shape.vocab)
-            self.workers[kind.name] = Worker(python, module, options, log)
+            self.peers[kind.name] = PeerProcess(python, module, options, log)
         except EngineFailed as error:
             self._fail(kind.name, error)
 
@@ -87,14 +87,14 @@ class Bench:
         """Point by point, round by round, engine by engine."""
         for point in points:
             for number in range(1, self.rounds + 1):
-                for name in list(self.workers):
+                for name in list(self.peers):
                     if self._wants(name, point, number):
                         self._measure(name, point)
-            console.print(f"{point.name}: " + ", ".join(self._summary(name, point) for name in self.workers))
+            console.print(f"{point.name}: " + ", ".join(self._summary(name, point) for name in self.peers))
 
     def close(self) -> None:
-        for worker in self.workers.values():
-            worker.close()
+        for peer in self.peers.values():
+            peer.close()
 
     def _wants(self, name: str, point: Point, number: int) -> bool:
         """Whether engine `name` has still to do round `number` of a point."""
@@ -107,21 +107,21 @@ class Bench:
         """One clean measurement, or as many disturbed ones as are allowed."""
         try:
             for _ in range(1 + REPEATS):
-                sample = self._sample(self.workers[name], name, point)
+                sample = self._sample(self.peers[name], name, point)
                 self.samples.add(name, point.name, sample)
                 if sample.clean or self.samples.seconds(name, point.name) > POINT_SECONDS:
                     break
         except EngineFailed as error:
             self._fail(name, error)
 
-    def _sample(self, worker: Worker, name: str, point: Point) -> Sample:
-        self._be_ready(worker, name, point)
-        processes = [psutil.Process(), worker.usage()]
+    def _sample(self, peer: PeerProcess, name: str, point: Point) -> Sample:
+        self._be_ready(peer, name, point)
+        processes = [psutil.Process(), peer.usage()]
         before = Reading.take(processes)
         if point.steps:
-            answer = worker.ask(do="decode", steps=point.steps, limit=DECODE_SECONDS)
+            answer = peer.ask(do="decode", steps=point.steps, limit=DECODE_SECONDS)
         else:
-            answer = worker.ask(do="prefill", batch=point.batch, prompt_len=point.prompt_len)
+            answer = peer.ask(do="prefill", batch=point.batch, prompt_len=point.prompt_len)
         after = Reading.take(processes)
         place, used = self.at[name]
         self.at[name] = place, used + point.steps + 1
@@ -131,24 +131,24 @@ class Bench:
             after.clock - before.clock,
         )
 
-    def _be_ready(self, worker: Worker, name: str, point: Point) -> None:
+    def _be_ready(self, peer: PeerProcess, name: str, point: Point) -> None:
         """Run the prompts of a point that is decoded; run a prompt that is measured once before, to warm up."""
         place, used = self.at.get(name, ("", 0))
         if place == point.name and used + point.steps + 1 <= DECODE_ROOM:
             return
         if point.steps or place != point.name:
             length = point.prompt_len if point.steps else 64  # a slow engine's warm-up should be short
-            seconds = worker.ask(do="prefill", batch=point.batch, prompt_len=length)["seconds"]
+            seconds = peer.ask(do="prefill", batch=point.batch, prompt_len=length)["seconds"]
             if not point.steps and seconds < 5:
-                worker.ask(do="prefill", batch=point.batch, prompt_len=point.prompt_len)
+                peer.ask(do="prefill", batch=point.batch, prompt_len=point.prompt_len)
         self.at[name] = point.name, 0
 
     def _fail(self, name: str, error: EngineFailed) -> None:
         self.samples.missing[name] = "failed"
         console.print(f"{name} failed: {error} (see {self.workdir / name}.log)", markup=False)
         self.samples.taken.pop(name, None)
-        if worker := self.workers.pop(name, None):
-            worker.close()
+        if peer := self.peers.pop(name, None):
+            peer.close()
 
     def _summary(self, name: str, point: Point) -> str:
         rate = self.samples.rate(name, point.name)

@@ -56,8 +56,8 @@ def measure(model: Path, *options: str) -> Start:
         body = {"model": model.name, "prompt": "import os\n", "max_tokens": 1}
         httpx.post(line.split()[-1] + "/v1/completions", json=body, timeout=60).raise_for_status()
         first_token = time.perf_counter() - begin
-        (worker,) = psutil.Process(process.pid).children()
-        memory = status(worker.pid)
+        (engine,) = psutil.Process(process.pid).children()
+        memory = status(engine.pid)
         return Start(ready, first_token, memory["VmHWM"], memory["RssAnon"], memory["RssFile"])
     finally:
         process.terminate()

@@ -28,7 +28,7 @@ from lmkit.errors import ConfigError, RequestError
 from lmkit.text import TokenHistory, Tokenizer
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.request import Request, Sampling, SamplingParams, StepOutput
-from lmkit.turbo.transport.output import AnswerTokens, OutputProcessor, RequestOutput, TextLogprobs
+from lmkit.turbo.transport.output import AssistantTurn, OutputProcessor, RequestOutput, TextLogprobs
 
 Messages = list[dict[str, Any]]
 Prompt = str | Messages
@@ -308,7 +308,7 @@ class Pipeline:
             session.response = _refused(0, error)
             yield _refused(0, error)
             return
-        answer, tokens = Response(), AnswerTokens(turn)
+        answer, tokens = Response(), AssistantTurn(turn)
         for _, output in self._run({0: request}):
             part = _response(0, output)
             _extend(answer, part)

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 Device = Literal["auto", "cpu", "cuda"]
 WeightDtype = Literal["auto", "float32", "bfloat16", "float16"]
-KVStorageName = Literal["auto"] | KVName
+KVStorageName = Literal["auto", KVName]
 HeadStorage = Literal["auto", "int8"]
 Activations = Literal["auto", "int8", "fp8", "exact"]
 BLOCK_SIZE = {"cpu": 32, "cuda": 64}  # unless one is given

@@ -108,6 +108,11 @@ def grid(weight: Tensor, scheme: QuantScheme, clip: Range | None = None) -> tupl
     low, high = _range(weight, scheme)
     if clip is not None:
         low, high = clip[0].float().clamp(max=0), clip[1].float().clamp(min=0)
+    return grid_between(low, high, scheme)
+
+
+def grid_between(low: Tensor, high: Tensor, scheme: QuantScheme) -> tuple[Tensor, Tensor]:
+    """(scales float16, zeros uint8) of the grids from `low` <= 0 to `high` >= 0, float32 of any shape. See `grid`."""
     if scheme.symmetric:
         high = torch.maximum(-low, high)
         low = -high

@@ -1,8 +1,15 @@
-"""Fixtures that several rooms share."""
+"""Fixtures that several rooms share, and how tests spread over processes."""
 
 from __future__ import annotations
 
+import logging
+import os
+from collections.abc import Iterator
 from pathlib import Path
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # a process for each core: threads of several would wait for each other
+    for _name in ("LMKIT_NUM_THREADS", "OMP_NUM_THREADS"):  # torch reads the latter when it is imported
+        os.environ.setdefault(_name, "1")
 
 import pytest
 import torch
@@ -24,7 +31,20 @@ def heldout_text() -> str:
     return (DEMO / "text" / "heldout.txt").read_text()
 
 
+@pytest.fixture(autouse=True)
+def _logging_as_it_was() -> Iterator[None]:
+    """A command that runs in this process sends records to a stderr that is closed when the command ends."""
+    logger = logging.getLogger("lmkit")
+    handlers, level, propagate = logger.handlers[:], logger.level, logger.propagate
+    yield
+    logger.handlers[:], logger.propagate = handlers, propagate
+    logger.setLevel(level)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests come first: the processes then end with short ones, at about the same time."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

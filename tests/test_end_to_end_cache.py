@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from lmkit.turbo.transport.worker import ENGINE
+from lmkit.turbo.transport.messages import ENGINE
 from tests.serve.live import Server
 
 pytestmark = pytest.mark.slow

@@ -28,6 +28,7 @@ from lmkit.turbo.request import Request, SamplingParams
 from tests import emulator
 from tests.emulator.device import EmulatedDevice
 
+pytestmark = pytest.mark.slow
 KL = 1e-4  # nats per token, at most
 NUM_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 12, 40, 24
 BLOCK = 64
@@ -71,10 +72,8 @@ def logits(path: Path, rows: list[list[int]], device: str, dtype: str, tensors: 
     decoder = load_model(path, device=device, dtype=dtype, activations="exact")
     spec = decoder.spec
     batch, blocks = whole_batch(rows, BLOCK, tensors)
-    kv = [
-        allocate_kv(blocks, spec.num_kv_heads, BLOCK, spec.head_dim, (kv_dtype(dtype), kv_dtype(dtype)), tensors)
-        for _ in range(spec.num_layers)
-    ]
+    kinds = (kv_dtype(dtype), kv_dtype(dtype))
+    kv = [allocate_kv(blocks, layer.num_kv_heads, BLOCK, layer.head_dim, kinds, tensors) for layer in spec.layers]
     return decoder(batch, kv).float().cpu().clone()
 
 

@@ -13,6 +13,7 @@ import pytest
 
 import lmkit
 
+pytestmark = pytest.mark.slow
 ROOT = Path(lmkit.__file__).parents[1]
 LOAD = """
 import sys

@@ -55,6 +55,14 @@ def test_one_bad_prompt_does_not_fail_its_siblings(pipe: Pipeline) -> None:
     assert [r.error_code for r in pipe([QUESTION, QUESTION], configs)] == [None, "invalid_request"]
 
 
+def test_a_refusal_has_the_names_of_the_generation_config(pipe: Pipeline) -> None:
+    response = pipe("x", GenerationConfig(max_new_tokens=2, min_new_tokens=3))
+    assert response.finish_reason == "error"
+    assert response.error_message == "min_new_tokens=3: must be in [0, max_new_tokens]"
+    with pytest.raises(TypeError, match="max_tokens"):
+        GenerationConfig(max_tokens=2)
+
+
 def test_more_prompts_than_the_queue_holds(pipe: Pipeline) -> None:
     prompts = [f"def f{i}(" for i in range(20)]
     together = pipe(prompts, SHORT)

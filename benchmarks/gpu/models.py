@@ -11,7 +11,7 @@ from benchmarks.gpu.roofline import LLAMA_3_2_1B, LLAMA_3_8B, QWEN_2_5_7B, Shape
 from lmkit.layers.linear import MergedLinear, Weights
 from lmkit.models import load_spec, roles
 from lmkit.models.decoder import Decoder, DecoderLayer
-from lmkit.models.spec import ModelSpec
+from lmkit.models.layer_spec import LayerSpec
 from lmkit.qtensor import QTensor, QuantScheme
 
 GROUP = 128
@@ -61,8 +61,8 @@ def random_decoder(name: str, storage: Storage, dtype: torch.dtype, device: str)
     """
     spec = load_spec(config(name))
     layers = []
-    for index in range(spec.num_layers):
-        layer = DecoderLayer(spec, index, _layer(spec, index, storage, dtype, device), "cuda", dtype)
+    for index, layer_spec in enumerate(spec.layers):
+        layer = DecoderLayer(layer_spec, index, _layer(layer_spec, storage, dtype, device), "cuda", dtype)
         layer.pack("exact")
         layers.append(layer)
     embed = _dense(spec.vocab_size, spec.hidden_size, dtype, device)
@@ -72,10 +72,9 @@ def random_decoder(name: str, storage: Storage, dtype: torch.dtype, device: str)
     return Decoder(spec, embed, layers, torch.ones(spec.hidden_size, device=device), head, dtype)
 
 
-def _layer(spec: ModelSpec, index: int, storage: Storage, dtype: torch.dtype, device: str) -> Weights:
-    weights: Weights = {role: torch.ones(spec.hidden_size, device=device) for role in ("norm.attn", "norm.mlp")}
-    for role in roles.linears(spec, index):
-        rows, columns = spec.linear_shape(role)
+def _layer(spec: LayerSpec, storage: Storage, dtype: torch.dtype, device: str) -> Weights:
+    weights: Weights = {role: torch.ones(size, device=device) for role, size in spec.vectors.items()}
+    for role, (rows, columns) in spec.linears.items():
         quantized = storage == "w4"
         weights[role] = random_qtensor(rows, columns, device) if quantized else _dense(rows, columns, dtype, device)
         if spec.has_bias(role):

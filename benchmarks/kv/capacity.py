@@ -5,15 +5,16 @@ from __future__ import annotations
 from benchmarks.kv.common import Row, Setting
 from lmkit.config import EngineConfig
 from lmkit.kv_dtype import kv_dtype
-from lmkit.layers.rope_spec import RopeSpec
+from lmkit.models import load_spec
 from lmkit.models.kv_storage import KVStorage, allocate
-from lmkit.models.spec import ModelSpec
 from lmkit.turbo.engine.memory import plan_memory
 
-SPEC = ModelSpec(
-    architecture="LlamaForCausalLM", hidden_size=4096, num_layers=4, num_heads=32, num_kv_heads=8, head_dim=128,
-    intermediate_size=14336, vocab_size=128_256, norm_eps=1e-5, rope=RopeSpec(rotary_dim=128), max_position=8192,
-    dtype="bfloat16",
+SPEC = load_spec(
+    {
+        "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "num_hidden_layers": 4, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128_256, "max_position_embeddings": 8192,
+        "dtype": "bfloat16",
+    }
 )  # fmt: skip
 BUDGET = 256 << 20
 GOALS = {"int8": 1.9, "int4": 3.7}
@@ -34,7 +35,7 @@ def tokens_in(kind: str) -> int:
     config, storages = EngineConfig(kv_memory=BUDGET), [KVStorage(kv_dtype(kind), kv_dtype(kind))] * SPEC.num_layers
     kinds = [storage.dtypes for storage in storages]
     plan = plan_memory(SPEC, config, kinds, weight_bytes=0, available=64 << 30)
-    layers = allocate(SPEC, storages, plan.num_blocks, config.tokens_per_block, plan.max_model_len)
+    layers = allocate(SPEC.layers, storages, plan.num_blocks, config.tokens_per_block, plan.max_model_len)
     allocated = sum(tensor.data.nbytes + tensor.params.nbytes for layer in layers for tensor in (layer.k, layer.v))
     if allocated > BUDGET:
         raise RuntimeError(f"{kind}: {allocated} bytes are allocated for {BUDGET}")

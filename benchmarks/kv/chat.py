@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from benchmarks.kv.common import Answer, Client, Row, Setting, checkpoint, geometric_mean, random_tokens
+from benchmarks.kv.common import Client, Row, Setting, Timing, checkpoint, geometric_mean, random_tokens
 from benchmarks.random_llama import Shape
 
 SHAPE = Shape(512, 2048, 2, 8, 2, 64, 8192, 16384)  # 16M parameters
@@ -24,7 +24,7 @@ def cases(setting: Setting) -> list[Row]:
         for cached in (False, True)
     }
     history = random_tokens(generator, system, SHAPE.vocab)
-    asked: list[dict[bool, Answer]] = []
+    asked: list[dict[bool, Timing]] = []
     for turn in range(turns):
         history += random_tokens(generator, USER, SHAPE.vocab)
         order = sorted(clients, reverse=turn % 2 == 1)
@@ -35,7 +35,7 @@ def cases(setting: Setting) -> list[Row]:
     return [row(asked)]
 
 
-def row(asked: list[dict[bool, Answer]]) -> Row:
+def row(asked: list[dict[bool, Timing]]) -> Row:
     """Of the answers of each turn, with and without the cache."""
     later = asked[1:]
     speedups = [turn[False].seconds / turn[True].seconds for turn in later]

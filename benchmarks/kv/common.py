@@ -62,7 +62,7 @@ def random_tokens(generator: random.Random, count: int, vocab: int) -> list[int]
 
 
 @dataclass(frozen=True)
-class Answer:
+class Timing:
     seconds: float  # from the request to its first token
     tokens: list[int]
     cached: int  # prompt tokens that were not computed
@@ -82,7 +82,7 @@ class Client:
         self.engine.add(Request(request_id=name, prompt_ids=prompt, params=params, **fields))
         return name
 
-    def ask(self, prompt: list[int], num_tokens: int, **fields: Any) -> Answer:
+    def ask(self, prompt: list[int], num_tokens: int, **fields: Any) -> Timing:
         begin, first, cached, tokens = time.perf_counter(), 0.0, 0, list[int]()
         self.add(prompt, num_tokens, **fields)
         for outputs in self.steps():
@@ -90,7 +90,7 @@ class Client:
                 if output.token_ids and not tokens:
                     first, cached = time.perf_counter() - begin, output.cached_tokens
                 tokens += output.token_ids
-        return Answer(first, tokens, cached)
+        return Timing(first, tokens, cached)
 
     def steps(self) -> Iterable[list[StepOutput]]:
         """Outputs of each step until nothing is left to do. Raises RuntimeError for a request that failed."""

@@ -16,7 +16,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.kv.common import Answer, Client, Row, Setting, checkpoint, random_tokens
+from benchmarks.kv.common import Client, Row, Setting, Timing, checkpoint, random_tokens
 from benchmarks.random_llama import Shape
 
 SHAPE = Shape(256, 512, 1, 2, 1, 64, 2048, 200_064)
@@ -40,19 +40,19 @@ def cases(setting: Setting) -> list[Row]:
     ]
 
 
-def row(case: str, cold: Answer, warm: Answer, **facts: float) -> Row:
+def row(case: str, cold: Timing, warm: Timing, **facts: float) -> Row:
     times = {"seconds_cold": cold.seconds, "seconds_warm": warm.seconds, "cached_tokens": warm.cached}
     return Row(case, cold.seconds / warm.seconds, GOAL, times | facts)
 
 
-def run_process(model: Path, disk: Path, tokens: int, threads: int, *, asks: int) -> tuple[float, list[Answer]]:
+def run_process(model: Path, disk: Path, tokens: int, threads: int, *, asks: int) -> tuple[float, list[Timing]]:
     """Seconds that a new engine took to start, and its answers."""
     command = [sys.executable, "-m", "benchmarks.kv.history", model, disk, tokens, threads, asks]
     found = subprocess.run(list(map(str, command)), stdout=subprocess.PIPE, text=True, check=False)
     if found.returncode:
         raise RuntimeError("the process with the long history failed")
     document = json.loads(found.stdout)
-    return document["start"], [Answer(**answer) for answer in document["answers"]]
+    return document["start"], [Timing(**answer) for answer in document["answers"]]
 
 
 def main(model: str, disk: str, tokens: str, threads: str, asks: str) -> None:

@@ -25,7 +25,7 @@ class EngineFailed(Exception):
     """An engine's process ended or could not do what it was told; the message is the last line it wrote."""
 
 
-class Worker:
+class PeerProcess:
     """One engine's process; `facts` is there after `ready`. Between questions it is stopped: it cannot spin."""
 
     facts: Facts

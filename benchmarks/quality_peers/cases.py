@@ -14,11 +14,11 @@ from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.formats.hub import DEMO_FOLDER
 from lmkit.kv_dtype import FLOAT32
 from lmkit.layers.batch import allocate_kv, whole_batch
-from lmkit.models import roles
-from lmkit.models.loader import ModelSource, load_model
+from lmkit.models.loader import load_model
+from lmkit.models.source import ModelSource
 from lmkit.quant.data.calibration import load_calibration
-from lmkit.quant.recipe import CalibrationRecipe
 from lmkit.quant.report.evaluate import EvalResult, encode_text, evaluate
+from lmkit.quant.sections import CalibrationRecipe
 from lmkit.text import Tokenizer
 
 TOLERANCE = 1e-4  # of a logit, between the model as it is and with outliers
@@ -65,7 +65,7 @@ def logits(model: Path, token_ids: list[int]) -> Tensor:
     spec = decoder.spec
     batch, num_blocks = whole_batch([token_ids], BLOCK)
     dtypes = (FLOAT32, FLOAT32)
-    kv = [allocate_kv(num_blocks, spec.num_kv_heads, BLOCK, spec.head_dim, dtypes) for _ in range(spec.num_layers)]
+    kv = [allocate_kv(num_blocks, layer.num_kv_heads, BLOCK, layer.head_dim, dtypes) for layer in spec.layers]
     return decoder.head(*decoder.hidden(batch, kv))
 
 
@@ -85,13 +85,11 @@ def evaluate_against(model: Path, original: Path, setting: Setting) -> EvalResul
 def bits_per_weight(checkpoint: Path) -> float:
     """Bits that a checkpoint stores for a weight of its layers' linears: codes, scales and zeros."""
     spec = ModelSource(DEMO_FOLDER).spec
-    linears = [(layer, role) for layer in range(spec.num_layers) for role in roles.linears(spec, layer)]
-    modules = {roles.module_name(spec, layer, role) for layer, role in linears}
-    shapes = [spec.linear_shape(role) for _, role in linears]
+    modules = {layer.module_name(i, role) for i, layer in enumerate(spec.layers) for role in layer.linears}
     with CheckpointReader(checkpoint) as reader:
         stored = sum(
             reader.info(name).nbytes
             for name in reader.names()
             if name.rpartition(".")[0] in modules and not name.endswith(NOT_WEIGHTS)
         )
-    return 8 * stored / sum(rows * columns for rows, columns in shapes)
+    return 8 * stored / spec.num_weights

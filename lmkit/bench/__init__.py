@@ -1,1 +1,1 @@
-"""Load and measurements: offline through the engine, online against any OpenAI-compatible server. See docs/bench.md."""
+"""Benchmarks: offline through the engine, online against any OpenAI-compatible server. See docs/bench.md."""

@@ -1,7 +1,7 @@
-"""When requests are to be sent: a renewal process with gamma-distributed intervals, and a ramp before it.
+"""The times at which requests are sent: a renewal process with gamma-distributed intervals, after a ramp.
 
-`burstiness` is the gamma distribution's shape: 1 is a Poisson process, below 1 comes in bursts, above 1 is more even;
-the intervals' coefficient of variation is 1 / sqrt(burstiness).
+`burstiness` is the shape of the gamma distribution: 1 is a Poisson process, less than 1 is burstier, more than 1 is
+more even. The coefficient of variation of the intervals is 1 / sqrt(burstiness).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _BLOCK = 1024  # intervals drawn at a time
 def arrival_times(
     rate: float, *, burstiness: float = 1.0, ramp_seconds: float = 0.0, rng: np.random.Generator
 ) -> Iterator[float]:
-    """Seconds of one arrival after the other, without end; the first is at 0. An infinite `rate`: all at 0.
+    """The times of all arrivals in seconds, without end. The first is 0; with an infinite `rate`, all are 0.
 
-    During the ramp the rate rises linearly from 0: unit-rate arrivals u are mapped through the inverse of the expected
-    number of arrivals, L(t) = rate t^2 / (2 ramp) up to the ramp's end and rate (t - ramp / 2) after it.
+    During the ramp the rate rises linearly from 0. Arrivals u of rate 1 are mapped through the inverse of the expected
+    number of arrivals L(t), which is rate t^2 / (2 ramp) until the ramp's end and rate (t - ramp / 2) after it.
     """
     if math.isinf(rate):
         while True:

@@ -1,4 +1,4 @@
-"""What a benchmark is asked to do, as far as commands share it. Light: the command line imports it."""
+"""The common configuration of the benchmarks. It imports little, because the command line imports it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lmkit.config import PositiveInt, StrictStruct
 from lmkit.errors import ConfigError
 
 N = TypeVar("N", int, float)
-Progress = Callable[[str, int, int], None]  # what is being done, how much of it, of how much
+Progress = Callable[[str, int, int], None]  # the current work, the amount done, the total
 Endpoint = Literal["chat", "completions"]
 
 GOODPUT_NAMES = ("ttft", "tpot", "e2e")
@@ -32,7 +32,7 @@ class WorkloadConfig(StrictStruct, frozen=True):
     range_ratio: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0  # lengths are uniform in mean * (1 -+ ratio)
     num_prefixes: NonNegativeInt = 0  # different beginnings that random prompts share
     prefix_len: NonNegativeInt = 0  # tokens of such a beginning
-    turns: PositiveInt = 1  # of a conversation; a data set's may have fewer
+    turns: PositiveInt = 1  # turns of a conversation; those of a data set may have fewer
     seed: NonNegativeInt = 0
 
 

@@ -1,7 +1,9 @@
-"""How many tokens each chunk of a stream carried. Done after the run, so that it does not slow the client down.
+"""The number of tokens in each chunk of a stream.
 
-A server can say it in three ways; where it does not, the model's tokenizer splits the text, and failing that every
-chunk counts alike. Estimates are scaled to the total that the server reports at the end.
+It is computed after the run, so that it does not slow the client down.
+
+A server can report it in three ways. If it does not, the model's tokenizer splits the text; without a tokenizer, all
+chunks count alike. Estimates are scaled to the total that the server reports at the end.
 """
 
 from __future__ import annotations
@@ -15,24 +17,24 @@ from typing import Literal
 from lmkit.bench.metrics import Burst
 from lmkit.text import Tokenizer
 
-# token_ids, usage (cumulative, in each chunk) and logprobs: the server's own counts; the others are estimates.
+# token_ids, usage (cumulative, in each chunk) and logprobs are the server's own counts. The others are estimates.
 CountSource = Literal["token_ids", "usage", "logprobs", "tokenizer", "chunks"]
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One server-sent event that brought text, tokens or the end."""
+    """One server-sent event with text, tokens or the end of the stream."""
 
     time: float
     text: str
-    num_ids: int | None = None  # token_ids in it
-    usage: int | None = None  # completion tokens so far, as it says
+    num_ids: int | None = None  # number of token_ids in it
+    usage: int | None = None  # completion tokens so far, according to the chunk
     num_logprobs: int | None = None
     is_last: bool = False  # has the finish_reason
 
 
 def bursts(chunks: Sequence[Chunk], total: int | None, tokenizer: Tokenizer | None) -> tuple[list[Burst], CountSource]:
-    """The tokens' arrivals. `total`: completion tokens that the server reported at the end, if it did."""
+    """The arrivals of the tokens. `total`: completion tokens that the server reported at the end, or None."""
     counts, source = _counts(chunks, total, tokenizer)
     return [Burst(c.time, n) for c, n in zip(chunks, counts, strict=True) if n > 0], source
 
@@ -64,7 +66,8 @@ def _split(chunks: Sequence[Chunk], tokenizer: Tokenizer) -> list[int]:
 def _scaled(counts: list[int], chunks: Sequence[Chunk], total: int | None) -> list[int]:
     """`counts` scaled to the sum `total`, rounded so that the first chunk with a token keeps at least one.
 
-    One token more than the text has is the end-of-sequence token: it came with the last chunk.
+    If `total` is one more than the text's tokens, the additional token is the end-of-sequence token of the last
+    chunk.
     """
     known = sum(counts)
     if total is None or total == known:

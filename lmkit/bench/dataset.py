@@ -1,4 +1,4 @@
-"""Conversations from a file: ShareGPT's JSON, or JSON lines. What cannot be read is one error that names the line.
+"""Conversations from a file: ShareGPT's JSON, or JSON lines. The first malformed line is an error with its number.
 
 ShareGPT   [{"conversations": [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}, ...]}, ...]
 lines      {"prompt": ...}  or  {"messages": [{"role": ..., "content": ...}, ...]},  each with optional "max_tokens"
@@ -24,13 +24,13 @@ _SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt
 class Entry:
     """One line of a data set."""
 
-    messages: list[Message]  # with the answers that the data set has; of a bare prompt one user message
+    messages: list[Message]  # with the data set's answers; a bare prompt is one user message
     is_chat: bool
-    max_tokens: int | None  # asked for by the data set
+    max_tokens: int | None  # the data set's own limit
 
 
 def read_dataset(path: Path) -> list[Entry]:
-    """Every entry with something to answer. Raises ConfigError for a file, a line or an entry that is malformed."""
+    """Every entry that has a prompt. Raises ConfigError for a malformed file, line or entry."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -61,7 +61,7 @@ def _loads(text: str, where: str) -> Any:
 
 
 def _entry(row: Any, where: str) -> Entry | None:
-    """None for a ShareGPT conversation that does not begin with a human: the data set has many."""
+    """An entry; None for a ShareGPT conversation that does not begin with a human. The data set has many of these."""
     if not isinstance(row, dict):
         raise ConfigError(f"{where}: expected an object, got {type(row).__name__}")
     if re.search(r"[\ud800-\udfff]", json.dumps(row, ensure_ascii=False)):

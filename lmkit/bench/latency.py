@@ -1,8 +1,8 @@
-"""`lmkit bench latency`: a static batch; how long its prompts take, and then each token.
+"""`lmkit bench latency`: a static batch, the time of its prompts and the time of each further token.
 
-A batch is B sequences that are given to the engine together. The prefill ends with the step that brings the last of
-them its first token; the decode is the time from there until each has O - 1 tokens more. Sequences go on until then, so
-every step of the decode works on the whole batch; the step budget (`max_step_tokens`) is what a server would have.
+A batch is B sequences that the engine gets together. The prefill ends with the step in which the last sequence gets its
+first token. The decode is the time from there until each sequence has O - 1 more tokens. Sequences continue until then,
+so every step of the decode works on the whole batch. The step budget (`max_step_tokens`) is that of a server.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class _Timing:
-    """Seconds of one repeat."""
+    """Times of one repeat in seconds."""
 
     prefill: float
     decode: float
@@ -53,11 +53,11 @@ def shapes(batch_sizes: Sequence[int], input_lens: Sequence[int], output_lens: S
 
 
 def check(shape: Shape, config: EngineConfig, info: EngineInfo) -> None:
-    """Raises ConfigError for a shape that the engine cannot hold as one batch."""
+    """Raise ConfigError for a shape that the engine cannot hold as one batch."""
     size = shape.batch_size
     if size > min(config.max_batch_size, config.tokens_per_step):
         raise ConfigError(f"batch {shape}: more sequences than a step has room for; raise --max-batch-size")
-    # While the last prompts are computed the first sequences go on: by at most one token a step.
+    # The first sequences continue while the last prompts are computed, by at most one token a step.
     budget = config.tokens_per_step - size + 1
     longest = shape.input_len + shape.output_len + math.ceil(size * shape.input_len / budget)
     if longest > info.max_model_len:
@@ -77,7 +77,7 @@ def run_latency(
     seed: int = 0,
     progress: Progress = lambda what, done, total: None,
 ) -> list[LatencyRun]:
-    """Each shape `warmup` + `repeats` (at least 1) times, with other random prompts each time.
+    """Run each shape `warmup` + `repeats` (at least 1) times, with other random prompts each time.
 
     Raises LMKitError if a sequence ends before its batch is measured.
     """
@@ -114,7 +114,7 @@ def _once(engine: Engine, prompts: list[list[int]], shape: Shape) -> _Timing:
 
 
 def _advance(engine: Engine, missing: dict[str, int], shape: Shape) -> list[float]:
-    """Step until every sequence has so many tokens more; the steps' seconds."""
+    """Step until every sequence has `missing` more tokens. Returns the seconds of the steps."""
     steps = []
     while any(count > 0 for count in missing.values()):
         start = time.perf_counter()

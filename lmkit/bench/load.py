@@ -1,4 +1,4 @@
-"""Sends conversations at their times, at most so many at once, and watches whether it keeps up itself."""
+"""Sends conversations at their times with a limit of concurrency, and measures whether the client keeps up."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from lmkit.bench.arrivals import arrival_times
-from lmkit.bench.client import Answer, Client
+from lmkit.bench.client import Client, StreamedResponse
 from lmkit.bench.metrics import distribution
 from lmkit.bench.schema import ClientHealth
 from lmkit.bench.workload import Conversation, Dialogue, Turn
 
 TICK_SECONDS = 0.005
-MAX_CPU_SHARE = 0.9  # above these the client's own work shows in the figures
+MAX_CPU_SHARE = 0.9  # above these limits the client's own work affects the figures
 MAX_LAG_MS = 10.0
 
 
 @dataclass(frozen=True)
 class LoadPoint:
-    """One load: how requests arrive, and for how long."""
+    """One load: the arrival of requests, and its duration."""
 
     rate: float = math.inf  # conversations per second; inf = as soon as the limit allows
     concurrency: int | None = None  # conversations at once; None = no limit
     burstiness: float = 1.0
     duration: float | None = None  # seconds in which requests are sent; None = until all conversations are
-    ramp_seconds: float = 0.0  # rate or concurrency rises for so long; what is sent meanwhile is not measured
+    ramp_seconds: float = 0.0  # the rate or concurrency rises; requests sent meanwhile are not measured
     think_seconds: float = 0.0  # between an answer and the next turn
     seed: int = 0
 
@@ -44,9 +44,9 @@ class Sent:
     conversation: int
     turn_idx: int
     turn: Turn
-    prompt: Dialogue  # as it was then
+    prompt: Dialogue  # as it was when it was sent
     scheduled: float
-    answer: Answer
+    answer: StreamedResponse
 
 
 @dataclass
@@ -54,7 +54,7 @@ class LoadResult:
     origin: float  # the run's time 0, on time.perf_counter
     sent: list[Sent] = field(default_factory=list)
     skipped_turns: int = 0  # of conversations in which a turn failed
-    reused: int = 0  # conversations sent again because a run by duration had used them all
+    reused: int = 0  # conversations sent again in a run by duration
     health: ClientHealth | None = None
 
 
@@ -101,7 +101,10 @@ class Load:
                 self._limit.release()
 
     async def _starts(self) -> AsyncIterator[tuple[int, float]]:
-        """(number of the conversation, its scheduled time), each when it may start; it holds one unit of the limit."""
+        """(number of the conversation, its scheduled time), each when it may start.
+
+        It then holds one unit of the limit.
+        """
         free = origin = self._result.origin
         for idx, offset in self._arrivals():
             ready = max(origin + offset, free)
@@ -152,7 +155,7 @@ class Load:
 
 
 class _Watch:
-    """Measures this process while it generates load."""
+    """Measures the client's own process while it generates load."""
 
     def __init__(self) -> None:
         self._lags: list[float] = []

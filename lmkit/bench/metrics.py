@@ -1,6 +1,6 @@
-"""From the times at which tokens came to the figures of a benchmark. The arithmetic of docs/bench.md, and nothing else.
+"""The arithmetic of docs/bench.md: from the arrival times of tokens to the figures of a benchmark.
 
-All times are seconds on one clock. A burst is what arrived together: one SSE chunk, or one engine step.
+All times are in seconds on one clock. A burst is the tokens that arrive together: one SSE chunk, or one engine step.
 
     start      first burst                     second           third                       end
       |------------| 1 token |------------------| 3 tokens |-----| 1 token |----------------|
@@ -28,18 +28,18 @@ class Burst(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One request: what was asked, and when its tokens came. `error` is None if it was answered whole."""
+    """One request: its fields, and the times of its tokens. `error` is None if it was answered completely."""
 
     conversation: int
     turn: int = 0
     prompt_tokens: int
     requested_tokens: int | None  # None = until the model ends
-    scheduled: float  # when it was to be sent
+    scheduled: float  # when it should be sent
     start: float  # when it was sent
     end: float  # when its answer was complete, or it failed
     bursts: list[Burst] = []
     finish_reason: str | None = None
-    error: str | None = None  # its kind
+    error: str | None = None  # kind of the error
     message: str | None = None
     measured: bool = True  # False for a warm-up or one sent while the load was still rising
 
@@ -57,12 +57,12 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tpot(self) -> float | None:
-        """Seconds per token after the first burst; None if nothing came after it. The mean of `intervals`."""
+        """Seconds per token after the first burst: the mean of `intervals`. None if there was no second burst."""
         later = self.output_tokens - self.bursts[0].num_tokens
         return (self.bursts[-1].time - self.bursts[0].time) / later if later else None
 
     def intervals(self) -> list[float]:
-        """Inter-token times: n tokens that came together count as n equal parts of the time since the last burst."""
+        """Inter-token times. The n tokens of a burst are n equal parts of the time since the previous burst."""
         return [
             (burst.time - before.time) / burst.num_tokens
             for before, burst in zip(self.bursts, self.bursts[1:], strict=False)
@@ -70,7 +70,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
         ]
 
     def gaps(self) -> list[float]:
-        """Times between bursts: what a reader waits without seeing anything new."""
+        """Times between bursts, in which a reader sees nothing new."""
         return [b.time - a.time for a, b in zip(self.bursts, self.bursts[1:], strict=False)]
 
 
@@ -88,13 +88,13 @@ class Distribution(msgspec.Struct, frozen=True):
 
 
 def distribution(values: Iterable[float]) -> Distribution | None:
-    """None of nothing."""
+    """The distribution of `values`, or None if there are none."""
     data = np.fromiter(values, dtype=np.float64)
     return spread(data) if data.size else None
 
 
 def spread(data: np.ndarray | Sequence[float]) -> Distribution:
-    """Of at least one value."""
+    """The distribution of at least one value."""
     data = np.asarray(data, dtype=np.float64)
     p50, p90, p99 = np.percentile(data, [50, 90, 99]).tolist()
     low, high = float(data.min()), float(data.max())
@@ -106,20 +106,20 @@ class Goodput(msgspec.Struct, frozen=True):
 
     targets: dict[str, float]  # ms
     num_good: int
-    share: float  # of all measured requests; one that failed is not good
+    share: float  # of all measured requests; a failed one is not good
     requests_per_s: float
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of one run. Rates are over `seconds`; latencies are in ms, of requests that were answered whole."""
+    """The figures of one run. Rates are over `seconds`. Latencies are in ms, of completely answered requests."""
 
     seconds: float  # from the first measured request's start to the last one's end
     num_requests: int  # measured: answered and failed
     num_completed: int
     num_unmeasured: int  # warm-up, and sent while the load was rising
     errors: dict[str, int]  # kind -> how many of num_requests
-    num_off_length: int  # answered with fewer or more tokens than were asked for
-    prompt_tokens: int  # of completed requests, as are the following
+    num_off_length: int  # answers with fewer or more tokens than asked for
+    prompt_tokens: int  # of completed requests, as the following
     output_tokens: int
     requests_per_s: float
     prompt_tokens_per_s: float
@@ -137,7 +137,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def summarize(records: Sequence[RequestRecord], targets: dict[str, float] | None = None) -> Summary:
-    """The figures of one run; `targets` as `parse_goodput` gives them. Raises ConfigError if nothing was measured."""
+    """The figures of one run. `targets`: from `parse_goodput`. Raises ConfigError if nothing was measured."""
     measured = [record for record in records if record.measured]
     if not measured:
         raise ConfigError("no request was measured: send more of them, or a shorter ramp")
@@ -177,6 +177,9 @@ def _goodput(done: Sequence[RequestRecord], num_requests: int, targets: dict[str
 
 
 def _meets(record: RequestRecord, targets: dict[str, float]) -> bool:
-    """A request without a second burst has no time per token, so it cannot miss a target for it."""
+    """Whether a request meets all targets.
+
+    Without a second burst it has no time per token and meets any target for it.
+    """
     values = {"ttft": record.ttft, "tpot": record.tpot or 0.0, "e2e": record.e2e}
     return all(1e3 * values[name] <= limit for name, limit in targets.items())

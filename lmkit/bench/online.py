@@ -25,7 +25,7 @@ from lmkit.text import Tokenizer
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """An online benchmark: what was asked, which optional fields the server took, and the runs."""
+    """An online benchmark: its configuration, the optional fields that the server took, and the runs."""
 
     model: str
     features: list[str]
@@ -40,7 +40,7 @@ async def measure(
     targets: dict[str, float] | None = None,
     progress: Progress = lambda what, done, total: None,
 ) -> Measured:
-    """Run the whole sweep. Raises LMKitError if the server cannot be asked at all, before the first run."""
+    """Run the whole sweep. Raises LMKitError before the first run if the server does not answer."""
     sweep = points(config, workload.seed)
     client = Client(config.url, config.endpoint, api_key=api_key, timeout=config.timeout)
     try:
@@ -65,7 +65,10 @@ async def measure(
 
 
 def points(config: OnlineConfig, seed: int) -> list[LoadPoint]:
-    """Every rate with every concurrency. Raises ConfigError for a load that would never end or never rise."""
+    """The loads: every rate with every concurrency.
+
+    Raises ConfigError for a load that would never end or never rise.
+    """
     unlimited = None in config.rates and None in config.concurrencies
     if config.ramp and unlimited:
         raise ConfigError("--ramp needs --rate or --concurrency: it is what rises")
@@ -187,7 +190,7 @@ def to_record(
 
 
 def _count_prompt(sent: Sent, tokenizer: Tokenizer | None, chat: bool) -> int:
-    """0 if it cannot be known here: without a tokenizer, or where its chat template does not take the messages."""
+    """The tokens of a prompt. 0 if there is no tokenizer, or if its chat template refuses the messages."""
     try:
         return len(sent.prompt.token_ids(tokenizer, chat=chat)) if tokenizer is not None else 0
     except RequestError:

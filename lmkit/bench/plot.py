@@ -1,4 +1,4 @@
-"""Runs as pictures. matplotlib is optional: `pip install 'lmkit[bench]'`."""
+"""Plots of the runs. matplotlib is optional: `pip install 'lmkit[bench]'`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ FORMATS = (".png", ".svg", ".pdf")
 
 
 def check_plot(path: Path | None) -> None:
-    """Before anything is measured. Raises ConfigError for another format, UnsupportedError without matplotlib."""
+    """Check the format before a measurement.
+
+    Raises ConfigError for another format, UnsupportedError without matplotlib.
+    """
     if path is None:
         return
     if path.suffix not in FORMATS:
@@ -66,7 +69,7 @@ def plot_latency(path: Path, title: str, runs: Sequence[LatencyRun]) -> None:
 
 
 def _figure(title: str) -> tuple[Any, Any]:
-    from matplotlib.figure import Figure  # not pyplot: no window system, no state
+    from matplotlib.figure import Figure  # without pyplot: it has global state and needs a window system
 
     figure = Figure(figsize=(11, 8), layout="constrained")
     figure.suptitle(title)

@@ -1,4 +1,4 @@
-"""Runs as a table: a column for each run, a row for each figure, and notes on what a reader must know about them."""
+"""Runs as a table: a column for each run, a row for each figure, and notes for the reader."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _LATENCIES: Rows = (
 
 
 def request_table(title: str, runs: Sequence[RequestRun]) -> Table:
-    """Of throughput and online runs."""
+    """The table of throughput and online runs."""
     table = Table(title=title, title_justify="left")
     table.add_column("")
     for run in runs:
@@ -74,7 +74,7 @@ def request_table(title: str, runs: Sequence[RequestRun]) -> Table:
 
 
 def latency_table(title: str, runs: Sequence[LatencyRun]) -> Table:
-    """A row for each shape: medians, and in brackets how far the repeats are apart."""
+    """A row for each shape: medians, and in brackets the spread of the repeats."""
     table = Table(title=title, title_justify="left")
     for column in ("batch", "in", "out", "prefill ms", "tok/s", "ms/token", "tok/s", "total ms"):
         table.add_column(column, justify="right")
@@ -91,14 +91,14 @@ def latency_table(title: str, runs: Sequence[LatencyRun]) -> Table:
 
 
 def profile_table(title: str, runs: Sequence[LatencyRun]) -> Table:
-    """A row for each shape: milliseconds of an average decode step by where they go."""
+    """A row for each shape: the parts of an average decode step in milliseconds."""
     table = Table(title=title, title_justify="left")
     parts = ("kernels", "inputs, sampling", "idle", "schedule", "update")
     for column in ("batch", "in", "step ms", *parts, "outside kernels"):
         table.add_column(column, justify="right")
     for run in runs:
         if (profile := run.decode_profile) is not None:
-            thread = (profile.kernels, profile.inputs_and_sampling, profile.idle)  # all of the step
+            thread = (profile.kernels, profile.inputs_and_sampling, profile.idle)  # these add up to the step
             loop = (profile.schedule, profile.update)
             shown = (f"{milliseconds:.3f}" for milliseconds in (profile.step, *thread, *loop))
             table.add_row(str(run.batch_size), str(run.input_len), *shown, f"{profile.outside_kernels:.1%}")
@@ -110,7 +110,7 @@ def _median(values: Distribution | None) -> str:
 
 
 def notes(runs: Sequence[RequestRun]) -> list[str]:
-    """What the figures do not show by themselves, a line each."""
+    """Notes that explain the figures, one line each."""
     by_run = [_notes(run) for run in runs]
     common = [line for line in by_run[0] if all(line in lines for lines in by_run)]
     own = [

@@ -23,22 +23,22 @@ _PACKAGES = ("torch", "numba", "numpy", "tokenizers", "aiohttp")
 
 
 class ClientHealth(msgspec.Struct, frozen=True):
-    """Was the load generator the bottleneck?"""
+    """Figures that tell whether the load generator was the bottleneck."""
 
     cpu_share: float  # of one core, of this process
-    loop_lag_ms: Distribution | None  # how late a timer of 5 ms fires: by so much any time of a chunk may be late
-    arrival_lag_ms: Distribution | None  # how late requests were sent that nothing but the clock held back
+    loop_lag_ms: Distribution | None  # how late a timer of 5 ms fires; the time of any chunk may be as late
+    arrival_lag_ms: Distribution | None  # how late requests were sent that only the clock held back
     is_bottleneck: bool  # cpu_share above 0.9, or 1 % of either lag above 10 ms
 
 
 class OnlineRun(msgspec.Struct, frozen=True, kw_only=True):
-    """One point of the sweep. null for a rate or a concurrency: without one."""
+    """One point of the sweep. A rate or a concurrency of null means no limit."""
 
     rate: float | None
     concurrency: int | None
     summary: Summary
     client: ClientHealth
-    token_counts: dict[str, int]  # how tokens were counted -> in how many requests
+    token_counts: dict[str, int]  # method of counting -> number of requests
     skipped_turns: int  # never sent, because an earlier turn of their conversation failed
     reused_prompts: int
     requests: list[RequestRecord] = []  # times in seconds from the run's start
@@ -66,15 +66,16 @@ class ThroughputRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepProfile(msgspec.Struct, frozen=True, kw_only=True):
-    """Milliseconds of a decode step, on average: step = kernels + inputs_and_sampling + idle.
+    """An average decode step in milliseconds: step = kernels + inputs_and_sampling + idle.
 
-    `schedule` and `update` are the loop's. With overlap they run beside the step, without they are part of `idle`.
+    `schedule` and `update` are the loop's. With overlap they run beside the step; without overlap they are part of
+    `idle`.
     """
 
     step: float  # from one result to the next
     kernels: float  # in the model
-    inputs_and_sampling: float  # beside them, in the thread that carries steps out
-    idle: float  # no step is carried out: the loop's own work, and handing over
+    inputs_and_sampling: float  # beside them, in the thread that executes steps
+    idle: float  # no step is executed: the loop works, or hands over
     schedule: float
     update: float
     outside_kernels: float  # share of `step` in which no kernel runs
@@ -104,7 +105,10 @@ Run = OnlineRun | ThroughputRun | LatencyRun
 
 
 def document(benchmark: Benchmark, configuration: dict[str, Any], runs: list[Any], *, requests: bool) -> dict[str, Any]:
-    """Plain data. `runs` are of one kind; without `requests` their requests' times are left out."""
+    """The document as plain data.
+
+    `runs` are of one kind. Without `requests`, the times of single requests are left out.
+    """
     plain = [_finite(msgspec.to_builtins(run)) for run in runs]
     if not requests:
         for run in plain:
@@ -120,7 +124,7 @@ def document(benchmark: Benchmark, configuration: dict[str, Any], runs: list[Any
 
 
 def environment() -> dict[str, Any]:
-    """What figures depend on, of the machine that ran the benchmark: for an online one, the client's."""
+    """Properties of the machine that ran the benchmark; for an online benchmark, of the client's machine."""
     return {
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
@@ -139,7 +143,7 @@ def save(path: Path, value: dict[str, Any]) -> None:
 
 
 def check_writable(path: Path | None) -> None:
-    """Before hours of measuring. Raises ConfigError."""
+    """Check before a long measurement that `path` can be written. Raises ConfigError."""
     if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
         raise ConfigError(f"{path}: cannot be written: its folder is not there, or not writable, or it is a folder")
 
@@ -158,7 +162,7 @@ def _version(package: str) -> str | None:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no infinity: null."""
+    """The value, or None for infinity, which JSON does not have."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,8 +1,8 @@
-"""Random text that a tokenizer reads back as exactly so many tokens.
+"""Random text that a tokenizer reads back as an exact number of tokens.
 
-It is made of tokens that are a space and a word: pre-tokenizers cut before the space, so such tokens keep to
-themselves whatever stands beside them. What the tokenizer, or a chat template, adds around the text is part of the
-length asked for.
+The text consists of tokens that are a space and a word. Pre-tokenizers split before the space, so such tokens do not
+merge with their neighbours. The tokens that the tokenizer or a chat template adds around the text are part of the
+length.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class TextMaker:
         self._pieces = _stable_pieces(tokenizer)
 
     def text(self, num_tokens: int, measure: Callable[[str], int]) -> str:
-        """A text for which `measure` gives `num_tokens`. Raises ConfigError where that cannot be."""
+        """A text for which `measure` gives `num_tokens`. Raises ConfigError if there is none."""
         least = measure("")
         if num_tokens <= least and num_tokens:
             raise ConfigError(f"a prompt of {num_tokens} tokens: {least} of them stand around any text, ask for more")
@@ -46,7 +46,7 @@ class TextMaker:
 
 
 def _stable_pieces(tokenizer: Tokenizer) -> list[str]:
-    """Texts of single tokens that read back as that token, between others too; words if the vocabulary has them."""
+    """Texts of single tokens that read back as that token, also between others. Words are preferred."""
     ids = [i for i in range(tokenizer.vocab_size) if i not in tokenizer.special_ids]
     texts = [tokenizer.token_text(i) for i in ids]
     for pattern in (_SPACE_AND_WORD, _PRINTABLE):
@@ -57,7 +57,7 @@ def _stable_pieces(tokenizer: Tokenizer) -> list[str]:
 
 
 def _reread(tokenizer: Tokenizer, texts: Sequence[str]) -> list[str]:
-    """Those of which three in a row, after something else, are three tokens more than that."""
+    """The pieces for which three in a row after another text add exactly three tokens."""
     texts = sorted(set(texts))
     rows = ["x", *("x" + 3 * text for text in texts)]
     encoded = tokenizer.backend.encode_batch_fast(rows, add_special_tokens=False)

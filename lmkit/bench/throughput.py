@@ -28,7 +28,7 @@ class _Talk:
     idx: int
     turns: deque[Turn]
     dialogue: Dialogue
-    prompt_ids: list[int]  # of the next turn, encoded before the clock starts where that is possible
+    prompt_ids: list[int]  # of the next turn, if possible encoded before the clock starts
     turn_idx: int = 0
 
 
@@ -46,12 +46,12 @@ class _Open:
 
 
 class ThroughputBench:
-    """Feeds one engine. Requests that its queue does not take wait here, and their clock with them."""
+    """Feeds one engine. Requests that its queue does not take wait here, and their clock starts when it takes them."""
 
     def __init__(
         self, engine: Engine, tokenizer: Tokenizer, *, ignore_eos: bool = True, detokenize: bool = True
     ) -> None:
-        """`detokenize`: also make text of the tokens as they come, as a pipeline does."""
+        """`detokenize`: also turn the tokens into text as they come, as a pipeline does."""
         self._engine, self._tokenizer = engine, tokenizer
         self._ignore_eos, self._detokenize = ignore_eos, detokenize
 
@@ -63,9 +63,9 @@ class ThroughputBench:
         targets: dict[str, float] | None = None,
         on_done: Callable[[], None] = lambda: None,
     ) -> ThroughputRun:
-        """Every conversation to its end, at most `concurrency` at once; `on_done` is called after each request.
+        """Run every conversation to its end, at most `concurrency` at once. `on_done` is called after each request.
 
-        A run has a part of the prefix cache to itself: it finds nothing that an earlier run computed.
+        Each run has its own part of the prefix cache: it reuses nothing that an earlier run computed.
         """
         self._salt = uuid.uuid4().hex
         self._records: list[RequestRecord] = []
@@ -134,7 +134,7 @@ class ThroughputBench:
             self._go_on(opened)
 
     def _go_on(self, opened: _Open) -> None:
-        """The conversation's next turn, ahead of conversations that have not begun."""
+        """Queue the conversation's next turn, ahead of conversations that have not begun."""
         talk = opened.talk
         talk.turns.popleft()
         if talk.turns:

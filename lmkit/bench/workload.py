@@ -1,4 +1,4 @@
-"""What is asked: conversations of one or more turns, random ones of exact lengths or a data set's."""
+"""Workloads: conversations of one or more turns, random ones of exact lengths or those of a data set."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lmkit.text import Tokenizer
 
 @dataclass(frozen=True)
 class Turn:
-    """What is said before the model's next answer."""
+    """The messages before the model's next answer."""
 
     messages: tuple[Message, ...]
     max_tokens: int
@@ -31,7 +31,7 @@ class Conversation:
 
 @dataclass
 class Dialogue:
-    """A conversation as it goes on: each turn carries all before it, with the model's own answers."""
+    """A running conversation. Each turn contains all earlier ones with the model's own answers."""
 
     is_chat: bool
     messages: list[Message] = field(default_factory=list)
@@ -44,20 +44,21 @@ class Dialogue:
 
     @property
     def text(self) -> str:
-        """For a model without roles."""
+        """The text for a model without roles."""
         return ("\n\n" if self.is_chat else "").join(message["content"] for message in self.messages)
 
     def token_ids(self, tokenizer: Tokenizer, *, chat: bool) -> list[int]:
-        """As a model is given it, `chat` or plain; a model without a chat template gets plain text."""
+        """The tokens that a model gets, `chat` or plain. A model without a chat template gets plain text."""
         if chat and tokenizer.chat_template is not None:
             return tokenizer.encode_chat(self.messages)
         return tokenizer.encode(self.text)
 
 
 def make_workload(config: WorkloadConfig, tokenizer: Tokenizer | None, *, chat: bool) -> list[Conversation]:
-    """`config.num_prompts` conversations; a smaller data set begins anew. `chat`: random prompts are a user's messages.
+    """`config.num_prompts` conversations. A smaller data set is used again from the beginning.
 
-    Raises ConfigError for options that do not go together, and for what random text or a data set needs and lacks.
+    `chat`: random prompts are messages of a user. Raises ConfigError for options that do not go together, and if random
+    text or a data set lacks something.
     """
     if config.dataset is not None:
         if config.num_prefixes or config.prefix_len or config.range_ratio:
@@ -99,7 +100,7 @@ def _after(prefix: str, measure: Callable[[str], int]) -> Callable[[str], int]:
 
 
 def prompt_length(tokenizer: Tokenizer, text: str, chat: bool) -> int:
-    """Tokens of `text` as a prompt, with what the tokenizer or the chat template adds."""
+    """The tokens of `text` as a prompt, with those that the tokenizer or the chat template adds."""
     if chat and tokenizer.chat_template is not None:
         return len(tokenizer.encode_chat([{"role": "user", "content": text}]))
     return len(tokenizer.encode(text))
@@ -113,9 +114,10 @@ def _from_dataset(config: WorkloadConfig, path: Path, tokenizer: Tokenizer | Non
 
 
 def _conversation(entry: Entry, config: WorkloadConfig, tokenizer: Tokenizer | None) -> Conversation:
-    """With one turn, messages that end with the user's are sent as they are, with the data set's own answers.
+    """The conversation of a data set's entry.
 
-    Otherwise its answers only tell how long the model's are to be.
+    With one turn, messages that end with the user's are sent unchanged, with the data set's own answers. Otherwise the
+    data set's answers only set the lengths of the model's.
     """
     if config.turns == 1 and entry.messages[-1]["role"] == "user":
         limit = entry.max_tokens or config.output_len or DEFAULT_OUTPUT_LEN

@@ -1,4 +1,4 @@
-"""`lmkit bench throughput | latency | online`: how fast a model runs, in this process or behind a server."""
+"""`lmkit bench throughput | latency | online`: the speed of a model in this process or behind a server."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from lmkit.turbo.engine.engine import Engine
 
 app = typer.Typer(
-    help="Measure how fast a model runs: in this process, or behind any OpenAI-compatible server.", no_args_is_help=True
+    help="Measure the speed of a model in this process, or behind any OpenAI-compatible server.", no_args_is_help=True
 )
 
 Model = Annotated[str, typer.Argument(help='A checkpoint folder, or "demo".')]
@@ -47,10 +47,10 @@ def workload_options(
         int | None, typer.Option(help="Tokens of an answer. Default: the data set's, or 128.")
     ] = None,
     range_ratio: Annotated[float, typer.Option(help="Random lengths are uniform in LEN * (1 -+ RATIO).")] = 0.0,
-    num_prefixes: Annotated[int, typer.Option(help="Random prompts begin with one of so many shared texts.")] = 0,
+    num_prefixes: Annotated[int, typer.Option(help="Random prompts begin with one of this many shared texts.")] = 0,
     prefix_len: Annotated[int, typer.Option(help="Tokens of a shared text; the rest of the prompt follows it.")] = 0,
-    turns: Annotated[int, typer.Option(help="Of a conversation; each carries the answers before it.")] = 1,
-    seed: Annotated[int, typer.Option(help="Of prompts and arrivals.")] = 0,
+    turns: Annotated[int, typer.Option(help="Turns of a conversation; each contains all earlier ones.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of prompts and arrivals.")] = 0,
 ) -> WorkloadConfig:
     return parse(locals(), WorkloadConfig, "bench")
 
@@ -67,13 +67,13 @@ def online_options(
     concurrency: Annotated[
         str | None, typer.Option(help="Conversations at once, e.g. 1,4,16. Default: no limit.")
     ] = None,
-    burstiness: Annotated[float, typer.Option(help="Of arrivals: 1 is Poisson, below in bursts, above even.")] = 1.0,
-    duration: Annotated[float | None, typer.Option(help="Send for so many seconds, prompts again if need be.")] = None,
+    burstiness: Annotated[float, typer.Option(help="Shape of arrivals: 1 Poisson, below in bursts, above even.")] = 1.0,
+    duration: Annotated[float | None, typer.Option(help="Send for this many seconds, with prompts used again.")] = None,
     ramp: Annotated[float, typer.Option(help="Seconds in which the load rises; they are not measured.")] = 0.0,
     think: Annotated[float, typer.Option(help="Seconds between an answer and the next turn.")] = 0.0,
     warmup: Annotated[int, typer.Option(help="Conversations before each run that are not measured.")] = 1,
     timeout: Annotated[float, typer.Option(help="Seconds for a whole answer.")] = 600.0,
-    ignore_eos: Annotated[bool, typer.Option(help="Answers of the length asked for, where the server can.")] = True,
+    ignore_eos: Annotated[bool, typer.Option(help="Answers of exactly the given length, if the server can.")] = True,
     extra_body: Annotated[str, typer.Option(help="JSON object of more fields for every request.")] = "{}",
 ) -> OnlineConfig:
     given = dict(locals())
@@ -92,7 +92,7 @@ def _limits(concurrency: str | None) -> list[int | None]:
 
 @dataclass(frozen=True)
 class Output:
-    """Where results go. A folder that is not there or a missing matplotlib is found out before anything is measured."""
+    """Where results go. A missing folder or a missing matplotlib is an error before anything is measured."""
 
     json: Path | None
     plot: Path | None
@@ -130,8 +130,8 @@ def requests_output_options(
 def throughput(
     model: Model,
     concurrency: Annotated[str | None, typer.Option(help="Conversations in the engine at once, e.g. 1,8,64.")] = None,
-    ignore_eos: Annotated[bool, typer.Option(help="Answers have exactly the length asked for.")] = True,
-    detokenize: Annotated[bool, typer.Option(help="Make text of the tokens, as a pipeline does.")] = True,
+    ignore_eos: Annotated[bool, typer.Option(help="Answers have exactly the given length.")] = True,
+    detokenize: Annotated[bool, typer.Option(help="Turn the tokens into text, as a pipeline does.")] = True,
     warmup: Annotated[int, typer.Option(min=0, help="Conversations computed first and not measured.")] = 2,
     goodput: Goodput = None,
     *,
@@ -178,9 +178,9 @@ def latency(
     input_len: Annotated[str, typer.Option(help="Tokens of each prompt, e.g. 128,1024.")] = "128",
     output_len: Annotated[str, typer.Option(help="Tokens of each answer, e.g. 32,128.")] = "32",
     repeats: Annotated[int, typer.Option(min=1, help="Measured runs of each shape.")] = 5,
-    warmup: Annotated[int, typer.Option(min=0, help="Runs of each shape before those.")] = 1,
-    seed: Annotated[int, typer.Option(min=0, help="Of the random prompts.")] = 0,
-    profile: Annotated[bool, typer.Option("--profile", help="Also where the time of a decode step goes.")] = False,
+    warmup: Annotated[int, typer.Option(min=0, help="Runs of each shape before the measured ones.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the random prompts.")] = 0,
+    profile: Annotated[bool, typer.Option("--profile", help="Also show the parts of a decode step's time.")] = False,
     *,
     output: Output,
     engine: EngineConfig,

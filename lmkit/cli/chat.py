@@ -1,4 +1,4 @@
-"""`lmkit chat TARGET`: talk to a server, a proxy, or a checkpoint in this process."""
+"""`lmkit chat TARGET`: chat with a server, a proxy, or a checkpoint in this process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def chat(
     target: Annotated[
         str, typer.Argument(help='http://HOST:PORT of a server or proxy, a checkpoint folder, or "demo".')
     ],
-    model: Annotated[str | None, typer.Option(help="Which model of a server; default the only one it serves.")] = None,
+    model: Annotated[str | None, typer.Option(help="A model of the server; default the only one it serves.")] = None,
     prompt: Annotated[
         str | None, typer.Option(help="Answer this and exit; text piped to stdin works the same.")
     ] = None,
@@ -64,11 +64,11 @@ def chat(
 
 class ChatModel(Protocol):
     def answer(self, messages: Messages) -> Generator[str, None, None]:
-        """Pieces of an answer. Raises LMKitError, or KeyboardInterrupt when Ctrl-C stops it."""
+        """Pieces of an answer. Raises LMKitError, or KeyboardInterrupt if Ctrl-C stops it."""
 
 
 class LocalModel:
-    """A pipeline in this process. The conversation is a session of it: a turn computes only its own tokens."""
+    """A pipeline in this process. The conversation is one of its sessions, so a turn computes only its own tokens."""
 
     def __init__(self, pipe: Pipeline, options: dict[str, Any]) -> None:
         from lmkit.api import GenerationConfig
@@ -78,7 +78,7 @@ class LocalModel:
         self._config = GenerationConfig(**{names.get(name, name): value for name, value in options.items()})
 
     def answer(self, messages: Messages) -> Generator[str, None, None]:
-        interrupted: list[int] = []  # Ctrl-C waits for the end of an engine step, which it could leave half done
+        interrupted: list[int] = []  # Ctrl-C waits for the end of an engine step, which it must not cut
         previous = signal.signal(signal.SIGINT, lambda number, frame: interrupted.append(number))
         self._session.history = messages[:-1]
         parts = self._pipe.chat(messages[-1]["content"], self._session, self._config, stream_response=True)
@@ -95,8 +95,10 @@ class LocalModel:
 
 
 class RemoteModel:
-    """One model of an OpenAI server. Nothing is sent that OpenAI does not know, so no session_id: not every server is
-    lmkit, and strict ones refuse what they do not know. lmkit's finds the conversation in its prefix cache anyway.
+    """One model of an OpenAI server.
+
+    Only OpenAI's fields are sent, and therefore no session_id: a strict server of another kind would refuse it. An
+    lmkit server finds the conversation in its prefix cache anyway.
     """
 
     def __init__(self, client: httpx.Client, model: str, options: dict[str, Any]) -> None:
@@ -105,7 +107,10 @@ class RemoteModel:
 
     @classmethod
     def connect(cls, url: str, model: str | None, api_key: str | None, options: dict[str, Any]) -> RemoteModel:
-        """Raises LMKitError when no server answers, or when `model` is None and it does not serve exactly one."""
+        """The model of a server.
+
+        Raises LMKitError if no server answers, or if `model` is None and the server has not exactly one.
+        """
         import httpx
 
         base = url.rstrip("/").removesuffix("/v1")
@@ -168,7 +173,10 @@ def _only_model(client: httpx.Client, base: str) -> str:
 
 
 def sse_data(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """The data of server-sent events. By bytes: str.splitlines would also cut at U+2028 inside an answer."""
+    """The data of server-sent events.
+
+    Lines are split as bytes: str.splitlines would also split at U+2028 inside an answer.
+    """
     held, data = b"", []
     for piece in pieces:
         *lines, held = (held + piece).split(b"\n")
@@ -206,7 +214,7 @@ def _error_text(response: httpx.Response) -> str:
 
 @dataclass
 class Conversation:
-    """Messages so far, and who answers them."""
+    """The messages so far, and the model that answers them."""
 
     model: ChatModel
     system: str | None = None
@@ -218,7 +226,7 @@ class Conversation:
         self.messages: Messages = [] if self.system is None else [{"role": "system", "content": self.system}]
 
     def ask(self, text: str) -> Generator[str, None, None]:
-        """Pieces of the answer. What came is remembered, also of an answer that was stopped; a failed turn is not."""
+        """Pieces of the answer. An answer is remembered, even if it was stopped early; a failed turn is not."""
         asked = [*self.messages, {"role": "user", "content": text}]
         answer = ""
         try:
@@ -279,7 +287,7 @@ def _repl(conversation: Conversation) -> None:
 
 
 def command(conversation: Conversation, line: str) -> str:
-    """Carry out a command of the prompt; returns what to show."""
+    """Execute a command of the prompt. Returns the text to show."""
     name, _, text = line.partition(" ")
     if name == "/reset" and not text:
         conversation.reset()
@@ -292,7 +300,7 @@ def command(conversation: Conversation, line: str) -> str:
 
 
 def shown(text: str) -> str:
-    """An answer as a terminal may show it: without control characters, which could also be commands to it."""
+    """An answer without control characters, which a terminal could take as commands."""
     return _printable(text) if sys.stdout.isatty() else text
 
 

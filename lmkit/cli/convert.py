@@ -1,4 +1,4 @@
-"""`lmkit convert MODEL -o OUT --format FORMAT`: the same quantized weights in another format, or out of a GGUF file."""
+"""`lmkit convert MODEL -o OUT --format FORMAT`: converts quantized weights to another format, or from a GGUF file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def convert(
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write; it must not exist or be empty.")],
     format: Annotated[str, typer.Option(help="awq, gptq, gptq_v2, compressed-tensors or fp8; dense from GGUF.")],
 ) -> None:
-    """Write a quantized checkpoint in another format without loss, and read it back."""
+    """Write a quantized checkpoint in another format without loss, and verify it."""
     from lmkit.formats.convert import convert
     from lmkit.formats.gguf import convert_gguf, is_gguf
 

@@ -1,4 +1,4 @@
-"""`lmkit doctor`: what this machine can run, and why not the rest."""
+"""`lmkit doctor`: what this machine can run, and why it cannot run the rest."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 
 
 def doctor(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """Tell what this machine can run: packages, processor, kernels, memory, GPU."""
+    """Show what this machine can run: packages, processor, kernels, memory, GPU."""
     from lmkit.kernels.cpu import isa
 
     report = {
@@ -56,7 +56,7 @@ def _machine() -> dict[str, str]:
 
 
 def _kernels(device: str) -> dict[str, Any]:
-    """For each op: the implementation a usual layer gets on the device, and what the others answered."""
+    """For each op, the implementation that a usual layer gets on the device, and the reasons of the others."""
     import torch
 
     import lmkit.kernels  # noqa: F401 - registers them
@@ -91,7 +91,7 @@ def _kernels(device: str) -> dict[str, Any]:
 
 
 def _caches() -> dict[str, str]:
-    """Folder and size of what is kept between starts."""
+    """Folder and size of the files kept between starts."""
     from lmkit.config import environment
     from lmkit.kernels.cpu import jit
     from lmkit.turbo.host_memory import gib
@@ -107,7 +107,7 @@ def _caches() -> dict[str, str]:
 
 
 def _gpu() -> dict[str, str]:
-    """What there is, and what is missing with the command that helps."""
+    """The GPU and its software, or what is missing and the command that helps."""
     import torch
 
     from lmkit.kernels.cuda import module
@@ -134,7 +134,7 @@ def _gpu() -> dict[str, str]:
 
 
 def _driver() -> str:
-    """NVIDIA's, as its kernel module says."""
+    """The version of NVIDIA's driver, from its kernel module."""
     from pathlib import Path
 
     try:

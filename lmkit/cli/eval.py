@@ -30,7 +30,7 @@ def evaluate(
     limit: Annotated[int, typer.Option(min=2, help="Tokens of the text to use.")] = 32768,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Measure perplexity on a text, and how far a model is from another."""
+    """Measure perplexity on a text, and the distance between two models."""
     import msgspec
 
     from lmkit.config import Activations, HeadStorage, KVStorageName, default_num_threads, parse
@@ -92,7 +92,7 @@ def print_result(result: EvalResult) -> None:
 
 
 class ProgressBar:
-    """What is being done and how long the rest will take, on stderr; nothing if `quiet`."""
+    """Shows the current work and the remaining time on stderr; nothing if `quiet`."""
 
     def __init__(self, quiet: bool) -> None:
         from rich.console import Console
@@ -111,7 +111,7 @@ class ProgressBar:
         self._tasks: dict[str, TaskID] = {}
 
     def update(self, what: str, done: int, total: int) -> None:
-        """Progress of one of several things in turn; each has a line and an estimate of its own."""
+        """Progress of one of several tasks in turn. Each has a line and an estimate of its own."""
         if what not in self._tasks:
             self._tasks[what] = self._progress.add_task(what, total=total)
         self._progress.update(self._tasks[what], completed=done, total=total)

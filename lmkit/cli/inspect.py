@@ -1,4 +1,4 @@
-"""`lmkit inspect MODEL`: what a checkpoint is, and what serving it would take."""
+"""`lmkit inspect MODEL`: a checkpoint's properties, and what serving it would take."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def inspect(
     kv_dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, int8, fp8 or int4.")] = "auto",
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Tell a checkpoint's architecture, formats and sizes, and the memory that serving it needs."""
+    """Show a checkpoint's architecture, formats and sizes, and the memory that serving it needs."""
     from lmkit.config import EngineConfig, parse
     from lmkit.turbo.engine.describe import describe_model
 

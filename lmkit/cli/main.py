@@ -1,4 +1,4 @@
-"""The `lmkit` command. Each command's module parses, calls one function and prints, and loads what it needs then."""
+"""The `lmkit` command. Each command's module parses, calls one function and prints. It imports the rest only then."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _version(version: Annotated[bool, typer.Option("--version", help="Print the 
 
 
 def main() -> None:
-    """Run a command; a user's mistake is one line on stderr and exit code 2, Ctrl-C is exit code 130."""
+    """Run a command. A user's mistake is one line on stderr and exit code 2; Ctrl-C is exit code 130."""
     try:
         log.setup(environment().log_level)
         app()

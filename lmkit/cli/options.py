@@ -1,4 +1,4 @@
-"""Options that several commands share, as one parameter that holds them all."""
+"""Shared options of several commands, as one parameter that holds them all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Maker = Callable[..., Any]
 
 
 def takes(**makers: Maker) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A command whose parameter `name` is what `makers[name]` makes of its own parameters; the user sees those."""
+    """A decorator for a command: `makers[name]` makes its parameter `name` from options that the user sees."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = [p for p in _parameters(command) if p.name not in makers]

@@ -27,7 +27,9 @@ def proxy(
     port: Annotated[int | None, typer.Option(min=0, max=65535, help="0 = any free one; default 8080.")] = None,
     node: Annotated[list[str] | None, typer.Option(help="URL of a node, http://HOST:PORT; may be repeated.")] = None,
     policy: Annotated[str | None, typer.Option(help="least_in_flight, round_robin or random.")] = None,
-    state_file: Annotated[str | None, typer.Option(help="Remembers nodes added and removed at run time.")] = None,
+    state_file: Annotated[
+        str | None, typer.Option(help="A file that keeps nodes added and removed at run time.")
+    ] = None,
 ) -> None:
     """Forward requests to nodes by the model they name. Without a command, runs until SIGTERM."""
     if context.invoked_subcommand is not None:
@@ -52,7 +54,7 @@ def proxy(
 @app.command()
 def add(
     url: Annotated[str, typer.Argument(help="The node's URL, as the proxy reaches it, without /v1.")],
-    model: Annotated[list[str] | None, typer.Option(help="A model it serves; default: it is asked.")] = None,
+    model: Annotated[list[str] | None, typer.Option(help="A model that it serves; default: the proxy asks it.")] = None,
     weight: Annotated[float, typer.Option(help="Its share of the load.")] = 1.0,
     lease: Annotated[
         float | None, typer.Option(help="Seconds after which it must be added again; default never.")
@@ -77,7 +79,7 @@ def remove(
     proxy: ProxyOption = DEFAULT_PROXY,
     admin_key: AdminKey = None,
 ) -> None:
-    """Take a node out of a running proxy; requests that it is answering go on."""
+    """Remove a node from a running proxy; its running requests continue."""
     answer = _call("DELETE", proxy, admin_key, params={"url": url})
     saved = "" if answer["persistent"] else " (not saved: the proxy has no state_file)"
     print(f"removed {answer['removed']}{saved}")
@@ -122,7 +124,7 @@ def _table(proxy: str, answer: dict[str, Any]) -> Table:
 
 
 def _call(method: str, proxy: str, admin_key: str | None, **arguments: Any) -> dict[str, Any]:
-    """One admin request. Raises LMKitError: the proxy cannot be reached, or what it answered."""
+    """One admin request. Raises LMKitError if the proxy cannot be reached or refuses the request."""
     import httpx
 
     from lmkit.config import environment

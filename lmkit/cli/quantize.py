@@ -12,9 +12,10 @@ from lmkit.cli.eval import ProgressBar, print_result
 from lmkit.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from lmkit.quant.recipe import CalibrationRecipe, Recipe
+    from lmkit.quant.recipe import Recipe
     from lmkit.quant.report.report import MixedPrecisionReport, QuantReport
     from lmkit.quant.run import Quantizer
+    from lmkit.quant.sections import CalibrationRecipe
 
 
 def quantize(
@@ -35,24 +36,24 @@ def quantize(
     ] = None,
     bits: Annotated[
         float | None,
-        typer.Option(help="Average bits of a weight: each linear gets the scheme that it is worth."),
+        typer.Option(help="Average bits of a weight: each linear gets a scheme by its effect."),
     ] = None,
     group_size: Annotated[
         str | None, typer.Option(help="32, 64 or 128 inputs share a scale, or channel, tensor or block.")
     ] = None,
     kv_bits: Annotated[int | None, typer.Option(help="Bits of the KV cache: 16, 8 or 4.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of the choice of calibration text.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the choice of calibration text.")] = None,
     max_memory: Annotated[
-        str | None, typer.Option(help="Memory to stay below, for example 2GiB; without it, the fastest way.")
+        str | None, typer.Option(help="Limit of the memory peak, for example 2GiB. Default: none.")
     ] = None,
-    device: Annotated[str, typer.Option(help="Where it is computed: cpu.")] = "cpu",
-    restart: Annotated[bool, typer.Option(help="Drop what an interrupted run of this output has finished.")] = False,
+    device: Annotated[str, typer.Option(help="Device that computes: cpu.")] = "cpu",
+    restart: Annotated[bool, typer.Option(help="Discard the finished layers of an interrupted run.")] = False,
     evaluate: Annotated[
         bool, typer.Option("--eval/--no-eval", help="Compare the result with the source on held-out text.")
     ] = True,
     json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Quantize a checkpoint. Options replace what the recipe says."""
+    """Quantize a checkpoint. Options override the recipe."""
     from lmkit.config import default_num_threads, parse_bytes
     from lmkit.kernels.cpu import threads
     from lmkit.quant.data.calibration import parse_source
@@ -100,7 +101,7 @@ def quantize(
 def _print_plan(model: str, quantizer: Quantizer) -> None:
     recipe, plan, budget = quantizer.recipe, quantizer.plan, quantizer.budget
     calibration = recipe.calibration
-    steps = ", ".join(type(step).__struct_config__.tag for step in recipe.steps)  # type: ignore[misc]
+    steps = ", ".join(step.name() for step in recipe.steps)
     print(f"{model}: {steps}; {_scheme(recipe)}; KV {recipe.kv.bits} bits")
     print(f"calibration: {calibration.num_samples} rows of {calibration.seq_len} tokens from {_sources(calibration)}")
     print(
@@ -113,7 +114,7 @@ def _print_plan(model: str, quantizer: Quantizer) -> None:
 
 def _scheme(recipe: Recipe) -> str:
     """`4 bits, groups of 128`, `8 bits, float, per block, activations float8`."""
-    from lmkit.quant.recipe import WIDE_GROUPS
+    from lmkit.quant.sections import WIDE_GROUPS
 
     scheme, grouped = recipe.scheme, recipe.scheme.group_size not in WIDE_GROUPS
     parts = [f"{scheme.bits} bits"]

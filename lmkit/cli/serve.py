@@ -13,7 +13,7 @@ from lmkit.cli.options import takes
 from lmkit.config import EngineConfig, ServerConfig, parse, parse_bytes
 from lmkit.errors import ConfigError
 
-SHARED_CACHE_QUOTA = 0.5  # with several keys: so that one of them cannot push out what all others keep
+SHARED_CACHE_QUOTA = 0.5  # with several keys, so that no tenant can evict the KV of all others
 
 _SERVER = ServerConfig()
 
@@ -29,22 +29,22 @@ def serve(
         str | None, typer.Option(help="Default: the folder's name, or the name given.")
     ] = None,
     api_key: Annotated[
-        list[str] | None, typer.Option(help="Accept this key; repeatable. Others on this machine can see it: see next.")
+        list[str] | None, typer.Option(help="Accept this key; repeatable. Other users of this machine can see it.")
     ] = None,
     api_key_file: Annotated[Path | None, typer.Option(help="A file with one key a line.")] = None,
     max_body: Annotated[str, typer.Option(help="Largest request body, e.g. 4M.")] = str(_SERVER.max_body_bytes),
     drain_seconds: Annotated[
-        float, typer.Option(help="After SIGTERM, how long running requests may finish.")
+        float, typer.Option(help="Seconds for running requests to finish after SIGTERM.")
     ] = _SERVER.drain_seconds,
     log_level: Annotated[str, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = _SERVER.log_level,
     engine: Annotated[str | None, typer.Option(hidden=True, help="module:Class of another engine.")] = None,
 ) -> None:
-    """Serve a model over HTTP as OpenAI does: /v1/chat/completions, /v1/completions, /v1/models."""
+    """Serve a model over HTTP with OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models."""
     from lmkit import log
     from lmkit.formats.hub import resolve_model_path
     from lmkit.serve.server import serve as run
     from lmkit.turbo.transport.async_engine import AsyncEngine
-    from lmkit.turbo.transport.worker import ENGINE
+    from lmkit.turbo.transport.messages import ENGINE
 
     keys = _keys(api_key or [], api_key_file)
     quota = context.get_parameter_source("cache_quota")
@@ -72,7 +72,7 @@ def serve(
 
 
 def _keys(given: list[str], file: Path | None) -> tuple[str, ...]:
-    """All keys, without blank lines; a key that no header can carry is an error."""
+    """All keys, without blank lines. Raises ConfigError for a key that no header can carry."""
     keys = list(given)
     if file is not None:
         try:

@@ -90,11 +90,11 @@ class CheckpointReader:
         """Bytes in the files of all tensors whose names begin with `prefix`."""
         return sum(file.infos[name].nbytes for name, file in self._files.items() if name.startswith(prefix))
 
-    def fingerprint(self) -> str:
-        """Changes when config.json or a weight file does; see SafetensorsFile.fingerprint."""
+    def content_digest(self) -> str:
+        """Changes when config.json or a weight file does; see SafetensorsFile.content_digest."""
         digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
         for file in sorted(set(self._files.values()), key=lambda file: file.path):
-            digest.update(f"{file.path.name} {file.fingerprint()}".encode())
+            digest.update(f"{file.path.name} {file.content_digest()}".encode())
         return digest.hexdigest()
 
     def release(self) -> None:

@@ -12,7 +12,7 @@ from lmkit.formats.base import WeightFormat, get_format, resolve_format
 from lmkit.formats.checkpoint import CheckpointReader, CheckpointWriter, atomic_directory
 from lmkit.formats.kv_config import FILE_NAME
 from lmkit.formats.parts import FLOATS, MARKS
-from lmkit.formats.verify import fingerprint, verify
+from lmkit.formats.verify import verify, weight_digest
 from lmkit.qtensor import Linears, QTensor, QuantScheme
 
 PARTS = (*MARKS, "weight", "qzeros", "scales", "g_idx", "weight_zero_point", "weight_shape", "weight_g_idx")
@@ -42,11 +42,11 @@ def convert(
         )
         with atomic_directory(output) as folder:
             writer = CheckpointWriter(folder)
-            fingerprints = _write(reader, source, target, writer, linears, progress)
+            digests = _write(reader, source, target, writer, linears, progress)
             writer.finish(reader.config | {"quantization_config": entry}, reader.path)
             if (reader.path / FILE_NAME).is_file():
                 copy_file(reader.path / FILE_NAME, folder / FILE_NAME)
-            verify(folder, fingerprints)
+            verify(folder, digests)
     return dict(linears)
 
 
@@ -95,18 +95,18 @@ def _write(
     linears: Linears,
     progress: Progress,
 ) -> dict[str, str]:
-    """Every tensor; the fingerprints of the quantized weights by their modules."""
-    activations, fingerprints = source.activations(reader.config), {}
+    """Every tensor; the digests of the quantized weights by their modules."""
+    activations, digests = source.activations(reader.config), {}
     quantized = {module: scheme for module, scheme in linears.items() if scheme is not None}
     for number, (module, scheme) in enumerate(quantized.items()):
         weight = source.read_linear(reader, module)
         assert isinstance(weight, QTensor)
         weight = replace(weight, scheme=scheme)
-        fingerprints[module] = fingerprint(weight)
+        digests[module] = weight_digest(weight)
         target.write_linear(writer, module, weight, activations=activations)
         progress(number + 1, len(quantized))
     for name in reader.names():
         module, _, part = name.rpartition(".")
         if module not in quantized or part not in PARTS:
             writer.add(name, reader.tensor(name))
-    return fingerprints
+    return digests

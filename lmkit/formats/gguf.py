@@ -23,7 +23,7 @@ from lmkit.errors import CheckpointError, ConfigError, UnsupportedError
 from lmkit.formats.base import get_format
 from lmkit.formats.checkpoint import CheckpointWriter, atomic_directory
 from lmkit.formats.gguf_file import GgufFile, GgufTensor
-from lmkit.formats.verify import fingerprint, verify
+from lmkit.formats.verify import verify, weight_digest
 from lmkit.qtensor import Linears, QTensor, QuantScheme, dequantize
 
 Progress = Callable[[int, int], None]  # (tensors done, of how many)
@@ -158,7 +158,7 @@ def convert_gguf(
     if target.name != "dense" and not quantized:
         raise ConfigError(f"{reader.file_path}: no linear is quantized; use --format dense")
     with atomic_directory(output) as folder:
-        writer, fingerprints = CheckpointWriter(folder), {}
+        writer, digests = CheckpointWriter(folder), {}
         names = reader.names()
         for number, name in enumerate(names):
             module = name.removesuffix(".weight")
@@ -166,12 +166,12 @@ def convert_gguf(
                 writer.add(name, reader.tensor(name))
             else:
                 weight = reader.read_linear(module)
-                fingerprints[module] = fingerprint(weight)
+                digests[module] = weight_digest(weight)
                 target.write_linear(writer, module, weight)
             progress(number + 1, len(names))
         entry = {"quantization_config": target.config_entry(linears)} if quantized else {}
         writer.finish(reader.config | entry, reader.path)
-        verify(folder, fingerprints)
+        verify(folder, digests)
     return linears
 
 

@@ -7,7 +7,7 @@ keys before they are rounded. The statistics say why. docs/formats.md describes 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -16,7 +16,7 @@ from lmkit.config import PositiveInt, StrictStruct
 from lmkit.errors import CheckpointError
 from lmkit.formats.atomic import write_file
 from lmkit.formats.jsonfile import read_json, to_json
-from lmkit.kv_dtype import INT4, INT8, KV_DTYPES, CodedName, KVDtype
+from lmkit.kv_dtype import INT4, KV_DTYPES, CodedName, KVDtype
 
 FILE_NAME = "kv_config.json"
 FORMAT, VERSION = "lmkit-kv-config", 2
@@ -94,16 +94,6 @@ class KVConfig(StrictStruct, frozen=True, kw_only=True):
         return KV_DTYPES.get(stored.k, dense), KV_DTYPES.get(stored.v, dense)
 
 
-class _Layer1(StrictStruct, frozen=True, kw_only=True):
-    """A layer of version 1. Its k_mean_ratio was of keys after RoPE."""
-
-    k_bits: Literal[16, 8, 4]
-    v_bits: Literal[16, 8, 4]
-    k_absmax: tuple[Statistic, ...] = ()
-    v_absmax: tuple[Statistic, ...] = ()
-    k_mean_ratio: tuple[Statistic, ...] = ()
-
-
 def load_kv_config(folder: str | Path) -> KVConfig | None:
     """The checkpoint's kv_config.json; None if there is none. Raises CheckpointError if it cannot be honoured."""
     path = Path(folder) / FILE_NAME
@@ -115,25 +105,15 @@ def load_kv_config(folder: str | Path) -> KVConfig | None:
     if data.get("format") != FORMAT:
         raise CheckpointError(f"{path}: `format` is {data.get('format')!r}, expected {FORMAT!r}")
     version = data.get("version")
-    if version not in (1, VERSION) or isinstance(version, bool):
-        raise CheckpointError(f"{path}: version {version!r}, and this lmkit reads versions 1 and 2; upgrade lmkit")
+    if version != VERSION:
+        raise CheckpointError(f"{path}: version {version!r}, and this lmkit reads version {VERSION}")
     missing = [name for name in KVConfig.__struct_fields__ if name not in data]
     if missing:
         raise CheckpointError(f"{path}: {', '.join(missing)} missing")
     try:
-        return msgspec.convert(_from_version_1(data) if version == 1 else data, KVConfig)
+        return msgspec.convert(data, KVConfig)
     except msgspec.ValidationError as error:
         raise CheckpointError(f"{path}: {error}") from None
-
-
-def _from_version_1(data: dict[str, Any]) -> dict[str, Any]:
-    """The same in version 2. Raises msgspec.ValidationError."""
-    storage = {16: "dense", 8: INT8.name, 4: INT4.name}
-    layers = []
-    for layer in msgspec.convert(data["layers"], tuple[_Layer1, ...]):
-        stored = {"k": storage[layer.k_bits], "v": storage[layer.v_bits]}
-        layers.append(stored | {name: getattr(layer, name) for name in ("k_absmax", "v_absmax", "k_mean_ratio")})
-    return data | {"version": VERSION, "layers": layers}
 
 
 def save_kv_config(config: KVConfig, folder: str | Path) -> None:

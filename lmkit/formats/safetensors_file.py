@@ -28,7 +28,7 @@ from lmkit.formats.jsonfile import parse_json
 MAX_HEADER_BYTES = 16 << 20  # some 100,000 tensors; parsed, hostile JSON of this size stays below half a gigabyte
 MAX_NUMEL = 1 << 62
 WRITE_BYTES = 16 << 20  # of a tensor in one call
-SAMPLES, SAMPLE_BYTES = 16, 4096  # of a file's data in its fingerprint
+SAMPLES, SAMPLE_BYTES = 16, 4096  # of a file's data in its content digest
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -97,7 +97,7 @@ class SafetensorsFile:
         count = info.nbytes // dtype.itemsize
         return torch.frombuffer(self._map, dtype=dtype, count=count, offset=info.start).reshape(info.shape)
 
-    def fingerprint(self) -> str:
+    def content_digest(self) -> str:
         """Changes with the file's size, time of modification, header, or a sample of its data."""
         size = len(self._map)
         header_end = 8 + int.from_bytes(self._map[:8], "little")

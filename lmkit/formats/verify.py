@@ -2,7 +2,7 @@
 safetensors library, and none of the code that wrote it. A mistake in packing, in the order of words or in a zero's
 offset has to be made twice to stay unseen.
 
-`fingerprint` of every weight when it is written, then `verify(folder, fingerprints)`: nothing has to stay in memory.
+`weight_digest` of every weight when it is written, then `verify(folder, digests)`: nothing has to stay in memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ AWQ_NIBBLE = (0, 4, 1, 5, 2, 6, 3, 7)  # of output 8c + i, in word c
 MARKS = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")  # a module with one of these is quantized
 
 
-def fingerprint(weight: Tensor | QTensor) -> str:
+def weight_digest(weight: Tensor | QTensor) -> str:
     """Of the float32 values [out, in] that a weight stands for, and of its shape."""
     digest = _digest((weight.codes if isinstance(weight, QTensor) else weight).shape)
     parts = _row_chunks(per_row(weight)) if isinstance(weight, QTensor) else weight.split(CHUNK_ROWS)
@@ -39,20 +39,20 @@ def fingerprint(weight: Tensor | QTensor) -> str:
     return str(digest.hexdigest())
 
 
-def verify(folder: Path, fingerprints: Mapping[str, str]) -> None:
-    """Read every quantized linear of a checkpoint again. `fingerprints`: of each by its module.
+def verify(folder: Path, digests: Mapping[str, str]) -> None:
+    """Read every quantized linear of a checkpoint again. `digests`: of each by its module.
 
     Raises CheckpointError that names the first that is missing, too many, or not what was meant.
     """
     config = json.loads((folder / "config.json").read_text("utf-8"))
     places = {name: path for path in sorted(folder.glob("*.safetensors")) for name in _names(path)}
     found = {name.rpartition(".")[0] for name in places if name.rpartition(".")[2] in MARKS}
-    if differing := sorted(found ^ fingerprints.keys()):
+    if differing := sorted(found ^ digests.keys()):
         state = "is quantized" if differing[0] in found else "is not quantized"
         raise CheckpointError(f"{folder}: {differing[0]} {state}, against what was to be written")
     reader = _Reader(places, config.get("quantization_config", {}))
-    for module, expected in fingerprints.items():
-        if reader.fingerprint(module) != expected:
+    for module, expected in digests.items():
+        if reader.digest(module) != expected:
             raise CheckpointError(f"{folder}: {module} reads back as another weight than was to be written")
 
 
@@ -76,7 +76,7 @@ class _Reader:
     def __init__(self, places: dict[str, Path], entry: dict[str, Any]) -> None:
         self.places, self.entry = places, entry
 
-    def fingerprint(self, module: str) -> str:
+    def digest(self, module: str) -> str:
         coded = self._coded(module)
         out_features, in_features = coded.codes.shape
         digest = _digest(coded.codes.shape)

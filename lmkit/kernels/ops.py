@@ -90,8 +90,13 @@ def rms_norm(x: Tensor, norm: Norm) -> Tensor:
 
 
 @op
-def embedding(table: Tensor, rows: Tensor) -> Tensor:
-    """float32 table[rows]. table [N, H], rows int64 [T] within it; result [T, H]."""
+def embedding(table: Tensor, rows: Tensor, scale: float = 1.0) -> Tensor:
+    """float32 table[rows] * scale. table [N, H], rows int64 [T] within it; result [T, H]."""
+
+
+@op
+def softcap(x: Tensor, cap: float) -> Tensor:
+    """x <- cap * tanh(x / cap), in place; x float32 [R, V], which is returned."""
 
 
 @op

@@ -3,15 +3,21 @@
 impl = ops.linear_w4a8.select("cpu", in_features=4096, group_size=128)
 packed = impl.pack(qtensor)          # only ops over packed weights have `pack`
 y = impl(x, packed, bias)
+
+An implementation that cannot run a single call, whatever was selected, hands it on: `op.fall_back(name, reason)(...)`.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from lmkit.errors import UnsupportedError
+from lmkit.log import get_logger
+
+log = get_logger(__name__)
 
 
 def _accept_all(**traits: Any) -> str | None:
@@ -45,6 +51,7 @@ class Op:
     name: str
     doc: str
     implementations: list[Implementation] = field(default_factory=list)
+    fallbacks: Counter[str] = field(default_factory=Counter)  # calls that were handed on, by reason
 
     def select(self, device: str, **traits: Any) -> Implementation:
         """The first implementation, by priority, that accepts. Raises UnsupportedError listing every reason."""
@@ -56,6 +63,13 @@ class Op:
                 return impl
             reasons.append(f"{impl.name}: {reason}")
         raise UnsupportedError(f"no implementation of {self.name} on {device}: " + "; ".join(reasons))
+
+    def fall_back(self, name: str, reason: str) -> Implementation:
+        """The implementation `name`, for a call that the selected one cannot run. Each reason is logged once."""
+        if reason not in self.fallbacks:
+            log.warning("%s: %s; such calls run through its %s implementation, slowly", self.name, reason, name)
+        self.fallbacks[reason] += 1
+        return self.named(name)
 
     def register(self, implementation: Implementation) -> None:
         """Add an implementation; higher priority is asked first."""

@@ -6,16 +6,15 @@ from torch import Tensor
 
 from lmkit.kernels.ops import Norm
 from lmkit.layers.linear import MergedLinear, Weights
+from lmkit.layers.mlp_spec import MLPSpec
 
 
 class GatedMLP:
-    """down(f(gate(x)) * up(x)), f an activation of ops.ACTIVATIONS.
+    """As MLPSpec says. `weights` has `<role>.gate`, `<role>.up` and `<role>.down`."""
 
-    `weights` has `<role>.gate`, `<role>.up` and `<role>.down`.
-    """
-
-    def __init__(self, role: str, weights: Weights, device: str = "cpu", activation: str = "silu") -> None:
-        self.gate_up = MergedLinear((f"{role}.gate", f"{role}.up"), weights, device, activation=activation)
+    def __init__(self, role: str, spec: MLPSpec, weights: Weights, device: str = "cpu") -> None:
+        roles = f"{role}.gate", f"{role}.up"
+        self.gate_up = MergedLinear(roles, weights, device, activation=spec.activation)
         self.down = MergedLinear((f"{role}.down",), weights, device)
 
     @property

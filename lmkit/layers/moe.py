@@ -18,7 +18,7 @@ from lmkit.kernels import ops
 from lmkit.kernels.ops import Norm
 from lmkit.layers.linear import MergedLinear, Weights
 from lmkit.layers.mlp import GatedMLP
-from lmkit.layers.moe_spec import MoESpec
+from lmkit.layers.mlp_spec import MoESpec
 
 
 class MoE:
@@ -32,10 +32,10 @@ class MoE:
     def __init__(self, spec: MoESpec, weights: Weights, device: str = "cpu") -> None:
         self.spec = spec
         self.all_tokens = False
-        has_shared = spec.shared_intermediate_size > 0
-        self.router = MergedLinear(("mlp.router", "mlp.shared_router")[: 1 + has_shared], weights, device)
-        self.experts = [GatedMLP(f"mlp.experts.{i}", weights, device) for i in range(spec.num_experts)]
-        self.shared = GatedMLP("mlp.shared", weights, device) if has_shared else None
+        mlps = {role: GatedMLP(role, mlp, weights, device) for role, mlp in spec.parts.items()}
+        self.router = MergedLinear(tuple(spec.routers), weights, device)
+        self.shared = mlps.pop("mlp.shared", None)
+        self.experts = list(mlps.values())
         self._rms_norm = ops.rms_norm.select(device)
         self._gather = ops.embedding.select(device)
 

@@ -1,7 +1,9 @@
 """The one decoder: embedding, layers of attention and gated MLP (or experts), head. It calibrates and it serves.
 
     hidden --norm.attn--> q k v --qk norm, RoPE, append--> attention over blocked KV --attn.o--> + hidden
-           --norm.mlp--> gate up --silu(gate) * up--> mlp.down --> + hidden
+           --norm.mlp--> gate up --activation(gate) * up--> mlp.down --> + hidden
+
+A model with norms behind attention and MLP has them before each `+`.
 
 The residual stream travels between layers as a pair (delta, residual), stream = residual + delta, so that an addition
 happens inside the next norm, and each norm inside the linear behind it; or (delta, None), stream = delta, where a
@@ -16,14 +18,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lmkit.attention_spec import AttentionSpec
 from lmkit.kernels import ops
 from lmkit.kernels.ops import Norm
 from lmkit.layers.batch import BatchInputs, KVLayer
 from lmkit.layers.linear import MergedLinear, Weights
 from lmkit.layers.mlp import GatedMLP
+from lmkit.layers.mlp_spec import MoESpec
 from lmkit.layers.moe import MoE
 from lmkit.layers.rope import Rope
+from lmkit.models import roles
+from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.spec import ModelSpec
 
 CosSin = tuple[Tensor, Tensor]
@@ -42,21 +46,20 @@ class DecoderLayer:
 
     def __init__(
         self,
-        spec: ModelSpec,
+        spec: LayerSpec,
         index: int,
         weights: Weights,
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.spec, self.index, self.weights, self.device, self.dtype = spec, index, weights, device, dtype
-        self.qkv = MergedLinear(("attn.q", "attn.k", "attn.v"), weights, device)
+        self.qkv = MergedLinear(roles.QKV, weights, device)
         self.o = MergedLinear(("attn.o",), weights, device)
         self.shows_all_tokens = False  # whether observers of experts see the tokens of others too
-        moe = spec.sparse(index)
-        self.mlp = GatedMLP("mlp", weights, device) if moe is None else MoE(moe, weights, device)
+        mlp = spec.mlp
+        self.mlp = MoE(mlp, weights, device) if isinstance(mlp, MoESpec) else GatedMLP("mlp", mlp, weights, device)
         heads = {"head_dim": spec.head_dim, "num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads}
         self.rms_norm = ops.rms_norm.select(device)
-        self.attention_spec = AttentionSpec(spec.head_dim**-0.5, spec.window(index), spec.attention_sinks)
         self.attention_op = ops.rope_paged_attention.select(device, rotary_dim=spec.rope.rotary_dim, **heads)
 
     @property
@@ -87,38 +90,59 @@ class DecoderLayer:
     ) -> tuple[Tensor, Tensor | None]:
         """(delta, residual) [T, hidden] -> the same of the next layer; residual None = the stream is delta alone."""
         stream = delta if residual is None else residual
-        q, k, v = self.queries_keys_values(delta, self._norm("norm.attn", residual))
-        delta, rest = self.o.add_to(stream, self.attend(q, k, v, batch, rope, kv))
-        return self.mlp.add_to(stream, delta, self._norm("norm.mlp", rest))
+        q, k, v = self.queries_keys_values(delta, self.norm("norm.attn", residual))
+        attended = self.attend(q, k, v, batch, rope, kv)
+        if self.spec.post_norms:
+            delta = self.project(attended)
+            return self.feed_forward(delta, self.norm("norm.mlp", stream)), stream
+        delta, rest = self.o.add_to(stream, attended)
+        return self.mlp.add_to(stream, delta, self.norm("norm.mlp", rest))
 
     def attention(self, x: Tensor, batch: BatchInputs, rope: CosSin, kv: KVLayer, norm: Norm | None = None) -> Tensor:
         """x [T, hidden], normalized if `norm` is None -> the block's contribution [T, hidden]; appends to `kv`."""
-        return self.o(self.attend(*self.queries_keys_values(x, norm), batch, rope, kv))
+        return self.project(self.attend(*self.queries_keys_values(x, norm), batch, rope, kv))
+
+    def project(self, attended: Tensor) -> Tensor:
+        """What `attend` gave -> the attention block's contribution [T, hidden]."""
+        return self._after("norm.attn_out", self.o(attended))
+
+    def feed_forward(self, x: Tensor, norm: Norm | None = None) -> Tensor:
+        """The same of the MLP or mixture of experts."""
+        return self._after("norm.mlp_out", self.mlp(x, norm))
+
+    def reduce(self, inner: Tensor) -> Tensor:
+        """activation(gate) * up of a dense layer -> the MLP's contribution [T, hidden]."""
+        assert isinstance(self.mlp, GatedMLP)
+        return self._after("norm.mlp_out", self.mlp.down(inner))
 
     def queries_keys_values(self, x: Tensor, norm: Norm | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """[T, num_heads, head_dim] and twice [T, num_kv_heads, head_dim], as they are before RoPE."""
         spec, num_tokens = self.spec, x.shape[0]
-        q_dim, kv_dim = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        parts = self.qkv(x, norm).split((q_dim, kv_dim, kv_dim), dim=-1)
+        parts = self.qkv(x, norm).split((spec.q_size, spec.kv_size, spec.kv_size), dim=-1)
         q, k, v = (part.view(num_tokens, -1, spec.head_dim) for part in parts)
         if spec.qk_norm:
-            q = self.rms_norm(q, self._norm("attn.q_norm"))
-            k = self.rms_norm(k, self._norm("attn.k_norm"))
+            q = self.rms_norm(q, self.norm("attn.q_norm"))
+            k = self.rms_norm(k, self.norm("attn.k_norm"))
         return q, k, v
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: BatchInputs, rope: CosSin, kv: KVLayer) -> Tensor:
         """What attention reads of the values, [T, num_heads * head_dim]; q and k are overwritten, `kv` appended to."""
         geometry = batch.geometries[kv.group]
-        out: Tensor = self.attention_op(q, k, v, *rope, kv.k, kv.v, geometry, self.attention_spec)
+        out: Tensor = self.attention_op(q, k, v, *rope, kv.k, kv.v, geometry, self.spec.attention)
         return out.view(len(out), -1)
 
-    def _norm(self, role: str, residual: Tensor | None = None) -> Norm:
-        return Norm(self._vector(role), self.spec.norm_eps, residual, self.dtype)
+    def _after(self, role: str, y: Tensor) -> Tensor:
+        """A block's output behind its norm, if it has one."""
+        if not self.spec.post_norms:
+            return y
+        normed: Tensor = self.rms_norm(y, self.norm(role))
+        return normed
 
-    def _vector(self, role: str) -> Tensor:
+    def norm(self, role: str, residual: Tensor | None = None) -> Norm:
+        """The RMSNorm of a role, `norm.attn` for example."""
         weight = self.weights[role]
         assert isinstance(weight, Tensor)
-        return weight
+        return Norm(weight, self.spec.norm_eps, residual, self.dtype)
 
 
 class Decoder:
@@ -139,8 +163,11 @@ class Decoder:
         self.final_norm = final_norm
         self.lm_head = lm_head
         self.dtype = dtype
-        self.rope = Rope(spec.rope, lm_head.device)
-        self.embedding = ops.embedding.select(lm_head.device)
+        device = lm_head.device
+        self.ropes = {rope: Rope(rope, device) for rope in dict.fromkeys(layer.rope for layer in spec.layers)}
+        self.embedding = ops.embedding.select(device)
+        self.embedding_scale = float(torch.tensor(spec.embedding_scale).to(getattr(torch, spec.dtype)))
+        self.softcap = ops.softcap.select(device) if spec.final_softcap else None
 
     @torch.inference_mode()
     def __call__(self, batch: BatchInputs, kv: list[KVLayer]) -> Tensor:
@@ -158,16 +185,16 @@ class Decoder:
 
     def hidden(self, batch: BatchInputs, kv: list[KVLayer]) -> tuple[Tensor, Tensor | None]:
         """The residual stream's pair [T, hidden] behind the last layer; appends the batch's keys and values to `kv`."""
-        rope = self.rope(batch)
+        angles = {spec: rope(batch) for spec, rope in self.ropes.items()}
         delta: Tensor = self.embed(batch.token_ids)
         residual: Tensor | None = None
         for layer, kv_layer in zip(self.layers, kv, strict=True):
-            delta, residual = layer(delta, residual, batch, rope, kv_layer)
+            delta, residual = layer(delta, residual, batch, angles[layer.spec.rope], kv_layer)
         return delta, residual
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """int64 [T] -> float32 [T, hidden]."""
-        x: Tensor = self.embedding(self.embed_tokens, token_ids)
+        x: Tensor = self.embedding(self.embed_tokens, token_ids, self.embedding_scale)
         return x
 
     def head_part(self, delta: Tensor, residual: Tensor | None, rows: slice) -> Tensor:
@@ -176,4 +203,5 @@ class Decoder:
 
     def head(self, delta: Tensor, residual: Tensor | None) -> Tensor:
         """The residual stream's pair [R, hidden] -> logits float32 [R, vocab]; `residual` is overwritten."""
-        return self.lm_head.float32(delta, Norm(self.final_norm, self.spec.norm_eps, residual, self.dtype))
+        logits = self.lm_head.float32(delta, Norm(self.final_norm, self.spec.norm_eps, residual, self.dtype))
+        return logits if self.softcap is None else self.softcap(logits, self.spec.final_softcap)

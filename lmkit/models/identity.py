@@ -39,7 +39,7 @@ def resolve_activations(asked: Activations, device: str) -> Activations:
 
 def checkpoint_identity(reader: CheckpointReader) -> str:
     """Hex digest of the weights, config.json and the sources that make a model of them."""
-    return hashlib.sha256((reader.fingerprint() + sources_digest(SOURCES)).encode()).hexdigest()
+    return hashlib.sha256((reader.content_digest() + sources_digest(SOURCES)).encode()).hexdigest()
 
 
 def packing_identity(packing: Packing) -> str:

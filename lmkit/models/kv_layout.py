@@ -45,8 +45,10 @@ class KVLayout:
 
 
 def layout_of(spec: ModelSpec, sinks: int, dtypes: Sequence[tuple[KVDtype, KVDtype]]) -> KVLayout:
-    """The groups of a model whose layers store K and V in `dtypes`."""
-    return kv_layout([spec.window(layer) for layer in range(spec.num_layers)], sinks or spec.attention_sinks, dtypes)
+    """The groups of a model whose layers store K and V in `dtypes`. `sinks`: instead of the model's own, if not 0."""
+    sinks = sinks or max(layer.attention.sinks for layer in spec.layers)
+    kinds = [(layer.num_kv_heads, layer.head_dim, *stored) for layer, stored in zip(spec.layers, dtypes, strict=True)]
+    return kv_layout(spec.windows, sinks, kinds)
 
 
 def kv_layout(windows: Sequence[int], sinks: int, kinds: Sequence[Hashable]) -> KVLayout:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,9 +20,10 @@ from lmkit.kernels.ops import KeyMean
 from lmkit.kv_dtype import KVDtype, kv_dtype
 from lmkit.layers.batch import KVLayer, allocate_kv
 from lmkit.layers.rope import Rope
+from lmkit.layers.rope_spec import RopeSpec
 from lmkit.log import get_logger
-from lmkit.models import roles
 from lmkit.models.kv_layout import KVLayout
+from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.spec import ModelSpec
 
 log = get_logger(__name__)
@@ -59,8 +61,9 @@ def resolve_storage(reader: CheckpointReader, spec: ModelSpec, asked: str, dense
     given = None if asked == "auto" else kv_dtype(asked)
     config = load_kv_config(reader.path)
     if config is not None:
-        config.check(spec.num_layers, spec.num_kv_heads, spec.head_dim)
-        return [_configured(config, spec, layer, kv_dtype(dense), given) for layer in range(spec.num_layers)]
+        for layer in spec.kinds:
+            config.check(spec.num_layers, layer.num_kv_heads, layer.head_dim)
+        return [_configured(config, layer, index, kv_dtype(dense), given) for index, layer in enumerate(spec.layers)]
     scheme = parse_kv_scheme(reader.config) if given is None else None
     if scheme is not None:
         return [_fixed(reader, spec, scheme, layer) for layer in range(spec.num_layers)]
@@ -68,7 +71,7 @@ def resolve_storage(reader: CheckpointReader, spec: ModelSpec, asked: str, dense
     return [KVStorage(dtype, dtype)] * spec.num_layers
 
 
-def _configured(config: KVConfig, spec: ModelSpec, index: int, dense: KVDtype, given: KVDtype | None) -> KVStorage:
+def _configured(config: KVConfig, spec: LayerSpec, index: int, dense: KVDtype, given: KVDtype | None) -> KVStorage:
     layer = config.layers[index]
     k, v = config.dtypes(index, dense) if given is None else (given, given)
     if not k.coded:
@@ -78,7 +81,7 @@ def _configured(config: KVConfig, spec: ModelSpec, index: int, dense: KVDtype, g
     return KVStorage(k, v, layer.key_mean, layer.hadamard)
 
 
-def mean_problem(spec: ModelSpec, layer: KVLayerConfig) -> str | None:
+def mean_problem(spec: LayerSpec, layer: KVLayerConfig) -> str | None:
     """Why this model's keys cannot do without their mean, or None."""
     pairs = [pair for of_head in layer.key_mean for pair, _, _ in of_head]
     if pairs and spec.rope.kind == "dynamic":
@@ -97,7 +100,7 @@ def _fixed(reader: CheckpointReader, spec: ModelSpec, scheme: KVScheme, layer: i
 
 def scale_name(spec: ModelSpec, layer: int, which: str) -> str:
     """`k_scale` of layer 3 -> model.layers.3.self_attn.k_scale."""
-    return roles.module_name(spec, layer, "attn.k").rpartition(".")[0] + "." + which
+    return spec.module_name(layer, "attn.k").rpartition(".")[0] + "." + which
 
 
 def _scales(reader: CheckpointReader, spec: ModelSpec, scheme: KVScheme, layer: int, which: str) -> tuple[float, ...]:
@@ -105,22 +108,28 @@ def _scales(reader: CheckpointReader, spec: ModelSpec, scheme: KVScheme, layer: 
     name = scale_name(spec, layer, which)
     if not reader.has(name):
         raise CheckpointError(f"{reader.path}: config.json has a kv_cache_scheme, but tensor {name} is missing")
-    count = 1 if scheme.strategy == "tensor" else spec.num_kv_heads
+    num_heads = spec.layers[layer].num_kv_heads
+    count = 1 if scheme.strategy == "tensor" else num_heads
     if math.prod(reader.info(name).shape) != count:
         raise CheckpointError(f"{reader.path}: {name} is {list(reader.info(name).shape)}, expected {count} numbers")
     scales = reader.tensor(name).float().flatten()
     if not bool(((scales >= SMALLEST_SCALE) & (scales <= LARGEST_SCALE)).all()):
         raise CheckpointError(f"{reader.path}: {name} is not within {SMALLEST_SCALE} .. {LARGEST_SCALE}")
-    return tuple(scales.half().float().expand(spec.num_kv_heads).tolist())
+    return tuple(scales.half().float().expand(num_heads).tolist())
 
 
 def table_bytes(spec: ModelSpec, storages: list[KVStorage], positions: int) -> int:
     """Of the angles that key means need."""
-    return 4 * spec.rope.rotary_dim * positions if any(s.has_mean for s in storages) else 0
+    return sum(4 * rope.rotary_dim * positions for rope in _ropes_of_means(spec.layers, storages))
+
+
+def _ropes_of_means(layers: Sequence[LayerSpec], storages: list[KVStorage]) -> dict[RopeSpec, None]:
+    """The rotary embeddings of layers whose keys are stored without their mean."""
+    return {layer.rope: None for layer, storage in zip(layers, storages, strict=True) if storage.has_mean}
 
 
 def allocate(
-    spec: ModelSpec,
+    layers: Sequence[LayerSpec],
     storages: list[KVStorage],
     num_blocks: int,
     block_size: int,
@@ -130,18 +139,20 @@ def allocate(
 ) -> list[KVLayer]:
     """Zeroed blocks for every layer (zeroed pages are taken from the machine only when first written), for sequences of
     at most `positions` tokens. Groups of `layout` share their tensors; without it every layer has its own."""
-    table = _angles(spec, positions, device) if any(s.has_mean for s in storages) else None
-    shape = num_blocks, spec.num_kv_heads, block_size, spec.head_dim
-    places = [(0, layer) for layer in range(len(storages))] if layout is None else layout.places()
-    first = {place: storage for (group, place), storage in zip(places, storages, strict=True) if group == 0}
-    plain = {place: allocate_kv(*shape, storage.dtypes, tensor_device(device)) for place, storage in first.items()}
+    tables = {rope: _angles(rope, positions, device) for rope in _ropes_of_means(layers, storages)}
+    places = [(0, i) for i in range(len(layers))] if layout is None else layout.places()
+    at, plain = tensor_device(device), dict[int, KVLayer]()
+    for layer, storage, (_, place) in zip(layers, storages, places, strict=True):
+        if place not in plain:
+            shape = num_blocks, layer.num_kv_heads, block_size, layer.head_dim
+            plain[place] = allocate_kv(*shape, storage.dtypes, at)
     return [
-        _layer(spec, storage, replace(plain[place], group=group), table)
-        for (group, place), storage in zip(places, storages, strict=True)
+        _layer(layer, storage, replace(plain[place], group=group), tables.get(layer.rope))
+        for layer, storage, (group, place) in zip(layers, storages, places, strict=True)
     ]
 
 
-def _layer(spec: ModelSpec, storage: KVStorage, plain: KVLayer, table: Tensor | None) -> KVLayer:
+def _layer(spec: LayerSpec, storage: KVStorage, plain: KVLayer, table: Tensor | None) -> KVLayer:
     mean = None if table is None or not storage.has_mean else _key_mean(spec, storage.key_mean, table)
     device = plain.k.data.device
     keys: dict[str, Any] = {"mean": mean, "hadamard": storage.hadamard, "scales": _vector(storage.k_scales, device)}
@@ -152,16 +163,16 @@ def _vector(numbers: tuple[float, ...], device: torch.device) -> Tensor | None:
     return torch.tensor(numbers, device=device) if numbers else None
 
 
-def _angles(spec: ModelSpec, positions: int, device: str) -> Tensor:
+def _angles(spec: RopeSpec, positions: int, device: str) -> Tensor:
     """float32 [R/2, 2, positions]: the cosines and sines that turn keys, bit for bit."""
-    rope = Rope(spec.rope, device)
+    rope = Rope(spec, device)
     angles = ops.rope_angles.select(device)
     every = torch.arange(positions, dtype=torch.int32, device=tensor_device(device))
     cos, sin = angles(every, rope.inv_freq, rope.magnitude)
     return torch.stack([cos.T, sin.T], dim=1).contiguous()
 
 
-def _key_mean(spec: ModelSpec, by_head: tuple[tuple[PairMean, ...], ...], table: Tensor) -> KeyMean:
+def _key_mean(spec: LayerSpec, by_head: tuple[tuple[PairMean, ...], ...], table: Tensor) -> KeyMean:
     half, count = spec.rope.rotary_dim // 2, max(map(len, by_head))
     vector = torch.zeros(spec.num_kv_heads, spec.head_dim)
     pairs = torch.zeros(spec.num_kv_heads, count, dtype=torch.int32)

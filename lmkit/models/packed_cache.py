@@ -27,14 +27,14 @@ from torch import Tensor
 from lmkit.config import environment
 from lmkit.errors import CheckpointError
 from lmkit.formats.atomic import sync_directory
-from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.formats.hub import DEMO_FOLDER
 from lmkit.formats.safetensors_file import SafetensorsFile
 from lmkit.formats.safetensors_stream import ALIGNMENT, SafetensorsStream
 from lmkit.layers.linear import Weights
 from lmkit.layers.outline import WeightKind, kind_of
 from lmkit.log import get_logger
-from lmkit.models.identity import Packing, checkpoint_identity, packing_identity
+from lmkit.models.identity import checkpoint_identity, packing_identity
+from lmkit.models.resolved import ResolvedModel
 from lmkit.qtensor import QTensor
 
 log = get_logger(__name__)
@@ -115,13 +115,14 @@ def _writing() -> Iterator[None]:
 class PackedCache:
     """The cache file of one checkpoint and packing."""
 
-    def __init__(self, reader: CheckpointReader, packing: Packing) -> None:
-        checkpoint, how = checkpoint_identity(reader), packing_identity(packing)
+    def __init__(self, model: ResolvedModel) -> None:
+        reader = model.reader
+        checkpoint, how = checkpoint_identity(reader), packing_identity(model.packing)
         self.key = checkpoint + how
         self.stem = f"packed-{checkpoint[:16]}-"
         self.name = f"{self.stem}{how[:16]}.safetensors"
         self.folders = cache_folders(reader.path)
-        layers, tensors = int(reader.config.get("num_hidden_layers", 0)), len(reader.names())
+        layers, tensors = model.spec.num_layers, len(reader.names())
         self._header_bytes = max(HEADER_BYTES * (layers + 2), TENSOR_HEADER_BYTES * tensors)
         self._rejected: set[tuple[Path, int]] = set()  # path and inode of files that do not fit
 

@@ -8,25 +8,19 @@ from collections.abc import Callable
 from typing import Any
 
 from lmkit.errors import CheckpointError, UnsupportedError
-from lmkit.layers.moe_spec import MoESpec
+from lmkit.layers.mlp_spec import MoESpec
+from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.spec import ModelSpec
 
 Family = Callable[[dict[str, Any]], ModelSpec]
 FAMILIES: dict[str, Family] = {}
 
 # Far above any model there is, low enough that no product of two overflows or is allocated by mistake.
-LIMITS = {
-    "hidden_size": 1 << 17,
-    "num_layers": 1 << 10,
-    "num_heads": 1 << 12,
-    "num_kv_heads": 1 << 12,
-    "head_dim": 1 << 10,
-    "intermediate_size": 1 << 19,
-    "vocab_size": 1 << 22,
-    "max_position": 1 << 26,
-}
-# The same for sparse layers.
-MOE_LIMITS = {"num_experts": 1 << 12, "experts_per_token": 1 << 8, "intermediate_size": 1 << 19}
+MAX_LAYERS = 1 << 10
+LIMITS = {"vocab_size": 1 << 22, "max_position": 1 << 26}
+LAYER_LIMITS = {"hidden_size": 1 << 17, "num_heads": 1 << 12, "num_kv_heads": 1 << 12, "head_dim": 1 << 10}
+MLP_LIMITS = {"intermediate_size": 1 << 19}
+MOE_LIMITS = {"num_experts": 1 << 12, "experts_per_token": 1 << 8}
 
 
 def family(*architectures: str) -> Callable[[Family], Family]:
@@ -60,24 +54,32 @@ def load_spec(config: dict[str, Any]) -> ModelSpec:
 
 def _check(spec: ModelSpec) -> None:
     _check_limits(spec, LIMITS)
-    if spec.moe is not None:
-        _check_moe(spec.moe)
-    if spec.num_heads % spec.num_kv_heads:
+    for layer in spec.kinds:
+        _check_layer(layer)
+
+
+def _check_layer(layer: LayerSpec) -> None:
+    _check_limits(layer, LAYER_LIMITS)
+    if isinstance(layer.mlp, MoESpec):
+        _check_moe(layer.mlp)
+    else:
+        _check_limits(layer.mlp, MLP_LIMITS)
+    if layer.num_heads % layer.num_kv_heads:
         raise CheckpointError(
-            f"config.json: {spec.num_heads} attention heads cannot share {spec.num_kv_heads} key-value heads evenly"
+            f"config.json: {layer.num_heads} attention heads cannot share {layer.num_kv_heads} key-value heads evenly"
         )
-    rope = spec.rope
-    if spec.head_dim % 2 or rope.rotary_dim % 2 or not 2 <= rope.rotary_dim <= spec.head_dim:
+    rope = layer.rope
+    if layer.head_dim % 2 or rope.rotary_dim % 2 or not 2 <= rope.rotary_dim <= layer.head_dim:
         raise CheckpointError(
-            f"config.json: head_dim {spec.head_dim} with rotary part {rope.rotary_dim} cannot be rotated"
+            f"config.json: head_dim {layer.head_dim} with rotary part {rope.rotary_dim} cannot be rotated"
         )
-    if not 0 < spec.norm_eps < 1:
-        raise CheckpointError(f"config.json: rms_norm_eps = {spec.norm_eps!r} is not in (0, 1)")
+    if not 0 < layer.norm_eps < 1:
+        raise CheckpointError(f"config.json: rms_norm_eps = {layer.norm_eps!r} is not in (0, 1)")
     if not (rope.theta > 1 and rope.factor > 0):
         raise CheckpointError(f"config.json: rope_theta {rope.theta!r}, factor {rope.factor!r} cannot be")
 
 
-def _check_limits(spec: ModelSpec | MoESpec, limits: dict[str, int], what: str = "") -> None:
+def _check_limits(spec: object, limits: dict[str, int], what: str = "") -> None:
     for name, limit in limits.items():
         value = getattr(spec, name)
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= limit:
@@ -86,7 +88,7 @@ def _check_limits(spec: ModelSpec | MoESpec, limits: dict[str, int], what: str =
 
 def _check_moe(moe: MoESpec) -> None:
     _check_limits(moe, MOE_LIMITS, "experts: ")
-    if moe.shared_intermediate_size > MOE_LIMITS["intermediate_size"]:
-        raise CheckpointError(f"config.json: shared_expert_intermediate_size = {moe.shared_intermediate_size}")
+    for mlp in (moe.expert, moe.shared or moe.expert):
+        _check_limits(mlp, MLP_LIMITS, "experts: ")
     if moe.experts_per_token > moe.num_experts:
         raise CheckpointError(f"config.json: a token cannot have {moe.experts_per_token} of {moe.num_experts} experts")

@@ -34,7 +34,7 @@ from lmkit.web.receive import decode_json, read_body
 log = get_logger(__name__)
 MAX_ADMIN_BODY = 1 << 20
 MAX_HEAD_BYTES, MAX_HEADERS = 16 << 10, 128  # of a request's target and headers
-KEEP_ALIVE_SECONDS = 2.0  # idle connections to nodes; below the 5 s after which common servers close them
+KEEP_ALIVE_SECONDS = 2.0  # idle connections to nodes; less than the 5 s after which common servers close them
 _FORWARDED_PATH = re.compile(r"/v1(?:/(?!\.{1,2}(?:/|$))[A-Za-z0-9._~:@\-]+)+")  # no empty, "." or ".." segment
 _MODEL_PREFIX = "/v1/models/"
 
@@ -84,7 +84,7 @@ class Proxy:
         self.health = HealthChecker(self.registry, self._client, config)
         self._forwarder = Forwarder(self.registry, self._client, self.metrics, config)
         self.checked = asyncio.Event()  # every node has been asked once
-        self.checks: asyncio.Task[None] | None = None  # ends only by a defect, or with the block
+        self.checks: asyncio.Task[None] | None = None  # ends only by an error, or with the block
 
     async def __aenter__(self) -> Self:
         self.checks = asyncio.create_task(self._check_forever())
@@ -161,7 +161,7 @@ class Proxy:
         await _json(exchange, candidates[0].models[name])
 
     async def show_health(self, exchange: Exchange) -> None:
-        """200 while the proxy itself works, whatever its nodes do; 503 while it drains."""
+        """200 while the proxy itself works, in whatever state its nodes are; 503 while it drains."""
         nodes = self.registry.nodes()
         counts = {"nodes": len(nodes), "healthy_nodes": sum(node.healthy for node in nodes)}
         await _json(
@@ -247,7 +247,7 @@ def read_model(body: bytes) -> str:
 
 @functools.cache
 def _tls() -> ssl.SSLContext:
-    """Nodes on https are verified by the certificates httpx trusts."""
+    """The TLS settings for nodes on https: they are verified by the certificates that httpx trusts."""
     return httpx.create_ssl_context(trust_env=False)
 
 

@@ -37,7 +37,8 @@ def authorize(keys: Keys, role: Role, headers: Headers) -> None:
     """Raise invalid_api_key or permission_denied unless the request may act as `role`.
 
     An admin key is good for every route. If there is no key at all, a loopback listener lets local programs manage
-    nodes. Web pages may not (they send Origin, or a Host of their own), nor may requests that another proxy relays.
+    nodes. Web pages may not manage nodes (they send Origin, or a Host of their own), and neither may requests that
+    another proxy relays.
     """
     if role is Role.OPEN or (role is Role.USER and Role.USER not in keys.roles):
         return

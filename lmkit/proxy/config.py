@@ -1,4 +1,4 @@
-"""What a proxy is told: a strict YAML or JSON file, command-line options, and registrations over the admin API."""
+"""The proxy's configuration: a strict YAML or JSON file, command-line options, and registrations over the admin API."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class ProxyConfig(StrictStruct, frozen=True):
     health_timeout: Seconds = 2.0
     unhealthy_after: PositiveInt = 2  # consecutive failures, of checks or of connections for a request
     healthy_after: PositiveInt = 1  # consecutive good checks of a node that was unhealthy
-    drain_seconds: Annotated[float, msgspec.Meta(ge=0, le=86400)] = 30.0  # SIGTERM: how long requests may finish
+    drain_seconds: Annotated[float, msgspec.Meta(ge=0, le=86400)] = 30.0  # how long requests may finish after SIGTERM
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
 
     def __post_init__(self) -> None:
@@ -70,7 +70,7 @@ class ProxyConfig(StrictStruct, frozen=True):
 
 
 def node_url(text: str) -> str:
-    """The canonical spelling of a node's URL. Raises ValueError saying what is wrong with it."""
+    """The canonical spelling of a node's URL. Raises ValueError with the reason if it is wrong."""
     if not re.fullmatch(r"(?i)https?://[a-z0-9._\-\[\]:]+(/[a-z0-9._~/\-]*)?", text):
         raise ValueError(f"{text!r} is not a node's URL; write for example http://10.0.0.5:8000")
     try:
@@ -95,9 +95,10 @@ def _is_wildcard(host: str) -> bool:
 
 
 def load_config(path: str | Path | None, *, nodes: Sequence[NodeConfig] = (), **options: Any) -> ProxyConfig:
-    """The file's configuration (the defaults without one), with more nodes and with `options` that are not None.
+    """The file's configuration, with more nodes and with those `options` that are not None.
 
-    A relative state_file of the file is beside the file. Raises ConfigError with the file's line.
+    Without a file, the defaults are used. A relative state_file is relative to the file's folder. Raises ConfigError
+    with the file's line.
     """
     config = ProxyConfig() if path is None else _read(Path(path))
     given = {name: value for name, value in options.items() if value is not None}
@@ -132,7 +133,7 @@ def _read(path: Path) -> ProxyConfig:
 
 
 def _refuse_duplicates(tree: Any, path: Path) -> None:
-    """YAML takes the last of two equal keys, silently."""
+    """Raise ConfigError for a key that is given twice; YAML silently takes the last one."""
     if isinstance(tree, yaml.SequenceNode):
         for item in tree.value:
             _refuse_duplicates(item, path)
@@ -146,7 +147,7 @@ def _refuse_duplicates(tree: Any, path: Path) -> None:
 
 
 def _line(tree: Any, message: str) -> int:
-    """The source line that a validation message such as "unknown field `x` - at `$.nodes[0]`" speaks of."""
+    """The source line to which a validation message such as "unknown field `x` - at `$.nodes[0]`" refers."""
     where = re.search(r" - at `(?:key in )?\$(.*)`$", message)
     steps = re.findall(r"\.([^.\[]+)|\[(\d+)\]", where[1]) if where else []
     if unknown := re.search(r"unknown field `(.*?)`", message):

@@ -1,4 +1,4 @@
-"""The response to the client: what it has been sent so far, and how it learns of an error at each point."""
+"""The response to the client: the part sent so far, and the form of an error at each point."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class DownstreamResponse:
         self.finished = False
 
     async def send(self, message: Message) -> None:
-        """ASGI send. Raises RequestError client_disconnected if the server tells that the client has left."""
+        """ASGI send. Raises RequestError client_disconnected if the server reports that the client has left."""
         if message["type"] == "http.response.start":
             self.started = True
         elif message["type"] == "http.response.body" and not message.get("more_body", False):
@@ -101,7 +101,7 @@ class DownstreamResponse:
             await self.send({"type": "http.response.body", "body": separator + b"data: " + error_body(error) + b"\n\n"})
 
     async def whole(self, response: Response) -> None:
-        """Send a complete response of the proxy itself. It gets a Date here, as the server adds none."""
+        """Send a complete response of the proxy itself. It gets a Date here, because the HTTP server adds none."""
         headers = [*response.raw_headers, (b"date", formatdate(usegmt=True).encode())]
         await self.send({"type": "http.response.start", "status": response.status_code, "headers": headers})
         await self.send({"type": "http.response.body", "body": response.body})

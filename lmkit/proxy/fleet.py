@@ -1,4 +1,4 @@
-"""Changes of the set of nodes at run time: first on disk, then in the registry."""
+"""Changes of the set of nodes at run time. They are made first on disk and then in the registry."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = get_logger(__name__)
 
 
 class FleetState(StrictStruct, frozen=True):
-    """What differs from the configuration: nodes added, and configured nodes removed."""
+    """Differences from the configuration: nodes added, and configured nodes removed."""
 
     version: Literal[1] = 1
     added: tuple[Registration, ...] = ()
@@ -27,7 +27,10 @@ class FleetState(StrictStruct, frozen=True):
 
 
 def load_state(path: Path) -> FleetState:
-    """The saved state, or an empty one without a file. Raises ConfigError: a damaged file is not overwritten."""
+    """The saved state, or an empty one if there is no file.
+
+    Raises ConfigError for a damaged file, which is not overwritten.
+    """
     try:
         return msgspec.json.decode(path.read_bytes(), type=FleetState)
     except FileNotFoundError:
@@ -41,7 +44,7 @@ def load_state(path: Path) -> FleetState:
 
 
 def save_state(path: Path, state: FleetState) -> None:
-    """Replace the file atomically and durably; only its owner may read it (it holds keys). Raises OSError."""
+    """Replace the file atomically and durably. Only its owner may read it, because it holds keys. Raises OSError."""
     fresh = path.with_name(f".{path.name}.new")
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
     with open(os.open(fresh, flags, 0o600), "wb") as file:
@@ -58,7 +61,7 @@ def save_state(path: Path, state: FleetState) -> None:
 
 
 class Fleet:
-    """The registry's nodes, kept in step with the state file."""
+    """Changes the registry's nodes together with the state file."""
 
     def __init__(self, config: ProxyConfig, registry: Registry) -> None:
         """Fill the registry from the configuration and the state file. Raises ConfigError for a damaged state file."""
@@ -84,7 +87,7 @@ class Fleet:
         return self._path is not None
 
     async def add(self, registration: Registration) -> Node:
-        """Add a node, or renew one. Raises RequestError when it cannot be saved; then nothing has changed."""
+        """Add a node, or renew one. Raises RequestError if the change cannot be saved; then nothing has changed."""
         async with self._lock:
             added = tuple(r for r in self._state.added if r.url != registration.url)
             removed = tuple(url for url in self._state.removed if url != registration.url)
@@ -92,14 +95,17 @@ class Fleet:
             return self._registry.add(registration, "added")
 
     async def remove(self, url: str) -> None:
-        """Take a node out; requests that it is answering go on. Raises RequestError: not_found, or not saved."""
+        """Remove a node; its running requests continue.
+
+        Raises RequestError if there is no such node, or if it cannot be saved.
+        """
         async with self._lock:
             if self._registry.get(url) is None:
                 raise RequestError("not_found", f"there is no node {url!r}", "url")
             await self._drop([url])
 
     async def expire(self) -> list[str]:
-        """Take out the nodes whose lease has run out."""
+        """Remove the nodes whose lease has ended, and return their URLs."""
         async with self._lock:
             urls = self._registry.expired()
             if urls:

@@ -1,7 +1,7 @@
-"""Sends one request on to a node and its answer back, byte for byte.
+"""Forwards one request to a node and the node's response to the client, byte for byte.
 
-Before the first byte another node may take over; after it, a break is told to the client. The request's body has been
-read whole, so it can be sent again.
+Before the first byte of the response, another node may take over. After it, the client learns of a break. The request's
+body has been read whole, so it can be sent again.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from lmkit.web.receive import client_disconnected, until_disconnect
 
 log = get_logger(__name__)
 
-# RFC 9110, 7.6.1: these speak of one connection, not of the message.
+# RFC 9110, 7.6.1: these headers concern one connection, not the message.
 _HOP_BY_HOP = {b"connection", b"keep-alive", b"proxy-connection", b"proxy-authenticate", b"proxy-authorization", b"te",
                b"trailer", b"transfer-encoding", b"upgrade"}  # fmt: skip
-# The client's credentials are for the proxy alone; the rest is set anew for the node, or would let a client forge
-# what a node behind a proxy trusts.
+# The client's credentials are for the proxy alone. The others are set anew for the node; otherwise a client could forge
+# headers that a node behind a proxy trusts.
 _NOT_SENT_ON = {b"authorization", b"x-api-key", b"cookie", b"host", b"content-length", b"expect", b"accept-encoding",
                 b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b"x-forwarded-proto", b"x-forwarded-port",
                 b"x-real-ip", b"x-request-id"}  # fmt: skip
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._\-]{1,128}")
-# A request that reached a node and got no answer may be what broke it: it is tried once more, not on every node.
+# A request that reached a node and got no response may have broken the node. It is tried once more, not on every node.
 MAX_RESENDS = 1
 
 
@@ -66,9 +66,9 @@ class Forwarder:
         self._own_via = b"lmkit-" + secrets.token_hex(8).encode()
 
     async def forward(self, call: Call, client: DownstreamResponse, receive: Receive, stop: asyncio.Event) -> None:
-        """Answer a call. Ends at once, with the node's connection, when the client leaves or `stop` is set.
+        """Forward a call. If the client disconnects or `stop` is set, end at once and close the node's connection.
 
-        Raises RequestError for what is still to be told to the client.
+        Raises RequestError for an error that the client has not been told yet.
         """
         if any(name == b"via" and self._own_via in value for name, value in call.headers):
             raise RequestError("bad_gateway", "a proxy loop: one of this proxy's nodes is the proxy itself")
@@ -111,7 +111,7 @@ class Forwarder:
                     raise RequestError("upstream_timeout", "the node did not answer in time") from None
                 except httpx.LocalProtocolError:
                     raise RequestError("invalid_request", "a header of the request cannot be sent on") from None
-                except httpx.TransportError as failure:  # not held against the node: a client may cause it at will
+                except httpx.TransportError as failure:  # not counted against the node: a client may cause it at will
                     log.warning("node %s gave no answer to a request: %s", node.url, type(failure).__name__)
                     resends += 1
             error = RequestError("bad_gateway", "no node answered the request")
@@ -120,9 +120,11 @@ class Forwarder:
         raise error
 
     async def _attempt(self, node: Node, call: Call, client: DownstreamResponse, tried: Collection[Node]) -> bool:
-        """Send the call to one node and pass its answer on. False: the node refuses work now and another may not.
+        """Send the call to one node and pass its response on.
 
-        Raises httpx.TransportError only as long as the client has been sent nothing.
+        False: the node refuses work now, and another may take it.
+
+        Raises httpx.TransportError only as long as nothing has been sent to the client.
         """
         start = time.perf_counter()
         response = await self._client.send(self._request(node, call), stream=True)
@@ -180,7 +182,7 @@ class Forwarder:
 
 
 def _end_to_end(headers: Collection[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """Without the headers that concern one connection only, with names in lower case."""
+    """`headers` with names in lower case, and without those that concern one connection only."""
     dropped = set(_HOP_BY_HOP)
     for name, value in headers:
         if name.lower() == b"connection":
@@ -189,7 +191,7 @@ def _end_to_end(headers: Collection[tuple[bytes, bytes]]) -> list[tuple[bytes, b
 
 
 def _request_id(headers: Collection[tuple[bytes, bytes]]) -> bytes:
-    """The client's x-request-id if it is a harmless one, else a new one."""
+    """The client's x-request-id if it is harmless, else a new one."""
     for name, value in headers:
         if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
             return value

@@ -1,4 +1,4 @@
-"""Asks the nodes how they are: all at once, each within a time limit, again and again."""
+"""Health checks: all nodes are asked at once, each within a time limit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class HealthChecker:
         await asyncio.gather(*map(self.check, self._registry.nodes()))
 
     async def check(self, node: Node) -> None:
-        """Ask one node and record the result; never raises."""
+        """Check one node and record the result. Never raises."""
         try:
             async with asyncio.timeout(self._timeout):
                 await self._get(node, "/health")
@@ -47,7 +47,7 @@ class HealthChecker:
             log.warning("node %s is down: %s", node.url, failure)
 
     async def _models(self, node: Node) -> tuple[ModelEntries | None, str | None]:
-        """(a new list or None, a note). A node that has listed its models once keeps them when it fails to."""
+        """(a new list or None, a note). A node that has listed its models once keeps them if a later list fails."""
         if node.config.models is not None:
             return None, None
         try:

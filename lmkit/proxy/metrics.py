@@ -15,7 +15,7 @@ _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 
 
 
 class Metrics:
-    """Counters of the proxy itself; what belongs to a node is read from the registry, so it leaves with the node."""
+    """Counters of the proxy itself. A node's figures are read from the registry, so they disappear with the node."""
 
     def __init__(self, registry: Registry) -> None:
         self._own = CollectorRegistry()
@@ -23,7 +23,7 @@ class Metrics:
             "lmkit_proxy_errors", "Errors the proxy itself answered, by their code", ["code"], registry=self._own
         )
         self.disconnects = Counter(
-            "lmkit_proxy_client_disconnects", "Clients that left before their answer ended", registry=self._own
+            "lmkit_proxy_client_disconnects", "Clients that left before their response ended", registry=self._own
         )
         self.first_byte = Histogram(
             "lmkit_proxy_first_byte_seconds",
@@ -45,12 +45,12 @@ class _Nodes(Collector):
         up = GaugeMetricFamily("lmkit_proxy_node_up", "1 for a healthy node", labels=["node"])
         busy = GaugeMetricFamily("lmkit_proxy_node_in_flight", "Requests a node is answering", labels=["node"])
         answers = CounterMetricFamily(
-            "lmkit_proxy_requests", "Answers of a node, by model and status", labels=["node", "model", "status"]
+            "lmkit_proxy_requests", "Responses of a node, by model and status", labels=["node", "model", "status"]
         )
         failovers = CounterMetricFamily(
             "lmkit_proxy_failovers", "Requests that went on from a node to another", labels=["node"]
         )
-        breaks = CounterMetricFamily("lmkit_proxy_breaks", "Answers of a node that broke off", labels=["node"])
+        breaks = CounterMetricFamily("lmkit_proxy_breaks", "Responses of a node that broke off", labels=["node"])
         for node in self._registry.nodes():
             up.add_metric([node.url], node.healthy)
             busy.add_metric([node.url], node.in_flight)

@@ -1,4 +1,4 @@
-"""The nodes a proxy knows: their models, whether they are up, what they are busy with. No I/O; the clock is given."""
+"""The known nodes: their models, health and running requests. No I/O; the clock is injected."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ class Node:
     lease_until: float | None = None
     models: ModelEntries | None = None  # None = not known yet
     healthy: bool = False
-    reason: str | None = "not checked yet"  # why it is unhealthy, or what is odd about a healthy one
+    reason: str | None = "not checked yet"  # why it is unhealthy, or a note about a healthy one
     checked: bool = False  # a check has ended, well or badly
-    failures: int = 0  # consecutive, of checks and of connections; only a good check ends the row
+    failures: int = 0  # consecutive, of checks and connections; only a good check resets it
     successes: int = 0  # consecutive good checks
     in_flight: int = 0
     last_pick: int = 0
     latency: float | None = None  # seconds to the first byte, moving average
     answers: Counter[tuple[str, int]] = field(default_factory=Counter)  # (model, status) -> requests
     failovers: int = 0  # requests that went on to another node
-    breaks: int = 0  # answers that broke off in the middle
+    breaks: int = 0  # responses that broke off in the middle
 
     @property
     def url(self) -> str:
@@ -58,7 +58,10 @@ class Registry:
         return self._nodes.get(url)
 
     def add(self, config: NodeConfig, origin: str) -> Node:
-        """Add a node, or renew and reconfigure a known one, whose health and in-flight requests stay what they are."""
+        """Add a node, or renew and reconfigure a known one.
+
+        A known node keeps its health and its in-flight requests.
+        """
         node = self._nodes.setdefault(config.url, Node(config, origin))
         relisted = config.models is None and node.config.models is not None
         node.config, node.origin = config, origin
@@ -76,12 +79,12 @@ class Registry:
         return self._nodes.pop(url, None)
 
     def expired(self) -> list[str]:
-        """URLs of the nodes whose lease has run out."""
+        """URLs of the nodes whose lease has ended."""
         now = self.clock()
         return [node.url for node in self.nodes() if node.lease_until is not None and node.lease_until <= now]
 
     def succeeded(self, node: Node, models: ModelEntries | None = None, *, note: str | None = None) -> bool:
-        """A check went well (`models` is a new list, if it was asked for). True when the node came up by it."""
+        """Record a good check. `models` is a new list, if the node was asked for one. True if the node came up."""
         first, node.checked = not node.checked, True
         node.failures = 0
         node.successes += 1
@@ -94,7 +97,7 @@ class Registry:
         return False
 
     def failed(self, node: Node, reason: str) -> bool:
-        """A check or a connection failed. True when the node went down by it."""
+        """Record a failed check or connection. True if the node went down."""
         node.checked = True
         node.successes = 0
         node.failures += 1
@@ -108,7 +111,7 @@ class Registry:
         return [n for n in self.nodes() if n.healthy and model in (n.models or ()) and n not in exclude]
 
     def absence(self, model: str) -> RequestError:
-        """Why no node can answer for `model`."""
+        """The error that says why no node can serve `model`."""
         shown = repr(model[:100])
         if any(model in (node.models or ()) for node in self.nodes()):
             return RequestError("engine_unavailable", f"no node that serves {shown} is healthy; try again", "model")
@@ -128,7 +131,7 @@ class Registry:
 
     @contextmanager
     def using(self, node: Node) -> Iterator[None]:
-        """Count one request on a node for as long as the block runs, however it ends."""
+        """Count one request on a node while the block runs, however it ends."""
         self._picks += 1
         node.last_pick = self._picks
         node.in_flight += 1
@@ -138,12 +141,12 @@ class Registry:
             node.in_flight -= 1
 
     def answered(self, node: Node, model: str, status: int, seconds: float) -> None:
-        """The first byte of an answer came after `seconds`."""
+        """Record a response whose first byte came after `seconds`."""
         node.answers[model, status] += 1
         node.latency = seconds if node.latency is None else node.latency + LATENCY_DECAY * (seconds - node.latency)
 
     def status(self) -> list[dict[str, Any]]:
-        """What the admin API shows of each node; never a key."""
+        """The admin API's view of each node. It never contains a key."""
         now = self.clock()
         return [
             {

@@ -1,4 +1,4 @@
-"""Runs a proxy: its socket, its HTTP server and the way down."""
+"""Runs a proxy: its socket, its HTTP server, signals and drain."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lmkit.web.listen import bind, listen, on_signals, url
 from lmkit.web.server import HttpServer
 
 log = get_logger(__name__)
-FIRST_CHECK_SECONDS = 0.5  # nodes that answer within it are known before the proxy says that it is ready
+FIRST_CHECK_SECONDS = 0.5  # nodes that answer within it are known when the proxy is ready
 _BREAK_OFF_SECONDS = 2  # for the last bytes of responses that are broken off
 
 

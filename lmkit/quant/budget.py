@@ -10,19 +10,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
 from lmkit.errors import ConfigError
 from lmkit.log import get_logger
 from lmkit.models import roles
-from lmkit.models.loader import ModelSource, resolve_dtype
+from lmkit.models.layer_spec import LayerSpec
+from lmkit.models.resolved import resolve_dtype
+from lmkit.models.source import ModelSource
 from lmkit.models.spec import ModelSpec
-from lmkit.quant.recipe import AwqClip, AwqScale, Gptq, Recipe, SignRound
+from lmkit.quant.data.hidden_states import BATCH_TOKENS, scratch_width
+from lmkit.quant.recipe import Recipe
 from lmkit.quant.report.evaluate import LOGIT_BYTES
 
 log = get_logger(__name__)
 
-BATCH_TOKENS = 4096  # of the calibration set in one forward pass, at most
 MIN_SAMPLE = 256  # tokens; fewer do not tell candidates apart
 SHARD_BYTES = 2 << 30
 # Libraries, compiled kernels, stacks of threads, and what the allocator keeps: not measured as it is, so that the same
@@ -52,7 +52,7 @@ def fit(source: ModelSource, recipe: Recipe, max_memory: int | None = None) -> B
             if smaller is not recipe:
                 log.warning(
                     "--max-memory %s: candidates are compared on %d tokens instead of %d",
-                    size(memory), sample_tokens(smaller), sample_tokens(recipe),
+                    size(memory), smaller.sample_tokens, recipe.sample_tokens,
                 )  # fmt: skip
             shard = SHARD_BYTES if max_memory is None else max(1 << 20, min(SHARD_BYTES, max_memory // 4))
             return Budget(smaller, tokens, shard, memory, disk, max_memory)
@@ -82,65 +82,25 @@ def _choices(recipe: Recipe) -> list[tuple[int, Recipe]]:
     tokens = [max(BATCH_TOKENS // seq_len, 1) * seq_len]
     while tokens[-1] > seq_len:
         tokens.append(max(tokens[-1] // seq_len // 2, 1) * seq_len)
-    samples = [sample_tokens(recipe)]
+    samples = [recipe.sample_tokens]
     while samples[-1] // 2 >= MIN_SAMPLE:
         samples.append(samples[-1] // 2)
-    return [(count, recipe) for count in tokens] + [(seq_len, with_sample(recipe, count)) for count in samples[1:]]
-
-
-def sample_tokens(recipe: Recipe) -> int:
-    """How many tokens are kept of a linear's input, if there are that many."""
-    scale = recipe.step(AwqScale)
-    return scale.tokens if scale else AwqScale().tokens
-
-
-def with_sample(recipe: Recipe, tokens: int) -> Recipe:
-    """The recipe with so many tokens in the sample."""
-    steps = tuple(
-        msgspec.structs.replace(step, tokens=tokens) if isinstance(step, AwqScale) else step for step in recipe.steps
-    )
-    return msgspec.structs.replace(recipe, steps=steps)
+    return [(count, recipe) for count in tokens] + [(seq_len, recipe.with_sample(count)) for count in samples[1:]]
 
 
 def working_bytes(spec: ModelSpec, recipe: Recipe, batch_tokens: int) -> int:
     """At the peak, of what grows with the model and the recipe. It does not grow with the number of rows."""
-    return max(_layer_working_bytes(spec, recipe, batch_tokens, layer) for layer in _kinds_of_layers(spec))
+    return max(_layer_working_bytes(layer, recipe, batch_tokens) for layer in spec.kinds)
 
 
-def _kinds_of_layers(spec: ModelSpec) -> list[int]:
-    """A layer of each kind."""
-    return list({roles.linears(spec, layer): layer for layer in range(spec.num_layers)}.values())
-
-
-def _layer_working_bytes(spec: ModelSpec, recipe: Recipe, batch_tokens: int, layer: int) -> int:
-    shapes = {role: spec.linear_shape(role) for role in roles.linears(spec, layer)}
-    weights = sum(rows * columns for rows, columns in shapes.values())
-    largest = max(rows * columns for rows, columns in shapes.values())
-    inputs = [shapes[role][1] for role in set(roles.input_of(spec, layer).values()) if role in shapes]
-    sampled = min(sample_tokens(recipe), recipe.calibration.num_samples * recipe.calibration.seq_len)
-    statistics = sum(inputs) * (2 * max(recipe.scheme.scheme().group_size, 0) + sampled)  # sums are float64
-    # Of a token on its way: gate and up, apart and side by side, and their product; keys and values, kept and copied.
-    widest = 5 * max(spec.mlp_size(mlp + ".") for mlp in roles.gated_mlps(spec, layer)) + 6 * spec.hidden_size
-    keys_and_values = 6 * spec.num_kv_heads * spec.head_dim
-    forward = batch_tokens * (widest + keys_and_values) + 3 * largest
-    search = sampled * widest + 8 * largest
-    if recipe.step(AwqScale) is not None:
-        search += weights
-    if recipe.step(AwqClip) is not None:
-        search += 2 * largest
-    work = [forward, search]
-    if recipe.needs_exact:
-        weights *= 2  # the original layer
-    if (rounder := recipe.step(Gptq)) is not None:
-        # The largest input's moments, their factor while it is computed, and the columns on their way, all in pieces of
-        # four bytes; without `sequential` every input's moments at once.
-        moments = (sum if not rounder.sequential else max)(4 * columns**2 for columns in inputs)
-        work.append(batch_tokens * widest + moments + 8 * max(inputs) ** 2 + 6 * largest)
-    if recipe.step(SignRound) is not None:
-        work.append(
-            8 * weights + recipe.calibration.seq_len * (spec.num_heads * recipe.calibration.seq_len + 8 * widest)
-        )
-    return 4 * (weights + statistics + max(work))
+def _layer_working_bytes(layer: LayerSpec, recipe: Recipe, batch_tokens: int) -> int:
+    cost = recipe.cost(layer, batch_tokens)
+    weights = cost.layer.num_weights * cost.num_streams  # the original layer beside the one that is rewritten
+    statistics = sum(cost.input_widths) * (2 * max(cost.group_size, 0) + cost.sample_tokens)  # sums are float64
+    keys_and_values = 6 * layer.kv_size  # kept and copied
+    forward = batch_tokens * (cost.token_width + keys_and_values) + 3 * cost.largest
+    work = max(forward, cost.search_numbers, *(step.working_numbers(cost) for step in recipe.steps))
+    return 4 * (weights + statistics + work)
 
 
 def check_evaluation(source: ModelSource, budget: Budget) -> None:
@@ -158,11 +118,13 @@ def check_evaluation(source: ModelSource, budget: Budget) -> None:
 
 
 def disk_bytes(source: ModelSource, recipe: Recipe) -> int:
-    """In the output's folder until the run is over: hidden states twice, finished layers, and the checkpoint."""
+    """In the output's folder until the run is over: hidden states around and inside a layer, finished layers, and the
+    checkpoint."""
     spec, calibration = source.spec, recipe.calibration
-    states = 4 * calibration.num_samples * calibration.seq_len * spec.hidden_size * (2 if recipe.needs_exact else 1)
+    width = 2 * spec.hidden_size + (scratch_width(spec) if any(step.by_parts for step in recipe.steps) else 0)
+    states = 4 * calibration.num_samples * calibration.seq_len * width * (2 if recipe.needs_exact else 1)
     others = source.reader.nbytes() - _layer_bytes(source)
-    return 2 * states + 2 * _stored_bytes(source, recipe) + others
+    return states + 2 * _stored_bytes(source, recipe) + others
 
 
 def _layer_bytes(source: ModelSource) -> int:
@@ -171,9 +133,7 @@ def _layer_bytes(source: ModelSource) -> int:
 
 def _stored_bytes(source: ModelSource, recipe: Recipe) -> int:
     """Of quantized layers: codes, and for each group a float16 scale and a zero."""
-    shapes = [
-        source.spec.linear_shape(role) for i in range(source.spec.num_layers) for role in roles.linears(source.spec, i)
-    ]
-    numbers, scheme = sum(rows * columns for rows, columns in shapes), recipe.scheme.scheme()
+    scheme = recipe.scheme.scheme()
     bits = scheme.bits if recipe.bits is None else recipe.bits
-    return int(numbers * (bits + (16 + scheme.bits) / (scheme.group_size if scheme.group_size > 0 else 64)) / 8)
+    bits += (16 + scheme.bits) / (scheme.group_size if scheme.group_size > 0 else 64)
+    return int(sum(layer.weight_bytes(bits) for layer in source.spec.layers))

@@ -13,7 +13,7 @@ import numpy as np
 
 from lmkit.errors import ConfigError
 from lmkit.formats.base import get_format
-from lmkit.models import roles
+from lmkit.models.layer_spec import Shape
 from lmkit.models.spec import ModelSpec
 from lmkit.qtensor import QuantScheme
 from lmkit.quant.recipe import Recipe
@@ -70,37 +70,35 @@ def candidates(recipe: Recipe) -> tuple[QuantScheme, ...]:
 
 def make_bit_budget(spec: ModelSpec, recipe: Recipe, dense: dict[str, str]) -> BitBudget:
     """`dense`: the modules that stay dense in any case."""
-    groups, fixed_bits, num_weights = [], 0, 0
-    for layer in range(spec.num_layers):
-        fused = {role: group[0] for group in roles.fused(spec, layer) for role in group}
+    groups, fixed_bits = [], 0
+    for index, layer in enumerate(spec.layers):
+        fused = {role: group[0] for group in layer.fused for role in group}
         together: dict[str, dict[str, str]] = {}
-        for role in roles.linears(spec, layer):
-            module = roles.module_name(spec, layer, role)
-            num_weights += math.prod(spec.linear_shape(role))
+        for role, shape in layer.linears.items():
+            module = layer.module_name(index, role)
             if module in dense:
-                fixed_bits += stored_bits(spec, recipe, role, None)
+                fixed_bits += stored_bits(spec, recipe, shape, None)
             else:  # engines compute all experts of a layer in one kernel
                 first = EXPERTS if role.startswith(EXPERTS) else fused.get(role, role)
                 together.setdefault(first, {})[role] = module
-        groups += [_group(spec, recipe, layer, modules) for modules in together.values()]
-    return BitBudget(tuple(groups), fixed_bits, num_weights)
+        groups += [_group(spec, recipe, index, modules) for modules in together.values()]
+    return BitBudget(tuple(groups), fixed_bits, spec.num_weights)
 
 
 def _group(spec: ModelSpec, recipe: Recipe, layer: int, names: dict[str, str]) -> Group:
     can_write = get_format(recipe.format).can_write
+    shapes = [spec.layers[layer].linears[role] for role in names]
     choices: list[QuantScheme | None] = [
-        scheme
-        for scheme in candidates(recipe)
-        if all(can_write(spec.linear_shape(role), scheme) is None for role in names)
+        scheme for scheme in candidates(recipe) if all(can_write(shape, scheme) is None for shape in shapes)
     ]
-    bits = {choice: sum(stored_bits(spec, recipe, role, choice) for role in names) for choice in [*choices, None]}
+    bits = {choice: sum(stored_bits(spec, recipe, shape, choice) for shape in shapes) for choice in [*choices, None]}
     ordered = sorted(bits, key=lambda choice: bits[choice])
     return Group(layer, names, tuple(ordered), tuple(bits[choice] for choice in ordered))
 
 
-def stored_bits(spec: ModelSpec, recipe: Recipe, role: str, scheme: QuantScheme | None) -> int:
+def stored_bits(spec: ModelSpec, recipe: Recipe, shape: Shape, scheme: QuantScheme | None) -> int:
     """Bits of a linear's weight in the file; None = dense."""
-    out_features, in_features = spec.linear_shape(role)
+    out_features, in_features = shape
     if scheme is None:
         return out_features * in_features * DENSE_BITS[spec.dtype]
     zero_bits = 0 if scheme.symmetric and recipe.format != "awq" else scheme.bits  # AWQ always stores zeros

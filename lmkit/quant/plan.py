@@ -12,13 +12,12 @@ import torch
 from lmkit.errors import ConfigError, UnsupportedError
 from lmkit.formats.base import get_format
 from lmkit.log import get_logger
-from lmkit.models import roles
-from lmkit.models.loader import ModelSource
+from lmkit.models.source import ModelSource
 from lmkit.models.spec import ModelSpec
 from lmkit.qtensor import QuantScheme
 from lmkit.quant.kv.config import check_layers
 from lmkit.quant.mixed_precision import MEASURED_LEN, MEASURED_ROWS, candidates, check_reachable
-from lmkit.quant.recipe import AwqClip, AwqScale, Gptq, Recipe, SignRound, SmoothQuant
+from lmkit.quant.recipe import Recipe
 
 log = get_logger(__name__)
 
@@ -35,9 +34,7 @@ class Plan:
 
     def schemes(self, layer: int) -> dict[str, QuantScheme]:
         """Of a layer's linears that are quantized, by role."""
-        every = {
-            role: self.linears[roles.module_name(self.spec, layer, role)] for role in roles.linears(self.spec, layer)
-        }
+        every = {role: self.linears[self.spec.module_name(layer, role)] for role in self.spec.layers[layer].linears}
         return {role: scheme for role, scheme in every.items() if scheme is not None}
 
 
@@ -50,16 +47,17 @@ def make_plan(source: ModelSource, recipe: Recipe) -> Plan:
         raise ConfigError(
             f"recipe: calibration.seq_len {recipe.calibration.seq_len} exceeds the model's context, {spec.max_position}"
         )
-    if recipe.step(SignRound) is not None and any(spec.sparse(layer) is not None for layer in range(spec.num_layers)):
-        raise UnsupportedError(f"{path}: signround tunes dense layers only, and this model has others")
+    for step in recipe.steps:
+        if reason := step.refuses_model(spec):
+            raise UnsupportedError(f"{path}: {reason}")
     check_layers(recipe.kv, spec, recipe.format)
     dense = dense_modules(spec, recipe)
-    modules = [roles.module_name(spec, i, role) for i in range(spec.num_layers) for role in roles.linears(spec, i)]
+    modules = [spec.module_name(i, role) for i in range(spec.num_layers) for role in spec.layers[i].linears]
     if len(dense) == len(modules):
         raise ConfigError(f"recipe: nothing to quantize, every linear stays dense: {next(iter(dense.values()))}")
     linears = {module: None if module in dense else recipe.scheme.scheme() for module in modules}
     check_reachable(spec, recipe, dense)
-    routers = [roles.module_name(spec, i, role) for i in range(spec.num_layers) for role in roles.routers(spec, i)]
+    routers = [spec.module_name(i, role) for i in range(spec.num_layers) for role in spec.layers[i].routers]
     linears |= dict.fromkeys(routers, None)
     return Plan(spec, linears, dense, _operations(spec, recipe) / _operations_per_second())
 
@@ -69,13 +67,13 @@ def dense_modules(spec: ModelSpec, recipe: Recipe) -> dict[str, str]:
     weight_format, schemes = get_format(recipe.format), candidates(recipe)
     dense, matched = {}, set()
     for layer in range(spec.num_layers):
-        for role in roles.linears(spec, layer):
-            module = roles.module_name(spec, layer, role)
+        for role, shape in spec.layers[layer].linears.items():
+            module = spec.module_name(layer, role)
             patterns = [p for p in recipe.ignore if fnmatchcase(role, p) or fnmatchcase(module, p)]
             matched |= set(patterns)
             if patterns:
                 dense[module] = f"ignored by the recipe ({patterns[0]})"
-            elif all(reasons := [weight_format.can_write(spec.linear_shape(role), scheme) for scheme in schemes]):
+            elif all(reasons := [weight_format.can_write(shape, scheme) for scheme in schemes]):
                 dense[module] = str(reasons[0])
     for pattern in recipe.ignore:
         if pattern not in matched:
@@ -89,62 +87,28 @@ def dense_modules(spec: ModelSpec, recipe: Recipe) -> dict[str, str]:
 
 def _role_patterns(spec: ModelSpec) -> str:
     """Every role there is, * for the number of an expert."""
-    every = [role for layer in range(spec.num_layers) for role in roles.linears(spec, layer)]
+    every = [role for layer in range(spec.num_layers) for role in spec.layers[layer].linears]
     return ", ".join(dict.fromkeys(re.sub(r"\d+", "*", role) for role in every))
 
 
 def _warn_split_groups(spec: ModelSpec, dense: dict[str, str]) -> None:
     for layer in range(spec.num_layers):
-        for group in roles.fused(spec, layer):
-            modules = [roles.module_name(spec, layer, role) for role in group]
+        for group in spec.layers[layer].fused:
+            modules = [spec.module_name(layer, role) for role in group]
             if 0 < sum(module in dense for module in modules) < len(modules):
                 log.warning("only some of %s are quantized; engines that fuse them may refuse it", ", ".join(modules))
 
 
-def _parameters(spec: ModelSpec, *names: str) -> int:
-    return sum(spec.linear_shape(role)[0] * spec.linear_shape(role)[1] for role in names)
-
-
 def _operations(spec: ModelSpec, recipe: Recipe) -> float:
     """Floating-point operations of the whole run, evaluation aside."""
-    calibration = recipe.calibration
-    num_tokens = calibration.num_samples * calibration.seq_len
-    attention = 2 * spec.num_heads * spec.head_dim * calibration.seq_len
     operations = 0.0
-    for layer in range(spec.num_layers):
-        linears = roles.linears(spec, layer)
-        all_linears, of_a_token = _parameters(spec, *linears), _parameters_of_a_token(spec, layer)
-        operations += 2.0 * num_tokens * (2 * of_a_token + attention)
-        blocks = all_linears + _parameters(spec, *(role for role in linears if role.endswith((".o", ".down"))))
-        # Rounding a weight once costs about as much as a few hundred multiplications with it.
-        if (scale := recipe.step(AwqScale)) is not None:
-            tried = 1 + scale.grid * (2 if scale.duo == "both" else 1)
-            operations += tried * blocks * (2.0 * min(scale.tokens, num_tokens) + 300)
-        if (smooth := recipe.step(SmoothQuant)) is not None:
-            operations += smooth.grid * blocks * (2.0 * min(AwqScale().tokens, num_tokens) + 300)
-        if (clip := recipe.step(AwqClip)) is not None:
-            operations += 4 * clip.grid * all_linears * (2.0 * recipe.scheme.scheme().group_size + 300)
+    for layer in spec.layers:
+        cost = recipe.cost(layer)
+        operations += 2 * cost.forward + sum(step.flops(cost) for step in recipe.steps)
         if recipe.bits is not None:
             variants = 4 * len(candidates(recipe)) * spec.num_layers / 2  # that go through a layer
-            operations += 2.0 * variants * MEASURED_ROWS * MEASURED_LEN * all_linears
-        if (gptq := recipe.step(Gptq)) is not None:
-            inputs = sum(spec.linear_shape(role)[1] ** 2 for role in set(roles.input_of(spec, layer).values()))
-            passes = 2.5 if gptq.sequential else 1.0  # up to attn.o, mlp.gate and mlp.down, and once more at the end
-            streams = 2 if recipe.needs_exact else 1
-            operations += 2.0 * num_tokens * streams * (inputs + passes * (of_a_token + attention))
-        if (tuner := recipe.step(SignRound)) is not None:
-            operations += 8.0 * tuner.iters * tuner.batch * calibration.seq_len * (all_linears + attention)
+            operations += 2.0 * variants * MEASURED_ROWS * MEASURED_LEN * layer.num_weights
     return operations
-
-
-def _parameters_of_a_token(spec: ModelSpec, layer: int) -> int:
-    """Of a layer's weights, how many a token is multiplied with."""
-    linears, moe = roles.linears(spec, layer), spec.sparse(layer)
-    every = _parameters(spec, *linears)
-    if moe is None:
-        return every
-    experts = _parameters(spec, *(role for role in linears if roles.expert_of(role) is not None))
-    return every - experts + experts * moe.experts_per_token // moe.num_experts
 
 
 def _operations_per_second() -> float:

@@ -25,11 +25,11 @@ from lmkit.formats.base import get_format
 from lmkit.formats.checkpoint import CheckpointWriter
 from lmkit.formats.kv_config import save_kv_config
 from lmkit.formats.safetensors_file import SafetensorsFile
-from lmkit.formats.verify import fingerprint, verify
+from lmkit.formats.verify import verify, weight_digest
 from lmkit.layers.linear import Weights
 from lmkit.log import get_logger
-from lmkit.models import roles
-from lmkit.models.loader import ModelSource, trim_heap
+from lmkit.models.loader import trim_heap
+from lmkit.models.source import ModelSource
 from lmkit.qtensor import QTensor, QuantScheme
 from lmkit.quant.budget import Budget, check_evaluation, fit, peak_bytes, size
 from lmkit.quant.data.calibration import CalibrationData, load_calibration
@@ -37,12 +37,13 @@ from lmkit.quant.data.comm import Comm
 from lmkit.quant.data.hidden_states import Stream
 from lmkit.quant.data.workdir import WorkFolder, open_work
 from lmkit.quant.kv.config import KVFit, KVStats, make_kv_config, write_static
-from lmkit.quant.layer.quantize import STAGES, LayerQuantizer, tensor_name
+from lmkit.quant.layer.quantize import LayerQuantizer
 from lmkit.quant.plan import Plan, make_plan
 from lmkit.quant.recipe import Recipe
 from lmkit.quant.report.evaluate import EvalResult, Progress, evaluate
 from lmkit.quant.report.html import save_html
-from lmkit.quant.report.report import LayerReport, MixedPrecisionReport, QuantReport
+from lmkit.quant.report.layer_report import LayerReport
+from lmkit.quant.report.report import MixedPrecisionReport, QuantReport
 from lmkit.quant.report.selfcheck import check_logits, check_weights
 from lmkit.quant.report.sensitivity import choose_schemes
 from lmkit.text import Tokenizer
@@ -54,11 +55,11 @@ SCHEMES = "schemes.json"
 
 
 class LayerRecord(msgspec.Struct, frozen=True):
-    """What is kept of a finished layer beside its tensors; `fingerprints` of its quantized linears, by module."""
+    """What is kept of a finished layer beside its tensors; `digests` of its quantized linears, by module."""
 
     report: LayerReport
     kv_fit: KVFit
-    fingerprints: dict[str, str]
+    digests: dict[str, str]
 
 
 class ChosenSchemes(msgspec.Struct, frozen=True):
@@ -143,7 +144,7 @@ class Quantizer:
         """What the bytes of the result depend on."""
         return {
             "lmkit": lmkit.__version__,
-            "model": self.source.reader.fingerprint(),
+            "model": self.source.reader.content_digest(),
             "recipe": msgspec.to_builtins(self.recipe, str_keys=True),
             "calibration data": self.data.sha256,
             "tokens of a batch": self.budget.batch_tokens,
@@ -171,12 +172,12 @@ class Quantizer:
         for index in range(first, spec.num_layers):
             layer = source.layer(index, torch.float32)
             source.reader.release()
-            seen = KVStats.empty(spec.num_kv_heads, spec.head_dim)
+            seen = KVStats.empty(layer.spec.num_kv_heads, layer.spec.head_dim)
             done = functools.partial(self._stage_done, progress, index)
             report = quantizer.quantize(layer, seen, done)
             comm.wait()  # every process has its hidden states behind the layer on the disk; none writes to them
             if comm.is_first:
-                record = LayerRecord(report, seen.fit, self._fingerprints(index, layer.weights))
+                record = LayerRecord(report, seen.fit, self._digests(index, layer.weights))
                 work.commit(index, self._stored(index, layer.weights), seen, msgspec.json.encode(record))
             comm.wait()  # nor to those before it until they are not needed again
             del layer
@@ -187,7 +188,8 @@ class Quantizer:
         """Between two stages, what the last one read and freed goes back to the system."""
         self.source.reader.release()
         trim_heap()
-        progress("layers", layer * STAGES + stage, self.source.spec.num_layers * STAGES)
+        stages = 1 + len(self.recipe.steps)  # a layer is observed, then every step is done
+        progress("layers", layer * stages + stage, self.source.spec.num_layers * stages)
 
     def _choose_schemes(self, work: WorkFolder, progress: Progress) -> MixedPrecisionReport | None:
         """With a budget of bits, the plan takes the schemes that are worth it; they are measured once."""
@@ -202,11 +204,11 @@ class Quantizer:
         self.plan = dataclasses.replace(self.plan, linears=schemes.linears, dense=schemes.dense)
         return schemes.report
 
-    def _fingerprints(self, index: int, weights: Weights) -> dict[str, str]:
+    def _digests(self, index: int, weights: Weights) -> dict[str, str]:
         """Of its quantized linears, by module."""
         spec = self.source.spec
         return {
-            roles.module_name(spec, index, role): fingerprint(weight)
+            spec.module_name(index, role): weight_digest(weight)
             for role, weight in weights.items()
             if isinstance(weight, QTensor)
         }
@@ -216,11 +218,11 @@ class Quantizer:
         source, weight_format = self.source, get_format(self.recipe.format)
         writer = CheckpointWriter(source.reader.path, max_shard_bytes=sys.maxsize)
         for role, weight in weights.items():
-            module, kind = tensor_name(source.spec, index, role)
             if isinstance(weight, QTensor):
+                module = source.spec.module_name(index, role)
                 weight_format.write_linear(writer, module, weight, activations=self.recipe.activations)
             else:
-                writer.add(module + kind, weight.to(source.reader.tensor(module + kind).dtype))
+                writer.add(source.spec.tensor_name(index, role), source.stored(index, role, weight))
         return writer.take()
 
     def _assemble(self, work: WorkFolder, folder: Path, records: list[LayerRecord]) -> None:
@@ -236,7 +238,7 @@ class Quantizer:
         writer = CheckpointWriter(folder, self.budget.shard_bytes, written=release)
         for name in _other_tensors(source):
             writer.add(name, source.reader.tensor(name))
-        kv_stats = [KVStats.empty(spec.num_kv_heads, spec.head_dim) for _ in range(spec.num_layers)]
+        kv_stats = [KVStats.empty(layer.num_kv_heads, layer.head_dim) for layer in spec.layers]
         for index, (seen, record) in enumerate(zip(kv_stats, records, strict=True)):
             for name in files[index].infos:
                 writer.add(name, files[index].tensor(name))
@@ -250,7 +252,7 @@ class Quantizer:
 
     def _check(self, folder: Path, stream: Stream, records: list[LayerRecord]) -> None:
         """What was written is, to a second reader, the weights that were meant, and gives the logits of the run."""
-        verify(folder, {module: value for record in records for module, value in record.fingerprints.items()})
+        verify(folder, {module: value for record in records for module, value in record.digests.items()})
         expected = stream.hidden(len(stream) - 1)[-stream.seq_len :]
         difference = check_logits(folder, self.source, self.data.rows[-1], expected)
         log.info("read back: logits differ by at most %.1e of the largest", difference)
@@ -287,9 +289,9 @@ def prepare(model: str | Path, recipe: Recipe, *, max_memory: int | None = None,
 def _other_tensors(source: ModelSource) -> list[str]:
     """Every tensor outside what the layers read: embedding, final norm, head, and what else the file holds."""
     read = {
-        roles.module_name(source.spec, index, role) + kind
-        for index in range(source.spec.num_layers)
-        for role in (*roles.LAYER_NAMES, *roles.linears(source.spec, index), *roles.routers(source.spec, index))
+        layer.module_name(index, role) + kind
+        for index, layer in enumerate(source.spec.layers)
+        for role in (*layer.vectors, *layer.linears, *layer.routers)
         for kind in (".weight", ".bias")
     }
     return [name for name in source.reader.names() if name not in read]

@@ -1,4 +1,4 @@
-"""The HTTP application: routes, and around them authentication and the edge that turns failures into answers."""
+"""The HTTP application: routes behind authentication, and the edge that turns failures into error responses."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from lmkit.turbo.transport.async_engine import AsyncEngine
 
 
 def create_app(engine: AsyncEngine, tokenizer: Tokenizer, config: ServerConfig) -> FastAPI:
-    """An application that serves one engine; starting and stopping the engine is its caller's business.
+    """An application that serves one engine. The caller starts and stops the engine.
 
-    No CORS: a browser page of another site cannot read answers. No documentation pages: the API is OpenAI's.
+    There is no CORS, so a browser page of another site cannot read responses. There are no documentation pages, because
+    the API is OpenAI's.
     """
     app = FastAPI(title="lmkit", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     figures = Metrics(engine, model_name(engine, config))

@@ -17,7 +17,7 @@ OPEN_PATHS = frozenset({"/health"})  # for load balancers; /metrics shows traffi
 class ApiKeys:
     """Middleware that refuses requests without a known key. It tells the handlers which tenant the key stands for.
 
-    It looks at `scope["path"]`, which is what the router looks at, and never at a URL built from the Host header.
+    It checks `scope["path"]`, as the router does, and never a URL built from the Host header.
     """
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:

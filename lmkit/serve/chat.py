@@ -24,7 +24,7 @@ from lmkit.serve.serving import MIN_LOGPROB, Serving
 from lmkit.serve.to_request import chat_requests
 from lmkit.text import TokenHistory
 from lmkit.turbo import request as engine
-from lmkit.turbo.transport.output import AnswerTokens, RequestOutput, TextLogprobs, TokenText
+from lmkit.turbo.transport.output import AssistantTurn, RequestOutput, TextLogprobs, TokenText
 
 router = APIRouter()
 
@@ -46,14 +46,14 @@ class _ChatResponse(ResponseBuilder[ChatCompletionRequest]):
         requests, turn = chat_requests(
             self.body, self.server.tokenizer, self.server.info, self.id, tenant=self.tenant, history=self._history
         )
-        self._tokens = AnswerTokens(turn)
+        self._tokens = AssistantTurn(turn)
         return requests
 
     async def whole(self) -> ChatCompletion:
         texts: list[list[str]] = [[] for _ in self.requests]
         logprobs: list[list[ChatLogprob]] = [[] for _ in self.requests]
         choices: list[ChatChoice] = []
-        async with aclosing(self.server.run(self.requests)) as outputs:
+        async with aclosing(self.server.run(self.requests, self.choices_per_prompt)) as outputs:
             async for idx, output in outputs:
                 self.note(idx, output)
                 texts[idx].append(output.text)
@@ -72,9 +72,9 @@ class _ChatResponse(ResponseBuilder[ChatCompletionRequest]):
         return ChatCompletion(**self.head, choices=choices, usage=self.count.usage())
 
     async def chunks(self) -> AsyncGenerator[str]:
-        """Each choice: a chunk with the role, chunks with text, one with the finish_reason."""
+        """Each choice yields a chunk with the role, chunks with text, and a last chunk with the finish_reason."""
         started = [False] * len(self.requests)
-        async with aclosing(self.server.run(self.requests)) as outputs:
+        async with aclosing(self.server.run(self.requests, self.choices_per_prompt)) as outputs:
             async for idx, output in outputs:
                 self.note(idx, output)
                 if not started[idx]:
@@ -92,7 +92,10 @@ class _ChatResponse(ResponseBuilder[ChatCompletionRequest]):
             yield self._chunk([], self.count.usage())
 
     def note(self, idx: int, output: RequestOutput) -> None:
-        """A session remembers the tokens of its answer; of several answers, none: it goes on with one of them."""
+        """Also remember the tokens of a session's answer.
+
+        Of several choices none is remembered, because the client continues one of them.
+        """
         super().note(idx, output)
         if self._session and len(self.requests) == 1 and (history := self._tokens.add(output)):
             self.server.sessions.put(self._session, history)

@@ -36,7 +36,7 @@ class _CompletionResponse(ResponseBuilder[CompletionRequest]):
     async def whole(self) -> Completion:
         parts: list[list[CompletionChoice]] = [[] for _ in self.requests]
         logprobs: list[list[float]] = [[] for _ in self.requests]
-        async with aclosing(self.server.run(self.requests)) as outputs:
+        async with aclosing(self.server.run(self.requests, self.choices_per_prompt)) as outputs:
             async for idx, output in outputs:
                 self.note(idx, output)
                 parts[idx].append(self._choice(idx, output, first=not parts[idx]))
@@ -49,7 +49,7 @@ class _CompletionResponse(ResponseBuilder[CompletionRequest]):
     async def chunks(self) -> AsyncGenerator[str]:
         started = [False] * len(self.requests)
         hidden = None if self.include_usage else {"usage"}
-        async with aclosing(self.server.run(self.requests)) as outputs:
+        async with aclosing(self.server.run(self.requests, self.choices_per_prompt)) as outputs:
             async for idx, output in outputs:
                 self.note(idx, output)
                 choice = self._choice(idx, output, first=not started[idx])
@@ -60,7 +60,7 @@ class _CompletionResponse(ResponseBuilder[CompletionRequest]):
             yield Completion(**self.head, choices=[], usage=self.count.usage()).model_dump_json()
 
     def _best(self, choices: list[CompletionChoice], mean_logprobs: list[float]) -> list[CompletionChoice]:
-        """The `n` of each prompt's `best_of` choices whose tokens are likeliest on average, best first."""
+        """Each prompt's `n` choices with the highest mean log-probability of their tokens, best first."""
         best: list[CompletionChoice] = []
         for start in range(0, len(choices), self.choices_per_prompt):
             mine = range(start, start + self.choices_per_prompt)
@@ -68,7 +68,7 @@ class _CompletionResponse(ResponseBuilder[CompletionRequest]):
         return [choice.model_copy(update={"index": index}) for index, choice in enumerate(best)]
 
     def _choice(self, idx: int, output: RequestOutput, *, first: bool) -> CompletionChoice:
-        """One step of a choice; the first brings the prompt along if it is to be echoed."""
+        """One step of a choice. The first step includes the prompt if the request asks for `echo`."""
         prompt = self._prompt_text(idx) if self.body.echo else ""
         logprobs = None
         if self.body.logprobs is not None:
@@ -96,7 +96,7 @@ class _CompletionResponse(ResponseBuilder[CompletionRequest]):
         return prompt if isinstance(prompt, str) else self.server.tokenizer.decode(prompt, skip)
 
     def _top(self, entry: TextLogprobs) -> dict[str, float] | None:
-        """The most likely tokens and the chosen one; of two that look the same, the likelier."""
+        """The most likely tokens and the chosen one. If two tokens have the same text, the likelier one is kept."""
         if not self.body.logprobs or entry.token.logprob is None:  # nothing predicts a prompt's first token
             return None
         tokens = sorted([entry.token, *entry.top], key=lambda token: token.logprob or 0.0)
@@ -126,5 +126,8 @@ def _clamped(logprob: float | None) -> float | None:
 
 
 def _shown(token: TokenText) -> str:
-    """Bytes that are not text by themselves are spelled out, so that different tokens stay different."""
+    """The token's text.
+
+    Bytes that are not text by themselves are spelled out, so that different tokens stay different.
+    """
     return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.data) if "\ufffd" in token.text else token.text

@@ -1,4 +1,4 @@
-"""The HTTP edge: every failure becomes OpenAI's error envelope here and tells nothing of the server's inside."""
+"""The HTTP edge: every failure becomes OpenAI's error envelope here, without details of the server."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def handle_http_exception(request: Request, error: Exception) -> Response:
 
 
 async def with_error_event(events: AsyncIterator[str]) -> AsyncGenerator[str]:
-    """The data of server-sent events, with the failure of `events` as the last one. [DONE] follows success alone."""
+    """The data of server-sent events. If `events` fails, the last event is the error; otherwise it is [DONE]."""
     try:
         async for event in events:
             yield event
@@ -46,7 +46,10 @@ async def with_error_event(events: AsyncIterator[str]) -> AsyncGenerator[str]:
 
 
 class Edge:
-    """Outermost middleware: one access line a request, and the last catch. Prompts and query strings are not logged."""
+    """Outermost middleware: logs one access line a request and catches every error.
+
+    It logs no prompts or query strings.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

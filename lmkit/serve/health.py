@@ -1,4 +1,4 @@
-"""GET /health: may this server be sent requests?"""
+"""GET /health: whether the server takes requests."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ router = APIRouter()
 
 @router.api_route("/health", methods=["GET", "HEAD"])
 async def health(request: Request) -> JSONResponse:
-    """200 if the engine is ready, else 503; `status` says which state it is in."""
+    """200 if the engine is ready, else 503. `status` is the engine's state."""
     state = serving(request).engine.state
     return JSONResponse({"status": state}, 200 if state == "ready" else 503)

@@ -1,6 +1,7 @@
-"""The HTTP server around the application. FastAPI and uvicorn take most of a second to import.
+"""The HTTP server around the application.
 
-Therefore this is a module of its own: it is imported while the engine starts.
+FastAPI and uvicorn take most of a second to import. Therefore this is a module of its own, which is imported while the
+engine starts.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""/metrics: Prometheus text, in a registry of its own. Labels are the model's name and closed lists of values.
+"""/metrics: Prometheus text from a registry of its own. Labels are the model's name and closed lists of values.
 
-What third-party routers balance load by is there under vLLM's names too.
+The metrics by which third-party routers balance load also have vLLM's names.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lmkit.turbo.transport.async_engine import AsyncEngine
 from lmkit.turbo.transport.output import RequestOutput
 
 REASONS = ("stop", "length", "error", "timeout", "abort")
-MAX_RETRY_SECONDS = 60  # also how far back finished requests tell how fast the queue moves
+MAX_RETRY_SECONDS = 60  # also the period over which the queue's pace is measured
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0, 300.0)
 
 router = APIRouter()
@@ -34,7 +34,7 @@ async def metrics(request: Request) -> Response:
 
 
 class Metrics:
-    """Counts what requests do; asks the engine for the rest when scraped."""
+    """Counters and histograms of requests. A scrape reads the engine's own figures from the engine."""
 
     def __init__(self, engine: AsyncEngine, model_name: str) -> None:
         self.registry = CollectorRegistry()
@@ -61,13 +61,15 @@ class Metrics:
         )
         self.model_name = model_name
         self._engine = engine
-        self._finished: deque[float] = deque(maxlen=256)  # when the last requests did
+        self._finished: deque[float] = deque(maxlen=256)  # times at which the last requests finished
         for reason in REASONS:
             self.ended.labels(model_name, reason)
 
     def retry_seconds(self) -> int:
-        """How long whoever finds the queue full should wait: until what is in it is answered at the pace of the last
-        minute, in [1, MAX_RETRY_SECONDS]; 1 where nothing was finished in it.
+        """Seconds that a client should wait if the queue is full, in [1, MAX_RETRY_SECONDS].
+
+        It is the time in which the waiting requests are answered at the pace of the last minute; 1 if no request was
+        finished in that minute.
         """
         now = time.monotonic()
         recent = [end for end in self._finished if now - end < MAX_RETRY_SECONDS]
@@ -163,7 +165,7 @@ class _EngineCollector(Collector):
             yield self._labelled(config, {(str(info.block_size), str(info.num_blocks)): 1})
 
     def _scheduler(self) -> Iterator[Metric]:
-        """Its decisions and reasons are closed lists, see turbo.scheduler."""
+        """The scheduler's decisions. Decisions and reasons are closed lists, see turbo.decisions."""
         names = ["model_name", "decision", "reason"]
         decisions = CounterMetricFamily("lmkit:scheduler_decisions", "What was decided, and why", labels=names)
         values: dict[tuple[str, ...], float] = {}

@@ -1,10 +1,10 @@
-"""The OpenAI wire format, as far as this server speaks it. Requests are strict; unknown fields are errors.
+"""The part of OpenAI's wire format that this server supports. Requests are strict: an unknown field is an error.
 
-Fields that OpenAI defines and this server cannot do are in the `UNSUPPORTED` tables with the values that ask for
-nothing: those are accepted, any other value is refused, none is ever ignored.
+The `_UNSUPPORTED` tables list OpenAI's fields that this server does not support, each with the values that ask for
+nothing. These values are accepted and any other value is refused, so no field is ever ignored.
 
-`prompt_cache_key` asks that requests with the same key meet the same cache. A server has one cache, so that holds for
-every key, and any is accepted; it parts no caches, as OpenAI's does not (`cache_salt` does).
+`prompt_cache_key` asks that requests with the same key use the same cache. A server has one cache, so this holds for
+every key, and any key is accepted. As with OpenAI, it does not separate caches; `cache_salt` does.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _UNSUPPORTED_CHAT: dict[str, tuple[Any, ...]] = {
     "web_search_options": _NOTHING,
 }
 _UNSUPPORTED_COMPLETION: dict[str, tuple[Any, ...]] = {"suffix": _NOTHING}
-# What clients send back with an assistant's message.
+# Fields that clients send back with an assistant's message.
 _UNSUPPORTED_MESSAGE: dict[str, tuple[Any, ...]] = {
     "annotations": (None, []),
     "audio": _NOTHING,
@@ -64,7 +64,10 @@ class _Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse_unknown(cls, data: Any) -> Any:
-        """Ahead of pydantic, which would report each of a million unknown fields."""
+        """Refuse the first unknown field.
+
+        This runs before pydantic, which would report each of a million unknown fields.
+        """
         unknown = (
             next((name for name in data if name not in cls.model_fields), None) if isinstance(data, dict) else None
         )
@@ -87,7 +90,7 @@ def _known_message_fields(data: Any) -> Any:
 
 
 def _joined_parts(content: Any) -> Any:
-    """A list of text parts as one text, a line each; parts of other types are refused."""
+    """A list of text parts as one text with a line for each part. Parts of other types are refused."""
     if not isinstance(content, list):
         return content
     texts = []
@@ -138,7 +141,7 @@ def _template_variables(value: Any) -> dict[str, Any]:
 
 
 class _Sampling(_Strict):
-    """What chat and text completions share. None = the default. Ranges are checked by SamplingParams.validate."""
+    """Fields of chat and text completions. None means the default. SamplingParams.validate checks the ranges."""
 
     model: Annotated[str, Field(max_length=1024)]
     max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
@@ -162,8 +165,8 @@ class _Sampling(_Strict):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None  # lower = sooner; default 0
-    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None  # only the same salt finds its KV
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None  # lower is sooner; default 0
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None  # requests with one salt share KV
     session_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None  # its KV and tokens stay for a lease
     timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT)] | None = None  # seconds; then 504
 
@@ -173,7 +176,7 @@ class ChatCompletionRequest(_Sampling):
     max_completion_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = None  # holds for every value, see above
+    prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = None  # any value is accepted, see above
     # not OpenAI's
     add_generation_prompt: bool | None = None
     chat_template_kwargs: Annotated[dict[str, Any], PlainValidator(_template_variables)] | None = None
@@ -198,7 +201,7 @@ def _prompts(value: Any) -> list[str] | list[list[int]]:
 class CompletionRequest(_Sampling):
     max_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None  # 0 with `echo`: score the prompt
     prompt: Annotated[list[str] | list[list[int]], BeforeValidator(_prompts)]
-    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None  # so many are generated, the best n returned
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None  # number generated; the best n are returned
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
@@ -244,7 +247,7 @@ def validate(data: Any, model: type[M]) -> M:
 
 
 class PromptTokensDetails(BaseModel):
-    cached_tokens: int  # whose KV was found and not computed
+    cached_tokens: int  # prompt tokens whose KV was reused
 
 
 class Usage(BaseModel):
@@ -280,7 +283,7 @@ class ChatChoice(BaseModel):
     message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: str
-    stop_reason: str | int | None  # which stop string or stop token id; not OpenAI's
+    stop_reason: str | int | None  # the stop string or stop token id; not OpenAI's
 
 
 class ChatChunkChoice(BaseModel):
@@ -326,7 +329,7 @@ class ChatCompletionChunk(_Response):
 
 
 class Completion(_Response):
-    """A whole text completion, or one chunk of a stream: they look the same."""
+    """A whole text completion, or one chunk of a stream; both have the same form."""
 
     object: Literal["text_completion"] = "text_completion"
     choices: list[CompletionChoice]

@@ -1,4 +1,4 @@
-"""What /v1/chat/completions and /v1/completions share: a body becomes one whole response or a stream of chunks."""
+"""The common part of chat and text completions: from a body to a whole response or a stream of chunks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lmkit.serve.auth import tenant
 from lmkit.serve.body import read_json
 from lmkit.serve.protocol import ChatCompletionRequest, CompletionRequest
 from lmkit.serve.serving import Serving, UsageCount, new_id, serving
-from lmkit.serve.streaming import EventStream, or_disconnect
+from lmkit.serve.streaming import EventStream, while_connected
 from lmkit.turbo import request as engine
 from lmkit.turbo.transport.output import RequestOutput
 
@@ -37,7 +37,7 @@ class ResponseBuilder(ABC, Generic[B]):
             "id": self.id,
             "created": int(time.time()),
             "model": server.model_name,
-            "system_fingerprint": server.fingerprint,
+            "system_fingerprint": server.system_fingerprint,
         }
 
     def prepare(self) -> None:
@@ -47,14 +47,14 @@ class ResponseBuilder(ABC, Generic[B]):
 
     @abstractmethod
     def make_requests(self) -> list[engine.Request]:
-        """`choices_per_prompt` for each prompt, in the order of the prompts."""
+        """`choices_per_prompt` requests for each prompt, in the order of the prompts."""
 
     @abstractmethod
     async def whole(self) -> BaseModel: ...
 
     @abstractmethod
     def chunks(self) -> AsyncGenerator[str]:
-        """JSON texts."""
+        """The chunks of the stream as JSON texts."""
 
     @property
     def choices_per_prompt(self) -> int:
@@ -65,7 +65,7 @@ class ResponseBuilder(ABC, Generic[B]):
         return bool(self.body.stream_options and self.body.stream_options.include_usage)
 
     def note(self, idx: int, output: RequestOutput) -> None:
-        """To be called with each output, before the client gets it."""
+        """Count an output. Call it with each output, before the client gets it."""
         self.count.add(idx, output)
 
 
@@ -79,5 +79,5 @@ async def respond(request: Request, body_type: type[B], builder_type: type[Respo
     await asyncio.to_thread(builder.prepare)
     if body.stream:
         return await EventStream.open(request.receive, builder.chunks())
-    completion = await or_disconnect(request.receive, builder.whole())
+    completion = await while_connected(request.receive, builder.whole())
     return Response(completion.model_dump_json(), media_type="application/json")

@@ -24,9 +24,9 @@ logger = log.get_logger(__name__)
 
 
 def serve(engine: AsyncEngine, config: ServerConfig, announce: Callable[[str], None]) -> int:
-    """Serve until SIGTERM or SIGINT. The exit status: 0 after a drain, 1 if a second signal cut it short.
+    """Serve until SIGTERM or SIGINT. The exit status is 0 after a drain, and 1 if a second signal cut the drain short.
 
-    `announce` gets one line once requests are accepted. Raises the LMKitError that kept the server from starting.
+    `announce` gets one line once requests are accepted. Raises LMKitError if the server cannot start.
     """
     return asyncio.run(_serve(engine, config, announce))
 
@@ -60,7 +60,7 @@ async def _run(
         return
     tokenizer, http_server = starting.result()
     try:
-        listen(sock)  # only now: until requests can be served, clients are refused instead of kept waiting
+        listen(sock)  # only now: clients that come earlier are refused and do not wait
         line = f"serving {config.served_model_name or engine.model_path.name} on {url(sock)}"
         server = http_server(engine, tokenizer, config, lambda: announce(line))
         serving = asyncio.ensure_future(server.serve(sockets=[sock]))
@@ -74,7 +74,10 @@ async def _run(
 
 
 async def _start(engine: AsyncEngine) -> tuple[Tokenizer, ServerFactory]:
-    """Start the engine's process, and meanwhile load what the front end itself needs. Raises LMKitError."""
+    """Start the engine's process, and at the same time load the front end's tokenizer and modules.
+
+    Raises LMKitError.
+    """
     starting = asyncio.ensure_future(engine.start())
     try:
         _, loaded = await asyncio.gather(starting, asyncio.to_thread(_load, engine.model_path))

@@ -1,4 +1,4 @@
-"""What every route needs, and how it runs engine requests."""
+"""`Serving`: the state that all routes share, and how engine requests run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lmkit.serve.metrics import Metrics
 from lmkit.serve.protocol import PromptTokensDetails, Usage
 from lmkit.serve.sessions import Sessions
 from lmkit.text import Tokenizer
-from lmkit.turbo.request import EngineInfo, Request
+from lmkit.turbo.request import EngineInfo, Request, Siblings
 from lmkit.turbo.transport.async_engine import AsyncEngine
 from lmkit.turbo.transport.output import OutputProcessor, RequestOutput
 
@@ -44,14 +44,17 @@ class Serving:
 
     @property
     def info(self) -> EngineInfo:
-        """Raises RequestError while no engine has started."""
+        """The engine's information. Raises RequestError if no engine has started yet."""
         if self.engine.info is None:
             raise RequestError("engine_unavailable", f"the engine is {self.engine.state}")
         return self.engine.info
 
     @property
-    def fingerprint(self) -> str:
-        """The same as long as the same request gives the same answer: the model, its KV storage, lmkit's version."""
+    def system_fingerprint(self) -> str:
+        """A digest of the model, its KV storage and lmkit's version.
+
+        As long as it stays, the same request gives the same answer.
+        """
         parts = (self.info.model_path, self.info.kv_dtype, lmkit.__version__)
         return "fp_" + hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
 
@@ -59,15 +62,20 @@ class Serving:
         if name is not None and name != self.model_name:
             raise RequestError("model_not_found", f"the model {name[:64]!r} does not exist", "model")
 
-    async def run(self, requests: Sequence[Request]) -> AsyncGenerator[tuple[int, RequestOutput]]:
-        """Outputs of all requests as they come, each with its request's index. Raises RequestError if one fails.
+    async def run(
+        self, requests: Sequence[Request], choices_per_prompt: int
+    ) -> AsyncGenerator[tuple[int, RequestOutput]]:
+        """Outputs of all requests as they come, each with its request's index. Raises RequestError if a request fails.
 
-        Ending the iteration early aborts whatever still runs.
+        Each `choices_per_prompt` consecutive requests have the same prompt. If the iteration ends early, all running
+        requests are aborted.
         """
         queue: asyncio.Queue[tuple[int, RequestOutput] | asyncio.Task[None]] = asyncio.Queue()
 
         async def pump(idx: int, request: Request) -> None:
-            async with aclosing(self._follow(request)) as outputs:
+            is_first = idx % choices_per_prompt == 0  # tasks start in order: it sends the prompt for its siblings
+            siblings = Siblings.of(requests[idx : idx + choices_per_prompt]) if is_first else None
+            async with aclosing(self._follow(request, siblings)) as outputs:
                 async for output in outputs:
                     queue.put_nowait((idx, output))
 
@@ -78,15 +86,19 @@ class Serving:
             for _ in requests:
                 while not isinstance(item := await queue.get(), asyncio.Task):
                     yield item
-                item.result()  # raises what ended it
+                item.result()  # raises the error that ended it
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            for request in requests:  # some may have been sent by a sibling and not begun
+                self.engine.drop(request.request_id)
 
-    async def _follow(self, request: Request) -> AsyncGenerator[RequestOutput]:
+    async def _follow(self, request: Request, siblings: Siblings | None) -> AsyncGenerator[RequestOutput]:
         processor = OutputProcessor(self.tokenizer, request)
         with self.metrics.track() as tracker:
+            if siblings is not None and siblings.others:
+                self.engine.submit(siblings)
             async with aclosing(self.engine.generate(request)) as steps:
                 async for step in steps:
                     output = processor.process(step)
@@ -99,7 +111,7 @@ class Serving:
 
 
 def _failure(output: RequestOutput) -> RequestError:
-    """What a client may know: the engine's own refusals are meant for it, its defects are not."""
+    """The error that the client gets. It shows the engine's refusals, but not its defects."""
     if output.error is not None and output.error_code != "engine_error":
         return RequestError(output.error_code, output.error)
     return RequestError("engine_error", "the engine failed while it worked on this request")
@@ -119,8 +131,9 @@ def new_id(prefix: str) -> str:
 
 
 class UsageCount:
-    """Adds up tokens over the choices of one response; a prompt with several choices counts once, cached as for the
-    first of them.
+    """Adds up tokens over the choices of one response.
+
+    A prompt with several choices counts once. Its cached tokens are those of the first choice.
     """
 
     def __init__(self, requests: Sequence[Request], choices_per_prompt: int) -> None:

@@ -1,4 +1,4 @@
-"""What the front end keeps of interactive sessions: each conversation's tokens, so that a new turn finds its KV."""
+"""Interactive sessions in the front end: it keeps each conversation's tokens, so that a new turn reuses its KV."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ Key = tuple[str, str]  # tenant, session id
 class Sessions:
     """Token histories by tenant and session id, for as long as the engine keeps their KV.
 
-    Bounded in bytes: the one that was answered longest ago goes first. Losing one costs time, never changes a text.
+    Their bytes are bounded: the history that was answered longest ago is dropped first. A dropped history costs time,
+    but changes no text.
     """
 
     def __init__(
@@ -24,14 +25,14 @@ class Sessions:
     ) -> None:
         """`lease` is in seconds, from a session's last answer."""
         self._lease, self._max_bytes, self._clock = lease, max_bytes, clock
-        self._histories: OrderedDict[Key, tuple[TokenHistory, float]] = OrderedDict()  # with its end, in that order
+        self._histories: OrderedDict[Key, tuple[TokenHistory, float]] = OrderedDict()  # each with its lease's end
         self._num_bytes = 0
 
     def __len__(self) -> int:
         return len(self._histories)
 
     def get(self, key: Key) -> TokenHistory:
-        """Empty if there is none any more."""
+        """The history, or an empty one if it was dropped or its lease has ended."""
         self._expire()
         return self._histories[key][0] if key in self._histories else TokenHistory()
 

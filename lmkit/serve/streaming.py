@@ -1,4 +1,4 @@
-"""Server-sent events, and noticing that the client has gone."""
+"""Server-sent events, and work that is cancelled when the client disconnects."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lmkit.web.receive import client_disconnected, until_disconnect
 T = TypeVar("T")
 
 
-async def or_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`. If the client disconnects first, `work` is cancelled and RequestError raised.
 
     The request's body must have been read.
@@ -36,10 +36,10 @@ async def or_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 
 class EventStream(Response):
-    """`events` (JSON texts, without line breaks) as server-sent events, then [DONE], or an error event if one fails.
+    """Sends `events` (JSON texts without line breaks) as server-sent events, then [DONE] or an error event.
 
-    Use `open`: it waits for the first event, so that a request which fails before it has an HTTP status of its own.
-    `events` is closed when the response ends, also if the client leaves.
+    Use `open`: it waits for the first event. A request that fails before it therefore gets an HTTP status of its own.
+    `events` is closed when the response ends, also if the client disconnects.
     """
 
     media_type = "text/event-stream"
@@ -52,7 +52,7 @@ class EventStream(Response):
     @classmethod
     async def open(cls, receive: Receive, events: AsyncGenerator[str]) -> EventStream:
         try:
-            first = await or_disconnect(receive, _next(events))
+            first = await while_connected(receive, _next(events))
         except BaseException:
             await events.aclose()
             raise
@@ -61,7 +61,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._events):
             try:
-                await or_disconnect(receive, self._send_all(send))
+                await while_connected(receive, self._send_all(send))
             except RequestError as error:
                 if error.code != "client_disconnected":
                     raise

@@ -1,8 +1,8 @@
 """A request body -> engine requests. A request that this model cannot serve is refused here.
 
-That covers the chat template, the tokens, fields that do not go together, and the context length. Earlier refusals are
-the key's (`auth`), the body's (`body`), the fields' types and ranges (`protocol`) and the model name's (`serving`).
-Later ones are the engine's: it refuses requests when the queue is full, when it is not ready, and after a deadline.
+These refusals concern the chat template, the tokens, fields that do not go together, and the context length. Other
+modules refuse earlier: `auth` the key, `body` the size and the JSON, `protocol` the types of fields, and `serving` the
+model's name. The engine refuses later: when its queue is full, when it is not ready, and after a deadline.
 
 Tokenizing takes time: call these functions in a thread.
 """
@@ -20,7 +20,7 @@ from lmkit.serve.protocol import MAX_SEQUENCES, ChatCompletionRequest, ChatMessa
 from lmkit.text import EncodedTurn, TokenHistory, Tokenizer
 from lmkit.turbo.request import EngineInfo, Request, SamplingParams
 
-DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's /v1/completions; chat goes on until the context is full
+DEFAULT_COMPLETION_TOKENS = 16  # as in OpenAI's /v1/completions; chat continues until the context is full
 
 
 def chat_requests(
@@ -32,7 +32,7 @@ def chat_requests(
     tenant: str = "",
     history: TokenHistory | None = None,
 ) -> tuple[list[Request], EncodedTurn]:
-    """One engine request for each of the `n` choices, and their prompt, which goes on where `history` ends."""
+    """One engine request for each of the `n` choices, and their prompt, which continues where `history` ends."""
     limits = {body.max_tokens, body.max_completion_tokens} - {None}
     if len(limits) > 1:
         raise _invalid("max_tokens and max_completion_tokens differ; send one of them", "max_completion_tokens")
@@ -55,7 +55,7 @@ def completion_requests(
 ) -> list[Request]:
     """`choices_per_prompt` engine requests for each prompt, in the order of the prompts."""
     choices = _checked_choices(body)
-    select = choices > _or(body.n, 1)  # by log-probability, so that the engine must tell it
+    select = choices > _or(body.n, 1)  # by log-probability, so the engine must return it
     params = _params(
         body,
         info,
@@ -69,7 +69,7 @@ def completion_requests(
 
 
 def choices_per_prompt(body: CompletionRequest) -> int:
-    """How many sequences are generated for a prompt."""
+    """The number of sequences that are generated for a prompt."""
     return body.best_of or body.n or 1
 
 
@@ -117,7 +117,7 @@ def _params(body: ChatCompletionRequest | CompletionRequest, info: EngineInfo, *
 
 
 def _checked_choices(body: CompletionRequest) -> int:
-    """`choices_per_prompt`, if they can be made."""
+    """`choices_per_prompt`. Raises RequestError if the fields do not go together."""
     n, choices = _or(body.n, 1), choices_per_prompt(body)
     if choices < n:
         raise _invalid(f"best_of={choices}: at least n={n}", "best_of")
@@ -140,7 +140,7 @@ def _request(
     *,
     prompt_logprobs: bool = False,
 ) -> Request:
-    """A request without a prompt: what those of all prompts and choices share."""
+    """A request without a prompt: the part that all prompts and choices share."""
     return Request(
         request_id=request_id,
         prompt_ids=[],

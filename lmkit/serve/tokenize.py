@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize: what this model's tokenizer and chat template make of a text."""
+"""POST /tokenize and /detokenize: the model's tokenizer and chat template."""
 
 from __future__ import annotations
 

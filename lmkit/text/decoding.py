@@ -1,4 +1,4 @@
-"""tokenizer.json's decoder as stages that see each vocabulary piece once: text streams in linear time."""
+"""tokenizer.json's decoder as stages that process each vocabulary piece once, so text streams in linear time."""
 
 from __future__ import annotations
 
@@ -13,20 +13,23 @@ from lmkit.errors import UnsupportedError
 
 
 class Stage(Protocol):
-    """One step of a decoder, for one text. A new text takes new stages."""
+    """One step of a decoder, for one text. Each text needs new stages."""
 
     def push(self, pieces: list[str]) -> list[str]:
-        """What is certain after these pieces."""
+        """The output that is certain after these pieces."""
 
     def finish(self) -> list[str]:
-        """What was held back."""
+        """The output that was held back."""
 
     def alone(self, piece: str | bytes) -> str | bytes:
-        """What one piece is inside a text, whatever stands beside it."""
+        """The output of one piece inside a text, independent of its neighbours."""
 
 
 class PerPiece:
-    """A decoder that maps pieces one by one, perhaps the first of a text differently (Metaspace, Replace)."""
+    """A decoder that maps pieces one by one.
+
+    The first piece of a text may be mapped differently (Metaspace, Replace).
+    """
 
     def __init__(self, first: Callable[[str], str], rest: Callable[[str], str]) -> None:
         self._map, self._rest = first, rest
@@ -46,7 +49,9 @@ class PerPiece:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-in for each byte: itself if it is visible Latin-1, else the next code point from 256."""
+    """GPT-2's printable character for each byte: the byte itself if it is visible Latin-1, else the next code point
+    from 256.
+    """
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = [byte for byte in range(256) if byte not in visible]
     return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
@@ -58,12 +63,12 @@ _BYTE_OF = _byte_alphabet()
 def _piece_bytes(piece: str) -> bytes:
     try:
         return bytes([_BYTE_OF[char] for char in piece])
-    except KeyError:  # an added token outside the alphabet stands for itself
+    except KeyError:  # an added token outside the alphabet is its own text
         return piece.encode()
 
 
 class ByteLevel:
-    """Pieces spell bytes; a character split over tokens waits for its last byte."""
+    """Pieces spell bytes. A character that is split over tokens waits for its last byte."""
 
     def __init__(self) -> None:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
@@ -82,8 +87,9 @@ _BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class ByteFallback:
-    """Runs of `<0xNN>` pieces are UTF-8. The library shows a run with any bad byte as one U+FFFD per byte, so a run can
-    only be shown when it ends.
+    """Runs of `<0xNN>` pieces are UTF-8.
+
+    The library shows a run with any bad byte as one U+FFFD per byte, so a run can only be shown when it ends.
     """
 
     def __init__(self) -> None:
@@ -111,7 +117,7 @@ class ByteFallback:
 
 
 class StripStart:
-    """Strip after Fuse: up to `count` leading characters of the whole text."""
+    """Strip after Fuse: removes up to `count` leading characters of the whole text."""
 
     def __init__(self, char: str, count: int) -> None:
         self._char, self._count = char, count
@@ -133,7 +139,10 @@ class StripStart:
 
 
 def decoder_stages(decoder: Any) -> Callable[[], list[Stage]]:
-    """A maker of fresh stages for tokenizer.json's decoder. Raises UnsupportedError for one that has no stages."""
+    """A function that makes new stages for tokenizer.json's decoder.
+
+    Raises UnsupportedError for a decoder without stages.
+    """
     if decoder is None:
         return lambda: [PerPiece(lambda piece: piece, lambda piece: " " + piece)]
     spec = json.loads(decoder.__getstate__())

@@ -1,4 +1,4 @@
-"""Tokens that come one by one -> text, and where a stop string ends it."""
+"""Tokens that come one by one -> text, and the stop string that ends it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from lmkit.text.tokenizer import Tokenizer
 
 
 class _StopMatcher:
-    """Finds the first stop string to end in a text that arrives in parts: one automaton step per character.
+    """Finds the stop string that ends first in a text that arrives in parts: one automaton step per character.
 
-    Aho and Corasick, "Efficient string matching", CACM 18(6), 1975. A node is a prefix of some stop string; `_depth` of
-    the current node is how much of the text's end could still become one.
+    Aho and Corasick, "Efficient string matching", CACM 18(6), 1975. A node is a prefix of some stop string. `_depth` of
+    the current node is the length of the text's end that could still become a stop string.
     """
 
     def __init__(self, stops: Iterable[str]) -> None:
@@ -59,16 +59,16 @@ class _StopMatcher:
         return buffer[:cut], ""
 
     def finish(self) -> str:
-        """What is still held back."""
+        """The text that is still held back."""
         text, self._held, self._node = self._held, "", 0
         return text
 
 
 class IncrementalDetokenizer:
-    """Turns a sequence's tokens into text as they come: the parts add up to `tokenizer.decode` of all of them.
+    """Turns a sequence's tokens into text as they come. The parts add up to `tokenizer.decode` of all tokens.
 
-    Work is linear in the output. Text is held back while it may be the beginning of a stop string, a character whose
-    last byte is missing, or a run of byte tokens that goes on.
+    The work is linear in the output. Text is held back while it may be the beginning of a stop string, a character
+    whose last byte is missing, or a run of byte tokens that has not ended.
     """
 
     def __init__(
@@ -88,7 +88,10 @@ class IncrementalDetokenizer:
         self.num_chars = 0  # decoded so far, held back or not
 
     def push(self, token_ids: Iterable[int], *, armed: bool = True) -> str:
-        """Text that became certain. Stop strings that end here count only if `armed`; after one nothing follows."""
+        """The text that became certain.
+
+        Stop strings that end here count only if `armed`. After a stop string no text follows.
+        """
         pieces = [
             piece for i in token_ids if i not in self._skip and (piece := self._tokenizer.id_to_token(i)) is not None
         ]
@@ -97,7 +100,7 @@ class IncrementalDetokenizer:
         return self._emit("".join(pieces), armed)
 
     def finish(self, *, armed: bool = True) -> str:
-        """The rest, once no more tokens come."""
+        """The rest of the text, after the last token."""
         pieces: list[str] = []
         for stage in self._stages:
             pieces = stage.push(pieces) + stage.finish()

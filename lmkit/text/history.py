@@ -1,7 +1,7 @@
 """The tokens of a conversation as they were generated, kept from turn to turn.
 
-A model may write a text in other tokens than the tokenizer would. If the next turn's prompt tokenized the answer anew,
-it would part with the KV cache at the first such token; so the answer's own tokens are put in its place:
+A model may write a text with other tokens than the tokenizer does. If the next turn's prompt tokenized the answer anew,
+it would differ from the cached KV from the first such token on. So the prompt uses the answer's own tokens:
 
     rendered   <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello!<|im_end|>\\n<|im_start|>user\\nAnd ...
     turns      |------------------- first: prompt + answer -------------------||--- encoded anew, like any text ---
@@ -18,7 +18,7 @@ from lmkit.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class _Turn:
-    """What a turn added: the end of its prompt and its answer, without the token that ended it."""
+    """The addition of one turn: the end of its prompt, and its answer without the token that ended it."""
 
     text: str
     ids: array[int]
@@ -28,8 +28,8 @@ class _Turn:
 class TokenHistory:
     """The turns of one conversation. Immutable: a fork is the same value.
 
-    Nothing but the text decides what is used of it: a conversation that was edited, or whose answer a template or a
-    stop string changed, is encoded anew from there on.
+    Only the text decides which turns are used. A conversation is encoded anew from the place where it was edited, or
+    where a template or a stop string changed an answer.
     """
 
     turns: tuple[_Turn, ...] = ()
@@ -37,9 +37,9 @@ class TokenHistory:
     def encode(self, tokenizer: Tokenizer, text: str) -> EncodedTurn:
         """Token ids of a rendered conversation.
 
-        The longest run of turns that `text` begins with gives its own tokens. What follows must begin with a special
-        token: these are cut out before anything else is looked at, so that no token of plain encoding could have
-        reached over the seam. Raises RequestError if `text` is not valid Unicode.
+        The longest run of turns with which `text` begins contributes its own tokens. The rest must begin with a special
+        token. The tokenizer cuts special tokens out first, so no token of the plain encoding could cross the boundary.
+        Raises RequestError if `text` is not valid Unicode.
         """
         used: list[_Turn] = []
         num_chars = 0
@@ -58,24 +58,24 @@ class TokenHistory:
 
     @property
     def num_bytes(self) -> int:
-        """Of memory, at most."""
+        """An upper bound of its memory in bytes."""
         return sum(4 * (len(turn.text) + len(turn.ids)) for turn in self.turns)
 
 
 @dataclass(frozen=True)
 class EncodedTurn:
-    """A prompt: `ids` of a whole rendered conversation, `rest` the text that was not in its history."""
+    """A prompt: `ids` of a whole rendered conversation, and `rest`, the text that was not in its history."""
 
     history: TokenHistory
     tokenizer: Tokenizer
     rest: str
     ids: list[int]
-    num_known: int  # of ids: from the history
+    num_known: int  # number of ids from the history
 
     def answered(self, answer_ids: Sequence[int]) -> TokenHistory:
-        """The history with this prompt and its answer, given without the token that ended it.
+        """The history with this prompt and its answer. The answer comes without the token that ended it.
 
-        An answer that stops in the middle of a character adds nothing: no rendered text can begin with it.
+        An answer that stops in the middle of a character adds nothing, because no rendered text can begin with it.
         """
         try:
             answer = b"".join(map(self.tokenizer.token_bytes, answer_ids)).decode()

@@ -1,4 +1,4 @@
-"""Chat templates: Jinja code that comes with a checkpoint, so it runs in a sandbox and on a budget."""
+"""Chat templates: Jinja code from a checkpoint, which runs in a sandbox with a budget."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token",
 
 
 class _TemplateRefusal(jinja2.TemplateError):
-    """`raise_exception` in a template: its message is meant for whoever wrote the messages."""
+    """`raise_exception` in a template. Its message is meant for the author of the messages."""
 
 
 class _OverBudget(jinja2.TemplateError):
@@ -60,11 +60,11 @@ class _Generation(Extension):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja without access to Python's internals, where `range`, `*` and time are rationed.
+    """Jinja without access to Python's internals, and with limits on `range`, `*` and time.
 
-    Every call, attribute and item access and every piece of output looks at the clock. Not covered: a template that
-    loops over data at hand without any of these, or that builds one huge value with a filter or `~`; templates come
-    with the checkpoint, which the operator chose, and no request can bring one.
+    Every call, attribute access, item access and piece of output checks the clock. Two cases are not covered: a
+    template that loops over its data without any of these, and one that builds a single huge value with a filter or
+    `~`. Templates come with the checkpoint, which the operator chose; no request can bring one.
     """
 
     intercepted_binops = frozenset({"*", "**"})
@@ -112,11 +112,11 @@ def _strftime_now(pattern: str) -> str:
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    """As transformers defines it: no HTML escapes."""
+    """`tojson` as transformers defines it: without HTML escapes."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
-# What a template may raise on messages it was not written for.
+# Errors that a template may raise on messages for which it was not written.
 _RENDER_ERRORS = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
@@ -144,7 +144,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The conversation as one text. Raises RequestError if the template does not take them."""
+        """The conversation as one text. Raises RequestError if the template refuses the messages."""
         if unknown := sorted((variables or {}).keys() - self.parameters):
             known = ", ".join(sorted(self.parameters)) or "none"
             message = f"{unknown[0][:64]!r} is not a variable of this model's chat template (it has: {known})"

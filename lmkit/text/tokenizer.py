@@ -1,6 +1,6 @@
 """A checkpoint's tokenizer.
 
-`tokenizer.json` is the truth for ids and decoding; `tokenizer_config.json` adds special tokens and the chat template;
+`tokenizer.json` decides ids and decoding. `tokenizer_config.json` adds special tokens and the chat template.
 `generation_config.json` and `config.json` add the ids that end a sequence.
 """
 
@@ -68,7 +68,7 @@ class Tokenizer:
         )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; special tokens written out in it are recognised, as the tokenizer does."""
+        """Token ids of `text`. Special tokens that are written out in it are recognised, as the tokenizer does."""
         try:  # the batch call releases the interpreter lock and skips offsets
             ids: list[int] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except (TypeError, UnicodeEncodeError):
@@ -82,9 +82,9 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The conversation as one text, to be encoded without further special tokens: the template alone writes them.
+        """The conversation as one text. Encode it without further special tokens, because the template writes them.
 
-        Raises RequestError if there is no template, or it does not take the messages.
+        Raises RequestError if there is no template, or if it refuses the messages.
         """
         if self.chat_template is None:
             raise RequestError("invalid_request", "this model has no chat template; use /v1/completions", "messages")
@@ -97,17 +97,17 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Token ids of the rendered conversation. The template alone writes BOS, so none is ever doubled."""
+        """Token ids of the rendered conversation. Only the template writes BOS, so there is never a second one."""
         text = self.render_chat(messages, add_generation_prompt=add_generation_prompt, variables=variables)
         return self.encode(text, add_special_tokens=False)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of `ids`; ids without a token (a padded vocabulary has some) decode to nothing."""
+        """Text of `ids`. Ids without a token (a padded vocabulary has some) decode to nothing."""
         text: str = self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 
     def id_to_token(self, token_id: int) -> str | None:
-        """The vocabulary entry as tokenizer.json writes it, None where there is none."""
+        """The vocabulary entry as tokenizer.json writes it, or None."""
         if token_id not in self._pieces:
             if not 0 <= token_id < self.vocab_size:
                 return None
@@ -115,7 +115,7 @@ class Tokenizer:
         return self._pieces[token_id]
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes one token stands for inside a text; not always valid UTF-8 by itself."""
+        """The bytes of one token inside a text. They are not always valid UTF-8 by themselves."""
         piece = self.id_to_token(token_id)
         if piece is None:
             return b""
@@ -127,12 +127,12 @@ class Tokenizer:
         return data.encode() if isinstance(data, str) else data
 
     def token_text(self, token_id: int) -> str:
-        """`token_bytes` as text, for display; incomplete UTF-8 shows as U+FFFD."""
+        """`token_bytes` as text for display. Incomplete UTF-8 becomes U+FFFD."""
         return self.token_bytes(token_id).decode(errors="replace")
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """A JSON object from an optional file: {} if there is none."""
+    """The JSON object of an optional file; {} without the file."""
     try:
         if file.stat().st_size > MAX_CONFIG_BYTES:
             raise CheckpointError(f"{file}: larger than {MAX_CONFIG_BYTES} bytes, not a configuration")
@@ -150,7 +150,7 @@ def _token_text(value: Any) -> str | None:
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any], named: dict[str, str], where: Path) -> None:
-    """Give the tokenizer what only tokenizer_config.json declares, at the ids it declares."""
+    """Add the tokens that only tokenizer_config.json declares, with the ids that it declares."""
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     declared = config.get("added_tokens_decoder") or {}
     if not isinstance(declared, dict) or not all(key.isdecimal() for key in declared):
@@ -182,7 +182,9 @@ def _eos_ids(value: Any, where: Path) -> list[int]:
 
 
 def _read_template(folder: Path, config: dict[str, Any], named: Mapping[str, str]) -> ChatTemplate | None:
-    """From chat_template.jinja, else from tokenizer_config.json: one text, or a list of named ones with a default."""
+    """The template of chat_template.jinja, else of tokenizer_config.json: one text, or a list of named ones with a
+    default.
+    """
     file = folder / "chat_template.jinja"
     try:
         source: Any = file.read_text(encoding="utf-8")

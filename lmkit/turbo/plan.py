@@ -72,6 +72,7 @@ class Sampled(msgspec.Struct, frozen=True):
     """A runner's result for one chunk, in the plan's order."""
 
     # The sequence's next tokens: none if the chunk samples none, else one more than the draft tokens that were right.
+    # Only the last can be FAILED_TOKEN.
     tokens: list[SampledToken] = []
     # If asked for: those of token p + 1, for each position p of the chunk with p + 1 < num_prompt_tokens.
     prompt_logprobs: list[TokenLogprobs] = []

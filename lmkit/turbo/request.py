@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 import msgspec
@@ -86,6 +87,25 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     session_id: str | None = None  # of the tenant: the KV of this conversation stays for a lease after the answer
     priority: int = 0  # lower = sooner; see turbo.policy
     timeout: float | None = None  # seconds from its arrival at the engine; then it ends with an error
+
+
+class Siblings(msgspec.Struct, frozen=True, array_like=True):
+    """Requests that differ in id and seed alone: the choices of one prompt, which crosses to the engine once."""
+
+    first: Request
+    others: list[tuple[str, int | None]] = []  # request id and seed of each further one
+
+    @classmethod
+    def of(cls, requests: Sequence[Request]) -> Siblings:
+        first = requests[0]
+        assert all(request.prompt_ids is first.prompt_ids for request in requests), "siblings have one prompt"
+        return cls(first, [(request.request_id, request.params.seed) for request in requests[1:]])
+
+    def requests(self) -> list[Request]:
+        """One for each; they share the list of the prompt's tokens."""
+        params, replace = self.first.params, msgspec.structs.replace
+        others = [replace(self.first, request_id=name, params=replace(params, seed=seed)) for name, seed in self.others]
+        return [self.first, *others]
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

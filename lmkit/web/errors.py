@@ -39,7 +39,10 @@ def error_response(error: RequestError, *, retry_after: float = 1.0, headers: Ma
 
 
 def public_error(error: Exception) -> RequestError:
-    """What a client may know of `error`. Any error but a RequestError is a defect: it is logged here with its trace."""
+    """The error that the client gets.
+
+    Anything but a RequestError is a defect, which is logged here with its traceback.
+    """
     if isinstance(error, RequestError):
         return error
     log.error("internal error", exc_info=error)

@@ -1,4 +1,4 @@
-"""What a client sends: its body, bounded in size and time, strict JSON, and the notice that it has disconnected."""
+"""Reading from a client: bodies bounded in size and time, strict JSON, and the notice of a disconnect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""uvicorn with lmkit's limits. The import takes most of a second: it is made while something else is loading."""
+"""uvicorn with lmkit's limits. The import takes most of a second, so import it while something else loads."""
 
 from __future__ import annotations
 
@@ -56,7 +56,10 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:  # type: ignore[override]
-        """uvicorn would stop listening before the drain, and raise the signal again at the end: no exit status 0."""
+        """uvicorn would stop listening before the drain.
+
+        It would also raise the signal again at the end, so the exit status would never be 0.
+        """
         yield
 
 

@@ -18,6 +18,8 @@ from lmkit.errors import LMKitError, UnsupportedError
 from tests.bench.fake_server import BURSTS, FakeServer
 from tests.cli.test_commands import lmkit, refused
 
+pytestmark = pytest.mark.slow
+
 
 def test_online(tmp_path: Path) -> None:
     file = tmp_path / "out.json"

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from lmkit.bench.client import Answer, Client, EventParser
+from lmkit.bench.client import Client, EventParser, StreamedResponse
 from lmkit.bench.config import Endpoint, OnlineConfig, WorkloadConfig
 from lmkit.bench.metrics import RequestRecord
 from lmkit.bench.online import Measured, measure, points
@@ -55,8 +55,8 @@ def run(
     return asyncio.run(measure(config, workload, targets={"ttft": 10_000.0}))
 
 
-def send(server: FakeServer, model: str, *, timeout: float = 10.0, endpoint: Endpoint = "chat") -> Answer:
-    async def once() -> Answer:
+def send(server: FakeServer, model: str, *, timeout: float = 10.0, endpoint: Endpoint = "chat") -> StreamedResponse:
+    async def once() -> StreamedResponse:
         client = Client(server.url, endpoint, timeout=timeout)
         client.body["model"] = model
         try:

@@ -25,6 +25,7 @@ from benchmarks.random_llama import Shape, make_checkpoint
 from benchmarks.report import AboveCeiling, share
 from lmkit.errors import ConfigError
 
+pytestmark = pytest.mark.slow
 CEILINGS = Ceilings(bytes_per_s=20e9, int4_ops=500e9, int8_ops=200e9, float_ops=200e9)
 ROOT = Path(__file__).resolve().parents[2]
 ALL = list(POINTS.values())

@@ -19,6 +19,7 @@ from benchmarks.gpu.figures import Figure, figures
 from lmkit.kernels.cuda import module
 from tests import emulator
 
+pytestmark = pytest.mark.slow
 PEERS = ("torch tinygemm", "vLLM Marlin", "TurboMind")  # need a GPU
 EXPECTED = {  # rows of each section
     "machine": {"GPU", "copy bandwidth", "read bandwidth", "bfloat16 matmul", "kernel in a graph"},

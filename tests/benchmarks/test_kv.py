@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.kv import __main__ as kv
 from benchmarks.kv import capacity, chat, history, hit_rate, interference, overhead
-from benchmarks.kv.common import Answer, Row, Setting, geometric_mean, percentile
+from benchmarks.kv.common import Row, Setting, Timing, geometric_mean, percentile
 from benchmarks.kv.trace import InfiniteCache, Item, Mix, distinct_blocks, ideal_hits, make_trace
 
 SMALL = Mix(chats=4, few_shot=12, single=8, one_off=4, systems=2, templates=3, pause=0.1)
@@ -100,8 +100,8 @@ def test_hit_rate_row() -> None:
 
 
 def test_chat_row_leaves_the_first_turn_out() -> None:
-    def turn(without: float, cached: float) -> dict[bool, Answer]:
-        return {False: Answer(without, [], 0), True: Answer(cached, [], 7)}
+    def turn(without: float, cached: float) -> dict[bool, Timing]:
+        return {False: Timing(without, [], 0), True: Timing(cached, [], 7)}
 
     row = chat.row([turn(1, 1), turn(2, 1), turn(8, 1)])
     assert row.ratio == pytest.approx(4)
@@ -109,7 +109,7 @@ def test_chat_row_leaves_the_first_turn_out() -> None:
 
 
 def test_history_row() -> None:
-    row = history.row("x", Answer(26, [1], 0), Answer(2, [1], 9), start_seconds=1.0)
+    row = history.row("x", Timing(26, [1], 0), Timing(2, [1], 9), start_seconds=1.0)
     assert row.ratio == 13
     assert row.reached
     assert row.facts["cached_tokens"] == 9

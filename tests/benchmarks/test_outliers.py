@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.outliers import make_outliers
-from lmkit.models.loader import ModelSource
+from lmkit.models.source import ModelSource
 from lmkit.quant.layer.layer import Geometry
 from tests.quant.helpers import tiny_checkpoint
 
@@ -23,7 +23,7 @@ def test_a_model_with_outliers_is_the_same_function(tmp_path: Path) -> None:
     outputs = []
     for folder in (path, tmp_path / "outliers"):
         source = ModelSource(folder)
-        geometry, layer = Geometry.of(source.spec, 2, 24), source.layer(0, torch.float32)
+        geometry, layer = Geometry.of(source.spec.layers[0], 2, 24), source.layer(0, torch.float32)
         delta, residual = layer(hidden.clone(), None, geometry.batch, geometry.rope, geometry.kv)
         outputs.append(delta + residual)
     torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-5, atol=1e-5)

@@ -14,10 +14,12 @@ import torch
 from typer.testing import CliRunner
 
 from lmkit.cli.main import app
+from lmkit.errors import LMKitError
 from lmkit.kernels.cuda import elementwise, module
 from lmkit.qtensor import QuantScheme
 from tests.formats.linears import random_linear, written
 
+pytestmark = pytest.mark.slow
 COMMANDS = ["quantize", "convert", "serve", "proxy", "chat", "eval", "bench", "inspect", "doctor"]
 
 
@@ -33,6 +35,16 @@ def refused(*arguments: str) -> str:
     lines = [line for line in result.stderr.splitlines() if line.startswith("lmkit: ")]
     assert len(lines) == 1, result.stderr
     return lines[0]
+
+
+def refused_here(*arguments: str) -> str:
+    """The message of such a mistake, from a command in this process: no time goes to imports. `refused` has seen that
+    each command makes one line of it.
+    """
+    error = CliRunner().invoke(app, arguments).exception
+    assert isinstance(error, LMKitError), error
+    assert "\n" not in str(error)
+    return str(error)
 
 
 def test_help_names_every_command() -> None:
@@ -137,38 +149,38 @@ def test_a_truncated_checkpoint(broken: Path, tmp_path: Path) -> None:
     file = broken / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1000])
     for command in ("inspect", "serve"):
-        assert "model.safetensors" in refused(command, str(broken))
-    assert "model.safetensors" in refused("quantize", str(broken), "-o", str(tmp_path / "out"))
+        assert "model.safetensors" in refused_here(command, str(broken))
+    assert "model.safetensors" in refused_here("quantize", str(broken), "-o", str(tmp_path / "out"))
     assert list(tmp_path.iterdir()) == [broken]
 
 
 def test_absurd_configuration_and_missing_weights(broken: Path) -> None:
     config = json.loads((broken / "config.json").read_text())
     (broken / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10**9}))
-    assert "num_hidden_layers" in refused("serve", str(broken))
+    assert "num_hidden_layers" in refused_here("serve", str(broken))
     (broken / "config.json").write_text(json.dumps(config | {"hidden_size": 257}))
-    assert "config.json" in refused("serve", str(broken))
+    assert "config.json" in refused_here("serve", str(broken))
     (broken / "config.json").write_text(json.dumps(config | {"architectures": ["NoSuchModel"]}))
-    assert "Qwen3ForCausalLM" in refused("serve", str(broken))
+    assert "Qwen3ForCausalLM" in refused_here("serve", str(broken))
     (broken / "model.safetensors").unlink()
-    assert "safetensors" in refused("inspect", str(broken))
+    assert "safetensors" in refused_here("inspect", str(broken))
 
 
 def test_what_cannot_fit_is_refused_before_loading() -> None:
-    assert "kv_memory" in refused("serve", "demo", "--kv-memory", "100T")
-    assert "context of 4096" in refused("serve", "demo", "--max-model-len", "100000")
-    assert "--kv-memory" in refused("serve", "demo", "--kv-memory", "much")
+    assert "kv_memory" in refused_here("serve", "demo", "--kv-memory", "100T")
+    assert "context of 4096" in refused_here("serve", "demo", "--max-model-len", "100000")
+    assert "--kv-memory" in refused_here("serve", "demo", "--kv-memory", "much")
 
 
 def test_a_recipe_with_an_unknown_key(tmp_path: Path) -> None:
     recipe = tmp_path / "mine.yaml"
     recipe.write_text("scheme: {bits: 4, group_size: 128}\nstepz: []\n")
-    line = refused("quantize", "demo", "-o", str(tmp_path / "out"), "--recipe", str(recipe))
+    line = refused_here("quantize", "demo", "-o", str(tmp_path / "out"), "--recipe", str(recipe))
     assert "mine.yaml" in line
     assert "stepz" in line
     assert not (tmp_path / "out").exists()
 
 
 def test_a_head_that_does_not_exist_is_refused() -> None:
-    assert "lm_head" in refused("serve", "demo", "--lm-head", "int4")
-    assert "lm-head" in refused("eval", "demo", "--lm-head", "int4")
+    assert "lm_head" in refused_here("serve", "demo", "--lm-head", "int4")
+    assert "lm-head" in refused_here("eval", "demo", "--lm-head", "int4")

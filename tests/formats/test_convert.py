@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from lmkit.errors import CheckpointError, ConfigError, UnsupportedError
 from lmkit.formats.convert import convert
 from lmkit.formats.parts import Activations
-from lmkit.formats.verify import fingerprint, verify
+from lmkit.formats.verify import verify, weight_digest
 from lmkit.qtensor import QTensor, QuantScheme, dequantize
 from tests.formats.files import folder
 from tests.formats.linears import MODULE, assert_same, random_linear, read, written
@@ -171,8 +171,8 @@ def test_the_second_reader(tmp_path: Path, name: str, scheme: QuantScheme, activ
     }  # fmt: skip
     path = written(tmp_path / "m", name, layers, activations=activations)
     weight = layers[MODULE]
-    meant = {MODULE: fingerprint(weight)}
-    assert meant[MODULE] == fingerprint(dequantize(weight) if isinstance(weight, QTensor) else weight)
+    meant = {MODULE: weight_digest(weight)}
+    assert meant[MODULE] == weight_digest(dequantize(weight) if isinstance(weight, QTensor) else weight)
     verify(path, meant)
     tensors = load_file(path / "model.safetensors")
     for tensor_name, tensor in tensors.items():

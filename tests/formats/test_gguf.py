@@ -19,7 +19,7 @@ from lmkit.formats.gguf import GgufReader, convert_gguf, is_gguf
 from lmkit.formats.gguf_file import GgufFile
 from lmkit.formats.hub import DEMO_FOLDER
 from lmkit.models import load_spec
-from lmkit.models.loader import ModelSource
+from lmkit.models.source import ModelSource
 from lmkit.qtensor import QTensor, dequantize
 from tests.formats import gguf_writer
 from tests.formats.gguf_writer import Encoded, decode, floats, q4_0, q8_0, write, write_model

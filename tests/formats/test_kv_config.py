@@ -30,10 +30,6 @@ EXAMPLE: dict[str, Any] = {
         {"k": "dense", "v": "int8"},
     ],
 }  # fmt: skip
-VERSION_1 = EXAMPLE | {
-    "version": 1,
-    "layers": [{"k_bits": 8, "v_bits": 4, "k_absmax": [9.5, 20.25]}, {"k_bits": 16, "v_bits": 8}],
-}
 
 
 def load(tmp_path: Path, data: Any) -> KVConfig | None:
@@ -57,22 +53,6 @@ def test_example(tmp_path: Path) -> None:
     )  # fmt: skip
     assert [config.dtypes(layer, BFLOAT16) for layer in (0, 1)] == [(INT4, FP8), (BFLOAT16, INT8)]
     config.check(2, 2, 64)
-
-
-def test_version_1(tmp_path: Path) -> None:
-    config = load(tmp_path, VERSION_1)
-    assert config is not None
-    assert config.layers == (
-        KVLayerConfig(k="int8", v="int4", k_absmax=(9.5, 20.25)),
-        KVLayerConfig(k="dense", v="int8"),
-    )
-    for layers in (
-        [{"k": "int8", "v": "int8"}],
-        [{"k_bits": 8, "v_bits": 5}],
-        [{"k_bits": 8, "v_bits": 8, "hadamard": 1}],
-    ):
-        with pytest.raises(CheckpointError, match=r"k_bits|v_bits|hadamard|`k`"):
-            load(tmp_path, VERSION_1 | {"layers": layers})
 
 
 def test_the_documented_example(tmp_path: Path) -> None:
@@ -112,7 +92,8 @@ def changed_layer(**changes: Any) -> dict[str, Any]:
         ("[]", "expected a JSON object"),
         ("{}", "`format` is None, expected 'lmkit-kv-config'"),
         (EXAMPLE | {"format": "other"}, "`format` is 'other'"),
-        (EXAMPLE | {"version": 3}, "version 3, and this lmkit reads versions 1 and 2; upgrade lmkit"),
+        (EXAMPLE | {"version": 3}, "version 3, and this lmkit reads version 2"),
+        (EXAMPLE | {"version": 1}, "version 1, and this lmkit reads version 2"),
         (EXAMPLE | {"version": True}, "version True"),
         (EXAMPLE | {"version": "1"}, "version '1'"),
         (EXAMPLE | {"rotation": "hadamard"}, "unknown field `rotation`"),

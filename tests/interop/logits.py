@@ -21,5 +21,5 @@ def exact_logits(path: Path, token_ids: list[int]) -> Tensor:
     spec = decoder.spec
     batch, num_blocks = whole_batch([token_ids], BLOCK)
     pair = (FLOAT32, FLOAT32)
-    kv = [allocate_kv(num_blocks, spec.num_kv_heads, BLOCK, spec.head_dim, pair) for _ in range(spec.num_layers)]
+    kv = [allocate_kv(num_blocks, layer.num_kv_heads, BLOCK, layer.head_dim, pair) for layer in spec.layers]
     return decoder.head(*decoder.hidden(batch, kv))

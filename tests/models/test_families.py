@@ -25,8 +25,8 @@ BLOCK = 5
 def kv_for(decoder: Decoder, num_blocks: int, block_size: int = BLOCK) -> list[KVLayer]:
     spec = decoder.spec
     return [
-        allocate_kv(num_blocks, spec.num_kv_heads, block_size, spec.head_dim, (FLOAT32, FLOAT32))
-        for _ in range(spec.num_layers)
+        allocate_kv(num_blocks, layer.num_kv_heads, block_size, layer.head_dim, (FLOAT32, FLOAT32))
+        for layer in spec.layers
     ]
 
 
@@ -98,7 +98,7 @@ CONFIG = {
 
 def test_old_style_rope_fields_are_read() -> None:
     scaled = CONFIG | {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 8.0}}
-    rope = load_spec(scaled).rope
+    rope = load_spec(scaled).layers[0].rope
     assert (rope.kind, rope.theta, rope.factor, rope.rotary_dim) == ("linear", 500.0, 8.0, 16)
 
 

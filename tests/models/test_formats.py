@@ -16,7 +16,8 @@ from lmkit.formats.parts import Activations
 from lmkit.kv_dtype import FLOAT32
 from lmkit.layers.batch import allocate_kv, whole_batch
 from lmkit.models.decoder import Decoder
-from lmkit.models.loader import ModelSource, load_model
+from lmkit.models.loader import load_model
+from lmkit.models.source import ModelSource
 from lmkit.qtensor import QTensor, QuantScheme, dequantize, quantize
 from tests.models import tiny
 
@@ -66,8 +67,8 @@ def rewritten(
 def logits(decoder: Decoder) -> torch.Tensor:
     spec = decoder.spec
     batch, num_blocks = whole_batch(PROMPTS, 8)
-    kv = [allocate_kv(num_blocks, spec.num_kv_heads, 8, spec.head_dim, (FLOAT32, FLOAT32))
-          for _ in range(spec.num_layers)]  # fmt: skip
+    kv = [allocate_kv(num_blocks, layer.num_kv_heads, 8, layer.head_dim, (FLOAT32, FLOAT32))
+          for layer in spec.layers]  # fmt: skip
     return decoder(batch, kv)
 
 

@@ -69,19 +69,20 @@ def test_kv_config(tmp_path: Path) -> None:
     assert resolve_storage(source, spec(), "int8", "float32") == [KVStorage(INT8, INT8, MEAN, hadamard=True)] * 2
     assert resolve_storage(source, spec(), "bfloat16", "float32") == [KVStorage(BFLOAT16, BFLOAT16)] * 2
     assert table_bytes(spec(), [first, second], 100) == 4 * 16 * 100
-    assert table_bytes(spec(), [second], 100) == 0
+    assert table_bytes(spec(), [second, second], 100) == 0
     rope = {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 10000.0}
     with pytest.raises(CheckpointError, match="layer 0: key_mean: angles of dynamic RoPE"):
         resolve_storage(source, spec(rope_parameters=rope), "auto", "float32")
-    partial = spec()
-    partial = dataclasses.replace(partial, rope=dataclasses.replace(partial.rope, rotary_dim=2))
+    layer = spec().layers[0]
+    layer = dataclasses.replace(layer, rope=dataclasses.replace(layer.rope, rotary_dim=2))
+    partial = dataclasses.replace(spec(), layers=(layer, layer))
     with pytest.raises(CheckpointError, match="pair 1 does not turn, RoPE has 1 pairs"):
         resolve_storage(source, partial, "auto", "float32")
 
 
 def test_heads_with_fewer_pairs(tmp_path: Path) -> None:
     storage = KVStorage(FLOAT32, FLOAT32, (((1, 9.0, -4.0), (0, 1.0, 2.0)), ((7, 3.0, 1.0),)))
-    (layer,) = allocate(spec(), [storage], 4, 8, 30)
+    (layer,) = allocate(spec().layers[:1], [storage], 4, 8, 30)
     mean = layer.k.mean
     assert mean is not None
     assert [len(set(pairs)) for pairs in mean.pairs.tolist()] == [2, 2]
@@ -96,7 +97,7 @@ def test_static_scales_quantize(tmp_path: Path, kind: Any, dtype: str) -> None:
     source = reader(tmp_path, scales([[[0.5]], [[0.25]]], [[[0.125]], [[0.5]]]), scheme)
     storage = resolve_storage(source, spec(), "auto", "float32")[1]
     assert storage == KVStorage(dtype, dtype, k_scales=(0.5, 0.25), v_scales=(0.125, 0.5))
-    kv = allocate(spec(), [storage], 1, 4, 4)[0]
+    kv = allocate(spec().layers[:1], [storage], 1, 4, 4)[0]
     x = torch.tensor([1.26, -3.1, 1000.0, -1000.0] * 4).expand(4, 2, 16)
     ops.kv_append.select("cpu", num_heads=4, num_kv_heads=2, head_dim=16)(x, x, kv.k, kv.v, torch.arange(4).int())
     scale = torch.tensor([0.125, 0.5])[:, None, None]

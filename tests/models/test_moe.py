@@ -18,8 +18,9 @@ from lmkit.layers.batch import allocate_kv, whole_batch
 from lmkit.layers.moe import MoE, by_expert, route, row_sigmoid
 from lmkit.models import load_spec
 from lmkit.models.decoder import Decoder
-from lmkit.models.loader import ModelSource, load_model
-from lmkit.models.roles import LINEARS, SMOOTH, input_of, linears, module_name, smooth
+from lmkit.models.loader import load_model
+from lmkit.models.roles import LINEARS, SMOOTH
+from lmkit.models.source import ModelSource
 from lmkit.turbo.engine.describe import describe_model
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.request import Request, SamplingParams
@@ -32,9 +33,7 @@ ROWS = [[5, 7, 11, 2, 190, 3, 3, 8, 21], [3], [17, 4, 9, 9, 60], [100, 101]]
 def logits(decoder: Decoder, rows: list[list[int]]) -> torch.Tensor:
     spec = decoder.spec
     batch, num_blocks = whole_batch(rows, 8)
-    kv = [
-        allocate_kv(num_blocks, spec.num_kv_heads, 8, spec.head_dim, (FLOAT32, FLOAT32)) for _ in range(spec.num_layers)
-    ]
+    kv = [allocate_kv(num_blocks, layer.num_kv_heads, 8, layer.head_dim, (FLOAT32, FLOAT32)) for layer in spec.layers]
     return decoder(batch, kv)
 
 
@@ -82,7 +81,7 @@ def test_row_sigmoid_is_the_sigmoid_and_does_not_depend_on_other_rows() -> None:
 def test_experts_that_are_shown_all_tokens_give_the_same_output(tmp_path: Path, name: str) -> None:
     tiny.make(tmp_path, name)
     source = ModelSource(tmp_path)
-    layer = source.layer(next(i for i in range(3) if source.spec.sparse(i)), torch.float32)
+    layer = source.layer(next(i for i in range(3) if source.spec.layers[i].is_sparse), torch.float32)
     assert isinstance(layer.mlp, MoE)
     x = torch.randn(20, source.spec.hidden_size)
     routed: dict[str, int] = {}
@@ -92,7 +91,7 @@ def test_experts_that_are_shown_all_tokens_give_the_same_output(tmp_path: Path, 
     layer.shows_all_tokens = True
     layer.observe(lambda role, x: shown.update({role: len(x)}))
     torch.testing.assert_close(layer.mlp(x), exact)
-    experts = [role for role in linears(source.spec, layer.index) if role.startswith("mlp.experts.")]
+    experts = [role for role in layer.spec.linears if role.startswith("mlp.experts.")]
     per_token = layer.mlp.spec.experts_per_token
     assert sum(routed.get(role, 0) for role in experts if role.endswith(".up")) == 20 * per_token
     assert {shown[role] for role in experts} == {20}
@@ -104,19 +103,19 @@ def test_names_and_pairs_of_a_sparse_layer(tmp_path: Path) -> None:
     tiny.make(tmp_path / "mixtral", "mixtral")
     tiny.make(tmp_path / "qwen", "qwen2-moe")
     mixtral, qwen = (ModelSource(tmp_path / name).spec for name in ("mixtral", "qwen"))
-    assert module_name(mixtral, 2, "mlp.experts.3.up") == "model.layers.2.block_sparse_moe.experts.3.w3"
-    assert module_name(qwen, 0, "mlp.experts.13.down") == "model.layers.0.mlp.experts.13.down_proj"
-    assert module_name(qwen, 0, "mlp.shared_router") == "model.layers.0.mlp.shared_expert_gate"
-    assert smooth(qwen, 1) == SMOOTH
-    assert linears(qwen, 1) == LINEARS
-    pairs = dict(smooth(qwen, 0))
+    assert mixtral.module_name(2, "mlp.experts.3.up") == "model.layers.2.block_sparse_moe.experts.3.w3"
+    assert qwen.module_name(0, "mlp.experts.13.down") == "model.layers.0.mlp.experts.13.down_proj"
+    assert qwen.module_name(0, "mlp.shared_router") == "model.layers.0.mlp.shared_expert_gate"
+    assert qwen.layers[1].smooth == SMOOTH
+    assert tuple(qwen.layers[1].linears) == LINEARS
+    pairs = dict(qwen.layers[0].smooth)
     assert {"mlp.router", "mlp.shared_router", "mlp.shared.up", "mlp.experts.6.gate"} <= set(pairs["norm.mlp"])
     assert pairs["mlp.experts.5.up"] == ("mlp.experts.5.down",)
-    reads = input_of(qwen, 0)
+    reads = qwen.layers[0].input_of
     assert (reads["mlp.shared.up"], reads["mlp.experts.2.up"]) == ("mlp.router", "mlp.experts.2.gate")
 
 
-def test_the_engine_generates_and_says_once_that_steps_are_not_recorded(tmp_path: Path) -> None:
+def test_the_engine_generates_and_says_once_that_steps_are_not_captured(tmp_path: Path) -> None:
     model = tiny.make(tmp_path, "qwen3-moe")
     shutil.copyfile(DEMO_FOLDER / "tokenizer.json", tmp_path / "tokenizer.json")
     messages: list[str] = []
@@ -141,7 +140,7 @@ def test_the_engine_generates_and_says_once_that_steps_are_not_recorded(tmp_path
     finally:
         logger.removeHandler(handler)
         logger.setLevel(logging.NOTSET)
-    assert len([line for line in messages if "not recorded" in line]) == 1
+    assert len([line for line in messages if "not captured" in line]) == 1
     for i, row in enumerate(ROWS):
         ids = list(row)
         with torch.no_grad():
@@ -168,10 +167,10 @@ CONFIG = {
 
 
 def test_which_layers_are_sparse() -> None:
-    moe = load_spec(CONFIG | {"decoder_sparse_step": 2, "mlp_only_layers": [3]}).moe
-    assert moe is not None
-    assert moe.layers == (False, True, False, False)
-    assert load_spec(CONFIG | {"mlp_only_layers": [0, 1, 2, 3]}).moe is None
+    some = load_spec(CONFIG | {"decoder_sparse_step": 2, "mlp_only_layers": [3]})
+    assert [layer.is_sparse for layer in some.layers] == [False, True, False, False]
+    none = load_spec(CONFIG | {"mlp_only_layers": [0, 1, 2, 3]})
+    assert not any(layer.is_sparse for layer in none.layers)
 
 
 @pytest.mark.parametrize(

@@ -63,9 +63,7 @@ def records() -> Iterator[list[str]]:
 def logits(decoder: Decoder) -> torch.Tensor:
     spec = decoder.spec
     batch, num_blocks = whole_batch(PROMPTS, 8)
-    kv = [
-        allocate_kv(num_blocks, spec.num_kv_heads, 8, spec.head_dim, (FLOAT32, FLOAT32)) for _ in range(spec.num_layers)
-    ]
+    kv = [allocate_kv(num_blocks, layer.num_kv_heads, 8, layer.head_dim, (FLOAT32, FLOAT32)) for layer in spec.layers]
     return decoder(batch, kv)
 
 
@@ -232,7 +230,7 @@ def test_a_whole_file_of_other_contents_is_made_anew(loaded: Loaded, tmp_path: P
     small = dense(tmp_path / "small", intermediate_size=48)
     data = loaded.file.read_bytes()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CheckpointReader, "fingerprint", lambda self: "the same")
+        patch.setattr(CheckpointReader, "content_digest", lambda self: "the same")
         load_model(small, packed_cache=True)
         (forged,) = files(small)
         shutil.copy(forged, loaded.file.with_name(forged.name))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lmkit.formats.hub import DEMO_FOLDER
 from lmkit.models.decoder import DecoderLayer
-from lmkit.models.roles import LINEARS, input_of
+from lmkit.models.roles import LINEARS
 from lmkit.qtensor import QuantScheme
 from lmkit.quant.layer.layer import CalibratedLayer, Geometry
 from lmkit.quant.layer.observe import InputStats, Observer
@@ -61,13 +61,13 @@ def calibrate(
     scheme = scheme or QuantScheme(4, group_size)
     inputs = {
         role: InputStats.empty(spec.linear_shape(role)[1], scheme.group_size, tokens)
-        for role in dict.fromkeys(input_of(spec, layer.index)[role] for role in roles)
+        for role in dict.fromkeys(spec.input_of[role] for role in roles)
     }
     geometry = Geometry.of(spec, num_rows, len(hidden) // num_rows)
     layer.observe(Observer(inputs))
     layer(hidden.clone(), None, geometry.batch, geometry.rope, geometry.kv)
     layer.observe(None)
-    return CalibratedLayer(layer, inputs, geometry, dict.fromkeys(roles, scheme), dtype)
+    return CalibratedLayer(layer, inputs, geometry, dict.fromkeys(roles, scheme), lambda _, w: w.to(dtype).float())
 
 
 def run_layer(calibrated: CalibratedLayer, hidden: Tensor) -> Tensor:

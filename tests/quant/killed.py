@@ -1,9 +1,9 @@
 """Runs a quantization again and again, each time killed by SIGKILL one event later, and lets each go on afterwards.
 
-    python -m tests.quant.killed SOURCE FOLDER
+    python -m tests.quant.killed SOURCE FOLDER EVERY
 
-An event is a stage of a layer or a wait for the disk. Prints a JSON list with, for each event, the layers finished when
-it was killed and whether the files of the result are those of a run that was left in peace.
+An event is a stage of a layer or a wait for the disk; one in EVERY is tried. Prints a JSON list with, for each of them,
+the layers finished when the run was killed and whether the files of the result are those of a run left in peace.
 """
 
 from __future__ import annotations
@@ -82,14 +82,14 @@ def digest(folder: Path) -> dict[str, str]:
     return files
 
 
-def main(source: Path, folder: Path) -> None:
+def main(source: Path, folder: Path, every: int) -> None:
     threads.configure(1)
     quantizer = prepare(source, RECIPE)
     assert child(lambda: void(quantizer.run(folder / "whole"))) == 0
     whole, results = digest(folder / "whole"), []
     while True:
         out = folder / f"out-{len(results)}"
-        status = child(lambda out=out: run_until(quantizer, out, len(results)))  # type: ignore[misc]
+        status = child(lambda out=out: run_until(quantizer, out, every * len(results)))  # type: ignore[misc]
         if status == 0:
             break
         assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, status  # noqa: PT018
@@ -105,4 +105,4 @@ def void(result: object) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from lmkit.errors import CheckpointError, LMKitError
 from lmkit.formats.checkpoint import CheckpointReader
-from lmkit.models.loader import ModelSource, load_model
+from lmkit.models.loader import load_model
+from lmkit.models.source import ModelSource
 from lmkit.qtensor import QTensor, dequantize
 from lmkit.quant.report.selfcheck import check_logits
 from lmkit.quant.run import prepare
@@ -139,6 +140,7 @@ def _hidden(source: ModelSource, row: Tensor) -> Tensor:
 
     decoder, spec = load_model(source.reader.path, activations="exact"), source.spec
     batch, num_blocks = whole_batch([row.tolist()], 32)
-    sizes = num_blocks, spec.num_kv_heads, 32, spec.head_dim, (FLOAT32, FLOAT32)
-    delta, residual = decoder.hidden(batch, [allocate_kv(*sizes) for _ in range(spec.num_layers)])
+    kinds = (FLOAT32, FLOAT32)
+    kv = [allocate_kv(num_blocks, layer.num_kv_heads, 32, layer.head_dim, kinds) for layer in spec.layers]
+    delta, residual = decoder.hidden(batch, kv)
     return delta + residual

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from lmkit.errors import ConfigError
-from lmkit.models.loader import ModelSource
+from lmkit.models.source import ModelSource
 from lmkit.quant import budget
-from lmkit.quant.budget import check_evaluation, fit, sample_tokens, size
+from lmkit.quant.budget import check_evaluation, fit, size
 from lmkit.quant.run import prepare
 from tests.quant.helpers import CLIP, SCALE, recipe, tiny_checkpoint
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 AWQ = recipe(SCALE | {"tokens": 2048}, CLIP, calibration={"num_samples": 64, "seq_len": 64})
 # Arguments: source, output, rows, "tight" to be given no more than the smallest budget that is accepted.
@@ -79,7 +80,7 @@ def choices(source: ModelSource, monkeypatch: pytest.MonkeyPatch) -> list[tuple[
         except ConfigError:
             return found
         assert chosen.memory_bytes <= allowed
-        found.append((chosen.batch_tokens, sample_tokens(chosen.recipe)))
+        found.append((chosen.batch_tokens, chosen.recipe.sample_tokens))
         allowed = chosen.memory_bytes - 1
 
 

@@ -14,8 +14,8 @@ from lmkit.errors import ConfigError
 from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.kv_dtype import FLOAT32
 from lmkit.layers.batch import allocate_kv, whole_batch
-from lmkit.models.loader import ModelSource
-from lmkit.models.roles import LINEARS, module_name
+from lmkit.models.roles import LINEARS
+from lmkit.models.source import ModelSource
 from lmkit.qtensor import QuantScheme, quantize
 from lmkit.quant.mixed_precision import BitBudget, Group, candidates, choose, make_bit_budget, name_of
 from lmkit.quant.plan import make_plan
@@ -71,7 +71,7 @@ def test_bits_are_those_of_the_file(source: Path, tmp_path: Path) -> None:
     report = prepare(source, asked).run(tmp_path / "out")
     assert report.mixed_precision is not None
     reader = CheckpointReader(tmp_path / "out")
-    modules = [module_name(ModelSource(source).spec, i, role) for i in range(2) for role in LINEARS]
+    modules = [ModelSource(source).spec.module_name(i, role) for i in range(2) for role in LINEARS]
     names = [n for n in reader.names() if n.rpartition(".")[0] in modules]
     num_weights = sum(CheckpointReader(source).tensor(m + ".weight").numel() for m in modules)
     assert report.mixed_precision.reached == pytest.approx(
@@ -128,7 +128,8 @@ def test_kl_is_that_of_the_model_with_one_group_rounded(source: Path, monkeypatc
             weights = decoder.layers[rounded.layer].weights
             weights.update({role: quantize(weights[role], scheme) for role in rounded.modules})  # type: ignore[arg-type]
         batch, blocks = whole_batch(rows.tolist(), 32)
-        kv = [allocate_kv(blocks, model.spec.num_kv_heads, 32, model.spec.head_dim, (FLOAT32, FLOAT32))] * 2
+        layer = model.spec.layers[0]
+        kv = [allocate_kv(blocks, layer.num_kv_heads, 32, layer.head_dim, (FLOAT32, FLOAT32))] * 2
         return decoder.head(*decoder.hidden(batch, kv)).log_softmax(-1)
 
     exact = log_probs(None, None)

@@ -20,6 +20,7 @@ from lmkit.quant.run import prepare
 from tests.quant.helpers import recipe, tiny_checkpoint
 from tests.quant.killed import digest
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 RECIPE = """
 scheme: {group_size: 32}

@@ -27,14 +27,16 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_checkpoint(tmp_path_factory.mktemp("source"))
 
 
-def test_killed_at_every_stage_and_every_wait_for_the_disk(source: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.quant.killed", source, tmp_path]
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.exhaustive)])
+def test_killed_at_stages_and_waits_for_the_disk(source: Path, tmp_path: Path, every: int) -> None:
+    command = [sys.executable, "-m", "tests.quant.killed", source, tmp_path, str(every)]
     done = subprocess.run(command, capture_output=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr.decode()
     results = json.loads(done.stdout)
     assert [result["layers"] for result in results] == sorted(result["layers"] for result in results)
     assert {result["layers"] for result in results if not result["placed"]} == {0, 1, 2}
-    assert len(results) > 20
+    assert len(results) > 20 // every
     for result in results:
         # Once it is in place the output is occupied, by what the run would write.
         assert result["exit"] == (2 if result["placed"] else 0), result

@@ -14,8 +14,9 @@ from torch import Tensor
 from lmkit.errors import CheckpointError, ConfigError, UnsupportedError
 from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.formats.kv_config import load_kv_config
-from lmkit.models.loader import ModelSource, load_model
-from lmkit.models.roles import LINEARS, module_name
+from lmkit.models.loader import load_model
+from lmkit.models.roles import LINEARS
+from lmkit.models.source import ModelSource
 from lmkit.qtensor import QTensor, quantize
 from lmkit.quant.data.calibration import load_calibration
 from lmkit.quant.layer.layer import Geometry
@@ -79,7 +80,7 @@ def test_the_stored_layers_are_those_the_run_measured(source: Path, quantized: t
     out, report = quantized
     before, after = ModelSource(source), ModelSource(out)
     rows = load_calibration(AWQ.calibration, prepare(source, AWQ).tokenizer).rows
-    geometry = Geometry.of(before.spec, *rows.shape)
+    geometry = Geometry.of(before.spec.layers[0], *rows.shape)
     stream = before.embed_tokens()[rows.flatten()].float()
 
     def run(model: ModelSource, index: int) -> Tensor:
@@ -104,7 +105,7 @@ def test_the_report_tells_what_was_done(quantized: tuple[Path, QuantReport]) -> 
     assert [layer.index for layer in report.layers] == [0, 1]
     spec = ModelSource(out).spec
     for layer in report.layers:
-        assert [linear.module for linear in layer.linears] == [module_name(spec, layer.index, role) for role in LINEARS]
+        assert [linear.module for linear in layer.linears] == [spec.module_name(layer.index, role) for role in LINEARS]
         assert all(linear.format == "awq" and linear.reason is None for linear in layer.linears)
         assert len(layer.scales) == 4
         assert all(found.loss == min(found.losses.values()) <= found.identity_loss for found in layer.scales)  # type: ignore[type-var]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from lmkit.models.loader import ModelSource
 from lmkit.models.roles import LINEARS
+from lmkit.models.source import ModelSource
 from lmkit.qtensor import QTensor, quantize
 from lmkit.quant.recipe import parse_recipe
 from lmkit.quant.report.evaluate import encode_text

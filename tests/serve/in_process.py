@@ -12,7 +12,7 @@ from lmkit.config import EngineConfig, ServerConfig
 from lmkit.serve.app import create_app
 from lmkit.serve.serving import Serving
 from lmkit.text import Tokenizer
-from lmkit.turbo.request import EngineInfo, EngineStats, FinishReason, Request, StepOutput, TokenLogprobs
+from lmkit.turbo.request import EngineInfo, EngineStats, FinishReason, Request, Siblings, StepOutput, TokenLogprobs
 from lmkit.turbo.transport.async_engine import AsyncEngine
 from tests.serve.fake_engine import DEMO
 
@@ -32,6 +32,9 @@ class StubEngine(AsyncEngine):
         super().__init__(DEMO, EngineConfig())
         self.state, self.info = "ready", INFO
         self._failure, self._at_once = failure, at_once
+
+    def submit(self, siblings: Siblings) -> None:
+        """`generate` answers each by itself."""
 
     async def generate(self, request: Request) -> AsyncGenerator[StepOutput]:
         if self._failure and self._at_once:
@@ -60,12 +63,16 @@ class ScriptedEngine(AsyncEngine):
         super().__init__(DEMO, EngineConfig(session_lease=60))
         self.state, self.info = "ready", EngineInfo(**{**_fields(INFO), "max_model_len": max_model_len})
         self.requests: list[Request] = []
+        self.submitted: list[Siblings] = []
         self.figures = EngineStats()
         self._answer, self._logprob, self._finish_reason = answer, logprob, finish_reason
         self._computed: dict[tuple[str, str], list[list[int]]] = {}
 
     def stats(self) -> EngineStats:
         return self.figures
+
+    def submit(self, siblings: Siblings) -> None:
+        self.submitted.append(siblings)
 
     async def generate(self, request: Request) -> AsyncGenerator[StepOutput]:
         self.requests.append(request)

@@ -52,6 +52,14 @@ def test_each_prompt_has_its_own_best(engine: ScriptedEngine) -> None:
     assert not any(request.prompt_logprobs for request in engine.requests)
 
 
+def test_each_prompt_is_sent_once_for_all_its_choices(engine: ScriptedEngine) -> None:
+    complete(engine, prompt=["a", "b"], best_of=3)
+    assert [siblings.first.prompt_ids for siblings in engine.submitted] == [TOKENIZER.encode(text) for text in "ab"]
+    assert [request for siblings in engine.submitted for request in siblings.requests()] == engine.requests
+    complete(engine, n=1)
+    assert len(engine.submitted) == 2, "a single choice needs no siblings"
+
+
 def test_log_probabilities_come_where_they_are_asked_for(engine: ScriptedEngine) -> None:
     (choice,) = complete(engine, best_of=2, logprobs=0)["choices"]
     assert choice["logprobs"]["token_logprobs"] == [-1.0] * 9

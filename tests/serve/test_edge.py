@@ -161,7 +161,7 @@ def test_the_context_s_edge() -> None:
 def test_errors_name_the_fields_of_the_api() -> None:
     with pytest.raises(RequestError) as error:
         chat(min_tokens=9, max_tokens=8)
-    assert error.value.param == "min_tokens"
+    assert (error.value.param, error.value.message) == ("min_tokens", "min_tokens=9: must be in [0, max_tokens]")
     assert "new_tokens" not in error.value.message
 
 

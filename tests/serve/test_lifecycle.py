@@ -8,7 +8,9 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -204,21 +206,28 @@ def test_the_front_end_loads_no_torch(server: Server) -> None:
     assert "libtorch" not in maps.read_text()
 
 
-def test_signals_while_the_model_loads(tmp_path: Path) -> None:
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A socket's path must be short, and a folder of pytest-xdist is long."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+def test_signals_while_the_model_loads(short_path: Path) -> None:
     """Nothing is left of a start that is called off."""
-    folder = tmp_path / "slow-to-load"
+    folder = short_path / "slow-to-load"
     folder.mkdir()
     (folder / "tokenizer.json").write_bytes((DEMO / "tokenizer.json").read_bytes())
     command = [sys.executable, "-m", "lmkit", "serve", "--engine", FAKE, str(folder), "--port", "0"]
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    environment = {**os.environ, "TMPDIR": str(short_path)}
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 20
-    while not (sockets := list(tmp_path.glob("lmkit-*/*"))):
+    while not (sockets := list(short_path.glob("lmkit-*/*"))):
         assert time.monotonic() < deadline
         time.sleep(0.02)
     assert len(sockets) >= 1
     process.send_signal(signal.SIGTERM)
     assert process.wait(20) == 0
-    assert list(tmp_path.glob("lmkit-*")) == []
+    assert list(short_path.glob("lmkit-*")) == []
     assert process.stdout is not None
     assert process.stdout.read() == ""

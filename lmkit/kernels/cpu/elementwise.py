@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lmkit.kernels import ops
 from lmkit.kernels.cpu import threads, workspace
-from lmkit.kernels.cpu.intrinsics import bfloat_to_float, bits_to_float, half_to_float, pointer, unpack
+from lmkit.kernels.cpu.intrinsics import bfloat_to_float, bits_to_float, exp, half_to_float, pointer, unpack
 from lmkit.kernels.cpu.jit import FASTMATH, Task, float_bits, inline
 from lmkit.kernels.cpu.panels import ACTIVATION_NUMBERS, address, as_type, multiply_gates
 from lmkit.kernels.ops import Norm
@@ -68,19 +68,32 @@ def _gated_activation(args: int, scratch: int, index: int) -> None:
 
 
 def _embedding(args: int, scratch: int, index: int) -> None:
-    table, kind, rows, y, size = unpack(args, 5)
+    table, kind, rows, y, size, scale_bits = unpack(args, 6)
+    scale = bits_to_float(np.uint32(scale_bits))
     row = carray(pointer(rows), index + 1, np.int64)[index]
     out = carray(pointer(y + 4 * index * size), size, np.float32)
     if kind == 0:
-        out[:] = carray(pointer(table + 4 * row * size), size, np.float32)
+        values = carray(pointer(table + 4 * row * size), size, np.float32)
+        for i in range(size):
+            out[i] = values[i] * scale
         return
     bits = carray(pointer(table + 2 * row * size), size, np.uint16)
     if kind == 1:
         for i in range(size):
-            out[i] = bfloat_to_float(np.uint32(bits[i]))
+            out[i] = bfloat_to_float(np.uint32(bits[i])) * scale
     else:
         for i in range(size):
-            out[i] = half_to_float(np.uint32(bits[i]))
+            out[i] = half_to_float(np.uint32(bits[i])) * scale
+
+
+def _softcap(args: int, scratch: int, index: int) -> None:
+    """Row `index` of logits, of which `cap_bits` says the bound."""
+    x, size, cap_bits = unpack(args, 3)
+    cap = bits_to_float(np.uint32(cap_bits))
+    row = carray(pointer(x + 4 * index * size), size, np.float32)
+    for i in range(size):
+        doubled = row[i] / cap * np.float32(2)
+        row[i] = cap * (np.float32(1) - np.float32(2) / (exp(doubled) + np.float32(1)))  # tanh(t)
 
 
 def _rope_angles(args: int, scratch: int, index: int) -> None:
@@ -96,8 +109,8 @@ def _rope_angles(args: int, scratch: int, index: int) -> None:
         s[i] = np.float32(math.sin(angle)) * magnitude
 
 
-RMS_NORM, GATED_ACTIVATION, EMBEDDING, ROPE_ANGLES = (
-    Task(f) for f in (_rms_norm, _gated_activation, _embedding, _rope_angles)
+RMS_NORM, GATED_ACTIVATION, EMBEDDING, SOFTCAP, ROPE_ANGLES = (
+    Task(f) for f in (_rms_norm, _gated_activation, _embedding, _softcap, _rope_angles)
 )
 
 
@@ -142,13 +155,22 @@ def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
 
 
 @implements(ops.embedding, "cpu", device="cpu", priority=20)
-def embedding(table: Tensor, rows: Tensor) -> Tensor:
+def embedding(table: Tensor, rows: Tensor, scale: float = 1.0) -> Tensor:
     table, rows = table.contiguous(), rows.contiguous()
     assert rows.dtype == torch.int64
     y = workspace.empty(len(rows), table.shape[1])
-    args = (table.data_ptr(), FLOATS[table.dtype], rows.data_ptr(), y.data_ptr(), table.shape[1])
+    size, kind = table.shape[1], FLOATS[table.dtype]
+    args = (table.data_ptr(), kind, rows.data_ptr(), y.data_ptr(), size, float_bits(scale))
     threads.run(EMBEDDING, len(rows), args, parallel=y.numel() > SERIAL_VALUES)
     return y
+
+
+@implements(ops.softcap, "cpu", device="cpu", priority=20)
+def softcap(x: Tensor, cap: float) -> Tensor:
+    assert (x.dtype, x.is_contiguous()) == (torch.float32, True)
+    rows, size = x.shape
+    threads.run(SOFTCAP, rows, (x.data_ptr(), size, float_bits(cap)), parallel=x.numel() > SERIAL_VALUES >> 4)
+    return x
 
 
 @implements(ops.rope_angles, "cpu", device="cpu", priority=20)

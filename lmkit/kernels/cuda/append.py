@@ -14,9 +14,7 @@ from lmkit.kernels.cuda import elementwise
 from lmkit.kernels.cuda.module import HALVES, Kernel
 from lmkit.kernels.ops import KVTensor
 from lmkit.kernels.reference.elementwise import accepts_rope
-from lmkit.kernels.reference.elementwise import rope_append as reference_rope_append
 from lmkit.kernels.reference.kv import accepts_heads
-from lmkit.kernels.reference.kv import kv_append as reference_kv_append
 from lmkit.kernels.registry import implements
 from lmkit.kv_dtype import BFLOAT16, FLOAT16, FP8, INT4, INT8, KVDtype
 
@@ -26,24 +24,31 @@ HEADS_PER_BLOCK = 8
 
 
 def accepts(*, head_dim: int, **traits: Any) -> str | None:
-    if (reason := elementwise.accepts()) is not None:
+    if (reason := elementwise.accepts() or head_dim_problem(head_dim)) is not None:
         return reason
-    if head_dim % 16 or head_dim > MAX_HEAD_DIM:
-        return f"head_dim {head_dim}: multiples of 16 up to {MAX_HEAD_DIM}"
     check = accepts_rope if "rotary_dim" in traits else accepts_heads
     return check(head_dim=head_dim, **traits)
 
 
-def can_run(rows: tuple[Tensor, ...], caches: tuple[KVTensor, KVTensor]) -> bool:
-    """Whether kernels take these: rows [T, heads, D] of one 16-bit type that 16-byte loads can read, D as in the
-    caches, which are stored in one of `STORAGE`."""
+def problem(rows: tuple[Tensor, ...], caches: tuple[KVTensor, KVTensor]) -> str | None:
+    """Why kernels cannot take these, or None: rows [T, heads, D] of one 16-bit type that 16-byte loads can read, D as
+    in the caches, which are stored in one of `STORAGE`."""
     dtype, dim = rows[0].dtype, rows[0].shape[2]
-    if dtype not in HALVES or dim % 16 or dim > MAX_HEAD_DIM or any(cache.dtype not in STORAGE for cache in caches):
-        return False
-    return all(
-        x.dtype == dtype and x.stride(2) == 1 and x.stride(0) % 8 == x.stride(1) % 8 == 0 and x.data_ptr() % 16 == 0
-        for x in rows
-    )
+    if dtype not in HALVES or any(x.dtype != dtype for x in rows):
+        return elementwise.dtypes_of(*rows)
+    if (reason := head_dim_problem(dim)) is not None:
+        return reason
+    if other := {cache.dtype for cache in caches} - set(STORAGE):
+        return f"KV stored as {other.pop()}"
+    if all(x.stride(2) == 1 and x.stride(0) % 8 == x.stride(1) % 8 == 0 and x.data_ptr() % 16 == 0 for x in rows):
+        return None
+    return "rows that loads of 16 bytes cannot read"
+
+
+def head_dim_problem(head_dim: int) -> str | None:
+    if head_dim % 16 or head_dim > MAX_HEAD_DIM:
+        return f"head_dim {head_dim}: multiples of 16 up to {MAX_HEAD_DIM}"
+    return None
 
 
 @cache
@@ -56,8 +61,8 @@ def append_kernel(dim: int, keys: KVDtype, values: KVDtype, bf16: bool) -> Kerne
 def rope_append(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: KVTensor, v_cache: KVTensor, slots: Tensor
 ) -> None:
-    if not can_run((q, k, v), (k_cache, v_cache)):
-        reference_rope_append(q, k, v, cos, sin, k_cache, v_cache, slots)
+    if (reason := problem((q, k, v), (k_cache, v_cache))) is not None:
+        ops.rope_append.fall_back("reference", reason)(q, k, v, cos, sin, k_cache, v_cache, slots)
         return
     mean = None if k_cache.mean is None else k_cache.mean.vector
     angles = (cos.contiguous(), sin.contiguous(), cos.shape[1], mean)
@@ -66,8 +71,8 @@ def rope_append(
 
 @implements(ops.kv_append, "cuda", device="cuda", accepts=accepts, priority=20)
 def kv_append(k: Tensor, v: Tensor, k_cache: KVTensor, v_cache: KVTensor, slots: Tensor) -> None:
-    if not can_run((k, v), (k_cache, v_cache)):
-        reference_kv_append(k, v, k_cache, v_cache, slots)
+    if (reason := problem((k, v), (k_cache, v_cache))) is not None:
+        ops.kv_append.fall_back("reference", reason)(k, v, k_cache, v_cache, slots)
         return
     no_queries, no_angles = strided(None), (None, None, 0, None)
     _append((*no_queries, *strided(k), *strided(v), *no_angles), k, 0, k_cache, v_cache, slots)

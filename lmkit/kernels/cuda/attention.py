@@ -15,13 +15,11 @@ from torch import Tensor
 
 from lmkit.attention_spec import AttentionSpec
 from lmkit.kernels import ops
-from lmkit.kernels.cuda.append import STORAGE, accepts, can_run, rope_append, storage, strided
+from lmkit.kernels.cuda.append import STORAGE, accepts, problem, rope_append, storage, strided
 from lmkit.kernels.cuda.gpus import RESERVED_SHARED, Capability, gpu_of
 from lmkit.kernels.cuda.module import NUM_COUNTERS, Kernel, backend, counters
-from lmkit.kernels.cuda.prefill import prefill_attention, refusal
+from lmkit.kernels.cuda.prefill import MAX_MEAN_PAIRS, prefill_attention
 from lmkit.kernels.ops import BatchGeometry, KVTensor
-from lmkit.kernels.reference.attention import paged_attention as reference_attention
-from lmkit.kernels.reference.attention import rope_paged_attention as reference_rope_attention
 from lmkit.kernels.registry import implements
 from lmkit.kv_dtype import KVDtype
 
@@ -37,9 +35,9 @@ def paged_attention(
 ) -> Tensor:
     num_seqs = len(geometry.context_lens)
     decodes = len(q) == num_seqs
-    if not _can_attend((q,), k_cache, v_cache, spec, decodes):
-        out: Tensor = reference_attention(q, k_cache, v_cache, geometry, spec)
-        return out
+    if (reason := attention_problem((q,), k_cache, v_cache, spec, decodes)) is not None:
+        y: Tensor = ops.paged_attention.fall_back("reference", reason)(q, k_cache, v_cache, geometry, spec)
+        return y
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     mixed = not decodes and num_seqs > 1
     if decodes or mixed:
@@ -63,16 +61,17 @@ def rope_paged_attention(
     spec: AttentionSpec,
 ) -> Tensor:
     decodes = len(q) == len(geometry.context_lens)
-    if not _can_attend((q, k, v), k_cache, v_cache, spec, decodes):
-        out: Tensor = reference_rope_attention(q, k, v, cos, sin, k_cache, v_cache, geometry, spec)
-        return out
+    if (reason := attention_problem((q, k, v), k_cache, v_cache, spec, decodes)) is not None:
+        reference = ops.rope_paged_attention.fall_back("reference", reason)
+        y: Tensor = reference(q, k, v, cos, sin, k_cache, v_cache, geometry, spec)
+        return y
     if decodes:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         decode_attention(q, (k, v, cos, sin), k_cache, v_cache, geometry, spec, out)
         return out
     rope_append(q, k, v, cos, sin, k_cache, v_cache, geometry.slots)
-    out = paged_attention(q, k_cache, v_cache, geometry, spec)
-    return out
+    y = paged_attention(q, k_cache, v_cache, geometry, spec)
+    return y
 
 
 def decode_attention(
@@ -171,17 +170,23 @@ def row_stride(dtype: KVDtype, dim: int) -> int:
     return (-(-dim * dtype.bits // 256) * 2 + 1) * 16
 
 
-def _can_attend(
+def attention_problem(
     rows: tuple[Tensor, ...], k_cache: KVTensor, v_cache: KVTensor, spec: AttentionSpec, decodes: bool
-) -> bool:
-    """Whether kernels attend; what else there is (values that are turned, float32) is left to the reference."""
-    if not can_run(rows, (k_cache, v_cache)) or k_cache.block_size % UNIT or v_cache.hadamard or v_cache.mean:
-        return False
+) -> str | None:
+    """Why kernels cannot attend, or None. `decodes`: every sequence has one query."""
+    if (reason := problem(rows, (k_cache, v_cache))) is not None:
+        return reason
+    if k_cache.block_size % UNIT:
+        return f"blocks of {k_cache.block_size} tokens, not of a multiple of {UNIT}"
+    if v_cache.hadamard or v_cache.mean is not None:
+        return "values that are turned, or stored without a mean"
     if spec.softcap:
-        return False
+        return "a soft cap"
     pairs = 0 if k_cache.mean is None else k_cache.mean.pairs.shape[1]
+    if pairs > MAX_MEAN_PAIRS and not decodes:
+        return f"a key mean of {pairs} pairs, more than {MAX_MEAN_PAIRS}"
     heads, dim = rows[0].shape[1:]
     group, capability = heads // k_cache.data.shape[1], backend(rows[0].device.type).capability()
     if not shape_of(dim, k_cache.dtype, v_cache.dtype, group, pairs > 0, capability).fits:
-        return False
-    return decodes or refusal(head_dim=dim, k=k_cache.dtype, v=v_cache.dtype, mean_pairs=pairs) is None
+        return f"{group} queries of {dim} for a KV head, which shared memory cannot hold"
+    return None

@@ -17,7 +17,6 @@ from torch import Tensor
 from lmkit.kernels import ops
 from lmkit.kernels.cuda.module import HALVES, Kernel, is_available, missing
 from lmkit.kernels.ops import Norm
-from lmkit.kernels.reference import elementwise as reference
 from lmkit.kernels.registry import implements
 
 WIDTH = 8  # values of a thread: rows.cuh
@@ -48,8 +47,8 @@ class RowCodes(NamedTuple):
 @implements(ops.rms_norm, "cuda", device="cuda", accepts=accepts, priority=20)
 def rms_norm(x: Tensor, norm: Norm) -> Tensor:
     dtype = result_dtype(x, norm)
-    if half_of(x, norm.residual, dtype) is None or x.shape[-1] > MAX_COLUMNS:
-        y: Tensor = reference.rms_norm(x, norm)
+    if (reason := _norm_problem(x, norm, dtype)) is not None:
+        y: Tensor = ops.rms_norm.fall_back("reference", reason)(x, norm)
         return y
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     _norm_rows(x, norm, out, dtype, None)
@@ -64,8 +63,10 @@ def quantize_rows(x: Tensor, codes: torch.dtype, norm: Norm | None = None, *, mi
     """
     rows, columns = x.shape
     dtype = result_dtype(x, norm)
-    if half_of(x, None if norm is None else norm.residual, dtype) is None:
-        x, norm, dtype = (x if norm is None else reference.rms_norm(x, norm)).float(), None, torch.float32
+    if norm is not None and (reason := _norm_problem(x, norm, dtype)) is not None:
+        x, norm = ops.rms_norm.fall_back("reference", reason)(x, norm), None
+    if half_of(x, dtype) is None:
+        x, dtype = x.float(), torch.float32
     padded = max(rows, min_rows)
     out = RowCodes(
         torch.empty(padded, columns, dtype=codes, device=x.device),
@@ -74,6 +75,13 @@ def quantize_rows(x: Tensor, codes: torch.dtype, norm: Norm | None = None, *, mi
     )
     _norm_rows(x, norm, out.codes, dtype, out)
     return out
+
+
+def _norm_problem(x: Tensor, norm: Norm, dtype: torch.dtype) -> str | None:
+    """Why norm.cu cannot compute a norm, or None."""
+    if half_of(x, norm.residual, dtype) is None:
+        return dtypes_of(x, norm.residual, dtype)
+    return f"{x.shape[-1]} columns, more than {MAX_COLUMNS}" if x.shape[-1] > MAX_COLUMNS else None
 
 
 def _norm_rows(x: Tensor, norm: Norm | None, out: Tensor, dtype: torch.dtype, codes: RowCodes | None) -> None:
@@ -102,24 +110,33 @@ def _norm_rows(x: Tensor, norm: Norm | None, out: Tensor, dtype: torch.dtype, co
 
 
 @implements(ops.embedding, "cuda", device="cuda", accepts=accepts, priority=20)
-def embedding(table: Tensor, rows: Tensor) -> Tensor:
+def embedding(table: Tensor, rows: Tensor, scale: float = 1.0) -> Tensor:
     half = half_of(table)
     if half is None or table.stride(1) != 1:
-        y: Tensor = reference.embedding(table, rows)
+        reason = dtypes_of(table) if half is None else "a table whose rows are not contiguous"
+        y: Tensor = ops.embedding.fall_back("reference", reason)(table, rows, scale)
         return y
     columns = table.shape[1]
     out = torch.empty(len(rows), columns, dtype=torch.float32, device=table.device)
     aligned = columns % WIDTH == 0 and table.stride(0) % WIDTH == 0 and is_aligned(table, out)
-    args = [table, np.int64(table.stride(0)), rows.contiguous(), out, columns, table.dtype in HALVES, aligned]
+    args = [table, np.int64(table.stride(0)), rows.contiguous(), out, columns, scale, table.dtype in HALVES, aligned]
     kernel_for("elementwise.cu", "embedding", half)(grid(len(rows), columns), BLOCK, args)
     return out
+
+
+@implements(ops.softcap, "cuda", device="cuda", accepts=accepts, priority=20)
+def softcap(x: Tensor, cap: float) -> Tensor:
+    assert (x.dtype, x.is_contiguous()) == (torch.float32, True)
+    kernel = kernel_for("elementwise.cu", "softcap", torch.float16)
+    kernel(-(-x.numel() // BLOCK), BLOCK, [x, cap, np.int64(x.numel())])
+    return x
 
 
 @implements(ops.gated_activation, "cuda", device="cuda", accepts=accepts, priority=20)
 def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
     half = half_of(gate_up)
-    if half is None or activation != "silu":
-        y: Tensor = reference.gated_activation(gate_up, activation)
+    if (reason := dtypes_of(gate_up) if half is None else gate_problem(activation=activation)) is not None:
+        y: Tensor = ops.gated_activation.fall_back("reference", reason)(gate_up, activation)
         return y
     columns = gate_up.shape[-1] // 2
     rows = gate_up.reshape(-1, 2 * columns)
@@ -158,6 +175,12 @@ def half_of(*values: Tensor | torch.dtype | None) -> torch.dtype | None:
     dtypes = {value.dtype if isinstance(value, Tensor) else value for value in values if value is not None}
     narrow = dtypes - {torch.float32}
     return None if len(narrow) > 1 or not narrow <= set(HALVES) else next(iter(narrow), torch.float16)
+
+
+def dtypes_of(*values: Tensor | torch.dtype | None) -> str:
+    """For messages: "tensors of bfloat16 and float16"."""
+    dtypes = {value.dtype if isinstance(value, Tensor) else value for value in values if value is not None}
+    return "tensors of " + " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
 
 
 def _strided_rows(x: Tensor) -> tuple[Tensor, int, int, int]:

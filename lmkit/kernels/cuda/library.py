@@ -59,7 +59,8 @@ def linear_dense(
     weight: Tensor = packed.weight
     x = x if norm is None else elementwise.rms_norm(x, norm)
     if x.dtype != weight.dtype or dtype not in (None, x.dtype, torch.float32):
-        y: Tensor = ops.linear_dense.named("torch")(x, packed, bias, dtype=dtype, residual=residual)
+        reason = elementwise.dtypes_of(x, weight, dtype)
+        y: Tensor = ops.linear_dense.fall_back("torch", reason)(x, packed, bias, dtype=dtype, residual=residual)
         return y
     dtype = dtype or x.dtype
     if len(x) <= GEMV_TOKENS and _streams(x, weight):

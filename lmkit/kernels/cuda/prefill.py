@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lmkit.attention_spec import AttentionSpec
-from lmkit.kernels.cuda.append import MAX_HEAD_DIM, STORAGE
+from lmkit.kernels.cuda.append import STORAGE
 from lmkit.kernels.cuda.gpus import Capability, gpu_of
 from lmkit.kernels.cuda.module import Kernel, backend, counters
 from lmkit.kernels.ops import BatchGeometry, KVTensor
@@ -23,15 +22,6 @@ MAX_MEAN_PAIRS = 16
 MAX_SPLITS = 16  # of a tile's keys
 BLOCKS_PER_SM = 2
 LARGE_SHARED = 200 << 10  # bytes of an SM that has room for tiles of more keys
-
-
-def refusal(*, head_dim: int, k: KVDtype, v: KVDtype, mean_pairs: int = 0, **traits: Any) -> str | None:
-    """Why prefill_attention cannot run for keys and values stored as `k` and `v`, or None."""
-    if head_dim % 16 or head_dim > MAX_HEAD_DIM:
-        return f"head_dim {head_dim} is not a multiple of 16 up to {MAX_HEAD_DIM}"
-    if other := {k, v} - set(STORAGE):
-        return f"KV stored as {other.pop()}"
-    return f"a key mean of {mean_pairs} pairs, more than {MAX_MEAN_PAIRS}" if mean_pairs > MAX_MEAN_PAIRS else None
 
 
 def prefill_attention(

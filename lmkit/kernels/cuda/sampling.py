@@ -60,12 +60,9 @@ def sample(logits: Tensor, table: Tensor, slots: Tensor, last_token: Tensor, tok
     _SAMPLE(len(logits), _THREADS, args, shared=_SHARED)
 
 
-def edit_logits(logits: Tensor, rows: Tensor, slots: Tensor, table: Tensor, mask: Tensor | None) -> None:
-    """Change those `rows` (int32) of logits float32 [R, V] in place as their sequences ask for.
-
-    mask: int32 [R, ceil(V / 32)]; bit t % 32 of word t // 32 is 1 where token t may be sampled.
-    """
-    args = [logits, np.int64(logits.stride(0)), logits.shape[1], rows, slots, table, mask]
+def edit_logits(logits: Tensor, rows: Tensor, slots: Tensor, table: Tensor) -> None:
+    """Change those `rows` (int32) of logits float32 [R, V] in place as their sequences ask for."""
+    args = [logits, np.int64(logits.stride(0)), logits.shape[1], rows, slots, table]
     _EDIT((-(-logits.shape[1] // _EDIT_CHUNK), len(rows)), _EDIT_THREADS, args, shared=4 * _EDIT_CHUNK)
 
 

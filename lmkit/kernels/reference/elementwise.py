@@ -26,8 +26,13 @@ def rms_norm(x: Tensor, norm: Norm) -> Tensor:
 
 
 @implements(ops.embedding, "reference", device="any")
-def embedding(table: Tensor, rows: Tensor) -> Tensor:
-    return table[rows].float()
+def embedding(table: Tensor, rows: Tensor, scale: float = 1.0) -> Tensor:
+    return table[rows].float() * scale
+
+
+@implements(ops.softcap, "reference", device="any")
+def softcap(x: Tensor, cap: float) -> Tensor:
+    return x.div_(cap).tanh_().mul_(cap)
 
 
 @implements(ops.known_tokens, "reference", device="any")

@@ -2,37 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
+from lmkit.attention_spec import AttentionSpec
 from lmkit.errors import CheckpointError, UnsupportedError
+from lmkit.layers.mlp_spec import MLPSpec
 from lmkit.layers.rope_spec import RopeSpec
-from lmkit.models.registry import LIMITS, family
+from lmkit.models.layer_spec import LayerSpec
+from lmkit.models.registry import MAX_LAYERS, family
 from lmkit.models.spec import ModelSpec
 
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-def llama_spec(hf: dict[str, Any], **flags: Any) -> ModelSpec:
-    """The common part of config.json, as transformers 4 and 5 write it; `flags` override fields of ModelSpec."""
-    if hf.get("hidden_act", "silu") != "silu":
-        raise UnsupportedError(f"config.json: hidden_act {hf['hidden_act']!r} is not supported; lmkit runs silu")
+def layer_spec(hf: dict[str, Any], *, mlp_bias: bool = False, **flags: Any) -> LayerSpec:
+    """A dense layer with full attention by config.json, as transformers 4 and 5 write it; `flags` override fields of
+    LayerSpec."""
     num_heads = integer(hf, "num_attention_heads")
     head_dim = integer(hf, "head_dim", integer(hf, "hidden_size") // max(num_heads, 1))
+    fields: dict[str, Any] = {
+        "hidden_size": integer(hf, "hidden_size"),
+        "num_heads": num_heads,
+        "num_kv_heads": integer(hf, "num_key_value_heads", num_heads),
+        "head_dim": head_dim,
+        "attention": AttentionSpec(max(head_dim, 1) ** -0.5),
+        "rope": rope_spec(hf, head_dim),
+        "mlp": MLPSpec(integer(hf, "intermediate_size"), activation(hf), mlp_bias),
+        "norm_eps": number(hf, "rms_norm_eps", 1e-6),
+    }
+    return LayerSpec(**(fields | flags))
+
+
+def model_spec(hf: dict[str, Any], layers: Iterable[LayerSpec], **flags: Any) -> ModelSpec:
+    """What config.json says of the whole model; `flags` override fields of ModelSpec."""
     dtype = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
     if dtype not in DTYPES:
         raise UnsupportedError(f"config.json: dtype {dtype!r} is not supported; lmkit runs {', '.join(DTYPES)}")
     fields: dict[str, Any] = {
         "architecture": hf["architectures"][0],
-        "hidden_size": integer(hf, "hidden_size"),
-        "num_layers": num_layers(hf),
-        "num_heads": num_heads,
-        "num_kv_heads": integer(hf, "num_key_value_heads", num_heads),
-        "head_dim": head_dim,
-        "intermediate_size": integer(hf, "intermediate_size"),
+        "layers": tuple(layers),
         "vocab_size": integer(hf, "vocab_size"),
-        "norm_eps": number(hf, "rms_norm_eps", 1e-6),
-        "rope": rope_spec(hf, head_dim),
         "max_position": integer(hf, "max_position_embeddings", 2048),
         "dtype": dtype,
         "tie_embeddings": bool(hf.get("tie_word_embeddings", False)),
@@ -40,28 +53,43 @@ def llama_spec(hf: dict[str, Any], **flags: Any) -> ModelSpec:
     return ModelSpec(**(fields | flags))
 
 
+def windowed(layer: LayerSpec, windows: list[int]) -> list[LayerSpec]:
+    """The same layer with each of the windows, 0 = full attention."""
+    made = {window: replace(layer, attention=replace(layer.attention, window=window)) for window in set(windows)}
+    return [made[window] for window in windows]
+
+
+def activation(hf: dict[str, Any]) -> str:
+    name = hf.get("hidden_activation") or hf.get("hidden_act") or "silu"
+    if name not in ACTIVATIONS:
+        raise UnsupportedError(
+            f"config.json: hidden_act {name!r} is not supported; lmkit runs {', '.join(ACTIVATIONS)}"
+        )
+    return ACTIVATIONS[name]
+
+
 @family("LlamaForCausalLM")
 def llama(hf: dict[str, Any]) -> ModelSpec:
     bias = bool(hf.get("attention_bias", False))
-    return llama_spec(hf, attn_bias=bias, o_bias=bias, mlp_bias=bool(hf.get("mlp_bias", False)))
+    layer = layer_spec(hf, attn_bias=bias, o_bias=bias, mlp_bias=bool(hf.get("mlp_bias", False)))
+    return model_spec(hf, [layer] * num_layers(hf))
 
 
 @family("MistralForCausalLM")
 def mistral(hf: dict[str, Any]) -> ModelSpec:
-    window = integer(hf, "sliding_window", 0)
-    return llama_spec(hf, windows=(window,) * num_layers(hf) if window else ())
+    return model_spec(hf, windowed(layer_spec(hf), [integer(hf, "sliding_window", 0)] * num_layers(hf)))
 
 
 @family("Qwen2ForCausalLM")
 def qwen2(hf: dict[str, Any]) -> ModelSpec:
-    return llama_spec(hf, attn_bias=True, windows=layer_windows(hf))
+    return model_spec(hf, windowed(layer_spec(hf, attn_bias=True), layer_windows(hf)))
 
 
 @family("Qwen3ForCausalLM")
 def qwen3(hf: dict[str, Any]) -> ModelSpec:
     bias = bool(hf.get("attention_bias", False))
-    head_dim = integer(hf, "head_dim", 128)
-    return llama_spec(hf | {"head_dim": head_dim}, attn_bias=bias, o_bias=bias, qk_norm=True, windows=layer_windows(hf))
+    hf = hf | {"head_dim": integer(hf, "head_dim", 128)}
+    return model_spec(hf, windowed(layer_spec(hf, attn_bias=bias, o_bias=bias, qk_norm=True), layer_windows(hf)))
 
 
 def rope_spec(hf: dict[str, Any], head_dim: int) -> RopeSpec:
@@ -101,26 +129,30 @@ def rope_spec(hf: dict[str, Any], head_dim: int) -> RopeSpec:
     )
 
 
-def layer_windows(hf: dict[str, Any]) -> tuple[int, ...]:
+def layer_windows(hf: dict[str, Any]) -> list[int]:
     """Qwen's rule: with use_sliding_window, layers from max_window_layers on, or as `layer_types` says."""
-    window = integer(hf, "sliding_window", 0)
-    if not hf.get("use_sliding_window", False) or not window:
-        return ()
-    count = num_layers(hf)
-    kinds = hf.get("layer_types")
-    if kinds is None:
-        first = integer(hf, "max_window_layers", count)
-        return tuple(window if i >= first else 0 for i in range(count))
+    window, count = integer(hf, "sliding_window", 0), num_layers(hf)
+    if not hf.get("use_sliding_window", False):
+        return [0] * count
+    if hf.get("layer_types") is not None:
+        return typed_windows(hf, window)
+    first = integer(hf, "max_window_layers", count)
+    return [window if i >= first else 0 for i in range(count)]
+
+
+def typed_windows(hf: dict[str, Any], window: int) -> list[int]:
+    """`window` for the layers that `layer_types` calls sliding, 0 for the others."""
+    kinds, count = hf.get("layer_types"), num_layers(hf)
     if not isinstance(kinds, list) or len(kinds) != count or not set(kinds) <= {"full_attention", "sliding_attention"}:
         raise CheckpointError(f"config.json: layer_types must name full_attention or sliding_attention {count} times")
-    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+    return [window if kind == "sliding_attention" else 0 for kind in kinds]
 
 
 def num_layers(hf: dict[str, Any]) -> int:
     """Bounded here already: lists of one entry a layer are made from it."""
     count = integer(hf, "num_hidden_layers")
-    if count > LIMITS["num_layers"]:
-        raise CheckpointError(f"config.json: num_hidden_layers = {count} is more than {LIMITS['num_layers']}")
+    if not 1 <= count <= MAX_LAYERS:
+        raise CheckpointError(f"config.json: num_hidden_layers = {count} is not in 1 .. {MAX_LAYERS}")
     return count
 
 

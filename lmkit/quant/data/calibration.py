@@ -23,7 +23,7 @@ from lmkit.config import StrictStruct
 from lmkit.errors import ConfigError, RequestError
 from lmkit.log import get_logger
 from lmkit.quant.data.sources import Document, documents
-from lmkit.quant.recipe import CalibrationRecipe, DatasetRecipe
+from lmkit.quant.sections import CalibrationRecipe, DatasetRecipe
 from lmkit.text import Tokenizer
 
 log = get_logger(__name__)

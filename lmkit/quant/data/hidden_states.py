@@ -7,11 +7,13 @@ and of the next, which take turns; with a folder they are mapped files:
     hidden-0.f32  hidden-1.f32   float32 [num_rows * seq_len, hidden]; layer i reads number i % 2, writes the other
     exact-0.f32   exact-1.f32
 
-So a layer that is interrupted can be done again, and no more than a batch of each is in memory.
+hidden-scratch.f32 and exact-scratch.f32 hold what stands inside the present layer (layer.passes). An interrupted
+layer can therefore be done again, and no more than a batch of each is in memory.
 """
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 from collections.abc import Iterator
@@ -22,16 +24,17 @@ import torch
 from torch import Tensor
 
 from lmkit.formats.atomic import write_errors
-from lmkit.models.decoder import DecoderLayer, joined
-from lmkit.models.loader import ModelSource
+from lmkit.models.decoder import Decoder, DecoderLayer, joined
+from lmkit.models.layer_spec import LayerSpec
+from lmkit.models.source import ModelSource
 from lmkit.models.spec import ModelSpec
-from lmkit.quant.budget import BATCH_TOKENS
 from lmkit.quant.data.comm import Comm
 from lmkit.quant.kv.config import KVStats
 from lmkit.quant.layer.layer import Geometry
 from lmkit.quant.layer.observe import Observer
 
 STREAMS = ("hidden", "exact")
+BATCH_TOKENS = 4096  # of the calibration set in one forward pass, at most
 
 
 class Buffer:
@@ -80,7 +83,9 @@ class Stream:
     layer: int  # in front of which the present states stand
     buffers: dict[str, tuple[Buffer, Buffer]]
     comm: Comm
-    _geometries: dict[tuple[int, int], Geometry] = field(default_factory=dict)
+    folder: Path | None = None
+    _scratch: dict[bool, Buffer] = field(default_factory=dict)
+    _geometries: dict[tuple[LayerSpec, int, int], Geometry] = field(default_factory=dict)
 
     @classmethod
     def embedded(
@@ -104,14 +109,14 @@ class Stream:
         for name in STREAMS[: 2 if exact else 1]:
             one, other = (Buffer(*sizes, folder and folder / f"{name}-{i}.f32") for i in (0, 1))
             buffers[name] = one, other
-        stream = cls(spec, num_rows, seq_len, max(1, batch_tokens // seq_len), layer, buffers, comm)
+        stream = cls(spec, num_rows, seq_len, max(1, batch_tokens // seq_len), layer, buffers, comm, folder)
         if layer == 0:
-            stream._embed(source.embed_tokens(), rows)
+            stream._embed(source.head(), rows)
         return stream
 
-    def _embed(self, table: Tensor, rows: Tensor) -> None:
+    def _embed(self, head: Decoder, rows: Tensor) -> None:
         for number, part in enumerate(rows.split(self.batch_rows)):
-            states = table[part.flatten()].float()
+            states = head.embed(part.flatten())
             for buffers in self.buffers.values():
                 buffers[0].states[self._tokens(number)] = states
                 buffers[0].release()
@@ -127,10 +132,27 @@ class Stream:
         """One batch in front of the layer; not to be written to."""
         return self._buffer(self.layer, exact).states[self._tokens(number)]
 
+    def states(self, layer: int, *, exact: bool = False) -> Tensor:
+        """All tokens [rows * seq_len, hidden] in front of the present layer or of the next."""
+        return self._buffer(layer, exact).states
+
+    def scratch(self, *, exact: bool = False) -> Tensor:
+        """As wide as what any layer has inside: a place for all tokens within the present layer."""
+        if exact not in self._scratch:
+            path = self.folder and self.folder / f"{STREAMS[exact]}-scratch.f32"
+            self._scratch[exact] = Buffer(self.num_rows * self.seq_len, scratch_width(self.spec), path)
+        return self._scratch[exact].states
+
+    def release(self) -> None:
+        """Leave all states to the page cache."""
+        for buffer in (*self._scratch.values(), *(buffer for pair in self.buffers.values() for buffer in pair)):
+            buffer.release()
+
     def geometry(self, num_rows: int, seq_len: int) -> Geometry:
-        key = num_rows, seq_len
+        """Of the present layer; layers that are alike share one."""
+        key = self.spec.layers[self.layer], num_rows, seq_len
         if key not in self._geometries:
-            self._geometries[key] = Geometry.of(self.spec, num_rows, seq_len)
+            self._geometries[key] = Geometry.of(*key)
         return self._geometries[key]
 
     def output(self, layer: DecoderLayer, number: int, *, exact: bool = False, seen: KVStats | None = None) -> Tensor:
@@ -207,6 +229,12 @@ class Stream:
         self._buffer(self.layer, exact).release()
         return joined(delta, residual), geometry
 
+    def slices(self, number: int, *cuts: int) -> list[slice]:
+        """The tokens of a batch, in pieces that do not go over any of the rows `cuts`."""
+        begin, end = self._tokens(number).start, self._tokens(number).stop
+        inside = [cut * self.seq_len for cut in cuts if begin < cut * self.seq_len < end]
+        return [slice(*ends) for ends in itertools.pairwise([begin, *inside, end])]
+
     def put(self, number: int, hidden: Tensor, *, exact: bool = False) -> None:
         """What stands in front of the next layer; the present one still sees its own."""
         buffer = self._buffer(self.layer + 1, exact)
@@ -225,3 +253,8 @@ class Stream:
     def _tokens(self, number: int) -> slice:
         size = self.batch_rows * self.seq_len
         return slice(number * size, min((number + 1) * size, self.num_rows * self.seq_len))
+
+
+def scratch_width(spec: ModelSpec) -> int:
+    """Of what a layer has inside: what attention gives, and the product of gate and up if there are no experts."""
+    return max(max(layer.q_size, 0 if layer.is_sparse else layer.widest_mlp) for layer in spec.kinds)

@@ -15,7 +15,7 @@ from lmkit.formats.kv_scheme import KVScheme
 from lmkit.log import get_logger
 from lmkit.models.kv_storage import LARGEST_SCALE, SMALLEST_SCALE, scale_name
 from lmkit.models.spec import ModelSpec
-from lmkit.quant.recipe import KVLayerRecipe, KVRecipe
+from lmkit.quant.sections import KVLayerRecipe, KVRecipe
 
 log = get_logger(__name__)
 
@@ -97,11 +97,12 @@ def check_layers(recipe: KVRecipe, spec: ModelSpec, weight_format: str = "") -> 
         if layer >= spec.num_layers:
             raise ConfigError(f"recipe: kv.layers: there is no layer {layer}, the model has {spec.num_layers}")
     bits = {recipe.bits, *(b for layer in recipe.layers.values() for b in (layer.k_bits, layer.v_bits))}
-    if bits & {4, "auto"} and spec.head_dim % 2:
-        raise ConfigError(f"recipe: kv: 4 bits need an even head_dim, not {spec.head_dim}")
-    if recipe.hadamard is True and spec.head_dim & (spec.head_dim - 1):
-        raise ConfigError(f"recipe: kv: hadamard needs a head_dim that is a power of two, not {spec.head_dim}")
-    if recipe.key_mean is True and spec.rope.kind == "dynamic":
+    for dim in {layer.head_dim for layer in spec.kinds}:
+        if bits & {4, "auto"} and dim % 2:
+            raise ConfigError(f"recipe: kv: 4 bits need an even head_dim, not {dim}")
+        if recipe.hadamard is True and dim & (dim - 1):
+            raise ConfigError(f"recipe: kv: hadamard needs a head_dim that is a power of two, not {dim}")
+    if recipe.key_mean is True and spec.dynamic_length:
         raise ConfigError("recipe: kv: key_mean needs angles that do not depend on the sequence, RoPE here is dynamic")
     if recipe.scheme == "static8" and weight_format != "compressed-tensors":
         raise ConfigError(f"recipe: kv: scheme static8 is stored in compressed-tensors only, not in {weight_format}")
@@ -128,7 +129,8 @@ def make_kv_config(recipe: KVRecipe, spec: ModelSpec, stats: list[KVStats]) -> K
                 k_mean_ratio=tuple(seen.k_mean_ratio.tolist()),
             )
         )
-    return KVConfig(num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, layers=tuple(layers))
+    first = spec.layers[0]  # the file has one size of heads for all layers
+    return KVConfig(num_kv_heads=first.num_kv_heads, head_dim=first.head_dim, layers=tuple(layers))
 
 
 def _k_bits(recipe: KVRecipe, seen: KVStats, index: int, chosen: dict[tuple[int, str], int]) -> int | str:

@@ -21,10 +21,10 @@ from lmkit.formats.kv_config import PairMean
 from lmkit.kv_dtype import FLOAT32, INT4, INT8
 from lmkit.models.decoder import DecoderLayer
 from lmkit.models.kv_storage import KVStorage, allocate
-from lmkit.models.spec import ModelSpec
+from lmkit.models.layer_spec import LayerSpec
 from lmkit.quant.kv.config import RISKY_RATIO, KVFit, KVStats
 from lmkit.quant.layer.layer import BLOCK_SIZE, CalibratedLayer, Geometry
-from lmkit.quant.recipe import KVLayerRecipe, KVRecipe
+from lmkit.quant.sections import KVLayerRecipe, KVRecipe
 
 ALPHAS = (0.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 LARGE_MEAN = 4.0  # times the typical std of a channel: what is smaller may stay
@@ -61,7 +61,7 @@ class Probe:
         layer, batch = self.layer, self.sequences.batch
         spec, positions = layer.spec, int(batch.geometries[0].context_lens.max())
         num_blocks = int(batch.geometries[0].block_tables.max()) + 1
-        (kv,) = allocate(spec, [storage], num_blocks, BLOCK_SIZE, positions)
+        (kv,) = allocate([spec], [storage], num_blocks, BLOCK_SIZE, positions)
         q, k = self.q.clone(), self.k.clone()
         return layer.o(layer.attend(q, k, self.v, batch, self.sequences.rope, kv))
 
@@ -114,7 +114,7 @@ def fit_cache(calibrated: CalibratedLayer, seen: KVStats, recipe: KVRecipe, hidd
     seen.fit = KVFit(alpha if recipe.smooth else None, mean, turn, costs)
 
 
-def key_mean(seen: KVStats, spec: ModelSpec) -> MeanByHead:
+def key_mean(seen: KVStats, spec: LayerSpec) -> MeanByHead:
     """By head, the pairs of the mean before RoPE that are much larger than what differs, largest first."""
     half = spec.rope.rotary_dim // 2
     found = []
@@ -157,7 +157,7 @@ def divided(mean: MeanByHead, s: Tensor) -> MeanByHead:
     return tuple(tuple((i, x / scale[i], y / scale[i]) for i, x, y in pairs) for pairs, scale in by_head)
 
 
-def of_queries(s: Tensor, spec: ModelSpec) -> Tensor:
+def of_queries(s: Tensor, spec: LayerSpec) -> Tensor:
     """[num_kv_heads, head_dim] -> [num_heads, head_dim]: each query head its KV head's."""
     return s.repeat_interleave(spec.num_heads // spec.num_kv_heads, dim=0)
 

@@ -6,18 +6,18 @@ from torch import Tensor
 
 from lmkit.log import get_logger
 from lmkit.models import roles
-from lmkit.models.spec import ModelSpec
+from lmkit.models.layer_spec import LayerSpec
 from lmkit.qtensor import QuantScheme
 from lmkit.quant.layer.layer import CalibratedLayer
 from lmkit.quant.layer.observe import InputStats
 from lmkit.quant.layer.routed import MIN_TOKENS, RoutedStats
-from lmkit.quant.report.report import ExpertsReport
+from lmkit.quant.report.layer_report import ExpertsReport
 
 log = get_logger(__name__)
 
 
 def empty_inputs(
-    spec: ModelSpec, layer: int, schemes: dict[str, QuantScheme], row_ids: Tensor, token_ids: Tensor, seed: int
+    spec: LayerSpec, schemes: dict[str, QuantScheme], row_ids: Tensor, token_ids: Tensor, seed: int
 ) -> dict[str, InputStats]:
     """A record for each input that quantized linears read, and for a router's: that of its whole mixture of experts.
 
@@ -25,9 +25,9 @@ def empty_inputs(
     """
     sizes = {role: scheme.group_size for role, scheme in schemes.items()}
     if sizes:
-        sizes |= dict.fromkeys(roles.routers(spec, layer), next(iter(sizes.values())))
+        sizes |= dict.fromkeys(spec.routers, next(iter(sizes.values())))
     inputs: dict[str, InputStats] = {}
-    for role, reads in roles.input_of(spec, layer).items():
+    for role, reads in spec.input_of.items():
         if role in sizes and reads not in inputs:
             in_features = spec.linear_shape(reads)[1]
             if roles.expert_of(reads) is None:
@@ -41,7 +41,7 @@ def empty_inputs(
 def experts_report(calibrated: CalibratedLayer) -> ExpertsReport | None:
     """Of a sparse layer; says in the log which experts are rounded without statistics."""
     layer = calibrated.layer
-    if layer.spec.sparse(layer.index) is None:
+    if not layer.spec.is_sparse:
         return None
     numbers = {role: roles.expert_of(role) for role in calibrated.inputs}
     seen = {number: calibrated.inputs[role].num_tokens for role, number in numbers.items() if number is not None}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -13,25 +14,26 @@ from lmkit.layers.batch import BatchInputs, KVLayer, allocate_kv, whole_batch
 from lmkit.layers.rope import Rope
 from lmkit.models import roles
 from lmkit.models.decoder import CosSin, DecoderLayer
-from lmkit.models.spec import ModelSpec
+from lmkit.models.layer_spec import LayerSpec
 from lmkit.qtensor import QTensor, QuantScheme, dequantize
+from lmkit.quant.layer.grid import Shrink, round_to_nearest
 from lmkit.quant.layer.observe import InputStats
 from lmkit.quant.layer.routed import MIN_TOKENS
-from lmkit.quant.steps.rtn import Shrink, round_to_nearest
 
 BLOCK_SIZE = 32
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """Everything of a forward pass but the hidden states: `num_rows` sequences of `seq_len` tokens from position 0."""
+    """Everything of a layer's forward pass but the hidden states, for `num_rows` sequences of `seq_len` tokens from
+    position 0."""
 
     batch: BatchInputs
     rope: CosSin
     kv: KVLayer
 
     @classmethod
-    def of(cls, spec: ModelSpec, num_rows: int, seq_len: int) -> Geometry:
+    def of(cls, spec: LayerSpec, num_rows: int, seq_len: int) -> Geometry:
         batch, num_blocks = whole_batch([[0] * seq_len] * num_rows, BLOCK_SIZE)
         kv = allocate_kv(num_blocks, spec.num_kv_heads, BLOCK_SIZE, spec.head_dim, (FLOAT32, FLOAT32))
         return cls(batch, Rope(spec.rope)(batch), kv)
@@ -55,11 +57,11 @@ class CalibratedLayer:
     inputs: dict[str, InputStats]
     sequences: Geometry
     schemes: dict[str, QuantScheme]  # of the roles that will be quantized
-    norm_dtype: torch.dtype  # in which norms are stored
+    read_back: Callable[[str, Tensor], Tensor]  # (role, weight) -> what it is once it was stored
     shrinks: dict[str, Shrink] = field(default_factory=dict)
 
     def input(self, role: str) -> InputStats:
-        return self.inputs[roles.input_of(self.layer.spec, self.layer.index)[role]]
+        return self.inputs[self.layer.spec.input_of[role]]
 
     def weight(self, role: str) -> Tensor:
         weight = self.layer.weights[role]
@@ -74,11 +76,11 @@ class CalibratedLayer:
         """The output, for the sampled inputs, of what the linears behind `source` are part of: the whole attention, MLP
         or mixture of experts behind a norm, the one linear behind a linear."""
         layer, sequences = self.layer, self.sequences
-        (reader, *_) = dict(roles.smooth(layer.spec, layer.index))[source]
+        (reader, *_) = dict(layer.spec.smooth)[source]
         sample = self.input(reader).sample
         if source == "norm.attn":
             return layer.attention(sample, sequences.batch, sequences.rope, sequences.kv)
-        return layer.mlp(sample) if source == "norm.mlp" else layer.linear_of(reader)(sample)
+        return layer.feed_forward(sample) if source == "norm.mlp" else layer.linear_of(reader)(sample)
 
     def has_statistics(self, role: str) -> bool:
         """Whether a linear saw enough tokens to be fitted to them: an expert may have seen few, or none."""

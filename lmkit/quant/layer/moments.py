@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from lmkit.models.decoder import DecoderLayer, joined
+from lmkit.models.roles import expert_of
 from lmkit.quant.data.hidden_states import Stream
+from lmkit.quant.layer.passes import LayerPass, Part
 
 HELD_OUT = 16  # one of so many rows is held out
 
@@ -43,6 +45,15 @@ class Moments:
             product = exact.T @ x
             self.cross = product.double() if self.cross is None else self.cross + product
 
+    def take(self, x: Tensor, exact: Tensor | None, *, held: bool) -> None:
+        """The next tokens, of held-out rows or of others."""
+        self.is_exact = exact is not None
+        if held:
+            self.held = torch.cat((self.held, x))
+            self.held_exact = torch.cat((self.held_exact, x if exact is None else exact))
+        else:
+            self.add(x, exact)
+
     def divide_exact(self, s: Tensor) -> None:
         """The original inputs divided by s [in], as the weights they are for were multiplied by it; x is already."""
         if not self.is_exact:
@@ -57,26 +68,24 @@ def held_out_rows(num_rows: int) -> int:
     return 0 if num_rows < 2 else max(1, num_rows // HELD_OUT)
 
 
-def collect(
-    stream: Stream, layer: DecoderLayer, original: DecoderLayer | None, roles: tuple[str, ...]
-) -> dict[str, Moments]:
-    """Moments of the inputs of `roles`, whose linears follow one another; `original` is the layer for the exact stream.
+def collect(hidden: LayerPass, original: LayerPass | None, roles: tuple[str, ...]) -> dict[str, Moments]:
+    """Moments of the inputs of `roles`, which begin one part of the layer. The passes end there.
 
     Experts are shown other tokens by the original router: they have no exact inputs.
     """
-    moments = {role: Moments.empty(layer.spec.linear_shape(role)[1]) for role in roles}
-    for hidden, exact, held in batches(stream):
-        seen = inputs_of(layer, stream, hidden, roles)
-        wanted = tuple(role for role in seen if ".experts." not in role)
-        originals = {} if original is None or exact is None else inputs_of(original, stream, exact, wanted)
-        for role, x in seen.items():
-            e = originals.get(role)
-            moments[role].is_exact = e is not None
-            if held:
-                moments[role].held = torch.cat((moments[role].held, x))
-                moments[role].held_exact = torch.cat((moments[role].held_exact, x if e is None else e))
-            else:
-                moments[role].add(x, e)
+    part, stream = Part.of(roles[0]), hidden.stream
+    exact_roles = tuple(role for role in roles if expert_of(role) is None)
+    moments = {role: Moments.empty(hidden.layer.spec.linear_shape(role)[1]) for role in roles}
+    first_held = stream.num_rows - held_out_rows(stream.num_rows)
+    for tokens in (piece for number in range(len(stream)) for piece in stream.slices(number, first_held)):
+        x = hidden.inputs(tokens, part, roles)
+        e = {} if original is None else original.inputs(tokens, part, exact_roles)
+        for role in x:
+            moments[role].take(x[role], e.get(role), held=tokens.start >= first_held * stream.seq_len)
+        stream.release()
+    for each in (hidden, original):
+        if each is not None:
+            each.part = part
     return moments
 
 
@@ -95,32 +104,12 @@ def batches(stream: Stream) -> Iterator[tuple[Tensor, Tensor | None, bool]]:
         row += num_rows
 
 
-class _SeenAll(Exception):
-    """Every wanted input was seen: the rest of the layer need not be computed."""
-
-
-def inputs_of(layer: DecoderLayer, stream: Stream, hidden: Tensor, roles: tuple[str, ...]) -> dict[str, Tensor]:
-    """The inputs [tokens, in] of `roles` for whole rows [tokens, hidden]; an expert without tokens is left out."""
-    seen: dict[str, Tensor] = {}
-
-    def record(role: str, x: Tensor) -> None:
-        if role in roles:
-            seen[role] = x
-            if len(seen) == len(roles):
-                raise _SeenAll
-
-    layer.observe(record)
-    try:
-        run(layer, stream, hidden)
-    except _SeenAll:
-        pass
-    finally:
-        layer.observe(None)
-    return seen
-
-
 def run(layer: DecoderLayer, stream: Stream, hidden: Tensor) -> Tensor:
     """The layer's output for whole rows [tokens, hidden]."""
     geometry = stream.geometry(len(hidden) // stream.seq_len, stream.seq_len)
     delta, residual = layer(hidden.clone(), None, geometry.batch, geometry.rope, geometry.kv)
     return joined(delta, residual)
+
+
+def squared(x: Tensor) -> float:
+    return float(x.square().sum(dtype=torch.float64))

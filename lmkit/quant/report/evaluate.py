@@ -14,19 +14,19 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lmkit.config import Activations, HeadStorage, KVStorageName, StrictStruct
 from lmkit.errors import ConfigError
-from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.formats.hub import resolve_model_path
 from lmkit.layers.batch import KVLayer, whole_batch
-from lmkit.models.decoder import Decoder
 from lmkit.models.identity import resolve_activations
-from lmkit.models.kv_storage import allocate, resolve_storage
-from lmkit.models.loader import load_model, resolve_dtype
+from lmkit.models.kv_storage import allocate
+from lmkit.models.loader import load
+from lmkit.models.resolved import resolved
 from lmkit.quant.data.calibration import encode_dataset
 from lmkit.text import Tokenizer
 
@@ -98,15 +98,11 @@ def evaluate(
         raise ConfigError(
             f"evaluation needs a text and windows of at least 2 tokens, not {len(token_ids)} and {seq_len}"
         )
-    model = _Scorer(
-        load_model(model_path, activations=activations, lm_head=lm_head, packed_cache=packed_cache),
-        model_path,
-        kv_dtype,
-        seq_len,
-    )
+    options = {"activations": activations, "lm_head": lm_head, "kv_dtype": kv_dtype}
+    model = _Scorer(model_path, seq_len, packed_cache=packed_cache, **options)
     reference = None
     if against is not None:
-        reference = _Scorer(load_model(against, activations="exact"), against, "float32", seq_len)
+        reference = _Scorer(against, seq_len, activations="exact", kv_dtype="float32")
     if reference is not None and reference.vocab_size != model.vocab_size:
         raise ConfigError(
             f"{model_path} predicts {model.vocab_size} tokens, {against} {reference.vocab_size}: no comparison"
@@ -175,16 +171,14 @@ def cut_windows(token_ids: list[int], seq_len: int, limit: int | None) -> list[l
 class _Scorer:
     """A loaded model with KV blocks for one window."""
 
-    def __init__(self, decoder: Decoder, path: str | Path, kv_dtype: KVStorageName, seq_len: int) -> None:
-        self.decoder = decoder
-        spec = self.decoder.spec
-        if seq_len > spec.max_position:
-            raise ConfigError(f"windows of {seq_len} tokens exceed the context of {path}, {spec.max_position}")
-        dense = resolve_dtype("auto", spec.dtype, "cpu")
-        with CheckpointReader(path) as reader:
-            storages = resolve_storage(reader, spec, kv_dtype, dense)
+    def __init__(self, path: str | Path, seq_len: int, *, packed_cache: bool = False, **options: Any) -> None:
+        with resolved(path, **options) as model:
+            spec, storages = model.spec, model.storages
+            if seq_len > spec.max_position:
+                raise ConfigError(f"windows of {seq_len} tokens exceed the context of {path}, {spec.max_position}")
+            self.decoder = load(model, packed_cache=packed_cache)
         num_blocks = -(-seq_len // BLOCK_SIZE)
-        self.kv: list[KVLayer] = allocate(spec, storages, num_blocks, BLOCK_SIZE, seq_len)
+        self.kv: list[KVLayer] = allocate(spec.layers, storages, num_blocks, BLOCK_SIZE, seq_len)
         self.kv_dtype = " ".join(sorted({str(s.k) if s.k == s.v else f"{s.k}/{s.v}" for s in storages}))
         self.vocab_size = spec.vocab_size
 

@@ -14,7 +14,8 @@ import yaml
 
 from lmkit.quant.report.chart import bar_chart, line_chart, sparkline
 from lmkit.quant.report.evaluate import EvalResult
-from lmkit.quant.report.report import LayerReport, LinearReport, MixedPrecisionReport, QuantReport, ScaleReport
+from lmkit.quant.report.layer_report import LayerReport, LinearReport, ScaleReport
+from lmkit.quant.report.report import MixedPrecisionReport, QuantReport
 
 FILE_NAME = "report.html"
 STYLE = """

@@ -12,7 +12,7 @@ from lmkit.kernels import ops
 from lmkit.kernels.ops import Norm
 from lmkit.models import roles
 from lmkit.models.decoder import joined
-from lmkit.models.loader import ModelSource
+from lmkit.models.source import ModelSource
 from lmkit.quant.layer.layer import Geometry
 from lmkit.quant.report.evaluate import Progress
 
@@ -65,10 +65,10 @@ def check_logits(checkpoint: Path, source: ModelSource, token_ids: Tensor, expec
 
 def _behind_layers(source: ModelSource, token_ids: Tensor) -> Tensor:
     """float32 [seq_len, hidden], one layer loaded at a time."""
-    geometry = Geometry.of(source.spec, 1, len(token_ids))
-    hidden = source.embed_tokens()[token_ids].float()
+    hidden = source.head().embed(token_ids)
     for index in range(source.spec.num_layers):
         layer = source.layer(index, torch.float32)
+        geometry = Geometry.of(layer.spec, 1, len(token_ids))
         delta, residual = layer(hidden, None, geometry.batch, geometry.rope, geometry.kv)
         hidden = joined(delta, residual)
         source.reader.release()

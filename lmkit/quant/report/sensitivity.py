@@ -9,23 +9,24 @@ times the choices of a layer forwards of a few tokens. More variants than VARIAN
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lmkit.kernels.ops import Norm
 from lmkit.models.decoder import Decoder, DecoderLayer, joined
-from lmkit.models.loader import ModelSource, resolve_dtype
+from lmkit.models.resolved import resolve_dtype
+from lmkit.models.source import ModelSource
 from lmkit.qtensor import QuantScheme
+from lmkit.quant.layer.grid import round_to_nearest
 from lmkit.quant.layer.layer import Geometry
 from lmkit.quant.mixed_precision import MEASURED_LEN, MEASURED_ROWS, BitBudget, Group, choose, make_bit_budget, name_of
 from lmkit.quant.plan import Plan, dense_modules
 from lmkit.quant.recipe import Recipe
 from lmkit.quant.report.evaluate import LOGIT_BYTES, Progress
 from lmkit.quant.report.report import MixedPrecisionGroup, MixedPrecisionReport
-from lmkit.quant.steps.rtn import round_to_nearest
 
 VARIANT_BYTES = 1 << 30  # of hidden states at a time
 
@@ -100,11 +101,11 @@ def measure(
 
 def _divergences(source: ModelSource, head: Decoder, rows: Tensor, variants: list[Variant]) -> list[float]:
     """Sum of KL over the tokens of `rows` for each variant; variants are in the order of their layers."""
-    geometry = Geometry.of(source.spec, *rows.shape)
-    exact = head.embed(rows.flatten()).float()
+    exact = head.embed(rows.flatten())
     states: list[Tensor] = []
     for index in range(source.spec.num_layers):
         layer = source.layer(index, torch.float32)
+        geometry = Geometry.of(layer.spec, *rows.shape)
         states = [_forward(layer, state, geometry) for state in states]
         states += [_rounded(layer, v, exact, geometry) for v in variants if v.layer == index]
         exact = _forward(layer, exact, geometry)
@@ -131,14 +132,13 @@ def _forward(layer: DecoderLayer, hidden: Tensor, geometry: Geometry) -> Tensor:
 def _compare(head: Decoder, exact: Tensor, states: list[Tensor]) -> list[float]:
     """Logits are computed a few tokens at a time, those of `exact` once."""
     sums = [0.0] * len(states)
-    norm = Norm(head.final_norm, head.spec.norm_eps)
     num_tokens = max(1, LOGIT_BYTES // (4 * head.spec.vocab_size))
     for begin in range(0, len(exact), num_tokens):
         part = slice(begin, begin + num_tokens)
-        p = head.lm_head(exact[part], norm).log_softmax(-1)
+        p = head.head(exact[part], None).log_softmax(-1)
         weights = p.exp()
         for i, state in enumerate(states):
-            q = head.lm_head(state[part], norm).log_softmax(-1)
+            q = head.head(state[part], None).log_softmax(-1)
             kl = (weights * (p - q)).sum(-1, dtype=torch.float64)
             sums[i] += float(kl.clamp_min(0).sum())
     return sums
@@ -149,9 +149,7 @@ def _group_reports(
 ) -> tuple[MixedPrecisionGroup, ...]:
     reports = []
     for group, losses, choice in zip(budget.groups, kl, chosen, strict=True):
-        num_weights = sum(
-            source.spec.linear_shape(role)[0] * source.spec.linear_shape(role)[1] for role in group.modules
-        )
+        num_weights = sum(math.prod(source.spec.layers[group.layer].linears[role]) for role in group.modules)
         names = [name_of(scheme) for scheme in group.choices]
         bits = {name: round(total / num_weights, 4) for name, total in zip(names, group.bits, strict=True)}
         reports.append(

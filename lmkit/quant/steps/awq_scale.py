@@ -8,42 +8,57 @@ s = 1 (always, and it wins ties), s = x_mean^r, and s = x_mean^r / w_mean^(1-r) 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Annotated, ClassVar, Literal, Self
 
+import msgspec
 import torch
+from msgspec import Meta
 from torch import Tensor
 
-from lmkit.layers.linear import Weights
-from lmkit.models import roles
-from lmkit.models.spec import ModelSpec
-from lmkit.qtensor import dequantize
+from lmkit.formats.parts import Activations
+from lmkit.models.layer_spec import LayerSpec
+from lmkit.qtensor import QuantScheme, dequantize
 from lmkit.quant.layer.layer import CalibratedLayer
-from lmkit.quant.recipe import AwqScale
-
-IDENTITY = "identity"  # the candidate that scales nothing
-LIMIT = 1e4  # of the ratio between s and its typical value, either way
-
-
-@dataclass(frozen=True)
-class Candidate:
-    name: str  # "identity", "x^0.35", "duo 0.35"
-    scale: Tensor  # float32, one for each output of the source
+from lmkit.quant.layer.scaling import IDENTITY, Candidate, ScaleSearch, expand, fold, normalized, record, storable
+from lmkit.quant.layer.work import LayerWork
+from lmkit.quant.steps.base import LayerCost, Stage, Step
 
 
-@dataclass(frozen=True)
-class ScaleSearch:
-    """`losses`: summed squared error of the block's output by candidate; identity is the first."""
+class AwqScale(Step, frozen=True, tag="awq_scale"):
+    """Move difficulty from weights to the operation before them."""
 
-    source: str
-    consumers: tuple[str, ...]
-    best: Candidate
-    losses: dict[str, float]
+    stage: ClassVar = Stage.TRANSFORM
+
+    duo: Literal["both"] | bool = "both"  # candidates from activations and weights, from activations alone, or both
+    grid: Annotated[int, Meta(ge=1, le=1000)] = 20  # candidates of each kind
+    tokens: Annotated[int, Meta(ge=16)] = 2048  # of the calibration data, on which candidates are compared
+    min_gain: Annotated[float, Meta(ge=0, lt=1)] = 0.0  # share of the loss without a scale that one must save
+
+    @property
+    def sample_tokens(self) -> int:
+        return self.tokens
+
+    def with_sample(self, tokens: int) -> Self:
+        return msgspec.structs.replace(self, tokens=tokens)
+
+    def refuses(self, scheme: QuantScheme, activations: Activations) -> str | None:
+        return self.needs_groups(scheme)
+
+    def apply(self, work: LayerWork) -> None:
+        record(work, scale_layer(work.calibrated, self))
+
+    def flops(self, cost: LayerCost) -> float:
+        return (1 + self.grid * (2 if self.duo == "both" else 1)) * cost.block_pass
+
+    def working_numbers(self, cost: LayerCost) -> int:
+        return cost.search_numbers + cost.layer.num_weights
 
 
 def scale_layer(calibrated: CalibratedLayer, step: AwqScale) -> list[ScaleSearch]:
-    """Search and fold s for each pair, in the order of SMOOTH; each search sees the layer as the last one left it."""
+    """Search and fold s for each pair of roles.smooth, in order; each search sees the layer as the last one left it."""
     layer, searches = calibrated.layer, []
-    for source, consumers in roles.smooth(layer.spec, layer.index):
+    for source, consumers in layer.spec.smooth:
         if not set(consumers) & set(calibrated.schemes) or not calibrated.has_statistics(consumers[0]):
             continue
         candidates = pair_candidates(calibrated, source, consumers, step)
@@ -65,24 +80,6 @@ def pair_candidates(
     w_mean = reduce(weight_means(weights, calibrated.input(consumers[0]).group_size), source, spec)
     candidates = make_candidates(x_mean, w_mean, step.grid, step.duo)
     return storable(calibrated, source, candidates)
-
-
-def storable(calibrated: CalibratedLayer, source: str, candidates: list[Candidate]) -> list[Candidate]:
-    """The candidates, all but identity, the first, adjusted so that a norm divided by s is stored without rounding."""
-    if not source.startswith("norm."):
-        return candidates
-    norm = calibrated.weight(source)
-    return [
-        candidates[0],
-        *(Candidate(c.name, representable(c.scale, norm, calibrated.norm_dtype)) for c in candidates[1:]),
-    ]
-
-
-def fold(calibrated: CalibratedLayer, found: ScaleSearch) -> None:
-    """Put the scale that was found into the layer's weights and take it out of the statistics of its inputs."""
-    if found.best.name != IDENTITY:
-        apply(calibrated.layer.weights, found.source, found.consumers, found.best.scale, calibrated.layer.spec)
-        divide_inputs(calibrated, found)
 
 
 def search(
@@ -126,14 +123,6 @@ def make_candidates(x_mean: Tensor, w_mean: Tensor, grid: int, duo: str | bool) 
     return candidates
 
 
-def normalized(s: Tensor, live: Tensor) -> Tensor:
-    """s over live channels divided by the geometric middle of its extremes and bounded; 1 elsewhere."""
-    smallest, largest = s[live].clamp_min(1e-30).min(), s[live].max()
-    s = s / (smallest.double() * largest.double()).sqrt().float()
-    s = torch.where(live, s, 1.0).clamp(1 / LIMIT, LIMIT)
-    return torch.where(s.isfinite(), s, 1.0)
-
-
 def weight_means(weights: list[Tensor], group_size: int) -> Tensor:
     """float32 [in]: mean over all rows of |w| / (the largest |w| of the row's group)."""
     total = torch.zeros(weights[0].shape[1], dtype=torch.float64)
@@ -144,48 +133,8 @@ def weight_means(weights: list[Tensor], group_size: int) -> Tensor:
     return (total / sum(w.shape[0] for w in weights)).float()
 
 
-def reduce(x: Tensor, source: str, spec: ModelSpec) -> Tensor:
+def reduce(x: Tensor, source: str, spec: LayerSpec) -> Tensor:
     """[inputs of the consumers] -> [outputs of the source], by the mean where heads share a value head."""
     if source != "attn.v":
         return x
     return x.view(spec.num_kv_heads, -1, spec.head_dim).mean(1).flatten()
-
-
-def expand(s: Tensor, consumer: str, spec: ModelSpec) -> Tensor:
-    """[outputs of the source] -> [inputs of the consumer]: query heads that share a value head share its s."""
-    if consumer != "attn.o":
-        return s
-    heads = s.view(spec.num_kv_heads, 1, spec.head_dim)
-    return heads.expand(-1, spec.num_heads // spec.num_kv_heads, -1).reshape(-1)
-
-
-def representable(s: Tensor, norm: Tensor, dtype: torch.dtype) -> Tensor:
-    """The s nearest to the given one for which norm / s has no rounding error in `dtype`, the norm's stored type."""
-    divided = (norm / s).to(dtype).float()
-    exact = norm / divided
-    return torch.where(exact.isfinite() & (exact > 0), exact, 1.0)
-
-
-def apply(weights: Weights, source: str, consumers: tuple[str, ...], s: Tensor, spec: ModelSpec) -> None:
-    """Fold s [outputs of the source] into float32 weights: what the layer computes changes by rounding errors only."""
-    weights[source] = _divide_rows(weights[source], s)
-    bias = source + ".bias"
-    if bias in weights:
-        weights[bias] = _divide_rows(weights[bias], s)
-    for role in consumers:
-        weight = weights[role]
-        assert isinstance(weight, Tensor)
-        weights[role] = weight * expand(s, role, spec)
-
-
-def divide_inputs(calibrated: CalibratedLayer, found: ScaleSearch) -> None:
-    """Keep the records of what the consumers read true to the weights: each expert has one of its own."""
-    spec, index = calibrated.layer.spec, calibrated.layer.index
-    for reader in dict.fromkeys(roles.input_of(spec, index)[role] for role in found.consumers):
-        if reader in calibrated.inputs:
-            calibrated.inputs[reader].divide(expand(found.best.scale, reader, spec))
-
-
-def _divide_rows(weight: object, s: Tensor) -> Tensor:
-    assert isinstance(weight, Tensor)
-    return weight / (s if weight.ndim == 1 else s[:, None])

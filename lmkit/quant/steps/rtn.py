@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import ClassVar
 
-from lmkit.qtensor import QTensor, QuantScheme, quantize
+from lmkit.quant.layer.work import LayerWork, Rounding
+from lmkit.quant.steps.base import Stage, Step
 
-Shrink = tuple[Tensor, Tensor]  # factors in (0, 1] on the lower and the upper end of each group's range, [out, groups]
 
+class Rtn(Step, frozen=True, tag="rtn"):
+    """Round to the nearest point of the grid."""
 
-def round_to_nearest(weight: Tensor, scheme: QuantScheme, shrink: Shrink | None = None) -> QTensor:
-    """weight float32 [out, in] -> codes on the grid from the smallest to the largest weight of each group, or on one
-    whose ends are narrowed by `shrink`; what lies outside saturates."""
-    if shrink is None:
-        return quantize(weight, scheme)
-    grouped = weight.view(weight.shape[0], -1, scheme.group_size)
-    return quantize(weight, scheme, clip=(grouped.amin(-1) * shrink[0], grouped.amax(-1) * shrink[1]))
+    stage: ClassVar = Stage.ROUNDER
+    is_plain: ClassVar = True
+
+    def apply(self, work: LayerWork) -> None:
+        layer = work.calibrated
+        work.store({role: Rounding(layer.rounded(role, layer.weight(role)), "rtn") for role in layer.schemes})

@@ -4,22 +4,30 @@ What is tuned is an offset of each weight before it is rounded and a factor on e
 is the squared error of the layer's output. It starts from codes that another rounder chose, and what is returned has a
 loss on rows that were not tuned on that is at most theirs.
 
-The layer is computed once more here, in torch operations that have gradients; `layer_output` equals
-models.decoder.DecoderLayer on whole sequences.
+The layer is the decoder's own, on the reference operations: these are torch's and have gradients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar
 
 import torch
+from msgspec import Meta
 from torch import Tensor
 from torch.nn import functional
 
-from lmkit.models.decoder import CosSin
+from lmkit.config import PositiveInt
+from lmkit.formats.parts import Activations
+from lmkit.layers.batch import BatchInputs, KVLayer
+from lmkit.models.decoder import CosSin, DecoderLayer, joined
 from lmkit.models.spec import ModelSpec
-from lmkit.qtensor import QTensor, dequantize
+from lmkit.qtensor import QTensor, QuantScheme, dequantize
+from lmkit.quant.layer.layer import Geometry
+from lmkit.quant.layer.moments import batches, run
+from lmkit.quant.layer.work import LayerWork, Rounding
+from lmkit.quant.steps.base import LayerCost, Stage, Step
 
 CHECKS = 10  # times that the loss on the rows kept aside is looked at
 MARGIN = 0.49  # how far from its code a weight may start, in steps
@@ -27,6 +35,92 @@ RANGE = (0.5, 1.5)  # of the factors on the ends of a group's range
 _SMALLEST_SCALE = torch.finfo(torch.float16).smallest_normal
 
 Batch = tuple[Tensor, Tensor]  # (hidden states, targets) float32 [rows, seq_len, hidden]
+
+
+class SignRound(Step, frozen=True, tag="signround"):
+    """Tune the rounding and the ranges of a whole layer by gradient signs."""
+
+    stage: ClassVar = Stage.TUNER
+
+    iters: Annotated[int, Meta(ge=1)] = 200
+    batch: PositiveInt = 8  # rows of the calibration data in one iteration
+
+    @property
+    def needs_exact(self) -> bool:
+        return True
+
+    def refuses(self, scheme: QuantScheme, activations: Activations) -> str | None:
+        return self.needs_integers(scheme)
+
+    def refuses_model(self, spec: ModelSpec) -> str | None:
+        if any(layer.is_sparse for layer in spec.kinds):
+            return "signround tunes dense layers only, and this model has others"
+        return None
+
+    def apply(self, work: LayerWork) -> None:
+        with torch.inference_mode(False):
+            weights = {role: weight.clone() for role, weight in work.unrounded.items()}
+            work.store(tune_layer(work, weights, self))
+        work.start_passes()
+
+    def flops(self, cost: LayerCost) -> float:
+        return 4 * cost.layer.flops(self.iters * self.batch * cost.seq_len, cost.seq_len / 2)
+
+    def working_numbers(self, cost: LayerCost) -> int:
+        layers = cost.layer.num_weights * cost.num_streams
+        return 8 * layers + cost.seq_len * (cost.layer.num_heads * cost.seq_len + 8 * cost.token_width)
+
+
+def tune_layer(work: LayerWork, weights: dict[str, Tensor], step: SignRound) -> dict[str, Rounding]:
+    """The linears of a dense layer tuned together from their roundings; `weights` are what these rounded.
+
+    Batches are rows that statistics saw, drawn anew each time; the best is chosen on the held-out rows.
+    """
+    layer, stream, original, roundings = work.calibrated.layer, work.stream, work.original, work.roundings
+    shape = (-1, stream.seq_len, layer.spec.hidden_size)
+    rows: list[tuple[Tensor, Tensor]] = []  # (hidden, original hidden) of each row
+    kept_aside: list[tuple[Tensor, Tensor]] = []
+    for hidden, exact, held in batches(stream):
+        pairs = zip(hidden.view(shape), (hidden if exact is None else exact).view(shape), strict=True)
+        (kept_aside if held else rows).extend(pairs)
+    rest = {role: w.clone() for role, w in layer.weights.items() if isinstance(w, Tensor) and role not in roundings}
+    generator = torch.Generator().manual_seed(work.seed)
+
+    def batch(pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        starts = torch.cat([exact for _, exact in pairs])
+        return torch.stack([hidden for hidden, _ in pairs]), run(original, stream, starts).view(shape)
+
+    def drawn(_: int) -> tuple[Tensor, Tensor]:
+        return batch([rows[i] for i in torch.randperm(len(rows), generator=generator)[: step.batch].tolist()])
+
+    tuned = tune(
+        lambda tensors, hidden: layer_output(layer, {**rest, **tensors}, hidden),
+        weights,
+        {role: rounding.weight for role, rounding in roundings.items()},
+        drawn,
+        batch(kept_aside or rows[: step.batch]),
+        step.iters,
+    )
+    if tuned.losses[1] >= tuned.losses[0]:
+        reason = "tuning found nothing better for the held-out rows"
+        return {role: replace(rounding, fallback=rounding.fallback or reason) for role, rounding in roundings.items()}
+    return {role: replace(roundings[role], weight=q, method="signround") for role, q in tuned.weights.items()}
+
+
+class LayerWithGradients(DecoderLayer):
+    """A dense layer on the reference operations."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: BatchInputs, rope: CosSin, kv: KVLayer) -> Tensor:
+        """As the decoder's, which turns queries and keys in place: no view with gradients may be written to."""
+        return super().attend(q.clone(), k.clone(), v, batch, rope, kv)
+
+
+def layer_output(layer: DecoderLayer, weights: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
+    """The layer with other weights on whole sequences: hidden float32 [rows, seq_len, hidden] -> the same behind it."""
+    geometry = Geometry.of(layer.spec, hidden.shape[0], hidden.shape[1])
+    tuned = LayerWithGradients(layer.spec, layer.index, dict(weights), "reference")
+    delta, residual = tuned(hidden.flatten(0, 1).clone(), None, geometry.batch, geometry.rope, geometry.kv)
+    return joined(delta, residual).view(hidden.shape)
 
 
 @dataclass
@@ -138,43 +232,3 @@ def _cloned(q: QTensor) -> QTensor:
 def _straight(x: Tensor, value: Tensor) -> Tensor:
     """`value` with the gradient of x."""
     return x + (value - x).detach()
-
-
-def layer_output(spec: ModelSpec, index: int, weights: Mapping[str, Tensor], rope: CosSin, hidden: Tensor) -> Tensor:
-    """A dense layer on whole sequences: hidden float32 [rows, seq_len, hidden] -> the same behind the layer.
-    `rope`: cos and sin [seq_len, rotary_dim / 2]."""
-    hidden = hidden + _attention(spec, index, weights, rope, _norm(hidden, weights["norm.attn"], spec.norm_eps))
-    x = _norm(hidden, weights["norm.mlp"], spec.norm_eps)
-    gated = functional.silu(_linear(x, weights, "mlp.gate")) * _linear(x, weights, "mlp.up")
-    return hidden + _linear(gated, weights, "mlp.down")
-
-
-def _attention(spec: ModelSpec, index: int, weights: Mapping[str, Tensor], rope: CosSin, x: Tensor) -> Tensor:
-    rows, length, _ = x.shape
-    q, k, v = (_linear(x, weights, f"attn.{name}").view(rows, length, -1, spec.head_dim) for name in "qkv")
-    if spec.qk_norm:
-        q, k = _norm(q, weights["attn.q_norm"], spec.norm_eps), _norm(k, weights["attn.k_norm"], spec.norm_eps)
-    q, k = _rotate(q, rope), _rotate(k, rope)
-    position = torch.arange(length)
-    visible = position[None, :] <= position[:, None]
-    if window := spec.window(index):
-        visible &= position[None, :] > position[:, None] - window
-    out = functional.scaled_dot_product_attention(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=visible, enable_gqa=True
-    )
-    return _linear(out.transpose(1, 2).flatten(2), weights, "attn.o")
-
-
-def _rotate(x: Tensor, rope: CosSin) -> Tensor:
-    cos, sin = (part[:, None, :] for part in rope)
-    half = cos.shape[-1]
-    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
-
-
-def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
-
-
-def _linear(x: Tensor, weights: Mapping[str, Tensor], role: str) -> Tensor:
-    return functional.linear(x, weights[role], weights.get(role + ".bias"))

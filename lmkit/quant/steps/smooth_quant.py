@@ -9,34 +9,51 @@ s = 1 on the output of the block, the linears' input and weights rounded as an e
 from __future__ import annotations
 
 import math
+from typing import Annotated, ClassVar, Literal
 
 import torch
+from msgspec import Meta
 from torch import Tensor
 
 from lmkit.formats.parts import Activations
-from lmkit.models import roles
-from lmkit.models.spec import ModelSpec
-from lmkit.qtensor import dequantize
+from lmkit.models.layer_spec import LayerSpec
+from lmkit.qtensor import QuantScheme, dequantize
 from lmkit.quant.layer.layer import CalibratedLayer
-from lmkit.quant.recipe import SmoothQuant
-from lmkit.quant.steps.awq_scale import (
-    IDENTITY,
-    Candidate,
-    ScaleSearch,
-    expand,
-    fold,
-    normalized,
-    storable,
-)
+from lmkit.quant.layer.scaling import IDENTITY, Candidate, ScaleSearch, expand, fold, normalized, record, storable
+from lmkit.quant.layer.work import LayerWork
+from lmkit.quant.steps.base import LayerCost, Stage, Step
 
 INT8_MAX = 127
 FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 
+class SmoothQuant(Step, frozen=True, tag="smooth_quant"):
+    """Move difficulty from activations that are rounded to the weights behind them."""
+
+    stage: ClassVar = Stage.TRANSFORM
+
+    alpha: Annotated[float, Meta(ge=0, le=1)] | Literal["search"] = "search"  # how much of it
+    grid: Annotated[int, Meta(ge=1, le=1000)] = 20  # values of alpha from 0 to 1 that a search compares
+
+    def refuses(self, scheme: QuantScheme, activations: Activations) -> str | None:
+        if activations == "none":
+            return "smooth_quant is for rounded activations: `activations: int8` or float8"
+        return None
+
+    def apply(self, work: LayerWork) -> None:
+        record(work, smooth_layer(work.calibrated, self, work.activations))
+
+    def flops(self, cost: LayerCost) -> float:
+        return self.grid * cost.block_pass
+
+    def working_numbers(self, cost: LayerCost) -> int:
+        return cost.search_numbers
+
+
 def smooth_layer(calibrated: CalibratedLayer, step: SmoothQuant, activations: Activations) -> list[ScaleSearch]:
     """Choose and fold s for each pair of roles.smooth, in order; each sees the layer as the last one left it."""
     layer, searches = calibrated.layer, []
-    for source, consumers in roles.smooth(layer.spec, layer.index):
+    for source, consumers in layer.spec.smooth:
         if not set(consumers) & set(calibrated.schemes) or not calibrated.has_statistics(consumers[0]):
             continue
         candidates = pair_candidates(calibrated, source, consumers, step)
@@ -76,7 +93,7 @@ def compare(
     """The candidate whose rounded inputs and weights change the output of the block least; identity, the first, wins
     ties. The layer ends as it was."""
     layer = calibrated.layer
-    consumers = dict(roles.smooth(layer.spec, layer.index))[source]
+    consumers = dict(layer.spec.smooth)[source]
     stats = calibrated.input(consumers[0])
     originals = {role: calibrated.weight(role) for role in consumers if role in calibrated.schemes}
     group_size = calibrated.schemes[next(iter(originals))].group_size
@@ -113,7 +130,7 @@ def round_activations(x: Tensor, activations: Activations, group_size: int = -1)
     return rounded.flatten(1)[:, : x.shape[1]]
 
 
-def _shared(x: Tensor, source: str, spec: ModelSpec) -> Tensor:
+def _shared(x: Tensor, source: str, spec: LayerSpec) -> Tensor:
     """[inputs of the consumers] -> [outputs of the source]: the largest, where query heads share a value head."""
     if source != "attn.v":
         return x

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from lmkit.config import EngineConfig
 from lmkit.errors import ConfigError
 from lmkit.formats.kv_config import load_kv_config
-from lmkit.kv_dtype import KVDtype
-from lmkit.models import roles
-from lmkit.models.kv_storage import resolve_storage
-from lmkit.models.loader import ModelSource, resolve_dtype
+from lmkit.layers.mlp_spec import MoESpec
 from lmkit.models.packed_cache import cache_folders
+from lmkit.models.resolved import ResolvedModel, resolved
 from lmkit.models.spec import ModelSpec
-from lmkit.turbo.engine.memory import kv_token_bytes, plan_memory
+from lmkit.turbo.engine.loading import load_options
+from lmkit.turbo.engine.memory import plan_memory
 from lmkit.turbo.runners.device import resolve_device
 
 
@@ -23,63 +23,60 @@ def describe_model(path: str, config: EngineConfig) -> dict[str, Any]:
     """Architecture, weights, KV cache and serving memory of a checkpoint. Raises what opening it raises."""
     device = resolve_device(config)
     config = config.on(device.name)
-    source = ModelSource(path)
-    try:
-        spec, reader = source.spec, source.reader
-        kv_config = load_kv_config(reader.path)
-        dtype = resolve_dtype(config.dtype, spec.dtype, device.name)
-        storages = resolve_storage(reader, spec, config.kv_dtype, dtype)
-        dtypes = [storage.dtypes for storage in storages]
-        weight_bytes = source.weight_bytes(dtype, config.lm_head)
-        linear_params = sum(
-            math.prod(spec.linear_shape(role))
-            for layer in range(spec.num_layers)
-            for role in roles.linears(spec, layer)
-        )
-        heads = (1 if spec.tie_embeddings else 2) * spec.vocab_size * spec.hidden_size
+    with resolved(path, **load_options(config)) as model:
+        spec, reader, storages = model.spec, model.reader, model.storages
+        heads = (1 if spec.tie_embeddings else 2) * math.prod(spec.head_shape)
+        token_bytes = [layer.kv_token_bytes(*s.dtypes) for layer, s in zip(spec.layers, storages, strict=True)]
         return {
             "path": str(reader.path),
             "architecture": {
                 "name": spec.architecture,
                 "layers": spec.num_layers,
                 "hidden size": spec.hidden_size,
-                "heads": f"{spec.num_heads} query, {spec.num_kv_heads} key-value, of {spec.head_dim}",
-                "MLP size": spec.intermediate_size,
+                "heads": _differing(
+                    f"{layer.num_heads} query, {layer.num_kv_heads} key-value, of {layer.head_dim}"
+                    for layer in spec.kinds
+                ),
+                "MLP size": max(layer.widest_mlp for layer in spec.kinds),
                 **_experts(spec),
                 "vocabulary": spec.vocab_size,
                 "context": spec.max_position,
-                "rope": spec.rope.kind,
-                "sliding window": sorted(set(spec.windows)) or "none",
+                "rope": _differing(layer.rope.kind for layer in spec.kinds),
+                "sliding window": sorted(set(spec.windows)) if any(spec.windows) else "none",
             },
             "weights": {
-                "format": source.format.name,
-                "parameters": linear_params + heads,
-                "linear parameters": linear_params,
-                "bits per linear weight": round(8 * _layer_bytes(source) / linear_params, 3),
+                "format": model.source.format.name,
+                "parameters": spec.num_weights + heads,
+                "linear parameters": spec.num_weights,
+                "bits per linear weight": round(8 * _layer_bytes(model) / spec.num_weights, 3),
                 "file bytes": reader.nbytes(),
             },
             "KV cache": {
-                "kv_config.json": "yes" if kv_config else "no",
-                "storage (K, V)": " ".join(sorted({f"{k}/{v}" for k, v in dtypes})),
+                "kv_config.json": "yes" if load_kv_config(reader.path) else "no",
+                "storage (K, V)": " ".join(sorted({f"{s.k}/{s.v}" for s in storages})),
                 "key mean left out": f"in {sum(s.has_mean for s in storages)} layers",
                 "Hadamard on keys": f"in {sum(s.hadamard for s in storages)} layers",
-                "bytes per token": sum(kv_token_bytes(spec, pair) for pair in dtypes),
+                "bytes per token": sum(token_bytes),
             },
-            "serving": {"device": device.name, **_serving(source, config, dtypes, weight_bytes, device.free_memory())},
+            "serving": {"device": device.name, **_serving(model, config, device.free_memory())},
             "packed weights": _packed_files(reader.path),
         }
-    finally:
-        source.close()
+
+
+def _differing(facts: Iterable[str]) -> str:
+    """What the layers have, once each."""
+    return "; ".join(dict.fromkeys(facts))
 
 
 def _experts(spec: ModelSpec) -> dict[str, Any]:
     """Of a model with sparse layers."""
-    if spec.moe is None:
+    sparse = [layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoESpec)]
+    if not sparse:
         return {}
-    moe, sparse = spec.moe, sum(spec.moe.layers)
-    shared = f", 1 shared of {moe.shared_intermediate_size}" if moe.shared_intermediate_size else ""
-    each = f"{moe.num_experts} of {moe.intermediate_size}, {moe.experts_per_token} a token"
-    return {"experts": each + shared + (f", in {sparse} layers" if sparse < spec.num_layers else "")}
+    moe = sparse[0]
+    shared = f", 1 shared of {moe.shared.intermediate_size}" if moe.shared else ""
+    each = f"{moe.num_experts} of {moe.expert.intermediate_size}, {moe.experts_per_token} a token"
+    return {"experts": each + shared + (f", in {len(sparse)} layers" if len(sparse) < spec.num_layers else "")}
 
 
 def _packed_files(checkpoint: Path) -> dict[str, Any]:
@@ -93,18 +90,16 @@ def _packed_files(checkpoint: Path) -> dict[str, Any]:
     }
 
 
-def _layer_bytes(source: ModelSource) -> int:
+def _layer_bytes(model: ResolvedModel) -> int:
     """Bytes of the decoder layers' linears with their scales and zeros, as stored."""
-    spec, reader = source.spec, source.reader
-    modules = {roles.module_name(spec, i, role) for i in range(spec.num_layers) for role in roles.linears(spec, i)}
+    reader = model.reader
+    modules = {layer.module_name(i, role) for i, layer in enumerate(model.spec.layers) for role in layer.linears}
     return sum(reader.info(name).nbytes for name in reader.names() if name.rpartition(".")[0] in modules)
 
 
-def _serving(
-    source: ModelSource, config: EngineConfig, dtypes: list[tuple[KVDtype, KVDtype]], weight_bytes: int, available: int
-) -> dict[str, Any]:
+def _serving(model: ResolvedModel, config: EngineConfig, available: int) -> dict[str, Any]:
     try:
-        plan = plan_memory(source.spec, config, dtypes, weight_bytes, available)
+        plan = plan_memory(model.spec, config, [s.dtypes for s in model.storages], model.weight_bytes(), available)
     except ConfigError as error:
         return {"fits": f"no: {error}"}
     return {

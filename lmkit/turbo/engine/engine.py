@@ -102,15 +102,15 @@ class Engine:
         self._failed_steps = 0
         limits = _limits(config, memory, spec)
         with loading.fits_the_gpu("the KV cache or the first steps"):
-            size = memory.num_blocks, config.tokens_per_block, memory.max_model_len
-            kv = kv_storage.allocate(spec, model.storages, *size, device.name, memory.layout)
+            sizes = memory.num_blocks, config.tokens_per_block, memory.max_model_len
+            kv = kv_storage.allocate(spec.layers, model.storages, *sizes, device.name, memory.layout)
             blocks = KVBlocks(kv)
             host_bytes = config.kv_host_memory or 0
             self._tiers = TierStore(blocks, host_bytes=host_bytes, disk=model.disk) if model.has_tiers else None
             parts = RunnerParts(config, model.decoder, kv, blocks, self._tiers, memory.max_model_len, memory.workspace)
             self.runner = make_runner(device, parts)
             self._warm_up(limits)
-        self.scheduler = Scheduler(limits, model.eos_token_ids, tiers=self._tiers, fingerprint=model.fingerprint)
+        self.scheduler = Scheduler(limits, model.eos_token_ids, tiers=self._tiers, kv_identity=model.kv_identity)
         self.info = _info(model.path, limits, [storage.dtypes for storage in model.storages], memory)
 
     def _warm_up(self, limits: SchedulerLimits) -> None:

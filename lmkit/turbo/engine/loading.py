@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -13,13 +14,13 @@ from lmkit.config import EngineConfig
 from lmkit.errors import ConfigError
 from lmkit.kv_dtype import kv_dtype
 from lmkit.log import get_logger
-from lmkit.models import kv_storage
 from lmkit.models.decoder import Decoder
 from lmkit.models.kv_storage import KVStorage
-from lmkit.models.loader import ModelSource, load_model, resolve_dtype
+from lmkit.models.loader import load as load_decoder
+from lmkit.models.resolved import resolved
 from lmkit.text import Tokenizer
 from lmkit.turbo.engine.memory import MemoryPlan, plan_memory
-from lmkit.turbo.kv.blocks import kv_fingerprint
+from lmkit.turbo.kv.blocks import kv_identity
 from lmkit.turbo.kv.tiers.disk import DiskTier
 from lmkit.turbo.runners.device import Device
 
@@ -36,41 +37,34 @@ class LoadedModel:
     memory: MemoryPlan
     eos_token_ids: tuple[int, ...]
     has_tiers: bool
-    fingerprint: bytes  # of KV, for the tiers
+    kv_identity: bytes  # of blocks in the tiers
     disk: DiskTier | None
 
 
 def load(model_path: str, config: EngineConfig, device: Device) -> LoadedModel:
     """`config` is that of the device. Raises CheckpointError, ConfigError or UnsupportedError."""
-    source = ModelSource(model_path)
-    try:
-        spec, path = source.spec, source.reader.path
-        dtype = resolve_dtype(config.dtype, spec.dtype, device.name)
-        storages = kv_storage.resolve_storage(source.reader, spec, config.kv_dtype, dtype)
-        weight_bytes = source.weight_bytes(dtype, config.lm_head)
-        weight_bytes += kv_storage.table_bytes(spec, storages, config.max_model_len or spec.max_position)
-        memory = plan_memory(spec, config, [s.dtypes for s in storages], weight_bytes, device.free_memory())
+    with resolved(model_path, **load_options(config)) as model:
+        spec, path = model.spec, model.reader.path
+        weight_bytes = model.weight_bytes() + model.table_bytes(config.max_model_len or spec.max_position)
+        dtypes = [storage.dtypes for storage in model.storages]
+        memory = plan_memory(spec, config, dtypes, weight_bytes, device.free_memory())
         has_tiers = _has_tiers(config)
-        fingerprint = kv_fingerprint(source.reader, storages, config, device.name, dtype) if has_tiers else b""
-    finally:
-        source.close()
-    disk = _open_disk(config, fingerprint, memory.block_bytes)
-    for line in memory.lines():
-        log.info(line)
-    start = time.perf_counter()
-    with fits_the_gpu("the weights"):
-        decoder = load_model(
-            path,
-            device=device.name,
-            dtype=config.dtype,
-            activations=config.activations,
-            lm_head=config.lm_head,
-            packed_cache=config.packed_cache,
-            attention_sinks=config.attention_sinks,
-        )
-    log.info("loaded %s in %.1f s", path, time.perf_counter() - start)
+        identity = kv_identity(model, config) if has_tiers else b""
+        disk = _open_disk(config, identity, memory.block_bytes)
+        for line in memory.lines():
+            log.info(line)
+        start = time.perf_counter()
+        with fits_the_gpu("the weights"):
+            decoder = load_decoder(model, packed_cache=config.packed_cache)
+        log.info("loaded %s in %.1f s", path, time.perf_counter() - start)
     eos = Tokenizer.from_pretrained(path).eos_token_ids
-    return LoadedModel(str(path), decoder, storages, memory, eos, has_tiers, fingerprint, disk)
+    return LoadedModel(str(path), decoder, model.storages, memory, eos, has_tiers, identity, disk)
+
+
+def load_options(config: EngineConfig) -> dict[str, Any]:
+    """What `resolved` is asked for by a configuration, which is that of its device."""
+    names = ("device", "dtype", "activations", "lm_head", "kv_dtype", "attention_sinks")
+    return {name: getattr(config, name) for name in names}
 
 
 def given(decoder: Decoder, config: EngineConfig, device: Device, storages: list[KVStorage] | None) -> LoadedModel:
@@ -108,8 +102,8 @@ def _has_tiers(config: EngineConfig) -> bool:
     return has_tiers
 
 
-def _open_disk(config: EngineConfig, fingerprint: bytes, block_bytes: int) -> DiskTier | None:
+def _open_disk(config: EngineConfig, identity: bytes, block_bytes: int) -> DiskTier | None:
     """Raises ConfigError for a folder or a size that cannot be used."""
     if config.kv_disk_path is None:
         return None
-    return DiskTier(config.kv_disk_path, fingerprint, block_bytes=block_bytes, max_bytes=config.kv_disk_memory)
+    return DiskTier(config.kv_disk_path, identity, block_bytes=block_bytes, max_bytes=config.kv_disk_memory)

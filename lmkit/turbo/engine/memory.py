@@ -50,11 +50,6 @@ class MemoryPlan:
         return purposes | {"host": self.host, "kv": self.kv}
 
 
-def kv_token_bytes(spec: ModelSpec, dtypes: tuple[KVDtype, KVDtype]) -> int:
-    """Bytes of one token's K and V in one layer, with their parameters."""
-    return spec.num_kv_heads * sum(dtype.row_bytes(spec.head_dim) for dtype in dtypes)
-
-
 def kv_limits(spec: ModelSpec, config: EngineConfig, layout: KVLayout, num_blocks: int) -> KVLimits:
     """What a pool of so many blocks is to an engine."""
     return KVLimits(
@@ -65,7 +60,7 @@ def kv_limits(spec: ModelSpec, config: EngineConfig, layout: KVLayout, num_block
         prefix_cache=config.prefix_cache,
         cache_quota=config.cache_quota,
         session_lease=config.session_lease,
-        dynamic_length=spec.rope.original_max_position if spec.rope.kind == "dynamic" else 0,
+        dynamic_length=spec.dynamic_length,
     )
 
 
@@ -87,7 +82,8 @@ def plan_memory(
     free = available_memory() if available is None else available
     layout = layout_of(spec, config.attention_sinks, kv_dtypes)
     num_groups = len(layout.groups)
-    block_bytes = config.tokens_per_block * sum(kv_token_bytes(spec, kv_dtypes[layer]) for layer in layout.groups[0])
+    token_bytes = sum(spec.layers[layer].kv_token_bytes(*kv_dtypes[layer]) for layer in layout.groups[0])
+    block_bytes = config.tokens_per_block * token_bytes
     workspace = _gpu_workspace_bytes(spec, config, num_groups) if on_gpu else _workspace_bytes(spec, config)
     host = config.kv_host_memory or 0
     check_host_bytes(host, block_bytes)
@@ -138,25 +134,17 @@ def plan_memory(
 
 def _workspace_bytes(spec: ModelSpec, config: EngineConfig) -> int:
     """float32 activations of the widest point of a layer, and two copies of the step's logits."""
-    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    widest = 4 * spec.hidden_size + max(3 * q + 4 * kv, 3 * spec.intermediate_size)
-    if (moe := spec.moe) is not None:  # at worst all tokens go to one expert; they are gathered, and its output added
-        size = max(moe.intermediate_size, moe.shared_intermediate_size)
-        widest = max(widest, 8 * spec.hidden_size + 3 * size + 4 * moe.num_experts)
+    widest = max(layer.activation_bytes() for layer in spec.kinds)
     rows = min(config.max_batch_size, config.tokens_per_step)
-    return 4 * (config.tokens_per_step * widest + 2 * rows * spec.vocab_size)
+    return config.tokens_per_step * widest + 4 * 2 * rows * spec.vocab_size
 
 
 def _gpu_workspace_bytes(spec: ModelSpec, config: EngineConfig, num_groups: int) -> int:
     """Activations of 16 bits beside the float32 stream at the widest point of a layer; the largest linear's weights,
     dequantized; logits of the captured steps' own buffer, of a step, and the sampler's copy; what is pinned, twice.
     """
-    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    outputs = max(q + 2 * kv, 2 * spec.intermediate_size)
-    widest = 3 * 4 * spec.hidden_size + 2 * (spec.hidden_size + 3 * q + 2 * kv + 3 * spec.intermediate_size)
-    if (moe := spec.moe) is not None:  # as on a CPU
-        size = max(moe.intermediate_size, moe.shared_intermediate_size)
-        widest = max(widest, 24 * spec.hidden_size + 6 * size + 16 * moe.num_experts)
+    widest = max(layer.activation_bytes(half=True) for layer in spec.kinds)
+    outputs = max(layer.widest_product for layer in spec.kinds)
     rows = min(config.max_batch_size, config.tokens_per_step)
     columns = -(-(config.max_model_len or spec.max_position) // config.tokens_per_block)
     tables = 4 * num_groups * config.max_batch_size * columns

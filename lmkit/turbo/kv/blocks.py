@@ -18,12 +18,11 @@ from torch import Tensor
 
 from lmkit import __version__
 from lmkit.config import EngineConfig
-from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.kernels.cuda.blocks import BlockCopier
 from lmkit.kernels.cuda.module import is_available
 from lmkit.layers.batch import KVLayer
-from lmkit.models.identity import Packing, how_computed, resolve_activations, sources_digest
-from lmkit.models.kv_storage import KVStorage
+from lmkit.models.identity import how_computed, sources_digest
+from lmkit.models.resolved import ResolvedModel
 
 SOURCES = (
     "models/families/*.py",
@@ -110,15 +109,12 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8).view(tensor.shape[0], -1)
 
 
-def kv_fingerprint(
-    reader: CheckpointReader, storages: Sequence[KVStorage], config: EngineConfig, device: str, dtype: str
-) -> bytes:
+def kv_identity(model: ResolvedModel, config: EngineConfig) -> bytes:
     """sha256 of all that decides, besides the tokens, what is in a block: the checkpoint, how it is computed and by
-    what, how KV is stored. `device` and `dtype` (of dense weights) are the resolved ones. A block made under another
-    fingerprint is never found.
+    what, how KV is stored. A block made under another identity is never found.
     """
-    packing = Packing(device, dtype, resolve_activations(config.activations, device), config.lm_head)
-    storage = [asdict(storage) for storage in storages]
+    storage = [asdict(storage) for storage in model.storages]
     versions = __version__, torch.__version__, numba.__version__, sources_digest(SOURCES)
     shape = config.tokens_per_block, config.attention_sinks
-    return hashlib.sha256(repr((how_computed(reader, packing), storage, shape, versions)).encode()).digest()
+    computed = how_computed(model.reader, model.packing)
+    return hashlib.sha256(repr((computed, storage, shape, versions)).encode()).digest()

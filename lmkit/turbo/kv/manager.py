@@ -46,9 +46,9 @@ class KVManager:
     """The only writer of `Sequence.tables`: stripe i of a table holds tokens i * block_size and on."""
 
     def __init__(
-        self, limits: KVLimits, decision_stats: DecisionStats, tiers: TierStore | None = None, fingerprint: bytes = b""
+        self, limits: KVLimits, decision_stats: DecisionStats, tiers: TierStore | None = None, kv_identity: bytes = b""
     ) -> None:
-        """`fingerprint`: of all that decides what is in a block, beside tokens, tenant and salt."""
+        """`kv_identity`: of all that decides what is in a block, beside tokens, tenant and salt."""
         self.limits = limits
         self.decision_stats = decision_stats
         self.pool = BlockPool(limits.num_blocks)
@@ -62,7 +62,7 @@ class KVManager:
         self._classes = ClassTables.of(limits, self.pool, self._ledger)
         self._nothing = Prefix((Match([], 0, None),) * len(limits.classes), 0)
         self._tiers = tiers if limits.prefix_cache else None
-        self._fingerprint = fingerprint
+        self._kv_identity = kv_identity
         self._num_loads = 0
 
     @property
@@ -338,7 +338,7 @@ class KVManager:
     def _keys(self, seq: Sequence, count: int) -> list[bytes]:
         assert self._tiers is not None
         if len(seq.keys) < count:
-            root = root_key(self._fingerprint, *self.namespace(seq))
+            root = root_key(self._kv_identity, *self.namespace(seq))
             block_keys(root, seq.tokens(count * self.block_size), self.block_size, seq.keys)
         return seq.keys[:count]
 

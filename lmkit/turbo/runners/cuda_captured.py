@@ -42,7 +42,7 @@ def obstacle(decoder: Decoder, kv: list[KVLayer]) -> str | None:
         return "float32 is computed through torch"
     if any(isinstance(layer.mlp, MoE) for layer in decoder.layers):
         return "which experts run depends on the data"
-    if decoder.spec.rope.kind == "dynamic":
+    if decoder.spec.dynamic_length:
         return "the angles of dynamic RoPE are found on the host"
     reference = sorted({op for op, impl in chosen(decoder) if impl.device != "cuda"})
     return f"{', '.join(reference)} run through torch" if reference else None
@@ -51,10 +51,12 @@ def obstacle(decoder: Decoder, kv: list[KVLayer]) -> str | None:
 def chosen(decoder: Decoder) -> Iterator[tuple[str, Implementation]]:
     """The implementations of the ops that a step runs, each with what it is for."""
     yield "embedding", decoder.embedding
-    yield "angles", decoder.rope.angles
+    yield from (("angles", rope.angles) for rope in decoder.ropes.values())
+    if decoder.softcap is not None:
+        yield "logits", decoder.softcap
     for layer in decoder.layers:
         yield "attention", layer.attention_op
-        if decoder.spec.qk_norm:
+        if layer.spec.qk_norm or layer.spec.post_norms:
             yield "norms", layer.rms_norm
     for linear in (*(linear for layer in decoder.layers for linear in layer.linears), decoder.lm_head):
         for implementation, _, _ in linear.packed or ():

@@ -85,27 +85,26 @@ class GpuSampler:
         """What `sample` launches if `is_greedy`: tokens int64 [R] of slots int32 [R], -1 = padding. Can be captured."""
         sampling.argmax(logits, self.table, slots, self.last_token, tokens)
 
-    def sample(self, logits: Tensor, slots: Seq[int], mask: Tensor | None = None) -> PendingTokens:
+    def sample(self, logits: Tensor, slots: Seq[int]) -> PendingTokens:
         """The next token of each row of `logits` (float32 [R, vocab]), whose sequence sits in slots[row].
 
         Rows of sequences with penalties, biases or tokens that are held back are changed. A row with NaN or +inf, or
         with no token left to choose, gives FAILED_TOKEN; the other rows do not suffer.
-        mask: a grammar's, int32 [R, ceil(vocab / 32)]; bit t % 32 of word t // 32 is 1 where token t may be sampled.
         """
         assert (logits.dtype, logits.stride(1)) == (torch.float32, 1)
-        edited = [row for row, slot in enumerate(slots) if mask is not None or slot in self._edits]
+        edited = [row for row, slot in enumerate(slots) if slot in self._edits]
         scored = [row for row, slot in enumerate(slots) if self.num_top[slot] >= 0]
         numbers = self._upload(np.array([*slots, *edited, *scored], np.int32))
         slot_ids, edited_rows, scored_rows = numbers.split([len(slots), len(edited), len(scored)])
         tokens = torch.empty(len(slots), dtype=torch.int64, device=logits.device)
-        if mask is None and self.is_greedy(slots):
+        if self.is_greedy(slots):
             self.argmax(logits, slot_ids, tokens)
             return self.fetch(tokens)
         raw, gathered = logits, not set(edited).isdisjoint(scored)
         if gathered:
             raw = logits.index_select(0, scored_rows)
         if edited:
-            sampling.edit_logits(logits, edited_rows, slot_ids, self.table, mask)
+            sampling.edit_logits(logits, edited_rows, slot_ids, self.table)
         sampling.sample(logits, self.table, slot_ids, self.last_token, tokens)
         if not scored:
             return self.fetch(tokens)

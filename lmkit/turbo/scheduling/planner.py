@@ -59,14 +59,15 @@ class Planner:
         return step
 
     def _add_decodes(self, step: Step) -> None:
-        """One token of each; drafts of the first take the tokens of the budget that no other decode needs."""
-        decoding = [seq for seq in sorted(self.slots.running.values(), key=policy.order) if seq.num_uncomputed == 1]
-        spare = step.budget - len(decoding)
+        """One token of each. If all that run decode and nothing waits, drafts share the rest of the budget."""
+        running = sorted(self.slots.running.values(), key=policy.order)
+        decoding = [seq for seq in running if seq.num_uncomputed == 1]
+        spare = 0 if self.waiting or len(decoding) < len(running) else step.budget - len(running)
         for seq in decoding:
             if self._is_computable(seq, step):
-                num_drafted = min(len(seq.draft), spare)
-                spare -= num_drafted
-                self._compute(seq, step, 1 + num_drafted)
+                draft = seq.draft[:spare]
+                spare -= len(draft)
+                self._compute(seq, step, 1, draft)
 
     def _add_prompts(self, step: Step) -> None:
         """Prompts under way, then the queue, within what those that decode can bear; who may_preempt a prompt under way
@@ -95,12 +96,11 @@ class Planner:
     def _is_computable(self, seq: Sequence, step: Step) -> bool:
         return seq.status is Status.RUNNING and seq.is_due and seq not in step.victims
 
-    def _compute(self, seq: Sequence, step: Step, budget: int) -> None:
-        """Add the sequence's chunk to the step, unless it must wait for a block."""
+    def _compute(self, seq: Sequence, step: Step, budget: int, draft: list[int] | None = None) -> None:
+        """Add the sequence's chunk to the step, unless it must wait for a block; the draft, if there are blocks."""
         count = min(seq.num_uncomputed, budget)
-        draft = seq.draft[: budget - count] if count == seq.num_uncomputed else []
         # A whole prompt at once, so that it is not begun in vain; a window needs only what the chunk fills.
-        end, whole = (seq.num_computed + length + len(draft) for length in (count, seq.num_uncomputed))
+        end, whole = seq.num_computed + count, seq.num_computed + seq.num_uncomputed
         # With the blocks that the cache and the tiers gave.
         entry = None if seq.has_entered else seq.entry(self.kv.block_tables(seq))
         while (blocks := self.kv.reserve(seq, end, whole)) is None:
@@ -108,11 +108,14 @@ class Planner:
             if victim is None or victim is seq:
                 return
             self._preempt(victim, step, "preempted: no block for one before it")
+        if draft and (more := self.kv.reserve(seq, whole + len(draft))) is not None:
+            blocks = [a + b for a, b in zip(blocks, more, strict=True)] if blocks and more else blocks or more
+            count, num_sampled = count + len(draft), 1 + len(draft)
+        else:
+            draft, num_sampled = [], int(count == seq.num_uncomputed)
         if entry is not None:
             step.new[seq.slot] = entry
             seq.has_entered = True
-        num_sampled = 1 + len(draft) if count == seq.num_uncomputed else 0
-        count += len(draft)
         step.budget -= count
         step.chunks[seq.slot] = Chunk(seq.slot, seq.num_computed, count, blocks, num_sampled, draft)
 

@@ -28,7 +28,6 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any
 
 from lmkit.errors import RequestError
@@ -68,14 +67,14 @@ class Scheduler:
         eos_token_ids: tuple[int, ...],
         *,
         tiers: TierStore | None = None,
-        fingerprint: bytes = b"",
+        kv_identity: bytes = b"",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.limits = limits
         self._eos_token_ids = eos_token_ids
         self._clock = clock
         self._decision_stats = DecisionStats()
-        self._kv = KVManager(limits.kv, self._decision_stats, tiers, fingerprint)
+        self._kv = KVManager(limits.kv, self._decision_stats, tiers, kv_identity)
         self._waiting = RequestQueue()
         self._slots = BatchSlots(limits.max_batch_size)
         self._pacer = Pacer(limits.decode_slowdown, limits.max_step_tokens)
@@ -226,10 +225,11 @@ class Scheduler:
         seq.gather_prompt_logprobs(chunk.start, result.prompt_logprobs)
         if seq.status is Status.RUNNING and chunk.start < seq.num_prompt_tokens:
             self._kv.publish(seq, min(seq.num_completed, seq.num_prompt_tokens), partial=chunk.num_sampled > 0)
-        tokens = list(takewhile(lambda token: token.token_id != FAILED_TOKEN, result.tokens))
+        has_failed = bool(result.tokens) and result.tokens[-1].token_id == FAILED_TOKEN
+        tokens = result.tokens[:-1] if has_failed else result.tokens
         if tokens:
             self._extend(seq, tokens)
-        if len(tokens) < len(result.tokens) and seq.status is not Status.FINISHED:
+        if has_failed and seq.status is not Status.FINISHED:
             self._finish(seq, "error", error="the model's logits for this request are not finite numbers")
 
     def _extend(self, seq: Sequence, tokens: list[SampledToken]) -> None:

@@ -23,11 +23,11 @@ import lmkit
 from lmkit import log
 from lmkit.config import EngineConfig
 from lmkit.errors import CheckpointError, ConfigError, LMKitError, RequestError, UnsupportedError
-from lmkit.turbo.request import EngineInfo, EngineStats, Request, StepOutput
-from lmkit.turbo.transport import worker
+from lmkit.turbo.request import EngineInfo, EngineStats, Request, Siblings, StepOutput
+from lmkit.turbo.transport import messages
 
 State = Literal["starting", "ready", "restarting", "draining", "dead"]
-STOP_SECONDS = 5.0  # how long a worker may take to finish its step before it is killed
+STOP_SECONDS = 5.0  # how long a process may take to finish its step before it is killed
 MAX_IPC_PATH = 100  # sockaddr_un holds 107 bytes
 
 _START_ERRORS = {kind.__name__: kind for kind in (ConfigError, CheckpointError, UnsupportedError)}
@@ -37,18 +37,18 @@ logger = log.get_logger(__name__)
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """A worker that dies is started again after a delay that doubles; after `max_failures` in a row, no more."""
+    """A process that dies is started again after a delay that doubles; after `max_failures` in a row, no more."""
 
     max_failures: int = 3
     first_delay: float = 0.5  # seconds
     max_delay: float = 30.0
-    stable_seconds: float = 60.0  # a worker that lived so long has not failed "in a row"
+    stable_seconds: float = 60.0  # a process that lived so long has not failed "in a row"
 
     def delay(self, failures: int) -> float:
         return min(self.first_delay * 2.0 ** (failures - 1), self.max_delay)
 
 
-class _Worker:
+class EngineProcess:
     """One engine process, the two sockets to it, and the task that hands its events to `handle` until it has ended."""
 
     def __init__(
@@ -56,14 +56,14 @@ class _Worker:
         process: asyncio.subprocess.Process,
         commands: zmq.Socket,
         events: zmq.asyncio.Socket,
-        handle: Callable[[worker.Event], None],
+        handle: Callable[[messages.Event], None],
     ) -> None:
         self._process = process
         self._commands, self._events = commands, events
         self._handle = handle
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(worker.Event)
-        self._unsent: list[worker.Command] = []
+        self._decoder = msgspec.msgpack.Decoder(messages.Event)
+        self._unsent: list[messages.Command] = []
         self.exited = asyncio.ensure_future(process.wait())
         self.listening = asyncio.ensure_future(self._listen())
 
@@ -73,11 +73,11 @@ class _Worker:
         context: zmq.Context,
         prefix: Path,
         arguments: dict[str, str],
-        handle: Callable[[worker.Event], None],
-    ) -> _Worker:
+        handle: Callable[[messages.Event], None],
+    ) -> EngineProcess:
         """Start a process; `prefix` names two new sockets in a private folder."""
         commands, events = context.socket(zmq.PUSH), zmq.asyncio.Socket(context, zmq.PULL)
-        commands.sndhwm = events.rcvhwm = worker.QUEUED_MESSAGES
+        commands.sndhwm = events.rcvhwm = messages.QUEUED_MESSAGES
         commands.linger = events.linger = 0
         commands.bind(f"ipc://{prefix}.commands")
         events.bind(f"ipc://{prefix}.events")
@@ -86,11 +86,11 @@ class _Worker:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
-                "lmkit.turbo.transport.worker",
+                "lmkit.turbo.transport.engine_process",
                 *(f"--{name}={value}" for name, value in arguments.items()),
                 stdin=asyncio.subprocess.PIPE,
                 start_new_session=True,  # Ctrl-C in a terminal is the front end's to handle
-                cwd=Path(lmkit.__file__).parents[1],  # what `-m` puts on the path; the worker then changes to --cwd
+                cwd=Path(lmkit.__file__).parents[1],  # what `-m` puts on the path; the process then changes to --cwd
             )
         except BaseException:
             commands.close()
@@ -102,16 +102,16 @@ class _Worker:
     def pid(self) -> int:
         return self._process.pid
 
-    def send(self, command: worker.Command) -> bool:
-        """False if the worker is so far behind that the socket is full."""
+    def send(self, command: messages.Command) -> bool:
+        """False if the process is so far behind that the socket is full."""
         try:
             self._commands.send(self._encoder.encode(command), zmq.NOBLOCK)
         except zmq.Again:
             return False
         return True
 
-    def send_surely(self, command: worker.Command) -> None:
-        """Now, or as soon as the worker shows signs of life."""
+    def send_surely(self, command: messages.Command) -> None:
+        """Now, or as soon as the process shows signs of life."""
         if not self.send(command):
             self._unsent.append(command)
 
@@ -133,7 +133,7 @@ class _Worker:
 
     async def stop(self, grace: float) -> None:
         """Ask the process to end, kill it after `grace` seconds, close the sockets."""
-        if grace and not self.exited.done() and self.send(worker.Shutdown()):
+        if grace and not self.exited.done() and self.send(messages.Shutdown()):
             await asyncio.wait({self.exited}, timeout=grace)
         self.kill()
         try:
@@ -159,11 +159,11 @@ class AsyncEngine:
         model_path: str | Path,
         config: EngineConfig,
         *,
-        engine: str = worker.ENGINE,
+        engine: str = messages.ENGINE,
         log_level: str = "INFO",
         restart: RestartPolicy | None = None,
     ) -> None:
-        """`engine` is the dotted name, module:Class, of what the worker runs."""
+        """`engine` is the dotted name, module:Class, of what the process runs."""
         self.model_path = Path(model_path).absolute()
         self.config = config
         self._arguments = {
@@ -176,14 +176,14 @@ class AsyncEngine:
         self._restart = restart or RestartPolicy()
         self._max_open = config.max_queue + config.max_batch_size
         self._streams: dict[str, asyncio.Queue[StepOutput | RequestError]] = {}
-        self._worker: _Worker | None = None
+        self._process: EngineProcess | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._directory: Path | None = None
         self._stats = EngineStats()
         self.state: State = "starting"
         self.info: EngineInfo | None = None
         self.num_starts = 0
-        self.num_failures = 0  # engine calls that raised, in the current worker
+        self.num_failures = 0  # engine calls that raised, in the current process
 
     async def start(self) -> None:
         """Start the process and wait until its model is loaded. Raises the LMKitError that kept it from starting."""
@@ -200,7 +200,7 @@ class AsyncEngine:
         self._supervisor = asyncio.create_task(self._supervise())
 
     def stats(self) -> EngineStats:
-        """The last figures the worker sent."""
+        """The last figures the process sent."""
         return self._stats
 
     @property
@@ -209,15 +209,30 @@ class AsyncEngine:
         return len(self._streams)
 
     @property
-    def worker_pid(self) -> int | None:
-        return self._worker.pid if self._worker else None
+    def engine_pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    def submit(self, siblings: Siblings) -> None:
+        """Send requests to the engine; `generate` of each gives its steps. Raises RequestError if they are refused."""
+        if self.state == "draining":
+            raise RequestError("shutting_down", "the server is shutting down")
+        if self.state != "ready" or self._process is None:
+            raise RequestError("engine_unavailable", f"the engine is {self.state}")
+        names = [siblings.first.request_id, *(name for name, _ in siblings.others)]
+        assert self._streams.keys().isdisjoint(names), f"request ids {names} are in use"
+        too_many = len(self._streams) + len(names) > self._max_open
+        if too_many or not self._process.send(messages.Add(siblings)):
+            raise RequestError("queue_full", "too many requests are waiting; try again later")
+        self._streams |= {name: asyncio.Queue() for name in names}
 
     async def generate(self, request: Request) -> AsyncGenerator[StepOutput]:
         """Steps of one request, the last with a finish_reason. Raises RequestError if it is refused or the engine goes.
 
-        Ending the iteration early aborts the request in the engine.
+        The request is sent now, unless `submit` has sent it. Ending the iteration early aborts it in the engine.
         """
-        stream = self._open(request)
+        if request.request_id not in self._streams:
+            self.submit(Siblings(request))
+        stream = self._streams[request.request_id]
         try:
             while True:
                 item = await stream.get()
@@ -228,16 +243,19 @@ class AsyncEngine:
                     return
         finally:
             if self._streams.get(request.request_id) is stream:
-                del self._streams[request.request_id]
-                if self._worker is not None:
-                    self._worker.send_surely(worker.Abort(request.request_id))
+                self.drop(request.request_id)
+
+    def drop(self, request_id: str) -> None:
+        """Forget a request whose steps nobody wants any more, and abort it in the engine. Unknown ids are ignored."""
+        if self._streams.pop(request_id, None) is not None and self._process is not None:
+            self._process.send_surely(messages.Abort(request_id))
 
     async def abort(self, request_id: str) -> None:
         """End a request; its iterator gets finish_reason "abort". Unknown ids are ignored."""
         if request_id in self._streams:
             self._end(request_id, StepOutput(request_id=request_id, token_ids=[], finish_reason="abort"))
-            if self._worker is not None:
-                self._worker.send_surely(worker.Abort(request_id))
+            if self._process is not None:
+                self._process.send_surely(messages.Abort(request_id))
 
     def drain(self) -> None:
         """From now on refuse new requests."""
@@ -248,30 +266,18 @@ class AsyncEngine:
         """Refuse new requests, let open ones finish for so long, end the rest and the process."""
         self.drain()
         deadline = asyncio.get_running_loop().time() + drain_seconds
-        while self._streams and self._worker is not None and asyncio.get_running_loop().time() < deadline:
+        while self._streams and self._process is not None and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.02)
         self._fail_all("shutting_down", "the server is shutting down")
         await self._close()
 
     def kill(self) -> None:
         """End the process at once."""
-        if self._worker is not None:
-            self._worker.kill()
+        if self._process is not None:
+            self._process.kill()
         self._remove_directory()
 
     # ---- requests
-
-    def _open(self, request: Request) -> asyncio.Queue[StepOutput | RequestError]:
-        if self.state == "draining":
-            raise RequestError("shutting_down", "the server is shutting down")
-        if self.state != "ready" or self._worker is None:
-            raise RequestError("engine_unavailable", f"the engine is {self.state}")
-        assert request.request_id not in self._streams, f"request id {request.request_id} is in use"
-        if len(self._streams) >= self._max_open or not self._worker.send(worker.Add(request)):
-            raise RequestError("queue_full", "too many requests are waiting; try again later")
-        stream: asyncio.Queue[StepOutput | RequestError] = asyncio.Queue()
-        self._streams[request.request_id] = stream
-        return stream
 
     def _end(self, request_id: str, item: StepOutput | RequestError) -> None:
         stream = self._streams.pop(request_id, None)
@@ -282,37 +288,37 @@ class AsyncEngine:
         for request_id in list(self._streams):
             self._end(request_id, RequestError(code, message))
 
-    def _handle(self, event: worker.Event) -> None:
+    def _handle(self, event: messages.Event) -> None:
         match event:
-            case worker.Outputs(outputs):
+            case messages.Outputs(outputs):
                 for output in outputs:
                     if output.finish_reason is not None:
                         self._end(output.request_id, output)
                     elif stream := self._streams.get(output.request_id):
                         stream.put_nowait(output)
-            case worker.Refused(request_id, code, message, param):
+            case messages.Refused(request_id, code, message, param):
                 self._end(request_id, RequestError(code, message, param))
-            case worker.Stats(engine, failures):
+            case messages.Stats(engine, failures):
                 self._stats, self.num_failures = engine, failures
 
     # ---- the process
 
     async def _launch(self) -> None:
-        """Start a worker and wait for its Ready. Raises the LMKitError of its Failed, or one that says how it ended."""
+        """Start a process and wait for its Ready. Raises the LMKitError of its Failed, or one that tells its end."""
         assert self._directory is not None
         self.num_starts += 1
         ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
 
-        def handle(event: worker.Event) -> None:
+        def handle(event: messages.Event) -> None:
             match event:
-                case worker.Ready(info):
+                case messages.Ready(info):
                     ready.set_result(info)
-                case worker.Failed(kind, message):
+                case messages.Failed(kind, message):
                     ready.set_exception(_START_ERRORS.get(kind, LMKitError)(message))
                 case _:
                     self._handle(event)
 
-        new = await _Worker.spawn(self._context, self._directory / str(self.num_starts), self._arguments, handle)
+        new = await EngineProcess.spawn(self._context, self._directory / str(self.num_starts), self._arguments, handle)
         either: set[asyncio.Future[Any]] = {ready, new.listening}
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -324,19 +330,19 @@ class AsyncEngine:
         except BaseException:
             await new.stop(0)
             raise
-        self._worker = new
+        self._process = new
         if self.state != "draining":
             self.state = "ready"
 
     async def _supervise(self) -> None:
-        """Wait for the worker's end and start another, as long as the policy allows."""
+        """Wait for the process's end and start another, as long as the policy allows."""
         loop = asyncio.get_running_loop()
         failures = 0
         while True:
-            if self._worker is not None:
+            if self._process is not None:
                 ready_at = loop.time()
-                await asyncio.wait({self._worker.listening})
-                await self._lose_worker(self._worker)
+                await asyncio.wait({self._process.listening})
+                await self._lose_process(self._process)
                 failures = 0 if loop.time() - ready_at > self._restart.stable_seconds else failures
             if self.state == "draining":
                 return
@@ -351,8 +357,8 @@ class AsyncEngine:
             except (LMKitError, OSError) as error:
                 logger.error("the engine does not start: %s", error)
 
-    async def _lose_worker(self, lost: _Worker) -> None:
-        self._worker = None
+    async def _lose_process(self, lost: EngineProcess) -> None:
+        self._process = None
         if self.state != "draining":
             self.state = "restarting"
         self._stats = EngineStats()
@@ -365,9 +371,9 @@ class AsyncEngine:
         if self._supervisor is not None:
             self._supervisor.cancel()
             await asyncio.wait({self._supervisor})
-        if self._worker is not None:
-            await self._worker.stop(STOP_SECONDS)
-            self._worker = None
+        if self._process is not None:
+            await self._process.stop(STOP_SECONDS)
+            self._process = None
         self.state = "dead"
         self._context.destroy(linger=0)
         self._remove_directory()

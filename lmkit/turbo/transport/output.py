@@ -43,8 +43,8 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     error_code: str = "engine_error"  # of error
 
 
-class AnswerTokens:
-    """Collects the tokens of a conversation's answer, for its next turn."""
+class AssistantTurn:
+    """Collects the tokens of an assistant's turn, for the conversation's next one."""
 
     def __init__(self, turn: EncodedTurn) -> None:
         self._turn = turn

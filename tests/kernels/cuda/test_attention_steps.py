@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lmkit.attention_spec import AttentionSpec
+from lmkit.kernels import ops
 from lmkit.kernels.cuda import attention
 from lmkit.kernels.ops import BatchGeometry
 from lmkit.kv_dtype import BFLOAT16, FLOAT16, FP8, INT4, INT8, KVDtype
@@ -63,7 +64,7 @@ def run(
 def test_chunks_and_tokens_give_what_a_prompt_gives(
     device: str, types: tuple[KVDtype, KVDtype], dtype: torch.dtype, keys: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "reference_rope_attention", None)  # kernels do it
+    monkeypatch.setattr(ops.rope_paged_attention, "fall_back", None)  # kernels do it
     torch.manual_seed(8)
     q, k, v = (torch.randn(BOUNDS[-1], heads, DIM).to(dtype).to(device) for heads in (HEADS, KV_HEADS, KV_HEADS))
     state = torch.get_rng_state()

@@ -308,6 +308,7 @@ def test_ops(device: str) -> None:
     got = attention.paged_attention(q.float().to(device), *args, spec)
     assert got.dtype == torch.float32
     assert error(got.cpu(), expected) < 1e-5
+    assert ops.paged_attention.fallbacks["tensors of float32"]
 
     tail = [*new[0], new[1].cos(), new[1].sin()]
     moved_tail = [x.to(device) for x in (q, *tail)]

@@ -13,7 +13,7 @@ from lmkit.attention_spec import AttentionSpec
 from lmkit.kernels.cuda import module, prefill
 from lmkit.kernels.ops import BatchGeometry, KVTensor
 from lmkit.kernels.reference.kv import read_blocks
-from lmkit.kv_dtype import BFLOAT16, FLOAT16, FLOAT32, FP8, INT4, INT8, KVDtype
+from lmkit.kv_dtype import BFLOAT16, FLOAT16, FP8, INT4, INT8, KVDtype
 from tests.kernels.cases import filled_cache, geometry, key_mean
 
 LENGTHS = ((5, 5), (700, 2), (90, 1), (290, 129), (0, 0), (64, 64))  # tokens in the cache, of which queries
@@ -225,12 +225,3 @@ def test_no_sequences(device: str) -> None:
     nothing = replace(batch, query_start=batch.query_start[:1], context_lens=batch.context_lens[:0])
     empty = args._replace(q=args.q[:0], geometry=nothing)
     assert attend(empty).shape == (0, 1, 64)
-
-
-@pytest.mark.parametrize(
-    ("head_dim", "k", "v", "pairs"),
-    [(72, INT8, INT8, 0), (272, INT8, INT8, 0), (64, FLOAT32, INT8, 0), (64, INT8, INT8, 17)],
-)
-def test_refusals(head_dim: int, k: KVDtype, v: KVDtype, pairs: int) -> None:
-    assert prefill.refusal(head_dim=head_dim, k=k, v=v, mean_pairs=pairs)
-    assert prefill.refusal(head_dim=64, k=INT8, v=FP8, mean_pairs=8) is None

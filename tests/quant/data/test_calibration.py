@@ -18,7 +18,7 @@ from lmkit.quant.data import calibration as calib
 from lmkit.quant.data import sources
 from lmkit.quant.data.calibration import encode_dataset, load_calibration, parse_source
 from lmkit.quant.data.sources import load_presets
-from lmkit.quant.recipe import CalibrationRecipe, DatasetRecipe
+from lmkit.quant.sections import CalibrationRecipe, DatasetRecipe
 from lmkit.text import ChatTemplate, Tokenizer
 
 TEXT = "".join(f"def function_{i}(value):\n    return value + {i}\n\n" for i in range(200))

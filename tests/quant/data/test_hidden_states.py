@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lmkit.models.loader import ModelSource
+from lmkit.models.source import ModelSource
 from lmkit.quant.data.hidden_states import Stream
 from tests.quant.helpers import tiny_checkpoint
 

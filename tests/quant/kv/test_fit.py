@@ -17,11 +17,11 @@ from lmkit.kv_dtype import FLOAT32, FP8, INT4, INT8, KVDtype
 from lmkit.models import load_spec
 from lmkit.models.decoder import DecoderLayer
 from lmkit.models.kv_storage import KVStorage, allocate
-from lmkit.models.loader import ModelSource
+from lmkit.models.source import ModelSource
 from lmkit.quant.kv.config import KVStats
 from lmkit.quant.kv.fit import Probe, divided, fit_cache, fold, key_mean, smoothing_scale
 from lmkit.quant.layer.layer import CalibratedLayer, Geometry
-from lmkit.quant.recipe import KVRecipe
+from lmkit.quant.sections import KVRecipe
 from tests.quant import helpers
 
 ROWS, LENGTH = 4, 48
@@ -34,7 +34,7 @@ def calibrated(tmp_path: Path, family: str, bias: float = 0.0, gain: float = 1.0
     layer = source.layer(0, torch.float32)
     rows = layer.weights["attn.k"]
     assert isinstance(rows, Tensor)
-    if source.spec.attn_bias:
+    if layer.spec.attn_bias:
         offset = layer.weights["attn.k.bias"]
         assert isinstance(offset, Tensor)
         offset.view(-1, 16)[:, [BIASED, BIASED + 8]] += torch.tensor([bias, -bias])
@@ -154,7 +154,7 @@ def test_the_mean_is_exact_far_into_a_sequence() -> None:
             "num_key_value_heads": 1, "num_hidden_layers": 1, "intermediate_size": 8, "vocab_size": 8,
             "max_position_embeddings": 1 << 16, "rope_theta": 1e6,
         }
-    )  # fmt: skip
+    ).layers[0]  # fmt: skip
     generator = torch.Generator().manual_seed(1)
     start, count = 40_000, 40
     geometry = Geometry.of(spec, 1, start + count)
@@ -168,7 +168,7 @@ def test_the_mean_is_exact_far_into_a_sequence() -> None:
     q = torch.randn(count, 2, 32, generator=generator) / 20
     outputs = []
     for storage in (KVStorage(FLOAT32, FLOAT32), KVStorage(FLOAT32, FLOAT32, mean)):
-        (kv,) = allocate(spec, [storage], len(geometry.kv.k.data), 32, start + count)
+        (kv,) = allocate([spec], [storage], len(geometry.kv.k.data), 32, start + count)
         queries = q.clone()
         (batch,) = geometry.batch.geometries
         batch = replace(batch, query_start=torch.tensor([0, count]).int(), slots=batch.slots[last])

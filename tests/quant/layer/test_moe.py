@@ -13,15 +13,17 @@ import torch
 
 from lmkit.kv_dtype import FLOAT32
 from lmkit.layers.batch import allocate_kv, whole_batch
+from lmkit.layers.mlp_spec import MoESpec
 from lmkit.layers.moe import MoE, route
-from lmkit.models import roles
 from lmkit.models.decoder import Decoder
-from lmkit.models.loader import ModelSource, load_model
+from lmkit.models.loader import load_model
+from lmkit.models.source import ModelSource
 from lmkit.quant.layer.routed import MIN_TOKENS, RoutedStats
-from lmkit.quant.recipe import CalibrationRecipe, load_recipe, parse_recipe
+from lmkit.quant.layer.scaling import apply
+from lmkit.quant.recipe import load_recipe, parse_recipe
 from lmkit.quant.report.report import QuantReport
 from lmkit.quant.run import prepare
-from lmkit.quant.steps.awq_scale import apply
+from lmkit.quant.sections import CalibrationRecipe
 from tests.quant.helpers import CLIP, recipe, tiny_checkpoint
 
 EXPERTS: dict[str, dict[str, Any]] = {
@@ -46,10 +48,7 @@ def quantized(
 def logits(decoder: Decoder, rows: list[list[int]]) -> torch.Tensor:
     spec = decoder.spec
     batch, num_blocks = whole_batch(rows, 32)
-    kv = [
-        allocate_kv(num_blocks, spec.num_kv_heads, 32, spec.head_dim, (FLOAT32, FLOAT32))
-        for _ in range(spec.num_layers)
-    ]
+    kv = [allocate_kv(num_blocks, layer.num_kv_heads, 32, layer.head_dim, (FLOAT32, FLOAT32)) for layer in spec.layers]
     return decoder(batch, kv)
 
 
@@ -68,14 +67,14 @@ def test_every_expert_is_quantized_and_routers_are_not(quantized: tuple[Path, Pa
     source, out, report = quantized
     spec = ModelSource(out).spec
     layers = range(spec.num_layers)
-    routers = [roles.module_name(spec, i, role) for i in layers for role in roles.routers(spec, i)]
+    routers = [spec.module_name(i, role) for i in layers for role in spec.layers[i].routers]
     entry = json.loads((out / "config.json").read_text())["quantization_config"]
     assert entry["modules_to_not_convert"] == sorted(routers)
     tensors = safetensors.torch.load_file(out / "model.safetensors")
     assert all(name + ".weight" in tensors for name in routers)
     for i in layers:
-        for role in roles.linears(spec, i):
-            module = roles.module_name(spec, i, role)
+        for role in spec.layers[i].linears:
+            module = spec.module_name(i, role)
             assert module + ".qweight" in tensors
             assert module + ".weight" not in tensors
     assert all(linear.format == "awq" for layer in report.layers for linear in layer.linears)
@@ -87,20 +86,21 @@ def test_every_expert_is_quantized_and_routers_are_not(quantized: tuple[Path, Pa
 def test_the_report_counts_tokens_of_experts(quantized: tuple[Path, Path, QuantReport]) -> None:
     _, out, report = quantized
     spec = ModelSource(out).spec
-    assert spec.moe is not None
     num_tokens = CALIBRATION["num_samples"] * CALIBRATION["seq_len"]
     for layer in report.layers:
-        if spec.sparse(layer.index) is None:
+        if not spec.layers[layer.index].is_sparse:
             assert layer.experts is None
             continue
         assert layer.experts is not None
         counts = layer.experts.tokens
-        assert list(counts) == [str(i) for i in range(spec.moe.num_experts)]
-        assert sum(counts.values()) == num_tokens * spec.moe.experts_per_token
+        moe = spec.layers[layer.index].mlp
+        assert isinstance(moe, MoESpec)
+        assert list(counts) == [str(i) for i in range(moe.num_experts)]
+        assert sum(counts.values()) == num_tokens * moe.experts_per_token
         few = [int(expert) for expert, count in counts.items() if count < MIN_TOKENS]
         assert list(layer.experts.without_statistics) == few
         fitted = {scale.source for scale in layer.scales}
-        assert {f"mlp.experts.{i}.up" for i in range(spec.moe.num_experts) if i not in few} <= fitted
+        assert {f"mlp.experts.{i}.up" for i in range(moe.num_experts) if i not in few} <= fitted
         (block,) = [scale for scale in layer.scales if scale.source == "norm.mlp"]
         assert "mlp.router" in block.consumers
         assert block.loss <= block.losses["identity"]  # type: ignore[operator]
@@ -169,7 +169,8 @@ def test_an_expert_without_tokens(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 def test_smoothing_leaves_routes_and_output(tmp_path: Path, name: str) -> None:
     """norm / s, and the columns of experts, routers and the shared expert times s; up / s, down times s."""
     source = ModelSource(tiny_checkpoint(tmp_path, name, **EXPERTS[name]))
-    spec, layer = source.spec, source.layer(0, torch.float32)
+    layer = source.layer(0, torch.float32)
+    spec = layer.spec
     assert isinstance(layer.mlp, MoE)
     generator = torch.Generator().manual_seed(4)
     x = torch.randn(40, spec.hidden_size, generator=generator)
@@ -181,7 +182,7 @@ def test_smoothing_leaves_routes_and_output(tmp_path: Path, name: str) -> None:
         return route(scores, layer.mlp.spec.experts_per_token, True)[1], layer.mlp(normed)
 
     experts, exact = run()
-    for pair in roles.smooth(spec, 0)[2:]:
+    for pair in spec.smooth[2:]:
         width = spec.hidden_size if pair[0] == "norm.mlp" else spec.linear_shape(pair[0])[0]
         apply(layer.weights, *pair, torch.rand(width, generator=generator) * 4 + 0.2, spec)
     again, output = run()

@@ -15,17 +15,15 @@ from lmkit.qtensor import QuantScheme, quantize
 from lmkit.quant.report.chart import bar_chart, line_chart, sparkline
 from lmkit.quant.report.evaluate import Divergence, EvalResult
 from lmkit.quant.report.html import render
-from lmkit.quant.report.report import (
+from lmkit.quant.report.layer_report import (
     ClipReport,
     HeldOutReport,
     LayerReport,
     LinearReport,
-    MixedPrecisionGroup,
-    MixedPrecisionReport,
-    QuantReport,
     ScaleReport,
     stored_bits,
 )
+from lmkit.quant.report.report import MixedPrecisionGroup, MixedPrecisionReport, QuantReport
 
 EVIL = "<script>alert(1)</script>&\"'"
 VOID = {"meta", "line", "rect", "circle", "polyline"}

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from lmkit.models.decoder import DecoderLayer
-from lmkit.models.loader import ModelSource
 from lmkit.models.roles import SMOOTH
+from lmkit.models.source import ModelSource
 from lmkit.qtensor import dequantize, quantize
+from lmkit.quant.layer import scaling
 from lmkit.quant.layer.layer import CalibratedLayer
-from lmkit.quant.recipe import AwqScale
 from lmkit.quant.steps import awq_scale
+from lmkit.quant.steps.awq_scale import AwqScale
 from tests.quant.helpers import calibrate, run_layer, tiny_checkpoint
 
 STEP = AwqScale()
@@ -56,7 +57,7 @@ def test_folding_a_scale_is_exact(tmp_path: Path, family: str, source: str, cons
     calibrated = calibrate(layer, hidden, num_rows=ROWS)
     before, weights_before = run_layer(calibrated, hidden), dict(layer.weights)
     s = random_scale(weight_of(layer, source).shape[0])
-    awq_scale.apply(layer.weights, source, consumers, s, layer.spec)
+    scaling.apply(layer.weights, source, consumers, s, layer.spec)
     changed = {role for role, weight in layer.weights.items() if weight is not weights_before[role]}
     assert changed == {source, *consumers} | ({source + ".bias"} & set(layer.weights))
     after = run_layer(calibrated, hidden)
@@ -110,8 +111,8 @@ def test_losses_are_those_of_the_weights_as_stored(tmp_path: Path) -> None:
         candidates = awq_scale.pair_candidates(calibrated, source, consumers, STEP)
         found = awq_scale.search(calibrated, source, consumers, candidates)
         assert found.losses["identity"] == pytest.approx(plain, rel=1e-6)
-        s = awq_scale.expand(found.best.scale, consumers[0], layer.spec)
-        awq_scale.apply(layer.weights, source, consumers, found.best.scale, layer.spec)
+        s = scaling.expand(found.best.scale, consumers[0], layer.spec)
+        scaling.apply(layer.weights, source, consumers, found.best.scale, layer.spec)
         calibrated.input(consumers[0]).divide(s)
         assert block_loss(calibrated, source, consumers) == pytest.approx(found.losses[found.best.name], rel=1e-3)
 
@@ -123,8 +124,8 @@ def test_identity_wins_ties(tmp_path: Path) -> None:
     codes = torch.randint(0, 16, layer.spec.linear_shape("mlp.down"), generator=torch.Generator().manual_seed(0))
     codes[:, ::32], codes[:, 1::32] = 0, 15
     layer.weights["mlp.down"] = (codes - 8) / 16
-    halves = [awq_scale.Candidate(f"{s}", torch.full((96,), s)) for s in (0.5, 2.0)]
-    identity = awq_scale.Candidate("identity", torch.ones(96))
+    halves = [scaling.Candidate(f"{s}", torch.full((96,), s)) for s in (0.5, 2.0)]
+    identity = scaling.Candidate("identity", torch.ones(96))
     found = awq_scale.search(calibrated, "mlp.up", ("mlp.down",), [identity, *halves])
     assert set(found.losses.values()) == {0.0}
     assert found.best is identity
@@ -132,7 +133,7 @@ def test_identity_wins_ties(tmp_path: Path) -> None:
 
 def test_a_candidate_that_is_not_finite_loses(tmp_path: Path) -> None:
     calibrated = calibrate(tiny_layer(tmp_path), hidden_states(64), num_rows=ROWS)
-    candidates = [awq_scale.Candidate("identity", torch.ones(96))]
+    candidates = [scaling.Candidate("identity", torch.ones(96))]
     calibrated.inputs["mlp.down"].sample[0, 0] = torch.nan
     found = awq_scale.search(calibrated, "mlp.up", ("mlp.down",), candidates)
     assert math.isnan(found.losses["identity"])
@@ -156,8 +157,8 @@ def test_extreme_activations_give_bounded_scales() -> None:
     x_mean = torch.logspace(-30, 30, 16)
     for candidate in awq_scale.make_candidates(x_mean, torch.ones(16), grid=20, duo="both"):
         assert bool(candidate.scale.isfinite().all())
-        assert float(candidate.scale.max()) <= awq_scale.LIMIT
-        assert float(candidate.scale.min()) >= 0.999 / awq_scale.LIMIT
+        assert float(candidate.scale.max()) <= scaling.LIMIT
+        assert float(candidate.scale.min()) >= 0.999 / scaling.LIMIT
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -165,7 +166,7 @@ def test_a_norm_divided_by_a_representable_scale_is_stored_exactly(dtype: torch.
     norm = torch.randn(512, generator=torch.Generator().manual_seed(0)).to(dtype).float()
     norm[:3] = torch.tensor([0.0, 1e-7, 300.0])
     wanted = random_scale(512).clamp(1e-3, 1e3)
-    s = awq_scale.representable(wanted, norm, dtype)
+    s = scaling.representable(wanted, norm, lambda w: w.to(dtype).float())
     divided = norm / s
     torch.testing.assert_close(divided.to(dtype).float(), divided, rtol=2e-7, atol=0)
     ordinary = norm.abs() > 1e-3
@@ -180,7 +181,7 @@ def test_query_heads_of_a_group_share_one_scale(tmp_path: Path) -> None:
     assert per_value.shape == (32,)
     assert per_value[0] == (0 + 16) / 2  # channel 0 of query heads 0 and 1
     assert per_value[16] == (32 + 48) / 2
-    spread = awq_scale.expand(per_value, "attn.o", spec)
+    spread = scaling.expand(per_value, "attn.o", spec)
     assert torch.equal(spread.view(2, 2, 16)[:, 0], spread.view(2, 2, 16)[:, 1])
     assert torch.equal(awq_scale.reduce(spread, "attn.v", spec), per_value)
 
@@ -190,13 +191,12 @@ def test_outliers_that_keep_the_function_are_smoothed_away(
     demo_model: Path, source: str, consumers: tuple[str, ...]
 ) -> None:
     """A few channels times 30 before, their columns divided by 30 after: the search undoes most of the harm."""
-    spec = ModelSource(demo_model).spec
     layer = ModelSource(demo_model).layer(3, torch.float32)
     embed = ModelSource(demo_model).embed_tokens().float()
     hidden = embed[torch.randint(0, 4096, (8 * 64,), generator=torch.Generator().manual_seed(0))]
     outliers = torch.ones(weight_of(layer, source).shape[0])
     outliers[::50] = 30.0
-    awq_scale.apply(layer.weights, source, consumers, 1 / outliers, spec)
+    scaling.apply(layer.weights, source, consumers, 1 / outliers, layer.spec)
     calibrated = calibrate(layer, hidden, num_rows=8, group_size=128)
     candidates = awq_scale.pair_candidates(calibrated, source, consumers, STEP)
     found = awq_scale.search(calibrated, source, consumers, candidates)

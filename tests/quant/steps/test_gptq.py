@@ -8,14 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from lmkit.models.loader import ModelSource
+from lmkit.models.decoder import DecoderLayer
+from lmkit.models.roles import expert_of
+from lmkit.models.source import ModelSource
 from lmkit.qtensor import QTensor, QuantScheme, dequantize, quantize
 from lmkit.quant.data.hidden_states import Stream
-from lmkit.quant.layer import rounding
-from lmkit.quant.layer.moments import Moments, collect, held_out_rows, inputs_of
-from lmkit.quant.recipe import Gptq
+from lmkit.quant.layer.moments import Moments, collect, held_out_rows
+from lmkit.quant.layer.passes import LayerPass, Part
 from lmkit.quant.run import prepare
 from lmkit.quant.steps import gptq
+from lmkit.quant.steps.gptq import Gptq
 from tests.quant.helpers import CLIP, recipe, tiny_checkpoint
 
 ORDERS = ("activation", "gar", "natural")
@@ -133,13 +135,40 @@ def stream_of(path: Path, rows: int = 10, *, exact: bool = False) -> tuple[Model
     return source, Stream.embedded(source, ids, exact=exact)
 
 
+def seen_by(stream: Stream, layer: DecoderLayer, role: str) -> Tensor:
+    """What a linear sees of the first batch in the layer's own forward."""
+    seen: dict[str, Tensor] = {}
+    layer.observe(seen.__setitem__)
+    stream.output(layer, 0)
+    layer.observe(None)
+    return seen[role]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3-moe"])
+def test_a_pass_in_parts_is_the_layers_forward(tmp_path: Path, family: str) -> None:
+    """Inputs of every linear, and what stands behind the layer."""
+    source, stream = stream_of(tiny_checkpoint(tmp_path, family))
+    layer = source.layer(stream.layer, torch.float32)
+    whole = stream.output(layer, 0)
+    layer_pass = LayerPass(stream, layer)
+    tokens = slice(0, len(whole))
+    for role in layer.spec.linears:
+        if expert_of(role) is None:
+            part = Part.of(role)
+            x = layer_pass.inputs(tokens, part, (role,))[role]
+            torch.testing.assert_close(x, seen_by(stream, layer, role), rtol=1e-5, atol=1e-5)
+            layer_pass.part = part
+    layer_pass.move(tokens, Part.END)
+    stream.advance()
+    torch.testing.assert_close(stream.hidden(0), whole, rtol=1e-5, atol=1e-5)
+
+
 def test_moments_are_sums_over_all_rows_but_the_held_out(tmp_path: Path) -> None:
     source, stream = stream_of(tiny_checkpoint(tmp_path), exact=True)
     layer, original = source.layer(0, torch.float32), source.layer(0, torch.float32)
     layer.weights["attn.v"] = layer.weights["attn.v"] * 1.1  # type: ignore[operator]
-    found = collect(stream, layer, original, ("attn.o",))["attn.o"]
-    x = inputs_of(layer, stream, stream.hidden(0), ("attn.o",))["attn.o"]
-    e = inputs_of(original, stream, stream.hidden(0), ("attn.o",))["attn.o"]
+    found = collect(LayerPass(stream, layer), LayerPass(stream, original, exact=True), ("attn.o",))["attn.o"]
+    x, e = seen_by(stream, layer, "attn.o"), seen_by(stream, original, "attn.o")
     kept = (10 - held_out_rows(10)) * 24
     assert found.num_tokens == kept < 240
     torch.testing.assert_close(found.hessian, hessian_of(x[:kept]), rtol=1e-4, atol=1e-5)
@@ -154,7 +183,7 @@ def test_a_linear_that_plain_rounding_serves_better_falls_back() -> None:
     moments = Moments.empty(128)
     moments.held = moments.held_exact = inputs()
     bad = QTensor(plain.codes.flip(0), plain.scales, plain.zeros, SCHEME)
-    judged = rounding._judge(weight, bad, plain, moments, 0.01)
+    judged = gptq._judge(weight, bad, plain, moments, 0.01)
     assert judged.weight is plain
     assert judged.method == "rtn"
     assert judged.fallback is not None

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from lmkit.formats.parts import Activations
-from lmkit.models.loader import ModelSource
 from lmkit.models.roles import SMOOTH
+from lmkit.models.source import ModelSource
 from lmkit.qtensor import QuantScheme, dequantize, quantize
 from lmkit.quant.layer.layer import CalibratedLayer
-from lmkit.quant.recipe import SmoothQuant
-from lmkit.quant.steps.smooth_quant import make_candidates, round_activations, smooth_layer
+from lmkit.quant.steps.smooth_quant import SmoothQuant, make_candidates, round_activations, smooth_layer
 from tests.quant.helpers import calibrate, run_layer, tiny_checkpoint
 
 INT8 = QuantScheme(8, -1, symmetric=True)

@@ -28,12 +28,13 @@ from lmkit.turbo.runners import cuda as cuda_runner
 from lmkit.turbo.runners.cuda import CudaRunner
 from lmkit.turbo.runners.cuda_captured import captured_sizes
 from lmkit.turbo.runners.device import resolve_device
-from lmkit.turbo.transport.worker import EngineLoop
+from lmkit.turbo.transport.engine_process import EngineLoop
 from tests import emulator
 from tests.emulator.device import EmulatedDevice
 from tests.models import tiny
 from tests.turbo.engine.test_engine import propose_drafts, run
 
+pytestmark = pytest.mark.slow
 SMALL: dict[str, Any] = {"block_size": 16, "max_batch_size": 4, "max_step_tokens": 24, "max_model_len": 128}
 SIZES: dict[str, Any] = {
     "vocab_size": 211, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "head_dim": 64,

@@ -8,31 +8,32 @@ from lmkit.config import EngineConfig
 from lmkit.errors import ConfigError
 from lmkit.kv_dtype import BFLOAT16, FLOAT32, INT4, INT8, KVDtype
 from lmkit.layers.batch import allocate_kv
-from lmkit.layers.rope_spec import RopeSpec
-from lmkit.models.spec import ModelSpec
-from lmkit.turbo.engine.memory import RUNTIME_BYTES, kv_token_bytes, plan_memory
+from lmkit.models import load_spec
+from lmkit.turbo.engine.memory import RUNTIME_BYTES, plan_memory
 
-SPEC = ModelSpec(
-    architecture="LlamaForCausalLM", hidden_size=256, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=64,
-    intermediate_size=512, vocab_size=1000, norm_eps=1e-5, rope=RopeSpec(rotary_dim=64), max_position=4096,
-    dtype="bfloat16",
-)  # fmt: skip
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 512, "vocab_size": 1000, "max_position_embeddings": 4096,
+    "dtype": "bfloat16",
+}  # fmt: skip
+SPEC = load_spec(CONFIG)
+LAYER = SPEC.layers[0]
 GIB = 1 << 30
 BF16 = [(BFLOAT16, BFLOAT16)] * 4
 
 
 @pytest.mark.parametrize("dtypes", [(FLOAT32, FLOAT32), (BFLOAT16, INT8), (INT8, INT4), (INT4, INT4)])
 def test_token_bytes_are_what_is_allocated(dtypes: tuple[KVDtype, KVDtype]) -> None:
-    layer = allocate_kv(3, SPEC.num_kv_heads, 16, SPEC.head_dim, dtypes)
+    layer = allocate_kv(3, LAYER.num_kv_heads, 16, LAYER.head_dim, dtypes)
     tensors = (layer.k.data, layer.k.params, layer.v.data, layer.v.params)
-    assert sum(t.nbytes for t in tensors) == 3 * 16 * kv_token_bytes(SPEC, dtypes)
+    assert sum(t.nbytes for t in tensors) == 3 * 16 * LAYER.kv_token_bytes(*dtypes)
 
 
 def test_int8_and_int4_hold_more_tokens_at_head_dim_128() -> None:
-    spec = ModelSpec(**{**SPEC.__dict__, "head_dim": 128})
-    dense = kv_token_bytes(spec, (BFLOAT16, BFLOAT16))
-    assert dense / kv_token_bytes(spec, (INT8, INT8)) > 1.9
-    assert dense / kv_token_bytes(spec, (INT4, INT4)) > 3.7
+    layer = load_spec(CONFIG | {"head_dim": 128}).layers[0]
+    dense = layer.kv_token_bytes(BFLOAT16, BFLOAT16)
+    assert dense / layer.kv_token_bytes(INT8, INT8) > 1.9
+    assert dense / layer.kv_token_bytes(INT4, INT4) > 3.7
 
 
 def test_default_pool_serves_the_whole_batch_when_memory_allows() -> None:

@@ -1,10 +1,11 @@
-"""Blocks as bytes: every storage type, bit for bit, and nothing beside; what a fingerprint depends on."""
+"""Blocks as bytes: every storage type, bit for bit, and nothing beside; what a identity depends on."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,13 +17,15 @@ from lmkit.config import EngineConfig
 from lmkit.formats.checkpoint import CheckpointReader, CheckpointWriter
 from lmkit.kv_dtype import BFLOAT16, FLOAT16, FLOAT32, FP8, INT4, INT8, KV_DTYPES, KVDtype
 from lmkit.layers.batch import KVLayer, allocate_kv
+from lmkit.models.identity import Packing, resolve_activations
 from lmkit.models.kv_storage import KVStorage
+from lmkit.models.resolved import ResolvedModel
 from lmkit.turbo.kv import blocks as kv_blocks
-from lmkit.turbo.kv.blocks import KVBlocks, kv_fingerprint
+from lmkit.turbo.kv.blocks import KVBlocks, kv_identity
 from lmkit.turbo.kv.tiers.disk import DiskTier
 from lmkit.turbo.kv.tiers.store import TierStore
 from lmkit.turbo.plan import Load, Save
-from tests.turbo.kv.tier_helpers import FINGERPRINT, chain, collect, settle
+from tests.turbo.kv.tier_helpers import KV_IDENTITY, chain, collect, settle
 
 NUM_BLOCKS = 5
 TYPES = [t for t in KV_DTYPES.values() if t != FLOAT16]
@@ -84,7 +87,7 @@ def test_through_the_tiers_and_back(tmp_path: Path) -> None:
     layers = random_layers((INT8, INT4), (BFLOAT16, FP8))
     blocks, before, keys = KVBlocks(layers), states(layers), chain(NUM_BLOCKS)
     for host in (0, 2 * blocks.nbytes):
-        disk = DiskTier(tmp_path, FINGERPRINT, block_bytes=blocks.nbytes, max_bytes=1 << 20)
+        disk = DiskTier(tmp_path, KV_IDENTITY, block_bytes=blocks.nbytes, max_bytes=1 << 20)
         store = TierStore(blocks, host_bytes=host, disk=disk)
         store.save([Save(key, block) for block, key in enumerate(keys)])
         settle(store)
@@ -121,14 +124,22 @@ def checkpoint(folder: Path, value: float = 1.0, **config: Any) -> CheckpointRea
     return CheckpointReader(folder / "model")
 
 
-def test_whatever_decides_a_blocks_content_changes_the_fingerprint(
+def identity_of(
+    reader: CheckpointReader, storages: list[KVStorage], config: EngineConfig, device: str, dtype: str
+) -> bytes:
+    packing = Packing(device, dtype, resolve_activations(config.activations, device), config.lm_head)
+    model = ResolvedModel(SimpleNamespace(reader=reader), packing, storages)  # type: ignore[arg-type]
+    return kv_identity(model, config)
+
+
+def test_whatever_decides_a_blocks_content_changes_the_identity(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reader = checkpoint(tmp_path / "a")
     plain, config = [KVStorage(INT8, INT8)] * 2, EngineConfig()
 
     def of(storages: list[KVStorage] = plain, dtype: str = "float32", **changes: Any) -> bytes:
-        return kv_fingerprint(reader, storages, EngineConfig(**changes), "cpu", dtype)
+        return identity_of(reader, storages, EngineConfig(**changes), "cpu", dtype)
 
     same = [
         of(), of(), of(activations="int8"),
@@ -149,9 +160,9 @@ def test_whatever_decides_a_blocks_content_changes_the_fingerprint(
         of(attention_sinks=4),
         of(activations="exact"),
         of(lm_head="int8"),
-        kv_fingerprint(reader, plain, config, "cuda", "float32"),
-        kv_fingerprint(checkpoint(tmp_path / "b", value=2.0), plain, config, "cpu", "float32"),
-        kv_fingerprint(checkpoint(tmp_path / "c", sliding_window=9), plain, config, "cpu", "float32"),
+        identity_of(reader, plain, config, "cuda", "float32"),
+        identity_of(checkpoint(tmp_path / "b", value=2.0), plain, config, "cpu", "float32"),
+        identity_of(checkpoint(tmp_path / "c", sliding_window=9), plain, config, "cpu", "float32"),
     ]
     monkeypatch.setattr(kv_blocks, "sources_digest", lambda patterns: "other sources")
     others.append(of())

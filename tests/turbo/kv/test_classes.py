@@ -8,7 +8,7 @@ import pytest
 
 from lmkit.config import EngineConfig
 from lmkit.kv_dtype import BFLOAT16
-from lmkit.layers.rope_spec import RopeSpec
+from lmkit.models import load_spec
 from lmkit.models.kv_layout import KVClass
 from lmkit.models.spec import ModelSpec
 from lmkit.turbo.decisions import DecisionStats
@@ -23,12 +23,14 @@ LENGTH, WINDOW = 32 << 10, 1024
 MIXED = (KVClass(), KVClass(8, 0, 2))  # a full layer and two with a window
 
 
-def model(windows: tuple[int, ...]) -> ModelSpec:
-    return ModelSpec(
-        architecture="Any", hidden_size=256, num_layers=12, num_heads=4, num_kv_heads=2, head_dim=64,
-        intermediate_size=512, vocab_size=1000, norm_eps=1e-5, rope=RopeSpec(rotary_dim=64), max_position=LENGTH,
-        dtype="bfloat16", windows=windows,
-    )  # fmt: skip
+def model(num_windows: int) -> ModelSpec:
+    """So many layers with a window before each that sees everything."""
+    kinds = (["sliding_attention"] * num_windows + ["full_attention"]) * 12
+    return load_spec({
+        "architectures": ["Qwen2ForCausalLM"], "hidden_size": 256, "num_hidden_layers": 12, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "intermediate_size": 512, "vocab_size": 1000, "max_position_embeddings": LENGTH,
+        "dtype": "bfloat16", "use_sliding_window": True, "sliding_window": WINDOW, "layer_types": kinds[:12],
+    })  # fmt: skip
 
 
 def advance(kv: KVManager, seq: Sequence, chunk: int, end: int) -> bool:
@@ -42,9 +44,9 @@ def advance(kv: KVManager, seq: Sequence, chunk: int, end: int) -> bool:
     return kv.reserve(seq, end) is not None
 
 
-def num_held(windows: tuple[int, ...], kv_memory: int) -> int:
+def num_held(num_windows: int, kv_memory: int) -> int:
     """Sequences of LENGTH tokens that a pool of so many bytes holds at once."""
-    spec, config = model(windows), EngineConfig(kv_memory=kv_memory, max_batch_size=64)
+    spec, config = model(num_windows), EngineConfig(kv_memory=kv_memory, max_batch_size=64)
     plan = plan_memory(spec, config, [(BFLOAT16, BFLOAT16)] * 12, weight_bytes=0, available=64 << 30)
     assert plan.max_model_len == LENGTH
     kv = KVManager(kv_limits(spec, config, plan.layout, plan.num_blocks), DecisionStats())
@@ -64,7 +66,7 @@ def num_held(windows: tuple[int, ...], kv_memory: int) -> int:
 
 def test_five_windows_for_each_full_layer_hold_more_than_four_times_the_tokens() -> None:
     kv_memory = (10 * LENGTH + LENGTH // 10) * 12 * 2 * 2 * 64 * 2  # ten sequences of a model that sees everything
-    full, mixed = num_held((0,) * 12, kv_memory), num_held((WINDOW,) * 5 + (0,) + (WINDOW,) * 5 + (0,), kv_memory)
+    full, mixed = num_held(0, kv_memory), num_held(5, kv_memory)
     assert full == 10
     assert mixed >= 4.5 * full
 

@@ -43,7 +43,7 @@ def test_keys_are_extended() -> None:
     assert again == known
 
 
-def test_roots_tell_fingerprints_tenants_and_salts_apart() -> None:
+def test_roots_tell_identities_tenants_and_salts_apart() -> None:
     parts = [(b"f", "a", "b"), (b"g", "a", "b"), (b"f", "ab", ""), (b"f", "", "ab"), (b"fa", "", "b"), (b"f", "a", "")]
     assert len({root_key(*part) for part in parts}) == len(parts)
     assert root_key(b"f", "\ud800", "é") == root_key(b"f", "\ud800", "é")

@@ -21,7 +21,7 @@ from lmkit.errors import ConfigError
 from lmkit.turbo.kv.tiers import disk as disk_module
 from lmkit.turbo.kv.tiers import files, folder, record
 from lmkit.turbo.kv.tiers.disk import DiskTier
-from tests.turbo.kv.tier_helpers import BLOCK, FINGERPRINT, chain, content, disk, path_of
+from tests.turbo.kv.tier_helpers import BLOCK, KV_IDENTITY, chain, content, disk, path_of
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +67,7 @@ def test_files_and_folders_are_private(tmp_path: Path) -> None:
     write(tier, key)
     modes = {p.name: p.stat().st_mode & 0o777 for p in (tmp_path / "a").rglob("*")}
     assert modes[path_of(tier, key).name] == 0o600
-    assert modes[key.hex()[:2]] == modes[FINGERPRINT.hex()[:16]] == 0o700
+    assert modes[key.hex()[:2]] == modes[KV_IDENTITY.hex()[:16]] == 0o700
     tier.close()
     os.chmod(tier.folder, 0o755)
     disk(tmp_path / "a" / "b").close()
@@ -198,10 +198,10 @@ def test_use_is_remembered_by_the_file(tmp_path: Path) -> None:
     assert [abs(path_of(tier, key).stat().st_mtime - time.time()) < 100 for key in keys] == [True, True, False]
 
 
-def test_other_fingerprints_leave_first_the_oldest_before(tmp_path: Path) -> None:
+def test_other_identities_leave_first_the_oldest_before(tmp_path: Path) -> None:
     keys, others = chain(8), [bytes([n]) * 32 for n in (1, 2)]
     for age, other in zip((3e8, 2e8), others, strict=True):  # the second is older
-        tier = disk(tmp_path, fingerprint=other)
+        tier = disk(tmp_path, identity=other)
         for index, key in enumerate(keys[:3]):
             write(tier, key)
             os.utime(path_of(tier, key), (age + index, age + index))
@@ -219,7 +219,7 @@ def test_other_fingerprints_leave_first_the_oldest_before(tmp_path: Path) -> Non
 
 
 def test_a_running_neighbour_is_not_touched(tmp_path: Path) -> None:
-    keys, other = chain(6), disk(tmp_path, fingerprint=bytes(32))
+    keys, other = chain(6), disk(tmp_path, identity=bytes(32))
     for key in keys:
         write(other, key)
     tier = disk(tmp_path, blocks=2)
@@ -231,7 +231,7 @@ def test_a_running_neighbour_is_not_touched(tmp_path: Path) -> None:
     tier = disk(tmp_path, blocks=4)  # the neighbour has ended: its blocks count now
     assert used(tmp_path) <= 4 * 4096
     assert all(key in tier for key in keys[-2:])
-    late = disk(tmp_path, fingerprint=bytes(32))  # and comes back while we know its blocks
+    late = disk(tmp_path, identity=bytes(32))  # and comes back while we know its blocks
     assert late.num_blocks == 2
     assert all(write(tier, key) for key in keys)
     assert late.num_blocks == sum(read(late, key) for key in keys) == 2
@@ -241,7 +241,7 @@ def test_one_engine_a_folder(tmp_path: Path) -> None:
     tier = disk(tmp_path)
     with pytest.raises(ConfigError, match=f"{tier.folder}: another engine keeps its KV there; stop it or choose"):
         disk(tmp_path)
-    disk(tmp_path, fingerprint=bytes(32)).close()
+    disk(tmp_path, identity=bytes(32)).close()
     tier.close()
     disk(tmp_path).close()
 
@@ -258,7 +258,7 @@ def test_paths_that_cannot_be_used(tmp_path: Path) -> None:
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(ConfigError, match=r"file.*choose another kv_disk_path"):
             disk(path)
-    name = FINGERPRINT.hex()[:16]
+    name = KV_IDENTITY.hex()[:16]
     (tmp_path / "real").mkdir()
     (tmp_path / "links").mkdir()
     (tmp_path / "links" / name).symlink_to(tmp_path / "real")
@@ -271,7 +271,7 @@ def test_paths_that_cannot_be_used(tmp_path: Path) -> None:
         disk(tmp_path / "locks")
     assert not (tmp_path / "target").exists()
     with pytest.raises(ConfigError, match="kv_disk_memory 4095 holds no block of 4096 bytes; raise it"):
-        DiskTier(tmp_path, FINGERPRINT, block_bytes=BLOCK, max_bytes=4095)
+        DiskTier(tmp_path, KV_IDENTITY, block_bytes=BLOCK, max_bytes=4095)
 
 
 def test_a_path_that_is_not_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

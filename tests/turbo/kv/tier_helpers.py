@@ -14,13 +14,13 @@ from lmkit.turbo.kv.tiers.store import Loaded, TierStore
 from lmkit.turbo.plan import Load, Save
 
 BLOCK = 3000  # bytes; a file takes 4096
-FINGERPRINT = bytes(range(32))
+KV_IDENTITY = bytes(range(32))
 
 
 def chain(count: int, tenant: str = "") -> list[bytes]:
     """Keys of a sequence's first blocks."""
     keys: list[bytes] = []
-    block_keys(root_key(FINGERPRINT, tenant, ""), np.arange(4 * count, dtype=np.int32), 4, keys)
+    block_keys(root_key(KV_IDENTITY, tenant, ""), np.arange(4 * count, dtype=np.int32), 4, keys)
     return keys
 
 
@@ -29,8 +29,8 @@ def content(key: bytes, size: int = BLOCK) -> np.ndarray:
     return np.random.default_rng(list(key)).integers(0, 256, size, dtype=np.uint8)
 
 
-def disk(path: Path, blocks: int = 1000, fingerprint: bytes = FINGERPRINT) -> DiskTier:
-    return DiskTier(path, fingerprint, block_bytes=BLOCK, max_bytes=4096 * blocks)
+def disk(path: Path, blocks: int = 1000, identity: bytes = KV_IDENTITY) -> DiskTier:
+    return DiskTier(path, identity, block_bytes=BLOCK, max_bytes=4096 * blocks)
 
 
 def path_of(tier: DiskTier, key: bytes) -> Path:

@@ -17,7 +17,7 @@ from benchmarks.random_llama import Shape, make_awq, make_checkpoint
 from lmkit.config import EngineConfig
 from lmkit.formats.kv_config import KVConfig, KVLayerConfig, save_kv_config
 from lmkit.kernels.cpu.workspace import Workspace
-from lmkit.models.loader import ModelSource
+from lmkit.models.source import ModelSource
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.plan import Chunk, NewSequence
 from lmkit.turbo.request import Request, SamplingParams
@@ -47,12 +47,13 @@ def with_key_means(demo_model: Path, folder: Path) -> Path:
         if file.is_file():
             shutil.copyfile(file, folder / file.name)
     spec = ModelSource(demo_model).spec
-    mean = tuple(((3, 5.0, -2.0), (30, 1.0, 40.0))[: 1 + head] for head in range(spec.num_kv_heads))
+    mean = tuple(((3, 5.0, -2.0), (30, 1.0, 40.0))[: 1 + head] for head in range(spec.layers[0].num_kv_heads))
     layers = [
         KVLayerConfig(k=kind, v="int4", key_mean=mean if i % 2 else (), hadamard=i % 3 == 0)
         for i, kind in enumerate(itertools.islice(itertools.cycle(("int4", "fp8", "int8")), spec.num_layers))
     ]
-    save_kv_config(KVConfig(num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, layers=tuple(layers)), folder)
+    sizes = {"num_kv_heads": spec.layers[0].num_kv_heads, "head_dim": spec.layers[0].head_dim}
+    save_kv_config(KVConfig(**sizes, layers=tuple(layers)), folder)
     return folder
 
 

@@ -93,29 +93,9 @@ def test_edits_are_the_cpus_to_the_bit(device: str) -> None:
         slots[row] = slot
     got = logits.to(device, copy=True)
     row_ids, slot_ids = torch.tensor(rows, dtype=torch.int32, device=device), torch.from_numpy(slots).to(device)
-    sampling.edit_logits(got, row_ids, slot_ids, sampler.table, None)
+    sampling.edit_logits(got, row_ids, slot_ids, sampler.table)
     # What was -0 and is not edited stays so: compare the bits.
     assert np.array_equal(got.cpu().numpy().view(np.int32), want.view(np.int32))
-
-
-@pytest.mark.parametrize("vocab", [31, 32, 2081])
-def test_a_mask_leaves_what_a_grammar_allows(device: str, vocab: int) -> None:
-    generator = torch.Generator().manual_seed(vocab)
-    logits = torch.randn(20, vocab, generator=generator)
-    allowed = torch.rand(20, vocab, generator=generator) < 0.3
-    allowed[:, vocab - 1] = True
-    allowed[7] = False
-    bits = np.packbits(allowed.numpy(), axis=1, bitorder="little")
-    mask = np.zeros((20, -(-vocab // 32)), np.int32)
-    mask.view(np.uint8)[:, : bits.shape[1]] = bits
-    rng = random.Random(vocab)
-    both = Both(device, [random_entry(rng, slot, vocab) for slot in range(20)], vocab)
-    both.set(entry(0, [1], 1, temperature=0.0))
-    order = rng.sample(range(20), 20)
-    got = both.gpu.sample(logits.to(device, copy=True), order, torch.from_numpy(mask).to(device)).result()
-    want = both.cpu.sample(logits.masked_fill(~allowed, -torch.inf), order)
-    assert [result.token_id for result in got] == [result.token_id for result in want]
-    assert got[7].token_id == FAILED_TOKEN
 
 
 @pytest.mark.parametrize(

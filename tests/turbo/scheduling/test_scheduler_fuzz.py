@@ -12,12 +12,14 @@ from tests.turbo.kv.fake_tiers import full_disk
 from tests.turbo.scheduling.traffic import Traffic
 
 
-def run(folder: Path, seeds: range, depth: int, *, disturb: bool, thorough: bool, length: int = 150) -> Counter[str]:
+def run(
+    folder: Path, seeds: range, depth: int, *, disturb: bool, thorough: bool, length: int = 150, drafts: bool = False
+) -> Counter[str]:
     """Every other seed has lower tiers."""
     counts: Counter[str] = Counter()
     for seed in seeds:
         tiers = folder / str(seed) if seed % 2 else None
-        traffic = Traffic(seed, depth, disturb=disturb, folder=tiers, thorough=thorough)
+        traffic = Traffic(seed, depth, disturb=disturb, folder=tiers, thorough=thorough, drafts=drafts)
         traffic.run(length)
         traffic.check_results()
         counts.update(traffic.counts)
@@ -36,15 +38,24 @@ def test_random_traffic(depth: int, disturb: bool, tmp_path: Path) -> None:
     assert disturb or depth > 1 or counts["exact"] > 3
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_random_traffic_with_drafts(depth: int, tmp_path: Path) -> None:
+    counts = run(tmp_path, range(100, 124), depth, disturb=True, thorough=True, drafts=True)
+    assert counts["preemptions"] > 100, "the traffic no longer exercises preemption"
+    assert counts["hits"] > 300
+
+
 def test_a_full_disk_costs_nothing_but_the_hits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "write", full_disk)
     run(tmp_path, range(5000, 5010), 2, disturb=True, thorough=True)
 
 
-@pytest.mark.slow
-def test_hundreds_of_thousands_of_operations(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "most", [pytest.param(10_000, id="short"), pytest.param(200_000, id="long", marks=pytest.mark.exhaustive)]
+)
+def test_many_operations(most: int, tmp_path: Path) -> None:
     operations = group = 0
-    while operations < 200_000:
+    while operations < most:
         seeds = range(10_000 + 10 * group, 10_010 + 10 * group)
         counts = run(tmp_path, seeds, 1 + group % 2, disturb=group % 4 > 0, thorough=False, length=300)
         operations += counts["operations"]

@@ -89,14 +89,22 @@ def random_request(rng: random.Random, name: str, limits: SchedulerLimits, texts
 class Traffic:
     """An engine under random arrivals, aborts (also in the middle of a step), failing steps, forced evictions and
     deadlines; with `folder` it has lower tiers, with which things go wrong, too. `thorough`: look at all books always.
+    `drafts`: next tokens are guessed, now and then right.
     """
 
     def __init__(
-        self, seed: int, depth: int = 1, *, disturb: bool = False, folder: Path | None = None, thorough: bool = True
+        self,
+        seed: int,
+        depth: int = 1,
+        *,
+        disturb: bool = False,
+        folder: Path | None = None,
+        thorough: bool = True,
+        drafts: bool = False,
     ) -> None:
         self.rng = random.Random(seed)
         self.limits = random_limits(self.rng)
-        self.disturb, self.folder, self.thorough = disturb, folder, thorough
+        self.disturb, self.folder, self.thorough, self.drafts = disturb, folder, thorough, drafts
         self.tiers: ChanceTiers | None = None
         has_tiers = folder is not None and self.limits.kv.prefix_cache
         self.now = 0.0
@@ -161,6 +169,8 @@ class Traffic:
 
     def step(self, disturb: bool) -> None:
         engine, scheduler = self.engine, self.engine.scheduler
+        if self.drafts:
+            self.propose()
         plan = engine.schedule()
         if self.thorough or self.rng.random() < 0.1:
             scheduler.check_integrity()
@@ -178,6 +188,12 @@ class Traffic:
             self.fail()
         else:
             engine.land()
+
+    def propose(self) -> None:
+        for seq in self.engine.scheduler._slots.running.values():
+            if not seq.num_pending and self.rng.random() < 0.7:
+                guesses = self.wanted[seq.request_id][0][seq.num_outputs :][: self.rng.choice([1, 2, 5, 9])]
+                seq.propose([token if self.rng.random() < 0.8 else self.rng.randrange(50) for token in guesses])
 
     def fail(self) -> None:
         """The oldest step raises before it has done anything, or after all is done."""

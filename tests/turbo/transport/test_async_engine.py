@@ -1,4 +1,4 @@
-"""The front end's engine handle with a real worker process that runs a torch-free fake engine."""
+"""The front end's engine handle with a real process that runs a torch-free fake engine."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -23,8 +24,8 @@ import pytest
 from lmkit.config import EngineConfig
 from lmkit.errors import CheckpointError, ConfigError, LMKitError, RequestError
 from lmkit.text import Tokenizer
-from lmkit.turbo.request import Request, SamplingParams, StepOutput
-from lmkit.turbo.transport import worker
+from lmkit.turbo.request import Request, SamplingParams, Siblings, StepOutput
+from lmkit.turbo.transport import engine_process, messages
 from lmkit.turbo.transport.async_engine import AsyncEngine, RestartPolicy
 from tests.serve.fake_engine import DEMO, PHRASE
 
@@ -79,7 +80,7 @@ def test_generates_in_another_process_and_leaves_nothing() -> None:
         folder = engine._directory
         assert folder is not None
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-        pid = engine.worker_pid
+        pid = engine.engine_pid
         assert pid is not None
         assert pid != os.getpid()
 
@@ -112,8 +113,54 @@ def test_many_requests_at_once_keep_their_own_tokens() -> None:
 def test_every_field_survives_the_trip() -> None:
     params = SamplingParams(seed=3, stop=("a", "b"), logit_bias={5: -1.5}, stop_token_ids=(1,), logprobs=2, top_p=0.5)
     wanted = Request(request_id="r", prompt_ids=[1, 2], params=params, prompt_logprobs=True)
-    command = msgspec.msgpack.decode(msgspec.msgpack.encode(worker.Add(wanted)), type=worker.Command)
-    assert command == worker.Add(wanted)
+    command = msgspec.msgpack.decode(msgspec.msgpack.encode(messages.Add(Siblings(wanted))), type=messages.Command)
+    assert command == messages.Add(Siblings(wanted))
+
+
+def test_a_prompt_crosses_once_for_all_its_siblings() -> None:
+    async def main() -> None:
+        async with running() as engine:
+            assert engine._process is not None
+            wire: list[bytes] = []
+            encode = engine._process._encoder.encode
+            engine._process._encoder = SimpleNamespace(encode=lambda it: (wire.append(encode(it)), wire[-1])[1])
+            first = request("Hi " * 500, request_id="r-0", max_tokens=5)
+            others = [
+                msgspec.structs.replace(
+                    first, request_id=f"r-{i}", params=msgspec.structs.replace(first.params, seed=i)
+                )
+                for i in range(1, 9)
+            ]
+            engine.submit(Siblings.of([first, *others]))
+            phrase = TOKENIZER.encode(PHRASE)
+            for i, outputs in enumerate(await asyncio.gather(*(collect(engine, each) for each in [first, *others]))):
+                got = [token for output in outputs for token in output.token_ids]
+                assert got == [phrase[(i + k) % len(phrase)] for k in range(5)]
+            (message,) = wire
+            alone = len(encode(messages.Add(Siblings(first))))
+            assert alone > 500
+            assert len(message) <= alone + 8 * len(b"\x92\xa3r-1\x01") + 2
+
+    run(main())
+
+
+def test_a_sibling_that_nobody_follows_is_dropped() -> None:
+    async def main() -> None:
+        async with running(max_queue=1, max_batch_size=2) as engine:
+            first, other, third, fourth = (request("SLOW", request_id=f"r{i}", max_tokens=None) for i in range(4))
+            with pytest.raises(RequestError, match="too many requests"):
+                engine.submit(Siblings(first, [(each.request_id, 1) for each in (other, third, fourth)]))
+            assert engine.num_open == 0
+            engine.submit(Siblings(first, [(other.request_id, 1)]))
+            task = asyncio.create_task(collect(engine, first))
+            await until(lambda: engine.stats().num_running == 2)
+            engine.drop(other.request_id)
+            engine.drop("unknown")
+            await until(lambda: engine.stats().num_running == 1)
+            task.cancel()
+            await until(lambda: engine.stats().num_running == 0)
+
+    run(main())
 
 
 def test_an_abandoned_iterator_frees_the_engine() -> None:
@@ -177,7 +224,7 @@ def test_the_number_of_open_requests_is_bounded() -> None:
 def test_a_failed_step_fails_its_requests_and_the_engine_goes_on() -> None:
     async def main() -> None:
         async with running() as engine:
-            pid = engine.worker_pid
+            pid = engine.engine_pid
             for expected in (1, 2):
                 outputs = await collect(engine, request("CRASH"))
                 assert outputs[-1].finish_reason == "error"
@@ -185,7 +232,7 @@ def test_a_failed_step_fails_its_requests_and_the_engine_goes_on() -> None:
                 assert len(await collect(engine, request(max_tokens=3))) == 3
                 await until(lambda expected=expected: engine.num_failures == expected)  # type: ignore[misc]
             assert (await collect(engine, request("BROKEN")))[-1].finish_reason == "error"
-            assert (engine.state, engine.worker_pid) == ("ready", pid)
+            assert (engine.state, engine.engine_pid) == ("ready", pid)
 
     run(main())
 
@@ -193,23 +240,23 @@ def test_a_failed_step_fails_its_requests_and_the_engine_goes_on() -> None:
 def test_an_engine_that_fails_every_step_is_replaced() -> None:
     async def main() -> None:
         async with running() as engine:
-            pid = engine.worker_pid
-            for _ in range(worker.MAX_FAILED_STEPS - 1):
+            pid = engine.engine_pid
+            for _ in range(engine_process.MAX_FAILED_STEPS - 1):
                 assert (await collect(engine, request("CRASH")))[-1].finish_reason == "error"
             with pytest.raises(RequestError):
                 await collect(engine, request("CRASH"))
-            await until(lambda: engine.state == "ready" and engine.worker_pid != pid)
+            await until(lambda: engine.state == "ready" and engine.engine_pid != pid)
 
     run(main())
 
 
-def test_a_killed_worker_fails_open_requests_and_comes_back() -> None:
+def test_a_killed_process_fails_open_requests_and_comes_back() -> None:
     async def main() -> None:
         async with running() as engine:
             open_ = [asyncio.create_task(collect(engine, request("SLOW", f"r{i}", max_tokens=None))) for i in (1, 2)]
             await until(lambda: engine.stats().num_running == 2)
-            assert engine.worker_pid is not None
-            os.kill(engine.worker_pid, signal.SIGKILL)
+            assert engine.engine_pid is not None
+            os.kill(engine.engine_pid, signal.SIGKILL)
             for task in open_:
                 with pytest.raises(RequestError) as error:
                     await task
@@ -231,8 +278,8 @@ def test_it_gives_up_after_quick_failures(tmp_path: Path) -> None:
         model = tmp_path / "exits-second-time"
         model.mkdir()
         async with running(model=model) as engine:
-            assert engine.worker_pid is not None
-            os.kill(engine.worker_pid, signal.SIGKILL)
+            assert engine.engine_pid is not None
+            os.kill(engine.engine_pid, signal.SIGKILL)
             await until(lambda: engine.state == "dead")
             assert engine.num_starts == 1 + QUICK.max_failures
             with pytest.raises(RequestError) as error:
@@ -294,12 +341,12 @@ def test_shutdown_drains_and_then_ends_the_rest() -> None:
 
 @pytest.mark.timeout(60)  # a socket left open would block the loop, and wait_for with it
 @pytest.mark.parametrize("delay", [0, 0.001, 0.01, 0.1])
-def test_shutdown_right_after_the_worker_died(delay: float) -> None:
+def test_shutdown_right_after_the_process_died(delay: float) -> None:
     async def main() -> None:
         engine = make()
         await engine.start()
-        assert engine.worker_pid is not None
-        os.kill(engine.worker_pid, signal.SIGKILL)
+        assert engine.engine_pid is not None
+        os.kill(engine.engine_pid, signal.SIGKILL)
         await asyncio.sleep(delay)
         await engine.shutdown()
         assert engine.state == "dead"
@@ -310,20 +357,20 @@ def test_shutdown_right_after_the_worker_died(delay: float) -> None:
 
 
 @pytest.mark.parametrize("signals", [(signal.SIGINT, signal.SIGTERM)])
-def test_the_worker_leaves_signals_to_its_parent(signals: tuple[signal.Signals, ...]) -> None:
+def test_the_process_leaves_signals_to_its_parent(signals: tuple[signal.Signals, ...]) -> None:
     async def main() -> None:
         async with running() as engine:
-            assert engine.worker_pid is not None
+            assert engine.engine_pid is not None
             for number in signals:
-                os.kill(engine.worker_pid, number)
+                os.kill(engine.engine_pid, number)
             assert len(await collect(engine, request())) == 8
 
     run(main())
 
 
 @pytest.mark.parametrize("busy", [False, True])
-def test_the_worker_dies_with_its_parent(busy: bool) -> None:
-    """The parent is killed hard, so it cannot say goodbye; a worker inside a long step must go all the same."""
+def test_the_process_dies_with_its_parent(busy: bool) -> None:
+    """The parent is killed hard, so it cannot say goodbye; a process inside a long step must go all the same."""
     script = textwrap.dedent(
         f"""
         import asyncio
@@ -335,7 +382,7 @@ def test_the_worker_dies_with_its_parent(busy: bool) -> None:
             if {busy}:
                 asyncio.ensure_future(collect(engine, request("HANG")))
                 await asyncio.sleep(0.3)
-            print(engine.worker_pid, engine._directory, flush=True)
+            print(engine.engine_pid, engine._directory, flush=True)
             await asyncio.sleep(60)
 
         asyncio.run(main())

@@ -1,4 +1,4 @@
-// Edits of some rows of logits, in place: a grammar's mask, ids that are held back, biases, penalties, in this order.
+// Edits of some rows of logits, in place: ids that are held back, biases, penalties, in this order.
 //
 // A block takes CHUNK tokens of one row into shared memory; ids of a sparse list are looked for in it by all threads
 // together, at last the chunk is written back. What makes a row unusable, NaN and +inf, becomes NaN and stays: no edit
@@ -7,27 +7,18 @@
 
 constexpr int THREADS = 256, CHUNK = 2048;
 
-// mask: u32 [R, ceil(vocab / 32)], one for each row of logits, null = none; bit t % 32 of word t / 32: token t may be
-// sampled.
 // Grid (ceil(vocab / CHUNK), number of rows).
 extern "C" __global__ void __launch_bounds__(THREADS)
-    edit_logits(float* logits, i64 stride, int vocab, const i32* rows, const i32* slots, const Slot* table,
-                const u32* mask) {
+    edit_logits(float* logits, i64 stride, int vocab, const i32* rows, const i32* slots, const Slot* table) {
     float* chunk = reinterpret_cast<float*>(shared_memory);
     const int first = blockIdx.x * CHUNK, size = min(CHUNK, vocab - first), row = rows[blockIdx.y];
     const Slot slot = table[slots[row]];
     float* tokens = logits + row * stride + first;
     const float infinity = __uint_as_float(0x7f800000u);
-    const u32* allowed = mask ? mask + static_cast<i64>(row) * ((vocab + 31) / 32) : nullptr;
 
     for (int i = threadIdx.x; i < size; i += THREADS) {
-        const int id = first + i;
-        float x = tokens[i];
-        if (!(x < infinity))
-            x = __uint_as_float(0x7fc00000u);
-        else if (allowed && !(allowed[id / 32] >> (id % 32) & 1))
-            x = -infinity;
-        chunk[i] = x;
+        const float x = tokens[i];
+        chunk[i] = x < infinity ? x : __uint_as_float(0x7fc00000u);
     }
     __syncthreads();
     if (slot.num_outputs < slot.min_tokens)

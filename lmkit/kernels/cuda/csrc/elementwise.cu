@@ -2,18 +2,27 @@
 // neighbouring values of a row (rows.cuh), or one angle.
 #include "rows.cuh"
 
-// out[i] = table[rows[i]] as float32. Grid: (rows, blocks of columns).
+// out[i] = scale * table[rows[i]] as float32. Grid: (rows, blocks of columns).
 extern "C" __global__ void __launch_bounds__(256) embedding(
-    const void* table, i64 row_stride, const i64* rows, float* out, int columns, int half, int aligned
+    const void* table, i64 row_stride, const i64* rows, float* out, int columns, float scale, int half, int aligned
 ) {
     const int column = WIDTH * (blockIdx.y * blockDim.x + threadIdx.x);
     const int count = columns - column;
     if (count <= 0) return;
     float v[WIDTH];
     load8(v, table, rows[blockIdx.x] * row_stride + column, half, aligned, count);
+#pragma unroll
+    for (int i = 0; i < WIDTH; ++i) v[i] *= scale;
     store8(out, static_cast<i64>(blockIdx.x) * columns + column, v, false, aligned, count);
 }
 EXPORT(embedding)
+
+// x[i] = cap * tanh(x[i] / cap), in place. A thread has one value.
+extern "C" __global__ void __launch_bounds__(256) softcap(float* x, float cap, i64 count) {
+    const i64 i = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (i < count) x[i] = cap * tanhf(x[i] / cap);
+}
+EXPORT(softcap)
 
 DEVICE float silu(float x) { return x / (1.0f + expf(-x)); }
 

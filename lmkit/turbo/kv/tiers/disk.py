@@ -35,8 +35,8 @@ class DiskTier:
     where nothing can be kept at all: see folder.claim.
     """
 
-    def __init__(self, path: str | Path, fingerprint: bytes, *, block_bytes: int, max_bytes: int) -> None:
-        root, name = Path(path), fingerprint.hex()[:16]
+    def __init__(self, path: str | Path, identity: bytes, *, block_bytes: int, max_bytes: int) -> None:
+        root, name = Path(path), identity.hex()[:16]
         self._file_bytes = record.HEADER_BYTES + block_bytes
         self._taken = files.disk_bytes(self._file_bytes)
         if max_bytes < self._taken:
@@ -74,7 +74,7 @@ class DiskTier:
 
     @property
     def num_bytes(self) -> int:
-        """Of this fingerprint's files."""
+        """Of this identity's files."""
         return len(self._index) * self._taken
 
     def __contains__(self, key: bytes) -> bool:
@@ -140,7 +140,7 @@ class DiskTier:
         return True
 
     def _make_room(self, num_bytes: int) -> None:
-        """For that much more: blocks of other fingerprints leave first, then the least recently used."""
+        """For that much more: blocks of other identities leave first, then the least recently used."""
         while self.num_bytes + self._neighbours.num_bytes + num_bytes > self.max_bytes:
             if self._neighbours.evict():
                 continue

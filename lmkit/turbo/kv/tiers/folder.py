@@ -2,7 +2,7 @@
 
     <path>/                          what the user names; may be shared by engines
         0123456789abcdef.lock        held by the engine that uses the folder of this name; never removed
-        0123456789abcdef/            0700, the blocks of one fingerprint: this much of it names the folder
+        0123456789abcdef/            0700, the blocks of one identity: this much of it names the folder
             ab/abcd....kv            0600, one block, named by its key
             ab/partial               one that is being written
 
@@ -81,7 +81,7 @@ def _wait_for(fd: int, folder: Path) -> None:
 
 @dataclass
 class Neighbour:
-    """The folder of another fingerprint: an earlier model or configuration."""
+    """The folder of another identity: an earlier model or configuration."""
 
     path: Path
     num_bytes: int
@@ -90,7 +90,7 @@ class Neighbour:
 
 
 class Neighbours:
-    """What other fingerprints have left under the same path: it counts against the bound, and leaves first. Folders of
+    """What other identities have left under the same path: it counts against the bound, and leaves first. Folders of
     engines that run are theirs: not counted, not touched.
     """
 

@@ -21,10 +21,10 @@ KEY_BYTES = 32
 FORMAT = b"lmkit kv 1"  # of the keys and of what is stored under them
 
 
-def root_key(fingerprint: bytes, tenant: str, salt: str) -> bytes:
+def root_key(identity: bytes, tenant: str, salt: str) -> bytes:
     """What the chain of every sequence of one tenant and salt begins with."""
     digest = hashlib.sha256(FORMAT)
-    for part in (fingerprint, tenant.encode("utf-8", "surrogatepass"), salt.encode("utf-8", "surrogatepass")):
+    for part in (identity, tenant.encode("utf-8", "surrogatepass"), salt.encode("utf-8", "surrogatepass")):
         digest.update(len(part).to_bytes(8, "little") + part)  # with lengths, so that no part runs into the next
     return digest.digest()
 

@@ -28,7 +28,7 @@ from lmkit.turbo.kv.tiers.cost import LoadCost
 from lmkit.turbo.kv.tiers.disk import DiskTier
 from lmkit.turbo.kv.tiers.failures import Failures
 from lmkit.turbo.kv.tiers.host import HostBlock, HostTier, check_host_bytes
-from lmkit.turbo.kv.tiers.worker import Worker
+from lmkit.turbo.kv.tiers.thread import TierThread
 from lmkit.turbo.plan import Load, Save
 
 log = get_logger(__name__)
@@ -98,8 +98,10 @@ class TierStore:
         self._ended = threading.Condition()  # guards the two below
         self._loaded: list[Loaded] = []
         self._left: dict[int, float] = {}  # job -> seconds it is still expected to take
-        self._loader: Worker[_Job] = Worker("kv-load", self._load, partial(self._end_load, num_blocks=0, hits={}))
-        self._saver: Worker[_Copy | _Used] = Worker("kv-save", self._save, self._drop)
+        self._loader: TierThread[_Job] = TierThread(
+            "kv-load", self._load, partial(self._end_load, num_blocks=0, hits={})
+        )
+        self._saver: TierThread[_Copy | _Used] = TierThread("kv-save", self._save, self._drop)
 
     def lookup(self, keys: Sequence[bytes]) -> int:
         """How many of `keys`, from the first on, some tier has."""
@@ -185,7 +187,7 @@ class TierStore:
         deadline = time.monotonic() + CLOSE_SECONDS
         self._loader.stop(deadline)
         self._saver.stop(deadline)
-        ended = [worker.join(CLOSE_SECONDS + 0.5) for worker in (self._loader, self._saver)]
+        ended = [thread.join(CLOSE_SECONDS + 0.5) for thread in (self._loader, self._saver)]
         if self._disk is not None and all(ended):
             self._disk.close()
 

@@ -12,45 +12,45 @@ import psutil
 import pytest
 
 from benchmarks.peers import client
-from benchmarks.peers.client import EngineFailed, Worker
+from benchmarks.peers.client import EngineFailed, PeerProcess
 from benchmarks.peers.protocol import Facts, Options, decode, prompts
 
 MODULE = "tests.benchmarks.fake_engine"
 
 
-def start(tmp_path: Path, model: str = "model") -> Worker:
-    return Worker(sys.executable, MODULE, Options(tmp_path / model, 3, 8, 64, 100), tmp_path / "log")
+def start(tmp_path: Path, model: str = "model") -> PeerProcess:
+    return PeerProcess(sys.executable, MODULE, Options(tmp_path / model, 3, 8, 64, 100), tmp_path / "log")
 
 
 @pytest.fixture
-def worker(tmp_path: Path) -> Iterator[Worker]:
-    with start(tmp_path) as worker:
-        worker.ready()
-        yield worker
+def peer(tmp_path: Path) -> Iterator[PeerProcess]:
+    with start(tmp_path) as peer:
+        peer.ready()
+        yield peer
 
 
-def test_answers_and_facts(worker: Worker) -> None:
-    assert worker.facts == Facts("1.2", "3 threads", 1000)
-    assert worker.ask(do="prefill", batch=4, prompt_len=5)["seconds"] >= 0
-    assert worker.ask(do="decode", steps=6, limit=10)["tokens"] == 24
+def test_answers_and_facts(peer: PeerProcess) -> None:
+    assert peer.facts == Facts("1.2", "3 threads", 1000)
+    assert peer.ask(do="prefill", batch=4, prompt_len=5)["seconds"] >= 0
+    assert peer.ask(do="decode", steps=6, limit=10)["tokens"] == 24
 
 
-def test_is_stopped_between_questions(worker: Worker) -> None:
+def test_is_stopped_between_questions(peer: PeerProcess) -> None:
     def status() -> str:
-        return psutil.Process(worker.process.pid).status()
+        return psutil.Process(peer.process.pid).status()
 
     deadline = time.monotonic() + 5
     while status() != psutil.STATUS_STOPPED and time.monotonic() < deadline:
         time.sleep(0.01)
     assert status() == psutil.STATUS_STOPPED
-    worker.close()
+    peer.close()
     with pytest.raises(ProcessLookupError):
-        os.kill(worker.process.pid, 0)
+        os.kill(peer.process.pid, 0)
 
 
-def test_failures_are_one_line(worker: Worker, tmp_path: Path) -> None:
+def test_failures_are_one_line(peer: PeerProcess, tmp_path: Path) -> None:
     with pytest.raises(EngineFailed, match=r"^RuntimeError: out of memory$"):
-        worker.ask(do="prefill", batch=1, prompt_len=13)
+        peer.ask(do="prefill", batch=1, prompt_len=13)
     with start(tmp_path, "broken") as broken, pytest.raises(EngineFailed, match=r"^RuntimeError: no such model$"):
         broken.ready()
 

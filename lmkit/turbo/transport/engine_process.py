@@ -1,9 +1,10 @@
 """The engine process: commands in, engine steps, events out.
 
-    python -m lmkit.turbo.transport.worker --model DIR --config JSON --commands ipc://... --events ipc://...
+    python -m lmkit.turbo.transport.engine_process --model DIR --config JSON --commands ipc://... --events ipc://...
 
-It is started by AsyncEngine and imports torch only through the engine it is told to run. Messages are msgpack of the
-structs below over two one-way ZeroMQ sockets. It ends with its parent: its stdin is a pipe that only the parent holds.
+It is started by AsyncEngine and imports torch only through the engine it is told to run. Its messages
+(transport.messages) come and go over two one-way ZeroMQ sockets. It ends with its parent: its stdin is a pipe that only
+the parent holds.
 """
 
 from __future__ import annotations
@@ -30,60 +31,27 @@ from lmkit.config import EngineConfig
 from lmkit.errors import DeviceLostError, LMKitError, RequestError
 from lmkit.turbo.request import EngineInfo, EngineStats, Request, StepOutput
 from lmkit.turbo.transport.deferred import defer_imports
+from lmkit.turbo.transport.messages import (
+    ENGINE,
+    QUEUED_MESSAGES,
+    Abort,
+    Add,
+    Command,
+    Event,
+    Failed,
+    Outputs,
+    Ready,
+    Refused,
+    Shutdown,
+    Stats,
+)
 
-ENGINE = "lmkit.turbo.engine.engine:Engine"
-QUEUED_MESSAGES = 4096  # high-water mark of both sockets
 STATS_SECONDS = 0.25  # while busy; when idle, on change
 IDLE_SECONDS = 1.0  # between looks at what changes without requests: leases end, saves are done
 SWITCH_SECONDS = 1e-4  # Python's 5 ms, for which its loop may keep an engine's thread waiting, are many steps
 MAX_FAILED_STEPS = 3  # in a row: then the engine is beyond repair and the process ends
 
 logger = log.get_logger(__name__)
-
-
-class Add(msgspec.Struct, frozen=True, tag=True):
-    request: Request
-
-
-class Abort(msgspec.Struct, frozen=True, tag=True):
-    request_id: str
-
-
-class Shutdown(msgspec.Struct, frozen=True, tag=True):
-    pass
-
-
-class Ready(msgspec.Struct, frozen=True, tag=True):
-    info: EngineInfo
-
-
-class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The engine cannot start, for a reason its user can do something about."""
-
-    kind: str  # class name of the LMKitError
-    message: str
-
-
-class Refused(msgspec.Struct, frozen=True, tag=True):
-    """The fields of the RequestError with which the engine refused a request."""
-
-    request_id: str
-    code: str
-    message: str
-    param: str | None
-
-
-class Outputs(msgspec.Struct, frozen=True, tag=True):
-    outputs: list[StepOutput]
-
-
-class Stats(msgspec.Struct, frozen=True, tag=True):
-    engine: EngineStats
-    failures: int  # engine steps that raised since the start
-
-
-Command = Add | Abort | Shutdown
-Event = Ready | Failed | Refused | Outputs | Stats
 
 
 class EngineLike(Protocol):
@@ -134,9 +102,10 @@ class EngineLoop:
             self._check()
         while self._commands.poll(0):
             match self._decoder.decode(self._commands.recv()):
-                case Add(request):
-                    self._open.add(request.request_id)
-                    self._guarded(partial(self._engine.add, request), [request.request_id])
+                case Add(siblings):
+                    for request in siblings.requests():
+                        self._open.add(request.request_id)
+                        self._guarded(partial(self._engine.add, request), [request.request_id])
                 case Abort(request_id):
                     self._open.discard(request_id)
                     self._engine.abort(request_id)
@@ -216,7 +185,7 @@ def _end_with_parent(socket_dir: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="lmkit.turbo.transport.worker")
+    parser = argparse.ArgumentParser(prog="lmkit.turbo.transport.engine_process")
     parser.add_argument("--engine", default=ENGINE)
     for name in ("model", "config", "commands", "events", "cwd", "log-level"):
         parser.add_argument(f"--{name}", required=True)

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Worker(Generic[T]):
+class TierThread(Generic[T]):
     """Calls `work` with each item, in order; after `stop`, and once time is up, `drop` instead. Neither may raise."""
 
     def __init__(self, name: str, work: Callable[[T], None], drop: Callable[[T], None]) -> None:

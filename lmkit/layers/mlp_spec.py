@@ -1,0 +1,48 @@
+"""MLPs as data: one, or a mixture of experts. No torch: a layer's specification holds one of the two."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class MLPSpec:
+    """A gated MLP: down(activation(gate(x)) * up(x)). `activation`: silu or gelu_tanh."""
+
+    intermediate_size: int
+    activation: str = "silu"
+    bias: bool = False  # on gate, up and down
+
+    @property
+    def parts(self) -> dict[str, MLPSpec]:
+        """The gated MLPs by the beginning of their roles."""
+        return {"mlp": self}
+
+    @property
+    def routers(self) -> dict[str, int]:
+        """The linears that decide which expert computes a token, with their numbers of outputs."""
+        return {}
+
+
+@dataclass(frozen=True)
+class MoESpec:
+    """Experts: a token is computed by the `experts_per_token` of them to which a router gives most probability.
+
+    The output is the sum of theirs, each times its probability, and of the shared expert's times its own.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    expert: MLPSpec
+    normalize: bool = True  # the chosen experts' probabilities are divided by their sum
+    shared: MLPSpec | None = None  # one more expert, which computes every token
+
+    @property
+    def parts(self) -> dict[str, MLPSpec]:
+        experts = {f"mlp.experts.{i}": self.expert for i in range(self.num_experts)}
+        return experts if self.shared is None else experts | {"mlp.shared": self.shared}
+
+    @property
+    def routers(self) -> dict[str, int]:
+        router = {"mlp.router": self.num_experts}
+        return router if self.shared is None else router | {"mlp.shared_router": 1}

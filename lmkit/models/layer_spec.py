@@ -1,0 +1,174 @@
+"""One decoder layer as data: its attention, its MLP, where its norms stand, and what follows: linears, bytes, flops.
+
+No torch here: `lmkit inspect` and the memory plan read it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from lmkit.attention_spec import AttentionSpec
+from lmkit.kv_dtype import KVDtype
+from lmkit.layers.mlp_spec import MLPSpec, MoESpec
+from lmkit.layers.rope_spec import RopeSpec
+from lmkit.models import roles
+
+Shape = tuple[int, int]  # (out_features, in_features)
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """Attention and an MLP, dense or a mixture of experts, each added to the residual stream x.
+
+    Norms stand before both, as in Llama: x + attn(norm(x)), then x + mlp(norm(x)). With `post_norms` they stand behind
+    them too, as in Gemma 2: x + norm(attn(norm(x))), then x + norm(mlp(norm(x))).
+    """
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    attention: AttentionSpec
+    rope: RopeSpec
+    mlp: MLPSpec | MoESpec
+    norm_eps: float
+    attn_bias: bool = False  # on q, k and v
+    o_bias: bool = False
+    qk_norm: bool = False  # RMSNorm over head_dim on q and k, before RoPE
+    post_norms: bool = False
+    names: Mapping[str, str] = field(default_factory=lambda: roles.LLAMA_NAMES, hash=False)  # see models.roles
+
+    @property
+    def q_size(self) -> int:
+        """Width of all query heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of all key heads, and of all value heads."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def is_sparse(self) -> bool:
+        return bool(self.routers)
+
+    @cached_property
+    def linears(self) -> dict[str, Shape]:
+        """Shapes of the linears that may be quantized, by role."""
+        hidden, q, kv = self.hidden_size, self.q_size, self.kv_size
+        shapes = {"attn.q": (q, hidden), "attn.k": (kv, hidden), "attn.v": (kv, hidden), "attn.o": (hidden, q)}
+        for name, mlp in self.mlps.items():
+            inner = mlp.intermediate_size
+            shapes |= {f"{name}.gate": (inner, hidden), f"{name}.up": (inner, hidden), f"{name}.down": (hidden, inner)}
+        return shapes
+
+    @cached_property
+    def routers(self) -> dict[str, Shape]:
+        """Shapes of the linears that decide which expert computes a token, and stay dense, by role."""
+        return {role: (size, self.hidden_size) for role, size in self.mlp.routers.items()}
+
+    @cached_property
+    def vectors(self) -> dict[str, int]:
+        """Sizes of the norms' weights, by role."""
+        of_stream = ("norm.attn", "norm.mlp", *(("norm.attn_out", "norm.mlp_out") if self.post_norms else ()))
+        of_heads = ("attn.q_norm", "attn.k_norm") if self.qk_norm else ()
+        return dict.fromkeys(of_stream, self.hidden_size) | dict.fromkeys(of_heads, self.head_dim)
+
+    @cached_property
+    def mlps(self) -> dict[str, MLPSpec]:
+        """The gated MLPs, one or one for each expert, by what the names of their linears begin with."""
+        return self.mlp.parts
+
+    def linear_shape(self, role: str) -> Shape:
+        """Of a linear or router."""
+        return self.linears[role] if role in self.linears else self.routers[role]
+
+    def has_bias(self, role: str) -> bool:
+        if role in self.routers:
+            return False
+        if role.startswith("attn."):
+            return self.o_bias if role == "attn.o" else self.attn_bias
+        return self.mlps[role.rpartition(".")[0]].bias
+
+    def module_name(self, index: int, role: str) -> str:
+        """`attn.q` of layer 3 -> `model.layers.3.self_attn.q_proj`."""
+        expert = roles.expert_of(role)
+        pattern = role if expert is None else role.replace(f".{expert}.", ".{}.")
+        return roles.layer_prefix(index) + self.names[pattern].format(expert)
+
+    @cached_property
+    def fused(self) -> tuple[tuple[str, ...], ...]:
+        """Linears that read the same input and become one product when their formats agree."""
+        return (roles.QKV, *((f"{mlp}.gate", f"{mlp}.up") for mlp in self.mlps))
+
+    @cached_property
+    def smooth(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        """(what is divided by s, whose input columns are multiplied by s), in the order in which scales are searched:
+        exact in floating point.
+
+        Routers read what the norm gives: they are multiplied too, or tokens would go to other experts.
+        """
+        behind_norm = (*self.routers, *(f"{mlp}.{part}" for mlp in self.mlps for part in ("gate", "up")))
+        return (*roles.SMOOTH[:2], ("norm.mlp", behind_norm), *((f"{mlp}.up", (f"{mlp}.down",)) for mlp in self.mlps))
+
+    @cached_property
+    def input_of(self) -> dict[str, str]:
+        """role -> the first of the roles that read the same input, for every linear and router. An expert reads the
+        tokens that are sent to it, the router and the shared expert all of them."""
+        first = {role: group[0] for group in self.fused for role in group}
+        if routers := tuple(self.routers):
+            first |= dict.fromkeys((*routers, "mlp.shared.gate", "mlp.shared.up"), routers[0])
+        return {role: first.get(role, role) for role in (*self.linears, *self.routers)}
+
+    @cached_property
+    def num_weights(self) -> int:
+        """Of all linears that may be quantized."""
+        return sum(math.prod(shape) for shape in self.linears.values())
+
+    @cached_property
+    def active_weights(self) -> int:
+        """How many of them a token is multiplied with."""
+        if isinstance(self.mlp, MLPSpec):
+            return self.num_weights
+        experts = sum(math.prod(s) for role, s in self.linears.items() if roles.expert_of(role) is not None)
+        return self.num_weights - experts + experts * self.mlp.experts_per_token // self.mlp.num_experts
+
+    def weight_bytes(self, bits: float) -> float:
+        """Of the linears, with so many bits a weight."""
+        return self.num_weights * bits / 8
+
+    def flops(self, num_tokens: int, context: float) -> float:
+        """Floating-point operations of a forward pass of tokens that see `context` keys each, if no window hides any:
+        2 for every weight and token, 4 for every key, query head and element."""
+        seen = min(context, self.attention.window + self.attention.sinks) if self.attention.window else context
+        return 2.0 * num_tokens * (self.active_weights + 2 * self.q_size * seen)
+
+    def activation_bytes(self, *, half: bool = False) -> int:
+        """Of a token at the widest point of the layer, all in float32. `half`: what linears and attention pass on has
+        16 bits, beside a float32 stream. At worst all tokens go to one expert; they are gathered, its output added."""
+        hidden, q, kv, inner = self.hidden_size, self.q_size, self.kv_size, self.widest_mlp
+        if half:
+            widest = 12 * hidden + 2 * (hidden + 3 * q + 2 * kv + 3 * inner)
+        else:
+            widest = 4 * (4 * hidden + max(3 * q + 4 * kv, 3 * inner))
+        if isinstance(self.mlp, MoESpec):
+            per_stream, per_inner = (24, 6) if half else (32, 12)
+            widest = max(widest, per_stream * hidden + per_inner * inner + 16 * self.mlp.num_experts)
+        return widest
+
+    def kv_token_bytes(self, k: KVDtype, v: KVDtype) -> int:
+        """Of one token's keys and values in these storage types, with their parameters."""
+        return self.num_kv_heads * (k.row_bytes(self.head_dim) + v.row_bytes(self.head_dim))
+
+    @cached_property
+    def widest_mlp(self) -> int:
+        """The largest intermediate size of its gated MLPs."""
+        return max(mlp.intermediate_size for mlp in self.mlps.values())
+
+    @property
+    def widest_product(self) -> int:
+        """Outputs of the largest product: q, k and v, or gate and up, side by side."""
+        return max(self.q_size + 2 * self.kv_size, 2 * self.widest_mlp)

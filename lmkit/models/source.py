@@ -1,0 +1,186 @@
+"""An open checkpoint's pieces, one at a time: calibration holds a single layer, serving all of them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lmkit.errors import CheckpointError, UnsupportedError
+from lmkit.formats.base import WeightFormat, resolve_format
+from lmkit.formats.checkpoint import CheckpointReader
+from lmkit.formats.parts import FLOATS
+from lmkit.formats.safetensors_file import DTYPES
+from lmkit.kernels.cuda.module import tensor_device
+from lmkit.layers.linear import MergedLinear, Weights
+from lmkit.models import load_spec, roles
+from lmkit.models.decoder import Decoder, DecoderLayer
+from lmkit.models.spec import ModelSpec
+from lmkit.qtensor import QTensor, QuantScheme, quantize
+
+HEAD_SCHEME = QuantScheme(bits=8, group_size=128)  # of lm_head int8
+QUANTIZED_ROWS = 2048
+SCALES = (".scales", ".weight_scale", ".weight_scale_inv", ".input_scale")
+
+
+class ModelSource:
+    """An open checkpoint: its specification, weight format and pieces. Raises CheckpointError/UnsupportedError."""
+
+    def __init__(self, path: str | Path, *, attention_sinks: int = 0) -> None:
+        self.reader = CheckpointReader(path)
+        self.config: dict[str, Any] = self.reader.config
+        self.spec: ModelSpec = load_spec(self.config).with_sinks(attention_sinks)
+        self.format: WeightFormat = resolve_format(self.config)
+        self._check_names()
+
+    def _check_names(self) -> None:
+        """Every weight the specification needs is there, in its shape, before anything is read."""
+        spec, reader = self.spec, self.reader
+        dense = {roles.EMBED: spec.head_shape, roles.FINAL_NORM: (spec.hidden_size,)}
+        for index, layer in enumerate(spec.layers):
+            dense |= {layer.module_name(index, role): (size,) for role, size in layer.vectors.items()}
+            fused = roles.layer_prefix(index) + "mlp.experts.gate_up_proj"
+            if reader.has(fused):
+                raise UnsupportedError(
+                    f"{reader.path}: {fused} holds all experts of a layer; save the checkpoint with a tensor for each "
+                    "(transformers: save_pretrained with save_original_format=True, its default)"
+                )
+        for module, shape in dense.items():
+            name = module + ".weight"
+            if not reader.has(name):
+                raise CheckpointError(f"{reader.path}: tensor {name} is missing")
+            if reader.info(name).shape != shape:
+                raise CheckpointError(
+                    f"{reader.path}: {name} is {list(reader.info(name).shape)}, config.json says {list(shape)}"
+                )
+
+    def layer_weights(self, index: int, dtype: torch.dtype | None = None) -> Weights:
+        """All weights of a layer by role; dense ones as `dtype` (None = as stored)."""
+        spec, path = self.spec.layers[index], self.reader.path
+        weights: Weights = {role: self._vector(spec.module_name(index, role), dtype) for role in spec.vectors}
+        for role, expected in (spec.linears | spec.routers).items():
+            module = spec.module_name(index, role)
+            weight = self.format.read_linear(self.reader, module)
+            shape = tuple((weight.codes if isinstance(weight, QTensor) else weight).shape)
+            if shape != expected:
+                raise CheckpointError(f"{path}: {module} is {list(shape)}, config.json says {list(expected)}")
+            weights[role] = weight if isinstance(weight, QTensor) else _to(weight, dtype)
+            if spec.has_bias(role):
+                weights[role + ".bias"] = self._plain(module + ".bias", dtype)
+            elif self.reader.has(module + ".bias"):
+                raise CheckpointError(f"{path}: {module}.bias is there, but config.json says there is none")
+        return weights
+
+    def layer(self, index: int, dtype: torch.dtype | None = None, device: str = "cpu") -> DecoderLayer:
+        """A layer with plain weights, as calibration wants it."""
+        at, weights = tensor_device(device), self.layer_weights(index, dtype)
+        weights = {role: weight.to(at) for role, weight in weights.items()}
+        return DecoderLayer(self.spec.layers[index], index, weights, device, activation_dtype(device, dtype))
+
+    def norms(self, index: int, dtype: torch.dtype | None = None) -> Weights:
+        """A layer's vectors by role, all its weights but linears: as `layer_weights` has them, in float32."""
+        spec = self.spec.layers[index]
+        return {role: self._vector(spec.module_name(index, role), dtype).float().clone() for role in spec.vectors}
+
+    def stored(self, index: int, role: str, weight: Tensor) -> Tensor:
+        """A tensor of a layer as the checkpoint would hold it: in its dtype, a norm's weight without the offset."""
+        if role in self.spec.layers[index].vectors:
+            weight = weight - self.spec.norm_offset
+        return weight.to(self.stored_dtype(index, role))
+
+    def read_back(self, index: int, role: str, weight: Tensor) -> Tensor:
+        """What a tensor that is `stored` so is read as, float32."""
+        offset = self.spec.norm_offset if role in self.spec.layers[index].vectors else 0.0
+        return self.stored(index, role, weight).float() + offset
+
+    def stored_dtype(self, index: int, role: str) -> torch.dtype:
+        """Of a dense tensor of a layer, `attn.q` or `attn.q.bias`."""
+        return DTYPES[self.reader.info(self.spec.tensor_name(index, role)).dtype]
+
+    def stores(self, module: str, dtype: str) -> bool:
+        """Whether the checkpoint has the module's weight in that dtype already."""
+        return DTYPES[self.reader.info(module + ".weight").dtype] is getattr(torch, dtype)
+
+    def embed_tokens(self, dtype: torch.dtype | None = None) -> Tensor:
+        return self._plain(roles.EMBED + ".weight", dtype)
+
+    def final_norm(self) -> Tensor:
+        return self._vector(roles.FINAL_NORM, torch.float32)
+
+    def lm_head(self, dtype: torch.dtype | None = None, device: str = "cpu", storage: str = "auto") -> MergedLinear:
+        """The head as a plain linear; a checkpoint with tied embeddings has none of its own.
+
+        `storage` int8 quantizes it to HEAD_SCHEME, unless the checkpoint has it quantized already.
+        """
+        weight = self._head(dtype)
+        shape = tuple((weight.codes if isinstance(weight, QTensor) else weight).shape)
+        if shape != self.spec.head_shape:
+            raise CheckpointError(f"{self.reader.path}: the head is {list(shape)}, not [vocab, hidden]")
+        head = weight.to(tensor_device(device))
+        if storage == "int8" and not isinstance(head, QTensor):
+            head = quantize_rows(head, HEAD_SCHEME)
+        return MergedLinear((roles.LM_HEAD,), {roles.LM_HEAD: head}, device)
+
+    def _head(self, dtype: torch.dtype | None) -> Tensor | QTensor:
+        if self.spec.tie_embeddings:
+            return self.embed_tokens(dtype)
+        if not any(self.reader.has(f"{roles.LM_HEAD}.{part}") for part in ("weight", "weight_packed")):
+            raise CheckpointError(
+                f"{self.reader.path}: tensor {roles.LM_HEAD}.weight is missing and tie_word_embeddings is false"
+            )
+        weight = self.format.read_linear(self.reader, roles.LM_HEAD)
+        return weight if isinstance(weight, QTensor) else _to(weight, dtype)
+
+    def head(self, dtype: torch.dtype | None = None, device: str = "cpu") -> Decoder:
+        """A decoder without layers: `embed` and `head` work, plainly."""
+        embed = self.embed_tokens(dtype).to(device)
+        return Decoder(self.spec, embed, [], self.final_norm().to(device), self.lm_head(dtype, device))
+
+    def _vector(self, module: str, dtype: torch.dtype | None) -> Tensor:
+        """A norm's factor: the stored weight, plus the offset that it lacks, which a short type could not hold."""
+        weight, offset = self._plain(module + ".weight", dtype), self.spec.norm_offset
+        return weight.float() + offset if offset else weight
+
+    def _plain(self, name: str, dtype: torch.dtype | None) -> Tensor:
+        if not self.reader.has(name):
+            raise CheckpointError(f"{self.reader.path}: tensor {name} is missing")
+        if (stored := self.reader.info(name).dtype) not in FLOATS:
+            raise CheckpointError(f"{self.reader.path}: {name} is {stored}, expected {', '.join(FLOATS)}")
+        return _to(self.reader.tensor(name), dtype)
+
+    def weight_bytes(self, dtype: str, lm_head: str = "auto") -> int:
+        """What the model takes in memory with dense weights as `dtype`: a tied head is a second, packed copy."""
+        dense = torch.empty(0, dtype=getattr(torch, dtype)).element_size()
+        total = 0
+        for name in self.reader.names():
+            info = self.reader.info(name)
+            floating = info.dtype in FLOATS and not name.endswith(SCALES)
+            total += math.prod(info.shape) * dense if floating else info.nbytes
+        head = math.prod(self.spec.head_shape)
+        if self.spec.tie_embeddings:
+            total += head * dense
+        if lm_head == "int8":  # a byte a weight, and for each group a float16 scale and a zero
+            total += head - head * dense + 3 * self.spec.vocab_size * HEAD_SCHEME.num_groups(self.spec.hidden_size)
+        return total
+
+    def close(self) -> None:
+        self.reader.close()
+
+
+def quantize_rows(weight: Tensor, scheme: QuantScheme) -> QTensor:
+    """`quantize`, some rows at a time: float32 copies of a whole head would take many times its memory."""
+    parts = [quantize(rows, scheme) for rows in weight.split(QUANTIZED_ROWS)]
+    codes, scales, zeros = (torch.cat([getattr(p, name) for p in parts]) for name in ("codes", "scales", "zeros"))
+    return QTensor(codes, scales, zeros, scheme)
+
+
+def activation_dtype(device: str, dtype: torch.dtype | None) -> torch.dtype:
+    """Of what linears and attention pass on: float32 on a CPU, on a GPU that of the dense weights."""
+    return torch.float32 if device == "cpu" or dtype is None else dtype
+
+
+def _to(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return tensor if dtype is None else tensor.to(dtype)

@@ -1,0 +1,31 @@
+"""The whole layer judged on calibration rows that no statistics saw."""
+
+from __future__ import annotations
+
+from lmkit.models.decoder import DecoderLayer
+from lmkit.qtensor import QTensor
+from lmkit.quant.data.hidden_states import Stream
+from lmkit.quant.layer.moments import batches, run, squared
+from lmkit.quant.report.layer_report import HeldOutReport
+
+
+def compare_held_out(
+    stream: Stream, layer: DecoderLayer, original: DecoderLayer, rtn: dict[str, QTensor]
+) -> HeldOutReport | None:
+    """The layer as it will be stored, and with plain rounding of its original weights, against what the original model
+    gives for the held-out rows; None if there are none."""
+    plain = DecoderLayer(layer.spec, layer.index, {**original.weights, **rtn}, layer.device)
+    error = plain_error = signal = 0.0
+    num_tokens = 0
+    for hidden, exact, held in batches(stream):
+        if held:
+            start = hidden if exact is None else exact
+            target = run(original, stream, start)
+            num_tokens += len(hidden)
+            signal += squared(target - start)
+            error += squared(run(layer, stream, hidden) - target)
+            plain_error += squared(run(plain, stream, hidden) - target)
+    if num_tokens == 0 or signal == 0:
+        return None
+    reason = "with plain rounding the whole layer errs less on held-out rows" if error > plain_error else None
+    return HeldOutReport(num_tokens, error / signal, plain_error / signal, reason)

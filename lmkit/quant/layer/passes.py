@@ -1,0 +1,106 @@
+"""A stream of hidden states on its way through a layer, one part of the layer at a time.
+
+    hidden --attention--> attended --attn.o--> + hidden = middle --gate, up--> inner --mlp.down--> + middle = next
+
+Each part starts where the last one left every token, so that nothing is computed twice while the linears of a layer
+are rounded one after the other. `attended` and `inner` stand in a scratch buffer. `middle` stands where the next
+layer's hidden states will. A mixture of experts has no `inner`: it is computed from `middle` each time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from torch import Tensor
+
+from lmkit.layers.moe import MoE
+from lmkit.models.decoder import DecoderLayer
+from lmkit.quant.data.hidden_states import Stream
+
+
+class Part(IntEnum):
+    """What a stream stands in front of."""
+
+    ATTENTION = 0
+    ATTENTION_OUT = 1
+    MLP = 2
+    MLP_OUT = 3
+    END = 4
+
+    @classmethod
+    def of(cls, role: str) -> Part:
+        """The part that the linear `role` begins."""
+        if role.startswith("attn."):
+            return cls.ATTENTION_OUT if role == "attn.o" else cls.ATTENTION
+        return cls.MLP_OUT if role.endswith(".down") else cls.MLP
+
+
+class _SeenAll(Exception):
+    """Every wanted input was seen: the rest of the part need not be computed."""
+
+
+@dataclass
+class LayerPass:
+    """All tokens of one stream, `exact` the original model's, stand in front of `part`. Before that is changed, tokens
+    are moved to the new one."""
+
+    stream: Stream
+    layer: DecoderLayer
+    exact: bool = False
+    part: Part = Part.ATTENTION
+
+    def inputs(self, tokens: slice, part: Part, roles: tuple[str, ...]) -> dict[str, Tensor]:
+        """Move whole rows of `tokens` up to `part`, and give what `roles`, which are linears of it, see there; an
+        expert without tokens is left out."""
+        self.move(tokens, part)
+        seen: dict[str, Tensor] = {}
+
+        def record(role: str, x: Tensor) -> None:
+            if role in roles:
+                seen[role] = x
+                if len(seen) == len(roles):
+                    raise _SeenAll
+
+        # Experts are computed as a whole, behind the router.
+        part = Part.MLP_OUT if part is Part.MLP and self.layer.spec.is_sparse else part
+        self.layer.observe(record)
+        try:
+            self._compute(part, tokens)
+        except _SeenAll:
+            pass
+        finally:
+            self.layer.observe(None)
+        return seen
+
+    def move(self, tokens: slice, part: Part) -> None:
+        """Whole rows of `tokens` up to `part`; when all tokens are there, `part` is to be set."""
+        for at in range(self.part, part):
+            result = self._compute(Part(at), tokens)
+            if result is not None:
+                self._place(at + 1)[tokens] = result
+
+    def _place(self, part: int) -> Tensor:
+        """Where the states in front of a part stand, [tokens, width]."""
+        if part in (Part.ATTENTION_OUT, Part.MLP_OUT):
+            spec = self.layer.spec
+            width = spec.q_size if part == Part.ATTENTION_OUT else spec.widest_mlp
+            return self.stream.scratch(exact=self.exact)[:, :width]
+        return self.stream.states(self.stream.layer + (part > Part.ATTENTION), exact=self.exact)
+
+    def _compute(self, part: Part, tokens: slice) -> Tensor | None:
+        """What stands behind a part, for whole rows; None: the same as in front of it."""
+        layer, stream = self.layer, self.stream
+        if part is Part.ATTENTION:
+            hidden = self._place(part)[tokens]
+            geometry = stream.geometry(len(hidden) // stream.seq_len, stream.seq_len)
+            qkv = layer.queries_keys_values(hidden, layer.norm("norm.attn"))
+            return layer.attend(*qkv, geometry.batch, geometry.rope, geometry.kv)
+        if part is Part.ATTENTION_OUT:
+            return self._place(Part.ATTENTION)[tokens] + layer.project(self._place(part)[tokens])
+        middle = self._place(Part.MLP)[tokens]
+        if isinstance(layer.mlp, MoE):
+            return None if part is Part.MLP else middle + layer.feed_forward(middle, layer.norm("norm.mlp"))
+        if part is Part.MLP:
+            return layer.mlp.gate_up(middle, layer.norm("norm.mlp"))
+        return middle + layer.reduce(self._place(part)[tokens])

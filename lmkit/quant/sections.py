@@ -1,0 +1,93 @@
+"""The sections of a recipe beside its steps: the grid of the weights, the KV cache, the calibration text."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from lmkit.config import PositiveInt, StrictStruct
+from lmkit.qtensor import QuantScheme
+
+KVBits = Literal[16, 8, 4]
+Switch = Literal["auto"] | bool
+# group_size by name -> (rows, group_size) of a QuantScheme; an integer is of one row.
+WIDE_GROUPS = {"channel": (1, -1), -1: (1, -1), "tensor": (-1, -1), "block": (128, 128)}
+
+
+class SchemeRecipe(StrictStruct, frozen=True):
+    """The grid of the weights. Inputs of an output row that share a scale and, unless symmetric, a zero: `group_size`
+    of them, or the whole row (channel, also written -1); for type float (float8 e4m3, symmetric) the row, the whole
+    tensor, or a block of 128 rows and 128 inputs."""
+
+    bits: Literal[4, 8] = 4
+    type: Literal["int", "float"] = "int"
+    group_size: Literal[-1, 32, 64, 128, "channel", "tensor", "block"] = 128
+    symmetric: bool | None = None  # by default false for int
+
+    def __post_init__(self) -> None:
+        if self.type == "int" and self.group_size in ("tensor", "block"):
+            raise ValueError(f"group_size {self.group_size} is for type float; int has 32, 64, 128 or channel")
+        if self.type == "float" and self.group_size not in WIDE_GROUPS:
+            raise ValueError(f"group_size {self.group_size} is for type int; float has channel, tensor or block")
+        if self.type == "float" and self.bits != 8:
+            raise ValueError("type float has `bits: 8`")
+        if self.type == "float" and self.symmetric is False:
+            raise ValueError("type float is symmetric")
+
+    def scheme(self) -> QuantScheme:
+        rows, size = (1, self.group_size) if isinstance(self.group_size, int) else WIDE_GROUPS[self.group_size]
+        symmetric = self.type == "float" or bool(self.symmetric)
+        return QuantScheme(self.bits, size, symmetric, self.type, rows)
+
+
+class KVLayerRecipe(StrictStruct, frozen=True):
+    """Bits of one layer that differ from the rest."""
+
+    k_bits: KVBits | None = None
+    v_bits: KVBits | None = None
+
+
+class KVRecipe(StrictStruct, frozen=True):
+    """Bits of the KV cache, 16 = as the model computes, auto = 4 or 8 for each layer's keys and values; and what is
+    done to keys before they become codes (quant.kv_fit), auto = where it helps."""
+
+    bits: KVBits | Literal["auto"] = 16
+    average_bits: Annotated[float, Meta(ge=4, le=8)] = 5.0  # of bits auto, at most
+    type: Literal["int", "fp8"] = "int"  # of 8 bits
+    smooth: bool = True  # SmoothAttention, its exponent searched
+    key_mean: Switch = "auto"  # leave the mean before RoPE out of the cache
+    hadamard: Switch = "auto"  # turn keys by the Walsh-Hadamard matrix
+    scheme: Literal["online", "static8"] = "online"  # static8: one scale for all tokens, in the checkpoint
+    layers: dict[Annotated[int, Meta(ge=0)], KVLayerRecipe] = {}
+
+    def __post_init__(self) -> None:
+        if self.scheme == "static8" and (self.bits != 8 or self.layers or True in (self.key_mean, self.hadamard)):
+            raise ValueError("`scheme` static8 has 8 bits everywhere, and neither key_mean nor hadamard")
+
+
+class DatasetRecipe(StrictStruct, frozen=True):
+    """A source of text (a preset's name or a path) and how much it counts among the others."""
+
+    source: str
+    weight: Annotated[float, Meta(gt=0)] = 1.0
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.weight):
+            raise ValueError("`weight` must be a finite number")
+
+
+class CalibrationRecipe(StrictStruct, frozen=True):
+    """Which text, how much of it: `num_samples` rows of `seq_len` tokens. `dataset`: a source, sources that are pooled,
+    or sources with weights, each of which fills its share of the rows (a name alone weighs 1)."""
+
+    dataset: str | tuple[str | DatasetRecipe, ...] = "demo"
+    num_samples: PositiveInt = 64
+    seq_len: Annotated[int, Meta(ge=8)] = 512
+    seed: Annotated[int, Meta(ge=0, lt=1 << 32)] = 0
+    all_experts: bool = False  # of a sparse layer, every expert is calibrated on all tokens, not only on those it gets
+
+    def __post_init__(self) -> None:
+        if not self.dataset:
+            raise ValueError("`dataset` names nothing; write a preset or a path")

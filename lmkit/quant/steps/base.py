@@ -1,0 +1,133 @@
+"""What a step of a recipe is: its keys in the recipe, what it does to a layer, what that costs and what it reports.
+
+A new step is one module of this folder with one subclass of `Step`, and a recipe that names it. Nothing else knows a
+step by its name: the pipeline, the estimate of time and the budget of memory ask the steps of the recipe.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
+from typing import ClassVar, Self
+
+from lmkit.config import StrictStruct
+from lmkit.formats.parts import Activations
+from lmkit.models.layer_spec import LayerSpec
+from lmkit.models.spec import ModelSpec
+from lmkit.qtensor import QuantScheme
+from lmkit.quant.layer.work import LayerWork
+
+SAMPLE_TOKENS = 2048  # that are kept of a linear's input, unless a step says how many
+ROUNDING = 300  # multiplications that cost about as much as rounding one weight once
+
+
+class Stage(IntEnum):
+    """Stages come in this order. Steps of one stage exclude each other, and a recipe has one ROUNDER."""
+
+    TRANSFORM = 0
+    CLIP = 1
+    ROUNDER = 2
+    TUNER = 3
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """A layer and the sizes of a calibration, of which steps make their estimates of time and memory."""
+
+    layer: LayerSpec
+    num_tokens: int  # of the calibration
+    seq_len: int
+    batch_tokens: int
+    sample_tokens: int  # that are kept of an input
+    group_size: int
+    num_streams: int  # 2 with the original model's hidden states beside those of the quantized layers
+
+    @cached_property
+    def forward(self) -> float:
+        """Operations of one pass of all tokens; each sees half a row on average."""
+        return self.layer.flops(self.num_tokens, self.seq_len / 2)
+
+    @cached_property
+    def largest(self) -> int:
+        """Weights of the largest linear."""
+        return max(math.prod(shape) for shape in self.layer.linears.values())
+
+    @cached_property
+    def input_widths(self) -> list[int]:
+        """Of the inputs that linears read, each once."""
+        readers = {reads for role, reads in self.layer.input_of.items() if role in self.layer.linears}
+        return [self.layer.linear_shape(reader)[1] for reader in readers]
+
+    @property
+    def token_width(self) -> int:
+        """Numbers of one token at the widest place: gate and up, apart and side by side, and their product."""
+        return 5 * self.layer.widest_mlp + 6 * self.layer.hidden_size
+
+    @property
+    def block_pass(self) -> float:
+        """Operations of one candidate in a search over the blocks of a layer, rounding included."""
+        ends = sum(math.prod(s) for role, s in self.layer.linears.items() if role.endswith((".o", ".down")))
+        return (self.layer.num_weights + ends) * (2.0 * self.sample_tokens + ROUNDING)
+
+    @property
+    def search_numbers(self) -> int:
+        """float32 numbers in memory while candidates are compared on the sample."""
+        return self.sample_tokens * self.token_width + 8 * self.largest
+
+
+class Step(StrictStruct, frozen=True, tag_field="step"):
+    """The keys of a step in a recipe; a subclass has a tag, which names it."""
+
+    stage: ClassVar[Stage]
+    by_parts: ClassVar[bool] = False  # moves the hidden states through the layer part by part (layer.passes)
+    is_plain: ClassVar[bool] = False  # rounds every weight to the nearest point of its grid, and does nothing else
+
+    @classmethod
+    def name(cls) -> str:
+        return str(cls.__struct_config__.tag)
+
+    @property
+    def needs_exact(self) -> bool:
+        """Whether the step wants the original model's hidden states."""
+        return False
+
+    @property
+    def sample_tokens(self) -> int | None:
+        """Tokens of each linear's input that the step wants in the sample, if it says so."""
+        return None
+
+    def with_sample(self, tokens: int) -> Self:
+        """The step on a sample of so many tokens, if it says how many it wants."""
+        return self
+
+    def refuses(self, scheme: QuantScheme, activations: Activations) -> str | None:
+        """Why the step does not go with the recipe's grid and activations."""
+        return None
+
+    def needs_integers(self, scheme: QuantScheme) -> str | None:
+        """What `refuses` says where the step is for integer grids."""
+        return None if scheme.kind == "int" else f"{self.name()} needs type int"
+
+    def needs_groups(self, scheme: QuantScheme) -> str | None:
+        """What `refuses` says where the step is for integer grids of a few inputs."""
+        if scheme.kind == "int" and scheme.group_size != -1:
+            return None
+        return f"{self.name()} needs type int and groups of 32, 64 or 128 inputs"
+
+    def refuses_model(self, spec: ModelSpec) -> str | None:
+        """Why the step cannot be done to this model."""
+        return None
+
+    def apply(self, work: LayerWork) -> None:
+        """Rewrite the layer, and add to `work` what the report says of it."""
+        raise NotImplementedError
+
+    def flops(self, cost: LayerCost) -> float:
+        """Floating-point operations on one layer."""
+        return 0.0
+
+    def working_numbers(self, cost: LayerCost) -> int:
+        """float32 numbers in memory at the step's peak, beside the layer and the statistics of its inputs."""
+        return 0

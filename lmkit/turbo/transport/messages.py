@@ -1,0 +1,55 @@
+"""What crosses between the front end and the engine process: msgpack of these structs, over two ZeroMQ sockets."""
+
+from __future__ import annotations
+
+import msgspec
+
+from lmkit.turbo.request import EngineInfo, EngineStats, Siblings, StepOutput
+
+ENGINE = "lmkit.turbo.engine.engine:Engine"  # what the engine process runs, unless told otherwise
+QUEUED_MESSAGES = 4096  # high-water mark of both sockets
+
+
+class Add(msgspec.Struct, frozen=True, tag=True):
+    siblings: Siblings
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    request_id: str
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    info: EngineInfo
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The engine cannot start, for a reason its user can do something about."""
+
+    kind: str  # class name of the LMKitError
+    message: str
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """The fields of the RequestError with which the engine refused a request."""
+
+    request_id: str
+    code: str
+    message: str
+    param: str | None
+
+
+class Outputs(msgspec.Struct, frozen=True, tag=True):
+    outputs: list[StepOutput]
+
+
+class Stats(msgspec.Struct, frozen=True, tag=True):
+    engine: EngineStats
+    failures: int  # engine steps that raised since the start
+
+
+Command = Add | Abort | Shutdown
+Event = Ready | Failed | Refused | Outputs | Stats
