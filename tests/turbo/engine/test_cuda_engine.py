@@ -231,7 +231,7 @@ def test_drafts_change_no_token(
 ) -> None:
     wanted = requests(**params)
     want = tokens(run(on_gpu(checkpoint, device, dtype="float32"), wanted))
-    engine = on_gpu(checkpoint, device, dtype="float32")
+    engine = on_gpu(checkpoint, device, dtype="float32", overlap=False)
     lengths = propose_drafts(engine, want, monkeypatch)
     assert tokens(run(engine, wanted)) == want
     assert max(lengths) == 4
