@@ -56,7 +56,7 @@ class AwqScale(Step, frozen=True, tag="awq_scale"):
 
 
 def scale_layer(calibrated: CalibratedLayer, step: AwqScale) -> list[ScaleSearch]:
-    """Search and fold s for each pair of LayerSpec.smooth, in order; each search sees the layer as the last one left it."""
+    """Search and fold s for each pair of LayerSpec.smooth, in order; each sees the layer as the last one left it."""
     layer, searches = calibrated.layer, []
     for source, consumers in layer.spec.smooth:
         if not set(consumers) & set(calibrated.schemes) or not calibrated.has_statistics(consumers[0]):
