@@ -1,4 +1,4 @@
-"""The one logger set-up. Libraries and rooms use `get_logger(__name__)`; only a process entry point calls `setup`."""
+"""The only set-up of logging. Modules use `get_logger(__name__)`; only a process entry point calls `setup`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ def get_logger(name: str) -> logging.Logger:
 
 
 def setup(level: str = "INFO", *, process: str = "") -> None:
-    """Send lmkit's records to stderr, one line each; control characters in a message are escaped (log injection)."""
+    """Send lmkit's records to stderr, one line each.
+
+    Control characters in a message are escaped against log injection.
+    """
     handler = _ToStderr()
     handler.setFormatter(
         _OneLine(f"%(asctime)s %(levelname).1s {process + ' ' if process else ''}%(name)s: %(message)s")

@@ -130,6 +130,11 @@ def elementwise_cases() -> Iterator[Case]:
             return torch.randn(40, 30).to(dtype), torch.randint(40, (9,))
 
         yield Case(ops.embedding, str(dtype), _seeded(embed), {}, 0)
+        scaled = _seeded(lambda embed=embed: (*embed(), 55.5))
+        yield Case(ops.embedding, f"{dtype}-scaled", scaled, {}, 0)
+    for shape in ((1, 4096), (3, 199), (0, 7)):
+        yield Case(ops.softcap, str(shape), _seeded(lambda shape=shape: (torch.randn(shape) * 40, 30.0)), {}, 1e-5)
+    yield Case(ops.softcap, "extremes", lambda: (torch.tensor([[0.0, 1e-6, -1e30, 1e30, 3.0]]), 2.0), {}, 1e-5)
     yield Case(ops.rope_angles, "long", _seeded(_positions), {})
 
 
@@ -249,13 +254,14 @@ def geometry(query_start: list[int], lengths: list[int], tables: Tensor, slots: 
     return BatchGeometry(torch.tensor(query_start).int(), torch.tensor(lengths).int(), tables, nowhere.int())
 
 
+SOFTCAP = 5.0  # of scores of some +-20
 WINDOWS = ((0, 0), (3, 0), (300, 0), (3, 2), (40, 300), (300, 7), (40, 1000))  # and the sinks
 
 
 def attention_cases() -> Iterator[Case]:
     for types in KV_TYPES:
         for heads, group, dim, block_size in HEADS:
-            for window, sinks in WINDOWS:
+            for window, sinks, softcap in (*((*w, 0.0) for w in WINDOWS), (0, 0, SOFTCAP), (40, 5, SOFTCAP)):
                 if window and types != KV_TYPES[0]:
                     continue
 
@@ -265,15 +271,15 @@ def attention_cases() -> Iterator[Case]:
                     g: int = group,
                     d: int = dim,
                     size: int = block_size,
-                    w: tuple[int, int] = (window, sinks),
+                    spec: AttentionSpec = AttentionSpec(dim**-0.5, window, sinks, softcap),
                 ) -> tuple[Any, ...]:
                     lengths, new = [n for n, _ in LENGTHS], [n for _, n in LENGTHS]
                     kv, tables = filled_cache(types, h, d, size, lengths)
                     query_start = torch.tensor([0, *new]).cumsum(0).tolist()
                     q = torch.randn(sum(new), h * g, d) * 2
-                    return q, kv.k, kv.v, geometry(query_start, lengths, tables), AttentionSpec(d**-0.5, *w)
+                    return q, kv.k, kv.v, geometry(query_start, lengths, tables), spec
 
-                name = f"{names(types)}-{dim}-{window}" + (f"-{sinks}" if sinks else "")
+                name = f"{names(types)}-{dim}-{window}" + (f"-{sinks}" if sinks else "") + "-softcap" * bool(softcap)
                 brief = types in (KV_TYPES[0], KV_TYPES[2]) and dim in (128, 6) and not window
                 brief |= types == (FP8, FP8) and dim == 16
                 tolerance = WORD_TOLERANCE if {INT8, INT4} & set(types) else F32_TOLERANCE
@@ -348,7 +354,7 @@ def key_cases() -> Iterator[Case]:
             return q, k, v, cos, sin, k_cache, v_cache, slots
 
         def attend(
-            make: Any = cache, heads: int = heads, group: int = group, dim: int = dim, window: int = window
+            softcap: float, make: Any = cache, heads: int = heads, group: int = group, dim: int = dim, w: int = window
         ) -> tuple[Any, ...]:
             k_cache, v_cache, length = make()
             k, v = torch.randn(2, 300, heads, dim)
@@ -358,7 +364,7 @@ def key_cases() -> Iterator[Case]:
             lengths = [length, length - 90]
             q = torch.randn(60, heads * group, dim)
             batch = geometry([0, 59, 60], lengths, tables)
-            return q, k_cache, v_cache, batch, AttentionSpec(dim**-0.5, window)
+            return q, k_cache, v_cache, batch, AttentionSpec(dim**-0.5, w, softcap=softcap)
 
         traits = {"rotary_dim": rotary} | _heads(heads, group, dim)
         name = f"{names(types)}-{dim}"
@@ -366,7 +372,10 @@ def key_cases() -> Iterator[Case]:
         yield Case(ops.rope_append, f"{name}-mean", _seeded(append), traits, 0.07 if coarse else BF16_TOLERANCE)
         exact = {INT8, INT4}.isdisjoint(types)  # the mean makes scores of some hundreds, where words err by more
         tolerance = 5e-5 if exact else 2 * WORD_TOLERANCE
-        yield Case(ops.paged_attention, f"{name}-mean", _seeded(attend), _heads(heads, group, dim), tolerance)
+        for softcap in (0.0, 100.0):
+            make = _seeded(functools.partial(attend, softcap))
+            label = f"{name}-mean" + "-softcap" * bool(softcap)
+            yield Case(ops.paged_attention, label, make, _heads(heads, group, dim), tolerance)
 
 
 def rope_attention_cases() -> Iterator[Case]:

@@ -25,23 +25,36 @@ from torch import Tensor
 
 from lmkit.attention_spec import AttentionSpec
 from lmkit.kernels.cpu import attention_rows, threads, workspace
+from lmkit.kernels.cpu.attention_arguments import (
+    PARTITION,
+    AttendArgs,
+    Buffers,
+    Mean,
+    Partition,
+    PlanArgs,
+    ScoreArgs,
+    Sequences,
+    Storage,
+    ValueArgs,
+    buffers,
+)
 from lmkit.kernels.cpu.attention_keys import ask_for, locate, num_parts, skipped_parts, span
 from lmkit.kernels.cpu.attention_stages import (
     DIRECT_ROWS,
-    PARTITION,
     copy_bytes,
     reads_directly,
     score_task,
     value_task,
 )
-from lmkit.kernels.cpu.attention_tiles import KEYS, LARGEST_WORD
+from lmkit.kernels.cpu.attention_tiles import LARGEST_WORD
 from lmkit.kernels.cpu.emit import I8, I16
-from lmkit.kernels.cpu.intrinsics import add, bits_to_float, call, fma, pointer, tile, unpack
+from lmkit.kernels.cpu.intrinsics import add, bits_to_float, call, fma, pointer, tile
 from lmkit.kernels.cpu.isa import Isa
 from lmkit.kernels.cpu.jit import Task, float_bits, inline
 from lmkit.kernels.cpu.kv import rope_append, rows_of, turn_hadamard
 from lmkit.kernels.cpu.panels import address, as_type
-from lmkit.kernels.ops import BatchGeometry, KVTensor
+from lmkit.kernels.cpu.structs import numbers, read, write
+from lmkit.kernels.ops import BatchGeometry, KeyMean, KVTensor
 from lmkit.kernels.reference.attention import SMALL_QUERY, small_query_limit
 from lmkit.kernels.reference.elementwise import accepts_rope
 from lmkit.kernels.reference.kv import accepts_heads
@@ -51,29 +64,29 @@ from lmkit.kv_dtype import INT4, KVDtype
 TILE_ROWS = 48  # aimed at: enough to pay for copying the keys
 UNITS_PER_THREAD = 4  # with fewer tiles, partitions become units
 SERIAL_PRODUCTS = 1 << 20
-JOB_BYTES = 192  # the arguments of a stage
 WORDS, SMALL = (attention_rows.words_tile(element).name for element in (I16, I8))
-MERGE = attention_rows.merge_tile().name
+MERGE, SOFTCAP = attention_rows.merge_tile().name, attention_rows.softcap_tile().name
 
 
 def _plan(args: int, scratch: int, index: int) -> None:
     """plan[b] = the first unit of sequence b, plan[B] = the number of units, plan[B + 1] = 1 if tiles are split; the
     counters, which follow, become 0.
     """
-    plan_at, num_seqs, starts_at, lens_at, heads, tile_tokens, window, sinks, wanted, counters = unpack(args, 10)
-    plan = carray(pointer(plan_at), num_seqs + 2 + counters, np.int64)
-    starts = carray(pointer(starts_at), num_seqs + 1, np.int32)
-    lens = carray(pointer(lens_at), num_seqs, np.int32)
+    a = read(args, PlanArgs)
+    num_seqs = a.sequences.num_seqs
+    plan = carray(pointer(a.sequences.plan), num_seqs + 2 + a.counters, np.int64)
+    starts = carray(pointer(a.sequences.starts), num_seqs + 1, np.int32)
+    lens = carray(pointer(a.sequences.lens), num_seqs, np.int32)
     plan[num_seqs + 2 :] = 0
     for split in range(2):
         total = 0
         for b in range(num_seqs):
             plan[b] = total
             num_tokens = np.int64(starts[b + 1] - starts[b])
-            num_tiles = (num_tokens + tile_tokens - 1) // tile_tokens
-            total += num_tiles * heads * (num_parts(lens[b], num_tokens, window, sinks) if split else 1)
+            num_tiles = (num_tokens + a.tile_tokens - 1) // a.tile_tokens
+            total += num_tiles * a.heads * (num_parts(lens[b], num_tokens, a.window, a.sinks) if split else 1)
         plan[num_seqs], plan[num_seqs + 1] = total, split
-        if total >= wanted:
+        if total >= a.wanted:
             return
 
 
@@ -93,82 +106,61 @@ def _find(plan: Any, num_seqs: int, unit: int) -> int:
 
 
 @inline
-def _buffers(at: int, rows: int, padded: int, num_pairs: int) -> Any:
-    """Where things lie in a thread's scratch: (job, floats, words, steps, scores, weights, word steps, offset,
-    key places, value places, key params, value params, total, record, shares, copies).
-    """
-    record = rows * (padded + 2)
-    job = at
-    floats = job + JOB_BYTES
-    words = floats + 4 * rows * padded
-    steps = words + 2 * rows * padded
-    scores = steps + 8 * rows
-    weights = scores + 4 * rows * PARTITION
-    word_steps = weights + 2 * rows * PARTITION
-    offset = word_steps + 4 * rows * (PARTITION // KEYS)
-    places = (offset + 4) // 64 * 64 + 64
-    params = places + 16 * PARTITION
-    total = params + 16 * PARTITION
-    shares = total + 8 * record
-    copies = (shares + 8 * rows * num_pairs) // 64 * 64 + 64
-    return (job, floats, words, steps, scores, weights, word_steps, offset, places, places + 8 * PARTITION, params,
-            params + 8 * PARTITION, total, total + 4 * record, shares, copies)  # fmt: skip
-
-
-@inline
-def _mean_shares(query: int, mean: Any, out: int) -> None:
+def _mean_shares(mean: Mean, query: int, head: int, dim: int, out: int) -> None:
     """What a query makes of its head's key mean: float32 (of the cosine, of the sine) of each pair, as
-    ops.KeyMean has them. `mean` = (the head's vector, the head's pairs, their number, R / 2).
+    ops.KeyMean has them.
     """
-    vector, pairs, count, half = mean
-    index = carray(pointer(pairs), count, np.int32)
-    x, b = carray(pointer(query), 2 * half, np.float32), carray(pointer(vector), 2 * half, np.float32)
-    share = carray(pointer(out), 2 * count, np.float32)
-    for p in range(count):
+    size, half = mean.num_pairs, mean.half
+    index = carray(pointer(mean.pairs + 4 * head * size), size, np.int32)
+    x = carray(pointer(query), 2 * half, np.float32)
+    b = carray(pointer(mean.vectors + 4 * head * dim), 2 * half, np.float32)
+    share = carray(pointer(out), 2 * size, np.float32)
+    for p in range(size):
         i = np.int64(index[p])
         share[2 * p] = x[i] * b[i] + x[i + half] * b[i + half]
         share[2 * p + 1] = x[i + half] * b[i] - x[i] * b[i + half]
 
 
 @inline
-def _add_mean(scores: int, rows: int, first: int, end: int, shares: int, count: int, pairs: int, table: int,
-              positions: int) -> None:  # fmt: skip
-    """The key mean's part of the scores of keys first .. end; `table` begins at the partition's first position."""
-    index = carray(pointer(pairs), count, np.int32)
+def _add_mean(mean: Mean, scores: int, rows: int, first: int, end: int, shares: int, head: int, begin: int) -> None:
+    """The key mean's part of the scores of keys first .. end of the partition that begins at position `begin`."""
+    size = mean.num_pairs
+    index = carray(pointer(mean.pairs + 4 * head * size), size, np.int32)
     for r in range(rows):
         s = carray(pointer(scores + 4 * r * PARTITION), PARTITION, np.float32)
-        share = carray(pointer(shares + 8 * r * count), 2 * count, np.float32)
-        for p in range(count):
-            at = table + 8 * np.int64(index[p]) * positions
+        share = carray(pointer(shares + 8 * r * size), 2 * size, np.float32)
+        for p in range(size):
+            at = mean.angles + 4 * begin + 8 * np.int64(index[p]) * mean.positions
             cos = carray(pointer(at), PARTITION, np.float32)
-            sin = carray(pointer(at + 4 * positions), PARTITION, np.float32)
+            sin = carray(pointer(at + 4 * mean.positions), PARTITION, np.float32)
             of_cos, of_sin = share[2 * p], share[2 * p + 1]
             for i in range(first, end):
                 s[i] = fma(of_sin, sin[i], fma(of_cos, cos[i], s[i]))
 
 
 @inline
-def _prepare_queries(source: int, stride: int, group: int, dim: int, padded: int, scale: Any, rows: int, floats: int,
-                     words: int, limit: int, small: int, steps: int, mean: Any, shares: int,
-                     hadamard: int) -> None:  # fmt: skip
-    """Queries times `scale`, filled up with 0; and, unless `limit` is 0, as words, or bytes if `small`, up to `limit`.
-    `mean`: see _mean_shares.
+def _prepare_queries(a: AttendArgs, source: int, head: int, rows: int, few: int, memory: Buffers) -> None:
+    """Queries times the scale, filled up with 0; and, unless the query limit is 0, as words up to it, or as bytes if
+    it is one of bytes and `few` rows read the storage.
     """
+    dim, padded, limit, scale = a.dim, a.padded, a.query_limit, bits_to_float(np.uint32(a.scale_bits))
+    narrow = a.keys.direct & few & (limit <= SMALL_QUERY)
     for r in range(rows):
-        x = carray(pointer(source + r // group * stride + 4 * (r % group) * dim), dim, np.float32)
-        row = carray(pointer(floats + 4 * r * padded), padded, np.float32)
+        x = carray(pointer(source + r // a.group * a.q_stride + 4 * (r % a.group) * dim), dim, np.float32)
+        floats = memory.floats + 4 * r * padded
+        row = carray(pointer(floats), padded, np.float32)
         for i in range(dim):
             row[i] = x[i] * scale
         for i in range(dim, padded):
             row[i] = 0
-        _mean_shares(floats + 4 * r * padded, mean, shares + 8 * r * mean[2])
-        if hadamard:
-            turn_hadamard(floats + 4 * r * padded, dim)
-        sizes = (padded // 8, limit, steps + 8 * r)
-        if limit and small:
-            tile(SMALL, 1, (floats + 4 * r * padded, words + r * padded, *sizes))
+        _mean_shares(a.mean, floats, head, dim, memory.shares + 8 * r * a.mean.num_pairs)
+        if a.hadamard:
+            turn_hadamard(floats, dim)
+        sizes = (padded // 8, limit, memory.steps + 8 * r)
+        if limit and narrow:
+            tile(SMALL, 1, (floats, memory.words + r * padded, *sizes))
         elif limit:
-            tile(WORDS, 1, (floats + 4 * r * padded, words + 2 * r * padded, *sizes))
+            tile(WORDS, 1, (floats, memory.words + 2 * r * padded, *sizes))
 
 
 @inline
@@ -191,54 +183,40 @@ def _finish(total: int, rows: int, padded: int, group: int, dim: int, out: int, 
             y[i] = sums[r * padded + i] * inverse
 
 
-@inline
-def _write(at: int, values: Any) -> None:
-    """The opposite of `unpack`."""
-    items = carray(pointer(at), len(values), np.int64)
-    for i in range(len(values)):
-        items[i] = values[i]
-
-
 def _attend(args: int, scratch: int, index: int) -> None:
     """One unit."""
-    (plan_at, num_seqs, starts_at, lens_at, tables, table_stride, q, q_stride, scale_bits, out, records, counters,
-     heads, group, dim, padded, block_size, window, sinks, tile_tokens, hadamard, num_pairs, vectors, pairs, half,
-     angles, positions, score, k_data, k_params, k_bytes, k_direct, k_limit, value, v_data, v_params, v_bytes,
-     v_direct) = unpack(args, 38)  # fmt: skip
-    plan = carray(pointer(plan_at), num_seqs + 2, np.int64)
+    a = read(args, AttendArgs)
+    num_seqs, window, sinks, group, dim, padded = a.sequences.num_seqs, a.window, a.sinks, a.group, a.dim, a.padded
+    plan = carray(pointer(a.sequences.plan), num_seqs + 2, np.int64)
     if index >= plan[num_seqs]:
         return
-    starts, split = carray(pointer(starts_at), num_seqs + 1, np.int32), plan[num_seqs + 1]
+    starts, split = carray(pointer(a.sequences.starts), num_seqs + 1, np.int32), plan[num_seqs + 1]
     b = _find(plan, num_seqs, index)
-    start, length = np.int64(starts[b]), np.int64(carray(pointer(lens_at), num_seqs, np.int32)[b])
-    table = carray(pointer(tables + 4 * b * table_stride), table_stride, np.int32)
+    start, length = np.int64(starts[b]), np.int64(carray(pointer(a.sequences.lens), num_seqs, np.int32)[b])
+    table = carray(pointer(a.tables + 4 * b * a.table_width), a.table_width, np.int32)
     num_new, at = np.int64(starts[b + 1]) - start, index - plan[b]
     parts = num_parts(length, num_new, window, sinks) if split else 1
-    part, head, first_token = at % parts, at // parts % heads, at // parts // heads * tile_tokens
-    num_tokens = min(tile_tokens, num_new - first_token)
+    part, head, first_token = at % parts, at // parts % a.heads, at // parts // a.heads * a.tile_tokens
+    num_tokens = min(a.tile_tokens, num_new - first_token)
     position, token = length - num_new + first_token, start + first_token
     first_key, end_key = max(0, position - window + 1) if window else 0, position + num_tokens
     if first_key <= sinks:
         first_key = 0
-    rows, record_bytes = num_tokens * group, 4 * tile_tokens * group * (padded + 2)
-    (job, floats, words, steps, scores, weights, word_steps, offset, k_places, v_places, k_scales, v_scales, total,
-     other, shares, copies) = _buffers(scratch, tile_tokens * group, padded, num_pairs)  # fmt: skip
-    pairs += 4 * head * num_pairs
+    rows, record_bytes = num_tokens * group, 4 * a.tile_tokens * group * (padded + 2)
+    memory = buffers(scratch, a.tile_tokens * group, padded, a.mean.num_pairs)
+    job, scores, total = memory.job, memory.scores, memory.total
 
-    source = q + token * q_stride + 4 * head * group * dim
-    scale = bits_to_float(np.uint32(scale_bits))
-    mean = (vectors + 4 * head * dim, pairs, num_pairs, half)
+    source = a.q + token * a.q_stride + 4 * head * group * dim
     few = rows <= DIRECT_ROWS
-    _prepare_queries(source, q_stride, group, dim, padded, scale, rows, floats, words, k_limit,
-                     k_direct & few and k_limit <= SMALL_QUERY, steps, mean, shares, hadamard)  # fmt: skip
+    _prepare_queries(a, source, head, rows, few, memory)
     first_part, end_part = 0 if sinks else first_key // PARTITION, (end_key + PARTITION - 1) // PARTITION
     if split:
         first_part = part if part * PARTITION < sinks else part + skipped_parts(length - num_new, window, sinks)
-        end_part, total = first_part + 1, records + index * record_bytes
-    queries = words if k_limit else floats
-    of_keys = (k_data, k_bytes, k_params, k_places, k_scales)
-    of_values = (v_data, v_bytes, v_params, v_places, v_scales)
-    here = (table, heads, head, block_size)
+        end_part, total = first_part + 1, a.records + index * record_bytes
+    queries = memory.words if a.query_limit else memory.floats
+    of_keys = (a.keys.data, a.keys.row_bytes, a.keys.params, memory.key_places, memory.key_params)
+    of_values = (a.values.data, a.values.row_bytes, a.values.params, memory.value_places, memory.value_params)
+    here = (table, a.heads, head, a.block_size)
     p, where = first_part, span(first_part, first_key, end_key, sinks)
     locate(*here, *where, *of_keys)
     while p < end_part:
@@ -246,46 +224,57 @@ def _attend(args: int, scratch: int, index: int) -> None:
         after = p + 1 if (p + 1) * PARTITION < sinks else max(p + 1, first_key // PARTITION)
         where = span(after, first_key, end_key, sinks)
         locate(*here, begin, first, end, hidden, first_key - begin, *of_values)
-        if after < end_part and k_params:
-            ask_for(*here, where[0] + where[1], where[0] + where[2], k_params, 4)
-        shape, record = (rows, dim, padded, first, end), total if p == first_part else other
-        lines = ((v_bytes + 63) // 64, v_places)
-        _write(job, (*shape, k_places, k_scales, k_direct & few, queries, steps, scores, *lines))
-        call(score, job, copies, 0)
-        if num_pairs:
-            _add_mean(scores, rows, first, end, shares, num_pairs, pairs, angles + 4 * begin, positions)
+        if after < end_part and a.keys.params:
+            ask_for(*here, where[0] + where[1], where[0] + where[2], a.keys.params, 4)
+        record = total if p == first_part else memory.other
+        shape = Partition(rows, dim, padded, first, end)
+        write(job, ScoreArgs(
+            shape, places=memory.key_places, params=memory.key_params, direct=a.keys.direct & few, queries=queries,
+            steps=memory.steps, scores=scores, value_lines=(a.values.row_bytes + 63) // 64,
+            value_places=memory.value_places,
+        ))  # fmt: skip
+        call(a.keys.stage, job, memory.copies, 0)
+        if a.mean.num_pairs:
+            _add_mean(a.mean, scores, rows, first, end, memory.shares, head, begin)
+        if a.softcap_bits:
+            for r in range(rows):
+                tile(SOFTCAP, 1, (scores + 4 * (r * PARTITION + first), (end - first + 7) // 8, a.softcap_bits))
         num_next = 0
         if after < end_part:
             locate(*here, *where, *of_keys)
-            num_next = (where[2] - where[1]) * (k_direct & few)
-            if v_params:
-                ask_for(*here, where[0] + where[1], where[0] + where[2], v_params, 4)
-        of_rows = (group, position - begin, window, sinks - begin, scores, weights, word_steps, offset, record)
-        following = (k_places + 8 * where[1], num_next, (k_bytes + 63) // 64)
-        _write(job, (*shape, v_places, v_scales, v_direct & few, *of_rows, *following))
-        call(value, job, copies, 0)
+            num_next = (where[2] - where[1]) * (a.keys.direct & few)
+            if a.values.params:
+                ask_for(*here, where[0] + where[1], where[0] + where[2], a.values.params, 4)
+        write(job, ValueArgs(
+            shape, places=memory.value_places, params=memory.value_params, direct=a.values.direct & few, group=group,
+            position=position - begin, window=window, sinks=sinks - begin, scores=scores, words=memory.weights,
+            word_steps=memory.word_steps, offset=memory.offset, record=record,
+            next_places=memory.key_places + 8 * where[1], num_next=num_next, next_lines=(a.keys.row_bytes + 63) // 64,
+        ))  # fmt: skip
+        call(a.values.stage, job, memory.copies, 0)
         if p > first_part:
-            _merge(total, other, rows, padded)
+            _merge(total, memory.other, rows, padded)
         p = after
     if split:
-        if add(counters + 8 * (index - part), 1) < parts - 1:
+        if add(a.counters + 8 * (index - part), 1) < parts - 1:
             return
-        total = records + (index - part) * record_bytes
+        total = a.records + (index - part) * record_bytes
         for p in range(1, parts):
             _merge(total, total + p * record_bytes, rows, padded)
-    _finish(total, rows, padded, group, dim, out + 4 * (token * heads + head) * group * dim, 4 * heads * group * dim)
+    stride = 4 * a.heads * group * dim
+    _finish(total, rows, padded, group, dim, a.out + token * stride + 4 * head * group * dim, stride)
 
 
 ATTEND = Task(_attend)
 
 
-def _storage(isa: Isa, cache: KVTensor, dim: int, *, keys: bool) -> tuple[int, int, int, int]:
-    """(data, params or 0, bytes in a row, 1 if few rows may read it directly)."""
+def _storage(isa: Isa, stage: Task, cache: KVTensor, dim: int, *, keys: bool) -> Storage:
     assert cache.data.is_contiguous()
     assert cache.params.is_contiguous()
     row_bytes = cache.data.shape[3] * cache.data.element_size()
     params = cache.params.data_ptr() if cache.dtype.coded else 0
-    return cache.data.data_ptr(), params, row_bytes, int(reads_directly(isa, cache.dtype, dim, keys=keys))
+    direct = int(reads_directly(isa, cache.dtype, dim, keys=keys))
+    return Storage(stage.address, cache.data.data_ptr(), params, row_bytes, direct)
 
 
 def _query_limit(kind: KVDtype, dim: int) -> int:
@@ -295,15 +284,12 @@ def _query_limit(kind: KVDtype, dim: int) -> int:
     return min(LARGEST_WORD, (2**31 - 1) // (255 * dim)) if kind.has_minimum else 0
 
 
-def _keys(cache: KVTensor) -> tuple[int, int, int, int, int, int, int]:
-    """(1 if keys are turned by Hadamard's matrix, pairs of a head's key mean, and, if there are any, the addresses of
-    vectors and pairs, R / 2, the address of the angles, positions)."""
-    mean = cache.mean
+def _mean(mean: KeyMean | None) -> Mean:
     if mean is None:
-        return int(cache.hadamard), 0, 0, 0, 0, 0, 0
+        return Mean()
     half, _, positions = mean.table.shape
-    sizes = mean.vector.data_ptr(), mean.pairs.data_ptr(), half, mean.table.data_ptr(), positions
-    return int(cache.hadamard), mean.pairs.shape[1], *sizes
+    pairs = mean.pairs.shape[1], mean.vector.data_ptr(), mean.pairs.data_ptr()
+    return Mean(*pairs, half, mean.table.data_ptr(), positions)
 
 
 def _max_units(num_tokens: int, num_seqs: int, heads: int, tile_tokens: int, max_parts: int) -> tuple[int, int]:
@@ -340,21 +326,26 @@ def paged_attention(
     plan = workspace.empty(num_seqs + 2 + counters, dtype=torch.int64)
     records = workspace.empty(counters * tile_tokens * group * (padded + 2))
     out = workspace.empty(num_tokens, num_heads, dim)
-    sequences = (plan.data_ptr(), num_seqs, query_start.data_ptr(), context_lens.data_ptr())
-    threads.run(PLAN, 1, (*sequences, heads, tile_tokens, window, sinks, wanted, counters), parallel=False)
+    sequences = Sequences(plan.data_ptr(), num_seqs, query_start.data_ptr(), context_lens.data_ptr())
+    mean, to_plan = _mean(k_cache.mean), PlanArgs(sequences, heads, tile_tokens, window, sinks, wanted, counters)
+    threads.run(PLAN, 1, numbers(to_plan), parallel=False)
+    args = AttendArgs(
+        sequences,
+        tables=block_tables.data_ptr(), table_width=block_tables.stride(0), q=q.data_ptr(), q_stride=4 * q.stride(0),
+        scale_bits=float_bits(spec.scale), softcap_bits=float_bits(spec.softcap), out=out.data_ptr(),
+        records=address(records), counters=plan.data_ptr() + 8 * (num_seqs + 2), heads=heads, group=group, dim=dim,
+        padded=padded, block_size=k_cache.block_size, window=window, sinks=sinks, tile_tokens=tile_tokens,
+        hadamard=int(k_cache.hadamard), query_limit=_query_limit(k_cache.dtype, dim), mean=mean,
+        keys=_storage(isa, score_task(isa, k_cache.dtype), k_cache, dim, keys=True),
+        values=_storage(isa, value_task(isa, v_cache.dtype), v_cache, dim, keys=False),
+    )  # fmt: skip
     threads.run(
         ATTEND,
         units,
-        (*sequences, block_tables.data_ptr(), block_tables.stride(0), q.data_ptr(), 4 * q.stride(0),
-         float_bits(spec.scale), out.data_ptr(), address(records), plan.data_ptr() + 8 * (num_seqs + 2), heads, group,
-         dim, padded,
-         k_cache.block_size, window, sinks, tile_tokens, *_keys(k_cache),
-         score_task(isa, k_cache.dtype).address, *_storage(isa, k_cache, dim, keys=True),
-         _query_limit(k_cache.dtype, dim),
-         value_task(isa, v_cache.dtype).address, *_storage(isa, v_cache, dim, keys=False)),
+        numbers(args),
         parallel=num_tokens * max_keys * num_heads * dim > SERIAL_PRODUCTS,
-        scratch=_buffers.py_func(0, tile_tokens * group, padded, _keys(k_cache)[1])[-1] + copy_bytes(padded),
-    )  # fmt: skip
+        scratch=buffers.py_func(0, tile_tokens * group, padded, mean.num_pairs).copies + copy_bytes(padded),
+    )
     return as_type(out, dtype)
 
 

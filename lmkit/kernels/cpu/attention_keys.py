@@ -8,7 +8,7 @@ import numpy as np
 from numba import carray
 
 from lmkit.kernels.cpu import attention_rows
-from lmkit.kernels.cpu.attention_stages import PARTITION
+from lmkit.kernels.cpu.attention_arguments import PARTITION
 from lmkit.kernels.cpu.attention_tiles import KEYS
 from lmkit.kernels.cpu.intrinsics import pointer, prefetch, tile
 from lmkit.kernels.cpu.jit import inline

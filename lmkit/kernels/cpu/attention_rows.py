@@ -177,3 +177,19 @@ def scale_tile(isa: Isa, kind: KVDtype) -> Tile:
 
     name = f"scale_tile.{isa.name}.{'codes' if kind.has_minimum else 'scaled'}"
     return TILES.setdefault(name, Tile(name, isa.lanes, (1,), 5, body))
+
+
+def softcap_tile() -> Tile:
+    """s = c * tanh(s / c) of `chunks` * 8 scores, in place; `cap` has the bits of c."""
+
+    def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
+        s, chunks, cap = arguments
+        b = e.builder
+        cap = b.bitcast(b.trunc(cap, I32), F32)
+        inverse, cap = e.splat(b.fdiv(constant(F32, 1), cap)), e.splat(cap)
+        with e.loop(chunks) as chunk:
+            place = e.offset(s, e.times(chunk, 4 * e.lanes))
+            score = e.load(place, e.vector(F32))
+            e.store(b.fmul(e.tanh(b.fmul(score, inverse)), cap), place)
+
+    return TILES.setdefault("softcap_tile", Tile("softcap_tile", 8, (1,), 3, body))

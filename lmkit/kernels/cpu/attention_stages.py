@@ -13,13 +13,14 @@ from numba import carray
 
 from lmkit.kernels.cpu import attention_rows
 from lmkit.kernels.cpu import attention_tiles as tiles
+from lmkit.kernels.cpu.attention_arguments import PARTITION, ScoreArgs, ValueArgs
 from lmkit.kernels.cpu.attention_tiles import BYTES, KEYS
-from lmkit.kernels.cpu.intrinsics import pointer, tile, unpack
+from lmkit.kernels.cpu.intrinsics import pointer, tile
 from lmkit.kernels.cpu.isa import Isa
 from lmkit.kernels.cpu.jit import Task, float_bits, inline
+from lmkit.kernels.cpu.structs import read
 from lmkit.kv_dtype import FLOAT32, INT4, KVDtype
 
-PARTITION = 256  # keys whose softmax is computed at once
 DIRECT_ROWS = 8  # more rows than this share a copy
 SPACING = 64  # bytes after each copied row: power-of-two strides would fall into few cache sets
 NO_SCORE = np.float32(-3e38)  # the maximum of no scores: finite, so that two of them differ by 0
@@ -57,8 +58,9 @@ def score_task(isa: Isa, kind: KVDtype) -> Task:
     narrow = kind == INT4  # queries are bytes where the storage is read, and words where copies are
 
     def scores(args: int, scratch: int, index: int) -> None:
-        (rows, dim, padded, first, end, places, params, direct, queries, steps, out, value_lines,
-         values) = unpack(args, 13)  # fmt: skip
+        a = read(args, ScoreArgs)
+        rows, dim, padded, first, end = a.partition
+        direct, places = a.direct, a.places
         ldk = element * padded
         ldq = padded if direct and narrow else ldk
         copies = scratch + 8 * KEYS
@@ -72,10 +74,10 @@ def score_task(isa: Isa, kind: KVDtype) -> Task:
             for four in range(0, fours, 4):
                 count, key = min(4, fours - four), block + 4 * four
                 if direct:
-                    tile(PREFETCH, 1, (values + 8 * key, min(16, end - key), value_lines))
+                    tile(PREFETCH, 1, (a.value_places + 8 * key, min(16, end - key), a.value_lines))
                 r = 0
                 while r < rows:
-                    of_rows, score = queries + r * ldq, out + 4 * (r * PARTITION + key)
+                    of_rows, score = a.queries + r * ldq, a.scores + 4 * (r * PARTITION + key)
                     if direct:
                         sizes = (4 * PARTITION, dim // stored_chunk, count)
                         r += tile(stored, rows - r, (of_rows, ldq, at + 32 * four, score, *sizes))
@@ -85,8 +87,8 @@ def score_task(isa: Isa, kind: KVDtype) -> Task:
         if scaled:
             whole = (end - first + KEYS - 1) // KEYS * KEYS
             for r in range(rows):
-                score = out + 4 * (r * PARTITION + first)
-                tile(scale, 1, (score, whole, steps + 8 * r, params + 4 * first, 4 * PARTITION))
+                score = a.scores + 4 * (r * PARTITION + first)
+                tile(scale, 1, (score, whole, a.steps + 8 * r, a.params + 4 * first, 4 * PARTITION))
 
     return Task(scores)
 
@@ -105,25 +107,26 @@ def value_task(isa: Isa, kind: KVDtype) -> Task:
     element, weight_bytes = BYTES[kind], 2 if coded else 4
 
     def values(args: int, scratch: int, index: int) -> None:
-        (rows, dim, padded, first, end, places, params, direct, group, position, window, sinks, scores, words,
-         word_steps, offsets, record, next_places, num_next, next_lines) = unpack(args, 20)  # fmt: skip
+        a = read(args, ValueArgs)
+        rows, dim, padded, first, end = a.partition
+        direct, record, words, word_steps = a.direct, a.record, a.words, a.word_steps
         ldc, ldw = 4 * padded, weight_bytes * PARTITION
         maxima, totals = record + rows * ldc, record + rows * (ldc + 4)
         blocks = (end - first + KEYS - 1) // KEYS
         for r in range(rows):
-            last = position + r // group
-            low = max(first, last - window + 1) if window else first
-            limits = (low, min(end, last + 1), sinks, first, blocks, NO_SCORE_BITS, maxima + 4 * r, totals + 4 * r)
-            of_codes = (words + r * ldw, word_steps + 4 * r * (PARTITION // KEYS), params, 4 * PARTITION, offsets)
-            tile(softmax, 1, (scores + 4 * r * PARTITION, *limits, *of_codes))
+            last = a.position + r // a.group
+            low = max(first, last - a.window + 1) if a.window else first
+            limits = (low, min(end, last + 1), a.sinks, first, blocks, NO_SCORE_BITS, maxima + 4 * r, totals + 4 * r)
+            of_codes = (words + r * ldw, word_steps + 4 * r * (PARTITION // KEYS), a.params, 4 * PARTITION, a.offset)
+            tile(softmax, 1, (a.scores + 4 * r * PARTITION, *limits, *of_codes))
             sums = carray(pointer(record + r * ldc), padded, np.float32)
-            sums[:] = carray(pointer(offsets), 1, np.float32)[0] if coded else np.float32(0)
-        weights, copies = words if coded else scores, scratch + 8 * KEYS
+            sums[:] = carray(pointer(a.offset), 1, np.float32)[0] if coded else np.float32(0)
+        weights, copies = words if coded else a.scores, scratch + 8 * KEYS
         if not direct:
             _fill_places(scratch, KEYS, copies, (ldc + SPACING) // per_place)
         for block in range(first, end, KEYS):
             count = (min(KEYS, end - block) + per_turn - 1) // per_turn
-            at = places + 8 * block
+            at = a.places + 8 * block
             if not direct:
                 tile(copy, 1, (at, copies, ldc + SPACING, count * (per_turn // per_place), dim, padded))
             of_block = weights + weight_bytes * block
@@ -134,7 +137,7 @@ def value_task(isa: Isa, kind: KVDtype) -> Task:
                 share = (KEYS + panels - 1) // panels
                 for panel in range(panels):
                     ahead = block - first + panel * share
-                    tile(PREFETCH, 1, (next_places + 8 * ahead, min(share, num_next - ahead), next_lines))
+                    tile(PREFETCH, 1, (a.next_places + 8 * ahead, min(share, a.num_next - ahead), a.next_lines))
                     column, r = panel * stored_width, 0
                     while r < rows:
                         out = record + r * ldc + 4 * column

@@ -190,6 +190,26 @@ class Emitter:
         result = b.bitcast(b.add(b.bitcast(p, integers), exponent), kind)
         return b.select(b.fcmp_ordered("<", x, constant(kind, -87.0)), constant(kind, 0), result)
 
+    def tanh(self, x: Value) -> Value:
+        """Within 4 ulp: t / (t + 2) with t = e^|2x| - 1 = 2^n (e^r - 1) + 2^n - 1, r and n as in `exp`."""
+        b, kind, integers = self.builder, x.type, like(x, I32)
+        bits = b.bitcast(x, integers)
+        y = b.bitcast(b.and_(bits, constant(integers, 0x7FFFFFFF)), kind)
+        y = b.fadd(y, y)
+        y = b.select(b.fcmp_ordered(">", y, constant(kind, 30)), constant(kind, 30), y)  # a NaN stays one
+        shifted = self.fma(y, constant(kind, 1 / math.log(2)), constant(kind, 1.5 * 2.0**23))
+        n = b.fsub(shifted, constant(kind, 1.5 * 2.0**23))
+        r = self.fma(n, constant(kind, -0.693359375), y)
+        r = self.fma(n, constant(kind, 0.693359375 - math.log(2)), r)
+        p = constant(kind, 1 / math.factorial(8))
+        for degree in range(7, 0, -1):
+            p = self.fma(p, r, constant(kind, 1 / math.factorial(degree)))
+        exponent = b.add(b.shl(b.bitcast(shifted, integers), constant(integers, 23)), constant(integers, 127 << 23))
+        power = b.bitcast(exponent, kind)
+        t = self.fma(b.fmul(power, r), p, b.fsub(power, constant(kind, 1)))
+        result = b.bitcast(b.fdiv(t, b.fadd(t, constant(kind, 2))), integers)
+        return b.bitcast(b.or_(result, b.and_(bits, constant(integers, 0x80000000))), kind)
+
     def half_to_float(self, bits: Value) -> Value:
         """Finite float16 bits in a 32-bit integer -> float32: shift the fields, rebias by 2^112."""
         b, kind = self.builder, bits.type

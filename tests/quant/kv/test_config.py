@@ -11,7 +11,7 @@ import torch
 from lmkit.errors import ConfigError
 from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.formats.kv_scheme import parse_kv_scheme
-from lmkit.kv_dtype import BFLOAT16, FP8, INT4, INT8
+from lmkit.kv_dtype import BFLOAT16, INT4, INT8
 from lmkit.models import load_spec
 from lmkit.models.spec import ModelSpec
 from lmkit.quant.kv.config import KVFit, KVStats, check_layers, make_kv_config, turned_back, write_static
@@ -74,10 +74,10 @@ def test_a_budget_goes_where_it_saves_most() -> None:
         recipe = KVRecipe(bits="auto", average_bits=average, type="fp8")
         return [(layer.k, layer.v) for layer in make_kv_config(recipe, spec(), stats).layers]
 
-    assert bits(4.0) == [(INT4, INT4)] * 3
-    assert bits(5.4) == [(INT4, INT4), (FP8, INT4), (FP8, INT4)]
-    assert bits(6.7) == [(FP8, INT4), (FP8, FP8), (FP8, INT4)]
-    assert bits(8.0) == [(FP8, FP8)] * 3
+    assert bits(4.0) == [("int4", "int4")] * 3
+    assert bits(5.4) == [("int4", "int4"), ("fp8", "int4"), ("fp8", "int4")]
+    assert bits(6.7) == [("fp8", "int4"), ("fp8", "fp8"), ("fp8", "int4")]
+    assert bits(8.0) == [("fp8", "fp8")] * 3
 
 
 class Written(dict[str, torch.Tensor]):
@@ -131,7 +131,7 @@ def test_bits_by_layer() -> None:
     seen = KVStats.empty(2, 16)
     seen.add(torch.randn(50, 2, 16), torch.randn(50, 2, 16), UNTURNED)
     config = make_kv_config(recipe, spec(), [seen] * 3)
-    assert [(layer.k, layer.v) for layer in config.layers] == [("dense", "int8"), (INT8, INT8), (INT8, INT4)]
+    assert [(layer.k, layer.v) for layer in config.layers] == [("dense", "int8"), ("int8", "int8"), ("int8", "int4")]
     assert config.dtypes(2, BFLOAT16) == (INT8, INT4)
 
 
@@ -141,7 +141,7 @@ def test_layers_that_do_not_exist_are_refused() -> None:
         check_layers(KVRecipe(layers={3: KVLayerRecipe(k_bits=8)}), spec())
 
 
-@pytest.mark.parametrize(("kind", "stored"), [("int", "int8"), (FP8, FP8)])
+@pytest.mark.parametrize(("kind", "stored"), [("int", "int8"), ("fp8", "fp8")])
 def test_fixed_scales_from_the_recipe_to_the_cache(tmp_path: Path, kind: str, stored: str) -> None:
     source, out = tiny_checkpoint(tmp_path / "source"), tmp_path / "out"
     asked = recipe(format="compressed-tensors", kv={"bits": 8, "scheme": "static8", "type": kind})

@@ -1,0 +1,162 @@
+"""What the tasks of paged attention are told, and where a thread keeps what it works on: see attention.py."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from lmkit.kernels.cpu.attention_tiles import KEYS
+from lmkit.kernels.cpu.jit import inline
+from lmkit.kernels.cpu.structs import num_bytes
+
+PARTITION = 256  # keys whose softmax is computed at once
+
+
+class Sequences(NamedTuple):
+    plan: int  # address, int64: see _plan
+    num_seqs: int
+    starts: int  # addresses of query_start and context_lens
+    lens: int
+
+
+class PlanArgs(NamedTuple):
+    sequences: Sequences
+    heads: int  # KV heads
+    tile_tokens: int
+    window: int
+    sinks: int
+    wanted: int  # tiles are split if there are fewer
+    counters: int  # their number
+
+
+class Storage(NamedTuple):
+    """Of keys or of values."""
+
+    stage: int  # address of the task that reads them: score_task, value_task
+    data: int
+    params: int  # 0: there are none
+    row_bytes: int
+    direct: int  # 1: few rows may read it directly
+
+
+class Mean(NamedTuple):
+    """Of keys; all but the number of pairs are 0 without one."""
+
+    num_pairs: int = 0  # of a head
+    vectors: int = 0
+    pairs: int = 0
+    half: int = 0  # R / 2
+    angles: int = 0
+    positions: int = 0
+
+
+class AttendArgs(NamedTuple):
+    """Strides are bytes, names of tensors addresses."""
+
+    sequences: Sequences
+    tables: int
+    table_width: int
+    q: int
+    q_stride: int
+    scale_bits: int
+    softcap_bits: int
+    out: int
+    records: int
+    counters: int
+    heads: int  # KV heads
+    group: int  # query heads of each
+    dim: int
+    padded: int  # dim, filled up to whole vectors
+    block_size: int
+    window: int
+    sinks: int
+    tile_tokens: int
+    hadamard: int  # 1: keys are turned
+    query_limit: int  # see _query_limit
+    mean: Mean
+    keys: Storage
+    values: Storage
+
+
+class Buffers(NamedTuple):
+    """Where things lie in a thread's scratch."""
+
+    job: int  # arguments of a stage
+    floats: int
+    words: int
+    steps: int
+    scores: int
+    weights: int
+    word_steps: int
+    offset: int
+    key_places: int
+    value_places: int
+    key_params: int
+    value_params: int
+    total: int  # two records
+    other: int
+    shares: int
+    copies: int  # behind all others
+
+
+class Partition(NamedTuple):
+    """What both stages are told of it."""
+
+    rows: int
+    dim: int
+    padded: int  # dim, filled up to whole vectors
+    first: int  # keys first .. end of it are computed
+    end: int
+
+
+class ScoreArgs(NamedTuple):
+    partition: Partition
+    places: int  # of keys
+    params: int  # scales and minima of keys
+    direct: int  # 1: the storage is read, 0: copies of it
+    queries: int
+    steps: int  # of queries that are words
+    scores: int  # float32 [rows, PARTITION], written
+    value_lines: int  # cache lines of each value, to ask for
+    value_places: int
+
+
+class ValueArgs(NamedTuple):
+    partition: Partition
+    places: int  # of values
+    params: int
+    direct: int
+    group: int  # rows of a token
+    position: int  # of the first row's token; as sinks, counted from the partition's begin
+    window: int
+    sinks: int
+    scores: int
+    words: int  # weights of codes
+    word_steps: int
+    offset: int  # a float32
+    record: int  # written
+    next_places: int  # keys of the next partition, to ask for
+    num_next: int
+    next_lines: int
+
+
+JOB_BYTES = -(-max(num_bytes(ScoreArgs), num_bytes(ValueArgs)) // 64) * 64
+
+
+@inline
+def buffers(at: int, rows: int, padded: int, num_pairs: int) -> Buffers:
+    record = rows * (padded + 2)
+    job = at
+    floats = job + JOB_BYTES
+    words = floats + 4 * rows * padded
+    steps = words + 2 * rows * padded
+    scores = steps + 8 * rows
+    weights = scores + 4 * rows * PARTITION
+    word_steps = weights + 2 * rows * PARTITION
+    offset = word_steps + 4 * rows * (PARTITION // KEYS)
+    places = (offset + 4) // 64 * 64 + 64
+    params = places + 16 * PARTITION
+    total = params + 16 * PARTITION
+    shares = total + 8 * record
+    copies = (shares + 8 * rows * num_pairs) // 64 * 64 + 64
+    return Buffers(job, floats, words, steps, scores, weights, word_steps, offset, places, places + 8 * PARTITION,
+                   params, params + 8 * PARTITION, total, total + 4 * record, shares, copies)  # fmt: skip
