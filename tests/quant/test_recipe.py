@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+import lmkit
 from lmkit.errors import ConfigError
 from lmkit.qtensor import QuantScheme
 from lmkit.quant.recipe import DEFAULT_RECIPE, RECIPES, load_recipe
 from lmkit.quant.steps.base import Stage
+from lmkit.quant.steps.registry import STEPS
 
 MINIMAL = "steps: [{step: rtn}]\n"
 SMOOTH = "steps: [{step: smooth_quant}, {step: rtn}]\n"
@@ -155,3 +158,13 @@ def test_unknown_names_list_what_there_is() -> None:
         load_recipe("awq_w2")
     with pytest.raises(ConfigError, match="no such file"):
         load_recipe("nowhere/recipe.yaml")
+
+
+def test_only_its_own_module_knows_a_step() -> None:
+    """The pipeline asks the steps of a recipe; a new one is found by its module."""
+    package = Path(lmkit.__file__).parent
+    named = re.compile(r"quant\.steps(\.| import )(?!base|registry)\w")
+    others = [path for path in package.rglob("*.py") if path.parent != package / "quant" / "steps"]
+    assert not [path for path in others if named.search(path.read_text())]
+    modules = {path.stem for path in (package / "quant" / "steps").glob("*.py")}
+    assert set(STEPS) == modules - {"__init__", "base", "registry"}

@@ -55,6 +55,8 @@ class LayerPass:
         expert without tokens is left out."""
         self.move(tokens, part)
         seen: dict[str, Tensor] = {}
+        if not roles:
+            return seen
 
         def record(role: str, x: Tensor) -> None:
             if role in roles:
