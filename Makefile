@@ -11,16 +11,20 @@ ISA_TESTS := tests/kernels tests/layers tests/models tests/quant tests/turbo/run
 	tests/benchmarks tests/interop tests/test_end_to_end.py tests/test_end_to_end_cache.py tests/test_pipeline.py
 ISA_EXCEPT := tests/kernels/cuda tests/turbo/engine/test_cuda_engine.py tests/benchmarks/test_gpu.py
 
-.PHONY: demo test test-all test-isa check lint setup clean
+.PHONY: demo test test-all test-isa pytest check lint setup clean
 
 demo: setup
 	$(BIN)/python -m benchmarks.demo
 
-test: check
-	$(PYTEST)
+# Side by side: mypy keeps one core busy for as long as it takes.
+test: setup
+	$(MAKE) --no-print-directory -j2 check pytest
 
-test-all: check
-	$(PYTEST) -m ''
+test-all: setup
+	$(MAKE) --no-print-directory -j2 check pytest MARKS="-m ''"
+
+pytest: setup
+	$(PYTEST) $(MARKS)
 
 # At each level below the best one that this machine has.
 test-isa: setup

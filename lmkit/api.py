@@ -55,14 +55,14 @@ GenConfigs = GenerationConfig | Sequence[GenerationConfig] | None
 
 @dataclass
 class Response:
-    """An answer, or while streaming the part of it that is new. `index` tells which prompt it belongs to."""
+    """An answer, or in a stream the new part of it. `index` is that of its prompt."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     input_token_len: int = 0
     generate_token_len: int = 0
-    cached_token_len: int = 0  # of the input: found in the KV cache
-    finish_reason: str | None = None  # stop, length, abort or error; None while it goes on
+    cached_token_len: int = 0  # input tokens reused from the KV cache
+    finish_reason: str | None = None  # stop, length, abort or error; None before the end
     logprobs: list[TextLogprobs] = field(default_factory=list)
     index: int = 0
     error_code: str | None = None
@@ -73,8 +73,9 @@ class Response:
 class Session:
     """A conversation: `history` holds its messages, `response` the last answer.
 
-    The engine keeps its KV for a lease (EngineConfig.session_lease). `tokens` are those of its turns as they were
-    generated, so that a new turn computes only its own; where `history` was changed, they are not used.
+    The engine keeps its KV for a lease (EngineConfig.session_lease). `tokens` are the tokens of its turns as they were
+    generated, so that a new turn computes only its own. They are not used from the place on where `history` was
+    changed.
     """
 
     history: Messages = field(default_factory=list)
@@ -83,7 +84,7 @@ class Session:
     tokens: TokenHistory = field(default_factory=TokenHistory)
 
     def fork(self) -> Session:
-        """A copy that goes on by itself; what both have in common is computed and kept once."""
+        """An independent copy. The common part of both is computed and kept once."""
         return Session(copy.deepcopy(self.history), copy.deepcopy(self.response), tokens=self.tokens)
 
     def reset(self) -> None:
@@ -124,11 +125,12 @@ class Pipeline:
         priority: int = 0,
         timeout: float | None = None,
     ) -> Any:
-        """A Response for one prompt (text, or a list of messages), a list of them for a list of prompts.
+        """A Response for one prompt (text, or a list of messages), or a list of Responses for a list of prompts.
 
-        A text is put to the model as a user's message; with `do_preprocess` off, or without a chat template, it is
-        continued as it is. A prompt that cannot run gives a Response with finish_reason "error"; its siblings run.
-        `priority` (lower = sooner) and `timeout` (seconds, from when the engine takes it) are those of each prompt.
+        The model gets a text as a user's message. With `do_preprocess` off, or without a chat template, the model
+        continues the text itself. A prompt that cannot run gives a Response with finish_reason "error"; its siblings
+        run. `priority` (lower is sooner) and `timeout` (seconds, from the time when the engine takes it) apply to each
+        prompt.
         """
         responses = [Response(index=i) for i in range(1 if _is_single(prompts) else len(prompts))]
         parts = self.stream_infer(prompts, gen_config, do_preprocess=do_preprocess, priority=priority, timeout=timeout)
@@ -147,7 +149,7 @@ class Pipeline:
         priority: int = 0,
         timeout: float | None = None,
     ) -> Iterator[Response]:
-        """Parts of the answers as they are made; the last part of each has its finish_reason."""
+        """Parts of the answers as they are generated. The last part of each answer has its finish_reason."""
         if timeout is not None and not 0 < timeout < math.inf:
             raise ConfigError(f"timeout={timeout!r}: expected a number of seconds, more than 0")
         items: list[Any] = [prompts] if _is_single(prompts) else list(prompts)
@@ -171,7 +173,7 @@ class Pipeline:
     ) -> Any:
         """One turn of a conversation: the Session with its new answer, or with `stream_response` an iterator of parts.
 
-        A turn that fails leaves the session's history as it was and shows in the Response.
+        A failed turn leaves the session's history unchanged; the Response shows the error.
         """
         session = session or self.session()
         parts = self._chat_parts(prompt, session, gen_config)
@@ -185,9 +187,9 @@ class Pipeline:
         return Session()
 
     def ppl(self, inputs: str | list[int] | Sequence[str | list[int]]) -> list[float]:
-        """Perplexity, exp(mean negative log-likelihood), of each text or list of token ids, first token excluded.
+        """Perplexity, exp(mean negative log-likelihood), of each text or list of token ids, without the first token.
 
-        Raises RequestError for an input of fewer than two tokens or more than the context holds.
+        Raises RequestError for an input of fewer than two tokens, or of more than the context holds.
         """
         one = isinstance(inputs, str) or (len(inputs) > 0 and isinstance(inputs[0], int))
         items: list[Any] = [inputs] if one else list(inputs)
@@ -207,7 +209,7 @@ class Pipeline:
         return [math.exp(-math.fsum(scores[r.request_id]) / len(scores[r.request_id])) for r in requests]
 
     def close(self) -> None:
-        """Abort what runs. The pipeline cannot be used afterwards."""
+        """Abort running requests. The pipeline cannot be used afterwards."""
         with self._lock:
             for request_id in self._outputs:
                 self.engine.abort(request_id)
@@ -225,7 +227,7 @@ class Pipeline:
         self.close()
 
     def _text(self, prompt: Prompt, do_preprocess: bool = True) -> tuple[str, bool]:
-        """(what is to be continued, whether the tokenizer adds special tokens: a chat template writes its own)."""
+        """(the text to continue, whether the tokenizer adds special tokens: a chat template writes its own)."""
         if isinstance(prompt, str):
             if not do_preprocess or self.tokenizer.chat_template is None:
                 return prompt, True
@@ -243,7 +245,7 @@ class Pipeline:
         return Request(request_id=name, prompt_ids=prompt_ids, params=config.params(), **fields)
 
     def _run(self, requests: Mapping[int, Request]) -> Iterator[tuple[int, RequestOutput]]:
-        """Outputs of `requests` as they come, each with the index under which its request is given."""
+        """Outputs of `requests` as they come, each with the index of its request."""
         processors = {r.request_id: (i, OutputProcessor(self.tokenizer, r)) for i, r in requests.items()}
         for step in self._steps(list(requests.values())):
             index, processor = processors[step.request_id]
@@ -255,9 +257,9 @@ class Pipeline:
             yield index, output
 
     def _steps(self, requests: list[Request]) -> Iterator[StepOutput]:
-        """Run requests to their ends and yield their outputs; several such loops share the engine's steps.
+        """Run requests to their ends and yield their outputs. Several such loops share the engine's steps.
 
-        Requests beyond the engine's queue wait here. Leaving the loop early aborts what is left of them.
+        Requests beyond the engine's queue wait here. Leaving the loop early aborts the rest.
         """
         waiting = deque(requests)
         open_ids: set[str] = set()
@@ -358,7 +360,7 @@ def _response(index: int, output: RequestOutput) -> Response:
 
 
 def _extend(whole: Response, part: Response) -> None:
-    """Append a streamed part."""
+    """Append a part of a stream."""
     whole.text += part.text
     whole.token_ids += part.token_ids
     whole.logprobs += part.logprobs

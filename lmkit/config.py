@@ -1,5 +1,6 @@
-"""Configuration: frozen, strict structs (an unknown key or a wrong type is an error), and the only reader of the
-environment. No torch here: dtypes are strings.
+"""Configuration: frozen, strict structs, and the only reader of the environment.
+
+An unknown key or a wrong type is an error. No torch here: dtypes are strings.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ T = TypeVar("T")
 
 Device = Literal["auto", "cpu", "cuda"]
 WeightDtype = Literal["auto", "float32", "bfloat16", "float16"]
-KVStorageName = Literal["auto"] | KVName
+KVStorageName = Literal["auto", KVName]
 HeadStorage = Literal["auto", "int8"]
 Activations = Literal["auto", "int8", "fp8", "exact"]
 BLOCK_SIZE = {"cpu": 32, "cuda": 64}  # unless one is given
@@ -28,19 +29,19 @@ PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class StrictStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of every configuration: immutable, keyword-only, unknown fields refused."""
+    """Base of every configuration: immutable and keyword-only; unknown fields are refused."""
 
 
 class EngineConfig(StrictStruct, frozen=True):
-    """How one engine runs one model. `auto`/None fields are resolved once, into a new value, and each is logged.
+    """How one engine runs one model. `auto` and None are resolved once, into a new value, and each decision is logged.
 
-    What depends on the device, `on` decides.
+    `on` resolves the fields that depend on the device.
     """
 
     device: Device = "auto"
     dtype: WeightDtype = "auto"  # of dense weights; auto = the checkpoint's, see models.loader.resolve_dtype
     kv_dtype: KVStorageName = "auto"  # auto = the checkpoint's kv_config.json, else the weights' dtype
-    activations: Activations = "auto"  # of quantized linears: rounded per token and group, or not; auto = by device
+    activations: Activations = "auto"  # of quantized linears: rounding per token and group; auto = by device
     lm_head: HeadStorage = "auto"  # auto = as the checkpoint has it, int8 = quantized while loading, groups of 128
     packed_cache: bool = True  # keep packed weights in a file beside the checkpoint, and map it at the next start
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1024)] | None = None  # tokens per KV block; None = by the device
@@ -50,21 +51,21 @@ class EngineConfig(StrictStruct, frozen=True):
     kv_memory: PositiveInt | None = None  # bytes for KV blocks; None = from max_batch_size and free memory
     max_queue: PositiveInt = 1024  # waiting requests; one more is refused with 503
     num_threads: PositiveInt | None = None  # None = the cores this process may use
-    prefix_cache: bool = True  # keep the KV of prompts and answers, and find it again
+    prefix_cache: bool = True  # keep the KV of prompts and answers for later requests
     cache_quota: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0  # share of the KV blocks that one tenant may keep
     session_lease: PositiveFloat = 300.0  # seconds for which a session's KV stays after its last answer
     kv_host_memory: PositiveInt | None = None  # bytes of host memory for KV that left the device; None = none
     kv_disk_path: str | None = None  # folder for KV on disk, which survives a restart; None = none
     kv_disk_memory: PositiveInt = 16 << 30  # bytes on disk
     attention_sinks: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0  # first tokens that sliding windows still see
-    priority_seconds: Annotated[float, msgspec.Meta(ge=0)] = 10.0  # of waiting, that one level of priority is worth
-    max_overtakes: Annotated[int, msgspec.Meta(ge=0)] = 8  # of a request by later ones that find more in the cache
-    decode_slowdown: Annotated[float, msgspec.Meta(gt=1)] = 2.0  # at most, of decoding by a prompt that is computed
+    priority_seconds: Annotated[float, msgspec.Meta(ge=0)] = 10.0  # of waiting that one level of priority is worth
+    max_overtakes: Annotated[int, msgspec.Meta(ge=0)] = 8  # of a request by later ones with a longer cached prefix
+    decode_slowdown: Annotated[float, msgspec.Meta(gt=1)] = 2.0  # the largest slowdown of decoding during a prefill
     overlap: bool = True  # prepare the next step while one runs
-    request_timeout: PositiveFloat | None = None  # seconds for a request that names none; None = no end
+    request_timeout: PositiveFloat | None = None  # seconds for a request that names none; None = no limit
 
     def on(self, device: Literal["cpu", "cuda"]) -> EngineConfig:
-        """This configuration on that device: what it leaves open and the device decides."""
+        """This configuration on that device, with the fields that the device decides."""
         return msgspec.structs.replace(
             self,
             device=device,
@@ -74,12 +75,12 @@ class EngineConfig(StrictStruct, frozen=True):
 
     @property
     def tokens_per_block(self) -> int:
-        """`block_size`; before `on` has decided it, that of a CPU."""
+        """`block_size`; that of a CPU if `on` has not resolved it."""
         return self.block_size or BLOCK_SIZE["cpu"]
 
     @property
     def tokens_per_step(self) -> int:
-        """`max_step_tokens`, likewise."""
+        """`max_step_tokens`; that of a CPU if `on` has not resolved it."""
         return self.max_step_tokens or STEP_TOKENS["cpu"]
 
 
@@ -91,12 +92,12 @@ class ServerConfig(StrictStruct, frozen=True):
     served_model_name: str | None = None  # None = the checkpoint folder's name
     api_keys: tuple[str, ...] = ()  # empty = no authentication
     max_body_bytes: PositiveInt = 4 << 20
-    drain_seconds: Annotated[float, msgspec.Meta(ge=0)] = 30.0  # SIGTERM: how long running requests may finish
+    drain_seconds: Annotated[float, msgspec.Meta(ge=0)] = 30.0  # how long requests may finish after SIGTERM
     log_level: str = "INFO"
 
 
 class Environment(StrictStruct, frozen=True):
-    """Every environment variable lmkit reads."""
+    """All environment variables that lmkit reads."""
 
     cpu_isa: str | None  # LMKIT_CPU_ISA: force a lower kernel path: avx512_vnni, avx_vnni, avx2, portable
     num_threads: int | None  # LMKIT_NUM_THREADS
@@ -104,7 +105,7 @@ class Environment(StrictStruct, frozen=True):
     log_level: str  # LMKIT_LOG_LEVEL
     world_size: int  # processes of one quantization on all machines, as its launcher sets it
     local_world_size: int  # of these on this machine
-    api_key: str | None  # LMKIT_API_KEY: what `lmkit chat` and `lmkit proxy` clients send
+    api_key: str | None  # LMKIT_API_KEY: the key that `lmkit chat` and `lmkit proxy` clients send
 
 
 def environment() -> Environment:

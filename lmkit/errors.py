@@ -1,12 +1,12 @@
-"""Errors a user can cause or meet. Each message says what is wrong, where, and what to do.
+"""Errors that a user can cause or meet. Each message names the mistake, its place, and a remedy.
 
-Everything derived from `LMKitError` is shown as one line (exit code 2 in the CLI, an OpenAI error envelope over HTTP);
-any other exception is a defect of lmkit itself.
+An `LMKitError` is shown as one line (exit code 2 in the CLI, an OpenAI error envelope over HTTP). Any other exception
+is a defect of lmkit itself.
 """
 
 from __future__ import annotations
 
-# RequestError.code -> HTTP status. A code that is not here is a defect, so RequestError refuses it.
+# RequestError.code -> HTTP status. A code that is missing here is a defect, so RequestError refuses it.
 HTTP_STATUS = {
     "invalid_request": 400,  # malformed JSON, wrong type, out of range
     "unknown_parameter": 400,
@@ -44,17 +44,17 @@ class CheckpointError(LMKitError):
 
 
 class UnsupportedError(LMKitError):
-    """Well-formed, but not something this build or this machine can run; lists the reasons."""
+    """The input is well-formed, but this build or this machine cannot run it. The message lists the reasons."""
 
 
 class DeviceLostError(LMKitError):
-    """A GPU that failed and computes nothing more for this process."""
+    """A GPU failed and computes nothing more for this process."""
 
 
 class RequestError(LMKitError):
-    """One request is refused or failed; its siblings are not affected.
+    """One request was refused or failed. Its siblings are not affected.
 
-    `code` is a key of `HTTP_STATUS`, `param` the request field at fault.
+    `code` is a key of `HTTP_STATUS`; `param` is the request field at fault.
     """
 
     def __init__(self, code: str, message: str, param: str | None = None) -> None:

@@ -1,9 +1,10 @@
-"""The one logger set-up. Libraries and rooms use `get_logger(__name__)`; only a process entry point calls `setup`."""
+"""The only set-up of logging. Modules use `get_logger(__name__)`; only a process entry point calls `setup`."""
 
 from __future__ import annotations
 
 import logging
 import sys
+from typing import TextIO
 
 
 def get_logger(name: str) -> logging.Logger:
@@ -11,8 +12,11 @@ def get_logger(name: str) -> logging.Logger:
 
 
 def setup(level: str = "INFO", *, process: str = "") -> None:
-    """Send lmkit's records to stderr, one line each; control characters in a message are escaped (log injection)."""
-    handler = logging.StreamHandler(sys.stderr)
+    """Send lmkit's records to stderr, one line each.
+
+    Control characters in a message are escaped against log injection.
+    """
+    handler = _ToStderr()
     handler.setFormatter(
         _OneLine(f"%(asctime)s %(levelname).1s {process + ' ' if process else ''}%(name)s: %(message)s")
     )
@@ -20,6 +24,14 @@ def setup(level: str = "INFO", *, process: str = "") -> None:
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
     root.propagate = False
+
+
+class _ToStderr(logging.StreamHandler[TextIO]):
+    """Writes to the stderr of the moment: a stream that stood in for it at `setup` may be closed by now."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
 
 
 class _OneLine(logging.Formatter):

@@ -1,7 +1,7 @@
-"""The one canonical quantized tensor: methods make it, formats store it, kernels pack it.
+"""The canonical quantized tensor: methods make it, formats store it, kernels pack it.
 
 Integers: a uniform affine grid of unsigned codes, w = (code - zero) * scale, per output row and group of `group_size`
-inputs; a symmetric scheme is the same with zero = 2**(bits-1). Floats: float8 e4m3 codes, w = code * scale.
+inputs; a symmetric scheme has zero = 2**(bits-1). Floats: float8 e4m3 codes, w = code * scale.
 `quantize` and `dequantize` are the oracle for everything else.
 """
 
@@ -28,8 +28,8 @@ _FP8 = torch.finfo(torch.float8_e4m3fn)
 class QuantScheme:
     """How a weight is quantized. `rows` outputs and `group_size` inputs share a scale; -1 = all of them.
 
-    Integers have a row to themselves. `kind` "float" is float8 e4m3, symmetric: per output channel (rows 1, group_size
-    -1), per tensor (-1, -1) or in blocks (128, 128).
+    For integers, `rows` is 1. `kind` "float" is float8 e4m3, symmetric: per output channel (rows 1, group_size -1), per
+    tensor (-1, -1) or in blocks (128, 128).
     """
 
     bits: int  # 4 or 8
@@ -49,7 +49,7 @@ class QuantScheme:
         return 1 if self.rows == -1 else -(-out_features // self.rows)
 
 
-Linears = Mapping[str, QuantScheme | None]  # every linear's module and how it is quantized; None = it stays dense
+Linears = Mapping[str, QuantScheme | None]  # every linear's module and its scheme; None = it stays dense
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,10 @@ class QTensor:
 
 
 def quantize(weight: Tensor, scheme: QuantScheme, *, clip: Range | None = None) -> QTensor:
-    """Round `weight` [out, in], any float dtype, to the nearest points of its grid; `clip` and errors: see `grid`."""
+    """Round `weight` [out, in], of any float dtype, to the nearest points of its grid.
+
+    See `grid` for `clip` and errors.
+    """
     if scheme.kind == "float":
         return _quantize_float8(weight, scheme)
     scales, zeros = grid(weight, scheme, clip)
@@ -78,7 +81,7 @@ def quantize(weight: Tensor, scheme: QuantScheme, *, clip: Range | None = None) 
 
 
 def dequantize(q: QTensor) -> Tensor:
-    """The weight that `q` stands for, float32 [out, in]."""
+    """The weight of `q`, float32 [out, in]."""
     in_features = q.codes.shape[-1]
     if q.scheme.kind == "float":
         return q.codes.float() * _spread(q.scales.float(), q.codes.shape[-2], in_features, q.scheme)
@@ -88,7 +91,7 @@ def dequantize(q: QTensor) -> Tensor:
 
 
 def per_row(q: QTensor) -> QTensor:
-    """The same weight with scales of its own for each output."""
+    """The same weight with separate scales for each output."""
     if q.scheme.rows == 1:
         return q
     out_features = q.codes.shape[0]
@@ -100,14 +103,21 @@ def per_row(q: QTensor) -> QTensor:
 def grid(weight: Tensor, scheme: QuantScheme, clip: Range | None = None) -> tuple[Tensor, Tensor]:
     """(scales float16, zeros uint8), each [..., out, groups], of a weight [..., out, in].
 
-    The grid spans each group's minimum to its maximum, or `clip`'s lower to upper, widened to contain 0, so that 0 is
-    exact and groups of one sign do not saturate. A scale is rounded to float16, and is at least its smallest normal
-    number, before anything is derived from it: the search sees what the file will hold.
-    Raises CheckpointError for a weight that is not finite, UnsupportedError for a group too wide for a float16 scale.
+    The grid spans each group's minimum to its maximum, or `clip`'s lower to upper. It is widened to contain 0, so that
+    0 is exact and groups of one sign do not saturate. A scale is rounded to float16 before anything is derived from it,
+    and is at least float16's smallest normal number. The search therefore uses the same numbers as the file.
+
+    Raises CheckpointError for a weight that is not finite, and UnsupportedError for a group too wide for a float16
+    scale.
     """
     low, high = _range(weight, scheme)
     if clip is not None:
         low, high = clip[0].float().clamp(max=0), clip[1].float().clamp(min=0)
+    return grid_between(low, high, scheme)
+
+
+def grid_between(low: Tensor, high: Tensor, scheme: QuantScheme) -> tuple[Tensor, Tensor]:
+    """(scales float16, zeros uint8) of the grids from `low` <= 0 to `high` >= 0, float32 of any shape. See `grid`."""
     if scheme.symmetric:
         high = torch.maximum(-low, high)
         low = -high
@@ -121,7 +131,7 @@ def grid(weight: Tensor, scheme: QuantScheme, clip: Range | None = None) -> tupl
 
 
 def codes_for(weight: Tensor, scales: Tensor, zeros: Tensor, scheme: QuantScheme) -> Tensor:
-    """Nearest codes uint8 [..., out, in] of `weight` on a given grid, saturated; leading dimensions broadcast."""
+    """The nearest codes uint8 [..., out, in] of `weight` on a given grid, saturated. Leading dimensions broadcast."""
     in_features = weight.shape[-1]
     steps = torch.round(_grouped(weight.float(), scheme) / scales.float().unsqueeze(-1))
     codes = (steps + zeros.float().unsqueeze(-1)).clamp(0, scheme.max_code).to(torch.uint8)
@@ -129,9 +139,12 @@ def codes_for(weight: Tensor, scales: Tensor, zeros: Tensor, scheme: QuantScheme
 
 
 def _quantize_float8(weight: Tensor, scheme: QuantScheme) -> QTensor:
-    """The largest magnitude of each block becomes 448, float8 e4m3's largest number; scales are float32."""
+    """Round to float8 e4m3.
+
+    Each block's largest magnitude becomes 448, the largest float8 number. Scales are float32.
+    """
     weight = weight.float()
-    _range(weight, scheme)  # refuses what is not finite
+    _range(weight, scheme)  # refuses values that are not finite
     out_features, in_features = weight.shape
     rows = out_features if scheme.rows == -1 else scheme.rows
     missing = -out_features % rows
@@ -163,7 +176,7 @@ def _range(weight: Tensor, scheme: QuantScheme) -> Range:
 
 
 def _grouped(x: Tensor, scheme: QuantScheme) -> Tensor:
-    """[..., in] -> [..., groups, group_size]; a short last group is filled with 0, which changes no range."""
+    """[..., in] -> [..., groups, group_size]. A short last group is filled with 0, which changes no range."""
     in_features = x.shape[-1]
     num_groups = scheme.num_groups(in_features)
     size = in_features if scheme.group_size == -1 else scheme.group_size

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import logging
+import sys
 
 import pytest
 
@@ -81,3 +83,15 @@ def test_log_lines_cannot_be_forged(capsys: pytest.CaptureFixture[str]) -> None:
     log.setup("INFO")
     logging.getLogger("lmkit.test").info("user %s", "eve\n2026 I lmkit: fake\x1b[31m")
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_log_lines_go_to_the_stderr_of_the_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream that stood in for stderr at set-up is closed later, as pytest's is: no line is lost or written there."""
+    first, second = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(sys, "stderr", first)
+    log.setup("INFO")
+    first.close()
+    monkeypatch.setattr(sys, "stderr", second)
+    logging.getLogger("lmkit.test").info("hello")
+    assert "hello" in second.getvalue()
+    assert "Logging error" not in second.getvalue()

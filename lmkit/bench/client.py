@@ -160,8 +160,9 @@ class Client:
                 self.body = accepted
 
     def renew_cache(self) -> bool:
-        """Answers from now on take nothing from a prefix cache that was put there before. False if the server has no
-        `cache_salt` (lmkit and vLLM have).
+        """Answers from now on take nothing from a prefix cache that was put there before.
+
+        False if the server has no `cache_salt` (lmkit and vLLM have).
         """
         if "cache salt" in self.features:
             self.body["cache_salt"] = uuid.uuid4().hex

@@ -106,8 +106,10 @@ async def run_sweep(
     targets: dict[str, float] | None = None,
     progress: Progress = lambda what, done, total: None,
 ) -> list[OnlineRun]:
-    """One run after the other. The last `warmup` conversations are sent before each and not measured. No run finds the
-    KV of an earlier one if the server takes a `cache_salt`; otherwise its prompts count as reused.
+    """One run after the other.
+
+    The last `warmup` conversations are sent before each and not measured. No run finds the KV of an earlier one if the
+    server takes a `cache_salt`; otherwise its prompts count as reused.
     """
     measured, warm = conversations[: len(conversations) - warmup], conversations[len(conversations) - warmup :]
     runs = []

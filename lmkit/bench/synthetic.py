@@ -31,7 +31,7 @@ class TextMaker:
         """A text for which `measure` gives `num_tokens`. Raises ConfigError if there is none."""
         least = measure("")
         if num_tokens <= least and num_tokens:
-            raise ConfigError(f"a prompt of {num_tokens} tokens: {least} of them stand around any text, ask for more")
+            raise ConfigError(f"a prompt of {num_tokens} tokens: {least} tokens surround any text; ask for more")
         pieces = self._draw(num_tokens - least)
         for _ in range(_ATTEMPTS):
             text = "".join(pieces)

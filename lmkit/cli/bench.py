@@ -33,7 +33,9 @@ app = typer.Typer(
 Model = Annotated[str, typer.Argument(help='A checkpoint folder, or "demo".')]
 Json = Annotated[Path | None, typer.Option(help="Write all figures, configuration and environment here.")]
 Plot = Annotated[Path | None, typer.Option(help="Draw throughput and latency: a .png, .svg or .pdf file.")]
-Goodput = Annotated[str | None, typer.Option(help="Also count requests within so many ms: ttft:500,tpot:50,e2e:9000.")]
+Goodput = Annotated[
+    str | None, typer.Option(help="Also count requests within limits in ms: ttft:500,tpot:50,e2e:9000.")
+]
 
 
 # Longer than usual: the parameters are the commands' options.
@@ -219,7 +221,7 @@ def online(
     workload: WorkloadConfig,
     output: Output,
 ) -> None:
-    """Load on any OpenAI-compatible server: arrivals at a rate, so many at once, and sweeps of both."""
+    """Load on any OpenAI-compatible server: a rate of arrivals, a concurrency, and sweeps of both."""
     from lmkit.bench import plot, report
     from lmkit.bench.online import measure
     from lmkit.config import environment

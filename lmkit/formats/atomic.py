@@ -1,4 +1,4 @@
-"""Files and folders that are there whole or not at all."""
+"""Atomic files and folders: complete, or not there at all."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ log = get_logger(__name__)
 
 @contextmanager
 def atomic_directory(out: str | Path) -> Iterator[Path]:
-    """Yield an empty folder beside `out` that becomes `out` when the block ends, and vanishes if the block raises.
+    """Yield an empty folder beside `out`. It becomes `out` when the block ends, and is removed if the block raises.
 
-    Ctrl-C and SystemExit count as raising. A process that is killed leaves its `.{name}.partial-<pid>`; the next
-    writer of the same `out` removes it. Raises ConfigError if `out` is a file, has something in it, cannot be made, or
-    is being written by another process.
+    Ctrl-C and SystemExit count as raising. A killed process leaves its `.{name}.partial-<pid>`, and the next writer of
+    the same `out` removes that. Raises ConfigError if `out` is a file, is not empty, cannot be made, or is being
+    written by another process.
     """
     target = Path(os.path.realpath(out))
     refuse_occupied(target)
@@ -38,7 +38,7 @@ def atomic_directory(out: str | Path) -> Iterator[Path]:
 
 
 def put_in_place(folder: Path, target: Path) -> None:
-    """Give a complete folder its final name. Raises ConfigError if that has been taken."""
+    """Give a complete folder its final name. Raises ConfigError if the name has been taken."""
     sync_directory(folder)
     try:
         folder.rename(target)  # replaces an empty folder, never a full one
@@ -63,7 +63,7 @@ def copy_file(source: Path, target: Path) -> None:
 
 @contextmanager
 def write_errors(path: Path) -> Iterator[None]:
-    """A full disk and its like become one line."""
+    """Turn a full disk and similar errors into one line."""
     try:
         yield
     except OSError as error:
@@ -88,10 +88,11 @@ def refuse_occupied(target: Path) -> None:
 
 
 def _claim(target: Path) -> tuple[Path, int]:
-    """Remove what killed writers left, make this process's partial folder and lock it: (folder, lock's descriptor).
+    """Remove the remains of killed writers, make this process's partial folder and lock it: (folder, lock's
+    descriptor).
 
-    The lock lives as long as its process, so it tells a dead writer from a living one even across containers, where
-    process ids repeat.
+    The lock lives as long as its process. It therefore distinguishes a dead writer from a living one even across
+    containers, where process ids repeat.
     """
     partial = target.parent / f".{target.name}.partial-{os.getpid()}"
     try:
@@ -124,7 +125,10 @@ def _remove_stale(partial: Path, target: Path) -> None:
 
 
 def lock(fd: int) -> bool:
-    """Lock without waiting; BlockingIOError = held by another. False on a file system that has no locks."""
+    """Lock without waiting.
+
+    Raises BlockingIOError if another process holds the lock. False on a file system without locks.
+    """
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

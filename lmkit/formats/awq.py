@@ -4,7 +4,7 @@
     module.qzeros   int32   [in / group, out / 8]
     module.scales   float16 [in / group, out]       w = (code - zero) * scale
 
-The layout that AutoAWQ defined and vLLM, SGLang, LMDeploy and transformers read.
+AutoAWQ defined this layout; vLLM, SGLang, LMDeploy and transformers read it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _FIELDS: Fields = (
     ("modules_in_block_to_quantize", "modules_in_block_to_quantize", (None,)),
 )
 _READ = {"quant_method", "group_size", "q_group_size", "modules_to_not_convert"}
-# How the file was made, or how another engine should run it: no meaning for the tensors.
+# Fields that say how the file was made, or how another engine should run it. They do not concern the tensors.
 _NOTES = {
     "act_group_aware", "backend", "batch_size", "block_name_to_quantize", "cache_block_outputs", "damp_percent",
     "dataset", "do_fuse", "exllama_config", "fuse_max_seq_len", "max_input_length", "meta", "model_seqlen",
@@ -107,14 +107,14 @@ class AwqFormat:
             "quant_method": "awq",
             "bits": scheme.bits,
             "group_size": scheme.group_size,
-            "zero_point": True,  # a symmetric weight is stored with its zeros, 8: no engine reads files without them
+            "zero_point": True,  # a symmetric weight is stored with zeros of 8: no engine reads files without them
             "version": "gemm",
             "modules_to_not_convert": sorted(skipped) or None,
         }
 
 
 def can_write(shape: tuple[int, int], scheme: QuantScheme) -> str | None:
-    """None if a weight [out, in] quantized by `scheme` can be stored, else why it has to stay dense."""
+    """None if a weight [out, in] quantized by `scheme` can be stored, else the reason why it must stay dense."""
     out_features, in_features = shape
     if scheme.kind != "int":
         return "float8 weights, AWQ has integers"

@@ -1,4 +1,4 @@
-"""Weight formats: what a checkpoint's tensors mean. One object per format, without state; the table finds it."""
+"""Weight formats: the meaning of a checkpoint's tensors. Each format is one object without state, found by a table."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ class WeightFormat(Protocol):
     def name(self) -> str: ...
 
     def accepts(self, config: dict[str, Any]) -> str | None:
-        """None if a checkpoint with this config.json is in this format, else why it is not."""
+        """None if a checkpoint with this config.json is in this format, else the reason why it is not."""
 
     def activations(self, config: dict[str, Any]) -> Activations:
-        """How a checkpoint with this config.json wants its 8-bit weights to be run."""
+        """The activations that a checkpoint with this config.json asks for with its 8-bit weights."""
 
     def read_linear(self, reader: CheckpointReader, module: str) -> Tensor | QTensor:
-        """The weight, [out, in]; a float tensor where the checkpoint leaves it dense. Raises CheckpointError."""
+        """The weight [out, in]; a float tensor if the checkpoint leaves it dense. Raises CheckpointError."""
 
     def can_write(self, shape: tuple[int, int], scheme: QuantScheme) -> str | None:
-        """None if a weight [out, in] quantized by `scheme` can be stored, else why not."""
+        """None if a weight [out, in] quantized by `scheme` can be stored, else the reason why not."""
 
     def write_linear(
         self, writer: CheckpointWriter, module: str, weight: Tensor | QTensor, *, activations: Activations = "none"
     ) -> None:
-        """Add the weight's tensors; `activations` as in `config_entry`.
+        """Add the weight's tensors. `activations` is as in `config_entry`.
 
-        Raises UnsupportedError, with `can_write`'s reason, for one it cannot store.
+        Raises UnsupportedError with `can_write`'s reason for a weight that the format cannot store.
         """
 
     def config_entry(
         self, linears: Linears, *, activations: Activations = "none", kv_cache_scheme: dict[str, Any] | None = None
     ) -> dict[str, Any] | None:
-        """config.json's `quantization_config` for these linears, at least one of them quantized. None = no entry.
+        """config.json's `quantization_config` for these linears; at least one of them is quantized. None = no entry.
 
-        `activations`: how engines are to run the 8-bit weights of that kind; `kv_cache_scheme` is passed through.
-        Raises UnsupportedError for what the format cannot say.
+        `activations`: the activations with which engines should run the 8-bit weights of that kind. `kv_cache_scheme`
+        is passed through. Raises UnsupportedError if the format cannot express the linears or the activations.
         """
 
 
@@ -59,7 +59,7 @@ FORMATS: tuple[WeightFormat, ...] = (
 
 
 def resolve_format(config: dict[str, Any]) -> WeightFormat:
-    """The format of a checkpoint by its config.json. Raises UnsupportedError with every format's reason."""
+    """The format of a checkpoint with this config.json. Raises UnsupportedError with every format's reason."""
     reasons = []
     for weight_format in FORMATS:
         reason = weight_format.accepts(config)
@@ -70,7 +70,7 @@ def resolve_format(config: dict[str, Any]) -> WeightFormat:
 
 
 def get_format(name: str) -> WeightFormat:
-    """A format by name, to write with. Raises UnsupportedError."""
+    """The format of this name, for writing. Raises UnsupportedError."""
     for weight_format in FORMATS:
         if weight_format.name == name:
             return weight_format

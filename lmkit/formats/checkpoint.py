@@ -27,7 +27,7 @@ MIRRORS = {
     "gptq": "quantize_config.json"
 }  # quant_method -> where its readers may look for a copy of config.json's entry
 
-# Written by others and passed on unchanged: saved anew, they come out different.
+# Files of others that are copied unchanged; saved anew, they would differ.
 COPIED = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -43,10 +43,10 @@ COPIED = (
 
 
 class CheckpointReader:
-    """An open checkpoint. Every header is checked when it opens; tensors are mapped, and read when they are used.
+    """An open checkpoint. Every header is checked at the opening; tensors are mapped, and read when they are used.
 
-    `path` is a folder, or a name that `resolve_model_path` knows. Raises CheckpointError for all that is missing,
-    truncated, inconsistent or unsafe.
+    `path` is a folder, or a name that `resolve_model_path` knows. Raises CheckpointError for missing, truncated,
+    inconsistent or unsafe content.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -64,7 +64,7 @@ class CheckpointReader:
             self._check_index(expected)
 
     def _check_index(self, expected: dict[str, str]) -> None:
-        """The index and the shards' headers name the same tensors in the same places."""
+        """Raise CheckpointError unless the index and the shards' headers name the same tensors in the same places."""
         for name, file_name in expected.items():
             if name not in self._files or self._files[name].path.name != file_name:
                 raise CheckpointError(f"{self.path / INDEX}: {file_name} has no tensor {name!r}")
@@ -83,7 +83,10 @@ class CheckpointReader:
         return self._file(name).infos[name]
 
     def tensor(self, name: str) -> Tensor:
-        """A view of the file, in the file's dtype; copied only when written to. It stays valid after `close`."""
+        """A view of the file in the file's dtype, which is copied only when written to.
+
+        It stays valid after `close`.
+        """
         return self._file(name).tensor(name)
 
     def nbytes(self, prefix: str = "") -> int:
@@ -98,12 +101,12 @@ class CheckpointReader:
         return digest.hexdigest()
 
     def release(self) -> None:
-        """Give back the memory of what has been read; see SafetensorsFile.release."""
+        """Free the memory of the data read so far; see SafetensorsFile.release."""
         for file in set(self._files.values()):
             file.release()
 
     def close(self) -> None:
-        """Let go of the files; each is unmapped with the last of its tensors."""
+        """Release the files. Each is unmapped together with the last of its tensors."""
         self._files = {}
 
     def __enter__(self) -> Self:
@@ -121,11 +124,11 @@ class CheckpointReader:
 
 
 class CheckpointWriter:
-    """Writes a checkpoint into an existing folder, usually an `atomic_directory`; `finish` completes it.
+    """Writes a checkpoint into an existing folder, usually an `atomic_directory`. `finish` completes it.
 
-    Tensors are held until their shard is full, so memory stays below `max_shard_bytes` plus one tensor; do not change
-    them after `add`. `written`: see write_safetensors. The same calls write the same bytes. Raises CheckpointError if a
-    file cannot be written.
+    Tensors are held until their shard is full, so memory stays below `max_shard_bytes` plus one tensor. Do not change
+    tensors after `add`. `written`: see write_safetensors. The same calls write the same bytes. Raises CheckpointError
+    if a file cannot be written.
     """
 
     def __init__(
@@ -148,14 +151,14 @@ class CheckpointWriter:
         self._total += tensor.nbytes
 
     def flush(self) -> None:
-        """End the current shard, if there is anything in it."""
+        """End the current shard, unless it is empty."""
         if self._pending:
             write_safetensors(self.path / _partial_name(len(self._shards)), self._pending, self._written)
             self._shards.append(list(self._pending))
             self._pending = {}
 
     def take(self) -> dict[str, Tensor]:
-        """Hand over what has been added since the last `flush`; it is written by the caller, not here."""
+        """Hand over the tensors added since the last `flush`. The caller writes them instead of this writer."""
         tensors, self._pending = self._pending, {}
         return tensors
 
@@ -192,7 +195,7 @@ def _text_files(folder: Path) -> list[Path]:
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    """Tensor -> file by the index; empty if the checkpoint is a single file."""
+    """Tensor -> file, from the index. Empty if the checkpoint is a single file."""
     has_single, has_index = (folder / SINGLE).exists(), (folder / INDEX).exists()
     if not has_index:
         if not has_single:
@@ -219,11 +222,11 @@ def _no_weights(folder: Path) -> str:
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """`folder / name`, refused if a link leads out of the folder; the Hub's cache keeps its files in ../../blobs."""
+    """`folder / name`. A link that leads out of the folder is refused, except to the Hub cache's ../../blobs."""
     path, root = folder / name, folder.resolve()
     roots = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
     if not any(path.resolve().is_relative_to(allowed) for allowed in roots):
         raise CheckpointError(f"{path}: links to a file outside the checkpoint's folder")
-    if not os.path.isfile(path):  # of os.path: a name too long for the file system is no error; a pipe would block
+    if not os.path.isfile(path):  # os.path: no error for too long names, and a pipe would block
         raise CheckpointError(f"{path}: {'not a regular file' if os.path.lexists(path) else 'no such file'}")
     return path

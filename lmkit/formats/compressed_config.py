@@ -1,11 +1,11 @@
-"""compressed-tensors' part of config.json: which module is quantized by which scheme, read strictly and written.
+"""compressed-tensors' part of config.json: the scheme of each module. It is read strictly, and written.
 
     {"quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
      "config_groups": {"group_0": {"targets": ["Linear"], "weights": {...}, "input_activations": null, ...}},
      "ignore": ["lm_head"], "kv_cache_scheme": null}
 
-A target is a module's name, a pattern of names ("re:...", from the name's beginning) or "Linear", which is every
-linear; of several the most specific counts, in this order. `ignore` lists what stays dense in the same words.
+A target is a module's name, a pattern of names ("re:...", matched from the name's beginning) or "Linear" for every
+linear. If several match, the most specific counts, in this order. `ignore` lists the dense modules in the same form.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ HEAD, EVERY_LINEAR = "lm_head", "Linear"
 
 
 class Args(StrictStruct, frozen=True):
-    """How a tensor is quantized. What only says how that was found has no meaning for the tensors."""
+    """How a tensor is quantized. Fields that only say how the parameters were found do not concern the tensors."""
 
     num_bits: int = 8
     type: Literal["int", "float"] = "int"
@@ -70,7 +70,7 @@ class Entry(StrictStruct, frozen=True):
 
 @dataclass(frozen=True)
 class Rule:
-    """How modules are stored; `targets` says which."""
+    """The storage of the modules that match `targets`."""
 
     targets: tuple[str, ...]
     scheme: QuantScheme
@@ -94,12 +94,15 @@ class Rules:
 
     @property
     def activations(self) -> Activations:
-        """Of the 8-bit weights."""
+        """The activations of the 8-bit weights."""
         return next((rule.activations for rule in self.rules if rule.activations != "none"), "none")
 
 
 def read_rules(entry: dict[str, Any]) -> Rules:
-    """Raises ConfigError for what is not as the format has it, UnsupportedError for what is not supported here."""
+    """The rules of an entry.
+
+    Raises ConfigError for a malformed entry, UnsupportedError for one that is not supported here.
+    """
     return _read_rules(json.dumps(entry, sort_keys=True))
 
 
@@ -121,7 +124,7 @@ def _read_rules(entry: str) -> Rules:
 
 
 def _rule(name: str, group: Group, default: str) -> Rule | None:
-    """None for a group that has nothing to say of weights."""
+    """The rule of a group; None for a group without weights."""
     try:
         if group.weights is None:
             return None
@@ -178,7 +181,7 @@ def _storage(scheme: QuantScheme, storage: str) -> Storage:
 
 
 def _rank(target: str, module: str) -> int | None:
-    """How specific a target that matches is, the most specific first; None if it does not match."""
+    """The rank of a matching target, the most specific first; None if it does not match."""
     if target.startswith("re:"):
         return 1 if re.match(target[3:], module) else None
     if target == EVERY_LINEAR:
@@ -187,14 +190,14 @@ def _rank(target: str, module: str) -> int | None:
 
 
 def storage_of(scheme: QuantScheme, activations: Activations) -> Storage:
-    """Where a weight is written: 8-bit integers with exact activations are packed, as those with 4 bits are."""
+    """The storage of a written weight. 8-bit integers with exact activations are packed, like 4-bit ones."""
     if scheme.kind == "float":
         return "float-quantized"
     return "int-quantized" if scheme.bits == 8 and activations == "int8" else "pack-quantized"
 
 
 def make_entry(linears: Linears, activations: Activations, kv_cache_scheme: dict[str, Any] | None) -> dict[str, Any]:
-    """config.json's quantization_config. One scheme is written as "Linear" but for those ignored, several by name."""
+    """config.json's quantization_config. A single scheme is written as "Linear" with `ignore`, several by name."""
     modules: dict[QuantScheme, list[str]] = {}
     for module, scheme in linears.items():
         if scheme is not None:
@@ -218,7 +221,7 @@ def make_entry(linears: Linears, activations: Activations, kv_cache_scheme: dict
 
 
 def _group(scheme: QuantScheme, activations: Activations) -> dict[str, Any]:
-    """A config group but for its targets."""
+    """A config group without its targets."""
     weights: dict[str, Any] = {
         "num_bits": scheme.bits, "type": scheme.kind, "symmetric": scheme.symmetric or scheme.kind == "float",
         "strategy": "channel", "group_size": None, "dynamic": False, "actorder": None,
@@ -238,7 +241,7 @@ def _group(scheme: QuantScheme, activations: Activations) -> dict[str, Any]:
 
 
 def _input_activations(scheme: QuantScheme, activations: Activations) -> dict[str, Any] | None:
-    """Dynamic, one scale a token, or for weights in blocks one for as many inputs as a block has; None = exact."""
+    """Dynamic activations: a scale for each token, or with weights in blocks for each block's inputs. None = exact."""
     if activations == "none" or (scheme.kind, scheme.bits) != ("int" if activations == "int8" else "float", 8):
         return None
     in_groups = scheme.rows > 1
@@ -249,7 +252,7 @@ def _input_activations(scheme: QuantScheme, activations: Activations) -> dict[st
 
 
 def problem(entry: dict[str, Any]) -> str | None:
-    """Why an entry cannot be read; None if it can."""
+    """The reason why an entry cannot be read; None if it can."""
     try:
         read_rules(entry)
     except (ConfigError, UnsupportedError) as error:

@@ -9,8 +9,8 @@ int-quantized    module.weight             int8  [out, in]           code - 2**(
 float-quantized  module.weight             float8 e4m3 [out, in]
 all              module.weight_scale       any float: [out, groups], [1] for a whole tensor, or one for each block
 
-w = (code - zero) * scale, of floats code * scale. Scales keep the dtype that they have in memory: codes were chosen for
-them. A module without these tensors is dense. Which scheme a module has: compressed_config.py.
+w = (code - zero) * scale; for floats, code * scale. Scales keep the dtype that they have in memory, because the codes
+were chosen for them. A module without these tensors is dense. compressed_config.py decides a module's scheme.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class CompressedTensorsFormat:
     def write_linear(
         self, writer: CheckpointWriter, module: str, weight: Tensor | QTensor, *, activations: Activations = "none"
     ) -> None:
-        """`activations` as in `config_entry`."""
+        """Add the weight's tensors. `activations` is as in `config_entry`."""
         if not isinstance(weight, QTensor):
             writer.add(module + ".weight", weight)
             return
@@ -96,17 +96,20 @@ class CompressedTensorsFormat:
     def config_entry(
         self, linears: Linears, *, activations: Activations = "none", kv_cache_scheme: dict[str, Any] | None = None
     ) -> dict[str, Any] | None:
-        """`activations` are those of the 8-bit weights of the same kind; others have exact ones."""
+        """The entry.
+
+        `activations` are those of 8-bit weights of the same kind; other weights have exact activations.
+        """
         return compressed_config.make_entry(linears, activations, kv_cache_scheme)
 
 
 def _to_signed(codes: Tensor, scheme: QuantScheme) -> Tensor:
-    """uint8 -> int8, moved down by half of the range."""
+    """uint8 -> int8, shifted down by half of the range."""
     return (codes - (1 << (scheme.bits - 1))).view(torch.int8)
 
 
 def _from_signed(reader: CheckpointReader, name: str, values: Tensor, scheme: QuantScheme) -> Tensor:
-    """int8 -> uint8, moved up by half of the range. Raises CheckpointError for a value beyond the scheme's bits."""
+    """int8 -> uint8, shifted up by half of the range. Raises CheckpointError for a value beyond the scheme's bits."""
     half = 1 << (scheme.bits - 1)
     if scheme.bits < 8 and bool(((values < -half) | (values >= half)).any()):
         raise CheckpointError(f"{reader.path}: {name} holds values beyond {scheme.bits} bits")
@@ -172,7 +175,7 @@ def _weight_shape(reader: CheckpointReader, module: str, dtypes: tuple[str, ...]
 def _read_scales(
     reader: CheckpointReader, module: str, scheme: QuantScheme, shape: tuple[int, int]
 ) -> tuple[Tensor, Tensor]:
-    """(scales [out, groups] in the order of the inputs, the indices that put groups in this order) of integers."""
+    """For integers: (scales [out, groups] in the order of the inputs, the indices that put groups in this order)."""
     (out_features, in_features), groups = shape, scheme.num_groups(shape[1])
     whole = [(), (1,), (1, 1)] if scheme.group_size == -1 else []  # one scale for the tensor
     scales = read_scales(reader, module + ".weight_scale", (out_features, groups), *whole)

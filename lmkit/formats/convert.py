@@ -1,4 +1,4 @@
-"""From one quantized format to another without loss: the same codes, scales and zeros, packed in another way."""
+"""Lossless conversion between quantized formats: the same codes, scales and zeros in another packing."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ Progress = Callable[[int, int], None]  # (modules done, of how many)
 def convert(
     model: str | Path, output: str | Path, format_name: str, *, progress: Progress = lambda done, total: None
 ) -> dict[str, QuantScheme | None]:
-    """Write the quantized checkpoint `model` to `output` in another format, whole or not at all, and read it back.
+    """Write the quantized checkpoint `model` to `output` in another format, completely or not at all, and verify it.
 
-    Everything but the linears is kept as it is, kv_config.json and the tokenizer's files too. Returns every matrix's
-    scheme by its module. Raises ConfigError if `output` is occupied or `model` is not quantized, UnsupportedError for
-    what the other format cannot hold, CheckpointError for a broken checkpoint.
+    Everything but the linears stays unchanged, including kv_config.json and the tokenizer's files. Returns every
+    matrix's scheme by its module. Raises ConfigError if `output` is occupied or `model` is not quantized,
+    UnsupportedError if the other format cannot hold the weights, and CheckpointError for a broken checkpoint.
     """
     target = get_format(format_name)
     with CheckpointReader(model) as reader:
@@ -53,8 +53,8 @@ def convert(
 def _linears(reader: CheckpointReader, source: WeightFormat) -> Linears:
     """Every matrix's module and its scheme, None = dense.
 
-    Some formats store every zero and do not say whether weights are symmetric, others hold nothing else: integers are
-    symmetric here if all zeros of all modules are in the middle.
+    Some formats store every zero and do not say whether weights are symmetric; others hold only symmetric weights.
+    Here, integers are symmetric if all zeros of all modules are in the middle.
     """
     linears: dict[str, QuantScheme | None] = {}
     is_symmetric = True
@@ -75,7 +75,7 @@ def _linears(reader: CheckpointReader, source: WeightFormat) -> Linears:
 
 
 def _matrices(reader: CheckpointReader) -> list[tuple[str, bool]]:
-    """(module, whether it is quantized) of every quantized weight and matrix of floats; embeddings are among them."""
+    """(module, whether it is quantized) of every quantized weight and every float matrix, including embeddings."""
     found = {}
     for name in reader.names():
         module, _, part = name.rpartition(".")
@@ -95,7 +95,7 @@ def _write(
     linears: Linears,
     progress: Progress,
 ) -> dict[str, str]:
-    """Every tensor; the digests of the quantized weights by their modules."""
+    """Write every tensor. Returns the digests of the quantized weights by their modules."""
     activations, digests = source.activations(reader.config), {}
     quantized = {module: scheme for module, scheme in linears.items() if scheme is not None}
     for number, (module, scheme) in enumerate(quantized.items()):

@@ -46,7 +46,7 @@ class DenseFormat:
 
 
 def read_dense(reader: CheckpointReader, module: str) -> Tensor:
-    """A matrix of floats. Raises CheckpointError if it is missing or something else."""
+    """A matrix of floats. Raises CheckpointError if it is missing or has another type or shape."""
     name = module + ".weight"
     if not reader.has(name):
         raise CheckpointError(f"{reader.path}: tensor {name} is missing")

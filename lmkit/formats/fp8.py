@@ -1,10 +1,10 @@
 """FP8 in blocks (`quant_method` fp8): float8 e4m3 codes and one scale for each block of the weight.
 
     module.weight            float8 e4m3 [out, in]
-    module.weight_scale_inv  float32 [ceil(out / rows), ceil(in / columns)]    w = code * scale, whatever the name says
+    module.weight_scale_inv  float32 [ceil(out / rows), ceil(in / columns)]    w = code * scale, in spite of the name
 
-`weight_block_size` is [rows, columns], 128 by 128 as a rule; the last blocks may be cut off. Engines compute with
-activations in float8, a scale for each token and `columns` inputs. The layout that DeepSeek defined.
+`weight_block_size` is [rows, columns], usually 128 by 128; the last blocks may be smaller. Engines compute with
+activations in float8, with a scale for each token and `columns` inputs. DeepSeek defined this layout.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from lmkit.qtensor import Linears, QTensor, QuantScheme
 _FIELDS: Fields = (
     ("fmt", "fmt", ("e4m3", None)),
     ("activation_scheme", "activation_scheme", ("dynamic", "static", None)),
-    ("scale_fmt", "scale_fmt", ("ue8m0", None)),  # scales that are powers of 2, stored like any others
+    ("scale_fmt", "scale_fmt", ("ue8m0", None)),  # scales that are powers of 2, stored like others
 )
 _READ = {"quant_method", "weight_block_size", "modules_to_not_convert", "ignored_layers", "dequantize"}
 
@@ -99,7 +99,7 @@ class Fp8Format:
     def config_entry(
         self, linears: Linears, *, activations: Activations = "none", kv_cache_scheme: dict[str, Any] | None = None
     ) -> dict[str, Any] | None:
-        """Engines that know the format compute with float8 activations, whatever `activations` says."""
+        """The entry. Engines that know the format compute with float8 activations, independent of `activations`."""
         if activations == "int8":
             raise UnsupportedError("fp8 has no place for int8 activations; use compressed-tensors")
         if kv_cache_scheme is not None:

@@ -1,11 +1,11 @@
-"""GGUF checkpoints: llama.cpp's single file, read as the Hugging Face checkpoint it was made from.
+"""GGUF checkpoints: llama.cpp's single file, read as the Hugging Face checkpoint from which it was made.
 
     Q4_0  32 weights: float16 d, 16 bytes; byte i holds weight i (low nibble) and i + 16: w = (code - 8) d
     Q8_0  32 weights: float16 d, 32 int8: w = code d
     Q6_K  256 weights: low 4 bits, high 2 bits, 16 int8 scales, float16 d: w = (code - 32) scale d; read as dense
 
-Linears in Q4_0 and Q8_0 become QTensors, without loss. The architectures llama, qwen2 and qwen3 are known. The
-tokenizer inside the file is not read: a tokenizer.json has to lie beside it.
+Linears in Q4_0 and Q8_0 become QTensors without loss. The known architectures are llama, qwen2 and qwen3. The tokenizer
+inside the file is not read; a tokenizer.json must be beside the file.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ _BITS = {"Q4_0": 4, "Q8_0": 8}
 
 
 class GgufReader:
-    """An open GGUF checkpoint under Hugging Face's names: `config` as config.json would have it, tensors, linears.
+    """An open GGUF checkpoint with Hugging Face's names: `config` as in config.json, tensors and linears.
 
-    `path` is the file, or a folder with one. Raises CheckpointError, and UnsupportedError for what is not known.
+    `path` is the file, or a folder with one. Raises CheckpointError, and UnsupportedError for unknown types or
+    architectures.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -62,7 +63,7 @@ class GgufReader:
         return sorted(self._names)
 
     def linears(self) -> dict[str, QuantScheme | None]:
-        """Every linear's module and how the file stores it; None = as floats."""
+        """Every linear's module and its scheme in the file; None = floats."""
         modules = {name.removesuffix(".weight"): self._info(name) for name in self.names() if _is_linear(name)}
         return {
             module: _scheme(info.storage.name) if info.storage.name in _BITS else None
@@ -75,7 +76,7 @@ class GgufReader:
         return rows, columns[0] if columns else 1
 
     def tensor(self, name: str) -> Tensor:
-        """Floats, in the file's type; what the file quantizes comes as float16, Q6_K included."""
+        """A tensor as floats in the file's type. Quantized tensors, including Q6_K, become float16."""
         storage, raw = self._info(name).storage.name, self._file.raw(self._names[name])
         shape = self._info(name).shape
         if storage in _FLOATS:
@@ -89,7 +90,7 @@ class GgufReader:
         return self._in_order(name, tensor)
 
     def read_linear(self, module: str) -> Tensor | QTensor:
-        """A linear's weight [out, in], quantized where the file has it so."""
+        """A linear's weight [out, in], quantized if it is quantized in the file."""
         name = module + ".weight"
         info = self._info(name)
         if info.storage.name not in _BITS:
@@ -107,7 +108,7 @@ class GgufReader:
         return f"{self.file_path}: {self._names[name]}"
 
     def _in_order(self, name: str, tensor: Tensor) -> Tensor:
-        """Llama's rows of q and k lie in the file as rotary pairs, 0, half, 1, half + 1, ...; back to halves."""
+        """Rows of q and k in the order of halves. The file has Llama's as rotary pairs: 0, half, 1, half + 1, ..."""
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
         if heads is None or self.config["architectures"] != ["LlamaForCausalLM"]:
             return tensor
@@ -138,9 +139,9 @@ def is_gguf(model: str | Path) -> bool:
 def convert_gguf(
     model: str | Path, output: str | Path, format_name: str, *, progress: Progress = lambda done, total: None
 ) -> Linears:
-    """Write a GGUF checkpoint as a Hugging Face folder, whole or not at all, and read its quantized linears back.
+    """Write a GGUF checkpoint as a Hugging Face folder, completely or not at all, and verify its quantized linears.
 
-    `format_name` "dense" stores all linears as floats. Returns how each is quantized. Raises ConfigError if `output` is
+    `format_name` "dense" stores all linears as floats. Returns each linear's scheme. Raises ConfigError if `output` is
     occupied, CheckpointError for a damaged file or one without a tokenizer.json beside it, and UnsupportedError for
     linears that the format cannot store.
     """
@@ -176,7 +177,7 @@ def convert_gguf(
 
 
 def _quantized(storage: str, raw: Tensor, shape: tuple[int, ...], where: str) -> QTensor:
-    """Blocks -> codes uint8 [out, in], scales float16 and zeros uint8 [out, in / 32]; scales come out positive."""
+    """Blocks -> codes uint8 [out, in], positive scales float16 and zeros uint8 [out, in / 32]."""
     if len(shape) != 2:
         raise CheckpointError(f"{where}: is {list(shape)}, expected a matrix")
     rows, columns = shape
@@ -191,7 +192,7 @@ def _quantized(storage: str, raw: Tensor, shape: tuple[int, ...], where: str) ->
         codes = (packed ^ 0x80).reshape(rows, columns)  # int8 v as the byte v + 128
         return QTensor(codes, scales, torch.full_like(scales, 128, dtype=torch.uint8), _scheme(storage))
     codes = torch.cat([packed & 0xF, packed >> 4], dim=-1)
-    # (code - 8) d = ((15 - code) - 7) (-d): half of Q4_0's scales are negative, and become positive.
+    # (code - 8) d = ((15 - code) - 7) (-d): half of Q4_0's scales are negative and become positive.
     negative = scales.signbit()
     codes = torch.where(negative[..., None], 15 - codes, codes).reshape(rows, columns)
     return QTensor(codes, scales.abs(), 8 - negative.to(torch.uint8), _scheme(storage))
@@ -202,8 +203,11 @@ def _scheme(storage: str) -> QuantScheme:
 
 
 def _decode_q6_k(raw: Tensor) -> Tensor:
-    """Blocks of 210 bytes -> float32 [256 a block]. In each half of a block, weight 32 j + l (j < 4) takes its low bits
-    from byte l + 32 (j % 2), low nibble for j < 2, and its high two from bits 2 j of byte l of the half's 32."""
+    """Blocks of 210 bytes -> float32 [256 a block].
+
+    In each half of a block, weight 32 j + l (j < 4) has its low bits in byte l + 32 (j % 2), in the low nibble for j <
+    2. Its high two bits are bits 2 j of byte l of the half's 32.
+    """
     blocks = raw.view(-1, 210)
     low = blocks[:, :128].reshape(-1, 2, 1, 2, 32)  # [blocks, half, nibble, j % 2, l]
     low = torch.cat([low & 0xF, low >> 4], dim=2).reshape(-1, 2, 4, 32)
@@ -228,7 +232,10 @@ def _is_linear(name: str) -> bool:
 
 
 def _config(file: GgufFile) -> dict[str, Any]:
-    """What config.json says, from the file's metadata. Its numbers are checked where every config.json's are."""
+    """The content of config.json, made from the file's metadata.
+
+    Its numbers are checked like those of every config.json.
+    """
     data, path = file.metadata, file.path
     kind = data.get("general.architecture")
     if kind not in _ARCHITECTURES:
@@ -243,7 +250,7 @@ def _config(file: GgufFile) -> dict[str, Any]:
         value = data.get(f"{kind}.{key}", default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise CheckpointError(f"{path}: {kind}.{key} is {value!r}, expected a number")
-        return float(f"{value:.7g}") if isinstance(value, float) else value  # 1e-5 as it was, before it was float32
+        return float(f"{value:.7g}") if isinstance(value, float) else value  # 1e-5 as it was before float32
 
     heads, hidden = number("attention.head_count"), number("embedding_length")
     config: dict[str, Any] = {

@@ -5,8 +5,8 @@
     tensors: name | dimensions u32 | sizes u64, the innermost first | type u32 | offset u64
     padding to the alignment | data, each tensor aligned; offsets count from here
 
-Nothing in the file is trusted: counts and lengths are held against what is left of it before they are used. Arrays (the
-tokenizer's vocabulary) are passed over, not kept.
+Nothing in the file is trusted: counts and lengths are compared with the rest of the file before they are used. Arrays
+(the tokenizer's vocabulary) are skipped.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _STRING, _ARRAY = 8, 9
 
 @dataclass(frozen=True)
 class Storage:
-    """How a type stores its values: `block` neighbours of a row in `nbytes` bytes."""
+    """How a type stores its values: `block` consecutive values of a row in `nbytes` bytes."""
 
     name: str
     block: int
@@ -53,7 +53,7 @@ STORAGES = {
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """`shape` has the outermost size first, [out, in] of a matrix; `start` is the first byte's place in the file."""
+    """`shape` has the outermost size first: [out, in] for a matrix. `start` is the first byte's place in the file."""
 
     storage: Storage
     shape: tuple[int, ...]
@@ -62,8 +62,10 @@ class GgufTensor:
 
 
 class GgufFile:
-    """An open file: `.metadata` (numbers, flags and strings by key), `.tensors` by name. Raises CheckpointError for a
-    damaged file and UnsupportedError for one with tensors of another type."""
+    """An open file: `.metadata` (numbers, flags and strings by key) and `.tensors` by name.
+
+    Raises CheckpointError for a damaged file, and UnsupportedError for tensors of another type.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -78,14 +80,14 @@ class GgufFile:
         self.tensors = _read_tensors(cursor, counts[0], self.metadata.get("general.alignment", 32))
 
     def raw(self, name: str) -> Tensor:
-        """A tensor's bytes, uint8 [nbytes], a view of the file that is copied when it is written to."""
+        """A tensor's bytes, uint8 [nbytes]: a view of the file that is copied when written to."""
         info = self.tensors[name]
         return torch.frombuffer(self._map, dtype=torch.uint8, count=info.nbytes, offset=info.start)
 
 
 @dataclass
 class _Cursor:
-    """A place in the header; reading past the end of the file is a CheckpointError."""
+    """A position in the header. Reading past the end of the file raises CheckpointError."""
 
     data: mmap.mmap
     path: Path
@@ -155,7 +157,7 @@ def _skip_array(cursor: _Cursor, key: str) -> None:
     if kind in _SCALARS:
         cursor.skip(count * struct.calcsize(_SCALARS[kind]))
     elif kind == _STRING:
-        for _ in range(count):  # ends with the file, if not before: each takes eight bytes at least
+        for _ in range(count):  # ends at the file's end at the latest: each takes at least eight bytes
             cursor.skip(cursor.number("<Q"))
     else:
         raise cursor.error(f"key {key!r} is an array of type {kind}, which is not read")

@@ -5,13 +5,14 @@
     module.scales   float16 [in / group, out]       w = (code - zero) * scale
     module.g_idx    int32   [in]                    the group of each input
 
-Version 2 (`checkpoint_format` gptq_v2) stores zeros as they are, version 1 (gptq) zero - 1. A version 1 file cannot
-hold zero 0: one writer's -1 wraps around to the largest code, another's borrows from the next zero in the word, and one
-reader takes the largest code for 2**b. So only symmetric weights are written in version 1, and an asymmetric file is
-read only where no zero is stored as the largest code.
+Version 2 (`checkpoint_format` gptq_v2) stores zeros unchanged, version 1 (gptq) stores zero - 1. A version 1 file
+cannot hold zero 0: one writer's -1 wraps around to the largest code, another's borrows from the next zero in the word,
+and one reader takes the largest code as 2**b. Therefore only symmetric weights are written in version 1, and an
+asymmetric file is read only if no zero is stored as the largest code.
 
-`dynamic` maps patterns of module names to what differs there: "-:pattern" leaves modules dense, "+:pattern" or a bare
-pattern replaces bits, group_size or sym; the first that matches from the name's beginning counts.
+`dynamic` maps patterns of module names to the differences of these modules. "-:pattern" leaves modules dense;
+"+:pattern" or a bare pattern replaces bits, group_size or sym. Patterns match from the name's beginning, and the first
+match counts.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ _FIELDS: Fields = (
     ("modules_in_block_to_quantize", "modules_in_block_to_quantize", (None,)),
 )
 _READ = {"quant_method", "method", "group_size", "checkpoint_format", "format", "dynamic"}
-# How the file was made, or how another engine should run it: no meaning for the tensors.
+# Fields that say how the file was made, or how another engine should run it. They do not concern the tensors.
 _NOTES = {
     "act_group_aware", "backend", "batch_size", "block_name_to_quantize", "cache_block_outputs", "damp_auto_increment",
     "damp_percent", "dataset", "disable_exllama", "exllama_config", "hyb_act", "max_input_length", "mse", "meta",
@@ -76,7 +77,7 @@ class GptqFormat:
 
     @property
     def zero_offset(self) -> int:
-        """What is taken off a zero before it is stored."""
+        """The number that is subtracted from a zero before it is stored."""
         return 1 if self.name == "gptq" else 0
 
     def accepts(self, config: dict[str, Any]) -> str | None:
@@ -123,7 +124,7 @@ class GptqFormat:
         return QTensor(codes, scales, zeros, scheme)
 
     def _zeros(self, reader: CheckpointReader, module: str, stored: Tensor, scheme: QuantScheme) -> Tensor:
-        """[groups, out] as stored -> [out, groups]. Raises CheckpointError if they are not clear."""
+        """Zeros [groups, out] as stored -> [out, groups]. Raises CheckpointError if they are ambiguous."""
         where = f"{reader.path}: {module}.qzeros"
         if self.zero_offset and bool((stored == scheme.max_code).any()):
             raise CheckpointError(
@@ -179,7 +180,7 @@ class GptqFormat:
 
 
 def _shape_problem(shape: tuple[int, int], scheme: QuantScheme) -> str | None:
-    """Why a weight [out, in] does not fit whole words and groups; None if it does."""
+    """The reason why a weight [out, in] does not fill whole words and groups; None if it does."""
     (out_features, in_features), per_word = shape, 32 // scheme.bits
     if out_features % per_word:
         return f"{out_features} outputs are not a multiple of {per_word}"
@@ -191,7 +192,7 @@ def _shape_problem(shape: tuple[int, int], scheme: QuantScheme) -> str | None:
 
 
 def _entry_for(entry: dict[str, Any], module: str) -> dict[str, Any] | None:
-    """quantization_config as it holds for a module; None if `dynamic` leaves it dense."""
+    """The quantization_config that applies to a module; None if `dynamic` leaves it dense."""
     for key, changes in (entry.get("dynamic") or {}).items():
         sign, pattern = _split(key)
         if re.match(pattern, module):

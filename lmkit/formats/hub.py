@@ -1,4 +1,4 @@
-"""From what a user calls a model to a folder on this machine. No torch here."""
+"""From a model's name to a folder on this machine. No torch here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lmkit.errors import CheckpointError
 DEMO = "demo"
 DEMO_FOLDER = Path(__file__).resolve().parents[1] / "demo" / "model"
 
-# Weights as safetensors, and text; never pickled weights or code.
+# Weights as safetensors, and text files; never pickled weights or code.
 WEIGHTS = "*.safetensors"
 WANTED = [WEIGHTS, "*.json", "*.jinja", "merges.txt", "tokenizer.model", "LICENSE*"]
 UNWANTED = ["*/*", "consolidated*"]  # other exports of the same weights
@@ -19,11 +19,11 @@ UNWANTED = ["*/*", "consolidated*"]  # other exports of the same weights
 def resolve_model_path(name: str | Path, *, weights: bool = True) -> Path:
     """The folder of a checkpoint: an existing one, the bundled "demo", or a snapshot of a Hugging Face Hub repository.
 
-    Only a string that could name a repository (`model`, `owner/model`) is looked for on the Hub, through the Hub's own
-    cache and settings; without `weights`, only its small files. Raises CheckpointError with what to do.
+    Only a string that could name a repository (`model`, `owner/model`) is looked up on the Hub, through the Hub's own
+    cache and settings. Without `weights`, only the small files are fetched. Raises CheckpointError with advice.
     """
     path = Path(name)
-    if os.path.isdir(name):  # of os.path: names too long for the file system are no error
+    if os.path.isdir(name):  # os.path: names too long for the file system are no error
         return path
     if os.path.exists(name):
         raise CheckpointError(f"{path}: is a file; give the checkpoint's folder")

@@ -10,7 +10,7 @@ from lmkit.errors import CheckpointError
 
 
 def parse_json(data: bytes, where: str) -> dict[str, Any]:
-    """The object in `data`; CheckpointError, starting with `where`, for anything else."""
+    """The object in `data`. Raises CheckpointError, which begins with `where`, for anything else."""
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
     except UnicodeDecodeError as error:
@@ -37,7 +37,7 @@ def read_json(path: Path, limit: int) -> dict[str, Any]:
 
 
 def to_json(value: Any) -> bytes:
-    """Indented JSON as written to files: ASCII, keys in the given order, a final newline."""
+    """Indented JSON for files: ASCII, keys in the given order, a final newline."""
     return (json.dumps(value, indent=2, allow_nan=False) + "\n").encode("ascii")
 
 

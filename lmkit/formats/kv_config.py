@@ -1,7 +1,7 @@
-"""kv_config.json: how a checkpoint's KV cache is stored, layer by layer, and what calibration saw of it.
+"""kv_config.json: the storage of a checkpoint's KV cache layer by layer, and the statistics of calibration.
 
-Scales of the cache are computed per token and head while serving; what is here says which codes, and what is done to
-keys before they are rounded. The statistics say why. docs/formats.md describes every field.
+The engine computes the cache's scales for each token and head while serving. The file has the types of the codes, and
+the transforms of keys before rounding. The statistics explain the choices. docs/formats.md describes every field.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ MAX_BYTES = 10 << 20
 Storage = Literal["dense"] | CodedName
 Statistic = Annotated[float, Meta(ge=0, le=1e38)]
 Number = Annotated[float, Meta(ge=-1e30, le=1e30)]
-# (i, b_i, b_{i + R/2}) of a RoPE pair: the elements i and i + R/2 of a key turn together, R of them in all.
+# (i, b_i, b_{i + R/2}) of a RoPE pair: the elements i and i + R/2 of a key rotate together; R elements rotate in all.
 PairMean = tuple[Annotated[int, Meta(ge=0)], Number, Number]
 
 
 class KVLayerConfig(StrictStruct, frozen=True, kw_only=True):
-    """One layer. What is listed by KV head holds one item for each, or nothing."""
+    """One layer. A list by KV head has one item for each head, or none."""
 
     k: Storage  # "dense": in the type of the dense weights
     v: Storage
-    smoothing: Annotated[float, Meta(ge=0, le=1)] | None = None  # its exponent; a note, it is in the weights already
+    smoothing: Annotated[float, Meta(ge=0, le=1)] | None = None  # for information; it is in the weights
     key_mean: tuple[tuple[PairMean, ...], ...] = ()  # by head: subtracted before RoPE, attention adds its part
-    hadamard: bool = False  # keys are stored turned by the Walsh-Hadamard matrix of head_dim
+    hadamard: bool = False  # keys are stored rotated by the Walsh-Hadamard matrix of head_dim
     k_absmax: tuple[Statistic, ...] = ()  # largest |key| after RoPE, before anything is subtracted
     v_absmax: tuple[Statistic, ...] = ()  # largest |value|
     k_mean_ratio: tuple[Statistic, ...] = ()  # max over the head's channels of |mean| / std over tokens, before RoPE
 
     def problem(self, num_kv_heads: int, head_dim: int) -> str | None:
-        """Why this cannot be a layer of such a model, or None."""
+        """The reason why this cannot be a layer of such a model, or None."""
         if head_dim % 2 and INT4.name in (self.k, self.v):
             return f"{INT4} needs an even head_dim, not {head_dim}"
         if self.hadamard and head_dim & (head_dim - 1):
@@ -78,7 +78,7 @@ class KVConfig(StrictStruct, frozen=True, kw_only=True):
                 raise ValueError(f"layer {index}: {problem}")
 
     def check(self, num_layers: int, num_kv_heads: int, head_dim: int) -> None:
-        """Raise CheckpointError unless this file describes a model of these numbers."""
+        """Raise CheckpointError unless this file fits a model with these numbers."""
         described = {"layers": len(self.layers), "num_kv_heads": self.num_kv_heads, "head_dim": self.head_dim}
         model = {"layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
         for name, count in described.items():
@@ -95,7 +95,7 @@ class KVConfig(StrictStruct, frozen=True, kw_only=True):
 
 
 def load_kv_config(folder: str | Path) -> KVConfig | None:
-    """The checkpoint's kv_config.json; None if there is none. Raises CheckpointError if it cannot be honoured."""
+    """The checkpoint's kv_config.json; None if there is none. Raises CheckpointError if it cannot be used."""
     path = Path(folder) / FILE_NAME
     if not path.is_file():
         if path.exists():

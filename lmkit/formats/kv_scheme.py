@@ -1,7 +1,7 @@
-"""`kv_cache_scheme` of compressed-tensors: a KV cache of 8 bits whose scales stand in the checkpoint.
+"""`kv_cache_scheme` of compressed-tensors: an 8-bit KV cache with scales in the checkpoint.
 
-Beside the weights of an attention block there are `k_scale` and `v_scale`: one number each, or one for each KV head.
-x ~ code * scale, code an int8 or a float8 e4m3. As vLLM, llm-compressor and SGLang read and write it.
+Beside the weights of an attention block there are `k_scale` and `v_scale`: one number each, or one for each KV head. x
+~ code * scale, with int8 or float8 e4m3 codes. vLLM, llm-compressor and SGLang read and write it.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from lmkit.config import StrictStruct
 from lmkit.errors import CheckpointError
 from lmkit.kv_dtype import FP8, INT8, KVDtype
 
-# Fields of a quantization scheme that say nothing about a cache, and the values under which they do not.
+# Fields of a quantization scheme that do not concern a cache, and the values for which that is true.
 _MEANINGLESS = ("group_size", "block_structure", "actorder", "scale_dtype", "zp_dtype")
 _HOW_IT_WAS_MADE = ("observer", "observer_kwargs")
 
 
 class KVScheme(StrictStruct, frozen=True, kw_only=True):
-    """What is stored in 8 bits, and at which granularity scales are given; `dynamic`: none are, tokens bring theirs."""
+    """The 8-bit type and the granularity of the scales. `dynamic`: there are none, and each token has its own."""
 
     num_bits: Literal[8] = 8
     type: Literal["int", "float"]
@@ -33,12 +33,12 @@ class KVScheme(StrictStruct, frozen=True, kw_only=True):
         return INT8 if self.type == "int" else FP8
 
     def entry(self) -> dict[str, Any]:
-        """As it stands in the quantization_config."""
+        """The scheme as an entry of the quantization_config."""
         return {name: getattr(self, name) for name in self.__struct_fields__}
 
 
 def parse_kv_scheme(config: dict[str, Any]) -> KVScheme | None:
-    """The scheme in a config.json; None if there is none. Raises CheckpointError if it cannot be honoured."""
+    """The scheme in a config.json; None if there is none. Raises CheckpointError if it cannot be used."""
     quantization = config.get("quantization_config") or config.get("compression_config")
     data = quantization.get("kv_cache_scheme") if isinstance(quantization, dict) else None
     if data is None:

@@ -1,9 +1,9 @@
 """Codes of 4 or 8 bits in int32 words: in sequence, or in the interleaved order of AWQ's "gemm" layout.
 
 In sequence, value i of a word lies in its bits b*i .. b*i + b-1. In AWQ's order nibble i (bits 4i .. 4i+3) holds column
-8c + ORDER[i]. Words are made of bytes, never of re-rounded weights or by shifting into a signed integer: a code cannot
-spill into its neighbour, and the sign bit is just the top bit of the last code. Words are viewed as bytes, which needs
-a little-endian machine, as PyTorch does.
+8c + ORDER[i]. Words are made of bytes, not of re-rounded weights and not by shifts into a signed integer. A code
+therefore cannot spill into its neighbour, and the sign bit is only the top bit of the last code. Words are viewed as
+bytes, which needs a little-endian machine; PyTorch needs one, too.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ INVERSE = (0, 4, 1, 5, 2, 6, 3, 7)
 def pack_words(codes: Tensor, bits: int) -> Tensor:
     """Codes uint8 [rows, columns], each < 2**bits, bits 4 or 8 -> words int32 [rows, ceil(columns * bits / 32)].
 
-    A last word that is not full is filled up with 0.
+    The last word is padded with 0.
     """
     assert codes.dtype == torch.uint8
     assert bits == 8 or codes.numel() == 0 or int(codes.max()) < 1 << bits
     padded = torch.nn.functional.pad(codes, (0, -codes.shape[1] % (32 // bits)))
     # Byte j of a word holds nibbles 2j (low) and 2j + 1 (high).
     packed = padded if bits == 8 else padded[:, 0::2] | (padded[:, 1::2] << 4)
-    # Flat first: a single row counts as contiguous whatever its stride, which `view` to a wider type refuses.
+    # Flat first: a single row counts as contiguous with any stride, and `view` to a wider type refuses some strides.
     return packed.flatten().view(torch.int32).view(len(packed), packed.shape[1] // 4)
 
 

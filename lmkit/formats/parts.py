@@ -1,4 +1,4 @@
-"""What the quantized formats share: fields of quantization_config, tensors of a module, and scales, all checked."""
+"""Common parts of the quantized formats: checked fields of quantization_config, tensors of a module, and scales."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.qtensor import Linears, QuantScheme
 
-# How an engine is to run 8-bit weights: with activations rounded to the same kind, per token, or exactly ("none").
+# How an engine should run 8-bit weights: with activations rounded per token to the same kind, or exactly ("none").
 Activations = Literal["none", "int8", "float8"]
 
-# (field, its other spelling, allowed values, None among them if it may be absent)
+# (field, its other spelling, allowed values; None is among them if the field is optional)
 Fields = tuple[tuple[str, str, tuple[Any, ...]], ...]
-# What AutoRound adds to AWQ and GPTQ entries: how it searched, no meaning for the tensors.
+# Fields that AutoRound adds to AWQ and GPTQ entries. They describe its search, and do not concern the tensors.
 AUTO_ROUND_NOTES = {
     "amp", "autoround_version", "batch_size", "enable_minmax_tuning", "enable_norm_bias_tuning", "enable_quanted_input",
     "gradient_accumulate_steps", "iters", "low_gpu_mem_usage", "lr", "minmax_lr", "nsamples", "provider",
@@ -29,7 +29,7 @@ MARKS = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")  # a mo
 
 
 def method_problem(config: dict[str, Any], method: str) -> str | None:
-    """Why config.json's quantization_config is not of this `quant_method`; None if it is."""
+    """The reason why config.json's quantization_config is not of this `quant_method`; None if it is."""
     entry = config.get("quantization_config")
     if not isinstance(entry, dict):
         return "config.json has no quantization_config object"
@@ -37,7 +37,10 @@ def method_problem(config: dict[str, Any], method: str) -> str | None:
 
 
 def field_problem(entry: dict[str, Any], fields: Fields, others: Iterable[str]) -> str | None:
-    """Why an entry is not one of these `fields`, with only `others` beside them; None if it is. Text has no case."""
+    """The reason why an entry does not fit `fields` and `others`, the only ones allowed; None if it fits.
+
+    Case is ignored.
+    """
     known = {name for field in fields for name in field[:2]} | {*others}
     if unknown := sorted(entry.keys() - known):
         return f"quantization_config has unknown fields {', '.join(unknown)}"
@@ -52,7 +55,7 @@ def field_problem(entry: dict[str, Any], fields: Fields, others: Iterable[str]) 
 
 
 def size_problem(size: Any) -> str | None:
-    """Of a group size: a number of inputs, or -1 for all."""
+    """The reason why `size` is not a group size (a number of inputs, or -1 for all); None if it is."""
     if type(size) is not int or (size != -1 and not 1 <= size <= MAX_GROUP_SIZE):
         return f"group_size is {size!r}, expected a positive number or -1"
     return None
@@ -65,12 +68,15 @@ def names_problem(field: str, names: Any) -> str | None:
 
 
 def listed(module: str, names: list[str] | None) -> str | None:
-    """The one of `names` that names `module` or a part of its path, in whole components."""
+    """The name among `names` that is `module` or a part of its path, in whole components."""
     return next((name for name in names or [] if f".{name}." in f".{module}."), None)
 
 
 def one_scheme(linears: Linears, what: str) -> QuantScheme:
-    """The scheme of all quantized linears, symmetric if all are. Raises UnsupportedError if `what` cannot mix them."""
+    """The scheme of all quantized linears, symmetric if all are.
+
+    Raises UnsupportedError for mixtures; `what` names the format.
+    """
     schemes = {scheme for scheme in linears.values() if scheme is not None}
     grids = {(scheme.bits, scheme.group_size, scheme.kind, scheme.rows) for scheme in schemes}
     if len(grids) > 1:
@@ -81,7 +87,7 @@ def one_scheme(linears: Linears, what: str) -> QuantScheme:
 
 
 def refuse_extras(what: str, activations: Activations, kv_cache_scheme: dict[str, Any] | None) -> None:
-    """Of a format that says nothing of activations or of the KV cache. Raises UnsupportedError."""
+    """For a format without activations and KV cache: raise UnsupportedError if either is given."""
     if activations != "none":
         raise UnsupportedError(f"{what} has no place for {activations} activations; use compressed-tensors")
     if kv_cache_scheme is not None:
@@ -103,7 +109,7 @@ def read_part(reader: CheckpointReader, name: str, dtypes: tuple[str, ...], *sha
 
 
 def matrix_shape(reader: CheckpointReader, name: str, dtypes: tuple[str, ...]) -> tuple[int, int]:
-    """[rows, columns] of a matrix that is not empty. Raises CheckpointError."""
+    """[rows, columns] of a matrix. Raises CheckpointError if it is not a matrix or is empty."""
     info = reader.info(name)
     if info.dtype not in dtypes or len(info.shape) != 2 or 0 in info.shape:
         expected = " or ".join(dtypes)
@@ -122,18 +128,18 @@ def read_scales(
 
 
 def refuse_beside(reader: CheckpointReader, module: str, part: str, others: tuple[str, ...]) -> None:
-    """A module with `part` has none of these. Raises CheckpointError."""
+    """Raise CheckpointError if a module with `part` has any of these."""
     for other in others:
         if reader.has(f"{module}.{other}"):
             raise CheckpointError(f"{reader.path}: {module} has both {part} and {other}")
 
 
 def group_order(reader: CheckpointReader, name: str, in_features: int, group_size: int) -> Tensor | None:
-    """For each `group_size` inputs, the index of their group, int64 [groups], from the tensor `name`, int32 [in]: the
-    group of each input. None if there is no such tensor.
+    """For each `group_size` inputs, the index of their group, int64 [groups]. None if there is no tensor `name`.
 
-    Groups may lie in any order. Raises UnsupportedError if inputs of one group are not neighbours: activations would
-    have to be gathered before every product. Raises CheckpointError if an index is out of range.
+    The tensor `name`, int32 [in], has the group of each input. Groups may be in any order. Raises UnsupportedError if
+    inputs of one group are not neighbours, because activations would have to be gathered before every product. Raises
+    CheckpointError if an index is out of range.
     """
     if not reader.has(name):
         return None
@@ -152,7 +158,7 @@ def group_order(reader: CheckpointReader, name: str, in_features: int, group_siz
 
 
 def half_scales(scales: Tensor, module: str, what: str) -> Tensor:
-    """Scales as float16. Raises UnsupportedError where that would change them."""
+    """Scales as float16. Raises UnsupportedError if that would change them."""
     half = scales.half()
     if not torch.equal(half.float(), scales.float()):
         raise UnsupportedError(f"{module}: {what} has float16 scales, which cannot hold these {scales.dtype} ones")

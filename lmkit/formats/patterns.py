@@ -1,4 +1,4 @@
-"""Regular expressions that name modules in a checkpoint's configuration: written, and read as untrusted."""
+"""Regular expressions for modules in a checkpoint's configuration. They are written here, and read as untrusted."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ MAX_LENGTH, MAX_REPEATS = 65536, 4
 
 
 def pattern_problem(pattern: str) -> str | None:
-    """Why a regular expression of a checkpoint is not used; None if it is.
+    """The reason why a regular expression of a checkpoint is refused; None if it is accepted.
 
-    A hostile one can take forever on a short name. Without a repeated group, and with few repetitions, the time is
-    bounded by a small power of the name's length.
+    A hostile expression can take for ever on a short name. Without a repeated group, and with few repetitions, the time
+    is bounded by a small power of the name's length.
     """
     if len(pattern) > MAX_LENGTH:
         return f"the pattern {pattern[:40]!r}... is longer than {MAX_LENGTH} characters"
@@ -27,7 +27,7 @@ def pattern_problem(pattern: str) -> str | None:
 
 
 def names_pattern(modules: Iterable[str]) -> list[str]:
-    r"""Regular expressions that match exactly these modules; those that differ in the number of their layer share one.
+    r"""Regular expressions that match exactly these modules. Modules that differ only in the layer's number share one.
 
     ["model.layers.0.mlp.up_proj", "model.layers.7.mlp.up_proj"] -> [r"model\.layers\.(0|7)\.mlp\.up_proj$"]
     """

@@ -2,8 +2,8 @@
 
     8 bytes, little-endian: header length | JSON header {name: {dtype, shape, data_offsets}} | tensor bytes
 
-Nothing in the file is trusted. A header is refused unless its tensors fill the rest of the file exactly, without gap or
-overlap, each with the bytes of its dtype and shape; what is left to allocate is then bounded by the file's size.
+Nothing in the file is trusted. The tensors must fill the rest of the file exactly, without gap or overlap, each with
+the bytes of its dtype and shape. Otherwise the header is refused. Allocations are then bounded by the file's size.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lmkit.formats.jsonfile import parse_json
 
 MAX_HEADER_BYTES = 16 << 20  # some 100,000 tensors; parsed, hostile JSON of this size stays below half a gigabyte
 MAX_NUMEL = 1 << 62
-WRITE_BYTES = 16 << 20  # of a tensor in one call
+WRITE_BYTES = 16 << 20  # bytes of a tensor in one call
 SAMPLES, SAMPLE_BYTES = 16, 4096  # of a file's data in its content digest
 
 DTYPES = {
@@ -49,13 +49,13 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-# Python 3.11 does not name it; the value of Linux on x86-64 and arm64.
+# Python 3.11 has no name for it. This is its value in Linux on x86-64 and arm64.
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a header says of a tensor. `start` is its first byte's place in the file."""
+    """A header's entry for a tensor. `start` is its first byte's place in the file."""
 
     dtype: str  # a key of DTYPES
     shape: tuple[int, ...]
@@ -66,9 +66,9 @@ class TensorInfo:
 class SafetensorsFile:
     """An open file: `.infos` by name, `.metadata`, tensors as views of the mapping. Raises CheckpointError.
 
-    The mapping is private: a tensor may be written to without changing the file, and costs no memory until it is. It
-    lives until the last of its tensors is gone. A file that another process truncates meanwhile kills this one
-    (SIGBUS), as with any mapped file.
+    The mapping is private: writing to a tensor does not change the file, and a tensor takes no memory until it is
+    written to. The mapping lives until the last of its tensors is gone. If another process truncates the file during
+    that time, this process is killed (SIGBUS), as with any mapped file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -91,7 +91,7 @@ class SafetensorsFile:
         dtype = DTYPES[info.dtype]
         if not info.nbytes:
             return torch.empty(info.shape, dtype=dtype)
-        if info.start % dtype.itemsize:  # legal in a file, not in memory
+        if info.start % dtype.itemsize:  # legal in a file, but not in memory
             data = bytearray(self._map[info.start : info.start + info.nbytes])
             return torch.frombuffer(data, dtype=dtype).reshape(info.shape)
         count = info.nbytes // dtype.itemsize
@@ -112,17 +112,18 @@ class SafetensorsFile:
         self._map.madvise(mmap.MADV_WILLNEED)
 
     def release(self) -> None:
-        """Give back the memory of what has been read. A tensor used later is read again; what was written to one is
-        lost.
+        """Free the memory of the data read so far.
+
+        Tensors that are used later are read again; changes of tensors are lost.
         """
         self._map.madvise(mmap.MADV_DONTNEED)
 
 
 def write_safetensors(path: Path, tensors: dict[str, Tensor], written: Callable[[], None] = lambda: None) -> None:
-    """Write a new file, equal bytes for equal tensors, and wait until the disk has it.
+    """Write a new file, with equal bytes for equal tensors, and wait until the disk has it.
 
     Wide dtypes come first, then names in order, so that every tensor is aligned. `written` is called after every
-    WRITE_BYTES: for tensors that are views of other files, it may give back the memory of what was read so far. Raises
+    WRITE_BYTES. If tensors are views of other files, it may free the memory of the data read so far. Raises
     CheckpointError if the file cannot be written.
     """
     names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
@@ -188,7 +189,7 @@ def _is_sizes(value: Any) -> bool:
 
 
 def _check_layout(infos: dict[str, TensorInfo], data_start: int, size: int, path: Path) -> None:
-    """The tensors follow each other from the header's end to the file's."""
+    """Raise CheckpointError unless the tensors fill the file from the header's end without gap or overlap."""
     end = data_start
     for name, info in sorted(infos.items(), key=lambda item: (item[1].start, item[1].nbytes)):
         if info.start != end:

@@ -1,8 +1,8 @@
-"""A .safetensors file written one tensor at a time, so that no more than one is ever in memory.
+"""A .safetensors file that is written one tensor at a time, so that at most one is in memory.
 
-The header comes first in the file and is known last: space is kept for it and what it does not fill is blank. Every
-tensor starts at a multiple of 64 bytes, for vector loads straight from the mapped file; the format allows no gaps, so
-small tensors named padding.N fill them.
+The header comes first in the file and is known last. Space is reserved for it, and the rest of that space is blank.
+Every tensor starts at a multiple of 64 bytes, for vector loads directly from the mapped file. The format allows no
+gaps, so small tensors named padding.N fill them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ALIGNMENT = 64
 class SafetensorsStream:
     """A new file at `path`; `add` tensors, then `finish`. Raises CheckpointError if it cannot be written.
 
-    `header_bytes` is what the header may take: some 100 bytes and the name for each tensor, and the metadata.
+    `header_bytes` is the space of the header: about 100 bytes and the name for each tensor, and the metadata.
     """
 
     def __init__(self, path: Path, header_bytes: int) -> None:
@@ -74,5 +74,5 @@ class SafetensorsStream:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with suppress(OSError):  # `finish` has written everything; without it the file is none
+        with suppress(OSError):  # `finish` has written everything; without it there is no file
             self._file.close()

@@ -1,8 +1,10 @@
-"""A second reader of what was written: each format decoded from its description once more, with numpy and the
-safetensors library, and none of the code that wrote it. A mistake in packing, in the order of words or in a zero's
-offset has to be made twice to stay unseen.
+"""A second reader of written checkpoints, which shares no code with the writer.
 
-`weight_digest` of every weight when it is written, then `verify(folder, digests)`: nothing has to stay in memory.
+It decodes each format again from its description, with numpy and the safetensors library. A mistake in packing, in the
+order of words or in a zero's offset would have to be made twice to stay unseen.
+
+Take the `weight_digest` of every weight when it is written, then call `verify(folder, digests)`. No weight has to stay
+in memory.
 """
 
 from __future__ import annotations
@@ -24,13 +26,13 @@ from lmkit.errors import CheckpointError
 from lmkit.qtensor import QTensor, dequantize, per_row
 
 Array = NDArray[Any]
-CHUNK_ROWS = 1024  # outputs that are float32 at a time
-AWQ_NIBBLE = (0, 4, 1, 5, 2, 6, 3, 7)  # of output 8c + i, in word c
+CHUNK_ROWS = 1024  # outputs converted to float32 at a time
+AWQ_NIBBLE = (0, 4, 1, 5, 2, 6, 3, 7)  # nibble of output 8c + i in word c
 MARKS = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")  # a module with one of these is quantized
 
 
 def weight_digest(weight: Tensor | QTensor) -> str:
-    """Of the float32 values [out, in] that a weight stands for, and of its shape."""
+    """A digest of a weight's float32 values [out, in] and of its shape."""
     digest = _digest((weight.codes if isinstance(weight, QTensor) else weight).shape)
     parts = _row_chunks(per_row(weight)) if isinstance(weight, QTensor) else weight.split(CHUNK_ROWS)
     for part in parts:
@@ -40,9 +42,9 @@ def weight_digest(weight: Tensor | QTensor) -> str:
 
 
 def verify(folder: Path, digests: Mapping[str, str]) -> None:
-    """Read every quantized linear of a checkpoint again. `digests`: of each by its module.
+    """Read every quantized linear of a checkpoint again. `digests`: each weight's digest by its module.
 
-    Raises CheckpointError that names the first that is missing, too many, or not what was meant.
+    Raises CheckpointError that names the first weight that is missing, unexpected, or different.
     """
     config = json.loads((folder / "config.json").read_text("utf-8"))
     places = {name: path for path in sorted(folder.glob("*.safetensors")) for name in _names(path)}
@@ -162,7 +164,7 @@ class _Reader:
         return self._tensor(name).numpy()
 
     def _scales(self, name: str) -> Array:
-        """numpy has no bfloat16: widened to float32, which is exact."""
+        """The scales. numpy has no bfloat16, so they are widened to float32, which is exact."""
         return self._tensor(name).float().numpy()
 
 
@@ -174,7 +176,7 @@ def _unpack(words: Array, bits: int) -> Array:
 
 
 def _e4m3_values() -> Array:
-    """Of each byte: sign, 4 bits of exponent with bias 7, 3 of mantissa; 0x7f and 0xff are NaN."""
+    """The value of each byte: a sign, 4 bits of exponent with bias 7, 3 of mantissa. 0x7f and 0xff are NaN."""
     byte = np.arange(256)
     exponent, mantissa = byte >> 3 & 15, byte & 7
     magnitude = np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7.0))
@@ -186,7 +188,7 @@ _E4M3 = _e4m3_values()
 
 
 def _row_chunks(q: QTensor) -> list[QTensor]:
-    """Pieces of CHUNK_ROWS outputs of a weight whose outputs have scales of their own."""
+    """Pieces of CHUNK_ROWS outputs of a weight with scales for each output."""
     pieces = zip(*(part.split(CHUNK_ROWS) for part in (q.codes, q.scales)), strict=True)
     zeros = q.zeros.split(CHUNK_ROWS) if q.scheme.kind == "int" else [q.zeros] * -(-len(q.codes) // CHUNK_ROWS)
     return [QTensor(codes, scales, zero, q.scheme) for (codes, scales), zero in zip(pieces, zeros, strict=True)]

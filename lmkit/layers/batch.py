@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,23 +18,44 @@ class BatchInputs:
 
     token_ids: Tensor  # int64 [T]
     positions: Tensor  # int32 [T]
-    geometries: tuple[BatchGeometry, ...]  # of each KV group: the layers that share block tables
+    geometries: tuple[BatchGeometry, ...]  # of each KV group (models.kv_layout), which differ in tables and slots
     rope_lens: Tensor  # int32 [B], the length that fixes a sequence's dynamic-NTK base (its prompt's, once and for all)
     logit_rows: Tensor  # int64 [R], the rows whose logits are wanted
 
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor], num_groups: int) -> BatchInputs:
+        """Of `tensors` as the property names them."""
+        shared = {name: x for name, x in tensors.items() if "." not in name}
+        geometry = {name: shared.pop(name) for name in ("query_start", "context_lens")}
+        return cls(
+            geometries=tuple(
+                BatchGeometry(**geometry, block_tables=tensors[f"block_tables.{g}"], slots=tensors[f"slots.{g}"])
+                for g in range(num_groups)
+            ),
+            **shared,
+        )
+
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """All of them by name, those of the only KV group among them."""
-        (geometry,) = self.geometries
-        return {name: x for name, x in (vars(self) | vars(geometry)).items() if isinstance(x, Tensor)}
+        """All of them by name; with its number behind the name, what each KV group has for itself."""
+        first = self.geometries[0]
+        named = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
+        named |= {"query_start": first.query_start, "context_lens": first.context_lens}
+        for g, geometry in enumerate(self.geometries):
+            named |= {f"slots.{g}": geometry.slots, f"block_tables.{g}": geometry.block_tables}
+        return named
 
 
 @dataclass(frozen=True)
 class KVLayer:
-    """Blocked keys and values of one layer; K and V may be stored in different types."""
+    """Blocked keys and values of one layer; K and V may be stored in different types.
+
+    Layers of different KV groups may be in the same tensors, in different blocks.
+    """
 
     k: KVTensor
     v: KVTensor
+    group: int = 0
 
 
 def allocate_kv(

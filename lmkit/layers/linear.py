@@ -22,6 +22,8 @@ log = get_logger(__name__)
 
 Weights = dict[str, Tensor | QTensor]  # role -> weight, and role + ".bias" -> bias
 Observer = Callable[[str, Tensor], None]
+Delta = Callable[[Tensor], Tensor]  # x [T, in] -> [T, out of a role]
+Packed = tuple[Implementation, Any, Tensor | None]  # a kernel, its weight, and the bias
 
 
 class MergedLinear:
@@ -31,6 +33,9 @@ class MergedLinear:
     Before `pack`, each role is computed from `weights` as they are at that moment, in float32: a calibration may
     rewrite them between two calls, and `observe(role, x)` sees each input. `pack` moves the weights into a kernel's
     layout; roles whose formats agree become one product.
+
+    `deltas`, by role, are added to the products, before an activation: y += delta(x). An adapter changes a linear so.
+    A kernel that computes the activation too has no place for them: `takes_deltas`, set before `pack`, chooses others.
     """
 
     def __init__(
@@ -40,15 +45,18 @@ class MergedLinear:
         self.weights = weights
         self.device = device
         self.activation = activation
+        self.takes_deltas = activation is None
+        self.deltas: dict[str, Delta] = {}
         self.observe: Observer | None = None
-        self.packed: list[tuple[Implementation, Any, Tensor | None]] | None = None
+        self.packed: list[Packed] | None = None
+        self._widths: list[int] = []  # of the packed roles' outputs
         self._rms_norm = ops.rms_norm.select(device)
         self._gated_activation = ops.gated_activation.select(device)
 
     def __call__(self, x: Tensor, norm: Norm | None = None) -> Tensor:
         """x [T, in] -> [T, sum of the roles' out]; with a norm, x is normalized first."""
-        if self.packed is not None and len(self.packed) == 1:
-            implementation, packed, bias = self.packed[0]
+        if (fused := self._fused) is not None:
+            implementation, packed, bias = fused
             y: Tensor = implementation(x, packed, bias, norm)
             return y
         if norm is not None:
@@ -58,25 +66,39 @@ class MergedLinear:
         else:
             outputs = [implementation(x, packed, bias, None) for implementation, packed, bias in self.packed]
             merged = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+        for role, delta in self.deltas.items():
+            self._part(merged, role).add_(delta(x))
         return merged if self.activation is None else self._gated_activation(merged, self.activation)
+
+    @property
+    def _fused(self) -> Packed | None:
+        """The one kernel that computes everything, the activation included, if there is one."""
+        if self.packed is None or len(self.packed) > 1 or self.deltas:
+            return None
+        return self.packed[0] if self.activation is None or not self.takes_deltas else None
+
+    def _part(self, merged: Tensor, role: str) -> Tensor:
+        """The columns of a role, before an activation."""
+        assert self.takes_deltas, "the packed kernel computes the activation"
+        widths = self._widths if self.packed is not None else [_shape(self.weights[r])[0] for r in self.roles]
+        place = self.roles.index(role)
+        return merged.narrow(-1, sum(widths[:place]), widths[place])
 
     def add_to(self, stream: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """The residual stream float32 [T, out] plus this of x, as a pair (delta, residual), stream = delta + residual:
         (stream, None) if a kernel has added it, else (this, stream).
         """
-        if self.packed is not None and len(self.packed) == 1:
-            implementation, packed, bias = self.packed[0]
-            if implementation.epilogue and stream.dtype == torch.float32:
-                return implementation(x, packed, bias, None, residual=stream), None
+        if (fused := self._fused) is not None and fused[0].epilogue and stream.dtype == torch.float32:
+            implementation, packed, bias = fused
+            return implementation(x, packed, bias, None, residual=stream), None
         return self(x), stream
 
     def float32(self, x: Tensor, norm: Norm) -> Tensor:
         """As a call, with a result that is not rounded to the activations' dtype."""
-        if self.packed is not None and len(self.packed) == 1 and norm.dtype != torch.float32:
-            implementation, packed, bias = self.packed[0]
-            if implementation.epilogue:
-                y: Tensor = implementation(x, packed, bias, norm, dtype=torch.float32)
-                return y
+        if (fused := self._fused) is not None and fused[0].epilogue and norm.dtype != torch.float32:
+            implementation, packed, bias = fused
+            y: Tensor = implementation(x, packed, bias, norm, dtype=torch.float32)
+            return y
         return self(x, norm).float()
 
     def _plain(self, x: Tensor) -> Tensor:
@@ -95,7 +117,7 @@ class MergedLinear:
         weights = [self.weights.pop(role) for role in self.roles]
         biases = [self.weights.pop(role + ".bias", None) for role in self.roles]
         kinds = [kind_of(weight) for weight in weights]
-        self.packed = []
+        self.packed, self._widths = [], [_shape(weight)[0] for weight in weights]
         for group in _groups(kinds):
             weight = _concat([weights[i] for i in group])
             bias = _concat_bias([(weights[i], biases[i]) for i in group])
@@ -105,13 +127,13 @@ class MergedLinear:
 
     def _merged_activation(self, group: list[int]) -> str | None:
         """What a kernel does with the gate: it must have both roles in one product."""
-        return self.activation if len(group) == len(self.roles) else None
+        return self.activation if len(group) == len(self.roles) and not self.takes_deltas else None
 
     def pack_outline(
         self, activations: str, kinds: list[WeightKind], shapes: list[tuple[int, int]], biases: list[bool]
     ) -> None:
         """As `pack` of weights of these kinds and shapes, but with tensors that have no data: see `replace_packed`."""
-        self.packed = []
+        self.packed, self._widths = [], [rows for rows, _ in shapes]
         for group in _groups(kinds):
             kind, shape = kinds[group[0]], (sum(shapes[i][0] for i in group), shapes[group[0]][1])
             activation = self._merged_activation(group)

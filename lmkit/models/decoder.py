@@ -127,7 +127,7 @@ class DecoderLayer:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: BatchInputs, rope: CosSin, kv: KVLayer) -> Tensor:
         """What attention reads of the values, [T, num_heads * head_dim]; q and k are overwritten, `kv` appended to."""
-        geometry = batch.geometries[0]  # all layers are of one KV group
+        geometry = batch.geometries[kv.group]
         out: Tensor = self.attention_op(q, k, v, *rope, kv.k, kv.v, geometry, self.spec.attention)
         return out.view(len(out), -1)
 

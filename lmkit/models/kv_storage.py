@@ -22,6 +22,7 @@ from lmkit.layers.batch import KVLayer, allocate_kv
 from lmkit.layers.rope import Rope
 from lmkit.layers.rope_spec import RopeSpec
 from lmkit.log import get_logger
+from lmkit.models.kv_layout import KVLayout
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.spec import ModelSpec
 
@@ -134,19 +135,20 @@ def allocate(
     block_size: int,
     positions: int,
     device: str = "cpu",
+    layout: KVLayout | None = None,
 ) -> list[KVLayer]:
     """Zeroed blocks for every layer (zeroed pages are taken from the machine only when first written), for sequences of
-    at most `positions` tokens."""
+    at most `positions` tokens. Groups of `layout` share their tensors; without it every layer has its own."""
     tables = {rope: _angles(rope, positions, device) for rope in _ropes_of_means(layers, storages)}
-    at = tensor_device(device)
+    places = [(0, i) for i in range(len(layers))] if layout is None else layout.places()
+    at, plain = tensor_device(device), dict[int, KVLayer]()
+    for layer, storage, (_, place) in zip(layers, storages, places, strict=True):
+        if place not in plain:
+            shape = num_blocks, layer.num_kv_heads, block_size, layer.head_dim
+            plain[place] = allocate_kv(*shape, storage.dtypes, at)
     return [
-        _layer(
-            layer,
-            storage,
-            allocate_kv(num_blocks, layer.num_kv_heads, block_size, layer.head_dim, storage.dtypes, at),
-            tables.get(layer.rope),
-        )
-        for layer, storage in zip(layers, storages, strict=True)
+        _layer(layer, storage, replace(plain[place], group=group), tables.get(layer.rope))
+        for layer, storage, (group, place) in zip(layers, storages, places, strict=True)
     ]
 
 
@@ -154,7 +156,7 @@ def _layer(spec: LayerSpec, storage: KVStorage, plain: KVLayer, table: Tensor | 
     mean = None if table is None or not storage.has_mean else _key_mean(spec, storage.key_mean, table)
     device = plain.k.data.device
     keys: dict[str, Any] = {"mean": mean, "hadamard": storage.hadamard, "scales": _vector(storage.k_scales, device)}
-    return KVLayer(replace(plain.k, **keys), replace(plain.v, scales=_vector(storage.v_scales, device)))
+    return replace(plain, k=replace(plain.k, **keys), v=replace(plain.v, scales=_vector(storage.v_scales, device)))
 
 
 def _vector(numbers: tuple[float, ...], device: torch.device) -> Tensor | None:

@@ -61,11 +61,6 @@ class ModelSpec:
         return tuple(layer.attention.window for layer in self.layers)
 
     @property
-    def common_window(self) -> int:
-        """Keys behind the widest window of the layers are never looked at; 0 = some layer sees everything."""
-        return max(self.windows) if all(self.windows) else 0
-
-    @property
     def dynamic_length(self) -> int:
         """The prompt length from which on dynamic RoPE stretches angles; 0 = no layer's does."""
         lengths = [layer.rope.original_max_position for layer in self.kinds if layer.rope.kind == "dynamic"]

@@ -103,7 +103,7 @@ class Proxy:
         while True:
             try:
                 for url in await self.fleet.expire():
-                    log.warning("node %s is out: its lease was not renewed", url)
+                    log.warning("node %s was removed: its lease was not renewed", url)
             except RequestError:
                 pass  # the state file cannot be written, which is logged; the next round tries again
             await self.health.check_all()

@@ -72,13 +72,15 @@ class Fleet:
         self._lock = asyncio.Lock()
         for node in config.nodes:
             if node.url in self._state.removed:
-                log.warning("node %s stays out: it was removed at run time (%s)", node.url, self._path)
+                log.warning(
+                    "node %s of the configuration is not used: it was removed at run time (%s)", node.url, self._path
+                )
             else:
                 registry.add(node, "config")
         for registration in self._state.added:
             if registration.url in self._configured:
                 log.info(
-                    "node %s: what was set at run time (%s) goes before the configuration", registration.url, self._path
+                    "node %s: its settings from run time (%s) override the configuration", registration.url, self._path
                 )
             registry.add(registration, "added")
 

@@ -16,7 +16,7 @@ class NewSequence(msgspec.Struct, frozen=True):
     params: SamplingParams
     eos_token_ids: tuple[int, ...]  # held back until min_tokens, with params.stop_token_ids; empty if ignore_eos
     prompt_logprobs: bool
-    block_table: list[int] = []  # of the tokens whose KV was found; computing begins behind them
+    block_tables: list[list[int]] = []  # of each group, for tokens whose KV was found; computing begins behind them
 
 
 class Chunk(msgspec.Struct, frozen=True):
@@ -25,7 +25,7 @@ class Chunk(msgspec.Struct, frozen=True):
     slot: int
     start: int  # = num_computed
     num_tokens: int
-    new_blocks: list[int]  # appended to the slot's block table
+    new_blocks: list[list[int]]  # of each group, appended to the slot's block table; [] = none
     num_sampled: int  # of its last positions: the token behind each is sampled. 0 = not at the last known token yet
     # Guesses at the tokens behind the last known one: the last num_sampled - 1 tokens of the chunk. They are kept as
     # far as they are what is sampled.

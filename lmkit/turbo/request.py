@@ -136,7 +136,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     model_path: str
     vocab_size: int
     max_model_len: int
-    num_blocks: int
+    num_blocks: int  # of block_size tokens in all layers, in sequences of max_model_len
     block_size: int
     kv_dtype: str
     memory: dict[str, int]  # bytes by purpose

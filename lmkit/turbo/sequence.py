@@ -22,6 +22,15 @@ class Status(Enum):
 
 
 @dataclass(eq=False, slots=True)
+class BlockTable:
+    """A sequence's blocks in one class of layers."""
+
+    blocks: list[int]  # of block_size tokens each, from the first on; see KVManager
+    num_retired: int = 0  # blocks that were looked at and given back, or kept as sinks
+    num_published: int = 0  # full blocks that the cache was told of
+
+
+@dataclass(eq=False, slots=True)
 class Sequence:
     """`num_computed` runs after `num_tokens`: how far it lags is all there is to know about prefill and decode."""
 
@@ -44,9 +53,7 @@ class Sequence:
     has_entered: bool = False  # the runner knows it
     overtaken: int = 0  # how often a later one went first
     cached_tokens: int | None = None  # of the prompt, found in the cache when it entered for the first time
-    block_table: list[int] = field(default_factory=list)  # written by KVManager only, as are the next three
-    num_retired: int = 0  # blocks of the table that were looked at and given back, or kept as sinks
-    num_published: int = 0  # full blocks that the cache was told of
+    tables: list[BlockTable] = field(default_factory=list)  # of each class of layers; written by KVManager only
     keys: list[bytes] = field(default_factory=list)  # of its full blocks in the tiers
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # gathered so far, of prompt tokens 1 and on
 
@@ -92,7 +99,7 @@ class Sequence:
         """The first `count`, int32; a view that must be dropped before the next token is appended."""
         return np.frombuffer(self.token_ids, np.int32, count)
 
-    def entry(self) -> NewSequence:
+    def entry(self, block_tables: list[list[int]]) -> NewSequence:
         """What a runner must know of it when it takes its slot."""
         return NewSequence(
             slot=self.slot,
@@ -101,7 +108,7 @@ class Sequence:
             params=self.request.params,
             eos_token_ids=self.eos_token_ids,
             prompt_logprobs=self.scores_prompt,
-            block_table=[max(block, 0) for block in self.block_table],
+            block_tables=block_tables,
         )
 
     def gather_prompt_logprobs(self, start: int, values: list[TokenLogprobs]) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from lmkit.errors import CheckpointError
 from lmkit.formats.kv_scheme import KVScheme, parse_kv_scheme
+from lmkit.kv_dtype import FP8, INT8
 
 WRITTEN = {  # by llm-compressor
     "actorder": None, "block_structure": None, "dynamic": False, "group_size": None, "num_bits": 8,
@@ -24,7 +25,7 @@ def test_read() -> None:
     assert parse(WRITTEN) == KVScheme(type="float")
     assert parse(WRITTEN | {"type": "int", "strategy": "attn_head"}) == KVScheme(type="int", strategy="attn_head")
     assert parse(WRITTEN | {"dynamic": True}) == KVScheme(type="float", dynamic=True)
-    assert [KVScheme(type="int").dtype, KVScheme(type="float").dtype] == ["int8", "fp8"]
+    assert [KVScheme(type="int").dtype, KVScheme(type="float").dtype] == [INT8, FP8]
     assert parse(None) is None
     assert parse_kv_scheme({}) is None
     assert parse_kv_scheme({"quantization_config": {"quant_method": "awq"}}) is None

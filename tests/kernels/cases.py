@@ -130,6 +130,11 @@ def elementwise_cases() -> Iterator[Case]:
             return torch.randn(40, 30).to(dtype), torch.randint(40, (9,))
 
         yield Case(ops.embedding, str(dtype), _seeded(embed), {}, 0)
+        scaled = _seeded(lambda embed=embed: (*embed(), 55.5))
+        yield Case(ops.embedding, f"{dtype}-scaled", scaled, {}, 0)
+    for shape in ((1, 4096), (3, 199), (0, 7)):
+        yield Case(ops.softcap, str(shape), _seeded(lambda shape=shape: (torch.randn(shape) * 40, 30.0)), {}, 1e-5)
+    yield Case(ops.softcap, "extremes", lambda: (torch.tensor([[0.0, 1e-6, -1e30, 1e30, 3.0]]), 2.0), {}, 1e-5)
     yield Case(ops.rope_angles, "long", _seeded(_positions), {})
 
 

@@ -68,7 +68,7 @@ def test_chunked_prefill_and_decode_match_transformers(tmp_path: Path, name: str
         for slot, sizes in enumerate(chunks):
             if step < len(sizes):
                 need = -(-(done[slot] + sizes[step]) // BLOCK) - held[slot]
-                plan_chunks.append(Chunk(slot, done[slot], sizes[step], [free.pop() for _ in range(need)], 1))
+                plan_chunks.append(Chunk(slot, done[slot], sizes[step], [[free.pop() for _ in range(need)]], 1))
                 done[slot], held[slot] = done[slot] + sizes[step], held[slot] + need
         inputs, _ = batch.inputs(plan_chunks)
         logits = decoder(inputs, kv)

@@ -75,7 +75,7 @@ class FakeSlot:
     new: NewSequence
     token_ids: list[int]
     num_computed: int
-    blocks: list[int] = field(default_factory=list)
+    tables: list[list[int]] = field(default_factory=list)  # of each group
     contents: list[int] = field(default_factory=list)
 
     def content(self, count: int) -> list[int]:
@@ -125,7 +125,7 @@ class FakeRunner:
             assert 0 <= new.slot < self.limits.max_batch_size
             self.failed.discard(new.slot)
             (chunk,) = (chunk for chunk in plan.chunks if chunk.slot == new.slot)
-            self.slots[new.slot] = FakeSlot(new, list(new.token_ids), chunk.start, list(new.block_table))
+            self.slots[new.slot] = FakeSlot(new, list(new.token_ids), chunk.start, self._tables(new))
         assert plan.chunks or plan.loads or plan.saves, "an empty step"
         chunks = [chunk for chunk in plan.chunks if chunk.slot not in self.failed]
         assert sum(c.num_tokens for c in chunks) <= self.limits.max_step_tokens
@@ -135,6 +135,10 @@ class FakeRunner:
         # All writes first, as in a forward pass: a block with two writers shows even if the later one does the damage.
         results = {chunk.slot: self._result(self.slots[chunk.slot], chunk) for chunk in chunks}
         return [results.get(chunk.slot, Sampled()) for chunk in plan.chunks]
+
+    def _tables(self, new: NewSequence) -> list[list[int]]:
+        assert len(new.block_tables) == self.limits.kv.num_groups
+        return [list(table) for table in new.block_tables]
 
     def fail(self, plan: StepPlan) -> None:
         """The step breaks before it has moved or computed anything; what it saves and loads is not its own."""
@@ -153,25 +157,35 @@ class FakeRunner:
         assert known > chunk.start
         assert known <= len(seq.token_ids) <= self.limits.max_model_len
         assert chunk.num_sampled == (1 + len(chunk.draft) if known == len(seq.token_ids) else 0)
-        assert all(0 <= block < self.limits.kv.num_blocks for block in chunk.new_blocks)
-        seq.blocks += chunk.new_blocks
+        assert all(0 <= block < self.limits.kv.num_blocks for blocks in chunk.new_blocks for block in blocks)
+        assert len(chunk.new_blocks) in (0, len(seq.tables))
+        for table, blocks in zip(seq.tables, chunk.new_blocks, strict=False):
+            table += blocks
         positions = np.arange(chunk.start, end)
         computed = FakeSlot(seq.new, seq.token_ids[:known] + chunk.draft, end) if chunk.draft else seq
-        self.memory[self._cells(seq, positions)] = computed.content(end)[chunk.start :]
+        for group, table in enumerate(seq.tables):  # groups hold different bytes for the same tokens
+            self.memory[self._cells(table, positions)] = np.array(computed.content(end)[chunk.start :]) + group
         seq.num_computed = known
         self.num_computed += chunk.num_tokens
 
-    def _cells(self, seq: FakeSlot, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _cells(self, table: list[int], positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         index, offset = np.divmod(positions, self.limits.kv.block_size)
-        return np.array(seq.blocks)[index], offset
+        return np.array(table, np.int64)[index], offset
+
+    def _check_context(self, seq: FakeSlot, chunk: Chunk) -> None:
+        group = 0
+        for layers in self.limits.kv.classes:
+            seen = np.arange(seq.num_computed)  # by the chunk's first token
+            if layers.window:
+                seen = seen[(seen > chunk.start - layers.window) | (seen < layers.sinks)]
+            wanted = np.array(seq.content(seq.num_computed))[seen]
+            for table in seq.tables[group : group + layers.num_groups]:
+                wrong = self.memory[self._cells(table, seen)] != wanted + group
+                assert not wrong.any(), f"positions {seen[wrong].tolist()} of group {group} hold something else"
+                group += 1
 
     def _result(self, seq: FakeSlot, chunk: Chunk) -> Sampled:
-        kv = self.limits.kv
-        seen = np.arange(seq.num_computed)  # by the chunk's first token
-        if kv.window:
-            seen = seen[(seen > chunk.start - kv.window) | (seen < kv.sinks)]
-        wrong = self.memory[self._cells(seq, seen)] != np.array(seq.content(seq.num_computed))[seen]
-        assert not wrong.any(), f"positions {seen[wrong].tolist()} hold something else"
+        self._check_context(seq, chunk)
         last_scored = min(seq.num_computed, seq.new.num_prompt_tokens - 1)
         scores = [prompt_logprob(seq.token_ids[: p + 2]) for p in range(chunk.start, last_scored)]
         if not seq.new.prompt_logprobs:

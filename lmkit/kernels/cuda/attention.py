@@ -6,7 +6,6 @@ attention and merge.
 
 from __future__ import annotations
 
-import math
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ from lmkit.kernels import ops
 from lmkit.kernels.cuda.append import STORAGE, accepts, problem, rope_append, storage, strided
 from lmkit.kernels.cuda.gpus import RESERVED_SHARED, Capability, gpu_of
 from lmkit.kernels.cuda.module import NUM_COUNTERS, Kernel, backend, counters
-from lmkit.kernels.cuda.prefill import MAX_MEAN_PAIRS, prefill_attention
+from lmkit.kernels.cuda.prefill import MAX_MEAN_PAIRS, in_bits, prefill_attention
 from lmkit.kernels.ops import BatchGeometry, KVTensor
 from lmkit.kernels.registry import implements
 from lmkit.kv_dtype import KVDtype
@@ -26,7 +25,6 @@ from lmkit.kv_dtype import KVDtype
 THREADS, WARPS, UNIT, TILE = 128, 4, 16, 64  # of csrc/decode_attention.cu; UNIT: tokens of a warp's step
 MAX_SPLITS = 64
 MAX_STAGES = 5
-LOG2E = math.log2(math.e)
 
 
 @implements(ops.paged_attention, "cuda", device="cuda", accepts=accepts, priority=20)
@@ -35,7 +33,7 @@ def paged_attention(
 ) -> Tensor:
     num_seqs = len(geometry.context_lens)
     decodes = len(q) == num_seqs
-    if (reason := attention_problem((q,), k_cache, v_cache, spec, decodes)) is not None:
+    if (reason := attention_problem((q,), k_cache, v_cache, decodes)) is not None:
         y: Tensor = ops.paged_attention.fall_back("reference", reason)(q, k_cache, v_cache, geometry, spec)
         return y
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -61,7 +59,7 @@ def rope_paged_attention(
     spec: AttentionSpec,
 ) -> Tensor:
     decodes = len(q) == len(geometry.context_lens)
-    if (reason := attention_problem((q, k, v), k_cache, v_cache, spec, decodes)) is not None:
+    if (reason := attention_problem((q, k, v), k_cache, v_cache, decodes)) is not None:
         reference = ops.rope_paged_attention.fall_back("reference", reason)
         y: Tensor = reference(q, k, v, cos, sin, k_cache, v_cache, geometry, spec)
         return y
@@ -108,25 +106,27 @@ def decode_attention(
         splits = 1
     rows = min(group, 8 * shape.n_tiles)
     partials = torch.empty(blocks * splits * rows * (dim + 2) if splits > 1 else 0, device=q.device)
-    stored, bf16 = (k_cache.dtype, v_cache.dtype), q.dtype == torch.bfloat16
-    kernel = decode_kernel(dim, stored, bf16, k_cache.block_size, mean is not None, shape.n_tiles, shape.stages)
+    kernel = decode_kernel(
+        dim, (k_cache.dtype, v_cache.dtype), q.dtype == torch.bfloat16, k_cache.block_size, shape,
+        mean=mean is not None, capped=spec.softcap > 0,
+    )  # fmt: skip
     args = [
         *strided(q), *strided(k), *strided(v), cos, sin, 0 if cos is None else cos.shape[1],
         *storage(k_cache), *storage(v_cache)[:3], *means, slots, tables, tables.stride(0), geometry.query_start,
-        geometry.context_lens, spec.scale * LOG2E, spec.window, spec.sinks, out, partials,
-        counters(q.device.type), kv_heads, group,
+        geometry.context_lens, *in_bits(spec), spec.window, spec.sinks, out, partials, counters(q.device.type),
+        kv_heads, group,
     ]  # fmt: skip
     kernel((splits, kv_heads * head_tiles, num_seqs), THREADS, args, shared=shape.shared)
 
 
 @cache
 def decode_kernel(
-    dim: int, stored: tuple[KVDtype, KVDtype], bf16: bool, block_size: int, mean: bool, n_tiles: int, stages: int
+    dim: int, stored: tuple[KVDtype, KVDtype], bf16: bool, block_size: int, shape: Shape, *, mean: bool, capped: bool
 ) -> Kernel:
     keys, values = (STORAGE[dtype] for dtype in stored)
     return Kernel(
-        "decode_attention.cu", "decode_attention", DIM=dim, KEYS=keys, VALUES=values, NT=n_tiles, BLOCK=block_size,
-        STAGES=stages, MEAN=int(mean), **({"LM_BF16": 1} if bf16 else {}),
+        "decode_attention.cu", "decode_attention", DIM=dim, KEYS=keys, VALUES=values, NT=shape.n_tiles,
+        BLOCK=block_size, STAGES=shape.stages, MEAN=int(mean), SOFTCAP=int(capped), **({"LM_BF16": 1} if bf16 else {}),
     )  # fmt: skip
 
 
@@ -170,9 +170,7 @@ def row_stride(dtype: KVDtype, dim: int) -> int:
     return (-(-dim * dtype.bits // 256) * 2 + 1) * 16
 
 
-def attention_problem(
-    rows: tuple[Tensor, ...], k_cache: KVTensor, v_cache: KVTensor, spec: AttentionSpec, decodes: bool
-) -> str | None:
+def attention_problem(rows: tuple[Tensor, ...], k_cache: KVTensor, v_cache: KVTensor, decodes: bool) -> str | None:
     """Why kernels cannot attend, or None. `decodes`: every sequence has one query."""
     if (reason := problem(rows, (k_cache, v_cache))) is not None:
         return reason
@@ -180,8 +178,6 @@ def attention_problem(
         return f"blocks of {k_cache.block_size} tokens, not of a multiple of {UNIT}"
     if v_cache.hadamard or v_cache.mean is not None:
         return "values that are turned, or stored without a mean"
-    if spec.softcap:
-        return "a soft cap"
     pairs = 0 if k_cache.mean is None else k_cache.mean.pairs.shape[1]
     if pairs > MAX_MEAN_PAIRS and not decodes:
         return f"a key mean of {pairs} pairs, more than {MAX_MEAN_PAIRS}"

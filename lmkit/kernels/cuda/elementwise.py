@@ -24,16 +24,12 @@ WARP, BLOCK = 32, 256
 # norm.cu: vectors of WIDTH columns that a thread keeps -> threads of a row, at most
 VECTORS = {1: 512, 2: 512, 4: 512, 16: 256}
 MAX_COLUMNS = max(vectors * threads for vectors, threads in VECTORS.items()) * WIDTH
+ACTIVATIONS: dict[str | None, int] = {None: 0, "silu": 1, "gelu_tanh": 2}  # Activation of csrc/activation.cuh
 OUTPUTS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 1, torch.int8: 2, torch.float8_e4m3fn: 3}
 
 
 def accepts(**traits: Any) -> str | None:
     return None if is_available() else missing()
-
-
-def gate_problem(*, activation: str | None = None, **traits: Any) -> str | None:
-    """Why epilogues cannot multiply by this activation of a gate, or None."""
-    return None if activation in (None, "silu") else f"activation {activation}"
 
 
 class RowCodes(NamedTuple):
@@ -135,16 +131,18 @@ def softcap(x: Tensor, cap: float) -> Tensor:
 @implements(ops.gated_activation, "cuda", device="cuda", accepts=accepts, priority=20)
 def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
     half = half_of(gate_up)
-    if (reason := dtypes_of(gate_up) if half is None else gate_problem(activation=activation)) is not None:
-        y: Tensor = ops.gated_activation.fall_back("reference", reason)(gate_up, activation)
+    if half is None:
+        y: Tensor = ops.gated_activation.fall_back("reference", dtypes_of(gate_up))(gate_up, activation)
         return y
     columns = gate_up.shape[-1] // 2
     rows = gate_up.reshape(-1, 2 * columns)
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     out = torch.empty(*gate_up.shape[:-1], columns, dtype=gate_up.dtype, device=gate_up.device)
     aligned = columns % WIDTH == 0 and rows.stride(0) % WIDTH == 0 and is_aligned(rows, out)
-    args = [rows, np.int64(rows.stride(0)), out, columns, gate_up.dtype in HALVES, aligned]
-    kernel_for("elementwise.cu", "silu_mul", half)(grid(len(rows), columns), BLOCK, args)
+    args = [
+        rows, np.int64(rows.stride(0)), out, columns, ACTIVATIONS[activation], gate_up.dtype in HALVES, aligned,
+    ]  # fmt: skip
+    kernel_for("elementwise.cu", "gated_activation", half)(grid(len(rows), columns), BLOCK, args)
     return out
 
 

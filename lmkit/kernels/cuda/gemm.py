@@ -7,6 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from lmkit.kernels.cuda.elementwise import ACTIVATIONS
 from lmkit.kernels.cuda.gemm_pack import PackedWeight
 from lmkit.kernels.cuda.gemm_plan import Plan, Problem
 from lmkit.kernels.cuda.module import Kernel, backend, counters
@@ -57,7 +58,7 @@ def multiply(
         (token_blocks, ranges, problem.workers(plan, backend(device).num_sms())), 32 * plan.warps,
         [x, packed.codes, packed.params, bias, out, partial, counters(device), tokens, packed.in_features,
          packed.num_results, problem.tiles, problem.stages, packed.params.shape[1], packed.stages_per_group, plan.units,
-         int(plan.resident), int(packed.gated), kind],
+         int(plan.resident), ACTIVATIONS[packed.activation], kind],
         shared=problem.shared_bytes(plan),
     )  # fmt: skip
     return out

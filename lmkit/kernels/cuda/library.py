@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lmkit.kernels import ops
 from lmkit.kernels.cuda import elementwise
-from lmkit.kernels.cuda.elementwise import BLOCK, MAX_COLUMNS, WIDTH, RowCodes, grid, is_aligned, kernel_for
+from lmkit.kernels.cuda.elementwise import ACTIVATIONS, BLOCK, MAX_COLUMNS, WIDTH, RowCodes, grid, is_aligned
 from lmkit.kernels.cuda.gpus import FLOAT8_CAPABILITY, gpu_of, version
 from lmkit.kernels.cuda.module import HALVES, backend, tensor_device
 from lmkit.kernels.ops import Norm
@@ -33,11 +33,7 @@ PRODUCT_ROWS = 32  # at least; torch._int_mm wants more than 16
 
 
 def _accepts_dense(*, dtype: torch.dtype, **traits: Any) -> str | None:
-    return (
-        elementwise.accepts()
-        or elementwise.gate_problem(**traits)
-        or (None if dtype in HALVES else f"weights of {dtype}: torch has them")
-    )
+    return elementwise.accepts() or (None if dtype in HALVES else f"weights of {dtype}: torch has them")
 
 
 def _pack_dense(weight: Tensor, activation: str | None = None) -> Kept:
@@ -64,11 +60,11 @@ def linear_dense(
         return y
     dtype = dtype or x.dtype
     if len(x) <= GEMV_TOKENS and _streams(x, weight):
-        return _few_tokens(x, weight, bias, packed.gated, dtype, residual)
+        return _few_tokens(x, weight, bias, packed.activation, dtype, residual)
     if residual is None and dtype == x.dtype:
         y = torch.nn.functional.linear(x, weight, None if bias is None else bias.to(dtype))
         return y if packed.activation is None else elementwise.gated_activation(y, packed.activation)
-    return _epilogue(wide_product(x, weight), len(x), bias, packed.gated, dtype, residual)
+    return _epilogue(wide_product(x, weight), len(x), bias, packed.activation, dtype, residual)
 
 
 def wide_product(x: Tensor, weight: Tensor) -> Tensor:
@@ -94,10 +90,6 @@ class CodedWeight:
     one: Tensor  # float32 [1], what torch._scaled_mm is to multiply by
     activation: str | None
 
-    @property
-    def gated(self) -> bool:
-        return self.activation is not None
-
 
 def _pack_codes(weight: QTensor, activation: str | None = None) -> CodedWeight:
     is_float = weight.scheme.kind == "float"
@@ -116,8 +108,7 @@ def _accepts_codes(*, group_size: int, in_features: int, out_features: int, **tr
 
 
 def _accepts_int8(*, bits: int = 8, **traits: Any) -> str | None:
-    reason = elementwise.accepts() or elementwise.gate_problem(**traits)
-    return reason or (_accepts_codes(**traits) if bits == 8 else f"{bits} bits")
+    return elementwise.accepts() or (_accepts_codes(**traits) if bits == 8 else f"{bits} bits")
 
 
 def _accepts_fp8(**traits: Any) -> str | None:
@@ -154,8 +145,8 @@ def _linear(product: Callable[[RowCodes, CodedWeight], Tensor], code: torch.dtyp
         dtype = dtype or elementwise.result_dtype(x, norm)
         scales = Scales(rounded.scales, packed.scales, rounded.sums, packed.zeros)
         if few:
-            return _few_tokens(rounded.codes, packed.codes, bias, packed.gated, dtype, residual, scales)
-        return _epilogue(product(rounded, packed), len(x), bias, packed.gated, dtype, residual, scales)
+            return _few_tokens(rounded.codes, packed.codes, bias, packed.activation, dtype, residual, scales)
+        return _epilogue(product(rounded, packed), len(x), bias, packed.activation, dtype, residual, scales)
 
     return linear
 
@@ -179,18 +170,18 @@ def _few_tokens(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    gated: bool,
+    activation: str | None,
     dtype: torch.dtype,
     residual: Tensor | None,
     scales: Scales | None = None,
 ) -> Tensor:
-    """csrc/gemv.cu: x [T <= GEMV_TOKENS, K], weight [N, K] of the same dtype -> [T, N, or N / 2 if gated]."""
+    """csrc/gemv.cu: x [T <= GEMV_TOKENS, K], weight [N, K] of the same dtype -> [T, N], or N / 2 if gated."""
     (tokens, inputs), outputs, size = x.shape, len(weight), x.element_size()
-    add = residual is not None and not gated
+    add = residual is not None and activation is None
     if add:
         out = residual
     else:
-        out = torch.empty(tokens, outputs, dtype=torch.float32 if gated else dtype, device=x.device)
+        out = torch.empty(tokens, outputs, dtype=torch.float32 if activation else dtype, device=x.device)
     assert out is not None
     half = elementwise.half_of(x if FORMATS[x.dtype] == 0 else out)
     assert half is not None
@@ -199,23 +190,23 @@ def _few_tokens(
         np.int64(out.stride(0)), tokens, outputs, inputs * size, out.dtype in HALVES, add,
     ]  # fmt: skip
     blocks = -(-outputs // GEMV_OUTPUTS) if tokens else 0
-    kernel = kernel_for("gemv.cu", "gemv", half, FORMAT=FORMATS[x.dtype])
+    kernel = elementwise.kernel_for("gemv.cu", "gemv", half, FORMAT=FORMATS[x.dtype])
     kernel(blocks, 32 * GEMV_WARPS, args, shared=GEMV_WARPS * GEMV_TOKENS * GEMV_OUTPUTS * 4)
-    return _epilogue(out, tokens, None, True, dtype, residual) if gated else out
+    return _epilogue(out, tokens, None, activation, dtype, residual) if activation else out
 
 
 def _epilogue(
     product: Tensor,
     rows: int,
     bias: Tensor | None,
-    gated: bool,
+    activation: str | None,
     dtype: torch.dtype,
     residual: Tensor | None,
     scales: Scales | None = None,
 ) -> Tensor:
-    """csrc/epilogue.cu: the first `rows` of product [.., N], int32 or float32 -> [rows, N, or N / 2 if gated]."""
+    """csrc/epilogue.cu: the first `rows` of product [.., N], int32 or float32 -> [rows, N], or N / 2 if gated."""
     outputs = product.shape[1]
-    columns = outputs // 2 if gated else outputs
+    columns = outputs // 2 if activation else outputs
     out = product.new_empty(rows, columns, dtype=dtype) if residual is None else residual
     half = elementwise.half_of(out)
     assert half is not None
@@ -223,10 +214,10 @@ def _epilogue(
     bias = None if bias is None else bias.float()
     aligned = columns % WIDTH == 0 and out.stride(0) % WIDTH == 0 and is_aligned(product, *factors[1::2], bias, out)
     args = [
-        product, *factors, bias, out, np.int64(out.stride(0)), outputs, product.dtype == torch.int32, gated,
-        out.dtype in HALVES, residual is not None, aligned,
+        product, *factors, bias, out, np.int64(out.stride(0)), outputs, product.dtype == torch.int32,
+        ACTIVATIONS[activation], out.dtype in HALVES, residual is not None, aligned,
     ]  # fmt: skip
-    kernel_for("epilogue.cu", "epilogue", half)(grid(rows, columns), BLOCK, args)
+    elementwise.kernel_for("epilogue.cu", "epilogue", half)(grid(rows, columns), BLOCK, args)
     return out
 
 

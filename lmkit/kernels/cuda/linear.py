@@ -98,7 +98,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype)
 def _accepts(
     code_bits: int, /, *, group_size: int = -1, bits: int | None = None, in_features: int = 8, **traits: Any
 ) -> str | None:
-    if (reason := elementwise.accepts() or elementwise.gate_problem(**traits)) is not None:
+    if (reason := elementwise.accepts()) is not None:
         return reason
     if bits not in (None, code_bits):
         return f"{bits} bits"

@@ -21,7 +21,13 @@ WORK_BYTES = 128
 MAX_MEAN_PAIRS = 16
 MAX_SPLITS = 16  # of a tile's keys
 BLOCKS_PER_SM = 2
+LOG2E = math.log2(math.e)
 LARGE_SHARED = 200 << 10  # bytes of an SM that has room for tiles of more keys
+
+
+def in_bits(spec: AttentionSpec) -> tuple[float, float]:
+    """The scale and the soft cap of scores, for kernels that raise 2 to them."""
+    return spec.scale * LOG2E, spec.softcap * LOG2E
 
 
 def prefill_attention(
@@ -45,7 +51,8 @@ def prefill_attention(
     if not num_seqs or num_tokens < 1 + skip_single:
         return
     pairs = 0 if mean is None else mean.pairs.shape[1]
-    kernel, keys, shared = variant(q.dtype is torch.bfloat16, dim, k_cache.dtype, v_cache.dtype, pairs, q.device.type)
+    stored, bf16 = (k_cache.dtype, v_cache.dtype), q.dtype == torch.bfloat16
+    kernel, keys, shared = variant(bf16, dim, stored, pairs, q.device.type, capped=spec.softcap > 0)
     slots = num_tokens * group // ROWS + num_seqs
     splits = num_splits(slots * num_kv_heads, tables.shape[1] * k_cache.block_size, keys, q.device.type)
     records = None
@@ -55,7 +62,7 @@ def prefill_attention(
     args = [
         q, np.int64(q.stride(0)), k_cache.data, k_cache.params, v_cache.data, v_cache.params, *means, tables,
         tables.stride(0), geometry.query_start, geometry.context_lens, num_seqs, group, k_cache.block_size,
-        spec.window, spec.sinks, k_cache.hadamard, skip_single, spec.scale * math.log2(math.e), out, records,
+        spec.window, spec.sinks, k_cache.hadamard, skip_single, *in_bits(spec), out, records,
         counters(q.device.type),
     ]  # fmt: skip
     kernel((num_kv_heads, slots, splits), 128 if dim <= 128 else 256, args, shared=shared)
@@ -71,11 +78,14 @@ def num_splits(blocks: int, max_keys: int, tile_keys: int, device: str) -> int:
 
 
 @cache
-def variant(bf16: bool, dim: int, k: KVDtype, v: KVDtype, mean_pairs: int, device: str) -> tuple[Kernel, int, int]:
+def variant(
+    bf16: bool, dim: int, stored: tuple[KVDtype, KVDtype], mean_pairs: int, device: str, *, capped: bool
+) -> tuple[Kernel, int, int]:
     """(the kernel, keys of its tile, its bytes of shared memory)."""
     keys = tile_keys(dim, mean_pairs, backend(device).capability())
+    k, v = stored
     defines = {"HEAD_DIM": dim, "KEYS": keys, "K_STORAGE": STORAGE[k], "V_STORAGE": STORAGE[v]}
-    defines |= {"MEAN_PAIRS": mean_pairs} | ({"LM_BF16": 1} if bf16 else {})
+    defines |= {"MEAN_PAIRS": mean_pairs, "SOFTCAP": int(capped)} | ({"LM_BF16": 1} if bf16 else {})
     kernel = Kernel("prefill_attention.cu", "prefill_attention", **defines)
     return kernel, keys, shared_bytes(dim, k, v, mean_pairs, keys)
 

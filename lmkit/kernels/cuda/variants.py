@@ -28,7 +28,8 @@ from lmkit.kv_dtype import FLOAT16, FP8, INT4, INT8, KVDtype, kv_dtype
 from lmkit.qtensor import QTensor, QuantScheme
 
 DEVICE = "meta"
-HEADS = ((32, 8, 128), (28, 4, 128), (32, 8, 64))  # queries, keys and values, size: Llama 8B, Qwen 7B, Llama 1B
+# Queries, keys and values, size, soft cap: Llama 8B, Qwen 7B, Llama 1B, Gemma 2 9B.
+HEADS = ((32, 8, 128, 0.0), (28, 4, 128, 0.0), (32, 8, 64, 0.0), (16, 8, 256, 50.0))
 WEIGHTS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))  # out, in
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)
 STORAGES = (FLOAT16, INT8, INT4, FP8)
@@ -164,13 +165,13 @@ def _dense(half: torch.dtype, tokens: int) -> None:
 def _call_linear(impl: Implementation, packed: Any, half: torch.dtype, n: int, k: int, tokens: int) -> None:
     x = _empty(tokens, k, dtype=half)
     impl(x, packed, None, None)
-    if impl.epilogue and not packed.gated:
+    if impl.epilogue and packed.activation is None:
         impl(x, packed, None, None, residual=_empty(tokens, n))
         impl(x, packed, None, None, dtype=torch.float32)
 
 
-def _attention(half: torch.dtype, heads: tuple[int, int, int], storage: KVDtype) -> None:
-    num_heads, num_kv_heads, dim = heads
+def _attention(half: torch.dtype, heads: tuple[int, int, int, float], storage: KVDtype) -> None:
+    num_heads, num_kv_heads, dim, softcap = heads
     traits = {"rotary_dim": dim, "head_dim": dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
     cache = _kv(num_kv_heads, dim, storage)
     tables = _empty(SEQUENCES, BLOCKS // SEQUENCES, dtype=torch.int32)
@@ -184,7 +185,7 @@ def _attention(half: torch.dtype, heads: tuple[int, int, int], storage: KVDtype)
             append(q, k, v, cos, sin, cache, cache, slots)
         if (attend := _ours(ops.rope_paged_attention, **traits)) is not None:
             geometry = BatchGeometry(starts, lens, tables, slots)
-            attend(q, k, v, cos, sin, cache, cache, geometry, AttentionSpec(dim**-0.5))
+            attend(q, k, v, cos, sin, cache, cache, geometry, AttentionSpec(dim**-0.5, softcap=softcap))
 
 
 def _kv(num_kv_heads: int, dim: int, storage: KVDtype) -> KVTensor:

@@ -34,10 +34,6 @@ class Kept:
     weight: Any
     activation: str | None
 
-    @property
-    def gated(self) -> bool:
-        return self.activation is not None
-
 
 def keep(weight: Any, activation: str | None = None) -> Kept:
     return Kept(weight, activation)

@@ -7,7 +7,9 @@ and of the next, which take turns; with a folder they are mapped files:
     hidden-0.f32  hidden-1.f32   float32 [num_rows * seq_len, hidden]; layer i reads number i % 2, writes the other
     exact-0.f32   exact-1.f32
 
-So a layer that is interrupted can be done again, and no more than a batch of each is in memory.
+hidden-scratch.f32 and exact-scratch.f32 are for what stands inside the present layer (layer.passes). A layer that is
+interrupted can be done again, as what stands in front of it is not written to. No more than a batch of each is in
+memory.
 """
 
 from __future__ import annotations

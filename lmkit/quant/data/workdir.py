@@ -1,7 +1,8 @@
 """The work folder of a quantization, `.NAME.partial` beside the output: it lets a run that was killed go on.
 
 manifest.json                what the work is made of; a run made of anything else is refused
-hidden-0.f32 hidden-1.f32    hidden states in front of the present layer and of the next, in turn (stream.py)
+hidden-0.f32 hidden-1.f32    hidden states in front of the present layer and of the next, in turn (hidden_states.py)
+hidden-scratch.f32           hidden states inside the present layer
 rank-1/                      the same of another process
 layer-00003.safetensors      tensors of a finished layer, as the checkpoint will hold them
 layer-00003.kv.safetensors   what calibration saw of its keys and values

@@ -48,7 +48,7 @@ class InputStats:
     def add(self, x: Tensor) -> None:
         """The next tokens of the set, x float32 [tokens, in]."""
         magnitude = x.abs()
-        self.abs_sum += magnitude.sum(0, dtype=torch.float64)
+        self.abs_sum += magnitude.sum(0)
         if len(x):
             self.abs_max = torch.maximum(self.abs_max, magnitude.amax(0))
         groups, size, _ = self.gram.shape

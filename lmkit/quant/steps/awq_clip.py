@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lmkit.formats.parts import Activations
 from lmkit.models.roles import QKV
-from lmkit.qtensor import QuantScheme, dequantize
+from lmkit.qtensor import QuantScheme, grid_between
 from lmkit.quant.layer.grid import Shrink, round_to_nearest
 from lmkit.quant.layer.layer import CalibratedLayer
 from lmkit.quant.layer.work import LayerWork
@@ -96,25 +96,44 @@ def _attention_error(calibrated: CalibratedLayer, shrinks: dict[str, Shrink]) ->
 
 def search_shrink(weight: Tensor, gram: Tensor, scheme: QuantScheme, grid: int, max_shrink: float) -> ClipSearch:
     """weight float32 [out, in]; gram [groups, group_size, group_size], X_g^T X_g of each group's inputs."""
-    gram = gram.float()
-    whole = torch.ones(weight.shape[0], gram.shape[0])
+    groups = Groups.of(weight, gram, scheme)
+    whole = torch.ones_like(groups.low)
     best = whole, whole
-    unclipped = loss = group_losses(weight, best, gram, scheme)
+    unclipped = loss = groups.losses(best)
     ends = [(True, True)] if scheme.symmetric else [(True, False), (False, True)] * ROUNDS
     for move_lower, move_upper in ends:
         start = best
         for i in range(1, grid + 1):
             factor = whole * (1 - max_shrink * i / grid)
             trial = (factor if move_lower else start[0], factor if move_upper else start[1])
-            trial_loss = group_losses(weight, trial, gram, scheme)
+            trial_loss = groups.losses(trial)
             better = trial_loss < loss
             loss = torch.where(better, trial_loss, loss)
             best = torch.where(better, trial[0], best[0]), torch.where(better, trial[1], best[1])
-    return ClipSearch(best, loss, unclipped)
+    lower, upper = (end.T.contiguous() for end in best)
+    return ClipSearch((lower, upper), loss.T, unclipped.T)
 
 
-def group_losses(weight: Tensor, shrink: Shrink, gram: Tensor, scheme: QuantScheme) -> Tensor:
-    """[out, groups]: d^T (X_g^T X_g) d of what rounding with `shrink` changes."""
-    error = dequantize(round_to_nearest(weight, scheme, shrink)) - weight
-    error = error.view(weight.shape[0], -1, scheme.group_size).transpose(0, 1)
-    return ((error @ gram) * error).sum(-1).T.clamp_min(0)
+@dataclass(frozen=True)
+class Groups:
+    """A weight by its groups of inputs: `values` float32 [groups, out, group_size], their ranges `low` <= 0 and `high`
+    >= 0 [groups, out], and `gram` float32 [groups, group_size, group_size] of the inputs."""
+
+    values: Tensor
+    low: Tensor
+    high: Tensor
+    gram: Tensor
+    scheme: QuantScheme
+
+    @classmethod
+    def of(cls, weight: Tensor, gram: Tensor, scheme: QuantScheme) -> Groups:
+        values = weight.view(weight.shape[0], -1, scheme.group_size).transpose(0, 1).contiguous()
+        return cls(values, values.amin(-1).clamp(max=0), values.amax(-1).clamp(min=0), gram.float(), scheme)
+
+    def losses(self, shrink: Shrink) -> Tensor:
+        """[groups, out]: d^T (X_g^T X_g) d of what rounding with `shrink` [groups, out] changes."""
+        scales, zeros = grid_between(self.low * shrink[0], self.high * shrink[1], self.scheme)
+        scale, zero = scales.float().unsqueeze(-1), zeros.float().unsqueeze(-1)
+        codes = (self.values / scale).round_().add_(zero).clamp_(0, self.scheme.max_code)
+        error = codes.sub_(zero).mul_(scale).sub_(self.values)
+        return (error @ self.gram).mul_(error).sum(-1).clamp_min_(0)

@@ -8,6 +8,7 @@ of one weight. Weights are float32, products of inputs float64 until they are fa
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -23,7 +24,7 @@ from lmkit.quant.layer.routed import MIN_TOKENS
 from lmkit.quant.layer.work import LayerWork, Rounding
 from lmkit.quant.steps.base import LayerCost, Stage, Step
 
-BLOCK = 128  # columns whose errors are passed on to the later ones in one product
+FEW = 16  # columns that are visited one after the other; what they change is passed on to later ones in products
 MAX_DAMPING = 1.0
 
 _SMALLEST_SCALE = torch.finfo(torch.float16).smallest_normal
@@ -205,21 +206,38 @@ def column_order(hessian: Tensor, kind: str, group_size: int) -> Tensor:
     return (first[:, None] * group_size + within[first]).flatten()
 
 
+def _by_halves(
+    begin: int, end: int, visit: Callable[[int, int], None], pass_on: Callable[[int, int, int], None]
+) -> None:
+    """`visit` all columns from `begin` to `end` in order, a few at a time. What the columns from begin to middle have
+    changed is passed on to those from middle to end in one product."""
+    if end - begin <= FEW:
+        visit(begin, end)
+        return
+    middle = (begin + end + 1) // 2
+    _by_halves(begin, middle, visit, pass_on)
+    pass_on(begin, middle, end)
+    _by_halves(middle, end, visit, pass_on)
+
+
 def round_columns(weight: Tensor, grid: QTensor, factor: Factor) -> QTensor:
     """Codes for `weight` float32 [out, in] on the scales and zeros of `grid`, whose codes do not matter."""
     scheme, order = grid.scheme, factor.order
     group_of = order // _group_size(grid)
     rest = weight.T[order].contiguous()  # [in, out], so that a column of the weight lies in one piece
     scales, zeros = grid.scales.float().T[group_of], grid.zeros.float().T[group_of]
-    codes = torch.empty_like(rest)
-    for begin in range(0, len(order), BLOCK):
-        end = min(begin + BLOCK, len(order))
-        errors = torch.empty_like(rest[begin:end])
+    codes, errors = torch.empty_like(rest), torch.empty_like(rest)
+
+    def round_some(begin: int, end: int) -> None:
         for i in range(begin, end):
             codes[i] = (rest[i] / scales[i]).round_().add_(zeros[i]).clamp_(0, scheme.max_code)
-            errors[i - begin] = (rest[i] - (codes[i] - zeros[i]) * scales[i]) / factor.upper[i, i]
-            rest[i + 1 : end].addr_(factor.upper[i, i + 1 : end], errors[i - begin], alpha=-1)
-        rest[end:] -= factor.upper[begin:end, end:].T @ errors
+            errors[i] = (rest[i] - (codes[i] - zeros[i]) * scales[i]) / factor.upper[i, i]
+            rest[i + 1 : end].addr_(factor.upper[i, i + 1 : end], errors[i], alpha=-1)
+
+    def pass_on(begin: int, middle: int, end: int) -> None:
+        rest[middle:end] -= factor.upper[begin:middle, middle:end].T @ errors[begin:middle]
+
+    _by_halves(0, len(order), round_some, pass_on)
     unordered = torch.empty_like(codes)
     unordered[order] = codes
     return QTensor(unordered.T.to(torch.uint8).contiguous(), grid.scales, grid.zeros, scheme)
@@ -266,15 +284,21 @@ def _refine_group(codes: Tensor, scales: Tensor, zeros: Tensor, gradient: Tensor
     best = (scales + (steps * gradient).sum(0) / curvature).to(torch.float16).float()
     scales.copy_(torch.where((curvature > 0) & (best >= _SMALLEST_SCALE) & best.isfinite(), best, scales))
     gradient = gradient - h @ (steps * scales - before)
-    diagonal = h.diagonal()
-    for i in range(len(codes)):
-        if diagonal[i] <= 0:
-            continue
-        wanted = (steps[i] * scales + gradient[i] / diagonal[i]) / scales
-        code = (wanted + zeros).round_().clamp_(0, max_code)
-        change = (code - codes[i]) * scales
-        gradient.addr_(h[:, i], change, alpha=-1)
-        codes[i] = code
+    diagonal, changes = h.diagonal().tolist(), torch.zeros_like(codes)
+
+    def refine_some(begin: int, end: int) -> None:
+        for i in range(begin, end):
+            if diagonal[i] > 0:
+                wanted = (steps[i] * scales + gradient[i] / diagonal[i]) / scales
+                code = (wanted + zeros).round_().clamp_(0, max_code)
+                changes[i] = (code - codes[i]) * scales
+                gradient[i + 1 : end].addr_(h[i + 1 : end, i], changes[i], alpha=-1)
+                codes[i] = code
+
+    def pass_on(begin: int, middle: int, end: int) -> None:
+        gradient[middle:end] -= h[middle:end, begin:middle] @ changes[begin:middle]
+
+    _by_halves(0, len(codes), refine_some, pass_on)
     return (codes - zeros) * scales - before
 
 

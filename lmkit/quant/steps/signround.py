@@ -4,8 +4,7 @@ What is tuned is an offset of each weight before it is rounded and a factor on e
 is the squared error of the layer's output. It starts from codes that another rounder chose, and what is returned has a
 loss on rows that were not tuned on that is at most theirs.
 
-The layer is computed once more here, in torch operations that have gradients; `layer_output` equals
-models.decoder.DecoderLayer on whole sequences.
+The layer is the decoder's own, on the reference operations: these are torch's and have gradients.
 """
 
 from __future__ import annotations
@@ -21,10 +20,11 @@ from torch.nn import functional
 
 from lmkit.config import PositiveInt
 from lmkit.formats.parts import Activations
-from lmkit.models.decoder import CosSin
-from lmkit.models.layer_spec import LayerSpec
+from lmkit.layers.batch import BatchInputs, KVLayer
+from lmkit.models.decoder import CosSin, DecoderLayer, joined
 from lmkit.models.spec import ModelSpec
 from lmkit.qtensor import QTensor, QuantScheme, dequantize
+from lmkit.quant.layer.layer import Geometry
 from lmkit.quant.layer.moments import batches, run
 from lmkit.quant.layer.work import LayerWork, Rounding
 from lmkit.quant.steps.base import LayerCost, Stage, Step
@@ -83,8 +83,6 @@ def tune_layer(work: LayerWork, weights: dict[str, Tensor], step: SignRound) -> 
     for hidden, exact, held in batches(stream):
         pairs = zip(hidden.view(shape), (hidden if exact is None else exact).view(shape), strict=True)
         (kept_aside if held else rows).extend(pairs)
-    rope = stream.geometry(1, stream.seq_len).rope
-    rope = rope[0].clone(), rope[1].clone()
     rest = {role: w.clone() for role, w in layer.weights.items() if isinstance(w, Tensor) and role not in roundings}
     generator = torch.Generator().manual_seed(work.seed)
 
@@ -96,7 +94,7 @@ def tune_layer(work: LayerWork, weights: dict[str, Tensor], step: SignRound) -> 
         return batch([rows[i] for i in torch.randperm(len(rows), generator=generator)[: step.batch].tolist()])
 
     tuned = tune(
-        lambda tensors, hidden: layer_output(layer.spec, {**rest, **tensors}, rope, hidden),
+        lambda tensors, hidden: layer_output(layer, {**rest, **tensors}, hidden),
         weights,
         {role: rounding.weight for role, rounding in roundings.items()},
         drawn,
@@ -107,6 +105,22 @@ def tune_layer(work: LayerWork, weights: dict[str, Tensor], step: SignRound) -> 
         reason = "tuning found nothing better for the held-out rows"
         return {role: replace(rounding, fallback=rounding.fallback or reason) for role, rounding in roundings.items()}
     return {role: replace(roundings[role], weight=q, method="signround") for role, q in tuned.weights.items()}
+
+
+class LayerWithGradients(DecoderLayer):
+    """A dense layer on the reference operations."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: BatchInputs, rope: CosSin, kv: KVLayer) -> Tensor:
+        """As the decoder's, which turns queries and keys in place: no view with gradients may be written to."""
+        return super().attend(q.clone(), k.clone(), v, batch, rope, kv)
+
+
+def layer_output(layer: DecoderLayer, weights: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
+    """The layer with other weights on whole sequences: hidden float32 [rows, seq_len, hidden] -> the same behind it."""
+    geometry = Geometry.of(layer.spec, hidden.shape[0], hidden.shape[1])
+    tuned = LayerWithGradients(layer.spec, layer.index, dict(weights), "reference")
+    delta, residual = tuned(hidden.flatten(0, 1).clone(), None, geometry.batch, geometry.rope, geometry.kv)
+    return joined(delta, residual).view(hidden.shape)
 
 
 @dataclass
@@ -218,43 +232,3 @@ def _cloned(q: QTensor) -> QTensor:
 def _straight(x: Tensor, value: Tensor) -> Tensor:
     """`value` with the gradient of x."""
     return x + (value - x).detach()
-
-
-def layer_output(spec: LayerSpec, weights: Mapping[str, Tensor], rope: CosSin, hidden: Tensor) -> Tensor:
-    """A dense layer on whole sequences: hidden float32 [rows, seq_len, hidden] -> the same behind the layer.
-    `rope`: cos and sin [seq_len, rotary_dim / 2]."""
-    hidden = hidden + _attention(spec, weights, rope, _norm(hidden, weights["norm.attn"], spec.norm_eps))
-    x = _norm(hidden, weights["norm.mlp"], spec.norm_eps)
-    gated = functional.silu(_linear(x, weights, "mlp.gate")) * _linear(x, weights, "mlp.up")
-    return hidden + _linear(gated, weights, "mlp.down")
-
-
-def _attention(spec: LayerSpec, weights: Mapping[str, Tensor], rope: CosSin, x: Tensor) -> Tensor:
-    rows, length, _ = x.shape
-    q, k, v = (_linear(x, weights, f"attn.{name}").view(rows, length, -1, spec.head_dim) for name in "qkv")
-    if spec.qk_norm:
-        q, k = _norm(q, weights["attn.q_norm"], spec.norm_eps), _norm(k, weights["attn.k_norm"], spec.norm_eps)
-    q, k = _rotate(q, rope), _rotate(k, rope)
-    position = torch.arange(length)
-    visible = position[None, :] <= position[:, None]
-    if window := spec.attention.window:
-        visible &= position[None, :] > position[:, None] - window
-    out = functional.scaled_dot_product_attention(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=visible, enable_gqa=True
-    )
-    return _linear(out.transpose(1, 2).flatten(2), weights, "attn.o")
-
-
-def _rotate(x: Tensor, rope: CosSin) -> Tensor:
-    cos, sin = (part[:, None, :] for part in rope)
-    half = cos.shape[-1]
-    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
-
-
-def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
-
-
-def _linear(x: Tensor, weights: Mapping[str, Tensor], role: str) -> Tensor:
-    return functional.linear(x, weights[role], weights.get(role + ".bias"))

@@ -109,5 +109,6 @@ def _serving(model: ResolvedModel, config: EngineConfig, available: int) -> dict
         "KV bytes": plan.kv,
         "available bytes": plan.available,
         "KV blocks": plan.num_blocks,
+        "KV tokens": plan.num_tokens,
         "context": plan.max_model_len,
     }

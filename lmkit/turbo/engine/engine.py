@@ -103,7 +103,7 @@ class Engine:
         limits = _limits(config, memory, spec)
         with loading.fits_the_gpu("the KV cache or the first steps"):
             sizes = memory.num_blocks, config.tokens_per_block, memory.max_model_len
-            kv = kv_storage.allocate(spec.layers, model.storages, *sizes, device.name)
+            kv = kv_storage.allocate(spec.layers, model.storages, *sizes, device.name, memory.layout)
             blocks = KVBlocks(kv)
             host_bytes = config.kv_host_memory or 0
             self._tiers = TierStore(blocks, host_bytes=host_bytes, disk=model.disk) if model.has_tiers else None
@@ -119,7 +119,7 @@ class Engine:
         """
         self.runner.warm_up()
         self.scheduler = Scheduler(limits, ())
-        length = min(4, limits.max_model_len, limits.kv.num_blocks * limits.kv.block_size)
+        length = min(4, limits.max_model_len, limits.kv.longest)
         for name, temperature in (("greedy", 0.0), ("sampled", 1.0)):
             params = SamplingParams(max_tokens=length // 2, temperature=temperature, top_p=0.9, seed=0)
             if length > 1:
@@ -206,7 +206,7 @@ class Engine:
 
 def _limits(config: EngineConfig, memory: MemoryPlan, spec: ModelSpec) -> SchedulerLimits:
     return SchedulerLimits(
-        kv=kv_limits(spec, config, memory.num_blocks),
+        kv=kv_limits(spec, config, memory.layout, memory.num_blocks),
         max_batch_size=config.max_batch_size,
         max_step_tokens=config.tokens_per_step,
         max_model_len=memory.max_model_len,
@@ -229,7 +229,7 @@ def _info(path: str, limits: SchedulerLimits, dtypes: list[tuple[KVDtype, KVDtyp
         model_path=path,
         vocab_size=limits.vocab_size,
         max_model_len=limits.max_model_len,
-        num_blocks=limits.kv.num_blocks,
+        num_blocks=memory.num_tokens // limits.kv.block_size,
         block_size=limits.kv.block_size,
         kv_dtype=" ".join(kinds),
         memory=memory.as_dict(),

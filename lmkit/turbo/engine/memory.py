@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from lmkit.config import EngineConfig
 from lmkit.errors import ConfigError
 from lmkit.kv_dtype import KVDtype
+from lmkit.models.kv_layout import KVLayout, layout_of
 from lmkit.models.spec import ModelSpec
 from lmkit.turbo.host_memory import available_memory, gib
 from lmkit.turbo.kv.manager import KVLimits
@@ -26,19 +27,21 @@ class MemoryPlan:
     host: int  # KV that left the device
     kv: int
     available: int
-    block_bytes: int  # all layers
+    block_bytes: int  # of the layers of a KV group
     num_blocks: int
+    num_tokens: int  # that they hold in sequences of max_model_len
     max_model_len: int
+    layout: KVLayout
 
     def lines(self) -> list[str]:
         """For the log: one purpose a line."""
-        tokens = f"{self.num_blocks} blocks"
+        blocks = f"{self.num_blocks} blocks of {self.block_bytes / 1024:.0f} KiB"
         return [
             f"memory: weights    {gib(self.weights)}",
             f"memory: workspace  {gib(self.workspace)}",
             f"memory: runtime    {gib(RUNTIME_BYTES)}",
             f"memory: host tier  {gib(self.host)}",
-            f"memory: KV cache   {gib(self.kv)} = {tokens} of {self.block_bytes / 1024:.0f} KiB",
+            f"memory: KV cache   {gib(self.kv)} = {blocks} = {self.num_tokens} tokens",
             f"memory: available  {gib(self.available)}",
         ]
 
@@ -47,13 +50,12 @@ class MemoryPlan:
         return purposes | {"host": self.host, "kv": self.kv}
 
 
-def kv_limits(spec: ModelSpec, config: EngineConfig, num_blocks: int) -> KVLimits:
+def kv_limits(spec: ModelSpec, config: EngineConfig, layout: KVLayout, num_blocks: int) -> KVLimits:
     """What a pool of so many blocks is to an engine."""
     return KVLimits(
         num_blocks=num_blocks,
         block_size=config.tokens_per_block,
-        window=spec.common_window,
-        sinks=config.attention_sinks,
+        classes=layout.classes,
         max_step_tokens=config.tokens_per_step,
         prefix_cache=config.prefix_cache,
         cache_quota=config.cache_quota,
@@ -78,15 +80,17 @@ def plan_memory(
     """
     on_gpu = config.device == "cuda"
     free = available_memory() if available is None else available
-    token_bytes = sum(layer.kv_token_bytes(*dtypes) for layer, dtypes in zip(spec.layers, kv_dtypes, strict=True))
+    layout = layout_of(spec, config.attention_sinks, kv_dtypes)
+    num_groups = len(layout.groups)
+    token_bytes = sum(spec.layers[layer].kv_token_bytes(*kv_dtypes[layer]) for layer in layout.groups[0])
     block_bytes = config.tokens_per_block * token_bytes
-    workspace = (_gpu_workspace_bytes if on_gpu else _workspace_bytes)(spec, config)
+    workspace = _gpu_workspace_bytes(spec, config, num_groups) if on_gpu else _workspace_bytes(spec, config)
     host = config.kv_host_memory or 0
     check_host_bytes(host, block_bytes)
     if on_gpu and host > (on_host := available_memory()):
         raise ConfigError(f"kv_host_memory {gib(host)} is more than the {gib(on_host)} of host memory that is free")
     left = free - weight_bytes - workspace - RUNTIME_BYTES - (0 if on_gpu else host)
-    if left < block_bytes:
+    if left < num_groups * block_bytes:
         raise ConfigError(
             f"this model needs {gib(weight_bytes)} for weights and {gib(workspace + RUNTIME_BYTES + host)} to run, but "
             f"only {gib(free)} of memory is free; quantize it, or lower max_step_tokens, max_batch_size, kv_host_memory"
@@ -98,14 +102,16 @@ def plan_memory(
     wanted_len = config.max_model_len or spec.max_position
     if config.max_model_len is not None and config.max_model_len > spec.max_position:
         raise ConfigError(f"max_model_len {wanted_len} exceeds the model's context of {spec.max_position}")
-    blocks_per_sequence = kv_limits(spec, config, 0).blocks_for(wanted_len)
+    blocks_per_sequence = kv_limits(spec, config, layout, 0).blocks_for(wanted_len)
     share = KV_SHARE["cuda" if on_gpu else "cpu"]
     budget = config.kv_memory or min(int(left * share), blocks_per_sequence * config.max_batch_size * block_bytes)
     num_blocks = budget // block_bytes
-    if num_blocks < 1:
-        raise ConfigError(f"a KV budget of {gib(budget)} holds no block of {gib(block_bytes)}; raise kv_memory")
+    limits = kv_limits(spec, config, layout, num_blocks)
+    if num_blocks < num_groups:
+        needed = num_groups * block_bytes
+        raise ConfigError(f"a KV budget of {gib(budget)} holds no block of {gib(needed)}; raise kv_memory")
     if num_blocks < blocks_per_sequence:
-        fits = num_blocks * config.tokens_per_block
+        fits = limits.longest
         if config.max_model_len is not None:
             raise ConfigError(
                 f"one sequence of {wanted_len} tokens needs {gib(blocks_per_sequence * block_bytes)} of KV cache and "
@@ -120,7 +126,9 @@ def plan_memory(
         available=free,
         block_bytes=block_bytes,
         num_blocks=num_blocks,
+        num_tokens=limits.capacity(wanted_len),
         max_model_len=wanted_len,
+        layout=layout,
     )
 
 
@@ -131,14 +139,15 @@ def _workspace_bytes(spec: ModelSpec, config: EngineConfig) -> int:
     return config.tokens_per_step * widest + 4 * 2 * rows * spec.vocab_size
 
 
-def _gpu_workspace_bytes(spec: ModelSpec, config: EngineConfig) -> int:
+def _gpu_workspace_bytes(spec: ModelSpec, config: EngineConfig, num_groups: int) -> int:
     """Activations of 16 bits beside the float32 stream at the widest point of a layer; the largest linear's weights,
     dequantized; logits of the captured steps' own buffer, of a step, and the sampler's copy; what is pinned, twice.
     """
     widest = max(layer.activation_bytes(half=True) for layer in spec.kinds)
     outputs = max(layer.widest_product for layer in spec.kinds)
     rows = min(config.max_batch_size, config.tokens_per_step)
-    tables = 4 * config.max_batch_size * -(-(config.max_model_len or spec.max_position) // config.tokens_per_block)
+    columns = -(-(config.max_model_len or spec.max_position) // config.tokens_per_block)
+    tables = 4 * num_groups * config.max_batch_size * columns
     return (
         config.tokens_per_step * widest + 2 * outputs * spec.hidden_size + 3 * 4 * rows * spec.vocab_size + 2 * tables
     )

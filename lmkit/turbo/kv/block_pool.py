@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 HOLE = -1  # in a table of blocks: no block is there
 
@@ -13,6 +13,9 @@ class BlockPool:
     A block is free, or held by `references(block)` owners. Owners are all alike: each entry of a sequence's table is
     one, and so is a fork that shares the block. One of them may be the prefix cache, then the block is also marked
     *cached*; it is *idle* while the cache is its only owner, that is, while it could be had by an eviction.
+
+    Several blocks can be allocated as a *stripe*, which is owned, shared and freed as one and goes by the id of its
+    first block. Counts are of blocks.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -21,6 +24,8 @@ class BlockPool:
         self._cached = bytearray(num_blocks)  # 1: one of the references is the cache's
         self._num_cached = 0
         self._num_idle = 0
+        self._sizes = [1] * num_blocks  # of the stripe that goes by this block
+        self._stripes: dict[int, list[int]] = {}  # of more than one block, by the first
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: a block just freed may still be in the CPU's cache
 
     @property
@@ -42,13 +47,26 @@ class BlockPool:
     def is_cached(self, block: int) -> bool:
         return bool(self._cached[block])
 
-    def allocate(self, count: int) -> list[int]:
-        """`count` blocks with one reference each; the caller has looked at `num_free`."""
-        assert 0 <= count <= len(self._free), f"{count} blocks asked of {len(self._free)} free"
-        start = len(self._free) - count
+    def size(self, block: int) -> int:
+        """Blocks of the stripe."""
+        return self._sizes[block]
+
+    def stripe(self, block: int) -> list[int]:
+        """The blocks of the stripe that goes by `block`."""
+        return self._stripes.get(block) or [block]
+
+    def allocate(self, count: int, size: int = 1) -> list[int]:
+        """`count` stripes of `size` blocks with one reference each; the caller has looked at `num_free`."""
+        assert 0 <= count * size <= len(self._free), f"{count * size} blocks asked of {len(self._free)} free"
+        start = len(self._free) - count * size
         blocks = self._free[start:][::-1]
         del self._free[start:]
+        if size > 1:
+            stripes = {blocks[i]: blocks[i : i + size] for i in range(0, len(blocks), size)}
+            self._stripes |= stripes
+            blocks = list(stripes)
         for block in blocks:
+            self._sizes[block] = size
             self._references[block] = 1
         return blocks
 
@@ -69,23 +87,33 @@ class BlockPool:
                 assert count > 0, f"block {block} is free and cannot be shared"
                 references[block] = count + 1
                 if count == 1 and cached[block]:
-                    self._num_idle -= 1
+                    self._num_idle -= self._sizes[block]
 
     def free_all(self, blocks: Iterable[int]) -> None:
         """One owner fewer for each of these blocks, in this order; HOLEs are passed over."""
-        references, cached, free = self._references, self._cached, self._free
+        references, cached, sizes, free = self._references, self._cached, self._sizes, self._free
         for block in blocks:
             if block >= 0:
                 count = references[block] - 1
                 # Else an owner has given up the cache's reference instead of its own.
                 assert count >= cached[block], f"block {block} is freed twice"
                 references[block] = count
-                if not count:
+                if count:
+                    if count == 1 and cached[block]:
+                        self._num_idle += sizes[block]
+                elif sizes[block] == 1:
                     free.append(block)
-                elif count == 1 and cached[block]:
-                    self._num_idle += 1
+                else:
+                    self._give_back(block)
 
-    def keep(self, blocks: Collection[int]) -> None:
+    def _give_back(self, block: int) -> None:
+        """To the free ones, in such an order that the next stripe of this size gets the same blocks."""
+        if self._sizes[block] > 1:
+            self._free.extend(reversed(self._stripes.pop(block)))
+        else:
+            self._free.append(block)
+
+    def keep(self, blocks: Iterable[int]) -> None:
         """The prefix cache becomes one more owner of each of these held blocks, and marks them as cached."""
         references, cached = self._references, self._cached
         for block in blocks:
@@ -93,19 +121,19 @@ class BlockPool:
             assert not cached[block], f"block {block} is cached already"
             references[block] += 1
             cached[block] = 1
-        self._num_cached += len(blocks)
+            self._num_cached += self._sizes[block]
 
-    def drop(self, blocks: Collection[int]) -> None:
+    def drop(self, blocks: Iterable[int]) -> None:
         """The prefix cache gives up its reference and the mark."""
-        references, cached, free = self._references, self._cached, self._free
+        references, cached = self._references, self._cached
         for block in blocks:
             assert cached[block], f"block {block} is not cached"
             cached[block] = 0
             references[block] -= 1
+            self._num_cached -= self._sizes[block]
             if not references[block]:
-                self._num_idle -= 1
-                free.append(block)
-        self._num_cached -= len(blocks)
+                self._num_idle -= self._sizes[block]
+                self._give_back(block)
 
     def check_integrity(self) -> None:
         """Free and held blocks add up, and no id is free twice or free and held at once. O(num_blocks)."""
@@ -113,9 +141,13 @@ class BlockPool:
         assert len(free) == len(self._free), "a block is free twice"
         assert not free or (min(free) >= 0 and max(free) < self.num_blocks), "a block that does not exist is free"
         assert not any(map(self._references.__getitem__, free)), "a free block is still held"
-        held = self.num_blocks - self._references.count(0)
-        assert len(free) + held == self.num_blocks, f"{len(free)} free + {held} held of {self.num_blocks}"
-        cached = [count for count, mark in zip(self._references, self._cached, strict=True) if mark]
-        assert len(cached) == self._num_cached, f"{len(cached)} blocks are cached, {self._num_cached} were counted"
-        assert 0 not in cached, "a free block is marked as cached"
-        assert cached.count(1) == self._num_idle, f"{cached.count(1)} blocks are idle, {self._num_idle} were counted"
+        owned = [block for block, count in enumerate(self._references) if count]
+        held = {block for first in owned for block in self.stripe(first)}
+        assert len(held) == sum(map(self.size, owned)), "a block is in two stripes"
+        assert len(free) + len(held) == self.num_blocks, f"{len(free)} free + {len(held)} held of {self.num_blocks}"
+        cached = [block for block, mark in enumerate(self._cached) if mark]
+        num_cached = sum(map(self.size, cached))
+        assert num_cached == self._num_cached, f"{num_cached} blocks are cached, {self._num_cached} were counted"
+        assert all(map(self.references, cached)), "a free block is marked as cached"
+        num_idle = sum(self.size(block) for block in cached if self._references[block] == 1)
+        assert num_idle == self._num_idle, f"{num_idle} blocks are idle, {self._num_idle} were counted"

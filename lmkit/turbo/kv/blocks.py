@@ -1,4 +1,4 @@
-"""A KV block as bytes, over all layers; copies of blocks on the device; what their content depends on.
+"""A KV block as bytes, over the layers of a group; copies of blocks on the device; what their content depends on.
 
     block b = for each layer: k.data[b] | k.params[b] | v.data[b] | v.params[b]      (params of coded types only)
 
@@ -24,13 +24,19 @@ from lmkit.layers.batch import KVLayer
 from lmkit.models.identity import how_computed, sources_digest
 from lmkit.models.resolved import ResolvedModel
 
-SOURCES = ("models/families/*.py", "turbo/runners/*.py", "turbo/kv/blocks.py")  # what fills a block
+SOURCES = (
+    "models/families/*.py",
+    "models/kv_layout.py",
+    "turbo/runners/*.py",
+    "turbo/kv/blocks.py",
+)  # what fills a block
 
 
 class KVBlocks:
     """The blocks of a model's layers, as turbo.tiers wants them (`BlockBytes`)."""
 
     def __init__(self, layers: Sequence[KVLayer]) -> None:
+        layers = [layer for layer in layers if layer.group == 0]  # the other groups are in the same tensors
         tensors = [tensor for layer in layers for kv in (layer.k, layer.v) for tensor in (kv.data, kv.params)]
         self._parts = [_as_bytes(tensor) for tensor in tensors if tensor.numel()]  # each uint8 [num_blocks, bytes]
         self._arrays = [part.numpy() for part in self._parts] if self._on_cpu else []  # the same memory

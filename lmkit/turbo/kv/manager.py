@@ -5,6 +5,9 @@
 
 References (BlockPool) say who has a block: sequences, the cache, leases of sessions. An idle block, which the cache
 alone has, is as good as free.
+
+Every class of layers (models.kv_layout) has its own tables and its own cache; all take their blocks from one pool. A
+class with several groups takes stripes, a block for each group. A table names a stripe by its first block.
 """
 
 from __future__ import annotations
@@ -15,42 +18,32 @@ from dataclasses import dataclass
 
 from lmkit.turbo.decisions import DecisionStats
 from lmkit.turbo.kv.block_pool import BlockPool
+from lmkit.turbo.kv.class_tables import ClassTables
 from lmkit.turbo.kv.leases import Leases
+from lmkit.turbo.kv.ledger import Ledger
+from lmkit.turbo.kv.limits import KVLimits as KVLimits
 from lmkit.turbo.kv.radix_cache import HOLE, Match, Namespace, RadixCache
-from lmkit.turbo.kv.tiers.keys import block_keys, root_key
+from lmkit.turbo.kv.tiers.keys import block_keys, group_keys, root_key
 from lmkit.turbo.kv.tiers.store import Loaded, TierStore
 from lmkit.turbo.plan import Load, Save
-from lmkit.turbo.sequence import Sequence
-
-RETIRE_ALIGN = 64  # tokens that leave a window together: what leaves is published first, which has its price
-NOTHING = Match([], 0, None)
+from lmkit.turbo.sequence import BlockTable, Sequence
 
 
 @dataclass(frozen=True)
-class KVLimits:
-    """What there is, and how the model looks at it."""
+class Prefix:
+    """The longest beginning of a prompt that the caches of all classes have."""
 
-    num_blocks: int
-    block_size: int  # tokens
-    window: int = 0  # of all layers; 0 = some layer sees everything
-    sinks: int = 0  # first tokens that a window does not leave behind
-    max_step_tokens: int = 512  # most tokens of one sequence that a step adds
-    prefix_cache: bool = True
-    cache_quota: float = 1.0  # share of the blocks that one tenant may keep in the cache
-    session_lease: float = 300.0  # seconds
-    dynamic_length: int = 0  # KV of longer prompts depends on their length (dynamic RoPE); 0 = never
+    matches: tuple[Match, ...]  # one for each class, each of so many tokens
+    num_tokens: int
 
-    def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that a sequence of so many tokens holds at once, at most."""
-        blocks = -(-num_tokens // self.block_size)
-        if not self.window:
-            return blocks
-        span = self.window + self.max_step_tokens + RETIRE_ALIGN
-        return min(blocks, -(-self.sinks // self.block_size) + -(-span // self.block_size) + 2)
+    @property
+    def num_full(self) -> int:
+        """Full blocks of each class, HOLEs included."""
+        return len(self.matches[0].blocks)
 
 
 class KVManager:
-    """The only writer of `Sequence.block_table`: block i of a table holds tokens i * block_size and on."""
+    """The only writer of `Sequence.tables`: stripe i of a table holds tokens i * block_size and on."""
 
     def __init__(
         self, limits: KVLimits, decision_stats: DecisionStats, tiers: TierStore | None = None, kv_identity: bytes = b""
@@ -64,30 +57,37 @@ class KVManager:
         self.copies: list[tuple[int, int]] = []  # for the next plan, as are loads and saves
         self.loads: list[Load] = []
         self.saves: list[Save] = []
-        self.cache: RadixCache | None = None
-        if limits.prefix_cache:
-            quota = max(1, int(limits.cache_quota * limits.num_blocks)) if limits.cache_quota < 1 else None
-            self.cache = RadixCache(self.pool, self.block_size, window=limits.window, sinks=limits.sinks, quota=quota)
+        quota = max(1, int(limits.cache_quota * limits.num_blocks)) if limits.cache_quota < 1 else None
+        self._ledger = Ledger(quota)
+        self._classes = ClassTables.of(limits, self.pool, self._ledger)
+        self._nothing = Prefix((Match([], 0, None),) * len(limits.classes), 0)
         self._tiers = tiers if limits.prefix_cache else None
         self._kv_identity = kv_identity
         self._num_loads = 0
+
+    @property
+    def caches(self) -> list[RadixCache]:
+        """Of each class; empty if nothing is cached."""
+        return [of.cache for of in self._classes if of.cache is not None]
 
     @property
     def num_available(self) -> int:
         """Blocks that `reserve` can give."""
         return self.pool.num_free + self.pool.num_idle
 
-    def num_for(self, match: Match, without: Iterable[Sequence] = ()) -> int:
-        """Blocks that a sequence with this match could have: what is available, and what others hold of the match; if
+    def num_for(self, prefix: Prefix, without: Iterable[Sequence] = ()) -> int:
+        """Blocks that a sequence with this prefix could have: what is available, and what others hold of the prefix; if
         the sequences `without` gave back theirs.
         """
-        given = Counter(block for seq in without for block in seq.block_table if block != HOLE)
+        tables = [table for seq in without for table in seq.tables]
+        given = Counter(block for table in tables for block in table.blocks if block != HOLE)
 
         def is_held(block: int) -> bool:
             return self.pool.references(block) - self.pool.is_cached(block) > given[block]
 
-        shared = sum(is_held(block) for block in match.blocks if block != HOLE)
-        return self.num_available + sum(not is_held(block) for block in given) + shared
+        found = [block for match in prefix.matches for block in match.blocks if block != HOLE and is_held(block)]
+        freed = [block for block in given if not is_held(block)]
+        return self.num_available + sum(map(self.pool.size, found + freed))
 
     def wait(self, seconds: float) -> None:
         if self._tiers is not None:
@@ -105,24 +105,55 @@ class KVManager:
 
     # ---- finding
 
-    def find(self, seq: Sequence) -> Match:
+    def find(self, seq: Sequence) -> Prefix:
         """What the cache has of a sequence that holds nothing: at most all but the last token, for its logits."""
-        if self.cache is None or seq.scores_prompt or seq.num_tokens < 2:
-            return NOTHING
-        return self.cache.match(self.namespace(seq), seq.tokens(seq.num_tokens - 1))
+        if not self.limits.prefix_cache or seq.scores_prompt or seq.num_tokens < 2:
+            return self._nothing
+        return self._match(seq, seq.num_tokens - 1)
 
-    def find_below(self, seq: Sequence, match: Match) -> list[bytes]:
-        """Keys of the full blocks behind the match that a lower tier has."""
+    def _match(self, seq: Sequence, count: int) -> Prefix:
+        """The longest prefix, of at most `count` tokens, that every class can go on from."""
+        namespace, caches = self.namespace(seq), self.caches
+        matches = [cache.match(namespace, seq.tokens(count)) for cache in caches]
+        while (count := min(match.num_tokens for match in matches)) < max(match.num_tokens for match in matches):
+            matches = [  # with a window, what is good for more tokens need not be for fewer
+                match if match.num_tokens == count else cache.match(namespace, seq.tokens(count))
+                for match, cache in zip(matches, caches, strict=True)
+            ]
+        return Prefix(tuple(matches), matches[0].num_tokens)
+
+    def find_below(self, seq: Sequence, prefix: Prefix) -> tuple[Prefix, list[bytes]]:
+        """The prefix up to its last full block, and the keys of the full blocks behind it that a lower tier has."""
         if self._tiers is None or seq.scores_prompt:
-            return []
+            return prefix, []
         full = (seq.num_tokens - 1) // self.block_size
-        keys, found = self._keys(seq, full), len(match.blocks)
-        self._tiers.touch(keys[:found])
-        return keys[found : found + self._tiers.lookup(keys[found:])]
+        prefix = self._without_tail(seq, prefix)
+        keys, found = self._keys(seq, full), prefix.num_full
+        self._tiers.touch(self._of_groups(keys[:found]))
+        count = self._tiers.lookup(self._of_groups(keys[found:])) // self.limits.num_groups
+        return prefix, keys[found : found + count]
 
-    def load_seconds(self, keys: list[bytes]) -> float:
+    def _without_tail(self, seq: Sequence, prefix: Prefix) -> Prefix:
+        count = prefix.num_full * self.block_size
+        if any(of.window for of in self._classes) and count < prefix.num_tokens:
+            return self._match(seq, count)
+        return Prefix(tuple(Match(match.blocks, count, None) for match in prefix.matches), count)
+
+    def load_seconds(self, prefix: Prefix, keys: list[bytes]) -> float:
+        """What loading the blocks behind the prefix that have `keys` is expected to take."""
         assert self._tiers is not None
-        return self._tiers.load_seconds(keys)
+        start = prefix.num_full
+        wanted = self._seen_below(prefix, keys)
+        return self._tiers.load_seconds([key for i, c in wanted for key in self._of_groups([keys[i - start]], c)])
+
+    def _seen_below(self, prefix: Prefix, keys: list[bytes]) -> list[tuple[int, int]]:
+        """The blocks behind a prefix, for which there are `keys`, that are seen from their end: (index, class)."""
+        indices = range(prefix.num_full, prefix.num_full + len(keys))
+        seen = []
+        for c, of in enumerate(self._classes):
+            unseen = set(of.unseen(indices, indices.stop * self.block_size))
+            seen += [(i, c) for i in indices if i not in unseen]
+        return sorted(seen)  # by tokens first: of a load that ends early, all classes have the same tokens
 
     # ---- giving
 
@@ -134,90 +165,106 @@ class KVManager:
         self.pool.free_all(self.leases.pop_first())
         return True
 
-    def acquire(self, seq: Sequence, match: Match) -> None:
-        """Begin the table of a sequence with a match that was just found; a room of one block suffices for its tail."""
-        assert not seq.block_table, "the sequence holds blocks already"
-        self.pool.share_all(match.blocks)
-        seq.block_table[:] = match.blocks
-        if match.tail is not None:  # may be evicted for its own copy: what it holds is still there when that is made
-            (block,) = self._allocate(1)
-            self.copies.append((match.tail, block))
-            seq.block_table.append(block)
-        seq.num_computed, seq.num_completed = match.num_tokens, len(match.blocks) * self.block_size
-        seq.num_published = len(match.blocks)
+    def acquire(self, seq: Sequence, prefix: Prefix) -> None:
+        """Begin the tables of a sequence with what was just found; a room of one block a group suffices for tails."""
+        assert not seq.tables, "the sequence holds blocks already"
+        seq.tables = [BlockTable(list(match.blocks), num_published=len(match.blocks)) for match in prefix.matches]
+        for table in seq.tables:
+            self.pool.share_all(table.blocks)
+        tails = [match.tail for match in prefix.matches if match.tail is not None]
+        self.pool.share_all(tails)  # no other class may write to them before they are copied
+        for of, table, tail in zip(self._classes, seq.tables, tails, strict=False):
+            sources = self.pool.stripe(tail)
+            self.pool.free(tail)  # may be evicted for its own copy: what it holds is still there when that is made
+            (block,) = self._allocate(1, len(of.groups))
+            self.copies += zip(sources, self.pool.stripe(block), strict=True)
+            table.blocks.append(block)
+        seq.num_computed, seq.num_completed = prefix.num_tokens, prefix.num_full * self.block_size
 
-    def acquire_below(self, seq: Sequence, match: Match, keys: list[bytes]) -> int:
-        """Begin the table with the full blocks of a match, and those behind them that have `keys`: the job that loads
+    def acquire_below(self, seq: Sequence, prefix: Prefix, keys: list[bytes]) -> int:
+        """Begin the tables with a prefix without a tail, and the blocks behind it that have `keys`: the job that loads
         these. There must be room for them.
         """
-        size, start = self.block_size, len(match.blocks)
-        self.acquire(seq, Match(match.blocks, start * size, None))
-        needed = [i for i in range(start, start + len(keys)) if self._is_seen(i, (start + len(keys)) * size)]
-        blocks = self._allocate(len(needed))
-        seq.block_table += [HOLE] * len(keys)
-        for index, block in zip(needed, blocks, strict=True):
-            seq.block_table[index] = block
+        self.acquire(seq, prefix)
+        start, end = prefix.num_full, prefix.num_full + len(keys)
+        wanted = self._seen_below(prefix, keys)
+        for c, (of, table) in enumerate(zip(self._classes, seq.tables, strict=True)):
+            of.punch(table, of.unseen(range(start), end * self.block_size))
+            indices = [i for i, wanted_class in wanted if wanted_class == c]
+            table.blocks += [HOLE] * len(keys)
+            for i, block in zip(indices, self._allocate(len(indices), len(of.groups)), strict=True):
+                table.blocks[i] = block
+        load = Load(self._num_loads + 1, [], [])
+        for i, c in wanted:
+            load.keys.extend(self._of_groups([keys[i - start]], c))
+            load.blocks.extend(self.pool.stripe(seq.tables[c].blocks[i]))
         self._num_loads += 1
-        self.loads.append(Load(self._num_loads, [keys[i - start] for i in needed], blocks))
-        return self._num_loads
+        self.loads.append(load)
+        return load.job
 
-    def take_loaded(self, seq: Sequence, done: Loaded) -> None:
-        """The sequence's load has ended: what came in is as good as computed, the rest of the room is given back."""
+    def take_loaded(self, seq: Sequence, done: Loaded) -> int:
+        """The sequence's load has ended: what came in is as good as computed, the rest of the room is given back.
+
+        Returns how many tokens came in.
+        """
         first = seq.num_computed // self.block_size
-        wanted = [block for block in seq.block_table[first:] if block != HOLE]
-        if done.num_blocks == len(wanted):
-            count = len(seq.block_table) - first
-        else:  # of a window nothing but the whole will do
-            count = done.num_blocks if HOLE not in seq.block_table[first:] else 0
-        self.pool.free_all(seq.block_table[first + count :])
-        del seq.block_table[first + count :]
+        rows = [table.blocks[first:] for table in seq.tables]
+        if done.num_blocks == sum(self.pool.size(block) for row in rows for block in row if block != HOLE):
+            count = len(rows[0])
+        elif any(HOLE in table.blocks for table in seq.tables):  # of a window nothing but the whole will do
+            self._drop(seq)
+            self.acquire(seq, self._without_tail(seq, self.find(seq)))
+            return 0
+        else:
+            count = done.num_blocks // self.limits.num_groups
+        for table in seq.tables:
+            self.pool.free_all(table.blocks[first + count :])
+            del table.blocks[first + count :]
         seq.num_computed += count * self.block_size
         seq.num_completed = seq.num_computed
         self.publish(seq, seq.num_completed)
+        return count * self.block_size
 
-    def reserve(self, seq: Sequence, num_tokens: int) -> list[int] | None:
-        """Make the table hold the first `num_tokens` tokens, as far as they are seen from now on.
+    def reserve(self, seq: Sequence, num_tokens: int, whole: int = 0) -> list[list[int]] | None:
+        """Make the tables hold the first `num_tokens` tokens, as far as they are seen from now on. Classes that see
+        everything hold the first `whole` tokens, too.
 
-        Its new blocks ([] if it already does), or None and no change if there are too few.
+        The new blocks of each group ([] if there are none), or None and no new ones if there are too few.
         """
-        self._retire(seq)
-        missing = max(-(-num_tokens // self.block_size) - len(seq.block_table), 0)
-        while self.num_available < missing:
+        if not seq.tables:
+            seq.tables = [BlockTable([]) for _ in self._classes]
+        missing, needed = [], 0
+        for of, table in zip(self._classes, seq.tables, strict=True):
+            if gone := of.leaving(table, seq.num_computed):
+                if table.blocks[gone[-1]] != HOLE and (gone[-1] + 1) * self.block_size <= seq.num_completed:
+                    self._publish(seq, of, table, seq.num_completed)
+                of.punch(table, gone)
+            end = num_tokens if of.window else max(num_tokens, whole)
+            count = max(-(-end // self.block_size) - len(table.blocks), 0)
+            missing.append(count)
+            needed += count * len(of.groups)
+        if not needed:
+            return []
+        while self.num_available < needed:
             if not self.end_lease():
                 return None
-        blocks = self._allocate(missing)
-        seq.block_table += blocks
-        return blocks
+        new = []
+        for of, table, count in zip(self._classes, seq.tables, missing, strict=True):
+            blocks = self._allocate(count, len(of.groups))
+            table.blocks += blocks
+            new += of.by_group(blocks)
+        return new
 
-    def _allocate(self, count: int) -> list[int]:
-        short = count - self.pool.num_free
-        if short > 0 and self.cache is not None:
-            self.cache.evict(short)
-        return self.pool.allocate(count)
+    def block_tables(self, seq: Sequence) -> list[list[int]]:
+        """The sequence's table of each group."""
+        pairs = zip(self._classes, seq.tables, strict=True)
+        return [row for of, table in pairs for row in of.by_group(table.blocks)]
 
-    def _is_seen(self, index: int, position: int) -> bool:
-        """Whether a table's block is kept for a token at `position` or later: all that it sees, and a little more."""
-        if not self.limits.window or index * self.block_size < self.limits.sinks:
-            return True
-        first = max(position - self.limits.window + 1, 0) // RETIRE_ALIGN * RETIRE_ALIGN
-        return (index + 1) * self.block_size > first
-
-    def _retire(self, seq: Sequence) -> None:
-        """Give back what has left the window: with that the blocks of a sequence go round in a circle."""
-        if not self.limits.window:
-            return
-        end = seq.num_retired
-        while end < len(seq.block_table) and (
-            end * self.block_size < self.limits.sinks or not self._is_seen(end, seq.num_computed)
-        ):
-            end += 1
-        gone = [i for i in range(seq.num_retired, end) if i * self.block_size >= self.limits.sinks]
-        if gone and seq.block_table[gone[-1]] != HOLE and (gone[-1] + 1) * self.block_size <= seq.num_completed:
-            self.publish(seq, seq.num_completed)
-        self.pool.free_all([seq.block_table[i] for i in gone])
-        for i in gone:
-            seq.block_table[i] = HOLE
-        seq.num_retired = end
+    def _allocate(self, count: int, size: int) -> list[int]:
+        short = count * size - self.pool.num_free
+        if short > 0 and self.limits.prefix_cache:
+            self._ledger.evict(short)
+        return self.pool.allocate(count, size)
 
     # ---- taking back
 
@@ -225,43 +272,63 @@ class KVManager:
         """Let others find the first `num_tokens` tokens, which steps that have run computed: full blocks, and with
         `partial` what is in the last one.
         """
+        for of, table in zip(self._classes, seq.tables, strict=False):
+            self._publish(seq, of, table, num_tokens, partial=partial, running=running)
+
+    def _publish(
+        self,
+        seq: Sequence,
+        of: ClassTables,
+        table: BlockTable,
+        num_tokens: int,
+        *,
+        partial: bool = False,
+        running: bool = True,
+    ) -> None:
+        """In one class."""
         full = num_tokens // self.block_size
         count = num_tokens if partial else full * self.block_size
-        if self.cache is None or not count or (full == seq.num_published and not partial):
+        if of.cache is None or not count or (full == table.num_published and not partial):
             return
-        blocks = seq.block_table[: -(-count // self.block_size)]
-        if running and self._is_twin(seq, blocks[:full]):
+        blocks = table.blocks[: -(-count // self.block_size)]
+        if running and self._is_twin(seq, of.cache, blocks[:full]):
             return
-        kept = self.cache.insert(self.namespace(seq), seq.tokens(count).copy(), blocks)
+        kept = of.cache.insert(self.namespace(seq), seq.tokens(count).copy(), blocks)
         if self._tiers is not None:
             keys = self._keys(seq, full)
-            new = (i for i in range(seq.num_published, full) if kept[i] == blocks[i] != HOLE)
-            self.saves += [Save(keys[i], blocks[i]) for i in new]
-        seq.num_published = full
+            for i in range(table.num_published, full):
+                if kept[i] == blocks[i] != HOLE:
+                    named = self._of_groups(keys[i : i + 1], self._classes.index(of))
+                    self.saves += map(Save, named, self.pool.stripe(blocks[i]))
+        table.num_published = full
 
-    def _is_twin(self, seq: Sequence, blocks: list[int]) -> bool:
+    def _is_twin(self, seq: Sequence, cache: RadixCache, blocks: list[int]) -> bool:
         """Whether the cache has other blocks for the same tokens: what followed on ours could not be evicted in order.
 
         Such a sequence publishes when it ends.
         """
-        assert self.cache is not None
-        match = self.cache.match(self.namespace(seq), seq.tokens(len(blocks) * self.block_size))
+        match = cache.match(self.namespace(seq), seq.tokens(len(blocks) * self.block_size))
         return any(
             own != cached for own, cached in zip(blocks, match.blocks, strict=False) if HOLE not in (own, cached)
         )
 
     def release(self, seq: Sequence, now: float = 0.0, *, lease: bool = False) -> None:
-        """Drop the whole table; what has been computed stays in the cache, with a lease for its session."""
+        """Drop the whole tables; what has been computed stays in the cache, with a lease for its session."""
         self.publish(seq, seq.num_completed, partial=True, running=False)
-        if lease and self.cache is not None and seq.request.session_id is not None and seq.num_completed:
-            match = self.cache.match(self.namespace(seq), seq.tokens(seq.num_completed))
-            blocks = match.blocks + ([] if match.tail is None else [match.tail])
+        session = seq.request.session_id
+        if lease and self.limits.prefix_cache and session is not None and seq.num_completed:
+            matches = self._match(seq, seq.num_completed).matches
+            blocks = [block for match in matches for block in match.blocks]
+            blocks += [match.tail for match in matches if match.tail is not None]
             self.pool.share_all(blocks)
-            self.pool.free_all(self.leases.begin((seq.request.tenant, seq.request.session_id), blocks, now))
-        # Tail first, so that free blocks are handed out again in their old order.
-        self.pool.free_all(reversed(seq.block_table))
-        seq.block_table.clear()
-        seq.num_computed = seq.num_completed = seq.num_retired = seq.num_published = 0
+            self.pool.free_all(self.leases.begin((seq.request.tenant, session), blocks, now))
+        self._drop(seq)
+
+    def _drop(self, seq: Sequence) -> None:
+        for table in seq.tables:  # tail first, so that free blocks are handed out again in their old order
+            self.pool.free_all(reversed(table.blocks))
+        seq.tables = []
+        seq.num_computed = seq.num_completed = 0
 
     def expire_leases(self, now: float) -> None:
         self.pool.free_all(self.leases.expired(now))
@@ -275,26 +342,32 @@ class KVManager:
             block_keys(root, seq.tokens(count * self.block_size), self.block_size, seq.keys)
         return seq.keys[:count]
 
+    def _of_groups(self, keys: list[bytes], c: int | None = None) -> list[bytes]:
+        """The keys of the blocks of all groups, or of those of class `c`, by tokens first."""
+        if self.limits.num_groups == 1:
+            return keys
+        return group_keys(keys, range(self.limits.num_groups) if c is None else self._classes[c].groups)
+
     def take_finished(self) -> list[Loaded]:
         """Loads that have ended since the last call."""
         return self._tiers.finished() if self._tiers is not None else []
 
     def check_idle(self) -> None:
-        """While no sequence holds blocks, none is lost. Constant time for each lease: cheap enough for every pause."""
+        """While no sequence holds blocks, none is lost. Cheap enough for every pause."""
         missing = self.limits.num_blocks - self.num_available
-        leased = sum(len(lease.blocks) for lease in self.leases)  # leases may share blocks
-        assert 0 <= missing <= leased, f"{missing} blocks are held, leases have {leased}"
+        leased = sum(self.pool.size(block) for lease in self.leases for block in lease.blocks if block != HOLE)
+        assert 0 <= missing <= leased, f"{missing} blocks are held, leases have {leased}"  # they may share blocks
 
     def check_integrity(self, holders: Iterable[Sequence]) -> None:
         """Every reference of the pool has its owner; `holders` are all sequences that hold blocks."""
         self.pool.check_integrity()
-        if self.cache is not None:
-            self.cache.check_integrity()
+        for cache in self.caches:
+            cache.check_integrity()
         held: Counter[int] = Counter()
         for lease in self.leases:
             held.update(block for block in lease.blocks if block != HOLE)
         for seq in holders:
-            own = [block for block in seq.block_table if block != HOLE]
+            own = [block for table in seq.tables for block in table.blocks if block != HOLE]
             assert len(set(own)) == len(own), f"{seq.request_id}: a block is in its table twice"
             held.update(own)
         for block in range(self.pool.num_blocks):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
@@ -11,8 +12,10 @@ import numpy as np
 
 from lmkit.turbo.kv.block_pool import HOLE as HOLE
 from lmkit.turbo.kv.block_pool import BlockPool
+from lmkit.turbo.kv.ledger import Ledger as Ledger
 from lmkit.turbo.kv.radix_tree import Namespace as Namespace
 from lmkit.turbo.kv.radix_tree import Node, RadixTree
+from lmkit.turbo.kv.window_view import WindowView
 
 LONG_PATH = 32  # nodes; on shorter ones joining would cost more than it saves
 Order = OrderedDict[Node, None]  # all nodes that hold blocks: used longest ago first, and of one use see `_seen`
@@ -50,45 +53,53 @@ class RadixCache:
     """
 
     def __init__(
-        self, pool: BlockPool, block_size: int, *, window: int = 0, sinks: int = 0, quota: int | None = None
+        self,
+        pool: BlockPool,
+        block_size: int,
+        *,
+        window: int = 0,
+        sinks: int = 0,
+        stripe: int = 1,
+        ledger: Ledger | None = None,
     ) -> None:
         """window: a token at position p sees keys > p - window and the first `sinks`, or all before it if 0.
 
-        quota: blocks that one tenant may keep over all its namespaces.
+        stripe: blocks of the pool that make a block of this cache. ledger: shared with other caches over the pool.
         """
+        self.stripe = stripe
         self.num_evicted = 0
         self._pool = pool
+        self._ledger = ledger or Ledger()
+        self._ledger.caches.append(self)
         self._block_size = block_size
         self._window = window
-        self._sink_blocks = -(-sinks // block_size) if window else 0
-        self._quota = quota
+        self._view = WindowView(window, -(-sinks // block_size) if window else 0, block_size)
         # Nodes are used as a whole. What a window has left behind must not stay as fresh as what it sees: short nodes.
         self._max_run = window // block_size + 1 if window else sys.maxsize
         self._tree = RadixTree(block_size)
         self._partial: dict[int, Node] = {}  # by block
         self._order: Order = OrderedDict()
         self._tenants: dict[str, Tenant] = {}
-        self._now = 0  # ticks once per use
 
     @property
     def num_blocks(self) -> int:
-        return self._pool.num_cached
+        return sum(tenant.num_blocks for tenant in self._tenants.values())
 
     def match(self, namespace: Namespace, tokens: np.ndarray) -> Match:
         """The longest usable prefix of `tokens` (int32 [n]). Counts as a use of it, but takes no references."""
-        self._now += 1
+        self._ledger.now += 1
         path = self._find(namespace, tokens)
         blocks = _blocks_of(path)
         at = len(blocks) * self._block_size
         tail, rest = self._tree.fitting(path[-1], tokens[at : at + self._block_size])
-        usable = self._usable(blocks, rest)
+        usable = self._view.usable(blocks, rest)
         if usable < len(blocks):
             del blocks[usable:]
             tail, rest = None, 0
         num_tokens = usable * self._block_size + rest
-        unseen = self._first_seen(num_tokens) - self._sink_blocks
+        unseen = self._view.first_seen(num_tokens) - self._view.sink_blocks
         if unseen > 0:
-            blocks[self._sink_blocks : self._sink_blocks + unseen] = [HOLE] * unseen
+            blocks[self._view.sink_blocks : self._view.sink_blocks + unseen] = [HOLE] * unseen
         if tail is not None and self._tree.is_partial(tail):
             path.append(tail)
         self._touch(self._seen(path, num_tokens))
@@ -102,7 +113,7 @@ class RadixCache:
         these tokens were there already, HOLE where the cache keeps none. If the caller goes on it must take a reference
         on each of the others.
         """
-        self._now += 1
+        self._ledger.now += 1
         size = self._block_size
         full, rest = divmod(len(tokens), size)
         path = self._find(namespace, tokens)
@@ -118,7 +129,7 @@ class RadixCache:
             if (node := self._partial.get(blocks[i])) is not None:  # what was in the caller's block before it was full
                 self._remove_partial(node)
         room = self._make_room(namespace[0], len(missing) + bool(rest))
-        chosen = self._choose(missing, room)
+        chosen = self._view.choose(missing, room)
         kept = _blocks_of(path) + [HOLE] * (full - done)  # once more: making room may have taken some
         for i in chosen:
             kept[i] = blocks[i]
@@ -133,21 +144,34 @@ class RadixCache:
         self._forget(self._tree.prune(path[-1]))
         return kept
 
-    def evict(self, count: int) -> int:
-        """Give at least `count` idle blocks back to the pool if there are so many; returns how many it gave."""
-        evicted = self._evict(self._order, count)
+    def oldest(self, tenant: str | None = None) -> float:
+        """When the idle block that an eviction takes first was used; inf = there is none."""
+        references = self._pool.references
+        for node in self._order_of(tenant):
+            blocks = node.blocks if self._window else node.blocks[-1:] if not node.children else []
+            if any(block != HOLE and references(block) == 1 for block in blocks):
+                return node.used
+        return math.inf
+
+    def evict(self, count: int, tenant: str | None = None, *, until: float = math.inf, spare: int | None = None) -> int:
+        """Give at least `count` idle blocks back to the pool if there are so many; returns how many it gave.
+
+        Only a tenant's, if one is named, only those used up to `until`, and none of the path that is used at `spare`.
+        """
+        evicted = self._evict(self._order_of(tenant), count, until, spare)
         self.num_evicted += evicted
         return evicted
+
+    def _order_of(self, tenant: str | None) -> Order:
+        if tenant is None:
+            return self._order
+        return self._tenants[tenant].order if tenant in self._tenants else OrderedDict()
 
     def clear(self) -> None:
         """Drop all that is idle."""
         self._evict(self._order, self._pool.num_idle)
 
     # Sliding windows
-
-    def _first_seen(self, num_tokens: int) -> int:
-        """The first block that a query at position `num_tokens` looks into, sinks aside."""
-        return max(num_tokens - self._window + 1, 0) // self._block_size if self._window else 0
 
     def _seen(self, path: list[Node], num_tokens: int) -> list[Node]:
         """The nodes of a path into which a query at `num_tokens` looks, the last one, and those in no order as yet.
@@ -156,37 +180,15 @@ class RadixCache:
         """
         if not self._window:
             return path
-        sinks, later, start, first = [], [], 0, self._first_seen(num_tokens)
+        sinks, later, start, first = [], [], 0, self._view.first_seen(num_tokens)
         for node in path:
             end = start + len(node.blocks)
-            if start < self._sink_blocks:
+            if start < self._view.sink_blocks:
                 sinks.append(node)
             elif end > first or node is path[-1] or node not in self._order:
                 later.append(node)
             start = end
         return sinks + later[::-1]
-
-    def _usable(self, blocks: list[int], rest: int) -> int:
-        """How many of a path's blocks lead to a position that looks into no hole; `rest` tokens lie behind the last."""
-        if HOLE not in blocks:
-            return len(blocks)
-        end = len(blocks)
-        if HOLE in (sinks := blocks[: self._sink_blocks]):
-            end, rest = sinks.index(HOLE), 0
-        first = self._first_seen(end * self._block_size + rest)
-        while HOLE in (seen := blocks[first:end]):
-            end -= seen[::-1].index(HOLE) + 1
-            while end and blocks[end - 1] == HOLE:
-                end -= 1
-            first = self._first_seen(end * self._block_size)
-        return end
-
-    def _choose(self, missing: list[int], room: int) -> list[int]:
-        """Which `room` of the missing blocks to keep: the first ones, or with a window the sinks and the last ones."""
-        if self._window:
-            sinks = sum(i < self._sink_blocks for i in missing)
-            missing = missing[:sinks] + missing[sinks:][::-1]
-        return missing[:room]
 
     def _fill(self, path: list[Node], kept: list[int]) -> None:
         """Give the path's holes the blocks that are there now."""
@@ -218,7 +220,7 @@ class RadixCache:
         del self._partial[block]
         self._tree.detach(node)
         self._pool.drop([block])
-        self._tenants[node.namespace[0]].num_blocks -= 1
+        self._count(node.namespace[0], -1)
         self._forget([node])
 
     def _grow(self, path: list[Node], tokens: np.ndarray, kept: list[int], done: int) -> int:
@@ -240,7 +242,7 @@ class RadixCache:
     def _keep(self, tenant: str, blocks: list[int]) -> None:
         if blocks:
             self._pool.keep(blocks)
-            self._tenants.setdefault(tenant, Tenant()).num_blocks += len(blocks)
+            self._count(tenant, len(blocks))
 
     # Using and evicting
 
@@ -257,11 +259,11 @@ class RadixCache:
         tenant = self._tenants.get(nodes[-1].namespace[0])
         if tenant is None:
             return  # then it is but an empty root
-        orders = [self._order] if self._quota is None else [self._order, tenant.order]
+        orders = [self._order] if self._ledger.quota is None else [self._order, tenant.order]
         for node in reversed(nodes):
             if node.is_root:
                 continue
-            node.used = self._now
+            node.used = self._ledger.now
             for order in orders:
                 order[node] = None
                 order.move_to_end(node)
@@ -271,25 +273,31 @@ class RadixCache:
 
     def _make_room(self, tenant: str, count: int) -> int:
         """How many of `count` more blocks the tenant may keep, after evicting its own as far as needed."""
-        held = self._tenants.get(tenant)
-        if self._quota is None or held is None:
-            return count if self._quota is None else min(count, self._quota)
-        over = held.num_blocks + count - self._quota
-        if over > 0:
-            self.num_evicted += self._evict(held.order, over, spare=self._now)
-        return min(count, self._quota - held.num_blocks)
+        ledger = self._ledger
+        if ledger.quota is None:
+            return count
+        ledger.evict(ledger.held[tenant] + count * self.stripe - ledger.quota, tenant, spare=ledger.now)
+        return min(count, max(ledger.quota - ledger.held[tenant], 0) // self.stripe)
 
-    def _evict(self, order: Order, count: int, spare: int | None = None) -> int:
-        """Drop up to `count` idle blocks of the nodes of `order`, up to those used at `spare`; returns how many."""
+    def _count(self, tenant: str, change: int) -> None:
+        """The tenant keeps so many blocks more."""
+        self._tenants.setdefault(tenant, Tenant()).num_blocks += change
+        held = self._ledger.held
+        held[tenant] += change * self.stripe
+        if not held[tenant]:
+            del held[tenant]
+
+    def _evict(self, order: Order, count: int, until: float = math.inf, spare: int | None = None) -> int:
+        """Drop up to `count` idle blocks of the nodes of `order`, of those used up to `until`; returns how many."""
         victims: list[int] = []
         gone: list[Node] = []  # removed from `order` when it is no longer walked
         count = min(count, self._pool.num_idle)
         for node in order:
-            if len(victims) >= count or node.used == spare:
+            if len(victims) >= count or node.used > until or node.used == spare:
                 break
             found = (self._punch if self._window else self._cut)(node, count - len(victims))
             victims += found
-            self._tenants[node.namespace[0]].num_blocks -= len(found)
+            self._count(node.namespace[0], -len(found))
             if found and not node.children:
                 gone += self._tree.prune(node, spare)
             elif self._window and node.is_hollow():
@@ -347,14 +355,19 @@ class RadixCache:
         self._pool.check_integrity()
         partial = {node.blocks[0]: node for node in nodes if self._tree.is_partial(node) and node.blocks[0] != HOLE}
         assert partial == self._partial, "partly filled blocks are out of the books"
-        assert len(set(held)) == len(held) == self.num_blocks, "a block is in the tree twice, or miscounted"
+        assert len(set(held)) == len(held), "a block is in the tree twice"
         assert all(map(self._pool.is_cached, held)), "a block of the tree is not marked as cached"
         assert all(root.children for root in self._tree.roots.values()), "a namespace is empty"
         assert counts == {name: tenant.num_blocks for name, tenant in self._tenants.items()}, "a tenant is miscounted"
-        assert self._quota is None or max(counts.values(), default=0) <= self._quota, "a tenant is over its quota"
+        ledger = self._ledger
+        if len(ledger.caches) == 1:
+            assert ledger.held == {name: count * self.stripe for name, count in counts.items()}, "the ledger is wrong"
+            assert len(held) * self.stripe == self._pool.num_cached, "a cached block is not in the tree"
+        over = ledger.quota is not None and max(ledger.held.values(), default=0) > ledger.quota
+        assert not over, "a tenant is over its quota"
         live = {node for node in nodes if not node.is_root and not node.is_hollow()}
         orders: dict[str | None, Order] = {None: self._order}
-        if self._quota is not None:
+        if ledger.quota is not None:
             orders |= {name: tenant.order for name, tenant in self._tenants.items()}
         for name, order in orders.items():
             mine = {node for node in live if name in (None, node.namespace[0])}
@@ -363,23 +376,13 @@ class RadixCache:
             assert used == sorted(used), "nodes are not in the order of their use"
 
     def _check_node(self, node: Node) -> None:
-        for child in (child for group in node.children.values() for child in group.values()):
-            assert child.parent is node, "a child has another parent"
-            assert child.siblings()[child.key] is child, "a child hangs elsewhere"
-            assert child.namespace == node.namespace, "a child has another namespace"
-            assert self._window or node.is_root or child.used <= node.used, "a child was used without its parent"
-        if node.is_root:
+        self._tree.check(node)
+        if self._window:
             return
-        assert node.key == node.tokens[: self._block_size].tobytes(), "a key is not its block's tokens"
-        assert node.blocks, "a node is empty"
-        if self._tree.is_partial(node):
-            assert len(node.blocks) == 1, "a partial node has more than a block"
-            assert not node.children, "a partial block is not the end"
-        else:
-            assert len(node.tokens) == len(node.blocks) * self._block_size, "a run has other tokens than blocks"
-        assert node.children or node.blocks[-1] != HOLE, "a leaf ends in a hole"
-        assert self._window or HOLE not in node.blocks, "a hole without a window"
-        if not self._window:
+        for child in (child for group in node.children.values() for child in group.values()):
+            assert node.is_root or child.used <= node.used, "a child was used without its parent"
+        assert HOLE not in node.blocks, "a hole without a window"
+        if not node.is_root:
             assert node.parent is not None
             run = node.parent.blocks[-1:] + node.blocks
             in_use = [self._pool.references(block) > 1 for block in run]

@@ -170,6 +170,23 @@ class RadixTree:
             node = parent
         return gone
 
+    def check(self, node: Node) -> None:
+        """The node fits its place in the tree. Raises AssertionError."""
+        for child in (child for group in node.children.values() for child in group.values()):
+            assert child.parent is node, "a child has another parent"
+            assert child.siblings()[child.key] is child, "a child hangs elsewhere"
+            assert child.namespace == node.namespace, "a child has another namespace"
+        if node.is_root:
+            return
+        assert node.key == node.tokens[: self.block_size].tobytes(), "a key is not its block's tokens"
+        assert node.blocks, "a node is empty"
+        if self.is_partial(node):
+            assert len(node.blocks) == 1, "a partial node has more than a block"
+            assert not node.children, "a partial block is not the end"
+        else:
+            assert len(node.tokens) == len(node.blocks) * self.block_size, "a run has other tokens than blocks"
+        assert node.children or node.blocks[-1] != HOLE, "a leaf ends in a hole"
+
     def _join(self, row: list[Node]) -> None:
         """The last one takes over the runs and the place of all."""
         first, last = row[0], row[-1]

@@ -38,31 +38,29 @@ class PersistentBatch:
     every step writes to the same place: a captured step finds them there.
     """
 
-    def __init__(self, num_slots: int, max_model_len: int, block_size: int, max_step_tokens: int) -> None:
+    def __init__(
+        self, num_slots: int, max_model_len: int, block_size: int, max_step_tokens: int, num_groups: int = 1
+    ) -> None:
         self.block_size, self.max_step_tokens = block_size, max_step_tokens
         self.token_ids = np.zeros((num_slots, max_model_len), np.int64)
         self.num_tokens = np.zeros(num_slots, np.int64)
         self.num_prompt_tokens = np.zeros(num_slots, np.int64)
-        self.block_tables = np.zeros((num_slots, -(-max_model_len // block_size)), np.int32)
-        self.num_blocks = np.zeros(num_slots, np.int64)
+        self.block_tables = np.zeros((num_groups, num_slots, -(-max_model_len // block_size)), np.int32)
+        self.num_blocks = np.zeros((num_groups, num_slots), np.int64)
         self.wants_prompt_logprobs = np.zeros(num_slots, bool)
         self.keeps_tables = False  # whether the last inputs have the block tables of those before
         self._entries = [0] * num_slots  # how many sequences have entered
-        self._inputs = BatchInputs(
-            token_ids=torch.zeros(max_step_tokens, dtype=torch.int64),
-            positions=torch.zeros(max_step_tokens, dtype=torch.int32),
-            geometries=(
-                BatchGeometry(
-                    query_start=torch.zeros(num_slots + 1, dtype=torch.int32),
-                    context_lens=torch.zeros(num_slots, dtype=torch.int32),
-                    block_tables=torch.zeros(self.block_tables.shape, dtype=torch.int32),
-                    slots=torch.zeros(max_step_tokens, dtype=torch.int32),
-                ),
-            ),
-            rope_lens=torch.zeros(num_slots, dtype=torch.int32),
-            logit_rows=torch.zeros(max_step_tokens, dtype=torch.int64),
-        )
-        self._arrays = {name: tensor.numpy() for name, tensor in self._inputs.tensors.items()}
+        self._inputs = {
+            "token_ids": torch.zeros(max_step_tokens, dtype=torch.int64),
+            "positions": torch.zeros(max_step_tokens, dtype=torch.int32),
+            "slots": torch.zeros(num_groups, max_step_tokens, dtype=torch.int32),
+            "query_start": torch.zeros(num_slots + 1, dtype=torch.int32),
+            "context_lens": torch.zeros(num_slots, dtype=torch.int32),
+            "block_tables": torch.zeros(self.block_tables.shape, dtype=torch.int32),
+            "rope_lens": torch.zeros(num_slots, dtype=torch.int32),
+            "logit_rows": torch.zeros(max_step_tokens, dtype=torch.int64),
+        }
+        self._arrays = {name: tensor.numpy() for name, tensor in self._inputs.items()}
         self._decode_inputs: dict[int, BatchInputs] = {}  # by the number of sequences
         self._decoded: list[tuple[int, int]] = []  # (slot, position) of each token, if the inputs are a decode step's
 
@@ -72,8 +70,8 @@ class PersistentBatch:
         self.token_ids[new.slot, :count] = new.token_ids
         self.num_tokens[new.slot] = count
         self.num_prompt_tokens[new.slot] = new.num_prompt_tokens
-        self.num_blocks[new.slot] = len(new.block_table)
-        self.block_tables[new.slot, : len(new.block_table)] = new.block_table
+        self.num_blocks[:, new.slot] = 0
+        self._extend_tables(new.slot, new.block_tables)
         self.wants_prompt_logprobs[new.slot] = new.prompt_logprobs
 
     def append(self, slot: int, token_id: int) -> None:
@@ -103,10 +101,7 @@ class PersistentBatch:
         None for a decode step: every sequence brings one token and samples the next.
         """
         for chunk in chunks:
-            if chunk.new_blocks:
-                first = self.num_blocks[chunk.slot]
-                self.block_tables[chunk.slot, first : first + len(chunk.new_blocks)] = chunk.new_blocks
-                self.num_blocks[chunk.slot] = first + len(chunk.new_blocks)
+            self._extend_tables(chunk.slot, chunk.new_blocks)
             if chunk.draft:
                 end = chunk.start + chunk.num_tokens
                 self.token_ids[chunk.slot, end - len(chunk.draft) : end] = chunk.draft
@@ -123,6 +118,12 @@ class PersistentBatch:
         self._arrays["logit_rows"][: len(logit_rows)] = logit_rows
         return self._views(len(positions), len(slots), width, len(logit_rows)), rows
 
+    def _extend_tables(self, slot: int, by_group: list[list[int]]) -> None:
+        for group, blocks in enumerate(by_group):
+            first = self.num_blocks[group, slot]
+            self.block_tables[group, slot, first : first + len(blocks)] = blocks
+            self.num_blocks[group, slot] = first + len(blocks)
+
     def _decode(self, tokens: list[tuple[int, int]]) -> BatchInputs:
         """One token of each sequence, given as (slot, position)."""
         num_seqs, before = len(tokens), self._decoded
@@ -132,14 +133,14 @@ class PersistentBatch:
         )
         if self.keeps_tables:  # one further in the same blocks
             for name in ("positions", "slots", "context_lens"):
-                self._arrays[name][:num_seqs] += 1
+                self._arrays[name][..., :num_seqs] += 1
             for row, (slot, position) in enumerate(tokens):
                 self._arrays["token_ids"][row] = self.token_ids[slot, position]
         else:
             slots, positions = np.array(tokens).T
             self._write(slots, slots, positions, np.arange(num_seqs + 1), positions + 1)
         if num_seqs not in self._decode_inputs:
-            inputs = self._views(num_seqs, num_seqs, self.block_tables.shape[1], 0)
+            inputs = self._views(num_seqs, num_seqs, self.block_tables.shape[2], 0)
             self._decode_inputs[num_seqs] = replace(inputs, logit_rows=torch.arange(num_seqs))
         return self._decode_inputs[num_seqs]
 
@@ -151,12 +152,12 @@ class PersistentBatch:
         arrays["token_ids"][:tokens] = self.token_ids[owner, positions]
         arrays["positions"][:tokens] = positions
         block, offset = np.divmod(positions, self.block_size)
-        arrays["slots"][:tokens] = self.block_tables[owner, block] * self.block_size + offset
+        arrays["slots"][:, :tokens] = self.block_tables[:, owner, block] * self.block_size + offset
         arrays["query_start"][: seqs + 1] = query_start
         arrays["context_lens"][:seqs] = lens
         arrays["rope_lens"][:seqs] = self.num_prompt_tokens[slots]
         max_blocks = int(-(-lens.max() // self.block_size))
-        arrays["block_tables"][:seqs, :max_blocks] = self.block_tables[slots, :max_blocks]
+        arrays["block_tables"][:, :seqs, :max_blocks] = self.block_tables[:, slots, :max_blocks]
         return max_blocks
 
     def _table_width(self, num_blocks: int) -> int:
@@ -164,23 +165,20 @@ class PersistentBatch:
         width = -(-TABLE_KEYS // self.block_size)
         while width < num_blocks:
             width *= 2
-        return min(width, self.block_tables.shape[1])
+        return min(width, self.block_tables.shape[2])
 
     def _views(self, num_tokens: int, num_seqs: int, table_width: int, num_logits: int) -> BatchInputs:
-        whole, (geometry,) = self._inputs, self._inputs.geometries
+        whole = self._inputs
+        slots, tables = whole["slots"][:, :num_tokens], whole["block_tables"][:, :num_seqs, :table_width]
+        query_start, context_lens = whole["query_start"][: num_seqs + 1], whole["context_lens"][:num_seqs]
         return BatchInputs(
-            token_ids=whole.token_ids[:num_tokens],
-            positions=whole.positions[:num_tokens],
-            geometries=(
-                BatchGeometry(
-                    query_start=geometry.query_start[: num_seqs + 1],
-                    context_lens=geometry.context_lens[:num_seqs],
-                    block_tables=geometry.block_tables[:num_seqs, :table_width],
-                    slots=geometry.slots[:num_tokens],
-                ),
+            token_ids=whole["token_ids"][:num_tokens],
+            positions=whole["positions"][:num_tokens],
+            geometries=tuple(
+                BatchGeometry(query_start, context_lens, table, slot) for table, slot in zip(tables, slots, strict=True)
             ),
-            rope_lens=whole.rope_lens[:num_seqs],
-            logit_rows=whole.logit_rows[:num_logits],
+            rope_lens=whole["rope_lens"][:num_seqs],
+            logit_rows=whole["logit_rows"][:num_logits],
         )
 
     def _logit_rows(self, chunks: list[Chunk], query_start: np.ndarray) -> tuple[StepRows, list[int]]:

@@ -110,9 +110,9 @@ class CudaRunner(PlanRunner):
         )
         super().__init__(parts, self._sampler)
         self._device = device
-        num_slots, width = self.batch.block_tables.shape
+        num_groups, num_slots, width = self.batch.block_tables.shape
         max_tokens = max(self.batch.max_step_tokens, num_slots)
-        self._staged = StagedInputs(device, max_tokens, num_slots, width)
+        self._staged = StagedInputs(device, max_tokens, num_slots, width, num_groups)
         self._known_tokens = ops.known_tokens.select(device.name)
         self.captured = CapturedSteps(device, self._forward, self._staged, width)
 
@@ -124,7 +124,7 @@ class CudaRunner(PlanRunner):
         if (reason := obstacle(self.decoder, self.kv)) is not None:
             log.info("steps are not captured: %s", reason)
             return
-        self.captured.capture(captured_sizes(len(self.batch.block_tables)), self.decoder.spec.vocab_size)
+        self.captured.capture(captured_sizes(self.batch.block_tables.shape[1]), self.decoder.spec.vocab_size)
 
     def launch(self, plan: StepPlan) -> Ticket:
         """Put a plan on the stream, behind those before it."""

@@ -84,9 +84,9 @@ class PlanRunner:
         config = parts.config
         self.decoder = parts.decoder
         self.kv = parts.kv
-        self.batch = PersistentBatch(
-            config.max_batch_size, parts.max_model_len, config.tokens_per_block, config.tokens_per_step
-        )
+        num_groups = 1 + max(layer.group for layer in parts.kv)
+        size = config.tokens_per_block, config.tokens_per_step
+        self.batch = PersistentBatch(config.max_batch_size, parts.max_model_len, *size, num_groups)
         self._states = states
         self._blocks = parts.blocks
         self._tiers = parts.tiers

@@ -2,6 +2,8 @@
 
     token_ids | logit_rows | positions | slots | query_start | context_lens | rope_lens | block_tables
 
+Slots and block tables are those of every KV group, one after the other.
+
 Every step's inputs go to the same buffer on the device, each field behind the one before (ALIGN bytes apart), so that
 steps of one shape have them at the same addresses: a captured graph finds them there. The host is ahead of the device,
 so it takes turns with several pinned pieces, and waits for one that is still being read.
@@ -31,16 +33,16 @@ class _Field(NamedTuple):
     end: int  # bytes
 
 
-def _layout(num_tokens: int, num_seqs: int, num_rows: int, width: int) -> list[_Field]:
+def _layout(num_tokens: int, num_seqs: int, num_rows: int, width: int, num_groups: int) -> list[_Field]:
     shapes: dict[str, tuple[int, ...]] = {
         "token_ids": (num_tokens,),
         "logit_rows": (num_rows,),
         "positions": (num_tokens,),
-        "slots": (num_tokens,),
+        **{f"slots.{g}": (num_tokens,) for g in range(num_groups)},
         "query_start": (num_seqs + 1,),
         "context_lens": (num_seqs,),
         "rope_lens": (num_seqs,),
-        "block_tables": (num_seqs, width),
+        **{f"block_tables.{g}": (num_seqs, width) for g in range(num_groups)},
     }
     fields, start = [], 0
     for name, shape in shapes.items():
@@ -63,8 +65,9 @@ class _Piece:
 class StagedInputs:
     """Brings the persistent batch's inputs to the device. `max_seqs` includes those that pad a step."""
 
-    def __init__(self, device: CudaDevice, max_tokens: int, max_seqs: int, width: int) -> None:
-        num_bytes = _layout(max_tokens, max_seqs, max_tokens, width)[-1].end
+    def __init__(self, device: CudaDevice, max_tokens: int, max_seqs: int, width: int, num_groups: int = 1) -> None:
+        self._num_groups = num_groups
+        num_bytes = _layout(max_tokens, max_seqs, max_tokens, width, num_groups)[-1].end
         self._memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device.tensors)
         self._pieces = [_Piece(device, num_bytes) for _ in range(NUM_STAGED)]
         self._turn = 0
@@ -79,18 +82,20 @@ class StagedInputs:
         num_seqs, width = inputs.geometries[0].block_tables.shape
         padded = max(pad_to, num_seqs)
         extra, tensors = padded - num_seqs, inputs.tensors
-        fields = _layout(len(inputs.token_ids) + extra, padded, len(inputs.logit_rows) + extra, width)
+        num_tokens, num_rows = len(inputs.token_ids) + extra, len(inputs.logit_rows) + extra
+        fields = _layout(num_tokens, padded, num_rows, width, self._num_groups)
         piece = self._next_piece()
         shape = num_seqs, padded, width
         is_kept = keeps_tables and shape == self._last
-        for field in fields[:-1] if is_kept else fields:
+        staged = fields[: -self._num_groups] if is_kept else fields
+        for field in staged:
             view = piece.array[field.start : field.end].view(np.int64 if field.name in LONG else np.int32)
             values = tensors[field.name].numpy()
             flat = view.reshape(field.shape)
             flat[: len(values)] = values
             if extra:
                 _pad(field.name, flat, len(values))
-        end = fields[-2 if is_kept else -1].end
+        end = staged[-1].end
         self._memory[:end].copy_(piece.memory[:end], non_blocking=True)
         piece.copied.record()
         self._last = shape
@@ -109,8 +114,7 @@ class StagedInputs:
         for name, shape, start, end in fields:
             dtype = torch.int64 if name in LONG else torch.int32
             views[name] = self._memory[start:end].view(dtype).view(shape)
-        geometry = BatchGeometry(**{name: views.pop(name) for name in BatchGeometry.__dataclass_fields__})
-        return BatchInputs(geometries=(geometry,), **views)
+        return BatchInputs.of(views, self._num_groups)
 
     def padding(self, num_seqs: int, width: int) -> BatchInputs:
         """A decode step of nothing but padding, as graphs are captured with."""
@@ -118,7 +122,8 @@ class StagedInputs:
         nothing = BatchInputs(
             token_ids=torch.zeros(1, dtype=torch.int64),
             positions=one,
-            geometries=(
+            geometries=self._num_groups
+            * (
                 BatchGeometry(
                     query_start=torch.arange(2, dtype=torch.int32),
                     context_lens=one,
@@ -134,7 +139,7 @@ class StagedInputs:
 
 def _pad(name: str, values: np.ndarray, count: int) -> None:
     """`values[count:]` of a decode step: its padding."""
-    if name == "slots":
+    if name.startswith("slots."):
         values[count:] = -1
     elif name in ("logit_rows", "query_start"):
         values[count:] = np.arange(count, len(values))

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lmkit.turbo.decisions import DecisionStats
-from lmkit.turbo.kv.manager import KVManager
-from lmkit.turbo.kv.radix_cache import Match
+from lmkit.turbo.kv.manager import KVManager, Prefix
 from lmkit.turbo.plan import Chunk, NewSequence
 from lmkit.turbo.scheduling import policy
 from lmkit.turbo.scheduling.limits import SchedulerLimits
@@ -60,14 +59,15 @@ class Planner:
         return step
 
     def _add_decodes(self, step: Step) -> None:
-        """One token of each; drafts of the first take the tokens of the budget that no other decode needs."""
-        decoding = [seq for seq in sorted(self.slots.running.values(), key=policy.order) if seq.num_uncomputed == 1]
-        spare = step.budget - len(decoding)
+        """One token of each. If all that run decode and nothing waits, drafts share the rest of the budget."""
+        running = sorted(self.slots.running.values(), key=policy.order)
+        decoding = [seq for seq in running if seq.num_uncomputed == 1]
+        spare = 0 if self.waiting or len(decoding) < len(running) else step.budget - len(running)
         for seq in decoding:
             if self._is_computable(seq, step):
-                num_drafted = min(len(seq.draft), spare)
-                spare -= num_drafted
-                self._compute(seq, step, 1 + num_drafted)
+                draft = seq.draft[:spare]
+                spare -= len(draft)
+                self._compute(seq, step, 1, draft)
 
     def _add_prompts(self, step: Step) -> None:
         """Prompts under way, then the queue, within what those that decode can bear; who may_preempt a prompt under way
@@ -96,23 +96,26 @@ class Planner:
     def _is_computable(self, seq: Sequence, step: Step) -> bool:
         return seq.status is Status.RUNNING and seq.is_due and seq not in step.victims
 
-    def _compute(self, seq: Sequence, step: Step, budget: int) -> None:
-        """Add the sequence's chunk to the step, unless it must wait for a block."""
+    def _compute(self, seq: Sequence, step: Step, budget: int, draft: list[int] | None = None) -> None:
+        """Add the sequence's chunk to the step, unless it must wait for a block; the draft, if there are blocks."""
         count = min(seq.num_uncomputed, budget)
-        draft = seq.draft[: budget - count] if count == seq.num_uncomputed else []
         # A whole prompt at once, so that it is not begun in vain; a window needs only what the chunk fills.
-        num_tokens = seq.num_computed + (count if self.limits.kv.window else seq.num_uncomputed) + len(draft)
-        entry = None if seq.has_entered else seq.entry()  # with the blocks that the cache and the tiers gave
-        while (blocks := self.kv.reserve(seq, num_tokens)) is None:
+        end, whole = seq.num_computed + count, seq.num_computed + seq.num_uncomputed
+        # With the blocks that the cache and the tiers gave.
+        entry = None if seq.has_entered else seq.entry(self.kv.block_tables(seq))
+        while (blocks := self.kv.reserve(seq, end, whole)) is None:
             victim = self._last_running()
             if victim is None or victim is seq:
                 return
             self._preempt(victim, step, "preempted: no block for one before it")
+        if draft and (more := self.kv.reserve(seq, whole + len(draft))) is not None:
+            blocks = [a + b for a, b in zip(blocks, more, strict=True)] if blocks and more else blocks or more
+            count, num_sampled = count + len(draft), 1 + len(draft)
+        else:
+            draft, num_sampled = [], int(count == seq.num_uncomputed)
         if entry is not None:
             step.new[seq.slot] = entry
             seq.has_entered = True
-        num_sampled = 1 + len(draft) if count == seq.num_uncomputed else 0
-        count += len(draft)
         step.budget -= count
         step.chunks[seq.slot] = Chunk(seq.slot, seq.num_computed, count, blocks, num_sampled, draft)
 
@@ -136,7 +139,7 @@ class Planner:
 
     def _enter_next(self, step: Step, before: Sequence | None) -> bool:
         """Let one sequence in, only such as outrank `before`; False if none can."""
-        found: dict[Sequence, Match] = {}
+        found: dict[Sequence, Prefix] = {}
 
         def cached_tokens(seq: Sequence) -> int:
             if seq not in found:
@@ -163,7 +166,7 @@ class Planner:
 
     def _waits_for_prefix(self, seq: Sequence, cached_tokens: Callable[[Sequence], int]) -> bool:
         """Whether a prompt under way is about to compute a good part of what this one would."""
-        if self.kv.cache is None or seq.scores_prompt or seq.overtaken >= self.limits.max_overtakes:
+        if not self.limits.kv.prefix_cache or seq.scores_prompt or seq.overtaken >= self.limits.max_overtakes:
             return False
         for other in self.slots.running.values():
             if other.num_completed >= other.num_prompt_tokens or self.kv.namespace(seq) != self.kv.namespace(other):
@@ -175,14 +178,14 @@ class Planner:
                 return True
         return False
 
-    def _enter(self, seq: Sequence, found: Match, step: Step) -> bool:
+    def _enter(self, seq: Sequence, found: Prefix, step: Step) -> bool:
         """Give a waiting sequence a slot and what is cached of it, if there is room for the rest."""
         match = self._make_way(seq, found, step)
         if match is None:
             return False
-        keys = self.kv.find_below(seq, match)
-        if self._is_worth_loading(seq, match, keys):
-            job = self.kv.acquire_below(seq, match, keys)
+        full, keys = self.kv.find_below(seq, match)
+        if self._is_worth_loading(seq, match, full, keys):
+            job = self.kv.acquire_below(seq, full, keys)
             seq.in_flight += 1
             self.slots.loading[job] = seq
         else:
@@ -198,11 +201,12 @@ class Planner:
             self._compute(seq, step, step.budget)
         return True
 
-    def _is_worth_loading(self, seq: Sequence, match: Match, keys: list[bytes]) -> bool:
-        start, end = match.num_tokens, (len(match.blocks) + len(keys)) * self.limits.kv.block_size
+    def _is_worth_loading(self, seq: Sequence, match: Prefix, full: Prefix, keys: list[bytes]) -> bool:
+        """Whether to go on from `full`, the match up to its last full block, and the blocks that have `keys`."""
+        start, end = match.num_tokens, (full.num_full + len(keys)) * self.limits.kv.block_size
         if not keys or end <= start:
             return False
-        load, compute = self.kv.load_seconds(keys), self.pacer.prefill_seconds(start, end)
+        load, compute = self.kv.load_seconds(full, keys), self.pacer.prefill_seconds(start, end)
         quicker = load < compute
         self.decision_stats.note(
             "loading: quicker than computing" if quicker else "computing: quicker than loading", seq,
@@ -210,7 +214,7 @@ class Planner:
         )  # fmt: skip
         return quicker
 
-    def _make_way(self, seq: Sequence, match: Match, step: Step) -> Match | None:
+    def _make_way(self, seq: Sequence, match: Prefix, step: Step) -> Prefix | None:
         """If there are a slot and room, or would be without those that the sequence may_preempt, which then leave: its
         match, found anew if they did, as their blocks go to the cache and may push out something of it.
         """
@@ -230,10 +234,10 @@ class Planner:
             match = self.kv.find(seq)
 
     def _needed(self, seq: Sequence, num_running: int) -> int:
-        """Blocks for the sequence, and one to spare for each running one: its growth might throw it out again."""
-        return self.limits.kv.blocks_for(seq.num_tokens) + num_running
+        """Blocks for the sequence, and room to grow for each running one: its growth might throw it out again."""
+        return self.limits.kv.blocks_for(seq.num_tokens) + num_running * self.limits.kv.num_groups
 
-    def _has_room(self, seq: Sequence, match: Match) -> bool:
+    def _has_room(self, seq: Sequence, match: Prefix) -> bool:
         """Whether there are blocks for it, if need be those of leases, which may be those that hold its match."""
         needed = self._needed(seq, len(self.slots.running))
         while self.kv.num_for(match) < needed:

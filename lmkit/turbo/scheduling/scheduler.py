@@ -165,10 +165,10 @@ class Scheduler:
             if seq.status is Status.FINISHED:
                 self._free_slot(seq)
                 continue
-            self._kv.take_loaded(seq, done)
+            num_tokens = self._kv.take_loaded(seq, done)
             seq.status = Status.RUNNING
             for tier, blocks in done.hits.items():
-                self._tier_hits[tier] += blocks * self.limits.kv.block_size
+                self._tier_hits[tier] += blocks * num_tokens // done.num_blocks
             if seq.cached_tokens is None:  # else it has been here before: some of these it computed itself
                 seq.cached_tokens = seq.num_computed
             self._decision_stats.note("loaded: as planned", seq)
@@ -309,11 +309,11 @@ class Scheduler:
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
             steps=self._steps,
-            blocks_cached=kv.cache.num_blocks if kv.cache else 0,
+            blocks_cached=kv.pool.num_cached,
             prefix_tokens=self._planner.prefix_tokens,
             prefix_hits=self._planner.prefix_hits,
             tier_hits=dict(self._tier_hits),
-            evicted_blocks=kv.cache.num_evicted if kv.cache else 0,
+            evicted_blocks=sum(cache.num_evicted * cache.stripe for cache in kv.caches),
             sessions=len(kv.leases),
             decisions=dict(self._decision_stats.decisions),
             tiers=kv.tier_stats(),
@@ -322,5 +322,5 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Every slot and block is free or has its owner; raises AssertionError where our own books are wrong."""
         self._slots.check_integrity()
-        assert not any(seq.block_table for seq in self._waiting), "a waiting sequence holds blocks"
+        assert not any(seq.tables for seq in self._waiting), "a waiting sequence holds blocks"
         self._kv.check_integrity(self._slots)

@@ -36,6 +36,7 @@ def oracle(
     scale: float,
     window: int,
     sinks: int,
+    softcap: float = 0.0,
 ) -> Tensor:
     """float32 [B, heads, D]: one query a sequence; zeros for an empty one."""
     out, group = torch.zeros(q.shape), q.shape[1] // k_cache.data.shape[1]
@@ -47,6 +48,7 @@ def oracle(
         positions = torch.arange(length)
         seen = (positions >= length - window) | (positions < sinks) if window else positions >= 0
         scores = torch.einsum("hd,hnd->hn", q[b].float(), keys) * scale
+        scores = softcap * (scores / softcap).tanh() if softcap else scores
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
         out[b] = torch.einsum("hn,hnd->hd", weights, values.masked_fill(~seen[None, :, None], 0))
     return out
@@ -85,13 +87,20 @@ def moved(args: tuple[Any, ...], device: str) -> tuple[Any, ...]:
 
 
 def decode(
-    args: tuple[Any, ...], window: int, sinks: int, device: str, new: tuple[Tensor, ...] | None = None
+    args: tuple[Any, ...],
+    window: int,
+    sinks: int,
+    device: str,
+    new: tuple[Tensor, ...] | None = None,
+    *,
+    softcap: float = 0.0,
 ) -> Tensor:
     """The kernel's result on poisoned memory; `new`: k, v, cos, sin, slots."""
     q, k_cache, v_cache, tables, starts, lengths = moved(args, device)
     out = torch.full_like(q, torch.nan)
     *fused, slots = [None, lengths] if new is None else moved(new, device)
-    batch, spec = BatchGeometry(starts, lengths, tables, slots), AttentionSpec(q.shape[2] ** -0.5, window, sinks)
+    batch = BatchGeometry(starts, lengths, tables, slots)
+    spec = AttentionSpec(q.shape[2] ** -0.5, window, sinks, softcap)
     rows: Any = tuple(fused) if new else None
     attention.decode_attention(q, rows, k_cache, v_cache, batch, spec, out)
     assert not bool(module.counters(device).any())
@@ -123,6 +132,20 @@ def test_types(device: str, types: tuple[KVDtype, KVDtype], dtype: torch.dtype, 
     args = case(types, (4, 2), 64, 16, dtype)
     expected = oracle(*args[:4], args[5], 64**-0.5, window, sinks)
     assert error(decode(args, window, sinks, device), expected) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("mean", [False, True])
+@pytest.mark.parametrize(("types", "dtype"), TYPES)
+def test_a_soft_cap(device: str, types: tuple[KVDtype, KVDtype], dtype: torch.dtype, mean: bool) -> None:
+    """Of scores before the mask, over a window and sinks; the share of a key mean is capped with the rest."""
+    torch.manual_seed(2)
+    q, k_cache, *rest = case(types, (4, 2), 64, 16, dtype, (1, 300, 64, 0, 77))
+    if mean:
+        k_cache = replace(k_cache, mean=key_mean(2, 64, 64, 300))
+    args = (q * 2, k_cache, *rest)
+    exact, capped = (oracle(*args[:4], args[5], 64**-0.5, 100, 7, softcap) for softcap in (0.0, 3.0))
+    assert error(exact, capped) > 0.1
+    assert error(decode(args, 100, 7, device, softcap=3.0), capped) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from lmkit.attention_spec import AttentionSpec
 from lmkit.kernels import ops
 from lmkit.kernels.cuda import append, attention, elementwise, library, module
 from lmkit.kernels.ops import Norm
@@ -129,5 +128,5 @@ def test_attention_says_what_it_cannot_do(
         pairs = torch.zeros(1, changes["pairs"], dtype=torch.int32)
         k_cache = replace(k_cache, mean=replace(key_mean(1, 64, 64, 8), pairs=pairs))
     rows = (torch.zeros(2, 1, dim, dtype=changes.get("dtype", F16)),)
-    found = attention.attention_problem(rows, k_cache, v_cache, AttentionSpec(1.0), decodes=False)
+    found = attention.attention_problem(rows, k_cache, v_cache, decodes=False)
     assert found is None if reason is None else reason in str(found)

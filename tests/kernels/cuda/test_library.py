@@ -89,7 +89,7 @@ def test_tokens_of_a_stream_do_not_depend_on_each_other(device: str) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 8, 9, 40])
 @pytest.mark.parametrize("half", [F16, BF16])
-@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("activation", [None, *ops.ACTIVATIONS])
 def test_dense(device: str, activation: str | None, half: torch.dtype, tokens: int) -> None:
     """Norm in front, gate and residual stream behind, for the stream of weights and for the library's product."""
     x, weight, bias = torch.randn(tokens, 72), torch.randn(60, 72).to(half), torch.randn(60)
@@ -175,7 +175,7 @@ def test_a_token_of_codes_is_the_same_among_few_and_many(device: str, op: Op, sc
 
 @pytest.mark.parametrize(("op", "scheme"), CODED)
 @pytest.mark.parametrize("half", [F16, BF16])
-@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("activation", [None, *ops.ACTIVATIONS])
 @pytest.mark.parametrize(("tokens", "outputs"), [(1, 64), (19, 112)])
 def test_codes_with_norm_gate_and_stream(
     device: str, op: Op, scheme: QuantScheme, half: torch.dtype, activation: str | None, tokens: int, outputs: int

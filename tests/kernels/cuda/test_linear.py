@@ -17,6 +17,7 @@ from lmkit.kernels.cuda.gemm_pack import PackedWeight
 from lmkit.kernels.cuda.gemm_plan import Plan, Problem
 from lmkit.kernels.cuda.gpus import GPUS, gpu_of
 from lmkit.kernels.ops import Norm
+from lmkit.kernels.reference.elementwise import ACTIVATIONS
 from lmkit.layers.outline import WeightKind, packed_outline
 from lmkit.qtensor import QTensor, QuantScheme, dequantize, per_row, quantize
 from tests import emulator
@@ -68,7 +69,7 @@ def expected(x: Tensor, q: QTensor, bias: Tensor | None = None, activation: str 
     if activation is None:
         return y
     gate, up = y.chunk(2, dim=-1)
-    return torch.nn.functional.silu(gate) * up
+    return ACTIVATIONS[activation](gate) * up
 
 
 def assert_near(y: Tensor, oracle: Tensor) -> None:
@@ -135,7 +136,7 @@ def test_tails(outputs: int, inputs: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("plan", [SMALL, WIDE, Plan(2, 2, 2, 2, 3, 1), Plan(2, 2, 2, 2, 3, 2, False)])
-@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("activation", [None, *ops.ACTIVATIONS])
 def test_epilogues(plan: Plan, activation: str | None, device: str) -> None:
     """One range of K, several, and x that does not stay."""
     q, bias = weight(88, 1000), torch.randn(88, device=device)
@@ -196,7 +197,7 @@ def test_op_with_a_norm(device: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16, F32])
-@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("activation", [None, *ops.ACTIVATIONS])
 def test_many_tokens_take_the_library(
     dtype: torch.dtype, activation: str | None, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -90,6 +90,8 @@ def expected(args: Inputs) -> Tensor:
         if args.spec.window:
             visible = visible & ((key > position - args.spec.window) | (key < args.spec.sinks))
         scores = args.q[rows].float().transpose(0, 1) @ keys.transpose(1, 2) * args.spec.scale
+        cap = args.spec.softcap
+        scores = cap * (scores / cap).tanh() if cap else scores
         weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
         out[rows] = (weights @ values.masked_fill(~visible.any(0)[:, None], 0)).transpose(0, 1)
     return out
@@ -127,6 +129,15 @@ CASES = [
     ((INT8, INT8), HALF, (1, 1, 16), 16, (0, 0), "hadamard"),
 ]
 
+CAPPED = [
+    ((FLOAT16, FLOAT16), HALF, (2, 2, 64), 16, (0, 0), ""),
+    ((BFLOAT16, BFLOAT16), BRAIN, (1, 2, 256), 16, (100, 5), ""),
+    ((INT8, INT8), HALF, (1, 2, 64), 16, (100, 5), ""),
+    ((FP8, FP8), BRAIN, (1, 2, 64), 16, (0, 0), ""),
+    ((INT4, INT4), HALF, (1, 2, 128), 16, (40, 0), ""),
+    ((INT4, INT8), HALF, (2, 1, 64), 16, (0, 0), "mean hadamard"),
+]
+
 
 @pytest.mark.parametrize(("types", "dtype", "heads", "block_size", "window", "keys"), CASES)
 def test_attention(
@@ -142,6 +153,28 @@ def test_attention(
     args = inputs(types, dtype, heads, device, block_size=block_size, window=window, keys=keys)
     short = dtype == BRAIN or BFLOAT16 in types
     assert_near(attend(args), expected(args), BRAIN_TOLERANCE if short else TOLERANCE)
+
+
+@pytest.mark.parametrize(("types", "dtype", "heads", "block_size", "window", "keys"), CAPPED)
+def test_a_soft_cap(
+    device: str,
+    types: tuple[KVDtype, KVDtype],
+    dtype: torch.dtype,
+    heads: tuple[int, int, int],
+    block_size: int,
+    window: tuple[int, int],
+    keys: str,
+) -> None:
+    """Of scores before the mask; the share of a key mean is capped with the rest. Keys are in several ranges, too."""
+    torch.manual_seed(heads[2])
+    args = inputs(
+        types, dtype, heads, device, block_size=block_size, window=window, keys=keys, lengths=((290, 129), (500, 3))
+    )
+    capped = args._replace(spec=replace(args.spec, softcap=3.0))
+    wanted = expected(capped)
+    assert float((expected(args) - wanted).abs().max() / wanted.abs().max()) > 0.1
+    short = dtype == BRAIN or BFLOAT16 in types
+    assert_near(attend(capped), wanted, BRAIN_TOLERANCE if short else TOLERANCE)
 
 
 @pytest.mark.parametrize("types", [(FLOAT16, FLOAT16), (INT8, INT4)])

@@ -78,7 +78,8 @@ def test_ends_are_independent_and_near_the_best_of_all_pairs() -> None:
     weight, _, gram = weights_and_inputs(5)
     scheme, steps = QuantScheme(4, 32), [torch.full((16, 2), 1 - 0.5 * i / 5) for i in range(6)]
     found = search_shrink(weight, gram, scheme, grid=5, max_shrink=0.5)
-    pairs = [awq_clip.group_losses(weight, ends, gram.float(), scheme) for ends in itertools.product(steps, steps)]
+    groups = awq_clip.Groups.of(weight, gram, scheme)
+    pairs = [groups.losses((ends[0].T, ends[1].T)).T for ends in itertools.product(steps, steps)]
     best = torch.stack(pairs).amin(0)
     assert bool((found.loss >= best * 0.999).all())
     assert found.loss.sum() < 1.1 * best.sum()

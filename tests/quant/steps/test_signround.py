@@ -26,8 +26,7 @@ def test_the_layer_with_gradients_is_the_decoders(tmp_path: Path, family: str) -
     layer = source.layer(1, torch.float32)
     weights = {role: weight for role, weight in layer.weights.items() if isinstance(weight, Tensor)}
     hidden = stream.hidden(0)
-    rope = stream.geometry(1, stream.seq_len).rope
-    output = signround.layer_output(layer.spec, weights, rope, hidden.view(3, 24, -1))
+    output = signround.layer_output(layer, weights, hidden.view(3, 24, -1))
     torch.testing.assert_close(output.flatten(0, 1), run(layer, stream, hidden), rtol=1e-4, atol=1e-4)
 
 

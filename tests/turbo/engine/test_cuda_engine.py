@@ -245,6 +245,24 @@ def test_a_prefix_is_found_again(checkpoint: Path, device: EmulatedDevice) -> No
     assert again["b"][0].cached_tokens >= 48
 
 
+def test_layers_with_and_without_a_window_have_tables_of_their_own(
+    tmp_path: Path, device: EmulatedDevice, captured: None
+) -> None:
+    """A full layer, and two with a window in another group each."""
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    sizes = SIZES | {"num_hidden_layers": 3, "sliding_window": 20, "layer_types": kinds}
+    tiny.make(tmp_path, "qwen2-window", **sizes).half().save_pretrained(tmp_path)
+    config = EngineConfig(**(SMALL | {"max_model_len": 112}))
+    engine = Engine.of(load_model(tmp_path, device="cuda"), config, device=device)
+    reference = load_model(tmp_path, activations="exact")
+    want = run(Engine.of(reference, msgspec.structs.replace(config, device="cpu")), requests())
+    assert engine.scheduler.limits.kv.num_groups == 3
+    first, again = run(engine, requests()), run(engine, requests())
+    assert tokens(first) == tokens(again)
+    assert again["1"][0].cached_tokens >= 32
+    assert_alike(first, want, 0.02)
+
+
 def test_kv_comes_back_from_host_memory(checkpoint: Path, device: EmulatedDevice) -> None:
     engine = on_gpu(
         checkpoint, device, kv_memory=8 * 16 * 2 * 2 * 2 * 64 * 2, max_model_len=None, kv_host_memory=1 << 22

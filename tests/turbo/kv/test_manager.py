@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from lmkit.models.kv_layout import KVClass
 from lmkit.turbo.decisions import DecisionStats
 from lmkit.turbo.kv.manager import KVLimits, KVManager
 from lmkit.turbo.kv.radix_cache import HOLE
@@ -31,13 +32,17 @@ def compute(kv: KVManager, seq: Sequence) -> None:
     seq.num_computed = seq.num_completed = seq.num_tokens
 
 
+def held(seq: Sequence) -> int:
+    return sum(len(table.blocks) for table in seq.tables)
+
+
 def test_reserves_only_what_is_missing() -> None:
     kv, seq = manager(5, 4), sequence()
-    assert kv.reserve(seq, 4) == [0]
+    assert kv.reserve(seq, 4) == [[0]]
     assert kv.reserve(seq, 4) == []
     assert kv.reserve(seq, 2) == []
-    assert kv.reserve(seq, 9) == [1, 2]
-    assert seq.block_table == [0, 1, 2]
+    assert kv.reserve(seq, 9) == [[1, 2]]
+    assert seq.tables[0].blocks == [0, 1, 2]
     assert kv.num_available == 2
     kv.check_integrity([seq])
 
@@ -46,8 +51,8 @@ def test_a_reservation_that_does_not_fit_changes_nothing() -> None:
     kv, a, b = manager(3, 4), sequence("a"), sequence("b")
     kv.reserve(a, 8)
     assert kv.reserve(b, 5) is None
-    assert (kv.num_available, b.block_table) == (1, [])
-    assert kv.reserve(b, 4) == [2]
+    assert (kv.num_available, b.tables[0].blocks) == (1, [])
+    assert kv.reserve(b, 4) == [[2]]
     kv.check_integrity([a, b])
 
 
@@ -56,8 +61,8 @@ def test_release_gives_all_back() -> None:
     kv.reserve(seq, 12)
     kv.release(seq)
     kv.release(seq)
-    assert (kv.num_available, seq.block_table) == (3, [])
-    assert kv.reserve(seq, 12) == [0, 1, 2]
+    assert (kv.num_available, seq.tables) == (3, [])
+    assert kv.reserve(seq, 12) == [[0, 1, 2]]
 
 
 def test_check_integrity_sees_leaks_and_double_owners() -> None:
@@ -66,10 +71,10 @@ def test_check_integrity_sees_leaks_and_double_owners() -> None:
     kv.reserve(b, 4)
     with pytest.raises(AssertionError, match="0 owners"):
         kv.check_integrity([a])
-    b.block_table = [0]
+    b.tables[0].blocks = [0]
     with pytest.raises(AssertionError, match="owners"):
         kv.check_integrity([a, b])
-    b.block_table = [1, 1]
+    b.tables[0].blocks = [1, 1]
     with pytest.raises(AssertionError, match="in its table twice"):
         kv.check_integrity([a, b])
 
@@ -85,11 +90,11 @@ def test_random_reservations_never_overlap() -> None:
             lens[i] = 0
         else:
             want = lens[i] + rng.randint(1, 7)
-            fits = kv.limits.blocks_for(want) - len(seqs[i].block_table) <= kv.num_available
+            fits = kv.limits.blocks_for(want) - held(seqs[i]) <= kv.num_available
             got = kv.reserve(seqs[i], want)
             assert (got is not None) == fits
             lens[i] = want if fits else lens[i]
-        assert [len(s.block_table) for s in seqs] == [kv.limits.blocks_for(n) for n in lens]
+        assert [held(s) for s in seqs] == [kv.limits.blocks_for(n) for n in lens]
         kv.check_integrity(seqs)
 
 
@@ -97,11 +102,12 @@ def test_what_was_computed_is_found_again_up_to_the_token_whose_logits_are_wante
     kv, a, b = manager(8, 4, prefix_cache=True), sequence("a", 10), sequence("b", 10)
     compute(kv, a)
     kv.release(a)
-    match = kv.find(b)
+    prefix = kv.find(b)
+    (match,) = prefix.matches
     assert (match.num_tokens, match.tail is not None) == (9, True)
-    kv.acquire(b, match)
-    assert b.block_table[:2] == match.blocks
-    assert kv.copies == [(match.tail, b.block_table[2])]
+    kv.acquire(b, prefix)
+    assert b.tables[0].blocks[:2] == match.blocks
+    assert kv.copies == [(match.tail, b.tables[0].blocks[2])]
     assert (b.num_computed, b.num_completed) == (9, 8)  # the copy is yet to be made
     kv.check_integrity([b])
 
@@ -133,12 +139,12 @@ def test_a_lease_keeps_a_conversation_until_it_ends_or_its_blocks_are_needed() -
 
 
 def test_blocks_of_a_sliding_window_go_round() -> None:
-    kv, seq = manager(200, 16, window=64, sinks=5, max_step_tokens=32), sequence("a", 4000)
+    kv, seq = manager(200, 16, classes=(KVClass(64, 5),), max_step_tokens=32), sequence("a", 4000)
     for end in range(32, 4001, 32):
         assert kv.reserve(seq, end) is not None
         seq.num_computed = seq.num_completed = end
         assert kv.pool.num_blocks - kv.num_available <= kv.limits.blocks_for(4000) < 16
     first = (4000 - 32 - 64 + 1) // 64 * 64 // 16
-    assert [i for i, block in enumerate(seq.block_table) if block != HOLE] == [0, *range(first, 250)]
+    assert [i for i, block in enumerate(seq.tables[0].blocks) if block != HOLE] == [0, *range(first, 250)]
     kv.release(seq)
     assert kv.num_available == 200

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from lmkit.turbo.kv.block_pool import BlockPool
+from lmkit.turbo.kv.ledger import Ledger
 from lmkit.turbo.kv.radix_cache import HOLE, LONG_PATH, Match, RadixCache
 from lmkit.turbo.kv.radix_tree import MAX_CANDIDATES, Node
 
@@ -22,7 +23,7 @@ def tokens(text: str) -> np.ndarray:
 class Setup:
     def __init__(self, window: int = 0, sinks: int = 0, quota: int | None = None, num_blocks: int = 40) -> None:
         self.pool = BlockPool(num_blocks)
-        self.cache = RadixCache(self.pool, 4, window=window, sinks=sinks, quota=quota)
+        self.cache = RadixCache(self.pool, 4, window=window, sinks=sinks, ledger=Ledger(quota))
 
     def match(self, text: str, namespace: tuple[str, str] = ME) -> Match:
         found = self.cache.match(namespace, tokens(text))
@@ -343,7 +344,7 @@ DAMAGE: dict[str, Callable[[Setup], object]] = {
     "in no order": lambda s: s.cache._order.clear(),
     "of their use": lambda s: setattr(_longest(s.cache), "used", 0),
     "tenant is miscounted": lambda s: setattr(s.cache._tenants["me"], "num_blocks", 9),
-    "over its quota": lambda s: setattr(s.cache, "_quota", 1),
+    "over its quota": lambda s: setattr(s.cache._ledger, "quota", 1),
     "namespace is empty": lambda s: s.cache._tree.roots.update({OTHER: Node(OTHER, None, tokens(""), [])}),
     "but not the one before": lambda s: s.pool.share(_longest(s.cache).blocks[1]),
     "blocks are idle": lambda s: setattr(s.pool, "_num_idle", 1),

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from lmkit.turbo.kv.block_pool import HOLE, BlockPool
+from lmkit.turbo.kv.ledger import Ledger
 from lmkit.turbo.kv.radix_cache import Match, Namespace, RadixCache
 
 SIZE = 3  # with two tokens at most 7 blocks compete for a place in a path, fewer than the cache looks at
@@ -122,7 +123,7 @@ class World:
         self.rng = random.Random(seed)
         self.pool = BlockPool(40)
         self.window, self.sinks = window, sinks
-        self.cache = RadixCache(self.pool, SIZE, window=window, sinks=sinks, quota=quota)
+        self.cache = RadixCache(self.pool, SIZE, window=window, sinks=sinks, ledger=Ledger(quota))
         self.model = Model(self.pool, quota)
         self.users: list[User] = []
         self.holds: dict[int, Key] = {}
@@ -209,7 +210,7 @@ class World:
         expected = None if self.window else self.model.insert(user.namespace, user.tokens, blocks)
         kept = self.cache.insert(user.namespace, np.array(user.tokens, np.int32), blocks)
         assert expected in (None, kept)
-        if self.cache._quota is None:
+        if self.cache._ledger.quota is None:
             assert all(b != HOLE or own == HOLE for b, own in zip(kept, user.table, strict=False)), "one was not kept"
         for i, block in enumerate(kept):
             if block not in (HOLE, user.table[i]):

@@ -31,7 +31,7 @@ def test_inputs_follow_each_token_to_its_slot() -> None:
             if size:
                 blocks = [free.pop() for _ in range(-(-(done[slot] + size) // BLOCK) - len(tables[slot]))]
                 tables[slot] += blocks
-                chunks.append(Chunk(slot, done[slot], size, blocks, int(done[slot] + size == len(row))))
+                chunks.append(Chunk(slot, done[slot], size, [blocks], int(done[slot] + size == len(row))))
                 done[slot] += size
         if not chunks:
             continue
@@ -57,10 +57,10 @@ def test_inputs_follow_each_token_to_its_slot() -> None:
 def test_a_reused_slot_forgets_its_blocks() -> None:
     batch = PersistentBatch(num_slots=1, max_model_len=16, block_size=BLOCK, max_step_tokens=128)
     enter(batch, 0, [1, 2, 3, 4, 5])
-    batch.inputs([Chunk(0, 0, 5, [7, 8], 1)])
+    batch.inputs([Chunk(0, 0, 5, [[7, 8]], 1)])
     batch.append(0, 9)
     enter(batch, 0, [6, 6])
-    inputs, _ = batch.inputs([Chunk(0, 0, 2, [3], 1)])
+    inputs, _ = batch.inputs([Chunk(0, 0, 2, [[3]], 1)])
     assert inputs.geometries[0].slots.tolist() == [12, 13]
     assert inputs.token_ids.tolist() == [6, 6]
 
@@ -71,8 +71,8 @@ def test_prompt_rows_score_every_prompt_token_once() -> None:
     enter(batch, 1, [20, 21])
     scored: list[int] = []
     for start, size in ((0, 3), (3, 1), (4, 2)):
-        chunk = Chunk(0, start, size, [start] if start % BLOCK == 0 else [], int(start + size == 6))
-        other = Chunk(1, 0, 2, [9] if start == 0 else [], 1)
+        chunk = Chunk(0, start, size, [[start]] if start % BLOCK == 0 else [], int(start + size == 6))
+        other = Chunk(1, 0, 2, [[9]] if start == 0 else [], 1)
         inputs, rows = batch.inputs([other, chunk])
         positions = inputs.positions.tolist()
         assert rows is not None
@@ -98,7 +98,7 @@ def test_decode_steps_stay_in_place_and_follow_blocks_and_slots() -> None:
             new_blocks[1] = list(tables[1])
         if step == 15:
             del lengths[0]
-        chunks = [Chunk(slot, n - 1, 1, new_blocks.pop(slot, []), 1) for slot, n in lengths.items()]
+        chunks = [Chunk(slot, n - 1, 1, [new_blocks.pop(slot, [])], 1) for slot, n in lengths.items()]
         inputs, rows = batch.inputs(chunks)
         assert rows is None
         assert inputs.token_ids.tolist() == [batch.token_ids[slot, n - 1] for slot, n in lengths.items()]

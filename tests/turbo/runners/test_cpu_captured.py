@@ -126,7 +126,7 @@ def runner_of(model: Path, **config: Any) -> CpuRunner:
     rng = random.Random(0)
     for slot in range(4):
         tokens, table = [rng.randrange(2, 150) for _ in range(LENGTH)], list(range(75 * slot, 75 * slot + 75))
-        runner.batch.enter(NewSequence(slot, tokens, LENGTH, SamplingParams(), (), False, table))
+        runner.batch.enter(NewSequence(slot, tokens, LENGTH, SamplingParams(), (), False, [table]))
         for start in range(0, LENGTH, 60):
             runner.decoder(runner.batch.inputs([Chunk(slot, start, 60, [], 0)])[0], runner.kv)
     return runner

@@ -50,7 +50,7 @@ def same(got: BatchInputs, want: BatchInputs) -> None:
         assert found.dtype == tensor.dtype
         assert found.is_contiguous()
         assert found.data_ptr() % 8 == 0
-        if name == "block_tables":
+        if name.startswith("block_tables."):
             used = -(-int(want.geometries[0].context_lens.max()) // BLOCK)
             found, tensor = found[: len(tensor), :used], tensor[:, :used]
         assert torch.equal(found[: len(tensor)], tensor), name
@@ -74,7 +74,7 @@ def test_steps_of_any_shape_follow_one_another() -> None:
                 batch.expect(slot)
                 count = 1
             new = -(-(length[slot] + count) // BLOCK) - -(-length[slot] // BLOCK)
-            chunks.append(Chunk(slot, length[slot], count, list(range(next_block, next_block + new)), 1))
+            chunks.append(Chunk(slot, length[slot], count, [list(range(next_block, next_block + new))], 1))
             next_block, length[slot] = next_block + new, length[slot] + count
         inputs, rows = batch.inputs(chunks)
         pad = rng.choice([0, 8]) if rows is None and rng.random() < 0.5 else 0

@@ -12,12 +12,14 @@ from tests.turbo.kv.fake_tiers import full_disk
 from tests.turbo.scheduling.traffic import Traffic
 
 
-def run(folder: Path, seeds: range, depth: int, *, disturb: bool, thorough: bool, length: int = 150) -> Counter[str]:
+def run(
+    folder: Path, seeds: range, depth: int, *, disturb: bool, thorough: bool, length: int = 150, drafts: bool = False
+) -> Counter[str]:
     """Every other seed has lower tiers."""
     counts: Counter[str] = Counter()
     for seed in seeds:
         tiers = folder / str(seed) if seed % 2 else None
-        traffic = Traffic(seed, depth, disturb=disturb, folder=tiers, thorough=thorough)
+        traffic = Traffic(seed, depth, disturb=disturb, folder=tiers, thorough=thorough, drafts=drafts)
         traffic.run(length)
         traffic.check_results()
         counts.update(traffic.counts)
@@ -34,6 +36,13 @@ def test_random_traffic(depth: int, disturb: bool, tmp_path: Path) -> None:
     assert counts["loaded"] > 100
     assert counts["deadline"] > 20
     assert disturb or depth > 1 or counts["exact"] > 3
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_random_traffic_with_drafts(depth: int, tmp_path: Path) -> None:
+    counts = run(tmp_path, range(100, 124), depth, disturb=True, thorough=True, drafts=True)
+    assert counts["preemptions"] > 100, "the traffic no longer exercises preemption"
+    assert counts["hits"] > 300
 
 
 def test_a_full_disk_costs_nothing_but_the_hits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

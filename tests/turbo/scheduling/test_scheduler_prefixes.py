@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from lmkit.models.kv_layout import KVClass
 from tests.turbo.fakes import FakeEngine, FakeRunner, limits, prompt_logprob, request, solo
 from tests.turbo.kv.fake_tiers import ChanceTiers
 
@@ -137,7 +138,9 @@ def test_what_a_failed_step_was_to_compute_is_not_found() -> None:
 
 @pytest.mark.parametrize("window", [0, 20])
 def test_nothing_is_computed_twice_after_preemptions_where_nothing_was_evicted(window: int) -> None:
-    small = limits(prefix_cache=True, num_blocks=200, max_batch_size=2, priority_seconds=1e6, window=window)
+    small = limits(
+        prefix_cache=True, num_blocks=200, max_batch_size=2, priority_seconds=1e6, classes=(KVClass(window),)
+    )
     engine = FakeEngine(small)
     requests = [request(f"r{i}", [i + 2, *text(i, 19)], max_tokens=12, priority=-i) for i in range(8)]
     for req in requests:  # each is better than all before it
@@ -166,8 +169,7 @@ def test_what_was_evicted_is_loaded_and_counts_as_cached(on_disk: bool, tmp_path
     engine = FakeEngine(CACHE, tiers=lambda runner: Willing(runner, tmp_path if on_disk else None))
     engine.add(request("a", text(1, 40), max_tokens=5))
     engine.run()
-    assert engine.scheduler._kv.cache is not None
-    engine.scheduler._kv.cache.clear()
+    engine.scheduler._kv.caches[0].clear()
     engine.add(request("b", text(1, 40), max_tokens=5))
     engine.run()
     assert cached(engine, "b") == 36  # its last block is wanted as well, for the logits of its last token
@@ -183,8 +185,7 @@ def test_what_a_request_has_computed_itself_does_not_count_as_cached() -> None:
     engine.step()
     engine.add(request("high", text(2, 5), max_tokens=3))
     engine.step()
-    assert engine.scheduler._kv.cache is not None
-    engine.scheduler._kv.cache.clear()  # of what low computed, a tier has 32 tokens
+    engine.scheduler._kv.caches[0].clear()  # of what low computed, a tier has 32 tokens
     engine.run()
     assert engine.scheduler.stats().tier_hits == {"host": 32}
     assert cached(engine, "low") == 0

@@ -138,7 +138,7 @@ def test_nobody_is_thrown_out_where_that_would_not_suffice() -> None:
     engine.step()
     engine.add(request("worse", [*shared, 9], max_tokens=10, priority=1))
     engine.step()
-    tables = [seq.block_table for seq in engine.scheduler._slots]
+    tables = [seq.tables[0].blocks for seq in engine.scheduler._slots]
     assert tables[0][:3] == tables[1][:3]
     engine.add(request("better", text(2, 24), max_tokens=4))
     for _ in range(4):

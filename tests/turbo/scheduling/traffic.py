@@ -7,10 +7,12 @@ import math
 import random
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from lmkit.errors import RequestError
+from lmkit.models.kv_layout import KVClass
 from lmkit.turbo.plan import StepPlan
 from lmkit.turbo.request import FinishReason, Request
 from lmkit.turbo.scheduling import policy
@@ -22,17 +24,31 @@ from tests.turbo.kv.fake_tiers import ChanceTiers
 REFUSALS = {"context_length_exceeded", "invalid_request", "queue_full"}
 
 
+def random_classes(rng: random.Random) -> tuple[KVClass, ...]:
+    """All layers see everything; all have one window; or some of each."""
+    window, sinks = rng.choice([1, 4, 16, 70]), rng.choice([0, 0, 1, 6])
+    kind = rng.random()
+    if kind < 0.4:
+        return (KVClass(),)
+    if kind < 0.6:
+        return (KVClass(window, sinks),)
+    if kind < 0.9:
+        return KVClass(0, 0, rng.choice([1, 1, 2])), KVClass(window, sinks, rng.choice([1, 2, 3, 5]))
+    return KVClass(), KVClass(window, sinks, 2), KVClass(window + 5, sinks, 1)
+
+
 def random_limits(rng: random.Random) -> SchedulerLimits:
-    cache = {"prefix_cache": rng.random() < 0.8, "session_lease": rng.choice([5.0, 200.0])}
+    classes = random_classes(rng)
+    num_groups = sum(layers.num_groups for layers in classes)
+    cache: dict[str, Any] = {"prefix_cache": rng.random() < 0.8, "session_lease": rng.choice([5.0, 200.0])}
     if cache["prefix_cache"]:
         cache["cache_quota"] = rng.choice([1.0, 1.0, 0.5])
-    if rng.random() < 0.3:
-        cache |= {"window": rng.choice([1, 4, 16, 70]), "sinks": rng.choice([0, 0, 1, 6])}
+    cache["classes"] = classes
     policies = {"max_overtakes": rng.choice([0, 2, 8]), "priority_seconds": rng.choice([0.0, 5.0, 50.0])}
     if rng.random() < 0.4:  # many sequences start and few can grow: preemption upon preemption
-        return limits(num_blocks=24, block_size=1, max_batch_size=8, max_model_len=25, **cache, **policies)
+        return limits(num_blocks=24 * num_groups, block_size=1, max_batch_size=8, max_model_len=25, **cache, **policies)
     return limits(
-        num_blocks=rng.choice([3, 8, 13, 21, 34]),
+        num_blocks=rng.choice([3, 8, 13, 21, 34]) * rng.choice([1, num_groups]),
         block_size=rng.choice([1, 1, 2, 3, 8]),
         max_batch_size=rng.choice([1, 3, 5, 8]),
         max_step_tokens=rng.choice([1, 3, 7, 16, 64]),
@@ -73,14 +89,22 @@ def random_request(rng: random.Random, name: str, limits: SchedulerLimits, texts
 class Traffic:
     """An engine under random arrivals, aborts (also in the middle of a step), failing steps, forced evictions and
     deadlines; with `folder` it has lower tiers, with which things go wrong, too. `thorough`: look at all books always.
+    `drafts`: next tokens are guessed, now and then right.
     """
 
     def __init__(
-        self, seed: int, depth: int = 1, *, disturb: bool = False, folder: Path | None = None, thorough: bool = True
+        self,
+        seed: int,
+        depth: int = 1,
+        *,
+        disturb: bool = False,
+        folder: Path | None = None,
+        thorough: bool = True,
+        drafts: bool = False,
     ) -> None:
         self.rng = random.Random(seed)
         self.limits = random_limits(self.rng)
-        self.disturb, self.folder, self.thorough = disturb, folder, thorough
+        self.disturb, self.folder, self.thorough, self.drafts = disturb, folder, thorough, drafts
         self.tiers: ChanceTiers | None = None
         has_tiers = folder is not None and self.limits.kv.prefix_cache
         self.now = 0.0
@@ -99,6 +123,7 @@ class Traffic:
     def _tiers(self, runner: FakeRunner) -> ChanceTiers:
         rng = random.Random(self.rng.random())
         num_host, num_disk = rng.choice([(0, 30), (3, 30), (20, 10), (60, 0)])
+        num_host, num_disk = (self.limits.kv.num_groups * count for count in (num_host, num_disk))
         self.tiers = ChanceTiers(runner, rng, self.folder if num_disk else None, num_host, num_disk)
         return self.tiers
 
@@ -136,14 +161,16 @@ class Traffic:
 
     def evict(self) -> None:
         """Idle blocks may leave the cache at any moment."""
-        cache = self.engine.scheduler._kv.cache
-        if cache is not None and self.rng.random() < 0.3:
-            cache.clear()
-        elif cache is not None:
-            cache.evict(self.rng.randint(1, 5))
+        for cache in self.engine.scheduler._kv.caches:
+            if self.rng.random() < 0.3:
+                cache.clear()
+            else:
+                cache.evict(self.rng.randint(1, 5))
 
     def step(self, disturb: bool) -> None:
         engine, scheduler = self.engine, self.engine.scheduler
+        if self.drafts:
+            self.propose()
         plan = engine.schedule()
         if self.thorough or self.rng.random() < 0.1:
             scheduler.check_integrity()
@@ -161,6 +188,12 @@ class Traffic:
             self.fail()
         else:
             engine.land()
+
+    def propose(self) -> None:
+        for seq in self.engine.scheduler._slots.running.values():
+            if not seq.num_pending and self.rng.random() < 0.7:
+                guesses = self.wanted[seq.request_id][0][seq.num_outputs :][: self.rng.choice([1, 2, 5, 9])]
+                seq.propose([token if self.rng.random() < 0.8 else self.rng.randrange(50) for token in guesses])
 
     def fail(self) -> None:
         """The oldest step raises before it has done anything, or after all is done."""
@@ -221,7 +254,8 @@ class Traffic:
             assert seq.deadline > self.now, "its time was up before this step"
             waits = seq.slot not in served and seq.is_due
             if waits and (budget_left or seq.num_uncomputed == 1 or seq is first):
-                assert len(seq.block_table) * self.limits.kv.block_size < seq.num_tokens + seq.num_pending
+                held = min(len(table.blocks) for table in seq.tables)
+                assert held * self.limits.kv.block_size < seq.num_tokens + seq.num_pending
                 assert seq is not first or writing, "the first by priority key waits for a block"
 
     def check_results(self) -> None:

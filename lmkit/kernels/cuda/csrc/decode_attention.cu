@@ -28,8 +28,9 @@
 // time.
 //
 // DIM: D. KEYS, VALUES: storage types. NT: tiles of 8 heads. BLOCK: tokens of a KV block. STAGES. MEAN: keys without
-// their mean (ops.KeyMean). LM_BF16: q, k, v and the result are bfloat16.
+// their mean (ops.KeyMean). SOFTCAP: scores are capped. LM_BF16: q, k, v and the result are bfloat16.
 #include "kv.cuh"
+#include "softcap.cuh"
 
 using Keys = Storage<KEYS, DIM>;
 using Values = Storage<VALUES, DIM>;
@@ -476,7 +477,7 @@ decode_attention(const u16* q, i64 q_token, i64 q_head, const u16* k, i64 k_toke
                  const float* k_scales, int turned, u8* v_data, u8* v_params, const float* v_scales,
                  const float* mean_vector, const i32* mean_pairs, const float* mean_table, int mean_half, int num_pairs,
                  int positions, const i32* slots, const i32* block_tables, int max_blocks, const i32* query_start,
-                 const i32* context_lens, float to_logits, int window, int sinks, u16* out, float* partials,
+                 const i32* context_lens, float to_logits, float cap, int window, int sinks, u16* out, float* partials,
                  i32* counters, int kv_heads, int group) {
     const int sequence = blockIdx.z, tiles_of_heads = gridDim.y / kv_heads, kv_head = blockIdx.y / tiles_of_heads;
     const int first_head = (blockIdx.y - kv_head * tiles_of_heads) * ROWS, heads = min(ROWS, group - first_head);
@@ -559,6 +560,13 @@ decode_attention(const u16* q, i64 q_token, i64 q_head, const u16* k, i64 k_toke
 #if MEAN
         add_mean(x, shared, mean, mean_pairs + kv_head * num_pairs, token);
 #endif
+        if constexpr (SOFTCAP) {
+            const SoftCap capped(cap);
+#pragma unroll
+            for (int n = 0; n < NT; ++n)
+#pragma unroll
+                for (int j = 0; j < 4; ++j) x[n][j] = capped(x[n][j]);
+        }
         if (visible != ALL) {
 #pragma unroll
             for (int n = 0; n < NT; ++n)

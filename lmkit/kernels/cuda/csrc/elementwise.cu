@@ -1,5 +1,6 @@
-// Ops that treat every element by itself: embedding, silu(gate) * up, cosines and sines of positions. A thread has eight
-// neighbouring values of a row (rows.cuh), or one angle.
+// Ops that treat every element by itself: embedding, activation of a gate, cosines and sines of positions. A thread has
+// eight neighbouring values of a row (rows.cuh), or one angle.
+#include "activation.cuh"
 #include "rows.cuh"
 
 // out[i] = scale * table[rows[i]] as float32. Grid: (rows, blocks of columns).
@@ -24,24 +25,22 @@ extern "C" __global__ void __launch_bounds__(256) softcap(float* x, float cap, i
 }
 EXPORT(softcap)
 
-DEVICE float silu(float x) { return x / (1.0f + expf(-x)); }
-
-// out = silu(gate) * up of rows gate | up, each of `columns`.
-extern "C" __global__ void __launch_bounds__(256) silu_mul(
-    const void* gate_up, i64 row_stride, void* out, int columns, int half, int aligned
+// out = f(gate) * up of rows gate | up, each of `columns`.
+extern "C" __global__ void __launch_bounds__(256) gated_activation(
+    const void* gate_up, i64 row_stride, void* out, int columns, int activation, int half, int aligned
 ) {
     const int column = WIDTH * (blockIdx.y * blockDim.x + threadIdx.x);
     const int count = columns - column;
     if (count <= 0) return;
     const i64 row = blockIdx.x, gate_at = row * row_stride + column;
-    float gate[WIDTH], up[WIDTH];
-    load8(gate, gate_up, gate_at, half, aligned, count);
+    float gates[WIDTH], up[WIDTH];
+    load8(gates, gate_up, gate_at, half, aligned, count);
     load8(up, gate_up, gate_at + columns, half, aligned, count);
 #pragma unroll
-    for (int i = 0; i < WIDTH; ++i) gate[i] = silu(gate[i]) * up[i];
-    store8(out, row * columns + column, gate, half, aligned, count);
+    for (int i = 0; i < WIDTH; ++i) gates[i] = gate(gates[i], activation) * up[i];
+    store8(out, row * columns + column, gates, half, aligned, count);
 }
-EXPORT(silu_mul)
+EXPORT(gated_activation)
 
 // cos and sin of positions[i] * inv_freq[j], the product rounded to float32, times `magnitude`. Positions are up to some
 // 10^6 radians: sincosf reduces exactly, __sincosf would not.

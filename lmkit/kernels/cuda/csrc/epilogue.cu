@@ -1,9 +1,10 @@
 // What comes behind a product of a library. Of each row of `product` [rows, N], int32 or float32:
 //
 //     y = (product - zero[n] * sum[row]) * row_scale[row] * scale[n] + bias[n]      (what is null has no part in it)
-//     y = silu(y[n]) * y[n + N/2]                                                   (gated: N/2 columns)
+//     y = f(y[n]) * y[n + N/2]                                                      (with an activation: N/2 columns)
 //
 // as float32 or Half, or added to a float32 stream. A thread has eight columns.
+#include "activation.cuh"
 #include "rows.cuh"
 
 struct Product {
@@ -32,9 +33,10 @@ struct Product {
 
 extern "C" __global__ void __launch_bounds__(256) epilogue(
     const void* product, const float* row_scales, const float* scales, const i32* sums, const i32* zeros,
-    const float* bias, void* out, i64 out_stride, int outputs, int integers, int gated, int out_half, int add, int aligned
+    const float* bias, void* out, i64 out_stride, int outputs, int integers, int activation, int out_half, int add,
+    int aligned
 ) {
-    const int columns = gated ? outputs / 2 : outputs, column = WIDTH * (blockIdx.y * blockDim.x + threadIdx.x);
+    const int columns = activation ? outputs / 2 : outputs, column = WIDTH * (blockIdx.y * blockDim.x + threadIdx.x);
     const int count = columns - column;
     if (count <= 0) return;
     const i64 row = blockIdx.x;
@@ -44,10 +46,10 @@ extern "C" __global__ void __launch_bounds__(256) epilogue(
     };
     float y[WIDTH], other[WIDTH];
     input.load(y, column, count);
-    if (gated) {
+    if (activation) {
         input.load(other, columns + column, count);
 #pragma unroll
-        for (int i = 0; i < WIDTH; ++i) y[i] = y[i] / (1.0f + expf(-y[i])) * other[i];
+        for (int i = 0; i < WIDTH; ++i) y[i] = gate(y[i], activation) * other[i];
     }
     const i64 at = row * out_stride + column;
     if (add) {

@@ -33,6 +33,7 @@
 // leaves time for 3.7.
 //
 // Defines besides gemm.cuh's: N_TILES, ROWS, WARPS_N, WARPS_K, DEPTH.
+#include "activation.cuh"
 #include "gemm.cuh"
 
 constexpr int WARPS = WARPS_N * WARPS_K, THREADS = 32 * WARPS;
@@ -57,7 +58,7 @@ struct Arguments {
     const float* bias;   // [rows of the weight] or null
     void* y;             // [tokens, outputs]
     float* partial;      // [ranges, tokens, row blocks * BLOCK_ROWS], of more than one range
-    int tokens, inputs, outputs, tiles, stages, groups, stages_per_group, gated, kind;
+    int tokens, inputs, outputs, tiles, stages, groups, stages_per_group, activation, kind;
 };
 
 enum Kind { HALF, FLOAT, ADD };
@@ -207,21 +208,22 @@ struct FromRanges {
     }
 };
 
-DEVICE float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
+DEVICE float fast_gate(float x, int activation) { return __fdividef(x, 1.0f + __expf(-gate_exponent(x, activation))); }
 
 // Tokens' results of a row block from its sums. Gated tiles have 8 gates, then what they multiply.
 template <class From>
 DEVICE void finish(const Arguments& a, const From& from, int block, int token, int count) {
-    const int log_rows = a.gated ? 3 : 4, log_width = log_rows + LOG_BLOCK_TILES;
+    const int log_rows = a.activation ? 3 : 4, log_width = log_rows + LOG_BLOCK_TILES;
 #pragma unroll 1  // a few steps at most; more of them at a time would take registers from the loop over units
     for (int i = threadIdx.x; i < count << log_width; i += THREADS) {
         const int t = i >> log_width, column = i & ((1 << log_width) - 1);
         const int n = (block << log_width) + column;
         if (n >= a.outputs) continue;
-        const int row = a.gated ? (column >> 3) * TILE + (column & 7) : column;
+        const int row = a.activation ? (column >> 3) * TILE + (column & 7) : column;
         float value = from(row, t);
         if (a.bias) value += a.bias[n];
-        if (a.gated) value = silu(value) * (from(row + 8, t) + (a.bias ? a.bias[a.outputs + n] : 0.0f));
+        if (a.activation)
+            value = fast_gate(value, a.activation) * (from(row + 8, t) + (a.bias ? a.bias[a.outputs + n] : 0.0f));
         const i64 at = static_cast<i64>(token + t) * a.outputs + n;
         if (a.kind == HALF)
             static_cast<u16*>(a.y)[at] = Half::from_float(value);
@@ -267,9 +269,9 @@ DEVICE bool is_last(i32* counter, float* flag) {
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     gemm(const u16* x, const u8* codes, const u8* params, const float* bias, void* y, float* partial, i32* counters,
          int tokens, int inputs, int outputs, int tiles, int stages, int groups, int stages_per_group, int units,
-         int resident, int gated, int kind) {
+         int resident, int activation, int kind) {
     const Arguments a{x,     codes,  params, bias,             y,     partial, tokens, inputs, outputs,
-                      tiles, stages, groups, stages_per_group, gated, kind};
+                      tiles, stages, groups, stages_per_group, activation, kind};
     // Through a shuffle, or the compiler would take threadIdx apart again for every unit.
     const int lane = __shfl_sync(0xffffffffu, lane_id(), lane_id()), warp = __shfl_sync(0xffffffffu, warp_id(), 0);
     const int warp_n = warp / WARPS_K, warp_k = warp % WARPS_K;

@@ -31,6 +31,7 @@
 //
 // Nothing here needs more than sm_80; Hopper's wgmma, whose peak is higher, is not used.
 #include "kv.cuh"
+#include "softcap.cuh"
 
 #define D HEAD_DIM
 
@@ -358,15 +359,28 @@ DEVICE void mask(float (&s)[M_TILES][N_TILES][4], const Work& work, int row, int
         }
 }
 
+// What scores are multiplied with before 2 is raised to them. A soft cap leaves nothing to do.
+DEVICE float to_logits(float scale) { return SOFTCAP ? 1.0f : scale; }
+
 // A tile of keys, of which the first is `key`, for the warp's rows, of which the first is `row`.
 DEVICE void attend(
-    Rows& rows, const Work& work, int row, int key, const u8* queries, const u8* keys, const u8* values, float scale) {
+    Rows& rows, const Work& work, int row, int key, const u8* queries, const u8* keys, const u8* values, float scale,
+    float cap) {
     const int first = work.spans[warp_id()].x, last = work.spans[warp_id()].y, end = key + KEYS - 1;
     if (key > last || (work.window && end <= first - work.window && key >= work.sinks)) return;
     float s[M_TILES][N_TILES][4] = {};
     multiply_keys(s, queries + row * Q_STRIDE, keys);
+    if constexpr (SOFTCAP) {
+        const SoftCap capped(cap);
+#pragma unroll
+        for (int m = 0; m < M_TILES; ++m)
+#pragma unroll
+            for (int n = 0; n < N_TILES; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) s[m][n][i] = capped(s[m][n][i] * scale);
+    }
     if (end > first || (work.window && key <= last - work.window && end >= work.sinks)) mask(s, work, row, key);
-    soften(rows, s, scale);
+    soften(rows, s, to_logits(scale));
     multiply_values(rows, s, values);
 }
 
@@ -438,13 +452,13 @@ DEVICE void merge(const float* records, int count, const Work& work, u16* out, i
 }
 
 // Grid (kv_heads, slots, num_splits), slots = num_tokens * group / ROWS + num_seqs; the last, the heaviest, first.
-// scale: of scores, times log2(e). records: float [slots * kv_heads][num_splits][RECORD], if there are several splits.
+// scale: of scores, times log2(e). cap: the soft cap, times log2(e). records: float [slots * kv_heads][num_splits][RECORD], if there are several splits.
 extern "C" __global__ void __launch_bounds__(THREADS, D <= 128 ? 2 : 1) prefill_attention(
     const u16* q, i64 q_stride, const u8* k_data, const u32* k_params, const u8* v_data, const u32* v_params,
     const float* mean_vector, const int* mean_pairs, const float* mean_table, int mean_half, int mean_positions,
     const int* block_tables, int table_stride, const int* query_start, const int* context_lens, int num_seqs, int group,
-    int block_size, int window, int sinks, int turned, int skip_single, float scale, u16* out, float* records,
-    int* counters) {
+    int block_size, int window, int sinks, int turned, int skip_single, float scale, float cap, u16* out,
+    float* records, int* counters) {
     const int head = blockIdx.x, num_kv_heads = gridDim.x, slot = gridDim.y - 1 - blockIdx.y, num_splits = gridDim.z;
     u8* const queries = shared_memory;
     const Keys keys{k_data, k_params, queries + ROWS * Q_STRIDE};
@@ -505,7 +519,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, D <= 128 ? 2 : 1) prefill_
         if (i + 1 < end) load(i + 1);
         cp_async_commit();
         if (work.first_row + row < work.num_rows)
-            attend(rows, work, row, work.first_key(i), queries, keys.tile(stage), values.tile(stage), scale);
+            attend(rows, work, row, work.first_key(i), queries, keys.tile(stage), values.tile(stage), scale, cap);
         if (threadIdx.x < KEYS) places[stage * KEYS + threadIdx.x] = place(i + 2);
     }
     cp_async_wait<0>();
@@ -524,6 +538,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, D <= 128 ? 2 : 1) prefill_
     __syncthreads();
     if (!places[0]) return;
     __threadfence();
-    merge(records, splits, work, out, num_heads, head, scale);
+    merge(records, splits, work, out, num_heads, head, to_logits(scale));
 }
 EXPORT(prefill_attention)

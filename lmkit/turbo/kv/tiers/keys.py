@@ -4,12 +4,16 @@
     key_0 = sha256(root + tokens of block 0)
     key_i = sha256(key_{i-1} + tokens of block i)          tokens as little-endian int32
 
+Where layers form several groups (models.kv_layout), a block holds one of them: the last two bytes of its key are the
+group's number.
+
 Equal keys mean equal KV; who does not know a tenant's salt cannot name, find or time its blocks.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -33,3 +37,9 @@ def block_keys(root: bytes, tokens: np.ndarray, block_size: int, known: list[byt
     for start in range(0, len(data), size):
         key = hashlib.sha256(key + data[start : start + size]).digest()
         known.append(key)
+
+
+def group_keys(keys: Sequence[bytes], groups: Iterable[int]) -> list[bytes]:
+    """The keys of the groups' blocks, by tokens first."""
+    ends = [group.to_bytes(2, "big") for group in groups]
+    return [key[:-2] + end for key in keys for end in ends]

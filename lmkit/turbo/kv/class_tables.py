@@ -1,0 +1,73 @@
+"""The tables of one class of layers: what its window still sees, and which blocks make its stripes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from lmkit.models.kv_layout import KVClass
+from lmkit.turbo.kv.block_pool import HOLE, BlockPool
+from lmkit.turbo.kv.ledger import Ledger
+from lmkit.turbo.kv.limits import RETIRE_ALIGN, KVLimits
+from lmkit.turbo.kv.radix_cache import RadixCache
+from lmkit.turbo.sequence import BlockTable
+
+
+class ClassTables:
+    """Stripe i of a table holds tokens i * block_size and on, of all groups of the class."""
+
+    def __init__(self, layers: KVClass, groups: range, cache: RadixCache | None, pool: BlockPool, size: int) -> None:
+        self.groups = groups
+        self.cache = cache
+        self.window = layers.window
+        self._pool = pool
+        self._sinks = layers.sinks
+        self._block_size = size
+
+    @classmethod
+    def of(cls, limits: KVLimits, pool: BlockPool, ledger: Ledger) -> list[ClassTables]:
+        """Of every class, each with its cache."""
+        tables, first = [], 0
+        for layers in limits.classes:
+            groups = range(first, first := first + layers.num_groups)
+            cache = None
+            if limits.prefix_cache:
+                cache = RadixCache(
+                    pool, limits.block_size, window=layers.window, sinks=layers.sinks, stripe=len(groups), ledger=ledger
+                )
+            tables.append(cls(layers, groups, cache, pool, limits.block_size))
+        return tables
+
+    def unseen(self, indices: Iterable[int], position: int) -> list[int]:
+        """Those of a table's stripes that are not kept for a token at `position` or later. Kept is all that it sees,
+        and a little more.
+        """
+        if not self.window:
+            return []
+        first = max(position - self.window + 1, 0) // RETIRE_ALIGN * RETIRE_ALIGN
+        size = self._block_size
+        return [i for i in indices if i * size >= self._sinks and (i + 1) * size <= first]
+
+    def leaving(self, table: BlockTable, position: int) -> list[int]:
+        """The stripes that the window has passed since this was asked last."""
+        if not self.window:
+            return []
+        size, end = self._block_size, table.num_retired
+        first = max(position - self.window + 1, 0) // RETIRE_ALIGN * RETIRE_ALIGN
+        while end < len(table.blocks) and (end * size < self._sinks or (end + 1) * size <= first):
+            end += 1
+        gone = range(table.num_retired, end)
+        table.num_retired = end
+        return [i for i in gone if i * size >= self._sinks]
+
+    def punch(self, table: BlockTable, indices: list[int]) -> None:
+        """Give these stripes back."""
+        self._pool.free_all([table.blocks[i] for i in indices])
+        for i in indices:
+            table.blocks[i] = HOLE
+
+    def by_group(self, blocks: list[int]) -> list[list[int]]:
+        """Stripes -> the blocks of each group; a HOLE is any block."""
+        if len(self.groups) == 1:
+            return [[max(block, 0) for block in blocks]]
+        stripes = [self._pool.stripe(max(block, 0)) for block in blocks]
+        return [[stripe[g] if g < len(stripe) else 0 for stripe in stripes] for g in range(len(self.groups))]

@@ -1,0 +1,41 @@
+"""Which blocks of a sequence a sliding window looks into. Plain arithmetic on tables of blocks."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from lmkit.turbo.kv.block_pool import HOLE
+
+
+class WindowView(NamedTuple):
+    """A token at position p sees keys > p - window and the first `sink_blocks` blocks; all before it if window is 0."""
+
+    window: int
+    sink_blocks: int
+    block_size: int  # tokens
+
+    def first_seen(self, num_tokens: int) -> int:
+        """The first block that a query at position `num_tokens` looks into, sinks aside."""
+        return max(num_tokens - self.window + 1, 0) // self.block_size if self.window else 0
+
+    def usable(self, blocks: list[int], rest: int) -> int:
+        """How many of a path's blocks lead to a position that looks into no hole; `rest` tokens lie behind the last."""
+        if HOLE not in blocks:
+            return len(blocks)
+        end = len(blocks)
+        if HOLE in (sinks := blocks[: self.sink_blocks]):
+            end, rest = sinks.index(HOLE), 0
+        first = self.first_seen(end * self.block_size + rest)
+        while HOLE in (seen := blocks[first:end]):
+            end -= seen[::-1].index(HOLE) + 1
+            while end and blocks[end - 1] == HOLE:
+                end -= 1
+            first = self.first_seen(end * self.block_size)
+        return end
+
+    def choose(self, missing: list[int], room: int) -> list[int]:
+        """Which `room` of the missing blocks to keep: the first ones, or with a window the sinks and the last ones."""
+        if self.window:
+            sinks = sum(i < self.sink_blocks for i in missing)
+            missing = missing[:sinks] + missing[sinks:][::-1]
+        return missing[:room]
