@@ -225,8 +225,11 @@ class Scheduler:
         seq.gather_prompt_logprobs(chunk.start, result.prompt_logprobs)
         if seq.status is Status.RUNNING and chunk.start < seq.num_prompt_tokens:
             self._kv.publish(seq, min(seq.num_completed, seq.num_prompt_tokens), partial=chunk.num_sampled > 0)
-        has_failed = bool(result.tokens) and result.tokens[-1].token_id == FAILED_TOKEN
-        tokens = result.tokens[:-1] if has_failed else result.tokens
+        tokens = result.tokens
+        if not tokens:
+            return
+        if has_failed := tokens[-1].token_id == FAILED_TOKEN:
+            tokens = tokens[:-1]
         if tokens:
             self._extend(seq, tokens)
         if has_failed and seq.status is not Status.FINISHED:
@@ -240,14 +243,14 @@ class Scheduler:
         if seq.num_tokens == seq.max_tokens:  # no new tokens were wanted
             self._finish(seq, "length", prompt_logprobs=seq.prompt_logprobs, cached_tokens=cached)
             return
-        reason, new = None, list[int]()
-        for token in tokens:
-            assert 0 <= token.token_id < self.limits.vocab_size, f"token {token.token_id} sampled"
-            reason = seq.append(token.token_id)
-            new.append(token.token_id)
+        reason, new = None, [token.token_id for token in tokens]
+        for count, token_id in enumerate(new, 1):
+            assert 0 <= token_id < self.limits.vocab_size, f"token {token_id} sampled"
+            reason = seq.append(token_id)
             if reason is not None:
+                del new[count:]
                 break
-        if seq.status is Status.RUNNING:  # all but the last were computed, as a draft
+        if len(new) > 1 and seq.status is Status.RUNNING:  # all but the last were computed, as a draft
             seq.num_computed += len(new) - 1
             seq.num_completed += len(new) - 1
         self._generation_tokens += len(new)
