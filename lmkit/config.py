@@ -39,7 +39,7 @@ class EngineConfig(StrictStruct, frozen=True):
     """
 
     device: Device = "auto"
-    dtype: WeightDtype = "auto"  # of dense weights; auto = the checkpoint's, see models.loader.resolve_dtype
+    dtype: WeightDtype = "auto"  # of dense weights; auto = the checkpoint's, see models.resolved.resolve_dtype
     kv_dtype: KVStorageName = "auto"  # auto = the checkpoint's kv_config.json, else the weights' dtype
     activations: Activations = "auto"  # of quantized linears: rounding per token and group; auto = by device
     lm_head: HeadStorage = "auto"  # auto = as the checkpoint has it, int8 = quantized while loading, groups of 128

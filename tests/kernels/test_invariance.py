@@ -93,7 +93,9 @@ def test_elementwise_rows(op: Op) -> None:
 LENGTHS, NEW = [1, 30, 700, 2050, 257], [1, 30, 3, 1, 100]
 
 
-@pytest.mark.parametrize(("window", "sinks"), [(0, 0), (40, 0), (400, 0), (40, 5), (300, 270)])
+@pytest.mark.parametrize(
+    "spec", [(0, 0), (40, 0), (400, 0, 20.0), (40, 5), (300, 270, 20.0)], ids=lambda spec: "-".join(map(str, spec))
+)
 @pytest.mark.parametrize(
     ("types", "dim"),
     [
@@ -104,9 +106,7 @@ LENGTHS, NEW = [1, 30, 700, 2050, 257], [1, 30, 3, 1, 100]
         ((FP8, FP8), 64),
     ],
 )
-def test_attention_sequences_chunks_and_splits(
-    types: tuple[KVDtype, KVDtype], dim: int, window: int, sinks: int
-) -> None:
+def test_attention_sequences_chunks_and_splits(types: tuple[KVDtype, KVDtype], dim: int, spec: tuple[Any, ...]) -> None:
     torch.manual_seed(4)
     kv_heads, group = 2, 3
     kv, tables = filled_cache(types, kv_heads, dim, 16, LENGTHS)
@@ -124,7 +124,7 @@ def test_attention_sequences_chunks_and_splits(
         )
         lens = [LENGTHS[b] - NEW[b] + first + n for b, n in zip(sequences, taken, strict=True)]
         batch = geometry([0, *torch.tensor(taken).cumsum(0).tolist()], lens, tables[sequences])
-        return Tensor(impl(q[rows], kv.k, kv.v, batch, AttentionSpec(dim**-0.5, window, sinks)))
+        return Tensor(impl(q[rows], kv.k, kv.v, batch, AttentionSpec(dim**-0.5, *spec)))
 
     together = attend(list(range(len(LENGTHS))))
     for num_threads in (2, 1, 5):

@@ -12,7 +12,7 @@ import pytest
 from llvmlite import ir
 
 from lmkit.errors import ConfigError
-from lmkit.kernels.cpu import attention_tiles, isa, tiles
+from lmkit.kernels.cpu import attention_rows, attention_tiles, isa, tiles
 from lmkit.kernels.cpu.tiles import Tile
 from lmkit.kv_dtype import BFLOAT16, FLOAT32, INT4, INT8, KVDtype
 
@@ -110,6 +110,7 @@ def test_portable_kernels_compile_for_other_processors(triple: str, cpu: str) ->
         tiles.int_tile(level, 4, packed=True, half_scales=True),
         tiles.float_tile(level),
         *attention_kernels(level, FLOAT32, INT8, INT4),
+        attention_rows.softcap_tile(),
     ):
         text = assembly(tile, cpu, triple)
         assert "ymm" not in text

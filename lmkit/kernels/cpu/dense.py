@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lmkit.kernels.cpu import threads, tiles, workspace
 from lmkit.kernels.cpu.elementwise import rms_norm
-from lmkit.kernels.cpu.intrinsics import pointer, tile, unpack
+from lmkit.kernels.cpu.intrinsics import pointer, tile
 from lmkit.kernels.cpu.isa import Isa
 from lmkit.kernels.cpu.jit import Task
 from lmkit.kernels.cpu.panels import (
@@ -34,13 +34,17 @@ from lmkit.kernels.cpu.panels import (
     CHUNK_BYTES,
     ROW_BLOCK,
     SERIAL_PRODUCTS,
+    Blocks,
+    Results,
     address,
     as_float,
     as_type,
+    block_of,
     panels_per_task,
     store_panels,
     to_panels,
 )
+from lmkit.kernels.cpu.structs import numbers, read
 from lmkit.kernels.ops import Norm
 from lmkit.kernels.registry import Implementation
 from lmkit.qtensor import QTensor, per_row
@@ -85,6 +89,21 @@ def pack_codes(isa: Isa, kind: str, weight: QTensor, activation: str | None = No
     return PackedDense(codes, kind, out_features, in_features, activation, group, scales, zeros)
 
 
+class ProductArgs(NamedTuple):
+    blocks: Blocks
+    x: int
+    x_stride: int  # bytes
+    weight: int
+    panel_bytes: int
+    scales: int
+    zeros: int
+    groups: int  # of codes, in a row
+    group: int  # inputs
+    inputs: int
+    chunk: int  # inputs that are widened at a time
+    results: Results
+
+
 @functools.cache
 def product_task(isa: Isa, kind: str) -> Task:
     """The task of one block of rows times a few panels."""
@@ -94,23 +113,21 @@ def product_task(isa: Isa, kind: str) -> Task:
     widen = tiles.widen_tile(isa, kind).name  # not used for float32
 
     def product(args: int, scratch: int, index: int) -> None:
-        (x, ldx, w, panel_bytes, scales, zeros, groups, group, bias, out, rows, features, num, panels, activation,
-         per_task, row_block, chunk) = unpack(args, 18)  # fmt: skip
-        tasks = (panels + per_task - 1) // per_task
-        first, row = index % tasks * per_task, index // tasks * row_block
-        num_panels, num_rows = min(per_task, panels - first), min(row_block, rows - row)
+        a = read(args, ProductArgs)
+        group, chunk = a.group, a.chunk
+        first, row, num_panels, num_rows = block_of(a.blocks, index)
         sums_bytes = 4 * num_rows * width
         carray(pointer(scratch), num_panels * num_rows * width, np.float32)[:] = 0
-        for k in range(0, num, chunk):
-            count = min(chunk, num - k)
+        for k in range(0, a.inputs, chunk):
+            count = min(chunk, a.inputs - k)
             for p in range(num_panels):
-                panel = w + (first + p) * panel_bytes
+                panel = a.weight + (first + p) * a.panel_bytes
                 values = scratch + num_panels * sums_bytes
                 is_direct, ldw = stored_bytes == 4 or (not is_coded and num_rows <= DIRECT_ROWS), 4 * width
                 if is_direct:
                     values, ldw = panel + stored_bytes * k * width, stored_bytes * width
                 elif is_coded:
-                    first_group = (first + p) * groups
+                    first_group = (first + p) * a.groups
                     start = k
                     while start < k + count:  # group by group
                         g = start // group
@@ -118,16 +135,16 @@ def product_task(isa: Isa, kind: str) -> Task:
                         at = 4 * (first_group + g) * width
                         target = values + 4 * (start - k) * width
                         source = panel + start * width * code_bits // 8
-                        tile(widen, 1, (source, target, stop - start, scales + at, zeros + at))
+                        tile(widen, 1, (source, target, stop - start, a.scales + at, a.zeros + at))
                         start = stop
                 else:
                     tile(widen, 1, (panel + 2 * k * width, values, count, 0, 0))
                 r = 0
                 while r < num_rows:
-                    rows_at, sums = x + (row + r) * ldx + 4 * k, scratch + p * sums_bytes + 4 * r * width
-                    given = (rows_at, ldx, values, ldw, sums, 4 * width, count)
+                    rows_at, sums = a.x + (row + r) * a.x_stride + 4 * k, scratch + p * sums_bytes + 4 * r * width
+                    given = (rows_at, a.x_stride, values, ldw, sums, 4 * width, count)
                     r += tile(direct, num_rows - r, given) if is_direct else tile(multiply, num_rows - r, given)
-        store_panels(scratch, width, num_rows, first, num_panels, activation, features, bias, out + 4 * row * features)
+        store_panels(a.results, scratch, width, row, num_rows, first, num_panels)
 
     return Task(product)
 
@@ -141,18 +158,22 @@ def linear(isa: Isa, x: Tensor, packed: PackedDense, bias: Tensor | None, norm: 
     out = workspace.empty(rows, packed.out_features // 2 if packed.activation else packed.out_features)
     panel_bytes = packed.data[0].nbytes
     row_block, chunk = max(1, min(rows, ROW_BLOCK)), CHUNK_BYTES // (4 * width)
-    activation = ACTIVATION_NUMBERS[packed.activation]
     per_task = panels_per_task(panel_bytes, panels, packed.activation is not None)
     groups = 0 if packed.scales is None else packed.scales.shape[1]
+    args = ProductArgs(
+        Blocks(rows, panels, per_task, row_block),
+        x=x.data_ptr(), x_stride=4 * x.stride(0), weight=packed.data.data_ptr(), panel_bytes=panel_bytes,
+        scales=address(packed.scales), zeros=address(packed.zeros), groups=groups, group=packed.group_size,
+        inputs=packed.in_features, chunk=chunk,
+        results=Results(out.data_ptr(), out.shape[1], address(bias), ACTIVATION_NUMBERS[packed.activation]),
+    )  # fmt: skip
     threads.run(
         product_task(isa, packed.kind),
         -(-panels // per_task) * -(-rows // row_block),
-        (x.data_ptr(), 4 * x.stride(0), packed.data.data_ptr(), panel_bytes, address(packed.scales),
-         address(packed.zeros), groups, packed.group_size, address(bias), out.data_ptr(), rows, out.shape[1],
-         packed.in_features, panels, activation, per_task, row_block, chunk),
+        numbers(args),
         parallel=rows * panels * width * packed.in_features > SERIAL_PRODUCTS,
         scratch=4 * width * (per_task * row_block + chunk),
-    )  # fmt: skip
+    )
     return as_type(out, dtype)
 
 

@@ -5,7 +5,7 @@ are widened.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -18,6 +18,7 @@ from lmkit.kernels.cpu import threads, workspace
 from lmkit.kernels.cpu.intrinsics import bfloat_to_float, bits_to_float, exp, half_to_float, pointer, unpack
 from lmkit.kernels.cpu.jit import FASTMATH, Task, float_bits, inline
 from lmkit.kernels.cpu.panels import ACTIVATION_NUMBERS, address, as_type, multiply_gates
+from lmkit.kernels.cpu.structs import numbers, read
 from lmkit.kernels.ops import Norm
 from lmkit.kernels.registry import implements
 
@@ -50,12 +51,29 @@ def norm_row(x: int, residual: int, weight: int, y: int, size: int, eps_bits: in
         out[i] = row[i] * scale * weights[i]
 
 
+class NormArgs(NamedTuple):
+    """All 0: there is no norm."""
+
+    weight: int = 0
+    residual: int = 0  # or 0
+    eps_bits: int = 0
+
+
+class NormRowsArgs(NamedTuple):
+    x: int
+    stride: int  # bytes between tokens
+    inner: int  # vectors of a token
+    norm: NormArgs
+    y: int
+    size: int
+
+
 def _rms_norm(args: int, scratch: int, index: int) -> None:
     """Row `index`: vector index % inner of token index // inner."""
-    x, stride, inner, residual, weight, y, size, eps_bits = unpack(args, 8)
-    at = 4 * index * size
-    source = x + index // inner * stride + 4 * (index % inner) * size
-    norm_row(source, residual + at if residual else 0, weight, y + at, size, eps_bits)
+    a = read(args, NormRowsArgs)
+    at, norm = 4 * index * a.size, a.norm
+    source = a.x + index // a.inner * a.stride + 4 * (index % a.inner) * a.size
+    norm_row(source, norm.residual + at if norm.residual else 0, norm.weight, a.y + at, a.size, norm.eps_bits)
 
 
 def _gated_activation(args: int, scratch: int, index: int) -> None:
@@ -114,13 +132,13 @@ RMS_NORM, GATED_ACTIVATION, EMBEDDING, SOFTCAP, ROPE_ANGLES = (
 )
 
 
-def norm_arguments(norm: Norm, x: Tensor) -> tuple[Tensor, int, int, int]:
-    """(weight to be kept alive, its address, the address of the residual or 0, bits of eps) for rows of float32 x."""
+def norm_arguments(norm: Norm, x: Tensor) -> tuple[Tensor, NormArgs]:
+    """(the weight, to be kept alive, and all) for rows of float32 x."""
     weight = as_type(norm.weight, torch.float32).contiguous()
     if norm.residual is not None:
         assert norm.residual.is_contiguous()
         assert (norm.residual.dtype, norm.residual.shape) == (torch.float32, x.shape)
-    return weight, weight.data_ptr(), address(norm.residual), float_bits(norm.eps)
+    return weight, NormArgs(weight.data_ptr(), address(norm.residual), float_bits(norm.eps))
 
 
 @implements(ops.rms_norm, "cpu", device="cpu", priority=20)
@@ -133,12 +151,12 @@ def rms_norm(x: Tensor, norm: Norm) -> Tensor:
     inner = wide[0].numel() // size if len(wide) else 1
     if wide.numel() and not wide[0].is_contiguous():
         wide = wide.contiguous()
-    _kept, weight_at, residual, eps = norm_arguments(norm, wide)
+    _kept, normed = norm_arguments(norm, wide)
     y = workspace.empty(*wide.shape)
     threads.run(
         RMS_NORM,
         wide.numel() // size,
-        (wide.data_ptr(), 4 * wide.stride(0), inner, residual, weight_at, y.data_ptr(), size, eps),
+        numbers(NormRowsArgs(wide.data_ptr(), 4 * wide.stride(0), inner, normed, y.data_ptr(), size)),
         parallel=wide.numel() > SERIAL_VALUES,
     )
     return as_type(y, norm.dtype or x.dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,10 +20,10 @@ from lmkit.kernels.cpu.intrinsics import (
     pointer,
     rint,
     unorder,
-    unpack,
 )
 from lmkit.kernels.cpu.jit import Task, inline
-from lmkit.kernels.cpu.panels import as_type
+from lmkit.kernels.cpu.panels import address, as_type
+from lmkit.kernels.cpu.structs import numbers, read
 from lmkit.kernels.ops import KVTensor
 from lmkit.kernels.reference.elementwise import accepts_rope
 from lmkit.kernels.reference.kv import accepts_heads
@@ -35,14 +35,6 @@ KINDS = {dtype: kind for kind, dtype in enumerate(KV_DTYPES.values())}
 HALF_MAX = np.float32(65504)
 E4M3_MAX = np.float32(448)
 SERIAL_VALUES = 1 << 14
-
-
-def storage(cache: KVTensor) -> tuple[int, int, int, int]:
-    """What compiled code needs of it: (kind, address of data, of params, of fixed scales or 0)."""
-    assert cache.data.is_contiguous()
-    assert cache.params.is_contiguous()
-    scales = 0 if cache.scales is None else cache.scales.data_ptr()
-    return KINDS[cache.dtype], cache.data.data_ptr(), cache.params.data_ptr(), scales
 
 
 def rows_of(x: Tensor) -> Tensor:
@@ -149,34 +141,67 @@ def _subtract(head: int, mean: int, dim: int) -> None:
         x[i] -= b[i]
 
 
+class Rows(NamedTuple):
+    """Vectors [T, heads, D], float32, and where they are stored."""
+
+    data: int
+    stride: int  # bytes between tokens
+    kind: int  # of KINDS
+    stored: int
+    params: int
+    scales: int  # fixed ones, or 0
+
+
+class Queries(NamedTuple):
+    """What turns, beside keys; all 0: nothing does."""
+
+    q: int = 0
+    stride: int = 0
+    heads: int = 0
+    cos: int = 0
+    sin: int = 0
+    half: int = 0  # R / 2
+
+
+class AppendArgs(NamedTuple):
+    queries: Queries
+    slots: int
+    heads: int  # KV heads
+    dim: int
+    block_size: int
+    mean: int  # of keys, or 0
+    hadamard: int
+    keys: Rows
+    values: Rows
+
+
 def _append(args: int, scratch: int, index: int) -> None:
     """Token `index`: rotate all heads of q and k, if there are angles; store its keys and its values."""
-    (q, q_stride, q_heads, cos, sin, half, slots, heads, dim, block_size, mean, hadamard, k, k_stride, k_kind, k_data,
-     k_params, k_scales, v, v_stride, v_kind, v_data, v_params, v_scales) = unpack(args, 24)  # fmt: skip
-    c, s = cos + 4 * index * half, sin + 4 * index * half
+    a = read(args, AppendArgs)
+    turned, keys, values, heads, dim, block_size = a.queries, a.keys, a.values, a.heads, a.dim, a.block_size
+    half = turned.half
+    c, s = turned.cos + 4 * index * half, turned.sin + 4 * index * half
     if half:
-        for h in range(q_heads):
-            _rotate(q + index * q_stride + 4 * h * dim, half, c, s)
+        for h in range(turned.heads):
+            _rotate(turned.q + index * turned.stride + 4 * h * dim, half, c, s)
         for h in range(heads):
-            if mean:
-                _subtract(k + index * k_stride + 4 * h * dim, mean + 4 * h * dim, dim)
-            _rotate(k + index * k_stride + 4 * h * dim, half, c, s)
-    slot = np.int64(carray(pointer(slots + 4 * index), 1, np.int32)[0])
+            if a.mean:
+                _subtract(keys.data + index * keys.stride + 4 * h * dim, a.mean + 4 * h * dim, dim)
+            _rotate(keys.data + index * keys.stride + 4 * h * dim, half, c, s)
+    slot = np.int64(carray(pointer(a.slots + 4 * index), 1, np.int32)[0])
     if slot < 0:
         return
     for head in range(2 * heads):
         is_value = head >= heads
-        h = head - heads if is_value else head
+        rows, h = (values, head - heads) if is_value else (keys, head)
         where = (slot // block_size * heads + h) * block_size + slot % block_size
-        source = (v + index * v_stride if is_value else k + index * k_stride) + 4 * h * dim
-        if hadamard and not is_value:
+        source = rows.data + index * rows.stride + 4 * h * dim
+        if a.hadamard and not is_value:
             carray(pointer(scratch), dim, np.float32)[:] = carray(pointer(source), dim, np.float32)
             source = scratch
             turn_hadamard(source, dim)
-        kind = v_kind if is_value else k_kind
-        data, params, scales = (v_data, v_params, v_scales) if is_value else (k_data, k_params, k_scales)
-        fixed = carray(pointer(scales + 4 * h), 1, np.float32)[0] if scales else np.float32(0)
-        _store(source, dim, kind, data, params, where, fixed, scratch + 4 * dim)
+        fixed = carray(pointer(rows.scales + 4 * h), 1, np.float32)[0] if rows.scales else np.float32(0)
+        _store(source, dim, rows.kind, rows.stored, rows.params, where, fixed, scratch + 4 * dim)
 
 
 APPEND = Task(_append)
@@ -184,7 +209,7 @@ APPEND = Task(_append)
 
 @implements(ops.kv_append, "cpu", device="cpu", accepts=accepts_heads, priority=20)
 def kv_append(k: Tensor, v: Tensor, k_cache: KVTensor, v_cache: KVTensor, slots: Tensor) -> None:
-    _run(rows_of(k), rows_of(v), k_cache, v_cache, slots, (0, 0, 0, 0, 0, 0), 0)
+    _run(rows_of(k), rows_of(v), k_cache, v_cache, slots, Queries(), 0)
 
 
 @implements(ops.rope_append, "cpu", device="cpu", accepts=accepts_rope, priority=20)
@@ -193,25 +218,30 @@ def rope_append(
 ) -> None:
     wide_q, wide_k, cos, sin = rows_of(q), rows_of(k), cos.contiguous(), sin.contiguous()
     angles = (cos.data_ptr(), sin.data_ptr(), cos.shape[1])
-    queries = (wide_q.data_ptr(), 4 * wide_q.stride(0), q.shape[1], *angles)
+    queries = Queries(wide_q.data_ptr(), 4 * wide_q.stride(0), q.shape[1], *angles)
     _run(wide_k, rows_of(v), k_cache, v_cache, slots, queries, q.numel())
     for x, wide in ((q, wide_q), (k, wide_k)):
         if wide is not x:  # widened or copied: the op works in place
             x.copy_(wide)
 
 
+def _rows(x: Tensor, cache: KVTensor) -> Rows:
+    assert cache.data.is_contiguous()
+    assert cache.params.is_contiguous()
+    of_cache = KINDS[cache.dtype], cache.data.data_ptr(), cache.params.data_ptr(), address(cache.scales)
+    return Rows(x.data_ptr(), 4 * x.stride(0), *of_cache)
+
+
 def _run(
-    k: Tensor, v: Tensor, k_cache: KVTensor, v_cache: KVTensor, slots: Tensor, queries: tuple[int, ...], values: int
+    k: Tensor, v: Tensor, k_cache: KVTensor, v_cache: KVTensor, slots: Tensor, queries: Queries, values: int
 ) -> None:
     slots = slots.contiguous()
     num_tokens, heads, dim = k.shape
     assert slots.dtype == torch.int32
     mean = k_cache.mean.vector.data_ptr() if k_cache.mean is not None else 0
-    threads.run(
-        APPEND,
-        num_tokens,
-        (*queries, slots.data_ptr(), heads, dim, k_cache.block_size, mean, int(k_cache.hadamard),
-         k.data_ptr(), 4 * k.stride(0), *storage(k_cache), v.data_ptr(), 4 * v.stride(0), *storage(v_cache)),
-        parallel=values // 4 + k.numel() > SERIAL_VALUES,
-        scratch=5 * dim,
+    args = AppendArgs(
+        queries, slots.data_ptr(), heads, dim, k_cache.block_size, mean, int(k_cache.hadamard),
+        keys=_rows(k, k_cache), values=_rows(v, v_cache),
     )  # fmt: skip
+    parallel = values // 4 + k.numel() > SERIAL_VALUES
+    threads.run(APPEND, num_tokens, numbers(args), parallel=parallel, scratch=5 * dim)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -61,6 +61,32 @@ def panels_per_task(panel_bytes: int, panels: int, gated: bool) -> int:
     return max(1, min(TASK_BYTES // panel_bytes, panels))
 
 
+class Blocks(NamedTuple):
+    """How a product is shared out: each task computes a block of rows times a few panels."""
+
+    rows: int
+    panels: int
+    per_task: int
+    row_block: int
+
+
+class Results(NamedTuple):
+    """Where a product goes: float32 [rows, features]."""
+
+    out: int
+    features: int
+    bias: int  # or 0
+    activation: int  # of ACTIVATION_NUMBERS
+
+
+@inline
+def block_of(blocks: Blocks, index: int) -> Any:
+    """(first panel, first row, number of panels, of rows) of task `index`."""
+    tasks = (blocks.panels + blocks.per_task - 1) // blocks.per_task
+    first, row = index % tasks * blocks.per_task, index // tasks * blocks.row_block
+    return first, row, min(blocks.per_task, blocks.panels - first), min(blocks.row_block, blocks.rows - row)
+
+
 @inline
 def _store_sums(sums: int, width: int, rows: int, start: int, features: int, bias: int, out: int) -> None:
     """Copy sums float32 [rows, width] to columns start .. of out [rows, features], plus the bias if there is one."""
@@ -109,12 +135,12 @@ def _store_gated(gates: int, values: int, width: int, rows: int, start: int, fea
 
 
 @inline
-def store_panels(sums: int, width: int, rows: int, first: int, count: int, activation: int, features: int,
-                 bias: int, out: int) -> None:  # fmt: skip
-    """The sums of `count` panels from `first` on, float32 [count, rows, width], to columns of out [rows, features].
-    `activation` of ACTIVATION_NUMBERS; the first panel of a gated weight is one of gates.
+def store_panels(results: Results, sums: int, width: int, row: int, rows: int, first: int, count: int) -> None:
+    """The sums of `count` panels from `first` on, float32 [count, rows, width], to the rows from `row` on. The first
+    panel of a gated weight is one of gates.
     """
-    sums_bytes = 4 * rows * width
+    features, bias, activation = results.features, results.bias, results.activation
+    out, sums_bytes = results.out + 4 * row * features, 4 * rows * width
     if activation:
         for p in range(0, count, 2):
             gates, start = sums + p * sums_bytes, (first + p) // 2 * width

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,21 +24,25 @@ from torch import Tensor
 
 from lmkit.kernels.cpu import threads, tiles, workspace
 from lmkit.kernels.cpu.dots import BLOCK, dot_for
-from lmkit.kernels.cpu.elementwise import SERIAL_VALUES, norm_arguments, norm_row
-from lmkit.kernels.cpu.intrinsics import pointer, tile, unpack
+from lmkit.kernels.cpu.elementwise import SERIAL_VALUES, NormArgs, norm_arguments, norm_row
+from lmkit.kernels.cpu.intrinsics import pointer, tile
 from lmkit.kernels.cpu.isa import Isa
 from lmkit.kernels.cpu.jit import Task
 from lmkit.kernels.cpu.panels import (
     ACTIVATION_NUMBERS,
     ROW_BLOCK,
     SERIAL_PRODUCTS,
+    Blocks,
+    Results,
     address,
     as_float,
     as_type,
+    block_of,
     panels_per_task,
     store_panels,
     to_panels,
 )
+from lmkit.kernels.cpu.structs import numbers, read
 from lmkit.kernels.ops import Norm
 from lmkit.kernels.registry import Implementation
 from lmkit.qtensor import QTensor
@@ -91,6 +95,39 @@ def pack(isa: Isa, weight: QTensor, activation: str | None = None) -> PackedWeig
     return PackedWeight(codes, scales, zeros, out_features, in_features, group, whole_row, activation)
 
 
+class Activations(NamedTuple):
+    """Rows as codes."""
+
+    codes: int
+    row_bytes: int
+    scales: int  # float32 [rows, groups]
+    sums: int  # float32 [rows, groups], sums of codes times scales
+
+
+class QuantizeArgs(NamedTuple):
+    x: int
+    x_stride: int  # bytes
+    norm: NormArgs
+    quantized: Activations
+    inputs: int
+    groups: int
+    group: int
+    whole_row: int
+
+
+class ProductArgs(NamedTuple):
+    blocks: Blocks
+    activations: Activations
+    codes: int
+    scales: int
+    zeros: int
+    groups: int
+    group_blocks: int  # blocks of 32 inputs in a group
+    chunk: int  # groups that are computed at a time
+    spread: int  # 1: they are unpacked to bytes first
+    results: Results
+
+
 @functools.cache
 def quantize_task(wide: bool) -> Task:
     """The task of one row of activations: the norm, if any; integers, and each group's scale and scaled sum."""
@@ -98,31 +135,33 @@ def quantize_task(wide: bool) -> Task:
     code_bytes, lanes = 2 if wide else 1, tiles.ACTIVATION_LANES
 
     def quantize(args: int, scratch: int, index: int) -> None:
-        (x, stride, norm_weight, residual, eps, codes, row_bytes, scales, sums, num, groups, group,
-         whole_row) = unpack(args, 13)  # fmt: skip
-        numbers = carray(pointer(scratch), 2, np.int32)  # a peak's bits, a sum
+        a = read(args, QuantizeArgs)
+        norm, num, groups, group, whole_row = a.norm, a.inputs, a.groups, a.group, a.whole_row
+        results = carray(pointer(scratch), 2, np.int32)  # a peak's bits, a sum
         step = carray(pointer(scratch), 1, np.float32)
         row, padded = scratch + 64, groups * group
-        if norm_weight:
-            norm_row(x + index * stride, residual + 4 * index * num if residual else 0, norm_weight, row, num, eps)
+        x = a.x + index * a.x_stride
+        if norm.weight:
+            residual = norm.residual + 4 * index * num if norm.residual else 0
+            norm_row(x, residual, norm.weight, row, num, norm.eps_bits)
         else:
-            carray(pointer(row), num, np.float32)[:] = carray(pointer(x + index * stride), num, np.float32)
+            carray(pointer(row), num, np.float32)[:] = carray(pointer(x), num, np.float32)
         carray(pointer(row + 4 * num), padded - num, np.float32)[:] = 0
-        scale = carray(pointer(scales + 4 * index * groups), groups, np.float32)
-        scaled_sum = carray(pointer(sums + 4 * index * groups), groups, np.float32)
+        scale = carray(pointer(a.quantized.scales + 4 * index * groups), groups, np.float32)
+        scaled_sum = carray(pointer(a.quantized.sums + 4 * index * groups), groups, np.float32)
         row_step = np.float32(0)
         for g in range(groups):
             source = row + 4 * g * group
             if g == 0 or not whole_row:
-                numbers[0] = 0
+                results[0] = 0
                 tile(find_peak, 1, (source, (padded if whole_row else group) // lanes, scratch))
                 row_step = step[0] / np.float32(127)
             step[0] = row_step if row_step > 0 else np.float32(1)
-            numbers[1] = 0
-            out = codes + index * row_bytes + g * group * code_bytes
+            results[1] = 0
+            out = a.quantized.codes + index * a.quantized.row_bytes + g * group * code_bytes
             tile(round_to_codes, 1, (source, out, group // lanes, scratch, scratch + 4))
             scale[g] = row_step
-            scaled_sum[g] = row_step * np.float32(numbers[1])
+            scaled_sum[g] = row_step * np.float32(results[1])
 
     return Task(quantize)
 
@@ -137,31 +176,29 @@ def product_task(isa: Isa, bits: int, half_scales: bool) -> Task:
     scale_bytes, input_bytes = 2 if half_scales else 4, dot_for(isa, bits).input_bytes
 
     def product(args: int, scratch: int, index: int) -> None:
-        (x, ldx, sx, sumx, w, scales, zeros, bias, out, rows, features, groups, blocks, panels, activation, per_task,
-         row_block, chunk, spread) = unpack(args, 19)  # fmt: skip
-        tasks = (panels + per_task - 1) // per_task
-        first, row = index % tasks * per_task, index // tasks * row_block
-        num_panels, num_rows = min(per_task, panels - first), min(row_block, rows - row)
+        a = read(args, ProductArgs)
+        x, groups, blocks, chunk, spread = a.activations, a.groups, a.group_blocks, a.chunk, a.spread
+        first, row, num_panels, num_rows = block_of(a.blocks, index)
         group_bytes, sums_bytes = blocks * BLOCK * width // per_byte, 4 * num_rows * width
         carray(pointer(scratch), num_panels * num_rows * width, np.float32)[:] = 0
         for g in range(0, groups, chunk):
             count = min(chunk, groups - g)
             for p in range(num_panels):
                 at = (first + p) * groups + g
-                source, unpacked = w + at * group_bytes, scratch + num_panels * sums_bytes
+                source, unpacked = a.codes + at * group_bytes, scratch + num_panels * sums_bytes
                 if spread:
                     tile(to_bytes, 1, (source, unpacked, count * group_bytes // quad))
                 r = 0
                 while r < num_rows:
                     of_row, of_group = (row + r) * groups + g, at * width
-                    activations = x + of_row * blocks * BLOCK * input_bytes
+                    activations = x.codes + of_row * blocks * BLOCK * input_bytes
                     sums, left = scratch + p * sums_bytes + 4 * r * width, num_rows - r
-                    step, total = sx + 4 * of_row, sumx + 4 * of_row
-                    scale, zero = scales + of_group * scale_bytes, zeros + of_group
+                    step, total = x.scales + 4 * of_row, x.sums + 4 * of_row
+                    scale, zero = a.scales + of_group * scale_bytes, a.zeros + of_group
                     panel = unpacked if spread else source
-                    given = (activations, ldx, panel, step, total, 4 * groups, scale, zero, sums, count, blocks)
+                    given = (activations, x.row_bytes, panel, step, total, 4 * groups, scale, zero, sums, count, blocks)
                     r += tile(of_bytes, left, given) if spread else tile(of_packed, left, given)
-        store_panels(scratch, width, num_rows, first, num_panels, activation, features, bias, out + 4 * row * features)
+        store_panels(a.results, scratch, width, row, num_rows, first, num_panels)
 
     return Task(product)
 
@@ -177,12 +214,13 @@ def linear(
     row_bytes, scales_bytes = padded * code_bytes, 4 * rows * groups
     quantized = workspace.empty(rows * row_bytes + 2 * scales_bytes, dtype=torch.uint8)  # codes, scales, scaled sums
     codes = quantized.data_ptr()
-    activations = (codes, row_bytes, codes + rows * row_bytes, codes + rows * row_bytes + scales_bytes)
-    _, *normed = (None, 0, 0, 0) if norm is None else norm_arguments(norm, x)
+    activations = Activations(codes, row_bytes, codes + rows * row_bytes, codes + rows * row_bytes + scales_bytes)
+    _kept, normed = (None, NormArgs()) if norm is None else norm_arguments(norm, x)
+    sizes = packed.in_features, groups, group, packed.whole_row
     threads.run(
         quantize_task(code_bytes == 2),
         rows,
-        (x.data_ptr(), 4 * x.stride(0), *normed, *activations, packed.in_features, groups, group, packed.whole_row),
+        numbers(QuantizeArgs(x.data_ptr(), 4 * x.stride(0), normed, activations, *sizes)),
         parallel=rows * padded > SERIAL_VALUES,
         scratch=64 + 4 * padded,
     )
@@ -192,25 +230,27 @@ def linear(
 
 
 def _multiply(
-    isa: Isa, bits: int, activations: tuple[int, ...], packed: PackedWeight, bias: Tensor | None, out: Tensor
+    isa: Isa, bits: int, activations: Activations, packed: PackedWeight, bias: Tensor | None, out: Tensor
 ) -> None:
-    """`activations`: the address of the codes, bytes between their rows, addresses of scales and of scaled sums."""
     (rows, features), width = out.shape, isa.int_tile
     (panels, groups), group = packed.scales.shape[:2], packed.group_size
     spread = bits == 4 and rows > SPREAD * isa.packed_rows[0]
     row_block = max(1, min(rows, ROW_BLOCK))
     chunk = min(groups, max(1, CHUNK_BYTES // (width * group))) if rows > isa.packed_rows[0] else groups
-    activation = ACTIVATION_NUMBERS[packed.activation]
     per_task = panels_per_task(width * groups * group * bits // 8, panels, packed.activation is not None)
+    args = ProductArgs(
+        Blocks(rows, panels, per_task, row_block),
+        activations, packed.codes.data_ptr(), packed.scales.data_ptr(), packed.zeros.data_ptr(),
+        groups=groups, group_blocks=group // BLOCK, chunk=chunk, spread=spread,
+        results=Results(out.data_ptr(), features, address(bias), ACTIVATION_NUMBERS[packed.activation]),
+    )  # fmt: skip
     threads.run(
         product_task(isa, bits, packed.scales.dtype == torch.float16),
         -(-panels // per_task) * -(-rows // row_block),
-        (*activations, packed.codes.data_ptr(), packed.scales.data_ptr(), packed.zeros.data_ptr(), address(bias),
-         out.data_ptr(), rows, features, groups, group // BLOCK, panels, activation, per_task, row_block, chunk,
-         spread),
+        numbers(args),
         parallel=rows * panels * width * groups * group > SERIAL_PRODUCTS,
         scratch=4 * per_task * row_block * width + width * chunk * group,
-    )  # fmt: skip
+    )
 
 
 def implementation(isa: Isa, bits: int) -> Implementation:

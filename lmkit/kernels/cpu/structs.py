@@ -4,7 +4,6 @@ integers in a row, int64 each. A task and its callers share the class: a new arg
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, get_type_hints
 
 from numba import types
@@ -13,22 +12,20 @@ from numba.extending import intrinsic
 from lmkit.kernels.cpu.emit import I64
 
 
-def numbers(struct: tuple[Any, ...]) -> tuple[int, ...]:
+def numbers(struct: tuple[Any, ...]) -> list[int]:
     """A struct's integers, as they are in memory."""
-    return tuple(_flat(struct))
+    flat: list[int] = []
+    for item in struct:
+        if isinstance(item, int):
+            flat.append(item)
+        else:
+            flat += numbers(item)
+    return flat
 
 
 def num_bytes(struct: type) -> int:
     """Of a struct of this class in memory."""
     return sum(8 if kind is int else num_bytes(kind) for kind in get_type_hints(struct).values())
-
-
-def _flat(struct: tuple[Any, ...]) -> Iterator[int]:
-    for item in struct:
-        if isinstance(item, tuple):
-            yield from _flat(item)
-        else:
-            yield item
 
 
 def _type_of(struct: type) -> Any:

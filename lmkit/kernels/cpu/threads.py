@@ -16,7 +16,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -70,9 +70,9 @@ class Program:
         self._parallel = False
         self.kept: list[torch.Tensor] = []  # memory of its own
 
-    def add(self, job: tuple[int, ...], args: tuple[int, ...], *, parallel: bool, scratch: int) -> None:
+    def add(self, job: tuple[int, ...], args: Sequence[int], *, parallel: bool, scratch: int) -> None:
         self._counters += (len(self._jobs) + 2, len(self._jobs) + 3)  # behind the program's own number
-        self._jobs.extend(job + args)
+        self._jobs.extend((*job, *args))
         self._scratch = max(self._scratch, scratch)
         self._parallel |= parallel
 
@@ -125,7 +125,7 @@ def keep(memory: torch.Tensor) -> torch.Tensor:
     return memory
 
 
-def run(task: jit.Task, count: int, args: tuple[int, ...], *, parallel: bool = True, scratch: int = 0) -> None:
+def run(task: jit.Task, count: int, args: Sequence[int], *, parallel: bool = True, scratch: int = 0) -> None:
     """Run `task` for every index below `count`, each thread with `scratch` bytes to itself.
 
     Threads take the next index when they are done with one, so a busy core delays no other. `parallel` False keeps

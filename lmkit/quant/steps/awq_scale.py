@@ -1,7 +1,7 @@
 """AWQ scaling (arXiv 2306.00978): input columns of a linear times s, the operation before it divided by s.
 
 Nothing changes in exact arithmetic, but a column with large activations gets finer steps of the 4-bit grid. For each
-pair of models.roles.smooth, s is the candidate whose rounded weights change the output of the block least. Candidates:
+pair of LayerSpec.smooth, s is the candidate whose rounded weights change the output of the block least. Candidates:
 s = 1 (always, and it wins ties), s = x_mean^r, and s = x_mean^r / w_mean^(1-r) ("duo"), r over a grid in [0, 1].
 """
 
@@ -56,7 +56,7 @@ class AwqScale(Step, frozen=True, tag="awq_scale"):
 
 
 def scale_layer(calibrated: CalibratedLayer, step: AwqScale) -> list[ScaleSearch]:
-    """Search and fold s for each pair of roles.smooth, in order; each search sees the layer as the last one left it."""
+    """Search and fold s for each pair of LayerSpec.smooth, in order; each sees the layer as the last one left it."""
     layer, searches = calibrated.layer, []
     for source, consumers in layer.spec.smooth:
         if not set(consumers) & set(calibrated.schemes) or not calibrated.has_statistics(consumers[0]):

@@ -51,7 +51,7 @@ class SmoothQuant(Step, frozen=True, tag="smooth_quant"):
 
 
 def smooth_layer(calibrated: CalibratedLayer, step: SmoothQuant, activations: Activations) -> list[ScaleSearch]:
-    """Choose and fold s for each pair of roles.smooth, in order; each sees the layer as the last one left it."""
+    """Choose and fold s for each pair of LayerSpec.smooth, in order; each sees the layer as the last one left it."""
     layer, searches = calibrated.layer, []
     for source, consumers in layer.spec.smooth:
         if not set(consumers) & set(calibrated.schemes) or not calibrated.has_statistics(consumers[0]):

@@ -231,7 +231,7 @@ def test_drafts_change_no_token(
 ) -> None:
     wanted = requests(**params)
     want = tokens(run(on_gpu(checkpoint, device, dtype="float32"), wanted))
-    engine = on_gpu(checkpoint, device, dtype="float32")
+    engine = on_gpu(checkpoint, device, dtype="float32", overlap=False)
     lengths = propose_drafts(engine, want, monkeypatch)
     assert tokens(run(engine, wanted)) == want
     assert max(lengths) == 4
@@ -255,12 +255,12 @@ def test_layers_with_and_without_a_window_have_tables_of_their_own(
     config = EngineConfig(**(SMALL | {"max_model_len": 112}))
     engine = Engine.of(load_model(tmp_path, device="cuda"), config, device=device)
     reference = load_model(tmp_path, activations="exact")
-    want = run(Engine.of(reference, msgspec.structs.replace(config, device="cpu")), requests())
+    want = run(Engine.of(reference, msgspec.structs.replace(config, device="cpu")), requests(max_tokens=6))
     assert engine.scheduler.limits.kv.num_groups == 3
-    first, again = run(engine, requests()), run(engine, requests())
+    first, again = run(engine, requests(max_tokens=6)), run(engine, requests(max_tokens=6))
     assert tokens(first) == tokens(again)
     assert again["1"][0].cached_tokens >= 32
-    assert_alike(first, want, 0.02)
+    assert_alike(first, want, 0.05)
 
 
 def test_kv_comes_back_from_host_memory(checkpoint: Path, device: EmulatedDevice) -> None:

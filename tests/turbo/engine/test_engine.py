@@ -55,7 +55,10 @@ def run(engine: Engine, requests: Iterable[Request]) -> dict[str, list[StepOutpu
 
 
 def propose_drafts(engine: Engine, want: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Each step that may compute a draft gets one, of which the third token is wrong. The lengths of those that ran."""
+    """Each step that may compute a draft gets one, whose third token is wrong. The lengths of those that ran.
+
+    A step that overlaps with the one before it begins behind a token that is not known yet: it has no draft.
+    """
     schedule, lengths = engine.scheduler.schedule, list[int]()
 
     def with_drafts() -> StepPlan | None:
@@ -188,9 +191,8 @@ def test_abort_frees_blocks_within_a_step(demo_model: Path) -> None:
     ],
     ids=["greedy", "drawn", "edited"],
 )
-@pytest.mark.parametrize("overlap", [True, False])
 def test_several_positions_of_a_step_are_sampled_as_one_after_the_other(
-    demo_model: Path, params: dict[str, Any], overlap: bool, monkeypatch: pytest.MonkeyPatch
+    demo_model: Path, params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same tokens and log-probabilities, bit for bit; what is drawn or penalized depends on the tokens before."""
     requests = [
@@ -198,7 +200,7 @@ def test_several_positions_of_a_step_are_sampled_as_one_after_the_other(
         for request in requests_for(demo_model, **params)
     ]
     want = run(engine_for(demo_model), requests)
-    engine = engine_for(demo_model, overlap=overlap, max_step_tokens=32)
+    engine = engine_for(demo_model, overlap=False, max_step_tokens=32)
     lengths = propose_drafts(engine, {name: tokens(outputs) for name, outputs in want.items()}, monkeypatch)
     got = run(engine, requests)
     assert max(lengths) == 4
