@@ -176,7 +176,7 @@ def test_smoothing_leaves_routes_and_output(tmp_path: Path, name: str) -> None:
     x = torch.randn(40, spec.hidden_size, generator=generator)
 
     def run() -> tuple[torch.Tensor, torch.Tensor]:
-        normed = layer.rms_norm(x, layer._norm("norm.mlp"))
+        normed = layer.rms_norm(x, layer.norm("norm.mlp"))
         assert isinstance(layer.mlp, MoE)
         scores = layer.mlp.router(normed)[:, : layer.mlp.spec.num_experts]
         return route(scores, layer.mlp.spec.experts_per_token, True)[1], layer.mlp(normed)
