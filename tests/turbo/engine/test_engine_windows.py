@@ -105,7 +105,7 @@ def test_sinks_stay_in_sight(checkpoint: Path) -> None:
 
 def test_drafts_change_no_bit(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = answers(run(in_one_group(decoder), requests()))
-    engine = engine_of(decoder)
+    engine = engine_of(decoder, overlap=False)
     lengths = propose_drafts(engine, {str(i): [x[0] for x in a] for i, a in enumerate(alone)}, monkeypatch)
     assert answers(run(engine, requests())) == alone
     assert sum(lengths) > 20
