@@ -282,7 +282,9 @@ def test_prompt_logprobs_are_those_of_the_cpu(checkpoint: Path, device: Emulated
     assert max(abs(a.logprob - b.logprob) for a, b in zip(got, want, strict=True)) < 0.05
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama-tied-bias", "llama-dynamic", "mistral-window", "qwen2-moe"])
+@pytest.mark.parametrize(
+    "family", ["qwen3", "llama-tied-bias", "llama-dynamic", "mistral-window", "qwen2-moe", "gemma2"]
+)
 def test_every_kind_of_model_runs(tmp_path: Path, device: EmulatedDevice, family: str) -> None:
     """Those that kernels take and those that need torch."""
     tiny.make(tmp_path, family).half().save_pretrained(tmp_path)
