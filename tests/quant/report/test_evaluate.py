@@ -96,9 +96,9 @@ def test_kv_storage_is_really_quantized(pair: tuple[Path, Path]) -> None:
         assert result.divergence is not None
         far[kv_dtype] = result.divergence.kl_mean
     assert far["float32"] < far["int8"] < far["int4"]
-    layers = [{"k_bits": 8, "v_bits": 4}, {"k_bits": 16, "v_bits": 16}]
+    layers = [{"k": "int8", "v": "int4"}, {"k": "dense", "v": "dense"}]
     config = {
-        "format": "lmkit-kv-config", "version": 1, "granularity": "per_token_per_head", "symmetric": False,
+        "format": "lmkit-kv-config", "version": 2, "granularity": "per_token_per_head", "symmetric": False,
         "params_dtype": "float16", "num_kv_heads": 2, "head_dim": 16, "layers": layers,
     }  # fmt: skip
     file = pair[0] / "kv_config.json"

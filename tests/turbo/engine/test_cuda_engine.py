@@ -388,7 +388,7 @@ def test_no_room_on_the_gpu_is_one_line(
     def full(*args: Any, **options: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...")
 
-    monkeypatch.setattr("lmkit.turbo.engine.loading.load_model", full)
+    monkeypatch.setattr("lmkit.turbo.engine.loading.load_decoder", full)
     with pytest.raises(ConfigError, match=r"^the weights found no room .* CUDA out of memory$"):
         on_gpu(checkpoint, device)
     monkeypatch.setattr(device, "free_memory", lambda: 1 << 20)

@@ -182,7 +182,7 @@ def test_an_engine_that_cannot_be_made_leaves_the_folder(
 ) -> None:
     monkeypatch.setattr(folder, "WAIT_SECONDS", 0.0)
     with monkeypatch.context() as patched:
-        patched.setattr("lmkit.turbo.engine.loading.load_model", None)
+        patched.setattr("lmkit.turbo.engine.loading.load_decoder", None)
         with pytest.raises(TypeError):
             engine_for(demo_model, kv_disk_path=str(tmp_path))
     gc.collect()
@@ -215,7 +215,7 @@ def test_tiers_that_cannot_be(
     demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], words: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("lmkit.turbo.engine.loading.load_model", None)  # it is said before any weight is loaded
+    monkeypatch.setattr("lmkit.turbo.engine.loading.load_decoder", None)  # it is said before any weight is loaded
     Path("file").touch()
     with pytest.raises(ConfigError, match=words):
         engine_for(demo_model, **options)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from lmkit.models.kv_layout import KVClass
 from lmkit.turbo.plan import StepPlan
 from lmkit.turbo.request import Request
 from lmkit.turbo.scheduling.limits import SchedulerLimits
@@ -109,10 +110,11 @@ def test_drafts_take_no_token_from_those_that_decode() -> None:
 def test_random_drafts_change_no_token(seed: int) -> None:
     """Small pools, so that sequences are preempted; windows, blocks of all sizes, steps that overlap."""
     rng = random.Random(seed)
-    window = {"window": rng.choice([4, 16]), "sinks": rng.choice([0, 6])} if rng.random() < 0.3 else {}
+    classes = (KVClass(rng.choice([4, 16]), rng.choice([0, 6])) if rng.random() < 0.3 else KVClass(),)
     some = limits(
         num_blocks=rng.choice([40, 60]), block_size=rng.choice([1, 2, 3]), max_batch_size=rng.choice([1, 3, 5]),
-        max_step_tokens=rng.choice([5, 16, 64]), max_model_len=40, prefix_cache=rng.random() < 0.7, **window,
+        max_step_tokens=rng.choice([5, 16, 64]), max_model_len=40, prefix_cache=rng.random() < 0.7,
+        classes=classes,
     )  # fmt: skip
     engine = Drafting(some, length=rng.choice([1, 3, 8]), chance=rng.choice([0.0, 0.5, 0.9, 1.0]), depth=1 + seed % 2)
     requests: list[Request] = [

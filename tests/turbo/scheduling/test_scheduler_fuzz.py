@@ -29,8 +29,8 @@ def run(
 @pytest.mark.parametrize("disturb", [False, True])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_random_traffic(depth: int, disturb: bool, tmp_path: Path) -> None:
-    counts = run(tmp_path, range(32), depth, disturb=disturb, thorough=True)
-    assert counts["preemptions"] > 200, "the traffic no longer exercises preemption"
+    counts = run(tmp_path, range(48), depth, disturb=disturb, thorough=True)
+    assert counts["preemptions"] > 150, "the traffic no longer exercises preemption"
     assert counts["requests"] > 800
     assert counts["hits"] > 500
     assert counts["loaded"] > 100
