@@ -33,7 +33,7 @@ def test_random_traffic(depth: int, disturb: bool, tmp_path: Path) -> None:
     assert counts["preemptions"] > 150, "the traffic no longer exercises preemption"
     assert counts["requests"] > 800
     assert counts["hits"] > 500
-    assert counts["loaded"] > 100
+    assert counts["loaded"] > (60 if disturb else 100)
     assert counts["deadline"] > 20
     assert disturb or depth > 1 or counts["exact"] > 3
 
