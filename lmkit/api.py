@@ -127,9 +127,10 @@ class Pipeline:
     ) -> Any:
         """A Response for one prompt (text, or a list of messages), or a list of Responses for a list of prompts.
 
-        A text is given to the model as a user's message. With `do_preprocess` off, or without a chat template, the model
-        continues the text itself. A prompt that cannot run gives a Response with finish_reason "error"; the other prompts
-        run. `priority` (lower is sooner) and `timeout` (seconds after the engine takes the prompt) apply to each prompt.
+        A text is given to the model as a user's message. With `do_preprocess` off, or without a chat template, the
+        model continues the text itself. A prompt that cannot run gives a Response with finish_reason "error"; the other
+        prompts run. `priority` (lower is sooner) and `timeout` (seconds after the engine takes the prompt) apply to
+        each prompt.
         """
         responses = [Response(index=i) for i in range(1 if _is_single(prompts) else len(prompts))]
         parts = self.stream_infer(prompts, gen_config, do_preprocess=do_preprocess, priority=priority, timeout=timeout)
@@ -186,7 +187,8 @@ class Pipeline:
         return Session()
 
     def ppl(self, inputs: str | list[int] | Sequence[str | list[int]]) -> list[float]:
-        """Perplexity, exp(mean negative log-likelihood), of each text or list of token ids. The first token is not scored.
+        """Perplexity, exp(mean negative log-likelihood), of each text or list of token ids. The first token is not
+        scored.
 
         Raises RequestError for an input of fewer than two tokens, or of more tokens than the context holds.
         """

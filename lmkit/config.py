@@ -58,8 +58,8 @@ class EngineConfig(StrictStruct, frozen=True):
     kv_disk_path: str | None = None  # folder for KV on disk, which survives a restart; None = none
     kv_disk_memory: PositiveInt = 16 << 30  # bytes on disk
     attention_sinks: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0  # first tokens that sliding windows still see
-    priority_seconds: Annotated[float, msgspec.Meta(ge=0)] = 10.0  # seconds of waiting that one level of priority is worth
-    max_overtakes: Annotated[int, msgspec.Meta(ge=0)] = 8  # times that later requests with a longer cached prefix may overtake one
+    priority_seconds: Annotated[float, msgspec.Meta(ge=0)] = 10.0  # seconds of waiting worth one level of priority
+    max_overtakes: Annotated[int, msgspec.Meta(ge=0)] = 8  # by later requests with a longer cached prefix, per request
     decode_slowdown: Annotated[float, msgspec.Meta(gt=1)] = 2.0  # the largest slowdown of decoding during a prefill
     overlap: bool = True  # prepare the next step while one runs
     request_timeout: PositiveFloat | None = None  # seconds for a request that names none; None = no limit

@@ -86,8 +86,8 @@ class MergedLinear:
         return merged.narrow(-1, sum(widths[:place]), widths[place])
 
     def add_to(self, stream: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Add the product of x to the residual stream float32 [T, out]. Returns a pair (delta, residual), whose sum is the
-        new stream: (stream, None) if a kernel has added the product, else (product, stream).
+        """Add the product of x to the residual stream float32 [T, out]. Returns a pair (delta, residual), whose sum is
+        the new stream: (stream, None) if a kernel has added the product, else (product, stream).
         """
         if (fused := self._fused) is not None and fused[0].epilogue and stream.dtype == torch.float32:
             implementation, packed, bias = fused

@@ -26,7 +26,7 @@ class MLPSpec:
 
 @dataclass(frozen=True)
 class MoESpec:
-    """Experts. A router gives each token a probability for each expert. The `experts_per_token` most probable compute it.
+    """Experts. A router gives each token a probability for each expert; the `experts_per_token` most probable run.
 
     The output is the sum of the chosen experts' outputs, each times its probability. A shared expert's output is
     added, times a factor of its own.

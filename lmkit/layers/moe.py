@@ -23,8 +23,8 @@ from lmkit.layers.mlp_spec import MoESpec
 
 
 class MoE:
-    """The experts of one layer. Roles are `mlp.experts.<number>.gate|up|down` and `mlp.router`, and with a shared expert
-    `mlp.shared.gate|up|down` and `mlp.shared_router`.
+    """The experts of one layer. Roles are `mlp.experts.<number>.gate|up|down` and `mlp.router`, and with a shared
+    expert `mlp.shared.gate|up|down` and `mlp.shared_router`.
 
     `all_tokens` is for calibration: every expert computes every token, so that the observers of its linears see all
     tokens. The output is still that of the chosen experts.
@@ -94,6 +94,6 @@ def by_expert(experts: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def row_sigmoid(x: Tensor) -> Tensor:
-    """sigmoid of x [T, 1], computed as the softmax of x and 0. torch's softmax computes each row alone, while the rounding
-    of its sigmoid depends on an element's place among the others."""
+    """sigmoid of x [T, 1], computed as the softmax of x and 0. torch's softmax computes each row alone, while the
+    rounding of its sigmoid depends on an element's place among the others."""
     return torch.cat([x, torch.zeros_like(x)], -1).softmax(-1)[:, :1]

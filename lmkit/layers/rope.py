@@ -68,7 +68,7 @@ def _base_frequencies(theta: float, rotary_dim: int) -> Tensor:
 
 
 def _llama3(spec: RopeSpec, inv_freq: Tensor) -> Tensor:
-    """Short wavelengths, relative to the original context, stay. Long ones are divided by `factor`. A ramp is between."""
+    """Wavelengths short against the original context stay. Long ones are divided by `factor`. A ramp lies between."""
     wavelength = 2 * math.pi / inv_freq
     ramp = (spec.original_max_position / wavelength - spec.low_freq_factor) / (
         spec.high_freq_factor - spec.low_freq_factor

@@ -88,7 +88,7 @@ class DecoderLayer:
     def __call__(
         self, delta: Tensor, residual: Tensor | None, batch: BatchInputs, rope: CosSin, kv: KVLayer
     ) -> tuple[Tensor, Tensor | None]:
-        """(delta, residual) [T, hidden] -> the same pair for the next layer. residual None: the stream is delta alone."""
+        """(delta, residual) [T, hidden] -> the next layer's pair. residual None: the stream is delta alone."""
         stream = delta if residual is None else residual
         q, k, v = self.queries_keys_values(delta, self.norm("norm.attn", residual))
         attended = self.attend(q, k, v, batch, rope, kv)
@@ -99,7 +99,7 @@ class DecoderLayer:
         return self.mlp.add_to(stream, delta, self.norm("norm.mlp", rest))
 
     def attention(self, x: Tensor, batch: BatchInputs, rope: CosSin, kv: KVLayer, norm: Norm | None = None) -> Tensor:
-        """x [T, hidden], normalized already if `norm` is None -> the block's contribution [T, hidden]; appends to `kv`."""
+        """x [T, hidden], normalized if `norm` is None -> the block's contribution [T, hidden]. Appends to `kv`."""
         return self.project(self.attend(*self.queries_keys_values(x, norm), batch, rope, kv))
 
     def project(self, attended: Tensor) -> Tensor:
@@ -175,7 +175,7 @@ class Decoder:
         return self.logits(*self.hidden(batch, kv), batch.logit_rows)
 
     def logits(self, delta: Tensor, residual: Tensor | None, rows: Tensor) -> Tensor:
-        """Logits float32 [R, vocab] of `rows` of the residual stream's pair. The pair is overwritten if `rows` are all."""
+        """Logits float32 [R, vocab] of `rows` of the residual stream's pair. If `rows` are all, it is overwritten."""
         if not len(rows):  # a chunk that ends before its prompt does
             return torch.empty(0, self.spec.vocab_size, device=delta.device)
         if len(rows) < len(delta):

@@ -52,8 +52,8 @@ class KVStorage:
 
 
 def resolve_storage(reader: CheckpointReader, spec: ModelSpec, asked: str, dense: str) -> list[KVStorage]:
-    """Each layer's storage. `asked` is a storage type for all layers, or "auto": the checkpoint's kv_config.json, else its
-    kv_cache_scheme, else `dense`.
+    """Each layer's storage. `asked` is a storage type for all layers, or "auto": the checkpoint's kv_config.json, else
+    its kv_cache_scheme, else `dense`.
 
     A storage type that is asked for keeps the kv_config.json's treatment of keys, if keys become codes in it. Raises
     CheckpointError for files that cannot be honoured.

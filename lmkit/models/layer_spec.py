@@ -106,8 +106,8 @@ class LayerSpec:
 
     @cached_property
     def smooth(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
-        """(role, roles) in the order in which scales are searched: the outputs of `role` are divided by s, and the input
-        columns of `roles` are multiplied by s. This is exact in floating point.
+        """(role, roles) in the order in which scales are searched: the outputs of `role` are divided by s, and the
+        input columns of `roles` are multiplied by s. This is exact in floating point.
 
         Routers read the norm's output. They are multiplied too, or tokens would go to other experts.
         """
@@ -116,8 +116,8 @@ class LayerSpec:
 
     @cached_property
     def input_of(self) -> dict[str, str]:
-        """role -> the first of the roles that read the same input, for every linear and router. An expert reads the tokens
-        that are sent to it. The router and the shared expert read all tokens."""
+        """role -> the first of the roles that read the same input, for every linear and router. An expert reads the
+        tokens that are sent to it. The router and the shared expert read all tokens."""
         first = {role: group[0] for group in self.fused for role in group}
         if routers := tuple(self.routers):
             first |= dict.fromkeys((*routers, "mlp.shared.gate", "mlp.shared.up"), routers[0])
@@ -147,9 +147,9 @@ class LayerSpec:
         return 2.0 * num_tokens * (self.active_weights + 2 * self.q_size * seen)
 
     def activation_bytes(self, *, half: bool = False) -> int:
-        """Bytes of a token at the widest point of the layer, all in float32. `half`: linears and attention pass on 16-bit
-        values, beside a float32 stream. In the worst case all tokens go to one expert: they are gathered, and its output is
-        added."""
+        """Bytes of a token at the widest point of the layer, all in float32. `half`: linears and attention pass on
+        16-bit values, beside a float32 stream. In the worst case all tokens go to one expert: they are gathered, and
+        its output is added."""
         hidden, q, kv, inner = self.hidden_size, self.q_size, self.kv_size, self.widest_mlp
         if half:
             widest = 12 * hidden + 2 * (hidden + 3 * q + 2 * kv + 3 * inner)

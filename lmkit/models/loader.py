@@ -1,4 +1,4 @@
-"""From a resolved checkpoint to a decoder that serves. Every linear is packed for a kernel, or mapped from the cache."""
+"""From a resolved checkpoint to a decoder that serves. Linears are packed for a kernel, or mapped from the cache."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def _packed_layers(model: ResolvedModel, writer: PackedWriter | None = None) -> 
 def _decoder(
     model: ResolvedModel, layers: list[DecoderLayer], lm_head: MergedLinear, file: PackedFile | None = None
 ) -> Decoder:
-    """The decoder. Embeddings come from the checkpoint if it stores them in the wanted dtype, else from the cache file."""
+    """The decoder. If the checkpoint stores embeddings in the wanted dtype, they come from it, else from `file`."""
     source = model.source
     if file is not None and not source.stores(roles.EMBED, model.packing.dtype):
         embed = file.take(roles.EMBED, torch.empty(model.spec.head_shape, dtype=model.dtype, device="meta"))

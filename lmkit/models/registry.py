@@ -34,8 +34,8 @@ def family(*architectures: str) -> Callable[[Family], Family]:
 
 
 def load_spec(config: dict[str, Any]) -> ModelSpec:
-    """The specification of a checkpoint by its config.json. Raises UnsupportedError for an unknown architecture, listing
-    the known ones, and CheckpointError for impossible numbers."""
+    """The specification of a checkpoint by its config.json. Raises UnsupportedError for an unknown architecture,
+    listing the known ones, and CheckpointError for impossible numbers."""
     package = importlib.import_module("lmkit.models.families")
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"{package.__name__}.{module.name}")

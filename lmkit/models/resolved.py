@@ -22,7 +22,7 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True)
 class ResolvedModel:
-    """An open checkpoint with every choice made, from its config.json, the user's options and the device's abilities."""
+    """An open checkpoint with every choice made from its config.json, the user's options and the device."""
 
     source: ModelSource
     packing: Packing

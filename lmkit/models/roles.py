@@ -20,7 +20,8 @@ LLAMA_NAMES = {
     "mlp.up": "mlp.up_proj",
     "mlp.down": "mlp.down_proj",
 }
-# Roles that only models with norms behind attention and MLP have (Gemma 2), and the one role that they name differently.
+# Roles that only models with norms behind attention and MLP have (Gemma 2), and the one role that they name
+# differently.
 POST_NORM_NAMES = {
     "norm.attn_out": "post_attention_layernorm",
     "norm.mlp": "pre_feedforward_layernorm",
