@@ -103,8 +103,7 @@ def softcap(x: Tensor, cap: float) -> Tensor:
 
 @op
 def known_tokens(token_ids: Tensor, last_token: Tensor) -> None:
-    """In place: an id below 0 becomes last_token[-1 - id]. If that is below 0 too (no token could be sampled), it
-    becomes 0.
+    """Replace ids below 0, in place: last_token[-1 - id], or 0 if that is below 0 too (no token could be sampled).
 
     token_ids int64 [T], last_token int64 [slots]. An id below 0 is a token that the host did not know when it launched
     the step.

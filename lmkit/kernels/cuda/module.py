@@ -3,7 +3,7 @@
     kernel = Kernel("gemm.cu", "gemm", GROUP=128, TILES=2)     # one entry point of one file, for one set of defines
     kernel((grid_x, grid_y), 128, [x, packed, y, 4096, 1e-5], shared=65536)
 
-Arguments follow C's rules and nothing converts them, so each is passed as what it is: a tensor is the address of its
+Arguments follow C's rules and nothing converts them, so each has its own type: a tensor is the address of its
 first element, None is a null pointer, an int is `int`, a float is `float`. A numpy scalar has its own type (np.int64
 for `long long`).
 

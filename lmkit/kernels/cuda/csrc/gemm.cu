@@ -1,8 +1,7 @@
 // y = x W^T for few tokens and a packed weight (gemm.cuh). It reads W once, as fast as memory delivers it.
 //
-// The kernel computes Y^T = W X^T with mma.m16n8k16. The weight is operand A (16 outputs), x is operand B (8 tokens),
-// so 1 to 8 tokens cost one mma per fragment of W. More tokens are more operands B for the same fragment (N_TILES of
-// 8).
+// The kernel computes Y^T = W X^T with mma.m16n8k16. The weight is operand A (16 outputs), x is operand B (8 tokens).
+// 1 to 8 tokens cost one mma per fragment of W. More tokens are more operands B for the same fragment (N_TILES of 8).
 //
 // A block has the inputs of one range of K and processes its share of the rows of W:
 //
@@ -100,8 +99,7 @@ struct Stream {
     }
 };
 
-// Starts to copy a piece of x: tokens token .. token + count - 1 from input `first` on, with zeros beyond the last
-// input.
+// Starts to copy a piece of x: tokens token .. token + count - 1 from input `first` on, zeros beyond the last input.
 DEVICE void copy_x(u8* to, const Arguments& a, int token, int count, int first) {
     constexpr int VECTORS = WARPS_K * STAGE / 8;  // of a row
     for (int i = threadIdx.x; i < count * VECTORS; i += THREADS) {

@@ -155,8 +155,7 @@ struct Work {
     DEVICE int first_key(int i) const { return (i < sink_tiles ? i : i - sink_tiles + window_tile) * KEYS; }
 };
 
-// Finds tile `slot` of all, or returns false. Those of sequence b begin at (its first row) / ROWS + b; this leaves room
-// for all.
+// Finds tile `slot` of all, or returns false. Sequence b's begin at (its first row) / ROWS + b; there is room for all.
 DEVICE bool find_work(
     Work& work, int slot, const int* query_start, const int* context_lens, int num_seqs, bool skip_single) {
     int before = 0;

@@ -5,8 +5,8 @@
 // Fragments of mma.m16n8k16 (PTX ISA, "Matrix Fragments"), lane = 4 g + t, g in 0..7, t in 0..3:
 //   A 16x16, u32[4]   a[0] = (g, 2t..2t+1)  a[1] = (g+8, 2t..)  a[2] = (g, 2t+8..)  a[3] = (g+8, 2t+8..)   (row, k)
 //   B 16x8,  u32[2]   b[0] = (k 2t..2t+1, g)  b[1] = (k 2t+8.., g)                                         (k, column)
-//   C 16x8,  f32[4]   c[0..1] = (g, 2t..2t+1)  c[2..3] = (g+8, 2t..)                                       (row,
-// column) Two 16-bit values in a u32: the lower bits have the lower address.
+//   C 16x8,  f32[4]   c[0..1] = (g, 2t..2t+1)  c[2..3] = (g+8, 2t..)                                      (row, column)
+// Two 16-bit values in a u32: the lower bits have the lower address.
 #pragma once
 
 #include "types.cuh"
