@@ -187,8 +187,7 @@ class Pipeline:
         return Session()
 
     def ppl(self, inputs: str | list[int] | Sequence[str | list[int]]) -> list[float]:
-        """Perplexity, exp(mean negative log-likelihood), of each text or list of token ids. The first token is not
-        scored.
+        """Perplexity, exp(mean negative log-likelihood), of each text or list of token ids, except the first token.
 
         Raises RequestError for an input of fewer than two tokens, or of more tokens than the context holds.
         """

@@ -123,8 +123,7 @@ def rope_append(
 
     The first R of D elements rotate in pairs (i, i + R/2) (Llama/NeoX order): with cos and sin float32 [T, R/2],
     x_i' = x_i cos - x_{i+R/2} sin, x_{i+R/2}' = x_{i+R/2} cos + x_i sin. q [T, num_heads, D], k and v
-    [T, num_kv_heads, D] may be views into one tensor. A `mean` of the key cache is subtracted from k before the
-    rotation.
+    [T, num_kv_heads, D] may be views into one tensor. A `mean` of the key cache is subtracted from k before that.
     """
 
 

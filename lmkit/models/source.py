@@ -75,7 +75,7 @@ class ModelSource:
         return weights
 
     def layer(self, index: int, dtype: torch.dtype | None = None, device: str = "cpu") -> DecoderLayer:
-        """A layer with plain weights, as calibration wants it."""
+        """A layer with plain weights, for calibration."""
         at, weights = tensor_device(device), self.layer_weights(index, dtype)
         weights = {role: weight.to(at) for role, weight in weights.items()}
         return DecoderLayer(self.spec.layers[index], index, weights, device, activation_dtype(device, dtype))

@@ -156,9 +156,9 @@ def words_tile(element: ir.Type = I16) -> Tile:
 
 
 def scale_tile(isa: Isa, kind: KVDtype) -> Tile:
-    """Scale `count` scores of one row, in place. Scores of codes are int32 before: s = step * (scale * dot + minimum *
-    sum), with the row's float32 (step, sum) at `steps`. The float32 minima are `minima` bytes after the scales. Scores
-    of fp8 become s * scale.
+    """Scale `count` scores of one row, in place. Scores of codes are int32 before and become
+    s = step * (scale * dot + minimum * sum), with the row's float32 (step, sum) at `steps`. The float32 minima are
+    `minima` bytes after the scales. Scores of fp8 become s * scale.
     """
 
     def body(e: Emitter, rows: int, arguments: list[Value]) -> None:

@@ -188,8 +188,7 @@ def _sum_lanes(e: Emitter, four: list[Value]) -> Value:
 
 def _value_vectors(e: Emitter, isa: Isa, form: KVDtype, first: Value, second: Value) -> list[Value]:
     """Two vectors of a value. For codes, each lane holds the pair of one d in two values. For int4 the first vector
-    holds whole bytes: its sum minus 16 times the high nibbles' sum is the low nibbles' sum. This saves work for each
-    key.
+    holds whole bytes: its sum minus 16 times the high nibbles' sum is the low nibbles' sum. This saves work per key.
     """
     b, words = e.builder, e.vector(I16, 2 * e.lanes)
     if not _is_integer(form):
@@ -214,8 +213,7 @@ def product_tile(isa: Isa, form: KVDtype) -> Tile:
     """c [rows, two vectors, `apart` bytes between them] += w [rows, count] @ values, keys strictly in order.
 
     The values' columns begin `column` bytes into the rows at `places`. `ldw` and `ldc` are the bytes between rows.
-    For codes, w is int16, `count` fours of them, and the float32 at `steps` (`lds` bytes between rows) is the unit of
-    w.
+    For codes, w is int16, `count` fours of them; its unit is the float32 at `steps` (`lds` bytes between rows).
     """
     integer = _is_integer(form)
     pairs = 2 if integer else 1  # per iteration

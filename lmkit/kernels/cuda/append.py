@@ -95,8 +95,7 @@ def strided(x: Tensor | None) -> tuple[Any, ...]:
 
 
 def storage(cache: KVTensor) -> tuple[Any, ...]:
-    """A cache's arguments for csrc's kernels: data, params, fixed scales or null, whether it is
-    Hadamard-transformed."""
+    """A cache's arguments for csrc's kernels: data, params, fixed scales or null, whether `hadamard` is set."""
     assert cache.data.is_contiguous()
     assert cache.params.is_contiguous()
     return cache.data, cache.params, cache.scales, int(cache.hadamard)

@@ -52,8 +52,7 @@ def rms_norm(x: Tensor, norm: Norm) -> Tensor:
 
 
 def quantize_rows(x: Tensor, codes: torch.dtype, norm: Norm | None = None, *, min_rows: int = 0) -> RowCodes:
-    """x [T, K], or its rms_norm, as codes with a scale for each row; int8 codes also get their sums. K up to
-    MAX_COLUMNS.
+    """x [T, K], or its rms_norm, as codes with a scale per row; int8 codes also get their sums. K up to MAX_COLUMNS.
 
     The scale is max|x| / 127 or / 448. Codes are rounded to the nearest, halves to even. A norm's result is first
     rounded to its dtype. At least `min_rows` rows are returned.

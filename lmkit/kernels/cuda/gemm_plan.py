@@ -1,7 +1,6 @@
 """How a product is spread over a GPU: the plans that csrc/gemm.cu can run, and an estimate of the fastest.
 
-The estimate's constants are those of an H200. It only has to rank plans; measured plans (gemm_table.py) take
-precedence.
+The estimate's constants are an H200's. It only has to rank plans; measured plans (gemm_table.py) take precedence.
 """
 
 from __future__ import annotations

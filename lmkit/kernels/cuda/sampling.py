@@ -70,7 +70,7 @@ def score(
     logits: Tensor, rows: Tensor, slots: Tensor, table: Tensor, tokens: Tensor, max_top: int, *, gathered: bool
 ) -> Tensor:
     """float64 [n, 2 + 2 max_top] of `rows` int32 [n] and their tokens: the logarithm of the sum of e^logit, the token's
-    logit, then id and logit of the most likely tokens in any order. A row's slot says how many of these it wants.
+    logit, then id and logit of the most likely tokens in any order. A row's slot has the number of these.
 
     gathered: logits has just these rows, else all rows. The result of a row that has failed is undefined.
     """

@@ -69,8 +69,7 @@ DEVICE void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
-// ---- matrices. Each lane gives the address of a row of 16 bytes: lanes 0-7 of the first 8x8 matrix, 8-15 of the
-// second ...
+// ---- matrices. Each lane gives the address of a 16-byte row: lanes 0-7 of the first 8x8 matrix, 8-15 of the second ...
 
 DEVICE void ldmatrix_x4(u32 (&r)[4], const void* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"

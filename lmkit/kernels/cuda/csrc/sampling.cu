@@ -358,9 +358,9 @@ DEVICE int draw(Row row, const Peak& peak, const Slot& slot, double share) {
     return find_crossing(row, value, sums, min(target, sums.total - 1));
 }
 
-// tokens[i] is drawn for row i as table[slots[i]] says. If slots is null, table[i]; for a negative slot nothing is
-// done. Grid: rows. rows: the place of row i in logits, null = i. share: null = from the slot's own stream. last_token:
-// null = the slots are not changed.
+// tokens[i] is drawn for row i by table[slots[i]], or by table[i] if slots is null. A negative slot is skipped.
+// Grid: rows. rows: the place of row i in logits, null = i.
+// share: null = from the slot's own stream. last_token: null = the slots are not changed.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     sample(const float* logits, i64 stride, int vocab, const i64* rows, Slot* table, const i32* slots,
            const double* share, i64* last_token, i64* tokens) {
