@@ -171,7 +171,7 @@ class Pipeline:
         *,
         stream_response: bool = False,
     ) -> Any:
-        """One turn of a conversation. Returns the Session with its new answer, or with `stream_response` the parts.
+        """One turn of a conversation: the Session with its new answer, or with `stream_response` an iterator of parts.
 
         A failed turn leaves the session's history unchanged; the Response shows the error.
         """

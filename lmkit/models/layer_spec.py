@@ -141,8 +141,8 @@ class LayerSpec:
         return self.num_weights * bits / 8
 
     def flops(self, num_tokens: int, context: float) -> float:
-        """Floating-point operations of a forward pass. Each token sees `context` keys, or fewer with a window.
-        2 for every weight and token, 4 for every key, query head and element."""
+        """Floating-point operations of a forward pass. Each token sees `context` keys, or fewer with a window. They
+        are 2 for every weight and token, 4 for every key, query head and element."""
         seen = min(context, self.attention.window + self.attention.sinks) if self.attention.window else context
         return 2.0 * num_tokens * (self.active_weights + 2 * self.q_size * seen)
 

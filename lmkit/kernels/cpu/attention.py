@@ -108,8 +108,7 @@ def _find(plan: Any, num_seqs: int, unit: int) -> int:
 
 @inline
 def _mean_shares(mean: Mean, query: int, head: int, dim: int, out: int) -> None:
-    """Write a query's factors of the head's key mean: float32 (of the cosine, of the sine) of each pair (ops.KeyMean).
-    """
+    """Write a query's factors of the head's key mean: float32 (of the cosine, of the sine) per pair (ops.KeyMean)."""
     size, half = mean.num_pairs, mean.half
     index = carray(pointer(mean.pairs + 4 * head * size), size, np.int32)
     x = carray(pointer(query), 2 * half, np.float32)

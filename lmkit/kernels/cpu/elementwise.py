@@ -143,7 +143,7 @@ def norm_arguments(norm: Norm, x: Tensor) -> tuple[Tensor, NormArgs]:
 
 @implements(ops.rms_norm, "cpu", device="cpu", priority=20)
 def rms_norm(x: Tensor, norm: Norm) -> Tensor:
-    """x [T, H], or [T, heads, D] with any stride between tokens."""
+    """ops.rms_norm of x [T, H], or [T, heads, D] with any stride between tokens."""
     if x.dtype != torch.float32 and norm.residual is not None:
         total: Tensor = rms_norm(norm.residual.add_(x), Norm(norm.weight, norm.eps, None, norm.dtype))
         return total
