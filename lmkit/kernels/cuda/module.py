@@ -3,9 +3,9 @@
     kernel = Kernel("gemm.cu", "gemm", GROUP=128, TILES=2)     # one entry point of one file, for one set of defines
     kernel((grid_x, grid_y), 128, [x, packed, y, 4096, 1e-5], shared=65536)
 
-Arguments follow C's rules and nothing converts them, so each has its own type: a tensor is the address of its
-first element, None is a null pointer, an int is `int`, a float is `float`. A numpy scalar has its own type (np.int64
-for `long long`).
+Arguments follow C's rules and nothing converts them, so the Python type decides: a tensor is the address of its first
+element, None is a null pointer, an int is `int`, a float is `float`. A numpy scalar has its own type (np.int64 for
+`long long`).
 
 For tensors on a GPU, NVRTC compiles through CuPy, which keeps compiled code in its cache folder. Tensors on the CPU
 have a backend only if one was put into BACKENDS, as the tests' emulator does.
