@@ -3,7 +3,7 @@
     with pipeline("demo") as pipe:
         print(pipe("import os\\n", GenerationConfig(max_new_tokens=32)).text)
 
-The same requests, scheduler and output processing as the server; only the transport differs.
+It uses the same requests, scheduler and output processing as the server. Only the transport differs.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class GenerationConfig(Sampling, frozen=True, kw_only=True, forbid_unknown_field
 
     MAX, MIN = "max_new_tokens", "min_new_tokens"
 
-    max_new_tokens: int | None = 512  # None = until the context is full, 0 = none: the prompt is only computed
-    min_new_tokens: int = 0  # eos, stop ids and stop strings are held back before that
+    max_new_tokens: int | None = 512  # None = until the context is full; 0 = none, the prompt is only prefilled
+    min_new_tokens: int = 0  # eos, stop ids and stop strings are suppressed before that many tokens
 
     def params(self) -> SamplingParams:
-        """The same for the engine, with a random seed where none was given."""
+        """The same settings as the engine's SamplingParams, with a random seed if none was given."""
         fields = msgspec.structs.asdict(self)
         lengths = {"max_tokens": fields.pop(self.MAX), "min_tokens": fields.pop(self.MIN)}
         seed = secrets.randbits(63) if self.seed is None else self.seed
@@ -55,7 +55,7 @@ GenConfigs = GenerationConfig | Sequence[GenerationConfig] | None
 
 @dataclass
 class Response:
-    """An answer, or in a stream the new part of it. `index` is that of its prompt."""
+    """An answer, or the new part of it in a stream. `index` is the index of its prompt."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -73,9 +73,9 @@ class Response:
 class Session:
     """A conversation: `history` holds its messages, `response` the last answer.
 
-    The engine keeps its KV for a lease (EngineConfig.session_lease). `tokens` are the tokens of its turns as they were
-    generated, so that a new turn computes only its own. They are not used from the place on where `history` was
-    changed.
+    The engine keeps the session's KV for a lease (EngineConfig.session_lease). `tokens` are the tokens of its turns as
+    they were generated, so that a new turn prefills only its own. If `history` was changed, the tokens from that place
+    on are not used.
     """
 
     history: Messages = field(default_factory=list)
@@ -127,10 +127,10 @@ class Pipeline:
     ) -> Any:
         """A Response for one prompt (text, or a list of messages), or a list of Responses for a list of prompts.
 
-        The model gets a text as a user's message. With `do_preprocess` off, or without a chat template, the model
-        continues the text itself. A prompt that cannot run gives a Response with finish_reason "error"; its siblings
-        run. `priority` (lower is sooner) and `timeout` (seconds, from the time when the engine takes it) apply to each
-        prompt.
+        A text is given to the model as a user's message. With `do_preprocess` off, or without a chat template, the
+        model continues the text itself. A prompt that cannot run gives a Response with finish_reason "error"; the other
+        prompts run. `priority` (lower is sooner) and `timeout` (seconds after the engine takes the prompt) apply to
+        each prompt.
         """
         responses = [Response(index=i) for i in range(1 if _is_single(prompts) else len(prompts))]
         parts = self.stream_infer(prompts, gen_config, do_preprocess=do_preprocess, priority=priority, timeout=timeout)
@@ -187,9 +187,9 @@ class Pipeline:
         return Session()
 
     def ppl(self, inputs: str | list[int] | Sequence[str | list[int]]) -> list[float]:
-        """Perplexity, exp(mean negative log-likelihood), of each text or list of token ids, without the first token.
+        """Perplexity, exp(mean negative log-likelihood), of each text or list of token ids, except the first token.
 
-        Raises RequestError for an input of fewer than two tokens, or of more than the context holds.
+        Raises RequestError for an input of fewer than two tokens, or of more tokens than the context holds.
         """
         one = isinstance(inputs, str) or (len(inputs) > 0 and isinstance(inputs[0], int))
         items: list[Any] = [inputs] if one else list(inputs)
@@ -245,7 +245,7 @@ class Pipeline:
         return Request(request_id=name, prompt_ids=prompt_ids, params=config.params(), **fields)
 
     def _run(self, requests: Mapping[int, Request]) -> Iterator[tuple[int, RequestOutput]]:
-        """Outputs of `requests` as they come, each with the index of its request."""
+        """Outputs of `requests` as they arrive, each with the index of its request."""
         processors = {r.request_id: (i, OutputProcessor(self.tokenizer, r)) for i, r in requests.items()}
         for step in self._steps(list(requests.values())):
             index, processor = processors[step.request_id]
@@ -257,9 +257,9 @@ class Pipeline:
             yield index, output
 
     def _steps(self, requests: list[Request]) -> Iterator[StepOutput]:
-        """Run requests to their ends and yield their outputs. Several such loops share the engine's steps.
+        """Run requests to completion and yield their outputs. Several such loops share the engine's steps.
 
-        Requests beyond the engine's queue wait here. Leaving the loop early aborts the rest.
+        Requests that do not fit the engine's queue wait here. If the loop is left early, the rest are aborted.
         """
         waiting = deque(requests)
         open_ids: set[str] = set()
@@ -360,7 +360,7 @@ def _response(index: int, output: RequestOutput) -> Response:
 
 
 def _extend(whole: Response, part: Response) -> None:
-    """Append a part of a stream."""
+    """Append a part of a stream to the whole."""
     whole.text += part.text
     whole.token_ids += part.token_ids
     whole.logprobs += part.logprobs

@@ -1,4 +1,4 @@
-"""What attention computes, whatever the batch. No torch: a model's description holds it."""
+"""The parameters of attention that do not depend on the batch. No torch: a model's specification holds them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ class AttentionSpec:
     """Scores are q . k * scale. lmkit.kernels.ops.paged_attention has the formulas."""
 
     scale: float
-    window: int = 0  # keys that a query sees, itself included; 0 = all
-    sinks: int = 0  # first keys, which a window leaves visible
+    window: int = 0  # keys that a query sees, including its own; 0 = all
+    sinks: int = 0  # first keys, which stay visible outside of the window
     softcap: float = 0.0  # c > 0: a score s becomes c * tanh(s / c) before masking; 0 = none

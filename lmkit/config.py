@@ -21,8 +21,8 @@ WeightDtype = Literal["auto", "float32", "bfloat16", "float16"]
 KVStorageName = Literal["auto", KVName]
 HeadStorage = Literal["auto", "int8"]
 Activations = Literal["auto", "int8", "fp8", "exact"]
-BLOCK_SIZE = {"cpu": 32, "cuda": 64}  # unless one is given
-STEP_TOKENS = {"cpu": 512, "cuda": 4096}  # likewise
+BLOCK_SIZE = {"cpu": 32, "cuda": 64}  # used if no block size is given
+STEP_TOKENS = {"cpu": 512, "cuda": 4096}  # used if no token budget is given
 StepTokens = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
 PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
@@ -35,7 +35,7 @@ class StrictStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class EngineConfig(StrictStruct, frozen=True):
     """How one engine runs one model. `auto` and None are resolved once, into a new value, and each decision is logged.
 
-    `on` resolves the fields that depend on the device.
+    `on` returns a copy with the fields that depend on the device resolved.
     """
 
     device: Device = "auto"
@@ -54,18 +54,18 @@ class EngineConfig(StrictStruct, frozen=True):
     prefix_cache: bool = True  # keep the KV of prompts and answers for later requests
     cache_quota: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0  # share of the KV blocks that one tenant may keep
     session_lease: PositiveFloat = 300.0  # seconds for which a session's KV stays after its last answer
-    kv_host_memory: PositiveInt | None = None  # bytes of host memory for KV that left the device; None = none
+    kv_host_memory: PositiveInt | None = None  # bytes of host memory for KV evicted from the device; None = none
     kv_disk_path: str | None = None  # folder for KV on disk, which survives a restart; None = none
     kv_disk_memory: PositiveInt = 16 << 30  # bytes on disk
     attention_sinks: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0  # first tokens that sliding windows still see
-    priority_seconds: Annotated[float, msgspec.Meta(ge=0)] = 10.0  # of waiting that one level of priority is worth
-    max_overtakes: Annotated[int, msgspec.Meta(ge=0)] = 8  # of a request by later ones with a longer cached prefix
+    priority_seconds: Annotated[float, msgspec.Meta(ge=0)] = 10.0  # seconds of waiting worth one level of priority
+    max_overtakes: Annotated[int, msgspec.Meta(ge=0)] = 8  # by later requests with a longer cached prefix, per request
     decode_slowdown: Annotated[float, msgspec.Meta(gt=1)] = 2.0  # the largest slowdown of decoding during a prefill
     overlap: bool = True  # prepare the next step while one runs
     request_timeout: PositiveFloat | None = None  # seconds for a request that names none; None = no limit
 
     def on(self, device: Literal["cpu", "cuda"]) -> EngineConfig:
-        """This configuration on that device, with the fields that the device decides."""
+        """This configuration for that device, with the device's defaults filled in."""
         return msgspec.structs.replace(
             self,
             device=device,
@@ -75,12 +75,12 @@ class EngineConfig(StrictStruct, frozen=True):
 
     @property
     def tokens_per_block(self) -> int:
-        """`block_size`; that of a CPU if `on` has not resolved it."""
+        """`block_size`, or the CPU's default if `on` has not resolved it."""
         return self.block_size or BLOCK_SIZE["cpu"]
 
     @property
     def tokens_per_step(self) -> int:
-        """`max_step_tokens`; that of a CPU if `on` has not resolved it."""
+        """`max_step_tokens`, or the CPU's default if `on` has not resolved it."""
         return self.max_step_tokens or STEP_TOKENS["cpu"]
 
 
@@ -101,10 +101,10 @@ class Environment(StrictStruct, frozen=True):
 
     cpu_isa: str | None  # LMKIT_CPU_ISA: force a lower kernel path: avx512_vnni, avx_vnni, avx2, portable
     num_threads: int | None  # LMKIT_NUM_THREADS
-    cache_dir: Path  # LMKIT_CACHE_DIR: compiled kernels, and packed weights of checkpoints that cannot be written to
+    cache_dir: Path  # LMKIT_CACHE_DIR: compiled kernels; packed weights if the checkpoint is not writable
     log_level: str  # LMKIT_LOG_LEVEL
     world_size: int  # processes of one quantization on all machines, as its launcher sets it
-    local_world_size: int  # of these on this machine
+    local_world_size: int  # processes of one quantization on this machine
     api_key: str | None  # LMKIT_API_KEY: the key that `lmkit chat` and `lmkit proxy` clients send
 
 
@@ -134,7 +134,7 @@ def default_num_threads() -> int:
 
 
 def _launched(*names: str) -> int:
-    """A count that torchrun (the first name), Open MPI or MPICH give their processes; 1 without them."""
+    """A count that torchrun (the first name), Open MPI or MPICH sets for its processes; 1 without a launcher."""
     given = next((os.environ[name] for name in names if name in os.environ), "1")
     if not (given.isdecimal() and int(given) > 0):
         raise ConfigError(f"{names[0]}={given!r}: expected a positive integer")

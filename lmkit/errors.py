@@ -26,7 +26,7 @@ HTTP_STATUS = {
     "engine_unavailable": 503,
     "queue_full": 503,
     "shutting_down": 503,
-    "deadline_exceeded": 504,  # the request's own, or the server's --request-timeout
+    "deadline_exceeded": 504,  # the request's own deadline, or the server's --request-timeout
     "upstream_timeout": 504,
 }
 

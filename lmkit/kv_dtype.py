@@ -1,4 +1,4 @@
-"""The storage types of a KV cache. A new one is an entry here and its kernels. No torch: configurations read this."""
+"""The storage types of a KV cache. A new type is one entry here and its kernels. No torch: configurations read this."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal
 
 CodedName = Literal["int8", "fp8", "int4"]
 KVName = Literal["float32", "bfloat16", "float16", "int8", "fp8", "int4"]
-PARAM_BYTES = 4  # of a coded row: its scale and its minimum, float16 both
+PARAM_BYTES = 4  # of a coded row: its scale and its minimum, both float16
 
 
 @dataclass(frozen=True)
@@ -17,13 +17,13 @@ class KVDtype:
     name: str
     bits: int  # of an element
     coded: bool = False  # rows have a scale
-    has_minimum: bool = False  # of a coded row: codes count from it; without, it is 0
+    has_minimum: bool = False  # of a coded row: codes count from its minimum; otherwise the minimum is 0
 
     def __str__(self) -> str:
         return self.name
 
     def columns(self, dim: int) -> int:
-        """Numbers in memory for a row of `dim` elements: two elements of 4 bits share a byte."""
+        """Elements of the data tensor for a row of `dim` values: two 4-bit values share a byte."""
         return dim * self.bits // 8 if self.coded else dim
 
     def row_bytes(self, dim: int) -> int:

@@ -27,7 +27,7 @@ def setup(level: str = "INFO", *, process: str = "") -> None:
 
 
 class _ToStderr(logging.StreamHandler[TextIO]):
-    """Writes to the stderr of the moment: a stream that stood in for it at `setup` may be closed by now."""
+    """Writes to the current sys.stderr. The stream that was sys.stderr at `setup` may be closed by now."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr

@@ -1,7 +1,7 @@
 """The canonical quantized tensor: methods make it, formats store it, kernels pack it.
 
-Integers: a uniform affine grid of unsigned codes, w = (code - zero) * scale, per output row and group of `group_size`
-inputs; a symmetric scheme has zero = 2**(bits-1). Floats: float8 e4m3 codes, w = code * scale.
+Integers are unsigned codes on a uniform affine grid, w = (code - zero) * scale, per output row and group of
+`group_size` inputs. A symmetric scheme has zero = 2**(bits-1). Floats are float8 e4m3 codes, w = code * scale.
 `quantize` and `dequantize` are the oracle for everything else.
 """
 
@@ -104,10 +104,10 @@ def grid(weight: Tensor, scheme: QuantScheme, clip: Range | None = None) -> tupl
     """(scales float16, zeros uint8), each [..., out, groups], of a weight [..., out, in].
 
     The grid spans each group's minimum to its maximum, or `clip`'s lower to upper. It is widened to contain 0, so that
-    0 is exact and groups of one sign do not saturate. A scale is rounded to float16 before anything is derived from it,
-    and is at least float16's smallest normal number. The search therefore uses the same numbers as the file.
+    0 is exact and groups of one sign do not saturate. A scale is at least float16's smallest normal number. It is
+    rounded to float16 before anything is derived from it, so that the search uses the same numbers as the file.
 
-    Raises CheckpointError for a weight that is not finite, and UnsupportedError for a group too wide for a float16
+    Raises CheckpointError if the weight is not finite, and UnsupportedError if a group is too wide for a float16
     scale.
     """
     low, high = _range(weight, scheme)
@@ -117,7 +117,7 @@ def grid(weight: Tensor, scheme: QuantScheme, clip: Range | None = None) -> tupl
 
 
 def grid_between(low: Tensor, high: Tensor, scheme: QuantScheme) -> tuple[Tensor, Tensor]:
-    """(scales float16, zeros uint8) of the grids from `low` <= 0 to `high` >= 0, float32 of any shape. See `grid`."""
+    """(scales float16, zeros uint8) of grids from `low` <= 0 to `high` >= 0, both float32 of any shape. See `grid`."""
     if scheme.symmetric:
         high = torch.maximum(-low, high)
         low = -high
@@ -159,7 +159,7 @@ def _quantize_float8(weight: Tensor, scheme: QuantScheme) -> QTensor:
 
 
 def _spread(scales: Tensor, out_features: int, in_features: int, scheme: QuantScheme) -> Tensor:
-    """[row groups, groups] -> [out, in]."""
+    """Scales [row groups, groups] repeated to [out, in]."""
     rows = out_features if scheme.rows == -1 else scheme.rows
     columns = in_features if scheme.group_size == -1 else scheme.group_size
     return scales.repeat_interleave(rows, 0)[:out_features].repeat_interleave(columns, 1)[:, :in_features]

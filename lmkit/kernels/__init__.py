@@ -1,4 +1,4 @@
-"""Importing this registers every implementation this build has; nothing is compiled before its first call."""
+"""Importing this registers every implementation of this build. Nothing is compiled before its first call."""
 
 from lmkit.kernels import cpu, cuda, reference
 

@@ -1,11 +1,13 @@
-"""Every op once: signature, shapes, formula. Bodies live in reference/ (torch, fp32 accumulation: the oracle for all),
-cpu/ (numba) and cuda/. Symbols: T tokens in the step, B sequences, H hidden, D head_dim, N out and K in features.
+"""Every op once: signature, shapes, formula. The bodies are in reference/ (torch, fp32 accumulation: the oracle for the
+others), cpu/ (numba) and cuda/.
+
+Symbols: T tokens in the step, B sequences, H hidden, D head_dim, N out and K in features.
 
 A blocked KV cache of one layer is two KVTensors (keys, values), each in one of six storage types:
 
     float32, bfloat16, float16   data [num_blocks, num_kv_heads, block_size, D]
     int8                         data uint8 [num_blocks, num_kv_heads, block_size, D]
-    fp8                          as int8, the codes being the bits of float8 e4m3 (finite only, up to 448)
+        fp8                          as int8; the codes are the bits of float8 e4m3 (finite only, up to 448)
     int4                         data uint8 [num_blocks, num_kv_heads, block_size, D/2]: byte j holds element j in its
                                  low and j + D/2 in its high nibble, so both halves unpack to contiguous vectors
     params (int8, int4, fp8)     float16 [num_blocks, num_kv_heads, block_size, 2] = (scale, minimum) per token and
@@ -32,7 +34,7 @@ ACTIVATIONS = ("silu", "gelu_tanh")  # of gated linears
 
 @dataclass(frozen=True)
 class BatchGeometry:
-    """Where the tokens of a step stand in their sequences, and these in the blocks of a KV cache."""
+    """The positions of a step's tokens in their sequences, and the blocks of a KV cache that hold the sequences."""
 
     query_start: Tensor  # int32 [B + 1]: rows query_start[b] .. query_start[b + 1] belong to sequence b
     context_lens: Tensor  # int32 [B], tokens in the cache after this step
@@ -42,15 +44,15 @@ class BatchGeometry:
 
 @dataclass(frozen=True)
 class KeyMean:
-    """b, what a head's keys have in common before RoPE: a large key bias. It is left out of the storage, so that codes
-    are spent on what differs; attention adds its share of a score, which is exact: with a query (x, y) at elements
-    i and i + R/2 after RoPE, and a key at position t,
+    """b, the part that a head's keys have in common before RoPE: a large key bias. It is left out of the storage, so
+    that codes are spent on the differences. Attention adds its share of a score, which is exact. With a query (x, y) at
+    elements i and i + R/2 after RoPE, and a key at position t,
 
         q . RoPE_t(b) = sum over pairs i of (x b_i + y b_{i+R/2}) cos(t theta_i) + (y b_i - x b_{i+R/2}) sin(t theta_i)
     """
 
     vector: Tensor  # float32 [num_kv_heads, D], b; 0 outside of `pairs`
-    pairs: Tensor  # int32 [num_kv_heads, P]: each i once; a head with fewer than the others repeats none, but has b = 0
+    pairs: Tensor  # int32 [num_kv_heads, P]: each i once; a head with fewer pairs fills up with other i, where b = 0
     table: Tensor  # float32 [R/2, 2, positions]: ops.rope_angles of every position, cosines and sines
 
 
@@ -58,8 +60,8 @@ class KeyMean:
 class KVTensor:
     """The keys or the values of one layer in blocked storage; `params` is empty unless `dtype` is coded.
 
-    What a reader gets does not depend on the rest: keys without their mean, and keys turned by the orthonormal
-    Walsh-Hadamard matrix of D (`hadamard`: D is a power of two), are read as if they were plain.
+    A reader does not see the other fields. Keys without their mean, and keys multiplied by the orthonormal
+    Walsh-Hadamard matrix of D (`hadamard`: D is a power of two), are read as plain keys.
     """
 
     data: Tensor
@@ -67,7 +69,7 @@ class KVTensor:
     dtype: KVDtype
     mean: KeyMean | None = None
     hadamard: bool = False
-    scales: Tensor | None = None  # float32 [num_kv_heads], of codes: fixed scales instead of each token's own
+    scales: Tensor | None = None  # float32 [num_kv_heads], of codes: fixed scales instead of one per token
 
     @property
     def block_size(self) -> int:
@@ -76,34 +78,35 @@ class KVTensor:
 
 @dataclass(frozen=True)
 class Norm:
-    """An RMSNorm. With a residual, what is normalized is the sum x + residual, and the residual becomes that sum."""
+    """An RMSNorm. With a residual, the sum x + residual is normalized, and the residual becomes that sum."""
 
     weight: Tensor  # [H]
     eps: float
-    residual: Tensor | None = None  # [T, H] in x's dtype or float32, written
-    dtype: torch.dtype | None = None  # of what comes out; None = x's
+    residual: Tensor | None = None  # [T, H] in x's dtype or float32, overwritten
+    dtype: torch.dtype | None = None  # of the result; None = x's
 
 
 @op
 def rms_norm(x: Tensor, norm: Norm) -> Tensor:
-    """y = s / sqrt(mean(s^2, -1) + eps) * weight, s = x or x + residual. x [..., H], any leading shape; y the same."""
+    """y = s / sqrt(mean(s^2, -1) + eps) * weight, s = x or x + residual. x and y [..., H], any leading shape."""
 
 
 @op
 def embedding(table: Tensor, rows: Tensor, scale: float = 1.0) -> Tensor:
-    """float32 table[rows] * scale. table [N, H], rows int64 [T] within it; result [T, H]."""
+    """float32 table[rows] * scale. table [N, H], rows int64 [T] in 0 .. N - 1; result [T, H]."""
 
 
 @op
 def softcap(x: Tensor, cap: float) -> Tensor:
-    """x <- cap * tanh(x / cap), in place; x float32 [R, V], which is returned."""
+    """x <- cap * tanh(x / cap), in place. x float32 [R, V]; returns x."""
 
 
 @op
 def known_tokens(token_ids: Tensor, last_token: Tensor) -> None:
-    """In place: an id below 0 becomes last_token[-1 - id], and 0 where that is below 0 too (no token could be sampled).
+    """Replace ids below 0, in place: last_token[-1 - id], or 0 if that is below 0 too (no token could be sampled).
 
-    token_ids int64 [T], last_token int64 [slots]: a step's tokens that the host did not know when it launched the step.
+    token_ids int64 [T], last_token int64 [slots]. An id below 0 is a token that the host did not know when it launched
+    the step.
     """
 
 
@@ -118,18 +121,18 @@ def rope_append(
 ) -> None:
     """Rotate q and k in place, then `kv_append` k and v.
 
-    Of D elements the first R turn in pairs (i, i + R/2) (Llama/NeoX order): with cos and sin float32 [T, R/2],
+    The first R of D elements rotate in pairs (i, i + R/2) (Llama/NeoX order): with cos and sin float32 [T, R/2],
     x_i' = x_i cos - x_{i+R/2} sin, x_{i+R/2}' = x_{i+R/2} cos + x_i sin. q [T, num_heads, D], k and v
-    [T, num_kv_heads, D]: views into one tensor will do. A `mean` of the key cache is subtracted from k before it turns.
+    [T, num_kv_heads, D] may be views into one tensor. A `mean` of the key cache is subtracted from k before that.
     """
 
 
 @op
 def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
-    """f(gate) * up. gate_up [T, 2I] = gate | up; result [T, I] in the same dtype. `activation` names f, of ACTIVATIONS:
+    """f(gate) * up. gate_up [T, 2I] = gate | up; result [T, I] in the same dtype. `activation` is one of ACTIVATIONS:
 
     silu         f(x) = x / (1 + e^-x)
-    gelu_tanh    f(x) = x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), as GELU (arXiv 1606.08415) is approximated
+    gelu_tanh    f(x) = x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), an approximation of GELU (arXiv 1606.08415)
     """
 
 
@@ -137,17 +140,18 @@ def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
 def kv_append(k: Tensor, v: Tensor, k_cache: KVTensor, v_cache: KVTensor, slots: Tensor) -> None:
     """Store k and v [T, num_kv_heads, D] (float32/bfloat16) at int32 slots [T]; slots are unique, -1 = skip.
 
-    k is without the cache's `mean`, if it has one. With `hadamard`, what is stored of each head is k H / sqrt(D),
-    H the matrix of natural order (Sylvester's).
+    If the cache has a `mean`, k comes without it. With `hadamard`, each head is stored as k H / sqrt(D), where H is the
+    matrix of natural order (Sylvester's).
 
     int8 and int4 quantize per token and head over D, asymmetric: minimum = min(x) rounded to float16,
-    scale = (max(x) - minimum) / (2^bits - 1) rounded to float16 (a constant vector gets scale 0 and code 0, so it
-    reads back as its minimum), code = clamp(round_half_even((x - minimum) / scale), 0, 2^bits - 1). Codes are chosen
-    against the rounded parameters. Values beyond the float16 range are clamped to it.
+    scale = (max(x) - minimum) / (2^bits - 1) rounded to float16,
+    code = clamp(round_half_even((x - minimum) / scale), 0, 2^bits - 1). A constant vector gets scale 0 and code 0, so
+    it reads back as its minimum. Codes are chosen against the rounded parameters. Values beyond the float16 range are
+    clamped to it.
 
     fp8: scale = max|x| / 448 rounded to float16, code = e4m3(clamp(x / scale, -448, 448)), halves to even, minimum 0.
-    With `scales` (numbers that float16 has), the scale is the head's, and the minimum of int8 and int4 is
-    -2^(bits - 1) * scale: the grid is symmetric, and what is beyond it is clamped.
+    With `scales` (numbers that float16 represents) the scale is the head's, and the minimum of int8 and int4 is
+    -2^(bits - 1) * scale: the grid is symmetric, and values beyond it are clamped.
     """
 
 
@@ -157,24 +161,24 @@ def paged_attention(
 ) -> Tensor:
     """Causal attention of mixed query lengths over blocked KV; prefill, chunked prefill and decode alike.
 
-    q [T, num_heads, D] float32 or bfloat16: rows query_start[b] .. query_start[b+1] belong to sequence b and are its
-    last positions, context_lens[b] - n_b .. context_lens[b] - 1 (keys of these positions are already appended; `slots`
-    is not read). Query head h reads KV head h // (num_heads / num_kv_heads); key j is visible to a query at position p
-    iff
+    q [T, num_heads, D] float32 or bfloat16. Rows query_start[b] .. query_start[b+1] belong to sequence b. They are its
+    last n_b positions, context_lens[b] - n_b .. context_lens[b] - 1. The keys of these positions are already appended;
+    `slots` is not read. Query head h reads KV head h // (num_heads / num_kv_heads). Key j is visible to a query at
+    position p iff
 
         j <= p and (window == 0 or j > p - window or j < sinks)
 
-    (attention sinks, arXiv 2309.17453, except that positions stay absolute: nothing is turned again when the window
-    moves on). With scores s = q . k * scale, or c * tanh(s / c) of them if softcap c is above 0 (Gemma 2,
-    arXiv 2408.00118): softmax(s) @ v, result [T, num_heads, D] in q's dtype. With a `mean`, the key of position t is
-    what is stored + RoPE_t(b). What blocks hold of which no query sees any key does not matter, not even a NaN;
-    their entries of the table only have to be valid.
+    These are attention sinks (arXiv 2309.17453), except that positions stay absolute: nothing is rotated again when the
+    window moves on. Scores are s = q . k * scale, or c * tanh(s / c) of that if softcap c is above 0 (Gemma 2,
+    arXiv 2408.00118). The result is softmax(s) @ v, [T, num_heads, D] in q's dtype. With a `mean`, the key of position
+    t is the stored key + RoPE_t(b). Blocks may hold anything, even NaN, at keys that no query sees; the table's entries
+    for them only have to be valid.
 
-    What int4 keys are multiplied with may be (on a CPU and in the reference: is) queries of 8 bits: x = q * scale
-    (turned, if the keys are) is replaced by round_half_even(x / step) * step, with step = max|x| / L of each row and
-    head and L = min(127, floor(32767 / (30 ceil(D / 32)))), so that sums of products of codes fit int16. This errs some
-    17 times less than the keys do, whose steps are a 15th of their range. The share of a `mean` is
-    computed from q itself.
+    An implementation may multiply int4 keys by queries of 8 bits. The CPU and the reference do. Then x = q * scale
+    (multiplied by the Hadamard matrix, if the keys are) is replaced by round_half_even(x / step) * step, with
+    step = max|x| / L of each row and head and L = min(127, floor(32767 / (30 ceil(D / 32)))), so that sums of products
+    of codes fit int16. The error is some 17 times smaller than that of the keys, whose steps are a 15th of their range.
+    The share of a `mean` is computed from q itself.
     """
 
 
@@ -190,8 +194,8 @@ def rope_paged_attention(
     geometry: BatchGeometry,
     spec: AttentionSpec,
 ) -> Tensor:
-    """`rope_append` of the step's tokens, then `paged_attention` of their queries. What q and k hold afterwards is not
-    defined.
+    """`rope_append` of the step's tokens, then `paged_attention` of their queries. The contents of q and k afterwards
+    are undefined.
     """
 
 
@@ -199,23 +203,23 @@ def rope_paged_attention(
 def draw(
     logits: Tensor, rows: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, share: Tensor
 ) -> Tensor:
-    """A token for each of `rows` (int64 [n]) of logits float32 [R, V]: the first id, in ascending order, at which the
-    weights that are kept add up to more than `share` of their total.
+    """A token for each of `rows` (int64 [n]) of logits float32 [R, V]. It is the first id, in ascending order, at which
+    the sum of the kept weights exceeds `share` of their total.
 
-    A weight is e^((logit - greatest) / temperature), in float64. Kept are the top_k (0 = all) greatest logits, of
-    equals the lower ids; of these the fewest weights that reach top_p (1 = all) of their total (nucleus sampling,
-    arXiv 1904.09751); of these the ones of at least min_p. top_k is int64 [n], the others float64 [n]; share is in
-    [0, 1), temperature above 0.
-    A drawn row holds a finite greatest logit and no NaN. Result int64 [n]; a row's does not depend on the others.
+    A weight is e^((logit - greatest) / temperature), in float64. Three filters keep weights, one after the other. top_k
+    keeps the top_k greatest logits (0 = all); of equal logits it keeps the lower ids. top_p keeps the fewest weights
+    that reach top_p of their total (1 = all; nucleus sampling, arXiv 1904.09751). min_p keeps the weights of at least
+    min_p. top_k is int64 [n], the others are float64 [n]; share is in [0, 1), temperature is above 0. A drawn row has a
+    finite greatest logit and no NaN. Result int64 [n]; a row's result does not depend on other rows.
     """
 
 
 # Every linear: `pack(weight, activation=None)`; x [T, K] -> [T, N] in x's dtype, accumulated in float32.
 # With a norm, x is replaced by rms_norm(x, norm) first. With an activation the weight is gated: its rows are gate | up,
-# N = 2I, and the result is gated_activation's, [T, I]; a bias stays [N]. A layer that selects a kernel for a gated
-# weight has the trait `activation`.
-# Implementations that say so (`epilogue` of registry.Implementation) also take, by keyword, `dtype`: the result in this
-# one; or `residual`, float32 [T, N]: the result is added to it in place, unrounded, and it is what is returned.
+# N = 2I, and the result [T, I] is that of gated_activation. A bias stays [N]. A layer that selects a kernel for a gated
+# weight passes the trait `activation`.
+# Implementations with `epilogue` (registry.Implementation) also take one of two keywords. `dtype` is the result's
+# dtype. `residual`, float32 [T, N], is returned after the result was added to it in place, unrounded.
 
 
 @op
@@ -230,7 +234,7 @@ def linear_w4a16(x: Tensor, packed: Any, bias: Tensor | None, norm: Norm | None 
 
 @op
 def linear_w4a8(x: Tensor, packed: Any, bias: Tensor | None, norm: Norm | None = None) -> Tensor:
-    """As linear_w4a16, on int8 activations: per token and per weight group g of K,
+    """As linear_w4a16, with int8 activations. Per token and per weight group g of K,
     sx = max|x_g| / 127 (0 -> the group contributes 0), xq = round_half_even(x_g / sx),
     y += sw * sx * (sum(code * xq) - zero * sum(xq)). Group sizes: multiples of 32, and -1.
     """
@@ -238,7 +242,7 @@ def linear_w4a8(x: Tensor, packed: Any, bias: Tensor | None, norm: Norm | None =
 
 @op
 def linear_w8a8(x: Tensor, packed: Any, bias: Tensor | None, norm: Norm | None = None) -> Tensor:
-    """As linear_w4a8 with 8-bit codes (symmetric per output channel has zero = 128). `pack(QTensor bits=8)`."""
+    """As linear_w4a8 with 8-bit codes (zero = 128 if symmetric per output channel). `pack(QTensor bits=8)`."""
 
 
 @op
@@ -253,6 +257,6 @@ def linear_fp8(x: Tensor, packed: Any, bias: Tensor | None, norm: Norm | None = 
 
 @op
 def linear_fp8_a8(x: Tensor, packed: Any, bias: Tensor | None, norm: Norm | None = None) -> Tensor:
-    """As linear_fp8, on e4m3 activations: per token and per weight group g of K, sx = max|x_g| / 448 (0 -> the group
+    """As linear_fp8, with e4m3 activations. Per token and per weight group g of K, sx = max|x_g| / 448 (0 -> the group
     contributes 0), and x_g is replaced by sx * e4m3(clamp(x_g / sx, -448, 448)), halves to even.
     """

@@ -1,10 +1,10 @@
-"""Ordered implementations per op. One is chosen once, by a layer, and kept; a refusal says why.
+"""Ordered implementations per op. A layer chooses one once and keeps it. A refusal states its reason.
 
 impl = ops.linear_w4a8.select("cpu", in_features=4096, group_size=128)
 packed = impl.pack(qtensor)          # only ops over packed weights have `pack`
 y = impl(x, packed, bias)
 
-An implementation that cannot run a single call, whatever was selected, hands it on: `op.fall_back(name, reason)(...)`.
+If a selected implementation cannot run a single call, it hands the call on: `op.fall_back(name, reason)(...)`.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ class Implementation:
 
 @dataclass
 class Op:
-    """One operation: its signature's docstring is the specification, the reference implementation the oracle."""
+    """One operation. Its signature's docstring is the specification, its reference implementation is the oracle."""
 
     name: str
     doc: str
     implementations: list[Implementation] = field(default_factory=list)
-    fallbacks: Counter[str] = field(default_factory=Counter)  # calls that were handed on, by reason
+    fallbacks: Counter[str] = field(default_factory=Counter)  # calls handed on to another implementation, by reason
 
     def select(self, device: str, **traits: Any) -> Implementation:
-        """The first implementation, by priority, that accepts. Raises UnsupportedError listing every reason."""
+        """The first implementation, by priority, that accepts the traits. Raises UnsupportedError with every reason."""
         reasons = []
         for impl in self.implementations:
             reason = None if impl.device in (device, "any") else f"runs on {impl.device}"
@@ -72,7 +72,7 @@ class Op:
         return self.named(name)
 
     def register(self, implementation: Implementation) -> None:
-        """Add an implementation; higher priority is asked first."""
+        """Add an implementation. One with higher priority is asked first."""
         self.implementations.append(implementation)
         self.implementations.sort(key=lambda impl: -impl.priority)
 
@@ -84,7 +84,7 @@ class Op:
 
 
 def op(signature: Callable[..., Any]) -> Op:
-    """Turn a signature with a docstring (its body is never run) into an Op."""
+    """Turn a signature with a docstring into an Op. The signature's body is never run."""
     return Op(signature.__name__, signature.__doc__ or "")
 
 
@@ -98,7 +98,7 @@ def implements(
     priority: int = 0,
     epilogue: bool = False,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register the decorated function as an implementation of `target`; higher priority is asked first."""
+    """Register the decorated function as an implementation of `target`. Higher priority is asked first."""
 
     def register(run: Callable[..., Any]) -> Callable[..., Any]:
         target.register(Implementation(name, device, run, accepts, pack, priority, epilogue))

@@ -1,4 +1,4 @@
-"""What one forward pass needs besides the weights: the batch's geometry and each layer's KV blocks."""
+"""The inputs of one forward pass besides the weights: the batch's geometry and each layer's KV blocks."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from lmkit.kv_dtype import KVDtype
 
 @dataclass(frozen=True)
 class BatchInputs:
-    """One step: B sequences bring T new tokens in all; nothing distinguishes prefill from decode."""
+    """One step: B sequences bring T new tokens in all. Nothing distinguishes prefill from decode."""
 
     token_ids: Tensor  # int64 [T]
     positions: Tensor  # int32 [T]
-    geometries: tuple[BatchGeometry, ...]  # of each KV group (models.kv_layout), which differ in tables and slots
-    rope_lens: Tensor  # int32 [B], the length that fixes a sequence's dynamic-NTK base (its prompt's, once and for all)
+    geometries: tuple[BatchGeometry, ...]  # one for each KV group (models.kv_layout); they differ in tables and slots
+    rope_lens: Tensor  # int32 [B], the length that fixes a sequence's dynamic-NTK base for good: its prompt's
     logit_rows: Tensor  # int64 [R], the rows whose logits are wanted
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], num_groups: int) -> BatchInputs:
-        """Of `tensors` as the property names them."""
+        """A batch from `tensors`, named as the property `tensors` names them."""
         shared = {name: x for name, x in tensors.items() if "." not in name}
         geometry = {name: shared.pop(name) for name in ("query_start", "context_lens")}
         return cls(
@@ -37,7 +37,7 @@ class BatchInputs:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """All of them by name; with its number behind the name, what each KV group has for itself."""
+        """All tensors by name. The names of a KV group's own tensors end in the group's number."""
         first = self.geometries[0]
         named = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
         named |= {"query_start": first.query_start, "context_lens": first.context_lens}
@@ -50,7 +50,7 @@ class BatchInputs:
 class KVLayer:
     """Blocked keys and values of one layer; K and V may be stored in different types.
 
-    Layers of different KV groups may be in the same tensors, in different blocks.
+    Layers of different KV groups may share the same tensors. Their blocks are different.
     """
 
     k: KVTensor
@@ -79,7 +79,7 @@ def allocate_kv(
 
 
 def whole_batch(rows: list[list[int]], block_size: int, device: str = "cpu") -> tuple[BatchInputs, int]:
-    """(batch, blocks needed) for whole sequences from position 0 in consecutive blocks, all logits wanted.
+    """(batch, blocks needed) for whole sequences from position 0 in consecutive blocks, with the logits of every token.
 
     For calibration and evaluation, which keep nothing between calls.
     """

@@ -1,4 +1,4 @@
-"""Linears of a decoder layer: plain while a model is calibrated, packed for a kernel when it serves."""
+"""Linears of a decoder layer: plain weights while a model is calibrated, packed for a kernel when it serves."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ Packed = tuple[Implementation, Any, Tensor | None]  # a kernel, its weight, and 
 
 
 class MergedLinear:
-    """Linears of several roles that read the same input; the outputs stand side by side. With an `activation` (of
-    ops.ACTIVATIONS) there are two roles, and the first is a gate: ops.gated_activation of both is the result.
+    """Linears of several roles that read the same input. Their outputs stand side by side. With an `activation` (of
+    ops.ACTIVATIONS) there are two roles, and the first is a gate: the result is ops.gated_activation of both.
 
-    Before `pack`, each role is computed from `weights` as they are at that moment, in float32: a calibration may
-    rewrite them between two calls, and `observe(role, x)` sees each input. `pack` moves the weights into a kernel's
-    layout; roles whose formats agree become one product.
+    Before `pack`, each role is computed in float32 from the current `weights`: a calibration may rewrite them between
+    two calls, and `observe(role, x)` sees each input. `pack` moves the weights into a kernel's layout; neighbouring
+    roles with the same format become one product.
 
-    `deltas`, by role, are added to the products, before an activation: y += delta(x). An adapter changes a linear so.
-    A kernel that computes the activation too has no place for them: `takes_deltas`, set before `pack`, chooses others.
+    `deltas`, by role, are added to the products before an activation: y += delta(x). An adapter changes a linear this
+    way. A kernel that also computes the activation cannot add them. `takes_deltas`, set before `pack`, chooses a kernel
+    that leaves the activation out.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class MergedLinear:
         self.deltas: dict[str, Delta] = {}
         self.observe: Observer | None = None
         self.packed: list[Packed] | None = None
-        self._widths: list[int] = []  # of the packed roles' outputs
+        self._widths: list[int] = []  # output widths of the packed roles
         self._rms_norm = ops.rms_norm.select(device)
         self._gated_activation = ops.gated_activation.select(device)
 
@@ -72,7 +73,7 @@ class MergedLinear:
 
     @property
     def _fused(self) -> Packed | None:
-        """The one kernel that computes everything, the activation included, if there is one."""
+        """The one kernel that computes everything, including the activation, if there is one."""
         if self.packed is None or len(self.packed) > 1 or self.deltas:
             return None
         return self.packed[0] if self.activation is None or not self.takes_deltas else None
@@ -85,8 +86,8 @@ class MergedLinear:
         return merged.narrow(-1, sum(widths[:place]), widths[place])
 
     def add_to(self, stream: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The residual stream float32 [T, out] plus this of x, as a pair (delta, residual), stream = delta + residual:
-        (stream, None) if a kernel has added it, else (this, stream).
+        """Add the product of x to the residual stream float32 [T, out]. Returns a pair (delta, residual), whose sum is
+        the new stream: (stream, None) if a kernel has added the product, else (product, stream).
         """
         if (fused := self._fused) is not None and fused[0].epilogue and stream.dtype == torch.float32:
             implementation, packed, bias = fused
@@ -94,7 +95,7 @@ class MergedLinear:
         return self(x), stream
 
     def float32(self, x: Tensor, norm: Norm) -> Tensor:
-        """As a call, with a result that is not rounded to the activations' dtype."""
+        """As a call, but the result is not rounded to the activations' dtype."""
         if (fused := self._fused) is not None and fused[0].epilogue and norm.dtype != torch.float32:
             implementation, packed, bias = fused
             y: Tensor = implementation(x, packed, bias, norm, dtype=torch.float32)
@@ -102,7 +103,7 @@ class MergedLinear:
         return self(x, norm).float()
 
     def _plain(self, x: Tensor) -> Tensor:
-        """One product with the weights as they are, side by side."""
+        """The products with the plain weights, side by side."""
         if self.observe is not None:
             for role in self.roles:
                 self.observe(role, x)
@@ -113,7 +114,7 @@ class MergedLinear:
         return torch.nn.functional.linear(x, dense[0] if len(dense) == 1 else torch.cat(dense), bias)
 
     def pack(self, activations: str) -> None:
-        """Choose a kernel, pack, and drop the plain weights. Raises UnsupportedError if no kernel takes them."""
+        """Choose a kernel, pack, and drop the plain weights. Raises UnsupportedError if no kernel accepts them."""
         weights = [self.weights.pop(role) for role in self.roles]
         biases = [self.weights.pop(role + ".bias", None) for role in self.roles]
         kinds = [kind_of(weight) for weight in weights]
@@ -126,13 +127,13 @@ class MergedLinear:
             self.packed.append((impl, impl.pack(weight, activation), bias))
 
     def _merged_activation(self, group: list[int]) -> str | None:
-        """What a kernel does with the gate: it must have both roles in one product."""
+        """The activation that a kernel computes, if any. The kernel must have both roles in one product."""
         return self.activation if len(group) == len(self.roles) and not self.takes_deltas else None
 
     def pack_outline(
         self, activations: str, kinds: list[WeightKind], shapes: list[tuple[int, int]], biases: list[bool]
     ) -> None:
-        """As `pack` of weights of these kinds and shapes, but with tensors that have no data: see `replace_packed`."""
+        """As `pack` of weights of these kinds and shapes, but the tensors have no data: see `replace_packed`."""
         self.packed, self._widths = [], [rows for rows, _ in shapes]
         for group in _groups(kinds):
             kind, shape = kinds[group[0]], (sum(shapes[i][0] for i in group), shapes[group[0]][1])
@@ -142,7 +143,7 @@ class MergedLinear:
             self.packed.append((impl, packed_outline(impl, kind, shape, activation), bias))
 
     def replace_packed(self, name: str, replace: Callable[[str, Tensor], Tensor]) -> None:
-        """Put `replace(name of a tensor, tensor)` in the place of every packed tensor; the names begin with `name`."""
+        """Replace every packed tensor by `replace(its name, tensor)`. The names begin with `name`."""
         assert self.packed is not None
         for i, (impl, packed, bias) in enumerate(self.packed):
             at = f"{name}.{'+'.join(self.roles)}.{i}"
@@ -151,7 +152,7 @@ class MergedLinear:
 
 
 def _replace_tensors(packed: Any, name: str, replace: Callable[[str, Tensor], Tensor]) -> Any:
-    """A copy of what a kernel's `pack` returned, a tensor or a dataclass of tensors and numbers, with others in it."""
+    """A copy of a kernel's packed weight (a tensor, or a dataclass of tensors and numbers) with replaced tensors."""
     if isinstance(packed, Tensor):
         return replace(name, packed)
     if not dataclasses.is_dataclass(packed) or isinstance(packed, type):
@@ -162,7 +163,7 @@ def _replace_tensors(packed: Any, name: str, replace: Callable[[str, Tensor], Te
 
 
 def _groups(kinds: list[WeightKind]) -> list[list[int]]:
-    """Indices of neighbours of one kind."""
+    """Indices of neighbouring weights of the same kind."""
     groups: list[list[int]] = [[0]]
     for i in range(1, len(kinds)):
         if kinds[i] == kinds[groups[-1][0]]:
@@ -226,10 +227,11 @@ def _say_slow(op: str, bits: int, device: str) -> None:
 
 
 def _candidates(scheme: QuantScheme, activations: str) -> tuple[Op, ...]:
-    """Ops for a quantized weight: the first that the device has a kernel for, else the last. Raises UnsupportedError.
+    """Ops for a quantized weight. The first one that the device has a kernel for is used, else the last. Raises
+    UnsupportedError.
 
-    int8 rounds the inputs of integer weights, fp8 those of float8 ones. auto rounds them where a row has one scale, so
-    that all of the product is one of 8-bit numbers.
+    int8 rounds the inputs of integer weights, fp8 those of float8 weights. auto rounds them if a row has one scale, so
+    that the whole product is one of 8-bit numbers.
     """
     kind = "fp8" if scheme.kind == "float" else "int8"
     rounded, exact = {

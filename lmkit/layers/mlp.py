@@ -10,7 +10,7 @@ from lmkit.layers.mlp_spec import MLPSpec
 
 
 class GatedMLP:
-    """As MLPSpec says. `weights` has `<role>.gate`, `<role>.up` and `<role>.down`."""
+    """A gated MLP as an MLPSpec describes it. `weights` has `<role>.gate`, `<role>.up` and `<role>.down`."""
 
     def __init__(self, role: str, spec: MLPSpec, weights: Weights, device: str = "cpu") -> None:
         roles = f"{role}.gate", f"{role}.up"
@@ -26,5 +26,5 @@ class GatedMLP:
         return self.down(self.gate_up(x, norm))
 
     def add_to(self, stream: Tensor, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor | None]:
-        """`stream` float32 [T, hidden] plus this of x, as MergedLinear.add_to gives it."""
+        """Add the MLP of x to `stream` float32 [T, hidden]; returns a pair as MergedLinear.add_to does."""
         return self.down.add_to(stream, self.gate_up(x, norm))

@@ -15,26 +15,27 @@ class MLPSpec:
 
     @property
     def parts(self) -> dict[str, MLPSpec]:
-        """The gated MLPs by the beginning of their roles."""
+        """The gated MLPs by the prefix of their roles."""
         return {"mlp": self}
 
     @property
     def routers(self) -> dict[str, int]:
-        """The linears that decide which expert computes a token, with their numbers of outputs."""
+        """The linears that choose the experts of a token, with their numbers of outputs."""
         return {}
 
 
 @dataclass(frozen=True)
 class MoESpec:
-    """Experts: a token is computed by the `experts_per_token` of them to which a router gives most probability.
+    """Experts. A router gives each token a probability for each expert; the `experts_per_token` most probable run.
 
-    The output is the sum of theirs, each times its probability, and of the shared expert's times its own.
+    The output is the sum of the chosen experts' outputs, each times its probability. A shared expert's output is
+    added, times a factor of its own.
     """
 
     num_experts: int
     experts_per_token: int
     expert: MLPSpec
-    normalize: bool = True  # the chosen experts' probabilities are divided by their sum
+    normalize: bool = True  # divide the probabilities of the chosen experts by their sum
     shared: MLPSpec | None = None  # one more expert, which computes every token
 
     @property

@@ -4,7 +4,8 @@
                                            the tokens of expert 1 --expert 1--> * probability --+--> sum
     x --shared expert--> * sigmoid(shared router) ----------------------------------------------+
 
-A token's sum runs over its experts by ascending number, then the shared one, whatever other tokens are in the step.
+A token's sum runs over its experts by ascending number, then the shared expert. It does not depend on the other tokens
+of the step.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from lmkit.layers.mlp_spec import MoESpec
 
 
 class MoE:
-    """The experts of one layer: roles `mlp.experts.<number>.gate|up|down`, `mlp.router`, and for a shared expert
-    `mlp.shared.gate|up|down`, `mlp.shared_router`.
+    """The experts of one layer. Roles are `mlp.experts.<number>.gate|up|down` and `mlp.router`, and with a shared
+    expert `mlp.shared.gate|up|down` and `mlp.shared_router`.
 
-    `all_tokens`, for calibration: every expert computes every token, so that its linears' observers see them all; the
-    output is still that of the chosen experts.
+    `all_tokens` is for calibration: every expert computes every token, so that the observers of its linears see all
+    tokens. The output is still that of the chosen experts.
     """
 
     def __init__(self, spec: MoESpec, weights: Weights, device: str = "cpu") -> None:
@@ -66,15 +67,15 @@ class MoE:
 
     @property
     def _num_shown(self) -> int:
-        """How many experts compute a token."""
+        """The number of experts that compute a token."""
         return self.spec.num_experts if self.all_tokens else self.spec.experts_per_token
 
 
 def route(logits: Tensor, count: int, normalize: bool, *, shown: int | None = None) -> tuple[Tensor, Tensor]:
     """(weights float32 [T, shown], experts int64 [T, shown]) from logits float32 [T, num_experts].
 
-    The weights are softmax probabilities of the `count` most likely experts, of equals the lower numbers; `normalize`
-    divides them by their sum. `shown` - count more experts follow with weight 0.
+    The weights are softmax probabilities of the `count` most likely experts; of equal ones the lower numbers win.
+    `normalize` divides the weights by their sum. `shown` - count more experts follow with weight 0.
     """
     ordered = logits.softmax(-1).sort(dim=-1, descending=True, stable=True)
     weights, experts = (part[:, : count if shown is None else shown].clone() for part in ordered)
@@ -85,7 +86,7 @@ def route(logits: Tensor, count: int, normalize: bool, *, shown: int | None = No
 
 
 def by_expert(experts: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """(expert, its places in experts.flatten(), ascending), by ascending expert, for those that have any."""
+    """(expert, its places in experts.flatten(), ascending) for each expert that has any, by ascending expert."""
     flat = experts.flatten()
     order = flat.argsort(stable=True)
     numbers, counts = flat[order].unique_consecutive(return_counts=True)
@@ -93,6 +94,6 @@ def by_expert(experts: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def row_sigmoid(x: Tensor) -> Tensor:
-    """sigmoid of x [T, 1], as the softmax of x and 0: torch's softmax computes each row alone, while its sigmoid rounds
-    an element as its place among the others has it."""
+    """sigmoid of x [T, 1], computed as the softmax of x and 0. torch's softmax computes each row alone, while the
+    rounding of its sigmoid depends on an element's place among the others."""
     return torch.cat([x, torch.zeros_like(x)], -1).softmax(-1)[:, :1]

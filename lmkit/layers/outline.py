@@ -1,4 +1,7 @@
-"""What `pack` would return for a weight, without the weight: the shapes to look for in a file of packed weights."""
+"""The shapes and dtypes that `pack` would return for a weight, found without the weight itself.
+
+The loader looks for tensors of these shapes in a file of packed weights.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,14 @@ from lmkit.errors import CheckpointError
 from lmkit.kernels.registry import Implementation
 from lmkit.qtensor import QTensor, QuantScheme
 
-STEP = 256  # outputs: a multiple of every kernel's panel
+STEP = 256  # outputs; a multiple of every kernel's panel
 
 
 @dataclasses.dataclass(frozen=True)
 class WeightKind:
-    """A weight but for its size and values: `dtype` of a dense one or of the scales, `scheme` of a quantized one.
+    """A weight without its size and values: `dtype` of a dense weight or of the scales, `scheme` of a quantized weight.
 
-    Kernels see scales of each output (qtensor.per_row): `scheme` has rows 1.
+    Kernels see one scale per output (qtensor.per_row), so `scheme` has rows 1.
     """
 
     dtype: str
@@ -68,8 +71,8 @@ def packed_outline(
 ) -> Any:
     """`impl.pack` of a weight [out, in], with tensors on the device "meta": shapes and dtypes, no data.
 
-    Two small weights are packed. With STEP more outputs, every size and number of a layout grows by as much as it did
-    with the STEP before; what the values of a weight decide has no place in a layout.
+    Two small weights are packed. Each STEP more outputs adds the same amount to every size and number of a layout, so
+    larger layouts are extrapolated. A layout contains nothing that depends on the values of a weight.
     """
     rows, columns = shape
     small = min(rows, rows % STEP + STEP)

@@ -1,6 +1,6 @@
-"""Rotary position embedding: frequencies of every kind, and each step's cosines and sines.
+"""Rotary position embedding: the frequencies of every kind, and each step's cosines and sines.
 
-Kinds and formulas as `rope_parameters` of a Hugging Face config.json means them: default (RoFormer, arXiv 2104.09864),
+Kinds and formulas are those of `rope_parameters` in a Hugging Face config.json: default (RoFormer, arXiv 2104.09864),
 linear (position interpolation, arXiv 2306.15595), dynamic (NTK-aware by length), yarn (arXiv 2309.00071), llama3.
 """
 
@@ -18,7 +18,7 @@ from lmkit.layers.rope_spec import RopeSpec
 
 
 class Rope:
-    """cos and sin float32 [T, R/2] of a batch; computed once a step and shared by all layers."""
+    """cos and sin float32 [T, R/2] of a batch. They are computed once a step and shared by all layers."""
 
     def __init__(self, spec: RopeSpec, device: str = "cpu") -> None:
         self.spec = spec
@@ -34,10 +34,10 @@ class Rope:
         return angles.cos() * self.magnitude, angles.sin() * self.magnitude
 
     def _dynamic_frequencies(self, batch: BatchInputs) -> Tensor:
-        """[T, R/2]: a sequence longer than the trained context has a base of its own.
+        """Inverse frequencies [T, R/2]. A sequence longer than the trained context has a base of its own.
 
-        Dynamic NTK fixes the base by the length of the prompt, for good: keys in the cache stay valid, and tokens do
-        not depend on what else runs or on how the prompt was cut into chunks.
+        Dynamic NTK fixes the base by the prompt's length, for good. Keys in the cache therefore stay valid, and tokens
+        do not depend on the other sequences or on how the prompt was cut into chunks.
         """
         per_sequence = torch.stack([dynamic_ntk(self.spec, int(n)) for n in batch.rope_lens]).to(self.inv_freq.device)
         return per_sequence.repeat_interleave(batch.geometries[0].query_start.diff().long(), dim=0)
@@ -68,7 +68,7 @@ def _base_frequencies(theta: float, rotary_dim: int) -> Tensor:
 
 
 def _llama3(spec: RopeSpec, inv_freq: Tensor) -> Tensor:
-    """Wavelengths short against the original context stay, long ones are divided by `factor`, between: a ramp."""
+    """Wavelengths short against the original context stay. Long ones are divided by `factor`. A ramp lies between."""
     wavelength = 2 * math.pi / inv_freq
     ramp = (spec.original_max_position / wavelength - spec.low_freq_factor) / (
         spec.high_freq_factor - spec.low_freq_factor

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """Rotary embedding. `kind`: default, linear, dynamic, yarn or llama3; other fields as config.json names them."""
+    """Rotary embedding. `kind`: default, linear, dynamic, yarn or llama3; other fields are named as in config.json."""
 
     kind: str = "default"
     theta: float = 10000.0
     factor: float = 1.0
     original_max_position: int = 0
-    rotary_dim: int = 0  # of head_dim; the rest of a head is not rotated
+    rotary_dim: int = 0  # elements of a head that are rotated, the first ones
     # yarn
     beta_fast: float = 32.0
     beta_slow: float = 1.0

@@ -3,12 +3,12 @@
     hidden --norm.attn--> q k v --qk norm, RoPE, append--> attention over blocked KV --attn.o--> + hidden
            --norm.mlp--> gate up --activation(gate) * up--> mlp.down --> + hidden
 
-A model with norms behind attention and MLP has them before each `+`.
+A model with post norms normalizes the output of attention and of the MLP before each `+`.
 
-The residual stream travels between layers as a pair (delta, residual), stream = residual + delta, so that an addition
-happens inside the next norm, and each norm inside the linear behind it; or (delta, None), stream = delta, where a
-linear's kernel adds its result to the stream itself. The stream is float32, and so are all activations on a CPU; on a
-GPU what a norm gives and what linears and attention pass on is of `dtype`.
+The residual stream travels between layers as a pair (delta, residual), stream = residual + delta. The addition then
+happens inside the next norm, and each norm inside the linear behind it. If a linear's kernel adds its result to the
+stream itself, the pair is (delta, None), stream = delta. The stream is float32. On a CPU all activations are float32
+too. On a GPU the outputs of norms, and the activations that linears and attention pass on, have `dtype`.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ CosSin = tuple[Tensor, Tensor]
 
 
 def joined(delta: Tensor, residual: Tensor | None) -> Tensor:
-    """The residual stream of its pair."""
+    """The residual stream of a pair (delta, residual)."""
     return delta if residual is None else delta + residual
 
 
 class DecoderLayer:
     """One layer. `weights` maps roles to tensors (`norm.attn`, `attn.q`, `attn.q.bias`, ...; see models.roles).
 
-    Until `pack`, linears are computed from `weights` directly and each reports its input to an observer.
+    Before `pack`, linears are computed from `weights` directly, and each reports its input to an observer.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class DecoderLayer:
         self.spec, self.index, self.weights, self.device, self.dtype = spec, index, weights, device, dtype
         self.qkv = MergedLinear(roles.QKV, weights, device)
         self.o = MergedLinear(("attn.o",), weights, device)
-        self.shows_all_tokens = False  # whether observers of experts see the tokens of others too
+        self.shows_all_tokens = False  # whether observers of an expert also see tokens of other experts
         mlp = spec.mlp
         self.mlp = MoE(mlp, weights, device) if isinstance(mlp, MoESpec) else GatedMLP("mlp", mlp, weights, device)
         heads = {"head_dim": spec.head_dim, "num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads}
@@ -67,18 +67,18 @@ class DecoderLayer:
         return self.qkv, self.o, *self.mlp.linears
 
     def linear_of(self, role: str) -> MergedLinear:
-        """The linear of which `role` is a part."""
+        """The linear that contains `role`."""
         return next(linear for linear in self.linears if role in linear.roles)
 
     def observe(self, observer: Callable[[str, Tensor], None] | None) -> None:
-        """Call `observer(role, x [T, in])` before each linear; None ends it. Only while unpacked."""
+        """Call `observer(role, x [T, in])` before each linear, until called with None. Works only while unpacked."""
         if isinstance(self.mlp, MoE):
             self.mlp.all_tokens = self.shows_all_tokens and observer is not None
         for linear in self.linears:
             linear.observe = observer
 
     def pack(self, activations: str) -> None:
-        """Move the linears into kernel layouts; norms stay in `weights`, in float32."""
+        """Move the linears into kernel layouts. Norms stay in `weights`, in float32."""
         for linear in self.linears:
             linear.pack(activations)
         for role, weight in self.weights.items():
@@ -88,7 +88,7 @@ class DecoderLayer:
     def __call__(
         self, delta: Tensor, residual: Tensor | None, batch: BatchInputs, rope: CosSin, kv: KVLayer
     ) -> tuple[Tensor, Tensor | None]:
-        """(delta, residual) [T, hidden] -> the same of the next layer; residual None = the stream is delta alone."""
+        """(delta, residual) [T, hidden] -> the next layer's pair. residual None: the stream is delta alone."""
         stream = delta if residual is None else residual
         q, k, v = self.queries_keys_values(delta, self.norm("norm.attn", residual))
         attended = self.attend(q, k, v, batch, rope, kv)
@@ -99,15 +99,15 @@ class DecoderLayer:
         return self.mlp.add_to(stream, delta, self.norm("norm.mlp", rest))
 
     def attention(self, x: Tensor, batch: BatchInputs, rope: CosSin, kv: KVLayer, norm: Norm | None = None) -> Tensor:
-        """x [T, hidden], normalized if `norm` is None -> the block's contribution [T, hidden]; appends to `kv`."""
+        """x [T, hidden], normalized if `norm` is None -> the block's contribution [T, hidden]. Appends to `kv`."""
         return self.project(self.attend(*self.queries_keys_values(x, norm), batch, rope, kv))
 
     def project(self, attended: Tensor) -> Tensor:
-        """What `attend` gave -> the attention block's contribution [T, hidden]."""
+        """The output of `attend` -> the attention block's contribution [T, hidden]."""
         return self._after("norm.attn_out", self.o(attended))
 
     def feed_forward(self, x: Tensor, norm: Norm | None = None) -> Tensor:
-        """The same of the MLP or mixture of experts."""
+        """x [T, hidden] -> the contribution of the MLP or mixture of experts. `norm` as in `attention`."""
         return self._after("norm.mlp_out", self.mlp(x, norm))
 
     def reduce(self, inner: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ class DecoderLayer:
         return self._after("norm.mlp_out", self.mlp.down(inner))
 
     def queries_keys_values(self, x: Tensor, norm: Norm | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """[T, num_heads, head_dim] and twice [T, num_kv_heads, head_dim], as they are before RoPE."""
+        """q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim], before RoPE."""
         spec, num_tokens = self.spec, x.shape[0]
         parts = self.qkv(x, norm).split((spec.q_size, spec.kv_size, spec.kv_size), dim=-1)
         q, k, v = (part.view(num_tokens, -1, spec.head_dim) for part in parts)
@@ -126,13 +126,13 @@ class DecoderLayer:
         return q, k, v
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: BatchInputs, rope: CosSin, kv: KVLayer) -> Tensor:
-        """What attention reads of the values, [T, num_heads * head_dim]; q and k are overwritten, `kv` appended to."""
+        """The output of attention, [T, num_heads * head_dim]. Overwrites q and k, and appends to `kv`."""
         geometry = batch.geometries[kv.group]
         out: Tensor = self.attention_op(q, k, v, *rope, kv.k, kv.v, geometry, self.spec.attention)
         return out.view(len(out), -1)
 
     def _after(self, role: str, y: Tensor) -> Tensor:
-        """A block's output behind its norm, if it has one."""
+        """A block's output y, normalized if the model has post norms."""
         if not self.spec.post_norms:
             return y
         normed: Tensor = self.rms_norm(y, self.norm(role))
@@ -175,7 +175,7 @@ class Decoder:
         return self.logits(*self.hidden(batch, kv), batch.logit_rows)
 
     def logits(self, delta: Tensor, residual: Tensor | None, rows: Tensor) -> Tensor:
-        """Logits float32 [R, vocab] of `rows` of the residual stream's pair; if they are all, it is overwritten."""
+        """Logits float32 [R, vocab] of `rows` of the residual stream's pair. If `rows` are all, it is overwritten."""
         if not len(rows):  # a chunk that ends before its prompt does
             return torch.empty(0, self.spec.vocab_size, device=delta.device)
         if len(rows) < len(delta):
@@ -184,7 +184,7 @@ class Decoder:
         return self.head(delta, residual)
 
     def hidden(self, batch: BatchInputs, kv: list[KVLayer]) -> tuple[Tensor, Tensor | None]:
-        """The residual stream's pair [T, hidden] behind the last layer; appends the batch's keys and values to `kv`."""
+        """The residual stream's pair [T, hidden] after the last layer; appends the batch's keys and values to `kv`."""
         angles = {spec: rope(batch) for spec, rope in self.ropes.items()}
         delta: Tensor = self.embed(batch.token_ids)
         residual: Tensor | None = None
@@ -193,12 +193,12 @@ class Decoder:
         return delta, residual
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """int64 [T] -> float32 [T, hidden]."""
+        """Token ids int64 [T] -> float32 [T, hidden]."""
         x: Tensor = self.embedding(self.embed_tokens, token_ids, self.embedding_scale)
         return x
 
     def head_part(self, delta: Tensor, residual: Tensor | None, rows: slice) -> Tensor:
-        """`head` of a part of the rows, which is overwritten."""
+        """`head` of some rows. Those rows are overwritten."""
         return self.head(delta[rows], None if residual is None else residual[rows])
 
     def head(self, delta: Tensor, residual: Tensor | None) -> Tensor:

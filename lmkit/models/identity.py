@@ -1,4 +1,7 @@
-"""What a result depends on besides its input: files made from a model under one identity do not fit another."""
+"""Digests of everything that a result depends on besides its input.
+
+A file that was made from a model under one identity does not fit a model with another.
+"""
 
 from __future__ import annotations
 
@@ -19,26 +22,26 @@ SOURCES = (
     "layers/*.py",
     "formats/*.py",
     "models/*.py",
-)  # what computes and packs
+)  # the sources that compute and pack
 
 
 @dataclass(frozen=True)
 class Packing:
-    """How a checkpoint is loaded: all that decides the packed weights besides the checkpoint and the machine."""
+    """How a checkpoint is loaded: everything besides the checkpoint and the machine that decides the packed weights."""
 
     device: str
     dtype: str  # of dense weights
-    activations: str  # what `resolve_activations` says
+    activations: str  # the result of `resolve_activations`
     lm_head: str
 
 
 def resolve_activations(asked: Activations, device: str) -> Activations:
-    """auto is another word for int8 on a CPU; elsewhere each weight's format decides (layers.linear)."""
+    """auto means int8 on a CPU. On other devices each weight's format decides (layers.linear)."""
     return "int8" if asked == "auto" and device == "cpu" else asked
 
 
 def checkpoint_identity(reader: CheckpointReader) -> str:
-    """Hex digest of the weights, config.json and the sources that make a model of them."""
+    """Hex digest of the weights, config.json and the sources that make a model from them."""
     return hashlib.sha256((reader.content_digest() + sources_digest(SOURCES)).encode()).hexdigest()
 
 
@@ -48,14 +51,14 @@ def packing_identity(packing: Packing) -> str:
 
 
 def how_computed(reader: CheckpointReader, packing: Packing) -> str:
-    """Both, as one word."""
+    """The checkpoint's and the packing's identity as one string."""
     return checkpoint_identity(reader) + packing_identity(packing)
 
 
 @cache
 def sources_digest(patterns: tuple[str, ...]) -> str:
-    """Of the code itself: it has no version number that could be forgotten. Every pattern matches a file, so that a
-    rename cannot drop one."""
+    """Hex digest of the code itself, which has no version number that could be forgotten. Every pattern must match a
+    file, so that a rename cannot drop one."""
     digest, paths = hashlib.sha256(), []
     for pattern in patterns:
         matched = list(PACKAGE.glob(pattern))

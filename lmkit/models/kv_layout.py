@@ -45,17 +45,17 @@ class KVLayout:
 
 
 def layout_of(spec: ModelSpec, sinks: int, dtypes: Sequence[tuple[KVDtype, KVDtype]]) -> KVLayout:
-    """The groups of a model whose layers store K and V in `dtypes`. `sinks`: instead of the model's own, if not 0."""
+    """The groups of a model whose layers store K and V in `dtypes`. `sinks` replaces the model's own, if not 0."""
     sinks = sinks or max(layer.attention.sinks for layer in spec.layers)
     kinds = [(layer.num_kv_heads, layer.head_dim, *stored) for layer, stored in zip(spec.layers, dtypes, strict=True)]
     return kv_layout(spec.windows, sinks, kinds)
 
 
 def kv_layout(windows: Sequence[int], sinks: int, kinds: Sequence[Hashable]) -> KVLayout:
-    """Of layers with these windows (0 = full); layers of equal `kinds` have KV of the same shape and type.
+    """The layout of layers with these windows (0 = full). Layers of equal `kinds` have KV of the same shape and type.
 
-    Groups are as large as they can be without an unused place. Where the classes mix kinds in different proportions,
-    all layers form one group, which keeps what any of them sees.
+    Groups are as large as possible without an unused place. If the classes mix kinds in different proportions, all
+    layers form one group, and it keeps every token that any of its layers sees.
     """
     members = {window: [i for i, other in enumerate(windows) if other == window] for window in sorted(set(windows))}
     counts = {window: Counter(kinds[i] for i in layers) for window, layers in members.items()}

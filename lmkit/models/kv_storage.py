@@ -1,4 +1,4 @@
-"""How each layer's KV cache is stored: decided from what the user asks for and what the checkpoint says; allocated."""
+"""How each layer's KV cache is stored. The user's choice and the checkpoint decide it; `allocate` makes the blocks."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from lmkit.models.spec import ModelSpec
 
 log = get_logger(__name__)
 
-SMALLEST_SCALE, LARGEST_SCALE = 2.0**-14, 65504 / 128  # in float16, with a minimum of -128 scales
+SMALLEST_SCALE, LARGEST_SCALE = 2.0**-14, 65504 / 128  # in float16, so that a minimum of -128 scales is finite
 
 
 @dataclass(frozen=True)
 class KVStorage:
-    """One layer's. `key_mean` by head; scales by head, none = each token has its own."""
+    """The storage of one layer. `key_mean` by head; scales by head, or none: then each token has its own."""
 
     k: KVDtype
     v: KVDtype
@@ -52,11 +52,11 @@ class KVStorage:
 
 
 def resolve_storage(reader: CheckpointReader, spec: ModelSpec, asked: str, dense: str) -> list[KVStorage]:
-    """Each layer's storage. `asked` is a storage type for all, or "auto": the checkpoint's kv_config.json, else its
-    kv_cache_scheme, else `dense`.
+    """Each layer's storage. `asked` is a storage type for all layers, or "auto": the checkpoint's kv_config.json, else
+    its kv_cache_scheme, else `dense`.
 
-    A storage type asked for keeps what kv_config.json says of keys, as far as they become codes. Raises CheckpointError
-    for files that cannot be honoured.
+    A storage type that is asked for keeps the kv_config.json's treatment of keys, if keys become codes in it. Raises
+    CheckpointError for files that cannot be honoured.
     """
     given = None if asked == "auto" else kv_dtype(asked)
     config = load_kv_config(reader.path)
@@ -82,7 +82,7 @@ def _configured(config: KVConfig, spec: LayerSpec, index: int, dense: KVDtype, g
 
 
 def mean_problem(spec: LayerSpec, layer: KVLayerConfig) -> str | None:
-    """Why this model's keys cannot do without their mean, or None."""
+    """Why this model's keys cannot be stored without their mean, or None."""
     pairs = [pair for of_head in layer.key_mean for pair, _, _ in of_head]
     if pairs and spec.rope.kind == "dynamic":
         return "angles of dynamic RoPE depend on the sequence"
@@ -119,7 +119,7 @@ def _scales(reader: CheckpointReader, spec: ModelSpec, scheme: KVScheme, layer: 
 
 
 def table_bytes(spec: ModelSpec, storages: list[KVStorage], positions: int) -> int:
-    """Of the angles that key means need."""
+    """Bytes of the angle tables that key means need."""
     return sum(4 * rope.rotary_dim * positions for rope in _ropes_of_means(spec.layers, storages))
 
 
@@ -137,8 +137,8 @@ def allocate(
     device: str = "cpu",
     layout: KVLayout | None = None,
 ) -> list[KVLayer]:
-    """Zeroed blocks for every layer (zeroed pages are taken from the machine only when first written), for sequences of
-    at most `positions` tokens. Groups of `layout` share their tensors; without it every layer has its own."""
+    """Zeroed blocks for every layer, for sequences of at most `positions` tokens. The system provides zeroed pages only
+    when they are first written. Groups of `layout` share their tensors; without it every layer has its own."""
     tables = {rope: _angles(rope, positions, device) for rope in _ropes_of_means(layers, storages)}
     places = [(0, i) for i in range(len(layers))] if layout is None else layout.places()
     at, plain = tensor_device(device), dict[int, KVLayer]()
@@ -164,7 +164,7 @@ def _vector(numbers: tuple[float, ...], device: torch.device) -> Tensor | None:
 
 
 def _angles(spec: RopeSpec, positions: int, device: str) -> Tensor:
-    """float32 [R/2, 2, positions]: the cosines and sines that turn keys, bit for bit."""
+    """float32 [R/2, 2, positions]: the same cosines and sines, bit for bit, that rotate keys."""
     rope = Rope(spec, device)
     angles = ops.rope_angles.select(device)
     every = torch.arange(positions, dtype=torch.int32, device=tensor_device(device))

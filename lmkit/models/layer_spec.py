@@ -1,4 +1,4 @@
-"""One decoder layer as data: its attention, its MLP, where its norms stand, and what follows: linears, bytes, flops.
+"""One decoder layer as data: attention, MLP, the places of norms, and its linears, bytes and flops derived from them.
 
 No torch here: `lmkit inspect` and the memory plan read it.
 """
@@ -23,8 +23,8 @@ Shape = tuple[int, int]  # (out_features, in_features)
 class LayerSpec:
     """Attention and an MLP, dense or a mixture of experts, each added to the residual stream x.
 
-    Norms stand before both, as in Llama: x + attn(norm(x)), then x + mlp(norm(x)). With `post_norms` they stand behind
-    them too, as in Gemma 2: x + norm(attn(norm(x))), then x + norm(mlp(norm(x))).
+    Norms stand before both, as in Llama: x + attn(norm(x)), then x + mlp(norm(x)). With `post_norms` they also stand
+    behind both, as in Gemma 2: x + norm(attn(norm(x))), then x + norm(mlp(norm(x))).
     """
 
     hidden_size: int
@@ -67,7 +67,7 @@ class LayerSpec:
 
     @cached_property
     def routers(self) -> dict[str, Shape]:
-        """Shapes of the linears that decide which expert computes a token, and stay dense, by role."""
+        """Shapes of the linears that choose the experts of a token, by role. They stay dense."""
         return {role: (size, self.hidden_size) for role, size in self.mlp.routers.items()}
 
     @cached_property
@@ -79,11 +79,11 @@ class LayerSpec:
 
     @cached_property
     def mlps(self) -> dict[str, MLPSpec]:
-        """The gated MLPs, one or one for each expert, by what the names of their linears begin with."""
+        """The gated MLPs, one or one per expert, by the prefix of their linears' names."""
         return self.mlp.parts
 
     def linear_shape(self, role: str) -> Shape:
-        """Of a linear or router."""
+        """The shape of a linear or router."""
         return self.linears[role] if role in self.linears else self.routers[role]
 
     def has_bias(self, role: str) -> bool:
@@ -106,10 +106,10 @@ class LayerSpec:
 
     @cached_property
     def smooth(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
-        """(what is divided by s, whose input columns are multiplied by s), in the order in which scales are searched:
-        exact in floating point.
+        """(role, roles) in the order in which scales are searched: the outputs of `role` are divided by s, and the
+        input columns of `roles` are multiplied by s. This is exact in floating point.
 
-        Routers read what the norm gives: they are multiplied too, or tokens would go to other experts.
+        Routers read the norm's output. They are multiplied too, or tokens would go to other experts.
         """
         behind_norm = (*self.routers, *(f"{mlp}.{part}" for mlp in self.mlps for part in ("gate", "up")))
         return (*roles.SMOOTH[:2], ("norm.mlp", behind_norm), *((f"{mlp}.up", (f"{mlp}.down",)) for mlp in self.mlps))
@@ -117,7 +117,7 @@ class LayerSpec:
     @cached_property
     def input_of(self) -> dict[str, str]:
         """role -> the first of the roles that read the same input, for every linear and router. An expert reads the
-        tokens that are sent to it, the router and the shared expert all of them."""
+        tokens that are sent to it. The router and the shared expert read all tokens."""
         first = {role: group[0] for group in self.fused for role in group}
         if routers := tuple(self.routers):
             first |= dict.fromkeys((*routers, "mlp.shared.gate", "mlp.shared.up"), routers[0])
@@ -125,30 +125,31 @@ class LayerSpec:
 
     @cached_property
     def num_weights(self) -> int:
-        """Of all linears that may be quantized."""
+        """Weights of all linears that may be quantized."""
         return sum(math.prod(shape) for shape in self.linears.values())
 
     @cached_property
     def active_weights(self) -> int:
-        """How many of them a token is multiplied with."""
+        """The number of these weights that a token is multiplied with."""
         if isinstance(self.mlp, MLPSpec):
             return self.num_weights
         experts = sum(math.prod(s) for role, s in self.linears.items() if roles.expert_of(role) is not None)
         return self.num_weights - experts + experts * self.mlp.experts_per_token // self.mlp.num_experts
 
     def weight_bytes(self, bits: float) -> float:
-        """Of the linears, with so many bits a weight."""
+        """Bytes of the linears at `bits` bits a weight."""
         return self.num_weights * bits / 8
 
     def flops(self, num_tokens: int, context: float) -> float:
-        """Floating-point operations of a forward pass of tokens that see `context` keys each, if no window hides any:
-        2 for every weight and token, 4 for every key, query head and element."""
+        """Floating-point operations of a forward pass. Each token sees `context` keys, or fewer with a window. They
+        are 2 for every weight and token, 4 for every key, query head and element."""
         seen = min(context, self.attention.window + self.attention.sinks) if self.attention.window else context
         return 2.0 * num_tokens * (self.active_weights + 2 * self.q_size * seen)
 
     def activation_bytes(self, *, half: bool = False) -> int:
-        """Of a token at the widest point of the layer, all in float32. `half`: what linears and attention pass on has
-        16 bits, beside a float32 stream. At worst all tokens go to one expert; they are gathered, its output added."""
+        """Bytes of a token at the widest point of the layer, all in float32. `half`: linears and attention pass on
+        16-bit values, beside a float32 stream. In the worst case all tokens go to one expert: they are gathered, and
+        its output is added."""
         hidden, q, kv, inner = self.hidden_size, self.q_size, self.kv_size, self.widest_mlp
         if half:
             widest = 12 * hidden + 2 * (hidden + 3 * q + 2 * kv + 3 * inner)
@@ -160,12 +161,12 @@ class LayerSpec:
         return widest
 
     def kv_token_bytes(self, k: KVDtype, v: KVDtype) -> int:
-        """Of one token's keys and values in these storage types, with their parameters."""
+        """Bytes of one token's keys and values in these storage types, including their parameters."""
         return self.num_kv_heads * (k.row_bytes(self.head_dim) + v.row_bytes(self.head_dim))
 
     @cached_property
     def widest_mlp(self) -> int:
-        """The largest intermediate size of its gated MLPs."""
+        """The largest intermediate size of the layer's gated MLPs."""
         return max(mlp.intermediate_size for mlp in self.mlps.values())
 
     @property

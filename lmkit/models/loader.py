@@ -1,4 +1,4 @@
-"""From a resolved checkpoint to a decoder that serves: every linear packed for a kernel, or mapped from the cache."""
+"""From a resolved checkpoint to a decoder that serves. Linears are packed for a kernel, or mapped from the cache."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from lmkit.models.resolved import ResolvedModel, resolved
 
 
 def load_model(path: str | Path, *, packed_cache: bool = False, **options: Any) -> Decoder:
-    """`load` of a checkpoint; `options` as `resolved` takes them."""
+    """Resolve a checkpoint and `load` it. `options` are those of `resolved`."""
     with resolved(path, **options) as model:
         return load(model, packed_cache=packed_cache)
 
 
 def load(model: ResolvedModel, *, packed_cache: bool = False) -> Decoder:
-    """A decoder ready to serve: every linear packed for the kernel that its format and this machine select.
+    """A decoder ready to serve. Every linear is packed for the kernel that its format and this machine select.
 
-    `packed_cache` keeps packed weights in a file and maps it, see packed_cache.py; without it they are packed into
-    memory. Embeddings are mapped from the checkpoint where they keep its dtype.
+    `packed_cache` keeps packed weights in a file and maps it (see packed_cache.py). Without it they are packed into
+    memory. Embeddings are mapped from the checkpoint if they keep its dtype.
     """
     try:
         decoder = _load_cached(model) if packed_cache else None
         return decoder or _load(model)
     finally:
-        if model.packing.device != "cpu":  # nothing of the weights stays on the host
+        if model.packing.device != "cpu":  # the host keeps no weights
             trim_heap()
 
 
 def _load_cached(model: ResolvedModel) -> Decoder | None:
-    """Through the cache file, which is written if it is not there; None if that is not possible."""
+    """Load through the cache file and write it if it is missing. None if that is not possible."""
     cache = PackedCache(model)
     decoder = _load_mapped(model, cache)
     if decoder is None and cache.create(lambda writer: _write(model, writer), model.weight_bytes()):
@@ -50,13 +50,13 @@ def _load_cached(model: ResolvedModel) -> Decoder | None:
 
 
 def trim_heap() -> None:
-    """Give back what packing freed: glibc would keep it, a third of a small model's weights."""
+    """Return the memory that packing freed. glibc would keep it: a third of a small model's weights."""
     if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)
 
 
 def _load_mapped(model: ResolvedModel, cache: PackedCache) -> Decoder | None:
-    """Every linear with the file's tensors; None if there is no file, or one that does not fit."""
+    """A decoder of the file's tensors. None if there is no file, or if the file does not fit."""
     file = cache.open()
     if file is None:
         return None
@@ -82,7 +82,7 @@ def _load_mapped(model: ResolvedModel, cache: PackedCache) -> Decoder | None:
 def _map_linear(
     model: ResolvedModel, file: PackedFile, linear: MergedLinear, index: int, shapes: list[Shape], biases: list[bool]
 ) -> None:
-    """Give a linear the file's tensors; `index` of its layer, num_layers for the head. Raises LookupError too."""
+    """Give a linear the file's tensors. `index` is its layer, num_layers for the head. Raises LookupError too."""
     kinds = [file.kinds[index][role] for role in linear.roles]
     linear.pack_outline(model.packing.activations, kinds, shapes, biases)
     at = tensor_device(model.packing.device)
@@ -90,7 +90,7 @@ def _map_linear(
 
 
 def _write(model: ResolvedModel, writer: PackedWriter) -> None:
-    """Pack one layer at a time into the file; no more than that is in memory."""
+    """Pack one layer at a time into the file. Only one layer is in memory at a time."""
     for layer in _packed_layers(model, writer):
         for linear in layer.linears:
             linear.replace_packed(f"layers.{layer.index}", writer.keep)
@@ -103,7 +103,7 @@ def _write(model: ResolvedModel, writer: PackedWriter) -> None:
 
 
 def _load(model: ResolvedModel) -> Decoder:
-    """Into memory."""
+    """Pack every linear into memory."""
     layers = list(_packed_layers(model))
     lm_head = _plain_head(model)
     lm_head.pack(model.packing.activations)
@@ -116,7 +116,7 @@ def _plain_head(model: ResolvedModel) -> MergedLinear:
 
 
 def _to_device(linears: Iterable[MergedLinear], device: str) -> None:
-    """What a kernel's `pack` may have left on the host."""
+    """Move the tensors that a kernel's `pack` may have left on the host."""
     if device != "cpu":
         for linear in linears:
             linear.replace_packed("", lambda _, tensor: tensor.to(tensor_device(device)))
@@ -136,7 +136,7 @@ def _packed_layers(model: ResolvedModel, writer: PackedWriter | None = None) -> 
 def _decoder(
     model: ResolvedModel, layers: list[DecoderLayer], lm_head: MergedLinear, file: PackedFile | None = None
 ) -> Decoder:
-    """With embeddings from the checkpoint if it stores them as they are wanted, else from the cache file."""
+    """The decoder. If the checkpoint stores embeddings in the wanted dtype, they come from it, else from `file`."""
     source = model.source
     if file is not None and not source.stores(roles.EMBED, model.packing.dtype):
         embed = file.take(roles.EMBED, torch.empty(model.spec.head_shape, dtype=model.dtype, device="meta"))

@@ -1,14 +1,14 @@
 """Packed weights in a file: packed once for a checkpoint, mapped by every later start.
 
-    <checkpoint>/.lmkit/packed-<checkpoint>-<packing>.safetensors      or, where that cannot be written,
+    <checkpoint>/.lmkit/packed-<checkpoint>-<packing>.safetensors      or, if that folder cannot be written,
     <cache directory>/packed/<folder>/packed-...
 
-`<checkpoint>` stands for its weights and the sources that pack them, `<packing>` for how they were packed: a file of
-another packing stays, one of another checkpoint is removed when a new one is written. The file holds the tensors of the
-kernels' layouts, 64-byte aligned, and nothing else: a load finds out the layout of each linear by itself
-(layers/outline.py) and takes tensors in exactly those shapes and dtypes. Beyond that nothing in the file is trusted.
+`<checkpoint>` stands for its weights and the sources that pack them, `<packing>` for how they were packed. When a new
+file is written, files of other checkpoints are removed; files of other packings stay. The file holds the tensors of the
+kernels' layouts, 64-byte aligned, and nothing else. A load finds out the layout of each linear by itself
+(layers/outline.py) and takes tensors of exactly those shapes and dtypes. Nothing else in the file is trusted.
 
-One process packs while others wait for it (a lock on the folder). The file gets its name when it is whole.
+One process packs while others wait for it (a lock on the folder). The file gets its name once it is complete.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ log = get_logger(__name__)
 
 FOLDER = ".lmkit"
 HEADER_BYTES = 16 << 10  # for one layer
-TENSOR_HEADER_BYTES = 512  # for a tensor of the checkpoint, where layers have many
-SPARE_BYTES = 256 << 20  # that a new file leaves on its disk
+TENSOR_HEADER_BYTES = 512  # for a tensor of the checkpoint, if layers have many
+SPARE_BYTES = 256 << 20  # a new file leaves at least that much free on its disk
 
 
 Kinds = dict[str, WeightKind]  # by role
 
 
 def kinds_of(weights: Weights) -> Kinds:
-    """The kinds of a layer's linears: its matrices."""
+    """The kinds of a layer's linears. Linears are its matrices."""
     matrices = {role: w for role, w in weights.items() if isinstance(w, QTensor) or w.ndim == 2}
     return {role: kind_of(weight) for role, weight in matrices.items()}
 
 
 class PackedFile:
-    """An open cache file: `kinds` of each layer's linears and, last, of the head; `take` gives tensors.
+    """An open cache file. `kinds` has each layer's linears and, last, the head's; `take` gives tensors.
 
-    Raises CheckpointError if anything in it is not as it was written.
+    Raises CheckpointError if anything in the file differs from how it was written.
     """
 
     def __init__(self, path: Path, key: str) -> None:
@@ -78,7 +78,7 @@ class PackedFile:
         return name in self._file.infos
 
     def take(self, name: str, outline: Tensor) -> Tensor:
-        """The tensor `name`, mapped, which must look like `outline`."""
+        """The tensor `name`, mapped. It must have the shape and dtype of `outline`."""
         if not self.has(name) or self._file.infos[name].start % ALIGNMENT:
             raise CheckpointError(f"{self.path}: tensor {name} is missing or not aligned")
         tensor = self._file.tensor(name)
@@ -88,7 +88,7 @@ class PackedFile:
 
 
 class PackedWriter:
-    """Takes packed tensors, in any order, and the kinds of what they were packed from, in order."""
+    """Takes packed tensors in any order, and the kinds of the weights they were packed from, in order."""
 
     def __init__(self, stream: SafetensorsStream) -> None:
         self._stream = stream
@@ -101,7 +101,7 @@ class PackedWriter:
 
 
 class _UnwritableError(Exception):
-    """The cache cannot be written, which is no error of the checkpoint that is being read meanwhile."""
+    """The cache cannot be written. This is no error of the checkpoint that is being read meanwhile."""
 
 
 @contextmanager
@@ -127,7 +127,7 @@ class PackedCache:
         self._rejected: set[tuple[Path, int]] = set()  # path and inode of files that do not fit
 
     def open(self) -> PackedFile | None:
-        """The file, if there is one and it is whole."""
+        """The file, if it exists and is complete."""
         for folder in self.folders:
             path = folder / self.name
             if path.exists():
@@ -138,13 +138,13 @@ class PackedCache:
         return None
 
     def reject(self, path: Path, reason: Exception) -> None:
-        """A file that does not fit is written again."""
+        """Mark a file that does not fit, so that it is written again."""
         log.warning("the weights are packed anew: %s", reason)
         with suppress(OSError):
             self._rejected.add((path, path.stat().st_ino))
 
     def create(self, write: Callable[[PackedWriter], None], num_bytes: int) -> bool:
-        """Write the file, of about `num_bytes`, unless another process just has; False if that is not possible."""
+        """Write the file, of about `num_bytes`, unless another process has just written it; False if not possible."""
         for folder in self.folders:
             try:
                 with _locked(folder):
@@ -191,7 +191,7 @@ class PackedCache:
 
 
 def cache_folders(checkpoint: Path) -> list[Path]:
-    """Where the packed weights of a checkpoint may be, the preferred folder first."""
+    """The folders that may hold the packed weights of a checkpoint, the preferred one first."""
     own = hashlib.sha256(os.fsencode(checkpoint.resolve())).hexdigest()[:16]
     private, beside = environment().cache_dir / "packed" / own, checkpoint / FOLDER
     is_ours = checkpoint.resolve() == DEMO_FOLDER  # a part of the installation
@@ -200,7 +200,7 @@ def cache_folders(checkpoint: Path) -> list[Path]:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Make a folder and lock it, when no other process has it locked."""
+    """Make a folder and lock it, once no other process holds the lock."""
     with _writing():
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
@@ -219,7 +219,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _checksum(file: SafetensorsFile | SafetensorsStream, metadata: dict[str, str]) -> str:
-    """Of the whole header but itself."""
+    """Hex digest of the whole header without the checksum itself."""
     entries = sorted((name, info.dtype, info.shape, info.start) for name, info in file.infos.items())
     others = sorted((name, value) for name, value in metadata.items() if name != "checksum")
     return hashlib.sha256(repr((entries, others)).encode()).hexdigest()

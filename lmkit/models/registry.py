@@ -1,4 +1,4 @@
-"""Families by architecture name, and the checks every config.json passes first: its numbers are untrusted."""
+"""Families by architecture name, and the checks of every config.json: its numbers are untrusted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lmkit.models.spec import ModelSpec
 Family = Callable[[dict[str, Any]], ModelSpec]
 FAMILIES: dict[str, Family] = {}
 
-# Far above any model there is, low enough that no product of two overflows or is allocated by mistake.
+# Far above any existing model, yet so low that no product of two overflows or is allocated by mistake.
 MAX_LAYERS = 1 << 10
 LIMITS = {"vocab_size": 1 << 22, "max_position": 1 << 26}
 LAYER_LIMITS = {"hidden_size": 1 << 17, "num_heads": 1 << 12, "num_kv_heads": 1 << 12, "head_dim": 1 << 10}
@@ -34,8 +34,8 @@ def family(*architectures: str) -> Callable[[Family], Family]:
 
 
 def load_spec(config: dict[str, Any]) -> ModelSpec:
-    """The specification of a checkpoint by its config.json. Raises UnsupportedError for an unknown architecture (and
-    lists the known ones) and CheckpointError for numbers that cannot be."""
+    """The specification of a checkpoint by its config.json. Raises UnsupportedError for an unknown architecture,
+    listing the known ones, and CheckpointError for impossible numbers."""
     package = importlib.import_module("lmkit.models.families")
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"{package.__name__}.{module.name}")

@@ -1,4 +1,4 @@
-"""A checkpoint, opened and resolved once: everything that loads, plans or describes it takes this value."""
+"""A checkpoint, opened and resolved once. Everything that loads, plans or describes it takes this value."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True)
 class ResolvedModel:
-    """An open checkpoint with every choice made: what its config.json says, what was asked for, what the device can."""
+    """An open checkpoint with every choice made from its config.json, the user's options and the device."""
 
     source: ModelSource
     packing: Packing
-    storages: list[KVStorage]  # of each layer
+    storages: list[KVStorage]  # one for each layer
 
     @property
     def spec(self) -> ModelSpec:
@@ -38,7 +38,7 @@ class ResolvedModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of dense weights."""
+        """The dtype of dense weights."""
         dtype: torch.dtype = getattr(torch, self.packing.dtype)
         return dtype
 
@@ -47,11 +47,11 @@ class ResolvedModel:
         return activation_dtype(self.packing.device, self.dtype)
 
     def weight_bytes(self) -> int:
-        """What the loaded weights take."""
+        """Bytes of the loaded weights."""
         return self.source.weight_bytes(self.packing.dtype, self.packing.lm_head)
 
     def table_bytes(self, positions: int) -> int:
-        """What the KV cache needs besides its blocks, for sequences of at most `positions` tokens."""
+        """Bytes that the KV cache needs besides its blocks, for sequences of at most `positions` tokens."""
         return table_bytes(self.spec, self.storages, positions)
 
 
@@ -68,8 +68,8 @@ def resolved(
 ) -> Iterator[ResolvedModel]:
     """Open a checkpoint; the end of the `with` closes it.
 
-    `dtype` of dense weights: see resolve_dtype. On a GPU it is that of activations too. `lm_head` int8 quantizes the
-    head. `kv_dtype` is a storage type for all layers, or auto: see resolve_storage. `attention_sinks` of the first
+    `dtype` is that of dense weights (see resolve_dtype), and on a GPU that of activations too. `lm_head` int8 quantizes
+    the head. `kv_dtype` is a storage type for all layers, or auto (see resolve_storage). The first `attention_sinks`
     tokens stay visible to sliding windows. Raises CheckpointError, UnsupportedError, and ConfigError for sinks of a
     model without windows.
     """
@@ -83,10 +83,10 @@ def resolved(
 
 
 def resolve_dtype(asked: str, stored: str, device: str) -> str:
-    """The dtype of dense weights, decided once. `auto` keeps the checkpoint's as far as the device computes with it.
+    """The dtype of dense weights, decided once. `auto` keeps the checkpoint's dtype if the device computes with it.
 
-    A CPU multiplies no float16, which is widened to float32 (bfloat16 would round it). A GPU's kernels take float16 and
-    bfloat16; float32, which runs through torch, has to be asked for.
+    A CPU does not multiply float16; it is widened to float32, since bfloat16 would round it. A GPU's kernels take
+    float16 and bfloat16. float32 runs through torch there and has to be asked for.
     """
     if device != "cpu":
         if asked == "auto" and stored == "float32":

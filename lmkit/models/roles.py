@@ -1,4 +1,4 @@
-"""Roles: one word for each weight of a decoder layer, whatever a checkpoint calls it.
+"""Roles: one word for each weight of a decoder layer, independent of its name in a checkpoint.
 
 Smoothing pairs, fusing, tensor-parallel split and LoRA targets are written over roles, once, for every family
 (models.layer_spec).
@@ -20,13 +20,14 @@ LLAMA_NAMES = {
     "mlp.up": "mlp.up_proj",
     "mlp.down": "mlp.down_proj",
 }
-# Roles that only models with norms behind attention and MLP have (Gemma 2), and the one that they name otherwise.
+# Roles that only models with norms behind attention and MLP have (Gemma 2), and the one role that they name
+# differently.
 POST_NORM_NAMES = {
     "norm.attn_out": "post_attention_layernorm",
     "norm.mlp": "pre_feedforward_layernorm",
     "norm.mlp_out": "post_feedforward_layernorm",
 }
-# The same for sparse layers, by kind of checkpoint; {} is the number of an expert.
+# Names of sparse layers, by kind of checkpoint. {} is the number of an expert.
 QWEN_EXPERTS = {
     "mlp.router": "mlp.gate",
     "mlp.experts.{}.gate": "mlp.experts.{}.gate_proj",
@@ -47,12 +48,13 @@ EMBED, FINAL_NORM, LM_HEAD = "model.embed_tokens", "model.norm", "lm_head"
 
 QKV = ("attn.q", "attn.k", "attn.v")
 LINEARS = (*QKV, "attn.o", "mlp.gate", "mlp.up", "mlp.down")  # of a dense layer
-# Of a dense layer: (what is divided by s, which linears' input columns are multiplied by s): exact in floating point.
+# (role whose outputs are divided by s, roles whose input columns are multiplied by s) of a dense layer: exact in
+# floating point.
 SMOOTH = (("norm.attn", QKV), ("attn.v", ("attn.o",)), ("norm.mlp", ("mlp.gate", "mlp.up")), ("mlp.up", ("mlp.down",)))
 
 
 def expert_of(role: str) -> int | None:
-    """3 for `mlp.experts.3.up`; None for what computes every token."""
+    """3 for `mlp.experts.3.up`; None for a role that computes every token."""
     return int(role.split(".")[2]) if role.startswith("mlp.experts.") else None
 
 

@@ -1,4 +1,4 @@
-"""An open checkpoint's pieces, one at a time: calibration holds a single layer, serving all of them."""
+"""An open checkpoint's pieces, one at a time. Calibration holds a single layer, serving holds all of them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ModelSource:
         self._check_names()
 
     def _check_names(self) -> None:
-        """Every weight the specification needs is there, in its shape, before anything is read."""
+        """Check that every weight of the specification exists with its shape, before anything is read."""
         spec, reader = self.spec, self.reader
         dense = {roles.EMBED: spec.head_shape, roles.FINAL_NORM: (spec.hidden_size,)}
         for index, layer in enumerate(spec.layers):
@@ -75,33 +75,33 @@ class ModelSource:
         return weights
 
     def layer(self, index: int, dtype: torch.dtype | None = None, device: str = "cpu") -> DecoderLayer:
-        """A layer with plain weights, as calibration wants it."""
+        """A layer with plain weights, for calibration."""
         at, weights = tensor_device(device), self.layer_weights(index, dtype)
         weights = {role: weight.to(at) for role, weight in weights.items()}
         return DecoderLayer(self.spec.layers[index], index, weights, device, activation_dtype(device, dtype))
 
     def norms(self, index: int, dtype: torch.dtype | None = None) -> Weights:
-        """A layer's vectors by role, all its weights but linears: as `layer_weights` has them, in float32."""
+        """A layer's vectors by role (all its weights except linears), as in `layer_weights`, but in float32."""
         spec = self.spec.layers[index]
         return {role: self._vector(spec.module_name(index, role), dtype).float().clone() for role in spec.vectors}
 
     def stored(self, index: int, role: str, weight: Tensor) -> Tensor:
-        """A tensor of a layer as the checkpoint would hold it: in its dtype, a norm's weight without the offset."""
+        """A tensor of a layer as the checkpoint stores it: in its dtype, a norm's weight without the offset."""
         if role in self.spec.layers[index].vectors:
             weight = weight - self.spec.norm_offset
         return weight.to(self.stored_dtype(index, role))
 
     def read_back(self, index: int, role: str, weight: Tensor) -> Tensor:
-        """What a tensor that is `stored` so is read as, float32."""
+        """The tensor float32 that is read back after it was stored (see `stored`)."""
         offset = self.spec.norm_offset if role in self.spec.layers[index].vectors else 0.0
         return self.stored(index, role, weight).float() + offset
 
     def stored_dtype(self, index: int, role: str) -> torch.dtype:
-        """Of a dense tensor of a layer, `attn.q` or `attn.q.bias`."""
+        """The dtype of a dense tensor of a layer, `attn.q` or `attn.q.bias`."""
         return DTYPES[self.reader.info(self.spec.tensor_name(index, role)).dtype]
 
     def stores(self, module: str, dtype: str) -> bool:
-        """Whether the checkpoint has the module's weight in that dtype already."""
+        """Whether the checkpoint already stores the module's weight in that dtype."""
         return DTYPES[self.reader.info(module + ".weight").dtype] is getattr(torch, dtype)
 
     def embed_tokens(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -111,9 +111,9 @@ class ModelSource:
         return self._vector(roles.FINAL_NORM, torch.float32)
 
     def lm_head(self, dtype: torch.dtype | None = None, device: str = "cpu", storage: str = "auto") -> MergedLinear:
-        """The head as a plain linear; a checkpoint with tied embeddings has none of its own.
+        """The head as a plain linear. Tied embeddings also serve as the head.
 
-        `storage` int8 quantizes it to HEAD_SCHEME, unless the checkpoint has it quantized already.
+        `storage` int8 quantizes it to HEAD_SCHEME, unless the checkpoint stores it quantized.
         """
         weight = self._head(dtype)
         shape = tuple((weight.codes if isinstance(weight, QTensor) else weight).shape)
@@ -135,12 +135,12 @@ class ModelSource:
         return weight if isinstance(weight, QTensor) else _to(weight, dtype)
 
     def head(self, dtype: torch.dtype | None = None, device: str = "cpu") -> Decoder:
-        """A decoder without layers: `embed` and `head` work, plainly."""
+        """A decoder without layers. Only `embed` and `head` work, with plain weights."""
         embed = self.embed_tokens(dtype).to(device)
         return Decoder(self.spec, embed, [], self.final_norm().to(device), self.lm_head(dtype, device))
 
     def _vector(self, module: str, dtype: torch.dtype | None) -> Tensor:
-        """A norm's factor: the stored weight, plus the offset that it lacks, which a short type could not hold."""
+        """A norm's factor: the stored weight plus the model's norm_offset. A short type could not hold the sum."""
         weight, offset = self._plain(module + ".weight", dtype), self.spec.norm_offset
         return weight.float() + offset if offset else weight
 
@@ -152,7 +152,7 @@ class ModelSource:
         return _to(self.reader.tensor(name), dtype)
 
     def weight_bytes(self, dtype: str, lm_head: str = "auto") -> int:
-        """What the model takes in memory with dense weights as `dtype`: a tied head is a second, packed copy."""
+        """Bytes of the loaded model with dense weights as `dtype`. A tied head is a second, packed copy."""
         dense = torch.empty(0, dtype=getattr(torch, dtype)).element_size()
         total = 0
         for name in self.reader.names():
@@ -162,7 +162,7 @@ class ModelSource:
         head = math.prod(self.spec.head_shape)
         if self.spec.tie_embeddings:
             total += head * dense
-        if lm_head == "int8":  # a byte a weight, and for each group a float16 scale and a zero
+        if lm_head == "int8":  # a byte a weight, and for each group a float16 scale and a zero byte
             total += head - head * dense + 3 * self.spec.vocab_size * HEAD_SCHEME.num_groups(self.spec.hidden_size)
         return total
 
@@ -178,7 +178,7 @@ def quantize_rows(weight: Tensor, scheme: QuantScheme) -> QTensor:
 
 
 def activation_dtype(device: str, dtype: torch.dtype | None) -> torch.dtype:
-    """Of what linears and attention pass on: float32 on a CPU, on a GPU that of the dense weights."""
+    """The dtype that linears and attention pass on: float32 on a CPU, that of the dense weights on a GPU."""
     return torch.float32 if device == "cpu" or dtype is None else dtype
 
 

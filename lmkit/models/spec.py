@@ -1,4 +1,4 @@
-"""What a decoder is, as data. A family turns a checkpoint's config.json into one of these; nothing else differs.
+"""A decoder as data. A family turns a checkpoint's config.json into a ModelSpec; nothing else differs between families.
 
 No torch here: `lmkit inspect` and the memory plan read it.
 """
@@ -14,7 +14,7 @@ from lmkit.models.layer_spec import LayerSpec
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """One decoder-only transformer: its layers, which may differ, and what stands before and behind them."""
+    """One decoder-only transformer: its layers, which may differ, and the parts before and behind them."""
 
     architecture: str  # as in config.json, for messages
     layers: tuple[LayerSpec, ...]
@@ -24,7 +24,7 @@ class ModelSpec:
     tie_embeddings: bool = False
     embedding_scale: float = 1.0  # a factor on embeddings, rounded to `dtype`
     final_softcap: float = 0.0  # c > 0: a logit x becomes c * tanh(x / c)
-    norm_offset: float = 0.0  # what a norm's stored weight lacks: 1 where the factor is 1 + w
+    norm_offset: float = 0.0  # added to a norm's stored weight: 1 if the factor is 1 + w
 
     @property
     def num_layers(self) -> int:
@@ -32,27 +32,27 @@ class ModelSpec:
 
     @property
     def hidden_size(self) -> int:
-        """Of the residual stream, which all layers share."""
+        """The width of the residual stream, which all layers share."""
         return self.layers[0].hidden_size
 
     @property
     def head_shape(self) -> tuple[int, int]:
-        """[vocab, hidden], of the embedding and of the head."""
+        """[vocab, hidden] of the embedding and of the head."""
         return self.vocab_size, self.hidden_size
 
     @property
     def norm_eps(self) -> float:
-        """Of the final norm, as of those before it."""
+        """The epsilon of the final norm. It is that of the last layer's norms."""
         return self.layers[-1].norm_eps
 
     @cached_property
     def kinds(self) -> tuple[LayerSpec, ...]:
-        """The layers that differ, in order."""
+        """The distinct layers, in order."""
         return tuple(dict.fromkeys(self.layers))
 
     @property
     def num_weights(self) -> int:
-        """Of the layers' linears."""
+        """Weights of the layers' linears."""
         return sum(layer.num_weights for layer in self.layers)
 
     @property
@@ -62,12 +62,12 @@ class ModelSpec:
 
     @property
     def dynamic_length(self) -> int:
-        """The prompt length from which on dynamic RoPE stretches angles; 0 = no layer's does."""
+        """The prompt length above which dynamic RoPE stretches angles; 0 = no layer has dynamic RoPE."""
         lengths = [layer.rope.original_max_position for layer in self.kinds if layer.rope.kind == "dynamic"]
         return min(lengths, default=0)
 
     def with_sinks(self, count: int) -> ModelSpec:
-        """The same with so many attention sinks. Raises ConfigError if no layer has a sliding window to add them to."""
+        """The same model with `count` attention sinks. Raises ConfigError if no layer has a sliding window."""
         if count and not any(self.windows):
             raise ConfigError(f"attention_sinks={count}: no layer of this {self.architecture} has a sliding window")
         new = {

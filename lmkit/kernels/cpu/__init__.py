@@ -1,4 +1,4 @@
-"""Kernels for the CPU: numba tasks over LLVM IR micro-kernels, by the instruction set of the machine (isa.py)."""
+"""Kernels for the CPU: numba tasks over LLVM IR micro-kernels, chosen by the machine's instruction set (isa.py)."""
 
 from lmkit.kernels import ops
 from lmkit.kernels.cpu import attention, dense, elementwise, isa, kv, quantized, sampling

@@ -1,14 +1,15 @@
 """Paged attention on the CPU (ops.paged_attention): one path for prefill, chunked prefill and decode.
 
-A *tile* is a few consecutive tokens of one sequence times the query heads that share one KV head: its rows read the
-same keys. Keys make partitions of 256, of which attention_stages.py computes one at a time; partitions are merged in
-order (Flash-Decoding; the online softmax of Milakov and Gimelshein, arXiv 1805.02867). Partitions begin at multiples
-of their size, whatever the batch: a row adds up the same numbers in the same order in every batch, chunk and split,
-and masked keys add exact zeros. With a sliding window, partitions between the sinks and the window are skipped; keys
-that no row of a tile sees are not read, because their blocks may be in use for something else.
+A *tile* is a few consecutive tokens of one sequence times the query heads that share one KV head. All rows of a tile
+read the same keys. Keys are cut into partitions of 256. attention_stages.py computes one partition at a time, and the
+partitions are merged in order (Flash-Decoding; the online softmax of Milakov and Gimelshein, arXiv 1805.02867).
+Partitions begin at multiples of their size, independent of the batch. A row therefore adds up the same numbers in the
+same order in every batch, chunk and split, and masked keys add exact zeros. With a sliding window, partitions between
+the sinks and the window are skipped. Keys that no row of a tile sees are not read, because their blocks may be in use
+for something else.
 
-A *unit* is what one task does: a tile; or, when there are too few tiles to keep all threads busy (decode of few
-sequences), one partition of a tile, and the task that finishes a tile's last partition merges them.
+A *unit* is the work of one task. Usually it is a tile. If there are too few tiles to keep all threads busy (decode of
+few sequences), it is one partition of a tile, and the task that finishes a tile's last partition merges them.
 
 A *record* is a partial result: outputs [rows, padded D], then each row's maximum score, then each row's sum.
 """
@@ -61,7 +62,7 @@ from lmkit.kernels.reference.kv import accepts_heads
 from lmkit.kernels.registry import Implementation
 from lmkit.kv_dtype import INT4, KVDtype
 
-TILE_ROWS = 48  # aimed at: enough to pay for copying the keys
+TILE_ROWS = 48  # target: enough to pay for copying the keys
 UNITS_PER_THREAD = 4  # with fewer tiles, partitions become units
 SERIAL_PRODUCTS = 1 << 20
 WORDS, SMALL = (attention_rows.words_tile(element).name for element in (I16, I8))
@@ -69,8 +70,8 @@ MERGE, SOFTCAP = attention_rows.merge_tile().name, attention_rows.softcap_tile()
 
 
 def _plan(args: int, scratch: int, index: int) -> None:
-    """plan[b] = the first unit of sequence b, plan[B] = the number of units, plan[B + 1] = 1 if tiles are split; the
-    counters, which follow, become 0.
+    """Write the plan: plan[b] is the first unit of sequence b, plan[B] the number of units, plan[B + 1] is 1 if tiles
+    are split. The counters follow the plan and become 0.
     """
     a = read(args, PlanArgs)
     num_seqs = a.sequences.num_seqs
@@ -107,9 +108,7 @@ def _find(plan: Any, num_seqs: int, unit: int) -> int:
 
 @inline
 def _mean_shares(mean: Mean, query: int, head: int, dim: int, out: int) -> None:
-    """What a query makes of its head's key mean: float32 (of the cosine, of the sine) of each pair, as
-    ops.KeyMean has them.
-    """
+    """Write a query's factors of the head's key mean: float32 (of the cosine, of the sine) per pair (ops.KeyMean)."""
     size, half = mean.num_pairs, mean.half
     index = carray(pointer(mean.pairs + 4 * head * size), size, np.int32)
     x = carray(pointer(query), 2 * half, np.float32)
@@ -123,7 +122,7 @@ def _mean_shares(mean: Mean, query: int, head: int, dim: int, out: int) -> None:
 
 @inline
 def _add_mean(mean: Mean, scores: int, rows: int, first: int, end: int, shares: int, head: int, begin: int) -> None:
-    """The key mean's part of the scores of keys first .. end of the partition that begins at position `begin`."""
+    """Add the key mean's part to the scores of keys first .. end of the partition that begins at position `begin`."""
     size = mean.num_pairs
     index = carray(pointer(mean.pairs + 4 * head * size), size, np.int32)
     for r in range(rows):
@@ -140,8 +139,8 @@ def _add_mean(mean: Mean, scores: int, rows: int, first: int, end: int, shares: 
 
 @inline
 def _prepare_queries(a: AttendArgs, source: int, head: int, rows: int, few: int, memory: Buffers) -> None:
-    """Queries times the scale, filled up with 0; and, unless the query limit is 0, as words up to it, or as bytes if
-    it is one of bytes and `few` rows read the storage.
+    """Write queries times the scale, padded with 0. If the query limit is not 0, also write them as integers up to the
+    limit. These are words, or bytes if the limit fits a byte and `few` rows read the storage directly.
     """
     dim, padded, limit, scale = a.dim, a.padded, a.query_limit, bits_to_float(np.uint32(a.scale_bits))
     narrow = a.keys.direct & few & (limit <= SMALL_QUERY)
@@ -174,7 +173,7 @@ def _merge(total: int, record: int, rows: int, padded: int) -> None:
 
 @inline
 def _finish(total: int, rows: int, padded: int, group: int, dim: int, out: int, stride: int) -> None:
-    """Outputs divided by their sums, to `out`."""
+    """Write the outputs, divided by their sums, to `out`."""
     sums = carray(pointer(total), rows * (padded + 2), np.float32)
     for r in range(rows):
         y = carray(pointer(out + r // group * stride + 4 * (r % group) * dim), dim, np.float32)
@@ -184,7 +183,7 @@ def _finish(total: int, rows: int, padded: int, group: int, dim: int, out: int, 
 
 
 def _attend(args: int, scratch: int, index: int) -> None:
-    """One unit."""
+    """Compute one unit."""
     a = read(args, AttendArgs)
     num_seqs, window, sinks, group, dim, padded = a.sequences.num_seqs, a.window, a.sinks, a.group, a.dim, a.padded
     plan = carray(pointer(a.sequences.plan), num_seqs + 2, np.int64)
@@ -278,7 +277,7 @@ def _storage(isa: Isa, stage: Task, cache: KVTensor, dim: int, *, keys: bool) ->
 
 
 def _query_limit(kind: KVDtype, dim: int) -> int:
-    """The largest word of a query for keys of a kind; 0 if it stays float. Sums of products with codes fit int32."""
+    """The largest word of a query for keys of a kind, such that sums of products with codes fit int32. 0: floats."""
     if kind == INT4:
         return small_query_limit(dim)
     return min(LARGEST_WORD, (2**31 - 1) // (255 * dim)) if kind.has_minimum else 0
@@ -293,7 +292,7 @@ def _mean(mean: KeyMean | None) -> Mean:
 
 
 def _max_units(num_tokens: int, num_seqs: int, heads: int, tile_tokens: int, max_parts: int) -> tuple[int, int]:
-    """(at most so many units, the number of tiles below which they are split), known from shapes alone."""
+    """(upper bound of units, number of tiles below which tiles are split), known from shapes alone."""
     tiles = heads * min(num_tokens, num_tokens // tile_tokens + num_seqs)
     fewest = heads * max(num_seqs, -(-num_tokens // tile_tokens))
     wanted = UNITS_PER_THREAD * threads.num_threads()
@@ -354,7 +353,7 @@ def implementation(isa: Isa) -> Implementation:
 
 
 def after_append(isa: Isa) -> Implementation:
-    """`paged_attention` behind `rope_append`: two programs."""
+    """`paged_attention` after `rope_append`, as two programs."""
 
     def rope_paged_attention(
         q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: KVTensor, v_cache: KVTensor,

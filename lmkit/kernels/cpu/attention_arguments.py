@@ -1,4 +1,4 @@
-"""What the tasks of paged attention are told, and where a thread keeps what it works on: see attention.py."""
+"""The arguments of the tasks of paged attention, and the layout of a thread's scratch: see attention.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lmkit.kernels.cpu.attention_tiles import KEYS
 from lmkit.kernels.cpu.jit import inline
 from lmkit.kernels.cpu.structs import num_bytes
 
-PARTITION = 256  # keys whose softmax is computed at once
+PARTITION = 256  # keys of one softmax step
 
 
 class Sequences(NamedTuple):
@@ -24,12 +24,12 @@ class PlanArgs(NamedTuple):
     tile_tokens: int
     window: int
     sinks: int
-    wanted: int  # tiles are split if there are fewer
-    counters: int  # their number
+    wanted: int  # tiles are split if there are fewer than this
+    counters: int  # number of counters
 
 
 class Storage(NamedTuple):
-    """Of keys or of values."""
+    """The storage of keys or of values."""
 
     stage: int  # address of the task that reads them: score_task, value_task
     data: int
@@ -39,7 +39,7 @@ class Storage(NamedTuple):
 
 
 class Mean(NamedTuple):
-    """Of keys; all but the number of pairs are 0 without one."""
+    """The mean of keys. Without one, all fields but the number of pairs are 0."""
 
     num_pairs: int = 0  # of a head
     vectors: int = 0
@@ -50,7 +50,7 @@ class Mean(NamedTuple):
 
 
 class AttendArgs(NamedTuple):
-    """Strides are bytes, names of tensors addresses."""
+    """Strides are in bytes. Fields named like tensors are addresses."""
 
     sequences: Sequences
     tables: int
@@ -70,7 +70,7 @@ class AttendArgs(NamedTuple):
     window: int
     sinks: int
     tile_tokens: int
-    hadamard: int  # 1: keys are turned
+    hadamard: int  # 1: keys are Hadamard-transformed
     query_limit: int  # see _query_limit
     mean: Mean
     keys: Storage
@@ -78,7 +78,7 @@ class AttendArgs(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """Where things lie in a thread's scratch."""
+    """Addresses in a thread's scratch."""
 
     job: int  # arguments of a stage
     floats: int
@@ -95,16 +95,16 @@ class Buffers(NamedTuple):
     total: int  # two records
     other: int
     shares: int
-    copies: int  # behind all others
+    copies: int  # after all others
 
 
 class Partition(NamedTuple):
-    """What both stages are told of it."""
+    """The arguments that both stages have in common."""
 
     rows: int
     dim: int
     padded: int  # dim, filled up to whole vectors
-    first: int  # keys first .. end of it are computed
+    first: int  # keys first .. end of the partition are computed
     end: int
 
 
@@ -112,11 +112,11 @@ class ScoreArgs(NamedTuple):
     partition: Partition
     places: int  # of keys
     params: int  # scales and minima of keys
-    direct: int  # 1: the storage is read, 0: copies of it
+    direct: int  # 1: the storage is read, 0: copies of it are read
     queries: int
-    steps: int  # of queries that are words
+    steps: int  # of queries as words
     scores: int  # float32 [rows, PARTITION], written
-    value_lines: int  # cache lines of each value, to ask for
+    value_lines: int  # cache lines of each value, to prefetch
     value_places: int
 
 
@@ -126,15 +126,15 @@ class ValueArgs(NamedTuple):
     params: int
     direct: int
     group: int  # rows of a token
-    position: int  # of the first row's token; as sinks, counted from the partition's begin
+    position: int  # position of the first row's token; like `sinks`, counted from the partition's begin
     window: int
     sinks: int
     scores: int
-    words: int  # weights of codes
+    words: int  # the weights of codes, as int16
     word_steps: int
     offset: int  # a float32
     record: int  # written
-    next_places: int  # keys of the next partition, to ask for
+    next_places: int  # keys of the next partition, to prefetch
     num_next: int
     next_lines: int
 

@@ -1,4 +1,4 @@
-"""Which keys attention computes, partition by partition, and where they lie in the blocks of the cache."""
+"""The keys that attention computes, partition by partition, and their places in the blocks of the cache."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def skipped_parts(position: int, window: int, sinks: int) -> int:
 
 @inline
 def num_parts(length: int, num_tokens: int, window: int, sinks: int) -> int:
-    """Partitions of which the last `num_tokens` queries of a sequence see any."""
+    """The number of partitions with any key that the last `num_tokens` queries of a sequence see."""
     skipped: int = skipped_parts(length - num_tokens, window, sinks)
     return (length + PARTITION - 1) // PARTITION - skipped
 
 
 @inline
 def span(part: int, first_key: int, end_key: int, sinks: int) -> Any:
-    """(begin, first, end, hidden, seen) of a partition: where it begins, and counted from there the keys to compute,
-    first .. end, none if first >= end; of these hidden .. seen are between the sinks and first_key: no row sees them.
+    """(begin, first, end, hidden, seen) of a partition. `begin` is its position; the others count from there. Keys
+    first .. end are computed, none if first >= end. Of these, no row sees hidden .. seen, between sinks and first_key.
     """
     begin = part * PARTITION
     first = 0 if begin < sinks else max(first_key // KEYS * KEYS - begin, 0)
@@ -44,9 +44,9 @@ def span(part: int, first_key: int, end_key: int, sinks: int) -> Any:
 @inline
 def locate(table: Any, heads: int, head: int, block_size: int, start: int, first: int, end: int, hidden: int,
            seen: int, data: int, row_bytes: int, params: int, places: int, params_at: int) -> None:  # fmt: skip
-    """Places of the rows of keys (or values) start + first .. start + end, the last one's repeated up to a multiple
-    of 4; and, of codes, their scales and minima, 0 up to the end of a block. Keys `hidden` .. `seen` have the place of
-    `seen` and scale 0.
+    """Write the places of the rows of keys (or values) start + first .. start + end. The last place is repeated up to a
+    multiple of 4. For codes, write their scales and minima too, 0 up to the end of a block. Keys `hidden` .. `seen` get
+    the place of `seen` and scale 0.
     """
     at = carray(pointer(places), PARTITION, np.int64)
     scales = carray(pointer(params_at), PARTITION, np.float32)

@@ -1,5 +1,5 @@
-"""Micro-kernels of paged attention beside its products: rows asked for and copied, parameters widened, queries as
-words, scores scaled. Forms and places are those of attention_tiles.py.
+"""Micro-kernels of paged attention besides its products. They prefetch and copy rows, widen parameters, round queries
+to words and scale scores. Forms and places are those of attention_tiles.py.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from lmkit.kv_dtype import FLOAT32, INT4, KVDtype
 
 
 def copy_tile(kind: KVDtype, form: KVDtype) -> Tile:
-    """Rows of KV storage of a kind to rows of a form at `target`, `ld` bytes apart, up to
-    `padded` elements filled with 0: `count` rows of `dim` elements, of which "pairs" takes two each.
+    """Copy `count` rows of `dim` elements from KV storage of a kind to rows of a form. The rows at `target` are `ld`
+    bytes apart and padded with 0 up to `padded` elements. The form "pairs" takes two source rows per row.
     """
     stored = STORED[BYTES[kind]]
     element = {FLOAT32: F32, WORDS: I16, PAIRS: I32}[form]
 
     def convert(e: Emitter, sources: list[Value], lanes: int) -> list[Value]:
-        """One vector (with one lane, one number) from each source: the vector, or of int4 two, to store."""
+        """Convert one vector (with one lane, one number) per source. Returns the vector to store; int4 returns two."""
         b, single = e.builder, lanes == 1
         raw = [e.load(source, stored if single else e.vector(stored, lanes)) for source in sources]
         if kind == FLOAT32:
@@ -62,7 +62,7 @@ def copy_tile(kind: KVDtype, form: KVDtype) -> Tile:
 
 
 def prefetch_tile() -> Tile:
-    """Ask for the `lines` cache lines of each row at `count` places."""
+    """Prefetch the `lines` cache lines of each row at `count` places."""
 
     def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
         places, count, lines = arguments
@@ -75,8 +75,8 @@ def prefetch_tile() -> Tile:
 
 
 def merge_tile() -> Tile:
-    """Add a record (see attention.py), one row of it, to the row of another: `chunks` * 8 outputs, and `maximum` and
-    `total` bytes behind their beginnings that row's maximum and sum.
+    """Add one row of a record (see attention.py) to the same row of another. A row has `chunks` * 8 outputs. Its
+    maximum and sum are `maximum` and `total` bytes after the row's begin.
     """
 
     def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
@@ -98,7 +98,7 @@ def merge_tile() -> Tile:
 
 
 def params_tile() -> Tile:
-    """`count` pairs of float16 (scale, minimum) to float32 at `scales`, and `minima` bytes behind."""
+    """Widen `count` pairs of float16 (scale, minimum): float32 scales at `scales`, minima `minima` bytes after them."""
 
     def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
         source, count, scales, minima = arguments
@@ -121,10 +121,10 @@ def params_tile() -> Tile:
 
 
 def words_tile(element: ir.Type = I16) -> Tile:
-    """round(x / step) of `chunks` * 8 floats to int16 (or int8) at `out`; step = max|x| / `limit`, `limit` the largest
-    of these, or less.
+    """round(x / step) of `chunks` * 8 floats to int16 (or int8) at `out`, with step = max|x| / `limit`. `limit` is at
+    most the largest number of the result's type.
 
-    float32 step and the sum of the words go to `params` and the next place.
+    The float32 step goes to `params`, and the sum of the words to the place after it.
     """
 
     def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
@@ -139,7 +139,7 @@ def words_tile(element: ir.Type = I16) -> Tile:
             b.store(b.select(b.icmp_signed(">", bits, b.load(peak)), bits, b.load(peak)), peak)
         largest = e.call(f"llvm.vector.reduce.smax.v{e.lanes}i32", I32, [b.load(peak)])
         step = b.fdiv(b.bitcast(largest, F32), b.sitofp(limit, F32))
-        usable = b.fcmp_ordered(">", step, constant(F32, 2.0**-120))  # below, 1 / step would not be finite
+        usable = b.fcmp_ordered(">", step, constant(F32, 2.0**-120))  # below this, 1 / step would not be finite
         inverse = e.splat(b.select(usable, b.fdiv(constant(F32, 1), step), constant(F32, 0)))
         with e.loop(chunks) as chunk:
             value = e.load(e.offset(x, e.times(chunk, 4 * e.lanes)), floats)
@@ -156,8 +156,9 @@ def words_tile(element: ir.Type = I16) -> Tile:
 
 
 def scale_tile(isa: Isa, kind: KVDtype) -> Tile:
-    """`count` scores of one row, in place. Those of codes were int32: s = step * (scale * dot + minimum * sum), with
-    float32 (step, sum) of the row at `steps`; float32 scales, `minima` bytes before the minima. Of fp8: s * scale.
+    """Scale `count` scores of one row, in place. Scores of codes are int32 before and become
+    s = step * (scale * dot + minimum * sum), with the row's float32 (step, sum) at `steps`. The float32 minima are
+    `minima` bytes after the scales. Scores of fp8 become s * scale.
     """
 
     def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
@@ -180,7 +181,7 @@ def scale_tile(isa: Isa, kind: KVDtype) -> Tile:
 
 
 def softcap_tile() -> Tile:
-    """s = c * tanh(s / c) of `chunks` * 8 scores, in place; `cap` has the bits of c."""
+    """s = c * tanh(s / c) of `chunks` * 8 scores, in place. `cap` holds the bits of c."""
 
     def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
         s, chunks, cap = arguments

@@ -1,7 +1,7 @@
-"""The two halves of attention over one partition of keys: scores, then their softmax and the weighted sum of values.
+"""The two stages of attention over one partition of keys: scores, then their softmax and the weighted sum of values.
 
-One task exists for each storage type (and instruction set). Few rows read the storage directly; many rows share a copy
-of each block, widened in the cache. Both give the same bits: widening is exact, and so are sums of codes.
+There is one task for each storage type and instruction set. A few rows read the storage directly. Many rows share a
+copy of each block, widened in the cache. Both give the same bits, because widening and sums of codes are exact.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from lmkit.kv_dtype import FLOAT32, INT4, KVDtype
 
 DIRECT_ROWS = 8  # more rows than this share a copy
 SPACING = 64  # bytes after each copied row: power-of-two strides would fall into few cache sets
-NO_SCORE = np.float32(-3e38)  # the maximum of no scores: finite, so that two of them differ by 0
+NO_SCORE = np.float32(-3e38)  # the maximum of no scores; finite, so that the difference of two is 0
 NO_SCORE_BITS = float_bits(float(NO_SCORE))
 PREFETCH = attention_rows.prefetch_tile().name
 
 
 def copy_bytes(padded: int) -> int:
-    """Scratch of a stage: the places of a block's copied rows, and the rows."""
+    """Bytes of a stage's scratch: the places of a block's copied rows, and the rows."""
     return KEYS * (8 + 4 * padded + SPACING)
 
 
 def reads_directly(isa: Isa, kind: KVDtype, dim: int, *, keys: bool) -> bool:
-    """Rows of the storage are whole vectors."""
+    """Whether rows of the storage are whole vectors."""
     lanes = 4 if kind == INT4 else 2
     return dim % (isa.lanes * (8 if keys and kind == INT4 else lanes)) == 0
 
@@ -48,14 +48,14 @@ def _fill_places(places: int, count: int, first: int, step: int) -> None:
 
 @functools.cache
 def score_task(isa: Isa, kind: KVDtype) -> Task:
-    """scores [rows, PARTITION] of the keys first .. end of a partition."""
+    """Write scores [rows, PARTITION] of the keys first .. end of a partition."""
     form, scaled = tiles.WORDS if kind.has_minimum else FLOAT32, kind.coded
     stored, copied = (tiles.score_tile(isa, name).name for name in (kind, form))
     scale = attention_rows.scale_tile(isa, kind).name
     copy, element = attention_rows.copy_tile(kind, form).name, BYTES[form]
     chunk = isa.lanes * (2 if kind.has_minimum else 1)
     stored_chunk = tiles.key_bytes(isa, kind) // BYTES[kind] * (2 if kind == INT4 else 1)
-    narrow = kind == INT4  # queries are bytes where the storage is read, and words where copies are
+    narrow = kind == INT4  # queries are bytes if the storage is read, and words if copies are
 
     def scores(args: int, scratch: int, index: int) -> None:
         a = read(args, ScoreArgs)
@@ -95,13 +95,13 @@ def score_task(isa: Isa, kind: KVDtype) -> Task:
 
 @functools.cache
 def value_task(isa: Isa, kind: KVDtype) -> Task:
-    """record = the partial result (see attention.py) of the scores and values first .. end of a partition."""
+    """record = the partial result (see attention.py) from the scores and values first .. end of a partition."""
     coded = kind.has_minimum
     form = tiles.PAIRS if coded else FLOAT32
     stored, copied = tiles.product_tile(isa, kind).name, tiles.product_tile(isa, form).name
     copy, softmax = attention_rows.copy_tile(kind, form).name, tiles.softmax_tile(isa, kind).name
     width, per_place, per_turn = isa.float_tile, 2 if coded else 1, 4 if coded else 1
-    # A panel is two vectors of columns: neighbours, or, of int4, the two nibbles of one vector of bytes.
+    # A panel is two vectors of columns. They are neighbours, or for int4 the two nibbles of one vector of bytes.
     apart = 4 * isa.lanes
     stored_width = isa.lanes if kind == INT4 else width
     element, weight_bytes = BYTES[kind], 2 if coded else 4

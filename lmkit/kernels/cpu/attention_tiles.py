@@ -1,5 +1,5 @@
-"""Micro-kernels of paged attention. Rows of keys and values are found through an array of addresses ("places"), in
-the storage itself or in a copy made ready in the cache. Forms of a row:
+"""Micro-kernels of paged attention. They find rows of keys and values through an array of addresses ("places"), which
+point into the storage itself or into a copy in the cache. A row has one of these forms:
 
     float32, bfloat16, float16   widened to float32 in registers
     fp8                          widened to float32; a score, or a weight, is multiplied by the row's scale
@@ -8,9 +8,9 @@ the storage itself or in a copy made ready in the cache. Forms of a row:
     pairs                        int16 codes of two values, d by d: (first[0], second[0], first[1], second[1], ...)
 
 Codes are multiplied by int16 queries and weights (`pmaddwd`; with VNNI the compiler makes it `vpdpwssd`) and summed in
-int32 without rounding: bytes would cost accuracy, and a vector holds half as many floats. Queries of int4 keys are
-bytes by definition (ops.paged_attention): as such they meet the storage (`pmaddubsw`, whose int16 sums of a whole row
-fit; `vpdpbusd`), as int16 the "words" of copied keys. Sums of integers are the same.
+int32 without rounding. Byte operands would cost accuracy, and a vector holds half as many floats. Queries of int4 keys
+are bytes by definition (ops.paged_attention). They meet the storage as bytes (`pmaddubsw`, whose int16 sums of a whole
+row fit; `vpdpbusd`), and the "words" of copied keys as int16. Both give the same integer sums.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from lmkit.kernels.cpu.isa import Isa
 from lmkit.kernels.cpu.tiles import TILES, Tile
 from lmkit.kv_dtype import BFLOAT16, FLOAT16, FLOAT32, FP8, INT4, INT8, KVDtype
 
-WORDS, PAIRS = KVDtype("words", 16), KVDtype("pairs", 32)  # copies only
+WORDS, PAIRS = KVDtype("words", 16), KVDtype("pairs", 32)  # used for copies only
 BYTES = {FLOAT32: 4, BFLOAT16: 2, FLOAT16: 2, FP8: 1, INT8: 1, INT4: 1, WORDS: 2, PAIRS: 4}
-STORED = {4: F32, 2: I16, 1: I8}  # an element of so many bytes in memory
+STORED = {4: F32, 2: I16, 1: I8}  # the type of an element with so many bytes in memory
 KEYS = 64  # in a block: int32 sums of codes and weights are exact within one
 LARGEST_WORD = 32767
 
@@ -38,7 +38,7 @@ def _is_integer(form: KVDtype) -> bool:
 
 
 def _floats(e: Emitter, form: KVDtype, address: Value) -> Value:
-    """One vector of floats."""
+    """Load one vector as floats."""
     if form == FLOAT32:
         return e.load(address, e.vector(F32))
     return widened(e, form, e.builder.zext(e.load(address, e.vector(STORED[BYTES[form]])), e.vector(I32)))
@@ -58,8 +58,8 @@ def _sums_bytes_in_words(isa: Isa, form: KVDtype) -> bool:
 
 
 def _multiply_add(e: Emitter, isa: Isa, x: Value, y: Value, total: Value) -> Value:
-    """total + x * y: float32 lanes, or int32 lanes each adding two products of int16, or four of signed bytes x and
-    bytes y; or int16 lanes adding two of these."""
+    """total + x * y. Lanes of `total` are float32; or int32, each adding two products of int16, or four of signed bytes
+    x and bytes y; or int16, each adding two products of such bytes."""
     b = e.builder
     if total.type.element == F32:
         return e.fma(x, y, total)
@@ -78,7 +78,7 @@ def _multiply_add(e: Emitter, isa: Isa, x: Value, y: Value, total: Value) -> Val
 
 
 def _key_vectors(e: Emitter, isa: Isa, form: KVDtype, address: Value) -> list[Value]:
-    """A chunk of a key: one vector; of int4 two of bytes, half a row apart."""
+    """Load a chunk of a key: one vector; for int4 two vectors of bytes, half a row apart."""
     b, words = e.builder, e.vector(I16, 2 * e.lanes)
     if not _is_integer(form):
         return [_floats(e, form, address)]
@@ -90,15 +90,15 @@ def _key_vectors(e: Emitter, isa: Isa, form: KVDtype, address: Value) -> list[Va
 
 
 def key_bytes(isa: Isa, form: KVDtype) -> int:
-    """What score_tile reads of a key at once."""
+    """Bytes of a key that score_tile reads at once."""
     return BYTES[form] * isa.lanes * {INT4: 4, INT8: 2, WORDS: 2}.get(form, 1)
 
 
 def score_tile(isa: Isa, form: KVDtype) -> Tile:
-    """s [rows, 4 * fours] = q . k of the keys at `places`, of codes int32.
+    """s [rows, 4 * fours] = q . k of the keys at `places`; int32 if the keys are codes.
 
-    q float32, int16 or (int4) int8 [rows, D]; `ldq` and `lds` are the bytes between rows. D is `chunks` vectors of q
-    (int4: twice as many). Lanes of floats are summed pairwise at the end.
+    q is float32, int16 or (int4) int8 [rows, D]. `ldq` and `lds` are the bytes between rows. D is `chunks` vectors of q
+    (int4: twice as many). Float lanes are summed pairwise at the end.
     """
     integer = _is_integer(form)
 
@@ -106,7 +106,7 @@ def score_tile(isa: Isa, form: KVDtype) -> Tile:
         q, ldq, places, s, lds, chunks, fours = arguments
         b, narrow = e.builder, _sums_bytes_in_words(isa, form)
         kind = e.vector(I16, 2 * e.lanes) if narrow else e.vector(I32 if integer else F32)
-        keys = 4 if rows <= 2 or isa.lanes == 16 else 2  # at a time: as many sums as there are registers
+        keys = 4 if rows <= 2 or isa.lanes == 16 else 2  # at a time: as many sums as registers hold
         half, size = e.times(chunks, 4 * e.lanes), key_bytes(isa, form)
         sums = e.variables(rows, keys, kind)
         with e.loop(e.times(fours, 4 // keys)) as index:
@@ -122,7 +122,7 @@ def score_tile(isa: Isa, form: KVDtype) -> Tile:
                     b.store(_multiply_add(e, isa, x, key, b.load(sums[i][j])), sums[i][j])
 
                 loaded = (_key_vectors(e, isa, form, e.offset(start, e.times(chunk, size))) for start in starts)
-                if rows > keys:  # the operands that are fewer stay in registers
+                if rows > keys:  # the smaller set of operands stays in registers
                     for part, vectors in enumerate(zip(*loaded, strict=True)):
                         for i, j in itertools.product(range(rows), range(keys)):
                             add(i, j, part, vectors[j])
@@ -150,7 +150,7 @@ def score_tile(isa: Isa, form: KVDtype) -> Tile:
 
 
 def _sum_eight(e: Emitter, eight: list[Value]) -> Value:
-    """The sums of the lanes of eight vectors of 8 int32, as eight lanes: a transposition that adds."""
+    """The lane sums of eight vectors of 8 int32, as one vector of eight lanes: a transposition that adds."""
     b = e.builder
     for low, high in (
         ([0, 8, 1, 9, 4, 12, 5, 13], [2, 10, 3, 11, 6, 14, 7, 15]),
@@ -166,7 +166,7 @@ def _sum_eight(e: Emitter, eight: list[Value]) -> Value:
 
 
 def _sum_lanes(e: Emitter, four: list[Value]) -> Value:
-    """The sums of four vectors' lanes, as four lanes; each is added up in the same order."""
+    """The lane sums of four vectors, as four lanes. Each sum is added up in the same order."""
     b = e.builder
     add = b.fadd if four[0].type.element == F32 else b.add
 
@@ -176,7 +176,7 @@ def _sum_lanes(e: Emitter, four: list[Value]) -> Value:
     while four[0].type.count > 8:
         half = four[0].type.count // 2
         four = [add(pick(x, x, list(range(half))), pick(x, x, list(range(half, 2 * half)))) for x in four]
-    if four[0].type.count == 8:  # the halves of two vectors at once; then both halves of a vector go the same way
+    if four[0].type.count == 8:  # both halves of two vectors at once; then both halves of a vector go the same way
         low, high = [0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]
         x, y = (add(pick(x, y, low), pick(x, y, high)) for x, y in (four[:2], four[2:]))
         both = add(pick(x, y, [0, 1, 8, 9, 4, 5, 12, 13]), pick(x, y, [2, 3, 10, 11, 6, 7, 14, 15]))
@@ -187,8 +187,8 @@ def _sum_lanes(e: Emitter, four: list[Value]) -> Value:
 
 
 def _value_vectors(e: Emitter, isa: Isa, form: KVDtype, first: Value, second: Value) -> list[Value]:
-    """Two vectors of a value; of codes, each lane holds the pair of one d in two values. Of int4 the first are whole
-    bytes: taking 16 times the high nibbles' sum from theirs leaves the low ones' sum, with less to do for each key.
+    """Two vectors of a value. For codes, each lane holds the pair of one d in two values. For int4 the first vector
+    holds whole bytes: its sum minus 16 times the high nibbles' sum is the low nibbles' sum. This saves work per key.
     """
     b, words = e.builder, e.vector(I16, 2 * e.lanes)
     if not _is_integer(form):
@@ -204,7 +204,7 @@ def _value_vectors(e: Emitter, isa: Isa, form: KVDtype, first: Value, second: Va
         pairs.append(b.zext(mixed, words))
     if form == INT8:
         return pairs
-    # Left to itself, the compiler would split the bytes first, and widen twice.
+    # Without this, the compiler would split the bytes first and widen twice.
     codes = pairs[0] if isa.dot == "generic" or isa.emulate else e.opaque(pairs[0])
     return [codes, b.lshr(codes, constant(words, 4))]
 
@@ -213,10 +213,10 @@ def product_tile(isa: Isa, form: KVDtype) -> Tile:
     """c [rows, two vectors, `apart` bytes between them] += w [rows, count] @ values, keys strictly in order.
 
     The values' columns begin `column` bytes into the rows at `places`. `ldw` and `ldc` are the bytes between rows.
-    Of codes, w is int16, `count` fours of them, and the float32 at `steps` (`lds` bytes between rows) is what 1 weighs.
+    For codes, w is int16, `count` fours of them; its unit is the float32 at `steps` (`lds` bytes between rows).
     """
     integer = _is_integer(form)
-    pairs = 2 if integer else 1  # in a turn
+    pairs = 2 if integer else 1  # per iteration
 
     def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
         w, ldw, places, column, c, ldc, apart, count, steps, lds = arguments
@@ -238,7 +238,7 @@ def product_tile(isa: Isa, form: KVDtype) -> Tile:
                     for j in (0, 1):
                         b.store(_multiply_add(e, isa, weight, values[j], b.load(sums[i][j])), sums[i][j])
         for i in range(rows):
-            if form == INT4:  # the first of bytes, the second of their high nibbles
+            if form == INT4:  # the first vector holds bytes, the second their high nibbles
                 low = b.sub(b.load(sums[i][0]), b.shl(b.load(sums[i][1]), constant(e.vector(I32), 4)))
                 b.store(low, sums[i][0])
             step = e.splat(e.load(e.offset(steps, e.times(lds, i)), F32)) if integer else None
@@ -253,14 +253,14 @@ def product_tile(isa: Isa, form: KVDtype) -> Tile:
 
 
 def softmax_tile(isa: Isa, kind_of_values: KVDtype) -> Tile:
-    """One row's weights e^(score - maximum) from the scores at `s`, of which 0 .. sinks and low .. high are visible,
-    all below high; others get 0.
+    """One row's weights e^(score - maximum) from the scores at `s`. Scores 0 .. sinks and low .. high are visible, all
+    below high; the others get weight 0.
 
-    `blocks` blocks of 64 scores are read from the index `first` on; limits count from index 0. float32 `maximum`
-    (at least that of no scores) and `total`, the sum of the weights, are written. Float weights take the scores'
-    place, of fp8 times the value's scale. For codes a weight times the value's scale is rounded to int16, `words`, in
-    steps of 1 / 32767 of its block's largest, written to `steps` (float32 [blocks in all]); the sum of weights times
-    minima goes to `offset`. Scales and minima, `minima` bytes apart, are float32 at `scales`.
+    `blocks` blocks of 64 scores are read from the index `first` on. Limits count from index 0. float32 `maximum` (at
+    least NO_SCORE) and `total`, the sum of the weights, are written. Float weights replace the scores; for fp8 they are
+    multiplied by the value's scale. For codes, a weight times the value's scale is rounded to int16 in `words`. The
+    step is 1 / 32767 of the block's largest and is written to `steps` (float32 [blocks in all]). The sum of weights
+    times minima goes to `offset`. The float32 scales are at `scales`, the minima `minima` bytes after them.
     """
     coded = kind_of_values.has_minimum
     scaled = kind_of_values.coded and not coded

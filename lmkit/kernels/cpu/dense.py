@@ -1,5 +1,5 @@
-"""Linears on exact float32 activations: dense weights (ops.linear_dense), and codes (ops.linear_w4a16, linear_w8a16 and
-linear_fp8).
+"""Linears on exact float32 activations, with dense weights (ops.linear_dense) or codes (ops.linear_w4a16, linear_w8a16
+and linear_fp8).
 
 Weights lie in panels of `width` outputs, so that a micro-kernel reads one contiguous stream:
 
@@ -9,7 +9,7 @@ Weights lie in panels of `width` outputs, so that a micro-kernel reads one conti
     scales   float32 [panels, groups, width] of codes, and zeros of the same shape if they are integers
 
 A chunk of a panel is widened to float32 in the first-level cache and shared by a block of rows. Inputs are added
-strictly in order, so a row's result does not depend on how many others are computed with it; torch's product does not
+strictly in order, so a row's result does not depend on the number of rows computed with it. torch's product does not
 promise that.
 """
 
@@ -49,7 +49,7 @@ from lmkit.kernels.ops import Norm
 from lmkit.kernels.registry import Implementation
 from lmkit.qtensor import QTensor, per_row
 
-DIRECT_ROWS = 6  # more share weights that are widened once
+DIRECT_ROWS = 6  # more rows share weights that are widened once
 CODE_BITS = {tiles.CODES4: 4, tiles.CODES8: 8, tiles.FLOAT8: 8}
 KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -62,7 +62,7 @@ class PackedDense:
     kind: str  # of KINDS, or of CODE_BITS
     out_features: int
     in_features: int
-    activation: str | None  # not None: panels of gates and of what they multiply take turns; out_features counts both
+    activation: str | None  # not None: panels of gates alternate with panels of up; out_features counts both
     group_size: int = 1
     scales: Tensor | None = None
     zeros: Tensor | None = None
@@ -75,7 +75,7 @@ def pack_dense(isa: Isa, weight: Tensor, activation: str | None = None) -> Packe
 
 
 def pack_codes(isa: Isa, kind: str, weight: QTensor, activation: str | None = None) -> PackedDense:
-    """`kind` of CODE_BITS."""
+    """Pack codes. `kind` is one of CODE_BITS."""
     weight = per_row(weight)
     (out_features, in_features), group_size = weight.codes.shape, weight.scheme.group_size
     group, codes = in_features if group_size == -1 else group_size, weight.codes.view(torch.uint8)
@@ -100,7 +100,7 @@ class ProductArgs(NamedTuple):
     groups: int  # of codes, in a row
     group: int  # inputs
     inputs: int
-    chunk: int  # inputs that are widened at a time
+    chunk: int  # inputs widened at a time
     results: Results
 
 
@@ -150,7 +150,7 @@ def product_task(isa: Isa, kind: str) -> Task:
 
 
 def linear(isa: Isa, x: Tensor, packed: PackedDense, bias: Tensor | None, norm: Norm | None = None) -> Tensor:
-    """x [T, K] -> [T, N]."""
+    """x [T, K] -> [T, N]. See ops.linear_dense."""
     dtype, x, bias = x.dtype, as_float(x), None if bias is None else bias.float()
     if norm is not None:
         x = rms_norm(x, norm)
@@ -194,6 +194,6 @@ def dense_implementation(isa: Isa) -> Implementation:
 
 
 def codes_implementation(isa: Isa, kind: str) -> Implementation:
-    """`kind` of CODE_BITS."""
+    """The implementation for codes. `kind` is one of CODE_BITS."""
     run, pack = functools.partial(linear, isa), functools.partial(pack_codes, isa, kind)
     return Implementation(f"cpu.{isa.name}", "cpu", run, functools.partial(_accepts_codes, kind), pack, priority=20)

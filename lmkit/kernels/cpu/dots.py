@@ -1,7 +1,7 @@
-"""Dot products of unsigned weight codes with signed activations, 32 inputs at a time, by each instruction set.
+"""Dot products of unsigned weight codes with signed activations, 32 inputs at a time, for each instruction set.
 
-Lane o of a weight vector holds four consecutive inputs of output o, one byte each; an activation operand is the same
-four inputs of one token in every lane. Integer sums are exact, so every way gives the same bits.
+Lane o of a weight vector holds four consecutive inputs of output o, one byte each. An activation operand has the same
+four inputs of one token in every lane. Integer sums are exact, so every variant gives the same bits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Activations = Callable[[int, int], Value]  # (row, byte offset in the block) -> 
 
 
 def vpdpbusd(e: Emitter, total: Value, codes: Value, x: Value) -> Value:
-    """int32 lanes of `total`, plus four products each of the bytes of `codes` and the signed ones of `x`."""
+    """`total` in int32 lanes, plus four products per lane of the bytes of `codes` and the signed bytes of `x`."""
     # The operands' type in IR was int32 lanes before LLVM 22.
     operand = e.vector(I8, 4 * e.lanes) if llvm.llvm_version_info[0] >= 22 else e.vector(I32)
     pair = [e.builder.bitcast(codes, operand), e.builder.bitcast(x, operand)]
@@ -29,7 +29,7 @@ def vpdpbusd(e: Emitter, total: Value, codes: Value, x: Value) -> Value:
 
 
 def byte_products(e: Emitter, total: Value, codes: Value, x: Value) -> Value:
-    """As `vpdpbusd`, by plain multiplications."""
+    """As `vpdpbusd`, with plain multiplications."""
     b, kind = e.builder, e.vector(I32)
     codes, x = b.bitcast(codes, kind), b.bitcast(x, kind)
     for i in range(4):
@@ -62,8 +62,8 @@ class Vpdpbusd(Dot):
 
 
 class PmaddNibbles(Dot):
-    """AVX2, codes below 16: bytes to int16 pairs, and a whole block is summed in int16 before it is widened:
-    8 * 2 * 15 * 127 = 30480 fits.
+    """AVX2 with codes below 16. Byte products become pairs in int16, and a whole block is summed in int16 before it is
+    widened: 8 * 2 * 15 * 127 = 30480 fits.
     """
 
     def block(self, e: Emitter, quads: Quads, activation: Activations, sums: list[list[Value]]) -> None:
@@ -83,7 +83,7 @@ class PmaddNibbles(Dot):
 
 
 class PmaddWide(Dot):
-    """AVX2, codes up to 255 (bytes would saturate): even and odd bytes as int16, against int16 activations."""
+    """AVX2 with codes up to 255 (bytes would saturate): even and odd bytes as int16, times int16 activations."""
 
     input_bytes = 2
     max_rows = 4
@@ -130,7 +130,7 @@ def load_quads(e: Emitter, address: Value, vectors: int, packed: bool) -> Iterab
     """The eight weight quads of a block, as int32 lanes.
 
     Unpacked: quad by quad, `vectors` vectors of bytes each. Packed: each vector holds a quad in its low nibbles and the
-    next quad in its high ones.
+    next quad in its high nibbles.
     """
     b, kind = e.builder, e.vector(I32)
     size = 4 * e.lanes

@@ -1,4 +1,4 @@
-"""Norms, the gated activation, embedding and RoPE's angles on the CPU. Rows are independent; other dtypes than float32
+"""Norms, the gated activation, embedding and RoPE's angles on the CPU. Rows are independent. Other dtypes than float32
 are widened.
 """
 
@@ -22,13 +22,13 @@ from lmkit.kernels.cpu.structs import numbers, read
 from lmkit.kernels.ops import Norm
 from lmkit.kernels.registry import implements
 
-SERIAL_VALUES = 1 << 17  # fewer than this stay on one thread
+SERIAL_VALUES = 1 << 17  # work on fewer values stays on one thread
 FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 @numba.njit(forceinline=True, fastmath=FASTMATH | {"reassoc"})
 def _sum_of_squares(x: Any, size: int) -> Any:
-    """Lanes are added up in the order that the compiler fixes for a size."""
+    """Lanes are added up in an order that the compiler fixes for each size."""
     total = np.float32(0)
     for i in range(size):
         total += x[i] * x[i]
@@ -37,7 +37,7 @@ def _sum_of_squares(x: Any, size: int) -> Any:
 
 @inline
 def norm_row(x: int, residual: int, weight: int, y: int, size: int, eps_bits: int) -> None:
-    """residual += x, if there is one; y = norm(residual or x) * weight. Addresses of float32 [size]."""
+    """residual += x, if there is a residual; y = norm(residual or x) * weight. Addresses of float32 [size]."""
     row, out = carray(pointer(x), size, np.float32), carray(pointer(y), size, np.float32)
     if residual:
         stream = carray(pointer(residual), size, np.float32)
@@ -52,7 +52,7 @@ def norm_row(x: int, residual: int, weight: int, y: int, size: int, eps_bits: in
 
 
 class NormArgs(NamedTuple):
-    """All 0: there is no norm."""
+    """All fields 0: there is no norm."""
 
     weight: int = 0
     residual: int = 0  # or 0
@@ -69,7 +69,7 @@ class NormRowsArgs(NamedTuple):
 
 
 def _rms_norm(args: int, scratch: int, index: int) -> None:
-    """Row `index`: vector index % inner of token index // inner."""
+    """Normalize row `index`: vector index % inner of token index // inner."""
     a = read(args, NormRowsArgs)
     at, norm = 4 * index * a.size, a.norm
     source = a.x + index // a.inner * a.stride + 4 * (index % a.inner) * a.size
@@ -77,7 +77,7 @@ def _rms_norm(args: int, scratch: int, index: int) -> None:
 
 
 def _gated_activation(args: int, scratch: int, index: int) -> None:
-    """Row `index` of gate | up."""
+    """Compute row `index` of gate | up."""
     gate_up, y, size, activation = unpack(args, 4)
     gate = carray(pointer(gate_up + 8 * index * size), size, np.float32)
     up = carray(pointer(gate_up + 8 * index * size + 4 * size), size, np.float32)
@@ -105,7 +105,7 @@ def _embedding(args: int, scratch: int, index: int) -> None:
 
 
 def _softcap(args: int, scratch: int, index: int) -> None:
-    """Row `index` of logits, of which `cap_bits` says the bound."""
+    """Cap row `index` of logits. `cap_bits` holds the bits of the cap."""
     x, size, cap_bits = unpack(args, 3)
     cap = bits_to_float(np.uint32(cap_bits))
     row = carray(pointer(x + 4 * index * size), size, np.float32)
@@ -133,7 +133,7 @@ RMS_NORM, GATED_ACTIVATION, EMBEDDING, SOFTCAP, ROPE_ANGLES = (
 
 
 def norm_arguments(norm: Norm, x: Tensor) -> tuple[Tensor, NormArgs]:
-    """(the weight, to be kept alive, and all) for rows of float32 x."""
+    """(the weight, which the caller keeps alive, and the arguments) for rows of float32 x."""
     weight = as_type(norm.weight, torch.float32).contiguous()
     if norm.residual is not None:
         assert norm.residual.is_contiguous()
@@ -143,7 +143,7 @@ def norm_arguments(norm: Norm, x: Tensor) -> tuple[Tensor, NormArgs]:
 
 @implements(ops.rms_norm, "cpu", device="cpu", priority=20)
 def rms_norm(x: Tensor, norm: Norm) -> Tensor:
-    """x [T, H], or [T, heads, D] with any stride between tokens."""
+    """ops.rms_norm of x [T, H], or [T, heads, D] with any stride between tokens."""
     if x.dtype != torch.float32 and norm.residual is not None:
         total: Tensor = rms_norm(norm.residual.add_(x), Norm(norm.weight, norm.eps, None, norm.dtype))
         return total

@@ -1,4 +1,4 @@
-"""Vector vocabulary over an LLVM IR builder. Addresses are 64-bit integers; loads and stores assume no alignment."""
+"""Vector operations over an LLVM IR builder. Addresses are 64-bit integers. Loads and stores assume no alignment."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Value = Any  # an llvmlite value; the package has no types
 
 
 def like(value: Value, element: ir.Type) -> ir.Type:
-    """`element`, in a vector as wide as `value` if that is one."""
+    """`element`, or a vector of it as wide as `value` if `value` is a vector."""
     return ir.VectorType(element, value.type.count) if isinstance(value.type, ir.VectorType) else element
 
 
@@ -29,7 +29,7 @@ def constant(kind: ir.Type, number: float) -> ir.Constant:
 
 
 def _never_unrolled(module: ir.Module) -> ir.MDValue:
-    """A new identity of a loop: a node that names itself first, then what holds for the loop."""
+    """A new identity for a loop: a node that names itself first, then the loop's properties."""
     disabled = module.add_metadata(["llvm.loop.unroll.disable"])
     loop = ir.MDValue(module, [disabled], name=str(len(module.metadata)))
     loop.operands = (loop, disabled)
@@ -37,7 +37,7 @@ def _never_unrolled(module: ir.Module) -> ir.MDValue:
 
 
 class Emitter:
-    """Wraps the builder at a position; `lanes` is the width of `splat` and `vector`."""
+    """Wraps the builder at a position. `lanes` is the width of `splat` and `vector`."""
 
     def __init__(self, builder: ir.IRBuilder, lanes: int = 1) -> None:
         self.builder = builder
@@ -77,12 +77,12 @@ class Emitter:
         return self.builder.call(function, arguments)
 
     def fma(self, a: Value, b: Value, c: Value) -> Value:
-        """a * b + c, with one rounding where the processor can."""
+        """a * b + c, with one rounding if the processor can do so."""
         kind = f"v{a.type.count}f32" if isinstance(a.type, ir.VectorType) else "f32"
         return self.call(f"llvm.fmuladd.{kind}", a.type, [a, b, c])
 
     def fold(self, vector: Value, operation: Callable[[Value, Value], Value]) -> Value:
-        """A vector's lanes combined into a scalar: halves onto halves."""
+        """Combine a vector's lanes into a scalar, halves onto halves."""
         b = self.builder
         while vector.type.count > 1:
             lanes = list(range(vector.type.count))
@@ -98,24 +98,24 @@ class Emitter:
         return self.builder.select(self.builder.fcmp_ordered(">", x, y), x, y)
 
     def opaque(self, value: Value) -> Value:
-        """The same vector, of unknown origin to the optimizer. An x86 register constraint."""
+        """The same vector, but of unknown origin to the optimizer. It uses an x86 register constraint."""
         kind = ir.FunctionType(value.type, [value.type])
         return self.builder.call(ir.InlineAsm(kind, "", "=x,0"), [value])
 
     def prefetch(self, address: Value) -> None:
-        """Ask for the cache line of `address`, to read it from the second level."""
+        """Prefetch the cache line of `address` for reading, into the second level."""
         place = self.builder.inttoptr(address, I8.as_pointer())
         self.call("llvm.prefetch.p0", ir.VoidType(), [place, I32(0), I32(2), I32(1)])
 
     def pause(self) -> None:
-        """Tell the processor that this is a loop that waits, where it has a word for it."""
+        """Tell the processor that this loop waits, if it has an instruction for it."""
         if llvm.get_process_triple().startswith("x86"):
             self.call("llvm.x86.sse2.pause", ir.VoidType(), [])
 
     @contextmanager
     def loop(self, count: Value, *, unroll: bool = True) -> Iterator[Value]:
-        """Emit the body of `for index in range(count)`. Without `unroll` the compiler does not repeat the body: one
-        that needs all registers has none for a copy's loads.
+        """Emit the body of `for index in range(count)`. Without `unroll` the compiler does not repeat the body: a body
+        that needs all registers leaves none for a copy's loads.
         """
         b = self.builder
         entry, head = b.block, b.append_basic_block("head")
@@ -137,7 +137,7 @@ class Emitter:
         """Local variables; the optimizer keeps them in registers."""
         return [[self.builder.alloca(kind) for _ in range(columns)] for _ in range(rows)]
 
-    # Elementwise functions of a scalar or a vector, made of plain arithmetic so that loops over them vectorize.
+    # Elementwise functions of a scalar or a vector. They use plain arithmetic, so that loops over them vectorize.
 
     def _clamp(self, x: Value, low: float, high: float) -> Value:
         b = self.builder
@@ -151,7 +151,7 @@ class Emitter:
         return self.builder.fsub(self.builder.fadd(x, magic), magic)
 
     def rounded_bits(self, x: Value) -> Value:
-        """Nearest integer, halves to even, of |x| < 2^15, in the low 16 bits of 32: `rint` before it subtracts."""
+        """Nearest integer, halves to even, of |x| < 2^15, in the low 16 bits of 32: `rint` without its subtraction."""
         return self.builder.bitcast(self.builder.fadd(x, constant(x.type, 1.5 * 2.0**23)), like(x, I32))
 
     def exp(self, x: Value) -> Value:
@@ -173,11 +173,11 @@ class Emitter:
         return b.select(b.fcmp_ordered("<", x, constant(kind, -87.0)), constant(kind, 0), result)
 
     def exp_below(self, x: Value) -> Value:
-        """`exp` of x <= 0 in fewer steps: the exponent of 2^n is added to p's, with n from the low bits of a sum (see
-        `rounded_bits`).
+        """`exp` of x <= 0 in fewer steps. The exponent of 2^n is added to that of p; n comes from the low bits of a sum
+        (see `rounded_bits`).
         """
         b, kind = self.builder, x.type
-        limited = self.larger(constant(kind, -87.0), x)  # a NaN stays one
+        limited = self.larger(constant(kind, -87.0), x)  # a NaN stays NaN
         shifted = self.fma(limited, constant(kind, 1 / math.log(2)), constant(kind, 1.5 * 2.0**23))
         n = b.fsub(shifted, constant(kind, 1.5 * 2.0**23))
         r = self.fma(n, constant(kind, -0.693359375), limited)
@@ -196,7 +196,7 @@ class Emitter:
         bits = b.bitcast(x, integers)
         y = b.bitcast(b.and_(bits, constant(integers, 0x7FFFFFFF)), kind)
         y = b.fadd(y, y)
-        y = b.select(b.fcmp_ordered(">", y, constant(kind, 30)), constant(kind, 30), y)  # a NaN stays one
+        y = b.select(b.fcmp_ordered(">", y, constant(kind, 30)), constant(kind, 30), y)  # a NaN stays NaN
         shifted = self.fma(y, constant(kind, 1 / math.log(2)), constant(kind, 1.5 * 2.0**23))
         n = b.fsub(shifted, constant(kind, 1.5 * 2.0**23))
         r = self.fma(n, constant(kind, -0.693359375), y)
@@ -219,7 +219,7 @@ class Emitter:
         return b.bitcast(b.or_(b.bitcast(scaled, kind), sign), like(bits, F32))
 
     def float_to_half(self, x: Value) -> Value:
-        """float32 -> float16 bits in a 32-bit integer, halves to even; beyond the range: infinity."""
+        """float32 -> float16 bits in a 32-bit integer, halves to even. Beyond the range the result is infinity."""
         b, kind = self.builder, like(x, I32)
         bits = b.bitcast(x, kind)
         magnitude = b.and_(bits, constant(kind, 0x7FFFFFFF))
@@ -256,19 +256,19 @@ class Emitter:
         return b.or_(result, b.lshr(b.and_(bits, constant(kind, 0x80000000)), constant(kind, 24)))
 
     def order(self, x: Value) -> Value:
-        """float32 -> int32 of the same order, so that loops for a maximum vectorize: negative ones count backwards."""
+        """float32 -> int32 of the same order, so that loops for a maximum vectorize. Negative ones count backwards."""
         b, kind = self.builder, like(x, I32)
         bits = b.bitcast(x, kind)
         return b.xor(bits, b.and_(b.ashr(bits, constant(kind, 31)), constant(kind, 0x7FFFFFFF)))
 
     def unorder(self, rank: Value) -> Value:
-        """The float32 of an `order`."""
+        """The inverse of `order`."""
         b = self.builder
         flip = b.and_(b.ashr(rank, constant(rank.type, 31)), constant(rank.type, 0x7FFFFFFF))
         return b.bitcast(b.xor(rank, flip), like(rank, F32))
 
     def float8_to_float(self, bits: Value) -> Value:
-        """float8 e4m3 bits in a 32-bit integer, not NaN, -> float32: as `half_to_float`, rebias by 2^120."""
+        """float8 e4m3 bits in a 32-bit integer, not NaN, -> float32: as `half_to_float`, but rebias by 2^120."""
         b, kind = self.builder, bits.type
         magnitude = b.shl(b.and_(bits, constant(kind, 0x7F)), constant(kind, 20))
         sign = b.shl(b.and_(bits, constant(kind, 0x80)), constant(kind, 24))
@@ -279,7 +279,7 @@ class Emitter:
         return self.builder.bitcast(self.builder.shl(bits, constant(bits.type, 16)), like(bits, F32))
 
     def float_to_bfloat(self, x: Value) -> Value:
-        """float32 -> bfloat16 bits in a 32-bit integer, halves to even; a NaN stays one."""
+        """float32 -> bfloat16 bits in a 32-bit integer, halves to even. A NaN stays NaN."""
         b, kind = self.builder, like(x, I32)
         bits = b.bitcast(x, kind)
         odd = b.and_(b.lshr(bits, constant(kind, 16)), constant(kind, 1))

@@ -1,4 +1,4 @@
-"""What compiled functions may call that numba does not have: tiles, raw memory, bit-exact conversions."""
+"""Functions for compiled code that numba does not have: tiles, raw memory, bit-exact conversions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lmkit.kernels.cpu.emit import I32, I64, Emitter
 
 @intrinsic
 def pointer(typing: Any, address: Any) -> Any:
-    """An address as what numba.carray takes."""
+    """An address as the pointer that numba.carray takes."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], context.get_value_type(types.voidptr))
@@ -39,7 +39,7 @@ def unpack(typing: Any, address: Any, count: Any) -> Any:
 
 @intrinsic
 def add(typing: Any, address: Any, amount: Any) -> Any:
-    """Atomically add to the int64 at `address`; returns what it was."""
+    """Atomically add to the int64 at `address`. Returns the value before."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         place = builder.inttoptr(arguments[0], I64.as_pointer())
@@ -50,7 +50,7 @@ def add(typing: Any, address: Any, amount: Any) -> Any:
 
 @intrinsic
 def prefetch(typing: Any, address: Any) -> Any:
-    """Ask for the cache line of `address`, to read it from the second level."""
+    """Prefetch the cache line of `address` for reading, into the second level."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         Emitter(builder).prefetch(arguments[0])
@@ -61,8 +61,8 @@ def prefetch(typing: Any, address: Any) -> Any:
 
 @intrinsic
 def allocate(typing: Any, num_bytes: Any) -> Any:
-    """The address of `num_bytes` bytes, a multiple of 64 at a multiple of 64, until `release`. (numba would free an
-    array of its own after the last line that names it, although an address taken from it is still in use.)"""
+    """The address of `num_bytes` bytes (a multiple of 64), aligned to 64, until `release`. numba would free an array of
+    its own after the last line that names it, although an address taken from it is still in use."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return Emitter(builder).call("aligned_alloc", I64, [I64(64), arguments[0]])
@@ -79,12 +79,12 @@ def release(typing: Any, address: Any) -> Any:
     return types.void(types.int64), codegen
 
 
-SPINS = 1000  # some tens of microseconds; then the core is offered to whoever else wants it
+SPINS = 1000  # some tens of microseconds; then the thread yields the core
 
 
 @intrinsic
 def wait_for(typing: Any, address: Any, least: Any) -> Any:
-    """Wait until the int64 at `address` is at least `least`; what other threads wrote before is visible then."""
+    """Wait until the int64 at `address` is at least `least`. Earlier writes of other threads are visible then."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         b, e = builder, Emitter(builder)
@@ -129,7 +129,7 @@ def call_worker(typing: Any, function: Any, job: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def tile(typing: Any, name: Any, rows: Any, arguments: Any) -> Any:
-    """Run the micro-kernel `name` (a string constant) on as many of `rows` rows as it takes; returns their number."""
+    """Run the micro-kernel `name` (a string constant) on as many of `rows` rows as it takes. Returns their number."""
     kernel = tiles.TILES[name.literal_value]
     given = types.UniTuple(types.int64, kernel.num_arguments)
 
@@ -167,7 +167,7 @@ bits_to_float = _elementwise(
 
 @intrinsic
 def fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
-    """a * b + c in float32, fused where the processor can, whatever surrounds it."""
+    """a * b + c in float32, fused if the processor can do so, independent of the surrounding code."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return Emitter(builder).fma(*arguments)

@@ -1,4 +1,4 @@
-"""Instruction set levels: what this machine has, and which one is used."""
+"""Instruction set levels: those of this machine, and the one in use."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from lmkit.errors import ConfigError
 
 @dataclass(frozen=True, eq=False)
 class Isa:
-    """One level. A micro-kernel holds rows * vectors accumulators, as many as the registers allow; `rows` lists the row
-    counts that have one of their own, descending, down to 1.
+    """One level. A micro-kernel holds rows * vectors accumulators, as many as the registers allow. `rows` lists the row
+    counts that have a micro-kernel of their own, descending, down to 1.
     """
 
     name: str
     lanes: int  # of 32 bits in a vector
     dot: str  # "vpdpbusd", "pmadd" or "generic": see dots.py
-    packed_rows: tuple[int, ...]  # of quantized weights unpacked in registers
-    int_rows: tuple[int, ...]  # of quantized weights in bytes
+    packed_rows: tuple[int, ...]  # for quantized weights unpacked in registers
+    int_rows: tuple[int, ...]  # for quantized weights in bytes
     int_vectors: int
     float_rows: tuple[int, ...]
     float_vectors: int
@@ -55,7 +55,7 @@ EMULATED = "+emulated"
 
 
 def named(name: str) -> Isa:
-    """A level by name; `avx512_vnni+emulated` is its layout without its instruction, with fewer micro-kernels."""
+    """A level by name. `avx512_vnni+emulated` has its layout but not its instruction, and fewer micro-kernels."""
     isa = LEVELS[name.removesuffix(EMULATED)]
     if not name.endswith(EMULATED):
         return isa
@@ -70,14 +70,14 @@ def missing(isa: Isa) -> frozenset[str]:
 
 @functools.cache
 def _features() -> frozenset[str]:
-    """What numba compiles for: the host's features, unless NUMBA_CPU_NAME or NUMBA_ENABLE_AVX say otherwise."""
+    """The features numba compiles for: the host's, unless NUMBA_CPU_NAME or NUMBA_ENABLE_AVX change them."""
     _, _, features = cpu_target.target_context.codegen().magic_tuple()
     return frozenset(name[1:] for name in features.split(",") if name.startswith("+"))
 
 
 @functools.cache
 def host() -> Isa:
-    """The level in use: LMKIT_CPU_ISA, or the best this machine has. Raises ConfigError if it cannot run here."""
+    """The level in use: LMKIT_CPU_ISA, or the best of this machine. Raises ConfigError if it cannot run here."""
     asked = environment().cpu_isa
     if asked is None:
         return next(isa for isa in LEVELS.values() if not missing(isa))

@@ -1,7 +1,8 @@
-"""Compiling kernels: once per machine, then from the disk.
+"""Compiling kernels: once per machine, then they are read from the disk.
 
 A kernel is a *task*: a function `(args, scratch, index)` over addresses, compiled by numba to a plain C function. It
-does one piece, `index`, of a job whose parameters are the int64 numbers at `args`, with `scratch` bytes to itself.
+does one piece, `index`, of a job. The job's parameters are the int64 numbers at `args`. The task has `scratch` bytes
+to itself.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from lmkit.kernels.cpu import isa
 from lmkit.log import get_logger
 
 log = get_logger(__name__)
-# Reassociation is left out: sums are written in the order they are meant to have.
+# Reassociation is left out: sums are computed in the order in which they are written.
 FASTMATH = {"nnan", "nsz", "contract"}
 
 
@@ -60,7 +61,7 @@ class _Progress:
 
 
 class _Compilation(event.Listener):  # type: ignore[misc]
-    """Says that a kernel is being compiled, once one is: reading it from the disk runs no compiler pass."""
+    """Logs that a kernel is being compiled, once that happens. Reading it from the disk runs no compiler pass."""
 
     def __init__(self, name: str, kept: bool) -> None:
         self.name, self.kept = name.partition(".")[0], kept
@@ -82,7 +83,7 @@ class _Compilation(event.Listener):  # type: ignore[misc]
 
 @functools.lru_cache(maxsize=256)
 def float_bits(value: float) -> int:
-    """float32 as the integer with its bits: how a task takes one."""
+    """The bits of a float32 as an integer: tasks take floats this way."""
     return int(np.float32(value).view(np.uint32))
 
 
@@ -91,7 +92,7 @@ inline = numba.njit(forceinline=True, error_model="numpy", fastmath=FASTMATH)
 
 @contextmanager
 def _numba_cache() -> Iterator[bool]:
-    """Point numba's cache at `cache_directory` while a kernel is declared; yields whether it can be written."""
+    """Point numba's cache at `cache_directory` while a kernel is declared. Yields whether it can be written."""
     directory, before = cache_directory(), numba.config.CACHE_DIR
     numba.config.CACHE_DIR = str(directory)
     try:
@@ -102,8 +103,8 @@ def _numba_cache() -> Iterator[bool]:
 
 @functools.cache
 def cache_directory() -> Path:
-    """One folder for each version of these sources, of the compiler and of the instruction set (numba itself adds the
-    processor's features, but does not see that a function's callees have changed).
+    """One folder for each version of these sources, of the compiler and of the instruction set. numba itself adds the
+    processor's features, but does not notice changes in a function's callees.
     """
     key = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__} {isa.host().name}".encode())
     for source in sorted(Path(__file__).parent.glob("*.py")):

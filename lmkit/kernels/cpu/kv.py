@@ -30,7 +30,7 @@ from lmkit.kernels.reference.kv import accepts_heads
 from lmkit.kernels.registry import implements
 from lmkit.kv_dtype import KV_DTYPES
 
-FLOAT32, BFLOAT16, FLOAT16, INT8, FP8, INT4 = range(len(KV_DTYPES))  # numbers for compiled code, in their order
+FLOAT32, BFLOAT16, FLOAT16, INT8, FP8, INT4 = range(len(KV_DTYPES))  # numbers for compiled code, in KV_DTYPES' order
 KINDS = {dtype: kind for kind, dtype in enumerate(KV_DTYPES.values())}
 HALF_MAX = np.float32(65504)
 E4M3_MAX = np.float32(448)
@@ -53,7 +53,7 @@ def _limits(x: Any, dim: int) -> Any:
 
 @inline
 def _store_codes(x: Any, dim: int, kind: int, data: int, params: int, where: int, fixed: Any, scratch: int) -> None:
-    """`fixed`: the scale, or 0 for the vector's own."""
+    """Store codes of x. `fixed` is the scale, or 0 to use the vector's own."""
     low, high = _limits(x, dim)
     levels = np.float32(255 if kind == INT8 else 15)
     scale_bits, minimum_bits = float_to_half(fixed), np.uint32(0)
@@ -109,7 +109,7 @@ def _store(source: int, dim: int, kind: int, data: int, params: int, where: int,
 
 @inline
 def turn_hadamard(at: int, dim: int) -> None:
-    """float32 [dim] times the orthonormal Walsh-Hadamard matrix, in place; dim is a power of two."""
+    """Multiply float32 [dim] by the orthonormal Walsh-Hadamard matrix, in place. dim is a power of two."""
     x = carray(pointer(at), dim, np.float32)
     step = 1
     while step < dim:
@@ -125,7 +125,7 @@ def turn_hadamard(at: int, dim: int) -> None:
 
 @inline
 def _rotate(head: int, half: int, cos: int, sin: int) -> None:
-    """The first 2 * half elements of a head, by angles float32 [half]."""
+    """Rotate the first 2 * half elements of a head by angles with cos and sin float32 [half]."""
     c, s = carray(pointer(cos), half, np.float32), carray(pointer(sin), half, np.float32)
     first, second = carray(pointer(head), half, np.float32), carray(pointer(head + 4 * half), half, np.float32)
     for i in range(half):
@@ -142,18 +142,18 @@ def _subtract(head: int, mean: int, dim: int) -> None:
 
 
 class Rows(NamedTuple):
-    """Vectors [T, heads, D], float32, and where they are stored."""
+    """Vectors [T, heads, D], float32, and the storage that they go to."""
 
     data: int
     stride: int  # bytes between tokens
     kind: int  # of KINDS
     stored: int
     params: int
-    scales: int  # fixed ones, or 0
+    scales: int  # fixed scales, or 0
 
 
 class Queries(NamedTuple):
-    """What turns, beside keys; all 0: nothing does."""
+    """The rotated queries, and the angles for them and the keys. All 0: nothing is rotated."""
 
     q: int = 0
     stride: int = 0
@@ -176,7 +176,7 @@ class AppendArgs(NamedTuple):
 
 
 def _append(args: int, scratch: int, index: int) -> None:
-    """Token `index`: rotate all heads of q and k, if there are angles; store its keys and its values."""
+    """Token `index`: rotate all heads of q and k, if there are angles; then store its keys and values."""
     a = read(args, AppendArgs)
     turned, keys, values, heads, dim, block_size = a.queries, a.keys, a.values, a.heads, a.dim, a.block_size
     half = turned.half
@@ -221,7 +221,7 @@ def rope_append(
     queries = Queries(wide_q.data_ptr(), 4 * wide_q.stride(0), q.shape[1], *angles)
     _run(wide_k, rows_of(v), k_cache, v_cache, slots, queries, q.numel())
     for x, wide in ((q, wide_q), (k, wide_k)):
-        if wide is not x:  # widened or copied: the op works in place
+        if wide is not x:  # x was widened or copied, but the op works in place
             x.copy_(wide)
 
 

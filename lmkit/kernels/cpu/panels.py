@@ -1,4 +1,4 @@
-"""What the linears share: weights in panels of a few outputs, and sums of a panel written out."""
+"""The common parts of linears: weights in panels of a few outputs, and storing the sums of a panel."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torch import Tensor
 from lmkit.kernels.cpu.intrinsics import exp, fma, pointer
 from lmkit.kernels.cpu.jit import inline
 
-ROW_BLOCK = 96  # rows that share a panel made ready in the cache
+ROW_BLOCK = 96  # rows that share a panel prepared in the cache
 CHUNK_BYTES = 16 << 10  # of such a panel: half of a first-level cache
 TASK_BYTES = 64 << 10  # of stored weights in one task: some ten microseconds from memory
 SILU, GELU_TANH = 1, 2
 ACTIVATION_NUMBERS = {None: 0, "silu": SILU, "gelu_tanh": GELU_TANH}  # for compiled code; 0: the weight is not gated
 LINEAR, CUBIC = np.float32(math.sqrt(2 / math.pi)), np.float32(0.044715 * math.sqrt(2 / math.pi))  # of gelu_tanh
-SERIAL_PRODUCTS = 1 << 20  # multiply-adds; waking another thread for fewer costs more than it saves
+SERIAL_PRODUCTS = 1 << 20  # multiply-adds; with fewer, waking another thread costs more than it saves
 
 
 def to_panels(rows: Tensor, width: int, gated: bool) -> Tensor:
-    """[N, K] -> [panels, K, width], N filled up with zeros; gated: see `interleave`."""
+    """[N, K] -> [panels, K, width]. N is padded with zeros. Gated: see `interleave`."""
     if gated:
         filled = interleave(rows, width)
     else:
@@ -32,7 +32,7 @@ def to_panels(rows: Tensor, width: int, gated: bool) -> Tensor:
 
 
 def interleave(rows: Tensor, width: int) -> Tensor:
-    """[gate | up, K] -> `width` rows of gate, `width` of up, and so on, each half filled up with zeros: a panel of
+    """[gate | up, K] -> `width` rows of gate, `width` of up, and so on. Each half is padded with zeros. A panel of
     gates lies before the panel of the values that they multiply.
     """
     gate, up = (torch.nn.functional.pad(half, (0, 0, 0, -half.shape[0] % width)) for half in rows.chunk(2))
@@ -40,13 +40,13 @@ def interleave(rows: Tensor, width: int) -> Tensor:
 
 
 def as_float(x: Tensor) -> Tensor:
-    """float32 with contiguous rows; the stride between rows is free."""
+    """x as float32 with contiguous elements in a row. The stride between rows is free."""
     x = as_type(x, torch.float32)
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def as_type(y: Tensor, dtype: torch.dtype) -> Tensor:
-    """y.to(dtype), at no cost where it is one already."""
+    """y.to(dtype), at no cost if y already has it."""
     return y if y.dtype is dtype else y.to(dtype)
 
 
@@ -55,14 +55,14 @@ def address(x: Tensor | None) -> int:
 
 
 def panels_per_task(panel_bytes: int, panels: int, gated: bool) -> int:
-    """As many as TASK_BYTES hold; gates stay with what they multiply."""
+    """As many panels as TASK_BYTES hold. Gates stay with the values that they multiply."""
     if gated:
         return 2 * panels_per_task(2 * panel_bytes, panels // 2, False)
     return max(1, min(TASK_BYTES // panel_bytes, panels))
 
 
 class Blocks(NamedTuple):
-    """How a product is shared out: each task computes a block of rows times a few panels."""
+    """The split of a product: each task computes a block of rows times a few panels."""
 
     rows: int
     panels: int
@@ -71,7 +71,7 @@ class Blocks(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Where a product goes: float32 [rows, features]."""
+    """The destination of a product: float32 [rows, features]."""
 
     out: int
     features: int
@@ -81,7 +81,7 @@ class Results(NamedTuple):
 
 @inline
 def block_of(blocks: Blocks, index: int) -> Any:
-    """(first panel, first row, number of panels, of rows) of task `index`."""
+    """(first panel, first row, number of panels, number of rows) of task `index`."""
     tasks = (blocks.panels + blocks.per_task - 1) // blocks.per_task
     first, row = index % tasks * blocks.per_task, index // tasks * blocks.row_block
     return first, row, min(blocks.per_task, blocks.panels - first), min(blocks.row_block, blocks.rows - row)
@@ -105,7 +105,7 @@ def _store_sums(sums: int, width: int, rows: int, start: int, features: int, bia
 
 @inline
 def multiply_gates(gate: Any, value: Any, out: Any, count: int, activation: int) -> None:
-    """out = f(gate) * value, arrays of float32; `activation` of ACTIVATION_NUMBERS. See ops.gated_activation."""
+    """out = f(gate) * value, arrays of float32. `activation` is one of ACTIVATION_NUMBERS. See ops.gated_activation."""
     if activation == SILU:
         for i in range(count):
             out[i] = gate[i] / (np.float32(1) + exp(-gate[i])) * value[i]
@@ -119,7 +119,7 @@ def multiply_gates(gate: Any, value: Any, out: Any, count: int, activation: int)
 @inline
 def _store_gated(gates: int, values: int, width: int, rows: int, start: int, features: int, bias: int, out: int,
                  activation: int) -> None:  # fmt: skip
-    """f(gate) * value of two panels' sums, float32 [rows, width], to columns start .. of out [rows, features]."""
+    """Store f(gate) * value of two panels' sums, float32 [rows, width], to columns start .. of out [rows, features]."""
     count = min(width, features - start)
     for r in range(rows):
         gate = carray(pointer(gates + 4 * r * width), count, np.float32)
@@ -136,8 +136,8 @@ def _store_gated(gates: int, values: int, width: int, rows: int, start: int, fea
 
 @inline
 def store_panels(results: Results, sums: int, width: int, row: int, rows: int, first: int, count: int) -> None:
-    """The sums of `count` panels from `first` on, float32 [count, rows, width], to the rows from `row` on. The first
-    panel of a gated weight is one of gates.
+    """Store the sums of `count` panels from `first` on, float32 [count, rows, width], to the rows from `row` on. The
+    first panel of a gated weight is one of gates.
     """
     features, bias, activation = results.features, results.bias, results.activation
     out, sums_bytes = results.out + 4 * row * features, 4 * rows * width

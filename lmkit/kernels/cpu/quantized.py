@@ -3,12 +3,13 @@
 Weights lie in panels of `tile` outputs, so that a micro-kernel reads one contiguous stream:
 
     8 bits   uint8 [panels, K/4, tile, 4]: four inputs of one output side by side
-    4 bits   uint8 [panels, K/8, tile, 4]: the low nibbles hold one such quad of inputs, the high ones the next
+        4 bits   uint8 [panels, K/8, tile, 4]: the low nibbles hold one quad of inputs, the high nibbles the next quad
     scales, zeros [panels, groups, tile]
 
-K is padded to whole groups and N to whole panels. A few rows read the packed codes and unpack them in registers; many
-rows share panels unpacked to bytes, a chunk of K that stays in the first-level cache at a time. Both add up groups in
-the same order with the same instructions: a token's result does not depend on how many others are computed with it.
+K is padded to whole groups and N to whole panels. A few rows read the packed codes and unpack them in registers. Many
+rows share panels that are unpacked to bytes, a chunk of K at a time, which stays in the first-level cache. Both add up
+groups in the same order with the same instructions. A token's result therefore does not depend on the number of tokens
+computed with it.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ from lmkit.kernels.ops import Norm
 from lmkit.kernels.registry import Implementation
 from lmkit.qtensor import QTensor
 
-SPREAD = 6  # micro-kernels' worth of rows: for fewer, unpacking in registers each time costs less than stores
-CHUNK_BYTES = 32 << 10  # of a panel as bytes: a first-level cache
+SPREAD = 6  # in micro-kernels' rows; with fewer rows, unpacking in registers each time costs less than stores
+CHUNK_BYTES = 32 << 10  # of a panel as bytes: the size of a first-level cache
 SEGMENT = 512  # a whole-row group is computed as groups of this size with equal scales
 
 
@@ -62,8 +63,8 @@ class PackedWeight:
     out_features: int
     in_features: int
     group_size: int  # of the panels, a multiple of 32
-    whole_row: bool  # one activation scale a row
-    activation: str | None  # not None: panels of gates and of what they multiply take turns; out_features counts both
+    whole_row: bool  # one activation scale per row
+    activation: str | None  # not None: panels of gates alternate with panels of up; out_features counts both
 
 
 def accepts(code_bits: int, /, *, group_size: int, bits: int | None = None, **traits: Any) -> str | None:
@@ -96,7 +97,7 @@ def pack(isa: Isa, weight: QTensor, activation: str | None = None) -> PackedWeig
 
 
 class Activations(NamedTuple):
-    """Rows as codes."""
+    """Rows of activations as codes."""
 
     codes: int
     row_bytes: int
@@ -123,14 +124,14 @@ class ProductArgs(NamedTuple):
     zeros: int
     groups: int
     group_blocks: int  # blocks of 32 inputs in a group
-    chunk: int  # groups that are computed at a time
-    spread: int  # 1: they are unpacked to bytes first
+    chunk: int  # groups computed at a time
+    spread: int  # 1: the weights are unpacked to bytes first
     results: Results
 
 
 @functools.cache
 def quantize_task(wide: bool) -> Task:
-    """The task of one row of activations: the norm, if any; integers, and each group's scale and scaled sum."""
+    """The task of one row of activations: the norm, if any, then integers and each group's scale and scaled sum."""
     find_peak, round_to_codes = tiles.peak_tile().name, tiles.codes_tile(wide=wide).name
     code_bytes, lanes = 2 if wide else 1, tiles.ACTIVATION_LANES
 
@@ -206,7 +207,7 @@ def product_task(isa: Isa, bits: int, half_scales: bool) -> Task:
 def linear(
     isa: Isa, bits: int, x: Tensor, packed: PackedWeight, bias: Tensor | None, norm: Norm | None = None
 ) -> Tensor:
-    """x [T, K] -> [T, N]."""
+    """x [T, K] -> [T, N]. See ops.linear_w4a8."""
     dtype, x = x.dtype, as_float(x)
     rows, group = x.shape[0], packed.group_size
     groups = packed.scales.shape[1]

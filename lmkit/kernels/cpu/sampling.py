@@ -1,4 +1,4 @@
-"""Drawing tokens on the CPU (ops.draw): a task for each row."""
+"""Drawing tokens on the CPU (ops.draw), one task for each row."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from lmkit.kernels.registry import implements
 
 @inline
 def _keep(weights: Any, values: Any, floor: Any, count: int) -> None:
-    """Weights outside of the `count` greatest of `values`, the least of which is `floor`, become 0."""
+    """Set all weights to 0 except those of the `count` greatest of `values`. `floor` is the least of these."""
     equal = count
     for i in range(len(values)):
         if values[i] > floor:
             equal -= 1
     for i in range(len(values)):
         if values[i] == floor and equal > 0:
-            equal -= 1  # of equals the lower ids
+            equal -= 1  # of equal values the lower ids stay
         elif not values[i] > floor:
             weights[i] = 0.0
 
 
 @inline
 def _kth_greatest(values: Any, k: int) -> Any:
-    """By bisection of the bits: a pass over the vocabulary for each, and no copy of it."""
-    low, high = np.int64(-(1 << 31)), np.int64((1 << 31) - 1)  # at least k values reach `low`, as `order` numbers them
+    """The k-th greatest value by bisection of its bits: one pass over the vocabulary per bit, and no copy of it."""
+    low, high = np.int64(-(1 << 31)), np.int64((1 << 31) - 1)  # at least k values are >= `low`, as `order` numbers them
     while low < high:
         middle = (low + high + 1) >> 1
         reaching = 0
@@ -62,12 +62,12 @@ def _sift(heap: Any, root: int, size: int) -> None:
 
 @inline
 def _keep_nucleus(weights: Any, top_p: float, heap: Any) -> None:
-    """`heap`: room for as many weights."""
+    """Keep the nucleus (top_p). `heap` has room for as many weights."""
     total = 0.0
     for i in range(len(weights)):
         total += weights[i]
-    # What weighs less than this is left out: all of its kind together are less than 1 - top_p of the total. So only
-    # some hundred weights are ranked, not the vocabulary, and of these only the ones that are kept.
+    # Weights below this threshold are left out: all of them together are less than 1 - top_p of the total. So only some
+    # hundred weights are ranked, not the vocabulary, and of these only the ones that are kept.
     least, num = (1 - top_p) * total / len(weights), 0
     for i in range(len(weights)):
         if weights[i] >= least:

@@ -1,5 +1,5 @@
-"""Arguments of compiled tasks by name. A struct is a NamedTuple of integers and of other structs; in memory it is its
-integers in a row, int64 each. A task and its callers share the class: a new argument is a new field.
+"""Arguments of compiled tasks by name. A struct is a NamedTuple of integers and other structs. In memory it is its
+integers in a row, int64 each. A task and its callers share the class, so a new argument is a new field.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from lmkit.kernels.cpu.emit import I64
 
 
 def numbers(struct: tuple[Any, ...]) -> list[int]:
-    """A struct's integers, as they are in memory."""
+    """A struct's integers in their order in memory."""
     flat: list[int] = []
     for item in struct:
         if isinstance(item, int):
@@ -24,7 +24,7 @@ def numbers(struct: tuple[Any, ...]) -> list[int]:
 
 
 def num_bytes(struct: type) -> int:
-    """Of a struct of this class in memory."""
+    """Bytes of a struct of this class in memory."""
     return sum(8 if kind is int else num_bytes(kind) for kind in get_type_hints(struct).values())
 
 
@@ -35,7 +35,7 @@ def _type_of(struct: type) -> Any:
 
 @intrinsic
 def read(typing: Any, address: Any, struct: Any) -> Any:
-    """The struct at `address`; `struct` is its class. Fields that are not used cost nothing."""
+    """The struct at `address`. `struct` is its class. Unused fields cost nothing."""
     result = _type_of(struct.instance_class)
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -53,7 +53,7 @@ def read(typing: Any, address: Any, struct: Any) -> Any:
 
 @intrinsic
 def write(typing: Any, address: Any, struct: Any) -> Any:
-    """Put a struct to `address`, where `read` finds it."""
+    """Write a struct to `address`, for `read`."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         start, place = builder.inttoptr(arguments[0], I64.as_pointer()), iter(range(1 << 16))

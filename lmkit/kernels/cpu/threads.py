@@ -1,14 +1,14 @@
-"""Running tasks on all cores. One OpenMP pool serves torch and the kernels: two would spin against each other.
+"""Running tasks on all cores. One OpenMP pool serves torch and the kernels: two pools would spin against each other.
 
-A *job* is a task and how often it is run; a *program* is jobs in order. Every thread walks through the program: it
-takes indices of a job until none is left, waits until all that were taken are done, and goes on to the next. Nobody
-waits for a thread that took nothing, so a core that is busy elsewhere delays a program once, at its end, not at every
-job.
+A *job* is a task and the number of its runs; a *program* is a list of jobs in order. Every thread walks through the
+program. It takes indices of a job until none is left, waits until all taken indices are done, and goes on to the next
+job. No thread waits for a thread that took nothing. A core that is busy elsewhere therefore delays a program once, at
+its end, not at every job.
 
     program   int64: scratch bytes | job | job | ... | 0
-    job       int64: task, next index, indices done, count, chunk (what a thread takes at a time), n | n arguments
+        job       int64: task, next index, indices done, count, chunk (indices a thread takes at once), n | n arguments
 
-A late thread may still look at a job that is long done: nothing of a job but its two counters ever changes.
+A late thread may still look at a job that is long done. This is safe: only the two counters of a job ever change.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Launcher = Callable[[int, int], None]  # (address of a program, threads)
 
 
 class _Pool:
-    """How many threads work, for every Python thread of the process (OpenMP would keep a number for each)."""
+    """The number of working threads, for every Python thread of the process. OpenMP would keep a number for each."""
 
     def __init__(self) -> None:
         self.num_threads = 0
@@ -61,17 +61,17 @@ _CAPTURING: ContextVar[Program | None] = ContextVar("capturing", default=None)
 
 
 class Program:
-    """Jobs captured once and launched many times. Whoever launches it keeps the memory at their addresses alive."""
+    """Jobs captured once and launched many times. The caller keeps the memory at their addresses alive."""
 
     def __init__(self) -> None:
         self._jobs = array("q")
         self._counters: list[int] = []
         self._scratch = 0
         self._parallel = False
-        self.kept: list[torch.Tensor] = []  # memory of its own
+        self.kept: list[torch.Tensor] = []  # memory that the program itself keeps alive
 
     def add(self, job: tuple[int, ...], args: Sequence[int], *, parallel: bool, scratch: int) -> None:
-        self._counters += (len(self._jobs) + 2, len(self._jobs) + 3)  # behind the program's own number
+        self._counters += (len(self._jobs) + 2, len(self._jobs) + 3)  # after the program's own number
         self._jobs.extend((*job, *args))
         self._scratch = max(self._scratch, scratch)
         self._parallel |= parallel
@@ -83,14 +83,14 @@ class Program:
         return numbers, np.array(self._counters, np.int64), numbers.ctypes.data
 
     def launch(self) -> None:
-        """Run it, from the calling thread and the others of the pool."""
+        """Run the program on the calling thread and the others of the pool."""
         numbers, counters, address = self._ready
         numbers[counters] = 0
         _POOL.launch(address, num_threads() if self._parallel else 1)
 
 
 def configure(num_threads: int) -> None:
-    """Torch's operators (called from this Python thread) and the kernels use `num_threads` threads from here on.
+    """Make torch's operators (called from this Python thread) and the kernels use `num_threads` threads from now on.
 
     Raises ConfigError for a number below 1.
     """
@@ -108,7 +108,7 @@ def num_threads() -> int:
 
 @contextmanager
 def capturing() -> Iterator[Program]:
-    """Inside, `run` computes nothing: the program takes its jobs."""
+    """Capture: inside, `run` computes nothing and adds its jobs to the program."""
     program = Program()
     token = _CAPTURING.set(program)
     try:
@@ -118,7 +118,7 @@ def capturing() -> Iterator[Program]:
 
 
 def keep(memory: torch.Tensor) -> torch.Tensor:
-    """If a program is being captured, keep `memory` alive for as long as it may be launched."""
+    """If a program is being captured, keep `memory` alive as long as the program may be launched."""
     program = _CAPTURING.get()
     if program is not None:
         program.kept.append(memory)
@@ -128,8 +128,8 @@ def keep(memory: torch.Tensor) -> torch.Tensor:
 def run(task: jit.Task, count: int, args: Sequence[int], *, parallel: bool = True, scratch: int = 0) -> None:
     """Run `task` for every index below `count`, each thread with `scratch` bytes to itself.
 
-    Threads take the next index when they are done with one, so a busy core delays no other. `parallel` False keeps
-    small work on one thread: sharing it costs more.
+    Threads take the next index when they have finished one, so a busy core delays no other. `parallel` False keeps
+    small work on one thread: sharing it would cost more.
     """
     if not count:
         return
@@ -166,7 +166,7 @@ def _work(program: int) -> None:
 
 
 def _openmp_libraries() -> list[ctypes.CDLL]:
-    """The OpenMP runtimes that torch came with; opening one again returns the copy that is running."""
+    """The OpenMP runtimes that torch brings. Opening one again returns the copy that is running."""
     folder = Path(torch.__file__).parent / "lib"
     return [ctypes.CDLL(str(path)) for pattern in ("libgomp*", "libiomp*", "libomp*") for path in folder.glob(pattern)]
 

@@ -1,7 +1,7 @@
 """Micro-kernels: IR functions that compute a few rows of one panel. Reduction orders do not depend on the row count.
 
-Every function of a kind has the same arguments (addresses and int64 numbers); one exists for each row count of the
-instruction set, and a dispatcher `f(rows, ...)` runs the largest that fits and returns how many rows it did.
+All functions of a kind have the same arguments (addresses and int64 numbers). There is one for each row count of the
+instruction set. A dispatcher `f(rows, ...)` runs the largest that fits and returns the number of rows it computed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Tile:
     body: Body
 
 
-TILES: dict[str, Tile] = {}  # by name: what compiled code refers to
+TILES: dict[str, Tile] = {}  # by name, as compiled code refers to them
 
 
 def emit(tile: Tile, module: ir.Module) -> ir.Function:
@@ -64,10 +64,10 @@ def _emit_rows(tile: Tile, rows: int, name: str, module: ir.Module) -> ir.Functi
 def int_tile(isa: Isa, bits: int, *, packed: bool, half_scales: bool) -> Tile:
     """c += dequantized product of int8 activations and weight codes, group by group.
 
-    x [rows, ...] one byte (or two: Dot.input_bytes) an input, `ldx` bytes between rows; w one panel,
-    [inputs/4, tile, 4] bytes, or half as many when `packed`; sx and sumx float32 [rows, groups] (`lds` bytes between
-    rows): the scale of x, and scale * sum(x); scales [groups, tile] float16 or float32; zeros uint8 [groups, tile];
-    c float32 [rows, tile]. A group is `blocks` * 32 inputs.
+    x [rows, ...] has one byte (or two: Dot.input_bytes) per input, `ldx` bytes between rows. w is one panel,
+    [inputs/4, tile, 4] bytes, or half as many when `packed`. sx and sumx are float32 [rows, groups], `lds` bytes
+    between rows: the scale of x, and scale * sum(x). scales are [groups, tile] float16 or float32, zeros uint8 [groups,
+    tile], c is float32 [rows, tile]. A group is `blocks` * 32 inputs.
     """
     dot, vectors = dot_for(isa, bits), isa.int_vectors
 
@@ -109,7 +109,7 @@ def int_tile(isa: Isa, bits: int, *, packed: bool, half_scales: bool) -> Tile:
 
 
 def unpack_tile(isa: Isa) -> Tile:
-    """`count` pairs of quads of a packed panel (int_tile) as bytes: the low nibbles' quad, then the high ones'."""
+    """Unpack `count` pairs of quads of a packed panel (int_tile) to bytes: low nibbles first, then high nibbles."""
     size, vectors = 4 * isa.lanes, isa.int_vectors
 
     def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
@@ -165,8 +165,8 @@ def peak_tile() -> Tile:
 
 
 def codes_tile(*, wide: bool) -> Tile:
-    """round(x / step) of `chunks` * 8 floats to `out`, int8, or int16 as dots.PmaddWide wants them; adds their sum to
-    the int32 at `total`. `step` is the address of a float32 that is not 0.
+    """round(x / step) of `chunks` * 8 floats to `out` as int8, or as int16 in the layout of dots.PmaddWide. Adds their
+    sum to the int32 at `total`. `step` is the address of a float32 that is not 0.
     """
 
     def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
@@ -194,8 +194,8 @@ def codes_tile(*, wide: bool) -> Tile:
 def float_tile(isa: Isa, stored: str = "float32") -> Tile:
     """c [rows, tile] += x [rows, k] @ w [k, tile], in float32, inputs strictly in order.
 
-    `ldx`, `ldw` and `ldc` are the bytes between rows of each. w is `stored` as float32, bfloat16 or float16 and
-    widened in registers: the same bits as with weights that `widen_tile` has widened.
+    `ldx`, `ldw` and `ldc` are the bytes between rows of each. w is `stored` as float32, bfloat16 or float16 and widened
+    in registers. This gives the same bits as weights widened by `widen_tile`.
     """
     vectors = isa.float_vectors
     element = 4 if stored == "float32" else 2
@@ -230,12 +230,12 @@ def float_tile(isa: Isa, stored: str = "float32") -> Tile:
 
 
 def widen_tile(isa: Isa, kind: str) -> Tile:
-    """Weights of one panel, [count, tile], to float32 at `target`; there are no rows.
+    """Widen weights of one panel, [count, tile], to float32 at `target`. There are no rows.
 
-    `kind` "bfloat16", "float16": 16-bit values at `source`. Codes come with one group's scales and zeros, float32
-    [tile]. "int4": (code - zero) * scale, the codes uint8 [count / 2, tile] with an even input in the low nibble, the
-    next one in the high; an odd `count` widens one input more. "int8": the same with a byte a code. "float8": e4m3
-    times scale.
+    `kind` "bfloat16" and "float16" are 16-bit values at `source`. Codes have one group's scales and zeros, float32
+    [tile]. "int4" gives (code - zero) * scale; codes are uint8 [count / 2, tile] with an even input in the low nibble
+    and the next input in the high nibble, and an odd `count` widens one input more. "int8" is the same with a byte per
+    code. "float8" is e4m3 times scale.
     """
     widen = {CODES4: _widen_int4, CODES8: _widen_bytes, FLOAT8: _widen_bytes}.get(kind, _widen_words)
 

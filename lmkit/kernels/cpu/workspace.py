@@ -1,7 +1,8 @@
-"""Memory for what lives within a step: one region, used again by every step and by every captured program.
+"""Memory for the tensors of one step: one region, used again by every step and by every captured program.
 
-New pages cost a fault each, and an allocator gives large pieces back to the system at once; so a step that allocates
-its activations anew spends a good part of its time on them. The region's pages are taken when first used, lowest first.
+New pages cost a fault each, and an allocator returns large pieces to the system at once. A step that allocates its
+activations anew therefore spends a good part of its time on faults. The region's pages are taken when first used,
+lowest first.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ class Workspace:
         whole = np.empty(num_bytes + ALIGN, np.uint8)
         skip = -whole.ctypes.data % ALIGN
         self._region = whole[skip : skip + num_bytes]
-        self._free = [(0, num_bytes)]  # (start, end), ascending, never touching
+        self._free = [(0, num_bytes)]  # (start, end), ascending, never adjacent
         self._taken: dict[int, weakref.ref[np.ndarray]] = {}  # by start
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Inside, `empty` takes from here."""
+        """Inside, `empty` takes memory from this workspace."""
         token = _ACTIVE.set(self)
         try:
             yield
@@ -65,7 +66,7 @@ class Workspace:
         self._free.insert(at, (start, end))
 
     def alias(self, tensor: Tensor) -> Tensor | None:
-        """The same memory without holding it, valid until something else is computed; None if it lies elsewhere."""
+        """The same memory without holding it, valid until the next computation. None if it lies elsewhere."""
         start = tensor.data_ptr() - self._region.ctypes.data
         if not 0 <= start < len(self._region):
             return None
@@ -73,7 +74,7 @@ class Workspace:
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """torch.empty, from the active workspace if there is one and it has room."""
+    """torch.empty, from the active workspace if there is one with room."""
     workspace = _ACTIVE.get()
     piece = workspace.take(math.prod(shape) * dtype.itemsize) if workspace is not None else None
     return threads.keep(torch.empty(shape, dtype=dtype)) if piece is None else piece.view(dtype).view(shape)

@@ -1,6 +1,6 @@
-"""CUDA C++ through CuPy: csrc/ has the kernels, every file here the ops of one kind and how they are launched.
+"""CUDA C++ through CuPy. csrc/ has the kernels; each file here has the ops of one kind and launches them.
 
-Importing it registers the ops, and neither imports CuPy nor looks for a GPU.
+Importing this package registers the ops. It neither imports CuPy nor looks for a GPU.
 """
 
 from lmkit.kernels.cuda import append, attention, elementwise, library, linear, sampling, tokens

@@ -31,8 +31,8 @@ def accepts(*, head_dim: int, **traits: Any) -> str | None:
 
 
 def problem(rows: tuple[Tensor, ...], caches: tuple[KVTensor, KVTensor]) -> str | None:
-    """Why kernels cannot take these, or None: rows [T, heads, D] of one 16-bit type that 16-byte loads can read, D as
-    in the caches, which are stored in one of `STORAGE`."""
+    """Why kernels cannot take these tensors, or None. They take rows [T, heads, D] of one 16-bit type that 16-byte
+    loads can read, with D as in the caches, and caches stored in one of `STORAGE`."""
     dtype, dim = rows[0].dtype, rows[0].shape[2]
     if dtype not in HALVES or any(x.dtype != dtype for x in rows):
         return elementwise.dtypes_of(*rows)
@@ -81,7 +81,7 @@ def kv_append(k: Tensor, v: Tensor, k_cache: KVTensor, v_cache: KVTensor, slots:
 def _append(
     rows: tuple[Any, ...], k: Tensor, num_heads: int, k_cache: KVTensor, v_cache: KVTensor, slots: Tensor
 ) -> None:
-    """`rows`: the kernel's arguments up to the caches."""
+    """Launch the append kernel. `rows` are its arguments before the caches."""
     tokens, kv_heads, dim = k.shape
     kernel = append_kernel(dim, k_cache.dtype, v_cache.dtype, k.dtype == torch.bfloat16)
     blocks = -(-tokens * (num_heads + 2 * kv_heads) // HEADS_PER_BLOCK)
@@ -95,7 +95,7 @@ def strided(x: Tensor | None) -> tuple[Any, ...]:
 
 
 def storage(cache: KVTensor) -> tuple[Any, ...]:
-    """Of csrc's kernels: data, params, fixed scales or null, whether it is turned by Hadamard's matrix."""
+    """A cache's arguments for csrc's kernels: data, params, fixed scales or null, whether `hadamard` is set."""
     assert cache.data.is_contiguous()
     assert cache.params.is_contiguous()
     return cache.data, cache.params, cache.scales, int(cache.hadamard)

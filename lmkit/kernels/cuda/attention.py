@@ -1,7 +1,6 @@
 """Attention over blocked KV: sequences with one new token go to csrc/decode_attention.cu, others to prefill's kernel.
 
-A step of one token a sequence (as many tokens as sequences, none of which is without) is one launch: rotation, append,
-attention and merge.
+A step with exactly one token per sequence is one launch: rotation, append, attention and merge.
 """
 
 from __future__ import annotations
@@ -83,7 +82,8 @@ def decode_attention(
 ) -> None:
     """Write the rows of `out` [T, num_heads, D] of sequences with exactly one query; zeros for empty sequences.
 
-    `new`: (k, v, cos, sin) of ops.rope_append, done on the way; None if q is turned and everything is appended.
+    `new` is (k, v, cos, sin) of ops.rope_append: the kernel then rotates and appends too. None: q is already rotated
+    and everything is appended.
     """
     num_heads, dim = q.shape[1:]
     kv_heads = k_cache.data.shape[1]
@@ -131,28 +131,29 @@ def decode_kernel(
 
 
 def num_splits(blocks: int, tiles: int, places: int) -> int:
-    """Of each sequence's at most `tiles` tiles, for `blocks` blocks before splitting and `places` for blocks on the
-    device at a time: the least waves times a block's share, which never gets below a merge's cost.
+    """The number of splits of each sequence's tiles, at most `tiles`. There are `blocks` blocks before splitting, and
+    the device runs `places` blocks at a time. The result minimizes the waves times a block's share, where a share never
+    costs less than a merge.
 
-    From shapes alone, so that a captured launch stays valid while contexts grow.
+    It depends on shapes alone, so that a captured launch stays valid while contexts grow.
     """
     return min(range(1, min(tiles, MAX_SPLITS) + 1), key=lambda s: -(-blocks * s // places) * (1 / s + 1e-3), default=1)
 
 
 class Shape(NamedTuple):
-    """Of a block of csrc/decode_attention.cu."""
+    """The dimensions of a block of csrc/decode_attention.cu."""
 
     n_tiles: int  # of 8 query heads
     stages: int  # of each warp's ring
     shared: int  # bytes
     blocks_per_sm: int
-    fits: bool  # into a device's shared memory
+    fits: bool  # whether it fits into the device's shared memory
 
 
 @cache
 def shape_of(dim: int, keys: KVDtype, values: KVDtype, group: int, mean: bool, capability: Capability) -> Shape:
-    """Two blocks' rings keep an SM's share of the memory's bandwidth in flight. Of rows longer than 128 there would be
-    no registers for a second tile of heads."""
+    """The block's shape. The rings of two blocks keep an SM's share of the memory's bandwidth in flight. With rows
+    longer than 128 there are no registers for a second tile of heads."""
     n_tiles = 2 if group > 8 and dim <= 128 else 1
     rows, strides = 8 * n_tiles, row_stride(keys, dim) + row_stride(values, dim)
     stage = WARPS * (UNIT * strides + UNIT * 8)
@@ -166,7 +167,7 @@ def shape_of(dim: int, keys: KVDtype, values: KVDtype, group: int, mean: bool, c
 
 
 def row_stride(dtype: KVDtype, dim: int) -> int:
-    """STRIDE of csrc/kv.cuh: bytes of a token's row in shared memory, an odd number of chunks of 16."""
+    """STRIDE of csrc/kv.cuh: bytes of a token's row in shared memory, an odd number of 16-byte chunks."""
     return (-(-dim * dtype.bits // 256) * 2 + 1) * 16
 
 

@@ -1,8 +1,8 @@
-"""RMSNorm, embedding, gated activation, rotary angles; rows as codes of 8 bits. Formulas: lmkit.kernels.ops, and the
-kernels themselves, csrc/norm.cu and elementwise.cu.
+"""RMSNorm, embedding, gated activation, rotary angles, and rows as codes of 8 bits. The formulas are in
+lmkit.kernels.ops and in the kernels themselves, csrc/norm.cu and elementwise.cu.
 
-Activations are float32 or either 16-bit type. The kernels exist once for each 16-bit type, and are told at the launch
-which of a call's tensors have it.
+Activations are float32 or one of the 16-bit types. The kernels are compiled once for each 16-bit type. The launch tells
+them which of a call's tensors have it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def accepts(**traits: Any) -> str | None:
 
 
 class RowCodes(NamedTuple):
-    """Rows [T, K] as codes: values ~ codes * scales. May have more rows than were asked for; those hold anything."""
+    """Rows [T, K] as codes: values ~ codes * scales. There may be more rows than asked for; those hold anything."""
 
     codes: Tensor  # int8 or float8_e4m3fn [T, K]
     scales: Tensor  # float32 [T]
@@ -52,10 +52,10 @@ def rms_norm(x: Tensor, norm: Norm) -> Tensor:
 
 
 def quantize_rows(x: Tensor, codes: torch.dtype, norm: Norm | None = None, *, min_rows: int = 0) -> RowCodes:
-    """x [T, K], or its rms_norm, with a scale for each row; as int8 also the sums of the codes. K up to MAX_COLUMNS.
+    """x [T, K], or its rms_norm, as codes with a scale per row; int8 codes also get their sums. K up to MAX_COLUMNS.
 
-    The scale is max|x| / 127 or / 448, codes are to the nearest, halves to even. A norm's result is rounded to its
-    dtype before. At least `min_rows` rows come out.
+    The scale is max|x| / 127 or / 448. Codes are rounded to the nearest, halves to even. A norm's result is first
+    rounded to its dtype. At least `min_rows` rows are returned.
     """
     rows, columns = x.shape
     dtype = result_dtype(x, norm)
@@ -81,7 +81,7 @@ def _norm_problem(x: Tensor, norm: Norm, dtype: torch.dtype) -> str | None:
 
 
 def _norm_rows(x: Tensor, norm: Norm | None, out: Tensor, dtype: torch.dtype, codes: RowCodes | None) -> None:
-    """Launch norm.cu. `dtype` of what is normalized, which `codes` are made of."""
+    """Launch norm.cu. `dtype` is that of the normalized values, from which `codes` are made."""
     columns = x.shape[-1]
     x, outer, inner_stride, inner = _strided_rows(x)
     residual, weight = (None, None) if norm is None else (norm.residual, norm.weight.float().contiguous())
@@ -157,32 +157,32 @@ def rope_angles(positions: Tensor, inv_freq: Tensor, magnitude: float) -> tuple[
 
 @cache
 def kernel_for(source: str, name: str, half: torch.dtype, **defines: int) -> Kernel:
-    """For tensors of float32 and `half`."""
+    """The kernel for tensors of float32 and `half`."""
     return Kernel(source, name, **defines, **({"LM_BF16": 1} if half == torch.bfloat16 else {}))
 
 
 def result_dtype(x: Tensor, norm: Norm | None) -> torch.dtype:
-    """Of x, or of its rms_norm."""
+    """The dtype of x, or of its rms_norm."""
     if norm is None:
         return x.dtype
     return norm.dtype or (x if norm.residual is None else norm.residual).dtype
 
 
 def half_of(*values: Tensor | torch.dtype | None) -> torch.dtype | None:
-    """The 16-bit type among these (float16 if there is none); None if there are two, or something else."""
+    """The 16-bit type among these, float16 if there is none. None if there are two, or any other type."""
     dtypes = {value.dtype if isinstance(value, Tensor) else value for value in values if value is not None}
     narrow = dtypes - {torch.float32}
     return None if len(narrow) > 1 or not narrow <= set(HALVES) else next(iter(narrow), torch.float16)
 
 
 def dtypes_of(*values: Tensor | torch.dtype | None) -> str:
-    """For messages: "tensors of bfloat16 and float16"."""
+    """The dtypes for a message: "tensors of bfloat16 and float16"."""
     dtypes = {value.dtype if isinstance(value, Tensor) else value for value in values if value is not None}
     return "tensors of " + " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
 
 
 def _strided_rows(x: Tensor) -> tuple[Tensor, int, int, int]:
-    """(x, or a copy; strides of x[i] and x[i][j]; the number of j): row r is x[r // number][r % number]."""
+    """(x or a copy, strides of x[i] and x[i][j], the number of j). Row r is x[r // number][r % number]."""
     if x.dim() == 3 and x.stride(2) == 1:
         return x, x.stride(0), x.stride(1), x.shape[1]
     x = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1]).contiguous()
@@ -190,7 +190,7 @@ def _strided_rows(x: Tensor) -> tuple[Tensor, int, int, int]:
 
 
 def is_aligned(*tensors: Tensor | None) -> bool:
-    """Whether vectors of 16 bytes begin at each of them."""
+    """Whether each tensor begins at a multiple of 16 bytes."""
     return all(tensor is None or tensor.data_ptr() % 16 == 0 for tensor in tensors)
 
 

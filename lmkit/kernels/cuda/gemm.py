@@ -12,7 +12,7 @@ from lmkit.kernels.cuda.gemm_pack import PackedWeight
 from lmkit.kernels.cuda.gemm_plan import Plan, Problem
 from lmkit.kernels.cuda.module import Kernel, backend, counters
 
-HALF, FLOAT, ADD = range(3)  # what becomes of results
+HALF, FLOAT, ADD = range(3)  # how results are stored: in x's dtype, as float32, or added to a residual
 
 
 def problem_of(tokens: int, packed: PackedWeight) -> Problem:
@@ -39,8 +39,8 @@ def multiply(
     dtype: torch.dtype | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """x [T, K] (contiguous, float16 or bfloat16) -> [T, N] in `dtype`: float32, or None = x's. With a residual, float32
-    [T, N] and contiguous, it is added to that, which is returned. bias is float32 [out_features].
+    """x [T, K] (contiguous, float16 or bfloat16) -> [T, N] in `dtype`: float32, or None = x's. With a residual (float32
+    [T, N], contiguous) the product is added to it, and it is returned. bias is float32 [out_features].
     """
     device, tokens = x.device.type, x.shape[0]
     problem = problem_of(tokens, packed)

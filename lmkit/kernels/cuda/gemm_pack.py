@@ -1,4 +1,4 @@
-"""Packed weights for csrc/gemm.cuh, where the layout is drawn, and back."""
+"""Packs weights for csrc/gemm.cuh, which describes the layout, and dequantizes them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from lmkit.qtensor import QTensor
 
 TILE = 16  # outputs
 STAGE = 128  # inputs
-WARPS = 8  # of a block that dequantizes
+WARPS = 8  # of a block of dequantize.cu
 
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """W [out_features, in_features]. What belongs to one tile of outputs is contiguous."""
+    """W [out_features, in_features]. The data of one tile of outputs are contiguous."""
 
     codes: Tensor  # uint8 [tiles, stages, bytes]
     params: Tensor  # uint8 [tiles, groups, bytes]: scales, then zeros
-    out_features: int  # gates counted
+    out_features: int  # including gates
     in_features: int
     group_size: int
     bits: int
@@ -49,7 +49,7 @@ class PackedWeight:
 
     @property
     def scales_per_stage(self) -> int:
-        """0: a group is more than one stage."""
+        """Scales of an output in a stage. 0: a group is longer than a stage."""
         return STAGE // self.group_size if 0 < self.group_size <= STAGE else 0
 
     @property
@@ -58,7 +58,7 @@ class PackedWeight:
 
     @property
     def defines(self) -> dict[str, int]:
-        """For gemm.cuh."""
+        """The defines of gemm.cuh."""
         return {
             "CODE_BITS": self.bits,
             "FLOAT8": int(self.float8),
@@ -67,7 +67,7 @@ class PackedWeight:
         }
 
     def slice(self, first: int, last: int) -> PackedWeight:
-        """Tiles first .. last - 1: results from first * (results of a tile) on."""
+        """Tiles first .. last - 1. Their results begin at first * (results of a tile)."""
         per_tile = TILE // 2 if self.gated else TILE
         results = min(self.num_results, last * per_tile) - first * per_tile
         rows = 2 * results if self.gated else results
@@ -75,13 +75,13 @@ class PackedWeight:
 
 
 def group_problem(group_size: int) -> str | None:
-    """Why groups of this size cannot be packed."""
+    """Why groups of this size cannot be packed, or None."""
     fits = group_size in (-1, 32, 64) or (group_size > 0 and group_size % STAGE == 0)
     return None if fits else f"group_size {group_size} is not 32, 64, -1 or a multiple of {STAGE}"
 
 
 def pack(weight: QTensor, activation: str | None = None) -> PackedWeight:
-    """Pack a weight with scales of each output (qtensor.per_row): float16 scales as they are, others as float32."""
+    """Pack a weight with scales per output (qtensor.per_row). float16 scales stay, others are stored as float32."""
     scheme = weight.scheme
     out_features, in_features = weight.codes.shape
     float8, gated = scheme.kind == "float", activation is not None
@@ -94,7 +94,7 @@ def pack(weight: QTensor, activation: str | None = None) -> PackedWeight:
     if not float8:
         columns.append(_by_group(weight.zeros, gated))
     params = torch.cat(columns, dim=-1)
-    if 0 < scheme.group_size < STAGE:  # a stage's groups are all there
+    if 0 < scheme.group_size < STAGE:  # all groups of a stage exist
         missing = stages * (STAGE // scheme.group_size) - params.shape[1]
         params = torch.nn.functional.pad(params, (0, 0, 0, missing))
     return PackedWeight(
@@ -104,7 +104,7 @@ def pack(weight: QTensor, activation: str | None = None) -> PackedWeight:
 
 
 def _tiles(rows: Tensor, gated: bool) -> Tensor:
-    """[N, ...] -> [tiles, 2, 8, ...], zeros where there is no row; gated: a tile's halves are of the two halves."""
+    """[N, ...] -> [tiles, 2, 8, ...], filled up with zero rows. Gated: a tile has 8 rows of each half of the weight."""
     halves = rows.view(2, -1, *rows.shape[1:]) if gated else rows.unsqueeze(0)
     per_tile = TILE // 2 if gated else TILE
     missing = -halves.shape[1] % per_tile

@@ -1,6 +1,6 @@
-"""How a product is spread over a GPU: what csrc/gemm.cu can do, and an estimate of which is fastest.
+"""How a product is spread over a GPU: the plans that csrc/gemm.cu can run, and an estimate of the fastest.
 
-The estimate's constants are an H200's; it only has to rank plans, and what is measured (gemm_table.py) goes before it.
+The estimate's constants are an H200's. It only has to rank plans; measured plans (gemm_table.py) take precedence.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Problem:
-    """What decides how a product is computed: shapes and formats, no values."""
+    """The facts that decide how a product is computed: shapes and formats, no values."""
 
     tokens: int
     tiles: int
@@ -79,7 +79,7 @@ class Problem:
         return -(-self.tiles // plan.block_tiles)
 
     def workers(self, plan: Plan, num_sms: int) -> int:
-        """As many as fit at once, with as equal shares as there are."""
+        """As many workers as run at once, with shares as equal as possible."""
         most = max(1, num_sms * plan.per_sm // (self.ranges(plan) * self.token_blocks(plan)))
         row_blocks = self.row_blocks(plan)
         return -(-row_blocks // -(-row_blocks // most))
@@ -93,7 +93,7 @@ class Problem:
 
 
 def registers(plan: Plan, problem: Problem) -> int:
-    """Of a thread, at most: what the kernel's launch bounds allow."""
+    """Registers of a thread, at most, as the kernel's launch bounds allow."""
     return 128 if plan.token_tiles * (plan.rows + 1) <= (4 if problem.scales > 1 else 6) else 255
 
 
@@ -119,7 +119,7 @@ def problem_with(plan: Plan, problem: Problem, limit: int) -> str | None:
 
 
 def candidates(problem: Problem, limit: int) -> Iterator[Plan]:
-    """Plans that can run a problem, with as many blocks on a multiprocessor as there is room for."""
+    """Plans that can run a problem, with as many blocks on a multiprocessor as fit."""
     blocks = math.ceil(problem.tokens / (8 * MAX_TOKEN_TILES))
     token_tiles = next(tiles for tiles in TOKEN_TILES if 8 * tiles * blocks >= problem.tokens)
     shapes = [(n, k) for n, k in itertools.product((1, 2, 4, 8), repeat=2) if n * k in (4, 8, 16)]
@@ -136,13 +136,13 @@ def candidates(problem: Problem, limit: int) -> Iterator[Plan]:
 
 @cache
 def _units(stages: int, warps_k: int) -> tuple[int, ...]:
-    """Of a row block, for different numbers of ranges."""
+    """Numbers of units of a row block, for different numbers of ranges."""
     most = -(-stages // warps_k)
     return tuple(sorted({-(-most // ranges) for ranges in range(1, MAX_RANGES + 1)}))
 
 
 def estimate(plan: Plan, problem: Problem, num_sms: int) -> float:
-    """Nanoseconds on a GPU like the one the constants are of."""
+    """Estimated nanoseconds on a GPU with the constants above."""
     tokens = min(problem.tokens, 8 * plan.token_tiles)
     ranges, workers = problem.ranges(plan), problem.workers(plan, num_sms)
     row_blocks = -(-problem.row_blocks(plan) // workers)  # of a worker
@@ -163,7 +163,7 @@ def estimate(plan: Plan, problem: Problem, num_sms: int) -> float:
     serial = (units * chain + barriers + row_blocks * (500 + 20 * tokens)) / CLOCK
     x_bytes = resident * tokens * plan.warps_k * STAGE_INPUTS * 2 * (plan.units if plan.resident else units)
     merge = resident * row_blocks * plan.block_tiles * TILE_OUTPUTS * tokens * 8 / L2 + 1500 if ranges > 1 else 0
-    times = (memory, issue, tensor, shared, serial)  # they overlap, but get in each other's way
+    times = (memory, issue, tensor, shared, serial)  # they overlap, but slow each other down
     together = math.sqrt(math.sqrt(sum(time**4 for time in times)))
     return 1500 + waves * (together + 0.5 * x_bytes / L2 + merge)
 

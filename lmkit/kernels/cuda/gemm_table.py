@@ -1,4 +1,4 @@
-"""Which plan computes a product: what was measured on this device, or else what gemm_plan.py estimates.
+"""Which plan computes a product: the best one measured on this device, else gemm_plan.py's estimate.
 
 The table of a device is a JSON file in the cache folder. `tune` measures and saves; nothing else writes it.
 """
@@ -26,18 +26,18 @@ from lmkit.log import get_logger
 
 log = get_logger(__name__)
 
-VERSION = 1  # of plans and of the kernels that they are for
+VERSION = 1  # of the plans and of the kernels they are for
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # tokens that have plans; others take the next's
-LIBRARY_FROM = 256  # tokens; not measured, that many dequantize the weight for the library's product
+LIBRARY_FROM = 256  # tokens; not measured: from here on the weight is dequantized for the library's product
 MEASURED_PLANS = 16  # of each bucket, the most promising
-COLD_BYTES = 256 << 20  # of weights that are multiplied in turn, so that no cache holds the next
+COLD_BYTES = 256 << 20  # of weights multiplied in turn, so that no cache holds the next one
 LAUNCHES, REPLAYS = 24, 5  # of a measurement
 
 Measure = Callable[[Callable[[int], Tensor], int], float]  # (launch number i, copies to choose from) -> microseconds
 
 
 class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Everything about a weight, and about activations, that the best plan depends on but their number."""
+    """Everything that decides the best plan for a weight and activations, except the number of tokens."""
 
     outputs: int
     inputs: int
@@ -56,7 +56,7 @@ class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The best that was found for a weight and up to so many tokens."""
+    """The best plan found for a weight and up to `tokens` tokens."""
 
     key: Key
     tokens: int
@@ -83,12 +83,12 @@ class Table:
         self.entries.setdefault(entry.key, {})[entry.tokens] = entry
 
     def find(self, key: Key, tokens: int) -> Entry | None:
-        """The entry of the fewest tokens that are enough."""
+        """The entry with the fewest tokens that is still for at least `tokens`."""
         measured = self.entries.get(key, {})
         return min((entry for n, entry in measured.items() if n >= tokens), key=lambda e: e.tokens, default=None)
 
     def save(self) -> None:
-        """Replace the file, whole or not at all. Raises OSError."""
+        """Replace the file, completely or not at all. Raises OSError."""
         entries = [entry for of_key in self.entries.values() for entry in of_key.values()]
         data = msgspec.json.format(msgspec.json.encode(TableFile(VERSION, self.device, entries)), indent=1)
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -113,16 +113,16 @@ def _load(path: Path, device: str) -> list[Entry]:
 
 @cache
 def table(device: str) -> Table:
-    """Of the current device of a type."""
+    """The table of the current device of this type."""
     name = backend(device).device_name()
     file = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-") + ".json"
     return Table(environment().cache_dir / "gemm" / file, name)
 
 
 def choose(tokens: int, packed: PackedWeight, dtype: torch.dtype) -> Plan | None:
-    """The plan for a product with activations in `dtype`, or None if the weight is better dequantized first.
+    """The plan for a product with activations in `dtype`, or None if dequantizing the weight first is faster.
 
-    Plans are those of BUCKETS, so that few kernels serve steps of any number of tokens, and `kernels` knows them.
+    Plans are those of BUCKETS: a few kernels then serve steps of any number of tokens, and `kernels` knows all of them.
     """
     device = packed.codes.device.type
     entry = table(device).find(Key.of(packed, dtype), tokens)
@@ -138,7 +138,7 @@ def choose(tokens: int, packed: PackedWeight, dtype: torch.dtype) -> Plan | None
 
 
 def kernels(packed: PackedWeight, dtype: torch.dtype, max_tokens: int) -> Iterator[Kernel]:
-    """All that products of the weight with up to so many tokens launch."""
+    """All kernels that products of the weight with up to `max_tokens` tokens launch."""
     top = next((n for n in BUCKETS if n >= max_tokens), BUCKETS[-1])
     for tokens in BUCKETS[: BUCKETS.index(top) + 1]:
         plan = choose(tokens, packed, dtype)
@@ -157,7 +157,7 @@ def tune(
 ) -> list[Entry]:
     """Measure plans, and `library` from 64 tokens on, for each weight and bucket; save and return the best.
 
-    Takes compile time and some milliseconds a plan. Raises OSError if the table cannot be saved.
+    This takes compile time and some milliseconds a plan. Raises OSError if the table cannot be saved.
     """
     found = []
     for packed in weights:
@@ -188,7 +188,7 @@ def _times(
     num_plans: int,
     measure: Measure,
 ) -> dict[Plan | None, float]:
-    """Microseconds by plan; one that a device refuses has none."""
+    """Microseconds by plan. A plan that a device refuses has no entry."""
     device, packed = x.device.type, copies[0]
     limit = gpu_of(backend(device).capability()).block_shared
     plans = best(gemm.problem_of(x.shape[0], packed), backend(device).num_sms(), limit, num_plans)
@@ -208,7 +208,7 @@ def _multiply(x: Tensor, copies: list[PackedWeight], plan: Plan, i: int) -> Tens
 
 
 def measure_on_device(launch: Callable[[int], Tensor], copies: int) -> float:
-    """Microseconds of a launch with weights that no cache holds; replayed from a graph, so that the host counts not."""
+    """Microseconds of a launch with uncached weights. It is replayed from a graph, so host time does not count."""
     for i in range(min(2, copies)):
         launch(i)
     torch.cuda.synchronize()

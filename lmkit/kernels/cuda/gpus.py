@@ -1,4 +1,4 @@
-"""What NVIDIA's GPUs have, by compute capability (CUDA C++ Programming Guide, "Compute Capabilities")."""
+"""Facts about NVIDIA's GPUs by compute capability (CUDA C++ Programming Guide, "Compute Capabilities")."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 Capability = tuple[int, int]
 
 REGISTERS = 65536  # of a streaming multiprocessor (SM)
-RESERVED_SHARED = 1024  # bytes of shared memory that CUDA keeps of each block
+RESERVED_SHARED = 1024  # bytes of shared memory that CUDA reserves in each block
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Gpu:
 
     @property
     def block_shared(self) -> int:
-        """Bytes of shared memory that a block may have."""
+        """Bytes of shared memory that one block may use."""
         return self.shared - RESERVED_SHARED
 
 
@@ -46,11 +46,11 @@ FLOAT8_CAPABILITY = min(capability for capability, gpu in GPUS.items() if gpu.fl
 
 
 def gpu_of(capability: Capability) -> Gpu:
-    """The entry of a capability. A GPU that is newer than the table has the least shared memory of all."""
+    """The entry of a capability. A GPU newer than the table gets the least shared memory of all entries."""
     major, minor = capability
     return GPUS.get(capability) or Gpu(f"{major}{minor}", min(gpu.shared_kb for gpu in GPUS.values()))
 
 
 def version(capability: Capability) -> str:
-    """As NVIDIA writes it: "8.9"."""
+    """The capability as NVIDIA writes it: "8.9"."""
     return "{}.{}".format(*capability)

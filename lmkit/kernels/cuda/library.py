@@ -1,6 +1,6 @@
-"""Linears whose product is torch's library's (cuBLAS), with our kernels in front and behind: norm and rounding to codes
-(csrc/norm.cu), scales, bias, gate and residual stream (csrc/epilogue.cu). For few tokens the product is a kernel of our
-own that streams the weights, csrc/gemv.cu.
+"""Linears whose product is torch's library's (cuBLAS). Our kernels run before it (norm and rounding to codes,
+csrc/norm.cu) and after it (scales, bias, gate and residual stream, csrc/epilogue.cu). For few tokens the product is a
+kernel of our own that streams the weights, csrc/gemv.cu.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from lmkit.kernels.reference.linear import Kept, keep
 from lmkit.kernels.registry import implements
 from lmkit.qtensor import QTensor
 
-GEMV_TOKENS = 8  # up to so many, a product is a stream of weights
+GEMV_TOKENS = 8  # up to this many tokens, a product is a stream of weights
 FORMATS = {torch.float16: 0, torch.bfloat16: 0, torch.int8: 1, torch.float8_e4m3fn: 2}  # gemv.cu
 GEMV_WARPS, GEMV_OUTPUTS = 8, 16
-PRODUCT_ROWS = 32  # at least; torch._int_mm wants more than 16
+PRODUCT_ROWS = 32  # minimum; torch._int_mm wants more than 16
 
 
 # ---- dense weights
@@ -68,12 +68,12 @@ def linear_dense(
 
 
 def wide_product(x: Tensor, weight: Tensor) -> Tensor:
-    """x [T, K] W^T, W [N, K] of the same 16-bit type, in float32: nothing is rounded at the end."""
+    """x [T, K] W^T in float32, with W [N, K] of the same 16-bit type. Nothing is rounded at the end."""
     return torch.mm(x, weight.t(), out_dtype=torch.float32) if x.is_cuda else x.float() @ weight.float().t()
 
 
 def _streams(x: Tensor, weight: Tensor) -> bool:
-    """Whether gemv.cu can: rows of whole vectors of 16 bytes."""
+    """Whether gemv.cu can run: rows must be whole, aligned vectors of 16 bytes."""
     return x.shape[1] % WIDTH == 0 and x.stride(1) == 1 and x.stride(0) % WIDTH == 0 and is_aligned(x, weight)
 
 
@@ -82,12 +82,12 @@ def _streams(x: Tensor, weight: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class CodedWeight:
-    """A weight of which each output has one scale: value = (code - zero) * scale."""
+    """A weight with one scale per output: value = (code - zero) * scale."""
 
     codes: Tensor  # [N, K] int8, code - 128; or float8_e4m3fn
     scales: Tensor  # float32 [N]
     zeros: Tensor | None  # int32 [N], zero - 128; None: all are 0
-    one: Tensor  # float32 [1], what torch._scaled_mm is to multiply by
+    one: Tensor  # float32 [1], a factor that torch._scaled_mm needs
     activation: str | None
 
 
@@ -129,7 +129,7 @@ def _fp8_product(x: RowCodes, weight: CodedWeight) -> Tensor:
 
 
 def _linear(product: Callable[[RowCodes, CodedWeight], Tensor], code: torch.dtype) -> Callable[..., Tensor]:
-    """A linear on activations that are rounded to `code`; the product is exact, or float32."""
+    """A linear on activations that are rounded to `code`. Its product is exact, or in float32."""
 
     def linear(
         x: Tensor,
@@ -153,7 +153,7 @@ def _linear(product: Callable[[RowCodes, CodedWeight], Tensor], code: torch.dtyp
 
 @dataclass(frozen=True)
 class Scales:
-    """What a product of codes is multiplied by, and what is subtracted before."""
+    """The factors of a product of codes, and the terms subtracted before."""
 
     rows: Tensor
     outputs: Tensor
@@ -162,7 +162,7 @@ class Scales:
 
 
 def _factors(scales: Scales | None) -> tuple[Tensor | None, ...]:
-    """As kernels take them."""
+    """The factors as kernel arguments."""
     return (None,) * 4 if scales is None else (scales.rows, scales.outputs, scales.sums, scales.zeros)
 
 

@@ -1,7 +1,7 @@
 """Linears with 4- and 8-bit weights and exact activations on CUDA: ops.linear_w4a16, linear_w8a16 and linear_fp8.
 
-Few tokens: csrc/gemm.cu multiplies the packed weight. Many, or float32 activations: the weight is dequantized, a panel
-of outputs at a time, and torch's library multiplies. gemm_table.py says which, from shapes alone.
+For few tokens csrc/gemm.cu multiplies the packed weight. For many tokens, or float32 activations, the weight is
+dequantized, a panel of outputs at a time, and torch's library multiplies. gemm_table.py decides, from shapes alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lmkit.kernels.cuda.module import HALVES
 from lmkit.kernels.ops import Norm
 from lmkit.kernels.registry import implements
 
-PANEL_BYTES = 256 << 20  # of a dequantized weight at a time
+PANEL_BYTES = 256 << 20  # of a weight dequantized at a time
 
 
 def linear(
@@ -38,7 +38,7 @@ def linear(
     if x.shape[0] == 0:
         return x.new_empty(0, packed.num_results, dtype=dtype) if residual is None else residual
     x = x.contiguous()
-    if x.data_ptr() % 16:  # a view that does not begin where a vector may
+    if x.data_ptr() % 16:  # a view that is not aligned to vectors
         x = x.clone()
     bias = None if bias is None else bias.float()
     plan = choose(x.shape[0], packed, x.dtype) if x.dtype in HALVES else None
@@ -58,7 +58,7 @@ def library(
     dtype: torch.dtype | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """The same by torch's product of x with the dequantized weight."""
+    """The same result from torch's product of x with the dequantized weight."""
     exact = residual is not None or dtype not in (None, x.dtype)
     per_tile = 8 if packed.gated else 16
     tiles = max(1, PANEL_BYTES // (16 * packed.in_features * x.element_size()))

@@ -3,12 +3,12 @@
     kernel = Kernel("gemm.cu", "gemm", GROUP=128, TILES=2)     # one entry point of one file, for one set of defines
     kernel((grid_x, grid_y), 128, [x, packed, y, 4096, 1e-5], shared=65536)
 
-Arguments go by C's rules and nothing converts them on the way, so they are written down as what they are: a tensor is
-the address of its first element, None is a null pointer, an int is `int`, a float is `float`; numpy scalars are what
-they say (np.int64 for `long long`).
+Arguments follow C's rules and nothing converts them, so the Python type decides: a tensor is the address of its first
+element, None is a null pointer, an int is `int`, a float is `float`. A numpy scalar has its own type (np.int64 for
+`long long`).
 
-Tensors on a GPU: NVRTC through CuPy, which keeps compiled code in its cache folder. Tensors on the CPU have a backend
-only where something has put one into BACKENDS, as the tests' emulator does.
+For tensors on a GPU, NVRTC compiles through CuPy, which keeps compiled code in its cache folder. Tensors on the CPU
+have a backend only if one was put into BACKENDS, as the tests' emulator does.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ Dim = int | tuple[int, ...]
 Launch = Callable[[tuple[int, ...], tuple[int, ...], Sequence[Any], int], None]  # grid, block, arguments, shared bytes
 
 NUM_COUNTERS = 1 << 16
-HALVES = (torch.float16, torch.bfloat16)  # what activations may be
+HALVES = (torch.float16, torch.bfloat16)  # dtypes of activations
 
 
 class Backend(Protocol):
-    """Where kernels run."""
+    """A device, or an emulator of one, that runs kernels."""
 
     def load(self, source: str, name: str, defines: dict[str, int]) -> Launch:
         """Compile an entry point of a file in csrc."""
@@ -44,7 +44,7 @@ class Backend(Protocol):
         """The device's product name."""
 
     def num_sms(self) -> int:
-        """Streaming multiprocessors."""
+        """The number of streaming multiprocessors."""
 
     def capability(self) -> Capability:
         """Compute capability."""
@@ -54,14 +54,14 @@ BACKENDS: dict[str, Backend] = {}  # by type of device; "cuda" appears with its 
 
 
 class Kernel:
-    """`name` of csrc/`source`, compiled with `defines`; the same arguments give the same compiled code."""
+    """`name` of csrc/`source`, compiled with `defines`. The same arguments give the same compiled code."""
 
     def __init__(self, source: str, name: str, **defines: int) -> None:
         self.source, self.name, self.defines = source, name, defines
         self._launch: dict[Backend, Launch] = {}
 
     def __call__(self, grid: Dim, block: Dim, args: Sequence[Any], *, shared: int = 0) -> None:
-        """Launch. `shared`: bytes of dynamic shared memory. Nothing is launched for an empty grid."""
+        """Launch. `shared`: bytes of dynamic shared memory. An empty grid launches nothing."""
         grid_size, block_size = _three(grid), _three(block)
         if 0 in grid_size:
             return
@@ -70,7 +70,7 @@ class Kernel:
         launch(grid_size, block_size, args, shared)
 
     def compile(self, device: str) -> None:
-        """Now, not at the first launch: a step that is captured must not compile. Any thread."""
+        """Compile now, not at the first launch: a captured step must not compile. Any thread may call this."""
         if (where := backend(device)) not in self._launch:
             self._load(where)
 
@@ -80,7 +80,7 @@ class Kernel:
 
 
 def compile_all(kernels: Iterable[Kernel], device: str) -> None:
-    """Compile each once, several at a time: NVRTC takes a second or two for one."""
+    """Compile each kernel once, several at a time. NVRTC takes a second or two for one."""
     with ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0)))) as pool:
         list(pool.map(lambda kernel: kernel.compile(device), set(kernels)))
 
@@ -90,7 +90,7 @@ def _three(dim: Dim) -> tuple[int, ...]:
 
 
 def backend(device: str) -> Backend:
-    """Of a type of device. Raises UnsupportedError where kernels cannot run on it."""
+    """The backend of a type of device. Raises UnsupportedError if kernels cannot run on it."""
     if device not in BACKENDS:
         if (problem := missing()) is not None:
             raise UnsupportedError(f"CUDA kernels: {problem}")
@@ -118,7 +118,7 @@ def missing() -> str | None:
 
 
 def tensor_device(device: str) -> str:
-    """Where tensors of a device lie: those of an emulated GPU on the CPU."""
+    """The device of tensors: those of an emulated GPU are on the CPU."""
     return "cpu" if "cpu" in BACKENDS else device
 
 
@@ -129,7 +129,7 @@ def is_available() -> bool:
 
 @cache
 def counters(device: str) -> Tensor:
-    """int32 [NUM_COUNTERS], zero between kernels: whoever counts with them, its last block sets them back."""
+    """int32 [NUM_COUNTERS], zero between kernels. The last block of a kernel that counts with them resets them."""
     return torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
 
 
@@ -140,7 +140,7 @@ class CupyBackend:
         import cupy
 
         self._cupy = cupy
-        # Or cuBLAS, which multiplies beside our kernels, may add 16-bit parts of a sum in 16 bits.
+        # Otherwise cuBLAS, which multiplies beside our kernels, may add 16-bit parts of a sum in 16 bits.
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
@@ -175,7 +175,7 @@ class CupyBackend:
 
 
 def _argument(value: Any) -> Any:
-    """As CuPy passes it on: its own rule for a Python int is 64 bits, for a float double."""
+    """The value as CuPy passes it on. CuPy's own rule is 64 bits for a Python int and double for a float."""
     if isinstance(value, Tensor):
         return np.uint64(value.data_ptr())
     if value is None:

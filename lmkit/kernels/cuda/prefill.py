@@ -22,11 +22,11 @@ MAX_MEAN_PAIRS = 16
 MAX_SPLITS = 16  # of a tile's keys
 BLOCKS_PER_SM = 2
 LOG2E = math.log2(math.e)
-LARGE_SHARED = 200 << 10  # bytes of an SM that has room for tiles of more keys
+LARGE_SHARED = 200 << 10  # bytes; an SM with at least these has room for tiles of more keys
 
 
 def in_bits(spec: AttentionSpec) -> tuple[float, float]:
-    """The scale and the soft cap of scores, for kernels that raise 2 to them."""
+    """The scale and the soft cap of scores times log2(e): kernels compute weights as powers of 2."""
     return spec.scale * LOG2E, spec.softcap * LOG2E
 
 
@@ -40,10 +40,10 @@ def prefill_attention(
     *,
     skip_single: bool,
 ) -> None:
-    """ops.paged_attention into `out` [T, num_heads, D], contiguous; `skip_single` leaves out sequences of one query.
+    """ops.paged_attention into `out` [T, num_heads, D], contiguous. `skip_single` skips sequences of one query.
 
-    q is float16 or bfloat16 [T, num_heads, D], its tokens any multiple of 16 bytes apart. Sequences without queries or
-    without context are left out. The result does not depend on how blocks of threads are scheduled.
+    q is float16 or bfloat16 [T, num_heads, D]; its tokens are any multiple of 16 bytes apart. Sequences without queries
+    or without context are skipped. The result does not depend on how blocks of threads are scheduled.
     """
     num_tokens, num_heads, dim = q.shape
     num_kv_heads, num_seqs = k_cache.data.shape[1], len(geometry.context_lens)
@@ -69,10 +69,10 @@ def prefill_attention(
 
 
 def num_splits(blocks: int, max_keys: int, tile_keys: int, device: str) -> int:
-    """Into how many ranges the keys of each tile of queries go, so that few tiles give work to all of a GPU.
+    """The number of ranges that the keys of each tile of queries are split into, so that few tiles occupy a whole GPU.
 
-    `blocks` is a bound from shapes: it grows with the number of sequences, whether or not they have queries for this
-    kernel, so a short chunk in a step of many sequences is not split.
+    `blocks` is a bound from shapes. It grows with the number of sequences, even if they have no queries for this
+    kernel. A short chunk in a step of many sequences is therefore not split.
     """
     return max(1, min(BLOCKS_PER_SM * backend(device).num_sms() // blocks, max_keys // (4 * tile_keys), MAX_SPLITS))
 
@@ -91,7 +91,7 @@ def variant(
 
 
 def tile_keys(dim: int, mean_pairs: int, capability: Capability) -> int:
-    """As many keys as registers hold scores of, and shared memory for two blocks of threads holds tiles of."""
+    """The most keys whose scores fit the registers, and whose tiles fit shared memory for two blocks of threads."""
     if dim > 128 or gpu_of(capability).shared < LARGE_SHARED:
         return 32
     if dim <= 96:
@@ -100,7 +100,7 @@ def tile_keys(dim: int, mean_pairs: int, capability: Capability) -> int:
 
 
 def shared_bytes(dim: int, k: KVDtype, v: KVDtype, mean_pairs: int, keys: int) -> int:
-    """As the kernel lays it out."""
+    """Bytes of shared memory in the kernel's layout."""
     key_dim = dim + -(-6 * mean_pairs // 16) * 16
     total = ROWS * _stride(key_dim) + 2 * keys * 4 + WORK_BYTES
     for dtype, columns in ((k, key_dim), (v, dim)):

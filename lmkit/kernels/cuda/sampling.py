@@ -1,6 +1,6 @@
 """Sampling on the GPU: launches of csrc/sampling.cu and csrc/edit_logits.cu, and ops.draw.
 
-What there is to know of a sequence lies in its slot of a table on the device: records of SLOT, int64 [slots, WORDS].
+The state of a sequence lies in its slot of a table on the device: records of SLOT, int64 [slots, WORDS].
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ _EDIT = Kernel("edit_logits.cu", "edit_logits")
 
 
 def compile_kernels(device: str) -> None:
-    """And what they count in: now, not in a step that is captured."""
+    """Compile the kernels and allocate their counters now, not in a step that is captured."""
     for kernel in (_SAMPLE, _ARGMAX, _SCORE, _EDIT):
         kernel.compile(device)
     module.counters(device)
 
 
 def argmax(logits: Tensor, table: Tensor, slots: Tensor, last_token: Tensor, tokens: Tensor) -> None:
-    """tokens int64 [R] = the greatest of each row of logits float32 [R, V], of equals the lowest id; -2 if it is not
-    finite. The rows' slots (int32 [R]) count the token, and last_token (int64 [slots]) takes it; a row whose slot is
-    negative pads the batch and gets none. Can be captured in a graph.
+    """tokens int64 [R] = the greatest of each row of logits float32 [R, V]. Of equal logits the lowest id is taken. The
+    token is -2 if the greatest logit is not finite. Each row's slot (int32 [R]) counts the token, and last_token (int64
+    [slots]) stores it. A row with a negative slot pads the batch and gets no token. Can be captured in a graph.
     """
     num_rows, vocab = logits.shape
     wanted = 2 * module.backend(logits.device.type).num_sms() // max(num_rows, 1)
@@ -55,13 +55,13 @@ def argmax(logits: Tensor, table: Tensor, slots: Tensor, last_token: Tensor, tok
 
 
 def sample(logits: Tensor, table: Tensor, slots: Tensor, last_token: Tensor, tokens: Tensor) -> None:
-    """As argmax, of rows of which some have a temperature."""
+    """As argmax, but some of the rows have a temperature."""
     args = [logits, np.int64(logits.stride(0)), logits.shape[1], None, table, slots, None, last_token, tokens]
     _SAMPLE(len(logits), _THREADS, args, shared=_SHARED)
 
 
 def edit_logits(logits: Tensor, rows: Tensor, slots: Tensor, table: Tensor) -> None:
-    """Change those `rows` (int32) of logits float32 [R, V] in place as their sequences ask for."""
+    """Edit `rows` (int32) of logits float32 [R, V] in place, each as its sequence's slot requests."""
     args = [logits, np.int64(logits.stride(0)), logits.shape[1], rows, slots, table]
     _EDIT((-(-logits.shape[1] // _EDIT_CHUNK), len(rows)), _EDIT_THREADS, args, shared=4 * _EDIT_CHUNK)
 
@@ -70,9 +70,9 @@ def score(
     logits: Tensor, rows: Tensor, slots: Tensor, table: Tensor, tokens: Tensor, max_top: int, *, gathered: bool
 ) -> Tensor:
     """float64 [n, 2 + 2 max_top] of `rows` int32 [n] and their tokens: the logarithm of the sum of e^logit, the token's
-    logit, then id and logit of each of the most likely tokens, as many as its slot asks for, in any order.
+    logit, then id and logit of the most likely tokens in any order. A row's slot has the number of these.
 
-    gathered: logits has just these rows; else it has all. Undefined for a row that has failed.
+    gathered: logits has just these rows, else all rows. The result of a row that has failed is undefined.
     """
     out = torch.empty(len(rows), 2 + 2 * max_top, dtype=torch.float64, device=logits.device)
     args = [logits, np.int64(logits.stride(0)), logits.shape[1], gathered, rows, table, slots, tokens, max_top, out]

@@ -1,4 +1,4 @@
-"""The text of a kernel: its file with what it includes put in place, so that a compiler's cache sees all of it."""
+"""The source text of a kernel with its includes inlined, so that a compiler's cache key covers all of it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _INCLUDE = re.compile(r'^#include "(\S+)"\n', re.MULTILINE)
 
 @cache
 def kernel_source(name: str) -> str:
-    """`csrc/<name>` with each `#include "..."` replaced by that file, the first time it comes."""
+    """`csrc/<name>` with each `#include "..."` replaced by that file at its first occurrence."""
     seen: set[str] = set()
 
     def text(file: str) -> str:
@@ -23,5 +23,5 @@ def kernel_source(name: str) -> str:
 
 
 def options(defines: dict[str, int]) -> tuple[str, ...]:
-    """NVRTC's options besides those that CuPy adds by itself."""
+    """NVRTC's options besides those that CuPy adds itself."""
     return "-std=c++17", "--ptxas-options=-O3", *(f"-D{name}={value}" for name, value in sorted(defines.items()))

@@ -1,4 +1,4 @@
-"""Tokens that the last step has sampled, put where the next one looks for them: csrc/tokens.cu."""
+"""Inserts the tokens that the last step sampled into the next step's token ids: csrc/tokens.cu."""
 
 from __future__ import annotations
 

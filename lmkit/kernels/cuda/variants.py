@@ -1,6 +1,6 @@
-"""What this package launches for common models: for building ahead, and for tests that compile all of it.
+"""The kernels that this package launches for common models: to build them ahead, and for tests that compile all.
 
-Nothing is listed: the ops run on tensors without data ("meta") and a backend that only writes down what is launched.
+There is no list. The ops run on tensors without data ("meta"), with a backend that only records launches.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lmkit.kv_dtype import FLOAT16, FP8, INT4, INT8, KVDtype, kv_dtype
 from lmkit.qtensor import QTensor, QuantScheme
 
 DEVICE = "meta"
-# Queries, keys and values, size, soft cap: Llama 8B, Qwen 7B, Llama 1B, Gemma 2 9B.
+# Query heads, KV heads, head size, soft cap: Llama 8B, Qwen 7B, Llama 1B, Gemma 2 9B.
 HEADS = ((32, 8, 128, 0.0), (28, 4, 128, 0.0), (32, 8, 64, 0.0), (16, 8, 256, 50.0))
 WEIGHTS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))  # out, in
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -38,7 +38,7 @@ VOCAB, HIDDEN, SIZES = 128256, 4096, (2048, 3584, 4096)
 
 
 class Recorder:
-    """A backend that launches nothing, like an H200."""
+    """A backend that launches nothing. Its facts are those of an H200."""
 
     def __init__(self) -> None:
         self.kernels: dict[tuple[Any, ...], Kernel] = {}
@@ -72,7 +72,7 @@ def common() -> tuple[Kernel, ...]:
                 for storage in STORAGES:
                     stored = kv_dtype(str(half).removeprefix("torch.")) if storage == FLOAT16 else storage
                     _attention(half, heads, stored)
-        for each in modules:  # a constant of a module may belong to no op
+        for each in modules:  # a module's constant kernel may belong to no op
             for kernel in filter(lambda value: isinstance(value, Kernel), vars(each).values()):
                 recorder.add(kernel)
     return tuple(recorder.kernels.values())
@@ -106,7 +106,7 @@ def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def _between(half: torch.dtype) -> None:
-    """What is computed between products."""
+    """Run the ops between products."""
     for rows, hidden in itertools.product((1, 64), SIZES):
         x, stream, weight = _empty(rows, hidden, dtype=half), _empty(rows, hidden), _empty(hidden)
         if (norm := _ours(ops.rms_norm)) is not None:
@@ -124,7 +124,7 @@ def _between(half: torch.dtype) -> None:
 
 
 def _linears(half: torch.dtype) -> None:
-    """4-bit groups of 128 in every size and number of tokens; other formats in one."""
+    """Run 4-bit groups of 128 in every size and number of tokens, and other formats in one."""
     for n, k in WEIGHTS:
         for tokens in TOKENS:
             _linear(ops.linear_w4a16, QuantScheme(4, 128), half, n, k, tokens)

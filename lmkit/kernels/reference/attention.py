@@ -1,4 +1,4 @@
-"""Reference attention: a sequence's blocks are gathered, one product, one softmax."""
+"""Reference attention: a sequence's blocks are gathered, then one product and one softmax."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from lmkit.kernels.reference.kv import accepts_heads, hadamard, mean_keys, read_
 from lmkit.kernels.registry import implements
 from lmkit.kv_dtype import INT4
 
-SMALL_QUERY = 127  # the largest code of a query of int4 keys
+SMALL_QUERY = 127  # the largest code of a query that meets int4 keys
 
 
 def small_query_limit(dim: int) -> int:
-    """L of ops.paged_attention."""
+    """L in ops.paged_attention."""
     return min(SMALL_QUERY, 32767 // (30 * -(-dim // 32)))
 
 
 def rounded_queries(x: Tensor) -> Tensor:
-    """float32 x [..., D] as queries of int4 keys are rounded."""
+    """float32 x [..., D], rounded as queries of int4 keys are."""
     step = x.abs().amax(-1, keepdim=True) / small_query_limit(x.shape[-1])
     inverse = torch.where(step > 2.0**-120, 1 / step, 0.0)
     return (x * inverse).round() * step
 
 
 def _scores(queries: Tensor, k_cache: KVTensor, blocks: Tensor, length: int) -> Tensor:
-    """float32 [num_heads, n, length] of queries float32 [num_heads, n, D] that are scaled already."""
+    """float32 [num_heads, n, length] of queries float32 [num_heads, n, D], which are already scaled."""
     group = len(queries) // k_cache.data.shape[1]
     if k_cache.dtype != INT4:
         keys = read_blocks(k_cache, blocks, length).repeat_interleave(group, dim=0)
         return queries @ keys.transpose(1, 2)
     keys = read_blocks(replace(k_cache, mean=None), blocks, length).repeat_interleave(group, dim=0)
-    turned = hadamard if k_cache.hadamard else torch.clone  # its own inverse
+    turned = hadamard if k_cache.hadamard else torch.clone  # the transform is its own inverse
     scores = turned(rounded_queries(turned(queries))) @ keys.transpose(1, 2)
     if k_cache.mean is None:
         return scores

@@ -1,4 +1,4 @@
-"""Blocked KV storage: how tokens are written, and read back as float32."""
+"""Blocked KV storage: tokens are written, and read back as float32."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def quantize_vectors(x: Tensor, dtype: KVDtype, scales: Tensor | None = None) ->
 
 
 def hadamard(x: Tensor) -> Tensor:
-    """x H / sqrt(D) of float32 x [..., D], D a power of two; its own inverse."""
+    """x H / sqrt(D) of float32 x [..., D], D a power of two. The transform is its own inverse."""
     dim, step = x.shape[-1], 1
     while step < dim:
         pairs = x.view(*x.shape[:-1], -1, 2, step)

@@ -40,7 +40,7 @@ def keep(weight: Any, activation: str | None = None) -> Kept:
 
 
 def _linear(product: Callable[[Tensor, Any, Tensor | None], Tensor]) -> Callable[..., Tensor]:
-    """A product with what may stand before and behind it."""
+    """A linear around `product`: with the norm before it, and the activation, residual and dtype after it."""
 
     def linear(
         x: Tensor,
@@ -69,7 +69,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _torch_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """torch's library; narrower weights than x are widened a panel at a time, so that x is never rounded to them."""
+    """torch's product. Weights narrower than x are widened a panel at a time, so that x is never rounded to them."""
     bias = None if bias is None else bias.to(x.dtype)
     if weight.dtype == x.dtype:
         return torch.nn.functional.linear(x, weight, bias)
@@ -91,7 +91,7 @@ def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _int8_product(x: Tensor, weight: QTensor, bias: Tensor | None) -> Tensor:
-    """Group by group; integer sums are exact in float64."""
+    """The product group by group. Integer sums are exact in float64."""
     in_features = x.shape[1]
     group = in_features if weight.scheme.group_size == -1 else weight.scheme.group_size
     y = x.new_zeros(x.shape[0], weight.codes.shape[0], dtype=torch.float32)

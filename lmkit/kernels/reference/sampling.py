@@ -31,7 +31,7 @@ def draw(
 
 
 def relative_weights(logits: np.ndarray, top: np.float32, temperature: float) -> np.ndarray:
-    """float64: probabilities relative to that of the most likely token, which is exactly 1. `top`: its logit."""
+    """float64 weights relative to the most likely token's, which is exactly 1. `top` is that token's logit."""
     scaled = np.subtract(logits, top, dtype=np.float64)
     scaled /= temperature
     weights: np.ndarray = torch.from_numpy(scaled).exp().numpy()  # three times faster than numpy's without AVX-512
@@ -39,20 +39,20 @@ def relative_weights(logits: np.ndarray, top: np.float32, temperature: float) ->
 
 
 def cumulative(weights: np.ndarray) -> np.ndarray:
-    """Added up one by one from the left, in float64."""
+    """Running sums, added one by one from the left in float64."""
     sums: np.ndarray = torch.from_numpy(weights).cumsum(0).numpy()  # four times faster than numpy's
     return sums
 
 
 def most_likely(values: np.ndarray, count: int) -> np.ndarray:
-    """Ids of the `count` greatest of `values`, ascending; of equals the lower ids."""
+    """Ids of the `count` greatest of `values`, ascending. Of equal values the lower ids are taken."""
     return _greatest(values, np.partition(values, len(values) - count)[len(values) - count], count)
 
 
 def nucleus(weights: np.ndarray, top_p: float) -> np.ndarray:
-    """Ids, ascending, of the fewest weights that sum up to `top_p` of the total: one at least. arXiv 1904.09751."""
+    """Ids, ascending, of the fewest weights whose sum reaches `top_p` of the total: at least one. arXiv 1904.09751."""
     total = weights.sum()
-    # Whatever weighs less than this is left out: all of its kind together are less than 1 - top_p of the total. So only
+    # Weights below this threshold are left out. All of them together are less than 1 - top_p of the total. So only
     # some hundred weights are sorted, not the vocabulary.
     candidates = weights[weights >= (1 - top_p) * total / len(weights)]
     ranked = np.sort(candidates)[::-1]
@@ -61,7 +61,7 @@ def nucleus(weights: np.ndarray, top_p: float) -> np.ndarray:
 
 
 def _greatest(values: np.ndarray, floor: np.floating, count: int) -> np.ndarray:
-    """Ids of the `count` greatest of `values`, the least of which is `floor`."""
+    """Ids of the `count` greatest of `values`. `floor` is the least of these."""
     ids = np.flatnonzero(values >= floor)
     excess = len(ids) - count
     if excess:

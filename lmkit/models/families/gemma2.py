@@ -13,7 +13,7 @@ from lmkit.models.spec import ModelSpec
 
 @family("Gemma2ForCausalLM")
 def gemma2(hf: dict[str, Any]) -> ModelSpec:
-    if hf.get("layer_types") is None:  # without them windows alternate, the first layer has one
+    if hf.get("layer_types") is None:  # by default windows alternate, starting with the first layer
         kinds = ["full_attention" if i % 2 else "sliding_attention" for i in range(num_layers(hf))]
         hf = hf | {"layer_types": kinds}
     hf = {"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True} | hf

@@ -1,4 +1,4 @@
-"""Llama and what differs from it by a flag: Qwen2 (bias on q, k, v), Qwen3 (norms on q and k), Mistral (window)."""
+"""Llama, and families that differ by a flag: Qwen2 (bias on q, k, v), Qwen3 (norms on q and k), Mistral (window)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def layer_spec(hf: dict[str, Any], *, mlp_bias: bool = False, **flags: Any) -> LayerSpec:
-    """A dense layer with full attention by config.json, as transformers 4 and 5 write it; `flags` override fields of
+    """A dense layer with full attention from a config.json of transformers 4 or 5. `flags` override fields of
     LayerSpec."""
     num_heads = integer(hf, "num_attention_heads")
     head_dim = integer(hf, "head_dim", integer(hf, "hidden_size") // max(num_heads, 1))
@@ -38,7 +38,7 @@ def layer_spec(hf: dict[str, Any], *, mlp_bias: bool = False, **flags: Any) -> L
 
 
 def model_spec(hf: dict[str, Any], layers: Iterable[LayerSpec], **flags: Any) -> ModelSpec:
-    """What config.json says of the whole model; `flags` override fields of ModelSpec."""
+    """The whole model from config.json. `flags` override fields of ModelSpec."""
     dtype = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
     if dtype not in DTYPES:
         raise UnsupportedError(f"config.json: dtype {dtype!r} is not supported; lmkit runs {', '.join(DTYPES)}")
@@ -54,7 +54,7 @@ def model_spec(hf: dict[str, Any], layers: Iterable[LayerSpec], **flags: Any) ->
 
 
 def windowed(layer: LayerSpec, windows: list[int]) -> list[LayerSpec]:
-    """The same layer with each of the windows, 0 = full attention."""
+    """The same layer once for each of the windows, 0 = full attention."""
     made = {window: replace(layer, attention=replace(layer.attention, window=window)) for window in set(windows)}
     return [made[window] for window in windows]
 
@@ -130,7 +130,7 @@ def rope_spec(hf: dict[str, Any], head_dim: int) -> RopeSpec:
 
 
 def layer_windows(hf: dict[str, Any]) -> list[int]:
-    """Qwen's rule: with use_sliding_window, layers from max_window_layers on, or as `layer_types` says."""
+    """Qwen's rule: with use_sliding_window, the layers from max_window_layers on, or those that `layer_types` names."""
     window, count = integer(hf, "sliding_window", 0), num_layers(hf)
     if not hf.get("use_sliding_window", False):
         return [0] * count
@@ -149,7 +149,7 @@ def typed_windows(hf: dict[str, Any], window: int) -> list[int]:
 
 
 def num_layers(hf: dict[str, Any]) -> int:
-    """Bounded here already: lists of one entry a layer are made from it."""
+    """The number of layers, checked here already, since lists of one entry a layer are made from it."""
     count = integer(hf, "num_hidden_layers")
     if not 1 <= count <= MAX_LAYERS:
         raise CheckpointError(f"config.json: num_hidden_layers = {count} is not in 1 .. {MAX_LAYERS}")

@@ -29,7 +29,7 @@ def mixtral(hf: dict[str, Any]) -> ModelSpec:
 
 @family("Qwen2MoeForCausalLM")
 def qwen2_moe(hf: dict[str, Any]) -> ModelSpec:
-    if hf.get("layer_types") is None:  # without them windows alternate, where Qwen2 has them from a layer on
+    if hf.get("layer_types") is None:  # by default windows alternate; Qwen2 has them from a layer on
         last = integer(hf, "max_window_layers", 28)
         kinds = ["sliding_attention" if i % 2 == 0 and i < last else "full_attention" for i in range(num_layers(hf))]
         hf = hf | {"layer_types": kinds}
@@ -47,7 +47,7 @@ def qwen3_moe(hf: dict[str, Any]) -> ModelSpec:
 
 
 def _with_experts(hf: dict[str, Any], layers: list[LayerSpec], shared: MLPSpec | None = None) -> list[LayerSpec]:
-    """Qwen's rule of the layers that are sparse. transformers 5 writes Qwen3's `num_experts` as `num_local_experts`."""
+    """Qwen's rule for sparse layers. transformers 5 writes Qwen3's `num_experts` as `num_local_experts`."""
     num_experts = integer(hf, "num_local_experts" if "num_local_experts" in hf else "num_experts")
     step, dense = integer(hf, "decoder_sparse_step", 1), hf.get("mlp_only_layers") or []
     if not step or not isinstance(dense, list) or not all(type(i) is int for i in dense):

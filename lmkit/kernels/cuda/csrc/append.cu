@@ -1,7 +1,7 @@
-// ops.rope_append and ops.kv_append: 16 lanes take a head of a token (D / 16 elements a lane), 8 heads a block.
+// ops.rope_append and ops.kv_append: 16 lanes compute a head of a token (D / 16 elements a lane), 8 heads a block.
 //
-// Of each token come its query heads, its key heads, its value heads: index = (token, head). Queries and keys are
-// turned and written back; keys and values are quantized and stored. With null angles nothing turns (kv_append, no
+// A token's heads are ordered: query heads, key heads, value heads; index = (token, head). Queries and keys are rotated
+// and written back. Keys and values are quantized and stored. With null angles nothing is rotated (kv_append, without
 // query heads).
 //
 // DIM: D. KEYS, VALUES: storage types (StorageType). LM_BF16: q, k, v are bfloat16.
@@ -39,8 +39,8 @@ append(u16* q, i64 q_token, i64 q_head, u16* k, i64 k_token, i64 k_head, u16* v,
        const i32* slots, int tokens, int q_heads, int kv_heads, int block_size) {
     const int heads = q_heads + 2 * kv_heads;
     const i64 index = blockIdx.x * 8ll + threadIdx.x / 16, count = static_cast<i64>(tokens) * heads;
-    // Which of the three a warp's two halves have may differ; the paths' warp operations are met by all lanes, a half
-    // that has something else or nothing to do takes part with `mine` false.
+    // The two halves of a warp may have different kinds of heads. All lanes take part in the warp operations of each
+    // path. A half that has another kind of head, or nothing to do, takes part with `mine` false.
     const bool active = index < count;
     const i64 token = active ? index / heads : 0;
     const int head = active ? static_cast<int>(index - token * heads) : 0;
@@ -53,7 +53,7 @@ append(u16* q, i64 q_token, i64 q_head, u16* k, i64 k_token, i64 k_head, u16* v,
     const Angles angles{cosines + token * half, sines + token * half, kind == 2 ? 0 : half};
     float x[DIM / 16];
     load_head<DIM>(x, row, mean && kind == 1 ? mean + kv_head * DIM : nullptr, angles);
-    __syncwarp();  // a lane reads what another writes back
+    __syncwarp();  // another lane may write back the values that a lane reads
     if (half > 0 && kind < 2) write_back(row, x, active);
 
     const int slot = kind > 0 && active ? slots[token] : -1;

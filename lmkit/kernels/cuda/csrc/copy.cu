@@ -1,13 +1,13 @@
-// Whole blocks of a KV cache copied inside it, over all its parts (the keys, values and parameters of every layer), one
-// pair (from, to) after the other: a block that one pair writes may be read by a later one.
+// Copies whole blocks within a KV cache, in all its parts (the keys, values and parameters of every layer), one pair
+// (from, to) after the other: a later pair may read a block that an earlier one wrote.
 //
-// Block b of part p is the `sizes[p]` bytes at bases[p] + b * sizes[p]. A thread has the same bytes of every block: it
-// carries out all pairs on them, in order, and waits for nobody. Grid: (pieces of a block, parts).
+// Block b of part p is the `sizes[p]` bytes at bases[p] + b * sizes[p]. A thread has the same bytes of every block. It
+// copies them for all pairs in order, and waits for no other thread. Grid: (pieces of a block, parts).
 #include "ptx.cuh"
 
 template <class T>
 DEVICE void copy_unit(u8* base, u64 size, const int2* pairs, int num_pairs) {
-    const u64 at = (static_cast<u64>(blockIdx.x) * blockDim.x + threadIdx.x) * 16;  // 16 bytes a thread, whatever T
+    const u64 at = (static_cast<u64>(blockIdx.x) * blockDim.x + threadIdx.x) * 16;  // 16 bytes a thread for any T
     for (int i = 0; i < num_pairs; ++i) {
         const u8* from = base + pairs[i].x * size + at;
         u8* to = base + pairs[i].y * size + at;

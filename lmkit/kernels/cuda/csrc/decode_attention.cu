@@ -1,31 +1,31 @@
-// Attention of one new token a sequence over blocked KV; with k and v given also what comes before: RoPE of the
-// queries, RoPE, quantization and append of the token's key and value (ops.rope_paged_attention). Otherwise
-// ops.paged_attention.
+// Attention of one new token a sequence over blocked KV (ops.paged_attention). If k and v are given, also the steps
+// before it: RoPE of the queries, and RoPE, quantization and append of the token's key and value
+// (ops.rope_paged_attention).
 //
 // Grid (splits, KV heads x head tiles, sequences), 4 warps. A block has up to 8 NT query heads of one KV head and a
-// share of the sequence's tiles of 64 tokens; each warp walks over its own 16 tokens of every tile, with its own ring
-// of STAGES buffers filled by cp.async, and meets the others only at the end. For 16 tokens and 8 heads:
+// share of the sequence's tiles of 64 tokens. Each warp computes its own 16 tokens of every tile, with its own ring of
+// STAGES buffers filled by cp.async. The warps meet only at the end. For 16 tokens and 8 heads:
 //
-//   S^T = K Q^T    a: 16 tokens x 16 elements, straight from stored bytes; b: 16 elements x 8 heads, in registers all
-//                  along; c: lane 4g + t has the scores of tokens g, g+8 with heads 2t, 2t+1
-//   P              = 2^(S - max); 8 x 8 of it turned by movmatrix are b of the second product
+//   S^T = K Q^T    a: 16 tokens x 16 elements, straight from stored bytes; b: 16 elements x 8 heads, always in
+//                  registers; c: lane 4g + t has the scores of tokens g, g+8 with heads 2t, 2t+1
+//   P              = 2^(S - max); 8 x 8 of it, transposed by movmatrix, are b of the second product
 //   O^T = V^T P^T  a: 16 elements x 16 tokens, by ldmatrix.trans of stored bytes; c: a lane has heads 2t, 2t+1 again,
-//                  so what belongs to a head (maximum, sums) is in the lanes that need it
+//                  so the values of a head (maximum, sums) are in the lanes that need them
 //
-// A token's key scale s and minimum z enter its score, S = s (q . code) + z sum(q), and the codes' bias (kv.cuh) is
-// taken off by the accumulator's first value, -bias sum(q). Its value scale enters its weight, O = sum (P s) code +
-// sum P z. P s is rounded to F16, so it is kept relative to the greatest s so far ("top"): P s / top <= P < 2^15, and
-// what falls below F16's 2^-14 is 2^-25 of what the largest weights may be. P itself is relative to a maximum that may
-// be out of date by a factor of 2^4 (SLACK), so that most tiles need no reduction across lanes; 2^11 of headroom
-// (LIFT) keeps small weights exact.
+// A token's key scale s and minimum z enter its score, S = s (q . code) + z sum(q). The accumulator's first value,
+// -bias sum(q), takes off the codes' bias (kv.cuh). A token's value scale enters its weight,
+// O = sum (P s) code + sum P z. P s is rounded to F16, so it is kept relative to the greatest s so far ("top"):
+// P s / top <= P < 2^15. Weights below F16's 2^-14 are 2^-25 of the largest possible ones. P itself is relative to a
+// maximum that may be out of date by a factor of 2^4 (SLACK), so that most tiles need no reduction across lanes. 2^11
+// of headroom (LIFT) keeps small weights exact.
 //
 // Tokens that no query sees (behind the end, outside of the window) are not read: cp.async puts zeros in their place.
-// The newest token belongs to the last split, which takes it as it will be read back: from the row that it also
+// The newest token belongs to the last split. That split uses it as it will be read back: from the row that it also
 // appends.
 //
-// Splits: the share of a block depends on the length, which only the device knows; a block without tiles ends at once.
-// Others leave (O, max, sum) in float32, and the last one to arrive merges them in order, so results do not depend on
-// time.
+// Splits: the share of a block depends on the length, which only the device knows. A block without tiles ends at once.
+// Other blocks leave (O, max, sum) in float32. The last one to arrive merges them in order, so results do not depend
+// on timing.
 //
 // DIM: D. KEYS, VALUES: storage types. NT: tiles of 8 heads. BLOCK: tokens of a KV block. STAGES. MEAN: keys without
 // their mean (ops.KeyMean). SOFTCAP: scores are capped. LM_BF16: q, k, v and the result are bfloat16.
@@ -39,16 +39,16 @@ constexpr int WARPS = 4, UNIT = 16, TILE = WARPS * UNIT, ROWS = 8 * NT, E = DIM 
 // A stage: 16 rows of keys, 16 of values, params of 16 keys, of 16 values.
 constexpr int VALUES_AT = UNIT * Keys::STRIDE, PARAMS_AT = VALUES_AT + UNIT * Values::STRIDE;
 constexpr int STAGE = PARAMS_AT + UNIT * 8;
-constexpr u32 ALL = (1u << UNIT) - 1u;  // of 16 tokens
+constexpr u32 ALL = (1u << UNIT) - 1u;  // mask of 16 tokens
 constexpr float LIFT = 11.0f, SLACK = 4.0f, NOTHING = 1e30f;
 
-// A row of the newest token as it is stored.
+// A row of the newest token in its stored form.
 template <class S>
 struct NewRow {
     alignas(16) u8 bytes[S::STRIDE];
     u32 params;
 
-    // `lane` of `lanes` threads.
+    // Executed by thread `lane` of `lanes`.
     DEVICE void copy(u8* to, u8* to_params, int lane, int lanes) const {
         for (int i = lane; i < S::ROW / 8; i += lanes)
             reinterpret_cast<uint2*>(to)[i] = reinterpret_cast<const uint2*>(bytes)[i];
@@ -56,7 +56,7 @@ struct NewRow {
     }
 };
 
-// Shared memory behind the rings; the merge of the warps takes the rings' place.
+// Shared memory after the rings. The merge of the warps reuses the rings.
 struct Shared {
     NewRow<Keys> new_key;
     NewRow<Values> new_value;
@@ -65,8 +65,8 @@ struct Shared {
     float maxima[WARPS][ROWS], totals[WARPS][ROWS];
     int is_last;
 #if MEAN
-    u16 plain[ROWS][DIM];  // queries that Hadamard's matrix has not turned
-    float2 mean_shares[ROWS][DIM / 2];  // what multiplies the cosine and the sine of a pair
+    u16 plain[ROWS][DIM];  // queries that are not Hadamard-transformed
+    float2 mean_shares[ROWS][DIM / 2];  // factors of the cosine and the sine of a pair
 #endif
 };
 
@@ -82,7 +82,7 @@ struct Mean {
     int half, num_pairs, positions;  // half = R/2
 };
 
-// What a sequence's newest token sees, and of that a block's share.
+// The tokens that a sequence's newest token sees, and a block's share of them.
 struct Span {
     int length, window_start, sinks;  // tokens below `sinks` or from `window_start` to `length`
     int sink_tiles, first_tile, tiles;  // tiles of the sinks, the first one of the window, all
@@ -94,7 +94,7 @@ struct Span {
         tiles = sink_tiles + (length + TILE - 1) / TILE - first_tile;
     }
     DEVICE int tile(int i) const { return i < sink_tiles ? i : first_tile + i - sink_tiles; }
-    // A bit for each of 16 tokens.
+    // A bit for each of 16 tokens: whether it is visible.
     DEVICE u32 visible(int token) const {
         if (token >= window_start && token + UNIT <= length) return ALL;
         const int end = length - token, start = window_start - token, sink = sinks - token;
@@ -105,7 +105,7 @@ struct Span {
     static DEVICE u32 below(int count) { return (1u << min(max(count, 0), UNIT)) - 1u; }
 };
 
-// 16 tokens' rows, which lie one behind the other, to a stage.
+// Fetches 16 tokens' rows, which are contiguous, into a stage.
 template <class S, bool WHOLE>
 DEVICE void fetch_rows(u8* shared, const u8* rows, u32 visible) {
     constexpr int PIECE = S::ROW % 16 ? 8 : 16, PER_ROW = S::ROW / PIECE, COUNT = UNIT * PER_ROW;
@@ -127,7 +127,7 @@ struct Fetcher {
     const i32* table;
     int kv_heads, kv_head;
 
-    // 16 tokens of which some are visible, the others become zeros.
+    // Only some of the 16 tokens are visible. The others become zeros.
     DEVICE void operator()(u8* stage, u32 token, u32 visible) const {
         const i64 row = (static_cast<i64>(__ldg(table + token / BLOCK)) * kv_heads + kv_head) * BLOCK + token % BLOCK;
         if (visible == ALL)
@@ -151,7 +151,7 @@ struct Fetcher {
 
 // ---- before the loop
 
-// A query head, in 16 lanes, to shared memory, with what its scores need.
+// Stores a query head, held by 16 lanes, in shared memory, with the factors that its scores need.
 DEVICE void prepare_query(Shared& shared, int row, float (&x)[E], bool turned, float to_logits) {
     const int lane = lane_id() & 15;
 #if MEAN
@@ -164,7 +164,7 @@ DEVICE void prepare_query(Shared& shared, int row, float (&x)[E], bool turned, f
     float peak = 0.0f, sum = 0.0f;
 #pragma unroll
     for (int e = 0; e < E; ++e) peak = fmaxf(peak, fabsf(x[e]));
-    // bfloat16 may be more than F16 has: then a power of two less, which makes the peak 2^14.
+    // bfloat16 may exceed F16's range. Then a power of two is divided out, which makes the peak 2^14.
     const u32 exponent = __float_as_uint(head_max(peak)) >> 23;
     const float factor = exponent < 142 ? 1.0f : __uint_as_float((268 - exponent) << 23);
 #pragma unroll
@@ -178,7 +178,7 @@ DEVICE void prepare_query(Shared& shared, int row, float (&x)[E], bool turned, f
 }
 
 #if MEAN
-// Of q . RoPE_t(b) what multiplies cos(t theta_i) and sin(t theta_i).
+// The factors of cos(t theta_i) and sin(t theta_i) in q . RoPE_t(b).
 DEVICE void prepare_mean(Shared& shared, const Mean& mean, int kv_head, int heads, float to_logits) {
     const int half = mean.half;
     for (int i = threadIdx.x; i < heads * mean.num_pairs; i += WARPS * 32) {
@@ -192,7 +192,7 @@ DEVICE void prepare_mean(Shared& shared, const Mean& mean, int kv_head, int head
 }
 #endif
 
-// The newest token's key (warp 2) and value (warp 3), as they are stored, to shared memory.
+// Writes the newest token's key (warp 2) and value (warp 3) to shared memory in their stored form.
 DEVICE void prepare_new(Shared& shared, const u16* k, const u16* v, const float* mean, Angles angles,
                         const float* k_scale, const float* v_scale, bool turned) {
     float x[E];
@@ -217,7 +217,7 @@ struct Attention {
     float out[NT][Values::STEPS][4];
     float shift[NT][2], total[NT][2], minima[NT][2];  // LIFT - maximum, sum of weights, sum of weight * minimum
     float to_logits[NT][2], query_sum[NT][2], start[NT][2];
-    float top, inverse_top;  // the greatest scale of a value so far
+    float top, inverse_top;  // the greatest value scale so far
 
     DEVICE void begin(const Shared& shared) {
         const int g = lane_id() >> 2, t = lane_id() & 3;
@@ -246,7 +246,7 @@ struct Attention {
         top = inverse_top = 0.0f;
     }
 
-    // x[n][2 i + h] = the logit, in powers of two, of token g + 8 i with head 8 n + 2 t + h.
+    // x[n][2 i + h] = the logit, as an exponent of 2, of token g + 8 i with head 8 n + 2 t + h.
     DEVICE void scores(float (&x)[NT][4], const u8* stage) const {
         float odd[NT][4];  // two chains of products, half as long
 #pragma unroll
@@ -285,7 +285,7 @@ struct Attention {
         }
     }
 
-    // Add 16 tokens, of logits x.
+    // Adds 16 tokens with logits x.
     DEVICE void add(float (&x)[NT][4], const u8* stage) {
         float scale[2] = {1.0f, 1.0f}, minimum[2] = {0.0f, 0.0f};
         if constexpr (Values::CODED) {
@@ -313,7 +313,7 @@ struct Attention {
                     if constexpr (Values::HAS_MINIMUM) minima[n][0] += p0 * minimum[i], minima[n][1] += p1 * minimum[i];
                     const float share = scale[i] * inverse_top;
                     weights[n][i] = F16::pack(p0 * share, p1 * share);
-                } else {  // what the product gets is what is added up: the largest weight's rounding cancels
+                } else {  // the sum uses the rounded weights of the product: the largest weight's rounding cancels
                     const u32 pair = Values::Float::pack(p0, p1);
                     total[n][0] += Values::Float::lo(pair), total[n][1] += Values::Float::hi(pair);
                     weights[n][i] = pair;
@@ -334,7 +334,7 @@ struct Attention {
         }
     }
 
-    // New maxima, and a new top: all sums so far become relative to them.
+    // Takes new maxima and a new top. All sums so far become relative to them.
     DEVICE void rescale(const float (&x)[NT][4], const float (&scale)[2]) {
         float drop = 1.0f;
         if constexpr (Values::CODED) {
@@ -359,7 +359,7 @@ struct Attention {
             }
     }
 
-    // Leave the warp's results in shared memory: accumulated [ROWS][DIM], a maximum and a sum for each head.
+    // Leaves the warp's results in shared memory: accumulated [ROWS][DIM], and a maximum and a sum for each head.
     DEVICE void finish(float* accumulated, float* maxima, float* totals) {
         const int g = lane_id() >> 2, t = lane_id() & 3;
 #pragma unroll
@@ -393,7 +393,7 @@ DEVICE void add_mean(float (&x)[NT][4], const Shared& shared, const Mean& mean, 
         const float* cosines = mean.table + 2ll * pairs[p] * mean.positions;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const int position = min(token + g + 8 * i, mean.positions - 1);  // those beyond are not visible
+            const int position = min(token + g + 8 * i, mean.positions - 1);  // later positions are not visible
             const float c = __ldg(cosines + position), s = __ldg(cosines + mean.positions + position);
 #pragma unroll
             for (int n = 0; n < NT; ++n)
@@ -409,7 +409,7 @@ DEVICE void add_mean(float (&x)[NT][4], const Shared& shared, const Mean& mean, 
 
 // ---- after the loop: warps, then splits
 
-// What splits leave behind, per block: [rows][DIM] unnormalized sums, and in another array [2][rows] maxima and totals.
+// The results of a split, per block: [rows][DIM] unnormalized sums, and in another array [2][rows] maxima and totals.
 struct Partial {
     float *sums, *maxima;
     int rows;  // of a block, at most
@@ -424,7 +424,7 @@ struct Partial {
     DEVICE float* total(int split, int row) const { return maximum(split, row) + rows; }
 };
 
-// The four warps' results as one, to `out` or, unnormalized, to the place of this split.
+// Merges the results of the four warps into `out` or, unnormalized, into the place of this split.
 DEVICE void merge_warps(const Shared& shared, const float* accumulated, int heads, const Partial* partial, u16* out) {
     for (int i = threadIdx.x; i < heads * DIM; i += WARPS * 32) {
         const int row = i / DIM;
@@ -445,7 +445,7 @@ DEVICE void merge_warps(const Shared& shared, const float* accumulated, int head
     }
 }
 
-// All splits' results as one. `weights`: shared, [splits][ROWS].
+// Merges the results of all splits. `weights`: shared, [splits][ROWS].
 DEVICE void merge_splits(const Partial& partial, float* weights, int heads, int splits, u16* out) {
     for (int row = warp_id(); row < heads; row += WARPS) {
         float greatest = -NOTHING, total = 0.0f;
@@ -482,11 +482,11 @@ decode_attention(const u16* q, i64 q_token, i64 q_head, const u16* k, i64 k_toke
     const int sequence = blockIdx.z, tiles_of_heads = gridDim.y / kv_heads, kv_head = blockIdx.y / tiles_of_heads;
     const int first_head = (blockIdx.y - kv_head * tiles_of_heads) * ROWS, heads = min(ROWS, group - first_head);
     const int row = query_start[sequence];
-    if (query_start[sequence + 1] - row != 1) return;  // another kernel's
+    if (query_start[sequence + 1] - row != 1) return;  // left to another kernel
     const i64 out_row = (static_cast<i64>(row) * kv_heads + kv_head) * group + first_head;
     const Span span(context_lens[sequence], window, sinks);
     const int splits = min(static_cast<int>(gridDim.x), span.tiles), split = blockIdx.x;
-    if (span.length <= 0 && split == 0)  // a place in the batch that nobody has
+    if (span.length <= 0 && split == 0)  // an unused place in the batch
         for (int i = threadIdx.x; i < heads * DIM; i += WARPS * 32) out[out_row * DIM + i] = 0;
     if (span.length <= 0 || split >= splits) return;
 
@@ -506,7 +506,7 @@ decode_attention(const u16* q, i64 q_token, i64 q_head, const u16* k, i64 k_toke
 #pragma unroll 1
     for (int s = 0; s < STAGES - 1; ++s) fetch_tile(begin + s);
 
-    // The result's merge takes the rings' place, which may be smaller.
+    // The merge of the results reuses the rings. The rings may be smaller than it.
     constexpr int RINGS = WARPS * STAGES * STAGE, MERGE = WARPS * ROWS * DIM * 4;
     Shared& shared = *reinterpret_cast<Shared*>(shared_memory + (RINGS > MERGE ? RINGS : MERGE));
     const int slot = k ? slots[row] : -1;
@@ -542,7 +542,7 @@ decode_attention(const u16* q, i64 q_token, i64 q_head, const u16* k, i64 k_toke
     state.begin(shared);
     for (int i = begin; i < end; ++i) {
         cp_async_wait<STAGES - 2>();
-        __syncwarp();  // all lanes have their bytes of this stage, and are done with the one before
+        __syncwarp();  // all lanes have their bytes of this stage and have finished the stage before
         const int token = span.tile(i) * TILE + warp_id() * UNIT, newest = span.length - 1 - token;
         u8* stage = ring + read_at;
         read_at = read_at == (STAGES - 1) * STAGE ? 0 : read_at + STAGE;

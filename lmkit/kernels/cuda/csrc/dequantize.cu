@@ -1,7 +1,7 @@
-// A packed weight (gemm.cuh) spelled out, [outputs, inputs] in Half, or in float32 with OUT32: (code - zero) * scale in
-// float32, rounded once. For products with many tokens, which a library computes from it.
+// Dequantizes a packed weight (gemm.cuh) to [outputs, inputs] in Half, or in float32 with OUT32: (code - zero) * scale
+// in float32, rounded once. A library computes products with many tokens from it.
 //
-// A warp takes one stage of one tile; a lane has 8 consecutive inputs of two rows at a time: stores of 16 bytes.
+// A warp computes one stage of one tile. A lane has 8 consecutive inputs of two rows at a time: stores of 16 bytes.
 #include "gemm.cuh"
 
 DEVICE void store8(u8* at, const float (&v)[8]) {

@@ -1,8 +1,8 @@
-// Edits of some rows of logits, in place: ids that are held back, biases, penalties, in this order.
+// Edits of some rows of logits, in place: suppressed ids, biases, penalties, in this order.
 //
-// A block takes CHUNK tokens of one row into shared memory; ids of a sparse list are looked for in it by all threads
-// together, at last the chunk is written back. What makes a row unusable, NaN and +inf, becomes NaN and stays: no edit
-// hides it. Every operation is rounded on its own (no fused multiply-add), so the CPU sampler gets the same bits.
+// A block loads CHUNK tokens of one row into shared memory. All threads together look up the ids of a sparse list in
+// it. At the end the chunk is written back. NaN and +inf make a row unusable. They become NaN and stay: no edit hides
+// them. Every operation is rounded on its own (no fused multiply-add), so the CPU sampler gets the same bits.
 #include "slot.cuh"
 
 constexpr int THREADS = 256, CHUNK = 2048;

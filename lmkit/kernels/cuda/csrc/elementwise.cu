@@ -1,5 +1,5 @@
-// Ops that treat every element by itself: embedding, activation of a gate, cosines and sines of positions. A thread has
-// eight neighbouring values of a row (rows.cuh), or one angle.
+// Ops that treat every element by itself: embedding, activation of a gate, cosines and sines of positions. A thread
+// computes eight neighbouring values of a row (rows.cuh), or one angle.
 #include "activation.cuh"
 #include "rows.cuh"
 
@@ -42,8 +42,8 @@ extern "C" __global__ void __launch_bounds__(256) gated_activation(
 }
 EXPORT(gated_activation)
 
-// cos and sin of positions[i] * inv_freq[j], the product rounded to float32, times `magnitude`. Positions are up to some
-// 10^6 radians: sincosf reduces exactly, __sincosf would not.
+// cos and sin of positions[i] * inv_freq[j], with the product rounded to float32, times `magnitude`. Angles are up to
+// some 10^6 radians: sincosf reduces them exactly, __sincosf would not.
 extern "C" __global__ void __launch_bounds__(256) rope_angles(
     const i32* positions, const float* inv_freq, float magnitude, float* cos, float* sin, int tokens, int half_dim
 ) {

@@ -1,9 +1,9 @@
-// What comes behind a product of a library. Of each row of `product` [rows, N], int32 or float32:
+// The computation after a product of a library. For each row of `product` [rows, N], int32 or float32:
 //
-//     y = (product - zero[n] * sum[row]) * row_scale[row] * scale[n] + bias[n]      (what is null has no part in it)
+//     y = (product - zero[n] * sum[row]) * row_scale[row] * scale[n] + bias[n]      (null terms are left out)
 //     y = f(y[n]) * y[n + N/2]                                                      (with an activation: N/2 columns)
 //
-// as float32 or Half, or added to a float32 stream. A thread has eight columns.
+// The result is stored as float32 or Half, or added to a float32 stream. A thread has eight columns.
 #include "activation.cuh"
 #include "rows.cuh"
 

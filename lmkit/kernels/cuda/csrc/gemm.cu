@@ -1,43 +1,43 @@
-// y = x W^T for few tokens and a packed weight (gemm.cuh): reading W once, as fast as memory gives it.
+// y = x W^T for few tokens and a packed weight (gemm.cuh). It reads W once, as fast as memory delivers it.
 //
-// Computed is Y^T = W X^T with mma.m16n8k16: the weight is operand A (16 outputs), x operand B (8 tokens), so that 1 to
-// 8 tokens cost one mma per fragment of W. More tokens are more operands B for the same fragment (N_TILES of 8).
+// The kernel computes Y^T = W X^T with mma.m16n8k16. The weight is operand A (16 outputs), x is operand B (8 tokens).
+// 1 to 8 tokens cost one mma per fragment of W. More tokens are more operands B for the same fragment (N_TILES of 8).
 //
-// A block has the inputs of one range of K and walks over its share of the rows of W:
+// A block has the inputs of one range of K and processes its share of the rows of W:
 //
 //     grid    (blocks of 8 N_TILES tokens, ranges of K, workers); a worker takes row blocks z, z + workers ...
 //     block   WARPS_N x WARPS_K warps; a row block is WARPS_N * ROWS tiles of 16 outputs. Warp (n, k) multiplies ROWS
 //             tiles with stages k, k + WARPS_K ... of the range: neighbouring kilobytes are read at the same time.
-//             Its u-th stage is its unit u; all warps have as many
+//             A warp's u-th stage is its unit u. All warps have the same number of units
 //
-// Weights go by cp.async from memory into the warp's own ring of DEPTH slots (a stage of ROWS tiles each, with scales),
-// and every lane reads back what it copied: there is no barrier in the loop, and the ring runs on into the next row
-// block while this one's sums are added up. In flight are WARPS * (DEPTH - 1) * ROWS KB of 4-bit weights, say
-// 8 * 7 = 56 KB an SM; 4.3 TB/s at 0.9 us need 29 KB of each of 132 SMs.
+// Weights go by cp.async from memory into the warp's own ring of DEPTH slots (a stage of ROWS tiles each, with scales).
+// Every lane reads back the bytes that it copied, so there is no barrier in the loop. The ring continues into the next
+// row block while the sums of the current one are added up. In flight are WARPS * (DEPTH - 1) * ROWS KB of 4-bit
+// weights, say 8 * 7 = 56 KB an SM; 4.3 TB/s at 0.9 us need 29 KB of each of 132 SMs.
 //
-// x comes in pieces, the inputs of one unit of all warps, in the same copy groups as the weights that meet them; so the
-// first row block has a barrier for each unit. If x is `resident`, all pieces stay: x comes from L2 once for a block,
-// 132 M K 2 bytes over the number of ranges, e.g. 4 MB at M = 16, K = 4096 in 4 ranges, beside 8 MB of weights of 4096
-// outputs. Where it has no room, pieces go through a ring of DEPTH, again for each row block, and barriers remain;
-// that costs 4 M / (16 WARPS_N ROWS) bytes of x for each byte of weights, so it wants large row blocks.
-// A lane reads 16 bytes of a row: rows lie 64 bytes (mod 128) apart, which puts the 8 lanes of a phase (2 rows x 64
+// x arrives in pieces: the inputs of one unit of all warps, in the same copy groups as the weights that they multiply.
+// The first row block therefore has a barrier for each unit. If x is `resident`, all pieces stay: a block reads x from
+// L2 once, 132 M K 2 bytes over the number of ranges, e.g. 4 MB at M = 16, K = 4096 in 4 ranges, beside 8 MB of weights
+// of 4096 outputs. If x does not fit, pieces go through a ring of DEPTH, again for each row block, and barriers remain.
+// That costs 4 M / (16 WARPS_N ROWS) bytes of x for each byte of weights, so it needs large row blocks.
+// A lane reads 16 bytes of a row. Rows lie 64 bytes (mod 128) apart, which puts the 8 lanes of a phase (2 rows x 64
 // bytes) on different banks. With N_TILES n-tiles and ROWS tiles a warp reads 2 N_TILES / ROWS KB of x per KB of
-// weights: more than 2 tiles of tokens want ROWS 2.
+// weights: more than 2 tiles of tokens need ROWS 2.
 //
-// Weights are never rounded: codes less zeros are small integers, products with Half are summed in float32 over a
-// group (at most a stage of it) and scaled in float32. Warps' sums meet in shared memory, blocks' (ranges of K) in a
-// buffer of float32 that the block that comes last adds up; both in a fixed order.
+// Weights are never rounded. Codes minus zeros are small integers. Their products with Half are summed in float32 over
+// a group (at most a stage of it) and scaled in float32. Warps' sums meet in shared memory. Sums of blocks (ranges of
+// K) meet in a float32 buffer, and the last block to arrive adds them up. Both sums have a fixed order.
 //
 // Instructions for a unit (64 4-bit weights a lane and tile) at N_TILES 1, float16: 72 to dequantize (8 x (4 lop3, 1
-// shift, 4 HADD2)), 8 mma, 8 LDS, 3 LDGSTS; with all others 2.7 a weight at ROWS 1, 2.1 at ROWS 2. Memory at full speed
-// leaves time for 3.7.
+// shift, 4 HADD2)), 8 mma, 8 LDS, 3 LDGSTS. Including all others it is 2.7 a weight at ROWS 1, 2.1 at ROWS 2. Memory at
+// full speed leaves time for 3.7.
 //
 // Defines besides gemm.cuh's: N_TILES, ROWS, WARPS_N, WARPS_K, DEPTH.
 #include "activation.cuh"
 #include "gemm.cuh"
 
 constexpr int WARPS = WARPS_N * WARPS_K, THREADS = 32 * WARPS;
-// At least so many blocks, at most 128 registers a thread, where that is enough (gemm_plan.registers says the same).
+// If that is enough, at least so many blocks with at most 128 registers a thread (as in gemm_plan.registers).
 constexpr int BLOCKS_PER_SM = N_TILES * (ROWS + 1) <= (SCALES > 1 ? 4 : 6) ? 512 / THREADS : 1;
 constexpr int TOKENS = 8 * N_TILES;
 constexpr int BLOCK_TILES = WARPS_N * ROWS, BLOCK_ROWS = TILE * BLOCK_TILES;
@@ -45,7 +45,7 @@ constexpr int STAGE_PARAM_BYTES = STAGE_SCALES * PARAM_BYTES;
 constexpr int SLOT_BYTES = ROWS * (STAGE_BYTES + STAGE_PARAM_BYTES);
 constexpr int RING_BYTES = DEPTH * SLOT_BYTES;
 constexpr int X_STRIDE = WARPS_K * STAGE * 2 + 64;  // of tokens in a piece of x
-constexpr int SLICE = N_TILES < 4 ? N_TILES : 4;       // n-tiles whose sums meet at a time
+constexpr int SLICE = N_TILES < 4 ? N_TILES : 4;       // n-tiles summed at a time
 constexpr int SUM_STRIDE = TILE * ROWS + 4;            // floats; lanes (g, t) write to 2 t * stride + g: all banks
 constexpr int SUM_BYTES = 8 * SLICE * SUM_STRIDE * 4;  // of a warp
 constexpr int CHAINS = N_TILES * ROWS == 1 ? 2 : 1;    // independent mma sums of a tile, so that they overlap
@@ -57,13 +57,13 @@ struct Arguments {
     const u8 *codes, *params;
     const float* bias;   // [rows of the weight] or null
     void* y;             // [tokens, outputs]
-    float* partial;      // [ranges, tokens, row blocks * BLOCK_ROWS], of more than one range
+    float* partial;      // [ranges, tokens, row blocks * BLOCK_ROWS], if there is more than one range
     int tokens, inputs, outputs, tiles, stages, groups, stages_per_group, activation, kind;
 };
 
 enum Kind { HALF, FLOAT, ADD };
 
-// The weights of a warp, in the order in which it reads them: pointers of each lane, which advance.
+// The weights of a warp in reading order: pointers of each lane, which advance.
 struct Stream {
     int first, valid;       // stages of a row block: the first, how many there are
     int block, left, unit;  // the next row block, tiles from there to the last, the next stage
@@ -77,7 +77,7 @@ struct Stream {
         params = a.params + (static_cast<i64>(tile) * a.groups + first * SCALES) * PARAM_BYTES + lane * 16;
     }
 
-    // The next stage is on its way to `slot`, of which the lane's share is at 16 * lane.
+    // Starts to copy the next stage to `slot`. The lane's share is at 16 * lane.
     DEVICE void copy(u8* slot, const Arguments& a, bool has_params) {
         const u8* group = params;
         if (SCALES == 0) group += (first + unit * WARPS_K) / a.stages_per_group * PARAM_BYTES;
@@ -99,7 +99,7 @@ struct Stream {
     }
 };
 
-// A piece of x, of tokens token .. token + count - 1 from input `first` on, is on its way; zeros beyond the last input.
+// Starts to copy a piece of x: tokens token .. token + count - 1 from input `first` on, zeros beyond the last input.
 DEVICE void copy_x(u8* to, const Arguments& a, int token, int count, int first) {
     constexpr int VECTORS = WARPS_K * STAGE / 8;  // of a row
     for (int i = threadIdx.x; i < count * VECTORS; i += THREADS) {
@@ -112,7 +112,7 @@ DEVICE void copy_x(u8* to, const Arguments& a, int token, int count, int first) 
 
 using Sums = float[ROWS][N_TILES][4];
 
-// sums += one stage of weights times x; `x` is the lane's part of its token of the first n-tile.
+// sums += one stage of weights times x. `x` is the lane's part of its token in the first n-tile.
 DEVICE void multiply(Sums& sums, const u8* slot, const u8* x, int lane) {
     const int g = lane >> 2;
     float group_sums[CHAINS][ROWS][N_TILES][4];
@@ -120,7 +120,7 @@ DEVICE void multiply(Sums& sums, const u8* slot, const u8* x, int lane) {
     uint4 words[ROWS];
 #pragma unroll
     for (int k32 = 0; k32 < STAGE / 32; ++k32) {
-        if (N_TILES * ROWS >= 8 && k32 > 0) __syncwarp();  // loads of later steps stay behind: registers are few
+        if (N_TILES * ROWS >= 8 && k32 > 0) __syncwarp();  // keeps loads of later steps behind: registers are few
         if (k32 % HALVES == 0)
 #pragma unroll
             for (int r = 0; r < ROWS; ++r) {
@@ -164,7 +164,7 @@ DEVICE void multiply(Sums& sums, const u8* slot, const u8* x, int lane) {
     }
 }
 
-// The sums of n-tiles first .. first + SLICE - 1, to where all of a block's warps have theirs: [warp][token][row].
+// Writes the sums of n-tiles first .. first + SLICE - 1 to the block's shared sums: [warp][token][row].
 template <int FIRST>
 DEVICE void put_sums(float* all, const Sums& sums) {
     const int lane = lane_id(), g = lane >> 2, t = lane & 3;
@@ -181,7 +181,7 @@ DEVICE void put_sums(float* all, const Sums& sums) {
                 }
 }
 
-// Warps' sums, added up.
+// Adds up the warps' sums.
 struct FromWarps {
     const float* all;
     DEVICE float operator()(int row, int token) const {
@@ -194,7 +194,7 @@ struct FromWarps {
     }
 };
 
-// Ranges' sums, added up.
+// Adds up the ranges' sums.
 struct FromRanges {
     const float* first;  // of the first range, at the first token and row of this block
     i64 stride, range_stride;
@@ -210,11 +210,11 @@ struct FromRanges {
 
 DEVICE float fast_gate(float x, int activation) { return __fdividef(x, 1.0f + __expf(-gate_exponent(x, activation))); }
 
-// Tokens' results of a row block from its sums. Gated tiles have 8 gates, then what they multiply.
+// Computes the tokens' results of a row block from its sums. Gated tiles have 8 gates, then the values they multiply.
 template <class From>
 DEVICE void finish(const Arguments& a, const From& from, int block, int token, int count) {
     const int log_rows = a.activation ? 3 : 4, log_width = log_rows + LOG_BLOCK_TILES;
-#pragma unroll 1  // a few steps at most; more of them at a time would take registers from the loop over units
+#pragma unroll 1  // a few steps at most; unrolled, they would take registers from the loop over units
     for (int i = threadIdx.x; i < count << log_width; i += THREADS) {
         const int t = i >> log_width, column = i & ((1 << log_width) - 1);
         const int n = (block << log_width) + column;
@@ -234,7 +234,7 @@ DEVICE void finish(const Arguments& a, const From& from, int block, int token, i
     }
 }
 
-// One slice of a row block's sums becomes results, or this range's share of them.
+// Turns one slice of a row block's sums into results, or into this range's share of them.
 template <int FIRST>
 DEVICE void give(const Arguments& a, float* all, const Sums& sums, int block, int token, int count, i64 padded_rows) {
     if (8 * FIRST >= count) return;
@@ -251,7 +251,7 @@ DEVICE void give(const Arguments& a, float* all, const Sums& sums, int block, in
         to[i / BLOCK_ROWS * padded_rows + i % BLOCK_ROWS] = from(i % BLOCK_ROWS, i / BLOCK_ROWS);
 }
 
-// Whether this block is the last of all ranges to come here for a row block; what the others wrote is visible then.
+// Whether this block is the last of all ranges to finish a row block. The writes of the others are visible then.
 DEVICE bool is_last(i32* counter, float* flag) {
     __threadfence();
     __syncthreads();
@@ -272,7 +272,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
          int resident, int activation, int kind) {
     const Arguments a{x,     codes,  params, bias,             y,     partial, tokens, inputs, outputs,
                       tiles, stages, groups, stages_per_group, activation, kind};
-    // Through a shuffle, or the compiler would take threadIdx apart again for every unit.
+    // The shuffle keeps the compiler from taking threadIdx apart again for every unit.
     const int lane = __shfl_sync(0xffffffffu, lane_id(), lane_id()), warp = __shfl_sync(0xffffffffu, warp_id(), 0);
     const int warp_n = warp / WARPS_K, warp_k = warp % WARPS_K;
     const int blocks = (tiles + BLOCK_TILES - 1) / BLOCK_TILES, workers = gridDim.z;
@@ -280,8 +280,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const int token = blockIdx.x * TOKENS, count = min(tokens - token, TOKENS);
     const i64 padded_rows = static_cast<i64>(blocks) * BLOCK_ROWS;
 
-    // One n-tile keeps no place for tokens that are not there: the last is read instead. More n-tiles keep it and read
-    // what lies there. Either way that makes columns of the product that nobody looks at.
+    // With one n-tile, there is no place for tokens that do not exist: the last token is read instead. More n-tiles
+    // have that place and read its contents. Either way these columns of the product are never used.
     float* const all_sums = reinterpret_cast<float*>(shared_memory + WARPS * RING_BYTES);
     u8* const pieces = shared_memory + WARPS * (RING_BYTES + SUM_BYTES);
     const int piece_bytes = (N_TILES == 1 ? count : TOKENS) * X_STRIDE;
@@ -289,7 +289,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const u8* const my_x = pieces + my_token * X_STRIDE + warp_k * STAGE * 2 + 16 * (lane & 3);
     u8* const ring = shared_memory + warp * RING_BYTES;
 
-    // Where a unit's weights, and its piece of x, lie. Beyond the last stage there are zeros.
+    // The places of a unit's weights and of its piece of x. Beyond the last stage there are zeros.
     const int num_pieces = resident ? units : DEPTH;
     int filled_piece = 0, filled_slot = 0;
     const int valid = first < stages ? (stages - first + WARPS_K - 1) / WARPS_K : 0;
@@ -312,9 +312,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         for (int unit = 0; unit < units; ++unit) {
             cp_async_wait<DEPTH - 2>();
             if (waits_for_x)
-                __syncthreads();  // the piece is there, and all have left the one that is filled next
+                __syncthreads();  // the piece has arrived, and all have left the one that is filled next
             else
-                __syncwarp();  // scales come by other lanes, and all have left the slot that is filled next
+                __syncwarp();  // other lanes copied the scales, and all have left the slot that is filled next
             copy_next();
             multiply(sums, ring + slot, my_x + piece, lane);
             slot = slot == (DEPTH - 1) * SLOT_BYTES ? 0 : slot + SLOT_BYTES;

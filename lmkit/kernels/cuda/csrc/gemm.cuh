@@ -1,13 +1,13 @@
-// Packed weights: what gemm.cu multiplies with and dequantize.cu spells out. The host packs them (gemm_pack.py).
+// Packed weights, for gemm.cu to multiply and dequantize.cu to dequantize. The host packs them (gemm_pack.py).
 //
 // A tile is 16 outputs, a stage 128 inputs. Codes lie in operand A fragments of mma.m16n8k16, so that a lane's share of
-// a load is 16 bytes that it alone reads. Inputs are permuted within 32 of them (the sum does not care, as operand B is
-// permuted alike): lane (g, t) owns inputs 8t .. 8t+7 of each 32, of rows g and g+8; with i the step of the mma, and
-// e, l = 0, 1 (operand register, half of it)
+// a load is 16 bytes that no other lane reads. Inputs are permuted within each 32. The sum does not change, because
+// operand B is permuted alike. Lane (g, t) owns inputs 8t .. 8t+7 of each 32, of rows g and g+8. With i the step of the
+// mma, and e, l = 0, 1 (operand register, half of it)
 //
 //     input = 32 h + 8 t + 4 i + 2 e + l
 //
-// so what B needs of an activation row for two steps is also one 16-byte vector.
+// so B's part of an activation row for two steps is also one 16-byte vector.
 //
 //     codes 4 bits   [tile][stage][h / 2][g][t][h % 2][i] u32: the code of row g + 8r in bits 4r + 8e + 16l
 //     codes 8 bits   [tile][stage][h]    [g][t][i][e] u32: the code of row g + 8r in byte 2r + l
@@ -27,15 +27,15 @@ constexpr int PARAM_BYTES = SCALE_BYTES + (FLOAT8 ? 0 : TILE);
 constexpr int STAGE_SCALES = SCALES > 0 ? SCALES : 1;
 constexpr int SCALE_STRIDE = STAGE / 32 / STAGE_SCALES;  // times 32 inputs with one scale, within a stage
 
-// Of a lane's two rows in one group: the scales, and what its raw numbers (below) are too large by.
+// For a lane's two rows in one group: the scales, and the excess of its raw numbers (below).
 struct Params {
     float scale[2];
     u32 excess[2];
 };
 
-// Codes become numbers by standing in the fraction of one that is large enough: 1024 + code in float16 (0x6400), or
-// 64 + code if the code stands 4 bits higher (0x5400), 128 + code in bfloat16 (0x4300), 2^23 + code in float32. Taking
-// away that and the zero at once is exact: an integer of at most 8 bits and a sign.
+// A code becomes a number by its place in the fraction of a large enough number: 1024 + code in float16 (0x6400), or
+// 64 + code if the code stands 4 bits higher (0x5400), 128 + code in bfloat16 (0x4300), 2^23 + code in float32. That
+// offset and the zero are subtracted at once. This is exact: an integer of at most 8 bits and a sign.
 DEVICE Params load_params(const u8* group, int g) {
     Params p;
     if (WIDE) {
@@ -72,7 +72,7 @@ DEVICE u32 e4m3_to_half(u32 two) {
     return BF16::mul((spread & 0x80008000u) | ((spread & 0x7f007f00u) >> 4), 0x7b807b80u);  // times 2^120
 }
 
-// Two 8-bit codes (bytes FIRST, FIRST + 1) less the zero as a pair of Half, exactly.
+// Two 8-bit codes (bytes FIRST, FIRST + 1) minus the zero as a pair of Half, exactly.
 template <int FIRST>
 DEVICE u32 bytes_to_half(u32 word, u32 excess) {
     if (!Half::is_bf16) return F16::sub(prmt(word, 0x64646464u, FIRST ? 0x4342 : 0x4140), excess);
@@ -81,7 +81,7 @@ DEVICE u32 bytes_to_half(u32 word, u32 excess) {
     return prmt(__float_as_uint(lo), __float_as_uint(hi), 0x7632);  // nothing is cut off: 8 bits fit
 }
 
-// Operand A of step i of half h of a load: codes less their zeros.
+// Operand A of step i of half h of a load: codes minus their zeros.
 DEVICE void fragment(u32 (&a)[4], const uint4& load, int h, int i, const u32 (&excess)[2]) {
     if (CODE_BITS == 4) {
         const u32 w = component(load, 2 * h + i);

@@ -4,10 +4,10 @@
 //     FORMAT 1   both are int8    y = (x W^T - zero[n] * sum of row m of x) * row_scale[m] * scale[n] + bias[n], exact
 //     FORMAT 2   both are e4m3    y = x W^T * row_scale[m] * scale[n] + bias[n]     up to the scales, or in float32
 //
-// Weights are operand A (16 outputs), activations operand B (8 columns, of which M count). A block has 16 outputs and 8
-// warps, which take chunks of 128 bytes in turn: together they read 1 KB of each row at a time. Nothing goes through
-// shared memory: inside 64 bytes, mma's order of k is chosen so that the 16 bytes that lane 4 g + t loads of a row, words
-// 0 to 3, are its operands of two mma, and likewise for x. Of FORMAT 0:
+// Weights are operand A (16 outputs), activations operand B (8 columns; M of them are used). A block has 16 outputs and
+// 8 warps, which take chunks of 128 bytes in turn: together they read 1 KB of each row at a time. Nothing goes through
+// shared memory. Inside 64 bytes, mma's order of k is chosen so that the 16 bytes (words 0 to 3) that lane 4 g + t
+// loads of a row are its operands of two mma. The same holds for x. For FORMAT 0:
 //
 //     k of the row:      8t  8t+1 | 8t+2  8t+3 | 8t+4  8t+5 | 8t+6  8t+7
 //     first mma's k:     2t  2t+1 | 2t+8  2t+9 |
@@ -15,7 +15,7 @@
 //
 // int8 has four inputs in a word. e4m3 becomes F16, exactly: a word makes the operands of an mma.
 //
-// DEPTH chunks are under way in registers; one is loaded again as soon as it is used. At the end the warps' sums are added
+// DEPTH chunks are in flight in registers; each is loaded again once it is used. At the end the warps' sums are added
 // in the order of warps. The last chunk may be short (a multiple of 16 bytes), the last block may have fewer outputs.
 #include "ptx.cuh"
 
@@ -40,7 +40,7 @@ DEVICE void multiply_words(Sum (&sums)[4], u32 g0, u32 g1, u32 h0, u32 h1, u32 b
 #endif
 }
 
-// A lane's part of a chunk: rows g and g + 8, bytes 16t.. and 16t + 64..
+// A lane's part of a chunk: of rows g and g + 8, the bytes 16t.. and 16t + 64..
 struct Weights {
     uint4 v[2][2];
 
@@ -65,8 +65,8 @@ struct Weights {
     }
 };
 
-// Rows of x are `x_stride` bytes apart, rows of W have `row_bytes`, a multiple of 16 as all addresses are. `out`: float32
-// or Half, rows `out_stride` elements apart; or float32 to which y is added.
+// Rows of x are `x_stride` bytes apart. Rows of W have `row_bytes`, which is a multiple of 16, as are all addresses.
+// `out` is float32 or Half with rows `out_stride` elements apart, or float32 to which y is added.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 2) gemv(
     const u8* x, i64 x_stride, const u8* weight, const float* row_scales, const float* scales, const i32* sums_x,
     const i32* zeros, const float* bias, void* out, i64 out_stride, int tokens, int outputs, int row_bytes, int out_half,

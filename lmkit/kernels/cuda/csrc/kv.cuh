@@ -1,10 +1,10 @@
-// Blocked KV storage on the device: how a head is written, and how stored bytes become fragments of an mma.
+// Blocked KV storage on the device: writing a head, and turning stored bytes into fragments of an mma.
 //
-// One layer's keys (or values), of any storage type (ops.py): data [blocks][kv_heads][BLOCK tokens][row], so what 16
-// consecutive tokens of a head have is contiguous; params float16 [blocks][kv_heads][BLOCK][2] = scale, minimum.
+// One layer's keys (or values), of any storage type (ops.py): data [blocks][kv_heads][BLOCK tokens][row], so the rows
+// of 16 consecutive tokens of a head are contiguous; params float16 [blocks][kv_heads][BLOCK][2] = scale, minimum.
 //
-// Tensor cores are given what is stored: 16-bit floats as they are, codes as F16, in which every code is exact; scale
-// and minimum are applied to a token's score (keys) or weight (values), never to an element.
+// Tensor cores get the stored values: 16-bit floats as they are, codes as F16, which represents every code exactly.
+// Scale and minimum are applied to a token's score (keys) or weight (values), never to an element.
 #pragma once
 #include "ptx.cuh"
 
@@ -13,61 +13,61 @@ enum StorageType { KV_FLOAT16, KV_BFLOAT16, KV_INT8, KV_FP8, KV_INT4 };
 template <bool CONDITION, class A, class B> struct Choice { using Type = A; };
 template <class A, class B> struct Choice<false, A, B> { using Type = B; };
 
-// How a token's row looks, and what its parts are in fragments.
+// The layout of a token's row, and the role of its parts in fragments.
 //
-// A row is cut into chunks of 16 bytes, and ldmatrix takes chunks 2i and 2i+1 of 16 tokens at once ("load" i), as
-// matrices (tokens 0-7, chunk 2i), (8-15, 2i), (0-7, 2i+1), (8-15, 2i+1). Bytes are enough for it: what an mma calls k
-// or a row may be any element, so long as the other operand or the result is read the same way. A "step" is what one
-// mma takes: 16 elements of 16 tokens.
+// A row is cut into chunks of 16 bytes. ldmatrix loads chunks 2i and 2i+1 of 16 tokens at once ("load" i), as matrices
+// (tokens 0-7, chunk 2i), (8-15, 2i), (0-7, 2i+1), (8-15, 2i+1). It only moves bytes: an mma's k or row may stand for
+// any element, if the other operand or the result is read the same way. A "step" is the input of one mma: 16
+// elements of 16 tokens.
 //
 //   16-bit   step s = elements 16 s + 0..15 = load s, as in ptx.cuh
 //   8-bit    step s = elements 16 s + 0..15 = chunk s
 //   int4     steps 2c and 2c+1 = the low and the high nibbles of chunk c: elements 16 c + 0..15, D/2 + 16 c + 0..15
 //
-// Keys, lane 4g + t of a 32-bit register of codes has bytes 4t..4t+3 of one token's chunk; its pairs are bytes (0, 2)
-// and (1, 3), since masks alone pull those apart: k 2t, 2t+1 are bytes 4t, 4t+2 and k 2t+8, 2t+9 are bytes 4t+1, 4t+3.
-// Values, loaded transposed: bytes 2g and 2g+1 of token 2t, then of token 2t+1. Bytes (0, 2) are the row g of a
-// fragment whose row is the element and whose k is the token, bytes (1, 3) its row g+8.
+// Keys: for lane 4g + t, a 32-bit register of codes holds bytes 4t..4t+3 of one token's chunk. Its pairs are bytes (0,
+// 2) and (1, 3), since masks alone separate those: k 2t, 2t+1 are bytes 4t, 4t+2 and k 2t+8, 2t+9 are bytes 4t+1, 4t+3.
+// Values are loaded transposed: bytes 2g and 2g+1 of token 2t, then of token 2t+1. Bytes (0, 2) are the row g of a
+// fragment whose row is the element and whose k is the token, bytes (1, 3) are its row g+8.
 //
-// Chunks beyond the row's end (int4 rows of 8 bytes more than a multiple of 16, and odd numbers of chunks) are read
-// and are some numbers: the elements they stand for are -1 below; multiply them by 0 or drop them.
+// Chunks beyond the row's end (int4 rows of 8 bytes more than a multiple of 16, and odd numbers of chunks) are read too
+// and hold arbitrary numbers. Their elements are -1 below; multiply them by 0 or drop them.
 template <int TYPE, int D>
 struct Storage {
     static_assert(D % 16 == 0, "steps are 16 elements");
     static constexpr bool CODED = TYPE == KV_INT8 || TYPE == KV_FP8 || TYPE == KV_INT4;
     static constexpr bool HAS_MINIMUM = TYPE == KV_INT8 || TYPE == KV_INT4;
-    using Float = typename Choice<TYPE == KV_BFLOAT16, BF16, F16>::Type;  // of the mma
+    using Float = typename Choice<TYPE == KV_BFLOAT16, BF16, F16>::Type;  // the mma's type
     static constexpr int ROW = TYPE == KV_INT4 ? D / 2 : CODED ? D : 2 * D;  // bytes of a token
     static constexpr int CHUNKS = (ROW + 15) / 16;
     static constexpr int LOADS = (CHUNKS + 1) / 2;
     static constexpr int STEPS_PER_LOAD = TYPE == KV_INT4 ? 4 : CODED ? 2 : 1;
     static constexpr int STEPS = CODED ? CHUNKS * STEPS_PER_LOAD / 2 : LOADS;
-    // In shared memory: an odd number of chunks, so that 8 rows' chunks lie in different banks.
+    // In shared memory: an odd number of chunks, so that the chunks of 8 rows lie in different banks.
     static constexpr int STRIDE = (2 * LOADS + 1) * 16;
-    // F16 numbers of codes are `code + bias` for keys (undone in a score: bias * sum of the query), `code` for values;
-    // of fp8 the number / 256, for both.
+    // The F16 numbers of codes are `code + bias` for keys (undone in a score: bias * sum of the query) and `code` for
+    // values. For fp8 they are the number / 256, for both.
     static constexpr float UNIT = TYPE == KV_FP8 ? 256.0f : 1.0f;
 
-    // The element that is number j (0..3: k 2t, 2t+1, 2t+8, 2t+9) of lane t in a step of keys, or -1.
+    // The element of number j (0..3: k 2t, 2t+1, 2t+8, 2t+9) of lane t in a step of keys, or -1.
     static DEVICE int key_element(int step, int t, int j) {
         if constexpr (!CODED) return 16 * step + 2 * t + (j & 1) + (j & 2) * 4;
         return element(step, 4 * t + (j & 1) * 2 + (j >> 1));
     }
 
-    // The element that is row `row` (0..15) of a step of values, or -1.
+    // The element of row `row` (0..15) of a step of values, or -1.
     static DEVICE int value_element(int step, int row) {
         if constexpr (!CODED) return 16 * step + row;
         return element(step, 2 * (row & 7) + (row >> 3));
     }
 
-    // What lies on top of the codes of a step of keys.
+    // The bias on the codes of a step of keys.
     static DEVICE float bias(int step) {
         return TYPE == KV_INT8 ? 1024.0f : TYPE != KV_INT4 ? 0.0f : step & 1 ? 64.0f : 1024.0f;
     }
 
-    // Fragments (a of ptx.cuh: rows are tokens, k elements) of 16 tokens' keys, whose rows lie at `rows` in shared
-    // memory, STRIDE bytes apart. a[s] is step load * STEPS_PER_LOAD + s. As b of a product whose columns are tokens:
-    // a[s][0], [2] for tokens 0-7; a[s][1], [3] for 8-15.
+    // Loads fragments (a of ptx.cuh: rows are tokens, k are elements) of 16 tokens' keys. Their rows lie at `rows` in
+    // shared memory, STRIDE bytes apart. a[s] is step load * STEPS_PER_LOAD + s. They can be b of a product whose
+    // columns are tokens: a[s][0], [2] for tokens 0-7; a[s][1], [3] for 8-15.
     static DEVICE void load_keys(u32 (&a)[STEPS_PER_LOAD][4], const u8* rows, int load) {
         u32 r[4];
         ldmatrix_x4(r, rows + (lane_id() & 15) * STRIDE + load * 32 + (lane_id() >> 4) * 16);
@@ -85,8 +85,8 @@ struct Storage {
         }
     }
 
-    // The same of values: rows are elements, k tokens. As b of a product whose columns are elements: a[s][0], [2] for
-    // rows 0-7 of the step, a[s][1], [3] for 8-15.
+    // The same for values: rows are elements, k are tokens. They can be b of a product whose columns are elements:
+    // a[s][0], [2] for rows 0-7 of the step, a[s][1], [3] for 8-15.
     static DEVICE void load_values(u32 (&a)[STEPS_PER_LOAD][4], const u8* rows, int load) {
         u32 r[4];
         ldmatrix_x4_trans(r, rows + (lane_id() & 15) * STRIDE + load * 32 + (lane_id() >> 4) * 16);
@@ -113,8 +113,8 @@ struct Storage {
         return step * 16 + byte_of_chunk;
     }
 
-    // Bytes (0, 2) and (1, 3) as pairs of F16; of int4 the low nibbles, then the high ones. `EXACT`: without the bias.
-    // 0x6400 is 1024, whose last bit is worth 1; in 0x5400, 64, the bit 4 is.
+    // Bytes (0, 2) and (1, 3) as pairs of F16; for int4 the low nibbles, then the high ones. `EXACT`: without the bias.
+    // 0x6400 is 1024, whose last bit is worth 1. 0x5400 is 64, where bit 4 is worth 1.
     template <bool EXACT>
     static DEVICE void widen(u32 (&pairs)[STEPS_PER_LOAD], u32 r) {
         if constexpr (TYPE == KV_FP8) {  // exponent and fraction one bit lower: the number / 256, even if subnormal
@@ -170,14 +170,14 @@ DEVICE void load_floats(float (&x)[E], const u16* row, const float* mean) {
     for (int e = 0; e < E; ++e) x[e] = mean ? rounded(Half::to_float(bits[e]) - mean[e]) : Half::to_float(bits[e]);
 }
 
-// A token's row of ops.rope_angles; `half` = R/2, 0 = no rotation.
+// A token's row of ops.rope_angles. `half` = R/2, 0 = no rotation.
 struct Angles {
     const float *cosines, *sines;
     int half;
 };
 
-// A head's row of Half, less `mean` (or null), turned by RoPE: after each of the two rounded to Half as ops.rope_append
-// does, for it writes them back. The row's address is a multiple of 16 bytes.
+// Loads a head's row of Half, subtracts `mean` (unless null) and applies RoPE. The result of each of the two is rounded
+// to Half, as ops.rope_append does by writing it back. The row's address is a multiple of 16 bytes.
 template <int D>
 DEVICE void load_head(float (&x)[D / 16], const u16* row, const float* mean, Angles angles) {
     constexpr int E = D / 16;
@@ -211,7 +211,7 @@ DEVICE void load_head(float (&x)[D / 16], const u16* row, const float* mean, Ang
     }
 }
 
-// x H / sqrt(D), D a power of two; additions in the order of the reference, so that codes are the same.
+// x H / sqrt(D), D a power of two. Additions have the order of the reference, so that codes are the same.
 template <int D>
 DEVICE void hadamard(float (&x)[D / 16]) {
     static_assert((D & (D - 1)) == 0 && D <= 256, "Hadamard's matrix");
@@ -237,7 +237,7 @@ DEVICE void hadamard(float (&x)[D / 16]) {
     for (int e = 0; e < E; ++e) x[e] = __fmul_rn(x[e], INVERSE_ROOT);
 }
 
-// The greatest and the sum of 16 lanes.
+// The maximum and the sum over 16 lanes.
 DEVICE float head_max(float x) {
 #pragma unroll
     for (int step = 8; step > 0; step >>= 1) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, step));
@@ -249,8 +249,8 @@ DEVICE float head_sum(float x) {
     return x;
 }
 
-// Codes of a head as ops.kv_append defines them; the result is scale | minimum << 16, both float16. `fixed`: the head's
-// scale, or null for the vector's own.
+// The codes of a head as ops.kv_append defines them. The result is scale | minimum << 16, both float16. `fixed` is the
+// head's scale, or null to use the vector's own.
 template <int TYPE, int E>
 DEVICE u32 quantize(u8 (&codes)[E], const float (&x)[E], const float* fixed) {
     constexpr float LEVELS = TYPE == KV_INT8 ? 255.0f : 15.0f, LARGEST = 65504.0f;
@@ -285,7 +285,7 @@ DEVICE u32 quantize(u8 (&codes)[E], const float (&x)[E], const float* fixed) {
     return scale_bits | static_cast<u32>(minimum_bits) << 16;
 }
 
-// Store a head: its row's ROW bytes and, of codes, its 4 bytes of params. Lanes that are not `active` store nothing.
+// Stores a head: its row's ROW bytes and, for codes, its 4 bytes of params. Lanes that are not `active` store nothing.
 template <int TYPE, int D>
 DEVICE void store_head(u8* row, u8* params, const float (&x)[D / 16], const float* fixed, bool active) {
     using S = Storage<TYPE, D>;
@@ -310,7 +310,7 @@ DEVICE void store_head(u8* row, u8* params, const float (&x)[D / 16], const floa
     }
 }
 
-// Where a token's row is, counted in rows: slot = block * block_size + offset.
+// The place of a token's row, counted in rows: slot = block * block_size + offset.
 DEVICE i64 row_of_slot(int slot, int block_size, int kv_heads, int head) {
     const int block = slot / block_size;
     return (static_cast<i64>(block) * kv_heads + head) * block_size + (slot - block * block_size);

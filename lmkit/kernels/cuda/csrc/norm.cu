@@ -1,19 +1,19 @@
-// What stands in front of a linear, in one pass over rows that stay in registers. Of each row of x:
+// The computation before a linear, in one pass over rows that stay in registers. For each row of x:
 //
-//     s = x, or x + residual, which becomes that sum
+//     s = x, or x + residual, and the residual becomes that sum
 //     y = s / sqrt(mean(s^2) + eps) * weight             (weight null: y = s)
-//     out = y as float32 or Half; or codes of y, rounded to Half first if it would have been Half, and their scale:
+//     out = y as float32 or Half; or codes of y and their scale, where y is first rounded to Half if its dtype is Half:
 //         int8   scale = max|y| / 127, code = y / scale to the nearest, halves to even; and the sum of the row's codes
 //         e4m3   scale = max|y| / 448
 //
-// A row has blockDim.x threads, a multiple of 32; thread t has columns 8 (t + blockDim.x i) .. + 7 for i < VECTORS. Rows
-// for which a warp is enough share a block, blockDim.y of them. Sums are taken in an order that only the number of
-// columns decides. Row r of x is at (r / inner) * outer_stride + (r % inner) * inner_stride: heads inside a wider row.
+// A row has blockDim.x threads, a multiple of 32. Thread t has columns 8 (t + blockDim.x i) .. + 7 for i < VECTORS. If
+// one warp is enough for a row, blockDim.y rows share a block. The order of sums depends only on the number of columns.
+// Row r of x is at (r / inner) * outer_stride + (r % inner) * inner_stride: heads inside a wider row.
 #include "rows.cuh"
 
 enum Output { FLOAT32 = 0, HALF = 1, INT8 = 2, E4M3 = 3 };
 
-// What all warps of a row have to say; `partial` is this fold's own shared memory.
+// Combines the values of all warps of a row. `partial` is this fold's own shared memory.
 template <bool MAX>
 DEVICE float fold_row(float x, float* partial) {
     x = MAX ? warp_max(x) : warp_sum(x);
@@ -29,7 +29,7 @@ DEVICE u32 code_of(float y, float scale, bool is_int8) {
     return is_int8 ? static_cast<u32>(__float2int_rn(fminf(fmaxf(scaled, -127.0f), 127.0f))) & 0xffu : float_to_e4m3(scaled);
 }
 
-// Eight codes; returns their sum as integers.
+// Stores eight codes. Returns their sum as integers.
 DEVICE i32 store_codes(u8* out, const float (&y)[WIDTH], float scale, bool is_int8, bool aligned, int count) {
     u32 packed[2] = {0, 0};
     i32 sum = 0;
@@ -72,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(VECTORS > 4 ? 256 : 512) norm_rows(
         }
 #pragma unroll
         for (int j = 0; j < WIDTH; ++j) squares += y[i][j] * y[i][j];
-        if (VECTORS > 4 && i % 4 == 3) __syncwarp();  // no more loads under way at a time than registers can take
+        if (VECTORS > 4 && i % 4 == 3) __syncwarp();  // limits the loads in flight to those that registers can hold
     }
     if (weight) {
         const float factor = rsqrtf(fold_row<false>(squares, partial) / columns + eps);
@@ -111,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(VECTORS > 4 ? 256 : 512) norm_rows(
         u8* codes = static_cast<u8*>(out) + out_row + column;
         sum += store_codes(codes, y[i], scale, output == INT8, aligned, columns - column);
     }
-    // An exact sum even as float32: codes of at most 127, and not 2^17 of them.
+    // The sum is exact even as float32: codes are at most 127, and there are fewer than 2^17.
     const float total = fold_row<false>(static_cast<float>(sum), partial + 64);
     if (threadIdx.x == 0) {
         scales[row] = scale;

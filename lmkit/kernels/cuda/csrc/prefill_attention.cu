@@ -2,31 +2,32 @@
 // in one pass over the keys with an online softmax (Milakov and Gimelshein, arXiv 1805.02867; FlashAttention-2,
 // arXiv 2307.08691).
 //
-// A block of threads computes ROWS = 128 rows of one KV head. A row is one query token's one head: the heads that share
-// the KV head follow each other, then comes the next token, so a tile of keys is read once for all of them, and a chunk
-// of few tokens wastes little. Each warp has 16 M_TILES rows and all KEYS keys of a tile:
+// A block of threads computes ROWS = 128 rows of one KV head. A row is one head of one query token. The heads that
+// share the KV head follow each other, then comes the next token. A tile of keys is thus read once for all of them, and
+// a chunk of few tokens wastes little. Each warp has 16 M_TILES rows and all KEYS keys of a tile:
 //
-//   S [rows, KEYS] = Q K^T     mma.m16n8k16, A = Q from shared memory, B = K, rows of it as they lie
+//   S [rows, KEYS] = Q K^T     mma.m16n8k16, A = Q from shared memory, B = K, its rows as they lie
 //   P = exp2(S - maximum)      in registers: the fragments of S are those of A for the next product
 //   O [rows, D]    = O + P V   B = V, transposed by ldmatrix
 //
-// 32 rows a warp where registers allow it (D <= 128), because every fragment of K and V is then read for two products:
-// with 16, shared memory would be slower than the tensor cores.
+// A warp has 32 rows if registers allow it (D <= 128), because every fragment of K and V is then read for two products:
+// with 16 rows, shared memory would be slower than the tensor cores.
 //
-// Tiles of K and V come through the block table by cp.async, one ahead of the computation. Values of 16 bits go where
-// ldmatrix reads them, of which there are two copies. Codes (int8, int4, fp8) come as they are and the whole block of
-// threads turns them into float16 once per tile: with 128 rows, doing so in each warp's registers would cost four times
-// the instructions. x = code * scale + minimum is rounded once, by less than the step of the codes. They are multiplied
-// in float16 even if activations are bfloat16, whose numbers are too coarse for 8-bit codes.
+// Tiles of K and V come through the block table by cp.async, one ahead of the computation. 16-bit values go directly to
+// the places that ldmatrix reads; there are two copies of these. Codes (int8, int4, fp8) are copied as stored, and the
+// whole block of threads converts them to float16 once per tile: with 128 rows, converting in each warp's registers
+// would cost four times the instructions. x = code * scale + minimum is rounded once, by less than the step of the
+// codes. The products are in float16 even if activations are bfloat16, whose numbers are too coarse for 8-bit codes.
 //
 //   shared   Q [ROWS][DK] | K tile(s) [KEYS][DK], codes, params | V tile(s) [KEYS][D], codes, params | places | Work
 //
-// Rows of tiles are padded to an odd number of 16-byte pieces: the eight rows of an ldmatrix are in different banks,
-// and addresses are constants apart. DK = D + columns for the mean of keys (ops.KeyMean): its share of a score is
-// sum over pairs (share_c cos + share_s sin), six more products a pair, since every number is two: x ~ high + low.
+// Rows of tiles are padded to an odd number of 16-byte pieces: the eight rows of an ldmatrix are then in different
+// banks, and addresses are constants apart. DK = D + columns for the mean of keys (ops.KeyMean). The mean's share of a
+// score is sum over pairs (share_c cos + share_s sin). That is six more products a pair, since every number is split in
+// two: x ~ high + low.
 //
-// Tiles that no row sees are skipped, those that some row sees only in part are masked; keys that no row of the block
-// of threads sees are replaced by zeros. If there are few blocks of threads, each one's keys are split into up to
+// Tiles that no row sees are skipped. Tiles that some row sees only in part are masked. Keys that no row of the block
+// of threads sees are replaced by zeros. If there are few blocks of threads, the keys of each one are split into up to
 // `num_splits` ranges, and the block that finishes last adds up the ranges in order.
 //
 // Nothing here needs more than sm_80; Hopper's wgmma, whose peak is higher, is not used.
@@ -43,7 +44,7 @@ constexpr int N_TILES = KEYS / 8;
 constexpr int MEAN_COLUMNS = (6 * MEAN_PAIRS + 15) / 16 * 16;
 constexpr int DK = D + MEAN_COLUMNS;
 constexpr int Q_STRIDE = (DK / 8 | 1) * 16;  // bytes
-constexpr float SHARE_UNIT = 16.0f;          // shares are stored in it, far from the end of float16's range
+constexpr float SHARE_UNIT = 16.0f;          // unit in which shares are stored, far from the end of float16's range
 constexpr int MIN_TILES = 4;                 // of keys, for a range of its own
 #define NOTHING __int_as_float(0xff800000)    // minus infinity
 constexpr u32 NOWHERE = 0xffffffffu;  // a place
@@ -51,7 +52,7 @@ constexpr u32 NOWHERE = 0xffffffffu;  // a place
 using KeyNumber = Storage<K_STORAGE, D>::Float;
 using ValueNumber = Storage<V_STORAGE, D>::Float;
 
-// do_part(0 .. COUNT - 1), the threads side by side.
+// Runs do_part(0 .. COUNT - 1), with the threads side by side.
 template <int COUNT, class F>
 DEVICE void share_out(F do_part) {
 #pragma unroll 2  // all at once spill registers
@@ -73,7 +74,7 @@ DEVICE void decode4(u32 codes, u32 scale, u32 minimum, u32 (&out)[2]) {
     }
 }
 
-// K or V: where it is, and its tile in shared memory.
+// K or V: its address, and its tile in shared memory.
 template <int STORAGE, int COLUMNS>
 struct Operand {
     static constexpr bool CODED = Storage<STORAGE, D>::CODED;
@@ -90,7 +91,7 @@ struct Operand {
     DEVICE u8* codes() const { return shared + TILE_BYTES; }
     DEVICE u32* tile_params() const { return reinterpret_cast<u32*>(codes() + KEYS * ROW_BYTES); }
 
-    // Ask for the tokens at `rows` of the storage. Nothing is read for NOWHERE.
+    // Starts to copy the tokens at `rows` of the storage. Nothing is read for NOWHERE.
     DEVICE void load(int stage, const u32* rows) const {
         constexpr int PIECE = ROW_BYTES % 16 ? 8 : 16, PIECES = ROW_BYTES / PIECE;
         u8* to = CODED ? codes() : tile(stage);
@@ -108,7 +109,7 @@ struct Operand {
                 [&](int i) { cp_async_small<4>(tile_params() + i, params + rows[i], rows[i] != NOWHERE); });
     }
 
-    // Codes -> the tile: 8 bytes are 8 values, of int4 8 more, D / 2 further on.
+    // Codes -> the tile. 8 bytes are 8 values; for int4 there are 8 more, D / 2 further on.
     DEVICE void expand() const {
         if constexpr (CODED) {
             share_out<KEYS * (ROW_BYTES / 8)>([&](int i) {
@@ -139,10 +140,10 @@ using Keys = Operand<K_STORAGE, DK>;
 using Values = Operand<V_STORAGE, D>;
 constexpr bool EXPANDS = Keys::CODED || Values::CODED || MEAN_PAIRS;
 
-// The rows of a block of threads, and which keys they see. Positions count tokens of the sequence.
+// The rows of a block of threads, and the keys that they see. Positions count tokens of the sequence.
 struct Work {
     int sequence, token;          // the sequence's number, its first query's row of q
-    int first_row, num_rows;      // of those of the sequence and KV head, which are tokens x group
+    int first_row, num_rows;      // of the rows (tokens x group) of the sequence and KV head
     int group, past;              // past: the first query's position
     int first, last;              // positions of the first and of the last row
     int window, sinks;
@@ -154,7 +155,7 @@ struct Work {
     DEVICE int first_key(int i) const { return (i < sink_tiles ? i : i - sink_tiles + window_tile) * KEYS; }
 };
 
-// Tile `slot` of all, or false. Those of sequence b begin at (its first row) / ROWS + b, which leaves room for all.
+// Finds tile `slot` of all, or returns false. Sequence b's begin at (its first row) / ROWS + b; there is room for all.
 DEVICE bool find_work(
     Work& work, int slot, const int* query_start, const int* context_lens, int num_seqs, bool skip_single) {
     int before = 0;
@@ -176,7 +177,7 @@ DEVICE bool find_work(
     return true;
 }
 
-// Queries to shared memory, as they are.
+// Copies queries to shared memory unchanged.
 DEVICE void load_queries(u8* shared, const u16* q, i64 q_stride, const Work& work) {
     constexpr int PIECES = D / 8;
 #pragma unroll 4
@@ -192,7 +193,7 @@ DEVICE u16 key_number(float x) {
     return KeyNumber::from_float(KeyNumber::is_bf16 ? x : fminf(fmaxf(x, -65504.0f), 65504.0f));
 }
 
-// x as high, low of two columns.
+// Splits x into high and low, two columns.
 DEVICE void split_number(float x, u16& high, u16& low) {
     high = key_number(x);
     low = key_number(x - KeyNumber::to_float(high));
@@ -205,7 +206,7 @@ struct Mean {
     int half, positions;
 };
 
-// What a query, x [DK], makes of the mean: columns high, high, low of the share of the cosine, then of the sine.
+// A query's factors of the mean, from x [DK]: columns high, high, low of the cosine's share, then of the sine's.
 DEVICE void mean_shares(u16* x, const Mean& mean) {
     for (int p = lane_id() & 15; p < MEAN_COLUMNS / 6 + 1; p += 16) {
         u16* to = x + D + 6 * p;
@@ -222,7 +223,7 @@ DEVICE void mean_shares(u16* x, const Mean& mean) {
     }
 }
 
-// ... and what it multiplies: high, low, high of the cosine, then of the sine, for each key of a tile.
+// The other factors: high, low, high of the cosine, then of the sine, for each key of a tile.
 DEVICE void mean_angles(u8* tile, const Mean& mean, int first_key) {
 #pragma unroll 1
     for (int i = threadIdx.x; i < KEYS * (MEAN_COLUMNS / 6 + 1); i += THREADS) {
@@ -240,7 +241,7 @@ DEVICE void mean_angles(u8* tile, const Mean& mean, int first_key) {
     }
 }
 
-// Make of queries as they came what is multiplied with the keys. Half a warp has a row.
+// Prepares the loaded queries for the product with the keys. Half a warp has a row.
 DEVICE void prepare_queries(u8* shared, const Mean& mean, bool turned) {
     constexpr int E = D / 16;
     for (int row = threadIdx.x / 16; row < ROWS; row += THREADS / 16) {
@@ -259,7 +260,7 @@ DEVICE void prepare_queries(u8* shared, const Mean& mean, bool turned) {
     }
 }
 
-// What a warp has of its rows: lane 4 g + t the rows g and g + 8 of each 16. Sums are of this lane's keys only.
+// A warp's state of its rows. Lane 4 g + t has rows g and g + 8 of each 16. Sums are over this lane's keys only.
 struct Rows {
     float out[M_TILES][D / 8][4];
     float maximum[M_TILES][2], sum[M_TILES][2];
@@ -286,7 +287,7 @@ DEVICE void multiply_keys(float (&s)[M_TILES][N_TILES][4], const u8* queries, co
     }
 }
 
-// Scores -> weights in place, relative to the greatest score so far; what there is already is brought in line.
+// Scores -> weights in place, relative to the greatest score so far. Earlier results are rescaled to it.
 DEVICE void soften(Rows& rows, float (&s)[M_TILES][N_TILES][4], float scale) {
 #pragma unroll
     for (int m = 0; m < M_TILES; ++m) {
@@ -298,7 +299,7 @@ DEVICE void soften(Rows& rows, float (&s)[M_TILES][N_TILES][4], float scale) {
             for (int n = 0; n < N_TILES; ++n) top = fmaxf(top, fmaxf(s[m][n][2 * h], s[m][n][2 * h + 1]));
             top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
             top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
-            const float base = top == NOTHING ? 0 : top * scale;  // nothing is seen yet
+            const float base = top == NOTHING ? 0 : top * scale;  // no key has been seen yet
             factor[h] = ex2(rows.maximum[m][h] * scale - base);
             rows.maximum[m][h] = top;
             float sum = 0;
@@ -342,7 +343,7 @@ DEVICE void multiply_values(Rows& rows, const float (&p)[M_TILES][N_TILES][4], c
     }
 }
 
-// Scores that do not count become minus infinity.
+// Hidden scores become minus infinity.
 DEVICE void mask(float (&s)[M_TILES][N_TILES][4], const Work& work, int row, int key) {
     const int column = key + 2 * (lane_id() & 3), sinks = work.sinks - column;
 #pragma unroll
@@ -350,7 +351,7 @@ DEVICE void mask(float (&s)[M_TILES][N_TILES][4], const Work& work, int row, int
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int last = work.position(row + 16 * m + 8 * h + lane_id() / 4) - column;
-            const int before = work.window ? last - work.window : -1;  // of the keys that are seen, but for sinks
+            const int before = work.window ? last - work.window : -1;  // the key before the window, apart from sinks
 #pragma unroll
             for (int i = 0; i < KEYS / 4; ++i) {
                 const int at = i / 2 * 8 + i % 2;
@@ -359,10 +360,10 @@ DEVICE void mask(float (&s)[M_TILES][N_TILES][4], const Work& work, int row, int
         }
 }
 
-// What scores are multiplied with before 2 is raised to them. A soft cap leaves nothing to do.
+// The factor on scores before 2 is raised to them. With a soft cap it is 1.
 DEVICE float to_logits(float scale) { return SOFTCAP ? 1.0f : scale; }
 
-// A tile of keys, of which the first is `key`, for the warp's rows, of which the first is `row`.
+// Attends to a tile of keys from `key` on, for the warp's rows from `row` on.
 DEVICE void attend(
     Rows& rows, const Work& work, int row, int key, const u8* queries, const u8* keys, const u8* values, float scale,
     float cap) {
@@ -384,7 +385,7 @@ DEVICE void attend(
     multiply_values(rows, s, values);
 }
 
-// A row's place in the result.
+// The place of a row in the result.
 DEVICE u32* output(u16* out, int num_heads, int head, const Work& work, int row) {
     const int at = work.first_row + row;
     const i64 token = work.token + at / work.group;
@@ -421,7 +422,7 @@ DEVICE void write_rows(Rows& rows, const Work& work, int row, u16* out, int num_
         }
 }
 
-// The records of all ranges -> the result.
+// Merges the records of all ranges into the result.
 DEVICE void merge(const float* records, int count, const Work& work, u16* out, int num_heads, int head, float scale) {
     constexpr int PIECES = D / 4, BATCH = 8;
     for (int i = threadIdx.x; i < ROWS * PIECES; i += THREADS) {
@@ -451,8 +452,9 @@ DEVICE void merge(const float* records, int count, const Work& work, u16* out, i
     }
 }
 
-// Grid (kv_heads, slots, num_splits), slots = num_tokens * group / ROWS + num_seqs; the last, the heaviest, first.
-// scale: of scores, times log2(e). cap: the soft cap, times log2(e). records: float [slots * kv_heads][num_splits][RECORD], if there are several splits.
+// Grid (kv_heads, slots, num_splits), slots = num_tokens * group / ROWS + num_seqs. The last slots, the heaviest, run
+// first. scale is that of scores, times log2(e). cap is the soft cap, times log2(e). records: float
+// [slots * kv_heads][num_splits][RECORD], if there are several splits.
 extern "C" __global__ void __launch_bounds__(THREADS, D <= 128 ? 2 : 1) prefill_attention(
     const u16* q, i64 q_stride, const u8* k_data, const u32* k_params, const u8* v_data, const u32* v_params,
     const float* mean_vector, const int* mean_pairs, const float* mean_table, int mean_half, int mean_positions,
@@ -464,7 +466,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, D <= 128 ? 2 : 1) prefill_
     const Keys keys{k_data, k_params, queries + ROWS * Q_STRIDE};
     const Values values{v_data, v_params, keys.shared + Keys::BYTES};
     u32* const places = reinterpret_cast<u32*>(values.shared + Values::BYTES);
-    Work& work = *reinterpret_cast<Work*>(places + 2 * KEYS);  // not in registers, of which there are too few
+    Work& work = *reinterpret_cast<Work*>(places + 2 * KEYS);  // in shared memory, because registers are too few
     {
         Work mine;
         mine.group = group, mine.window = window, mine.sinks = sinks;
@@ -479,7 +481,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, D <= 128 ? 2 : 1) prefill_
 
     const Mean mean{mean_vector + head * D, mean_pairs + head * MEAN_PAIRS, mean_table, mean_half, mean_positions};
 
-    // The row of the storage that has this thread's key of tile i.
+    // The row of the storage with this thread's key of tile i.
     const auto place = [&](int i) {
         const int key = work.first_key(i) + threadIdx.x;
         if (threadIdx.x >= KEYS || i >= end || key > work.last) return NOWHERE;

@@ -1,12 +1,12 @@
-// Everything that is not plain CUDA C++: PTX, and the types its operands have. Kernels use these wrappers and CUDA's own
-// built-ins (__syncthreads, __shfl_xor_sync, atomicAdd ...) alone, so that a .cu file also compiles with g++ and runs
+// Everything that is not plain CUDA C++: PTX, and the types of its operands. Kernels use only these wrappers and CUDA's
+// own built-ins (__syncthreads, __shfl_xor_sync, atomicAdd ...). A .cu file therefore also compiles with g++ and runs
 // without a GPU: LMKIT_HOST names a header that puts a model of a GPU behind the same names.
 //
 // Fragments of mma.m16n8k16 (PTX ISA, "Matrix Fragments"), lane = 4 g + t, g in 0..7, t in 0..3:
 //   A 16x16, u32[4]   a[0] = (g, 2t..2t+1)  a[1] = (g+8, 2t..)  a[2] = (g, 2t+8..)  a[3] = (g+8, 2t+8..)   (row, k)
 //   B 16x8,  u32[2]   b[0] = (k 2t..2t+1, g)  b[1] = (k 2t+8.., g)                                         (k, column)
-//   C 16x8,  f32[4]   c[0..1] = (g, 2t..2t+1)  c[2..3] = (g+8, 2t..)                                       (row, column)
-// Two 16-bit values in a u32: the lower address, the lower bits.
+//   C 16x8,  f32[4]   c[0..1] = (g, 2t..2t+1)  c[2..3] = (g+8, 2t..)                                      (row, column)
+// Two 16-bit values in a u32: the lower bits have the lower address.
 #pragma once
 
 #include "types.cuh"
@@ -17,7 +17,7 @@
 #include LMKIT_HOST
 #else
 
-// Dynamic shared memory, the only kind kernels use: 16-byte aligned, its size given at the launch.
+// Dynamic shared memory, the only kind that kernels use: 16-byte aligned, with its size given at the launch.
 extern __shared__ __align__(128) u8 shared_memory[];
 
 // Marks a kernel for LMKIT_HOST; nothing on a device.
@@ -27,7 +27,7 @@ DEVICE u32 shared_address(const void* pointer) { return static_cast<u32>(__cvta_
 
 // ---- memory
 
-// 16 bytes that are read once: not kept in L1, first to leave L2.
+// Loads 16 bytes that are read once: not kept in L1, first to leave L2.
 DEVICE uint4 load_stream(const void* p) {
     uint4 v;
     asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
@@ -36,13 +36,14 @@ DEVICE uint4 load_stream(const void* p) {
     return v;
 }
 
-// An asynchronous copy of 16 bytes to shared memory, past L1; zeros instead of the source if not `valid`. Both 16-byte aligned.
+// An asynchronous copy of 16 bytes to shared memory, past L1. If not `valid`, zeros replace the source. Both addresses
+// are 16-byte aligned.
 DEVICE void cp_async16(void* shared, const void* global, bool valid = true) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(valid ? 16 : 0)
                  : "memory");
 }
 
-// As cp_async16, of bytes that are read once: first to leave L2.
+// As cp_async16, for bytes that are read once: first to leave L2.
 DEVICE void cp_async16_stream(void* shared, const void* global, bool valid = true) {
     u64 policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -62,13 +63,13 @@ DEVICE void cp_async_small(void* shared, const void* global, bool valid = true) 
 
 DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Wait until at most N of this thread's last groups are under way; other threads see the bytes behind a barrier.
+// Waits until at most N of this thread's last groups are in flight. Other threads see the bytes after a barrier.
 template <int N>
 DEVICE void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
-// ---- matrices. Each lane gives the address of a row of 16 bytes: lanes 0-7 of the first 8x8 matrix, 8-15 of the second ...
+// ---- matrices. Each lane gives the address of a 16-byte row: lanes 0-7 of the first 8x8 matrix, 8-15 of the second ...
 
 DEVICE void ldmatrix_x4(u32 (&r)[4], const void* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
@@ -98,14 +99,15 @@ DEVICE void ldmatrix_x2_trans(u32 (&r)[2], const void* row) {
                  : "memory");
 }
 
-// The transpose of an 8x8 matrix of 16-bit values of which lane 4 g + t has (g, 2t..2t+1).
+// The transpose of an 8x8 matrix of 16-bit values. Lane 4 g + t has (g, 2t..2t+1).
 DEVICE u32 movmatrix_trans(u32 r) {
     u32 out;
     asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(r));
     return out;
 }
 
-// c += a b, signed 8-bit integers, m16n8k32. Row or column g, k 4t..4t+3 (a[0], a[1] = g+8, b[0]) and 4t+16.. (a[2], a[3], b[1]).
+// c += a b, signed 8-bit integers, m16n8k32. Row or column g, k 4t..4t+3 (a[0], a[1] = g+8, b[0]) and 4t+16..
+// (a[2], a[3], b[1]).
 DEVICE void mma_s8(i32 (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                  : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
@@ -125,7 +127,7 @@ DEVICE u32 lop3(u32 a, u32 b, u32 c) {
 // (a & b) | c
 DEVICE u32 and_or(u32 a, u32 b, u32 c) { return lop3<(0xf0 & 0xcc) | 0xaa>(a, b, c); }
 
-// Bytes of b:a (a = bytes 0-3) chosen by the nibbles of `selector`.
+// Bytes of b:a (a = bytes 0-3), chosen by the nibbles of `selector`.
 DEVICE u32 prmt(u32 a, u32 b, u32 selector) {
     u32 out;
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(selector));
@@ -240,14 +242,14 @@ DEVICE float warp_max(float x) {
     return x;
 }
 
-// Two float8 e4m3 codes (low byte, high byte) as a pair of F16, exactly: the exponent's bias is 8 less.
+// Two float8 e4m3 codes (low byte, high byte) as a pair of F16, exactly. The exponent's bias is 8 less.
 DEVICE u32 e4m3_to_f16(u32 two) {
     const u32 spread = prmt(two, 0, 0x1404);  // 00 b1 00 b0 with each byte on top of its half
     const u32 bits = (spread & 0x80008000u) | ((spread & 0x7f007f00u) >> 1);
     return F16::mul(bits, 0x5c005c00u);  // times 2^8
 }
 
-// The float8 e4m3 code nearest to x, halves to even; beyond 448 the largest (finite only, no infinities).
+// The float8 e4m3 code nearest to x, halves to even. Beyond 448 it is the largest (finite only, no infinities).
 DEVICE u32 float_to_e4m3(float x) {
     const u32 sign = (__float_as_uint(x) >> 24) & 0x80u;
     const float size = fminf(fabsf(x), 448.0f);

@@ -1,7 +1,8 @@
-// Eight neighbouring values of a row, as float32: what elementwise kernels work on.
+// Eight neighbouring values of a row, as float32. Elementwise kernels work on these.
 //
 // Rows are float32 or Half. `aligned`: every row begins at a multiple of 16 bytes and has a multiple of 8 columns, so
-// that eight values are one access of 16 bytes, or two; otherwise `count` of them are read one at a time, the others 0.
+// that eight values are one or two accesses of 16 bytes. Otherwise `count` values are read one at a time, and the
+// others are 0.
 #pragma once
 #include "ptx.cuh"
 

@@ -1,30 +1,30 @@
 // From logits to tokens, without a sort and without the host: argmax, draws (lmkit.kernels.ops.draw) and
-// log-probabilities. A block has a row.
+// log-probabilities. A block computes a row.
 //
-// Weights, relative to the most likely token's, are computed in float64 and rounded to integers whose unit is such that
-// the row's add up to about 2^61, whether one token has it all or all have the same. Sums of integers depend on no
-// order, so a row's token depends on the row alone, and atomics in shared memory may gather them. Top-k and top-p are
-// exact, not by rejection: the CPU sampler's tokens come out. Both ask for the least logit that is kept and how many of
-// its equals are, which a radix selection finds in three passes, 11, 11 and 10 bits of the logits at a time:
+// Weights, relative to the most likely token's, are computed in float64 and rounded to integers. The unit is chosen so
+// that the row's weights add up to about 2^61, for any distribution. Integer sums do not depend on the order, so a
+// row's token depends on the row alone, and atomics in shared memory may add the weights. Top-k and top-p are exact,
+// without rejection: the tokens are the CPU sampler's. Both need the least logit that is kept, and the number of its
+// equals that are kept. A radix selection finds them in three passes, over 11, 11 and 10 bits of the logits:
 //
 //   bins of 11 bits of the logit  [0 ............ b ..... 2047]   the count (top-k) or the weight (top-p) of each;
-//   from the right, the bin b where they reach what is asked for; the next pass looks at the tokens of bin b alone
+//   b is the bin where the sum from the right reaches the wanted amount; the next pass covers the tokens of bin b only
 //
-// Tokens that cannot be kept are left out before that by a bound on the logits: some thousand are binned, not the
-// vocabulary. At the end the vocabulary is cut into THREADS segments of ids: the segment, then the token, at which the
-// weights that are kept exceed the row's share of their total.
+// Before that, a bound on the logits excludes tokens that cannot be kept: some thousand tokens are binned, not the
+// vocabulary. At the end the vocabulary is cut into THREADS segments of ids. A search finds the segment, then the
+// token, at which the kept weights exceed the row's share of their total.
 //
-// A GPU's exp and the CPU's differ in the last of 53 bits, and the CPU's sums are rounded: another token comes out if
-// the share falls between the two. Both added up for 152k tokens of any spread: once in 10^9 draws at the worst. Of
-// unequal logits whose float64 weights are equal (they differ by less than 10^-16 temperatures) top-p takes the
-// greater, not the lower id.
+// A GPU's exp and the CPU's differ in the last of 53 bits, and the CPU's sums are rounded. The token differs if the
+// share falls between the two. Both effects together, for 152k tokens of any spread: once in 10^9 draws at the worst.
+// If unequal logits have equal float64 weights (they differ by less than 10^-16 temperatures), top-p takes the
+// greater logit, not the lower id.
 #include "slot.cuh"
 
 constexpr int THREADS = 512, WARPS = THREADS / 32, BINS = 2048;
 constexpr u32 FULL = 0xffffffffu, NONE = 0xffffffffu;
 
 struct Shared {
-    u32 low[BINS], high[BINS];  // 64-bit sums of the bins in halves: additions of 32 bits are one instruction
+    u32 low[BINS], high[BINS];  // 64-bit sums of the bins, as halves: an addition of 32 bits is one instruction
     u64 segment[THREADS];
     u64 warp[WARPS];
     u64 before;
@@ -38,8 +38,8 @@ struct Row {
     int vocab;
 };
 
-// f(logit, id) for the ids from `begin` to `end` by SIZE threads, of which this one is `rank`; a thread's ids ascend.
-// BATCH x 16 bytes are on their way at a time: a pass waits for memory, or for nothing.
+// f(logit, id) for the ids from `begin` to `end`, by SIZE threads. `rank` is this thread; its ids ascend.
+// BATCH x 16 bytes are in flight at a time, so that a pass waits only for memory.
 template <int SIZE, int BATCH, class F>
 DEVICE void for_each(Row row, int begin, int end, int rank, F f) {
     const int misplaced = reinterpret_cast<u64>(row.logits + begin) / 4 % 4;
@@ -102,7 +102,7 @@ DEVICE u64 warp_scan(u64 x) {
     return x;
 }
 
-// Sum of this thread's x and those of the threads before it.
+// The sum of this thread's x and those of the threads before it.
 DEVICE u64 block_scan(u64 x) {
     Shared& s = shared();
     x = warp_scan(x);
@@ -117,7 +117,7 @@ DEVICE u64 block_scan(u64 x) {
 
 DEVICE float infinity() { return __uint_as_float(0x7f800000u); }
 
-// Numbered as they are ordered; -0 and 0 are equal.
+// Numbers in the order of the floats. -0 and 0 are equal.
 DEVICE u32 order(float x) {
     const u32 bits = __float_as_uint(x + 0.0f);
     return bits ^ (static_cast<i32>(bits) < 0 ? 0xffffffffu : 0x80000000u);
@@ -125,7 +125,7 @@ DEVICE u32 order(float x) {
 
 DEVICE float unorder(u32 key) { return __uint_as_float(key ^ (key & 0x80000000u ? 0x80000000u : 0xffffffffu)); }
 
-// The greatest wins, of equals the lower id.
+// The greatest wins; of equal logits the lower id wins.
 DEVICE u64 ranked(float x, int id) { return static_cast<u64>(order(x)) << 32 | static_cast<u32>(~id); }
 DEVICE float value_of(u64 rank) { return unorder(static_cast<u32>(rank >> 32)); }
 DEVICE int id_of(u64 rank) { return static_cast<int>(~static_cast<u32>(rank)); }
@@ -134,11 +134,11 @@ DEVICE bool is_usable(float top) { return top < infinity() && top > -infinity();
 struct Peak {
     float top;  // not finite: the row is unusable
     int id;
-    u32 floor;  // at least THREADS tokens are ordered as high (0 if there are not as many)
+    u32 floor;  // at least THREADS tokens are ordered this high (0 if there are fewer tokens)
     u64 bound;  // the weights' total is below this / 2^19
 };
 
-// One pass: the greatest logit, and about how much all weigh, each relative to the greatest so far (online softmax).
+// In one pass: the greatest logit, and the approximate sum of all weights relative to it (online softmax).
 // octaves: 1 / (temperature ln 2)
 DEVICE Peak find_peak(Row row, float octaves) {
     float top = -infinity(), weight = 0.0f;
@@ -168,7 +168,7 @@ struct Weights {
     double scale;  // the weight of the most likely token: a power of two
     float top, octaves;
 
-    // At most 1. What is below 2^-64, far less than the integers' unit, is 2^-64 unless float64 has no number for it.
+    // At most 1. Weights below 2^-64, far less than the integers' unit, become 2^-64, or 0 if float64 cannot hold them.
     DEVICE double relative(float x) const {
         if (x == top) return 1.0;
         const float distance = (top - x) * octaves;
@@ -182,28 +182,28 @@ struct Weights {
 DEVICE float octaves_of(double temperature) { return static_cast<float>(fmin(1.4426950408889634 / temperature, 1e30)); }
 
 DEVICE Weights weights_of(const Peak& peak, double temperature) {
-    const u64 bound = peak.bound + (peak.bound >> 5) + 1;  // float32 sums are closer than that
+    const u64 bound = peak.bound + (peak.bound >> 5) + 1;  // float32 sums are more accurate than that
     const i64 exponent = (__double_as_longlong(static_cast<double>(bound)) >> 52) - 1023 + 1 - 19;
     return {1.0 / temperature, __longlong_as_double((1023 + 62 - exponent) << 52), peak.top, octaves_of(temperature)};
 }
 
 // ---- selection
 
-// The tokens above `least`, and of its equals those up to the id `last`.
+// The tokens above `least`, and those of its equals with ids up to `last`.
 struct Kept {
     u32 least;
     int last;
     DEVICE bool has(u32 key, int id) const { return key > least || (key == least && id <= last); }
 };
 
-// A row's values by id, in segments: thread t's are `own` and what comes `before`.
+// A row's values by id, in segments: `own` is thread t's sum, `before` the sum before it.
 struct Segments {
     u64 before, own, total;
 };
 
 DEVICE int segment_size(int vocab) { return ((vocab + THREADS - 1) / THREADS + 31) & ~31; }
 
-// value(x, id): what a token adds.
+// value(x, id) is a token's value.
 template <class F>
 DEVICE Segments add_up(Row row, F value) {
     Shared& s = shared();
@@ -226,7 +226,7 @@ DEVICE Segments add_up(Row row, F value) {
     return {sums - own, own, s.before};
 }
 
-// The first id at which the values of this and of lower ids add up to more than `target`, which is below their total.
+// The first id at which the values of it and of lower ids add up to more than `target`, which is below their total.
 template <class F>
 DEVICE int find_crossing(Row row, F value, Segments sums, u64 target) {
     Shared& s = shared();
@@ -260,7 +260,7 @@ DEVICE void add_to_bin(u32 bin, u64 x) {
 
 DEVICE u64 of_bin(int bin) { return static_cast<u64>(shared().high[bin]) << 32 | shared().low[bin]; }
 
-// The greatest bin at which it and those above reach `need`, or NONE; `before`: what those above have.
+// The greatest bin at which it and the bins above reach `need`, or NONE. `before` is the sum of the bins above.
 DEVICE u32 find_bin(u64 need, u64& before) {
     constexpr int EACH = BINS / THREADS;
     Shared& s = shared();
@@ -279,7 +279,7 @@ DEVICE u32 find_bin(u64 need, u64& before) {
     return s.found;
 }
 
-// The fewest of the tokens `kept` whose values reach `need`, greater logits first. value(x): equal for equal logits.
+// The fewest of the tokens `kept` whose values reach `need`, greater logits first. Equal logits have equal value(x).
 // Tokens ordered below `floor` are known not to be among them.
 template <class F>
 DEVICE Kept keep_greatest(Row row, Kept kept, u32 floor, u64 need, F value) {
@@ -316,7 +316,7 @@ DEVICE Kept keep_top_k(Row row, const Peak& peak, i64 count) {
     return keep_greatest(row, {0, row.vocab}, floor, count, [](float) -> u64 { return 1; });
 }
 
-// What weighs less than (1 - top_p) / vocab of the total is left out: all of its kind are less than 1 - top_p together.
+// Weights below (1 - top_p) / vocab of the total are left out: all of them together are less than 1 - top_p.
 DEVICE Kept keep_nucleus(Row row, Kept kept, const Weights& weights, double temperature, double top_p) {
     const auto value = [&](float x, int id) -> u64 { return kept.has(order(x), id) ? weights(x) : 0; };
     const double total = static_cast<double>(add_up(row, value).total), least = 0.9 * (1.0 - top_p) * total / row.vocab;
@@ -328,7 +328,7 @@ DEVICE Kept keep_nucleus(Row row, Kept kept, const Weights& weights, double temp
 
 // ---- random numbers
 
-// In [0, 1), of 53 bits: the number `index` of the stream of `seed`. Philox4x32-10: Salmon et al., SC 2011.
+// Number `index` of the stream of `seed`, in [0, 1), with 53 bits. Philox4x32-10: Salmon et al., SC 2011.
 DEVICE double philox_uniform(u64 seed, u64 index) {
     u32 c0 = static_cast<u32>(index), c1 = static_cast<u32>(index >> 32), c2 = 0, c3 = 0;
     u32 k0 = static_cast<u32>(seed), k1 = static_cast<u32>(seed >> 32);
@@ -351,16 +351,16 @@ DEVICE int draw(Row row, const Peak& peak, const Slot& slot, double share) {
         if (!kept.has(order(x), id)) return 0;
         const double weight = weights.relative(x);
         if (weight == 0.0 || weight < slot.min_p) return 0;
-        return max(weights.integer(weight), u64(1));  // what a share of 0 finds
+        return max(weights.integer(weight), u64(1));  // a share of 0 finds this weight
     };
     const Segments sums = add_up(row, value);
     const u64 target = static_cast<u64>(share * static_cast<double>(sums.total));
     return find_crossing(row, value, sums, min(target, sums.total - 1));
 }
 
-// tokens[i] for row i: table[slots[i]] says how (slots null: table[i]; a negative slot: nothing is done). Grid: rows.
-// rows: where row i lies in logits, null = there.
-// share: null = of the slot's own stream. last_token: null = the slots are left alone.
+// tokens[i] is drawn for row i by table[slots[i]], or by table[i] if slots is null. A negative slot is skipped.
+// Grid: rows. rows: the place of row i in logits, null = i.
+// share: null = from the slot's own stream. last_token: null = the slots are not changed.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     sample(const float* logits, i64 stride, int vocab, const i64* rows, Slot* table, const i32* slots,
            const double* share, i64* last_token, i64* tokens) {
@@ -380,7 +380,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 }
 EXPORT(sample)
 
-// Greedy rows alone. Grid (parts of a row, rows); partial: u64 [rows, parts]; counters: zero, [rows].
+// Greedy rows only. Grid (parts of a row, rows); partial: u64 [rows, parts]; counters: zero, [rows].
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     argmax(const float* logits, i64 stride, int vocab, Slot* table, const i32* slots, u64* partial, i32* counters,
            i64* last_token, i64* tokens) {
@@ -406,8 +406,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 }
 EXPORT(argmax)
 
-// Of row rows[j] (at j in logits if they are `gathered`) out[j] gets the logarithm of the sum of all e^logit, the logit
-// of its token, then id and logit of the num_top most likely in any order; nothing if it has failed.
+// out[j] for row rows[j] (at j in logits if they are `gathered`): the logarithm of the sum of all e^logit, the logit of
+// its token, then id and logit of the num_top most likely tokens in any order. Nothing is written for a failed row.
 // Float64 [rows, 2 + 2 max_top]. Grid: rows.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     score(const float* logits, i64 stride, int vocab, int gathered, const i32* rows, const Slot* table,

@@ -1,5 +1,5 @@
-// What a sampler keeps of each sequence on the device: 16 words of 8 bytes, written by the host when a sequence takes
-// the slot (kernels/cuda/sampling.py lists the same words). From then on kernels count in it; the host may run ahead.
+// A sampler's state of each sequence on the device: 16 words of 8 bytes. The host writes them when a sequence takes
+// the slot (kernels/cuda/sampling.py lists the same words). From then on kernels update it; the host may run ahead.
 #pragma once
 #include "ptx.cuh"
 
@@ -10,12 +10,12 @@ struct Slot {
     u64 seed;
     i64 num_outputs;  // tokens generated so far
     i64 min_tokens;
-    const i32* held;  // ids that are not to be sampled before that
+    const i32* held;  // ids that are suppressed before that
     i64 num_held;
     const i32* bias_ids;  // all different
     const float* bias;
     i64 num_bias;
-    i32* seen;  // [vocab], null without penalties: 0 = not in the context, else 1 + how often it was generated
+    i32* seen;  // [vocab], null without penalties: 0 = not in the context, else 1 + the times it was generated
     double presence;
     float repetition, frequency;
     i64 num_top;  // most likely tokens to report
@@ -24,7 +24,7 @@ static_assert(sizeof(Slot) == 128, "");
 
 constexpr i64 FAILED_TOKEN = -2;
 
-// A token was sampled: `last_token` is what the next step computes, so a row that failed gives it an id that exists.
+// A token was sampled. The next step computes `last_token`, so a row that failed gets an id that exists.
 DEVICE void commit(Slot* table, i32 slot, i64 token, i64* last_token) {
     last_token[slot] = token < 0 ? 0 : token;
     if (token < 0) return;

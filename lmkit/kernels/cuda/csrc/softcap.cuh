@@ -1,7 +1,7 @@
 // A soft cap of attention's scores (Gemma 2, arXiv 2408.00118): x becomes c tanh(x / c). SOFTCAP 0 compiles none of it.
 //
-// tanh(y) = 1 - 2 / (1 + e^(2 y)) errs by some 2^-22 absolutely, so a capped score errs by c 2^-22: what counts, since a
-// weight is e to the score.
+// tanh(y) = 1 - 2 / (1 + e^(2 y)) has an absolute error of some 2^-22, so a capped score has an error of c 2^-22. The
+// absolute error counts, since a weight is e to the score.
 #pragma once
 #include "ptx.cuh"
 

@@ -1,5 +1,5 @@
-// Tokens that the host did not know when it launched a step: an id below 0 stands for what was sampled last in slot
-// -1 - id, or, where nothing could be sampled, for token 0. A thread has one token.
+// Replaces tokens that the host did not know when it launched a step. An id below 0 stands for the token sampled last
+// in slot -1 - id, or for token 0 if none could be sampled. A thread has one token.
 #include "ptx.cuh"
 
 extern "C" __global__ void __launch_bounds__(256) known_tokens(i64* token_ids, const i64* last_token, int tokens) {

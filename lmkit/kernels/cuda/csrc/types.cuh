@@ -1,4 +1,4 @@
-// Integers by their bits: NVRTC has no <cstdint>.
+// Integer types by their number of bits: NVRTC has no <cstdint>.
 #pragma once
 
 using u8 = unsigned char;
