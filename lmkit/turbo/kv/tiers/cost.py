@@ -2,8 +2,8 @@
 
 A job of blocks takes   latency + sum over tiers of blocks * seconds per block.
 
-All blocks of a model have one size, so one number per tier covers both opening a file and moving its bytes. Averages are
-exponential, in blocks: a page cache that went cold shows after a few blocks.
+All blocks of a model have one size, so one number per tier covers both opening a file and moving its bytes. Averages
+are exponential, in blocks: a page cache that went cold shows after a few blocks.
 """
 
 from __future__ import annotations

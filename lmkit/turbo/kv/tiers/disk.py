@@ -1,7 +1,7 @@
 """Blocks on disk: one file for each block. The least recently used are evicted first. Blocks survive a restart.
 
-A file gets its name when it is whole, so a killed process leaves no partial file. A loss of power may leave one, and the
-checksum finds it. A file with any fault is a miss and is removed: the KV is computed again.
+A file gets its name when it is whole, so a killed process leaves no partial file. A loss of power may leave one, and
+the checksum finds it. A file with any fault is a miss and is removed: the KV is computed again.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from lmkit.errors import ConfigError
 
 
 def use_chain(index: OrderedDict[bytes, Any], keys: Sequence[bytes]) -> None:
-    """Mark the blocks of a chain as used. The first block is evicted last, because the others are not found without it."""
+    """Mark the blocks of a chain as used. The first is evicted last, because the others are not found without it."""
     for key in reversed(keys):
         if key in index:
             index.move_to_end(key)

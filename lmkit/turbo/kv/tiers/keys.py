@@ -4,8 +4,8 @@
     key_0 = sha256(root + tokens of block 0)
     key_i = sha256(key_{i-1} + tokens of block i)          tokens as little-endian int32
 
-If the layers form several groups (models.kv_layout), a block holds one group. The last two bytes of its key are then the
-group's number.
+If the layers form several groups (models.kv_layout), a block holds one group. The last two bytes of its key are then
+the group's number.
 
 Equal keys mean equal KV. Without a tenant's salt nobody can name, find or time its blocks.
 """

@@ -10,8 +10,8 @@
         60      4  CRC-32 of bytes 0 .. 60 and the KV
 
 Numbers are little-endian. A block in memory keeps only the checksum: the header follows from its key and size. The
-checksum is zlib's CRC-32, the fastest check of the standard library that lets other threads run meanwhile. It finds torn
-and decayed blocks. It does not stop forged blocks: for that, only this user may write to the folder.
+checksum is zlib's CRC-32, the fastest check of the standard library that lets other threads run meanwhile. It finds
+torn and decayed blocks. It does not stop forged blocks: for that, only this user may write to the folder.
 """
 
 from __future__ import annotations
