@@ -81,7 +81,7 @@ class OutputProcessor:
         self.finished = False
 
     def process(self, step: StepOutput) -> RequestOutput:
-        """Return the output of one step. A step that arrives after the last one was already sent and adds nothing."""
+        """Return the output of one step. A step after the last one was already on its way; it adds nothing."""
         texts: list[str] = []
         logprobs: list[TextLogprobs] = []
         first_token = self._num_tokens
