@@ -113,8 +113,8 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 def kv_identity(model: ResolvedModel, config: EngineConfig) -> bytes:
     """Return the sha256 of everything besides the tokens that decides the content of a block.
 
-    This is the checkpoint, how and with what versions it is computed, and how KV is stored. A block made under another
-    identity is never found.
+    It covers the checkpoint, the computation and its software versions, and the storage of KV. A block made under
+    another identity is never found.
     """
     storage = [asdict(storage) for storage in model.storages]
     versions = __version__, torch.__version__, numba.__version__, sources_digest(SOURCES)

@@ -99,7 +99,7 @@ class KVManager:
         return self._tiers.stats() if self._tiers is not None else {}
 
     def namespace(self, seq: Sequence) -> Namespace:
-        """The namespace of the sequence's blocks: what decides their content besides tokens, and who may see them."""
+        """The namespace of the sequence's blocks. It decides their content besides the tokens, and who may see them."""
         salt, limit = seq.request.cache_salt, self.limits.dynamic_length
         if limit and seq.num_prompt_tokens > limit:
             salt += f"\0RoPE of {seq.num_prompt_tokens} tokens"

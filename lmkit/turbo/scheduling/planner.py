@@ -1,6 +1,4 @@
-"""Writes the plan of a step: the tokens that each sequence computes, admissions and preemptions. See scheduler.py for
-the rules.
-"""
+"""Writes the plan of a step: each sequence's tokens, admissions and preemptions. See scheduler.py for the rules."""
 
 from __future__ import annotations
 
@@ -93,7 +91,7 @@ class Planner:
 
     def _add_waiting(self, step: Step, before: Sequence | None = None) -> None:
         """Admit sequences from the queue while there is room; if `before` is given, only those that may preempt it."""
-        while step.budget and self.waiting and not step.victims:  # after a preemption it could undo it at once
+        while step.budget and self.waiting and not step.victims:  # an admission could undo a preemption at once
             if before is not None and not policy.may_preempt(self.waiting[0], before):
                 return
             if not self._enter_next(step, before):

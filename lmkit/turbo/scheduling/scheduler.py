@@ -112,7 +112,7 @@ class Scheduler:
             heapq.heappush(self._deadlines, (seq.deadline, seq.arrival, seq))
 
     def _drop_old_deadlines(self) -> None:
-        """Drop the deadlines of sequences that have ended, if there are many deadlines."""
+        """Drop the deadlines of sequences that ended long before them, once there are many deadlines."""
         if len(self._deadlines) > 2 * (len(self._slots.running) + len(self._waiting)) + 64:
             self._deadlines = [entry for entry in self._deadlines if entry[2].status is not Status.FINISHED]
             heapq.heapify(self._deadlines)

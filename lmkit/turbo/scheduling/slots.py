@@ -8,9 +8,7 @@ from lmkit.turbo.sequence import Sequence, Status
 
 
 class BatchSlots:
-    """A sequence keeps its slot while it runs or loads. After it has ended it keeps the slot until its last step has
-    completed.
-    """
+    """A sequence keeps its slot while it runs or loads. An ended one keeps it until its last step has completed."""
 
     def __init__(self, num_slots: int) -> None:
         self.running: dict[str, Sequence] = {}  # by request; includes sequences that load

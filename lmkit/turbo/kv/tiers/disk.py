@@ -25,7 +25,8 @@ from lmkit.turbo.kv.tiers.host import use_chain
 
 log = get_logger(__name__)
 
-# How far a file's time of modification may lag behind its last use. The next start takes it as the last use.
+# How far a file's time of modification may lag behind its last use. The next start takes the
+# time of modification as the last use.
 REFRESH_SECONDS = 600
 
 

@@ -48,9 +48,7 @@ def read(path: str, head: bytearray, out: memoryview) -> None:
 def write(folder: str, key: bytes, head: bytes, data: memoryview) -> None:
     """Make the block's file, whole or not at all. It does not wait for the disk, so a loss of power may tear it."""
     path = file_of(folder, key)
-    partial = (
-        f"{os.path.dirname(path)}/{PARTIAL}"  # in this folder: ext4 makes inodes faster in many folders than in one
-    )
+    partial = f"{os.path.dirname(path)}/{PARTIAL}"  # ext4 makes inodes faster in many folders than in one
     fd = _create(partial)
     try:
         try:

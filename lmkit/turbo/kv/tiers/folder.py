@@ -25,7 +25,7 @@ from lmkit.turbo.kv.tiers import files
 from lmkit.turbo.kv.tiers.files import Stored
 
 NAME = re.compile("[0-9a-f]{16}")
-WAIT_SECONDS = 2.0  # wait so long for an engine that is just ending
+WAIT_SECONDS = 2.0  # time to wait for an engine that is just ending
 
 
 def claim(path: Path, name: str) -> tuple[str, int]:

@@ -152,7 +152,7 @@ class TierStore:
     def save(self, saves: Sequence[Save]) -> None:
         """Copy the blocks' bytes and queue them to be saved. The blocks may change once this returns.
 
-        Blocks that exceed the backlog are dropped. These are the last ones, because a chain starts with the first.
+        Blocks that exceed the backlog are dropped. These are the last ones, because a chain needs its first blocks.
         """
         for save in saves:
             if self._is_kept(save.key):
