@@ -65,8 +65,7 @@ class RadixCache:
     ) -> None:
         """window: a token at position p sees keys > p - window and the first `sinks` keys; all keys before it if 0.
 
-        stripe: the number of pool blocks that make one block of this cache. ledger: shared with other caches over the
-        pool.
+        stripe: pool blocks that make one block of this cache. ledger: shared with other caches over the pool.
         """
         self.stripe = stripe
         self.num_evicted = 0
@@ -76,8 +75,7 @@ class RadixCache:
         self._block_size = block_size
         self._window = window
         self._view = WindowView(window, -(-sinks // block_size) if window else 0, block_size)
-        # A use marks whole nodes. Blocks that a window has passed must not stay as recent as those it sees, so with a
-        # window nodes are short.
+        # A use marks a whole node. Nodes are short, so that blocks behind a window do not stay as recent as its own.
         self._max_run = window // block_size + 1 if window else sys.maxsize
         self._tree = RadixTree(block_size)
         self._partial: dict[int, Node] = {}  # by block
@@ -112,11 +110,9 @@ class RadixCache:
         """Remember that the KV of `tokens` (int32 [n]) lies in `blocks`, which the caller holds.
 
         The last block may be partly filled. Blocks that a sliding window has passed may be HOLE. Blocks behind the last
-        token are ignored.
-
-        Returns the cache's block for each full block: the given block if it is new, another block if the cache already
-        had these tokens, HOLE if the cache keeps none. A caller that goes on must take a reference to each block that
-        is not its own.
+        token are ignored. Returns the cache's block for each full block: the given block if it is new, another block if
+        the cache already had these tokens, HOLE if the cache keeps none. A caller that goes on must take a reference to
+        each block that is not its own.
         """
         self._ledger.now += 1
         size = self._block_size
