@@ -20,7 +20,7 @@ from lmkit.errors import CheckpointError, ConfigError
 
 PRESETS = Path(__file__).parents[2] / "data" / "calibration" / "presets.yaml"
 SUFFIXES = (".txt", ".jsonl", ".parquet")
-HUB_DOCUMENTS = 4096  # at most, of a dataset of the hub (its beginning) or of a saved one (evenly spaced)
+HUB_DOCUMENTS = 4096  # limit for a dataset of the hub (its beginning) and for a saved one (evenly spaced)
 HUB_NAME = re.compile(r"hub:(?P<path>[^/@]+/[^/@]+)(?:/(?P<name>[^@]+))?(?:@(?P<split>.+))?")
 
 Messages = list[dict[str, Any]]
@@ -28,7 +28,7 @@ Document = str | Messages
 
 
 class Preset(StrictStruct, frozen=True):
-    """Where a named data set lies, a file beside presets.yaml or a dataset of the hub, and which columns to read."""
+    """A named data set: a file beside presets.yaml or a dataset of the hub, and the columns to read."""
 
     file: str | None = None
     sha256: str | None = None  # of `file`
@@ -39,7 +39,7 @@ class Preset(StrictStruct, frozen=True):
     revision: str | None = None
     split: str = "train"
     text: str = "text"
-    chat: tuple[str, str] | None = None  # columns of a question and its answer, in place of `text` and `messages`
+    chat: tuple[str, str] | None = None  # the columns of question and answer, in place of `text` and `messages`
 
 
 def documents(source: str) -> Iterator[Document]:
@@ -172,7 +172,7 @@ def _is_message(value: object) -> bool:
 
 
 def _saved_documents(folder: Path) -> Iterator[Document]:
-    """Of a folder that `save_to_disk` of the `datasets` library wrote."""
+    """Documents of a folder that `save_to_disk` of the `datasets` library wrote."""
     import datasets
     import pyarrow
 
