@@ -1,4 +1,4 @@
-"""The share of the machine that others used during a measurement: other processes, and time that the hypervisor took."""
+"""The share of the machine that others used during a measurement: other processes, and time taken by the hypervisor."""
 
 from __future__ import annotations
 
