@@ -84,7 +84,7 @@ class Bench:
             self._fail(kind.name, error)
 
     def run(self, points: list[Point]) -> None:
-        """Point by point, round by round, engine by engine."""
+        """Measure point by point, round by round, engine by engine."""
         for point in points:
             for number in range(1, self.rounds + 1):
                 for name in list(self.peers):
@@ -104,7 +104,7 @@ class Bench:
         return not enough and (not done or self.samples.seconds(name, point.name) < POINT_SECONDS)
 
     def _measure(self, name: str, point: Point) -> None:
-        """One clean measurement, or as many disturbed ones as are allowed."""
+        """Measure until there is one clean sample, or as many disturbed ones as are allowed."""
         try:
             for _ in range(1 + REPEATS):
                 sample = self._sample(self.peers[name], name, point)

@@ -49,7 +49,7 @@ CACHE_BYTES = 96 << 20  # buffers that are used in turn and exceed this are read
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to multiply, with several copies of the weight so that none is in the cache."""
+    """One way to multiply. It has several copies of the weight, so that none is in the cache."""
 
     name: str
     run: Callable[[Tensor, Any], Any]
@@ -151,7 +151,7 @@ def _copies(blocks: int, heads: int, block: int, dim: int, storage: KVDtype) -> 
 
 
 def bench_attention(peaks: Ceilings, *, quick: bool) -> list[dict[str, Any]]:
-    """8 KV heads of 128, 4 query heads each: decode, and a chunk of 512 new tokens."""
+    """Measure decoding and a chunk of 512 new tokens, with 8 KV heads of 128 and 4 query heads each."""
     heads, group, dim, block = 8, 4, 128, 32
     impl = ops.paged_attention.select("cpu", num_heads=heads * group, num_kv_heads=heads, head_dim=dim)
     rows, table = [], Table(title="paged attention, 8 KV heads of 128, 4 queries each; the % is of the roofline")

@@ -32,7 +32,7 @@ MIB = 1 << 20
 
 @dataclass
 class Start:
-    """Seconds since the process was started, and bytes."""
+    """One start of the server: seconds since the start of its process, and bytes of the engine process."""
 
     ready: float
     first_token: float
@@ -42,7 +42,7 @@ class Start:
 
 
 def measure(model: Path, *options: str) -> Start:
-    """Start a server, ask it for one token, stop it."""
+    """Start a server, ask it for one token, and stop it."""
     begin = time.perf_counter()
     command = [sys.executable, "-m", "lmkit", "serve", str(model), "--port", "0", "--log-level", "WARNING", *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

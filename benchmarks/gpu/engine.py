@@ -1,4 +1,4 @@
-"""Section "engine": whole models of random weights, from requests to tokens; section "transformers": the same there.
+"""Section "engine": whole models of random weights, from requests to tokens. Section "transformers" is its counterpart.
 
 Timing of decoding starts when every sequence has its first token. The rate is output tokens per second of wall time.
 """

@@ -9,7 +9,7 @@ from benchmarks.gpu.timing import seconds_of
 from lmkit.errors import LMKitError
 from lmkit.kernels.cuda import module
 
-NODES = 200  # of the graph whose launch is timed
+NODES = 200  # of the graph that is timed
 
 
 def run(context: Context) -> None:

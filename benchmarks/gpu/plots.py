@@ -1,4 +1,4 @@
-"""Pictures of the rows: share of bandwidth over the number of tokens, of attention, and of whole models."""
+"""Pictures of the rows: share of bandwidth of products over the number of tokens, of attention and of whole models."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class TraceRunner:
         return [Sampled(self._tokens(chunk)) for chunk in plan.chunks]
 
     def step_seconds(self, plan: StepPlan) -> float:
-        """Each token costs as much as a hundredth of reading the weights."""
+        """Seconds of a step. A token costs a hundredth of the time to read the weights."""
         return STEP_SECONDS * (1 + sum(chunk.num_tokens for chunk in plan.chunks) / 100)
 
     def clock(self) -> float:

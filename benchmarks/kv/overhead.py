@@ -103,7 +103,7 @@ def run_round(client: Client, generator: random.Random) -> float:
 
 
 def lookups(setting: Setting) -> list[Row]:
-    """A lookup of a 200k-token history within a millisecond."""
+    """The case "lookup of a 200k-token history within a millisecond"."""
     match, admission = match_seconds(HISTORY), admission_seconds(HISTORY)
     facts = {"us_match": 1e6 * match, "us_admission": 1e6 * admission}
     return [Row("lookup of a 200k-token history within 1 ms", MOST_LOOKUP / match, 1.0, facts)]

@@ -54,7 +54,7 @@ def make_trace(mix: Mix, seed: int = 0) -> list[Item]:
     for index in range(mix.templates):
         shared = templates[-1][: len(templates[-1]) // 2] if index % 2 else np.zeros(0, np.int32)
         templates.append(np.concatenate([shared, make.text(1500 - len(shared))]))
-    # (time, unique id, item but its `after`, id of the item before)
+    # (time, unique id, item without its `after`, id of the item before)
     timed: list[tuple[float, int, Tokens, Tokens, int | None]] = []
 
     def add(time: float, prompt: Tokens, answer: Tokens, after: int | None = None) -> int:
@@ -99,7 +99,8 @@ class InfiniteCache:
 def ideal_hits(trace: list[Item]) -> list[int]:
     """Prompt tokens of each item whose KV is known if all items before it are answered and nothing is ever evicted.
 
-    The last prompt token is always computed, for the logits of the next one; an answer's last token never is.
+    The last prompt token is always computed, for the logits of the next token. An answer's last token is never
+    computed.
     """
     cache, hits = InfiniteCache(), list[int]()
     for item in trace:

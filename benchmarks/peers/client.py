@@ -1,4 +1,4 @@
-"""The measuring side of the protocol: engines as processes that are stopped while another one computes."""
+"""The measuring side of the protocol. Engines are processes, and they are stopped while another engine computes."""
 
 from __future__ import annotations
 

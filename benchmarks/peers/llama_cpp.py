@@ -81,7 +81,7 @@ class LlamaCpp:
             raise RuntimeError(f"llama.cpp cannot make a context for {batch} sequences")
 
     def _decode(self, entries: list[tuple[int, int, int, bool]]) -> None:
-        """Run (token, position, sequence, whether its logits are wanted)."""
+        """Run entries (token, position, sequence, whether its logits are wanted)."""
         batch = ll.llama_batch_init(len(entries), 0, 1)
         batch.n_tokens = len(entries)
         for i, (token, position, sequence, wanted) in enumerate(entries):

@@ -19,7 +19,7 @@ from lmkit.models.spec import ModelSpec
 from lmkit.qtensor import QuantScheme
 from lmkit.quant.recipe import Recipe
 
-MEASURED_ROWS, MEASURED_LEN = 8, 128  # of the calibration data, on which KL is measured
+MEASURED_ROWS, MEASURED_LEN = 8, 128  # KL is measured on so many rows of the calibration data, of so many tokens
 RESOLUTION = 1 << 16  # the spare bits are counted in this many units, if their costs have no larger common divisor
 SCALE_BITS = 16
 EXPERTS = "mlp.experts."
@@ -72,7 +72,7 @@ def candidates(recipe: Recipe) -> tuple[QuantScheme, ...]:
 
 
 def make_bit_budget(spec: ModelSpec, recipe: Recipe, dense: dict[str, str]) -> BitBudget:
-    """`dense`: the modules that stay dense in any case."""
+    """The groups and their choices for a model. `dense`: the modules that stay dense in any case."""
     groups, fixed_bits = [], 0
     for index, layer in enumerate(spec.layers):
         fused = {role: group[0] for group in layer.fused for role in group}
@@ -110,7 +110,7 @@ def stored_bits(spec: ModelSpec, recipe: Recipe, shape: Shape, scheme: QuantSche
 
 
 def check_reachable(spec: ModelSpec, recipe: Recipe, dense: dict[str, str]) -> None:
-    """Raise ConfigError for a budget below what is possible, or one that leaves every linear dense."""
+    """Raise ConfigError for a budget below the lowest possible one, or for one that leaves every linear dense."""
     if recipe.bits is None:
         return
     budget = make_bit_budget(spec, recipe, dense)
@@ -150,7 +150,7 @@ def choose(budget: BitBudget, losses: list[list[float]], bits: float) -> list[in
 
 
 def name_of(scheme: QuantScheme | None) -> str:
-    """`int4 g128`, `int8 channel`, `float8 block`, `dense`."""
+    """The name of a scheme: `int4 g128`, `int8 channel`, `float8 block`, `dense`."""
     if scheme is None:
         return "dense"
     wide = {(1, -1): "channel", (-1, -1): "tensor", (128, 128): "block"}

@@ -1,4 +1,4 @@
-"""Checkpoints for tests, made without the code under test."""
+"""Checkpoints for tests. They are made without the code under test."""
 
 from __future__ import annotations
 

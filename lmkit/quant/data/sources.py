@@ -43,7 +43,7 @@ class Preset(StrictStruct, frozen=True):
 
 
 def documents(source: str) -> Iterator[Document]:
-    """The documents of one source. Raises ConfigError or CheckpointError naming the file and the row."""
+    """The documents of one source. Raises ConfigError or CheckpointError; the error names the file and the row."""
     presets, path = load_presets(), Path(source)
     if source in presets:
         yield from _preset_documents(source, presets[source])
@@ -87,7 +87,8 @@ def _preset_documents(name: str, preset: Preset) -> Iterator[Document]:
 
 
 def read_documents(file: Path) -> Iterator[Document]:
-    """Texts and conversations of one file. Raises ConfigError/CheckpointError naming the file and the row."""
+    """Texts and conversations of one file. Raises ConfigError or CheckpointError; the error names the file and the
+    row."""
     readers = {".txt": _read_txt, ".jsonl": _read_jsonl, ".parquet": _read_parquet}
     if file.suffix not in readers:
         raise ConfigError(f"calibration data {file}: expected one of {', '.join(SUFFIXES)}")

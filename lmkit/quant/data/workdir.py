@@ -124,7 +124,7 @@ class WorkFolder:
         return folder
 
     def publish(self) -> None:
-        """Move the result to its place, whole, and remove the rest."""
+        """Move the whole result to its place and remove the rest."""
         write_file(self.path / COMPLETE, b"")
         put_in_place(self.path / CHECKPOINT, self.target)
         shutil.rmtree(self.path, ignore_errors=True)
@@ -176,7 +176,7 @@ def open_work(output: str | Path, identity: dict[str, Any], *, restart: bool = F
 
 
 def _claim(work: WorkFolder) -> int:
-    """Make the folder and lock it: the lock's descriptor. A lock lives as long as its process."""
+    """Make the folder and lock it. Returns the lock's descriptor. A lock lives as long as its process."""
     try:
         work.path.parent.mkdir(parents=True, exist_ok=True)
         if (work.path / COMPLETE).exists() and not (work.path / CHECKPOINT).exists():

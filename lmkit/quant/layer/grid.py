@@ -1,4 +1,4 @@
-"""Rounding to the nearest point of a grid whose ends may be narrowed."""
+"""Rounding to the nearest point of a grid. The ends of the grid may be narrowed."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ SCORES = ("attn.q", "attn.k")  # only products of their outputs count, and this 
 
 
 class AwqClip(Step, frozen=True, tag="awq_clip"):
-    """Narrow the range of each group where that lowers the output error."""
+    """Narrow the range of each group where this lowers the output error."""
 
     stage: ClassVar = Stage.CLIP
 

@@ -75,7 +75,7 @@ def scale_layer(calibrated: CalibratedLayer, step: AwqScale) -> list[ScaleSearch
 def pair_candidates(
     calibrated: CalibratedLayer, source: str, consumers: tuple[str, ...], step: AwqScale
 ) -> list[Candidate]:
-    """Candidates for one pair, adjusted so that a norm divided by s is stored without rounding."""
+    """The candidates for one pair. They are adjusted so that a norm divided by s is stored without rounding."""
     spec = calibrated.layer.spec
     weights = [calibrated.weight(role) for role in consumers if role in calibrated.schemes]
     x_mean = reduce(calibrated.input(consumers[0]).abs_mean, source, spec)

@@ -24,7 +24,7 @@ ROUNDING = 300  # multiplications that cost about as much as rounding one weight
 
 
 class Stage(IntEnum):
-    """Stages come in this order. Steps of one stage exclude each other, and a recipe has one ROUNDER."""
+    """The stages of a recipe, in order. Steps of one stage exclude each other, and a recipe has one ROUNDER."""
 
     TRANSFORM = 0
     CLIP = 1
@@ -99,7 +99,7 @@ class Step(StrictStruct, frozen=True, tag_field="step"):
         return None
 
     def with_sample(self, tokens: int) -> Self:
-        """The step on a sample of `tokens` tokens. A step without a wish for a sample size stays as it is."""
+        """The step with a sample of `tokens` tokens. A step without a sample size of its own is returned unchanged."""
         return self
 
     def refuses(self, scheme: QuantScheme, activations: Activations) -> str | None:

@@ -163,7 +163,8 @@ def _split(q: QTensor, sizes: list[int]) -> list[QTensor]:
 
 @dataclass(frozen=True)
 class Factor:
-    """`upper` float32 [in, in] with upper^T upper = (H + damping * mean(diag H))^-1, columns in `order` int64 [in]."""
+    """`upper` float32 [in, in] with upper^T upper = (H + damping * mean(diag H))^-1. The columns are in `order`,
+    int64 [in]."""
 
     upper: Tensor
     order: Tensor
@@ -194,8 +195,11 @@ def factorize(hessian: Tensor, order: Tensor, damping: float) -> Factor | None:
 
 
 def column_order(hessian: Tensor, kind: str, group_size: int) -> Tensor:
-    """int64 [in]: columns with the largest inputs first ("activation"), the same within groups that stay together
-    ("gar"), or as they stand ("natural")."""
+    """The order of the columns, int64 [in].
+
+    "activation": columns with the largest inputs first. "gar": the same within groups that stay together. "natural":
+    as they stand.
+    """
     diagonal = hessian.diagonal()
     if kind == "natural":
         return torch.arange(len(diagonal))

@@ -71,7 +71,8 @@ def smooth_layer(calibrated: CalibratedLayer, step: SmoothQuant, activations: Ac
 def pair_candidates(
     calibrated: CalibratedLayer, source: str, consumers: tuple[str, ...], step: SmoothQuant
 ) -> list[Candidate]:
-    """Identity, then one candidate for each alpha, adjusted so that a norm divided by s is stored without rounding."""
+    """Identity, then one candidate for each alpha. They are adjusted so that a norm divided by s is stored without
+    rounding."""
     spec = calibrated.layer.spec
     x_max = _shared(calibrated.input(consumers[0]).abs_max, source, spec)
     w_max = torch.stack([calibrated.weight(role).abs().amax(0) for role in consumers]).amax(0)
