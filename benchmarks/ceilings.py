@@ -1,9 +1,9 @@
-"""What this machine can do at best, measured: bytes read per second, integer dot products, float32 multiply-adds.
+"""The measured peak rates of this machine: bytes read per second, integer dot products, float32 multiply-adds.
 
     python -m benchmarks.ceilings [--json FILE]
 
-The arithmetic loops use registers alone. A dot product's ceiling is the best of several shapes of independent sums: one
-shape alone may be too short for an instruction's latency, or need more registers than there are.
+The arithmetic loops use registers alone. A dot product's ceiling is the best of several shapes of independent sums. A
+single shape may be too short for an instruction's latency, or need more registers than there are.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lmkit.kernels.cpu.emit import F32, I32, I64, Emitter, Value, constant
 from lmkit.kernels.cpu.intrinsics import pointer, unpack
 from lmkit.kernels.cpu.jit import Task
 
-# Dot products of (rows, weight vectors): one shape hides the instruction's latency, another one fits 16 registers.
+# Dot products of (rows, weight vectors). One shape hides the instruction's latency, another one fits 16 registers.
 SHAPES = ((4, 2), (4, 3), (6, 2), (8, 1))
 FLOAT_SUMS, FLOAT_STEPS = 12, 8
 Kind = Literal["int4", "int8", "float"]  # of multiply-adds
@@ -38,7 +38,7 @@ Kind = Literal["int4", "int8", "float"]  # of multiply-adds
 
 @dataclass(frozen=True)
 class Ceilings:
-    """A multiply-add counts as two operations."""
+    """Peak rates. A multiply-add counts as two operations."""
 
     bytes_per_s: float
     int4_ops: float  # 4-bit codes with int8 activations, int32 sums
@@ -46,7 +46,7 @@ class Ceilings:
     float_ops: float
 
     def roofline(self, num_bytes: float, num_ops: float, kind: Kind) -> float:
-        """Seconds that a call takes at best."""
+        """The least seconds that a call can take."""
         return max(num_bytes / self.bytes_per_s, num_ops / float(getattr(self, f"{kind}_ops")))
 
     def describe(self) -> str:
@@ -57,7 +57,7 @@ class Ceilings:
 
 
 def _loop(e: Emitter, count: Value, num_sums: int, kind: Any, step: Callable[[list[Value]], None]) -> None:
-    """`count` times: `step` replaces the values of the sums."""
+    """A loop of `count` iterations. In each, `step` replaces the values of the sums."""
     b, variables = e.builder, e.variables(1, num_sums, kind)[0]
     for variable in variables:
         b.store(constant(kind, 0), variable)
@@ -69,7 +69,8 @@ def _loop(e: Emitter, count: Value, num_sums: int, kind: Any, step: Callable[[li
 
 
 def _int_peak(bits: int, count: Any, shape: Any) -> Any:
-    """`count` blocks of the dot product of SHAPES[shape], each with other operands: nothing is computed only once."""
+    """`count` blocks of the dot product of SHAPES[shape]. Each block has other operands, so that the compiler cannot
+    compute anything only once."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         e = Emitter(builder, isa.host().lanes)
@@ -103,7 +104,7 @@ def _dot_loop(e: Emitter, count: Value, bits: int, rows: int, vectors: int) -> N
         for variable, value in zip(totals + weights + activations, computed + ws + xs, strict=True):
             b.store(value, variable)
     for variable in totals:
-        e.opaque(b.load(variable))  # the sums are wanted
+        e.opaque(b.load(variable))  # marks the sums as used
 
 
 @intrinsic
@@ -162,7 +163,7 @@ INT4_BLOCKS, INT8_BLOCKS, FLOAT_BLOCKS, READ = (Task(f) for f in (_int4_blocks, 
 
 
 def measure_ceilings(seconds: float = 5) -> Ceilings:
-    """On all the threads that the kernels use."""
+    """Measure the peak rates on all threads that the kernels use."""
     lanes, count, pieces = isa.host().lanes, 10_000, 8 * threads.num_threads()
     buffer, sums = torch.ones(512 << 20, dtype=torch.uint8), torch.zeros(pieces, dtype=torch.int64)
     length = buffer.nbytes // 8 // pieces
@@ -173,7 +174,7 @@ def measure_ceilings(seconds: float = 5) -> Ceilings:
     for number, shape in enumerate(SHAPES):
         functions["int4", shape] = partial(threads.run, INT4_BLOCKS, pieces, (count, number))
         functions["int8", shape] = partial(threads.run, INT8_BLOCKS, pieces, (count, number))
-    # A ceiling is the best ever seen, not the usual.
+    # A ceiling is the best value ever measured, not the usual one.
     best, _ = undisturbed(lambda: interleaved(functions, seconds=seconds, pick=min))
     dots = pieces * count * 2 * BLOCK * lanes
     return Ceilings(

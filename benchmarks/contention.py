@@ -1,4 +1,4 @@
-"""How much of the machine others used while something was measured: their processes, and what the hypervisor took."""
+"""The share of the machine that others used during a measurement: other processes, and time taken by the hypervisor."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Self, TypeVar
 
 import psutil
 
-OTHERS_LIMIT = 0.04  # of the cores; a measurement with more is dropped
+OTHERS_LIMIT = 0.04  # of the cores; a measurement with a larger share is dropped
 REPEATS = 3  # of a disturbed measurement
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Seconds, all counted from a fixed moment: the clock, and CPU time summed over the cores."""
+    """The clock, and CPU time summed over the cores. All are seconds from a fixed moment."""
 
     clock: float
     busy: float  # of every process
     steal: float  # the hypervisor gave a core to another guest
-    own: float  # of the processes that are measured
+    own: float  # of the measured processes
 
     @classmethod
     def take(cls, processes: list[psutil.Process]) -> Self:
-        """Read the counters; `processes` are counted with their children."""
+        """Read the counters. `processes` are counted with their children."""
         times = psutil.cpu_times()
         busy = sum(getattr(times, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq"))
         return cls(time.perf_counter(), busy, getattr(times, "steal", 0.0), sum(map(_cpu_seconds, processes)))
@@ -33,16 +33,18 @@ class Reading:
     def others_until(self, later: Reading, cores: int) -> float:
         """Share of `cores` cores, 0 to 1, that went to others between two readings.
 
-        A kernel may count time stolen from a process as the process's own, so that `own` grows more than `busy`: that
-        difference must not hide what was stolen.
+        A kernel may count time stolen from a process as the process's own, so that `own` grows more than `busy`. This
+        difference must not hide the stolen time.
         """
         others = max(0.0, (later.busy - self.busy) - (later.own - self.own)) + (later.steal - self.steal)
         return others / (cores * (later.clock - self.clock))
 
 
 def undisturbed(measure: Callable[[], T]) -> tuple[T, float]:
-    """(result, others' share) of a measurement in this process, taken anew up to REPEATS times while others use more
-    than OTHERS_LIMIT; if they always do, the one with the least of them.
+    """(result, others' share) of a measurement in this process.
+
+    The measurement is repeated up to REPEATS times while others use more than OTHERS_LIMIT. If they always do, the
+    measurement with the smallest share of others is returned.
     """
     processes, taken = [psutil.Process()], []
     for _ in range(1 + REPEATS):

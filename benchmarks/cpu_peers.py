@@ -4,8 +4,8 @@
                                    [--workdir DIR] [--peer NAME=PYTHON ...] [--size 1b|tiny] [--fresh]
 
 Each engine loads once, in a process of its own, in the Python that has it installed. At every point the engines take
-turns; the ones that wait are stopped. A measurement during which others used the cores is dropped and repeated. What
-is measured is kept in the work folder: the same command takes an interrupted run up again.
+turns; the waiting engines are stopped. A measurement is dropped and repeated if others used the cores meanwhile. The
+measurements are kept in the work folder, and the same command resumes an interrupted run.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from lmkit.kernels.cpu import threads as kernel_threads
 MAX_BATCH, MAX_CONTEXT = 64, 768  # a context of 256 at most while decoding
 DECODE_ROOM = 192  # tokens of an answer before its prompt is run again
 DECODE_SECONDS = 3.0  # of one measurement; slow engines do fewer steps
-POINT_SECONDS = 20.0  # an engine whose measurements of a point have taken these does no further round of it
+POINT_SECONDS = 20.0  # an engine does no further round of a point after its measurements took so long
 SIZES = {"1b": LLAMA_1B, "tiny": Shape(128, 256, 2, 4, 2, 32, 512, 1024)}
 console = Console(width=None if sys.stdout.isatty() else 150)
 
@@ -55,7 +55,7 @@ class Bench:
     at: dict[str, tuple[str, int]] = field(default_factory=dict)  # engine -> (point, tokens of each answer so far)
 
     def start(self, kinds: list[EngineKind], pythons: dict[str, str]) -> None:
-        """Make the forms of the model that are not there, and load all engines; a failure is noted and shown."""
+        """Make the missing forms of the model and load all engines. A failure is noted and shown."""
         for kind in kinds:
             python = pythons.get(kind.name, sys.executable)
             if client.can_import(python, kind.packages):
@@ -84,7 +84,7 @@ class Bench:
             self._fail(kind.name, error)
 
     def run(self, points: list[Point]) -> None:
-        """Point by point, round by round, engine by engine."""
+        """Measure point by point, round by round, engine by engine."""
         for point in points:
             for number in range(1, self.rounds + 1):
                 for name in list(self.peers):
@@ -97,14 +97,14 @@ class Bench:
             peer.close()
 
     def _wants(self, name: str, point: Point, number: int) -> bool:
-        """Whether engine `name` has still to do round `number` of a point."""
+        """Whether engine `name` still has to do round `number` of a point."""
         done = len(self.samples.of(name, point.name))
         clean = self.samples.num_clean(name, point.name)
         enough = clean >= number or done >= number + REPEATS
         return not enough and (not done or self.samples.seconds(name, point.name) < POINT_SECONDS)
 
     def _measure(self, name: str, point: Point) -> None:
-        """One clean measurement, or as many disturbed ones as are allowed."""
+        """Measure until there is one clean sample, or as many disturbed ones as are allowed."""
         try:
             for _ in range(1 + REPEATS):
                 sample = self._sample(self.peers[name], name, point)
@@ -132,7 +132,7 @@ class Bench:
         )
 
     def _be_ready(self, peer: PeerProcess, name: str, point: Point) -> None:
-        """Run the prompts of a point that is decoded; run a prompt that is measured once before, to warm up."""
+        """Prepare a measurement. For decoding, run the prompts of the point. For a prompt, run it once to warm up."""
         place, used = self.at.get(name, ("", 0))
         if place == point.name and used + point.steps + 1 <= DECODE_ROOM:
             return
@@ -166,7 +166,7 @@ def run(
     points: list[Point] | None = None,
     fresh: bool = False,
 ) -> tuple[Samples, Ceilings]:
-    """Measure `kinds` at `points` (all of them if None). `pythons`: interpreter of an engine, if not this one."""
+    """Measure `kinds` at `points` (all points if None). `pythons`: interpreter of an engine, if not this one."""
     shape, points = SIZES[size], points or list(POINTS.values())
     folder = workdir / size
     folder.mkdir(parents=True, exist_ok=True)

@@ -2,7 +2,7 @@
 
     python -m benchmarks.demo [--keep DIR]
 
-Each part is the command a user would type, in a process of its own; none is left behind.
+Each part is the command that a user would type. It runs in a process of its own, and no process is left behind.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CODE = "import os\nimport sys\n\n\ndef main("
 
 @dataclass(frozen=True)
 class Talk:
-    """What one model answered, and how fast."""
+    """The answers of one model, and their speed."""
 
     chat: str
     completion: str
@@ -129,7 +129,7 @@ def serve_and_talk(models: dict[str, str]) -> dict[str, Talk]:
 
 
 def talk(client: openai.OpenAI, model: str) -> Talk:
-    """Chat and completions, streaming and not; the two ways must give the same text."""
+    """Chat and completions, with and without streaming. Both ways must give the same text."""
     messages: list[Any] = [{"role": "user", "content": QUESTION}]
     chat = client.chat.completions.create(model=model, messages=messages, max_tokens=96, temperature=0)
     streamed = ""

@@ -2,8 +2,9 @@
 
     python -m benchmarks.kernels [--quick] [--json FILE]
 
-The roofline of a call is the time to read its weights (or its KV) once at the measured bandwidth, or to do its
-multiply-adds at the measured peak of the dot-product instruction, whichever is longer. Weights exceed the cache.
+The roofline of a call is the longer of two times: the time to read its weights (or its KV) once at the measured
+bandwidth, and the time to do its multiply-adds at the measured peak of the dot-product instruction. Weights exceed the
+cache.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ SHAPES = {  # out, in: a 1B and an 8B Llama
     "8B down": (4096, 14336),
 }
 ROWS = (1, 4, 16, 64, 512)
-CACHE_BYTES = 96 << 20  # buffers in turn that exceed it are read from memory
+CACHE_BYTES = 96 << 20  # buffers that are used in turn and exceed this are read from memory
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to multiply, with several copies of the weight so that none is in the cache."""
+    """One way to multiply. It has several copies of the weight, so that none is in the cache."""
 
     name: str
     run: Callable[[Tensor, Any], Any]
@@ -86,7 +87,7 @@ def candidates(n: int, k: int, copies: int) -> Iterator[Candidate]:
 
 
 def _torch_int4(codes: Tensor, copies: int) -> Iterator[Candidate]:
-    """torch's own 4-bit product, groups of 128, bfloat16 activations; absent where this build cannot run it."""
+    """torch's own 4-bit product with groups of 128 and bfloat16 activations. Absent if this build cannot run it."""
     n, k = codes.shape
     try:
         packed = [torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1) for _ in range(copies)]
@@ -143,14 +144,14 @@ def _in_turn(candidate: Candidate, x: Tensor) -> Callable[[], None]:
 
 
 def _copies(blocks: int, heads: int, block: int, dim: int, storage: KVDtype) -> list[KVLayer]:
-    """KV to use in turn, more than a cache holds."""
+    """KV layers to use in turn. Together they are larger than a cache."""
     first = allocate_kv(blocks, heads, block, dim, (storage, storage))
     count = max(2, CACHE_BYTES // first.k.data.nbytes // 2)
     return [first, *(allocate_kv(blocks, heads, block, dim, (storage, storage)) for _ in range(count - 1))]
 
 
 def bench_attention(peaks: Ceilings, *, quick: bool) -> list[dict[str, Any]]:
-    """8 KV heads of 128, 4 query heads each: decode, and a chunk of 512 new tokens."""
+    """Measure decoding and a chunk of 512 new tokens, with 8 KV heads of 128 and 4 query heads each."""
     heads, group, dim, block = 8, 4, 128, 32
     impl = ops.paged_attention.select("cpu", num_heads=heads * group, num_kv_heads=heads, head_dim=dim)
     rows, table = [], Table(title="paged attention, 8 KV heads of 128, 4 queries each; the % is of the roofline")
@@ -186,7 +187,7 @@ def bench_attention(peaks: Ceilings, *, quick: bool) -> list[dict[str, Any]]:
             layer = layers[t][0]
             size = sum(x.data.nbytes + x.params.nbytes for x in (layer.k, layer.v))
             work = 4 * sequences * heads * group * dim * new * (context - new // 2)
-            # Codes are multiplied as integers, and integer products are the faster ones.
+            # Codes are multiplied as integers, and integer products are faster.
             best = peaks.roofline(size, work, "int8" if layer.k.params.numel() else "float")
             reached = share(best, time, f"attention, {t} KV, {sequences} sequences of {context}")
             table.add_row(str(sequences), str(context), str(new), t, f"{1000 * time:.3f}", f"{size / time / 1e9:.1f}",

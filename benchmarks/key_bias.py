@@ -1,10 +1,10 @@
-"""KV caches of a few bits on keys with a large bias, as Qwen2's have: KL divergence from the cache in float.
+"""KL divergence of low-bit KV caches from the float cache, on keys with a large bias, as Qwen2's have.
 
     python -m benchmarks.key_bias [--tokens 4096] [--json FILE]
 
-The case: the demo model as a Qwen2, whose k_proj.bias has elements of up to 300 at RoPE pairs that turn slowly, and
-smaller ones at faster pairs; queries are smaller there, so that the model still predicts text. Beside it, the demo
-model as it is. Weights are rounded to nearest, and the reference has the same ones: only the cache differs.
+The case is the demo model as a Qwen2. Its k_proj.bias has elements of up to 300 at RoPE pairs that turn slowly, and
+smaller ones at faster pairs. Queries are smaller there, so that the model still predicts text. The demo model as it is
+stands beside it. Weights are rounded to nearest, and the reference has the same weights: only the cache differs.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def quantize(model: Path, kv: dict[str, Any], output: Path) -> None:
 
 
 def measure(model: Path, kv_dtype: KVStorageName, tokens: int) -> EvalResult:
-    """Against the same weights with float32 KV."""
+    """Evaluate against the same weights with float32 KV."""
     return evaluate(
         model, encode_text(model), against=model, kv_dtype=kv_dtype, activations="exact", seq_len=512, limit=tokens
     )

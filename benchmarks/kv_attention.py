@@ -2,8 +2,9 @@
 
     python -m benchmarks.kv_attention [--json FILE]
 
-8 KV heads of 128 with 4 query heads each, as in an 8B Llama. A pass reads 16 sequences of 8192 tokens, one after the
-other or as one batch: their KV is several times as large as the last cache in every storage type. Types take turns.
+There are 8 KV heads of 128 with 4 query heads each, as in an 8B Llama. A pass reads 16 sequences of 8192 tokens, one
+after the other or as one batch. Their KV is several times as large as the last-level cache in every storage type. Types
+take turns.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ GOALS = {"int8": 1.7, "int4": 2.5}  # times the speed of bfloat16
 
 
 def _filled(dtype: str, num_blocks: int) -> KVLayer:
-    """KV of normal vectors."""
+    """KV filled with normally distributed vectors."""
     kv = allocate_kv(num_blocks, HEADS, BLOCK_SIZE, DIM, (kv_dtype(dtype), kv_dtype(dtype)))
     k, v = torch.randn(2, 64 * BLOCK_SIZE, HEADS, DIM)
     for first in range(0, num_blocks, 64):
@@ -58,7 +59,7 @@ def _decode(kv: KVLayer, tables: torch.Tensor, together: int) -> Callable[[], No
 
 
 def cases(seconds: float = 20) -> list[dict[str, Any]]:
-    """{"case", "ratio", "goal", "seconds", "gb_per_s"}: ratio = bfloat16's time / the type's, of a pass."""
+    """Rows {"case", "ratio", "goal", "seconds", "gb_per_s"}; ratio = bfloat16's time of a pass / the type's."""
     blocks = CONTEXT // BLOCK_SIZE
     tables = torch.randperm(SEQUENCES * blocks).view(SEQUENCES, blocks).int()
     layers = {dtype: _filled(dtype, SEQUENCES * blocks) for dtype in ("bfloat16", *GOALS)}

@@ -2,9 +2,9 @@
 
     python -m benchmarks.outliers demo /tmp/outliers30 --factor 30
 
-In every layer a few channels of each norm are multiplied by `factor`, and the columns of the linears behind it divided
-by it: activations get the large channels that real models have, logits stay (float32, up to rounding). It uses nothing
-of lmkit but the place of the demo model, so that other tools are measured on the same file.
+In every layer a few channels of each norm are multiplied by `factor`, and the columns of the linears behind it are
+divided by `factor`. Activations get the large channels that real models have; logits stay (float32, up to rounding).
+The script uses nothing of lmkit except the place of the demo model, so that other tools are measured on the same file.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ NORMS = {
 
 
 def make_outliers(source: Path, target: Path, factor: float, *, share: float = SHARE, seed: int = 0) -> None:
-    """Write `target` (a new directory): the checkpoint `source` in float32, its norms' outliers times `factor`."""
+    """Write the checkpoint `source` to `target` (a new directory) in float32, with its norms' outliers times
+    `factor`."""
     target.mkdir(parents=True)
     tensors: dict[str, Tensor] = {}
     for file in sorted(source.glob("*.safetensors")):
@@ -43,7 +44,7 @@ def make_outliers(source: Path, target: Path, factor: float, *, share: float = S
 
 
 def add_outliers(tensors: dict[str, Tensor], factor: float, *, share: float = SHARE, seed: int = 0) -> None:
-    """Change float32 `tensors` of a dense checkpoint, by name, in place; at least one channel of each norm."""
+    """Change float32 `tensors` of a dense checkpoint, by name, in place. At least one channel of each norm changes."""
     generator = torch.Generator().manual_seed(seed)
     for name in sorted(tensors):
         prefix, _, norm = name.removesuffix(".weight").rpartition(".")

@@ -1,12 +1,12 @@
-"""How much a 4-bit model loses, by tool: one model, the same calibration rows, the same bits, one evaluator.
+"""The quality loss of a 4-bit model, by tool: one model, the same calibration rows, the same bits, one evaluator.
 
     python -m benchmarks.quality [--json FILE] [--plot FILE] [--tools a,b/recipe] [--outliers 1,30] [--threads N]
                                  [--workdir DIR] [--peer NAME=PYTHON ...] [--quick] [--fresh]
 
 The model is the demo model as it is, and with outlier channels that leave its function alone (outliers.py). Each tool
-quantizes it in a process of its own, in the Python that has it installed; lmkit then measures the KL divergence from
-the original on held-out text, with exact activations. What is measured is kept in the work folder: the same command
-takes an interrupted run up again, and commands with other --tools or --outliers add to one table.
+quantizes it in a process of its own, in the Python that has the tool installed. lmkit then measures the KL divergence
+from the original on held-out text, with exact activations. The results are kept in the work folder. The same command
+resumes an interrupted run, and commands with other --tools or --outliers add to one table.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ console = Console(width=None if sys.stdout.isatty() else 150)
 
 
 class ToolFailed(Exception):
-    """A tool's process ended with an error; the message is the last line it wrote."""
+    """A tool's process ended with an error. The message is the last line that it wrote."""
 
 
 def run(
@@ -50,7 +50,7 @@ def run(
     workdir: Path,
     fresh: bool = False,
 ) -> Results:
-    """Measure what is not measured yet. `pythons`: interpreter of a tool, if not this one."""
+    """Measure the entries that have no result yet. `pythons`: interpreter of a tool, if not this one."""
     results = Results.open(workdir / "results.json", asdict(setting) | {"threads": threads}, fresh=fresh)
     kernel_threads.configure(threads)
     rows = cases.write_rows(workdir, setting)
@@ -77,7 +77,7 @@ def run(
 
 
 def _quantize(python: str, module: str, job: Job) -> None:
-    """Run a tool on a job, in a folder made anew. Raises ToolFailed."""
+    """Run a tool on a job, in a new folder. Raises ToolFailed."""
     out = Path(job.out)
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
@@ -85,7 +85,7 @@ def _quantize(python: str, module: str, job: Job) -> None:
     command = [python, "-m", f"benchmarks.quality_peers.{module}", str(out / "job.json")]
     log = Path(f"{job.out}.log")
     with log.open("wb") as output:
-        # In its folder: some tools leave files where they run.
+        # The tool runs in its own folder, because some tools leave files where they run.
         done = subprocess.run(command, stdout=output, stderr=output, cwd=out, env=environment(job.threads), check=False)
     if done.returncode:
         raise ToolFailed(last_line(log))

@@ -1,6 +1,6 @@
-"""A Llama of random weights and any size, as a Hugging Face checkpoint, and its AWQ form.
+"""A Llama of any size with random weights, as a Hugging Face checkpoint, and its AWQ form.
 
-Speed depends on shapes and storage alone, so nothing has to be downloaded to compare engines.
+Speed depends on shapes and storage alone. So nothing has to be downloaded to compare engines.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ GROUP = 128
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a Llama without biases, its output head untied from its embedding."""
+    """Sizes of a Llama without biases. Its output head is not tied to its embedding."""
 
     hidden: int = 2048
     mlp: int = 8192
@@ -95,7 +95,7 @@ def config(shape: Shape) -> dict[str, object]:
 
 
 def make_checkpoint(out: Path, shape: Shape, seed: int = 0) -> None:
-    """Write the bfloat16 checkpoint to `out`, a folder that does not exist, with a tokenizer of its own."""
+    """Write the bfloat16 checkpoint with a tokenizer of its own to `out`, a folder that does not exist yet."""
     generator = torch.Generator().manual_seed(seed)
 
     def matrix(rows: int, columns: int) -> torch.Tensor:
@@ -117,7 +117,8 @@ def make_checkpoint(out: Path, shape: Shape, seed: int = 0) -> None:
 
 
 def make_awq(source: Path, out: Path, group: int = GROUP) -> None:
-    """Write `source` with its layers' matrices rounded to 4 bits in groups (or whole rows, if no multiple)."""
+    """Write `source` with its layers' matrices rounded to 4 bits in groups of `group` inputs. The groups are whole rows
+    if a width is no multiple of `group`."""
     with CheckpointReader(source) as reader, atomic_directory(out) as folder:
         writer, awq = CheckpointWriter(folder), AwqFormat()
         columns = [reader.info(name).shape[1] for name in reader.names() if name.endswith("_proj.weight")]

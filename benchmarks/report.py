@@ -1,4 +1,4 @@
-"""What benchmarks share: interleaved timing, shares of a ceiling, the machine they ran on, and one JSON schema."""
+"""Shared parts of benchmarks: interleaved timing, shares of a ceiling, the machine they ran on, and one JSON schema."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ def interleaved(
     rounds: int = 15,
     pick: Callable[[list[float]], float] = statistics.median,
 ) -> dict[K, float]:
-    """Seconds of each function, the median or what `pick` says; they take turns: a busy machine slows all alike.
+    """Seconds of each function: the median, or the value that `pick` chooses.
 
-    Each is called once to warm up; then there are at least 3 turns, and at most `rounds` or what fits in `seconds`.
+    The functions take turns, so that a busy machine slows all alike. Each is called once to warm up. Then there are at
+    least 3 turns, and at most `rounds` or as many as fit in `seconds`.
     """
     for function in functions.values():
         function()
@@ -49,14 +50,14 @@ class AboveCeiling(LMKitError):
 
 
 def share(figure: float, ceiling: float, what: str) -> float:
-    """`figure` / `ceiling`. Raises AboveCeiling if that is more than 1 and TOLERANCE."""
+    """`figure` / `ceiling`. Raises AboveCeiling if this is more than 1 + TOLERANCE."""
     if figure > ceiling * (1 + TOLERANCE):
         raise AboveCeiling(f"{what} is {figure / ceiling:.0%} of what is possible: {figure:.4g} of {ceiling:.4g}")
     return figure / ceiling
 
 
 def machine() -> dict[str, Any]:
-    """What figures depend on."""
+    """The machine and the versions that figures depend on."""
     versions = {name: metadata.version(name) for name in ("torch", "numba", "llvmlite")}
     return {"cpu": _cpu_name(), "threads": default_num_threads(), "python": platform.python_version(), **versions}
 

@@ -1,11 +1,11 @@
-"""Time of a decode step against context length, batch and model size, beside what the machine allows.
+"""Time of a decode step against context length, batch and model size, beside the roofline of the machine.
 
     python -m benchmarks.scaling [--quick] [--json FILE] [--plot FILE] [--threads N] [--workdir DIR]
 
-The roofline of a step is the time to read its weights once and its KV cache once at the measured bandwidth, or to do
-its multiply-adds at the measured peaks (4-bit dot products for the layers' matrices, float32 for the head, float32 or
-8-bit dot products for attention), whichever is longer. Models have random weights; a sweep's
-other two quantities stay fixed.
+The roofline of a step is the longer of two times: the time to read its weights once and its KV cache once at the
+measured bandwidth, and the time to do its multiply-adds at the measured peaks (4-bit dot products for the layers'
+matrices, float32 for the head, float32 or 8-bit dot products for attention). Models have random weights. A sweep
+changes one quantity, and the other two stay fixed.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ BASE = "140M"
 SHORT_CONTEXT = 64
 STEPS, SECONDS = 32, 2.0  # of one measurement
 ROOM = (1 + REPEATS) * (1 + STEPS)  # tokens of an answer
-KV_BYTES = {"bfloat16": 2.0, "int8": 1.0 + 4 / 64}  # of a value; int8 has 4 bytes more for a head of 64
+KV_BYTES = {"bfloat16": 2.0, "int8": 1.0 + 4 / 64}  # of a value; int8 has 4 more bytes for a head of 64
 console = Console(width=None if sys.stdout.isatty() else 120)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One measurement; `sweep` names the quantity that changes."""
+    """One measurement. `sweep` names the quantity that changes."""
 
     sweep: str
     size: str
@@ -58,13 +58,13 @@ class Setting:
 
     @property
     def x(self) -> float:
-        """What the sweep's axis shows."""
+        """The value on the sweep's axis."""
         by_sweep = {"context": self.context, "batch": self.batch, "size": SIZES[self.size].num_parameters}
         return float(by_sweep[self.sweep])
 
 
 def settings(*, quick: bool) -> list[Setting]:
-    """All measurements, those of one model and KV type side by side."""
+    """All measurements. Those of one model and KV type are side by side."""
     contexts = (64, 512, 4096) if quick else (64, 256, 1024, 4096, 8192, 16384, LONG - ROOM)
     batches = (1, 8, 64) if quick else (1, 2, 4, 8, 16, 32, 64, 128, 256)
     sizes = ("40M", BASE) if quick else tuple(SIZES)
@@ -75,7 +75,7 @@ def settings(*, quick: bool) -> list[Setting]:
 
 
 def roofline(ceilings: Ceilings, shape: Shape, setting: Setting, weight_bytes: int) -> float:
-    """Seconds that one step takes at best."""
+    """The least seconds that one step can take."""
     cached = setting.batch * setting.context
     read = weight_bytes + cached * shape.kv_token_values * KV_BYTES[setting.kv]
     head = 2 * setting.batch * shape.vocab * shape.hidden
@@ -88,13 +88,13 @@ def roofline(ceilings: Ceilings, shape: Shape, setting: Setting, weight_bytes: i
 
 
 def measure(found: list[Setting], ceilings: Ceilings, threads: int, workdir: Path) -> Iterator[dict[str, Any]]:
-    """A row for each setting; a model is loaded when the first of its settings comes."""
+    """A row for each setting. A model is loaded for the first of its settings."""
     loaded: tuple[str, str, int] | None = None
     engine: LmkitEngine | None = None
     for setting in found:
         batch = max(s.batch for s in found if (s.size, s.kv) == (setting.size, setting.kv))
         if (wanted := (setting.size, setting.kv, batch)) != loaded:
-            engine = None  # before the next one takes its memory
+            engine = None  # free its memory before the next engine is loaded
             engine, loaded = _load(setting, batch, found, threads, workdir), wanted
         assert engine is not None
         shape = SIZES[setting.size]

@@ -2,11 +2,11 @@
 
     python -m benchmarks.startup MODEL [--runs 3] [options of serve]
 
-Three kinds of start: "first" has no packed weights on disk (they are packed and written), "warm" maps them, "uncached"
-runs with --no-packed-cache. Compiled kernels are on disk in all three: run it once before, or with LMKIT_CACHE_DIR set
-to an empty folder to see them compiled in the first start too. Memory is the engine process's peak resident set
-(VmHWM), with what it shares with others (RssFile: libraries and mapped weights) told apart. For comparison the bytes of
-packed weights and KV cache, as the engine reports them: the floor of what it needs.
+There are three kinds of start. "first" has no packed weights on disk (they are packed and written), "warm" maps them,
+"uncached" runs with --no-packed-cache. Compiled kernels are on disk in all three if the benchmark was run once before.
+With LMKIT_CACHE_DIR set to an empty folder, the first start compiles them too. Memory is the engine process's peak
+resident set (VmHWM). Memory that it shares with others (RssFile: libraries and mapped weights) is shown apart. The
+bytes of packed weights and KV cache, as the engine reports them, are the floor of its memory.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MIB = 1 << 20
 
 @dataclass
 class Start:
-    """Seconds since the process was started, and bytes."""
+    """One start of the server: seconds since the start of its process, and bytes of the engine process."""
 
     ready: float
     first_token: float
@@ -42,7 +42,7 @@ class Start:
 
 
 def measure(model: Path, *options: str) -> Start:
-    """Start a server, ask it for one token, stop it."""
+    """Start a server, ask it for one token, and stop it."""
     begin = time.perf_counter()
     command = [sys.executable, "-m", "lmkit", "serve", str(model), "--port", "0", "--log-level", "WARNING", *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

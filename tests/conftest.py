@@ -1,4 +1,4 @@
-"""Fixtures that several rooms share, and how tests spread over processes."""
+"""Fixtures that several folders of tests share, and the distribution of tests over processes."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ def demo_model() -> Path:
 
 @pytest.fixture(scope="session")
 def heldout_text() -> str:
-    """Text the demo model never saw."""
+    """Text that the demo model never saw."""
     return (DEMO / "text" / "heldout.txt").read_text()
 
 
 @pytest.fixture(autouse=True)
 def _logging_as_it_was() -> Iterator[None]:
-    """A command that runs in this process sends records to a stderr that is closed when the command ends."""
+    """Restore logging after each test. A command that runs in this process sends records to a stderr that is closed
+    when the command ends."""
     logger = logging.getLogger("lmkit")
     handlers, level, propagate = logger.handlers[:], logger.level, logger.propagate
     yield
@@ -42,7 +43,7 @@ def _logging_as_it_was() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests come first: the processes then end with short ones, at about the same time."""
+    """Put files with slow tests first. The processes then end with short tests, at about the same time."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
     if not torch.cuda.is_available():

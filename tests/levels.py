@@ -1,4 +1,4 @@
-"""Print the instruction set levels that this machine has, best first, without the best: `make test-isa` forces each."""
+"""Print the instruction set levels of this machine, best first, without the best one. `make test-isa` forces each."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a GPU gives, beside what it could give: see __main__."""
+"""Measurements of a GPU beside its bounds: see __main__."""

@@ -1,10 +1,10 @@
-"""Everything about one GPU in one command: build, check numbers, measure, compare with what is possible.
+"""Everything about one GPU in one command: build, check numbers, measure, compare with the bounds.
 
     python -m benchmarks.gpu --out DIR [--only gemm,engine] [--quick] [--peers FOLDER] [--minutes 9]
 
-DIR gets a file of rows for each section, results.json, table.txt and pictures. A section is a process of its own,
-with a time limit: one that fails is rows that say so, and the others go on. `--device cpu` is a rehearsal without a
-GPU: kernels are emulated, on tiny shapes; its times mean nothing.
+DIR gets a file of rows for each section, results.json, table.txt and pictures. A section is a process of its own with
+a time limit. If a section fails, its rows say so, and the others go on. `--device cpu` is a rehearsal without a GPU:
+kernels are emulated on tiny shapes, and its times mean nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from benchmarks.gpu.figures import Figure, figures
 console = Console(width=None if sys.stdout.isatty() else 160)
 
 
-LEAST_SECONDS = 5.0  # for a section to begin
+LEAST_SECONDS = 5.0  # a section begins only if so much time is left
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def parse() -> argparse.Namespace:
 
 
 def run_process(section: Section, arguments: argparse.Namespace, seconds: float) -> None:
-    """One section, with what is left of the time; whatever becomes of it."""
+    """Run one section within the time that is left. A failure becomes a row."""
     context = Context(arguments.out, name=section.name)
     context.file(section.name).unlink(missing_ok=True)
     if seconds < LEAST_SECONDS:
@@ -121,7 +121,7 @@ def run_process(section: Section, arguments: argparse.Namespace, seconds: float)
 
 
 def run_section(arguments: argparse.Namespace) -> None:
-    """In the process of a section."""
+    """Run a section in its own process."""
     from benchmarks.gpu import machine
 
     section = next(section for section in SECTIONS if section.name == arguments.section)
@@ -129,13 +129,13 @@ def run_section(arguments: argparse.Namespace) -> None:
         arguments.out, arguments.device, arguments.quick, arguments.peers, arguments.seconds, section.name
     )
     machine.install(context)
-    if section.name != "machine" and not context.file("machine").exists():  # what all figures are compared with
+    if section.name != "machine" and not context.file("machine").exists():  # all figures are compared with its rows
         machine.run(replace(context, name="machine"))
     importlib.import_module(f"benchmarks.gpu.{section.module}").run(context)
 
 
 def summarize(out: Path, chosen: list[str], seconds: float) -> None:
-    """Write and print what all the rows in the folder come to."""
+    """Write and print the figures of all rows in the folder."""
     from benchmarks.gpu import plots
     from benchmarks.report import save
 

@@ -1,4 +1,4 @@
-"""What others have published, to stand beside our figures: not measured here, and not on the same machine."""
+"""Published figures of others, to stand beside ours. They were not measured here, nor on the same machine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Anchor:
-    figure: str  # of ours that it belongs to
+    figure: str  # the name of our figure that it belongs to
     value: float
     unit: str
     what: str

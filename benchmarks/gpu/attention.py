@@ -1,7 +1,8 @@
 """Section "attention": decoding against the bandwidth of reading KV, prompts against the bfloat16 matmul.
 
-8 KV heads of 128 with 4 queries each, as in Llama-3-8B. Blocks lie in random order; layers' KV is used in turn, more of
-it than a cache holds. A decode step also rotates, quantizes and appends its token: the op does it all.
+There are 8 KV heads of 128 with 4 queries each, as in Llama-3-8B. Blocks lie in random order. The KV of several layers
+is used in turn, and together it is larger than a cache. A decode step also rotates, quantizes and appends its token:
+the op does it all.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def _call(attend: Callable[[KVLayer], Any], layer: KVLayer) -> Callable[[], Any]
 
 
 def _random_layer(blocks: int, storage: str, device: str) -> KVLayer:
-    """Codes of any value, scales that keep what they stand for near 1."""
+    """KV with codes of any value. The scales keep the decoded values near 1."""
     dtype = kv_dtype(storage)
     layer = allocate_kv(blocks, LLAMA_3_8B.kv_heads, BLOCK, LLAMA_3_8B.head_dim, (dtype, dtype), device)
     for kv in (layer.k, layer.v):
@@ -89,7 +90,7 @@ def _random_layer(blocks: int, storage: str, device: str) -> KVLayer:
 
 
 def attention(context: Context, batch: int, new: int, length: int) -> tuple[Callable[[KVLayer], Any], str]:
-    """(the op over a layer's KV, its implementation's name), for `batch` sequences of `new` tokens each."""
+    """(the op over a layer's KV, the name of its implementation), for `batch` sequences of `new` tokens each."""
     shape, device = LLAMA_3_8B, context.device
     heads, kv_heads, dim = shape.heads, shape.kv_heads, shape.head_dim
     impl = ops.rope_paged_attention.select("cuda", rotary_dim=dim, head_dim=dim, num_heads=heads, num_kv_heads=kv_heads)

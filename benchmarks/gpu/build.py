@@ -1,4 +1,4 @@
-"""Section "build": compile every kernel variant, several at a time; CuPy keeps what comes out."""
+"""Section "build": compile every kernel variant, several at a time. CuPy keeps the compiled kernels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lmkit.kernels.cuda.module import Kernel
 
 def run(context: Context) -> None:
     texts = {(kernel.source, *sorted(kernel.defines.items())): kernel for kernel in variants.common()}
-    kernels = list(texts.values())  # one entry point of each: the others of its text are compiled with it
+    kernels = list(texts.values())  # one entry point of each text: its others are compiled with it
     workers = min(8, len(os.sched_getaffinity(0)))
     start = time.perf_counter()
     with ThreadPoolExecutor(workers) as pool:

@@ -1,7 +1,7 @@
-"""What a section of the benchmark is given, and where its rows go.
+"""The context of a section of the benchmark: its settings, and the file of its rows.
 
-Each section is a process of its own (__main__), because a kernel's fault ends a process' use of a GPU. Rows are written
-as they come, one JSON object a line: what a section that fails or runs out of time has measured is kept.
+Each section is a process of its own (__main__), because a fault of a kernel ends the use of a GPU by its process. Rows
+are written as they come, one JSON object a line. So the rows of a section that fails or runs out of time are kept.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ Row = dict[str, Any]
 
 @dataclass
 class Context:
-    """`device` is where tensors lie. On "cpu" kernels are emulated: a rehearsal, whose times mean nothing."""
+    """Settings of a section. `device` holds the tensors. On "cpu" kernels are emulated, as a rehearsal: its times mean
+    nothing."""
 
     out: Path
     device: str = "cuda"
@@ -41,7 +42,7 @@ class Context:
 
     @property
     def is_over(self) -> bool:
-        """Whether no new measurement should be begun: a last one may take its time."""
+        """Whether no new measurement should begin. A measurement that has begun may take its time."""
         return time.perf_counter() - self.started > 0.9 * self.seconds
 
     def row(self, what: str, **values: Any) -> None:
@@ -51,33 +52,33 @@ class Context:
 
     @contextmanager
     def attempt(self, what: str, **values: Any) -> Iterator[None]:
-        """A failure inside becomes a row with its reason, and the section goes on."""
+        """Turn a failure inside the block into a row with its reason. The section goes on."""
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is a row
+        except Exception as error:  # noqa: BLE001 - any failure becomes a row
             where = traceback.extract_tb(error.__traceback__)[-1]
             self.row(
                 what, **values, error=f"{type(error).__name__}: {error}"[:500], at=f"{where.filename}:{where.lineno}"
             )
             if not self.rehearsal and torch.cuda.is_available():
-                torch.cuda.synchronize()  # a fault of the GPU stays one: it ends the section here
+                torch.cuda.synchronize()  # a fault of the GPU raises again here and ends the section
 
     def file(self, section: str) -> Path:
-        """Of a section's rows."""
+        """The file of a section's rows."""
         return self.out / f"{section}.jsonl"
 
     def peak(self) -> Peak:
-        """What the section "machine" has measured: bytes read or copied, and operations of a bfloat16 matmul."""
+        """The rates that the section "machine" has measured: bytes read or copied, operations of a bfloat16 matmul."""
         found = {row["what"]: row["value"] for row in read_rows(self.file("machine")) if "value" in row}
         return Peak(max(found["copy bandwidth"], found["read bandwidth"]), found["bfloat16 matmul"])
 
     def share(self, figure: float, ceiling: float, what: str) -> float:
-        """`figure` / `ceiling`; in a rehearsal neither means anything. Raises AboveCeiling."""
+        """`figure` / `ceiling`. Raises AboveCeiling, except in a rehearsal, where neither means anything."""
         return figure / ceiling if self.rehearsal else share(figure, ceiling, what)
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a file, none if there is no file."""
+    """The rows of a file; no rows if there is no file."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text().splitlines()]

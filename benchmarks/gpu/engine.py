@@ -1,6 +1,6 @@
-"""Section "engine": whole models of random weights, from requests to tokens; section "transformers": the same there.
+"""Section "engine": whole models of random weights, from requests to tokens. Section "transformers" is its counterpart.
 
-Decoding is timed once every sequence has its first token: tokens that come out, over seconds that pass.
+Timing of decoding starts when every sequence has its first token. The rate is output tokens per second of wall time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.request import Request, SamplingParams
 from lmkit.turbo.runners.device import CudaDevice
 
-SECONDS = 1.5  # of decoding that is timed, at most
+SECONDS = 1.5  # longest time of timed decoding
 STEPS = 200
 
 

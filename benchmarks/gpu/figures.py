@@ -1,4 +1,4 @@
-"""What is to be reached, read off the rows: each figure beside its bound, its share of it, and its target."""
+"""Figures from the rows: each figure beside its bound, its share of the bound, and its target."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PRODUCTS = ("qkv", "o", "gate+up", "down")
 
 @dataclass(frozen=True)
 class Figure:
-    """`value` is None where it was not measured; `note` says why, or what it is beside."""
+    """`value` is None if it was not measured. `note` says why, or names figures to compare with."""
 
     name: str
     value: float | None
@@ -25,7 +25,7 @@ class Figure:
 
     @property
     def share(self) -> float | None:
-        """Of the bound."""
+        """The share of the bound."""
         return self.value / self.bound if self.value is not None and self.bound else None
 
     @property
@@ -34,7 +34,7 @@ class Figure:
 
 
 def figures(rows: Rows) -> list[Figure]:
-    """All of them, measured or not."""
+    """All figures, measured or not."""
     found = [*_machine(rows), *_numerics(rows), *_gemm(rows), *_attention(rows), *_engine(rows)]
     return [_with_anchors(figure) for figure in found]
 
@@ -84,7 +84,7 @@ def _numerics(rows: Rows) -> list[Figure]:
 
 
 def _gemm(rows: Rows) -> list[Figure]:
-    """The worst of the four shapes, of the copy bandwidth; and how far the best of the others is behind."""
+    """The worst of the four shapes, as a share of the copy bandwidth. The note compares with the other kernels."""
     found = []
     for m in (1, 2, 4, 8, 16):
         ours = [_ours(rows, shape, m) for shape in PRODUCTS]
@@ -104,7 +104,7 @@ def _ours(rows: Rows, shape: str, m: int) -> Row | None:
 
 
 def _beside(rows: Rows, m: int) -> str:
-    """How many times as fast as each of the others, at the least of the four shapes."""
+    """The speed relative to each of the other kernels: the least ratio over the four shapes."""
     ratios: dict[str, list[float]] = {}
     for shape in PRODUCTS:
         ours = _ours(rows, shape, m)

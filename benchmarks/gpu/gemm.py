@@ -1,6 +1,6 @@
 """Section "gemm": W4A16 products of Llama-3-8B's shapes, groups of 128, beside bfloat16 and other kernels.
 
-Weights are used in turn, more of them than a cache holds; calls are captured in a CUDA graph.
+Several weights are used in turn, and together they are larger than a cache. Calls are captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CALLS = 24  # in a graph, at most
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to multiply; `make()` gives y = f(x) over a weight of its own."""
+    """A way to multiply. `make()` returns f with y = f(x), over a weight of its own."""
 
     name: str
     dtype: torch.dtype
@@ -74,7 +74,7 @@ def _call(product: Callable[[Tensor], Any], x: Tensor) -> Callable[[], Any]:
 
 
 def candidates(context: Context, n: int, k: int) -> Iterator[Candidate]:
-    four_bits = n * k // 2 + n * k // 128 * 5 // 2  # a scale of 2 bytes and a zero of half a byte a group
+    four_bits = n * k // 2 + n * k // 128 * 5 // 2  # each group has a scale of 2 bytes and a zero of half a byte
     traits: dict[str, Any] = {"out_features": n, "in_features": k, "group_size": 128, "bits": 4}
 
     def ours() -> Callable[[Tensor], Any]:

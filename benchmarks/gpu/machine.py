@@ -1,4 +1,4 @@
-"""Section "machine": what this GPU does at best. Everything else is compared with these figures."""
+"""Section "machine": the peak rates of this GPU. Everything else is compared with these figures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from benchmarks.gpu.timing import seconds_of
 from lmkit.errors import LMKitError
 from lmkit.kernels.cuda import module
 
-NODES = 200  # of the graph whose launch is timed
+NODES = 200  # of the graph that is timed
 
 
 def run(context: Context) -> None:
@@ -43,7 +43,7 @@ def _copy(context: Context) -> None:
 
 
 def _read(context: Context) -> None:
-    """A sum over rows: its result is small."""
+    """Measure the read bandwidth by a sum over rows, whose result is small."""
     source = _buffer(context).view(-1, 4096)
     out = torch.empty(len(source), device=context.device)
     seconds = seconds_of([lambda: torch.sum(source, 1, out=out)] * 4, context.device)
@@ -59,14 +59,14 @@ def _matmul(context: Context) -> None:
 
 
 def _launch(context: Context) -> None:
-    """What one more kernel costs in a graph, at least."""
+    """Measure the least cost of one more kernel in a graph."""
     x = torch.zeros(1, device=context.device)
     seconds = seconds_of([lambda: x.add_(1)] * NODES, context.device)
     context.row("kernel in a graph", value=seconds, unit="s")
 
 
 def install(context: Context) -> None:
-    """Make kernels run where tensors lie. Raises LMKitError where they cannot run."""
+    """Make kernels run on the device of the tensors. Raises LMKitError if they cannot run there."""
     if context.rehearsal:
         from tests import emulator
 

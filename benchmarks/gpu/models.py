@@ -1,4 +1,4 @@
-"""Decoders of random weights and known shapes, made on the device: nothing is downloaded, nothing is read."""
+"""Decoders of known shapes with random weights. They are made on the device; nothing is downloaded or read."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def config(name: str) -> dict[str, Any]:
 
 
 def random_qtensor(rows: int, columns: int, device: str) -> QTensor:
-    """4-bit codes in groups, as an asymmetric quantizer leaves them: weights of about 1 / sqrt(columns)."""
+    """4-bit codes in groups, as an asymmetric quantizer leaves them. The weights are about 1 / sqrt(columns)."""
     groups = columns // GROUP
     codes = torch.randint(0, 16, (rows, columns), dtype=torch.uint8, device=device)
     scales = (torch.rand(rows, groups, device=device) + 0.5) * (columns**-0.5 / 4.6)  # of codes: 4.6
@@ -55,9 +55,10 @@ def random_qtensor(rows: int, columns: int, device: str) -> QTensor:
 
 
 def random_decoder(name: str, storage: Storage, dtype: torch.dtype, device: str) -> Decoder:
-    """Packed and ready; embedding, head and, with `storage` bfloat16, all matrices are dense in `dtype`.
+    """A packed decoder, ready to run. Embedding and head are dense in `dtype`; with `storage` bfloat16, all matrices
+    are.
 
-    `device` is where tensors lie; kernels are those of a GPU, emulated for "cpu".
+    `device` holds the tensors. The kernels are those of a GPU, emulated for "cpu".
     """
     spec = load_spec(config(name))
     layers = []

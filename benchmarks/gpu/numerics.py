@@ -1,4 +1,4 @@
-"""Section "numerics": the tests of kernels and of the engine, on the GPU; then some under compute-sanitizer."""
+"""Section "numerics": the tests of kernels and of the engine on the GPU, then some of them under compute-sanitizer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Outcome:
 
 
 def run(context: Context) -> None:
-    """Each file of tests is a process, several at a time: most of a test is compiling its kernels."""
+    """Run each file of tests in a process, several at a time: a test spends most of its time compiling kernels."""
     start = time.perf_counter()
     files = [path.relative_to(ROOT).as_posix() for path in sorted(ROOT.glob("tests/kernels/cuda/test_*.py"))]
     files += [name for name in OTHERS if (ROOT / name).exists()]
@@ -55,14 +55,14 @@ def _counts(outcome: Outcome) -> tuple[int, int, int]:
 
 
 def _file(context: Context, file: str) -> Outcome:
-    """A file that cannot be run to its end counts as a failure, and is a row that says why."""
+    """Run one file. A file that cannot be run to its end counts as a failure and gets a row that says why."""
     with context.attempt(file):
         return _pytest(context, Path(file).stem, [file], [], 0.85 * context.seconds)
     return Outcome(failed=1)
 
 
 def _pytest(context: Context, what: str, tests: list[str], prefix: list[str], seconds: float) -> Outcome:
-    """Writes a row for each test that failed."""
+    """Run pytest and write a row for each test that failed."""
     report, log = context.out / f"{what}.xml", context.out / f"{what}.log"
     report.unlink(missing_ok=True)
     marks = [] if context.rehearsal else ["-m", "gpu"]

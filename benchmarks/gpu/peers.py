@@ -1,7 +1,7 @@
-"""4-bit products of others, where they load: torch's own, and kernels out of wheels in a folder (`--peers`).
+"""4-bit products of other projects: torch's own, and kernels from wheels in a folder (`--peers`).
 
-A wheel is unpacked, and only its kernels' library is loaded; nothing is installed. What does not load is a row that
-says why. Weights are random and packed by nobody: a product's time does not depend on their values.
+A wheel is unpacked, and only the library of its kernels is loaded; nothing is installed. If a kernel does not load, a
+row says why. Weights are random and are not packed: the time of a product does not depend on their values.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from benchmarks.gpu.context import Context
 
 GROUP = 128
-# vLLM's number of the type "unsigned 4 bits, 8 subtracted": bits of the fraction, bias, and how NaN is written
+# vLLM's number of the type "unsigned 4 bits, 8 subtracted": bits of the fraction, the bias, and the encoding of NaN.
 UINT4_LESS_8 = 4 << 8 | 8 << 17 | 1 << 50
 Product = Callable[[Tensor], Any]
 
@@ -35,7 +35,7 @@ class Peer:
 
 
 def gemms(context: Context, n: int, k: int) -> Iterator[Peer]:
-    """Those that are there; a row for each that is not."""
+    """The kernels that load. Each of the others gets a row."""
     sources: dict[str, Callable[[Context, int, int], Peer]] = {
         "torch tinygemm": _tinygemm, "vLLM Marlin": _marlin, "TurboMind": _turbomind,
     }  # fmt: skip
@@ -58,7 +58,7 @@ def _tinygemm(context: Context, n: int, k: int) -> Peer:
 
 
 def _marlin(context: Context, n: int, k: int) -> Peer:
-    """Symmetric, with float16 scales: its lightest form."""
+    """Marlin in its lightest form: symmetric, with float16 scales."""
     _load_vllm(_unpacked(context, "vllm"))
     op = torch.ops._C.marlin_gemm.default
     sms = torch.cuda.get_device_properties().multi_processor_count

@@ -1,4 +1,4 @@
-"""Pictures of the rows: share of bandwidth over the number of tokens, of attention, and of whole models."""
+"""Pictures of the rows: share of bandwidth of products over the number of tokens, of attention and of whole models."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Rows = list[Row]
 
 
 def draw(rows: Rows, out: Path) -> list[Path]:
-    """Write what there is data for; the files."""
+    """Draw every picture that there is data for. Returns the files."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -34,7 +34,7 @@ def draw(rows: Rows, out: Path) -> list[Path]:
 
 
 def _gemm(rows: Rows, axes: Any) -> None:
-    """The mean over shapes of what a product reaches of its bound."""
+    """The share of its bound that a product reaches, as a mean over shapes."""
     for name in dict.fromkeys(row["what"] for row in rows):
         mine = [row for row in rows if row["what"] == name]
         tokens = sorted({row["m"] for row in mine})

@@ -1,7 +1,7 @@
-"""What a GPU cannot do better than: bytes over bandwidth, operations over peak. No torch here.
+"""The bounds of a GPU: bytes over bandwidth, operations over peak. This module does not import torch.
 
-A step of decoding reads every weight and every sequence's keys and values once, and does two operations for each
-weight and token. Nothing is said of launches, latency or waves: that is what is lost between a bound and a figure.
+A decode step reads every weight and every sequence's keys and values once, and does two operations for each weight and
+token. Launches, latency and waves are not modelled: they are the loss between a bound and a figure.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ KV_PARAMS = 4  # bytes of scale and minimum of a coded vector
 
 @dataclass(frozen=True)
 class Peak:
-    """What a machine does at best, as measured on it or as it is said to."""
+    """The peak rates of a machine, measured or specified."""
 
     bytes_per_s: float
-    flops: float  # bfloat16 matmul, a multiply-add is two
+    flops: float  # of a bfloat16 matmul; a multiply-add counts as two
 
     def seconds(self, num_bytes: float, flops: float = 0) -> float:
-        """At least so long for a kernel that moves and computes at the same time."""
+        """The least time of a kernel that moves bytes and computes at the same time."""
         return max(num_bytes / self.bytes_per_s, flops / self.flops)
 
 
@@ -42,7 +42,7 @@ class Shape:
 
     @property
     def linear_weights(self) -> int:
-        """Of the decoder layers."""
+        """The number of weights in the linears of the decoder layers."""
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         return self.layers * (attention + 3 * self.hidden * self.mlp)
 
@@ -61,12 +61,12 @@ class Shape:
         }
 
     def kv_bytes(self, storage: str) -> float:
-        """A token's keys and values of all layers."""
+        """Bytes of a token's keys and values in all layers."""
         params = 0 if KV_BYTES[storage] == 2 else KV_PARAMS
         return 2 * self.layers * self.kv_heads * (self.head_dim * KV_BYTES[storage] + params)
 
     def attention_flops(self, context: float) -> float:
-        """Of one token that sees so many keys, all layers."""
+        """Operations of one token that sees `context` keys, in all layers."""
         return 4 * context * self.heads * self.head_dim * self.layers
 
 
@@ -76,7 +76,7 @@ LLAMA_3_2_1B = Shape("Llama-3.2-1B", 2048, 8192, 16, 32, 8, 64, 128256)
 
 
 def bytes_per_weight(bits: int, group_size: int, zero_bits: int = 4) -> float:
-    """Of a weight with a float16 scale and a zero for each group."""
+    """Bytes of a weight, with a float16 scale and a zero for each group."""
     return bits / 8 + (2 + zero_bits / 8) / group_size
 
 
@@ -85,7 +85,8 @@ W4_G128 = bytes_per_weight(4, 128)
 
 @dataclass(frozen=True)
 class Decode:
-    """A step in which each of `batch` sequences of `context` tokens computes one more. Dense heads take 2 bytes."""
+    """A step in which each of `batch` sequences of `context` tokens computes one more token. A weight of a dense head
+    takes 2 bytes."""
 
     shape: Shape
     batch: int
@@ -110,20 +111,20 @@ class Decode:
         return self.batch * self.shape.attention_flops(self.context)
 
     def seconds(self, peak: Peak) -> float:
-        """If reading and computing of the whole step overlap."""
+        """The time if reading and computing overlap over the whole step."""
         return peak.seconds(self.read_weights + self.read_kv, self.matmul_flops + self.attention_flops)
 
     def phase_seconds(self, peak: Peak) -> float:
-        """If they overlap within linears and within attention, but these come one after the other."""
+        """The time if they overlap within linears and within attention, but linears and attention do not overlap."""
         return peak.seconds(self.read_weights, self.matmul_flops) + peak.seconds(self.read_kv, self.attention_flops)
 
     def tokens_per_s(self, peak: Peak) -> float:
-        """By the phases: what kernels of a layer that run in turn cannot exceed."""
+        """The rate by the phases. Kernels of a layer that run one after the other cannot exceed it."""
         return self.batch / self.phase_seconds(peak)
 
 
 def prefill_seconds(shape: Shape, tokens: int, peak: Peak) -> float:
-    """Of one prompt: only its last token's logits are computed."""
+    """The time of one prompt. Only the logits of its last token are computed."""
     return prefill_flops(shape, tokens) / peak.flops
 
 

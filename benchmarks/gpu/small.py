@@ -1,4 +1,4 @@
-"""Section "small": what comes between products: norms, embedding, activation, drawing tokens. Microseconds each."""
+"""Section "small": the ops between products (norms, embedding, activation, sampling). Each takes microseconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Seconds of a call on a GPU: many calls in one CUDA graph, so that launching from Python is not what is timed."""
+"""Seconds of a call on a GPU. Many calls run in one CUDA graph, so that launches from Python are not timed."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from typing import Any
 import torch
 
 Call = Callable[[], Any]
-CACHE_BYTES = 256 << 20  # several times an L2: buffers in turn that exceed it are read from memory
+CACHE_BYTES = 256 << 20  # several times an L2; buffers that are used in turn and exceed this are read from memory
 
 
 def copies_for(num_bytes: int, device: str) -> int:
-    """How many copies of a buffer to use in turn, so that none is in the cache when its turn comes."""
+    """The number of copies of a buffer to use in turn, so that none is in the cache when its turn comes."""
     return 2 if device == "cpu" else max(2, -(-CACHE_BYTES // max(1, num_bytes)))
 
 
 def seconds_of(calls: Sequence[Call], device: str, *, budget: float = 0.15) -> float:
-    """Of one of `calls`, which are made in turn: the median over replays that take about `budget` seconds in all."""
+    """Seconds of one of `calls`. The calls are made in turn. The median is over replays that take about `budget`
+    seconds in all."""
     for call in calls[:2]:
         call()
     if device == "cpu":
@@ -37,7 +38,7 @@ def seconds_of(calls: Sequence[Call], device: str, *, budget: float = 0.15) -> f
 
 
 def host_seconds_of(call: Call, *, repeats: int = 3) -> float:
-    """Of a call that ends with the host waiting."""
+    """Seconds of a call that ends with the host waiting."""
     return statistics.median(_host_seconds(call) for _ in range(repeats))
 
 

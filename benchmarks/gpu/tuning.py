@@ -1,6 +1,6 @@
-"""Measures which plan is best for each product and number of tokens, as gemm_table.py keeps it for this device.
+"""Measures the best plan for each product and number of tokens. gemm_table.py keeps the plans of this device.
 
-The plans that are to be compared are compiled first, several at a time: one after the other would take minutes.
+The compared plans are compiled first, several at a time: one after the other would take minutes.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from lmkit.kernels.cuda.gemm_pack import PackedWeight, pack
 from lmkit.kernels.cuda.gpus import gpu_of
 from lmkit.kernels.cuda.module import Kernel, backend, compile_all
 
-PLANS = 5  # of each product, the most promising
+PLANS = 5  # number of the most promising plans that are compared for each product
 QUICK_BUCKETS = (1, 16)
 
 
 def tune(context: Context, shapes: dict[str, tuple[int, int]]) -> None:
-    """For float16; other activations go by the estimate."""
+    """Tune for float16. Other activations use the estimate."""
     buckets = QUICK_BUCKETS if context.quick or context.rehearsal else gemm_table.BUCKETS
     start = time.perf_counter()
     weights = [pack(random_qtensor(n, k, context.device)) for n, k in shapes.values()]

@@ -2,8 +2,8 @@
 
     python -m benchmarks.kv [--quick] [--json FILE] [--only NAME ...] [--threads N] [--workdir DIR]
 
-Models have random weights; every case compares what it measures within one run. It takes about twelve minutes on two
-quiet cores, and --quick, which runs everything at sizes that mean little, about one.
+Models have random weights. Every case compares measurements of one run. All cases take about twelve minutes on two
+quiet cores. --quick runs everything at sizes that mean little and takes about one minute.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How many tokens the same bytes hold, by storage type, for 4 layers of an 8B Llama: 8 KV heads of 128."""
+"""The number of tokens in the same bytes, by storage type, for 4 layers of an 8B Llama with 8 KV heads of 128."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GOALS = {"int8": 1.9, "int4": 3.7}
 
 
 def cases(setting: Setting) -> list[Row]:
-    """Tokens of a pool by those of a bfloat16 pool."""
+    """Tokens of a pool, divided by the tokens of a bfloat16 pool."""
     base = tokens_in("bfloat16")
     facts = {"bytes": BUDGET, "tokens_bfloat16": base}
     return [
@@ -31,7 +31,7 @@ def cases(setting: Setting) -> list[Row]:
 
 
 def tokens_in(kind: str) -> int:
-    """Tokens that the engine plans into BUDGET bytes. Raises RuntimeError if its tensors then take more."""
+    """The number of tokens that the engine plans into BUDGET bytes. Raises RuntimeError if its tensors take more."""
     config, storages = EngineConfig(kv_memory=BUDGET), [KVStorage(kv_dtype(kind), kv_dtype(kind))] * SPEC.num_layers
     kinds = [storage.dtypes for storage in storages]
     plan = plan_memory(SPEC, config, kinds, weight_bytes=0, available=64 << 30)

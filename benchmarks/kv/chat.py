@@ -13,9 +13,10 @@ GOAL = 10.0
 
 
 def cases(setting: Setting) -> list[Row]:
-    """Time to first token without the cache by that with it: the geometric mean over all turns but the first.
+    """Time to first token without the cache, divided by the time with it: the geometric mean over all turns but the
+    first.
 
-    Both engines answer each turn, one after the other, and have to agree.
+    Both engines answer each turn, one after the other, and must agree.
     """
     turns, system = (3, 512) if setting.quick else (TURNS, SYSTEM)
     path, generator = checkpoint(setting, SHAPE), random.Random(0)
@@ -36,7 +37,7 @@ def cases(setting: Setting) -> list[Row]:
 
 
 def row(asked: list[dict[bool, Timing]]) -> Row:
-    """Of the answers of each turn, with and without the cache."""
+    """The row of a conversation, from the answers of each turn with and without the cache."""
     later = asked[1:]
     speedups = [turn[False].seconds / turn[True].seconds for turn in later]
     facts = {

@@ -1,4 +1,4 @@
-"""What the KV cache's cases share: rows, models of random weights, and a client that times an engine."""
+"""Shared parts of the KV cache's cases: rows, models of random weights, and a client that times an engine."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Setting:
 
 @dataclass(frozen=True)
 class Row:
-    """One figure; `ratio` is more where things are better, and `goal` is what it should reach."""
+    """One figure. A larger `ratio` is better, and it should reach `goal`."""
 
     case: str
     ratio: float
     goal: float
-    facts: dict[str, Any] = field(default_factory=dict)  # what the ratio was made of
+    facts: dict[str, Any] = field(default_factory=dict)  # the measurements behind the ratio
 
     @property
     def reached(self) -> bool:
@@ -44,7 +44,7 @@ class Row:
 
 
 def checkpoint(setting: Setting, shape: Shape, *, awq: bool = False) -> Path:
-    """A checkpoint of this shape in the work folder, of 4-bit linears if `awq`; written when first asked for."""
+    """A checkpoint of this shape in the work folder, with 4-bit linears if `awq`. It is written on first use."""
     sizes = (shape.hidden, shape.mlp, shape.layers, shape.heads, shape.kv_heads, shape.head_dim, shape.vocab)
     path = setting.workdir / "-".join(map(str, ("llama", *sizes, shape.max_position)))
     if not path.exists():
@@ -57,7 +57,7 @@ def checkpoint(setting: Setting, shape: Shape, *, awq: bool = False) -> Path:
 
 
 def random_tokens(generator: random.Random, count: int, vocab: int) -> list[int]:
-    """Neither the first nor the last token of a text is among them."""
+    """Random tokens without BOS and EOS (0 and 1)."""
     return [generator.randrange(2, vocab) for _ in range(count)]
 
 
@@ -69,14 +69,14 @@ class Timing:
 
 
 class Client:
-    """An engine in this process, asked one thing at a time. Answers are greedy and do not end by themselves."""
+    """An engine in this process that gets one request at a time. Answers are greedy and do not end by themselves."""
 
     def __init__(self, model: Path, **config: Any) -> None:
         self.engine = Engine(str(model), EngineConfig(**config))
         self._names = itertools.count()
 
     def add(self, prompt: list[int], num_tokens: int, **fields: Any) -> str:
-        """Queue a request; its id."""
+        """Queue a request. Returns its id."""
         params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
         name = str(next(self._names))
         self.engine.add(Request(request_id=name, prompt_ids=prompt, params=params, **fields))
@@ -107,5 +107,5 @@ def geometric_mean(values: Iterable[float]) -> float:
 
 
 def percentile(values: list[float], share: float) -> float:
-    """The smallest value that at least `share` of them do not exceed."""
+    """The smallest value that at least the share `share` of the values does not exceed."""
     return sorted(values)[max(math.ceil(share * len(values)) - 1, 0)]

@@ -1,4 +1,4 @@
-"""A history of 200,000 tokens that is answered, answered again, and once more by another process.
+"""A history of 200,000 tokens that is answered twice by one process, and once more by another process.
 
     python -m benchmarks.kv.history MODEL DISK TOKENS THREADS ASKS      one process: JSON of its answers
 
@@ -25,7 +25,7 @@ GOAL = 13.0
 
 
 def cases(setting: Setting) -> list[Row]:
-    """Time to first token of the first answer by that of the others."""
+    """Time to first token of the first answer, divided by that of the others."""
     tokens = 8_000 if setting.quick else TOKENS
     model, disk = checkpoint(setting, SHAPE), setting.workdir / "disk"
     shutil.rmtree(disk, ignore_errors=True)
@@ -46,7 +46,7 @@ def row(case: str, cold: Timing, warm: Timing, **facts: float) -> Row:
 
 
 def run_process(model: Path, disk: Path, tokens: int, threads: int, *, asks: int) -> tuple[float, list[Timing]]:
-    """Seconds that a new engine took to start, and its answers."""
+    """(seconds that a new engine took to start, its answers)."""
     command = [sys.executable, "-m", "benchmarks.kv.history", model, disk, tokens, threads, asks]
     found = subprocess.run(list(map(str, command)), stdout=subprocess.PIPE, text=True, check=False)
     if found.returncode:
@@ -61,7 +61,7 @@ def main(model: str, disk: str, tokens: str, threads: str, asks: str) -> None:
     start = time.perf_counter() - begin
     prompt = random_tokens(random.Random(0), int(tokens), SHAPE.vocab)
     answers = [client.ask(prompt, ANSWER) for _ in range(int(asks))]
-    client.engine.close()  # what is being written to disk is finished
+    client.engine.close()  # finishes the writes to disk
     print(json.dumps({"start": start, "answers": [asdict(answer) for answer in answers]}))
 
 

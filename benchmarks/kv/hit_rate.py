@@ -1,4 +1,4 @@
-"""Share of prompt tokens that the prefix cache finds on a mixed trace, beside a cache that never forgets.
+"""Share of prompt tokens that the prefix cache finds on a mixed trace, beside a cache that never evicts.
 
 The scheduler is the real one. Nothing is computed: a runner without a model gives the trace's answers.
 """
@@ -18,8 +18,8 @@ from lmkit.turbo.scheduling.scheduler import Scheduler
 
 BLOCK_SIZE, CONCURRENCY = 32, 8
 POOLS = (1 / 16, 1 / 8, 1 / 4)  # of the blocks that the whole trace fills
-# An eighth: what is asked for again soon must be told from the rest. With a quarter any order of eviction will do, and
-# with a sixteenth what is under way takes most of the pool.
+# With an eighth, the cache must tell the blocks that are needed again soon from the rest. With a quarter, any order of
+# eviction will do. With a sixteenth, running requests take most of the pool.
 POOL = 1 / 8
 MOST_GAP = 0.02
 STEP_SECONDS = 0.01
@@ -27,7 +27,7 @@ QUICK = Mix(chats=10, few_shot=40, single=20, one_off=10, pause=0.1)
 
 
 def cases(setting: Setting) -> list[Row]:
-    """The gap between the ideal hit rate and that with a pool of an eighth of the trace's blocks."""
+    """The gap between the ideal hit rate and the hit rate with a pool of an eighth of the trace's blocks."""
     trace = make_trace(QUICK if setting.quick else Mix())
     num_prompt, num_blocks = sum(len(item.prompt) for item in trace), distinct_blocks(trace, BLOCK_SIZE)
     ideal = sum(ideal_hits(trace)) / num_prompt
@@ -48,12 +48,13 @@ def row(ideal: float, measured: float, facts: dict[str, Any]) -> Row:
 
 
 class TraceRunner:
-    """Gives each request the answer of the item whose number is its seed, on a clock of its own."""
+    """Gives each request the answer of an item of the trace, on a clock of its own. The request's seed is the item's
+    number."""
 
     def __init__(self, trace: list[Item]) -> None:
         self._trace = trace
         self._now = 0.0
-        self._slots: dict[int, tuple[Item, int]] = {}  # and how many tokens of its answer are given
+        self._slots: dict[int, tuple[Item, int]] = {}  # (item, number of tokens of its answer that were given)
 
     def execute(self, plan: StepPlan) -> list[Sampled]:
         for new in plan.new:
@@ -62,7 +63,7 @@ class TraceRunner:
         return [Sampled(self._tokens(chunk)) for chunk in plan.chunks]
 
     def step_seconds(self, plan: StepPlan) -> float:
-        """Each token costs as much as a hundredth of reading the weights."""
+        """Seconds of a step. A token costs a hundredth of the time to read the weights."""
         return STEP_SECONDS * (1 + sum(chunk.num_tokens for chunk in plan.chunks) / 100)
 
     def clock(self) -> float:
@@ -80,8 +81,10 @@ class TraceRunner:
 
 
 def replay(trace: list[Item], num_blocks: int, concurrency: int = CONCURRENCY) -> list[int]:
-    """Cached prompt tokens of each item. At most `concurrency` requests are in the scheduler at a time; a chat's turn
-    comes when the one before it is answered.
+    """Cached prompt tokens of each item.
+
+    At most `concurrency` requests are in the scheduler at a time. A chat's turn comes when the turn before it was
+    answered.
     """
     runner = TraceRunner(trace)
     scheduler = Scheduler(limits(trace, num_blocks, concurrency), (), clock=runner.clock)
@@ -107,7 +110,7 @@ def replay(trace: list[Item], num_blocks: int, concurrency: int = CONCURRENCY) -
 
 
 def limits(trace: list[Item], num_blocks: int, concurrency: int) -> SchedulerLimits:
-    """As many blocks as asked for, but no fewer than the longest request needs."""
+    """Limits with `num_blocks` blocks, but no fewer than the longest request needs."""
     longest = max(len(item.prompt) + len(item.answer) for item in trace)
     return SchedulerLimits(
         kv=KVLimits(max(num_blocks, longest // BLOCK_SIZE + 1), BLOCK_SIZE),

@@ -1,4 +1,4 @@
-"""How long running sequences wait for their next token, idle and while a long prompt is computed."""
+"""The time between tokens of running sequences, when idle and while a long prompt is prefilled."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from benchmarks.random_llama import Shape
 SHAPE = Shape(2048, 8192, 2, 4, 2, 64, 8192, 40_960)  # 137M parameters, 4-bit linears
 STREAMS, PROMPT, SHORT = 4, 32_768, 64  # sequences that decode; tokens of the long prompt and of the others
 IDLE_STEPS = 400  # before the prompt comes, and again after it
-WARM_UP = 4  # short prompts beside the decoding sequences: what a mixed step costs has to be known
+WARM_UP = 4  # short prompts beside the decoding sequences: the cost of a mixed step must be known
 GOAL = 1.0
 
 
 def cases(setting: Setting) -> list[Row]:
-    """Twice the 99th percentile of the time between tokens when idle, by that while 32k prompt tokens are computed."""
+    """Twice the 99th percentile of the time between tokens when idle, divided by the 99th percentile while 32k prompt
+    tokens are computed."""
     prompt_tokens, idle_steps = (512, 20) if setting.quick else (PROMPT, IDLE_STEPS)
     generator = random.Random(0)
     model = checkpoint(setting, SHAPE, awq=True)
@@ -36,7 +37,7 @@ def cases(setting: Setting) -> list[Row]:
 
 
 def row(idle: list[float], loaded: list[float], **facts: float) -> Row:
-    """Of the seconds between two tokens of a sequence."""
+    """The row from the seconds between two tokens of a sequence."""
     ms = {
         f"{name}_ms_{kind}": 1000 * percentile(gaps, share)
         for kind, gaps in (("idle", idle), ("loaded", loaded))
@@ -58,7 +59,7 @@ class Streams:
             self._last |= {output.request_id: time.perf_counter() for output in next(self._steps)}
 
     def gaps(self, steps: int) -> list[float]:
-        """Seconds between tokens over so many steps."""
+        """Seconds between tokens over `steps` steps."""
         self._last = dict.fromkeys(self._last, time.perf_counter())
         return [gap for _ in range(steps) for gap in self._step()]
 

@@ -1,4 +1,4 @@
-"""What the prefix cache costs where nothing is shared, and how long it looks for a long history."""
+"""The cost of the prefix cache when nothing is shared, and the time to look up a long history."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HISTORY, MOST_LOOKUP = 200_000, 1e-3  # tokens, seconds
 
 
 class Stopwatch:
-    """Time inside some methods of some objects; what they call of each other counts once."""
+    """Time inside some methods of some objects. Nested calls among them count once."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -50,10 +50,10 @@ class Stopwatch:
 
 
 def cases(setting: Setting) -> list[Row]:
-    """The share of an engine's time that goes to its cache, with prompts that have nothing in common.
+    """The share of an engine's time that its cache takes, with prompts that have nothing in common.
 
-    The pool is small, so that blocks are evicted all the time. The same load without a cache, in turns, is shown beside
-    it: the difference is smaller than what a shared machine varies by.
+    The pool is small, so that blocks are evicted all the time. The same load runs in turns without a cache and is shown
+    beside it. The difference is smaller than the variation of a shared machine.
     """
     rounds, generator = (1 if setting.quick else ROUNDS), random.Random(0)
     path, stopwatch = checkpoint(setting, SHAPE), Stopwatch()
@@ -79,7 +79,7 @@ def cases(setting: Setting) -> list[Row]:
 
 
 def row(inside: float, seconds: dict[bool, list[float]], evicted: int) -> Row:
-    """`inside` of the seconds of all rounds with a cache were spent in it."""
+    """The row of the overhead. `inside` are the seconds spent in the cache, out of all rounds with a cache."""
     share = inside / sum(seconds[True])
     tokens = len(seconds[True]) * REQUESTS * (PROMPT + ANSWER)
     facts = {
@@ -92,7 +92,7 @@ def row(inside: float, seconds: dict[bool, list[float]], evicted: int) -> Row:
 
 
 def run_round(client: Client, generator: random.Random) -> float:
-    """Seconds to answer new prompts, all at once."""
+    """Seconds to answer new prompts that are queued all at once."""
     prompts = [random_tokens(generator, PROMPT, SHAPE.vocab) for _ in range(REQUESTS)]
     begin = time.perf_counter()
     for prompt in prompts:
@@ -103,14 +103,14 @@ def run_round(client: Client, generator: random.Random) -> float:
 
 
 def lookups(setting: Setting) -> list[Row]:
-    """A lookup of a 200k-token history within a millisecond."""
+    """The case "lookup of a 200k-token history within a millisecond"."""
     match, admission = match_seconds(HISTORY), admission_seconds(HISTORY)
     facts = {"us_match": 1e6 * match, "us_admission": 1e6 * admission}
     return [Row("lookup of a 200k-token history within 1 ms", MOST_LOOKUP / match, 1.0, facts)]
 
 
 def match_seconds(num_tokens: int, rounds: int = 51) -> float:
-    """Of RadixCache.match: the median."""
+    """The median time of RadixCache.match."""
     num_blocks = -(-num_tokens // BLOCK_SIZE)
     pool = BlockPool(num_blocks)
     cache = RadixCache(pool, BLOCK_SIZE)
@@ -124,7 +124,7 @@ def match_seconds(num_tokens: int, rounds: int = 51) -> float:
 
 
 def admission_seconds(num_tokens: int, rounds: int = 11) -> float:
-    """Of a whole Scheduler.schedule that lets such a request in."""
+    """The time of a whole Scheduler.schedule that admits such a request."""
     tokens = np.random.default_rng(0).integers(2, VOCAB, num_tokens + 1, dtype=np.int32)
     item = Item(tokens[:-1], tokens[-1:])
     scheduler, runner = Scheduler(limits([item], num_tokens // BLOCK_SIZE + 8, 1), ()), TraceRunner([item])

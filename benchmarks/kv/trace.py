@@ -1,4 +1,4 @@
-"""A seeded trace of mixed requests, and how much of it a cache without end would find."""
+"""A seeded trace of mixed requests, and the prompt tokens of it that an infinite cache would find."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Tokens = np.ndarray  # int32 [n]
 
 @dataclass(frozen=True)
 class Item:
-    """A request, what it is answered, and the item (its index) that must be answered before."""
+    """A request, its answer, and the index of the item that must be answered before it."""
 
     prompt: Tokens
     answer: Tokens
@@ -22,15 +22,15 @@ class Item:
 
 @dataclass(frozen=True)
 class Mix:
-    """How many of each kind. Lengths are log-normal around a middle, with a spread of e^0.5."""
+    """The number of requests of each kind. Lengths are log-normal around a middle, with a spread of e^0.5."""
 
     chats: int = 150  # of 2 to 10 turns: system prompt, then user 60 and answer 60 tokens in turn
     few_shot: int = 600  # template of 1500 tokens, question of 60, answer of 12
     single: int = 400  # system prompt, text of 200, answer of 60
     one_off: int = 300  # text of 600, answer of 60
-    systems: int = 8  # prompts of 600 tokens, the n-th most popular asked for in proportion to 1 / n
+    systems: int = 8  # prompts of 600 tokens; the n-th most popular is used in proportion to 1 / n
     templates: int = 8  # likewise; every second one begins with half of the one before it
-    pause: float = 0.02  # mean time between a chat's turns, of the trace's whole time
+    pause: float = 0.02  # mean time between a chat's turns, as a share of the trace's whole time
 
 
 class _Maker:
@@ -54,7 +54,7 @@ def make_trace(mix: Mix, seed: int = 0) -> list[Item]:
     for index in range(mix.templates):
         shared = templates[-1][: len(templates[-1]) // 2] if index % 2 else np.zeros(0, np.int32)
         templates.append(np.concatenate([shared, make.text(1500 - len(shared))]))
-    # (time, unique id, item but its `after`, id of the item before)
+    # (time, unique id, item without its `after`, id of the item before)
     timed: list[tuple[float, int, Tokens, Tokens, int | None]] = []
 
     def add(time: float, prompt: Tokens, answer: Tokens, after: int | None = None) -> int:
@@ -80,13 +80,14 @@ def make_trace(mix: Mix, seed: int = 0) -> list[Item]:
 
 
 class InfiniteCache:
-    """All sequences so far, sorted: the longest common prefix with any of them is that with one of two neighbours."""
+    """All sequences so far, sorted. The longest common prefix with any of them is shared with one of the two
+    neighbours."""
 
     def __init__(self) -> None:
         self._known: list[bytes] = []
 
     def match(self, tokens: Tokens) -> int:
-        """How many of the first tokens some sequence begins with as well."""
+        """The length of the longest prefix of `tokens` with which a known sequence begins as well."""
         key = _sortable(tokens)
         index = bisect.bisect(self._known, key)
         return max((_common(key, other) // 4 for other in self._known[max(index - 1, 0) : index + 1]), default=0)
@@ -98,7 +99,8 @@ class InfiniteCache:
 def ideal_hits(trace: list[Item]) -> list[int]:
     """Prompt tokens of each item whose KV is known if all items before it are answered and nothing is ever evicted.
 
-    The last prompt token is always computed, for the logits of the next one; an answer's last token never is.
+    The last prompt token is always computed, for the logits of the next token. An answer's last token is never
+    computed.
     """
     cache, hits = InfiniteCache(), list[int]()
     for item in trace:

@@ -1,4 +1,4 @@
-"""The engines that are compared, and the points they are measured at."""
+"""The compared engines, and the points at which they are measured."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class EngineKind:
-    """`form` is the file or folder that its `prepare` makes; None: it reads the bfloat16 checkpoint itself."""
+    """`form` is the file or folder that the engine's `prepare` makes. None: it reads the bfloat16 checkpoint itself."""
 
     name: str
     module: str
-    packages: tuple[str, ...]  # that its Python must have
+    packages: tuple[str, ...]  # packages that its Python must have
     form: str | None
-    pip: str  # what to install for it
+    pip: str  # the packages to install for it
 
     @property
     def is_peer(self) -> bool:
@@ -41,7 +41,7 @@ ENGINES = {
 
 @dataclass(frozen=True)
 class Point:
-    """`steps` 0 measures the prompt; otherwise that many steps of every sequence, after it."""
+    """`steps` 0 measures the prompt. Otherwise so many steps of every sequence are measured after the prompt."""
 
     name: str
     batch: int

@@ -1,4 +1,4 @@
-"""The measuring side of the protocol: engines as processes that are stopped while another one computes."""
+"""The measuring side of the protocol. Engines are processes, and they are stopped while another engine computes."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class EngineFailed(Exception):
-    """An engine's process ended or could not do what it was told; the message is the last line it wrote."""
+    """An engine's process ended or could not carry out a command. The message is the last line that it wrote."""
 
 
 class PeerProcess:
-    """One engine's process; `facts` is there after `ready`. Between questions it is stopped: it cannot spin."""
+    """One engine's process. `facts` is set by `ready`. Between commands the process is stopped, so that it cannot
+    spin."""
 
     facts: Facts
 
@@ -44,11 +45,11 @@ class PeerProcess:
                 text=True,
                 cwd=ROOT,
                 env=environment(options.threads),
-                start_new_session=True,  # a group of its own, to be stopped as one
+                start_new_session=True,  # a process group of its own, which is stopped as one
             )
 
     def ready(self) -> None:
-        """Wait until it has loaded its model. Raises EngineFailed."""
+        """Wait until the engine has loaded its model. Raises EngineFailed."""
         self.facts = Facts(**self._read())
         self._signal(signal.SIGSTOP)
 
@@ -103,7 +104,7 @@ class PeerProcess:
 
 
 def prepare(python: str, module: str, source: Path, out: Path, log: Path) -> None:
-    """Have an engine make its own form of a checkpoint. Raises EngineFailed."""
+    """Let an engine make its own form of a checkpoint. Raises EngineFailed."""
     command = [python, "-m", module, "prepare", str(source), str(out)]
     with log.open("wb") as output:
         done = subprocess.run(command, stdout=output, stderr=output, cwd=ROOT, env=environment(None), check=False)
@@ -125,7 +126,7 @@ def parse_pythons(entries: list[str], known: Collection[str]) -> dict[str, str]:
 
 
 def can_import(python: str, packages: tuple[str, ...]) -> bool:
-    """Whether all packages are there, without running them."""
+    """Whether all packages are installed. They are not imported."""
     code = f"import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, {packages!r})))"
     try:
         return subprocess.run([python, "-c", code], cwd=ROOT, check=False, capture_output=True).returncode == 0
@@ -139,6 +140,6 @@ def last_line(log: Path) -> str:
 
 
 def environment(threads: int | None) -> dict[str, str]:
-    """Of a process that imports this repository's benchmarks, with the number of threads that OpenMP starts."""
+    """The environment of a process that imports this repository's benchmarks. It sets the number of OpenMP threads."""
     path = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part)
     return os.environ | {"PYTHONPATH": path} | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})

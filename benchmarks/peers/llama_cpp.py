@@ -1,4 +1,4 @@
-"""llama.cpp, by llama-cpp-python's low-level interface: GGUF Q4_0, flash attention, one batch for all sequences."""
+"""llama.cpp by llama-cpp-python's low-level interface: GGUF Q4_0, flash attention, one batch for all sequences."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ class LlamaCpp:
         )
 
     def prefill(self, prompts: list[list[int]]) -> None:
-        """Run the first prompt and copy its cache to the other sequences: memory of their own, less waiting."""
+        """Run the first prompt and copy its cache to the other sequences. They get memory of their own, and preparation
+        is shorter."""
         self._open(len(prompts))
         self.position = len(prompts[0])
         self._decode([(token, i, 0, i == self.position - 1) for i, token in enumerate(prompts[0])])
@@ -65,7 +66,8 @@ class LlamaCpp:
         return len(self.sequences)
 
     def _open(self, batch: int) -> None:
-        """A context made for this batch: its cache has no room to spare, its sequences have streams of their own."""
+        """Make a context for this batch. Its cache has no room to spare, and its sequences have streams of their
+        own."""
         if self.context is not None:
             ll.llama_free(self.context)
         params = ll.llama_context_default_params()
@@ -79,7 +81,7 @@ class LlamaCpp:
             raise RuntimeError(f"llama.cpp cannot make a context for {batch} sequences")
 
     def _decode(self, entries: list[tuple[int, int, int, bool]]) -> None:
-        """Run (token, position, sequence, whether its logits are wanted)."""
+        """Run entries (token, position, sequence, whether its logits are wanted)."""
         batch = ll.llama_batch_init(len(entries), 0, 1)
         batch.n_tokens = len(entries)
         for i, (token, position, sequence, wanted) in enumerate(entries):
@@ -97,7 +99,7 @@ class LlamaCpp:
 
 
 def prepare(source: Path, out: Path) -> None:
-    """GGUF in bfloat16, then quantized as llama.cpp's own tool does."""
+    """Write a GGUF in bfloat16, then quantize it as llama.cpp's own tool does."""
     full = out.with_suffix(".full")
     _write_gguf(source, full)
     params = ll.llama_model_quantize_default_params()
@@ -144,13 +146,13 @@ def _gguf_name(name: str) -> str:
 
 
 def _interleaved(weight: Array, heads: int) -> Array:
-    """Rows of each head in the order 0, half, 1, half + 1, ...: rotary pairs are neighbours here."""
+    """Rows of each head in the order 0, half, 1, half + 1, ..., as rotary pairs are neighbours in llama.cpp."""
     rows, columns = weight.shape
     return weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
 def _read_bytes(path: Path) -> int:
-    """All tensors but the embedding, of which a token reads one row."""
+    """Bytes of all tensors except the embedding. A token reads only one row of it."""
     return sum(int(t.n_bytes) for t in gguf.GGUFReader(path).tensors if not t.name.startswith("token_embd"))
 
 

@@ -1,4 +1,4 @@
-"""lmkit with an INT8 head and an INT8 KV cache: what llama.cpp (Q6_K head) and OpenVINO (INT8 both) do by default."""
+"""lmkit with an INT8 head and an INT8 KV cache, like the defaults of llama.cpp (Q6_K head) and OpenVINO (INT8 both)."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class OpenVino:
 
 
 def prepare(source: Path, out: Path) -> None:
-    """Export with NNCF's weight compression, the output head and the embedding in 8 bits as its default has them."""
+    """Export with NNCF's weight compression. The output head and the embedding have 8 bits, as by its default."""
     from optimum.intel import OVModelForCausalLM, OVWeightQuantizationConfig
     from transformers import AutoTokenizer
 
@@ -79,7 +79,7 @@ def _tokenizers(tokenizer: Any) -> Any:
 
 
 def _read_bytes(folder: Path) -> int:
-    """All constants but those of the embedding, of which a token reads one row."""
+    """Bytes of all constants except those of the embedding. A token reads only one row of it."""
     model = ov.Core().read_model(folder / "openvino_model.xml")
     constants = {
         op.get_friendly_name(): op.get_byte_size() for op in model.get_ops() if op.get_type_name() == "Constant"

@@ -3,7 +3,7 @@
     {"do": "prefill", "batch": 4, "prompt_len": 64}    ->  {"seconds": 0.9}
     {"do": "decode", "steps": 16, "limit": 5.0}        ->  {"seconds": 1.1, "tokens": 64}
 
-The first line a process writes, when its model is loaded, is its Facts.
+When its model is loaded, a process writes its Facts as the first line.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MIN_STEPS = 2
 
 @dataclass(frozen=True)
 class Facts:
-    """What an engine says of itself. `weight_bytes`: read for every token of a single stream."""
+    """An engine's description of itself. `weight_bytes` are read for every token of a single stream."""
 
     version: str
     settings: str
@@ -36,7 +36,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Options:
-    """How an engine is to run."""
+    """The settings of an engine."""
 
     model: Path
     threads: int
@@ -49,10 +49,10 @@ class Engine(Protocol):
     facts: Facts
 
     def prefill(self, prompts: list[list[int]]) -> None:
-        """Forget what was running; run the prompts until each has its first new token."""
+        """Drop all running sequences. Run the prompts until each has its first new token."""
 
     def step(self) -> int:
-        """One more token for every sequence; returns how many were made."""
+        """Make one more token for every sequence. Returns how many were made."""
 
 
 Make = Callable[[Options], Engine]
@@ -60,13 +60,13 @@ Prepare = Callable[[Path, Path], None]
 
 
 def prompts(batch: int, length: int, vocab: int, number: int = 0) -> list[list[int]]:
-    """Random ids without special tokens (0 and 1). Another `number` gives other ids, which no cache has seen."""
+    """Random ids without special tokens (0 and 1). Each `number` gives other ids, so that no cache has seen them."""
     made = random.Random(number)
     return [made.choices(range(2, vocab), k=length) for _ in range(batch)]
 
 
 def main(make: Make, prepare: Prepare) -> None:
-    """`prepare SOURCE OUT`: the checkpoint in the engine's own form. `run MODEL ...`: serve commands on stdin."""
+    """`prepare SOURCE OUT` writes the checkpoint in the engine's own form. `run MODEL ...` serves commands on stdin."""
     _die_with_parent()
     parser = argparse.ArgumentParser()
     commands = parser.add_subparsers(dest="command", required=True)
@@ -105,7 +105,7 @@ def answer(engine: Engine, command: dict, vocab: int, number: int) -> dict[str, 
 
 
 def decode(engine: Engine, steps: int, limit: float) -> dict[str, float]:
-    """Time `steps` steps, fewer if they take longer than `limit` seconds; one before them warms up."""
+    """Time `steps` steps, or fewer if they take longer than `limit` seconds. One step before them warms up."""
     engine.step()
     tokens, start = 0, time.perf_counter()
     for index in range(steps):
@@ -116,6 +116,6 @@ def decode(engine: Engine, steps: int, limit: float) -> dict[str, float]:
 
 
 def _die_with_parent() -> None:
-    """A stopped process cannot notice that its parent is gone; Linux ends it."""
+    """Let Linux end this process with its parent: a stopped process cannot notice that its parent is gone."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -15,9 +15,9 @@ from benchmarks.report import share
 
 def table(samples: Samples, points: list[Point], ceilings: Ceilings, num_linear: int, threads: int) -> Table:
     """Tokens per second of every engine, its distance to the machine's ceilings, and lmkit against the best peer.
-    Raises AboveCeiling for a figure that the machine cannot reach.
 
-    `num_linear`: parameters in the layers' matrices; a prompt token costs two operations for each (attention aside).
+    `num_linear` counts parameters in the layers' matrices; a prompt token costs two operations for each, without
+    attention. Raises AboveCeiling for a figure that the machine cannot reach.
     """
     out = Table(title=f"tokens per second, {threads} threads; {ceilings.describe()}")
     out.add_column("engine")
@@ -49,7 +49,7 @@ def best_peer(samples: Samples, point: Point) -> float | None:
 
 
 def ratio(samples: Samples, engine: str, point: Point) -> float | None:
-    """How many times as fast as the fastest peer."""
+    """The speed relative to the fastest peer."""
     mine, best = samples.rate(engine, point.name), best_peer(samples, point)
     return None if mine is None or best is None else mine / best
 
@@ -63,7 +63,7 @@ def _distances(samples: Samples, engine: str, ceilings: Ceilings, num_linear: in
     decode, prefill = samples.rate(engine, "b1"), samples.rate(engine, "prefill512")
     read = None if decode is None else decode * samples.facts[engine]["weight_bytes"]
     work = None if prefill is None else prefill * 2 * num_linear
-    # An engine may multiply as it likes: the faster of the dot products is what none can exceed.
+    # An engine may use either dot product, and none can exceed the faster one.
     dot = max(ceilings.int4_ops, ceilings.int8_ops)
     return (
         "-" if read is None else f"{read / 1e9:.1f} ({share(read, ceilings.bytes_per_s, f'{engine}, b1'):.0%})",
@@ -72,7 +72,7 @@ def _distances(samples: Samples, engine: str, ceilings: Ceilings, num_linear: in
 
 
 def plot(samples: Samples, points: list[Point], path: Path) -> None:
-    """Bars of every engine at every point, as multiples of the fastest peer (or of lmkit where there is none)."""
+    """Bars of every engine at every point, as multiples of the fastest peer (or of lmkit if there is no peer)."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

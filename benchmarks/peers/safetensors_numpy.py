@@ -13,7 +13,7 @@ Array = np.ndarray[Any, np.dtype[np.float32]]
 
 
 def tensors(folder: Path) -> Iterator[tuple[str, Array]]:
-    """Every tensor's name and values; the file is mapped, so memory holds one of them at a time."""
+    """Every tensor's name and values. The file is mapped, so memory holds one tensor at a time."""
     for path in sorted(folder.glob("*.safetensors")):
         data = np.memmap(path, dtype=np.uint8, mode="r")
         size = int(data[:8].view(np.uint64)[0])

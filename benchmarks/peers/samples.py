@@ -1,4 +1,4 @@
-"""Measurements kept on disk while a run goes on, so that an interrupted run can be taken up again."""
+"""Measurements that are kept on disk during a run, so that an interrupted run can be resumed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.contention import OTHERS_LIMIT
 class Sample:
     tokens_per_s: float
     others: float  # share of the cores that others used meanwhile
-    seconds: float  # that it took
+    seconds: float  # duration of the measurement
 
     @property
     def clean(self) -> bool:
@@ -24,10 +24,10 @@ class Sample:
 
 @dataclass
 class Samples:
-    """Every measurement of a run: engine -> point -> samples; what each engine said of itself; why one is missing."""
+    """All measurements of a run (engine -> point -> samples), the facts of each engine, and why an engine has none."""
 
     path: Path
-    settings: dict[str, Any]  # a run is taken up only if these are equal
+    settings: dict[str, Any]  # a run is resumed only if these are equal
     taken: dict[str, dict[str, list[Sample]]] = field(default_factory=dict)
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class Samples:
 
     @classmethod
     def open(cls, path: Path, settings: dict[str, Any], *, fresh: bool) -> Samples:
-        """What an earlier run with the same settings left, or nothing."""
+        """The samples of an earlier run with the same settings, or none."""
         new = cls(path, settings)
         if fresh or not path.exists():
             return new
@@ -68,7 +68,7 @@ class Samples:
         return sum(sample.clean for sample in self.of(engine, point))
 
     def rate(self, engine: str, point: str) -> float | None:
-        """Median tokens per second of the clean samples; if there is none, of the least disturbed one."""
+        """Median tokens per second of the clean samples. Without any, the rate of the least disturbed sample."""
         samples = self.taken.get(engine, {}).get(point, [])
         if not samples:
             return None
@@ -76,7 +76,7 @@ class Samples:
         return statistics.median(clean) if clean else min(samples, key=lambda sample: sample.others).tokens_per_s
 
     def disturbed(self, engine: str, point: str) -> bool:
-        """Whether its figure comes from a measurement that should have been dropped."""
+        """Whether the figure comes from a measurement that should have been dropped."""
         return self.rate(engine, point) is not None and not self.num_clean(engine, point)
 
     def num_dropped(self) -> int:

@@ -23,7 +23,8 @@ class Transformers:
 
     @torch.inference_mode()
     def prefill(self, prompts: list[list[int]]) -> None:
-        """Run the first prompt and copy its cache to the other sequences: memory of their own, less waiting."""
+        """Run the first prompt and copy its cache to the other sequences. They get memory of their own, and preparation
+        is shorter."""
         self.cache = transformers.DynamicCache(config=self.model.config)
         self._run(torch.tensor(prompts[:1]))
         if len(prompts) > 1:

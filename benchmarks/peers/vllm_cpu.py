@@ -1,4 +1,4 @@
-"""vLLM's CPU backend: bfloat16 where the processor multiplies it, else float32; its engine in this process."""
+"""vLLM's CPU backend: bfloat16 if the processor multiplies it, else float32. Its engine runs in this process."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ class Vllm:
 
 
 def _multiplies_bfloat16() -> bool:
-    """Without such instructions its bfloat16 products fall back to a path twenty times slower than float32."""
+    """Whether the processor has bfloat16 products. Without them, vLLM's bfloat16 products fall back to a path twenty
+    times slower than float32."""
     return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(Path("/proc/cpuinfo").read_text().split()))
 
 

@@ -12,7 +12,8 @@ from auto_round import AutoRound
 from benchmarks.quality_peers.dense import load_float32
 from benchmarks.quality_peers.protocol import Job, run
 
-# name -> (algorithms, iterations, learning rate or its own choice); "light" is its preset for a quarter of the time
+# name -> (algorithms, iterations, learning rate or None for its own choice). "light" is its preset for a quarter of
+# the time.
 RECIPES: dict[str, tuple[str, int, float | None]] = {
     "light": ("signround", 50, 5e-3),
     "signround": ("signround", 200, None),
@@ -42,7 +43,7 @@ def quantize(job: Job) -> tuple[str, str]:
         device_map="cpu",
     )
     rounder.quantize_and_save(str(job.checkpoint), format="auto_awq")
-    saved = next(job.checkpoint.rglob("config.json")).parent  # newer versions save into a folder within
+    saved = next(job.checkpoint.rglob("config.json")).parent  # newer versions save into a subfolder
     if saved != job.checkpoint:
         for file in saved.iterdir():
             file.rename(job.checkpoint / file.name)

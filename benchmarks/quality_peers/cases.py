@@ -1,4 +1,4 @@
-"""What every tool is given, and how its result is measured."""
+"""The input of every tool, and the measurement of its result."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from lmkit.quant.sections import CalibrationRecipe
 from lmkit.text import Tokenizer
 
 TOLERANCE = 1e-4  # of a logit, between the model as it is and with outliers
-NOT_WEIGHTS = (".bias", ".g_idx", ".weight_shape")  # of a linear's tensors: the same for any number of bits
+NOT_WEIGHTS = (".bias", ".g_idx", ".weight_shape")  # tensors of a linear that are the same for any number of bits
 BLOCK = 32
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How much is calibrated on and evaluated on."""
+    """The amount of calibration and evaluation data."""
 
     num_rows: int
     seq_len: int
@@ -46,7 +46,7 @@ def write_rows(folder: Path, setting: Setting) -> Path:
 
 
 def make_model(folder: Path, factor: int) -> Path:
-    """The demo model in float32 with outliers `factor` times as large, in `folder`; its logits are checked."""
+    """The demo model in float32 with outliers `factor` times as large, in `folder`. Its logits are checked."""
     path = folder / f"model-x{factor}"
     if not path.exists():
         partial = folder / f"model-x{factor}.partial"
@@ -70,7 +70,7 @@ def logits(model: Path, token_ids: list[int]) -> Tensor:
 
 
 def evaluate_against(model: Path, original: Path, setting: Setting) -> EvalResult:
-    """On held-out text, with exact activations and float32 KV."""
+    """Evaluate on held-out text, with exact activations and float32 KV."""
     return evaluate(
         model,
         encode_text(original),

@@ -1,4 +1,4 @@
-"""The tools that are compared and what each is asked for."""
+"""The compared tools and their recipes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Tool:
-    """`module` is in this package; `packages` must be importable in its Python; `pip` installs them."""
+    """`module` is in this package. `packages` must be importable in the tool's Python; `pip` installs them."""
 
     name: str
     module: str

@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 
 
 def save_dense(model: Any, source: Path, out: Path) -> None:
-    """Write `model`'s weights, linears already dense, to `out`; all other files are those of `source`."""
+    """Write the weights of `model`, whose linears are dense already, to `out`. All other files are those of
+    `source`."""
     out.mkdir()
     config = json.loads((source / "config.json").read_text())
     tied = config.get("tie_word_embeddings", False)

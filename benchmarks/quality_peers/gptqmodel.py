@@ -41,7 +41,7 @@ def quantize(job: Job) -> tuple[str, str]:
 
 
 def decode(job: Job) -> None:
-    """Its own linears give back their weights; everything else is as in the file."""
+    """Write the dense weights. The tool's own linears give back their weights; everything else is as in the file."""
     packed = GPTQModel.load(str(job.checkpoint), device="cpu", backend=BACKEND.TORCH, dtype=torch.float16).model
     dense = load_float32(Path(job.model))
     weights = dict(dense.named_parameters())

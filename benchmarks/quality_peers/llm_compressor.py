@@ -1,4 +1,4 @@
-"""llm-compressor: AWQ and GPTQ, W4A16 asymmetric in groups of 128, its defaults otherwise."""
+"""llm-compressor: AWQ and GPTQ, W4A16 asymmetric in groups of 128, with its defaults otherwise."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def quantize(job: Job) -> tuple[str, str]:
 
 
 def _leave_in_place(self: Any, *arguments: Any, **options: Any) -> None:
-    """AWQ pins memory for copies to a GPU, which fails where there is none; it has no effect on the result."""
+    """Replaces pinning in AWQ. AWQ pins memory for copies to a GPU, and this fails without a GPU. Pinning has no effect
+    on the result."""
 
 
 def decode(job: Job) -> None:

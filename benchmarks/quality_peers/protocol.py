@@ -2,9 +2,9 @@
 
     python -m benchmarks.quality_peers.TOOL JOB.json
 
-The job names a checkpoint, a file of calibration rows and the folder to fill. A tool leaves there what it would give
-its user, `checkpoint`; where its format is best read by itself, `dense`, the same weights in float32 as the tool
-decodes them; and `facts.json`.
+The job names a checkpoint, a file of calibration rows and the folder to fill. A tool leaves there `checkpoint`, the
+checkpoint that it would give its user, and `facts.json`. If its format is best read by the tool itself, it also leaves
+`dense`: the same weights in float32 as the tool decodes them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ FACTS = "facts.json"
 
 @dataclass(frozen=True)
 class Job:
-    """What a tool is to do."""
+    """The job of a tool."""
 
     model: str  # folder of the float32 checkpoint
     rows: str  # JSON: calibration rows, lists of token ids of equal length
     out: str  # an empty folder
-    recipe: str  # a name the tool's module knows
+    recipe: str  # a name that the tool's module knows
     threads: int
 
     def load_rows(self) -> list[list[int]]:
@@ -43,8 +43,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Facts:
-    """`seconds`: from opening the model to the checkpoint on disk; `cpu_seconds` of all threads; `peak_gib`: the
-    process's largest resident memory until then, its libraries included; `settings`: what was asked of the tool."""
+    """Facts about one quantization.
+
+    `seconds`: from opening the model to the checkpoint on disk; `cpu_seconds`: of all threads; `peak_gib`: the
+    process's largest resident memory until then, its libraries included; `settings`: the settings of the tool.
+    """
 
     version: str
     settings: str
@@ -54,8 +57,8 @@ class Facts:
 
 
 def run(quantize: Callable[[Job], tuple[str, str]], decode: Callable[[Job], None] | None = None) -> None:
-    """Quantize as the job on the command line says, write facts.json, then decode. `quantize` returns the tool's
-    version and settings."""
+    """Run the job of the command line: quantize, write facts.json, then decode. `quantize` returns the tool's version
+    and settings."""
     job = Job(**json.loads(Path(sys.argv[1]).read_text()))
     start, start_cpu = time.perf_counter(), time.process_time()
     version, settings = quantize(job)
@@ -72,6 +75,6 @@ def run(quantize: Callable[[Job], tuple[str, str]], decode: Callable[[Job], None
 
 
 def _peak_bytes() -> int:
-    """Of this program alone: getrusage's maximum begins with that of the process which started it."""
+    """Peak memory of this program alone. getrusage's maximum would begin with that of the parent process."""
     status = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in status if line.startswith("VmHWM")).split()[1]) << 10

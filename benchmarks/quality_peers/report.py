@@ -12,7 +12,7 @@ from benchmarks.quality_peers.results import Results
 
 
 def table(results: Results) -> Table:
-    """KL of every entry for every factor; time and memory are of the model as it is, or else of the largest."""
+    """KL of every entry for every factor. Time and memory are of the model as it is, or else of the largest factor."""
     factors = factors_of(results)
     settings = results.settings
     out = Table(

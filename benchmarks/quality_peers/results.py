@@ -1,4 +1,4 @@
-"""Finished measurements, kept on disk while a run goes on."""
+"""Finished measurements. They are kept on disk during a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.quality_peers.catalog import Entry
 
 @dataclass(frozen=True)
 class Row:
-    """One tool's recipe on one model. KL in nats a token, from the original; the rest as in Facts."""
+    """One tool's recipe on one model. KL is in nats a token, from the original; the rest is as in Facts."""
 
     tool: str
     recipe: str
@@ -34,7 +34,7 @@ class Results:
     """All rows of the work folder, and why a tool has none."""
 
     path: Path
-    settings: dict[str, Any]  # rows measured with others are not taken up
+    settings: dict[str, Any]  # rows with other settings are not reused
     rows: list[Row] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)
 
@@ -47,7 +47,7 @@ class Results:
         return new
 
     def _stored(self) -> list[Row]:
-        """What the file holds that was measured with these settings."""
+        """The rows of the file that were measured with these settings."""
         if not self.path.exists():
             return []
         stored = json.loads(self.path.read_text())
@@ -61,7 +61,7 @@ class Results:
         return next((row for row in self.rows if (row.tool, row.recipe, row.outliers) == keys), None)
 
     def add(self, row: Row) -> None:
-        """Keep a row, beside those that another process has kept since."""
+        """Keep a row, together with rows that another process has kept since."""
         self.rows = [*self._stored(), row]
         self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_suffix(".partial")

@@ -1,8 +1,9 @@
-"""How much memory and disk a quantization takes, and what it does to stay within `--max-memory`.
+"""Estimates of the memory and disk that a quantization takes, and the choices that keep it within `--max-memory`.
 
-At the peak there is one decoder layer in float32 with what the steps make of it, statistics of its inputs, and either
-a batch of calibration rows on its way through the layer or the sample of tokens on which candidates are compared. The
-size of a batch and of the sample, and of the shards that are written, follow from the budget; the rest is given.
+At the peak, memory holds one decoder layer in float32, the working data of the steps, and statistics of the layer's
+inputs. It also holds either a batch of calibration rows that passes through the layer, or the sample of tokens on
+which candidates are compared. The size of a batch, of the sample and of the written shards follow from the budget.
+Everything else is given.
 """
 
 from __future__ import annotations
@@ -25,15 +26,17 @@ log = get_logger(__name__)
 
 MIN_SAMPLE = 256  # tokens; fewer do not tell candidates apart
 SHARD_BYTES = 2 << 30
-# Libraries, compiled kernels, stacks of threads, and what the allocator keeps: not measured as it is, so that the same
-# command makes the same choices when it goes on.
+# Libraries, compiled kernels, stacks of threads, and memory that the allocator keeps. The value is a constant, not a
+# measurement: the same command must make the same choices when it resumes.
 BASE_BYTES = 448 << 20
 
 
 @dataclass(frozen=True)
 class Budget:
-    """`recipe` is the one that was asked for, with a smaller sample if the budget makes it so; sizes are in bytes and
-    those of memory and disk are estimates of the peak, without evaluation."""
+    """`recipe` is the requested recipe, with a smaller sample if the budget requires it. Sizes are in bytes.
+
+    `memory_bytes` and `disk_bytes` are estimates of the peak, without evaluation.
+    """
 
     recipe: Recipe
     batch_tokens: int
@@ -44,7 +47,7 @@ class Budget:
 
 
 def fit(source: ModelSource, recipe: Recipe, max_memory: int | None = None) -> Budget:
-    """The largest batch and sample that the budget allows. Raises ConfigError if the smallest take more."""
+    """The largest batch and sample that the budget allows. Raises ConfigError if the smallest do not fit either."""
     disk = disk_bytes(source, recipe)
     for tokens, smaller in _choices(recipe):
         memory = BASE_BYTES + working_bytes(source.spec, smaller, tokens)
@@ -63,13 +66,13 @@ def fit(source: ModelSource, recipe: Recipe, max_memory: int | None = None) -> B
 
 
 def peak_bytes() -> int:
-    """The most memory that this process has had."""
+    """The peak resident memory of this process."""
     status = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in status if line.startswith("VmHWM")).split()[1]) << 10
 
 
 def size(num_bytes: float) -> str:
-    """In the unit that `--max-memory` takes, rounded up."""
+    """`num_bytes` as text in the unit that `--max-memory` takes, rounded up."""
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB")):
         if num_bytes >= unit:
             return f"{-(-num_bytes * 100 // unit) / 100:g}{name}"
@@ -77,7 +80,7 @@ def size(num_bytes: float) -> str:
 
 
 def _choices(recipe: Recipe) -> list[tuple[int, Recipe]]:
-    """(tokens of a batch, recipe) from the largest to the smallest: batches shrink first, as that costs no quality."""
+    """(tokens of a batch, recipe) from the largest to the smallest. Batches shrink first: this costs no quality."""
     seq_len = recipe.calibration.seq_len
     tokens = [max(BATCH_TOKENS // seq_len, 1) * seq_len]
     while tokens[-1] > seq_len:
@@ -89,13 +92,13 @@ def _choices(recipe: Recipe) -> list[tuple[int, Recipe]]:
 
 
 def working_bytes(spec: ModelSpec, recipe: Recipe, batch_tokens: int) -> int:
-    """At the peak, of what grows with the model and the recipe. It does not grow with the number of rows."""
+    """Peak bytes of everything that grows with the model and the recipe. They do not grow with the number of rows."""
     return max(_layer_working_bytes(layer, recipe, batch_tokens) for layer in spec.kinds)
 
 
 def _layer_working_bytes(layer: LayerSpec, recipe: Recipe, batch_tokens: int) -> int:
     cost = recipe.cost(layer, batch_tokens)
-    weights = cost.layer.num_weights * cost.num_streams  # the original layer beside the one that is rewritten
+    weights = cost.layer.num_weights * cost.num_streams  # the original layer besides the rewritten one
     statistics = sum(cost.input_widths) * (2 * max(cost.group_size, 0) + cost.sample_tokens)  # sums are float64
     keys_and_values = 6 * layer.kv_size  # kept and copied
     forward = batch_tokens * (cost.token_width + keys_and_values) + 3 * cost.largest
@@ -118,8 +121,8 @@ def check_evaluation(source: ModelSource, budget: Budget) -> None:
 
 
 def disk_bytes(source: ModelSource, recipe: Recipe) -> int:
-    """In the output's folder until the run is over: hidden states around and inside a layer, finished layers, and the
-    checkpoint."""
+    """Bytes in the output's folder until the run is over: hidden states around and inside a layer, finished layers,
+    and the checkpoint."""
     spec, calibration = source.spec, recipe.calibration
     width = 2 * spec.hidden_size + (scratch_width(spec) if any(step.by_parts for step in recipe.steps) else 0)
     states = 4 * calibration.num_samples * calibration.seq_len * width * (2 if recipe.needs_exact else 1)
@@ -132,7 +135,7 @@ def _layer_bytes(source: ModelSource) -> int:
 
 
 def _stored_bytes(source: ModelSource, recipe: Recipe) -> int:
-    """Of quantized layers: codes, and for each group a float16 scale and a zero."""
+    """Bytes of the quantized layers: the codes, and for each group a float16 scale and a zero."""
     scheme = recipe.scheme.scheme()
     bits = scheme.bits if recipe.bits is None else recipe.bits
     bits += (16 + scheme.bits) / (scheme.group_size if scheme.group_size > 0 else 64)

@@ -1,7 +1,8 @@
-"""Mixed precision by budget: what each linear may be stored as, what that costs, and the best choice within the budget.
+"""Mixed precision by budget: the schemes each linear may have, their cost in bits, and the best choice in the budget.
 
-The budget is the average number of bits of a weight over all linears of the decoder, scales, zeros and dense linears
-included. Linears that are fused into one product get one scheme. quant.sensitivity measures what a choice costs in KL.
+The budget is the average number of bits of a weight over all linears of the decoder. It includes scales, zeros and
+dense linears. Linears that are fused into one product get one scheme. quant.report.sensitivity measures the cost of a
+choice in KL.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from lmkit.models.spec import ModelSpec
 from lmkit.qtensor import QuantScheme
 from lmkit.quant.recipe import Recipe
 
-MEASURED_ROWS, MEASURED_LEN = 8, 128  # of the calibration data, on which KL is measured
-RESOLUTION = 1 << 16  # steps in which the bits to be given out are counted, if they have no larger common divisor
+MEASURED_ROWS, MEASURED_LEN = 8, 128  # KL is measured on so many rows of the calibration data, of so many tokens
+RESOLUTION = 1 << 16  # the spare bits are counted in this many units, if their costs have no larger common divisor
 SCALE_BITS = 16
 EXPERTS = "mlp.experts."
 DENSE_BITS = {"float32": 32, "bfloat16": 16, "float16": 16}
@@ -27,8 +28,10 @@ DENSE_BITS = {"float32": 32, "bfloat16": 16, "float16": 16}
 
 @dataclass(frozen=True)
 class Group:
-    """Linears of a layer that share a scheme; `bits` of all their weights for each of the `choices`, the cheapest
-    first."""
+    """Linears of a layer that share a scheme.
+
+    `bits` counts the bits of all their weights for each of the `choices`, the cheapest first.
+    """
 
     layer: int
     modules: dict[str, str]  # by role
@@ -38,7 +41,7 @@ class Group:
 
 @dataclass(frozen=True)
 class BitBudget:
-    """What there is to choose. `fixed_bits` of the linears that stay dense in any case."""
+    """The groups that a scheme is chosen for. `fixed_bits` counts the linears that stay dense in any case."""
 
     groups: tuple[Group, ...]
     fixed_bits: int
@@ -60,7 +63,7 @@ class BitBudget:
 
 
 def candidates(recipe: Recipe) -> tuple[QuantScheme, ...]:
-    """The schemes of which a linear may get one; without a budget, the recipe's."""
+    """The schemes that a linear may get. Without a budget, this is the recipe's scheme alone."""
     base = recipe.scheme.scheme()
     if recipe.bits is None or recipe.format == "awq" or base.bits != 4:  # an AWQ file has one scheme
         return (base,)
@@ -69,7 +72,7 @@ def candidates(recipe: Recipe) -> tuple[QuantScheme, ...]:
 
 
 def make_bit_budget(spec: ModelSpec, recipe: Recipe, dense: dict[str, str]) -> BitBudget:
-    """`dense`: the modules that stay dense in any case."""
+    """The groups and their choices for a model. `dense`: the modules that stay dense in any case."""
     groups, fixed_bits = [], 0
     for index, layer in enumerate(spec.layers):
         fused = {role: group[0] for group in layer.fused for role in group}
@@ -107,7 +110,7 @@ def stored_bits(spec: ModelSpec, recipe: Recipe, shape: Shape, scheme: QuantSche
 
 
 def check_reachable(spec: ModelSpec, recipe: Recipe, dense: dict[str, str]) -> None:
-    """Raise ConfigError for a budget below what is possible, or one that leaves every linear dense."""
+    """Raise ConfigError for a budget below the lowest possible one, or for one that leaves every linear dense."""
     if recipe.bits is None:
         return
     budget = make_bit_budget(spec, recipe, dense)
@@ -121,16 +124,16 @@ def check_reachable(spec: ModelSpec, recipe: Recipe, dense: dict[str, str]) -> N
 
 
 def choose(budget: BitBudget, losses: list[list[float]], bits: float) -> list[int]:
-    """The choice of each group for which the sum of `losses[group][choice]` is smallest within an average of `bits`.
+    """The choice of each group that minimises the sum of `losses[group][choice]` within an average of `bits`.
 
-    A knapsack solved exactly where costs have a common divisor, as they do for weights of the usual sizes; else costs
-    are rounded up to 1 / RESOLUTION of what there is to spend. Of equal sums the cheapest choices win.
+    This is a knapsack. It is solved exactly where the costs have a common divisor, as they do for weights of the usual
+    sizes. Otherwise costs are rounded up to 1 / RESOLUTION of the spare bits. Of equal sums, the cheapest choices win.
     """
     extra = [[b - group.bits[0] for b in group.bits] for group in budget.groups]
     spare = math.floor(bits * budget.num_weights) - budget.fixed_bits - sum(group.bits[0] for group in budget.groups)
     unit = max(math.gcd(*(cost for costs in extra for cost in costs)), -(-spare // RESOLUTION), 1)
     capacity = spare // unit
-    best, picks = np.zeros(capacity + 1), []  # the smallest sum so far that spends at most so many units
+    best, picks = np.zeros(capacity + 1), []  # best[n]: the smallest sum so far that spends at most n units
     for costs, group_losses in zip(extra, losses, strict=True):
         sums = np.full((len(costs), capacity + 1), np.inf)
         for choice, (cost, loss) in enumerate(zip(costs, group_losses, strict=True)):
@@ -147,7 +150,7 @@ def choose(budget: BitBudget, losses: list[list[float]], bits: float) -> list[in
 
 
 def name_of(scheme: QuantScheme | None) -> str:
-    """`int4 g128`, `int8 channel`, `float8 block`, `dense`."""
+    """The name of a scheme: `int4 g128`, `int8 channel`, `float8 block`, `dense`."""
     if scheme is None:
         return "dense"
     wide = {(1, -1): "channel", (-1, -1): "tensor", (128, 128): "block"}

@@ -1,4 +1,5 @@
-"""What a recipe will do to a checkpoint, decided and refused before any work is done."""
+"""The plan of a quantization: how each linear of a checkpoint is stored. Recipes that do not fit are refused here,
+before any work is done."""
 
 from __future__ import annotations
 
@@ -24,8 +25,11 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Plan:
-    """`linears` has every linear's module with how it is quantized (None = it stays dense), `dense` the reason of those
-    that stay dense; `seconds` is an estimate. With a budget of bits, quant.sensitivity chooses the schemes."""
+    """`linears` maps the module of every linear to its scheme (None = it stays dense). `dense` maps the modules that
+    stay dense to the reason. `seconds` is an estimate.
+
+    With a budget of bits, quant.report.sensitivity chooses the schemes.
+    """
 
     spec: ModelSpec
     linears: dict[str, QuantScheme | None]
@@ -33,13 +37,13 @@ class Plan:
     seconds: float
 
     def schemes(self, layer: int) -> dict[str, QuantScheme]:
-        """Of a layer's linears that are quantized, by role."""
+        """The schemes of a layer's quantized linears, by role."""
         every = {role: self.linears[self.spec.module_name(layer, role)] for role in self.spec.layers[layer].linears}
         return {role: scheme for role, scheme in every.items() if scheme is not None}
 
 
 def make_plan(source: ModelSource, recipe: Recipe) -> Plan:
-    """Raises ConfigError or UnsupportedError if the recipe does not fit the checkpoint."""
+    """The plan for a recipe and a checkpoint. Raises ConfigError or UnsupportedError if they do not fit together."""
     spec, path = source.spec, source.reader.path
     if source.format.name != "dense":
         raise UnsupportedError(f"{path}: is quantized already ({source.format.name}); quantize the original checkpoint")
@@ -63,7 +67,7 @@ def make_plan(source: ModelSource, recipe: Recipe) -> Plan:
 
 
 def dense_modules(spec: ModelSpec, recipe: Recipe) -> dict[str, str]:
-    """Linears that stay dense, with the reason: the recipe ignores them, or the format cannot store them."""
+    """The linears that stay dense, with the reason: the recipe ignores them, or the format cannot store them."""
     weight_format, schemes = get_format(recipe.format), candidates(recipe)
     dense, matched = {}, set()
     for layer in range(spec.num_layers):
@@ -86,7 +90,7 @@ def dense_modules(spec: ModelSpec, recipe: Recipe) -> dict[str, str]:
 
 
 def _role_patterns(spec: ModelSpec) -> str:
-    """Every role there is, * for the number of an expert."""
+    """Every role of the model, with * for the number of an expert."""
     every = [role for layer in range(spec.num_layers) for role in spec.layers[layer].linears]
     return ", ".join(dict.fromkeys(re.sub(r"\d+", "*", role) for role in every))
 
@@ -100,19 +104,19 @@ def _warn_split_groups(spec: ModelSpec, dense: dict[str, str]) -> None:
 
 
 def _operations(spec: ModelSpec, recipe: Recipe) -> float:
-    """Floating-point operations of the whole run, evaluation aside."""
+    """Floating-point operations of the whole run, without the evaluation."""
     operations = 0.0
     for layer in spec.layers:
         cost = recipe.cost(layer)
         operations += 2 * cost.forward + sum(step.flops(cost) for step in recipe.steps)
         if recipe.bits is not None:
-            variants = 4 * len(candidates(recipe)) * spec.num_layers / 2  # that go through a layer
+            variants = 4 * len(candidates(recipe)) * spec.num_layers / 2  # mean number of variants that pass a layer
             operations += 2.0 * variants * MEASURED_ROWS * MEASURED_LEN * layer.num_weights
     return operations
 
 
 def _operations_per_second() -> float:
-    """Of a float32 product on this machine, measured in a few milliseconds."""
+    """Operations per second of a float32 product on this machine, measured in a few milliseconds."""
     x = torch.ones(512, 512)
     x @ x
     start = time.perf_counter()

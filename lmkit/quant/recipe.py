@@ -1,4 +1,4 @@
-"""Recipes: what to quantize and how, as a YAML file that is read strictly.
+"""Recipes: a YAML file says what to quantize and how. The file is read strictly.
 
     format: compressed-tensors
     scheme: {bits: 4, group_size: 128, symmetric: false}
@@ -8,8 +8,8 @@
     calibration: {dataset: demo, num_samples: 64, seq_len: 512, seed: 0}
     ignore: [attn.o, "model.layers.0.*"]
 
-An unknown key, a repeated key, a value out of range or values that do not go together are a ConfigError that names the
-file, the place and what may stand there. docs/quantization.md describes every key.
+An unknown key, a repeated key, a value out of range and values that do not go together raise ConfigError. The error
+names the file, the place and what is allowed there. docs/quantization.md describes every key.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ RECIPES = Path(__file__).parents[1] / "data" / "recipes"
 DEFAULT_RECIPE = "awq_w4a16_g128"
 
 FormatName = Literal["awq", "gptq", "gptq_v2", "compressed-tensors", "fp8"]
-# What a format's files can say about the activations.
+# The kinds of activations that the files of a format can declare.
 DECLARES: dict[str, tuple[Activations, ...]] = {
     "awq": ("none",), "gptq": ("none",), "gptq_v2": ("none",), "fp8": ("float8",),
     "compressed-tensors": ("none", "int8", "float8"),
@@ -49,7 +49,7 @@ class Recipe(StrictStruct, frozen=True, kw_only=True):
 
     format: FormatName = "awq"
     scheme: SchemeRecipe = SchemeRecipe()
-    activations: Activations = "none"  # how engines are to round the inputs of quantized linears, each token by itself
+    activations: Activations = "none"  # how engines round the inputs of quantized linears, each token by itself
     bits: Annotated[float, Meta(gt=0, le=32)] | None = None  # average of all linears, chosen by quant.mixed_precision
     steps: tuple[AnyStep, ...]
     kv: KVRecipe = KVRecipe()
@@ -69,16 +69,16 @@ class Recipe(StrictStruct, frozen=True, kw_only=True):
 
     @property
     def is_plain(self) -> bool:
-        """Whether all there is to do is to round to nearest."""
+        """Whether every step only rounds to nearest."""
         return all(step.is_plain for step in self.steps)
 
     @property
     def needs_exact(self) -> bool:
-        """Whether a step wants to know what the original model computes."""
+        """Whether a step wants the hidden states of the original model."""
         return any(step.needs_exact for step in self.steps)
 
     def cost(self, layer: LayerSpec, batch_tokens: int = 0) -> LayerCost:
-        """What the steps' estimates for a layer are made of, in passes of `batch_tokens` at a time."""
+        """The sizes from which the steps estimate their cost for a layer, in passes of `batch_tokens` at a time."""
         num_tokens = self.calibration.num_samples * self.calibration.seq_len
         return LayerCost(
             layer=layer,
@@ -92,16 +92,16 @@ class Recipe(StrictStruct, frozen=True, kw_only=True):
 
     @property
     def sample_tokens(self) -> int:
-        """How many tokens are kept of a linear's input, if there are that many."""
+        """How many tokens of a linear's input are kept, if there are that many."""
         return next((step.sample_tokens for step in self.steps if step.sample_tokens is not None), SAMPLE_TOKENS)
 
     def with_sample(self, tokens: int) -> Recipe:
-        """The recipe with so many tokens in the sample."""
+        """The recipe with `tokens` tokens in the sample."""
         return msgspec.structs.replace(self, steps=tuple(step.with_sample(tokens) for step in self.steps))
 
 
 def _scheme_problem(recipe: Recipe) -> str | None:
-    """Why format, scheme, activations and steps do not go together."""
+    """Why format, scheme, activations and steps do not go together, or None."""
     weights, activations = recipe.scheme.scheme(), recipe.activations
     per_channel = (weights.kind, weights.bits, weights.group_size, weights.symmetric) == ("int", 8, -1, True)
     if activations == "int8" and not per_channel:
@@ -130,8 +130,11 @@ def _budget_problem(recipe: Recipe) -> str | None:
 
 
 def load_recipe(name: str, overrides: dict[str, Any] | None = None) -> Recipe:
-    """Read a recipe by its name in recipes/ or by its path. `overrides` ({key: value}, {section: {key: value}}) replace
-    values of the file and pass the same checks; a value None overrides nothing. Raises ConfigError."""
+    """Read a recipe by its name in recipes/ or by its path. Raises ConfigError.
+
+    `overrides` ({key: value}, {section: {key: value}}) replace values of the file and pass the same checks. A value
+    None overrides nothing.
+    """
     path = find_recipe(name)
     try:
         data = yaml.load(path.read_text("utf-8"), Loader=_UniqueKeyLoader)
@@ -151,7 +154,7 @@ def load_recipe(name: str, overrides: dict[str, Any] | None = None) -> Recipe:
 
 
 def parse_recipe(data: dict[str, Any], where: str) -> Recipe:
-    """Plain data -> Recipe; an unknown key's error lists the keys that are allowed at its place."""
+    """Plain data -> Recipe. The error for an unknown key lists the keys that are allowed at its place."""
     try:
         return parse(data, Recipe, where)
     except ConfigError as error:
@@ -159,7 +162,7 @@ def parse_recipe(data: dict[str, Any], where: str) -> Recipe:
 
 
 def find_recipe(name: str) -> Path:
-    """The file of a recipe. Raises ConfigError that lists the names there are."""
+    """The file of a recipe. Raises ConfigError for an unknown name; the error lists the known ones."""
     path = Path(name)
     if path.suffix in (".yaml", ".yml"):
         if path.is_file():
@@ -192,7 +195,7 @@ def _keys(kind: type[StrictStruct]) -> str:
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """SafeLoader keeps the last of two equal keys; a recipe that says a thing twice is refused instead."""
+    """SafeLoader keeps the last of two equal keys. This loader refuses a recipe that gives a key twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen = set()

@@ -1,8 +1,9 @@
 """`lmkit quantize`: one decoder layer in memory at a time, in a single pass over the model.
 
-A layer is loaded in float32, run on the calibration rows with observers, rewritten by the recipe's steps, run again
-with its quantized weights, which gives the next layer's input, and written. So each layer is calibrated on what it will
-see. A finished layer stays in a work folder, so that a run that was killed goes on behind it.
+A layer is loaded in float32 and run on the calibration rows with observers. The recipe's steps rewrite it. It is run
+again with its quantized weights, which gives the input of the next layer, and then it is written. So each layer is
+calibrated on the inputs that it will see. A finished layer stays in a work folder. A run that was killed resumes after
+the last finished layer.
 """
 
 from __future__ import annotations
@@ -55,7 +56,10 @@ SCHEMES = "schemes.json"
 
 
 class LayerRecord(msgspec.Struct, frozen=True):
-    """What is kept of a finished layer beside its tensors; `digests` of its quantized linears, by module."""
+    """The data that is kept of a finished layer besides its tensors.
+
+    `digests` maps the modules of its quantized linears to the digests of their weights.
+    """
 
     report: LayerReport
     kv_fit: KVFit
@@ -63,7 +67,7 @@ class LayerRecord(msgspec.Struct, frozen=True):
 
 
 class ChosenSchemes(msgspec.Struct, frozen=True):
-    """What a budget of bits has made of a Plan."""
+    """The linears of a Plan after schemes were chosen within a budget of bits."""
 
     linears: dict[str, QuantScheme | None]
     dense: dict[str, str]
@@ -91,12 +95,12 @@ class Quantizer:
         restart: bool = False,
         progress: Progress = lambda *state: None,
     ) -> QuantReport:
-        """Write the quantized checkpoint to `output`, whole or not at all; go on if an earlier run was interrupted.
+        """Write the quantized checkpoint to `output`, whole or not at all. An interrupted run is resumed.
 
-        Finished layers are kept in a work folder beside `output` (workdir.py) until it is complete; `restart` drops
-        them. `eval_ids`: a text; EVAL_TOKENS of it compare the result with the source before it is put in place. Raises
-        ConfigError if `output` is occupied or the work there is of another run, CheckpointError or UnsupportedError for
-        weights that cannot be quantized and files that cannot be written.
+        Finished layers are kept in a work folder beside `output` (data/workdir.py) until it is complete; `restart`
+        drops them. `eval_ids` is a text: EVAL_TOKENS of it compare the result with the source before the result is put
+        in place. Raises ConfigError if `output` is occupied or the work folder belongs to another run. Raises
+        CheckpointError or UnsupportedError for weights that cannot be quantized and files that cannot be written.
         """
         start = time.perf_counter()
         if not self.comm.is_first:
@@ -133,7 +137,7 @@ class Quantizer:
         return report
 
     def _assist(self, work: WorkFolder) -> QuantReport:
-        """The part of every process but the first, which writes."""
+        """The part of every process but the first. Only the first process writes."""
         self._choose_schemes(work, lambda *state: None)
         self._quantize_layers(work, lambda *state: None)
         report = msgspec.json.decode(self.comm.broadcast_bytes(b""), type=QuantReport)
@@ -141,7 +145,7 @@ class Quantizer:
         return report
 
     def _identity(self) -> dict[str, Any]:
-        """What the bytes of the result depend on."""
+        """Everything that the bytes of the result depend on."""
         return {
             "lmkit": lmkit.__version__,
             "model": self.source.reader.content_digest(),
@@ -152,7 +156,10 @@ class Quantizer:
         }
 
     def _quantize_layers(self, work: WorkFolder, progress: Progress) -> Stream:
-        """The layers that are not finished yet, each kept in the work folder; the stream behind the last."""
+        """Quantize the layers that are not finished yet and keep each in the work folder.
+
+        Returns the stream behind the last layer.
+        """
         source, spec, comm = self.source, self.source.spec, self.comm
         first = int(comm.broadcast_bytes(str(work.num_done).encode()))
         if first:
@@ -175,24 +182,26 @@ class Quantizer:
             seen = KVStats.empty(layer.spec.num_kv_heads, layer.spec.head_dim)
             done = functools.partial(self._stage_done, progress, index)
             report = quantizer.quantize(layer, seen, done)
-            comm.wait()  # every process has its hidden states behind the layer on the disk; none writes to them
+            # From here on, every process has its hidden states behind the layer on the disk, and none writes to them.
+            comm.wait()
             if comm.is_first:
                 record = LayerRecord(report, seen.fit, self._digests(index, layer.weights))
                 work.commit(index, self._stored(index, layer.weights), seen, msgspec.json.encode(record))
-            comm.wait()  # nor to those before it until they are not needed again
+            # Until the layer is committed, no process writes to the hidden states before it: they are still needed.
+            comm.wait()
             del layer
             source.reader.release()
         return stream
 
     def _stage_done(self, progress: Progress, layer: int, stage: int) -> None:
-        """Between two stages, what the last one read and freed goes back to the system."""
+        """Report the progress between two stages, and give memory that the last one read or freed to the system."""
         self.source.reader.release()
         trim_heap()
         stages = 1 + len(self.recipe.steps)  # a layer is observed, then every step is done
         progress("layers", layer * stages + stage, self.source.spec.num_layers * stages)
 
     def _choose_schemes(self, work: WorkFolder, progress: Progress) -> MixedPrecisionReport | None:
-        """With a budget of bits, the plan takes the schemes that are worth it; they are measured once."""
+        """With a budget of bits, choose the schemes and put them into the plan. They are measured once per run."""
         if self.recipe.bits is None:
             return None
         data = b""
@@ -205,7 +214,7 @@ class Quantizer:
         return schemes.report
 
     def _digests(self, index: int, weights: Weights) -> dict[str, str]:
-        """Of its quantized linears, by module."""
+        """The digests of a layer's quantized linears, by module."""
         spec = self.source.spec
         return {
             spec.module_name(index, role): weight_digest(weight)
@@ -226,7 +235,7 @@ class Quantizer:
         return writer.take()
 
     def _assemble(self, work: WorkFolder, folder: Path, records: list[LayerRecord]) -> None:
-        """The whole checkpoint but report.json, from the source and the finished layers."""
+        """Write the whole checkpoint except report.json, from the source and the finished layers."""
         source, spec = self.source, self.source.spec
         files = [SafetensorsFile(work.layer_file(index)) for index in range(spec.num_layers)]
 
@@ -251,7 +260,8 @@ class Quantizer:
             save_kv_config(make_kv_config(self.recipe.kv, spec, kv_stats), folder)
 
     def _check(self, folder: Path, stream: Stream, records: list[LayerRecord]) -> None:
-        """What was written is, to a second reader, the weights that were meant, and gives the logits of the run."""
+        """Check that a second reader finds the intended weights in the written files, and that these give the logits
+        of the run."""
         verify(folder, {module: value for record in records for module, value in record.digests.items()})
         expected = stream.hidden(len(stream) - 1)[-stream.seq_len :]
         difference = check_logits(folder, self.source, self.data.rows[-1], expected)
@@ -270,10 +280,10 @@ class Quantizer:
 
 
 def prepare(model: str | Path, recipe: Recipe, *, max_memory: int | None = None, comm: Comm = Comm()) -> Quantizer:
-    """Open the checkpoint, read the calibration data and check that all fit together, and into `max_memory` bytes.
+    """Open the checkpoint, read the calibration data, and check that all fit together and into `max_memory` bytes.
 
-    `comm`: this process among those that share the work; all of them make the same calls.
-    Raises CheckpointError, ConfigError or UnsupportedError; nothing is written.
+    `comm` is this process among those that share the work; all of them make the same calls. Nothing is written.
+    Raises CheckpointError, ConfigError or UnsupportedError.
     """
     source = ModelSource(model)
     plan = make_plan(source, recipe)
@@ -287,7 +297,7 @@ def prepare(model: str | Path, recipe: Recipe, *, max_memory: int | None = None,
 
 
 def _other_tensors(source: ModelSource) -> list[str]:
-    """Every tensor outside what the layers read: embedding, final norm, head, and what else the file holds."""
+    """Every tensor that no layer reads: embedding, final norm, head, and other tensors of the file."""
     read = {
         layer.module_name(index, role) + kind
         for index, layer in enumerate(source.spec.layers)

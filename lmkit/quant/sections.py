@@ -1,4 +1,4 @@
-"""The sections of a recipe beside its steps: the grid of the weights, the KV cache, the calibration text."""
+"""The sections of a recipe besides its steps: the grid of the weights, the KV cache, the calibration text."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from lmkit.qtensor import QuantScheme
 
 KVBits = Literal[16, 8, 4]
 Switch = Literal["auto"] | bool
-# group_size by name -> (rows, group_size) of a QuantScheme; an integer is of one row.
+# group_size by name -> (rows, group_size) of a QuantScheme. A group_size that is an integer lies within one row.
 WIDE_GROUPS = {"channel": (1, -1), -1: (1, -1), "tensor": (-1, -1), "block": (128, 128)}
 
 
 class SchemeRecipe(StrictStruct, frozen=True):
-    """The grid of the weights. Inputs of an output row that share a scale and, unless symmetric, a zero: `group_size`
-    of them, or the whole row (channel, also written -1); for type float (float8 e4m3, symmetric) the row, the whole
-    tensor, or a block of 128 rows and 128 inputs."""
+    """The grid of the weights.
+
+    `group_size` inputs of an output row share a scale and, unless the grid is symmetric, a zero. "channel" (also
+    written -1) is the whole row. Type float (float8 e4m3, symmetric) has one scale for the row, the whole tensor, or a
+    block of 128 rows and 128 inputs.
+    """
 
     bits: Literal[4, 8] = 4
     type: Literal["int", "float"] = "int"
@@ -50,15 +53,18 @@ class KVLayerRecipe(StrictStruct, frozen=True):
 
 
 class KVRecipe(StrictStruct, frozen=True):
-    """Bits of the KV cache, 16 = as the model computes, auto = 4 or 8 for each layer's keys and values; and what is
-    done to keys before they become codes (quant.kv_fit), auto = where it helps."""
+    """Storage of the KV cache.
+
+    `bits`: 16 = as the model computes, auto = 4 or 8 for each layer's keys and values. `smooth`, `key_mean` and
+    `hadamard` change keys before they are quantized (quant.kv.fit); auto = where it helps.
+    """
 
     bits: KVBits | Literal["auto"] = 16
-    average_bits: Annotated[float, Meta(ge=4, le=8)] = 5.0  # of bits auto, at most
-    type: Literal["int", "fp8"] = "int"  # of 8 bits
-    smooth: bool = True  # SmoothAttention, its exponent searched
+    average_bits: Annotated[float, Meta(ge=4, le=8)] = 5.0  # upper limit for bits auto
+    type: Literal["int", "fp8"] = "int"  # of 8-bit storage
+    smooth: bool = True  # SmoothAttention with a searched exponent
     key_mean: Switch = "auto"  # leave the mean before RoPE out of the cache
-    hadamard: Switch = "auto"  # turn keys by the Walsh-Hadamard matrix
+    hadamard: Switch = "auto"  # rotate keys by the Walsh-Hadamard matrix
     scheme: Literal["online", "static8"] = "online"  # static8: one scale for all tokens, in the checkpoint
     layers: dict[Annotated[int, Meta(ge=0)], KVLayerRecipe] = {}
 
@@ -68,7 +74,7 @@ class KVRecipe(StrictStruct, frozen=True):
 
 
 class DatasetRecipe(StrictStruct, frozen=True):
-    """A source of text (a preset's name or a path) and how much it counts among the others."""
+    """A source of text (a preset's name or a path) and its weight among the others."""
 
     source: str
     weight: Annotated[float, Meta(gt=0)] = 1.0
@@ -79,14 +85,17 @@ class DatasetRecipe(StrictStruct, frozen=True):
 
 
 class CalibrationRecipe(StrictStruct, frozen=True):
-    """Which text, how much of it: `num_samples` rows of `seq_len` tokens. `dataset`: a source, sources that are pooled,
-    or sources with weights, each of which fills its share of the rows (a name alone weighs 1)."""
+    """The calibration text: `num_samples` rows of `seq_len` tokens.
+
+    `dataset` is a source, sources that are pooled, or sources with weights. Each weighted source fills its share of the
+    rows; a name alone weighs 1.
+    """
 
     dataset: str | tuple[str | DatasetRecipe, ...] = "demo"
     num_samples: PositiveInt = 64
     seq_len: Annotated[int, Meta(ge=8)] = 512
     seed: Annotated[int, Meta(ge=0, lt=1 << 32)] = 0
-    all_experts: bool = False  # of a sparse layer, every expert is calibrated on all tokens, not only on those it gets
+    all_experts: bool = False  # calibrate every expert of a sparse layer on all tokens, not only on its own
 
     def __post_init__(self) -> None:
         if not self.dataset:

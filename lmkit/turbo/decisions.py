@@ -1,4 +1,4 @@
-"""Why the scheduler did what it did: counted for the metrics, told in the debug log."""
+"""The scheduler's decisions and their reasons: counted for the metrics, and written to the debug log."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ log = get_logger("lmkit.turbo.scheduling.scheduler")
 
 
 class DecisionStats:
-    """Decisions are "what: why"; there is a fixed number of them."""
+    """A decision is a string "what: why". There is a fixed number of them."""
 
     def __init__(self) -> None:
         self.decisions: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""The memory of the host: what is left of it, and how sizes are written. No torch."""
+"""The free memory of the host, and the format of sizes. No torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import psutil
 
 
 def available_memory() -> int:
-    """Bytes this process may still take: the machine's, or its control group's if that is less."""
+    """Bytes that this process may still take: the machine's free memory, or its control group's if that is less."""
     free = int(psutil.virtual_memory().available)
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()

@@ -1,4 +1,4 @@
-"""What is asked of an engine and what it answers. Plain structs: they also travel between processes as msgpack."""
+"""The requests and outputs of an engine. They are plain structs that also travel between processes as msgpack."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How to continue a prompt, but for the number of new tokens, whose name differs. The default is greedy."""
+    """How to continue a prompt. Subclasses add the number of new tokens under a name of their own. Default: greedy."""
 
     MAX: ClassVar[str]  # name of the field with the most new tokens
-    MIN: ClassVar[str]  # and with the fewest
+    MIN: ClassVar[str]  # name of the field with the fewest new tokens
 
     temperature: float = 0.0  # 0 = greedy
     top_k: int = 0  # 0 = off
@@ -34,10 +34,10 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
-    logprobs: int | None = None  # None = off, 0 = the chosen token's, n = and the n most likely
+    logprobs: int | None = None  # None = off, 0 = the chosen token's, n = also those of the n most likely tokens
 
     def validate(self, vocab_size: int) -> None:
-        """Raise RequestError naming the first field out of range."""
+        """Raise a RequestError that names the first field out of range."""
 
         def check(ok: bool, param: str, rule: str) -> None:
             if not ok:
@@ -67,33 +67,33 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class SamplingParams(Sampling, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a request asks of the engine; the names are those of the OpenAI wire format."""
+    """The sampling parameters of a request to the engine. The names are those of the OpenAI wire format."""
 
     MAX, MIN = "max_tokens", "min_tokens"
 
     max_tokens: int | None = 512  # None = until the context is full, 0 = none: the prompt is only computed
-    min_tokens: int = 0  # eos, stop ids and stop strings are held back before that
+    min_tokens: int = 0  # eos, stop ids and stop strings are held back before so many tokens
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """One sequence to continue. `params.seed` is set (the front end draws one where the user gave none)."""
+    """One sequence to continue. `params.seed` is set: the front end draws one if the user gave none."""
 
     request_id: str
     prompt_ids: list[int]
     params: SamplingParams
-    prompt_logprobs: bool = False  # also those of each prompt token after the first; params.logprobs says how many
-    tenant: str = ""  # whose KV cache: what one tenant computed is never found, or timed, by another
+    prompt_logprobs: bool = False  # also for each prompt token after the first; params.logprobs gives their number
+    tenant: str = ""  # owner of the KV cache: no other tenant finds or times the KV that it computed
     cache_salt: str = ""  # splits a tenant's cache further
     session_id: str | None = None  # of the tenant: the KV of this conversation stays for a lease after the answer
-    priority: int = 0  # lower = sooner; see turbo.policy
+    priority: int = 0  # lower = sooner; see turbo.scheduling.policy
     timeout: float | None = None  # seconds from its arrival at the engine; then it ends with an error
 
 
 class Siblings(msgspec.Struct, frozen=True, array_like=True):
-    """Requests that differ in id and seed alone: the choices of one prompt, which crosses to the engine once."""
+    """Requests that differ only in id and seed: the choices of one prompt. The prompt is sent to the engine once."""
 
     first: Request
-    others: list[tuple[str, int | None]] = []  # request id and seed of each further one
+    others: list[tuple[str, int | None]] = []  # request id and seed of each further request
 
     @classmethod
     def of(cls, requests: Sequence[Request]) -> Siblings:
@@ -102,7 +102,7 @@ class Siblings(msgspec.Struct, frozen=True, array_like=True):
         return cls(first, [(request.request_id, request.params.seed) for request in requests[1:]])
 
     def requests(self) -> list[Request]:
-        """One for each; they share the list of the prompt's tokens."""
+        """The requests one by one. They share the list of the prompt's tokens."""
         params, replace = self.first.params, msgspec.structs.replace
         others = [replace(self.first, request_id=name, params=replace(params, seed=seed)) for name, seed in self.others]
         return [self.first, *others]
@@ -113,25 +113,25 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
     token_id: int
     logprob: float
-    top: list[tuple[int, float]]  # the most likely tokens, best first; ties by the lower id
+    top: list[tuple[int, float]]  # the most likely tokens, best first; for equal values the lower id first
 
 
 class StepOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """What one engine step produced for one request; `finish_reason` is set on its last one."""
+    """The output of one engine step for one request. `finish_reason` is set on the request's last output."""
 
     request_id: str
-    token_ids: list[int]  # new tokens, with the eos or stop id that ended it (never shown as text)
+    token_ids: list[int]  # new tokens, including the eos or stop id that ended the request (never shown as text)
     finish_reason: FinishReason | None = None
-    logprobs: list[TokenLogprobs] = []  # one for each of token_ids, where asked for
+    logprobs: list[TokenLogprobs] = []  # one for each of token_ids, on request
     prompt_logprobs: list[TokenLogprobs] = []  # with the first output: one for each prompt token after the first
-    stop_token: int | None = None  # which of token_ids ended it, if an eos or stop id did
+    stop_token: int | None = None  # the eos or stop id of token_ids that ended the request, if one did
     cached_tokens: int = 0  # with the first output: prompt tokens whose KV was found and not computed
     error: str | None = None  # with finish_reason "error"
-    error_code: str = "engine_error"  # of error: a code of errors.HTTP_STATUS
+    error_code: str = "engine_error"  # the code of `error`, one of errors.HTTP_STATUS
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a running engine tells its front end when it is ready."""
+    """The facts that an engine sends to its front end when it is ready."""
 
     model_path: str
     vocab_size: int
@@ -153,12 +153,12 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int = 0
     generation_tokens: int = 0
     steps: int = 0
-    failed_steps: int = 0  # raised; their requests ended with an error
-    blocks_cached: int = 0  # in the prefix cache, those that sequences use too included
-    prefix_tokens: int = 0  # of prompts that were looked up in the prefix cache
-    prefix_hits: int = 0  # of these, found on the device
-    tier_hits: dict[str, int] = {}  # of these, loaded, by tier: host, disk
+    failed_steps: int = 0  # steps that raised; their requests ended with an error
+    blocks_cached: int = 0  # blocks in the prefix cache, including those that sequences use
+    prefix_tokens: int = 0  # prompt tokens that were looked up in the prefix cache
+    prefix_hits: int = 0  # prompt tokens among these that were found on the device
+    tier_hits: dict[str, int] = {}  # prompt tokens among these that were loaded, by tier: host, disk
     evicted_blocks: int = 0
-    sessions: int = 0  # whose lease has not ended
-    decisions: dict[str, int] = {}  # of the scheduler: "admitted: best match" -> how often
+    sessions: int = 0  # sessions with a lease that has not ended
+    decisions: dict[str, int] = {}  # the scheduler's decisions and their counts, such as "admitted: best match"
     tiers: dict[str, int] = {}  # figures of the KV tiers: bytes, failures ...

@@ -18,7 +18,7 @@ class Status(Enum):
     WAITING = "waiting"  # new, or preempted: holds no slot and no blocks
     LOADING = "loading"  # holds a slot, and blocks that are filled from a lower tier
     RUNNING = "running"  # holds a slot and blocks
-    FINISHED = "finished"  # its last output is given; still holds both while a step or a load of it is under way
+    FINISHED = "finished"  # its last output is given; it holds both while one of its steps or loads is under way
 
 
 @dataclass(eq=False, slots=True)
@@ -26,36 +26,36 @@ class BlockTable:
     """A sequence's blocks in one class of layers."""
 
     blocks: list[int]  # of block_size tokens each, from the first on; see KVManager
-    num_retired: int = 0  # blocks that were looked at and given back, or kept as sinks
-    num_published: int = 0  # full blocks that the cache was told of
+    num_retired: int = 0  # first blocks that the window has passed: they were released, or kept as sinks
+    num_published: int = 0  # full blocks that were published to the cache
 
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """`num_computed` runs after `num_tokens`: how far it lags is all there is to know about prefill and decode."""
+    """One request's sequence. `num_computed` follows `num_tokens`; their difference alone tells prefill from decode."""
 
     request: Request
     arrival: int  # order of arrival, kept through preemptions
-    priority_key: float  # see turbo.policy: the lower, the sooner
+    priority_key: float  # lower = sooner; see turbo.scheduling.policy
     deadline: float  # on the scheduler's clock; inf = none
     token_ids: array[int]  # int32: prompt and output
-    max_tokens: int  # prompt and output at which it ends with "length"
+    max_tokens: int  # number of prompt and output tokens at which it ends with "length"
     eos_token_ids: tuple[int, ...]  # empty if ignore_eos
     stop_ids: frozenset[int] = field(init=False)
     num_computed: int = 0  # tokens whose KV is in the blocks when all scheduled steps have run
-    num_completed: int = 0  # of these, by steps that have run already
-    num_pending: int = 0  # tokens that scheduled steps will sample, those behind a draft's not included
+    num_completed: int = 0  # tokens among these whose steps have run already
+    num_pending: int = 0  # tokens that scheduled steps will sample, without those for the positions of a draft
     draft: list[int] = field(default_factory=list)  # guesses at the next tokens, for the next step; see `propose`
     num_drafted: int = 0  # guesses that a scheduled step computes
     in_flight: int = 0  # scheduled steps that compute it and have not been updated yet, and loads
     status: Status = Status.WAITING
     slot: int = -1  # of the persistent batch; -1 = none
     has_entered: bool = False  # the runner knows it
-    overtaken: int = 0  # how often a later one went first
-    cached_tokens: int | None = None  # of the prompt, found in the cache when it entered for the first time
+    overtaken: int = 0  # how often a later sequence was admitted before it
+    cached_tokens: int | None = None  # prompt tokens found in the cache when it was first admitted
     tables: list[BlockTable] = field(default_factory=list)  # of each class of layers; written by KVManager only
-    keys: list[bytes] = field(default_factory=list)  # of its full blocks in the tiers
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # gathered so far, of prompt tokens 1 and on
+    keys: list[bytes] = field(default_factory=list)  # keys of its full blocks in the tiers
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # gathered so far, from prompt token 1 on
 
     def __post_init__(self) -> None:
         self.stop_ids = frozenset(self.eos_token_ids + self.request.params.stop_token_ids)
@@ -78,29 +78,32 @@ class Sequence:
 
     @property
     def num_uncomputed(self) -> int:
-        """Tokens to schedule, one that is being sampled included: a runner knows it when it gets there."""
+        """Tokens to schedule, including one that is being sampled: the runner knows it when it needs it."""
         return len(self.token_ids) + self.num_pending - self.num_computed
 
     @property
     def is_due(self) -> bool:
-        """Whether there is anything to schedule before the steps under way have told what they sampled.
+        """Whether there is anything to schedule before the steps under way have returned their tokens.
 
-        How many tokens come of a draft is not known before its step has run.
+        The number of tokens that a draft yields is not known before its step has run.
         """
         ends = self.num_pending > 0 and self.num_tokens + self.num_pending >= self.max_tokens
         return self.num_uncomputed > 0 and not (ends or self.num_drafted)
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether each prompt token must be computed for its log-probability; not again after a preemption."""
+        """Whether each prompt token must be computed for its log-probability.
+
+        It is false once there are outputs, so a preempted sequence does not score its prompt again.
+        """
         return self.request.prompt_logprobs and not self.num_outputs
 
     def tokens(self, count: int) -> np.ndarray:
-        """The first `count`, int32; a view that must be dropped before the next token is appended."""
+        """The first `count` tokens, int32 [count]. The view must be dropped before the next token is appended."""
         return np.frombuffer(self.token_ids, np.int32, count)
 
     def entry(self, block_tables: list[list[int]]) -> NewSequence:
-        """What a runner must know of it when it takes its slot."""
+        """The description of the sequence that a runner needs when the sequence takes its slot."""
         return NewSequence(
             slot=self.slot,
             token_ids=self.token_ids.tolist(),
@@ -112,16 +115,16 @@ class Sequence:
         )
 
     def gather_prompt_logprobs(self, start: int, values: list[TokenLogprobs]) -> None:
-        """Keep what a chunk at `start` adds: after a preemption the first positions are computed again."""
+        """Keep the values that a chunk at `start` adds. After a preemption the first positions are computed again."""
         self.prompt_logprobs += values[len(self.prompt_logprobs) - start :]
 
     def propose(self, draft: list[int]) -> None:
-        """Let the next step compute guesses at the tokens behind the known ones, as far as they may be wanted."""
+        """Let the next step compute guesses at the tokens after the known ones, up to the sequence's maximum length."""
         assert not self.num_pending, f"{self.request_id}: a draft behind a token that is not known"
         self.draft = draft[: max(self.max_tokens - self.num_tokens - 1, 0)]
 
     def append(self, token_id: int) -> FinishReason | None:
-        """Add a sampled token; why the sequence ends with it, if it does."""
+        """Append a sampled token. Returns the finish reason if the sequence ends with it."""
         self.token_ids.append(token_id)
         if token_id in self.stop_ids and self.num_outputs > self.request.params.min_tokens:
             return "stop"

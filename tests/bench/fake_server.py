@@ -1,4 +1,4 @@
-"""A small OpenAI-like server in a thread. A prompt, or else the model's name, may ask for mischief: see MOODS."""
+"""A small OpenAI-like server in a thread. A prompt, or else the model's name, may ask for misbehaviour: see MOODS."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ STRICT = {"continuous_usage_stats", "return_token_ids", "cache_salt", "ignore_eo
 
 
 class FakeServer:
-    """Use as a context manager. `bodies` are the requests it got, `peak` how many it answered at once."""
+    """Use as a context manager. `bodies` are the requests that it got. `peak` is the largest number of requests that it
+    answered at once."""
 
     def __init__(self) -> None:
         self.reset()

@@ -1,4 +1,4 @@
-"""An engine that computes nothing, talks on stdout, and fails when it is told to: a prompt of 13 tokens."""
+"""An engine that computes nothing and prints to stdout. It fails on a prompt of 13 tokens."""
 
 from __future__ import annotations
 

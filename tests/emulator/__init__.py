@@ -1,9 +1,9 @@
-"""A GPU made of one CPU thread: kernels run where there is no GPU. Its times mean nothing.
+"""An emulated GPU on one CPU thread: kernels run without a GPU. Its times mean nothing.
 
-emulator.install(seed=0)        # tensors on the CPU can be given to kernels from now on
-Engine(..., device=EmulatedDevice())        # emulator.device: an engine that takes them for a GPU's
+emulator.install(seed=0)        # from now on, kernels take tensors on the CPU
+Engine(..., device=EmulatedDevice())        # emulator.device: an engine that takes them for tensors of a GPU
 
-host.cuh puts CUDA's names before g++, and emulator.cpp runs a launch. Compiled kernels stay in lmkit's cache folder, by
+host.cuh defines CUDA's names for g++, and emulator.cpp runs a launch. Compiled kernels stay in lmkit's cache folder, by
 the digest of their sources.
 """
 

@@ -25,13 +25,13 @@ from lmkit.kernels.cuda.source import kernel_source
 FLAGS = ("-std=c++17", "-O2", "-march=native", "-fPIC", "-shared", "-fno-strict-aliasing", "-w")
 ASAN = ("-fsanitize=address", "-fno-omit-frame-pointer")
 HERE = Path(__file__).parent
-HOST = HERE / "host.cuh"  # what a kernel finds behind LMKIT_HOST
+HOST = HERE / "host.cuh"  # the header that a kernel includes as LMKIT_HOST
 NUM_SMS = 3  # few, so that small problems take several waves
 _U32x3 = ctypes.c_uint32 * 3
 
 
 class EmulatedBackend:
-    """Every launch draws another order of threads and blocks."""
+    """The emulator. Every launch draws another order of threads and blocks."""
 
     def __init__(self, *, sanitize: bool, capability: Capability) -> None:
         self._flags = FLAGS + (ASAN if sanitize else ())
@@ -43,7 +43,7 @@ class EmulatedBackend:
         self.begin(0)
 
     def begin(self, seed: int) -> None:
-        """Draw from `seed` from now on."""
+        """Draw the orders from `seed` from now on."""
         self._seed = seed
         self.launches: list[str] = []  # names of the kernels that ran since
 
@@ -93,7 +93,7 @@ class EmulatedBackend:
 
 
 def install(seed: int = 0, *, sanitize: bool = False, capability: Capability = (9, 0)) -> EmulatedBackend:
-    """Give kernels for tensors on the CPU to an emulator. Raises UnsupportedError without g++."""
+    """Run kernels for tensors on the CPU by an emulator. Raises UnsupportedError without g++."""
     backend = _backend(sanitize, capability)
     backend.begin(seed)
     module.BACKENDS["cpu"] = backend
@@ -102,12 +102,12 @@ def install(seed: int = 0, *, sanitize: bool = False, capability: Capability = (
 
 @cache
 def _backend(sanitize: bool, capability: Capability) -> EmulatedBackend:
-    """One of each kind: kernels keep what they have loaded."""
+    """The one backend of each kind. There is only one, because kernels keep the code that they have loaded."""
     return EmulatedBackend(sanitize=sanitize, capability=capability)
 
 
 def compiler() -> str:
-    """Raises UnsupportedError if there is none."""
+    """The path of g++. Raises UnsupportedError if it is not installed."""
     found = shutil.which("g++")
     if found is None:
         raise UnsupportedError("kernels are emulated with g++, which is not installed")
@@ -116,7 +116,8 @@ def compiler() -> str:
 
 @cache
 def processor() -> str:
-    """What -march=native means here, so that a cache on a shared disk does not give another machine's code."""
+    """The processor's flags, which -march=native depends on. With them in the key, a cache on a shared disk does not
+    give code of another machine."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next((line for line in lines if line.startswith("flags")), "")
 
@@ -129,7 +130,7 @@ def _argument_sizes(library: ctypes.CDLL, name: str) -> list[int]:
 
 
 def _value(arg: Any) -> np.ndarray:
-    """What lies at an argument's address: exactly as much as C takes from there."""
+    """The bytes at an argument's address, exactly as many as C reads there."""
     if isinstance(arg, Tensor):
         return np.array(arg.data_ptr(), np.uint64)
     if arg is None:

@@ -14,7 +14,7 @@ from lmkit.turbo.runners.device import CudaDevice, Event
 
 
 class EmulatedDevice(CudaDevice):
-    """Tensors lie in host memory, and a kernel runs when it is launched: `emulator.install` makes it run there."""
+    """Tensors lie in host memory, and a kernel runs when it is launched. `emulator.install` makes it run there."""
 
     tensors = "cpu"
 
@@ -34,7 +34,7 @@ class EmulatedDevice(CudaDevice):
         return launch
 
     def compile(self, kernels: Iterable[Kernel]) -> None:
-        """Most of them no test launches."""
+        """Compile nothing: most of the kernels are launched by no test."""
 
 
 class _HostEvent:

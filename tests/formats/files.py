@@ -1,4 +1,4 @@
-"""Checkpoints for tests, made without the code under test."""
+"""Checkpoints for tests. They are made without the code under test."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 def raw(header: Any, data: bytes = b"", length: int | None = None) -> bytes:
-    """A safetensors file of any header (bytes, or a value for JSON), right or wrong."""
+    """The bytes of a safetensors file with any header (bytes, or a value for JSON), right or wrong."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return (len(text) if length is None else length).to_bytes(8, "little") + text + data
 
@@ -30,7 +30,7 @@ def folder(path: Path, tensors: dict[str, torch.Tensor] | bytes, config: Any = N
 
 
 def sharded(path: Path, shards: dict[str, dict[str, torch.Tensor]], weight_map: dict[str, Any] | None = None) -> Path:
-    """A checkpoint of several files; the index is right unless `weight_map` replaces it."""
+    """A checkpoint of several files. The index is right unless `weight_map` replaces it."""
     path.mkdir(exist_ok=True)
     (path / "config.json").write_text("{}")
     for name, tensors in shards.items():

@@ -28,7 +28,7 @@ def floats(tensor: Tensor) -> Encoded:
 
 
 def q4_0(tensor: Tensor) -> Encoded:
-    """The number of largest magnitude becomes -8, so scales have either sign."""
+    """Encode as Q4_0. The number of largest magnitude becomes -8, so scales have either sign."""
     data = b""
     for block in tensor.float().reshape(-1, 32).tolist():
         d = torch.tensor(max(block, key=abs) / -8).half()
@@ -47,7 +47,7 @@ def q8_0(tensor: Tensor) -> Encoded:
 
 
 def decode(encoded: Encoded) -> Tensor:
-    """float32, block by block, as the type's description says."""
+    """Decode to float32, block by block, as the description of the type says."""
     kind, shape, data = encoded
     block, decoder = {"Q4_0": (18, _decode_q4_0), "Q8_0": (34, _decode_q8_0), "Q6_K": (210, _decode_q6_k)}[kind]
     values = [value for at in range(0, len(data), block) for value in decoder(data[at : at + block])]
@@ -102,7 +102,8 @@ def _value(value: Any) -> bytes:
 
 
 def write_model(path: Path, model: Any, encode: Callable[[Tensor], Encoded] = floats) -> dict[str, Encoded]:
-    """A transformers model as a GGUF file, its linears through `encode`; returns the tensors in the file's order."""
+    """Write a transformers model as a GGUF file, with its linears encoded by `encode`. Returns the tensors in the
+    file's order."""
     config, kind = model.config, model.config.model_type
     metadata = {
         "general.architecture": kind,

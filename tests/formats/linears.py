@@ -23,7 +23,8 @@ def random_linear(
     dtype: torch.dtype = torch.float16,
     smallest_zero: int = 0,
 ) -> QTensor:
-    """Codes of all bits, in the top bits of words too; what a symmetric scheme has no choice of is as it has to be."""
+    """A random quantized weight. Codes use all bits, also the top bits of words. Values that a symmetric scheme fixes
+    have these values."""
     if scheme.kind == "float":
         codes = torch.randint(0, 256, shape, dtype=torch.uint8)
         codes[codes & 0x7F == 0x7F] = 0x80
@@ -45,7 +46,7 @@ def written(
     activations: Activations = "none",
     **entry: Any,
 ) -> Path:
-    """A checkpoint of these modules, with an embedding and a norm beside them; `entry`: changes of its config.json."""
+    """A checkpoint of these modules, with an embedding and a norm beside them. `entry`: changes of its config.json."""
     source = folder(path.with_name(path.name + "-source"), {"x": torch.ones(1)})
     (source / "tokenizer.json").write_text('{"any": "text"}')
     path.mkdir()
@@ -70,7 +71,7 @@ def read(path: Path, format_name: str, module: str = MODULE) -> QTensor:
 
 
 def assert_same(a: QTensor, b: QTensor) -> None:
-    """The same bits."""
+    """Assert that both have the same bits."""
     assert a.scheme == b.scheme
     for name in ("codes", "scales", "zeros"):
         one, other = getattr(a, name), getattr(b, name)

@@ -1,4 +1,5 @@
-"""An AWQ reader written from the format's description alone, element by element: the oracle for formats/awq.py."""
+"""An AWQ reader, the oracle for formats/awq.py. It was written from the format's description alone and works element
+by element."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ BLOCK = 16
 
 @torch.inference_mode()
 def exact_logits(path: Path, token_ids: list[int]) -> Tensor:
-    """float32 [tokens, vocabulary]: float32 activations and KV."""
+    """float32 [tokens, vocabulary], computed with float32 activations and KV."""
     decoder = load_model(path, dtype="float32", activations="exact")
     spec = decoder.spec
     batch, num_blocks = whole_batch([token_ids], BLOCK)

@@ -2,7 +2,8 @@
 
     PYTHON -m tests.interop.make_fixtures FIXTURE        one of FIXTURES
 
-Beside the tool's files lies expected.safetensors: token ids and the logits that the tool itself computes for them.
+expected.safetensors lies beside the tool's files. It holds token ids and the logits that the tool itself computes for
+them.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def tiny_model() -> Any:
 
 
 def rows() -> torch.Tensor:
-    """int64 [16, 32]."""
+    """Random calibration rows, int64 [16, 32]."""
     return torch.randint(0, VOCAB, (16, 32), generator=torch.Generator().manual_seed(4))
 
 
@@ -51,7 +52,7 @@ def llm_compressor(out: Path, symmetric: bool) -> torch.Tensor:
 
     weights = {"num_bits": 4, "type": "int", "symmetric": symmetric, "strategy": "group", "group_size": GROUP}
     recipe = GPTQModifier(ignore=["lm_head"], config_groups={"group_0": {"targets": ["Linear"], "weights": weights}})
-    source = str(out.parent / "source")  # the tool asks a model where it came from
+    source = str(out.parent / "source")  # the tool reads the model's origin from it
     tiny_model().save_pretrained(source)
     model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     data = datasets.Dataset.from_dict(

@@ -1,4 +1,4 @@
-"""Inputs for every op: shapes that are multiples of nothing, values at the edges. Each case is made anew by `make`."""
+"""Inputs for every op: odd shapes that are multiples of nothing, and values at the edges. `make` builds each case."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from lmkit.qtensor import QTensor, QuantScheme, quantize
 
 F32_TOLERANCE, BF16_TOLERANCE = 3e-6, 8e-3  # of the largest result
 # Attention on codes: queries of int8 keys and weights are words of 15 bits. A score errs by 2^-16 of the largest query
-# times sqrt(D) keys, some 1e-4 for the scores of +-20 here, and a weight as much, relatively.
+# times sqrt(D) keys. This is some 1e-4 for the scores of +-20 here. A weight errs as much, relatively.
 WORD_TOLERANCE = 5e-4
 
 
 @dataclass(frozen=True)
 class Case:
-    """`make` returns the op's arguments; a linear's second one is the weight to pack. `tolerance` 0 = the same bits."""
+    """`make` returns the op's arguments. The second argument of a linear is the weight to pack. `tolerance` 0 means the
+    same bits."""
 
     op: Op
     name: str
@@ -41,7 +42,7 @@ class Case:
 
 
 def run(implementation: Implementation, case: Case, device: str = "cpu") -> list[Tensor]:
-    """Everything the op returns or writes."""
+    """Everything that the op returns or writes."""
     args = tuple(_to(arg, device) for arg in case.make())
     norms = [arg for arg in args if isinstance(arg, Norm)]
     streams = [norm.residual for norm in norms if norm.residual is not None]
@@ -49,7 +50,7 @@ def run(implementation: Implementation, case: Case, device: str = "cpu") -> list
         x, weight, bias, norm, activation = args
         return [implementation(x, implementation.pack(weight, activation), bias, norm), *streams]
     result = implementation(*args)
-    if result is None:  # what it writes
+    if result is None:  # the op writes into its arguments
         changed = args[:2] if case.op is ops.rope_append else ()
         caches = [arg for arg in args if isinstance(arg, KVTensor)]
         return [*changed, *(part for cache in caches for part in (cache.data, cache.params))]
@@ -74,7 +75,7 @@ def _to(value: Any, device: str) -> Any:
 
 
 def difference(got: list[Tensor], expected: list[Tensor]) -> float:
-    """The largest absolute difference over the largest expected magnitude; shapes and dtypes must agree."""
+    """The largest absolute difference over the largest expected magnitude. Shapes and dtypes must agree."""
     worst = 0.0
     assert len(got) == len(expected)
     for a, b in zip(got, expected, strict=True):
@@ -193,7 +194,7 @@ def _heads(kv_heads: int, group: int, dim: int) -> dict[str, Any]:
 
 
 def kv_cases() -> Iterator[Case]:
-    """Codes and parameters must be the reference's, bit for bit."""
+    """Cases whose codes and parameters must equal the reference's, bit for bit."""
     for types in KV_TYPES:
         for heads, group, dim, block_size in HEADS:
             for dtype in (torch.float32, torch.bfloat16):
@@ -212,7 +213,7 @@ def kv_cases() -> Iterator[Case]:
 
 
 def edge_vectors(num_tokens: int, heads: int, dim: int, narrow: bool = False) -> Tensor:
-    """Ordinary vectors, and constant, nearly constant, tiny, huge and one-sided ones; `narrow` stays within float16."""
+    """Ordinary vectors, and constant, nearly constant, tiny, huge and one-sided ones. `narrow`: all fit float16."""
     x = torch.randn(num_tokens, heads, dim)
     x[0], x[1], x[2] = 0.0, 1.0003, -7.0
     x[3] = 1000.3
@@ -225,7 +226,7 @@ def edge_vectors(num_tokens: int, heads: int, dim: int, narrow: bool = False) ->
     return x
 
 
-LENGTHS = ((1, 1), (5, 5), (33, 1), (700, 2), (290, 129), (64, 64))  # tokens in the cache, of which new
+LENGTHS = ((1, 1), (5, 5), (33, 1), (700, 2), (290, 129), (64, 64))  # (tokens in the cache, new tokens among them)
 
 
 def filled_cache(
@@ -249,7 +250,7 @@ def filled_cache(
 
 
 def geometry(query_start: list[int], lengths: list[int], tables: Tensor, slots: Tensor | None = None) -> BatchGeometry:
-    """Without slots, of ops that append nothing."""
+    """The geometry of a batch. Without `slots`, it is for ops that append nothing."""
     nowhere = torch.full((query_start[-1],), -1) if slots is None else slots
     return BatchGeometry(torch.tensor(query_start).int(), torch.tensor(lengths).int(), tables, nowhere.int())
 
@@ -288,7 +289,7 @@ def attention_cases() -> Iterator[Case]:
     for dim in (256, 320):
 
         def largest(dim: int = dim) -> tuple[Any, ...]:
-            """Every code of a query, and of every third key, is the largest: sums are as large as they can be."""
+            """Every code of a query and of every third key is the largest, so that sums are as large as possible."""
             kv, tables = filled_cache((INT4, FLOAT32), 2, dim, 16, [100])
             kv.k.data.fill_(0)
             kv.k.data[:, :, ::3] = 255
@@ -316,7 +317,7 @@ KEYS = (  # types, KV heads, queries a KV head, D, rotary dim, first position (k
 
 
 def key_mean(kv_heads: int, dim: int, rotary: int, positions: int) -> KeyMean:
-    """A large b at some pairs; the last head has fewer."""
+    """A mean with a large b at some pairs. The last head has fewer pairs."""
     half = rotary // 2
     count = min(half, 5)
     pairs = torch.stack([torch.randperm(half)[:count] for _ in range(kv_heads)]).int()
@@ -331,7 +332,8 @@ def key_mean(kv_heads: int, dim: int, rotary: int, positions: int) -> KeyMean:
 
 
 def key_cases() -> Iterator[Case]:
-    """Keys without their mean, turned by Hadamard's matrix, on fixed scales: written, and read as if plain."""
+    """Keys without their mean, rotated by the Hadamard matrix, or on fixed scales. They are written, and read like
+    plain keys."""
     for types, heads, group, dim, rotary, start, window in KEYS:
 
         def cache(
@@ -370,7 +372,7 @@ def key_cases() -> Iterator[Case]:
         name = f"{names(types)}-{dim}"
         coarse = types[0].coded  # a last bit of the rotation may carry a number over the edge of a code
         yield Case(ops.rope_append, f"{name}-mean", _seeded(append), traits, 0.07 if coarse else BF16_TOLERANCE)
-        exact = {INT8, INT4}.isdisjoint(types)  # the mean makes scores of some hundreds, where words err by more
+        exact = {INT8, INT4}.isdisjoint(types)  # with the mean, scores are some hundreds, and words err by more there
         tolerance = 5e-5 if exact else 2 * WORD_TOLERANCE
         for softcap in (0.0, 100.0):
             make = _seeded(functools.partial(attend, softcap))
@@ -379,7 +381,7 @@ def key_cases() -> Iterator[Case]:
 
 
 def rope_attention_cases() -> Iterator[Case]:
-    """Rotation, append and attention in one."""
+    """Cases of rotation, append and attention in one op."""
     for types, heads, group, dim, rotary in (
         ((FLOAT32, FLOAT32), 2, 3, 16, 16), ((INT8, INT4), 1, 2, 80, 20), ((FP8, BFLOAT16), 2, 1, 64, 64),
     ):  # fmt: skip
@@ -403,7 +405,7 @@ def rope_attention_cases() -> Iterator[Case]:
 
 
 def draw_cases() -> Iterator[Case]:
-    """Of rows with ties, hidden tokens and extreme temperatures: the same tokens."""
+    """Rows with ties, hidden tokens and extreme temperatures. The drawn tokens must be the same."""
     for size in (1, 40, 3001):
 
         def make(size: int = size) -> tuple[Any, ...]:
@@ -457,7 +459,7 @@ def linear_cases() -> Iterator[Case]:
 
 
 def _normed_and_gated(op: Op, bits: int, tokens: int, half: int, with_bias: bool, activation: str) -> Case:
-    """A norm in front (with a residual, but for one token), a gate behind."""
+    """A linear with a norm in front and a gate behind. The norm has a residual, except for one token."""
     k = 100
 
     def make() -> tuple[Any, ...]:
@@ -480,7 +482,7 @@ def _quantized(
 ) -> Case:  # fmt: skip
     def make() -> tuple[Any, ...]:
         weight = quantize(torch.randn(n, k) * torch.rand(n, 1), QuantScheme(bits, group_size, symmetric))
-        if scales != torch.float16:  # of which float16 cannot hold float32 ones
+        if scales != torch.float16:  # scales that float16 cannot represent
             wide = (weight.scales.float() * 1.0001).to(scales)
             weight = QTensor(weight.codes, wide, weight.zeros, weight.scheme)
         x = torch.randn(tokens, k) * 10 ** (torch.rand(tokens, 1) * 4 - 2)
@@ -502,7 +504,7 @@ def _quantized(
 
 
 def _float8(op: Op, tokens: int, k: int, n: int, rows: int, columns: int) -> Case:
-    """Every code that is a number, subnormal ones too."""
+    """Weights of every code that is a number, including subnormal ones."""
 
     def make() -> tuple[Any, ...]:
         codes = torch.randint(0, 256, (n, k), dtype=torch.uint8)

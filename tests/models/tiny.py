@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of every family, made by transformers: the oracle for our decoder."""
+"""Tiny random checkpoints of every family, made by transformers. Its models are the oracle for our decoder."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make(path: Path, name: str, **overrides: Any) -> transformers.PreTrainedModel:
-    """Write family `name` to `path` and return the transformers model (float32, biases and norms not trivial)."""
+    """Write a model of family `name` to `path`. Returns the transformers model (float32, biases and norms not
+    trivial)."""
     class_name, differences = FAMILIES[name]
     torch.manual_seed(7)
     config = getattr(transformers, class_name)(**(COMMON | differences | overrides))

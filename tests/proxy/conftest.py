@@ -3,5 +3,5 @@ import pytest
 
 @pytest.fixture
 def anyio_backend() -> str:
-    """Async tests are marked `anyio` (whose pytest plugin comes with httpx) and run on asyncio."""
+    """Async tests are marked `anyio` and run on asyncio. The pytest plugin of anyio comes with httpx."""
     return "asyncio"

@@ -1,4 +1,4 @@
-"""Nodes that behave as a test says, on loopback sockets, and a proxy in front of them in the same event loop."""
+"""Fake nodes on loopback sockets, and a proxy in front of them in the same event loop. A test scripts the nodes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Received:
 
 
 class Exchange:
-    """A node's end of one request: raw writes, so that it can also misbehave."""
+    """A node's end of one request. Writes are raw, so that the node can also misbehave."""
 
     def __init__(
         self, node: FakeNode, request: Received, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -65,7 +65,7 @@ class Exchange:
         await self.write(b"0\r\n\r\n")
 
     def reset(self) -> None:
-        """Break the connection off with RST."""
+        """Break the connection with RST."""
         sock = self.writer.get_extra_info("socket")
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.writer.transport.abort()
@@ -95,7 +95,7 @@ class FakeNode:
     health: int = 200  # status of /health
     health_script: Script | None = None
     models_script: Script | None = None
-    requests: list[Received] = field(default_factory=list)  # without checks
+    requests: list[Received] = field(default_factory=list)  # without health checks
     checks: list[Received] = field(default_factory=list)
     connections: int = 0
     left: asyncio.Event = field(default_factory=asyncio.Event)
@@ -111,7 +111,7 @@ class FakeNode:
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
-        """Close the listener and every connection, as the death of its process would."""
+        """Close the listener and every connection, as the death of the node's process would."""
         self._server.close()
         tasks = dict(self._tasks)
         for task, writer in tasks.items():
@@ -193,7 +193,7 @@ async def server_for(
         server = http_server(config, proxy, lambda: None)
         server.config.load()
         server.lifespan = server.config.lifespan_class(server.config)
-        await server.startup([listener])  # without its main loop, which looks for the end only ten times a second
+        await server.startup([listener])  # without its main loop, which checks for the end only ten times a second
         try:
             yield server, proxy, f"http://127.0.0.1:{listener.getsockname()[1]}"
         finally:
@@ -207,7 +207,7 @@ async def server_for(
 
 
 async def eventually(condition: Callable[[], bool], seconds: float = 2.0) -> None:
-    """Wait until `condition()`; the time limit is only for a test that fails."""
+    """Wait until `condition()` is true. Only a test that fails reaches the time limit."""
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.005)

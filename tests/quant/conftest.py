@@ -1,4 +1,4 @@
-"""Tiny products only wait for each other on several threads."""
+"""One thread for the tests of quantization: on several threads, tiny products only wait for each other."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def tiny_checkpoint(path: Path, name: str = "llama", **overrides: Any) -> Path:
 
 
 def recipe(*steps: dict[str, Any], rounder: dict[str, Any] | None = RTN, **sections: Any) -> Recipe:
-    """`rounder` None: `steps` have one."""
+    """A recipe of `steps` and `rounder`. With `rounder` None, `steps` include a rounder."""
     data = {
         "scheme": {"group_size": 32},
         "steps": [*steps, rounder] if rounder else list(steps),
@@ -56,7 +56,7 @@ def calibrate(
     dtype: torch.dtype = torch.float32,
     scheme: QuantScheme | None = None,
 ) -> CalibratedLayer:
-    """Run `hidden` [num_rows * seq_len, hidden] through the layer; every token is in every sample."""
+    """The layer with statistics of `hidden` [num_rows * seq_len, hidden]. Every token is in every sample."""
     spec, tokens = layer.spec, torch.arange(len(hidden))
     scheme = scheme or QuantScheme(4, group_size)
     inputs = {
@@ -71,7 +71,7 @@ def calibrate(
 
 
 def run_layer(calibrated: CalibratedLayer, hidden: Tensor) -> Tensor:
-    """The layer's output for the rows it was calibrated on."""
+    """The layer's output for the rows that it was calibrated on."""
     geometry = calibrated.sequences
     delta, residual = calibrated.layer(hidden.clone(), None, geometry.batch, geometry.rope, geometry.kv)
     return delta + residual

@@ -1,9 +1,10 @@
-"""Runs a quantization again and again, each time killed by SIGKILL one event later, and lets each go on afterwards.
+"""Runs a quantization again and again. SIGKILL ends each run one event later, and the run is then resumed.
 
     python -m tests.quant.killed SOURCE FOLDER EVERY
 
-An event is a stage of a layer or a wait for the disk; one in EVERY is tried. Prints a JSON list with, for each of them,
-the layers finished when the run was killed and whether the files of the result are those of a run left in peace.
+An event is a stage of a layer or a wait for the disk; one in EVERY is tried. Prints a JSON list. For each tried event
+it holds the number of layers that were finished when the run was killed, and whether the files of the result are those
+of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ RECIPE = recipe(
 
 
 def child(work: Callable[[], None]) -> int:
-    """The wait status of a process that does `work`; no thread has been started before it is forked."""
+    """Run `work` in a forked process. Returns its wait status. No thread was started before the fork."""
     pid = os.fork()
     if pid:
         return os.waitpid(pid, 0)[1]
@@ -44,7 +45,7 @@ def child(work: Callable[[], None]) -> int:
 
 
 def run_until(quantizer: Quantizer, out: Path, event: int) -> None:
-    """SIGKILL in place of the event with this number."""
+    """Run the quantization. SIGKILL replaces the event with the number `event`."""
     count, fsync = 0, os.fsync
 
     def happens() -> None:
@@ -68,7 +69,7 @@ def run_until(quantizer: Quantizer, out: Path, event: int) -> None:
 
 
 def digest(folder: Path) -> dict[str, str]:
-    """sha256 of every file; of the report without its times and its memory, and not of the page made of it."""
+    """sha256 of every file. The report is hashed without its times and its memory. The page made of it is left out."""
     files = {}
     for file in sorted(path for path in folder.iterdir() if path.name != "report.html"):
         data = file.read_bytes()

@@ -10,7 +10,7 @@ from tests.serve.live import Server
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
-    """Without keys, with the default limits."""
+    """A server without keys and with the default limits."""
     with Server() as running:
         yield running
 

@@ -1,7 +1,8 @@
 """A deterministic engine without torch, with the interface of lmkit.turbo.engine.engine.Engine.
 
-Output k of a request is token (seed + k) of the endless text PHRASE, so any length, stop string or seed has a known
-answer. Words in a prompt ask for mischief: see `_Sequence.mood`. A model folder named after a failure fails to load.
+Output k of a request is token (seed + k) of the endless text PHRASE. So any length, stop string or seed has a known
+answer. Words in a prompt ask for misbehaviour: see `_Sequence.mood`. A model folder that is named after a failure fails
+to load.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ class FakeEngine:
             )
         assert params.seed is not None
         token_id = self._phrase[(params.seed + sequence.num_output) % len(self._phrase)]
-        if params.logit_bias:  # greedily: the most wanted token
+        if params.logit_bias:  # greedy: the token with the largest bias
             token_id = max(params.logit_bias, key=lambda i: params.logit_bias[i])
         sequence.num_output += 1
         if params.max_tokens == 0:

@@ -1,4 +1,4 @@
-"""The application in this process, before engines that do as they are told."""
+"""The application in this process, in front of scripted engines."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CHAT_PATH, TEXT_PATH = "/v1/chat/completions", "/v1/completions"
 
 
 class StubEngine(AsyncEngine):
-    """Answers with one token, then fails in the way it is told to."""
+    """Answers with one token, then fails with `failure`."""
 
     def __init__(self, failure: Exception | None = None, *, at_once: bool = False) -> None:
         super().__init__(DEMO, EngineConfig())
@@ -34,7 +34,7 @@ class StubEngine(AsyncEngine):
         self._failure, self._at_once = failure, at_once
 
     def submit(self, siblings: Siblings) -> None:
-        """`generate` answers each by itself."""
+        """Do nothing: `generate` answers each request by itself."""
 
     async def generate(self, request: Request) -> AsyncGenerator[StepOutput]:
         if self._failure and self._at_once:
@@ -47,10 +47,10 @@ class StubEngine(AsyncEngine):
 
 
 class ScriptedEngine(AsyncEngine):
-    """Records requests, answers each with `answer(request)` one token a step, and keeps every token it has seen.
+    """Records requests, answers each with `answer(request)` one token a step, and keeps every token that it has seen.
 
-    A token's log-probability is `logprob(request)`. What it calls cached is what another engine's prefix cache could
-    have: the longest beginning of the prompt that a tenant has had computed with the same salt.
+    A token's log-probability is `logprob(request)`. The engine reports as cached the tokens that the prefix cache of
+    another engine could have: the longest prefix of the prompt that was computed for a tenant with the same salt.
     """
 
     def __init__(

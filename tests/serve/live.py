@@ -21,7 +21,7 @@ FAKE = "tests.serve.fake_engine:FakeEngine"
 
 
 class Server:
-    """Starts on construction; use as a context manager, so that nothing stays behind."""
+    """Starts on construction. Use it as a context manager, so that nothing stays behind."""
 
     def __init__(self, *options: str, model: str | Path = "demo", engine: str = FAKE) -> None:
         command = [sys.executable, "-m", "lmkit", "serve", str(model), "--port", "0", "--engine", engine, *options]
@@ -61,7 +61,7 @@ class Server:
         return self._client.post(self.url + path, json=json, **options)
 
     def metric(self, name: str) -> float:
-        """The value of one time series, given with its labels but the model's name."""
+        """The value of one time series. `name` has its labels except the model's name."""
         for line in self.get("/metrics").text.splitlines():
             if line.startswith(name) and (value := re.fullmatch(r"\S+ (\S+)", line)):
                 return float(value[1])

@@ -1,4 +1,4 @@
-"""Tokenizers of the kinds that checkpoints have, small."""
+"""Small tokenizers of the kinds that checkpoints have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A runner without a model: it simulates KV memory, checks every plan, and its tokens depend on the request alone."""
+"""A runner without a model. It simulates KV memory and checks every plan. Its tokens depend on the request alone."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ LIMITS = SchedulerLimits(
 
 
 def limits(**changes: Any) -> SchedulerLimits:
-    """LIMITS with other values, of its own or of its KVLimits; no prefix cache unless asked for."""
+    """LIMITS with other values, of its own fields or of its KVLimits. There is no prefix cache unless asked for."""
     steps = {"max_step_tokens": changes["max_step_tokens"]} if "max_step_tokens" in changes else {}
     of_kv = {name: changes.pop(name) for name in list(changes) if hasattr(KV, name) and name != "max_step_tokens"}
     return replace(LIMITS, kv=replace(KV, **of_kv, **steps), **changes)
 
 
 def request(name: str, prompt: list[int] | int, **params: Any) -> Request:
-    """`prompt` may be a length. No eos and 4 tokens unless `params` says otherwise; it may have fields of Request."""
+    """A request. `prompt` may be a length. The answer has no eos and 4 tokens unless `params` says otherwise. `params`
+    may have fields of Request."""
     ids = [(7 * i + 3) % 48 + 2 for i in range(prompt)] if isinstance(prompt, int) else prompt
     fields = {key: params.pop(key) for key in list(params) if key in Request.__struct_fields__}
     config = SamplingParams(**({"max_tokens": 4, "ignore_eos": True, "seed": 1} | params))
@@ -41,18 +42,18 @@ def request(name: str, prompt: list[int] | int, **params: Any) -> Request:
 
 
 def next_token(prefix: list[int], num_outputs: int, params: SamplingParams, eos: tuple[int, ...], vocab: int) -> int:
-    """A pure function of the request and its tokens so far; eos and stop ids are held back as a sampler would."""
+    """A pure function of the request and its tokens so far. It holds back eos and stop ids as a sampler would."""
     held_back = set(eos + params.stop_token_ids) if num_outputs < params.min_tokens else set()
     return next(t for i in range(1000) if (t := hash((params.seed, i, *prefix)) % vocab) not in held_back)
 
 
 def prompt_logprob(prefix: list[int]) -> TokenLogprobs:
-    """Of the last token of `prefix`, given the others."""
+    """The log-probability of the last token of `prefix`, given the others."""
     return TokenLogprobs(prefix[-1], -float(hash(tuple(prefix)) % 1000), [(len(prefix), -1.0)])
 
 
 def solo(req: Request, limits: SchedulerLimits) -> tuple[list[int], FinishReason]:
-    """What a request must give, worked out without any scheduler."""
+    """The tokens and the finish reason that a request must give, computed without a scheduler."""
     params, ids, n = req.params, list(req.prompt_ids), len(req.prompt_ids)
     eos = () if params.ignore_eos else EOS
     if params.max_tokens == 0:
@@ -79,7 +80,7 @@ class FakeSlot:
     contents: list[int] = field(default_factory=list)
 
     def content(self, count: int) -> list[int]:
-        """What KV memory must hold for its first tokens: for each, a hash of all up to it."""
+        """The content that KV memory must hold for the first `count` tokens: for each token, a hash of all up to it."""
         for token in self.token_ids[len(self.contents) : count]:
             self.contents.append(hash((self.contents[-1] if self.contents else 0, token)))
         return self.contents[:count]
@@ -88,8 +89,8 @@ class FakeSlot:
 class FakeRunner:
     """Asserts that plans can be carried out, and that each sequence finds its whole context intact in its blocks.
 
-    What is written for a token is a hash of all tokens up to it, as real KV depends on all of them: whoever reads it
-    finds out whether it was computed for the same text. A block is bytes, so that tiers can carry it.
+    The value written for a token is a hash of all tokens up to it, as real KV depends on all of them. A reader can
+    therefore tell whether it was computed for the same text. A block is bytes, so that tiers can carry it.
     """
 
     def __init__(self, limits: SchedulerLimits, tiers: Any = None) -> None:
@@ -98,7 +99,7 @@ class FakeRunner:
         self.memory = np.zeros((limits.kv.num_blocks, limits.kv.block_size), np.int64)
         self.slots: dict[int, FakeSlot] = {}
         self.failed: set[int] = set()
-        self.num_computed = 0  # tokens, of all
+        self.num_computed = 0  # tokens of all sequences
 
     @property
     def nbytes(self) -> int:
@@ -132,7 +133,8 @@ class FakeRunner:
         assert len({c.slot for c in chunks}) == len(chunks), "two chunks of one sequence"
         for chunk in chunks:
             self._write(self.slots[chunk.slot], chunk)
-        # All writes first, as in a forward pass: a block with two writers shows even if the later one does the damage.
+        # All writes come first, as in a forward pass. So a block with two writers shows even if the later one does the
+        # damage.
         results = {chunk.slot: self._result(self.slots[chunk.slot], chunk) for chunk in chunks}
         return [results.get(chunk.slot, Sampled()) for chunk in plan.chunks]
 
@@ -141,7 +143,8 @@ class FakeRunner:
         return [list(table) for table in new.block_tables]
 
     def fail(self, plan: StepPlan) -> None:
-        """The step breaks before it has moved or computed anything; what it saves and loads is not its own."""
+        """The step breaks before it has moved or computed anything. Its saves and loads still happen: they do not
+        belong to the step."""
         if self.tiers is not None:
             self.tiers.save(plan.saves)
         for load in plan.loads:
@@ -175,7 +178,7 @@ class FakeRunner:
     def _check_context(self, seq: FakeSlot, chunk: Chunk) -> None:
         group = 0
         for layers in self.limits.kv.classes:
-            seen = np.arange(seq.num_computed)  # by the chunk's first token
+            seen = np.arange(seq.num_computed)  # positions that the chunk's first token sees
             if layers.window:
                 seen = seen[(seen > chunk.start - layers.window) | (seen < layers.sinks)]
             wanted = np.array(seq.content(seq.num_computed))[seen]
@@ -203,7 +206,7 @@ class FakeRunner:
 
 
 class FakeEngine:
-    """Scheduler and FakeRunner in step; collects outputs by request. `depth` plans are under way at a time."""
+    """Runs Scheduler and FakeRunner in step and collects outputs by request. `depth` plans are in flight at a time."""
 
     def __init__(
         self,
@@ -214,7 +217,7 @@ class FakeEngine:
         clock: Callable[[], float] | None = None,
         seconds: Callable[[StepPlan], float] = lambda plan: 0.0,
     ) -> None:
-        """`seconds`: that a step takes, as far as the scheduler can tell."""
+        """`seconds`: the time of a step as the scheduler sees it."""
         self.runner = FakeRunner(limits)
         self.runner.tiers = tiers(self.runner) if tiers else None
         now = itertools.count()
@@ -223,7 +226,7 @@ class FakeEngine:
         self.num_steps = 0
         self.seconds = seconds
         self.depth = depth
-        self.plans: deque[StepPlan] = deque()  # under way
+        self.plans: deque[StepPlan] = deque()  # in flight
 
     def add(self, *requests: Request) -> None:
         for req in requests:
@@ -243,7 +246,7 @@ class FakeEngine:
         return plan
 
     def step(self) -> StepPlan | None:
-        """Make a plan; carry out the oldest under way, if there are enough."""
+        """Make a plan. Carry out the oldest plan in flight if there are enough."""
         plan = self.schedule()
         if self.plans and (plan is None or len(self.plans) >= self.depth):
             self.land()
@@ -262,12 +265,12 @@ class FakeEngine:
         self.check_idle()
 
     def run_until_idle(self) -> None:
-        """Leases go on."""
+        """Run until there is no work. Leases stay."""
         while self.scheduler.has_work():
             self.step()
 
     def check_idle(self) -> None:
-        """Nothing holds blocks but the cache and leases."""
+        """Assert that only the cache and leases hold blocks."""
         self.scheduler.check_integrity()
         self.scheduler._kv.expire_leases(math.inf)
         assert self.scheduler.stats().blocks_used == 0

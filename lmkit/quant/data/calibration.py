@@ -1,8 +1,8 @@
-"""Calibration data: documents of one or several sources (quant.sources) as rows of tokens.
+"""Calibration data: documents of one or several sources (quant.data.sources) as rows of tokens.
 
-Long texts are cut into pieces, pieces are shuffled with the seed, tokenized until there is enough, joined, and cut into
-rows of equal length; conversations go through the model's chat template. Sources given by name alone are one pool; with
-weights, each source fills its share of the rows, and the rows are shuffled.
+Long texts are cut into pieces. The pieces are shuffled with the seed, tokenized until there are enough tokens, joined,
+and cut into rows of equal length. Conversations go through the model's chat template. Sources that are given by name
+alone form one pool. With weights, each source fills its share of the rows, and the rows are shuffled.
 """
 
 from __future__ import annotations
@@ -30,21 +30,24 @@ log = get_logger(__name__)
 
 
 class SourceReport(StrictStruct, frozen=True):
-    """What one source gave. `sha256`: of its documents in order, each a text's UTF-8 or a conversation's JSON, behind
-    its length (8 bytes, little-endian)."""
+    """The data that one source gave.
+
+    `sha256` hashes its documents in order. Each document is its length (8 bytes, little-endian) and then the UTF-8 of a
+    text or the JSON of a conversation.
+    """
 
     source: str
     weight: float | None  # None = in a pool with the other names
-    samples: int  # rows of its own, or of its pool
+    samples: int  # rows of the source, or of its pool
     documents: int
     empty: int  # left out
-    short: int  # of fewer characters than a row has tokens: joined with what follows
+    short: int  # documents with fewer characters than a row has tokens; they are joined with the next ones
     sha256: str
 
 
 @dataclass(frozen=True)
 class CalibrationData:
-    """`rows` int64 [num_samples, seq_len]; `sha256` of the rows' tokens tells two calibrations apart."""
+    """`rows` int64 [num_samples, seq_len]. `sha256` hashes the tokens of the rows and identifies the calibration."""
 
     rows: Tensor
     dataset: tuple[str, ...]
@@ -61,7 +64,7 @@ class CalibrationData:
 
 @dataclass(frozen=True)
 class _Part:
-    """Sources that fill a share of the rows together."""
+    """Sources that together fill one share of the rows."""
 
     names: tuple[str, ...]
     weight: float | None
@@ -88,7 +91,10 @@ def load_calibration(recipe: CalibrationRecipe, tokenizer: Tokenizer) -> Calibra
 
 
 def encode_dataset(source: str, tokenizer: Tokenizer, count: int) -> list[int]:
-    """At most `count` tokens of a source's documents, in their order: a text to evaluate on. Raises as above."""
+    """At most `count` tokens of a source's documents, in their order, as a text to evaluate on.
+
+    Raises the errors of `load_calibration`.
+    """
     ids = _row_prefix(tokenizer)
     for piece in _pieces(_Tally(source, 0).count(documents(source)), 8192):
         if len(ids) >= count:
@@ -118,7 +124,7 @@ def _parts(dataset: str | Sequence[str | DatasetRecipe]) -> list[_Part]:
 
 
 def _shares(num_samples: int, parts: Sequence[_Part]) -> list[int]:
-    """Rows of each part: in proportion to the weights, rounded by the largest remainder."""
+    """Rows of each part, in proportion to the weights and rounded by the largest remainder."""
     weights = [part.weight or 1.0 for part in parts]
     exact = [num_samples * weight / math.fsum(weights) for weight in weights]
     counts = [int(share) for share in exact]
@@ -197,7 +203,7 @@ def _rows(pieces: list[Document], part: _Part, count: int, recipe: CalibrationRe
 
 
 def _row_prefix(tokenizer: Tokenizer) -> list[int]:
-    """BOS, if the tokenizer starts a text with it: the model expects it in every sequence."""
+    """BOS, if the tokenizer starts a text with it. The model then expects it in every sequence."""
     start = tokenizer.encode("")[:1]
     return start if start == [tokenizer.bos_token_id] else []
 
@@ -214,8 +220,11 @@ def _encode(document: Document, tokenizer: Tokenizer) -> list[int]:
 
 
 def _pieces(found: Iterable[Document], size: int) -> Iterator[Document]:
-    """Parts of about `size` characters: long texts are cut where a line ends, short ones joined with what follows (the
-    rows of some datasets are single lines); conversations stay whole."""
+    """Parts of about `size` characters.
+
+    Long texts are cut where a line ends. Short texts are joined with the next ones, as the rows of some datasets are
+    single lines. Conversations stay whole.
+    """
     text = ""
     for document in found:
         if not isinstance(document, str):

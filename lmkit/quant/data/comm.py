@@ -1,9 +1,9 @@
-"""The processes of one quantization, as `accelerate launch` starts them; alone, none of this does anything.
+"""The processes of one quantization, as `accelerate launch` starts them. A single process needs none of this.
 
-Every process has all hidden states and reaches all decisions by itself. What is shared out is the work of a pass over
-the calibration rows: each process runs every `world_size`-th batch, and each linear input's statistics are summed by
-one process, which is sent that input of all batches in their order. So every sum is made of the same numbers in the
-same order however many processes there are, and the codes are those of a single one.
+Every process has all hidden states and reaches all decisions by itself. The processes share only the work of a pass
+over the calibration rows: each process runs every `world_size`-th batch. The statistics of each linear input are summed
+by one process, which receives that input of all batches in their order. So every sum adds the same numbers in the same
+order for any number of processes, and the codes equal those of a single process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lmkit.config import environment
 
-TIMEOUT = timedelta(days=7)  # one process evaluates, which takes as long as it takes, while the others wait
+TIMEOUT = timedelta(days=7)  # the others wait while one process evaluates, which may take long
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Comm:
 
     @classmethod
     def launched(cls) -> Comm:
-        """As the launcher of this process has set it up."""
+        """This process as its launcher has set it up."""
         if environment().world_size == 1:
             return cls()
         from accelerate import PartialState
@@ -43,7 +43,7 @@ class Comm:
         return self.rank == 0
 
     def broadcast(self, tensors: list[Tensor], source: int) -> list[Tensor]:
-        """What the process `source` gives, of any number, shapes and dtypes; what the others give is not looked at."""
+        """The tensors of the process `source`, of any number, shapes and dtypes. Those of the others are ignored."""
         if self.world_size == 1:
             return tensors
         described = [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in tensors]
@@ -78,11 +78,11 @@ class Comm:
             setattr(record, field.name, tensor if isinstance(value, Tensor) else tensor.item())
 
     def wait(self) -> None:
-        """Until every process is here."""
+        """Wait until every process has made this call."""
         if self.world_size > 1:
             torch.distributed.barrier()
 
     def close(self) -> None:
-        """The end of working together."""
+        """End the process group."""
         if self.world_size > 1:
             torch.distributed.destroy_process_group()

@@ -1,15 +1,15 @@
 """The hidden states of the calibration rows on their way through the model, a batch of rows at a time.
 
-Two streams: what the quantized layers so far give (the inputs that the next layer will really see), and, if wanted,
-what the original layers give (the targets it should still reach). Each has two buffers, in front of the present layer
-and of the next, which take turns; with a folder they are mapped files:
+There are two streams. One is the output of the layers that are quantized so far: the inputs that the next layer will
+really see. The other, if wanted, is the output of the original layers: the targets that it should still reach. Each
+stream has two buffers, one in front of the present layer and one in front of the next. The buffers take turns. With a
+folder they are mapped files:
 
-    hidden-0.f32  hidden-1.f32   float32 [num_rows * seq_len, hidden]; layer i reads number i % 2, writes the other
+    hidden-0.f32  hidden-1.f32   float32 [num_rows * seq_len, hidden]; layer i reads number i % 2 and writes the other
     exact-0.f32   exact-1.f32
 
-hidden-scratch.f32 and exact-scratch.f32 are for what stands inside the present layer (layer.passes). A layer that is
-interrupted can be done again, as what stands in front of it is not written to. No more than a batch of each is in
-memory.
+hidden-scratch.f32 and exact-scratch.f32 hold the states inside the present layer (layer.passes). An interrupted layer
+can be done again, as the states in front of it are not written to. No more than a batch of each buffer is in memory.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ BATCH_TOKENS = 4096  # of the calibration set in one forward pass, at most
 
 
 class Buffer:
-    """float32 [num_tokens, width] in a file, made or taken up as it is, or in memory if there is no path.
+    """float32 [num_tokens, width] in a file, or in memory if there is no path. An existing file keeps its content.
 
-    Raises CheckpointError if the disk has no room: the file's blocks are reserved, as a mapping that runs out of disk
-    could only be killed.
+    Raises CheckpointError if the disk has no room. The blocks of the file are reserved, because a mapping that runs out
+    of disk kills the process.
     """
 
     def __init__(self, num_tokens: int, width: int, path: Path | None) -> None:
@@ -61,12 +61,12 @@ class Buffer:
         self.states = torch.frombuffer(self._map, dtype=torch.float32).view(num_tokens, width)
 
     def release(self) -> None:
-        """Leave what was read or written to the page cache; it is read again when it is used."""
+        """Leave the pages that were read or written to the page cache. They are read again on use."""
         if self.is_file:
             self._map.madvise(mmap.MADV_DONTNEED)
 
     def sync(self) -> None:
-        """Wait until the disk has what was written."""
+        """Wait until the disk has all that was written."""
         if self.is_file:
             with write_errors(Path("hidden states")):
                 self._map.flush()
@@ -74,14 +74,14 @@ class Buffer:
 
 @dataclass
 class Stream:
-    """float32 [rows * seq_len, hidden] for each batch. `put` fills what stands in front of the next layer; `advance`
-    moves on to it."""
+    """float32 [rows * seq_len, hidden] for each batch. `put` fills the states in front of the next layer. `advance`
+    moves on to that layer."""
 
     spec: ModelSpec
     num_rows: int
     seq_len: int
     batch_rows: int
-    layer: int  # in front of which the present states stand
+    layer: int  # the present states stand in front of it
     buffers: dict[str, tuple[Buffer, Buffer]]
     comm: Comm
     folder: Path | None = None
@@ -100,9 +100,9 @@ class Stream:
         layer: int = 0,
         comm: Comm = Comm(),
     ) -> Stream:
-        """In front of the first layer. rows int64 [num_rows, seq_len]; `exact`: keep the original stream too.
+        """A stream in front of the first layer. rows int64 [num_rows, seq_len]; `exact`: keep the original stream too.
 
-        `layer` above 0: take up the files of `folder` as they stood in front of that layer.
+        With `layer` above 0, the stream stands in front of that layer and takes its states from the files of `folder`.
         """
         spec, (num_rows, seq_len) = source.spec, rows.shape
         sizes = num_rows * seq_len, spec.hidden_size
@@ -130,7 +130,7 @@ class Stream:
         return "exact" in self.buffers
 
     def hidden(self, number: int, *, exact: bool = False) -> Tensor:
-        """One batch in front of the layer; not to be written to."""
+        """One batch in front of the present layer. It must not be written to."""
         return self._buffer(self.layer, exact).states[self._tokens(number)]
 
     def states(self, layer: int, *, exact: bool = False) -> Tensor:
@@ -138,7 +138,7 @@ class Stream:
         return self._buffer(layer, exact).states
 
     def scratch(self, *, exact: bool = False) -> Tensor:
-        """As wide as what any layer has inside: a place for all tokens within the present layer."""
+        """A place for the states of all tokens inside the present layer. It is as wide as the widest layer needs."""
         if exact not in self._scratch:
             path = self.folder and self.folder / f"{STREAMS[exact]}-scratch.f32"
             self._scratch[exact] = Buffer(self.num_rows * self.seq_len, scratch_width(self.spec), path)
@@ -150,14 +150,14 @@ class Stream:
             buffer.release()
 
     def geometry(self, num_rows: int, seq_len: int) -> Geometry:
-        """Of the present layer; layers that are alike share one."""
+        """The geometry of the present layer. Layers that are alike share one."""
         key = self.spec.layers[self.layer], num_rows, seq_len
         if key not in self._geometries:
             self._geometries[key] = Geometry.of(*key)
         return self._geometries[key]
 
     def output(self, layer: DecoderLayer, number: int, *, exact: bool = False, seen: KVStats | None = None) -> Tensor:
-        """The layer's output for one batch; `seen` takes in its keys and values."""
+        """The layer's output for one batch. Its keys and values are added to `seen`."""
         output, geometry = self._forward(layer, number, exact)
         if seen is not None:
             seen.add(*geometry.keys_and_values(), geometry.rope)
@@ -171,9 +171,9 @@ class Stream:
         observer: Observer | None = None,
         seen: KVStats | None = None,
     ) -> Iterator[tuple[int, Tensor]]:
-        """(number, output) of every batch in order; `observer` sees the linears' inputs, `seen` keys and values.
+        """(number, output) of every batch in order. `observer` sees the linears' inputs, `seen` keys and values.
 
-        The batches are shared out between the processes; each gets all that comes of them.
+        The batches are divided between the processes. Each process gets all outputs.
         """
         if self.comm.world_size > 1:
             yield from self._shared_outputs(layer, exact, observer, seen)
@@ -187,7 +187,7 @@ class Stream:
     def _shared_outputs(
         self, layer: DecoderLayer, exact: bool, observer: Observer | None, seen: KVStats | None
     ) -> Iterator[tuple[int, Tensor]]:
-        """In rounds of a batch for each process: all run theirs, then exchange what came of them, in order."""
+        """`outputs` in rounds. In a round each process runs one batch; then all exchange their results in order."""
         comm, inputs = self.comm, [] if observer is None else list(observer.inputs)
         for first in range(0, len(self), comm.world_size):
             own: list[Tensor] = []
@@ -208,7 +208,7 @@ class Stream:
     def _recorded(
         self, layer: DecoderLayer, number: int, exact: bool, inputs: list[str], with_kv: bool
     ) -> list[Tensor]:
-        """[output, keys, values, indices into `inputs` of what was observed, *what was observed] of one batch."""
+        """[output, keys, values, indices into `inputs` of the observed inputs, *the observed inputs] of one batch."""
         which, observed = [], []
 
         def record(role: str, x: Tensor) -> None:
@@ -225,25 +225,25 @@ class Stream:
     def _forward(self, layer: DecoderLayer, number: int, exact: bool) -> tuple[Tensor, Geometry]:
         hidden = self.hidden(number, exact=exact)
         geometry = self.geometry(len(hidden) // self.seq_len, self.seq_len)
-        # An op may write into the residual it is given.
+        # An op may write into its residual argument.
         delta, residual = layer(hidden.clone(), None, geometry.batch, geometry.rope, geometry.kv)
         self._buffer(self.layer, exact).release()
         return joined(delta, residual), geometry
 
     def slices(self, number: int, *cuts: int) -> list[slice]:
-        """The tokens of a batch, in pieces that do not go over any of the rows `cuts`."""
+        """The tokens of a batch, in pieces that do not cross any of the rows `cuts`."""
         begin, end = self._tokens(number).start, self._tokens(number).stop
         inside = [cut * self.seq_len for cut in cuts if begin < cut * self.seq_len < end]
         return [slice(*ends) for ends in itertools.pairwise([begin, *inside, end])]
 
     def put(self, number: int, hidden: Tensor, *, exact: bool = False) -> None:
-        """What stands in front of the next layer; the present one still sees its own."""
+        """Store one batch in front of the next layer. The present layer still sees its own states."""
         buffer = self._buffer(self.layer + 1, exact)
         buffer.states[self._tokens(number)] = hidden
         buffer.release()
 
     def advance(self) -> None:
-        """On to the next layer; every batch has been put. What stands in front of it is on the disk then."""
+        """Move on to the next layer after every batch was put. Afterwards the states in front of it are on the disk."""
         self.layer += 1
         for exact in (False, True)[: len(self.buffers)]:
             self._buffer(self.layer, exact).sync()
@@ -257,5 +257,6 @@ class Stream:
 
 
 def scratch_width(spec: ModelSpec) -> int:
-    """Of what a layer has inside: what attention gives, and the product of gate and up if there are no experts."""
+    """The width of the states inside a layer: the output of attention, and the product of gate and up if the layer has
+    no experts."""
     return max(max(layer.q_size, 0 if layer.is_sparse else layer.widest_mlp) for layer in spec.kinds)

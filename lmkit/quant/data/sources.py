@@ -20,7 +20,7 @@ from lmkit.errors import CheckpointError, ConfigError
 
 PRESETS = Path(__file__).parents[2] / "data" / "calibration" / "presets.yaml"
 SUFFIXES = (".txt", ".jsonl", ".parquet")
-HUB_DOCUMENTS = 4096  # at most, of a dataset of the hub (its beginning) or of a saved one (evenly spaced)
+HUB_DOCUMENTS = 4096  # limit for a dataset of the hub (its beginning) and for a saved one (evenly spaced)
 HUB_NAME = re.compile(r"hub:(?P<path>[^/@]+/[^/@]+)(?:/(?P<name>[^@]+))?(?:@(?P<split>.+))?")
 
 Messages = list[dict[str, Any]]
@@ -28,7 +28,7 @@ Document = str | Messages
 
 
 class Preset(StrictStruct, frozen=True):
-    """Where a named data set lies, a file beside presets.yaml or a dataset of the hub, and which columns to read."""
+    """A named data set: a file beside presets.yaml or a dataset of the hub, and the columns to read."""
 
     file: str | None = None
     sha256: str | None = None  # of `file`
@@ -39,11 +39,11 @@ class Preset(StrictStruct, frozen=True):
     revision: str | None = None
     split: str = "train"
     text: str = "text"
-    chat: tuple[str, str] | None = None  # columns of a question and its answer, in place of `text` and `messages`
+    chat: tuple[str, str] | None = None  # the columns of question and answer, in place of `text` and `messages`
 
 
 def documents(source: str) -> Iterator[Document]:
-    """The documents of one source. Raises ConfigError or CheckpointError naming the file and the row."""
+    """The documents of one source. Raises ConfigError or CheckpointError; the error names the file and the row."""
     presets, path = load_presets(), Path(source)
     if source in presets:
         yield from _preset_documents(source, presets[source])
@@ -87,7 +87,8 @@ def _preset_documents(name: str, preset: Preset) -> Iterator[Document]:
 
 
 def read_documents(file: Path) -> Iterator[Document]:
-    """Texts and conversations of one file. Raises ConfigError/CheckpointError naming the file and the row."""
+    """Texts and conversations of one file. Raises ConfigError or CheckpointError; the error names the file and the
+    row."""
     readers = {".txt": _read_txt, ".jsonl": _read_jsonl, ".parquet": _read_parquet}
     if file.suffix not in readers:
         raise ConfigError(f"calibration data {file}: expected one of {', '.join(SUFFIXES)}")
@@ -172,7 +173,7 @@ def _is_message(value: object) -> bool:
 
 
 def _saved_documents(folder: Path) -> Iterator[Document]:
-    """Of a folder that `save_to_disk` of the `datasets` library wrote."""
+    """Documents of a folder that `save_to_disk` of the `datasets` library wrote."""
     import datasets
     import pyarrow
 

@@ -1,15 +1,15 @@
-"""The work folder of a quantization, `.NAME.partial` beside the output: it lets a run that was killed go on.
+"""The work folder of a quantization, `.NAME.partial` beside the output. It lets a killed run resume.
 
-manifest.json                what the work is made of; a run made of anything else is refused
+manifest.json                the identity of the run; a run with another identity is refused
 hidden-0.f32 hidden-1.f32    hidden states in front of the present layer and of the next, in turn (hidden_states.py)
 hidden-scratch.f32           hidden states inside the present layer
-rank-1/                      the same of another process
+rank-1/                      the same files of another process
 layer-00003.safetensors      tensors of a finished layer, as the checkpoint will hold them
-layer-00003.kv.safetensors   what calibration saw of its keys and values
-layer-00003.json             its report and more; written last, it makes the layer a finished one
-schemes.json                 what a budget of bits came to
+layer-00003.kv.safetensors   statistics of its keys and values
+layer-00003.json             its report and more; it is written last and marks the layer as finished
+schemes.json                 the schemes that were chosen within a budget of bits
 checkpoint/                  the result while it is put together; it is moved out of the folder whole
-complete                     the result is about to be moved: what is left then is waste
+complete                     marks that the result is about to be moved; files that remain afterwards are waste
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MAX_JSON_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class WorkFolder:
-    """`target` is the output that `path` works for."""
+    """`path` is the work folder of the output `target`."""
 
     path: Path
     target: Path
@@ -54,21 +54,21 @@ class WorkFolder:
 
     @property
     def num_done(self) -> int:
-        """Layers that are finished, from the first on."""
+        """The number of finished layers, counted from the first."""
         count = 0
         while self._layer(count, ".json").exists():
             count += 1
         return count
 
     def states(self, rank: int) -> Path:
-        """The folder of one process' hidden states."""
+        """The folder of one process's hidden states."""
         folder = self.path / f"rank-{rank}" if rank else self.path
         with write_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
         return folder
 
     def remove_states(self, rank: int) -> None:
-        """Of a process that may be on another machine than the one that publishes."""
+        """Remove the hidden states of a process. It may run on another machine than the one that publishes."""
         shutil.rmtree(self.path / f"rank-{rank}", ignore_errors=True)
         with suppress(OSError):
             self.path.rmdir()
@@ -77,20 +77,21 @@ class WorkFolder:
         return self._layer(index, ".safetensors")
 
     def commit(self, index: int, tensors: dict[str, Tensor], stats: Any, record: bytes) -> None:
-        """A layer is finished: its tensors, the tensors and numbers of the dataclass `stats`, and the record's JSON."""
+        """Mark a layer as finished: write its tensors, the tensors and numbers of the dataclass `stats`, and the JSON
+        `record`."""
         kv = {
             field.name: value if isinstance(value, Tensor) else torch.tensor(value)
             for field in dataclasses.fields(stats)
             if isinstance(value := getattr(stats, field.name), Tensor | int | float)
         }
         for file, content in ((self.layer_file(index), tensors), (self._layer(index, ".kv.safetensors"), kv)):
-            file.unlink(missing_ok=True)  # of a run that was killed before the layer was finished
+            file.unlink(missing_ok=True)  # it may remain from a run that was killed before the layer was finished
             write_safetensors(file, content)
         sync_directory(self.path)
         self._write(self._layer(index, ".json"), record)
 
     def record(self, index: int, kind: type[T]) -> T:
-        """What `commit` was given as JSON. Raises CheckpointError."""
+        """The JSON record that was passed to `commit`. Raises CheckpointError."""
         file = self._layer(index, ".json")
         try:
             return msgspec.json.decode(file.read_bytes(), type=kind)
@@ -98,16 +99,16 @@ class WorkFolder:
             raise CheckpointError(f"{file}: {error}") from None
 
     def keep(self, name: str, data: bytes) -> None:
-        """A file of that name, which stays until the work is over."""
+        """Write a file of that name. It stays until the run is over."""
         self._write(self.path / name, data)
 
     def kept(self, name: str) -> bytes:
-        """What `keep` was given; empty if there is nothing yet."""
+        """The data that was passed to `keep`; empty if there is none yet."""
         file = self.path / name
         return file.read_bytes() if file.exists() else b""
 
     def restore(self, index: int, stats: Any) -> None:
-        """Fill a dataclass with what `commit` stored of one of its kind. Raises CheckpointError."""
+        """Fill the dataclass `stats` with the values that `commit` stored. Raises CheckpointError."""
         file = SafetensorsFile(self._layer(index, ".kv.safetensors"))
         for name in file.infos:
             tensor = file.tensor(name).clone()
@@ -115,7 +116,7 @@ class WorkFolder:
             setattr(stats, name, tensor.item() if is_number else tensor)
 
     def new_checkpoint(self) -> Path:
-        """An empty folder for the result; one of an earlier attempt goes."""
+        """An empty folder for the result. The folder of an earlier attempt is removed."""
         folder = self.path / CHECKPOINT
         shutil.rmtree(folder, ignore_errors=True)
         with write_errors(folder):
@@ -123,7 +124,7 @@ class WorkFolder:
         return folder
 
     def publish(self) -> None:
-        """Move the result to its place, whole, and remove the rest."""
+        """Move the whole result to its place and remove the rest."""
         write_file(self.path / COMPLETE, b"")
         put_in_place(self.path / CHECKPOINT, self.target)
         shutil.rmtree(self.path, ignore_errors=True)
@@ -132,14 +133,14 @@ class WorkFolder:
         return self.path / f"layer-{index:05d}{suffix}"
 
     def _write(self, path: Path, data: bytes) -> None:
-        """A file that appears whole."""
+        """Write a file that appears whole or not at all."""
         new = path.with_name(path.name + ".new")
         write_file(new, data)
         new.rename(path)
         sync_directory(self.path)
 
     def _begin(self, identity: dict[str, Any], *, restart: bool) -> None:
-        """Take up the work of the same run, or begin. Raises ConfigError for the work of another one."""
+        """Resume the same run, or begin. Raises ConfigError if the folder holds the work of another run."""
         manifest, content = self.path / MANIFEST, to_json(identity)
         if manifest.exists() and self.num_done and not restart:
             stored = read_json(manifest, MAX_JSON_BYTES)
@@ -156,10 +157,10 @@ class WorkFolder:
 
 @contextmanager
 def open_work(output: str | Path, identity: dict[str, Any], *, restart: bool = False) -> Iterator[WorkFolder]:
-    """The locked work folder of one output. If the block raises, what is finished stays, to be gone on with.
+    """The locked work folder of one output. If the block raises, finished layers stay so that the run can resume.
 
-    `identity` (plain JSON) decides whether work that is there is of the same run. Raises ConfigError if the output is
-    occupied, another process is writing it, or the work that is there is of another run.
+    `identity` (plain JSON) decides whether existing work belongs to the same run. Raises ConfigError if the output is
+    occupied, another process is writing it, or the existing work belongs to another run.
     """
     work = WorkFolder.beside(output)
     held = _claim(work)
@@ -175,7 +176,7 @@ def open_work(output: str | Path, identity: dict[str, Any], *, restart: bool = F
 
 
 def _claim(work: WorkFolder) -> int:
-    """Make the folder and lock it: the lock's descriptor. A lock lives as long as its process."""
+    """Make the folder and lock it. Returns the lock's descriptor. A lock lives as long as its process."""
     try:
         work.path.parent.mkdir(parents=True, exist_ok=True)
         if (work.path / COMPLETE).exists() and not (work.path / CHECKPOINT).exists():

@@ -1,4 +1,7 @@
-"""KV cache: what calibration sees of keys and values, and what a recipe makes of it: kv_config.json or fixed scales."""
+"""KV cache: the statistics of keys and values from calibration, and the configuration that a recipe makes of them.
+
+The configuration is kv_config.json or fixed scales.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +22,19 @@ from lmkit.quant.sections import KVLayerRecipe, KVRecipe
 
 log = get_logger(__name__)
 
-MAX_RATIO = 1e6  # of |mean| / std: a channel that never changes
-# Above this |mean| / std before RoPE, a channel's offset takes most of a token's 16 levels and INT4 keys lose the rest.
+MAX_RATIO = 1e6  # of |mean| / std; a channel that never changes reaches it
+# Above this |mean| / std before RoPE, a channel's offset takes most of a token's 16 levels, and INT4 loses the
+# rest of the key.
 RISKY_RATIO = 8.0
 
 
 @dataclass(frozen=True)
 class KVFit:
-    """What was found best for a layer (quant.kv_fit), and what storing its keys or its values costs: `errors` of
-    "k int4", "k int8", "v int4" and "v int8", squared error of the attention's output relative to the hidden states."""
+    """The best transform that was found for a layer's keys (quant.kv.fit), and the cost of storing its keys or values.
+
+    `errors` of "k int4", "k int8", "v int4" and "v int8": squared error of the attention's output, relative to the
+    hidden states.
+    """
 
     smoothing: float | None = None
     key_mean: tuple[tuple[PairMean, ...], ...] = ()
@@ -37,8 +44,8 @@ class KVFit:
 
 @dataclass
 class KVStats:
-    """Keys and values of one layer over the calibration set; absolute values as they enter the cache, sums of keys
-    before RoPE."""
+    """Statistics of one layer's keys and values over the calibration set. Largest absolute values are taken as keys and
+    values enter the cache, sums from keys before RoPE."""
 
     k_absmax: Tensor  # float32 [num_kv_heads, head_dim]
     v_absmax: Tensor
@@ -53,7 +60,8 @@ class KVStats:
         return cls(zeros, zeros.clone(), zeros.double(), zeros.double())
 
     def add(self, keys: Tensor, values: Tensor, rope: tuple[Tensor, Tensor]) -> None:
-        """float32 [tokens, num_kv_heads, head_dim] each; cosines and sines [tokens, R/2] that turned the keys."""
+        """Add keys and values, float32 [tokens, num_kv_heads, head_dim] each. `rope` holds the cosines and sines
+        [tokens, R/2] that rotated the keys."""
         self.k_absmax = torch.maximum(self.k_absmax, keys.abs().amax(0))
         self.v_absmax = torch.maximum(self.v_absmax, values.abs().amax(0))
         keys = turned_back(keys, *rope)
@@ -62,7 +70,8 @@ class KVStats:
         self.num_tokens += len(keys)
 
     def divide_keys(self, s: Tensor) -> None:
-        """The statistics of keys / s, s float32 [num_kv_heads, head_dim], the same for both elements of a pair."""
+        """Change the statistics to those of keys / s. s float32 [num_kv_heads, head_dim], the same for both elements of
+        a pair."""
         self.k_absmax /= s
         self.k_sum /= s
         self.k_square_sum /= s.square()
@@ -92,7 +101,8 @@ def turned_back(keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def check_layers(recipe: KVRecipe, spec: ModelSpec, weight_format: str = "") -> None:
-    """Raise ConfigError for a layer the model does not have and for a storage it, or the format, cannot have."""
+    """Raise ConfigError for a layer that the model does not have, and for a storage that the model or the format cannot
+    have."""
     for layer in recipe.layers:
         if layer >= spec.num_layers:
             raise ConfigError(f"recipe: kv.layers: there is no layer {layer}, the model has {spec.num_layers}")
@@ -109,7 +119,7 @@ def check_layers(recipe: KVRecipe, spec: ModelSpec, weight_format: str = "") -> 
 
 
 def make_kv_config(recipe: KVRecipe, spec: ModelSpec, stats: list[KVStats]) -> KVConfig:
-    """The recipe's storage, what was found for each layer, and its statistics."""
+    """The configuration of all layers: the recipe's storage, the transform that was found, and the statistics."""
     chosen = _budgeted(recipe, stats) if recipe.bits == "auto" else {}
     layers = []
     for index, seen in enumerate(stats):
@@ -134,7 +144,7 @@ def make_kv_config(recipe: KVRecipe, spec: ModelSpec, stats: list[KVStats]) -> K
 
 
 def _k_bits(recipe: KVRecipe, seen: KVStats, index: int, chosen: dict[tuple[int, str], int]) -> int | str:
-    """Of keys: 8 instead of 4 where a constant offset, which stays in the cache, would take most levels."""
+    """Bits of the keys: 8 instead of 4 where a constant offset stays in the cache and would take most levels."""
     bits = chosen.get((index, "k")) or recipe.bits
     ratio = float(seen.k_mean_ratio.max())
     if bits == 4 and ratio > RISKY_RATIO and not any(seen.fit.key_mean):
@@ -150,7 +160,7 @@ def _storage(recipe: KVRecipe, bits: int | str) -> Storage:
 
 
 def _budgeted(recipe: KVRecipe, stats: list[KVStats]) -> dict[tuple[int, str], int]:
-    """(layer, "k" or "v") -> 4 or 8: as many 8 as the budget allows, where they save the most error."""
+    """(layer, "k" or "v") -> 4 or 8. The budget allows so many 8s; they go where they save the most error."""
     gains: dict[tuple[int, str], float] = {}
     for index, seen in enumerate(stats):
         for which in ("k", "v"):
@@ -164,7 +174,8 @@ def _budgeted(recipe: KVRecipe, stats: list[KVStats]) -> dict[tuple[int, str], i
 def write_static(
     writer: CheckpointWriter, entry: dict[str, Any] | None, recipe: KVRecipe, spec: ModelSpec, stats: list[KVStats]
 ) -> dict[str, Any] | None:
-    """With scheme static8: k_scale and v_scale of each layer to the checkpoint. Returns the quantization_config."""
+    """With scheme static8, add k_scale and v_scale of each layer to the checkpoint. Returns the
+    quantization_config."""
     if recipe.scheme != "static8":
         return entry
     scheme = KVScheme(type="float" if recipe.type == "fp8" else "int")

@@ -1,13 +1,13 @@
-"""What a layer's keys need before they become codes, found on the calibration data.
+"""The transform of a layer's keys before they are quantized, fitted on the calibration data.
 
-- The mean before RoPE, b (a large key bias): left out of the cache, for heads where |b| / std is above RISKY_RATIO.
-- SmoothAttention (QServe, arXiv 2405.04532): key channels divided by lambda, query channels times lambda, so that no
-  channel takes most of a token's levels. One lambda for both elements of a RoPE pair and for all query heads of a KV
-  head; with norms on queries and keys, which all heads share, one for all heads. lambda = (largest radius of the
-  pair)^alpha; it is folded into the weights before they are rounded.
-- A Walsh-Hadamard rotation of the keys, if it helps.
+- The mean before RoPE, b (a large key bias), is left out of the cache for heads where |b| / std is above RISKY_RATIO.
+- SmoothAttention (QServe, arXiv 2405.04532) divides key channels by lambda and multiplies query channels by lambda, so
+  that no channel takes most of a token's levels. Both elements of a RoPE pair and all query heads of a KV head share
+  one lambda. Norms on queries and keys are shared by all heads; with them, all heads share one lambda. lambda =
+  (largest radius of the pair)^alpha. It is folded into the weights before they are rounded.
+- A Walsh-Hadamard matrix rotates the keys, if it helps.
 
-Candidates are compared by the output of the attention block, keys stored and read by the kernels that serve.
+Candidates are compared by the output of the attention block. The kernels that serve store and read the keys.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from lmkit.quant.layer.layer import BLOCK_SIZE, CalibratedLayer, Geometry
 from lmkit.quant.sections import KVLayerRecipe, KVRecipe
 
 ALPHAS = (0.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-LARGE_MEAN = 4.0  # times the typical std of a channel: what is smaller may stay
-MAX_PAIRS = 8  # of a head's mean: each costs attention two multiply-adds a key and query
-HADAMARD_GAIN = 0.9  # of the error without it: less is not worth its time
+LARGE_MEAN = 4.0  # times the typical std of a channel; a smaller mean may stay
+MAX_PAIRS = 8  # of a head's mean; each pair costs attention two multiply-adds a key and query
+HADAMARD_GAIN = 0.9  # of the error without it; a rotation that does not get below this is not worth its time
 LIMIT = 1e4  # of lambda, either way
 
 MeanByHead = tuple[tuple[PairMean, ...], ...]
@@ -37,8 +37,8 @@ MeanByHead = tuple[tuple[PairMean, ...], ...]
 
 @dataclass(frozen=True)
 class Probe:
-    """Queries, keys and values [tokens, heads, head_dim] of the sampled sequences, before RoPE, and what attention
-    makes of them."""
+    """Queries, keys and values [tokens, heads, head_dim] of the sampled sequences, before RoPE. `exact` is the output
+    of the attention block for them."""
 
     layer: DecoderLayer
     sequences: Geometry
@@ -53,11 +53,11 @@ class Probe:
         return replace(probe, exact=probe.output(KVStorage(FLOAT32, FLOAT32)))
 
     def scaled(self, s: Tensor) -> Probe:
-        """With lambda [num_kv_heads, head_dim] moved from keys to queries."""
+        """The probe with lambda [num_kv_heads, head_dim] moved from keys to queries."""
         return replace(self, q=self.q * of_queries(s, self.layer.spec), k=self.k / s)
 
     def output(self, storage: KVStorage) -> Tensor:
-        """The attention block's, float32 [tokens, hidden], with a cache stored so."""
+        """The output of the attention block, float32 [tokens, hidden], with a cache of this storage."""
         layer, batch = self.layer, self.sequences.batch
         spec, positions = layer.spec, int(batch.geometries[0].context_lens.max())
         num_blocks = int(batch.geometries[0].block_tables.max()) + 1
@@ -71,9 +71,10 @@ class Probe:
 
 
 def fit_cache(calibrated: CalibratedLayer, seen: KVStats, recipe: KVRecipe, hidden: Tensor) -> None:
-    """Choose, fold lambda into the layer's float32 weights, and keep in `seen` what kv_config.json is made of.
+    """Choose the transform, fold lambda into the layer's float32 weights, and keep the result for kv_config.json in
+    `seen`.
 
-    hidden float32 [tokens, hidden_size]: what stands behind the layer, against which errors are measured.
+    hidden float32 [tokens, hidden_size]: the states behind the layer. Errors are relative to them.
     """
     layer = calibrated.layer
     spec, sample = layer.spec, calibrated.inputs.get("attn.q")
@@ -115,7 +116,7 @@ def fit_cache(calibrated: CalibratedLayer, seen: KVStats, recipe: KVRecipe, hidd
 
 
 def key_mean(seen: KVStats, spec: LayerSpec) -> MeanByHead:
-    """By head, the pairs of the mean before RoPE that are much larger than what differs, largest first."""
+    """By head, the pairs of the mean before RoPE that are much larger than the typical std, largest first."""
     half = spec.rope.rotary_dim // 2
     found = []
     for mean, std in zip(seen.k_mean, seen.k_std, strict=True):
@@ -127,8 +128,8 @@ def key_mean(seen: KVStats, spec: LayerSpec) -> MeanByHead:
 
 
 def smoothing_scale(probe: Probe, mean: MeanByHead, alpha: float, powers: bool) -> Tensor:
-    """lambda, float32 [num_kv_heads, head_dim]; 1 in the middle of each head. `powers`: of two, which no float type
-    rounds."""
+    """lambda, float32 [num_kv_heads, head_dim]; 1 in the middle of each head. `powers`: round lambda to powers of two,
+    as no float type rounds a product with them."""
     spec = probe.layer.spec
     half = spec.rope.rotary_dim // 2
     keys = probe.k.clone()
@@ -146,7 +147,7 @@ def smoothing_scale(probe: Probe, mean: MeanByHead, alpha: float, powers: bool) 
 
 
 def exact_powers(calibrated: CalibratedLayer) -> bool:
-    """Whether lambda ends up in something that is stored in a short float type."""
+    """Whether lambda is folded into a tensor that is stored in a short float type."""
     spec = calibrated.layer.spec
     return spec.attn_bias or spec.qk_norm or not {"attn.q", "attn.k"} <= set(calibrated.schemes)
 
@@ -158,12 +159,12 @@ def divided(mean: MeanByHead, s: Tensor) -> MeanByHead:
 
 
 def of_queries(s: Tensor, spec: LayerSpec) -> Tensor:
-    """[num_kv_heads, head_dim] -> [num_heads, head_dim]: each query head its KV head's."""
+    """[num_kv_heads, head_dim] -> [num_heads, head_dim]. Each query head gets the value of its KV head."""
     return s.repeat_interleave(spec.num_heads // spec.num_kv_heads, dim=0)
 
 
 def fold(layer: DecoderLayer, s: Tensor) -> None:
-    """Keys / s and queries * s, in the weights: scores change by rounding errors only."""
+    """Fold keys / s and queries * s into the weights. Scores change by rounding errors only."""
     spec, weights = layer.spec, layer.weights
     factors = {"attn.k": 1 / s, "attn.q": of_queries(s, spec)}
     for role, factor in factors.items():

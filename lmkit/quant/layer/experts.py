@@ -1,4 +1,4 @@
-"""The inputs of a layer's linears, some of which see only the tokens that are sent to their expert."""
+"""The inputs of a layer's linears. The linears of an expert see only the tokens that are routed to it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ log = get_logger(__name__)
 def empty_inputs(
     spec: LayerSpec, schemes: dict[str, QuantScheme], row_ids: Tensor, token_ids: Tensor, seed: int
 ) -> dict[str, InputStats]:
-    """A record for each input that quantized linears read, and for a router's: that of its whole mixture of experts.
+    """A record for each input that quantized linears read, and for a router's input, which its whole mixture of experts
+    reads.
 
-    The samples: tokens `row_ids` in front of attention, `token_ids` elsewhere, as many of an expert's own.
+    The sample holds the tokens `row_ids` in front of attention and `token_ids` elsewhere. For an expert, it holds as
+    many of the expert's own tokens.
     """
     sizes = {role: scheme.group_size for role, scheme in schemes.items()}
     if sizes:
@@ -39,7 +41,8 @@ def empty_inputs(
 
 
 def experts_report(calibrated: CalibratedLayer) -> ExpertsReport | None:
-    """Of a sparse layer; says in the log which experts are rounded without statistics."""
+    """The report on the experts of a sparse layer; None for a dense layer. The log warns about experts that are rounded
+    without statistics."""
     layer = calibrated.layer
     if not layer.spec.is_sparse:
         return None

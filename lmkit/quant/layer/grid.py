@@ -1,4 +1,4 @@
-"""Rounding to the nearest point of a grid whose ends may be narrowed."""
+"""Rounding to the nearest point of a grid. The ends of the grid may be narrowed."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ Shrink = tuple[Tensor, Tensor]  # factors in (0, 1] on the lower and the upper e
 
 
 def round_to_nearest(weight: Tensor, scheme: QuantScheme, shrink: Shrink | None = None) -> QTensor:
-    """weight float32 [out, in] -> codes on the grid from the smallest to the largest weight of each group, or on one
-    whose ends are narrowed by `shrink`; what lies outside saturates."""
+    """weight float32 [out, in] -> codes on the grid from the smallest to the largest weight of each group.
+
+    `shrink` narrows the ends of the grid. Weights outside saturate.
+    """
     if shrink is None:
         return quantize(weight, scheme)
     grouped = weight.view(weight.shape[0], -1, scheme.group_size)

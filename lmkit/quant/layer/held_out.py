@@ -1,4 +1,4 @@
-"""The whole layer judged on calibration rows that no statistics saw."""
+"""The error of a whole layer on calibration rows that no statistics saw."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from lmkit.quant.report.layer_report import HeldOutReport
 def compare_held_out(
     stream: Stream, layer: DecoderLayer, original: DecoderLayer, rtn: dict[str, QTensor]
 ) -> HeldOutReport | None:
-    """The layer as it will be stored, and with plain rounding of its original weights, against what the original model
-    gives for the held-out rows; None if there are none."""
+    """Compare two layers with the original model on the held-out rows: the layer as it will be stored, and the layer
+    with plain rounding of its original weights. None if there are no such rows."""
     plain = DecoderLayer(layer.spec, layer.index, {**original.weights, **rtn}, layer.device)
     error = plain_error = signal = 0.0
     num_tokens = 0

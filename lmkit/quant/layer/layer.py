@@ -25,7 +25,7 @@ BLOCK_SIZE = 32
 
 @dataclass(frozen=True)
 class Geometry:
-    """Everything of a layer's forward pass but the hidden states, for `num_rows` sequences of `seq_len` tokens from
+    """The inputs of a layer's forward pass except the hidden states, for `num_rows` sequences of `seq_len` tokens from
     position 0."""
 
     batch: BatchInputs
@@ -39,7 +39,7 @@ class Geometry:
         return cls(batch, Rope(spec.rope)(batch), kv)
 
     def keys_and_values(self) -> tuple[Tensor, Tensor]:
-        """What the last pass stored, float32 [tokens, num_kv_heads, head_dim] each."""
+        """The keys and values that the last pass stored, float32 [tokens, num_kv_heads, head_dim] each."""
         slots = self.batch.geometries[0].slots.long()
         keys, values = (tensor.data.transpose(1, 2).flatten(0, 1)[slots] for tensor in (self.kv.k, self.kv.v))
         return keys, values
@@ -47,17 +47,17 @@ class Geometry:
 
 @dataclass
 class CalibratedLayer:
-    """A layer with float32 weights that steps rewrite, and what was seen of it.
+    """A layer with float32 weights that steps rewrite, and the statistics of its inputs.
 
-    `inputs` are the statistics of each linear's input, kept true to the weights as they are. `sequences` is the
-    geometry of the sample of `attn.q`'s input, which consists of whole sequences.
+    `inputs` are the statistics of each linear's input. They are kept consistent with the present weights. `sequences`
+    is the geometry of the sample of `attn.q`'s input. This sample consists of whole sequences.
     """
 
     layer: DecoderLayer
     inputs: dict[str, InputStats]
     sequences: Geometry
     schemes: dict[str, QuantScheme]  # of the roles that will be quantized
-    read_back: Callable[[str, Tensor], Tensor]  # (role, weight) -> what it is once it was stored
+    read_back: Callable[[str, Tensor], Tensor]  # (role, weight) -> the weight after storing and reading
     shrinks: dict[str, Shrink] = field(default_factory=dict)
 
     def input(self, role: str) -> InputStats:
@@ -69,12 +69,12 @@ class CalibratedLayer:
         return weight
 
     def rounded(self, role: str, weight: Tensor) -> QTensor:
-        """`weight` as the role's will be stored, with the clipping chosen so far."""
+        """`weight` as the weight of `role` will be stored, with the clipping chosen so far."""
         return round_to_nearest(weight, self.schemes[role], self.shrinks.get(role))
 
     def block_output(self, source: str) -> Tensor:
-        """The output, for the sampled inputs, of what the linears behind `source` are part of: the whole attention, MLP
-        or mixture of experts behind a norm, the one linear behind a linear."""
+        """The output of the block behind `source` for the sampled inputs. Behind a norm, the block is the whole
+        attention, MLP or mixture of experts. Behind a linear, it is the one linear that follows."""
         layer, sequences = self.layer, self.sequences
         (reader, *_) = dict(layer.spec.smooth)[source]
         sample = self.input(reader).sample
@@ -83,11 +83,11 @@ class CalibratedLayer:
         return layer.feed_forward(sample) if source == "norm.mlp" else layer.linear_of(reader)(sample)
 
     def has_statistics(self, role: str) -> bool:
-        """Whether a linear saw enough tokens to be fitted to them: an expert may have seen few, or none."""
+        """Whether a linear saw enough tokens to be fitted to them. An expert may have seen few or none."""
         return roles.expert_of(role) is None or self.input(role).num_tokens >= MIN_TOKENS
 
     def check_finite(self) -> None:
-        """Raise CheckpointError naming the first linear whose input has an infinity or is not a number."""
+        """Raise CheckpointError if the input of a linear has an infinity or NaN. It names the first such linear."""
         for role, stats in self.inputs.items():
             if not bool(stats.abs_sum.isfinite().all()):
                 raise CheckpointError(
@@ -97,8 +97,10 @@ class CalibratedLayer:
 
 
 def relative_error(weight: Tensor, rounded: QTensor, x: Tensor) -> float:
-    """|x (W^ - W)^T|^2 / |x W^T|^2 over the tokens of x [tokens, in]; 0 where nothing comes out. Without tokens, the
-    weights' own: that of inputs which are all alike."""
+    """|x (W^ - W)^T|^2 / |x W^T|^2 over the tokens of x [tokens, in]; 0 if the output is zero.
+
+    Without tokens it is the relative error of the weights themselves, as if all inputs were alike (x = identity).
+    """
     if not len(x):
         x = torch.eye(weight.shape[1])
     error = (x @ (dequantize(rounded) - weight).T).square().sum(dtype=torch.float64)

@@ -1,7 +1,8 @@
-"""Second moments of the linears' inputs, as rounding with a Hessian needs them, over all calibration rows but the last
-few, which are held out to judge the result.
+"""Second moments of the linears' inputs, as rounding with a Hessian needs them. They cover all calibration rows but the
+last few. The last rows are held out to judge the result.
 
-They are sums over batches in float64, each batch a float32 product: the order of the batches does not matter.
+The moments are sums over batches in float64, and each batch is a float32 product. The order of the batches does not
+matter.
 """
 
 from __future__ import annotations
@@ -22,16 +23,18 @@ HELD_OUT = 16  # one of so many rows is held out
 
 @dataclass
 class Moments:
-    """`hessian` float64 [in, in] x^T x and `cross` e^T x, x what a linear sees behind quantized layers and e what it
-    saw in the original model. `held` and `held_exact` float32 [tokens, in] are x and e of the held-out rows; without an
-    original stream e is x, and `cross` None."""
+    """Moments of one linear input: `hessian` x^T x and `cross` e^T x, float64 [in, in].
+
+    x is the input behind quantized layers, e the input in the original model. `held` and `held_exact` float32
+    [tokens, in] are x and e of the held-out rows. Without an original stream, e is x and `cross` is None.
+    """
 
     hessian: Tensor
     cross: Tensor | None
     held: Tensor
     held_exact: Tensor
     num_tokens: int = 0
-    is_exact: bool = False  # e is the original model's, before any scaling, and not x
+    is_exact: bool = False  # e comes from the original model, before any scaling, and is not x
 
     @classmethod
     def empty(cls, in_features: int) -> Moments:
@@ -46,7 +49,7 @@ class Moments:
             self.cross = product.double() if self.cross is None else self.cross + product
 
     def take(self, x: Tensor, exact: Tensor | None, *, held: bool) -> None:
-        """The next tokens, of held-out rows or of others."""
+        """Add the next tokens. `held`: they are of held-out rows."""
         self.is_exact = exact is not None
         if held:
             self.held = torch.cat((self.held, x))
@@ -55,7 +58,7 @@ class Moments:
             self.add(x, exact)
 
     def divide_exact(self, s: Tensor) -> None:
-        """The original inputs divided by s [in], as the weights they are for were multiplied by it; x is already."""
+        """Divide the original inputs by s [in], as their weights were multiplied by it. x is divided already."""
         if not self.is_exact:
             return
         self.held_exact = self.held_exact / s
@@ -69,9 +72,9 @@ def held_out_rows(num_rows: int) -> int:
 
 
 def collect(hidden: LayerPass, original: LayerPass | None, roles: tuple[str, ...]) -> dict[str, Moments]:
-    """Moments of the inputs of `roles`, which begin one part of the layer. The passes end there.
+    """Moments of the inputs of `roles`. These linears begin one part of the layer, and the passes end there.
 
-    Experts are shown other tokens by the original router: they have no exact inputs.
+    The original router sends other tokens to the experts, so experts have no exact inputs.
     """
     part, stream = Part.of(roles[0]), hidden.stream
     exact_roles = tuple(role for role in roles if expert_of(role) is None)
@@ -90,8 +93,8 @@ def collect(hidden: LayerPass, original: LayerPass | None, roles: tuple[str, ...
 
 
 def batches(stream: Stream) -> Iterator[tuple[Tensor, Tensor | None, bool]]:
-    """(hidden states, the original model's or None, whether they are held out) of whole rows, in order; every batch is
-    cut where the held-out rows begin."""
+    """(hidden states, the original model's or None, whether they are held out) of whole rows, in order. A batch is cut
+    where the held-out rows begin."""
     first_held, row = stream.num_rows - held_out_rows(stream.num_rows), 0
     for number in range(len(stream)):
         hidden = stream.hidden(number)

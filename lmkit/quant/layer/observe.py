@@ -1,4 +1,4 @@
-"""What calibration keeps of a layer's activations: sums over all tokens, and a few tokens themselves.
+"""The statistics that calibration keeps of a layer's activations: sums over all tokens, and a sample of tokens.
 
 Linears that read the same tensor share one record, under the first of their roles.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 class InputStats:
     """One linear input x [tokens, in] over the whole calibration set, accumulated in float64.
 
-    `sample` holds the tokens of `sample_ids` (their numbers in the set, ascending), in float32.
+    `sample` holds the inputs of the tokens `sample_ids` (their numbers in the set, ascending), in float32.
     """
 
     abs_sum: Tensor  # float64 [in]
@@ -46,7 +46,7 @@ class InputStats:
         return (self.abs_sum / max(self.num_tokens, 1)).float()
 
     def add(self, x: Tensor) -> None:
-        """The next tokens of the set, x float32 [tokens, in]."""
+        """Add the next tokens of the set, x float32 [tokens, in]."""
         magnitude = x.abs()
         self.abs_sum += magnitude.sum(0)
         if len(x):
@@ -59,7 +59,8 @@ class InputStats:
         self.num_tokens += len(x)
 
     def divide(self, s: Tensor) -> None:
-        """The statistics of x / s, s float32 [in]: what the linears read once s is folded into their weights."""
+        """Change the statistics to those of x / s, s float32 [in]. The linears read x / s once s is folded into their
+        weights."""
         groups, size, _ = self.gram.shape
         factor = s.double()[: groups * size].view(groups, size)
         self.abs_sum /= s
@@ -80,15 +81,15 @@ class Observer:
 
 
 def sample_tokens(num_tokens: int, count: int, seed: int) -> Tensor:
-    """Ascending numbers of `count` tokens (all if there are fewer), drawn without a period: the position in a row
-    matters, its first token above all."""
+    """Ascending numbers of `count` tokens (all if there are fewer). They are drawn without a period, because the
+    position in a row matters, above all its first token."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randperm(num_tokens, generator=generator)[:count].sort().values
 
 
 def sample_rows(num_rows: int, seq_len: int, count: int, prefix: int) -> tuple[Tensor, int]:
-    """(token numbers, length): beginnings of rows spread over the set, about `count` tokens in pieces of `length` <=
-    `prefix`. Attention needs whole sequences, and the beginning of a sequence is one."""
+    """(token numbers, length): about `count` tokens, as the first `length` <= `prefix` tokens of rows that are spread
+    over the set. Attention needs whole sequences, and the beginning of a sequence is one."""
     length = min(seq_len, prefix, count)
     pieces = max(1, min(num_rows, count // length))
     rows = torch.linspace(0, num_rows - 1, pieces).round().long()

@@ -2,9 +2,9 @@
 
     hidden --attention--> attended --attn.o--> + hidden = middle --gate, up--> inner --mlp.down--> + middle = next
 
-Each part starts where the last one left every token, so that nothing is computed twice while the linears of a layer
-are rounded one after the other. `attended` and `inner` stand in a scratch buffer. `middle` stands where the next
-layer's hidden states will. A mixture of experts has no `inner`: it is computed from `middle` each time.
+The linears of a layer are rounded one after the other. Each part starts where the last one left every token, so nothing
+is computed twice. `attended` and `inner` are stored in a scratch buffer. `middle` is stored in the buffer of the next
+layer's hidden states. A mixture of experts has no `inner`: its output is computed from `middle` each time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lmkit.quant.data.hidden_states import Stream
 
 
 class Part(IntEnum):
-    """What a stream stands in front of."""
+    """The parts of a layer in order. A stream stands in front of one of them."""
 
     ATTENTION = 0
     ATTENTION_OUT = 1
@@ -37,13 +37,15 @@ class Part(IntEnum):
 
 
 class _SeenAll(Exception):
-    """Every wanted input was seen: the rest of the part need not be computed."""
+    """Raised when every wanted input was seen: the rest of the part need not be computed."""
 
 
 @dataclass
 class LayerPass:
-    """All tokens of one stream, `exact` the original model's, stand in front of `part`. Before that is changed, tokens
-    are moved to the new one."""
+    """One stream inside a layer. All tokens stand in front of `part`; `exact`: it is the original model's stream.
+
+    Before `part` is set to a new one, all tokens are moved there.
+    """
 
     stream: Stream
     layer: DecoderLayer
@@ -51,8 +53,8 @@ class LayerPass:
     part: Part = Part.ATTENTION
 
     def inputs(self, tokens: slice, part: Part, roles: tuple[str, ...]) -> dict[str, Tensor]:
-        """Move whole rows of `tokens` up to `part`, and give what `roles`, which are linears of it, see there; an
-        expert without tokens is left out."""
+        """Move whole rows of `tokens` up to `part` and return the inputs that `roles`, linears of this part, see there.
+        An expert without tokens is left out."""
         self.move(tokens, part)
         seen: dict[str, Tensor] = {}
         if not roles:
@@ -64,7 +66,7 @@ class LayerPass:
                 if len(seen) == len(roles):
                     raise _SeenAll
 
-        # Experts are computed as a whole, behind the router.
+        # The experts are computed as a whole, behind the router.
         part = Part.MLP_OUT if part is Part.MLP and self.layer.spec.is_sparse else part
         self.layer.observe(record)
         try:
@@ -76,14 +78,14 @@ class LayerPass:
         return seen
 
     def move(self, tokens: slice, part: Part) -> None:
-        """Whole rows of `tokens` up to `part`; when all tokens are there, `part` is to be set."""
+        """Move whole rows of `tokens` up to `part`. When all tokens are there, the caller sets `part`."""
         for at in range(self.part, part):
             result = self._compute(Part(at), tokens)
             if result is not None:
                 self._place(at + 1)[tokens] = result
 
     def _place(self, part: int) -> Tensor:
-        """Where the states in front of a part stand, [tokens, width]."""
+        """The buffer of the states in front of a part, [tokens, width]."""
         if part in (Part.ATTENTION_OUT, Part.MLP_OUT):
             spec = self.layer.spec
             width = spec.q_size if part == Part.ATTENTION_OUT else spec.widest_mlp
@@ -91,7 +93,7 @@ class LayerPass:
         return self.stream.states(self.stream.layer + (part > Part.ATTENTION), exact=self.exact)
 
     def _compute(self, part: Part, tokens: slice) -> Tensor | None:
-        """What stands behind a part, for whole rows; None: the same as in front of it."""
+        """The states behind a part, for whole rows. None: they are the same as in front of it."""
         layer, stream = self.layer, self.stream
         if part is Part.ATTENTION:
             hidden = self._place(part)[tokens]

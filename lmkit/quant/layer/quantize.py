@@ -1,4 +1,4 @@
-"""What a recipe's steps do to one decoder layer: observe, transform, round, and run it again as it will be stored."""
+"""Quantize one decoder layer by a recipe: observe it, transform it, round it, and run it again as it will be stored."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from lmkit.quant.recipe import Recipe
 from lmkit.quant.report.layer_report import LayerReport, LinearReport, stored_bits
 from lmkit.quant.steps.base import Stage
 
-SEARCH_PREFIX = 512  # tokens of a row on which attention is compared
+SEARCH_PREFIX = 512  # attention is compared on at most so many tokens of a row
 
 
 @dataclass
@@ -42,9 +42,10 @@ class LayerQuantizer:
     stream: Stream
 
     def quantize(self, layer: DecoderLayer, seen: KVStats, done: Callable[[int], None]) -> LayerReport:
-        """Rewrite `layer.weights` (float32) as they will be stored, fill `seen`, move the stream behind the layer.
+        """Rewrite `layer.weights` (float32) as they will be stored, fill `seen`, and move the stream behind the layer.
 
-        `done(stage)` is told the progress. Raises CheckpointError or UnsupportedError naming the layer and the linear.
+        `done(stage)` reports the progress. Raises CheckpointError or UnsupportedError; the error names the layer and
+        the linear.
         """
         start = time.perf_counter()
         done(0)
@@ -75,7 +76,7 @@ class LayerQuantizer:
         )
 
     def _start_over(self, work: LayerWork, rtn: dict[str, QTensor], reason: str) -> LayerWork:
-        """The layer as it was, rounded plainly."""
+        """Restore the original weights and round them plainly."""
         work.calibrated.layer.weights.update(work.original.weights)
         plain = LayerWork(work.calibrated, work.original, work.stream, work.activations, work.seed)
         plain.store({role: Rounding(q, "rtn", reason) for role, q in rtn.items()})
@@ -102,7 +103,7 @@ class LayerQuantizer:
         )
 
     def _observe(self, layer: DecoderLayer, seen: KVStats) -> tuple[CalibratedLayer, Tensor]:
-        """Run the layer as it is: (what was seen of it, its output for the first batch of rows)."""
+        """Run the layer as it is. Returns (the layer with its statistics, its output for the first batch of rows)."""
         recipe, stream = self.recipe, self.stream
         count = recipe.sample_tokens
         row_ids, length = sample_rows(stream.num_rows, stream.seq_len, count, SEARCH_PREFIX)
@@ -125,9 +126,12 @@ class LayerQuantizer:
         return calibrated, first_output
 
     def _advance(self, work: LayerWork, first_output: Tensor) -> float:
-        """Every batch through the rest of the layer, and the original stream through that of the original layer.
-        Returns the relative squared error of what the layer adds to the first batch, whose output before quantization
-        was `first_output`."""
+        """Move every batch through the rest of the layer, and the original stream through the rest of the original
+        layer.
+
+        Returns the relative squared error of the layer's contribution to the first batch. `first_output` is the output
+        of this batch before quantization.
+        """
         stream = self.stream
         first = stream.hidden(0)
         contribution = (first_output - first).square().sum(dtype=torch.float64)
@@ -139,7 +143,7 @@ class LayerQuantizer:
         return float(error / contribution) if contribution > 0 else 0.0
 
     def _finish(self, layer_pass: LayerPass) -> None:
-        """All tokens behind the layer. Processes share the work if it begins with the layer."""
+        """Move all tokens behind the layer. Processes share the work if the pass stands at the layer's beginning."""
         stream, exact = self.stream, layer_pass.exact
         if layer_pass.part is Part.ATTENTION:
             for number, output in stream.outputs(layer_pass.layer, exact=exact):
@@ -151,7 +155,7 @@ class LayerQuantizer:
             stream.release()
 
     def _round_dense(self, calibrated: CalibratedLayer) -> None:
-        """Tensors that are not quantized take the values they will have in the file."""
+        """Give the tensors that are not quantized the values that they will have in the file."""
         source, layer = self.source, calibrated.layer
         for role, weight in layer.weights.items():
             if isinstance(weight, Tensor) and role not in calibrated.schemes:

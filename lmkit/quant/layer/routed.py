@@ -1,4 +1,4 @@
-"""Statistics of an expert's input: which tokens are sent to it is known only while the layer runs."""
+"""Statistics of an expert's input. The tokens that are routed to an expert are known only while the layer runs."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from torch import Tensor
 
 from lmkit.quant.layer.observe import InputStats
 
-MIN_TOKENS = 128  # an expert that saw fewer is rounded without statistics, which would fit these few tokens alone
+MIN_TOKENS = 128  # an expert that saw fewer is rounded without statistics: they would fit these few tokens alone
 
 
 @dataclass
 class RoutedStats(InputStats):
-    """As InputStats, but `sample` holds `count` of the tokens that came, drawn with equal chances (all, if fewer came).
+    """InputStats whose `sample` holds `count` of the tokens that came, drawn with equal chances (all if fewer came).
 
-    Records with the same seed that see the same tokens hold the same sample of them.
+    Records with the same seed that see the same tokens hold the same sample.
     """
 
     count: int = 0
-    _draws: Tensor = field(default_factory=lambda: torch.zeros(0))  # [n], of each token of the sample
+    _draws: Tensor = field(default_factory=lambda: torch.zeros(0))  # [n], the draw of each token of the sample
     _generator: torch.Generator = field(default_factory=torch.Generator)
 
     @classmethod
@@ -30,7 +30,8 @@ class RoutedStats(InputStats):
         return stats
 
     def add(self, x: Tensor) -> None:
-        """The next tokens, x float32 [tokens, in]. Every token draws a number; the sample is those with the least."""
+        """Add the next tokens, x float32 [tokens, in]. Every token draws a number. The sample holds the tokens with the
+        smallest numbers."""
         draws = torch.cat([self._draws, torch.rand(len(x), generator=self._generator)])
         kept = draws.argsort(stable=True)[: self.count].sort().values
         old, new = kept[kept < len(self.sample)], kept[kept >= len(self.sample)] - len(self.sample)

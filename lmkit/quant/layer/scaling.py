@@ -1,5 +1,5 @@
-"""Scales between an operation and the linears behind it: outputs of the one divided by s, input columns of the others
-multiplied by it. Nothing changes in exact arithmetic; what a good s is, the steps decide."""
+"""Scales between an operation and the linears behind it. The operation's outputs are divided by s, and the input
+columns of the linears are multiplied by s. Nothing changes in exact arithmetic. The steps choose s."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lmkit.quant.layer.work import LayerWork
 from lmkit.quant.report.layer_report import ScaleReport
 
 IDENTITY = "identity"  # the candidate that scales nothing
-LIMIT = 1e4  # of the ratio between s and its typical value, either way
+LIMIT = 1e4  # largest ratio between s and its typical value, either way
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,14 @@ class ScaleSearch:
 
 
 def record(work: LayerWork, searches: list[ScaleSearch]) -> None:
-    """Tell the report and later steps which scales a transform has folded into the layer."""
+    """Record for the report and for later steps which scales a transform has folded into the layer."""
     spec = work.calibrated.layer.spec
     work.scales += [found.report() for found in searches]
     work.columns |= {role: expand(found.best.scale, role, spec) for found in searches for role in found.consumers}
 
 
 def normalized(s: Tensor, live: Tensor) -> Tensor:
-    """s over live channels divided by the geometric middle of its extremes and bounded; 1 elsewhere."""
+    """s over live channels, divided by the geometric mean of its extremes and bounded; 1 elsewhere."""
     smallest, largest = s[live].clamp_min(1e-30).min(), s[live].max()
     s = s / (smallest.double() * largest.double()).sqrt().float()
     s = torch.where(live, s, 1.0).clamp(1 / LIMIT, LIMIT)
@@ -63,7 +63,7 @@ def normalized(s: Tensor, live: Tensor) -> Tensor:
 
 
 def storable(calibrated: CalibratedLayer, source: str, candidates: list[Candidate]) -> list[Candidate]:
-    """The candidates, all but identity, the first, adjusted so that a norm divided by s is stored without rounding."""
+    """The candidates, adjusted so that a norm divided by s is stored without rounding. The first, identity, stays."""
     if not source.startswith("norm."):
         return candidates
     norm, read_back = calibrated.weight(source), functools.partial(calibrated.read_back, source)
@@ -74,14 +74,14 @@ def storable(calibrated: CalibratedLayer, source: str, candidates: list[Candidat
 
 
 def fold(calibrated: CalibratedLayer, found: ScaleSearch) -> None:
-    """Put the scale that was found into the layer's weights and take it out of the statistics of its inputs."""
+    """Fold the scale that was found into the layer's weights and divide the statistics of the inputs by it."""
     if found.best.name != IDENTITY:
         apply(calibrated.layer.weights, found.source, found.consumers, found.best.scale, calibrated.layer.spec)
         divide_inputs(calibrated, found)
 
 
 def expand(s: Tensor, consumer: str, spec: LayerSpec) -> Tensor:
-    """[outputs of the source] -> [inputs of the consumer]: query heads that share a value head share its s."""
+    """[outputs of the source] -> [inputs of the consumer]. Query heads that share a value head share its s."""
     if consumer != "attn.o":
         return s
     heads = s.view(spec.num_kv_heads, 1, spec.head_dim)
@@ -89,14 +89,14 @@ def expand(s: Tensor, consumer: str, spec: LayerSpec) -> Tensor:
 
 
 def representable(s: Tensor, norm: Tensor, read_back: Callable[[Tensor], Tensor]) -> Tensor:
-    """The s nearest to the given one for which norm / s has no rounding error where it is stored."""
+    """The nearest s for which norm / s is stored without rounding error."""
     divided = read_back(norm / s)
     exact = norm / divided
     return torch.where(exact.isfinite() & (exact > 0), exact, 1.0)
 
 
 def apply(weights: Weights, source: str, consumers: tuple[str, ...], s: Tensor, spec: LayerSpec) -> None:
-    """Fold s [outputs of the source] into float32 weights: what the layer computes changes by rounding errors only."""
+    """Fold s [outputs of the source] into float32 weights. The layer's output changes by rounding errors only."""
     weights[source] = _divide_rows(weights[source], s)
     bias = source + ".bias"
     if bias in weights:
@@ -108,7 +108,8 @@ def apply(weights: Weights, source: str, consumers: tuple[str, ...], s: Tensor, 
 
 
 def divide_inputs(calibrated: CalibratedLayer, found: ScaleSearch) -> None:
-    """Keep the records of what the consumers read true to the weights: each expert has one of its own."""
+    """Divide the statistics of the consumers' inputs, so that they stay consistent with the weights. Each expert has a
+    record of its own."""
     spec = calibrated.layer.spec
     for reader in dict.fromkeys(spec.input_of[role] for role in found.consumers):
         if reader in calibrated.inputs:

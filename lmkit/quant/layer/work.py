@@ -1,4 +1,4 @@
-"""A layer while the steps of a recipe rewrite it one after the other, and what they say of it in the report."""
+"""A layer while the steps of a recipe rewrite it one after the other, and their entries of the report."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ from lmkit.quant.report.layer_report import ClipReport, ScaleReport
 
 @dataclass(frozen=True)
 class Rounding:
-    """`method` that gave `weight`, and why it is not the recipe's. Errors are squared and relative to the output, on
-    held-out rows, of the recipe's rounder and of plain rounding on the same grid."""
+    """A rounded weight. `method` gave it; `fallback` says why this is not the recipe's method.
+
+    The errors are squared and relative to the output, on held-out rows: `error` of the recipe's rounder, `rtn_error` of
+    plain rounding on the same grid.
+    """
 
     weight: QTensor
     method: str
@@ -30,31 +33,31 @@ class Rounding:
 
 @dataclass
 class LayerWork:
-    """`calibrated` is rewritten. `original` is the layer as it was before the first step. A transform fills `columns`
-    and `scales`, clipping `clips`, a rounder or tuner `roundings`."""
+    """The steps rewrite `calibrated`. `original` is the layer before the first step. A transform fills `columns` and
+    `scales`, clipping fills `clips`, and a rounder or tuner fills `roundings`."""
 
     calibrated: CalibratedLayer
     original: DecoderLayer
     stream: Stream
     activations: Activations  # how engines will round the inputs of linears
     seed: int
-    columns: dict[str, Tensor] = field(default_factory=dict)  # by role, what a weight's columns were multiplied by
+    columns: dict[str, Tensor] = field(default_factory=dict)  # by role, the factors on a weight's columns
     scales: list[ScaleReport] = field(default_factory=list)
     clips: dict[str, ClipReport] = field(default_factory=dict)
     roundings: dict[str, Rounding] = field(default_factory=dict)
-    unrounded: dict[str, Tensor] = field(default_factory=dict)  # weights of the roundings, by role, as they were before
+    unrounded: dict[str, Tensor] = field(default_factory=dict)  # by role, the weights before their rounding
     passes: tuple[LayerPass, LayerPass | None] = field(init=False)  # the layer's hidden states and the original's
 
     def __post_init__(self) -> None:
         self.start_passes()
 
     def start_passes(self) -> None:
-        """Both streams go through the layer from its beginning: weights that they have passed were rewritten."""
+        """Send both streams through the layer from its beginning, as weights that they have passed were rewritten."""
         exact = LayerPass(self.stream, self.original, exact=True) if self.stream.has_exact else None
         self.passes = LayerPass(self.stream, self.calibrated.layer), exact
 
     def store(self, roundings: dict[str, Rounding]) -> None:
-        """Put rounded weights into the layer. What a first rounding replaces is kept in `unrounded`."""
+        """Put rounded weights into the layer. A weight that is rounded for the first time is kept in `unrounded`."""
         new = [role for role in roundings if role not in self.roundings]
         self.unrounded |= {role: self.calibrated.weight(role) for role in new}
         self.roundings |= roundings

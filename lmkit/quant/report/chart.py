@@ -1,4 +1,4 @@
-"""Small charts as SVG text: no script, no font, nothing from outside."""
+"""Small charts as SVG text, without scripts, fonts or anything from outside."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Values = Sequence[float | None]
 
 
 def line_chart(series: Mapping[str, Values], *, title: str, x_label: str) -> str:
-    """Lines over 0, 1, 2, ... on a logarithmic axis; None, zero and what is not finite leave a gap."""
+    """Lines over 0, 1, 2, ... on a logarithmic axis. None, zero and values that are not finite leave a gap."""
     drawn = [value for values in series.values() for value in values if _positive(value)]
     if not drawn:
         return ""

@@ -1,11 +1,11 @@
-"""How far a model is from another, and how well it predicts text: perplexity, KL divergence, same most likely tokens.
+"""The quality of a model on text: perplexity, and KL divergence and same most likely tokens against a reference model.
 
-Protocol: the tokens are cut into windows of `seq_len` that do not overlap (the last may be shorter), of which a limit
-takes as many as it allows, evenly spaced; each window starts from an empty cache and its first token is not predicted.
-KL is sum p log(p / q), p of the reference, in nats, for each predicted token. The model is measured as it is served:
-packed weights, the storage types of its KV cache, and int8 activations in quantized linears unless they are to be
-exact. The reference runs with exact activations and float32 KV. Standard errors take tokens as independent; neighbours
-are not quite, so the true ones are somewhat larger.
+Protocol: the tokens are cut into windows of `seq_len` that do not overlap (the last may be shorter). A limit takes as
+many windows as it allows, evenly spaced. Each window starts from an empty cache, and its first token is not predicted.
+KL is sum p log(p / q) in nats for each predicted token, with p of the reference. The model is measured as it is served:
+packed weights, the storage types of its KV cache, and int8 activations in quantized linears unless exact activations
+are asked for. The reference runs with exact activations and float32 KV. Standard errors treat tokens as independent.
+Neighbours are not quite independent, so the true errors are somewhat larger.
 """
 
 from __future__ import annotations
@@ -31,17 +31,18 @@ from lmkit.quant.data.calibration import encode_dataset
 from lmkit.text import Tokenizer
 
 BLOCK_SIZE = 32
-LOGIT_BYTES = 64 << 20  # of one model's logits held at a time, whatever the vocabulary
+LOGIT_BYTES = 64 << 20  # of one model's logits that are held at a time, for any vocabulary
 
 PROTOCOL = "non-overlapping windows of seq_len from an empty cache, first token of each not predicted, KL in nats"
 
 HELDOUT_TEXT = Path(__file__).parents[2] / "demo" / "text" / "heldout.txt"
 
-Progress = Callable[[str, int, int], None]  # (what is being done, units done, units in all)
+Progress = Callable[[str, int, int], None]  # (name of the work, units done, units in all)
 
 
 class Divergence(StrictStruct, frozen=True):
-    """From the reference model. KL in nats per token; the others are shares of tokens; `_stderr`: standard errors."""
+    """Divergence from the reference model. KL is in nats per token; `same_` and `top_` are shares of tokens; `_stderr`
+    are standard errors."""
 
     reference: str
     reference_perplexity: float
@@ -54,7 +55,7 @@ class Divergence(StrictStruct, frozen=True):
     kl_p999: float
     same_top: float  # both have the same most likely token
     same_top_stderr: float
-    same_top5: float  # both have the same five most likely tokens, in whatever order
+    same_top5: float  # both have the same five most likely tokens, in any order
     same_top5_stderr: float
     top_in_top5: float  # the reference's most likely token is among the model's five
 
@@ -90,8 +91,8 @@ def evaluate(
 ) -> EvalResult:
     """Measure a checkpoint on text (at most `limit` tokens), and against a reference checkpoint if one is given.
 
-    Raises ConfigError if there are fewer than two tokens, a window exceeds the context or the vocabularies differ, and
-    what loading a model raises.
+    Raises ConfigError if there are fewer than two tokens, a window exceeds the context or the vocabularies differ.
+    Raises the errors of loading a model, too.
     """
     start = time.perf_counter()
     if min(len(token_ids), seq_len, limit or seq_len) < 2:
@@ -129,9 +130,9 @@ def evaluate(
 
 
 def encode_text(model_path: str | Path, text: Path | None = None, against: str | Path | None = None) -> list[int]:
-    """Tokens of a text file, by default the held-out text of the demo model, as the model's tokenizer gives them.
+    """Tokens of a text file by the model's tokenizer. The default is the held-out text of the demo model.
 
-    Raises ConfigError if the file cannot be read or the reference's tokenizer gives others.
+    Raises ConfigError if the file cannot be read or the reference's tokenizer gives other tokens.
     """
     file = text or HELDOUT_TEXT
     try:
@@ -142,9 +143,10 @@ def encode_text(model_path: str | Path, text: Path | None = None, against: str |
 
 
 def encode_documents(model_path: str | Path, dataset: str, count: int, against: str | Path | None = None) -> list[int]:
-    """At most `count` tokens of a source that could also calibrate (quant.sources), its documents in order.
+    """At most `count` tokens of a calibration source (quant.data.sources), its documents in order.
 
-    Raises ConfigError or CheckpointError if it cannot be read, ConfigError if the reference's tokenizer gives others.
+    Raises ConfigError or CheckpointError if the source cannot be read. Raises ConfigError if the reference's tokenizer
+    gives other tokens.
     """
     return _encoded_alike(lambda tokenizer: encode_dataset(dataset, tokenizer, count), dataset, model_path, against)
 
@@ -183,15 +185,16 @@ class _Scorer:
         self.vocab_size = spec.vocab_size
 
     def stream(self, window: list[int]) -> tuple[Tensor, Tensor | None]:
-        """The residual stream's pair [len(window), hidden] behind the last layer."""
+        """The pair of tensors of the residual stream, [len(window), hidden], behind the last layer."""
         batch, _ = whole_batch([window], BLOCK_SIZE)
         return self.decoder.hidden(batch, self.kv)
 
 
 @torch.inference_mode()
 def _window_scores(window: list[int], model: _Scorer, reference: _Scorer | None) -> list[Tensor]:
-    """Rows of float64 [1 or 6, n] for parts of the window's predictions: negative log-likelihood, the reference's, KL,
-    and 1 where `_same_tops` says so. Logits of a part are computed side by side, never all of them."""
+    """Scores float64 [1 or 6, n] for parts of the window's predictions. The rows are: negative log-likelihood, the
+    reference's, KL, and the three rows of `_same_tops`. Both models' logits are computed for a part at a time, never
+    for all."""
     delta, residual = model.stream(window)
     base = None if reference is None else reference.stream(window)
     targets = torch.tensor(window[1:])
@@ -214,8 +217,8 @@ def _nll(log_probs: Tensor, targets: Tensor) -> Tensor:
 
 
 def _same_tops(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of log-probabilities [n, vocab], float64 [n] of 0 and 1: the same most likely token, the same five most
-    likely, the most likely of `p` among the five of `q`."""
+    """Compare log-probabilities [n, vocab]. Returns float64 [n] of 0 and 1: the same most likely token, the same five
+    most likely, the most likely of `p` among the five of `q`."""
     count = min(5, p.shape[1])
     first, second = p.topk(count).indices, q.topk(count).indices
     top = p.argmax(-1)
@@ -225,12 +228,12 @@ def _same_tops(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _stderr(values: Tensor) -> float:
-    """Of the mean of `values` [n]; 0 for a single one."""
+    """The standard error of the mean of `values` [n]; 0 for a single value."""
     return float(values.std() / math.sqrt(len(values))) if len(values) > 1 else 0.0
 
 
 def _divergence(scores: Tensor, reference: str) -> Divergence:
-    """From the rows that `_window_scores` gives."""
+    """The divergence from the rows of `_window_scores`."""
     own, nll, kl, same_top, same_top5, top_in_top5 = scores
     ordered = kl.sort().values
 

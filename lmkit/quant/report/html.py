@@ -1,4 +1,4 @@
-"""report.html: a QuantReport as one page that needs nothing else, neither scripts nor files nor a network."""
+"""report.html: a QuantReport as one page. The page needs no scripts, no other files and no network."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def save_html(report: QuantReport, folder: Path) -> None:
 
 
 def render(report: QuantReport) -> str:
-    """The whole page. Every text of the report is escaped; what a field does not know shows as a dash."""
+    """The whole page. Every text of the report is escaped. A field without a value shows as a dash."""
     title = f"Quantization of {report.model}"
     sections = [
         f"<h1>{escape(title)}</h1>",
@@ -68,7 +68,7 @@ def render(report: QuantReport) -> str:
 
 
 def mean(errors: Iterable[float | None]) -> float | None:
-    """Of those that are known and finite."""
+    """The mean of the errors that are known and finite."""
     known = [error for error in errors if error is not None and math.isfinite(error)]
     return fmean(known) if known else None
 
@@ -155,7 +155,7 @@ def _calibration(calibration: Mapping[str, Any]) -> str:
 
 
 def _extra(struct: msgspec.Struct, shown: set[str]) -> str:
-    """Fields that have no column of their own, where they say something."""
+    """The fields that have no column of their own, if they are not empty."""
     values = msgspec.to_builtins(struct)
     return "; ".join(
         f"{name}: {_text(value)}" for name, value in values.items() if name not in shown and value not in (None, [], {})

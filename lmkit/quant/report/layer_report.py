@@ -1,4 +1,4 @@
-"""What a report says of one layer: its transforms, its linears, and the whole layer's error."""
+"""The report on one layer: its transforms, its linears, and the whole layer's error."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lmkit.qtensor import QTensor
 
 
 class ScaleReport(StrictStruct, frozen=True):
-    """One searched pair: block losses (summed squared error) of the chosen scale and of identity, and all of them."""
+    """One searched pair: block losses (summed squared error) of the chosen scale, of identity and of all candidates."""
 
     source: str
     consumers: tuple[str, ...]
@@ -20,7 +20,7 @@ class ScaleReport(StrictStruct, frozen=True):
 
 
 class ClipReport(StrictStruct, frozen=True):
-    """Squared output error with the chosen ranges and with full ranges; the share of groups that were narrowed."""
+    """Squared output error with the chosen ranges and with full ranges, and the share of groups that were narrowed."""
 
     loss: float
     unclipped_loss: float
@@ -28,7 +28,8 @@ class ClipReport(StrictStruct, frozen=True):
 
 
 class LinearReport(StrictStruct, frozen=True):
-    """One linear. Errors are |x (W^ - W)^T|^2 / |x W^T|^2 on sampled tokens: rounded as it was given, and as stored."""
+    """One linear. Errors are |x (W^ - W)^T|^2 / |x W^T|^2 on sampled tokens: `rtn_error` of the original weight rounded
+    to nearest, `error` of the weight as it is stored."""
 
     module: str
     format: str  # "awq" or "dense"
@@ -37,24 +38,28 @@ class LinearReport(StrictStruct, frozen=True):
     rtn_error: float | None = None
     error: float | None = None
     bits: float | None = None  # of a weight as it is stored, with its share of scales and zeros
-    method: str | None = None  # that gave the codes: "rtn", "gptq", "signround"
-    fallback: str | None = None  # why that is not the recipe's
-    damping: float | None = None  # of the Hessian, as it was needed
+    method: str | None = None  # the method that gave the codes: "rtn", "gptq", "signround"
+    fallback: str | None = None  # why this is not the recipe's method
+    damping: float | None = None  # of the Hessian, as much as was needed
     held_out_error: float | None = None  # of the recipe's rounder on held-out rows, relative to the original output
     held_out_rtn_error: float | None = None  # the same of plain rounding on the same grid
 
 
 class ExpertsReport(StrictStruct, frozen=True):
-    """A mixture of experts: how many calibration tokens each expert saw, and which saw too few: these were rounded to
-    nearest, neither scaled nor clipped by what they saw."""
+    """A mixture of experts: how many calibration tokens each expert saw, and which experts saw too few.
+
+    Experts that saw too few were rounded to nearest. They were neither scaled nor clipped by these tokens.
+    """
 
     tokens: dict[str, int]  # by expert
     without_statistics: tuple[int, ...]
 
 
 class HeldOutReport(StrictStruct, frozen=True):
-    """Squared error of a layer's output on rows that no statistics saw, relative to what the original layer adds there:
-    of what the recipe's steps gave, and of plain rounding of the original weights."""
+    """Squared error of a layer's output on rows that no statistics saw, relative to the original layer's contribution.
+
+    `error` is of the result of the recipe's steps, `rtn_error` of plain rounding of the original weights.
+    """
 
     tokens: int
     error: float
@@ -63,7 +68,7 @@ class HeldOutReport(StrictStruct, frozen=True):
 
 
 class LayerReport(StrictStruct, frozen=True):
-    """`error`: of the layer's contribution to the residual stream, relative, on the first calibration rows."""
+    """`error`: relative error of the layer's contribution to the residual stream, on the first calibration rows."""
 
     index: int
     linears: tuple[LinearReport, ...]
@@ -75,7 +80,7 @@ class LayerReport(StrictStruct, frozen=True):
 
 
 def stored_bits(weight: Tensor | QTensor, dense_bits: int) -> float:
-    """Bits of one weight in the file: of its code and its share of scales and zeros; `dense_bits` if it has none."""
+    """Bits of one weight in the file: its code and its share of scales and zeros. A dense weight has `dense_bits`."""
     if isinstance(weight, Tensor):
         return float(dense_bits)
     bits = weight.scheme.bits

@@ -1,4 +1,4 @@
-"""report.json: what a quantization did, to be read by people and programs."""
+"""report.json: the report on a quantization, for people and programs."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ FILE_NAME = "report.json"
 
 
 class MixedPrecisionGroup(StrictStruct, frozen=True):
-    """Linears that share a scheme: the chosen one; of each candidate the mean KL in nats per token of the model's
-    output when these linears alone are rounded by it, and the bits of a weight."""
+    """Linears that share a scheme: the chosen scheme, and for each candidate `kl` and the bits of a weight.
+
+    `kl` is the mean KL in nats per token of the model's output when these linears alone are rounded by the candidate.
+    """
 
     modules: tuple[str, ...]
     chosen: str
@@ -25,18 +27,19 @@ class MixedPrecisionGroup(StrictStruct, frozen=True):
 
 
 class MixedPrecisionReport(StrictStruct, frozen=True):
-    """Mixed precision: average bits of a weight, asked for and reached; `kl` the sum over the chosen candidates."""
+    """Mixed precision: average bits of a weight, as asked for and as reached. `kl` is the sum over the chosen
+    candidates."""
 
     bits: float
     reached: float
     kl: float
-    num_tokens: int  # on which KL was measured
+    num_tokens: int  # KL was measured on these
     groups: tuple[MixedPrecisionGroup, ...]
     seconds: float
 
 
 class QuantReport(StrictStruct, frozen=True):
-    """A whole run."""
+    """The report on a whole run."""
 
     lmkit_version: str
     model: str
@@ -48,7 +51,7 @@ class QuantReport(StrictStruct, frozen=True):
     evaluation: EvalResult | None
     seconds: float
     mixed_precision: MixedPrecisionReport | None = None
-    peak_bytes: int | None = None  # of memory, of the whole process
+    peak_bytes: int | None = None  # memory of the whole process
 
     def save(self, folder: Path) -> None:
         data = msgspec.json.format(msgspec.json.encode(self), indent=2)

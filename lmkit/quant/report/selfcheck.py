@@ -1,4 +1,4 @@
-"""What a run checks of its input and of its own result, one layer in memory at a time."""
+"""The checks of a run on its input and on its own result, one layer in memory at a time."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from lmkit.models.source import ModelSource
 from lmkit.quant.layer.layer import Geometry
 from lmkit.quant.report.evaluate import Progress
 
-NUM_ELEMENTS = 4 << 20  # looked at in one go
+NUM_ELEMENTS = 4 << 20  # checked at a time
 VOCAB_ROWS = 4096
 TOLERANCE = 1e-3  # of the largest logit
 
 
 def check_weights(source: ModelSource, progress: Progress) -> None:
-    """Raise CheckpointError naming the first tensor, in order of names, with an infinity or NaN."""
+    """Raise CheckpointError if a tensor has an infinity or NaN. It names the first such tensor in order of names."""
     names = source.reader.names()
     for done, name in enumerate(names):
         progress("weights", done, len(names))
@@ -43,8 +43,8 @@ def check_weights(source: ModelSource, progress: Progress) -> None:
 def check_logits(checkpoint: Path, source: ModelSource, token_ids: Tensor, expected: Tensor) -> float:
     """Read a checkpoint back and run it, with exact activations, on one row of tokens int64 [seq_len].
 
-    `expected` float32 [seq_len, hidden] is what the run had behind its last layer. Returns the largest difference of
-    two logits, in units of the largest logit. Raises CheckpointError if it exceeds TOLERANCE.
+    `expected` float32 [seq_len, hidden] are the run's hidden states behind the last layer. Returns the largest
+    difference of two logits, in units of the largest logit. Raises CheckpointError if it exceeds TOLERANCE.
     """
     stored = ModelSource(checkpoint)
     difference, largest = 0.0, 1e-30
@@ -64,7 +64,7 @@ def check_logits(checkpoint: Path, source: ModelSource, token_ids: Tensor, expec
 
 
 def _behind_layers(source: ModelSource, token_ids: Tensor) -> Tensor:
-    """float32 [seq_len, hidden], one layer loaded at a time."""
+    """The hidden states behind the last layer, float32 [seq_len, hidden]. One layer is loaded at a time."""
     hidden = source.head().embed(token_ids)
     for index in range(source.spec.num_layers):
         layer = source.layer(index, torch.float32)
@@ -81,7 +81,7 @@ def _normalized(source: ModelSource, hidden: Tensor) -> Tensor:
 
 
 def _logits(source: ModelSource, x: Tensor, tokens: Tensor) -> Tensor:
-    """x [seq_len, hidden], normalized -> float32 [seq_len, tokens] of some neighbouring tokens."""
+    """x [seq_len, hidden], normalized -> logits float32 [seq_len, tokens] of some consecutive tokens."""
     weight = source.lm_head().weights[roles.LM_HEAD]
     assert isinstance(weight, Tensor)
     return x @ weight[int(tokens[0]) : int(tokens[-1]) + 1].float().T

@@ -1,9 +1,11 @@
-"""What each scheme costs each linear: KL of the model's output when it alone is rounded, and the choice that follows.
+"""The cost of each scheme for each linear, and the choice of schemes by this cost. The cost is the KL of the model's
+output when this linear alone is rounded.
 
 For every group of fused linears and every scheme there is a variant of the model that differs from it in that group
-alone. All variants go through the model together, a layer at a time, so that each layer is read once: behind layer l
-stand the hidden states of the model and of a variant for each choice in layers 0 .. l. With L layers, that is L^2 / 2
-times the choices of a layer forwards of a few tokens. More variants than VARIANT_BYTES hold take several passes.
+alone. All variants go through the model together, a layer at a time, so that each layer is read once. Behind layer l
+there are the hidden states of the model, and of a variant for each choice in layers 0 .. l. With L layers, this takes
+L^2 / 2 times the choices of a layer forward passes of a few tokens. If VARIANT_BYTES do not hold all variants, they
+take several passes.
 """
 
 from __future__ import annotations
@@ -46,8 +48,10 @@ class Variant:
 def choose_schemes(
     source: ModelSource, recipe: Recipe, plan: Plan, rows: Tensor, progress: Progress = lambda *state: None
 ) -> tuple[Plan, MixedPrecisionReport]:
-    """The plan with every linear's scheme chosen within `recipe.bits`; rows int64 [num_rows, seq_len], of which a few
-    are used. Deterministic."""
+    """The plan with every linear's scheme chosen within `recipe.bits`. The choice is deterministic.
+
+    rows int64 [num_rows, seq_len]; a few of them are used.
+    """
     assert recipe.bits is not None
     start = time.perf_counter()
     linears, dense = dict(plan.linears), dense_modules(source.spec, recipe)
@@ -74,7 +78,7 @@ def choose_schemes(
 def measure(
     source: ModelSource, groups: tuple[Group, ...], rows: Tensor, progress: Progress = lambda *state: None
 ) -> list[list[float]]:
-    """Mean KL in nats per token from the model as it is, by group and choice; 0 for dense. rows int64 [n, seq_len]."""
+    """Mean KL in nats per token from the unrounded model, by group and choice; 0 for dense. rows int64 [n, seq_len]."""
     variants = [
         Variant(number, choice, group.layer, tuple(group.modules), scheme)
         for number, group in enumerate(groups)
@@ -100,7 +104,7 @@ def measure(
 
 
 def _divergences(source: ModelSource, head: Decoder, rows: Tensor, variants: list[Variant]) -> list[float]:
-    """Sum of KL over the tokens of `rows` for each variant; variants are in the order of their layers."""
+    """Sum of KL over the tokens of `rows` for each variant. Variants are in the order of their layers."""
     exact = head.embed(rows.flatten())
     states: list[Tensor] = []
     for index in range(source.spec.num_layers):
@@ -124,13 +128,13 @@ def _rounded(layer: DecoderLayer, variant: Variant, hidden: Tensor, geometry: Ge
 
 
 def _forward(layer: DecoderLayer, hidden: Tensor, geometry: Geometry) -> Tensor:
-    # An op may write into the residual it is given.
+    # An op may write into its residual argument.
     delta, residual = layer(hidden.clone(), None, geometry.batch, geometry.rope, geometry.kv)
     return joined(delta, residual)
 
 
 def _compare(head: Decoder, exact: Tensor, states: list[Tensor]) -> list[float]:
-    """Logits are computed a few tokens at a time, those of `exact` once."""
+    """Sum of KL for each of `states`. Logits are computed a few tokens at a time, those of `exact` once."""
     sums = [0.0] * len(states)
     num_tokens = max(1, LOGIT_BYTES // (4 * head.spec.vocab_size))
     for begin in range(0, len(exact), num_tokens):

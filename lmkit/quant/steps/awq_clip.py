@@ -1,8 +1,8 @@
-"""AWQ clipping, asymmetric: narrower ranges give finer steps, paid for by the few weights that saturate.
+"""AWQ clipping, asymmetric: narrower ranges give finer steps, at the cost of the few weights that saturate.
 
-For each output row and group of inputs, the lower and the upper end are chosen to minimise the squared error that the
-group adds to the output over all calibration tokens, sum_t ((w^ - w) . x_t)^2 = d^T (X^T X) d. Ends are searched in
-turn, which never raises the error; no clipping is the starting point and wins ties.
+The lower and the upper end are chosen for each output row and group of inputs. They minimise the squared error that the
+group adds to the output over all calibration tokens, sum_t ((w^ - w) . x_t)^2 = d^T (X^T X) d. The ends are searched in
+turn, so the error never rises. The search starts from no clipping, and no clipping wins ties.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from lmkit.quant.report.layer_report import ClipReport
 from lmkit.quant.steps.base import ROUNDING, LayerCost, Stage, Step
 
 ROUNDS = 2  # of lower end, then upper end; a third changes next to nothing
-SCORES = ("attn.q", "attn.k")  # only products of their outputs count, which this error does not see
+SCORES = ("attn.q", "attn.k")  # only products of their outputs count, and this error does not see products
 
 
 class AwqClip(Step, frozen=True, tag="awq_clip"):
-    """Narrow the range of each group where that lowers the output error."""
+    """Narrow the range of each group where this lowers the output error."""
 
     stage: ClassVar = Stage.CLIP
 
@@ -50,7 +50,7 @@ class AwqClip(Step, frozen=True, tag="awq_clip"):
 
 @dataclass(frozen=True)
 class ClipSearch:
-    """`loss` [out, groups] with `shrink`, `unclipped` the same without it."""
+    """`loss` [out, groups] is the error with `shrink`, `unclipped` the error without it."""
 
     shrink: Shrink
     loss: Tensor
@@ -58,7 +58,7 @@ class ClipSearch:
 
     @property
     def clipped_share(self) -> float:
-        """Of the groups, how many have a range narrower than their weights."""
+        """The share of groups whose range is narrower than their weights."""
         return float((self.loss < self.unclipped).float().mean())
 
     def report(self) -> ClipReport:
@@ -68,7 +68,8 @@ class ClipSearch:
 
 
 def clip_layer(calibrated: CalibratedLayer, step: AwqClip) -> dict[str, ClipSearch]:
-    """Choose `calibrated.shrinks`, by role. Those of q and k are kept only if the attention's output gets better."""
+    """Choose `calibrated.shrinks`, by role. The shrinks of q and k are kept only if they improve the attention's
+    output."""
     searches = {
         role: search_shrink(calibrated.weight(role), calibrated.input(role).gram, scheme, step.grid, step.max_shrink)
         for role, scheme in calibrated.schemes.items()
@@ -95,7 +96,8 @@ def _attention_error(calibrated: CalibratedLayer, shrinks: dict[str, Shrink]) ->
 
 
 def search_shrink(weight: Tensor, gram: Tensor, scheme: QuantScheme, grid: int, max_shrink: float) -> ClipSearch:
-    """weight float32 [out, in]; gram [groups, group_size, group_size], X_g^T X_g of each group's inputs."""
+    """Search the ends of each group's range. weight float32 [out, in]; gram [groups, group_size, group_size],
+    X_g^T X_g of each group's inputs."""
     groups = Groups.of(weight, gram, scheme)
     whole = torch.ones_like(groups.low)
     best = whole, whole
@@ -116,8 +118,11 @@ def search_shrink(weight: Tensor, gram: Tensor, scheme: QuantScheme, grid: int, 
 
 @dataclass(frozen=True)
 class Groups:
-    """A weight by its groups of inputs: `values` float32 [groups, out, group_size], their ranges `low` <= 0 and `high`
-    >= 0 [groups, out], and `gram` float32 [groups, group_size, group_size] of the inputs."""
+    """A weight in its groups of inputs.
+
+    `values` float32 [groups, out, group_size]; their ranges `low` <= 0 and `high` >= 0 [groups, out]; `gram` float32
+    [groups, group_size, group_size] of the inputs.
+    """
 
     values: Tensor
     low: Tensor
@@ -131,7 +136,7 @@ class Groups:
         return cls(values, values.amin(-1).clamp(max=0), values.amax(-1).clamp(min=0), gram.float(), scheme)
 
     def losses(self, shrink: Shrink) -> Tensor:
-        """[groups, out]: d^T (X_g^T X_g) d of what rounding with `shrink` [groups, out] changes."""
+        """[groups, out]: d^T (X_g^T X_g) d, where d is the change by rounding with `shrink` [groups, out]."""
         scales, zeros = grid_between(self.low * shrink[0], self.high * shrink[1], self.scheme)
         scale, zero = scales.float().unsqueeze(-1), zeros.float().unsqueeze(-1)
         codes = (self.values / scale).round_().add_(zero).clamp_(0, self.scheme.max_code)

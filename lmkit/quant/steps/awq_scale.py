@@ -1,8 +1,9 @@
-"""AWQ scaling (arXiv 2306.00978): input columns of a linear times s, the operation before it divided by s.
+"""AWQ scaling (arXiv 2306.00978): the input columns of a linear are multiplied by s, the operation before it is divided
+by s.
 
 Nothing changes in exact arithmetic, but a column with large activations gets finer steps of the 4-bit grid. For each
 pair of LayerSpec.smooth, s is the candidate whose rounded weights change the output of the block least. Candidates:
-s = 1 (always, and it wins ties), s = x_mean^r, and s = x_mean^r / w_mean^(1-r) ("duo"), r over a grid in [0, 1].
+s = 1 (always, and it wins ties), s = x_mean^r, and s = x_mean^r / w_mean^(1-r) ("duo"), with r over a grid in [0, 1].
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ class AwqScale(Step, frozen=True, tag="awq_scale"):
 
     duo: Literal["both"] | bool = "both"  # candidates from activations and weights, from activations alone, or both
     grid: Annotated[int, Meta(ge=1, le=1000)] = 20  # candidates of each kind
-    tokens: Annotated[int, Meta(ge=16)] = 2048  # of the calibration data, on which candidates are compared
-    min_gain: Annotated[float, Meta(ge=0, lt=1)] = 0.0  # share of the loss without a scale that one must save
+    tokens: Annotated[int, Meta(ge=16)] = 2048  # calibration tokens on which candidates are compared
+    min_gain: Annotated[float, Meta(ge=0, lt=1)] = 0.0  # a scale must save this share of the loss without a scale
 
     @property
     def sample_tokens(self) -> int:
@@ -56,7 +57,8 @@ class AwqScale(Step, frozen=True, tag="awq_scale"):
 
 
 def scale_layer(calibrated: CalibratedLayer, step: AwqScale) -> list[ScaleSearch]:
-    """Search and fold s for each pair of LayerSpec.smooth, in order; each sees the layer as the last one left it."""
+    """Search and fold s for each pair of LayerSpec.smooth, in order. Each search sees the layer with the earlier scales
+    folded in."""
     layer, searches = calibrated.layer, []
     for source, consumers in layer.spec.smooth:
         if not set(consumers) & set(calibrated.schemes) or not calibrated.has_statistics(consumers[0]):
@@ -73,7 +75,7 @@ def scale_layer(calibrated: CalibratedLayer, step: AwqScale) -> list[ScaleSearch
 def pair_candidates(
     calibrated: CalibratedLayer, source: str, consumers: tuple[str, ...], step: AwqScale
 ) -> list[Candidate]:
-    """Candidates for one pair, adjusted so that a norm divided by s is stored without rounding."""
+    """The candidates for one pair. They are adjusted so that a norm divided by s is stored without rounding."""
     spec = calibrated.layer.spec
     weights = [calibrated.weight(role) for role in consumers if role in calibrated.schemes]
     x_mean = reduce(calibrated.input(consumers[0]).abs_mean, source, spec)
@@ -85,9 +87,9 @@ def pair_candidates(
 def search(
     calibrated: CalibratedLayer, source: str, consumers: tuple[str, ...], candidates: list[Candidate]
 ) -> ScaleSearch:
-    """Compare candidates on the output of the block, the consumers' weights rounded as they would be stored.
+    """Compare candidates on the output of the block, with the consumers' weights rounded as they would be stored.
 
-    A candidate whose loss is not finite loses; identity, the first, wins ties. The layer's weights end as they were.
+    A candidate loses if its loss is not finite. Identity comes first and wins ties. The layer's weights are restored.
     """
     layer = calibrated.layer
     originals = {role: calibrated.weight(role) for role in consumers if role in calibrated.schemes}
@@ -105,7 +107,8 @@ def search(
 
 
 def make_candidates(x_mean: Tensor, w_mean: Tensor, grid: int, duo: str | bool) -> list[Candidate]:
-    """x_mean, w_mean float32 [n]: mean |x| over tokens, mean |w| relative to the largest of its group over rows.
+    """The candidates for s. x_mean, w_mean float32 [n]: mean |x| over tokens; mean over rows of |w| relative to the
+    largest of its group.
 
     A dead channel (no activation, or no weight) keeps s = 1.
     """
@@ -134,7 +137,7 @@ def weight_means(weights: list[Tensor], group_size: int) -> Tensor:
 
 
 def reduce(x: Tensor, source: str, spec: LayerSpec) -> Tensor:
-    """[inputs of the consumers] -> [outputs of the source], by the mean where heads share a value head."""
+    """[inputs of the consumers] -> [outputs of the source]. Where query heads share a value head, take their mean."""
     if source != "attn.v":
         return x
     return x.view(spec.num_kv_heads, -1, spec.head_dim).mean(1).flatten()

@@ -1,4 +1,4 @@
-"""What a step of a recipe is: its keys in the recipe, what it does to a layer, what that costs and what it reports.
+"""The interface of a recipe's step: its keys in the recipe, its work on a layer, its cost and its report.
 
 A new step is one module of this folder with one subclass of `Step`, and a recipe that names it. Nothing else knows a
 step by its name: the pipeline, the estimate of time and the budget of memory ask the steps of the recipe.
@@ -19,12 +19,12 @@ from lmkit.models.spec import ModelSpec
 from lmkit.qtensor import QuantScheme
 from lmkit.quant.layer.work import LayerWork
 
-SAMPLE_TOKENS = 2048  # that are kept of a linear's input, unless a step says how many
+SAMPLE_TOKENS = 2048  # tokens of a linear's input that are kept, unless a step says how many
 ROUNDING = 300  # multiplications that cost about as much as rounding one weight once
 
 
 class Stage(IntEnum):
-    """Stages come in this order. Steps of one stage exclude each other, and a recipe has one ROUNDER."""
+    """The stages of a recipe, in order. Steps of one stage exclude each other, and a recipe has one ROUNDER."""
 
     TRANSFORM = 0
     CLIP = 1
@@ -34,19 +34,19 @@ class Stage(IntEnum):
 
 @dataclass(frozen=True)
 class LayerCost:
-    """A layer and the sizes of a calibration, of which steps make their estimates of time and memory."""
+    """A layer and the sizes of a calibration. Steps estimate their time and memory from these."""
 
     layer: LayerSpec
     num_tokens: int  # of the calibration
     seq_len: int
     batch_tokens: int
-    sample_tokens: int  # that are kept of an input
+    sample_tokens: int  # tokens of an input that are kept
     group_size: int
-    num_streams: int  # 2 with the original model's hidden states beside those of the quantized layers
+    num_streams: int  # 2 if the original model's hidden states are kept besides those of the quantized layers
 
     @cached_property
     def forward(self) -> float:
-        """Operations of one pass of all tokens; each sees half a row on average."""
+        """Operations of one pass of all tokens. A token sees half a row on average."""
         return self.layer.flops(self.num_tokens, self.seq_len / 2)
 
     @cached_property
@@ -56,13 +56,13 @@ class LayerCost:
 
     @cached_property
     def input_widths(self) -> list[int]:
-        """Of the inputs that linears read, each once."""
+        """The widths of the inputs that linears read, each input once."""
         readers = {reads for role, reads in self.layer.input_of.items() if role in self.layer.linears}
         return [self.layer.linear_shape(reader)[1] for reader in readers]
 
     @property
     def token_width(self) -> int:
-        """Numbers of one token at the widest place: gate and up, apart and side by side, and their product."""
+        """Numbers of one token at the widest place: gate and up, separate and concatenated, and their product."""
         return 5 * self.layer.widest_mlp + 6 * self.layer.hidden_size
 
     @property
@@ -78,7 +78,7 @@ class LayerCost:
 
 
 class Step(StrictStruct, frozen=True, tag_field="step"):
-    """The keys of a step in a recipe; a subclass has a tag, which names it."""
+    """The keys of a step in a recipe. The tag of a subclass is the step's name."""
 
     stage: ClassVar[Stage]
     by_parts: ClassVar[bool] = False  # moves the hidden states through the layer part by part (layer.passes)
@@ -95,33 +95,33 @@ class Step(StrictStruct, frozen=True, tag_field="step"):
 
     @property
     def sample_tokens(self) -> int | None:
-        """Tokens of each linear's input that the step wants in the sample, if it says so."""
+        """Tokens of each linear's input that the step wants in the sample, or None."""
         return None
 
     def with_sample(self, tokens: int) -> Self:
-        """The step on a sample of so many tokens, if it says how many it wants."""
+        """The step with a sample of `tokens` tokens. A step without a sample size of its own is returned unchanged."""
         return self
 
     def refuses(self, scheme: QuantScheme, activations: Activations) -> str | None:
-        """Why the step does not go with the recipe's grid and activations."""
+        """Why the step does not go with the recipe's grid and activations, or None."""
         return None
 
     def needs_integers(self, scheme: QuantScheme) -> str | None:
-        """What `refuses` says where the step is for integer grids."""
+        """The answer of `refuses` for a step that needs integer grids."""
         return None if scheme.kind == "int" else f"{self.name()} needs type int"
 
     def needs_groups(self, scheme: QuantScheme) -> str | None:
-        """What `refuses` says where the step is for integer grids of a few inputs."""
+        """The answer of `refuses` for a step that needs integer grids with groups of a few inputs."""
         if scheme.kind == "int" and scheme.group_size != -1:
             return None
         return f"{self.name()} needs type int and groups of 32, 64 or 128 inputs"
 
     def refuses_model(self, spec: ModelSpec) -> str | None:
-        """Why the step cannot be done to this model."""
+        """Why the step cannot be done to this model, or None."""
         return None
 
     def apply(self, work: LayerWork) -> None:
-        """Rewrite the layer, and add to `work` what the report says of it."""
+        """Rewrite the layer and add the step's entries of the report to `work`."""
         raise NotImplementedError
 
     def flops(self, cost: LayerCost) -> float:
@@ -129,5 +129,5 @@ class Step(StrictStruct, frozen=True, tag_field="step"):
         return 0.0
 
     def working_numbers(self, cost: LayerCost) -> int:
-        """float32 numbers in memory at the step's peak, beside the layer and the statistics of its inputs."""
+        """float32 numbers in memory at the step's peak, besides the layer and the statistics of its inputs."""
         return 0

@@ -1,9 +1,9 @@
-"""GPTQ (arXiv 2210.17323): columns are rounded one after the other, and what a column's rounding does to the output is
-made good, as far as the inputs are correlated, by the columns that are still to come.
+"""GPTQ (arXiv 2210.17323): columns are rounded one after the other. The columns that are still to come compensate the
+error of a rounded column in the output, as far as the inputs are correlated.
 
-The grid is fixed beforehand, from the weight and its clipping, so that columns may be visited in any order while codes
-stay where they are: the file needs no index of groups. Linears that read the same input are rounded together, as rows
-of one weight. Weights are float32, products of inputs float64 until they are factorized.
+The grid is fixed beforehand, from the weight and its clipping. So columns may be visited in any order while codes stay
+where they are, and the file needs no index of groups. Linears that read the same input are rounded together, as rows of
+one weight. Weights are float32. Products of inputs are float64 until they are factorized.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from lmkit.quant.layer.routed import MIN_TOKENS
 from lmkit.quant.layer.work import LayerWork, Rounding
 from lmkit.quant.steps.base import LayerCost, Stage, Step
 
-FEW = 16  # columns that are visited one after the other; what they change is passed on to later ones in products
+FEW = 16  # columns that are visited one after the other; their changes are passed on to later columns in products
 MAX_DAMPING = 1.0
 
 _SMALLEST_SCALE = torch.finfo(torch.float16).smallest_normal
 
 
 class Gptq(Step, frozen=True, tag="gptq"):
-    """Round column by column, each error made good by the columns that follow."""
+    """Round column by column. The columns that follow compensate each error."""
 
     stage: ClassVar = Stage.ROUNDER
     by_parts: ClassVar = True
 
     order: Literal["activation", "gar", "natural"] = "activation"  # of the columns; groups stay as they are
-    damping: Annotated[float, Meta(gt=0, le=1)] = 0.01  # of the mean of the Hessian's diagonal, added to it
-    targets: Literal["exact", "same"] = "exact"  # what to reach: the original layer's outputs, or this layer's own
-    strength: Annotated[float, Meta(ge=0, le=1)] = 1.0  # of the way from this layer's own outputs to the exact ones
-    sequential: bool = True  # attn.o and mlp.down are rounded on what the rounded linears before them give
+    damping: Annotated[float, Meta(gt=0, le=1)] = 0.01  # share of the Hessian's mean diagonal, added to it
+    targets: Literal["exact", "same"] = "exact"  # reach the original layer's outputs, or this layer's own
+    strength: Annotated[float, Meta(ge=0, le=1)] = 1.0  # share of the way from this layer's own outputs to the exact
+    sequential: bool = True  # attn.o and mlp.down are rounded on the outputs of the rounded linears before them
     refine: Annotated[int, Meta(ge=0, le=100)] = 2  # rounds of coordinate descent over scales and codes afterwards
 
     @property
@@ -60,15 +60,15 @@ class Gptq(Step, frozen=True, tag="gptq"):
         return 2.0 * cost.num_tokens * cost.num_streams * moments + again + original
 
     def working_numbers(self, cost: LayerCost) -> int:
-        # The largest input's moments, their factor while it is computed, and the columns on their way, all in pieces of
-        # four bytes; without `sequential` every input's moments at once.
+        # The largest input's moments, their factor while it is computed, and the columns in work, all counted in
+        # numbers of four bytes. Without `sequential`, every input's moments are in memory at once.
         moments = (max if self.sequential else sum)(4 * width**2 for width in cost.input_widths)
         return cost.batch_tokens * cost.token_width + moments + 8 * max(cost.input_widths) ** 2 + 6 * cost.largest
 
 
 def round_layer(work: LayerWork, step: Gptq) -> None:
-    """Inputs in the order of the layer. The rounded weights stand in the layer, so that the linears behind are rounded
-    on what they give."""
+    """Round the linears in the order of the layer. The rounded weights are put into the layer, so that the linears
+    behind them are rounded on their outputs."""
     calibrated = work.calibrated
     stages = _stages(calibrated)
     readers = [tuple(group[0] for group in stage) for stage in stages]
@@ -89,8 +89,10 @@ def round_layer(work: LayerWork, step: Gptq) -> None:
 
 
 def _stages(calibrated: CalibratedLayer) -> list[list[tuple[str, ...]]]:
-    """Roles that read one input with one grid, and of these groups those that stand side by side in the layer: q k v,
-    o, all gates and ups, all downs."""
+    """The stages of a layer in order: q k v; o; all gates and ups; all downs.
+
+    A stage lists groups of roles. The roles of a group read one input with one grid.
+    """
     layer = calibrated.layer
     input_of = layer.spec.input_of
     groups: dict[tuple[str, QuantScheme], list[str]] = {}
@@ -107,7 +109,7 @@ def _stages(calibrated: CalibratedLayer) -> list[list[tuple[str, ...]]]:
 def _round_group(
     calibrated: CalibratedLayer, step: Gptq, group: tuple[str, ...], moments: Moments
 ) -> dict[str, Rounding]:
-    """Linears that read one input, as rows of one weight."""
+    """Round linears that read one input, as rows of one weight."""
     weights, size = [calibrated.weight(role) for role in group], calibrated.schemes[group[0]].group_size
     plain = [calibrated.rounded(role, weight) for role, weight in zip(group, weights, strict=True)]
     factor = None
@@ -131,7 +133,7 @@ def _round_group(
 
 
 def _judge(weight: Tensor, rounded: QTensor, plain: QTensor, moments: Moments, damping: float) -> Rounding:
-    """`rounded`, or `plain` where it comes nearer to what the original linear gives for the held-out rows."""
+    """`rounded`, or `plain` if it comes nearer to the original linear's output for the held-out rows."""
     target = moments.held_exact @ weight.T
     signal = squared(target)
     if signal <= 0:
@@ -161,7 +163,8 @@ def _split(q: QTensor, sizes: list[int]) -> list[QTensor]:
 
 @dataclass(frozen=True)
 class Factor:
-    """`upper` float32 [in, in] with upper^T upper = (H + damping * mean(diag H))^-1, columns in `order` int64 [in]."""
+    """`upper` float32 [in, in] with upper^T upper = (H + damping * mean(diag H))^-1. The columns are in `order`,
+    int64 [in]."""
 
     upper: Tensor
     order: Tensor
@@ -169,9 +172,10 @@ class Factor:
 
 
 def factorize(hessian: Tensor, order: Tensor, damping: float) -> Factor | None:
-    """The factor of `hessian` float64 [in, in]; damping grows tenfold, to MAX_DAMPING, until there is one.
+    """The factor of `hessian` float64 [in, in]. Damping grows tenfold, up to MAX_DAMPING, until a factor exists.
 
-    None: there is none, or the input is nothing but zeros. A dead input, of which H has only zeros, is left to itself.
+    Returns None if there is none, or if the input has only zeros. A dead input has only zeros in H and is rounded by
+    itself.
     """
     diagonal = hessian.diagonal()
     mean = diagonal[diagonal > 0].mean()
@@ -191,8 +195,11 @@ def factorize(hessian: Tensor, order: Tensor, damping: float) -> Factor | None:
 
 
 def column_order(hessian: Tensor, kind: str, group_size: int) -> Tensor:
-    """int64 [in]: columns with the largest inputs first ("activation"), the same within groups that stay together
-    ("gar"), or as they stand ("natural")."""
+    """The order of the columns, int64 [in].
+
+    "activation": columns with the largest inputs first. "gar": the same within groups that stay together. "natural":
+    as they stand.
+    """
     diagonal = hessian.diagonal()
     if kind == "natural":
         return torch.arange(len(diagonal))
@@ -209,8 +216,8 @@ def column_order(hessian: Tensor, kind: str, group_size: int) -> Tensor:
 def _by_halves(
     begin: int, end: int, visit: Callable[[int, int], None], pass_on: Callable[[int, int, int], None]
 ) -> None:
-    """`visit` all columns from `begin` to `end` in order, a few at a time. What the columns from begin to middle have
-    changed is passed on to those from middle to end in one product."""
+    """`visit` all columns from `begin` to `end` in order, a few at a time. The changes by the columns from begin to
+    middle are passed on to those from middle to end in one product."""
     if end - begin <= FEW:
         visit(begin, end)
         return
@@ -221,7 +228,7 @@ def _by_halves(
 
 
 def round_columns(weight: Tensor, grid: QTensor, factor: Factor) -> QTensor:
-    """Codes for `weight` float32 [out, in] on the scales and zeros of `grid`, whose codes do not matter."""
+    """Codes for `weight` float32 [out, in] on the scales and zeros of `grid`. The codes of `grid` do not matter."""
     scheme, order = grid.scheme, factor.order
     group_of = order // _group_size(grid)
     rest = weight.T[order].contiguous()  # [in, out], so that a column of the weight lies in one piece
@@ -244,10 +251,10 @@ def round_columns(weight: Tensor, grid: QTensor, factor: Factor) -> QTensor:
 
 
 def regress(weight: Tensor, cross: Tensor, hessian: Tensor, damping: float, strength: float) -> Tensor:
-    """The weight W' for which x W'^T comes nearest to e W^T, where x is what a linear will see and e what it saw in the
-    original model: W + strength * W (E^T X - X^T X) (X^T X + lambda)^-1.
+    """The weight W' for which x W'^T comes nearest to e W^T: W + strength * W (E^T X - X^T X) (X^T X + lambda)^-1.
 
-    weight float32 [out, in]; cross E^T X and hessian X^T X over tokens, float64 [in, in]; lambda: see `Factor`.
+    x is the input that the linear will see, e its input in the original model. weight float32 [out, in]; cross E^T X
+    and hessian X^T X over tokens, float64 [in, in]; lambda: see `Factor`.
     """
     damped = hessian.clone()
     damped.diagonal().add_(damping * hessian.diagonal().mean())
@@ -259,8 +266,11 @@ def regress(weight: Tensor, cross: Tensor, hessian: Tensor, damping: float, stre
 
 
 def refine(weight: Tensor, rounded: QTensor, hessian: Tensor, rounds: int) -> QTensor:
-    """Coordinate descent on tr((W - W^) H (W - W^)^T), which no step raises: for one group of inputs after the other
-    the best scale for its codes, then for one column after the other the best code."""
+    """Coordinate descent on tr((W - W^) H (W - W^)^T). No step raises it.
+
+    A round visits one group of inputs after the other. It takes the best scale for the group's codes, then the best
+    code for one column after the other.
+    """
     scheme, size, h = rounded.scheme, _group_size(rounded), hessian.float()
     codes = rounded.codes.float().T.contiguous()  # [in, out]
     scales, zeros = rounded.scales.float().T.contiguous(), rounded.zeros.float().T.contiguous()  # [groups, out]
@@ -277,7 +287,7 @@ def refine(weight: Tensor, rounded: QTensor, hessian: Tensor, rounds: int) -> QT
 
 
 def _refine_group(codes: Tensor, scales: Tensor, zeros: Tensor, gradient: Tensor, h: Tensor, max_code: int) -> Tensor:
-    """One group's scales [out] and codes [size, out], in place; returns the change of the weight [size, out]."""
+    """Refine one group's scales [out] and codes [size, out] in place. Returns the change of the weight [size, out]."""
     before = (codes - zeros) * scales
     steps = codes - zeros
     curvature = (steps * (h @ steps)).sum(0)

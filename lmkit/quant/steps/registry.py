@@ -1,4 +1,4 @@
-"""Every step there is: each module of this folder that has one."""
+"""Every step of this folder. The modules are found and imported here."""
 
 from __future__ import annotations
 
@@ -27,5 +27,5 @@ else:
 
 
 def of_stage(stage: Stage) -> list[str]:
-    """Names of the steps of a stage, which exclude each other."""
+    """Names of the steps of a stage. They exclude each other."""
     return [name for name, step in STEPS.items() if step.stage == stage]

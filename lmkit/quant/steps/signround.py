@@ -1,8 +1,8 @@
-"""SignRound (arXiv 2309.05516): the rounding of a whole layer's weights tuned by the signs of gradients.
+"""SignRound (arXiv 2309.05516): the signs of gradients tune the rounding of a whole layer's weights.
 
-What is tuned is an offset of each weight before it is rounded and a factor on each end of each group's range; the loss
-is the squared error of the layer's output. It starts from codes that another rounder chose, and what is returned has a
-loss on rows that were not tuned on that is at most theirs.
+The tuned parameters are an offset of each weight before it is rounded and a factor on each end of each group's range.
+The loss is the squared error of the layer's output. Tuning starts from codes that another rounder chose. The loss of
+the result is at most the loss of these codes, on rows that were not tuned on.
 
 The layer is the decoder's own, on the reference operations: these are torch's and have gradients.
 """
@@ -29,8 +29,8 @@ from lmkit.quant.layer.moments import batches, run
 from lmkit.quant.layer.work import LayerWork, Rounding
 from lmkit.quant.steps.base import LayerCost, Stage, Step
 
-CHECKS = 10  # times that the loss on the rows kept aside is looked at
-MARGIN = 0.49  # how far from its code a weight may start, in steps
+CHECKS = 10  # how often the loss on the rows kept aside is computed
+MARGIN = 0.49  # largest distance of a weight from its code at the start, in steps
 RANGE = (0.5, 1.5)  # of the factors on the ends of a group's range
 _SMALLEST_SCALE = torch.finfo(torch.float16).smallest_normal
 
@@ -72,9 +72,9 @@ class SignRound(Step, frozen=True, tag="signround"):
 
 
 def tune_layer(work: LayerWork, weights: dict[str, Tensor], step: SignRound) -> dict[str, Rounding]:
-    """The linears of a dense layer tuned together from their roundings; `weights` are what these rounded.
+    """Tune the linears of a dense layer together, from their roundings. `weights` are the weights before rounding.
 
-    Batches are rows that statistics saw, drawn anew each time; the best is chosen on the held-out rows.
+    A batch is drawn anew each time from the rows that statistics saw. The best result is chosen on the held-out rows.
     """
     layer, stream, original, roundings = work.calibrated.layer, work.stream, work.original, work.roundings
     shape = (-1, stream.seq_len, layer.spec.hidden_size)
@@ -111,12 +111,13 @@ class LayerWithGradients(DecoderLayer):
     """A dense layer on the reference operations."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: BatchInputs, rope: CosSin, kv: KVLayer) -> Tensor:
-        """As the decoder's, which turns queries and keys in place: no view with gradients may be written to."""
+        """The decoder's attention on copies: it rotates queries and keys in place, and no view with gradients may be
+        written to."""
         return super().attend(q.clone(), k.clone(), v, batch, rope, kv)
 
 
 def layer_output(layer: DecoderLayer, weights: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
-    """The layer with other weights on whole sequences: hidden float32 [rows, seq_len, hidden] -> the same behind it."""
+    """The layer's output with other weights on whole sequences. hidden and output float32 [rows, seq_len, hidden]."""
     geometry = Geometry.of(layer.spec, hidden.shape[0], hidden.shape[1])
     tuned = LayerWithGradients(layer.spec, layer.index, dict(weights), "reference")
     delta, residual = tuned(hidden.flatten(0, 1).clone(), None, geometry.batch, geometry.rope, geometry.kv)
@@ -125,7 +126,7 @@ def layer_output(layer: DecoderLayer, weights: Mapping[str, Tensor], hidden: Ten
 
 @dataclass
 class Tuned:
-    """`losses`: mean squared error on the rows kept aside, before tuning and of `weights`."""
+    """`losses`: mean squared error on the rows kept aside, before tuning and with `weights`."""
 
     weights: dict[str, QTensor]
     losses: tuple[float, float]
@@ -195,7 +196,7 @@ def tune(
     kept_aside: Batch,
     iters: int,
 ) -> Tuned:
-    """Tune the linears `start`, whose unrounded float32 weights are `weights`.
+    """Tune the linears from `start`. `weights` are their unrounded float32 weights.
 
     `forward(weights by role, hidden)` computes the layer; `batch(i)` gives the rows of iteration i.
     """
@@ -225,7 +226,7 @@ def _loss(
 
 
 def _cloned(q: QTensor) -> QTensor:
-    """Made anew where gradients are allowed."""
+    """A copy that is made outside inference mode, where gradients are allowed."""
     return QTensor(q.codes.clone(), q.scales.clone(), q.zeros.clone(), q.scheme)
 
 

@@ -1,9 +1,11 @@
-"""SmoothQuant (arXiv 2211.10438): inputs that are rounded token by token lose what their outliers leave no steps for.
+"""SmoothQuant (arXiv 2211.10438): inputs are rounded token by token, and outliers leave few steps for the other
+channels. The scales move outliers from the inputs to the weights.
 
-Channel j of the input is divided by s_j = max|x_j|^alpha / max|w_j|^(1-alpha), folded into the operation before as
-AWQ's scales are, and the weights behind are multiplied by it: nothing changes in exact arithmetic, but outliers become
-the weights' to carry. alpha 1 leaves none in the input, 0 none in the weights. A search compares a grid of alphas and
-s = 1 on the output of the block, the linears' input and weights rounded as an engine will.
+Channel j of the input is divided by s_j = max|x_j|^alpha / max|w_j|^(1-alpha). The division is folded into the
+operation before, as AWQ's scales are, and the weights behind are multiplied by s_j. Nothing changes in exact
+arithmetic, but the weights carry the outliers. alpha 1 leaves no outliers in the input, alpha 0 none in the weights. A
+search compares a grid of alphas and s = 1 on the output of the block. The linears' input and weights are rounded as an
+engine will round them.
 """
 
 from __future__ import annotations
@@ -28,11 +30,11 @@ FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 
 class SmoothQuant(Step, frozen=True, tag="smooth_quant"):
-    """Move difficulty from activations that are rounded to the weights behind them."""
+    """Move difficulty from rounded activations to the weights behind them."""
 
     stage: ClassVar = Stage.TRANSFORM
 
-    alpha: Annotated[float, Meta(ge=0, le=1)] | Literal["search"] = "search"  # how much of it
+    alpha: Annotated[float, Meta(ge=0, le=1)] | Literal["search"] = "search"  # how much difficulty to move
     grid: Annotated[int, Meta(ge=1, le=1000)] = 20  # values of alpha from 0 to 1 that a search compares
 
     def refuses(self, scheme: QuantScheme, activations: Activations) -> str | None:
@@ -51,7 +53,8 @@ class SmoothQuant(Step, frozen=True, tag="smooth_quant"):
 
 
 def smooth_layer(calibrated: CalibratedLayer, step: SmoothQuant, activations: Activations) -> list[ScaleSearch]:
-    """Choose and fold s for each pair of LayerSpec.smooth, in order; each sees the layer as the last one left it."""
+    """Choose and fold s for each pair of LayerSpec.smooth, in order. Each search sees the layer with the earlier scales
+    folded in."""
     layer, searches = calibrated.layer, []
     for source, consumers in layer.spec.smooth:
         if not set(consumers) & set(calibrated.schemes) or not calibrated.has_statistics(consumers[0]):
@@ -68,7 +71,8 @@ def smooth_layer(calibrated: CalibratedLayer, step: SmoothQuant, activations: Ac
 def pair_candidates(
     calibrated: CalibratedLayer, source: str, consumers: tuple[str, ...], step: SmoothQuant
 ) -> list[Candidate]:
-    """Identity, then one candidate for each alpha, adjusted so that a norm divided by s is stored without rounding."""
+    """Identity, then one candidate for each alpha. They are adjusted so that a norm divided by s is stored without
+    rounding."""
     spec = calibrated.layer.spec
     x_max = _shared(calibrated.input(consumers[0]).abs_max, source, spec)
     w_max = torch.stack([calibrated.weight(role).abs().amax(0) for role in consumers]).amax(0)
@@ -79,8 +83,10 @@ def pair_candidates(
 
 
 def make_candidates(x_max: Tensor, w_max: Tensor, alphas: list[float]) -> list[Candidate]:
-    """x_max, w_max float32 [n], the largest magnitude of each channel. A dead channel keeps s = 1. A common factor of s
-    changes nothing, so that its middle is put at 1."""
+    """The candidate for each alpha. x_max, w_max float32 [n]: the largest magnitude of each channel.
+
+    A dead channel keeps s = 1. A common factor of s changes nothing, so the middle of s is put at 1.
+    """
     live = (x_max > 0) & (w_max > 0) & x_max.isfinite() & w_max.isfinite()
     if not live.any():
         return [Candidate(f"alpha {alpha:.3g}", torch.ones_like(x_max)) for alpha in alphas]
@@ -90,8 +96,8 @@ def make_candidates(x_max: Tensor, w_max: Tensor, alphas: list[float]) -> list[C
 def compare(
     calibrated: CalibratedLayer, source: str, candidates: list[Candidate], activations: Activations
 ) -> ScaleSearch:
-    """The candidate whose rounded inputs and weights change the output of the block least; identity, the first, wins
-    ties. The layer ends as it was."""
+    """Find the candidate whose rounded inputs and weights change the output of the block least. Identity comes first
+    and wins ties. The layer's weights are restored."""
     layer = calibrated.layer
     consumers = dict(layer.spec.smooth)[source]
     stats = calibrated.input(consumers[0])
@@ -114,8 +120,10 @@ def compare(
 
 
 def round_activations(x: Tensor, activations: Activations, group_size: int = -1) -> Tensor:
-    """x float32 [tokens, in] as an engine rounds it: a scale for each token (-1), or for each `group_size` inputs of
-    it; int8 symmetric from -127 to 127, or float8 e4m3."""
+    """x float32 [tokens, in] as an engine rounds it: int8 symmetric from -127 to 127, or float8 e4m3.
+
+    There is one scale for each token (group_size -1), or for each `group_size` inputs of a token.
+    """
     if activations == "none":
         return x
     size = x.shape[1] if group_size == -1 else group_size
@@ -131,7 +139,7 @@ def round_activations(x: Tensor, activations: Activations, group_size: int = -1)
 
 
 def _shared(x: Tensor, source: str, spec: LayerSpec) -> Tensor:
-    """[inputs of the consumers] -> [outputs of the source]: the largest, where query heads share a value head."""
+    """[inputs of the consumers] -> [outputs of the source]. Where query heads share a value head, take the largest."""
     if source != "attn.v":
         return x
     return x.view(spec.num_kv_heads, -1, spec.head_dim).amax(1).flatten()

@@ -1,4 +1,4 @@
-"""What `lmkit inspect` tells: read from headers and configuration alone, without loading a weight."""
+"""The facts that `lmkit inspect` shows. They are read from headers and configuration, without loading a weight."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lmkit.turbo.runners.device import resolve_device
 
 
 def describe_model(path: str, config: EngineConfig) -> dict[str, Any]:
-    """Architecture, weights, KV cache and serving memory of a checkpoint. Raises what opening it raises."""
+    """Architecture, weights, KV cache and serving memory of a checkpoint. Raises the errors of opening it."""
     device = resolve_device(config)
     config = config.on(device.name)
     with resolved(path, **load_options(config)) as model:
@@ -64,12 +64,12 @@ def describe_model(path: str, config: EngineConfig) -> dict[str, Any]:
 
 
 def _differing(facts: Iterable[str]) -> str:
-    """What the layers have, once each."""
+    """The different facts of the layers, each once."""
     return "; ".join(dict.fromkeys(facts))
 
 
 def _experts(spec: ModelSpec) -> dict[str, Any]:
-    """Of a model with sparse layers."""
+    """The experts of a model with sparse layers."""
     sparse = [layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoESpec)]
     if not sparse:
         return {}
@@ -80,7 +80,7 @@ def _experts(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _packed_files(checkpoint: Path) -> dict[str, Any]:
-    """Where they are kept, and what is there."""
+    """The folder of the packed weights, and the number and size of its files."""
     folders = cache_folders(checkpoint)
     files = [file for folder in folders for file in folder.glob("packed-*.safetensors")]
     return {

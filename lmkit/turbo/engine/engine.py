@@ -1,6 +1,6 @@
 """The engine: a scheduler and a runner. One loop owns it; it is not thread-safe.
 
-With `overlap` the runner carries a plan out while the loop prepares the next one.
+With `overlap` the runner carries out a plan while the loop prepares the next one.
 
     loop     schedule 1 | schedule 2 | wait | update 1, schedule 3 | wait | update 2 ...
     device              | step 1 ...........| step 2 ..............| step 3 ...
@@ -42,16 +42,16 @@ from lmkit.turbo.scheduling.scheduler import Scheduler
 log = get_logger(__name__)
 
 
-IDLE_SECONDS = 0.02  # between looks at loads, when there is nothing else to do
+IDLE_SECONDS = 0.02  # time between checks of the loads, if there is nothing else to do
 
 
 @dataclass
 class Profile:
-    """Where the time of steps went, in seconds since the engine was made."""
+    """The time that steps took, by part, in seconds since the engine was made."""
 
-    steps: int = 0  # whose results were taken in; the next three are theirs
+    steps: int = 0  # steps whose results were taken in; `kernels`, `execute` and `update` are the times of these steps
     kernels: float = 0.0  # in the model
-    execute: float = 0.0  # carrying out plans: the kernels, and around them inputs and sampling
+    execute: float = 0.0  # carrying out plans: the kernels, and the inputs and sampling around them
     schedule: float = 0.0  # writing plans
     update: float = 0.0  # taking in results
 
@@ -74,10 +74,10 @@ class Engine:
         storages: list[KVStorage] | None = None,
         device: Device | None = None,
     ) -> Self:
-        """An engine of a decoder that lies on its device, packed: no checkpoint is needed. No token ends a sequence.
+        """Make an engine of a packed decoder that is on its device. It needs no checkpoint. No token ends a sequence.
 
-        `storages` of each layer's KV, or all as `config.kv_dtype` says. Raises ConfigError if there is too little
-        memory.
+        `storages` gives the storage of each layer's KV; without it `config.kv_dtype` holds for all layers. Raises
+        ConfigError if there is too little memory.
         """
         engine = cls.__new__(cls)
         engine._start(config, device, lambda config, device: loading.given(decoder, config, device, storages))
@@ -95,7 +95,7 @@ class Engine:
         threads.configure(config.num_threads or default_num_threads())
         model = load(config, device)
         spec, memory = model.decoder.spec, model.memory
-        self._lost: str | None = None  # why no step can run any more
+        self._lost: str | None = None  # the reason why no step can run any more
         self._profile = Profile()
         self._overlap = config.overlap
         self._under_way: deque[tuple[StepPlan, Ticket]] = deque()
@@ -114,8 +114,10 @@ class Engine:
         self.info = _info(model.path, limits, [storage.dtypes for storage in model.storages], memory)
 
     def _warm_up(self, limits: SchedulerLimits) -> None:
-        """Compute a few tokens with a scheduler of their own: what is compiled or read on first use is, before any
-        request comes. Raises LMKitError if a step fails; its log says why.
+        """Compute a few tokens with a separate scheduler.
+
+        Everything that is compiled or read on first use is ready before the first request. Raises LMKitError if a step
+        fails; its log gives the reason.
         """
         self.runner.warm_up()
         self.scheduler = Scheduler(limits, ())
@@ -135,17 +137,17 @@ class Engine:
         self.scheduler.add(request)
 
     def abort(self, request_id: str) -> None:
-        """End a request early; its last output says "abort". An unknown id is ignored: it may just have finished."""
+        """End a request early. Its last output says "abort". An unknown id is ignored: it may just have finished."""
         self.scheduler.abort(request_id)
 
     def has_work(self) -> bool:
         return self.scheduler.has_work()
 
     def step(self) -> list[StepOutput]:
-        """Schedule, compute, sample: the outputs of the oldest step under way, or those that need none.
+        """Schedule, compute and sample. Returns the outputs of the oldest step under way, or outputs that need no step.
 
-        A step that raises ends its own requests with an error and no others; DeviceLostError says that no other will
-        run any more.
+        A step that raises ends its own requests with an error, and no others. DeviceLostError means that no other step
+        can run any more.
         """
         while True:
             if self._lost is not None:
@@ -164,13 +166,13 @@ class Engine:
                 return self._collect(*self._under_way.popleft())
 
     def profile(self) -> Profile:
-        """A copy, up to the last result that was taken in."""
+        """A copy of the profile, up to the last result that was taken in."""
         return replace(self._profile)
 
     def _launch(self, plan: StepPlan) -> Ticket:
         try:
             return self.runner.launch(plan)
-        except Exception as error:  # noqa: BLE001 - logged where the result is taken
+        except Exception as error:  # noqa: BLE001 - logged when the result is collected
             return partial(_raise, error)
 
     def _collect(self, plan: StepPlan, ticket: Ticket) -> list[StepOutput]:
@@ -192,7 +194,7 @@ class Engine:
         return outputs
 
     def close(self) -> None:
-        """Wait for steps under way, end the threads, let go of the disk. The engine cannot be used afterwards."""
+        """Wait for steps under way, end the threads and release the disk. The engine cannot be used afterwards."""
         self.runner.close()
         if self._tiers is not None:
             self._tiers.close()

@@ -1,4 +1,4 @@
-"""From a checkpoint to what an engine runs: everything that can be refused is, before any weight is loaded."""
+"""From a checkpoint to the model of an engine. All refusals come before any weight is loaded."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A decoder and what is decided for it."""
+    """A decoder and the decisions for it."""
 
     path: str
     decoder: Decoder
@@ -37,12 +37,15 @@ class LoadedModel:
     memory: MemoryPlan
     eos_token_ids: tuple[int, ...]
     has_tiers: bool
-    kv_identity: bytes  # of blocks in the tiers
+    kv_identity: bytes  # of the blocks in the tiers
     disk: DiskTier | None
 
 
 def load(model_path: str, config: EngineConfig, device: Device) -> LoadedModel:
-    """`config` is that of the device. Raises CheckpointError, ConfigError or UnsupportedError."""
+    """Load a checkpoint. `config` is the device's configuration.
+
+    Raises CheckpointError, ConfigError or UnsupportedError.
+    """
     with resolved(model_path, **load_options(config)) as model:
         spec, path = model.spec, model.reader.path
         weight_bytes = model.weight_bytes() + model.table_bytes(config.max_model_len or spec.max_position)
@@ -62,13 +65,13 @@ def load(model_path: str, config: EngineConfig, device: Device) -> LoadedModel:
 
 
 def load_options(config: EngineConfig) -> dict[str, Any]:
-    """What `resolved` is asked for by a configuration, which is that of its device."""
+    """The arguments of `resolved` that a device's configuration gives."""
     names = ("device", "dtype", "activations", "lm_head", "kv_dtype", "attention_sinks")
     return {name: getattr(config, name) for name in names}
 
 
 def given(decoder: Decoder, config: EngineConfig, device: Device, storages: list[KVStorage] | None) -> LoadedModel:
-    """A decoder that is on the device already. KV is stored as `config` says, or as `storages`; there are no tiers."""
+    """Wrap a decoder that is on the device already. `storages` or `config` gives the KV storage. There are no tiers."""
     spec = decoder.spec
     if _has_tiers(config):
         raise ConfigError("an engine of a decoder has no checkpoint whose KV could be kept in tiers")
@@ -83,7 +86,7 @@ def given(decoder: Decoder, config: EngineConfig, device: Device, storages: list
 
 @contextmanager
 def fits_the_gpu(what: str) -> Iterator[None]:
-    """Say in one line what found no room in the GPU's memory."""
+    """Turn an out-of-memory error into a ConfigError that says in one line that `what` found no room on the GPU."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -103,7 +106,7 @@ def _has_tiers(config: EngineConfig) -> bool:
 
 
 def _open_disk(config: EngineConfig, identity: bytes, block_bytes: int) -> DiskTier | None:
-    """Raises ConfigError for a folder or a size that cannot be used."""
+    """Open the disk tier, if one is configured. Raises ConfigError for a folder or a size that cannot be used."""
     if config.kv_disk_path is None:
         return None
     return DiskTier(config.kv_disk_path, identity, block_bytes=block_bytes, max_bytes=config.kv_disk_memory)

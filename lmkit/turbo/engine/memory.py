@@ -1,4 +1,4 @@
-"""Where an engine's memory goes, decided and said before anything is loaded. No torch: `lmkit inspect` uses it too."""
+"""The memory plan of an engine, made and logged before anything is loaded. No torch: `lmkit inspect` uses it too."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from lmkit.turbo.host_memory import available_memory, gib
 from lmkit.turbo.kv.manager import KVLimits
 from lmkit.turbo.kv.tiers.host import check_host_bytes
 
-# torch, numba and their compiled code; on a GPU cuBLAS, kernels and what torch's cache rounds up
+# torch, numba and their compiled code; on a GPU cuBLAS, kernels and the bytes that torch's cache rounds up
 RUNTIME_BYTES = 400 << 20
-KV_SHARE = {"cpu": 0.8, "cuda": 0.92}  # of what is left after the weights, when the user names no budget
+KV_SHARE = {"cpu": 0.8, "cuda": 0.92}  # share of the memory left after the weights, if the user gives no budget
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes by purpose, and what they buy."""
+    """Bytes by purpose, and the KV blocks and tokens that they hold."""
 
     weights: int
     workspace: int  # activations and logits of the largest step
@@ -29,12 +29,12 @@ class MemoryPlan:
     available: int
     block_bytes: int  # of the layers of a KV group
     num_blocks: int
-    num_tokens: int  # that they hold in sequences of max_model_len
+    num_tokens: int  # tokens that the blocks hold in sequences of max_model_len
     max_model_len: int
     layout: KVLayout
 
     def lines(self) -> list[str]:
-        """For the log: one purpose a line."""
+        """Lines for the log, one for each purpose."""
         blocks = f"{self.num_blocks} blocks of {self.block_bytes / 1024:.0f} KiB"
         return [
             f"memory: weights    {gib(self.weights)}",
@@ -51,7 +51,7 @@ class MemoryPlan:
 
 
 def kv_limits(spec: ModelSpec, config: EngineConfig, layout: KVLayout, num_blocks: int) -> KVLimits:
-    """What a pool of so many blocks is to an engine."""
+    """The KV limits of an engine with a pool of `num_blocks` blocks."""
     return KVLimits(
         num_blocks=num_blocks,
         block_size=config.tokens_per_block,
@@ -71,12 +71,12 @@ def plan_memory(
     weight_bytes: int,
     available: int | None = None,
 ) -> MemoryPlan:
-    """Size the block pool. Raises ConfigError, with what to change, if the model or one sequence cannot fit.
+    """Size the block pool. Raises a ConfigError that says what to change if the model or one sequence cannot fit.
 
-    With `kv_memory` the pool has that size; without, it serves max_batch_size full sequences or takes its share of the
-    memory that is free, whichever is less. Without `max_model_len` the context shrinks to what the pool can hold.
+    With `kv_memory` the pool has that size. Without it, the pool holds max_batch_size full sequences or takes its share
+    of the free memory, whichever is less. Without `max_model_len` the context shrinks to what the pool can hold.
 
-    On a GPU (`config.device` is "cuda") `available` is its own memory, and the host tier takes the machine's.
+    On a GPU (`config.device` is "cuda") `available` is the GPU's own memory, and the host tier takes host memory.
     """
     on_gpu = config.device == "cuda"
     free = available_memory() if available is None else available
@@ -140,8 +140,12 @@ def _workspace_bytes(spec: ModelSpec, config: EngineConfig) -> int:
 
 
 def _gpu_workspace_bytes(spec: ModelSpec, config: EngineConfig, num_groups: int) -> int:
-    """Activations of 16 bits beside the float32 stream at the widest point of a layer; the largest linear's weights,
-    dequantized; logits of the captured steps' own buffer, of a step, and the sampler's copy; what is pinned, twice.
+    """The sum of these parts:
+
+    - activations of 16 bits and the float32 stream at the widest point of a layer,
+    - the largest linear's weights, dequantized,
+    - logits three times: the captured steps' own buffer, a step's logits, and the sampler's copy,
+    - the pinned block tables, twice.
     """
     widest = max(layer.activation_bytes(half=True) for layer in spec.kinds)
     outputs = max(layer.widest_product for layer in spec.kinds)

@@ -1,21 +1,21 @@
-"""Which KV blocks are free and which are held. Ids only: the bytes behind them belong to the runner."""
+"""The pool of KV blocks: it records which are free and which are held. It has ids only; the runner owns the bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-HOLE = -1  # in a table of blocks: no block is there
+HOLE = -1  # an entry of a block table that has no block
 
 
 class BlockPool:
     """Blocks 0 .. num_blocks - 1 with reference counts; every operation is O(1) per block.
 
-    A block is free, or held by `references(block)` owners. Owners are all alike: each entry of a sequence's table is
-    one, and so is a fork that shares the block. One of them may be the prefix cache, then the block is also marked
-    *cached*; it is *idle* while the cache is its only owner, that is, while it could be had by an eviction.
+    A block is free, or it is held by `references(block)` owners. All owners are alike: each entry of a sequence's table
+    is one, and so is a fork that shares the block. The prefix cache may be an owner too; the block is then also marked
+    *cached*. A block is *idle* while the cache is its only owner, that is, while it can be evicted.
 
-    Several blocks can be allocated as a *stripe*, which is owned, shared and freed as one and goes by the id of its
-    first block. Counts are of blocks.
+    Several blocks can be allocated as a *stripe*. A stripe is owned, shared and freed as one, and the id of its first
+    block names it. All counts are counts of blocks.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -24,8 +24,8 @@ class BlockPool:
         self._cached = bytearray(num_blocks)  # 1: one of the references is the cache's
         self._num_cached = 0
         self._num_idle = 0
-        self._sizes = [1] * num_blocks  # of the stripe that goes by this block
-        self._stripes: dict[int, list[int]] = {}  # of more than one block, by the first
+        self._sizes = [1] * num_blocks  # size of the stripe that this block names
+        self._stripes: dict[int, list[int]] = {}  # first block -> blocks, for stripes of more than one block
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: a block just freed may still be in the CPU's cache
 
     @property
@@ -38,7 +38,7 @@ class BlockPool:
 
     @property
     def num_idle(self) -> int:
-        """Cached blocks that nobody else holds."""
+        """Cached blocks with no other owner."""
         return self._num_idle
 
     def references(self, block: int) -> int:
@@ -48,15 +48,15 @@ class BlockPool:
         return bool(self._cached[block])
 
     def size(self, block: int) -> int:
-        """Blocks of the stripe."""
+        """The number of blocks in the stripe."""
         return self._sizes[block]
 
     def stripe(self, block: int) -> list[int]:
-        """The blocks of the stripe that goes by `block`."""
+        """The blocks of the stripe that `block` names."""
         return self._stripes.get(block) or [block]
 
     def allocate(self, count: int, size: int = 1) -> list[int]:
-        """`count` stripes of `size` blocks with one reference each; the caller has looked at `num_free`."""
+        """Allocate `count` stripes of `size` blocks with one reference each. The caller has checked `num_free`."""
         assert 0 <= count * size <= len(self._free), f"{count * size} blocks asked of {len(self._free)} free"
         start = len(self._free) - count * size
         blocks = self._free[start:][::-1]
@@ -71,15 +71,15 @@ class BlockPool:
         return blocks
 
     def share(self, block: int) -> None:
-        """One more owner of a held block."""
+        """Add an owner to a held block."""
         self.share_all((block,))
 
     def free(self, block: int) -> None:
-        """One owner fewer; the last one gives the block back."""
+        """Remove an owner. The last owner returns the block to the pool."""
         self.free_all((block,))
 
     def share_all(self, blocks: Iterable[int]) -> None:
-        """One more owner of each of these held blocks; HOLEs are passed over."""
+        """Add an owner to each of these held blocks; HOLEs are skipped."""
         references, cached = self._references, self._cached
         for block in blocks:
             if block >= 0:
@@ -90,12 +90,12 @@ class BlockPool:
                     self._num_idle -= self._sizes[block]
 
     def free_all(self, blocks: Iterable[int]) -> None:
-        """One owner fewer for each of these blocks, in this order; HOLEs are passed over."""
+        """Remove an owner from each of these blocks, in this order; HOLEs are skipped."""
         references, cached, sizes, free = self._references, self._cached, self._sizes, self._free
         for block in blocks:
             if block >= 0:
                 count = references[block] - 1
-                # Else an owner has given up the cache's reference instead of its own.
+                # If this fails, an owner has given up the cache's reference instead of its own.
                 assert count >= cached[block], f"block {block} is freed twice"
                 references[block] = count
                 if count:
@@ -107,14 +107,14 @@ class BlockPool:
                     self._give_back(block)
 
     def _give_back(self, block: int) -> None:
-        """To the free ones, in such an order that the next stripe of this size gets the same blocks."""
+        """Add the stripe to the free blocks. The order lets the next stripe of this size get the same blocks."""
         if self._sizes[block] > 1:
             self._free.extend(reversed(self._stripes.pop(block)))
         else:
             self._free.append(block)
 
     def keep(self, blocks: Iterable[int]) -> None:
-        """The prefix cache becomes one more owner of each of these held blocks, and marks them as cached."""
+        """Make the prefix cache an owner of each of these held blocks, and mark them as cached."""
         references, cached = self._references, self._cached
         for block in blocks:
             assert references[block] > 0, f"block {block} is free and cannot be kept"
@@ -124,7 +124,7 @@ class BlockPool:
             self._num_cached += self._sizes[block]
 
     def drop(self, blocks: Iterable[int]) -> None:
-        """The prefix cache gives up its reference and the mark."""
+        """Remove the prefix cache's reference to each of these blocks, and the mark."""
         references, cached = self._references, self._cached
         for block in blocks:
             assert cached[block], f"block {block} is not cached"
@@ -136,7 +136,7 @@ class BlockPool:
                 self._give_back(block)
 
     def check_integrity(self) -> None:
-        """Free and held blocks add up, and no id is free twice or free and held at once. O(num_blocks)."""
+        """Check that free and held blocks add up, and that no id is free twice or free and held. O(num_blocks)."""
         free = set(self._free)
         assert len(free) == len(self._free), "a block is free twice"
         assert not free or (min(free) >= 0 and max(free) < self.num_blocks), "a block that does not exist is free"

@@ -1,8 +1,8 @@
-"""A KV block as bytes, over the layers of a group; copies of blocks on the device; what their content depends on.
+"""A KV block as bytes over the layers of a group, copies of blocks on the device, and the identity of their content.
 
     block b = for each layer: k.data[b] | k.params[b] | v.data[b] | v.params[b]      (params of coded types only)
 
-Every storage type is copied bit for bit: to this file a block is bytes.
+Every storage type is copied bit for bit. In this file a block is bytes.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ SOURCES = (
     "models/kv_layout.py",
     "turbo/runners/*.py",
     "turbo/kv/blocks.py",
-)  # what fills a block
+)  # sources that decide the content of a block
 
 
 class KVBlocks:
-    """The blocks of a model's layers, as turbo.tiers wants them (`BlockBytes`)."""
+    """The blocks of a model's layers, with the interface that turbo.kv.tiers needs (`BlockBytes`)."""
 
     def __init__(self, layers: Sequence[KVLayer]) -> None:
         layers = [layer for layer in layers if layer.group == 0]  # the other groups are in the same tensors
@@ -42,7 +42,7 @@ class KVBlocks:
         self._arrays = [part.numpy() for part in self._parts] if self._on_cpu else []  # the same memory
         self._sizes = [part.shape[1] for part in self._parts]
         self._nbytes = sum(self._sizes)
-        self._stream: torch.cuda.Stream | None = None  # on which blocks are written
+        self._stream: torch.cuda.Stream | None = None  # `_write_beside` writes blocks on it
         self._copier = BlockCopier(self._parts) if is_available() and not self._on_cpu else None
 
     @property
@@ -51,22 +51,22 @@ class KVBlocks:
 
     @property
     def nbytes(self) -> int:
-        """Of one block."""
+        """Bytes of one block."""
         return self._nbytes
 
     def read(self, block: int, out: memoryview) -> None:
-        """Copy a block to `out` [nbytes]. Any thread; the block is not written meanwhile."""
+        """Copy a block to `out` [nbytes]. Any thread may call this. The block must not be written meanwhile."""
         target = np.frombuffer(out, np.uint8)
         if self._on_cpu:
             end = 0
             for array, size in zip(self._arrays, self._sizes, strict=True):
                 target[end : end + size] = array[block]
                 end += size
-        else:  # on the stream that computes: behind what was launched before, which is waited for; moved as one
+        else:  # on the stream that computes, so it waits for the work launched before; one transfer for all parts
             torch.from_numpy(target).copy_(torch.cat([part[block] for part in self._parts]))
 
     def write(self, block: int, data: memoryview) -> None:
-        """Copy `data` [nbytes] to a block, which nobody reads meanwhile. Any thread."""
+        """Copy `data` [nbytes] to a block. Any thread may call this. The block must not be read meanwhile."""
         source = np.frombuffer(data, np.uint8)
         if self._on_cpu:
             end = 0
@@ -77,8 +77,9 @@ class KVBlocks:
             self._write_beside(block, torch.from_numpy(source.copy()))
 
     def _write_beside(self, block: int, source: Tensor) -> None:
-        """On a stream of its own, behind all that was launched so far: that may still read what the block held. Steps
-        go on meanwhile; the block's next reader is planned when this has returned.
+        """Write on a separate stream, after all work launched so far: that work may still read the block's old content.
+
+        Steps continue meanwhile. The next reader of the block is planned only after this returns.
         """
         device = self._parts[0].device
         if self._stream is None:
@@ -91,7 +92,7 @@ class KVBlocks:
         self._stream.synchronize()
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Whole blocks on the device, (from, to), one after the other."""
+        """Copy whole blocks on the device, one after the other. A pair is (from, to)."""
         if self._on_cpu:
             for array in self._arrays:
                 for source, target in pairs:
@@ -105,13 +106,15 @@ class KVBlocks:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """[num_blocks, ...] -> a view of it, uint8 [num_blocks, bytes of a block]."""
+    """Return a view of `tensor` [num_blocks, ...] as uint8 [num_blocks, bytes of a block]."""
     return tensor.view(torch.uint8).view(tensor.shape[0], -1)
 
 
 def kv_identity(model: ResolvedModel, config: EngineConfig) -> bytes:
-    """sha256 of all that decides, besides the tokens, what is in a block: the checkpoint, how it is computed and by
-    what, how KV is stored. A block made under another identity is never found.
+    """Return the sha256 of everything besides the tokens that decides the content of a block.
+
+    It covers the checkpoint, the computation and its software versions, and the storage of KV. A block made under
+    another identity is never found.
     """
     storage = [asdict(storage) for storage in model.storages]
     versions = __version__, torch.__version__, numba.__version__, sources_digest(SOURCES)

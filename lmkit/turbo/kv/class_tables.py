@@ -1,4 +1,4 @@
-"""The tables of one class of layers: what its window still sees, and which blocks make its stripes."""
+"""The block tables of one class of layers: the stripes that its window still sees, and the blocks of its stripes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lmkit.turbo.sequence import BlockTable
 
 
 class ClassTables:
-    """Stripe i of a table holds tokens i * block_size and on, of all groups of the class."""
+    """Stripe i of a table holds the tokens from i * block_size on, for all groups of the class."""
 
     def __init__(self, layers: KVClass, groups: range, cache: RadixCache | None, pool: BlockPool, size: int) -> None:
         self.groups = groups
@@ -25,7 +25,7 @@ class ClassTables:
 
     @classmethod
     def of(cls, limits: KVLimits, pool: BlockPool, ledger: Ledger) -> list[ClassTables]:
-        """Of every class, each with its cache."""
+        """The tables of every class, each with its cache."""
         tables, first = [], 0
         for layers in limits.classes:
             groups = range(first, first := first + layers.num_groups)
@@ -38,8 +38,9 @@ class ClassTables:
         return tables
 
     def unseen(self, indices: Iterable[int], position: int) -> list[int]:
-        """Those of a table's stripes that are not kept for a token at `position` or later. Kept is all that it sees,
-        and a little more.
+        """Return the stripes among `indices` that are not kept for a token at `position` or later.
+
+        Everything that such a token sees is kept, and a little more.
         """
         if not self.window:
             return []
@@ -48,7 +49,7 @@ class ClassTables:
         return [i for i in indices if i * size >= self._sinks and (i + 1) * size <= first]
 
     def leaving(self, table: BlockTable, position: int) -> list[int]:
-        """The stripes that the window has passed since this was asked last."""
+        """Return the stripes that the window has passed since the last call."""
         if not self.window:
             return []
         size, end = self._block_size, table.num_retired
@@ -60,13 +61,13 @@ class ClassTables:
         return [i for i in gone if i * size >= self._sinks]
 
     def punch(self, table: BlockTable, indices: list[int]) -> None:
-        """Give these stripes back."""
+        """Return these stripes to the pool and leave HOLEs in the table."""
         self._pool.free_all([table.blocks[i] for i in indices])
         for i in indices:
             table.blocks[i] = HOLE
 
     def by_group(self, blocks: list[int]) -> list[list[int]]:
-        """Stripes -> the blocks of each group; a HOLE is any block."""
+        """Turn stripes into the blocks of each group. A HOLE becomes an arbitrary block."""
         if len(self.groups) == 1:
             return [[max(block, 0) for block in blocks]]
         stripes = [self._pool.stripe(max(block, 0)) for block in blocks]

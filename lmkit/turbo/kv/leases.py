@@ -1,4 +1,4 @@
-"""Conversations whose KV stays: a lease holds the blocks of a session until it ends."""
+"""Leases keep the KV of conversations: a lease holds the blocks of a session until the lease ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ class Lease:
 
 
 class Leases:
-    """By session, the next to end first: all leases are equally long. Whoever takes one out frees its blocks."""
+    """The leases by session. All leases are equally long, so the first in order ends first.
+
+    The methods return the blocks of leases that they remove; the caller frees these blocks.
+    """
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -29,18 +32,18 @@ class Leases:
         return iter(self._leases.values())
 
     def begin(self, session: SessionKey, blocks: list[int], now: float) -> list[int]:
-        """Start the session's lease anew; the blocks of the one before it."""
+        """Start a new lease of the session. Returns the blocks of its previous lease."""
         before = self._leases.pop(session, None)
         self._leases[session] = Lease(blocks, now + self.seconds)
         return before.blocks if before else []
 
     def expired(self, now: float) -> list[int]:
-        """The blocks of leases that have ended."""
+        """Remove the leases that have ended. Returns their blocks."""
         blocks: list[int] = []
         while self._leases and next(iter(self)).end <= now:
             blocks += self.pop_first()
         return blocks
 
     def pop_first(self) -> list[int]:
-        """End the lease that would end first; its blocks."""
+        """End the lease that would end first. Returns its blocks."""
         return self._leases.popitem(last=False)[1].blocks

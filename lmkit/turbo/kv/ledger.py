@@ -1,4 +1,4 @@
-"""What the prefix caches over one pool share: the clock of their uses, and what each tenant keeps in all of them."""
+"""The state that all prefix caches over one pool share: their clock of uses, and the blocks that each tenant keeps."""
 
 from __future__ import annotations
 
@@ -10,29 +10,30 @@ from typing import Protocol
 class Cache(Protocol):
     """A prefix cache as the ledger sees it."""
 
-    stripe: int  # blocks of the pool that leave together
+    stripe: int  # blocks of the pool that are evicted together
 
     def oldest(self, tenant: str | None = None) -> float:
-        """When the stripe that an eviction takes first was used; inf = none is idle."""
+        """The last use of the stripe that an eviction takes first; inf if none is idle."""
 
     def evict(self, count: int, tenant: str | None = None, *, until: float, spare: int | None) -> int:
         """See RadixCache.evict."""
 
 
 class Ledger:
-    """Counts are of the pool's blocks."""
+    """All counts are counts of the pool's blocks."""
 
     def __init__(self, quota: int | None = None) -> None:
-        """quota: blocks that one tenant may keep."""
+        """quota: the most blocks that one tenant may keep."""
         self.quota = quota
         self.now = 0  # ticks once per use
         self.held: Counter[str] = Counter()  # by tenant
         self.caches: list[Cache] = []
 
     def evict(self, count: int, tenant: str | None = None, spare: int | None = None) -> int:
-        """Give at least `count` idle blocks back to the pool if there are so many, those used longest ago first.
+        """Evict at least `count` idle blocks if there are so many, the least recently used first.
 
-        Only a tenant's, if one is named, and none of the path that is used at `spare`. Returns how many it gave.
+        If `tenant` is given, only its blocks are evicted. The path that is used at `spare` is kept. Returns the number
+        of evicted blocks.
         """
         evicted = given = 0
         while evicted < count:
@@ -44,7 +45,7 @@ class Ledger:
         return evicted
 
     def _next(self, tenant: str | None) -> tuple[Cache, float]:
-        """The cache whose idle stripe was used longest ago, and when the next cache's was."""
+        """The cache with the least recently used idle stripe, and the time of use of the next cache's stripe."""
         if len(self.caches) == 1:
             return self.caches[0], math.inf
         used = [cache.oldest(tenant) for cache in self.caches]

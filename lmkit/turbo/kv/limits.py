@@ -1,4 +1,4 @@
-"""What KV memory there is, and how the layers of the model look at it."""
+"""The size of the KV memory, and how the layers of the model use it."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import dataclass
 
 from lmkit.models.kv_layout import KVClass
 
-RETIRE_ALIGN = 64  # tokens that leave a window together: what leaves is published first, which has its price
+RETIRE_ALIGN = 64  # tokens that leave a window together: they are published first, and publishing costs time
 
 
 @dataclass(frozen=True)
 class KVLimits:
-    """What there is, and how the model looks at it."""
+    """The size of the KV memory, and how the model uses it."""
 
     num_blocks: int
     block_size: int  # tokens
     classes: tuple[KVClass, ...] = (KVClass(),)  # of layers
-    max_step_tokens: int = 512  # most tokens of one sequence that a step adds
+    max_step_tokens: int = 512  # the most tokens that a step adds to one sequence
     prefix_cache: bool = True
     cache_quota: float = 1.0  # share of the blocks that one tenant may keep in the cache
     session_lease: float = 300.0  # seconds
@@ -25,16 +25,16 @@ class KVLimits:
 
     @property
     def num_groups(self) -> int:
-        """Blocks that hold the same tokens, as long as all classes see them."""
+        """The number of blocks that hold the same tokens, as long as all classes see them."""
         return sum(layers.num_groups for layers in self.classes)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that a sequence of so many tokens holds at once, at most."""
+        """The most blocks that a sequence of `num_tokens` tokens holds at once."""
         return sum(layers.num_groups * self._stripes_for(layers, num_tokens) for layers in self.classes)
 
     @property
     def longest(self) -> int:
-        """Tokens, in whole blocks, of the longest sequence that all blocks hold; no more than there are blocks."""
+        """Tokens, in whole blocks, of the longest sequence that fits into all blocks; at most `num_blocks` blocks."""
         sizes = range(self.num_blocks + 1)
         return self.block_size * (
             bisect_right(sizes, self.num_blocks, key=lambda n: self.blocks_for(n * self.block_size)) - 1
@@ -48,5 +48,5 @@ class KVLimits:
         return min(stripes, -(-layers.sinks // self.block_size) + -(-span // self.block_size) + 2)
 
     def capacity(self, num_tokens: int) -> int:
-        """Tokens of sequences of so many tokens that all blocks hold, in whole blocks."""
+        """Tokens, in whole blocks, that all blocks hold if every sequence has `num_tokens` tokens."""
         return self.num_blocks * -(-num_tokens // self.block_size) // self.blocks_for(num_tokens) * self.block_size

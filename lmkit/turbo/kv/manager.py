@@ -1,13 +1,14 @@
-"""Gives sequences the KV blocks they need, and takes them back: into the prefix cache, where the next one finds them.
+"""Gives sequences the KV blocks they need, and takes them back into the prefix cache, where later sequences find them.
 
     free --reserve--> a sequence's --publish--> also the cache's --release--> the cache's alone (idle) --evict--> free
                                                       ^------------ find, acquire -------------'
 
-References (BlockPool) say who has a block: sequences, the cache, leases of sessions. An idle block, which the cache
-alone has, is as good as free.
+References (BlockPool) count the owners of a block: sequences, the cache, and leases of sessions. An idle block is owned
+by the cache alone and is as good as free.
 
-Every class of layers (models.kv_layout) has its own tables and its own cache; all take their blocks from one pool. A
-class with several groups takes stripes, a block for each group. A table names a stripe by its first block.
+Every class of layers (models.kv_layout) has its own tables and its own cache. All classes take their blocks from one
+pool. A class with several groups takes stripes, with one block for each group. A table names a stripe by its first
+block.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from lmkit.turbo.sequence import BlockTable, Sequence
 
 @dataclass(frozen=True)
 class Prefix:
-    """The longest beginning of a prompt that the caches of all classes have."""
+    """The longest prefix of a prompt that the caches of all classes have."""
 
-    matches: tuple[Match, ...]  # one for each class, each of so many tokens
+    matches: tuple[Match, ...]  # one for each class, each of `num_tokens` tokens
     num_tokens: int
 
     @property
@@ -43,12 +44,12 @@ class Prefix:
 
 
 class KVManager:
-    """The only writer of `Sequence.tables`: stripe i of a table holds tokens i * block_size and on."""
+    """The only writer of `Sequence.tables`. Stripe i of a table holds the tokens from i * block_size on."""
 
     def __init__(
         self, limits: KVLimits, decision_stats: DecisionStats, tiers: TierStore | None = None, kv_identity: bytes = b""
     ) -> None:
-        """`kv_identity`: of all that decides what is in a block, beside tokens, tenant and salt."""
+        """kv_identity: a digest of everything that decides the content of a block, besides tokens, tenant and salt."""
         self.limits = limits
         self.decision_stats = decision_stats
         self.pool = BlockPool(limits.num_blocks)
@@ -67,17 +68,18 @@ class KVManager:
 
     @property
     def caches(self) -> list[RadixCache]:
-        """Of each class; empty if nothing is cached."""
+        """The cache of each class; empty if the prefix cache is off."""
         return [of.cache for of in self._classes if of.cache is not None]
 
     @property
     def num_available(self) -> int:
-        """Blocks that `reserve` can give."""
+        """The number of blocks that `reserve` can give: free and idle ones."""
         return self.pool.num_free + self.pool.num_idle
 
     def num_for(self, prefix: Prefix, without: Iterable[Sequence] = ()) -> int:
-        """Blocks that a sequence with this prefix could have: what is available, and what others hold of the prefix; if
-        the sequences `without` gave back theirs.
+        """Return how many blocks a sequence with this prefix could have if the sequences `without` released theirs.
+
+        These are the available blocks, and the blocks of the prefix that others hold.
         """
         tables = [table for seq in without for table in seq.tables]
         given = Counter(block for table in tables for block in table.blocks if block != HOLE)
@@ -97,7 +99,7 @@ class KVManager:
         return self._tiers.stats() if self._tiers is not None else {}
 
     def namespace(self, seq: Sequence) -> Namespace:
-        """What, besides tokens, decides what is in a block, and who may see it."""
+        """The namespace of the sequence's blocks. It decides their content besides the tokens, and who may see them."""
         salt, limit = seq.request.cache_salt, self.limits.dynamic_length
         if limit and seq.num_prompt_tokens > limit:
             salt += f"\0RoPE of {seq.num_prompt_tokens} tokens"
@@ -106,24 +108,27 @@ class KVManager:
     # ---- finding
 
     def find(self, seq: Sequence) -> Prefix:
-        """What the cache has of a sequence that holds nothing: at most all but the last token, for its logits."""
+        """Look up the cached prefix of a sequence that holds no blocks.
+
+        It covers at most all tokens but the last, which must be computed for its logits.
+        """
         if not self.limits.prefix_cache or seq.scores_prompt or seq.num_tokens < 2:
             return self._nothing
         return self._match(seq, seq.num_tokens - 1)
 
     def _match(self, seq: Sequence, count: int) -> Prefix:
-        """The longest prefix, of at most `count` tokens, that every class can go on from."""
+        """The longest prefix of at most `count` tokens from which every class can continue."""
         namespace, caches = self.namespace(seq), self.caches
         matches = [cache.match(namespace, seq.tokens(count)) for cache in caches]
         while (count := min(match.num_tokens for match in matches)) < max(match.num_tokens for match in matches):
-            matches = [  # with a window, what is good for more tokens need not be for fewer
+            matches = [  # with a window, a match for more tokens need not be valid for fewer
                 match if match.num_tokens == count else cache.match(namespace, seq.tokens(count))
                 for match, cache in zip(matches, caches, strict=True)
             ]
         return Prefix(tuple(matches), matches[0].num_tokens)
 
     def find_below(self, seq: Sequence, prefix: Prefix) -> tuple[Prefix, list[bytes]]:
-        """The prefix up to its last full block, and the keys of the full blocks behind it that a lower tier has."""
+        """Return the prefix up to its last full block, and the keys of the next full blocks that a lower tier has."""
         if self._tiers is None or seq.scores_prompt:
             return prefix, []
         full = (seq.num_tokens - 1) // self.block_size
@@ -140,25 +145,25 @@ class KVManager:
         return Prefix(tuple(Match(match.blocks, count, None) for match in prefix.matches), count)
 
     def load_seconds(self, prefix: Prefix, keys: list[bytes]) -> float:
-        """What loading the blocks behind the prefix that have `keys` is expected to take."""
+        """The expected time to load the blocks with `keys`, which follow the prefix."""
         assert self._tiers is not None
         start = prefix.num_full
         wanted = self._seen_below(prefix, keys)
         return self._tiers.load_seconds([key for i, c in wanted for key in self._of_groups([keys[i - start]], c)])
 
     def _seen_below(self, prefix: Prefix, keys: list[bytes]) -> list[tuple[int, int]]:
-        """The blocks behind a prefix, for which there are `keys`, that are seen from their end: (index, class)."""
+        """The blocks after a prefix, one for each of `keys`, that are seen from their end on: (index, class)."""
         indices = range(prefix.num_full, prefix.num_full + len(keys))
         seen = []
         for c, of in enumerate(self._classes):
             unseen = set(of.unseen(indices, indices.stop * self.block_size))
             seen += [(i, c) for i in indices if i not in unseen]
-        return sorted(seen)  # by tokens first: of a load that ends early, all classes have the same tokens
+        return sorted(seen)  # by tokens first: if a load ends early, all classes have the same tokens
 
     # ---- giving
 
     def end_lease(self) -> bool:
-        """End the lease that would end first, since blocks are needed; False if there is none."""
+        """End the lease that would end first because blocks are needed. Returns False if there is no lease."""
         if not len(self.leases):
             return False
         self.decision_stats.decisions["lease ended: blocks needed"] += 1
@@ -166,7 +171,10 @@ class KVManager:
         return True
 
     def acquire(self, seq: Sequence, prefix: Prefix) -> None:
-        """Begin the tables of a sequence with what was just found; a room of one block a group suffices for tails."""
+        """Start the tables of a sequence with the prefix that was just found.
+
+        Room for one block in each group is enough for the tails.
+        """
         assert not seq.tables, "the sequence holds blocks already"
         seq.tables = [BlockTable(list(match.blocks), num_published=len(match.blocks)) for match in prefix.matches]
         for table in seq.tables:
@@ -175,15 +183,16 @@ class KVManager:
         self.pool.share_all(tails)  # no other class may write to them before they are copied
         for of, table, tail in zip(self._classes, seq.tables, tails, strict=False):
             sources = self.pool.stripe(tail)
-            self.pool.free(tail)  # may be evicted for its own copy: what it holds is still there when that is made
+            self.pool.free(tail)  # it may be evicted for its own copy: its content is still there when the copy is made
             (block,) = self._allocate(1, len(of.groups))
             self.copies += zip(sources, self.pool.stripe(block), strict=True)
             table.blocks.append(block)
         seq.num_computed, seq.num_completed = prefix.num_tokens, prefix.num_full * self.block_size
 
     def acquire_below(self, seq: Sequence, prefix: Prefix, keys: list[bytes]) -> int:
-        """Begin the tables with a prefix without a tail, and the blocks behind it that have `keys`: the job that loads
-        these. There must be room for them.
+        """Start the tables with a prefix that has no tail, followed by the blocks with `keys`.
+
+        There must be room for these blocks. Returns the job that loads them.
         """
         self.acquire(seq, prefix)
         start, end = prefix.num_full, prefix.num_full + len(keys)
@@ -203,15 +212,15 @@ class KVManager:
         return load.job
 
     def take_loaded(self, seq: Sequence, done: Loaded) -> int:
-        """The sequence's load has ended: what came in is as good as computed, the rest of the room is given back.
+        """Take in the sequence's load, which has ended: loaded blocks count as computed, the other blocks are returned.
 
-        Returns how many tokens came in.
+        Returns the number of loaded tokens.
         """
         first = seq.num_computed // self.block_size
         rows = [table.blocks[first:] for table in seq.tables]
         if done.num_blocks == sum(self.pool.size(block) for row in rows for block in row if block != HOLE):
             count = len(rows[0])
-        elif any(HOLE in table.blocks for table in seq.tables):  # of a window nothing but the whole will do
+        elif any(HOLE in table.blocks for table in seq.tables):  # with a window a partial load is useless
             self._drop(seq)
             self.acquire(seq, self._without_tail(seq, self.find(seq)))
             return 0
@@ -226,10 +235,10 @@ class KVManager:
         return count * self.block_size
 
     def reserve(self, seq: Sequence, num_tokens: int, whole: int = 0) -> list[list[int]] | None:
-        """Make the tables hold the first `num_tokens` tokens, as far as they are seen from now on. Classes that see
-        everything hold the first `whole` tokens, too.
+        """Make the tables hold those of the first `num_tokens` tokens that are seen from now on.
 
-        The new blocks of each group ([] if there are none), or None and no new ones if there are too few.
+        Classes that see everything also hold the first `whole` tokens. Returns the new blocks of each group ([] if
+        there are none). If there are too few blocks, it allocates none and returns None.
         """
         if not seq.tables:
             seq.tables = [BlockTable([]) for _ in self._classes]
@@ -256,7 +265,7 @@ class KVManager:
         return new
 
     def block_tables(self, seq: Sequence) -> list[list[int]]:
-        """The sequence's table of each group."""
+        """The sequence's block table of each group."""
         pairs = zip(self._classes, seq.tables, strict=True)
         return [row for of, table in pairs for row in of.by_group(table.blocks)]
 
@@ -269,8 +278,9 @@ class KVManager:
     # ---- taking back
 
     def publish(self, seq: Sequence, num_tokens: int, *, partial: bool = False, running: bool = True) -> None:
-        """Let others find the first `num_tokens` tokens, which steps that have run computed: full blocks, and with
-        `partial` what is in the last one.
+        """Let others find the KV of the first `num_tokens` tokens, which completed steps have computed.
+
+        Full blocks are published. With `partial` the content of a partly filled last block is published too.
         """
         for of, table in zip(self._classes, seq.tables, strict=False):
             self._publish(seq, of, table, num_tokens, partial=partial, running=running)
@@ -285,7 +295,7 @@ class KVManager:
         partial: bool = False,
         running: bool = True,
     ) -> None:
-        """In one class."""
+        """Publish the blocks of one class."""
         full = num_tokens // self.block_size
         count = num_tokens if partial else full * self.block_size
         if of.cache is None or not count or (full == table.num_published and not partial):
@@ -303,9 +313,9 @@ class KVManager:
         table.num_published = full
 
     def _is_twin(self, seq: Sequence, cache: RadixCache, blocks: list[int]) -> bool:
-        """Whether the cache has other blocks for the same tokens: what followed on ours could not be evicted in order.
+        """Whether the cache has other blocks for the same tokens.
 
-        Such a sequence publishes when it ends.
+        Blocks that followed ours could then not be evicted in order. Such a sequence publishes when it ends.
         """
         match = cache.match(self.namespace(seq), seq.tokens(len(blocks) * self.block_size))
         return any(
@@ -313,7 +323,7 @@ class KVManager:
         )
 
     def release(self, seq: Sequence, now: float = 0.0, *, lease: bool = False) -> None:
-        """Drop the whole tables; what has been computed stays in the cache, with a lease for its session."""
+        """Drop the whole tables. The computed KV stays in the cache; with `lease` its session gets a lease on it."""
         self.publish(seq, seq.num_completed, partial=True, running=False)
         session = seq.request.session_id
         if lease and self.limits.prefix_cache and session is not None and seq.num_completed:
@@ -343,7 +353,7 @@ class KVManager:
         return seq.keys[:count]
 
     def _of_groups(self, keys: list[bytes], c: int | None = None) -> list[bytes]:
-        """The keys of the blocks of all groups, or of those of class `c`, by tokens first."""
+        """The keys of the blocks of all groups, or of the groups of class `c`, ordered by tokens first."""
         if self.limits.num_groups == 1:
             return keys
         return group_keys(keys, range(self.limits.num_groups) if c is None else self._classes[c].groups)
@@ -353,13 +363,13 @@ class KVManager:
         return self._tiers.finished() if self._tiers is not None else []
 
     def check_idle(self) -> None:
-        """While no sequence holds blocks, none is lost. Cheap enough for every pause."""
+        """Check that no block is lost while no sequence holds blocks. It is cheap enough for every pause."""
         missing = self.limits.num_blocks - self.num_available
         leased = sum(self.pool.size(block) for lease in self.leases for block in lease.blocks if block != HOLE)
         assert 0 <= missing <= leased, f"{missing} blocks are held, leases have {leased}"  # they may share blocks
 
     def check_integrity(self, holders: Iterable[Sequence]) -> None:
-        """Every reference of the pool has its owner; `holders` are all sequences that hold blocks."""
+        """Check that every reference of the pool has its owner. `holders` are all sequences that hold blocks."""
         self.pool.check_integrity()
         for cache in self.caches:
             cache.check_integrity()

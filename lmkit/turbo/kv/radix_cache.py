@@ -1,4 +1,4 @@
-"""The prefix cache: KV blocks outlive their sequences, and are found again by the tokens whose KV they hold."""
+"""The prefix cache: KV blocks outlive their sequences and are found again by the tokens whose KV they hold."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from lmkit.turbo.kv.radix_tree import Namespace as Namespace
 from lmkit.turbo.kv.radix_tree import Node, RadixTree
 from lmkit.turbo.kv.window_view import WindowView
 
-LONG_PATH = 32  # nodes; on shorter ones joining would cost more than it saves
-Order = OrderedDict[Node, None]  # all nodes that hold blocks: used longest ago first, and of one use see `_seen`
+LONG_PATH = 32  # nodes; joining shorter paths would cost more than it saves
+Order = OrderedDict[Node, None]  # all nodes that hold blocks, least recently used first; within one use see `_seen`
 
 
 @dataclass(frozen=True)
 class Match:
-    """The longest prefix that needs not be computed.
+    """The longest prefix that does not need to be computed.
 
-    With a sliding window it is good for queries at `num_tokens` and later only: who takes less of it matches again.
+    With a sliding window it is valid only for queries at `num_tokens` and later. A caller that wants fewer tokens must
+    match again.
     """
 
-    blocks: list[int]  # its full blocks in order; HOLE where a sliding window lets no such query look
-    num_tokens: int  # len(blocks) * block_size, plus what `tail` gives
+    blocks: list[int]  # its full blocks in order; HOLE where the sliding window hides a block from all such queries
+    num_tokens: int  # len(blocks) * block_size, plus the tokens of `tail`
     tail: int | None  # a block whose first num_tokens % block_size tokens fit as well: copy it before you write
 
 
@@ -40,16 +41,16 @@ class Tenant:
 
 
 class RadixCache:
-    """Keeps blocks of `pool` in a radix tree, each with one reference of its own.
+    """Keeps blocks of `pool` in a radix tree. The cache holds one reference to each of them.
 
-    A block with more references is in use and never goes. The rest are idle and are evicted one by one: used longest
-    ago first, and of one use (which is of a whole path) the deepest first, so that what remains of a path is its
-    beginning. That rests on a rule that the callers keep: who uses a block holds all blocks before it, also when the
-    cache has other ones for these tokens than the caller's own (see `insert`).
+    A block with more references is in use and is never evicted. The other blocks are idle and are evicted one by one,
+    the least recently used first. One use covers a whole path. Within one use the deepest block is evicted first, so
+    the beginning of a path remains. This rests on a rule that the callers keep: a sequence that uses a block holds all
+    blocks before it, even where the cache has other blocks for these tokens than the caller's own (see `insert`).
 
-    With a sliding window sequences give up blocks that nobody looks at any more while they use later ones, so idle
-    blocks may go anywhere, of one use the oldest tokens first, but the sinks last. They leave HOLEs, over which a
-    later match passes as long as its own window lies behind them.
+    With a sliding window, sequences give up blocks that they no longer see while they use later ones. Idle blocks may
+    therefore be evicted anywhere in a path: within one use the oldest tokens first, but the sinks last. They leave
+    HOLEs. A later match passes over HOLEs that lie before its own window.
     """
 
     def __init__(
@@ -62,9 +63,9 @@ class RadixCache:
         stripe: int = 1,
         ledger: Ledger | None = None,
     ) -> None:
-        """window: a token at position p sees keys > p - window and the first `sinks`, or all before it if 0.
+        """window: a token at position p sees keys > p - window and the first `sinks` keys; all keys before it if 0.
 
-        stripe: blocks of the pool that make a block of this cache. ledger: shared with other caches over the pool.
+        stripe: pool blocks that make one block of this cache. ledger: shared with other caches over the pool.
         """
         self.stripe = stripe
         self.num_evicted = 0
@@ -74,7 +75,7 @@ class RadixCache:
         self._block_size = block_size
         self._window = window
         self._view = WindowView(window, -(-sinks // block_size) if window else 0, block_size)
-        # Nodes are used as a whole. What a window has left behind must not stay as fresh as what it sees: short nodes.
+        # A use marks a whole node. Nodes are short, so that blocks behind a window do not stay as recent as its own.
         self._max_run = window // block_size + 1 if window else sys.maxsize
         self._tree = RadixTree(block_size)
         self._partial: dict[int, Node] = {}  # by block
@@ -86,7 +87,7 @@ class RadixCache:
         return sum(tenant.num_blocks for tenant in self._tenants.values())
 
     def match(self, namespace: Namespace, tokens: np.ndarray) -> Match:
-        """The longest usable prefix of `tokens` (int32 [n]). Counts as a use of it, but takes no references."""
+        """Find the longest usable prefix of `tokens` (int32 [n]). This counts as a use, but takes no references."""
         self._ledger.now += 1
         path = self._find(namespace, tokens)
         blocks = _blocks_of(path)
@@ -108,10 +109,10 @@ class RadixCache:
     def insert(self, namespace: Namespace, tokens: np.ndarray, blocks: Sequence[int]) -> list[int]:
         """Remember that the KV of `tokens` (int32 [n]) lies in `blocks`, which the caller holds.
 
-        The last one may be partly filled; those that a sliding window has left may be HOLE, and blocks behind the last
-        token are ignored. Returns for each full block the cache's one: the given one where it is new, another where
-        these tokens were there already, HOLE where the cache keeps none. If the caller goes on it must take a reference
-        on each of the others.
+        The last block may be partly filled. Blocks that a sliding window has passed may be HOLE. Blocks behind the last
+        token are ignored. Returns the cache's block for each full block: the given block if it is new, another block if
+        the cache already had these tokens, HOLE if the cache keeps none. A caller that goes on must take a reference to
+        each block that is not its own.
         """
         self._ledger.now += 1
         size = self._block_size
@@ -126,11 +127,11 @@ class RadixCache:
         holes = [i for i in range(done) if kept[i] == HOLE] if HOLE in kept else []
         missing = [i for i in holes + list(range(done, full)) if blocks[i] != HOLE]
         for i in missing + [full] * bool(rest):
-            if (node := self._partial.get(blocks[i])) is not None:  # what was in the caller's block before it was full
+            if (node := self._partial.get(blocks[i])) is not None:  # the caller's block from before it was full
                 self._remove_partial(node)
         room = self._make_room(namespace[0], len(missing) + bool(rest))
         chosen = self._view.choose(missing, room)
-        kept = _blocks_of(path) + [HOLE] * (full - done)  # once more: making room may have taken some
+        kept = _blocks_of(path) + [HOLE] * (full - done)  # read again: making room may have evicted some
         for i in chosen:
             kept[i] = blocks[i]
         self._keep(namespace[0], [blocks[i] for i in chosen])
@@ -145,7 +146,7 @@ class RadixCache:
         return kept
 
     def oldest(self, tenant: str | None = None) -> float:
-        """When the idle block that an eviction takes first was used; inf = there is none."""
+        """The last use of the idle block that an eviction takes first; inf if none is idle."""
         references = self._pool.references
         for node in self._order_of(tenant):
             blocks = node.blocks if self._window else node.blocks[-1:] if not node.children else []
@@ -154,9 +155,10 @@ class RadixCache:
         return math.inf
 
     def evict(self, count: int, tenant: str | None = None, *, until: float = math.inf, spare: int | None = None) -> int:
-        """Give at least `count` idle blocks back to the pool if there are so many; returns how many it gave.
+        """Evict up to `count` idle blocks. Returns the number of evicted blocks.
 
-        Only a tenant's, if one is named, only those used up to `until`, and none of the path that is used at `spare`.
+        If `tenant` is given, only its blocks are evicted. Only blocks last used up to `until` are evicted, and the path
+        that is used at `spare` is kept.
         """
         evicted = self._evict(self._order_of(tenant), count, until, spare)
         self.num_evicted += evicted
@@ -168,15 +170,15 @@ class RadixCache:
         return self._tenants[tenant].order if tenant in self._tenants else OrderedDict()
 
     def clear(self) -> None:
-        """Drop all that is idle."""
+        """Evict all idle blocks."""
         self._evict(self._order, self._pool.num_idle)
 
     # Sliding windows
 
     def _seen(self, path: list[Node], num_tokens: int) -> list[Node]:
-        """The nodes of a path into which a query at `num_tokens` looks, the last one, and those in no order as yet.
+        """The nodes of a path that a query at `num_tokens` sees, its last node, and nodes that are in no order yet.
 
-        What is of most use comes first: the beginning, or with a window the sinks and then the latest tokens.
+        The most useful nodes come first: the beginning, or with a window the sinks and then the latest tokens.
         """
         if not self._window:
             return path
@@ -191,7 +193,7 @@ class RadixCache:
         return sinks + later[::-1]
 
     def _fill(self, path: list[Node], kept: list[int]) -> None:
-        """Give the path's holes the blocks that are there now."""
+        """Replace the path's HOLEs by the blocks in `kept`."""
         if self._window:
             at = 0
             for node in path:
@@ -201,9 +203,9 @@ class RadixCache:
     # Growing
 
     def _replace_shorter(self, parent: Node, tokens: np.ndarray, block: int) -> bool:
-        """Before `block` with `tokens` (those of one block or fewer) goes below `parent`: are they there already?
+        """Whether `tokens` (those of one block or fewer) are already below `parent`, where `block` is to be attached.
 
-        Else drop the partial nodes that it makes superfluous: idle ones, and one of the very same block.
+        If not, remove the partial nodes that `block` makes superfluous: idle ones, and a node of the same block.
         """
         fitting, length = self._tree.fitting(parent, tokens)
         if fitting is not None and length == len(tokens):
@@ -224,7 +226,7 @@ class RadixCache:
         self._forget([node])
 
     def _grow(self, path: list[Node], tokens: np.ndarray, kept: list[int], done: int) -> int:
-        """Hang the blocks of `kept` from `done` on below the path, and extend the path; returns where they end."""
+        """Attach the blocks of `kept` from `done` on below the path, and extend the path. Returns where they end."""
         end = len(kept)
         while end > done and kept[end - 1] == HOLE:
             end -= 1
@@ -247,18 +249,18 @@ class RadixCache:
     # Using and evicting
 
     def _find(self, namespace: Namespace, tokens: np.ndarray) -> list[Node]:
-        """The path of `tokens` from its root, all of whose nodes the caller touches."""
+        """The path of `tokens` from its root. The caller touches all of its nodes."""
         path = self._tree.find(namespace, tokens)
-        if len(path) > LONG_PATH and not self._window:  # all is used now: one node will do as well as many
+        if len(path) > LONG_PATH and not self._window:  # the whole path is used now: one node is enough
             path, gone = self._tree.join(path)
             self._forget(gone)
         return path
 
     def _touch(self, nodes: list[Node]) -> None:
-        """These nodes of a path are used now; those of most use stand first, and go last."""
+        """Mark these nodes of a path as used now. The most useful nodes stand first and are evicted last."""
         tenant = self._tenants.get(nodes[-1].namespace[0])
         if tenant is None:
-            return  # then it is but an empty root
+            return  # the path is an empty root
         orders = [self._order] if self._ledger.quota is None else [self._order, tenant.order]
         for node in reversed(nodes):
             if node.is_root:
@@ -272,7 +274,7 @@ class RadixCache:
                 siblings[node.key] = siblings.pop(node.key)
 
     def _make_room(self, tenant: str, count: int) -> int:
-        """How many of `count` more blocks the tenant may keep, after evicting its own as far as needed."""
+        """Evict the tenant's blocks as far as needed. Returns how many of `count` more blocks it may keep."""
         ledger = self._ledger
         if ledger.quota is None:
             return count
@@ -280,7 +282,7 @@ class RadixCache:
         return min(count, max(ledger.quota - ledger.held[tenant], 0) // self.stripe)
 
     def _count(self, tenant: str, change: int) -> None:
-        """The tenant keeps so many blocks more."""
+        """Count `change` more blocks for the tenant."""
         self._tenants.setdefault(tenant, Tenant()).num_blocks += change
         held = self._ledger.held
         held[tenant] += change * self.stripe
@@ -288,9 +290,9 @@ class RadixCache:
             del held[tenant]
 
     def _evict(self, order: Order, count: int, until: float = math.inf, spare: int | None = None) -> int:
-        """Drop up to `count` idle blocks of the nodes of `order`, of those used up to `until`; returns how many."""
+        """Drop up to `count` idle blocks of nodes in `order` that were used up to `until`. Returns their number."""
         victims: list[int] = []
-        gone: list[Node] = []  # removed from `order` when it is no longer walked
+        gone: list[Node] = []  # removed from `order` after the loop over it
         count = min(count, self._pool.num_idle)
         for node in order:
             if len(victims) >= count or node.used > until or node.used == spare:
@@ -309,7 +311,7 @@ class RadixCache:
         return len(victims)
 
     def _cut(self, leaf: Node, count: int) -> list[int]:
-        """Take up to `count` idle blocks off the end of a leaf."""
+        """Remove up to `count` idle blocks from the end of a leaf."""
         if leaf.children:
             return []
         references, start = self._pool.references, len(leaf.blocks)
@@ -321,7 +323,7 @@ class RadixCache:
         return victims
 
     def _punch(self, node: Node, count: int) -> list[int]:
-        """Take up to `count` idle blocks out of a node, the oldest tokens first."""
+        """Remove up to `count` idle blocks from a node, the oldest tokens first. They leave HOLEs."""
         victims: list[int] = []
         for i, block in enumerate(node.blocks):
             if len(victims) == count:
@@ -337,13 +339,13 @@ class RadixCache:
             tenant = self._tenants.get(node.namespace[0])
             if tenant is not None:
                 tenant.order.pop(node, None)
-                if not tenant.num_blocks and not tenant.order:  # while it inserts it may have none for a moment
+                if not tenant.num_blocks and not tenant.order:  # during an insert it may have none for a moment
                     del self._tenants[node.namespace[0]]
 
     # Checking
 
     def check_integrity(self) -> None:
-        """The tree, the orders, the counts and the pool tell the same story. O(blocks and tokens in the cache)."""
+        """Check that the tree, the orders, the counts and the pool agree. O(blocks and tokens in the cache)."""
         nodes = list(self._tree)
         held: list[int] = []
         counts: Counter[str] = Counter()

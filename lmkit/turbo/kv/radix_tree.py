@@ -1,4 +1,4 @@
-"""A compressed radix tree over blocks of tokens: which block holds the KV of which tokens. Ids only, and no policy."""
+"""A compressed radix tree over blocks of tokens. It maps tokens to the blocks with their KV: ids only, no policy."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import numpy as np
 
 from lmkit.turbo.kv.block_pool import HOLE
 
-Namespace = tuple[str, str]  # (tenant, what else decides a block's content: cache salt, later an adapter)
+Namespace = tuple[str, str]  # (tenant, anything else that decides a block's content: cache salt, later an adapter)
 
 TOKEN_BYTES = 4
-MAX_CANDIDATES = 8  # children that are looked at for a partly fitting block
+MAX_CANDIDATES = 8  # children that the search for a partly fitting block compares
 
 
 class Node:
-    """An edge and what hangs below it: a run of blocks that is used and evicted as one until it has to be split.
+    """An edge and its subtree. The edge is a run of blocks that is used and evicted as one until it has to be split.
 
         tokens [ t0 ... t31 | t32 ... t63 | ... ]   int32
-        blocks [     17     |     HOLE    | ... ]   HOLE: forgotten, though later ones are still there
+        blocks [     17     |     HOLE    | ... ]   HOLE: evicted, although later blocks are still there
 
-    A root has neither. A *partial* node is a leaf of one block whose tokens are fewer than a block's.
+    A root has neither tokens nor blocks. A *partial* node is a leaf of one block that is not full.
     """
 
     __slots__ = ("blocks", "children", "key", "namespace", "parent", "tokens", "used")
@@ -32,10 +32,11 @@ class Node:
         self.tokens = tokens  # int32 [<= len(blocks) * block_size]
         self.blocks = blocks
         self.key = b""  # bytes of the first block's tokens
-        # First token -> key -> child, used last stands last. The inner dict finds the child that begins with a whole
-        # given block; the outer one keeps the search for a partly fitting block away from all other children.
+        # First token -> key -> child; the most recently used child stands last. The inner dict finds the child that
+        # begins with a given whole block. The outer dict limits the search for a partly fitting block to children
+        # with the same first token.
         self.children: dict[bytes, dict[bytes, Node]] = {}
-        self.used = 0  # when it was used last, in ticks of the cache's clock
+        self.used = 0  # time of the last use, in ticks of the cache's clock
 
     @property
     def is_root(self) -> bool:
@@ -48,15 +49,15 @@ class Node:
         return len(self.children) == 1 and len(next(iter(self.children.values()))) == 1
 
     def siblings(self) -> dict[bytes, Node]:
-        """The children of its parent with the same first token, itself among them."""
+        """The children of its parent with the same first token, including itself."""
         assert self.parent is not None
         return self.parent.children[self.key[:TOKEN_BYTES]]
 
 
 class RadixTree:
-    """One root per namespace, which lives as long as it has children.
+    """One root per namespace. A root lives as long as it has children.
 
-    What must be equal is the tokens themselves: keys are all bytes of a block, the rest of a run is compared as arrays.
+    A match compares the tokens themselves: a key is all bytes of a block, and the rest of a run is compared as arrays.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -71,9 +72,9 @@ class RadixTree:
             stack += [child for group in node.children.values() for child in group.values()]
 
     def find(self, namespace: Namespace, tokens: np.ndarray) -> list[Node]:
-        """The path, from the root, of those full blocks of `tokens` (int32 [n]) that are in the tree.
+        """Find the path, from the root, of the full blocks of `tokens` (int32 [n]) that are in the tree.
 
-        It splits the node in which they end, so that the whole path belongs to `tokens`.
+        The node in which they end is split, so that the whole path belongs to `tokens`.
         """
         assert tokens.dtype == np.int32, f"tokens are int32, not {tokens.dtype}"
         node = self.roots.get(namespace) or Node(namespace, None, tokens[:0], [])
@@ -93,9 +94,9 @@ class RadixTree:
         return path
 
     def fitting(self, node: Node, tokens: np.ndarray) -> tuple[Node | None, int]:
-        """The child of `node` whose first block begins with most of `tokens`, and with how many of them.
+        """The child of `node` whose first block begins with the most of `tokens`, and the number of these tokens.
 
-        Only some children are looked at: an equal one, and those used last of those with the same first token.
+        Only some children are compared: an equal one, and the most recently used ones with the same first token.
         """
         key = tokens.tobytes()
         group = node.children.get(key[:TOKEN_BYTES], {})
@@ -108,7 +109,7 @@ class RadixTree:
         return best, longest
 
     def shorter(self, node: Node, tokens: np.ndarray) -> list[Node]:
-        """The partial children of `node` whose tokens are the beginning of `tokens`, and not all of it."""
+        """The partial children of `node` whose tokens are a proper prefix of `tokens`."""
         key = tokens.tobytes()
         group = node.children.get(key[:TOKEN_BYTES], {})
         lengths = range(TOKEN_BYTES, len(key), TOKEN_BYTES)
@@ -118,7 +119,7 @@ class RadixTree:
         return 0 < len(node.tokens) < self.block_size
 
     def attach(self, parent: Node, tokens: np.ndarray, blocks: list[int]) -> Node:
-        """A new child; its key is not yet one of the parent's."""
+        """Add a new child. The parent must not have its key yet."""
         node = Node(parent.namespace, parent, tokens.copy(), blocks)
         self._hang(node, parent)
         if parent.is_root:
@@ -130,7 +131,7 @@ class RadixTree:
         leaf.blocks += blocks
 
     def join(self, path: list[Node]) -> tuple[list[Node], list[Node]]:
-        """Make one node of each row of only children on a path from its root; (the new path, nodes that are gone)."""
+        """Join each row of only children on a path from its root into one node. Returns (new path, removed nodes)."""
         joined, gone, start = path[:1], [], 1
         for end, node in enumerate(path[1:], 2):
             if end == len(path) or not node.has_one_child():
@@ -153,9 +154,9 @@ class RadixTree:
         leaf.parent = None
 
     def prune(self, node: Node, spare: int | None = None) -> list[Node]:
-        """Cut the holes off the end of a leaf, and detach it if it is nothing else; then its parents likewise.
+        """Cut the HOLEs off the end of a leaf, and detach the leaf if nothing is left. Then do the same to its parents.
 
-        Nodes used at `spare` stay. Returns the detached ones.
+        Nodes used at `spare` stay. Returns the detached nodes.
         """
         gone = []
         while node.parent is not None and not node.children and node.used != spare:
@@ -171,7 +172,7 @@ class RadixTree:
         return gone
 
     def check(self, node: Node) -> None:
-        """The node fits its place in the tree. Raises AssertionError."""
+        """Check that the node fits its place in the tree. Raises AssertionError."""
         for child in (child for group in node.children.values() for child in group.values()):
             assert child.parent is node, "a child has another parent"
             assert child.siblings()[child.key] is child, "a child hangs elsewhere"
@@ -188,7 +189,7 @@ class RadixTree:
         assert node.children or node.blocks[-1] != HOLE, "a leaf ends in a hole"
 
     def _join(self, row: list[Node]) -> None:
-        """The last one takes over the runs and the place of all."""
+        """Make the last node of the row take over the runs of all and the place of the first."""
         first, last = row[0], row[-1]
         first.siblings()[first.key] = last
         last.key, last.parent = first.key, first.parent
@@ -198,7 +199,7 @@ class RadixTree:
             node.parent = None
 
     def _split(self, node: Node, num_blocks: int) -> Node:
-        """A new parent takes over the first `num_blocks` blocks of the run; `node` keeps the rest and its children."""
+        """Move the first `num_blocks` blocks of the run to a new parent. `node` keeps the rest and its children."""
         at = num_blocks * self.block_size
         upper = Node(node.namespace, node.parent, node.tokens[:at].copy(), node.blocks[:num_blocks])
         upper.key, upper.used = node.key, node.used
@@ -213,7 +214,7 @@ class RadixTree:
 
 
 def common_length(a: np.ndarray, b: np.ndarray) -> int:
-    """How many tokens `a` and `b` have in common before the first that differs."""
+    """The length of the common prefix of `a` and `b`."""
     length = min(len(a), len(b))
     if not length:
         return 0
@@ -223,6 +224,9 @@ def common_length(a: np.ndarray, b: np.ndarray) -> int:
 
 
 def shortened(tokens: np.ndarray, length: int) -> np.ndarray:
-    """The first `length` tokens. A view, as a run is often cut block by block, but of no more than twice its size."""
+    """Return the first `length` tokens.
+
+    The result is a view, because a run is often cut block by block, but never of an array of more than twice its size.
+    """
     view = tokens[:length]
     return view if view.base is None or view.base.size <= 2 * length else view.copy()

@@ -1,4 +1,4 @@
-"""Which blocks of a sequence a sliding window looks into. Plain arithmetic on tables of blocks."""
+"""Arithmetic on block tables that tells which blocks of a sequence a sliding window sees."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class WindowView(NamedTuple):
     block_size: int  # tokens
 
     def first_seen(self, num_tokens: int) -> int:
-        """The first block that a query at position `num_tokens` looks into, sinks aside."""
+        """The first block that a query at position `num_tokens` sees, apart from the sinks."""
         return max(num_tokens - self.window + 1, 0) // self.block_size if self.window else 0
 
     def usable(self, blocks: list[int], rest: int) -> int:
-        """How many of a path's blocks lead to a position that looks into no hole; `rest` tokens lie behind the last."""
+        """The number of a path's blocks up to a position that sees no HOLE. `rest` tokens lie behind the last block."""
         if HOLE not in blocks:
             return len(blocks)
         end = len(blocks)
@@ -34,7 +34,7 @@ class WindowView(NamedTuple):
         return end
 
     def choose(self, missing: list[int], room: int) -> list[int]:
-        """Which `room` of the missing blocks to keep: the first ones, or with a window the sinks and the last ones."""
+        """Choose `room` of the missing blocks to keep: the first ones, or with a window the sinks and the last ones."""
         if self.window:
             sinks = sum(i < self.sink_blocks for i in missing)
             missing = missing[:sinks] + missing[sinks:][::-1]

@@ -1,4 +1,4 @@
-"""The persistent batch: sequences keep a slot while they run, and a step touches only what changed."""
+"""The persistent batch: sequences keep a slot while they run, and a step touches only the values that changed."""
 
 from __future__ import annotations
 
@@ -12,30 +12,31 @@ from lmkit.kernels.ops import BatchGeometry
 from lmkit.layers.batch import BatchInputs
 from lmkit.turbo.plan import Chunk, NewSequence
 
-# Tables of a step with prompt tokens have columns for so many keys, or twice as many, and so on: shapes come again
-# while a context grows, and attention prepares for less than twice the keys there are.
+# Block tables of a step with prompt tokens have columns for so many keys, or twice as many, and so on. Shapes therefore
+# recur while a context grows, and attention prepares for less than twice the number of keys.
 TABLE_KEYS = 4096
 
 
 class Expected(NamedTuple):
-    """A token that a step under way will have sampled."""
+    """A token that a step under way will sample."""
 
     slot: int
-    entry: int  # of the slot: which of its sequences
+    entry: int  # counts the sequences that have entered the slot
     position: int
 
 
 @dataclass(frozen=True)
 class StepRows:
-    """Where the step has what is asked of each chunk, by the plan's order."""
+    """The rows of the step's outputs that each chunk needs, in the plan's order."""
 
-    sample_rows: list[range]  # among the step's logit rows: those of the positions that are sampled
-    prompt_rows: list[range]  # among the step's tokens: those that score the next prompt token, where asked for
+    sample_rows: list[range]  # among the step's logit rows: the rows of the positions that are sampled
+    prompt_rows: list[range]  # among the step's tokens: the tokens that score the next prompt token, on request
 
 
 class PersistentBatch:
-    """Token ids and block tables of `num_slots` sequences, as arrays indexed by slot; and one set of step inputs, which
-    every step writes to the same place: a captured step finds them there.
+    """Token ids and block tables of `num_slots` sequences, as arrays indexed by slot, and one set of step inputs.
+
+    Every step writes its inputs to the same place, where a captured step finds them.
     """
 
     def __init__(
@@ -48,8 +49,8 @@ class PersistentBatch:
         self.block_tables = np.zeros((num_groups, num_slots, -(-max_model_len // block_size)), np.int32)
         self.num_blocks = np.zeros((num_groups, num_slots), np.int64)
         self.wants_prompt_logprobs = np.zeros(num_slots, bool)
-        self.keeps_tables = False  # whether the last inputs have the block tables of those before
-        self._entries = [0] * num_slots  # how many sequences have entered
+        self.keeps_tables = False  # whether the last inputs have the same block tables as the inputs before them
+        self._entries = [0] * num_slots  # number of sequences that have entered
         self._inputs = {
             "token_ids": torch.zeros(max_step_tokens, dtype=torch.int64),
             "positions": torch.zeros(max_step_tokens, dtype=torch.int32),
@@ -75,22 +76,23 @@ class PersistentBatch:
         self.wants_prompt_logprobs[new.slot] = new.prompt_logprobs
 
     def append(self, slot: int, token_id: int) -> None:
-        """A sampled token becomes the sequence's last; it is computed in a later step."""
+        """Append a sampled token to the sequence. It is computed in a later step."""
         position = self.num_tokens[slot]
         if position < self.token_ids.shape[1]:
             self.token_ids[slot, position] = token_id
         self.num_tokens[slot] = position + 1
 
     def expect(self, slot: int) -> Expected:
-        """As `append` of a token that is not known yet. Until `learn` its id is -1 - slot: a step that computes it
-        takes the token that was sampled last in that slot.
+        """Append a token that is not known yet.
+
+        Its id is -1 - slot until `learn`. A step that computes it takes the token that was sampled last in that slot.
         """
         expected = Expected(slot, self._entries[slot], int(self.num_tokens[slot]))
         self.append(slot, -1 - slot)
         return expected
 
     def learn(self, expected: Expected, token_id: int) -> None:
-        """The step has run. Of no use to the slot's next sequence, if the one that was expected to go on has left."""
+        """Fill in an expected token after its step has run. If its sequence has left the slot, nothing is changed."""
         slot, entry, position = expected
         if self._entries[slot] == entry and position < self.token_ids.shape[1]:
             self.token_ids[slot, position] = token_id
@@ -98,7 +100,7 @@ class PersistentBatch:
     def inputs(self, chunks: list[Chunk]) -> tuple[BatchInputs, StepRows | None]:
         """Give the chunks their new blocks and gather the step's tensors, which are valid until the next step.
 
-        None for a decode step: every sequence brings one token and samples the next.
+        The rows are None for a decode step, in which every sequence computes one token and samples the next.
         """
         for chunk in chunks:
             self._extend_tables(chunk.slot, chunk.new_blocks)
@@ -131,7 +133,7 @@ class PersistentBatch:
         self.keeps_tables = [(slot, position - 1) for slot, position in tokens] == before and all(
             position % self.block_size for _, position in tokens
         )
-        if self.keeps_tables:  # one further in the same blocks
+        if self.keeps_tables:  # every sequence moves on by one token in the same blocks
             for name in ("positions", "slots", "context_lens"):
                 self._arrays[name][..., :num_seqs] += 1
             for row, (slot, position) in enumerate(tokens):
@@ -147,7 +149,10 @@ class PersistentBatch:
     def _write(
         self, slots: np.ndarray, owner: np.ndarray, positions: np.ndarray, query_start: np.ndarray, lens: np.ndarray
     ) -> int:
-        """Fill in a step whose token t is at positions[t] of the sequence in slot owner[t]; the blocks in use."""
+        """Fill in a step whose token t is at positions[t] of the sequence in slot owner[t].
+
+        Returns the number of block table columns in use.
+        """
         arrays, tokens, seqs = self._arrays, len(positions), len(slots)
         arrays["token_ids"][:tokens] = self.token_ids[owner, positions]
         arrays["positions"][:tokens] = positions
@@ -161,7 +166,7 @@ class PersistentBatch:
         return max_blocks
 
     def _table_width(self, num_blocks: int) -> int:
-        """Columns of the tables of a step that uses so many."""
+        """The columns of the block tables of a step that uses `num_blocks` of them."""
         width = -(-TABLE_KEYS // self.block_size)
         while width < num_blocks:
             width *= 2

@@ -1,7 +1,7 @@
 """Carries out step plans on a CPU.
 
-With `overlap` a thread of its own runs them, while the host prepares the next one. Without, a plan runs when its result
-is collected.
+With `overlap` a separate thread runs the plans while the host prepares the next one. Without it a plan runs when its
+result is collected.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from lmkit.turbo.runners.sampler import Sampler
 
 
 class CpuRunner(PlanRunner):
-    """`execute` carries a plan out where it is called."""
+    """`execute` carries out a plan in the thread that calls it."""
 
     def __init__(self, device: CpuDevice, parts: RunnerParts) -> None:
         self.sampler = Sampler(parts.config.max_batch_size, parts.decoder.spec.vocab_size)
         super().__init__(parts, self.sampler)
-        self.kernel_seconds = 0.0  # spent in the model, of all steps
+        self.kernel_seconds = 0.0  # time of all steps in the model
         self._workspace = Workspace(parts.workspace_bytes)
         self._captured = CapturedSteps(self.decoder, self.kv, self._workspace)
         self._overlaps = parts.config.overlap
         self._thread = ThreadPoolExecutor(1, "engine-steps", partial(threads.configure, threads.num_threads()))
 
     def warm_up(self) -> None:
-        """Steps are captured when they come."""
+        """Do nothing: steps are captured when they come."""
 
     def launch(self, plan: StepPlan) -> Ticket:
-        """Hand a plan to the thread, behind those before it."""
+        """Hand a plan to the thread, which runs it after the plans before it."""
         return self._thread.submit(self._run, plan).result if self._overlaps else partial(self._run, plan)
 
     def collect(self, ticket: Ticket) -> StepResult:
-        """Wait for a plan. Raises what it raised."""
+        """Wait for a plan. Raises the plan's own exception."""
         return ticket()
 
     def close(self) -> None:
@@ -58,7 +58,7 @@ class CpuRunner(PlanRunner):
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> list[Sampled]:
-        """One result for each of the plan's chunks, in order."""
+        """Carry out a plan. Returns one result for each of its chunks, in order."""
         with self._begun(plan) as chunks:
             return self.for_all(plan, chunks, self._compute(chunks))
 
@@ -80,7 +80,7 @@ class CpuRunner(PlanRunner):
         return list(map(Sampled, tokens, scores))
 
     def _logits(self, inputs: BatchInputs) -> Tensor:
-        """float32 [R, vocab], valid until the next step."""
+        """Logits float32 [R, vocab], valid until the next step."""
         logits = self._captured(inputs)
         if logits is not None:
             return logits

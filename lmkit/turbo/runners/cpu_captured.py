@@ -1,9 +1,11 @@
-"""Captured steps: a step runs the same jobs as the last one of its shape, so they are captured once and launched
-together, without Python between them (CUDA graphs' idea, on a CPU).
+"""Captured steps: the idea of CUDA graphs on a CPU.
 
-What differs from step to step is in tensors that stay where they are: the persistent batch writes its inputs to the
-same place every time, and kernels read lengths, tables and numbers of rows from memory. How the tokens are spread over
-the sequences is a value too, and no part of the shape.
+A step runs the same jobs as the last step of its shape. The jobs are therefore captured once and launched together,
+without Python between them.
+
+All values that differ between steps are in tensors that stay where they are. The persistent batch writes its inputs to
+the same place every time, and kernels read lengths, tables and numbers of rows from memory. The spread of the tokens
+over the sequences is such a value too, and no part of the shape.
 """
 
 from __future__ import annotations
@@ -21,23 +23,23 @@ from lmkit.log import get_logger
 from lmkit.models.decoder import Decoder
 
 log = get_logger(__name__)
-# What may be asked of a tensor, beside taking views of it: facts that are the same at every step of this size.
+# Attributes that may be read of a tensor, besides taking views: they are the same in every step of this shape.
 FACTS = frozenset({
     "__get__", "__len__", "data_ptr", "dim", "element_size", "is_contiguous", "numel", "size", "storage_offset",
     "stride",
 })  # fmt: skip
-MEMORY = frozenset({"empty", "from_numpy"})  # not computed from anything
+MEMORY = frozenset({"empty", "from_numpy"})  # new memory that is not computed from anything
 
 
-MAX_PROMPT_SHAPES = 64  # remembered; a program takes some 5 KB a layer
+MAX_PROMPT_SHAPES = 64  # shapes that are remembered; a program takes about 5 KB per layer
 
 
 class NotCapturableError(RuntimeError):
-    """The forward computes something outside of the kernels."""
+    """The forward pass computes something outside the kernels."""
 
 
 class _OnlyKernels(TorchFunctionMode):
-    """Refuses what torch would compute now and not in the captured steps: all but views, facts and new memory."""
+    """Refuses operations that torch would compute now but not in captured steps. Allows views, facts and new memory."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.__name__
@@ -51,18 +53,18 @@ class _OnlyKernels(TorchFunctionMode):
 
 
 def _all_views(result: Any, sources: Any) -> bool:
-    """Whether all of `result`, a tensor or a tuple of them, is memory of `sources`."""
+    """Whether every tensor of `result`, a tensor or a tuple of tensors, is a view of a tensor of `sources`."""
     tensors = result if isinstance(result, tuple | list) else (result,)
     known = {x.untyped_storage().data_ptr() for x in sources if isinstance(x, Tensor)}
     return all(isinstance(x, Tensor) and x.untyped_storage().data_ptr() in known for x in tensors)
 
 
 class StepShape(NamedTuple):
-    """All that the jobs of a step depend on."""
+    """Everything that the jobs of a step depend on."""
 
     num_tokens: int
     num_seqs: int
-    num_rows: int  # whose logits are wanted
+    num_rows: int  # rows whose logits are wanted
     table_width: int
 
     @classmethod
@@ -78,18 +80,21 @@ class _Captured:
 
 
 class CapturedSteps:
-    """Captured steps by shape: those in which every sequence decodes when they first come, as they come again for sure,
-    and those with prompt tokens when they come the second time. Of the latter, the shapes used last are remembered.
+    """Captured steps by shape.
+
+    A step in which every sequence decodes is captured when its shape first comes, because it surely comes again. A step
+    with prompt tokens is captured when its shape comes the second time. Only the most recently used of these shapes are
+    remembered.
     """
 
     def __init__(self, decoder: Decoder, kv: list[KVLayer], workspace: Workspace) -> None:
         self._decoder, self._kv, self._workspace = decoder, kv, workspace
         self._captured: dict[StepShape, _Captured | None] = {}
-        self._prompt_shapes: dict[StepShape, None] = {}  # seen before, the last one last
-        self._is_capturable = True  # until the forward shows that it is not; no shape differs from others in that
+        self._prompt_shapes: dict[StepShape, None] = {}  # shapes seen before, the most recent last
+        self._is_capturable = True  # until the forward pass shows that it is not; this holds for all shapes alike
 
     def __call__(self, inputs: BatchInputs) -> Tensor | None:
-        """Logits [R, vocab], valid until the next step; None if this step is not captured."""
+        """Run a captured step. Returns logits [R, vocab], valid until the next step; None if it is not captured."""
         shape = StepShape.of(inputs)
         if not self._is_capturable or not self._is_due(shape):
             return None
@@ -123,6 +128,6 @@ class CapturedSteps:
             self._is_capturable = False
             return None
         has_prompt = len(inputs.token_ids) > len(inputs.logit_rows)
-        if of_step is None or (has_prompt and program.kept):  # memory of its own would add up over the shapes
+        if of_step is None or (has_prompt and program.kept):  # each shape's own memory would add up
             return None
         return _Captured(program, of_step)

@@ -1,10 +1,10 @@
-"""Carries out step plans on a GPU, whose stream runs behind the host.
+"""Carries out step plans on a GPU. Its stream runs behind the host.
 
     host    launch 1 | launch 2 | result of 1 | update, plan and launch 3 | result of 2 ...
     stream           step 1 ..........| step 2 ..........| step 3 ...
 
-A step is launched before the tokens of the one before it are known: where the host has -1 - slot for a token, the step
-itself takes the token that was sampled last in that slot (ops.known_tokens).
+A step is launched before the tokens of the previous step are known. The host has -1 - slot for such a token, and the
+step itself takes the token that was sampled last in that slot (ops.known_tokens).
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class Pending(Protocol):
     """Tokens that are being sampled."""
 
     def result(self) -> list[SampledToken]:
-        """One for each row of logits; waits for the stream."""
+        """Wait for the stream. Returns one token for each row of logits."""
 
 
 class DeviceSampler(SlotStates, Protocol):
     """Samples on the stream."""
 
-    last_token: Tensor  # int64 [slots] on the device: what was sampled last
+    last_token: Tensor  # int64 [slots] on the device: the token that was sampled last
 
     def sample(self, logits: Tensor, slots: Sequence[int]) -> Pending: ...
 
@@ -58,7 +58,7 @@ class _Drawn:
 
 
 class HostSampler:
-    """The CPU's sampler on a GPU's logits: each step waits for them."""
+    """The CPU's sampler on a GPU's logits. Each step waits for the logits."""
 
     def __init__(self, num_slots: int, vocab_size: int, device: str) -> None:
         self._sampler = Sampler(num_slots, vocab_size)
@@ -75,14 +75,14 @@ class HostSampler:
 
 @dataclass(frozen=True)
 class _Times:
-    """Events around a step's launches: its model, and the sampling behind it."""
+    """Events around a step's launches: before the model, after it, and after the sampling."""
 
     begin: Event
     model: Event
     end: Event
 
     def seconds(self) -> tuple[float, float]:
-        """Of the step and of its model, on the device."""
+        """Seconds of the step and of its model, on the device."""
         self.end.synchronize()
         return self.begin.elapsed_time(self.end) / 1e3, self.begin.elapsed_time(self.model) / 1e3
 
@@ -92,11 +92,11 @@ class _Launched:
     """A step on its way."""
 
     plan: StepPlan
-    chunks: list[Chunk]  # that are computed
+    chunks: list[Chunk]  # the chunks that are computed
     scores: list[list[TokenLogprobs]]
-    tokens: list[list[SampledToken]] | None  # if the launch waited for them
-    pending: Pending  # else those of the chunks that sample, one of each
-    expected: list[Expected]  # which the batch waits for
+    tokens: list[list[SampledToken]] | None  # set if the launch waited for the tokens
+    pending: Pending  # otherwise one token of each chunk that samples
+    expected: list[Expected]  # tokens that the batch waits for
     times: _Times | None
 
 
@@ -118,7 +118,7 @@ class CudaRunner(PlanRunner):
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Compile what steps launch, and capture decode steps of every size, if this model's can be captured."""
+        """Compile the kernels of steps. Capture decode steps of every size if this model's steps can be captured."""
         if self._device.has_kernels:
             self._device.compile(linear_kernels(self.decoder, self.batch.max_step_tokens))
         if (reason := obstacle(self.decoder, self.kv)) is not None:
@@ -127,11 +127,11 @@ class CudaRunner(PlanRunner):
         self.captured.capture(captured_sizes(self.batch.block_tables.shape[1]), self.decoder.spec.vocab_size)
 
     def launch(self, plan: StepPlan) -> Ticket:
-        """Put a plan on the stream, behind those before it."""
+        """Put a plan on the stream, behind the plans before it."""
         return partial(self._result, self._launch(plan))
 
     def collect(self, ticket: Ticket) -> StepResult:
-        """Wait for the stream. Raises what the GPU says of this step or one before it."""
+        """Wait for the stream. Raises the GPU's error of this step or of a step before it."""
         try:
             return ticket()
         except RuntimeError as error:
@@ -141,7 +141,7 @@ class CudaRunner(PlanRunner):
             raise
 
     def close(self) -> None:
-        """The stream has no thread."""
+        """Do nothing: the stream has no thread."""
 
     @torch.inference_mode()
     def _launch(self, plan: StepPlan) -> _Launched:
@@ -181,7 +181,7 @@ class CudaRunner(PlanRunner):
     def _logits(
         self, chunks: list[Chunk], inputs: BatchInputs, rows: StepRows | None
     ) -> tuple[Tensor, list[list[TokenLogprobs]]]:
-        """float32 [R, vocab], valid until the next step's place in the stream, and the scores of prompt tokens."""
+        """Logits float32 [R, vocab], valid until the next step's place in the stream, and scores of prompt tokens."""
         no_scores: list[list[TokenLogprobs]] = [[] for _ in chunks]
         if rows is None and (size := self.captured.size_for(len(chunks))) is not None:
             self._staged.put(inputs, size, keeps_tables=self.batch.keeps_tables)

@@ -1,7 +1,7 @@
-"""Captured steps: a decode step's launches, captured once for each size and replayed as one.
+"""Captured steps: the launches of a decode step are captured once for each size and replayed as one.
 
-Decode steps are padded to the next size. Whatever differs from step to step is in buffers that stay where they are
-(turbo.staging); so is what comes out, the logits, which the next step overwrites.
+Decode steps are padded to the next size. All values that differ between steps are in buffers that stay where they are
+(turbo.runners.staging). The logits stay in one place too, and the next step overwrites them.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ Forward = Callable[[BatchInputs], Tensor]
 
 
 def captured_sizes(max_batch_size: int) -> list[int]:
-    """Numbers of sequences, ascending: 1, 2, 4, then multiples of 8, above 256 of 64, and the largest batch."""
+    """Numbers of sequences, ascending: 1, 2, 4, multiples of 8, above 256 multiples of 64, and the largest batch."""
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, max_batch_size, 64)]
     return [size for size in sizes if size < max_batch_size] + [max_batch_size]
 
 
 def obstacle(decoder: Decoder, kv: list[KVLayer]) -> str | None:
-    """Why steps of this model cannot be captured, or None."""
+    """The reason why steps of this model cannot be captured, or None."""
     if decoder.dtype not in HALVES or any(x.dtype == FLOAT32 for layer in kv for x in (layer.k, layer.v)):
         return "float32 is computed through torch"
     if any(isinstance(layer.mlp, MoE) for layer in decoder.layers):
@@ -49,7 +49,7 @@ def obstacle(decoder: Decoder, kv: list[KVLayer]) -> str | None:
 
 
 def chosen(decoder: Decoder) -> Iterator[tuple[str, Implementation]]:
-    """The implementations of the ops that a step runs, each with what it is for."""
+    """The implementations of the ops that a step runs, each with the name of its use."""
     yield "embedding", decoder.embedding
     yield from (("angles", rope.angles) for rope in decoder.ropes.values())
     if decoder.softcap is not None:
@@ -64,7 +64,7 @@ def chosen(decoder: Decoder) -> Iterator[tuple[str, Implementation]]:
 
 
 def linear_kernels(decoder: Decoder, max_tokens: int) -> Iterator[Kernel]:
-    """What the packed weights' products launch in steps of up to so many tokens."""
+    """The kernels that the products of the packed weights launch in steps of up to `max_tokens` tokens."""
     for linear in (*(linear for layer in decoder.layers for linear in layer.linears), decoder.lm_head):
         for _, packed, _ in linear.packed or ():
             if isinstance(packed, PackedWeight):
@@ -72,7 +72,7 @@ def linear_kernels(decoder: Decoder, max_tokens: int) -> Iterator[Kernel]:
 
 
 class CapturedSteps:
-    """Decode steps of a few sizes. `forward`: a step's logits, launched on the stream."""
+    """Decode steps of a few sizes. `forward` launches a step on the stream and returns its logits."""
 
     def __init__(self, device: CudaDevice, forward: Forward, staged: StagedInputs, table_width: int) -> None:
         self._device, self._forward, self._staged, self._width = device, forward, staged, table_width
@@ -80,9 +80,9 @@ class CapturedSteps:
         self._logits = torch.empty(0)
 
     def capture(self, sizes: list[int], vocab_size: int) -> None:
-        """Compile and capture every size, the largest first: the others find room in its memory.
+        """Compile and capture every size. The largest comes first, so that the others find room in its memory.
 
-        A forward that cannot be captured after all is run as it is.
+        If the forward pass cannot be captured after all, steps run without capture.
         """
         start = time.perf_counter()
         self._logits = torch.empty(max(sizes), vocab_size, device=self._device.tensors)
@@ -103,15 +103,18 @@ class CapturedSteps:
         def launch() -> None:
             self._logits[:size].copy_(self._forward(inputs))
 
-        launch()  # what is compiled, chosen or allocated at first use is not captured
+        launch()  # a first launch outside the capture: it compiles, chooses and allocates
         self._device.synchronize()
         return self._device.capture(launch)
 
     def size_for(self, num_seqs: int) -> int | None:
-        """The smallest captured size that holds a decode step of so many."""
+        """The smallest captured size that holds a decode step of `num_seqs` sequences, or None."""
         return next((size for size in self._replays if size >= num_seqs), None)
 
     def replay(self, size: int) -> Tensor:
-        """Logits [size, vocab] of the inputs that were staged last, padded to `size`; the next step overwrites them."""
+        """Replay a step with the inputs that were staged last, padded to `size`.
+
+        Returns logits [size, vocab]. The next step overwrites them.
+        """
         self._replays[size]()
         return self._logits[:size]

@@ -1,6 +1,6 @@
-"""Where an engine computes. The scheduler and its plans are the same everywhere; what a device decides lies here.
+"""The devices on which an engine computes. The scheduler and its plans are the same on all; the differences are here.
 
-A CPU carries out a step when it is told to. A GPU has a stream: what is launched runs in order, and the host goes on.
+A CPU carries out a step when it is called. A GPU has a stream: launches run in order, and the host goes on meanwhile.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Event(Protocol):
 
 
 class CpuDevice:
-    """Steps run where they are called."""
+    """A CPU: steps run where they are called."""
 
     name: Literal["cpu"] = "cpu"
     tensors = "cpu"
@@ -42,10 +42,10 @@ class CpuDevice:
 
 
 class CudaDevice:
-    """torch's current GPU and its default stream: everything an engine launches goes there, in order.
+    """torch's current GPU and its default stream. Everything that an engine launches goes there, in order.
 
-    Without CuPy (`has_kernels` False) every op runs through torch, whose reference ops wait for the stream: nothing is
-    captured then.
+    Without CuPy (`has_kernels` False) every op runs through torch. The reference ops wait for the stream, so nothing is
+    captured.
     """
 
     name: Literal["cuda"] = "cuda"
@@ -56,12 +56,12 @@ class CudaDevice:
         self._pool: Any = None
 
     def free_memory(self) -> int:
-        """Bytes of the GPU's own memory; torch's cache of freed pieces counts as free."""
+        """Free bytes of the GPU's own memory; torch's cache of freed pieces counts as free."""
         free, _ = torch.cuda.mem_get_info()
         return int(free) + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
 
     def staging(self, num_bytes: int) -> Tensor:
-        """uint8 [num_bytes] of host memory from which the GPU copies by itself."""
+        """Pinned host memory, uint8 [num_bytes], from which the GPU copies by itself."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def event(self) -> Event:
@@ -72,20 +72,23 @@ class CudaDevice:
         torch.cuda.synchronize()
 
     def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
-        """What `launch` launches, as one call that launches it again. All graphs share memory: they run in turn."""
+        """Capture the launches of `launch`, and return one call that repeats them.
+
+        All graphs share memory, because they run in turn.
+        """
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # tiers' threads go on
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # the tiers' threads go on
             launch()
         return graph.replay
 
     def compile(self, kernels: Iterable[Kernel]) -> None:
-        """Before a step waits for them."""
+        """Compile kernels before a step waits for them."""
         module.compile_all(kernels, self.tensors)
 
     def is_lost(self, error: BaseException) -> bool:
-        """Whether the GPU refuses everything after this error: a kernel's fault, found by whoever waits next."""
+        """Whether the GPU refuses everything after this error. It is a kernel's fault, raised at the next wait."""
         return isinstance(error, torch.AcceleratorError) and not isinstance(error, torch.OutOfMemoryError)
 
 
@@ -93,7 +96,7 @@ Device = CpuDevice | CudaDevice
 
 
 def resolve_device(config: EngineConfig) -> Device:
-    """The device an engine runs on. Raises UnsupportedError if the one that was asked for is not there."""
+    """The device that an engine runs on. Raises UnsupportedError if the requested device is not there."""
     if config.device == "cpu":
         return CpuDevice()
     reason = module.missing()

@@ -14,5 +14,8 @@ RUNNERS: dict[str, Callable[[Any, RunnerParts], Runner]] = {"cpu": CpuRunner, "c
 
 
 def make_runner(device: Device, parts: RunnerParts) -> Runner:
-    """A runner whose state lies on `device`. torch's OutOfMemoryError means that the device has too little memory."""
+    """Make a runner with its state on `device`.
+
+    torch's OutOfMemoryError means that the device has too little memory.
+    """
     return RUNNERS[device.name](device, parts)

@@ -1,7 +1,8 @@
-"""From logits to tokens, on the GPU: turbo.sampler's tokens, without a wait for them.
+"""From logits to tokens on the GPU: the same tokens as turbo.runners.sampler, without a wait for them.
 
-A sampled token stays on the device (`last_token`), where the next step finds it, and is on its way to the host.
-Whatever decides it is on the device too: a sequence's parameters, how many tokens it has and how often each came.
+A sampled token stays on the device (`last_token`), where the next step finds it, and is copied to the host meanwhile.
+Everything that decides it is on the device too: the sequence's parameters, the number of its tokens and the count of
+each token.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from lmkit.turbo.sequence import FAILED_TOKEN
 
 @dataclass(frozen=True)
 class PendingTokens:
-    """Tokens on their way: `result` waits for them, and for nothing that comes later on the stream."""
+    """Tokens on their way to the host. `result` waits for them, and for nothing later on the stream."""
 
     tokens: Tensor  # int64 [R] on the host
-    scores: Tensor | None  # float64, as sampling.score; on the host
+    scores: Tensor | None  # float64, the result of sampling.score; on the host
     scored: dict[int, tuple[int, int]]  # row -> (row of `scores`, most likely tokens to report)
     copied: torch.cuda.Event | None
 
     def result(self) -> list[SampledToken]:
-        """One for each row of the logits; FAILED_TOKEN where they were unusable."""
+        """Wait for the tokens. Returns one for each row of the logits; FAILED_TOKEN for an unusable row."""
         if self.copied is not None:
             self.copied.synchronize()
         results = [SampledToken(token) for token in self.tokens.tolist()]
@@ -42,8 +43,9 @@ class PendingTokens:
 
 
 class GpuSampler:
-    """Sampling parameters and state of `num_slots` sequences, on a device. A sequence with penalties has 4 bytes for
-    each token of the vocabulary there.
+    """Sampling parameters and state of `num_slots` sequences, on a device.
+
+    A sequence with penalties takes 4 bytes there for each token of the vocabulary.
     """
 
     def __init__(self, num_slots: int, vocab_size: int, device: str) -> None:
@@ -51,12 +53,12 @@ class GpuSampler:
         self.num_top = np.full(num_slots, -1)  # most likely tokens to report; -1 = no log-probabilities at all
         self.last_token = torch.zeros(num_slots, dtype=torch.int64, device=device)  # 0 where sampling has failed
         self.table = torch.zeros(num_slots, sampling.WORDS, dtype=torch.int64, device=device)
-        self._edits: dict[int, list[Tensor]] = {}  # of slots whose logits are changed: what their records point at
+        self._edits: dict[int, list[Tensor]] = {}  # slots with changed logits -> tensors that their records point at
         self._beyond_argmax: set[int] = set()  # slots that draw, edit or report
         sampling.compile_kernels(self.table.device.type)
 
     def set(self, slot: int, new: NewSequence) -> None:
-        """A sequence takes the slot; after a preemption its state is rebuilt from its tokens."""
+        """Set up the slot for a sequence. After a preemption its state is rebuilt from its tokens."""
         params = new.params
         assert params.temperature == 0 or params.seed is not None, "a sampled request without a seed"
         self.clear(slot)
@@ -73,23 +75,23 @@ class GpuSampler:
         self.table[slot].copy_(self._upload(record.reshape(1).view(np.int64)))
 
     def clear(self, slot: int) -> None:
-        """The slot's sequence has left."""
+        """Clear the slot after its sequence has left."""
         self._edits.pop(slot, None)
         self._beyond_argmax.discard(slot)
 
     def is_greedy(self, slots: Seq[int]) -> bool:
-        """Whether `argmax` is all that the slots ask for."""
+        """Whether the slots need nothing but `argmax`."""
         return self._beyond_argmax.isdisjoint(slots)
 
     def argmax(self, logits: Tensor, slots: Tensor, tokens: Tensor) -> None:
-        """What `sample` launches if `is_greedy`: tokens int64 [R] of slots int32 [R], -1 = padding. Can be captured."""
+        """Launch the greedy part of `sample`: tokens int64 [R] of slots int32 [R], -1 = padding. It can be captured."""
         sampling.argmax(logits, self.table, slots, self.last_token, tokens)
 
     def sample(self, logits: Tensor, slots: Seq[int]) -> PendingTokens:
-        """The next token of each row of `logits` (float32 [R, vocab]), whose sequence sits in slots[row].
+        """Sample the next token of each row of `logits` (float32 [R, vocab]). The row's sequence is in slots[row].
 
         Rows of sequences with penalties, biases or tokens that are held back are changed. A row with NaN or +inf, or
-        with no token left to choose, gives FAILED_TOKEN; the other rows do not suffer.
+        with no token left to choose, gives FAILED_TOKEN and does not affect the other rows.
         """
         assert (logits.dtype, logits.stride(1)) == (torch.float32, 1)
         edited = [row for row, slot in enumerate(slots) if slot in self._edits]
@@ -117,7 +119,7 @@ class GpuSampler:
     def fetch(
         self, tokens: Tensor, scores: Tensor | None = None, scored: dict[int, tuple[int, int]] | None = None
     ) -> PendingTokens:
-        """Begin to copy what was sampled to the host. What follows on the stream may write to the tensors again."""
+        """Begin to copy the sampled tokens to the host. Later work on the stream may write to the tensors again."""
         on_host, scores = _download(tokens), None if scores is None else _download(scores)
         copied = None
         if tokens.is_cuda:
@@ -126,7 +128,7 @@ class GpuSampler:
         return PendingTokens(on_host, scores, scored or {}, copied)
 
     def _record_edits(self, record: np.ndarray, new: NewSequence) -> list[Tensor]:
-        """Put what changes the sequence's logits into its record; the tensors it points at."""
+        """Write the changes of the sequence's logits into its record. Returns the tensors that the record points at."""
         params = new.params
         held = [token for token in new.eos_token_ids + params.stop_token_ids if token < self.vocab_size]
         bias = np.array(list(params.logit_bias.values()), np.float32)
@@ -147,7 +149,7 @@ class GpuSampler:
         return [lists, seen]
 
     def _upload(self, array: np.ndarray) -> Tensor:
-        """On the device, without a wait: pinned memory is kept until the copy has been made."""
+        """Copy an array to the device without a wait. The pinned memory is kept until the copy has been made."""
         tensor = torch.from_numpy(array)
         if not self.table.is_cuda or not tensor.numel():
             return tensor.to(self.table.device)

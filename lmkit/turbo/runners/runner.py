@@ -20,18 +20,18 @@ from lmkit.turbo.request import TokenLogprobs
 from lmkit.turbo.runners.batch import PersistentBatch, StepRows
 from lmkit.turbo.runners.sampler import token_logprobs
 
-SCORED_BYTES = 16 << 20  # of the logits of prompt tokens held at a time, however long the prompt
+SCORED_BYTES = 16 << 20  # the most bytes of prompt token logits held at a time, however long the prompt
 
 
 class StepResult(NamedTuple):
-    """Of a step that has run: its samples, seconds, and those of them in the model."""
+    """The result of a step that has run."""
 
     sampled: list[Sampled]
     seconds: float
-    kernels: float
+    kernels: float  # the part of `seconds` in the model
 
 
-Ticket = Callable[[], StepResult]  # of a plan that was launched: only its runner calls it
+Ticket = Callable[[], StepResult]  # stands for a launched plan; only its runner calls it
 
 
 class Runner(Protocol):
@@ -40,13 +40,13 @@ class Runner(Protocol):
     decoder: Decoder
 
     def warm_up(self) -> None:
-        """Compile and capture what steps need, before the first plan."""
+        """Compile and capture everything that steps need, before the first plan."""
 
     def launch(self, plan: StepPlan) -> Ticket:
-        """Begin a plan. It may raise what `collect` would; the plan counts as launched all the same."""
+        """Begin a plan. It may raise the errors of `collect`; the plan counts as launched all the same."""
 
     def collect(self, ticket: Ticket) -> StepResult:
-        """Wait for a plan. Raises what it raised, or DeviceLostError if no other plan can run either."""
+        """Wait for a plan. Raises the plan's error, or DeviceLostError if no other plan can run either."""
 
     def close(self) -> None:
         """Wait for plans under way and end the threads."""
@@ -54,7 +54,7 @@ class Runner(Protocol):
 
 @dataclass(frozen=True)
 class RunnerParts:
-    """What a runner of any device is made of. `config` is that of the device."""
+    """The parts of a runner of any device. `config` is the device's configuration."""
 
     config: EngineConfig
     decoder: Decoder
@@ -66,7 +66,7 @@ class RunnerParts:
 
 
 class SlotStates(Protocol):
-    """A sampler, as far as plans change it."""
+    """The part of a sampler that plans change."""
 
     num_top: np.ndarray  # by slot: most likely tokens to report
 
@@ -75,9 +75,9 @@ class SlotStates(Protocol):
 
 
 class PlanRunner:
-    """What every device's runner does with a plan: blocks move, sequences enter and leave.
+    """The part of a plan that every device's runner carries out alike: blocks move, sequences enter and leave.
 
-    It has one model, its KV blocks, the persistent batch and the sampler's per-slot state.
+    A runner has one model, its KV blocks, the persistent batch and the sampler's per-slot state.
     """
 
     def __init__(self, parts: RunnerParts, states: SlotStates) -> None:
@@ -90,11 +90,14 @@ class PlanRunner:
         self._states = states
         self._blocks = parts.blocks
         self._tiers = parts.tiers
-        self._failed: set[int] = set()  # slots of a step that raised: what a later plan has for them is void
+        self._failed: set[int] = set()  # slots of a step that raised: a later plan's chunks for them are void
 
     @contextmanager
     def _begun(self, plan: StepPlan) -> Iterator[list[Chunk]]:
-        """The chunks to compute, after all that comes before them. Whatever raises makes the plan's slots void."""
+        """Apply the parts of a plan before its chunks, and yield the chunks to compute.
+
+        If anything raises, the plan's slots become void.
+        """
         try:
             self._move(plan)
             for slot in plan.freed:
@@ -109,7 +112,7 @@ class PlanRunner:
             raise
 
     def append(self, chunks: list[Chunk], tokens: list[list[SampledToken]]) -> None:
-        """Give the batch what was sampled, but for what has failed."""
+        """Append the sampled tokens to the batch, except failed ones."""
         for chunk, new in zip(chunks, tokens, strict=True):
             for token in new:
                 if token.token_id >= 0:
@@ -117,19 +120,19 @@ class PlanRunner:
 
     @staticmethod
     def for_all(plan: StepPlan, chunks: list[Chunk], sampled: list[Sampled]) -> list[Sampled]:
-        """One result for each of the plan's chunks, in order; nothing for those that were not computed."""
+        """One result for each of the plan's chunks, in order. Chunks that were not computed get an empty result."""
         if len(chunks) == len(plan.chunks):
             return sampled
         by_slot = {chunk.slot: result for chunk, result in zip(chunks, sampled, strict=True)}
         return [by_slot.get(chunk.slot, Sampled()) for chunk in plan.chunks]
 
     def _move(self, plan: StepPlan) -> None:
-        """Saves before copies before loads: a block may be saved, given away and written to, all in one plan."""
+        """Do saves before copies before loads: one plan may save a block, give it away and write to it."""
         try:
             if self._tiers is not None:
                 self._tiers.save(plan.saves)
             self._blocks.copy(plan.copies)
-        finally:  # loads are not the step's own: whoever waits for one would wait for ever
+        finally:  # loads do not belong to the step: without this, a sequence would wait for its load for ever
             if self._tiers is not None:
                 for load in plan.loads:
                     self._tiers.load(load)
@@ -137,8 +140,10 @@ class PlanRunner:
     def _scores(
         self, chunks: list[Chunk], rows: StepRows, delta: Tensor, residual: Tensor | None
     ) -> list[list[TokenLogprobs]]:
-        """Of each chunk's prompt tokens, where they are asked for. To be called before the step's logits are computed:
-        where every row is wanted, the head overwrites the stream.
+        """The scores of each chunk's prompt tokens, on request.
+
+        Call this before the step's logits are computed: if they need every row, the head overwrites the residual
+        stream.
         """
         return [
             self._score(chunk, span, delta, residual) if span else []
@@ -146,7 +151,10 @@ class PlanRunner:
         ]
 
     def _score(self, chunk: Chunk, span: range, delta: Tensor, residual: Tensor | None) -> list[TokenLogprobs]:
-        """What the step's tokens `span` say of the prompt tokens behind them; logits of a part of them at a time."""
+        """The scores that the step's tokens `span` give to the prompt tokens after them.
+
+        Logits are computed for a part of them at a time.
+        """
         targets = self.batch.prompt_targets(chunk, len(span))
         num_top = max(0, int(self._states.num_top[chunk.slot]))
         size = max(1, SCORED_BYTES // (4 * self.decoder.spec.vocab_size))
@@ -161,10 +169,10 @@ class PlanRunner:
 def sample_chunks(
     sample: Callable[[Tensor, list[int]], list[SampledToken]], logits: Tensor, chunks: list[Chunk], rows: StepRows
 ) -> list[list[SampledToken]]:
-    """Tokens of each chunk. `sample` takes rows of logits with their slots, and waits.
+    """Sample the tokens of each chunk. `sample` takes rows of logits with their slots, and waits.
 
-    A draft is sampled a token at a time, up to the first that it did not guess: what is drawn depends on the tokens
-    before it.
+    A draft is sampled one token at a time, up to the first token that it did not guess, because a drawn token depends
+    on the tokens before it.
     """
     tokens: list[list[SampledToken]] = [[] for _ in chunks]
     going_on = [idx for idx, chunk in enumerate(chunks) if chunk.num_sampled]

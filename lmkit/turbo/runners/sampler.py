@@ -1,7 +1,8 @@
-"""From logits to tokens, on the CPU.
+"""From logits to tokens on the CPU.
 
-What is drawn depends on the request alone: its parameters, its seed and how many tokens it has so far, never on its
-slot or on what runs beside it. Greedy rows take one argmax together, the others one call of ops.draw.
+A drawn token depends only on the request: its parameters, its seed and the number of its tokens so far. It never
+depends on its slot or on the requests that run beside it. Greedy rows share one argmax, and the others one call of
+ops.draw.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ class Sampler:
         self.seed = [0] * num_slots
         self.num_outputs = [0] * num_slots
         self.num_top = np.full(num_slots, -1)  # most likely tokens to report; -1 = no log-probabilities at all
-        self.edits: dict[int, LogitEdits] = {}  # only of slots whose logits are changed before the draw
+        self.edits: dict[int, LogitEdits] = {}  # only for slots whose logits are changed before the draw
         self._beyond_argmax: set[int] = set()  # slots that draw, edit or report
         self._op = ops.draw.select("cpu")
 
     def set(self, slot: int, new: NewSequence) -> None:
-        """A sequence takes the slot; after a preemption its state is rebuilt from its tokens."""
+        """Set up the slot for a sequence. After a preemption its state is rebuilt from its tokens."""
         params = new.params
         assert params.temperature == 0 or params.seed is not None, "a sampled request without a seed"
         self.temperature[slot] = params.temperature
@@ -56,22 +57,22 @@ class Sampler:
             self._beyond_argmax.add(slot)
 
     def clear(self, slot: int) -> None:
-        """The slot's sequence has left."""
+        """Clear the slot after its sequence has left."""
         self.edits.pop(slot, None)
         self._beyond_argmax.discard(slot)
 
-    @np.errstate(over="ignore", invalid="ignore")  # an infinity is either meant or found by `isfinite`
+    @np.errstate(over="ignore", invalid="ignore")  # an infinity is intended, or `isfinite` finds it
     def sample(self, logits: Tensor, slots: Seq[int]) -> list[SampledToken]:
-        """The next token of each row of `logits` (float32 [R, vocab]), whose sequence sits in slots[row].
+        """Sample the next token of each row of `logits` (float32 [R, vocab]). The row's sequence is in slots[row].
 
-        A row with NaN or +inf, or with no token left to choose, gives FAILED_TOKEN; the other rows do not suffer.
+        A row with NaN or +inf, or with no token left to choose, gives FAILED_TOKEN and does not affect the other rows.
         """
         raw = logits.numpy()
         if self._beyond_argmax.isdisjoint(slots):
             return self._most_likely(raw, slots)
         slot_ids = np.asarray(slots)
         edited, top = self._edit(raw, slots)
-        tokens = edited.argmax(-1)  # the lowest id of the greatest
+        tokens = edited.argmax(-1)  # the lowest id among the greatest logits
         usable = np.isfinite(top)
         drawn = np.flatnonzero(usable & (self.temperature[slot_ids] > 0))
         if len(drawn):
@@ -85,7 +86,7 @@ class Sampler:
         return results
 
     def _most_likely(self, logits: np.ndarray, slots: Seq[int]) -> list[SampledToken]:
-        """The lowest id of the greatest; a NaN counts as the greatest."""
+        """Take the lowest id among the greatest logits of each row. A NaN counts as the greatest."""
         tokens = logits.argmax(-1).tolist()
         results = [
             SampledToken(token if math.isfinite(logits[row, token]) else FAILED_TOKEN)
@@ -102,19 +103,23 @@ class Sampler:
                     self.edits[slot].count(result.token_id)
 
     def _edit(self, logits: np.ndarray, slots: Seq[int]) -> tuple[np.ndarray, np.ndarray]:
-        """(logits with the edits of those slots that have any, greatest of each row [R]: not finite = unusable)."""
+        """Apply the edits of the slots that have any.
+
+        Returns (edited logits, greatest logit of each row [R]). A greatest logit that is not finite marks an unusable
+        row.
+        """
         top = logits.max(-1)
         rows = [row for row, slot in enumerate(slots) if slot in self.edits]
         if rows:
             logits = logits.copy()
             for row in rows:
                 self.edits[slots[row]].apply(logits[row], self.num_outputs[slots[row]])
-                if np.isfinite(top[row]):  # else the row is unusable, even if the edit has hidden why
+                if np.isfinite(top[row]):  # otherwise the row stays unusable, even if the edit has hidden the reason
                     top[row] = logits[row].max()
         return logits, top
 
     def _draw(self, logits: np.ndarray, rows: np.ndarray, slots: Seq[int]) -> np.ndarray:
-        """Tokens for those `rows` of `logits` float32 [R, vocab] whose sequences have a temperature."""
+        """Draw tokens for `rows` of `logits` float32 [R, vocab]. Their sequences have a temperature."""
         of_rows = [slots[row] for row in rows]
         shares = [philox_uniform(self.seed[slot], self.num_outputs[slot]) for slot in of_rows]
         parameters = (self.temperature, self.top_k, self.top_p, self.min_p)
@@ -131,13 +136,13 @@ def penalizes(params: SamplingParams) -> bool:
 
 @dataclass
 class LogitEdits:
-    """What changes one sequence's logits before its temperature is applied."""
+    """The changes of one sequence's logits before its temperature is applied."""
 
     params: SamplingParams
     held_back: np.ndarray  # int64 ids of eos and stop tokens
     bias_ids: np.ndarray  # int64
     bias: np.ndarray  # float32
-    num_output: dict[int, int]  # if penalized: how often each token of the context was generated (0 = prompt only)
+    num_output: dict[int, int]  # if penalized: context token -> how often it was generated (0 = prompt only)
 
     @classmethod
     def of(cls, new: NewSequence, vocab_size: int) -> LogitEdits:
@@ -154,12 +159,15 @@ class LogitEdits:
         return edits
 
     def count(self, token_id: int) -> None:
-        """A token was generated."""
+        """Count a generated token."""
         if penalizes(self.params):
             self.num_output[token_id] = self.num_output.get(token_id, 0) + 1
 
     def apply(self, row: np.ndarray, num_outputs: int) -> None:
-        """Change `row` (float32 [vocab]) in place. Repetition penalty: arXiv 1909.05858; the others: OpenAI's API."""
+        """Change `row` (float32 [vocab]) in place.
+
+        The repetition penalty follows arXiv 1909.05858, and the other penalties follow OpenAI's API.
+        """
         params = self.params
         if num_outputs < params.min_tokens:
             row[self.held_back] = -np.inf
@@ -175,7 +183,7 @@ class LogitEdits:
 
 
 def token_logprobs(logits: np.ndarray, token_id: int, num_top: int) -> TokenLogprobs:
-    """A token's log-probability and those of the `num_top` most likely, in the unmodified `logits` float32 [vocab]."""
+    """Log-probabilities of a token and of the `num_top` most likely, in the unmodified `logits` float32 [vocab]."""
     top = logits.max()
     norm = float(top) + float(np.log(relative_weights(logits, top, 1.0).sum()))
     best = most_likely(logits, min(num_top, len(logits))) if num_top else np.empty(0, np.int64)
@@ -185,7 +193,7 @@ def token_logprobs(logits: np.ndarray, token_id: int, num_top: int) -> TokenLogp
 
 
 def philox_uniform(seed: int, index: int) -> float:
-    """The `index`-th number of the stream of `seed` (both below 2^64): in [0, 1), with 53 random bits."""
+    """The `index`-th number of the stream of `seed` (both below 2^64). It is in [0, 1) and has 53 random bits."""
     words = philox4x32((index & _LOW, index >> 32, 0, 0), (seed & _LOW, seed >> 32))
     return ((words[0] >> 5 << 26) + (words[1] >> 6)) / (1 << 53)
 

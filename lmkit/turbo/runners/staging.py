@@ -1,12 +1,13 @@
-"""A step's inputs on their way to a GPU: packed into one piece of pinned memory, moved by one copy.
+"""Staging of a step's inputs for a GPU: they are packed into one piece of pinned memory and moved by one copy.
 
     token_ids | logit_rows | positions | slots | query_start | context_lens | rope_lens | block_tables
 
 Slots and block tables are those of every KV group, one after the other.
 
-Every step's inputs go to the same buffer on the device, each field behind the one before (ALIGN bytes apart), so that
-steps of one shape have them at the same addresses: a captured graph finds them there. The host is ahead of the device,
-so it takes turns with several pinned pieces, and waits for one that is still being read.
+Every step's inputs go to the same buffer on the device. Each field follows the one before and starts at a multiple of
+ALIGN bytes. Steps of one shape therefore have their inputs at the same addresses, where a captured graph finds them.
+The host is ahead of the device, so it takes turns with several pinned pieces, and waits for a piece that is still being
+read.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from lmkit.layers.batch import BatchInputs
 from lmkit.turbo.runners.device import CudaDevice, Event
 
 NUM_STAGED = 4  # pieces: two steps are under way, one is being written
-ALIGN = 256  # bytes; what kernels may expect of an allocation
+ALIGN = 256  # bytes; the alignment that kernels may expect of an allocation
 LONG = ("token_ids", "logit_rows")  # int64, the others int32
 
 
@@ -53,7 +54,7 @@ def _layout(num_tokens: int, num_seqs: int, num_rows: int, width: int, num_group
 
 
 class _Piece:
-    """Pinned memory and the event behind the last copy from it."""
+    """Pinned memory, and the event after the last copy from it."""
 
     def __init__(self, device: CudaDevice, num_bytes: int) -> None:
         self.memory = device.staging(num_bytes)
@@ -63,7 +64,7 @@ class _Piece:
 
 
 class StagedInputs:
-    """Brings the persistent batch's inputs to the device. `max_seqs` includes those that pad a step."""
+    """Copies the persistent batch's inputs to the device. `max_seqs` includes sequences that pad a step."""
 
     def __init__(self, device: CudaDevice, max_tokens: int, max_seqs: int, width: int, num_groups: int = 1) -> None:
         self._num_groups = num_groups
@@ -71,13 +72,13 @@ class StagedInputs:
         self._memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device.tensors)
         self._pieces = [_Piece(device, num_bytes) for _ in range(NUM_STAGED)]
         self._turn = 0
-        self._last = (0, 0, 0)  # the shape whose block tables are on the device: sequences, with padding, columns
+        self._last = (0, 0, 0)  # block tables on the device: sequences, sequences with padding, columns
 
     def put(self, inputs: BatchInputs, pad_to: int = 0, *, keeps_tables: bool = False) -> BatchInputs:
-        """`inputs` (on the CPU) on the device, valid until the next call's place in the stream.
+        """Copy `inputs` from the CPU to the device. The result is valid up to the next call's place in the stream.
 
-        `pad_to`: a decode step gets so many sequences; those that pad it have no context, and write nothing.
-        `keeps_tables`: the block tables are those of the last call.
+        pad_to: a decode step is padded to so many sequences. The added sequences have no context, and write nothing.
+        keeps_tables: the block tables are the same as in the last call.
         """
         num_seqs, width = inputs.geometries[0].block_tables.shape
         padded = max(pad_to, num_seqs)
@@ -117,7 +118,7 @@ class StagedInputs:
         return BatchInputs.of(views, self._num_groups)
 
     def padding(self, num_seqs: int, width: int) -> BatchInputs:
-        """A decode step of nothing but padding, as graphs are captured with."""
+        """A decode step of nothing but padding. Graphs are captured with it."""
         one = torch.zeros(1, dtype=torch.int32)
         nothing = BatchInputs(
             token_ids=torch.zeros(1, dtype=torch.int64),
@@ -138,7 +139,7 @@ class StagedInputs:
 
 
 def _pad(name: str, values: np.ndarray, count: int) -> None:
-    """`values[count:]` of a decode step: its padding."""
+    """Fill the padding of a decode step, `values[count:]`."""
     if name.startswith("slots."):
         values[count:] = -1
     elif name in ("logit_rows", "query_start"):

@@ -1,4 +1,4 @@
-"""What an engine can do at once, and which requests can never run in it."""
+"""The limits of an engine, and the check for requests that can never run in it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lmkit.turbo.request import Request
 
 @dataclass(frozen=True)
 class SchedulerLimits:
-    """What the scheduler shares out, and how."""
+    """The resources that the scheduler shares out, and the rules by which it does."""
 
     kv: KVLimits
     max_batch_size: int  # sequences that run at once
@@ -20,14 +20,17 @@ class SchedulerLimits:
     max_model_len: int  # prompt and output tokens of one sequence
     max_queue: int  # waiting requests; one more is refused
     vocab_size: int
-    priority_seconds: float = 10.0  # of waiting, that one level of priority is worth
-    max_overtakes: int = 8  # of a sequence by later ones of which the cache has more
-    decode_slowdown: float = 2.0  # at most, by prompts
-    request_timeout: float | None = None  # seconds, for requests that name none
+    priority_seconds: float = 10.0  # seconds of waiting that one level of priority is worth
+    max_overtakes: int = 8  # how often later sequences with longer cache matches may overtake a sequence
+    decode_slowdown: float = 2.0  # the most that prompts may slow down decoding
+    request_timeout: float | None = None  # seconds, for requests without a timeout of their own
 
 
 def check_request(request: Request, limits: SchedulerLimits) -> int:
-    """Raise RequestError for what can never run; the tokens, prompt and output, at which the sequence ends."""
+    """Return the number of tokens, prompt and output, at which the sequence ends.
+
+    Raises RequestError for a request that can never run.
+    """
     params, num_prompt = request.params, len(request.prompt_ids)
     params.validate(limits.vocab_size)
     if params.temperature > 0 and params.seed is None:

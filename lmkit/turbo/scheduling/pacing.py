@@ -1,12 +1,12 @@
-"""How many prompt tokens a step may compute beside sequences that decode, so that decoding never waits for a prompt.
+"""Limits the prompt tokens that a step computes beside decoding sequences, so that decoding never waits for a prompt.
 
-What a step takes is modelled as a sum whose terms are learned from the steps that ran (`StepTimes`):
+The time of a step is modelled as a sum. Its terms are learned from the steps that ran (`StepTimes`):
 
     seconds = step + decode * num_decodes + mixed * [decodes and prompt] + prompt * num_prompt
               + attend * num_prompt * context
 
-The chunk is what fits between a pure decode step's time and `slowdown` times that. Only the ratio of the terms counts
-for it: when the whole machine slows down, the chunk stays.
+The chunk fills the time between that of a pure decode step and `slowdown` times that. Only the ratio of the terms
+counts for it: if the whole machine slows down, the chunk stays the same.
 """
 
 from __future__ import annotations
@@ -14,37 +14,37 @@ from __future__ import annotations
 import math
 
 MIN_CHUNK = 8  # tokens; see Pacer._chunk
-BEGINNING_WORTH = 4  # of what mixing costs: the least work of a prompt's beginning in a mixed step
-QUEUE_POWER = 3  # with the number of requests that wait, their prompts' share grows like its power
-# Of eight steps with prompt tokens beside decodes one gets a quarter: with chunks that are all alike, nothing tells the
-# time of the prompt from that of decoding.
+BEGINNING_WORTH = 4  # times the cost of mixing: the least work of a prompt's beginning in a mixed step
+QUEUE_POWER = 3  # the prompts' share grows with this power of the number of waiting requests
+# One of eight mixed steps gets a quarter of the prompt tokens. If all chunks were alike, the time of the prompt could
+# not be told from that of decoding.
 SMALL_EVERY, SMALL = 8, 0.25
 
-# Seconds before anything is known. Reading the weights costs as much as computing eight tokens, a mixed step as much as
-# one, and attending to 10,000 tokens as much again.
+# Seconds, before anything is measured. Reading the weights costs as much as computing eight tokens. Mixing costs as
+# much as computing one token, and so does attending to 10,000 tokens.
 FIRST_GUESS = (8e-3, 1e-3, 1e-3, 1e-3, 1e-7)
-# Standard deviations, all of logarithms: 0.1 is about 10 %.
+# Standard deviations of logarithms: 0.1 is about 10 %.
 GUESSED = (1.0, 1.0, 2.0, 1.0, 2.0)  # of FIRST_GUESS's ratios
-SPEED_GUESSED = 5.0  # of all of FIRST_GUESS together
+SPEED_GUESSED = 5.0  # of all terms of FIRST_GUESS together
 NOISE = 0.1  # of a step's time
 DRIFT = 0.005  # of a term, from a step to the next one in which it counts
-SPEED_DRIFT = 0.1  # of all terms together: others use the machine, or stop
-OUTLIER = 2.5  # in standard deviations: what is further off counts as this far
+SPEED_DRIFT = 0.1  # of all terms together: other programs start or stop using the machine
+OUTLIER = 2.5  # in standard deviations: a larger error counts as this one
 SHORTEST, LONGEST = 1e-7, 3600.0  # seconds of a step; anything else is a broken clock
 
 
 def round_down(num_tokens: int) -> int:
-    """To five binary digits and zeros, by 6 % at most: steps of few different shapes can be captured."""
+    """Round down to five binary digits and zeros, by 6 % at most. Steps then have few shapes, which can be captured."""
     zeros = max(num_tokens.bit_length() - 5, 0)
     return num_tokens >> zeros << zeros
 
 
 class StepTimes:
-    """The five terms of a step's time, followed by an extended Kalman filter on their logarithms.
+    """The five terms of a step's time. An extended Kalman filter follows their logarithms, so terms stay positive.
 
-    The logarithm of a step's time is what is measured, so its derivative by a term's logarithm is the share of the time
-    that goes to this term. Terms stay positive. A change of the machine's speed is the same error in every term; as the
-    shares sum to one, it is seen in full in each step, and leaves the ratios alone.
+    The measured value is the logarithm of a step's time. Its derivative by a term's logarithm is the share of the time
+    that this term takes. A change of the machine's speed is the same error in every term. The shares sum to one, so
+    each step sees this error in full, and the ratios stay as they are.
     """
 
     def __init__(self) -> None:
@@ -54,11 +54,11 @@ class StepTimes:
         self._cov = [[speed + (g**2 if i == j else 0.0) for j in range(len(GUESSED))] for i, g in enumerate(GUESSED)]
 
     def predict(self, counts: list[float]) -> float:
-        """Seconds of a step with so much of each term."""
+        """Seconds of a step that has `counts` of each term."""
         return sum(count * math.exp(log) for count, log in zip(counts, self._log, strict=True))
 
     def record(self, counts: list[float], seconds: float) -> None:
-        """Learn from a step that took `seconds`; times that no step can take are left out."""
+        """Learn from a step that took `seconds`. Times that no step can take are ignored."""
         if not SHORTEST <= seconds <= LONGEST:
             return
         parts = [count * math.exp(log) for count, log in zip(counts, self._log, strict=True)]
@@ -71,13 +71,13 @@ class StepTimes:
         for i, gain in enumerate(gains):
             kalman = gain / variance
             self._log[i] += kalman * error
-            # All terms grow less sure together.
+            # The common speed of all terms grows less certain.
             self._cov[i] = [c - kalman * g + SPEED_DRIFT**2 for c, g in zip(self._cov[i], gains, strict=True)]
         self._drift(counts)
         self.num_records += 1
 
     def _drift(self, counts: list[float]) -> None:
-        """Grow less sure of the terms that counted, and of none less than at first."""
+        """Raise the variance of the terms that counted. No term's variance exceeds its first value."""
         for i, (count, guessed) in enumerate(zip(counts, GUESSED, strict=True)):
             self._cov[i][i] += DRIFT**2 if count else 0.0
             excess = self._cov[i][i] / (SPEED_GUESSED**2 + guessed**2)
@@ -90,10 +90,10 @@ class StepTimes:
 class Pacer:
     """Sizes the prompt's part of a step from the times of the steps before it.
 
-    `slowdown` > 1 is what a step with prompt tokens may take, in times of a pure decode step, as long as one prompt is
-    alone. A queue shows that the machine is short: what waits in it would decode beside the others at little more cost,
-    so with n prompts n ** QUEUE_POWER times as much is allowed. And a prompt's beginning, as long as a whole step, is
-    never cut so small that most of the time goes to mixing: short prompts come often, the beginning of a long one once.
+    A step with tokens of one prompt may take `slowdown` > 1 times as long as a pure decode step. A queue shows that the
+    machine is short: its requests would decode beside the others at little more cost. With n prompts the allowed extra
+    time is therefore n ** QUEUE_POWER times as much. The beginning of a prompt, up to the length of a whole step, is
+    never cut so small that most of the time goes to mixing: short prompts are frequent, and a long one begins once.
     """
 
     def __init__(self, slowdown: float, max_step_tokens: int) -> None:
@@ -101,16 +101,16 @@ class Pacer:
         self.max_step_tokens = max_step_tokens
         self._context = 0
         self._mixed_steps = 0
-        # Apart, since kernels need more time for each token of a small chunk than of a whole step.
+        # Two models, because kernels need more time for each token of a small chunk than of a whole step.
         self._beside = StepTimes()
         self._alone = StepTimes()
 
     def prompt_tokens(self, num_decodes: int, num_waiting: int, context: int | None = None) -> int:
-        """How many prompt tokens the next step may compute beside `num_decodes` decoding sequences: at least one, or
-        none where these leave no room in the step. All that it holds if nothing decodes.
+        """The number of prompt tokens that the next step may compute beside `num_decodes` decoding sequences.
 
-        `num_waiting` requests wait behind the prompt. `context` of its tokens are computed, by default as many as when
-        a prompt was last recorded.
+        It is at least one, or zero if the decodes leave no room in the step. If nothing decodes, it is the whole step.
+        `num_waiting` requests wait behind the prompt. `context` of the prompt's tokens are computed; the default is the
+        context of the prompt that was recorded last.
         """
         room = max(self.max_step_tokens - num_decodes, 0)
         if num_decodes == 0:
@@ -122,11 +122,12 @@ class Pacer:
         return room if chunk >= room else max(1, round_down(int(chunk)))
 
     def _chunk(self, num_decodes: int, allowed: float, context: int) -> float:
-        """Tokens that take `allowed` times as long as decoding.
+        """The number of tokens that take `allowed` times as long as decoding.
 
-        What mixing costs comes off that, and may leave nothing. One token would be the least efficient answer then: so
-        the prompt's own work takes as long as mixing, but within what is allowed, and for up to MIN_CHUNK tokens; a
-        prompt's beginning takes BEGINNING_WORTH times as long as mixing, whatever is allowed.
+        The cost of mixing is subtracted, and may leave nothing. A chunk of one token would then be the least efficient
+        choice. The prompt's own work therefore takes at least as long as mixing, but within the allowed time and for up
+        to MIN_CHUNK tokens. The beginning of a prompt takes at least BEGINNING_WORTH times as long as mixing, even if
+        that exceeds the allowed time.
         """
         decode = self._beside.predict([1, num_decodes, 0, 0, 0])
         mixed = self._beside.predict([0, 0, 1, 0, 0])
@@ -139,7 +140,7 @@ class Pacer:
     def record(self, num_decodes: int, num_prompt: int, prompt_context: int, seconds: float) -> None:
         """Learn from a step of `num_decodes` decoding sequences and `num_prompt` prompt tokens that took `seconds`.
 
-        `prompt_context` is the position that its prompt reached: its tokens attended to half a chunk less on average.
+        `prompt_context` is the position that its prompt reached. On average its tokens attended to half a chunk less.
         """
         if num_decodes == 0 and num_prompt == 0:
             return
@@ -152,10 +153,10 @@ class Pacer:
             self._context = prompt_context
 
     def prefill_seconds(self, start: int, end: int) -> float:
-        """What computing tokens start .. end of one prompt takes, in steps of its own.
+        """Seconds to compute tokens start .. end of one prompt in separate steps.
 
-        Before any prompt was recorded this is a guess, 1 ms a token, or a multiple of what decoding takes: more than
-        loading a token's KV does, so that a tier is tried first, and then one knows what both cost.
+        Before any prompt is recorded this is a guess: 1 ms a token, or a multiple of the time of decoding. The guess is
+        more than loading a token's KV takes, so a tier is tried first. After that both costs are known.
         """
         count = max(end - start, 0)
         times = self._alone if self._alone.num_records or not self._beside.num_records else self._beside

@@ -1,4 +1,4 @@
-"""Writes a step's plan: who computes how many tokens, who enters, who gives way. See scheduler.py for the rules."""
+"""Writes the plan of a step: each sequence's tokens, admissions and preemptions. See scheduler.py for the rules."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lmkit.turbo.sequence import Sequence, Status
 
 @dataclass
 class Step:
-    """A plan while it is written."""
+    """A plan that is being written."""
 
     budget: int  # tokens left
     new: dict[int, NewSequence] = field(default_factory=dict)  # by slot
@@ -30,7 +30,7 @@ class Step:
 
 @dataclass
 class Planner:
-    """Moves sequences between the queue and the batch slots; the scheduler's own parts, which it shares."""
+    """Moves sequences between the queue and the batch slots. It shares these parts with the scheduler."""
 
     limits: SchedulerLimits
     kv: KVManager
@@ -39,11 +39,11 @@ class Planner:
     pacer: Pacer
     decision_stats: DecisionStats
     num_preemptions: int = 0
-    prefix_tokens: int = 0  # of prompts that entered
-    prefix_hits: int = 0  # of these, found on the device
+    prefix_tokens: int = 0  # prompt tokens of admitted sequences
+    prefix_hits: int = 0  # prompt tokens among these that were cached on the device
 
     def write(self) -> Step:
-        """The next step. Its tokens count as computed from now on."""
+        """Write the next step. Its tokens count as computed from now on."""
         step = Step(self.limits.max_step_tokens)
         self._add_decodes(step)
         self._add_prompts(step)
@@ -59,7 +59,10 @@ class Planner:
         return step
 
     def _add_decodes(self, step: Step) -> None:
-        """One token of each. If all that run decode and nothing waits, drafts share the rest of the budget."""
+        """Add one token of each decoding sequence.
+
+        If all running sequences decode and the queue is empty, drafts share the rest of the budget.
+        """
         running = sorted(self.slots.running.values(), key=policy.order)
         decoding = [seq for seq in running if seq.num_uncomputed == 1]
         spare = 0 if self.waiting or len(decoding) < len(running) else step.budget - len(running)
@@ -70,8 +73,9 @@ class Planner:
                 self._compute(seq, step, 1, draft)
 
     def _add_prompts(self, step: Step) -> None:
-        """Prompts under way, then the queue, within what those that decode can bear; who may_preempt a prompt under way
-        does not wait until it is computed.
+        """Add tokens of prompts under way, then sequences from the queue, as many as the pacer allows beside decoding.
+
+        A waiting sequence that may preempt a prompt under way is admitted before that prompt's tokens are added.
         """
         under_way = sorted((seq for seq in self.slots.running.values() if seq.num_uncomputed > 1), key=policy.order)
         if not under_way and not self.waiting:
@@ -86,8 +90,8 @@ class Planner:
         self._add_waiting(step)
 
     def _add_waiting(self, step: Step, before: Sequence | None = None) -> None:
-        """From the queue, all that there is room for, or all that outrank `before`."""
-        while step.budget and self.waiting and not step.victims:  # else it would undo at once what a victim was for
+        """Admit sequences from the queue while there is room; if `before` is given, only those that may preempt it."""
+        while step.budget and self.waiting and not step.victims:  # an admission could undo a preemption at once
             if before is not None and not policy.may_preempt(self.waiting[0], before):
                 return
             if not self._enter_next(step, before):
@@ -97,11 +101,11 @@ class Planner:
         return seq.status is Status.RUNNING and seq.is_due and seq not in step.victims
 
     def _compute(self, seq: Sequence, step: Step, budget: int, draft: list[int] | None = None) -> None:
-        """Add the sequence's chunk to the step, unless it must wait for a block; the draft, if there are blocks."""
+        """Add the sequence's chunk to the step unless it must wait for a block. Add its draft if blocks suffice."""
         count = min(seq.num_uncomputed, budget)
-        # A whole prompt at once, so that it is not begun in vain; a window needs only what the chunk fills.
+        # Reserve the whole prompt at once, so that it is not begun in vain. A window needs only the chunk's blocks.
         end, whole = seq.num_computed + count, seq.num_computed + seq.num_uncomputed
-        # With the blocks that the cache and the tiers gave.
+        # The entry includes the blocks from the cache and the tiers.
         entry = None if seq.has_entered else seq.entry(self.kv.block_tables(seq))
         while (blocks := self.kv.reserve(seq, end, whole)) is None:
             victim = self._last_running()
@@ -123,7 +127,10 @@ class Planner:
         return policy.victim(seq for seq in self.slots.running.values() if seq.status is Status.RUNNING)
 
     def _preempt(self, victim: Sequence, step: Step, why: str) -> None:
-        """Take slot and blocks away, the step's own chunk included; what the cache loses of it is computed again."""
+        """Take away the victim's slot, its blocks and its chunk of this step.
+
+        KV that the cache loses is computed again.
+        """
         chunk = step.chunks.pop(victim.slot, None)
         step.new.pop(victim.slot, None)
         step.budget += chunk.num_tokens if chunk else 0
@@ -138,7 +145,7 @@ class Planner:
     # ---- the queue
 
     def _enter_next(self, step: Step, before: Sequence | None) -> bool:
-        """Let one sequence in, only such as outrank `before`; False if none can."""
+        """Admit one sequence; if `before` is given, only one that may preempt it. Returns False if none is admitted."""
         found: dict[Sequence, Prefix] = {}
 
         def cached_tokens(seq: Sequence) -> int:
@@ -165,7 +172,7 @@ class Planner:
         return False
 
     def _waits_for_prefix(self, seq: Sequence, cached_tokens: Callable[[Sequence], int]) -> bool:
-        """Whether a prompt under way is about to compute a good part of what this one would."""
+        """Whether a prompt under way will soon compute a good part of this sequence's tokens."""
         if not self.limits.kv.prefix_cache or seq.scores_prompt or seq.overtaken >= self.limits.max_overtakes:
             return False
         for other in self.slots.running.values():
@@ -179,7 +186,7 @@ class Planner:
         return False
 
     def _enter(self, seq: Sequence, found: Prefix, step: Step) -> bool:
-        """Give a waiting sequence a slot and what is cached of it, if there is room for the rest."""
+        """Give a waiting sequence a slot and its cached blocks, if there is room for the rest."""
         match = self._make_way(seq, found, step)
         if match is None:
             return False
@@ -192,7 +199,7 @@ class Planner:
             keys = []
             self.kv.acquire(seq, match)
         if seq.cached_tokens is None:
-            seq.cached_tokens = None if keys else seq.num_computed  # of a load one knows when it has ended
+            seq.cached_tokens = None if keys else seq.num_computed  # known only when a load has ended
             self.prefix_tokens += seq.num_prompt_tokens
             self.prefix_hits += seq.num_computed
         self.waiting.remove(seq)
@@ -202,7 +209,7 @@ class Planner:
         return True
 
     def _is_worth_loading(self, seq: Sequence, match: Prefix, full: Prefix, keys: list[bytes]) -> bool:
-        """Whether to go on from `full`, the match up to its last full block, and the blocks that have `keys`."""
+        """Whether to load the blocks with `keys` behind `full`, the match up to its last full block."""
         start, end = match.num_tokens, (full.num_full + len(keys)) * self.limits.kv.block_size
         if not keys or end <= start:
             return False
@@ -215,8 +222,10 @@ class Planner:
         return quicker
 
     def _make_way(self, seq: Sequence, match: Prefix, step: Step) -> Prefix | None:
-        """If there are a slot and room, or would be without those that the sequence may_preempt, which then leave: its
-        match, found anew if they did, as their blocks go to the cache and may push out something of it.
+        """Return the cache match if the sequence can be admitted, otherwise None.
+
+        It needs a free slot and enough blocks, after preempting sequences that it may preempt. The blocks of preempted
+        sequences go to the cache, which may evict a part of the match. The match is then looked up again.
         """
         while True:
             running = self.slots.running.values()
@@ -234,11 +243,14 @@ class Planner:
             match = self.kv.find(seq)
 
     def _needed(self, seq: Sequence, num_running: int) -> int:
-        """Blocks for the sequence, and room to grow for each running one: its growth might throw it out again."""
+        """Blocks for the sequence, and one block a group for each running one, whose growth might preempt it again."""
         return self.limits.kv.blocks_for(seq.num_tokens) + num_running * self.limits.kv.num_groups
 
     def _has_room(self, seq: Sequence, match: Prefix) -> bool:
-        """Whether there are blocks for it, if need be those of leases, which may be those that hold its match."""
+        """Whether there are enough blocks for the sequence.
+
+        If needed, leases are ended. They may be the ones that hold its match.
+        """
         needed = self._needed(seq, len(self.slots.running))
         while self.kv.num_for(match) < needed:
             if not self.kv.end_lease():
@@ -247,7 +259,7 @@ class Planner:
 
 
 def _common_prefix(seq: Sequence, other: Sequence) -> int:
-    """Tokens that both begin with, as far as the first can use them and the other's prompt goes."""
+    """The length of the common prefix, within the tokens that `seq` can reuse and the prompt of `other`."""
     count = min(seq.num_tokens - 1, other.num_prompt_tokens)
     differ = np.flatnonzero(seq.tokens(count) != other.tokens(count))
     return int(differ[0]) if len(differ) else count

@@ -1,11 +1,11 @@
-"""Who is served next, and who gives way. Plain functions over sequences; the scheduler asks them.
+"""The policy of admission and preemption: plain functions over sequences that the scheduler calls.
 
-Everything follows from one number that a request gets when it arrives and keeps, its priority key:
+Everything follows from the priority key, a number that a request gets when it arrives and keeps:
 
     priority_key = arrival time + priority * priority_seconds
 
-A level of priority is worth so many seconds of waiting, so a request of low priority goes behind those of high priority
-that arrive within that time, and before all that arrive later: nobody starves, whatever comes.
+One level of priority is worth `priority_seconds` of waiting. A request of low priority goes behind requests of high
+priority that arrive within that time, and before all that arrive later. No request starves, whatever arrives.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Sequence as Seq
 
 from lmkit.turbo.sequence import Sequence
 
-LOOK_AHEAD = 8  # of the queue, how many are compared for what the cache has of them
+LOOK_AHEAD = 8  # the first sequences of the queue that are compared by their cached tokens
 
 
 def order(seq: Sequence) -> tuple[float, int]:
@@ -24,9 +24,9 @@ def order(seq: Sequence) -> tuple[float, int]:
 
 
 def next_in(queue: Seq[Sequence], cached_tokens: Callable[[Sequence], int], max_overtakes: int) -> Sequence:
-    """Of the first ones in the queue with the priority of the first, the one of which the cache has most.
+    """Return the sequence with the most cached tokens among the first in the queue that have the first one's priority.
 
-    None that has been overtaken `max_overtakes` times is overtaken again.
+    A sequence that has been overtaken `max_overtakes` times is not overtaken again.
     """
     candidates = []
     for seq in queue[:LOOK_AHEAD]:
@@ -39,9 +39,9 @@ def next_in(queue: Seq[Sequence], cached_tokens: Callable[[Sequence], int], max_
 
 
 def victim(running: Iterable[Sequence]) -> Sequence | None:
-    """The sequence to preempt: the last by priority key, None if there is none.
+    """Return the sequence to preempt: the last by priority key. None if nothing runs.
 
-    The first one is never preempted while others run, so every request ends.
+    The first sequence is never preempted while others run, so every request ends.
     """
     return max(running, key=order, default=None)
 

@@ -1,4 +1,4 @@
-"""The queue: sequences that wait to enter, by priority key."""
+"""The queue: sequences that wait to be admitted, by priority key."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lmkit.turbo.sequence import Sequence
 
 
 class RequestQueue:
-    """Sorted by policy.order, which a sequence keeps: the preempted go back to where they were."""
+    """Sorted by policy.order. A sequence keeps its key, so a preempted sequence returns to its old place."""
 
     def __init__(self) -> None:
         self._sequences: list[Sequence] = []

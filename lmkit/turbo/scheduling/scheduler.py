@@ -43,7 +43,7 @@ from lmkit.turbo.scheduling.queue import RequestQueue
 from lmkit.turbo.scheduling.slots import BatchSlots
 from lmkit.turbo.sequence import FAILED_TOKEN, Sequence, Status
 
-PACED_STEPS = 8  # of pure decode steps one in so many is measured: they are alike, and the pacer takes its time
+PACED_STEPS = 8  # one in so many pure decode steps is recorded: they are alike, and recording takes time
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class _UnderWay:
 class Scheduler:
     """Owns every sequence from `add` to its last output.
 
-    `schedule` makes plans, `update` or `fail` takes their results in the same order; one plan may be made while another
-    is under way. `add` and `abort` may come at any moment. `clock` counts seconds.
+    `schedule` makes plans. `update` or `fail` takes their results in the same order. One plan may be made while another
+    is under way. `add` and `abort` may be called at any moment. `clock` counts seconds.
     """
 
     def __init__(
@@ -112,13 +112,13 @@ class Scheduler:
             heapq.heappush(self._deadlines, (seq.deadline, seq.arrival, seq))
 
     def _drop_old_deadlines(self) -> None:
-        """Let go of sequences that have ended long before their time, now and then."""
+        """Drop the deadlines of sequences that ended long before them, once there are many deadlines."""
         if len(self._deadlines) > 2 * (len(self._slots.running) + len(self._waiting)) + 64:
             self._deadlines = [entry for entry in self._deadlines if entry[2].status is not Status.FINISHED]
             heapq.heapify(self._deadlines)
 
     def abort(self, request_id: str) -> None:
-        """End a request now; its last output follows with the next ones. An unknown id is ignored."""
+        """End a request now. Its last output comes with the next outputs. An unknown id is ignored."""
         seq = self._slots.running.get(request_id) or self._waiting.get(request_id)
         if seq is not None:
             self._finish(seq, "abort")
@@ -133,7 +133,7 @@ class Scheduler:
     # ---- a step
 
     def schedule(self) -> StepPlan | None:
-        """The next step. None if nothing can be done before a running step completes or a load ends."""
+        """Plan the next step. Returns None if nothing can be done before a running step completes or a load ends."""
         now = self._clock()
         self._kv.expire_leases(now)
         self._expire(now)
@@ -169,14 +169,14 @@ class Scheduler:
             seq.status = Status.RUNNING
             for tier, blocks in done.hits.items():
                 self._tier_hits[tier] += blocks * num_tokens // done.num_blocks
-            if seq.cached_tokens is None:  # else it has been here before: some of these it computed itself
+            if seq.cached_tokens is None:  # otherwise it ran before, and computed some of these itself
                 seq.cached_tokens = seq.num_computed
             self._decision_stats.note("loaded: as planned", seq)
 
     # ---- results
 
     def update(self, plan: StepPlan, sampled: list[Sampled], seconds: float = 0.0) -> list[StepOutput]:
-        """Take in a step's results, one for each chunk of its plan, and how long it took; outputs that are ready."""
+        """Take in a step's results, one for each chunk of its plan, and its time. Returns outputs that are ready."""
         sequences = self._next_under_way(plan)
         self._pace(plan, seconds)
         for seq, chunk, result in zip(sequences, plan.chunks, sampled, strict=True):
@@ -185,13 +185,13 @@ class Scheduler:
         return self.take_outputs()
 
     def fail(self, plan: StepPlan, message: str) -> list[StepOutput]:
-        """The step raised: its sequences end with finish_reason "error", all others go on."""
+        """Take in a step that raised: its sequences end with finish_reason "error", and all others go on."""
         for seq, chunk in zip(self._next_under_way(plan), plan.chunks, strict=True):
-            seq.num_completed = 0  # copies that it begins with may not have been made: nothing of it is kept
+            seq.num_completed = 0  # its first copies may not have been made, so none of its KV is kept
             if self._land(seq, chunk) and seq.status is Status.RUNNING:
                 seq.num_completed = 0
                 self._finish(seq, "error", error=message)
-        # How far the runner got is unknown: tell it again.
+        # Nobody knows how far the runner got, so the next plan frees the slots again.
         self._slots.restore_freed(plan.freed)
         return self.take_outputs()
 
@@ -201,7 +201,7 @@ class Scheduler:
         return under_way.sequences
 
     def _land(self, seq: Sequence, chunk: Chunk) -> bool:
-        """A step of the sequence has run; whether its result is still wanted."""
+        """Count a step of the sequence as completed. Returns whether its result is still wanted."""
         assert seq.in_flight, f"{seq.request_id}: no step is under way"
         seq.in_flight -= 1
         seq.num_pending -= chunk.num_sampled > 0
@@ -212,7 +212,7 @@ class Scheduler:
             return False
         if seq.status is Status.RUNNING:
             seq.num_completed = chunk.start + chunk.num_tokens - len(chunk.draft)
-        return True  # also of one that was preempted meanwhile: the token is as good as it would be later
+        return True  # also if it was preempted meanwhile: the token is the same as it would be later
 
     def _pace(self, plan: StepPlan, seconds: float) -> None:
         prompts = [chunk for chunk in plan.chunks if chunk.num_tokens > chunk.num_sampled]
@@ -236,11 +236,11 @@ class Scheduler:
             self._finish(seq, "error", error="the model's logits for this request are not finite numbers")
 
     def _extend(self, seq: Sequence, tokens: list[SampledToken]) -> None:
-        """Append what one step sampled, up to the token with which the sequence ends."""
+        """Append the tokens that one step sampled, up to the token that ends the sequence."""
         first = not seq.num_outputs
         self._prompt_tokens += seq.num_prompt_tokens if first else 0
         cached = (seq.cached_tokens or 0) if first else 0
-        if seq.num_tokens == seq.max_tokens:  # no new tokens were wanted
+        if seq.num_tokens == seq.max_tokens:  # the request asked for no new tokens
             self._finish(seq, "length", prompt_logprobs=seq.prompt_logprobs, cached_tokens=cached)
             return
         reason, new = None, [token.token_id for token in tokens]
@@ -250,7 +250,7 @@ class Scheduler:
             if reason is not None:
                 del new[count:]
                 break
-        if len(new) > 1 and seq.status is Status.RUNNING:  # all but the last were computed, as a draft
+        if len(new) > 1 and seq.status is Status.RUNNING:  # all but the last were computed as a draft
             seq.num_computed += len(new) - 1
             seq.num_completed += len(new) - 1
         self._generation_tokens += len(new)
@@ -270,7 +270,7 @@ class Scheduler:
             self._end(seq, output)
 
     def take_outputs(self) -> list[StepOutput]:
-        """Outputs not yet returned: after `schedule` gave None there may be some, of requests aborted meanwhile."""
+        """Return the pending outputs. Aborted requests may leave some even if `schedule` returned None."""
         outputs, self._outputs = self._outputs, []
         if not (self._waiting or self._under_way or any(self._slots)):
             self._slots.check_integrity()
@@ -281,7 +281,7 @@ class Scheduler:
         self._end(seq, StepOutput(request_id=seq.request_id, token_ids=[], finish_reason=reason, **fields))
 
     def _end(self, seq: Sequence, output: StepOutput) -> None:
-        """Give the last output. Steps and loads under way still write to the blocks: they are released after these."""
+        """Give the last output. Steps and loads under way still write to the blocks, which are released after them."""
         if seq.status is Status.WAITING:
             self._waiting.remove(seq)
         else:
@@ -292,12 +292,12 @@ class Scheduler:
             self._free_slot(seq)
 
     def _free_slot(self, seq: Sequence) -> None:
-        """Give slot and blocks back."""
+        """Release the sequence's slot and blocks."""
         self._kv.release(seq, self._clock(), lease=True)
         self._slots.free(seq)
 
     def wait(self, seconds: float) -> None:
-        """Until a load ends, or so long."""
+        """Wait until a load ends, or for `seconds`."""
         self._kv.wait(seconds)
 
     def stats(self) -> EngineStats:
@@ -323,7 +323,7 @@ class Scheduler:
         )
 
     def check_integrity(self) -> None:
-        """Every slot and block is free or has its owner; raises AssertionError where our own books are wrong."""
+        """Check that every slot and block is free or has its owner. Raises AssertionError if a record is wrong."""
         self._slots.check_integrity()
         assert not any(seq.tables for seq in self._waiting), "a waiting sequence holds blocks"
         self._kv.check_integrity(self._slots)

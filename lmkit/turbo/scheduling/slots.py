@@ -1,4 +1,4 @@
-"""Who runs: sequences in the slots of the persistent batch."""
+"""The batch slots: the running sequences in the slots of the persistent batch."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from lmkit.turbo.sequence import Sequence, Status
 
 
 class BatchSlots:
-    """A sequence keeps its slot while it runs or loads, and, when it has ended, until its last step has completed."""
+    """A sequence keeps its slot while it runs or loads. An ended one keeps it until its last step has completed."""
 
     def __init__(self, num_slots: int) -> None:
-        self.running: dict[str, Sequence] = {}  # by request; those that load included
+        self.running: dict[str, Sequence] = {}  # by request; includes sequences that load
         self.loading: dict[int, Sequence] = {}  # by job
         self.freed: set[int] = set()  # since the last plan
         self._slots: list[Sequence | None] = [None] * num_slots
@@ -27,7 +27,7 @@ class BatchSlots:
         return seq
 
     def __iter__(self) -> Iterator[Sequence]:
-        """All that sit, the ended ones included."""
+        """All sequences that hold a slot, including ended ones."""
         return (seq for seq in self._slots if seq is not None)
 
     def occupy(self, seq: Sequence, status: Status) -> None:
@@ -46,7 +46,7 @@ class BatchSlots:
         return freed
 
     def restore_freed(self, slots: list[int]) -> None:
-        """A plan that freed `slots` may not have been carried out."""
+        """Mark `slots` as freed again, because the plan that freed them may not have been carried out."""
         self.freed.update(slot for slot in slots if self._slots[slot] is None)
 
     def check_integrity(self) -> None:

@@ -1,4 +1,4 @@
-"""The front end's side of the engine process: starts it, feeds it, restarts it. No torch here.
+"""The front end's side of the engine process: it starts, feeds and restarts the process. No torch here.
 
 One AsyncEngine belongs to one event loop.
 """
@@ -37,19 +37,22 @@ logger = log.get_logger(__name__)
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """A process that dies is started again after a delay that doubles; after `max_failures` in a row, no more."""
+    """A process that dies is started again after a delay. Each failure doubles the delay.
+
+    After `max_failures` failures in a row the process is not started again.
+    """
 
     max_failures: int = 3
     first_delay: float = 0.5  # seconds
     max_delay: float = 30.0
-    stable_seconds: float = 60.0  # a process that lived so long has not failed "in a row"
+    stable_seconds: float = 60.0  # the failure of a process that lived longer starts a new row
 
     def delay(self, failures: int) -> float:
         return min(self.first_delay * 2.0 ** (failures - 1), self.max_delay)
 
 
 class EngineProcess:
-    """One engine process, the two sockets to it, and the task that hands its events to `handle` until it has ended."""
+    """One engine process, its two sockets, and the task that passes its events to `handle` until it has ended."""
 
     def __init__(
         self,
@@ -75,7 +78,7 @@ class EngineProcess:
         arguments: dict[str, str],
         handle: Callable[[messages.Event], None],
     ) -> EngineProcess:
-        """Start a process; `prefix` names two new sockets in a private folder."""
+        """Start a process. `prefix` is the path prefix of two new sockets in a private folder."""
         commands, events = context.socket(zmq.PUSH), zmq.asyncio.Socket(context, zmq.PULL)
         commands.sndhwm = events.rcvhwm = messages.QUEUED_MESSAGES
         commands.linger = events.linger = 0
@@ -89,8 +92,8 @@ class EngineProcess:
                 "lmkit.turbo.transport.engine_process",
                 *(f"--{name}={value}" for name, value in arguments.items()),
                 stdin=asyncio.subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C in a terminal is the front end's to handle
-                cwd=Path(lmkit.__file__).parents[1],  # what `-m` puts on the path; the process then changes to --cwd
+                start_new_session=True,  # the front end handles Ctrl-C in a terminal
+                cwd=Path(lmkit.__file__).parents[1],  # `-m` puts it on the path; the process then changes to --cwd
             )
         except BaseException:
             commands.close()
@@ -103,7 +106,7 @@ class EngineProcess:
         return self._process.pid
 
     def send(self, command: messages.Command) -> bool:
-        """False if the process is so far behind that the socket is full."""
+        """Send a command. Returns False if the process is so far behind that the socket is full."""
         try:
             self._commands.send(self._encoder.encode(command), zmq.NOBLOCK)
         except zmq.Again:
@@ -111,7 +114,7 @@ class EngineProcess:
         return True
 
     def send_surely(self, command: messages.Command) -> None:
-        """Now, or as soon as the process shows signs of life."""
+        """Send a command now, or when the process has sent an event again."""
         if not self.send(command):
             self._unsent.append(command)
 
@@ -132,7 +135,7 @@ class EngineProcess:
                 self._unsent.pop(0)
 
     async def stop(self, grace: float) -> None:
-        """Ask the process to end, kill it after `grace` seconds, close the sockets."""
+        """Ask the process to end, kill it after `grace` seconds, and close the sockets."""
         if grace and not self.exited.done() and self.send(messages.Shutdown()):
             await asyncio.wait({self.exited}, timeout=grace)
         self.kill()
@@ -150,7 +153,7 @@ class EngineProcess:
 class AsyncEngine:
     """An engine in another process, for asyncio.
 
-    `generate` yields a request's steps; closing the iterator early aborts the request. `info` is None until the engine
+    `generate` yields a request's steps. Closing the iterator early aborts the request. `info` is None until the engine
     is ready for the first time.
     """
 
@@ -163,7 +166,7 @@ class AsyncEngine:
         log_level: str = "INFO",
         restart: RestartPolicy | None = None,
     ) -> None:
-        """`engine` is the dotted name, module:Class, of what the process runs."""
+        """engine: the dotted name, module:Class, of the engine class that the process runs."""
         self.model_path = Path(model_path).absolute()
         self.config = config
         self._arguments = {
@@ -186,7 +189,7 @@ class AsyncEngine:
         self.num_failures = 0  # engine calls that raised, in the current process
 
     async def start(self) -> None:
-        """Start the process and wait until its model is loaded. Raises the LMKitError that kept it from starting."""
+        """Start the process and wait until its model is loaded. Raises the LMKitError that prevented the start."""
         self._directory = Path(tempfile.mkdtemp(prefix="lmkit-"))  # mode 0700
         if len(str(self._directory)) > MAX_IPC_PATH - len("/00000.commands"):
             self._remove_directory()
@@ -200,7 +203,7 @@ class AsyncEngine:
         self._supervisor = asyncio.create_task(self._supervise())
 
     def stats(self) -> EngineStats:
-        """The last figures the process sent."""
+        """The last figures that the process sent."""
         return self._stats
 
     @property
@@ -213,7 +216,7 @@ class AsyncEngine:
         return self._process.pid if self._process else None
 
     def submit(self, siblings: Siblings) -> None:
-        """Send requests to the engine; `generate` of each gives its steps. Raises RequestError if they are refused."""
+        """Send requests to the engine. `generate` yields the steps of each. Raises RequestError if they are refused."""
         if self.state == "draining":
             raise RequestError("shutting_down", "the server is shutting down")
         if self.state != "ready" or self._process is None:
@@ -226,9 +229,10 @@ class AsyncEngine:
         self._streams |= {name: asyncio.Queue() for name in names}
 
     async def generate(self, request: Request) -> AsyncGenerator[StepOutput]:
-        """Steps of one request, the last with a finish_reason. Raises RequestError if it is refused or the engine goes.
+        """Yield the steps of one request. The last step has a finish_reason.
 
-        The request is sent now, unless `submit` has sent it. Ending the iteration early aborts it in the engine.
+        The request is sent now unless `submit` has sent it. Ending the iteration early aborts it in the engine. Raises
+        RequestError if the request is refused or the engine stops.
         """
         if request.request_id not in self._streams:
             self.submit(Siblings(request))
@@ -246,24 +250,24 @@ class AsyncEngine:
                 self.drop(request.request_id)
 
     def drop(self, request_id: str) -> None:
-        """Forget a request whose steps nobody wants any more, and abort it in the engine. Unknown ids are ignored."""
+        """Forget a request whose steps are no longer wanted, and abort it in the engine. Unknown ids are ignored."""
         if self._streams.pop(request_id, None) is not None and self._process is not None:
             self._process.send_surely(messages.Abort(request_id))
 
     async def abort(self, request_id: str) -> None:
-        """End a request; its iterator gets finish_reason "abort". Unknown ids are ignored."""
+        """End a request. Its iterator gets finish_reason "abort". Unknown ids are ignored."""
         if request_id in self._streams:
             self._end(request_id, StepOutput(request_id=request_id, token_ids=[], finish_reason="abort"))
             if self._process is not None:
                 self._process.send_surely(messages.Abort(request_id))
 
     def drain(self) -> None:
-        """From now on refuse new requests."""
+        """Refuse new requests from now on."""
         if self.state != "dead":
             self.state = "draining"
 
     async def shutdown(self, drain_seconds: float = 0.0) -> None:
-        """Refuse new requests, let open ones finish for so long, end the rest and the process."""
+        """Refuse new requests, let open ones finish for `drain_seconds`, then end the rest and the process."""
         self.drain()
         deadline = asyncio.get_running_loop().time() + drain_seconds
         while self._streams and self._process is not None and asyncio.get_running_loop().time() < deadline:
@@ -304,7 +308,10 @@ class AsyncEngine:
     # ---- the process
 
     async def _launch(self) -> None:
-        """Start a process and wait for its Ready. Raises the LMKitError of its Failed, or one that tells its end."""
+        """Start a process and wait for its Ready.
+
+        Raises the LMKitError of its Failed message, or an LMKitError that gives the status with which it ended.
+        """
         assert self._directory is not None
         self.num_starts += 1
         ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
@@ -335,7 +342,7 @@ class AsyncEngine:
             self.state = "ready"
 
     async def _supervise(self) -> None:
-        """Wait for the process's end and start another, as long as the policy allows."""
+        """Wait for the end of the process and start another one, as long as the policy allows."""
         loop = asyncio.get_running_loop()
         failures = 0
         while True:

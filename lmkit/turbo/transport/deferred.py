@@ -1,4 +1,4 @@
-"""Modules that `import torch` imports and an engine never uses, put off until something of theirs is asked for."""
+"""Defers modules that `import torch` imports and an engine never uses, until a name is looked up in one of them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-# Python formulas of operators on tensors without data, for torch.compile and torch.export: a fifth of torch's import.
+# Python formulas of operators on tensors without data, for torch.compile and torch.export. They take a fifth of torch's
+# import.
 DEFERRED = frozenset({"torch._meta_registrations"})
 NEEDING = frozenset({"torch._dynamo", "torch._prims", "torch._inductor"})
 
 
 class _DeferredModule(ModuleType):
-    """Runs its code when a name is looked up in it (importlib's LazyLoader also does for `__file__`, which torch reads
-    of every module).
+    """Runs its code when a name is looked up in it.
+
+    importlib's LazyLoader also runs the code for `__file__`, which torch reads from every module.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -49,7 +51,7 @@ class DeferredFinder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname in NEEDING:  # they count on an order of imports
+        if fullname in NEEDING:  # these modules depend on an order of imports
             for module in [sys.modules.get(name) for name in DEFERRED]:
                 if isinstance(module, _DeferredModule):
                     module.run()
@@ -60,5 +62,5 @@ class DeferredFinder(MetaPathFinder):
 
 
 def defer_imports() -> None:
-    """From here on in this process; to be called before torch is imported."""
+    """Defer the modules of DEFERRED from now on in this process. Call it before torch is imported."""
     sys.meta_path.insert(0, DeferredFinder())

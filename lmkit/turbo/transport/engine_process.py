@@ -2,9 +2,9 @@
 
     python -m lmkit.turbo.transport.engine_process --model DIR --config JSON --commands ipc://... --events ipc://...
 
-It is started by AsyncEngine and imports torch only through the engine it is told to run. Its messages
-(transport.messages) come and go over two one-way ZeroMQ sockets. It ends with its parent: its stdin is a pipe that only
-the parent holds.
+AsyncEngine starts the process. It imports torch only through the engine that it is told to run. Its messages
+(transport.messages) come and go over two one-way ZeroMQ sockets. It ends with its parent, because its stdin is a pipe
+that only the parent holds.
 """
 
 from __future__ import annotations
@@ -46,16 +46,17 @@ from lmkit.turbo.transport.messages import (
     Stats,
 )
 
-STATS_SECONDS = 0.25  # while busy; when idle, on change
-IDLE_SECONDS = 1.0  # between looks at what changes without requests: leases end, saves are done
-SWITCH_SECONDS = 1e-4  # Python's 5 ms, for which its loop may keep an engine's thread waiting, are many steps
-MAX_FAILED_STEPS = 3  # in a row: then the engine is beyond repair and the process ends
+STATS_SECONDS = 0.25  # between messages while busy; an idle engine sends its stats when they change
+IDLE_SECONDS = 1.0  # between checks of things that change without requests: leases end, saves are done
+# The loop may keep an engine's thread waiting so long. Python's default of 5 ms is as long as many steps.
+SWITCH_SECONDS = 1e-4
+MAX_FAILED_STEPS = 3  # in a row: the engine is then beyond repair and the process ends
 
 logger = log.get_logger(__name__)
 
 
 class EngineLike(Protocol):
-    """What the loop needs of lmkit.turbo.engine.engine.Engine."""
+    """The part of lmkit.turbo.engine.engine.Engine that the loop uses."""
 
     info: EngineInfo
 
@@ -69,14 +70,14 @@ class EngineLike(Protocol):
 
 
 class EngineLoop:
-    """Owns an engine: takes commands between steps, steps while there is work, waits for commands otherwise."""
+    """Owns an engine. It takes commands between steps, steps while there is work, and waits for commands otherwise."""
 
     def __init__(self, engine: EngineLike, commands: zmq.Socket, events: zmq.Socket) -> None:
         self._engine = engine
         self._commands, self._events = commands, events
         self._decoder = msgspec.msgpack.Decoder(Command)
         self._encoder = msgspec.msgpack.Encoder()
-        self._open: set[str] = set()  # requests the engine has and the front end waits for
+        self._open: set[str] = set()  # requests that the engine has and the front end waits for
         self._failures = 0
         self._failures_in_a_row = 0
         self._is_checked = True  # since the last step
@@ -84,7 +85,7 @@ class EngineLoop:
         self._sent_at = 0.0
 
     def run(self) -> None:
-        """Until a Shutdown command, or an exception that the engine cannot survive."""
+        """Run until a Shutdown command, or an exception that the engine cannot survive."""
         self.send(Ready(self._engine.info))
         while self._take_commands():
             if self._engine.has_work():
@@ -92,11 +93,14 @@ class EngineLoop:
             self._send_stats()
 
     def send(self, event: Event) -> None:
-        """Waits while the front end has not caught up."""
+        """Send an event. Waits while the front end has not caught up."""
         self._events.send(self._encoder.encode(event))
 
     def _take_commands(self) -> bool:
-        """Carry out what has arrived, waiting for it only if there is nothing else to do. False after Shutdown."""
+        """Carry out the commands that have arrived. Returns False after Shutdown.
+
+        It waits for commands only if there is nothing else to do.
+        """
         is_idle = not self._engine.has_work()
         if is_idle and not self._commands.poll(round(1e3 * IDLE_SECONDS)):
             self._check()
@@ -114,7 +118,7 @@ class EngineLoop:
         return True
 
     def _check(self) -> None:
-        """Once in each pause: the engine's books are right. A defect is logged and counted, as one in a step is."""
+        """Check the engine's integrity once in each pause. A defect is logged and counted, like a failed step."""
         if not self._is_checked:
             self._is_checked = True
             self._guarded(self._engine.check_integrity, [])
@@ -130,7 +134,7 @@ class EngineLoop:
             self.send(Outputs(outputs))
 
     def _guarded(self, call: Callable[[], Any], request_ids: Iterable[str]) -> Any:
-        """Run one engine call; if it raises, `request_ids` fail and the others go on."""
+        """Run one engine call. If it raises, the requests `request_ids` fail and the others go on."""
         victims = list(request_ids)
         try:
             return call()
@@ -173,7 +177,7 @@ def load_engine(name: str) -> Callable[[str, EngineConfig], EngineLike]:
 
 
 def _end_with_parent(socket_dir: Path) -> None:
-    """Watch stdin from a thread: its end of file means that the parent is gone, however it went."""
+    """Watch stdin from a thread. Its end of file means that the parent has ended, for whatever reason."""
 
     def watch() -> None:
         while os.read(0, 1):
@@ -190,7 +194,7 @@ def main(argv: list[str] | None = None) -> int:
     for name in ("model", "config", "commands", "events", "cwd", "log-level"):
         parser.add_argument(f"--{name}", required=True)
     args = parser.parse_args(argv)
-    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group or unit; the parent decides
+    for number in (signal.SIGINT, signal.SIGTERM):  # these go to the whole group or unit; the parent decides
         signal.signal(number, signal.SIG_IGN)
     _end_with_parent(Path(args.commands.removeprefix("ipc://")).parent)
     os.chdir(args.cwd)
@@ -202,7 +206,7 @@ def main(argv: list[str] | None = None) -> int:
     commands.connect(args.commands)
     events.connect(args.events)
     defer_imports()
-    gc.disable()  # what is made until the engine is ready stays: looking for garbage in it takes a tenth of the start
+    gc.disable()  # objects made until the engine is ready stay: a search for garbage takes a tenth of the start
     try:
         engine = load_engine(args.engine)(args.model, msgspec.json.decode(args.config, type=EngineConfig))
     except LMKitError as error:

@@ -1,4 +1,4 @@
-"""What crosses between the front end and the engine process: msgpack of these structs, over two ZeroMQ sockets."""
+"""The messages between the front end and the engine process: these structs as msgpack, over two ZeroMQ sockets."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 from lmkit.turbo.request import EngineInfo, EngineStats, Siblings, StepOutput
 
-ENGINE = "lmkit.turbo.engine.engine:Engine"  # what the engine process runs, unless told otherwise
+ENGINE = "lmkit.turbo.engine.engine:Engine"  # the class that the engine process runs by default
 QUEUED_MESSAGES = 4096  # high-water mark of both sockets
 
 
@@ -27,7 +27,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The engine cannot start, for a reason its user can do something about."""
+    """The engine cannot start, for a reason that its user can do something about."""
 
     kind: str  # class name of the LMKitError
     message: str

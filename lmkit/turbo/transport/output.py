@@ -1,4 +1,4 @@
-"""Engine steps -> what a user sees: text, log-probabilities with token text, stop strings. No torch."""
+"""Turns engine steps into the user's output: text, log-probabilities with token text, stop strings. No torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lmkit.turbo.request import FinishReason, Request, StepOutput, TokenLogprobs
 
 
 class TokenText(msgspec.Struct, frozen=True):
-    """A token as it is shown beside its log-probability."""
+    """A token as shown beside its log-probability."""
 
     token_id: int
     text: str  # incomplete UTF-8 shows as U+FFFD
@@ -18,7 +18,7 @@ class TokenText(msgspec.Struct, frozen=True):
 
 
 class TextLogprobs(msgspec.Struct, frozen=True):
-    """One position: the token there, the most likely ones (best first), and where its text starts."""
+    """One position: its token, the most likely tokens (best first), and the offset of the token's text."""
 
     token: TokenText
     top: list[TokenText]
@@ -26,45 +26,45 @@ class TextLogprobs(msgspec.Struct, frozen=True):
 
 
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """What one step added to one request's output; `finish_reason` is set on the last one."""
+    """The part of a request's output that one step added. `finish_reason` is set on the last one."""
 
     request_id: str
-    text: str  # new text, stop strings cut off unless asked for
-    token_ids: list[int]  # new tokens, with an ending eos or stop id
-    logprobs: list[TextLogprobs] = []  # one for each of token_ids, where asked for
-    prompt_logprobs: list[TextLogprobs] = []  # with the first output, where asked for: one for each prompt token
+    text: str  # new text; stop strings are cut off unless the request asks for them
+    token_ids: list[int]  # new tokens, including an eos or stop id at the end
+    logprobs: list[TextLogprobs] = []  # one for each of token_ids, on request
+    prompt_logprobs: list[TextLogprobs] = []  # with the first output, on request: one for each prompt token
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string or stop_token_ids entry that ended it; None for an eos
     num_prompt_tokens: int
-    num_cached_tokens: int = 0  # of the prompt: found in the cache, known from the first output on
+    num_cached_tokens: int = 0  # prompt tokens found in the cache, known from the first output on
     num_output_tokens: int  # so far
     abort_engine: bool = False  # a stop string ended it here: the engine must be told to abort it
     error: str | None = None
-    error_code: str = "engine_error"  # of error
+    error_code: str = "engine_error"  # the code of `error`
 
 
 class AssistantTurn:
-    """Collects the tokens of an assistant's turn, for the conversation's next one."""
+    """Collects the tokens of an assistant's turn for the next turn of the conversation."""
 
     def __init__(self, turn: EncodedTurn) -> None:
         self._turn = turn
         self._ids: list[int] = []
 
     def add(self, output: RequestOutput) -> TokenHistory | None:
-        """The history with this answer, once it is complete.
+        """Return the history with this answer once it is complete, otherwise None.
 
-        None before, and for an answer that failed or that a stop string cut: the conversation does not go on with all
-        of its tokens.
+        None is also returned if the answer failed or a stop string cut it: the conversation does not go on with all of
+        its tokens.
         """
         self._ids += output.token_ids
         if output.finish_reason not in ("stop", "length") or isinstance(output.stop_reason, str):
             return None
-        ended = output.finish_reason == "stop"  # by its last token, which is no text of the answer
+        ended = output.finish_reason == "stop"  # the last token ended it and is no text of the answer
         return self._turn.answered(self._ids[: -1 if ended else None])
 
 
 class OutputProcessor:
-    """Follows one request from its first step to its last. Stateful; `process` takes the steps in order."""
+    """Follows one request from its first step to its last. It is stateful: `process` takes the steps in order."""
 
     def __init__(self, tokenizer: Tokenizer, request: Request) -> None:
         params = request.params
@@ -81,7 +81,7 @@ class OutputProcessor:
         self.finished = False
 
     def process(self, step: StepOutput) -> RequestOutput:
-        """The output of one step. A step after the last one (it was on its way) adds nothing."""
+        """Return the output of one step. A step after the last one was already on its way; it adds nothing."""
         texts: list[str] = []
         logprobs: list[TextLogprobs] = []
         first_token = self._num_tokens

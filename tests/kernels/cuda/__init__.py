@@ -1,1 +1,1 @@
-"""CUDA kernels, emulated on the CPU; on a GPU where there is one."""
+"""Tests of CUDA kernels. They run emulated on the CPU, and on a GPU if there is one."""

@@ -1,4 +1,4 @@
-"""Every test of a kernel runs emulated, on tensors on the CPU, and on the GPU where there is one."""
+"""Every test of a kernel runs emulated on tensors on the CPU, and on the GPU if there is one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests import emulator
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Where tensors go so that kernels take them: "cpu" means emulated."""
+    """The device for tensors that are passed to kernels. "cpu" means emulated."""
     if request.param == "cpu":
         if shutil.which("g++") is None:
             pytest.skip("kernels are emulated with g++")

@@ -1,4 +1,4 @@
-"""A pytest plugin: emulated kernels run under AddressSanitizer, whose library the process must have preloaded."""
+"""A pytest plugin: emulated kernels run under AddressSanitizer. The process must have its library preloaded."""
 
 from functools import partial
 

@@ -1,6 +1,6 @@
-"""Compiles kernels for a GPU that is not there, as CuPy would have it done, and reads what came out.
+"""Compiles kernels for a GPU that need not be present, with CuPy's options, and reads the machine code.
 
-NVRTC and nvdisasm are wheels (nvidia-cuda-nvrtc, nvidia-cuda-nvdisasm); nvcc stands in where only that is installed.
+NVRTC and nvdisasm are wheels (nvidia-cuda-nvrtc, nvidia-cuda-nvdisasm). nvcc replaces NVRTC if only nvcc is installed.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ _LABEL = re.compile(r"^(\.L_x_\d+):", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Compiled:
-    """Of one entry point for one architecture. Without nvdisasm, what is read off the machine code is None."""
+    """The result for one entry point and one architecture. Without nvdisasm, the fields from the machine code are
+    None."""
 
     arch: str
-    log: str  # what ptxas says
-    max_threads: int | None  # a block's, of __launch_bounds__
+    log: str  # the output of ptxas
+    max_threads: int | None  # of a block, by __launch_bounds__
     opcodes: Counter[str] | None
-    loops: tuple[Counter[str], ...] | None  # the opcodes of each, those of loops inside included
+    loops: tuple[Counter[str], ...] | None  # the opcodes of each loop, including those of inner loops
 
     def _number(self, pattern: str) -> int:
         found = re.search(rf"(\d+) {pattern}|{pattern} (\d+)", self.log)
@@ -47,18 +48,18 @@ class Compiled:
 
     @property
     def registers(self) -> int:
-        """Of a thread."""
+        """Registers of a thread."""
         found = re.search(r"Used (\d+) registers", self.log)
         assert found is not None, self.log
         return int(found[1])
 
     @property
     def local_bytes(self) -> int:
-        """Of a thread's stack frame and of what did not fit its registers."""
+        """Bytes of a thread's stack frame and of its spills from registers."""
         return sum(self._number(what) for what in ("bytes stack frame", "bytes spill stores", "bytes spill loads"))
 
     def main_loop(self, opcode: str) -> Counter[str]:
-        """The smallest loop that has more of `opcode` than any loop inside of it; empty if none has any."""
+        """The smallest loop that has more of `opcode` than any loop inside it. Empty if no loop has any."""
         having = [loop for loop in self.loops or () if count(loop, opcode)]
         most = max((count(loop, opcode) for loop in having), default=0)
         return min((x for x in having if count(x, opcode) == most), key=Counter.total, default=Counter())
@@ -77,7 +78,7 @@ def missing() -> str | None:
 
 
 def compile_all(kernels: Iterable[Kernel], arches: Iterable[str] = ARCHES) -> list[tuple[Kernel, Compiled]]:
-    """Every kernel for every architecture, two at a time; kernels of one text are compiled together."""
+    """Compile every kernel for every architecture, two at a time. Kernels of one text are compiled together."""
     texts: dict[tuple[str, ...], list[Kernel]] = {}
     for kernel in kernels:
         texts.setdefault((kernel.source, *map(str, sorted(kernel.defines.items()))), []).append(kernel)
@@ -88,12 +89,12 @@ def compile_all(kernels: Iterable[Kernel], arches: Iterable[str] = ARCHES) -> li
 
 
 def compile_kernel(kernel: Kernel, arch: str) -> Compiled:
-    """Raises AssertionError with the compiler's log."""
+    """Compile one kernel. Raises AssertionError with the compiler's log."""
     return _compile(kernel, arch)[kernel.name]
 
 
 def _compile(kernel: Kernel, arch: str) -> dict[str, Compiled]:
-    """All entry points of the kernel's text."""
+    """Compile all entry points of the kernel's text."""
     text, lib, tool = kernel_source(kernel.source), _nvrtc(), disassembler()
     flags = [f"--gpu-architecture=sm_{arch}", *CUPY, *options(kernel.defines), "--ptxas-options=-v"]
     cubin, log = _with_nvcc(text, flags) if lib is None else _with_nvrtc(lib, text, [*flags, *CUPY_WITH_NVRTC])
@@ -125,7 +126,7 @@ def _section(listing: str, name: str) -> str:
 
 
 def _read(code: str) -> tuple[Counter[str], tuple[Counter[str], ...]]:
-    """Opcodes of a listing, and of each of its loops: from a label to the last branch back to it."""
+    """Opcodes of a listing, and of each of its loops. A loop goes from a label to the last branch back to it."""
     instructions = [(m.start(), m[1], m[2]) for m in _INSTRUCTION.finditer(code)]
     labels = {m[1]: m.start() for m in _LABEL.finditer(code)}
     ends: dict[int, int] = {}
@@ -138,7 +139,7 @@ def _read(code: str) -> tuple[Counter[str], tuple[Counter[str], ...]]:
 
 
 def _wheel_file(pattern: str) -> Path | None:
-    """In one of NVIDIA's wheels."""
+    """A file in one of NVIDIA's wheels."""
     spec = importlib.util.find_spec("nvidia")
     folders = [] if spec is None else list(spec.submodule_search_locations or ())
     return next((path for folder in folders for path in sorted(Path(folder).glob(pattern))), None)
@@ -146,7 +147,7 @@ def _wheel_file(pattern: str) -> Path | None:
 
 @cache
 def disassembler() -> str | None:
-    """nvdisasm, of its wheel or of a CUDA toolkit."""
+    """The path of nvdisasm, from its wheel or from a CUDA toolkit."""
     found = _wheel_file("*/bin/nvdisasm")
     return shutil.which("nvdisasm") if found is None else str(found)
 

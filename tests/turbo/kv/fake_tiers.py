@@ -1,4 +1,4 @@
-"""Real tiers below FakeRunner's memory, whose loads end when chance says so, and whose blocks get lost and damaged."""
+"""Real tiers below FakeRunner's memory. Chance decides when loads end, and blocks get lost and damaged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.turbo.fakes import FakeRunner
 
 
 class Unreliable:
-    """FakeRunner's blocks as tiers see them; reading and writing fail while `broken`."""
+    """FakeRunner's blocks as tiers see them. Reading and writing fail while `broken`."""
 
     def __init__(self, runner: FakeRunner) -> None:
         self.runner = runner
@@ -38,10 +38,10 @@ class Unreliable:
 
 
 class ChanceTiers:
-    """A TierStore; everything happens in the calling thread's order, so that a seed always gives the same.
+    """A TierStore in which everything happens in the order of the calling thread. So a seed always gives the same run.
 
-    A load is held back, and carried out in full just before it is reported: whoever uses its blocks meanwhile, or has
-    given them to others, finds that they change as late as they possibly can.
+    A load is held back and carried out in full just before it is reported. Its blocks change as late as possible. This
+    shows if they were used meanwhile, or given to other sequences.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class ChanceTiers:
             time.sleep(0)
 
     def disturb(self) -> None:
-        """Something goes wrong with a random block, or with all writes for a while."""
+        """Damage a random block, or break all writes for a while."""
         host, disk = self.store._host, self.disk
         kind = self.rng.randrange(6)
         if kind == 0:
@@ -104,7 +104,7 @@ class ChanceTiers:
     def _disturb_disk(self, disk: DiskTier, kind: int) -> None:
         paths = sorted(Path(disk.folder).glob("*/*.kv"))
         if kind == 3 or not paths:
-            disk.failures._in_a_row = self.rng.choice([0, 5])  # nothing is written, or written again
+            disk.failures._in_a_row = self.rng.choice([0, 5])  # writing stops, or starts again
             disk.failures._rests_until = float("inf")
         elif kind == 4:
             self.rng.choice(paths).unlink()
@@ -116,5 +116,5 @@ class ChanceTiers:
 
 
 def full_disk(*args: object) -> None:
-    """In place of files.write."""
+    """Replaces files.write."""
     raise OSError(errno.ENOSPC, "No space left on device")

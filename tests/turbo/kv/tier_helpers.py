@@ -1,4 +1,4 @@
-"""Blocks on no device, and what they should hold."""
+"""Blocks without a device, and the content that they should hold."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def path_of(tier: DiskTier, key: bytes) -> Path:
 
 
 class ArrayBlocks:
-    """`BlockBytes` over an array; reading and writing can be made to fail."""
+    """`BlockBytes` over an array. Reading and writing can be made to fail."""
 
     nbytes = BLOCK
 
@@ -60,14 +60,14 @@ class ArrayBlocks:
 
 
 def fill(blocks: ArrayBlocks, keys: list[bytes]) -> list[Save]:
-    """Block i gets the content of key i; the saves of all."""
+    """Give block i the content of key i. Returns the saves of all blocks."""
     for block, key in enumerate(keys):
         blocks.data[block] = content(key)
     return [Save(key, block) for block, key in enumerate(keys)]
 
 
 def collect(store: TierStore, loads: int) -> list[Loaded]:
-    """Exactly so many, and not one more."""
+    """Collect exactly `loads` finished loads, and not one more."""
     loaded: list[Loaded] = []
     while len(loaded) < loads:
         before = len(loaded)
@@ -79,7 +79,7 @@ def collect(store: TierStore, loads: int) -> list[Loaded]:
 
 
 def settle(store: TierStore) -> None:
-    """Until nothing waits to be saved."""
+    """Wait until nothing is queued to be saved."""
     end = time.monotonic() + 10
     while store.stats()["queued_saves"]:
         assert time.monotonic() < end, "saves are stuck"
@@ -87,7 +87,7 @@ def settle(store: TierStore) -> None:
 
 
 class HeldSaver:
-    """The store's saver takes one block and waits, until `go`."""
+    """Makes the store's saver take one block and wait until `go`."""
 
     def __init__(self, store: TierStore) -> None:
         self.begun, self._gate, self._keep = threading.Event(), threading.Event(), store._keep
@@ -101,13 +101,13 @@ class HeldSaver:
 
 
 def save(store: TierStore, blocks: ArrayBlocks, keys: list[bytes]) -> None:
-    """And wait for it."""
+    """Save blocks and wait until they are saved."""
     store.save(fill(blocks, keys))
     settle(store)
 
 
 def load(store: TierStore, blocks: ArrayBlocks, keys: list[bytes]) -> Loaded:
-    """Into blocks 0, 1 ...; what was loaded is right, and nothing else was written."""
+    """Load into blocks 0, 1, ... Assert that the loaded content is right and nothing else was written."""
     blocks.data[:] = 0
     store.load(Load(7, keys, list(range(len(keys)))))
     (loaded,) = collect(store, loads=1)

@@ -1,4 +1,4 @@
-"""Random traffic for a FakeEngine, and what must be true of it at all times and in the end."""
+"""Random traffic for a FakeEngine, and the invariants that must hold at all times and in the end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REFUSALS = {"context_length_exceeded", "invalid_request", "queue_full"}
 
 
 def random_classes(rng: random.Random) -> tuple[KVClass, ...]:
-    """All layers see everything; all have one window; or some of each."""
+    """Random classes of layers: all layers see everything, all have one window, or there are some of each."""
     window, sinks = rng.choice([1, 4, 16, 70]), rng.choice([0, 0, 1, 6])
     kind = rng.random()
     if kind < 0.4:
@@ -45,7 +45,7 @@ def random_limits(rng: random.Random) -> SchedulerLimits:
         cache["cache_quota"] = rng.choice([1.0, 1.0, 0.5])
     cache["classes"] = classes
     policies = {"max_overtakes": rng.choice([0, 2, 8]), "priority_seconds": rng.choice([0.0, 5.0, 50.0])}
-    if rng.random() < 0.4:  # many sequences start and few can grow: preemption upon preemption
+    if rng.random() < 0.4:  # many sequences start and few can grow, so that preemptions follow each other
         return limits(num_blocks=24 * num_groups, block_size=1, max_batch_size=8, max_model_len=25, **cache, **policies)
     return limits(
         num_blocks=rng.choice([3, 8, 13, 21, 34]) * rng.choice([1, num_groups]),
@@ -61,7 +61,8 @@ def random_limits(rng: random.Random) -> SchedulerLimits:
 
 
 def random_request(rng: random.Random, name: str, limits: SchedulerLimits, texts: list[list[int]]) -> Request:
-    """`texts`: what was asked and answered before; a good part of the prompts goes on with one of them."""
+    """A random request. `texts` holds earlier prompts with their answers. A good part of the prompts continues one of
+    them."""
     longest = rng.choice([3, 3, 8, limits.max_model_len])
     prompt = [rng.randrange(limits.vocab_size) for _ in range(rng.randint(0, longest))]
     if texts and rng.random() < 0.6:
@@ -88,8 +89,10 @@ def random_request(rng: random.Random, name: str, limits: SchedulerLimits, texts
 
 class Traffic:
     """An engine under random arrivals, aborts (also in the middle of a step), failing steps, forced evictions and
-    deadlines; with `folder` it has lower tiers, with which things go wrong, too. `thorough`: look at all books always.
-    `drafts`: next tokens are guessed, now and then right.
+    deadlines.
+
+    With `folder` it has lower tiers, and these fail, too. `thorough`: check all bookkeeping at every step. `drafts`:
+    next tokens are guessed, and some guesses are right.
     """
 
     def __init__(
@@ -115,9 +118,9 @@ class Traffic:
         self.requests: dict[str, Request] = {}
         self.wanted: dict[str, tuple[list[int], FinishReason]] = {}
         self.refused: set[str] = set()
-        self.disturbed: dict[str, str] = {}  # request -> "abort" or "error", if that may have ended it
-        self.deadlines: dict[str, float] = {}  # of those that have not ended
-        self.bound = 0  # steps that are enough for all of them one after the other, a token at a time
+        self.disturbed: dict[str, str] = {}  # request -> "abort" or "error", if this may have ended it
+        self.deadlines: dict[str, float] = {}  # of requests that have not ended
+        self.bound = 0  # steps that suffice for all requests one after the other, a token at a time
         self.counts: Counter[str] = Counter()
 
     def _tiers(self, runner: FakeRunner) -> ChanceTiers:
@@ -127,7 +130,7 @@ class Traffic:
         self.tiers = ChanceTiers(runner, rng, self.folder if num_disk else None, num_host, num_disk)
         return self.tiers
 
-    # ---- what happens
+    # ---- events
 
     def arrive(self) -> None:
         """One request, or several with one prompt."""
@@ -160,7 +163,7 @@ class Traffic:
         self.engine.scheduler.abort(name)
 
     def evict(self) -> None:
-        """Idle blocks may leave the cache at any moment."""
+        """Evict idle blocks: they may leave the cache at any moment."""
         for cache in self.engine.scheduler._kv.caches:
             if self.rng.random() < 0.3:
                 cache.clear()
@@ -196,7 +199,7 @@ class Traffic:
                 seq.propose([token if self.rng.random() < 0.8 else self.rng.randrange(50) for token in guesses])
 
     def fail(self) -> None:
-        """The oldest step raises before it has done anything, or after all is done."""
+        """Let the oldest step raise before it has done anything, or after all is done."""
         engine, scheduler = self.engine, self.engine.scheduler
         oldest = engine.plans.popleft()
         for seq in scheduler._under_way[0].sequences:
@@ -236,13 +239,13 @@ class Traffic:
         if self.tiers is not None:
             self.tiers.close()
 
-    # ---- what must be true
+    # ---- invariants
 
     def check_plan(self, plan: StepPlan) -> None:
-        """The first by priority key advances. A sequence that decodes, or finds budget left, is served unless it waits
-        for a block.
+        """The sequence with the first priority key advances. A sequence is served if it decodes or budget is left,
+        unless it waits for a block.
 
-        Blocks that a load, or a step of a sequence that has ended, still writes to cannot be had by anybody.
+        Some blocks are still written to, by a load or by a step of a sequence that has ended. No sequence can get them.
         """
         scheduler = self.engine.scheduler
         running = [seq for seq in scheduler._slots.running.values() if seq.status is Status.RUNNING]

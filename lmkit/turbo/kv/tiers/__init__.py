@@ -1,1 +1,1 @@
-"""KV blocks below the device: host memory and disk, by the hash of what they hold. No torch."""
+"""KV blocks below the device, in host memory and on disk, keyed by the hash of their content. No torch."""

@@ -1,9 +1,9 @@
-"""What loading is expected to take: measured, with guesses until then.
+"""The expected time of loads: measured, with guesses before the first measurement.
 
 A job of blocks takes   latency + sum over tiers of blocks * seconds per block.
 
-All blocks of a model have one size, so one number a tier covers opening a file as well as moving its bytes. Averages
-are exponential, in blocks: a page cache that went cold shows after a few.
+All blocks of a model have one size, so one number per tier covers both opening a file and moving its bytes. Averages
+are exponential, in blocks: a page cache that went cold shows after a few blocks.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ HALF_LIFE = 16  # blocks after which an observation counts half
 
 
 class LoadCost:
-    """Seconds per block of every tier, and of starting a job."""
+    """Seconds per block of every tier, and seconds to start a job."""
 
     def __init__(self, block_bytes: int) -> None:
         self.latency = GUESSED_LATENCY
         self.per_block = {tier: fixed + block_bytes / speed for tier, (fixed, speed) in GUESSES.items()}
 
     def seconds(self, blocks: Mapping[str, int]) -> float:
-        """Of one job with so many blocks of each tier, once its turn has come."""
+        """Seconds of one job with `blocks` of each tier, from its turn on."""
         return self.latency + sum(count * self.per_block[tier] for tier, count in blocks.items())
 
     def observe(self, tier: str, num_blocks: int, seconds: float) -> None:
-        """`num_blocks` of a tier were loaded in that time."""
+        """Learn that `num_blocks` blocks of a tier were loaded in `seconds`."""
         if num_blocks > 0:
             weight = 1 - 0.5 ** (num_blocks / HALF_LIFE)
             self.per_block[tier] += weight * (seconds / num_blocks - self.per_block[tier])
 
     def observe_latency(self, seconds: float) -> None:
-        """From the submission of a job, with none before it, until its first block was begun."""
+        """Learn the time from the submission of a job with none before it until its first block was begun."""
         self.latency += 0.2 * (seconds - self.latency)

@@ -1,7 +1,7 @@
-"""Blocks on disk: one file each, the least recently used leaving first, there again after a restart.
+"""Blocks on disk: one file for each block. The least recently used are evicted first. Blocks survive a restart.
 
-A file gets its name when it is whole, so a killed process leaves none in part; a loss of power may, and the checksum
-finds it. Whatever is wrong with a file makes it a miss, and removes it: the KV is computed again.
+A file gets its name when it is whole, so a killed process leaves no partial file. A loss of power may leave one, and
+the checksum finds it. A file with any fault is a miss and is removed: the KV is computed again.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ from lmkit.turbo.kv.tiers.host import use_chain
 
 log = get_logger(__name__)
 
-REFRESH_SECONDS = 600  # how far a file's time of modification, its last use for the next start, may lag behind
+# How far a file's time of modification may lag behind its last use. The next start takes the
+# time of modification as the last use.
+REFRESH_SECONDS = 600
 
 
 class DiskTier:
     """At most `max_bytes` of files, in pages, below `path`, for blocks of `block_bytes`.
 
-    Any thread may call any method, one at a time `write`. OSErrors become misses and failed writes. Raises ConfigError
-    where nothing can be kept at all: see folder.claim.
+    Any thread may call any method, but `write` only one thread at a time. OSErrors become misses and failed writes.
+    Raises ConfigError if nothing can be kept at all: see folder.claim.
     """
 
     def __init__(self, path: str | Path, identity: bytes, *, block_bytes: int, max_bytes: int) -> None:
@@ -42,11 +44,11 @@ class DiskTier:
         if max_bytes < self._taken:
             raise ConfigError(f"kv_disk_memory {max_bytes} holds no block of {self._taken} bytes; raise it")
         self.folder, lock = claim(root, name)
-        self._let_go = weakref.finalize(self, os.close, lock)  # also where what was to use this cannot be made
+        self._let_go = weakref.finalize(self, os.close, lock)  # also if the owner of this tier cannot be made
         self.max_bytes = max_bytes
         self.failures = Failures()
         self.num_damaged = self.num_evicted = 0
-        self._mutex = threading.Lock()  # of the index alone: nobody waits for the disk
+        self._mutex = threading.Lock()  # guards only the index: no thread waits for the disk
         try:
             self._index = self._listed()  # key -> time of modification, least recently used first
             self._neighbours = Neighbours(root, name)
@@ -74,7 +76,7 @@ class DiskTier:
 
     @property
     def num_bytes(self) -> int:
-        """Of this identity's files."""
+        """Bytes of this identity's files."""
         return len(self._index) * self._taken
 
     def __contains__(self, key: bytes) -> bool:
@@ -85,7 +87,7 @@ class DiskTier:
             use_chain(self._index, keys)
 
     def remember(self, keys: Sequence[bytes]) -> None:
-        """For the next start: files learn, not too often, that they were used."""
+        """Update the modification times of used files for the next start, but not too often."""
         now = int(time.time())
         for key in reversed(keys):
             with self._mutex:
@@ -96,7 +98,7 @@ class DiskTier:
                 os.utime(files.file_of(self.folder, key))
 
     def read(self, key: bytes, out: memoryview) -> int | None:
-        """Fill `out` [block_bytes] and return its checksum; None = a miss, and what is in `out` means nothing."""
+        """Fill `out` [block_bytes] and return its checksum; None = a miss, and the content of `out` is undefined."""
         if key not in self._index:
             return None
         path, head = files.file_of(self.folder, key), bytearray(record.HEADER_BYTES)
@@ -107,7 +109,7 @@ class DiskTier:
                 return crc
             self._damaged(path)
         except FileNotFoundError:
-            pass  # evicted at this moment, or by somebody else
+            pass  # evicted at this moment, or removed from outside
         except OSError as error:
             if error.errno == errno.EBADMSG:
                 self._damaged(path)
@@ -127,7 +129,7 @@ class DiskTier:
         return key not in self._index and not self.failures.resting
 
     def write(self, key: bytes, data: memoryview, crc: int) -> bool:
-        """Keep a block; False if that failed."""
+        """Write a block. Returns False if that failed."""
         try:
             self._make_room(self._taken)
             files.write(self.folder, key, record.header(key, data.nbytes, crc), data)
@@ -140,7 +142,7 @@ class DiskTier:
         return True
 
     def _make_room(self, num_bytes: int) -> None:
-        """For that much more: blocks of other identities leave first, then the least recently used."""
+        """Make room for `num_bytes` more: evict blocks of other identities first, then the least recently used."""
         while self.num_bytes + self._neighbours.num_bytes + num_bytes > self.max_bytes:
             if self._neighbours.evict():
                 continue
@@ -154,5 +156,5 @@ class DiskTier:
             self.num_evicted += 1
 
     def close(self) -> None:
-        """Let another engine have the folder."""
+        """Release the folder, so that another engine can use it."""
         self._let_go()

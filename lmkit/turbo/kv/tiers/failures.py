@@ -1,4 +1,4 @@
-"""Failures of a tier: counted all, logged once per kind and minute, and writing rests when it keeps failing."""
+"""Failures of a tier. All are counted, each kind is logged once a minute, and writing rests if it keeps failing."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from lmkit.log import get_logger
 log = get_logger(__name__)
 
 LOG_SECONDS = 60.0
-FAILURES_IN_A_ROW = 5  # of writes, before they rest
+FAILURES_IN_A_ROW = 5  # failed writes before writing rests
 REST_SECONDS = 30.0
 
 
 class Failures:
-    """Used by several threads: at worst a count misses one, or a line is logged twice."""
+    """Several threads use it. At worst a count misses one failure, or a line is logged twice."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.count = 0
@@ -26,7 +26,7 @@ class Failures:
         self._rests_until = 0.0
 
     def note(self, what: str, error: Exception) -> None:
-        """`what` was tried: "KV cache on disk: writing" """
+        """Count a failure, and log it if its kind was not logged lately. `what` was tried: "writing KV to disk"."""
         self.count += 1
         number = getattr(error, "errno", None)
         kind = f"{what} {errno.errorcode.get(number, number) if number else type(error).__name__}"
@@ -36,7 +36,7 @@ class Failures:
             log.warning("%s failed, %d failures so far: %s", what, self.count, error)
 
     def note_write(self, what: str, error: Exception) -> None:
-        """As `note`; after several in a row, `resting` is true for a while."""
+        """Like `note`. After several failures in a row, `resting` is true for a while."""
         self.note(what, error)
         self._in_a_row += 1
         if self._in_a_row >= FAILURES_IN_A_ROW:
@@ -47,5 +47,5 @@ class Failures:
 
     @property
     def resting(self) -> bool:
-        """After a rest one write is tried; if that fails too, the next rest begins."""
+        """Whether writing rests. After a rest one write is tried; if it fails too, the next rest begins."""
         return self._in_a_row >= FAILURES_IN_A_ROW and self._clock() < self._rests_until

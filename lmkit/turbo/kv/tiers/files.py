@@ -1,4 +1,4 @@
-"""The disk tier's dealings with the file system: each function does one thing to one file, or raises OSError."""
+"""File system operations of the disk tier. Each function does one thing to one file, or raises OSError."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def file_of(folder: str, key: bytes) -> str:
 
 
 def disk_bytes(size: int) -> int:
-    """What a file takes: whole pages."""
+    """Bytes that a file takes on disk: whole pages."""
     return -(-size // PAGE) * PAGE
 
 
 def read(path: str, head: bytearray, out: memoryview) -> None:
-    """Fill both, in this order, from the file, which must have exactly their size; EBADMSG otherwise."""
+    """Fill `head` and then `out` from the file. Raises EBADMSG if the file does not have exactly their size."""
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO must not hold us up
     try:
         found, size = os.fstat(fd).st_size, len(head) + out.nbytes
@@ -46,9 +46,9 @@ def read(path: str, head: bytearray, out: memoryview) -> None:
 
 
 def write(folder: str, key: bytes, head: bytes, data: memoryview) -> None:
-    """Make the block's file, whole or not at all; not waiting for the disk, so that a loss of power may tear it."""
+    """Make the block's file, whole or not at all. It does not wait for the disk, so a loss of power may tear it."""
     path = file_of(folder, key)
-    partial = f"{os.path.dirname(path)}/{PARTIAL}"  # there, since ext4 makes inodes faster in many folders than in one
+    partial = f"{os.path.dirname(path)}/{PARTIAL}"  # ext4 makes inodes faster in many folders than in one
     fd = _create(partial)
     try:
         try:
@@ -78,7 +78,7 @@ def remove(path: str) -> None:
 
 
 def listing(folder: str) -> Iterator[Stored]:
-    """Blocks in a folder, in no order. What killed processes left is removed, other files are left alone."""
+    """Blocks in a folder, in no order. Partial files of killed processes are removed, other files are left alone."""
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):

@@ -1,12 +1,12 @@
-"""The folder a disk tier lives in, and the ones beside it.
+"""The folder of a disk tier, and the folders beside it.
 
-    <path>/                          what the user names; may be shared by engines
+    <path>/                          the path that the user gives; engines may share it
         0123456789abcdef.lock        held by the engine that uses the folder of this name; never removed
-        0123456789abcdef/            0700, the blocks of one identity: this much of it names the folder
+        0123456789abcdef/            0700, the blocks of one identity; its first digits name the folder
             ab/abcd....kv            0600, one block, named by its key
-            ab/partial               one that is being written
+            ab/partial               a block that is being written
 
-What else lies there is neither read nor removed.
+Other files in these folders are neither read nor removed.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from lmkit.turbo.kv.tiers import files
 from lmkit.turbo.kv.tiers.files import Stored
 
 NAME = re.compile("[0-9a-f]{16}")
-WAIT_SECONDS = 2.0  # for an engine that is just ending
+WAIT_SECONDS = 2.0  # time to wait for an engine that is just ending
 
 
 def claim(path: Path, name: str) -> tuple[str, int]:
-    """Make the folder `name` and hold its lock: (folder, descriptor of the lock). Raises ConfigError."""
+    """Make the folder `name` and lock it. Returns (folder, descriptor of the lock). Raises ConfigError."""
     folder = path / name
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -48,7 +48,7 @@ def claim(path: Path, name: str) -> tuple[str, int]:
 
 
 def _make(folder: Path) -> None:
-    """A folder that is ours alone, and can be written to."""
+    """Make a folder that is private to this user, and check that it can be written to."""
     with suppress(FileExistsError):
         os.mkdir(folder, 0o700)
     state = folder.lstat()
@@ -86,12 +86,13 @@ class Neighbour:
     path: Path
     num_bytes: int
     last_used: int
-    stored: list[Stored] = field(default_factory=list)  # newest first; listed when the first of them has to go
+    stored: list[Stored] = field(default_factory=list)  # newest first; listed before the first eviction from it
 
 
 class Neighbours:
-    """What other identities have left under the same path: it counts against the bound, and leaves first. Folders of
-    engines that run are theirs: not counted, not touched.
+    """Folders of other identities under the same path. They count against the bound, and are evicted first.
+
+    Folders of running engines are neither counted nor touched.
     """
 
     def __init__(self, path: Path, own: str) -> None:
@@ -104,7 +105,7 @@ class Neighbours:
         return sum(folder.num_bytes for folder in self._folders)
 
     def evict(self) -> bool:
-        """The oldest block of the folder that was unused for longest; False if nothing is left."""
+        """Remove the oldest block of the folder that was unused for longest. Returns False if nothing is left."""
         while self._folders:
             folder = self._folders[-1]
             fd = _lock_idle(folder.path)
@@ -151,7 +152,7 @@ class Neighbours:
 
 
 def _lock_idle(folder: Path) -> int | None:
-    """The lock of a folder that is a disk tier's, and of no engine that runs; None otherwise."""
+    """Take the lock of a disk tier's folder. Returns None if the folder has no lock, or a running engine holds it."""
     try:
         fd = _open_lock(folder)
     except OSError:

@@ -1,4 +1,4 @@
-"""Blocks in host memory, the least recently used leaving first."""
+"""Blocks in host memory. The least recently used are evicted first."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from lmkit.errors import ConfigError
 
 
 def use_chain(index: OrderedDict[bytes, Any], keys: Sequence[bytes]) -> None:
-    """Blocks of a chain were used: the first, without which the others are not found, will leave last."""
+    """Mark the blocks of a chain as used. The first is evicted last, because the others are not found without it."""
     for key in reversed(keys):
         if key in index:
             index.move_to_end(key)
 
 
 def check_host_bytes(host_bytes: int, block_bytes: int) -> None:
-    """Raise ConfigError for a tier (0 bytes = none) that holds no block."""
+    """Raise ConfigError if a tier of `host_bytes` (0 = no tier) holds no block."""
     if 0 < host_bytes < block_bytes:
         raise ConfigError(f"kv_host_memory {host_bytes} holds no block of {block_bytes} bytes; raise it")
 
@@ -29,7 +29,10 @@ class HostBlock(NamedTuple):
 
 
 class HostTier:
-    """At most `max_bytes` of blocks of one size. Any thread may call any method; none waits for another's copying."""
+    """At most `max_bytes` of blocks of one size.
+
+    Any thread may call any method, and no call waits for another thread's copying.
+    """
 
     def __init__(self, block_bytes: int, max_bytes: int) -> None:
         self._block_bytes = block_bytes

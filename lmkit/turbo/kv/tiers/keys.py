@@ -1,13 +1,13 @@
-"""Names of KV blocks by what they hold. The KV of a token depends on all tokens before it, so keys form a chain:
+"""Keys of KV blocks by their content. The KV of a token depends on all tokens before it, so keys form a chain:
 
-    root  = sha256(what computes and stores the KV, tenant, salt)
+    root  = sha256(KV identity, tenant, salt)               the identity tells what computes and stores the KV
     key_0 = sha256(root + tokens of block 0)
     key_i = sha256(key_{i-1} + tokens of block i)          tokens as little-endian int32
 
-Where layers form several groups (models.kv_layout), a block holds one of them: the last two bytes of its key are the
-group's number.
+If the layers form several groups (models.kv_layout), a block holds one group. The last two bytes of its key are then
+the group's number.
 
-Equal keys mean equal KV; who does not know a tenant's salt cannot name, find or time its blocks.
+Equal keys mean equal KV. Without a tenant's salt nobody can name, find or time its blocks.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 KEY_BYTES = 32
-FORMAT = b"lmkit kv 1"  # of the keys and of what is stored under them
+FORMAT = b"lmkit kv 1"  # version of the keys and of the records stored under them
 
 
 def root_key(identity: bytes, tenant: str, salt: str) -> bytes:
-    """What the chain of every sequence of one tenant and salt begins with."""
+    """The root of the key chains of all sequences of one tenant and salt."""
     digest = hashlib.sha256(FORMAT)
     for part in (identity, tenant.encode("utf-8", "surrogatepass"), salt.encode("utf-8", "surrogatepass")):
         digest.update(len(part).to_bytes(8, "little") + part)  # with lengths, so that no part runs into the next
@@ -40,6 +40,6 @@ def block_keys(root: bytes, tokens: np.ndarray, block_size: int, known: list[byt
 
 
 def group_keys(keys: Sequence[bytes], groups: Iterable[int]) -> list[bytes]:
-    """The keys of the groups' blocks, by tokens first."""
+    """The keys of the groups' blocks, ordered by tokens first."""
     ends = [group.to_bytes(2, "big") for group in groups]
     return [key[:-2] + end for key in keys for end in ends]

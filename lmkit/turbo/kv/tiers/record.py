@@ -1,4 +1,4 @@
-"""What a stored block looks like: a header of 64 bytes, then its KV.
+"""The format of a stored block: a header of 64 bytes, then its KV.
 
     offset  bytes
          0      8  magic "lmkit-kv"
@@ -9,9 +9,9 @@
         56      4  0
         60      4  CRC-32 of bytes 0 .. 60 and the KV
 
-Numbers are little-endian. A block in memory keeps the checksum alone: the header follows from its key and size.
-CRC-32 (zlib's) because it is the fastest check of the standard library that lets other threads run meanwhile. It finds
-what was torn or has decayed; a folder only we may write to keeps out what is meant to deceive.
+Numbers are little-endian. A block in memory keeps only the checksum: the header follows from its key and size. The
+checksum is zlib's CRC-32, the fastest check of the standard library that lets other threads run meanwhile. It finds
+torn and decayed blocks. It does not stop forged blocks: for that, only this user may write to the folder.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CHECKSUM = struct.Struct("<I")
 
 
 def checksum(key: bytes, data: Data) -> int:
-    """Of a block and the header it gets."""
+    """The checksum of a block and the header that it gets."""
     return zlib.crc32(data, zlib.crc32(_fields(key, memoryview(data).nbytes)))
 
 

@@ -1,14 +1,14 @@
-"""The tiers below the device: saves and loads of whole blocks, by two threads of their own.
+"""The tiers below the device: saves and loads of whole blocks, by two background threads.
 
     scheduler: lookup, load_seconds, finished, wait      none waits for a copy or a file
     runner:    load -> loader thread: host memory, else disk (then kept in host memory) -> BlockBytes.write
                save -> BlockBytes.read -> saver thread: host memory and disk (write-through)
 
-The least recently used blocks leave a tier. A chain of keys is only found from its first block on, so whenever one is
-used its first block counts as used last, and the chain shrinks from its end.
+The least recently used blocks leave a tier. A chain of keys is only found from its first block on. Each use of a chain
+therefore counts its first block as used last, and the chain shrinks from its end.
 
-A block is written to the device after its checksum was found right. Whatever fails is a miss, or a save that did not
-happen: counted, never raised.
+A block is written to the device after its checksum was found right. A failure is a miss, or a save that did not happen.
+Failures are counted, never raised.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from lmkit.turbo.plan import Load, Save
 
 log = get_logger(__name__)
 
-BACKLOG_BYTES = 256 << 20  # of copies that wait to be saved
-CLOSE_SECONDS = 1.0  # for what is left at the end
-FAILURES = (OSError, RuntimeError, ValueError, MemoryError)  # of a copy from or to the device, too
+BACKLOG_BYTES = 256 << 20  # size of the copies that wait to be saved
+CLOSE_SECONDS = 1.0  # time for the work that is left at the end
+FAILURES = (OSError, RuntimeError, ValueError, MemoryError)  # includes failures of a copy from or to the device
 
 
 class BlockBytes(Protocol):
-    """The device's blocks. `write` is called by a background thread."""
+    """The device's blocks. A background thread calls `write`."""
 
     @property
     def nbytes(self) -> int:
-        """Of one block: all layers, K and V with their parameters."""
+        """Bytes of one block: all layers, K and V with their parameters."""
 
     def read(self, block: int, out: memoryview) -> None: ...
     def write(self, block: int, data: memoryview) -> None: ...
@@ -53,14 +53,14 @@ class Loaded(NamedTuple):
     """A load has ended."""
 
     job: int
-    num_blocks: int  # of the job's blocks, from the first on, that are filled; a miss or damage ends a load
-    hits: dict[str, int]  # these, by tier
+    num_blocks: int  # filled blocks of the job, from the first on; a miss or damage ends a load
+    hits: dict[str, int]  # these blocks by tier
 
 
 class _Job(NamedTuple):
     load: Load
     submitted: float
-    first: bool  # nothing was before it
+    first: bool  # no job was before it
 
 
 class _Copy(NamedTuple):
@@ -73,10 +73,9 @@ class _Used(NamedTuple):
 
 
 class TierStore:
-    """Host memory of `host_bytes` (0 = none) above a disk tier, either or both. Raises ConfigError if `host_bytes`
-    holds no block.
+    """Host memory of `host_bytes` (0 = none) above a disk tier. Either may be missing.
 
-    `finished` reports each job exactly once.
+    Raises ConfigError if `host_bytes` holds no block. `finished` reports each job exactly once.
     """
 
     def __init__(
@@ -97,21 +96,21 @@ class TierStore:
         self._load_buffer = _new_block(blocks.nbytes)
         self._ended = threading.Condition()  # guards the two below
         self._loaded: list[Loaded] = []
-        self._left: dict[int, float] = {}  # job -> seconds it is still expected to take
+        self._left: dict[int, float] = {}  # job -> expected remaining seconds
         self._loader: TierThread[_Job] = TierThread(
             "kv-load", self._load, partial(self._end_load, num_blocks=0, hits={})
         )
         self._saver: TierThread[_Copy | _Used] = TierThread("kv-save", self._save, self._drop)
 
     def lookup(self, keys: Sequence[bytes]) -> int:
-        """How many of `keys`, from the first on, some tier has."""
+        """The number of `keys`, from the first on, that some tier has."""
         for index, key in enumerate(keys):
             if self._tier_of(key) is None:
                 return index
         return len(keys)
 
     def load_seconds(self, keys: Sequence[bytes]) -> float:
-        """What loading them all is expected to take from now, what is queued before them included."""
+        """The expected time from now until all blocks with `keys` are loaded, including the jobs queued before them."""
         expected = self._expected(keys)
         with self._ended:
             return sum(self._left.values()) + expected
@@ -123,7 +122,7 @@ class TierStore:
             return loaded
 
     def wait(self, seconds: float) -> None:
-        """Until `finished` has something to say, or time is up."""
+        """Wait until `finished` has a load to report, or `seconds` have passed."""
         with self._ended:
             self._ended.wait_for(lambda: self._loaded, seconds)
 
@@ -144,15 +143,16 @@ class TierStore:
         return stats
 
     def load(self, load: Load) -> None:
-        """Begin to fill the blocks of a job, after the jobs before it."""
+        """Queue a job. Its blocks are filled after those of the jobs before it."""
         expected, first = self._expected(load.keys), len(self._loader) == 0
         with self._ended:
             self._left[load.job] = expected
         self._loader.put([_Job(load, time.perf_counter(), first)])
 
     def save(self, saves: Sequence[Save]) -> None:
-        """Take the blocks' bytes, which may change when this returns, and begin to keep them. What exceeds the backlog
-        is dropped: the last of them, since chains begin in front.
+        """Copy the blocks' bytes and queue them to be saved. The blocks may change once this returns.
+
+        Blocks that exceed the backlog are dropped. These are the last ones, because a chain needs its first blocks.
         """
         for save in saves:
             if self._is_kept(save.key):
@@ -177,13 +177,14 @@ class TierStore:
         return data
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """The sequence with these keys was used, wherever its blocks were found: they leave after those that were not.
+        """Mark the blocks of a sequence as used, wherever they were found: unused blocks are evicted before them.
+
         Does not wait.
         """
         self._saver.put([_Used(keys)])
 
     def close(self) -> None:
-        """Finish what can be finished in CLOSE_SECONDS, drop the rest."""
+        """Finish as much work as possible in CLOSE_SECONDS, and drop the rest."""
         deadline = time.monotonic() + CLOSE_SECONDS
         self._loader.stop(deadline)
         self._saver.stop(deadline)
@@ -210,7 +211,7 @@ class TierStore:
     def _load(self, job: _Job) -> None:
         if job.first:
             self._cost.observe_latency(time.perf_counter() - job.submitted)
-        self._touch(job.load.keys)  # what is about to be loaded does not leave meanwhile
+        self._touch(job.load.keys)  # blocks about to be loaded are not evicted meanwhile
         hits: Counter[str] = Counter()
         try:
             for key, block in zip(job.load.keys, job.load.blocks, strict=True):
@@ -223,7 +224,7 @@ class TierStore:
         except FAILURES as error:
             self._failures.note("loading KV", error)
         self._end_load(job, hits.total(), dict(hits))
-        self._touch(job.load.keys)  # those that are in host memory by now, too
+        self._touch(job.load.keys)  # also those that are in host memory by now
         if self._disk is not None:
             self._disk.remember(job.load.keys)
 
@@ -234,7 +235,7 @@ class TierStore:
             self._ended.notify_all()
 
     def _load_block(self, key: bytes, block: int) -> str | None:
-        """The tier it came from."""
+        """Load a block. Returns the tier it came from, or None if no tier has it."""
         start = time.perf_counter()
         if self._from_host(key, block):
             tier = "host"

@@ -1,4 +1,4 @@
-"""One background thread that does one thing after the other."""
+"""One background thread that handles one item after the other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ T = TypeVar("T")
 
 
 class TierThread(Generic[T]):
-    """Calls `work` with each item, in order; after `stop`, and once time is up, `drop` instead. Neither may raise."""
+    """Calls `work` with each item, in order. After `stop`, once time is up, it calls `drop` instead.
+
+    Neither may raise.
+    """
 
     def __init__(self, name: str, work: Callable[[T], None], drop: Callable[[T], None]) -> None:
         self._work, self._drop = work, drop
@@ -24,12 +27,12 @@ class TierThread(Generic[T]):
         self._thread.start()
 
     def __len__(self) -> int:
-        """Items that are waiting or at work."""
+        """The number of items that wait or are being handled."""
         return len(self._items) + self._busy
 
     @property
     def overdue(self) -> bool:
-        """Time is up: `work` should return."""
+        """Whether time is up: `work` should then return."""
         return self._deadline is not None and time.monotonic() > self._deadline
 
     def put(self, items: Sequence[T]) -> None:
@@ -42,13 +45,13 @@ class TierThread(Generic[T]):
             self._drop(item)
 
     def stop(self, deadline: float) -> None:
-        """Take nothing more, and drop what is left at `deadline` (time.monotonic). Does not wait."""
+        """Accept no more items, and drop those that are left at `deadline` (time.monotonic). Does not wait."""
         with self._changed:
             self._deadline = deadline
             self._changed.notify()
 
     def join(self, seconds: float) -> bool:
-        """Whether the thread has ended; what a thread that hangs has not begun is dropped."""
+        """Wait for the thread. Returns whether it has ended. Items that a hanging thread has not begun are dropped."""
         self._thread.join(seconds)
         while self._items:
             self._drop(self._items.popleft())
