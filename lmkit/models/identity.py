@@ -17,6 +17,8 @@ from lmkit.kernels.cpu import isa
 PACKAGE = Path(__file__).parents[1]
 SOURCES = (
     "qtensor.py",
+    "kv_dtype.py",
+    "attention_spec.py",
     "kernels/**/*.py",
     "kernels/cuda/csrc/*",
     "layers/*.py",

@@ -23,10 +23,11 @@ from lmkit.formats.jsonfile import read_json
 from lmkit.kernels.cpu import jit
 from lmkit.kv_dtype import FLOAT32
 from lmkit.layers.batch import allocate_kv, whole_batch
-from lmkit.models import packed_cache, roles
+from lmkit.models import identity, packed_cache, roles
 from lmkit.models.decoder import Decoder
 from lmkit.models.loader import load_model
 from lmkit.qtensor import QuantScheme, quantize
+from lmkit.turbo.kv import blocks as kv_blocks
 from tests.models import tiny
 
 PROMPTS = [[5, 7, 11, 2], [3]]
@@ -336,3 +337,11 @@ def test_an_int8_head_is_close_to_the_checkpoints(tmp_path: Path, activations: s
     )
     assert not torch.equal(plain, quantized)
     assert (plain - quantized).abs().max() < 0.02 * plain.abs().max()
+
+
+def test_every_pattern_of_the_sources_behind_a_digest_matches_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rename would drop a file silently, and stale files would be taken for good ones."""
+    for pattern in (*identity.SOURCES, *kv_blocks.SOURCES):
+        assert list(identity.PACKAGE.glob(pattern)), pattern
+    with pytest.raises(AssertionError, match="no source file matches layers/renamed"):
+        identity.sources_digest(("layers/*.py", "layers/renamed.py"))
