@@ -50,9 +50,11 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="keep the quantized checkpoint in this new folder")
     arguments = parser.parse_args()
     start = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="lmkit-demo-") as scratch:
+    with contextlib.ExitStack() as stack:
+        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="lmkit-demo-"))
         quantized = arguments.keep or Path(scratch) / QUANTIZED
-        step("lmkit quantize demo --recipe awq_w4a16_g128 --kv-bits 8")
+        step("lmkit quantize demo --recipe awq_w4a16_g128 --kv-bits 8; a server of the original starts meanwhile")
+        servers = {SOURCE: stack.enter_context(started(*serve(SOURCE, SOURCE)))}
         quantize = [
             "quantize",
             SOURCE,
@@ -65,11 +67,14 @@ def main() -> None:
             "--no-eval",
         ]
         subprocess.run([*LMKIT, *quantize], check=True)
-        step("lmkit eval, the quantized model against the original, on held-out text")
+        step("lmkit eval, the quantized model against the original, on held-out text; its server starts meanwhile")
+        servers[QUANTIZED] = stack.enter_context(started(*serve(QUANTIZED, str(quantized))))
         quality = run_json("eval", str(quantized), "--against", SOURCE)
         sizes = {SOURCE: run_json("inspect", SOURCE), QUANTIZED: run_json("inspect", str(quantized))}
         step("lmkit serve (twice) behind lmkit proxy, and the openai client")
-        talks = serve_and_talk({SOURCE: SOURCE, QUANTIZED: str(quantized)})
+        options = [option for server in servers.values() for option in ("--node", wait_for_address(server))]
+        proxy = stack.enter_context(started("proxy", "--port", "0", *options))
+        talks = talk_to(list(servers), wait_for_address(proxy))
     for name, talk in talks.items():
         console.print(
             f"[bold]{name}[/bold] completes {CODE!r} with\n  {talk.completion!r}\nand answers\n  {talk.chat!r}"
@@ -87,12 +92,16 @@ def run_json(*command: str) -> dict[str, Any]:
     return dict(json.loads(result.stdout))
 
 
+def serve(name: str, path: str) -> list[str]:
+    return ["serve", path, "--port", "0", "--served-model-name", name]
+
+
 @contextlib.contextmanager
-def running(*command: str) -> Iterator[str]:
-    """Start an lmkit process, wait for its "... on http://..." line, yield that address, and end the process."""
+def started(*command: str) -> Iterator[subprocess.Popen[str]]:
+    """Start an lmkit process, and end it."""
     process = subprocess.Popen([*LMKIT, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
-        yield wait_for_address(process)
+        yield process
     finally:
         process.send_signal(signal.SIGTERM)
         try:
@@ -103,6 +112,7 @@ def running(*command: str) -> Iterator[str]:
 
 
 def wait_for_address(process: subprocess.Popen[str]) -> str:
+    """The address in the process's "... on http://..." line. Ends the demo if the process ends before."""
     assert process.stdout is not None
     seen = []
     for line in process.stdout:
@@ -113,19 +123,12 @@ def wait_for_address(process: subprocess.Popen[str]) -> str:
     raise SystemExit("a process ended before it was ready:\n" + "".join(seen))
 
 
-def serve_and_talk(models: dict[str, str]) -> dict[str, Talk]:
-    with contextlib.ExitStack() as stack:
-        nodes = [
-            stack.enter_context(running("serve", path, "--port", "0", "--served-model-name", name))
-            for name, path in models.items()
-        ]
-        options = [option for node in nodes for option in ("--node", node)]
-        proxy = stack.enter_context(running("proxy", "--port", "0", *options))
-        client = openai.OpenAI(base_url=f"{proxy}/v1", api_key="none", max_retries=0)
-        served = sorted(model.id for model in client.models.list())
-        console.print(f"proxy on {proxy} routes {served}")
-        assert served == sorted(models), served
-        return {name: talk(client, name) for name in models}
+def talk_to(models: list[str], proxy: str) -> dict[str, Talk]:
+    client = openai.OpenAI(base_url=f"{proxy}/v1", api_key="none", max_retries=0)
+    served = sorted(model.id for model in client.models.list())
+    console.print(f"proxy on {proxy} routes {served}")
+    assert served == sorted(models), served
+    return {name: talk(client, name) for name in models}
 
 
 def talk(client: openai.OpenAI, model: str) -> Talk:
