@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # a process for each core: threads of several would wait for each other
     for _name in ("LMKIT_NUM_THREADS", "OMP_NUM_THREADS"):  # torch reads the latter when it is imported
         os.environ.setdefault(_name, "1")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell; tests' processes inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 import torch

@@ -256,7 +256,6 @@ class Terminal:
         program = "from lmkit.cli.chat import chat; import typer; typer.run(chat)"
         self.pid, self.fd = pty.fork()
         if self.pid == 0:  # pragma: no cover
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # tests that run in the background inherit that it is ignored
             os.execv(sys.executable, [sys.executable, "-c", program, *arguments])
         os.set_blocking(self.fd, False)
         self.output = b""
