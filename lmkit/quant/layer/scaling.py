@@ -54,6 +54,19 @@ def record(work: LayerWork, searches: list[ScaleSearch]) -> None:
     work.columns |= {role: expand(found.best.scale, role, spec) for found in searches for role in found.consumers}
 
 
+def fold_each_pair(
+    calibrated: CalibratedLayer, choose: Callable[[str, tuple[str, ...]], ScaleSearch]
+) -> list[ScaleSearch]:
+    """Fold `choose(source, consumers)` for each pair of LayerSpec.smooth that is rounded and has statistics, in order.
+    Each choice sees the layer with the earlier scales folded in."""
+    searches = []
+    for source, consumers in calibrated.layer.spec.smooth:
+        if set(consumers) & set(calibrated.schemes) and calibrated.has_statistics(consumers[0]):
+            searches.append(choose(source, consumers))
+            fold(calibrated, searches[-1])
+    return searches
+
+
 def normalized(s: Tensor, live: Tensor) -> Tensor:
     """s over live channels, divided by the geometric mean of its extremes and bounded; 1 elsewhere."""
     smallest, largest = s[live].clamp_min(1e-30).min(), s[live].max()

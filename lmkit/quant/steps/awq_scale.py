@@ -21,7 +21,16 @@ from lmkit.formats.parts import Activations
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.qtensor import QuantScheme, dequantize
 from lmkit.quant.layer.layer import CalibratedLayer
-from lmkit.quant.layer.scaling import IDENTITY, Candidate, ScaleSearch, expand, fold, normalized, record, storable
+from lmkit.quant.layer.scaling import (
+    IDENTITY,
+    Candidate,
+    ScaleSearch,
+    expand,
+    fold_each_pair,
+    normalized,
+    record,
+    storable,
+)
 from lmkit.quant.layer.work import LayerWork
 from lmkit.quant.steps.base import LayerCost, Stage, Step
 
@@ -57,19 +66,16 @@ class AwqScale(Step, frozen=True, tag="awq_scale"):
 
 
 def scale_layer(calibrated: CalibratedLayer, step: AwqScale) -> list[ScaleSearch]:
-    """Search and fold s for each pair of LayerSpec.smooth, in order. Each search sees the layer with the earlier scales
-    folded in."""
-    layer, searches = calibrated.layer, []
-    for source, consumers in layer.spec.smooth:
-        if not set(consumers) & set(calibrated.schemes) or not calibrated.has_statistics(consumers[0]):
-            continue
+    """Search and fold s for each pair of LayerSpec.smooth."""
+
+    def choose(source: str, consumers: tuple[str, ...]) -> ScaleSearch:
         candidates = pair_candidates(calibrated, source, consumers, step)
         found = search(calibrated, source, consumers, candidates)
         if found.losses[found.best.name] > (1 - step.min_gain) * found.losses[IDENTITY]:
-            found = replace(found, best=candidates[0])
-        searches.append(found)
-        fold(calibrated, found)
-    return searches
+            return replace(found, best=candidates[0])
+        return found
+
+    return fold_each_pair(calibrated, choose)
 
 
 def pair_candidates(

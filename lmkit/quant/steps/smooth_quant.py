@@ -21,7 +21,16 @@ from lmkit.formats.parts import Activations
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.qtensor import QuantScheme, dequantize
 from lmkit.quant.layer.layer import CalibratedLayer
-from lmkit.quant.layer.scaling import IDENTITY, Candidate, ScaleSearch, expand, fold, normalized, record, storable
+from lmkit.quant.layer.scaling import (
+    IDENTITY,
+    Candidate,
+    ScaleSearch,
+    expand,
+    fold_each_pair,
+    normalized,
+    record,
+    storable,
+)
 from lmkit.quant.layer.work import LayerWork
 from lmkit.quant.steps.base import LayerCost, Stage, Step
 
@@ -53,19 +62,16 @@ class SmoothQuant(Step, frozen=True, tag="smooth_quant"):
 
 
 def smooth_layer(calibrated: CalibratedLayer, step: SmoothQuant, activations: Activations) -> list[ScaleSearch]:
-    """Choose and fold s for each pair of LayerSpec.smooth, in order. Each search sees the layer with the earlier scales
-    folded in."""
-    layer, searches = calibrated.layer, []
-    for source, consumers in layer.spec.smooth:
-        if not set(consumers) & set(calibrated.schemes) or not calibrated.has_statistics(consumers[0]):
-            continue
+    """Choose and fold s for each pair of LayerSpec.smooth."""
+
+    def choose(source: str, consumers: tuple[str, ...]) -> ScaleSearch:
         candidates = pair_candidates(calibrated, source, consumers, step)
         found = compare(calibrated, source, candidates, activations)
         if step.alpha != "search":
-            found = ScaleSearch(source, consumers, candidates[-1], found.losses)
-        searches.append(found)
-        fold(calibrated, found)
-    return searches
+            return ScaleSearch(source, consumers, candidates[-1], found.losses)
+        return found
+
+    return fold_each_pair(calibrated, choose)
 
 
 def pair_candidates(
