@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,8 @@ import pytest
 import torch
 
 import lmkit
+from lmkit.kernels.cuda import module
+from tests import emulator
 
 DEMO = Path(lmkit.__file__).parent / "demo"
 
@@ -33,6 +36,17 @@ def demo_model() -> Path:
 def heldout_text() -> str:
     """Text that the demo model never saw."""
     return (DEMO / "text" / "heldout.txt").read_text()
+
+
+@pytest.fixture
+def emulated() -> Iterator[None]:
+    """CUDA kernels take tensors on the CPU."""
+    if shutil.which("g++") is None:
+        pytest.skip("kernels are emulated with g++")
+    emulator.install(seed=11)
+    yield
+    module.BACKENDS.pop("cpu", None)
+    module.counters.cache_clear()
 
 
 @pytest.fixture(autouse=True)

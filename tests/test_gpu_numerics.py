@@ -5,8 +5,6 @@ Emulated on the CPU, the greedy tokens of some prompts only; on a GPU all of the
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,6 @@ from lmkit.models.loader import load_model
 from lmkit.text import Tokenizer
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.request import Request, SamplingParams
-from tests import emulator
 from tests.emulator.device import EmulatedDevice
 
 pytestmark = pytest.mark.slow
@@ -46,16 +43,6 @@ def quantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def checkpoint(request: pytest.FixtureRequest) -> Path:
     folder: Path = request.getfixturevalue("quantized") if request.param == "w4" else DEMO_FOLDER
     return folder
-
-
-@pytest.fixture
-def emulated() -> Iterator[None]:
-    if shutil.which("g++") is None:
-        pytest.skip("kernels are emulated with g++")
-    emulator.install(seed=11)
-    yield
-    module.BACKENDS.pop("cpu", None)
-    module.counters.cache_clear()
 
 
 @cache

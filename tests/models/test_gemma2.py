@@ -7,8 +7,6 @@ int8 and int4, and the activations of 16 bits on an emulated GPU.
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,6 @@ from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
 from lmkit.config import EngineConfig
 from lmkit.kernels import ops
-from lmkit.kernels.cuda import module
 from lmkit.kernels.reference.attention import rounded_queries
 from lmkit.kernels.reference.kv import read_blocks
 from lmkit.kv_dtype import BFLOAT16, FLOAT16, FLOAT32, INT4, INT8, KV_DTYPES, KVDtype
@@ -33,7 +30,6 @@ from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.plan import Chunk, NewSequence
 from lmkit.turbo.request import Request, SamplingParams
 from lmkit.turbo.runners.batch import PersistentBatch
-from tests import emulator
 from tests.models import tiny
 from tests.quant.helpers import CLIP, SCALE, recipe, tiny_checkpoint
 
@@ -111,16 +107,6 @@ def test_logits_on_every_kv_type(tmp_path: Path, dtype: KVDtype, name: str, size
             assert divergence(got.roll(1), want[position]) > 100 * KL
         else:
             torch.testing.assert_close(got, want[position], rtol=TOLERANCE, atol=TOLERANCE)
-
-
-@pytest.fixture
-def emulated() -> Iterator[None]:
-    if shutil.which("g++") is None:
-        pytest.skip("kernels are emulated with g++")
-    emulator.install(seed=5)
-    yield
-    module.BACKENDS.pop("cpu", None)
-    module.counters.cache_clear()
 
 
 @pytest.mark.parametrize("sizes", CHUNKS.values(), ids=CHUNKS)
