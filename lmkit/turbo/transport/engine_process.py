@@ -46,7 +46,7 @@ from lmkit.turbo.transport.messages import (
     Stats,
 )
 
-STATS_SECONDS = 0.25  # between messages while busy; an idle engine sends its stats when they change
+STATS_SECONDS = 0.25  # between messages while requests are open; otherwise stats are sent when they change
 IDLE_SECONDS = 1.0  # between checks of things that change without requests: leases end, saves are done
 # The loop may keep an engine's thread waiting so long. Python's default of 5 ms is as long as many steps.
 SWITCH_SECONDS = 1e-4
@@ -131,6 +131,7 @@ class EngineLoop:
         self._failures_in_a_row = 0
         self._open.difference_update(output.request_id for output in outputs if output.finish_reason is not None)
         if outputs:
+            self._send_stats()  # first, so that a client that has its answer finds it in /metrics
             self.send(Outputs(outputs))
 
     def _guarded(self, call: Callable[[], Any], request_ids: Iterable[str]) -> Any:
@@ -161,7 +162,7 @@ class EngineLoop:
 
     def _send_stats(self) -> None:
         now = time.monotonic()
-        if self._engine.has_work() and now - self._sent_at < STATS_SECONDS:
+        if self._open and now - self._sent_at < STATS_SECONDS:
             return
         stats = Stats(self._engine.stats(), self._failures)
         if stats != self._sent:
