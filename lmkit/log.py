@@ -1,10 +1,18 @@
-"""The only set-up of logging. Modules use `get_logger(__name__)`; only a process entry point calls `setup`."""
+"""The only set-up of logging. Modules use `get_logger(__name__)`.
+
+Only a process entry point calls `setup`, and `pipeline(log_level=...)`. Otherwise the records of lmkit go where the
+application sends those of all loggers, and lmkit changes no logger.
+"""
 
 from __future__ import annotations
 
 import logging
 import sys
 from typing import TextIO
+
+from lmkit.errors import ConfigError
+
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 def get_logger(name: str) -> logging.Logger:
@@ -14,8 +22,10 @@ def get_logger(name: str) -> logging.Logger:
 def setup(level: str = "INFO", *, process: str = "") -> None:
     """Send lmkit's records to stderr, one line each.
 
-    Control characters in a message are escaped against log injection.
+    Control characters in a message are escaped against log injection. Raises ConfigError for an unknown level.
     """
+    if level.upper() not in LEVELS:
+        raise ConfigError(f"log level {level!r}: expected {', '.join(LEVELS)}")
     handler = _ToStderr()
     handler.setFormatter(
         _OneLine(f"%(asctime)s %(levelname).1s {process + ' ' if process else ''}%(name)s: %(message)s")
