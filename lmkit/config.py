@@ -63,6 +63,7 @@ class EngineConfig(StrictStruct, frozen=True):
     decode_slowdown: Annotated[float, msgspec.Meta(gt=1)] = 2.0  # the largest slowdown of decoding during a prefill
     overlap: bool = True  # prepare the next step while one runs
     request_timeout: PositiveFloat | None = None  # seconds for a request that names none; None = no limit
+    generation_config: str = "auto"  # sampling defaults: auto = the checkpoint's, none, or a file or folder
 
     def on(self, device: Literal["cpu", "cuda"]) -> EngineConfig:
         """This configuration for that device, with the device's defaults filled in."""
