@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -118,6 +119,15 @@ def test_ctrl_c_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 130
     assert result.stderr == "lmkit: interrupted: 2 of 3 layers are kept\n"
+
+
+def test_a_wrong_environment_is_a_line() -> None:
+    for variable in ("LMKIT_LOG_LEVEL", "LMKIT_NUM_THREADS", "LMKIT_CPU_ISA"):
+        run = [sys.executable, "-m", "lmkit", "doctor"]
+        result = subprocess.run(run, capture_output=True, text=True, check=False, env={**os.environ, variable: "foo"})
+        assert (result.returncode, result.stdout) == (2, "")
+        assert result.stderr.startswith(f"lmkit: {variable}='foo': expected ")
+        assert result.stderr.count("\n") == 1
 
 
 def test_completion() -> None:
