@@ -10,9 +10,8 @@ import logging
 import sys
 from typing import TextIO
 
+from lmkit.config import LOG_LEVELS
 from lmkit.errors import ConfigError
-
-LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 def get_logger(name: str) -> logging.Logger:
@@ -24,8 +23,8 @@ def setup(level: str = "INFO", *, process: str = "") -> None:
 
     Control characters in a message are escaped against log injection. Raises ConfigError for an unknown level.
     """
-    if level.upper() not in LEVELS:
-        raise ConfigError(f"log level {level!r}: expected {', '.join(LEVELS)}")
+    if level.upper() not in LOG_LEVELS:
+        raise ConfigError(f"log level {level!r}: expected {', '.join(LOG_LEVELS)}")
     handler = _ToStderr()
     handler.setFormatter(
         _OneLine(f"%(asctime)s %(levelname).1s {process + ' ' if process else ''}%(name)s: %(message)s")

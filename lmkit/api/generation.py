@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from lmkit import other_names
 from lmkit.config import CheckedMeta
 from lmkit.errors import ConfigError, RequestError
+from lmkit.formats.generation_config import SamplingDefaults
 from lmkit.turbo.request import Sampling, SamplingParams
+
+DEFAULT_NEW_TOKENS = 512
 
 # Values that users of other tools write, and what they mean here. None means the default of every field.
 _MEANINGS: Mapping[str, tuple[tuple[Any, Any], ...]] = {
@@ -24,18 +27,21 @@ _MEANINGS: Mapping[str, tuple[tuple[Any, Any], ...]] = {
 
 
 class GenerationConfig(Sampling, frozen=True, kw_only=True, forbid_unknown_fields=True, metaclass=CheckedMeta):
-    """How to continue a prompt; the names are LMDeploy's. The defaults are greedy decoding up to 512 tokens.
+    """How to continue a prompt; the names are LMDeploy's.
 
-    `stop` is a string or several, `stop_token_ids` several ids. None means a field's default, except that
+    A field that is not given takes the default of the checkpoint's generation_config.json. Where that has none,
+    decoding is greedy, up to 512 tokens.
+
+    `stop` is a string or several, `stop_token_ids` several ids. None means that a field is not given, except that
     max_new_tokens=None generates until the context is full. top_k=-1 is off, and seed=-1 draws a fresh seed. The
     constructor raises ConfigError for an unknown field or a value of a wrong type.
     """
 
     MAX, MIN = "max_new_tokens", "min_new_tokens"
-    OTHERS: ClassVar = other_names.GENERATION
+    OTHERS = other_names.GENERATION
 
     do_sample: bool | None = None  # False = greedy, whatever the temperature; True needs a temperature above 0
-    max_new_tokens: int | None = 512  # None = until the context is full; 0 = none, the prompt is only prefilled
+    max_new_tokens: int | Literal["auto"] | None = "auto"  # None = until the context is full; 0 = only prefill
     min_new_tokens: int = 0  # eos, stop ids and stop strings are suppressed before that many tokens
 
     if TYPE_CHECKING:
@@ -59,7 +65,7 @@ class GenerationConfig(Sampling, frozen=True, kw_only=True, forbid_unknown_field
             skip_special_tokens: bool | None = None,
             logprobs: int | None = None,
             do_sample: bool | None = None,
-            max_new_tokens: int | None = 512,
+            max_new_tokens: int | Literal["auto"] | None = "auto",
             min_new_tokens: int | None = None,
         ) -> None: ...
 
@@ -76,12 +82,20 @@ class GenerationConfig(Sampling, frozen=True, kw_only=True, forbid_unknown_field
         if self.do_sample and not self.temperature:
             raise RequestError("invalid_request", "do_sample=True: needs a temperature above 0", "do_sample")
 
-    def params(self) -> SamplingParams:
-        """The same settings as the engine's SamplingParams, with a random seed if none was given."""
-        fields = msgspec.structs.asdict(self)
-        if fields.pop("do_sample") is False:
+    def filled(self, defaults: SamplingDefaults) -> GenerationConfig:
+        """This configuration with `defaults` in the fields that are not given, and what `do_sample` asks for."""
+        fields: dict[str, Any] = {n: value for n, value in defaults.sampling().items() if getattr(self, n) is None}
+        if self.max_new_tokens == "auto":
+            fields[self.MAX] = defaults.max_new_tokens or DEFAULT_NEW_TOKENS
+        if self.do_sample is False:
             fields["temperature"] = 0.0
-        lengths = {"max_tokens": fields.pop(self.MAX), "min_tokens": fields.pop(self.MIN)}
+        return msgspec.structs.replace(self, **fields)
+
+    def params(self) -> SamplingParams:
+        """The settings as the engine's SamplingParams, with a random seed if none was given."""
+        fields = {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
+        fields.pop("do_sample", None)
+        lengths = {"max_tokens": fields.pop(self.MAX, None), "min_tokens": fields.pop(self.MIN)}
         seed = secrets.randbits(63) if self.seed is None else self.seed
         return SamplingParams(**(fields | lengths | {"seed": seed}))
 

@@ -60,6 +60,7 @@ class RequestMaker:
         return [self.request(row, config, prompt_logprobs=True) for row in id_rows(inputs, self._tokenizer.encode)]
 
     def request(self, prompt_ids: list[int], config: GenerationConfig, **fields: Any) -> Request:
+        config = config.filled(self._info.sampling)
         config.validate(self._info.vocab_size)
         name = f"pipeline-{next(self._ids)}"
         return Request(request_id=name, prompt_ids=prompt_ids, params=config.params(), **fields)

@@ -16,7 +16,6 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, overload
 
-from lmkit import log as logging
 from lmkit import other_names
 from lmkit.api.generation import GenConfigs, GenerationConfig
 from lmkit.api.progress import progress_bar
@@ -25,10 +24,13 @@ from lmkit.api.requests import Batch, RequestMaker, Turn, mean_nll, open_session
 from lmkit.api.response import Response, Session, failed, refused, response
 from lmkit.config import EngineConfig
 from lmkit.errors import ConfigError, RequestError
+from lmkit.log import get_logger, setup
 from lmkit.text import Tokenizer
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.request import Request, StepOutput
 from lmkit.turbo.transport.output import OutputProcessor, RequestOutput
+
+log = get_logger(__name__)
 
 
 def pipeline(
@@ -45,7 +47,7 @@ def pipeline(
     """
     config = engine_config(model, backend_config, options)
     if log_level is not None:
-        logging.setup(log_level)
+        setup(log_level)
     return Pipeline(os.fspath(model), config)
 
 
@@ -67,6 +69,7 @@ class Pipeline:
 
     def __init__(self, model: str, config: EngineConfig) -> None:
         self.engine = Engine(model, config)
+        self.engine.info.sampling.announce(log)
         self.tokenizer = Tokenizer.from_pretrained(self.engine.info.model_path)
         self._maker = RequestMaker(self.tokenizer, self.engine.info)
         self._outputs: dict[str, deque[StepOutput]] = {}
