@@ -155,6 +155,15 @@ ENGINE: Mapping[str, str] = {
     "use_mmap": "use packed_cache",
 }
 
+# Of `pipeline`: its own arguments.
+OPENING: Mapping[str, str] = {
+    "engine_config": "use backend_config",
+    "model_id": "use model",
+    "model_name": "use model",
+    "model_path": "use model",
+    "repo_id": "use model",
+}
+
 # Of a call of a pipeline: its keywords.
 CALL: Mapping[str, str] = {
     "adapter_name": NO_ADAPTERS,
@@ -191,6 +200,24 @@ PIPELINE: Mapping[str, str] = {
     "shutdown": "use pipe.close()",
     "stop_session": "end the iteration over pipe.chat(..., stream_response=True)",
     "tokenize": "use pipe.tokenizer.encode(text)",
+}
+
+# Of a Response and a Session: their attributes.
+RESPONSE: Mapping[str, str] = {
+    "cached_tokens": "use cached_token_len",
+    "last_hidden_state": NOT_OUTPUT,
+    "logits": f"{NOT_OUTPUT}; use logprobs",
+    "num_cached_tokens": "use cached_token_len",
+    "outputs": "use text, token_ids and finish_reason; one Response is one answer",
+    "prompt_token_ids": "use pipe.tokenizer",
+    "routed_experts": NOT_OUTPUT,
+    "usage": "use input_token_len and generate_token_len",
+}
+SESSION: Mapping[str, str] = {
+    "abort": "end the iteration over pipe.chat(..., stream_response=True)",
+    "close": "a session needs no end; its KV goes when its lease ends",
+    "messages": "use history",
+    "prompt": "use history",
 }
 
 # Of the package: what `from lmkit import ...` asks for.
@@ -282,6 +309,13 @@ COMMANDS: Mapping[str, str] = {
 OPTIONS: Mapping[str, Mapping[str, str]] = {
     "quantize": QUANTIZE,
 }
+
+
+def missing(value: object, name: str, others: Mapping[str, str]) -> AttributeError:
+    """The error of `value.name` where there is no such attribute."""
+    kind = type(value)
+    ours = [own for own in [*dir(kind), *getattr(kind, "__annotations__", ())] if not own.startswith("_")]
+    return AttributeError(f"{kind.__name__} has no {name}{hint(name, others, ours)}")
 
 
 def hint(name: str, others: Mapping[str, str], ours: Iterable[str] = ()) -> str:

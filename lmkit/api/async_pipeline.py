@@ -17,7 +17,7 @@ import os
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, Self, overload
+from typing import TYPE_CHECKING, Any, Self, overload
 
 from lmkit import other_names
 from lmkit.api.generation import GenConfigs, GenerationConfig
@@ -45,6 +45,7 @@ class AsyncPipeline:
     engine's process writes its records of `log_level` and above to stderr.
     """
 
+    @names_ours
     def __init__(
         self,
         model: str | os.PathLike[str],
@@ -185,16 +186,15 @@ class AsyncPipeline:
         """As Pipeline.ppl."""
         return [math.exp(value) for value in await self.get_ppl(inputs)]
 
-    async def get_ppl(self, inputs: str | Sequence[int] | Iterable[str | Sequence[int]]) -> list[float]:
+    async def get_ppl(self, input_ids: str | Sequence[int] | Iterable[str | Sequence[int]]) -> list[float]:
         """As Pipeline.get_ppl."""
-        requests = await asyncio.to_thread(self._open().scoring, inputs)
+        requests = await asyncio.to_thread(self._open().scoring, input_ids)
         return list(await asyncio.gather(*map(self._score, requests)))
 
     if not TYPE_CHECKING:
 
-        def __getattr__(self, name: str) -> NoReturn:
-            advice = other_names.hint(name, other_names.PIPELINE, dir(type(self)))
-            raise AttributeError(f"an AsyncPipeline has no {name}{advice}")
+        def __getattr__(self, name: str) -> Any:
+            raise other_names.missing(self, name, other_names.PIPELINE)
 
     def _open(self) -> RequestMaker:
         if self._engine is None:

@@ -69,6 +69,11 @@ class GenerationConfig(Sampling, frozen=True, kw_only=True, forbid_unknown_field
             min_new_tokens: int | None = None,
         ) -> None: ...
 
+    else:
+
+        def __getattr__(self, name: str) -> Any:
+            raise other_names.missing(self, name, other_names.GENERATION)
+
     @classmethod
     def plain(cls, given: dict[str, Any]) -> dict[str, Any]:
         """The values that ask for something, each as the field has it."""

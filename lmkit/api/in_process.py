@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 from lmkit import other_names
 from lmkit.api.generation import GenConfigs, GenerationConfig
@@ -33,6 +33,7 @@ from lmkit.turbo.transport.output import OutputProcessor, RequestOutput
 log = get_logger(__name__)
 
 
+@names_ours
 def pipeline(
     model: str | os.PathLike[str],
     backend_config: EngineConfig | None = None,
@@ -183,13 +184,13 @@ class Pipeline:
         """
         return [math.exp(value) for value in self.get_ppl(inputs)]
 
-    def get_ppl(self, inputs: str | Sequence[int] | Iterable[str | Sequence[int]]) -> list[float]:
-        """The mean negative log-likelihood (cross-entropy) of each input: the logarithm of what `ppl` returns.
+    def get_ppl(self, input_ids: str | Sequence[int] | Iterable[str | Sequence[int]]) -> list[float]:
+        """The mean negative log-likelihood (cross-entropy) of each text or list of ids, as LMDeploy's get_ppl returns it.
 
-        LMDeploy's get_ppl returns the same.
+        `ppl` is its exponential.
         """
         self._check_open()
-        requests = self._maker.scoring(inputs)
+        requests = self._maker.scoring(input_ids)
         values = {out.request_id: mean_nll(out) for out in self._steps(requests) if out.finish_reason is not None}
         return [values[request.request_id] for request in requests]
 
@@ -216,9 +217,8 @@ class Pipeline:
 
     if not TYPE_CHECKING:
 
-        def __getattr__(self, name: str) -> NoReturn:
-            advice = other_names.hint(name, other_names.PIPELINE, dir(type(self)))
-            raise AttributeError(f"a Pipeline has no {name}{advice}")
+        def __getattr__(self, name: str) -> Any:
+            raise other_names.missing(self, name, other_names.PIPELINE)
 
     def _check_open(self) -> None:
         if self._is_closed:

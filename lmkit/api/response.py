@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+from lmkit import other_names
 from lmkit.api.prompts import Messages
 from lmkit.errors import RequestError
 from lmkit.text import TokenHistory
@@ -31,6 +33,11 @@ class Response:
     error_code: str | None = None
     error_message: str | None = None
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise other_names.missing(self, name, other_names.RESPONSE)
+
     def extend(self, part: Response) -> None:
         """Append the next part of a stream."""
         self.text += part.text
@@ -55,6 +62,11 @@ class Session:
     response: Response | None = None
     id: str = field(default_factory=lambda: uuid4().hex)
     tokens: TokenHistory = field(default_factory=TokenHistory)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise other_names.missing(self, name, other_names.SESSION)
 
     def fork(self) -> Session:
         """An independent copy. The common part of both is computed and kept once."""

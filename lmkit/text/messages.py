@@ -39,7 +39,10 @@ def joined_parts(content: Any) -> Any:
 
 def plain_messages(messages: Iterable[Any]) -> list[dict[str, str]]:
     """Messages with `role`, `content` and perhaps `name`, all text. Raises RequestError."""
-    return [_plain(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    plain = [_plain(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    if not plain:
+        raise _invalid("messages: expected at least one message")
+    return plain
 
 
 def _plain(message: Any, where: str) -> dict[str, str]:
