@@ -20,7 +20,8 @@ from lmkit.serve.protocol import MAX_SEQUENCES, ChatCompletionRequest, ChatMessa
 from lmkit.text import EncodedTurn, TokenHistory, Tokenizer
 from lmkit.turbo.request import EngineInfo, Request, SamplingParams
 
-DEFAULT_COMPLETION_TOKENS = 16  # as in OpenAI's /v1/completions; chat continues until the context is full
+NO_LIMIT = -1  # of new tokens: until the context is full
+DEFAULT_COMPLETION_TOKENS = 16  # as in OpenAI's /v1/completions; chat has no limit
 
 
 def chat_requests(
@@ -33,18 +34,18 @@ def chat_requests(
     history: TokenHistory | None = None,
 ) -> tuple[list[Request], EncodedTurn]:
     """One engine request for each of the `n` choices, and their prompt, which continues where `history` ends."""
-    limits = {body.max_tokens, body.max_completion_tokens} - {None}
-    if len(limits) > 1:
-        raise _invalid("max_tokens and max_completion_tokens differ; send one of them", "max_completion_tokens")
-    if body.top_logprobs is not None and not body.logprobs:
+    limit = _token_limit(body, NO_LIMIT)
+    if limit == 0:
+        raise _invalid("max_tokens: at least 1 in a chat", "max_tokens")
+    if body.top_logprobs and not body.logprobs:
         raise _invalid("top_logprobs needs logprobs: true", "top_logprobs")
     params = _params(
         body,
         info,
-        max_tokens=limits.pop() if limits else None,
+        max_tokens=limit,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
-    text = chat_text(body.messages, tokenizer, _or(body.add_generation_prompt, True), body.chat_template_kwargs)
+    text = chat_text(body.messages, tokenizer, _or(body.add_generation_prompt, True), _variables(body))
     turn = (history or TokenHistory()).encode(tokenizer, text)
     like = _request(body, params, request_id, tenant)
     return _fan_out([turn.ids], like, _or(body.n, 1), info, "messages"), turn
@@ -59,7 +60,7 @@ def completion_requests(
     params = _params(
         body,
         info,
-        max_tokens=_or(body.max_tokens, DEFAULT_COMPLETION_TOKENS),
+        max_tokens=_token_limit(body, DEFAULT_COMPLETION_TOKENS),
         logprobs=0 if select and body.logprobs is None else body.logprobs,
     )
     prompts = [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompt]
@@ -84,6 +85,25 @@ def chat_text(
     return tokenizer.render_chat(plain, add_generation_prompt=add_generation_prompt, variables=variables)
 
 
+def _token_limit(body: ChatCompletionRequest | CompletionRequest, default: int) -> int | None:
+    """The most new tokens. None: until the context is full."""
+    limits = {body.max_tokens, body.max_completion_tokens} - {None}
+    if len(limits) > 1:
+        raise _invalid("max_tokens and max_completion_tokens differ; send one of them", "max_completion_tokens")
+    limit = limits.pop() if limits else default
+    return None if limit == NO_LIMIT else limit
+
+
+def _variables(body: ChatCompletionRequest) -> dict[str, Any]:
+    """The variables of the chat template that the request sets."""
+    variables = dict(body.chat_template_kwargs or {})
+    if body.enable_thinking is not None:
+        if variables.get("enable_thinking", body.enable_thinking) is not body.enable_thinking:
+            raise _invalid("enable_thinking differs from that of chat_template_kwargs; send one", "enable_thinking")
+        variables["enable_thinking"] = body.enable_thinking
+    return variables
+
+
 def check_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
     """Raise RequestError unless all `ids` are tokens of the model."""
     if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
@@ -92,8 +112,11 @@ def check_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
 
 def _params(body: ChatCompletionRequest | CompletionRequest, info: EngineInfo, **fields: Any) -> SamplingParams:
     """The sampling fields, with OpenAI's defaults."""
-    if body.stream_options is not None and not body.stream:
-        raise _invalid("stream_options needs stream: true", "stream_options")
+    if (options := body.stream_options) is not None:
+        if not body.stream and (options.include_usage or options.continuous_usage_stats):
+            raise _invalid("stream_options needs stream: true", "stream_options")
+        if options.continuous_usage_stats and not options.include_usage:
+            raise _invalid("continuous_usage_stats needs include_usage: true", "stream_options")
     params = SamplingParams(
         temperature=_or(body.temperature, 1.0),
         top_p=_or(body.top_p, 1.0),
@@ -123,7 +146,7 @@ def _checked_choices(body: CompletionRequest) -> int:
         raise _invalid(f"best_of={choices}: at least n={n}", "best_of")
     if choices > n and body.stream:
         raise _invalid("best_of cannot be streamed: which choices are best is known at the end", "best_of")
-    if choices > n and body.max_tokens == 0:
+    if choices > n and 0 in (body.max_tokens, body.max_completion_tokens):
         raise _invalid("best_of needs max_tokens of at least 1", "best_of")
     if len(body.prompt) * choices > MAX_SEQUENCES:
         raise _invalid(f"prompts times n or best_of: at most {MAX_SEQUENCES}", "n" if choices == n else "best_of")
@@ -174,9 +197,9 @@ def _check_prompt(ids: Sequence[int], params: SamplingParams, info: EngineInfo, 
     check_ids(ids, info.vocab_size, param)
     wanted = 1 if params.max_tokens is None else params.max_tokens
     if len(ids) + wanted > info.max_model_len:
-        message = (
-            f"the context of this model is {info.max_model_len} tokens, but {len(ids)} are in the {param} "
-            f"and {wanted} are to be generated"
+        message = (  # clients that retry with a larger model look for the first words, which are OpenAI's
+            f"this model's maximum context length is {info.max_model_len} tokens, but {len(ids) + wanted} are "
+            f"requested: {len(ids)} in the {param} and {wanted} to generate; shorten the {param} or lower max_tokens"
         )
         raise RequestError("context_length_exceeded", message, param)
 
