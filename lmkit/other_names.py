@@ -283,6 +283,37 @@ OPTIONS: Mapping[str, Mapping[str, str]] = {
     "quantize": QUANTIZE,
 }
 
+# Of an HTTP body: its fields.
+HTTP: Mapping[str, str] = {
+    "bad_words": "use logit_bias: -100 for each banned token id",
+    "do_preprocess": "/v1/chat/completions applies the chat template, /v1/completions does not",
+    "do_sample": NO_SAMPLING,
+    "end_id": "use stop_token_ids",
+    "eos_token_id": "use stop_token_ids",
+    "extra_body": "write its fields into the body itself",
+    "input_ids": "send token ids as the prompt of /v1/completions",
+    "max_length": "use max_tokens",
+    "max_new_tokens": "use max_tokens",
+    "messages": "send it to /v1/chat/completions",
+    "min_length": "use min_tokens",
+    "min_new_tokens": "use min_tokens",
+    "n_predict": "use max_tokens",
+    "n_probs": "use logprobs",
+    "no_stop_trim": "use include_stop_str_in_output",
+    "num_ctx": "the server's --max-model-len sets it",
+    "num_predict": "use max_tokens",
+    "prompt": "send it to /v1/completions",
+    "prompt_logprobs": "use echo and logprobs of /v1/completions",
+    "prompt_token_ids": "send token ids as the prompt of /v1/completions",
+    "random_seed": "use seed",
+    "repeat_penalty": "use repetition_penalty",
+    "request_id": "send the header x-request-id",
+    "rid": "send the header x-request-id",
+    "stop_sequences": "use stop",
+    "stop_words": "use stop",
+    "top_n_tokens": "use top_logprobs",
+}
+
 
 def hint(name: str, others: Mapping[str, str], ours: Iterable[str] = ()) -> str:
     """`: use seed` or `; did you mean seed?` to end an error that refuses `name`, or an empty text."""
