@@ -11,13 +11,17 @@ from typing import TYPE_CHECKING, Any
 from lmkit import other_names
 
 if TYPE_CHECKING:
-    from lmkit.api import GenerationConfig, Pipeline, Response, Session, pipeline
+    from lmkit.api.async_pipeline import AsyncPipeline
+    from lmkit.api.generation import GenerationConfig
+    from lmkit.api.in_process import Pipeline, pipeline
+    from lmkit.api.response import Response, Session
     from lmkit.config import EngineConfig, ServerConfig
     from lmkit.errors import LMKitError, RequestError
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AsyncPipeline",
     "EngineConfig",
     "GenerationConfig",
     "LMKitError",
@@ -30,13 +34,24 @@ __all__ = [
     "pipeline",
 ]
 
-_HOMES = {"EngineConfig": "config", "ServerConfig": "config", "LMKitError": "errors", "RequestError": "errors"}
+_HOMES = {
+    "AsyncPipeline": "api.async_pipeline",
+    "EngineConfig": "config",
+    "GenerationConfig": "api.generation",
+    "LMKitError": "errors",
+    "Pipeline": "api.in_process",
+    "RequestError": "errors",
+    "Response": "api.response",
+    "ServerConfig": "config",
+    "Session": "api.response",
+    "pipeline": "api.in_process",
+}
 
 if not TYPE_CHECKING:  # a type checker sees the imports above
 
     def __getattr__(name: str) -> Any:
-        if name in __all__:
-            return getattr(importlib.import_module(f"lmkit.{_HOMES.get(name, 'api')}"), name)
+        if name in _HOMES:
+            return getattr(importlib.import_module(f"lmkit.{_HOMES[name]}"), name)
         if name in other_names.PACKAGE:  # an ImportError shows its message where an AttributeError would not
             raise ImportError(f"lmkit has no {name}{other_names.hint(name, other_names.PACKAGE)}")
         advice = other_names.hint(name, {}, __all__)

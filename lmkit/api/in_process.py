@@ -20,10 +20,10 @@ from lmkit import other_names
 from lmkit.api.generation import GenConfigs, GenerationConfig
 from lmkit.api.progress import progress_bar
 from lmkit.api.prompts import Prompt, names_ours
-from lmkit.api.requests import Batch, RequestMaker, Turn, mean_nll, open_session
+from lmkit.api.requests import Batch, RequestMaker, engine_config, mean_nll, open_session
 from lmkit.api.response import Response, Session, failed, refused, response
 from lmkit.config import EngineConfig
-from lmkit.errors import ConfigError, RequestError
+from lmkit.errors import RequestError
 from lmkit.log import get_logger, setup
 from lmkit.text import Tokenizer
 from lmkit.turbo.engine.engine import Engine
@@ -49,19 +49,6 @@ def pipeline(
     if log_level is not None:
         setup(log_level)
     return Pipeline(os.fspath(model), config)
-
-
-def engine_config(model: Any, backend_config: Any, options: dict[str, Any]) -> EngineConfig:
-    """The configuration in the arguments of `pipeline`. Raises ConfigError."""
-    if not isinstance(model, str | os.PathLike):
-        raise ConfigError(f"model: expected a checkpoint's folder or its name, got {type(model).__name__}")
-    if backend_config is None:
-        return EngineConfig(**options)
-    if not isinstance(backend_config, EngineConfig):
-        raise ConfigError(f"backend_config: expected an EngineConfig, got {type(backend_config).__name__}")
-    if options:
-        raise ConfigError("pipeline: give backend_config or its fields as keywords, not both")
-    return backend_config
 
 
 class Pipeline:
@@ -306,7 +293,7 @@ class Pipeline:
 
     def _chat_parts(self, prompt: str, session: Session, gen_config: Any) -> Generator[Response, None, None]:
         try:
-            turn: Turn = self._maker.turn(prompt, session, gen_config)
+            turn = self._maker.turn(prompt, session, gen_config)
         except RequestError as error:
             session.response = refused(0, error)
             yield session.response

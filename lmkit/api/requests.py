@@ -4,17 +4,32 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from collections.abc import Sequence
 from typing import Any
 
 from lmkit.api.generation import GenerationConfig, configs_for
 from lmkit.api.prompts import Messages, check_call, id_rows, prompt_list
 from lmkit.api.response import Response, Session, refused, response
+from lmkit.config import EngineConfig
 from lmkit.errors import ConfigError, RequestError
 from lmkit.text import Tokenizer
 from lmkit.text.messages import plain_messages
 from lmkit.turbo.request import EngineInfo, Request, StepOutput
 from lmkit.turbo.transport.output import AssistantTurn, RequestOutput
+
+
+def engine_config(model: Any, backend_config: Any, options: dict[str, Any]) -> EngineConfig:
+    """The configuration in the arguments of `pipeline`. Raises ConfigError."""
+    if not isinstance(model, str | os.PathLike):
+        raise ConfigError(f"model: expected a checkpoint's folder or its name, got {type(model).__name__}")
+    if backend_config is None:
+        return EngineConfig(**options)
+    if not isinstance(backend_config, EngineConfig):
+        raise ConfigError(f"backend_config: expected an EngineConfig, got {type(backend_config).__name__}")
+    if options:
+        raise ConfigError("pipeline: give backend_config or its fields as keywords, not both")
+    return backend_config
 
 
 class Batch:
