@@ -133,6 +133,19 @@ def test_doctor_explains_a_gpu(monkeypatch: pytest.MonkeyPatch, has_cupy: bool) 
         assert norms.startswith("reference (not cuda: ")
 
 
+def test_chat_samples_as_the_checkpoint_says(tmp_path: Path) -> None:
+    """An answer at temperature 0.0 is the same each time; at 50 it is another."""
+    file = tmp_path / "mine.json"
+    file.write_text('{"temperature": 50.0, "max_new_tokens": 8}')
+    words = ("chat", "demo", "--prompt", "class Queue:", "--seed", "1")
+    told = [CliRunner().invoke(app, (*words, *more)).stdout for more in (
+        ("--max-tokens", "8"), ("--generation-config", "none", "--max-tokens", "8"), ("--generation-config", str(file)),
+        ("--generation-config", str(file), "--temperature", "0"),
+    )]  # fmt: skip
+    assert told[0] == told[1] == told[3] != told[2]
+    assert "is for a folder" in refused_here("chat", "http://127.0.0.1:1", "--generation-config", "none")
+
+
 @pytest.fixture
 def broken(tmp_path: Path, demo_model: Path) -> Path:
     return Path(shutil.copytree(demo_model, tmp_path / "model"))
