@@ -21,6 +21,7 @@ WeightDtype = Literal["auto", "float32", "bfloat16", "float16"]
 KVStorageName = Literal["auto", KVName]
 HeadStorage = Literal["auto", "int8"]
 Activations = Literal["auto", "int8", "fp8", "exact"]
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 BLOCK_SIZE = {"cpu": 32, "cuda": 64}  # used if no block size is given
 STEP_TOKENS = {"cpu": 512, "cuda": 4096}  # used if no token budget is given
 StepTokens = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
@@ -103,7 +104,7 @@ class Environment(StrictStruct, frozen=True):
     cpu_isa: str | None  # LMKIT_CPU_ISA: force a lower kernel path: avx512_vnni, avx_vnni, avx2, portable
     num_threads: int | None  # LMKIT_NUM_THREADS
     cache_dir: Path  # LMKIT_CACHE_DIR: compiled kernels; packed weights if the checkpoint is not writable
-    log_level: str  # LMKIT_LOG_LEVEL
+    log_level: str  # LMKIT_LOG_LEVEL: one of LOG_LEVELS
     world_size: int  # processes of one quantization on all machines, as its launcher sets it
     local_world_size: int  # processes of one quantization on this machine
     api_key: str | None  # LMKIT_API_KEY: the key that `lmkit chat` and `lmkit proxy` clients send
@@ -114,6 +115,9 @@ def environment() -> Environment:
     threads = os.environ.get("LMKIT_NUM_THREADS")
     if threads is not None and not (threads.isdecimal() and int(threads) > 0):
         raise ConfigError(f"LMKIT_NUM_THREADS={threads!r}: expected a positive integer")
+    log_level = os.environ.get("LMKIT_LOG_LEVEL") or "INFO"
+    if log_level.upper() not in LOG_LEVELS:
+        raise ConfigError(f"LMKIT_LOG_LEVEL={log_level!r}: expected {', '.join(LOG_LEVELS)}")
     cache = os.environ.get("LMKIT_CACHE_DIR") or os.path.join(
         os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "lmkit"
     )
@@ -121,7 +125,7 @@ def environment() -> Environment:
         cpu_isa=os.environ.get("LMKIT_CPU_ISA") or None,
         num_threads=int(threads) if threads else None,
         cache_dir=Path(cache),
-        log_level=os.environ.get("LMKIT_LOG_LEVEL", "INFO"),
+        log_level=log_level.upper(),
         world_size=_launched("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
         local_world_size=_launched("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
         api_key=os.environ.get("LMKIT_API_KEY") or None,
