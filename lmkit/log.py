@@ -17,9 +17,8 @@ def setup(level: str = "INFO", *, process: str = "") -> None:
     Control characters in a message are escaped against log injection.
     """
     handler = _ToStderr()
-    handler.setFormatter(
-        _OneLine(f"%(asctime)s %(levelname).1s {process + ' ' if process else ''}%(name)s: %(message)s")
-    )
+    where = f"{process} %(name)s" if level.upper() == "DEBUG" else process
+    handler.setFormatter(_OneLine(f"%(asctime)s %(levelname).1s {where}: %(message)s", "%m-%d %H:%M:%S"))
     root = logging.getLogger("lmkit")
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
