@@ -17,8 +17,9 @@ def setup(level: str = "INFO", *, process: str = "") -> None:
     Control characters in a message are escaped against log injection.
     """
     handler = _ToStderr()
-    where = f"{process} %(name)s" if level.upper() == "DEBUG" else process
-    handler.setFormatter(_OneLine(f"%(asctime)s %(levelname).1s {where}: %(message)s", "%m-%d %H:%M:%S"))
+    words = ["%(asctime)s", "%(levelname).1s", process, "%(name)s" if level.upper() == "DEBUG" else ""]
+    start = " ".join(filter(None, words)) + (":" if any(words[2:]) else "")
+    handler.setFormatter(_OneLine(f"{start} %(message)s", "%m-%d %H:%M:%S"))
     root = logging.getLogger("lmkit")
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
