@@ -21,6 +21,8 @@ WeightDtype = Literal["auto", "float32", "bfloat16", "float16"]
 KVStorageName = Literal["auto", KVName]
 HeadStorage = Literal["auto", "int8"]
 Activations = Literal["auto", "int8", "fp8", "exact"]
+LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
+PolicyName = Literal["least_in_flight", "round_robin", "random"]  # of the proxy
 BLOCK_SIZE = {"cpu": 32, "cuda": 64}  # used if no block size is given
 STEP_TOKENS = {"cpu": 512, "cuda": 4096}  # used if no token budget is given
 StepTokens = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
@@ -93,7 +95,7 @@ class ServerConfig(StrictStruct, frozen=True):
     api_keys: tuple[str, ...] = ()  # empty = no authentication
     max_body_bytes: PositiveInt = 4 << 20
     drain_seconds: Annotated[float, msgspec.Meta(ge=0)] = 30.0  # how long requests may finish after SIGTERM
-    log_level: str = "INFO"
+    log_level: LogLevel = "INFO"
 
 
 class Environment(StrictStruct, frozen=True):
@@ -125,6 +127,11 @@ def environment() -> Environment:
         local_world_size=_launched("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
         api_key=os.environ.get("LMKIT_API_KEY") or None,
     )
+
+
+def lmkit_variables() -> dict[str, str]:
+    """The variables LMKIT_* that are set and not empty."""
+    return {name: text for name, text in sorted(os.environ.items()) if name.startswith("LMKIT_") and text}
 
 
 def default_num_threads() -> int:

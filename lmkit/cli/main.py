@@ -10,6 +10,7 @@ import typer
 import lmkit
 from lmkit import log
 from lmkit.cli import bench, chat, convert, doctor, eval, inspect, proxy, quantize, serve
+from lmkit.cli.settings import ServeCommand
 from lmkit.config import environment
 from lmkit.errors import LMKitError
 
@@ -22,7 +23,7 @@ app = typer.Typer(
 )
 app.command("quantize")(quantize.quantize)
 app.command("convert")(convert.convert)
-app.command("serve")(serve.serve)
+app.command("serve", cls=ServeCommand)(serve.serve)
 app.add_typer(proxy.app, name="proxy")
 app.command("chat")(chat.chat)
 app.command("eval")(eval.evaluate)
