@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 from uuid import uuid4
 
 import msgspec
@@ -25,27 +25,42 @@ import msgspec
 from lmkit import log as logging
 from lmkit.config import EngineConfig, parse
 from lmkit.errors import ConfigError, RequestError
+from lmkit.formats.generation_config import SamplingDefaults
 from lmkit.text import TokenHistory, Tokenizer
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.request import Request, Sampling, SamplingParams, StepOutput
 from lmkit.turbo.transport.output import AssistantTurn, OutputProcessor, RequestOutput, TextLogprobs
 
+log = logging.get_logger(__name__)
+
 Messages = list[dict[str, Any]]
 Prompt = str | Messages
+DEFAULT_NEW_TOKENS = 512
 
 
 class GenerationConfig(Sampling, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How to continue a prompt; the names are LMDeploy's. The defaults are greedy decoding up to 512 tokens."""
+    """How to continue a prompt; the names are LMDeploy's.
+
+    A field that is not given takes the default of the checkpoint's generation_config.json. Where that has none,
+    decoding is greedy, up to 512 tokens.
+    """
 
     MAX, MIN = "max_new_tokens", "min_new_tokens"
 
-    max_new_tokens: int | None = 512  # None = until the context is full; 0 = none, the prompt is only prefilled
+    max_new_tokens: int | Literal["auto"] | None = "auto"  # None = until the context is full; 0 = only prefill
     min_new_tokens: int = 0  # eos, stop ids and stop strings are suppressed before that many tokens
 
+    def filled(self, defaults: SamplingDefaults) -> GenerationConfig:
+        """This configuration with `defaults` in the fields that are not given."""
+        fields: dict[str, Any] = {n: value for n, value in defaults.sampling().items() if getattr(self, n) is None}
+        if self.max_new_tokens == "auto":
+            fields[self.MAX] = defaults.max_new_tokens or DEFAULT_NEW_TOKENS
+        return msgspec.structs.replace(self, **fields)
+
     def params(self) -> SamplingParams:
-        """The same settings as the engine's SamplingParams, with a random seed if none was given."""
-        fields = msgspec.structs.asdict(self)
-        lengths = {"max_tokens": fields.pop(self.MAX), "min_tokens": fields.pop(self.MIN)}
+        """The settings as the engine's SamplingParams, with a random seed if none was given."""
+        fields = {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
+        lengths = {"max_tokens": fields.pop(self.MAX, None), "min_tokens": fields.pop(self.MIN)}
         seed = secrets.randbits(63) if self.seed is None else self.seed
         return SamplingParams(**(fields | lengths | {"seed": seed}))
 
@@ -111,6 +126,7 @@ class Pipeline:
 
     def __init__(self, model: str, config: EngineConfig) -> None:
         self.engine = Engine(model, config)
+        self.engine.info.sampling.announce(log)
         self.tokenizer = Tokenizer.from_pretrained(self.engine.info.model_path)
         self._outputs: dict[str, deque[StepOutput]] = {}
         self._ids = itertools.count()
@@ -240,6 +256,7 @@ class Pipeline:
         return self.tokenizer.render_chat(prompt), False
 
     def _request(self, prompt_ids: list[int], config: GenerationConfig, **fields: Any) -> Request:
+        config = config.filled(self.engine.info.sampling)
         config.validate(self.engine.info.vocab_size)
         name = f"pipeline-{next(self._ids)}"
         return Request(request_id=name, prompt_ids=prompt_ids, params=config.params(), **fields)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import msgspec
 
@@ -21,7 +21,8 @@ WeightDtype = Literal["auto", "float32", "bfloat16", "float16"]
 KVStorageName = Literal["auto", KVName]
 HeadStorage = Literal["auto", "int8"]
 Activations = Literal["auto", "int8", "fp8", "exact"]
-LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
+LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
+LOG_LEVELS = get_args(LogLevel)
 PolicyName = Literal["least_in_flight", "round_robin", "random"]  # of the proxy
 BLOCK_SIZE = {"cpu": 32, "cuda": 64}  # used if no block size is given
 STEP_TOKENS = {"cpu": 512, "cuda": 4096}  # used if no token budget is given
@@ -65,6 +66,7 @@ class EngineConfig(StrictStruct, frozen=True):
     decode_slowdown: Annotated[float, msgspec.Meta(gt=1)] = 2.0  # the largest slowdown of decoding during a prefill
     overlap: bool = True  # prepare the next step while one runs
     request_timeout: PositiveFloat | None = None  # seconds for a request that names none; None = no limit
+    generation_config: str = "auto"  # sampling defaults: auto = the checkpoint's, none, or a file or folder
 
     def on(self, device: Literal["cpu", "cuda"]) -> EngineConfig:
         """This configuration for that device, with the device's defaults filled in."""
@@ -98,13 +100,17 @@ class ServerConfig(StrictStruct, frozen=True):
     log_level: LogLevel = "INFO"
 
 
+# Variables that every command reads. `lmkit serve` and `lmkit proxy` read one for each of their options as well.
+VARIABLES = ("LMKIT_API_KEY", "LMKIT_CACHE_DIR", "LMKIT_CPU_ISA", "LMKIT_LOG_LEVEL", "LMKIT_NUM_THREADS")
+
+
 class Environment(StrictStruct, frozen=True):
     """All environment variables that lmkit reads."""
 
     cpu_isa: str | None  # LMKIT_CPU_ISA: force a lower kernel path: avx512_vnni, avx_vnni, avx2, portable
     num_threads: int | None  # LMKIT_NUM_THREADS
     cache_dir: Path  # LMKIT_CACHE_DIR: compiled kernels; packed weights if the checkpoint is not writable
-    log_level: str  # LMKIT_LOG_LEVEL
+    log_level: str  # LMKIT_LOG_LEVEL: one of LOG_LEVELS
     world_size: int  # processes of one quantization on all machines, as its launcher sets it
     local_world_size: int  # processes of one quantization on this machine
     api_key: str | None  # LMKIT_API_KEY: the key that `lmkit chat` and `lmkit proxy` clients send
@@ -115,6 +121,9 @@ def environment() -> Environment:
     threads = os.environ.get("LMKIT_NUM_THREADS")
     if threads is not None and not (threads.isdecimal() and int(threads) > 0):
         raise ConfigError(f"LMKIT_NUM_THREADS={threads!r}: expected a positive integer")
+    log_level = os.environ.get("LMKIT_LOG_LEVEL") or "INFO"
+    if log_level.upper() not in LOG_LEVELS:
+        raise ConfigError(f"LMKIT_LOG_LEVEL={log_level!r}: expected {', '.join(LOG_LEVELS)}")
     cache = os.environ.get("LMKIT_CACHE_DIR") or os.path.join(
         os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "lmkit"
     )
@@ -122,7 +131,7 @@ def environment() -> Environment:
         cpu_isa=os.environ.get("LMKIT_CPU_ISA") or None,
         num_threads=int(threads) if threads else None,
         cache_dir=Path(cache),
-        log_level=os.environ.get("LMKIT_LOG_LEVEL", "INFO"),
+        log_level=log_level.upper(),
         world_size=_launched("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
         local_world_size=_launched("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
         api_key=os.environ.get("LMKIT_API_KEY") or None,

@@ -182,13 +182,6 @@ VALUES: Mapping[str, str] = {
     "4": "use int4",
     "8": "use int8",
 }
-SERVE_COMMANDS: Mapping[str, str] = {
-    "api_client": "use `lmkit chat URL`",
-    "api_server": "leave out api_server: lmkit serve MODEL",
-    "gradio": "there is no web page; use `lmkit chat URL`",
-    "proxy": "use `lmkit proxy`",
-}
-
 # Options of other tools' routers, for `lmkit proxy`.
 PROXY: Mapping[str, str] = {
     "api_keys": "list api_keys in the file of --config",
@@ -206,6 +199,84 @@ PROXY: Mapping[str, str] = {
     "ssl": _TLS,
     "static_backends": "use --node, once for each URL",
     "worker_urls": "use --node, once for each URL",
+}
+
+# Options of `lmkit quantize`: LMDeploy's of `lite`, then those of llm-compressor, AutoRound and llama-quantize.
+QUANTIZE: Mapping[str, str] = {
+    "w_bits": "use bits",
+    "w_group_size": "use group_size; channel is one group for a whole row",
+    "w_sym": "a recipe says so, scheme: {symmetric: true}; --recipe w4a16_g128_sym_gptq is one",
+    "work_dir": "use output",
+    "calib_dataset": "use calibration",
+    "calib_samples": "use num_samples",
+    "calib_seqlen": "use seq_len",
+    "calib_image": "only text is calibrated; give it with --calibration",
+    "search_scale": "the default recipe searches scales; --recipe rtn_w4a16_g128 rounds to nearest without a search",
+    "batch_size": "batches follow from --max-memory",
+    "quant_dtype": "--recipe smoothquant_w8a8 is int8, --recipe smoothquant_w8a8_fp8 is fp8",
+    "dtype": "weights are read as the checkpoint has them",
+    "trust_remote_code": "lmkit never runs code of a checkpoint; its families are built in",
+    "download_dir": "set HF_HOME",
+    "scheme": "use recipe",
+    "method": "use recipe",
+    "algorithm": "use recipe",
+    "quantization": "use recipe",
+    "ignore": "a recipe says so, ignore: [PATTERN]",
+    "nsamples": "use num_samples",
+    "num_calibration_samples": "use num_samples",
+    "max_seq_length": "use seq_len",
+    "seqlen": "use seq_len",
+    "iters": "a recipe says so, steps: [{step: signround, iters: 200}]; --recipe signround_w4a16_g128 is one",
+    "dataset": "use calibration",
+    "out_dir": "use output",
+    "output_dir": "use output",
+    "save_dir": "use output",
+    "imatrix": "use calibration; statistics are taken from text",
+    "kv_dtype": "use kv_bits",
+    "quant_policy": "use kv_bits",
+    "threads": "set LMKIT_NUM_THREADS",
+    "num_threads": "set LMKIT_NUM_THREADS",
+}
+
+# Commands: LMDeploy's, vLLM's, ollama's and llama.cpp's. Several words are a command and its first argument.
+COMMANDS: Mapping[str, str] = {
+    "lite": "use `lmkit quantize MODEL -o OUT`",
+    "lite auto_awq": "use `lmkit quantize MODEL -o OUT`",
+    "lite auto_gptq": "use `lmkit quantize MODEL -o OUT --recipe w4a16_g128_sym_gptq`",
+    "lite smooth_quant": "use `lmkit quantize MODEL -o OUT --recipe smoothquant_w8a8`",
+    "lite calibrate": "`lmkit quantize MODEL -o OUT` calibrates",
+    "auto_awq": "use `lmkit quantize MODEL -o OUT`",
+    "auto_gptq": "use `lmkit quantize MODEL -o OUT --recipe w4a16_g128_sym_gptq`",
+    "smooth_quant": "use `lmkit quantize MODEL -o OUT --recipe smoothquant_w8a8`",
+    "calibrate": "`lmkit quantize MODEL -o OUT` calibrates",
+    "serve api_server": "use `lmkit serve MODEL`",
+    "api_server": "use `lmkit serve MODEL`",
+    "serve proxy": "use `lmkit proxy`",
+    "serve api_client": "use `lmkit chat http://HOST:PORT`",
+    "check_env": "use `lmkit doctor`",
+    "env": "use `lmkit doctor`",
+    "collect-env": "use `lmkit doctor`",
+    "complete": "use `lmkit chat URL --prompt TEXT`",
+    "generate": "use `lmkit chat MODEL --prompt TEXT`",
+    "run": "use `lmkit chat MODEL`",
+    "run-batch": "use `lmkit.pipeline(MODEL)` in Python, or `lmkit serve` and any client",
+    "bench serve": "use `lmkit bench online URL`",
+    "benchmark": "use `lmkit bench`",
+    "show": "use `lmkit inspect MODEL`",
+    "info": "use `lmkit inspect MODEL`",
+    "server": "use `lmkit serve MODEL`",
+    "start": "use `lmkit serve MODEL`",
+    "perplexity": "use `lmkit eval MODEL`",
+    "ppl": "use `lmkit eval MODEL`",
+    "evaluate": "use `lmkit eval MODEL`",
+    "version": "use `lmkit --version`",
+}
+
+# The tables of options by command: `lmkit COMMAND --NAME`.
+OPTIONS: Mapping[str, Mapping[str, str]] = {
+    "quantize": QUANTIZE,
+    "serve": {**ENGINE, **SERVE},
+    "proxy": PROXY,
 }
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from lmkit.cli.settings import origin
 from lmkit.config import EngineConfig, StrictStruct, parse, parse_bytes
 from lmkit.errors import ConfigError
 
@@ -19,6 +20,7 @@ HELP = {
         "activations": "Rounding of inputs of quantized linears.",
         "lm_head": "auto (as in the checkpoint), or int8 (smaller).",
         "max_model_len": "Context in tokens. Default: the model's.",
+        "generation_config": "Sampling defaults: auto (the checkpoint's generation_config.json), none, or a path.",
         "attention_sinks": "First tokens that sliding windows still see.",
         "packed_cache": "Keep packed weights in a file, <checkpoint>/.lmkit, for the next start.",
         "num_threads": "Default: all cores this process may use.",
@@ -52,24 +54,21 @@ def engine_options(**given: Any) -> EngineConfig:
     return parse(given, EngineConfig, "engine options")
 
 
-def size(text: str | None) -> int | None:
-    """The callback of an option that takes bytes as 2G."""
-    try:
-        return None if text is None else parse_bytes(text, "")
-    except ConfigError as error:
-        raise typer.BadParameter(str(error).removeprefix(": ")) from None
+def size(context: typer.Context, option: typer.CallbackParam, text: str | None) -> int | None:
+    """The callback of an option that takes bytes as 2G. Raises ConfigError."""
+    return None if text is None else parse_bytes(text, origin(context, option))
 
 
-def checked(config: type[StrictStruct], name: str) -> Callable[[Any], Any]:
-    """The callback of an option that is a field of `config`: a value out of the field's range names the option."""
+def checked(config: type[StrictStruct], name: str) -> Callable[[typer.Context, typer.CallbackParam, Any], Any]:
+    """The callback of an option that is a field of `config`. It raises ConfigError for a value out of range."""
     kind = get_type_hints(config, include_extras=True)[name]
 
-    def check(value: Any) -> Any:
+    def check(context: typer.Context, option: typer.CallbackParam, value: Any) -> Any:
         try:
-            return parse(value, kind, str(value))
+            return parse(value, kind, f"{origin(context, option)} {value}")
         except ConfigError as error:
             reason = str(error).replace("Expected", "expected").replace("`float`", "a number")
-            raise typer.BadParameter(reason.replace("`int`", "an integer")) from None
+            raise ConfigError(reason.replace("`int`", "an integer")) from None
 
     return check
 

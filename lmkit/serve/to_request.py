@@ -16,10 +16,12 @@ from typing import Any
 import msgspec
 
 from lmkit.errors import RequestError
+from lmkit.formats.generation_config import RANGES
 from lmkit.serve.protocol import MAX_SEQUENCES, ChatCompletionRequest, ChatMessage, CompletionRequest
 from lmkit.text import EncodedTurn, TokenHistory, Tokenizer
 from lmkit.turbo.request import EngineInfo, Request, SamplingParams
 
+DEFAULT_TEMPERATURE = 1.0
 DEFAULT_COMPLETION_TOKENS = 16  # as in OpenAI's /v1/completions; chat continues until the context is full
 
 
@@ -38,16 +40,17 @@ def chat_requests(
         raise _invalid("max_tokens and max_completion_tokens differ; send one of them", "max_completion_tokens")
     if body.top_logprobs is not None and not body.logprobs:
         raise _invalid("top_logprobs needs logprobs: true", "top_logprobs")
+    asked = next(iter(limits), None)
     params = _params(
         body,
         info,
-        max_tokens=limits.pop() if limits else None,
+        max_tokens=_or(asked, info.sampling.max_new_tokens),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
     text = chat_text(body.messages, tokenizer, _or(body.add_generation_prompt, True), body.chat_template_kwargs)
     turn = (history or TokenHistory()).encode(tokenizer, text)
     like = _request(body, params, request_id, tenant)
-    return _fan_out([turn.ids], like, _or(body.n, 1), info, "messages"), turn
+    return _fan_out([turn.ids], like, _or(body.n, 1), info, "messages", _or(asked, 1)), turn
 
 
 def completion_requests(
@@ -59,13 +62,13 @@ def completion_requests(
     params = _params(
         body,
         info,
-        max_tokens=_or(body.max_tokens, DEFAULT_COMPLETION_TOKENS),
+        max_tokens=_or(body.max_tokens, info.sampling.max_new_tokens or DEFAULT_COMPLETION_TOKENS),
         logprobs=0 if select and body.logprobs is None else body.logprobs,
     )
     prompts = [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompt]
     echo_logprobs = bool(body.echo) and body.logprobs is not None
     like = _request(body, params, request_id, tenant, prompt_logprobs=echo_logprobs)
-    return _fan_out(prompts, like, choices, info, "prompt")
+    return _fan_out(prompts, like, choices, info, "prompt", _or(body.max_tokens, 1))
 
 
 def choices_per_prompt(body: CompletionRequest) -> int:
@@ -91,15 +94,11 @@ def check_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
 
 
 def _params(body: ChatCompletionRequest | CompletionRequest, info: EngineInfo, **fields: Any) -> SamplingParams:
-    """The sampling fields, with OpenAI's defaults."""
+    """The request's parameters: given, else the checkpoint's default, else OpenAI's."""
     if body.stream_options is not None and not body.stream:
         raise _invalid("stream_options needs stream: true", "stream_options")
     params = SamplingParams(
-        temperature=_or(body.temperature, 1.0),
-        top_p=_or(body.top_p, 1.0),
-        top_k=_or(body.top_k, 0),
-        min_p=_or(body.min_p, 0.0),
-        repetition_penalty=_or(body.repetition_penalty, 1.0),
+        **_sampling(body, info),
         presence_penalty=_or(body.presence_penalty, 0.0),
         frequency_penalty=_or(body.frequency_penalty, 0.0),
         logit_bias=body.logit_bias or {},
@@ -114,6 +113,11 @@ def _params(body: ChatCompletionRequest | CompletionRequest, info: EngineInfo, *
     )
     params.validate(info.vocab_size)
     return params
+
+
+def _sampling(body: ChatCompletionRequest | CompletionRequest, info: EngineInfo) -> dict[str, Any]:
+    given = {name: value for name in RANGES if (value := getattr(body, name)) is not None}
+    return {"temperature": DEFAULT_TEMPERATURE} | info.sampling.sampling() | given
 
 
 def _checked_choices(body: CompletionRequest) -> int:
@@ -154,25 +158,29 @@ def _request(
     )
 
 
-def _fan_out(prompts: Sequence[list[int]], like: Request, choices: int, info: EngineInfo, param: str) -> list[Request]:
-    """Requests in the order of their choices; choice i of a prompt draws with seed + i."""
+def _fan_out(
+    prompts: Sequence[list[int]], like: Request, choices: int, info: EngineInfo, param: str, wanted: int
+) -> list[Request]:
+    """Requests in the order of their choices; choice i of a prompt draws with seed + i.
+
+    A prompt and the `wanted` tokens must fit the context. A default length is cut to what fits.
+    """
     seed = like.params.seed
     assert seed is not None
     each = [msgspec.structs.replace(like.params, seed=(seed + i) % (1 << 64)) for i in range(choices)]
     requests: list[Request] = []
     for ids in prompts:
-        _check_prompt(ids, like.params, info, param)
+        _check_prompt(ids, wanted, info, param)
         for params in each:
             request_id = f"{like.request_id}-{len(requests)}"
             requests.append(msgspec.structs.replace(like, request_id=request_id, prompt_ids=ids, params=params))
     return requests
 
 
-def _check_prompt(ids: Sequence[int], params: SamplingParams, info: EngineInfo, param: str) -> None:
+def _check_prompt(ids: Sequence[int], wanted: int, info: EngineInfo, param: str) -> None:
     if not ids:
         raise _invalid(f"{param}: no tokens; the prompt is empty", param)
     check_ids(ids, info.vocab_size, param)
-    wanted = 1 if params.max_tokens is None else params.max_tokens
     if len(ids) + wanted > info.max_model_len:
         message = (
             f"the context of this model is {info.max_model_len} tokens, but {len(ids)} are in the {param} "

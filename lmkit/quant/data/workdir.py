@@ -29,8 +29,8 @@ from torch import Tensor
 
 from lmkit.errors import CheckpointError, ConfigError
 from lmkit.formats.atomic import lock, put_in_place, refuse_occupied, sync_directory, write_errors, write_file
-from lmkit.formats.jsonfile import parse_json, read_json, to_json
 from lmkit.formats.safetensors_file import SafetensorsFile, write_safetensors
+from lmkit.jsonfile import parse_json, read_json, to_json
 from lmkit.log import get_logger
 
 log = get_logger(__name__)

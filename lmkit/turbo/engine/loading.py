@@ -12,6 +12,7 @@ import torch
 
 from lmkit.config import EngineConfig
 from lmkit.errors import ConfigError
+from lmkit.formats.generation_config import SamplingDefaults, read_defaults
 from lmkit.kv_dtype import kv_dtype
 from lmkit.log import get_logger
 from lmkit.models.decoder import Decoder
@@ -39,6 +40,7 @@ class LoadedModel:
     has_tiers: bool
     kv_identity: bytes  # of the blocks in the tiers
     disk: DiskTier | None
+    sampling: SamplingDefaults
 
 
 def load(model_path: str, config: EngineConfig, device: Device) -> LoadedModel:
@@ -48,6 +50,7 @@ def load(model_path: str, config: EngineConfig, device: Device) -> LoadedModel:
     """
     with resolved(model_path, **load_options(config)) as model:
         spec, path = model.spec, model.reader.path
+        sampling = read_defaults(path, config.generation_config)
         weight_bytes = model.weight_bytes() + model.table_bytes(config.max_model_len or spec.max_position)
         dtypes = [storage.dtypes for storage in model.storages]
         memory = plan_memory(spec, config, dtypes, weight_bytes, device.free_memory())
@@ -61,7 +64,7 @@ def load(model_path: str, config: EngineConfig, device: Device) -> LoadedModel:
             decoder = load_decoder(model, packed_cache=config.packed_cache)
         log.info("loaded %s in %.1f s", path, time.perf_counter() - start)
     eos = Tokenizer.from_pretrained(path).eos_token_ids
-    return LoadedModel(str(path), decoder, model.storages, memory, eos, has_tiers, identity, disk)
+    return LoadedModel(str(path), decoder, model.storages, memory, eos, has_tiers, identity, disk, sampling)
 
 
 def load_options(config: EngineConfig) -> dict[str, Any]:
@@ -81,7 +84,7 @@ def given(decoder: Decoder, config: EngineConfig, device: Device, storages: list
     memory = plan_memory(spec, config, [s.dtypes for s in storages], 0, device.free_memory())
     for line in memory.lines():
         log.info(line)
-    return LoadedModel(spec.architecture, decoder, storages, memory, (), False, b"", None)
+    return LoadedModel(spec.architecture, decoder, storages, memory, (), False, b"", None, SamplingDefaults())
 
 
 @contextmanager
