@@ -9,7 +9,7 @@ import typer
 
 import lmkit
 from lmkit import log
-from lmkit.cli import bench, chat, convert, doctor, eval, inspect, proxy, quantize, serve
+from lmkit.cli import bench, chat, convert, doctor, eval, inspect, proxy, quantize, running, serve
 from lmkit.cli.settings import ProxyGroup, ServeCommand
 from lmkit.cli.usage import Command, Group, Root
 from lmkit.config import environment
@@ -32,6 +32,8 @@ for name, function, short_help in (
     ("chat", chat.chat, "Talk to a model or a server."),
     ("eval", eval.evaluate, "Measure perplexity, and the distance between two models."),
     ("inspect", inspect.inspect, "Show a checkpoint, and the memory that serving it needs."),
+    ("ps", running.ps, "Show the servers that run on this machine."),
+    ("stop", running.stop, "End a server once its requests are answered."),
     ("doctor", doctor.doctor, "Show what this machine can run."),
 ):
     app.command(name, cls=CLASSES.get(name, Command), short_help=short_help)(function)

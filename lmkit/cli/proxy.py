@@ -52,11 +52,18 @@ def proxy(
     from lmkit.config import parse
     from lmkit.proxy.config import NodeConfig, load_config
     from lmkit.proxy.server import run
+    from lmkit.web.running import registered
 
     nodes = [parse({"url": url}, NodeConfig, "--node") for url in node or ()]
     resolved = load_config(config, nodes=nodes, host=host, port=port, policy=policy, state_file=state_file)
     log.setup(resolved.log_level)
-    asyncio.run(run(resolved, lambda url: print(f"proxy on {url}", flush=True)))
+    with registered("proxy", "", resolved.drain_seconds) as tell:
+
+        def on_ready(url: str) -> None:
+            tell(url)
+            print(f"proxy on {url}", flush=True)
+
+        asyncio.run(run(resolved, on_ready))
 
 
 @app.command()

@@ -63,15 +63,17 @@ def serve(
     from lmkit.serve.server import serve as run
     from lmkit.turbo.transport.async_engine import AsyncEngine
     from lmkit.turbo.transport.messages import ENGINE
+    from lmkit.web.running import registered
 
     keys = _keys(api_key or [], api_key_file)
     quota = context.get_parameter_source("cache_quota")
     if len(keys) > 1 and quota is not None and quota.name == "DEFAULT":
         engine_config = msgspec.structs.replace(engine_config, cache_quota=SHARED_CACHE_QUOTA)
+    name = served_model_name or (Path(model).resolve().name if Path(model).is_dir() else model)
     server_config = ServerConfig(
         host=host,
         port=port,
-        served_model_name=served_model_name or (Path(model).resolve().name if Path(model).is_dir() else model),
+        served_model_name=name,
         api_keys=keys,
         max_body_bytes=int(max_body),
         drain_seconds=drain_seconds,
@@ -80,7 +82,13 @@ def serve(
     log.setup(log_level)
     path = resolve_model_path(model)
     front_end = AsyncEngine(path, engine_config, engine=engine or ENGINE, log_level=log_level)
-    raise typer.Exit(run(front_end, server_config, lambda line: print(line, flush=True)))
+    with registered("serve", name, drain_seconds) as tell:
+
+        def on_ready(url: str) -> None:
+            tell(url)
+            print(f"serving {name} on {url}", flush=True)
+
+        raise typer.Exit(run(front_end, server_config, on_ready))
 
 
 def _keys(given: list[str], file: Path | None) -> tuple[str, ...]:

@@ -122,7 +122,8 @@ def test_a_file_that_is_missing() -> None:
     ("variable", "value", "part"),
     [
         ("LMKIT_PORT", "x", "integer"), ("LMKIT_CACHE_QUOTA", "3", "1.0"), ("LMKIT_KV_DTYPE", "int3", "int8"),
-        ("LMKIT_MAX_BODY", "x", "size"), ("LMKIT_OVERLAP", "maybe", "true or false"), ("LMKIT_CONFIG", "none", "cannot be read"),
+        ("LMKIT_MAX_BODY", "x", "size"), ("LMKIT_OVERLAP", "maybe", "true or false"),
+        ("LMKIT_CONFIG", "none", "cannot be read"),
     ],
 )  # fmt: skip
 def test_mistakes_in_the_environment_name_the_variable(
