@@ -6,26 +6,41 @@ Public names are resolved on first use, so importing lmkit is cheap.
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from lmkit import other_names
+
+if TYPE_CHECKING:
+    from lmkit.api import GenerationConfig, Pipeline, Response, Session, pipeline
+    from lmkit.config import EngineConfig, ServerConfig
+    from lmkit.errors import LMKitError, RequestError
 
 __version__ = "0.1.0"
 
-_PUBLIC = {
-    "pipeline": "lmkit.api",
-    "Pipeline": "lmkit.api",
-    "Response": "lmkit.api",
-    "Session": "lmkit.api",
-    "GenerationConfig": "lmkit.api",
-    "EngineConfig": "lmkit.config",
-    "ServerConfig": "lmkit.config",
-    "LMKitError": "lmkit.errors",
-    "RequestError": "lmkit.errors",
-}
+__all__ = [
+    "EngineConfig",
+    "GenerationConfig",
+    "LMKitError",
+    "Pipeline",
+    "RequestError",
+    "Response",
+    "ServerConfig",
+    "Session",
+    "__version__",
+    "pipeline",
+]
 
-__all__ = ["__version__", *_PUBLIC]
+_HOMES = {"EngineConfig": "config", "ServerConfig": "config", "LMKitError": "errors", "RequestError": "errors"}
 
+if not TYPE_CHECKING:  # a type checker sees the imports above
 
-def __getattr__(name: str) -> Any:
-    if name not in _PUBLIC:
-        raise AttributeError(f"module 'lmkit' has no attribute {name!r}")
-    return getattr(importlib.import_module(_PUBLIC[name]), name)
+    def __getattr__(name: str) -> Any:
+        if name in __all__:
+            return getattr(importlib.import_module(f"lmkit.{_HOMES.get(name, 'api')}"), name)
+        if name in other_names.PACKAGE:  # an ImportError shows its message where an AttributeError would not
+            raise ImportError(f"lmkit has no {name}{other_names.hint(name, other_names.PACKAGE)}")
+        advice = other_names.hint(name, {}, __all__)
+        raise AttributeError(f"module 'lmkit' has no attribute {name!r}{advice}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

@@ -103,6 +103,7 @@ def test_floors_inside_a_room(name: str) -> None:
 def test_no_import_cycles() -> None:
     graph = {module_name(p): {t for t, _ in imports(p) if t.startswith("lmkit")} for p in FILES}
     graph = {name: {t for t in targets if t in graph and t != name} for name, targets in graph.items()}
+    graph["lmkit"] = set()  # its names are resolved on first use: only a type checker reads its imports
     done: set[str] = set()
 
     def visit(name: str, path: list[str]) -> None:

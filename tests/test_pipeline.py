@@ -60,7 +60,7 @@ def test_a_refusal_has_the_names_of_the_generation_config(pipe: Pipeline) -> Non
     response = pipe("x", GenerationConfig(max_new_tokens=2, min_new_tokens=3))
     assert response.finish_reason == "error"
     assert response.error_message == "min_new_tokens=3: must be in [0, max_new_tokens]"
-    with pytest.raises(TypeError, match="max_tokens"):
+    with pytest.raises(ConfigError, match="no field max_tokens: use max_new_tokens"):
         GenerationConfig(max_tokens=2)
 
 

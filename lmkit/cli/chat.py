@@ -58,7 +58,7 @@ def chat(
         raise ConfigError(f"--model and --api-key are for a server; {target} is a folder")
     from lmkit.api import pipeline
 
-    with pipeline(target) as pipe:
+    with pipeline(target, log_level="WARNING") as pipe:
         _talk(Conversation(LocalModel(pipe, given), system), prompt)
 
 

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from lmkit.cli.engine_options import HELP
 from lmkit.cli.main import app
 from lmkit.errors import ConfigError
+from lmkit.other_names import OPTIONS
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +94,7 @@ def test_what_is_printed_is_a_file(file: Path, tmp_path: Path) -> None:
     [
         ("kv_memry: 2G", ("'kv_memry'", "did you mean kv_memory?")),
         ("session_len: 8192", ("'session_len'", "use max_model_len")),
-        ("server-port: 8000", ("'server-port'", "--port")),
+        ("server-port: 8000", ("'server-port'", "use port")),
         ("port: true", ("port", "integer")),
         ("port:", ("port", "no value")),
         ("port: [1, 2]", ("port", "one value")),
@@ -167,6 +168,27 @@ def test_options_of_other_servers_tell_ours(words: list[str], part: str) -> None
     message = mistake("serve", "demo", *words)
     assert words[0].partition("=")[0] in message
     assert part.lower() in message.lower()
+
+
+LMDEPLOY = """
+adapters allow_credentials allow_headers allow_methods allow_origins allow_terminate_by_client allowed_media_domains
+api_keys backend cache_block_seq_len cache_max_entry_count chat_template communicator cp disable_fastapi_docs
+disable_metrics dist_init_addr distributed_executor_backend dllm_block_length download_dir dp dp_rank eager_mode
+enable_abort_handling enable_eplb enable_microbatch enable_prefix_caching ep hf_overrides language_model_only
+logprobs_mode max_concurrent_requests max_log_len max_prefill_iters max_prefill_token_num migration_backend model_format
+model_name nnodes node_rank num_tokens_per_iter proxy_url quant_policy reasoning_parser revision role
+rope_scaling_factor server_name server_port session_len speculative_algorithm speculative_draft_model
+speculative_num_draft_tokens ssl tool_call_parser tp trust_remote_code vision_max_batch_size
+"""
+LMDEPLOY_PROXY = """
+api_keys disable_cache_status disable_gdr dummy_prefill link_type migration_protocol routing_strategy server_name
+server_port serving_strategy ssl
+"""
+
+
+def test_every_option_of_lmdeploy_has_an_answer() -> None:
+    assert not set(LMDEPLOY.split()) - OPTIONS["serve"].keys()
+    assert not set(LMDEPLOY_PROXY.split()) - OPTIONS["proxy"].keys()
 
 
 def test_commands_of_other_servers_tell_ours() -> None:
