@@ -234,5 +234,5 @@ def test_a_recipe_with_an_unknown_key(tmp_path: Path) -> None:
 
 
 def test_a_head_that_does_not_exist_is_refused() -> None:
-    assert "lm_head" in refused_here("serve", "demo", "--lm-head", "int4")
+    assert "--lm-head" in refused_here("serve", "demo", "--lm-head", "int4")
     assert "lm-head" in refused_here("eval", "demo", "--lm-head", "int4")
