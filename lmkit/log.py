@@ -26,9 +26,9 @@ def setup(level: str = "INFO", *, process: str = "") -> None:
     if level.upper() not in LOG_LEVELS:
         raise ConfigError(f"log level {level!r}: expected {', '.join(LOG_LEVELS)}")
     handler = _ToStderr()
-    handler.setFormatter(
-        _OneLine(f"%(asctime)s %(levelname).1s {process + ' ' if process else ''}%(name)s: %(message)s")
-    )
+    words = ["%(asctime)s", "%(levelname).1s", process, "%(name)s" if level.upper() == "DEBUG" else ""]
+    start = " ".join(filter(None, words)) + (":" if any(words[2:]) else "")
+    handler.setFormatter(_OneLine(f"{start} %(message)s", "%m-%d %H:%M:%S"))
     root = logging.getLogger("lmkit")
     root.handlers[:] = [handler]
     root.setLevel(level.upper())

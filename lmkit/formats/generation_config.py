@@ -78,12 +78,16 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
         """The sampling fields that are given; `max_new_tokens` is not one of them."""
         return {name: value for name in RANGES if (value := getattr(self, name)) is not None}
 
-    def announce(self, log: logging.Logger) -> None:
-        """Say in one line which defaults hold, and in another which fields of the file do not."""
+    def text(self) -> str:
+        """A line that says which defaults hold, or an empty text."""
         fields = self.sampling() | ({"max_new_tokens": self.max_new_tokens} if self.max_new_tokens else {})
-        if fields:
-            values = ", ".join(f"{name} {value:g}" for name, value in fields.items())
-            log.info("sampling defaults of %s: %s; --generation-config none turns them off", self.source, values)
+        values = ", ".join(f"{name} {value:g}" for name, value in fields.items())
+        return values and f"sampling defaults of {self.source}: {values}; --generation-config none turns them off"
+
+    def announce(self, log: logging.Logger) -> None:
+        """Log which defaults hold, and which fields of the file do not."""
+        if text := self.text():
+            log.info("%s", text)
         if self.not_applied:
             log.warning("%s: %s: not supported, and not applied", self.source, ", ".join(self.not_applied))
 

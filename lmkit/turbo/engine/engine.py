@@ -129,7 +129,7 @@ class Engine:
         while self.has_work():
             if any(output.error for output in self.step()):
                 raise LMKitError("the engine cannot compute a token")
-        log.info("first steps took %.1f s", time.perf_counter() - start)
+        log.debug("first steps took %.1f s", time.perf_counter() - start)
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestError if it can never run or the queue is full."""
@@ -226,14 +226,13 @@ def _raise(error: Exception) -> NoReturn:
 
 def _info(model: LoadedModel, limits: SchedulerLimits) -> EngineInfo:
     memory = model.memory
-    kinds = sorted({f"{k}/{v}" if k != v else str(k) for k, v in (storage.dtypes for storage in model.storages)})
     return EngineInfo(
         model_path=model.path,
         vocab_size=limits.vocab_size,
         max_model_len=limits.max_model_len,
         num_blocks=memory.num_tokens // limits.kv.block_size,
         block_size=limits.kv.block_size,
-        kv_dtype=" ".join(kinds),
+        kv_dtype=kv_storage.storage_text(model.storages),
         memory=memory.as_dict(),
         sampling=model.sampling,
     )
