@@ -19,7 +19,7 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, overload
 
-from lmkit import other_names
+from lmkit.api import names
 from lmkit.api.generation import GenConfigs, GenerationConfig
 from lmkit.api.progress import progress_bar
 from lmkit.api.prompts import Prompt, names_ours
@@ -29,6 +29,7 @@ from lmkit.config import EngineConfig
 from lmkit.errors import RequestError
 from lmkit.formats.hub import resolve_model_path
 from lmkit.log import get_logger
+from lmkit.other_names import missing
 from lmkit.text import Tokenizer
 from lmkit.turbo.request import Request, StepOutput
 from lmkit.turbo.transport.async_engine import AsyncEngine
@@ -194,7 +195,7 @@ class AsyncPipeline:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            raise other_names.missing(self, name, other_names.PIPELINE)
+            raise missing(self, name, names.PIPELINE)
 
     def _open(self) -> RequestMaker:
         if self._engine is None:

@@ -16,7 +16,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
-from lmkit import other_names
+from lmkit.api import names
 from lmkit.api.generation import GenConfigs, GenerationConfig
 from lmkit.api.progress import progress_bar
 from lmkit.api.prompts import Prompt, names_ours
@@ -25,6 +25,7 @@ from lmkit.api.response import Response, Session, failed, refused, response
 from lmkit.config import EngineConfig
 from lmkit.errors import RequestError
 from lmkit.log import get_logger, setup
+from lmkit.other_names import missing
 from lmkit.text import Tokenizer
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.request import Request, StepOutput
@@ -185,7 +186,7 @@ class Pipeline:
         return [math.exp(value) for value in self.get_ppl(inputs)]
 
     def get_ppl(self, input_ids: str | Sequence[int] | Iterable[str | Sequence[int]]) -> list[float]:
-        """The mean negative log-likelihood (cross-entropy) of each text or list of ids, as LMDeploy's get_ppl returns it.
+        """The mean negative log-likelihood (cross-entropy) of each text or list of ids, as in LMDeploy.
 
         `ppl` is its exponential.
         """
@@ -218,7 +219,7 @@ class Pipeline:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            raise other_names.missing(self, name, other_names.PIPELINE)
+            raise missing(self, name, names.PIPELINE)
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from lmkit import other_names
+from lmkit.api import names
 from lmkit.api.generation import GenerationConfig
 from lmkit.errors import ConfigError, RequestError
 
@@ -77,7 +78,7 @@ def names_ours(call: F) -> F:
     """Make `call` refuse an unknown keyword with a ConfigError that names ours."""
     known = inspect.signature(call).parameters
     opens = "model" in known  # then further keywords are fields of EngineConfig, which checks them
-    others = other_names.OPENING if opens else {**other_names.CALL, **other_names.GENERATION}
+    others = names.OPENING if opens else {**names.CALL, **other_names.GENERATION}
 
     @functools.wraps(call)
     def checked(*args: Any, **named: Any) -> Any:

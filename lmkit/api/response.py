@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from lmkit import other_names
+from lmkit.api import names
 from lmkit.api.prompts import Messages
 from lmkit.errors import RequestError
+from lmkit.other_names import missing
 from lmkit.text import TokenHistory
 from lmkit.turbo.request import StepOutput
 from lmkit.turbo.transport.output import RequestOutput, TextLogprobs
@@ -36,7 +37,7 @@ class Response:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            raise other_names.missing(self, name, other_names.RESPONSE)
+            raise missing(self, name, names.RESPONSE)
 
     def extend(self, part: Response) -> None:
         """Append the next part of a stream."""
@@ -66,7 +67,7 @@ class Session:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            raise other_names.missing(self, name, other_names.SESSION)
+            raise missing(self, name, names.SESSION)
 
     def fork(self) -> Session:
         """An independent copy. The common part of both is computed and kept once."""

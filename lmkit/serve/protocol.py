@@ -17,6 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidat
 from lmkit import neutral
 from lmkit.errors import RequestError
 from lmkit.other_names import HTTP, hint
+from lmkit.text.messages import MAX_NAME_CHARS, Role, joined_parts
 from lmkit.turbo.request import MAX_LOGIT_BIAS, MAX_STOPS
 
 MAX_MESSAGES = 4096
@@ -65,24 +66,10 @@ def _message_list(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
-def _joined_parts(content: Any) -> Any:
-    """A list of text parts as one text with a line for each part. Parts of other types are refused."""
-    if not isinstance(content, list):
-        return content
-    texts = []
-    for part in content:
-        if not (isinstance(part, dict) and part.keys() == {"type", "text"} and part["type"] == "text"):
-            raise ValueError('only parts {"type": "text", "text": ...} are supported')
-        if not isinstance(part["text"], str):
-            raise ValueError("a part's text must be a string")
-        texts.append(part["text"])
-    return "\n".join(texts)
-
-
 class ChatMessage(_Strict):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, BeforeValidator(_joined_parts)]
-    name: Annotated[str, Field(max_length=256)] | None = None  # passed to the chat template
+    role: Role
+    content: Annotated[str, BeforeValidator(joined_parts)]
+    name: Annotated[str, Field(max_length=MAX_NAME_CHARS)] | None = None  # passed to the chat template
 
 
 Messages = Annotated[
