@@ -8,28 +8,279 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 
+BY_FORMAT = "lmkit reads the checkpoint's format from its files"
+FROM_CHECKPOINT = "the checkpoint decides it; give a folder or a Hub name as the model"
+OWN_TEMPLATE = "lmkit uses the checkpoint's chat template; put your own into its chat_template.jinja"
+NO_ADAPTERS = "lmkit serves no LoRA adapters; merge them into the checkpoint"
+NO_BANS = "use logit_bias: -100 for each banned token id"
+NO_BEAMS = "lmkit has no beam search"
+NO_GRAMMAR = "lmkit does not constrain the output to a grammar"
+NO_REMOTE_CODE = "lmkit never runs code of a checkpoint"
 NO_SAMPLING = "temperature=0 is greedy, any other temperature samples"
+NO_SPECULATION = "lmkit has no speculative decoding"
+NOT_NEEDED = "lmkit needs no such setting; leave it out"
+NOT_OUTPUT = "lmkit does not return it"
+NOT_SAMPLED = "lmkit has no such sampling; use temperature, top_k, top_p or min_p"
 ONE_DEVICE = "an engine runs on one device; start one for each and route between them with `lmkit proxy`"
+SEVERAL = "give the prompt several times, each with a seed; over HTTP use n"
+TEXT_ONLY = "lmkit runs text models only"
+
+
+def _each(advice: str, names: str) -> dict[str, str]:
+    return dict.fromkeys(names.split(), advice)
+
 
 # Of a generation: fields of GenerationConfig and of HTTP bodies.
 GENERATION: Mapping[str, str] = {
+    **_each(NO_GRAMMAR, "allowed_token_ids grammar guided_decoding response_format structured_outputs"),
+    **_each(NO_BANS, "bad_token_ids bad_words bad_words_ids"),
+    **_each(SEVERAL, "best_of n num_return_sequences"),
+    "detokenize": "lmkit always returns text and token_ids",
     "do_sample": NO_SAMPLING,
-    "random_seed": "use seed",
-    "stop_words": "use stop",
+    **_each(NO_BEAMS, "early_stopping length_penalty num_beams use_beam_search"),
+    "echo": "lmkit returns the answer alone",
+    "eos_token_id": "use stop_token_ids; ignore_eos turns the model's own off",
+    "logits_processor": "use logit_bias",
+    "logits_processors": "use logit_bias",
+    "max_gen_toks": "use max_new_tokens here and max_tokens over HTTP",
+    "max_length": "use max_new_tokens here and max_tokens over HTTP; it counts new tokens only",
+    "max_tokens": "use max_new_tokens",
+    "migration_request": NOT_NEEDED,
+    "min_length": "use min_new_tokens here and min_tokens over HTTP",
+    "min_tokens": "use min_new_tokens",
+    **_each(NOT_SAMPLED, "mirostat_eta mirostat_mode mirostat_tau tfs_z typical_p"),
     "n_predict": "use max_new_tokens here and max_tokens over HTTP",
+    **_each(
+        "use repetition_penalty, presence_penalty or frequency_penalty",
+        "no_repeat_ngram_size repetition_ngram_size repetition_ngram_threshold",
+    ),
+    "output_kind": "pipe(...) returns whole answers, pipe.stream_infer(...) their parts",
+    "output_last_hidden_state": NOT_OUTPUT,
+    "output_logits": f"{NOT_OUTPUT}; use logprobs",
+    "pad_token_id": NOT_NEEDED,
+    "preserve_cache": "use a session: pipe.chat(prompt, session) here and session_id over HTTP",
+    "prompt_logprobs": "use pipe.ppl(...) or pipe.get_ppl(...)",
+    "random_seed": "use seed",
+    "repeat_last_n": "repetition_penalty looks at the whole prompt and output",
+    "repeat_penalty": "use repetition_penalty",
+    "return_ppl": "use pipe.ppl(...) or pipe.get_ppl(...)",
+    "return_routed_experts": NOT_OUTPUT,
+    "spaces_between_special_tokens": "lmkit never adds such spaces",
+    **_each("use stop", "stop_sequences stop_strings stop_words"),
+    "truncate_prompt_tokens": "lmkit never cuts a prompt; shorten it before the call",
+    "with_cache": "use a session: pipe.chat(prompt, session) here and session_id over HTTP",
+}
+
+# Values of these that ask for nothing, besides None: GenerationConfig accepts them.
+NOTHING: Mapping[str, tuple[object, ...]] = {
+    "bad_token_ids": ([], ()),
+    "bad_words": ([], ()),
+    "best_of": (1,),
+    "detokenize": (True,),
+    "early_stopping": (False,),
+    "echo": (False,),
+    "logits_processors": ([], ()),
+    "n": (1,),
+    "no_repeat_ngram_size": (0,),
+    "num_beams": (1,),
+    "num_return_sequences": (1,),
+    "preserve_cache": (False,),
+    "repetition_ngram_size": (0,),
+    "repetition_ngram_threshold": (0,),
+    "return_ppl": (False,),
+    "return_routed_experts": (False,),
+    "spaces_between_special_tokens": (True, False),
+    "typical_p": (1, 1.0),
+    "use_beam_search": (False,),
+    "with_cache": (False,),
 }
 
 # Of an engine: fields of EngineConfig and options of `lmkit serve`.
 ENGINE: Mapping[str, str] = {
-    "session_len": "use max_model_len",
-    "tp": ONE_DEVICE,
-    "tensor_parallel_size": ONE_DEVICE,
-    "quant_policy": "use kv_dtype: int8 for 8, int4 for 4",
-    "cache_max_entry_count": "use kv_memory, in bytes",
-    "gpu_memory_utilization": "use kv_memory, in bytes",
+    **_each(NO_ADAPTERS, "adapters enable_lora max_lora_rank"),
+    **_each(
+        ONE_DEVICE,
+        "attn_tp_size communicator cp data_parallel_size devices distributed_executor_backend dp ep "
+        "main_gpu nnodes pipeline_parallel_size role tensor_parallel_size tensor_split tp",
+    ),
+    "block_seq_len": "use block_size",
     "cache_block_seq_len": "use block_size",
-    "max_prefill_token_num": "use max_step_tokens",
+    "cache_generation": "use prefix_cache",
+    **_each(
+        "use kv_memory, in bytes",
+        "cache_max_entry_count gpu_memory_utilization kv_cache_memory_bytes max_total_tokens "
+        "mem_fraction_static num_gpu_blocks num_gpu_blocks_override",
+    ),
+    "cache_prompt": "use prefix_cache",
+    "chat_template": OWN_TEMPLATE,
+    "chat_template_config": OWN_TEMPLATE,
+    "cpu_offload_gb": "use kv_host_memory, in bytes, for the KV cache; weights stay on the device",
+    "device_type": "use device",
+    **_each(
+        NOT_NEEDED,
+        "disable_log_stats eager_mode enable_metrics enforce_eager flash_attn max_seq_len_to_capture use_mlock",
+    ),
+    "download_dir": "set HF_HOME",
+    "enable_chunked_prefill": "prompts are always prefilled in chunks; see max_step_tokens",
     "enable_prefix_caching": "use prefix_cache; it is on by default",
+    **_each(
+        FROM_CHECKPOINT,
+        "hf_overrides rope_freq_base rope_freq_scale rope_scaling rope_scaling_factor tokenizer "
+        "tokenizer_mode use_logn_attn",
+    ),
+    **_each("use kv_dtype", "kv_cache_dtype type_k type_v"),
+    "language_model_only": TEXT_ONLY,
+    "limit_mm_per_prompt": TEXT_ONLY,
+    **_each(BY_FORMAT, "load_format model_format quantization"),
+    **_each("use log_level", "log_requests max_log_len verbose"),
+    "max_concurrent_requests": "use max_queue",
+    **_each(
+        "use max_step_tokens",
+        "max_num_batched_tokens max_prefill_iters max_prefill_token_num n_batch n_ubatch num_tokens_per_iter",
+    ),
+    "max_num_seqs": "use max_batch_size",
+    **_each("use max_model_len", "max_seq_len n_ctx session_len"),
+    "n_gpu_layers": "use device: cuda runs all layers on the GPU, cpu none",
+    "n_threads": "use num_threads",
+    "n_threads_batch": "use num_threads",
+    "num_cpu_blocks": "use kv_host_memory, in bytes",
+    "offload_kqv": "use device",
+    "prefill_interval": "use decode_slowdown",
+    "quant_policy": "use kv_dtype: int8 for 8, int4 for 4",
+    "revision": "give the folder of a downloaded snapshot as the model",
+    "seed": "it belongs to a generation: GenerationConfig(seed=...) here and seed over HTTP",
+    "speculative_config": NO_SPECULATION,
+    "swap_space": "use kv_host_memory, in bytes",
+    "trust_remote_code": NO_REMOTE_CODE,
+    "use_mmap": "use packed_cache",
+}
+
+# Of a call of a pipeline: its keywords.
+CALL: Mapping[str, str] = {
+    "adapter_name": NO_ADAPTERS,
+    **_each("use gen_config", "config generation_config params"),
+    "images": TEXT_ONLY,
+    "lora_request": NO_ADAPTERS,
+    "max_tokens": "use gen_config=GenerationConfig(max_new_tokens=...)",
+    "request_output_len": "use gen_config=GenerationConfig(max_new_tokens=...)",
+    "sampling_params": "use gen_config=GenerationConfig(...)",
+    "sequence_end": "use pipe.chat(prompt, session)",
+    "sequence_start": "use pipe.chat(prompt, session)",
+    "sessions": "use pipe.chat(prompt, session), one call for each session",
+    "stream": "use pipe.stream_infer(...)",
+}
+
+# Of a pipeline: its methods and attributes.
+PIPELINE: Mapping[str, str] = {
+    "apply_chat_template": "use pipe.tokenizer.render_chat(messages)",
+    "async_engine": "use AsyncPipeline",
+    "backend_config": "use pipe.engine.info",
+    "batch_infer": "use pipe(prompts)",
+    "beam_search": NO_BEAMS,
+    "classify": TEXT_ONLY,
+    "create_chat_completion": "use pipe(messages) or pipe.chat(prompt)",
+    "create_completion": "use pipe(prompt, do_preprocess=False)",
+    "embed": "lmkit computes no embeddings",
+    "encode": "use pipe.tokenizer.encode(text)",
+    "generate": "use pipe(prompts, gen_config), or AsyncPipeline",
+    "get_logits": f"{NOT_OUTPUT}; use logprobs or pipe.ppl(...)",
+    "get_reward_score": "lmkit runs no reward models",
+    "get_tokenizer": "use pipe.tokenizer",
+    "llm_engine": "use pipe.engine",
+    "score": "use pipe.ppl(...)",
+    "shutdown": "use pipe.close()",
+    "stop_session": "end the iteration over pipe.chat(..., stream_response=True)",
+    "tokenize": "use pipe.tokenizer.encode(text)",
+}
+
+# Of the package: what `from lmkit import ...` asks for.
+PACKAGE: Mapping[str, str] = {
+    "AsyncLLMEngine": "use AsyncPipeline(model)",
+    **_each("use pipeline(model)", "AutoModelForCausalLM LLM LLMEngine"),
+    "AutoTokenizer": "use pipeline(model).tokenizer",
+    "ChatTemplateConfig": OWN_TEMPLATE,
+    **_each("use EngineConfig", "EngineArgs PytorchEngineConfig TurbomindEngineConfig"),
+    "Llama": "use pipeline(model); `lmkit convert` reads GGUF files",
+    "SamplingParams": "use GenerationConfig",
+    "SpeculativeConfig": NO_SPECULATION,
+    "VisionConfig": TEXT_ONLY,
+    "client": "use `lmkit chat http://host:port`, or OpenAI's client",
+}
+
+# Options of `lmkit quantize`: LMDeploy's of `lite`, then those of llm-compressor, AutoRound and llama-quantize.
+QUANTIZE: Mapping[str, str] = {
+    "w_bits": "use bits",
+    "w_group_size": "use group_size; channel is one group for a whole row",
+    "w_sym": "a recipe says so, scheme: {symmetric: true}; --recipe w4a16_g128_sym_gptq is one",
+    "work_dir": "use output",
+    "calib_dataset": "use calibration",
+    "calib_samples": "use num_samples",
+    "calib_seqlen": "use seq_len",
+    "calib_image": "only text is calibrated; give it with --calibration",
+    "search_scale": "the default recipe searches scales; --recipe rtn_w4a16_g128 rounds to nearest without a search",
+    "batch_size": "batches follow from --max-memory",
+    "quant_dtype": "--recipe smoothquant_w8a8 is int8, --recipe smoothquant_w8a8_fp8 is fp8",
+    "dtype": "weights are read as the checkpoint has them",
+    "trust_remote_code": "lmkit never runs code of a checkpoint; its families are built in",
+    "download_dir": "set HF_HOME",
+    "scheme": "use recipe",
+    "method": "use recipe",
+    "algorithm": "use recipe",
+    "quantization": "use recipe",
+    "ignore": "a recipe says so, ignore: [PATTERN]",
+    "nsamples": "use num_samples",
+    "num_calibration_samples": "use num_samples",
+    "max_seq_length": "use seq_len",
+    "seqlen": "use seq_len",
+    "iters": "a recipe says so, steps: [{step: signround, iters: 200}]; --recipe signround_w4a16_g128 is one",
+    "dataset": "use calibration",
+    "out_dir": "use output",
+    "output_dir": "use output",
+    "save_dir": "use output",
+    "imatrix": "use calibration; statistics are taken from text",
+    "kv_dtype": "use kv_bits",
+    "quant_policy": "use kv_bits",
+    "threads": "set LMKIT_NUM_THREADS",
+    "num_threads": "set LMKIT_NUM_THREADS",
+}
+
+# Commands: LMDeploy's, vLLM's, ollama's and llama.cpp's. Several words are a command and its first argument.
+COMMANDS: Mapping[str, str] = {
+    "lite": "use `lmkit quantize MODEL -o OUT`",
+    "lite auto_awq": "use `lmkit quantize MODEL -o OUT`",
+    "lite auto_gptq": "use `lmkit quantize MODEL -o OUT --recipe w4a16_g128_sym_gptq`",
+    "lite smooth_quant": "use `lmkit quantize MODEL -o OUT --recipe smoothquant_w8a8`",
+    "lite calibrate": "`lmkit quantize MODEL -o OUT` calibrates",
+    "auto_awq": "use `lmkit quantize MODEL -o OUT`",
+    "auto_gptq": "use `lmkit quantize MODEL -o OUT --recipe w4a16_g128_sym_gptq`",
+    "smooth_quant": "use `lmkit quantize MODEL -o OUT --recipe smoothquant_w8a8`",
+    "calibrate": "`lmkit quantize MODEL -o OUT` calibrates",
+    "serve api_server": "use `lmkit serve MODEL`",
+    "api_server": "use `lmkit serve MODEL`",
+    "serve proxy": "use `lmkit proxy`",
+    "serve api_client": "use `lmkit chat http://HOST:PORT`",
+    "check_env": "use `lmkit doctor`",
+    "env": "use `lmkit doctor`",
+    "collect-env": "use `lmkit doctor`",
+    "complete": "use `lmkit chat URL --prompt TEXT`",
+    "generate": "use `lmkit chat MODEL --prompt TEXT`",
+    "run": "use `lmkit chat MODEL`",
+    "run-batch": "use `lmkit.pipeline(MODEL)` in Python, or `lmkit serve` and any client",
+    "bench serve": "use `lmkit bench online URL`",
+    "benchmark": "use `lmkit bench`",
+    "show": "use `lmkit inspect MODEL`",
+    "info": "use `lmkit inspect MODEL`",
+    "server": "use `lmkit serve MODEL`",
+    "start": "use `lmkit serve MODEL`",
+    "perplexity": "use `lmkit eval MODEL`",
+    "ppl": "use `lmkit eval MODEL`",
+    "evaluate": "use `lmkit eval MODEL`",
+    "version": "use `lmkit --version`",
+}
+
+# The tables of options by command: `lmkit COMMAND --NAME`.
+OPTIONS: Mapping[str, Mapping[str, str]] = {
+    "quantize": QUANTIZE,
 }
 
 # Of an HTTP body: its fields.

@@ -14,8 +14,9 @@ import typer
 
 from lmkit.bench.config import OnlineConfig, WorkloadConfig, parse_goodput, parse_list
 from lmkit.cli.engine_options import engine_options
-from lmkit.cli.eval import ProgressBar
 from lmkit.cli.options import takes
+from lmkit.cli.progress import ProgressBar
+from lmkit.cli.usage import Command
 from lmkit.config import EngineConfig, parse
 from lmkit.errors import ConfigError
 
@@ -127,7 +128,7 @@ def requests_output_options(
     return replace(output_options(json, plot), requests=requests)
 
 
-@app.command()
+@app.command(cls=Command, short_help="The engine in this process, without a server.")
 @takes(workload=workload_options, output=requests_output_options, engine=engine_options)
 def throughput(
     model: Model,
@@ -172,7 +173,7 @@ def throughput(
         plot.plot_requests(output.plot, f"{model}, offline", runs)
 
 
-@app.command()
+@app.command(cls=Command, short_help="Prefill and decode of static batches.")
 @takes(output=output_options, engine=engine_options)
 def latency(
     model: Model,
@@ -211,7 +212,7 @@ def latency(
         plot.plot_latency(output.plot, f"{model}, static batches", runs)
 
 
-@app.command()
+@app.command(cls=Command, short_help="Load on any OpenAI-compatible server.")
 @takes(config=online_options, workload=workload_options, output=requests_output_options)
 def online(
     goodput: Goodput = None,

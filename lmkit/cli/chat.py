@@ -18,7 +18,7 @@ from lmkit.errors import ConfigError, LMKitError
 if TYPE_CHECKING:
     import httpx
 
-    from lmkit.api import Pipeline
+    from lmkit import Pipeline
 
 Messages = list[dict[str, Any]]
 HELP = """\
@@ -37,11 +37,14 @@ def chat(
         str | None, typer.Option(help="Answer this and exit; text piped to stdin works the same.")
     ] = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 = greedy; default the server's.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 = greedy; default the model's.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Nucleus sampling.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Longest answer, in tokens.")] = None,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
     api_key: Annotated[str | None, typer.Option(help="For a server; default LMKIT_API_KEY.")] = None,
+    generation_config: Annotated[
+        str | None, typer.Option(help="Sampling defaults of a folder's model: auto, none, or a path.")
+    ] = None,
 ) -> None:
     """Talk to a model: interactively, or once with --prompt or piped text."""
     options = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed}
@@ -51,15 +54,17 @@ def chat(
     if target.startswith(("http://", "https://")):
         from lmkit.config import environment
 
+        if generation_config is not None:
+            raise ConfigError(f"--generation-config is for a folder; {target} has its own")
         with closing(RemoteModel.connect(target, model, api_key or environment().api_key, given)) as remote:
             _talk(Conversation(remote, system), prompt)
         return
     if model is not None or api_key is not None:
         raise ConfigError(f"--model and --api-key are for a server; {target} is a folder")
-    from lmkit.api import pipeline
+    from lmkit import pipeline
 
-    with pipeline(target) as pipe:
-        _talk(Conversation(LocalModel(pipe, given), system), prompt)
+    with pipeline(target, log_level="WARNING", generation_config=generation_config or "auto") as pipe:
+        _talk(Conversation(LocalModel(pipe, given), system), prompt, pipe.engine.info.sampling.text())
 
 
 class ChatModel(Protocol):
@@ -71,7 +76,7 @@ class LocalModel:
     """A pipeline in this process. The conversation is one of its sessions, so a turn computes only its own tokens."""
 
     def __init__(self, pipe: Pipeline, options: dict[str, Any]) -> None:
-        from lmkit.api import GenerationConfig
+        from lmkit import GenerationConfig
 
         names = {"max_tokens": "max_new_tokens"}
         self._pipe, self._session = pipe, pipe.session()
@@ -242,9 +247,9 @@ class Conversation:
                 self.messages = [*asked, {"role": "assistant", "content": answer}]
 
 
-def _talk(conversation: Conversation, prompt: str | None) -> None:
+def _talk(conversation: Conversation, prompt: str | None, note: str = "") -> None:
     if prompt is None and sys.stdin.isatty():
-        _repl(conversation)
+        _repl(conversation, note)
         return
     text = sys.stdin.read() if prompt is None else prompt
     if not text.strip():
@@ -254,12 +259,14 @@ def _talk(conversation: Conversation, prompt: str | None) -> None:
     print()
 
 
-def _repl(conversation: Conversation) -> None:
+def _repl(conversation: Conversation, note: str) -> None:
     import readline  # noqa: F401 - gives input() line editing and history
 
     from rich.console import Console
 
     console = Console(highlight=False)
+    if note:
+        console.print(note, style="dim", markup=False)
     console.print("[dim]/help lists the commands")
     while True:
         try:

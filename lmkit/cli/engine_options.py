@@ -35,6 +35,7 @@ HELP = {
     "decode_slowdown": "Largest slowdown of decoding during a prefill: 2 = twice as slow.",
     "overlap": "Prepare the next step while one runs.",
     "request_timeout": "Seconds that a request may take if it names no timeout. Default: no limit.",
+    "generation_config": "Sampling defaults: auto (the checkpoint's generation_config.json), none, or a path.",
 }
 _SIZES = {"kv_memory": None, "kv_host_memory": None, "kv_disk_memory": "16G"}  # options written as 2G, with defaults
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from lmkit.errors import CheckpointError
 from lmkit.formats.atomic import atomic_directory, copy_file, sync_directory, write_errors, write_file
 from lmkit.formats.hub import resolve_model_path
-from lmkit.formats.jsonfile import read_json, to_json
 from lmkit.formats.safetensors_file import MAX_HEADER_BYTES, SafetensorsFile, TensorInfo, write_safetensors
+from lmkit.jsonfile import read_json, to_json
 
 __all__ = ["CheckpointReader", "CheckpointWriter", "TensorInfo", "atomic_directory", "resolve_model_path"]
 

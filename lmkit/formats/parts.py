@@ -25,6 +25,7 @@ AUTO_ROUND_NOTES = {
 }  # fmt: skip
 FLOATS = ("F16", "BF16", "F32")
 MAX_GROUP_SIZE = 1 << 17
+_PARTS = (("qweight", "qzeros", "scales"), ("weight_packed", "weight_scale", "weight_shape"))
 MARKS = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")  # a module with one of these is quantized
 
 
@@ -92,6 +93,12 @@ def refuse_extras(what: str, activations: Activations, kv_cache_scheme: dict[str
         raise UnsupportedError(f"{what} has no place for {activations} activations; use compressed-tensors")
     if kv_cache_scheme is not None:
         raise UnsupportedError(f"{what} has no place for a kv_cache_scheme; use compressed-tensors")
+
+
+def missing_parts(reader: CheckpointReader, module: str) -> list[str]:
+    """Names of tensors that a linear needs in any format and that the checkpoint lacks. No tensor is read."""
+    parts = next((parts for parts in _PARTS if any(reader.has(f"{module}.{part}") for part in parts)), ("weight",))
+    return [name for part in parts if not reader.has(name := f"{module}.{part}")]
 
 
 def read_part(reader: CheckpointReader, name: str, dtypes: tuple[str, ...], *shapes: tuple[int, ...]) -> Tensor:

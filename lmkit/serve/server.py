@@ -59,6 +59,8 @@ async def _run(
         await asyncio.wait({starting})
         return
     tokenizer, http_server = starting.result()
+    if engine.info is not None:
+        engine.info.sampling.announce(logger)
     try:
         listen(sock)  # only now: clients that come earlier are refused and do not wait
         line = f"serving {config.served_model_name or engine.model_path.name} on {url(sock)}"

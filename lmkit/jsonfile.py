@@ -12,7 +12,7 @@ from lmkit.errors import CheckpointError
 def parse_json(data: bytes, where: str) -> dict[str, Any]:
     """The object in `data`. Raises CheckpointError, which begins with `where`, for anything else."""
     try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_Constant)
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{where}: not UTF-8 text at byte {error.start}") from None
     except RecursionError:
@@ -43,6 +43,9 @@ def to_json(value: Any) -> bytes:
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
+    for key, item in pairs:
+        if bad := _not_a_number(item):
+            raise ValueError(f"{key}: {bad} is not a JSON number")
     if len(value) < len(pairs):
         seen: set[str] = set()
         repeated = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
@@ -50,5 +53,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a JSON number")
+class _Constant(str):
+    """NaN, Infinity or -Infinity, which Python's reader accepts."""
+
+
+def _not_a_number(value: Any) -> _Constant | None:
+    """`value`, or an item of this list, if it is a constant. Objects are checked when they are read."""
+    if isinstance(value, list):
+        return next(filter(None, map(_not_a_number, value)), None)
+    return value if isinstance(value, _Constant) else None
