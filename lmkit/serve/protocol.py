@@ -118,6 +118,7 @@ def _template_variables(value: Any) -> dict[str, Any]:
     return value
 
 
+TemplateVariables = Annotated[dict[str, Any], PlainValidator(_template_variables)]
 NewTokens = Annotated[int, Field(ge=-1, lt=1 << 31)]  # -1 = until the context is full
 
 
@@ -160,7 +161,7 @@ class ChatCompletionRequest(_Sampling):
     prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = None  # any value is accepted, see above
     # not OpenAI's
     add_generation_prompt: bool | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], PlainValidator(_template_variables)] | None = None
+    chat_template_kwargs: TemplateVariables | None = None
     enable_thinking: bool | None = None  # the template's variable of that name, if it has one
 
 
@@ -195,6 +196,7 @@ class TokenizeRequest(_Strict):
     messages: Messages | None = None
     add_special_tokens: bool = True  # of a prompt; a chat template writes its own
     add_generation_prompt: bool = True
+    chat_template_kwargs: TemplateVariables | None = None
     return_token_strs: bool = False
 
 
@@ -215,6 +217,7 @@ class DetokenizeRequest(_Strict):
 _ABSENT: dict[type[BaseModel], dict[str, neutral.Values]] = {
     ChatCompletionRequest: {**neutral.GENERATION, **neutral.CHAT},
     CompletionRequest: {**neutral.GENERATION, **neutral.COMPLETION},
+    TokenizeRequest: {**neutral.GENERATION, "chat_template": (None,)},
 }
 M = TypeVar("M", bound=BaseModel)
 

@@ -26,6 +26,11 @@ def error_body(error: RequestError) -> bytes:
     return msgspec.json.encode({"error": fields})
 
 
+def remark(error: RequestError) -> str:
+    """The error in a line of the log: its code and field. No message, because that may quote the request."""
+    return f" code={error.code}" + (f" param={error.param!r}" if error.param else "")
+
+
 def error_response(error: RequestError, *, retry_after: float = 1.0, headers: Mapping[str, str] = _NOTHING) -> Response:
     """The complete response for `error`. `retry_after` is in seconds; a 503 carries it, rounded, and at least 1."""
     added = {}

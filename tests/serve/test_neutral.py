@@ -90,6 +90,13 @@ def test_any_other_value_of_a_field_that_lmkit_lacks_is_refused_by_name(path: st
         assert error["message"].startswith(f"{name} is not supported by this server")
 
 
+def test_tokenize_takes_them_too() -> None:
+    body = {"messages": CHAT["messages"], "tools": None, "continue_final_message": False, "mm_processor_kwargs": None}
+    assert APP.post("/tokenize", body).status_code == 200
+    error = APP.post("/tokenize", body | {"continue_final_message": True}).json()["error"]
+    assert (error["code"], error["param"]) == ("unsupported_parameter", "continue_final_message")
+
+
 def test_no_field_is_both_ours_and_absent() -> None:
     models = {CHAT_PATH: ChatCompletionRequest, TEXT_PATH: CompletionRequest}
     for path, absent in ABSENT.items():
@@ -167,6 +174,8 @@ def test_a_switch_for_thoughts_reaches_a_template_that_has_it(monkeypatch: pytes
     assert chat(enable_thinking=False)[0].prompt_ids == no
     assert chat(chat_template_kwargs={"enable_thinking": True})[0].prompt_ids == yes
     assert chat(chat_template_kwargs={"enable_thinking": True}, enable_thinking=True)[0].prompt_ids == yes
+    tokenized = APP.post("/tokenize", {"messages": CHAT["messages"], "chat_template_kwargs": {"enable_thinking": True}})
+    assert tokenized.json()["tokens"] == yes
     with pytest.raises(RequestError, match="enable_thinking differs"):
         chat(chat_template_kwargs={"enable_thinking": True}, enable_thinking=False)
     with pytest.raises(RequestError, match="'mood' is not a variable"):
