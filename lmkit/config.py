@@ -11,7 +11,7 @@ import reprlib
 import typing
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 
 import msgspec
 
@@ -26,7 +26,9 @@ WeightDtype = Literal["auto", "float32", "bfloat16", "float16"]
 KVStorageName = Literal["auto", KVName]
 HeadStorage = Literal["auto", "int8"]
 Activations = Literal["auto", "int8", "fp8", "exact"]
-LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
+LOG_LEVELS = get_args(LogLevel)
+PolicyName = Literal["least_in_flight", "round_robin", "random"]  # of the proxy
 BLOCK_SIZE = {"cpu": 32, "cuda": 64}  # used if no block size is given
 STEP_TOKENS = {"cpu": 512, "cuda": 4096}  # used if no token budget is given
 StepTokens = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
@@ -147,7 +149,11 @@ class ServerConfig(StrictStruct, frozen=True):
     api_keys: tuple[str, ...] = ()  # empty = no authentication
     max_body_bytes: PositiveInt = 4 << 20
     drain_seconds: Annotated[float, msgspec.Meta(ge=0)] = 30.0  # how long requests may finish after SIGTERM
-    log_level: str = "INFO"
+    log_level: LogLevel = "INFO"
+
+
+# Variables that every command reads. `lmkit serve` and `lmkit proxy` read one for each of their options as well.
+VARIABLES = ("LMKIT_API_KEY", "LMKIT_CACHE_DIR", "LMKIT_CPU_ISA", "LMKIT_LOG_LEVEL", "LMKIT_NUM_THREADS")
 
 
 class Environment(StrictStruct, frozen=True):
@@ -182,6 +188,11 @@ def environment() -> Environment:
         local_world_size=_launched("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
         api_key=os.environ.get("LMKIT_API_KEY") or None,
     )
+
+
+def lmkit_variables() -> dict[str, str]:
+    """The variables LMKIT_* that are set and not empty."""
+    return {name: text for name, text in sorted(os.environ.items()) if name.startswith("LMKIT_") and text}
 
 
 def default_num_threads() -> int:

@@ -207,6 +207,105 @@ PACKAGE: Mapping[str, str] = {
     "client": "use `lmkit chat http://host:port`, or OpenAI's client",
 }
 
+_CORS = "lmkit sends no CORS headers; a reverse proxy can add them (docs/deploy.md)"
+_PARSER = "lmkit does not parse tool calls and reasoning"
+_TLS = "lmkit speaks HTTP; put a reverse proxy in front of it for TLS (docs/deploy.md)"
+
+# Options of other tools' servers, for `lmkit serve` and its file. Those of ENGINE count as well.
+SERVE: Mapping[str, str] = {
+    **_each(_CORS, "allow_credentials allow_headers allow_methods allow_origins allowed_origins"),
+    **_each(_TLS, "ssl ssl_cert_file ssl_certfile ssl_key_file ssl_keyfile"),
+    **_each(_PARSER, "enable_auto_tool_choice reasoning_parser tool_call_parser"),
+    **_each(NO_ADAPTERS, "lora lora_modules max_loras"),
+    **_each(
+        NO_SPECULATION,
+        "model_draft speculative_algorithm speculative_draft_model speculative_model speculative_num_draft_tokens",
+    ),
+    **_each(TEXT_ONLY, "allowed_media_domains mmproj vision_max_batch_size"),
+    **_each(
+        ONE_DEVICE,
+        "dist_init_addr dp_rank enable_eplb enable_expert_parallel enable_microbatch migration_backend mlp_tp_size "
+        "moe_tp_size node_rank sm split_mode ts",
+    ),
+    "backend": "there is one engine; --device chooses cpu or cuda",
+    **_each(OWN_TEMPLATE, "chat_template_file jinja"),
+    **_each(
+        NOT_NEEDED,
+        "cb cont_batching disable_fastapi_docs disable_metrics enable_abort_handling fa logprobs_mode metrics mlock "
+        "no_mmap num_scheduler_steps async empty_init",
+    ),
+    **_each(
+        "lmkit runs no diffusion models",
+        "dllm_block_length dllm_confidence_threshold dllm_denoising_steps dllm_unmasking_strategy",
+    ),
+    "enable_return_routed_experts": NOT_OUTPUT,
+    "alias": "use --served-model-name",
+    "allow_terminate_by_client": "use `lmkit stop`",
+    "api_keys": "use --api-key, once for each key",
+    "calculate_kv_scales": "use kv_dtype; each token has scales of its own",
+    **_each("use max_model_len", "c ctx_size"),
+    **_each("use max_step_tokens", "b ub ubatch_size"),
+    "batch_size": "use --max-batch-size for sequences and --max-step-tokens for tokens",
+    **_each("use kv_dtype, for keys and values alike", "cache_type_k cache_type_v ctk ctv"),
+    "disable_log_requests": "lmkit never logs prompts; --log-level says how much it logs",
+    "disable_uvicorn_access_log": "--log-level WARNING leaves out the line of each request",
+    **_each("use device: cuda runs all layers on the GPU, cpu none", "gpu_layers ngl"),
+    "guided_decoding_backend": NO_GRAMMAR,
+    **_each("name the repository in place of MODEL: ORG/NAME", "hf hf_repo"),
+    "m": "name the checkpoint without an option: lmkit serve MODEL",
+    "max_concurrent_requests": "use --max-queue for waiting requests and --max-batch-size for running ones",
+    "max_log_len": "lmkit never logs prompts",
+    "model_name": "use --served-model-name",
+    "model_path": "name the checkpoint without an option: lmkit serve MODEL",
+    "no_enable_prefix_caching": "use --no-prefix-cache",
+    **_each("use max_batch_size; sequences share one cache", "np parallel"),
+    "proxy_url": "start `lmkit proxy` and add this server with `lmkit proxy add URL`",
+    "root_path": "a reverse proxy can add a path (docs/deploy.md)",
+    "scheduling_policy": "requests have a priority field of their own",
+    "seed": "requests have a seed field of their own",
+    "server_name": "use host",
+    "server_port": "use port",
+    "slot_save_path": "use kv_disk_path",
+    **_each("use num_threads", "t threads"),
+    "timeout": "use request_timeout",
+    "uvicorn_log_level": "use log_level",
+}
+
+# Values of an option.
+VALUES: Mapping[str, str] = {
+    "bf16": "use bfloat16",
+    "f16": "use float16",
+    "f32": "use float32",
+    "float": "use float32",
+    "fp16": "use float16",
+    "fp32": "use float32",
+    "fp8_e4m3": "use fp8",
+    "gpu": "use cuda",
+    "half": "use float16",
+    "q4_0": "use int4",
+    "q8_0": "use int8",
+    "4": "use int4",
+    "8": "use int8",
+}
+# Options of other tools' routers, for `lmkit proxy`.
+PROXY: Mapping[str, str] = {
+    "api_keys": "list api_keys in the file of --config",
+    "backends": "use --node, once for each URL",
+    "disable_cache_status": "without --state-file nothing is saved",
+    "disable_gdr": ONE_DEVICE,
+    "dummy_prefill": ONE_DEVICE,
+    "link_type": ONE_DEVICE,
+    "migration_protocol": ONE_DEVICE,
+    "routing_logic": "use --policy: least_in_flight, round_robin or random",
+    "routing_strategy": "use --policy: least_in_flight for min_expected_latency, or random",
+    "server_name": "use --host",
+    "server_port": "use --port",
+    "serving_strategy": ONE_DEVICE,
+    "ssl": _TLS,
+    "static_backends": "use --node, once for each URL",
+    "worker_urls": "use --node, once for each URL",
+}
+
 # Options of `lmkit quantize`: LMDeploy's of `lite`, then those of llm-compressor, AutoRound and llama-quantize.
 QUANTIZE: Mapping[str, str] = {
     "w_bits": "use bits",
@@ -281,6 +380,8 @@ COMMANDS: Mapping[str, str] = {
 # The tables of options by command: `lmkit COMMAND --NAME`.
 OPTIONS: Mapping[str, Mapping[str, str]] = {
     "quantize": QUANTIZE,
+    "serve": {**ENGINE, **SERVE},
+    "proxy": PROXY,
 }
 
 # Of an HTTP body: its fields.
