@@ -12,7 +12,16 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    model_validator,
+)
 
 from lmkit import neutral
 from lmkit.errors import RequestError
@@ -102,6 +111,11 @@ def _listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def _top_k(value: int) -> int:
+    """-1 is off in other APIs. That is a choice, so a checkpoint's default does not replace it."""
+    return 0 if value == -1 else value
+
+
 def _biases(value: Any) -> dict[int, float]:
     if not isinstance(value, dict) or len(value) > MAX_LOGIT_BIAS:
         raise ValueError(f"expected an object of at most {MAX_LOGIT_BIAS} token ids")
@@ -140,7 +154,7 @@ class _Sampling(_Strict):
     logit_bias: Annotated[dict[int, float], PlainValidator(_biases)] | None = None  # JSON has the ids as strings
     user: Annotated[str, Field(max_length=1024)] | None = None  # only for the server's request log
     # not OpenAI's
-    top_k: int | None = None
+    top_k: Annotated[int, AfterValidator(_top_k)] | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     stop_token_ids: Annotated[list[int], Field(max_length=1024)] | None = None

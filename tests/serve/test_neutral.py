@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from lmkit import neutral
 from lmkit.errors import RequestError
+from lmkit.formats.generation_config import SamplingDefaults
 from lmkit.serve.protocol import ChatCompletionRequest, CompletionRequest, validate
 from lmkit.serve.to_request import chat_requests, completion_requests
 from lmkit.text.template import ChatTemplate
@@ -147,6 +149,14 @@ def chat(**fields: Any) -> list[Request]:
 
 def completion(**fields: Any) -> list[Request]:
     return completion_requests(validate(TEXT | fields, CompletionRequest), TOKENIZER, INFO, "id")
+
+
+def test_no_top_k_is_a_choice_that_a_checkpoint_s_default_does_not_replace() -> None:
+    info = msgspec.structs.replace(INFO, sampling=SamplingDefaults(top_k=20, top_p=0.8))
+    for top_k, expected in ((None, 20), (-1, 0), (0, 0), (5, 5)):
+        body = validate(CHAT | {"top_k": top_k}, ChatCompletionRequest)
+        (request,), _ = chat_requests(body, TOKENIZER, info, "id")
+        assert (request.params.top_k, request.params.top_p) == (expected, 0.8)
 
 
 def test_what_minus_one_means() -> None:
