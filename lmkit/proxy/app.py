@@ -8,7 +8,7 @@ import functools
 import http.cookiejar
 import re
 import ssl
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 from urllib.parse import parse_qs
@@ -239,15 +239,16 @@ def resolve(method: str, path: str) -> Route:
     wanted = "GET" if method == "HEAD" else method
     if wanted not in methods and is_known_elsewhere(path):
         return Route(Role.USER, _not_found)
-    return methods.get(wanted) or Route(next(iter(methods.values())).role, _not_allowed)
+    refusal = Route(next(iter(methods.values())).role, functools.partial(_not_allowed, methods))
+    return methods.get(wanted, refusal)
 
 
 async def _not_found(proxy: Proxy, exchange: Exchange) -> None:
     raise not_found(exchange.scope["path"], PATHS)
 
 
-async def _not_allowed(proxy: Proxy, exchange: Exchange) -> None:
-    raise method_not_allowed(exchange.scope["method"])
+async def _not_allowed(allowed: Iterable[str], proxy: Proxy, exchange: Exchange) -> None:
+    raise method_not_allowed(exchange.scope["method"], allowed)
 
 
 def check_head(scope: Scope) -> None:

@@ -35,7 +35,7 @@ async def handle_http_exception(request: Request, error: Exception) -> Response:
     if error.status_code == 404:
         shown = not_found(request.scope["path"], request.app.state.routes)
     elif error.status_code == 405:
-        shown = method_not_allowed(request.method)
+        shown = method_not_allowed(request.method, sorted((error.headers or {}).get("Allow", "").split(", ")))
     else:
         code = "invalid_request" if error.status_code < 500 else "internal_error"
         shown = RequestError(code, "the request cannot be served")

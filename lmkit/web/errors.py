@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import msgspec
 from starlette.responses import Response
@@ -54,5 +54,5 @@ def public_error(error: Exception) -> RequestError:
     return RequestError("internal_error", "internal server error")
 
 
-def method_not_allowed(method: str) -> RequestError:
-    return RequestError("method_not_allowed", f"{method} is not allowed on this route")
+def method_not_allowed(method: str, allowed: Iterable[str]) -> RequestError:
+    return RequestError("method_not_allowed", f"{method} is not allowed on this route; use {' or '.join(allowed)}")
