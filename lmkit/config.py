@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import reprlib
+import sys
 import typing
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 import msgspec
 
 from lmkit import other_names
-from lmkit.errors import ConfigError
+from lmkit.errors import ConfigError, UnsupportedError
 from lmkit.kv_dtype import KVName
 
 T = TypeVar("T")
@@ -79,6 +80,13 @@ def _in_words(error: str, cls: type, given: Mapping[str, Any]) -> str:
 
 def _choices(kind: Any) -> str:
     return ", ".join(map(str, typing.get_args(kind))) if typing.get_origin(kind) is Literal else ""
+
+
+def require_linux() -> None:
+    """Raise UnsupportedError on any other system."""
+    if sys.platform != "linux":
+        system = {"darwin": "macOS", "win32": "Windows"}.get(sys.platform, sys.platform)
+        raise UnsupportedError(f"Linux only, and this is {system}; use a Linux machine, a container or WSL 2")
 
 
 class StrictStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
