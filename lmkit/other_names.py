@@ -1,6 +1,7 @@
 """Names that other tools have for what lmkit has. An error that refuses such a name tells ours.
 
-A table maps a name of LMDeploy, vLLM, llama.cpp or transformers to advice. No torch here.
+A table maps a name of LMDeploy, vLLM, llama.cpp or transformers to advice. Those of commands and their options are in
+`lmkit.cli.other_commands`. No torch here.
 """
 
 from __future__ import annotations
@@ -26,18 +27,19 @@ SEVERAL = "give the prompt several times, each with a seed; over HTTP use n"
 TEXT_ONLY = "lmkit runs text models only"
 
 
-def _each(advice: str, names: str) -> dict[str, str]:
+def each(advice: str, names: str) -> dict[str, str]:
+    """A table in which each of these names has the same advice."""
     return dict.fromkeys(names.split(), advice)
 
 
 # Of a generation: fields of GenerationConfig and of HTTP bodies.
 GENERATION: Mapping[str, str] = {
-    **_each(NO_GRAMMAR, "allowed_token_ids grammar guided_decoding response_format structured_outputs"),
-    **_each(NO_BANS, "bad_token_ids bad_words bad_words_ids"),
-    **_each(SEVERAL, "best_of n num_return_sequences"),
+    **each(NO_GRAMMAR, "allowed_token_ids grammar guided_decoding response_format structured_outputs"),
+    **each(NO_BANS, "bad_token_ids bad_words bad_words_ids"),
+    **each(SEVERAL, "best_of n num_return_sequences"),
     "detokenize": "lmkit always returns text and token_ids",
     "do_sample": NO_SAMPLING,
-    **_each(NO_BEAMS, "early_stopping length_penalty num_beams use_beam_search"),
+    **each(NO_BEAMS, "early_stopping length_penalty num_beams use_beam_search"),
     "echo": "lmkit returns the answer alone",
     "eos_token_id": "use stop_token_ids; ignore_eos turns the model's own off",
     "logits_processor": "use logit_bias",
@@ -48,9 +50,9 @@ GENERATION: Mapping[str, str] = {
     "migration_request": NOT_NEEDED,
     "min_length": "use min_new_tokens here and min_tokens over HTTP",
     "min_tokens": "use min_new_tokens",
-    **_each(NOT_SAMPLED, "mirostat_eta mirostat_mode mirostat_tau tfs_z typical_p"),
+    **each(NOT_SAMPLED, "mirostat_eta mirostat_mode mirostat_tau tfs_z typical_p"),
     "n_predict": "use max_new_tokens here and max_tokens over HTTP",
-    **_each(
+    **each(
         "use repetition_penalty, presence_penalty or frequency_penalty",
         "no_repeat_ngram_size repetition_ngram_size repetition_ngram_threshold",
     ),
@@ -66,7 +68,7 @@ GENERATION: Mapping[str, str] = {
     "return_ppl": "use pipe.ppl(...) or pipe.get_ppl(...)",
     "return_routed_experts": NOT_OUTPUT,
     "spaces_between_special_tokens": "lmkit never adds such spaces",
-    **_each("use stop", "stop_sequences stop_strings stop_words"),
+    **each("use stop", "stop_sequences stop_strings stop_words"),
     "truncate_prompt_tokens": "lmkit never cuts a prompt; shorten it before the call",
     "with_cache": "use a session: pipe.chat(prompt, session) here and session_id over HTTP",
 }
@@ -97,8 +99,8 @@ NOTHING: Mapping[str, tuple[object, ...]] = {
 
 # Of an engine: fields of EngineConfig and options of `lmkit serve`.
 ENGINE: Mapping[str, str] = {
-    **_each(NO_ADAPTERS, "adapters enable_lora max_lora_rank"),
-    **_each(
+    **each(NO_ADAPTERS, "adapters enable_lora max_lora_rank"),
+    **each(
         ONE_DEVICE,
         "attn_tp_size communicator cp data_parallel_size devices distributed_executor_backend dp ep "
         "main_gpu nnodes pipeline_parallel_size role tensor_parallel_size tensor_split tp",
@@ -106,7 +108,7 @@ ENGINE: Mapping[str, str] = {
     "block_seq_len": "use block_size",
     "cache_block_seq_len": "use block_size",
     "cache_generation": "use prefix_cache",
-    **_each(
+    **each(
         "use kv_memory, in bytes",
         "cache_max_entry_count gpu_memory_utilization kv_cache_memory_bytes max_total_tokens "
         "mem_fraction_static num_gpu_blocks num_gpu_blocks_override",
@@ -116,30 +118,30 @@ ENGINE: Mapping[str, str] = {
     "chat_template_config": OWN_TEMPLATE,
     "cpu_offload_gb": "use kv_host_memory, in bytes, for the KV cache; weights stay on the device",
     "device_type": "use device",
-    **_each(
+    **each(
         NOT_NEEDED,
         "disable_log_stats eager_mode enable_metrics enforce_eager flash_attn max_seq_len_to_capture use_mlock",
     ),
     "download_dir": "set HF_HOME",
     "enable_chunked_prefill": "prompts are always prefilled in chunks; see max_step_tokens",
     "enable_prefix_caching": "use prefix_cache; it is on by default",
-    **_each(
+    **each(
         FROM_CHECKPOINT,
         "hf_overrides rope_freq_base rope_freq_scale rope_scaling rope_scaling_factor tokenizer "
         "tokenizer_mode use_logn_attn",
     ),
-    **_each("use kv_dtype", "kv_cache_dtype type_k type_v"),
+    **each("use kv_dtype", "kv_cache_dtype type_k type_v"),
     "language_model_only": TEXT_ONLY,
     "limit_mm_per_prompt": TEXT_ONLY,
-    **_each(BY_FORMAT, "load_format model_format quantization"),
-    **_each("use log_level", "log_requests max_log_len verbose"),
+    **each(BY_FORMAT, "load_format model_format quantization"),
+    **each("use log_level", "log_requests max_log_len verbose"),
     "max_concurrent_requests": "use max_queue",
-    **_each(
+    **each(
         "use max_step_tokens",
         "max_num_batched_tokens max_prefill_iters max_prefill_token_num n_batch n_ubatch num_tokens_per_iter",
     ),
     "max_num_seqs": "use max_batch_size",
-    **_each("use max_model_len", "max_seq_len n_ctx session_len"),
+    **each("use max_model_len", "max_seq_len n_ctx session_len"),
     "n_gpu_layers": "use device: cuda runs all layers on the GPU, cpu none",
     "n_threads": "use num_threads",
     "n_threads_batch": "use num_threads",
@@ -158,7 +160,7 @@ ENGINE: Mapping[str, str] = {
 # Of a call of a pipeline: its keywords.
 CALL: Mapping[str, str] = {
     "adapter_name": NO_ADAPTERS,
-    **_each("use gen_config", "config generation_config params"),
+    **each("use gen_config", "config generation_config params"),
     "images": TEXT_ONLY,
     "lora_request": NO_ADAPTERS,
     "max_tokens": "use gen_config=GenerationConfig(max_new_tokens=...)",
@@ -196,192 +198,15 @@ PIPELINE: Mapping[str, str] = {
 # Of the package: what `from lmkit import ...` asks for.
 PACKAGE: Mapping[str, str] = {
     "AsyncLLMEngine": "use AsyncPipeline(model)",
-    **_each("use pipeline(model)", "AutoModelForCausalLM LLM LLMEngine"),
+    **each("use pipeline(model)", "AutoModelForCausalLM LLM LLMEngine"),
     "AutoTokenizer": "use pipeline(model).tokenizer",
     "ChatTemplateConfig": OWN_TEMPLATE,
-    **_each("use EngineConfig", "EngineArgs PytorchEngineConfig TurbomindEngineConfig"),
+    **each("use EngineConfig", "EngineArgs PytorchEngineConfig TurbomindEngineConfig"),
     "Llama": "use pipeline(model); `lmkit convert` reads GGUF files",
     "SamplingParams": "use GenerationConfig",
     "SpeculativeConfig": NO_SPECULATION,
     "VisionConfig": TEXT_ONLY,
     "client": "use `lmkit chat http://host:port`, or OpenAI's client",
-}
-
-_CORS = "lmkit sends no CORS headers; a reverse proxy can add them (docs/deploy.md)"
-_PARSER = "lmkit does not parse tool calls and reasoning"
-_TLS = "lmkit speaks HTTP; put a reverse proxy in front of it for TLS (docs/deploy.md)"
-
-# Options of other tools' servers, for `lmkit serve` and its file. Those of ENGINE count as well.
-SERVE: Mapping[str, str] = {
-    **_each(_CORS, "allow_credentials allow_headers allow_methods allow_origins allowed_origins"),
-    **_each(_TLS, "ssl ssl_cert_file ssl_certfile ssl_key_file ssl_keyfile"),
-    **_each(_PARSER, "enable_auto_tool_choice reasoning_parser tool_call_parser"),
-    **_each(NO_ADAPTERS, "lora lora_modules max_loras"),
-    **_each(
-        NO_SPECULATION,
-        "model_draft speculative_algorithm speculative_draft_model speculative_model speculative_num_draft_tokens",
-    ),
-    **_each(TEXT_ONLY, "allowed_media_domains mmproj vision_max_batch_size"),
-    **_each(
-        ONE_DEVICE,
-        "dist_init_addr dp_rank enable_eplb enable_expert_parallel enable_microbatch migration_backend mlp_tp_size "
-        "moe_tp_size node_rank sm split_mode ts",
-    ),
-    "backend": "there is one engine; --device chooses cpu or cuda",
-    **_each(OWN_TEMPLATE, "chat_template_file jinja"),
-    **_each(
-        NOT_NEEDED,
-        "cb cont_batching disable_fastapi_docs disable_metrics enable_abort_handling fa logprobs_mode metrics mlock "
-        "no_mmap num_scheduler_steps async empty_init",
-    ),
-    **_each(
-        "lmkit runs no diffusion models",
-        "dllm_block_length dllm_confidence_threshold dllm_denoising_steps dllm_unmasking_strategy",
-    ),
-    "enable_return_routed_experts": NOT_OUTPUT,
-    "alias": "use --served-model-name",
-    "allow_terminate_by_client": "use `lmkit stop`",
-    "api_keys": "use --api-key, once for each key",
-    "calculate_kv_scales": "use kv_dtype; each token has scales of its own",
-    **_each("use max_model_len", "c ctx_size"),
-    **_each("use max_step_tokens", "b ub ubatch_size"),
-    "batch_size": "use --max-batch-size for sequences and --max-step-tokens for tokens",
-    **_each("use kv_dtype, for keys and values alike", "cache_type_k cache_type_v ctk ctv"),
-    "disable_log_requests": "lmkit never logs prompts; --log-level says how much it logs",
-    "disable_uvicorn_access_log": "--log-level WARNING leaves out the line of each request",
-    **_each("use device: cuda runs all layers on the GPU, cpu none", "gpu_layers ngl"),
-    "guided_decoding_backend": NO_GRAMMAR,
-    **_each("name the repository in place of MODEL: ORG/NAME", "hf hf_repo"),
-    "m": "name the checkpoint without an option: lmkit serve MODEL",
-    "max_concurrent_requests": "use --max-queue for waiting requests and --max-batch-size for running ones",
-    "max_log_len": "lmkit never logs prompts",
-    "model_name": "use --served-model-name",
-    "model_path": "name the checkpoint without an option: lmkit serve MODEL",
-    "no_enable_prefix_caching": "use --no-prefix-cache",
-    **_each("use max_batch_size; sequences share one cache", "np parallel"),
-    "proxy_url": "start `lmkit proxy` and add this server with `lmkit proxy add URL`",
-    "root_path": "a reverse proxy can add a path (docs/deploy.md)",
-    "scheduling_policy": "requests have a priority field of their own",
-    "seed": "requests have a seed field of their own",
-    "server_name": "use host",
-    "server_port": "use port",
-    "slot_save_path": "use kv_disk_path",
-    **_each("use num_threads", "t threads"),
-    "timeout": "use request_timeout",
-    "uvicorn_log_level": "use log_level",
-}
-
-# Values of an option.
-VALUES: Mapping[str, str] = {
-    "bf16": "use bfloat16",
-    "f16": "use float16",
-    "f32": "use float32",
-    "float": "use float32",
-    "fp16": "use float16",
-    "fp32": "use float32",
-    "fp8_e4m3": "use fp8",
-    "gpu": "use cuda",
-    "half": "use float16",
-    "q4_0": "use int4",
-    "q8_0": "use int8",
-    "4": "use int4",
-    "8": "use int8",
-}
-# Options of other tools' routers, for `lmkit proxy`.
-PROXY: Mapping[str, str] = {
-    "api_keys": "list api_keys in the file of --config",
-    "backends": "use --node, once for each URL",
-    "disable_cache_status": "without --state-file nothing is saved",
-    "disable_gdr": ONE_DEVICE,
-    "dummy_prefill": ONE_DEVICE,
-    "link_type": ONE_DEVICE,
-    "migration_protocol": ONE_DEVICE,
-    "routing_logic": "use --policy: least_in_flight, round_robin or random",
-    "routing_strategy": "use --policy: least_in_flight for min_expected_latency, or random",
-    "server_name": "use --host",
-    "server_port": "use --port",
-    "serving_strategy": ONE_DEVICE,
-    "ssl": _TLS,
-    "static_backends": "use --node, once for each URL",
-    "worker_urls": "use --node, once for each URL",
-}
-
-# Options of `lmkit quantize`: LMDeploy's of `lite`, then those of llm-compressor, AutoRound and llama-quantize.
-QUANTIZE: Mapping[str, str] = {
-    "w_bits": "use bits",
-    "w_group_size": "use group_size; channel is one group for a whole row",
-    "w_sym": "a recipe says so, scheme: {symmetric: true}; --recipe w4a16_g128_sym_gptq is one",
-    "work_dir": "use output",
-    "calib_dataset": "use calibration",
-    "calib_samples": "use num_samples",
-    "calib_seqlen": "use seq_len",
-    "calib_image": "only text is calibrated; give it with --calibration",
-    "search_scale": "the default recipe searches scales; --recipe rtn_w4a16_g128 rounds to nearest without a search",
-    "batch_size": "batches follow from --max-memory",
-    "quant_dtype": "--recipe smoothquant_w8a8 is int8, --recipe smoothquant_w8a8_fp8 is fp8",
-    "dtype": "weights are read as the checkpoint has them",
-    "trust_remote_code": "lmkit never runs code of a checkpoint; its families are built in",
-    "download_dir": "set HF_HOME",
-    "scheme": "use recipe",
-    "method": "use recipe",
-    "algorithm": "use recipe",
-    "quantization": "use recipe",
-    "ignore": "a recipe says so, ignore: [PATTERN]",
-    "nsamples": "use num_samples",
-    "num_calibration_samples": "use num_samples",
-    "max_seq_length": "use seq_len",
-    "seqlen": "use seq_len",
-    "iters": "a recipe says so, steps: [{step: signround, iters: 200}]; --recipe signround_w4a16_g128 is one",
-    "dataset": "use calibration",
-    "out_dir": "use output",
-    "output_dir": "use output",
-    "save_dir": "use output",
-    "imatrix": "use calibration; statistics are taken from text",
-    "kv_dtype": "use kv_bits",
-    "quant_policy": "use kv_bits",
-    "threads": "set LMKIT_NUM_THREADS",
-    "num_threads": "set LMKIT_NUM_THREADS",
-}
-
-# Commands: LMDeploy's, vLLM's, ollama's and llama.cpp's. Several words are a command and its first argument.
-COMMANDS: Mapping[str, str] = {
-    "lite": "use `lmkit quantize MODEL -o OUT`",
-    "lite auto_awq": "use `lmkit quantize MODEL -o OUT`",
-    "lite auto_gptq": "use `lmkit quantize MODEL -o OUT --recipe w4a16_g128_sym_gptq`",
-    "lite smooth_quant": "use `lmkit quantize MODEL -o OUT --recipe smoothquant_w8a8`",
-    "lite calibrate": "`lmkit quantize MODEL -o OUT` calibrates",
-    "auto_awq": "use `lmkit quantize MODEL -o OUT`",
-    "auto_gptq": "use `lmkit quantize MODEL -o OUT --recipe w4a16_g128_sym_gptq`",
-    "smooth_quant": "use `lmkit quantize MODEL -o OUT --recipe smoothquant_w8a8`",
-    "calibrate": "`lmkit quantize MODEL -o OUT` calibrates",
-    "serve api_server": "use `lmkit serve MODEL`",
-    "api_server": "use `lmkit serve MODEL`",
-    "serve proxy": "use `lmkit proxy`",
-    "serve api_client": "use `lmkit chat http://HOST:PORT`",
-    "check_env": "use `lmkit doctor`",
-    "env": "use `lmkit doctor`",
-    "collect-env": "use `lmkit doctor`",
-    "complete": "use `lmkit chat URL --prompt TEXT`",
-    "generate": "use `lmkit chat MODEL --prompt TEXT`",
-    "run": "use `lmkit chat MODEL`",
-    "run-batch": "use `lmkit.pipeline(MODEL)` in Python, or `lmkit serve` and any client",
-    "bench serve": "use `lmkit bench online URL`",
-    "benchmark": "use `lmkit bench`",
-    "show": "use `lmkit inspect MODEL`",
-    "info": "use `lmkit inspect MODEL`",
-    "server": "use `lmkit serve MODEL`",
-    "start": "use `lmkit serve MODEL`",
-    "perplexity": "use `lmkit eval MODEL`",
-    "ppl": "use `lmkit eval MODEL`",
-    "evaluate": "use `lmkit eval MODEL`",
-    "version": "use `lmkit --version`",
-}
-
-# The tables of options by command: `lmkit COMMAND --NAME`.
-OPTIONS: Mapping[str, Mapping[str, str]] = {
-    "quantize": QUANTIZE,
-    "serve": {**ENGINE, **SERVE},
-    "proxy": PROXY,
 }
 
 # Of an HTTP body: its fields.

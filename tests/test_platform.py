@@ -22,5 +22,6 @@ def test_other_systems_are_refused(
         main()
     assert ended.value.code == 2
     assert capsys.readouterr().err == f"lmkit: {line}\n"
+    monkeypatch.delitem(vars(lmkit), "pipeline", raising=False)
     with pytest.raises(UnsupportedError, match=line):
         lmkit.pipeline("demo")
