@@ -267,7 +267,6 @@ UNSET: Mapping[str, Values] = {
     "logprobs": (False,),
     "seed": (-1,),
     "session_id": (-1,),
-    "top_k": (-1,),
 }
 
 
