@@ -6,11 +6,16 @@ An unknown key or a wrong type is an error. No torch here: dtypes are strings.
 from __future__ import annotations
 
 import os
+import re
+import reprlib
+import typing
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 
 import msgspec
 
+from lmkit import other_names
 from lmkit.errors import ConfigError
 from lmkit.kv_dtype import KVName
 
@@ -21,7 +26,9 @@ WeightDtype = Literal["auto", "float32", "bfloat16", "float16"]
 KVStorageName = Literal["auto", KVName]
 HeadStorage = Literal["auto", "int8"]
 Activations = Literal["auto", "int8", "fp8", "exact"]
-LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
+LOG_LEVELS = get_args(LogLevel)
+PolicyName = Literal["least_in_flight", "round_robin", "random"]  # of the proxy
 BLOCK_SIZE = {"cpu": 32, "cuda": 64}  # used if no block size is given
 STEP_TOKENS = {"cpu": 512, "cuda": 4096}  # used if no token budget is given
 StepTokens = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
@@ -29,15 +36,62 @@ PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
 
 
+class CheckedMeta(msgspec.StructMeta):
+    """Makes the constructor of a struct check names and types, as reading the struct from a file does.
+
+    `OTHERS` of the class are other tools' names for its fields. Raises ConfigError.
+    """
+
+    if not TYPE_CHECKING:  # a type checker sees the constructor of the fields
+
+        def __call__(cls, *args: Any, **named: Any) -> Any:
+            if args:
+                raise ConfigError(f"{cls.__name__}: expected fields by name, got {reprlib.repr(args[0])}")
+            given = cls.plain(named)
+            for name in given.keys() - set(cls.__struct_fields__):
+                advice = other_names.hint(name, cls.OTHERS, cls.__struct_fields__)
+                raise ConfigError(f"{cls.__name__} has no field {name}{advice}")
+            try:
+                return msgspec.convert(given, cls)
+            except msgspec.ValidationError as error:
+                raise ConfigError(f"{cls.__name__}: {_in_words(str(error), cls, given)}") from None
+
+    OTHERS: Mapping[str, str] = {}
+
+    def plain(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """The values that the caller gave, each as the field has it."""
+        return given
+
+
+_WORDS = {"null": "None", "array": "list", "object": "dict", "|": "or"}  # JSON's types in Python
+
+
+def _in_words(error: str, cls: type, given: Mapping[str, Any]) -> str:
+    """msgspec's sentence with Python's names: `temperature='hot': expected float, got str`."""
+    text, _, path = error.partition(" - at ")
+    field = next(iter(re.findall(r"\$\.(\w+)", path)), "")
+    words = " ".join(_WORDS.get(word, word) for word in text.replace("`", "").replace(",", " ,").split())
+    words = (words[:1].lower() + words[1:]).replace(" ,", ",")
+    if choices := _choices(typing.get_type_hints(cls).get(field)):
+        words = f"expected {choices}"
+    return f"{field}={reprlib.repr(given.get(field))}: {words}"
+
+
+def _choices(kind: Any) -> str:
+    return ", ".join(map(str, typing.get_args(kind))) if typing.get_origin(kind) is Literal else ""
+
+
 class StrictStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of every configuration: immutable and keyword-only; unknown fields are refused."""
 
 
-class EngineConfig(StrictStruct, frozen=True):
+class EngineConfig(StrictStruct, frozen=True, kw_only=True, metaclass=CheckedMeta):
     """How one engine runs one model. `auto` and None are resolved once, into a new value, and each decision is logged.
 
     `on` returns a copy with the fields that depend on the device resolved.
     """
+
+    OTHERS = other_names.ENGINE
 
     device: Device = "auto"
     dtype: WeightDtype = "auto"  # of dense weights; auto = the checkpoint's, see models.resolved.resolve_dtype
@@ -95,7 +149,11 @@ class ServerConfig(StrictStruct, frozen=True):
     api_keys: tuple[str, ...] = ()  # empty = no authentication
     max_body_bytes: PositiveInt = 4 << 20
     drain_seconds: Annotated[float, msgspec.Meta(ge=0)] = 30.0  # how long requests may finish after SIGTERM
-    log_level: str = "INFO"
+    log_level: LogLevel = "INFO"
+
+
+# Variables that every command reads. `lmkit serve` and `lmkit proxy` read one for each of their options as well.
+VARIABLES = ("LMKIT_API_KEY", "LMKIT_CACHE_DIR", "LMKIT_CPU_ISA", "LMKIT_LOG_LEVEL", "LMKIT_NUM_THREADS")
 
 
 class Environment(StrictStruct, frozen=True):
@@ -130,6 +188,11 @@ def environment() -> Environment:
         local_world_size=_launched("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
         api_key=os.environ.get("LMKIT_API_KEY") or None,
     )
+
+
+def lmkit_variables() -> dict[str, str]:
+    """The variables LMKIT_* that are set and not empty."""
+    return {name: text for name, text in sorted(os.environ.items()) if name.startswith("LMKIT_") and text}
 
 
 def default_num_threads() -> int:

@@ -1,10 +1,17 @@
-"""The only set-up of logging. Modules use `get_logger(__name__)`; only a process entry point calls `setup`."""
+"""The only set-up of logging. Modules use `get_logger(__name__)`.
+
+Only a process entry point calls `setup`, and `pipeline(log_level=...)`. Otherwise the records of lmkit go where the
+application sends those of all loggers, and lmkit changes no logger.
+"""
 
 from __future__ import annotations
 
 import logging
 import sys
 from typing import TextIO
+
+from lmkit.config import LOG_LEVELS
+from lmkit.errors import ConfigError
 
 
 def get_logger(name: str) -> logging.Logger:
@@ -14,8 +21,10 @@ def get_logger(name: str) -> logging.Logger:
 def setup(level: str = "INFO", *, process: str = "") -> None:
     """Send lmkit's records to stderr, one line each.
 
-    Control characters in a message are escaped against log injection.
+    Control characters in a message are escaped against log injection. Raises ConfigError for an unknown level.
     """
+    if level.upper() not in LOG_LEVELS:
+        raise ConfigError(f"log level {level!r}: expected {', '.join(LOG_LEVELS)}")
     handler = _ToStderr()
     words = ["%(asctime)s", "%(levelname).1s", process, "%(name)s" if level.upper() == "DEBUG" else ""]
     start = " ".join(filter(None, words)) + (":" if any(words[2:]) else "")

@@ -8,28 +8,302 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 
+BY_FORMAT = "lmkit reads the checkpoint's format from its files"
+FROM_CHECKPOINT = "the checkpoint decides it; give a folder or a Hub name as the model"
+OWN_TEMPLATE = "lmkit uses the checkpoint's chat template; put your own into its chat_template.jinja"
+NO_ADAPTERS = "lmkit serves no LoRA adapters; merge them into the checkpoint"
+NO_BANS = "use logit_bias: -100 for each banned token id"
+NO_BEAMS = "lmkit has no beam search"
+NO_GRAMMAR = "lmkit does not constrain the output to a grammar"
+NO_REMOTE_CODE = "lmkit never runs code of a checkpoint"
 NO_SAMPLING = "temperature=0 is greedy, any other temperature samples"
+NO_SPECULATION = "lmkit has no speculative decoding"
+NOT_NEEDED = "lmkit needs no such setting; leave it out"
+NOT_OUTPUT = "lmkit does not return it"
+NOT_SAMPLED = "lmkit has no such sampling; use temperature, top_k, top_p or min_p"
 ONE_DEVICE = "an engine runs on one device; start one for each and route between them with `lmkit proxy`"
+SEVERAL = "give the prompt several times, each with a seed; over HTTP use n"
+TEXT_ONLY = "lmkit runs text models only"
+
+
+def _each(advice: str, names: str) -> dict[str, str]:
+    return dict.fromkeys(names.split(), advice)
+
 
 # Of a generation: fields of GenerationConfig and of HTTP bodies.
 GENERATION: Mapping[str, str] = {
+    **_each(NO_GRAMMAR, "allowed_token_ids grammar guided_decoding response_format structured_outputs"),
+    **_each(NO_BANS, "bad_token_ids bad_words bad_words_ids"),
+    **_each(SEVERAL, "best_of n num_return_sequences"),
+    "detokenize": "lmkit always returns text and token_ids",
     "do_sample": NO_SAMPLING,
-    "random_seed": "use seed",
-    "stop_words": "use stop",
+    **_each(NO_BEAMS, "early_stopping length_penalty num_beams use_beam_search"),
+    "echo": "lmkit returns the answer alone",
+    "eos_token_id": "use stop_token_ids; ignore_eos turns the model's own off",
+    "logits_processor": "use logit_bias",
+    "logits_processors": "use logit_bias",
+    "max_gen_toks": "use max_new_tokens here and max_tokens over HTTP",
+    "max_length": "use max_new_tokens here and max_tokens over HTTP; it counts new tokens only",
+    "max_tokens": "use max_new_tokens",
+    "migration_request": NOT_NEEDED,
+    "min_length": "use min_new_tokens here and min_tokens over HTTP",
+    "min_tokens": "use min_new_tokens",
+    **_each(NOT_SAMPLED, "mirostat_eta mirostat_mode mirostat_tau tfs_z typical_p"),
     "n_predict": "use max_new_tokens here and max_tokens over HTTP",
+    **_each(
+        "use repetition_penalty, presence_penalty or frequency_penalty",
+        "no_repeat_ngram_size repetition_ngram_size repetition_ngram_threshold",
+    ),
+    "output_kind": "pipe(...) returns whole answers, pipe.stream_infer(...) their parts",
+    "output_last_hidden_state": NOT_OUTPUT,
+    "output_logits": f"{NOT_OUTPUT}; use logprobs",
+    "pad_token_id": NOT_NEEDED,
+    "preserve_cache": "use a session: pipe.chat(prompt, session) here and session_id over HTTP",
+    "prompt_logprobs": "use pipe.ppl(...) or pipe.get_ppl(...)",
+    "random_seed": "use seed",
+    "repeat_last_n": "repetition_penalty looks at the whole prompt and output",
+    "repeat_penalty": "use repetition_penalty",
+    "return_ppl": "use pipe.ppl(...) or pipe.get_ppl(...)",
+    "return_routed_experts": NOT_OUTPUT,
+    "spaces_between_special_tokens": "lmkit never adds such spaces",
+    **_each("use stop", "stop_sequences stop_strings stop_words"),
+    "truncate_prompt_tokens": "lmkit never cuts a prompt; shorten it before the call",
+    "with_cache": "use a session: pipe.chat(prompt, session) here and session_id over HTTP",
+}
+
+# Values of these that ask for nothing, besides None: GenerationConfig accepts them.
+NOTHING: Mapping[str, tuple[object, ...]] = {
+    "bad_token_ids": ([], ()),
+    "bad_words": ([], ()),
+    "best_of": (1,),
+    "detokenize": (True,),
+    "early_stopping": (False,),
+    "echo": (False,),
+    "logits_processors": ([], ()),
+    "n": (1,),
+    "no_repeat_ngram_size": (0,),
+    "num_beams": (1,),
+    "num_return_sequences": (1,),
+    "preserve_cache": (False,),
+    "repetition_ngram_size": (0,),
+    "repetition_ngram_threshold": (0,),
+    "return_ppl": (False,),
+    "return_routed_experts": (False,),
+    "spaces_between_special_tokens": (True, False),
+    "typical_p": (1, 1.0),
+    "use_beam_search": (False,),
+    "with_cache": (False,),
 }
 
 # Of an engine: fields of EngineConfig and options of `lmkit serve`.
 ENGINE: Mapping[str, str] = {
-    "session_len": "use max_model_len",
-    "tp": ONE_DEVICE,
-    "tensor_parallel_size": ONE_DEVICE,
-    "quant_policy": "use kv_dtype: int8 for 8, int4 for 4",
-    "cache_max_entry_count": "use kv_memory, in bytes",
-    "gpu_memory_utilization": "use kv_memory, in bytes",
+    **_each(NO_ADAPTERS, "adapters enable_lora max_lora_rank"),
+    **_each(
+        ONE_DEVICE,
+        "attn_tp_size communicator cp data_parallel_size devices distributed_executor_backend dp ep "
+        "main_gpu nnodes pipeline_parallel_size role tensor_parallel_size tensor_split tp",
+    ),
+    "block_seq_len": "use block_size",
     "cache_block_seq_len": "use block_size",
-    "max_prefill_token_num": "use max_step_tokens",
+    "cache_generation": "use prefix_cache",
+    **_each(
+        "use kv_memory, in bytes",
+        "cache_max_entry_count gpu_memory_utilization kv_cache_memory_bytes max_total_tokens "
+        "mem_fraction_static num_gpu_blocks num_gpu_blocks_override",
+    ),
+    "cache_prompt": "use prefix_cache",
+    "chat_template": OWN_TEMPLATE,
+    "chat_template_config": OWN_TEMPLATE,
+    "cpu_offload_gb": "use kv_host_memory, in bytes, for the KV cache; weights stay on the device",
+    "device_type": "use device",
+    **_each(
+        NOT_NEEDED,
+        "disable_log_stats eager_mode enable_metrics enforce_eager flash_attn max_seq_len_to_capture use_mlock",
+    ),
+    "download_dir": "set HF_HOME",
+    "enable_chunked_prefill": "prompts are always prefilled in chunks; see max_step_tokens",
     "enable_prefix_caching": "use prefix_cache; it is on by default",
+    **_each(
+        FROM_CHECKPOINT,
+        "hf_overrides rope_freq_base rope_freq_scale rope_scaling rope_scaling_factor tokenizer "
+        "tokenizer_mode use_logn_attn",
+    ),
+    **_each("use kv_dtype", "kv_cache_dtype type_k type_v"),
+    "language_model_only": TEXT_ONLY,
+    "limit_mm_per_prompt": TEXT_ONLY,
+    **_each(BY_FORMAT, "load_format model_format quantization"),
+    **_each("use log_level", "log_requests max_log_len verbose"),
+    "max_concurrent_requests": "use max_queue",
+    **_each(
+        "use max_step_tokens",
+        "max_num_batched_tokens max_prefill_iters max_prefill_token_num n_batch n_ubatch num_tokens_per_iter",
+    ),
+    "max_num_seqs": "use max_batch_size",
+    **_each("use max_model_len", "max_seq_len n_ctx session_len"),
+    "n_gpu_layers": "use device: cuda runs all layers on the GPU, cpu none",
+    "n_threads": "use num_threads",
+    "n_threads_batch": "use num_threads",
+    "num_cpu_blocks": "use kv_host_memory, in bytes",
+    "offload_kqv": "use device",
+    "prefill_interval": "use decode_slowdown",
+    "quant_policy": "use kv_dtype: int8 for 8, int4 for 4",
+    "revision": "give the folder of a downloaded snapshot as the model",
+    "seed": "it belongs to a generation: GenerationConfig(seed=...) here and seed over HTTP",
+    "speculative_config": NO_SPECULATION,
+    "swap_space": "use kv_host_memory, in bytes",
+    "trust_remote_code": NO_REMOTE_CODE,
+    "use_mmap": "use packed_cache",
+}
+
+# Of a call of a pipeline: its keywords.
+CALL: Mapping[str, str] = {
+    "adapter_name": NO_ADAPTERS,
+    **_each("use gen_config", "config generation_config params"),
+    "images": TEXT_ONLY,
+    "lora_request": NO_ADAPTERS,
+    "max_tokens": "use gen_config=GenerationConfig(max_new_tokens=...)",
+    "request_output_len": "use gen_config=GenerationConfig(max_new_tokens=...)",
+    "sampling_params": "use gen_config=GenerationConfig(...)",
+    "sequence_end": "use pipe.chat(prompt, session)",
+    "sequence_start": "use pipe.chat(prompt, session)",
+    "sessions": "use pipe.chat(prompt, session), one call for each session",
+    "stream": "use pipe.stream_infer(...)",
+}
+
+# Of a pipeline: its methods and attributes.
+PIPELINE: Mapping[str, str] = {
+    "apply_chat_template": "use pipe.tokenizer.render_chat(messages)",
+    "async_engine": "use AsyncPipeline",
+    "backend_config": "use pipe.engine.info",
+    "batch_infer": "use pipe(prompts)",
+    "beam_search": NO_BEAMS,
+    "classify": TEXT_ONLY,
+    "create_chat_completion": "use pipe(messages) or pipe.chat(prompt)",
+    "create_completion": "use pipe(prompt, do_preprocess=False)",
+    "embed": "lmkit computes no embeddings",
+    "encode": "use pipe.tokenizer.encode(text)",
+    "generate": "use pipe(prompts, gen_config), or AsyncPipeline",
+    "get_logits": f"{NOT_OUTPUT}; use logprobs or pipe.ppl(...)",
+    "get_reward_score": "lmkit runs no reward models",
+    "get_tokenizer": "use pipe.tokenizer",
+    "llm_engine": "use pipe.engine",
+    "score": "use pipe.ppl(...)",
+    "shutdown": "use pipe.close()",
+    "stop_session": "end the iteration over pipe.chat(..., stream_response=True)",
+    "tokenize": "use pipe.tokenizer.encode(text)",
+}
+
+# Of the package: what `from lmkit import ...` asks for.
+PACKAGE: Mapping[str, str] = {
+    "AsyncLLMEngine": "use AsyncPipeline(model)",
+    **_each("use pipeline(model)", "AutoModelForCausalLM LLM LLMEngine"),
+    "AutoTokenizer": "use pipeline(model).tokenizer",
+    "ChatTemplateConfig": OWN_TEMPLATE,
+    **_each("use EngineConfig", "EngineArgs PytorchEngineConfig TurbomindEngineConfig"),
+    "Llama": "use pipeline(model); `lmkit convert` reads GGUF files",
+    "SamplingParams": "use GenerationConfig",
+    "SpeculativeConfig": NO_SPECULATION,
+    "VisionConfig": TEXT_ONLY,
+    "client": "use `lmkit chat http://host:port`, or OpenAI's client",
+}
+
+_CORS = "lmkit sends no CORS headers; a reverse proxy can add them (docs/deploy.md)"
+_PARSER = "lmkit does not parse tool calls and reasoning"
+_TLS = "lmkit speaks HTTP; put a reverse proxy in front of it for TLS (docs/deploy.md)"
+
+# Options of other tools' servers, for `lmkit serve` and its file. Those of ENGINE count as well.
+SERVE: Mapping[str, str] = {
+    **_each(_CORS, "allow_credentials allow_headers allow_methods allow_origins allowed_origins"),
+    **_each(_TLS, "ssl ssl_cert_file ssl_certfile ssl_key_file ssl_keyfile"),
+    **_each(_PARSER, "enable_auto_tool_choice reasoning_parser tool_call_parser"),
+    **_each(NO_ADAPTERS, "lora lora_modules max_loras"),
+    **_each(
+        NO_SPECULATION,
+        "model_draft speculative_algorithm speculative_draft_model speculative_model speculative_num_draft_tokens",
+    ),
+    **_each(TEXT_ONLY, "allowed_media_domains mmproj vision_max_batch_size"),
+    **_each(
+        ONE_DEVICE,
+        "dist_init_addr dp_rank enable_eplb enable_expert_parallel enable_microbatch migration_backend mlp_tp_size "
+        "moe_tp_size node_rank sm split_mode ts",
+    ),
+    "backend": "there is one engine; --device chooses cpu or cuda",
+    **_each(OWN_TEMPLATE, "chat_template_file jinja"),
+    **_each(
+        NOT_NEEDED,
+        "cb cont_batching disable_fastapi_docs disable_metrics enable_abort_handling fa logprobs_mode metrics mlock "
+        "no_mmap num_scheduler_steps async empty_init",
+    ),
+    **_each(
+        "lmkit runs no diffusion models",
+        "dllm_block_length dllm_confidence_threshold dllm_denoising_steps dllm_unmasking_strategy",
+    ),
+    "enable_return_routed_experts": NOT_OUTPUT,
+    "alias": "use --served-model-name",
+    "allow_terminate_by_client": "use `lmkit stop`",
+    "api_keys": "use --api-key, once for each key",
+    "calculate_kv_scales": "use kv_dtype; each token has scales of its own",
+    **_each("use max_model_len", "c ctx_size"),
+    **_each("use max_step_tokens", "b ub ubatch_size"),
+    "batch_size": "use --max-batch-size for sequences and --max-step-tokens for tokens",
+    **_each("use kv_dtype, for keys and values alike", "cache_type_k cache_type_v ctk ctv"),
+    "disable_log_requests": "lmkit never logs prompts; --log-level says how much it logs",
+    "disable_uvicorn_access_log": "--log-level WARNING leaves out the line of each request",
+    **_each("use device: cuda runs all layers on the GPU, cpu none", "gpu_layers ngl"),
+    "guided_decoding_backend": NO_GRAMMAR,
+    **_each("name the repository in place of MODEL: ORG/NAME", "hf hf_repo"),
+    "m": "name the checkpoint without an option: lmkit serve MODEL",
+    "max_concurrent_requests": "use --max-queue for waiting requests and --max-batch-size for running ones",
+    "max_log_len": "lmkit never logs prompts",
+    "model_name": "use --served-model-name",
+    "model_path": "name the checkpoint without an option: lmkit serve MODEL",
+    "no_enable_prefix_caching": "use --no-prefix-cache",
+    **_each("use max_batch_size; sequences share one cache", "np parallel"),
+    "proxy_url": "start `lmkit proxy` and add this server with `lmkit proxy add URL`",
+    "root_path": "a reverse proxy can add a path (docs/deploy.md)",
+    "scheduling_policy": "requests have a priority field of their own",
+    "seed": "requests have a seed field of their own",
+    "server_name": "use host",
+    "server_port": "use port",
+    "slot_save_path": "use kv_disk_path",
+    **_each("use num_threads", "t threads"),
+    "timeout": "use request_timeout",
+    "uvicorn_log_level": "use log_level",
+}
+
+# Values of an option.
+VALUES: Mapping[str, str] = {
+    "bf16": "use bfloat16",
+    "f16": "use float16",
+    "f32": "use float32",
+    "float": "use float32",
+    "fp16": "use float16",
+    "fp32": "use float32",
+    "fp8_e4m3": "use fp8",
+    "gpu": "use cuda",
+    "half": "use float16",
+    "q4_0": "use int4",
+    "q8_0": "use int8",
+    "4": "use int4",
+    "8": "use int8",
+}
+# Options of other tools' routers, for `lmkit proxy`.
+PROXY: Mapping[str, str] = {
+    "api_keys": "list api_keys in the file of --config",
+    "backends": "use --node, once for each URL",
+    "disable_cache_status": "without --state-file nothing is saved",
+    "disable_gdr": ONE_DEVICE,
+    "dummy_prefill": ONE_DEVICE,
+    "link_type": ONE_DEVICE,
+    "migration_protocol": ONE_DEVICE,
+    "routing_logic": "use --policy: least_in_flight, round_robin or random",
+    "routing_strategy": "use --policy: least_in_flight for min_expected_latency, or random",
+    "server_name": "use --host",
+    "server_port": "use --port",
+    "serving_strategy": ONE_DEVICE,
+    "ssl": _TLS,
+    "static_backends": "use --node, once for each URL",
+    "worker_urls": "use --node, once for each URL",
 }
 
 # Options of `lmkit quantize`: LMDeploy's of `lite`, then those of llm-compressor, AutoRound and llama-quantize.
@@ -106,6 +380,39 @@ COMMANDS: Mapping[str, str] = {
 # The tables of options by command: `lmkit COMMAND --NAME`.
 OPTIONS: Mapping[str, Mapping[str, str]] = {
     "quantize": QUANTIZE,
+    "serve": {**ENGINE, **SERVE},
+    "proxy": PROXY,
+}
+
+# Of an HTTP body: its fields.
+HTTP: Mapping[str, str] = {
+    "bad_words": "use logit_bias: -100 for each banned token id",
+    "do_preprocess": "/v1/chat/completions applies the chat template, /v1/completions does not",
+    "do_sample": NO_SAMPLING,
+    "end_id": "use stop_token_ids",
+    "eos_token_id": "use stop_token_ids",
+    "extra_body": "write its fields into the body itself",
+    "input_ids": "send token ids as the prompt of /v1/completions",
+    "max_length": "use max_tokens",
+    "max_new_tokens": "use max_tokens",
+    "messages": "send it to /v1/chat/completions",
+    "min_length": "use min_tokens",
+    "min_new_tokens": "use min_tokens",
+    "n_predict": "use max_tokens",
+    "n_probs": "use logprobs",
+    "no_stop_trim": "use include_stop_str_in_output",
+    "num_ctx": "the server's --max-model-len sets it",
+    "num_predict": "use max_tokens",
+    "prompt": "send it to /v1/completions",
+    "prompt_logprobs": "use echo and logprobs of /v1/completions",
+    "prompt_token_ids": "send token ids as the prompt of /v1/completions",
+    "random_seed": "use seed",
+    "repeat_penalty": "use repetition_penalty",
+    "request_id": "send the header x-request-id",
+    "rid": "send the header x-request-id",
+    "stop_sequences": "use stop",
+    "stop_words": "use stop",
+    "top_n_tokens": "use top_logprobs",
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,8 @@ import numpy as np
 
 from lmkit.bench.metrics import Distribution
 from lmkit.bench.schema import LatencyRun, OnlineRun, ThroughputRun
-from lmkit.errors import ConfigError, UnsupportedError
+from lmkit.errors import ConfigError
+from lmkit.extras import needed_for
 
 FORMATS = (".png", ".svg", ".pdf")
 
@@ -25,8 +25,8 @@ def check_plot(path: Path | None) -> None:
         return
     if path.suffix not in FORMATS:
         raise ConfigError(f"{path}: a plot is a file of {', '.join(FORMATS)}")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UnsupportedError("--plot needs matplotlib: pip install 'lmkit[bench]'")
+    with needed_for("--plot"):
+        import matplotlib  # noqa: F401
 
 
 def plot_requests(path: Path, title: str, runs: Sequence[OnlineRun] | Sequence[ThroughputRun]) -> None:

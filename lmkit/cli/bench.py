@@ -14,8 +14,8 @@ import typer
 
 from lmkit.bench.config import OnlineConfig, WorkloadConfig, parse_goodput, parse_list
 from lmkit.cli.engine_options import engine_options
-from lmkit.cli.eval import ProgressBar
 from lmkit.cli.options import takes
+from lmkit.cli.progress import ProgressBar
 from lmkit.cli.usage import Command
 from lmkit.config import EngineConfig, parse
 from lmkit.errors import ConfigError

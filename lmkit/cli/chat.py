@@ -18,7 +18,7 @@ from lmkit.errors import ConfigError, LMKitError
 if TYPE_CHECKING:
     import httpx
 
-    from lmkit.api import Pipeline
+    from lmkit import Pipeline
 
 Messages = list[dict[str, Any]]
 HELP = """\
@@ -61,9 +61,9 @@ def chat(
         return
     if model is not None or api_key is not None:
         raise ConfigError(f"--model and --api-key are for a server; {target} is a folder")
-    from lmkit.api import pipeline
+    from lmkit import pipeline
 
-    with pipeline(target, generation_config=generation_config or "auto") as pipe:
+    with pipeline(target, log_level="WARNING", generation_config=generation_config or "auto") as pipe:
         _talk(Conversation(LocalModel(pipe, given), system), prompt, pipe.engine.info.sampling.text())
 
 
@@ -76,7 +76,7 @@ class LocalModel:
     """A pipeline in this process. The conversation is one of its sessions, so a turn computes only its own tokens."""
 
     def __init__(self, pipe: Pipeline, options: dict[str, Any]) -> None:
-        from lmkit.api import GenerationConfig
+        from lmkit import GenerationConfig
 
         names = {"max_tokens": "max_new_tokens"}
         self._pipe, self._session = pipe, pipe.session()

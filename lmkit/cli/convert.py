@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from lmkit.cli.eval import ProgressBar
+from lmkit.cli.progress import ProgressBar
 
 
 def convert(

@@ -14,6 +14,7 @@ def doctor(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = F
 
     report = {
         "packages": _packages(),
+        "extras": _extras(),
         "machine": _machine(),
         "kernels": {"instruction set": isa.describe(), **_kernels("cpu")},
         "caches": _caches(),
@@ -40,11 +41,23 @@ def _packages() -> dict[str, str]:
     from importlib import metadata
 
     found = {"python": platform.python_version()}
-    for name in ("lmkit", "torch", "numba", "transformers", "tokenizers", "safetensors"):
+    for name in ("lmkit", "torch", "numba", "tokenizers", "safetensors"):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             found[name] = "missing: pip install lmkit"
+    return found
+
+
+def _extras() -> dict[str, str]:
+    """For each extra, what it is for, and how to get what is missing."""
+    from lmkit.extras import EXTRAS, install
+
+    found = {}
+    for name, extra in EXTRAS.items():
+        missing = ", ".join(extra.missing())
+        state = f"{missing} missing: {install(name)}" if missing else "installed"
+        found[name] = f"{state} ({extra.purpose})"
     return found
 
 

@@ -9,7 +9,8 @@ import typer
 
 import lmkit
 from lmkit import log
-from lmkit.cli import bench, chat, convert, doctor, eval, inspect, proxy, quantize, serve
+from lmkit.cli import bench, chat, convert, doctor, eval, inspect, proxy, quantize, running, serve
+from lmkit.cli.settings import ProxyGroup, ServeCommand
 from lmkit.cli.usage import Command, Group, Root
 from lmkit.config import environment
 from lmkit.errors import LMKitError
@@ -22,6 +23,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["--help", "-h"]},
 )
+CLASSES = {"serve": ServeCommand}
 # A short help is a line of `lmkit --help` that fits 80 columns.
 for name, function, short_help in (
     ("quantize", quantize.quantize, "Quantize the weights of a checkpoint, and its KV cache."),
@@ -30,10 +32,12 @@ for name, function, short_help in (
     ("chat", chat.chat, "Talk to a model or a server."),
     ("eval", eval.evaluate, "Measure perplexity, and the distance between two models."),
     ("inspect", inspect.inspect, "Show a checkpoint, and the memory that serving it needs."),
+    ("ps", running.ps, "Show the servers that run on this machine."),
+    ("stop", running.stop, "End a server once its requests are answered."),
     ("doctor", doctor.doctor, "Show what this machine can run."),
 ):
-    app.command(name, cls=Command, short_help=short_help)(function)
-app.add_typer(proxy.app, name="proxy", cls=Group, short_help="Put one address in front of many servers.")
+    app.command(name, cls=CLASSES.get(name, Command), short_help=short_help)(function)
+app.add_typer(proxy.app, name="proxy", cls=ProxyGroup, short_help="Put one address in front of many servers.")
 app.add_typer(bench.app, name="bench", cls=Group, short_help="Measure the speed of a model or a server.")
 
 

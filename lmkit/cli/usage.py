@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from lmkit.errors import ConfigError
-from lmkit.other_names import COMMANDS, OPTIONS, hint
+from lmkit.other_names import COMMANDS, OPTIONS, VALUES, hint
 
 
 def _format_options(command: Any, context: Any, formatter: Any) -> None:
@@ -95,19 +95,22 @@ def _path(context: Any) -> list[str]:
     return [*_path(context.parent), context.info_name]
 
 
-def _said(error: Any, message: str) -> str:
+def _said(context: Any, message: str) -> str:
     """`bench online: MESSAGE`."""
-    return ": ".join([*filter(None, [" ".join(_path(error.ctx))]), message])
+    return ": ".join([*filter(None, [" ".join(_path(context))]), message])
 
 
-def _no_such_option(error: Any) -> str:
-    given, command = error.option_name, " ".join(_path(error.ctx))
-    options = [name for param in error.ctx.command.get_params(error.ctx) for name in _names(param)]
-    others = {f"--{name.replace('_', '-')}": advice for name, advice in OPTIONS.get(command, {}).items()}
-    written = given if given in options else given.replace("_", "-")
-    advice = hint(written, {name: _as_options(text, options) for name, text in others.items()}, options)
-    help_command = " ".join(["lmkit help", *_path(error.ctx)])
-    return _said(error, f"no option {given}{advice or f'; see `{help_command}`'}")
+def no_option(context: Any, given: str) -> str:
+    """One line for an option that the command of this context has not."""
+    options = [name for param in context.command.get_params(context) for name in names(param)]
+    others = OPTIONS.get(context.info_name, {}) if len(_path(context)) < 2 else {}
+    name = given.lstrip("-").replace("-", "_")
+    if name in others:
+        advice = f": {_as_options(others[name], options)}"
+    else:
+        advice = hint(given.replace("_", "-"), {}, options)
+    help_command = " ".join(["lmkit help", *_path(context)])
+    return _said(context, f"no option {given}{advice or f'; see `{help_command}`'}")
 
 
 def _as_options(advice: str, options: Iterable[str]) -> str:
@@ -121,16 +124,17 @@ def _as_options(advice: str, options: Iterable[str]) -> str:
 
 def _missing(error: Any) -> str:
     param = error.param
-    name = " or ".join(_names(param)) if param.param_type_name == "option" else param.name.upper()
-    return _said(error, f"{name} is missing: {(param.help or '').rstrip('.')}")
+    name = " or ".join(names(param)) if param.param_type_name == "option" else param.name.upper()
+    return _said(error.ctx, f"{name} is missing: {(param.help or '').rstrip('.')}")
 
 
 def _bad_value(error: Any) -> str:
     param, cause = error.param, error.__cause__
     if param is None or not hasattr(cause, "errors"):
         return _plain(error)
-    name = _names(param)[0] if param.param_type_name == "option" else param.name.upper()
-    return f"{name} {cause.errors()[0]['input']!r}: expected {expected(param)}"
+    name = names(param)[0] if param.param_type_name == "option" else param.name.upper()
+    value, wanted = cause.errors()[0]["input"], expected(param)
+    return f"{name} {value!r}: expected {wanted}{hint(str(value), VALUES)}"
 
 
 def expected(param: Any) -> str:
@@ -139,7 +143,7 @@ def expected(param: Any) -> str:
     kind = get_args(kind)[0] if get_origin(kind) is list else kind
     if get_origin(kind) is Literal:
         return listed([str(choice) for choice in get_args(kind)])
-    name = {int: "an integer", float: "a number"}.get(kind, "a value")
+    name = {int: "an integer", float: "a number", bool: "true or false"}.get(kind, "a value")
     limits = [f"at least {param.min}"] * (param.min is not None) + [f"at most {param.max}"] * (param.max is not None)
     return f"{name} of {' and '.join(limits)}" if limits else name
 
@@ -152,21 +156,21 @@ def listed(values: Sequence[str]) -> str:
 
 def _bad_use(error: Any) -> str:
     verb = "takes no value" if "does not take" in error.message else "needs a value"
-    return _said(error, f"{error.option_name} {verb}")
+    return _said(error.ctx, f"{error.option_name} {verb}")
 
 
 def _plain(error: Any) -> str:
     message = error.format_message().rstrip(".")
-    return _said(error, f"{message[:1].lower()}{message[1:]}")
+    return _said(error.ctx, f"{message[:1].lower()}{message[1:]}")
 
 
-def _names(param: Any) -> list[str]:
+def names(param: Any) -> list[str]:
     """The names of an option, the long one first."""
     return sorted([*param.opts, *param.secondary_opts], key=lambda name: not name.startswith("--"))
 
 
 _EXPLAIN: dict[str, Callable[[Any], str]] = {
-    "NoSuchOption": _no_such_option,
+    "NoSuchOption": lambda error: no_option(error.ctx, error.option_name),
     "MissingParameter": _missing,
     "BadOptionUsage": _bad_use,
     "BadParameter": _bad_value,

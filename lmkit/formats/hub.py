@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from lmkit.errors import CheckpointError
+from lmkit.extras import needed_for
 
 DEMO = "demo"
 DEMO_FOLDER = Path(__file__).resolve().parents[1] / "demo" / "model"
@@ -75,8 +76,10 @@ def _may_be_repository(name: str) -> bool:
 
 def _download(name: str, wanted: list[str]) -> Path:
     import httpx
-    import huggingface_hub
-    from huggingface_hub import errors
+
+    with needed_for(f"{name}: no such folder, and fetching it from the Hugging Face Hub"):
+        import huggingface_hub
+        from huggingface_hub import errors
 
     hub_errors = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)]
     expected: tuple[type[Exception], ...] = (OSError, ValueError, httpx.HTTPError, *hub_errors)

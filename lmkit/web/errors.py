@@ -49,9 +49,5 @@ def public_error(error: Exception) -> RequestError:
     return RequestError("internal_error", "internal server error")
 
 
-def not_found() -> RequestError:
-    return RequestError("not_found", "there is no such route")
-
-
 def method_not_allowed(method: str) -> RequestError:
     return RequestError("method_not_allowed", f"{method} is not allowed on this route")

@@ -17,6 +17,7 @@ import safetensors.torch
 import torch
 from typer.testing import CliRunner
 
+from lmkit import __version__
 from lmkit.cli.main import app
 from lmkit.errors import LMKitError
 from lmkit.kernels.cuda import elementwise, module
@@ -54,7 +55,7 @@ def refused_here(*arguments: str) -> str:
 def test_help_names_every_command() -> None:
     text = lmkit("--help").stdout
     assert all(f"  {command} " in text for command in COMMANDS)
-    assert lmkit("--version").stdout.strip() == "0.1.0"
+    assert lmkit("--version").stdout.strip() == __version__
 
 
 def test_help_loads_nothing_heavy() -> None:
@@ -144,7 +145,7 @@ def test_doctor_says_that_there_is_no_gpu() -> None:
 def test_doctor_explains_a_gpu(monkeypatch: pytest.MonkeyPatch, has_cupy: bool) -> None:
     """Of which torch knows; with and without CuPy."""
     cupy = SimpleNamespace(
-        __version__="14.0.1", cuda=SimpleNamespace(nvrtc=SimpleNamespace(getVersion=lambda: (13, 0)))
+        __version__="14.0.1", __spec__=object(), cuda=SimpleNamespace(nvrtc=SimpleNamespace(getVersion=lambda: (13, 0)))
     )
     monkeypatch.setitem(sys.modules, "cupy", cupy if has_cupy else None)
     monkeypatch.setattr(module, "missing", lambda: None if has_cupy else "CuPy is missing: pip install it")
@@ -234,5 +235,5 @@ def test_a_recipe_with_an_unknown_key(tmp_path: Path) -> None:
 
 
 def test_a_head_that_does_not_exist_is_refused() -> None:
-    assert "lm_head" in refused_here("serve", "demo", "--lm-head", "int4")
+    assert "--lm-head" in refused_here("serve", "demo", "--lm-head", "int4")
     assert "lm-head" in refused_here("eval", "demo", "--lm-head", "int4")

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lmkit.config import environment
+from lmkit.extras import needed_for
 
 TIMEOUT = timedelta(days=7)  # the others wait while one process evaluates, which may take long
 
@@ -33,7 +34,8 @@ class Comm:
         """This process as its launcher has set it up."""
         if environment().world_size == 1:
             return cls()
-        from accelerate import PartialState
+        with needed_for("quantizing with several processes"):
+            from accelerate import PartialState
 
         state = PartialState(cpu=True, timeout=TIMEOUT)
         return cls(state.process_index, state.num_processes)

@@ -17,6 +17,7 @@ import yaml
 
 from lmkit.config import StrictStruct, parse
 from lmkit.errors import CheckpointError, ConfigError
+from lmkit.extras import needed_for
 
 PRESETS = Path(__file__).parents[2] / "data" / "calibration" / "presets.yaml"
 SUFFIXES = (".txt", ".jsonl", ".parquet")
@@ -125,8 +126,9 @@ def _json_rows(lines: Iterable[bytes], file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _read_parquet(file: Path) -> Iterator[Document]:
-    import pyarrow
-    from pyarrow import parquet
+    with needed_for(f"calibration data {file}"):
+        import pyarrow
+        from pyarrow import parquet
 
     try:
         with parquet.ParquetFile(file) as table:
@@ -174,8 +176,9 @@ def _is_message(value: object) -> bool:
 
 def _saved_documents(folder: Path) -> Iterator[Document]:
     """Documents of a folder that `save_to_disk` of the `datasets` library wrote."""
-    import datasets
-    import pyarrow
+    with needed_for(f"calibration data {folder}"):
+        import datasets
+        import pyarrow
 
     try:
         data = datasets.load_from_disk(str(folder))
@@ -193,8 +196,10 @@ def _saved_documents(folder: Path) -> Iterator[Document]:
 
 def _hub_documents(name: str, preset: Preset) -> Iterator[Document]:
     """The beginning of a dataset of the Hugging Face hub, streamed. Raises ConfigError if it cannot be reached."""
-    import datasets
     import httpx
+
+    with needed_for(f"calibration data {name}"):
+        import datasets
 
     try:
         stream = datasets.load_dataset(
