@@ -15,6 +15,7 @@ DEMO_FOLDER = Path(__file__).resolve().parents[1] / "demo" / "model"
 WEIGHTS = "*.safetensors"
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 WANTED = [WEIGHTS, "*.json", "*.jinja", "merges.txt", "tokenizer.model", "LICENSE*"]
+CONVERT = "GGUF files are not run; first `lmkit convert {} -o FOLDER --format compressed-tensors`, or dense"
 UNWANTED = ["*/*", "consolidated*"]  # other exports of the same weights
 
 
@@ -44,7 +45,7 @@ def resolve_model_path(name: str | Path, *, weights: bool = True) -> Path:
 def _about_file(path: Path) -> str:
     """What to do with a file that was given in place of a checkpoint's folder."""
     if path.suffix == ".gguf":
-        return f"GGUF files are not run; first `lmkit convert {path} -o FOLDER --format compressed-tensors`, or dense"
+        return CONVERT.format(path)
     if path.suffix in PICKLED:
         return "pickled weights can run code and are not read; give a checkpoint's folder, with safetensors"
     if path.suffix == ".safetensors":
@@ -61,7 +62,7 @@ def _about_folder(folder: Path) -> str:
     kinds = {Path(name).suffix for name in names}
     if ".safetensors" not in kinds:
         if ".gguf" in kinds:
-            return f"GGUF files are not run; first `lmkit convert {folder} -o FOLDER --format compressed-tensors`, or dense"
+            return CONVERT.format(folder)
         if kinds & {*PICKLED}:
             return "has only pickled weights, which can run code and are not read; convert them to safetensors"
         return "has no .safetensors weights, so it is no checkpoint" if names else "the folder is empty"

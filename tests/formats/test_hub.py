@@ -12,6 +12,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from lmkit.errors import CheckpointError
 from lmkit.formats.checkpoint import CheckpointReader, resolve_model_path
+from lmkit.formats.hub import CONVERT
 
 
 @pytest.fixture
@@ -42,9 +43,6 @@ def test_a_checkpoint_s_folder(tmp_path: Path, hub: list[Any]) -> None:
         (tmp_path / name).touch()
     assert resolve_model_path(str(tmp_path)) == tmp_path
     assert not hub
-
-
-CONVERT = "GGUF files are not run; first `lmkit convert {} -o FOLDER --format compressed-tensors`, or dense"
 
 
 @pytest.mark.parametrize(
