@@ -60,6 +60,7 @@ def serve(
         return
     from lmkit import log
     from lmkit.formats.hub import resolve_model_path
+    from lmkit.formats.known import remember
     from lmkit.serve.server import serve as run
     from lmkit.turbo.transport.async_engine import AsyncEngine
     from lmkit.turbo.transport.messages import ENGINE
@@ -81,6 +82,8 @@ def serve(
     )
     log.setup(log_level)
     path = resolve_model_path(model)
+    if Path(model).is_dir():
+        remember(path)
     front_end = AsyncEngine(path, engine_config, engine=engine or ENGINE, log_level=log_level)
     with registered("serve", name, drain_seconds) as tell:
 
