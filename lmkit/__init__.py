@@ -8,7 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from lmkit import other_names
+from lmkit.api.names import PACKAGE
+from lmkit.other_names import hint
 
 if TYPE_CHECKING:
     from lmkit.api.async_pipeline import AsyncPipeline
@@ -52,9 +53,9 @@ if not TYPE_CHECKING:  # a type checker sees the imports above
     def __getattr__(name: str) -> Any:
         if name in _HOMES:
             return getattr(importlib.import_module(f"lmkit.{_HOMES[name]}"), name)
-        if name in other_names.PACKAGE:  # an ImportError shows its message where an AttributeError would not
-            raise ImportError(f"lmkit has no {name}{other_names.hint(name, other_names.PACKAGE)}")
-        advice = other_names.hint(name, {}, __all__)
+        if name in PACKAGE:  # an ImportError shows its message where an AttributeError would not
+            raise ImportError(f"lmkit has no {name}{hint(name, PACKAGE)}")
+        advice = hint(name, {}, __all__)
         raise AttributeError(f"module 'lmkit' has no attribute {name!r}{advice}")
 
     def __dir__() -> list[str]:

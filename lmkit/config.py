@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import reprlib
+import types
 import typing
 from collections.abc import Mapping
 from pathlib import Path
@@ -64,6 +65,7 @@ class CheckedMeta(msgspec.StructMeta):
 
 
 _WORDS = {"null": "None", "array": "list", "object": "dict", "|": "or"}  # JSON's types in Python
+_KINDS = {"NoneType": "None", "tuple": "list"}
 
 
 def _in_words(error: str, cls: type, given: Mapping[str, Any]) -> str:
@@ -72,13 +74,20 @@ def _in_words(error: str, cls: type, given: Mapping[str, Any]) -> str:
     field = next(iter(re.findall(r"\$\.(\w+)", path)), "")
     words = " ".join(_WORDS.get(word, word) for word in text.replace("`", "").replace(",", " ,").split())
     words = (words[:1].lower() + words[1:]).replace(" ,", ",")
-    if choices := _choices(typing.get_type_hints(cls).get(field)):
-        words = f"expected {choices}"
-    return f"{field}={reprlib.repr(given.get(field))}: {words}"
+    value = given.get(field)
+    if path == f"`$.{field}`" and (", got " in text or text.startswith("Invalid enum")):
+        words = f"expected {_kinds(typing.get_type_hints(cls)[field])}, got {type(value).__name__}"
+    return f"{field}={reprlib.repr(value)}: {words}"
 
 
-def _choices(kind: Any) -> str:
-    return ", ".join(map(str, typing.get_args(kind))) if typing.get_origin(kind) is Literal else ""
+def _kinds(hint: Any) -> str:
+    """The type of a field: `int or None`, `auto, cpu, cuda`."""
+    if typing.get_origin(hint) is Literal:
+        return ", ".join(map(str, typing.get_args(hint)))
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        return " or ".join(map(_kinds, typing.get_args(hint)))
+    name: str = (typing.get_origin(hint) or hint).__name__
+    return _KINDS.get(name, name)
 
 
 class StrictStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -119,6 +128,11 @@ class EngineConfig(StrictStruct, frozen=True, kw_only=True, metaclass=CheckedMet
     overlap: bool = True  # prepare the next step while one runs
     request_timeout: PositiveFloat | None = None  # seconds for a request that names none; None = no limit
     generation_config: str = "auto"  # sampling defaults: auto = the checkpoint's, none, or a file or folder
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise other_names.missing(self, name, other_names.ENGINE)
 
     def on(self, device: Literal["cpu", "cuda"]) -> EngineConfig:
         """This configuration for that device, with the device's defaults filled in."""

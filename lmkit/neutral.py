@@ -239,6 +239,15 @@ COMPLETION: Mapping[str, Values] = {
     "suffix": (None, ""),
     "top_logprobs": _ZERO,
 }
+# Of GenerationConfig alone, beside those of GENERATION.
+PYTHON: Mapping[str, Values] = {
+    "bad_token_ids": (None, []),
+    "best_of": _ONE,
+    "echo": _OFF,
+    "n": _ONE,
+    "num_return_sequences": _ONE,
+    "return_ppl": _OFF,
+}
 # Of a chat message. Clients send an answer's message back with all its fields.
 MESSAGE: Mapping[str, Values] = {
     "annotations": (None, []),
@@ -258,7 +267,6 @@ UNSET: Mapping[str, Values] = {
     "logprobs": (False,),
     "seed": (-1,),
     "session_id": (-1,),
-    "top_k": (-1,),
 }
 
 

@@ -26,18 +26,19 @@ SEVERAL = "give the prompt several times, each with a seed; over HTTP use n"
 TEXT_ONLY = "lmkit runs text models only"
 
 
-def _each(advice: str, names: str) -> dict[str, str]:
+def each(advice: str, names: str) -> dict[str, str]:
+    """The same advice for several names."""
     return dict.fromkeys(names.split(), advice)
 
 
 # Of a generation: fields of GenerationConfig and of HTTP bodies.
 GENERATION: Mapping[str, str] = {
-    **_each(NO_GRAMMAR, "allowed_token_ids grammar guided_decoding response_format structured_outputs"),
-    **_each(NO_BANS, "bad_token_ids bad_words bad_words_ids"),
-    **_each(SEVERAL, "best_of n num_return_sequences"),
+    **each(NO_GRAMMAR, "allowed_token_ids grammar guided_decoding response_format structured_outputs"),
+    **each(NO_BANS, "bad_token_ids bad_words bad_words_ids"),
+    **each(SEVERAL, "best_of n num_return_sequences"),
     "detokenize": "lmkit always returns text and token_ids",
     "do_sample": NO_SAMPLING,
-    **_each(NO_BEAMS, "early_stopping length_penalty num_beams use_beam_search"),
+    **each(NO_BEAMS, "early_stopping length_penalty num_beams use_beam_search"),
     "echo": "lmkit returns the answer alone",
     "eos_token_id": "use stop_token_ids; ignore_eos turns the model's own off",
     "logits_processor": "use logit_bias",
@@ -48,9 +49,9 @@ GENERATION: Mapping[str, str] = {
     "migration_request": NOT_NEEDED,
     "min_length": "use min_new_tokens here and min_tokens over HTTP",
     "min_tokens": "use min_new_tokens",
-    **_each(NOT_SAMPLED, "mirostat_eta mirostat_mode mirostat_tau tfs_z typical_p"),
+    **each(NOT_SAMPLED, "mirostat_eta mirostat_mode mirostat_tau tfs_z typical_p"),
     "n_predict": "use max_new_tokens here and max_tokens over HTTP",
-    **_each(
+    **each(
         "use repetition_penalty, presence_penalty or frequency_penalty",
         "no_repeat_ngram_size repetition_ngram_size repetition_ngram_threshold",
     ),
@@ -66,39 +67,15 @@ GENERATION: Mapping[str, str] = {
     "return_ppl": "use pipe.ppl(...) or pipe.get_ppl(...)",
     "return_routed_experts": NOT_OUTPUT,
     "spaces_between_special_tokens": "lmkit never adds such spaces",
-    **_each("use stop", "stop_sequences stop_strings stop_words"),
+    **each("use stop", "stop_sequences stop_strings stop_words"),
     "truncate_prompt_tokens": "lmkit never cuts a prompt; shorten it before the call",
     "with_cache": "use a session: pipe.chat(prompt, session) here and session_id over HTTP",
 }
 
-# Values of these that ask for nothing, besides None: GenerationConfig accepts them.
-NOTHING: Mapping[str, tuple[object, ...]] = {
-    "bad_token_ids": ([], ()),
-    "bad_words": ([], ()),
-    "best_of": (1,),
-    "detokenize": (True,),
-    "early_stopping": (False,),
-    "echo": (False,),
-    "logits_processors": ([], ()),
-    "n": (1,),
-    "no_repeat_ngram_size": (0,),
-    "num_beams": (1,),
-    "num_return_sequences": (1,),
-    "preserve_cache": (False,),
-    "repetition_ngram_size": (0,),
-    "repetition_ngram_threshold": (0,),
-    "return_ppl": (False,),
-    "return_routed_experts": (False,),
-    "spaces_between_special_tokens": (True, False),
-    "typical_p": (1, 1.0),
-    "use_beam_search": (False,),
-    "with_cache": (False,),
-}
-
 # Of an engine: fields of EngineConfig and options of `lmkit serve`.
 ENGINE: Mapping[str, str] = {
-    **_each(NO_ADAPTERS, "adapters enable_lora max_lora_rank"),
-    **_each(
+    **each(NO_ADAPTERS, "adapters enable_lora max_lora_rank"),
+    **each(
         ONE_DEVICE,
         "attn_tp_size communicator cp data_parallel_size devices distributed_executor_backend dp ep "
         "main_gpu nnodes pipeline_parallel_size role tensor_parallel_size tensor_split tp",
@@ -106,7 +83,7 @@ ENGINE: Mapping[str, str] = {
     "block_seq_len": "use block_size",
     "cache_block_seq_len": "use block_size",
     "cache_generation": "use prefix_cache",
-    **_each(
+    **each(
         "use kv_memory, in bytes",
         "cache_max_entry_count gpu_memory_utilization kv_cache_memory_bytes max_total_tokens "
         "mem_fraction_static num_gpu_blocks num_gpu_blocks_override",
@@ -116,30 +93,30 @@ ENGINE: Mapping[str, str] = {
     "chat_template_config": OWN_TEMPLATE,
     "cpu_offload_gb": "use kv_host_memory, in bytes, for the KV cache; weights stay on the device",
     "device_type": "use device",
-    **_each(
+    **each(
         NOT_NEEDED,
         "disable_log_stats eager_mode enable_metrics enforce_eager flash_attn max_seq_len_to_capture use_mlock",
     ),
     "download_dir": "set HF_HOME",
     "enable_chunked_prefill": "prompts are always prefilled in chunks; see max_step_tokens",
     "enable_prefix_caching": "use prefix_cache; it is on by default",
-    **_each(
+    **each(
         FROM_CHECKPOINT,
         "hf_overrides rope_freq_base rope_freq_scale rope_scaling rope_scaling_factor tokenizer "
         "tokenizer_mode use_logn_attn",
     ),
-    **_each("use kv_dtype", "kv_cache_dtype type_k type_v"),
+    **each("use kv_dtype", "kv_cache_dtype type_k type_v"),
     "language_model_only": TEXT_ONLY,
     "limit_mm_per_prompt": TEXT_ONLY,
-    **_each(BY_FORMAT, "load_format model_format quantization"),
-    **_each("use log_level", "log_requests max_log_len verbose"),
+    **each(BY_FORMAT, "load_format model_format quantization"),
+    **each("use log_level", "log_requests max_log_len verbose"),
     "max_concurrent_requests": "use max_queue",
-    **_each(
+    **each(
         "use max_step_tokens",
         "max_num_batched_tokens max_prefill_iters max_prefill_token_num n_batch n_ubatch num_tokens_per_iter",
     ),
     "max_num_seqs": "use max_batch_size",
-    **_each("use max_model_len", "max_seq_len n_ctx session_len"),
+    **each("use max_model_len", "max_seq_len n_ctx session_len"),
     "n_gpu_layers": "use device: cuda runs all layers on the GPU, cpu none",
     "n_threads": "use num_threads",
     "n_threads_batch": "use num_threads",
@@ -155,86 +132,34 @@ ENGINE: Mapping[str, str] = {
     "use_mmap": "use packed_cache",
 }
 
-# Of a call of a pipeline: its keywords.
-CALL: Mapping[str, str] = {
-    "adapter_name": NO_ADAPTERS,
-    **_each("use gen_config", "config generation_config params"),
-    "images": TEXT_ONLY,
-    "lora_request": NO_ADAPTERS,
-    "max_tokens": "use gen_config=GenerationConfig(max_new_tokens=...)",
-    "request_output_len": "use gen_config=GenerationConfig(max_new_tokens=...)",
-    "sampling_params": "use gen_config=GenerationConfig(...)",
-    "sequence_end": "use pipe.chat(prompt, session)",
-    "sequence_start": "use pipe.chat(prompt, session)",
-    "sessions": "use pipe.chat(prompt, session), one call for each session",
-    "stream": "use pipe.stream_infer(...)",
-}
-
-# Of a pipeline: its methods and attributes.
-PIPELINE: Mapping[str, str] = {
-    "apply_chat_template": "use pipe.tokenizer.render_chat(messages)",
-    "async_engine": "use AsyncPipeline",
-    "backend_config": "use pipe.engine.info",
-    "batch_infer": "use pipe(prompts)",
-    "beam_search": NO_BEAMS,
-    "classify": TEXT_ONLY,
-    "create_chat_completion": "use pipe(messages) or pipe.chat(prompt)",
-    "create_completion": "use pipe(prompt, do_preprocess=False)",
-    "embed": "lmkit computes no embeddings",
-    "encode": "use pipe.tokenizer.encode(text)",
-    "generate": "use pipe(prompts, gen_config), or AsyncPipeline",
-    "get_logits": f"{NOT_OUTPUT}; use logprobs or pipe.ppl(...)",
-    "get_reward_score": "lmkit runs no reward models",
-    "get_tokenizer": "use pipe.tokenizer",
-    "llm_engine": "use pipe.engine",
-    "score": "use pipe.ppl(...)",
-    "shutdown": "use pipe.close()",
-    "stop_session": "end the iteration over pipe.chat(..., stream_response=True)",
-    "tokenize": "use pipe.tokenizer.encode(text)",
-}
-
-# Of the package: what `from lmkit import ...` asks for.
-PACKAGE: Mapping[str, str] = {
-    "AsyncLLMEngine": "use AsyncPipeline(model)",
-    **_each("use pipeline(model)", "AutoModelForCausalLM LLM LLMEngine"),
-    "AutoTokenizer": "use pipeline(model).tokenizer",
-    "ChatTemplateConfig": OWN_TEMPLATE,
-    **_each("use EngineConfig", "EngineArgs PytorchEngineConfig TurbomindEngineConfig"),
-    "Llama": "use pipeline(model); `lmkit convert` reads GGUF files",
-    "SamplingParams": "use GenerationConfig",
-    "SpeculativeConfig": NO_SPECULATION,
-    "VisionConfig": TEXT_ONLY,
-    "client": "use `lmkit chat http://host:port`, or OpenAI's client",
-}
-
 _CORS = "lmkit sends no CORS headers; a reverse proxy can add them (docs/deploy.md)"
 _PARSER = "lmkit does not parse tool calls and reasoning"
 _TLS = "lmkit speaks HTTP; put a reverse proxy in front of it for TLS (docs/deploy.md)"
 
 # Options of other tools' servers, for `lmkit serve` and its file. Those of ENGINE count as well.
 SERVE: Mapping[str, str] = {
-    **_each(_CORS, "allow_credentials allow_headers allow_methods allow_origins allowed_origins"),
-    **_each(_TLS, "ssl ssl_cert_file ssl_certfile ssl_key_file ssl_keyfile"),
-    **_each(_PARSER, "enable_auto_tool_choice reasoning_parser tool_call_parser"),
-    **_each(NO_ADAPTERS, "lora lora_modules max_loras"),
-    **_each(
+    **each(_CORS, "allow_credentials allow_headers allow_methods allow_origins allowed_origins"),
+    **each(_TLS, "ssl ssl_cert_file ssl_certfile ssl_key_file ssl_keyfile"),
+    **each(_PARSER, "enable_auto_tool_choice reasoning_parser tool_call_parser"),
+    **each(NO_ADAPTERS, "lora lora_modules max_loras"),
+    **each(
         NO_SPECULATION,
         "model_draft speculative_algorithm speculative_draft_model speculative_model speculative_num_draft_tokens",
     ),
-    **_each(TEXT_ONLY, "allowed_media_domains mmproj vision_max_batch_size"),
-    **_each(
+    **each(TEXT_ONLY, "allowed_media_domains mmproj vision_max_batch_size"),
+    **each(
         ONE_DEVICE,
         "dist_init_addr dp_rank enable_eplb enable_expert_parallel enable_microbatch migration_backend mlp_tp_size "
         "moe_tp_size node_rank sm split_mode ts",
     ),
     "backend": "there is one engine; --device chooses cpu or cuda",
-    **_each(OWN_TEMPLATE, "chat_template_file jinja"),
-    **_each(
+    **each(OWN_TEMPLATE, "chat_template_file jinja"),
+    **each(
         NOT_NEEDED,
         "cb cont_batching disable_fastapi_docs disable_metrics enable_abort_handling fa logprobs_mode metrics mlock "
         "no_mmap num_scheduler_steps async empty_init",
     ),
-    **_each(
+    **each(
         "lmkit runs no diffusion models",
         "dllm_block_length dllm_confidence_threshold dllm_denoising_steps dllm_unmasking_strategy",
     ),
@@ -243,22 +168,22 @@ SERVE: Mapping[str, str] = {
     "allow_terminate_by_client": "use `lmkit stop`",
     "api_keys": "use --api-key, once for each key",
     "calculate_kv_scales": "use kv_dtype; each token has scales of its own",
-    **_each("use max_model_len", "c ctx_size"),
-    **_each("use max_step_tokens", "b ub ubatch_size"),
+    **each("use max_model_len", "c ctx_size"),
+    **each("use max_step_tokens", "b ub ubatch_size"),
     "batch_size": "use --max-batch-size for sequences and --max-step-tokens for tokens",
-    **_each("use kv_dtype, for keys and values alike", "cache_type_k cache_type_v ctk ctv"),
+    **each("use kv_dtype, for keys and values alike", "cache_type_k cache_type_v ctk ctv"),
     "disable_log_requests": "lmkit never logs prompts; --log-level says how much it logs",
     "disable_uvicorn_access_log": "--log-level WARNING leaves out the line of each request",
-    **_each("use device: cuda runs all layers on the GPU, cpu none", "gpu_layers ngl"),
+    **each("use device: cuda runs all layers on the GPU, cpu none", "gpu_layers ngl"),
     "guided_decoding_backend": NO_GRAMMAR,
-    **_each("name the repository in place of MODEL: ORG/NAME", "hf hf_repo"),
+    **each("name the repository in place of MODEL: ORG/NAME", "hf hf_repo"),
     "m": "name the checkpoint without an option: lmkit serve MODEL",
     "max_concurrent_requests": "use --max-queue for waiting requests and --max-batch-size for running ones",
     "max_log_len": "lmkit never logs prompts",
     "model_name": "use --served-model-name",
     "model_path": "name the checkpoint without an option: lmkit serve MODEL",
     "no_enable_prefix_caching": "use --no-prefix-cache",
-    **_each("use max_batch_size; sequences share one cache", "np parallel"),
+    **each("use max_batch_size; sequences share one cache", "np parallel"),
     "proxy_url": "start `lmkit proxy` and add this server with `lmkit proxy add URL`",
     "root_path": "a reverse proxy can add a path (docs/deploy.md)",
     "scheduling_policy": "requests have a priority field of their own",
@@ -266,7 +191,7 @@ SERVE: Mapping[str, str] = {
     "server_name": "use host",
     "server_port": "use port",
     "slot_save_path": "use kv_disk_path",
-    **_each("use num_threads", "t threads"),
+    **each("use num_threads", "t threads"),
     "timeout": "use request_timeout",
     "uvicorn_log_level": "use log_level",
 }
@@ -452,6 +377,13 @@ HTTP: Mapping[str, str] = {
     "stop_words": "use stop",
     "top_n_tokens": "use top_logprobs",
 }
+
+
+def missing(value: object, name: str, others: Mapping[str, str]) -> AttributeError:
+    """The error of `value.name` where there is no such attribute."""
+    kind = type(value)
+    ours = [own for own in [*dir(kind), *getattr(kind, "__annotations__", ())] if not own.startswith("_")]
+    return AttributeError(f"{kind.__name__} has no {name}{hint(name, others, ours)}")
 
 
 def hint(name: str, others: Mapping[str, str], ours: Iterable[str] = ()) -> str:

@@ -17,9 +17,9 @@ import os
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, Self, overload
+from typing import TYPE_CHECKING, Any, Self, overload
 
-from lmkit import other_names
+from lmkit.api import names
 from lmkit.api.generation import GenConfigs, GenerationConfig
 from lmkit.api.progress import progress_bar
 from lmkit.api.prompts import Prompt, names_ours
@@ -29,6 +29,7 @@ from lmkit.config import EngineConfig
 from lmkit.errors import RequestError
 from lmkit.formats.hub import resolve_model_path
 from lmkit.log import get_logger
+from lmkit.other_names import missing
 from lmkit.text import Tokenizer
 from lmkit.turbo.request import Request, StepOutput
 from lmkit.turbo.transport.async_engine import AsyncEngine
@@ -45,6 +46,7 @@ class AsyncPipeline:
     engine's process writes its records of `log_level` and above to stderr.
     """
 
+    @names_ours
     def __init__(
         self,
         model: str | os.PathLike[str],
@@ -185,16 +187,15 @@ class AsyncPipeline:
         """As Pipeline.ppl."""
         return [math.exp(value) for value in await self.get_ppl(inputs)]
 
-    async def get_ppl(self, inputs: str | Sequence[int] | Iterable[str | Sequence[int]]) -> list[float]:
+    async def get_ppl(self, input_ids: str | Sequence[int] | Iterable[str | Sequence[int]]) -> list[float]:
         """As Pipeline.get_ppl."""
-        requests = await asyncio.to_thread(self._open().scoring, inputs)
+        requests = await asyncio.to_thread(self._open().scoring, input_ids)
         return list(await asyncio.gather(*map(self._score, requests)))
 
     if not TYPE_CHECKING:
 
-        def __getattr__(self, name: str) -> NoReturn:
-            advice = other_names.hint(name, other_names.PIPELINE, dir(type(self)))
-            raise AttributeError(f"an AsyncPipeline has no {name}{advice}")
+        def __getattr__(self, name: str) -> Any:
+            raise missing(self, name, names.PIPELINE)
 
     def _open(self) -> RequestMaker:
         if self._engine is None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from lmkit import other_names
+from lmkit import neutral, other_names
 from lmkit.config import CheckedMeta
 from lmkit.errors import ConfigError, RequestError
 from lmkit.formats.generation_config import SamplingDefaults
@@ -16,13 +16,12 @@ from lmkit.turbo.request import Sampling, SamplingParams
 
 DEFAULT_NEW_TOKENS = 512
 
-# Values that users of other tools write, and what they mean here. None means the default of every field.
-_MEANINGS: Mapping[str, tuple[tuple[Any, Any], ...]] = {
-    "logprobs": ((False, None), (True, 0)),
-    "max_new_tokens": ((-1, None),),
-    "seed": ((-1, None),),
-    "stop": (("", ()),),
-    "top_k": ((-1, 0),),
+# A value that users of other tools write, and what it means here.
+_MEANINGS: Mapping[str, tuple[Any, Any]] = {
+    "logprobs": (True, 0),
+    "max_new_tokens": (-1, None),
+    "stop": ("", ()),
+    "top_k": (-1, 0),
 }
 
 
@@ -69,12 +68,21 @@ class GenerationConfig(Sampling, frozen=True, kw_only=True, forbid_unknown_field
             min_new_tokens: int | None = None,
         ) -> None: ...
 
+    else:
+
+        def __getattr__(self, name: str) -> Any:
+            raise other_names.missing(self, name, other_names.GENERATION)
+
     @classmethod
     def plain(cls, given: dict[str, Any]) -> dict[str, Any]:
         """The values that ask for something, each as the field has it."""
-        fields = {name: _meaning(name, value) for name, value in given.items() if not _asks_for_nothing(name, value)}
-        if isinstance(fields.get("stop"), str):
-            fields["stop"] = (fields["stop"],)
+        fields = {}
+        for name, value in given.items():
+            theirs, ours = _MEANINGS.get(name, (None, None))
+            if theirs is not None and type(value) is type(theirs) and value == theirs:
+                fields[name] = ours
+            elif not _asks_for_nothing(name, value):
+                fields[name] = (value,) if name == "stop" and isinstance(value, str) else value
         return fields
 
     def validate(self, vocab_size: int) -> None:
@@ -116,11 +124,8 @@ def configs_for(gen_config: Any, count: int) -> list[GenerationConfig]:
 
 
 def _asks_for_nothing(name: str, value: Any) -> bool:
-    if value is None and name != "max_new_tokens":
-        return name in other_names.GENERATION or name in GenerationConfig.__struct_fields__
-    return any(type(value) is type(neutral) and value == neutral for neutral in other_names.NOTHING.get(name, ()))
-
-
-def _meaning(name: str, value: Any) -> Any:
-    pairs = _MEANINGS.get(name, ())
-    return next((ours for theirs, ours in pairs if type(value) is type(theirs) and value == theirs), value)
+    if name in GenerationConfig.__struct_fields__:
+        is_unset = type(value) in (int, bool) and neutral.is_neutral(value, neutral.UNSET.get(name, ()))
+        return is_unset or (value is None and name != GenerationConfig.MAX)
+    values = neutral.PYTHON.get(name) or neutral.GENERATION.get(name) or ()
+    return (value is None and name in other_names.GENERATION) or neutral.is_neutral(value, values)

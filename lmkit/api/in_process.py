@@ -14,9 +14,9 @@ import threading
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
-from lmkit import other_names
+from lmkit.api import names
 from lmkit.api.generation import GenConfigs, GenerationConfig
 from lmkit.api.progress import progress_bar
 from lmkit.api.prompts import Prompt, names_ours
@@ -25,6 +25,7 @@ from lmkit.api.response import Response, Session, failed, refused, response
 from lmkit.config import EngineConfig
 from lmkit.errors import RequestError
 from lmkit.log import get_logger, setup
+from lmkit.other_names import missing
 from lmkit.text import Tokenizer
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.request import Request, StepOutput
@@ -33,6 +34,7 @@ from lmkit.turbo.transport.output import OutputProcessor, RequestOutput
 log = get_logger(__name__)
 
 
+@names_ours
 def pipeline(
     model: str | os.PathLike[str],
     backend_config: EngineConfig | None = None,
@@ -183,13 +185,13 @@ class Pipeline:
         """
         return [math.exp(value) for value in self.get_ppl(inputs)]
 
-    def get_ppl(self, inputs: str | Sequence[int] | Iterable[str | Sequence[int]]) -> list[float]:
-        """The mean negative log-likelihood (cross-entropy) of each input: the logarithm of what `ppl` returns.
+    def get_ppl(self, input_ids: str | Sequence[int] | Iterable[str | Sequence[int]]) -> list[float]:
+        """The mean negative log-likelihood (cross-entropy) of each text or list of ids, as in LMDeploy.
 
-        LMDeploy's get_ppl returns the same.
+        `ppl` is its exponential.
         """
         self._check_open()
-        requests = self._maker.scoring(inputs)
+        requests = self._maker.scoring(input_ids)
         values = {out.request_id: mean_nll(out) for out in self._steps(requests) if out.finish_reason is not None}
         return [values[request.request_id] for request in requests]
 
@@ -216,9 +218,8 @@ class Pipeline:
 
     if not TYPE_CHECKING:
 
-        def __getattr__(self, name: str) -> NoReturn:
-            advice = other_names.hint(name, other_names.PIPELINE, dir(type(self)))
-            raise AttributeError(f"a Pipeline has no {name}{advice}")
+        def __getattr__(self, name: str) -> Any:
+            raise missing(self, name, names.PIPELINE)
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from lmkit import other_names
+from lmkit.api import names
 from lmkit.api.generation import GenerationConfig
 from lmkit.errors import ConfigError, RequestError
 
@@ -76,11 +77,13 @@ def id_rows(inputs: Any, encode: Callable[[str], list[int]]) -> list[list[int]]:
 def names_ours(call: F) -> F:
     """Make `call` refuse an unknown keyword with a ConfigError that names ours."""
     known = inspect.signature(call).parameters
+    opens = "model" in known  # then further keywords are fields of EngineConfig, which checks them
+    others = names.OPENING if opens else {**names.CALL, **other_names.GENERATION}
 
     @functools.wraps(call)
     def checked(*args: Any, **named: Any) -> Any:
-        for name in named.keys() - known.keys():
-            advice = other_names.hint(name, {**other_names.CALL, **other_names.GENERATION}, known)
+        for name in named.keys() & others.keys() if opens else named.keys() - known.keys():
+            advice = other_names.hint(name, others, known)
             if name in GenerationConfig.__struct_fields__:
                 advice = f": use gen_config=GenerationConfig({name}=...)"
             raise ConfigError(f"{call.__name__} has no argument {name}{advice}")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+from lmkit.api import names
 from lmkit.api.prompts import Messages
 from lmkit.errors import RequestError
+from lmkit.other_names import missing
 from lmkit.text import TokenHistory
 from lmkit.turbo.request import StepOutput
 from lmkit.turbo.transport.output import RequestOutput, TextLogprobs
@@ -30,6 +33,11 @@ class Response:
     index: int = 0
     error_code: str | None = None
     error_message: str | None = None
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise missing(self, name, names.RESPONSE)
 
     def extend(self, part: Response) -> None:
         """Append the next part of a stream."""
@@ -55,6 +63,11 @@ class Session:
     response: Response | None = None
     id: str = field(default_factory=lambda: uuid4().hex)
     tokens: TokenHistory = field(default_factory=TokenHistory)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise missing(self, name, names.SESSION)
 
     def fork(self) -> Session:
         """An independent copy. The common part of both is computed and kept once."""

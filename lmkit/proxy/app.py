@@ -8,7 +8,7 @@ import functools
 import http.cookiejar
 import re
 import ssl
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 from urllib.parse import parse_qs
@@ -28,7 +28,7 @@ from lmkit.proxy.fleet import Fleet
 from lmkit.proxy.forward import Call, Forwarder
 from lmkit.proxy.health import HealthChecker
 from lmkit.proxy.registry import Registry
-from lmkit.web.errors import method_not_allowed, public_error
+from lmkit.web.errors import method_not_allowed, public_error, remark
 from lmkit.web.receive import decode_json, read_body
 from lmkit.web.request_id import request_id, with_request_id
 from lmkit.web.routes import is_known_elsewhere, not_found
@@ -118,17 +118,16 @@ class Proxy:
         if scope["type"] != "http":
             return
         name = request_id(scope["headers"])
-        scope = {**scope, "headers": with_request_id(scope["headers"], name)}  # sent on to the node
         response = DownstreamResponse(send, name, retry_after=self.config.health_interval)
         try:
             check_head(scope)
             route = resolve(scope["method"], scope["path"])
             authorize(self.keys, route.role, scope["headers"])
-            await route.handler(self, Exchange(scope, receive, response))
+            named = {**scope, "headers": with_request_id(scope["headers"], name)}  # the id goes on to the node
+            await route.handler(self, Exchange(named, receive, response))
         except Exception as error:  # noqa: BLE001 - the HTTP edge: public_error logs it
             shown = public_error(error)
-            line = (scope["method"], scope["path"][:128], shown.status, name, shown.code, shown.param)
-            log.info("%s %s %d id=%s code=%s param=%r", *line)
+            log.info("%s %s %d id=%s%s", scope["method"], scope["path"][:128], shown.status, name, remark(shown))
             await self._fail(response, shown)
 
     async def _fail(self, response: DownstreamResponse, error: RequestError) -> None:
@@ -240,15 +239,16 @@ def resolve(method: str, path: str) -> Route:
     wanted = "GET" if method == "HEAD" else method
     if wanted not in methods and is_known_elsewhere(path):
         return Route(Role.USER, _not_found)
-    return methods.get(wanted) or Route(next(iter(methods.values())).role, _not_allowed)
+    refusal = Route(next(iter(methods.values())).role, functools.partial(_not_allowed, methods))
+    return methods.get(wanted, refusal)
 
 
 async def _not_found(proxy: Proxy, exchange: Exchange) -> None:
     raise not_found(exchange.scope["path"], PATHS)
 
 
-async def _not_allowed(proxy: Proxy, exchange: Exchange) -> None:
-    raise method_not_allowed(exchange.scope["method"])
+async def _not_allowed(allowed: Iterable[str], proxy: Proxy, exchange: Exchange) -> None:
+    raise method_not_allowed(exchange.scope["method"], allowed)
 
 
 def check_head(scope: Scope) -> None:

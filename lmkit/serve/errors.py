@@ -15,7 +15,7 @@ from starlette.websockets import WebSocketClose
 from lmkit import log
 from lmkit.errors import RequestError
 from lmkit.serve.serving import serving
-from lmkit.web.errors import error_body, error_response, method_not_allowed, public_error
+from lmkit.web.errors import error_body, error_response, method_not_allowed, public_error, remark
 from lmkit.web.request_id import request_id, with_request_id
 from lmkit.web.routes import not_found
 
@@ -35,7 +35,7 @@ async def handle_http_exception(request: Request, error: Exception) -> Response:
     if error.status_code == 404:
         shown = not_found(request.scope["path"], request.app.state.routes)
     elif error.status_code == 405:
-        shown = method_not_allowed(request.method)
+        shown = method_not_allowed(request.method, sorted((error.headers or {}).get("Allow", "").split(", ")))
     else:
         code = "invalid_request" if error.status_code < 500 else "internal_error"
         shown = RequestError(code, "the request cannot be served")
@@ -99,11 +99,6 @@ class Edge:
 
 
 def _remarks(state: dict[str, Any]) -> str:
-    """Who sent the request, and why it was refused or failed: the code and the field."""
-    error: RequestError | None = state.get("error")
-    values = {
-        "user": repr(state["user"][:64]) if state.get("user") else "",
-        "code": error.code if error else "",
-        "param": repr(error.param) if error and error.param else "",
-    }
-    return "".join(f" {key}={value}" for key, value in values.items() if value)
+    """Who sent the request, and why it was refused or failed."""
+    user = f" user={state['user'][:64]!r}" if state.get("user") else ""
+    return user + (remark(state["error"]) if "error" in state else "")

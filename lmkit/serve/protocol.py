@@ -12,11 +12,21 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    model_validator,
+)
 
 from lmkit import neutral
 from lmkit.errors import RequestError
 from lmkit.other_names import HTTP, hint
+from lmkit.text.messages import MAX_NAME_CHARS, Role, joined_parts
 from lmkit.turbo.request import MAX_LOGIT_BIAS, MAX_STOPS
 
 MAX_MESSAGES = 4096
@@ -65,24 +75,10 @@ def _message_list(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
-def _joined_parts(content: Any) -> Any:
-    """A list of text parts as one text with a line for each part. Parts of other types are refused."""
-    if not isinstance(content, list):
-        return content
-    texts = []
-    for part in content:
-        if not (isinstance(part, dict) and part.keys() == {"type", "text"} and part["type"] == "text"):
-            raise ValueError('only parts {"type": "text", "text": ...} are supported')
-        if not isinstance(part["text"], str):
-            raise ValueError("a part's text must be a string")
-        texts.append(part["text"])
-    return "\n".join(texts)
-
-
 class ChatMessage(_Strict):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, BeforeValidator(_joined_parts)]
-    name: Annotated[str, Field(max_length=256)] | None = None  # passed to the chat template
+    role: Role
+    content: Annotated[str, BeforeValidator(joined_parts)]
+    name: Annotated[str, Field(max_length=MAX_NAME_CHARS)] | None = None  # passed to the chat template
 
 
 Messages = Annotated[
@@ -102,6 +98,11 @@ def _listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def _top_k(value: int) -> int:
+    """-1 is off in other APIs. That is a choice, so a checkpoint's default does not replace it."""
+    return 0 if value == -1 else value
+
+
 def _biases(value: Any) -> dict[int, float]:
     if not isinstance(value, dict) or len(value) > MAX_LOGIT_BIAS:
         raise ValueError(f"expected an object of at most {MAX_LOGIT_BIAS} token ids")
@@ -118,6 +119,7 @@ def _template_variables(value: Any) -> dict[str, Any]:
     return value
 
 
+TemplateVariables = Annotated[dict[str, Any], PlainValidator(_template_variables)]
 NewTokens = Annotated[int, Field(ge=-1, lt=1 << 31)]  # -1 = until the context is full
 
 
@@ -139,7 +141,7 @@ class _Sampling(_Strict):
     logit_bias: Annotated[dict[int, float], PlainValidator(_biases)] | None = None  # JSON has the ids as strings
     user: Annotated[str, Field(max_length=1024)] | None = None  # only for the server's request log
     # not OpenAI's
-    top_k: int | None = None
+    top_k: Annotated[int, AfterValidator(_top_k)] | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     stop_token_ids: Annotated[list[int], Field(max_length=1024)] | None = None
@@ -160,7 +162,7 @@ class ChatCompletionRequest(_Sampling):
     prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = None  # any value is accepted, see above
     # not OpenAI's
     add_generation_prompt: bool | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], PlainValidator(_template_variables)] | None = None
+    chat_template_kwargs: TemplateVariables | None = None
     enable_thinking: bool | None = None  # the template's variable of that name, if it has one
 
 
@@ -195,6 +197,7 @@ class TokenizeRequest(_Strict):
     messages: Messages | None = None
     add_special_tokens: bool = True  # of a prompt; a chat template writes its own
     add_generation_prompt: bool = True
+    chat_template_kwargs: TemplateVariables | None = None
     return_token_strs: bool = False
 
 
@@ -215,6 +218,7 @@ class DetokenizeRequest(_Strict):
 _ABSENT: dict[type[BaseModel], dict[str, neutral.Values]] = {
     ChatCompletionRequest: {**neutral.GENERATION, **neutral.CHAT},
     CompletionRequest: {**neutral.GENERATION, **neutral.COMPLETION},
+    TokenizeRequest: {**neutral.GENERATION, "chat_template": (None,)},
 }
 M = TypeVar("M", bound=BaseModel)
 

@@ -35,7 +35,7 @@ async def tokenize(request: Request) -> JSONResponse:
 def _token_ids(body: TokenizeRequest, tokenizer: Tokenizer) -> list[int]:
     if body.messages is None:
         return tokenizer.encode(body.prompt or "", body.add_special_tokens)
-    text = chat_text(body.messages, tokenizer, body.add_generation_prompt)
+    text = chat_text(body.messages, tokenizer, body.add_generation_prompt, body.chat_template_kwargs)
     return tokenizer.encode(text, add_special_tokens=False)
 
 

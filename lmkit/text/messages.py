@@ -6,18 +6,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal, get_args
 
 from lmkit.errors import RequestError
+from lmkit.neutral import MESSAGE, is_neutral
 
 Role = Literal["system", "developer", "user", "assistant"]
 MAX_NAME_CHARS = 256
-# Fields that clients send back with an assistant's message, with the values that ask for nothing. Others are refused.
-UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "annotations": (None, []),
-    "audio": (None,),
-    "function_call": (None,),
-    "refusal": (None,),
-    "tool_calls": (None, []),
-    "tool_call_id": (None,),
-}
 
 
 def joined_parts(content: Any) -> Any:
@@ -39,7 +31,10 @@ def joined_parts(content: Any) -> Any:
 
 def plain_messages(messages: Iterable[Any]) -> list[dict[str, str]]:
     """Messages with `role`, `content` and perhaps `name`, all text. Raises RequestError."""
-    return [_plain(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    plain = [_plain(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    if not plain:
+        raise _invalid("messages: expected at least one message")
+    return plain
 
 
 def _plain(message: Any, where: str) -> dict[str, str]:
@@ -47,9 +42,9 @@ def _plain(message: Any, where: str) -> dict[str, str]:
         kind = type(message).__name__
         raise _invalid(f"{where}: expected a message {{'role': ..., 'content': ...}}, got {kind}")
     for name, value in message.items():
-        if name in UNSUPPORTED and value not in UNSUPPORTED[name]:
+        if name in MESSAGE and not is_neutral(value, MESSAGE[name]):
             raise RequestError("unsupported_parameter", f"{where}.{name} is not supported", "messages")
-        if name not in ("role", "content", "name", *UNSUPPORTED):
+        if name not in ("role", "content", "name", *MESSAGE):
             raise RequestError("unknown_parameter", f"{where}: unknown field {str(name)[:64]!r}", "messages")
     role, name = message.get("role"), message.get("name")
     if role not in get_args(Role):

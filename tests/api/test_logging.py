@@ -48,7 +48,7 @@ def test_an_application_keeps_its_loggers_and_gets_the_records() -> None:
 def test_a_log_level_asks_for_lines_on_stderr() -> None:
     out, err = run(PROGRAM % ", log_level='info'")
     assert out == "['lmkit'] [] True False"
-    assert " I lmkit.turbo" in err
+    assert " I model: " in err
 
 
 def test_an_unknown_level_is_one_error() -> None:

@@ -8,7 +8,17 @@ from typing import Any
 import pytest
 
 import lmkit
-from lmkit import GenerationConfig, LMKitError, Pipeline, RequestError, Session, pipeline
+from lmkit import (
+    AsyncPipeline,
+    EngineConfig,
+    GenerationConfig,
+    LMKitError,
+    Pipeline,
+    RequestError,
+    Response,
+    Session,
+    pipeline,
+)
 from lmkit.errors import ConfigError
 from lmkit.text.messages import plain_messages
 
@@ -52,7 +62,7 @@ def test_lone_messages_iterables_and_parts(pipe: Pipeline) -> None:
         (lambda p: p("hi", adapter_name="a"), ConfigError, "adapters"),
         (lambda p: p.stream_infer("hi", sessions=3), ConfigError, "sessions: use pipe.chat"),
         (lambda p: p("hi", prioritty=3), ConfigError, "did you mean priority"),
-        (lambda p: p.generate("hi"), AttributeError, r"a Pipeline has no generate: use pipe\(prompts"),
+        (lambda p: p.generate("hi"), AttributeError, r"^Pipeline has no generate: use pipe\(prompts"),
         (lambda p: p.sesion(), AttributeError, "did you mean session"),
         (lambda p: p.ppl(3), RequestError, "inputs: expected texts or lists of token ids, got int 3"),
         (lambda p: p.ppl([["a"]]), RequestError, r"inputs\[0\]: expected text or token ids"),
@@ -79,6 +89,12 @@ def test_a_mistake_in_a_call_is_one_error(pipe: Pipeline, call: Any, kind: type[
 def test_a_malformed_message_names_its_place(message: Any, error: str) -> None:
     with pytest.raises(RequestError, match=error):
         plain_messages([message])
+
+
+def test_an_empty_conversation_is_refused(pipe: Pipeline) -> None:
+    for prompt in ([[]], [()]):
+        (response,) = pipe(prompt, SHORT)
+        assert response.error_message == "messages: expected at least one message"
 
 
 def test_messages_as_clients_send_them_back() -> None:
@@ -123,6 +139,9 @@ def test_a_closed_pipeline_says_so(demo_model: Path) -> None:
 
 
 def test_what_cannot_be_opened() -> None:
+    for opening in (pipeline, AsyncPipeline):
+        with pytest.raises(ConfigError, match="no argument model_path: use model"):
+            opening(model_path="demo")
     for arguments, message in (
         ((None,), "model: expected a checkpoint's folder or its name, got NoneType"),
         (("demo", {"block_size": 32}), "backend_config: expected an EngineConfig, got dict"),
@@ -142,6 +161,16 @@ def test_other_tools_names_for_the_package() -> None:
     ):
         with pytest.raises(ImportError, match=f"lmkit has no {name}: use {ours}"):
             exec(f"from lmkit import {name}")
+    for value, name, advice in (
+        (Response(), "cached_tokens", "Response has no cached_tokens: use cached_token_len"),
+        (Response(), "outputs", "use text"),
+        (Session(), "abort", "end the iteration"),
+        (EngineConfig(), "blok_size", "EngineConfig has no blok_size; did you mean block_size"),
+        (GenerationConfig(), "max_tokens", "use max_new_tokens"),
+        (GenerationConfig(), "temprature", "did you mean temperature"),
+    ):
+        with pytest.raises(AttributeError, match=advice):
+            getattr(value, name)
     with pytest.raises(AttributeError, match="did you mean pipeline"):
         lmkit.pipelin  # noqa: B018
     assert not hasattr(lmkit, "no_such_name")

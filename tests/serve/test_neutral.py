@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from lmkit import neutral
 from lmkit.errors import RequestError
+from lmkit.formats.generation_config import SamplingDefaults
 from lmkit.serve.protocol import ChatCompletionRequest, CompletionRequest, validate
 from lmkit.serve.to_request import chat_requests, completion_requests
 from lmkit.text.template import ChatTemplate
@@ -90,6 +92,13 @@ def test_any_other_value_of_a_field_that_lmkit_lacks_is_refused_by_name(path: st
         assert error["message"].startswith(f"{name} is not supported by this server")
 
 
+def test_tokenize_takes_them_too() -> None:
+    body = {"messages": CHAT["messages"], "tools": None, "continue_final_message": False, "mm_processor_kwargs": None}
+    assert APP.post("/tokenize", body).status_code == 200
+    error = APP.post("/tokenize", body | {"continue_final_message": True}).json()["error"]
+    assert (error["code"], error["param"]) == ("unsupported_parameter", "continue_final_message")
+
+
 def test_no_field_is_both_ours_and_absent() -> None:
     models = {CHAT_PATH: ChatCompletionRequest, TEXT_PATH: CompletionRequest}
     for path, absent in ABSENT.items():
@@ -142,6 +151,14 @@ def completion(**fields: Any) -> list[Request]:
     return completion_requests(validate(TEXT | fields, CompletionRequest), TOKENIZER, INFO, "id")
 
 
+def test_no_top_k_is_a_choice_that_a_checkpoint_s_default_does_not_replace() -> None:
+    info = msgspec.structs.replace(INFO, sampling=SamplingDefaults(top_k=20, top_p=0.8))
+    for top_k, expected in ((None, 20), (-1, 0), (0, 0), (5, 5)):
+        body = validate(CHAT | {"top_k": top_k}, ChatCompletionRequest)
+        (request,), _ = chat_requests(body, TOKENIZER, info, "id")
+        assert (request.params.top_k, request.params.top_p) == (expected, 0.8)
+
+
 def test_what_minus_one_means() -> None:
     for params in (chat(top_k=-1, seed=-1)[0].params, completion(top_k=-1, seed=-1)[0].params):
         assert params.top_k == 0
@@ -167,6 +184,8 @@ def test_a_switch_for_thoughts_reaches_a_template_that_has_it(monkeypatch: pytes
     assert chat(enable_thinking=False)[0].prompt_ids == no
     assert chat(chat_template_kwargs={"enable_thinking": True})[0].prompt_ids == yes
     assert chat(chat_template_kwargs={"enable_thinking": True}, enable_thinking=True)[0].prompt_ids == yes
+    tokenized = APP.post("/tokenize", {"messages": CHAT["messages"], "chat_template_kwargs": {"enable_thinking": True}})
+    assert tokenized.json()["tokens"] == yes
     with pytest.raises(RequestError, match="enable_thinking differs"):
         chat(chat_template_kwargs={"enable_thinking": True}, enable_thinking=False)
     with pytest.raises(RequestError, match="'mood' is not a variable"):

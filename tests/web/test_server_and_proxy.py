@@ -67,6 +67,7 @@ CASES: list[tuple[int, str, str, dict[str, Any]]] = [
     (401, "POST", CHAT, {"headers": {"x-api-key": "wrong"}, "json": {}}),
     (401, "POST", CHAT, {"headers": BEARER | {"x-api-key": "wrong"}, "json": {}}),
     (404, "GET", "/nowhere", {"headers": BEARER}),
+    (404, "GET", "/metric", {"headers": BEARER}),
     (400, "POST", CHAT, {"headers": BEARER | JSON, "content": b'{"model": '}),
     (400, "POST", CHAT, {"headers": BEARER | JSON, "content": b'{"model": "\xff"}'}),
     (413, "POST", CHAT, {"headers": BEARER | JSON, "content": b" " * (MAX_BODY + 1)}),
@@ -148,6 +149,8 @@ async def test_known_routes_of_other_servers_are_named() -> None:
                 assert re.match(r"/\S+ is not supported by this server, which has ", error["message"]), path
                 assert "POST /v1/chat/completions" in error["message"]
                 assert (await client.get(address + path, headers={"authorization": ""})).status_code == 401
+            wrong = (await client.get(address + CHAT)).json()["error"]
+            assert wrong["message"] == "GET is not allowed on this route; use POST"
             slip = (await client.get(address + "/metric")).json()["error"]
             assert slip["message"] == "there is no such route; did you mean /metrics?"
         for path in ("/v1/embeddings", "/v1/audio/speech", "/v1/threads/t/runs", "/v1/rerank", "/v1/messages"):
