@@ -133,58 +133,6 @@ ENGINE: Mapping[str, str] = {
     "use_mmap": "use packed_cache",
 }
 
-# Of a call of a pipeline: its keywords.
-CALL: Mapping[str, str] = {
-    "adapter_name": NO_ADAPTERS,
-    **each("use gen_config", "config generation_config params"),
-    "images": TEXT_ONLY,
-    "lora_request": NO_ADAPTERS,
-    "max_tokens": "use gen_config=GenerationConfig(max_new_tokens=...)",
-    "request_output_len": "use gen_config=GenerationConfig(max_new_tokens=...)",
-    "sampling_params": "use gen_config=GenerationConfig(...)",
-    "sequence_end": "use pipe.chat(prompt, session)",
-    "sequence_start": "use pipe.chat(prompt, session)",
-    "sessions": "use pipe.chat(prompt, session), one call for each session",
-    "stream": "use pipe.stream_infer(...)",
-}
-
-# Of a pipeline: its methods and attributes.
-PIPELINE: Mapping[str, str] = {
-    "apply_chat_template": "use pipe.tokenizer.render_chat(messages)",
-    "async_engine": "use AsyncPipeline",
-    "backend_config": "use pipe.engine.info",
-    "batch_infer": "use pipe(prompts)",
-    "beam_search": NO_BEAMS,
-    "classify": TEXT_ONLY,
-    "create_chat_completion": "use pipe(messages) or pipe.chat(prompt)",
-    "create_completion": "use pipe(prompt, do_preprocess=False)",
-    "embed": "lmkit computes no embeddings",
-    "encode": "use pipe.tokenizer.encode(text)",
-    "generate": "use pipe(prompts, gen_config), or AsyncPipeline",
-    "get_logits": f"{NOT_OUTPUT}; use logprobs or pipe.ppl(...)",
-    "get_reward_score": "lmkit runs no reward models",
-    "get_tokenizer": "use pipe.tokenizer",
-    "llm_engine": "use pipe.engine",
-    "score": "use pipe.ppl(...)",
-    "shutdown": "use pipe.close()",
-    "stop_session": "end the iteration over pipe.chat(..., stream_response=True)",
-    "tokenize": "use pipe.tokenizer.encode(text)",
-}
-
-# Of the package: what `from lmkit import ...` asks for.
-PACKAGE: Mapping[str, str] = {
-    "AsyncLLMEngine": "use AsyncPipeline(model)",
-    **each("use pipeline(model)", "AutoModelForCausalLM LLM LLMEngine"),
-    "AutoTokenizer": "use pipeline(model).tokenizer",
-    "ChatTemplateConfig": OWN_TEMPLATE,
-    **each("use EngineConfig", "EngineArgs PytorchEngineConfig TurbomindEngineConfig"),
-    "Llama": "use pipeline(model); `lmkit convert` reads GGUF files",
-    "SamplingParams": "use GenerationConfig",
-    "SpeculativeConfig": NO_SPECULATION,
-    "VisionConfig": TEXT_ONLY,
-    "client": "use `lmkit chat http://host:port`, or OpenAI's client",
-}
-
 # Of an HTTP body: its fields.
 HTTP: Mapping[str, str] = {
     "bad_words": "use logit_bias: -100 for each banned token id",
