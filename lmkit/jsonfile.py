@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ def parse_json(data: bytes, where: str) -> dict[str, Any]:
 
 def read_json(path: Path, limit: int) -> dict[str, Any]:
     """The object in the file `path` of at most `limit` bytes."""
+    if path.exists() and not path.is_file():  # opening a pipe would wait for ever
+        raise CheckpointError(f"{path}: not a regular file")
     try:
         with path.open("rb") as file:
             data = file.read(limit + 1)
@@ -45,11 +48,11 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     for key, item in pairs:
         if bad := _not_a_number(item):
-            raise ValueError(f"{key}: {bad} is not a JSON number")
+            raise ValueError(f"{reprlib.repr(key)}: {bad} is not a JSON number")
     if len(value) < len(pairs):
         seen: set[str] = set()
         repeated = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"key {repeated!r} is given twice")
+        raise ValueError(f"key {reprlib.repr(repeated)} is given twice")
     return value
 
 

@@ -32,8 +32,8 @@ SAME_FLOOR_STRANGERS = {frozenset(pair) for pair in [("kernels", "formats"), ("w
 TORCH_FREE = [
     "lmkit", "lmkit.errors", "lmkit.config", "lmkit.log", "lmkit.text", "lmkit.models", "lmkit.cli.main",
     "lmkit.kv_dtype", "lmkit.attention_spec", "lmkit.web.server", "lmkit.proxy.server", "lmkit.serve.http",
-    "lmkit.neutral", "lmkit.api.async_pipeline", "lmkit.bench.online", "lmkit.bench.report", "lmkit.bench.plot",
-    "lmkit.extras",
+    "lmkit.neutral", "lmkit.extras", "lmkit.api.async_pipeline",
+    "lmkit.bench.online", "lmkit.bench.report", "lmkit.bench.plot",
     "lmkit.turbo.request", "lmkit.turbo.sequence", "lmkit.turbo.plan", "lmkit.turbo.kv.block_pool",
     "lmkit.turbo.kv.radix_cache", "lmkit.turbo.kv.manager", "lmkit.turbo.kv.tiers.store",
     "lmkit.turbo.scheduling.policy", "lmkit.turbo.scheduling.scheduler", "lmkit.turbo.scheduling.pacing",

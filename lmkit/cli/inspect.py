@@ -42,7 +42,7 @@ def _print(report: dict[str, Any]) -> None:
 
 
 def _words(name: str) -> str:
-    return " ".join("KV" if word == "kv" else word for word in name.split("_"))
+    return " ".join(word.upper() if word in ("kv", "mlp") else word for word in name.split("_"))
 
 
 def _text(name: str, value: Any) -> str:

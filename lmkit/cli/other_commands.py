@@ -187,9 +187,47 @@ COMMANDS: Mapping[str, str] = {
     "version": "use `lmkit --version`",
 }
 
+# Options of `lmkit bench online`: those of vLLM's, SGLang's and LMDeploy's load generators.
+ONLINE: Mapping[str, str] = {
+    **each("give http://HOST:PORT as the argument", "base_url host port"),
+    "backend": "any OpenAI-compatible server is measured; --endpoint names its API",
+    "dataset_name": "use dataset, a file; the default is random text",
+    "dataset_path": "use dataset",
+    "disable_ignore_eos": "use --no-ignore-eos",
+    "extra_request_body": "use extra_body",
+    "max_concurrency": "use concurrency",
+    "num_prompt": "use num_prompts",
+    **each("use json, a file", "output_file result_dir result_filename save_result"),
+    "percentile_metrics": "the results always have p50, p90 and p99",
+    "random_input_len": "use input_len",
+    "random_output_len": "use output_len",
+    "random_range_ratio": "use range_ratio",
+    "request_rate": "use rate",
+    "served_model_name": "use model",
+    "sharegpt_output_len": "use output_len",
+    "num_warmups": "use warmup",
+}
+
+# Options of `lmkit bench throughput` and `latency`, which have a seed.
+OFFLINE: Mapping[str, str] = {
+    **{name: advice for name, advice in ENGINE.items() if name != "seed"},
+    "model": "give the model as the argument",
+}
+
 # The tables of options by command: `lmkit COMMAND --NAME`.
 OPTIONS: Mapping[str, Mapping[str, str]] = {
     "quantize": QUANTIZE,
     "serve": {**ENGINE, **SERVE},
     "proxy": PROXY,
+    "eval": {**each("use text or dataset", "file tasks"), "ctx_size": "use seq_len", "kv_cache_dtype": "use kv_dtype"},
+    "chat": {
+        **each("give http://HOST:PORT as the argument", "url base_url host port"),
+        "max_new_tokens": "use max_tokens",
+        "n_predict": "use max_tokens",
+        "system_prompt": "use system",
+        "model_name": "use model",
+    },
+    "bench throughput": {**OFFLINE, "random_input_len": "use input_len", "random_output_len": "use output_len"},
+    "bench latency": {**OFFLINE, "num_iters": "use repeats", "num_iters_warmup": "use warmup"},
+    "bench online": ONLINE,
 }

@@ -104,7 +104,7 @@ def _said(context: Any, message: str) -> str:
 def no_option(context: Any, given: str) -> str:
     """One line for an option that the command of this context has not."""
     options = [name for param in context.command.get_params(context) for name in names(param)]
-    others = OPTIONS.get(context.info_name, {}) if len(_path(context)) < 2 else {}
+    others = OPTIONS.get(" ".join(_path(context)) or context.info_name, {})
     name = given.lstrip("-").replace("-", "_")
     if name in others:
         advice = f": {_as_options(others[name], options)}"

@@ -16,7 +16,9 @@ DEMO_FOLDER = Path(__file__).resolve().parents[1] / "demo" / "model"
 
 # Weights as safetensors, and text files; never pickled weights or code.
 WEIGHTS = "*.safetensors"
+PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 WANTED = [WEIGHTS, "*.json", "*.jinja", "merges.txt", "tokenizer.model", "LICENSE*"]
+CONVERT = "GGUF files are not run; first `lmkit convert {} -o FOLDER --format compressed-tensors`, or dense"
 UNWANTED = ["*/*", "consolidated*"]  # other exports of the same weights
 
 _LOG_IN = "log in with `hf auth login` or set HF_TOKEN"
@@ -34,21 +36,55 @@ def resolve_model_path(name: str | Path, *, weights: bool = True) -> Path:
     """The folder of a checkpoint: an existing one, the bundled "demo", or a snapshot of a Hugging Face Hub repository.
 
     Only a string that could name a repository (`model`, `owner/model`) is looked up on the Hub, through the Hub's own
-    cache and settings. Without `weights`, only the small files are fetched. Raises CheckpointError with advice.
+    cache and settings. Without `weights`, only the small files are fetched, and a folder may hold anything. Raises
+    CheckpointError with advice.
     """
     path = Path(name)
     if os.path.isdir(name):  # os.path: names too long for the file system are no error
-        return path
-    if os.path.exists(name):
-        raise CheckpointError(f"{path}: is a file; give the checkpoint's folder")
-    if name == DEMO:
+        found = path
+    elif os.path.exists(name):
+        raise CheckpointError(f"{path}: {_about_file(path)}")
+    elif name == DEMO:
         return DEMO_FOLDER
-    if isinstance(name, Path) or not _may_be_repository(name):
+    elif isinstance(name, Path) or not _may_be_repository(name):
         raise CheckpointError(f"{name}: no such folder")
-    return _download(name, WANTED if weights else [pattern for pattern in WANTED if pattern != WEIGHTS])
+    else:
+        found = _download(name, WANTED if weights else [pattern for pattern in WANTED if pattern != WEIGHTS])
+    if weights and (problem := _about_folder(found)):
+        raise CheckpointError(f"{found}: {problem}")
+    return found
+
+
+def _about_file(path: Path) -> str:
+    """What to do with a file that was given in place of a checkpoint's folder."""
+    if path.suffix == ".gguf":
+        return CONVERT.format(path)
+    if path.suffix in PICKLED:
+        return "pickled weights can run code and are not read; give a checkpoint's folder, with safetensors"
+    if path.suffix == ".safetensors":
+        return f"is only a part of a checkpoint; give its folder ({path.parent}), with config.json and the tokenizer"
+    return "is a file; give the checkpoint's folder"
+
+
+def _about_folder(folder: Path) -> str:
+    """The reason why a folder is no checkpoint, or an empty text."""
+    try:
+        names = set(os.listdir(folder))
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    kinds = {Path(name).suffix for name in names}
+    if ".safetensors" not in kinds:
+        if ".gguf" in kinds:
+            return CONVERT.format(folder)
+        if kinds & {*PICKLED}:
+            return "has only pickled weights, which can run code and are not read; convert them to safetensors"
+        return "has no .safetensors weights, so it is no checkpoint" if names else "the folder is empty"
+    return "" if "config.json" in names else "has no config.json, so it is no checkpoint"
 
 
 def _may_be_repository(name: str) -> bool:
+    if Path(name).suffix in (".gguf", ".safetensors", *PICKLED):
+        return False
     return name.count("/") <= 1 and name[:1] not in ("", ".", "/", "~") and not name.endswith("/")
 
 

@@ -25,7 +25,11 @@ AUTO_ROUND_NOTES = {
 }  # fmt: skip
 FLOATS = ("F16", "BF16", "F32")
 MAX_GROUP_SIZE = 1 << 17
-_PARTS = (("qweight", "qzeros", "scales"), ("weight_packed", "weight_scale", "weight_shape"))
+# (tensors of which a module has any, tensors that it then needs); weight_scale also goes with an 8-bit weight
+_NEEDED = (
+    (("qweight", "qzeros", "scales"), ("qweight", "qzeros", "scales")),
+    (("weight_packed", "weight_shape"), ("weight_packed", "weight_scale", "weight_shape")),
+)
 MARKS = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")  # a module with one of these is quantized
 
 
@@ -97,8 +101,8 @@ def refuse_extras(what: str, activations: Activations, kv_cache_scheme: dict[str
 
 def missing_parts(reader: CheckpointReader, module: str) -> list[str]:
     """Names of tensors that a linear needs in any format and that the checkpoint lacks. No tensor is read."""
-    parts = next((parts for parts in _PARTS if any(reader.has(f"{module}.{part}") for part in parts)), ("weight",))
-    return [name for part in parts if not reader.has(name := f"{module}.{part}")]
+    found = (needed for marks, needed in _NEEDED if any(reader.has(f"{module}.{mark}") for mark in marks))
+    return [name for part in next(found, ("weight",)) if not reader.has(name := f"{module}.{part}")]
 
 
 def read_part(reader: CheckpointReader, name: str, dtypes: tuple[str, ...], *shapes: tuple[int, ...]) -> Tensor:

@@ -105,7 +105,7 @@ def test_names_of_other_tools_are_none_of_ours() -> None:
         for name, advice in names.items():
             assert f"--{name.replace('_', '-')}" not in options
             with pytest.raises(ConfigError) as raised:
-                app([*path.split(), f"--{name}", "1"])
+                ROOT.main([*path.split(), f"--{name}", "1"])
             words = str(raised.value).replace(",", " ").replace(";", " ").replace(":", " ").split()
             assert all(word in options for word in words if word.startswith("--") and word != f"--{name}"), raised.value
             assert advice.split()[0] in words

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -67,6 +69,12 @@ def test_a_malformed_file(tmp_path: Path, content: str) -> None:
         read(tmp_path, content)
 
 
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "generation_config.json")
+    with pytest.raises(CheckpointError, match="not a regular file"):
+        read_defaults(tmp_path)
+
+
 def test_what_is_not_done_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     defaults = read(tmp_path, '{"num_beams": 4, "penalty_alpha": 0.6, "typical_p": 1.0, "no_repeat_ngram_size": 0}')
     assert set(defaults.not_applied) == {"num_beams", "penalty_alpha"}
@@ -78,8 +86,6 @@ def test_what_is_not_done_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixt
 
 
 def test_neutral_values_are_no_warning(tmp_path: Path) -> None:
-    import json
-
     for nothing in (None, *({name: values[0] for name, values in NOT_APPLIED.items() if values},)):
         content = dict.fromkeys(NOT_APPLIED) if nothing is None else nothing
         assert read(tmp_path, json.dumps(content)).not_applied == ()

@@ -58,7 +58,8 @@ def load(model_path: str, config: EngineConfig, device: Device) -> LoadedModel:
         has_tiers = _has_tiers(config)
         identity = kv_identity(model, config) if has_tiers else b""
         disk = _open_disk(config, identity, memory.block_bytes)
-        log.info("model: %s, %s weights, %s", spec.architecture, model.source.format.name, model.packing.dtype)
+        name = spec.architecture.removesuffix("ForCausalLM")
+        log.info("model: %s, %s weights, %s", name, model.source.format.name, model.packing.dtype)
         _announce(memory, model.storages)
         start = time.perf_counter()
         with fits_the_gpu("the weights"):

@@ -50,10 +50,12 @@ class MemoryPlan:
         """A warning if the KV cache is too small for the model's context, or an empty text."""
         if self.max_model_len == self.wanted_len:
             return ""
+        room = self.available - self.weights - self.workspace - RUNTIME_BYTES - self.host
+        larger = f"set kv_memory {-(-self.wanted_kv >> 20)}M, " if self.wanted_kv <= room else "free memory, "
         return (
             f"the context is cut to {self.max_model_len:,} of the model's {self.wanted_len:,} tokens: the KV cache has "
-            f"{gib(self.kv)}, and a full context needs kv_memory {-(-self.wanted_kv >> 20)}M; raise it, use a smaller "
-            f"kv_dtype (int8, int4), or set max_model_len {self.max_model_len}"
+            f"{gib(self.kv)}, and a full context needs {gib(self.wanted_kv)}; {larger}use a smaller kv_dtype (int8, "
+            f"int4), or set max_model_len {self.max_model_len}"
         )
 
     def as_dict(self) -> dict[str, int]:

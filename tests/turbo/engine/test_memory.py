@@ -58,10 +58,12 @@ def test_context_shrinks_to_the_pool_unless_it_was_asked_for() -> None:
     assert plan.max_model_len == plan.num_blocks * 32 < 4096
     told = plan.shortage()
     assert told.startswith(f"the context is cut to {plan.max_model_len} of the model's 4,096 tokens")
-    needed = int(re.findall(r"kv_memory (\d+)M", told)[0])
+    needed = int(re.findall(r"set kv_memory (\d+)M", told)[0])
     full = [plan_memory(SPEC, EngineConfig(kv_memory=n << 20), BF16, 0, 8 * GIB) for n in (needed - 1, needed)]
     assert full[0].max_model_len < full[1].max_model_len == 4096
     assert not full[1].shortage()
+    little = plan_memory(SPEC, EngineConfig(max_batch_size=1), BF16, 0, available=RUNTIME_BYTES + (12 << 20))
+    assert "; free memory, use a smaller kv_dtype" in little.shortage(), "more kv_memory would be refused"
     asked = EngineConfig(kv_memory=1 << 20, max_model_len=plan.max_model_len)
     assert not plan_memory(SPEC, asked, BF16, weight_bytes=0, available=8 * GIB).shortage()
     with pytest.raises(ConfigError, match=f"lower max_model_len to {plan.max_model_len}"):

@@ -37,7 +37,7 @@ def test_the_lines_of_a_start(capsys: pytest.CaptureFixture[str], demo_model: Pa
     texts = [line.partition(" I engine: ")[2] for line in lines if " I engine: " in line]
     kinds = [text.partition(":")[0] for text in texts if not text.startswith(("compiling", "packing", "weights"))]
     assert kinds == ["device", "model", "KV cache", "context", "memory"]
-    assert "model: LlamaForCausalLM, dense weights, bfloat16" in texts
+    assert "model: Llama, dense weights, bfloat16" in texts
     assert "context: 4,096 tokens" in texts
 
 
@@ -45,7 +45,7 @@ def test_a_context_that_is_cut_is_a_warning(capsys: pytest.CaptureFixture[str], 
     lines = started(capsys, demo_model, "WARNING", kv_memory=1 << 20)
     (cut,) = [line for line in lines if "context" in line]
     assert " W engine: the context is cut to 256 of the model's 4,096 tokens" in cut
-    assert "kv_memory 16M" in cut
+    assert "a full context needs 16.0 MiB; set kv_memory 16M" in cut
 
 
 def test_details_for_programs(capsys: pytest.CaptureFixture[str], demo_model: Path) -> None:
