@@ -304,7 +304,7 @@ COMMANDS: Mapping[str, str] = {
 
 # Options of `lmkit bench online`: those of vLLM's, SGLang's and LMDeploy's load generators.
 ONLINE: Mapping[str, str] = {
-    **_each("give http://HOST:PORT as the argument", "base_url host port"),
+    **each("give http://HOST:PORT as the argument", "base_url host port"),
     "backend": "any OpenAI-compatible server is measured; --endpoint names its API",
     "dataset_name": "use dataset, a file; the default is random text",
     "dataset_path": "use dataset",
@@ -312,7 +312,7 @@ ONLINE: Mapping[str, str] = {
     "extra_request_body": "use extra_body",
     "max_concurrency": "use concurrency",
     "num_prompt": "use num_prompts",
-    **_each("use json, a file", "output_file result_dir result_filename save_result"),
+    **each("use json, a file", "output_file result_dir result_filename save_result"),
     "percentile_metrics": "the results always have p50, p90 and p99",
     "random_input_len": "use input_len",
     "random_output_len": "use output_len",
@@ -334,9 +334,9 @@ OPTIONS: Mapping[str, Mapping[str, str]] = {
     "quantize": QUANTIZE,
     "serve": {**ENGINE, **SERVE},
     "proxy": PROXY,
-    "eval": {**_each("use text or dataset", "file tasks"), "ctx_size": "use seq_len", "kv_cache_dtype": "use kv_dtype"},
+    "eval": {**each("use text or dataset", "file tasks"), "ctx_size": "use seq_len", "kv_cache_dtype": "use kv_dtype"},
     "chat": {
-        **_each("give http://HOST:PORT as the argument", "url base_url host port"),
+        **each("give http://HOST:PORT as the argument", "url base_url host port"),
         "max_new_tokens": "use max_tokens",
         "n_predict": "use max_tokens",
         "system_prompt": "use system",
