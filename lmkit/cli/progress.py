@@ -8,20 +8,19 @@ from collections.abc import Callable, Mapping
 from typing import Self
 
 LINE_SECONDS = 10.0  # between two lines where there is no terminal
+KNOWN = 0.02  # the share of the work behind which its speed is known
 
 
 def duration(seconds: float) -> str:
     """`45 s`, `12 min`, `3 h 20 min`, `2 d 5 h`: rounded to what a reader plans with."""
     if seconds < 99.5:
         return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
+    minutes, hours = round(seconds / 60), round(seconds / 3600)
     if minutes < 60:
         return f"{minutes} min"
-    hours, minutes = divmod(minutes, 60)
-    if hours < 24:
-        return f"{hours} h {minutes} min" if minutes else f"{hours} h"
-    days, hours = divmod(hours, 24)
-    return f"{days} d {hours} h" if hours else f"{days} d"
+    large, small, names = (*divmod(minutes, 60), "h min") if minutes < 1440 else (*divmod(hours, 24), "d h")
+    parts = zip((large, small), names.split(), strict=True)
+    return " ".join(f"{count} {name}" for count, name in parts if count)
 
 
 class ProgressBar:
@@ -36,7 +35,7 @@ class ProgressBar:
         self, quiet: bool, phases: Mapping[str, float] | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
         console = Console(stderr=True)
         self._lines = not quiet and (not console.is_terminal or console.is_dumb_terminal)
@@ -44,6 +43,7 @@ class ProgressBar:
             TextColumn("{task.description}"),
             BarColumn(bar_width=28),
             TextColumn("{task.percentage:>3.0f} %"),
+            TimeElapsedColumn(),
             TextColumn("{task.fields[time]}"),
             console=console,
             disable=quiet or self._lines,
@@ -74,7 +74,7 @@ class ProgressBar:
         now = self._clock()
         self._origin = self._origin or (now, share)
         elapsed, gained = now - self._origin[0], share - self._origin[1]
-        left = f"{duration(elapsed / gained * (1 - share))} left" if gained > 0 and share < 1 else ""
+        left = f"{duration(elapsed / gained * (1 - share))} left" if gained >= KNOWN and share < 1 else ""
         self._progress.update(self._task, description=self._what, completed=share, time=left, visible=True)
         if self._lines and now - self._written >= LINE_SECONDS:
             self._written = now
@@ -89,9 +89,8 @@ class ProgressBar:
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         if kind is None and self._what:
-            took = duration(self._clock() - self._start)
-            self._progress.update(self._task, description="done", completed=1.0, time=took)
+            self._progress.update(self._task, description="done", completed=1.0, time="")
             if self._lines and self._written > self._start:
                 self._what = "done"
-                self._print(took)
+                self._print(duration(self._clock() - self._start))
         self._progress.stop()
