@@ -52,7 +52,7 @@ def main() -> None:
     """Run a command. A user's mistake is one line on stderr and exit code 2; Ctrl-C is exit code 130."""
     try:
         log.setup(environment().log_level)
-        app()
+        app(prog_name="lmkit")
     except LMKitError as error:
         print(f"lmkit: {error}", file=sys.stderr)
         sys.exit(2)
