@@ -52,6 +52,8 @@ if not TYPE_CHECKING:  # a type checker sees the imports above
 
     def __getattr__(name: str) -> Any:
         if name in _HOMES:
+            if _HOMES[name].startswith("api."):  # not every other system can import it
+                importlib.import_module("lmkit.config").require_linux()
             return getattr(importlib.import_module(f"lmkit.{_HOMES[name]}"), name)
         if name in PACKAGE:  # an ImportError shows its message where an AttributeError would not
             raise ImportError(f"lmkit has no {name}{hint(name, PACKAGE)}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import reprlib
+import sys
 import types
 import typing
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 import msgspec
 
 from lmkit import other_names
-from lmkit.errors import ConfigError
+from lmkit.errors import ConfigError, UnsupportedError
 from lmkit.kv_dtype import KVName
 
 T = TypeVar("T")
@@ -88,6 +89,13 @@ def _kinds(hint: Any) -> str:
         return " or ".join(map(_kinds, typing.get_args(hint)))
     name: str = (typing.get_origin(hint) or hint).__name__
     return _KINDS.get(name, name)
+
+
+def require_linux() -> None:
+    """Raise UnsupportedError on any other system."""
+    if sys.platform != "linux":
+        system = {"darwin": "macOS", "win32": "Windows"}.get(sys.platform, sys.platform)
+        raise UnsupportedError(f"Linux only, and this is {system}; use a Linux machine, a container or WSL 2")
 
 
 class StrictStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,13 +1,4 @@
-"""AsyncPipeline: an engine in a process of its own, for asyncio.
-
-    async with AsyncPipeline("demo") as pipe:
-        response = await pipe("import os\\n")
-        async for part in pipe.stream_infer("import os\\n"):
-            print(part.text, end="")
-
-Tasks that run at the same time share the engine's batches. A task that is cancelled aborts its requests. The engine
-computes in another process, so the event loop stays free. No torch here.
-"""
+"""AsyncPipeline: an engine in a process of its own, for asyncio. No torch here."""
 
 from __future__ import annotations
 
@@ -40,10 +31,18 @@ Queue = asyncio.Queue[tuple[int, RequestOutput] | None]
 
 
 class AsyncPipeline:
-    """The calls of Pipeline for asyncio. One AsyncPipeline belongs to one event loop.
+    """The calls of Pipeline for asyncio.
 
-    `options` are fields of EngineConfig. Use it in `async with`, or call `start` first and `close` at the end. The
-    engine's process writes its records of `log_level` and above to stderr.
+        async with AsyncPipeline("demo") as pipe:
+            response = await pipe("import os\\n")
+            async for part in pipe.stream_infer("import os\\n"):
+                print(part.text, end="")
+
+    The engine computes in a process of its own, so the event loop stays free. Tasks that run at the same time share its
+    batches. A task that is cancelled aborts its requests.
+
+    `options` are fields of EngineConfig. Use it in `async with`, or call `start` first and `close` at the end. One
+    AsyncPipeline belongs to one event loop. The engine's process writes its records of `log_level` and above to stderr.
     """
 
     @names_ours

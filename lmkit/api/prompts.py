@@ -80,13 +80,15 @@ def names_ours(call: F) -> F:
     opens = "model" in known  # then further keywords are fields of EngineConfig, which checks them
     others = names.OPENING if opens else {**names.CALL, **other_names.GENERATION}
 
+    shown = call.__qualname__.removesuffix(".__call__").removesuffix(".__init__")
+
     @functools.wraps(call)
     def checked(*args: Any, **named: Any) -> Any:
         for name in named.keys() & others.keys() if opens else named.keys() - known.keys():
             advice = other_names.hint(name, others, known)
             if name in GenerationConfig.__struct_fields__:
                 advice = f": use gen_config=GenerationConfig({name}=...)"
-            raise ConfigError(f"{call.__name__} has no argument {name}{advice}")
+            raise ConfigError(f"{shown} has no argument {name}{advice}")
         return call(*args, **named)
 
     return checked  # type: ignore[return-value]

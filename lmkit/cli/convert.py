@@ -21,9 +21,11 @@ def convert(
     """Write a quantized checkpoint in another format without loss, and verify it."""
     from lmkit.formats.convert import convert
     from lmkit.formats.gguf import convert_gguf, is_gguf
+    from lmkit.formats.known import remember
 
     chosen = convert_gguf if is_gguf(model) else convert
     with ProgressBar(quiet=False) as bar:
         linears = chosen(model, output, format, progress=lambda done, total: bar.update("linears", done, total))
+    remember(output)
     quantized = sum(scheme is not None for scheme in linears.values())
     print(f"{output}: {quantized} linears as {format}, read back and found equal")

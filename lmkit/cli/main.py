@@ -9,10 +9,10 @@ import typer
 
 import lmkit
 from lmkit import log
-from lmkit.cli import bench, chat, convert, doctor, eval, inspect, proxy, quantize, running, serve
+from lmkit.cli import bench, chat, convert, doctor, eval, inspect, models, proxy, quantize, running, serve
 from lmkit.cli.settings import ProxyGroup, ServeCommand
 from lmkit.cli.usage import Command, Group, Root
-from lmkit.config import environment
+from lmkit.config import environment, require_linux
 from lmkit.errors import LMKitError
 
 app = typer.Typer(
@@ -32,6 +32,8 @@ for name, function, short_help in (
     ("chat", chat.chat, "Talk to a model or a server."),
     ("eval", eval.evaluate, "Measure perplexity, and the distance between two models."),
     ("inspect", inspect.inspect, "Show a checkpoint, and the memory that serving it needs."),
+    ("list", models.list_models, "Show the models on this machine."),
+    ("pull", models.pull, "Fetch a model from the Hugging Face Hub."),
     ("ps", running.ps, "Show the servers that run on this machine."),
     ("stop", running.stop, "End a server once its requests are answered."),
     ("doctor", doctor.doctor, "Show what this machine can run."),
@@ -51,6 +53,7 @@ def _version(version: Annotated[bool, typer.Option("--version", help="Print the 
 def main() -> None:
     """Run a command. A user's mistake is one line on stderr and exit code 2; Ctrl-C is exit code 130."""
     try:
+        require_linux()
         log.setup(environment().log_level)
         app(prog_name="lmkit")
     except LMKitError as error:

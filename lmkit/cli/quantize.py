@@ -90,6 +90,7 @@ def quantize(
     """Quantize a checkpoint by a recipe: its weights, and a configuration of its KV cache."""
     from lmkit.config import default_num_threads, parse_bytes
     from lmkit.formats.atomic import refuse_occupied
+    from lmkit.formats.known import remember
     from lmkit.kernels.cpu import threads
     from lmkit.quant.data.calibration import parse_source
     from lmkit.quant.data.comm import Comm
@@ -133,6 +134,7 @@ def quantize(
     comm.close()
     if not comm.is_first:
         return
+    remember(output)
     if json:
         import msgspec
 

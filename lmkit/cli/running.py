@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 def ps(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """Show the servers and proxies that this user runs on this machine."""
-    from lmkit.cli.table import age, print_table
+    from lmkit.cli.progress import duration
+    from lmkit.cli.table import print_table
     from lmkit.turbo.host_memory import gib
     from lmkit.web.running import running
 
@@ -38,7 +39,7 @@ def ps(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
     else:
         print_table(
             ("pid", "model", "address", "uptime", "memory"),
-            [(str(e.pid), _name(e), e.url or "loading", age(e.seconds), gib(_memory(e.pid))) for e in entries],
+            [(str(e.pid), _name(e), e.url or "loading", duration(e.seconds), gib(_memory(e.pid))) for e in entries],
             right=("pid", "uptime", "memory"),
         )
 

@@ -40,12 +40,13 @@ def serve(
     host: Annotated[str, _server("Address to listen on; 0.0.0.0 for all.")] = _SERVER.host,
     port: Annotated[int, _server("0 takes a free one.", callback=checked(ServerConfig, "port"))] = _SERVER.port,
     api_key: Annotated[
-        list[str] | None, _server("Accept this key; repeatable. Other users of this machine can see it here.")
+        list[str] | None, _server("Accept this key; repeatable. Others see it here, not in LMKIT_API_KEY.")
     ] = None,
     api_key_file: Annotated[Path | None, _server("A file with one key a line.")] = None,
     max_body: Annotated[str, _server("Largest request body.", callback=size)] = "4M",
     drain_seconds: Annotated[
-        float, _server("Seconds for running requests to finish after SIGTERM.", min=0)
+        float,
+        _server("Seconds for requests to finish after SIGTERM.", callback=checked(ServerConfig, "drain_seconds")),
     ] = _SERVER.drain_seconds,
     log_level: Annotated[LogLevel, _server("How much is logged.", case_sensitive=False)] = _SERVER.log_level,
     engine: Annotated[str | None, typer.Option(hidden=True, help="module:Class of another engine.")] = None,
@@ -58,37 +59,46 @@ def serve(
     if print_config:
         print(resolved(context))
         return
-    from lmkit import log
-    from lmkit.formats.hub import resolve_model_path
-    from lmkit.serve.server import serve as run
-    from lmkit.turbo.transport.async_engine import AsyncEngine
-    from lmkit.turbo.transport.messages import ENGINE
-    from lmkit.web.running import registered
-
     keys = _keys(api_key or [], api_key_file)
     quota = context.get_parameter_source("cache_quota")
     if len(keys) > 1 and quota is not None and quota.name == "DEFAULT":
         engine_config = msgspec.structs.replace(engine_config, cache_quota=SHARED_CACHE_QUOTA)
-    name = served_model_name or (Path(model).resolve().name if Path(model).is_dir() else model)
     server_config = ServerConfig(
         host=host,
         port=port,
-        served_model_name=name,
+        served_model_name=served_model_name or (Path(model).resolve().name if Path(model).is_dir() else model),
         api_keys=keys,
         max_body_bytes=int(max_body),
         drain_seconds=drain_seconds,
         log_level=log_level,
     )
-    log.setup(log_level)
-    path = resolve_model_path(model)
-    front_end = AsyncEngine(path, engine_config, engine=engine or ENGINE, log_level=log_level)
-    with registered("serve", name, drain_seconds) as tell:
+    raise typer.Exit(_run(model, engine_config, server_config, engine))
+
+
+def _run(model: str, engine_config: EngineConfig, config: ServerConfig, engine: str | None) -> int:
+    """Serve until a signal; the exit status."""
+    from lmkit import log
+    from lmkit.formats.hub import resolve_model_path
+    from lmkit.formats.known import remember
+    from lmkit.serve.server import serve
+    from lmkit.turbo.transport.async_engine import AsyncEngine
+    from lmkit.turbo.transport.messages import ENGINE
+    from lmkit.web.running import registered
+
+    log.setup(config.log_level)
+    if config.api_keys:
+        log.get_logger(__name__).info("every route but /health needs one of %d API keys", len(config.api_keys))
+    path, name = resolve_model_path(model), str(config.served_model_name)
+    if Path(model).is_dir():
+        remember(path)
+    front_end = AsyncEngine(path, engine_config, engine=engine or ENGINE, log_level=config.log_level)
+    with registered("serve", name, config.drain_seconds) as tell:
 
         def on_ready(url: str) -> None:
             tell(url)
             print(f"serving {name} on {url}", flush=True)
 
-        raise typer.Exit(run(front_end, server_config, on_ready))
+        return serve(front_end, config, on_ready)
 
 
 def _keys(given: list[str], file: Path | None) -> tuple[str, ...]:

@@ -13,11 +13,12 @@ import typer
 import yaml
 
 from lmkit import yaml_file
+from lmkit.cli.other_commands import OPTIONS
 from lmkit.cli.usage import Command, Group, explain, names, no_option
 from lmkit.config import VARIABLES, lmkit_variables
 from lmkit.errors import ConfigError
 from lmkit.log import get_logger
-from lmkit.other_names import OPTIONS, hint
+from lmkit.other_names import hint
 
 _ORIGINS = "lmkit.origins"  # in a context's meta: where each value stands that is not on the command line
 _OF_A_CALL = ("config", "print_config")  # options that a file cannot have

@@ -1,4 +1,4 @@
-"""Plain tables, for a terminal and for `awk` alike."""
+"""A plain table, for a terminal and for `awk` alike."""
 
 from __future__ import annotations
 
@@ -14,12 +14,3 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right:
             for name, cell, width in zip(columns, row, widths, strict=True)
         ]
         print("  ".join(cells).rstrip())
-
-
-def age(seconds: float) -> str:
-    """`5 s`, `12 min`, `3 h`, `8 d`."""
-    for unit, length in (("s", 60), ("min", 60), ("h", 48)):
-        if seconds < length:
-            return f"{seconds:.0f} {unit}"
-        seconds /= 24 if unit == "h" else 60
-    return f"{seconds:.0f} d"

@@ -13,8 +13,9 @@ from typing import Any, Literal, get_args, get_origin
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from lmkit.cli.other_commands import COMMANDS, OPTIONS, VALUES
 from lmkit.errors import ConfigError
-from lmkit.other_names import COMMANDS, OPTIONS, VALUES, hint
+from lmkit.other_names import hint
 
 
 def _format_options(command: Any, context: Any, formatter: Any) -> None:

@@ -15,6 +15,7 @@ import yaml
 from lmkit import yaml_file
 from lmkit.config import LogLevel, PolicyName, PositiveInt, StrictStruct
 from lmkit.errors import ConfigError
+from lmkit.other_names import hint
 
 Key = Annotated[str, msgspec.Meta(min_length=1, max_length=512, pattern=r"^[\x21-\x7e]+$")]
 ModelName = Annotated[str, msgspec.Meta(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f\x7f-\x9f]+$")]
@@ -113,10 +114,17 @@ def _read(path: Path) -> ProxyConfig:
     try:
         config = msgspec.convert(data, ProxyConfig)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{path}:{_line(tree, str(error))}: {error}") from None
+        raise ConfigError(f"{path}:{_line(tree, str(error))}: {error}{_near(str(error))}") from None
     if config.state_file is None:
         return config
     return msgspec.structs.replace(config, state_file=str(path.parent / config.state_file))
+
+
+def _near(message: str) -> str:
+    """`; did you mean port?` for a message about an unknown field."""
+    unknown = re.search(r"unknown field `(.*?)`", message)
+    known = NodeConfig if "$.nodes" in message else ProxyConfig
+    return hint(unknown[1], {}, known.__struct_fields__) if unknown else ""
 
 
 def _line(tree: Any, message: str) -> int:

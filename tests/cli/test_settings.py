@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from lmkit.cli.engine_options import HELP
 from lmkit.cli.main import app
+from lmkit.cli.other_commands import OPTIONS
 from lmkit.errors import ConfigError
-from lmkit.other_names import OPTIONS
 
 
 @pytest.fixture(autouse=True)

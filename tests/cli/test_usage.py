@@ -14,8 +14,8 @@ from typer.core import TyperGroup
 from typer.testing import CliRunner
 
 from lmkit.cli.main import app
+from lmkit.cli.other_commands import COMMANDS, OPTIONS
 from lmkit.errors import ConfigError
-from lmkit.other_names import COMMANDS, OPTIONS
 from tests.cli.commands import mistake
 
 ROOT: Any = typer.main.get_command(app)

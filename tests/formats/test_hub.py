@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import httpx
 import huggingface_hub
 import pytest
-from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError
 
 from lmkit.errors import CheckpointError
 from lmkit.formats.checkpoint import CheckpointReader, resolve_model_path
@@ -113,7 +112,7 @@ def test_unreachable_hub_is_one_line_of_advice(hub: list[tuple[str, dict[str, An
     )
 
 
-@pytest.mark.parametrize("error", [httpx.ConnectError("down"), ValueError(""), OSError("disk full")])
+@pytest.mark.parametrize("error", [HTTPError("down"), ValueError(""), OSError("disk full")])
 def test_every_failure_is_a_checkpoint_error(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     def download(name: str, **options: Any) -> str:
         raise error

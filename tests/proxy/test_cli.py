@@ -174,7 +174,7 @@ async def test_mistakes_are_one_line_and_exit_code_2(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         cases = [
-            (("--config", str(config)), f"{config}:1: Object contains unknown field `prot`"),
+            (("--config", str(config)), f"{config}:1: Object contains unknown field `prot`; did you mean port?"),
             (("--config", str(tmp_path / "none")), "No such file"),
             (("--node", "nonsense"), "--node: 'nonsense' is not a node's URL"),
             (("--policy", "fastest"), "--policy 'fastest': expected least_in_flight, round_robin or random"),
