@@ -141,6 +141,16 @@ def test_doctor_says_that_there_is_no_gpu() -> None:
     assert "kernels on the gpu" not in report
 
 
+def test_doctor_shows_variables_and_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LMKIT_API_KEY", "secret")
+    monkeypatch.setenv("LMKIT_KV_MEMORY", "1G")
+    monkeypatch.setattr("lmkit.extras.find_spec", lambda name: None)
+    text = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "200"}).stdout
+    assert "pip install 'lmkit[cuda]'" in text
+    assert "LMKIT_KV_MEMORY" in text
+    assert "secret" not in text
+
+
 @pytest.mark.parametrize("has_cupy", [True, False])
 def test_doctor_explains_a_gpu(monkeypatch: pytest.MonkeyPatch, has_cupy: bool) -> None:
     """Of which torch knows; with and without CuPy."""
