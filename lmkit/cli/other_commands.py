@@ -149,7 +149,9 @@ QUANTIZE: Mapping[str, str] = {
     "imatrix": "use calibration; statistics are taken from text",
     "kv_dtype": "use kv_bits",
     "quant_policy": "use kv_bits",
+    "quiet": "set LMKIT_LOG_LEVEL=ERROR",
     "threads": "set LMKIT_NUM_THREADS",
+    "verbose": "set LMKIT_LOG_LEVEL=DEBUG",
     "num_threads": "set LMKIT_NUM_THREADS",
 }
 
