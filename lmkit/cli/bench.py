@@ -299,7 +299,7 @@ def _load(path: Path, config: EngineConfig) -> Engine:
 def _print(table: Table) -> None:
     from rich.console import Console
 
-    Console().print(table)
+    Console(markup=False).print(table)
 
 
 def _print_runs(title: str, runs: Sequence[RequestRun]) -> None:
