@@ -8,7 +8,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 # What depends on the processor's instructions.
 ISA_TESTS := tests/kernels tests/layers tests/models tests/quant tests/turbo/runners tests/turbo/engine tests/bench \
-	tests/benchmarks tests/interop tests/test_end_to_end.py tests/test_end_to_end_cache.py tests/test_pipeline.py
+	tests/benchmarks tests/interop tests/test_end_to_end.py tests/test_end_to_end_cache.py tests/api
 ISA_EXCEPT := tests/kernels/cuda tests/turbo/engine/test_cuda_engine.py tests/benchmarks/test_gpu.py
 
 # What a target does stands behind its `##`.

@@ -17,7 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 import lmkit.demo
 from lmkit.formats.awq import AwqFormat
 from lmkit.formats.checkpoint import CheckpointReader, CheckpointWriter, atomic_directory
-from lmkit.formats.jsonfile import to_json
+from lmkit.jsonfile import to_json
 from lmkit.qtensor import QuantScheme, quantize
 
 BOS, EOS = "<s>", "</s>"

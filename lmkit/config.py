@@ -6,12 +6,19 @@ An unknown key or a wrong type is an error. No torch here: dtypes are strings.
 from __future__ import annotations
 
 import os
+import re
+import reprlib
+import sys
+import types
+import typing
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 
 import msgspec
 
-from lmkit.errors import ConfigError
+from lmkit import other_names
+from lmkit.errors import ConfigError, UnsupportedError
 from lmkit.kv_dtype import KVName
 
 T = TypeVar("T")
@@ -21,6 +28,9 @@ WeightDtype = Literal["auto", "float32", "bfloat16", "float16"]
 KVStorageName = Literal["auto", KVName]
 HeadStorage = Literal["auto", "int8"]
 Activations = Literal["auto", "int8", "fp8", "exact"]
+LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
+LOG_LEVELS = get_args(LogLevel)
+PolicyName = Literal["least_in_flight", "round_robin", "random"]  # of the proxy
 BLOCK_SIZE = {"cpu": 32, "cuda": 64}  # used if no block size is given
 STEP_TOKENS = {"cpu": 512, "cuda": 4096}  # used if no token budget is given
 StepTokens = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
@@ -28,15 +38,77 @@ PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
 
 
+class CheckedMeta(msgspec.StructMeta):
+    """Makes the constructor of a struct check names and types, as reading the struct from a file does.
+
+    `OTHERS` of the class are other tools' names for its fields. Raises ConfigError.
+    """
+
+    if not TYPE_CHECKING:  # a type checker sees the constructor of the fields
+
+        def __call__(cls, *args: Any, **named: Any) -> Any:
+            if args:
+                raise ConfigError(f"{cls.__name__}: expected fields by name, got {reprlib.repr(args[0])}")
+            given = cls.plain(named)
+            for name in given.keys() - set(cls.__struct_fields__):
+                advice = other_names.hint(name, cls.OTHERS, cls.__struct_fields__)
+                raise ConfigError(f"{cls.__name__} has no field {name}{advice}")
+            try:
+                return msgspec.convert(given, cls)
+            except msgspec.ValidationError as error:
+                raise ConfigError(f"{cls.__name__}: {_in_words(str(error), cls, given)}") from None
+
+    OTHERS: Mapping[str, str] = {}
+
+    def plain(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """The values that the caller gave, each as the field has it."""
+        return given
+
+
+_WORDS = {"null": "None", "array": "list", "object": "dict", "|": "or"}  # JSON's types in Python
+_KINDS = {"NoneType": "None", "tuple": "list"}
+
+
+def _in_words(error: str, cls: type, given: Mapping[str, Any]) -> str:
+    """msgspec's sentence with Python's names: `temperature='hot': expected float, got str`."""
+    text, _, path = error.partition(" - at ")
+    field = next(iter(re.findall(r"\$\.(\w+)", path)), "")
+    words = " ".join(_WORDS.get(word, word) for word in text.replace("`", "").replace(",", " ,").split())
+    words = (words[:1].lower() + words[1:]).replace(" ,", ",")
+    value = given.get(field)
+    if path == f"`$.{field}`" and (", got " in text or text.startswith("Invalid enum")):
+        words = f"expected {_kinds(typing.get_type_hints(cls)[field])}, got {type(value).__name__}"
+    return f"{field}={reprlib.repr(value)}: {words}"
+
+
+def _kinds(hint: Any) -> str:
+    """The type of a field: `int or None`, `auto, cpu, cuda`."""
+    if typing.get_origin(hint) is Literal:
+        return ", ".join(map(str, typing.get_args(hint)))
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        return " or ".join(map(_kinds, typing.get_args(hint)))
+    name: str = (typing.get_origin(hint) or hint).__name__
+    return _KINDS.get(name, name)
+
+
+def require_linux() -> None:
+    """Raise UnsupportedError on any other system."""
+    if sys.platform != "linux":
+        system = {"darwin": "macOS", "win32": "Windows"}.get(sys.platform, sys.platform)
+        raise UnsupportedError(f"Linux only, and this is {system}; use a Linux machine, a container or WSL 2")
+
+
 class StrictStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of every configuration: immutable and keyword-only; unknown fields are refused."""
 
 
-class EngineConfig(StrictStruct, frozen=True):
+class EngineConfig(StrictStruct, frozen=True, kw_only=True, metaclass=CheckedMeta):
     """How one engine runs one model. `auto` and None are resolved once, into a new value, and each decision is logged.
 
     `on` returns a copy with the fields that depend on the device resolved.
     """
+
+    OTHERS = other_names.ENGINE
 
     device: Device = "auto"
     dtype: WeightDtype = "auto"  # of dense weights; auto = the checkpoint's, see models.resolved.resolve_dtype
@@ -63,6 +135,12 @@ class EngineConfig(StrictStruct, frozen=True):
     decode_slowdown: Annotated[float, msgspec.Meta(gt=1)] = 2.0  # the largest slowdown of decoding during a prefill
     overlap: bool = True  # prepare the next step while one runs
     request_timeout: PositiveFloat | None = None  # seconds for a request that names none; None = no limit
+    generation_config: str = "auto"  # sampling defaults: auto = the checkpoint's, none, or a file or folder
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise other_names.missing(self, name, other_names.ENGINE)
 
     def on(self, device: Literal["cpu", "cuda"]) -> EngineConfig:
         """This configuration for that device, with the device's defaults filled in."""
@@ -93,7 +171,11 @@ class ServerConfig(StrictStruct, frozen=True):
     api_keys: tuple[str, ...] = ()  # empty = no authentication
     max_body_bytes: PositiveInt = 4 << 20
     drain_seconds: Annotated[float, msgspec.Meta(ge=0)] = 30.0  # how long requests may finish after SIGTERM
-    log_level: str = "INFO"
+    log_level: LogLevel = "INFO"
+
+
+# Variables that every command reads. `lmkit serve` and `lmkit proxy` read one for each of their options as well.
+VARIABLES = ("LMKIT_API_KEY", "LMKIT_CACHE_DIR", "LMKIT_CPU_ISA", "LMKIT_LOG_LEVEL", "LMKIT_NUM_THREADS")
 
 
 class Environment(StrictStruct, frozen=True):
@@ -102,7 +184,7 @@ class Environment(StrictStruct, frozen=True):
     cpu_isa: str | None  # LMKIT_CPU_ISA: force a lower kernel path: avx512_vnni, avx_vnni, avx2, portable
     num_threads: int | None  # LMKIT_NUM_THREADS
     cache_dir: Path  # LMKIT_CACHE_DIR: compiled kernels; packed weights if the checkpoint is not writable
-    log_level: str  # LMKIT_LOG_LEVEL
+    log_level: str  # LMKIT_LOG_LEVEL: one of LOG_LEVELS
     world_size: int  # processes of one quantization on all machines, as its launcher sets it
     local_world_size: int  # processes of one quantization on this machine
     api_key: str | None  # LMKIT_API_KEY: the key that `lmkit chat` and `lmkit proxy` clients send
@@ -113,6 +195,9 @@ def environment() -> Environment:
     threads = os.environ.get("LMKIT_NUM_THREADS")
     if threads is not None and not (threads.isdecimal() and int(threads) > 0):
         raise ConfigError(f"LMKIT_NUM_THREADS={threads!r}: expected a positive integer")
+    log_level = os.environ.get("LMKIT_LOG_LEVEL") or "INFO"
+    if log_level.upper() not in LOG_LEVELS:
+        raise ConfigError(f"LMKIT_LOG_LEVEL={log_level!r}: expected {', '.join(LOG_LEVELS)}")
     cache = os.environ.get("LMKIT_CACHE_DIR") or os.path.join(
         os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "lmkit"
     )
@@ -120,11 +205,16 @@ def environment() -> Environment:
         cpu_isa=os.environ.get("LMKIT_CPU_ISA") or None,
         num_threads=int(threads) if threads else None,
         cache_dir=Path(cache),
-        log_level=os.environ.get("LMKIT_LOG_LEVEL", "INFO"),
+        log_level=log_level.upper(),
         world_size=_launched("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
         local_world_size=_launched("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
         api_key=os.environ.get("LMKIT_API_KEY") or None,
     )
+
+
+def lmkit_variables() -> dict[str, str]:
+    """The variables LMKIT_* that are set and not empty."""
+    return {name: text for name, text in sorted(os.environ.items()) if name.startswith("LMKIT_") and text}
 
 
 def default_num_threads() -> int:

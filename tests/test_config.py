@@ -47,6 +47,13 @@ def test_bad_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LMKIT_NUM_THREADS", "many")
     with pytest.raises(ConfigError, match="LMKIT_NUM_THREADS"):
         environment()
+    monkeypatch.setenv("LMKIT_NUM_THREADS", "2")
+    for level, read in (("debug", "DEBUG"), ("", "INFO"), ("WARNING", "WARNING")):
+        monkeypatch.setenv("LMKIT_LOG_LEVEL", level)
+        assert environment().log_level == read
+    monkeypatch.setenv("LMKIT_LOG_LEVEL", "foo")
+    with pytest.raises(ConfigError, match="LMKIT_LOG_LEVEL='foo': expected DEBUG, INFO, WARNING, ERROR, CRITICAL"):
+        environment()
 
 
 NAN, INF = float("nan"), float("inf")

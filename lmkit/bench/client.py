@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import time
 import uuid
 from dataclasses import dataclass, field
@@ -270,7 +271,8 @@ def _checked(url: str) -> str:
     except ValueError:
         valid = False
     if not valid:
-        raise ConfigError(f"{url!r} is not a URL: expected http://HOST:PORT")
+        is_address = re.fullmatch(r"[\w.-]+:\d+(/.*)?", url)
+        raise ConfigError(f"{url!r} is not a URL: write {f'http://{url}' if is_address else 'http://HOST:PORT'}")
     return url
 
 

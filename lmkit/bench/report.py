@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from lmkit.bench.metrics import Distribution, Summary
@@ -75,9 +76,9 @@ def request_table(title: str, runs: Sequence[RequestRun]) -> Table:
 
 def latency_table(title: str, runs: Sequence[LatencyRun]) -> Table:
     """A row for each shape: medians, and in brackets the spread of the repeats."""
-    table = Table(title=title, title_justify="left")
+    table = _narrow(title)
     for column in ("batch", "in", "out", "prefill ms", "tok/s", "ms/token", "tok/s", "total ms"):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True)
     for run in runs:
         shape = (str(run.batch_size), str(run.input_len), str(run.output_len))
         rates = (
@@ -92,10 +93,10 @@ def latency_table(title: str, runs: Sequence[LatencyRun]) -> Table:
 
 def profile_table(title: str, runs: Sequence[LatencyRun]) -> Table:
     """A row for each shape: the parts of an average decode step in milliseconds."""
-    table = Table(title=title, title_justify="left")
-    parts = ("kernels", "inputs, sampling", "idle", "schedule", "update")
-    for column in ("batch", "in", "step ms", *parts, "outside kernels"):
-        table.add_column(column, justify="right")
+    table = _narrow(title)
+    parts = ("kernels", "inputs,\nsampling", "idle", "schedule", "update")
+    for column in ("batch", "in", "step", *parts, "outside\nkernels"):
+        table.add_column(column, justify="right", no_wrap=True)
     for run in runs:
         if (profile := run.decode_profile) is not None:
             thread = (profile.kernels, profile.inputs_and_sampling, profile.idle)  # these add up to the step
@@ -105,8 +106,17 @@ def profile_table(title: str, runs: Sequence[LatencyRun]) -> Table:
     return table
 
 
+def _narrow(title: str) -> Table:
+    """A table without lines between its columns, so that eight of them fit 80 characters."""
+    return Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+
+
 def _median(values: Distribution | None) -> str:
-    return "-" if values is None else f"{values.p50:,.2f} ({(values.max - values.min) / values.p50:.0%})"
+    """Three digits or more, and the spread of the repeats."""
+    if values is None:
+        return "-"
+    digits = 2 if values.p50 < 10 else 1 if values.p50 < 100 else 0
+    return f"{values.p50:,.{digits}f} ({(values.max - values.min) / values.p50:.0%})"
 
 
 def notes(runs: Sequence[RequestRun]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,15 +13,17 @@ import msgspec
 import typer
 
 from lmkit.bench.config import OnlineConfig, WorkloadConfig, parse_goodput, parse_list
-from lmkit.cli.engine_options import engine_options
-from lmkit.cli.eval import ProgressBar
+from lmkit.cli.engine_options import checked, engine_options, kinds
 from lmkit.cli.options import takes
-from lmkit.config import EngineConfig, parse
+from lmkit.cli.progress import ProgressBar
+from lmkit.cli.usage import Command
+from lmkit.config import EngineConfig, StrictStruct, parse
 from lmkit.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from lmkit.bench.report import RequestRun
     from lmkit.bench.schema import Benchmark
     from lmkit.text import Tokenizer
     from lmkit.turbo.engine.engine import Engine
@@ -31,60 +33,91 @@ app = typer.Typer(
 )
 
 Model = Annotated[str, typer.Argument(help='A checkpoint folder, or "demo".')]
-Json = Annotated[Path | None, typer.Option(help="Write all figures, configuration and environment here.")]
-Plot = Annotated[Path | None, typer.Option(help="Draw throughput and latency: a .png, .svg or .pdf file.")]
+RESULTS = "Results"
+Json = Annotated[
+    Path | None,
+    typer.Option(rich_help_panel=RESULTS, help="Write all figures, configuration and environment here."),
+]
+Plot = Annotated[
+    Path | None,
+    typer.Option(rich_help_panel=RESULTS, help="Draw throughput and latency: a .png, .svg or .pdf file."),
+]
+Requests = Annotated[
+    bool,
+    typer.Option("--requests", rich_help_panel=RESULTS, help="With --json: also the times of every request."),
+]
 Goodput = Annotated[
-    str | None, typer.Option(help="Also count requests within limits in ms: ttft:500,tpot:50,e2e:9000.")
+    str | None,
+    typer.Option(rich_help_panel=RESULTS, help="Also count requests within limits in ms: ttft:500,tpot:50,e2e:9000."),
 ]
 
 
-# Longer than usual: the parameters are the commands' options.
-def workload_options(
-    num_prompts: Annotated[int, typer.Option(help="Conversations.")] = 100,
-    dataset: Annotated[
-        str | None, typer.Option(help="ShareGPT JSON, or JSON lines with prompt or messages. Default: random text.")
-    ] = None,
-    input_len: Annotated[int, typer.Option(help="Tokens of a random prompt, and of each later turn.")] = 256,
-    output_len: Annotated[
-        int | None, typer.Option(help="Tokens of an answer. Default: the data set's, or 128.")
-    ] = None,
-    range_ratio: Annotated[float, typer.Option(help="Random lengths are uniform in LEN * (1 -+ RATIO).")] = 0.0,
-    num_prefixes: Annotated[int, typer.Option(help="Random prompts begin with one of this many shared texts.")] = 0,
-    prefix_len: Annotated[int, typer.Option(help="Tokens of a shared text; the rest of the prompt follows it.")] = 0,
-    turns: Annotated[int, typer.Option(help="Turns of a conversation; each contains all earlier ones.")] = 1,
-    seed: Annotated[int, typer.Option(help="Seed of prompts and arrivals.")] = 0,
-) -> WorkloadConfig:
-    return parse(locals(), WorkloadConfig, "bench")
+WORKLOAD = {
+    "num_prompts": "Conversations.",
+    "dataset": "ShareGPT JSON, or JSON lines with prompt or messages. Default: random text.",
+    "input_len": "Tokens of a random prompt, and of each later turn.",
+    "output_len": "Tokens of an answer. Default: the data set's, or 128.",
+    "range_ratio": "Random lengths are uniform in LEN * (1 -+ RATIO).",
+    "num_prefixes": "Random prompts begin with one of this many shared texts.",
+    "prefix_len": "Tokens of a shared text; the rest of the prompt follows it.",
+    "turns": "Turns of a conversation; each contains all earlier ones.",
+    "seed": "Seed of prompts and arrivals.",
+}
+SERVER = {
+    "endpoint": "The API that is called.",
+    "model": "Default: the only one that the server lists.",
+    "tokenizer": "For random prompts: the model's folder or Hub name. Default: the model, if here.",
+    "timeout": "Seconds for a whole answer.",
+    "ignore_eos": "Answers of exactly the given length, if the server can.",
+}
+LOAD = {
+    "burstiness": "Shape of arrivals: 1 Poisson, below in bursts, above even.",
+    "duration": "Send for this many seconds, with prompts used again.",
+    "ramp": "Seconds in which the load rises; they are not measured.",
+    "think": "Seconds between an answer and the next turn.",
+    "warmup": "Conversations before each run that are not measured.",
+}
 
 
-def online_options(
-    url: Annotated[str, typer.Argument(help="http://HOST:PORT of a server or proxy.")] = "http://127.0.0.1:8000",
-    endpoint: Annotated[str, typer.Option(help="chat or completions.")] = "chat",
-    model: Annotated[str | None, typer.Option(help="Default: the only one that the server lists.")] = None,
-    tokenizer: Annotated[
-        str | None,
-        typer.Option(help="For random prompts: the model's folder or Hub name. Default: the model, if here."),
-    ] = None,
-    rate: Annotated[str, typer.Option(help="Conversations that arrive per second, e.g. 0.5,2,8 or inf.")] = "inf",
-    concurrency: Annotated[
-        str | None, typer.Option(help="Conversations at once, e.g. 1,4,16. Default: no limit.")
-    ] = None,
-    burstiness: Annotated[float, typer.Option(help="Shape of arrivals: 1 Poisson, below in bursts, above even.")] = 1.0,
-    duration: Annotated[float | None, typer.Option(help="Send for this many seconds, with prompts used again.")] = None,
-    ramp: Annotated[float, typer.Option(help="Seconds in which the load rises; they are not measured.")] = 0.0,
-    think: Annotated[float, typer.Option(help="Seconds between an answer and the next turn.")] = 0.0,
-    warmup: Annotated[int, typer.Option(help="Conversations before each run that are not measured.")] = 1,
-    timeout: Annotated[float, typer.Option(help="Seconds for a whole answer.")] = 600.0,
-    ignore_eos: Annotated[bool, typer.Option(help="Answers of exactly the given length, if the server can.")] = True,
-    extra_body: Annotated[str, typer.Option(help="JSON object of more fields for every request.")] = "{}",
-) -> OnlineConfig:
-    given = dict(locals())
-    given["rates"] = [None if math.isinf(r) else r for r in parse_list(given.pop("rate"), float, "--rate")]
-    given["concurrencies"] = _limits(given.pop("concurrency"))
+def workload_options(**given: Any) -> WorkloadConfig:
+    return parse(given, WorkloadConfig, "bench")
+
+
+def load_options(**given: Any) -> dict[str, Any]:
+    return given
+
+
+def _options_of(config: type[StrictStruct], group: str, help: dict[str, str]) -> list[inspect.Parameter]:
+    """The fields of `config` that `help` names, as options with the checks of the fields."""
+    fields = {field.name: field for field in msgspec.structs.fields(config)}
+    return [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=fields[name].default,
+            annotation=Annotated[
+                kinds(config)[name], typer.Option(help=text, rich_help_panel=group, callback=checked(config, name))
+            ],
+        )
+        for name, text in help.items()
+    ]
+
+
+workload_options.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    _options_of(WorkloadConfig, "Prompts", WORKLOAD)
+)
+load_options.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    _options_of(OnlineConfig, "Server", SERVER) + _options_of(OnlineConfig, "Load", LOAD)
+)
+
+
+def _online_config(url: str, rate: str, concurrency: str | None, extra_body: str, load: dict[str, Any]) -> OnlineConfig:
     try:
-        given["extra_body"] = msgspec.json.decode(extra_body, type=dict[str, Any])
+        body = msgspec.json.decode(extra_body, type=dict[str, Any])
     except msgspec.DecodeError as error:
-        raise ConfigError(f"--extra-body: {error}") from None
+        raise ConfigError(f"--extra-body {extra_body!r}: expected a JSON object ({error})") from None
+    rates = [None if math.isinf(r) else r for r in parse_list(rate, float, "--rate")]
+    given = {"url": url, "rates": rates, "concurrencies": _limits(concurrency), "extra_body": body, **load}
     return parse(given, OnlineConfig, "bench online")
 
 
@@ -117,17 +150,13 @@ def output_options(json: Json = None, plot: Plot = None) -> Output:
     return Output(json, plot)
 
 
-def requests_output_options(
-    json: Json = None,
-    requests: Annotated[bool, typer.Option("--requests", help="With --json: also the times of every request.")] = False,
-    plot: Plot = None,
-) -> Output:
+def requests_output_options(json: Json = None, requests: Requests = False, plot: Plot = None) -> Output:
     if requests and json is None:
         raise ConfigError("--requests goes into the file of --json FILE")
     return replace(output_options(json, plot), requests=requests)
 
 
-@app.command()
+@app.command(cls=Command, short_help="The engine in this process, without a server.")
 @takes(workload=workload_options, output=requests_output_options, engine=engine_options)
 def throughput(
     model: Model,
@@ -142,7 +171,7 @@ def throughput(
     engine: EngineConfig,
 ) -> None:
     """Offline throughput: conversations through the engine in this process, without a server."""
-    from lmkit.bench import plot, report
+    from lmkit.bench import plot
     from lmkit.bench.throughput import ThroughputBench, run_throughput
     from lmkit.bench.workload import make_workload
 
@@ -155,7 +184,7 @@ def throughput(
     bench = ThroughputBench(loaded, tokenizer, ignore_eos=ignore_eos, detokenize=detokenize)
     with ProgressBar(quiet=False) as bar:
         runs = run_throughput(bench, conversations, limits, warmup=warmup, targets=targets, progress=bar.update)
-    _print(report.request_table(f"{model}: throughput, offline", runs), report.notes(runs))
+    _print_runs(f"{model}: throughput, offline", runs)
     configuration = {
         "model": model,
         "workload": workload,
@@ -172,7 +201,7 @@ def throughput(
         plot.plot_requests(output.plot, f"{model}, offline", runs)
 
 
-@app.command()
+@app.command(cls=Command, short_help="Prefill and decode of static batches.")
 @takes(output=output_options, engine=engine_options)
 def latency(
     model: Model,
@@ -200,38 +229,47 @@ def latency(
     loaded = _load(path, engine)
     for shape in grid:
         check(shape, engine, loaded.info)
-    with ProgressBar(quiet=False) as bar:
+    with ProgressBar(quiet=False, phases={str(shape): 1.0 for shape in grid}) as bar:
         runs = run_latency(loaded, tokenizer, grid, repeats=repeats, warmup=warmup, seed=seed, progress=bar.update)
-    _print(report.latency_table(f"{model}: prefill and decode of static batches, medians (and range)", runs), [])
+    _print(report.latency_table(f"{model}: prefill and decode of static batches, medians (and range)", runs))
     if profile:
-        _print(report.profile_table(f"{model}: milliseconds of a decode step, on average", runs), [])
+        _print(report.profile_table(f"{model}: milliseconds of a decode step, on average", runs))
     configuration = {"model": model, "repeats": repeats, "warmup": warmup, "seed": seed}
     output.save("latency", configuration | {"engine": engine, "engine_info": loaded.info}, runs)
     if output.plot:
         plot.plot_latency(output.plot, f"{model}, static batches", runs)
 
 
-@app.command()
-@takes(config=online_options, workload=workload_options, output=requests_output_options)
+@app.command(cls=Command, short_help="Load on any OpenAI-compatible server.")
+@takes(load=load_options, workload=workload_options, output=requests_output_options)
 def online(
+    url: Annotated[str, typer.Argument(help="http://HOST:PORT of a server or proxy.")] = "http://127.0.0.1:8000",
+    rate: Annotated[str, typer.Option(help="Conversations that arrive per second, e.g. 0.5,2,8 or inf.")] = "inf",
+    concurrency: Annotated[
+        str | None, typer.Option(help="Conversations at once, e.g. 1,4,16. Default: no limit.")
+    ] = None,
     goodput: Goodput = None,
     api_key: Annotated[str | None, typer.Option(help="Default LMKIT_API_KEY.")] = None,
+    extra_body: Annotated[str, typer.Option(help="JSON object of more fields for every request.")] = "{}",
     *,
-    config: OnlineConfig,
+    load: dict[str, Any],
     workload: WorkloadConfig,
     output: Output,
 ) -> None:
     """Load on any OpenAI-compatible server: a rate of arrivals, a concurrency, and sweeps of both."""
-    from lmkit.bench import plot, report
+    import asyncio
+
+    from lmkit.bench import plot
     from lmkit.bench.online import measure
     from lmkit.config import environment
 
+    config = _online_config(url, rate, concurrency, extra_body, load)
     targets = parse_goodput(goodput) if goodput else None
     key = api_key or environment().api_key
     with ProgressBar(quiet=False) as bar:
         found = asyncio.run(measure(config, workload, api_key=key, targets=targets, progress=bar.update))
     title = f"{found.model} at {config.url}, {config.endpoint}"
-    _print(report.request_table(title, found.runs), report.notes(found.runs))
+    _print_runs(title, found.runs)
     configuration = {
         "server": config,
         "model": found.model,
@@ -258,9 +296,24 @@ def _load(path: Path, config: EngineConfig) -> Engine:
     return Engine(str(path), config)
 
 
-def _print(table: Table, notes: Sequence[str]) -> None:
+def _print(table: Table) -> None:
     from rich.console import Console
 
     Console().print(table)
-    for note in notes:
+
+
+def _print_runs(title: str, runs: Sequence[RequestRun]) -> None:
+    """Tables of as many runs side by side as the terminal holds, then notes."""
+    from rich.console import Console
+
+    from lmkit.bench import report
+
+    console, unlimited = Console(), Console(width=10_000)
+    left = list(runs)
+    while left:
+        widths = (unlimited.measure(report.request_table("", left[:n])).maximum for n in range(1, len(left) + 1))
+        count = max(1, sum(width <= console.width for width in widths))
+        console.print(report.request_table(title, left[:count]))
+        left = left[count:]
+    for note in report.notes(runs):
         print(note)

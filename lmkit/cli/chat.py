@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import signal
 import sys
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
@@ -18,7 +20,7 @@ from lmkit.errors import ConfigError, LMKitError
 if TYPE_CHECKING:
     import httpx
 
-    from lmkit.api import Pipeline
+    from lmkit import Pipeline
 
 Messages = list[dict[str, Any]]
 HELP = """\
@@ -26,6 +28,8 @@ HELP = """\
 /system TEXT    set the system message and start anew; without TEXT, remove it
 /help           this list
 /exit           leave (also Ctrl-D); Ctrl-C stops an answer"""
+
+ADDRESS = re.compile(r"[\w.-]+:\d{1,5}(/.*)?")  # HOST:PORT
 
 
 def chat(
@@ -37,29 +41,36 @@ def chat(
         str | None, typer.Option(help="Answer this and exit; text piped to stdin works the same.")
     ] = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 = greedy; default the server's.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Nucleus sampling.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Longest answer, in tokens.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, help="0 = greedy; default the model's.")] = None,
+    top_p: Annotated[float | None, typer.Option(min=0, max=1, help="Nucleus sampling.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer, in tokens.")] = None,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
     api_key: Annotated[str | None, typer.Option(help="For a server; default LMKIT_API_KEY.")] = None,
+    generation_config: Annotated[
+        str | None, typer.Option(help="Sampling defaults of a folder's model: auto, none, or a path.")
+    ] = None,
 ) -> None:
     """Talk to a model: interactively, or once with --prompt or piped text."""
     options = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed}
     given = {name: value for name, value in options.items() if value is not None}
     if any(not math.isfinite(value) for value in given.values()):
         raise ConfigError("--temperature and --top-p must be finite numbers")
+    if ADDRESS.fullmatch(target) and not Path(target).exists():
+        raise ConfigError(f"{target} is not a folder; for a server write http://{target}")
     if target.startswith(("http://", "https://")):
         from lmkit.config import environment
 
+        if generation_config is not None:
+            raise ConfigError(f"--generation-config is for a folder; {target} has its own")
         with closing(RemoteModel.connect(target, model, api_key or environment().api_key, given)) as remote:
             _talk(Conversation(remote, system), prompt)
         return
     if model is not None or api_key is not None:
         raise ConfigError(f"--model and --api-key are for a server; {target} is a folder")
-    from lmkit.api import pipeline
+    from lmkit import pipeline
 
-    with pipeline(target) as pipe:
-        _talk(Conversation(LocalModel(pipe, given), system), prompt)
+    with pipeline(target, log_level="WARNING", generation_config=generation_config or "auto") as pipe:
+        _talk(Conversation(LocalModel(pipe, given), system), prompt, pipe.engine.info.sampling.text())
 
 
 class ChatModel(Protocol):
@@ -71,7 +82,7 @@ class LocalModel:
     """A pipeline in this process. The conversation is one of its sessions, so a turn computes only its own tokens."""
 
     def __init__(self, pipe: Pipeline, options: dict[str, Any]) -> None:
-        from lmkit.api import GenerationConfig
+        from lmkit import GenerationConfig
 
         names = {"max_tokens": "max_new_tokens"}
         self._pipe, self._session = pipe, pipe.session()
@@ -109,7 +120,7 @@ class RemoteModel:
     def connect(cls, url: str, model: str | None, api_key: str | None, options: dict[str, Any]) -> RemoteModel:
         """The model of a server.
 
-        Raises LMKitError if no server answers, or if `model` is None and the server has not exactly one.
+        Raises LMKitError if no server answers, if it lists other models, or several and `model` is None.
         """
         import httpx
 
@@ -119,10 +130,12 @@ class RemoteModel:
             client = httpx.Client(
                 base_url=base, headers=headers, timeout=httpx.Timeout(600, connect=5), trust_env=False
             )
+            if not client.base_url.host:
+                raise ConfigError(f"{url!r} is not a URL: write http://HOST:PORT")
         except (httpx.InvalidURL, UnicodeError) as error:
             raise ConfigError(f"{url!r} is not a URL: {error}") from None
         try:
-            return cls(client, model or _only_model(client, base), options)
+            return cls(client, _chosen(_models(client, base, model), base, model), options)
         except BaseException:
             client.close()
             raise
@@ -149,27 +162,35 @@ class RemoteModel:
         raise LMKitError("the server broke off in the middle of its answer")
 
 
-def _only_model(client: httpx.Client, base: str) -> str:
+def _models(client: httpx.Client, base: str, model: str | None) -> list[str]:
+    """The names that a server lists. A server that lists none, though it answers, is taken to have `model`."""
     import httpx
 
     try:
         response = client.get("/v1/models", timeout=15)
     except httpx.HTTPError as error:
-        raise LMKitError(f"no server answers at {base}: {error or type(error).__name__}") from None
-    if not response.is_success:
+        reason = f"{error or type(error).__name__}"
+        raise LMKitError(f"no server answers at {base}: {reason}; `lmkit serve MODEL` starts one") from None
+    if response.status_code in (401, 403):
+        raise LMKitError(f"{base}: {_error_text(response)}; give a key with --api-key or LMKIT_API_KEY")
+    if not response.is_success and model is None:
         raise LMKitError(f"{base}: {_error_text(response)}")
     try:
-        names = [str(entry["id"]) for entry in response.json()["data"]]
+        return [str(entry["id"]) for entry in response.json()["data"]]
     except (ValueError, KeyError, TypeError):
-        raise LMKitError(f"{base} does not list models as an OpenAI server does") from None
-    if len(names) != 1:
-        listed = (
-            f"serves {_printable(', '.join(names))}; choose one with --model"
-            if names
-            else "serves no model at the moment"
-        )
-        raise ConfigError(f"{base} {listed}")
-    return names[0]
+        if model is None:
+            raise LMKitError(f"{base} does not list models as an OpenAI server does") from None
+        return [model]
+
+
+def _chosen(names: list[str], base: str, model: str | None) -> str:
+    """`model`, or the only one of `names`. Raises ConfigError."""
+    if model in names or (model is None and len(names) == 1):
+        return model or names[0]
+    if not names:
+        raise ConfigError(f"{base} serves no model at the moment")
+    wrong = "" if model is None else f"no model {model}: "
+    raise ConfigError(f"{wrong}{base} serves {_printable(', '.join(names))}; choose one with --model")
 
 
 def sse_data(pieces: Iterable[bytes]) -> Iterator[bytes]:
@@ -242,9 +263,9 @@ class Conversation:
                 self.messages = [*asked, {"role": "assistant", "content": answer}]
 
 
-def _talk(conversation: Conversation, prompt: str | None) -> None:
+def _talk(conversation: Conversation, prompt: str | None, note: str = "") -> None:
     if prompt is None and sys.stdin.isatty():
-        _repl(conversation)
+        _repl(conversation, note)
         return
     text = sys.stdin.read() if prompt is None else prompt
     if not text.strip():
@@ -254,12 +275,14 @@ def _talk(conversation: Conversation, prompt: str | None) -> None:
     print()
 
 
-def _repl(conversation: Conversation) -> None:
+def _repl(conversation: Conversation, note: str) -> None:
     import readline  # noqa: F401 - gives input() line editing and history
 
     from rich.console import Console
 
     console = Console(highlight=False)
+    if note:
+        console.print(note, style="dim", markup=False)
     console.print("[dim]/help lists the commands")
     while True:
         try:

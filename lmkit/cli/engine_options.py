@@ -2,59 +2,93 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from typing import Annotated, Any, Literal, get_origin, get_type_hints
+from collections.abc import Callable
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from lmkit.config import EngineConfig, parse, parse_bytes
+from lmkit.cli.settings import origin
+from lmkit.config import EngineConfig, StrictStruct, parse, parse_bytes
+from lmkit.errors import ConfigError
 
 HELP = {
-    "device": "auto, cpu or cuda.",
-    "dtype": "Type of dense weights, and on a GPU of activations: auto, float32, bfloat16 or float16.",
-    "kv_dtype": "KV cache: auto, float32, bfloat16, float16, int8, fp8 or int4.",
-    "activations": "Rounding of inputs of quantized linears: auto, int8, fp8 or exact.",
-    "lm_head": "auto (as in the checkpoint), or int8 (smaller).",
-    "packed_cache": "Keep packed weights in a file, <checkpoint>/.lmkit, for the next start.",
-    "block_size": "Tokens in a KV block. Default: 32 on a CPU, 64 on a GPU.",
-    "max_batch_size": "Sequences in one step.",
-    "max_step_tokens": "Tokens in one step. Default: 512 on a CPU, 4096 on a GPU.",
-    "max_model_len": "Context in tokens. Default: the model's.",
-    "kv_memory": "Memory for the KV cache, e.g. 2G. Default: what the batch needs.",
-    "max_queue": "Waiting requests; one more is refused.",
-    "num_threads": "Default: all cores this process may use.",
-    "prefix_cache": "Keep the KV of prompts and answers for later requests.",
-    "cache_quota": "Share of the KV cache that one API key may keep. Default with several keys: 0.5.",
-    "session_lease": "Seconds for which a session's KV stays after its last answer.",
-    "kv_host_memory": "Host memory for KV that does not fit, e.g. 2G. Default: none.",
-    "kv_disk_path": "A folder for KV on disk, which survives a restart. Default: none.",
-    "kv_disk_memory": "Bytes on disk that the folder may take.",
-    "attention_sinks": "First tokens that sliding windows still see.",
-    "priority_seconds": "Seconds of waiting that one level of a request's priority is worth.",
-    "max_overtakes": "How often later requests with a longer cached prefix may overtake a request.",
-    "decode_slowdown": "Largest slowdown of decoding during a prefill: 2 = twice as slow.",
-    "overlap": "Prepare the next step while one runs.",
-    "request_timeout": "Seconds that a request may take if it names no timeout. Default: no limit.",
+    "Model": {
+        "device": "auto takes a GPU if there is one.",
+        "dtype": "Type of dense weights, and on a GPU of activations.",
+        "kv_dtype": "Type of the KV cache.",
+        "activations": "Rounding of inputs of quantized linears.",
+        "lm_head": "auto (as in the checkpoint), or int8 (smaller).",
+        "max_model_len": "Context in tokens. Default: the model's.",
+        "generation_config": "Sampling defaults: auto (the checkpoint's generation_config.json), none, or a path.",
+        "attention_sinks": "First tokens that sliding windows still see.",
+        "packed_cache": "Keep packed weights in a file, <checkpoint>/.lmkit, for the next start.",
+        "num_threads": "Default: all cores this process may use.",
+    },
+    "Memory and cache": {
+        "kv_memory": "Memory for the KV cache, e.g. 2G. Default: what the batch needs.",
+        "kv_host_memory": "Host memory for KV that does not fit, e.g. 2G. Default: none.",
+        "kv_disk_path": "A folder for KV on disk, which survives a restart. Default: none.",
+        "kv_disk_memory": "Bytes on disk that the folder may take.",
+        "block_size": "Tokens in a KV block. Default: 32 on a CPU, 64 on a GPU.",
+        "prefix_cache": "Keep the KV of prompts and answers for later requests.",
+        "cache_quota": "Share of the KV cache that one API key may keep. Default with several keys: 0.5.",
+        "session_lease": "Seconds for which a session's KV stays after its last answer.",
+    },
+    "Scheduling": {
+        "max_batch_size": "Sequences in one step.",
+        "max_step_tokens": "Tokens in one step. Default: 512 on a CPU, 4096 on a GPU.",
+        "max_queue": "Waiting requests; one more is refused.",
+        "request_timeout": "Seconds that a request may take if it names no timeout. Default: no limit.",
+        "priority_seconds": "Seconds of waiting that one level of a request's priority is worth.",
+        "max_overtakes": "How often later requests with a longer cached prefix may overtake a request.",
+        "decode_slowdown": "Largest slowdown of decoding during a prefill: 2 = twice as slow.",
+        "overlap": "Prepare the next step while one runs.",
+    },
 }
 _SIZES = {"kv_memory": None, "kv_host_memory": None, "kv_disk_memory": "16G"}  # options written as 2G, with defaults
 
 
 def engine_options(**given: Any) -> EngineConfig:
     """The EngineConfig that these options describe. Raises ConfigError."""
-    for name in _SIZES:
-        if (text := given.get(name)) is not None:
-            given[name] = parse_bytes(text, f"--{name.replace('_', '-')}")
     return parse(given, EngineConfig, "engine options")
 
 
-def _parameter(name: str, kind: Any) -> inspect.Parameter:
-    kind, default = (str | None, _SIZES[name]) if name in _SIZES else (kind, getattr(EngineConfig(), name))
-    if get_origin(kind) is Literal:
-        kind = str  # EngineConfig checks the values
-    annotation = Annotated[kind, typer.Option(help=HELP[name])]
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+def size(context: typer.Context, option: typer.CallbackParam, text: str | None) -> int | None:
+    """The callback of an option that takes bytes as 2G. Raises ConfigError."""
+    return None if text is None else parse_bytes(text, origin(context, option))
+
+
+@functools.cache  # resolving them takes milliseconds, which every command would wait for at each option
+def kinds(config: type[StrictStruct], *, limits: bool = False) -> dict[str, Any]:
+    """The types of a struct's fields, on request with their limits."""
+    return get_type_hints(config, include_extras=limits)
+
+
+def checked(config: type[StrictStruct], name: str) -> Callable[[typer.Context, typer.CallbackParam, Any], Any]:
+    """The callback of an option that is a field of `config`. It raises ConfigError for a value out of range."""
+    kind = kinds(config, limits=True)[name]
+
+    def check(context: typer.Context, option: typer.CallbackParam, value: Any) -> Any:
+        try:
+            return parse(value, kind, f"{origin(context, option)} {value}")
+        except ConfigError as error:
+            reason = str(error).replace("Expected", "expected").replace("`float`", "a number")
+            raise ConfigError(reason.replace("`int`", "an integer")) from None
+
+    return check
+
+
+def _parameter(name: str, group: str) -> inspect.Parameter:
+    kind, default = kinds(EngineConfig)[name], getattr(EngineConfig(), name)
+    option = typer.Option(help=HELP[group][name], rich_help_panel=group, callback=checked(EngineConfig, name))
+    if name in _SIZES:
+        kind, default = str | None, _SIZES[name]
+        option = typer.Option(help=HELP[group][name], rich_help_panel=group, callback=size, metavar="<size>")
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
 
 
 engine_options.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-    [_parameter(name, kind) for name, kind in get_type_hints(EngineConfig).items()]
+    [_parameter(name, group) for group, names in HELP.items() for name in names]
 )

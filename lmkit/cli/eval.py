@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Self
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-if TYPE_CHECKING:
-    from rich.progress import TaskID
+from lmkit.cli.progress import ProgressBar
+from lmkit.config import Activations, HeadStorage, KVStorageName
 
+if TYPE_CHECKING:
     from lmkit.quant.report.evaluate import EvalResult
 
 
@@ -20,9 +21,9 @@ def evaluate(
     dataset: Annotated[
         str | None, typer.Option(help="In place of --text: a calibration preset, file, folder or hub:ORG/NAME.")
     ] = None,
-    kv_dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, int8, fp8 or int4.")] = "auto",
-    activations: Annotated[str, typer.Option(help="auto as served, int8, fp8 or exact.")] = "auto",
-    lm_head: Annotated[str, typer.Option(help="auto as the checkpoint has it, or int8.")] = "auto",
+    kv_dtype: Annotated[KVStorageName, typer.Option(help="Storage of the KV cache.")] = "auto",
+    activations: Annotated[Activations, typer.Option(help="Rounding of inputs; auto is as served.")] = "auto",
+    lm_head: Annotated[HeadStorage, typer.Option(help="Storage of the head; auto is as in the checkpoint.")] = "auto",
     packed_cache: Annotated[
         bool, typer.Option(help="Keep packed weights in a file, MODEL/.lmkit, as serve does; never the reference's.")
     ] = False,
@@ -33,14 +34,11 @@ def evaluate(
     """Measure perplexity on a text, and the distance between two models."""
     import msgspec
 
-    from lmkit.config import Activations, HeadStorage, KVStorageName, default_num_threads, parse
+    from lmkit.config import default_num_threads
     from lmkit.errors import ConfigError
     from lmkit.kernels.cpu import threads
     from lmkit.quant.report import evaluate as evaluation
 
-    kv: KVStorageName = parse(kv_dtype, KVStorageName, "--kv-dtype")  # type: ignore[arg-type]
-    mode: Activations = parse(activations, Activations, "--activations")  # type: ignore[arg-type]
-    head: HeadStorage = parse(lm_head, HeadStorage, "--lm-head")  # type: ignore[arg-type]
     threads.configure(default_num_threads())
     if dataset is not None and text is not None:
         raise ConfigError("--text and --dataset: give one of them")
@@ -53,9 +51,9 @@ def evaluate(
             model,
             token_ids,
             against=against,
-            kv_dtype=kv,
-            activations=mode,
-            lm_head=head,
+            kv_dtype=kv_dtype,
+            activations=activations,
+            lm_head=lm_head,
             packed_cache=packed_cache,
             seq_len=seq_len,
             limit=limit,
@@ -89,36 +87,3 @@ def print_result(result: EvalResult) -> None:
         table.add_row("same five most likely", f"{far.same_top5:.2%} ± {far.same_top5_stderr:.2%}")
         table.add_row("reference's most likely among five", f"{far.top_in_top5:.2%}")
     Console().print(table)
-
-
-class ProgressBar:
-    """Shows the current work and the remaining time on stderr; nothing if `quiet`."""
-
-    def __init__(self, quiet: bool) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(elapsed_when_finished=False),
-            console=Console(stderr=True),
-            disable=quiet,
-            transient=True,
-        )
-        self._tasks: dict[str, TaskID] = {}
-
-    def update(self, what: str, done: int, total: int) -> None:
-        """Progress of one of several tasks in turn. Each has a line and an estimate of its own."""
-        if what not in self._tasks:
-            self._tasks[what] = self._progress.add_task(what, total=total)
-        self._progress.update(self._tasks[what], completed=done, total=total)
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._progress.stop()

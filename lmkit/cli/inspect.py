@@ -34,15 +34,27 @@ def _print(report: dict[str, Any]) -> None:
     table = Table(title=report["path"], show_header=False, title_justify="left")
     for section, fields in report.items():
         if isinstance(fields, dict):
-            table.add_row(f"[bold]{section}", "", end_section=False)
-            for key, value in fields.items():
-                table.add_row(f"  {key}", _text(key, value))
+            rows = [(name, value) for name, value in fields.items() if value not in (None, [])]
+            table.add_row(f"[bold]{_words(section)}", "" if rows else "none")
+            for name, value in rows:
+                table.add_row(f"  {_words(name)}", _text(name, value))
     Console().print(table)
 
 
-def _text(key: str, value: Any) -> str:
+def _words(name: str) -> str:
+    return " ".join(word.upper() if word in ("kv", "mlp") else word for word in name.split("_"))
+
+
+def _text(name: str, value: Any) -> str:
+    """A value of the report as a user reads it."""
     from lmkit.turbo.host_memory import gib
 
-    if key.endswith("bytes") and isinstance(value, int):
-        return f"{gib(value)}"
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+    if isinstance(value, list):
+        return "; ".join(_text(name, item) for item in value)
+    if isinstance(value, dict):
+        return ", ".join(f"{_words(key)} {_text(key, item)}" for key, item in value.items() if item is not None)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if name.endswith("_bytes") or name == "bytes":
+        return gib(value)
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -9,26 +9,38 @@ import typer
 
 import lmkit
 from lmkit import log
-from lmkit.cli import bench, chat, convert, doctor, eval, inspect, proxy, quantize, serve
-from lmkit.config import environment
+from lmkit.cli import bench, chat, convert, doctor, eval, inspect, models, proxy, quantize, running, serve
+from lmkit.cli.settings import ProxyGroup, ServeCommand
+from lmkit.cli.usage import Command, Group, Root
+from lmkit.config import environment, require_linux
 from lmkit.errors import LMKitError
 
 app = typer.Typer(
+    cls=Root,
     help="Quantize large language models and serve them.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    context_settings={"help_option_names": ["--help", "-h"]},
 )
-app.command("quantize")(quantize.quantize)
-app.command("convert")(convert.convert)
-app.command("serve")(serve.serve)
-app.add_typer(proxy.app, name="proxy")
-app.command("chat")(chat.chat)
-app.command("eval")(eval.evaluate)
-app.add_typer(bench.app, name="bench")
-app.command("inspect")(inspect.inspect)
-app.command("doctor")(doctor.doctor)
+CLASSES = {"serve": ServeCommand}
+# A short help is a line of `lmkit --help` that fits 80 columns.
+for name, function, short_help in (
+    ("quantize", quantize.quantize, "Quantize the weights of a checkpoint, and its KV cache."),
+    ("convert", convert.convert, "Write a quantized checkpoint in another format."),
+    ("serve", serve.serve, "Serve a model over HTTP with OpenAI's API."),
+    ("chat", chat.chat, "Talk to a model or a server."),
+    ("eval", eval.evaluate, "Measure perplexity, and the distance between two models."),
+    ("inspect", inspect.inspect, "Show a checkpoint, and the memory that serving it needs."),
+    ("list", models.list_models, "Show the models on this machine."),
+    ("pull", models.pull, "Fetch a model from the Hugging Face Hub."),
+    ("ps", running.ps, "Show the servers that run on this machine."),
+    ("stop", running.stop, "End a server once its requests are answered."),
+    ("doctor", doctor.doctor, "Show what this machine can run."),
+):
+    app.command(name, cls=CLASSES.get(name, Command), short_help=short_help)(function)
+app.add_typer(proxy.app, name="proxy", cls=ProxyGroup, short_help="Put one address in front of many servers.")
+app.add_typer(bench.app, name="bench", cls=Group, short_help="Measure the speed of a model or a server.")
 
 
 @app.callback(invoke_without_command=True)
@@ -41,11 +53,9 @@ def _version(version: Annotated[bool, typer.Option("--version", help="Print the 
 def main() -> None:
     """Run a command. A user's mistake is one line on stderr and exit code 2; Ctrl-C is exit code 130."""
     try:
+        require_linux()
         log.setup(environment().log_level)
-        app()
+        app(prog_name="lmkit")
     except LMKitError as error:
         print(f"lmkit: {error}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
-        print("lmkit: interrupted", file=sys.stderr)
-        sys.exit(130)

@@ -7,12 +7,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lmkit.cli.settings import ProxyGroup
+from lmkit.config import PolicyName
 from lmkit.errors import ConfigError, LMKitError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-app = typer.Typer(help="One OpenAI address in front of many nodes.", add_completion=False, invoke_without_command=True)
+app = typer.Typer(
+    cls=ProxyGroup,
+    help="One OpenAI address in front of many nodes. Every option may also stand in the environment: "
+    "LMKIT_PROXY_PORT=9000 is --port 9000.",
+    add_completion=False,
+    invoke_without_command=True,
+    rich_markup_mode=None,
+)
 
 DEFAULT_PROXY = "http://127.0.0.1:8080"
 ProxyOption = Annotated[str, typer.Option("--proxy", help="Address of the running proxy.")]
@@ -26,29 +35,35 @@ def proxy(
     host: Annotated[str | None, typer.Option(help="Address to listen on; default 127.0.0.1.")] = None,
     port: Annotated[int | None, typer.Option(min=0, max=65535, help="0 = any free one; default 8080.")] = None,
     node: Annotated[list[str] | None, typer.Option(help="URL of a node, http://HOST:PORT; may be repeated.")] = None,
-    policy: Annotated[str | None, typer.Option(help="least_in_flight, round_robin or random.")] = None,
+    policy: Annotated[PolicyName | None, typer.Option(help="How a node is chosen; default least_in_flight.")] = None,
     state_file: Annotated[
         str | None, typer.Option(help="A file that keeps nodes added and removed at run time.")
     ] = None,
 ) -> None:
     """Forward requests to nodes by the model they name. Without a command, runs until SIGTERM."""
     if context.invoked_subcommand is not None:
-        if any(value is not None for value in (config, host, port, node, policy, state_file)):
+        sources = [context.get_parameter_source(str(param.name)) for param in context.command.params]
+        if any(source is not None and source.name == "COMMANDLINE" for source in sources):
             raise ConfigError(f"lmkit proxy {context.invoked_subcommand}: options come after the command")
         return
     import asyncio
 
     from lmkit import log
     from lmkit.config import parse
-    from lmkit.proxy.config import NodeConfig, PolicyName, load_config
+    from lmkit.proxy.config import NodeConfig, load_config
     from lmkit.proxy.server import run
+    from lmkit.web.running import registered
 
     nodes = [parse({"url": url}, NodeConfig, "--node") for url in node or ()]
-    if policy is not None:
-        parse(policy, PolicyName, "--policy")  # type: ignore[arg-type]
     resolved = load_config(config, nodes=nodes, host=host, port=port, policy=policy, state_file=state_file)
     log.setup(resolved.log_level)
-    asyncio.run(run(resolved, lambda url: print(f"proxy on {url}", flush=True)))
+    with registered("proxy", "", resolved.drain_seconds) as tell:
+
+        def on_ready(url: str) -> None:
+            tell(url)
+            print(f"proxy on {url}", flush=True)
+
+        asyncio.run(run(resolved, on_ready))
 
 
 @app.command()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from lmkit.cli.eval import ProgressBar, print_result
-from lmkit.errors import UnsupportedError
+from lmkit.cli.eval import print_result
+from lmkit.cli.progress import ProgressBar, duration
+from lmkit.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
     from lmkit.quant.recipe import Recipe
@@ -18,57 +19,96 @@ if TYPE_CHECKING:
     from lmkit.quant.sections import CalibrationRecipe
 
 
+GRID, TEXT, RUN = "Weights and KV cache", "Calibration", "Run"
+
+
+# Longer than usual: the parameters are the command's options.
 def quantize(
     model: Annotated[str, typer.Argument(help='A checkpoint folder, or "demo".')],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write; it must not exist or be empty.")],
-    recipe: Annotated[str, typer.Option(help="A recipe's name in recipes/, or a .yaml file.")] = "awq_w4a16_g128",
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            show_default="awq_w4a16_g128", help="A recipe's name, or a .yaml file. The other options override it."
+        ),
+    ] = None,
+    weight_format: Annotated[
+        Literal["awq", "gptq", "gptq_v2", "compressed-tensors", "fp8"] | None,
+        typer.Option("--format", rich_help_panel=GRID, help="File format of the weights."),
+    ] = None,
+    bits: Annotated[float | None, typer.Option(metavar="<4|8>", rich_help_panel=GRID, help="Bits of a weight.")] = None,
+    average_bits: Annotated[
+        float | None,
+        typer.Option(
+            min=1,
+            max=32,
+            rich_help_panel=GRID,
+            help="Mixed precision, for example 4.5: each linear gets the bits that its effect is worth.",
+        ),
+    ] = None,
+    group_size: Annotated[
+        Literal["32", "64", "128", "channel", "tensor", "block"] | None,
+        typer.Option(rich_help_panel=GRID, help="Weights that share a scale."),
+    ] = None,
+    kv_bits: Annotated[
+        Literal["16", "8", "4", "auto"] | None,
+        typer.Option(rich_help_panel=GRID, help="Bits of the KV cache; auto is 8 or 4 by layer."),
+    ] = None,
     calibration: Annotated[
         list[str] | None,
         typer.Option(
             metavar="SOURCE[:WEIGHT]",
+            rich_help_panel=TEXT,
             help="A preset, a .txt, .jsonl or .parquet file, a folder or hub:ORG/NAME; may be repeated, with weights.",
         ),
     ] = None,
-    num_samples: Annotated[int | None, typer.Option(help="Rows of calibration text.")] = None,
-    seq_len: Annotated[int | None, typer.Option(help="Tokens of a row.")] = None,
-    weight_format: Annotated[
-        str | None, typer.Option("--format", help="awq, gptq, gptq_v2, compressed-tensors or fp8.")
+    num_samples: Annotated[int | None, typer.Option(min=1, rich_help_panel=TEXT, help="Rows of text.")] = None,
+    seq_len: Annotated[int | None, typer.Option(min=8, rich_help_panel=TEXT, help="Tokens of a row.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, max=2**32 - 1, rich_help_panel=TEXT, help="Seed of the choice of text.")
     ] = None,
-    bits: Annotated[
-        float | None,
-        typer.Option(help="Average bits of a weight: each linear gets a scheme by its effect."),
-    ] = None,
-    group_size: Annotated[
-        str | None, typer.Option(help="32, 64 or 128 inputs share a scale, or channel, tensor or block.")
-    ] = None,
-    kv_bits: Annotated[int | None, typer.Option(help="Bits of the KV cache: 16, 8 or 4.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the choice of calibration text.")] = None,
     max_memory: Annotated[
-        str | None, typer.Option(help="Limit of the memory peak, for example 2GiB. Default: none.")
+        str | None,
+        typer.Option(rich_help_panel=RUN, help="Limit of the memory peak, for example 2GiB; smaller steps keep it."),
     ] = None,
-    device: Annotated[str, typer.Option(help="Device that computes: cpu.")] = "cpu",
-    restart: Annotated[bool, typer.Option(help="Discard the finished layers of an interrupted run.")] = False,
+    ignore_estimate: Annotated[
+        bool,
+        typer.Option(
+            "--ignore-estimate", rich_help_panel=RUN, help="Start even if memory or disk will not do by the estimate."
+        ),
+    ] = False,
+    device: Annotated[str, typer.Option(rich_help_panel=RUN, help="Device that computes: cpu.")] = "cpu",
+    restart: Annotated[
+        bool, typer.Option("--restart", rich_help_panel=RUN, help="Discard the layers of an interrupted run.")
+    ] = False,
     evaluate: Annotated[
-        bool, typer.Option("--eval/--no-eval", help="Compare the result with the source on held-out text.")
+        bool,
+        typer.Option("--eval/--no-eval", rich_help_panel=RUN, help="Compare the result with the source at the end."),
     ] = True,
-    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    json: Annotated[bool, typer.Option("--json", rich_help_panel=RUN, help="Print the report as JSON.")] = False,
 ) -> None:
-    """Quantize a checkpoint. Options override the recipe."""
+    """Quantize a checkpoint by a recipe: its weights, and a configuration of its KV cache."""
     from lmkit.config import default_num_threads, parse_bytes
+    from lmkit.formats.atomic import refuse_occupied
+    from lmkit.formats.known import remember
     from lmkit.kernels.cpu import threads
     from lmkit.quant.data.calibration import parse_source
     from lmkit.quant.data.comm import Comm
-    from lmkit.quant.recipe import load_recipe
+    from lmkit.quant.recipe import load_recipe, recipe_for
     from lmkit.quant.report.evaluate import encode_text
     from lmkit.quant.run import prepare
 
+    if bits not in (None, 4, 8):
+        raise ConfigError(f"--bits {bits:g}: expected 4 or 8; --average-bits {bits:g} mixes them")
+    scheme = {"bits": bits and int(bits), "group_size": _number(group_size)}
+    chosen = recipe or recipe_for(weight_format, bits, average_bits)
     loaded = load_recipe(
-        recipe,
+        chosen,
         {
             "format": weight_format,
-            "bits": bits,
-            "scheme": {"group_size": int(group_size) if group_size and group_size.isdigit() else group_size},
-            "kv": {"bits": kv_bits},
+            "average_bits": average_bits,
+            "scheme": scheme,
+            "kv": {"bits": _number(kv_bits)},
             "calibration": {
                 "dataset": [parse_source(item) for item in calibration] if calibration else None,
                 "num_samples": num_samples, "seq_len": seq_len, "seed": seed,
@@ -77,19 +117,24 @@ def quantize(
     )  # fmt: skip
     if device != "cpu":
         raise UnsupportedError(f"--device {device}: quantization runs on the CPU, there are no kernels for others yet")
-    budget = None if max_memory is None else parse_bytes(max_memory, "--max-memory")
+    limit = None if max_memory is None else parse_bytes(max_memory, "--max-memory")
+    refuse_occupied(output)
     comm = Comm.launched()
     threads.configure(default_num_threads())
-    quantizer = prepare(model, loaded, max_memory=budget, comm=comm)
+    quantizer = prepare(model, loaded, max_memory=limit, comm=comm)
+    if not ignore_estimate:
+        _check_machine(quantizer, output, evaluates=evaluate)
     quiet = json or not comm.is_first
     eval_ids = encode_text(quantizer.source.reader.path) if evaluate else None
+    phases = {name: seconds for name, seconds in quantizer.plan.seconds.items() if evaluate or name != "evaluation"}
     if not quiet:
-        _print_plan(model, quantizer)
-    with ProgressBar(quiet=quiet) as bar:
+        _print_plan(model, chosen, quantizer, sum(phases.values()))
+    with ProgressBar(quiet=quiet, phases=phases) as bar:
         report = quantizer.run(output, eval_ids=eval_ids, restart=restart, progress=bar.update)
     comm.close()
     if not comm.is_first:
         return
+    remember(output)
     if json:
         import msgspec
 
@@ -98,18 +143,50 @@ def quantize(
         _print_report(report, output)
 
 
-def _print_plan(model: str, quantizer: Quantizer) -> None:
+def _number(text: str | None) -> int | str | None:
+    return int(text) if text and text.isdigit() else text
+
+
+def _check_machine(quantizer: Quantizer, output: Path, *, evaluates: bool) -> None:
+    """Refuse a run that this machine cannot hold by the estimate. An interrupted run has a part of its disk already."""
+    import shutil
+
+    from lmkit.config import environment
+    from lmkit.quant.budget import check_machine
+    from lmkit.quant.data.workdir import WorkFolder
+    from lmkit.turbo.host_memory import available_memory
+
+    work = WorkFolder.beside(output).path
+    there = next(folder for folder in work.parents if folder.exists())
+    taken = sum(file.stat().st_size for file in work.rglob("*") if file.is_file())
+    check_machine(
+        quantizer.source,
+        quantizer.budget,
+        memory=available_memory() // environment().local_world_size,
+        disk=shutil.disk_usage(there).free + taken,
+        evaluates=evaluates,
+    )
+
+
+def _print_plan(model: str, chosen: str, quantizer: Quantizer, seconds: float) -> None:
+    from lmkit.turbo.host_memory import gib
+
     recipe, plan, budget = quantizer.recipe, quantizer.plan, quantizer.budget
     calibration = recipe.calibration
     steps = ", ".join(step.name() for step in recipe.steps)
-    print(f"{model}: {steps}; {_scheme(recipe)}; KV {recipe.kv.bits} bits")
+    print(f"{model}: recipe {chosen}: {steps}")
+    print(f"weights: {_scheme(recipe)}, format {recipe.format}; KV cache: {recipe.kv.bits} bits")
     print(f"calibration: {calibration.num_samples} rows of {calibration.seq_len} tokens from {_sources(calibration)}")
     print(
-        f"estimate: {budget.memory_bytes / 2**30:.2f} GiB of memory, {budget.disk_bytes / 2**30:.2f} GiB of disk, "
-        f"{_duration(plan.seconds)} without evaluation; batches of {budget.batch_tokens} tokens"
+        f"estimate: {gib(budget.memory_bytes)} of memory, {gib(budget.disk_bytes)} of disk, {duration(seconds)}; "
+        f"batches of {budget.batch_tokens} tokens"
     )
+    by_reason: dict[str, list[str]] = {}
     for module, reason in plan.dense.items():
-        print(f"stays dense: {module}: {reason}")
+        by_reason.setdefault(reason, []).append(module)
+    for reason, modules in by_reason.items():
+        more = f" and {len(modules) - 1} more" if len(modules) > 1 else ""
+        print(f"stays dense: {modules[0]}{more}: {reason}")
 
 
 def _scheme(recipe: Recipe) -> str:
@@ -121,17 +198,13 @@ def _scheme(recipe: Recipe) -> str:
     parts += [] if scheme.type == "int" else [scheme.type]
     parts.append(f"groups of {scheme.group_size}" if grouped else f"per {scheme.group_size}")
     parts += [] if recipe.activations == "none" else [f"activations {recipe.activations}"]
-    parts += [] if recipe.bits is None else [f"or finer: {recipe.bits:g} bits on average"]
+    parts += [] if recipe.average_bits is None else [f"or finer: {recipe.average_bits:g} bits on average"]
     return ", ".join(parts)
 
 
 def _sources(calibration: CalibrationRecipe) -> str:
     entries = [calibration.dataset] if isinstance(calibration.dataset, str) else calibration.dataset
     return ", ".join(entry if isinstance(entry, str) else f"{entry.source}:{entry.weight:g}" for entry in entries)
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
 def _bits_line(mixed: MixedPrecisionReport) -> str:
@@ -146,8 +219,9 @@ def _print_report(report: QuantReport, output: Path) -> None:
 
     from lmkit.quant.report.html import FILE_NAME, mean
 
-    table = Table(title="relative squared error of each layer", title_justify="left")
-    for column in ("layer", "RTN, mean of linears", "stored, mean of linears", "whole layer", "bits", "seconds"):
+    title = "relative squared error of each layer: mean of its linears, rounded to nearest and as stored"
+    table = Table(title=title, title_justify="left")
+    for column in ("layer", "RTN", "stored", "whole layer", "bits", "seconds"):
         table.add_column(column, justify="right")
     for layer in report.layers:
         errors = (mean(x.rtn_error for x in layer.linears), mean(x.error for x in layer.linears))
@@ -169,6 +243,6 @@ def _print_report(report: QuantReport, output: Path) -> None:
     saved = report.bytes_after / report.bytes_before
     memory = "" if report.peak_bytes is None else f", {report.peak_bytes / 2**30:.2f} GiB at the peak"
     print(f"{output}: {report.bytes_after:,} bytes of weights, {saved:.0%} of the source")
-    print(f"{report.seconds:.1f} s{memory}; report: {output / FILE_NAME}")
+    print(f"{duration(report.seconds)}{memory}; report: {output / FILE_NAME}")
     if report.evaluation is not None:
         print_result(report.evaluation)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
 
-from lmkit.cli.engine_options import engine_options
+from lmkit.cli.engine_options import checked, engine_options, size
 from lmkit.cli.options import takes
-from lmkit.config import EngineConfig, ServerConfig, parse, parse_bytes
+from lmkit.cli.settings import read_config, resolved
+from lmkit.config import EngineConfig, LogLevel, ServerConfig
 from lmkit.errors import ConfigError
 
 SHARED_CACHE_QUOTA = 0.5  # with several keys, so that no tenant can evict the KV of all others
@@ -18,57 +19,86 @@ SHARED_CACHE_QUOTA = 0.5  # with several keys, so that no tenant can evict the K
 _SERVER = ServerConfig()
 
 
+def _server(help: str, *flags: str, **settings: Any) -> Any:
+    return typer.Option(*flags, help=help, rich_help_panel="Server", **settings)
+
+
 @takes(engine_config=engine_options)
 def serve(
     context: typer.Context,
     engine_config: EngineConfig,
-    model: Annotated[str, typer.Argument(help='A checkpoint folder, or "demo".')],
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = _SERVER.host,
-    port: Annotated[int, typer.Option(help="0 takes a free one.")] = _SERVER.port,
+    model: Annotated[str, typer.Argument(help='A checkpoint folder, a Hub name, or "demo".')],
     served_model_name: Annotated[
-        str | None, typer.Option(help="Default: the folder's name, or the name given.")
+        str | None, typer.Option(help="Default: the folder's name, or the name given.", rich_help_panel="Model")
     ] = None,
+    config: Annotated[
+        str | None, _server("A YAML file of options, name: value.", is_eager=True, callback=read_config)
+    ] = None,
+    print_config: Annotated[
+        bool, _server("Print all options and where each stands, and exit.", "--print-config")
+    ] = False,
+    host: Annotated[str, _server("Address to listen on; 0.0.0.0 for all.")] = _SERVER.host,
+    port: Annotated[int, _server("0 takes a free one.", callback=checked(ServerConfig, "port"))] = _SERVER.port,
     api_key: Annotated[
-        list[str] | None, typer.Option(help="Accept this key; repeatable. Other users of this machine can see it.")
+        list[str] | None, _server("Accept this key; repeatable. Others see it here, not in LMKIT_API_KEY.")
     ] = None,
-    api_key_file: Annotated[Path | None, typer.Option(help="A file with one key a line.")] = None,
-    max_body: Annotated[str, typer.Option(help="Largest request body, e.g. 4M.")] = str(_SERVER.max_body_bytes),
+    api_key_file: Annotated[Path | None, _server("A file with one key a line.")] = None,
+    max_body: Annotated[str, _server("Largest request body.", callback=size)] = "4M",
     drain_seconds: Annotated[
-        float, typer.Option(help="Seconds for running requests to finish after SIGTERM.")
+        float,
+        _server("Seconds for requests to finish after SIGTERM.", callback=checked(ServerConfig, "drain_seconds")),
     ] = _SERVER.drain_seconds,
-    log_level: Annotated[str, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = _SERVER.log_level,
+    log_level: Annotated[LogLevel, _server("How much is logged.", case_sensitive=False)] = _SERVER.log_level,
     engine: Annotated[str | None, typer.Option(hidden=True, help="module:Class of another engine.")] = None,
 ) -> None:
-    """Serve a model over HTTP with OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models."""
-    from lmkit import log
-    from lmkit.formats.hub import resolve_model_path
-    from lmkit.serve.server import serve as run
-    from lmkit.turbo.transport.async_engine import AsyncEngine
-    from lmkit.turbo.transport.messages import ENGINE
+    """Serve a model over HTTP with OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models.
 
+    Every option may also stand in the environment (LMKIT_KV_MEMORY=2G is --kv-memory 2G) and in a YAML file that
+    --config names (kv_memory: 2G). The command line comes first, then the environment, then the file.
+    """
+    if print_config:
+        print(resolved(context))
+        return
     keys = _keys(api_key or [], api_key_file)
     quota = context.get_parameter_source("cache_quota")
     if len(keys) > 1 and quota is not None and quota.name == "DEFAULT":
         engine_config = msgspec.structs.replace(engine_config, cache_quota=SHARED_CACHE_QUOTA)
-    server_config = parse(
-        {
-            "host": host,
-            "port": port,
-            "served_model_name": served_model_name or (Path(model).resolve().name if Path(model).is_dir() else model),
-            "api_keys": keys,
-            "max_body_bytes": parse_bytes(max_body, "--max-body"),
-            "drain_seconds": drain_seconds,
-            "log_level": log_level,
-        },
-        ServerConfig,
-        "serve",
+    server_config = ServerConfig(
+        host=host,
+        port=port,
+        served_model_name=served_model_name or (Path(model).resolve().name if Path(model).is_dir() else model),
+        api_keys=keys,
+        max_body_bytes=int(max_body),
+        drain_seconds=drain_seconds,
+        log_level=log_level,
     )
-    if log_level.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
-        raise ConfigError(f"--log-level {log_level!r}: expected DEBUG, INFO, WARNING or ERROR")
-    log.setup(log_level)
-    path = resolve_model_path(model)
-    front_end = AsyncEngine(path, engine_config, engine=engine or ENGINE, log_level=log_level)
-    raise typer.Exit(run(front_end, server_config, lambda line: print(line, flush=True)))
+    raise typer.Exit(_run(model, engine_config, server_config, engine))
+
+
+def _run(model: str, engine_config: EngineConfig, config: ServerConfig, engine: str | None) -> int:
+    """Serve until a signal; the exit status."""
+    from lmkit import log
+    from lmkit.formats.hub import resolve_model_path
+    from lmkit.formats.known import remember
+    from lmkit.serve.server import serve
+    from lmkit.turbo.transport.async_engine import AsyncEngine
+    from lmkit.turbo.transport.messages import ENGINE
+    from lmkit.web.running import registered
+
+    log.setup(config.log_level)
+    if config.api_keys:
+        log.get_logger(__name__).info("every route but /health needs one of %d API keys", len(config.api_keys))
+    path, name = resolve_model_path(model), str(config.served_model_name)
+    if Path(model).is_dir():
+        remember(path)
+    front_end = AsyncEngine(path, engine_config, engine=engine or ENGINE, log_level=config.log_level)
+    with registered("serve", name, config.drain_seconds) as tell:
+
+        def on_ready(url: str) -> None:
+            tell(url)
+            print(f"serving {name} on {url}", flush=True)
+
+        return serve(front_end, config, on_ready)
 
 
 def _keys(given: list[str], file: Path | None) -> tuple[str, ...]:

@@ -16,8 +16,8 @@ from torch import Tensor
 from lmkit.errors import CheckpointError
 from lmkit.formats.atomic import atomic_directory, copy_file, sync_directory, write_errors, write_file
 from lmkit.formats.hub import resolve_model_path
-from lmkit.formats.jsonfile import read_json, to_json
 from lmkit.formats.safetensors_file import MAX_HEADER_BYTES, SafetensorsFile, TensorInfo, write_safetensors
+from lmkit.jsonfile import read_json, to_json
 
 __all__ = ["CheckpointReader", "CheckpointWriter", "TensorInfo", "atomic_directory", "resolve_model_path"]
 
@@ -199,7 +199,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
     has_single, has_index = (folder / SINGLE).exists(), (folder / INDEX).exists()
     if not has_index:
         if not has_single:
-            raise CheckpointError(_no_weights(folder))
+            raise CheckpointError(f"{folder}: has neither {SINGLE} nor {INDEX}")
         return {}
     where = folder / INDEX
     weight_map = read_json(_inside(folder, INDEX), MAX_HEADER_BYTES).get("weight_map")
@@ -211,14 +211,6 @@ def _weight_map(folder: Path) -> dict[str, str]:
     if has_single and SINGLE not in weight_map.values():
         raise CheckpointError(f"{folder}: has both {SINGLE} and {INDEX}; remove the one that is out of date")
     return weight_map
-
-
-def _no_weights(folder: Path) -> str:
-    if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
-        return f"{folder}: has only pickled weights, which can run code and are not read; convert them to safetensors"
-    if any(folder.glob("*.gguf")):
-        return f"{folder}: GGUF files are not run; `lmkit convert FILE.gguf -o FOLDER --format awq` first"
-    return f"{folder}: has neither {SINGLE} nor {INDEX}"
 
 
 def _inside(folder: Path, name: str) -> Path:

@@ -15,7 +15,7 @@ from msgspec import Meta
 from lmkit.config import PositiveInt, StrictStruct
 from lmkit.errors import CheckpointError
 from lmkit.formats.atomic import write_file
-from lmkit.formats.jsonfile import read_json, to_json
+from lmkit.jsonfile import read_json, to_json
 from lmkit.kv_dtype import INT4, KV_DTYPES, CodedName, KVDtype
 
 FILE_NAME = "kv_config.json"

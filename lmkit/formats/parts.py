@@ -25,6 +25,11 @@ AUTO_ROUND_NOTES = {
 }  # fmt: skip
 FLOATS = ("F16", "BF16", "F32")
 MAX_GROUP_SIZE = 1 << 17
+# (tensors of which a module has any, tensors that it then needs); weight_scale also goes with an 8-bit weight
+_NEEDED = (
+    (("qweight", "qzeros", "scales"), ("qweight", "qzeros", "scales")),
+    (("weight_packed", "weight_shape"), ("weight_packed", "weight_scale", "weight_shape")),
+)
 MARKS = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")  # a module with one of these is quantized
 
 
@@ -92,6 +97,12 @@ def refuse_extras(what: str, activations: Activations, kv_cache_scheme: dict[str
         raise UnsupportedError(f"{what} has no place for {activations} activations; use compressed-tensors")
     if kv_cache_scheme is not None:
         raise UnsupportedError(f"{what} has no place for a kv_cache_scheme; use compressed-tensors")
+
+
+def missing_parts(reader: CheckpointReader, module: str) -> list[str]:
+    """Names of tensors that a linear needs in any format and that the checkpoint lacks. No tensor is read."""
+    found = (needed for marks, needed in _NEEDED if any(reader.has(f"{module}.{mark}") for mark in marks))
+    return [name for part in next(found, ("weight",)) if not reader.has(name := f"{module}.{part}")]
 
 
 def read_part(reader: CheckpointReader, name: str, dtypes: tuple[str, ...], *shapes: tuple[int, ...]) -> Tensor:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lmkit.errors import CheckpointError
 from lmkit.formats.atomic import write_errors
-from lmkit.formats.jsonfile import parse_json
+from lmkit.jsonfile import parse_json
 
 MAX_HEADER_BYTES = 16 << 20  # some 100,000 tensors; parsed, hostile JSON of this size stays below half a gigabyte
 MAX_NUMEL = 1 << 62

@@ -51,6 +51,11 @@ class KVStorage:
         return any(self.key_mean)
 
 
+def storage_text(storages: Sequence[KVStorage]) -> str:
+    """The storage types of all layers in words: `int8`, or `int8/int4` if keys and values differ."""
+    return " ".join(sorted({str(s.k) if s.k == s.v else f"{s.k}/{s.v}" for s in storages}))
+
+
 def resolve_storage(reader: CheckpointReader, spec: ModelSpec, asked: str, dense: str) -> list[KVStorage]:
     """Each layer's storage. `asked` is a storage type for all layers, or "auto": the checkpoint's kv_config.json, else
     its kv_cache_scheme, else `dense`.

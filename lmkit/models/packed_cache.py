@@ -166,7 +166,8 @@ class PackedCache:
             for other in folder.glob("packed-*.partial"):  # left by a process that was killed
                 other.unlink()
         partial = folder / f"{self.name}.{os.getpid()}.partial"
-        log.info("packing the weights once into %s", folder / self.name)
+        log.info("packing the weights once, for this and later starts")
+        log.debug("packing into %s", folder / self.name)
         try:
             with _writing():
                 stream = SafetensorsStream(partial, self._header_bytes)

@@ -90,7 +90,7 @@ def resolve_dtype(asked: str, stored: str, device: str) -> str:
     """
     if device != "cpu":
         if asked == "auto" and stored == "float32":
-            log.info("float32 weights are rounded to float16 on a GPU; --dtype float32 keeps them, and is slow")
+            log.info("float32 weights become float16; --dtype float32 is slow")
             return "float16"
         return stored if asked == "auto" else asked
     dtype = stored if asked == "auto" else asked

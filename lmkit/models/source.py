@@ -12,7 +12,7 @@ from torch import Tensor
 from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.formats.base import WeightFormat, resolve_format
 from lmkit.formats.checkpoint import CheckpointReader
-from lmkit.formats.parts import FLOATS
+from lmkit.formats.parts import FLOATS, missing_parts
 from lmkit.formats.safetensors_file import DTYPES
 from lmkit.kernels.cuda.module import tensor_device
 from lmkit.layers.linear import MergedLinear, Weights
@@ -37,7 +37,7 @@ class ModelSource:
         self._check_names()
 
     def _check_names(self) -> None:
-        """Check that every weight of the specification exists with its shape, before anything is read."""
+        """Check that every weight of the specification exists and that dense vectors fit, before anything is read."""
         spec, reader = self.spec, self.reader
         dense = {roles.EMBED: spec.head_shape, roles.FINAL_NORM: (spec.hidden_size,)}
         for index, layer in enumerate(spec.layers):
@@ -48,14 +48,25 @@ class ModelSource:
                     f"{reader.path}: {fused} holds all experts of a layer; save the checkpoint with a tensor for each "
                     "(transformers: save_pretrained with save_original_format=True, its default)"
                 )
+        if missing := [name for module in dense if not reader.has(name := module + ".weight")] + self._missing():
+            more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise CheckpointError(f"{reader.path}: tensor {missing[0]} is missing{more}")
         for module, shape in dense.items():
-            name = module + ".weight"
-            if not reader.has(name):
-                raise CheckpointError(f"{reader.path}: tensor {name} is missing")
-            if reader.info(name).shape != shape:
+            if (found := reader.info(module + ".weight").shape) != shape:
                 raise CheckpointError(
-                    f"{reader.path}: {name} is {list(reader.info(name).shape)}, config.json says {list(shape)}"
+                    f"{reader.path}: {module}.weight is {list(found)}, config.json says {list(shape)}"
                 )
+
+    def _missing(self) -> list[str]:
+        """Tensors of the layers' linears and of the head that the checkpoint lacks."""
+        names = [] if self.spec.tie_embeddings else missing_parts(self.reader, roles.LM_HEAD)
+        for index, layer in enumerate(self.spec.layers):
+            for role in layer.linears | layer.routers:
+                module = layer.module_name(index, role)
+                names += missing_parts(self.reader, module)
+                if layer.has_bias(role) and not self.reader.has(module + ".bias"):
+                    names.append(module + ".bias")
+        return names
 
     def layer_weights(self, index: int, dtype: torch.dtype | None = None) -> Weights:
         """All weights of a layer by role; dense ones as `dtype` (None = as stored)."""
@@ -127,10 +138,6 @@ class ModelSource:
     def _head(self, dtype: torch.dtype | None) -> Tensor | QTensor:
         if self.spec.tie_embeddings:
             return self.embed_tokens(dtype)
-        if not any(self.reader.has(f"{roles.LM_HEAD}.{part}") for part in ("weight", "weight_packed")):
-            raise CheckpointError(
-                f"{self.reader.path}: tensor {roles.LM_HEAD}.weight is missing and tie_word_embeddings is false"
-            )
         weight = self.format.read_linear(self.reader, roles.LM_HEAD)
         return weight if isinstance(weight, QTensor) else _to(weight, dtype)
 

@@ -8,7 +8,7 @@ import functools
 import http.cookiejar
 import re
 import ssl
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 from urllib.parse import parse_qs
@@ -28,8 +28,10 @@ from lmkit.proxy.fleet import Fleet
 from lmkit.proxy.forward import Call, Forwarder
 from lmkit.proxy.health import HealthChecker
 from lmkit.proxy.registry import Registry
-from lmkit.web.errors import method_not_allowed, not_found, public_error
+from lmkit.web.errors import method_not_allowed, public_error, remark
 from lmkit.web.receive import decode_json, read_body
+from lmkit.web.request_id import request_id, with_request_id
+from lmkit.web.routes import is_known_elsewhere, not_found
 
 log = get_logger(__name__)
 MAX_ADMIN_BODY = 1 << 20
@@ -115,14 +117,18 @@ class Proxy:
             await send({"type": "websocket.close", "code": 1008})
         if scope["type"] != "http":
             return
-        response = DownstreamResponse(send, retry_after=self.config.health_interval)
+        name = request_id(scope["headers"])
+        response = DownstreamResponse(send, name, retry_after=self.config.health_interval)
         try:
             check_head(scope)
             route = resolve(scope["method"], scope["path"])
             authorize(self.keys, route.role, scope["headers"])
-            await route.handler(self, Exchange(scope, receive, response))
+            named = {**scope, "headers": with_request_id(scope["headers"], name)}  # the id goes on to the node
+            await route.handler(self, Exchange(named, receive, response))
         except Exception as error:  # noqa: BLE001 - the HTTP edge: public_error logs it
-            await self._fail(response, public_error(error))
+            shown = public_error(error)
+            log.info("%s %s %d id=%s%s", scope["method"], scope["path"][:128], shown.status, name, remark(shown))
+            await self._fail(response, shown)
 
     async def _fail(self, response: DownstreamResponse, error: RequestError) -> None:
         if error.code == "client_disconnected":
@@ -140,7 +146,7 @@ class Proxy:
             raise RequestError("queue_full", f"{self.active} requests are being answered; try again")
         path = scope["path"]
         if not _FORWARDED_PATH.fullmatch(path) or scope.get("raw_path", path.encode()) != path.encode():
-            raise not_found()
+            raise not_found(path, PATHS)
         self.active += 1
         try:
             body = await read_body(scope, receive, self.config.max_body_bytes, self.config.body_timeout)
@@ -194,8 +200,13 @@ class Proxy:
         nodes = [node for node in self.registry.status() if url in (None, node["url"])]
         return {"object": "list", "data": nodes, "persistent": self.fleet.persistent, "policy": self.config.policy}
 
+    async def show_root(self, exchange: Exchange) -> None:
+        """For a person who opens the address."""
+        await _json(exchange, {"server": "lmkit proxy", "routes": PATHS})
+
 
 ROUTES: dict[str, dict[str, Route]] = {
+    "/": {"GET": Route(Role.USER, Proxy.show_root)},
     "/health": {"GET": Route(Role.OPEN, Proxy.show_health)},
     "/metrics": {"GET": Route(Role.USER, Proxy.show_metrics)},
     "/v1/models": {"GET": Route(Role.USER, Proxy.list_models)},
@@ -207,6 +218,12 @@ ROUTES: dict[str, dict[str, Route]] = {
 }
 _SHOW_MODEL = {"GET": Route(Role.USER, Proxy.show_model)}
 _FORWARD = {"POST": Route(Role.USER, Proxy.forward)}
+PATHS = [
+    *(f"{method} {path}" for path, methods in ROUTES.items() for method in methods),
+    f"GET {_MODEL_PREFIX}{{name}}",
+    "POST /v1/chat/completions",
+    "POST /v1/completions",
+]
 
 
 def resolve(method: str, path: str) -> Route:
@@ -220,15 +237,18 @@ def resolve(method: str, path: str) -> Route:
     else:
         return Route(Role.USER, _not_found)
     wanted = "GET" if method == "HEAD" else method
-    return methods.get(wanted) or Route(next(iter(methods.values())).role, _not_allowed)
+    if wanted not in methods and is_known_elsewhere(path):
+        return Route(Role.USER, _not_found)
+    refusal = Route(next(iter(methods.values())).role, functools.partial(_not_allowed, methods))
+    return methods.get(wanted, refusal)
 
 
 async def _not_found(proxy: Proxy, exchange: Exchange) -> None:
-    raise not_found()
+    raise not_found(exchange.scope["path"], PATHS)
 
 
-async def _not_allowed(proxy: Proxy, exchange: Exchange) -> None:
-    raise method_not_allowed(exchange.scope["method"])
+async def _not_allowed(allowed: Iterable[str], proxy: Proxy, exchange: Exchange) -> None:
+    raise method_not_allowed(exchange.scope["method"], allowed)
 
 
 def check_head(scope: Scope) -> None:

@@ -6,16 +6,17 @@ import ipaddress
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import httpx
 import msgspec
 import yaml
 
-from lmkit.config import PositiveInt, StrictStruct
+from lmkit import yaml_file
+from lmkit.config import LogLevel, PolicyName, PositiveInt, StrictStruct
 from lmkit.errors import ConfigError
+from lmkit.other_names import hint
 
-PolicyName = Literal["least_in_flight", "round_robin", "random"]
 Key = Annotated[str, msgspec.Meta(min_length=1, max_length=512, pattern=r"^[\x21-\x7e]+$")]
 ModelName = Annotated[str, msgspec.Meta(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f\x7f-\x9f]+$")]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
@@ -59,7 +60,7 @@ class ProxyConfig(StrictStruct, frozen=True):
     unhealthy_after: PositiveInt = 2  # consecutive failures, of checks or of connections for a request
     healthy_after: PositiveInt = 1  # consecutive good checks of a node that was unhealthy
     drain_seconds: Annotated[float, msgspec.Meta(ge=0, le=86400)] = 30.0  # how long requests may finish after SIGTERM
-    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    log_level: LogLevel = "INFO"
 
     def __post_init__(self) -> None:
         urls = [node.url for node in self.nodes]
@@ -109,41 +110,21 @@ def load_config(path: str | Path | None, *, nodes: Sequence[NodeConfig] = (), **
 
 
 def _read(path: Path) -> ProxyConfig:
-    try:
-        loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))  # JSON is YAML, and this keeps the lines
-        tree = loader.get_single_node()
-        _refuse_duplicates(tree, path)
-        data = loader.construct_document(tree) if tree is not None else {}
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path}: is not UTF-8 text") from None
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise ConfigError(f"{path}:{line}: {error.problem or error.context}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
+    tree, data = yaml_file.read(path)
     try:
         config = msgspec.convert(data, ProxyConfig)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{path}:{_line(tree, str(error))}: {error}") from None
+        raise ConfigError(f"{path}:{_line(tree, str(error))}: {error}{_near(str(error))}") from None
     if config.state_file is None:
         return config
     return msgspec.structs.replace(config, state_file=str(path.parent / config.state_file))
 
 
-def _refuse_duplicates(tree: Any, path: Path) -> None:
-    """Raise ConfigError for a key that is given twice; YAML silently takes the last one."""
-    if isinstance(tree, yaml.SequenceNode):
-        for item in tree.value:
-            _refuse_duplicates(item, path)
-    elif isinstance(tree, yaml.MappingNode):
-        seen = set()
-        for key, value in tree.value:
-            if key.value in seen:
-                raise ConfigError(f"{path}:{key.start_mark.line + 1}: {key.value!r} is given twice")
-            seen.add(key.value)
-            _refuse_duplicates(value, path)
+def _near(message: str) -> str:
+    """`; did you mean port?` for a message about an unknown field."""
+    unknown = re.search(r"unknown field `(.*?)`", message)
+    known = NodeConfig if "$.nodes" in message else ProxyConfig
+    return hint(unknown[1], {}, known.__struct_fields__) if unknown else ""
 
 
 def _line(tree: Any, message: str) -> int:

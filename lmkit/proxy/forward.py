@@ -7,10 +7,8 @@ body has been read whole, so it can be sent again.
 from __future__ import annotations
 
 import asyncio
-import re
 import secrets
 import time
-import uuid
 from collections.abc import Collection
 from dataclasses import dataclass
 from random import Random
@@ -36,8 +34,7 @@ _HOP_BY_HOP = {b"connection", b"keep-alive", b"proxy-connection", b"proxy-authen
 # headers that a node behind a proxy trusts.
 _NOT_SENT_ON = {b"authorization", b"x-api-key", b"cookie", b"host", b"content-length", b"expect", b"accept-encoding",
                 b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b"x-forwarded-proto", b"x-forwarded-port",
-                b"x-real-ip", b"x-request-id"}  # fmt: skip
-_REQUEST_ID = re.compile(rb"[A-Za-z0-9._\-]{1,128}")
+                b"x-real-ip"}  # fmt: skip
 # A request that reached a node and got no response may have broken the node. It is tried once more, not on every node.
 MAX_RESENDS = 1
 
@@ -172,7 +169,6 @@ class Forwarder:
         headers += [
             (b"accept-encoding", b"identity"),  # an error event cannot be added to a compressed stream
             (b"via", b"1.1 " + self._own_via),
-            (b"x-request-id", _request_id(call.headers)),
         ]
         if node.config.api_key is not None:
             headers.append((b"authorization", b"Bearer " + node.config.api_key.encode()))
@@ -188,11 +184,3 @@ def _end_to_end(headers: Collection[tuple[bytes, bytes]]) -> list[tuple[bytes, b
         if name.lower() == b"connection":
             dropped.update(token.strip().lower() for token in value.split(b","))
     return [(name.lower(), value) for name, value in headers if name.lower() not in dropped]
-
-
-def _request_id(headers: Collection[tuple[bytes, bytes]]) -> bytes:
-    """The client's x-request-id if it is harmless, else a new one."""
-    for name, value in headers:
-        if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
-            return value
-    return uuid.uuid4().hex.encode()

@@ -76,7 +76,7 @@ def size(num_bytes: float) -> str:
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB")):
         if num_bytes >= unit:
             return f"{-(-num_bytes * 100 // unit) / 100:g}{name}"
-    return f"{num_bytes}"
+    return f"{num_bytes} bytes"
 
 
 def _choices(recipe: Recipe) -> list[tuple[int, Recipe]]:
@@ -106,18 +106,44 @@ def _layer_working_bytes(layer: LayerSpec, recipe: Recipe, batch_tokens: int) ->
     return 4 * (weights + statistics + work)
 
 
+def check_machine(source: ModelSource, budget: Budget, *, memory: int, disk: int, evaluates: bool) -> None:
+    """Raise ConfigError if the estimate exceeds `memory` bytes that are free, or `disk` bytes where the output goes."""
+    path, anyway = source.reader.path, "--ignore-estimate starts anyway"
+    if budget.memory_bytes > memory:
+        tokens, smallest = _choices(budget.recipe)[-1]
+        least = BASE_BYTES + working_bytes(source.spec, smallest, tokens)
+        less = f"--max-memory {size(least)} is the least that works, in smaller steps"
+        less = less if least <= memory else f"the least that works is {size(least)}"
+        raise ConfigError(
+            f"quantizing {path} takes about {size(budget.memory_bytes)} of memory, {size(memory)} are free; "
+            f"{less}; {anyway}"
+        )
+    if evaluates and (needed := evaluation_bytes(source, budget.recipe)) > memory:
+        raise ConfigError(
+            f"the evaluation holds both models, {size(needed)}, and {size(memory)} of memory are free; "
+            f"--no-eval leaves it out; {anyway}"
+        )
+    if budget.disk_bytes > disk:
+        raise ConfigError(
+            f"quantizing {path} takes about {size(budget.disk_bytes)} of disk, {size(disk)} are free where the output "
+            f"goes; {anyway}"
+        )
+
+
 def check_evaluation(source: ModelSource, budget: Budget) -> None:
-    """Raise ConfigError if the two whole models that an evaluation holds do not fit."""
-    if budget.max_memory is None:
-        return
-    dtype = resolve_dtype("auto", source.spec.dtype, "cpu")
-    models = source.weight_bytes(dtype) + source.reader.nbytes() - _layer_bytes(source)
-    models += _stored_bytes(source, budget.recipe)
-    needed = BASE_BYTES + models + 4 * LOGIT_BYTES
-    if needed > budget.max_memory:
+    """Raise ConfigError if the two whole models that an evaluation holds do not fit into the limit."""
+    needed = evaluation_bytes(source, budget.recipe)
+    if budget.max_memory is not None and needed > budget.max_memory:
         raise ConfigError(
             f"--max-memory {size(budget.max_memory)}: the evaluation holds both models, {size(needed)}; use --no-eval"
         )
+
+
+def evaluation_bytes(source: ModelSource, recipe: Recipe) -> int:
+    """Bytes of the two whole models that an evaluation holds."""
+    dtype = resolve_dtype("auto", source.spec.dtype, "cpu")
+    models = source.weight_bytes(dtype) + source.reader.nbytes() - _layer_bytes(source)
+    return BASE_BYTES + models + _stored_bytes(source, recipe) + 4 * LOGIT_BYTES
 
 
 def disk_bytes(source: ModelSource, recipe: Recipe) -> int:
@@ -137,6 +163,6 @@ def _layer_bytes(source: ModelSource) -> int:
 def _stored_bytes(source: ModelSource, recipe: Recipe) -> int:
     """Bytes of the quantized layers: the codes, and for each group a float16 scale and a zero."""
     scheme = recipe.scheme.scheme()
-    bits = scheme.bits if recipe.bits is None else recipe.bits
+    bits = scheme.bits if recipe.average_bits is None else recipe.average_bits
     bits += (16 + scheme.bits) / (scheme.group_size if scheme.group_size > 0 else 64)
     return int(sum(layer.weight_bytes(bits) for layer in source.spec.layers))

@@ -65,7 +65,7 @@ class BitBudget:
 def candidates(recipe: Recipe) -> tuple[QuantScheme, ...]:
     """The schemes that a linear may get. Without a budget, this is the recipe's scheme alone."""
     base = recipe.scheme.scheme()
-    if recipe.bits is None or recipe.format == "awq" or base.bits != 4:  # an AWQ file has one scheme
+    if recipe.average_bits is None or recipe.format == "awq" or base.bits != 4:  # an AWQ file has one scheme
         return (base,)
     finer = () if base.group_size == 32 else (replace(base, group_size=32),)
     return base, *finer, replace(base, bits=8, symmetric=True)
@@ -111,16 +111,14 @@ def stored_bits(spec: ModelSpec, recipe: Recipe, shape: Shape, scheme: QuantSche
 
 def check_reachable(spec: ModelSpec, recipe: Recipe, dense: dict[str, str]) -> None:
     """Raise ConfigError for a budget below the lowest possible one, or for one that leaves every linear dense."""
-    if recipe.bits is None:
+    if recipe.average_bits is None:
         return
-    budget = make_bit_budget(spec, recipe, dense)
-    if recipe.bits < budget.lowest:
+    asked, budget = f"average_bits {recipe.average_bits:g}", make_bit_budget(spec, recipe, dense)
+    if recipe.average_bits < budget.lowest:
         lowest = math.ceil(1000 * budget.lowest) / 1000
-        raise ConfigError(f"recipe: bits {recipe.bits:g} cannot be reached; the lowest for this model is {lowest:g}")
-    if recipe.bits >= budget.highest:
-        raise ConfigError(
-            f"recipe: bits {recipe.bits:g} would leave every linear dense; this model has {budget.highest:g}"
-        )
+        raise ConfigError(f"recipe: {asked} cannot be reached; the lowest for this model is {lowest:g}")
+    if recipe.average_bits >= budget.highest:
+        raise ConfigError(f"recipe: {asked} would leave every linear dense; this model has {budget.highest:g}")
 
 
 def choose(budget: BitBudget, losses: list[list[float]], bits: float) -> list[int]:

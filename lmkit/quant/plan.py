@@ -19,6 +19,7 @@ from lmkit.qtensor import QuantScheme
 from lmkit.quant.kv.config import check_layers
 from lmkit.quant.mixed_precision import MEASURED_LEN, MEASURED_ROWS, candidates, check_reachable
 from lmkit.quant.recipe import Recipe
+from lmkit.quant.report.evaluate import EVAL_TOKENS
 
 log = get_logger(__name__)
 
@@ -26,7 +27,7 @@ log = get_logger(__name__)
 @dataclass(frozen=True)
 class Plan:
     """`linears` maps the module of every linear to its scheme (None = it stays dense). `dense` maps the modules that
-    stay dense to the reason. `seconds` is an estimate.
+    stay dense to the reason. `seconds` estimates each phase of a run, by the name that its progress has.
 
     With a budget of bits, quant.report.sensitivity chooses the schemes.
     """
@@ -34,7 +35,7 @@ class Plan:
     spec: ModelSpec
     linears: dict[str, QuantScheme | None]
     dense: dict[str, str]
-    seconds: float
+    seconds: dict[str, float]
 
     def schemes(self, layer: int) -> dict[str, QuantScheme]:
         """The schemes of a layer's quantized linears, by role."""
@@ -63,7 +64,8 @@ def make_plan(source: ModelSource, recipe: Recipe) -> Plan:
     check_reachable(spec, recipe, dense)
     routers = [spec.module_name(i, role) for i in range(spec.num_layers) for role in spec.layers[i].routers]
     linears |= dict.fromkeys(routers, None)
-    return Plan(spec, linears, dense, _operations(spec, recipe) / _operations_per_second())
+    rate = _operations_per_second()
+    return Plan(spec, linears, dense, {phase: count / rate for phase, count in _operations(spec, recipe).items()})
 
 
 def dense_modules(spec: ModelSpec, recipe: Recipe) -> dict[str, str]:
@@ -103,16 +105,21 @@ def _warn_split_groups(spec: ModelSpec, dense: dict[str, str]) -> None:
                 log.warning("only some of %s are quantized; engines that fuse them may refuse it", ", ".join(modules))
 
 
-def _operations(spec: ModelSpec, recipe: Recipe) -> float:
-    """Floating-point operations of the whole run, without the evaluation."""
-    operations = 0.0
+def _operations(spec: ModelSpec, recipe: Recipe) -> dict[str, float]:
+    """Floating-point operations of each phase, in the order of the phases."""
+    layers = mixed = 0.0
     for layer in spec.layers:
         cost = recipe.cost(layer)
-        operations += 2 * cost.forward + sum(step.flops(cost) for step in recipe.steps)
-        if recipe.bits is not None:
-            variants = 4 * len(candidates(recipe)) * spec.num_layers / 2  # mean number of variants that pass a layer
-            operations += 2.0 * variants * MEASURED_ROWS * MEASURED_LEN * layer.num_weights
-    return operations
+        layers += 2 * cost.forward + sum(step.flops(cost) for step in recipe.steps)
+        variants = 4 * len(candidates(recipe)) * spec.num_layers / 2  # mean number of variants that pass a layer
+        mixed += 2.0 * variants * MEASURED_ROWS * MEASURED_LEN * layer.num_weights
+    everything = spec.num_weights + spec.vocab_size * spec.hidden_size
+    return {
+        "mixed precision": 0.0 if recipe.average_bits is None else mixed,
+        "weights": 16.0 * everything,  # each is read and compared
+        "layers": layers,
+        "evaluation": 2 * 2.0 * EVAL_TOKENS * everything,  # of two models
+    }
 
 
 def _operations_per_second() -> float:

@@ -2,7 +2,7 @@
 
     format: compressed-tensors
     scheme: {bits: 4, group_size: 128, symmetric: false}
-    bits: 4.5
+    average_bits: 4.5
     steps: [{step: awq_scale}, {step: awq_clip}, {step: rtn}]
     kv: {bits: 8}
     calibration: {dataset: demo, num_samples: 64, seq_len: 512, seed: 0}
@@ -23,17 +23,24 @@ import msgspec
 import yaml
 from msgspec import Meta
 
+from lmkit import other_names
 from lmkit.config import StrictStruct, parse
 from lmkit.errors import ConfigError, UnsupportedError
 from lmkit.formats.base import get_format
 from lmkit.formats.parts import Activations
 from lmkit.models.layer_spec import LayerSpec
+from lmkit.other_names import hint
 from lmkit.quant.sections import CalibrationRecipe, DatasetRecipe, KVLayerRecipe, KVRecipe, SchemeRecipe
 from lmkit.quant.steps.base import SAMPLE_TOKENS, LayerCost, Stage
 from lmkit.quant.steps.registry import STEPS, AnyStep, of_stage
 
 RECIPES = Path(__file__).parents[1] / "data" / "recipes"
 DEFAULT_RECIPE = "awq_w4a16_g128"
+FORMAT_RECIPES = {
+    "gptq": "w4a16_g128_sym_gptq",
+    "fp8": "fp8_block",
+}  # for a format that the default cannot be written in
+MOVED = {"bits": "the average is called average_bits, the width of one scheme stands in scheme: {bits: 4}"}
 
 FormatName = Literal["awq", "gptq", "gptq_v2", "compressed-tensors", "fp8"]
 # The kinds of activations that the files of a format can declare.
@@ -50,7 +57,7 @@ class Recipe(StrictStruct, frozen=True, kw_only=True):
     format: FormatName = "awq"
     scheme: SchemeRecipe = SchemeRecipe()
     activations: Activations = "none"  # how engines round the inputs of quantized linears, each token by itself
-    bits: Annotated[float, Meta(gt=0, le=32)] | None = None  # average of all linears, chosen by quant.mixed_precision
+    average_bits: Annotated[float, Meta(gt=0, le=32)] | None = None  # of all linears: quant.mixed_precision
     steps: tuple[AnyStep, ...]
     kv: KVRecipe = KVRecipe()
     calibration: CalibrationRecipe = CalibrationRecipe()
@@ -64,7 +71,7 @@ class Recipe(StrictStruct, frozen=True, kw_only=True):
             raise ValueError(
                 f"`steps` are {order}: at most one of each, in this order, and one of them rounds ({rounders})"
             )
-        if problem := _scheme_problem(self) or _budget_problem(self):
+        if problem := _budget_problem(self) or _scheme_problem(self):
             raise ValueError(problem)
 
     @property
@@ -120,13 +127,20 @@ def _scheme_problem(recipe: Recipe) -> str | None:
 
 
 def _budget_problem(recipe: Recipe) -> str | None:
-    if recipe.bits is None:
+    if recipe.average_bits is None:
         return None
     if recipe.format not in ("compressed-tensors", "awq"):
-        return f"bits: linears of format {recipe.format} all have one scheme; compressed-tensors can mix them"
+        return f"average_bits: linears of format {recipe.format} all have one scheme; compressed-tensors can mix them"
     if recipe.scheme.type != "int" or recipe.activations != "none":
-        return "bits: is for type int and activations none"
+        return "average_bits: is for type int and activations none"
     return None
+
+
+def recipe_for(weight_format: str | None = None, bits: float | None = None, average_bits: float | None = None) -> str:
+    """The recipe for what a user asks who names none."""
+    if average_bits is not None:
+        return "mixed_4.5"
+    return FORMAT_RECIPES.get(weight_format or "") or ("rtn_w8a16" if bits == 8 else DEFAULT_RECIPE)
 
 
 def load_recipe(name: str, overrides: dict[str, Any] | None = None) -> Recipe:
@@ -136,21 +150,34 @@ def load_recipe(name: str, overrides: dict[str, Any] | None = None) -> Recipe:
     None overrides nothing.
     """
     path = find_recipe(name)
+    where = f"recipe {name}"
     try:
         data = yaml.load(path.read_text("utf-8"), Loader=_UniqueKeyLoader)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"recipe {path}: {error}") from None
+        raise ConfigError(f"{where}: {error}") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"recipe {path}: not valid YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{where}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(data, dict):
-        raise ConfigError(f"recipe {path}: expected keys {_keys(Recipe)}")
+        raise ConfigError(f"{where}: expected keys {_keys(Recipe)}")
+    changed = dict(data)
     for section, values in (overrides or {}).items():
         if not isinstance(values, dict):
-            data |= {} if values is None else {section: values}
+            changed |= {} if values is None else {section: values}
         elif given := {key: value for key, value in values.items() if value is not None}:
-            stored = data.get(section) or {}
-            data[section] = (stored if isinstance(stored, dict) else {}) | given
-    return parse_recipe(data, f"recipe {path}")
+            stored = changed.get(section) or {}
+            changed[section] = (stored if isinstance(stored, dict) else {}) | given
+    try:
+        return parse_recipe(changed, where)
+    except ConfigError as error:
+        raise ConfigError(f"{error}{_other_recipes(data, changed.get('format'))}") from None
+
+
+def _other_recipes(data: dict[str, Any], weight_format: Any) -> str:
+    """`; --recipe fp8_block writes fp8`, if recipes were made for that format and this one (`data`) was not."""
+    if data.get("format", "awq") == weight_format:
+        return ""
+    names = [name for name in _shipped() if load_recipe(name).format == weight_format][:3]
+    return f"; --recipe {' or '.join(names)} writes {weight_format}" if names else ""
 
 
 def parse_recipe(data: dict[str, Any], where: str) -> Recipe:
@@ -168,10 +195,18 @@ def find_recipe(name: str) -> Path:
         if path.is_file():
             return path
         raise ConfigError(f"recipe {name}: no such file")
-    shipped = {file.stem: file for file in sorted(RECIPES.glob("*.yaml"))}
+    shipped = _shipped()
+    if name in other_names.RECIPES:
+        raise ConfigError(f"no recipe {name}{hint(name, other_names.RECIPES)}")
     if name not in shipped:
-        raise ConfigError(f"recipe {name!r}: not a .yaml file and not one of {', '.join(shipped)}")
+        near = hint(name, {}, shipped)
+        raise ConfigError(f"recipe {name!r}: not a .yaml file and not one of {', '.join(shipped)}{near}")
     return shipped[name]
+
+
+def _shipped() -> dict[str, Path]:
+    """The files of recipes/ by name."""
+    return {file.stem: file for file in sorted(RECIPES.glob("*.yaml"))}
 
 
 def _allowed_keys(message: str, data: dict[str, Any]) -> str:
@@ -180,6 +215,9 @@ def _allowed_keys(message: str, data: dict[str, Any]) -> str:
         return ""
     found = re.search(r"at `\$\.?(.*?)`", message)
     place = found[1] if found else ""
+    moved = [text for key, text in MOVED.items() if not place and f"`{key}`" in message]
+    if moved:
+        return f"; {moved[0]}"
     if step := re.fullmatch(r"steps\[(\d+)\]", place):
         kind = STEPS[data["steps"][int(step[1])]["step"]]
         return f"; allowed keys: {', '.join(('step', *kind.__struct_fields__))}"

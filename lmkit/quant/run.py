@@ -41,7 +41,7 @@ from lmkit.quant.kv.config import KVFit, KVStats, make_kv_config, write_static
 from lmkit.quant.layer.quantize import LayerQuantizer
 from lmkit.quant.plan import Plan, make_plan
 from lmkit.quant.recipe import Recipe
-from lmkit.quant.report.evaluate import EvalResult, Progress, evaluate
+from lmkit.quant.report.evaluate import EVAL_TOKENS, EvalResult, Progress, evaluate
 from lmkit.quant.report.html import save_html
 from lmkit.quant.report.layer_report import LayerReport
 from lmkit.quant.report.report import MixedPrecisionReport, QuantReport
@@ -51,7 +51,6 @@ from lmkit.text import Tokenizer
 
 log = get_logger(__name__)
 
-EVAL_TOKENS = 8192
 SCHEMES = "schemes.json"
 
 
@@ -107,7 +106,8 @@ class Quantizer:
             return self._assist(WorkFolder.beside(output))
         if eval_ids is not None:
             check_evaluation(self.source, self.budget)
-        with open_work(output, self._identity(), restart=restart) as work:
+        num_layers = self.source.spec.num_layers
+        with open_work(output, self._identity(), num_layers=num_layers, restart=restart) as work:
             mixed = self._choose_schemes(work, progress)
             stream = self._quantize_layers(work, progress)
             folder = work.new_checkpoint()
@@ -202,7 +202,7 @@ class Quantizer:
 
     def _choose_schemes(self, work: WorkFolder, progress: Progress) -> MixedPrecisionReport | None:
         """With a budget of bits, choose the schemes and put them into the plan. They are measured once per run."""
-        if self.recipe.bits is None:
+        if self.recipe.average_bits is None:
             return None
         data = b""
         if self.comm.is_first and not (data := work.kept(SCHEMES)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
 from lmkit.config import ServerConfig
@@ -16,6 +17,8 @@ from lmkit.serve.sessions import Sessions
 from lmkit.text import Tokenizer
 from lmkit.turbo.transport.async_engine import AsyncEngine
 
+ROUTERS = [module.router for module in (chat, completions, models, tokenize, metrics, health)]
+
 
 def create_app(engine: AsyncEngine, tokenizer: Tokenizer, config: ServerConfig) -> FastAPI:
     """An application that serves one engine. The caller starts and stops the engine.
@@ -26,8 +29,10 @@ def create_app(engine: AsyncEngine, tokenizer: Tokenizer, config: ServerConfig) 
     app = FastAPI(title="lmkit", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     figures = Metrics(engine, model_name(engine, config))
     app.state.serving = Serving(engine, tokenizer, config, figures, Sessions(engine.config.session_lease))
-    for module in (chat, completions, models, tokenize, metrics, health):
-        app.include_router(module.router)
+    for router in ROUTERS:
+        app.include_router(router)
+    ours = [route for router in ROUTERS for route in router.routes if isinstance(route, APIRoute)]
+    app.state.routes = [f"{min(route.methods or ())} {route.path_format}" for route in ours]
     app.add_exception_handler(RequestError, handle_request_error)
     app.add_exception_handler(HTTPException, handle_http_exception)
     if config.api_keys:

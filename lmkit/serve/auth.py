@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from lmkit.serve.errors import note_error
 from lmkit.web.auth import Keyring, invalid_api_key
 from lmkit.web.errors import error_response
 
@@ -32,7 +33,9 @@ class ApiKeys:
             scope.setdefault("state", {})["tenant"] = tenant
             await self._app(scope, receive, send)
         else:
-            await error_response(invalid_api_key())(scope, receive, send)
+            error = invalid_api_key()
+            note_error(scope, error)
+            await error_response(error)(scope, receive, send)
 
 
 def tenant_of(key: str) -> str:

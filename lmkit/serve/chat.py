@@ -17,7 +17,6 @@ from lmkit.serve.protocol import (
     ChatLogprob,
     ChatLogprobs,
     TopLogprob,
-    Usage,
 )
 from lmkit.serve.response import ResponseBuilder, respond
 from lmkit.serve.serving import MIN_LOGPROB, Serving
@@ -76,10 +75,10 @@ class _ChatResponse(ResponseBuilder[ChatCompletionRequest]):
         started = [False] * len(self.requests)
         async with aclosing(self.server.run(self.requests, self.choices_per_prompt)) as outputs:
             async for idx, output in outputs:
-                self.note(idx, output)
                 if not started[idx]:
                     started[idx] = True
                     yield self._chunk([ChatChunkChoice(index=idx, delta={"role": "assistant", "content": ""})])
+                self.note(idx, output)
                 logprobs = ChatLogprobs(content=list(map(_logprob, output.logprobs))) if output.logprobs else None
                 if output.text or logprobs:
                     yield self._chunk([ChatChunkChoice(index=idx, delta={"content": output.text}, logprobs=logprobs)])
@@ -89,7 +88,7 @@ class _ChatResponse(ResponseBuilder[ChatCompletionRequest]):
                     )
                     yield self._chunk([end])
         if self.include_usage:
-            yield self._chunk([], self.count.usage())
+            yield self._chunk([], last=True)
 
     def note(self, idx: int, output: RequestOutput) -> None:
         """Also remember the tokens of a session's answer.
@@ -100,9 +99,8 @@ class _ChatResponse(ResponseBuilder[ChatCompletionRequest]):
         if self._session and len(self.requests) == 1 and (history := self._tokens.add(output)):
             self.server.sessions.put(self._session, history)
 
-    def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | None = None) -> str:
-        chunk = ChatCompletionChunk(**self.head, choices=choices, usage=usage)
-        return chunk.model_dump_json(exclude=None if self.include_usage else {"usage"})
+    def _chunk(self, choices: list[ChatChunkChoice], *, last: bool = False) -> str:
+        return self.chunk(ChatCompletionChunk(**self.head, choices=choices), last=last)
 
 
 def _logprob(entry: TextLogprobs) -> ChatLogprob:

@@ -48,16 +48,15 @@ class _CompletionResponse(ResponseBuilder[CompletionRequest]):
 
     async def chunks(self) -> AsyncGenerator[str]:
         started = [False] * len(self.requests)
-        hidden = None if self.include_usage else {"usage"}
         async with aclosing(self.server.run(self.requests, self.choices_per_prompt)) as outputs:
             async for idx, output in outputs:
                 self.note(idx, output)
                 choice = self._choice(idx, output, first=not started[idx])
                 started[idx] = True
                 if choice.text or choice.logprobs or choice.finish_reason is not None:
-                    yield Completion(**self.head, choices=[choice]).model_dump_json(exclude=hidden)
+                    yield self.chunk(Completion(**self.head, choices=[choice]))
         if self.include_usage:
-            yield Completion(**self.head, choices=[], usage=self.count.usage()).model_dump_json()
+            yield self.chunk(Completion(**self.head, choices=[]), last=True)
 
     def _best(self, choices: list[CompletionChoice], mean_logprobs: list[float]) -> list[CompletionChoice]:
         """Each prompt's `n` choices with the highest mean log-probability of their tokens, best first."""
@@ -97,7 +96,7 @@ class _CompletionResponse(ResponseBuilder[CompletionRequest]):
 
     def _top(self, entry: TextLogprobs) -> dict[str, float] | None:
         """The most likely tokens and the chosen one. If two tokens have the same text, the likelier one is kept."""
-        if not self.body.logprobs or entry.token.logprob is None:  # nothing predicts a prompt's first token
+        if entry.token.logprob is None:  # nothing predicts a prompt's first token
             return None
         tokens = sorted([entry.token, *entry.top], key=lambda token: token.logprob or 0.0)
         return {_shown(token): _clamped(token.logprob) or 0.0 for token in tokens}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -14,13 +15,16 @@ from starlette.websockets import WebSocketClose
 from lmkit import log
 from lmkit.errors import RequestError
 from lmkit.serve.serving import serving
-from lmkit.web.errors import error_body, error_response, method_not_allowed, not_found, public_error
+from lmkit.web.errors import error_body, error_response, method_not_allowed, public_error, remark
+from lmkit.web.request_id import request_id, with_request_id
+from lmkit.web.routes import not_found
 
 access_logger = log.get_logger("lmkit.serve.access")
 
 
 async def handle_request_error(request: Request, error: Exception) -> Response:
     shown = public_error(error)
+    note_error(request.scope, shown)
     retry_after = serving(request).metrics.retry_seconds() if shown.code == "queue_full" else 1
     return error_response(shown, retry_after=retry_after)
 
@@ -28,25 +32,36 @@ async def handle_request_error(request: Request, error: Exception) -> Response:
 async def handle_http_exception(request: Request, error: Exception) -> Response:
     """404 and 405 of the router."""
     assert isinstance(error, HTTPException)
-    known = {404: not_found(), 405: method_not_allowed(request.method)}
-    other = RequestError(
-        "invalid_request" if error.status_code < 500 else "internal_error", "the request cannot be served"
-    )
-    return error_response(known.get(error.status_code, other), headers=error.headers or {})
+    if error.status_code == 404:
+        shown = not_found(request.scope["path"], request.app.state.routes)
+    elif error.status_code == 405:
+        shown = method_not_allowed(request.method, sorted((error.headers or {}).get("Allow", "").split(", ")))
+    else:
+        code = "invalid_request" if error.status_code < 500 else "internal_error"
+        shown = RequestError(code, "the request cannot be served")
+    note_error(request.scope, shown)
+    return error_response(shown, headers=error.headers or {})
 
 
-async def with_error_event(events: AsyncIterator[str]) -> AsyncGenerator[str]:
+def note_error(scope: Scope, error: RequestError) -> None:
+    """Keep the request's error for its line in the access log."""
+    scope.setdefault("state", {})["error"] = error
+
+
+async def with_error_event(scope: Scope, events: AsyncIterator[str]) -> AsyncGenerator[str]:
     """The data of server-sent events. If `events` fails, the last event is the error; otherwise it is [DONE]."""
     try:
         async for event in events:
             yield event
         yield "[DONE]"
     except Exception as error:  # noqa: BLE001 - the stream has begun, so no status can tell it
-        yield error_body(public_error(error)).decode()
+        shown = public_error(error)
+        note_error(scope, shown)
+        yield error_body(shown).decode()
 
 
 class Edge:
-    """Outermost middleware: logs one access line a request and catches every error.
+    """Outermost middleware: gives each request an id, logs one access line for it and catches every error.
 
     It logs no prompts or query strings.
     """
@@ -60,23 +75,30 @@ class Edge:
             return
         start = time.monotonic()
         status = 0
+        name = request_id(scope["headers"])
         scope.setdefault("state", {})
 
         async def watched(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                message["headers"] = with_request_id(message.get("headers", ()), name)
             await send(message)
 
         try:
             await self._app(scope, receive, watched)
         except Exception as error:  # noqa: BLE001 - logged by public_error
-            response = error_response(public_error(error))
+            shown = public_error(error)
+            note_error(scope, shown)
             if not status:
-                await response(scope, receive, watched)
+                await error_response(shown)(scope, receive, watched)
         finally:
             milliseconds = (time.monotonic() - start) * 1e3
-            user = f" user={scope['state']['user'][:64]!r}" if scope["state"].get("user") else ""
-            access_logger.info(
-                "%s %s %d %.0f ms%s", scope["method"], scope["path"][:128], status or 499, milliseconds, user
-            )
+            line = (scope["method"], scope["path"][:128], status or 499, milliseconds, name, _remarks(scope["state"]))
+            access_logger.info("%s %s %d %.0f ms id=%s%s", *line)
+
+
+def _remarks(state: dict[str, Any]) -> str:
+    """Who sent the request, and why it was refused or failed."""
+    user = f" user={state['user'][:64]!r}" if state.get("user") else ""
+    return user + (remark(state["error"]) if "error" in state else "")

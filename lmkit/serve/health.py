@@ -1,4 +1,4 @@
-"""GET /health: whether the server takes requests."""
+"""GET /health: whether the server takes requests. GET /: what it serves."""
 
 from __future__ import annotations
 
@@ -15,3 +15,9 @@ async def health(request: Request) -> JSONResponse:
     """200 if the engine is ready, else 503. `status` is the engine's state."""
     state = serving(request).engine.state
     return JSONResponse({"status": state}, 200 if state == "ready" else 503)
+
+
+@router.api_route("/", methods=["GET", "HEAD"])
+async def root(request: Request) -> JSONResponse:
+    """For a person who opens the address. Like other routes it needs a key if the server has keys."""
+    return JSONResponse({"server": "lmkit", "model": serving(request).model_name, "routes": request.app.state.routes})

@@ -1,7 +1,6 @@
 """The part of OpenAI's wire format that this server supports. Requests are strict: an unknown field is an error.
 
-The `_UNSUPPORTED` tables list OpenAI's fields that this server does not support, each with the values that ask for
-nothing. These values are accepted and any other value is refused, so no field is ever ignored.
+`lmkit.neutral` lists the fields of other servers that this one does not have, with the values that ask for nothing.
 
 `prompt_cache_key` asks that requests with the same key use the same cache. A server has one cache, so this holds for
 every key, and any key is accepted. As with OpenAI, it does not separate caches; `cache_salt` does.
@@ -10,11 +9,24 @@ every key, and any key is accepted. As with OpenAI, it does not separate caches;
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    model_validator,
+)
 
+from lmkit import neutral
 from lmkit.errors import RequestError
+from lmkit.other_names import HTTP, hint
+from lmkit.text.messages import MAX_NAME_CHARS, Role, joined_parts
 from lmkit.turbo.request import MAX_LOGIT_BIAS, MAX_STOPS
 
 MAX_MESSAGES = 4096
@@ -23,39 +35,6 @@ MAX_CHOICES = 128  # n
 MAX_SEQUENCES = 1024  # prompts times n (or best_of)
 MAX_PRIORITY = 1000
 MAX_TIMEOUT = 86400.0  # seconds
-
-_NOTHING = (None,)
-_UNSUPPORTED_CHAT: dict[str, tuple[Any, ...]] = {
-    "audio": _NOTHING,
-    "function_call": (None, "none", "auto"),
-    "functions": (None, []),
-    "metadata": (None, {}),
-    "modalities": (None, ["text"]),
-    "moderation": _NOTHING,
-    "parallel_tool_calls": (None, True, False),
-    "prediction": _NOTHING,
-    "prompt_cache_options": _NOTHING,
-    "prompt_cache_retention": _NOTHING,
-    "reasoning_effort": _NOTHING,
-    "response_format": (None, {"type": "text"}),
-    "safety_identifier": _NOTHING,
-    "service_tier": (None, "auto", "default"),
-    "store": (None, False),
-    "tool_choice": (None, "none", "auto"),
-    "tools": (None, []),
-    "verbosity": (None, "medium"),
-    "web_search_options": _NOTHING,
-}
-_UNSUPPORTED_COMPLETION: dict[str, tuple[Any, ...]] = {"suffix": _NOTHING}
-# Fields that clients send back with an assistant's message.
-_UNSUPPORTED_MESSAGE: dict[str, tuple[Any, ...]] = {
-    "annotations": (None, []),
-    "audio": _NOTHING,
-    "function_call": _NOTHING,
-    "refusal": _NOTHING,
-    "tool_calls": (None, []),
-    "tool_call_id": _NOTHING,
-}
 
 
 class _Strict(BaseModel):
@@ -73,55 +52,55 @@ class _Strict(BaseModel):
         )
         if unknown is not None:
             name = unknown[:64]
-            raise RequestError("unknown_parameter", f"unknown parameter {name!r}", name)
+            advice = hint(name, HTTP, cls.model_fields)
+            raise RequestError("unknown_parameter", f"unknown parameter {name!r}{advice}", name)
         return data
 
 
-def _drop_unsupported(data: dict[str, Any], table: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
-    """`data` without the fields of `table`. Raises RequestError if one of them asks for something."""
-    for name in data.keys() & table.keys():
-        if not any(type(data[name]) is type(value) and data[name] == value for value in table[name]):
-            raise RequestError("unsupported_parameter", f"{name} is not supported by this server", name)
-    return {name: value for name, value in data.items() if name not in table}
+def _drop_neutral(data: dict[str, Any], absent: Mapping[str, neutral.Values]) -> dict[str, Any]:
+    """`data` without the fields that ask for nothing. Raises RequestError if a field of `absent` asks for something."""
+    for name in data:
+        if name in absent and not neutral.is_neutral(data[name], absent[name]):
+            message = f"{name} is not supported by this server{hint(name, HTTP)}"
+            raise RequestError("unsupported_parameter", message, name)
+    return {name: value for name, value in data.items()
+            if name not in absent and not neutral.is_neutral(value, neutral.UNSET.get(name, ()))}  # fmt: skip
 
 
 def _known_message_fields(data: Any) -> Any:
-    return _drop_unsupported(data, _UNSUPPORTED_MESSAGE) if isinstance(data, dict) else data
+    return _drop_neutral(data, neutral.MESSAGE) if isinstance(data, dict) else data
 
 
-def _joined_parts(content: Any) -> Any:
-    """A list of text parts as one text with a line for each part. Parts of other types are refused."""
-    if not isinstance(content, list):
-        return content
-    texts = []
-    for part in content:
-        if not (isinstance(part, dict) and part.keys() == {"type", "text"} and part["type"] == "text"):
-            raise ValueError('only parts {"type": "text", "text": ...} are supported')
-        if not isinstance(part["text"], str):
-            raise ValueError("a part's text must be a string")
-        texts.append(part["text"])
-    return "\n".join(texts)
+def _message_list(value: Any) -> Any:
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
 class ChatMessage(_Strict):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, BeforeValidator(_joined_parts)]
-    name: Annotated[str, Field(max_length=256)] | None = None  # passed to the chat template
+    role: Role
+    content: Annotated[str, BeforeValidator(joined_parts)]
+    name: Annotated[str, Field(max_length=MAX_NAME_CHARS)] | None = None  # passed to the chat template
 
 
 Messages = Annotated[
     list[Annotated[ChatMessage, BeforeValidator(_known_message_fields)]],
     Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
+    BeforeValidator(_message_list),  # one text is one message of the user, as in LMDeploy's API
 ]
 
 
 class StreamOptions(_Strict):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's: every chunk has the usage so far
     include_obfuscation: Literal[False] | None = None  # OpenAI's padding of chunks; only "off" is possible
 
 
 def _listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
+
+
+def _top_k(value: int) -> int:
+    """-1 is off in other APIs. That is a choice, so a checkpoint's default does not replace it."""
+    return 0 if value == -1 else value
 
 
 def _biases(value: Any) -> dict[int, float]:
@@ -140,11 +119,16 @@ def _template_variables(value: Any) -> dict[str, Any]:
     return value
 
 
+TemplateVariables = Annotated[dict[str, Any], PlainValidator(_template_variables)]
+NewTokens = Annotated[int, Field(ge=-1, lt=1 << 31)]  # -1 = until the context is full
+
+
 class _Sampling(_Strict):
     """Fields of chat and text completions. None means the default. SamplingParams.validate checks the ranges."""
 
     model: Annotated[str, Field(max_length=1024)]
-    max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    max_tokens: NewTokens | None = None
+    max_completion_tokens: NewTokens | None = None  # another name for max_tokens
     temperature: float | None = None  # default 1; 0 = greedy
     top_p: float | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
@@ -157,7 +141,7 @@ class _Sampling(_Strict):
     logit_bias: Annotated[dict[int, float], PlainValidator(_biases)] | None = None  # JSON has the ids as strings
     user: Annotated[str, Field(max_length=1024)] | None = None  # only for the server's request log
     # not OpenAI's
-    top_k: int | None = None
+    top_k: Annotated[int, AfterValidator(_top_k)] | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     stop_token_ids: Annotated[list[int], Field(max_length=1024)] | None = None
@@ -173,13 +157,13 @@ class _Sampling(_Strict):
 
 class ChatCompletionRequest(_Sampling):
     messages: Messages
-    max_completion_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = None  # any value is accepted, see above
     # not OpenAI's
     add_generation_prompt: bool | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], PlainValidator(_template_variables)] | None = None
+    chat_template_kwargs: TemplateVariables | None = None
+    enable_thinking: bool | None = None  # the template's variable of that name, if it has one
 
 
 def _prompts(value: Any) -> list[str] | list[list[int]]:
@@ -199,7 +183,6 @@ def _prompts(value: Any) -> list[str] | list[list[int]]:
 
 
 class CompletionRequest(_Sampling):
-    max_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None  # 0 with `echo`: score the prompt
     prompt: Annotated[list[str] | list[list[int]], BeforeValidator(_prompts)]
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None  # number generated; the best n are returned
     echo: bool | None = None
@@ -214,7 +197,16 @@ class TokenizeRequest(_Strict):
     messages: Messages | None = None
     add_special_tokens: bool = True  # of a prompt; a chat template writes its own
     add_generation_prompt: bool = True
+    chat_template_kwargs: TemplateVariables | None = None
     return_token_strs: bool = False
+
+
+class EncodeRequest(_Strict):
+    """LMDeploy's."""
+
+    input: str | Annotated[list[str], Field(max_length=MAX_PROMPTS)]
+    do_preprocess: bool = False  # apply the chat template: each text is a message of the user
+    add_bos: bool = True
 
 
 class DetokenizeRequest(_Strict):
@@ -223,9 +215,10 @@ class DetokenizeRequest(_Strict):
     skip_special_tokens: bool = False
 
 
-_UNSUPPORTED: dict[type[BaseModel], dict[str, tuple[Any, ...]]] = {
-    ChatCompletionRequest: _UNSUPPORTED_CHAT,
-    CompletionRequest: _UNSUPPORTED_COMPLETION,
+_ABSENT: dict[type[BaseModel], dict[str, neutral.Values]] = {
+    ChatCompletionRequest: {**neutral.GENERATION, **neutral.CHAT},
+    CompletionRequest: {**neutral.GENERATION, **neutral.COMPLETION},
+    TokenizeRequest: {**neutral.GENERATION, "chat_template": (None,)},
 }
 M = TypeVar("M", bound=BaseModel)
 
@@ -235,7 +228,7 @@ def validate(data: Any, model: type[M]) -> M:
     if not isinstance(data, dict):
         raise RequestError("invalid_request", "the body must be a JSON object")
     try:
-        return model.model_validate(_drop_unsupported(data, _UNSUPPORTED.get(model, {})))
+        return model.model_validate(_drop_neutral(data, _ABSENT.get(model, {})))
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         where = "".join(f"[{part}]" if isinstance(part, int) else f".{part[:64]}" for part in first["loc"]).lstrip(".")

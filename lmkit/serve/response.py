@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from lmkit.serve.auth import tenant
 from lmkit.serve.body import read_json
-from lmkit.serve.protocol import ChatCompletionRequest, CompletionRequest
+from lmkit.serve.protocol import ChatCompletionChunk, ChatCompletionRequest, Completion, CompletionRequest
 from lmkit.serve.serving import Serving, UsageCount, new_id, serving
 from lmkit.serve.streaming import EventStream, while_connected
 from lmkit.turbo import request as engine
@@ -63,6 +63,15 @@ class ResponseBuilder(ABC, Generic[B]):
     @property
     def include_usage(self) -> bool:
         return bool(self.body.stream_options and self.body.stream_options.include_usage)
+
+    def chunk(self, chunk: ChatCompletionChunk | Completion, *, last: bool = False) -> str:
+        """A chunk as JSON. With `include_usage` the last one has the usage; others have null or the usage so far."""
+        if not self.include_usage:
+            return chunk.model_dump_json(exclude={"usage"})
+        assert self.body.stream_options is not None
+        if last or self.body.stream_options.continuous_usage_stats:
+            chunk.usage = self.count.usage()
+        return chunk.model_dump_json()
 
     def note(self, idx: int, output: RequestOutput) -> None:
         """Count an output. Call it with each output, before the client gets it."""

@@ -23,19 +23,19 @@ ServerFactory = Callable[[AsyncEngine, Tokenizer, ServerConfig, Callable[[], Non
 logger = log.get_logger(__name__)
 
 
-def serve(engine: AsyncEngine, config: ServerConfig, announce: Callable[[str], None]) -> int:
+def serve(engine: AsyncEngine, config: ServerConfig, on_ready: Callable[[str], None]) -> int:
     """Serve until SIGTERM or SIGINT. The exit status is 0 after a drain, and 1 if a second signal cut the drain short.
 
-    `announce` gets one line once requests are accepted. Raises LMKitError if the server cannot start.
+    `on_ready` gets the URL once requests are accepted. Raises LMKitError if the server cannot start.
     """
-    return asyncio.run(_serve(engine, config, announce))
+    return asyncio.run(_serve(engine, config, on_ready))
 
 
-async def _serve(engine: AsyncEngine, config: ServerConfig, announce: Callable[[str], None]) -> int:
+async def _serve(engine: AsyncEngine, config: ServerConfig, on_ready: Callable[[str], None]) -> int:
     stop, stop_now = asyncio.Event(), asyncio.Event()
     on_signals(stop.set, stop_now.set)
     with contextlib.closing(bind(config.host, config.port)) as sock:
-        running = asyncio.ensure_future(_run(engine, config, announce, sock, stop))
+        running = asyncio.ensure_future(_run(engine, config, on_ready, sock, stop))
         if await _first(running, stop_now.wait()):
             running.result()
             return 0
@@ -49,7 +49,7 @@ async def _serve(engine: AsyncEngine, config: ServerConfig, announce: Callable[[
 async def _run(
     engine: AsyncEngine,
     config: ServerConfig,
-    announce: Callable[[str], None],
+    on_ready: Callable[[str], None],
     sock: socket.socket,
     stop: asyncio.Event,
 ) -> None:
@@ -59,10 +59,11 @@ async def _run(
         await asyncio.wait({starting})
         return
     tokenizer, http_server = starting.result()
+    if engine.info is not None:
+        engine.info.sampling.announce(logger)
     try:
         listen(sock)  # only now: clients that come earlier are refused and do not wait
-        line = f"serving {config.served_model_name or engine.model_path.name} on {url(sock)}"
-        server = http_server(engine, tokenizer, config, lambda: announce(line))
+        server = http_server(engine, tokenizer, config, lambda: on_ready(url(sock)))
         serving = asyncio.ensure_future(server.serve(sockets=[sock]))
         await _first(serving, stop.wait())
         logger.info("draining: %d requests have %g s to finish", engine.num_open, config.drain_seconds)

@@ -61,14 +61,14 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._events):
             try:
-                await while_connected(receive, self._send_all(send))
+                await while_connected(receive, self._send_all(scope, send))
             except RequestError as error:
                 if error.code != "client_disconnected":
                     raise
 
-    async def _send_all(self, send: Send) -> None:
+    async def _send_all(self, scope: Scope, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        async with aclosing(with_error_event(_chain(self._first, self._events))) as events:
+        async with aclosing(with_error_event(scope, _chain(self._first, self._events))) as events:
             async for event in events:
                 await send(_body(f"data: {event}\n\n", more=True))
         await send(_body("", more=False))

@@ -16,11 +16,14 @@ from typing import Any
 import msgspec
 
 from lmkit.errors import RequestError
+from lmkit.formats.generation_config import RANGES
 from lmkit.serve.protocol import MAX_SEQUENCES, ChatCompletionRequest, ChatMessage, CompletionRequest
 from lmkit.text import EncodedTurn, TokenHistory, Tokenizer
 from lmkit.turbo.request import EngineInfo, Request, SamplingParams
 
-DEFAULT_COMPLETION_TOKENS = 16  # as in OpenAI's /v1/completions; chat continues until the context is full
+DEFAULT_TEMPERATURE = 1.0
+DEFAULT_COMPLETION_TOKENS = 16  # as in OpenAI's /v1/completions; chat has no limit
+NO_LIMIT = -1  # of new tokens: until the context is full
 
 
 def chat_requests(
@@ -33,21 +36,21 @@ def chat_requests(
     history: TokenHistory | None = None,
 ) -> tuple[list[Request], EncodedTurn]:
     """One engine request for each of the `n` choices, and their prompt, which continues where `history` ends."""
-    limits = {body.max_tokens, body.max_completion_tokens} - {None}
-    if len(limits) > 1:
-        raise _invalid("max_tokens and max_completion_tokens differ; send one of them", "max_completion_tokens")
-    if body.top_logprobs is not None and not body.logprobs:
+    asked = _asked_tokens(body)
+    if asked == 0:
+        raise _invalid("max_tokens: at least 1 in a chat", "max_tokens")
+    if body.top_logprobs and not body.logprobs:
         raise _invalid("top_logprobs needs logprobs: true", "top_logprobs")
     params = _params(
         body,
         info,
-        max_tokens=limits.pop() if limits else None,
+        max_tokens=_limit(_or(asked, info.sampling.max_new_tokens)),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
-    text = chat_text(body.messages, tokenizer, _or(body.add_generation_prompt, True), body.chat_template_kwargs)
+    text = chat_text(body.messages, tokenizer, _or(body.add_generation_prompt, True), _variables(body))
     turn = (history or TokenHistory()).encode(tokenizer, text)
     like = _request(body, params, request_id, tenant)
-    return _fan_out([turn.ids], like, _or(body.n, 1), info, "messages"), turn
+    return _fan_out([turn.ids], like, _or(body.n, 1), info, "messages", _limit(asked) or 1), turn
 
 
 def completion_requests(
@@ -56,16 +59,17 @@ def completion_requests(
     """`choices_per_prompt` engine requests for each prompt, in the order of the prompts."""
     choices = _checked_choices(body)
     select = choices > _or(body.n, 1)  # by log-probability, so the engine must return it
+    asked = _asked_tokens(body)
     params = _params(
         body,
         info,
-        max_tokens=_or(body.max_tokens, DEFAULT_COMPLETION_TOKENS),
+        max_tokens=_limit(_or(asked, info.sampling.max_new_tokens or DEFAULT_COMPLETION_TOKENS)),
         logprobs=0 if select and body.logprobs is None else body.logprobs,
     )
     prompts = [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompt]
     echo_logprobs = bool(body.echo) and body.logprobs is not None
     like = _request(body, params, request_id, tenant, prompt_logprobs=echo_logprobs)
-    return _fan_out(prompts, like, choices, info, "prompt")
+    return _fan_out(prompts, like, choices, info, "prompt", _or(_limit(asked), 1))
 
 
 def choices_per_prompt(body: CompletionRequest) -> int:
@@ -84,6 +88,29 @@ def chat_text(
     return tokenizer.render_chat(plain, add_generation_prompt=add_generation_prompt, variables=variables)
 
 
+def _asked_tokens(body: ChatCompletionRequest | CompletionRequest) -> int | None:
+    """The most new tokens that the request names, which may be NO_LIMIT; None if it names none."""
+    limits = {body.max_tokens, body.max_completion_tokens} - {None}
+    if len(limits) > 1:
+        raise _invalid("max_tokens and max_completion_tokens differ; send one of them", "max_completion_tokens")
+    return limits.pop() if limits else None
+
+
+def _limit(tokens: int | None) -> int | None:
+    """The engine's limit: None until the context is full."""
+    return None if tokens == NO_LIMIT else tokens
+
+
+def _variables(body: ChatCompletionRequest) -> dict[str, Any]:
+    """The variables of the chat template that the request sets."""
+    variables = dict(body.chat_template_kwargs or {})
+    if body.enable_thinking is not None:
+        if variables.get("enable_thinking", body.enable_thinking) is not body.enable_thinking:
+            raise _invalid("enable_thinking differs from that of chat_template_kwargs; send one", "enable_thinking")
+        variables["enable_thinking"] = body.enable_thinking
+    return variables
+
+
 def check_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
     """Raise RequestError unless all `ids` are tokens of the model."""
     if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
@@ -91,15 +118,14 @@ def check_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
 
 
 def _params(body: ChatCompletionRequest | CompletionRequest, info: EngineInfo, **fields: Any) -> SamplingParams:
-    """The sampling fields, with OpenAI's defaults."""
-    if body.stream_options is not None and not body.stream:
-        raise _invalid("stream_options needs stream: true", "stream_options")
+    """The request's parameters: given, else the checkpoint's default, else OpenAI's."""
+    if (options := body.stream_options) is not None:
+        if not body.stream and (options.include_usage or options.continuous_usage_stats):
+            raise _invalid("stream_options needs stream: true", "stream_options")
+        if options.continuous_usage_stats and not options.include_usage:
+            raise _invalid("continuous_usage_stats needs include_usage: true", "stream_options")
     params = SamplingParams(
-        temperature=_or(body.temperature, 1.0),
-        top_p=_or(body.top_p, 1.0),
-        top_k=_or(body.top_k, 0),
-        min_p=_or(body.min_p, 0.0),
-        repetition_penalty=_or(body.repetition_penalty, 1.0),
+        **_sampling(body, info),
         presence_penalty=_or(body.presence_penalty, 0.0),
         frequency_penalty=_or(body.frequency_penalty, 0.0),
         logit_bias=body.logit_bias or {},
@@ -116,6 +142,11 @@ def _params(body: ChatCompletionRequest | CompletionRequest, info: EngineInfo, *
     return params
 
 
+def _sampling(body: ChatCompletionRequest | CompletionRequest, info: EngineInfo) -> dict[str, Any]:
+    given = {name: value for name in RANGES if (value := getattr(body, name)) is not None}
+    return {"temperature": DEFAULT_TEMPERATURE} | info.sampling.sampling() | given
+
+
 def _checked_choices(body: CompletionRequest) -> int:
     """`choices_per_prompt`. Raises RequestError if the fields do not go together."""
     n, choices = _or(body.n, 1), choices_per_prompt(body)
@@ -123,7 +154,7 @@ def _checked_choices(body: CompletionRequest) -> int:
         raise _invalid(f"best_of={choices}: at least n={n}", "best_of")
     if choices > n and body.stream:
         raise _invalid("best_of cannot be streamed: which choices are best is known at the end", "best_of")
-    if choices > n and body.max_tokens == 0:
+    if choices > n and 0 in (body.max_tokens, body.max_completion_tokens):
         raise _invalid("best_of needs max_tokens of at least 1", "best_of")
     if len(body.prompt) * choices > MAX_SEQUENCES:
         raise _invalid(f"prompts times n or best_of: at most {MAX_SEQUENCES}", "n" if choices == n else "best_of")
@@ -154,29 +185,33 @@ def _request(
     )
 
 
-def _fan_out(prompts: Sequence[list[int]], like: Request, choices: int, info: EngineInfo, param: str) -> list[Request]:
-    """Requests in the order of their choices; choice i of a prompt draws with seed + i."""
+def _fan_out(
+    prompts: Sequence[list[int]], like: Request, choices: int, info: EngineInfo, param: str, wanted: int
+) -> list[Request]:
+    """Requests in the order of their choices; choice i of a prompt draws with seed + i.
+
+    A prompt and the `wanted` tokens must fit the context. A default length is cut to what fits.
+    """
     seed = like.params.seed
     assert seed is not None
     each = [msgspec.structs.replace(like.params, seed=(seed + i) % (1 << 64)) for i in range(choices)]
     requests: list[Request] = []
     for ids in prompts:
-        _check_prompt(ids, like.params, info, param)
+        _check_prompt(ids, wanted, info, param)
         for params in each:
             request_id = f"{like.request_id}-{len(requests)}"
             requests.append(msgspec.structs.replace(like, request_id=request_id, prompt_ids=ids, params=params))
     return requests
 
 
-def _check_prompt(ids: Sequence[int], params: SamplingParams, info: EngineInfo, param: str) -> None:
+def _check_prompt(ids: Sequence[int], wanted: int, info: EngineInfo, param: str) -> None:
     if not ids:
         raise _invalid(f"{param}: no tokens; the prompt is empty", param)
     check_ids(ids, info.vocab_size, param)
-    wanted = 1 if params.max_tokens is None else params.max_tokens
     if len(ids) + wanted > info.max_model_len:
-        message = (
-            f"the context of this model is {info.max_model_len} tokens, but {len(ids)} are in the {param} "
-            f"and {wanted} are to be generated"
+        message = (  # clients that retry with a larger model look for the first words, which are OpenAI's
+            f"this model's maximum context length is {info.max_model_len} tokens, but {len(ids) + wanted} are "
+            f"requested: {len(ids)} in the {param} and {wanted} to generate; shorten the {param} or lower max_tokens"
         )
         raise RequestError("context_length_exceeded", message, param)
 

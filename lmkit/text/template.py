@@ -23,6 +23,8 @@ MAX_RENDERED_CHARS = 16 << 20
 MAX_RENDER_SECONDS = 5.0
 MAX_RENDER_STEPS = 1 << 20  # numbers drawn from `range` and elements made by `*` in one rendering
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+# A model whose template has no such switch has one way to answer, and neither value changes it.
+THINKING_SWITCHES = frozenset({"enable_thinking", "thinking"})
 
 
 class _TemplateRefusal(jinja2.TemplateError):
@@ -144,12 +146,17 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The conversation as one text. Raises RequestError if the template refuses the messages."""
-        if unknown := sorted((variables or {}).keys() - self.parameters):
+        """The conversation as one text. Raises RequestError if the template refuses the messages.
+
+        A variable that the template does not have is refused, unless its value asks for nothing.
+        """
+        variables = {name: value for name, value in (variables or {}).items()
+                     if name in self.parameters or not (value is None or name in THINKING_SWITCHES)}  # fmt: skip
+        if unknown := sorted(variables.keys() - self.parameters):
             known = ", ".join(sorted(self.parameters)) or "none"
             message = f"{unknown[0][:64]!r} is not a variable of this model's chat template (it has: {known})"
             raise RequestError("unknown_parameter", message, "chat_template_kwargs")
-        arguments = {**self._named, **(variables or {}), "messages": messages}
+        arguments = {**self._named, **variables, "messages": messages}
         budget = _Budget(time.monotonic() + MAX_RENDER_SECONDS)
         token = _budget.set(budget)
         parts = []

@@ -6,14 +6,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import tokenizers
 
 from lmkit.errors import CheckpointError, RequestError
+from lmkit.jsonfile import read_json
 from lmkit.text.decoding import decoder_stages
 from lmkit.text.template import NAMED_TOKENS, ChatTemplate
 
@@ -133,14 +134,7 @@ class Tokenizer:
 
 def _read_json(file: Path) -> dict[str, Any]:
     """The JSON object of an optional file; {} without the file."""
-    try:
-        if file.stat().st_size > MAX_CONFIG_BYTES:
-            raise CheckpointError(f"{file}: larger than {MAX_CONFIG_BYTES} bytes, not a configuration")
-        return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: cannot read: {error}") from None
+    return read_json(file, MAX_CONFIG_BYTES) if os.path.lexists(file) else {}
 
 
 def _token_text(value: Any) -> str | None:

@@ -9,22 +9,26 @@ from typing import ClassVar, Literal
 import msgspec
 
 from lmkit.errors import RequestError
+from lmkit.formats.generation_config import RANGES, SamplingDefaults
 
 MAX_STOPS, MAX_LOGIT_BIAS, MAX_LOGPROBS = 16, 1024, 20
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How to continue a prompt. Subclasses add the number of new tokens under a name of their own. Default: greedy."""
+    """How to continue a prompt. Subclasses add the number of new tokens under a name of their own.
+
+    The first five are None if they are not given. Then the checkpoint's defaults hold, or else those of SamplingParams.
+    """
 
     MAX: ClassVar[str]  # name of the field with the most new tokens
     MIN: ClassVar[str]  # name of the field with the fewest new tokens
 
-    temperature: float = 0.0  # 0 = greedy
-    top_k: int = 0  # 0 = off
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0  # over prompt and output (CTRL, arXiv 1909.05858)
+    temperature: float | None = None  # 0 = greedy
+    top_k: int | None = None  # 0 = off
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None  # over prompt and output (CTRL, arXiv 1909.05858)
     presence_penalty: float = 0.0  # over output, as OpenAI defines it
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = {}
@@ -43,16 +47,12 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             if not ok:
                 raise RequestError("invalid_request", f"{param}={getattr(self, param)!r}: must be {rule}", param)
 
-        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
-            check(math.isfinite(getattr(self, name)), name, "a finite number")
+        for name, (accepts, rule) in RANGES.items():
+            value = getattr(self, name)
+            check(value is None or accepts(value), name, rule)
         most, least = getattr(self, self.MAX), getattr(self, self.MIN)
         check(most is None or 0 <= most < 1 << 31, self.MAX, "at least 0")
         check(0 <= least <= (1 << 31 if most is None else most), self.MIN, f"in [0, {self.MAX}]")
-        check(0 <= self.temperature <= 100, "temperature", "in [0, 100]")
-        check(0 <= self.top_k < 1 << 31, "top_k", "at least 0")
-        check(0 < self.top_p <= 1, "top_p", "in (0, 1]")
-        check(0 <= self.min_p <= 1, "min_p", "in [0, 1]")
-        check(0 < self.repetition_penalty <= 100, "repetition_penalty", "in (0, 100]")
         check(abs(self.presence_penalty) <= 100, "presence_penalty", "in [-100, 100]")
         check(abs(self.frequency_penalty) <= 100, "frequency_penalty", "in [-100, 100]")
         check(self.seed is None or 0 <= self.seed < 1 << 64, "seed", "in [0, 2^64)")
@@ -67,10 +67,18 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class SamplingParams(Sampling, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The sampling parameters of a request to the engine. The names are those of the OpenAI wire format."""
+    """The sampling parameters of a request to the engine: every field has a value, and the defaults are greedy.
+
+    The names are those of the OpenAI wire format.
+    """
 
     MAX, MIN = "max_tokens", "min_tokens"
 
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
     max_tokens: int | None = 512  # None = until the context is full, 0 = none: the prompt is only computed
     min_tokens: int = 0  # eos, stop ids and stop strings are held back before so many tokens
 
@@ -140,6 +148,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     kv_dtype: str
     memory: dict[str, int]  # bytes by purpose
+    sampling: SamplingDefaults = SamplingDefaults()  # for requests that do not say how to sample
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):

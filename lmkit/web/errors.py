@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import msgspec
 from starlette.responses import Response
@@ -24,6 +24,11 @@ def error_body(error: RequestError) -> bytes:
         kind = "invalid_request_error" if error.status < 500 else "server_error"
     fields = {"message": error.message[:MAX_MESSAGE_CHARS], "type": kind, "param": error.param, "code": error.code}
     return msgspec.json.encode({"error": fields})
+
+
+def remark(error: RequestError) -> str:
+    """The error in a line of the log: its code and field. No message, because that may quote the request."""
+    return f" code={error.code}" + (f" param={error.param!r}" if error.param else "")
 
 
 def error_response(error: RequestError, *, retry_after: float = 1.0, headers: Mapping[str, str] = _NOTHING) -> Response:
@@ -49,9 +54,5 @@ def public_error(error: Exception) -> RequestError:
     return RequestError("internal_error", "internal server error")
 
 
-def not_found() -> RequestError:
-    return RequestError("not_found", "there is no such route")
-
-
-def method_not_allowed(method: str) -> RequestError:
-    return RequestError("method_not_allowed", f"{method} is not allowed on this route")
+def method_not_allowed(method: str, allowed: Iterable[str]) -> RequestError:
+    return RequestError("method_not_allowed", f"{method} is not allowed on this route; use {' or '.join(allowed)}")

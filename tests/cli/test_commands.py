@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from typer.testing import CliRunner
 
@@ -76,16 +80,51 @@ def test_convert(tmp_path: Path) -> None:
 def test_inspect_tells_what_serving_takes() -> None:
     report = json.loads(lmkit("inspect", "demo", "--json").stdout)
     assert report["architecture"]["name"] == "LlamaForCausalLM"
+    assert report["architecture"]["attention"] == [{"query_heads": 4, "kv_heads": 2, "head_dim": 64, "window": None}]
     assert report["weights"] == {
         "format": "dense",
+        "dtype": "bfloat16",
         "parameters": 7340032,
-        "linear parameters": 6291456,
-        "bits per linear weight": 16.0,
-        "file bytes": 14688768,
+        "linear_parameters": 6291456,
+        "bits_per_linear_weight": 16.0,
+        "file_bytes": 14688768,
     }
-    assert report["KV cache"]["bytes per token"] == 8 * 2 * 2 * 64 * 2
-    assert report["serving"]["fits"] == "yes"
-    assert "LlamaForCausalLM" in lmkit("inspect", "demo").stdout
+    assert report["kv_cache"]["bytes_per_token"] == 8 * 2 * 2 * 64 * 2
+    assert report["serving"]["fits"] is True
+    assert report["serving"]["problem"] is None
+    assert report["serving"]["kv_bytes"] == 4096 * report["serving"]["kv_tokens"]
+    assert all(re.fullmatch("[a-z_]+", key) for key in all_keys(report))
+    shown = lmkit("inspect", "demo").stdout
+    assert "LlamaForCausalLM" in shown
+    assert "query heads 4, KV heads 2, head dim 64" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def all_keys(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        yield from value
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from all_keys(item)
+
+
+def test_inspect_has_the_same_keys_for_a_model_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    fitting = json.loads(CliRunner().invoke(app, ["inspect", "demo", "--json"]).stdout)
+    monkeypatch.setattr("lmkit.turbo.runners.device.available_memory", lambda: 100 << 20)
+    report = json.loads(CliRunner().invoke(app, ["inspect", "demo", "--json"]).stdout)
+    assert list(all_keys(report)) == list(all_keys(fitting))
+    assert report["serving"]["fits"] is False
+    assert "only 100.0 MiB" in report["serving"]["problem"]
+    assert "problem" in CliRunner().invoke(app, ["inspect", "demo"]).stdout
+
+
+def test_a_tensor_that_is_missing_shows_before_anything_is_read(broken: Path, tmp_path: Path) -> None:
+    file, lost = broken / "model.safetensors", "model.layers.3.mlp.up_proj.weight"
+    tensors = safetensors.torch.load_file(file)
+    safetensors.torch.save_file({name: tensor for name, tensor in tensors.items() if name != lost}, file)
+    for command in ("inspect", "serve"):
+        assert refused_here(command, str(broken)) == f"{broken}: tensor {lost} is missing"
+    safetensors.torch.save_file({name: tensor for name, tensor in tensors.items() if "layers.3" not in name}, file)
+    assert "model.layers.3.input_layernorm.weight is missing, and 8 more" in refused_here("inspect", str(broken))
 
 
 def test_doctor_names_the_kernels() -> None:
@@ -100,6 +139,16 @@ def test_doctor_says_that_there_is_no_gpu() -> None:
     report = json.loads(lmkit("doctor", "--json").stdout)
     assert report["gpu"]["device"] == "none: torch finds no NVIDIA GPU"
     assert "kernels on the gpu" not in report
+
+
+def test_doctor_shows_variables_and_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LMKIT_API_KEY", "secret")
+    monkeypatch.setenv("LMKIT_KV_MEMORY", "1G")
+    monkeypatch.setattr("lmkit.extras.find_spec", lambda name: None)
+    text = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "200"}).stdout
+    assert "pip install 'lmkit[cuda]'" in text
+    assert "LMKIT_KV_MEMORY" in text
+    assert "secret" not in text
 
 
 @pytest.mark.parametrize("has_cupy", [True, False])
@@ -132,6 +181,19 @@ def test_doctor_explains_a_gpu(monkeypatch: pytest.MonkeyPatch, has_cupy: bool) 
         assert report["gpu"]["cupy"].startswith("missing: pip install 'lmkit[cuda]'")
         assert report["gpu"]["engine"] == "through torch, slowly: CuPy is missing: pip install it"
         assert norms.startswith("reference (not cuda: ")
+
+
+def test_chat_samples_as_the_checkpoint_says(tmp_path: Path) -> None:
+    """An answer at temperature 0.0 is the same each time; at 50 it is another."""
+    file = tmp_path / "mine.json"
+    file.write_text('{"temperature": 50.0, "max_new_tokens": 8}')
+    words = ("chat", "demo", "--prompt", "class Queue:", "--seed", "1")
+    told = [CliRunner().invoke(app, (*words, *more)).stdout for more in (
+        ("--max-tokens", "8"), ("--generation-config", "none", "--max-tokens", "8"), ("--generation-config", str(file)),
+        ("--generation-config", str(file), "--temperature", "0"),
+    )]  # fmt: skip
+    assert told[0] == told[1] == told[3] != told[2]
+    assert "is for a folder" in refused_here("chat", "http://127.0.0.1:1", "--generation-config", "none")
 
 
 @pytest.fixture
@@ -183,5 +245,5 @@ def test_a_recipe_with_an_unknown_key(tmp_path: Path) -> None:
 
 
 def test_a_head_that_does_not_exist_is_refused() -> None:
-    assert "lm_head" in refused_here("serve", "demo", "--lm-head", "int4")
+    assert "--lm-head" in refused_here("serve", "demo", "--lm-head", "int4")
     assert "lm-head" in refused_here("eval", "demo", "--lm-head", "int4")

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import httpx
 import huggingface_hub
 import pytest
-from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError
 
 from lmkit.errors import CheckpointError
 from lmkit.formats.checkpoint import CheckpointReader, resolve_model_path
+from lmkit.formats.hub import CONVERT
 
 
 @pytest.fixture
@@ -33,15 +33,55 @@ def test_demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         assert reader.config["architectures"] == ["LlamaForCausalLM"]
         assert reader.info("model.norm.weight").shape == (256,)
     (tmp_path / "demo").mkdir()
-    assert resolve_model_path("demo") == Path("demo")  # a folder of that name comes first
+    assert resolve_model_path("demo", weights=False) == Path("demo")  # a folder of that name comes first
 
 
-def test_folder_and_file(tmp_path: Path, hub: list[Any]) -> None:
-    assert resolve_model_path(tmp_path) == tmp_path
-    (tmp_path / "weights").touch()
-    with pytest.raises(CheckpointError, match="is a file; give the checkpoint's folder"):
-        resolve_model_path(str(tmp_path / "weights"))
+def test_a_checkpoint_s_folder(tmp_path: Path, hub: list[Any]) -> None:
+    assert resolve_model_path(tmp_path, weights=False) == tmp_path
+    for name in ("config.json", "model.safetensors", "pytorch_model.bin", "model.gguf"):
+        (tmp_path / name).touch()
+    assert resolve_model_path(str(tmp_path)) == tmp_path
     assert not hub
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("weights", "is a file; give the checkpoint's folder"),
+        ("m.gguf", CONVERT),
+        ("m.bin", "pickled weights can run code and are not read; give a checkpoint's folder, with safetensors"),
+        ("m.safetensors", "is only a part of a checkpoint; give its folder (.), with config.json and the tokenizer"),
+    ],
+)
+def test_a_file_is_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: list[Any], file: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for expected in ("no such folder", message.format(file)):
+        if file != "weights" or Path(file).exists():
+            with pytest.raises(CheckpointError) as caught:
+                resolve_model_path(file)
+            assert str(caught.value) == f"{file}: {expected}"
+        Path(file).touch()
+    assert not hub
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ([], "the folder is empty"),
+        (["config.json", "model.safetensors.index.json"], "has no .safetensors weights, so it is no checkpoint"),
+        (["model.safetensors"], "has no config.json, so it is no checkpoint"),
+        (["config.json", "m.gguf"], CONVERT),
+        (["config.json", "pytorch_model.bin"], "has only pickled weights, which can run code and are not read"),
+    ],
+)
+def test_a_folder_that_is_no_checkpoint(tmp_path: Path, files: list[str], message: str) -> None:
+    for file in files:
+        (tmp_path / file).touch()
+    with pytest.raises(CheckpointError) as caught:
+        resolve_model_path(str(tmp_path))
+    assert str(caught.value).startswith(f"{tmp_path}: {message.format(tmp_path)}")
 
 
 @pytest.mark.parametrize(
@@ -72,7 +112,7 @@ def test_unreachable_hub_is_one_line_of_advice(hub: list[tuple[str, dict[str, An
     )
 
 
-@pytest.mark.parametrize("error", [httpx.ConnectError("down"), ValueError(""), OSError("disk full")])
+@pytest.mark.parametrize("error", [HTTPError("down"), ValueError(""), OSError("disk full")])
 def test_every_failure_is_a_checkpoint_error(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     def download(name: str, **options: Any) -> str:
         raise error
@@ -98,4 +138,8 @@ def test_a_tokenizer_needs_no_weights(hub: list[tuple[str, dict[str, Any]]]) -> 
 
 def test_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **options: str(tmp_path))
+    with pytest.raises(CheckpointError, match="the folder is empty"):  # a repository of GGUF files, say
+        resolve_model_path("owner/model")
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).touch()
     assert resolve_model_path("owner/model") == tmp_path

@@ -152,11 +152,13 @@ def test_the_engine_generates_and_says_once_that_steps_are_not_captured(tmp_path
 def test_inspect_tells_of_experts(tmp_path: Path) -> None:
     model = tiny.make(tmp_path, "qwen2-moe")
     told = describe_model(str(tmp_path), EngineConfig(max_model_len=64))
-    assert told["architecture"]["experts"] == "7 of 40, 3 a token, 1 shared of 56, in 2 layers"
+    assert told["architecture"]["experts"] == {
+        "experts": 7, "experts_per_token": 3, "expert_size": 40, "shared_size": 56, "layers": 2
+    }  # fmt: skip
     matrices = sum(
         p.numel() for n, p in model.named_parameters() if p.ndim > 1 and "layers." in n and "mlp.gate.w" not in n
     )
-    assert told["weights"]["linear parameters"] == matrices - 2 * 48  # without the shared experts' routers
+    assert told["weights"]["linear_parameters"] == matrices - 2 * 48  # without the shared experts' routers
 
 
 CONFIG = {

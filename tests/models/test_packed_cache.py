@@ -19,7 +19,7 @@ from safetensors import safe_open
 from lmkit.errors import CheckpointError
 from lmkit.formats.base import get_format
 from lmkit.formats.checkpoint import CheckpointReader, CheckpointWriter
-from lmkit.formats.jsonfile import read_json
+from lmkit.jsonfile import read_json
 from lmkit.kernels.cpu import jit
 from lmkit.kv_dtype import FLOAT32
 from lmkit.layers.batch import allocate_kv, whole_batch

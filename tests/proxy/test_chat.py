@@ -18,6 +18,7 @@ import pytest
 from lmkit import Session
 from lmkit.cli.chat import Conversation, LocalModel, RemoteModel, chat, command, shown, sse_data
 from lmkit.errors import ConfigError, LMKitError
+from tests.cli.commands import mistake
 from tests.proxy.fakes import Exchange, FakeNode, nodes, proxy_for
 
 TALK = {"messages": [{"role": "user", "content": "hi"}]}
@@ -71,7 +72,7 @@ async def test_one_answer_through_a_proxy(capsys: pytest.CaptureFixture[str]) ->
             "seed": 1,
             "messages": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "a \u2028 b"}],
         }
-        with pytest.raises(LMKitError, match="401"):
+        with pytest.raises(LMKitError, match=r"HTTP 401: .*; give a key with --api-key or LMKIT_API_KEY"):
             await run(url, capsys, prompt="x", api_key="wrong")
 
 
@@ -89,6 +90,25 @@ async def test_piped_text_and_the_key_from_the_environment(
             await run(node.url, capsys)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ("localhost:8000", "localhost:8000 is not a folder; for a server write http://localhost:8000"),
+        ("127.0.0.1:80/v1", "127.0.0.1:80/v1 is not a folder; for a server write http://127.0.0.1:80/v1"),
+        ("http://", "'http://' is not a URL: write http://HOST:PORT"),
+        ("http://127.0.0.1:9", "no server answers at http://127.0.0.1:9: [Errno 111] Connection refused; `lmkit serve"),
+        ("demo --temperature -1", "--temperature '-1': expected a number of at least 0"),
+        ("demo --temperature nan", "--temperature 'nan': expected a number of at least 0"),
+        ("demo --top-p 2", "--top-p '2': expected a number of at least 0 and at most 1"),
+        ("demo --max-tokens 0", "--max-tokens '0': expected an integer of at least 1"),
+        ("demo --model m", "--model and --api-key are for a server; demo is a folder"),
+        ("demo --url http://x", "chat: no option --url: give http://HOST:PORT as the argument"),
+    ],
+)
+def test_a_mistake_is_one_line(arguments: str, line: str) -> None:
+    assert mistake("chat", *arguments.split(), "--prompt", "hi").startswith(line)
+
+
 @pytest.mark.anyio
 async def test_which_model(capsys: pytest.CaptureFixture[str]) -> None:
     async with nodes(FakeNode(models=("m", "n"), script=answer_by_words)) as (node,):
@@ -96,6 +116,8 @@ async def test_which_model(capsys: pytest.CaptureFixture[str]) -> None:
             await run(node.url, capsys, prompt="x")
         await run(node.url, capsys, prompt="x", model="n")
         assert body(node)["model"] == "n"
+        with pytest.raises(ConfigError, match=r"no model o: http://\S+ serves m, n; choose one with --model"):
+            await run(node.url, capsys, prompt="x", model="o")
         node.models = ()
         with pytest.raises(ConfigError, match="serves no model"):
             await run(node.url, capsys, prompt="x")
@@ -228,7 +250,7 @@ def test_local_model() -> None:
     model = LocalModel(pipe, {"max_tokens": 5, "temperature": 0.5})
     assert list(model.answer(TALK["messages"])) == ["a", "b", "c"]
     assert pipe.asked == TALK["messages"]
-    assert (pipe.config.max_new_tokens, pipe.config.temperature, pipe.config.top_p) == (5, 0.5, 1.0)
+    assert (pipe.config.max_new_tokens, pipe.config.temperature, pipe.config.top_p) == (5, 0.5, None)
     with pytest.raises(LMKitError, match="engine died"):
         list(model.answer([{"role": "user", "content": "fail"}]))
     before: Any = signal.getsignal(signal.SIGINT)

@@ -27,7 +27,7 @@ async def test_request_arrives_unchanged_without_the_clients_credentials() -> No
             "X-Request-Id": "req-1",
         }  # fmt: skip
         response = await http.post(CHAT + "?a=b%20c&d=%2F/e", content=BODY, headers=headers)
-        assert response.status_code == 200
+        assert (response.status_code, response.headers["x-request-id"]) == (200, "req-1")
     (request,) = node.requests
     assert request.body == BODY
     assert request.target == CHAT + "?a=b%20c&d=%2F/e"
@@ -51,9 +51,10 @@ async def test_client_key_never_reaches_a_node_without_a_key() -> None:
 
 async def test_harmful_request_id_is_replaced() -> None:
     async with nodes(FakeNode()) as (node,), proxy_for(node) as (_, url), client(url) as http:
-        await http.post(CHAT, content=BODY, headers={"X-Request-Id": "a b;drop" + "x" * 200})
+        response = await http.post(CHAT, content=BODY, headers={"X-Request-Id": "a b;drop" + "x" * 200})
     (value,) = node.requests[0].header("x-request-id")
     assert len(value) == 32
+    assert response.headers.get_list("x-request-id") == [value]
 
 
 @pytest.mark.parametrize("status", [200, 201, 204, 301, 400, 404, 422, 429, 500, 503, 529])

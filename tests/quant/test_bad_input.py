@@ -108,7 +108,7 @@ def test_a_disk_that_cannot_hold_the_result_is_one_line_and_loses_nothing(tmp_pa
     shown = failed.stderr.decode()
     assert failed.returncode == 2, shown
     assert "cannot be written: File too large" in shown
-    assert "2 finished layers are kept" in shown
+    assert "2 of 2 layers are kept" in shown
     assert "Traceback" not in shown
     again = subprocess.run([*command, "-1"], cwd=ROOT, capture_output=True, check=False)
     assert again.returncode == 0, again.stderr.decode()

@@ -28,7 +28,7 @@ MIXED = {"format": "compressed-tensors", "scheme": {"group_size": 64, "symmetric
 
 
 def mixed(bits: float, **sections: Any) -> Recipe:
-    return recipe(**(MIXED | {"bits": bits} | sections))
+    return recipe(**(MIXED | {"average_bits": bits} | sections))
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def test_a_fine_budget_is_kept_where_costs_have_no_common_divisor() -> None:
 
 
 def test_bits_are_those_of_the_file(source: Path, tmp_path: Path) -> None:
-    asked = recipe(format="awq", bits=10.0)
+    asked = recipe(format="awq", average_bits=10.0)
     report = prepare(source, asked).run(tmp_path / "out")
     assert report.mixed_precision is not None
     reader = CheckpointReader(tmp_path / "out")
@@ -103,12 +103,12 @@ def test_fused_linears_share_what_all_of_them_can_have(tmp_path: Path) -> None:
 
 def test_candidates_follow_the_format() -> None:
     assert [name_of(scheme) for scheme in candidates(mixed(5))] == ["int4 g64", "int4 g32", "int8 g64"]
-    assert [name_of(scheme) for scheme in candidates(recipe(bits=5.0))] == ["int4 g32"]
+    assert [name_of(scheme) for scheme in candidates(recipe(average_bits=5.0))] == ["int4 g32"]
     assert [name_of(scheme) for scheme in candidates(recipe())] == ["int4 g32"]
 
 
 def test_budgets_out_of_reach_are_refused_with_what_can_be_reached(source: Path) -> None:
-    with pytest.raises(ConfigError, match=r"bits 4\.2 cannot be reached; the lowest for this model is 4\.25$"):
+    with pytest.raises(ConfigError, match=r"average_bits 4\.2 cannot be reached; the lowest for this model is 4\.25$"):
         prepare(source, mixed(4.2))
     with pytest.raises(ConfigError, match="every linear dense; this model has 32"):
         prepare(source, mixed(32))

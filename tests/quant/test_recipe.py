@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import lmkit
+from lmkit import other_names
 from lmkit.errors import ConfigError
 from lmkit.qtensor import QuantScheme
 from lmkit.quant.recipe import DEFAULT_RECIPE, RECIPES, load_recipe
@@ -29,6 +30,15 @@ def write(folder: Path, text: str) -> str:
 def test_every_shipped_recipe_loads(name: str) -> None:
     recipe = load_recipe(name)
     assert any(step.stage is Stage.ROUNDER for step in recipe.steps)
+
+
+def test_names_of_methods_lead_to_recipes_that_are_shipped() -> None:
+    shipped = {path.stem for path in RECIPES.glob("*.yaml")}
+    for name, advice in other_names.RECIPES.items():
+        assert name not in shipped
+        assert shipped & set(advice.replace(",", "").split()), advice
+        with pytest.raises(ConfigError, match=f"^no recipe {name}: use "):
+            load_recipe(name)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +67,7 @@ def test_the_default_recipe_is_shipped_and_is_awq() -> None:
 @pytest.mark.parametrize(
     ("text", "place", "allowed"),
     [
-        (MINIMAL + "group_size: 64", "group_size", "format, scheme, activations, bits, steps, kv"),
+        (MINIMAL + "group_size: 64", "group_size", "format, scheme, activations, average_bits, steps, kv"),
         (MINIMAL + "scheme: {bit: 4}", "$.scheme", "bits, type, group_size, symmetric"),
         (MINIMAL + "kv: {bit: 4}", "$.kv", "bits, average_bits"),
         (MINIMAL + "kv: {layers: {0: {bits: 4}}}", "$.kv.layers", "k_bits, v_bits"),
@@ -110,9 +120,10 @@ def test_an_unknown_key_names_file_place_and_allowed_keys(tmp_path: Path, text: 
         ("steps: [{step: smooth_quant}, {step: awq_scale}, {step: rtn}]", "then rtn"),
         ("steps: [{step: smooth_quant, alpha: 1.5}, {step: rtn}]", "alpha"),
         ("steps: [{step: smooth_quant, alpha: best}, {step: rtn}]", "alpha"),
-        (MINIMAL + "bits: 0", "$.bits"),
-        (MINIMAL + "format: gptq\nscheme: {symmetric: true}\nbits: 4.5", "compressed-tensors can mix them"),
-        (MINIMAL + f"format: compressed-tensors\n{FLOAT8}\nbits: 4.5", "bits: is for type int"),
+        (MINIMAL + "average_bits: 0", "$.average_bits"),
+        (MINIMAL + "bits: 4.5", "the average is called average_bits"),
+        (MINIMAL + "format: gptq\nscheme: {symmetric: true}\naverage_bits: 4.5", "compressed-tensors can mix them"),
+        (MINIMAL + f"format: compressed-tensors\n{FLOAT8}\naverage_bits: 4.5", "average_bits: is for type int"),
         (MINIMAL + "kv: {bits: 5}", "$.kv.bits"),
         (MINIMAL + "kv: {layers: {-1: {k_bits: 4}}}", "$.kv.layers"),
         (MINIMAL + "calibration: {num_samples: 0}", "num_samples"),
@@ -146,11 +157,11 @@ def test_overrides_replace_values_and_pass_the_same_checks(tmp_path: Path) -> No
     assert (recipe.scheme.group_size, recipe.calibration.num_samples, recipe.calibration.seq_len) == (64, 8, 32)
     with pytest.raises(ConfigError, match=r"scheme\.group_size"):
         load_recipe(path, {"scheme": {"group_size": 65}})
-    recipe = load_recipe(path, {"format": "compressed-tensors", "bits": 5.0})
-    assert (recipe.format, recipe.bits) == ("compressed-tensors", 5.0)
+    recipe = load_recipe(path, {"format": "compressed-tensors", "average_bits": 5.0})
+    assert (recipe.format, recipe.average_bits) == ("compressed-tensors", 5.0)
     assert load_recipe(path, {"format": None, "bits": None}) == load_recipe(path)
     with pytest.raises(ConfigError, match="one scheme; compressed"):
-        load_recipe(path, {"format": "gptq_v2", "bits": 5.0})
+        load_recipe(path, {"format": "gptq_v2", "average_bits": 5.0})
 
 
 def test_unknown_names_list_what_there_is() -> None:

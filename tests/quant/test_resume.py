@@ -100,7 +100,7 @@ def test_a_full_disk_is_one_line_and_loses_no_layer(
             pytest.raises(CheckpointError, match=r"layer-00001.safetensors: cannot be written: No space left"),
         ):
             quantizer.run(out)
-    assert "1 finished layers are kept" in caplog.text
+    assert "1 of 2 layers are kept" in caplog.text
     assert work.num_done == 1
     stages: list[int] = []
     quantizer.run(out, progress=lambda what, done, total: stages.append(done))
@@ -153,7 +153,8 @@ def test_ctrl_c_keeps_the_work_and_says_how_to_go_on(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=120)
     assert process.returncode == 130
-    assert b"finished layers are kept in" in stderr
+    assert b"lmkit: interrupted: " in stderr
+    assert b" of 40 layers are kept in " in stderr
     assert b"the same command goes on" in stderr
     assert b"Traceback" not in stderr
     assert 2 <= work.num_done < 40

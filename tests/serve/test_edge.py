@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
+import re
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -16,7 +19,7 @@ from lmkit.serve.to_request import chat_requests, completion_requests
 from lmkit.turbo.request import Request, SamplingParams, StepOutput
 from lmkit.turbo.transport.async_engine import AsyncEngine
 from tests.serve.fake_engine import DEMO
-from tests.serve.in_process import CHAT, INFO, TEXT, TOKENIZER, StubEngine, send
+from tests.serve.in_process import CHAT, CHAT_PATH, INFO, TEXT, TEXT_PATH, TOKENIZER, ScriptedEngine, StubEngine, send
 
 
 @pytest.mark.parametrize("at_once", [False, True])
@@ -156,6 +159,10 @@ def test_the_context_s_edge() -> None:
         with pytest.raises(RequestError) as error:
             completion(**fields)
         assert (error.value.code, error.value.param) == ("context_length_exceeded", "prompt")
+        # Clients look for these words to choose a model with a longer context.
+        assert error.value.message.startswith("this model's maximum context length is 64 tokens, but 65 are requested")
+    with pytest.raises(RequestError, match="65 are requested: 12 in the messages and 53 to generate"):
+        chat(max_tokens=53)
 
 
 def test_errors_name_the_fields_of_the_api() -> None:
@@ -167,3 +174,100 @@ def test_errors_name_the_fields_of_the_api() -> None:
 
 def test_special_tokens_in_a_prompt_are_what_the_tokenizer_makes_of_them() -> None:
     assert completion(prompt="a<|im_end|>")[0].prompt_ids == [*TOKENIZER.encode("a"), 2]
+
+
+def access_lines(caplog: pytest.LogCaptureFixture, *requests: dict[str, Any]) -> list[str]:
+    """The access lines of requests with the id r1, without their times."""
+    logger = logging.getLogger("lmkit.serve.access")
+    logger.addHandler(caplog.handler)  # lmkit's loggers may not propagate
+    try:
+        with caplog.at_level(logging.INFO, logger.name):
+            for request in requests:
+                send(**{"engine": StubEngine(), "headers": {"x-request-id": "r1"}} | request)
+    finally:
+        logger.removeHandler(caplog.handler)
+    lines = (record.getMessage() for record in caplog.records if record.name == logger.name)
+    return [re.sub(r"\d+ ms ", "", line) for line in dict.fromkeys(lines)]
+
+
+def test_the_access_line_tells_the_id_and_why_a_request_was_refused(caplog: pytest.LogCaptureFixture) -> None:
+    lines = access_lines(
+        caplog,
+        {"json": CHAT},
+        {"json": CHAT | {"user": "me"}},
+        {"json": CHAT | {"temperature": "secret"}},
+        {"json": CHAT | {"messages": [{"role": "user", "content": "secret " * 100}]}},
+        {"json": CHAT | {"bad\nname": "secret"}},
+        {"json": CHAT | {"model": "secret"}},
+        {"path": "/v1/embeddings", "json": {"input": "secret"}},
+        {"path": "/nowhere?secret=1"},
+    )
+    refused = "POST /v1/chat/completions 400 id=r1 code="
+    assert lines == [
+        "POST /v1/chat/completions 200 id=r1",
+        "POST /v1/chat/completions 200 id=r1 user='me'",
+        refused + "invalid_request param='temperature'",
+        refused + "context_length_exceeded param='messages'",
+        refused + "unknown_parameter param='bad\\nname'",
+        "POST /v1/chat/completions 404 id=r1 code=model_not_found param='model'",
+        "POST /v1/embeddings 404 id=r1 code=not_found",
+        "POST /nowhere 404 id=r1 code=not_found",
+    ]
+
+
+def test_the_access_line_of_a_wrong_key_and_of_a_broken_stream(caplog: pytest.LogCaptureFixture) -> None:
+    late = StubEngine(RequestError("deadline_exceeded", "late"))
+    lines = access_lines(
+        caplog,
+        {"json": CHAT, "config": ServerConfig(api_keys=("k",))},
+        {"json": CHAT | {"stream": True}, "engine": late},
+    )
+    assert lines == [
+        "POST /v1/chat/completions 401 id=r1 code=invalid_api_key",
+        "POST /v1/chat/completions 200 id=r1 code=deadline_exceeded",
+    ]
+
+
+def test_usage_in_every_chunk() -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    for path, body in ((CHAT_PATH, CHAT), (TEXT_PATH, TEXT)):
+        fields = body | {"stream": True, "n": 2}
+        engine = ScriptedEngine(lambda request: [70, 71, 72])
+        chunks = events(send(engine, path=path, json=fields | {"stream_options": options}).text)
+        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+        assert counts == sorted(counts)
+        assert counts[-1] == 6
+        assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {chunks[-1]["usage"]["prompt_tokens"]}
+        assert chunks[-1]["choices"] == []
+        once = events(send(engine, path=path, json=fields | {"stream_options": {"include_usage": True}}).text)
+        assert [chunk["usage"] for chunk in once[:-1]] == [None] * (len(once) - 1)
+        assert once[-1]["usage"]["completion_tokens"] == 6
+        assert all("usage" not in chunk for chunk in events(send(engine, path=path, json=fields).text))
+        alone = send(engine, path=path, json=fields | {"stream_options": {"continuous_usage_stats": True}})
+        assert "continuous_usage_stats needs include_usage" in alone.json()["error"]["message"]
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n")[:-2]]
+
+
+def test_zero_logprobs_still_show_the_chosen_tokens() -> None:
+    answer = send(ScriptedEngine(), path=TEXT_PATH, json=TEXT | {"logprobs": 0}).json()
+    logprobs = answer["choices"][0]["logprobs"]
+    assert logprobs["token_logprobs"] == [-1.0, -1.0]
+    assert logprobs["top_logprobs"] == [{token: -1.0} for token in logprobs["tokens"]]
+    answer = send(ScriptedEngine(), json=CHAT | {"logprobs": True, "top_logprobs": 0}).json()
+    content = answer["choices"][0]["logprobs"]["content"]
+    assert [(entry["logprob"], entry["top_logprobs"]) for entry in content] == [(-1.0, [])] * 2
+
+
+def test_encode_is_lmdeploy_s() -> None:
+    def encode(**body: Any) -> Any:
+        return send(StubEngine(), path="/v1/encode", json=body).json()
+
+    ids = TOKENIZER.encode("Hello there")
+    assert encode(input="Hello there", do_preprocess=False, add_bos=True) == {"input_ids": ids, "length": len(ids)}
+    assert encode(input=["Hello there", ""]) == {"input_ids": [ids, []], "length": [len(ids), 0]}
+    chat_ids = TOKENIZER.encode_chat([{"role": "user", "content": "Hi"}])
+    assert encode(input="Hi", do_preprocess=True)["input_ids"] == chat_ids
+    assert encode(input=5)["error"]["param"] == "input"

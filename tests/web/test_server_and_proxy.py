@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import re
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -65,6 +67,7 @@ CASES: list[tuple[int, str, str, dict[str, Any]]] = [
     (401, "POST", CHAT, {"headers": {"x-api-key": "wrong"}, "json": {}}),
     (401, "POST", CHAT, {"headers": BEARER | {"x-api-key": "wrong"}, "json": {}}),
     (404, "GET", "/nowhere", {"headers": BEARER}),
+    (404, "GET", "/metric", {"headers": BEARER}),
     (400, "POST", CHAT, {"headers": BEARER | JSON, "content": b'{"model": '}),
     (400, "POST", CHAT, {"headers": BEARER | JSON, "content": b'{"model": "\xff"}'}),
     (413, "POST", CHAT, {"headers": BEARER | JSON, "content": b" " * (MAX_BODY + 1)}),
@@ -81,11 +84,91 @@ async def test_errors_are_the_same() -> None:
             assert server.content == proxy.content, (method, path, options)
             dates = [dict(response.headers).pop("date") for response in (server, proxy)]
             assert all(date.endswith(" GMT") for date in dates)
-            assert without_date(server) == without_date(proxy), (method, path, options)
+            assert lasting_headers(server) == lasting_headers(proxy), (method, path, options)
 
 
-def without_date(response: httpx.Response) -> dict[str, str]:
-    return {name: value for name, value in response.headers.items() if name != "date"}
+def lasting_headers(response: httpx.Response) -> dict[str, str]:
+    return {name: value for name, value in response.headers.items() if name not in ("date", "x-request-id")}
+
+
+@pytest.mark.anyio
+async def test_every_answer_has_a_request_id() -> None:
+    cases: list[tuple[str, str, dict[str, Any]]] = [
+        *((method, path, options) for _, method, path, options in CASES),
+        ("GET", "/health", {}),
+        ("GET", "/", {"headers": BEARER}),
+        ("GET", "/metrics", {"headers": BEARER}),
+        ("GET", "/v1/models", {"headers": BEARER}),
+        ("GET", CHAT, {"headers": BEARER}),
+        ("POST", "/v1/embeddings", {"headers": BEARER | JSON, "content": b"{}"}),
+    ]
+    async with both() as addresses, httpx.AsyncClient(trust_env=False) as client:
+        for address in addresses:
+            for method, path, options in cases:
+                headers = options.get("headers", {}) | {"x-request-id": "mine-1.2_3"}
+                response = await client.request(method, address + path, **options | {"headers": headers})
+                assert response.headers.get_list("x-request-id") == ["mine-1.2_3"], (address, method, path)
+            fresh = set()
+            for value in (b"a b", b"x" * 129, b"", b"a;b", "ü".encode("latin-1")):
+                response = await client.get(address + "/health", headers={b"x-request-id": value})
+                (given,) = response.headers.get_list("x-request-id")
+                assert re.fullmatch("[0-9a-f]{32}", given)
+                fresh.add(given)
+            assert len(fresh) == 5
+
+
+@pytest.mark.anyio
+async def test_the_log_tells_why_a_request_was_refused(caplog: pytest.LogCaptureFixture) -> None:
+    body = b'{"messages": [{"content": "secret"}]}'
+    logger = logging.getLogger("lmkit")
+    logger.addHandler(caplog.handler)  # lmkit's loggers may not propagate
+    try:
+        with caplog.at_level(logging.INFO, "lmkit"):
+            async with both() as addresses, httpx.AsyncClient(trust_env=False) as client:
+                for address in addresses:
+                    caplog.clear()
+                    headers = BEARER | JSON | {"x-request-id": "id-7"}
+                    await client.post(address + CHAT, headers=headers, content=body)
+                    assert re.search(
+                        "POST /v1/chat/completions 400 .*id=id-7 code=invalid_request param='model'", caplog.text
+                    )
+                    assert "secret" not in caplog.text
+    finally:
+        logger.removeHandler(caplog.handler)
+
+
+@pytest.mark.anyio
+async def test_known_routes_of_other_servers_are_named() -> None:
+    """A node may have a POST route below /v1 that this proxy does not know, so the proxy only tells of the others."""
+    paths = ["/generate", "/api/chat", "/docs", "/openapi.json", "/rerank", "/slots", "/get_ppl"]
+    async with both() as addresses, httpx.AsyncClient(trust_env=False, headers=BEARER) as client:
+        for address in addresses:
+            for path in [*paths, "/v1/files", "/v1/files/f1/content", "/v1/responses/r1"]:
+                error = (await client.get(address + path)).json()["error"]
+                assert error["code"] == "not_found"
+                assert re.match(r"/\S+ is not supported by this server, which has ", error["message"]), path
+                assert "POST /v1/chat/completions" in error["message"]
+                assert (await client.get(address + path, headers={"authorization": ""})).status_code == 401
+            wrong = (await client.get(address + CHAT)).json()["error"]
+            assert wrong["message"] == "GET is not allowed on this route; use POST"
+            slip = (await client.get(address + "/metric")).json()["error"]
+            assert slip["message"] == "there is no such route; did you mean /metrics?"
+        for path in ("/v1/embeddings", "/v1/audio/speech", "/v1/threads/t/runs", "/v1/rerank", "/v1/messages"):
+            error = (await client.post(addresses[0] + path, json={})).json()["error"]
+            assert re.match("/v1/[a-z]+ is not supported by this server", error["message"])
+        slip = (await client.post(addresses[0] + "/chat/completions", json={})).json()["error"]
+        assert slip["message"] == "there is no such route; did you mean /v1/chat/completions?"
+
+
+@pytest.mark.anyio
+async def test_the_root_tells_the_routes_to_those_with_a_key() -> None:
+    async with both() as addresses, httpx.AsyncClient(trust_env=False) as client:
+        for address in addresses:
+            assert (await client.get(address + "/")).status_code == 401
+            root = await client.get(address + "/", headers=BEARER)
+            assert root.status_code == 200
+            assert {"GET /v1/models", "POST /v1/chat/completions", "GET /health"} <= set(root.json()["routes"])
+            assert (await client.head(address + "/", headers=BEARER)).status_code == 200
 
 
 @pytest.mark.anyio

@@ -73,7 +73,8 @@ class _Compilation(event.Listener):  # type: ignore[misc]
         self.started = time.perf_counter()
         if not _Progress.count:
             often = "once on this machine" if self.kept else "in every process"
-            log.warning("compiling kernels for %s, %s; this takes a minute", isa.host().name, often)
+            log.warning("compiling kernels for a minute, %s", often)
+            log.debug("instruction set: %s", isa.host().name)
         _Progress.count += 1
         log.info("compiling kernel %d: %s (%.0f s so far)", _Progress.count, self.name, _Progress.seconds)
 

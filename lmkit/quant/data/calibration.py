@@ -104,14 +104,17 @@ def encode_dataset(source: str, tokenizer: Tokenizer, count: int) -> list[int]:
 
 
 def parse_source(argument: str) -> str | dict[str, Any]:
-    """A command line's `NAME` or `NAME:WEIGHT` as a recipe's entry."""
-    name, colon, weight = argument.rpartition(":")
+    """A command line's `NAME` or `NAME:WEIGHT` as a recipe's entry. Raises ConfigError."""
+    name, colon, text = argument.rpartition(":")
     if not colon or Path(argument).exists():
         return argument
     try:
-        return {"source": name, "weight": float(weight)}
+        weight = float(text)
     except ValueError:
         return argument
+    if not 0 < weight < math.inf:
+        raise ConfigError(f"--calibration {argument}: the weight must be a number above 0")
+    return {"source": name, "weight": weight}
 
 
 def _parts(dataset: str | Sequence[str | DatasetRecipe]) -> list[_Part]:

@@ -29,8 +29,8 @@ from torch import Tensor
 
 from lmkit.errors import CheckpointError, ConfigError
 from lmkit.formats.atomic import lock, put_in_place, refuse_occupied, sync_directory, write_errors, write_file
-from lmkit.formats.jsonfile import parse_json, read_json, to_json
 from lmkit.formats.safetensors_file import SafetensorsFile, write_safetensors
+from lmkit.jsonfile import parse_json, read_json, to_json
 from lmkit.log import get_logger
 
 log = get_logger(__name__)
@@ -156,8 +156,11 @@ class WorkFolder:
 
 
 @contextmanager
-def open_work(output: str | Path, identity: dict[str, Any], *, restart: bool = False) -> Iterator[WorkFolder]:
-    """The locked work folder of one output. If the block raises, finished layers stay so that the run can resume.
+def open_work(
+    output: str | Path, identity: dict[str, Any], *, num_layers: int, restart: bool = False
+) -> Iterator[WorkFolder]:
+    """The locked work folder of one output. If the block raises, finished layers stay so that the run can resume, and
+    the log says so. A KeyboardInterrupt carries that line itself.
 
     `identity` (plain JSON) decides whether existing work belongs to the same run. Raises ConfigError if the output is
     occupied, another process is writing it, or the existing work belongs to another run.
@@ -168,8 +171,10 @@ def open_work(output: str | Path, identity: dict[str, Any], *, restart: bool = F
         work._begin(identity, restart=restart)
         try:
             yield work
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(_leave(work, num_layers)) from None
         except BaseException:
-            _leave(work)
+            log.warning(_leave(work, num_layers))
             raise
     finally:
         os.close(held)
@@ -194,14 +199,15 @@ def _claim(work: WorkFolder) -> int:
     return fd
 
 
-def _leave(work: WorkFolder) -> None:
+def _leave(work: WorkFolder, num_layers: int) -> str:
+    """Remove a work folder without a finished layer. Returns what is kept, and how to go on."""
     if work.num_done:
-        log.warning(
-            "%d finished layers are kept in %s; the same command goes on, --restart starts over",
-            work.num_done, work.path,
-        )  # fmt: skip
-    else:
-        shutil.rmtree(work.path, ignore_errors=True)
+        return (
+            f"{work.num_done} of {num_layers} layers are kept in {work.path}; "
+            "the same command goes on, --restart starts over"
+        )
+    shutil.rmtree(work.path, ignore_errors=True)
+    return "no layer was finished, so nothing is kept"
 
 
 def differences(old: Any, new: Any, where: str = "") -> list[str]:

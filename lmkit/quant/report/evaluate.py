@@ -37,6 +37,7 @@ PROTOCOL = "non-overlapping windows of seq_len from an empty cache, first token 
 
 HELDOUT_TEXT = Path(__file__).parents[2] / "demo" / "text" / "heldout.txt"
 
+EVAL_TOKENS = 8192  # of the evaluation after a quantization
 Progress = Callable[[str, int, int], None]  # (name of the work, units done, units in all)
 
 
@@ -113,6 +114,7 @@ def evaluate(
     for done, window in enumerate(windows):
         progress("evaluation", done, len(windows))
         parts += _window_scores(window, model, reference)
+    progress("evaluation", len(windows), len(windows))
     scores = torch.cat(parts, dim=1)
     perplexity = math.exp(scores[0].mean())
     return EvalResult(

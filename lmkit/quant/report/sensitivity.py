@@ -48,24 +48,24 @@ class Variant:
 def choose_schemes(
     source: ModelSource, recipe: Recipe, plan: Plan, rows: Tensor, progress: Progress = lambda *state: None
 ) -> tuple[Plan, MixedPrecisionReport]:
-    """The plan with every linear's scheme chosen within `recipe.bits`. The choice is deterministic.
+    """The plan with every linear's scheme chosen within `recipe.average_bits`. The choice is deterministic.
 
     rows int64 [num_rows, seq_len]; a few of them are used.
     """
-    assert recipe.bits is not None
+    assert recipe.average_bits is not None
     start = time.perf_counter()
     linears, dense = dict(plan.linears), dense_modules(source.spec, recipe)
     budget = make_bit_budget(source.spec, recipe, dense)
     used = rows[torch.linspace(0, len(rows) - 1, min(MEASURED_ROWS, len(rows))).round().long(), :MEASURED_LEN]
     kl = measure(source, budget.groups, used, progress)
-    chosen = choose(budget, kl, recipe.bits)
+    chosen = choose(budget, kl, recipe.average_bits)
     for group, choice in zip(budget.groups, chosen, strict=True):
         for module in group.modules.values():
             linears[module] = group.choices[choice]
             if group.choices[choice] is None:
                 dense[module] = "dense by the budget of bits"
     report = MixedPrecisionReport(
-        bits=recipe.bits,
+        bits=recipe.average_bits,
         reached=round(budget.reached(chosen), 4),
         kl=sum(losses[choice] for losses, choice in zip(kl, chosen, strict=True)),
         num_tokens=used.numel(),

@@ -5,22 +5,28 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lmkit.config import EngineConfig
 from lmkit.errors import ConfigError
+from lmkit.formats.generation_config import RANGES, SamplingDefaults, read_defaults
 from lmkit.formats.kv_config import load_kv_config
 from lmkit.layers.mlp_spec import MoESpec
 from lmkit.models.packed_cache import cache_folders
 from lmkit.models.resolved import ResolvedModel, resolved
 from lmkit.models.spec import ModelSpec
 from lmkit.turbo.engine.loading import load_options
-from lmkit.turbo.engine.memory import plan_memory
+from lmkit.turbo.engine.memory import RUNTIME_BYTES, plan_memory
 from lmkit.turbo.runners.device import resolve_device
+
+T = TypeVar("T")
 
 
 def describe_model(path: str, config: EngineConfig) -> dict[str, Any]:
-    """Architecture, weights, KV cache and serving memory of a checkpoint. Raises the errors of opening it."""
+    """Architecture, weights, KV cache and serving memory of a checkpoint. Raises the errors of opening it.
+
+    Every report has the same keys, and null where there is nothing. Sizes are bytes.
+    """
     device = resolve_device(config)
     config = config.on(device.name)
     with resolved(path, **load_options(config)) as model:
@@ -32,51 +38,72 @@ def describe_model(path: str, config: EngineConfig) -> dict[str, Any]:
             "architecture": {
                 "name": spec.architecture,
                 "layers": spec.num_layers,
-                "hidden size": spec.hidden_size,
-                "heads": _differing(
-                    f"{layer.num_heads} query, {layer.num_kv_heads} key-value, of {layer.head_dim}"
+                "hidden_size": spec.hidden_size,
+                "attention": _distinct(
+                    {
+                        "query_heads": layer.num_heads,
+                        "kv_heads": layer.num_kv_heads,
+                        "head_dim": layer.head_dim,
+                        "window": layer.attention.window or None,
+                    }
                     for layer in spec.kinds
                 ),
-                "MLP size": max(layer.widest_mlp for layer in spec.kinds),
-                **_experts(spec),
+                "rope": _distinct(layer.rope.kind for layer in spec.kinds),
+                "mlp_size": max(layer.widest_mlp for layer in spec.kinds),
+                "experts": _experts(spec),
                 "vocabulary": spec.vocab_size,
                 "context": spec.max_position,
-                "rope": _differing(layer.rope.kind for layer in spec.kinds),
-                "sliding window": sorted(set(spec.windows)) if any(spec.windows) else "none",
             },
             "weights": {
                 "format": model.source.format.name,
+                "dtype": spec.dtype,
                 "parameters": spec.num_weights + heads,
-                "linear parameters": spec.num_weights,
-                "bits per linear weight": round(8 * _layer_bytes(model) / spec.num_weights, 3),
-                "file bytes": reader.nbytes(),
+                "linear_parameters": spec.num_weights,
+                "bits_per_linear_weight": round(8 * _layer_bytes(model) / spec.num_weights, 3),
+                "file_bytes": reader.nbytes(),
             },
-            "KV cache": {
-                "kv_config.json": "yes" if load_kv_config(reader.path) else "no",
-                "storage (K, V)": " ".join(sorted({f"{s.k}/{s.v}" for s in storages})),
-                "key mean left out": f"in {sum(s.has_mean for s in storages)} layers",
-                "Hadamard on keys": f"in {sum(s.hadamard for s in storages)} layers",
-                "bytes per token": sum(token_bytes),
+            "kv_cache": {
+                "kv_config": load_kv_config(reader.path) is not None,
+                "storage": _distinct({"k": str(s.k), "v": str(s.v)} for s in storages),
+                "key_mean_layers": sum(s.has_mean for s in storages),
+                "hadamard_layers": sum(s.hadamard for s in storages),
+                "bytes_per_token": sum(token_bytes),
             },
-            "serving": {"device": device.name, **_serving(model, config, device.free_memory())},
-            "packed weights": _packed_files(reader.path),
+            "sampling_defaults": _sampling(read_defaults(reader.path, config.generation_config)),
+            "serving": {"device": device.name} | _serving(model, config, device.free_memory()),
+            "packed_weights": _packed_files(reader.path),
         }
 
 
-def _differing(facts: Iterable[str]) -> str:
+def _distinct(facts: Iterable[T]) -> list[T]:
     """The different facts of the layers, each once."""
-    return "; ".join(dict.fromkeys(facts))
+    found: list[T] = []
+    for fact in facts:
+        if fact not in found:
+            found.append(fact)
+    return found
 
 
-def _experts(spec: ModelSpec) -> dict[str, Any]:
+def _experts(spec: ModelSpec) -> dict[str, Any] | None:
     """The experts of a model with sparse layers."""
     sparse = [layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoESpec)]
     if not sparse:
-        return {}
+        return None
     moe = sparse[0]
-    shared = f", 1 shared of {moe.shared.intermediate_size}" if moe.shared else ""
-    each = f"{moe.num_experts} of {moe.expert.intermediate_size}, {moe.experts_per_token} a token"
-    return {"experts": each + shared + (f", in {len(sparse)} layers" if len(sparse) < spec.num_layers else "")}
+    return {
+        "experts": moe.num_experts,
+        "experts_per_token": moe.experts_per_token,
+        "expert_size": moe.expert.intermediate_size,
+        "shared_size": moe.shared.intermediate_size if moe.shared else None,
+        "layers": len(sparse),
+    }
+
+
+def _sampling(defaults: SamplingDefaults) -> dict[str, Any]:
+    return {
+        **{name: getattr(defaults, name) for name in (*RANGES, "max_new_tokens")},
+        "not_applied": list(defaults.not_applied),
+    }
 
 
 def _packed_files(checkpoint: Path) -> dict[str, Any]:
@@ -98,17 +125,23 @@ def _layer_bytes(model: ResolvedModel) -> int:
 
 
 def _serving(model: ResolvedModel, config: EngineConfig, available: int) -> dict[str, Any]:
+    """The memory plan, with the same keys whether it fits or not."""
+    dtypes = [storage.dtypes for storage in model.storages]
+    weights = model.weight_bytes() + model.table_bytes(config.max_model_len or model.spec.max_position)
+    plan, problem = None, None
     try:
-        plan = plan_memory(model.spec, config, [s.dtypes for s in model.storages], model.weight_bytes(), available)
+        plan = plan_memory(model.spec, config, dtypes, weights, available)
     except ConfigError as error:
-        return {"fits": f"no: {error}"}
+        problem = str(error)
     return {
-        "fits": "yes",
-        "weight bytes": plan.weights,
-        "workspace bytes": plan.workspace,
-        "KV bytes": plan.kv,
-        "available bytes": plan.available,
-        "KV blocks": plan.num_blocks,
-        "KV tokens": plan.num_tokens,
-        "context": plan.max_model_len,
+        "fits": plan is not None,
+        "problem": problem or (plan.shortage() if plan else "") or None,
+        "weight_bytes": weights,
+        "workspace_bytes": plan and plan.workspace,
+        "runtime_bytes": RUNTIME_BYTES,
+        "kv_bytes": plan and plan.kv,
+        "available_bytes": available,
+        "kv_blocks": plan and plan.num_blocks,
+        "kv_tokens": plan and plan.num_tokens,
+        "context": plan and plan.max_model_len,
     }

@@ -20,7 +20,6 @@ import msgspec
 from lmkit.config import EngineConfig, default_num_threads
 from lmkit.errors import DeviceLostError, LMKitError
 from lmkit.kernels.cpu import threads
-from lmkit.kv_dtype import KVDtype
 from lmkit.log import get_logger
 from lmkit.models import kv_storage
 from lmkit.models.decoder import Decoder
@@ -111,7 +110,7 @@ class Engine:
             self.runner = make_runner(device, parts)
             self._warm_up(limits)
         self.scheduler = Scheduler(limits, model.eos_token_ids, tiers=self._tiers, kv_identity=model.kv_identity)
-        self.info = _info(model.path, limits, [storage.dtypes for storage in model.storages], memory)
+        self.info = _info(model, limits)
 
     def _warm_up(self, limits: SchedulerLimits) -> None:
         """Compute a few tokens with a separate scheduler.
@@ -130,7 +129,7 @@ class Engine:
         while self.has_work():
             if any(output.error for output in self.step()):
                 raise LMKitError("the engine cannot compute a token")
-        log.info("first steps took %.1f s", time.perf_counter() - start)
+        log.debug("first steps took %.1f s", time.perf_counter() - start)
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestError if it can never run or the queue is full."""
@@ -225,14 +224,15 @@ def _raise(error: Exception) -> NoReturn:
     raise error
 
 
-def _info(path: str, limits: SchedulerLimits, dtypes: list[tuple[KVDtype, KVDtype]], memory: MemoryPlan) -> EngineInfo:
-    kinds = sorted({f"{k}/{v}" if k != v else str(k) for k, v in dtypes})
+def _info(model: LoadedModel, limits: SchedulerLimits) -> EngineInfo:
+    memory = model.memory
     return EngineInfo(
-        model_path=path,
+        model_path=model.path,
         vocab_size=limits.vocab_size,
         max_model_len=limits.max_model_len,
         num_blocks=memory.num_tokens // limits.kv.block_size,
         block_size=limits.kv.block_size,
-        kv_dtype=" ".join(kinds),
+        kv_dtype=kv_storage.storage_text(model.storages),
         memory=memory.as_dict(),
+        sampling=model.sampling,
     )

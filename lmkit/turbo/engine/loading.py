@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,10 +13,11 @@ import torch
 
 from lmkit.config import EngineConfig
 from lmkit.errors import ConfigError
+from lmkit.formats.generation_config import SamplingDefaults, read_defaults
 from lmkit.kv_dtype import kv_dtype
 from lmkit.log import get_logger
 from lmkit.models.decoder import Decoder
-from lmkit.models.kv_storage import KVStorage
+from lmkit.models.kv_storage import KVStorage, storage_text
 from lmkit.models.loader import load as load_decoder
 from lmkit.models.resolved import resolved
 from lmkit.text import Tokenizer
@@ -39,6 +41,7 @@ class LoadedModel:
     has_tiers: bool
     kv_identity: bytes  # of the blocks in the tiers
     disk: DiskTier | None
+    sampling: SamplingDefaults
 
 
 def load(model_path: str, config: EngineConfig, device: Device) -> LoadedModel:
@@ -48,20 +51,31 @@ def load(model_path: str, config: EngineConfig, device: Device) -> LoadedModel:
     """
     with resolved(model_path, **load_options(config)) as model:
         spec, path = model.spec, model.reader.path
+        sampling = read_defaults(path, config.generation_config)
         weight_bytes = model.weight_bytes() + model.table_bytes(config.max_model_len or spec.max_position)
         dtypes = [storage.dtypes for storage in model.storages]
         memory = plan_memory(spec, config, dtypes, weight_bytes, device.free_memory())
         has_tiers = _has_tiers(config)
         identity = kv_identity(model, config) if has_tiers else b""
         disk = _open_disk(config, identity, memory.block_bytes)
-        for line in memory.lines():
-            log.info(line)
+        name = spec.architecture.removesuffix("ForCausalLM")
+        log.info("model: %s, %s weights, %s", name, model.source.format.name, model.packing.dtype)
+        _announce(memory, model.storages)
         start = time.perf_counter()
         with fits_the_gpu("the weights"):
             decoder = load_decoder(model, packed_cache=config.packed_cache)
-        log.info("loaded %s in %.1f s", path, time.perf_counter() - start)
+        log.info("weights loaded in %.1f s", time.perf_counter() - start)
+        log.debug("weights of %s", path)
     eos = Tokenizer.from_pretrained(path).eos_token_ids
-    return LoadedModel(str(path), decoder, model.storages, memory, eos, has_tiers, identity, disk)
+    return LoadedModel(str(path), decoder, model.storages, memory, eos, has_tiers, identity, disk, sampling)
+
+
+def _announce(memory: MemoryPlan, storages: list[KVStorage]) -> None:
+    for line in memory.lines(storage_text(storages)):
+        log.info(line)
+    if shortage := memory.shortage():
+        log.warning(shortage)
+    log.debug("memory plan in bytes: %s", json.dumps(memory.as_dict() | {"available": memory.available}))
 
 
 def load_options(config: EngineConfig) -> dict[str, Any]:
@@ -79,9 +93,8 @@ def given(decoder: Decoder, config: EngineConfig, device: Device, storages: list
         kind = str(decoder.dtype).removeprefix("torch.") if config.kv_dtype == "auto" else config.kv_dtype
         storages = [KVStorage(kv_dtype(kind), kv_dtype(kind))] * spec.num_layers
     memory = plan_memory(spec, config, [s.dtypes for s in storages], 0, device.free_memory())
-    for line in memory.lines():
-        log.info(line)
-    return LoadedModel(spec.architecture, decoder, storages, memory, (), False, b"", None)
+    _announce(memory, storages)
+    return LoadedModel(spec.architecture, decoder, storages, memory, (), False, b"", None, SamplingDefaults())
 
 
 @contextmanager

@@ -31,19 +31,32 @@ class MemoryPlan:
     num_blocks: int
     num_tokens: int  # tokens that the blocks hold in sequences of max_model_len
     max_model_len: int
+    wanted_len: int  # the model's context, or the one that was asked for
+    wanted_kv: int  # bytes of KV for one sequence of that length
     layout: KVLayout
 
-    def lines(self) -> list[str]:
-        """Lines for the log, one for each purpose."""
-        blocks = f"{self.num_blocks} blocks of {self.block_bytes / 1024:.0f} KiB"
+    def lines(self, kv_dtype: str) -> list[str]:
+        """The plan in lines of at most 55 characters. `kv_dtype` names the storage."""
+        used = self.weights + self.workspace + RUNTIME_BYTES + self.kv
+        host = [f"KV that leaves the cache: {gib(self.host)} of host memory"] if self.host else []
         return [
-            f"memory: weights    {gib(self.weights)}",
-            f"memory: workspace  {gib(self.workspace)}",
-            f"memory: runtime    {gib(RUNTIME_BYTES)}",
-            f"memory: host tier  {gib(self.host)}",
-            f"memory: KV cache   {gib(self.kv)} = {blocks} = {self.num_tokens} tokens",
-            f"memory: available  {gib(self.available)}",
+            f"KV cache: {kv_dtype}, {gib(self.kv)} for {self.num_tokens:,} tokens",
+            f"context: {self.max_model_len:,} tokens",
+            f"memory: {gib(used)} of {gib(self.available)}, weights {gib(self.weights)}",
+            *host,
         ]
+
+    def shortage(self) -> str:
+        """A warning if the KV cache is too small for the model's context, or an empty text."""
+        if self.max_model_len == self.wanted_len:
+            return ""
+        room = self.available - self.weights - self.workspace - RUNTIME_BYTES - self.host
+        larger = f"set kv_memory {-(-self.wanted_kv >> 20)}M, " if self.wanted_kv <= room else "free memory, "
+        return (
+            f"the context is cut to {self.max_model_len:,} of the model's {self.wanted_len:,} tokens: the KV cache has "
+            f"{gib(self.kv)}, and a full context needs {gib(self.wanted_kv)}; {larger}use a smaller kv_dtype (int8, "
+            f"int4), or set max_model_len {self.max_model_len}"
+        )
 
     def as_dict(self) -> dict[str, int]:
         purposes = {"weights": self.weights, "workspace": self.workspace, "runtime": RUNTIME_BYTES}
@@ -99,7 +112,7 @@ def plan_memory(
         raise ConfigError(
             f"kv_memory {gib(config.kv_memory)} is more than the {gib(left)} left after the weights; lower it"
         )
-    wanted_len = config.max_model_len or spec.max_position
+    wanted_len = max_model_len = config.max_model_len or spec.max_position
     if config.max_model_len is not None and config.max_model_len > spec.max_position:
         raise ConfigError(f"max_model_len {wanted_len} exceeds the model's context of {spec.max_position}")
     blocks_per_sequence = kv_limits(spec, config, layout, 0).blocks_for(wanted_len)
@@ -117,7 +130,7 @@ def plan_memory(
                 f"one sequence of {wanted_len} tokens needs {gib(blocks_per_sequence * block_bytes)} of KV cache and "
                 f"{gib(budget)} is planned; lower max_model_len to {fits}, raise kv_memory, or use kv_dtype int8/int4"
             )
-        wanted_len = fits
+        max_model_len = fits
     return MemoryPlan(
         weights=weight_bytes,
         workspace=workspace,
@@ -126,8 +139,10 @@ def plan_memory(
         available=free,
         block_bytes=block_bytes,
         num_blocks=num_blocks,
-        num_tokens=limits.capacity(wanted_len),
-        max_model_len=wanted_len,
+        num_tokens=limits.capacity(max_model_len),
+        max_model_len=max_model_len,
+        wanted_len=wanted_len,
+        wanted_kv=blocks_per_sequence * block_bytes,
         layout=layout,
     )
 

@@ -46,8 +46,8 @@ def check_request(request: Request, limits: SchedulerLimits) -> int:
     if num_prompt + min(max_new, 1) > limits.max_model_len:
         raise RequestError(
             "context_length_exceeded",
-            f"the prompt has {num_prompt} tokens; the context of {limits.max_model_len} tokens must hold it and at "
-            "least one more: shorten it",
+            f"this model's maximum context length is {limits.max_model_len} tokens, and the prompt has {num_prompt}; "
+            "there must be room for at least one more: shorten it",
             "prompt",
         )
     max_tokens = min(num_prompt + max_new, limits.max_model_len)

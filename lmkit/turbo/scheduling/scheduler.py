@@ -281,7 +281,10 @@ class Scheduler:
         self._end(seq, StepOutput(request_id=seq.request_id, token_ids=[], finish_reason=reason, **fields))
 
     def _end(self, seq: Sequence, output: StepOutput) -> None:
-        """Give the last output. Steps and loads under way still write to the blocks, which are released after them."""
+        """Give the last output. Steps and loads under way still write to the blocks, which are released after them.
+
+        Those steps write behind the completed KV, which the cache has before the next turn of a conversation looks.
+        """
         if seq.status is Status.WAITING:
             self._waiting.remove(seq)
         else:
@@ -290,6 +293,8 @@ class Scheduler:
         self._outputs.append(output)
         if seq.slot >= 0 and not seq.in_flight:
             self._free_slot(seq)
+        elif seq.num_completed:
+            self._kv.publish(seq, seq.num_completed, partial=True)
 
     def _free_slot(self, seq: Sequence) -> None:
         """Release the sequence's slot and blocks."""

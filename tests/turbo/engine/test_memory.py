@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from lmkit.config import EngineConfig
@@ -42,13 +44,28 @@ def test_default_pool_serves_the_whole_batch_when_memory_allows() -> None:
     assert plan.max_model_len == 4096
     assert plan.kv == plan.num_blocks * plan.block_bytes
     assert plan.weights + plan.workspace + plan.kv + RUNTIME_BYTES <= plan.available
-    assert len(plan.lines()) == 6
+    assert plan.shortage() == ""
+    assert plan.lines("bfloat16") == [
+        "KV cache: bfloat16, 24.0 MiB for 12,288 tokens",
+        "context: 4,096 tokens",
+        "memory: 1.42 GiB of 8.00 GiB, weights 1.00 GiB",
+    ]
 
 
 def test_context_shrinks_to_the_pool_unless_it_was_asked_for() -> None:
     config = EngineConfig(kv_memory=1 << 20)
     plan = plan_memory(SPEC, config, BF16, weight_bytes=0, available=8 * GIB)
     assert plan.max_model_len == plan.num_blocks * 32 < 4096
+    told = plan.shortage()
+    assert told.startswith(f"the context is cut to {plan.max_model_len} of the model's 4,096 tokens")
+    needed = int(re.findall(r"set kv_memory (\d+)M", told)[0])
+    full = [plan_memory(SPEC, EngineConfig(kv_memory=n << 20), BF16, 0, 8 * GIB) for n in (needed - 1, needed)]
+    assert full[0].max_model_len < full[1].max_model_len == 4096
+    assert not full[1].shortage()
+    little = plan_memory(SPEC, EngineConfig(max_batch_size=1), BF16, 0, available=RUNTIME_BYTES + (12 << 20))
+    assert "; free memory, use a smaller kv_dtype" in little.shortage(), "more kv_memory would be refused"
+    asked = EngineConfig(kv_memory=1 << 20, max_model_len=plan.max_model_len)
+    assert not plan_memory(SPEC, asked, BF16, weight_bytes=0, available=8 * GIB).shortage()
     with pytest.raises(ConfigError, match=f"lower max_model_len to {plan.max_model_len}"):
         plan_memory(SPEC, EngineConfig(kv_memory=1 << 20, max_model_len=4096), BF16, weight_bytes=0, available=8 * GIB)
 

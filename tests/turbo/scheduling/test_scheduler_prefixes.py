@@ -34,6 +34,25 @@ def test_siblings_compute_their_prompt_once(count: int, depth: int) -> None:
     assert [cached(engine, f"r{i}") for i in range(5)] == [0] + 4 * [count - 1]
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("count", [5, 8, 21])
+def test_the_next_turn_finds_every_token_of_a_turn_that_a_stop_token_ended(count: int, depth: int) -> None:
+    """With two steps in flight one computes the stop token while the next turn arrives."""
+    engine = FakeEngine(CACHE, depth=depth)
+    prompt, known = text(1, count), 0
+    for turn in range(3):
+        free = solo(request("x", prompt, max_tokens=9), CACHE)[0]
+        stop = next(token for i, token in enumerate(free) if i > 3 and token not in free[:i])
+        engine.add(request(f"r{turn}", prompt, max_tokens=20, stop_token_ids=(stop,), session_id="s"))
+        while not (engine.outputs[f"r{turn}"] and engine.reason(f"r{turn}")):
+            engine.step()
+        assert engine.reason(f"r{turn}") == "stop"
+        assert cached(engine, f"r{turn}") == known
+        known = len(prompt) + len(engine.tokens(f"r{turn}")) - 1
+        prompt = prompt + engine.tokens(f"r{turn}") + text(turn + 2, 3)
+    engine.run()
+
+
 def test_siblings_go_on_each_in_its_own_way() -> None:
     engine = FakeEngine(CACHE)
     requests = [request(f"r{i}", text(1, 21), seed=i, max_tokens=15) for i in range(6)]

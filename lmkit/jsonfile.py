@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from lmkit.errors import CheckpointError
 def parse_json(data: bytes, where: str) -> dict[str, Any]:
     """The object in `data`. Raises CheckpointError, which begins with `where`, for anything else."""
     try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_Constant)
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{where}: not UTF-8 text at byte {error.start}") from None
     except RecursionError:
@@ -26,6 +27,8 @@ def parse_json(data: bytes, where: str) -> dict[str, Any]:
 
 def read_json(path: Path, limit: int) -> dict[str, Any]:
     """The object in the file `path` of at most `limit` bytes."""
+    if path.exists() and not path.is_file():  # opening a pipe would wait for ever
+        raise CheckpointError(f"{path}: not a regular file")
     try:
         with path.open("rb") as file:
             data = file.read(limit + 1)
@@ -43,12 +46,22 @@ def to_json(value: Any) -> bytes:
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
+    for key, item in pairs:
+        if bad := _not_a_number(item):
+            raise ValueError(f"{reprlib.repr(key)}: {bad} is not a JSON number")
     if len(value) < len(pairs):
         seen: set[str] = set()
         repeated = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"key {repeated!r} is given twice")
+        raise ValueError(f"key {reprlib.repr(repeated)} is given twice")
     return value
 
 
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a JSON number")
+class _Constant(str):
+    """NaN, Infinity or -Infinity, which Python's reader accepts."""
+
+
+def _not_a_number(value: Any) -> _Constant | None:
+    """`value`, or an item of this list, if it is a constant. Objects are checked when they are read."""
+    if isinstance(value, list):
+        return next(filter(None, map(_not_a_number, value)), None)
+    return value if isinstance(value, _Constant) else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,18 +12,11 @@ import transformers
 
 from lmkit import EngineConfig, GenerationConfig, Pipeline, RequestError, pipeline
 from lmkit.errors import CheckpointError, ConfigError
+from lmkit.formats.generation_config import SamplingDefaults
 from lmkit.turbo.request import Request
 
 QUESTION = "Write a Python function `is_empty`: Return True if the queue is empty."
 SHORT = GenerationConfig(max_new_tokens=12)
-
-
-@pytest.fixture(scope="module")
-def pipe(demo_model: Path) -> Iterator[Pipeline]:
-    with pipeline(str(demo_model), dtype="float32", max_model_len=512, max_batch_size=8, max_queue=2) as opened:
-        yield opened
-    assert not opened.engine.has_work()
-    opened.engine.check_integrity()
 
 
 def test_every_shape_of_prompt(pipe: Pipeline) -> None:
@@ -59,8 +51,40 @@ def test_a_refusal_has_the_names_of_the_generation_config(pipe: Pipeline) -> Non
     response = pipe("x", GenerationConfig(max_new_tokens=2, min_new_tokens=3))
     assert response.finish_reason == "error"
     assert response.error_message == "min_new_tokens=3: must be in [0, max_new_tokens]"
-    with pytest.raises(TypeError, match="max_tokens"):
+    with pytest.raises(ConfigError, match="no field max_tokens: use max_new_tokens"):
         GenerationConfig(max_tokens=2)
+
+
+DEFAULTS = SamplingDefaults(temperature=0.6, top_p=0.9, max_new_tokens=20)
+
+
+def test_what_a_config_does_not_set_is_the_checkpoint_s() -> None:
+    unset = GenerationConfig().filled(DEFAULTS).params()
+    assert (unset.temperature, unset.top_p, unset.top_k, unset.max_tokens) == (0.6, 0.9, 0, 20)
+    given = GenerationConfig(temperature=0.0, top_p=1.0, max_new_tokens=None).filled(DEFAULTS).params()
+    assert (given.temperature, given.top_p, given.max_tokens) == (0.0, 1.0, None)
+    plain = GenerationConfig().filled(SamplingDefaults()).params()
+    assert (plain.temperature, plain.max_tokens) == (0.0, 512), "greedy"
+    with pytest.raises(RequestError, match=r"min_new_tokens=21: must be in \[0, max_new_tokens\]"):
+        GenerationConfig(min_new_tokens=21).filled(DEFAULTS).validate(100)
+
+
+def test_a_pipeline_samples_as_the_checkpoint_says(
+    demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.6, "top_p": 0.9, "max_new_tokens": 3}')
+    options = {"max_model_len": 64, "max_batch_size": 1, "generation_config": str(tmp_path)}
+    with pipeline(str(demo_model), **options) as pipe:
+        assert pipe.tokenizer.eos_token_ids == (0, 2), "these are always the checkpoint's"
+        requests = recorded(pipe, monkeypatch)
+        pipe("x")
+        pipe("x", GenerationConfig(temperature=0.0, max_new_tokens=2))
+        pipe.chat("x")
+    told = [(r.params.temperature, r.params.top_p, r.params.max_tokens) for r in requests]
+    assert told == [(0.6, 0.9, 3), (0.0, 0.9, 2), (0.6, 0.9, 3)]
+    (tmp_path / "generation_config.json").write_text('{"temperature": "hot"}')
+    with pytest.raises(CheckpointError, match="temperature='hot'"):
+        pipeline(str(demo_model), **options)
 
 
 def test_more_prompts_than_the_queue_holds(pipe: Pipeline) -> None:

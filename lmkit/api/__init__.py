@@ -1,0 +1,1 @@
+"""The Python API. `import lmkit` gives its public names."""

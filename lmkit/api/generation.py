@@ -1,0 +1,131 @@
+"""GenerationConfig: how to continue a prompt, as a user writes it."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from lmkit import neutral, other_names
+from lmkit.config import CheckedMeta
+from lmkit.errors import ConfigError, RequestError
+from lmkit.formats.generation_config import SamplingDefaults
+from lmkit.turbo.request import Sampling, SamplingParams
+
+DEFAULT_NEW_TOKENS = 512
+
+# A value that users of other tools write, and what it means here.
+_MEANINGS: Mapping[str, tuple[Any, Any]] = {
+    "logprobs": (True, 0),
+    "max_new_tokens": (-1, None),
+    "stop": ("", ()),
+    "top_k": (-1, 0),
+}
+
+
+class GenerationConfig(Sampling, frozen=True, kw_only=True, forbid_unknown_fields=True, metaclass=CheckedMeta):
+    """How to continue a prompt; the names are LMDeploy's.
+
+    A field that is not given takes the default of the checkpoint's generation_config.json. Where that has none,
+    decoding is greedy, up to 512 tokens.
+
+    `stop` is a string or several, `stop_token_ids` several ids. None means that a field is not given, except that
+    max_new_tokens=None generates until the context is full. top_k=-1 is off, and seed=-1 draws a fresh seed. The
+    constructor raises ConfigError for an unknown field or a value of a wrong type.
+    """
+
+    MAX, MIN = "max_new_tokens", "min_new_tokens"
+    OTHERS = other_names.GENERATION
+
+    do_sample: bool | None = None  # False = greedy, whatever the temperature; True needs a temperature above 0
+    max_new_tokens: int | Literal["auto"] | None = "auto"  # None = until the context is full; 0 = only prefill
+    min_new_tokens: int = 0  # eos, stop ids and stop strings are suppressed before that many tokens
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            *,
+            temperature: float | None = None,
+            top_k: int | None = None,
+            top_p: float | None = None,
+            min_p: float | None = None,
+            repetition_penalty: float | None = None,
+            presence_penalty: float | None = None,
+            frequency_penalty: float | None = None,
+            logit_bias: Mapping[int, float] | None = None,
+            seed: int | None = None,
+            stop: str | Sequence[str] | None = None,
+            stop_token_ids: Sequence[int] | None = None,
+            include_stop_str_in_output: bool | None = None,
+            ignore_eos: bool | None = None,
+            skip_special_tokens: bool | None = None,
+            logprobs: int | None = None,
+            do_sample: bool | None = None,
+            max_new_tokens: int | Literal["auto"] | None = "auto",
+            min_new_tokens: int | None = None,
+        ) -> None: ...
+
+    else:
+
+        def __getattr__(self, name: str) -> Any:
+            raise other_names.missing(self, name, other_names.GENERATION)
+
+    @classmethod
+    def plain(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """The values that ask for something, each as the field has it."""
+        fields = {}
+        for name, value in given.items():
+            theirs, ours = _MEANINGS.get(name, (None, None))
+            if theirs is not None and type(value) is type(theirs) and value == theirs:
+                fields[name] = ours
+            elif not _asks_for_nothing(name, value):
+                fields[name] = (value,) if name == "stop" and isinstance(value, str) else value
+        return fields
+
+    def validate(self, vocab_size: int) -> None:
+        super().validate(vocab_size)
+        if self.do_sample and not self.temperature:
+            raise RequestError("invalid_request", "do_sample=True: needs a temperature above 0", "do_sample")
+
+    def filled(self, defaults: SamplingDefaults) -> GenerationConfig:
+        """This configuration with `defaults` in the fields that are not given, and what `do_sample` asks for."""
+        fields: dict[str, Any] = {n: value for n, value in defaults.sampling().items() if getattr(self, n) is None}
+        if self.max_new_tokens == "auto":
+            fields[self.MAX] = defaults.max_new_tokens or DEFAULT_NEW_TOKENS
+        if self.do_sample is False:
+            fields["temperature"] = 0.0
+        return msgspec.structs.replace(self, **fields)
+
+    def params(self) -> SamplingParams:
+        """The settings as the engine's SamplingParams, with a random seed if none was given."""
+        fields = {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
+        fields.pop("do_sample", None)
+        lengths = {"max_tokens": fields.pop(self.MAX, None), "min_tokens": fields.pop(self.MIN)}
+        seed = secrets.randbits(63) if self.seed is None else self.seed
+        return SamplingParams(**(fields | lengths | {"seed": seed}))
+
+
+GenConfigs = GenerationConfig | Sequence[GenerationConfig] | None
+
+
+def configs_for(gen_config: Any, count: int) -> list[GenerationConfig]:
+    """One configuration for each of `count` prompts. Raises ConfigError for another number or type."""
+    if gen_config is None or isinstance(gen_config, GenerationConfig):
+        return [gen_config or GenerationConfig()] * count
+    if not isinstance(gen_config, list | tuple) or not all(isinstance(item, GenerationConfig) for item in gen_config):
+        kind = type(gen_config).__name__
+        raise ConfigError(f"gen_config: expected a GenerationConfig, or a list of one for each prompt; got {kind}")
+    if len(gen_config) != count:
+        raise ConfigError(f"{len(gen_config)} generation configs for {count} prompts; give one, or one for each")
+    return list(gen_config)
+
+
+def _asks_for_nothing(name: str, value: Any) -> bool:
+    if name in GenerationConfig.__struct_fields__:
+        is_unset = type(value) in (int, bool) and neutral.is_neutral(value, neutral.UNSET.get(name, ()))
+        return is_unset or (value is None and name != GenerationConfig.MAX)
+    values = neutral.PYTHON.get(name) or neutral.GENERATION.get(name) or ()
+    return (value is None and name in other_names.GENERATION) or neutral.is_neutral(value, values)

@@ -1,0 +1,150 @@
+"""From a caller's arguments to engine requests, and from their outputs to answers. Both kinds of pipeline share it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from lmkit.api.generation import GenerationConfig, configs_for
+from lmkit.api.prompts import Messages, check_call, id_rows, prompt_list
+from lmkit.api.response import Response, Session, refused, response
+from lmkit.config import EngineConfig
+from lmkit.errors import ConfigError, RequestError
+from lmkit.text import Tokenizer
+from lmkit.text.messages import plain_messages
+from lmkit.turbo.request import EngineInfo, Request, StepOutput
+from lmkit.turbo.transport.output import AssistantTurn, RequestOutput
+
+
+def engine_config(model: Any, backend_config: Any, options: dict[str, Any]) -> EngineConfig:
+    """The configuration in the arguments of `pipeline`. Raises ConfigError."""
+    if not isinstance(model, str | os.PathLike):
+        raise ConfigError(f"model: expected a checkpoint's folder or its name, got {type(model).__name__}")
+    if backend_config is None:
+        return EngineConfig(**options)
+    if not isinstance(backend_config, EngineConfig):
+        raise ConfigError(f"backend_config: expected an EngineConfig, got {type(backend_config).__name__}")
+    if options:
+        raise ConfigError("pipeline: give backend_config or its fields as keywords, not both")
+    return backend_config
+
+
+class Batch:
+    """The requests of one call by the index of their prompt, and the prompts that were refused."""
+
+    def __init__(self, size: int, is_single: bool) -> None:
+        self.requests: dict[int, Request] = {}
+        self.refused: list[Response] = []
+        self.responses = [Response(index=index) for index in range(size)]
+        self._is_single = is_single
+
+    def add(self, part: Response) -> None:
+        self.responses[part.index].extend(part)
+
+    def result(self) -> Any:
+        """A Response for a single prompt, or a list of Responses."""
+        return self.responses[0] if self._is_single else self.responses
+
+
+class RequestMaker:
+    """Makes the requests to one engine."""
+
+    def __init__(self, tokenizer: Tokenizer, info: EngineInfo) -> None:
+        self._tokenizer, self._info = tokenizer, info
+        self._ids = itertools.count()
+
+    def batch(self, prompts: Any, gen_config: Any, do_preprocess: bool, priority: int, timeout: float | None) -> Batch:
+        """Raises ConfigError or RequestError for arguments of wrong types; a prompt that cannot run is refused."""
+        check_call(priority, timeout)
+        items, is_single = prompt_list(prompts)
+        batch = Batch(len(items), is_single)
+        for index, (prompt, config) in enumerate(zip(items, configs_for(gen_config, len(items)), strict=True)):
+            try:
+                ids = self._tokenizer.encode(*self._text(prompt, do_preprocess))
+                batch.requests[index] = self.request(ids, config, priority=priority, timeout=timeout)
+            except RequestError as error:
+                batch.refused.append(refused(index, error))
+        return batch
+
+    def scoring(self, inputs: Any) -> list[Request]:
+        """Requests for the log-probabilities of texts or lists of token ids. Raises RequestError."""
+        config = GenerationConfig(max_new_tokens=0)
+        return [self.request(row, config, prompt_logprobs=True) for row in id_rows(inputs, self._tokenizer.encode)]
+
+    def request(self, prompt_ids: list[int], config: GenerationConfig, **fields: Any) -> Request:
+        config = config.filled(self._info.sampling)
+        config.validate(self._info.vocab_size)
+        name = f"pipeline-{next(self._ids)}"
+        return Request(request_id=name, prompt_ids=prompt_ids, params=config.params(), **fields)
+
+    def _text(self, prompt: str | list[Any], do_preprocess: bool) -> tuple[str, bool]:
+        """(the text to continue, whether the tokenizer adds special tokens: a chat template writes its own)."""
+        if isinstance(prompt, str):
+            if not do_preprocess or self._tokenizer.chat_template is None:
+                return prompt, True
+            prompt = [{"role": "user", "content": prompt}]
+        return self._tokenizer.render_chat(plain_messages(prompt)), False
+
+    def turn(self, prompt: Any, session: Session, gen_config: Any) -> Turn:
+        """The next turn of a conversation. Raises RequestError if it cannot run."""
+        messages = plain_messages([*_history(session), {"role": "user", "content": prompt}])
+        encoded = session.tokens.encode(self._tokenizer, self._tokenizer.render_chat(messages))
+        (config,) = configs_for(gen_config, 1)
+        return Turn(session, messages, self.request(encoded.ids, config, session_id=session.id), AssistantTurn(encoded))
+
+
+class Turn:
+    """One turn of a conversation. `take` gets the outputs of its request, and `end` keeps a whole answer."""
+
+    def __init__(
+        self, session: Session, messages: Sequence[dict[str, Any]], request: Request, tokens: AssistantTurn
+    ) -> None:
+        self.request = request
+        self._session, self._messages, self._tokens = session, messages, tokens
+        self._answer = Response()
+
+    def take(self, output: RequestOutput) -> Response:
+        part = response(0, output)
+        self._answer.extend(part)
+        self._session.tokens = self._tokens.add(output) or self._session.tokens
+        return part
+
+    def end(self) -> None:
+        answer, session = self._answer, self._session
+        session.response = answer
+        if answer.finish_reason in ("stop", "length"):
+            session.history[:] = [*self._messages, {"role": "assistant", "content": answer.text}]
+
+
+def open_session(prompt: Any, session: Any) -> Session:
+    """The given session, or a new one. Raises ConfigError or RequestError for arguments of other types."""
+    if not isinstance(prompt, str | list):
+        kind = type(prompt).__name__
+        raise RequestError("invalid_request", f"prompt: expected the user's next message as text, got {kind}", "prompt")
+    if session is not None and not isinstance(session, Session):
+        raise ConfigError(f"session: expected a Session, from pipe.session(); got {type(session).__name__}")
+    if session is not None and not isinstance(session.history, list):
+        raise ConfigError(f"session.history: expected a list of messages, got {type(session.history).__name__}")
+    return session or Session()
+
+
+def mean_nll(output: StepOutput) -> float:
+    """The mean negative log-likelihood of a scored prompt. Raises RequestError if it was not scored."""
+    if output.error is not None:
+        raise RequestError("engine_error", output.error)
+    return -math.fsum(position.logprob for position in output.prompt_logprobs) / len(output.prompt_logprobs)
+
+
+def _history(session: Session) -> Messages:
+    """The messages of a session. A pair (user, assistant) stands for two of them."""
+    messages: Messages = []
+    for item in session.history:
+        if isinstance(item, list | tuple) and len(item) == 2:
+            user, assistant = item
+            messages += [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
+        else:
+            messages.append(item)
+    return messages

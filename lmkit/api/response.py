@@ -1,0 +1,105 @@
+"""What a pipeline returns: Response, Session."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from lmkit.api import names
+from lmkit.api.prompts import Messages
+from lmkit.errors import RequestError
+from lmkit.other_names import missing
+from lmkit.text import TokenHistory
+from lmkit.turbo.request import StepOutput
+from lmkit.turbo.transport.output import RequestOutput, TextLogprobs
+
+
+@dataclass
+class Response:
+    """An answer, or the new part of it in a stream. `index` is the index of its prompt.
+
+    In a stream `text`, `token_ids` and `logprobs` are those of the part, and the numbers of tokens those so far.
+    """
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    input_token_len: int = 0
+    generate_token_len: int = 0  # tokens generated so far, also in a part of a stream
+    cached_token_len: int = 0  # input tokens reused from the KV cache
+    finish_reason: str | None = None  # stop, length, abort or error; None before the end
+    logprobs: list[TextLogprobs] = field(default_factory=list)
+    index: int = 0
+    error_code: str | None = None
+    error_message: str | None = None
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise missing(self, name, names.RESPONSE)
+
+    def extend(self, part: Response) -> None:
+        """Append the next part of a stream."""
+        self.text += part.text
+        self.token_ids += part.token_ids
+        self.logprobs += part.logprobs
+        self.input_token_len, self.generate_token_len = part.input_token_len, part.generate_token_len
+        self.cached_token_len, self.finish_reason = part.cached_token_len, part.finish_reason
+        self.error_code, self.error_message = part.error_code, part.error_message
+
+
+@dataclass
+class Session:
+    """A conversation: `history` holds its messages, `response` the last answer.
+
+    `history` may also be set to pairs (what the user said, what the assistant answered); the next turn makes messages
+    of them. The engine keeps the session's KV for a lease (EngineConfig.session_lease). `tokens` are the tokens of its
+    turns as they were generated, so that a new turn prefills only its own. If `history` was changed, the tokens from
+    that place on are not used.
+    """
+
+    history: Messages = field(default_factory=list)
+    response: Response | None = None
+    id: str = field(default_factory=lambda: uuid4().hex)
+    tokens: TokenHistory = field(default_factory=TokenHistory)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise missing(self, name, names.SESSION)
+
+    def fork(self) -> Session:
+        """An independent copy. The common part of both is computed and kept once."""
+        return Session(copy.deepcopy(self.history), copy.deepcopy(self.response), tokens=self.tokens)
+
+    def reset(self) -> None:
+        self.history.clear()
+        self.response = None
+        self.tokens = TokenHistory()
+
+
+def refused(index: int, error: RequestError) -> Response:
+    return Response(index=index, finish_reason="error", error_code=error.code, error_message=error.message)
+
+
+def failed(request_id: str, error: RequestError) -> StepOutput:
+    """The last output of a request that the engine refused."""
+    return StepOutput(
+        request_id=request_id, token_ids=[], finish_reason="error", error=error.message, error_code=error.code
+    )
+
+
+def response(index: int, output: RequestOutput) -> Response:
+    return Response(
+        text=output.text,
+        token_ids=output.token_ids,
+        input_token_len=output.num_prompt_tokens,
+        generate_token_len=output.num_output_tokens,
+        cached_token_len=output.num_cached_tokens,
+        finish_reason=output.finish_reason,
+        logprobs=output.logprobs,
+        index=index,
+        error_code=output.error_code if output.error else None,
+        error_message=output.error,
+    )

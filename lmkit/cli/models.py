@@ -1,0 +1,51 @@
+"""`lmkit list` and `lmkit pull`: the models on this machine, and how one gets there."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import time
+from typing import Annotated
+
+import typer
+
+
+def list_models(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """Show models of the Hugging Face cache, and folders that lmkit wrote or served."""
+    from lmkit.cli.progress import duration
+    from lmkit.cli.table import print_table
+    from lmkit.formats.known import models
+    from lmkit.turbo.host_memory import gib
+
+    found = models()
+    if json:
+        print(jsonlib.dumps([model.as_dict() for model in found], indent=2))
+        return
+    print_table(
+        ("name", "size", "format", "bits", "modified"),
+        [
+            (m.name, gib(m.num_bytes), m.format, f"{m.bits or ''}", f"{duration(time.time() - m.modified)} ago")
+            for m in found
+        ],
+        right=("size", "bits"),
+    )
+
+
+def pull(
+    name: Annotated[str, typer.Argument(metavar="ORG/NAME", help="A model of the Hugging Face Hub.")],
+    revision: Annotated[str | None, typer.Option(help="A branch, tag or commit. Default: main.")] = None,
+) -> None:
+    """Fetch a model from the Hugging Face Hub: safetensors, configuration and tokenizer, nothing else.
+
+    The same command continues a download that was interrupted. HF_HOME says where models are kept.
+    """
+    from lmkit.formats.hub import pull
+    from lmkit.turbo.host_memory import gib
+
+    def announce(num_files: int, num_bytes: int) -> None:
+        print(f"{name}: {num_files} files, {gib(num_bytes)}", flush=True)
+
+    try:
+        path = pull(name, revision=revision, announce=announce)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("the same command continues the download") from None
+    print(f"{name}: {path}")

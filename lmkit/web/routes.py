@@ -1,0 +1,48 @@
+"""What a 404 says: a route of other servers is named as not supported, and a slip gets the route that it resembles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from lmkit.errors import RequestError
+from lmkit.other_names import hint
+
+MAX_PATH_CHARS = 256  # of a path that is compared with the routes
+
+# Routes of OpenAI, vLLM, SGLang, LMDeploy, TGI, TensorRT-LLM, llama.cpp, Ollama, Anthropic and Cohere. An entry also
+# stands for the paths below it.
+_OTHERS = frozenset({
+    "/v1/assistants", "/v1/audio", "/v1/batches", "/v1/chat/completions/batch", "/v1/chat/completions/render",
+    "/v1/completions/render", "/v1/containers", "/v1/conversations", "/v1/decisions", "/v1/edits", "/v1/embeddings",
+    "/v1/evals", "/v1/files", "/v1/fine-tunes", "/v1/fine_tuning", "/v1/images", "/v1/messages", "/v1/moderations",
+    "/v1/organization", "/v1/realtime", "/v1/responses", "/v1/skills", "/v1/systemone", "/v1/threads", "/v1/uploads",
+    "/v1/vector_stores", "/v1/videos", "/v1/classify", "/v1/load_lora_adapter", "/v1/loads", "/v1/rerank",
+    "/v1/score", "/v1/unload_lora_adapter", "/v2/chat", "/v2/embed", "/v2/rerank", "/anthropic", "/abort_request",
+    "/abort_requests", "/classify", "/collective_rpc", "/continue_generation", "/distserve", "/encode",
+    "/flush_cache", "/generate", "/generate_stream", "/get_load", "/get_model_info", "/get_ppl", "/get_server_info",
+    "/get_weights_by_name", "/health_generate", "/inference", "/init_weights_update_group", "/invocations",
+    "/is_sleeping", "/kv_cache_events", "/load", "/load_lora_adapter", "/model_info", "/pause", "/pause_generation",
+    "/perf_metrics", "/ping", "/pooling", "/ready", "/readyz", "/release_memory_occupation", "/rerank",
+    "/reset_prefix_cache", "/resume", "/resume_memory_occupation", "/score", "/server_info", "/sleep",
+    "/start_profile", "/stop_profile", "/terminate", "/tokenizer_info", "/update_weights",
+    "/update_weights_from_disk", "/update_weights_from_distributed", "/update_weights_from_tensor", "/version",
+    "/wake_up", "/wakeup", "/chat_tokenize", "/info", "/prometheus", "/apply-template", "/completion", "/embedding",
+    "/embeddings", "/infill", "/lora-adapters", "/props", "/reranking", "/slots", "/api", "/docs", "/redoc",
+    "/openapi.json", "/nodes",
+})  # fmt: skip
+
+
+def not_found(path: str, routes: Iterable[str]) -> RequestError:
+    """The error for a path that no route has. `routes` are written as `GET /health`."""
+    ours = list(routes)
+    path = path[:MAX_PATH_CHARS]
+    if known := is_known_elsewhere(path):
+        return RequestError("not_found", f"{known} is not supported by this server, which has {', '.join(ours)}")
+    paths = [route.partition(" ")[2] for route in ours]
+    return RequestError("not_found", f"there is no such route{hint(path, {}, paths)}")
+
+
+def is_known_elsewhere(path: str) -> str:
+    """The entry that covers the path, or an empty text."""
+    parts = path.split("/")
+    return next((start for end in range(2, 5) if (start := "/".join(parts[:end])) in _OTHERS), "")

@@ -1,0 +1,164 @@
+"""The servers and proxies of this user that run on this machine: a file for each, while it runs.
+
+A process id alone can come to belong to another process. A file therefore has the process' start time and the machine's
+boot as well, and no signal goes to a process that does not match both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from lmkit.config import environment
+from lmkit.errors import LMKitError
+from lmkit.log import get_logger
+
+Kind = Literal["serve", "proxy"]
+
+logger = get_logger(__name__)
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One process, as its file has it."""
+
+    kind: Kind
+    pid: int
+    start: int  # of the process, in clock ticks after the boot
+    boot: str
+    host: str  # of the machine: a home folder may be shared by several
+    name: str  # the model's; empty for a proxy
+    url: str | None = None  # None while the model loads
+    drain_seconds: float
+
+    @property
+    def port(self) -> int | None:
+        return None if self.url is None else int(self.url.rpartition(":")[2])
+
+    @property
+    def file(self) -> str:
+        return f"{self.host}-{self.pid}.json"
+
+    @property
+    def seconds(self) -> float:
+        """How long the process has run."""
+        uptime = float(Path("/proc/uptime").read_text().split()[0])
+        return max(0.0, uptime - self.start / os.sysconf("SC_CLK_TCK"))
+
+
+@contextlib.contextmanager
+def registered(kind: Kind, name: str, drain_seconds: float) -> Iterator[Callable[[str], None]]:
+    """Keep a file for this process, readable by its user alone. The function that it gives tells the server's URL.
+
+    A folder that cannot be written is a warning: the server runs, and others do not find it.
+    """
+    folder, pid = _folder(), os.getpid()
+    entry = Entry(
+        kind=kind,
+        pid=pid,
+        start=_start(pid) or 0,
+        boot=_boot(),
+        host=socket.gethostname(),
+        name=name,
+        drain_seconds=drain_seconds,
+    )
+
+    def write(entry: Entry) -> None:
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _write(folder, entry)
+        except OSError as error:
+            logger.warning("%s cannot be written (%s): `lmkit ps` does not show this process", folder, error.strerror)
+
+    write(entry)
+    try:
+        yield lambda url: write(msgspec.structs.replace(entry, url=url))
+    finally:
+        with contextlib.suppress(OSError):
+            (folder / entry.file).unlink()
+
+
+def running() -> list[Entry]:
+    """All processes that have a file and still run, the oldest first. Files of processes that ended are removed."""
+    found = []
+    for path in _folder().glob("*.json"):
+        try:
+            if path.lstat().st_uid != os.getuid():
+                continue  # in a folder that others may write to, only our own files say whom to signal
+            entry = msgspec.json.decode(path.read_bytes(), type=Entry)
+        except (OSError, msgspec.DecodeError):
+            continue  # it ended this moment, or the file is of another version
+        if entry.boot == _boot() and _start(entry.pid) == entry.start:
+            found.append(entry)
+        elif entry.host == socket.gethostname():
+            with contextlib.suppress(OSError):
+                path.unlink()
+    return sorted(found, key=lambda entry: entry.start)
+
+
+def stop(entries: list[Entry], ended: Callable[[Entry], None], *, extra_seconds: float = 30.0) -> None:
+    """Send SIGTERM to each process at once and wait for their drains. `ended` is told each one that has ended.
+
+    Raises LMKitError if one still runs `extra_seconds` after its drain, or cannot be signalled.
+    """
+    with contextlib.ExitStack() as stack:
+        waiting = {}
+        for entry in entries:
+            try:
+                process = os.pidfd_open(entry.pid)
+                stack.callback(os.close, process)
+                if _start(entry.pid) != entry.start:  # looked at behind pidfd_open, which holds on to the process
+                    raise ProcessLookupError
+                signal.pidfd_send_signal(process, signal.SIGTERM)
+            except ProcessLookupError:
+                ended(entry)
+            except OSError as error:
+                raise LMKitError(f"process {entry.pid} cannot be stopped: {error.strerror}") from None
+            else:
+                waiting[process] = entry
+        for process, entry in waiting.items():
+            seconds = entry.drain_seconds + extra_seconds
+            poll = select.poll()
+            poll.register(process, select.POLLIN)
+            if not poll.poll(1000 * seconds):
+                raise LMKitError(
+                    f"process {entry.pid} still runs after {seconds:g} s; stop it once more to cut its requests off"
+                )
+            ended(entry)
+
+
+def _folder() -> Path:
+    """In the cache: XDG_RUNTIME_DIR would be emptied at a logout, which a server may outlive."""
+    return environment().cache_dir / "run"
+
+
+def _write(folder: Path, entry: Entry) -> None:
+    """Whole or not at all."""
+    new = folder / f"{entry.file}.new"
+    new.unlink(missing_ok=True)
+    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb") as file:
+        file.write(msgspec.json.encode(entry))
+    new.rename(folder / entry.file)
+
+
+def _start(pid: int) -> int | None:
+    """The start time of a process in clock ticks after the boot, or None if there is no such process."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])  # Z: it ended, and its parent has not looked yet
+
+
+def _boot() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:  # hidden in some sandboxes
+        return ""
