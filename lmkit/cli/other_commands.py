@@ -147,9 +147,12 @@ QUANTIZE: Mapping[str, str] = {
     "output_dir": "use output",
     "save_dir": "use output",
     "imatrix": "use calibration; statistics are taken from text",
+    "revision": "use `lmkit pull ORG/NAME --revision REVISION`, and its folder as the model",
     "kv_dtype": "use kv_bits",
     "quant_policy": "use kv_bits",
+    "quiet": "set LMKIT_LOG_LEVEL=ERROR",
     "threads": "set LMKIT_NUM_THREADS",
+    "verbose": "set LMKIT_LOG_LEVEL=DEBUG",
     "num_threads": "set LMKIT_NUM_THREADS",
 }
 

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from lmkit import __version__
 from lmkit.cli.main import app
 from lmkit.errors import LMKitError
+from lmkit.formats.hub import DEMO_FOLDER
 from lmkit.kernels.cuda import elementwise, module
 from lmkit.qtensor import QuantScheme
 from tests.formats.linears import random_linear, written
@@ -105,6 +106,12 @@ def all_keys(value: Any) -> Iterator[str]:
         yield from value
     for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
         yield from all_keys(item)
+
+
+def test_a_folder_keeps_its_brackets(tmp_path: Path) -> None:
+    folder = tmp_path / "a[b]"
+    shutil.copytree(DEMO_FOLDER, folder)
+    assert "a[b]" in CliRunner().invoke(app, ["inspect", str(folder)], env={"COLUMNS": "200"}).output
 
 
 def test_inspect_has_the_same_keys_for_a_model_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:

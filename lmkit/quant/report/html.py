@@ -191,7 +191,8 @@ def _merged(values: Sequence[Any]) -> Any:
     """One value for several: the mean of numbers, or each text once."""
     known = [value for value in values if value is not None and value != ""]
     if known and all(isinstance(value, int | float) for value in known):
-        return type(known[0])(fmean(known))
+        average = fmean(known)
+        return Percent(average) if isinstance(known[0], Percent) else average
     return ", ".join(dict.fromkeys(known)) or None
 
 
