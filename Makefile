@@ -11,44 +11,50 @@ ISA_TESTS := tests/kernels tests/layers tests/models tests/quant tests/turbo/run
 	tests/benchmarks tests/interop tests/test_end_to_end.py tests/test_end_to_end_cache.py tests/api
 ISA_EXCEPT := tests/kernels/cuda tests/turbo/engine/test_cuda_engine.py tests/benchmarks/test_gpu.py
 
-.PHONY: demo test test-all test-isa pytest check lint setup clean
+# What a target does stands behind its `##`.
+.DEFAULT_GOAL := help
 
-demo: setup
+.PHONY: help demo test test-all test-isa pytest check lint setup clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+demo: setup ## the whole way on the bundled model: quantize, evaluate, serve, route, talk
 	$(BIN)/python -m benchmarks.demo
 
 # Side by side: mypy keeps one core busy for as long as it takes.
-test: setup
+test: setup ## ruff, mypy and all tests but the exhaustive ones
 	$(MAKE) --no-print-directory -j2 check pytest
 
-test-all: setup
+test-all: setup ## the same with the exhaustive tests
 	$(MAKE) --no-print-directory -j2 check pytest MARKS="-m ''"
 
-pytest: setup
+pytest: setup ## the tests alone
 	$(PYTEST) $(MARKS)
 
 # At each level below the best one that this machine has.
-test-isa: setup
+test-isa: setup ## tests that depend on the processor, at each lower instruction set level
 	for level in $$($(BIN)/python -m tests.levels); do \
 		echo "LMKIT_CPU_ISA=$$level"; \
 		LMKIT_CPU_ISA=$$level $(PYTEST) $(ISA_TESTS) $(addprefix --ignore=,$(ISA_EXCEPT)) || exit 1; \
 	done
 
-check: setup
+check: setup ## ruff and mypy, which change nothing
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy lmkit benchmarks
 
-lint: setup
+lint: setup ## ruff with its fixes, then mypy
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/mypy lmkit benchmarks
 
-setup: $(VENV)/.installed
+setup: $(VENV)/.installed ## the environment in .venv; every target above does this first
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) -c constraints.txt -e '.[dev]'
 	touch $@
 
-clean:
+clean: ## remove .venv and what builds leave behind
 	rm -rf $(VENV) build *.egg-info

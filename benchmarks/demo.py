@@ -27,7 +27,7 @@ import openai
 from rich.console import Console
 from rich.table import Table
 
-console = Console(width=None if sys.stdout.isatty() else 110)
+console = Console()
 LMKIT = [sys.executable, "-m", "lmkit"]
 READY_SECONDS = 120
 SOURCE, QUANTIZED = "demo", "demo-awq-w4-kv8"
@@ -84,7 +84,7 @@ def main() -> None:
 
 
 def step(title: str) -> None:
-    console.rule(f"[bold]{title}", align="left")
+    console.print(f"\n[bold]{title}", highlight=False)
 
 
 def run_json(*command: str) -> dict[str, Any]:
@@ -166,22 +166,27 @@ def time_stream(client: openai.OpenAI, model: str, num_tokens: int = 128) -> tup
 
 
 def table(sizes: dict[str, Any], quality: dict[str, Any], talks: dict[str, Talk]) -> Table:
-    result = Table(title="demo model, held-out text; one request at a time")
-    for column in ("model", "bits/weight", "MB", "perplexity", "KL to original", "same top", "TTFT ms", "tokens/s"):
-        result.add_column(column, justify="left" if column == "model" else "right")
+    """A column for each model, so that the table fits 80 characters."""
+    result = Table(title="demo model, held-out text; one request at a time", title_justify="left")
+    result.add_column("")
+    columns = []
     for name, talk in talks.items():
         weights, far = sizes[name]["weights"], quality["divergence"]
         original = name == SOURCE
-        result.add_row(
-            name,
-            f"{weights['bits per linear weight']:.2f}",
-            f"{weights['file bytes'] / 1e6:.1f}",
-            f"{far['reference_perplexity'] if original else quality['perplexity']:.3f}",
-            "-" if original else f"{far['kl_mean']:.4f}",
-            "-" if original else f"{far['same_top']:.1%}",
-            f"{talk.ttft_ms:.0f}",
-            f"{talk.tokens_per_s:.0f}",
+        result.add_column(name, justify="right")
+        columns.append(
+            {
+                "bits of a weight": f"{weights['bits_per_linear_weight']:.2f}",
+                "weights, MB": f"{weights['file_bytes'] / 1e6:.1f}",
+                "perplexity": f"{far['reference_perplexity'] if original else quality['perplexity']:.3f}",
+                "KL to the original, nats": "-" if original else f"{far['kl_mean']:.4f}",
+                "same most likely token": "-" if original else f"{far['same_top']:.1%}",
+                "time to first token, ms": f"{talk.ttft_ms:.0f}",
+                "tokens/s": f"{talk.tokens_per_s:.0f}",
+            }
         )
+    for figure in columns[0]:
+        result.add_row(figure, *(column[figure] for column in columns))
     return result
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import TextIO
+from typing import Any, TextIO
 
 from lmkit.config import LOG_LEVELS
 from lmkit.errors import ConfigError
@@ -18,20 +18,26 @@ def get_logger(name: str) -> logging.Logger:
     return logging.getLogger(name)
 
 
+def checked_level(level: Any) -> str:
+    """The level in capitals. Raises ConfigError for an unknown one."""
+    if not isinstance(level, str) or level.upper() not in LOG_LEVELS:
+        raise ConfigError(f"log level {level!r}: expected {', '.join(LOG_LEVELS)}")
+    return level.upper()
+
+
 def setup(level: str = "INFO", *, process: str = "") -> None:
     """Send lmkit's records to stderr, one line each.
 
     Control characters in a message are escaped against log injection. Raises ConfigError for an unknown level.
     """
-    if level.upper() not in LOG_LEVELS:
-        raise ConfigError(f"log level {level!r}: expected {', '.join(LOG_LEVELS)}")
+    level = checked_level(level)
     handler = _ToStderr()
-    words = ["%(asctime)s", "%(levelname).1s", process, "%(name)s" if level.upper() == "DEBUG" else ""]
+    words = ["%(asctime)s", "%(levelname).1s", process, "%(name)s" if level == "DEBUG" else ""]
     start = " ".join(filter(None, words)) + (":" if any(words[2:]) else "")
     handler.setFormatter(_OneLine(f"{start} %(message)s", "%m-%d %H:%M:%S"))
     root = logging.getLogger("lmkit")
     root.handlers[:] = [handler]
-    root.setLevel(level.upper())
+    root.setLevel(level)
     root.propagate = False
 
 

@@ -133,6 +133,18 @@ ENGINE: Mapping[str, str] = {
     "use_mmap": "use packed_cache",
 }
 
+# Recipes of `lmkit quantize`: names of methods and of widths.
+RECIPES: Mapping[str, str] = {
+    **each("use awq_w4a16_g128", "awq auto_awq AWQ int4 w4a16 W4A16 q4"),
+    **each("use w4a16_g128_sym_gptq, or gptq_w4a16_g128 for GPTQ alone", "gptq auto_gptq GPTQ"),
+    **each("use signround_w4a16_g128", "signround autoround auto_round AutoRound"),
+    **each("use smoothquant_w8a8, or smoothquant_w8a8_fp8", "smoothquant smooth_quant SmoothQuant w8a8 W8A8"),
+    **each("use fp8_block, fp8_channel or fp8_tensor", "fp8 FP8 FP8_BLOCK FP8_DYNAMIC blocked_fp8"),
+    **each("use rtn_w8a16, or smoothquant_w8a8 for int8 activations too", "int8 w8a16 W8A16 q8"),
+    **each("use rtn_w4a16_g128 or rtn_w8a16", "rtn RTN"),
+    "mixed": "use mixed_4.5, or --average-bits",
+}
+
 # Of an HTTP body: its fields.
 HTTP: Mapping[str, str] = {
     "bad_words": "use logit_bias: -100 for each banned token id",

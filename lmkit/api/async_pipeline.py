@@ -19,7 +19,7 @@ from lmkit.api.response import Response, Session, failed, refused, response
 from lmkit.config import EngineConfig
 from lmkit.errors import RequestError
 from lmkit.formats.hub import resolve_model_path
-from lmkit.log import get_logger
+from lmkit.log import checked_level, get_logger
 from lmkit.other_names import missing
 from lmkit.text import Tokenizer
 from lmkit.turbo.request import Request, StepOutput
@@ -56,7 +56,7 @@ class AsyncPipeline:
     ) -> None:
         """Raises ConfigError. Nothing is read or started yet."""
         self._config = engine_config(model, backend_config, options)
-        self._model, self._log_level = os.fspath(model), log_level
+        self._model, self._log_level = os.fspath(model), checked_level(log_level)
         self._engine: AsyncEngine | None = None
         self._slots = asyncio.Semaphore(self._config.max_queue)  # the engine takes so many requests at once
 

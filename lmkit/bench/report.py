@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
+from rich.text import Text
 
 from lmkit.bench.metrics import Distribution, Summary
 from lmkit.bench.schema import LatencyRun, OnlineRun, ThroughputRun
@@ -67,7 +68,7 @@ def request_table(title: str, runs: Sequence[RequestRun]) -> Table:
         add([("good req/s", _goodput)])
     add([("tokens/burst", lambda s: _ratio(s.tokens_per_burst))])
     table.add_section()
-    table.add_row("[dim]milliseconds", *["[dim]p50 / p90 / p99"] * len(runs))
+    table.add_row(*(Text(text, "dim") for text in ["milliseconds", *["p50 / p90 / p99"] * len(runs)]))
     add(_LATENCIES)
     if any(isinstance(run, OnlineRun) for run in runs):
         add([("wait to send", lambda s: spread(s.wait_ms))])

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
 
 from lmkit.bench.config import OnlineConfig, WorkloadConfig, parse_goodput, parse_list
-from lmkit.cli.engine_options import checked, engine_options
+from lmkit.cli.engine_options import checked, engine_options, kinds
 from lmkit.cli.options import takes
 from lmkit.cli.progress import ProgressBar
 from lmkit.cli.usage import Command
@@ -90,14 +89,14 @@ def load_options(**given: Any) -> dict[str, Any]:
 
 def _options_of(config: type[StrictStruct], group: str, help: dict[str, str]) -> list[inspect.Parameter]:
     """The fields of `config` that `help` names, as options with the checks of the fields."""
-    kinds, fields = get_type_hints(config), {field.name: field for field in msgspec.structs.fields(config)}
+    fields = {field.name: field for field in msgspec.structs.fields(config)}
     return [
         inspect.Parameter(
             name,
             inspect.Parameter.KEYWORD_ONLY,
             default=fields[name].default,
             annotation=Annotated[
-                kinds[name], typer.Option(help=text, rich_help_panel=group, callback=checked(config, name))
+                kinds(config)[name], typer.Option(help=text, rich_help_panel=group, callback=checked(config, name))
             ],
         )
         for name, text in help.items()
@@ -258,6 +257,8 @@ def online(
     output: Output,
 ) -> None:
     """Load on any OpenAI-compatible server: a rate of arrivals, a concurrency, and sweeps of both."""
+    import asyncio
+
     from lmkit.bench import plot
     from lmkit.bench.online import measure
     from lmkit.config import environment
@@ -298,7 +299,7 @@ def _load(path: Path, config: EngineConfig) -> Engine:
 def _print(table: Table) -> None:
     from rich.console import Console
 
-    Console().print(table)
+    Console(markup=False).print(table)
 
 
 def _print_runs(title: str, runs: Sequence[RequestRun]) -> None:

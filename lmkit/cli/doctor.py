@@ -16,6 +16,7 @@ def doctor(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = F
         "packages": _packages(),
         "extras": _extras(),
         "machine": _machine(),
+        "environment": _environment(),
         "kernels": {"instruction set": isa.describe(), **_kernels("cpu")},
         "caches": _caches(),
         "gpu": _gpu(),
@@ -27,12 +28,13 @@ def doctor(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = F
         return
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(show_header=False)
     for section, rows in report.items():
-        table.add_row(f"[bold]{section}", "")
+        table.add_row(Text(section, style="bold"), "")
         for key, value in rows.items():
-            table.add_row(f"  {key}", str(value))
+            table.add_row(f"  {key}", Text(str(value)))  # Text: lmkit[cuda] is no markup
     Console().print(table)
 
 
@@ -66,6 +68,14 @@ def _machine() -> dict[str, str]:
     from lmkit.turbo.host_memory import available_memory, gib
 
     return {"threads": str(default_num_threads()), "free memory": gib(available_memory())}
+
+
+def _environment() -> dict[str, str]:
+    """The variables of lmkit that are set. Keys are not shown."""
+    from lmkit.config import lmkit_variables
+
+    found = lmkit_variables()
+    return {name: "set" if name == "LMKIT_API_KEY" else text for name, text in found.items()}
 
 
 def _kernels(device: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Annotated, Any, get_type_hints
@@ -59,9 +60,15 @@ def size(context: typer.Context, option: typer.CallbackParam, text: str | None) 
     return None if text is None else parse_bytes(text, origin(context, option))
 
 
+@functools.cache  # resolving them takes milliseconds, which every command would wait for at each option
+def kinds(config: type[StrictStruct], *, limits: bool = False) -> dict[str, Any]:
+    """The types of a struct's fields, on request with their limits."""
+    return get_type_hints(config, include_extras=limits)
+
+
 def checked(config: type[StrictStruct], name: str) -> Callable[[typer.Context, typer.CallbackParam, Any], Any]:
     """The callback of an option that is a field of `config`. It raises ConfigError for a value out of range."""
-    kind = get_type_hints(config, include_extras=True)[name]
+    kind = kinds(config, limits=True)[name]
 
     def check(context: typer.Context, option: typer.CallbackParam, value: Any) -> Any:
         try:
@@ -74,7 +81,7 @@ def checked(config: type[StrictStruct], name: str) -> Callable[[typer.Context, t
 
 
 def _parameter(name: str, group: str) -> inspect.Parameter:
-    kind, default = get_type_hints(EngineConfig)[name], getattr(EngineConfig(), name)
+    kind, default = kinds(EngineConfig)[name], getattr(EngineConfig(), name)
     option = typer.Option(help=HELP[group][name], rich_help_panel=group, callback=checked(EngineConfig, name))
     if name in _SIZES:
         kind, default = str | None, _SIZES[name]

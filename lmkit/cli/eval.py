@@ -86,4 +86,4 @@ def print_result(result: EvalResult) -> None:
         table.add_row("same most likely token", f"{far.same_top:.2%} ± {far.same_top_stderr:.2%}")
         table.add_row("same five most likely", f"{far.same_top5:.2%} ± {far.same_top5_stderr:.2%}")
         table.add_row("reference's most likely among five", f"{far.top_in_top5:.2%}")
-    Console().print(table)
+    Console(markup=False).print(table)

@@ -30,15 +30,16 @@ def inspect(
 def _print(report: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(title=report["path"], show_header=False, title_justify="left")
     for section, fields in report.items():
         if isinstance(fields, dict):
             rows = [(name, value) for name, value in fields.items() if value not in (None, [])]
-            table.add_row(f"[bold]{_words(section)}", "" if rows else "none")
+            table.add_row(Text(_words(section), "bold"), "" if rows else "none")
             for name, value in rows:
                 table.add_row(f"  {_words(name)}", _text(name, value))
-    Console().print(table)
+    Console(markup=False).print(table)
 
 
 def _words(name: str) -> str:

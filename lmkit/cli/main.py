@@ -55,7 +55,7 @@ def main() -> None:
     try:
         require_linux()
         log.setup(environment().log_level)
-        app()
+        app(prog_name="lmkit")
     except LMKitError as error:
         print(f"lmkit: {error}", file=sys.stderr)
         sys.exit(2)

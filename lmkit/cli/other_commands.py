@@ -150,7 +150,9 @@ QUANTIZE: Mapping[str, str] = {
     "revision": "use `lmkit pull ORG/NAME --revision REVISION`, and its folder as the model",
     "kv_dtype": "use kv_bits",
     "quant_policy": "use kv_bits",
+    "quiet": "set LMKIT_LOG_LEVEL=ERROR",
     "threads": "set LMKIT_NUM_THREADS",
+    "verbose": "set LMKIT_LOG_LEVEL=DEBUG",
     "num_threads": "set LMKIT_NUM_THREADS",
 }
 
@@ -175,6 +177,9 @@ COMMANDS: Mapping[str, str] = {
     "complete": "use `lmkit chat URL --prompt TEXT`",
     "generate": "use `lmkit chat MODEL --prompt TEXT`",
     "run": "use `lmkit chat MODEL`",
+    "ls": "use `lmkit list`",
+    "rm": "delete the folder that `lmkit list --json` shows",
+    "download": "use `lmkit pull ORG/NAME`",
     "run-batch": "use `lmkit.pipeline(MODEL)` in Python, or `lmkit serve` and any client",
     "bench serve": "use `lmkit bench online URL`",
     "benchmark": "use `lmkit bench`",

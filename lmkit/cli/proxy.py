@@ -113,7 +113,7 @@ def status(
         return
     from rich.console import Console
 
-    Console().print(_table(proxy, answer))
+    Console(markup=False).print(_table(proxy, answer))
 
 
 def _table(proxy: str, answer: dict[str, Any]) -> Table:

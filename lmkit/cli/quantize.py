@@ -233,7 +233,7 @@ def _print_report(report: QuantReport, output: Path) -> None:
             "-" if bits is None else f"{bits:.2f}",
             f"{layer.seconds:.1f}",
         )
-    Console().print(table)
+    Console(markup=False).print(table)
     if report.mixed_precision is not None:
         print(_bits_line(report.mixed_precision))
     for source in report.calibration.get("sources", ()):

@@ -61,7 +61,10 @@ def stop(
         print("nothing runs")
         return
     print(f"waiting for running requests, {max(entry.drain_seconds for entry in chosen):g} s at most", flush=True)
-    running.stop(chosen, lambda entry: print(f"stopped {_name(entry)} ({entry.url or entry.pid})", flush=True))
+    try:
+        running.stop(chosen, lambda entry: print(f"stopped {_name(entry)} ({entry.url or entry.pid})", flush=True))
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("the servers still drain, and end by themselves") from None
 
 
 def _chosen(which: str, entries: list[Entry]) -> list[Entry]:

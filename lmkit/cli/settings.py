@@ -65,7 +65,7 @@ class Settings:
             if word.startswith("-") and word not in ours and word.lstrip("-").replace("-", "_") in others:
                 return no_option(ctx, word)
         message, param = explain(error), getattr(error, "param", None)
-        return message if param is None else message.replace(names(param)[0], origin(ctx, param), 1)
+        return message if param is None else message.replace(_label(param), origin(ctx, param), 1)
 
 
 class ServeCommand(Settings, Command):
@@ -80,7 +80,11 @@ def origin(ctx: Any, param: Any) -> str:
     """Where the value of an option stands: `--port`, `LMKIT_PORT` or `serve.yaml:3: port`."""
     source = ctx.get_parameter_source(param.name)
     elsewhere = ctx.meta.get(_ORIGINS, {}) if source is None or source.name != "COMMANDLINE" else {}
-    return str(elsewhere.get(param.name, names(param)[0]))
+    return str(elsewhere.get(param.name, _label(param)))
+
+
+def _label(param: Any) -> str:
+    return str(names(param)[0] if param.param_type_name == "option" else param.name.upper())
 
 
 def read_config(ctx: typer.Context, path: str | None) -> str | None:

@@ -108,10 +108,18 @@ def no_option(context: Any, given: str) -> str:
     name = given.lstrip("-").replace("-", "_")
     if name in others:
         advice = f": {_as_options(others[name], options)}"
+    elif given in _below(context.command):
+        advice = "; options of a command come after its name"
     else:
         advice = hint(given.replace("_", "-"), {}, options)
     help_command = " ".join(["lmkit help", *_path(context)])
     return _said(context, f"no option {given}{advice or f'; see `{help_command}`'}")
+
+
+def _below(command: Any) -> set[str]:
+    """The options of the commands of a group."""
+    commands = getattr(command, "commands", {}).values()
+    return {name for below in commands for param in below.params for name in names(param)}
 
 
 def _as_options(advice: str, options: Iterable[str]) -> str:

@@ -129,4 +129,4 @@ def _number(value: Any, name: str, rule: tuple[Callable[[float], bool], str], wh
     kind, types = ("an integer", (int,)) if name in INTEGERS else ("a number", (int, float))
     if type(value) not in types or not accepts(value):
         raise CheckpointError(f"{where}: {name}={reprlib.repr(value)}: must be {kind} {words}; {REMEDY}")
-    return value
+    return value if name in INTEGERS else float(value)

@@ -95,7 +95,7 @@ def pull(name: str, *, revision: str | None = None, announce: Callable[[int, int
     """
     if name == DEMO or os.path.exists(name) or name.count("/") != 1 or not _may_be_repository(name):
         raise CheckpointError(f"{name}: expected a model of the Hugging Face Hub, ORG/NAME")
-    with _hub(f"{name} cannot be fetched from the Hugging Face Hub: ", ""):
+    with _hub(name, f"{name} cannot be fetched from the Hugging Face Hub: ", ""):
         from huggingface_hub import HfApi
 
         info = HfApi().model_info(name, revision=revision, files_metadata=True)
@@ -115,16 +115,16 @@ def _matches(file: str, patterns: list[str]) -> bool:
 
 def _download(name: str, wanted: list[str], revision: str | None = None) -> Path:
     before = f"{name}: no such folder, and it cannot be fetched from the Hugging Face Hub ("
-    with _hub(before, "); give the path of a downloaded checkpoint folder"):
+    with _hub(name, before, "); give the path of a downloaded checkpoint folder"):
         from huggingface_hub import snapshot_download
 
         return Path(snapshot_download(name, revision=revision, allow_patterns=wanted, ignore_patterns=UNWANTED))
 
 
 @contextmanager
-def _hub(before: str, after: str) -> Iterator[None]:
+def _hub(name: str, before: str, after: str) -> Iterator[None]:
     """Around calls of huggingface_hub. Raises CheckpointError with the reason between the two texts."""
-    with needed_for("fetching a model from the Hugging Face Hub"):
+    with needed_for(f"{name}: no such folder, and fetching it from the Hugging Face Hub"):
         from huggingface_hub import errors
 
     # With those of the HTTP library that it uses.

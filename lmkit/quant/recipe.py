@@ -23,6 +23,7 @@ import msgspec
 import yaml
 from msgspec import Meta
 
+from lmkit import other_names
 from lmkit.config import StrictStruct, parse
 from lmkit.errors import ConfigError, UnsupportedError
 from lmkit.formats.base import get_format
@@ -195,6 +196,8 @@ def find_recipe(name: str) -> Path:
             return path
         raise ConfigError(f"recipe {name}: no such file")
     shipped = _shipped()
+    if name in other_names.RECIPES:
+        raise ConfigError(f"no recipe {name}{hint(name, other_names.RECIPES)}")
     if name not in shipped:
         near = hint(name, {}, shipped)
         raise ConfigError(f"recipe {name!r}: not a .yaml file and not one of {', '.join(shipped)}{near}")

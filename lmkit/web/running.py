@@ -59,7 +59,7 @@ def registered(kind: Kind, name: str, drain_seconds: float) -> Iterator[Callable
 
     A folder that cannot be written is a warning: the server runs, and others do not find it.
     """
-    pid = os.getpid()
+    folder, pid = _folder(), os.getpid()
     entry = Entry(
         kind=kind,
         pid=pid,
@@ -69,16 +69,17 @@ def registered(kind: Kind, name: str, drain_seconds: float) -> Iterator[Callable
         name=name,
         drain_seconds=drain_seconds,
     )
-    folder = _folder()
+
+    def write(entry: Entry) -> None:
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _write(folder, entry)
+        except OSError as error:
+            logger.warning("%s cannot be written (%s): `lmkit ps` does not show this process", folder, error.strerror)
+
+    write(entry)
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _write(folder, entry)
-    except OSError as error:
-        logger.warning("%s cannot be written (%s): `lmkit ps` will not show this process", folder, error.strerror)
-        yield lambda url: None
-        return
-    try:
-        yield lambda url: _write(folder, msgspec.structs.replace(entry, url=url))
+        yield lambda url: write(msgspec.structs.replace(entry, url=url))
     finally:
         with contextlib.suppress(OSError):
             (folder / entry.file).unlink()
@@ -89,6 +90,8 @@ def running() -> list[Entry]:
     found = []
     for path in _folder().glob("*.json"):
         try:
+            if path.lstat().st_uid != os.getuid():
+                continue  # in a folder that others may write to, only our own files say whom to signal
             entry = msgspec.json.decode(path.read_bytes(), type=Entry)
         except (OSError, msgspec.DecodeError):
             continue  # it ended this moment, or the file is of another version
@@ -155,4 +158,7 @@ def _start(pid: int) -> int | None:
 
 
 def _boot() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:  # hidden in some sandboxes
+        return ""

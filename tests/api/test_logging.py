@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from lmkit import pipeline
+from lmkit import AsyncPipeline, pipeline
 from lmkit.errors import ConfigError
 
 PROGRAM = """
@@ -52,5 +52,6 @@ def test_a_log_level_asks_for_lines_on_stderr() -> None:
 
 
 def test_an_unknown_level_is_one_error() -> None:
-    with pytest.raises(ConfigError, match="log level 'loud': expected DEBUG, INFO"):
-        pipeline("demo", log_level="loud")
+    for opening in (pipeline, AsyncPipeline):
+        with pytest.raises(ConfigError, match="log level 'loud': expected DEBUG, INFO"):
+            opening("demo", log_level="loud")

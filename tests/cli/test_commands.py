@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from lmkit import __version__
 from lmkit.cli.main import app
 from lmkit.errors import LMKitError
+from lmkit.formats.hub import DEMO_FOLDER
 from lmkit.kernels.cuda import elementwise, module
 from lmkit.qtensor import QuantScheme
 from tests.formats.linears import random_linear, written
@@ -107,6 +108,12 @@ def all_keys(value: Any) -> Iterator[str]:
         yield from all_keys(item)
 
 
+def test_a_folder_keeps_its_brackets(tmp_path: Path) -> None:
+    folder = tmp_path / "a[b]"
+    shutil.copytree(DEMO_FOLDER, folder)
+    assert "a[b]" in CliRunner().invoke(app, ["inspect", str(folder)], env={"COLUMNS": "200"}).output
+
+
 def test_inspect_has_the_same_keys_for_a_model_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     fitting = json.loads(CliRunner().invoke(app, ["inspect", "demo", "--json"]).stdout)
     monkeypatch.setattr("lmkit.turbo.runners.device.available_memory", lambda: 100 << 20)
@@ -139,6 +146,16 @@ def test_doctor_says_that_there_is_no_gpu() -> None:
     report = json.loads(lmkit("doctor", "--json").stdout)
     assert report["gpu"]["device"] == "none: torch finds no NVIDIA GPU"
     assert "kernels on the gpu" not in report
+
+
+def test_doctor_shows_variables_and_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LMKIT_API_KEY", "secret")
+    monkeypatch.setenv("LMKIT_KV_MEMORY", "1G")
+    monkeypatch.setattr("lmkit.extras.find_spec", lambda name: None)
+    text = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "200"}).stdout
+    assert "pip install 'lmkit[cuda]'" in text
+    assert "LMKIT_KV_MEMORY" in text
+    assert "secret" not in text
 
 
 @pytest.mark.parametrize("has_cupy", [True, False])

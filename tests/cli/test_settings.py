@@ -60,6 +60,7 @@ def test_the_command_line_comes_first_then_the_environment(file: Path, monkeypat
     monkeypatch.setenv("LMKIT_KV_DTYPE", "int4")
     options = printed("--kv-dtype", "fp8")
     assert options["kv_dtype"] == ("fp8", "--kv-dtype")
+    assert printed("other")["model"] == ("other", "MODEL")
     assert options["port"] == ("9000", "LMKIT_PORT")
     assert options["model"] == ("demo", f"{file}:1: model")
 

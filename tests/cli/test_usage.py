@@ -46,6 +46,7 @@ def option_names(command: Any) -> set[str]:
         ("check_env", "no command `check_env`: use `lmkit doctor`"),
         ("bench serve", "no command `bench serve`: use `lmkit bench online URL`"),
         ("--versoin", "no option --versoin; did you mean --version?"),
+        ("--json doctor", "no option --json; options of a command come after its name"),
         ("quantize demo -o x --w-bits 4", "quantize: no option --w-bits: use --bits"),
         ("quantize demo -o x --w_group_size 64", "quantize: no option --w_group_size: use --group-size; channel"),
         ("quantize demo -o x --calib-samples 4", "quantize: no option --calib-samples: use --num-samples"),

@@ -35,6 +35,7 @@ def read(folder: Path, content: str) -> SamplingDefaults:
 def test_fields(tmp_path: Path, content: str, fields: dict[str, float]) -> None:
     defaults = read(tmp_path, content)
     assert defaults.sampling() == fields
+    assert all(type(value) is (int if name == "top_k" else float) for name, value in defaults.sampling().items())
     assert defaults.max_new_tokens is None
     assert defaults.not_applied == ()
 

@@ -83,6 +83,7 @@ def test_tables_show_plan_errors_and_evaluation(tmp_path: Path, monkeypatch: pyt
     [
         ("--recipe unknown", "recipe 'unknown': not a .yaml file and not one of awq_rtn_w4a16_g128, awq_w4a16_g128"),
         ("--recipe awq_w4a16", "; did you mean awq_w4a16_g128?"),
+        ("--recipe gptq", "no recipe gptq: use w4a16_g128_sym_gptq, or gptq_w4a16_g128 for GPTQ alone"),
         ("--recipe gone.yaml", "recipe gone.yaml: no such file"),
         ("--group-size 7", "--group-size '7': expected 32, 64, 128, channel, tensor or block"),
         ("--group-size tensor", "group_size tensor is for type float; int has 32, 64, 128 or channel"),

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import lmkit
+from lmkit import other_names
 from lmkit.errors import ConfigError
 from lmkit.qtensor import QuantScheme
 from lmkit.quant.recipe import DEFAULT_RECIPE, RECIPES, load_recipe
@@ -29,6 +30,15 @@ def write(folder: Path, text: str) -> str:
 def test_every_shipped_recipe_loads(name: str) -> None:
     recipe = load_recipe(name)
     assert any(step.stage is Stage.ROUNDER for step in recipe.steps)
+
+
+def test_names_of_methods_lead_to_recipes_that_are_shipped() -> None:
+    shipped = {path.stem for path in RECIPES.glob("*.yaml")}
+    for name, advice in other_names.RECIPES.items():
+        assert name not in shipped
+        assert shipped & set(advice.replace(",", "").split()), advice
+        with pytest.raises(ConfigError, match=f"^no recipe {name}: use "):
+            load_recipe(name)
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: py
     (tmp_path / "run").write_text("a file")
     with registered("serve", "m", 0.0) as tell:
         tell("http://127.0.0.1:1")
-    assert "`lmkit ps` will not show this process" in caplog.text
+    assert "`lmkit ps` does not show this process" in caplog.text
 
 
 @pytest.mark.parametrize("change", [{"start": 1}, {"boot": "another"}], ids=lambda change: next(iter(change)))
@@ -96,6 +96,16 @@ def test_a_stale_file_is_removed_and_its_id_gets_no_signal(
     running.stop([of(stranger.pid, start=1)], ended.append)  # it became stale after the look
     assert len(ended) == 1
     assert stranger.poll() is None
+
+
+def test_files_of_other_users_are_not_believed(
+    folder: Path, stranger: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(folder, of(stranger.pid))
+    assert len(running.running()) == 1
+    monkeypatch.setattr(os, "getuid", lambda: path.stat().st_uid + 1)
+    assert not running.running()
+    assert path.exists()
 
 
 def test_files_of_other_machines_stay(folder: Path, stranger: subprocess.Popen[bytes]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -12,38 +13,32 @@ from typing import Any
 import msgspec
 import yaml
 
+from lmkit.formats.hub import DEMO, DEMO_FOLDER
 from lmkit.quant.report.chart import bar_chart, line_chart, sparkline
 from lmkit.quant.report.evaluate import EvalResult
-from lmkit.quant.report.layer_report import LayerReport, LinearReport, ScaleReport
+from lmkit.quant.report.layer_report import ExpertsReport, HeldOutReport, LayerReport, LinearReport, ScaleReport
+from lmkit.quant.report.markup import Html, Percent, cards, number, page, pairs, table, text, without_folders
 from lmkit.quant.report.report import MixedPrecisionReport, QuantReport
 
 FILE_NAME = "report.html"
-STYLE = """
-body { font: 15px/1.45 system-ui, sans-serif; color: #222; max-width: 62rem; margin: 2rem auto; padding: 0 1rem }
-table { border-collapse: collapse; margin: .5rem 0 1rem } svg text { font: 11px system-ui, sans-serif; fill: #444 }
-th, td { text-align: left; padding: .15rem .7rem; border-bottom: 1px solid #ddd; vertical-align: top }
-td.number { text-align: right; font-variant-numeric: tabular-nums } pre { background: #f5f5f5; padding: .7rem }
-summary { cursor: pointer; padding: .2rem 0 } h2 { margin-top: 2rem }
-"""
+LAYER_COLUMNS = (
+    "layer", "RTN, mean of linears", "stored, mean of linears", "whole layer", "held out: RTN", "held out: recipe",
+    "bits", "seconds",
+)  # fmt: skip
 LINEAR_COLUMNS = (
     "linear", "format", "bits", "RTN error", "error", "groups clipped", "clip's gain", "rounded by",
-    "held out: RTN error", "error", "notes",
+    "held out: RTN error", "held out: error", "notes",
 )  # fmt: skip
 SCALE_COLUMNS = ("scaled into", "for", "chosen", "loss / unscaled", "losses of the candidates")
 SHOWN_OF_LINEAR = {
     "module", "format", "bits", "rtn_error", "error", "clip", "method", "held_out_rtn_error", "held_out_error",
 }  # fmt: skip
-GROUP_COLUMNS = ("linears", "chosen", "KL of each candidate alone")
-EVALUATION = {
-    "perplexity": "perplexity", "perplexity_stderr": "± standard error", "reference": "reference",
-    "reference_perplexity": "the reference's perplexity", "log_ratio": "ln of the ratio",
-    "log_ratio_stderr": "± standard error", "kl_mean": "KL, mean (nats)", "kl_stderr": "± standard error",
-    "kl_median": "KL, median", "kl_p99": "KL, 99 %", "kl_p999": "KL, 99.9 %", "same_top": "same most likely token",
-    "same_top_stderr": "± standard error", "same_top5": "same five most likely tokens",
-    "same_top5_stderr": "± standard error", "top_in_top5": "reference's most likely among five",
-    "num_tokens": "tokens", "seq_len": "tokens of a window", "kv_dtype": "KV cache", "activations": "activations",
-    "lm_head": "head", "seconds": "seconds", "protocol": "protocol",
-}  # fmt: skip
+SHOWN_OF_LAYER = {"index", "linears", "scales", "error", "seconds", "experts", "held_out"}
+GROUP_COLUMNS = ("linears", "chosen", "KL of each candidate alone, nats per token")
+ERRORS = (
+    "An error is the squared error of an output on calibration tokens, relative to the output itself: 0.01 is 1 %. "
+    "RTN is plain rounding to nearest of the original weights."
+)
 
 
 def save_html(report: QuantReport, folder: Path) -> None:
@@ -51,20 +46,25 @@ def save_html(report: QuantReport, folder: Path) -> None:
 
 
 def render(report: QuantReport) -> str:
-    """The whole page. Every text of the report is escaped. A field without a value shows as a dash."""
-    title = f"Quantization of {report.model}"
-    sections = [
-        f"<h1>{escape(title)}</h1>",
-        _summary(report),
-        "" if report.evaluation is None else "<h2>Evaluation</h2>" + _evaluation(report.evaluation),
-        "<h2>Layers</h2>" + _charts(report.layers),
-        *(_layer(layer) for layer in report.layers),
-        "" if report.mixed_precision is None else "<h2>Mixed precision</h2>" + _mixed(report.mixed_precision),
-        "<h2>Calibration</h2>" + _calibration(report.calibration),
-        f"<h2>Recipe</h2><pre>{escape(yaml.safe_dump(msgspec.to_builtins(report.recipe), sort_keys=False))}</pre>",
-    ]
-    head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{STYLE}</style>'
-    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{chr(10).join(sections)}\n</body></html>\n'
+    """The whole page. Every text of the report is escaped, and paths lose their folders. A field without a value shows
+    as a dash."""
+    title = f"Quantization of {model_name(report.model)}"
+    seconds = f"{report.seconds:.1f} s"
+    peak = "" if report.peak_bytes is None else f", {report.peak_bytes / 2**30:.2f} GiB of memory at the peak"
+    recipe = yaml.safe_dump(_without_folders(report.recipe), sort_keys=False, allow_unicode=True)
+    return page(
+        title,
+        [
+            f"<h1>{escape(title)}</h1>",
+            f'<p class="soft">{escape(f"lmkit {report.lmkit_version}, {seconds}{peak}")}</p>',
+            _headline(report),
+            "<h2>Evaluation</h2>" + _evaluation(report.evaluation),
+            "<h2>Layers</h2>" + _layers(report.layers),
+            "" if report.mixed_precision is None else "<h2>Mixed precision</h2>" + _mixed(report.mixed_precision),
+            "<h2>Calibration</h2>" + _calibration(report.calibration),
+            f'<h2>Recipe</h2><pre tabindex="0">{escape(recipe)}</pre>',
+        ],
+    )
 
 
 def mean(errors: Iterable[float | None]) -> float | None:
@@ -73,127 +73,195 @@ def mean(errors: Iterable[float | None]) -> float | None:
     return fmean(known) if known else None
 
 
-def _summary(report: QuantReport) -> str:
-    share = f" ({report.bytes_after / report.bytes_before:.1%} of the source)" if report.bytes_before else ""
-    bits = mean(linear.bits for layer in report.layers for linear in layer.linears)
-    rows = {
-        "weights": f"{report.bytes_before:,} bytes before, {report.bytes_after:,} after{share}",
-        "bits per weight, mean of linears": bits,
-        "time": f"{report.seconds:.1f} s",
-        "peak memory": None if report.peak_bytes is None else f"{report.peak_bytes / 2**30:.2f} GiB",
-        "lmkit": report.lmkit_version,
+def model_name(path: str) -> str:
+    """A model's name without the folders of this machine: the repository of the Hub that it comes from, or its own."""
+    folder = Path(path)
+    if folder == DEMO_FOLDER:
+        return DEMO
+    if folder.parent.name == "snapshots":  # of the Hub's cache
+        return folder.parents[1].name.removeprefix("models--").replace("--", "/", 1)
+    return folder.name or path
+
+
+def _headline(report: QuantReport) -> str:
+    result, mixed, bits = report.evaluation, report.mixed_precision, report.recipe.get("kv", {}).get("bits")
+    before, after = report.bytes_before, report.bytes_after
+    kept = f"{after / before:.1%} of the source" if before else ""
+    average = mean(x.bits for layer in report.layers for x in layer.linears) if mixed is None else mixed.reached
+    figures: list[tuple[str, Any, str]] = [
+        ("Weights", f"{_size(before)} → {_size(after)}", kept),
+        ("Bits per weight", average, "mean of the linears" if mixed is None else f"of {mixed.bits:g} allowed"),
+    ]
+    far = None if result is None else result.divergence
+    if far is not None:
+        figures += [
+            ("KL divergence", number(far.kl_mean), f"± {far.kl_stderr:.2g} nats per token"),
+            ("Same top token", f"{far.same_top:.1%}", f"± {far.same_top_stderr:.1%} of the tokens"),
+        ]
+    if result is not None:
+        change = "" if far is None else f"{_change(result):+.2%} ± {far.log_ratio_stderr:.2%}; was "
+        was = f"± {result.perplexity_stderr:.2g}" if far is None else f"{change}{far.reference_perplexity:.4g}"
+        figures.append(("Perplexity", result.perplexity, was))
+    stored = f"{bits} bits" if isinstance(bits, int) else text(bits)
+    figures.append(("KV cache", stored, "as the model computes" if bits == 16 else ""))
+    return cards(figures)
+
+
+def _size(size: int) -> str:
+    unit, name = next((unit for unit in ((10**9, "GB"), (10**6, "MB")) if size >= unit[0]), (10**3, "kB"))
+    return f"{size / unit:.3g} {name}"
+
+
+def _change(result: EvalResult) -> float:
+    assert result.divergence is not None
+    return result.perplexity / result.divergence.reference_perplexity - 1
+
+
+def _evaluation(result: EvalResult | None) -> str:
+    if result is None:
+        return "<p>Not evaluated.</p>"
+    rows: dict[str, Any] = {"perplexity": f"{result.perplexity:.4f} ± {result.perplexity_stderr:.4f}"}
+    if (far := result.divergence) is not None:
+        rows |= {
+            "the reference's perplexity": f"{far.reference_perplexity:.4f}",
+            "change": f"{_change(result):+.2%} ± {far.log_ratio_stderr:.2%}",
+            "KL, mean": f"{far.kl_mean:.5f} ± {far.kl_stderr:.5f} nats per token",
+            "KL, median / 99 % / 99.9 %": f"{far.kl_median:.5f} / {far.kl_p99:.4f} / {far.kl_p999:.4f}",
+            "same most likely token": f"{far.same_top:.2%} ± {far.same_top_stderr:.2%}",
+            "same five most likely tokens": f"{far.same_top5:.2%} ± {far.same_top5_stderr:.2%}",
+            "reference's most likely token among the five": f"{far.top_in_top5:.2%}",
+            "reference": model_name(far.reference),
+        }
+    rows |= {
+        "text": f"{result.num_tokens:,} tokens in windows of {result.seq_len:,}",
+        "KV cache": result.kv_dtype,
+        "activations": result.activations,
+        "head": result.lm_head,
+        "seconds": result.seconds,
+        "protocol": result.protocol,
     }
-    return _pairs(rows)
+    return pairs(rows, "Evaluation") + '<p class="soft">± is a standard error.</p>'
 
 
-def _evaluation(result: EvalResult) -> str:
-    values = msgspec.to_builtins(result)
-    divergence = values.pop("divergence") or {}
-    first = {name: values.pop(name) for name in ("perplexity", "perplexity_stderr")}
-    every = first | divergence | {name: value for name, value in values.items() if name != "model"}
-    return _table(("", ""), ((EVALUATION.get(name, name), value) for name, value in every.items()))
+def _layers(layers: Sequence[LayerReport]) -> str:
+    rows = [_layer_row(layer) for layer in layers]
+    errors = {name: [row[column] for row in rows] for column, name in enumerate(LAYER_COLUMNS) if 0 < column < 4}
+    charts = [
+        line_chart(errors, title="Error of each layer", x_label="layer", y_label="relative squared error"),
+        bar_chart([layer.seconds for layer in layers], title="Time of each layer", x_label="layer", y_label="seconds"),
+    ]
+    figures = f'<div class="figures">{"".join(charts)}</div>' if any(charts) else ""
+    overview = table(LAYER_COLUMNS, rows, "Layers")
+    return f"<p>{escape(ERRORS)}</p>{figures}{overview}{''.join(map(_layer, layers))}"
 
 
-def _charts(layers: Sequence[LayerReport]) -> str:
-    errors: dict[str, list[float | None]] = {
-        "RTN, mean of linears": [mean(linear.rtn_error for linear in layer.linears) for layer in layers],
-        "stored, mean of linears": [mean(linear.error for linear in layer.linears) for layer in layers],
-        "whole layer": [layer.error for layer in layers],
-    }
-    seconds = [layer.seconds for layer in layers]
-    return (
-        "<p>Relative squared error on calibration tokens</p>"
-        + line_chart(errors, title="relative squared error of each layer", x_label="layer")
-        + "<p>Seconds</p>"
-        + bar_chart(seconds, title="seconds of each layer", x_label="layer")
-    )
+def _layer_row(layer: LayerReport) -> tuple[Any, ...]:
+    linears, held_out = layer.linears, layer.held_out
+    errors = (mean(x.rtn_error for x in linears), mean(x.error for x in linears), layer.error)
+    rows = (None, None) if held_out is None else (held_out.rtn_error, held_out.error)
+    return (layer.index, *errors, *rows, mean(x.bits for x in linears), layer.seconds)
 
 
 def _layer(layer: LayerReport) -> str:
-    extra = _extra(layer, {"index", "linears", "scales", "error", "seconds"})
-    title = f"layer {layer.index}: error {_number(layer.error)}, {layer.seconds:.1f} s{extra and '; ' + extra}"
-    body = _table(LINEAR_COLUMNS, map(_linear_row, layer.linears))
+    """A layer's linears and searches, folded under its error."""
+    name = f"layer {layer.index}"
+    extra = _extra(layer, SHOWN_OF_LAYER)
+    body = table(LINEAR_COLUMNS, _linear_rows(layer), f"Linears of {name}")
     if layer.scales:
-        body += _table(SCALE_COLUMNS, map(_scale_row, layer.scales))
-    return f"<details><summary>{escape(title)}</summary>{body}</details>"
+        body += table(SCALE_COLUMNS, [_scale_row(scale) for scale in layer.scales], f"Scales of {name}")
+    body += _held_out(layer.held_out) + _experts(layer.experts) + (f"<p>{escape(extra)}</p>" if extra else "")
+    return f"<details><summary>{escape(f'{name}: error {number(layer.error)}')}</summary>{body}</details>"
+
+
+def _linear_rows(layer: LayerReport) -> list[list[Any]]:
+    """A row for each linear. Experts share the row of their projection, which has means and all other values."""
+    prefix = re.compile(rf"^.*?\.{layer.index}\.(?=.)")
+    groups: dict[str, list[Sequence[Any]]] = {}
+    for linear in layer.linears:
+        name, *values = _linear_row(linear)
+        name = re.sub(r"(?<=experts\.)\d+", "*", prefix.sub("", name))
+        groups.setdefault(name, []).append(values)
+    return [
+        [name if len(rows) == 1 else f"{name} ({len(rows)})", *map(_merged, zip(*rows, strict=True))]
+        for name, rows in groups.items()
+    ]
+
+
+def _merged(values: Sequence[Any]) -> Any:
+    """One value for several: the mean of numbers, or each text once."""
+    known = [value for value in values if value is not None and value != ""]
+    if known and all(isinstance(value, int | float) for value in known):
+        average = fmean(known)
+        return Percent(average) if isinstance(known[0], Percent) else average
+    return ", ".join(dict.fromkeys(known)) or None
 
 
 def _linear_row(linear: LinearReport) -> Sequence[Any]:
     clip = linear.clip
-    gain = None if clip is None or not clip.unclipped_loss else 1 - clip.loss / clip.unclipped_loss
-    share = None if clip is None else f"{clip.clipped_share:.0%}"
+    gain = None if clip is None or not clip.unclipped_loss else Percent(1 - clip.loss / clip.unclipped_loss)
+    share = None if clip is None else Percent(clip.clipped_share)
     notes = _extra(linear, SHOWN_OF_LINEAR)
-    errors = (linear.rtn_error, linear.error)
-    clipped = (share, None if gain is None else f"{gain:.1%}")
     held_out = (linear.method, linear.held_out_rtn_error, linear.held_out_error)
-    return (linear.module, linear.format, linear.bits, *errors, *clipped, *held_out, notes)
+    return (linear.module, linear.format, linear.bits, linear.rtn_error, linear.error, share, gain, *held_out, notes)
 
 
 def _scale_row(scale: ScaleReport) -> Sequence[Any]:
     ratio = scale.loss / scale.identity_loss if scale.identity_loss else None
-    curve = _Html(sparkline(list(scale.losses.values())))
+    curve = Html(sparkline(list(scale.losses.values())))
     return (scale.source, ", ".join(scale.consumers), scale.chosen, ratio, curve)
+
+
+def _held_out(report: HeldOutReport | None) -> str:
+    if report is None:
+        return ""
+    found = (
+        f"On {report.tokens:,} held-out tokens the layer's error is {number(report.error)}, that of plain rounding "
+        f"{number(report.rtn_error)}."
+    )
+    return f"<p>{escape(found + (f' {report.fallback}.' if report.fallback else ''))}</p>"
+
+
+def _experts(report: ExpertsReport | None) -> str:
+    if report is None:
+        return ""
+    few = ", ".join(map(str, report.without_statistics))
+    found = f"Experts with too few tokens, rounded to nearest: {few}." if few else "Every expert saw enough tokens."
+    tokens = list(report.tokens.values())
+    return f"<p>{found}</p>" + bar_chart(tokens, title="Tokens of each expert", x_label="expert", y_label="tokens")
 
 
 def _mixed(mixed: MixedPrecisionReport) -> str:
     measured = {
         "bits of a weight, asked for": mixed.bits,
         "reached": mixed.reached,
-        "sum of the chosen candidates' KL": mixed.kl,
+        "sum of the chosen candidates' KL": f"{number(mixed.kl)} nats per token",
         "tokens": mixed.num_tokens,
         "seconds": mixed.seconds,
     }
-    rows = ((group.modules, group.chosen, group.kl) for group in mixed.groups)
-    return _pairs(measured) + _table(GROUP_COLUMNS, rows)
+    groups = table(GROUP_COLUMNS, [(group.modules, group.chosen, group.kl) for group in mixed.groups], "Candidates")
+    chosen = f"<details><summary>Choice for {len(mixed.groups)} groups of linears</summary>{groups}</details>"
+    return pairs(measured, "Mixed precision") + chosen
 
 
 def _calibration(calibration: Mapping[str, Any]) -> str:
     plain = {name: value for name, value in calibration.items() if name != "sources"}
     rows = [dict(source) for source in calibration.get("sources", ())]
-    columns = list(rows[0]) if rows else []
-    return _pairs(plain) + (_table(columns, (row.values() for row in rows)) if rows else "")
+    sources = table(list(rows[0]), [list(row.values()) for row in rows], "Sources of the calibration") if rows else ""
+    return pairs(plain, "Calibration") + sources
 
 
 def _extra(struct: msgspec.Struct, shown: set[str]) -> str:
     """The fields that have no column of their own, if they are not empty."""
     values = msgspec.to_builtins(struct)
     return "; ".join(
-        f"{name}: {_text(value)}" for name, value in values.items() if name not in shown and value not in (None, [], {})
+        f"{name}: {text(value)}" for name, value in values.items() if name not in shown and value not in (None, [], {})
     )
 
 
-class _Html(str):
-    """Text that is markup already."""
-
-
-def _pairs(rows: Mapping[str, Any]) -> str:
-    return _table(("", ""), rows.items())
-
-
-def _table(columns: Sequence[str], rows: Iterable[Iterable[Any]]) -> str:
-    head = "".join(f"<th>{escape(column)}</th>" for column in columns)
-    body = "".join("<tr>" + "".join(map(_cell, row)) + "</tr>" for row in rows)
-    return f"<table>{f'<tr>{head}</tr>' if any(columns) else ''}{body}</table>"
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, _Html):
-        return f"<td>{value}</td>"
-    kind = ' class="number"' if isinstance(value, int | float) else ""
-    return f"<td{kind}>{escape(_text(value))}</td>"
-
-
-def _text(value: Any) -> str:
-    if value is None or value == "":
-        return "–"
-    if isinstance(value, float):
-        return _number(value)
-    if isinstance(value, int):
-        return f"{value:,}"
+def _without_folders(value: Any) -> Any:
+    """Builtins without the folders of absolute paths."""
     if isinstance(value, Mapping):
-        return ", ".join(f"{name} {_text(part)}" for name, part in value.items() if part is not None)
-    return ", ".join(map(_text, value)) if isinstance(value, list | tuple) else str(value)
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None or not math.isfinite(value) else f"{value:.4g}"
+        return {name: _without_folders(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_folders(part) for part in value]
+    return without_folders(value) if isinstance(value, str) else value

@@ -11,22 +11,26 @@ import msgspec
 import pytest
 import torch
 
+from lmkit.formats.hub import DEMO_FOLDER
 from lmkit.qtensor import QuantScheme, quantize
 from lmkit.quant.report.chart import bar_chart, line_chart, sparkline
 from lmkit.quant.report.evaluate import Divergence, EvalResult
-from lmkit.quant.report.html import render
+from lmkit.quant.report.html import model_name, render
 from lmkit.quant.report.layer_report import (
     ClipReport,
+    ExpertsReport,
     HeldOutReport,
     LayerReport,
     LinearReport,
     ScaleReport,
     stored_bits,
 )
+from lmkit.quant.report.markup import STYLE
 from lmkit.quant.report.report import MixedPrecisionGroup, MixedPrecisionReport, QuantReport
 
-EVIL = "<script>alert(1)</script>&\"'"
-VOID = {"meta", "line", "rect", "circle", "polyline"}
+EVIL = "<script>alert(1)&\"'"
+FOLDER = "/home/someone/private"
+VOID = {"meta"}
 
 
 class Parser(HTMLParser):
@@ -71,10 +75,20 @@ def report(evaluation: EvalResult | None = None, **linear_fields: Any) -> QuantR
         LayerReport(0, (linear(clip=clip, rtn_error=0.02, error=0.0125, **linear_fields),), (scale,), 0.004, 1.5),
         LayerReport(1, (linear(module=EVIL, format="dense", bits=16, reason=EVIL),), (), math.nan, 2.5),
     ]
-    source = {"source": EVIL, "weight": None, "samples": 4, "documents": 9, "empty": 0, "short": 1, "sha256": "feed"}
+    source = {
+        "source": f"{FOLDER}/{EVIL}",
+        "weight": None,
+        "samples": 4,
+        "documents": 9,
+        "empty": 0,
+        "short": 1,
+        "sha256": "feed",
+    }
     return QuantReport(
-        lmkit_version="1", model=EVIL, recipe={"steps": [{"step": "rtn"}], "note": EVIL},
-        calibration={"dataset": (EVIL,), "rows": 4, "seq_len": 32, "sha256": "cafe", "sources": [source]},
+        lmkit_version="1", model=f"{FOLDER}/{EVIL}",
+        recipe={"steps": [{"step": "rtn"}], "note": EVIL, "data": f"{FOLDER}/a b.txt"},
+        calibration={"dataset": (EVIL, f"{FOLDER}/a b.txt"), "rows": 4, "seq_len": 32,
+                     "sha256": "cafe", "sources": [source]},
         layers=tuple(layers), bytes_before=1000, bytes_after=310, evaluation=evaluation, seconds=4.0,
         peak_bytes=3 << 29,
     )  # fmt: skip
@@ -83,11 +97,11 @@ def report(evaluation: EvalResult | None = None, **linear_fields: Any) -> QuantR
 def evaluation() -> EvalResult:
     shares = {"same_top": 0.95, "same_top_stderr": 0.01, "same_top5": 0.5, "same_top5_stderr": 0.02, "top_in_top5": 1.0}
     far = Divergence(
-        reference=EVIL, reference_perplexity=9.5, log_ratio=0.05, log_ratio_stderr=0.001, kl_mean=0.0123,
+        reference=f"{FOLDER}/{EVIL}", reference_perplexity=9.5, log_ratio=0.05, log_ratio_stderr=0.001, kl_mean=0.0123,
         kl_stderr=0.0004, kl_median=0.01, kl_p99=0.1, kl_p999=0.2, **shares,
     )  # fmt: skip
     return EvalResult(
-        model=EVIL, perplexity=10.25, perplexity_stderr=0.5, divergence=far, num_tokens=4096, seq_len=512,
+        model=f"{FOLDER}/{EVIL}", perplexity=10.25, perplexity_stderr=0.5, divergence=far, num_tokens=4096, seq_len=512,
         kv_dtype="int8", activations="int8", lm_head="auto", seconds=3.0,
     )  # fmt: skip
 
@@ -95,12 +109,15 @@ def evaluation() -> EvalResult:
 def test_the_page_shows_what_the_report_has() -> None:
     page = Parser(render(report(evaluation())))
     for shown in (
-        "31.0% of the source", "1.50 GiB", "4.0 s", "0.0123", "same five most likely tokens", "10.25", "0.0125", "50%",
+        "31.0% of the source", "1.50 GiB", "4.0 s", "0.0123", "same five most likely tokens", "10.25", "0.0125",
+        "50.0%",
         "25.0%", "duo 0.35", "4.156", "feed", "cafe", "- step: rtn", "norm.attn",
+        "1 kB → 0.31 kB", "+7.89%",
     ):  # fmt: skip
         assert shown in page.text, shown
     assert page.text.count(EVIL) >= 8
-    assert page.tags.count("svg") == 3  # errors, seconds and the losses of one search
+    charts = [label for name, label in page.attributes if name == "aria-label" and "layer" in (label or "")]
+    assert page.tags.count("figure") == 2, charts
     assert page.tags.count("details") == 2
 
 
@@ -110,6 +127,59 @@ def test_the_page_stands_alone_and_nothing_of_the_report_becomes_markup() -> Non
     assert not {"script", "link", "img", "iframe", "object"} & set(parsed.tags)
     assert not {name for name, _ in parsed.attributes} & {"src", "href", "onload", "onclick"}
     assert not re.search(r"https?:|url\(|@import", page)
+    assert "/home" not in page
+    assert "private" not in page
+
+
+def test_the_page_suits_a_phone_a_dark_screen_and_a_screen_reader() -> None:
+    page = render(report(evaluation()))
+    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in page
+    assert "prefers-color-scheme: dark" in page
+    assert page.count("<table>") == page.count('<div class="scroll" role="region" tabindex="0" aria-label="')
+    assert page.count("<th") - page.count("<thead") == page.count('<th scope="')
+    assert page.count('role="img" aria-label="') == page.count("<svg") - page.count('aria-hidden="true"')
+
+
+def test_colours_have_contrast_on_either_background() -> None:
+    def luminance(colour: str) -> float:
+        parts = [int(digit * (2 if len(colour) == 3 else 1), 16) / 255 for digit in re.findall(
+            "." if len(colour) == 3 else "..", colour)]  # fmt: skip
+        return sum(w * (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4)
+                   for w, c in zip((0.2126, 0.7152, 0.0722), parts, strict=True))  # fmt: skip
+
+    light, dark = STYLE.split("@media")
+    for style in (light, dark.partition("}")[0]):
+        colours = dict(re.findall(r"--([a-z0-9]+): #([0-9a-f]+)", style))
+        for name, wanted in {"text": 4.5, "soft": 4.5, "s0": 3, "s1": 3, "s2": 3, "s3": 3, "s4": 3}.items():
+            for background in ("page", "panel"):
+                pair = sorted((luminance(colours[name]), luminance(colours[background])))
+                assert (pair[1] + 0.05) / (pair[0] + 0.05) >= wanted, (name, background)
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        (str(DEMO_FOLDER), "demo"),
+        ("/home/me/.cache/huggingface/hub/models--org--a--b/snapshots/0123", "org/a--b"),
+        ("/home/me/models/tiny", "tiny"),
+        ("tiny", "tiny"),
+    ],
+)
+def test_a_model_is_shown_by_name(path: str, name: str) -> None:
+    assert model_name(path) == name
+
+
+def test_experts_share_a_row_and_what_no_layer_has_takes_no_column() -> None:
+    experts = [linear(module=f"model.layers.0.mlp.experts.{i}.up_proj", error=i / 4, rtn_error=0.5) for i in range(3)]
+    counts = ExpertsReport(tokens={"0": 500, "1": 7, "2": 300}, without_statistics=(1,))
+    layer = LayerReport(0, tuple(experts), (), 0.5, 1.0, experts=counts)
+    page = render(msgspec.structs.replace(report(), layers=(layer,)))
+    assert "mlp.experts.*.up_proj (3)" in page
+    assert '<td class="number">0.25</td>' in page
+    assert "Experts with too few tokens, rounded to nearest: 1." in page
+    assert "expert 1: 7 tokens" in page
+    assert "groups clipped" not in page
+    assert "Not evaluated." in page
 
 
 def test_unknown_values_and_new_fields_are_shown_as_they_are() -> None:
@@ -140,22 +210,24 @@ def test_mixed_precision_and_held_out_rows_are_shown() -> None:
         "4.48",
         f"{EVIL}, b",
         "int4 g128 0.125, int8 0.0625",
-        "held_out: tokens 2,048, error 0.25, rtn_error 0.75",
+        "On 2,048 held-out tokens the layer's error is 0.25, that of plain rounding 0.75.",
     ):
         assert shown in text, shown
 
 
 def test_lines_are_at_their_values() -> None:
-    chart = line_chart({"a": [1.0, 0.1, None, 0.01], "b": [math.nan, 0.0, -1.0]}, title="t", x_label="x")
+    chart = line_chart({"a": [1.0, 0.1, None, 0.01], "b": [math.nan, 0.0, -1.0]}, title="t", x_label="x", y_label="y")
     heights = [float(y) for y in re.findall(r'circle cx="[0-9.]+" cy="([0-9.]+)"', chart)]
     assert len(heights) == 3
     assert heights[1] - heights[0] == pytest.approx(heights[2] - heights[1])  # powers of ten are evenly spaced
     assert heights[0] < heights[1]
-    assert line_chart({"a": [None, 0.0]}, title="t", x_label="x") == ""
-    bars = bar_chart([1.0, 2.0], title="t", x_label="x")
-    sizes = [float(height) for height in re.findall(r'height="([0-9.]+)" fill', bars)]
+    assert "y (log scale)" in chart
+    assert chart.count("<polyline") == 2  # the gap stays one
+    assert line_chart({"a": [None, 0.0]}, title="t", x_label="x", y_label="y") == ""
+    bars = bar_chart([1.0, 2.0], title="t", x_label="x", y_label="y")
+    sizes = [float(height) for height in re.findall(r'height="([0-9.]+)" class="mark', bars)]
     assert sizes[1] == pytest.approx(2 * sizes[0])
-    assert bar_chart([], title="t", x_label="x") == ""
+    assert bar_chart([], title="t", x_label="x", y_label="y") == ""
     assert sparkline([1.0, None]) == ""
     assert "polyline" in sparkline([1.0, 1.0])
 

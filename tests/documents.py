@@ -1,0 +1,65 @@
+"""Markdown documents as a reader sees them: blocks of code, and the commands in them with the output shown."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+NOT_RUN = re.compile(r"<!-- not run: (.+) -->")
+
+
+class Block(NamedTuple):
+    """Lines of code. `not_run` is the reason of a comment `<!-- not run: REASON -->` before it. `is_next` says that
+    only blank lines stand between this block and the one before."""
+
+    language: str
+    lines: list[str]
+    not_run: str
+    is_next: bool
+
+
+class Command(NamedTuple):
+    text: str
+    shown: list[str]  # the lines of its output
+
+
+def blocks(text: str) -> Iterator[Block]:
+    """The fenced blocks of a document, and its lines that are indented by four spaces."""
+    end = 0
+    for match in re.finditer(r"^```(.*)\n((?:.*\n)*?)```$|(?:(?<=\n\n)|^)((?: {4}.*\n|\n)+)", text, re.MULTILINE):
+        language, fenced, indented = match.groups()
+        code = fenced if indented is None else textwrap.dedent(indented).strip("\n")
+        if code.strip():
+            reason = NOT_RUN.search(text[end : match.start()].rstrip().rpartition("\n")[2])
+            is_next = not text[end : match.start()].strip()
+            yield Block((language or "").strip(), code.splitlines(), reason.group(1) if reason else "", is_next)
+            end = match.end()
+
+
+def is_open(command: str) -> bool:
+    """Whether the shell waits for another line: after a backslash, or within quotes."""
+    if command.endswith("\\"):
+        return True
+    try:
+        shlex.split(command)
+    except ValueError:
+        return True
+    return False
+
+
+def commands(block: Block) -> list[Command]:
+    """The lines behind `$ `, each with the output below it."""
+    found: list[Command] = []
+    for line in block.lines:
+        if found and not found[-1].shown and is_open(found[-1].text):
+            found[-1] = Command(f"{found[-1].text}\n{line}", [])
+        elif line.startswith("$ "):
+            found.append(Command(line[2:], []))
+        elif found:
+            found[-1].shown.append(line)
+    return found

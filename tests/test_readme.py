@@ -1,0 +1,98 @@
+"""The README's matrix of models and formats: it has all that lmkit has, and each of its cells runs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmkit.config import EngineConfig
+from lmkit.formats.base import FORMATS
+from lmkit.models import registry
+from lmkit.models.source import ModelSource
+from lmkit.quant.run import prepare
+from lmkit.turbo.engine.engine import Engine
+from lmkit.turbo.request import Request, SamplingParams
+from tests.quant.helpers import recipe, tiny_checkpoint
+
+README = (Path(__file__).resolve().parents[1] / "README.md").read_text()
+CT_SCHEME = {"format": "compressed-tensors", "scheme": {"group_size": 32, "symmetric": True}}
+FP8 = {
+    "format": "fp8",
+    "scheme": {"bits": 8, "type": "float", "group_size": "block"},
+    "activations": "float8",
+}
+# A column -> the formats of lmkit in it, and a recipe's sections that make the first of them.
+COLUMNS = {
+    "dense": (("dense",), None),
+    "AWQ": (("awq",), {"format": "awq"}),
+    "GPTQ": (("gptq", "gptq_v2"), {"format": "gptq", "scheme": {"group_size": 32, "symmetric": True}}),
+    "compressed-tensors": (("compressed-tensors",), CT_SCHEME),
+    "FP8 blocks": (("fp8",), FP8),
+}
+# A row -> its architecture, and a tiny model of it.
+ROWS = {
+    "Llama 2, 3": ("LlamaForCausalLM", "llama"),
+    "Mistral": ("MistralForCausalLM", "mistral"),
+    "Qwen2, Qwen2.5": ("Qwen2ForCausalLM", "qwen2"),
+    "Qwen3": ("Qwen3ForCausalLM", "qwen3"),
+    "Gemma 2": ("Gemma2ForCausalLM", "gemma2"),
+    "Mixtral": ("MixtralForCausalLM", "mixtral"),
+    "Qwen2-MoE": ("Qwen2MoeForCausalLM", "qwen2-moe"),
+    "Qwen3-MoE": ("Qwen3MoeForCausalLM", "qwen3-moe"),
+}
+
+
+def cells() -> dict[str, list[str]]:
+    """Row of the matrix -> its cells."""
+    table = README[README.index("| model | dense |") :].split("\n\n")[0].splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+    assert rows[0][1:] == list(COLUMNS)
+    return {row[0]: row[1:] for row in rows[2:]}
+
+
+def test_every_family_and_format_has_a_place() -> None:
+    matrix = cells()
+    assert matrix.pop("any other") == ["no"] * len(COLUMNS)
+    assert list(matrix) == list(ROWS)
+    assert all(row == ["CPU, GPU"] * len(COLUMNS) for row in matrix.values())
+    with pytest.raises(Exception, match="architecture"):
+        registry.load_spec({"architectures": ["NobodysForCausalLM"]})
+    assert {architecture for architecture, _ in ROWS.values()} == set(registry.FAMILIES)
+    assert {name for names, _ in COLUMNS.values() for name in names} == {form.name for form in FORMATS}
+
+
+def _cases() -> Iterator[Any]:
+    """All cells. The short run has one of each row, and of each column at least one."""
+    for i, row in enumerate(ROWS):
+        for j, column in enumerate(COLUMNS):
+            yield pytest.param(row, column, marks=[] if i % len(COLUMNS) == j else pytest.mark.exhaustive)
+
+
+@pytest.mark.parametrize(("row", "column"), _cases())
+def test_a_cell_of_the_matrix_runs(tmp_path: Path, row: str, column: str) -> None:
+    names, sections = COLUMNS[column]
+    path = source = tiny_checkpoint(tmp_path / "source", ROWS[row][1], num_hidden_layers=2)  # the last may be sparse
+    if sections is not None:
+        path = tmp_path / "quantized"
+        asked = recipe(calibration={"num_samples": 1, "seq_len": 48}, **sections)
+        prepare(source, asked).run(path)
+    assert ModelSource(path).format.name == names[0]
+    engine = Engine(str(path), EngineConfig(packed_cache=False, max_model_len=64, max_batch_size=1))
+    engine.add(Request(request_id="a", prompt_ids=[5, 6, 7], params=SamplingParams(max_tokens=2, ignore_eos=True)))
+    tokens = []
+    while engine.has_work():
+        tokens += [token for output in engine.step() for token in output.token_ids]
+    engine.close()
+    assert len(tokens) == 2
+
+
+def test_links_lead_somewhere() -> None:
+    root = Path(__file__).resolve().parents[1]
+    targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", README.replace("\n", " "))
+    missing = [target for target in targets if not target.startswith("http") and not (root / target).exists()]
+    assert targets
+    assert not missing
