@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import re
 import signal
 import socket
@@ -33,11 +34,14 @@ DEFAULTS = {
 }
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def free_ports(count: int) -> int:
+    """The first of `count` free ports in a row, below those that the system gives away."""
+    for first in random.Random().sample(range(20000, 32000), 100):
+        with contextlib.ExitStack() as probes, contextlib.suppress(OSError):
+            for port in range(first, first + count):
+                probes.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return first
+    raise AssertionError("no free ports")
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -114,7 +118,7 @@ class Reader(contextlib.ExitStack):
         return text
 
     def _with_free_ports(self, text: str) -> str:
-        return PORT.sub(lambda found: self.ports.setdefault(found.group(), str(free_port())), text)
+        return PORT.sub(lambda found: self.ports.setdefault(found.group(), str(free_ports(1))), text)
 
 
 LOG = re.compile(r"^(\d{4}-)?\d\d-\d\d \d\d:\d\d:\d\d")  # a line of the log: it is about the machine
