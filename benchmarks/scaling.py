@@ -165,7 +165,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
             axes.plot(xs, [row["ms_per_step"] for row in line], "o-", color=f"C{number}", label=name)
             best = [row["roofline_ms_per_step"] for row in line]
             axes.plot(xs, best, "--", color=f"C{number}", label="roofline")
-        axes.set(xscale="log", yscale="log", xlabel=label, ylabel="ms per step")
+        axes.set(xscale="log", yscale="log", xlabel=label, ylabel="ms per step (log scales)")
         axes.legend(fontsize=7)
     figure.savefig(path, dpi=110)
 

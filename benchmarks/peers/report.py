@@ -95,5 +95,6 @@ def plot(samples: Samples, points: list[Point], path: Path) -> None:
     axes.set_xticks(range(len(points)), [point.name for point in points])
     axes.set_ylabel("speed / fastest peer")
     axes.set_title("1.1B Llama on CPU; labels are tokens per second", fontsize=10)
-    axes.legend(fontsize=7, ncols=3)
+    axes.set_ylim(bottom=0)
+    figure.legend(fontsize=7, ncols=3, loc="outside lower center")
     figure.savefig(path, dpi=110)

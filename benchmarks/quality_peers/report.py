@@ -57,12 +57,17 @@ def plot(results: Results, path: Path) -> None:
         if any(math.isfinite(kl) for kl in kls):
             ours = entry.tool == "lmkit"
             axes.plot(factors, kls, "o-" if ours else "s--", label=entry.name, linewidth=2 if ours else 1, markersize=4)
-    axes.set(xscale="log", yscale="log", xlabel="outlier channels, times", ylabel="KL from the original, nats a token")
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="outlier channels, times",
+        ylabel="KL from the original, nats a token (log scale)",
+    )
     axes.set_xticks(factors, [f"x{factor}" for factor in factors])
     axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.set_title("4-bit weights of the demo model, groups of 128", fontsize=10)
-    axes.legend(fontsize=7, ncols=2)
+    figure.legend(fontsize=7, ncols=3, loc="outside lower center")
     figure.savefig(path, dpi=110)
 
 

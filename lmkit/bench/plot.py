@@ -34,7 +34,7 @@ def plot_requests(path: Path, title: str, runs: Sequence[OnlineRun] | Sequence[T
     figure, ((rate, latency), (ttft, itl)) = _figure(title)
     labels = [run.label for run in runs]
     rate.plot(labels, [run.summary.output_tokens_per_s for run in runs], "o-", label="output tokens/s")
-    rate.set(title="throughput", ylabel="tokens/s")
+    rate.set(title="throughput", xlabel="load", ylabel="tokens/s")
     throughputs = [run.summary.output_tokens_per_s for run in runs]
     for name, pick in (("p50", lambda d: d.p50), ("p90", lambda d: d.p90), ("p99", lambda d: d.p99)):
         latency.plot(throughputs, [_of(run.summary.tpot_ms, pick) for run in runs], "o-", label=name)
@@ -45,6 +45,8 @@ def plot_requests(path: Path, title: str, runs: Sequence[OnlineRun] | Sequence[T
         _cdf(itl, run.label, (1e3 * seconds for record in done for seconds in record.intervals()))
     ttft.set(title="time to first token", xlabel="ms", ylabel="share of requests")
     itl.set(title="inter-token time", xlabel="ms", ylabel="share of tokens")
+    for axes in (latency, ttft, itl):
+        axes.set_xlim(left=0)
     _save(figure, path)
 
 
@@ -64,7 +66,7 @@ def plot_latency(path: Path, title: str, runs: Sequence[LatencyRun]) -> None:
         (prefill_rate, "prefill", "tokens/s"),
         (decode_rate, "decode", "tokens/s"),
     ):
-        axes.set(title=name, xlabel="batch size", ylabel=unit)
+        axes.set(title=name, xlabel="batch size", ylabel=unit, xlim=(0, None))
     _save(figure, path)
 
 
@@ -89,8 +91,10 @@ def _of(values: Distribution | None, pick: Callable[[Distribution], float]) -> f
 def _save(figure: Any, path: Path) -> None:
     for axes in figure.axes:
         axes.grid(alpha=0.3)
+        axes.set_ylim(bottom=0)
         if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize="small")
+            # Beside the axes, where it covers no line.
+            axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
     try:
         figure.savefig(path, dpi=120)
     except OSError as error:
