@@ -154,7 +154,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         "batch": f"batch ({BASE}, context {SHORT_CONTEXT})",
         "size": f"parameters (batch 1, context {SHORT_CONTEXT})",
     }
-    figure = Figure(figsize=(10, 3.2), layout="constrained")
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
     FigureCanvasAgg(figure)
     for axes, (sweep, label) in zip(figure.subplots(1, len(labels)), labels.items(), strict=True):
         kinds = sorted({row["kv"] for row in rows if row["sweep"] == sweep})
@@ -165,8 +165,8 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
             axes.plot(xs, [row["ms_per_step"] for row in line], "o-", color=f"C{number}", label=name)
             best = [row["roofline_ms_per_step"] for row in line]
             axes.plot(xs, best, "--", color=f"C{number}", label="roofline")
-        axes.set(xscale="log", yscale="log", xlabel=label, ylabel="ms per step (log scales)")
-        axes.legend(fontsize=7)
+        axes.set(xscale="log", yscale="log", xlabel=label, ylabel="ms per step (log scale)")
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), fontsize=8, ncols=2, frameon=False)
     figure.savefig(path, dpi=110)
 
 

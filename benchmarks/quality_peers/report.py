@@ -48,7 +48,7 @@ def plot(results: Results, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7.5, 4), layout="constrained")
+    figure = Figure(figsize=(7.5, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     factors = factors_of(results)
@@ -60,14 +60,14 @@ def plot(results: Results, path: Path) -> None:
     axes.set(
         xscale="log",
         yscale="log",
-        xlabel="outlier channels, times",
-        ylabel="KL from the original, nats a token (log scale)",
+        xlabel="factor of the outlier channels (log scale)",
+        ylabel="KL, nats a token (log scale)",
     )
     axes.set_xticks(factors, [f"x{factor}" for factor in factors])
     axes.minorticks_off()
     axes.grid(alpha=0.3)
-    axes.set_title("4-bit weights of the demo model, groups of 128", fontsize=10)
-    figure.legend(fontsize=7, ncols=3, loc="outside lower center")
+    figure.suptitle("KL from the original: 4-bit weights of the demo model, groups of 128", fontsize=10)
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), fontsize=8, ncols=3, frameon=False)
     figure.savefig(path, dpi=110)
 
 

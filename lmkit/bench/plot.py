@@ -34,7 +34,7 @@ def plot_requests(path: Path, title: str, runs: Sequence[OnlineRun] | Sequence[T
     figure, ((rate, latency), (ttft, itl)) = _figure(title)
     labels = [run.label for run in runs]
     rate.plot(labels, [run.summary.output_tokens_per_s for run in runs], "o-", label="output tokens/s")
-    rate.set(title="throughput", xlabel="load", ylabel="tokens/s")
+    rate.set(title="throughput", xlabel="run", ylabel="tokens/s")
     throughputs = [run.summary.output_tokens_per_s for run in runs]
     for name, pick in (("p50", lambda d: d.p50), ("p90", lambda d: d.p90), ("p99", lambda d: d.p99)):
         latency.plot(throughputs, [_of(run.summary.tpot_ms, pick) for run in runs], "o-", label=name)
@@ -73,7 +73,7 @@ def plot_latency(path: Path, title: str, runs: Sequence[LatencyRun]) -> None:
 def _figure(title: str) -> tuple[Any, Any]:
     from matplotlib.figure import Figure  # without pyplot: it has global state and needs a window system
 
-    figure = Figure(figsize=(11, 8), layout="constrained")
+    figure = Figure(figsize=(13, 8), layout="constrained")
     figure.suptitle(title)
     return figure, figure.subplots(2, 2)
 
@@ -92,9 +92,10 @@ def _save(figure: Any, path: Path) -> None:
     for axes in figure.axes:
         axes.grid(alpha=0.3)
         axes.set_ylim(bottom=0)
+        if axes.get_xlabel() != "run":
+            axes.set_xlim(left=0)
         if axes.get_legend_handles_labels()[0]:
-            # Beside the axes, where it covers no line.
-            axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
+            axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))  # beside the data
     try:
         figure.savefig(path, dpi=120)
     except OSError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -103,8 +104,11 @@ def test_a_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
-def test_plots(tmp_path: Path, suffix: str) -> None:
-    pytest.importorskip("matplotlib")
+def test_plots(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    drawn: list[Any] = []
+    save = figure.savefig
+    monkeypatch.setattr(figure, "savefig", lambda self, *args, **kw: (drawn.append(self), save(self, *args, **kw)))
     answered = RequestRecord(conversation=0, prompt_tokens=1, requested_tokens=3, scheduled=0, start=0, end=1,
                              bursts=[Burst(0.2, 1), Burst(0.4, 2)])  # fmt: skip
     failed = msgspec.structs.replace(answered, bursts=[], error="timeout")
@@ -123,3 +127,9 @@ def test_plots(tmp_path: Path, suffix: str) -> None:
     plot_latency(tmp_path / f"latency{suffix}", "title", shapes)
     assert all(file.stat().st_size > 5000 for file in tmp_path.iterdir())
     assert len(list(tmp_path.iterdir())) == 2
+    for axes in (axes for figure in drawn for axes in figure.axes):
+        assert axes.get_ylim()[0] == 0
+        assert axes.get_xlabel()
+        assert axes.get_ylabel()
+        if axes.get_legend():  # beside the data, so it hides none
+            assert axes.get_legend().get_window_extent().x0 >= axes.get_window_extent().x1

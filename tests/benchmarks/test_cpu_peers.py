@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -105,6 +106,20 @@ def test_plot(samples: Samples, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     report.plot(samples, ALL, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    # A plot names engines and points in words.
+    assert [point.label for point in ALL[:3]] == ["prompt of 512", "1 sequence", "4 sequences"]
+    assert ENGINES["openvino"].label == "OpenVINO GenAI"
+
+
+def test_the_legend_hides_no_bar(samples: Samples, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    drawn: list[Any] = []
+    save = figure.savefig
+    monkeypatch.setattr(figure, "savefig", lambda self, *args, **kw: (drawn.append(self), save(self, *args, **kw)))
+    report.plot(samples, ALL, tmp_path / "plot.png")
+    (axes,) = drawn[0].axes
+    assert axes.get_ylim()[0] == 0
+    assert not axes.get_legend().get_window_extent().overlaps(axes.get_window_extent())
 
 
 def test_options_are_checked() -> None:

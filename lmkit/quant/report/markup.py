@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
 DASH = "–"  # stands for no value
+ABSOLUTE = re.compile(r"(?<![\w./~<])[/~](?!/)[^\s,;]*/")  # the folders of a path in a text
 
 # The colours of text, lines and marks have at least the contrast that WCAG 2.2 AA asks for, on either background.
 STYLE = """
@@ -25,7 +27,7 @@ p { margin: .4rem 0; max-width: 48rem } .soft, figcaption, caption { color: var(
 .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(10.5rem, 1fr)); gap: .75rem; margin: 1.25rem 0 }
 .cards div { background: var(--panel); border-radius: .5rem; padding: .7rem .9rem }
 .cards dt { color: var(--soft); font-size: .875rem } .cards dd { margin: 0 }
-dd.note { color: var(--soft); font-size: .875rem }
+.cards dd.note { color: var(--soft); font-size: .875rem }
 .cards dd.value { font-size: 1.35rem; font-weight: 600; line-height: 1.3; font-variant-numeric: tabular-nums }
 .scroll { overflow-x: auto; margin: .5rem 0 1rem; max-width: 100% }
 table { border-collapse: collapse; font-size: .9rem } caption { text-align: left; padding: .2rem 0 }
@@ -43,6 +45,7 @@ figcaption { font-weight: 600; margin-bottom: .25rem } svg text { font: 13px sys
 .mark.s0 { fill: var(--s0) } .mark.s1 { fill: var(--s1) } .mark.s2 { fill: var(--s2) } .mark.s3 { fill: var(--s3) }
 .mark.s4 { fill: var(--s4) }
 summary { cursor: pointer; padding: .35rem 0 } details { border-bottom: 1px solid var(--rule) }
+@media (max-width: 30rem) { figure > svg text { font-size: 16px } }
 pre { background: var(--panel); padding: .8rem; border-radius: .5rem; overflow-x: auto; font-size: .85rem }
 """
 
@@ -114,8 +117,8 @@ def number(value: float | None) -> str:
 
 
 def without_folders(value: str) -> str:
-    """The last part of an absolute path; any other text as it is."""
-    return Path(value).name if value.startswith(("/", "~")) else value
+    """The last part of an absolute path, also of one inside a text."""
+    return Path(value).name if value.startswith(("/", "~")) else ABSOLUTE.sub("", value)
 
 
 def _scrolled(content: str, name: str) -> str:

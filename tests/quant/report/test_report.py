@@ -25,7 +25,7 @@ from lmkit.quant.report.layer_report import (
     ScaleReport,
     stored_bits,
 )
-from lmkit.quant.report.markup import STYLE
+from lmkit.quant.report.markup import STYLE, pairs, without_folders
 from lmkit.quant.report.report import MixedPrecisionGroup, MixedPrecisionReport, QuantReport
 
 EVIL = "<script>alert(1)&\"'"
@@ -147,7 +147,7 @@ def test_colours_have_contrast_on_either_background() -> None:
         return sum(w * (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4)
                    for w, c in zip((0.2126, 0.7152, 0.0722), parts, strict=True))  # fmt: skip
 
-    light, dark = STYLE.split("@media")
+    light, dark, *_ = STYLE.split("@media")
     for style in (light, dark.partition("}")[0]):
         colours = dict(re.findall(r"--([a-z0-9]+): #([0-9a-f]+)", style))
         for name, wanted in {"text": 4.5, "soft": 4.5, "s0": 3, "s1": 3, "s2": 3, "s3": 3, "s4": 3}.items():
@@ -167,6 +167,16 @@ def test_colours_have_contrast_on_either_background() -> None:
 )
 def test_a_model_is_shown_by_name(path: str, name: str) -> None:
     assert model_name(path) == name
+
+
+def test_a_path_inside_a_text_loses_its_folders() -> None:
+    assert without_folders("no rows in /home/me/a.txt, skipped") == "no rows in a.txt, skipped"
+    for words in ("KL / token", "int4/int8", "a~b", "https://host/x", "99 % / 99.9 %", "<b>x</b>"):
+        assert without_folders(words) == words
+
+
+def test_a_value_is_beside_its_label() -> None:
+    assert pairs({"rows": 64}, "t").count("<td>64</td>") == 1  # not at the far edge, where a column's numbers are
 
 
 def test_experts_share_a_row_and_what_no_layer_has_takes_no_column() -> None:
@@ -230,6 +240,19 @@ def test_lines_are_at_their_values() -> None:
     assert bar_chart([], title="t", x_label="x", y_label="y") == ""
     assert sparkline([1.0, None]) == ""
     assert "polyline" in sparkline([1.0, 1.0])
+
+
+@pytest.mark.parametrize("values", [[3.0], [1.0, 1.0], [0.0019, 0.0051], [1e-9, 40.0], [10.0], [999.0, 1001.0]])
+def test_ticks_surround_the_values_and_bars_start_at_zero(values: list[float]) -> None:
+    def ticks(chart: str) -> list[float]:
+        return [float(label) for label in re.findall(r'text-anchor="end">([^<]+)<', chart)]
+
+    lines = ticks(line_chart({"a": values}, title="t", x_label="x", y_label="y"))
+    assert len(lines) >= 2
+    assert min(lines) <= min(values) <= max(values) <= max(lines)
+    bars = ticks(bar_chart(values, title="t", x_label="x", y_label="y"))
+    assert min(bars) == 0
+    assert max(values) <= max(bars) <= 2 * max(values)
 
 
 def test_bits_count_scales_and_zeros() -> None:
