@@ -27,6 +27,11 @@ class Command(NamedTuple):
     text: str
     shown: list[str]  # the lines of its output
 
+    @property
+    def is_refused(self) -> bool:
+        """Whether an error is shown. The command then does not succeed."""
+        return any(re.match(r"lmkit: |\w+Error: ", line) for line in self.shown)
+
 
 def blocks(text: str) -> Iterator[Block]:
     """The fenced blocks of a document, and its lines that are indented by four spaces."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.documents import ROOT
-from tests.reader import environment, free_port, run, server
+from tests.reader import environment, free_ports, run, server
 
 EXAMPLES = ROOT / "examples"
 QUICK = ["--recipe", "rtn_w4a16_g128", "--num-samples", "2", "--seq-len", "64", "--no-eval"]
@@ -63,7 +63,7 @@ def test_a_client_of_openai(folder: Path, address: str) -> None:
 
 @pytest.mark.slow
 def test_two_models_behind_a_proxy(folder: Path) -> None:
-    variables = environment(folder) | {"PORT": str(free_port())}
+    variables = environment(folder) | {"PORT": str(free_ports(3))}
     printed = run([str(EXAMPLES / "two_models_behind_proxy.sh")], folder, variables)
     assert re.search(r"\bup\s+first\b", printed), printed
     assert re.search(r"\bup\s+second\b", printed), printed

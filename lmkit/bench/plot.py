@@ -45,6 +45,8 @@ def plot_requests(path: Path, title: str, runs: Sequence[OnlineRun] | Sequence[T
         _cdf(itl, run.label, (1e3 * seconds for record in done for seconds in record.intervals()))
     ttft.set(title="time to first token", xlabel="ms", ylabel="share of requests")
     itl.set(title="inter-token time", xlabel="ms", ylabel="share of tokens")
+    for axes in (latency, ttft, itl):
+        axes.set_xlim(left=0)
     _save(figure, path)
 
 
@@ -64,7 +66,7 @@ def plot_latency(path: Path, title: str, runs: Sequence[LatencyRun]) -> None:
         (prefill_rate, "prefill", "tokens/s"),
         (decode_rate, "decode", "tokens/s"),
     ):
-        axes.set(title=name, xlabel="batch size", ylabel=unit)
+        axes.set(title=name, xlabel="batch size", ylabel=unit, xlim=(0, None))
     _save(figure, path)
 
 

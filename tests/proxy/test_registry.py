@@ -2,10 +2,11 @@
 
 from collections import Counter
 from random import Random
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
+from lmkit.config import PolicyName
 from lmkit.errors import RequestError
 from lmkit.proxy.config import NodeConfig, ProxyConfig, Registration
 from lmkit.proxy.policies import POLICIES, least_in_flight, random, round_robin
@@ -178,3 +179,7 @@ def test_random_is_drawn_by_weight() -> None:
     rng = Random(3)
     picks = Counter(random(nodes, rng).url for _ in range(2000))
     assert picks["http://b"] / 2000 == pytest.approx(0.8, abs=0.05)
+
+
+def test_every_policy_can_be_asked_for() -> None:
+    assert POLICIES.keys() == set(get_args(PolicyName))
