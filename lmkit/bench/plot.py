@@ -33,8 +33,8 @@ def plot_requests(path: Path, title: str, runs: Sequence[OnlineRun] | Sequence[T
     """Throughput and latency over the sweep, and the distributions of TTFT and inter-token times of each run."""
     figure, ((rate, latency), (ttft, itl)) = _figure(title)
     labels = [run.label for run in runs]
-    rate.plot(labels, [run.summary.output_tokens_per_s for run in runs], "o-", label="output tokens/s")
-    rate.set(title="throughput", xlabel="run", ylabel="tokens/s")
+    rate.plot(labels, [run.summary.output_tokens_per_s for run in runs], "o-")
+    rate.set(title="throughput", xlabel="run", ylabel="output tokens/s")
     throughputs = [run.summary.output_tokens_per_s for run in runs]
     for name, pick in (("p50", lambda d: d.p50), ("p90", lambda d: d.p90), ("p99", lambda d: d.p99)):
         latency.plot(throughputs, [_of(run.summary.tpot_ms, pick) for run in runs], "o-", label=name)
