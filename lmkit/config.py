@@ -175,7 +175,9 @@ class ServerConfig(StrictStruct, frozen=True):
 
 
 # Variables that every command reads. `lmkit serve` and `lmkit proxy` read one for each of their options as well.
-VARIABLES = ("LMKIT_API_KEY", "LMKIT_CACHE_DIR", "LMKIT_CPU_ISA", "LMKIT_LOG_LEVEL", "LMKIT_NUM_THREADS")
+VARIABLES = (
+    "LMKIT_API_KEY", "LMKIT_CACHE_DIR", "LMKIT_CPU_ISA", "LMKIT_LOG_LEVEL", "LMKIT_NUM_THREADS", "LMKIT_STATE_DIR",
+)  # fmt: skip
 
 
 class Environment(StrictStruct, frozen=True):
@@ -184,6 +186,7 @@ class Environment(StrictStruct, frozen=True):
     cpu_isa: str | None  # LMKIT_CPU_ISA: force a lower kernel path: avx512_vnni, avx_vnni, avx2, portable
     num_threads: int | None  # LMKIT_NUM_THREADS
     cache_dir: Path  # LMKIT_CACHE_DIR: compiled kernels; packed weights if the checkpoint is not writable
+    state_dir: Path  # LMKIT_STATE_DIR: the lists of known models and of running servers
     log_level: str  # LMKIT_LOG_LEVEL: one of LOG_LEVELS
     world_size: int  # processes of one quantization on all machines, as its launcher sets it
     local_world_size: int  # processes of one quantization on this machine
@@ -198,18 +201,21 @@ def environment() -> Environment:
     log_level = os.environ.get("LMKIT_LOG_LEVEL") or "INFO"
     if log_level.upper() not in LOG_LEVELS:
         raise ConfigError(f"LMKIT_LOG_LEVEL={log_level!r}: expected {', '.join(LOG_LEVELS)}")
-    cache = os.environ.get("LMKIT_CACHE_DIR") or os.path.join(
-        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "lmkit"
-    )
     return Environment(
         cpu_isa=os.environ.get("LMKIT_CPU_ISA") or None,
         num_threads=int(threads) if threads else None,
-        cache_dir=Path(cache),
+        cache_dir=_folder("LMKIT_CACHE_DIR", "XDG_CACHE_HOME", "~/.cache"),
+        state_dir=_folder("LMKIT_STATE_DIR", "XDG_STATE_HOME", "~/.local/state"),
         log_level=log_level.upper(),
         world_size=_launched("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
         local_world_size=_launched("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
         api_key=os.environ.get("LMKIT_API_KEY") or None,
     )
+
+
+def _folder(own: str, parent: str, default: str) -> Path:
+    """The folder that `own` names, else that of lmkit in the user's folder of this kind (XDG base directories)."""
+    return Path(os.environ.get(own) or os.path.join(os.environ.get(parent) or os.path.expanduser(default), "lmkit"))
 
 
 def lmkit_variables() -> dict[str, str]:

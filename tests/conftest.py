@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # a process for each core: threads of several would wait for each other
     for _name in ("LMKIT_NUM_THREADS", "OMP_NUM_THREADS"):  # torch reads the latter when it is imported
         os.environ.setdefault(_name, "1")
+
+if "LMKIT_STATE_DIR" not in os.environ:  # what tests quantize and serve is no news for the user of this machine
+    os.environ["LMKIT_STATE_DIR"] = tempfile.mkdtemp(prefix="lmkit-tests-")
+    atexit.register(shutil.rmtree, os.environ["LMKIT_STATE_DIR"], ignore_errors=True)
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell; tests' processes inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -47,7 +47,7 @@ def models() -> list[Model]:
 
 
 def _list() -> Path:
-    return environment().cache_dir / "models"
+    return environment().state_dir / "models"
 
 
 def _remembered() -> list[str]:

@@ -88,7 +88,11 @@ class Tokenizer:
         Raises RequestError if there is no template, or if it refuses the messages.
         """
         if self.chat_template is None:
-            raise RequestError("invalid_request", "this model has no chat template; use /v1/completions", "messages")
+            raise RequestError(
+                "invalid_request",
+                "this model has no chat template; it completes texts: /v1/completions, or do_preprocess=False",
+                "messages",
+            )
         return self.chat_template.render(messages, add_generation_prompt=add_generation_prompt, variables=variables)
 
     def encode_chat(

@@ -136,7 +136,7 @@ def stop(entries: list[Entry], ended: Callable[[Entry], None], *, extra_seconds:
 
 def _folder() -> Path:
     """In the cache: XDG_RUNTIME_DIR would be emptied at a logout, which a server may outlive."""
-    return environment().cache_dir / "run"
+    return environment().state_dir / "run"
 
 
 def _write(folder: Path, entry: Entry) -> None:

@@ -35,7 +35,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeHub]:
     with fake_hub(dict(FILES)) as hub:
         for name, value in {
             "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1",
-            "LMKIT_CACHE_DIR": str(tmp_path / "cache"), "HF_HUB_DISABLE_TELEMETRY": "1",
+            "LMKIT_STATE_DIR": str(tmp_path / "cache"), "HF_HUB_DISABLE_TELEMETRY": "1",
         }.items():  # fmt: skip
             monkeypatch.setenv(name, value)
         yield hub
@@ -112,10 +112,10 @@ def checkpoint(folder: Path, **config: object) -> Path:
 
 
 def test_list_finds_the_cache_and_remembered_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("LMKIT_CACHE_DIR", str(tmp_path / "none"))
+    monkeypatch.setenv("LMKIT_STATE_DIR", str(tmp_path / "none"))
     remember(tmp_path)  # the cache cannot be written: nothing happens
     (tmp_path / "cache").mkdir()
-    monkeypatch.setenv("LMKIT_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("LMKIT_STATE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     awq = checkpoint(tmp_path / "awq", quantization_config={"quant_method": "awq", "bits": 4})
     groups = {"group_0": {"weights": {"num_bits": 8}}}

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(autouse=True)
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("LMKIT_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("LMKIT_STATE_DIR", str(tmp_path))
 
 
 def lmkit(*words: str) -> str:

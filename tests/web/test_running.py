@@ -21,7 +21,7 @@ DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); prin
 
 @pytest.fixture(autouse=True)
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setenv("LMKIT_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("LMKIT_STATE_DIR", str(tmp_path))
     return tmp_path / "run"
 
 
