@@ -224,9 +224,19 @@ def lmkit_variables() -> dict[str, str]:
 
 
 def default_num_threads() -> int:
-    """LMKIT_NUM_THREADS, else this process' share of the cores it may run on."""
+    """LMKIT_NUM_THREADS, else this process' share of the cores it may run on, or of a container's quota of them."""
     here = environment()
-    return here.num_threads or max(1, len(os.sched_getaffinity(0)) // here.local_world_size)
+    cores = min(len(os.sched_getaffinity(0)), _container_quota())
+    return here.num_threads or max(1, cores // here.local_world_size)
+
+
+def _container_quota(file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """The cores' worth of time that a container may take, rounded up: `quota period` in microseconds, or `max`."""
+    try:
+        quota, period = map(int, file.read_text().split())
+    except (OSError, ValueError):  # not in a container, cgroup 1, or no limit
+        return sys.maxsize
+    return -(-quota // period)
 
 
 def _launched(*names: str) -> int:
