@@ -52,7 +52,9 @@ def environment(folder: Path) -> dict[str, str]:
         (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable} {module}"$@"\n')
         (programs / name).chmod(0o755)
     kept = {
-        k: v for k, v in os.environ.items() if not k.startswith("LMKIT_") or k in ("LMKIT_CACHE_DIR", "LMKIT_STATE_DIR")
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith("LMKIT_") or k in ("LMKIT_CACHE_DIR", "LMKIT_CPU_ISA", "LMKIT_STATE_DIR")
     }
     root = str(Path(__file__).parents[1])
     return kept | {"PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": root, "PYTHONUNBUFFERED": "1"}

@@ -125,7 +125,7 @@ def test_deadlines_and_priorities(server: Server) -> None:
 def test_metrics_tell_of_it(server: Server) -> None:
     client = client_of(server, KEYS[0])
     for _ in range(2):
-        complete(client, "# metrics\n" + PROMPT)
+        complete(client, "# metrics\n" + 3 * PROMPT)  # more than ten blocks
     name = 'lmkit:kv_tiers{{figure="{}"}}'
 
     def is_settled() -> bool:
