@@ -9,6 +9,7 @@ single shape may be too short for an instruction's latency, or need more registe
 from __future__ import annotations
 
 import argparse
+import mmap
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -162,15 +163,24 @@ def _read(args: int, scratch: int, index: int) -> None:
 INT4_BLOCKS, INT8_BLOCKS, FLOAT_BLOCKS, READ = (Task(f) for f in (_int4_blocks, _int8_blocks, _float_blocks, _read))
 
 
+READ_BYTES = 512 << 20
+
+
 def measure_ceilings(seconds: float = 5) -> Ceilings:
     """Measure the peak rates on all threads that the kernels use."""
     lanes, count, pieces = isa.host().lanes, 10_000, 8 * threads.num_threads()
-    buffer, sums = torch.ones(512 << 20, dtype=torch.uint8), torch.zeros(pieces, dtype=torch.int64)
-    length = buffer.nbytes // 8 // pieces
+    sums = torch.zeros(pieces, dtype=torch.int64)
+    # The pages behind a buffer change its speed: those of a mapping, as packed weights have, or of an allocation.
+    buffers = {
+        "allocated": torch.ones(READ_BYTES, dtype=torch.uint8),
+        "mapped": torch.frombuffer(mmap.mmap(-1, READ_BYTES), dtype=torch.uint8).fill_(1),
+    }
     functions: dict[Any, Callable[[], None]] = {
         "float": lambda: threads.run(FLOAT_BLOCKS, pieces, (count,)),
-        "read": lambda: threads.run(READ, pieces, (buffer.data_ptr(), length, sums.data_ptr())),
     }
+    for name, buffer in buffers.items():
+        places = (buffer.data_ptr(), READ_BYTES // 8 // pieces, sums.data_ptr())
+        functions["read", name] = partial(threads.run, READ, pieces, places)
     for number, shape in enumerate(SHAPES):
         functions["int4", shape] = partial(threads.run, INT4_BLOCKS, pieces, (count, number))
         functions["int8", shape] = partial(threads.run, INT8_BLOCKS, pieces, (count, number))
@@ -178,7 +188,7 @@ def measure_ceilings(seconds: float = 5) -> Ceilings:
     best, _ = undisturbed(lambda: interleaved(functions, seconds=seconds, pick=min))
     dots = pieces * count * 2 * BLOCK * lanes
     return Ceilings(
-        buffer.nbytes / best["read"],
+        max(READ_BYTES / best["read", name] for name in buffers),
         max(dots * rows * vectors / best["int4", (rows, vectors)] for rows, vectors in SHAPES),
         max(dots * rows * vectors / best["int8", (rows, vectors)] for rows, vectors in SHAPES),
         pieces * count * 2 * FLOAT_STEPS * FLOAT_SUMS * lanes / best["float"],
