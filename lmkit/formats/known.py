@@ -31,12 +31,14 @@ class Model:
 
 
 def remember(folder: Path) -> None:
-    """Let `models` find a folder. Nothing happens if the cache cannot be written."""
+    """Let `models` find a folder. Nothing happens if the list cannot be written."""
     path = str(folder.resolve())
     if path == str(DEMO_FOLDER) or path in _remembered():
         return
-    with contextlib.suppress(OSError), _list().open("a") as file:
-        file.write(f"{path}\n")
+    with contextlib.suppress(OSError):
+        _list().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with _list().open("a") as file:
+            file.write(f"{path}\n")
 
 
 def models() -> list[Model]:

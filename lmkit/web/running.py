@@ -135,7 +135,7 @@ def stop(entries: list[Entry], ended: Callable[[Entry], None], *, extra_seconds:
 
 
 def _folder() -> Path:
-    """In the cache: XDG_RUNTIME_DIR would be emptied at a logout, which a server may outlive."""
+    """Not in XDG_RUNTIME_DIR, which is emptied at a logout that a server may outlive."""
     return environment().state_dir / "run"
 
 

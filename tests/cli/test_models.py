@@ -112,10 +112,10 @@ def checkpoint(folder: Path, **config: object) -> Path:
 
 
 def test_list_finds_the_cache_and_remembered_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("LMKIT_STATE_DIR", str(tmp_path / "none"))
-    remember(tmp_path)  # the cache cannot be written: nothing happens
-    (tmp_path / "cache").mkdir()
-    monkeypatch.setenv("LMKIT_STATE_DIR", str(tmp_path / "cache"))
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("LMKIT_STATE_DIR", str(tmp_path / "file"))
+    remember(tmp_path)  # the list cannot be written: nothing happens
+    monkeypatch.setenv("LMKIT_STATE_DIR", str(tmp_path / "not" / "there"))  # as on a machine that is new to lmkit
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     awq = checkpoint(tmp_path / "awq", quantization_config={"quant_method": "awq", "bits": 4})
     groups = {"group_0": {"weights": {"num_bits": 8}}}
@@ -134,5 +134,5 @@ def test_list_finds_the_cache_and_remembered_folders(monkeypatch: pytest.MonkeyP
     lines = CliRunner().invoke(app, ["list"]).stdout.splitlines()
     assert lines[0].split() == ["NAME", "SIZE", "FORMAT", "BITS", "MODIFIED"]
     assert len(lines) == 5
-    (tmp_path / "cache" / "models").write_bytes(b"\xff\n\n")  # damaged
+    (tmp_path / "not" / "there" / "models").write_bytes(b"\xff\n\n")  # damaged
     assert len(models()) == 2
