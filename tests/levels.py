@@ -5,4 +5,4 @@ from __future__ import annotations
 from lmkit.kernels.cpu import isa
 
 if __name__ == "__main__":
-    print(*[name for name, level in isa.LEVELS.items() if not isa.missing(level)][1:])
+    print(*[name for name, level in isa.LEVELS.items() if not isa.obstacle(level)][1:])

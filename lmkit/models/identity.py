@@ -48,8 +48,9 @@ def checkpoint_identity(reader: CheckpointReader) -> str:
 
 
 def packing_identity(packing: Packing) -> str:
-    """Hex digest of how a checkpoint is loaded and of the machine's instruction set."""
-    return hashlib.sha256(f"{asdict(packing)} {isa.host().name}".encode()).hexdigest()
+    """Hex digest of how a checkpoint is loaded and of the layout that the machine's instruction set wants."""
+    level = isa.host()
+    return hashlib.sha256(f"{asdict(packing)} {level.layout or level.name}".encode()).hexdigest()
 
 
 def how_computed(reader: CheckpointReader, packing: Packing) -> str:

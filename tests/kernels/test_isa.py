@@ -13,6 +13,7 @@ from llvmlite import ir
 
 from lmkit.errors import ConfigError
 from lmkit.kernels.cpu import attention_rows, attention_tiles, isa, tiles
+from lmkit.kernels.cpu.amx import permission
 from lmkit.kernels.cpu.tiles import Tile
 from lmkit.kv_dtype import BFLOAT16, FLOAT32, INT4, INT8, KVDtype
 
@@ -127,7 +128,7 @@ def forced(level: str, cache: str) -> subprocess.CompletedProcess[str]:
 
 def test_forced_level(tmp_path: object) -> None:
     assert forced("portable", str(tmp_path)).stdout.strip() == "cpu.portable"
-    assert "expected one of avx512_vnni, avx_vnni, avx2, portable" in forced("sse9", str(tmp_path)).stderr
+    assert "expected one of amx, avx512_vnni, avx_vnni, avx2, portable" in forced("sse9", str(tmp_path)).stderr
 
 
 def test_a_level_that_this_machine_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,3 +145,32 @@ def test_a_level_that_this_machine_lacks_is_refused(monkeypatch: pytest.MonkeyPa
         assert isa.host().name == "portable"
     finally:
         isa.host.cache_clear()
+
+
+def test_tiles_that_the_system_refuses(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """They are left out with one line. Asked for, they are refused with the reason."""
+    monkeypatch.setattr(isa, "_features", lambda: isa.LEVELS["amx"].needs)
+    monkeypatch.setattr(permission, "refused", lambda: "the kernel refuses")
+    monkeypatch.delenv("LMKIT_CPU_ISA", raising=False)
+    isa.host.cache_clear()
+    try:
+        assert isa.host().name == "avx512_vnni"
+        assert isa.host().name == "avx512_vnni"
+        assert caplog.messages == ["instruction set amx is not used: the kernel refuses"]
+        assert isa.describe() == "avx512_vnni; not amx: the kernel refuses"
+        monkeypatch.setenv("LMKIT_CPU_ISA", "amx")
+        isa.host.cache_clear()
+        with pytest.raises(ConfigError, match="LMKIT_CPU_ISA='amx': the kernel refuses"):
+            isa.host()
+        monkeypatch.setattr(permission, "refused", lambda: None)
+        monkeypatch.delenv("LMKIT_CPU_ISA")
+        assert isa.host().name == "amx"
+        assert isa.describe() == "amx"
+    finally:
+        isa.host.cache_clear()
+
+
+def test_permission_names_the_reason() -> None:
+    """The question can be asked anywhere. A machine without tiles answers with a reason and no traceback."""
+    reason = permission.refused()
+    assert reason is None or reason.startswith("the kernel refuses the tile registers (")

@@ -31,7 +31,7 @@ def other_levels() -> Iterator[tuple[Implementation, Case]]:
     for name, level in isa.LEVELS.items():
         if level == isa.host():
             continue
-        level = isa.named(name + isa.EMULATED) if isa.missing(level) else level
+        level = isa.named(name + isa.EMULATED) if isa.obstacle(level) else level
         kernels = [
             (ops.linear_w4a8, quantized.implementation(level, 4)),
             (ops.linear_w8a8, quantized.implementation(level, 8)),

@@ -20,7 +20,7 @@ from lmkit.errors import CheckpointError
 from lmkit.formats.base import get_format
 from lmkit.formats.checkpoint import CheckpointReader, CheckpointWriter
 from lmkit.jsonfile import read_json
-from lmkit.kernels.cpu import jit
+from lmkit.kernels.cpu import isa, jit
 from lmkit.kv_dtype import FLOAT32
 from lmkit.layers.batch import allocate_kv, whole_batch
 from lmkit.models import identity, packed_cache, roles
@@ -345,3 +345,11 @@ def test_every_pattern_of_the_sources_behind_a_digest_matches_a_file(monkeypatch
         assert list(identity.PACKAGE.glob(pattern)), pattern
     with pytest.raises(AssertionError, match="no source file matches layers/renamed"):
         identity.sources_digest(("layers/*.py", "layers/renamed.py"))
+
+
+def test_levels_with_one_layout_share_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = []
+    for level in ("amx", "avx512_vnni", "avx2"):
+        monkeypatch.setattr(isa, "host", lambda level=level: isa.named(level))
+        names.append(identity.packing_identity(identity.Packing("cpu", "float32", "int8", "auto")))
+    assert names[0] == names[1] != names[2]

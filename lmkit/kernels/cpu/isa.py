@@ -9,6 +9,10 @@ from numba.core.registry import cpu_target
 
 from lmkit.config import environment
 from lmkit.errors import ConfigError
+from lmkit.kernels.cpu.amx import permission
+from lmkit.log import get_logger
+
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +31,8 @@ class Isa:
     float_vectors: int
     score_rows: tuple[int, ...]
     needs: frozenset[str]  # processor features, as LLVM names them
+    tiles: bool = False  # AMX: see amx/tile_file.py
+    layout: str = ""  # the level whose layout of packed weights this one has, if not its own
     emulate: bool = False  # generic instructions instead of `dot`, in the same layouts: testing on any machine
 
     @property
@@ -42,10 +48,13 @@ class Isa:
 
 _AVX2 = frozenset({"avx2", "fma", "f16c"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni"}
+_AMX = _AVX512 | {"amx-tile", "amx-int8", "amx-bf16"}
+_VNNI = Isa("avx512_vnni", 16, "vpdpbusd", (4, 2, 1), (6, 4, 2, 1), 4, (12, 6, 4, 2, 1), 2, (6, 4, 2, 1), _AVX512)
 LEVELS = {
     isa.name: isa
     for isa in (  # best first
-        Isa("avx512_vnni", 16, "vpdpbusd", (4, 2, 1), (6, 4, 2, 1), 4, (12, 6, 4, 2, 1), 2, (6, 4, 2, 1), _AVX512),
+        replace(_VNNI, name="amx", needs=_AMX, tiles=True, layout=_VNNI.name),
+        _VNNI,
         Isa("avx_vnni", 8, "vpdpbusd", (4, 2, 1), (6, 4, 2, 1), 2, (6, 4, 2, 1), 2, (6, 4, 2, 1), _AVX2 | {"avxvnni"}),
         Isa("avx2", 8, "pmadd", (4, 2, 1), (6, 4, 2, 1), 2, (6, 4, 2, 1), 2, (6, 4, 2, 1), _AVX2),
         Isa("portable", 4, "generic", (4, 2, 1), (4, 2, 1), 2, (6, 4, 2, 1), 2, (2, 1), frozenset()),
@@ -63,9 +72,11 @@ def named(name: str) -> Isa:
     return replace(isa, name=name, emulate=True, needs=frozenset(), packed_rows=packed_rows, int_rows=int_rows)
 
 
-def missing(isa: Isa) -> frozenset[str]:
-    """Features of `isa` that numba does not compile for on this machine."""
-    return isa.needs - _features()
+def obstacle(isa: Isa) -> str | None:
+    """Why this process cannot run `isa`, or None."""
+    if lacking := isa.needs - _features():
+        return f"this processor lacks {', '.join(sorted(lacking))}"
+    return permission.refused() if isa.tiles and not isa.emulate else None
 
 
 @functools.cache
@@ -80,14 +91,22 @@ def host() -> Isa:
     """The level in use: LMKIT_CPU_ISA, or the best of this machine. Raises ConfigError if it cannot run here."""
     asked = environment().cpu_isa
     if asked is None:
-        return next(isa for isa in LEVELS.values() if not missing(isa))
+        if reason := tiles_refused():
+            log.warning("instruction set amx is not used: %s", reason)
+        return next(isa for isa in LEVELS.values() if obstacle(isa) is None)
     if asked not in LEVELS:
         raise ConfigError(f"LMKIT_CPU_ISA={asked!r}: expected one of {', '.join(LEVELS)}")
-    if lacking := missing(LEVELS[asked]):
-        raise ConfigError(f"LMKIT_CPU_ISA={asked!r}: this processor lacks {', '.join(sorted(lacking))}")
+    if reason := obstacle(LEVELS[asked]):
+        raise ConfigError(f"LMKIT_CPU_ISA={asked!r}: {reason}")
     return LEVELS[asked]
+
+
+def tiles_refused() -> str | None:
+    """Why this process may not use the AMX that the processor has, or None."""
+    return obstacle(LEVELS["amx"]) if LEVELS["amx"].needs <= _features() else None
 
 
 def describe() -> str:
     forced = " (forced by LMKIT_CPU_ISA)" if environment().cpu_isa else ""
-    return host().name + forced
+    refused = f"; not amx: {reason}" if (reason := tiles_refused()) else ""
+    return host().name + forced + refused

@@ -108,7 +108,7 @@ def cache_directory() -> Path:
     processor's features, but does not notice changes in a function's callees.
     """
     key = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__} {isa.host().name}".encode())
-    for source in sorted(Path(__file__).parent.glob("*.py")):
+    for source in sorted(Path(__file__).parent.rglob("*.py")):
         key.update(source.read_bytes())
     return environment().cache_dir / "kernels" / key.hexdigest()[:16]
 
