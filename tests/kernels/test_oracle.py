@@ -6,6 +6,7 @@ import functools
 from collections.abc import Iterator
 
 import pytest
+import torch
 from torch import Tensor
 
 import lmkit.kernels  # noqa: F401  (registers)
@@ -58,6 +59,17 @@ def test_agrees_with_the_reference(implementation: Implementation, case: Case) -
         pytest.skip(reason)
     got = run(implementation, case)
     assert difference(got, expected(case.id)) <= case.tolerance
+
+
+@pytest.mark.parametrize(
+    ("implementation", "case"), [pair for pair in PAIRS if pair.values[1].op in (ops.linear_w4a8, ops.linear_w8a8)]
+)
+def test_quantized_products_have_the_same_bits_on_every_level(implementation: Implementation, case: Case) -> None:
+    """Sums and zeros are integers, and the rest is computed in the same order."""
+    if (reason := implementation.accepts(**case.traits)) is not None:
+        pytest.skip(reason)
+    here = case.op.named(f"cpu.{isa.host().name}")
+    assert all(map(torch.equal, run(implementation, case), run(here, case)))
 
 
 def test_every_op_has_a_reference_and_cases() -> None:

@@ -20,7 +20,7 @@ import math
 
 from llvmlite import ir
 
-from lmkit.kernels.cpu.dots import byte_products, vpdpbusd
+from lmkit.kernels.cpu.dots import byte_products, vpdpbusd, word_products
 from lmkit.kernels.cpu.emit import F32, I8, I16, I32, I64, Emitter, Value, constant
 from lmkit.kernels.cpu.isa import Isa
 from lmkit.kernels.cpu.tiles import TILES, Tile
@@ -67,14 +67,7 @@ def _multiply_add(e: Emitter, isa: Isa, x: Value, y: Value, total: Value) -> Val
         return b.add(total, e.call("llvm.x86.avx2.pmadd.ub.sw", total.type, [y, x]))
     if y.type.element == I8:
         return (vpdpbusd if isa.dot == "vpdpbusd" and not isa.emulate else byte_products)(e, total, y, x)
-    if isa.lanes in (8, 16) and isa.dot != "generic" and not isa.emulate:
-        name = "llvm.x86.avx512.pmaddw.d.512" if isa.lanes == 16 else "llvm.x86.avx2.pmadd.wd"
-        return b.add(total, e.call(name, total.type, [x, y]))
-    sixteen = constant(total.type, 16)
-    x, y = b.bitcast(x, total.type), b.bitcast(y, total.type)
-    high = b.mul(b.ashr(x, sixteen), b.ashr(y, sixteen))
-    low = b.mul(b.ashr(b.shl(x, sixteen), sixteen), b.ashr(b.shl(y, sixteen), sixteen))
-    return b.add(b.add(total, low), high)
+    return word_products(e, isa, x, y, total)
 
 
 def _key_vectors(e: Emitter, isa: Isa, form: KVDtype, address: Value) -> list[Value]:

@@ -39,6 +39,19 @@ def byte_products(e: Emitter, total: Value, codes: Value, x: Value) -> Value:
     return total
 
 
+def word_products(e: Emitter, isa: Isa, x: Value, y: Value, total: Value) -> Value:
+    """`total` in int32 lanes, plus the two products per lane of the int16 words of `x` and `y`."""
+    b, words = e.builder, e.vector(I16, 2 * e.lanes)
+    if isa.lanes in (8, 16) and isa.dot != "generic" and not isa.emulate:
+        name = "llvm.x86.avx512.pmaddw.d.512" if isa.lanes == 16 else "llvm.x86.avx2.pmadd.wd"
+        return b.add(total, e.call(name, total.type, [b.bitcast(x, words), b.bitcast(y, words)]))
+    sixteen = constant(total.type, 16)
+    x, y = b.bitcast(x, total.type), b.bitcast(y, total.type)
+    high = b.mul(b.ashr(x, sixteen), b.ashr(y, sixteen))
+    low = b.mul(b.ashr(b.shl(x, sixteen), sixteen), b.ashr(b.shl(y, sixteen), sixteen))
+    return b.add(b.add(total, low), high)
+
+
 class Dot(ABC):
     """`input_bytes` is the stored width of an activation: 1, or 2 in the order 0, 2, 1, 3 (see PmaddWide)."""
 

@@ -11,7 +11,8 @@ from typing import Any
 import llvmlite.binding as llvm
 from llvmlite import ir
 
-I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+F16, F32 = ir.HalfType(), ir.FloatType()
 Value = Any  # an llvmlite value; the package has no types
 
 

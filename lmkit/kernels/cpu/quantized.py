@@ -51,6 +51,8 @@ from lmkit.qtensor import QTensor
 SPREAD = 6  # in micro-kernels' rows; with fewer rows, unpacking in registers each time costs less than stores
 CHUNK_BYTES = 32 << 10  # of a panel as bytes: the size of a first-level cache
 SEGMENT = 512  # a whole-row group is computed as groups of this size with equal scales
+AHEAD = 4096  # bytes between the weights that are read once and those that are prefetched
+SMALLEST_STEP = np.float32(2.0**-120)  # the inverse of a smaller step would not be finite
 
 
 @dataclass(frozen=True)
@@ -72,8 +74,8 @@ def accepts(code_bits: int, /, *, group_size: int, bits: int | None = None, **tr
         return f"{bits} bits"
     if group_size != -1 and (group_size < BLOCK or group_size % BLOCK):
         return f"group_size {group_size} is not a multiple of {BLOCK}"
-    if max(group_size, SEGMENT) * 127 * 255 >= 1 << 31:
-        return f"group_size {group_size} overflows 32-bit sums"
+    if max(group_size, SEGMENT) * 127 >= tiles.LARGEST_SUM:
+        return f"group_size {group_size} overflows the sums of activations"
     return None
 
 
@@ -102,7 +104,7 @@ class Activations(NamedTuple):
     codes: int
     row_bytes: int
     scales: int  # float32 [rows, groups]
-    sums: int  # float32 [rows, groups], sums of codes times scales
+    sums: int  # int32 [rows, groups]: see tiles.sum_pair
 
 
 class QuantizeArgs(NamedTuple):
@@ -138,8 +140,8 @@ def quantize_task(wide: bool) -> Task:
     def quantize(args: int, scratch: int, index: int) -> None:
         a = read(args, QuantizeArgs)
         norm, num, groups, group, whole_row = a.norm, a.inputs, a.groups, a.group, a.whole_row
-        results = carray(pointer(scratch), 2, np.int32)  # a peak's bits, a sum
-        step = carray(pointer(scratch), 1, np.float32)
+        peak = carray(pointer(scratch), 1, np.int32)  # the bits of a float
+        value = carray(pointer(scratch), 1, np.float32)
         row, padded = scratch + 64, groups * group
         x = a.x + index * a.x_stride
         if norm.weight:
@@ -149,20 +151,18 @@ def quantize_task(wide: bool) -> Task:
             carray(pointer(row), num, np.float32)[:] = carray(pointer(x), num, np.float32)
         carray(pointer(row + 4 * num), padded - num, np.float32)[:] = 0
         scale = carray(pointer(a.quantized.scales + 4 * index * groups), groups, np.float32)
-        scaled_sum = carray(pointer(a.quantized.sums + 4 * index * groups), groups, np.float32)
-        row_step = np.float32(0)
+        step = np.float32(0)
         for g in range(groups):
             source = row + 4 * g * group
             if g == 0 or not whole_row:
-                results[0] = 0
+                peak[0] = 0
                 tile(find_peak, 1, (source, (padded if whole_row else group) // lanes, scratch))
-                row_step = step[0] / np.float32(127)
-            step[0] = row_step if row_step > 0 else np.float32(1)
-            results[1] = 0
+                step = value[0] / np.float32(127)
+            value[0] = np.float32(1) / step if step > SMALLEST_STEP else np.float32(0)
             out = a.quantized.codes + index * a.quantized.row_bytes + g * group * code_bytes
-            tile(round_to_codes, 1, (source, out, group // lanes, scratch, scratch + 4))
-            scale[g] = row_step
-            scaled_sum[g] = row_step * np.float32(results[1])
+            total = a.quantized.sums + 4 * (index * groups + g)
+            tile(round_to_codes, 1, (source, out, group // lanes, scratch, total))
+            scale[g] = step
 
     return Task(quantize)
 
@@ -182,22 +182,24 @@ def product_task(isa: Isa, bits: int, half_scales: bool) -> Task:
         first, row, num_panels, num_rows = block_of(a.blocks, index)
         group_bytes, sums_bytes = blocks * BLOCK * width // per_byte, 4 * num_rows * width
         carray(pointer(scratch), num_panels * num_rows * width, np.float32)[:] = 0
-        for g in range(0, groups, chunk):
-            count = min(chunk, groups - g)
-            for p in range(num_panels):
-                at = (first + p) * groups + g
+        for p in range(num_panels):
+            for g in range(0, groups, chunk):
+                count, at = min(chunk, groups - g), (first + p) * groups + g
                 source, unpacked = a.codes + at * group_bytes, scratch + num_panels * sums_bytes
                 if spread:
                     tile(to_bytes, 1, (source, unpacked, count * group_bytes // quad))
                 r = 0
                 while r < num_rows:
+                    # The first rows prefetch what they read themselves, unless they read bytes; the others what follows.
+                    ahead = source + (count * group_bytes if r or spread else AHEAD)
                     of_row, of_group = (row + r) * groups + g, at * width
                     activations = x.codes + of_row * blocks * BLOCK * input_bytes
                     sums, left = scratch + p * sums_bytes + 4 * r * width, num_rows - r
                     step, total = x.scales + 4 * of_row, x.sums + 4 * of_row
                     scale, zero = a.scales + of_group * scale_bytes, a.zeros + of_group
                     panel = unpacked if spread else source
-                    given = (activations, x.row_bytes, panel, step, total, 4 * groups, scale, zero, sums, count, blocks)
+                    of_x, of_panel = (activations, x.row_bytes, panel, step, total, 4 * groups), (scale, zero, sums)
+                    given = (*of_x, *of_panel, count, blocks, ahead)
                     r += tile(of_bytes, left, given) if spread else tile(of_packed, left, given)
         store_panels(a.results, scratch, width, row, num_rows, first, num_panels)
 

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 from llvmlite import ir
 
-from lmkit.kernels.cpu.dots import BLOCK, dot_for, load_quads
-from lmkit.kernels.cpu.emit import F32, I8, I16, I32, I64, Emitter, Value, constant
+from lmkit.kernels.cpu.dots import BLOCK, dot_for, load_quads, word_products
+from lmkit.kernels.cpu.emit import F16, F32, I8, I16, I32, I64, Emitter, Value, constant
 from lmkit.kernels.cpu.isa import Isa
 
 CODES4, CODES8, FLOAT8 = "int4", "int8", "float8"  # kinds of stored weights, beside the float types
+CACHE_LINE = 64
 Body = Callable[[Emitter, int, list[Value]], None]  # (emitter, rows, arguments)
 
 
@@ -65,23 +66,33 @@ def int_tile(isa: Isa, bits: int, *, packed: bool, half_scales: bool) -> Tile:
     """c += dequantized product of int8 activations and weight codes, group by group.
 
     x [rows, ...] has one byte (or two: Dot.input_bytes) per input, `ldx` bytes between rows. w is one panel,
-    [inputs/4, tile, 4] bytes, or half as many when `packed`. sx and sumx are float32 [rows, groups], `lds` bytes
-    between rows: the scale of x, and scale * sum(x). scales are [groups, tile] float16 or float32, zeros uint8 [groups,
-    tile], c is float32 [rows, tile]. A group is `blocks` * 32 inputs.
+    [inputs/4, tile, 4] bytes, or half as many when `packed`. sx and sumx are float32 and int32 [rows, groups], `lds`
+    bytes between rows: the scale of x, and -sum(x) as a pair of words (see `sum_pair`). scales are [groups, tile]
+    float16 or float32, zeros uint8 [groups, tile], c is float32 [rows, tile]. A group is `blocks` * 32 inputs. Stored
+    weights at `ahead`, as many as `groups` groups have, are prefetched.
+
+    Zeros are subtracted before anything is rounded: c += scale * (sx * (sum(x * code) - zero * sum(x))).
     """
     dot, vectors = dot_for(isa, bits), isa.int_vectors
 
     def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
-        x, ldx, w, sx, sumx, lds, scales, zeros, c, groups, blocks = arguments
+        x, ldx, w, sx, sumx, lds, scales, zeros, c, groups, blocks, ahead = arguments
         b, kind = e.builder, e.vector(I32)
-        block_bytes = BLOCK * vectors * e.lanes // (2 if packed else 1)
+        stored_bytes = BLOCK * vectors * e.lanes * bits // 8
+        block_bytes = stored_bytes if packed else BLOCK * vectors * e.lanes
         sums = e.variables(rows, vectors, kind)
         with e.loop(groups) as group:
-            for variable in (v for row in sums for v in row):
-                b.store(constant(kind, 0), variable)
+            places = [e.offset(e.times(group, 4), e.times(lds, row)) for row in range(rows)]
+            pairs = _zero_pairs(e, vectors, zeros, group)
+            for row, place in enumerate(places):
+                total = e.splat(e.load(e.offset(sumx, place), I32))
+                for variable, pair in zip(sums[row], pairs, strict=True):
+                    b.store(word_products(e, isa, pair, total, constant(kind, 0)), variable)
             with e.loop(blocks) as block:
                 at = b.add(b.mul(group, blocks), block)
                 x_block = e.offset(x, e.times(at, BLOCK * dot.input_bytes))
+                for line in range(0, stored_bytes, CACHE_LINE):
+                    e.prefetch(e.offset(ahead, e.times(at, stored_bytes), line))
 
                 def activation(row: int, byte: int, start: Value = x_block) -> Value:
                     return e.splat(e.load(e.offset(start, e.times(ldx, row), byte), I32))
@@ -92,20 +103,17 @@ def int_tile(isa: Isa, bits: int, *, packed: bool, half_scales: bool) -> Tile:
                 for variables, row_values in zip(sums, values, strict=True):
                     for variable, value in zip(variables, row_values, strict=True):
                         b.store(value, variable)
-            scale, minus_zero = _group_scales(e, vectors, half_scales, scales, zeros, group)
-            for row in range(rows):
-                at_row = e.offset(e.times(group, 4), e.times(lds, row))
-                step = e.splat(e.load(e.offset(sx, at_row), F32))
-                total = e.splat(e.load(e.offset(sumx, at_row), F32))
+            scale = _group_scales(e, isa, half_scales, scales, group)
+            for row, place in enumerate(places):
+                step = e.splat(e.load(e.offset(sx, place), F32))
                 for j in range(vectors):
                     address = e.offset(c, 4 * e.lanes * (row * vectors + j))
                     product = b.fmul(b.sitofp(b.load(sums[row][j]), e.vector(F32)), step)
-                    value = e.fma(scale[j], product, e.load(address, e.vector(F32)))
-                    e.store(e.fma(minus_zero[j], total, value), address)
+                    e.store(e.fma(scale[j], product, e.load(address, e.vector(F32))), address)
 
     name = f"int_tile.{isa.name}.{bits}.{'packed' if packed else 'bytes'}.{'half' if half_scales else 'float'}"
     rows = tuple(n for n in (isa.packed_rows if packed else isa.int_rows) if n <= dot.max_rows)
-    return TILES.setdefault(name, Tile(name, isa.lanes, rows, 11, body))
+    return TILES.setdefault(name, Tile(name, isa.lanes, rows, 12, body))
 
 
 def unpack_tile(isa: Isa) -> Tile:
@@ -127,29 +135,45 @@ def unpack_tile(isa: Isa) -> Tile:
     return TILES.setdefault(f"unpack_tile.{isa.name}", Tile(f"unpack_tile.{isa.name}", isa.lanes, (1,), 3, body))
 
 
-def _group_scales(
-    e: Emitter, vectors: int, half: bool, scales: Value, zeros: Value, group: Value
-) -> tuple[list[Value], list[Value]]:
-    """(scale, -scale * zero) of a group, a float32 vector for each output vector."""
-    b, first = e.builder, e.times(group, vectors * e.lanes)
-    scale, minus_zero = [], []
+def _group_scales(e: Emitter, isa: Isa, half: bool, scales: Value, group: Value) -> list[Value]:
+    """The scales of a group, a float32 vector for each output vector."""
+    b, vectors, first = e.builder, isa.int_vectors, e.times(group, isa.int_tile)
+    size, converts = 2 if half else 4, "f16c" in isa.needs
+    places = [e.offset(scales, e.times(e.offset(first, j * e.lanes), size)) for j in range(vectors)]
+    if not half:
+        return [e.load(place, e.vector(F32)) for place in places]
+    if converts:
+        return [b.fpext(e.load(place, e.vector(F16)), e.vector(F32)) for place in places]
+    return [e.half_to_float(b.zext(e.load(place, e.vector(I16)), e.vector(I32))) for place in places]
+
+
+SUM_SPLIT = 7  # bits: 128 * zero fits a word, and so do the sum's two parts if |sum| < LARGEST_SUM
+LARGEST_SUM = 1 << 22
+
+
+def _zero_pairs(e: Emitter, vectors: int, zeros: Value, group: Value) -> list[Value]:
+    """The words (zero, 128 * zero) of a group's outputs. Their products with `sum_pair` add up to zero * -sum."""
+    b, pairs = e.builder, []
     for j in range(vectors):
-        at = e.offset(first, j * e.lanes)
-        if half:
-            bits = e.load(e.offset(scales, e.times(at, 2)), e.vector(I16))
-            scale.append(e.half_to_float(b.zext(bits, e.vector(I32))))
-        else:
-            scale.append(e.load(e.offset(scales, e.times(at, 4)), e.vector(F32)))
-        zero = b.uitofp(e.load(e.offset(zeros, at), e.vector(I8)), e.vector(F32))
-        minus_zero.append(b.fneg(b.fmul(scale[j], zero)))
-    return scale, minus_zero
+        zero = e.load(e.offset(zeros, e.times(group, vectors * e.lanes), j * e.lanes), e.vector(I8))
+        wide = b.zext(zero, e.vector(I32))
+        pairs.append(b.or_(wide, b.shl(wide, constant(wide.type, 16 + SUM_SPLIT))))
+    return pairs
 
 
-ACTIVATION_LANES = 8  # activations are quantized in such vectors on every machine
+def sum_pair(e: Emitter, total: Value) -> Value:
+    """-total of a group, an int32 below LARGEST_SUM, as words (low, high) with low + 128 * high = -total."""
+    b = e.builder
+    negative = b.neg(total)
+    low = b.and_(negative, I32((1 << SUM_SPLIT) - 1))
+    return b.or_(low, b.shl(b.ashr(negative, I32(SUM_SPLIT)), I32(16)))
+
+
+ACTIVATION_LANES = 16  # activations are quantized in such vectors, or in halves or quarters of them
 
 
 def peak_tile() -> Tile:
-    """The int32 at `peak` becomes the bits of the largest |x| of `chunks` * 8 floats, if that is larger."""
+    """The int32 at `peak` becomes the bits of the largest |x| of `chunks` * 16 floats, if that is larger."""
 
     def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
         x, chunks, peak = arguments
@@ -165,27 +189,26 @@ def peak_tile() -> Tile:
 
 
 def codes_tile(*, wide: bool) -> Tile:
-    """round(x / step) of `chunks` * 8 floats to `out` as int8, or as int16 in the layout of dots.PmaddWide. Adds their
-    sum to the int32 at `total`. `step` is the address of a float32 that is not 0.
+    """round(x * inverse) of `chunks` * 16 floats to `out` as int8, or as int16 in the layout of dots.PmaddWide.
+    `inverse` is the address of a float32. The sum of the codes goes to the int32 at `total`, as `sum_pair`.
     """
 
     def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
-        x, out, chunks, step, total = arguments
+        x, out, chunks, inverse, total = arguments
         b, kind = e.builder, e.vector(I32)
         ((sums,),) = e.variables(1, 1, kind)
         b.store(constant(kind, 0), sums)
-        divisor = e.splat(e.load(step, F32))
+        factor = e.splat(e.load(inverse, F32))
         with e.loop(chunks) as chunk:
-            quotient = b.fdiv(e.load(e.offset(x, e.times(chunk, 4 * e.lanes)), e.vector(F32)), divisor)
-            codes = b.fptosi(e.rint(quotient), kind)
+            value = b.fmul(e.load(e.offset(x, e.times(chunk, 4 * e.lanes)), e.vector(F32)), factor)
+            codes = b.fptosi(e.rint(value), kind)
             b.store(b.add(b.load(sums), codes), sums)
             place = e.offset(out, e.times(chunk, (2 if wide else 1) * e.lanes))
             if wide:
                 order = [quad + i for quad in range(0, e.lanes, 4) for i in (0, 2, 1, 3)]
                 codes = b.shuffle_vector(codes, codes, ir.Constant(kind, order))
             e.store(b.trunc(codes, e.vector(I16 if wide else I8)), place)
-        b_total = e.call(f"llvm.vector.reduce.add.v{e.lanes}i32", I32, [b.load(sums)])
-        e.store(b.add(e.load(total, I32), b_total), total)
+        e.store(sum_pair(e, e.call(f"llvm.vector.reduce.add.v{e.lanes}i32", I32, [b.load(sums)])), total)
 
     name = f"codes_tile.{'wide' if wide else 'narrow'}"
     return TILES.setdefault(name, Tile(name, ACTIVATION_LANES, (1,), 5, body))
