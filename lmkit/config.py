@@ -198,19 +198,23 @@ def environment() -> Environment:
     threads = os.environ.get("LMKIT_NUM_THREADS")
     if threads is not None and not (threads.isdecimal() and int(threads) > 0):
         raise ConfigError(f"LMKIT_NUM_THREADS={threads!r}: expected a positive integer")
-    log_level = os.environ.get("LMKIT_LOG_LEVEL") or "INFO"
-    if log_level.upper() not in LOG_LEVELS:
-        raise ConfigError(f"LMKIT_LOG_LEVEL={log_level!r}: expected {', '.join(LOG_LEVELS)}")
     return Environment(
         cpu_isa=os.environ.get("LMKIT_CPU_ISA") or None,
         num_threads=int(threads) if threads else None,
         cache_dir=_folder("LMKIT_CACHE_DIR", "XDG_CACHE_HOME", "~/.cache"),
         state_dir=_folder("LMKIT_STATE_DIR", "XDG_STATE_HOME", "~/.local/state"),
-        log_level=log_level.upper(),
+        log_level=checked_level(os.environ.get("LMKIT_LOG_LEVEL") or "INFO", "LMKIT_LOG_LEVEL="),
         world_size=_launched("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
         local_world_size=_launched("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
         api_key=os.environ.get("LMKIT_API_KEY") or None,
     )
+
+
+def checked_level(level: Any, name: str = "log level ") -> str:
+    """The level in capitals. Raises ConfigError, which starts with `name`, for an unknown one."""
+    if not isinstance(level, str) or level.upper() not in LOG_LEVELS:
+        raise ConfigError(f"{name}{level!r}: expected {', '.join(LOG_LEVELS)}")
+    return level.upper()
 
 
 def _folder(own: str, parent: str, default: str) -> Path:

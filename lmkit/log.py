@@ -8,21 +8,13 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import Any, TextIO
+from typing import TextIO
 
-from lmkit.config import LOG_LEVELS
-from lmkit.errors import ConfigError
+from lmkit.config import checked_level
 
 
 def get_logger(name: str) -> logging.Logger:
     return logging.getLogger(name)
-
-
-def checked_level(level: Any) -> str:
-    """The level in capitals. Raises ConfigError for an unknown one."""
-    if not isinstance(level, str) or level.upper() not in LOG_LEVELS:
-        raise ConfigError(f"log level {level!r}: expected {', '.join(LOG_LEVELS)}")
-    return level.upper()
 
 
 def setup(level: str = "INFO", *, process: str = "") -> None:

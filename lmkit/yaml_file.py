@@ -10,33 +10,43 @@ import yaml
 from lmkit.errors import ConfigError
 
 
-def read(path: Path) -> tuple[yaml.Node | None, Any]:
-    """The file's tree, whose nodes know their lines, and the same as plain data. JSON is YAML. Raises ConfigError."""
+def read(path: Path, name: str = "") -> tuple[yaml.Node | None, Any]:
+    """The file's tree, whose nodes know their lines, and the same as plain data. JSON is YAML.
+
+    Raises ConfigError, which starts with `name`, by default the path.
+    """
+    name = name or str(path)
     try:
         loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
         tree = loader.get_single_node()
-        _refuse_duplicates(tree, path)
+        _refuse_duplicates(tree, name)
         return tree, loader.construct_document(tree) if tree is not None else {}
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+        raise ConfigError(f"{name}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"{path}: is not UTF-8 text") from None
+        raise ConfigError(f"{name}: is not UTF-8 text") from None
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise ConfigError(f"{path}:{line}: {error.problem or error.context}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{name}:{line}: not valid YAML: {error.problem or error.context}") from None
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from None
 
 
-def _refuse_duplicates(tree: Any, path: Path) -> None:
+def _refuse_duplicates(tree: yaml.Node | None, name: str) -> None:
     """Raise ConfigError for a key that is given twice; YAML silently takes the last one."""
-    if isinstance(tree, yaml.SequenceNode):
-        for item in tree.value:
-            _refuse_duplicates(item, path)
-    elif isinstance(tree, yaml.MappingNode):
-        seen = set()
-        for key, value in tree.value:
-            if key.value in seen:
-                raise ConfigError(f"{path}:{key.start_mark.line + 1}: {key.value!r} is given twice")
-            seen.add(key.value)
-            _refuse_duplicates(value, path)
+    left, known = [tree], set[int]()  # an alias is the node that it names, so a node may even contain itself
+    while left:
+        node = left.pop()
+        if id(node) in known or not isinstance(node, yaml.CollectionNode):
+            continue
+        known.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            left += node.value
+            continue
+        keys = set()
+        for key, value in node.value:
+            if isinstance(key, yaml.ScalarNode):  # constructing the data refuses other keys
+                if key.value in keys:
+                    raise ConfigError(f"{name}:{key.start_mark.line + 1}: {key.value!r} is given twice")
+                keys.add(key.value)
+            left.append(value)

@@ -16,10 +16,10 @@ from lmkit.api.progress import progress_bar
 from lmkit.api.prompts import Prompt, names_ours
 from lmkit.api.requests import Batch, RequestMaker, engine_config, mean_nll, open_session
 from lmkit.api.response import Response, Session, failed, refused, response
-from lmkit.config import EngineConfig
+from lmkit.config import EngineConfig, checked_level
 from lmkit.errors import RequestError
 from lmkit.formats.hub import resolve_model_path
-from lmkit.log import checked_level, get_logger
+from lmkit.log import get_logger
 from lmkit.other_names import missing
 from lmkit.text import Tokenizer
 from lmkit.turbo.request import Request, StepOutput

@@ -11,7 +11,7 @@ import msgspec
 from lmkit import neutral, other_names
 from lmkit.config import CheckedMeta
 from lmkit.errors import ConfigError, RequestError
-from lmkit.formats.generation_config import SamplingDefaults
+from lmkit.formats.generation_config import TOP_K_OFF, SamplingDefaults
 from lmkit.turbo.request import Sampling, SamplingParams
 
 DEFAULT_NEW_TOKENS = 512
@@ -21,7 +21,7 @@ _MEANINGS: Mapping[str, tuple[Any, Any]] = {
     "logprobs": (True, 0),
     "max_new_tokens": (-1, None),
     "stop": ("", ()),
-    "top_k": (-1, 0),
+    "top_k": TOP_K_OFF,
 }
 
 

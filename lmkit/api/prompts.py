@@ -79,7 +79,6 @@ def names_ours(call: F) -> F:
     known = inspect.signature(call).parameters
     opens = "model" in known  # then further keywords are fields of EngineConfig, which checks them
     others = names.OPENING if opens else {**names.CALL, **other_names.GENERATION}
-
     shown = call.__qualname__.removesuffix(".__call__").removesuffix(".__init__")
 
     @functools.wraps(call)

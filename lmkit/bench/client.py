@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import time
 import uuid
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from lmkit.bench.counting import Chunk
 from lmkit.bench.workload import Dialogue
 from lmkit.errors import ConfigError, LMKitError
 from lmkit.extras import needed_for
+from lmkit.web.listen import ADDRESS
 
 with needed_for("lmkit bench online"):
     import aiohttp
@@ -271,8 +271,9 @@ def _checked(url: str) -> str:
     except ValueError:
         valid = False
     if not valid:
-        is_address = re.fullmatch(r"[\w.-]+:\d+(/.*)?", url)
-        raise ConfigError(f"{url!r} is not a URL: write {f'http://{url}' if is_address else 'http://HOST:PORT'}")
+        raise ConfigError(
+            f"{url!r} is not a URL: write {f'http://{url}' if ADDRESS.fullmatch(url) else 'http://HOST:PORT'}"
+        )
     return url
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import signal
 import sys
 from collections.abc import Generator, Iterable, Iterator
@@ -28,8 +27,6 @@ HELP = """\
 /system TEXT    set the system message and start anew; without TEXT, remove it
 /help           this list
 /exit           leave (also Ctrl-D); Ctrl-C stops an answer"""
-
-ADDRESS = re.compile(r"[\w.-]+:\d{1,5}(/.*)?")  # HOST:PORT
 
 
 def chat(
@@ -55,6 +52,8 @@ def chat(
     given = {name: value for name, value in options.items() if value is not None}
     if any(not math.isfinite(value) for value in given.values()):
         raise ConfigError("--temperature and --top-p must be finite numbers")
+    from lmkit.web.listen import ADDRESS
+
     if ADDRESS.fullmatch(target) and not Path(target).exists():
         raise ConfigError(f"{target} is not a folder; for a server write http://{target}")
     if target.startswith(("http://", "https://")):

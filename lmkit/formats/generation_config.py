@@ -25,6 +25,7 @@ RANGES: Mapping[str, tuple[Callable[[float], bool], str]] = {
     "min_p": (lambda value: 0 <= value <= 1, "in [0, 1]"),
     "repetition_penalty": (lambda value: 0 < value <= 100, "in (0, 100]"),
 }
+TOP_K_OFF = -1, 0  # in other tools, in lmkit
 LENGTH: tuple[Callable[[float], bool], str] = (lambda value: 1 <= value < 1 << 31, "at least 1")
 INTEGERS = ("top_k", "max_new_tokens")
 
@@ -110,8 +111,8 @@ def read_defaults(folder: Path, choice: str = "auto") -> SamplingDefaults:
 
 def parse_defaults(data: dict[str, Any], where: str) -> SamplingDefaults:
     """The defaults in the content of the file `where`. Raises CheckpointError that names the field at fault."""
-    if data.get("top_k") == -1:  # off, as vLLM writes it
-        data = data | {"top_k": 0}
+    if data.get("top_k") == TOP_K_OFF[0]:
+        data = data | {"top_k": TOP_K_OFF[1]}
     rules = {**RANGES, "max_new_tokens": LENGTH}
     fields = {name: _number(data[name], name, rules[name], where) for name in rules if data.get(name) is not None}
     do_sample = data.get("do_sample")

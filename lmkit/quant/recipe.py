@@ -15,15 +15,13 @@ names the file, the place and what is allowed there. docs/quantization.md descri
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
-import yaml
 from msgspec import Meta
 
-from lmkit import other_names
+from lmkit import other_names, yaml_file
 from lmkit.config import StrictStruct, parse
 from lmkit.errors import ConfigError, UnsupportedError
 from lmkit.formats.base import get_format
@@ -151,13 +149,8 @@ def load_recipe(name: str, overrides: dict[str, Any] | None = None) -> Recipe:
     """
     path = find_recipe(name)
     where = f"recipe {name}"
-    try:
-        data = yaml.load(path.read_text("utf-8"), Loader=_UniqueKeyLoader)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{where}: {error}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{where}: not valid YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(data, dict):
+    _, data = yaml_file.read(path, where)
+    if not data or not isinstance(data, dict):
         raise ConfigError(f"{where}: expected keys {_keys(Recipe)}")
     changed = dict(data)
     for section, values in (overrides or {}).items():
@@ -230,19 +223,3 @@ def _allowed_keys(message: str, data: dict[str, Any]) -> str:
 
 def _keys(kind: type[StrictStruct]) -> str:
     return ", ".join(kind.__struct_fields__)
-
-
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """SafeLoader keeps the last of two equal keys. This loader refuses a recipe that gives a key twice."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if isinstance(key, Hashable):
-                if key in seen:
-                    raise yaml.constructor.ConstructorError(
-                        None, None, f"key {key!r} is given twice", key_node.start_mark
-                    )
-                seen.add(key)
-        return super().construct_mapping(node, deep)

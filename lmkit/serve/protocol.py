@@ -25,6 +25,7 @@ from pydantic import (
 
 from lmkit import neutral
 from lmkit.errors import RequestError
+from lmkit.formats.generation_config import TOP_K_OFF
 from lmkit.other_names import HTTP, hint
 from lmkit.text.messages import MAX_NAME_CHARS, Role, joined_parts
 from lmkit.turbo.request import MAX_LOGIT_BIAS, MAX_STOPS
@@ -99,8 +100,9 @@ def _listed(value: Any) -> Any:
 
 
 def _top_k(value: int) -> int:
-    """-1 is off in other APIs. That is a choice, so a checkpoint's default does not replace it."""
-    return 0 if value == -1 else value
+    """`value` as lmkit has it. "Off" is a choice, so a checkpoint's default does not replace it."""
+    theirs, ours = TOP_K_OFF
+    return ours if value == theirs else value
 
 
 def _biases(value: Any) -> dict[int, float]:

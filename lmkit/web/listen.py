@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 import signal
 import socket
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from lmkit.errors import ConfigError
 
 BACKLOG = 2048
+ADDRESS = re.compile(r"[\w.-]+:\d{1,5}(/.*)?")  # a URL without http://
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -106,6 +106,9 @@ def test_what_is_printed_is_a_file(file: Path, tmp_path: Path) -> None:
         ("print_config: true", ("'print_config'",)),
         ("port: [", ("bad.yaml:2",)),
         ("- port", ("name: value",)),
+        ("? [port]\n: 1", ("bad.yaml:1", "not valid YAML")),
+        ("port: &a [*a]", ("port", "one value")),
+        ("port: " + 2000 * "[" + 2000 * "]", ("not valid YAML",)),
     ],
 )
 def test_mistakes_in_a_file_name_it(tmp_path: Path, line: str, parts: tuple[str, ...]) -> None:
