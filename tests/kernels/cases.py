@@ -430,16 +430,9 @@ INTEGER_OPS = ((ops.linear_w4a16, 4), (ops.linear_w4a8, 4), (ops.linear_w8a8, 8)
 
 
 def linear_cases() -> Iterator[Case]:
+    for shape in (*LINEAR_SHAPES, (3, 35, 20)):
+        yield from (_dense(*shape, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16))
     for tokens, k, n in LINEAR_SHAPES:
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
-
-            def dense(tokens: int = tokens, k: int = k, n: int = n, dtype: torch.dtype = dtype) -> tuple[Any, ...]:
-                bias = torch.randn(n) if tokens != 5 else None
-                return torch.randn(tokens, k) * 3, torch.randn(n, k).to(dtype), bias, None, None
-
-            traits = {"out_features": n, "in_features": k, "dtype": dtype}
-            brief = dtype == torch.float32 and tokens in (5, 110)
-            yield Case(ops.linear_dense, f"{tokens}x{k}x{n}-{dtype}", _seeded(dense), traits, brief=brief)
         for group_size in (32, 64, 128, -1):
             for op, bits in INTEGER_OPS:
                 yield _quantized(op, bits, tokens, k, n, group_size)
@@ -456,6 +449,16 @@ def linear_cases() -> Iterator[Case]:
         for tokens, half, with_bias in ((1, 40, True), (7, 16, False), (30, 130, True)):
             for activation in ops.ACTIVATIONS:
                 yield _normed_and_gated(op, bits, tokens, half, with_bias, activation)
+
+
+def _dense(tokens: int, k: int, n: int, dtype: torch.dtype) -> Case:
+    def make() -> tuple[Any, ...]:
+        bias = torch.randn(n) if tokens != 5 else None
+        return torch.randn(tokens, k) * 3, torch.randn(n, k).to(dtype), bias, None, None
+
+    traits = {"out_features": n, "in_features": k, "dtype": dtype}
+    brief = dtype != torch.float16 and tokens in (3, 5, 110)
+    return Case(ops.linear_dense, f"{tokens}x{k}x{n}-{dtype}", _seeded(make), traits, brief=brief)
 
 
 def _normed_and_gated(op: Op, bits: int, tokens: int, half: int, with_bias: bool, activation: str) -> Case:

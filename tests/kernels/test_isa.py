@@ -104,6 +104,11 @@ def test_attention_on_codes(level: str, cpu: str, of_words: str, of_bytes: str, 
             assert not [line for line in loop if "Spill" in line and register in line]
 
 
+def test_bfloat16_pairs_are_widened_without_shuffles_and_spills() -> None:
+    for loop in innermost_loops(assembly(tiles.float_tile(isa.named("avx512_vnni"), "bfloat16"), "znver4")):
+        assert not [line for line in loop if "vpmovzx" in line or "Spill" in line]
+
+
 @pytest.mark.parametrize(("triple", "cpu"), [(X86, "x86-64"), (ARM, "generic"), (ARM, "neoverse-n1")])
 def test_portable_kernels_compile_for_other_processors(triple: str, cpu: str) -> None:
     level = isa.named("portable")

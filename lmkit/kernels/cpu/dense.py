@@ -3,7 +3,8 @@ and linear_fp8).
 
 Weights lie in panels of `width` outputs, so that a micro-kernel reads one contiguous stream:
 
-    float    [panels, K, width] in the weight's dtype
+    float    [panels, K, width] float32 or float16
+    bfloat16 [panels, K/2, width, 2]: two inputs of an output side by side, as instructions on bfloat16 want them
     4 bits   uint8 [panels, K/2, width]: an even input in the low nibble, the next in the high one
     8 bits   uint8 [panels, K, width]: integers, or the bits of float8 e4m3
     scales   float32 [panels, groups, width] of codes, and zeros of the same shape if they are integers
@@ -49,6 +50,7 @@ from lmkit.kernels.ops import Norm
 from lmkit.kernels.registry import Implementation
 from lmkit.qtensor import QTensor, per_row
 
+PAIRED_INPUTS = 32  # bfloat16 panels hold whole blocks of so many inputs
 DIRECT_ROWS = 6  # more rows share weights that are widened once
 CODE_BITS = {tiles.CODES4: 4, tiles.CODES8: 8, tiles.FLOAT8: 8}
 KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -70,7 +72,11 @@ class PackedDense:
 
 def pack_dense(isa: Isa, weight: Tensor, activation: str | None = None) -> PackedDense:
     out_features, in_features = weight.shape
+    if weight.dtype == torch.bfloat16:
+        weight = torch.nn.functional.pad(weight, (0, -in_features % PAIRED_INPUTS))
     panels = to_panels(weight, isa.float_tile, activation is not None)
+    if weight.dtype == torch.bfloat16:
+        panels = torch.stack([panels[:, 0::2], panels[:, 1::2]], dim=-1)
     return PackedDense(panels, KINDS[weight.dtype], out_features, in_features, activation)
 
 
@@ -110,6 +116,7 @@ def product_task(isa: Isa, kind: str) -> Task:
     multiply, width, is_coded = tiles.float_tile(isa).name, isa.float_tile, kind in CODE_BITS
     direct = tiles.float_tile(isa, "float32" if is_coded else kind).name
     stored_bytes, code_bits = 4 if kind == "float32" else 2, CODE_BITS.get(kind, 0)
+    stored_row = (2 if kind == "float16" else 4) * width  # bytes
     widen = tiles.widen_tile(isa, kind).name  # not used for float32
 
     def product(args: int, scratch: int, index: int) -> None:
@@ -125,7 +132,7 @@ def product_task(isa: Isa, kind: str) -> Task:
                 values = scratch + num_panels * sums_bytes
                 is_direct, ldw = stored_bytes == 4 or (not is_coded and num_rows <= DIRECT_ROWS), 4 * width
                 if is_direct:
-                    values, ldw = panel + stored_bytes * k * width, stored_bytes * width
+                    values, ldw = panel + stored_bytes * k * width, stored_row
                 elif is_coded:
                     first_group = (first + p) * a.groups
                     start = k

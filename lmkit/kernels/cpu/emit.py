@@ -286,3 +286,9 @@ class Emitter:
         odd = b.and_(b.lshr(bits, constant(kind, 16)), constant(kind, 1))
         rounded = b.lshr(b.add(b.add(bits, constant(kind, 0x7FFF)), odd), constant(kind, 16))
         return b.select(b.fcmp_unordered("uno", x, x), constant(kind, 0x7FC0), rounded)
+
+    def bfloat_pair(self, bits: Value) -> list[Value]:
+        """The two bfloat16 in each 32-bit integer, the low one first, as float32."""
+        b, kind = self.builder, like(bits, F32)
+        high = b.and_(bits, constant(bits.type, 0xFFFF0000))
+        return [self.bfloat_to_float(bits), b.bitcast(high, kind)]

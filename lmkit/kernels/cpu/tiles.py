@@ -218,32 +218,45 @@ def float_tile(isa: Isa, stored: str = "float32") -> Tile:
     """c [rows, tile] += x [rows, k] @ w [k, tile], in float32, inputs strictly in order.
 
     `ldx`, `ldw` and `ldc` are the bytes between rows of each. w is `stored` as float32, bfloat16 or float16 and widened
-    in registers. This gives the same bits as weights widened by `widen_tile`.
+    in registers. This gives the same bits as weights widened by `widen_tile`. A row of bfloat16 holds two inputs, side
+    by side for each output: [k / 2, tile, 2].
     """
-    vectors = isa.float_vectors
-    element = 4 if stored == "float32" else 2
+    vectors, inputs = isa.float_vectors, 2 if stored == "bfloat16" else 1
 
-    def load_weights(e: Emitter, address: Value) -> Value:
+    def load_weights(e: Emitter, address: Value) -> list[Value]:
+        """A vector for each input of a row."""
         if stored == "float32":
-            return e.load(address, e.vector(F32))
-        bits = e.builder.zext(e.load(address, e.vector(I16)), e.vector(I32))
-        return e.bfloat_to_float(bits) if stored == "bfloat16" else e.half_to_float(bits)
+            return [e.load(address, e.vector(F32))]
+        if stored == "bfloat16":
+            return e.bfloat_pair(e.load(address, e.vector(I32)))
+        return [e.half_to_float(e.builder.zext(e.load(address, e.vector(I16)), e.vector(I32)))]
 
     def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
         x, ldx, w, ldw, c, ldc, k = arguments
         b, kind = e.builder, e.vector(F32)
+        vector_bytes = (2 if stored == "float16" else 4) * e.lanes
         sums = e.variables(rows, vectors, kind)
         places = [[e.offset(c, e.times(ldc, i), 4 * e.lanes * j) for j in range(vectors)] for i in range(rows)]
+
+        def add_products(row: Value, count: int) -> None:
+            """Of the first `count` inputs of a row of weights."""
+            start = e.offset(w, b.mul(row, ldw))
+            weights = [load_weights(e, e.offset(start, vector_bytes * j)) for j in range(vectors)]
+            for n in range(count):
+                for i in range(rows):
+                    value = e.splat(e.load(e.offset(x, e.times(ldx, i), e.times(row, 4 * inputs), 4 * n), F32))
+                    for j in range(vectors):
+                        b.store(e.fma(value, weights[j][n], b.load(sums[i][j])), sums[i][j])
+
         for i in range(rows):
             for j in range(vectors):
                 b.store(e.load(places[i][j], kind), sums[i][j])
-        with e.loop(k) as index:
-            start = e.offset(w, b.mul(index, ldw))
-            weights = [load_weights(e, e.offset(start, element * e.lanes * j)) for j in range(vectors)]
-            for i in range(rows):
-                value = e.splat(e.load(e.offset(x, e.times(ldx, i), e.times(index, 4)), F32))
-                for j in range(vectors):
-                    b.store(e.fma(value, weights[j], b.load(sums[i][j])), sums[i][j])
+        whole_rows = b.sdiv(k, I64(inputs))
+        with e.loop(whole_rows) as row:
+            add_products(row, inputs)
+        if inputs > 1:
+            with e.loop(b.srem(k, I64(inputs))):
+                add_products(whole_rows, 1)
         for i in range(rows):
             for j in range(vectors):
                 e.store(b.load(sums[i][j]), places[i][j])
@@ -255,12 +268,13 @@ def float_tile(isa: Isa, stored: str = "float32") -> Tile:
 def widen_tile(isa: Isa, kind: str) -> Tile:
     """Widen weights of one panel, [count, tile], to float32 at `target`. There are no rows.
 
-    `kind` "bfloat16" and "float16" are 16-bit values at `source`. Codes have one group's scales and zeros, float32
-    [tile]. "int4" gives (code - zero) * scale; codes are uint8 [count / 2, tile] with an even input in the low nibble
-    and the next input in the high nibble, and an odd `count` widens one input more. "int8" is the same with a byte per
-    code. "float8" is e4m3 times scale.
+    `kind` "float16" is [count, tile] and "bfloat16" [count / 2, tile, 2] at `source`. Codes have one group's scales and
+    zeros, float32 [tile]. "int4" gives (code - zero) * scale; codes are uint8 [count / 2, tile] with an even input in
+    the low nibble and the next input in the high nibble. "int8" is the same with a byte per code. "float8" is e4m3
+    times scale. An odd `count` of inputs in pairs widens one input more.
     """
-    widen = {CODES4: _widen_int4, CODES8: _widen_bytes, FLOAT8: _widen_bytes}.get(kind, _widen_words)
+    of_codes = {CODES4: _widen_int4, CODES8: _widen_bytes, FLOAT8: _widen_bytes}
+    widen = of_codes.get(kind, _widen_pairs if kind == "bfloat16" else _widen_halves)
 
     def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
         widen(e, isa.float_vectors, kind, *arguments)
@@ -273,14 +287,23 @@ def _load_row(e: Emitter, vectors: int, address: Value) -> list[Value]:
     return [e.load(e.offset(address, 4 * e.lanes * j), e.vector(F32)) for j in range(vectors)]
 
 
-def _widen_words(
+def _widen_halves(
     e: Emitter, vectors: int, kind: str, source: Value, target: Value, count: Value, scales_at: Value, zeros_at: Value
 ) -> None:
-    b = e.builder
     with e.loop(e.times(count, vectors)) as i:
-        bits = b.zext(e.load(e.offset(source, e.times(i, 2 * e.lanes)), e.vector(I16)), e.vector(I32))
-        value = e.bfloat_to_float(bits) if kind == "bfloat16" else e.half_to_float(bits)
-        e.store(value, e.offset(target, e.times(i, 4 * e.lanes)))
+        bits = e.builder.zext(e.load(e.offset(source, e.times(i, 2 * e.lanes)), e.vector(I16)), e.vector(I32))
+        e.store(e.half_to_float(bits), e.offset(target, e.times(i, 4 * e.lanes)))
+
+
+def _widen_pairs(
+    e: Emitter, vectors: int, kind: str, source: Value, target: Value, count: Value, scales_at: Value, zeros_at: Value
+) -> None:
+    b, row_bytes = e.builder, 4 * vectors * e.lanes
+    with e.loop(b.lshr(b.add(count, I64(1)), I64(1))) as row:
+        for j in range(vectors):
+            pair = e.load(e.offset(source, e.times(row, row_bytes), 4 * e.lanes * j), e.vector(I32))
+            for half, value in enumerate(e.bfloat_pair(pair)):
+                e.store(value, e.offset(target, e.times(row, 2 * row_bytes), half * row_bytes, 4 * e.lanes * j))
 
 
 def _widen_int4(
