@@ -92,8 +92,6 @@ def _save(figure: Any, path: Path) -> None:
     for axes in figure.axes:
         axes.grid(alpha=0.3)
         axes.set_ylim(bottom=0)
-        if axes.get_xlabel() != "run":
-            axes.set_xlim(left=0)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))  # beside the data
     try:

@@ -308,7 +308,7 @@ def _print_runs(title: str, runs: Sequence[RequestRun]) -> None:
 
     from lmkit.bench import report
 
-    console, unlimited = Console(), Console(width=10_000)
+    console, unlimited = Console(markup=False), Console(width=10_000, markup=False)
     left = list(runs)
     while left:
         widths = (unlimited.measure(report.request_table("", left[:n])).maximum for n in range(1, len(left) + 1))

@@ -129,6 +129,7 @@ def test_plots(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert len(list(tmp_path.iterdir())) == 2
     for axes in (axes for figure in drawn for axes in figure.axes):
         assert axes.get_ylim()[0] == 0
+        assert axes.get_xlim()[0] == 0 or axes.get_xlabel() == "run"  # runs have names
         assert axes.get_xlabel()
         assert axes.get_ylabel()
         if axes.get_legend():  # beside the data, so it hides none

@@ -55,10 +55,11 @@ def test_runs_side_by_side_are_as_many_as_fit(
         ThroughputRun(concurrency=n, summary=summarize([record]), steps=1, preemptions=1, skipped_turns=0, requests=[])
         for n in (1, 2, 4, 8, 16)
     ]
-    _print_runs("demo", runs)
+    _print_runs("demo[/x]", runs)
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 80
     assert [int(n) for n in re.findall(r"(\d+) at once", text)] == [1, 2, 4, 8, 16]
     assert text.count("1,234,500 / 1,234,500 / 1,234,500") == len(runs)
     assert text.count("p50 / p90 / p99") == len(runs)
+    assert text.count("demo[/x]") > 1  # a user's text is no markup
     assert text.count("preemptions") == 1
