@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 
 import msgspec
 
-from lmkit import other_names
+from lmkit import cores, other_names
 from lmkit.errors import ConfigError, UnsupportedError
 from lmkit.kv_dtype import KVName
 
@@ -122,7 +122,7 @@ class EngineConfig(StrictStruct, frozen=True, kw_only=True, metaclass=CheckedMet
     max_model_len: PositiveInt | None = None  # None = the model's max_position_embeddings
     kv_memory: PositiveInt | None = None  # bytes for KV blocks; None = from max_batch_size and free memory
     max_queue: PositiveInt = 1024  # waiting requests; one more is refused with 503
-    num_threads: PositiveInt | None = None  # None = the cores this process may use
+    num_threads: PositiveInt | None = None  # None = the physical cores this process may use
     prefix_cache: bool = True  # keep the KV of prompts and answers for later requests
     cache_quota: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0  # share of the KV blocks that one tenant may keep
     session_lease: PositiveFloat = 300.0  # seconds for which a session's KV stays after its last answer
@@ -228,19 +228,9 @@ def lmkit_variables() -> dict[str, str]:
 
 
 def default_num_threads() -> int:
-    """LMKIT_NUM_THREADS, else this process' share of the cores it may run on, or of a container's quota of them."""
+    """LMKIT_NUM_THREADS, else this process' share of the physical cores that it may use."""
     here = environment()
-    cores = min(len(os.sched_getaffinity(0)), _container_quota())
-    return here.num_threads or max(1, cores // here.local_world_size)
-
-
-def _container_quota(file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """The cores' worth of time that a container may take, rounded up: `quota period` in microseconds, or `max`."""
-    try:
-        quota, period = map(int, file.read_text().split())
-    except (OSError, ValueError):  # not in a container, cgroup 1, or no limit
-        return sys.maxsize
-    return -(-quota // period)
+    return here.num_threads or max(1, cores.available().usable // here.local_world_size)
 
 
 def _launched(*names: str) -> int:

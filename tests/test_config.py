@@ -5,12 +5,11 @@ from __future__ import annotations
 import io
 import logging
 import sys
-from pathlib import Path
 
 import pytest
 
 from lmkit import log
-from lmkit.config import EngineConfig, _container_quota, environment, parse, parse_bytes
+from lmkit.config import EngineConfig, environment, parse, parse_bytes
 from lmkit.errors import HTTP_STATUS, ConfigError, RequestError
 from lmkit.turbo.request import SamplingParams
 
@@ -103,12 +102,3 @@ def test_log_lines_go_to_the_stderr_of_the_moment(monkeypatch: pytest.MonkeyPatc
     logging.getLogger("lmkit.test").info("hello")
     assert "hello" in second.getvalue()
     assert "Logging error" not in second.getvalue()
-
-
-@pytest.mark.parametrize(
-    ("text", "cores"), [("200000 100000\n", 2), ("150000 100000", 2), ("max 100000", sys.maxsize), ("", sys.maxsize)]
-)
-def test_a_containers_quota_of_cores(tmp_path: Path, text: str, cores: int) -> None:
-    (tmp_path / "cpu.max").write_text(text)
-    assert _container_quota(tmp_path / "cpu.max") == cores
-    assert _container_quota(tmp_path / "none") == sys.maxsize

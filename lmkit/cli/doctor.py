@@ -64,10 +64,12 @@ def _extras() -> dict[str, str]:
 
 
 def _machine() -> dict[str, str]:
+    from lmkit import cores
     from lmkit.config import default_num_threads
     from lmkit.turbo.host_memory import available_memory, gib
 
-    return {"threads": str(default_num_threads()), "free memory": gib(available_memory())}
+    threads = f"{default_num_threads()} ({cores.available().describe()})"
+    return {"threads": threads, "free memory": gib(available_memory())}
 
 
 def _environment() -> dict[str, str]:

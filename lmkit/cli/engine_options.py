@@ -24,7 +24,7 @@ HELP = {
         "generation_config": "Sampling defaults: auto (the checkpoint's generation_config.json), none, or a path.",
         "attention_sinks": "First tokens that sliding windows still see.",
         "packed_cache": "Keep packed weights in a file, <checkpoint>/.lmkit, for the next start.",
-        "num_threads": "Default: all cores this process may use.",
+        "num_threads": "Default: the physical cores this process may use.",
     },
     "Memory and cache": {
         "kv_memory": "Memory for the KV cache, e.g. 2G. Default: what the batch needs.",
