@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,7 +20,8 @@ class BatchInputs:
     positions: Tensor  # int32 [T]
     geometries: tuple[BatchGeometry, ...]  # one for each KV group (models.kv_layout); they differ in tables and slots
     rope_lens: Tensor  # int32 [B], the length that fixes a sequence's dynamic-NTK base for good: its prompt's
-    logit_rows: Tensor  # int64 [R], the rows whose logits are wanted
+    logit_rows: Tensor  # int64 [R], the rows whose logits are wanted: the last of each of the first S sequences
+    logit_start: Tensor  # int32 [S + 1]: entries logit_start[s] .. logit_start[s + 1] of these belong to sequence s
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], num_groups: int) -> BatchInputs:
@@ -34,6 +35,17 @@ class BatchInputs:
             ),
             **shared,
         )
+
+    @property
+    def wants_all(self) -> bool:
+        """Whether the logits of every token are wanted."""
+        return len(self.logit_rows) == len(self.token_ids)
+
+    def logit_geometry(self, group: int) -> BatchGeometry:
+        """The geometry of the logit rows alone in a KV group. Its `slots` are those of all tokens."""
+        whole, num_seqs = self.geometries[group], len(self.logit_start) - 1
+        lens, tables = whole.context_lens[:num_seqs], whole.block_tables[:num_seqs]
+        return replace(whole, query_start=self.logit_start, context_lens=lens, block_tables=tables)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -99,5 +111,6 @@ def whole_batch(rows: list[list[int]], block_size: int, device: str = "cpu") -> 
         geometries=(BatchGeometry(start.to(device), lens.to(device), tables.to(device), torch.cat(slots).to(device)),),
         rope_lens=lens.to(device),
         logit_rows=torch.arange(int(lens.sum())).to(device),
+        logit_start=start.to(device),
     )
     return batch, next_block

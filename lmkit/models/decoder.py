@@ -61,6 +61,9 @@ class DecoderLayer:
         heads = {"head_dim": spec.head_dim, "num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads}
         self.rms_norm = ops.rms_norm.select(device)
         self.attention_op = ops.rope_paged_attention.select(device, rotary_dim=spec.rope.rotary_dim, **heads)
+        self.append_op = ops.rope_append.select(device, rotary_dim=spec.rope.rotary_dim, **heads)
+        self.paged_attention = ops.paged_attention.select(device, **heads)
+        self.gather = ops.embedding.select(device)
 
     @property
     def linears(self) -> tuple[MergedLinear, ...]:
@@ -86,12 +89,28 @@ class DecoderLayer:
             self.weights[role] = weight.float().clone()
 
     def __call__(
-        self, delta: Tensor, residual: Tensor | None, batch: BatchInputs, rope: CosSin, kv: KVLayer
+        self,
+        delta: Tensor,
+        residual: Tensor | None,
+        batch: BatchInputs,
+        rope: CosSin,
+        kv: KVLayer,
+        *,
+        logits_only: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """(delta, residual) [T, hidden] -> the next layer's pair. residual None: the stream is delta alone."""
+        """(delta, residual) [T, hidden] -> the next layer's pair. residual None: the stream is delta alone.
+
+        With `logits_only` the result has the batch's logit rows alone. Of the other tokens only keys and values are
+        computed.
+        """
         stream = delta if residual is None else residual
         q, k, v = self.queries_keys_values(delta, self.norm("norm.attn", residual))
-        attended = self.attend(q, k, v, batch, rope, kv)
+        if logits_only and not batch.wants_all:
+            attended, stream = self.attend_logit_rows(q, k, v, stream, batch, rope, kv)
+            if not len(stream):
+                return stream, None
+        else:
+            attended = self.attend(q, k, v, batch, rope, kv)
         if self.spec.post_norms:
             delta = self.project(attended)
             return self.feed_forward(delta, self.norm("norm.mlp", stream)), stream
@@ -130,6 +149,18 @@ class DecoderLayer:
         geometry = batch.geometries[kv.group]
         out: Tensor = self.attention_op(q, k, v, *rope, kv.k, kv.v, geometry, self.spec.attention)
         return out.view(len(out), -1)
+
+    def attend_logit_rows(
+        self, q: Tensor, k: Tensor, v: Tensor, stream: Tensor, batch: BatchInputs, rope: CosSin, kv: KVLayer
+    ) -> tuple[Tensor, Tensor]:
+        """(output of `attend`, stream) of the batch's logit rows. Overwrites q and k, and appends to `kv`."""
+        self.append_op(q, k, v, *rope, kv.k, kv.v, batch.geometries[kv.group].slots)
+        rows = batch.logit_rows
+        if not len(rows):  # a chunk that ends before its prompt does
+            return stream[:0], stream[:0]
+        wanted = self.gather(q.flatten(1), rows).to(q.dtype).view(len(rows), *q.shape[1:])
+        out: Tensor = self.paged_attention(wanted, kv.k, kv.v, batch.logit_geometry(kv.group), self.spec.attention)
+        return out.view(len(out), -1), self.gather(stream, rows)
 
     def _after(self, role: str, y: Tensor) -> Tensor:
         """A block's output y, normalized if the model has post norms."""
@@ -172,7 +203,7 @@ class Decoder:
     @torch.inference_mode()
     def __call__(self, batch: BatchInputs, kv: list[KVLayer]) -> Tensor:
         """Logits float32 [R, vocab] of `batch.logit_rows`; appends the batch's keys and values to `kv`."""
-        return self.logits(*self.hidden(batch, kv), batch.logit_rows)
+        return self.logits(*self.hidden(batch, kv, logits_only=True), batch.logit_rows)
 
     def logits(self, delta: Tensor, residual: Tensor | None, rows: Tensor) -> Tensor:
         """Logits float32 [R, vocab] of `rows` of the residual stream's pair. If `rows` are all, it is overwritten."""
@@ -183,13 +214,19 @@ class Decoder:
             residual = None if residual is None else self.embedding(residual, rows)
         return self.head(delta, residual)
 
-    def hidden(self, batch: BatchInputs, kv: list[KVLayer]) -> tuple[Tensor, Tensor | None]:
-        """The residual stream's pair [T, hidden] after the last layer; appends the batch's keys and values to `kv`."""
+    def hidden(
+        self, batch: BatchInputs, kv: list[KVLayer], *, logits_only: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """The residual stream's pair [T, hidden] after the last layer; appends the batch's keys and values to `kv`.
+
+        With `logits_only` it is the pair [R, hidden] of the batch's logit rows (see DecoderLayer).
+        """
         angles = {spec: rope(batch) for spec, rope in self.ropes.items()}
         delta: Tensor = self.embed(batch.token_ids)
         residual: Tensor | None = None
         for layer, kv_layer in zip(self.layers, kv, strict=True):
-            delta, residual = layer(delta, residual, batch, angles[layer.spec.rope], kv_layer)
+            of_rows = logits_only and layer is self.layers[-1]
+            delta, residual = layer(delta, residual, batch, angles[layer.spec.rope], kv_layer, logits_only=of_rows)
         return delta, residual
 
     def embed(self, token_ids: Tensor) -> Tensor:

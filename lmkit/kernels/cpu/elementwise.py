@@ -86,16 +86,16 @@ def _gated_activation(args: int, scratch: int, index: int) -> None:
 
 
 def _embedding(args: int, scratch: int, index: int) -> None:
-    table, kind, rows, y, size, scale_bits = unpack(args, 6)
+    table, stride, kind, rows, y, size, scale_bits = unpack(args, 7)
     scale = bits_to_float(np.uint32(scale_bits))
     row = carray(pointer(rows), index + 1, np.int64)[index]
     out = carray(pointer(y + 4 * index * size), size, np.float32)
     if kind == 0:
-        values = carray(pointer(table + 4 * row * size), size, np.float32)
+        values = carray(pointer(table + row * stride), size, np.float32)
         for i in range(size):
             out[i] = values[i] * scale
         return
-    bits = carray(pointer(table + 2 * row * size), size, np.uint16)
+    bits = carray(pointer(table + row * stride), size, np.uint16)
     if kind == 1:
         for i in range(size):
             out[i] = bfloat_to_float(np.uint32(bits[i])) * scale
@@ -174,11 +174,11 @@ def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
 
 @implements(ops.embedding, "cpu", device="cpu", priority=20)
 def embedding(table: Tensor, rows: Tensor, scale: float = 1.0) -> Tensor:
-    table, rows = table.contiguous(), rows.contiguous()
+    table, rows = table if table.stride(1) == 1 else table.contiguous(), rows.contiguous()
     assert rows.dtype == torch.int64
     y = workspace.empty(len(rows), table.shape[1])
-    size, kind = table.shape[1], FLOATS[table.dtype]
-    args = (table.data_ptr(), kind, rows.data_ptr(), y.data_ptr(), size, float_bits(scale))
+    size, kind, stride = table.shape[1], FLOATS[table.dtype], table.stride(0) * table.element_size()
+    args = (table.data_ptr(), stride, kind, rows.data_ptr(), y.data_ptr(), size, float_bits(scale))
     threads.run(EMBEDDING, len(rows), args, parallel=y.numel() > SERIAL_VALUES)
     return y
 

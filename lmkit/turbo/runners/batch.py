@@ -60,6 +60,7 @@ class PersistentBatch:
             "block_tables": torch.zeros(self.block_tables.shape, dtype=torch.int32),
             "rope_lens": torch.zeros(num_slots, dtype=torch.int32),
             "logit_rows": torch.zeros(max_step_tokens, dtype=torch.int64),
+            "logit_start": torch.zeros(num_slots + 1, dtype=torch.int32),
         }
         self._arrays = {name: tensor.numpy() for name, tensor in self._inputs.items()}
         self._decode_inputs: dict[int, BatchInputs] = {}  # by the number of sequences
@@ -100,7 +101,8 @@ class PersistentBatch:
     def inputs(self, chunks: list[Chunk]) -> tuple[BatchInputs, StepRows | None]:
         """Give the chunks their new blocks and gather the step's tensors, which are valid until the next step.
 
-        The rows are None for a decode step, in which every sequence computes one token and samples the next.
+        The rows are None for a decode step, in which every sequence computes one token and samples the next. Sequences
+        that sample stand before the others, see BatchInputs.
         """
         for chunk in chunks:
             self._extend_tables(chunk.slot, chunk.new_blocks)
@@ -110,15 +112,18 @@ class PersistentBatch:
         if all(c.num_tokens == c.num_sampled == 1 for c in chunks):
             return self._decode([(c.slot, c.start) for c in chunks]), None
         self._decoded, self.keeps_tables = [], False
-        slots = np.array([c.slot for c in chunks])
-        starts = np.array([c.start for c in chunks])
-        counts = np.array([c.num_tokens for c in chunks])
+        ordered = sorted(chunks, key=lambda chunk: not chunk.num_sampled)
+        slots = np.array([c.slot for c in ordered])
+        starts = np.array([c.start for c in ordered])
+        counts = np.array([c.num_tokens for c in ordered])
         query_start = np.concatenate(([0], counts.cumsum()))
         positions = np.arange(query_start[-1]) - np.repeat(query_start[:-1] - starts, counts)
         width = self._table_width(self._write(slots, np.repeat(slots, counts), positions, query_start, starts + counts))
-        rows, logit_rows = self._logit_rows(chunks, query_start)
+        rows, logit_rows = self._logit_rows(chunks, dict(zip(slots.tolist(), query_start.tolist(), strict=False)))
         self._arrays["logit_rows"][: len(logit_rows)] = logit_rows
-        return self._views(len(positions), len(slots), width, len(logit_rows)), rows
+        num_sampled = np.array([c.num_sampled for c in ordered if c.num_sampled], np.int32)
+        self._arrays["logit_start"][1 : len(num_sampled) + 1] = num_sampled.cumsum()
+        return self._views(len(positions), len(slots), width, len(logit_rows), len(num_sampled)), rows
 
     def _extend_tables(self, slot: int, by_group: list[list[int]]) -> None:
         for group, blocks in enumerate(by_group):
@@ -142,8 +147,9 @@ class PersistentBatch:
             slots, positions = np.array(tokens).T
             self._write(slots, slots, positions, np.arange(num_seqs + 1), positions + 1)
         if num_seqs not in self._decode_inputs:
-            inputs = self._views(num_seqs, num_seqs, self.block_tables.shape[2], 0)
-            self._decode_inputs[num_seqs] = replace(inputs, logit_rows=torch.arange(num_seqs))
+            inputs = self._views(num_seqs, num_seqs, self.block_tables.shape[2], 0, 0)
+            rows, start = torch.arange(num_seqs), inputs.geometries[0].query_start
+            self._decode_inputs[num_seqs] = replace(inputs, logit_rows=rows, logit_start=start)
         return self._decode_inputs[num_seqs]
 
     def _write(
@@ -172,7 +178,9 @@ class PersistentBatch:
             width *= 2
         return min(width, self.block_tables.shape[2])
 
-    def _views(self, num_tokens: int, num_seqs: int, table_width: int, num_logits: int) -> BatchInputs:
+    def _views(
+        self, num_tokens: int, num_seqs: int, table_width: int, num_logits: int, num_sampled: int
+    ) -> BatchInputs:
         whole = self._inputs
         slots, tables = whole["slots"][:, :num_tokens], whole["block_tables"][:, :num_seqs, :table_width]
         query_start, context_lens = whole["query_start"][: num_seqs + 1], whole["context_lens"][:num_seqs]
@@ -184,13 +192,15 @@ class PersistentBatch:
             ),
             rope_lens=whole["rope_lens"][:num_seqs],
             logit_rows=whole["logit_rows"][:num_logits],
+            logit_start=whole["logit_start"][: num_sampled + 1],
         )
 
-    def _logit_rows(self, chunks: list[Chunk], query_start: np.ndarray) -> tuple[StepRows, list[int]]:
+    def _logit_rows(self, chunks: list[Chunk], first_rows: dict[int, int]) -> tuple[StepRows, list[int]]:
+        """The rows of chunks whose first rows are given by slot."""
         logit_rows: list[int] = []
         sample_rows, prompt_rows = [], []
-        for chunk, first in zip(chunks, query_start.tolist(), strict=False):
-            scored = 0
+        for chunk in chunks:
+            first, scored = first_rows[chunk.slot], 0
             if self.wants_prompt_logprobs[chunk.slot]:
                 scored = min(chunk.num_tokens, max(int(self.num_prompt_tokens[chunk.slot]) - 1 - chunk.start, 0))
             prompt_rows.append(range(first, first + scored))

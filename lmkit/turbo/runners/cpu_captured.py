@@ -65,12 +65,13 @@ class StepShape(NamedTuple):
     num_tokens: int
     num_seqs: int
     num_rows: int  # rows whose logits are wanted
+    num_sampled: int  # sequences with such rows
     table_width: int
 
     @classmethod
     def of(cls, inputs: BatchInputs) -> StepShape:
         num_seqs, table_width = inputs.geometries[0].block_tables.shape
-        return cls(len(inputs.token_ids), num_seqs, len(inputs.logit_rows), table_width)
+        return cls(len(inputs.token_ids), num_seqs, len(inputs.logit_rows), len(inputs.logit_start) - 1, table_width)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Staging of a step's inputs for a GPU: they are packed into one piece of pinned memory and moved by one copy.
 
-    token_ids | logit_rows | positions | slots | query_start | context_lens | rope_lens | block_tables
+    token_ids | logit_rows | positions | slots | query_start | logit_start | context_lens | rope_lens | block_tables
 
 Slots and block tables are those of every KV group, one after the other.
 
@@ -34,13 +34,16 @@ class _Field(NamedTuple):
     end: int  # bytes
 
 
-def _layout(num_tokens: int, num_seqs: int, num_rows: int, width: int, num_groups: int) -> list[_Field]:
+def _layout(
+    num_tokens: int, num_seqs: int, num_rows: int, num_sampled: int, width: int, num_groups: int
+) -> list[_Field]:
     shapes: dict[str, tuple[int, ...]] = {
         "token_ids": (num_tokens,),
         "logit_rows": (num_rows,),
         "positions": (num_tokens,),
         **{f"slots.{g}": (num_tokens,) for g in range(num_groups)},
         "query_start": (num_seqs + 1,),
+        "logit_start": (num_sampled + 1,),
         "context_lens": (num_seqs,),
         "rope_lens": (num_seqs,),
         **{f"block_tables.{g}": (num_seqs, width) for g in range(num_groups)},
@@ -68,7 +71,7 @@ class StagedInputs:
 
     def __init__(self, device: CudaDevice, max_tokens: int, max_seqs: int, width: int, num_groups: int = 1) -> None:
         self._num_groups = num_groups
-        num_bytes = _layout(max_tokens, max_seqs, max_tokens, width, num_groups)[-1].end
+        num_bytes = _layout(max_tokens, max_seqs, max_tokens, max_seqs, width, num_groups)[-1].end
         self._memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device.tensors)
         self._pieces = [_Piece(device, num_bytes) for _ in range(NUM_STAGED)]
         self._turn = 0
@@ -84,7 +87,8 @@ class StagedInputs:
         padded = max(pad_to, num_seqs)
         extra, tensors = padded - num_seqs, inputs.tensors
         num_tokens, num_rows = len(inputs.token_ids) + extra, len(inputs.logit_rows) + extra
-        fields = _layout(num_tokens, padded, num_rows, width, self._num_groups)
+        num_sampled = len(inputs.logit_start) - 1 + extra
+        fields = _layout(num_tokens, padded, num_rows, num_sampled, width, self._num_groups)
         piece = self._next_piece()
         shape = num_seqs, padded, width
         is_kept = keeps_tables and shape == self._last
@@ -119,14 +123,14 @@ class StagedInputs:
 
     def padding(self, num_seqs: int, width: int) -> BatchInputs:
         """A decode step of nothing but padding. Graphs are captured with it."""
-        one = torch.zeros(1, dtype=torch.int32)
+        one, start = torch.zeros(1, dtype=torch.int32), torch.arange(2, dtype=torch.int32)
         nothing = BatchInputs(
             token_ids=torch.zeros(1, dtype=torch.int64),
             positions=one,
             geometries=self._num_groups
             * (
                 BatchGeometry(
-                    query_start=torch.arange(2, dtype=torch.int32),
+                    query_start=start,
                     context_lens=one,
                     block_tables=torch.zeros(1, width, dtype=torch.int32),
                     slots=one - 1,
@@ -134,6 +138,7 @@ class StagedInputs:
             ),
             rope_lens=one,
             logit_rows=torch.zeros(1, dtype=torch.int64),
+            logit_start=start,
         )
         return self.put(nothing, num_seqs)
 
@@ -142,7 +147,7 @@ def _pad(name: str, values: np.ndarray, count: int) -> None:
     """Fill the padding of a decode step, `values[count:]`."""
     if name.startswith("slots."):
         values[count:] = -1
-    elif name in ("logit_rows", "query_start"):
+    elif name in ("logit_rows", "query_start", "logit_start"):
         values[count:] = np.arange(count, len(values))
     else:
         values[count:] = 0

@@ -36,13 +36,14 @@ def test_inputs_follow_each_token_to_its_slot() -> None:
         if not chunks:
             continue
         inputs, rows = batch.inputs(chunks)
-        flat = [(c, p) for c in chunks for p in range(c.start, c.start + c.num_tokens)]
+        ordered = sorted(chunks, key=lambda chunk: not chunk.num_sampled)  # sequences that sample come first
+        flat = [(c, p) for c in ordered for p in range(c.start, c.start + c.num_tokens)]
         assert inputs.token_ids.tolist() == [tokens[c.slot][p] for c, p in flat]
         assert inputs.positions.tolist() == [p for _, p in flat]
         assert inputs.geometries[0].slots.tolist() == [tables[c.slot][p // BLOCK] * BLOCK + p % BLOCK for c, p in flat]
-        assert inputs.geometries[0].context_lens.tolist() == [c.start + c.num_tokens for c in chunks]
-        assert inputs.geometries[0].query_start.diff().tolist() == [c.num_tokens for c in chunks]
-        for table, chunk in zip(inputs.geometries[0].block_tables.tolist(), chunks, strict=True):
+        assert inputs.geometries[0].context_lens.tolist() == [c.start + c.num_tokens for c in ordered]
+        assert inputs.geometries[0].query_start.diff().tolist() == [c.num_tokens for c in ordered]
+        for table, chunk in zip(inputs.geometries[0].block_tables.tolist(), ordered, strict=True):
             used = -(-(chunk.start + chunk.num_tokens) // BLOCK)
             assert table[:used] == tables[chunk.slot][:used]
         sampled = [c for c in chunks if c.num_sampled]
@@ -50,8 +51,12 @@ def test_inputs_follow_each_token_to_its_slot() -> None:
             assert all(c.num_tokens == c.num_sampled == 1 for c in chunks)
         else:
             assert [len(span) for span in rows.sample_rows] == [c.num_sampled for c in chunks]
-        ends = [int(inputs.geometries[0].query_start[chunks.index(c) + 1]) - 1 for c in sampled]
+        ends = [int(inputs.geometries[0].query_start[ordered.index(c) + 1]) - 1 for c in sampled]
         assert inputs.logit_rows.tolist() == ends
+        assert inputs.logit_start.tolist() == list(range(len(sampled) + 1))
+        wanted = inputs.logit_geometry(0)
+        assert wanted.context_lens.tolist() == [c.start + c.num_tokens for c in sampled]
+        assert len(wanted.block_tables) == len(sampled)
 
 
 def test_a_reused_slot_forgets_its_blocks() -> None:
