@@ -22,6 +22,7 @@ F32_TOLERANCE, BF16_TOLERANCE = 3e-6, 8e-3  # of the largest result
 # Attention on codes: queries of int8 keys and weights are words of 15 bits. A score errs by 2^-16 of the largest query
 # times sqrt(D) keys. This is some 1e-4 for the scores of +-20 here. A weight errs as much, relatively.
 WORD_TOLERANCE = 5e-4
+PLANES_TOLERANCE = 5e-5  # attention on tile registers: each number of a query and each weight keeps 16 bits
 
 
 @dataclass(frozen=True)
@@ -282,7 +283,7 @@ def attention_cases() -> Iterator[Case]:
 
                 name = f"{names(types)}-{dim}-{window}" + (f"-{sinks}" if sinks else "") + "-softcap" * bool(softcap)
                 brief = types in (KV_TYPES[0], KV_TYPES[2]) and dim in (128, 6) and not window
-                brief |= types == (FP8, FP8) and dim == 16
+                brief |= types in ((FP8, FP8), (FLOAT32, BFLOAT16)) and dim in (16, 80)
                 tolerance = WORD_TOLERANCE if {INT8, INT4} & set(types) else F32_TOLERANCE
                 yield Case(ops.paged_attention, name, _seeded(attend), _heads(heads, group, dim), tolerance, brief)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 import lmkit.kernels  # noqa: F401  (registers)
 from lmkit.attention_spec import AttentionSpec
 from lmkit.kernels import ops
-from lmkit.kernels.cpu import threads
+from lmkit.kernels.cpu import attention, isa, threads
 from lmkit.kernels.ops import Norm
 from lmkit.kernels.registry import Op
 from lmkit.kv_dtype import BFLOAT16, FLOAT32, FP8, INT4, INT8, KVDtype
@@ -93,6 +93,10 @@ def test_elementwise_rows(op: Op) -> None:
 LENGTHS, NEW = [1, 30, 700, 2050, 257], [1, 30, 3, 1, 100]
 
 
+LEVELS = {isa.host().name, "amx+emulated"}
+
+
+@pytest.mark.parametrize("level", sorted(LEVELS))
 @pytest.mark.parametrize(
     "spec", [(0, 0), (40, 0), (400, 0, 20.0), (40, 5), (300, 270, 20.0)], ids=lambda spec: "-".join(map(str, spec))
 )
@@ -104,9 +108,12 @@ LENGTHS, NEW = [1, 30, 700, 2050, 257], [1, 30, 3, 1, 100]
         ((INT8, INT4), 64),
         ((INT4, INT8), 6),
         ((FP8, FP8), 64),
+        ((BFLOAT16, BFLOAT16), 80),
     ],
 )
-def test_attention_sequences_chunks_and_splits(types: tuple[KVDtype, KVDtype], dim: int, spec: tuple[Any, ...]) -> None:
+def test_attention_sequences_chunks_and_splits(
+    types: tuple[KVDtype, KVDtype], dim: int, spec: tuple[Any, ...], level: str
+) -> None:
     torch.manual_seed(4)
     kv_heads, group = 2, 3
     kv, tables = filled_cache(types, kv_heads, dim, 16, LENGTHS)
@@ -114,7 +121,7 @@ def test_attention_sequences_chunks_and_splits(types: tuple[KVDtype, KVDtype], d
         kv = KVLayer(replace(kv.k, mean=key_mean(kv_heads, dim, dim, max(LENGTHS)), hadamard=True), kv.v)
     q = torch.randn(sum(NEW), kv_heads * group, dim) * 3
     starts = [0, *torch.tensor(NEW).cumsum(0).tolist()]
-    impl = ops.paged_attention.select("cpu", num_heads=kv_heads * group, num_kv_heads=kv_heads, head_dim=dim)
+    impl = attention.implementation(isa.named(level))
 
     def attend(sequences: list[int], first: int = 0, count: int | None = None) -> Tensor:
         """New tokens first .. first + count of each sequence, computed as a step of its own."""

@@ -13,9 +13,10 @@ from llvmlite import ir
 
 from lmkit.errors import ConfigError
 from lmkit.kernels.cpu import attention_rows, attention_tiles, isa, tiles
+from lmkit.kernels.cpu.amx import attention_tiles as amx_tiles
 from lmkit.kernels.cpu.amx import permission
 from lmkit.kernels.cpu.tiles import Tile
-from lmkit.kv_dtype import BFLOAT16, FLOAT32, INT4, INT8, KVDtype
+from lmkit.kv_dtype import BFLOAT16, FLOAT32, FP8, INT4, INT8, KVDtype
 
 X86, ARM = "x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu"
 
@@ -107,6 +108,22 @@ def test_attention_on_codes(level: str, cpu: str, of_words: str, of_bytes: str, 
 def test_bfloat16_pairs_are_widened_without_shuffles_and_spills() -> None:
     for loop in innermost_loops(assembly(tiles.float_tile(isa.named("avx512_vnni"), "bfloat16"), "znver4")):
         assert not [line for line in loop if "vpmovzx" in line or "Spill" in line]
+
+
+@pytest.mark.parametrize("cpu", ["sapphirerapids", "graniterapids"])
+def test_attention_on_tile_registers(cpu: str) -> None:
+    level = isa.named("amx")
+    products = [(amx_tiles.product_tile(level), "tdpbf16ps")]
+    products += [(amx_tiles.code_product_tile(level, planes=n, scaled=n == 2), "tdpbsud") for n in (1, 2)]
+    for tile, instruction in products:
+        loops = innermost_loops(assembly(tile, cpu))
+        assert sum(any(instruction in line for line in loop) for loop in loops) == len(tile.rows)
+        assert not [line for loop in loops for line in loop if "Spill" in line or "Reload" in line]
+    for kind in (BFLOAT16, FP8, INT8, INT4):  # every key is read once, and panels are made of whole vectors
+        for tile in (amx_tiles.key_panel_tile(kind), amx_tiles.value_panel_tile(kind)):
+            (loop, *_) = innermost_loops(assembly(tile, cpu))
+            assert any("%zmm" in line for line in loop)
+            assert not [line for line in loop if "Spill" in line or "Reload" in line or "vpinsr" in line]
 
 
 @pytest.mark.parametrize(("triple", "cpu"), [(X86, "x86-64"), (ARM, "generic"), (ARM, "neoverse-n1")])

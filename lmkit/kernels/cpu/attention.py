@@ -26,8 +26,14 @@ from torch import Tensor
 
 from lmkit.attention_spec import AttentionSpec
 from lmkit.kernels.cpu import attention_rows, threads, workspace
+from lmkit.kernels.cpu.amx.attention_tiles import planes_tile
 from lmkit.kernels.cpu.attention_arguments import (
+    BYTES,
+    FLOAT_PLANES,
+    FLOATS,
     PARTITION,
+    WORD_PLANES,
+    WORDS,
     AttendArgs,
     Buffers,
     Mean,
@@ -35,19 +41,11 @@ from lmkit.kernels.cpu.attention_arguments import (
     PlanArgs,
     ScoreArgs,
     Sequences,
-    Storage,
     ValueArgs,
     buffers,
 )
 from lmkit.kernels.cpu.attention_keys import ask_for, locate, num_parts, skipped_parts, span
-from lmkit.kernels.cpu.attention_stages import (
-    DIRECT_ROWS,
-    copy_bytes,
-    reads_directly,
-    score_task,
-    value_task,
-)
-from lmkit.kernels.cpu.attention_tiles import LARGEST_WORD
+from lmkit.kernels.cpu.attention_storage import DIRECT_ROWS, query_form, query_limit, scratch_bytes, storage
 from lmkit.kernels.cpu.emit import I8, I16
 from lmkit.kernels.cpu.intrinsics import add, bits_to_float, call, fma, pointer, tile
 from lmkit.kernels.cpu.isa import Isa
@@ -56,16 +54,15 @@ from lmkit.kernels.cpu.kv import rope_append, rows_of, turn_hadamard
 from lmkit.kernels.cpu.panels import address, as_type
 from lmkit.kernels.cpu.structs import numbers, read, write
 from lmkit.kernels.ops import BatchGeometry, KeyMean, KVTensor
-from lmkit.kernels.reference.attention import SMALL_QUERY, small_query_limit
 from lmkit.kernels.reference.elementwise import accepts_rope
 from lmkit.kernels.reference.kv import accepts_heads
 from lmkit.kernels.registry import Implementation
-from lmkit.kv_dtype import INT4, KVDtype
 
-TILE_ROWS = 48  # target: enough to pay for copying the keys
+TILE_ROWS = {False: 48, True: 128}  # by Isa.tiles: enough to pay for copying the keys
 UNITS_PER_THREAD = 4  # with fewer tiles, partitions become units
 SERIAL_PRODUCTS = 1 << 20
-WORDS, SMALL = (attention_rows.words_tile(element).name for element in (I16, I8))
+TO_WORDS, TO_BYTES = (attention_rows.words_tile(element).name for element in (I16, I8))
+OF_FLOATS, OF_WORDS = (planes_tile(words=words).name for words in (False, True))
 MERGE, SOFTCAP = attention_rows.merge_tile().name, attention_rows.softcap_tile().name
 
 
@@ -138,12 +135,11 @@ def _add_mean(mean: Mean, scores: int, rows: int, first: int, end: int, shares: 
 
 
 @inline
-def _prepare_queries(a: AttendArgs, source: int, head: int, rows: int, few: int, memory: Buffers) -> None:
-    """Write queries times the scale, padded with 0. If the query limit is not 0, also write them as integers up to the
-    limit. These are words, or bytes if the limit fits a byte and `few` rows read the storage directly.
+def _prepare_queries(a: AttendArgs, source: int, head: int, rows: int, form: int, memory: Buffers) -> None:
+    """Write queries times the scale, padded with 0, and then in their form: words or bytes up to the query limit, or
+    for each row its two planes (see amx/attention_tiles.py).
     """
-    dim, padded, limit, scale = a.dim, a.padded, a.query_limit, bits_to_float(np.uint32(a.scale_bits))
-    narrow = a.keys.direct & few & (limit <= SMALL_QUERY)
+    dim, padded, scale = a.dim, a.padded, bits_to_float(np.uint32(a.scale_bits))
     for r in range(rows):
         x = carray(pointer(source + r // a.group * a.q_stride + 4 * (r % a.group) * dim), dim, np.float32)
         floats = memory.floats + 4 * r * padded
@@ -155,11 +151,16 @@ def _prepare_queries(a: AttendArgs, source: int, head: int, rows: int, few: int,
         _mean_shares(a.mean, floats, head, dim, memory.shares + 8 * r * a.mean.num_pairs)
         if a.hadamard:
             turn_hadamard(floats, dim)
-        sizes = (padded // 8, limit, memory.steps + 8 * r)
-        if limit and narrow:
-            tile(SMALL, 1, (floats, memory.words + r * padded, *sizes))
-        elif limit:
-            tile(WORDS, 1, (floats, memory.words + 2 * r * padded, *sizes))
+        sizes = (padded // 8, a.query_limit, memory.steps + 8 * r)
+        if form == BYTES:
+            tile(TO_BYTES, 1, (floats, memory.words + r * padded, *sizes))
+        elif form == WORDS:
+            tile(TO_WORDS, 1, (floats, memory.words + 2 * r * padded, *sizes))
+        elif form == FLOAT_PLANES:
+            tile(OF_FLOATS, 1, (floats, memory.words + 4 * r * padded, 2 * padded, padded // 32))
+        elif form == WORD_PLANES:
+            tile(TO_WORDS, 1, (floats, floats, *sizes))  # words need half the room and are written behind the reads
+            tile(OF_WORDS, 1, (floats, memory.words + 2 * r * padded, padded, padded // 32))
 
 
 @inline
@@ -207,12 +208,16 @@ def _attend(args: int, scratch: int, index: int) -> None:
 
     source = a.q + token * a.q_stride + 4 * head * group * dim
     few = rows <= DIRECT_ROWS
-    _prepare_queries(a, source, head, rows, few, memory)
+    form = a.few_query_form if few else a.query_form
+    _prepare_queries(a, source, head, rows, form, memory)
     first_part, end_part = 0 if sinks else first_key // PARTITION, (end_key + PARTITION - 1) // PARTITION
     if split:
         first_part = part if part * PARTITION < sinks else part + skipped_parts(length - num_new, window, sinks)
         end_part, total = first_part + 1, a.records + index * record_bytes
-    queries = memory.words if a.query_limit else memory.floats
+    queries = memory.floats if form == FLOATS else memory.words
+    key_stage, value_stage = a.keys.stage, a.values.stage
+    if few:
+        key_stage, value_stage = a.keys.few_stage, a.values.few_stage
     of_keys = (a.keys.data, a.keys.row_bytes, a.keys.params, memory.key_places, memory.key_params)
     of_values = (a.values.data, a.values.row_bytes, a.values.params, memory.value_places, memory.value_params)
     here = (table, a.heads, head, a.block_size)
@@ -232,7 +237,7 @@ def _attend(args: int, scratch: int, index: int) -> None:
             steps=memory.steps, scores=scores, value_lines=(a.values.row_bytes + 63) // 64,
             value_places=memory.value_places,
         ))  # fmt: skip
-        call(a.keys.stage, job, memory.copies, 0)
+        call(key_stage, job, memory.copies, 0)
         if a.mean.num_pairs:
             _add_mean(a.mean, scores, rows, first, end, memory.shares, head, begin)
         if a.softcap_bits:
@@ -241,7 +246,7 @@ def _attend(args: int, scratch: int, index: int) -> None:
         num_next = 0
         if after < end_part:
             locate(*here, *where, *of_keys)
-            num_next = (where[2] - where[1]) * (a.keys.direct & few)
+            num_next = where[2] - where[1]
             if a.values.params:
                 ask_for(*here, where[0] + where[1], where[0] + where[2], a.values.params, 4)
         write(job, ValueArgs(
@@ -250,7 +255,7 @@ def _attend(args: int, scratch: int, index: int) -> None:
             word_steps=memory.word_steps, offset=memory.offset, record=record,
             next_places=memory.key_places + 8 * where[1], num_next=num_next, next_lines=(a.keys.row_bytes + 63) // 64,
         ))  # fmt: skip
-        call(a.values.stage, job, memory.copies, 0)
+        call(value_stage, job, memory.copies, 0)
         if p > first_part:
             _merge(total, memory.other, rows, padded)
         p = after
@@ -265,22 +270,6 @@ def _attend(args: int, scratch: int, index: int) -> None:
 
 
 ATTEND = Task(_attend)
-
-
-def _storage(isa: Isa, stage: Task, cache: KVTensor, dim: int, *, keys: bool) -> Storage:
-    assert cache.data.is_contiguous()
-    assert cache.params.is_contiguous()
-    row_bytes = cache.data.shape[3] * cache.data.element_size()
-    params = cache.params.data_ptr() if cache.dtype.coded else 0
-    direct = int(reads_directly(isa, cache.dtype, dim, keys=keys))
-    return Storage(stage.address, cache.data.data_ptr(), params, row_bytes, direct)
-
-
-def _query_limit(kind: KVDtype, dim: int) -> int:
-    """The largest word of a query for keys of a kind, such that sums of products with codes fit int32. 0: floats."""
-    if kind == INT4:
-        return small_query_limit(dim)
-    return min(LARGEST_WORD, (2**31 - 1) // (255 * dim)) if kind.has_minimum else 0
 
 
 def _mean(mean: KeyMean | None) -> Mean:
@@ -316,7 +305,7 @@ def paged_attention(
     num_tokens, num_heads, dim = q.shape
     num_seqs, heads, max_keys = len(context_lens), k_cache.data.shape[1], block_tables.shape[1] * k_cache.block_size
     group, padded = num_heads // heads, -(-dim // isa.float_tile) * isa.float_tile
-    tile_tokens = min(max(1, TILE_ROWS // group), num_tokens - num_seqs + 1)
+    tile_tokens = min(max(1, TILE_ROWS[isa.tiles] // group), num_tokens - num_seqs + 1)
     sinks, max_parts = spec.sinks if window else 0, -(-max_keys // PARTITION)
     if window:
         max_parts = min(max_parts, (sinks + window + num_tokens - num_seqs + 1) // PARTITION + 3)
@@ -334,16 +323,17 @@ def paged_attention(
         scale_bits=float_bits(spec.scale), softcap_bits=float_bits(spec.softcap), out=out.data_ptr(),
         records=address(records), counters=plan.data_ptr() + 8 * (num_seqs + 2), heads=heads, group=group, dim=dim,
         padded=padded, block_size=k_cache.block_size, window=window, sinks=sinks, tile_tokens=tile_tokens,
-        hadamard=int(k_cache.hadamard), query_limit=_query_limit(k_cache.dtype, dim), mean=mean,
-        keys=_storage(isa, score_task(isa, k_cache.dtype), k_cache, dim, keys=True),
-        values=_storage(isa, value_task(isa, v_cache.dtype), v_cache, dim, keys=False),
+        hadamard=int(k_cache.hadamard), query_limit=query_limit(k_cache.dtype, dim),
+        query_form=query_form(isa, k_cache.dtype, dim, few=False),
+        few_query_form=query_form(isa, k_cache.dtype, dim, few=True), mean=mean,
+        keys=storage(isa, k_cache, dim, keys=True), values=storage(isa, v_cache, dim, keys=False),
     )  # fmt: skip
     threads.run(
         ATTEND,
         units,
         numbers(args),
         parallel=num_tokens * max_keys * num_heads * dim > SERIAL_PRODUCTS,
-        scratch=buffers.py_func(0, tile_tokens * group, padded, mean.num_pairs).copies + copy_bytes(padded),
+        scratch=buffers.py_func(0, tile_tokens * group, padded, mean.num_pairs).copies + scratch_bytes(isa, padded),
     )
     return as_type(out, dtype)
 

@@ -32,6 +32,7 @@ class Storage(NamedTuple):
     """The storage of keys or of values."""
 
     stage: int  # address of the task that reads them: score_task, value_task
+    few_stage: int  # the same for few rows
     data: int
     params: int  # 0: there are none
     row_bytes: int
@@ -47,6 +48,9 @@ class Mean(NamedTuple):
     half: int = 0  # R / 2
     angles: int = 0
     positions: int = 0
+
+
+FLOATS, WORDS, BYTES, FLOAT_PLANES, WORD_PLANES = range(5)  # forms of queries, see _prepare_queries
 
 
 class AttendArgs(NamedTuple):
@@ -72,6 +76,8 @@ class AttendArgs(NamedTuple):
     tile_tokens: int
     hadamard: int  # 1: keys are Hadamard-transformed
     query_limit: int  # see _query_limit
+    query_form: int
+    few_query_form: int
     mean: Mean
     keys: Storage
     values: Storage
@@ -82,7 +88,7 @@ class Buffers(NamedTuple):
 
     job: int  # arguments of a stage
     floats: int
-    words: int
+    words: int  # queries in any other form
     steps: int
     scores: int
     weights: int
@@ -143,20 +149,25 @@ JOB_BYTES = -(-max(num_bytes(ScoreArgs), num_bytes(ValueArgs)) // 64) * 64
 
 
 @inline
+def _aligned(at: int) -> int:
+    return (at + 63) // 64 * 64
+
+
+@inline
 def buffers(at: int, rows: int, padded: int, num_pairs: int) -> Buffers:
-    record = rows * (padded + 2)
+    record = _aligned(4 * rows * (padded + 2))
     job = at
     floats = job + JOB_BYTES
     words = floats + 4 * rows * padded
-    steps = words + 2 * rows * padded
-    scores = steps + 8 * rows
+    steps = words + 4 * rows * padded
+    scores = _aligned(steps + 8 * rows)
     weights = scores + 4 * rows * PARTITION
     word_steps = weights + 2 * rows * PARTITION
     offset = word_steps + 4 * rows * (PARTITION // KEYS)
-    places = (offset + 4) // 64 * 64 + 64
+    places = _aligned(offset + 4)
     params = places + 16 * PARTITION
     total = params + 16 * PARTITION
-    shares = total + 8 * record
-    copies = (shares + 8 * rows * num_pairs) // 64 * 64 + 64
+    shares = total + 2 * record
+    copies = _aligned(shares + 8 * rows * num_pairs)
     return Buffers(job, floats, words, steps, scores, weights, word_steps, offset, places, places + 8 * PARTITION,
-                   params, params + 8 * PARTITION, total, total + 4 * record, shares, copies)  # fmt: skip
+                   params, params + 8 * PARTITION, total, total + record, shares, copies)  # fmt: skip

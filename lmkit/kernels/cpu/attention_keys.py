@@ -44,9 +44,9 @@ def span(part: int, first_key: int, end_key: int, sinks: int) -> Any:
 @inline
 def locate(table: Any, heads: int, head: int, block_size: int, start: int, first: int, end: int, hidden: int,
            seen: int, data: int, row_bytes: int, params: int, places: int, params_at: int) -> None:  # fmt: skip
-    """Write the places of the rows of keys (or values) start + first .. start + end. The last place is repeated up to a
-    multiple of 4. For codes, write their scales and minima too, 0 up to the end of a block. Keys `hidden` .. `seen` get
-    the place of `seen` and scale 0.
+    """Write the places of the rows of keys (or values) start + first .. start + end. The last place is repeated up to
+    the end of a block. For codes, write their scales and minima too, 0 up to the end of a block. Keys `hidden` ..
+    `seen` get the place of `seen` and scale 0.
     """
     at = carray(pointer(places), PARTITION, np.int64)
     scales = carray(pointer(params_at), PARTITION, np.float32)
@@ -68,11 +68,9 @@ def locate(table: Any, heads: int, head: int, block_size: int, start: int, first
     for i in range(max(first, hidden), min(seen, end)):
         at[i] = at[seen]
         scales[i], minima[i] = 0, 0
-    for i in range(end, (end + 3) // 4 * 4):  # none if end is 0
+    for i in range(end, (end + KEYS - 1) // KEYS * KEYS):  # none if end is 0
         at[i] = at[end - 1]
-    if params:
-        for i in range(end, (end + KEYS - 1) // KEYS * KEYS):
-            scales[i], minima[i] = 0, 0
+        scales[i], minima[i] = 0, 0
 
 
 @inline

@@ -21,22 +21,15 @@ from lmkit.kernels.cpu.jit import Task, float_bits, inline
 from lmkit.kernels.cpu.structs import read
 from lmkit.kv_dtype import FLOAT32, INT4, KVDtype
 
-DIRECT_ROWS = 8  # more rows than this share a copy
 SPACING = 64  # bytes after each copied row: power-of-two strides would fall into few cache sets
 NO_SCORE = np.float32(-3e38)  # the maximum of no scores; finite, so that the difference of two is 0
 NO_SCORE_BITS = float_bits(float(NO_SCORE))
 PREFETCH = attention_rows.prefetch_tile().name
 
 
-def copy_bytes(padded: int) -> int:
+def scratch_bytes(padded: int) -> int:
     """Bytes of a stage's scratch: the places of a block's copied rows, and the rows."""
     return KEYS * (8 + 4 * padded + SPACING)
-
-
-def reads_directly(isa: Isa, kind: KVDtype, dim: int, *, keys: bool) -> bool:
-    """Whether rows of the storage are whole vectors."""
-    lanes = 4 if kind == INT4 else 2
-    return dim % (isa.lanes * (8 if keys and kind == INT4 else lanes)) == 0
 
 
 @inline
@@ -44,6 +37,32 @@ def _fill_places(places: int, count: int, first: int, step: int) -> None:
     at = carray(pointer(places), count, np.int64)
     for i in range(count):
         at[i] = first + i * step
+
+
+@inline
+def scale_rows(name: str, a: ScoreArgs) -> None:
+    """Scale the scores of all rows by `name`, a scale_tile."""
+    rows, _, _, first, end = a.partition
+    whole = (end - first + KEYS - 1) // KEYS * KEYS
+    for r in range(rows):
+        score = a.scores + 4 * (r * PARTITION + first)
+        tile(name, 1, (score, whole, a.steps + 8 * r, a.params + 4 * first, 4 * PARTITION))
+
+
+@inline
+def softmax_rows(name: str, a: ValueArgs, row: int, end_row: int, coded: bool) -> None:
+    """Turn the scores of some rows into weights by `name`, a softmax_tile, and begin their parts of the record."""
+    rows, _, padded, first, end = a.partition
+    maxima, totals = a.record + 4 * rows * padded, a.record + 4 * rows * (padded + 1)
+    blocks = (end - first + KEYS - 1) // KEYS
+    for r in range(row, end_row):
+        last = a.position + r // a.group
+        low = max(first, last - a.window + 1) if a.window else first
+        limits = (low, min(end, last + 1), a.sinks, first, blocks, NO_SCORE_BITS, maxima + 4 * r, totals + 4 * r)
+        words, steps = a.words + 2 * r * PARTITION, a.word_steps + 4 * r * (PARTITION // KEYS)
+        tile(name, 1, (a.scores + 4 * r * PARTITION, *limits, words, steps, a.params, 4 * PARTITION, a.offset))
+        sums = carray(pointer(a.record + 4 * r * padded), padded, np.float32)
+        sums[:] = carray(pointer(a.offset), 1, np.float32)[0] if coded else np.float32(0)
 
 
 @functools.cache
@@ -85,10 +104,7 @@ def score_task(isa: Isa, kind: KVDtype) -> Task:
                         sizes = (4 * PARTITION, padded // chunk, count)
                         r += tile(copied, rows - r, (of_rows, ldq, scratch + 32 * four, score, *sizes))
         if scaled:
-            whole = (end - first + KEYS - 1) // KEYS * KEYS
-            for r in range(rows):
-                score = a.scores + 4 * (r * PARTITION + first)
-                tile(scale, 1, (score, whole, a.steps + 8 * r, a.params + 4 * first, 4 * PARTITION))
+            scale_rows(scale, a)
 
     return Task(scores)
 
@@ -111,16 +127,7 @@ def value_task(isa: Isa, kind: KVDtype) -> Task:
         rows, dim, padded, first, end = a.partition
         direct, record, words, word_steps = a.direct, a.record, a.words, a.word_steps
         ldc, ldw = 4 * padded, weight_bytes * PARTITION
-        maxima, totals = record + rows * ldc, record + rows * (ldc + 4)
-        blocks = (end - first + KEYS - 1) // KEYS
-        for r in range(rows):
-            last = a.position + r // a.group
-            low = max(first, last - a.window + 1) if a.window else first
-            limits = (low, min(end, last + 1), a.sinks, first, blocks, NO_SCORE_BITS, maxima + 4 * r, totals + 4 * r)
-            of_codes = (words + r * ldw, word_steps + 4 * r * (PARTITION // KEYS), a.params, 4 * PARTITION, a.offset)
-            tile(softmax, 1, (a.scores + 4 * r * PARTITION, *limits, *of_codes))
-            sums = carray(pointer(record + r * ldc), padded, np.float32)
-            sums[:] = carray(pointer(a.offset), 1, np.float32)[0] if coded else np.float32(0)
+        softmax_rows(softmax, a, 0, rows, coded)
         weights, copies = words if coded else a.scores, scratch + 8 * KEYS
         if not direct:
             _fill_places(scratch, KEYS, copies, (ldc + SPACING) // per_place)

@@ -30,7 +30,7 @@ WORDS, PAIRS = KVDtype("words", 16), KVDtype("pairs", 32)  # used for copies onl
 BYTES = {FLOAT32: 4, BFLOAT16: 2, FLOAT16: 2, FP8: 1, INT8: 1, INT4: 1, WORDS: 2, PAIRS: 4}
 STORED = {4: F32, 2: I16, 1: I8}  # the type of an element with so many bytes in memory
 KEYS = 64  # in a block: int32 sums of codes and weights are exact within one
-LARGEST_WORD = 32767
+LARGEST_WORD = 127 * 256 + 127  # so that a word is 256 * high + low with signed bytes (amx/attention_tiles.py)
 
 
 def _is_integer(form: KVDtype) -> bool:
@@ -51,6 +51,27 @@ def widened(e: Emitter, form: KVDtype, bits: Value) -> Value:
 def nibbles(e: Emitter, codes: Value) -> list[Value]:
     b, kind = e.builder, codes.type
     return [b.and_(codes, constant(kind, 15)), b.lshr(codes, constant(kind, 4))]
+
+
+def split_floats(e: Emitter, first: Value, second: Value) -> tuple[Value, Value]:
+    """Two vectors of floats as bfloat16 numbers high + low, a vector of words each. `high` is rounded towards 0."""
+    b, bits, words = e.builder, e.vector(I32), e.vector(I16, 2 * e.lanes)
+    upper = ir.Constant(e.vector(I32, 2 * e.lanes), list(range(1, 4 * e.lanes, 2)))
+
+    def packed(parts: list[Value]) -> Value:
+        return b.shuffle_vector(*(b.bitcast(part, words) for part in parts), upper)
+
+    floats = [first, second]
+    high = [b.and_(b.bitcast(x, bits), constant(bits, 0xFFFF0000)) for x in floats]
+    rest = [b.fsub(x, b.bitcast(h, x.type)) for x, h in zip(floats, high, strict=True)]
+    return packed(high), packed([b.add(b.bitcast(x, bits), constant(bits, 0x8000)) for x in rest])
+
+
+def split_words(e: Emitter, words: Value) -> tuple[Value, Value]:
+    """int16 words up to LARGEST_WORD as signed bytes: 256 * high + low."""
+    b, byte = e.builder, e.vector(I8, words.type.count)
+    high = b.ashr(b.add(words, constant(words.type, 128)), constant(words.type, 8))
+    return b.trunc(high, byte), b.trunc(words, byte)
 
 
 def _sums_bytes_in_words(isa: Isa, form: KVDtype) -> bool:
@@ -245,7 +266,7 @@ def product_tile(isa: Isa, form: KVDtype) -> Tile:
     return TILES.setdefault(name, Tile(name, isa.lanes, isa.float_rows, 10, body))
 
 
-def softmax_tile(isa: Isa, kind_of_values: KVDtype) -> Tile:
+def softmax_tile(isa: Isa, kind_of_values: KVDtype, *, planes: bool = False) -> Tile:
     """One row's weights e^(score - maximum) from the scores at `s`. Scores 0 .. sinks and low .. high are visible, all
     below high; the others get weight 0.
 
@@ -254,6 +275,9 @@ def softmax_tile(isa: Isa, kind_of_values: KVDtype) -> Tile:
     multiplied by the value's scale. For codes, a weight times the value's scale is rounded to int16 in `words`. The
     step is 1 / 32767 of the block's largest and is written to `steps` (float32 [blocks in all]). The sum of weights
     times minima goes to `offset`. The float32 scales are at `scales`, the minima `minima` bytes after them.
+
+    With `planes`, weights are split as tile registers take them (amx/attention_tiles.py): 64 words become their high
+    bytes, then their low bytes; 32 floats their high bfloat16, then their low bfloat16.
     """
     coded = kind_of_values.has_minimum
     scaled = kind_of_values.coded and not coded
@@ -290,7 +314,9 @@ def softmax_tile(isa: Isa, kind_of_values: KVDtype) -> Tile:
             b.store(constant(kind, 0), peak)
             start = e.times(e.offset(first, e.times(block, KEYS)), 4)
             with e.loop(I64(KEYS // e.lanes // 2), unroll=False) as pair:  # more at once would not fit the registers
-                for at in (e.offset(start, e.times(pair, 8 * e.lanes), 4 * i * e.lanes) for i in (0, 1)):
+                places = [e.offset(start, e.times(pair, 8 * e.lanes), 4 * i * e.lanes) for i in (0, 1)]
+                weights = []
+                for at in places:
                     weight = e.exp_below(b.fsub(e.load(e.offset(s, at), kind), e.splat(maximum)))
                     b.store(b.fadd(b.load(sums), weight), sums)
                     if scaled:
@@ -300,20 +326,28 @@ def softmax_tile(isa: Isa, kind_of_values: KVDtype) -> Tile:
                         b.store(e.fma(weight, minimum, b.load(lows)), lows)
                         weight = b.fmul(weight, scale)
                         b.store(e.larger(weight, b.load(peak)), peak)
+                    weights.append(weight)
+                split = split_floats(e, *weights) if planes and not coded else weights
+                for at, weight in zip(places, split, strict=True):
                     e.store(weight, e.offset(s, at))
             if coded:
                 step = b.fmul(e.fold(b.load(peak), e.larger), constant(F32, 1 / LARGEST_WORD))
                 e.store(step, e.offset(steps, e.times(b.sdiv(start, I64(4 * KEYS)), 4)))
                 usable = b.fcmp_ordered(">", step, constant(F32, 2.0**-120))
                 inverse = e.splat(b.select(usable, b.fdiv(constant(F32, 1), step), constant(F32, 0)))
-                for at in (e.offset(start, 4 * i) for i in range(0, KEYS, e.lanes)):
-                    value = b.fmul(e.load(e.offset(s, at), kind), inverse)
+                out = e.offset(words, b.lshr(start, I64(1)))
+                for i in range(0, KEYS, e.lanes):
+                    value = b.fmul(e.load(e.offset(s, start, 4 * i), kind), inverse)
                     word = b.trunc(e.rounded_bits(value), e.vector(I16))
-                    e.store(word, e.offset(words, b.lshr(at, I64(1))))
+                    if not planes:
+                        e.store(word, e.offset(out, 2 * i))
+                        continue
+                    for plane, part in enumerate(split_words(e, word)):
+                        e.store(part, e.offset(out, KEYS * plane + i))
         e.store(maximum, maximum_at)
         e.store(e.fold(b.load(sums), b.fadd), total_at)
         if coded:
             e.store(e.fold(b.load(lows), b.fadd), offset)
 
-    name = f"softmax_tile.{isa.name}.{'coded' if coded else 'scaled' if scaled else 'float'}"
+    name = f"softmax_tile.{isa.name}.{'coded' if coded else 'scaled' if scaled else 'float'}" + ".planes" * planes
     return TILES.setdefault(name, Tile(name, isa.lanes, (1,), 14, body))

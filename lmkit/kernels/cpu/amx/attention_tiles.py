@@ -1,0 +1,230 @@
+"""Micro-kernels of attention on tile registers (tile_file.py). They multiply rows of queries, or of weights, by panels
+of keys or values. A *panel* is a copy that puts the inputs of a product into 32-bit words, a column of the result each:
+
+    key panel     [D / 4 or D / 2, 64, 4 bytes]   neighbours in D of one key: four codes, or two bfloat16
+    value panel   [keys / 4 or / 2, D, 4 bytes]   neighbours in the sequence of one column
+
+The left operand has 16 bits in two *planes*. An int16 word is 256 * high + low with signed bytes, so its sums of
+products are the exact sums of attention_tiles.py. A float32 is high + low with bfloat16 numbers. It keeps 16 bits, an
+error of 2^-16 at most, where one bfloat16 would err by 2^-9. Codes of int4 queries have one plane: they are bytes.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+
+from lmkit.kernels.cpu.amx.tile_file import CONFIGURATION, ROW_BYTES, ROWS, SLOTS, TILE, TileFile, write_configuration
+from lmkit.kernels.cpu.attention_tiles import BYTES, KEYS, STORED, nibbles, split_floats, split_words, widened
+from lmkit.kernels.cpu.emit import F32, I16, I32, I64, Emitter, Value, constant
+from lmkit.kernels.cpu.isa import Isa
+from lmkit.kernels.cpu.tiles import TILES, Tile
+from lmkit.kv_dtype import BFLOAT16, FP8, INT4, INT8, KVDtype
+
+SUMS = 4  # tiles of products that wait for their sum
+WORKSPACE = SLOTS + SUMS * TILE + CONFIGURATION  # bytes after `slots`: the tile file, products, a configuration
+
+
+def configure_tile(isa: Isa) -> Tile:
+    """Configure tiles 0 to 5 with `count` rows, and 6 and 7 with 16."""
+
+    def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
+        slots, count = arguments
+        address = e.offset(slots, SLOTS + SUMS * TILE)
+        write_configuration(e, address, [(count, ROW_BYTES)] * 6 + [(ROWS, ROW_BYTES)] * 2)
+        TileFile(e, isa, slots).configure(address)
+
+    name = f"attention_configure.{isa.name}"
+    return TILES.setdefault(name, Tile(name, isa.lanes, (1,), 2, body))
+
+
+def release_tile(isa: Isa) -> Tile:
+    def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
+        TileFile(e, isa, *arguments).release()
+
+    name = f"attention_release.{isa.name}"
+    return TILES.setdefault(name, Tile(name, isa.lanes, (1,), 1, body))
+
+
+def product_tile(isa: Isa) -> Tile:
+    """c [rows, 16 * columns] = a b of bfloat16: a in two planes, `low` bytes apart, b a panel.
+
+    K steps of 32 inputs are `next_a` bytes apart in a. `lda`, `ldb` and `ldc` are the bytes between rows.
+    """
+
+    def body(e: Emitter, columns: int, arguments: list[Value]) -> None:
+        slots, a, lda, next_a, low, b, ldb, c, ldc, steps = arguments
+        tiles = TileFile(e, isa, slots)
+        for j in range(columns):
+            tiles.zero(j)
+        with e.loop(steps, unroll=False) as k:
+            left, right = e.offset(a, e.times(k, next_a)), e.offset(b, e.times(k, e.times(ldb, ROWS)))
+            tiles.load(4, left, lda)
+            tiles.load(5, e.offset(left, low), lda)
+            for j in range(columns):
+                tiles.load(6 + j % 2, e.offset(right, ROW_BYTES * j), ldb)
+                tiles.dot_bf16(j, 4, 6 + j % 2)
+                tiles.dot_bf16(j, 5, 6 + j % 2)
+        for j in range(columns):
+            tiles.store(j, e.offset(c, ROW_BYTES * j), ldc)
+
+    name = f"attention_product.{isa.name}"
+    return TILES.setdefault(name, Tile(name, isa.lanes, (4, 2, 1), 10, body))
+
+
+def code_product_tile(isa: Isa, *, planes: int, scaled: bool) -> Tile:
+    """c [rows, 16 * columns] = a b of signed bytes a, in one or two planes `low` bytes apart, and codes in the panel b.
+
+    K steps of 64 inputs are neighbours in a. c is int32. If `scaled`, c is float32 and becomes c + step * a b with the
+    row's float32 at `steps`. `lda`, `ldb`, `ldc` and `lds` are the bytes between rows.
+    """
+
+    def body(e: Emitter, columns: int, arguments: list[Value]) -> None:
+        slots, a, lda, low, b, ldb, c, ldc, num_steps, rows, steps, lds = arguments
+        tiles, builder = TileFile(e, isa, slots), e.builder
+        for n in range(planes * columns):
+            tiles.zero(n)
+        with e.loop(num_steps, unroll=False) as k:
+            left, right = e.offset(a, e.times(k, ROW_BYTES)), e.offset(b, e.times(k, e.times(ldb, ROWS)))
+            for plane in range(planes):
+                tiles.load(4 + plane, e.offset(left, e.times(low, plane)), lda)
+            for j in range(columns):
+                tiles.load(6 + j, e.offset(right, ROW_BYTES * j), ldb)
+                for plane in range(planes):
+                    tiles.dot_int8(planes * j + plane, 4 + plane, 6 + j, unsigned=True)
+        if planes == 1:
+            for j in range(columns):
+                tiles.store(j, e.offset(c, ROW_BYTES * j), ldc)
+            return
+        sums = e.offset(slots, SLOTS)
+        for n in range(planes * columns):
+            tiles.store(n, e.offset(sums, TILE * n), ROW_BYTES)
+        with e.loop(rows) as row:
+            for j in range(columns):
+                at = e.offset(sums, e.times(row, ROW_BYTES), 2 * TILE * j)
+                high, lower = (e.load(e.offset(at, TILE * plane), e.vector(I32)) for plane in (0, 1))
+                total = builder.add(builder.shl(high, constant(high.type, 8)), lower)
+                place = e.offset(c, e.times(row, ldc), ROW_BYTES * j)
+                if scaled:
+                    step = e.splat(e.load(e.offset(steps, e.times(row, lds)), F32))
+                    total = e.fma(builder.sitofp(total, e.vector(F32)), step, e.load(place, e.vector(F32)))
+                e.store(total, place)
+
+    name = f"attention_codes.{isa.name}.{planes}" + ".scaled" * scaled
+    return TILES.setdefault(name, Tile(name, isa.lanes, (2, 1), 12, body))
+
+
+def fits(kind: KVDtype, dim: int) -> bool:
+    """Whether rows of the storage fill whole words and columns of a panel."""
+    return kind in (BFLOAT16, FP8, INT8, INT4) and dim % (32 if kind == INT4 else 16) == 0
+
+
+def _element_bytes(kind: KVDtype) -> int:
+    """Bytes of an element of a panel: a code, or a bfloat16."""
+    return 1 if kind.has_minimum else 2
+
+
+def _elements(e: Emitter, kind: KVDtype, stored: Value) -> list[Value]:
+    """The elements of a panel from a vector of the storage. For int4 there are two vectors, half a row apart."""
+    if kind == INT4:
+        return nibbles(e, stored)
+    if kind != FP8:
+        return [stored]
+    b, bits = e.builder, e.vector(I32, stored.type.count)
+    floats = b.bitcast(widened(e, kind, b.zext(stored, bits)), bits)  # exact in bfloat16
+    return [b.trunc(b.lshr(floats, constant(bits, 16)), e.vector(I16, bits.count))]
+
+
+def _joined(e: Emitter, parts: list[Value]) -> Value:
+    """The lanes of a power of two of vectors, one vector after the other."""
+    while len(parts) > 1:
+        order = ir.Constant(e.vector(I32, 2 * parts[0].type.count), list(range(2 * parts[0].type.count)))
+        parts = [e.builder.shuffle_vector(x, y, order) for x, y in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
+
+
+def _transposed(e: Emitter, four: list[Value]) -> list[Value]:
+    """Vectors of 16 words, whose quarters hold words 0 to 3 of a key: 4 i + j in quarter i of vector j. The result has
+    a vector for each word, with the keys in order."""
+    b = e.builder
+
+    def pick(x: Value, y: Value, lanes: list[int]) -> Value:
+        order = [lane + 4 * quarter if lane < 4 else lane + 12 + 4 * quarter for quarter in range(4) for lane in lanes]
+        return b.shuffle_vector(x, y, ir.Constant(e.vector(I32, 16), order))
+
+    low, high = [0, 4, 1, 5], [2, 6, 3, 7]
+    (a, b_), (c, d) = ([pick(four[i], four[i + 1], lanes) for i in (0, 2)] for lanes in (low, high))
+    return [pick(x, y, lanes) for x, y in ((a, b_), (c, d)) for lanes in ([0, 1, 4, 5], [2, 3, 6, 7])]
+
+
+def key_panel_tile(kind: KVDtype) -> Tile:
+    """Write 16 columns of a key panel: the keys at `places`. Rows that fill the last K step become 0."""
+    size = _element_bytes(kind)
+    stored = STORED[BYTES[kind]]
+
+    def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
+        places, target, dim = arguments
+        b, count = e.builder, 16 // size  # elements in four words
+        columns = b.lshr(dim, I64(1)) if kind == INT4 else dim
+        line = 4 * KEYS
+        with e.loop(b.udiv(columns, I64(count))) as unit:
+            at = e.times(unit, count * BYTES[kind])
+            keys = [e.offset(e.load(e.offset(places, 8 * i), I64), at) for i in range(ROWS)]
+            raw = [e.load(key, e.vector(stored, count)) for key in keys]
+            four = [_elements(e, kind, _joined(e, raw[j::4])) for j in range(4)]
+            for part, vectors in enumerate(zip(*four, strict=True)):
+                words = _transposed(e, [b.bitcast(x, e.vector(I32, 16)) for x in vectors])
+                first = e.offset(target, e.times(unit, 4 * line), e.times(columns, part * line * size // 4))
+                for i, word in enumerate(words):
+                    e.store(word, e.offset(first, i * line))
+        used = b.udiv(e.times(dim, size), I64(4))
+        with e.loop(b.and_(b.neg(used), I64(ROWS - 1))) as row:
+            e.store(constant(e.vector(I32, 16), 0), e.offset(target, e.times(b.add(used, row), line)))
+
+    name = f"key_panel.{kind}"
+    return TILES.setdefault(name, Tile(name, 16, (1,), 3, body))
+
+
+def value_panel_tile(kind: KVDtype) -> Tile:
+    """Write `count` rows of a value panel, `ldb` bytes apart, from twice or four times as many values at `places`."""
+    size = _element_bytes(kind)
+    together = 4 // size
+    stored = STORED[BYTES[kind]]
+
+    def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
+        places, target, ldb, count, dim = arguments
+        b = e.builder
+        columns = b.lshr(dim, I64(1)) if kind == INT4 else dim
+        order = [i + 16 * value for i in range(16) for value in range(together)]
+        with e.loop(count) as row:
+            sources = [e.load(e.offset(places, e.times(row, 8 * together), 8 * i), I64) for i in range(together)]
+            line = e.offset(target, b.mul(row, ldb))
+            with e.loop(b.udiv(columns, I64(16))) as unit:
+                at = e.times(unit, 16 * BYTES[kind])
+                raw = [_elements(e, kind, e.load(e.offset(x, at), e.vector(stored, 16))) for x in sources]
+                for part, vectors in enumerate(zip(*raw, strict=True)):
+                    joined = _joined(e, list(vectors))
+                    mixed = b.shuffle_vector(joined, joined, ir.Constant(e.vector(I32, len(order)), order))
+                    e.store(mixed, e.offset(line, e.times(unit, ROW_BYTES), e.times(columns, 4 * part)))
+
+    name = f"value_panel.{kind}"
+    return TILES.setdefault(name, Tile(name, 16, (1,), 5, body))
+
+
+def planes_tile(*, words: bool) -> Tile:
+    """Write the planes, `low` bytes apart, of `chunks` * 32 floats at `x`, or of as many int16 `words`."""
+
+    def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
+        x, out, low, chunks = arguments
+        size = 2 if words else 4
+        with e.loop(chunks) as chunk:
+            at = e.offset(x, e.times(chunk, 32 * size))
+            if words:
+                planes = split_words(e, e.load(at, e.vector(I16, 32)))
+            else:
+                planes = split_floats(e, *(e.load(e.offset(at, 64 * i), e.vector(F32)) for i in (0, 1)))
+            place = e.offset(out, e.times(chunk, 16 * size))
+            for plane, address in zip(planes, (place, e.offset(place, low)), strict=True):
+                e.store(plane, address)
+
+    name = f"planes.{'words' if words else 'floats'}"
+    return TILES.setdefault(name, Tile(name, 16, (1,), 4, body))

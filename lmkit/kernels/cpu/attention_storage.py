@@ -1,0 +1,66 @@
+"""Which tasks of attention read a storage, and the form of the queries that they take, by instruction set and shape."""
+
+from __future__ import annotations
+
+from lmkit.kernels.cpu import attention_stages
+from lmkit.kernels.cpu.amx import attention_stages as amx_stages
+from lmkit.kernels.cpu.amx.attention_tiles import fits
+from lmkit.kernels.cpu.attention_arguments import BYTES, FLOAT_PLANES, FLOATS, WORD_PLANES, WORDS, Storage
+from lmkit.kernels.cpu.attention_tiles import LARGEST_WORD
+from lmkit.kernels.cpu.isa import Isa
+from lmkit.kernels.ops import KVTensor
+from lmkit.kernels.reference.attention import small_query_limit
+from lmkit.kv_dtype import INT4, KVDtype
+
+DIRECT_ROWS = 8  # more rows than this share a copy
+
+
+def storage(isa: Isa, cache: KVTensor, dim: int, *, keys: bool) -> Storage:
+    assert cache.data.is_contiguous()
+    assert cache.params.is_contiguous()
+    few, many = (
+        (stages.score_task if keys else stages.value_task)(isa, cache.dtype)
+        for stages in (
+            amx_stages if _on_tiles(isa, cache.dtype, dim, few=few, keys=keys) else attention_stages
+            for few in (True, False)
+        )
+    )
+    row_bytes = cache.data.shape[3] * cache.data.element_size()
+    params = cache.params.data_ptr() if cache.dtype.coded else 0
+    direct = int(_reads_directly(isa, cache.dtype, dim, keys=keys))
+    return Storage(many.address, few.address, cache.data.data_ptr(), params, row_bytes, direct)
+
+
+def scratch_bytes(isa: Isa, padded: int) -> int:
+    """Bytes of a stage's scratch."""
+    copies = attention_stages.scratch_bytes(padded)
+    return max(copies, amx_stages.scratch_bytes(padded)) if isa.tiles else copies
+
+
+def query_limit(kind: KVDtype, dim: int) -> int:
+    """The largest word of a query for keys of a kind, such that sums of products with codes fit int32. 0: floats."""
+    if kind == INT4:
+        return small_query_limit(dim)
+    return min(LARGEST_WORD, (2**31 - 1) // (255 * dim)) if kind.has_minimum else 0
+
+
+def query_form(isa: Isa, kind: KVDtype, dim: int, *, few: bool) -> int:
+    tiles = _on_tiles(isa, kind, dim, few=few, keys=True)
+    if not kind.has_minimum:
+        return FLOAT_PLANES if tiles else FLOATS
+    if kind == INT4 and (tiles or (few and _reads_directly(isa, kind, dim, keys=True))):
+        return BYTES
+    return WORD_PLANES if tiles else WORDS
+
+
+def _on_tiles(isa: Isa, kind: KVDtype, dim: int, *, few: bool, keys: bool) -> bool:
+    """Whether (few or many) rows are multiplied on tile registers. Few rows read codes directly, with the same sums."""
+    if not (isa.tiles and fits(kind, dim)):
+        return False
+    return not (few and kind.has_minimum and _reads_directly(isa, kind, dim, keys=keys))
+
+
+def _reads_directly(isa: Isa, kind: KVDtype, dim: int, *, keys: bool) -> bool:
+    """Whether rows of the storage are whole vectors, so that a few rows need no copy of it."""
+    lanes = 4 if kind == INT4 else 2
+    return dim % (isa.lanes * (8 if keys and kind == INT4 else lanes)) == 0
