@@ -14,7 +14,7 @@ from llvmlite import ir
 from lmkit.errors import ConfigError
 from lmkit.kernels.cpu import attention_rows, attention_tiles, isa, tiles
 from lmkit.kernels.cpu.amx import attention_tiles as amx_tiles
-from lmkit.kernels.cpu.amx import permission
+from lmkit.kernels.cpu.amx import permission, products
 from lmkit.kernels.cpu.tiles import Tile
 from lmkit.kv_dtype import BFLOAT16, FLOAT32, FP8, INT4, INT8, KVDtype
 
@@ -74,6 +74,27 @@ def test_vnni_instructions_without_spills(level: str, cpu: str, register: str, b
         for loop in dots:
             assert all(f"%{register}" in line for line in loop if "vpdpbusd" in line)
             assert not [line for line in loop if "Spill" in line or "Reload" in line]
+
+
+@pytest.mark.parametrize("cpu", ["sapphirerapids", "graniterapids"])
+@pytest.mark.parametrize(("bits", "group_size"), [(4, 128), (4, 32), (8, 128), (8, 512)])
+def test_products_on_tiles_without_spills(cpu: str, bits: int, group_size: int) -> None:
+    """Beside the dots of the next tokens stands the whole epilogue of those before, with its operands in memory."""
+    level, cut, instruction = isa.named("amx"), products.grouping(group_size), "tdpbssd" if bits == 4 else "tdpbsud"
+    tile = products.product_tile(level, bits, cut, half=True, late=True)
+    text = assembly(tile, cpu)
+    dots = sum(4 * cut.steps * groups for groups in tile.rows)
+    assert text.count(f"\t{instruction}\t") == dots
+    assert len(re.findall(r"\tvfmadd\w+ps\t", text)) == sum(64 * groups for groups in tile.rows)
+    if bits == 8:  # zeros; the compiler prefers two instructions here and there
+        assert len(re.findall(r"\tvpdpwssd\t", text)) > 0.9 * sum(64 * groups for groups in tile.rows)
+    assert not [line for line in text.splitlines() if re.search("zmm.*(Spill|Reload)", line)]
+
+
+def test_tiles_are_configured_and_released() -> None:
+    level = isa.named("amx")
+    assert "ldtilecfg" in assembly(products.configure_tile(level, 64), "sapphirerapids")
+    assert "tilerelease" in assembly(products.release_tile(level), "sapphirerapids")
 
 
 @pytest.mark.parametrize(("level", "cpu"), [("avx512_vnni", "znver4"), ("avx2", "haswell"), ("avx2", "znver3")])

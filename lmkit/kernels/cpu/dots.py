@@ -39,8 +39,15 @@ def byte_products(e: Emitter, total: Value, codes: Value, x: Value) -> Value:
     return total
 
 
-def word_products(e: Emitter, isa: Isa, x: Value, y: Value, total: Value) -> Value:
+def vpdpwssd(e: Emitter, total: Value, x: Value, y: Value) -> Value:
     """`total` in int32 lanes, plus the two products per lane of the int16 words of `x` and `y`."""
+    operand = e.vector(I16, 2 * e.lanes) if llvm.llvm_version_info[0] >= 22 else e.vector(I32)
+    pair = [e.builder.bitcast(x, operand), e.builder.bitcast(y, operand)]
+    return e.call(f"llvm.x86.avx512.vpdpwssd.{32 * e.lanes}", e.vector(I32), [total, *pair])
+
+
+def word_products(e: Emitter, isa: Isa, x: Value, y: Value, total: Value) -> Value:
+    """As `vpdpwssd`, with the instruction that the compiler chooses."""
     b, words = e.builder, e.vector(I16, 2 * e.lanes)
     if isa.lanes in (8, 16) and isa.dot != "generic" and not isa.emulate:
         name = "llvm.x86.avx512.pmaddw.d.512" if isa.lanes == 16 else "llvm.x86.avx2.pmadd.wd"

@@ -83,7 +83,7 @@ def int_tile(isa: Isa, bits: int, *, packed: bool, half_scales: bool) -> Tile:
         sums = e.variables(rows, vectors, kind)
         with e.loop(groups) as group:
             places = [e.offset(e.times(group, 4), e.times(lds, row)) for row in range(rows)]
-            pairs = _zero_pairs(e, vectors, zeros, group)
+            pairs = zero_pairs(e, vectors, zeros, group)
             for row, place in enumerate(places):
                 total = e.splat(e.load(e.offset(sumx, place), I32))
                 for variable, pair in zip(sums[row], pairs, strict=True):
@@ -103,7 +103,7 @@ def int_tile(isa: Isa, bits: int, *, packed: bool, half_scales: bool) -> Tile:
                 for variables, row_values in zip(sums, values, strict=True):
                     for variable, value in zip(variables, row_values, strict=True):
                         b.store(value, variable)
-            scale = _group_scales(e, isa, half_scales, scales, group)
+            scale = group_scales(e, isa, half_scales, scales, group)
             for row, place in enumerate(places):
                 step = e.splat(e.load(e.offset(sx, place), F32))
                 for j in range(vectors):
@@ -135,7 +135,7 @@ def unpack_tile(isa: Isa) -> Tile:
     return TILES.setdefault(f"unpack_tile.{isa.name}", Tile(f"unpack_tile.{isa.name}", isa.lanes, (1,), 3, body))
 
 
-def _group_scales(e: Emitter, isa: Isa, half: bool, scales: Value, group: Value) -> list[Value]:
+def group_scales(e: Emitter, isa: Isa, half: bool, scales: Value, group: Value) -> list[Value]:
     """The scales of a group, a float32 vector for each output vector."""
     b, vectors, first = e.builder, isa.int_vectors, e.times(group, isa.int_tile)
     size, converts = 2 if half else 4, "f16c" in isa.needs
@@ -151,7 +151,7 @@ SUM_SPLIT = 7  # bits: 128 * zero fits a word, and so do the sum's two parts if 
 LARGEST_SUM = 1 << 22
 
 
-def _zero_pairs(e: Emitter, vectors: int, zeros: Value, group: Value) -> list[Value]:
+def zero_pairs(e: Emitter, vectors: int, zeros: Value, group: Value) -> list[Value]:
     """The words (zero, 128 * zero) of a group's outputs. Their products with `sum_pair` add up to zero * -sum."""
     b, pairs = e.builder, []
     for j in range(vectors):
@@ -189,21 +189,22 @@ def peak_tile() -> Tile:
 
 
 def codes_tile(*, wide: bool) -> Tile:
-    """round(x * inverse) of `chunks` * 16 floats to `out` as int8, or as int16 in the layout of dots.PmaddWide.
-    `inverse` is the address of a float32. The sum of the codes goes to the int32 at `total`, as `sum_pair`.
+    """round(x * inverse) of `pieces` * `chunks` * 16 floats to `out` as int8, or as int16 in the layout of
+    dots.PmaddWide. Pieces are `stride` bytes apart. `inverse` is the address of a float32. The sum of the codes goes to
+    the int32 at `total`, as `sum_pair`.
     """
 
     def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
-        x, out, chunks, inverse, total = arguments
+        x, out, pieces, chunks, stride, inverse, total = arguments
         b, kind = e.builder, e.vector(I32)
         ((sums,),) = e.variables(1, 1, kind)
         b.store(constant(kind, 0), sums)
         factor = e.splat(e.load(inverse, F32))
-        with e.loop(chunks) as chunk:
-            value = b.fmul(e.load(e.offset(x, e.times(chunk, 4 * e.lanes)), e.vector(F32)), factor)
-            codes = b.fptosi(e.rint(value), kind)
+        with e.loop(pieces) as piece, e.loop(chunks) as chunk:
+            source = e.offset(x, e.times(b.add(b.mul(piece, chunks), chunk), 4 * e.lanes))
+            codes = b.fptosi(e.rint(b.fmul(e.load(source, e.vector(F32)), factor)), kind)
             b.store(b.add(b.load(sums), codes), sums)
-            place = e.offset(out, e.times(chunk, (2 if wide else 1) * e.lanes))
+            place = e.offset(out, b.mul(piece, stride), e.times(chunk, (2 if wide else 1) * e.lanes))
             if wide:
                 order = [quad + i for quad in range(0, e.lanes, 4) for i in (0, 2, 1, 3)]
                 codes = b.shuffle_vector(codes, codes, ir.Constant(kind, order))
@@ -211,7 +212,7 @@ def codes_tile(*, wide: bool) -> Tile:
         e.store(sum_pair(e, e.call(f"llvm.vector.reduce.add.v{e.lanes}i32", I32, [b.load(sums)])), total)
 
     name = f"codes_tile.{'wide' if wide else 'narrow'}"
-    return TILES.setdefault(name, Tile(name, ACTIVATION_LANES, (1,), 5, body))
+    return TILES.setdefault(name, Tile(name, ACTIVATION_LANES, (1,), 7, body))
 
 
 def float_tile(isa: Isa, stored: str = "float32") -> Tile:

@@ -1,0 +1,116 @@
+"""Activations as int8 codes, each group with a scale, for products with quantized weights."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numba import carray
+from torch import Tensor
+
+from lmkit.kernels.cpu import threads, tiles, workspace
+from lmkit.kernels.cpu.elementwise import SERIAL_VALUES, NormArgs, norm_arguments, norm_row
+from lmkit.kernels.cpu.intrinsics import pointer, tile
+from lmkit.kernels.cpu.jit import Task
+from lmkit.kernels.cpu.packed_weight import PackedWeight
+from lmkit.kernels.cpu.structs import numbers, read
+from lmkit.kernels.ops import Norm
+
+SMALLEST_STEP = np.float32(2.0**-120)  # the inverse of a smaller step would not be finite
+
+
+class Layout(NamedTuple):
+    """Rows lie in blocks of `rows`: codes [blocks, K/piece, rows, piece], scales and sums [blocks, groups, rows].
+    Blocks of one row are whole rows, one after the other; `piece` is then a group.
+    """
+
+    rows: int
+    piece: int
+
+
+class Activations(NamedTuple):
+    """Addresses of rows of activations as codes."""
+
+    codes: int
+    row_bytes: int
+    scales: int  # float32
+    sums: int  # int32: see tiles.sum_pair
+
+
+class QuantizeArgs(NamedTuple):
+    x: int
+    x_stride: int  # bytes
+    num_rows: int
+    norm: NormArgs
+    quantized: Activations
+    layout: Layout
+    inputs: int
+    groups: int
+    group: int
+    whole_row: int
+
+
+@functools.cache
+def quantize_task(wide: bool) -> Task:
+    """The task of one block of rows: the norm, if any, then codes and each group's scale and sum."""
+    find_peak, round_to_codes = tiles.peak_tile().name, tiles.codes_tile(wide=wide).name
+    code_bytes, lanes = 2 if wide else 1, tiles.ACTIVATION_LANES
+
+    def quantize(args: int, scratch: int, index: int) -> None:
+        a = read(args, QuantizeArgs)
+        norm, num, groups, group, whole_row = a.norm, a.inputs, a.groups, a.group, a.whole_row
+        block, piece = a.layout.rows, a.layout.piece
+        peak = carray(pointer(scratch), 1, np.int32)  # the bits of a float
+        value = carray(pointer(scratch), 1, np.float32)
+        row, padded = scratch + 64, groups * group
+        carray(pointer(row + 4 * num), padded - num, np.float32)[:] = 0
+        for r in range(min(block, a.num_rows - index * block)):
+            at = index * block + r
+            x = a.x + at * a.x_stride
+            if norm.weight:
+                residual = norm.residual + 4 * at * num if norm.residual else 0
+                norm_row(x, residual, norm.weight, row, num, norm.eps_bits)
+            else:
+                carray(pointer(row), num, np.float32)[:] = carray(pointer(x), num, np.float32)
+            step = np.float32(0)
+            for g in range(groups):
+                source = row + 4 * g * group
+                if g == 0 or not whole_row:
+                    peak[0] = 0
+                    tile(find_peak, 1, (source, (padded if whole_row else group) // lanes, scratch))
+                    step = value[0] / np.float32(127)
+                value[0] = np.float32(1) / step if step > SMALLEST_STEP else np.float32(0)
+                place = a.quantized.codes + index * block * a.quantized.row_bytes
+                out, of_group = place + (g * group * block + r * piece) * code_bytes, (index * groups + g) * block + r
+                pieces, stride = group // piece, block * piece * code_bytes
+                total = a.quantized.sums + 4 * of_group
+                tile(round_to_codes, 1, (source, out, pieces, piece // lanes, stride, scratch, total))
+                carray(pointer(a.quantized.scales + 4 * of_group), 1, np.float32)[0] = step
+
+    return Task(quantize)
+
+
+def quantize(
+    x: Tensor, packed: PackedWeight, norm: Norm | None, layout: Layout, *, wide: bool
+) -> tuple[Tensor, Activations]:
+    """(the memory, which the caller keeps alive, the codes in it) of float32 x [rows, K], after `norm` if it is given.
+    `wide` codes are in the layout of dots.PmaddWide."""
+    rows, group, groups = x.shape[0], packed.group_size, packed.scales.shape[1]
+    blocks, padded = -(-rows // layout.rows), groups * group
+    row_bytes, scales_bytes = padded * (2 if wide else 1), 4 * blocks * layout.rows * groups
+    codes_bytes = blocks * layout.rows * row_bytes
+    memory = workspace.empty(codes_bytes + 2 * scales_bytes, dtype=torch.uint8)
+    codes = memory.data_ptr()
+    quantized = Activations(codes, row_bytes, codes + codes_bytes, codes + codes_bytes + scales_bytes)
+    _kept, normed = (None, NormArgs()) if norm is None else norm_arguments(norm, x)
+    sizes = packed.in_features, groups, group, packed.whole_row
+    threads.run(
+        quantize_task(wide),
+        blocks,
+        numbers(QuantizeArgs(x.data_ptr(), 4 * x.stride(0), rows, normed, quantized, layout, *sizes)),
+        parallel=rows * padded > SERIAL_VALUES,
+        scratch=64 + 4 * padded,
+    )
+    return memory, quantized
