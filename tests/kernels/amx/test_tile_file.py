@@ -1,4 +1,4 @@
-"""The emulated tile registers against numpy, and what both modes refuse."""
+"""The tile registers, emulated where there are none, against numpy, and what both modes refuse."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ import llvmlite.binding as llvm
 import numpy as np
 import pytest
 from llvmlite import ir
+from numba.core.registry import cpu_target
 
 from lmkit.kernels.cpu import isa
 from lmkit.kernels.cpu.amx.tile_file import CONFIGURATION, SLOTS, TileFile, write_configuration
 from lmkit.kernels.cpu.emit import I64, Emitter, Value
 
 EMULATED = isa.named("amx+emulated")
+LEVEL = isa.host() if isa.host().tiles else EMULATED
 ROWS, COLUMNS, DEPTH = 5, 13, 7  # tokens, outputs, words of inputs
 SHAPES = ((ROWS, 4 * COLUMNS), (ROWS, 4 * DEPTH), (DEPTH, 4 * COLUMNS))
 Body = Callable[[Emitter, TileFile, list[Value]], None]
@@ -35,12 +37,13 @@ def emitted(body: Body, level: isa.Isa, num_arguments: int) -> ir.Module:
     return module
 
 
-def run(body: Body, *arrays: np.ndarray) -> None:
-    """Compile for this machine without optimization, and run once on the arrays' addresses."""
+def run(body: Body, *arrays: np.ndarray, level: isa.Isa = LEVEL) -> None:
+    """Compile as numba would, with little optimization, and run once on the arrays' addresses."""
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
-    machine = llvm.Target.from_default_triple().create_target_machine(cpu=llvm.get_host_cpu_name(), opt=1)
-    parsed = llvm.parse_assembly(str(emitted(body, EMULATED, len(arrays))))
+    _, cpu, features = cpu_target.target_context.codegen().magic_tuple()
+    machine = llvm.Target.from_default_triple().create_target_machine(cpu=cpu, features=features, opt=1)
+    parsed = llvm.parse_assembly(str(emitted(body, level, len(arrays))))
     with llvm.create_mcjit_compiler(parsed, machine) as engine:
         engine.finalize_object()
         count = len(arrays) + 1
@@ -160,7 +163,7 @@ def faulty(name: str) -> None:
         tiles.zero(3 if name == "unconfigured" else 0)
         tiles.dot_int8(0, 1, 2)
 
-    run(body, configuration(), np.zeros(1024, np.uint8))
+    run(body, configuration(), np.zeros(1024, np.uint8), level=EMULATED)
 
 
 @pytest.mark.parametrize("name", ["shapes", "rows", "palette", "released", "unconfigured"])
