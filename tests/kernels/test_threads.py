@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from numba import carray
 
 from lmkit.errors import ConfigError
 from lmkit.kernels.cpu import jit, threads
-from lmkit.kernels.cpu.intrinsics import add, pointer, unpack
+from lmkit.kernels.cpu.intrinsics import SLEEPER, add, pointer, unpack, wait_for, wake
 
 
 def _count(args: int, scratch: int, index: int) -> None:
@@ -124,3 +126,38 @@ def test_an_empty_program_ends() -> None:
     with threads.capturing() as program:
         pass
     program.launch()
+
+
+def _wait(args: int, scratch: int, index: int) -> None:
+    """The first index waits until the counter at `args` is set."""
+    (counter,) = unpack(args, 1)
+    if index == 0:
+        wait_for(counter, 1)
+
+
+def _set(args: int, scratch: int, index: int) -> None:
+    (counter,) = unpack(args, 1)
+    add(counter, 1)
+    wake(counter)
+
+
+WAIT, SET = jit.Task(_wait), jit.Task(_set)
+
+
+def test_threads_that_wait_for_long_sleep() -> None:
+    """One thread waits inside a task, the others for that thread. None of them uses a core."""
+    threads.configure(3)
+    counter = torch.zeros(1, dtype=torch.int64)
+    threads.run(SET, 1, (torch.zeros_like(counter).data_ptr(),))  # compiled now, not while the others wait
+    program = threading.Thread(target=threads.run, args=(WAIT, 100, (counter.data_ptr(),)))
+    program.start()
+    while not counter >= SLEEPER:
+        time.sleep(0.01)
+    time.sleep(0.2)
+    before = time.process_time()
+    time.sleep(0.5)
+    used = time.process_time() - before
+    threads.run(SET, 1, (counter.data_ptr(),))
+    program.join(60)
+    assert not program.is_alive()
+    assert used < 0.25  # of 0.5 seconds for each of the threads, if they did not sleep

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
 from typing import Any
 
@@ -79,33 +80,59 @@ def release(typing: Any, address: Any) -> Any:
     return types.void(types.int64), codegen
 
 
-SPINS = 1000  # some tens of microseconds; then the thread yields the core
+SPINS = 1000  # some tens of microseconds; then the thread sleeps
+SLEEPER = 1 << 32  # a counter counts up to 2^32 in its lower half, and the threads that went to sleep in its upper half
+_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())  # the system call's number
+_WAIT, _WAKE = 128, 129  # its operations among the threads of a process
+
+
+def _futex(e: Emitter, address: Any, operation: int, value: Any) -> None:
+    if _FUTEX is None:
+        e.call("sched_yield", I32, [])
+    else:
+        e.call("syscall", I64, [I64(_FUTEX), address, I64(operation), e.builder.zext(value, I64), I64(0)])
 
 
 @intrinsic
-def wait_for(typing: Any, address: Any, least: Any) -> Any:
-    """Wait until the int64 at `address` is at least `least`. Earlier writes of other threads are visible then."""
+def wait_for(typing: Any, counter: Any, count: Any) -> Any:
+    """Wait until the counter at the address `counter` has reached `count`. Earlier writes of the threads that counted
+    are visible then. A thread that gave its core away without sleeping would lose its share of a busy core.
+    """
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         b, e = builder, Emitter(builder)
-        place = b.inttoptr(arguments[0], I64.as_pointer())
+        lower = b.inttoptr(arguments[0], I32.as_pointer())
+        wanted = b.trunc(arguments[1], I32)
         spins = cgutils.alloca_once_value(b, I64(0))
-        check, again, give_way, end = (b.append_basic_block(name) for name in ("check", "again", "yield", "end"))
+        check, again, sleep, end = (b.append_basic_block(name) for name in ("check", "again", "sleep", "end"))
         b.branch(check)
         b.position_at_end(check)
-        b.cbranch(b.icmp_signed(">=", b.load_atomic(place, "acquire", 8, typ=I64), arguments[1]), end, again)
+        seen = b.load_atomic(lower, "acquire", 4, typ=I32)
+        b.cbranch(b.icmp_unsigned(">=", seen, wanted), end, again)
         b.position_at_end(again)
-        count = b.add(b.load(spins), I64(1))
-        b.store(count, spins)
+        spun = b.add(b.load(spins), I64(1))
+        b.store(spun, spins)
         e.pause()
-        b.cbranch(b.icmp_signed(">", count, I64(SPINS)), give_way, check)
-        b.position_at_end(give_way)
-        e.call("sched_yield", I32, [])
+        b.cbranch(b.icmp_signed(">", spun, I64(SPINS)), sleep, check)
+        b.position_at_end(sleep)  # if the counter changes before the thread sleeps, the system call returns at once
+        b.atomic_rmw("add", b.inttoptr(arguments[0], I64.as_pointer()), I64(SLEEPER), "acq_rel")
+        _futex(e, arguments[0], _WAIT, seen)
         b.branch(check)
         b.position_at_end(end)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic
+def wake(typing: Any, counter: Any) -> Any:
+    """Wake the threads that sleep until the counter at the address `counter` changes."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _futex(Emitter(builder), arguments[0], _WAKE, I32(0x7FFFFFFF))
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
 
 
 def _call_address(context: Any, builder: Any, signature: Any, values: Any) -> Any:

@@ -6,7 +6,8 @@ job. No thread waits for a thread that took nothing. A core that is busy elsewhe
 its end, not at every job.
 
     program   int64: scratch bytes | job | job | ... | 0
-        job       int64: task, next index, indices done, count, chunk (indices a thread takes at once), n | n arguments
+        job       int64: task, next index, indices done (a counter of `wait_for`), count, chunk (indices that a thread
+                  takes at once), n | n arguments
 
 A late thread may still look at a job that is long done. This is safe: only the two counters of a job ever change.
 """
@@ -29,7 +30,7 @@ import torch
 from lmkit.config import default_num_threads
 from lmkit.errors import ConfigError
 from lmkit.kernels.cpu import jit
-from lmkit.kernels.cpu.intrinsics import add, allocate, call, call_worker, release, unpack, wait_for
+from lmkit.kernels.cpu.intrinsics import SLEEPER, add, allocate, call, call_worker, release, unpack, wait_for, wake
 from lmkit.log import get_logger
 
 log = get_logger(__name__)
@@ -158,7 +159,9 @@ def _work(program: int) -> None:
                 index += 1
             index = add(job + 8, chunk)
         if done:
-            add(job + 16, done)
+            before = add(job + 16, done)
+            if before >= SLEEPER and before % SLEEPER + done == count:
+                wake(job + 16)
         wait_for(job + 16, count)
         job += 8 * (_HEADER + length)
         task, _, _, count, chunk, length = unpack(job, _HEADER)
