@@ -81,7 +81,7 @@ def test_vnni_instructions_without_spills(level: str, cpu: str, register: str, b
 def test_products_on_tiles_without_spills(cpu: str, bits: int, group_size: int) -> None:
     """Beside the dots of the next tokens stands the whole epilogue of those before, with its operands in memory."""
     level, cut, instruction = isa.named("amx"), products.grouping(group_size), "tdpbssd" if bits == 4 else "tdpbsud"
-    tile = products.product_tile(level, bits, cut, half=True, late=True)
+    tile = products.product_tile(level, bits, cut, half=True, late=True, more=cut.passes > 1)
     text = assembly(tile, cpu)
     dots = sum(4 * cut.steps * groups for groups in tile.rows)
     assert text.count(f"\t{instruction}\t") == dots

@@ -104,7 +104,7 @@ def linear(
     """x [T, K] -> [T, N]. See ops.linear_w4a8."""
     dtype, x = x.dtype, as_float(x)
     rows, group = x.shape[0], packed.group_size
-    tiled = isa.tiles and rows > isa.packed_rows[0] and on_tiles.fits(group)
+    tiled = isa.tiles and rows > isa.packed_rows[0]
     layout = on_tiles.layout(group) if tiled else Layout(1, group)
     _memory, activations = quantize(x, packed, norm, layout, wide=dot_for(isa, bits).input_bytes == 2)
     out = workspace.empty(rows, packed.out_features // 2 if packed.activation else packed.out_features)

@@ -6,8 +6,8 @@ are the second operand as they lie in their panel, [inputs/4, 64, 4] bytes: tile
 
 A sum is stored some dots after its last one, since a store waits for the dots, and the next use of the register for the
 store. What remains to be done for it, the epilogue, runs between the dots of the next 16 tokens. So products are
-written to one of two buffers, int32 [groups, 4, 16, 16], while the epilogue reads the other one. It computes what
-tiles.int_tile computes, in the same order: sums float32 [tokens, 64] += scale * (step * product) group by group.
+written to one buffer, int32 [groups, 4, 16, 16], while the epilogue reads another one. It computes what tiles.int_tile
+computes, in the same order: sums float32 [tokens, 64] += scale * (step * product) group by group.
 
 4-bit weights are widened to code - zero, signed. 8-bit codes stay unsigned, and their zeros are left to the epilogue.
 """
@@ -29,22 +29,26 @@ from lmkit.kernels.cpu.tiles import TILES, Tile, group_scales, zero_pairs
 COLUMNS = 4  # tiles of 16 outputs in a panel
 WIDTH = 64  # outputs
 PRODUCTS = COLUMNS * TILE  # bytes of a group's products
-MOST_STEPS = 16  # of a group: the code is unrolled
+MOST_INPUTS = 448  # of a panel, with the products of 16 tokens, in a first-level cache
 CACHE_LINE = 64
 
 
 class Grouping(NamedTuple):
-    """The cut of inputs into tiles. A chunk of inputs is `together` groups, a group `steps` tiles of `step` inputs."""
+    """The cut of inputs into chunks that stay in the first-level cache while all tokens take them: `together` whole
+    groups, or one of `passes` equal parts of a group. A part, or a whole group, is `steps` tiles of `step` inputs.
+    """
 
     step: int
     steps: int
     together: int
+    passes: int
 
 
 def grouping(group_size: int) -> Grouping:
-    """A chunk of two groups of 128 leaves room in a first-level cache for two buffers of products."""
     step = ROW_BYTES if group_size % ROW_BYTES == 0 else ROW_BYTES // 2
-    return Grouping(step, group_size // step, 2 if group_size <= 128 else 1)
+    steps = group_size // step
+    passes = next(n for n in range(1, steps + 1) if steps % n == 0 and group_size <= n * MOST_INPUTS)
+    return Grouping(step, steps // passes, 2 if group_size <= 128 else 1, passes)
 
 
 def _known(name: str, rows: tuple[int, ...], num_arguments: int, body: Callable[..., None]) -> Tile:
@@ -144,10 +148,11 @@ def _dots(groups: int, steps: int) -> Iterator[tuple[int, int, int]]:
                     yield group, step, column
 
 
-def product_tile(isa: Isa, bits: int, cut: Grouping, *, half: bool, late: bool) -> Tile:
-    """`new` = x w of 16 tokens and a chunk's groups, whose number is the micro-kernel's number of rows. If `late`, with
-    the epilogue of `old` ones, as many groups. x is [inputs/step, 16, step] bytes. For each dot, `lines` cache lines
-    from `ahead` on are prefetched."""
+def product_tile(isa: Isa, bits: int, cut: Grouping, *, half: bool, late: bool, more: bool) -> Tile:
+    """`new` = x w of 16 tokens and a chunk's groups, whose number is the micro-kernel's number of rows; `new` += x w if
+    `more`. If `late`, with the epilogue of `old` ones, as many groups. x is [inputs/step, 16, step] bytes. For each
+    dot, `lines` cache lines from `ahead` on are prefetched.
+    """
 
     def body(e: Emitter, groups: int, arguments: list[Value]) -> None:
         slots, x, w, new, ahead, lines, *old = arguments
@@ -161,7 +166,10 @@ def product_tile(isa: Isa, bits: int, cut: Grouping, *, half: bool, late: bool) 
             if kept.get(register) != (g, s):
                 kept[register] = g, s
                 tiles.load(register, e.offset(x, (g * cut.steps + s) * ROWS * cut.step), cut.step)
-            if s == 0:
+            place = e.offset(new, PRODUCTS * g + TILE * j)
+            if s == 0 and more:
+                tiles.load(j, place, ROW_BYTES)
+            elif s == 0:
                 tiles.zero(j)
             at = (g * cut.steps + s) * cut.step * WIDTH + ROW_BYTES * j
             tiles.load(weights, e.offset(w, at), ROW_BYTES * COLUMNS)
@@ -172,13 +180,13 @@ def product_tile(isa: Isa, bits: int, cut: Grouping, *, half: bool, late: bool) 
             with e.loop(lines, unroll=False) as line:
                 e.prefetch(e.offset(ahead, e.times(e.offset(e.times(lines, n), line), CACHE_LINE)))
             if s == cut.steps - 1:
-                waiting.append((n + min(4, 2 * cut.steps), j, e.offset(new, PRODUCTS * g + TILE * j)))
+                waiting.append((n + min(4, 2 * cut.steps), j, place))
             while waiting and (waiting[0][0] <= n or n == len(dots) - 1):
-                _, column, place = waiting.pop(0)
-                tiles.store(column, place, ROW_BYTES)
+                _, column, target = waiting.pop(0)
+                tiles.store(column, target, ROW_BYTES)
 
-    cut_name = "x".join(map(str, cut))
-    name = f"amx_product_tile.{isa.name}.{bits}.{cut_name}.{_name(half)}.{'late' if late else 'first'}"
+    form = f"{'x'.join(map(str, cut))}.{_name(half)}" + ".late" * late + ".more" * more
+    name = f"amx_product_tile.{isa.name}.{bits}.{form}"
     return _known(name, tuple(range(cut.together, 0, -1)), 12 if late else 6, body)
 
 

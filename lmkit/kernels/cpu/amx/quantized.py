@@ -1,7 +1,8 @@
 """Products of int8 activations with 4- and 8-bit weights on tiles. The results are those of quantized.py, bit for bit.
 
 A task computes one panel, or a few, for a block of tokens whose codes stay in the second-level cache. It walks through
-the panel chunk by chunk. All tokens of the block take a chunk from the first-level cache.
+the panel chunk by chunk (products.Grouping). All tokens of the block take a chunk from the first-level cache. Products
+of 16 tokens wait in one of two buffers for their epilogue, or, while their group is incomplete, in one of their own.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 from lmkit.kernels.cpu import threads
 from lmkit.kernels.cpu.activations import Activations, Layout
 from lmkit.kernels.cpu.amx import products
-from lmkit.kernels.cpu.amx.products import CACHE_LINE, COLUMNS, MOST_STEPS, PRODUCTS, WIDTH, Grouping, grouping
+from lmkit.kernels.cpu.amx.products import CACHE_LINE, COLUMNS, PRODUCTS, WIDTH, Grouping, grouping
 from lmkit.kernels.cpu.amx.tile_file import CONFIGURATION, ROWS, SLOTS
 from lmkit.kernels.cpu.intrinsics import pointer, tile
 from lmkit.kernels.cpu.isa import Isa
@@ -48,10 +49,6 @@ class ProductArgs(NamedTuple):
     results: Results
 
 
-def fits(group_size: int) -> bool:
-    return grouping(group_size).steps <= MOST_STEPS
-
-
 def layout(group_size: int) -> Layout:
     return Layout(ROWS, grouping(group_size).step)
 
@@ -59,50 +56,57 @@ def layout(group_size: int) -> Layout:
 @functools.cache
 def product_task(isa: Isa, bits: int, half: bool, cut: Grouping) -> Task:
     """The task of one block of rows times a few panels."""
-    first_of = products.product_tile(isa, bits, cut, half=half, late=False).name
-    next_of = products.product_tile(isa, bits, cut, half=half, late=True).name
+    first_of = products.product_tile(isa, bits, cut, half=half, late=False, more=False).name
+    more_of = products.product_tile(isa, bits, cut, half=half, late=False, more=cut.passes > 1).name  # sums of a part
+    late_of = products.product_tile(isa, bits, cut, half=half, late=True, more=cut.passes > 1).name
     finish, widen = products.finish_tile(isa, bits, half=half).name, products.signed_tile(isa).name
     configure, release = products.configure_tile(isa, cut.step).name, products.release_tile(isa).name
-    step, steps, together = cut
-    group, buffer, scale_bytes = step * steps, together * PRODUCTS, 2 if half else 4
-    group_bytes = group * WIDTH * bits // 8
+    step, steps, together, passes = cut
+    part, buffer, scale_bytes = step * steps, together * PRODUCTS, 2 if half else 4
+    part_bytes = part * WIDTH * bits // 8
 
     def product(args: int, scratch: int, index: int) -> None:
         a = read(args, ProductArgs)
-        x, groups = a.activations, a.groups
+        x, groups, parts = a.activations, a.groups, a.groups * passes
         first, row, num_panels, num_rows = block_of(a.blocks, index)
         tokens, left = (num_rows + ROWS - 1) // ROWS, (num_rows - 1) % ROWS + 1  # tiles, rows of the last one
-        new, old = scratch + SLOTS + CONFIGURATION, scratch + SLOTS + CONFIGURATION + buffer
-        widened = old + buffer
-        sums = widened + (together * group * WIDTH if bits == 4 else 0)
+        dots = COLUMNS * steps * tokens
+        lines = (part_bytes + CACHE_LINE * dots - 1) // (CACHE_LINE * dots)
+        widened = scratch + SLOTS + CONFIGURATION
+        sums = widened + (together * part * WIDTH if bits == 4 else 0)
+        buffers = sums + 4 * WIDTH * num_panels * num_rows
         carray(pointer(sums), num_panels * num_rows * WIDTH, np.float32)[:] = 0
         tile(configure, 1, (scratch, scratch + SLOTS, ROWS if tokens > 1 else left))
+        turn = 0
         for p in range(num_panels):
-            before, late = (sums, sums, sums, sums, sums), False  # of the tokens whose products are old
-            for g in range(0, groups, together):
-                count, at = min(together, groups - g), (first + p) * groups + g
-                following = min(together, groups - g - count)
-                panel = a.codes + at * group_bytes
-                ahead, lines = panel + count * group_bytes, COLUMNS * steps * tokens * CACHE_LINE
-                lines = (group_bytes + lines - 1) // lines
+            before, late = (sums, sums, sums, sums, sums, sums), False  # the epilogue that remains to be done
+            for n in range(0, parts, together):
+                count, g, last = min(together, parts - n), n // passes, n % passes == passes - 1
+                following = min(together, parts - n - count)
+                panel, weights = (first + p) * groups, a.codes + ((first + p) * parts + n) * part_bytes
+                scales, zeros = a.scales + (panel + g) * WIDTH * scale_bytes, a.zeros + (panel + g) * WIDTH
+                ahead = weights + count * part_bytes
                 if bits == 4:
-                    tile(widen, 1, (panel, a.zeros + at * WIDTH, widened, count, group // 8))
-                    panel = widened
+                    tile(widen, 1, (weights, zeros, widened, count, part // 8))
+                    weights = widened
                 for t in range(tokens):
-                    block = row // ROWS + t
-                    codes, of_tokens = x.codes + block * ROWS * x.row_bytes, 4 * ROWS * (block * groups + g)
-                    given = (scratch, codes + ROWS * g * group, panel, new, ahead, lines)
+                    turn = t if passes > 1 else 1 - turn
+                    new, block = buffers + buffer * turn, row // ROWS + t
+                    codes = x.codes + ROWS * (block * x.row_bytes + n * part)
+                    given = (scratch, codes, weights, new, ahead, lines)
                     if late:
-                        tile(next_of, count, (*given, *before, old))
+                        tile(late_of, count, (*given, *before))
+                    elif n % passes:
+                        tile(more_of, count, given)
                     else:
                         tile(first_of, count, given)
                     ahead += lines * COLUMNS * steps * count * CACHE_LINE
-                    of_panel = (a.scales + at * WIDTH * scale_bytes, x.scales + of_tokens, a.zeros + at * WIDTH)
-                    before, late = (sums + 4 * WIDTH * (p * num_rows + ROWS * t), *of_panel, x.sums + of_tokens), True
-                    new, old = old, new
-                    if t == tokens - 1 and (left < ROWS or following != count):
-                        tile(finish, count, (left, *before, old))
-                        late = False
+                    if last:
+                        place, of_tokens = sums + 4 * WIDTH * (p * num_rows + ROWS * t), 4 * ROWS * (block * groups + g)
+                        before = (place, scales, x.scales + of_tokens, zeros, x.sums + of_tokens, new)
+                        late = t < tokens - 1 or (passes == 1 and left == ROWS and following == count)
+                        if not late:
+                            tile(finish, count, (left, *before))
         tile(release, 1, (scratch,))
         store_panels(a.results, sums, WIDTH, row, num_rows, first, num_panels)
 
@@ -123,7 +127,9 @@ def multiply(
         activations, packed.codes.data_ptr(), packed.scales.data_ptr(), packed.zeros.data_ptr(), groups,
         Results(out.data_ptr(), features, address(bias), ACTIVATION_NUMBERS[packed.activation]),
     )  # fmt: skip
-    scratch = SLOTS + CONFIGURATION + cut.together * (2 * PRODUCTS + group * WIDTH) + 4 * per_task * row_block * WIDTH
+    buffers = row_block // ROWS if cut.passes > 1 else 2 * cut.together
+    chunk = cut.together * cut.steps * cut.step
+    scratch = SLOTS + CONFIGURATION + chunk * WIDTH + 4 * per_task * row_block * WIDTH + buffers * PRODUCTS
     threads.run(
         product_task(isa, bits, packed.scales.dtype == torch.float16, cut),
         -(-panels // per_task) * -(-rows // row_block),
