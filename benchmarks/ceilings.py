@@ -1,198 +1,151 @@
-"""The measured peak rates of this machine: bytes read per second, integer dot products, float32 multiply-adds.
+"""The measured peak rates of this machine: bytes read per second, integer dot products, multiply-adds of floats.
 
     python -m benchmarks.ceilings [--json FILE]
 
-The arithmetic loops use registers alone. A dot product's ceiling is the best of several shapes of independent sums. A
-single shape may be too short for an instruction's latency, or need more registers than there are.
+Arithmetic is measured with every instruction that an engine could use (benchmarks.loops). Memory is read in several
+ways: pages of the usual size, huge pages and a shared mapping, with and without prefetching. The best value counts.
+
+Other guests of the same host share its memory. What a virtual machine can read then changes from one minute to the
+next, by more than a half. A ceiling holds only for figures that were measured beside it.
 """
 
 from __future__ import annotations
 
 import argparse
 import mmap
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Self
 
-import numba
-import numpy as np
 import torch
-from numba import types
-from numba.extending import intrinsic
+from torch import Tensor
 
 from benchmarks.contention import undisturbed
+from benchmarks.loops import AHEAD, READ, Kind, loops
 from benchmarks.report import interleaved, machine, save
 from lmkit.config import default_num_threads
 from lmkit.kernels.cpu import isa, threads
-from lmkit.kernels.cpu.dots import BLOCK, dot_for
-from lmkit.kernels.cpu.emit import F32, I32, I64, Emitter, Value, constant
-from lmkit.kernels.cpu.intrinsics import pointer, unpack
-from lmkit.kernels.cpu.jit import Task
 
-# Dot products of (rows, weight vectors). One shape hides the instruction's latency, another one fits 16 registers.
-SHAPES = ((4, 2), (4, 3), (6, 2), (8, 1))
-FLOAT_SUMS, FLOAT_STEPS = 12, 8
-Kind = Literal["int4", "int8", "float"]  # of multiply-adds
+HUGE_PAGE = 2 << 20
+LEAST_BYTES = 256 << 20  # that are read at once, also where the cache is small
+UNKNOWN_CACHE = 64 << 20  # bytes, where the system does not tell
+CACHES = Path("/sys/devices/system/cpu")
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Peak rates. A multiply-add counts as two operations."""
+    """Peak rates. A multiply-add counts as two operations. Each field of operations is named after its `Kind`."""
 
     bytes_per_s: float
     int4_ops: float  # 4-bit codes with int8 activations, int32 sums
     int8_ops: float  # 8-bit codes
+    bfloat16_ops: float  # bfloat16 or float16 products, float32 sums
     float_ops: float
 
     def roofline(self, num_bytes: float, num_ops: float, kind: Kind) -> float:
         """The least seconds that a call can take."""
         return max(num_bytes / self.bytes_per_s, num_ops / float(getattr(self, f"{kind}_ops")))
 
+    @property
+    def fastest_ops(self) -> float:
+        """The rate that no engine exceeds, whatever its weights and activations are."""
+        return max(self.int4_ops, self.int8_ops, self.bfloat16_ops, self.float_ops)
+
+    def best(self, other: Self) -> Self:
+        """The larger of each rate."""
+        mine, theirs = asdict(self), asdict(other)
+        return type(self)(**{name: max(rate, theirs[name]) for name, rate in mine.items()})
+
     def describe(self) -> str:
         return (
             f"reads {self.bytes_per_s / 1e9:.1f} GB/s; 4-bit dot {self.int4_ops / 1e9:.0f} GOP/s, "
-            f"8-bit {self.int8_ops / 1e9:.0f}, float32 {self.float_ops / 1e9:.0f} GFLOP/s"
+            f"8-bit {self.int8_ops / 1e9:.0f}, bfloat16 {self.bfloat16_ops / 1e9:.0f} GFLOP/s, "
+            f"float32 {self.float_ops / 1e9:.0f}"
         )
 
 
-def _loop(e: Emitter, count: Value, num_sums: int, kind: Any, step: Callable[[list[Value]], None]) -> None:
-    """A loop of `count` iterations. In each, `step` replaces the values of the sums."""
-    b, variables = e.builder, e.variables(1, num_sums, kind)[0]
-    for variable in variables:
-        b.store(constant(kind, 0), variable)
-    with e.loop(count):
-        values = [b.load(variable) for variable in variables]
-        step(values)
-        for variable, value in zip(variables, values, strict=True):
-            b.store(e.opaque(value), variable)
+class Meter:
+    """Measures the ceilings again and again, on all threads that the kernels use.
+
+    `read_bytes` are read at once. If all weights together are smaller than the last-level cache, or not much larger,
+    a step finds a part of them there. Reading as many bytes gives a ceiling for that. The default exceeds the cache.
+    """
+
+    def __init__(self, read_bytes: int | None = None) -> None:
+        pieces = 8 * threads.num_threads()
+        size = -(-(read_bytes or max(LEAST_BYTES, 2 * cache_bytes())) // (pieces * HUGE_PAGE)) * HUGE_PAGE  # of a piece
+        self._calls: dict[str, Callable[[], None]] = {}
+        self._work: dict[str, tuple[tuple[str, ...], int]] = {}  # call -> (fields of Ceilings, bytes or operations)
+        self._buffers = _buffers(pieces * size)
+        for name, buffer in self._buffers.items():
+            for ahead in AHEAD:
+                call = partial(threads.run, READ, pieces, (buffer.data_ptr(), size, ahead))
+                self._add(f"read, {name}, {ahead} bytes ahead", call, ("bytes_per_s",), pieces * size)
+        for loop in loops():
+            call = partial(threads.run, loop.task, pieces, loop.arguments, scratch=loop.scratch)
+            self._add(loop.name, call, tuple(f"{kind}_ops" for kind in loop.kinds), pieces * loop.operations)
+
+    def _add(self, name: str, call: Callable[[], None], fields: tuple[str, ...], work: int) -> None:
+        self._calls[name], self._work[name] = call, (fields, work)
+
+    def keep_fastest(self, rates: dict[str, float], count: int = 2) -> None:
+        """Leave out all loops but the `count` fastest of each field: later measurements take a few tenths of a
+        second."""
+        fields = {field for names, _ in self._work.values() for field in names}
+        ranked = sorted(rates, key=lambda name: -rates[name])
+        kept = {name for field in fields for name in [n for n in ranked if field in self._work[n][0]][:count]}
+        self._calls = {name: call for name, call in self._calls.items() if name in kept}
+        self._work = {name: work for name, work in self._work.items() if name in kept}
+
+    def measure(self, seconds: float = 0.0) -> tuple[Ceilings, dict[str, float]]:
+        """(the ceilings, the rate of each loop). A ceiling is the best value measured, not the usual one. There are at
+        least three turns."""
+        best = interleaved(self._calls, seconds=seconds, rounds=1000, pick=min)
+        rates = {name: work / best[name] for name, (_, work) in self._work.items()}
+        fields: dict[str, float] = {}
+        for name, rate in rates.items():
+            for field in self._work[name][0]:
+                fields[field] = max(fields.get(field, 0.0), rate)
+        return Ceilings(**fields), rates
 
 
-def _int_peak(bits: int, count: Any, shape: Any) -> Any:
-    """`count` blocks of the dot product of SHAPES[shape]. Each block has other operands, so that the compiler cannot
-    compute anything only once."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        e = Emitter(builder, isa.host().lanes)
-        for number, (rows, vectors) in enumerate(SHAPES):
-            with builder.if_then(builder.icmp_signed("==", args[1], I64(number))):
-                _dot_loop(e, args[0], bits, rows, vectors)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), codegen
+def measure_ceilings(seconds: float = 5, read_bytes: int | None = None) -> Ceilings:
+    """The peak rates while others leave the cores alone. `read_bytes` as in Meter."""
+    meter = Meter(read_bytes)
+    return undisturbed(lambda: meter.measure(seconds)[0])[0]
 
 
-def _dot_loop(e: Emitter, count: Value, bits: int, rows: int, vectors: int) -> None:
-    b, kind = e.builder, e.vector(I32)
-    *sums, weights = e.variables(rows + 1, vectors, kind)
-    (activations,) = e.variables(1, rows, kind)
-    totals = [variable for row in sums for variable in row]
-    for variable in (*totals, *weights, *activations):
-        b.store(constant(kind, 0), variable)
-    with e.loop(count):
-        values = [[b.load(variable) for variable in row] for row in sums]
-        ws = [b.load(variable) for variable in weights]
-        xs = [e.opaque(b.load(variable)) for variable in activations]
-
-        def quads() -> Iterator[list[Value]]:
-            for _ in range(BLOCK // 4):
-                ws[:] = [e.opaque(weight) for weight in ws]
-                yield list(ws)
-
-        dot_for(isa.host(), bits).block(e, quads(), lambda row, byte: xs[row], values)
-        computed = [value for row in values for value in row]
-        for variable, value in zip(totals + weights + activations, computed + ws + xs, strict=True):
-            b.store(value, variable)
-    for variable in totals:
-        e.opaque(b.load(variable))  # marks the sums as used
+def cache_bytes() -> int:
+    """Size of the last-level caches that this process's cores share."""
+    found: dict[tuple[int, str], int] = {}
+    for cpu in os.sched_getaffinity(0):
+        for folder in CACHES.glob(f"cpu{cpu}/cache/index*"):
+            level, size, shared = ((folder / name).read_text().strip() for name in ("level", "size", "shared_cpu_list"))
+            found[int(level), shared] = int(size.removesuffix("K")) << 10
+    last = max((level for level, _ in found), default=0)
+    return sum(size for (level, _), size in found.items() if level == last) or UNKNOWN_CACHE
 
 
-@intrinsic
-def int4_peak(typing: Any, count: Any, shape: Any) -> Any:
-    return _int_peak(4, count, shape)
-
-
-@intrinsic
-def int8_peak(typing: Any, count: Any, shape: Any) -> Any:
-    return _int_peak(8, count, shape)
-
-
-@intrinsic
-def float_peak(typing: Any, count: Any) -> Any:
-    """`count` times FLOAT_STEPS multiply-adds on FLOAT_SUMS registers."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        e = Emitter(builder, isa.host().lanes)
-        x = e.opaque(constant(e.vector(F32), 0))
-
-        def step(sums: list[Value]) -> None:
-            for _ in range(FLOAT_STEPS):
-                sums[:] = [e.fma(x, x, value) for value in sums]
-
-        _loop(e, args[0], FLOAT_SUMS, e.vector(F32), step)
-        return context.get_dummy_value()
-
-    return types.void(types.int64), codegen
-
-
-def _int4_blocks(args: int, scratch: int, index: int) -> None:
-    count, shape = unpack(args, 2)
-    int4_peak(count, shape)
-
-
-def _int8_blocks(args: int, scratch: int, index: int) -> None:
-    count, shape = unpack(args, 2)
-    int8_peak(count, shape)
-
-
-def _float_blocks(args: int, scratch: int, index: int) -> None:
-    (count,) = unpack(args, 1)
-    float_peak(count)
-
-
-def _read(args: int, scratch: int, index: int) -> None:
-    """Add up one piece of a buffer."""
-    start, length, out = unpack(args, 3)
-    piece, total = numba.carray(pointer(start + 8 * index * length), length, np.int64), np.int64(0)
-    for i in range(length):
-        total += piece[i]
-    numba.carray(pointer(out + 8 * index), 1, np.int64)[0] = total
-
-
-INT4_BLOCKS, INT8_BLOCKS, FLOAT_BLOCKS, READ = (Task(f) for f in (_int4_blocks, _int8_blocks, _float_blocks, _read))
-
-
-READ_BYTES = 512 << 20
-
-
-def measure_ceilings(seconds: float = 5) -> Ceilings:
-    """Measure the peak rates on all threads that the kernels use."""
-    lanes, count, pieces = isa.host().lanes, 10_000, 8 * threads.num_threads()
-    sums = torch.zeros(pieces, dtype=torch.int64)
-    # The pages behind a buffer change its speed: those of a mapping, as packed weights have, or of an allocation.
+def _buffers(size: int) -> dict[str, Tensor]:
+    """Buffers of `size` bytes in memory of different kinds. torch fills them on all threads."""
     buffers = {
-        "allocated": torch.ones(READ_BYTES, dtype=torch.uint8),
-        "mapped": torch.frombuffer(mmap.mmap(-1, READ_BYTES), dtype=torch.uint8).fill_(1),
+        "allocated": torch.empty(size, dtype=torch.uint8),
+        "huge pages": _in_huge_pages(size),
+        "shared": torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8),  # as the pages of a mapped file
     }
-    functions: dict[Any, Callable[[], None]] = {
-        "float": lambda: threads.run(FLOAT_BLOCKS, pieces, (count,)),
-    }
-    for name, buffer in buffers.items():
-        places = (buffer.data_ptr(), READ_BYTES // 8 // pieces, sums.data_ptr())
-        functions["read", name] = partial(threads.run, READ, pieces, places)
-    for number, shape in enumerate(SHAPES):
-        functions["int4", shape] = partial(threads.run, INT4_BLOCKS, pieces, (count, number))
-        functions["int8", shape] = partial(threads.run, INT8_BLOCKS, pieces, (count, number))
-    # A ceiling is the best value ever measured, not the usual one.
-    best, _ = undisturbed(lambda: interleaved(functions, seconds=seconds, pick=min))
-    dots = pieces * count * 2 * BLOCK * lanes
-    return Ceilings(
-        max(READ_BYTES / best["read", name] for name in buffers),
-        max(dots * rows * vectors / best["int4", (rows, vectors)] for rows, vectors in SHAPES),
-        max(dots * rows * vectors / best["int8", (rows, vectors)] for rows, vectors in SHAPES),
-        pieces * count * 2 * FLOAT_STEPS * FLOAT_SUMS * lanes / best["float"],
-    )
+    return {name: buffer.fill_(1) for name, buffer in buffers.items()}
+
+
+def _in_huge_pages(size: int) -> Tensor:
+    mapping = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    buffer = torch.frombuffer(mapping, dtype=torch.uint8)
+    start = -buffer.data_ptr() % HUGE_PAGE
+    return buffer[start : start + size]
 
 
 def main() -> None:
@@ -200,10 +153,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the figures here")
     arguments = parser.parse_args()
     threads.configure(default_num_threads())
-    ceilings = measure_ceilings()
+    ceilings, rates = undisturbed(partial(Meter().measure, 5))[0]
+    for name, rate in rates.items():
+        print(f"{name:35} {rate / 1e9:8.1f} {'GB/s' if name.startswith('read') else 'GOP/s'}")
     print(f"{machine()['cpu']}, {threads.num_threads()} threads, {isa.describe()}: {ceilings.describe()}")
     if arguments.json:
-        save(arguments.json, "ceilings", [asdict(ceilings)], isa=isa.host().name)
+        save(arguments.json, "ceilings", [asdict(ceilings) | {"loops": rates}], isa=isa.host().name)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
 """lmkit against other engines on this CPU: one model of random weights, the same prompts, threads and contexts.
 
-    python -m benchmarks.cpu_peers [--json FILE] [--plot FILE] [--engines a,b] [--rounds N] [--threads N]
-                                   [--workdir DIR] [--peer NAME=PYTHON ...] [--size 1b|tiny] [--fresh]
+    python -m benchmarks.cpu_peers [--json FILE] [--plot FILE] [--engines a,b] [--isa a,b] [--rounds N] [--threads N]
+                                   [--workdir DIR] [--peer NAME=PYTHON[,PYTHON] ...] [--size 1b|tiny] [--fresh]
 
 Each engine loads once, in a process of its own, in the Python that has it installed. At every point the engines take
 turns; the waiting engines are stopped. A measurement is dropped and repeated if others used the cores meanwhile. The
-measurements are kept in the work folder, and the same command resumes an interrupted run.
+ceilings of the machine are measured before and after each measurement, and a figure above the best of them fails the
+run. The measurements are kept in the work folder, and the same command resumes an interrupted run.
+
+An engine that fails is tried again with its next PYTHON, if there is one. The table has the reason.
 """
 
 from __future__ import annotations
@@ -14,32 +17,55 @@ import argparse
 import contextlib
 import signal
 import sys
-from dataclasses import asdict, dataclass, field
+import time
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import psutil
 from rich.console import Console
 
 import lmkit
-from benchmarks.ceilings import Ceilings, measure_ceilings
+from benchmarks.ceilings import Ceilings, Meter
 from benchmarks.contention import REPEATS, Reading
 from benchmarks.peers import client, report
-from benchmarks.peers.catalog import ENGINES, POINTS, EngineKind, Point
+from benchmarks.peers.catalog import ENGINES, POINTS, EngineKind, Point, at_levels
 from benchmarks.peers.client import EngineFailed, PeerProcess, parse_pythons
+from benchmarks.peers.limits import possible
 from benchmarks.peers.protocol import Options
 from benchmarks.peers.samples import Sample, Samples
-from benchmarks.random_llama import LLAMA_1B, Shape, make_checkpoint
+from benchmarks.random_llama import LLAMA_1B, Shape, config, make_checkpoint
 from benchmarks.report import save
-from lmkit.config import default_num_threads
+from lmkit.config import default_num_threads, environment
 from lmkit.errors import ConfigError, LMKitError
+from lmkit.jsonfile import read_json
+from lmkit.kernels.cpu import isa
 from lmkit.kernels.cpu import threads as kernel_threads
 
-MAX_BATCH, MAX_CONTEXT = 64, 768  # a context of 256 at most while decoding
+PEERS = "benchmarks.peers"  # the package of the engines' modules
+MAX_BATCH = max(point.batch for point in POINTS.values())
 DECODE_ROOM = 192  # tokens of an answer before its prompt is run again
 DECODE_SECONDS = 3.0  # of one measurement; slow engines do fewer steps
+WARM_UP, WARM_UP_SECONDS = 64, 5.0  # tokens of a short prompt; most that a whole one may take
+PROMPT_SECONDS = 180.0  # an engine that needs longer for the prompts of a point leaves it out
 POINT_SECONDS = 20.0  # an engine does no further round of a point after its measurements took so long
-SIZES = {"1b": LLAMA_1B, "tiny": Shape(128, 256, 2, 4, 2, 32, 512, 1024)}
+MAX_CONTEXT = max(point.prompt_len for point in POINTS.values()) + DECODE_ROOM
+CEILING_AGE = 1.0  # seconds after which the ceilings are measured again
+CONFIG_BYTES = 1 << 20
+SIZES = {"1b": replace(LLAMA_1B, max_position=8192), "tiny": Shape(128, 256, 2, 4, 2, 32, 512, 8192)}
 console = Console(width=None if sys.stdout.isatty() else 150)
+
+
+@dataclass
+class Engine:
+    """One engine of a run. `pythons` are the interpreters that are left to try."""
+
+    kind: EngineKind
+    pythons: list[str]
+    process: PeerProcess | None = None
+    loading: bool = False
+    failures: list[str] = field(default_factory=list)
+    at: tuple[str, int] = ("", 0)  # (point, tokens of each answer so far)
 
 
 @dataclass
@@ -51,53 +77,80 @@ class Bench:
     rounds: int
     workdir: Path
     samples: Samples
-    peers: dict[str, PeerProcess] = field(default_factory=dict)
-    at: dict[str, tuple[str, int]] = field(default_factory=dict)  # engine -> (point, tokens of each answer so far)
+    meter: Meter
+    ceilings: Ceilings  # the last that were measured
+    measured_at: float = 0.0  # when
+    engines: dict[str, Engine] = field(default_factory=dict)
 
-    def start(self, kinds: list[EngineKind], pythons: dict[str, str]) -> None:
+    def start(self, kinds: list[EngineKind], pythons: dict[str, list[str]]) -> None:
         """Make the missing forms of the model and load all engines. A failure is noted and shown."""
         for kind in kinds:
-            python = pythons.get(kind.name, sys.executable)
-            if client.can_import(python, kind.packages):
-                self._spawn(kind, python)
+            asked = pythons.get(kind.python or kind.name, [sys.executable])
+            having = [python for python in asked if client.can_import(python, kind.packages)]
+            if having and kind.is_peer and environment().cpu_isa:
+                raise ConfigError("LMKIT_CPU_ISA limits lmkit and the ceilings, but not the peers: use --isa instead")
+            if having:
+                self.engines[kind.name] = Engine(kind, having)
+                self._spawn(kind.name)
             else:
                 self.samples.missing[kind.name] = "not installed"
-        for name, peer in list(self.peers.items()):
-            try:
-                peer.ready()
-            except EngineFailed as error:
-                self._fail(name, error)
-                continue
-            self.samples.facts[name] = asdict(peer.facts)
-            console.print(f"{name} {peer.facts.version}: {peer.facts.settings}")
+        for name in list(self.engines):
+            self._ready(name)
 
-    def _spawn(self, kind: EngineKind, python: str) -> None:
-        module, log = f"benchmarks.peers.{kind.module}", self.workdir / f"{kind.name}.log"
+    def _spawn(self, name: str) -> None:
+        engine = self.engines[name]
+        kind, python = engine.kind, engine.pythons.pop(0)
+        log = self.workdir / f"{name}.log"
         model = self.workdir / (kind.form or "checkpoint")
         try:
             if not model.exists():
-                console.print(f"{kind.name}: making {model.name}")
-                client.prepare(python, module, self.workdir / "checkpoint", model, log)
+                console.print(f"{name}: making {model.name}")
+                maker = ENGINES.get(kind.maker, kind)
+                with_form = python if maker == kind else sys.executable
+                client.prepare(with_form, f"{PEERS}.{maker.module}", self.workdir / "checkpoint", model, log)
             options = Options(model, self.threads, MAX_BATCH, MAX_CONTEXT, self.shape.vocab)
-            self.peers[kind.name] = PeerProcess(python, module, options, log)
+            engine.process = PeerProcess(python, f"{PEERS}.{kind.module}", options, log, kind.isa)
+            engine.loading = True
         except EngineFailed as error:
-            self._fail(kind.name, error)
+            self._fail(name, error)
+
+    def _ready(self, name: str) -> None:
+        engine = self.engines[name]
+        try:
+            if engine.process and engine.loading:
+                engine.loading = False
+                facts = engine.process.ready()
+                note = "".join(f"; a build of its own failed: {reason}" for reason in engine.failures)
+                self.samples.facts[name] = asdict(replace(facts, settings=facts.settings + note))
+                console.print(f"{name} {facts.version}: {facts.settings}{note}", markup=False)
+        except EngineFailed as error:
+            self._fail(name, error)
 
     def run(self, points: list[Point]) -> None:
-        """Measure point by point, round by round, engine by engine."""
-        for point in points:
+        """Measure point by point, round by round, engine by engine. The second time is for those that had to be started
+        again."""
+        for point in [*points, *points]:
+            before = self.samples.num_taken()
             for number in range(1, self.rounds + 1):
-                for name in list(self.peers):
+                for name in self.engines:
                     if self._wants(name, point, number):
                         self._measure(name, point)
-            console.print(f"{point.name}: " + ", ".join(self._summary(name, point) for name in self.peers))
+            if self.samples.num_taken() > before:
+                console.print(f"{point.name}: " + ", ".join(self._summary(name, point) for name in self.engines))
 
     def close(self) -> None:
-        for peer in self.peers.values():
-            peer.close()
+        for engine in self.engines.values():
+            if engine.process:
+                engine.process.close()
 
     def _wants(self, name: str, point: Point, number: int) -> bool:
         """Whether engine `name` still has to do round `number` of a point."""
+        process = self.engines[name].process
+        if process is None or (point.small_kv and process.facts.kv_bytes >= 2):
+            return False
+        prompts = self.samples.rate(name, "prefill512")
+        if prompts and point.prompt_tokens / prompts > PROMPT_SECONDS:
+            return False
         done = len(self.samples.of(name, point.name))
         clean = self.samples.num_clean(name, point.name)
         enough = clean >= number or done >= number + REPEATS
@@ -107,15 +160,21 @@ class Bench:
         """Measure until there is one clean sample, or as many disturbed ones as are allowed."""
         try:
             for _ in range(1 + REPEATS):
-                sample = self._sample(self.peers[name], name, point)
+                sample = self._sample(name, point)
                 self.samples.add(name, point.name, sample)
                 if sample.clean or self.samples.seconds(name, point.name) > POINT_SECONDS:
                     break
         except EngineFailed as error:
             self._fail(name, error)
 
-    def _sample(self, peer: PeerProcess, name: str, point: Point) -> Sample:
-        self._be_ready(peer, name, point)
+    def _sample(self, name: str, point: Point) -> Sample:
+        engine = self.engines[name]
+        peer = engine.process
+        assert peer
+        self._be_ready(engine, peer, point)
+        if time.perf_counter() - self.measured_at > CEILING_AGE:
+            self._measure_ceilings()
+        earlier = self.ceilings
         processes = [psutil.Process(), peer.usage()]
         before = Reading.take(processes)
         if point.steps:
@@ -123,32 +182,50 @@ class Bench:
         else:
             answer = peer.ask(do="prefill", batch=point.batch, prompt_len=point.prompt_len)
         after = Reading.take(processes)
-        place, used = self.at[name]
-        self.at[name] = place, used + point.steps + 1
+        engine.at = point.name, engine.at[1] + point.steps + 1
+        self._measure_ceilings()
         return Sample(
             answer.get("tokens", point.prompt_tokens) / answer["seconds"],
             before.others_until(after, psutil.cpu_count() or 1),
             after.clock - before.clock,
+            possible(earlier.best(self.ceilings), self.shape, peer.facts, point),
         )
 
-    def _be_ready(self, peer: PeerProcess, name: str, point: Point) -> None:
-        """Prepare a measurement. For decoding, run the prompts of the point. For a prompt, run it once to warm up."""
-        place, used = self.at.get(name, ("", 0))
+    def _measure_ceilings(self) -> None:
+        """Measure the ceilings, while all engines are stopped."""
+        self.ceilings, _ = self.meter.measure()
+        self.measured_at = time.perf_counter()
+        self.samples.ceilings.append(asdict(self.ceilings))
+
+    def _be_ready(self, engine: Engine, peer: PeerProcess, point: Point) -> None:
+        """Prepare a measurement. For decoding, run the prompts of the point. For a prompt, run a short one to warm up,
+        and then one like it if that does not take long."""
+        place, used = engine.at
         if place == point.name and used + point.steps + 1 <= DECODE_ROOM:
             return
-        if point.steps or place != point.name:
-            length = point.prompt_len if point.steps else 64  # a slow engine's warm-up should be short
-            seconds = peer.ask(do="prefill", batch=point.batch, prompt_len=length)["seconds"]
-            if not point.steps and seconds < 5:
+        if point.steps:
+            peer.ask(do="prefill", batch=point.batch, prompt_len=point.prompt_len)
+        elif place != point.name:
+            seconds = peer.ask(do="prefill", batch=point.batch, prompt_len=WARM_UP)["seconds"]
+            if seconds * point.prompt_len / WARM_UP < WARM_UP_SECONDS:
                 peer.ask(do="prefill", batch=point.batch, prompt_len=point.prompt_len)
-        self.at[name] = point.name, 0
+        engine.at = point.name, 0
 
     def _fail(self, name: str, error: EngineFailed) -> None:
-        self.samples.missing[name] = "failed"
+        """Start the engine with its next interpreter. Without one, keep its measurements and the reason."""
         console.print(f"{name} failed: {error} (see {self.workdir / name}.log)", markup=False)
-        self.samples.taken.pop(name, None)
-        if peer := self.peers.pop(name, None):
-            peer.close()
+        engine = self.engines[name]
+        engine.failures.append(str(error))
+        if engine.process:
+            engine.process.close()
+            engine.process = None
+        if engine.pythons:
+            self.samples.taken.pop(name, None)
+            engine.at = "", 0
+            self._spawn(name)
+            self._ready(name)
+        else:
+            self.samples.missing[name] = f"failed: {error}"
 
     def _summary(self, name: str, point: Point) -> str:
         rate = self.samples.rate(name, point.name)
@@ -157,69 +234,101 @@ class Bench:
 
 def run(
     kinds: list[EngineKind],
-    pythons: dict[str, str],
+    pythons: dict[str, list[str]],
     *,
     size: str = "1b",
-    rounds: int = 3,
+    rounds: int = 2,
     threads: int,
     workdir: Path,
-    points: list[Point] | None = None,
+    points: list[Point],
     fresh: bool = False,
-) -> tuple[Samples, Ceilings]:
-    """Measure `kinds` at `points` (all points if None). `pythons`: interpreter of an engine, if not this one."""
-    shape, points = SIZES[size], points or list(POINTS.values())
-    folder = workdir / size
+) -> Samples:
+    """Measure `kinds` at `points`. `pythons`: interpreters of an engine, if not this one."""
+    shape, folder = SIZES[size], workdir / size
     folder.mkdir(parents=True, exist_ok=True)
     settings = {"size": size, "threads": threads, "rounds": rounds, "lmkit": lmkit.__version__}
     samples = Samples.open(folder / "samples.json", settings, fresh=fresh)
     if samples.taken:
         console.print(f"taking up a run with {samples.num_taken()} measurements; --fresh starts anew")
-    if not (folder / "checkpoint").exists():
-        console.print(f"making a Llama of {shape.num_parameters / 1e9:.2f}B random weights in {folder}")
-        make_checkpoint(folder / "checkpoint", shape)
+    _make_checkpoint(folder / "checkpoint", shape)
     kernel_threads.configure(threads)
-    ceilings = Ceilings(**samples.ceilings) if samples.ceilings else measure_ceilings(0.5 if size == "tiny" else 5)
-    samples.ceilings = asdict(ceilings)
-    bench = Bench(shape, threads, rounds, folder, samples)
+    # A part of the weights may stay in a large cache from one step to the next. As many bytes as 4-bit weights are read
+    # at once, so that a ceiling profits in the same way.
+    meter = Meter(shape.num_linear // 2)
+    ceilings, rates = meter.measure(0.5 if size == "tiny" else 5.0)
+    meter.keep_fastest(rates)
+    samples.ceilings.append(asdict(ceilings))
+    bench = Bench(shape, threads, rounds, folder, samples, meter, ceilings)
     with contextlib.closing(bench):
         bench.start(kinds, pythons)
         bench.run(points)
     samples.save()
-    return samples, ceilings
+    return samples
+
+
+def _make_checkpoint(folder: Path, shape: Shape) -> None:
+    """Raises ConfigError if there is a model of another shape."""
+    if not folder.exists():
+        console.print(f"making a Llama of {shape.num_parameters / 1e9:.2f}B random weights in {folder}")
+        make_checkpoint(folder, shape)
+    stored, wanted = read_json(folder / "config.json", CONFIG_BYTES), config(shape)
+    if any(stored.get(name) != wanted[name] for name in ("hidden_size", "vocab_size", "max_position_embeddings")):
+        raise ConfigError(f"{folder} has a model of another shape: remove {folder.parent}, or name another --workdir")
 
 
 def main() -> None:
     arguments = _arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no engine outlives the run
     try:
-        names, pythons = parse_engines(arguments.engines), parse_pythons(arguments.peer, ENGINES)
-        samples, ceilings = run(
-            [ENGINES[name] for name in names],
-            pythons,
+        kinds = at_levels([ENGINES[name] for name in parse_engines(arguments.engines)], parse_levels(arguments.isa))
+        samples = run(
+            kinds,
+            parse_pythons(arguments.peer, {kind.python or kind.name for kind in ENGINES.values()}),
             size=arguments.size,
             rounds=arguments.rounds,
             threads=arguments.threads,
             workdir=arguments.workdir,
+            points=parse_points(arguments.points),
             fresh=arguments.fresh,
         )
-        points, num_linear = list(POINTS.values()), SIZES[arguments.size].num_linear
-        console.print(report.table(samples, points, ceilings, num_linear, arguments.threads))
+        points = parse_points(arguments.points)
+        console.print(report.table(samples, kinds, points, SIZES[arguments.size], arguments.threads))
+        console.print(report.engines(samples, kinds))
+        rows = report.rows(samples, SIZES[arguments.size])
     except LMKitError as error:
         sys.exit(f"error: {error}")
     if arguments.json:
-        missing = {"missing": samples.missing, "engines": samples.facts, "ceilings": asdict(ceilings)}
-        save(arguments.json, "cpu_peers", samples.rows(), **missing | {"threads": arguments.threads})
+        about = {"missing": samples.missing, "engines": samples.facts, "ceilings": asdict(samples.best_ceilings())}
+        save(arguments.json, "cpu_peers", rows, **about | {"threads": arguments.threads})
     if arguments.plot:
-        report.plot(samples, points, arguments.plot)
+        report.plot(samples, kinds, points, arguments.plot)
     samples.path.unlink()  # complete: the next run measures anew
 
 
 def parse_engines(text: str | None) -> list[str]:
     """`a,b` -> names, in the catalog's order. Raises ConfigError."""
-    asked = set(text.split(",")) if text else set(ENGINES)
-    if unknown := sorted(asked - set(ENGINES)):
-        raise ConfigError(f"--engines: no engine {', '.join(unknown)}; there are {', '.join(ENGINES)}")
-    return [name for name in ENGINES if name in asked]
+    return _parse("--engines", "engine", text, ENGINES)
+
+
+def parse_points(text: str | None) -> list[Point]:
+    """`a,b` -> points. Raises ConfigError."""
+    return [POINTS[name] for name in _parse("--points", "point", text, POINTS)]
+
+
+def parse_levels(text: str | None) -> list[str]:
+    """`a,b` -> instruction set levels of this machine. Raises ConfigError."""
+    levels = _parse("--isa", "level", text, isa.LEVELS) if text else []
+    for level in levels:
+        if reason := isa.obstacle(isa.LEVELS[level]):
+            raise ConfigError(f"--isa {level}: {reason}")
+    return levels
+
+
+def _parse(option: str, noun: str, text: str | None, known: Collection[str]) -> list[str]:
+    asked = set(text.split(",")) if text else set(known)
+    if unknown := sorted(asked - set(known)):
+        raise ConfigError(f"{option}: no {noun} {', '.join(unknown)}; there are {', '.join(known)}")
+    return [name for name in known if name in asked]
 
 
 def _arguments() -> argparse.Namespace:
@@ -227,10 +336,18 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="also write the figures here")
     parser.add_argument("--plot", type=Path, help="also draw them into this PNG file")
     parser.add_argument("--engines", help=f"only these, separated by commas: {','.join(ENGINES)}")
-    parser.add_argument("--rounds", type=int, default=3, help="measurements of each engine at each point")
+    parser.add_argument("--points", help=f"only these: {','.join(POINTS)}")
+    parser.add_argument("--isa", help=f"also run lmkit at these levels of this machine: {','.join(isa.LEVELS)}")
+    parser.add_argument("--rounds", type=int, default=2, help="measurements of each engine at each point")
     parser.add_argument("--threads", type=int, default=default_num_threads())
     parser.add_argument("--workdir", type=Path, default=Path("build/cpu_peers"), help="for models and samples: 7 GB")
-    parser.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON", help="the Python that has NAME")
+    parser.add_argument(
+        "--peer",
+        action="append",
+        default=[],
+        metavar="NAME=PYTHON[,PYTHON]",
+        help="the Python that has NAME, and others to try when the engine fails in it",
+    )
     parser.add_argument("--size", choices=SIZES, default="1b")
     parser.add_argument("--fresh", action="store_true", help="do not take up an interrupted run")
     arguments = parser.parse_args()

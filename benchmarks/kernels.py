@@ -3,8 +3,8 @@
     python -m benchmarks.kernels [--quick] [--json FILE]
 
 The roofline of a call is the longer of two times: the time to read its weights (or its KV) once at the measured
-bandwidth, and the time to do its multiply-adds at the measured peak of the dot-product instruction. Weights exceed the
-cache.
+bandwidth, and the time to do its multiply-adds at the measured peak of the fastest instruction for them. Copies of the
+weights and of the KV take turns. Together they are larger than the last-level cache.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from rich.table import Table
 from torch import Tensor
 
 import lmkit.kernels  # noqa: F401  (registers)
-from benchmarks.ceilings import Ceilings, Kind, measure_ceilings
+from benchmarks.ceilings import Ceilings, cache_bytes, measure_ceilings
+from benchmarks.loops import Kind
 from benchmarks.report import interleaved, machine, save, share
 from lmkit.attention_spec import AttentionSpec
 from lmkit.config import default_num_threads
@@ -44,7 +45,6 @@ SHAPES = {  # out, in: a 1B and an 8B Llama
     "8B down": (4096, 14336),
 }
 ROWS = (1, 4, 16, 64, 512)
-CACHE_BYTES = 96 << 20  # buffers that are used in turn and exceed this are read from memory
 
 
 @dataclass(frozen=True)
@@ -58,40 +58,47 @@ class Candidate:
     kind: Kind = "float"  # of its multiply-adds
 
 
-def _kernel(
-    name: str, op: Op, weight: Any, copies: int, num_bytes: int, *, kind: Kind = "float", **traits: Any
-) -> Candidate:
+def num_copies(num_bytes: int) -> int:
+    """How many buffers of `num_bytes`, used in turn, are read from memory: a quarter more than the last-level cache
+    holds, and 96 MB at least."""
+    return max(2, -(-max(96 << 20, cache_bytes() * 5 // 4) // num_bytes))
+
+
+def _kernel(name: str, op: Op, weight: Any, num_bytes: int, *, kind: Kind, **traits: Any) -> Candidate:
     impl = op.select("cpu", **traits)
-    weights = [impl.pack(weight) for _ in range(copies)]
+    weights = [impl.pack(weight) for _ in range(num_copies(num_bytes))]
     return Candidate(f"lmkit {name}", lambda x, w: impl(x, w, None), weights, num_bytes, kind)
 
 
-def candidates(n: int, k: int, copies: int) -> Iterator[Candidate]:
+def candidates(n: int, k: int) -> Iterator[Candidate]:
     dense = torch.randn(n, k) / k**0.5
     shape: dict[str, Any] = {"out_features": n, "in_features": k}
     four, eight = quantize(dense, QuantScheme(4, 128)), quantize(dense, QuantScheme(8, -1, symmetric=True))
     codes = n * k // 2 + n * k // 128 * 3
-    yield _kernel("w4a8", ops.linear_w4a8, four, copies, codes, kind="int4", group_size=128, bits=4, **shape)
-    yield _kernel("w4a16", ops.linear_w4a16, four, copies, codes, group_size=128, bits=4, **shape)
-    yield _kernel("w8a8", ops.linear_w8a8, eight, copies, n * k, kind="int8", group_size=-1, bits=8, **shape)
-    for dtype in (torch.bfloat16, torch.float32):
+    yield _kernel("w4a8", ops.linear_w4a8, four, codes, kind="int4", group_size=128, bits=4, **shape)
+    yield _kernel("w4a16", ops.linear_w4a16, four, codes, kind="bfloat16", group_size=128, bits=4, **shape)
+    yield _kernel("w8a8", ops.linear_w8a8, eight, n * k, kind="int8", group_size=-1, bits=8, **shape)
+    kinds: dict[torch.dtype, Kind] = {torch.bfloat16: "bfloat16", torch.float32: "float"}
+    for dtype, kind in kinds.items():
         weight, size = dense.to(dtype), n * k * dtype.itemsize
         name = str(dtype).removeprefix("torch.")
-        yield _kernel(name, ops.linear_dense, weight, copies, size, dtype=dtype, **shape)
+        yield _kernel(name, ops.linear_dense, weight, size, kind=kind, dtype=dtype, **shape)
 
         def product(x: Tensor, w: Tensor, dtype: torch.dtype = dtype) -> Tensor:
             return torch.nn.functional.linear(x.to(dtype), w)
 
-        yield Candidate(f"torch {name}", product, [weight.clone() for _ in range(copies)], size)
-    yield from _torch_int4(four.codes, copies)
+        yield Candidate(f"torch {name}", product, [weight.clone() for _ in range(num_copies(size))], size, kind)
+    yield from _torch_int4(four.codes)
 
 
-def _torch_int4(codes: Tensor, copies: int) -> Iterator[Candidate]:
+def _torch_int4(codes: Tensor) -> Iterator[Candidate]:
     """torch's own 4-bit product with groups of 128 and bfloat16 activations. Absent if this build cannot run it."""
     n, k = codes.shape
+    scales = torch.ones(k // 128, n, 2, dtype=torch.bfloat16)
+    size = n * k // 2 + scales.nbytes
     try:
-        packed = [torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1) for _ in range(copies)]
-        scales = torch.ones(k // 128, n, 2, dtype=torch.bfloat16)
+        convert = torch.ops.aten._convert_weight_to_int4pack_for_cpu
+        packed = [convert(codes.int(), 1) for _ in range(num_copies(size))]
 
         def product(x: Tensor, w: Tensor) -> Tensor:
             return Tensor(torch.ops.aten._weight_int4pack_mm_for_cpu(x.bfloat16(), w, 128, scales))
@@ -100,15 +107,14 @@ def _torch_int4(codes: Tensor, copies: int) -> Iterator[Candidate]:
     except RuntimeError as error:
         console.print(f"torch int4 does not run here: {str(error).splitlines()[0]}")
         return
-    yield Candidate("torch int4", product, packed, n * k // 2 + scales.nbytes)
+    yield Candidate("torch int4", product, packed, size, "int8")  # torch may round activations
 
 
 def bench_linears(peaks: Ceilings, *, quick: bool) -> list[dict[str, Any]]:
     rows = []
     for title, (n, k) in list(SHAPES.items())[: 1 if quick else None]:
-        copies = max(2, CACHE_BYTES // (n * k // 2))
-        found = list(candidates(n, k, copies))
-        table = Table(title=f"{title}: {k} -> {n}, weights of {copies} layers in turn; the % is of the roofline")
+        found = list(candidates(n, k))
+        table = Table(title=f"{title}: {k} -> {n}, weights of several layers in turn; the % is of the roofline")
         table.add_column("kernel")
         for m in ROWS:
             table.add_column(f"M={m}\nGOP/s", justify="right")
@@ -146,7 +152,7 @@ def _in_turn(candidate: Candidate, x: Tensor) -> Callable[[], None]:
 def _copies(blocks: int, heads: int, block: int, dim: int, storage: KVDtype) -> list[KVLayer]:
     """KV layers to use in turn. Together they are larger than a cache."""
     first = allocate_kv(blocks, heads, block, dim, (storage, storage))
-    count = max(2, CACHE_BYTES // first.k.data.nbytes // 2)
+    count = num_copies(2 * first.k.data.nbytes)
     return [first, *(allocate_kv(blocks, heads, block, dim, (storage, storage)) for _ in range(count - 1))]
 
 
@@ -188,7 +194,8 @@ def bench_attention(peaks: Ceilings, *, quick: bool) -> list[dict[str, Any]]:
             size = sum(x.data.nbytes + x.params.nbytes for x in (layer.k, layer.v))
             work = 4 * sequences * heads * group * dim * new * (context - new // 2)
             # Codes are multiplied as integers, and integer products are faster.
-            best = peaks.roofline(size, work, "int8" if layer.k.params.numel() else "float")
+            kind: Kind = "int8" if layer.k.params.numel() else "float" if t == "float32" else "bfloat16"
+            best = peaks.roofline(size, work, kind)
             reached = share(best, time, f"attention, {t} KV, {sequences} sequences of {context}")
             table.add_row(str(sequences), str(context), str(new), t, f"{1000 * time:.3f}", f"{size / time / 1e9:.1f}",
                           f"{work / time / 1e9:.0f}", f"{reached:.0%}")  # fmt: skip

@@ -43,7 +43,7 @@ class ToolFailed(Exception):
 def run(
     entries: list[Entry],
     outliers: list[int],
-    pythons: dict[str, str],
+    pythons: dict[str, list[str]],
     *,
     setting: Setting,
     threads: int,
@@ -58,7 +58,7 @@ def run(
         wanted = [entry for entry in entries if not results.has(entry, factor)]
         model = cases.make_model(workdir, factor) if wanted else workdir
         for entry in wanted:
-            python = pythons.get(entry.tool, sys.executable)
+            python, *_ = pythons.get(entry.tool, [sys.executable])
             if not can_import(python, TOOLS[entry.tool].packages):
                 results.missing[entry.name] = "not installed"
                 continue

@@ -4,15 +4,16 @@
 
 The roofline of a step is the longer of two times: the time to read its weights once and its KV cache once at the
 measured bandwidth, and the time to do its multiply-adds at the measured peaks (4-bit dot products for the layers'
-matrices, float32 for the head, float32 or 8-bit dot products for attention). Models have random weights. A sweep
-changes one quantity, and the other two stay fixed.
+matrices, bfloat16 for the head, bfloat16 or 8-bit dot products for attention). The ceilings are measured for each
+setting, by reading as many bytes as the model's weights have: those of a small model stay in the cache. Models have
+random weights. A sweep changes one quantity, and the other two stay fixed.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -80,15 +81,18 @@ def roofline(ceilings: Ceilings, shape: Shape, setting: Setting, weight_bytes: i
     read = weight_bytes + cached * shape.kv_token_values * KV_BYTES[setting.kv]
     head = 2 * setting.batch * shape.vocab * shape.hidden
     attention = 4 * cached * shape.layers * shape.heads * shape.head_dim
-    products = (
-        ceilings.float_ops if KV_BYTES[setting.kv] == 2 else ceilings.int8_ops
-    )  # codes are multiplied as integers
-    work = 2 * setting.batch * shape.num_linear / ceilings.int4_ops + head / ceilings.float_ops + attention / products
+    # Codes are multiplied as integers.
+    products = ceilings.bfloat16_ops if KV_BYTES[setting.kv] == 2 else ceilings.int8_ops
+    layers = 2 * setting.batch * shape.num_linear
+    work = layers / ceilings.int4_ops + head / ceilings.bfloat16_ops + attention / products
     return max(read / ceilings.bytes_per_s, work)
 
 
-def measure(found: list[Setting], ceilings: Ceilings, threads: int, workdir: Path) -> Iterator[dict[str, Any]]:
-    """A row for each setting. A model is loaded for the first of its settings."""
+def measure(
+    found: list[Setting], threads: int, workdir: Path, ceilings_of: Callable[[int], Ceilings]
+) -> Iterator[dict[str, Any]]:
+    """A row for each setting. A model is loaded for the first of its settings. `ceilings_of` measures the ceilings by
+    reading a number of bytes."""
     loaded: tuple[str, str, int] | None = None
     engine: LmkitEngine | None = None
     for setting in found:
@@ -101,6 +105,7 @@ def measure(found: list[Setting], ceilings: Ceilings, threads: int, workdir: Pat
         engine.prefill(prompts(setting.batch, setting.context, shape.vocab))
         answer, others = undisturbed(partial(decode, engine, STEPS, SECONDS))
         seconds = answer["seconds"] / (answer["tokens"] / setting.batch)
+        ceilings = ceilings_of(engine.facts.weight_bytes)
         best = roofline(ceilings, shape, setting, engine.facts.weight_bytes)
         yield asdict(setting) | {
             "parameters": shape.num_parameters,
@@ -109,6 +114,7 @@ def measure(found: list[Setting], ceilings: Ceilings, threads: int, workdir: Pat
             "ms_per_token": 1000 * seconds / setting.batch,
             "roofline_ms_per_step": 1000 * best,
             "of_roofline": share(best, seconds, f"{setting}"),
+            "ceilings": asdict(ceilings),
             "others": others,
         }
 
@@ -128,7 +134,8 @@ def _load(setting: Setting, batch: int, found: list[Setting], threads: int, work
     return LmkitEngine(options, kv_dtype=setting.kv, kv_memory=kv_memory)
 
 
-def table(rows: list[dict[str, Any]], ceilings: Ceilings, threads: int) -> Table:
+def table(rows: list[dict[str, Any]], threads: int) -> Table:
+    ceilings = Ceilings(**rows[-1]["ceilings"])
     out = Table(title=f"decode, {threads} threads; {ceilings.describe()}")
     for column in ("sweep", "model", "KV", "batch", "context", "ms/step", "ms/token", "roofline ms", "of roofline"):
         out.add_column(column, justify="left" if column in ("sweep", "model", "KV") else "right")
@@ -180,14 +187,13 @@ def main() -> None:
     arguments = parser.parse_args()
     try:
         kernel_threads.configure(arguments.threads)
-        ceilings = measure_ceilings()
         found = settings(quick=arguments.quick)
-        rows = list(measure(found, ceilings, arguments.threads, arguments.workdir))
+        rows = list(measure(found, arguments.threads, arguments.workdir, partial(measure_ceilings, 0.5)))
     except LMKitError as error:
         sys.exit(f"error: {error}")
-    console.print(table(rows, ceilings, arguments.threads))
+    console.print(table(rows, arguments.threads))
     if arguments.json:
-        save(arguments.json, "scaling", rows, threads=arguments.threads, ceilings=asdict(ceilings))
+        save(arguments.json, "scaling", rows, threads=arguments.threads)
     if arguments.plot:
         plot(rows, arguments.plot)
 

@@ -31,7 +31,7 @@ class PeerProcess:
 
     facts: Facts
 
-    def __init__(self, python: str, module: str, options: Options, log: Path) -> None:
+    def __init__(self, python: str, module: str, options: Options, log: Path, isa: str = "") -> None:
         arguments = [str(options.model)]
         for name in ("threads", "max_batch", "max_context", "vocab"):
             arguments += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
@@ -44,14 +44,15 @@ class PeerProcess:
                 stderr=errors,
                 text=True,
                 cwd=ROOT,
-                env=environment(options.threads),
+                env=environment(options.threads) | ({"LMKIT_CPU_ISA": isa} if isa else {}),
                 start_new_session=True,  # a process group of its own, which is stopped as one
             )
 
-    def ready(self) -> None:
+    def ready(self) -> Facts:
         """Wait until the engine has loaded its model. Raises EngineFailed."""
         self.facts = Facts(**self._read())
         self._signal(signal.SIGSTOP)
+        return self.facts
 
     def ask(self, **command: Any) -> dict[str, float]:
         """Send one command and wait for its answer. Raises EngineFailed."""
@@ -61,7 +62,7 @@ class PeerProcess:
                 self.process.stdin.write(json.dumps(command) + "\n")
                 self.process.stdin.flush()
             except BrokenPipeError:
-                raise EngineFailed(last_line(self._log)) from None
+                raise EngineFailed(_end(self.process.wait(), self._log)) from None
             return self._read()
 
     def usage(self) -> psutil.Process:
@@ -85,8 +86,7 @@ class PeerProcess:
         assert self.process.stdout
         line = self.process.stdout.readline()
         if not line:
-            self.process.wait()
-            raise EngineFailed(last_line(self._log))
+            raise EngineFailed(_end(self.process.wait(), self._log))
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -112,16 +112,17 @@ def prepare(python: str, module: str, source: Path, out: Path, log: Path) -> Non
         raise EngineFailed(last_line(log))
 
 
-def parse_pythons(entries: list[str], known: Collection[str]) -> dict[str, str]:
-    """`NAME=PYTHON` -> interpreter by the name of an engine or tool. Raises ConfigError."""
+def parse_pythons(entries: list[str], known: Collection[str]) -> dict[str, list[str]]:
+    """`NAME=PYTHON[,PYTHON]` -> interpreters by the name of an engine or tool. Raises ConfigError."""
     pythons = {}
     for entry in entries:
-        name, _, python = entry.partition("=")
+        name, _, text = entry.partition("=")
         if name not in known:
             raise ConfigError(f"--peer {entry}: there is no {name!r}, only {', '.join(known)}")
-        if not python or shutil.which(python) is None:
-            raise ConfigError(f"--peer {entry}: {python!r} is not a program; write --peer {name}=/path/to/python")
-        pythons[name] = python
+        pythons[name] = text.split(",")
+        for python in pythons[name]:
+            if not python or shutil.which(python) is None:
+                raise ConfigError(f"--peer {entry}: {python!r} is not a program; write --peer {name}=/path/to/python")
     return pythons
 
 
@@ -132,6 +133,11 @@ def can_import(python: str, packages: tuple[str, ...]) -> bool:
         return subprocess.run([python, "-c", code], cwd=ROOT, check=False, capture_output=True).returncode == 0
     except OSError:
         return False
+
+
+def _end(code: int, log: Path) -> str:
+    """Why a process ended. A crash writes no last line of its own."""
+    return last_line(log) if code >= 0 else f"killed by {signal.Signals(-code).name} after: {last_line(log)}"
 
 
 def last_line(log: Path) -> str:

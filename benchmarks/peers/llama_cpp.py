@@ -16,6 +16,9 @@ from benchmarks.peers.protocol import Facts, Options, main
 from benchmarks.peers.safetensors_numpy import Array, tensors
 
 MICRO_BATCH = 2048
+ROOM = 256  # tokens of an answer
+Q8_0_TOKENS = 16_384  # larger caches have 8 bits; smaller ones are faster in float16
+Q8_0, Q8_0_BYTES = 8, 34 / 32  # ggml's number of the KV type; 32 numbers have a float16 scale
 NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -40,21 +43,25 @@ class LlamaCpp:
         if not self.model:
             raise RuntimeError(f"llama.cpp cannot load {options.model}")
         self.context: Any = None
+        self.size = (0, 0)  # sequences and tokens of a sequence that the context holds
         self.sequences: list[int] = []  # last token of each
         self.position = 0
         self.facts = Facts(
             metadata.version("llama-cpp-python"),
-            "Q4_0, flash attention, float16 KV",
+            f"Q4_0, flash attention, float16 KV (Q8_0 above 16k tokens), {_features()}",
             _read_bytes(options.model),
+            Q8_0_BYTES,
         )
 
     def prefill(self, prompts: list[list[int]]) -> None:
         """Run the first prompt and copy its cache to the other sequences. They get memory of their own, and preparation
         is shorter."""
-        self._open(len(prompts))
+        self._open(len(prompts), len(prompts[0]) + ROOM)
         self.position = len(prompts[0])
-        self._decode([(token, i, 0, i == self.position - 1) for i, token in enumerate(prompts[0])])
-        self.sequences = [self._best(self.position - 1)] * len(prompts)
+        entries = [(token, i, 0, i == self.position - 1) for i, token in enumerate(prompts[0])]
+        for start in range(0, self.position, MICRO_BATCH):
+            self._decode(entries[start : start + MICRO_BATCH])
+        self.sequences = [self._best(-1)] * len(prompts)
         memory = ll.llama_get_memory(self.context)
         for number in range(1, len(prompts)):
             ll.llama_memory_seq_cp(memory, 0, number, -1, -1)
@@ -65,13 +72,18 @@ class LlamaCpp:
         self.sequences = [self._best(number) for number in range(len(self.sequences))]
         return len(self.sequences)
 
-    def _open(self, batch: int) -> None:
-        """Make a context for this batch. Its cache has no room to spare, and its sequences have streams of their
-        own."""
+    def _open(self, batch: int, length: int) -> None:
+        """Empty the context, or make one for another batch. Its cache has no room to spare, and its sequences have
+        streams of their own."""
+        if self.size == (batch, length):
+            ll.llama_memory_clear(ll.llama_get_memory(self.context), True)
+            return
         if self.context is not None:
             ll.llama_free(self.context)
         params = ll.llama_context_default_params()
-        params.n_ctx = batch * self.options.max_context
+        params.n_ctx = batch * length
+        if batch * length > Q8_0_TOKENS:
+            params.type_k = params.type_v = Q8_0
         params.n_seq_max = batch
         params.n_batch = params.n_ubatch = MICRO_BATCH
         params.n_threads = params.n_threads_batch = self.options.threads
@@ -79,6 +91,7 @@ class LlamaCpp:
         self.context = ll.llama_init_from_model(self.model, params)
         if not self.context:
             raise RuntimeError(f"llama.cpp cannot make a context for {batch} sequences")
+        self.size = batch, length
 
     def _decode(self, entries: list[tuple[int, int, int, bool]]) -> None:
         """Run entries (token, position, sequence, whether its logits are wanted)."""
@@ -96,6 +109,12 @@ class LlamaCpp:
         """The most likely token after the entry `index` of the last batch."""
         logits = np.ctypeslib.as_array(ll.llama_get_logits_ith(self.context, index), (self.options.vocab,))
         return int(logits.argmax())
+
+
+def _features() -> str:
+    """The instruction sets of this build that the processor has, as llama.cpp reports them."""
+    pairs = (part.partition("=") for part in ll.llama_print_system_info().decode().split("|"))
+    return " ".join(name.split(":")[-1].strip() for name, _, on in pairs if on.strip() == "1")
 
 
 def prepare(source: Path, out: Path) -> None:

@@ -7,30 +7,33 @@ from pathlib import Path
 from typing import Any
 
 import lmkit
-from benchmarks.peers.protocol import Facts, Options, main
+from benchmarks.peers.protocol import KV_GIB, Facts, Options, main
 from benchmarks.random_llama import make_awq
 from lmkit.config import EngineConfig
 from lmkit.formats.checkpoint import CheckpointReader
+from lmkit.kernels.cpu import isa
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.request import Request, SamplingParams
 
 
 class LmkitEngine:
     def __init__(self, options: Options, **config: Any) -> None:
+        defaults: dict[str, Any] = {"kv_memory": KV_GIB << 30, "prefix_cache": False}
         settings = EngineConfig(
             num_threads=options.threads,
             max_batch_size=options.max_batch,
             max_model_len=options.max_context,
             max_queue=max(1024, options.max_batch),
-            **config,
+            **defaults | config,
         )
         self.engine = Engine(str(options.model), settings)
         with CheckpointReader(options.model) as reader:
             read, head = reader.nbytes() - reader.nbytes("model.embed_tokens."), reader.nbytes("lm_head.")
         if settings.lm_head == "int8":  # one byte a weight and three for each group of 128, not two
             read += head // 2 * 131 // 128 - head
-        note = f"AWQ g128, int8 activations, {self.engine.info.kv_dtype} KV, {settings.lm_head} head"
-        self.facts = Facts(lmkit.__version__, note, read)
+        kv = self.engine.info.kv_dtype
+        note = f"AWQ g128, int8 activations, {kv} KV, {settings.lm_head} head, no prefix cache, {isa.describe()}"
+        self.facts = Facts(lmkit.__version__, note, read, 1.0 if kv == "int8" else 2.0)
         self.running: list[str] = []
         self.names = itertools.count()
 

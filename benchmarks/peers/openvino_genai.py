@@ -11,10 +11,9 @@ import numpy as np
 import openvino as ov
 import openvino_genai as genai
 
-from benchmarks.peers.protocol import Facts, Options, main
+from benchmarks.peers.protocol import KV_GIB, Facts, Options, main
 
 GROUP = 128
-KV_GIB = 3
 
 
 class OpenVino:
@@ -28,6 +27,7 @@ class OpenVino:
             "DYNAMIC_QUANTIZATION_GROUP_SIZE": GROUP,
             "INFERENCE_NUM_THREADS": options.threads,
             "PERFORMANCE_HINT": "LATENCY",
+            "KV_CACHE_PRECISION": "u8",
         }
         self.pipeline = genai.ContinuousBatchingPipeline(options.model, scheduler, "CPU", properties)
         self.params = genai.GenerationConfig(max_new_tokens=options.max_context, ignore_eos=True)
@@ -35,8 +35,9 @@ class OpenVino:
         self.handles: list[Any] = []
         self.facts = Facts(
             metadata.version("openvino-genai"),
-            "int4 asymmetric g128, dynamic quantization g128, default (8-bit) KV",
+            "int4 asymmetric g128, dynamic quantization g128, u8 KV, latency hint, no prefix cache",
             _read_bytes(options.model),
+            1.0,
         )
 
     def prefill(self, prompts: list[list[int]]) -> None:

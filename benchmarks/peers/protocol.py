@@ -23,15 +23,18 @@ from typing import Protocol
 
 PR_SET_PDEATHSIG = 1
 MIN_STEPS = 2
+KV_GIB = 2  # memory for the KV cache of an engine that is told how much
 
 
 @dataclass(frozen=True)
 class Facts:
-    """An engine's description of itself. `weight_bytes` are read for every token of a single stream."""
+    """An engine's description of itself. `weight_bytes` are read for every token of a single stream, and `kv_bytes` for
+    each number in the KV cache."""
 
     version: str
     settings: str
     weight_bytes: int
+    kv_bytes: float = 2.0
 
 
 @dataclass(frozen=True)

@@ -1,50 +1,96 @@
-"""The table and the plot of a run."""
+"""The tables and the plot of a run."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
-from benchmarks.ceilings import Ceilings
 from benchmarks.contention import OTHERS_LIMIT
-from benchmarks.peers.catalog import ENGINES, Point
+from benchmarks.peers.catalog import POINTS, EngineKind, Point
+from benchmarks.peers.limits import possible, prompt_linear
+from benchmarks.peers.protocol import Facts
 from benchmarks.peers.samples import Samples
+from benchmarks.random_llama import Shape
 from benchmarks.report import share
 
 
-def table(samples: Samples, points: list[Point], ceilings: Ceilings, num_linear: int, threads: int) -> Table:
+def table(samples: Samples, kinds: list[EngineKind], points: list[Point], shape: Shape, threads: int) -> Table:
     """Tokens per second of every engine, its distance to the machine's ceilings, and lmkit against the best peer.
 
-    `num_linear` counts parameters in the layers' matrices; a prompt token costs two operations for each, without
-    attention. Raises AboveCeiling for a figure that the machine cannot reach.
+    A prompt's GOP/s are those of the linears alone.
     """
-    out = Table(title=f"tokens per second, {threads} threads; {ceilings.describe()}")
+    out = Table(title=f"tokens per second, {threads} threads; {samples.best_ceilings().describe()}")
     out.add_column("engine")
     for point in points:
         out.add_column(point.name, justify="right")
     out.add_column("b1: weights\nGB/s (% of read)", justify="right")
-    out.add_column("prefill512\nGOP/s (% of dot)", justify="right")
-    for engine in ENGINES:
-        if engine in samples.missing:
-            out.add_row(engine, samples.missing[engine], *[""] * (len(points) + 1))
-        elif engine in samples.taken:
-            rates = [_figure(samples, engine, point) for point in points]
-            out.add_row(engine, *rates, *_distances(samples, engine, ceilings, num_linear))
+    out.add_column("prefill512\nGOP/s (% of peak)", justify="right")
+    for kind in kinds:
+        reason = samples.missing.get(kind.name, "")
+        if samples.taken.get(kind.name):
+            rates = [_figure(samples, kind.name, point) for point in points]
+            out.add_row(kind.name, *rates, *_distances(samples, kind.name, shape))
+        elif reason:
+            out.add_row(kind.name, escape(reason.partition(":")[0]), *[""] * (len(points) + 1))
     out.add_section()
-    for engine in ENGINES:
-        if engine in samples.taken and not ENGINES[engine].is_peer:
-            ratios = [ratio(samples, engine, point) for point in points]
-            out.add_row(f"{engine} / best peer", *("-" if r is None else f"{r:.2f}x" for r in ratios), "", "")
+    for kind in kinds:
+        if kind.name in samples.taken and not kind.is_peer:
+            ratios = [ratio(samples, kind.name, point) for point in points]
+            out.add_row(f"{kind.name} / best peer", *("-" if r is None else f"{r:.2f}x" for r in ratios), "", "")
+    read = [each["bytes_per_s"] / 1e9 for each in samples.ceilings]
     out.caption = (
         f"medians; {samples.num_dropped()} of {samples.num_taken()} measurements dropped, others having used more than "
-        f"{OTHERS_LIMIT:.0%} of the cores; * = none was clean, the least disturbed one"
+        f"{OTHERS_LIMIT:.0%} of the cores; * = none was clean, the least disturbed one; a share is that of the "
+        f"best ceilings of this run: reading was measured {len(read)} times, {min(read):.0f} to {max(read):.0f} GB/s"
     )
     return out
 
 
+def rows(samples: Samples, shape: Shape) -> list[dict[str, Any]]:
+    """{"engine", "point", "tokens_per_s", ...} for everything that was measured. Raises AboveCeiling."""
+    return [
+        {
+            "engine": engine,
+            "point": point,
+            "tokens_per_s": samples.rate(engine, point),
+            "samples": [asdict(sample) for sample in taken],
+            "of_possible": _share(samples, engine, POINTS[point], shape),
+            "dropped": sum(not sample.clean for sample in taken),
+        }
+        for engine, points in samples.taken.items()
+        for point, taken in points.items()
+        if taken
+    ]
+
+
+def _share(samples: Samples, engine: str, point: Point, shape: Shape) -> float:
+    """The rate as a share of what the best ceilings of the run allow. What others leave of the memory's bandwidth may
+    change within a second, so the ceilings just before and after a measurement could be too low for it. Raises
+    AboveCeiling."""
+    rate = samples.rate(engine, point.name)
+    assert rate is not None
+    limit = possible(samples.best_ceilings(), shape, Facts(**samples.facts[engine]), point)
+    return share(rate, limit, f"{engine}, {point.name}")
+
+
+def engines(samples: Samples, kinds: list[EngineKind]) -> Table:
+    """Version and settings of every engine, and why one failed."""
+    out = Table(title="engines")
+    for column in ("engine", "version", "settings"):
+        out.add_column(column, overflow="fold")
+    for kind in kinds:
+        facts, reason = samples.facts.get(kind.name, {}), samples.missing.get(kind.name)
+        settings = "; ".join(text for text in (facts.get("settings"), reason) if text)
+        out.add_row(kind.name, facts.get("version", ""), escape(settings))
+    return out
+
+
 def best_peer(samples: Samples, point: Point) -> float | None:
-    rates = [samples.rate(name, point.name) for name, kind in ENGINES.items() if kind.is_peer]
+    rates = [samples.rate(name, point.name) for name in samples.taken if not name.startswith("lmkit")]
     return max((rate for rate in rates if rate is not None), default=None)
 
 
@@ -59,46 +105,43 @@ def _figure(samples: Samples, engine: str, point: Point) -> str:
     return "-" if rate is None else f"{rate:.1f}{'*' if samples.disturbed(engine, point.name) else ''}"
 
 
-def _distances(samples: Samples, engine: str, ceilings: Ceilings, num_linear: int) -> tuple[str, str]:
-    decode, prefill = samples.rate(engine, "b1"), samples.rate(engine, "prefill512")
+def _distances(samples: Samples, engine: str, shape: Shape) -> tuple[str, str]:
+    decode, prompt = samples.rate(engine, "b1"), samples.rate(engine, "prefill512")
     read = None if decode is None else decode * samples.facts[engine]["weight_bytes"]
-    work = None if prefill is None else prefill * 2 * num_linear
-    # An engine may use either dot product, and none can exceed the faster one.
-    dot = max(ceilings.int4_ops, ceilings.int8_ops)
+    work = None if prompt is None else prompt * 2 * prompt_linear(shape)
     return (
-        "-" if read is None else f"{read / 1e9:.1f} ({share(read, ceilings.bytes_per_s, f'{engine}, b1'):.0%})",
-        "-" if work is None else f"{work / 1e9:.0f} ({share(work, dot, f'{engine}, prefill512'):.0%})",
+        "-" if read is None else f"{read / 1e9:.1f} ({_share(samples, engine, POINTS['b1'], shape):.0%})",
+        "-" if work is None else f"{work / 1e9:.0f} ({_share(samples, engine, POINTS['prefill512'], shape):.0%})",
     )
 
 
-def plot(samples: Samples, points: list[Point], path: Path) -> None:
+def plot(samples: Samples, kinds: list[EngineKind], points: list[Point], path: Path) -> None:
     """Bars of every engine at every point, as multiples of the fastest peer (or of lmkit if there is no peer)."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    engines = [name for name in ENGINES if name in samples.taken]
-    figure = Figure(figsize=(8.5, 4), layout="constrained")
+    drawn = [kind for kind in kinds if samples.taken.get(kind.name)]
+    figure = Figure(figsize=(10, 4.6), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    width = 0.85 / max(1, len(engines))
-    for number, engine in enumerate(engines):
-        left = (number - len(engines) / 2 + 0.5) * width
-        rates = {place: samples.rate(engine, point.name) for place, point in enumerate(points)}
+    width = 0.86 / max(1, len(drawn))
+    for number, kind in enumerate(drawn):
+        left = (number - len(drawn) / 2 + 0.5) * width
+        rates = {place: samples.rate(kind.name, point.name) for place, point in enumerate(points)}
         known = {place: rate for place, rate in rates.items() if rate is not None}
         shares = [rate / _base(samples, points[place], rate) for place, rate in known.items()]
         places = [place + left for place in known]
-        bars = axes.bar(places, shares, 0.94 * width, color=f"C{number}", label=ENGINES[engine].label)
+        bars = axes.bar(places, shares, 0.94 * width, color=f"C{number}", label=kind.label)
         texts = [f"{rate:.0f}" if rate >= 10 else f"{rate:.1f}" for rate in known.values()]
-        axes.bar_label(bars, texts, fontsize=8, padding=2, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})
+        axes.bar_label(bars, texts, fontsize=8, padding=2, rotation=90 if len(drawn) > 3 else 0)
     axes.axhline(1, color="grey", linewidth=0.8, linestyle="--", zorder=0)
     axes.set_xticks(range(len(points)), [point.label for point in points])
-    axes.set(ylabel="times the fastest peer's speed", ylim=(0, 1.05 * axes.get_ylim()[1]))
+    axes.set(ylabel="times the fastest peer's speed", ylim=(0, 1.12 * axes.get_ylim()[1]))
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(
-        loc="lower left", bbox_to_anchor=(0, 1), ncols=4, fontsize=9, frameon=False
-    )  # above the bars: it hides none
+    # Above the bars and in the middle: it hides none, and no label is cut.
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=min(4, len(drawn)), fontsize=9, frameon=False)
     figure.suptitle("Llama of 1.1B on a CPU. The number at a bar is tokens per second.", fontsize=11)
-    figure.savefig(path, dpi=130)
+    figure.savefig(path)
 
 
 def _base(samples: Samples, point: Point, rate: float) -> float:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 import statistics
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.ceilings import Ceilings
 from benchmarks.contention import OTHERS_LIMIT
 
 
@@ -16,6 +19,7 @@ class Sample:
     tokens_per_s: float
     others: float  # share of the cores that others used meanwhile
     seconds: float  # duration of the measurement
+    possible: float = math.inf  # tokens per second, by the ceilings measured just before and after
 
     @property
     def clean(self) -> bool:
@@ -31,7 +35,7 @@ class Samples:
     taken: dict[str, dict[str, list[Sample]]] = field(default_factory=dict)
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
-    ceilings: dict[str, float] = field(default_factory=dict)
+    ceilings: list[dict[str, float]] = field(default_factory=list)  # each measurement of them
 
     @classmethod
     def open(cls, path: Path, settings: dict[str, Any], *, fresh: bool) -> Samples:
@@ -47,6 +51,11 @@ class Samples:
                 for engine, points in stored["taken"].items()
             }
         return new
+
+    def best_ceilings(self) -> Ceilings:
+        """The best rates ever measured."""
+        first, *rest = (Ceilings(**each) for each in self.ceilings)
+        return functools.reduce(Ceilings.best, rest, first)
 
     def add(self, engine: str, point: str, sample: Sample) -> None:
         self.of(engine, point).append(sample)
@@ -86,18 +95,3 @@ class Samples:
 
     def num_taken(self) -> int:
         return sum(len(samples) for points in self.taken.values() for samples in points.values())
-
-    def rows(self) -> list[dict[str, Any]]:
-        """{"engine", "point", "tokens_per_s", ...} for everything that was measured."""
-        return [
-            {
-                "engine": engine,
-                "point": point,
-                "tokens_per_s": self.rate(engine, point),
-                "samples": [sample.tokens_per_s for sample in samples if sample.clean],
-                "dropped": sum(not sample.clean for sample in samples),
-            }
-            for engine, points in self.taken.items()
-            for point, samples in points.items()
-            if samples
-        ]

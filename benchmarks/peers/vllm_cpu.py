@@ -1,25 +1,30 @@
-"""vLLM's CPU backend: bfloat16 if the processor multiplies it, else float32. Its engine runs in this process."""
+"""vLLM's CPU backend, in this process: bfloat16 if the processor multiplies it, else float32. AWQ checkpoints run in 4
+bits, with an fp8 KV cache where the processor has AVX512."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import os
 from pathlib import Path
 from typing import Any
 
+from benchmarks.peers.protocol import KV_GIB, Facts, Options, main
+
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # its steps can be counted, and it can be stopped
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(KV_GIB))
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
+import torch
 import vllm
-
-from benchmarks.peers.protocol import Facts, Options, main
 
 
 class Vllm:
     def __init__(self, options: Options) -> None:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, range(options.threads))))
         dtype = "bfloat16" if _multiplies_bfloat16() else "float32"
+        quantized = "quantization_config" in json.loads((options.model / "config.json").read_text())
+        small_kv = quantized and dtype == "bfloat16" and torch.cpu._is_avx512_supported()
         llm = vllm.LLM(
             model=str(options.model),
             dtype=dtype,
@@ -29,6 +34,7 @@ class Vllm:
             max_num_batched_tokens=options.max_context,
             enforce_eager=True,
             enable_prefix_caching=False,
+            kv_cache_dtype="fp8" if small_kv else "auto",
         )
         self.engine: Any = llm.llm_engine
         self.params = vllm.SamplingParams(
@@ -36,8 +42,10 @@ class Vllm:
         )
         self.running: list[str] = []
         self.names = itertools.count()
-        size = _read_bytes(options.model) * (1 if dtype == "bfloat16" else 2)
-        self.facts = Facts(vllm.__version__, dtype, size)
+        size = _read_bytes(options.model) * (1 if quantized or dtype == "bfloat16" else 2)
+        kv = "fp8" if small_kv else dtype
+        note = f"{_awq_kernel() if quantized else dtype}, {kv} KV, no prefix cache"
+        self.facts = Facts(vllm.__version__, note, size, {"fp8": 1.0, "bfloat16": 2.0, "float32": 4.0}[kv])
 
     def prefill(self, prompts: list[list[int]]) -> None:
         self.engine.abort_request(self.running)
@@ -52,6 +60,12 @@ class Vllm:
 
     def step(self) -> int:
         return len(self.engine.step())
+
+
+def _awq_kernel() -> str:
+    """What vLLM's CPUWNA16LinearKernel does with AWQ weights. It asks torch in the same way."""
+    amx = torch.cpu._is_amx_tile_supported()
+    return "AWQ g128, " + ("W4A8 on AMX" if amx else "W4A16, as its W4A8 needs AMX")
 
 
 def _multiplies_bfloat16() -> bool:

@@ -12,7 +12,8 @@ class FakeEngine:
     def __init__(self, options: Options) -> None:
         if options.model.name == "broken":
             raise RuntimeError("no such model")
-        self.facts = Facts("1.2", f"{options.threads} threads", 1000)
+        level = os.environ.get("LMKIT_CPU_ISA", "no level")
+        self.facts = Facts("1.2", f"{options.threads} threads, {level}", 1000)
         self.batch = 0
 
     def prefill(self, prompts: list[list[int]]) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,34 +16,47 @@ import transformers
 from rich.console import Console
 
 from benchmarks import cpu_peers
-from benchmarks.ceilings import Ceilings
+from benchmarks.ceilings import Ceilings, Meter
+from benchmarks.cpu_peers import SIZES
 from benchmarks.peers import report
-from benchmarks.peers.catalog import ENGINES, POINTS
+from benchmarks.peers.catalog import ENGINES, POINTS, EngineKind, at_levels
 from benchmarks.peers.client import parse_pythons
+from benchmarks.peers.limits import possible
 from benchmarks.peers.lmkit_engine import LmkitEngine, prepare
-from benchmarks.peers.protocol import Options, answer
+from benchmarks.peers.protocol import Facts, Options, answer
 from benchmarks.peers.safetensors_numpy import tensors
 from benchmarks.peers.samples import Sample, Samples
-from benchmarks.random_llama import Shape, make_checkpoint
+from benchmarks.random_llama import LLAMA_1B, Shape, make_checkpoint
 from benchmarks.report import AboveCeiling, share
 from lmkit.errors import ConfigError
 
 pytestmark = pytest.mark.slow
-CEILINGS = Ceilings(bytes_per_s=20e9, int4_ops=500e9, int8_ops=200e9, float_ops=200e9)
+CEILINGS = Ceilings(bytes_per_s=20e9, int4_ops=500e9, int8_ops=200e9, bfloat16_ops=300e9, float_ops=200e9)
+
+
+class StillMeter(Meter):
+    """Measures nothing."""
+
+    def __init__(self) -> None: ...
+
+    def measure(self, seconds: float = 0.0) -> tuple[Ceilings, dict[str, float]]:
+        return CEILINGS, {}
+
+
 ROOT = Path(__file__).resolve().parents[2]
-ALL = list(POINTS.values())
+ALL, KINDS = list(POINTS.values()), list(ENGINES.values())
 
 
 @pytest.fixture
 def samples(tmp_path: Path) -> Samples:
     """lmkit at 30 at b1 (one measurement dropped), llama.cpp at 20 and transformers at 25 there; vLLM is missing."""
-    samples = Samples(tmp_path / "samples.json", {"rounds": 3}, ceilings={"int4_ops": 1.0})
-    for rate, others in ((30, 0.0), (31, 0.01), (90, 0.5), (10, 0.02)):
-        samples.add("lmkit", "b1", Sample(rate, others, 2.0))
+    samples = Samples(tmp_path / "samples.json", {"rounds": 3}, ceilings=[asdict(CEILINGS)])
+    for rate, others, limit in ((30, 0.0, 200), (31, 0.01, 100), (90, 0.5, 100), (10, 0.02, 100)):
+        samples.add("lmkit", "b1", Sample(rate, others, 2.0, limit))
     samples.add("llama.cpp", "b1", Sample(20, 0.0, 2.0))
     samples.add("transformers", "b1", Sample(5, 0.9, 2.0))
     samples.add("transformers", "b1", Sample(25, 0.1, 2.0))
-    samples.facts = {name: {"weight_bytes": 100_000_000} for name in ("lmkit", "llama.cpp", "transformers")}
+    samples.facts = {name: asdict(Facts("", "", 100_000_000)) for name in ("lmkit", "llama.cpp", "transformers")}
     samples.missing["vllm"] = "not installed"
     return samples
 
@@ -60,7 +75,7 @@ def test_a_run_is_taken_up_with_equal_settings_only(samples: Samples) -> None:
     samples.save()
     again = Samples.open(samples.path, {"rounds": 3}, fresh=False)
     assert again.taken == samples.taken
-    assert again.ceilings == {"int4_ops": 1.0}
+    assert again.best_ceilings() == CEILINGS
     assert not Samples.open(samples.path, {"rounds": 2}, fresh=False).taken
     assert not Samples.open(samples.path, {"rounds": 3}, fresh=True).taken
 
@@ -73,7 +88,7 @@ def test_ratio_is_to_the_fastest_peer(samples: Samples) -> None:
 def test_table_names_a_missing_peer(samples: Samples) -> None:
     console = Console(width=200)
     with console.capture() as captured:
-        console.print(report.table(samples, ALL, CEILINGS, num_linear=10, threads=2))
+        console.print(report.table(samples, KINDS, ALL, LLAMA_1B, threads=2))
     lines = {line.split("│")[1].strip(): line for line in captured.get().splitlines() if "│" in line}
     assert "not installed" in lines["vllm"]
     assert "30.0" in lines["lmkit"]
@@ -83,10 +98,29 @@ def test_table_names_a_missing_peer(samples: Samples) -> None:
 
 
 def test_a_figure_above_its_ceiling_fails(samples: Samples) -> None:
-    samples.add("lmkit", "prefill512", Sample(6_696, 0.0, 2.0))
-    with pytest.raises(AboveCeiling, match="lmkit, prefill512 is 134% of what is possible"):
-        report.table(samples, ALL, CEILINGS, num_linear=50_000_000, threads=2)
+    limit = possible(CEILINGS, LLAMA_1B, Facts("", "", 100_000_000), POINTS["b64"])
+    samples.add("lmkit", "b64", Sample(1.34 * limit, 0.0, 2.0, limit))
+    with pytest.raises(AboveCeiling, match="lmkit, b64 is 134% of what is possible"):
+        report.rows(samples, LLAMA_1B)
+    samples.ceilings.insert(0, asdict(replace(CEILINGS, int4_ops=1.4 * CEILINGS.int4_ops)))  # the best reading counts
+    shares = {(row["engine"], row["point"]): row["of_possible"] for row in report.rows(samples, LLAMA_1B)}
+    assert shares["lmkit", "b64"] == pytest.approx(1.34 / 1.4)
     assert share(104, 100, "a clock that varies") == 1.04
+
+
+def test_what_is_possible() -> None:
+    """b1 reads all weights for a token. 64 sequences multiply. A 2k context is read in the storage of its KV."""
+    facts = Facts("", "", weight_bytes=10**9)
+    assert possible(CEILINGS, LLAMA_1B, facts, POINTS["b1"]) == pytest.approx(20, rel=0.01)
+    assert possible(CEILINGS, LLAMA_1B, facts, POINTS["b64"]) == pytest.approx(500e9 / 2 / LLAMA_1B.num_linear)
+    slow = replace(CEILINGS, bytes_per_s=1e9)
+    kv = 16 * 2048 * LLAMA_1B.kv_token_values
+    for size in (1.0, 2.0):
+        read = 10**9 + kv * size
+        assert possible(slow, LLAMA_1B, replace(facts, kv_bytes=size), POINTS["b16-2k"]) == pytest.approx(16e9 / read)
+    # The last layer of a prompt needs K and V of each token, and the rest of the last token alone.
+    needed = LLAMA_1B.num_linear * 15 // 16 + 2 * 512 * 2048
+    assert possible(CEILINGS, LLAMA_1B, facts, POINTS["prefill512"]) == pytest.approx(500e9 / 2 / needed)
 
 
 def test_every_prompt_is_computed(tmp_path: Path) -> None:
@@ -104,10 +138,10 @@ def test_every_prompt_is_computed(tmp_path: Path) -> None:
 
 def test_plot(samples: Samples, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    report.plot(samples, ALL, tmp_path / "plot.png")
+    report.plot(samples, KINDS, ALL, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     # A plot names engines and points in words.
-    assert [point.label for point in ALL[:3]] == ["prompt of 512", "1 sequence", "4 sequences"]
+    assert [point.label for point in ALL[1:4]] == ["prompt\nof 4096", "1 sequence", "4 sequences"]
     assert ENGINES["openvino"].label == "OpenVINO GenAI"
 
 
@@ -116,10 +150,50 @@ def test_the_legend_hides_no_bar(samples: Samples, tmp_path: Path, monkeypatch: 
     drawn: list[Any] = []
     save = figure.savefig
     monkeypatch.setattr(figure, "savefig", lambda self, *args, **kw: (drawn.append(self), save(self, *args, **kw)))
-    report.plot(samples, ALL, tmp_path / "plot.png")
+    for kind in KINDS:
+        samples.add(kind.name, "b4", Sample(100, 0.0, 2.0))
+    report.plot(samples, KINDS, ALL, tmp_path / "plot.png")
     (axes,) = drawn[0].axes
     assert axes.get_ylim()[0] == 0
-    assert not axes.get_legend().get_window_extent().overlaps(axes.get_window_extent())
+    legend, picture = axes.get_legend().get_window_extent(), drawn[0].bbox
+    assert not legend.overlaps(axes.get_window_extent())
+    texts = [*axes.texts, *axes.get_xticklabels()]
+    for extent in (legend, *(text.get_window_extent() for text in texts)):  # nothing is cut
+        assert picture.x0 <= extent.x0 < extent.x1 <= picture.x1
+        assert picture.y0 <= extent.y0 < extent.y1 <= picture.y1
+
+
+def test_levels_are_engines_of_their_own() -> None:
+    kinds = at_levels([ENGINES["lmkit"], ENGINES["vllm"]], ["avx2", "portable"])
+    assert [(kind.name, kind.isa) for kind in kinds] == [
+        ("lmkit", ""), ("lmkit@avx2", "avx2"), ("lmkit@portable", "portable"), ("vllm", "")
+    ]  # fmt: skip
+    assert len({kind.label for kind in kinds}) == 4
+    assert {kind.form for kind in kinds[:3]} == {"lmkit-awq"}
+
+
+def test_a_failed_engine_starts_in_its_next_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one runs the engine, measured as if it were the first. The reason of the first failure is kept."""
+    monkeypatch.setattr(cpu_peers, "PEERS", "tests.benchmarks")
+    crashing = tmp_path / "python"
+    crashing.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exec {sys.executable} "$@"\nkill -SEGV $$\n')
+    crashing.chmod(0o755)
+    (tmp_path / "checkpoint").touch()
+    kind = EngineKind("fake", "fake_engine", (), None, "fake")
+    samples = Samples(tmp_path / "samples.json", {})
+    bench = cpu_peers.Bench(SIZES["tiny"], 1, 1, tmp_path, samples, StillMeter(), CEILINGS)
+    with contextlib.closing(bench):
+        bench.start([kind], {"fake": [str(crashing), sys.executable]})
+        bench.run([POINTS["b4"]])
+        assert samples.rate("fake", "b4")
+        assert "killed by SIGSEGV" in samples.facts["fake"]["settings"]
+        assert not samples.missing
+        process = bench.engines["fake"].process
+        assert process
+        process.usage().kill()
+        bench.run([POINTS["b16"]])
+    assert samples.missing["fake"].startswith("failed: killed by SIGKILL")
+    assert samples.rate("fake", "b4")  # what was measured stays
 
 
 def test_options_are_checked() -> None:
@@ -127,8 +201,14 @@ def test_options_are_checked() -> None:
     assert cpu_peers.parse_engines(None) == list(ENGINES)
     with pytest.raises(ConfigError, match="no engine tgi"):
         cpu_peers.parse_engines("lmkit,tgi")
-    assert parse_pythons([f"vllm={sys.executable}"], ENGINES) == {"vllm": sys.executable}
-    for wrong in ("vllm", "vllm=/no/such/python", f"tgi={sys.executable}"):
+    assert cpu_peers.parse_levels(None) == []
+    assert cpu_peers.parse_levels("portable") == ["portable"]
+    with pytest.raises(ConfigError, match="no level sse"):
+        cpu_peers.parse_levels("sse")
+    assert [point.name for point in cpu_peers.parse_points("b4,prefill512")] == ["prefill512", "b4"]
+    two = f"{sys.executable},{sys.executable}"
+    assert parse_pythons([f"vllm={two}"], ENGINES) == {"vllm": [sys.executable] * 2}
+    for wrong in ("vllm", "vllm=/no/such/python", f"vllm={sys.executable},/no/such", f"tgi={sys.executable}"):
         with pytest.raises(ConfigError, match="--peer"):
             parse_pythons([wrong], ENGINES)
 
@@ -145,9 +225,13 @@ def test_lmkit_alone(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "not installed" in done.stdout
     document = json.loads((tmp_path / "out.json").read_text())
-    assert [(row["engine"], row["point"]) for row in document["rows"]] == [("lmkit", point.name) for point in ALL]
+    # lmkit's KV cache is bfloat16 here, so it has no figure at the point for 8 bits.
+    measured = [("lmkit", point.name) for point in ALL if not point.small_kv]
+    assert [(row["engine"], row["point"]) for row in document["rows"]] == measured
+    assert all(0 < row["of_possible"] < 1 for row in document["rows"])
     assert all(row["tokens_per_s"] > 0 for row in document["rows"])
     assert document["machine"]["missing"] == {"llama.cpp": "not installed"}
+    assert "no prefix cache" in document["machine"]["engines"]["lmkit"]["settings"]
     assert not list((tmp_path / "work").rglob("samples.json"))  # a complete run leaves nothing to take up
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -30,7 +31,7 @@ def peer(tmp_path: Path) -> Iterator[PeerProcess]:
 
 
 def test_answers_and_facts(peer: PeerProcess) -> None:
-    assert peer.facts == Facts("1.2", "3 threads", 1000)
+    assert peer.facts == Facts("1.2", "3 threads, no level", 1000)
     assert peer.ask(do="prefill", batch=4, prompt_len=5)["seconds"] >= 0
     assert peer.ask(do="decode", steps=6, limit=10)["tokens"] == 24
 
@@ -53,6 +54,18 @@ def test_failures_are_one_line(peer: PeerProcess, tmp_path: Path) -> None:
         peer.ask(do="prefill", batch=1, prompt_len=13)
     with start(tmp_path, "broken") as broken, pytest.raises(EngineFailed, match=r"^RuntimeError: no such model$"):
         broken.ready()
+
+
+def test_a_crash_has_a_reason(peer: PeerProcess) -> None:
+    os.killpg(peer.process.pid, signal.SIGKILL)
+    with pytest.raises(EngineFailed, match=r"^killed by SIGKILL after: "):
+        peer.ask(do="prefill", batch=1, prompt_len=4)
+
+
+def test_a_level_is_the_environment_of_one_process(tmp_path: Path) -> None:
+    options = Options(tmp_path / "model", 3, 8, 64, 100)
+    with PeerProcess(sys.executable, MODULE, options, tmp_path / "log", "avx2") as peer:
+        assert peer.ready().settings == "3 threads, avx2"
 
 
 def test_prepare(tmp_path: Path) -> None:
