@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lmkit.kernels.cpu import threads, tiles, workspace
 from lmkit.kernels.cpu.elementwise import SERIAL_VALUES, NormArgs, norm_arguments, norm_row
-from lmkit.kernels.cpu.intrinsics import pointer, tile
+from lmkit.kernels.cpu.intrinsics import copy, pointer, tile
 from lmkit.kernels.cpu.jit import Task
 from lmkit.kernels.cpu.packed_weight import PackedWeight
 from lmkit.kernels.cpu.structs import numbers, read
@@ -73,7 +73,7 @@ def quantize_task(wide: bool) -> Task:
                 residual = norm.residual + 4 * at * num if norm.residual else 0
                 norm_row(x, residual, norm.weight, row, num, norm.eps_bits)
             else:
-                carray(pointer(row), num, np.float32)[:] = carray(pointer(x), num, np.float32)
+                copy(x, row, 4 * num)
             step = np.float32(0)
             for g in range(groups):
                 source = row + 4 * g * group

@@ -39,6 +39,21 @@ def unpack(typing: Any, address: Any, count: Any) -> Any:
 
 
 @intrinsic
+def copy(typing: Any, source: Any, target: Any, num_bytes: Any) -> Any:
+    """Copy bytes between two addresses. An assignment to a slice would also compile numba's message for wrong shapes,
+    which takes longer than most kernels.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        byte = ir.IntType(8).as_pointer()
+        start, place = (builder.inttoptr(address, byte) for address in arguments[:2])
+        cgutils.raw_memcpy(builder, place, start, arguments[2], 1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
 def add(typing: Any, address: Any, amount: Any) -> Any:
     """Atomically add to the int64 at `address`. Returns the value before."""
 

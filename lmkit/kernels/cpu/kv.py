@@ -12,6 +12,7 @@ from torch import Tensor
 from lmkit.kernels import ops
 from lmkit.kernels.cpu import threads
 from lmkit.kernels.cpu.intrinsics import (
+    copy,
     float_to_bfloat,
     float_to_e4m3,
     float_to_half,
@@ -197,7 +198,7 @@ def _append(args: int, scratch: int, index: int) -> None:
         where = (slot // block_size * heads + h) * block_size + slot % block_size
         source = rows.data + index * rows.stride + 4 * h * dim
         if a.hadamard and not is_value:
-            carray(pointer(scratch), dim, np.float32)[:] = carray(pointer(source), dim, np.float32)
+            copy(source, scratch, 4 * dim)
             source = scratch
             turn_hadamard(source, dim)
         fixed = carray(pointer(rows.scales + 4 * h), 1, np.float32)[0] if rows.scales else np.float32(0)
