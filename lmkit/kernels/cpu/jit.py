@@ -3,83 +3,94 @@
 A kernel is a *task*: a function `(args, scratch, index)` over addresses, compiled by numba to a plain C function. It
 does one piece, `index`, of a job. The job's parameters are the int64 numbers at `args`. The task has `scratch` bytes
 to itself.
+
+numba compiles; kernel_files.py keeps the object code and loads it. numba's own files are not used: two processes that
+write them at once may mix up two kernels made by the same function.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import os
-import time
+import signal
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 import llvmlite
+import llvmlite.binding as llvm
 import numba
 import numpy as np
-from numba.core import event
 
 from lmkit.config import environment
-from lmkit.kernels.cpu import isa
+from lmkit.kernels.cpu import isa, kernel_files
+from lmkit.kernels.cpu.kernel_files import Kernel, ObjectCode
 from lmkit.log import get_logger
 
 log = get_logger(__name__)
 # Reassociation is left out: sums are computed in the order in which they are written.
 FASTMATH = {"nnan", "nsz", "contract"}
+inline = numba.njit(forceinline=True, error_model="numpy", fastmath=FASTMATH)
 
 
 class Task:
-    """A task, compiled or read from the cache on first use."""
+    """A task, compiled or read from the disk on first use."""
 
-    def __init__(self, function: Callable[[int, int, int], None]) -> None:
-        self.function = function
+    def __init__(self, function: Callable[..., None], signature: str = "void(int64, int64, int64)") -> None:
+        self.function, self.signature = function, signature
+        self.name = function.__qualname__.partition(".")[0]
+
+    @property
+    def address(self) -> int:
+        """The address of the C function. While tasks are collected, 0: the task is only noted."""
+        collected = _COLLECTED.get()
+        if collected is None:
+            return self._kernel.address
+        collected[self] = None
+        return 0
 
     @functools.cached_property
-    def address(self) -> int:
-        return int(compiled("void(int64, int64, int64)", self.function).address)
+    def _kernel(self) -> Kernel:
+        return Kernel(kernel_files.read(self._path) or self._compile_unforeseen())
+
+    @property
+    def _path(self) -> Path:
+        return cache_directory() / f"{self.name}-{_identity(self)}.kernel"
+
+    def is_compiled(self) -> bool:
+        """Whether it is loaded or on the disk."""
+        return "_kernel" in vars(self) or kernel_files.read(self._path) is not None
+
+    def compile(self) -> ObjectCode:
+        """Compile it, and write it to the disk if that is possible."""
+        with uninterrupted():
+            kernel = numba.cfunc(self.signature, error_model="numpy", fastmath=FASTMATH)(self.function)
+            code = ObjectCode(kernel.native_name, kernel._library._get_compiled_object())
+        kernel_files.write(self._path, code)
+        return code
+
+    def _compile_unforeseen(self) -> ObjectCode:
+        often = "once on this machine" if kernel_files.is_writable(cache_directory()) else "in every process"
+        log.info("compiling kernel %s, %s", self.name, often)
+        return self.compile()
 
 
-def compiled(signature: str, function: Callable[..., None]) -> Any:
-    """`function` as a numba.cfunc."""
-    with _numba_cache() as usable:
-        options: dict[str, Any] = {"error_model": "numpy", "fastmath": FASTMATH}
-        compilation = _Compilation(function.__qualname__, usable)
-        with event.install_listener("numba:run_pass", compilation):
-            kernel = numba.cfunc(signature, cache=usable, **options)(function)
-        if compilation.started:
-            _Progress.seconds += time.perf_counter() - compilation.started
-        return kernel
+_COLLECTED: ContextVar[dict[Task, None] | None] = ContextVar("collected", default=None)
 
 
-class _Progress:
-    """Kernels compiled by this process so far."""
-
-    count = 0
-    seconds = 0.0
-
-
-class _Compilation(event.Listener):  # type: ignore[misc]
-    """Logs that a kernel is being compiled, once that happens. Reading it from the disk runs no compiler pass."""
-
-    def __init__(self, name: str, kept: bool) -> None:
-        self.name, self.kept = name.partition(".")[0], kept
-        self.started = 0.0
-
-    def on_start(self, event: event.Event) -> None:
-        if self.started:
-            return
-        self.started = time.perf_counter()
-        if not _Progress.count:
-            often = "once on this machine" if self.kept else "in every process"
-            log.warning("compiling kernels for a minute, %s", often)
-            log.debug("instruction set: %s", isa.host().name)
-        _Progress.count += 1
-        log.info("compiling kernel %d: %s (%.0f s so far)", _Progress.count, self.name, _Progress.seconds)
-
-    def on_end(self, event: event.Event) -> None:
-        pass
+@contextmanager
+def collecting() -> Iterator[dict[Task, None]]:
+    """Collect tasks: inside, a task whose address is asked for is neither compiled nor loaded, but noted."""
+    tasks: dict[Task, None] = {}
+    token = _COLLECTED.set(tasks)
+    try:
+        yield tasks
+    finally:
+        _COLLECTED.reset(token)
 
 
 @functools.lru_cache(maxsize=256)
@@ -88,36 +99,44 @@ def float_bits(value: float) -> int:
     return int(np.float32(value).view(np.uint32))
 
 
-inline = numba.njit(forceinline=True, error_model="numpy", fastmath=FASTMATH)
-
-
-@contextmanager
-def _numba_cache() -> Iterator[bool]:
-    """Point numba's cache at `cache_directory` while a kernel is declared. Yields whether it can be written."""
-    directory, before = cache_directory(), numba.config.CACHE_DIR
-    numba.config.CACHE_DIR = str(directory)
-    try:
-        yield _writable(directory)
-    finally:
-        numba.config.CACHE_DIR = before
-
-
 @functools.cache
 def cache_directory() -> Path:
-    """One folder for each version of these sources, of the compiler and of the instruction set. numba itself adds the
-    processor's features, but does not notice changes in a function's callees.
+    """One folder for each version of these sources, of Python, of the compiler, of the instruction set and of the
+    processor.
     """
-    key = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__} {isa.host().name}".encode())
-    for source in sorted(Path(__file__).parent.rglob("*.py")):
-        key.update(source.read_bytes())
+    versions = f"{sys.version_info[:2]} {numba.__version__} {llvmlite.__version__}"
+    wanted = numba.config.CPU_NAME, numba.config.CPU_FEATURES, numba.config.ENABLE_AVX
+    processor = f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()} {wanted}"
+    key = hashlib.sha256(f"{versions} {isa.host().name} {processor}".encode())
+    folder = Path(__file__).parent
+    for source in sorted(folder.rglob("*.py")):
+        key.update(f"{source.relative_to(folder)}\n".encode() + source.read_bytes())
     return environment().cache_dir / "kernels" / key.hexdigest()[:16]
 
 
-@functools.cache
-def _writable(directory: Path) -> bool:
+def _identity(task: Task) -> str:
+    """A digest that tells the task from others of the same sources: its code, and the values that it closes over."""
+    code, cells = task.function.__code__, task.function.__closure__ or ()
+    values = {name: cell.cell_contents for name, cell in zip(code.co_freevars, cells, strict=True)}
+    for name, value in values.items():
+        if not isinstance(value, bool | int | float | str | None):
+            raise TypeError(f"{task.name} closes over {name}, a {type(value).__name__}: numbers and texts only")
+    parts = task.signature, task.function.__module__, task.function.__qualname__, code.co_code, code.co_names, values
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Let Ctrl-C wait until the end. Inside LLVM's calls an exception would be lost, and the kernel with it."""
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    frames: list[Any] = []
+    signal.signal(signal.SIGINT, lambda number, frame: frames.append(frame))
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        log.warning("kernels are compiled anew in every process: %s", error)
-        return False
-    return os.access(directory, os.W_OK)
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if frames:
+        handler(signal.SIGINT, frames[0])

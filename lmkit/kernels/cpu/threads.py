@@ -47,14 +47,14 @@ class _Pool:
 
     @functools.cached_property
     def launch(self) -> Launcher:
-        worker = jit.compiled("void(int64)", _work)
+        worker = WORK.address
         for library in _openmp_libraries():
             if hasattr(library, "GOMP_parallel"):
                 start = library.GOMP_parallel
                 start.argtypes, start.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint), None
-                return lambda program, threads: start(worker.address, program, threads, 0)
+                return lambda program, threads: start(worker, program, threads, 0)
         log.info("torch's OpenMP runtime cannot be shared: the kernels use numba's thread pool")
-        return _numba_launcher(worker.address)
+        return _numba_launcher(worker)
 
 
 _POOL = _Pool()
@@ -134,7 +134,10 @@ def run(task: jit.Task, count: int, args: Sequence[int], *, parallel: bool = Tru
     """
     if not count:
         return
-    job = (task.address, 0, 0, count, 1 if parallel else count, len(args))
+    if not (address := task.address):  # tasks are being collected
+        _ = WORK.address
+        return
+    job = (address, 0, 0, count, 1 if parallel else count, len(args))
     program = _CAPTURING.get()
     if program is not None:
         program.add(job, args, parallel=parallel, scratch=scratch)
@@ -166,6 +169,9 @@ def _work(program: int) -> None:
         job += 8 * (_HEADER + length)
         task, _, _, count, chunk, length = unpack(job, _HEADER)
     release(scratch)
+
+
+WORK = jit.Task(_work, "void(int64)")
 
 
 def _openmp_libraries() -> list[ctypes.CDLL]:

@@ -178,6 +178,10 @@ class PersistentBatch:
             width *= 2
         return min(width, self.block_tables.shape[2])
 
+    def example(self, num_tokens: int, num_logits: int) -> BatchInputs:
+        """A step of one sequence with so many tokens and logit rows. Its shapes are right, its values mean nothing."""
+        return self._views(num_tokens, 1, self._table_width(1), num_logits, 1)
+
     def _views(
         self, num_tokens: int, num_seqs: int, table_width: int, num_logits: int, num_sampled: int
     ) -> BatchInputs:

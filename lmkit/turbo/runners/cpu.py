@@ -10,12 +10,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from lmkit.kernels.cpu import threads
+from lmkit.kernels.cpu import ahead, jit, threads
 from lmkit.kernels.cpu.workspace import Workspace
 from lmkit.layers.batch import BatchInputs
+from lmkit.turbo.host_memory import available_memory
 from lmkit.turbo.plan import Chunk, Sampled, StepPlan
 from lmkit.turbo.request import TokenLogprobs
 from lmkit.turbo.runners.batch import StepRows
@@ -23,6 +25,8 @@ from lmkit.turbo.runners.cpu_captured import CapturedSteps
 from lmkit.turbo.runners.device import CpuDevice
 from lmkit.turbo.runners.runner import PlanRunner, RunnerParts, StepResult, Ticket, sample_chunks
 from lmkit.turbo.runners.sampler import Sampler
+
+MANY_ROWS = 64  # every kernel then runs its variant for many rows
 
 
 class CpuRunner(PlanRunner):
@@ -37,8 +41,18 @@ class CpuRunner(PlanRunner):
         self._overlaps = parts.config.overlap
         self._thread = ThreadPoolExecutor(1, "engine-steps", partial(threads.configure, threads.num_threads()))
 
+    @torch.inference_mode()
     def warm_up(self) -> None:
-        """Do nothing: steps are captured when they come."""
+        """Compile the kernels of steps of one row and of many, unless they are on the disk.
+
+        Steps are captured when they come.
+        """
+        many = min(MANY_ROWS, self.batch.max_step_tokens)
+        with jit.collecting() as tasks, self._workspace.active():
+            for num_tokens, num_logits in ((1, 1), (many, 1), (many, many)):
+                logits = self.decoder(self.batch.example(num_tokens, num_logits), self.kv)
+                self.sampler.draw(logits.numpy(), np.zeros(1, np.int64), [0])
+        ahead.compile_missing(tasks, min(threads.num_threads(), available_memory() // ahead.PROCESS_BYTES))
 
     def launch(self, plan: StepPlan) -> Ticket:
         """Hand a plan to the thread, which runs it after the plans before it."""

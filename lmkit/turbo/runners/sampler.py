@@ -76,7 +76,7 @@ class Sampler:
         usable = np.isfinite(top)
         drawn = np.flatnonzero(usable & (self.temperature[slot_ids] > 0))
         if len(drawn):
-            tokens[drawn] = self._draw(edited, drawn, slots)
+            tokens[drawn] = self.draw(edited, drawn, slots)
         tokens[~usable] = FAILED_TOKEN
         results = [SampledToken(token) for token in tokens.tolist()]
         for row in np.flatnonzero(usable & (self.num_top[slot_ids] >= 0)).tolist():
@@ -118,7 +118,7 @@ class Sampler:
                     top[row] = logits[row].max()
         return logits, top
 
-    def _draw(self, logits: np.ndarray, rows: np.ndarray, slots: Seq[int]) -> np.ndarray:
+    def draw(self, logits: np.ndarray, rows: np.ndarray, slots: Seq[int]) -> np.ndarray:
         """Draw tokens for `rows` of `logits` float32 [R, vocab]. Their sequences have a temperature."""
         of_rows = [slots[row] for row in rows]
         shares = [philox_uniform(self.seed[slot], self.num_outputs[slot]) for slot in of_rows]
