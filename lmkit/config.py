@@ -233,6 +233,15 @@ def default_num_threads() -> int:
     return here.num_threads or max(1, cores.available().usable // here.local_world_size)
 
 
+def calm_openmp() -> None:
+    """Make the OpenMP threads of torch wait for work a fraction of a millisecond before they sleep, unless the user
+    chose (libgomp's GOMP_SPINCOUNT). By default each spins for several after every step, on a core that other processes
+    may need. For the entry of a process: torch's runtime reads it when it is loaded.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+
+
 def _launched(*names: str) -> int:
     """A count that torchrun (the first name), Open MPI or MPICH sets for its processes; 1 without a launcher."""
     given = next((os.environ[name] for name in names if name in os.environ), "1")

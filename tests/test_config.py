@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import sys
 
 import pytest
 
 from lmkit import log
-from lmkit.config import EngineConfig, environment, parse, parse_bytes
+from lmkit.config import EngineConfig, calm_openmp, environment, parse, parse_bytes
 from lmkit.errors import HTTP_STATUS, ConfigError, RequestError
 from lmkit.turbo.request import SamplingParams
 
@@ -102,3 +103,15 @@ def test_log_lines_go_to_the_stderr_of_the_moment(monkeypatch: pytest.MonkeyPatc
     logging.getLogger("lmkit.test").info("hello")
     assert "hello" in second.getvalue()
     assert "Logging error" not in second.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("given", "spins"),
+    [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
+)
+def test_openmp_sleeps_soon_unless_the_user_chose(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], spins: str | None
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(given))
+    calm_openmp()
+    assert os.environ.get("GOMP_SPINCOUNT") == spins

@@ -12,7 +12,7 @@ from lmkit import log
 from lmkit.cli import bench, chat, convert, doctor, eval, inspect, models, proxy, quantize, running, serve
 from lmkit.cli.settings import ProxyGroup, ServeCommand
 from lmkit.cli.usage import Command, Group, Root
-from lmkit.config import environment, require_linux
+from lmkit.config import calm_openmp, environment, require_linux
 from lmkit.errors import LMKitError
 
 app = typer.Typer(
@@ -54,6 +54,7 @@ def main() -> None:
     """Run a command. A user's mistake is one line on stderr and exit code 2; Ctrl-C is exit code 130."""
     try:
         require_linux()
+        calm_openmp()
         log.setup(environment().log_level)
         app(prog_name="lmkit")
     except LMKitError as error:

@@ -28,8 +28,9 @@ import numpy as np
 import torch
 
 from lmkit.config import default_num_threads
+from lmkit.cores import available
 from lmkit.errors import ConfigError
-from lmkit.kernels.cpu import jit
+from lmkit.kernels.cpu import jit, numa
 from lmkit.kernels.cpu.intrinsics import SLEEPER, add, allocate, call, call_worker, release, unpack, wait_for, wake
 from lmkit.log import get_logger
 
@@ -92,12 +93,16 @@ class Program:
 
 def configure(num_threads: int) -> None:
     """Make torch's operators (called from this Python thread) and the kernels use `num_threads` threads from now on.
+    On several NUMA nodes, memory that this thread and threads that it starts take from now on is spread over them.
 
     Raises ConfigError for a number below 1.
     """
     if num_threads < 1:
         raise ConfigError(f"num_threads={num_threads}: must be at least 1")
     torch.set_num_threads(num_threads)
+    nodes = available().nodes
+    if len(nodes) > 1:
+        numa.interleave(nodes)
     _POOL.num_threads = num_threads
 
 

@@ -27,7 +27,7 @@ import msgspec
 import zmq
 
 from lmkit import log
-from lmkit.config import EngineConfig
+from lmkit.config import EngineConfig, calm_openmp
 from lmkit.errors import DeviceLostError, LMKitError, RequestError
 from lmkit.turbo.request import EngineInfo, EngineStats, Request, StepOutput
 from lmkit.turbo.transport.deferred import defer_imports
@@ -195,6 +195,7 @@ def main(argv: list[str] | None = None) -> int:
     for name in ("model", "config", "commands", "events", "cwd", "log-level"):
         parser.add_argument(f"--{name}", required=True)
     args = parser.parse_args(argv)
+    calm_openmp()
     for number in (signal.SIGINT, signal.SIGTERM):  # these go to the whole group or unit; the parent decides
         signal.signal(number, signal.SIG_IGN)
     _end_with_parent(Path(args.commands.removeprefix("ipc://")).parent)
