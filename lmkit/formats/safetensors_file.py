@@ -12,6 +12,7 @@ import hashlib
 import json
 import mmap
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from os import fstat, fsync
@@ -108,7 +109,9 @@ class SafetensorsFile:
         return digest.hexdigest()
 
     def read_ahead(self) -> None:
-        """Ask the kernel to fetch the whole file from the disk in the background."""
+        """Ask the kernel to fetch the whole file from the disk in the background, into huge pages if it can."""
+        with suppress(OSError):  # a kernel without huge pages
+            self._map.madvise(mmap.MADV_HUGEPAGE)
         self._map.madvise(mmap.MADV_WILLNEED)
 
     def release(self) -> None:

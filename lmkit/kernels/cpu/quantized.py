@@ -26,6 +26,7 @@ from lmkit.kernels.cpu.jit import Task
 from lmkit.kernels.cpu.packed_weight import PackedWeight, accepts, pack
 from lmkit.kernels.cpu.panels import (
     ACTIVATION_NUMBERS,
+    CHUNK_BYTES,
     ROW_BLOCK,
     SERIAL_PRODUCTS,
     Blocks,
@@ -42,8 +43,7 @@ from lmkit.kernels.ops import Norm
 from lmkit.kernels.registry import Implementation
 
 SPREAD = 6  # in micro-kernels' rows; with fewer rows, unpacking in registers each time costs less than stores
-CHUNK_BYTES = 32 << 10  # of a panel as bytes: the size of a first-level cache
-AHEAD = 4096  # bytes between the weights that are read once and those that are prefetched
+AHEAD = 2048  # bytes between the weights that are read once and those that are prefetched
 
 
 class ProductArgs(NamedTuple):
