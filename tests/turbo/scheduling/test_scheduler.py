@@ -127,6 +127,24 @@ def test_an_older_prompt_does_not_delay_a_younger_decode() -> None:
     assert [shape(engine) for _ in range(3)] == [[(0, 8)], [(8, 5), (0, 1), (0, 2)], [(13, 1), (1, 1), (2, 6)]]
 
 
+@pytest.mark.parametrize(
+    ("limit", "prompt", "chunks"),
+    [
+        (256, 256, [256]),
+        (256, 257, [192, 65]),
+        (256, 319, [192, 127]),
+        (256, 320, [256, 64]),
+        (256, 513, [256, 192, 65]),
+        (100, 101, [100, 1]),  # such steps are short themselves
+    ],
+)
+def test_a_prompt_leaves_no_few_tokens_to_its_last_step(limit: int, prompt: int, chunks: list[int]) -> None:
+    engine = FakeEngine(limits(max_step_tokens=limit, num_blocks=300, max_model_len=600))
+    engine.add(request("a", prompt, max_tokens=1))
+    starts = [sum(chunks[:i]) for i in range(len(chunks))]
+    assert [shape(engine) for _ in chunks] == [[pair] for pair in zip(starts, chunks, strict=True)]
+
+
 def test_no_more_run_than_there_are_slots_and_slots_are_reused() -> None:
     engine = FakeEngine()
     engine.add(*(request(str(i), 2, max_tokens=i + 1) for i in range(6)))
