@@ -224,7 +224,11 @@ def draw(
 
 @op
 def linear_dense(x: Tensor, packed: Any, bias: Tensor | None, norm: Norm | None = None) -> Tensor:
-    """x @ W^T + bias. `pack(weight [N, K])`."""
+    """x @ W^T + bias. `pack(weight [N, K])`.
+
+    Activations are exact here and in linear_w4a16, linear_w8a16 and linear_fp8. On tile registers they keep 16 bits, an
+    error of 2^-17 at most; float32 and float16 weights are not multiplied there.
+    """
 
 
 @op

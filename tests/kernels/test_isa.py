@@ -14,8 +14,8 @@ from llvmlite import ir
 from lmkit.errors import ConfigError
 from lmkit.kernels.cpu import attention_rows, attention_tiles, isa, tiles
 from lmkit.kernels.cpu.amx import attention_tiles as amx_tiles
-from lmkit.kernels.cpu.amx import permission, products
-from lmkit.kernels.cpu.tiles import Tile
+from lmkit.kernels.cpu.amx import dense_products, permission, products
+from lmkit.kernels.cpu.tiles import CODES4, CODES8, FLOAT8, Tile
 from lmkit.kv_dtype import BFLOAT16, FLOAT32, FP8, INT4, INT8, KVDtype
 
 X86, ARM = "x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu"
@@ -89,6 +89,21 @@ def test_products_on_tiles_without_spills(cpu: str, bits: int, group_size: int) 
     if bits == 8:  # zeros; the compiler prefers two instructions here and there
         assert len(re.findall(r"\tvpdpwssd\t", text)) > 0.9 * sum(64 * groups for groups in tile.rows)
     assert not [line for line in text.splitlines() if re.search("zmm.*(Spill|Reload)", line)]
+
+
+@pytest.mark.parametrize("cpu", ["sapphirerapids", "graniterapids"])
+def test_exact_activations_on_tiles_without_spills(cpu: str) -> None:
+    level = isa.named("amx")
+    for coded in (True, False):
+        text = assembly(dense_products.product_tile(level, coded=coded), cpu)
+        assert text.count("\ttdpbf16ps\t") % 8 == 0
+        assert text.count("\ttdpbf16ps\t") > 0
+        assert len(re.findall(r"\tvfmadd\w+ps\t", text)) == 4 * coded  # a row of the epilogue
+        assert not re.search("zmm.*(Spill|Reload)", text)
+    for kind, instruction in ((CODES4, "vpermw"), (CODES8, "vcvtdq2ps"), (FLOAT8, "vpermw")):
+        (loop, *_) = innermost_loops(assembly(dense_products.widen_tile(level, kind), cpu))
+        assert any(instruction in line for line in loop)
+        assert not [line for line in loop if "Spill" in line or "vpinsr" in line]
 
 
 def test_tiles_are_configured_and_released() -> None:

@@ -11,9 +11,9 @@ from torch import Tensor
 
 import lmkit.kernels  # noqa: F401  (registers)
 from lmkit.kernels import ops
-from lmkit.kernels.cpu import attention, dense, isa, quantized
+from lmkit.kernels.cpu import attention, dense, isa, quantized, tiles
 from lmkit.kernels.registry import Implementation, Op
-from tests.kernels.cases import PLANES_TOLERANCE, Case, all_cases, difference, run
+from tests.kernels.cases import PLANES_TOLERANCE, SPLIT_TOLERANCE, Case, all_cases, difference, run
 
 CASES = all_cases()
 BY_ID = {case.id: case for case in CASES}
@@ -37,15 +37,19 @@ def other_levels() -> Iterator[tuple[Implementation, Case]]:
             (ops.linear_w4a8, quantized.implementation(level, 4)),
             (ops.linear_w8a8, quantized.implementation(level, 8)),
         ]
-        if level.lanes != isa.host().lanes:  # the float kernels depend on nothing else
+        if level.lanes != isa.host().lanes or level.tiles:  # the float kernels depend on nothing else
             kernels.append((ops.linear_dense, dense.dense_implementation(level)))
-        if level.lanes != isa.host().lanes or level.tiles:
             kernels.append((ops.paged_attention, attention.implementation(level)))
+        if level.tiles:
+            codes = (ops.linear_w4a16, tiles.CODES4), (ops.linear_w8a16, tiles.CODES8), (ops.linear_fp8, tiles.FLOAT8)
+            kernels += [(op, dense.codes_implementation(level, kind)) for op, kind in codes]
         for op, impl in kernels:
             yield from ((impl, case) for case in CASES if case.brief and case.op is op)
 
 
 PAIRS = [pytest.param(impl, case, id=f"{impl.name}-{case.id}") for impl, case in (*registered(), *other_levels())]
+EXACT = (ops.linear_dense, ops.linear_w4a16, ops.linear_w8a16, ops.linear_fp8)
+ON_TILES = {ops.paged_attention.name: PLANES_TOLERANCE} | {op.name: SPLIT_TOLERANCE for op in EXACT}
 
 
 @functools.cache
@@ -59,8 +63,8 @@ def test_agrees_with_the_reference(implementation: Implementation, case: Case) -
     if (reason := implementation.accepts(**case.traits)) is not None:
         pytest.skip(reason)
     got = run(implementation, case)
-    on_tiles = case.op is ops.paged_attention and implementation.name.startswith("cpu.amx")
-    assert difference(got, expected(case.id)) <= max(case.tolerance, PLANES_TOLERANCE * on_tiles)
+    of_tiles = ON_TILES.get(case.op.name, 0.0) if implementation.name.startswith("cpu.amx") else 0.0
+    assert difference(got, expected(case.id)) <= max(case.tolerance, of_tiles)
 
 
 @pytest.mark.parametrize(

@@ -1,23 +1,14 @@
 """Linears on exact float32 activations, with dense weights (ops.linear_dense) or codes (ops.linear_w4a16, linear_w8a16
 and linear_fp8).
 
-Weights lie in panels of `width` outputs, so that a micro-kernel reads one contiguous stream:
-
-    float    [panels, K, width] float32 or float16
-    bfloat16 [panels, K/2, width, 2]: two inputs of an output side by side, as instructions on bfloat16 want them
-    4 bits   uint8 [panels, K/2, width]: an even input in the low nibble, the next in the high one
-    8 bits   uint8 [panels, K, width]: integers, or the bits of float8 e4m3
-    scales   float32 [panels, groups, width] of codes, and zeros of the same shape if they are integers
-
-A chunk of a panel is widened to float32 in the first-level cache and shared by a block of rows. Inputs are added
-strictly in order, so a row's result does not depend on the number of rows computed with it. torch's product does not
-promise that.
+Weights lie in panels (packed_dense.py). A chunk of a panel is widened to float32 in the first-level cache and shared by
+a block of rows. Inputs are added strictly in order, so a row's result does not depend on the number of rows computed
+with it. torch's product does not promise that. With tile registers, amx/dense.py computes the products that it can.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,10 +17,12 @@ from numba import carray
 from torch import Tensor
 
 from lmkit.kernels.cpu import threads, tiles, workspace
+from lmkit.kernels.cpu.amx import dense as amx_dense
 from lmkit.kernels.cpu.elementwise import rms_norm
 from lmkit.kernels.cpu.intrinsics import pointer, tile
 from lmkit.kernels.cpu.isa import Isa
 from lmkit.kernels.cpu.jit import Task
+from lmkit.kernels.cpu.packed_dense import CODE_BITS, KINDS, PackedDense, pack_codes, pack_dense
 from lmkit.kernels.cpu.panels import (
     ACTIVATION_NUMBERS,
     CHUNK_BYTES,
@@ -43,56 +36,12 @@ from lmkit.kernels.cpu.panels import (
     block_of,
     panels_per_task,
     store_panels,
-    to_panels,
 )
 from lmkit.kernels.cpu.structs import numbers, read
 from lmkit.kernels.ops import Norm
 from lmkit.kernels.registry import Implementation
-from lmkit.qtensor import QTensor, per_row
 
-PAIRED_INPUTS = 32  # bfloat16 panels hold whole blocks of so many inputs
 DIRECT_ROWS = 6  # more rows share weights that are widened once
-CODE_BITS = {tiles.CODES4: 4, tiles.CODES8: 8, tiles.FLOAT8: 8}
-KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-
-
-@dataclass(frozen=True)
-class PackedDense:
-    """Panels of one linear; see the module's docstring. `scales` and `zeros` belong to codes."""
-
-    data: Tensor
-    kind: str  # of KINDS, or of CODE_BITS
-    out_features: int
-    in_features: int
-    activation: str | None  # not None: panels of gates alternate with panels of up; out_features counts both
-    group_size: int = 1
-    scales: Tensor | None = None
-    zeros: Tensor | None = None
-
-
-def pack_dense(isa: Isa, weight: Tensor, activation: str | None = None) -> PackedDense:
-    out_features, in_features = weight.shape
-    if weight.dtype == torch.bfloat16:
-        weight = torch.nn.functional.pad(weight, (0, -in_features % PAIRED_INPUTS))
-    panels = to_panels(weight, isa.float_tile, activation is not None)
-    if weight.dtype == torch.bfloat16:
-        panels = torch.stack([panels[:, 0::2], panels[:, 1::2]], dim=-1)
-    return PackedDense(panels, KINDS[weight.dtype], out_features, in_features, activation)
-
-
-def pack_codes(isa: Isa, kind: str, weight: QTensor, activation: str | None = None) -> PackedDense:
-    """Pack codes. `kind` is one of CODE_BITS."""
-    weight = per_row(weight)
-    (out_features, in_features), group_size = weight.codes.shape, weight.scheme.group_size
-    group, codes = in_features if group_size == -1 else group_size, weight.codes.view(torch.uint8)
-    if kind == tiles.CODES4:
-        codes = to_panels(torch.nn.functional.pad(codes, (0, in_features % 2)), isa.float_tile, activation is not None)
-        codes = codes[:, 0::2] | codes[:, 1::2] << 4
-    else:
-        codes = to_panels(codes, isa.float_tile, activation is not None)
-    scales = to_panels(weight.scales.float(), isa.float_tile, activation is not None)
-    zeros = None if kind == tiles.FLOAT8 else to_panels(weight.zeros.float(), isa.float_tile, activation is not None)
-    return PackedDense(codes, kind, out_features, in_features, activation, group, scales, zeros)
 
 
 class ProductArgs(NamedTuple):
@@ -159,18 +108,23 @@ def product_task(isa: Isa, kind: str) -> Task:
 def linear(isa: Isa, x: Tensor, packed: PackedDense, bias: Tensor | None, norm: Norm | None = None) -> Tensor:
     """x [T, K] -> [T, N]. See ops.linear_dense."""
     dtype, x, bias = x.dtype, as_float(x), None if bias is None else bias.float()
-    if norm is not None:
-        x = rms_norm(x, norm)
+    out = workspace.empty(x.shape[0], packed.out_features // 2 if packed.activation else packed.out_features)
+    if isa.tiles and amx_dense.fits(packed):
+        amx_dense.linear(isa, x, packed, bias, norm, out)
+    else:
+        _multiply(isa, x if norm is None else rms_norm(x, norm), packed, bias, out)
+    return as_type(out, dtype)
+
+
+def _multiply(isa: Isa, x: Tensor, packed: PackedDense, bias: Tensor | None, out: Tensor) -> None:
     rows, panels, width = x.shape[0], packed.data.shape[0], isa.float_tile
-    out = workspace.empty(rows, packed.out_features // 2 if packed.activation else packed.out_features)
     panel_bytes = packed.data[0].nbytes
     row_block, chunk = max(1, min(rows, ROW_BLOCK)), CHUNK_BYTES // (4 * width)
     per_task = panels_per_task(panel_bytes, panels, packed.activation is not None)
-    groups = 0 if packed.scales is None else packed.scales.shape[1]
     args = ProductArgs(
         Blocks(rows, panels, per_task, row_block),
         x=x.data_ptr(), x_stride=4 * x.stride(0), weight=packed.data.data_ptr(), panel_bytes=panel_bytes,
-        scales=address(packed.scales), zeros=address(packed.zeros), groups=groups, group=packed.group_size,
+        scales=address(packed.scales), zeros=address(packed.zeros), groups=packed.groups, group=packed.group_size,
         inputs=packed.in_features, chunk=chunk,
         results=Results(out.data_ptr(), out.shape[1], address(bias), ACTIVATION_NUMBERS[packed.activation]),
     )  # fmt: skip
@@ -181,7 +135,6 @@ def linear(isa: Isa, x: Tensor, packed: PackedDense, bias: Tensor | None, norm: 
         parallel=rows * panels * width * packed.in_features > SERIAL_PRODUCTS,
         scratch=4 * width * (per_task * row_block + chunk),
     )
-    return as_type(out, dtype)
 
 
 def _accepts_dense(*, dtype: torch.dtype, **traits: Any) -> str | None:

@@ -17,6 +17,11 @@ RUNS = {  # files, the tests in them, instructions that must have run
         "(bits and (1300 or 500)) or (cpu.amx and (w4a8 or w8a8)) or (linear_rows and (w4a8 or w8a8))",
         ("dot int8", "release"),
     ),
+    "exact activations": (
+        "tests/kernels/amx/test_dense.py tests/kernels/test_oracle.py",
+        "rounded or (span and (bfloat16 or 128)) or (cpu.amx and 110x1100 and bfloat16)",
+        ("dot bf16", "release"),
+    ),
 }
 
 
