@@ -66,9 +66,13 @@ def chat(
         return
     if model is not None or api_key is not None:
         raise ConfigError(f"--model and --api-key are for a server; {target} is a folder")
-    from lmkit import pipeline
+    from lmkit.turbo.transport.deferred import quick_start
 
-    with pipeline(target, log_level="WARNING", generation_config=generation_config or "auto") as pipe:
+    with quick_start():
+        from lmkit import pipeline
+
+        pipe = pipeline(target, log_level="WARNING", generation_config=generation_config or "auto")
+    with pipe:
         _talk(Conversation(LocalModel(pipe, given), system), prompt, pipe.engine.info.sampling.text())
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lmkit.kernels.ops import BatchGeometry, KVTensor
 from lmkit.kv_dtype import KVDtype
+
+ALIGNMENT = 64  # of KV blocks: a cache line
+PAGE = 4096
 
 
 @dataclass(frozen=True)
@@ -83,11 +88,24 @@ def allocate_kv(
     def tensor(dtype: KVDtype) -> KVTensor:
         shape = (num_blocks, num_kv_heads, block_size)
         element = torch.uint8 if dtype.coded else getattr(torch, dtype.name)
-        data = torch.zeros(*shape, dtype.columns(head_dim), dtype=element, device=device)
-        params = torch.zeros(*((*shape, 2) if dtype.coded else (0,)), dtype=torch.float16, device=device)
+        data = _zeros((*shape, dtype.columns(head_dim)), element, device)
+        params = _zeros((*shape, 2) if dtype.coded else (0,), torch.float16, device)
         return KVTensor(data, params, dtype)
 
     return KVLayer(tensor(dtypes[0]), tensor(dtypes[1]))
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
+    """torch.zeros. On a CPU numpy asks the system for huge pages, which arrive as zeros. One write takes each page, so
+    that other processes see that the memory is in use.
+    """
+    if device != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    whole = np.zeros(num_bytes + ALIGNMENT, np.uint8)
+    whole[::PAGE] = 0
+    start = -whole.ctypes.data % ALIGNMENT
+    return torch.from_numpy(whole[start : start + num_bytes]).view(dtype).view(shape)
 
 
 def whole_batch(rows: list[list[int]], block_size: int, device: str = "cpu") -> tuple[BatchInputs, int]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from numba.core import event
 
 from lmkit.config import EngineConfig
 from lmkit.kernels.cpu import ahead, jit, threads
@@ -180,6 +181,19 @@ def test_ctrl_c_ends_a_first_start_with_one_line(tmp_path: Path) -> None:
         os.killpg(process.pid, 0)
 
 
+class _NoCompiler(event.Listener):  # type: ignore[misc]
+    """Fails if this process compiles anything. What other processes compiled is only read."""
+
+    def __init__(self) -> None:
+        self.process = os.getpid()
+
+    def on_start(self, event: event.Event) -> None:
+        assert os.getpid() != self.process, f"compiles: {event.data}"
+
+    def on_end(self, event: event.Event) -> None:
+        pass
+
+
 def test_a_start_foresees_every_kernel(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     foreseen: set[jit.Task] = set()
     compile_missing, compute = ahead.compile_missing, jit.Task.address.fget
@@ -195,7 +209,8 @@ def test_a_start_foresees_every_kernel(demo_model: Path, monkeypatch: pytest.Mon
 
     used: set[jit.Task] = set()
     monkeypatch.setattr(ahead, "compile_missing", noted)
-    engine = Engine(str(demo_model), EngineConfig(max_batch_size=4, max_step_tokens=128))
+    with event.install_listener("numba:run_pass", _NoCompiler()):
+        engine = Engine(str(demo_model), EngineConfig(max_batch_size=4, max_step_tokens=128))
     monkeypatch.setattr(jit.Task, "address", property(address))
     for number, (length, temperature) in enumerate(((1, 0.0), (100, 1.0), (30, 0.5))):
         params = SamplingParams(max_tokens=4, temperature=temperature, top_p=0.9, seed=0)

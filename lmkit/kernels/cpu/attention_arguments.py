@@ -149,25 +149,20 @@ JOB_BYTES = -(-max(num_bytes(ScoreArgs), num_bytes(ValueArgs)) // 64) * 64
 
 
 @inline
-def _aligned(at: int) -> int:
-    return (at + 63) // 64 * 64
-
-
-@inline
 def buffers(at: int, rows: int, padded: int, num_pairs: int) -> Buffers:
-    record = _aligned(4 * rows * (padded + 2))
+    record = (4 * rows * (padded + 2) + 63) // 64 * 64
     job = at
     floats = job + JOB_BYTES
     words = floats + 4 * rows * padded
     steps = words + 4 * rows * padded
-    scores = _aligned(steps + 8 * rows)
+    scores = (steps + 8 * rows + 63) // 64 * 64
     weights = scores + 4 * rows * PARTITION
     word_steps = weights + 2 * rows * PARTITION
     offset = word_steps + 4 * rows * (PARTITION // KEYS)
-    places = _aligned(offset + 4)
+    places = (offset + 4 + 63) // 64 * 64
     params = places + 16 * PARTITION
     total = params + 16 * PARTITION
     shares = total + 2 * record
-    copies = _aligned(shares + 8 * rows * num_pairs)
+    copies = (shares + 8 * rows * num_pairs + 63) // 64 * 64
     return Buffers(job, floats, words, steps, scores, weights, word_steps, offset, places, places + 8 * PARTITION,
                    params, params + 8 * PARTITION, total, total + record, shares, copies)  # fmt: skip

@@ -10,7 +10,6 @@ that only the parent holds.
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib
 import os
 import shutil
@@ -30,7 +29,7 @@ from lmkit import log
 from lmkit.config import EngineConfig, calm_openmp
 from lmkit.errors import DeviceLostError, LMKitError, RequestError
 from lmkit.turbo.request import EngineInfo, EngineStats, Request, StepOutput
-from lmkit.turbo.transport.deferred import defer_imports
+from lmkit.turbo.transport.deferred import quick_start
 from lmkit.turbo.transport.messages import (
     ENGINE,
     QUEUED_MESSAGES,
@@ -207,16 +206,13 @@ def main(argv: list[str] | None = None) -> int:
     commands.rcvhwm = events.sndhwm = QUEUED_MESSAGES
     commands.connect(args.commands)
     events.connect(args.events)
-    defer_imports()
-    gc.disable()  # objects made until the engine is ready stay: a search for garbage takes a tenth of the start
     try:
-        engine = load_engine(args.engine)(args.model, msgspec.json.decode(args.config, type=EngineConfig))
+        with quick_start():
+            engine = load_engine(args.engine)(args.model, msgspec.json.decode(args.config, type=EngineConfig))
     except LMKitError as error:
         events.send(msgspec.msgpack.encode(Failed(type(error).__name__, str(error))))
         context.destroy(linger=5000)
         return 2
-    gc.freeze()
-    gc.enable()
     sys.setswitchinterval(SWITCH_SECONDS)
     try:
         EngineLoop(engine, commands, events).run()

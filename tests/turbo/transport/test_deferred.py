@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import subprocess
 import sys
@@ -38,3 +39,13 @@ def test_what_counts_on_the_order_of_imports_still_imports() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "tensor([1.])\n"), done.stderr
+
+
+def test_a_quick_start_ends_with_the_search_for_garbage() -> None:
+    finders = sys.meta_path[:]
+    with deferred.quick_start():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    assert gc.get_freeze_count()
+    gc.unfreeze()
+    assert sys.meta_path == finders, "torch was imported before"
