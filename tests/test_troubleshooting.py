@@ -16,7 +16,7 @@ PAGE = (ROOT / "docs/troubleshooting.md").read_text()
 FIELDS = r"N|M|X|URL|FOLDER|MODEL|datasets|dense|device cuda|127\.0\.0\.1:8000"
 PLACES = re.compile(rf"\.\.\.|'X'|\b(?:{FIELDS})\b|'lmkit.*|, once.*")  # what differs from case to case
 OF_THE_SYSTEM = ("Address already in use", "No space left on device")
-OF_OTHERS = {"--cpus", "--cpuset-cpus"}  # docker's
+OF_OTHERS = {"--cpus", "--cpuset-cpus", "--cpunodebind", "--membind"}  # docker's and numactl's
 
 
 def texts() -> str:
