@@ -12,7 +12,7 @@ import pytest
 from llvmlite import ir
 
 from lmkit.errors import ConfigError
-from lmkit.kernels.cpu import attention_rows, attention_tiles, isa, tiles
+from lmkit.kernels.cpu import attention_panels, attention_rows, attention_tiles, isa, tiles
 from lmkit.kernels.cpu.amx import attention_tiles as amx_tiles
 from lmkit.kernels.cpu.amx import dense_products, permission, products
 from lmkit.kernels.cpu.tiles import CODES4, CODES8, FLOAT8, Tile
@@ -130,7 +130,8 @@ def test_float_kernels_without_spills(level: str, cpu: str) -> None:
     ],
 )
 def test_attention_on_codes(level: str, cpu: str, of_words: str, of_bytes: str, register: str) -> None:
-    for tile in attention_kernels(isa.named(level), INT8, INT4):
+    of_panels = attention_tiles.product_tile(isa.named(level), attention_tiles.PAIRS, raw=True)
+    for tile in (*attention_kernels(isa.named(level), INT8, INT4), of_panels):
         instruction = of_bytes if tile is attention_tiles.score_tile(isa.named(level), INT4) else of_words
         loops = [
             loop for loop in innermost_loops(assembly(tile, cpu)) if any(f"\t{instruction}\t" in line for line in loop)
@@ -156,7 +157,7 @@ def test_attention_on_tile_registers(cpu: str) -> None:
         assert sum(any(instruction in line for line in loop) for loop in loops) == len(tile.rows)
         assert not [line for loop in loops for line in loop if "Spill" in line or "Reload" in line]
     for kind in (BFLOAT16, FP8, INT8, INT4):  # every key is read once, and panels are made of whole vectors
-        for tile in (amx_tiles.key_panel_tile(kind), amx_tiles.value_panel_tile(kind)):
+        for tile in (attention_panels.key_panel_tile(kind, wide=False), amx_tiles.value_panel_tile(kind)):
             (loop, *_) = innermost_loops(assembly(tile, cpu))
             assert any("%zmm" in line for line in loop)
             assert not [line for line in loop if "Spill" in line or "Reload" in line or "vpinsr" in line]

@@ -14,6 +14,7 @@ from numba import carray
 from lmkit.kernels.cpu import attention_rows
 from lmkit.kernels.cpu import attention_tiles as tiles
 from lmkit.kernels.cpu.attention_arguments import PARTITION, ScoreArgs, ValueArgs
+from lmkit.kernels.cpu.attention_panels import GROUP, LINE, key_panel_tile
 from lmkit.kernels.cpu.attention_tiles import BYTES, KEYS
 from lmkit.kernels.cpu.intrinsics import pointer, tile
 from lmkit.kernels.cpu.isa import Isa
@@ -28,8 +29,8 @@ PREFETCH = attention_rows.prefetch_tile().name
 
 
 def scratch_bytes(padded: int) -> int:
-    """Bytes of a stage's scratch: the places of a block's copied rows, and the rows."""
-    return KEYS * (8 + 4 * padded + SPACING)
+    """Bytes of a stage's scratch: the places of a block's copied rows, or of a panel's rows, and the rows."""
+    return KEYS * (8 + 4 * padded + SPACING) + 8 * padded
 
 
 @inline
@@ -105,6 +106,32 @@ def score_task(isa: Isa, kind: KVDtype) -> Task:
                         r += tile(copied, rows - r, (of_rows, ldq, scratch + 32 * four, score, *sizes))
         if scaled:
             scale_rows(scale, a)
+
+    return Task(scores)
+
+
+@functools.cache
+def panel_score_task(isa: Isa, kind: KVDtype) -> Task:
+    """The same scores of many rows and codes, from key panels."""
+    panel, scale = key_panel_tile(kind, wide=True).name, attention_rows.scale_tile(isa, kind).name
+    product, width = tiles.product_tile(isa, tiles.PAIRS, raw=True).name, 2 * isa.lanes
+
+    def scores(args: int, scratch: int, index: int) -> None:
+        a = read(args, ScoreArgs)
+        rows, dim, padded, first, end = a.partition
+        keys, ldq = scratch + 8 * padded, 2 * padded
+        _fill_places(scratch, padded, keys, LINE // 2)  # two places for each row, a pair
+        for block in range(first, end, KEYS):
+            count = min(KEYS, end - block)
+            for key in range(0, count, GROUP):
+                tile(panel, 1, (a.places + 8 * (block + key), keys + 4 * key, dim))
+            for key in range(0, count, width):
+                r = 0
+                while r < rows:
+                    queries, score = a.queries + r * ldq, a.scores + 4 * (r * PARTITION + block + key)
+                    sizes = (4 * PARTITION, 2 * width, dim // 4, 0, 0)
+                    r += tile(product, rows - r, (queries, ldq, scratch, 4 * key, score, *sizes))
+        scale_rows(scale, a)
 
     return Task(scores)
 

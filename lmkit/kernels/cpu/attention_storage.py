@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from lmkit.kernels.cpu import attention_stages
 from lmkit.kernels.cpu.amx import attention_stages as amx_stages
-from lmkit.kernels.cpu.amx.attention_tiles import fits
 from lmkit.kernels.cpu.attention_arguments import BYTES, FLOAT_PLANES, FLOATS, WORD_PLANES, WORDS, Storage
+from lmkit.kernels.cpu.attention_panels import fits
 from lmkit.kernels.cpu.attention_tiles import LARGEST_WORD
 from lmkit.kernels.cpu.isa import Isa
+from lmkit.kernels.cpu.jit import Task
 from lmkit.kernels.ops import KVTensor
 from lmkit.kernels.reference.attention import small_query_limit
 from lmkit.kv_dtype import INT4, KVDtype
@@ -18,17 +19,20 @@ DIRECT_ROWS = 8  # more rows than this share a copy
 def storage(isa: Isa, cache: KVTensor, dim: int, *, keys: bool) -> Storage:
     assert cache.data.is_contiguous()
     assert cache.params.is_contiguous()
-    few, many = (
-        (stages.score_task if keys else stages.value_task)(isa, cache.dtype)
-        for stages in (
-            amx_stages if _on_tiles(isa, cache.dtype, dim, few=few, keys=keys) else attention_stages
-            for few in (True, False)
-        )
-    )
+    few, many = (_task(isa, cache.dtype, dim, few=few, keys=keys) for few in (True, False))
     row_bytes = cache.data.shape[3] * cache.data.element_size()
     params = cache.params.data_ptr() if cache.dtype.coded else 0
     direct = int(_reads_directly(isa, cache.dtype, dim, keys=keys))
     return Storage(many.address, few.address, cache.data.data_ptr(), params, row_bytes, direct)
+
+
+def _task(isa: Isa, kind: KVDtype, dim: int, *, few: bool, keys: bool) -> Task:
+    if _on_tiles(isa, kind, dim, few=few, keys=keys):
+        return amx_stages.score_task(isa, kind) if keys else amx_stages.value_task(isa, kind)
+    if not keys:
+        return attention_stages.value_task(isa, kind)
+    panels = kind.has_minimum and not few and fits(kind, dim)
+    return attention_stages.panel_score_task(isa, kind) if panels else attention_stages.score_task(isa, kind)
 
 
 def scratch_bytes(isa: Isa, padded: int) -> int:

@@ -223,11 +223,12 @@ def _value_vectors(e: Emitter, isa: Isa, form: KVDtype, first: Value, second: Va
     return [codes, b.lshr(codes, constant(words, 4))]
 
 
-def product_tile(isa: Isa, form: KVDtype) -> Tile:
+def product_tile(isa: Isa, form: KVDtype, *, raw: bool = False) -> Tile:
     """c [rows, two vectors, `apart` bytes between them] += w [rows, count] @ values, keys strictly in order.
 
     The values' columns begin `column` bytes into the rows at `places`. `ldw` and `ldc` are the bytes between rows.
-    For codes, w is int16, `count` fours of them; its unit is the float32 at `steps` (`lds` bytes between rows).
+    For codes, w is int16, `count` fours of them; its unit is the float32 at `steps` (`lds` bytes between rows). If
+    `raw`, c becomes the int32 products.
     """
     integer = _is_integer(form)
     pairs = 2 if integer else 1  # per iteration
@@ -255,14 +256,14 @@ def product_tile(isa: Isa, form: KVDtype) -> Tile:
             if form == INT4:  # the first vector holds bytes, the second their high nibbles
                 low = b.sub(b.load(sums[i][0]), b.shl(b.load(sums[i][1]), constant(e.vector(I32), 4)))
                 b.store(low, sums[i][0])
-            step = e.splat(e.load(e.offset(steps, e.times(lds, i)), F32)) if integer else None
+            step = e.splat(e.load(e.offset(steps, e.times(lds, i)), F32)) if integer and not raw else None
             for variable, output in zip(sums[i], outputs[i], strict=True):
                 total = b.load(variable)
-                if integer:
+                if integer and not raw:
                     total = e.fma(b.sitofp(total, floats), step, e.load(output, floats))
                 e.store(total, output)
 
-    name = f"product_tile.{isa.name}.{form}"
+    name = f"product_tile.{isa.name}.{form}" + ".raw" * raw
     return TILES.setdefault(name, Tile(name, isa.lanes, isa.float_rows, 10, body))
 
 

@@ -13,6 +13,7 @@ from lmkit.kernels.cpu import attention_rows
 from lmkit.kernels.cpu.amx import attention_tiles as tiles
 from lmkit.kernels.cpu.amx.tile_file import ROW_BYTES, ROWS
 from lmkit.kernels.cpu.attention_arguments import PARTITION, ScoreArgs, ValueArgs
+from lmkit.kernels.cpu.attention_panels import LINE, key_panel_tile
 from lmkit.kernels.cpu.attention_stages import PREFETCH, scale_rows, softmax_rows
 from lmkit.kernels.cpu.attention_tiles import KEYS, softmax_tile
 from lmkit.kernels.cpu.intrinsics import tile
@@ -20,8 +21,6 @@ from lmkit.kernels.cpu.isa import Isa
 from lmkit.kernels.cpu.jit import Task
 from lmkit.kernels.cpu.structs import read
 from lmkit.kv_dtype import INT4, KVDtype
-
-LINE = 4 * KEYS  # bytes of a row of a key panel
 
 
 def scratch_bytes(padded: int) -> int:
@@ -35,7 +34,7 @@ def score_task(isa: Isa, kind: KVDtype) -> Task:
     coded, scaled, planes = kind.has_minimum, kind.coded, 1 if kind == INT4 else 2
     configure, release = tiles.configure_tile(isa).name, tiles.release_tile(isa).name
     product = (tiles.code_product_tile(isa, planes=planes, scaled=False) if coded else tiles.product_tile(isa)).name
-    panel, scale = tiles.key_panel_tile(kind).name, attention_rows.scale_tile(isa, kind).name
+    panel, scale = key_panel_tile(kind, wide=False).name, attention_rows.scale_tile(isa, kind).name
     element, step = (1, 64) if coded else (2, 32)  # bytes of a plane's element, inputs of a K step
 
     def scores(args: int, scratch: int, index: int) -> None:

@@ -14,11 +14,12 @@ from __future__ import annotations
 from llvmlite import ir
 
 from lmkit.kernels.cpu.amx.tile_file import CONFIGURATION, ROW_BYTES, ROWS, SLOTS, TILE, TileFile, write_configuration
-from lmkit.kernels.cpu.attention_tiles import BYTES, KEYS, STORED, nibbles, split_floats, split_words, widened
+from lmkit.kernels.cpu.attention_panels import compact, joined
+from lmkit.kernels.cpu.attention_tiles import BYTES, STORED, split_floats, split_words
 from lmkit.kernels.cpu.emit import F32, I16, I32, I64, Emitter, Value, constant
 from lmkit.kernels.cpu.isa import Isa
 from lmkit.kernels.cpu.tiles import TILES, Tile
-from lmkit.kv_dtype import BFLOAT16, FP8, INT4, INT8, KVDtype
+from lmkit.kv_dtype import INT4, KVDtype
 
 SUMS = 4  # tiles of products that wait for their sum
 WORKSPACE = SLOTS + SUMS * TILE + CONFIGURATION  # bytes after `slots`: the tile file, products, a configuration
@@ -113,81 +114,9 @@ def code_product_tile(isa: Isa, *, planes: int, scaled: bool) -> Tile:
     return TILES.setdefault(name, Tile(name, isa.lanes, (2, 1), 12, body))
 
 
-def fits(kind: KVDtype, dim: int) -> bool:
-    """Whether rows of the storage fill whole words and columns of a panel."""
-    return kind in (BFLOAT16, FP8, INT8, INT4) and dim % (32 if kind == INT4 else 16) == 0
-
-
-def _element_bytes(kind: KVDtype) -> int:
-    """Bytes of an element of a panel: a code, or a bfloat16."""
-    return 1 if kind.has_minimum else 2
-
-
-def _elements(e: Emitter, kind: KVDtype, stored: Value) -> list[Value]:
-    """The elements of a panel from a vector of the storage. For int4 there are two vectors, half a row apart."""
-    if kind == INT4:
-        return nibbles(e, stored)
-    if kind != FP8:
-        return [stored]
-    b, bits = e.builder, e.vector(I32, stored.type.count)
-    floats = b.bitcast(widened(e, kind, b.zext(stored, bits)), bits)  # exact in bfloat16
-    return [b.trunc(b.lshr(floats, constant(bits, 16)), e.vector(I16, bits.count))]
-
-
-def _joined(e: Emitter, parts: list[Value]) -> Value:
-    """The lanes of a power of two of vectors, one vector after the other."""
-    while len(parts) > 1:
-        order = ir.Constant(e.vector(I32, 2 * parts[0].type.count), list(range(2 * parts[0].type.count)))
-        parts = [e.builder.shuffle_vector(x, y, order) for x, y in zip(parts[::2], parts[1::2], strict=True)]
-    return parts[0]
-
-
-def _transposed(e: Emitter, four: list[Value]) -> list[Value]:
-    """Vectors of 16 words, whose quarters hold words 0 to 3 of a key: 4 i + j in quarter i of vector j. The result has
-    a vector for each word, with the keys in order."""
-    b = e.builder
-
-    def pick(x: Value, y: Value, lanes: list[int]) -> Value:
-        order = [lane + 4 * quarter if lane < 4 else lane + 12 + 4 * quarter for quarter in range(4) for lane in lanes]
-        return b.shuffle_vector(x, y, ir.Constant(e.vector(I32, 16), order))
-
-    low, high = [0, 4, 1, 5], [2, 6, 3, 7]
-    (a, b_), (c, d) = ([pick(four[i], four[i + 1], lanes) for i in (0, 2)] for lanes in (low, high))
-    return [pick(x, y, lanes) for x, y in ((a, b_), (c, d)) for lanes in ([0, 1, 4, 5], [2, 3, 6, 7])]
-
-
-def key_panel_tile(kind: KVDtype) -> Tile:
-    """Write 16 columns of a key panel: the keys at `places`. Rows that fill the last K step become 0."""
-    size = _element_bytes(kind)
-    stored = STORED[BYTES[kind]]
-
-    def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
-        places, target, dim = arguments
-        b, count = e.builder, 16 // size  # elements in four words
-        columns = b.lshr(dim, I64(1)) if kind == INT4 else dim
-        line = 4 * KEYS
-        with e.loop(b.udiv(columns, I64(count))) as unit:
-            at = e.times(unit, count * BYTES[kind])
-            keys = [e.offset(e.load(e.offset(places, 8 * i), I64), at) for i in range(ROWS)]
-            raw = [e.load(key, e.vector(stored, count)) for key in keys]
-            four = [_elements(e, kind, _joined(e, raw[j::4])) for j in range(4)]
-            for part, vectors in enumerate(zip(*four, strict=True)):
-                words = _transposed(e, [b.bitcast(x, e.vector(I32, 16)) for x in vectors])
-                first = e.offset(target, e.times(unit, 4 * line), e.times(columns, part * line * size // 4))
-                for i, word in enumerate(words):
-                    e.store(word, e.offset(first, i * line))
-        used = b.udiv(e.times(dim, size), I64(4))
-        with e.loop(b.and_(b.neg(used), I64(ROWS - 1))) as row:
-            e.store(constant(e.vector(I32, 16), 0), e.offset(target, e.times(b.add(used, row), line)))
-
-    name = f"key_panel.{kind}"
-    return TILES.setdefault(name, Tile(name, 16, (1,), 3, body))
-
-
 def value_panel_tile(kind: KVDtype) -> Tile:
     """Write `count` rows of a value panel, `ldb` bytes apart, from twice or four times as many values at `places`."""
-    size = _element_bytes(kind)
-    together = 4 // size
+    together = 4 if kind.has_minimum else 2
     stored = STORED[BYTES[kind]]
 
     def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
@@ -200,10 +129,10 @@ def value_panel_tile(kind: KVDtype) -> Tile:
             line = e.offset(target, b.mul(row, ldb))
             with e.loop(b.udiv(columns, I64(16))) as unit:
                 at = e.times(unit, 16 * BYTES[kind])
-                raw = [_elements(e, kind, e.load(e.offset(x, at), e.vector(stored, 16))) for x in sources]
+                raw = [compact(e, kind, e.load(e.offset(x, at), e.vector(stored, 16))) for x in sources]
                 for part, vectors in enumerate(zip(*raw, strict=True)):
-                    joined = _joined(e, list(vectors))
-                    mixed = b.shuffle_vector(joined, joined, ir.Constant(e.vector(I32, len(order)), order))
+                    whole = joined(e, list(vectors))
+                    mixed = b.shuffle_vector(whole, whole, ir.Constant(e.vector(I32, len(order)), order))
                     e.store(mixed, e.offset(line, e.times(unit, ROW_BYTES), e.times(columns, 4 * part)))
 
     name = f"value_panel.{kind}"

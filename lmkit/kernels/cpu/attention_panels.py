@@ -1,0 +1,93 @@
+"""Key panels for many rows: copies of 64 keys with one key in each lane, so that scores need no sums over lanes.
+
+A panel has rows of 64 words. A word holds neighbours in D of one key:
+
+    wide      [D / 2, 64]            two codes as int16, which product_tile multiplies like a pair of values
+    compact   [D / 4 or D / 2, 64]   four codes, or two bfloat16: for tile registers (amx/attention_tiles.py)
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+
+from lmkit.kernels.cpu.attention_tiles import BYTES, KEYS, STORED, nibbles, widened
+from lmkit.kernels.cpu.emit import I8, I16, I32, I64, Emitter, Value, constant
+from lmkit.kernels.cpu.tiles import TILES, Tile
+from lmkit.kv_dtype import BFLOAT16, FP8, INT4, INT8, KVDtype
+
+LINE = 4 * KEYS  # bytes of a row
+GROUP = 16  # keys that are copied together
+
+
+def fits(kind: KVDtype, dim: int) -> bool:
+    """Whether rows of the storage (of int4, half rows) fill whole vectors of a panel of keys or values."""
+    return kind in (BFLOAT16, FP8, INT8, INT4) and dim % (32 if kind == INT4 else 16) == 0
+
+
+def compact(e: Emitter, kind: KVDtype, stored: Value) -> list[Value]:
+    """Codes, or bfloat16 numbers, from a vector of the storage. For int4 there are two vectors, half a row apart."""
+    if kind == INT4:
+        return nibbles(e, stored)
+    if kind != FP8:
+        return [stored]
+    b, bits = e.builder, e.vector(I32, stored.type.count)
+    floats = b.bitcast(widened(e, kind, b.zext(stored, bits)), bits)  # exact in bfloat16
+    return [b.trunc(b.lshr(floats, constant(bits, 16)), e.vector(I16, bits.count))]
+
+
+def _widened(e: Emitter, word: Value) -> list[Value]:
+    """Two rows of int16 pairs from a row of words of four codes."""
+    halves = [e.builder.trunc(e.builder.lshr(word, constant(word.type, at)), e.vector(I16, GROUP)) for at in (0, 16)]
+    codes = [e.builder.bitcast(half, e.vector(I8, 2 * GROUP)) for half in halves]
+    return [e.builder.bitcast(e.builder.zext(x, e.vector(I16, 2 * GROUP)), word.type) for x in codes]
+
+
+def joined(e: Emitter, parts: list[Value]) -> Value:
+    """The lanes of a power of two of vectors, one vector after the other."""
+    while len(parts) > 1:
+        order = ir.Constant(e.vector(I32, 2 * parts[0].type.count), list(range(2 * parts[0].type.count)))
+        parts = [e.builder.shuffle_vector(x, y, order) for x, y in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
+
+
+def transposed(e: Emitter, four: list[Value]) -> list[Value]:
+    """Vectors of 16 words, whose quarters hold words 0 to 3 of a key: 4 i + j in quarter i of vector j. The result has
+    a vector for each word, with the keys in order."""
+    b = e.builder
+
+    def pick(x: Value, y: Value, lanes: list[int]) -> Value:
+        order = [lane + 4 * quarter if lane < 4 else lane + 12 + 4 * quarter for quarter in range(4) for lane in lanes]
+        return b.shuffle_vector(x, y, ir.Constant(e.vector(I32, 16), order))
+
+    low, high = [0, 4, 1, 5], [2, 6, 3, 7]
+    (a, b_), (c, d) = ([pick(four[i], four[i + 1], lanes) for i in (0, 2)] for lanes in (low, high))
+    return [pick(x, y, lanes) for x, y in ((a, b_), (c, d)) for lanes in ([0, 1, 4, 5], [2, 3, 6, 7])]
+
+
+def key_panel_tile(kind: KVDtype, *, wide: bool) -> Tile:
+    """Write the columns of the 16 keys at `places`, wide or compact. Rows up to a multiple of 16 become 0."""
+    stored, size = STORED[BYTES[kind]], 1 if kind.has_minimum else 2
+    count = 16 // size  # elements in four words of a key
+    per_row = 2 if wide else 4 // size
+
+    def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
+        places, target, dim = arguments
+        b = e.builder
+        columns = b.lshr(dim, I64(1)) if kind == INT4 else dim
+        with e.loop(b.udiv(columns, I64(count))) as unit:
+            at = e.times(unit, count * BYTES[kind])
+            keys = [e.offset(e.load(e.offset(places, 8 * i), I64), at) for i in range(GROUP)]
+            raw = [e.load(key, e.vector(stored, count)) for key in keys]
+            four = [compact(e, kind, joined(e, raw[j::4])) for j in range(4)]
+            for part, vectors in enumerate(zip(*four, strict=True)):
+                words = transposed(e, [b.bitcast(x, e.vector(I32, GROUP)) for x in vectors])
+                lines = [row for word in words for row in (_widened(e, word) if wide else [word])]
+                first = e.offset(target, e.times(unit, len(lines) * LINE), e.times(columns, part * LINE // per_row))
+                for i, line in enumerate(lines):
+                    e.store(line, e.offset(first, i * LINE))
+        used = b.udiv(dim, I64(per_row))
+        with e.loop(b.and_(b.neg(used), I64(GROUP - 1))) as row:
+            e.store(constant(e.vector(I32, GROUP), 0), e.offset(target, e.times(b.add(used, row), LINE)))
+
+    name = f"key_panel.{kind}" + ".wide" * wide
+    return TILES.setdefault(name, Tile(name, GROUP, (1,), 3, body))
