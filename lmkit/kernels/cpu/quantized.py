@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
+import llvmlite.binding as llvm
 import numpy as np
 import torch
 from numba import carray
@@ -43,7 +44,9 @@ from lmkit.kernels.ops import Norm
 from lmkit.kernels.registry import Implementation
 
 SPREAD = 6  # in micro-kernels' rows; with fewer rows, unpacking in registers each time costs less than stores
-AHEAD = 2048  # bytes between the weights that are read once and those that are prefetched
+# Bytes between the weights that are read and those that are prefetched. AMD's processors do this by themselves: there,
+# asking costs a sequence 5 to 10 % of its speed.
+AHEAD = 0 if llvm.get_host_cpu_name().startswith("znver") else 2048
 
 
 class ProductArgs(NamedTuple):
