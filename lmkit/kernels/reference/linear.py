@@ -87,7 +87,7 @@ def _dequantized_product(x: Tensor, weight: QTensor, bias: Tensor | None) -> Ten
 def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
     """One group's inputs [T, group] -> (integers -127 .. 127 as float32, scale [T, 1])."""
     scale = x.float().abs().amax(-1, keepdim=True) / 127
-    return (x.float() * torch.where(scale > 2.0**-120, 1 / scale, 0)).round(), scale
+    return torch.where(scale > 0, x.float() / scale, 0).round(), scale
 
 
 def _int8_product(x: Tensor, weight: QTensor, bias: Tensor | None) -> Tensor:
