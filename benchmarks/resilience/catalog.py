@@ -1,0 +1,7 @@
+"""All cases, by group. A group is a module of this folder with a tuple `CASES`."""
+
+from __future__ import annotations
+
+from benchmarks.resilience.case import Case
+
+GROUPS: dict[str, tuple[Case, ...]] = {}
