@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
+from collections.abc import Callable
 from typing import TextIO
 
 from lmkit.config import checked_level
@@ -17,10 +19,14 @@ def get_logger(name: str) -> logging.Logger:
     return logging.getLogger(name)
 
 
-def setup(level: str = "INFO", *, process: str = "") -> None:
-    """Send lmkit's records to stderr, one line each.
+BURST, PERIOD = 5, 60.0  # records of one place in a library's code, and seconds
 
-    Control characters in a message are escaped against log injection. Raises ConfigError for an unknown level.
+
+def setup(level: str = "INFO", *, process: str = "", libraries: bool = True) -> None:
+    """Send lmkit's records to stderr, one line each, and with `libraries` the warnings of all other loggers.
+
+    Control characters in a message are escaped against log injection. A library that repeats itself is written BURST
+    times in PERIOD; the others are counted. Raises ConfigError for an unknown level.
     """
     level = checked_level(level)
     handler = _ToStderr()
@@ -31,6 +37,15 @@ def setup(level: str = "INFO", *, process: str = "") -> None:
     root.handlers[:] = [handler]
     root.setLevel(level)
     root.propagate = False
+    if libraries:
+        handler = _ToStderr()
+        handler.setLevel(max(logging.WARNING, logging.getLevelNamesMapping()[level]))
+        handler.setFormatter(_OneLine(f"{start} %(name)s: %(message)s", "%m-%d %H:%M:%S"))
+        handler.addFilter(Sparing())
+        everything = logging.getLogger()
+        everything.handlers[:] = [other for other in everything.handlers if not isinstance(other, _ToStderr)]
+        everything.addHandler(handler)
+        logging.captureWarnings(True)
 
 
 class _ToStderr(logging.StreamHandler[TextIO]):
@@ -39,6 +54,30 @@ class _ToStderr(logging.StreamHandler[TextIO]):
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
         super().emit(record)
+
+
+class Sparing(logging.Filter):
+    """Lets BURST records of one place in the code and one kind of exception through in PERIOD, and counts the others.
+
+    The first record after the period tells their number.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._seen: dict[tuple[object, ...], tuple[float, int]] = {}  # start of the period, records since
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        place = record.pathname, record.lineno, record.exc_info and record.exc_info[0]
+        now = self._clock()
+        start, count = self._seen.get(place, (now, 0))
+        left_out = 0
+        if now - start >= PERIOD:
+            start, count, left_out = now, 0, count - BURST
+        self._seen[place] = start, count + 1
+        if left_out > 0:
+            record.msg, record.args = f"{record.getMessage()} ({left_out} more like this were not written)", None
+        return count < BURST
 
 
 class _OneLine(logging.Formatter):

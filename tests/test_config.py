@@ -93,6 +93,36 @@ def test_log_lines_cannot_be_forged(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err.count("\n") == 1
 
 
+def test_t21_a_library_that_repeats_itself_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    log.setup("INFO")
+    for i in range(1000):
+        logging.getLogger("asyncio").error("cannot accept\n%d", i)
+    logging.getLogger("asyncio").info("no warning")
+    logging.getLogger("py.warnings").warning("deprecated")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[log.BURST - 1].endswith(f" E asyncio: cannot accept\\n{log.BURST - 1}")
+    assert len(lines) == log.BURST + 1
+    assert " W py.warnings: " in lines[-1]
+
+
+def test_the_number_of_lines_left_out_is_told_after_the_period() -> None:
+    now = 0.0
+    sparing = log.Sparing(lambda: now)
+
+    def record(line: int = 1) -> logging.LogRecord:
+        return logging.LogRecord("asyncio", logging.ERROR, "a.py", line, "cannot %s", ("accept",), None)
+
+    assert [sparing.filter(record()) for _ in range(9)] == [True] * log.BURST + [False] * (9 - log.BURST)
+    assert sparing.filter(record(line=2))
+    now = log.PERIOD
+    first = record()
+    assert sparing.filter(first)
+    assert first.getMessage() == "cannot accept (4 more like this were not written)"
+    again = record()
+    assert sparing.filter(again)
+    assert again.getMessage() == "cannot accept"
+
+
 def test_log_lines_go_to_the_stderr_of_the_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stream that stood in for stderr at set-up is closed later, as pytest's is: no line is lost or written there."""
     first, second = io.StringIO(), io.StringIO()

@@ -49,7 +49,7 @@ def pipeline(
     """
     config = engine_config(model, backend_config, options)
     if log_level is not None:
-        setup(log_level)
+        setup(log_level, libraries=False)
     return Pipeline(os.fspath(model), config)
 
 
