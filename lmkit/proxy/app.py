@@ -28,9 +28,9 @@ from lmkit.proxy.fleet import Fleet
 from lmkit.proxy.forward import Call, Forwarder
 from lmkit.proxy.health import HealthChecker
 from lmkit.proxy.registry import Registry
-from lmkit.web.errors import method_not_allowed, public_error, remark
+from lmkit.web.access_log import note_error
+from lmkit.web.errors import method_not_allowed, public_error
 from lmkit.web.receive import decode_json, read_body
-from lmkit.web.request_id import request_id, with_request_id
 from lmkit.web.routes import is_known_elsewhere, not_found
 
 log = get_logger(__name__)
@@ -117,17 +117,15 @@ class Proxy:
             await send({"type": "websocket.close", "code": 1008})
         if scope["type"] != "http":
             return
-        name = request_id(scope["headers"])
-        response = DownstreamResponse(send, name, retry_after=self.config.health_interval)
+        response = DownstreamResponse(send, retry_after=self.config.health_interval)
         try:
             check_head(scope)
             route = resolve(scope["method"], scope["path"])
             authorize(self.keys, route.role, scope["headers"])
-            named = {**scope, "headers": with_request_id(scope["headers"], name)}  # the id goes on to the node
-            await route.handler(self, Exchange(named, receive, response))
+            await route.handler(self, Exchange(scope, receive, response))
         except Exception as error:  # noqa: BLE001 - the HTTP edge: public_error logs it
             shown = public_error(error)
-            log.info("%s %s %d id=%s%s", scope["method"], scope["path"][:128], shown.status, name, remark(shown))
+            note_error(scope, shown)
             await self._fail(response, shown)
 
     async def _fail(self, response: DownstreamResponse, error: RequestError) -> None:

@@ -12,7 +12,6 @@ from starlette.types import Message, Send
 from lmkit.errors import RequestError
 from lmkit.web.errors import error_body, error_response
 from lmkit.web.receive import client_disconnected
-from lmkit.web.request_id import with_request_id
 
 _EVENT_END = re.compile(rb"(?:\r\n|\n|\r(?!\n))(?:\r\n|\n|\r)")  # a line's end and an empty line (HTML, 9.2.5)
 
@@ -54,9 +53,8 @@ class DownstreamResponse:
     A response that has started ends with `end`, or with `fail` so that the client notices.
     """
 
-    def __init__(self, send: Send, request_id: str, retry_after: float = 1.0) -> None:
+    def __init__(self, send: Send, retry_after: float = 1.0) -> None:
         self._send = send
-        self._request_id = request_id
         self._retry_after = retry_after
         self._events: WholeEvents | None = None
         self.started = False
@@ -66,7 +64,6 @@ class DownstreamResponse:
         """ASGI send. Raises RequestError client_disconnected if the server reports that the client has left."""
         if message["type"] == "http.response.start":
             self.started = True
-            message["headers"] = with_request_id(message["headers"], self._request_id)
         elif message["type"] == "http.response.body" and not message.get("more_body", False):
             self.finished = True
         try:

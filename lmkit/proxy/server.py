@@ -11,6 +11,7 @@ from lmkit.log import get_logger
 from lmkit.proxy.app import MAX_HEAD_BYTES, Proxy
 from lmkit.proxy.auth import is_loopback
 from lmkit.proxy.config import ProxyConfig
+from lmkit.web.access_log import AccessLog
 from lmkit.web.listen import bind, listen, on_signals, url
 from lmkit.web.server import HttpServer
 
@@ -45,7 +46,9 @@ async def run(config: ProxyConfig, on_ready: Callable[[str], None]) -> None:
 def http_server(config: ProxyConfig, proxy: Proxy, on_ready: Callable[[], None]) -> HttpServer:
     """A server for one proxy, to be given a listening socket. A forwarded response keeps its node's own Date."""
     flush_seconds = math.ceil(config.drain_seconds) + _BREAK_OFF_SECONDS
-    return HttpServer(proxy, on_ready, flush_seconds=flush_seconds, date_header=False, max_head_bytes=MAX_HEAD_BYTES)
+    return HttpServer(
+        AccessLog(proxy), on_ready, flush_seconds=flush_seconds, date_header=False, max_head_bytes=MAX_HEAD_BYTES
+    )
 
 
 def _drain(proxy: Proxy, server: HttpServer) -> None:

@@ -16,6 +16,7 @@ from lmkit.serve.serving import Serving, model_name
 from lmkit.serve.sessions import Sessions
 from lmkit.text import Tokenizer
 from lmkit.turbo.transport.async_engine import AsyncEngine
+from lmkit.web.access_log import AccessLog
 
 ROUTERS = [module.router for module in (chat, completions, models, tokenize, metrics, health)]
 
@@ -37,5 +38,6 @@ def create_app(engine: AsyncEngine, tokenizer: Tokenizer, config: ServerConfig) 
     app.add_exception_handler(HTTPException, handle_http_exception)
     if config.api_keys:
         app.add_middleware(ApiKeys, keys=config.api_keys)
-    app.add_middleware(Edge)  # the last added is the outermost
+    app.add_middleware(Edge)
+    app.add_middleware(AccessLog)  # the last added is the outermost
     return app

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from lmkit.serve.errors import note_error
+from lmkit.web.access_log import note_error
 from lmkit.web.auth import Keyring, invalid_api_key
 from lmkit.web.errors import error_response
 

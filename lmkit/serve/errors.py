@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncGenerator, AsyncIterator
-from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -12,14 +10,11 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocketClose
 
-from lmkit import log
 from lmkit.errors import RequestError
 from lmkit.serve.serving import serving
-from lmkit.web.errors import error_body, error_response, method_not_allowed, public_error, remark
-from lmkit.web.request_id import request_id, with_request_id
+from lmkit.web.access_log import note_error
+from lmkit.web.errors import error_body, error_response, method_not_allowed, public_error
 from lmkit.web.routes import not_found
-
-access_logger = log.get_logger("lmkit.serve.access")
 
 
 async def handle_request_error(request: Request, error: Exception) -> Response:
@@ -43,11 +38,6 @@ async def handle_http_exception(request: Request, error: Exception) -> Response:
     return error_response(shown, headers=error.headers or {})
 
 
-def note_error(scope: Scope, error: RequestError) -> None:
-    """Keep the request's error for its line in the access log."""
-    scope.setdefault("state", {})["error"] = error
-
-
 async def with_error_event(scope: Scope, events: AsyncIterator[str]) -> AsyncGenerator[str]:
     """The data of server-sent events. If `events` fails, the last event is the error; otherwise it is [DONE]."""
     try:
@@ -61,10 +51,7 @@ async def with_error_event(scope: Scope, events: AsyncIterator[str]) -> AsyncGen
 
 
 class Edge:
-    """Outermost middleware: gives each request an id, logs one access line for it and catches every error.
-
-    It logs no prompts or query strings.
-    """
+    """Catches every error, below the access log."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -73,16 +60,11 @@ class Edge:
         if scope["type"] != "http":
             await (WebSocketClose() if scope["type"] == "websocket" else self._app)(scope, receive, send)
             return
-        start = time.monotonic()
-        status = 0
-        name = request_id(scope["headers"])
-        scope.setdefault("state", {})
+        started = False
 
         async def watched(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                message["headers"] = with_request_id(message.get("headers", ()), name)
+            nonlocal started
+            started = True
             await send(message)
 
         try:
@@ -90,15 +72,5 @@ class Edge:
         except Exception as error:  # noqa: BLE001 - logged by public_error
             shown = public_error(error)
             note_error(scope, shown)
-            if not status:
-                await error_response(shown)(scope, receive, watched)
-        finally:
-            milliseconds = (time.monotonic() - start) * 1e3
-            line = (scope["method"], scope["path"][:128], status or 499, milliseconds, name, _remarks(scope["state"]))
-            access_logger.info("%s %s %d %.0f ms id=%s%s", *line)
-
-
-def _remarks(state: dict[str, Any]) -> str:
-    """Who sent the request, and why it was refused or failed."""
-    user = f" user={state['user'][:64]!r}" if state.get("user") else ""
-    return user + (remark(state["error"]) if "error" in state else "")
+            if not started:
+                await error_response(shown)(scope, receive, send)

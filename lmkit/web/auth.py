@@ -36,6 +36,12 @@ def invalid_api_key() -> RequestError:
     return RequestError("invalid_api_key", "missing or wrong API key; send Authorization: Bearer KEY")
 
 
+def key_id(headers: Headers) -> str:
+    """A short name of the key that a request presents, for the log; "" without one. It does not tell the key."""
+    presented = _presented(headers)
+    return hashlib.sha256(b"lmkit key " + presented).hexdigest()[:8] if presented else ""
+
+
 def _presented(headers: Headers) -> bytes | None:
     found = set()
     for name, value in headers:

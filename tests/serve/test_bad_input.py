@@ -291,10 +291,10 @@ def test_a_body_shorter_than_it_says(server: Server) -> None:
 
 
 def test_control_characters_do_not_forge_log_lines(server: Server) -> None:
-    forged = "me\n2026-01-01 00:00:00 I lmkit.serve.access: forged"
+    forged = "me\n2026-01-01 00:00:00 I forged"
     assert server.post("/v1/completions", TEXT | {"user": forged}).status_code == 200
     server.get("/%0aforged%20path")
-    server.until(lambda: "forged path" in server.log)
+    server.until(lambda: "GET /%0aforged%20path 404" in server.log)
     assert not [line for line in server.log.splitlines() if line.startswith(("2026-01-01", "forged"))]
     assert "user='me" in server.log
     assert server.post("/v1/completions", TEXT | {"prompt": "my secret words"}).status_code == 200

@@ -178,7 +178,7 @@ def test_special_tokens_in_a_prompt_are_what_the_tokenizer_makes_of_them() -> No
 
 def access_lines(caplog: pytest.LogCaptureFixture, *requests: dict[str, Any]) -> list[str]:
     """The access lines of requests with the id r1, without their times."""
-    logger = logging.getLogger("lmkit.serve.access")
+    logger = logging.getLogger("lmkit.web.access_log")
     logger.addHandler(caplog.handler)  # lmkit's loggers may not propagate
     try:
         with caplog.at_level(logging.INFO, logger.name):
@@ -202,16 +202,16 @@ def test_the_access_line_tells_the_id_and_why_a_request_was_refused(caplog: pyte
         {"path": "/v1/embeddings", "json": {"input": "secret"}},
         {"path": "/nowhere?secret=1"},
     )
-    refused = "POST /v1/chat/completions 400 id=r1 code="
+    refused = "POST /v1/chat/completions 400 from=127.0.0.1 id=r1 code="
     assert lines == [
-        "POST /v1/chat/completions 200 id=r1",
-        "POST /v1/chat/completions 200 id=r1 user='me'",
+        "POST /v1/chat/completions 200 from=127.0.0.1 id=r1",
+        "POST /v1/chat/completions 200 from=127.0.0.1 id=r1 user='me'",
         refused + "invalid_request param='temperature'",
         refused + "context_length_exceeded param='messages'",
         refused + "unknown_parameter param='bad\\nname'",
-        "POST /v1/chat/completions 404 id=r1 code=model_not_found param='model'",
-        "POST /v1/embeddings 404 id=r1 code=not_found",
-        "POST /nowhere 404 id=r1 code=not_found",
+        "POST /v1/chat/completions 404 from=127.0.0.1 id=r1 code=model_not_found param='model'",
+        "POST /v1/embeddings 404 from=127.0.0.1 id=r1 code=not_found",
+        "POST /nowhere 404 from=127.0.0.1 id=r1 code=not_found",
     ]
 
 
@@ -223,8 +223,8 @@ def test_the_access_line_of_a_wrong_key_and_of_a_broken_stream(caplog: pytest.Lo
         {"json": CHAT | {"stream": True}, "engine": late},
     )
     assert lines == [
-        "POST /v1/chat/completions 401 id=r1 code=invalid_api_key",
-        "POST /v1/chat/completions 200 id=r1 code=deadline_exceeded",
+        "POST /v1/chat/completions 401 from=127.0.0.1 id=r1 code=invalid_api_key",
+        "POST /v1/chat/completions 200 from=127.0.0.1 id=r1 code=deadline_exceeded",
     ]
 
 

@@ -118,7 +118,7 @@ async def test_every_answer_has_a_request_id() -> None:
 
 
 @pytest.mark.anyio
-async def test_the_log_tells_why_a_request_was_refused(caplog: pytest.LogCaptureFixture) -> None:
+async def test_t21_the_log_tells_who_asked_and_why_it_was_refused(caplog: pytest.LogCaptureFixture) -> None:
     body = b'{"messages": [{"content": "secret"}]}'
     logger = logging.getLogger("lmkit")
     logger.addHandler(caplog.handler)  # lmkit's loggers may not propagate
@@ -130,9 +130,14 @@ async def test_the_log_tells_why_a_request_was_refused(caplog: pytest.LogCapture
                     headers = BEARER | JSON | {"x-request-id": "id-7"}
                     await client.post(address + CHAT, headers=headers, content=body)
                     assert re.search(
-                        "POST /v1/chat/completions 400 .*id=id-7 code=invalid_request param='model'", caplog.text
+                        r"POST /v1/chat/completions 400 \d+ ms from=127.0.0.1 key=[0-9a-f]{8} id=id-7 "
+                        "code=invalid_request param='model'",
+                        caplog.text,
                     )
                     assert "secret" not in caplog.text
+                    assert KEY not in caplog.text
+                    await client.get(address + "/health", headers={"x-api-key": "other"})
+                    assert len(set(re.findall("key=[0-9a-f]+", caplog.text))) == 2
     finally:
         logger.removeHandler(caplog.handler)
 

@@ -1,0 +1,78 @@
+"""One line of the log for each request: its client, key and id, and why it was refused or failed.
+
+It shows no prompts, no query strings and no keys. A path stands as it was sent, percent-encoded, so that no client can
+write a second field or a second line.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from lmkit.errors import RequestError
+from lmkit.log import get_logger
+from lmkit.web.auth import key_id
+from lmkit.web.errors import remark
+from lmkit.web.request_id import request_id, with_request_id
+
+MAX_PATH_BYTES = 128
+
+log = get_logger(__name__)
+
+
+class AccessLog:
+    """Outermost middleware: gives each request an id, which the answer carries, and logs a line for it at its end.
+
+    `scope["state"]` has `held`, an ExitStack that is closed with the request.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        start, status, name = time.monotonic(), 0, request_id(scope["headers"])
+        state: dict[str, Any] = scope.setdefault("state", {})
+
+        async def watched(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = with_request_id(message.get("headers", ()), name)
+            await send(message)
+
+        try:
+            with ExitStack() as state["held"]:
+                await self._app({**scope, "headers": with_request_id(scope["headers"], name)}, receive, watched)
+        finally:
+            milliseconds = (time.monotonic() - start) * 1e3
+            line = (scope["method"], _target(scope), status or 499, milliseconds, _from(scope), name, _remarks(state))
+            log.info("%s %s %d %.0f ms %s id=%s%s", *line)
+
+
+def note_error(scope: Scope, error: RequestError) -> None:
+    """Keep the request's error for its line."""
+    scope.setdefault("state", {})["error"] = error
+
+
+def _target(scope: Scope) -> str:
+    raw = scope.get("raw_path") or scope["path"].encode()
+    return str(raw[:MAX_PATH_BYTES].decode("ascii", "backslashreplace"))
+
+
+def _from(scope: Scope) -> str:
+    """The client's address, and the id of the key that it sent."""
+    address, _ = scope.get("client") or ("-", 0)
+    key = key_id(scope["headers"])
+    return f"from={address}" + (f" key={key}" if key else "")
+
+
+def _remarks(state: dict[str, Any]) -> str:
+    """Whom the request names as its user, and why it was refused or failed."""
+    user = f" user={state['user'][:64]!r}" if state.get("user") else ""
+    return user + (remark(state["error"]) if "error" in state else "")
