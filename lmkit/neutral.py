@@ -35,7 +35,6 @@ GENERATION: Mapping[str, Values] = {
     "prompt_cache_options": _NONE,
     "prompt_cache_retention": _NONE,
     "reasoning_effort": _NONE,
-    "response_format": (None, {"type": "text"}),
     "safety_identifier": _NONE,
     "service_tier": (None, "auto", "default"),
     "store": _OFF,
@@ -113,22 +112,12 @@ GENERATION: Mapping[str, Values] = {
     # constraints
     "allowed_token_ids": (None, []),
     "custom_logit_processor": _NONE,
-    "ebnf": (None, ""),
-    "grammar": (None, ""),
     "grammar_lazy": _OFF,
-    "guided_choice": (None, []),
     "guided_decoding": _NONE,
     "guided_decoding_backend": _NONE,
-    "guided_grammar": _NONE,
-    "guided_json": _NONE,
-    "guided_json_object": _OFF,
-    "guided_regex": (None, ""),
     "guided_whitespace_pattern": _NONE,
-    "json_schema": _EMPTY,
     "logits_processors": (None, []),
-    "regex": (None, ""),
     "structural_tag": _NONE,
-    "structured_outputs": _NONE,
     # what else the answer shows
     "decoder_input_details": _OFF,
     "details": _OFF,
@@ -264,7 +253,15 @@ MESSAGE: Mapping[str, Values] = {
 }
 # Of fields that lmkit has: values with which other APIs say that a field is not set.
 UNSET: Mapping[str, Values] = {
+    "ebnf": ("",),
+    "grammar": ("",),
+    "guided_choice": ([],),
+    "guided_json_object": (False,),
+    "guided_regex": ("",),
+    "json_schema": ([], {}, ""),
     "logprobs": (False,),
+    "regex": ("",),
+    "response_format": ({"type": "text"},),
     "seed": (-1,),
     "session_id": (-1,),
 }

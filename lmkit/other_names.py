@@ -15,7 +15,6 @@ OWN_TEMPLATE = "lmkit uses the checkpoint's chat template; put your own into its
 NO_ADAPTERS = "lmkit serves no LoRA adapters; merge them into the checkpoint"
 NO_BANS = "use logit_bias: -100 for each banned token id"
 NO_BEAMS = "lmkit has no beam search"
-NO_GRAMMAR = "lmkit does not constrain the output to a grammar"
 NO_REMOTE_CODE = "lmkit never runs code of a checkpoint"
 NO_SAMPLING = "temperature=0 is greedy, any other temperature samples"
 NO_SPECULATION = "lmkit has no speculative decoding"
@@ -34,7 +33,8 @@ def each(advice: str, names: str) -> dict[str, str]:
 
 # Of a generation: fields of GenerationConfig and of HTTP bodies.
 GENERATION: Mapping[str, str] = {
-    **each(NO_GRAMMAR, "allowed_token_ids grammar guided_decoding response_format structured_outputs"),
+    "allowed_token_ids": "use response_format, or logit_bias: -100 for each banned token id",
+    **each("use response_format", "grammar guided_decoding guided_json guided_regex structured_outputs"),
     **each(NO_BANS, "bad_token_ids bad_words bad_words_ids"),
     **each(SEVERAL, "best_of n num_return_sequences"),
     "detokenize": "lmkit always returns text and token_ids",

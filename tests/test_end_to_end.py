@@ -92,6 +92,27 @@ def test_seed_n_logprobs_and_stop(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.slow
+def test_answers_fit_their_schema(client: openai.OpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 6}, "size": {"enum": [1, 2]}},
+        "required": ["name", "size"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "thing", "schema": schema, "strict": True}}
+    options = {"response_format": form, "max_tokens": 200, "temperature": 1.0, "seed": 3}
+    whole = chat(client, n=3, **options)
+    for choice in whole.choices:
+        thing = json.loads(choice.message.content)
+        assert thing.keys() == {"name", "size"}
+        assert (choice.finish_reason, thing["size"] in (1, 2)) == ("stop", True)
+    parts = list(chat(client, stream=True, **options))
+    assert "".join(part.choices[0].delta.content or "" for part in parts) == whole.choices[0].message.content
+    with pytest.raises(openai.BadRequestError, match="uniqueItems"):
+        chat(client, extra_body={"guided_json": {"type": "array", "uniqueItems": True}})
+
+
+@pytest.mark.slow
 def test_completions(client: openai.OpenAI) -> None:
     done = client.completions.create(model="demo", prompt=["import os\n", "class A:\n"], max_tokens=8, temperature=0)
     alone = client.completions.create(model="demo", prompt="class A:\n", max_tokens=8, temperature=0)

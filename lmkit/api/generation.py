@@ -42,6 +42,7 @@ class GenerationConfig(Sampling, frozen=True, kw_only=True, forbid_unknown_field
     do_sample: bool | None = None  # False = greedy, whatever the temperature; True needs a temperature above 0
     max_new_tokens: int | Literal["auto"] | None = "auto"  # None = until the context is full; 0 = only prefill
     min_new_tokens: int = 0  # eos, stop ids and stop strings are suppressed before that many tokens
+    response_format: dict[str, Any] | None = None  # OpenAI's: the answer follows a JSON schema; see docs/serving.md
 
     if TYPE_CHECKING:
 
@@ -66,6 +67,7 @@ class GenerationConfig(Sampling, frozen=True, kw_only=True, forbid_unknown_field
             do_sample: bool | None = None,
             max_new_tokens: int | Literal["auto"] | None = "auto",
             min_new_tokens: int | None = None,
+            response_format: Mapping[str, Any] | None = None,
         ) -> None: ...
 
     else:
@@ -89,6 +91,16 @@ class GenerationConfig(Sampling, frozen=True, kw_only=True, forbid_unknown_field
         super().validate(vocab_size)
         if self.do_sample and not self.temperature:
             raise RequestError("invalid_request", "do_sample=True: needs a temperature above 0", "do_sample")
+        if self.grammar():
+            self.check_end_is_free()
+
+    def grammar(self) -> str:
+        """The grammar of `response_format`, "" for any answer. Raises RequestError for one of a wrong shape."""
+        if self.response_format is None:
+            return ""
+        from lmkit.text.grammar import response_format  # most callers never need it
+
+        return response_format(self.response_format)
 
     def filled(self, defaults: SamplingDefaults) -> GenerationConfig:
         """This configuration with `defaults` in the fields that are not given, and what `do_sample` asks for."""
@@ -103,9 +115,10 @@ class GenerationConfig(Sampling, frozen=True, kw_only=True, forbid_unknown_field
         """The settings as the engine's SamplingParams, with a random seed if none was given."""
         fields = {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
         fields.pop("do_sample", None)
+        fields.pop("response_format", None)
         lengths = {"max_tokens": fields.pop(self.MAX, None), "min_tokens": fields.pop(self.MIN)}
         seed = secrets.randbits(63) if self.seed is None else self.seed
-        return SamplingParams(**(fields | lengths | {"seed": seed}))
+        return SamplingParams(**(fields | lengths | {"seed": seed, "grammar": self.grammar()}))
 
 
 GenConfigs = GenerationConfig | Sequence[GenerationConfig] | None

@@ -77,8 +77,10 @@ class RequestMaker:
     def request(self, prompt_ids: list[int], config: GenerationConfig, **fields: Any) -> Request:
         config = config.filled(self._info.sampling)
         config.validate(self._info.vocab_size)
-        name = f"pipeline-{next(self._ids)}"
-        return Request(request_id=name, prompt_ids=prompt_ids, params=config.params(), **fields)
+        params = config.params()
+        if params.grammar:
+            self._tokenizer.grammars(self._info.vocab_size).check(params.grammar, "response_format")
+        return Request(request_id=f"pipeline-{next(self._ids)}", prompt_ids=prompt_ids, params=params, **fields)
 
     def _text(self, prompt: str | list[Any], do_preprocess: bool) -> tuple[str, bool]:
         """(the text to continue, whether the tokenizer adds special tokens: a chat template writes its own)."""

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from lmkit.other_names import (
     ENGINE,
     NO_ADAPTERS,
-    NO_GRAMMAR,
     NO_SPECULATION,
     NOT_NEEDED,
     NOT_OUTPUT,
@@ -60,7 +59,7 @@ SERVE: Mapping[str, str] = {
     "disable_log_requests": "lmkit never logs prompts; --log-level says how much it logs",
     "disable_uvicorn_access_log": "--log-level WARNING leaves out the line of each request",
     **each("use device: cuda runs all layers on the GPU, cpu none", "gpu_layers ngl"),
-    "guided_decoding_backend": NO_GRAMMAR,
+    "guided_decoding_backend": NOT_NEEDED,
     **each("name the repository in place of MODEL: ORG/NAME", "hf hf_repo"),
     "m": "name the checkpoint without an option: lmkit serve MODEL",
     "max_concurrent_requests": "use --max-queue for waiting requests and --max-batch-size for running ones",

@@ -17,6 +17,7 @@ import msgspec
 
 from lmkit.errors import RequestError
 from lmkit.formats.generation_config import RANGES
+from lmkit.serve.constraint import constraint
 from lmkit.serve.protocol import MAX_SEQUENCES, ChatCompletionRequest, ChatMessage, CompletionRequest
 from lmkit.text import EncodedTurn, TokenHistory, Tokenizer
 from lmkit.turbo.request import EngineInfo, Request, SamplingParams
@@ -43,6 +44,7 @@ def chat_requests(
         raise _invalid("top_logprobs needs logprobs: true", "top_logprobs")
     params = _params(
         body,
+        tokenizer,
         info,
         max_tokens=_limit(_or(asked, info.sampling.max_new_tokens)),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
@@ -62,6 +64,7 @@ def completion_requests(
     asked = _asked_tokens(body)
     params = _params(
         body,
+        tokenizer,
         info,
         max_tokens=_limit(_or(asked, info.sampling.max_new_tokens or DEFAULT_COMPLETION_TOKENS)),
         logprobs=0 if select and body.logprobs is None else body.logprobs,
@@ -117,7 +120,9 @@ def check_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
         raise _invalid(f"{param}: a token id is not in [0, {vocab_size})", param)
 
 
-def _params(body: ChatCompletionRequest | CompletionRequest, info: EngineInfo, **fields: Any) -> SamplingParams:
+def _params(
+    body: ChatCompletionRequest | CompletionRequest, tokenizer: Tokenizer, info: EngineInfo, **fields: Any
+) -> SamplingParams:
     """The request's parameters: given, else the checkpoint's default, else OpenAI's."""
     if (options := body.stream_options) is not None:
         if not body.stream and (options.include_usage or options.continuous_usage_stats):
@@ -136,6 +141,7 @@ def _params(body: ChatCompletionRequest | CompletionRequest, info: EngineInfo, *
         ignore_eos=bool(body.ignore_eos),
         skip_special_tokens=_or(body.skip_special_tokens, True),
         include_stop_str_in_output=bool(body.include_stop_str_in_output),
+        grammar=constraint(body, tokenizer, info.vocab_size),
         **fields,
     )
     params.validate(info.vocab_size)

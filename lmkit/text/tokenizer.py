@@ -7,9 +7,10 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
@@ -17,6 +18,9 @@ from lmkit.errors import CheckpointError, RequestError
 from lmkit.jsonfile import read_json
 from lmkit.text.decoding import decoder_stages
 from lmkit.text.template import NAMED_TOKENS, ChatTemplate
+
+if TYPE_CHECKING:
+    from lmkit.text.grammar import Grammars
 
 _TOKEN_FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 MAX_CONFIG_BYTES = 16 << 20  # tokenizer_config.json and the like; real ones stay below 1 MiB
@@ -44,6 +48,8 @@ class Tokenizer:
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.make_stages = decoder_stages(backend.decoder)
         self._pieces: dict[int, str | None] = {}
+        self._grammars: dict[int, Grammars] = {}
+        self._lock = threading.Lock()
 
     @classmethod
     def from_pretrained(cls, path: str | Path) -> Tokenizer:
@@ -105,6 +111,18 @@ class Tokenizer:
         """Token ids of the rendered conversation. Only the template writes BOS, so there is never a second one."""
         text = self.render_chat(messages, add_generation_prompt=add_generation_prompt, variables=variables)
         return self.encode(text, add_special_tokens=False)
+
+    def grammars(self, vocab_size: int) -> Grammars:
+        """Grammars over this tokenizer's tokens, for logits of `vocab_size`. Made at the first call.
+
+        Raises RequestError if this tokenizer cannot follow a grammar.
+        """
+        from lmkit.text.grammar import Grammars
+
+        with self._lock:
+            if vocab_size not in self._grammars:
+                self._grammars[vocab_size] = Grammars(self.backend.to_str(), self.eos_token_ids, vocab_size)
+            return self._grammars[vocab_size]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`. Ids without a token (a padded vocabulary has some) decode to nothing."""

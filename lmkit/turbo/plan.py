@@ -18,6 +18,10 @@ class NewSequence(msgspec.Struct, frozen=True):
     prompt_logprobs: bool
     block_tables: list[list[int]] = []  # of each group, for tokens whose KV was found; computation starts after them
 
+    def output_ids(self) -> list[int]:
+        """The tokens generated so far."""
+        return self.token_ids[self.num_prompt_tokens :]
+
 
 class Chunk(msgspec.Struct, frozen=True):
     """Compute tokens start .. start + num_tokens of the sequence in `slot`, after giving it `new_blocks`."""

@@ -40,6 +40,13 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     skip_special_tokens: bool = True
     logprobs: int | None = None  # None = off, 0 = the chosen token's, n = also those of the n most likely tokens
 
+    def check_end_is_free(self) -> None:
+        """Raise RequestError if a field holds the end back. A grammar decides itself where an answer ends."""
+        for name in ("ignore_eos", self.MIN):
+            if getattr(self, name):
+                message = f"{name} does not go with an answer that follows a schema or grammar, which decides its end"
+                raise RequestError("invalid_request", message, name)
+
     def validate(self, vocab_size: int) -> None:
         """Raise a RequestError that names the first field out of range."""
 
@@ -81,6 +88,12 @@ class SamplingParams(Sampling, frozen=True, kw_only=True, forbid_unknown_fields=
     repetition_penalty: float = 1.0
     max_tokens: int | None = 512  # None = until the context is full, 0 = none: the prompt is only computed
     min_tokens: int = 0  # eos, stop ids and stop strings are held back before so many tokens
+    grammar: str = ""  # the answer follows it, see text.grammar; "" = any answer
+
+    def validate(self, vocab_size: int) -> None:
+        super().validate(vocab_size)
+        if self.grammar:
+            self.check_end_is_free()
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):

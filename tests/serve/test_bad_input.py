@@ -95,7 +95,8 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
         ("surprise", None, "unknown_parameter"),
         ("tools", [{}], "unsupported_parameter"),
         ("tool_choice", "required", "unsupported_parameter"),
-        ("response_format", {"type": "json_object"}, "unsupported_parameter"),
+        ("response_format", {"type": "xml"}, "invalid_request"),
+        ("guided_whitespace_pattern", " ", "unsupported_parameter"),
         ("reasoning_effort", "low", "unsupported_parameter"),
         ("store", True, "unsupported_parameter"),
         ("store", 0, "unsupported_parameter"),  # not the boolean false

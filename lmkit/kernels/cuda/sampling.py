@@ -15,12 +15,12 @@ from lmkit.kernels.cuda.elementwise import accepts
 from lmkit.kernels.cuda.module import Kernel
 from lmkit.kernels.registry import implements
 
-# struct Slot of csrc/slot.cuh; held, bias_ids, bias and seen are addresses on the device.
+# struct Slot of csrc/slot.cuh; held, bias_ids, bias, seen and mask are addresses on the device.
 SLOT = np.dtype(
     [("temperature", "f8"), ("top_p", "f8"), ("min_p", "f8"), ("top_k", "i8"), ("seed", "u8"), ("num_outputs", "i8"),
      ("min_tokens", "i8"), ("held", "u8"), ("num_held", "i8"), ("bias_ids", "u8"), ("bias", "u8"),
      ("num_bias", "i8"), ("seen", "u8"), ("presence", "f8"), ("repetition", "f4"), ("frequency", "f4"),
-     ("num_top", "i8")]
+     ("num_top", "i8"), ("mask", "u8")]
 )  # fmt: skip
 WORDS = SLOT.itemsize // 8
 

@@ -34,6 +34,7 @@ from lmkit.turbo.plan import StepPlan
 from lmkit.turbo.request import EngineInfo, EngineStats, Request, SamplingParams, StepOutput
 from lmkit.turbo.runners.device import Device, resolve_device
 from lmkit.turbo.runners.factory import make_runner
+from lmkit.turbo.runners.guides import Guides
 from lmkit.turbo.runners.runner import RunnerParts, Ticket
 from lmkit.turbo.scheduling.limits import SchedulerLimits
 from lmkit.turbo.scheduling.scheduler import Scheduler
@@ -106,10 +107,14 @@ class Engine:
             blocks = KVBlocks(kv)
             host_bytes = config.kv_host_memory or 0
             self._tiers = TierStore(blocks, host_bytes=host_bytes, disk=model.disk) if model.has_tiers else None
-            parts = RunnerParts(config, model.decoder, kv, blocks, self._tiers, memory.max_model_len, memory.workspace)
+            self._guides = Guides(model.tokenizer, spec.vocab_size)
+            parts = RunnerParts(
+                config, model.decoder, kv, blocks, self._tiers, self._guides, memory.max_model_len, memory.workspace
+            )
             self.runner = make_runner(device, parts)
             self._warm_up(limits)
-        self.scheduler = Scheduler(limits, model.eos_token_ids, tiers=self._tiers, kv_identity=model.kv_identity)
+        eos = model.tokenizer.eos_token_ids if model.tokenizer is not None else ()
+        self.scheduler = Scheduler(limits, eos, tiers=self._tiers, kv_identity=model.kv_identity)
         self.info = _info(model, limits)
 
     def _warm_up(self, limits: SchedulerLimits) -> None:
@@ -133,6 +138,8 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestError if it can never run or the queue is full."""
+        if request.params.grammar:
+            self._guides.prepare(request.params.grammar)
         self.scheduler.add(request)
 
     def abort(self, request_id: str) -> None:
@@ -195,6 +202,7 @@ class Engine:
     def close(self) -> None:
         """Wait for steps under way, end the threads and release the disk. The engine cannot be used afterwards."""
         self.runner.close()
+        self._guides.close()
         if self._tiers is not None:
             self._tiers.close()
 

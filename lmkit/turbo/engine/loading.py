@@ -37,7 +37,7 @@ class LoadedModel:
     decoder: Decoder
     storages: list[KVStorage]
     memory: MemoryPlan
-    eos_token_ids: tuple[int, ...]
+    tokenizer: Tokenizer | None
     has_tiers: bool
     kv_identity: bytes  # of the blocks in the tiers
     disk: DiskTier | None
@@ -66,8 +66,8 @@ def load(model_path: str, config: EngineConfig, device: Device) -> LoadedModel:
             decoder = load_decoder(model, packed_cache=config.packed_cache)
         log.info("weights loaded in %.1f s", time.perf_counter() - start)
         log.debug("weights of %s", path)
-    eos = Tokenizer.from_pretrained(path).eos_token_ids
-    return LoadedModel(str(path), decoder, model.storages, memory, eos, has_tiers, identity, disk, sampling)
+    tokenizer = Tokenizer.from_pretrained(path)
+    return LoadedModel(str(path), decoder, model.storages, memory, tokenizer, has_tiers, identity, disk, sampling)
 
 
 def _announce(memory: MemoryPlan, storages: list[KVStorage]) -> None:
@@ -94,7 +94,7 @@ def given(decoder: Decoder, config: EngineConfig, device: Device, storages: list
         storages = [KVStorage(kv_dtype(kind), kv_dtype(kind))] * spec.num_layers
     memory = plan_memory(spec, config, [s.dtypes for s in storages], 0, device.free_memory())
     _announce(memory, storages)
-    return LoadedModel(spec.architecture, decoder, storages, memory, (), False, b"", None, SamplingDefaults())
+    return LoadedModel(spec.architecture, decoder, storages, memory, None, False, b"", None, SamplingDefaults())
 
 
 @contextmanager

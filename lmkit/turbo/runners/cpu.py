@@ -33,7 +33,7 @@ class CpuRunner(PlanRunner):
     """`execute` carries out a plan in the thread that calls it."""
 
     def __init__(self, device: CpuDevice, parts: RunnerParts) -> None:
-        self.sampler = Sampler(parts.config.max_batch_size, parts.decoder.spec.vocab_size)
+        self.sampler = Sampler(parts.config.max_batch_size, parts.decoder.spec.vocab_size, parts.guides)
         super().__init__(parts, self.sampler)
         self.kernel_seconds = 0.0  # time of all steps in the model
         self._workspace = Workspace(parts.workspace_bytes)

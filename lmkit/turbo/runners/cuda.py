@@ -27,6 +27,7 @@ from lmkit.turbo.runners.batch import Expected, StepRows
 from lmkit.turbo.runners.cuda_captured import CapturedSteps, captured_sizes, linear_kernels, obstacle
 from lmkit.turbo.runners.device import CudaDevice, Event
 from lmkit.turbo.runners.gpu_sampler import GpuSampler
+from lmkit.turbo.runners.guides import Guides
 from lmkit.turbo.runners.runner import PlanRunner, RunnerParts, SlotStates, StepResult, Ticket, sample_chunks
 from lmkit.turbo.runners.sampler import Sampler
 from lmkit.turbo.runners.staging import StagedInputs
@@ -60,8 +61,8 @@ class _Drawn:
 class HostSampler:
     """The CPU's sampler on a GPU's logits. Each step waits for the logits."""
 
-    def __init__(self, num_slots: int, vocab_size: int, device: str) -> None:
-        self._sampler = Sampler(num_slots, vocab_size)
+    def __init__(self, num_slots: int, vocab_size: int, device: str, guides: Guides) -> None:
+        self._sampler = Sampler(num_slots, vocab_size, guides)
         self.num_top = self._sampler.num_top
         self.last_token = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.set, self.clear = self._sampler.set, self._sampler.clear
@@ -106,7 +107,7 @@ class CudaRunner(PlanRunner):
     def __init__(self, device: CudaDevice, parts: RunnerParts) -> None:
         sampler = GpuSampler if device.has_kernels else HostSampler
         self._sampler: DeviceSampler = sampler(
-            parts.config.max_batch_size, parts.decoder.spec.vocab_size, device.tensors
+            parts.config.max_batch_size, parts.decoder.spec.vocab_size, device.tensors, parts.guides
         )
         super().__init__(parts, self._sampler)
         self._device = device

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from lmkit.kernels.cuda import sampling
 from lmkit.turbo.plan import NewSequence, SampledToken
-from lmkit.turbo.runners.sampler import penalizes
+from lmkit.turbo.runners.guides import Guides, RunningGuide
+from lmkit.turbo.runners.sampler import edits_logits, penalizes
 from lmkit.turbo.sequence import FAILED_TOKEN
 
 
@@ -28,6 +29,12 @@ class PendingTokens:
     scores: Tensor | None  # float64, the result of sampling.score; on the host
     scored: dict[int, tuple[int, int]]  # row -> (row of `scores`, most likely tokens to report)
     copied: torch.cuda.Event | None
+
+    def token_id(self, row: int) -> int:
+        """Wait for the tokens. Returns one of them."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        return int(self.tokens[row])
 
     def result(self) -> list[SampledToken]:
         """Wait for the tokens. Returns one for each row of the logits; FAILED_TOKEN for an unusable row."""
@@ -48,8 +55,12 @@ class GpuSampler:
     A sequence with penalties takes 4 bytes there for each token of the vocabulary.
     """
 
-    def __init__(self, num_slots: int, vocab_size: int, device: str) -> None:
+    def __init__(self, num_slots: int, vocab_size: int, device: str, guides: Guides | None = None) -> None:
         self.vocab_size = vocab_size
+        self._guides = guides
+        self._guided: dict[int, RunningGuide] = {}
+        self._masks: Tensor | None = None  # int32 [slots, ceil(vocab / 32)], if a sequence ever followed a grammar
+        self._unread: tuple[PendingTokens, list[tuple[int, RunningGuide]]] | None = None  # rows that guides wait for
         self.num_top = np.full(num_slots, -1)  # most likely tokens to report; -1 = no log-probabilities at all
         self.last_token = torch.zeros(num_slots, dtype=torch.int64, device=device)  # 0 where sampling has failed
         self.table = torch.zeros(num_slots, sampling.WORDS, dtype=torch.int64, device=device)
@@ -68,7 +79,10 @@ class GpuSampler:
         record["top_p"], record["min_p"] = params.top_p, params.min_p
         record["seed"], record["num_outputs"] = params.seed or 0, len(new.token_ids) - new.num_prompt_tokens
         record["num_top"] = max(0, self.num_top[slot])
-        if penalizes(params) or params.min_tokens or params.logit_bias:
+        if self._guides is not None and params.grammar:
+            self._guided[slot] = self._guides.begin(new)
+            record["mask"] = self._mask(slot).data_ptr()
+        if edits_logits(params):
             self._edits[slot] = self._record_edits(record, new)
         if slot in self._edits or params.temperature > 0 or params.logprobs is not None:
             self._beyond_argmax.add(slot)
@@ -77,6 +91,7 @@ class GpuSampler:
     def clear(self, slot: int) -> None:
         """Clear the slot after its sequence has left."""
         self._edits.pop(slot, None)
+        self._guided.pop(slot, None)
         self._beyond_argmax.discard(slot)
 
     def is_greedy(self, slots: Seq[int]) -> bool:
@@ -94,6 +109,12 @@ class GpuSampler:
         with no token left to choose, gives FAILED_TOKEN and does not affect the other rows.
         """
         assert (logits.dtype, logits.stride(1)) == (torch.float32, 1)
+        pending = self._sample(logits, slots)
+        guided = [(row, self._guided[slot]) for row, slot in enumerate(slots) if slot in self._guided]
+        self._unread = (pending, guided) if guided else None
+        return pending
+
+    def _sample(self, logits: Tensor, slots: Seq[int]) -> PendingTokens:
         edited = [row for row, slot in enumerate(slots) if slot in self._edits]
         scored = [row for row, slot in enumerate(slots) if self.num_top[slot] >= 0]
         numbers = self._upload(np.array([*slots, *edited, *scored], np.int32))
@@ -105,6 +126,7 @@ class GpuSampler:
         raw, gathered = logits, not set(edited).isdisjoint(scored)
         if gathered:
             raw = logits.index_select(0, scored_rows)
+        self._guide([slot for slot in slots if slot in self._guided])
         if edited:
             sampling.edit_logits(logits, edited_rows, slot_ids, self.table)
         sampling.sample(logits, self.table, slot_ids, self.last_token, tokens)
@@ -115,6 +137,25 @@ class GpuSampler:
             raw, scored_rows, slot_ids, self.table, tokens, min(max(num_top), self.vocab_size), gathered=gathered
         )
         return self.fetch(tokens, scores, {row: (i, num_top[i]) for i, row in enumerate(scored)})
+
+    def _guide(self, slots: list[int]) -> None:
+        """Write the masks of `slots`. The host waits for the step before, while this step's logits are computed."""
+        if self._unread is not None:
+            pending, rows = self._unread
+            for row, guide in rows:
+                if (token := pending.token_id(row)) != FAILED_TOKEN:
+                    guide.advance(token)
+            self._unread = None
+        if slots:
+            masks = self._upload(np.stack([self._guided[slot].allowed() for slot in slots]))
+            for slot, mask in zip(slots, masks, strict=True):
+                self._mask(slot).copy_(mask)
+
+    def _mask(self, slot: int) -> Tensor:
+        if self._masks is None:
+            shape = len(self.table), -(-self.vocab_size // 32)
+            self._masks = torch.zeros(shape, dtype=torch.int32, device=self.table.device)
+        return self._masks[slot]
 
     def fetch(
         self, tokens: Tensor, scores: Tensor | None = None, scored: dict[int, tuple[int, int]] | None = None

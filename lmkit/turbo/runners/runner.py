@@ -18,6 +18,7 @@ from lmkit.turbo.kv.tiers.store import TierStore
 from lmkit.turbo.plan import Chunk, NewSequence, Sampled, SampledToken, StepPlan
 from lmkit.turbo.request import TokenLogprobs
 from lmkit.turbo.runners.batch import PersistentBatch, StepRows
+from lmkit.turbo.runners.guides import Guides
 from lmkit.turbo.runners.sampler import token_logprobs
 
 SCORED_BYTES = 16 << 20  # the most bytes of prompt token logits held at a time, however long the prompt
@@ -61,6 +62,7 @@ class RunnerParts:
     kv: list[KVLayer]
     blocks: KVBlocks
     tiers: TierStore | None
+    guides: Guides
     max_model_len: int
     workspace_bytes: int  # on a CPU: activations and logits of the largest step
 

@@ -20,14 +20,16 @@ from lmkit.kernels import ops
 from lmkit.kernels.reference.sampling import most_likely, relative_weights
 from lmkit.turbo.plan import NewSequence, SampledToken
 from lmkit.turbo.request import SamplingParams, TokenLogprobs
+from lmkit.turbo.runners.guides import Guides, RunningGuide
 from lmkit.turbo.sequence import FAILED_TOKEN
 
 
 class Sampler:
     """Sampling parameters and state of `num_slots` sequences, as arrays indexed by slot."""
 
-    def __init__(self, num_slots: int, vocab_size: int) -> None:
+    def __init__(self, num_slots: int, vocab_size: int, guides: Guides | None = None) -> None:
         self.vocab_size = vocab_size
+        self._guides = guides
         self.temperature = np.zeros(num_slots)
         self.top_k = np.zeros(num_slots, np.int64)  # 0 = off
         self.top_p = np.ones(num_slots)
@@ -51,8 +53,9 @@ class Sampler:
         self.num_outputs[slot] = len(new.token_ids) - new.num_prompt_tokens
         self.num_top[slot] = -1 if params.logprobs is None else params.logprobs
         self.clear(slot)
-        if penalizes(params) or params.min_tokens or params.logit_bias:
-            self.edits[slot] = LogitEdits.of(new, self.vocab_size)
+        if edits_logits(params):
+            guide = self._guides.begin(new) if self._guides is not None and params.grammar else None
+            self.edits[slot] = LogitEdits.of(new, self.vocab_size, guide)
         if slot in self.edits or params.temperature > 0 or params.logprobs is not None:
             self._beyond_argmax.add(slot)
 
@@ -134,6 +137,10 @@ def penalizes(params: SamplingParams) -> bool:
     return (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1, 0, 0)
 
 
+def edits_logits(params: SamplingParams) -> bool:
+    return penalizes(params) or bool(params.min_tokens or params.logit_bias or params.grammar)
+
+
 @dataclass
 class LogitEdits:
     """The changes of one sequence's logits before its temperature is applied."""
@@ -143,9 +150,10 @@ class LogitEdits:
     bias_ids: np.ndarray  # int64
     bias: np.ndarray  # float32
     num_output: dict[int, int]  # if penalized: context token -> how often it was generated (0 = prompt only)
+    guide: RunningGuide | None  # behind the last token
 
     @classmethod
-    def of(cls, new: NewSequence, vocab_size: int) -> LogitEdits:
+    def of(cls, new: NewSequence, vocab_size: int, guide: RunningGuide | None) -> LogitEdits:
         params = new.params
         edits = cls(
             params,
@@ -153,13 +161,19 @@ class LogitEdits:
             np.array(list(params.logit_bias), np.int64),
             np.array(list(params.logit_bias.values()), np.float32),
             dict.fromkeys(new.token_ids[: new.num_prompt_tokens], 0) if penalizes(params) else {},
+            guide,
         )
-        for token in new.token_ids[new.num_prompt_tokens :]:
-            edits.count(token)
+        for token in new.output_ids():
+            edits._penalize(token)
         return edits
 
     def count(self, token_id: int) -> None:
-        """Count a generated token."""
+        """Take in a generated token."""
+        self._penalize(token_id)
+        if self.guide is not None:
+            self.guide.advance(token_id)
+
+    def _penalize(self, token_id: int) -> None:
         if penalizes(self.params):
             self.num_output[token_id] = self.num_output.get(token_id, 0) + 1
 
@@ -172,8 +186,14 @@ class LogitEdits:
         if num_outputs < params.min_tokens:
             row[self.held_back] = -np.inf
         row[self.bias_ids] += self.bias
-        if not penalizes(params):
-            return
+        if penalizes(params):
+            self._apply_penalties(row)
+        if self.guide is not None:
+            bits = np.unpackbits(self.guide.allowed().view(np.uint8), count=len(row), bitorder="little")
+            row[bits == 0] = -np.inf
+
+    def _apply_penalties(self, row: np.ndarray) -> None:
+        params = self.params
         ids = np.fromiter(self.num_output, np.int64, len(self.num_output))
         counts = np.fromiter(self.num_output.values(), np.float32, len(self.num_output))
         values, repetition = row[ids], np.float32(params.repetition_penalty)

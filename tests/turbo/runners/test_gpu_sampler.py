@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,20 +15,27 @@ import torch
 from torch import Tensor
 
 from lmkit.kernels.cuda import module, sampling
+from lmkit.text import Tokenizer
+from lmkit.text.grammar import grammar_of
 from lmkit.turbo.plan import NewSequence, SampledToken
 from lmkit.turbo.runners.gpu_sampler import GpuSampler
+from lmkit.turbo.runners.guides import Guides
 from lmkit.turbo.runners.sampler import LogitEdits, Sampler
 from lmkit.turbo.sequence import FAILED_TOKEN
 from tests.kernels.cuda.conftest import device
+from tests.serve.fake_engine import DEMO
 from tests.turbo.runners.test_sampler import EOS, entry, random_entry
 
 
 class Both:
     """A sequence for each slot, in both samplers."""
 
-    def __init__(self, device: str, news: Sequence[NewSequence], vocab: int) -> None:
+    def __init__(
+        self, device: str, news: Sequence[NewSequence], vocab: int, tokenizer: Tokenizer | None = None
+    ) -> None:
         self.device = device
-        self.cpu, self.gpu = Sampler(len(news), vocab), GpuSampler(len(news), vocab, device)
+        guides = Guides(tokenizer, vocab)
+        self.cpu, self.gpu = Sampler(len(news), vocab, guides), GpuSampler(len(news), vocab, device, guides)
         for new in news:
             self.set(new)
 
@@ -72,6 +80,30 @@ def test_sequences_go_on_the_same_after_a_preemption(device: str) -> None:
         assert [both.sample(row[None], [1])[0].token_id for row in logits[cut - 3 :]] == ids[cut:]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_sequences_follow_their_grammars(device: str, temperature: float) -> None:
+    """Two of three rows. One comes back after a preemption, while its last token is on its way."""
+    tokenizer, vocab = Tokenizer.from_pretrained(DEMO), 4100
+    params = {"temperature": temperature, "repetition_penalty": 1.2}
+    grammar = grammar_of("regex", "[a-f]{2,30}[0-9]{8}", "f")
+    both = Both(
+        device,
+        [entry(slot, [1], 1, grammar=grammar if slot else "", **params, seed=slot) for slot in range(3)],
+        vocab,
+        tokenizer,
+    )
+    texts: list[list[int]] = [[], [], []]
+    for step in range(6):
+        logits = torch.randn(3, vocab, generator=torch.Generator().manual_seed(step)) * 3
+        for slot, token in enumerate(both.sample(logits, [0, 1, 2])):
+            texts[slot].append(token.token_id)
+        if step == 2:
+            both.gpu.clear(1)
+            both.set(entry(1, [1, *texts[1]], 1, grammar=grammar, **params, seed=1))
+    for slot in (1, 2):
+        assert re.fullmatch("[a-f]*[0-9]*", tokenizer.decode(texts[slot]))
+
+
 def test_edits_are_the_cpus_to_the_bit(device: str) -> None:
     """Over several chunks of a vocabulary, whose length is no multiple of anything."""
     rng, vocab, count = random.Random(0), 4133, 24
@@ -89,7 +121,7 @@ def test_edits_are_the_cpus_to_the_bit(device: str) -> None:
             min_tokens=rng.choice([0, 1000]), stop_token_ids=(5, vocab - 1), max_tokens=None,
         )  # fmt: skip
         sampler.set(slot, new)
-        LogitEdits.of(new, vocab).apply(want[row], len(ids) - new.num_prompt_tokens)
+        LogitEdits.of(new, vocab, None).apply(want[row], len(ids) - new.num_prompt_tokens)
         slots[row] = slot
     got = logits.to(device, copy=True)
     row_ids, slot_ids = torch.tensor(rows, dtype=torch.int32, device=device), torch.from_numpy(slots).to(device)

@@ -1,4 +1,4 @@
-// Edits of some rows of logits, in place: suppressed ids, biases, penalties, in this order.
+// Edits of some rows of logits, in place: suppressed ids, biases, penalties, the mask, in this order.
 //
 // A block loads CHUNK tokens of one row into shared memory. All threads together look up the ids of a sparse list in
 // it. At the end the chunk is written back. NaN and +inf make a row unusable. They become NaN and stay: no edit hides
@@ -40,7 +40,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             const float frequency = __fmul_rn(slot.frequency, static_cast<float>(count));
             x -= static_cast<float>((count ? slot.presence : 0.0) + static_cast<double>(frequency));
         }
-        tokens[i] = x;
+        const int token = first + i;
+        const bool allowed = !slot.mask || (slot.mask[token / 32] >> (token % 32) & 1u);
+        tokens[i] = allowed || x != x ? x : -infinity;
     }
 }
 EXPORT(edit_logits)

@@ -1,4 +1,4 @@
-// A sampler's state of each sequence on the device: 16 words of 8 bytes. The host writes them when a sequence takes
+// A sampler's state of each sequence on the device: 17 words of 8 bytes. The host writes them when a sequence takes
 // the slot (kernels/cuda/sampling.py lists the same words). From then on kernels update it; the host may run ahead.
 #pragma once
 #include "ptx.cuh"
@@ -19,8 +19,9 @@ struct Slot {
     double presence;
     float repetition, frequency;
     i64 num_top;  // most likely tokens to report
+    const u32* mask;  // [ceil(vocab / 32)], a bit for each token that may come next; null = all
 };
-static_assert(sizeof(Slot) == 128, "");
+static_assert(sizeof(Slot) == 136, "");
 
 constexpr i64 FAILED_TOKEN = -2;
 

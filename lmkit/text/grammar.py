@@ -1,0 +1,210 @@
+"""Constrained output: the tokens that may come next, so that an answer fits a JSON schema, a pattern or a grammar.
+
+llguidance compiles a grammar for a tokenizer and walks through it token by token (github.com/guidance-ai/llguidance). A
+grammar that it cannot hold is refused; nothing of a schema is left out. Here a *grammar* is llguidance's JSON text.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag
+from llguidance.gbnf_to_lark import any_to_lark
+
+from lmkit.errors import RequestError
+
+MAX_CHARS = 256 << 10  # of a schema, pattern or grammar
+MAX_CHOICES = 4096
+MAX_COMPILED = 64  # grammars that are kept
+# Between the parts of a JSON text. A model may write it on lines of its own, but not spaces for ever.
+WHITESPACE = r"[ \t\r\n]{0,32}"
+# Fuel for building a lexer and for one mask; a request that needs more ends alone. The texts of errors would be long.
+LIMITS = LLParserLimits(initial_lexer_fuel=1_000_000, step_lexer_fuel=200_000, verbose_errors=False)
+
+
+def json_schema(schema: Any) -> str:
+    """JSON texts that a JSON Schema (draft 2020-12) accepts."""
+    if isinstance(schema, str):
+        schema = json.loads(schema)
+    if not isinstance(schema, dict):
+        raise ValueError("expected a JSON schema: an object, or its text")
+    return str(LLMatcher.grammar_from_json_schema(schema, {"whitespace_pattern": WHITESPACE}))
+
+
+def json_object(wanted: Any = True) -> str:
+    """Any JSON object."""
+    if wanted is not True:
+        raise ValueError("expected true")
+    return json_schema({"type": "object"})
+
+
+def regex(pattern: Any) -> str:
+    """Texts that match a pattern as a whole. The syntax is that of Rust's regex crate."""
+    return str(LLMatcher.grammar_from_regex(_text(pattern)))
+
+
+def choice(texts: Any) -> str:
+    """One of several texts."""
+    if not isinstance(texts, list) or not 0 < len(texts) <= MAX_CHOICES:
+        raise ValueError(f"expected a list of 1 to {MAX_CHOICES} texts")
+    return lark("start: " + "\n  | ".join(json.dumps(_text(text), ensure_ascii=False) for text in texts))
+
+
+def lark(text: Any) -> str:
+    """A context-free grammar in Lark's syntax, or in that of GBNF (`root ::= ...`)."""
+    return str(LLMatcher.grammar_from_lark(any_to_lark(_text(text))))
+
+
+def structural_tag(value: Any) -> str:
+    """Free text, in which each `structures[i].begin` is followed by JSON of its `schema` and by its `end`.
+
+    A tag begins with one of `triggers`. As in vLLM's API.
+    """
+    try:
+        structures, triggers = value["structures"], value["triggers"]
+        tags = [
+            StructTag(
+                trigger=next(trigger for trigger in triggers if tag["begin"].startswith(trigger)),
+                begin=tag["begin"],
+                grammar=tag["schema"],
+                end=tag["end"],
+            )
+            for tag in structures
+        ]
+        if not tags:
+            raise ValueError
+        return str(LLMatcher.grammar_from_lark(StructTag.to_grammar(tags, assume_special=False)))
+    except (KeyError, TypeError, AttributeError, AssertionError, StopIteration, ValueError):
+        shape = '{"structures": [{"begin", "schema", "end"}], "triggers": [...]}'
+        raise ValueError(f"expected {shape}, with a trigger at the begin of each structure") from None
+
+
+KINDS: Mapping[str, Callable[[Any], str]] = {
+    "json_schema": json_schema,
+    "json_object": json_object,
+    "regex": regex,
+    "choice": choice,
+    "grammar": lark,
+    "structural_tag": structural_tag,
+}
+
+
+def grammar_of(kind: str, value: Any, param: str) -> str:
+    """The grammar of one of KINDS. Raises RequestError, which names `param`, for a value of a wrong shape."""
+    try:
+        if len(json.dumps(value)) > MAX_CHARS:
+            raise ValueError(f"at most {MAX_CHARS} characters of JSON")
+        return KINDS[kind](value)
+    except (ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise RequestError("invalid_request", f"{param}: {reason}", param) from None
+
+
+def response_format(value: Mapping[str, Any]) -> str:
+    """The grammar of OpenAI's `response_format`, "" for plain text. Raises RequestError.
+
+    Also LMDeploy's `regex_schema`, vLLM's `structural_tag`, and a `schema` beside `json_object` as in llama.cpp.
+    """
+    param = "response_format"
+    match dict(value):
+        case {"type": "text", **rest} if not rest:
+            return ""
+        case {"type": "json_object", **rest} if not rest:
+            return json_object()
+        case {"type": "json_object" | "json_schema", "schema": schema, **rest} if not rest:
+            return grammar_of("json_schema", schema, param)
+        case {"type": "json_schema", "json_schema": {"schema": schema, **about}, **rest} if not rest:
+            if unknown := [name for name in about if name not in ("name", "description", "strict")]:
+                raise RequestError("invalid_request", f"{param}: unknown field {str(unknown[0])[:64]!r}", param)
+            return grammar_of("json_schema", schema, param)
+        case {"type": "regex_schema", "regex_schema": pattern, **rest} if not rest:
+            return grammar_of("regex", pattern, param)
+        case {"type": "structural_tag", **tag}:
+            return grammar_of("structural_tag", tag, param)
+    raise RequestError(
+        "invalid_request",
+        f'{param}: expected {{"type": "text"}}, {{"type": "json_object"}} or {{"type": "json_schema", "json_schema": '
+        '{"name": ..., "schema": ...}}',
+        param,
+    )
+
+
+class Grammars:
+    """Grammars compiled for one tokenizer. The last ones are kept. Several threads may use it."""
+
+    def __init__(self, tokenizer: str, eos_token_ids: Sequence[int], vocab_size: int) -> None:
+        """`tokenizer` is the text of tokenizer.json, `vocab_size` that of the logits, which may be more.
+
+        Raises RequestError if no token ends an answer, or for a kind of tokenizer that has no bytes.
+        """
+        if not eos_token_ids:
+            raise _unsupported("the model has no token that ends an answer")
+        try:
+            self._tokenizer = LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(eos_token_ids))
+        except ValueError:
+            raise _unsupported("the model's tokenizer is of a kind that cannot follow one") from None
+        self.vocab_size = vocab_size
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def check(self, grammar: str, param: str) -> None:
+        """Raise RequestError, which names `param` and the reason, unless the grammar can be followed."""
+        matcher = self._matcher(grammar)
+        if matcher.is_error():
+            reason = " ".join(matcher.get_error().split())[:300]
+            raise RequestError("invalid_request", f"{param}: {reason}", param)
+
+    def guide(self, grammar: str) -> Guide:
+        """A guide at the start of an answer."""
+        return Guide(self._matcher(grammar).deep_copy(), self.vocab_size)
+
+    def _matcher(self, grammar: str) -> LLMatcher:
+        with self._lock:
+            if (found := self._compiled.get(grammar)) is not None:
+                self._compiled.move_to_end(grammar)
+                return found
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)  # other threads go on meanwhile
+        with self._lock:
+            self._compiled[grammar] = matcher
+            while len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        return matcher
+
+
+class Guide:
+    """One answer on its way through a grammar."""
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+        self._matcher = matcher
+        # A bit for each token, from the lowest bit on. A guide that has failed allows none.
+        self.allowed = np.zeros(-(-vocab_size // 32), np.int32)
+        self._look()
+
+    def advance(self, token_ids: list[int]) -> None:
+        """Take in the answer's next tokens, and find those that may follow."""
+        if not self._matcher.is_stopped():  # a token behind the end was computed for nothing
+            self._matcher.consume_tokens(token_ids)
+        self._look()
+
+    def _look(self) -> None:
+        if self._matcher.is_error():
+            self.allowed[:] = 0
+            return
+        self._matcher.unsafe_compute_mask_ptr(self.allowed.ctypes.data, self.allowed.nbytes)
+        if self._matcher.is_error():  # out of fuel
+            self.allowed[:] = 0
+
+
+def _unsupported(reason: str) -> RequestError:
+    return RequestError("unsupported_parameter", f"answers that follow a schema or grammar: {reason}")
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError("expected a text")
+    return value

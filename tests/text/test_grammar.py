@@ -1,0 +1,194 @@
+"""Grammars: what is accepted, what is refused, and that a guide allows exactly what the grammar does."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from llguidance import LLParserLimits
+
+from lmkit.errors import RequestError
+from lmkit.text import Tokenizer
+from lmkit.text import grammar as grammars
+from lmkit.text.grammar import Guide, grammar_of, response_format
+from tests.serve.fake_engine import DEMO
+
+TOKENIZER = Tokenizer.from_pretrained(DEMO)
+VOCAB = 4096 + 40  # logits are wider than the vocabulary, and no multiple of 32
+GRAMMARS = TOKENIZER.grammars(VOCAB)
+PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+def allowed(guide: Guide) -> np.ndarray:
+    """The ids that may come next."""
+    return np.flatnonzero(np.unpackbits(guide.allowed.view(np.uint8), bitorder="little"))
+
+
+def accepts(grammar: str, text: str) -> bool:
+    """Whether `text` can be the whole answer."""
+    guide = GRAMMARS.guide(grammar)
+    for token in TOKENIZER.encode(text, add_special_tokens=False):
+        if token not in allowed(guide):
+            return False
+        guide.advance([token])
+    return not set(TOKENIZER.eos_token_ids).isdisjoint(allowed(guide))
+
+
+def random_answer(grammar: str, seed: int, most: int = 400) -> str:
+    """A random walk through the grammar, up to its end."""
+    rng, guide, tokens = random.Random(seed), GRAMMARS.guide(grammar), list[int]()
+    for _ in range(most):
+        token = rng.choice(allowed(guide).tolist())
+        if token in TOKENIZER.eos_token_ids:
+            return TOKENIZER.decode(tokens)
+        tokens.append(token)
+        guide.advance([token])
+    raise AssertionError(f"no end: {TOKENIZER.decode(tokens)!r}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "good", "bad"),
+    [
+        ("json_schema", PERSON, ['{"name":"Ada","age":36}', '{\n  "name": "A",\n  "age": 0\n}'],
+         ['{"name":"Ada"}', '{"name":"Ada","age":151}', '{"name":"","age":3,"x":1}', '{"name":"123456789","age":3}']),
+        ("json_schema", json.dumps(PERSON), ['{"name":"Ada","age":36}'], ["[]"]),
+        ("json_object", True, ["{}", '{"a": [1, {"b": null}]}'], ["[]", "1", "{", '{"a": nul}']),
+        ("regex", "[0-9]{3}-[a-f]+", ["123-abc"], ["12-abc", "123-xyz", "123-"]),
+        ("choice", ["yes", "no", 'say "no"\n', "naïve"], ["yes", "no", 'say "no"\n', "naïve"], ["maybe", "yesno", ""]),
+        ("grammar", 'start: "a" ("b" | "c")+', ["ab", "abcb"], ["a", "ba"]),
+        ("grammar", 'root ::= "a" ("b" | "c")+', ["ab", "abcb"], ["a", "ba"]),
+        ("structural_tag", {"structures": [{"begin": "<f>", "schema": PERSON, "end": "</f>"}], "triggers": ["<f"]},
+         ["no call", 'so <f>{"name":"A","age":1}</f> it is'], ["so <f>{}</f>", "<f>"]),
+    ],
+)  # fmt: skip
+def test_a_guide_allows_what_the_grammar_allows(kind: str, value: Any, good: list[str], bad: list[str]) -> None:
+    grammar = grammar_of(kind, value, "field")
+    GRAMMARS.check(grammar, "field")
+    assert [text for text in good if not accepts(grammar, text)] == []
+    assert [text for text in bad if accepts(grammar, text)] == []
+
+
+def test_random_answers_fit_the_schema() -> None:
+    for seed in range(20):
+        answer = json.loads(random_answer(grammar_of("json_schema", PERSON, "f"), seed))
+        assert answer.keys() == {"name", "age"}
+        assert 0 <= answer["age"] <= 150
+        assert len(answer["name"]) <= 8
+        assert re.fullmatch("[0-9]{3}-[a-f]{1,9}", random_answer(grammar_of("regex", "[0-9]{3}-[a-f]{1,9}", "f"), seed))
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "named"),
+    [
+        ("json_schema", {"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ("json_schema", {"not": {"type": "string"}}, "not"),
+        ("json_schema", {"type": "object", "unevaluatedProperties": False}, "unevaluatedProperties"),
+        ("json_schema", {"type": "string", "format": "postcode"}, "postcode"),
+        ("json_schema", {"type": "flub"}, "flub"),
+        ("json_schema", {"$ref": "http://127.0.0.1/x"}, "127.0.0.1"),  # nothing is fetched
+        ("json_schema", {"type": "string", "pattern": "(?=a)b"}, "look-around"),
+        ("json_schema", [], "JSON schema"),
+        ("json_schema", "{", "Expecting"),
+        ("regex", "a(b", "unclosed group"),
+        ("regex", "", "text"),
+        ("regex", "a" * (grammars.MAX_CHARS + 1), "characters"),
+        ("choice", [], "list"),
+        ("choice", ["a", ""], "text"),
+        ("choice", ["x"] * (grammars.MAX_CHOICES + 1), "list"),
+        ("grammar", 'start: "a" foo', "foo"),
+        ("structural_tag", {"structures": [], "triggers": []}, "structures"),
+        ("structural_tag", {"structures": [{"begin": "<f>", "schema": {}, "end": ""}], "triggers": ["x"]}, "trigger"),
+    ],
+)
+def test_t11_what_cannot_be_held_is_refused_by_name(kind: str, value: Any, named: str) -> None:
+    with pytest.raises(RequestError, match="field: ") as refusal:
+        GRAMMARS.check(grammar_of(kind, value, "field"), "field")
+    assert named in refusal.value.message
+    assert refusal.value.param == "field"
+    assert len(refusal.value.message) < 400
+
+
+def test_t11_a_deep_schema_is_refused() -> None:
+    deep: Any = {}
+    for _ in range(100_000):
+        deep = {"items": deep}
+    with pytest.raises(RequestError, match="nested too deeply"):
+        grammar_of("json_schema", deep, "field")
+
+
+def test_t11_a_step_that_needs_too_much_fuel_allows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "LIMITS", LLParserLimits(step_lexer_fuel=1, step_max_items=1, verbose_errors=False))
+    guide = Tokenizer.from_pretrained(DEMO).grammars(4096).guide(grammar_of("regex", "(.*a.{60}){9}", "field"))
+    guide.advance(TOKENIZER.encode("banana", add_special_tokens=False))
+    assert len(allowed(guide)) == 0
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"type": "json_object"},
+        {"type": "json_object", "schema": PERSON},
+        {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}},
+        {"type": "json_schema", "schema": PERSON},
+        {"type": "regex_schema", "regex_schema": "[0-9]+"},
+    ],
+)
+def test_response_formats(value: dict[str, Any]) -> None:
+    GRAMMARS.check(response_format(value), "response_format")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [{}, {"type": "xml"}, {"type": "json_object", "x": 1}, {"type": "json_schema"}, {"type": ["text"]},
+     {"type": "json_schema", "json_schema": {"schema": {}, "surprise": 1}}, {"type": "json_schema", "json_schema": 3}],
+)  # fmt: skip
+def test_a_wrong_response_format_is_refused(value: dict[str, Any]) -> None:
+    with pytest.raises(RequestError) as refusal:
+        response_format(value)
+    assert refusal.value.param == "response_format"
+
+
+def test_a_guide_is_the_same_wherever_it_starts() -> None:
+    grammar = grammar_of("json_schema", PERSON, "field")
+    tokens = TOKENIZER.encode('{"name":"Ada","age":36}', add_special_tokens=False)
+    guide = GRAMMARS.guide(grammar)
+    for count in range(len(tokens) + 1):
+        again = GRAMMARS.guide(grammar)
+        again.advance(tokens[:count])
+        np.testing.assert_array_equal(again.allowed, guide.allowed)
+        guide.advance(tokens[count : count + 1])
+
+
+def test_a_guide_that_is_led_astray_allows_nothing_and_one_at_its_end_stays_there() -> None:
+    astray = GRAMMARS.guide(grammar_of("choice", ["yes"], "field"))
+    astray.advance(TOKENIZER.encode("no", add_special_tokens=False))
+    assert len(allowed(astray)) == 0
+    ended = GRAMMARS.guide(grammar_of("choice", ["yes"], "field"))
+    ended.advance([*TOKENIZER.encode("yes", add_special_tokens=False), TOKENIZER.eos_token_ids[0]])
+    ended.advance([5])  # computed for nothing
+    assert set(allowed(ended)) <= set(TOKENIZER.eos_token_ids)
+
+
+def test_only_the_last_grammars_are_kept() -> None:
+    mine = Tokenizer.from_pretrained(DEMO).grammars(4096)
+    for number in range(grammars.MAX_COMPILED + 5):
+        mine.check(grammar_of("choice", [f"x{number}"], "field"), "field")
+    assert len(mine._compiled) == grammars.MAX_COMPILED
+
+
+def test_a_tokenizer_without_an_end_follows_no_grammar() -> None:
+    endless = Tokenizer(TOKENIZER.backend)
+    with pytest.raises(RequestError, match="no token that ends"):
+        endless.grammars(4096)

@@ -1,0 +1,102 @@
+"""Answers that follow a grammar, from the engine on the demo model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from lmkit.errors import RequestError
+from lmkit.text import Tokenizer
+from lmkit.text.grammar import grammar_of, json_schema
+from lmkit.turbo.engine.engine import Engine
+from lmkit.turbo.request import Request, StepOutput
+from tests.turbo.engine.test_engine import engine_for, propose_drafts, requests_for, run, tokens
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 6}, "even": {"enum": [0, 2, 4]}},
+    "required": ["name", "even"],
+    "additionalProperties": False,
+}
+
+
+def constrained(path: Path, **params: Any) -> list[Request]:
+    """Four requests: the first two follow the schema."""
+    options = {"ignore_eos": False, "max_tokens": 84, "top_p": 0.95} | params
+    free = requests_for(path, **options)
+    grammar = json_schema(SCHEMA)
+    return [
+        msgspec.structs.replace(r, params=msgspec.structs.replace(r.params, grammar=grammar)) for r in free[:2]
+    ] + free[2:]
+
+
+def answers(path: Path, outputs: Iterable[list[StepOutput]]) -> list[Any]:
+    tokenizer = Tokenizer.from_pretrained(path)
+    return [json.loads(tokenizer.decode(tokens(output))) for output in outputs]
+
+
+@pytest.mark.parametrize(
+    "params", [{}, {"temperature": 1.3}, {"temperature": 1.0, "frequency_penalty": 0.3, "logprobs": 2}]
+)
+def test_answers_fit_whatever_runs_beside_them(demo_model: Path, params: dict[str, Any]) -> None:
+    requests = constrained(demo_model, **params)
+    alone = engine_for(demo_model)
+    want = {r.request_id: run(alone, [r])[r.request_id] for r in requests}
+    for answer in answers(demo_model, [want["r0"], want["r1"]]):
+        assert answer.keys() == {"name", "even"}
+        assert answer["even"] in (0, 2, 4)
+    assert want["r0"][-1].finish_reason == "stop"
+    pool = 8 * 2 * 2 * 64 * 2 * (8 + 84 + max(len(r.prompt_ids) for r in requests))  # of one sequence, and a block
+    engines = {
+        "together": engine_for(demo_model),
+        "without overlap": engine_for(demo_model, overlap=False),
+        "three tokens a step": engine_for(demo_model, max_step_tokens=3),
+        "preempted": engine_for(demo_model, kv_memory=pool, max_model_len=None),
+    }
+    for name, engine in engines.items():
+        got = run(engine, requests)
+        assert {key: tokens(output) for key, output in got.items()} == {
+            key: tokens(output) for key, output in want.items()
+        }, name
+    assert engines["preempted"].stats().preemptions > 0
+
+
+def test_drafts_are_checked_by_the_grammar(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = constrained(demo_model)[:2]
+    want = {key: tokens(output) for key, output in run(engine_for(demo_model), requests).items()}
+    engine = engine_for(demo_model, overlap=False)
+    lengths = propose_drafts(engine, want, monkeypatch)
+    assert {key: tokens(output) for key, output in run(engine, requests).items()} == want
+    assert max(lengths) > 0
+
+
+def test_a_guide_that_fails_ends_its_request_alone(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cut, _, free, _ = constrained(demo_model, max_tokens=3)
+    grammar = grammar_of("regex", "x{9}", "field")
+    broken = msgspec.structs.replace(
+        cut, request_id="broken", params=msgspec.structs.replace(cut.params, grammar=grammar)
+    )
+    engine = engine_for(demo_model)
+    make = engine._guides._guide
+
+    def astray(text: str, token_ids: list[int]) -> Any:
+        guide = make(text, token_ids)
+        if text == grammar:
+            guide.advance(Tokenizer.from_pretrained(demo_model).encode("no x"))
+        return guide
+
+    monkeypatch.setattr(engine._guides, "_guide", astray)
+    outputs = run(engine, [cut, free, broken])
+    reasons = {name: output[-1].finish_reason for name, output in outputs.items()}
+    assert reasons == {cut.request_id: "length", free.request_id: "length", "broken": "error"}
+
+
+def test_an_engine_without_a_tokenizer_refuses_a_grammar(demo_model: Path) -> None:
+    engine = Engine.of(engine_for(demo_model).runner.decoder)
+    with pytest.raises(RequestError, match="without a tokenizer"):
+        engine.add(constrained(demo_model)[0])
