@@ -14,7 +14,7 @@ from llvmlite import ir
 from lmkit.errors import ConfigError
 from lmkit.kernels.cpu import attention_panels, attention_rows, attention_tiles, isa, tiles
 from lmkit.kernels.cpu.amx import attention_tiles as amx_tiles
-from lmkit.kernels.cpu.amx import dense_products, permission, products
+from lmkit.kernels.cpu.amx import dense_products, permission, products, tile_file
 from lmkit.kernels.cpu.tiles import CODES4, CODES8, FLOAT8, Tile
 from lmkit.kv_dtype import BFLOAT16, FLOAT32, FP8, INT4, INT8, KVDtype
 
@@ -108,8 +108,8 @@ def test_exact_activations_on_tiles_without_spills(cpu: str) -> None:
 
 def test_tiles_are_configured_and_released() -> None:
     level = isa.named("amx")
-    assert "ldtilecfg" in assembly(products.configure_tile(level, 64), "sapphirerapids")
-    assert "tilerelease" in assembly(products.release_tile(level), "sapphirerapids")
+    assert "ldtilecfg" in assembly(tile_file.configure_tile(level, 64), "sapphirerapids")
+    assert "tilerelease" in assembly(tile_file.release_tile(level), "sapphirerapids")
 
 
 @pytest.mark.parametrize(("level", "cpu"), [("avx512_vnni", "znver4"), ("avx2", "haswell"), ("avx2", "znver3")])

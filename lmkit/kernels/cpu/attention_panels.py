@@ -12,7 +12,7 @@ from llvmlite import ir
 
 from lmkit.kernels.cpu.attention_tiles import BYTES, KEYS, STORED, nibbles, widened
 from lmkit.kernels.cpu.emit import I8, I16, I32, I64, Emitter, Value, constant
-from lmkit.kernels.cpu.tiles import TILES, Tile
+from lmkit.kernels.cpu.tiles import Tile, register
 from lmkit.kv_dtype import BFLOAT16, FP8, INT4, INT8, KVDtype
 
 LINE = 4 * KEYS  # bytes of a row
@@ -90,4 +90,4 @@ def key_panel_tile(kind: KVDtype, *, wide: bool) -> Tile:
             e.store(constant(e.vector(I32, GROUP), 0), e.offset(target, e.times(b.add(used, row), LINE)))
 
     name = f"key_panel.{kind}" + ".wide" * wide
-    return TILES.setdefault(name, Tile(name, GROUP, (1,), 3, body))
+    return register(name, GROUP, (1,), 3, body)

@@ -9,7 +9,7 @@ from llvmlite import ir
 from lmkit.kernels.cpu.attention_tiles import BYTES, PAIRS, STORED, WORDS, nibbles, widened
 from lmkit.kernels.cpu.emit import F32, I16, I32, I64, Emitter, Value, constant
 from lmkit.kernels.cpu.isa import Isa
-from lmkit.kernels.cpu.tiles import TILES, Tile
+from lmkit.kernels.cpu.tiles import Tile, register
 from lmkit.kv_dtype import FLOAT32, INT4, KVDtype
 
 
@@ -58,7 +58,7 @@ def copy_tile(kind: KVDtype, form: KVDtype) -> Tile:
                 e.store(constant(element, 0), e.offset(out, e.times(b.add(dim, i), BYTES[form])))
 
     name = f"copy_tile.{kind}.{form}"
-    return TILES.setdefault(name, Tile(name, 8, (1,), 6, body))
+    return register(name, 8, (1,), 6, body)
 
 
 def prefetch_tile() -> Tile:
@@ -71,7 +71,7 @@ def prefetch_tile() -> Tile:
             with e.loop(lines, unroll=False) as line:  # mostly one to four
                 e.prefetch(e.offset(start, e.times(line, 64)))
 
-    return TILES.setdefault("prefetch_tile", Tile("prefetch_tile", 1, (1,), 3, body))
+    return register("prefetch_tile", 1, (1,), 3, body)
 
 
 def merge_tile() -> Tile:
@@ -94,7 +94,7 @@ def merge_tile() -> Tile:
             kept = b.fmul(e.load(here, e.vector(F32)), keep)
             e.store(e.fma(e.load(there, e.vector(F32)), take, kept), here)
 
-    return TILES.setdefault("merge_tile", Tile("merge_tile", 8, (1,), 5, body))
+    return register("merge_tile", 8, (1,), 5, body)
 
 
 def params_tile() -> Tile:
@@ -117,7 +117,7 @@ def params_tile() -> Tile:
         with e.loop(b.sub(count, done)) as i:
             move(b.add(done, i), I32)
 
-    return TILES.setdefault("params_tile", Tile("params_tile", 8, (1,), 4, body))
+    return register("params_tile", 8, (1,), 4, body)
 
 
 def words_tile(element: ir.Type = I16) -> Tile:
@@ -152,7 +152,7 @@ def words_tile(element: ir.Type = I16) -> Tile:
         e.store(b.sitofp(words, F32), e.offset(params, 4))
 
     name = f"words_tile.{element}"
-    return TILES.setdefault(name, Tile(name, 8, (1,), 5, body))
+    return register(name, 8, (1,), 5, body)
 
 
 def scale_tile(isa: Isa, kind: KVDtype) -> Tile:
@@ -177,7 +177,7 @@ def scale_tile(isa: Isa, kind: KVDtype) -> Tile:
             e.store(result, place)
 
     name = f"scale_tile.{isa.name}.{'codes' if kind.has_minimum else 'scaled'}"
-    return TILES.setdefault(name, Tile(name, isa.lanes, (1,), 5, body))
+    return register(name, isa.lanes, (1,), 5, body)
 
 
 def softcap_tile() -> Tile:
@@ -193,4 +193,4 @@ def softcap_tile() -> Tile:
             score = e.load(place, e.vector(F32))
             e.store(b.fmul(e.tanh(b.fmul(score, inverse)), cap), place)
 
-    return TILES.setdefault("softcap_tile", Tile("softcap_tile", 8, (1,), 3, body))
+    return register("softcap_tile", 8, (1,), 3, body)

@@ -23,7 +23,7 @@ from llvmlite import ir
 from lmkit.kernels.cpu.dots import byte_products, vpdpbusd, word_products
 from lmkit.kernels.cpu.emit import F32, I8, I16, I32, I64, Emitter, Value, constant
 from lmkit.kernels.cpu.isa import Isa
-from lmkit.kernels.cpu.tiles import TILES, Tile
+from lmkit.kernels.cpu.tiles import Tile, register
 from lmkit.kv_dtype import BFLOAT16, FLOAT16, FLOAT32, FP8, INT4, INT8, KVDtype
 
 WORDS, PAIRS = KVDtype("words", 16), KVDtype("pairs", 32)  # used for copies only
@@ -160,7 +160,7 @@ def score_tile(isa: Isa, form: KVDtype) -> Tile:
 
     name = f"score_tile.{isa.name}.{form}"
     rows = isa.score_rows[1:] if form == INT4 else isa.score_rows  # two vectors of codes at a time
-    return TILES.setdefault(name, Tile(name, isa.lanes, rows, 7, body))
+    return register(name, isa.lanes, rows, 7, body)
 
 
 def _sum_eight(e: Emitter, eight: list[Value]) -> Value:
@@ -264,7 +264,7 @@ def product_tile(isa: Isa, form: KVDtype, *, raw: bool = False) -> Tile:
                 e.store(total, output)
 
     name = f"product_tile.{isa.name}.{form}" + ".raw" * raw
-    return TILES.setdefault(name, Tile(name, isa.lanes, isa.float_rows, 10, body))
+    return register(name, isa.lanes, isa.float_rows, 10, body)
 
 
 def softmax_tile(isa: Isa, kind_of_values: KVDtype, *, planes: bool = False) -> Tile:
@@ -274,8 +274,8 @@ def softmax_tile(isa: Isa, kind_of_values: KVDtype, *, planes: bool = False) -> 
     `blocks` blocks of 64 scores are read from the index `first` on. Limits count from index 0. float32 `maximum` (at
     least NO_SCORE) and `total`, the sum of the weights, are written. Float weights replace the scores; for fp8 they are
     multiplied by the value's scale. For codes, a weight times the value's scale is rounded to int16 in `words`. The
-    step is 1 / 32767 of the block's largest and is written to `steps` (float32 [blocks in all]). The sum of weights
-    times minima goes to `offset`. The float32 scales are at `scales`, the minima `minima` bytes after them.
+    step is 1 / LARGEST_WORD of the block's largest and is written to `steps` (float32 [blocks in all]). The sum of
+    weights times minima goes to `offset`. The float32 scales are at `scales`, the minima `minima` bytes after them.
 
     With `planes`, weights are split as tile registers take them (amx/attention_tiles.py): 64 words become their high
     bytes, then their low bytes; 32 floats their high bfloat16, then their low bfloat16.
@@ -351,4 +351,4 @@ def softmax_tile(isa: Isa, kind_of_values: KVDtype, *, planes: bool = False) -> 
             e.store(e.fold(b.load(lows), b.fadd), offset)
 
     name = f"softmax_tile.{isa.name}.{'coded' if coded else 'scaled' if scaled else 'float'}" + ".planes" * planes
-    return TILES.setdefault(name, Tile(name, isa.lanes, (1,), 14, body))
+    return register(name, isa.lanes, (1,), 14, body)

@@ -34,6 +34,11 @@ class Tile:
 TILES: dict[str, Tile] = {}  # by name, as compiled code refers to them
 
 
+def register(name: str, lanes: int, rows: tuple[int, ...], num_arguments: int, body: Body) -> Tile:
+    """The family of this name, which is made once."""
+    return TILES.setdefault(name, Tile(name, lanes, rows, num_arguments, body))
+
+
 def emit(tile: Tile, module: ir.Module) -> ir.Function:
     """Emit a tile's functions and its dispatcher, or find them in `module`."""
     name = f"lmkit.{tile.name}"
@@ -113,7 +118,7 @@ def int_tile(isa: Isa, bits: int, *, packed: bool, half_scales: bool) -> Tile:
 
     name = f"int_tile.{isa.name}.{bits}.{'packed' if packed else 'bytes'}.{'half' if half_scales else 'float'}"
     rows = tuple(n for n in (isa.packed_rows if packed else isa.int_rows) if n <= dot.max_rows)
-    return TILES.setdefault(name, Tile(name, isa.lanes, rows, 12, body))
+    return register(name, isa.lanes, rows, 12, body)
 
 
 def unpack_tile(isa: Isa) -> Tile:
@@ -132,7 +137,7 @@ def unpack_tile(isa: Isa) -> Tile:
                 high = b.and_(b.lshr(both, constant(kind, 4)), constant(kind, 0x0F0F0F0F))
                 e.store(high, e.offset(low, (vectors + j) * size))
 
-    return TILES.setdefault(f"unpack_tile.{isa.name}", Tile(f"unpack_tile.{isa.name}", isa.lanes, (1,), 3, body))
+    return register(f"unpack_tile.{isa.name}", isa.lanes, (1,), 3, body)
 
 
 def group_scales(e: Emitter, isa: Isa, half: bool, scales: Value, group: Value) -> list[Value]:
@@ -185,7 +190,7 @@ def peak_tile() -> Tile:
             b.store(b.select(b.icmp_signed(">", bits, b.load(best)), bits, b.load(best)), best)
         e.store(e.call(f"llvm.vector.reduce.smax.v{e.lanes}i32", I32, [b.load(best)]), peak)
 
-    return TILES.setdefault("peak_tile", Tile("peak_tile", ACTIVATION_LANES, (1,), 3, body))
+    return register("peak_tile", ACTIVATION_LANES, (1,), 3, body)
 
 
 def codes_tile(*, wide: bool) -> Tile:
@@ -212,7 +217,7 @@ def codes_tile(*, wide: bool) -> Tile:
         e.store(sum_pair(e, e.call(f"llvm.vector.reduce.add.v{e.lanes}i32", I32, [b.load(sums)])), total)
 
     name = f"codes_tile.{'wide' if wide else 'narrow'}"
-    return TILES.setdefault(name, Tile(name, ACTIVATION_LANES, (1,), 7, body))
+    return register(name, ACTIVATION_LANES, (1,), 7, body)
 
 
 def float_tile(isa: Isa, stored: str = "float32") -> Tile:
@@ -263,7 +268,7 @@ def float_tile(isa: Isa, stored: str = "float32") -> Tile:
                 e.store(b.load(sums[i][j]), places[i][j])
 
     name = f"float_tile.{isa.name}.{stored}"
-    return TILES.setdefault(name, Tile(name, isa.lanes, isa.float_rows, 7, body))
+    return register(name, isa.lanes, isa.float_rows, 7, body)
 
 
 def widen_tile(isa: Isa, kind: str) -> Tile:
@@ -281,7 +286,7 @@ def widen_tile(isa: Isa, kind: str) -> Tile:
         widen(e, isa.float_vectors, kind, *arguments)
 
     name = f"widen_tile.{isa.name}.{kind}"
-    return TILES.setdefault(name, Tile(name, isa.lanes, (1,), 5, body))
+    return register(name, isa.lanes, (1,), 5, body)
 
 
 def _load_row(e: Emitter, vectors: int, address: Value) -> list[Value]:

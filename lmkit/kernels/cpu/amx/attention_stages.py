@@ -11,7 +11,7 @@ import functools
 
 from lmkit.kernels.cpu import attention_rows
 from lmkit.kernels.cpu.amx import attention_tiles as tiles
-from lmkit.kernels.cpu.amx.tile_file import ROW_BYTES, ROWS
+from lmkit.kernels.cpu.amx.tile_file import ROW_BYTES, ROWS, configure_tile, release_tile
 from lmkit.kernels.cpu.attention_arguments import PARTITION, ScoreArgs, ValueArgs
 from lmkit.kernels.cpu.attention_panels import LINE, key_panel_tile
 from lmkit.kernels.cpu.attention_stages import PREFETCH, scale_rows, softmax_rows
@@ -32,7 +32,7 @@ def scratch_bytes(padded: int) -> int:
 def score_task(isa: Isa, kind: KVDtype) -> Task:
     """Write scores [rows, PARTITION] of the keys first .. end of a partition."""
     coded, scaled, planes = kind.has_minimum, kind.coded, 1 if kind == INT4 else 2
-    configure, release = tiles.configure_tile(isa).name, tiles.release_tile(isa).name
+    configure, release = configure_tile(isa, ROW_BYTES).name, release_tile(isa).name
     product = (tiles.code_product_tile(isa, planes=planes, scaled=False) if coded else tiles.product_tile(isa)).name
     panel, scale = key_panel_tile(kind, wide=False).name, attention_rows.scale_tile(isa, kind).name
     element, step = (1, 64) if coded else (2, 32)  # bytes of a plane's element, inputs of a K step
@@ -71,7 +71,7 @@ def score_task(isa: Isa, kind: KVDtype) -> Task:
 def value_task(isa: Isa, kind: KVDtype) -> Task:
     """record = the partial result (see attention.py) from the scores and values first .. end of a partition."""
     coded = kind.has_minimum
-    configure, release = tiles.configure_tile(isa).name, tiles.release_tile(isa).name
+    configure, release = configure_tile(isa, ROW_BYTES).name, release_tile(isa).name
     product = (tiles.code_product_tile(isa, planes=2, scaled=True) if coded else tiles.product_tile(isa)).name
     panel, softmax = tiles.value_panel_tile(kind).name, softmax_tile(isa, kind, planes=True).name
     together = 4 if coded else 2  # values in a row of the panel

@@ -13,37 +13,16 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from lmkit.kernels.cpu.amx.tile_file import CONFIGURATION, ROW_BYTES, ROWS, SLOTS, TILE, TileFile, write_configuration
+from lmkit.kernels.cpu.amx.tile_file import ROW_BYTES, ROWS, SLOTS, TILE, TileFile
 from lmkit.kernels.cpu.attention_panels import compact, joined
 from lmkit.kernels.cpu.attention_tiles import BYTES, STORED, split_floats, split_words
 from lmkit.kernels.cpu.emit import F32, I16, I32, I64, Emitter, Value, constant
 from lmkit.kernels.cpu.isa import Isa
-from lmkit.kernels.cpu.tiles import TILES, Tile
+from lmkit.kernels.cpu.tiles import Tile, register
 from lmkit.kv_dtype import INT4, KVDtype
 
 SUMS = 4  # tiles of products that wait for their sum
-WORKSPACE = SLOTS + SUMS * TILE + CONFIGURATION  # bytes after `slots`: the tile file, products, a configuration
-
-
-def configure_tile(isa: Isa) -> Tile:
-    """Configure tiles 0 to 5 with `count` rows, and 6 and 7 with 16."""
-
-    def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
-        slots, count = arguments
-        address = e.offset(slots, SLOTS + SUMS * TILE)
-        write_configuration(e, address, [(count, ROW_BYTES)] * 6 + [(ROWS, ROW_BYTES)] * 2)
-        TileFile(e, isa, slots).configure(address)
-
-    name = f"attention_configure.{isa.name}"
-    return TILES.setdefault(name, Tile(name, isa.lanes, (1,), 2, body))
-
-
-def release_tile(isa: Isa) -> Tile:
-    def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
-        TileFile(e, isa, *arguments).release()
-
-    name = f"attention_release.{isa.name}"
-    return TILES.setdefault(name, Tile(name, isa.lanes, (1,), 1, body))
+WORKSPACE = SLOTS + SUMS * TILE  # bytes of scratch: the tile file, then products
 
 
 def product_tile(isa: Isa) -> Tile:
@@ -69,7 +48,7 @@ def product_tile(isa: Isa) -> Tile:
             tiles.store(j, e.offset(c, ROW_BYTES * j), ldc)
 
     name = f"attention_product.{isa.name}"
-    return TILES.setdefault(name, Tile(name, isa.lanes, (4, 2, 1), 10, body))
+    return register(name, isa.lanes, (4, 2, 1), 10, body)
 
 
 def code_product_tile(isa: Isa, *, planes: int, scaled: bool) -> Tile:
@@ -111,7 +90,7 @@ def code_product_tile(isa: Isa, *, planes: int, scaled: bool) -> Tile:
                 e.store(total, place)
 
     name = f"attention_codes.{isa.name}.{planes}" + ".scaled" * scaled
-    return TILES.setdefault(name, Tile(name, isa.lanes, (2, 1), 12, body))
+    return register(name, isa.lanes, (2, 1), 12, body)
 
 
 def value_panel_tile(kind: KVDtype) -> Tile:
@@ -136,7 +115,7 @@ def value_panel_tile(kind: KVDtype) -> Tile:
                     e.store(mixed, e.offset(line, e.times(unit, ROW_BYTES), e.times(columns, 4 * part)))
 
     name = f"value_panel.{kind}"
-    return TILES.setdefault(name, Tile(name, 16, (1,), 5, body))
+    return register(name, 16, (1,), 5, body)
 
 
 def planes_tile(*, words: bool) -> Tile:
@@ -156,4 +135,4 @@ def planes_tile(*, words: bool) -> Tile:
                 e.store(plane, address)
 
     name = f"planes.{'words' if words else 'floats'}"
-    return TILES.setdefault(name, Tile(name, 16, (1,), 4, body))
+    return register(name, 16, (1,), 4, body)

@@ -21,10 +21,10 @@ from numba import carray
 from torch import Tensor
 
 from lmkit.kernels.cpu import threads, workspace
-from lmkit.kernels.cpu.amx import dense_products, products
+from lmkit.kernels.cpu.amx import dense_products
 from lmkit.kernels.cpu.amx.dense_products import SEGMENT, STEP, STEP_BYTES, SUM_ROW, WIDTH
-from lmkit.kernels.cpu.amx.products import CACHE_LINE, PRODUCTS
-from lmkit.kernels.cpu.amx.tile_file import CONFIGURATION, ROW_BYTES, ROWS, SLOTS
+from lmkit.kernels.cpu.amx.products import PRODUCTS
+from lmkit.kernels.cpu.amx.tile_file import ROW_BYTES, ROWS, SLOTS, configure_tile, release_tile
 from lmkit.kernels.cpu.elementwise import SERIAL_VALUES, NormArgs, norm_arguments, norm_row
 from lmkit.kernels.cpu.intrinsics import bfloat_to_float, float_to_bfloat, pointer, tile
 from lmkit.kernels.cpu.isa import Isa
@@ -40,12 +40,13 @@ from lmkit.kernels.cpu.panels import (
     store_panels,
 )
 from lmkit.kernels.cpu.structs import numbers, read
+from lmkit.kernels.cpu.tiles import CACHE_LINE
 from lmkit.kernels.ops import Norm
 
 BLOCK_TOKENS = 128  # a panel is read once for so many
 HALVES_BYTES = 1 << 20  # of a block and a span: half of a second-level cache
 WIDENED = SEGMENT // STEP * STEP_BYTES  # bytes of a segment of a panel
-BUFFERS = SLOTS + CONFIGURATION + 2 * PRODUCTS + 2 * WIDENED  # of a task, before its sums
+BUFFERS = SLOTS + 2 * PRODUCTS + 2 * WIDENED  # of a task, before its sums
 
 
 class Halves(NamedTuple):
@@ -119,7 +120,7 @@ def product_task(isa: Isa, kind: str) -> Task:
     is_coded = kind in CODE_BITS
     multiply, finish = dense_products.product_tile(isa, coded=is_coded).name, dense_products.finish_tile().name
     widen = dense_products.widen_tile(isa, kind).name  # not used for bfloat16
-    configure, release = products.configure_tile(isa, ROW_BYTES).name, products.release_tile(isa).name
+    configure, release = configure_tile(isa, ROW_BYTES).name, release_tile(isa).name
     input_bytes = CODE_BITS.get(kind, 16) * WIDTH // 8  # of a panel
     step_lines = STEP * input_bytes // CACHE_LINE
 
@@ -128,14 +129,14 @@ def product_task(isa: Isa, kind: str) -> Task:
         first, row, num_panels, num_rows = block_of(a.blocks, index)
         rows, is_last = a.halves.rows, a.last == a.inputs
         tokens, x_tile = (num_rows + rows - 1) // rows, rows * ROW_BYTES
-        new, widened = scratch + SLOTS + CONFIGURATION, scratch + SLOTS + CONFIGURATION + 2 * PRODUCTS
+        new, widened = scratch + SLOTS, scratch + SLOTS + 2 * PRODUCTS
         old, sums = new + PRODUCTS, scratch + BUFFERS
         if a.waiting:
             padded_rows = (a.blocks.rows + rows - 1) // rows * rows
             sums = a.waiting + 2 * SUM_ROW * (first // 2 * padded_rows + row)
         if a.first == 0:
             carray(pointer(sums), 2 * WIDTH * rows * tokens, np.float32)[:] = 0
-        tile(configure, 1, (scratch, scratch + SLOTS, rows))
+        tile(configure, 1, (scratch, rows))
         following = num_panels - 1  # a single panel is its own second one
         next_panel, next_group = following * a.panel_bytes, following * 4 * a.groups * WIDTH
         panel, scales = a.weight + first * a.panel_bytes, a.scales + 4 * first * a.groups * WIDTH

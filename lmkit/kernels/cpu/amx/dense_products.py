@@ -22,21 +22,17 @@ from collections.abc import Callable
 
 from llvmlite import ir
 
-from lmkit.kernels.cpu.amx.products import CACHE_LINE, COLUMNS
+from lmkit.kernels.cpu.amx.products import COLUMNS
 from lmkit.kernels.cpu.amx.tile_file import ROW_BYTES, ROWS, TileFile
 from lmkit.kernels.cpu.emit import F32, I8, I16, I32, I64, Emitter, Value, constant
 from lmkit.kernels.cpu.isa import Isa
-from lmkit.kernels.cpu.tiles import CODES4, CODES8, TILES, Tile
+from lmkit.kernels.cpu.tiles import CACHE_LINE, CODES4, CODES8, Tile, register
 
 STEP = 32  # inputs of a dot
 SEGMENT = 4 * STEP
 WIDTH = 32  # outputs in a panel; two panels have the COLUMNS of products.py
 SUM_ROW = 4 * WIDTH  # bytes
 STEP_BYTES = 2 * STEP * WIDTH  # of a panel's weights as bfloat16
-
-
-def _known(name: str, num_arguments: int, body: Callable[[Emitter, int, list[Value]], None]) -> Tile:
-    return TILES.setdefault(name, Tile(name, 16, (1,), num_arguments, body))
 
 
 def _epilogue(
@@ -103,7 +99,7 @@ def product_tile(isa: Isa, *, coded: bool) -> Tile:
             tiles.store(j, place, SUM_ROW)
 
     name = f"amx_dense_tile.{isa.name}.{'codes' if coded else 'bfloat16'}"
-    return _known(name, 11 + (EPILOGUE_ARGUMENTS + 2 if coded else 0), body)
+    return register(name, 16, (1,), 11 + (EPILOGUE_ARGUMENTS + 2 if coded else 0), body)
 
 
 def finish_tile() -> Tile:
@@ -115,7 +111,7 @@ def finish_tile() -> Tile:
         with e.loop(count, unroll=False) as row:
             finish(row)
 
-    return _known("amx_dense_finish_tile", EPILOGUE_ARGUMENTS + 1, body)
+    return register("amx_dense_finish_tile", 16, (1,), EPILOGUE_ARGUMENTS + 1, body)
 
 
 def widen_tile(isa: Isa, kind: str) -> Tile:
@@ -142,7 +138,7 @@ def widen_tile(isa: Isa, kind: str) -> Tile:
                 place = e.offset(target, e.times(b.add(pairs, pair), row_bytes), ROW_BYTES * j)
                 e.store(constant(e.vector(I32), 0), place)
 
-    return _known(f"amx_dense_widen_tile.{isa.name}.{kind}", 4, body)
+    return register(f"amx_dense_widen_tile.{isa.name}.{kind}", 16, (1,), 4, body)
 
 
 OfPair = Callable[[Value, int, bool], Value]  # (pair of inputs, half of the outputs, are there two) -> 16 pairs

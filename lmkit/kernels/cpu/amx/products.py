@@ -20,17 +20,16 @@ from typing import NamedTuple
 
 from llvmlite import ir
 
-from lmkit.kernels.cpu.amx.tile_file import ROW_BYTES, ROWS, TILE, TileFile, write_configuration
+from lmkit.kernels.cpu.amx.tile_file import ROW_BYTES, ROWS, TILE, TileFile
 from lmkit.kernels.cpu.dots import vpdpwssd, word_products
 from lmkit.kernels.cpu.emit import F32, I8, I32, I64, Emitter, Value, constant
 from lmkit.kernels.cpu.isa import Isa
-from lmkit.kernels.cpu.tiles import TILES, Tile, group_scales, zero_pairs
+from lmkit.kernels.cpu.tiles import CACHE_LINE, Tile, group_scales, register, zero_pairs
 
 COLUMNS = 4  # tiles of 16 outputs in a panel
 WIDTH = 64  # outputs
 PRODUCTS = COLUMNS * TILE  # bytes of a group's products
 MOST_INPUTS = 448  # of a panel, with the products of 16 tokens, in a first-level cache
-CACHE_LINE = 64
 
 
 class Grouping(NamedTuple):
@@ -49,29 +48,6 @@ def grouping(group_size: int) -> Grouping:
     steps = group_size // step
     passes = next(n for n in range(1, steps + 1) if steps % n == 0 and group_size <= n * MOST_INPUTS)
     return Grouping(step, steps // passes, 2 if group_size <= 128 else 1, passes)
-
-
-def _known(name: str, rows: tuple[int, ...], num_arguments: int, body: Callable[..., None]) -> Tile:
-    return TILES.setdefault(name, Tile(name, 16, rows, num_arguments, body))
-
-
-def configure_tile(isa: Isa, step: int) -> Tile:
-    """Configure the tiles for `count` tokens. The configuration is written to `place`, 64 bytes."""
-
-    def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
-        slots, place, count = arguments
-        sums, activations, weights = (count, ROW_BYTES), (count, step), (step // 4, ROW_BYTES)
-        write_configuration(e, place, [sums] * COLUMNS + [activations] * 2 + [weights] * 2)
-        TileFile(e, isa, slots).configure(place)
-
-    return _known(f"amx_configure_tile.{isa.name}.{step}", (1,), 3, body)
-
-
-def release_tile(isa: Isa) -> Tile:
-    def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
-        TileFile(e, isa, arguments[0]).release()
-
-    return _known(f"amx_release_tile.{isa.name}", (1,), 1, body)
 
 
 def signed_tile(isa: Isa) -> Tile:
@@ -97,7 +73,7 @@ def signed_tile(isa: Isa) -> Tile:
                         place = e.offset(target, e.times(at, 2), of_pair * quad + ROW_BYTES * j)
                         e.store(b.sub(code, of_quad), place)
 
-    return _known(f"amx_signed_tile.{isa.name}", (1,), 5, body)
+    return register(f"amx_signed_tile.{isa.name}", 16, (1,), 5, body)
 
 
 class Operands(NamedTuple):
@@ -187,7 +163,7 @@ def product_tile(isa: Isa, bits: int, cut: Grouping, *, half: bool, late: bool, 
 
     form = f"{'x'.join(map(str, cut))}.{_name(half)}" + ".late" * late + ".more" * more
     name = f"amx_product_tile.{isa.name}.{bits}.{form}"
-    return _known(name, tuple(range(cut.together, 0, -1)), 12 if late else 6, body)
+    return register(name, 16, tuple(range(cut.together, 0, -1)), 12 if late else 6, body)
 
 
 def finish_tile(isa: Isa, bits: int, *, half: bool) -> Tile:
@@ -201,7 +177,7 @@ def finish_tile(isa: Isa, bits: int, *, half: bool) -> Tile:
                 finish(row, column)
 
     name = f"amx_finish_tile.{isa.name}.{bits}.{_name(half)}"
-    return _known(name, (2, 1), 7, body)
+    return register(name, 16, (2, 1), 7, body)
 
 
 def _name(half: bool) -> str:

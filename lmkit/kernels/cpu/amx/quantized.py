@@ -18,8 +18,8 @@ from torch import Tensor
 from lmkit.kernels.cpu import threads
 from lmkit.kernels.cpu.activations import Activations, Layout
 from lmkit.kernels.cpu.amx import products
-from lmkit.kernels.cpu.amx.products import CACHE_LINE, COLUMNS, PRODUCTS, WIDTH, Grouping, grouping
-from lmkit.kernels.cpu.amx.tile_file import CONFIGURATION, ROWS, SLOTS
+from lmkit.kernels.cpu.amx.products import COLUMNS, PRODUCTS, WIDTH, Grouping, grouping
+from lmkit.kernels.cpu.amx.tile_file import ROWS, SLOTS, configure_tile, release_tile
 from lmkit.kernels.cpu.intrinsics import pointer, tile
 from lmkit.kernels.cpu.isa import Isa
 from lmkit.kernels.cpu.jit import Task
@@ -35,6 +35,7 @@ from lmkit.kernels.cpu.panels import (
     store_panels,
 )
 from lmkit.kernels.cpu.structs import numbers, read
+from lmkit.kernels.cpu.tiles import CACHE_LINE
 
 TOKEN_BYTES = 768 << 10  # of a block's codes
 
@@ -60,7 +61,7 @@ def product_task(isa: Isa, bits: int, half: bool, cut: Grouping) -> Task:
     more_of = products.product_tile(isa, bits, cut, half=half, late=False, more=cut.passes > 1).name  # sums of a part
     late_of = products.product_tile(isa, bits, cut, half=half, late=True, more=cut.passes > 1).name
     finish, widen = products.finish_tile(isa, bits, half=half).name, products.signed_tile(isa).name
-    configure, release = products.configure_tile(isa, cut.step).name, products.release_tile(isa).name
+    configure, release = configure_tile(isa, cut.step).name, release_tile(isa).name
     step, steps, together, passes = cut
     part, buffer, scale_bytes = step * steps, together * PRODUCTS, 2 if half else 4
     part_bytes = part * WIDTH * bits // 8
@@ -72,11 +73,11 @@ def product_task(isa: Isa, bits: int, half: bool, cut: Grouping) -> Task:
         tokens, left = (num_rows + ROWS - 1) // ROWS, (num_rows - 1) % ROWS + 1  # tiles, rows of the last one
         dots = COLUMNS * steps * tokens
         lines = (part_bytes + CACHE_LINE * dots - 1) // (CACHE_LINE * dots)
-        widened = scratch + SLOTS + CONFIGURATION
+        widened = scratch + SLOTS
         sums = widened + (together * part * WIDTH if bits == 4 else 0)
         buffers = sums + 4 * WIDTH * num_panels * num_rows
         carray(pointer(sums), num_panels * num_rows * WIDTH, np.float32)[:] = 0
-        tile(configure, 1, (scratch, scratch + SLOTS, ROWS if tokens > 1 else left))
+        tile(configure, 1, (scratch, ROWS if tokens > 1 else left))
         turn = 0
         for p in range(num_panels):
             before, late = (sums, sums, sums, sums, sums, sums), False  # the epilogue that remains to be done
@@ -129,7 +130,7 @@ def multiply(
     )  # fmt: skip
     buffers = row_block // ROWS if cut.passes > 1 else 2 * cut.together
     chunk = cut.together * cut.steps * cut.step
-    scratch = SLOTS + CONFIGURATION + chunk * WIDTH + 4 * per_task * row_block * WIDTH + buffers * PRODUCTS
+    scratch = SLOTS + chunk * WIDTH + 4 * per_task * row_block * WIDTH + buffers * PRODUCTS
     threads.run(
         product_task(isa, bits, packed.scales.dtype == torch.float16, cut),
         -(-panels // per_task) * -(-rows // row_block),

@@ -11,7 +11,7 @@ The configuration holds the shape of each tile. Configuring zeroes the tiles; ro
 for itself. So every task configures first and releases last, on every path.
 
 A micro-kernel on tiles takes `slots`, the address of SLOTS bytes of the task's scratch, as its first argument. There
-the emulation keeps the tiles, 1 KB each, and after them the configuration. The native code never uses it.
+the emulation keeps the tiles, 1 KB each. After them lies the configuration, which the native code reads there, too.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from llvmlite import ir
 
 from lmkit.kernels.cpu.emit import F32, I8, I16, I32, I64, Emitter, Value, constant
 from lmkit.kernels.cpu.isa import Isa
+from lmkit.kernels.cpu.tiles import Tile, register
 
 ROWS, ROW_BYTES, TILE = 16, 64, 1024
 CONFIGURATION = 64  # bytes of one: palette | ... | bytes in a row, 16 bits each, from 16 on | rows, from 48 on
@@ -92,6 +93,26 @@ class TileFile:
             emulated(Emitter(builder, _LANES), *function.args)
             builder.ret_void()
         b.call(function, arguments)
+
+
+def configure_tile(isa: Isa, step: int) -> Tile:
+    """Configure the tiles for `count` rows of a left operand with `step` bytes each: 0 to 3 are sums, 4 and 5 left
+    operands, 6 and 7 right ones."""
+
+    def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
+        slots, count = arguments
+        place = e.offset(slots, 8 * TILE)
+        write_configuration(e, place, [(count, ROW_BYTES)] * 4 + [(count, step)] * 2 + [(step // 4, ROW_BYTES)] * 2)
+        TileFile(e, isa, slots).configure(place)
+
+    return register(f"amx_configure_tile.{isa.name}.{step}", _LANES, (1,), 2, body)
+
+
+def release_tile(isa: Isa) -> Tile:
+    def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
+        TileFile(e, isa, *arguments).release()
+
+    return register(f"amx_release_tile.{isa.name}", _LANES, (1,), 1, body)
 
 
 def _different(c: int, a: int, b: int) -> tuple[int, int, int]:
