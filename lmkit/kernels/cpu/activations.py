@@ -11,8 +11,8 @@ from numba import carray
 from torch import Tensor
 
 from lmkit.kernels.cpu import threads, tiles, workspace
-from lmkit.kernels.cpu.elementwise import SERIAL_VALUES, NormArgs, norm_arguments, norm_row
-from lmkit.kernels.cpu.intrinsics import copy, pointer, tile
+from lmkit.kernels.cpu.elementwise import SERIAL_VALUES, NormArgs, norm_arguments, normed_row
+from lmkit.kernels.cpu.intrinsics import pointer, tile
 from lmkit.kernels.cpu.jit import Task
 from lmkit.kernels.cpu.packed_weight import PackedWeight
 from lmkit.kernels.cpu.structs import numbers, read
@@ -60,7 +60,7 @@ def quantize_task(wide: bool) -> Task:
 
     def quantize(args: int, scratch: int, index: int) -> None:
         a = read(args, QuantizeArgs)
-        norm, num, groups, group, whole_row = a.norm, a.inputs, a.groups, a.group, a.whole_row
+        num, groups, group, whole_row = a.inputs, a.groups, a.group, a.whole_row
         block, piece = a.layout.rows, a.layout.piece
         peak = carray(pointer(scratch), 1, np.int32)  # the bits of a float
         value = carray(pointer(scratch), 1, np.float32)
@@ -68,12 +68,7 @@ def quantize_task(wide: bool) -> Task:
         carray(pointer(row + 4 * num), padded - num, np.float32)[:] = 0
         for r in range(min(block, a.num_rows - index * block)):
             at = index * block + r
-            x = a.x + at * a.x_stride
-            if norm.weight:
-                residual = norm.residual + 4 * at * num if norm.residual else 0
-                norm_row(x, residual, norm.weight, row, num, norm.eps_bits)
-            else:
-                copy(x, row, 4 * num)
+            normed_row(a.norm, a.x + at * a.x_stride, at, row, num)
             step = np.float32(0)
             for g in range(groups):
                 source = row + 4 * g * group

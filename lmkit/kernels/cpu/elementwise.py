@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lmkit.kernels import ops
 from lmkit.kernels.cpu import threads, workspace
-from lmkit.kernels.cpu.intrinsics import bfloat_to_float, bits_to_float, exp, half_to_float, pointer, unpack
+from lmkit.kernels.cpu.intrinsics import bfloat_to_float, bits_to_float, copy, exp, half_to_float, pointer, unpack
 from lmkit.kernels.cpu.jit import FASTMATH, Task, float_bits, inline
 from lmkit.kernels.cpu.panels import ACTIVATION_NUMBERS, address, as_type, multiply_gates
 from lmkit.kernels.cpu.structs import numbers, read
@@ -35,28 +35,33 @@ def _sum_of_squares(x: Any, size: int) -> Any:
     return total
 
 
-@inline
-def norm_row(x: int, residual: int, weight: int, y: int, size: int, eps_bits: int) -> None:
-    """residual += x, if there is a residual; y = norm(residual or x) * weight. Addresses of float32 [size]."""
-    row, out = carray(pointer(x), size, np.float32), carray(pointer(y), size, np.float32)
-    if residual:
-        stream = carray(pointer(residual), size, np.float32)
-        for i in range(size):
-            stream[i] += row[i]
-        row = stream
-    weights = carray(pointer(weight), size, np.float32)
-    mean = _sum_of_squares(row, size) / np.float32(size)
-    scale = np.float32(1) / np.sqrt(mean + bits_to_float(np.uint32(eps_bits)))
-    for i in range(size):
-        out[i] = row[i] * scale * weights[i]
-
-
 class NormArgs(NamedTuple):
     """All fields 0: there is no norm."""
 
     weight: int = 0
     residual: int = 0  # or 0
     eps_bits: int = 0
+
+
+@inline
+def normed_row(norm: NormArgs, x: int, index: int, y: int, size: int) -> None:
+    """Write a row, float32 [size] at x, to y. If there is a norm, residual += x (row `index` of the residual, if there
+    is one), and y = norm(residual or x) * weight.
+    """
+    if not norm.weight:
+        copy(x, y, 4 * size)
+        return
+    row, out = carray(pointer(x), size, np.float32), carray(pointer(y), size, np.float32)
+    if norm.residual:
+        stream = carray(pointer(norm.residual + 4 * index * size), size, np.float32)
+        for i in range(size):
+            stream[i] += row[i]
+        row = stream
+    weights = carray(pointer(norm.weight), size, np.float32)
+    mean = _sum_of_squares(row, size) / np.float32(size)
+    scale = np.float32(1) / np.sqrt(mean + bits_to_float(np.uint32(norm.eps_bits)))
+    for i in range(size):
+        out[i] = row[i] * scale * weights[i]
 
 
 class NormRowsArgs(NamedTuple):
@@ -71,9 +76,8 @@ class NormRowsArgs(NamedTuple):
 def _rms_norm(args: int, scratch: int, index: int) -> None:
     """Normalize row `index`: vector index % inner of token index // inner."""
     a = read(args, NormRowsArgs)
-    at, norm = 4 * index * a.size, a.norm
     source = a.x + index // a.inner * a.stride + 4 * (index % a.inner) * a.size
-    norm_row(source, norm.residual + at if norm.residual else 0, norm.weight, a.y + at, a.size, norm.eps_bits)
+    normed_row(a.norm, source, index, a.y + 4 * index * a.size, a.size)
 
 
 def _gated_activation(args: int, scratch: int, index: int) -> None:

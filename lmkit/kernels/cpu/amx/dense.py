@@ -25,7 +25,7 @@ from lmkit.kernels.cpu.amx import dense_products
 from lmkit.kernels.cpu.amx.dense_products import SEGMENT, STEP, STEP_BYTES, SUM_ROW, WIDTH
 from lmkit.kernels.cpu.amx.products import PRODUCTS
 from lmkit.kernels.cpu.amx.tile_file import ROW_BYTES, ROWS, SLOTS, configure_tile, release_tile
-from lmkit.kernels.cpu.elementwise import SERIAL_VALUES, NormArgs, norm_arguments, norm_row
+from lmkit.kernels.cpu.elementwise import SERIAL_VALUES, NormArgs, norm_arguments, normed_row
 from lmkit.kernels.cpu.intrinsics import bfloat_to_float, float_to_bfloat, pointer, tile
 from lmkit.kernels.cpu.isa import Isa
 from lmkit.kernels.cpu.jit import Task
@@ -91,14 +91,10 @@ def fits(packed: PackedDense) -> bool:
 def _split(args: int, scratch: int, index: int) -> None:
     """Norm, if any, and split one token."""
     a = read(args, SplitArgs)
-    norm, num, padded = a.norm, a.inputs, a.halves.token_bytes // 4
-    x, row = a.x + index * a.x_stride, carray(pointer(scratch), padded, np.float32)
-    if norm.weight:
-        residual = norm.residual + 4 * index * num if norm.residual else 0
-        norm_row(x, residual, norm.weight, scratch, num, norm.eps_bits)
-    else:
-        row[:num] = carray(pointer(x), num, np.float32)
-    row[num:] = 0
+    padded = a.halves.token_bytes // 4
+    row = carray(pointer(scratch), padded, np.float32)
+    normed_row(a.norm, a.x + index * a.x_stride, index, scratch, a.inputs)
+    row[a.inputs :] = 0
     rows, place = a.halves.rows, index % a.halves.rows
     out = a.halves.data + (index - place) * a.halves.token_bytes + place * ROW_BYTES
     for k in range(0, padded, STEP):

@@ -104,7 +104,7 @@ def _epilogue(
             product = e.load(e.offset(given.products, of_tile), e.vector(I32))
             if zeros:
                 minus_sum = e.splat(e.load(e.offset(given.totals, of_token), I32))
-                pair = zeros[g][j], minus_sum
+                pair = zeros[g][j], minus_sum  # of word_products the compiler makes two instructions for Intel here
                 product = word_products(e, isa, *pair, product) if isa.emulate else vpdpwssd(e, product, *pair)
             step = e.splat(e.load(e.offset(given.steps, of_token), F32))
             total = e.fma(scales[g][j], b.fmul(b.sitofp(product, floats), step), total)
