@@ -16,7 +16,7 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from lmkit.kernels.cpu import threads, tiles, workspace
+from lmkit.kernels.cpu import tiles, workspace
 from lmkit.kernels.cpu.amx import dense as amx_dense
 from lmkit.kernels.cpu.elementwise import rms_norm
 from lmkit.kernels.cpu.intrinsics import pointer, tile
@@ -24,10 +24,8 @@ from lmkit.kernels.cpu.isa import Isa
 from lmkit.kernels.cpu.jit import Task
 from lmkit.kernels.cpu.packed_dense import CODE_BITS, KINDS, PackedDense, pack_codes, pack_dense
 from lmkit.kernels.cpu.panels import (
-    ACTIVATION_NUMBERS,
     CHUNK_BYTES,
     ROW_BLOCK,
-    SERIAL_PRODUCTS,
     Blocks,
     Results,
     address,
@@ -35,9 +33,11 @@ from lmkit.kernels.cpu.panels import (
     as_type,
     block_of,
     panels_per_task,
+    results,
+    run_blocks,
     store_panels,
 )
-from lmkit.kernels.cpu.structs import numbers, read
+from lmkit.kernels.cpu.structs import read
 from lmkit.kernels.ops import Norm
 from lmkit.kernels.registry import Implementation
 
@@ -121,20 +121,15 @@ def _multiply(isa: Isa, x: Tensor, packed: PackedDense, bias: Tensor | None, out
     panel_bytes = packed.data[0].nbytes
     row_block, chunk = max(1, min(rows, ROW_BLOCK)), CHUNK_BYTES // (4 * width)
     per_task = panels_per_task(panel_bytes, panels, packed.activation is not None)
+    blocks = Blocks(rows, panels, per_task, row_block)
     args = ProductArgs(
-        Blocks(rows, panels, per_task, row_block),
-        x=x.data_ptr(), x_stride=4 * x.stride(0), weight=packed.data.data_ptr(), panel_bytes=panel_bytes,
+        blocks, x=x.data_ptr(), x_stride=4 * x.stride(0), weight=packed.data.data_ptr(), panel_bytes=panel_bytes,
         scales=address(packed.scales), zeros=address(packed.zeros), groups=packed.groups, group=packed.group_size,
         inputs=packed.in_features, chunk=chunk,
-        results=Results(out.data_ptr(), out.shape[1], address(bias), ACTIVATION_NUMBERS[packed.activation]),
+        results=results(out, bias, packed.activation),
     )  # fmt: skip
-    threads.run(
-        product_task(isa, packed.kind),
-        -(-panels // per_task) * -(-rows // row_block),
-        numbers(args),
-        parallel=rows * panels * width * packed.in_features > SERIAL_PRODUCTS,
-        scratch=4 * width * (per_task * row_block + chunk),
-    )
+    scratch = 4 * width * (per_task * row_block + chunk)
+    run_blocks(product_task(isa, packed.kind), blocks, args, panel_size=width * packed.in_features, scratch=scratch)
 
 
 def _accepts_dense(*, dtype: torch.dtype, **traits: Any) -> str | None:

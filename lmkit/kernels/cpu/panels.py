@@ -10,8 +10,10 @@ import torch
 from numba import carray
 from torch import Tensor
 
+from lmkit.kernels.cpu import threads
 from lmkit.kernels.cpu.intrinsics import exp, fma, pointer
-from lmkit.kernels.cpu.jit import inline
+from lmkit.kernels.cpu.jit import Task, inline
+from lmkit.kernels.cpu.structs import numbers
 
 ROW_BLOCK = 96  # rows that share a panel prepared in the cache
 CHUNK_BYTES = 16 << 10  # of such a panel: half of a first-level cache
@@ -77,6 +79,21 @@ class Results(NamedTuple):
     features: int
     bias: int  # or 0
     activation: int  # of ACTIVATION_NUMBERS
+
+
+def results(out: Tensor, bias: Tensor | None, activation: str | None) -> Results:
+    return Results(out.data_ptr(), out.shape[1], address(bias), ACTIVATION_NUMBERS[activation])
+
+
+def run_blocks(task: Task, blocks: Blocks, args: tuple[Any, ...], *, panel_size: int, scratch: int) -> None:
+    """Run a task for each block. `panel_size` is the number of weights in a panel, `args` the task's struct."""
+    threads.run(
+        task,
+        -(-blocks.panels // blocks.per_task) * -(-blocks.rows // blocks.row_block),
+        numbers(args),
+        parallel=blocks.rows * blocks.panels * panel_size > SERIAL_PRODUCTS,
+        scratch=scratch,
+    )
 
 
 @inline

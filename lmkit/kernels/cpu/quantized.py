@@ -17,7 +17,7 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from lmkit.kernels.cpu import threads, tiles, workspace
+from lmkit.kernels.cpu import tiles, workspace
 from lmkit.kernels.cpu.activations import Activations, Layout, quantize
 from lmkit.kernels.cpu.amx import quantized as on_tiles
 from lmkit.kernels.cpu.dots import BLOCK, dot_for
@@ -26,20 +26,19 @@ from lmkit.kernels.cpu.isa import Isa
 from lmkit.kernels.cpu.jit import Task
 from lmkit.kernels.cpu.packed_weight import PackedWeight, accepts, pack
 from lmkit.kernels.cpu.panels import (
-    ACTIVATION_NUMBERS,
     CHUNK_BYTES,
     ROW_BLOCK,
-    SERIAL_PRODUCTS,
     Blocks,
     Results,
-    address,
     as_float,
     as_type,
     block_of,
     panels_per_task,
+    results,
+    run_blocks,
     store_panels,
 )
-from lmkit.kernels.cpu.structs import numbers, read
+from lmkit.kernels.cpu.structs import read
 from lmkit.kernels.ops import Norm
 from lmkit.kernels.registry import Implementation
 
@@ -119,25 +118,21 @@ def linear(
 def _multiply(
     isa: Isa, bits: int, activations: Activations, packed: PackedWeight, bias: Tensor | None, out: Tensor
 ) -> None:
-    (rows, features), width = out.shape, isa.int_tile
+    rows, width = out.shape[0], isa.int_tile
     (panels, groups), group = packed.scales.shape[:2], packed.group_size
     spread = bits == 4 and rows > SPREAD * isa.packed_rows[0]
     row_block = max(1, min(rows, ROW_BLOCK))
     chunk = min(groups, max(1, CHUNK_BYTES // (width * group))) if rows > isa.packed_rows[0] else groups
     per_task = panels_per_task(width * groups * group * bits // 8, panels, packed.activation is not None)
+    blocks = Blocks(rows, panels, per_task, row_block)
     args = ProductArgs(
-        Blocks(rows, panels, per_task, row_block),
-        activations, packed.codes.data_ptr(), packed.scales.data_ptr(), packed.zeros.data_ptr(),
+        blocks, activations, packed.codes.data_ptr(), packed.scales.data_ptr(), packed.zeros.data_ptr(),
         groups=groups, group_blocks=group // BLOCK, chunk=chunk, spread=spread,
-        results=Results(out.data_ptr(), features, address(bias), ACTIVATION_NUMBERS[packed.activation]),
+        results=results(out, bias, packed.activation),
     )  # fmt: skip
-    threads.run(
-        product_task(isa, bits, packed.scales.dtype == torch.float16),
-        -(-panels // per_task) * -(-rows // row_block),
-        numbers(args),
-        parallel=rows * panels * width * groups * group > SERIAL_PRODUCTS,
-        scratch=4 * per_task * row_block * width + width * chunk * group,
-    )
+    task = product_task(isa, bits, packed.scales.dtype == torch.float16)
+    scratch = 4 * per_task * row_block * width + width * chunk * group
+    run_blocks(task, blocks, args, panel_size=width * groups * group, scratch=scratch)
 
 
 def implementation(isa: Isa, bits: int) -> Implementation:

@@ -31,12 +31,12 @@ from lmkit.kernels.cpu.isa import Isa
 from lmkit.kernels.cpu.jit import Task
 from lmkit.kernels.cpu.packed_dense import BFLOAT16, CODE_BITS, PackedDense
 from lmkit.kernels.cpu.panels import (
-    ACTIVATION_NUMBERS,
-    SERIAL_PRODUCTS,
     Blocks,
     Results,
     address,
     block_of,
+    results,
+    run_blocks,
     store_panels,
 )
 from lmkit.kernels.cpu.structs import numbers, read
@@ -178,33 +178,28 @@ def product_task(isa: Isa, kind: str) -> Task:
 def linear(isa: Isa, x: Tensor, packed: PackedDense, bias: Tensor | None, norm: Norm | None, out: Tensor) -> None:
     """out [T, N] = the product of x, float32 [T, K]."""
     (num_tokens, inputs), panels = x.shape, packed.data.shape[0]
-    rows = min(max(num_tokens, 1), ROWS)
-    parts = max(1, -(-num_tokens // BLOCK_TOKENS))
-    row_block = -(-num_tokens // (parts * rows)) * rows
-    span = _span(packed, row_block)
+    if not num_tokens:
+        return
+    rows, parts = min(num_tokens, ROWS), -(-num_tokens // BLOCK_TOKENS)
+    blocks = Blocks(num_tokens, panels, 2, row_block=-(-num_tokens // (parts * rows)) * rows)
+    span, block_sums = _span(packed, blocks.row_block), blocks.row_block * 2 * WIDTH
     _kept, halves = _halves(x, norm, rows)
-    pairs = -(-panels // 2)
-    waiting = workspace.empty(pairs * parts * row_block, 2 * WIDTH) if span < inputs else None
+    waiting = workspace.empty(-(-panels // 2) * parts, block_sums) if span < inputs else None
     for first in range(0, inputs, span):
         args = ProductArgs(
-            Blocks(num_tokens, panels, 2, row_block), halves, packed.data.data_ptr(), packed.data[0].nbytes,
+            blocks, halves, packed.data.data_ptr(), packed.data[0].nbytes,
             address(packed.scales), address(packed.zeros), packed.groups,
             packed.group_size if packed.groups else inputs, inputs, first, min(inputs, first + span), address(waiting),
-            Results(out.data_ptr(), out.shape[1], address(bias), ACTIVATION_NUMBERS[packed.activation]),
+            results(out, bias, packed.activation),
         )  # fmt: skip
-        threads.run(
-            product_task(isa, packed.kind),
-            pairs * parts,
-            numbers(args),
-            parallel=num_tokens * panels * WIDTH * inputs > SERIAL_PRODUCTS,
-            scratch=BUFFERS + 2 * SUM_ROW * row_block,
-        )
+        scratch = BUFFERS + 4 * block_sums
+        run_blocks(product_task(isa, packed.kind), blocks, args, panel_size=WIDTH * inputs, scratch=scratch)
 
 
 def _span(packed: PackedDense, row_block: int) -> int:
     """The inputs of a span. It ends where a segment ends, whatever the number of tokens."""
     unit = math.lcm(packed.group_size, SEGMENT) if packed.groups > 1 else SEGMENT
-    return max(1, HALVES_BYTES // (4 * max(row_block, 1) * unit)) * unit
+    return max(1, HALVES_BYTES // (4 * row_block * unit)) * unit
 
 
 def _halves(x: Tensor, norm: Norm | None, rows: int) -> tuple[Tensor, Halves]:

@@ -15,7 +15,6 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from lmkit.kernels.cpu import threads
 from lmkit.kernels.cpu.activations import Activations, Layout
 from lmkit.kernels.cpu.amx import products
 from lmkit.kernels.cpu.amx.products import COLUMNS, PRODUCTS, WIDTH, Grouping, grouping
@@ -25,16 +24,15 @@ from lmkit.kernels.cpu.isa import Isa
 from lmkit.kernels.cpu.jit import Task
 from lmkit.kernels.cpu.packed_weight import PackedWeight
 from lmkit.kernels.cpu.panels import (
-    ACTIVATION_NUMBERS,
-    SERIAL_PRODUCTS,
     Blocks,
     Results,
-    address,
     block_of,
     panels_per_task,
+    results,
+    run_blocks,
     store_panels,
 )
-from lmkit.kernels.cpu.structs import numbers, read
+from lmkit.kernels.cpu.structs import read
 from lmkit.kernels.cpu.tiles import CACHE_LINE
 
 TOKEN_BYTES = 768 << 10  # of a block's codes
@@ -118,23 +116,18 @@ def multiply(
     isa: Isa, bits: int, activations: Activations, packed: PackedWeight, bias: Tensor | None, out: Tensor
 ) -> None:
     """out = the product, from `activations` in `layout`."""
-    (rows, features), (panels, groups) = out.shape, packed.scales.shape[:2]
+    rows, (panels, groups) = out.shape[0], packed.scales.shape[:2]
     group, cut = packed.group_size, grouping(packed.group_size)
     parts = -(-rows * groups * group // TOKEN_BYTES)
     row_block = -(-rows // (parts * ROWS)) * ROWS
     per_task = panels_per_task(WIDTH * groups * group * bits // 8, panels, packed.activation is not None)
+    blocks = Blocks(rows, panels, per_task, row_block)
     args = ProductArgs(
-        Blocks(rows, panels, per_task, row_block),
-        activations, packed.codes.data_ptr(), packed.scales.data_ptr(), packed.zeros.data_ptr(), groups,
-        Results(out.data_ptr(), features, address(bias), ACTIVATION_NUMBERS[packed.activation]),
+        blocks, activations, packed.codes.data_ptr(), packed.scales.data_ptr(), packed.zeros.data_ptr(), groups,
+        results(out, bias, packed.activation),
     )  # fmt: skip
     buffers = row_block // ROWS if cut.passes > 1 else 2 * cut.together
     chunk = cut.together * cut.steps * cut.step
     scratch = SLOTS + chunk * WIDTH + 4 * per_task * row_block * WIDTH + buffers * PRODUCTS
-    threads.run(
-        product_task(isa, bits, packed.scales.dtype == torch.float16, cut),
-        -(-panels // per_task) * -(-rows // row_block),
-        numbers(args),
-        parallel=rows * panels * WIDTH * groups * group > SERIAL_PRODUCTS,
-        scratch=scratch,
-    )
+    task = product_task(isa, bits, packed.scales.dtype == torch.float16, cut)
+    run_blocks(task, blocks, args, panel_size=WIDTH * groups * group, scratch=scratch)
