@@ -17,7 +17,7 @@ import torch
 from numba.core import event
 
 from lmkit.config import EngineConfig
-from lmkit.kernels.cpu import ahead, jit, threads
+from lmkit.kernels.cpu import ahead, jit, kernel_files, threads
 from lmkit.kernels.cpu.intrinsics import add, unpack
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.request import Request, SamplingParams
@@ -97,6 +97,17 @@ def test_an_unforeseen_kernel_says_so(folder: Path, messages: list[str]) -> None
     assert messages == ["INFO compiling kernel add_task, once on this machine"]
 
 
+def test_a_file_is_read_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead.compile_missing([add_task(1)], 1)
+    paths: list[Path] = []
+    read = kernel_files.read
+    monkeypatch.setattr(kernel_files, "read", lambda path: paths.append(path) or read(path))
+    task = add_task(1)
+    ahead.compile_missing([task], 1)
+    assert sum_of(task) == sum_of(task) == 1
+    assert paths == list(folder.iterdir())
+
+
 def test_a_damaged_file_is_written_again(folder: Path, messages: list[str]) -> None:
     ahead.compile_missing([add_task(7)], 1)
     (file,) = folder.iterdir()
@@ -126,7 +137,7 @@ def test_a_folder_that_cannot_be_written_is_left(tmp_path: Path, monkeypatch: py
 
 def test_a_kernel_closes_over_numbers_and_texts() -> None:
     with pytest.raises(TypeError, match="add_task closes over amount, a list"):
-        add_task([]).is_compiled()
+        add_task([]).load()
 
 
 def test_an_interrupt_waits_for_the_compiler() -> None:

@@ -44,8 +44,8 @@ def compile_missing(tasks: Iterable[Task], num_processes: int) -> None:
 
 
 def _missing(tasks: Iterable[Task]) -> list[Task]:
-    """Those not on the disk, the longest functions first: they take longest to compile."""
-    missing = [task for task in tasks if not task.is_compiled()]
+    """Those not on the disk, the longest functions first: they take longest to compile. The others are loaded."""
+    missing = [task for task in tasks if task.load() is None]
     return sorted(missing, key=lambda task: -len(task.function.__code__.co_code))
 
 

@@ -43,27 +43,29 @@ class Task:
     def __init__(self, function: Callable[..., None], signature: str = "void(int64, int64, int64)") -> None:
         self.function, self.signature = function, signature
         self.name = function.__qualname__.partition(".")[0]
+        self._kernel: Kernel | None = None
 
     @property
     def address(self) -> int:
         """The address of the C function. While tasks are collected, 0: the task is only noted."""
         collected = _COLLECTED.get()
-        if collected is None:
-            return self._kernel.address
-        collected[self] = None
-        return 0
+        if collected is not None:
+            collected[self] = None
+            return 0
+        kernel = self.load()
+        if kernel is None:
+            kernel = self._kernel = Kernel(self._compile_unforeseen())
+        return kernel.address
 
-    @functools.cached_property
-    def _kernel(self) -> Kernel:
-        return Kernel(kernel_files.read(self._path) or self._compile_unforeseen())
+    def load(self) -> Kernel | None:
+        """The kernel, if it is in memory or on the disk."""
+        if self._kernel is None and (code := kernel_files.read(self._path)) is not None:
+            self._kernel = Kernel(code)
+        return self._kernel
 
     @property
     def _path(self) -> Path:
         return cache_directory() / f"{self.name}-{_identity(self)}.kernel"
-
-    def is_compiled(self) -> bool:
-        """Whether it is loaded or on the disk."""
-        return "_kernel" in vars(self) or kernel_files.read(self._path) is not None
 
     def compile(self) -> ObjectCode:
         """Compile it, and write it to the disk if that is possible."""
