@@ -77,6 +77,7 @@ SERVE: Mapping[str, str] = {
     "slot_save_path": "use kv_disk_path",
     **each("use num_threads", "t threads"),
     "timeout": "use request_timeout",
+    "watchdog_timeout": "use step_timeout",
     "uvicorn_log_level": "use log_level",
 }
 

@@ -48,6 +48,13 @@ def serve(
         float,
         _server("Seconds for requests to finish after SIGTERM.", callback=checked(ServerConfig, "drain_seconds")),
     ] = _SERVER.drain_seconds,
+    step_timeout: Annotated[
+        float | None,
+        _server(
+            "Seconds after which a step hangs and the engine is started again. Default: two minutes or more.",
+            callback=checked(ServerConfig, "step_timeout"),
+        ),
+    ] = None,
     log_level: Annotated[LogLevel, _server("How much is logged.", case_sensitive=False)] = _SERVER.log_level,
     engine: Annotated[str | None, typer.Option(hidden=True, help="module:Class of another engine.")] = None,
 ) -> None:
@@ -70,6 +77,7 @@ def serve(
         api_keys=keys,
         max_body_bytes=int(max_body),
         drain_seconds=drain_seconds,
+        step_timeout=step_timeout,
         log_level=log_level,
     )
     raise typer.Exit(_run(model, engine_config, server_config, engine))
@@ -91,7 +99,13 @@ def _run(model: str, engine_config: EngineConfig, config: ServerConfig, engine: 
     path, name = resolve_model_path(model), str(config.served_model_name)
     if Path(model).is_dir():
         remember(path)
-    front_end = AsyncEngine(path, engine_config, engine=engine or ENGINE, log_level=config.log_level)
+    front_end = AsyncEngine(
+        path,
+        engine_config,
+        engine=engine or ENGINE,
+        log_level=config.log_level,
+        step_timeout=config.step_timeout,
+    )
     with registered("serve", name, config.drain_seconds) as tell:
 
         def on_ready(url: str) -> None:

@@ -12,9 +12,9 @@ router = APIRouter()
 
 @router.api_route("/health", methods=["GET", "HEAD"])
 async def health(request: Request) -> JSONResponse:
-    """200 if the engine is ready, else 503. `status` is the engine's state."""
-    state = serving(request).engine.state
-    return JSONResponse({"status": state}, 200 if state == "ready" else 503)
+    """200 if the engine is ready and shows that it works, else 503. `status` is the engine's state, or "stalled"."""
+    health = serving(request).engine.health
+    return JSONResponse({"status": health}, 200 if health == "ready" else 503)
 
 
 @router.api_route("/", methods=["GET", "HEAD"])

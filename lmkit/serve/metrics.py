@@ -135,7 +135,7 @@ class _EngineCollector(Collector):
             yield self._gauge(f"{prefix}:num_requests_waiting", "Requests in the queue", stats.num_waiting)
             yield self._gauge(f"{prefix}:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1", usage)
         failures = engine.num_failures + stats.failed_steps
-        yield self._gauge("lmkit:engine_up", "1 if requests are accepted", float(engine.state == "ready"))
+        yield self._gauge("lmkit:engine_up", "1 if requests are accepted", float(engine.health == "ready"))
         yield self._counter("lmkit:num_preemptions", "Sequences that lost their KV blocks", stats.preemptions)
         yield self._counter("lmkit:engine_steps", "Steps of the engine", stats.steps)
         yield self._counter("lmkit:engine_failures", "Engine calls that raised", failures)

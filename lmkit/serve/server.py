@@ -24,8 +24,9 @@ logger = log.get_logger(__name__)
 
 
 def serve(engine: AsyncEngine, config: ServerConfig, on_ready: Callable[[str], None]) -> int:
-    """Serve until SIGTERM or SIGINT. The exit status is 0 after a drain, and 1 if a second signal cut the drain short.
+    """Serve until SIGTERM or SIGINT. The exit status is 0 after a drain.
 
+    It is 1 if a second signal cut the drain short, or if the engine died and could not be started again.
     `on_ready` gets the URL once requests are accepted. Raises LMKitError if the server cannot start.
     """
     return asyncio.run(_serve(engine, config, on_ready))
@@ -37,8 +38,7 @@ async def _serve(engine: AsyncEngine, config: ServerConfig, on_ready: Callable[[
     with contextlib.closing(bind(config.host, config.port)) as sock:
         running = asyncio.ensure_future(_run(engine, config, on_ready, sock, stop))
         if await _first(running, stop_now.wait()):
-            running.result()
-            return 0
+            return running.result()
         logger.warning("second signal: not waiting for running requests")
         engine.kill()
         running.cancel()
@@ -52,12 +52,12 @@ async def _run(
     on_ready: Callable[[str], None],
     sock: socket.socket,
     stop: asyncio.Event,
-) -> None:
+) -> int:
     starting = asyncio.ensure_future(_start(engine))
     if not await _first(starting, stop.wait()):
         starting.cancel()
         await asyncio.wait({starting})
-        return
+        return 0
     tokenizer, http_server = starting.result()
     if engine.info is not None:
         engine.info.sampling.announce(logger)
@@ -65,11 +65,16 @@ async def _run(
         listen(sock)  # only now: clients that come earlier are refused and do not wait
         server = http_server(engine, tokenizer, config, lambda: on_ready(url(sock)))
         serving = asyncio.ensure_future(server.serve(sockets=[sock]))
-        await _first(serving, stop.wait())
-        logger.info("draining: %d requests have %g s to finish", engine.num_open, config.drain_seconds)
+        await _first(serving, stop.wait(), engine.until_dead())
+        is_dead = engine.state == "dead"
+        if is_dead:
+            logger.critical("the server ends, because its engine has ended")
+        else:
+            logger.info("draining: %d requests have %g s to finish", engine.num_open, config.drain_seconds)
         await engine.shutdown(config.drain_seconds)
         server.should_exit = True
         await serving
+        return int(is_dead)
     finally:
         await engine.shutdown()
 
@@ -98,12 +103,12 @@ def _load(model_path: Path) -> tuple[Tokenizer, ServerFactory]:
     return tokenizer, http_server
 
 
-async def _first(work: asyncio.Future[Any], event: Coroutine[Any, Any, Any]) -> bool:
-    """Wait until `work` is done or `event` has ended. True if `work` is done."""
-    waiting = asyncio.ensure_future(event)
-    both: set[asyncio.Future[Any]] = {work, waiting}
+async def _first(work: asyncio.Future[Any], *events: Coroutine[Any, Any, Any]) -> bool:
+    """Wait until `work` is done or one of the events has ended. True if `work` is done."""
+    waiting = [asyncio.ensure_future(event) for event in events]
     try:
-        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({work, *waiting}, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        waiting.cancel()
+        for event in waiting:
+            event.cancel()
     return work.done()

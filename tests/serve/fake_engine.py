@@ -140,6 +140,10 @@ class FakeEngine:
         top = [(5 + n, -0.125 - n) for n in range(num_top)]
         return [TokenLogprobs(ids[i], -0.5 * i, top) for i in range(1, len(ids)) if request.prompt_logprobs]
 
+    @property
+    def step_limit(self) -> float:
+        return 60.0
+
     def check_integrity(self) -> None:
         pass
 

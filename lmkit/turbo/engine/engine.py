@@ -43,6 +43,8 @@ log = get_logger(__name__)
 
 
 IDLE_SECONDS = 0.02  # time between checks of the loads, if there is nothing else to do
+STEP_SECONDS = 120.0  # that any step may take: kernels that no one foresaw are compiled in it
+SLOW_DISK = 50e6  # bytes a second: the weights may have to be read again
 
 
 @dataclass
@@ -100,6 +102,8 @@ class Engine:
         self._overlap = config.overlap
         self._under_way: deque[tuple[StepPlan, Ticket]] = deque()
         self._failed_steps = 0
+        self._token_seconds = 0.0
+        self._base_seconds = STEP_SECONDS + memory.weights / SLOW_DISK
         limits = _limits(config, memory, spec)
         with loading.fits_the_gpu("the KV cache or the first steps"):
             sizes = memory.num_blocks, config.tokens_per_block, memory.max_model_len
@@ -135,6 +139,7 @@ class Engine:
             if any(output.error for output in self.step()):
                 raise LMKitError("the engine cannot compute a token")
         log.debug("first steps took %.1f s", time.perf_counter() - start)
+        self._token_seconds = self._profile.execute
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestError if it can never run or the queue is full."""
@@ -169,7 +174,20 @@ class Engine:
                     self.scheduler.wait(IDLE_SECONDS)
                 return outputs
             if plan is None or not self._overlap or len(self._under_way) > 1:
-                return self._collect(*self._under_way.popleft())
+                try:
+                    return self._collect(*self._under_way[0])
+                finally:
+                    self._under_way.popleft()
+
+    @property
+    def step_limit(self) -> float:
+        """Seconds after which a call of `step` hangs. Any thread may ask, also while a step runs.
+
+        The first steps computed a token several times. A step takes no longer than that for each of its tokens, because
+        tokens that are computed together share the work.
+        """
+        num_tokens = sum(chunk.num_tokens for plan, _ in tuple(self._under_way) for chunk in plan.chunks)
+        return self._base_seconds + num_tokens * self._token_seconds
 
     def profile(self) -> Profile:
         """A copy of the profile, up to the last result that was taken in."""

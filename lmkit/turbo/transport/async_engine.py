@@ -8,26 +8,25 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-import sys
 import tempfile
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 import zmq
-import zmq.asyncio
 
-import lmkit
 from lmkit import log
 from lmkit.config import EngineConfig
 from lmkit.errors import CheckpointError, ConfigError, LMKitError, RequestError, UnsupportedError
 from lmkit.turbo.request import EngineInfo, EngineStats, Request, Siblings, StepOutput
 from lmkit.turbo.transport import messages
+from lmkit.turbo.transport.spawned import SILENT_SECONDS, EngineProcess
 
 State = Literal["starting", "ready", "restarting", "draining", "dead"]
 STOP_SECONDS = 5.0  # how long a process may take to finish its step before it is killed
+LATE_SECONDS = 1.0  # after a request's deadline it is ended here, if the engine has not ended it
 MAX_IPC_PATH = 100  # sockaddr_un holds 107 bytes
 
 _START_ERRORS = {kind.__name__: kind for kind in (ConfigError, CheckpointError, UnsupportedError)}
@@ -51,105 +50,6 @@ class RestartPolicy:
         return min(self.first_delay * 2.0 ** (failures - 1), self.max_delay)
 
 
-class EngineProcess:
-    """One engine process, its two sockets, and the task that passes its events to `handle` until it has ended."""
-
-    def __init__(
-        self,
-        process: asyncio.subprocess.Process,
-        commands: zmq.Socket,
-        events: zmq.asyncio.Socket,
-        handle: Callable[[messages.Event], None],
-    ) -> None:
-        self._process = process
-        self._commands, self._events = commands, events
-        self._handle = handle
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(messages.Event)
-        self._unsent: list[messages.Command] = []
-        self.exited = asyncio.ensure_future(process.wait())
-        self.listening = asyncio.ensure_future(self._listen())
-
-    @classmethod
-    async def spawn(
-        cls,
-        context: zmq.Context,
-        prefix: Path,
-        arguments: dict[str, str],
-        handle: Callable[[messages.Event], None],
-    ) -> EngineProcess:
-        """Start a process. `prefix` is the path prefix of two new sockets in a private folder."""
-        commands, events = context.socket(zmq.PUSH), zmq.asyncio.Socket(context, zmq.PULL)
-        commands.sndhwm = events.rcvhwm = messages.QUEUED_MESSAGES
-        commands.linger = events.linger = 0
-        commands.bind(f"ipc://{prefix}.commands")
-        events.bind(f"ipc://{prefix}.events")
-        arguments = arguments | {"commands": f"ipc://{prefix}.commands", "events": f"ipc://{prefix}.events"}
-        try:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "lmkit.turbo.transport.engine_process",
-                *(f"--{name}={value}" for name, value in arguments.items()),
-                stdin=asyncio.subprocess.PIPE,
-                start_new_session=True,  # the front end handles Ctrl-C in a terminal
-                cwd=Path(lmkit.__file__).parents[1],  # `-m` puts it on the path; the process then changes to --cwd
-            )
-        except BaseException:
-            commands.close()
-            events.close()
-            raise
-        return cls(process, commands, events, handle)
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def send(self, command: messages.Command) -> bool:
-        """Send a command. Returns False if the process is so far behind that the socket is full."""
-        try:
-            self._commands.send(self._encoder.encode(command), zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        return True
-
-    def send_surely(self, command: messages.Command) -> None:
-        """Send a command now, or when the process has sent an event again."""
-        if not self.send(command):
-            self._unsent.append(command)
-
-    async def _listen(self) -> None:
-        receiving = asyncio.ensure_future(self._receive())
-        await asyncio.wait({receiving, self.exited}, return_when=asyncio.FIRST_COMPLETED)
-        if receiving.done():
-            receiving.result()  # it raised: an event that this code does not understand
-        receiving.cancel()
-        await asyncio.wait({receiving})
-        while await self._events.poll(0):
-            self._handle(self._decoder.decode(await self._events.recv()))
-
-    async def _receive(self) -> None:
-        while True:
-            self._handle(self._decoder.decode(await self._events.recv()))
-            while self._unsent and self.send(self._unsent[0]):
-                self._unsent.pop(0)
-
-    async def stop(self, grace: float) -> None:
-        """Ask the process to end, kill it after `grace` seconds, and close the sockets."""
-        if grace and not self.exited.done() and self.send(messages.Shutdown()):
-            await asyncio.wait({self.exited}, timeout=grace)
-        self.kill()
-        try:
-            await asyncio.wait({self.exited, self.listening})
-        finally:
-            self._commands.close()
-            self._events.close()
-
-    def kill(self) -> None:
-        if not self.exited.done():
-            self._process.kill()
-
-
 class AsyncEngine:
     """An engine in another process, for asyncio.
 
@@ -165,8 +65,12 @@ class AsyncEngine:
         engine: str = messages.ENGINE,
         log_level: str = "INFO",
         restart: RestartPolicy | None = None,
+        step_timeout: float | None = None,
     ) -> None:
-        """engine: the dotted name, module:Class, of the engine class that the process runs."""
+        """engine: the dotted name, module:Class, of the engine class that the process runs.
+
+        step_timeout: the seconds after which a step hangs; None = the engine says it, by what a step costs at worst.
+        """
         self.model_path = Path(model_path).absolute()
         self.config = config
         self._arguments = {
@@ -176,6 +80,9 @@ class AsyncEngine:
             "cwd": os.getcwd(),
             "log-level": log_level,
         }
+        if step_timeout is not None:
+            self._arguments["step-timeout"] = str(step_timeout)
+        self._silent_seconds = min(SILENT_SECONDS, step_timeout or SILENT_SECONDS)
         self._restart = restart or RestartPolicy()
         self._max_open = config.max_queue + config.max_batch_size
         self._streams: dict[str, asyncio.Queue[StepOutput | RequestError]] = {}
@@ -190,10 +97,6 @@ class AsyncEngine:
 
     async def start(self) -> None:
         """Start the process and wait until its model is loaded. Raises the LMKitError that prevented the start."""
-        self._directory = Path(tempfile.mkdtemp(prefix="lmkit-"))  # mode 0700
-        if len(str(self._directory)) > MAX_IPC_PATH - len("/00000.commands"):
-            self._remove_directory()
-            raise ConfigError(f"{self._directory}: too long a path for a socket; set TMPDIR to a shorter one")
         self._context = zmq.Context()
         try:
             await self._launch()
@@ -201,6 +104,20 @@ class AsyncEngine:
             await self._close()
             raise
         self._supervisor = asyncio.create_task(self._supervise())
+
+    async def until_dead(self) -> None:
+        """Wait until the engine has ended and is not started again. Call it after `start`."""
+        assert self._supervisor is not None
+        await asyncio.wait({self._supervisor})
+
+    @property
+    def health(self) -> State | Literal["stalled"]:
+        """The state. An engine that is ready and seems to hang is stalled: it goes on, or is soon started again.
+
+        So "ready" means that the process lives, and that its step under way is not much slower than expected.
+        """
+        is_stalled = self.state == "ready" and self._process is not None and self._process.is_stalled
+        return "stalled" if is_stalled else self.state
 
     def stats(self) -> EngineStats:
         """The last figures that the process sent."""
@@ -237,6 +154,7 @@ class AsyncEngine:
         if request.request_id not in self._streams:
             self.submit(Siblings(request))
         stream = self._streams[request.request_id]
+        timer = self._deadline(request)
         try:
             while True:
                 item = await stream.get()
@@ -246,6 +164,8 @@ class AsyncEngine:
                 if item.finish_reason is not None:
                     return
         finally:
+            if timer is not None:
+                timer.cancel()
             if self._streams.get(request.request_id) is stream:
                 self.drop(request.request_id)
 
@@ -256,10 +176,7 @@ class AsyncEngine:
 
     async def abort(self, request_id: str) -> None:
         """End a request. Its iterator gets finish_reason "abort". Unknown ids are ignored."""
-        if request_id in self._streams:
-            self._end(request_id, StepOutput(request_id=request_id, token_ids=[], finish_reason="abort"))
-            if self._process is not None:
-                self._process.send_surely(messages.Abort(request_id))
+        self._cut(request_id, StepOutput(request_id=request_id, token_ids=[], finish_reason="abort"))
 
     def drain(self) -> None:
         """Refuse new requests from now on."""
@@ -282,6 +199,21 @@ class AsyncEngine:
         self._remove_directory()
 
     # ---- requests
+
+    def _deadline(self, request: Request) -> asyncio.TimerHandle | None:
+        """Hold a request's deadline here too: an engine that hangs, or is in a long step, holds none."""
+        seconds = request.timeout or self.config.request_timeout
+        if seconds is None:
+            return None
+        error = RequestError("deadline_exceeded", f"not done after {seconds:g} s")
+        return asyncio.get_running_loop().call_later(seconds + LATE_SECONDS, self._cut, request.request_id, error)
+
+    def _cut(self, request_id: str, item: StepOutput | RequestError) -> None:
+        """End a request on this side and in the engine. Unknown ids are ignored."""
+        if request_id in self._streams:
+            self._end(request_id, item)
+            if self._process is not None:
+                self._process.send_surely(messages.Abort(request_id))
 
     def _end(self, request_id: str, item: StepOutput | RequestError) -> None:
         stream = self._streams.pop(request_id, None)
@@ -312,7 +244,6 @@ class AsyncEngine:
 
         Raises the LMKitError of its Failed message, or an LMKitError that gives the status with which it ended.
         """
-        assert self._directory is not None
         self.num_starts += 1
         ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
 
@@ -325,7 +256,8 @@ class AsyncEngine:
                 case _:
                     self._handle(event)
 
-        new = await EngineProcess.spawn(self._context, self._directory / str(self.num_starts), self._arguments, handle)
+        where = self._context, self._socket_prefix()
+        new = await EngineProcess.spawn(*where, self._arguments, handle, silent_seconds=self._silent_seconds)
         either: set[asyncio.Future[Any]] = {ready, new.listening}
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -341,7 +273,30 @@ class AsyncEngine:
         if self.state != "draining":
             self.state = "ready"
 
+    def _socket_prefix(self) -> Path:
+        """The path prefix of the next process's sockets, in a private folder. It is made anew if it was removed."""
+        if self._directory is None or not self._directory.is_dir():
+            try:
+                self._directory = Path(tempfile.mkdtemp(prefix="lmkit-"))  # mode 0700
+            except OSError as error:
+                raise LMKitError(f"{error.filename}: no folder for sockets can be made: {error.strerror}") from None
+        if len(str(self._directory)) > MAX_IPC_PATH - len("/00000.commands"):
+            raise ConfigError(f"{self._directory}: too long a path for a socket; set TMPDIR to a shorter one")
+        return self._directory / str(self.num_starts)
+
     async def _supervise(self) -> None:
+        """Start the process again whenever it ends. At the end no process runs, and no request waits."""
+        try:
+            await self._keep_running()
+        except Exception:
+            logger.exception("the supervisor of the engine failed")
+            if self._process is not None:
+                self._process.kill()
+        if self.state != "draining":
+            self.state = "dead"
+            self._fail_all("engine_unavailable", "the engine has ended")
+
+    async def _keep_running(self) -> None:
         """Wait for the end of the process and start another one, as long as the policy allows."""
         loop = asyncio.get_running_loop()
         failures = 0
@@ -355,13 +310,12 @@ class AsyncEngine:
                 return
             failures += 1
             if failures > self._restart.max_failures:
-                self.state = "dead"
                 logger.error("the engine is not started again: it failed %d times in a row", failures)
                 return
             await asyncio.sleep(self._restart.delay(failures))
             try:
                 await self._launch()
-            except (LMKitError, OSError) as error:
+            except Exception as error:  # noqa: BLE001 - whatever it is, the next start may go well
                 logger.error("the engine does not start: %s", error)
 
     async def _lose_process(self, lost: EngineProcess) -> None:

@@ -30,6 +30,7 @@ from lmkit.config import EngineConfig, calm_openmp
 from lmkit.errors import DeviceLostError, LMKitError, RequestError
 from lmkit.turbo.request import EngineInfo, EngineStats, Request, StepOutput
 from lmkit.turbo.transport.deferred import quick_start
+from lmkit.turbo.transport.heartbeat import Heartbeat
 from lmkit.turbo.transport.messages import (
     ENGINE,
     QUEUED_MESSAGES,
@@ -59,6 +60,8 @@ class EngineLike(Protocol):
 
     info: EngineInfo
 
+    @property
+    def step_limit(self) -> float: ...
     def add(self, request: Request) -> None: ...
     def abort(self, request_id: str) -> None: ...
     def step(self) -> list[StepOutput]: ...
@@ -71,8 +74,16 @@ class EngineLike(Protocol):
 class EngineLoop:
     """Owns an engine. It takes commands between steps, steps while there is work, and waits for commands otherwise."""
 
-    def __init__(self, engine: EngineLike, commands: zmq.Socket, events: zmq.Socket) -> None:
+    def __init__(
+        self,
+        engine: EngineLike,
+        commands: zmq.Socket,
+        events: zmq.Socket,
+        heartbeat: Heartbeat,
+        step_timeout: float | None = None,
+    ) -> None:
         self._engine = engine
+        self._heartbeat, self._step_timeout = heartbeat, step_timeout
         self._commands, self._events = commands, events
         self._decoder = msgspec.msgpack.Decoder(Command)
         self._encoder = msgspec.msgpack.Encoder()
@@ -137,7 +148,8 @@ class EngineLoop:
         """Run one engine call. If it raises, the requests `request_ids` fail and the others go on."""
         victims = list(request_ids)
         try:
-            return call()
+            with self._heartbeat.watching(lambda: self._step_timeout or self._engine.step_limit):
+                return call()
         except RequestError as error:
             self._open.difference_update(victims)
             for request_id in victims:
@@ -193,6 +205,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--engine", default=ENGINE)
     for name in ("model", "config", "commands", "events", "cwd", "log-level"):
         parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--step-timeout", type=float)
     args = parser.parse_args(argv)
     calm_openmp()
     for number in (signal.SIGINT, signal.SIGTERM):  # these go to the whole group or unit; the parent decides
@@ -206,21 +219,24 @@ def main(argv: list[str] | None = None) -> int:
     commands.rcvhwm = events.sndhwm = QUEUED_MESSAGES
     commands.connect(args.commands)
     events.connect(args.events)
+    heartbeat = Heartbeat(context, args.events)
     try:
         with quick_start():
             engine = load_engine(args.engine)(args.model, msgspec.json.decode(args.config, type=EngineConfig))
     except LMKitError as error:
         events.send(msgspec.msgpack.encode(Failed(type(error).__name__, str(error))))
+        heartbeat.stop()
         context.destroy(linger=5000)
         return 2
     sys.setswitchinterval(SWITCH_SECONDS)
     try:
-        EngineLoop(engine, commands, events).run()
+        EngineLoop(engine, commands, events, heartbeat, args.step_timeout).run()
         engine.close()
     except DeviceLostError as error:
         logger.critical("%s", error)
         return 1
     finally:
+        heartbeat.stop()
         context.destroy(linger=1000)
     return 0
 

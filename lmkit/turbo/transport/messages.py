@@ -8,6 +8,7 @@ from lmkit.turbo.request import EngineInfo, EngineStats, Siblings, StepOutput
 
 ENGINE = "lmkit.turbo.engine.engine:Engine"  # the class that the engine process runs by default
 QUEUED_MESSAGES = 4096  # high-water mark of both sockets
+BEAT_SECONDS = 0.5  # between signs of life
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
@@ -24,6 +25,12 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
     info: EngineInfo
+
+
+class Beat(msgspec.Struct, frozen=True, tag=True):
+    """A sign of life. It comes also while the engine loads, compiles or computes."""
+
+    is_slow: bool = False  # the step under way has taken more than half of the time that it may take
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -52,4 +59,4 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
 
 
 Command = Add | Abort | Shutdown
-Event = Ready | Failed | Refused | Outputs | Stats
+Event = Ready | Beat | Failed | Refused | Outputs | Stats

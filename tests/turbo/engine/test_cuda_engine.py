@@ -7,6 +7,7 @@ import logging
 import shutil
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -363,7 +364,7 @@ def test_a_lost_gpu_ends_every_request_and_the_engine(
     assert all(output.finish_reason == "error" for output in outputs)
     with pytest.raises(DeviceLostError, match="illegal memory access was encountered"):
         engine.step()
-    loop = EngineLoop(engine, *(SimpleNamespace() for _ in range(2)))  # type: ignore[arg-type]
+    loop = EngineLoop(engine, *(SimpleNamespace(watching=nullcontext) for _ in range(3)))  # type: ignore[arg-type]
     with pytest.raises(DeviceLostError):  # which ends the worker's process
         loop._step()
 

@@ -15,6 +15,7 @@ import transformers
 from lmkit.config import EngineConfig
 from lmkit.errors import RequestError
 from lmkit.text import Tokenizer
+from lmkit.turbo.engine import engine as engine_module
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.plan import StepPlan
 from lmkit.turbo.request import EngineStats, Request, SamplingParams, StepOutput
@@ -259,6 +260,21 @@ def test_a_step_that_fails_before_it_computes_leaves_loads_and_later_steps_alone
     assert engine.stats().failed_steps == 2
     assert engine.stats().tier_hits["host"] > 0
     engine.close()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_steps_limit_follows_from_its_tokens(
+    demo_model: Path, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, limits = engine_for(demo_model, overlap=overlap), list[float]()
+    idle, collect = engine.step_limit, engine.runner.collect
+    assert engine_module.STEP_SECONDS < idle < engine_module.STEP_SECONDS + 1
+    assert engine._token_seconds > 0
+    monkeypatch.setattr(engine.runner, "collect", lambda it: (limits.append(engine.step_limit), collect(it))[1])
+    run(engine, requests_for(demo_model, max_tokens=1)[2:3])
+    length = len(requests_for(demo_model)[2].prompt_ids)
+    assert max(limits) == pytest.approx(idle + min(length, 64) * engine._token_seconds)
+    assert engine.step_limit == idle
 
 
 def test_a_prompt_beyond_the_context_is_refused(demo_model: Path) -> None:

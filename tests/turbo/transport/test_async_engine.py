@@ -38,8 +38,10 @@ def run(main: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(main, 60))
 
 
-def make(model: str | Path = "model", restart: RestartPolicy = QUICK, **config: Any) -> AsyncEngine:
-    return AsyncEngine(model, EngineConfig(**config), engine=FAKE, restart=restart)
+def make(
+    model: str | Path = "model", restart: RestartPolicy = QUICK, step_timeout: float | None = None, **config: Any
+) -> AsyncEngine:
+    return AsyncEngine(model, EngineConfig(**config), engine=FAKE, restart=restart, step_timeout=step_timeout)
 
 
 @asynccontextmanager
@@ -52,9 +54,9 @@ async def running(**options: Any) -> AsyncIterator[AsyncEngine]:
         await engine.shutdown()
 
 
-def request(prompt: str = "Hi", request_id: str = "r", **params: Any) -> Request:
+def request(prompt: str = "Hi", request_id: str = "r", timeout: float | None = None, **params: Any) -> Request:
     config = SamplingParams(**{"seed": 0, "max_tokens": 8} | params)
-    return Request(request_id=request_id, prompt_ids=TOKENIZER.encode(prompt), params=config)
+    return Request(request_id=request_id, prompt_ids=TOKENIZER.encode(prompt), params=config, timeout=timeout)
 
 
 async def collect(engine: AsyncEngine, wanted: Request) -> list[StepOutput]:
