@@ -34,6 +34,7 @@ PolicyName = Literal["least_in_flight", "round_robin", "random"]  # of the proxy
 BLOCK_SIZE = {"cpu": 32, "cuda": 64}  # used if no block size is given
 STEP_TOKENS = {"cpu": 512, "cuda": 4096}  # used if no token budget is given
 StepTokens = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+BODY_MEMORY = 256 << 20  # bytes of the bodies of all requests under way
 PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -170,6 +171,8 @@ class ServerConfig(StrictStruct, frozen=True):
     served_model_name: str | None = None  # None = the checkpoint folder's name
     api_keys: tuple[str, ...] = ()  # empty = no authentication
     max_body_bytes: PositiveInt = 4 << 20
+    body_memory: PositiveInt = BODY_MEMORY
+    answer_memory: PositiveInt = 512 << 20  # bytes of all answers that have not ended or are not read
     drain_seconds: Annotated[float, msgspec.Meta(ge=0)] = 30.0  # how long requests may finish after SIGTERM
     step_timeout: Annotated[float, msgspec.Meta(ge=1)] | None = None  # None = by what a step costs at worst
     log_level: LogLevel = "INFO"

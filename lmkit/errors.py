@@ -24,6 +24,7 @@ HTTP_STATUS = {
     "engine_error": 500,
     "bad_gateway": 502,
     "engine_unavailable": 503,
+    "overloaded": 503,  # a budget of memory is used up
     "queue_full": 503,
     "shutting_down": 503,
     "deadline_exceeded": 504,  # the request's own deadline, or the server's --request-timeout

@@ -44,6 +44,10 @@ def serve(
     ] = None,
     api_key_file: Annotated[Path | None, _server("A file with one key a line.")] = None,
     max_body: Annotated[str, _server("Largest request body.", callback=size)] = "4M",
+    body_memory: Annotated[str, _server("For the bodies of all requests together.", callback=size)] = "256M",
+    answer_memory: Annotated[
+        str, _server("For answers that are not sent or read yet; one gets an eighth.", callback=size)
+    ] = "512M",
     drain_seconds: Annotated[
         float,
         _server("Seconds for requests to finish after SIGTERM.", callback=checked(ServerConfig, "drain_seconds")),
@@ -67,6 +71,8 @@ def serve(
         print(resolved(context))
         return
     keys = _keys(api_key or [], api_key_file)
+    if int(body_memory) < int(max_body):
+        raise ConfigError("--body-memory must be at least --max-body, or no body of that size could ever be read")
     quota = context.get_parameter_source("cache_quota")
     if len(keys) > 1 and quota is not None and quota.name == "DEFAULT":
         engine_config = msgspec.structs.replace(engine_config, cache_quota=SHARED_CACHE_QUOTA)
@@ -76,6 +82,8 @@ def serve(
         served_model_name=served_model_name or (Path(model).resolve().name if Path(model).is_dir() else model),
         api_keys=keys,
         max_body_bytes=int(max_body),
+        body_memory=int(body_memory),
+        answer_memory=int(answer_memory),
         drain_seconds=drain_seconds,
         step_timeout=step_timeout,
         log_level=log_level,

@@ -29,6 +29,7 @@ from lmkit.proxy.forward import Call, Forwarder
 from lmkit.proxy.health import HealthChecker
 from lmkit.proxy.registry import Registry
 from lmkit.web.access_log import note_error
+from lmkit.web.budget import Budget
 from lmkit.web.errors import method_not_allowed, public_error
 from lmkit.web.receive import decode_json, read_body
 from lmkit.web.routes import is_known_elsewhere, not_found
@@ -84,6 +85,7 @@ class Proxy:
             cookies=http.cookiejar.CookieJar(http.cookiejar.DefaultCookiePolicy(allowed_domains=[])),
         )
         self.health = HealthChecker(self.registry, self._client, config)
+        self._bodies = Budget(config.body_memory, what="bodies of requests")
         self._forwarder = Forwarder(self.registry, self._client, self.metrics, config)
         self.checked = asyncio.Event()  # every node has been asked once
         self.checks: asyncio.Task[None] | None = None  # ends only by an error, or with the block
@@ -147,9 +149,10 @@ class Proxy:
             raise not_found(path, PATHS)
         self.active += 1
         try:
-            body = await read_body(scope, receive, self.config.max_body_bytes, self.config.body_timeout)
-            call = Call(path, scope["query_string"], scope["headers"], body, read_model(body))
-            await self._forwarder.forward(call, response, receive, self.stop)
+            with self._bodies.share() as share:  # until the answer's end: the body may have to be sent again
+                body = await read_body(scope, receive, self.config.max_body_bytes, self.config.body_timeout, share)
+                call = Call(path, scope["query_string"], scope["headers"], body, read_model(body))
+                await self._forwarder.forward(call, response, receive, self.stop)
         finally:
             self.active -= 1
 
@@ -180,7 +183,8 @@ class Proxy:
         await _json(exchange, self._fleet_status())
 
     async def add_node(self, exchange: Exchange) -> None:
-        body = await read_body(exchange.scope, exchange.receive, MAX_ADMIN_BODY, self.config.body_timeout)
+        with self._bodies.share() as share:
+            body = await read_body(exchange.scope, exchange.receive, MAX_ADMIN_BODY, self.config.body_timeout, share)
         node = await self.fleet.add(decode_json(body, Registration, mismatch="not a node's registration"))
         await self.health.check(node)
         await _json(exchange, self._fleet_status(node.url))

@@ -13,7 +13,7 @@ import msgspec
 import yaml
 
 from lmkit import yaml_file
-from lmkit.config import LogLevel, PolicyName, PositiveInt, StrictStruct
+from lmkit.config import BODY_MEMORY, LogLevel, PolicyName, PositiveInt, StrictStruct
 from lmkit.errors import ConfigError
 from lmkit.other_names import hint
 
@@ -51,6 +51,7 @@ class ProxyConfig(StrictStruct, frozen=True):
     admin_keys: tuple[Key, ...] = ()  # for /admin; empty = only a loopback listener without any key manages nodes
     state_file: str | None = None  # remembers nodes added and removed at run time
     max_body_bytes: PositiveInt = 16 << 20
+    body_memory: PositiveInt = BODY_MEMORY
     body_timeout: Seconds = 30.0  # for a client to send its whole body
     max_in_flight: PositiveInt = 1024  # requests at once; one more is refused with 503
     connect_timeout: Seconds = 3.0
@@ -66,6 +67,8 @@ class ProxyConfig(StrictStruct, frozen=True):
         urls = [node.url for node in self.nodes]
         if twice := sorted({url for url in urls if urls.count(url) > 1}):
             raise ValueError(f"node {twice[0]} is given twice")
+        if self.body_memory < self.max_body_bytes:
+            raise ValueError("body_memory is less than max_body_bytes; no body of that size could ever be read")
         if set(self.api_keys) & set(self.admin_keys):
             raise ValueError("a key is in both api_keys and admin_keys; give each role its own")
 

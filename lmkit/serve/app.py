@@ -17,7 +17,9 @@ from lmkit.serve.sessions import Sessions
 from lmkit.text import Tokenizer
 from lmkit.turbo.transport.async_engine import AsyncEngine
 from lmkit.web.access_log import AccessLog
+from lmkit.web.budget import Budget
 
+ANSWER_PARTS = 8  # one answer may hold this part of the memory for all
 ROUTERS = [module.router for module in (chat, completions, models, tokenize, metrics, health)]
 
 
@@ -29,7 +31,15 @@ def create_app(engine: AsyncEngine, tokenizer: Tokenizer, config: ServerConfig) 
     """
     app = FastAPI(title="lmkit", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     figures = Metrics(engine, model_name(engine, config))
-    app.state.serving = Serving(engine, tokenizer, config, figures, Sessions(engine.config.session_lease))
+    app.state.serving = Serving(
+        engine,
+        tokenizer,
+        config,
+        figures,
+        Sessions(engine.config.session_lease),
+        bodies=Budget(config.body_memory, what="bodies of requests"),
+        answers=Budget(config.answer_memory, what="answers", each=config.answer_memory // ANSWER_PARTS),
+    )
     for router in ROUTERS:
         app.include_router(router)
     ours = [route for router in ROUTERS for route in router.routes if isinstance(route, APIRoute)]

@@ -9,6 +9,7 @@ from starlette.requests import Request
 
 from lmkit.errors import RequestError
 from lmkit.serve.protocol import validate
+from lmkit.serve.serving import serving
 from lmkit.web.receive import decode_json, read_body
 
 BODY_SECONDS = 30.0
@@ -16,10 +17,12 @@ BODY_SECONDS = 30.0
 M = TypeVar("M", bound=BaseModel)
 
 
-async def read_json(request: Request, model: type[M], max_bytes: int) -> M:
-    """The body as `model`. Raises RequestError for anything that is not exactly that."""
+async def read_json(request: Request, model: type[M]) -> M:
+    """The body as `model`. Its bytes count until the request ends. Raises RequestError for anything else."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":  # this also keeps other sites' pages from posting here without CORS
         raise RequestError("invalid_request", "send Content-Type: application/json")
-    raw = await read_body(request.scope, request.receive, max_bytes, BODY_SECONDS)
+    server = serving(request)
+    share = request.state.held.enter_context(server.bodies.share())
+    raw = await read_body(request.scope, request.receive, server.config.max_body_bytes, BODY_SECONDS, share)
     return validate(decode_json(raw), model)

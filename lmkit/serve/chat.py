@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from lmkit.serve.collect import Collected
 from lmkit.serve.protocol import (
-    AssistantMessage,
-    ChatChoice,
     ChatChunkChoice,
-    ChatCompletion,
     ChatCompletionChunk,
     ChatCompletionRequest,
     ChatLogprob,
@@ -24,6 +23,7 @@ from lmkit.serve.to_request import chat_requests
 from lmkit.text import TokenHistory
 from lmkit.turbo import request as engine
 from lmkit.turbo.transport.output import AssistantTurn, RequestOutput, TextLogprobs, TokenText
+from lmkit.web.budget import Share
 
 router = APIRouter()
 
@@ -36,8 +36,8 @@ async def chat_completions(request: Request) -> Response:
 class _ChatResponse(ResponseBuilder[ChatCompletionRequest]):
     prefix = "chatcmpl"
 
-    def __init__(self, server: Serving, body: ChatCompletionRequest, tenant: str) -> None:
-        super().__init__(server, body, tenant)
+    def __init__(self, server: Serving, body: ChatCompletionRequest, tenant: str, share: Share) -> None:
+        super().__init__(server, body, tenant, share)
         self._session = (tenant, body.session_id) if body.session_id is not None else None
         self._history = server.sessions.get(self._session) if self._session else TokenHistory()
 
@@ -48,32 +48,25 @@ class _ChatResponse(ResponseBuilder[ChatCompletionRequest]):
         self._tokens = AssistantTurn(turn)
         return requests
 
-    async def whole(self) -> ChatCompletion:
-        texts: list[list[str]] = [[] for _ in self.requests]
-        logprobs: list[list[ChatLogprob]] = [[] for _ in self.requests]
-        choices: list[ChatChoice] = []
-        async with aclosing(self.server.run(self.requests, self.choices_per_prompt)) as outputs:
-            async for idx, output in outputs:
-                self.note(idx, output)
-                texts[idx].append(output.text)
-                logprobs[idx] += map(_logprob, output.logprobs)
-                if output.finish_reason is not None:
-                    choices.append(
-                        ChatChoice(
-                            index=idx,
-                            message=AssistantMessage(content="".join(texts[idx])),
-                            logprobs=ChatLogprobs(content=logprobs[idx]) if self.body.logprobs else None,
-                            finish_reason=output.finish_reason,
-                            stop_reason=output.stop_reason,
-                        )
-                    )
-        choices.sort(key=lambda choice: choice.index)
-        return ChatCompletion(**self.head, choices=choices, usage=self.count.usage())
+    async def whole(self) -> dict[str, Any]:
+        collected = await self.collect([""] * len(self.requests))
+        choices = map(self._choice, range(len(collected)), collected)
+        return {**self.head, "object": "chat.completion", "choices": choices, "usage": self.count.usage()}
+
+    def _choice(self, index: int, choice: Collected) -> dict[str, Any]:
+        content = (_logprob(entry) for entry in choice.logprobs())
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "logprobs": {"content": content, "refusal": None} if self.body.logprobs else None,
+            "finish_reason": choice.last.finish_reason,
+            "stop_reason": choice.last.stop_reason,
+        }
 
     async def chunks(self) -> AsyncGenerator[str]:
         """Each choice yields a chunk with the role, chunks with text, and a last chunk with the finish_reason."""
         started = [False] * len(self.requests)
-        async with aclosing(self.server.run(self.requests, self.choices_per_prompt)) as outputs:
+        async with aclosing(self.outputs()) as outputs:
             async for idx, output in outputs:
                 if not started[idx]:
                     started[idx] = True

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from lmkit.serve.collect import Collected
 from lmkit.serve.protocol import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
 from lmkit.serve.response import ResponseBuilder, respond
 from lmkit.serve.serving import MIN_LOGPROB
@@ -33,22 +34,32 @@ class _CompletionResponse(ResponseBuilder[CompletionRequest]):
     def make_requests(self) -> list[engine.Request]:
         return completion_requests(self.body, self.server.tokenizer, self.server.info, self.id, tenant=self.tenant)
 
-    async def whole(self) -> Completion:
-        parts: list[list[CompletionChoice]] = [[] for _ in self.requests]
-        logprobs: list[list[float]] = [[] for _ in self.requests]
-        async with aclosing(self.server.run(self.requests, self.choices_per_prompt)) as outputs:
-            async for idx, output in outputs:
-                self.note(idx, output)
-                parts[idx].append(self._choice(idx, output, first=not parts[idx]))
-                logprobs[idx] += (entry.token.logprob or 0.0 for entry in output.logprobs)
-        choices = [_joined(choice_parts) for choice_parts in parts]
+    async def whole(self) -> dict[str, Any]:
+        prompts = [self._prompt_text(idx) if self.body.echo else "" for idx in range(len(self.requests))]
+        chosen = await self.collect(prompts)
         if self.choices_per_prompt > (self.body.n or 1):
-            choices = self._best(choices, [math.fsum(row) / max(len(row), 1) for row in logprobs])
-        return Completion(**self.head, choices=choices, usage=self.count.usage())
+            chosen = self._best(chosen)
+        choices = map(self._whole_choice, range(len(chosen)), chosen)
+        return {**self.head, "object": "text_completion", "choices": choices, "usage": self.count.usage()}
+
+    def _whole_choice(self, index: int, choice: Collected) -> dict[str, Any]:
+        logprobs = {
+            "tokens": (_shown(entry.token) for entry in choice.logprobs()),
+            "token_logprobs": (_clamped(entry.token.logprob) for entry in choice.logprobs()),
+            "top_logprobs": (self._top(entry) for entry in choice.logprobs()),
+            "text_offset": (entry.text_offset for entry in choice.logprobs()),
+        }
+        return {
+            "index": index,
+            "text": choice.text,
+            "logprobs": None if self.body.logprobs is None else logprobs,
+            "finish_reason": choice.last.finish_reason,
+            "stop_reason": choice.last.stop_reason,
+        }
 
     async def chunks(self) -> AsyncGenerator[str]:
         started = [False] * len(self.requests)
-        async with aclosing(self.server.run(self.requests, self.choices_per_prompt)) as outputs:
+        async with aclosing(self.outputs()) as outputs:
             async for idx, output in outputs:
                 self.note(idx, output)
                 choice = self._choice(idx, output, first=not started[idx])
@@ -58,13 +69,13 @@ class _CompletionResponse(ResponseBuilder[CompletionRequest]):
         if self.include_usage:
             yield self.chunk(Completion(**self.head, choices=[]), last=True)
 
-    def _best(self, choices: list[CompletionChoice], mean_logprobs: list[float]) -> list[CompletionChoice]:
+    def _best(self, choices: list[Collected]) -> list[Collected]:
         """Each prompt's `n` choices with the highest mean log-probability of their tokens, best first."""
-        best: list[CompletionChoice] = []
+        best: list[Collected] = []
         for start in range(0, len(choices), self.choices_per_prompt):
-            mine = range(start, start + self.choices_per_prompt)
-            best += (choices[i] for i in sorted(mine, key=lambda i: -mean_logprobs[i])[: self.body.n or 1])
-        return [choice.model_copy(update={"index": index}) for index, choice in enumerate(best)]
+            mine = choices[start : start + self.choices_per_prompt]
+            best += sorted(mine, key=lambda choice: -choice.mean_logprob)[: self.body.n or 1]
+        return best
 
     def _choice(self, idx: int, output: RequestOutput, *, first: bool) -> CompletionChoice:
         """One step of a choice. The first step includes the prompt if the request asks for `echo`."""
@@ -100,24 +111,6 @@ class _CompletionResponse(ResponseBuilder[CompletionRequest]):
             return None
         tokens = sorted([entry.token, *entry.top], key=lambda token: token.logprob or 0.0)
         return {_shown(token): _clamped(token.logprob) or 0.0 for token in tokens}
-
-
-def _joined(parts: list[CompletionChoice]) -> CompletionChoice:
-    logprobs = [part.logprobs for part in parts if part.logprobs is not None]
-    return CompletionChoice(
-        index=parts[-1].index,
-        text="".join(part.text for part in parts),
-        logprobs=CompletionLogprobs(
-            tokens=[item for part in logprobs for item in part.tokens],
-            token_logprobs=[item for part in logprobs for item in part.token_logprobs],
-            top_logprobs=[item for part in logprobs for item in part.top_logprobs],
-            text_offset=[item for part in logprobs for item in part.text_offset],
-        )
-        if logprobs
-        else None,
-        finish_reason=parts[-1].finish_reason,
-        stop_reason=parts[-1].stop_reason,
-    )
 
 
 def _clamped(logprob: float | None) -> float | None:

@@ -279,20 +279,6 @@ class ChatLogprobs(BaseModel):
     refusal: None = None
 
 
-class AssistantMessage(BaseModel):
-    role: Literal["assistant"] = "assistant"
-    content: str
-    refusal: None = None
-
-
-class ChatChoice(BaseModel):
-    index: int
-    message: AssistantMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: str
-    stop_reason: str | int | None  # the stop string or stop token id; not OpenAI's
-
-
 class ChatChunkChoice(BaseModel):
     index: int
     delta: dict[str, str]  # role with the first chunk of a choice, then content
@@ -323,12 +309,6 @@ class _Response(BaseModel):
     system_fingerprint: str
 
 
-class ChatCompletion(_Response):
-    object: Literal["chat.completion"] = "chat.completion"
-    choices: list[ChatChoice]
-    usage: Usage
-
-
 class ChatCompletionChunk(_Response):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     choices: list[ChatChunkChoice]
@@ -336,7 +316,7 @@ class ChatCompletionChunk(_Response):
 
 
 class Completion(_Response):
-    """A whole text completion, or one chunk of a stream; both have the same form."""
+    """One chunk of a stream."""
 
     object: Literal["text_completion"] = "text_completion"
     choices: list[CompletionChoice]

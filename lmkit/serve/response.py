@@ -6,18 +6,20 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any, ClassVar, Generic, TypeVar
 
 from fastapi import Request, Response
-from pydantic import BaseModel
 
 from lmkit.serve.auth import tenant
 from lmkit.serve.body import read_json
+from lmkit.serve.collect import Collected, check_output
 from lmkit.serve.protocol import ChatCompletionChunk, ChatCompletionRequest, Completion, CompletionRequest
 from lmkit.serve.serving import Serving, UsageCount, new_id, serving
-from lmkit.serve.streaming import EventStream, while_connected
+from lmkit.serve.streaming import EventStream, WholeAnswer, while_connected
 from lmkit.turbo import request as engine
 from lmkit.turbo.transport.output import RequestOutput
+from lmkit.web.budget import Share
 
 B = TypeVar("B", ChatCompletionRequest, CompletionRequest)
 
@@ -29,8 +31,9 @@ class ResponseBuilder(ABC, Generic[B]):
     requests: list[engine.Request]
     count: UsageCount
 
-    def __init__(self, server: Serving, body: B, tenant: str) -> None:
-        self.server, self.tenant = server, tenant
+    def __init__(self, server: Serving, body: B, tenant: str, share: Share) -> None:
+        """`share` counts the bytes that the answer holds."""
+        self.server, self.tenant, self.share = server, tenant, share
         self.body: B = body
         self.id = new_id(self.prefix)
         self.head: dict[str, Any] = {  # of the response and of each chunk
@@ -43,6 +46,10 @@ class ResponseBuilder(ABC, Generic[B]):
     def prepare(self) -> None:
         """Make the engine's requests. This takes time, so call it in a thread. Raises RequestError."""
         self.requests = self.make_requests()
+        limit = self.server.answers.each
+        check_output(
+            self.requests, self.choices_per_prompt, self.server.info, stream=bool(self.body.stream), limit=limit
+        )
         self.count = UsageCount(self.requests, self.choices_per_prompt)
 
     @abstractmethod
@@ -50,7 +57,8 @@ class ResponseBuilder(ABC, Generic[B]):
         """`choices_per_prompt` requests for each prompt, in the order of the prompts."""
 
     @abstractmethod
-    async def whole(self) -> BaseModel: ...
+    async def whole(self) -> dict[str, Any]:
+        """The answer as JSON. Long lists are iterators, see `streaming.WholeAnswer`."""
 
     @abstractmethod
     def chunks(self) -> AsyncGenerator[str]:
@@ -59,6 +67,18 @@ class ResponseBuilder(ABC, Generic[B]):
     @property
     def choices_per_prompt(self) -> int:
         return self.body.n or 1
+
+    def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput]]:
+        return self.server.run(self.requests, self.choices_per_prompt, self.share)
+
+    async def collect(self, prompts: list[str]) -> list[Collected]:
+        """All choices at their end. `prompts` stand before the texts."""
+        choices = [Collected(self.server.tokenizer, self.share, prompt) for prompt in prompts]
+        async with aclosing(self.outputs()) as outputs:
+            async for idx, output in outputs:
+                self.note(idx, output)
+                choices[idx].add(output)
+        return choices
 
     @property
     def include_usage(self) -> bool:
@@ -80,13 +100,12 @@ class ResponseBuilder(ABC, Generic[B]):
 
 async def respond(request: Request, body_type: type[B], builder_type: type[ResponseBuilder[B]]) -> Response:
     """Answer one HTTP request. Raises RequestError."""
-    server = serving(request)
-    body = await read_json(request, body_type, server.config.max_body_bytes)
+    server, held = serving(request), request.state.held
+    body = await read_json(request, body_type)
     request.state.user = body.user
     server.check_model(body.model)
-    builder = builder_type(server, body, tenant(request))
+    builder = builder_type(server, body, tenant(request), held.enter_context(server.answers.share()))
     await asyncio.to_thread(builder.prepare)
     if body.stream:
         return await EventStream.open(request.receive, builder.chunks())
-    completion = await while_connected(request.receive, builder.whole())
-    return Response(completion.model_dump_json(), media_type="application/json")
+    return WholeAnswer(await while_connected(request.receive, builder.whole()))

@@ -16,6 +16,7 @@ from starlette.requests import Request as HttpRequest
 import lmkit
 from lmkit.config import ServerConfig
 from lmkit.errors import RequestError
+from lmkit.serve.collect import Backlog
 from lmkit.serve.metrics import Metrics
 from lmkit.serve.protocol import PromptTokensDetails, Usage
 from lmkit.serve.sessions import Sessions
@@ -23,6 +24,7 @@ from lmkit.text import Tokenizer
 from lmkit.turbo.request import EngineInfo, Request, Siblings
 from lmkit.turbo.transport.async_engine import AsyncEngine
 from lmkit.turbo.transport.output import OutputProcessor, RequestOutput
+from lmkit.web.budget import Budget, Share
 
 MIN_LOGPROB = -9999.0  # JSON has no -Infinity; OpenAI writes this
 
@@ -36,6 +38,8 @@ class Serving:
     config: ServerConfig
     metrics: Metrics
     sessions: Sessions
+    bodies: Budget
+    answers: Budget
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -63,30 +67,30 @@ class Serving:
             raise RequestError("model_not_found", f"the model {name[:64]!r} does not exist", "model")
 
     async def run(
-        self, requests: Sequence[Request], choices_per_prompt: int
+        self, requests: Sequence[Request], choices_per_prompt: int, share: Share
     ) -> AsyncGenerator[tuple[int, RequestOutput]]:
         """Outputs of all requests as they come, each with its request's index. Raises RequestError if a request fails.
 
-        Each `choices_per_prompt` consecutive requests have the same prompt. If the iteration ends early, all running
+        Each `choices_per_prompt` consecutive requests have the same prompt. `share` counts the bytes that wait to be
+        fetched. If the iteration ends early, all running
         requests are aborted.
         """
-        queue: asyncio.Queue[tuple[int, RequestOutput] | asyncio.Task[None]] = asyncio.Queue()
+        backlog = Backlog(share, len(requests))
 
         async def pump(idx: int, request: Request) -> None:
             is_first = idx % choices_per_prompt == 0  # tasks start in order: it sends the prompt for its siblings
             siblings = Siblings.of(requests[idx : idx + choices_per_prompt]) if is_first else None
             async with aclosing(self._follow(request, siblings)) as outputs:
                 async for output in outputs:
-                    queue.put_nowait((idx, output))
+                    backlog.put(idx, output)
 
         tasks = {asyncio.create_task(pump(idx, request)) for idx, request in enumerate(requests)}
         for task in tasks:
-            task.add_done_callback(queue.put_nowait)
+            task.add_done_callback(backlog.end)
         try:
-            for _ in requests:
-                while not isinstance(item := await queue.get(), asyncio.Task):
+            async with aclosing(backlog.outputs()) as outputs:
+                async for item in outputs:
                     yield item
-                item.result()  # raises the error that ended it
         finally:
             for task in tasks:
                 task.cancel()

@@ -1,12 +1,15 @@
-"""Server-sent events, and work that is cancelled when the client disconnects."""
+"""Server-sent events, whole answers in blocks, and work that is cancelled when the client disconnects."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+import itertools
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator
 from contextlib import aclosing
 from typing import Any, TypeVar
 
+import msgspec
+from pydantic import BaseModel
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
@@ -35,6 +38,73 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.gather(*either, return_exceptions=True)
 
 
+class WholeAnswer(Response):
+    """A JSON object whose iterators are written as lists, a block at a time: a client takes the next block by reading.
+
+    An answer of one block has a Content-Length.
+    """
+
+    media_type = "application/json"
+    BLOCK = 1 << 16  # characters
+
+    def __init__(self, value: dict[str, Any]) -> None:
+        super().__init__()
+        self._blocks = _blocks(json_parts(value), self.BLOCK)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        first, second = next(self._blocks), next(self._blocks, None)
+        if second is None:
+            await Response(first, media_type=self.media_type)(scope, receive, send)
+            return
+        del self.headers["content-length"]
+        await _until_left(receive, self._send_all(send, first, second))
+
+    async def _send_all(self, send: Send, *first: str) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        for block in itertools.chain(first, self._blocks):
+            await send(_body(block, more=True))
+            await asyncio.sleep(0)  # a block takes milliseconds; others go on between two
+        await send(_body("", more=False))
+
+
+def json_parts(value: Any) -> Iterator[str]:
+    """The JSON of a value in parts. An iterator becomes a list."""
+    match value:
+        case BaseModel():
+            yield value.model_dump_json()
+        case dict():
+            yield "{"
+            for i, (name, item) in enumerate(value.items()):
+                yield f"{',' if i else ''}{_json(name)}:"
+                yield from json_parts(item)
+            yield "}"
+        case Iterator():
+            yield "["
+            for i, item in enumerate(value):
+                yield "," if i else ""
+                yield from json_parts(item)
+            yield "]"
+        case _:
+            yield _json(value)
+
+
+def _json(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def _blocks(parts: Iterator[str], size: int) -> Iterator[str]:
+    """The same text in blocks of at least `size` characters and a last one."""
+    block: list[str] = []
+    num_chars = 0
+    for part in parts:
+        block.append(part)
+        num_chars += len(part)
+        if num_chars >= size:
+            yield "".join(block)
+            block, num_chars = [], 0
+    yield "".join(block)
+
+
 class EventStream(Response):
     """Sends `events` (JSON texts without line breaks) as server-sent events, then [DONE] or an error event.
 
@@ -60,11 +130,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._events):
-            try:
-                await while_connected(receive, self._send_all(scope, send))
-            except RequestError as error:
-                if error.code != "client_disconnected":
-                    raise
+            await _until_left(receive, self._send_all(scope, send))
 
     async def _send_all(self, scope: Scope, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
@@ -72,6 +138,15 @@ class EventStream(Response):
             async for event in events:
                 await send(_body(f"data: {event}\n\n", more=True))
         await send(_body("", more=False))
+
+
+async def _until_left(receive: Receive, sending: Coroutine[Any, Any, None]) -> None:
+    """Run `sending`, which a client ends by leaving."""
+    try:
+        await while_connected(receive, sending)
+    except RequestError as error:
+        if error.code != "client_disconnected":
+            raise
 
 
 def _body(text: str, *, more: bool) -> Message:

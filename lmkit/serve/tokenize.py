@@ -21,7 +21,7 @@ router = APIRouter()
 @router.post("/tokenize")
 async def tokenize(request: Request) -> JSONResponse:
     server = serving(request)
-    body = await read_json(request, TokenizeRequest, server.config.max_body_bytes)
+    body = await read_json(request, TokenizeRequest)
     server.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("invalid_request", "send either prompt or messages", "prompt")
@@ -42,7 +42,7 @@ def _token_ids(body: TokenizeRequest, tokenizer: Tokenizer) -> list[int]:
 @router.post("/detokenize")
 async def detokenize(request: Request) -> JSONResponse:
     server = serving(request)
-    body = await read_json(request, DetokenizeRequest, server.config.max_body_bytes)
+    body = await read_json(request, DetokenizeRequest)
     server.check_model(body.model)
     check_ids(body.tokens, server.info.vocab_size, "tokens")
     text = await asyncio.to_thread(server.tokenizer.decode, body.tokens, body.skip_special_tokens)
@@ -53,7 +53,7 @@ async def detokenize(request: Request) -> JSONResponse:
 async def encode(request: Request) -> JSONResponse:
     """LMDeploy's: token ids and their number, of one text or of each of several."""
     server = serving(request)
-    body = await read_json(request, EncodeRequest, server.config.max_body_bytes)
+    body = await read_json(request, EncodeRequest)
     texts = [body.input] if isinstance(body.input, str) else body.input
     ids = await asyncio.to_thread(lambda: [_encoded(text, body, server.tokenizer) for text in texts])
     if isinstance(body.input, str):

@@ -38,7 +38,7 @@ def error_response(error: RequestError, *, retry_after: float = 1.0, headers: Ma
         added["WWW-Authenticate"] = "Bearer"
     if error.status == 503:
         added["Retry-After"] = str(max(1, round(retry_after)))
-    if error.status in (408, 413):  # the rest of the body is not read
+    if error.status in (408, 413) or error.code == "overloaded":  # the rest of the body is not read
         added["Connection"] = "close"
     return Response(error_body(error), error.status, {**headers, **added}, media_type="application/json")
 

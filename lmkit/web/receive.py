@@ -9,13 +9,14 @@ import msgspec
 from starlette.types import Receive, Scope
 
 from lmkit.errors import RequestError
+from lmkit.web.budget import Share
 
 
-async def read_body(scope: Scope, receive: Receive, max_bytes: int, timeout: float) -> bytes:
-    """The whole body; `timeout` is in seconds.
+async def read_body(scope: Scope, receive: Receive, max_bytes: int, timeout: float, share: Share) -> bytes:
+    """The whole body; `timeout` is in seconds. `share` counts its bytes as they arrive.
 
-    Raises RequestError: request_too_large, request_timeout or client_disconnected. A body of up to twice `max_bytes`
-    is read before it is refused, because many clients read the response only after they have sent the body.
+    Raises RequestError: request_too_large, overloaded, request_timeout or client_disconnected. A body of up to twice
+    `max_bytes` is read before it is refused, because many clients read the response only after they have sent the body.
     """
     too_large = RequestError("request_too_large", f"the body is larger than {max_bytes} bytes")
     length = dict(scope["headers"]).get(b"content-length", b"")
@@ -24,7 +25,8 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int, timeout: flo
     pieces: list[bytes] = []
     size, more = 0, True
     try:
-        async with asyncio.timeout(timeout):
+        async with asyncio.timeout(timeout) as limit:
+            share.on_refusal = lambda: limit.reschedule(0)
             while more:
                 message = await receive()
                 if message["type"] == "http.disconnect":
@@ -33,10 +35,15 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int, timeout: flo
                 if size > 2 * max_bytes:
                     raise too_large
                 if size <= max_bytes:
+                    share.add(len(message.get("body", b"")))
                     pieces.append(message.get("body", b""))
                 more = message.get("more_body", False)
     except TimeoutError:
+        if share.refusal is not None:
+            raise share.refusal from None
         raise RequestError("request_timeout", f"the body did not arrive within {timeout:g} s") from None
+    finally:
+        share.on_refusal = None
     if size > max_bytes:
         raise too_large
     return b"".join(pieces)

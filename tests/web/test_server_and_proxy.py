@@ -46,8 +46,8 @@ async def running(make: Callable[[Callable[[], None]], HttpServer]) -> AsyncIter
 @contextlib.asynccontextmanager
 async def both() -> AsyncIterator[tuple[str, str]]:
     """The URLs of a server and of a proxy that ask for the same key."""
-    server_config = ServerConfig(api_keys=(KEY,), max_body_bytes=MAX_BODY)
-    proxy_config = ProxyConfig(api_keys=(KEY,), max_body_bytes=MAX_BODY, drain_seconds=0)
+    server_config = ServerConfig(api_keys=(KEY,), max_body_bytes=MAX_BODY, body_memory=3 * MAX_BODY)
+    proxy_config = ProxyConfig(api_keys=(KEY,), max_body_bytes=MAX_BODY, body_memory=3 * MAX_BODY, drain_seconds=0)
     async with (
         Proxy(proxy_config, loopback=True) as proxy,
         running(lambda ready: serve_server(StubEngine(), TOKENIZER, server_config, ready)) as first,
@@ -195,3 +195,32 @@ async def test_both_take_a_key_in_either_header() -> None:
         for address in addresses:
             for headers in (BEARER, {"x-api-key": KEY}, BEARER | {"x-api-key": KEY}):
                 assert (await client.get(address + "/v1/models", headers=headers)).status_code == 200
+
+
+@pytest.mark.anyio
+async def test_t9_unfinished_bodies_share_one_budget() -> None:
+    """Each more makes the server refuse the largest. A small request passes beside them, and all is given back."""
+    head = (
+        f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {MAX_BODY}\r\n\r\n"
+    )
+    async with both() as addresses, httpx.AsyncClient(trust_env=False, headers=BEARER | JSON) as client:
+        for address in addresses:
+            host, port = address.removeprefix("http://").split(":")
+            connections = []
+            for i in range(5):
+                connections.append(await asyncio.open_connection(host, int(port)))
+                connections[-1][1].write(head.encode() + b" " * (900 - i))
+                await asyncio.sleep(0.05)
+            for reader, _ in connections[:2]:  # the largest
+                answer = await asyncio.wait_for(reader.read(), 10)  # to the connection's end
+                assert answer.startswith(b"HTTP/1.1 503 ")
+                assert b"retry-after: " in answer.lower()
+                assert b'"code":"overloaded"' in answer
+            small = await client.post(address + CHAT, content=b"{}")
+            assert small.json()["error"]["param"] == "model"  # it was read
+            for _, writer in connections:
+                writer.close()
+                await writer.wait_closed()
+            large = await client.post(address + CHAT, content=b"{" + b" " * (MAX_BODY - 2) + b"}")
+            assert large.json()["error"]["param"] == "model"

@@ -43,6 +43,11 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     error_code: str = "engine_error"  # the code of `error`
 
 
+def token_text(tokenizer: Tokenizer, token_id: int, logprob: float | None) -> TokenText:
+    data = tokenizer.token_bytes(token_id)
+    return TokenText(token_id, data.decode(errors="replace"), data, logprob)
+
+
 class AssistantTurn:
     """Collects the tokens of an assistant's turn for the next turn of the conversation."""
 
@@ -128,20 +133,16 @@ class OutputProcessor:
         last = step.token_ids[-1] if step.stop_token is not None else None
         return last if last in self._request.params.stop_token_ids else None
 
-    def _text(self, token_id: int, logprob: float | None) -> TokenText:
-        data = self._tokenizer.token_bytes(token_id)
-        return TokenText(token_id, data.decode(errors="replace"), data, logprob)
-
     def _entry(self, position: TokenLogprobs, text_offset: int) -> TextLogprobs:
-        top = [self._text(token_id, logprob) for token_id, logprob in position.top]
-        return TextLogprobs(self._text(position.token_id, position.logprob), top, text_offset)
+        top = [token_text(self._tokenizer, token_id, logprob) for token_id, logprob in position.top]
+        return TextLogprobs(token_text(self._tokenizer, position.token_id, position.logprob), top, text_offset)
 
     def _prompt_entries(self, logprobs: list[TokenLogprobs]) -> list[TextLogprobs]:
         ids = self._request.prompt_ids
         if not self._request.prompt_logprobs or len(logprobs) != len(ids) - 1:  # it ended before they were computed
             return []
         plain = IncrementalDetokenizer(self._tokenizer, skip_special_tokens=self._request.params.skip_special_tokens)
-        entries = [TextLogprobs(self._text(ids[0], None), [], 0)]
+        entries = [TextLogprobs(token_text(self._tokenizer, ids[0], None), [], 0)]
         for before, position in zip(ids, logprobs, strict=False):
             plain.push([before])
             entries.append(self._entry(position, plain.num_chars))
