@@ -17,7 +17,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.kv import capacity, chat, history, hit_rate, interference, overhead
+from benchmarks.kv import capacity, chat, history, hit_rate, interference, overhead, planning
 from benchmarks.kv.common import Row, Setting
 from benchmarks.report import machine, save
 from lmkit.config import default_num_threads
@@ -39,6 +39,7 @@ CASES: dict[str, Callable[[Setting], list[Row]]] = {
     "hit_rate": hit_rate.cases,
     "lookup": overhead.lookups,
     "overhead": overhead.cases,
+    "planning": planning.cases,
     "attention": attention,
     "chat": chat.cases,
     "interference": interference.cases,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks.kv import __main__ as kv
-from benchmarks.kv import capacity, chat, history, hit_rate, interference, overhead
+from benchmarks.kv import capacity, chat, history, hit_rate, interference, overhead, planning
 from benchmarks.kv.common import Row, Setting, Timing, geometric_mean, percentile
 from benchmarks.kv.trace import InfiniteCache, Item, Mix, distinct_blocks, ideal_hits, make_trace
 
@@ -163,6 +163,11 @@ def test_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capacity, "plan_memory", _generous)
     with pytest.raises(RuntimeError, match="are allocated"):
         capacity.tokens_in("int8")
+
+
+def test_planning_ends_every_request_and_takes_every_seat() -> None:
+    assert planning.admissions_per_second(50, 8) > 0
+    assert planning.planning_seconds(20, 8, steps=3) > 0
 
 
 def _generous(*args: object, **kwargs: object) -> object:

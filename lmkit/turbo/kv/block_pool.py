@@ -20,6 +20,7 @@ class BlockPool:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
+        self.num_changes = 0  # how often the prefix cache has got or lost blocks: what was found before may be gone
         self._references = [0] * num_blocks
         self._cached = bytearray(num_blocks)  # 1: one of the references is the cache's
         self._num_cached = 0
@@ -116,6 +117,7 @@ class BlockPool:
     def keep(self, blocks: Iterable[int]) -> None:
         """Make the prefix cache an owner of each of these held blocks, and mark them as cached."""
         references, cached = self._references, self._cached
+        self.num_changes += 1
         for block in blocks:
             assert references[block] > 0, f"block {block} is free and cannot be kept"
             assert not cached[block], f"block {block} is cached already"
@@ -125,6 +127,7 @@ class BlockPool:
 
     def drop(self, blocks: Iterable[int]) -> None:
         """Remove the prefix cache's reference to each of these blocks, and the mark."""
+        self.num_changes += 1
         references, cached = self._references, self._cached
         for block in blocks:
             assert cached[block], f"block {block} is not cached"

@@ -61,6 +61,7 @@ class KVManager:
         quota = max(1, int(limits.cache_quota * limits.num_blocks)) if limits.cache_quota < 1 else None
         self._ledger = Ledger(quota)
         self._classes = ClassTables.of(limits, self.pool, self._ledger)
+        self._has_windows = any(of.window for of in self._classes)
         self._nothing = Prefix((Match([], 0, None),) * len(limits.classes), 0)
         self._tiers = tiers if limits.prefix_cache else None
         self._kv_identity = kv_identity
@@ -140,7 +141,7 @@ class KVManager:
 
     def _without_tail(self, seq: Sequence, prefix: Prefix) -> Prefix:
         count = prefix.num_full * self.block_size
-        if any(of.window for of in self._classes) and count < prefix.num_tokens:
+        if self._has_windows and count < prefix.num_tokens:
             return self._match(seq, count)
         return Prefix(tuple(Match(match.blocks, count, None) for match in prefix.matches), count)
 
@@ -242,6 +243,8 @@ class KVManager:
         """
         if not seq.tables:
             seq.tables = [BlockTable([]) for _ in self._classes]
+        if not self._has_windows and max(num_tokens, whole) <= len(seq.tables[0].blocks) * self.block_size:
+            return []  # nearly every decoding sequence; without windows all tables are equally long
         missing, needed = [], 0
         for of, table in zip(self._classes, seq.tables, strict=True):
             if gone := of.leaving(table, seq.num_computed):

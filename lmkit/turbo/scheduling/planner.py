@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-
-import numpy as np
+from functools import partial
+from itertools import islice
 
 from lmkit.turbo.decisions import DecisionStats
 from lmkit.turbo.kv.manager import KVManager, Prefix
@@ -15,6 +14,7 @@ from lmkit.turbo.scheduling.limits import SchedulerLimits
 from lmkit.turbo.scheduling.pacing import Pacer
 from lmkit.turbo.scheduling.queue import RequestQueue
 from lmkit.turbo.scheduling.slots import BatchSlots
+from lmkit.turbo.scheduling.under_way import PromptsUnderWay
 from lmkit.turbo.sequence import Sequence, Status
 
 # If a chunk would leave fewer tokens of its prompt than these, it leaves as many more: a step of few tokens takes as
@@ -30,6 +30,8 @@ class Step:
     new: dict[int, NewSequence] = field(default_factory=dict)  # by slot
     chunks: dict[int, Chunk] = field(default_factory=dict)  # by slot
     victims: list[Sequence] = field(default_factory=list)
+    under_way: PromptsUnderWay | None = None  # None until needed; no look-up follows a preemption
+    found: dict[Sequence, tuple[int, Prefix]] = field(default_factory=dict)  # pool.num_changes, cached prefix
 
 
 @dataclass
@@ -49,8 +51,13 @@ class Planner:
     def write(self) -> Step:
         """Write the next step. Its tokens count as computed from now on."""
         step = Step(self.limits.max_step_tokens)
-        self._add_decodes(step)
-        self._add_prompts(step)
+        running = sorted(self.slots.running.values(), key=policy.order)
+        uncomputed = [(seq, seq.num_uncomputed) for seq in running]
+        decoding = [seq for seq, count in uncomputed if count == 1]
+        # If all running sequences decode and the queue is empty, drafts share the rest of the budget.
+        drafts = 0 if self.waiting or len(decoding) < len(running) else step.budget - len(running)
+        self._add_decodes(step, decoding, drafts)
+        self._add_prompts(step, [seq for seq, count in uncomputed if count > 1 and seq not in step.victims])
         for victim in step.victims:
             self.waiting.add(victim)
         for slot, chunk in step.chunks.items():
@@ -62,26 +69,19 @@ class Planner:
             seq.draft = []
         return step
 
-    def _add_decodes(self, step: Step) -> None:
-        """Add one token of each decoding sequence.
-
-        If all running sequences decode and the queue is empty, drafts share the rest of the budget.
-        """
-        running = sorted(self.slots.running.values(), key=policy.order)
-        decoding = [seq for seq in running if seq.num_uncomputed == 1]
-        spare = 0 if self.waiting or len(decoding) < len(running) else step.budget - len(running)
+    def _add_decodes(self, step: Step, decoding: list[Sequence], spare: int) -> None:
+        """Add one token of each decoding sequence, and `spare` tokens of drafts."""
         for seq in decoding:
             if self._is_computable(seq, step):
                 draft = seq.draft[:spare]
                 spare -= len(draft)
                 self._compute(seq, step, 1, draft)
 
-    def _add_prompts(self, step: Step) -> None:
+    def _add_prompts(self, step: Step, under_way: list[Sequence]) -> None:
         """Add tokens of prompts under way, then sequences from the queue, as many as the pacer allows beside decoding.
 
         A waiting sequence that may preempt a prompt under way is admitted before that prompt's tokens are added.
         """
-        under_way = sorted((seq for seq in self.slots.running.values() if seq.num_uncomputed > 1), key=policy.order)
         if not under_way and not self.waiting:
             return
         others = max(len(under_way) + len(self.waiting) - 1, 0)
@@ -102,15 +102,16 @@ class Planner:
                 return
 
     def _is_computable(self, seq: Sequence, step: Step) -> bool:
-        return seq.status is Status.RUNNING and seq.is_due and seq not in step.victims
+        return seq.status is Status.RUNNING and seq not in step.victims and seq.is_due
 
     def _compute(self, seq: Sequence, step: Step, budget: int, draft: list[int] | None = None) -> None:
         """Add the sequence's chunk to the step unless it must wait for a block. Add its draft if blocks suffice."""
-        count = min(seq.num_uncomputed, budget)
-        if 0 < seq.num_uncomputed - count < REST <= count // 2:
+        start, uncomputed = seq.num_computed, seq.num_uncomputed
+        count = min(uncomputed, budget)
+        if 0 < uncomputed - count < REST <= count // 2:
             count -= REST
         # Reserve the whole prompt at once, so that it is not begun in vain. A window needs only the chunk's blocks.
-        end, whole = seq.num_computed + count, seq.num_computed + seq.num_uncomputed
+        end, whole = start + count, start + uncomputed
         # The entry includes the blocks from the cache and the tiers.
         entry = None if seq.has_entered else seq.entry(self.kv.block_tables(seq))
         while (blocks := self.kv.reserve(seq, end, whole)) is None:
@@ -122,12 +123,12 @@ class Planner:
             blocks = [a + b for a, b in zip(blocks, more, strict=True)] if blocks and more else blocks or more
             count, num_sampled = count + len(draft), 1 + len(draft)
         else:
-            draft, num_sampled = [], int(count == seq.num_uncomputed)
+            draft, num_sampled = [], int(count == uncomputed)
         if entry is not None:
             step.new[seq.slot] = entry
             seq.has_entered = True
         step.budget -= count
-        step.chunks[seq.slot] = Chunk(seq.slot, seq.num_computed, count, blocks, num_sampled, draft)
+        step.chunks[seq.slot] = Chunk(seq.slot, start, count, blocks, num_sampled, draft)
 
     def _last_running(self) -> Sequence | None:
         return policy.victim(seq for seq in self.slots.running.values() if seq.status is Status.RUNNING)
@@ -152,44 +153,50 @@ class Planner:
 
     def _enter_next(self, step: Step, before: Sequence | None) -> bool:
         """Admit one sequence; if `before` is given, only one that may preempt it. Returns False if none is admitted."""
-        found: dict[Sequence, Prefix] = {}
 
-        def cached_tokens(seq: Sequence) -> int:
-            if seq not in found:
-                found[seq] = self.kv.find(seq)
-            return found[seq].num_tokens
+        def is_ready(seq: Sequence) -> bool:
+            return not self._waits_for_prefix(seq, step) and (before is None or policy.may_preempt(seq, before))
 
         candidates = [seq for seq in self.waiting[: 4 * policy.LOOK_AHEAD] if not seq.in_flight]
-        ready = [seq for seq in candidates if not self._waits_for_prefix(seq, cached_tokens)]
-        if before is not None:
-            ready = [seq for seq in ready if policy.may_preempt(seq, before)]
+        ready = list(islice(filter(is_ready, candidates), policy.LOOK_AHEAD))
         if not ready:
             return False
-        best = policy.next_in(ready, cached_tokens, self.limits.max_overtakes)
+        best = policy.next_in(ready, partial(self._cached_tokens, step), self.limits.max_overtakes)
         for seq in dict.fromkeys((best, ready[0])):
-            cached_tokens(seq)
-            if self._enter(seq, found[seq], step):
+            if self._enter(seq, self._find(seq, step), step):
                 self.decision_stats.note(
                     "admitted: first in the queue" if seq is ready[0] else "admitted: best match", seq
                 )
-                for passed in candidates:
-                    passed.overtaken += policy.order(passed) < policy.order(seq)
+                for passed in candidates[: candidates.index(seq)]:
+                    passed.overtaken += 1
                 return True
         return False
 
-    def _waits_for_prefix(self, seq: Sequence, cached_tokens: Callable[[Sequence], int]) -> bool:
-        """Whether a prompt under way will soon compute a good part of this sequence's tokens."""
+    def _find(self, seq: Sequence, step: Step) -> Prefix:
+        """The cached prefix of a waiting sequence. It is looked up once a step, and again if the cache has changed."""
+        num_changes, found = step.found.get(seq, (-1, None))
+        if found is None or num_changes != self.kv.pool.num_changes:
+            found = self.kv.find(seq)
+            step.found[seq] = self.kv.pool.num_changes, found
+        return found
+
+    def _cached_tokens(self, step: Step, seq: Sequence) -> int:
+        return self._find(seq, step).num_tokens
+
+    def _waits_for_prefix(self, seq: Sequence, step: Step) -> bool:
+        """Whether a prompt under way will soon compute a good part of this sequence's tokens: a block, or half."""
         if not self.limits.kv.prefix_cache or seq.scores_prompt or seq.overtaken >= self.limits.max_overtakes:
             return False
-        for other in self.slots.running.values():
-            if other.num_completed >= other.num_prompt_tokens or self.kv.namespace(seq) != self.kv.namespace(other):
-                continue
-            common = _common_prefix(seq, other)
-            saved, left = common - cached_tokens(seq), seq.num_tokens - cached_tokens(seq)
-            if common > other.num_completed and (saved >= self.limits.kv.block_size or 2 * saved >= left):
-                self.decision_stats.decisions["waiting: prefix under way"] += 1
-                return True
-        return False
+        if step.under_way is None:
+            step.under_way = PromptsUnderWay((self.kv.namespace(seq), seq) for seq in self.slots.running.values())
+        namespace = self.kv.namespace(seq)
+        if namespace not in step.under_way:
+            return False
+        cached = self._cached_tokens(step, seq)
+        least = cached + min(self.limits.kv.block_size, (seq.num_tokens - cached + 1) // 2)
+        if waits := step.under_way.will_compute(namespace, seq, least):
+            self.decision_stats.decisions["waiting: prefix under way"] += 1
+        return waits
 
     def _enter(self, seq: Sequence, found: Prefix, step: Step) -> bool:
         """Give a waiting sequence a slot and its cached blocks, if there is room for the rest."""
@@ -210,6 +217,8 @@ class Planner:
             self.prefix_hits += seq.num_computed
         self.waiting.remove(seq)
         self.slots.occupy(seq, Status.LOADING if keys else Status.RUNNING)
+        if step.under_way is not None:
+            step.under_way.add(self.kv.namespace(seq), seq)
         if not keys:
             self._compute(seq, step, step.budget)
         return True
@@ -262,10 +271,3 @@ class Planner:
             if not self.kv.end_lease():
                 return False
         return True
-
-
-def _common_prefix(seq: Sequence, other: Sequence) -> int:
-    """The length of the common prefix, within the tokens that `seq` can reuse and the prompt of `other`."""
-    count = min(seq.num_tokens - 1, other.num_prompt_tokens)
-    differ = np.flatnonzero(seq.tokens(count) != other.tokens(count))
-    return int(differ[0]) if len(differ) else count

@@ -222,7 +222,8 @@ class Scheduler:
             self._pacer.record(len(plan.chunks) - len(prompts), num_prompt, context, seconds)
 
     def _advance(self, seq: Sequence, chunk: Chunk, result: Sampled) -> None:
-        seq.gather_prompt_logprobs(chunk.start, result.prompt_logprobs)
+        if result.prompt_logprobs:
+            seq.gather_prompt_logprobs(chunk.start, result.prompt_logprobs)
         if seq.status is Status.RUNNING and chunk.start < seq.num_prompt_tokens:
             self._kv.publish(seq, min(seq.num_completed, seq.num_prompt_tokens), partial=chunk.num_sampled > 0)
         tokens = result.tokens
@@ -255,6 +256,9 @@ class Scheduler:
             seq.num_completed += len(new) - 1
         self._generation_tokens += len(new)
         scored = [] if seq.request.params.logprobs is None else tokens[: len(new)]
+        if not (first or scored or reason):  # nearly every output
+            self._outputs.append(StepOutput(request_id=seq.request_id, token_ids=new))
+            return
         output = StepOutput(
             request_id=seq.request_id,
             token_ids=new,
