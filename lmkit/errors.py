@@ -48,8 +48,8 @@ class UnsupportedError(LMKitError):
     """The input is well-formed, but this build or this machine cannot run it. The message lists the reasons."""
 
 
-class DeviceLostError(LMKitError):
-    """A GPU failed and computes nothing more for this process."""
+class EngineLostError(LMKitError):
+    """An engine can compute nothing more in this process: its GPU failed, or its weights are damaged."""
 
 
 class RequestError(LMKitError):

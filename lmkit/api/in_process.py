@@ -13,6 +13,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
@@ -23,7 +24,7 @@ from lmkit.api.prompts import Prompt, names_ours
 from lmkit.api.requests import Batch, RequestMaker, engine_config, mean_nll, open_session
 from lmkit.api.response import Response, Session, failed, refused, response
 from lmkit.config import EngineConfig
-from lmkit.errors import RequestError
+from lmkit.errors import EngineLostError, RequestError
 from lmkit.log import get_logger, setup
 from lmkit.other_names import missing
 from lmkit.text import Tokenizer
@@ -203,8 +204,9 @@ class Pipeline:
             self._is_closed = True
             for request_id in self._outputs:
                 self.engine.abort(request_id)
-            while self.engine.has_work():
-                self.engine.step()
+            with suppress(EngineLostError):
+                while self.engine.has_work():
+                    self.engine.step()
             self._outputs.clear()
         self.engine.close()
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import mmap
+import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -107,6 +108,12 @@ class SafetensorsFile:
             start = max(0, size - SAMPLE_BYTES) * i // (SAMPLES - 1)
             digest.update(self._map[start : start + SAMPLE_BYTES])
         return digest.hexdigest()
+
+    def data_crc32(self) -> int:
+        """Of all bytes behind the header. One call for the whole file, during which other Python threads run."""
+        start = min((info.start for info in self.infos.values()), default=len(self._map))
+        with memoryview(self._map) as whole, whole[start:] as data:
+            return zlib.crc32(data)
 
     def read_ahead(self) -> None:
         """Ask the kernel to fetch the whole file from the disk in the background, into huge pages if it can."""

@@ -8,6 +8,7 @@ gaps, so small tensors named padding.N fill them.
 from __future__ import annotations
 
 import json
+import zlib
 from contextlib import suppress
 from os import fsync
 from pathlib import Path
@@ -34,6 +35,7 @@ class SafetensorsStream:
         self.path = path
         self._data_start = -(-(8 + min(header_bytes, MAX_HEADER_BYTES - 4096)) // 4096) * 4096
         self.infos: dict[str, TensorInfo] = {}
+        self.data_crc32 = 0  # of all bytes behind the header's space
         self._end = self._data_start
         with write_errors(path):
             self._file = path.open("xb")
@@ -49,8 +51,10 @@ class SafetensorsStream:
         assert tensor.is_contiguous(), name
         self.infos[name] = TensorInfo(NAMES[tensor.dtype], tuple(tensor.shape), tensor.nbytes, self._end)
         self._end += tensor.nbytes
+        data = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+        self.data_crc32 = zlib.crc32(data, self.data_crc32)
         with write_errors(self.path):
-            self._file.write(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
+            self._file.write(data)
 
     def finish(self, metadata: dict[str, str]) -> None:
         """Write the header and wait until the disk has the file."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,26 +25,30 @@ def load_model(path: str | Path, *, packed_cache: bool = False, **options: Any) 
         return load(model, packed_cache=packed_cache)
 
 
-def load(model: ResolvedModel, *, packed_cache: bool = False) -> Decoder:
+Check = Callable[[PackedFile], None]
+
+
+def load(model: ResolvedModel, *, packed_cache: bool = False, check: Check = PackedFile.check) -> Decoder:
     """A decoder ready to serve. Every linear is packed for the kernel that its format and this machine select.
 
     `packed_cache` keeps packed weights in a file and maps it (see packed_cache.py). Without it they are packed into
-    memory. Embeddings are mapped from the checkpoint if they keep its dtype.
+    memory. `check` gets the mapped file, and raises CheckpointError if its data is damaged. Embeddings are mapped from
+    the checkpoint if they keep its dtype.
     """
     try:
-        decoder = _load_cached(model) if packed_cache else None
+        decoder = _load_cached(model, check) if packed_cache else None
         return decoder or _load(model)
     finally:
         if model.packing.device != "cpu":  # the host keeps no weights
             trim_heap()
 
 
-def _load_cached(model: ResolvedModel) -> Decoder | None:
+def _load_cached(model: ResolvedModel, check: Check) -> Decoder | None:
     """Load through the cache file and write it if it is missing. None if that is not possible."""
     cache = PackedCache(model)
-    decoder = _load_mapped(model, cache)
+    decoder = _load_mapped(model, cache, check)
     if decoder is None and cache.create(lambda writer: _write(model, writer), model.weight_bytes()):
-        decoder = _load_mapped(model, cache)
+        decoder = _load_mapped(model, cache, check)
         trim_heap()
     return decoder
 
@@ -55,7 +59,7 @@ def trim_heap() -> None:
         libc.malloc_trim(0)
 
 
-def _load_mapped(model: ResolvedModel, cache: PackedCache) -> Decoder | None:
+def _load_mapped(model: ResolvedModel, cache: PackedCache, check: Check) -> Decoder | None:
     """A decoder of the file's tensors. None if there is no file, or if the file does not fit."""
     file = cache.open()
     if file is None:
@@ -73,7 +77,9 @@ def _load_mapped(model: ResolvedModel, cache: PackedCache) -> Decoder | None:
             layers.append(layer)
         lm_head = MergedLinear((roles.LM_HEAD,), {}, device)
         _map_linear(model, file, lm_head, model.spec.num_layers, [model.spec.head_shape], [False])
-        return _decoder(model, layers, lm_head, file)
+        decoder = _decoder(model, layers, lm_head, file)
+        check(file)
+        return decoder
     except (CheckpointError, UnsupportedError, LookupError) as error:
         cache.reject(file.path, error)
         return None

@@ -8,6 +8,8 @@ file is written, files of other checkpoints are removed; files of other packings
 kernels' layouts, 64-byte aligned, and nothing else. A load finds out the layout of each linear by itself
 (layers/outline.py) and takes tensors of exactly those shapes and dtypes. Nothing else in the file is trusted.
 
+Header and data have checksums. That of the data takes time, so an engine computes it while it serves.
+
 One process packs while others wait for it (a lock on the folder). The file gets its name once it is complete.
 """
 
@@ -17,6 +19,8 @@ import fcntl
 import hashlib
 import os
 import shutil
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -57,7 +61,7 @@ def kinds_of(weights: Weights) -> Kinds:
 class PackedFile:
     """An open cache file. `kinds` has each layer's linears and, last, the head's; `take` gives tensors.
 
-    Raises CheckpointError if anything in the file differs from how it was written.
+    Raises CheckpointError if anything in the header differs from how it was written.
     """
 
     def __init__(self, path: Path, key: str) -> None:
@@ -73,6 +77,11 @@ class PackedFile:
         except msgspec.MsgspecError as error:
             raise CheckpointError(f"{path}: {error}") from None
         self._file.read_ahead()
+
+    def check(self) -> None:
+        """Raise CheckpointError if the data differs from how it was written."""
+        if self._file.metadata.get("data_crc32") != f"{self._file.data_crc32():08x}":
+            raise CheckpointError(f"{self.path}: its data is damaged")
 
     def has(self, name: str) -> bool:
         return name in self._file.infos
@@ -188,7 +197,37 @@ class PackedCache:
 
     def _metadata(self, stream: SafetensorsStream, writer: PackedWriter) -> dict[str, str]:
         metadata = {"format": "pt", "key": self.key, "kinds": msgspec.json.encode(writer.kinds).decode()}
+        metadata["data_crc32"] = f"{stream.data_crc32:08x}"
         return metadata | {"checksum": _checksum(stream, metadata)}
+
+
+def check_in_background(file: PackedFile, damaged: Callable[[str], None]) -> None:
+    """Check a file that is being served. If it is damaged, remove it and call `damaged` with one line.
+
+    The thread runs when the machine has nothing else to do.
+    """
+
+    def check() -> None:
+        with suppress(OSError):  # a sandbox may forbid it
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # of this thread alone
+        start = time.perf_counter()
+        try:
+            file.check()
+        except CheckpointError as error:
+            damaged(f"{error}; {_removed(file.path)}")
+        else:
+            log.debug("packed weights checked in %.1f s", time.perf_counter() - start)
+
+    threading.Thread(target=check, name="check-weights", daemon=True).start()
+
+
+def _removed(path: Path) -> str:
+    """Remove a damaged file, and say what comes next."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        return f"it cannot be removed ({error.strerror}): remove it, or turn packed_cache off"
+    return "it is removed, and the next start packs the weights anew"
 
 
 def cache_folders(checkpoint: Path) -> list[Path]:

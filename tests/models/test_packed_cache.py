@@ -199,6 +199,7 @@ def header_end(data: bytes) -> int:
 
 
 def flipped(data: bytes, at: int) -> bytes:
+    at %= len(data)
     return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
 
 
@@ -211,6 +212,9 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "another scheme": lambda data: data.replace(b"float32", b"float16", 1),
     "another shape": lambda data: data.replace(b'"shape":[', b'"shape":[1,', 1).replace(b"  ", b"", 1),
     "another name": lambda data: data.replace(b"layers.0", b"layers.9", 1),
+    "a bit of the first tensor": lambda data: flipped(data, header_end(data)),
+    "the last bit": lambda data: flipped(data, -1),
+    "zeros": lambda data: data[: header_end(data)] + bytes(len(data) - header_end(data)),
     "a digit": lambda data: flipped(data, data.index(b"data_offsets") + 15),
 }
 

@@ -18,10 +18,10 @@ from typing import NoReturn, Self
 import msgspec
 
 from lmkit.config import EngineConfig, default_num_threads
-from lmkit.errors import DeviceLostError, LMKitError
+from lmkit.errors import EngineLostError, LMKitError
 from lmkit.kernels.cpu import threads
 from lmkit.log import get_logger
-from lmkit.models import kv_storage
+from lmkit.models import kv_storage, packed_cache
 from lmkit.models.decoder import Decoder
 from lmkit.models.kv_storage import KVStorage
 from lmkit.models.spec import ModelSpec
@@ -120,6 +120,12 @@ class Engine:
         eos = model.tokenizer.eos_token_ids if model.tokenizer is not None else ()
         self.scheduler = Scheduler(limits, eos, tiers=self._tiers, kv_identity=model.kv_identity)
         self.info = _info(model, limits)
+        for file in model.mapped:
+            packed_cache.check_in_background(file, self._lose)
+
+    def _lose(self, reason: str) -> None:
+        """From any thread: nothing can be computed any more. The next `step` says so."""
+        self._lost = reason
 
     def _warm_up(self, limits: SchedulerLimits) -> None:
         """Compute a few tokens with a separate scheduler.
@@ -152,17 +158,18 @@ class Engine:
         self.scheduler.abort(request_id)
 
     def has_work(self) -> bool:
-        return self.scheduler.has_work()
+        """Whether to call `step`. A lost engine wants to say so."""
+        return self._lost is not None or self.scheduler.has_work()
 
     def step(self) -> list[StepOutput]:
         """Schedule, compute and sample. Returns the outputs of the oldest step under way, or outputs that need no step.
 
-        A step that raises ends its own requests with an error, and no others. DeviceLostError means that no other step
+        A step that raises ends its own requests with an error, and no others. EngineLostError means that no other step
         can run any more.
         """
         while True:
             if self._lost is not None:
-                raise DeviceLostError(self._lost)
+                raise EngineLostError(self._lost)
             start = time.perf_counter()
             plan = self.scheduler.schedule()
             self._profile.schedule += time.perf_counter() - start
@@ -204,8 +211,8 @@ class Engine:
             sampled, seconds, kernels = self.runner.collect(ticket)
         except Exception as error:  # one request must never end the engine
             self._failed_steps += 1
-            if isinstance(error, DeviceLostError):
-                self._lost = str(error)
+            if isinstance(error, EngineLostError):
+                self._lose(str(error))
             log.exception("a step failed; its %d requests end with an error", len(plan.chunks))
             return self.scheduler.fail(plan, "the engine failed while computing this request")
         collected = time.perf_counter()

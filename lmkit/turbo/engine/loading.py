@@ -19,6 +19,7 @@ from lmkit.log import get_logger
 from lmkit.models.decoder import Decoder
 from lmkit.models.kv_storage import KVStorage, storage_text
 from lmkit.models.loader import load as load_decoder
+from lmkit.models.packed_cache import PackedFile
 from lmkit.models.resolved import resolved
 from lmkit.text import Tokenizer
 from lmkit.turbo.engine.memory import MemoryPlan, plan_memory
@@ -42,6 +43,7 @@ class LoadedModel:
     kv_identity: bytes  # of the blocks in the tiers
     disk: DiskTier | None
     sampling: SamplingDefaults
+    mapped: list[PackedFile]  # files of packed weights whose data is still to be checked
 
 
 def load(model_path: str, config: EngineConfig, device: Device) -> LoadedModel:
@@ -61,13 +63,14 @@ def load(model_path: str, config: EngineConfig, device: Device) -> LoadedModel:
         name = spec.architecture.removesuffix("ForCausalLM")
         log.info("model: %s, %s weights, %s", name, model.source.format.name, model.packing.dtype)
         _announce(memory, model.storages)
-        start = time.perf_counter()
+        start, mapped = time.perf_counter(), list[PackedFile]()
         with fits_the_gpu("the weights"):
-            decoder = load_decoder(model, packed_cache=config.packed_cache)
+            decoder = load_decoder(model, packed_cache=config.packed_cache, check=mapped.append)
         log.info("weights loaded in %.1f s", time.perf_counter() - start)
         log.debug("weights of %s", path)
     tokenizer = Tokenizer.from_pretrained(path)
-    return LoadedModel(str(path), decoder, model.storages, memory, tokenizer, has_tiers, identity, disk, sampling)
+    kept = has_tiers, identity, disk
+    return LoadedModel(str(path), decoder, model.storages, memory, tokenizer, *kept, sampling, mapped)
 
 
 def _announce(memory: MemoryPlan, storages: list[KVStorage]) -> None:
@@ -94,7 +97,7 @@ def given(decoder: Decoder, config: EngineConfig, device: Device, storages: list
         storages = [KVStorage(kv_dtype(kind), kv_dtype(kind))] * spec.num_layers
     memory = plan_memory(spec, config, [s.dtypes for s in storages], 0, device.free_memory())
     _announce(memory, storages)
-    return LoadedModel(spec.architecture, decoder, storages, memory, None, False, b"", None, SamplingDefaults())
+    return LoadedModel(spec.architecture, decoder, storages, memory, None, False, b"", None, SamplingDefaults(), [])
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lmkit.errors import DeviceLostError
+from lmkit.errors import EngineLostError
 from lmkit.kernels import ops
 from lmkit.layers.batch import BatchInputs
 from lmkit.log import get_logger
@@ -138,7 +138,7 @@ class CudaRunner(PlanRunner):
         except RuntimeError as error:
             if self._device.is_lost(error):
                 reason = str(error).partition("\n")[0]
-                raise DeviceLostError(f"the GPU refuses to go on ({reason}); start the engine again") from error
+                raise EngineLostError(f"the GPU refuses to go on ({reason}); start the engine again") from error
             raise
 
     def close(self) -> None:

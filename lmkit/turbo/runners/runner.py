@@ -47,7 +47,7 @@ class Runner(Protocol):
         """Begin a plan. It may raise the errors of `collect`; the plan counts as launched all the same."""
 
     def collect(self, ticket: Ticket) -> StepResult:
-        """Wait for a plan. Raises the plan's error, or DeviceLostError if no other plan can run either."""
+        """Wait for a plan. Raises the plan's error, or EngineLostError if no other plan can run either."""
 
     def close(self) -> None:
         """Wait for plans under way and end the threads."""

@@ -27,7 +27,7 @@ import zmq
 
 from lmkit import log
 from lmkit.config import EngineConfig, calm_openmp
-from lmkit.errors import DeviceLostError, LMKitError, RequestError
+from lmkit.errors import EngineLostError, LMKitError, RequestError
 from lmkit.turbo.request import EngineInfo, EngineStats, Request, StepOutput
 from lmkit.turbo.transport.deferred import quick_start
 from lmkit.turbo.transport.heartbeat import Heartbeat
@@ -154,7 +154,7 @@ class EngineLoop:
             self._open.difference_update(victims)
             for request_id in victims:
                 self.send(Refused(request_id, error.code, error.message, error.param))
-        except DeviceLostError:
+        except EngineLostError:
             raise  # nothing will ever be computed again; the front end ends the requests when this process is gone
         except Exception:
             self._failures += 1
@@ -232,7 +232,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         EngineLoop(engine, commands, events, heartbeat, args.step_timeout).run()
         engine.close()
-    except DeviceLostError as error:
+    except EngineLostError as error:
         logger.critical("%s", error)
         return 1
     finally:

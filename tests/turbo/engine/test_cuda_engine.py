@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.random_llama import make_awq
 from lmkit.config import EngineConfig
-from lmkit.errors import ConfigError, DeviceLostError, UnsupportedError
+from lmkit.errors import ConfigError, EngineLostError, UnsupportedError
 from lmkit.formats.hub import DEMO_FOLDER
 from lmkit.kernels.cuda import module
 from lmkit.models.loader import load_model
@@ -362,10 +362,10 @@ def test_a_lost_gpu_ends_every_request_and_the_engine(
     outputs = engine.step()
     assert outputs
     assert all(output.finish_reason == "error" for output in outputs)
-    with pytest.raises(DeviceLostError, match="illegal memory access was encountered"):
+    with pytest.raises(EngineLostError, match="illegal memory access was encountered"):
         engine.step()
     loop = EngineLoop(engine, *(SimpleNamespace(watching=nullcontext) for _ in range(3)))  # type: ignore[arg-type]
-    with pytest.raises(DeviceLostError):  # which ends the worker's process
+    with pytest.raises(EngineLostError):  # which ends the worker's process
         loop._step()
 
 
