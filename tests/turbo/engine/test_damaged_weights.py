@@ -25,7 +25,9 @@ def damaged(demo_model: Path, tmp_path: Path) -> Path:
     data = bytearray(packed(checkpoint)[0].read_bytes())
     for n in range(1, 201):
         data[-n * (len(data) // 300)] ^= 1 << n % 8
-    packed(checkpoint)[0].write_bytes(data)
+    hurt = tmp_path / "hurt"  # the first engine may still look at the file: it must not be truncated
+    hurt.write_bytes(data)
+    hurt.replace(packed(checkpoint)[0])
     return checkpoint
 
 
