@@ -169,7 +169,7 @@ class ServerConfig(StrictStruct, frozen=True):
     host: str = "127.0.0.1"
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8000
     served_model_name: str | None = None  # None = the checkpoint folder's name
-    api_keys: tuple[str, ...] = ()  # empty = no authentication
+    api_keys: tuple[str, ...] = ()  # each `KEY [name=value ...]`, see web.auth.ApiKey; empty = no authentication
     max_body_bytes: PositiveInt = 4 << 20
     body_memory: PositiveInt = BODY_MEMORY
     answer_memory: PositiveInt = 512 << 20  # bytes of all answers that have not ended or are not read

@@ -13,6 +13,7 @@ from lmkit.cli.options import takes
 from lmkit.cli.settings import read_config, resolved
 from lmkit.config import EngineConfig, LogLevel, ServerConfig
 from lmkit.errors import ConfigError
+from lmkit.web.auth import parse_key
 
 SHARED_CACHE_QUOTA = 0.5  # with several keys, so that no tenant can evict the KV of all others
 
@@ -42,7 +43,7 @@ def serve(
     api_key: Annotated[
         list[str] | None, _server("Accept this key; repeatable. Others see it here, not in LMKIT_API_KEY.")
     ] = None,
-    api_key_file: Annotated[Path | None, _server("A file with one key a line.")] = None,
+    api_key_file: Annotated[Path | None, _server("A file with one key a line: KEY [role=user|admin|proxy].")] = None,
     max_body: Annotated[str, _server("Largest request body.", callback=size)] = "4M",
     body_memory: Annotated[str, _server("For the bodies of all requests together.", callback=size)] = "256M",
     answer_memory: Annotated[
@@ -124,7 +125,7 @@ def _run(model: str, engine_config: EngineConfig, config: ServerConfig, engine: 
 
 
 def _keys(given: list[str], file: Path | None) -> tuple[str, ...]:
-    """All keys, without blank lines. Raises ConfigError for a key that no header can carry."""
+    """All keys as `KEY [name=value ...]`, without blank lines. Raises ConfigError for one that cannot be used."""
     keys = list(given)
     if file is not None:
         try:
@@ -134,6 +135,8 @@ def _keys(given: list[str], file: Path | None) -> tuple[str, ...]:
         if not keys:
             raise ConfigError(f"{file}: no API key in it")
     for i, key in enumerate(keys, 1):
-        if not (key and key.isascii() and key.isprintable() and " " not in key):
-            raise ConfigError(f"API key {i}: expected printable ASCII without spaces")
+        try:
+            parse_key(key)
+        except ValueError as error:
+            raise ConfigError(f"API key {i}: {error}") from None
     return tuple(keys)

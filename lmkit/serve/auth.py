@@ -1,22 +1,37 @@
-"""API keys: every path but those of `OPEN_PATHS` needs one. Each key is a tenant of its own."""
+"""Who asks: every path but those of `OPEN_PATHS` needs a key, if the server has any. Each key is a tenant."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from lmkit.errors import RequestError
 from lmkit.web.access_log import note_error
-from lmkit.web.auth import Keyring, invalid_api_key
+from lmkit.web.auth import ApiKey, Keyring, invalid_api_key, named_client, parse_key, tenant_of
 from lmkit.web.errors import error_response
 
 OPEN_PATHS = frozenset({"/health"})  # for load balancers; /metrics shows traffic, so it needs a key
 
 
+class Owner(NamedTuple):
+    """Whose request it is. Quotas follow the tenant; KV and sessions follow the tenant and the salt."""
+
+    tenant: str = ""  # the key's, or that of the client that a proxy names; "" if the server has no keys
+    salt: str = ""  # a client that is named without the proxy's role
+
+    def own(self, name: str) -> str:
+        """A name that a client chose, made different from the same name of the tenant's other clients."""
+        return f"{self.salt}:{name}" if self.salt else name
+
+
+NOBODY = Owner()
+
+
 class ApiKeys:
-    """Middleware that refuses requests without a known key. It tells the handlers which tenant the key stands for.
+    """Middleware that refuses requests without a known key, if there are keys. It tells the handlers their owner.
 
     It checks `scope["path"]`, as the router does, and never a URL built from the Host header.
     """
@@ -24,25 +39,37 @@ class ApiKeys:
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         assert not isinstance(keys, str)
         self._app = app
-        self._keyring = Keyring((key, tenant_of(key)) for key in keys)
+        known = [parse_key(line) for line in keys]
+        self._keyring = Keyring((key.key, key) for key in known) if known else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or scope["path"] in OPEN_PATHS:
-            await self._app(scope, receive, send)
-        elif (tenant := self._keyring.find(scope["headers"])) is not None:
-            scope.setdefault("state", {})["tenant"] = tenant
-            await self._app(scope, receive, send)
-        else:
-            error = invalid_api_key()
-            note_error(scope, error)
-            await error_response(error)(scope, receive, send)
+        if scope["type"] != "lifespan" and scope["path"] not in OPEN_PATHS:
+            state = scope.setdefault("state", {})
+            try:
+                state["key"] = key = self._key(scope)
+                state["owner"] = owner_of(key, named_client(scope["headers"]))
+            except RequestError as error:
+                note_error(scope, error)
+                await error_response(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _key(self, scope: Scope) -> ApiKey | None:
+        if self._keyring is None:
+            return None
+        key = self._keyring.find(scope["headers"])
+        if key is None:
+            raise invalid_api_key()
+        return key
 
 
-def tenant_of(key: str) -> str:
-    """The tenant's name. It is the same after a restart, and the key cannot be found from it."""
-    return hashlib.sha256(b"lmkit tenant " + key.encode()).hexdigest()[:32]
+def owner_of(key: ApiKey | None, client: str) -> Owner:
+    """`client`: the name in x-lmkit-tenant, or an empty text."""
+    if key is not None and key.role == "proxy":
+        return Owner(tenant_of(key.key, client))
+    return Owner(tenant_of(key.key) if key else "", client)
 
 
-def tenant(request: Request) -> str:
-    """The request's tenant; "" if the server has no keys."""
-    return str(getattr(request.state, "tenant", ""))
+def owner(request: Request) -> Owner:
+    found: Owner = request.state.owner
+    return found

@@ -8,6 +8,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from lmkit.serve.auth import Owner
 from lmkit.serve.collect import Collected
 from lmkit.serve.protocol import (
     ChatChunkChoice,
@@ -36,14 +37,14 @@ async def chat_completions(request: Request) -> Response:
 class _ChatResponse(ResponseBuilder[ChatCompletionRequest]):
     prefix = "chatcmpl"
 
-    def __init__(self, server: Serving, body: ChatCompletionRequest, tenant: str, share: Share) -> None:
-        super().__init__(server, body, tenant, share)
-        self._session = (tenant, body.session_id) if body.session_id is not None else None
+    def __init__(self, server: Serving, body: ChatCompletionRequest, owner: Owner, share: Share) -> None:
+        super().__init__(server, body, owner, share)
+        self._session = (owner.tenant, owner.own(body.session_id)) if body.session_id is not None else None
         self._history = server.sessions.get(self._session) if self._session else TokenHistory()
 
     def make_requests(self) -> list[engine.Request]:
         requests, turn = chat_requests(
-            self.body, self.server.tokenizer, self.server.info, self.id, tenant=self.tenant, history=self._history
+            self.body, self.server.tokenizer, self.server.info, self.id, owner=self.owner, history=self._history
         )
         self._tokens = AssistantTurn(turn)
         return requests

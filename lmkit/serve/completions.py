@@ -32,7 +32,7 @@ class _CompletionResponse(ResponseBuilder[CompletionRequest]):
         return choices_per_prompt(self.body)
 
     def make_requests(self) -> list[engine.Request]:
-        return completion_requests(self.body, self.server.tokenizer, self.server.info, self.id, tenant=self.tenant)
+        return completion_requests(self.body, self.server.tokenizer, self.server.info, self.id, owner=self.owner)
 
     async def whole(self) -> dict[str, Any]:
         prompts = [self._prompt_text(idx) if self.body.echo else "" for idx in range(len(self.requests))]

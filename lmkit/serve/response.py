@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from fastapi import Request, Response
 
-from lmkit.serve.auth import tenant
+from lmkit.serve.auth import Owner, owner
 from lmkit.serve.body import read_json
 from lmkit.serve.collect import Collected, check_output
 from lmkit.serve.protocol import ChatCompletionChunk, ChatCompletionRequest, Completion, CompletionRequest
@@ -31,9 +31,9 @@ class ResponseBuilder(ABC, Generic[B]):
     requests: list[engine.Request]
     count: UsageCount
 
-    def __init__(self, server: Serving, body: B, tenant: str, share: Share) -> None:
+    def __init__(self, server: Serving, body: B, owner: Owner, share: Share) -> None:
         """`share` counts the bytes that the answer holds."""
-        self.server, self.tenant, self.share = server, tenant, share
+        self.server, self.owner, self.share = server, owner, share
         self.body: B = body
         self.id = new_id(self.prefix)
         self.head: dict[str, Any] = {  # of the response and of each chunk
@@ -104,7 +104,7 @@ async def respond(request: Request, body_type: type[B], builder_type: type[Respo
     body = await read_json(request, body_type)
     request.state.user = body.user
     server.check_model(body.model)
-    builder = builder_type(server, body, tenant(request), held.enter_context(server.answers.share()))
+    builder = builder_type(server, body, owner(request), held.enter_context(server.answers.share()))
     await asyncio.to_thread(builder.prepare)
     if body.stream:
         return await EventStream.open(request.receive, builder.chunks())

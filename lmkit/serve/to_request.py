@@ -17,6 +17,7 @@ import msgspec
 
 from lmkit.errors import RequestError
 from lmkit.formats.generation_config import RANGES
+from lmkit.serve.auth import NOBODY, Owner
 from lmkit.serve.constraint import constraint
 from lmkit.serve.protocol import MAX_SEQUENCES, ChatCompletionRequest, ChatMessage, CompletionRequest
 from lmkit.text import EncodedTurn, TokenHistory, Tokenizer
@@ -33,7 +34,7 @@ def chat_requests(
     info: EngineInfo,
     request_id: str,
     *,
-    tenant: str = "",
+    owner: Owner = NOBODY,
     history: TokenHistory | None = None,
 ) -> tuple[list[Request], EncodedTurn]:
     """One engine request for each of the `n` choices, and their prompt, which continues where `history` ends."""
@@ -51,12 +52,12 @@ def chat_requests(
     )
     text = chat_text(body.messages, tokenizer, _or(body.add_generation_prompt, True), _variables(body))
     turn = (history or TokenHistory()).encode(tokenizer, text)
-    like = _request(body, params, request_id, tenant)
+    like = _request(body, params, request_id, owner)
     return _fan_out([turn.ids], like, _or(body.n, 1), info, "messages", _limit(asked) or 1), turn
 
 
 def completion_requests(
-    body: CompletionRequest, tokenizer: Tokenizer, info: EngineInfo, request_id: str, *, tenant: str = ""
+    body: CompletionRequest, tokenizer: Tokenizer, info: EngineInfo, request_id: str, *, owner: Owner = NOBODY
 ) -> list[Request]:
     """`choices_per_prompt` engine requests for each prompt, in the order of the prompts."""
     choices = _checked_choices(body)
@@ -71,7 +72,7 @@ def completion_requests(
     )
     prompts = [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompt]
     echo_logprobs = bool(body.echo) and body.logprobs is not None
-    like = _request(body, params, request_id, tenant, prompt_logprobs=echo_logprobs)
+    like = _request(body, params, request_id, owner, prompt_logprobs=echo_logprobs)
     return _fan_out(prompts, like, choices, info, "prompt", _or(_limit(asked), 1))
 
 
@@ -173,7 +174,7 @@ def _request(
     body: ChatCompletionRequest | CompletionRequest,
     params: SamplingParams,
     request_id: str,
-    tenant: str,
+    owner: Owner,
     *,
     prompt_logprobs: bool = False,
 ) -> Request:
@@ -183,9 +184,9 @@ def _request(
         prompt_ids=[],
         params=params,
         prompt_logprobs=prompt_logprobs,
-        tenant=tenant,
-        cache_salt=_or(body.cache_salt, ""),
-        session_id=body.session_id,
+        tenant=owner.tenant,
+        cache_salt=owner.own(_or(body.cache_salt, "")),
+        session_id=body.session_id and owner.own(body.session_id),
         priority=_or(body.priority, 0),
         timeout=body.timeout,
     )

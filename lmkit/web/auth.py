@@ -1,16 +1,54 @@
-"""API keys. A key comes as `Authorization: Bearer KEY` or `x-api-key: KEY`; only digests of keys are kept."""
+"""API keys, what each may do, and the tenants that they stand for.
+
+A key comes as `Authorization: Bearer KEY` or `x-api-key: KEY`. Keys are compared by their digests.
+
+A proxy calls its nodes with keys of its own, so it names the client of each request in `x-lmkit-tenant`. A server
+believes it only from a key with the proxy's role. From all others the name may separate more, but never join: it splits
+the cache of the tenant that sends it.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 from collections.abc import Iterable
-from typing import Generic, TypeVar
+from typing import Annotated, Generic, Literal, TypeVar
 
+import msgspec
+
+from lmkit.config import StrictStruct
 from lmkit.errors import RequestError
 
 Headers = Iterable[tuple[bytes, bytes]]  # names in lower case, as ASGI gives them
 T = TypeVar("T")
+TENANT_HEADER = b"x-lmkit-tenant"
+_TENANT = re.compile(rb"[0-9a-f]{32}")
+
+
+class ApiKey(StrictStruct, frozen=True):
+    """One key and its attributes."""
+
+    key: Annotated[str, msgspec.Meta(max_length=512, pattern=r"^[\x21-\x7e]+$")]
+    role: Literal["user", "admin", "proxy"] = "user"  # admin: manages a proxy's nodes; proxy: names its clients
+
+
+def parse_key(text: str) -> ApiKey:
+    """`KEY [name=value ...]` -> the key with its attributes. Raises ValueError, which does not tell the key."""
+    key, *attributes = text.split() or [""]
+    known = ApiKey.__struct_fields__[1:]
+    if key.partition("=")[0] in known:
+        raise ValueError("an attribute stands where the key should; write KEY name=value on one line")
+    fields = {}
+    for name, equals, value in (attribute.partition("=") for attribute in attributes):
+        if name not in known or not equals or name in fields:
+            raise ValueError(f"after the key, expected name=value with each of {', '.join(known)} at most once")
+        fields[name] = value
+    try:
+        return msgspec.convert({"key": key, **fields}, ApiKey, strict=False)
+    except msgspec.ValidationError as error:
+        reason = "expected printable ASCII" if "$.key" in str(error) else str(error)
+        raise ValueError(reason) from None
 
 
 class Keyring(Generic[T]):
@@ -30,6 +68,35 @@ class Keyring(Generic[T]):
         digest = _digest(presented)
         values = [value for known, value in self._entries if hmac.compare_digest(digest, known)]
         return values[0] if values else None
+
+
+def tenant_of(key: str, client: str = "") -> str:
+    """The name of the key's tenant, or of the client that a proxy with this key names.
+
+    It is the same after a restart, and the key cannot be found from it.
+    """
+    named = f"\0{client}" if client else ""
+    return hashlib.sha256(b"lmkit tenant " + key.encode() + named.encode()).hexdigest()[:32]
+
+
+def named_client(headers: Headers) -> str:
+    """The client that `x-lmkit-tenant` names, or an empty text. Raises RequestError for anything but one name."""
+    values = [value for name, value in headers if name == TENANT_HEADER]
+    if not values:
+        return ""
+    if len(values) > 1 or not _TENANT.fullmatch(values[0]):
+        raise RequestError("invalid_request", "x-lmkit-tenant: expected 32 hexadecimal digits, once")
+    return values[0].decode()
+
+
+def client_name(key: str, client: str, node_key: str) -> str:
+    """The name that a node gets for a client of a proxy; an empty text for clients that cannot be told apart.
+
+    It depends on the client's key and on the name that another proxy gave. The node's key keeps it from being guessed.
+    """
+    if not key and not client:
+        return ""
+    return hmac.digest(node_key.encode(), f"lmkit tenant {key}\0{client}".encode(), "sha256").hex()[:32]
 
 
 def invalid_api_key() -> RequestError:

@@ -113,6 +113,25 @@ def test_unusable_keys_are_refused(options: list[str]) -> None:
         run_cli(*options)
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "secret rol=proxy",
+        "secret role=root",
+        "secret role",
+        "secret role=user role=proxy",
+        "role=proxy",
+        "a role=user b",
+    ],
+)
+def test_t7_a_wrong_attribute_stops_the_start_and_does_not_show_the_key(line: str, tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text(f"good role=proxy\n{line}\n")
+    with pytest.raises(ConfigError, match="API key 2") as error:
+        run_cli("--api-key-file", str(file))
+    assert "secret" not in str(error.value)
+
+
 def test_key_files(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read"):
         run_cli("--api-key-file", str(tmp_path / "missing"))

@@ -9,10 +9,10 @@ import httpx
 import pytest
 
 from lmkit.config import ServerConfig
-from lmkit.serve.auth import tenant_of
 from lmkit.serve.sessions import Sessions
 from lmkit.text import TokenHistory
 from lmkit.turbo.request import Request
+from lmkit.web.auth import tenant_of
 from tests.serve.in_process import CHAT, CHAT_PATH, TEXT, TEXT_PATH, TOKENIZER, App, ScriptedEngine
 
 END = 2  # <|im_end|>
@@ -43,6 +43,50 @@ def test_keys_are_tenants_with_names_that_do_not_tell_the_key() -> None:
     open_engine = ScriptedEngine()
     App(open_engine).post(CHAT_PATH, CHAT)
     assert open_engine.requests[0].tenant == ""
+
+
+FIRST, SECOND = "1" * 32, "2" * 32
+
+
+def named(app: App, body: dict[str, Any], client: str, key: str | None = None, path: str = CHAT_PATH) -> httpx.Response:
+    headers = {"x-lmkit-tenant": client} | ({"authorization": f"Bearer {key}"} if key else {})
+    return app.request("POST", path, json=body, headers=headers)
+
+
+def test_t17_a_proxys_key_names_tenants_and_another_key_only_splits_its_own() -> None:
+    engine = ScriptedEngine()
+    app = App(engine, ServerConfig(api_keys=("p role=proxy", "q role=proxy", "u")))
+    for key, client in (("p", FIRST), ("p", SECOND), ("q", FIRST), ("u", FIRST), ("u", SECOND)):
+        assert named(app, CHAT, client, key).status_code == 200
+    app.post(CHAT_PATH, CHAT, "p")
+    owners = [(request.tenant, request.cache_salt) for request in engine.requests]
+    assert len(set(owners)) == 6
+    assert owners[-1][0] == tenant_of("p")
+    tenants = [tenant for tenant, _ in owners]
+    assert len({*tenants[:3]}) == 3
+    assert tenants[3] == tenants[4] == tenant_of("u")  # its quota stays its own, whatever it names
+
+
+@pytest.mark.parametrize("config", [ServerConfig(), ServerConfig(api_keys=("k",))])
+def test_t17_named_clients_share_nothing_under_one_key_or_none(config: ServerConfig) -> None:
+    app, key = App(ScriptedEngine(), config), "k" if config.api_keys else None
+    for salt in ({}, {"cache_salt": "x"}):
+        total, cached = details(named(app, CHAT | salt, FIRST, key))
+        assert cached == 0
+        assert details(named(app, CHAT | salt, FIRST, key)) == (total, total - 1)
+        assert details(named(app, CHAT | salt, SECOND, key)) == (total, 0)
+    assert details(app.post(CHAT_PATH, CHAT, key))[1] == 0
+    engine = ScriptedEngine()
+    app = App(engine, config)
+    for client in (FIRST, SECOND):
+        named(app, CHAT | {"session_id": "s"}, client, key)
+    assert len({request.session_id for request in engine.requests}) == 2
+
+
+@pytest.mark.parametrize("name", ["", "x", "A" * 32, "1" * 31, "1" * 33, f"{FIRST},{SECOND}"])
+def test_t17_a_malformed_client_name_is_refused(name: str) -> None:
+    response = named(App(ScriptedEngine()), CHAT, name)
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_request")
 
 
 @pytest.mark.parametrize("stream", [{}, {"stream": True, "stream_options": {"include_usage": True}}])
