@@ -39,6 +39,7 @@ from lmkit.layers.outline import WeightKind, kind_of
 from lmkit.log import get_logger
 from lmkit.models.identity import checkpoint_identity, packing_identity
 from lmkit.models.resolved import ResolvedModel
+from lmkit.private_folder import OTHERS_WRITE, make_private
 from lmkit.qtensor import QTensor
 
 log = get_logger(__name__)
@@ -125,12 +126,12 @@ class PackedCache:
     """The cache file of one checkpoint and packing."""
 
     def __init__(self, model: ResolvedModel) -> None:
-        reader = model.reader
+        reader, self._checkpoint = model.reader, model.reader.path
         checkpoint, how = checkpoint_identity(reader), packing_identity(model.packing)
         self.key = checkpoint + how
         self.stem = f"packed-{checkpoint[:16]}-"
         self.name = f"{self.stem}{how[:16]}.safetensors"
-        self.folders = cache_folders(reader.path)
+        self.folders = [folder for folder in cache_folders(reader.path) if _is_trusted(folder, reader.path)]
         layers, tensors = model.spec.num_layers, len(reader.names())
         self._header_bytes = max(HEADER_BYTES * (layers + 2), TENSOR_HEADER_BYTES * tensors)
         self._rejected: set[tuple[Path, int]] = set()  # path and inode of files that do not fit
@@ -154,9 +155,10 @@ class PackedCache:
 
     def create(self, write: Callable[[PackedWriter], None], num_bytes: int) -> bool:
         """Write the file, of about `num_bytes`, unless another process has just written it; False if not possible."""
+        reason: Exception | str = "no folder for them is this user's own"
         for folder in self.folders:
             try:
-                with _locked(folder):
+                with _locked(folder, self._checkpoint):
                     if not self._is_written(folder / self.name):
                         self._write(folder, write, num_bytes)
                     return True
@@ -238,11 +240,38 @@ def cache_folders(checkpoint: Path) -> list[Path]:
     return [private] if is_ours or beside.is_symlink() else [beside, private]
 
 
+def _is_trusted(folder: Path, checkpoint: Path) -> bool:
+    """Whether nobody can write to a cache folder who cannot write to the checkpoint, or to files of this user."""
+    if not folder.is_dir():
+        return True  # it is made so
+    try:
+        if folder.parent != checkpoint:
+            os.close(make_private(folder))
+            return True
+        here, there = folder.stat(), checkpoint.stat()
+    except OSError as error:
+        log.warning("%s: %s; its packed weights are not used", folder, error.strerror)
+        return False
+    owners = (os.geteuid(), 0, there.st_uid)
+    if here.st_uid in owners and not here.st_mode & ~there.st_mode & OTHERS_WRITE:
+        return True
+    log.warning("%s: others may write to it and not to the checkpoint, so it is not used; remove it", folder)
+    return False
+
+
+def _make(folder: Path, checkpoint: Path) -> None:
+    if folder.parent != checkpoint:
+        os.close(make_private(folder))
+    elif not folder.is_dir():
+        folder.mkdir()
+        folder.chmod(folder.stat().st_mode & (checkpoint.stat().st_mode | ~OTHERS_WRITE))
+
+
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _locked(folder: Path, checkpoint: Path) -> Iterator[None]:
     """Make a folder and lock it, once no other process holds the lock."""
     with _writing():
-        folder.mkdir(parents=True, exist_ok=True)
+        _make(folder, checkpoint)
         if not os.access(folder, os.W_OK):
             raise CheckpointError(f"{folder}: is not writable")
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

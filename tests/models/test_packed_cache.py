@@ -263,6 +263,28 @@ def test_a_link_that_leads_out_of_the_checkpoint_is_not_followed(tmp_path: Path,
     assert len(list(private_folder.glob("packed/*/packed-*.safetensors"))) == 1
 
 
+@pytest.mark.parametrize(("of_checkpoint", "of_folder", "is_used"), [(0o755, 0o775, False), (0o775, 0o775, True)])
+def test_a_folder_that_more_may_write_to_than_to_the_checkpoint_is_not_used(
+    loaded: Loaded, private_folder: Path, records: list[str], of_checkpoint: int, of_folder: int, is_used: bool
+) -> None:
+    loaded.checkpoint.chmod(of_checkpoint)
+    loaded.file.parent.chmod(of_folder)
+    assert torch.equal(logits(load_model(loaded.checkpoint, packed_cache=True)), loaded.logits)
+    assert len(list(private_folder.glob("packed/*/packed-*.safetensors"))) == (not is_used)
+    assert any("others may write to it and not to the checkpoint" in line for line in records) == (not is_used)
+
+
+@pytest.mark.parametrize("rights", [0o755, 0o775])
+def test_the_folder_of_a_checkpoint_has_no_more_rights(tmp_path: Path, rights: int) -> None:
+    checkpoint, before = dense(tmp_path / "model"), os.umask(0)
+    try:
+        checkpoint.chmod(rights)
+        load_model(checkpoint, packed_cache=True)
+    finally:
+        os.umask(before)
+    assert (checkpoint / packed_cache.FOLDER).stat().st_mode & 0o022 == rights & 0o022
+
+
 @pytest.mark.parametrize("failure", ["no room", "full while writing"])
 def test_without_room_the_model_loads_all_the_same(
     tmp_path: Path, private_folder: Path, records: list[str], monkeypatch: pytest.MonkeyPatch, failure: str

@@ -2,7 +2,8 @@
 
     file    SHA-256 of the rest (32 bytes) | symbol | newline | ELF object
 
-A file gets its name once it is complete. Loading needs LLVM's linker alone, no compiler.
+A file gets its name once it is complete. Loading needs LLVM's linker alone, no compiler. The files are code that this
+process runs, so they are read and written through a descriptor of a folder that no other user may write to.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from numba import _helperlib
 from numba.core.runtime import _nrt_python
 
 from lmkit.log import get_logger
+from lmkit.private_folder import make_private
 
 log = get_logger(__name__)
 
@@ -30,9 +32,12 @@ class ObjectCode(NamedTuple):
 
 
 def read(path: Path) -> ObjectCode | None:
-    """The object code in a file. None if there is no file, or if it is damaged."""
+    """The object code in a file. None if there is no file, or if it is damaged or not to be trusted."""
+    if (folder := _folder(path.parent)) is None:
+        return None
     try:
-        digest, content = (data := path.read_bytes())[:32], data[32:]
+        with open(os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=folder), "rb") as file:
+            digest, content = (data := file.read())[:32], data[32:]
     except OSError:
         return None
     if hashlib.sha256(content).digest() != digest:
@@ -46,26 +51,33 @@ def write(path: Path, code: ObjectCode) -> None:
     """Write a file, if its folder is writable."""
     if not is_writable(path.parent):
         return
-    content = code.symbol.encode() + b"\n" + code.elf
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    folder, content = _folder(path.parent), code.symbol.encode() + b"\n" + code.elf
+    partial = f".{path.name}.{os.getpid()}"
     try:
-        partial.write_bytes(hashlib.sha256(content).digest() + content)
-        partial.replace(path)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+        with open(os.open(partial, flags, 0o644, dir_fd=folder), "wb") as file:
+            file.write(hashlib.sha256(content).digest() + content)
+        os.rename(partial, path.name, src_dir_fd=folder, dst_dir_fd=folder)
     except OSError as error:
         log.warning("%s: %s; the kernel is compiled again in the next process", path, error.strerror)
         with suppress(OSError):
-            partial.unlink()
+            os.unlink(partial, dir_fd=folder)
+
+
+def is_writable(folder: Path) -> bool:
+    """Whether files can be written to a folder, which is made if it is missing. Says once if it cannot be used."""
+    return _folder(folder) is not None and os.access(folder, os.W_OK)
 
 
 @functools.cache
-def is_writable(folder: Path) -> bool:
-    """Whether files can be written to a folder, which is made if it is missing. Says once if not."""
+def _folder(folder: Path) -> int | None:
+    """An open descriptor of a folder of kernels, if no other user may write to it."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        return make_private(folder, 0o755)
     except OSError as error:
-        log.warning("kernels are compiled anew in every process: %s", error)
-        return False
-    return os.access(folder, os.W_OK)
+        where = f"{error.filename}: {error.strerror}; remove it, or set LMKIT_CACHE_DIR to a folder of your own"
+        log.warning("kernels are compiled anew in every process: %s", where)
+        return None
 
 
 class Kernel:

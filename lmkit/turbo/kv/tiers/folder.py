@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 import time
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from lmkit.errors import ConfigError
 from lmkit.formats.atomic import lock
+from lmkit.private_folder import make_private
 from lmkit.turbo.kv.tiers import files
 from lmkit.turbo.kv.tiers.files import Stored
 
@@ -49,12 +48,7 @@ def claim(path: Path, name: str) -> tuple[str, int]:
 
 def _make(folder: Path) -> None:
     """Make a folder that is private to this user, and check that it can be written to."""
-    with suppress(FileExistsError):
-        os.mkdir(folder, 0o700)
-    state = folder.lstat()
-    if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.geteuid():
-        raise ConfigError(f"{folder}: is not a folder of this user; remove it or choose another kv_disk_path")
-    folder.chmod(0o700)
+    os.close(make_private(folder))
     partial = folder / files.PARTIAL
     partial.unlink(missing_ok=True)
     os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
