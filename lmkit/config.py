@@ -11,7 +11,7 @@ import reprlib
 import sys
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 
@@ -163,13 +163,22 @@ class EngineConfig(StrictStruct, frozen=True, kw_only=True, metaclass=CheckedMet
         return self.max_step_tokens or STEP_TOKENS["cpu"]
 
 
+def wrong_origin(origins: Sequence[str]) -> str | None:
+    """Why these cannot be the origins of web pages; None if they can. "*" would let any page call a local server."""
+    wrong = [origin for origin in origins if not re.fullmatch(r"https?://[a-z0-9.\-\[\]:]+", origin)]
+    return f"{wrong[0]!r} is not an origin; write each site as https://chat.example.com" if wrong else None
+
+
 class ServerConfig(StrictStruct, frozen=True):
     """How one `lmkit serve` front end listens."""
 
     host: str = "127.0.0.1"
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8000
+    tls_cert: str | None = None  # a certificate chain in PEM; None = plain HTTP
+    tls_key: str | None = None  # its key; None = in the same file
     served_model_name: str | None = None  # None = the checkpoint folder's name
     api_keys: tuple[str, ...] = ()  # each `KEY [name=value ...]`, see web.auth.ApiKey; empty = no authentication
+    cors_origins: tuple[str, ...] = ()  # web pages that may read answers
     max_body_bytes: PositiveInt = 4 << 20
     body_memory: PositiveInt = BODY_MEMORY
     answer_memory: PositiveInt = 512 << 20  # bytes of all answers that have not ended or are not read
@@ -177,10 +186,15 @@ class ServerConfig(StrictStruct, frozen=True):
     step_timeout: Annotated[float, msgspec.Meta(ge=1)] | None = None  # None = by what a step costs at worst
     log_level: LogLevel = "INFO"
 
+    def __post_init__(self) -> None:
+        if reason := wrong_origin(self.cors_origins):
+            raise ConfigError(reason)
+
 
 # Variables that every command reads. `lmkit serve` and `lmkit proxy` read one for each of their options as well.
 VARIABLES = (
-    "LMKIT_API_KEY", "LMKIT_CACHE_DIR", "LMKIT_CPU_ISA", "LMKIT_LOG_LEVEL", "LMKIT_NUM_THREADS", "LMKIT_STATE_DIR",
+    "LMKIT_API_KEY", "LMKIT_CA_FILE", "LMKIT_CACHE_DIR", "LMKIT_CPU_ISA", "LMKIT_LOG_LEVEL", "LMKIT_NUM_THREADS",
+    "LMKIT_STATE_DIR",
 )  # fmt: skip
 
 
@@ -194,6 +208,7 @@ class Environment(StrictStruct, frozen=True):
     log_level: str  # LMKIT_LOG_LEVEL: one of LOG_LEVELS
     world_size: int  # processes of one quantization on all machines, as its launcher sets it
     local_world_size: int  # processes of one quantization on this machine
+    ca_file: str | None  # LMKIT_CA_FILE: authorities, in PEM, that lmkit's clients trust beside the usual ones
     api_key: str | None  # LMKIT_API_KEY: the key that `lmkit chat` and `lmkit proxy` clients send
 
 
@@ -210,6 +225,7 @@ def environment() -> Environment:
         log_level=checked_level(os.environ.get("LMKIT_LOG_LEVEL") or "INFO", "LMKIT_LOG_LEVEL="),
         world_size=_launched("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
         local_world_size=_launched("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
+        ca_file=os.environ.get("LMKIT_CA_FILE") or None,
         api_key=os.environ.get("LMKIT_API_KEY") or None,
     )
 

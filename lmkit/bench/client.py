@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import ssl
 import time
 import uuid
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from lmkit.bench.workload import Dialogue
 from lmkit.errors import ConfigError, LMKitError
 from lmkit.extras import needed_for
 from lmkit.web.listen import ADDRESS
+from lmkit.web.tls import trusting
 
 with needed_for("lmkit bench online"):
     import aiohttp
@@ -125,7 +127,7 @@ class Client:
         self._http = aiohttp.ClientSession(
             headers=headers,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=min(timeout, 30.0)),
-            connector=aiohttp.TCPConnector(limit=0),
+            connector=aiohttp.TCPConnector(limit=0, ssl=trusting(ssl.create_default_context())),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
         )
@@ -279,6 +281,8 @@ def _checked(url: str) -> str:
 
 def _reason(error: Exception) -> str:
     """The reason of a failed connection, in the operating system's words if it has some."""
+    if isinstance(error, aiohttp.ClientSSLError):
+        return f"{error}; LMKIT_CA_FILE names an authority to trust"
     if isinstance(error, aiohttp.ClientConnectorError):
         code = error.os_error.errno or 0
         return os.strerror(code) if code > 0 else str(error.os_error.strerror or error.os_error)

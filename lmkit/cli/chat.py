@@ -127,11 +127,17 @@ class RemoteModel:
         """
         import httpx
 
+        from lmkit.web.tls import trusting
+
         base = url.rstrip("/").removesuffix("/v1")
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         try:
             client = httpx.Client(
-                base_url=base, headers=headers, timeout=httpx.Timeout(600, connect=5), trust_env=False
+                base_url=base,
+                headers=headers,
+                timeout=httpx.Timeout(600, connect=5),
+                trust_env=False,
+                verify=trusting(httpx.create_ssl_context(trust_env=False)),
             )
             if not client.base_url.host:
                 raise ConfigError(f"{url!r} is not a URL: write http://HOST:PORT")
@@ -173,6 +179,8 @@ def _models(client: httpx.Client, base: str, model: str | None) -> list[str]:
         response = client.get("/v1/models", timeout=15)
     except httpx.HTTPError as error:
         reason = f"{error or type(error).__name__}"
+        if "CERTIFICATE_VERIFY_FAILED" in reason:
+            raise LMKitError(f"{base}: {reason}; LMKIT_CA_FILE names an authority to trust") from None
         raise LMKitError(f"no server answers at {base}: {reason}; `lmkit serve MODEL` starts one") from None
     if response.status_code in (401, 403):
         raise LMKitError(f"{base}: {_error_text(response)}; give a key with --api-key or LMKIT_API_KEY")

@@ -16,14 +16,20 @@ from lmkit.other_names import (
     each,
 )
 
-_CORS = "lmkit sends no CORS headers; a reverse proxy can add them (docs/deploy.md)"
 _PARSER = "lmkit does not parse tool calls and reasoning"
-_TLS = "lmkit speaks HTTP; put a reverse proxy in front of it for TLS (docs/deploy.md)"
 
 # Options of other tools' servers, for `lmkit serve` and its file. Those of ENGINE count as well.
 SERVE: Mapping[str, str] = {
-    **each(_CORS, "allow_credentials allow_headers allow_methods allow_origins allowed_origins"),
-    **each(_TLS, "ssl ssl_cert_file ssl_certfile ssl_key_file ssl_keyfile"),
+    **each("use --cors-origin, once for each site", "allow_origins allowed_origins"),
+    **each(
+        "with --cors-origin pages may send GET and POST with any header, and no cookies",
+        "allow_credentials allow_headers allow_methods",
+    ),
+    **each("use --tls-cert and --tls-key", "ssl"),
+    **each("use --tls-cert", "ssl_cert_file ssl_certfile"),
+    **each("use --tls-key", "ssl_key_file ssl_keyfile"),
+    **each("SIGHUP reads the certificate anew", "enable_ssl_refresh"),
+    **each("lmkit asks clients for keys, not for certificates", "ssl_ca_certs ssl_cert_reqs"),
     **each(_PARSER, "enable_auto_tool_choice reasoning_parser tool_call_parser"),
     **each(NO_ADAPTERS, "lora lora_modules max_loras"),
     **each(
@@ -111,7 +117,7 @@ PROXY: Mapping[str, str] = {
     "server_name": "use --host",
     "server_port": "use --port",
     "serving_strategy": ONE_DEVICE,
-    "ssl": _TLS,
+    "ssl": "use --tls-cert and --tls-key",
     "static_backends": "use --node, once for each URL",
     "worker_urls": "use --node, once for each URL",
 }

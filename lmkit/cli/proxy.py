@@ -34,6 +34,11 @@ def proxy(
     config: Annotated[str | None, typer.Option(help="YAML or JSON file.")] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on; default 127.0.0.1.")] = None,
     port: Annotated[int | None, typer.Option(min=0, max=65535, help="0 = any free one; default 8080.")] = None,
+    tls_cert: Annotated[str | None, typer.Option(help="A certificate chain in PEM: serve https.")] = None,
+    tls_key: Annotated[str | None, typer.Option(help="Its key; default in the same file.")] = None,
+    cors_origin: Annotated[
+        list[str] | None, typer.Option(help="Pages of this site may call the proxy; may be repeated.")
+    ] = None,
     node: Annotated[list[str] | None, typer.Option(help="URL of a node, http://HOST:PORT; may be repeated.")] = None,
     policy: Annotated[PolicyName | None, typer.Option(help="How a node is chosen; default least_in_flight.")] = None,
     state_file: Annotated[
@@ -55,7 +60,9 @@ def proxy(
     from lmkit.web.running import registered
 
     nodes = [parse({"url": url}, NodeConfig, "--node") for url in node or ()]
-    resolved = load_config(config, nodes=nodes, host=host, port=port, policy=policy, state_file=state_file)
+    options: dict[str, Any] = {"tls_cert": tls_cert, "tls_key": tls_key, "policy": policy, "state_file": state_file}
+    options |= {"cors_origins": tuple(cors_origin) if cors_origin else None}
+    resolved = load_config(config, nodes=nodes, host=host, port=port, **options)
     log.setup(resolved.log_level)
     with registered("proxy", "", resolved.drain_seconds) as tell:
 
@@ -143,12 +150,19 @@ def _call(method: str, proxy: str, admin_key: str | None, **arguments: Any) -> d
     import httpx
 
     from lmkit.config import environment
+    from lmkit.web.tls import trusting
 
     key = admin_key or environment().api_key
     headers = {"authorization": f"Bearer {key}"} if key else {}
     try:
         response = httpx.request(
-            method, proxy.rstrip("/") + "/admin/nodes", headers=headers, timeout=15, trust_env=False, **arguments
+            method,
+            proxy.rstrip("/") + "/admin/nodes",
+            headers=headers,
+            timeout=15,
+            trust_env=False,
+            verify=trusting(httpx.create_ssl_context(trust_env=False)),
+            **arguments,
         )
         answer = response.json()
     except (httpx.HTTPError, httpx.InvalidURL) as error:

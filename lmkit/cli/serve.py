@@ -40,10 +40,15 @@ def serve(
     ] = False,
     host: Annotated[str, _server("Address to listen on; 0.0.0.0 for all.")] = _SERVER.host,
     port: Annotated[int, _server("0 takes a free one.", callback=checked(ServerConfig, "port"))] = _SERVER.port,
+    tls_cert: Annotated[str | None, _server("A certificate chain in PEM: serve https.")] = None,
+    tls_key: Annotated[str | None, _server("Its key; default in the same file.")] = None,
     api_key: Annotated[
         list[str] | None, _server("Accept this key; repeatable. Others see it here, not in LMKIT_API_KEY.")
     ] = None,
     api_key_file: Annotated[Path | None, _server("A file with one key a line: KEY [role=user|admin|proxy].")] = None,
+    cors_origin: Annotated[
+        list[str] | None, _server("Pages of this site may call the server; repeatable. None may by default.")
+    ] = None,
     max_body: Annotated[str, _server("Largest request body.", callback=size)] = "4M",
     body_memory: Annotated[str, _server("For the bodies of all requests together.", callback=size)] = "256M",
     answer_memory: Annotated[
@@ -80,8 +85,11 @@ def serve(
     server_config = ServerConfig(
         host=host,
         port=port,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
         served_model_name=served_model_name or (Path(model).resolve().name if Path(model).is_dir() else model),
         api_keys=keys,
+        cors_origins=tuple(cors_origin or ()),
         max_body_bytes=int(max_body),
         body_memory=int(body_memory),
         answer_memory=int(answer_memory),

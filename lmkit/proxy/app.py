@@ -33,6 +33,7 @@ from lmkit.web.budget import Budget
 from lmkit.web.errors import method_not_allowed, public_error
 from lmkit.web.receive import decode_json, read_body
 from lmkit.web.routes import is_known_elsewhere, not_found
+from lmkit.web.tls import trusting
 
 log = get_logger(__name__)
 MAX_ADMIN_BODY = 1 << 20
@@ -269,8 +270,8 @@ def read_model(body: bytes) -> str:
 
 @functools.cache
 def _tls() -> ssl.SSLContext:
-    """The TLS settings for nodes on https: they are verified by the certificates that httpx trusts."""
-    return httpx.create_ssl_context(trust_env=False)
+    """The TLS settings for nodes on https: the authorities that httpx trusts, and those of LMKIT_CA_FILE, vouch."""
+    return trusting(httpx.create_ssl_context(trust_env=False))
 
 
 async def _json(exchange: Exchange, value: Any, status: int = 200) -> None:

@@ -13,7 +13,7 @@ import msgspec
 import yaml
 
 from lmkit import yaml_file
-from lmkit.config import BODY_MEMORY, LogLevel, PolicyName, PositiveInt, StrictStruct
+from lmkit.config import BODY_MEMORY, LogLevel, PolicyName, PositiveInt, StrictStruct, wrong_origin
 from lmkit.errors import ConfigError
 from lmkit.other_names import hint
 
@@ -45,10 +45,13 @@ class ProxyConfig(StrictStruct, frozen=True):
 
     host: str = "127.0.0.1"
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8080
+    tls_cert: str | None = None  # a certificate chain in PEM; None = plain HTTP
+    tls_key: str | None = None  # its key; None = in the same file
     nodes: tuple[NodeConfig, ...] = ()
     policy: PolicyName = "least_in_flight"
     api_keys: tuple[Key, ...] = ()  # of clients; empty = no authentication
     admin_keys: tuple[Key, ...] = ()  # for /admin; empty = only a loopback listener without any key manages nodes
+    cors_origins: tuple[str, ...] = ()  # web pages that may read answers
     state_file: str | None = None  # remembers nodes added and removed at run time
     max_body_bytes: PositiveInt = 16 << 20
     body_memory: PositiveInt = BODY_MEMORY
@@ -67,6 +70,8 @@ class ProxyConfig(StrictStruct, frozen=True):
         urls = [node.url for node in self.nodes]
         if twice := sorted({url for url in urls if urls.count(url) > 1}):
             raise ValueError(f"node {twice[0]} is given twice")
+        if reason := wrong_origin(self.cors_origins):
+            raise ValueError(reason)
         if self.body_memory < self.max_body_bytes:
             raise ValueError("body_memory is less than max_body_bytes; no body of that size could ever be read")
         if set(self.api_keys) & set(self.admin_keys):
@@ -101,7 +106,7 @@ def _is_wildcard(host: str) -> bool:
 def load_config(path: str | Path | None, *, nodes: Sequence[NodeConfig] = (), **options: Any) -> ProxyConfig:
     """The file's configuration, with more nodes and with those `options` that are not None.
 
-    Without a file, the defaults are used. A relative state_file is relative to the file's folder. Raises ConfigError
+    Without a file, the defaults are used. A relative path in it is relative to the file's folder. Raises ConfigError
     with the file's line.
     """
     config = ProxyConfig() if path is None else _read(Path(path))
@@ -118,9 +123,9 @@ def _read(path: Path) -> ProxyConfig:
         config = msgspec.convert(data, ProxyConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{path}:{_line(tree, str(error))}: {error}{_near(str(error))}") from None
-    if config.state_file is None:
-        return config
-    return msgspec.structs.replace(config, state_file=str(path.parent / config.state_file))
+    named = {name: getattr(config, name) for name in ("state_file", "tls_cert", "tls_key")}
+    beside = {name: str(path.parent / value) for name, value in named.items() if value is not None}
+    return msgspec.structs.replace(config, **beside)
 
 
 def _near(message: str) -> str:

@@ -12,8 +12,10 @@ from lmkit.proxy.app import MAX_HEAD_BYTES, Proxy
 from lmkit.proxy.auth import is_loopback
 from lmkit.proxy.config import ProxyConfig
 from lmkit.web.access_log import AccessLog
+from lmkit.web.cors import with_cors
 from lmkit.web.listen import bind, listen, on_signals, url
 from lmkit.web.server import HttpServer
+from lmkit.web.tls import Certificate, certificate
 
 log = get_logger(__name__)
 FIRST_CHECK_SECONDS = 0.5  # nodes that answer within it are known when the proxy is ready
@@ -25,17 +27,18 @@ async def run(config: ProxyConfig, on_ready: Callable[[str], None]) -> None:
 
     `on_ready` gets the URL. Raises ConfigError if the address or the state file cannot be used.
     """
+    tls = certificate(config.tls_cert, config.tls_key)
     with contextlib.closing(bind(config.host, config.port)) as listener:
         listen(listener)
         host = listener.getsockname()[0]
         async with Proxy(config, loopback=is_loopback(host)) as proxy:
             if not is_loopback(host) and not config.api_keys:
                 log.warning("anyone who reaches %s may send requests: there are no api_keys", host)
-            server = http_server(config, proxy, lambda: on_ready(url(listener)))
+            server = http_server(config, proxy, lambda: on_ready(url(listener, tls=bool(tls))), tls)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(FIRST_CHECK_SECONDS):
                     await proxy.checked.wait()
-            on_signals(lambda: _drain(proxy, server), proxy.stop.set)
+            on_signals(lambda: _drain(proxy, server), proxy.stop.set, tls.reload if tls else None)
             assert proxy.checks is not None
             # The checks end only by an error. Leaving the block raises it, which ends the process.
             proxy.checks.add_done_callback(lambda _: setattr(server, "should_exit", True))
@@ -43,11 +46,18 @@ async def run(config: ProxyConfig, on_ready: Callable[[str], None]) -> None:
     log.info("the proxy has ended")
 
 
-def http_server(config: ProxyConfig, proxy: Proxy, on_ready: Callable[[], None]) -> HttpServer:
+def http_server(
+    config: ProxyConfig, proxy: Proxy, on_ready: Callable[[], None], tls: Certificate | None = None
+) -> HttpServer:
     """A server for one proxy, to be given a listening socket. A forwarded response keeps its node's own Date."""
     flush_seconds = math.ceil(config.drain_seconds) + _BREAK_OFF_SECONDS
     return HttpServer(
-        AccessLog(proxy), on_ready, flush_seconds=flush_seconds, date_header=False, max_head_bytes=MAX_HEAD_BYTES
+        AccessLog(with_cors(proxy, config.cors_origins)),
+        on_ready,
+        flush_seconds=flush_seconds,
+        tls=tls,
+        date_header=False,
+        max_head_bytes=MAX_HEAD_BYTES,
     )
 
 

@@ -18,6 +18,7 @@ from lmkit.text import Tokenizer
 from lmkit.turbo.transport.async_engine import AsyncEngine
 from lmkit.web.access_log import AccessLog
 from lmkit.web.budget import Budget
+from lmkit.web.cors import with_cors
 
 ANSWER_PARTS = 8  # one answer may hold this part of the memory for all
 ROUTERS = [module.router for module in (chat, completions, models, tokenize, metrics, health)]
@@ -26,8 +27,7 @@ ROUTERS = [module.router for module in (chat, completions, models, tokenize, met
 def create_app(engine: AsyncEngine, tokenizer: Tokenizer, config: ServerConfig) -> FastAPI:
     """An application that serves one engine. The caller starts and stops the engine.
 
-    There is no CORS, so a browser page of another site cannot read responses. There are no documentation pages, because
-    the API is OpenAI's.
+    There are no documentation pages, because the API is OpenAI's.
     """
     app = FastAPI(title="lmkit", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     figures = Metrics(engine, model_name(engine, config))
@@ -48,5 +48,6 @@ def create_app(engine: AsyncEngine, tokenizer: Tokenizer, config: ServerConfig) 
     app.add_exception_handler(HTTPException, handle_http_exception)
     app.add_middleware(ApiKeys, keys=config.api_keys)
     app.add_middleware(Edge)
+    app.add_middleware(with_cors, origins=config.cors_origins)
     app.add_middleware(AccessLog)  # the last added is the outermost
     return app

@@ -13,12 +13,17 @@ from lmkit.serve.app import create_app
 from lmkit.text import Tokenizer
 from lmkit.turbo.transport.async_engine import AsyncEngine
 from lmkit.web.server import HttpServer
+from lmkit.web.tls import Certificate
 
 FLUSH_SECONDS = 3  # for complete responses to reach slow clients at the end
 
 
 def http_server(
-    engine: AsyncEngine, tokenizer: Tokenizer, config: ServerConfig, on_ready: Callable[[], None]
+    engine: AsyncEngine,
+    tokenizer: Tokenizer,
+    config: ServerConfig,
+    on_ready: Callable[[], None],
+    tls: Certificate | None = None,
 ) -> HttpServer:
     """A server for one engine, to be given a listening socket."""
-    return HttpServer(create_app(engine, tokenizer, config), on_ready, flush_seconds=FLUSH_SECONDS)
+    return HttpServer(create_app(engine, tokenizer, config), on_ready, flush_seconds=FLUSH_SECONDS, tls=tls)

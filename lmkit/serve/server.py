@@ -14,11 +14,12 @@ from lmkit.config import ServerConfig
 from lmkit.text import Tokenizer
 from lmkit.turbo.transport.async_engine import AsyncEngine
 from lmkit.web.listen import bind, listen, on_signals, url
+from lmkit.web.tls import Certificate, certificate
 
 if TYPE_CHECKING:
     from lmkit.web.server import HttpServer
 
-ServerFactory = Callable[[AsyncEngine, Tokenizer, ServerConfig, Callable[[], None]], "HttpServer"]
+ServerFactory = Callable[[AsyncEngine, Tokenizer, ServerConfig, Callable[[], None], Certificate | None], "HttpServer"]
 
 logger = log.get_logger(__name__)
 
@@ -34,9 +35,10 @@ def serve(engine: AsyncEngine, config: ServerConfig, on_ready: Callable[[str], N
 
 async def _serve(engine: AsyncEngine, config: ServerConfig, on_ready: Callable[[str], None]) -> int:
     stop, stop_now = asyncio.Event(), asyncio.Event()
-    on_signals(stop.set, stop_now.set)
+    tls = certificate(config.tls_cert, config.tls_key)
+    on_signals(stop.set, stop_now.set, tls.reload if tls else None)
     with contextlib.closing(bind(config.host, config.port)) as sock:
-        running = asyncio.ensure_future(_run(engine, config, on_ready, sock, stop))
+        running = asyncio.ensure_future(_run(engine, config, on_ready, sock, stop, tls))
         if await _first(running, stop_now.wait()):
             return running.result()
         logger.warning("second signal: not waiting for running requests")
@@ -52,6 +54,7 @@ async def _run(
     on_ready: Callable[[str], None],
     sock: socket.socket,
     stop: asyncio.Event,
+    tls: Certificate | None,
 ) -> int:
     starting = asyncio.ensure_future(_start(engine))
     if not await _first(starting, stop.wait()):
@@ -63,7 +66,7 @@ async def _run(
         engine.info.sampling.announce(logger)
     try:
         listen(sock)  # only now: clients that come earlier are refused and do not wait
-        server = http_server(engine, tokenizer, config, lambda: on_ready(url(sock)))
+        server = http_server(engine, tokenizer, config, lambda: on_ready(url(sock, tls=bool(tls))), tls)
         serving = asyncio.ensure_future(server.serve(sockets=[sock]))
         await _first(serving, stop.wait(), engine.until_dead())
         is_dead = engine.state == "dead"

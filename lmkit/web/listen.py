@@ -38,12 +38,17 @@ def listen(sock: socket.socket) -> None:
         raise ConfigError(f"cannot listen on {_address(*sock.getsockname()[:2])}: {_reason(error)}") from None
 
 
-def url(sock: socket.socket) -> str:
-    return f"http://{_address(*sock.getsockname()[:2])}"
+def url(sock: socket.socket, *, tls: bool = False) -> str:
+    return f"{'https' if tls else 'http'}://{_address(*sock.getsockname()[:2])}"
 
 
-def on_signals(first: Callable[[], None], again: Callable[[], None]) -> None:
-    """Call `first` on the first SIGTERM or SIGINT and `again` on every later one. Needs a running event loop."""
+def on_signals(first: Callable[[], None], again: Callable[[], None], reload: Callable[[], None] | None = None) -> None:
+    """Call `first` on the first SIGTERM or SIGINT, `again` on every later one, and `reload` on SIGHUP.
+
+    Needs a running event loop. Without `reload`, SIGHUP ends the process, as it does by default.
+    """
+    if reload is not None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
     actions = itertools.chain([first], itertools.repeat(again))
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, lambda: next(actions)())

@@ -13,6 +13,9 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from lmkit.web.tls import Certificate
+
+CLOSE_SECONDS = 3.0  # for a client to confirm the end of a TLS connection
 HEAD_SECONDS = 10.0  # for the head of a connection's first request, and for one that has begun to arrive
 
 
@@ -29,10 +32,11 @@ class HttpServer(uvicorn.Server):
         on_ready: Callable[[], None],
         *,
         flush_seconds: int,
+        tls: Certificate | None = None,
         date_header: bool = True,
         max_head_bytes: int | None = None,
     ) -> None:
-        self._on_ready = on_ready
+        self._on_ready, self._tls = on_ready, tls
         super().__init__(
             uvicorn.Config(
                 app,
@@ -51,8 +55,23 @@ class HttpServer(uvicorn.Server):
         )
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        """Accept connections. uvicorn would give a TLS handshake a minute."""
+        self.servers = [
+            await asyncio.get_running_loop().create_server(
+                self._protocol,
+                sock=sock,
+                backlog=self.config.backlog,
+                ssl=self._tls.context if self._tls else None,
+                ssl_handshake_timeout=HEAD_SECONDS if self._tls else None,
+                ssl_shutdown_timeout=CLOSE_SECONDS if self._tls else None,
+            )
+            for sock in sockets or ()
+        ]
+        self.started = True
         self._on_ready()
+
+    def _protocol(self) -> asyncio.Protocol:
+        return _Protocol(config=self.config, server_state=self.server_state, app_state={})
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:  # type: ignore[override]

@@ -33,7 +33,7 @@ class Server:
         self.log = ""
         threading.Thread(target=self._read, daemon=True).start()
         line = self.wait_for_line(r"serving \S+ on http|lmkit: ", 240)  # kernels may have to be compiled first
-        found = re.search(r"on (http://\S+)", line)
+        found = re.search(r"on (https?://\S+)", line)
         self.url = found[1] if found else ""
 
     def _read(self) -> None:

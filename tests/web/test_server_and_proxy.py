@@ -13,8 +13,9 @@ import httpx
 import pytest
 
 from lmkit.config import ServerConfig
+from lmkit.errors import ConfigError
 from lmkit.proxy.app import Proxy
-from lmkit.proxy.config import ProxyConfig
+from lmkit.proxy.config import ProxyConfig, load_config
 from lmkit.proxy.server import http_server as proxy_server
 from lmkit.serve.http import http_server as serve_server
 from lmkit.web.listen import bind, listen, url
@@ -44,10 +45,12 @@ async def running(make: Callable[[Callable[[], None]], HttpServer]) -> AsyncIter
 
 
 @contextlib.asynccontextmanager
-async def both() -> AsyncIterator[tuple[str, str]]:
+async def both(**fields: Any) -> AsyncIterator[tuple[str, str]]:
     """The URLs of a server and of a proxy that ask for the same key."""
-    server_config = ServerConfig(api_keys=(KEY,), max_body_bytes=MAX_BODY, body_memory=3 * MAX_BODY)
-    proxy_config = ProxyConfig(api_keys=(KEY,), max_body_bytes=MAX_BODY, body_memory=3 * MAX_BODY, drain_seconds=0)
+    server_config = ServerConfig(api_keys=(KEY,), max_body_bytes=MAX_BODY, body_memory=3 * MAX_BODY, **fields)
+    proxy_config = ProxyConfig(
+        api_keys=(KEY,), max_body_bytes=MAX_BODY, body_memory=3 * MAX_BODY, drain_seconds=0, **fields
+    )
     async with (
         Proxy(proxy_config, loopback=True) as proxy,
         running(lambda ready: serve_server(StubEngine(), TOKENIZER, server_config, ready)) as first,
@@ -224,3 +227,44 @@ async def test_t9_unfinished_bodies_share_one_budget() -> None:
                 await writer.wait_closed()
             large = await client.post(address + CHAT, content=b"{" + b" " * (MAX_BODY - 2) + b"}")
             assert large.json()["error"]["param"] == "model"
+
+
+@pytest.mark.anyio
+async def test_t8_pages_of_listed_origins_may_read_answers_and_no_others() -> None:
+    ours, other = "https://chat.example.com", "https://evil.example.com"
+    preflight = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,x-any"}
+    async with both(cors_origins=(ours,)) as addresses, httpx.AsyncClient(trust_env=False) as client:
+        for address in addresses:
+            allowed = await client.options(address + CHAT, headers={"origin": ours} | preflight)
+            assert allowed.status_code == 200
+            assert allowed.headers["access-control-allow-origin"] == ours
+            assert "x-any" in allowed.headers["access-control-allow-headers"]
+            assert allowed.headers["x-request-id"]
+            for path, headers in (("/v1/models", BEARER), ("/v1/models", {}), (CHAT, BEARER)):  # errors can be read too
+                answer = await client.get(address + path, headers=headers | {"origin": ours})
+                assert answer.headers["access-control-allow-origin"] == ours
+                assert "origin" in answer.headers["vary"].lower()
+                assert "access-control-allow-credentials" not in answer.headers
+            for headers in (preflight, BEARER):
+                refused = await client.options(address + CHAT, headers={"origin": other} | headers)
+                assert "access-control-allow-origin" not in refused.headers
+            read = await client.get(address + "/v1/models", headers=BEARER | {"origin": other})
+            assert "access-control-allow-origin" not in read.headers
+
+
+@pytest.mark.anyio
+async def test_t8_cors_is_off_by_default() -> None:
+    async with both() as addresses, httpx.AsyncClient(trust_env=False, headers=BEARER) as client:
+        for address in addresses:
+            answer = await client.get(address + "/v1/models", headers={"origin": "https://chat.example.com"})
+            assert not [name for name in answer.headers if name.startswith("access-control")]
+            asked = {"origin": "https://chat.example.com", "access-control-request-method": "POST"}
+            assert (await client.options(address + CHAT, headers=asked)).status_code == 405
+
+
+@pytest.mark.parametrize("origin", ["*", "null", "chat.example.com", "https://a/", "https://A.example", "https://*.b"])
+def test_t8_an_origin_is_one_site(origin: str) -> None:
+    with pytest.raises(ConfigError, match="is not an origin"):
+        ServerConfig(cors_origins=(origin,))
+    with pytest.raises(ConfigError, match="is not an origin"):
+        load_config(None, cors_origins=(origin,))

@@ -1,0 +1,21 @@
+"""CORS: the web pages of other sites that may call this server from a browser. None may by default."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
+
+
+def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """`app`, whose answers pages of these origins may read. Cookies are never allowed; a page sends its own API key."""
+    if not origins:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=("GET", "POST"),
+        allow_headers=("*",),  # OpenAI's JavaScript client sends some of its own
+        expose_headers=("x-request-id", "retry-after"),
+    )
