@@ -56,7 +56,8 @@ def measure(model: Path, *options: str) -> Start:
         body = {"model": model.name, "prompt": "import os\n", "max_tokens": 1}
         httpx.post(line.split()[-1] + "/v1/completions", json=body, timeout=60).raise_for_status()
         first_token = time.perf_counter() - begin
-        (engine,) = psutil.Process(process.pid).children()
+        children = psutil.Process(process.pid).children()
+        (engine,) = (child for child in children if any("engine_process" in part for part in child.cmdline()))
         memory = status(engine.pid)
         return Start(ready, first_token, memory["VmHWM"], memory["RssAnon"], memory["RssFile"])
     finally:

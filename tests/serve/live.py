@@ -74,7 +74,8 @@ class Server:
             time.sleep(0.02)
 
     def worker(self) -> psutil.Process:
-        (worker,) = psutil.Process(self.process.pid).children()
+        children = psutil.Process(self.process.pid).children()
+        (worker,) = (child for child in children if any("engine_process" in part for part in child.cmdline()))
         return worker
 
     def terminate(self, number: signal.Signals = signal.SIGTERM, seconds: float = 20) -> int:

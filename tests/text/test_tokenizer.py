@@ -92,7 +92,6 @@ def test_tokens_only_the_config_declares_are_added(tmp_path: Path) -> None:
         ("tokenizer_config", '{"added_tokens_decoder": {"9": {}}}'),
         ("tokenizer_config", '{"extra_special_tokens": "abc"}'),
         ("tokenizer_config", '{"chat_template": 5}'),
-        ("tokenizer_config", '{"chat_template": "{% if %}"}'),
         ("generation_config", '{"eos_token_id": "2"}'),
         ("generation_config", '{"eos_token_id": [-1]}'),
         ("generation_config", '{"eos_token_id": true}'),

@@ -1,0 +1,139 @@
+"""The process that renders chat templates: `python template_process.py CPU_SECONDS MEMORY_BYTES`, with a socket as its
+standard input. It ends when the socket's other side closes.
+
+A template is code of a checkpoint. Jinja's sandbox keeps it from Python's internals, but not from looping for ever or
+from building a huge value. Here the kernel does: a rendering that takes more processor time or memory than allowed is
+refused, or ends this process. This file imports nothing of lmkit, so that the process starts fast.
+
+    request: [source, arguments or null]     reply: [kind, value], see `answer`     each a line of JSON
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+from datetime import datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import msgspec
+from jinja2 import meta, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+MAX_RENDERED_CHARS = 16 << 20
+BUFFER_BYTES = 1 << 18
+
+
+class _TemplateRefusal(jinja2.TemplateError):
+    """`raise_exception` in a template. Its message is meant for the author of the messages."""
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks the assistant's text for training; here it changes nothing."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> None:
+    raise _TemplateRefusal(str(message))
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern[:256])
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    """`tojson` as transformers defines it: without HTML escapes."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+def _sandbox() -> ImmutableSandboxedEnvironment:
+    extensions = ["jinja2.ext.loopcontrols", _Generation]
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    environment.filters["tojson"] = _tojson
+    environment.globals.pop("lipsum")
+    environment.globals |= {"range": range, "raise_exception": _raise_exception, "strftime_now": _strftime_now}
+    return environment
+
+
+_ENVIRONMENT = _sandbox()
+# Errors that a template may raise on messages for which it was not written.
+_RENDER_ERRORS = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+
+
+@lru_cache(maxsize=8)
+def _compiled(source: str) -> jinja2.Template:
+    return _ENVIRONMENT.from_string(source)
+
+
+def answer(source: str, arguments: Mapping[str, Any] | None) -> tuple[str, Any]:
+    """The reply to a request.
+
+    ("variables", names that the template reads and that are not given to every template), if `arguments` is None
+    ("invalid", why the template does not compile)
+    ("text", the rendering)
+    ("refused", the message of `raise_exception`)
+    ("failed", ""): the template does not accept these messages
+    ("limit", ""): the rendering is too long or needs too much memory
+    """
+    try:
+        template = _compiled(source)
+        if arguments is None:
+            names = meta.find_undeclared_variables(_ENVIRONMENT.parse(source))
+            return "variables", sorted(names - _ENVIRONMENT.globals.keys())
+    except (*_RENDER_ERRORS, RecursionError, SyntaxError) as error:
+        return "invalid", str(error)[:500]
+    parts, num_chars = [], 0
+    try:
+        for part in template.generate(arguments):
+            parts.append(part)
+            num_chars += len(part)
+            if num_chars > MAX_RENDERED_CHARS:
+                return "limit", ""
+    except _TemplateRefusal as error:
+        return "refused", str(error)[:500]
+    except RecursionError:
+        return "limit", ""
+    except _RENDER_ERRORS:
+        return "failed", ""
+    return "text", "".join(parts)
+
+
+def _reply(request: bytes) -> bytes:
+    try:
+        return msgspec.json.encode(answer(*msgspec.json.decode(request)))
+    except MemoryError:
+        return msgspec.json.encode(("limit", ""))
+    except UnicodeEncodeError:  # a lone surrogate, which the template itself wrote
+        return msgspec.json.encode(("failed", ""))
+
+
+def main() -> None:
+    cpu_seconds, memory = float(sys.argv[1]), int(sys.argv[2])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
+    in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (in_use + memory, in_use + memory))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with socket.socket(fileno=sys.stdin.fileno()).makefile("rwb", BUFFER_BYTES) as stream:
+        for request in stream:
+            signal.setitimer(signal.ITIMER_PROF, cpu_seconds)  # at its end, SIGPROF ends this process
+            reply = _reply(request)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            stream.write(reply + b"\n")
+            stream.flush()
+
+
+if __name__ == "__main__":
+    main()
