@@ -262,6 +262,13 @@ def calm_openmp() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
+def tokenize_serially() -> None:
+    """Make the tokenizers library work in the calling thread. By default all calls share threads of the library, and a
+    short text waits until long ones are done. For the entry of a server, before it has threads.
+    """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
 def _launched(*names: str) -> int:
     """A count that torchrun (the first name), Open MPI or MPICH sets for its processes; 1 without a launcher."""
     given = next((os.environ[name] for name in names if name in os.environ), "1")

@@ -63,7 +63,9 @@ class RequestMaker:
         batch = Batch(len(items), is_single)
         for index, (prompt, config) in enumerate(zip(items, configs_for(gen_config, len(items)), strict=True)):
             try:
-                ids = self._tokenizer.encode(*self._text(prompt, do_preprocess))
+                text, add_special_tokens = self._text(prompt, do_preprocess)
+                self._tokenizer.check_length(text, self._info.max_model_len, "prompt")
+                ids = self._tokenizer.encode(text, add_special_tokens)
                 batch.requests[index] = self.request(ids, config, priority=priority, timeout=timeout)
             except RequestError as error:
                 batch.refused.append(refused(index, error))
@@ -93,7 +95,9 @@ class RequestMaker:
     def turn(self, prompt: Any, session: Session, gen_config: Any) -> Turn:
         """The next turn of a conversation. Raises RequestError if it cannot run."""
         messages = plain_messages([*_history(session), {"role": "user", "content": prompt}])
-        encoded = session.tokens.encode(self._tokenizer, self._tokenizer.render_chat(messages))
+        text = self._tokenizer.render_chat(messages)
+        self._tokenizer.check_length(text, self._info.max_model_len, "prompt")
+        encoded = session.tokens.encode(self._tokenizer, text)
         (config,) = configs_for(gen_config, 1)
         return Turn(session, messages, self.request(encoded.ids, config, session_id=session.id), AssistantTurn(encoded))
 

@@ -49,6 +49,10 @@ class _ChatResponse(ResponseBuilder[ChatCompletionRequest]):
         self._tokens = AssistantTurn(turn)
         return requests
 
+    @property
+    def num_chars(self) -> int:
+        return sum(len(message.content) for message in self.body.messages)
+
     async def whole(self) -> dict[str, Any]:
         collected = await self.collect([""] * len(self.requests))
         choices = map(self._choice, range(len(collected)), collected)

@@ -31,6 +31,10 @@ class _CompletionResponse(ResponseBuilder[CompletionRequest]):
     def choices_per_prompt(self) -> int:
         return choices_per_prompt(self.body)
 
+    @property
+    def num_chars(self) -> int:
+        return sum(map(len, self.body.prompt))
+
     def make_requests(self) -> list[engine.Request]:
         return completion_requests(self.body, self.server.tokenizer, self.server.info, self.id, owner=self.owner)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
@@ -16,10 +15,11 @@ from lmkit.serve.body import read_json
 from lmkit.serve.collect import Collected, check_output
 from lmkit.serve.protocol import ChatCompletionChunk, ChatCompletionRequest, Completion, CompletionRequest
 from lmkit.serve.serving import Serving, UsageCount, new_id, serving
-from lmkit.serve.streaming import EventStream, WholeAnswer, while_connected
+from lmkit.serve.streaming import EventStream, WholeAnswer
 from lmkit.turbo import request as engine
 from lmkit.turbo.transport.output import RequestOutput
 from lmkit.web.budget import Share
+from lmkit.web.receive import while_connected
 
 B = TypeVar("B", ChatCompletionRequest, CompletionRequest)
 
@@ -44,7 +44,7 @@ class ResponseBuilder(ABC, Generic[B]):
         }
 
     def prepare(self) -> None:
-        """Make the engine's requests. This takes time, so call it in a thread. Raises RequestError."""
+        """Make the engine's requests. This takes time, so call it in `Serving.texts`. Raises RequestError."""
         self.requests = self.make_requests()
         limit = self.server.answers.each
         check_output(
@@ -55,6 +55,11 @@ class ResponseBuilder(ABC, Generic[B]):
     @abstractmethod
     def make_requests(self) -> list[engine.Request]:
         """`choices_per_prompt` requests for each prompt, in the order of the prompts."""
+
+    @property
+    @abstractmethod
+    def num_chars(self) -> int:
+        """The length of the body's texts, or of its token ids."""
 
     @abstractmethod
     async def whole(self) -> dict[str, Any]:
@@ -105,7 +110,7 @@ async def respond(request: Request, body_type: type[B], builder_type: type[Respo
     request.state.user = body.user
     server.check_model(body.model)
     builder = builder_type(server, body, owner(request), held.enter_context(server.answers.share()))
-    await asyncio.to_thread(builder.prepare)
+    await server.texts.run(request.receive, builder.num_chars, builder.prepare)
     if body.stream:
         return await EventStream.open(request.receive, builder.chunks())
     return WholeAnswer(await while_connected(request.receive, builder.whole()))

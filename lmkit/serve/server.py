@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lmkit import log
-from lmkit.config import ServerConfig
+from lmkit.config import ServerConfig, tokenize_serially
 from lmkit.text import Tokenizer
 from lmkit.turbo.transport.async_engine import AsyncEngine
 from lmkit.web.listen import bind, listen, on_signals, url
@@ -30,6 +30,7 @@ def serve(engine: AsyncEngine, config: ServerConfig, on_ready: Callable[[str], N
     It is 1 if a second signal cut the drain short, or if the engine died and could not be started again.
     `on_ready` gets the URL once requests are accepted. Raises LMKitError if the server cannot start.
     """
+    tokenize_serially()
     return asyncio.run(_serve(engine, config, on_ready))
 
 
@@ -101,6 +102,7 @@ async def _start(engine: AsyncEngine) -> tuple[Tokenizer, ServerFactory]:
 
 def _load(model_path: Path) -> tuple[Tokenizer, ServerFactory]:
     tokenizer = Tokenizer.from_pretrained(model_path)
+    tokenizer.check_template()
     from lmkit.serve.http import http_server
 
     return tokenizer, http_server

@@ -20,6 +20,7 @@ from lmkit.serve.collect import Backlog
 from lmkit.serve.metrics import Metrics
 from lmkit.serve.protocol import PromptTokensDetails, Usage
 from lmkit.serve.sessions import Sessions
+from lmkit.serve.text_pool import TextPool
 from lmkit.text import Tokenizer
 from lmkit.turbo.request import EngineInfo, Request, Siblings
 from lmkit.turbo.transport.async_engine import AsyncEngine
@@ -40,6 +41,7 @@ class Serving:
     sessions: Sessions
     bodies: Budget
     answers: Budget
+    texts: TextPool = field(default_factory=TextPool)
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property

@@ -1,4 +1,4 @@
-"""Server-sent events, whole answers in blocks, and work that is cancelled when the client disconnects."""
+"""Server-sent events and whole answers in blocks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from pydantic import BaseModel
@@ -15,27 +15,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from lmkit.errors import RequestError
 from lmkit.serve.errors import with_error_event
-from lmkit.web.receive import client_disconnected, until_disconnect
-
-T = TypeVar("T")
-
-
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`. If the client disconnects first, `work` is cancelled and RequestError raised.
-
-    The request's body must have been read.
-    """
-    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(until_disconnect(receive))
-    either: set[asyncio.Future[Any]] = {working, watching}
-    try:
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise client_disconnected()
-        return working.result()
-    finally:
-        for task in either:
-            task.cancel()
-        await asyncio.gather(*either, return_exceptions=True)
+from lmkit.web.receive import while_connected
 
 
 class WholeAnswer(Response):

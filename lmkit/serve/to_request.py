@@ -4,7 +4,7 @@ These refusals concern the chat template, the tokens, fields that do not go toge
 modules refuse earlier: `auth` the key, `body` the size and the JSON, `protocol` the types of fields, and `serving` the
 model's name. The engine refuses later: when its queue is full, when it is not ready, and after a deadline.
 
-Tokenizing takes time: call these functions in a thread.
+Templates and tokenizing take time: call these functions in a thread (`text_pool`).
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ def chat_requests(
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
     text = chat_text(body.messages, tokenizer, _or(body.add_generation_prompt, True), _variables(body))
+    tokenizer.check_length(text, info.max_model_len, "messages")
     turn = (history or TokenHistory()).encode(tokenizer, text)
     like = _request(body, params, request_id, owner)
     return _fan_out([turn.ids], like, _or(body.n, 1), info, "messages", _limit(asked) or 1), turn
@@ -70,6 +71,9 @@ def completion_requests(
         max_tokens=_limit(_or(asked, info.sampling.max_new_tokens or DEFAULT_COMPLETION_TOKENS)),
         logprobs=0 if select and body.logprobs is None else body.logprobs,
     )
+    for prompt in body.prompt:
+        if isinstance(prompt, str):
+            tokenizer.check_length(prompt, info.max_model_len, "prompt")
     prompts = [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompt]
     echo_logprobs = bool(body.echo) and body.logprobs is not None
     like = _request(body, params, request_id, owner, prompt_logprobs=echo_logprobs)

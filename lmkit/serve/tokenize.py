@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Callable
 from typing import Any
 
-from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse
+import msgspec
+from fastapi import APIRouter, Request, Response
 
 from lmkit.errors import RequestError
 from lmkit.serve.body import read_json
@@ -19,17 +19,24 @@ router = APIRouter()
 
 
 @router.post("/tokenize")
-async def tokenize(request: Request) -> JSONResponse:
+async def tokenize(request: Request) -> Response:
     server = serving(request)
     body = await read_json(request, TokenizeRequest)
     server.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("invalid_request", "send either prompt or messages", "prompt")
-    ids = await asyncio.to_thread(_token_ids, body, server.tokenizer)
-    answer: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": server.info.max_model_len}
-    if body.return_token_strs:
-        answer["token_strs"] = [server.tokenizer.token_text(i) for i in ids]
-    return JSONResponse(answer)
+    num_chars = len(body.prompt or "") + sum(len(message.content) for message in body.messages or ())
+    max_model_len = server.info.max_model_len
+
+    def answer() -> dict[str, Any]:
+        ids = _token_ids(body, server.tokenizer)
+        fields: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": max_model_len}
+        if body.return_token_strs:
+            texts = {i: server.tokenizer.token_text(i) for i in set(ids)}
+            fields["token_strs"] = [texts[i] for i in ids]
+        return fields
+
+    return await _json(request, num_chars, answer)
 
 
 def _token_ids(body: TokenizeRequest, tokenizer: Tokenizer) -> list[int]:
@@ -40,25 +47,33 @@ def _token_ids(body: TokenizeRequest, tokenizer: Tokenizer) -> list[int]:
 
 
 @router.post("/detokenize")
-async def detokenize(request: Request) -> JSONResponse:
+async def detokenize(request: Request) -> Response:
     server = serving(request)
     body = await read_json(request, DetokenizeRequest)
     server.check_model(body.model)
-    check_ids(body.tokens, server.info.vocab_size, "tokens")
-    text = await asyncio.to_thread(server.tokenizer.decode, body.tokens, body.skip_special_tokens)
-    return JSONResponse({"prompt": text})
+    vocab_size = server.info.vocab_size
+
+    def answer() -> dict[str, Any]:
+        check_ids(body.tokens, vocab_size, "tokens")
+        return {"prompt": server.tokenizer.decode(body.tokens, body.skip_special_tokens)}
+
+    return await _json(request, len(body.tokens), answer)
 
 
 @router.post("/v1/encode")
-async def encode(request: Request) -> JSONResponse:
+async def encode(request: Request) -> Response:
     """LMDeploy's: token ids and their number, of one text or of each of several."""
     server = serving(request)
     body = await read_json(request, EncodeRequest)
     texts = [body.input] if isinstance(body.input, str) else body.input
-    ids = await asyncio.to_thread(lambda: [_encoded(text, body, server.tokenizer) for text in texts])
-    if isinstance(body.input, str):
-        return JSONResponse({"input_ids": ids[0], "length": len(ids[0])})
-    return JSONResponse({"input_ids": ids, "length": [len(row) for row in ids]})
+
+    def answer() -> dict[str, Any]:
+        ids = [_encoded(text, body, server.tokenizer) for text in texts]
+        if isinstance(body.input, str):
+            return {"input_ids": ids[0], "length": len(ids[0])}
+        return {"input_ids": ids, "length": [len(row) for row in ids]}
+
+    return await _json(request, sum(map(len, texts)), answer)
 
 
 def _encoded(text: str, body: EncodeRequest, tokenizer: Tokenizer) -> list[int]:
@@ -66,3 +81,9 @@ def _encoded(text: str, body: EncodeRequest, tokenizer: Tokenizer) -> list[int]:
         return tokenizer.encode(text, body.add_bos)
     rendered = chat_text([ChatMessage(role="user", content=text)], tokenizer, add_generation_prompt=True)
     return tokenizer.encode(rendered, add_special_tokens=False)
+
+
+async def _json(request: Request, num_chars: int, answer: Callable[[], dict[str, Any]]) -> Response:
+    """A response with the JSON of `answer`, which is made in a thread."""
+    body = await serving(request).texts.run(request.receive, num_chars, lambda: msgspec.json.encode(answer()))
+    return Response(body, media_type="application/json")

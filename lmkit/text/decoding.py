@@ -58,6 +58,7 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _BYTE_OF = _byte_alphabet()
+BYTE_ALPHABET = _BYTE_OF.keys()
 
 
 def _piece_bytes(piece: str) -> bytes:

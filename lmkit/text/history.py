@@ -81,6 +81,8 @@ class EncodedTurn:
             answer = b"".join(map(self.tokenizer.token_bytes, answer_ids)).decode()
         except UnicodeDecodeError:
             return self.history
+        if self.tokenizer.min_tokens(answer) > len(answer_ids):
+            return self.history  # a decoder that lengthens text; `Tokenizer.min_tokens` must hold for each turn
         ids = array("i", [*self.ids[self.num_known :], *answer_ids])
         return TokenHistory((*self.history.turns, _Turn(self.rest + answer, ids)))
 

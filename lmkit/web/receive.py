@@ -1,15 +1,18 @@
-"""Reading from a client: bodies bounded in size and time, strict JSON, and the notice of a disconnect."""
+"""Reading from a client: bodies bounded in size and time, strict JSON, and work that a disconnect cancels."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.types import Receive, Scope
 
 from lmkit.errors import RequestError
 from lmkit.web.budget import Share
+
+T = TypeVar("T")
 
 
 async def read_body(scope: Scope, receive: Receive, max_bytes: int, timeout: float, share: Share) -> bytes:
@@ -72,6 +75,24 @@ async def until_disconnect(receive: Receive) -> None:
     """Wait until the client closes the connection. The body must have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`. If the client disconnects first, `work` is cancelled and RequestError raised.
+
+    The request's body must have been read.
+    """
+    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(until_disconnect(receive))
+    either: set[asyncio.Future[Any]] = {working, watching}
+    try:
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise client_disconnected()
+        return working.result()
+    finally:
+        for task in either:
+            task.cancel()
+        await asyncio.gather(*either, return_exceptions=True)
 
 
 def client_disconnected() -> RequestError:
