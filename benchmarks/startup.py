@@ -58,11 +58,21 @@ def measure(model: Path, *options: str) -> Start:
         first_token = time.perf_counter() - begin
         children = psutil.Process(process.pid).children()
         (engine,) = (child for child in children if any("engine_process" in part for part in child.cmdline()))
-        memory = status(engine.pid)
+        memory = settled(engine.pid)
         return Start(ready, first_token, memory["VmHWM"], memory["RssAnon"], memory["RssFile"])
     finally:
         process.terminate()
         process.wait(30)
+
+
+def settled(pid: int) -> dict[str, int]:
+    """`status` once the process takes no more memory: an engine takes the pages of its KV cache after its start."""
+    memory, before = status(pid), -1
+    while memory["VmRSS"] > before:
+        before = memory["VmRSS"]
+        time.sleep(0.5)
+        memory = status(pid)
+    return memory
 
 
 def status(pid: int) -> dict[str, int]:

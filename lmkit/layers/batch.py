@@ -14,7 +14,6 @@ from lmkit.kernels.ops import BatchGeometry, KVTensor
 from lmkit.kv_dtype import KVDtype
 
 ALIGNMENT = 64  # of KV blocks: a cache line
-PAGE = 4096
 
 
 @dataclass(frozen=True)
@@ -96,14 +95,11 @@ def allocate_kv(
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
-    """torch.zeros. On a CPU numpy asks the system for huge pages, which arrive as zeros. One write takes each page, so
-    that other processes see that the memory is in use.
-    """
+    """torch.zeros. On a CPU numpy asks the system for huge pages. They arrive as zeros when they are first used."""
     if device != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
     whole = np.zeros(num_bytes + ALIGNMENT, np.uint8)
-    whole[::PAGE] = 0
     start = -whole.ctypes.data % ALIGNMENT
     return torch.from_numpy(whole[start : start + num_bytes]).view(dtype).view(shape)
 

@@ -25,7 +25,7 @@ from lmkit.models import kv_storage, packed_cache
 from lmkit.models.decoder import Decoder
 from lmkit.models.kv_storage import KVStorage
 from lmkit.models.spec import ModelSpec
-from lmkit.turbo.engine import loading
+from lmkit.turbo.engine import loading, pages
 from lmkit.turbo.engine.loading import LoadedModel
 from lmkit.turbo.engine.memory import MemoryPlan, kv_limits
 from lmkit.turbo.kv.blocks import KVBlocks
@@ -122,6 +122,7 @@ class Engine:
         self.info = _info(model, limits)
         for file in model.mapped:
             packed_cache.check_in_background(file, self._lose)
+        pages.take_in_background(blocks.parts)
 
     def _lose(self, reason: str) -> None:
         """From any thread: nothing can be computed any more. The next `step` says so."""

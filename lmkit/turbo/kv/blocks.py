@@ -38,16 +38,16 @@ class KVBlocks:
     def __init__(self, layers: Sequence[KVLayer]) -> None:
         layers = [layer for layer in layers if layer.group == 0]  # the other groups are in the same tensors
         tensors = [tensor for layer in layers for kv in (layer.k, layer.v) for tensor in (kv.data, kv.params)]
-        self._parts = [_as_bytes(tensor) for tensor in tensors if tensor.numel()]  # each uint8 [num_blocks, bytes]
-        self._arrays = [part.numpy() for part in self._parts] if self._on_cpu else []  # the same memory
-        self._sizes = [part.shape[1] for part in self._parts]
+        self.parts = [_as_bytes(tensor) for tensor in tensors if tensor.numel()]  # each uint8 [num_blocks, bytes]
+        self._arrays = [part.numpy() for part in self.parts] if self._on_cpu else []  # the same memory
+        self._sizes = [part.shape[1] for part in self.parts]
         self._nbytes = sum(self._sizes)
         self._stream: torch.cuda.Stream | None = None  # `_write_beside` writes blocks on it
-        self._copier = BlockCopier(self._parts) if is_available() and not self._on_cpu else None
+        self._copier = BlockCopier(self.parts) if is_available() and not self._on_cpu else None
 
     @property
     def _on_cpu(self) -> bool:
-        return self._parts[0].device.type == "cpu"
+        return self.parts[0].device.type == "cpu"
 
     @property
     def nbytes(self) -> int:
@@ -63,7 +63,7 @@ class KVBlocks:
                 target[end : end + size] = array[block]
                 end += size
         else:  # on the stream that computes, so it waits for the work launched before; one transfer for all parts
-            torch.from_numpy(target).copy_(torch.cat([part[block] for part in self._parts]))
+            torch.from_numpy(target).copy_(torch.cat([part[block] for part in self.parts]))
 
     def write(self, block: int, data: memoryview) -> None:
         """Copy `data` [nbytes] to a block. Any thread may call this. The block must not be read meanwhile."""
@@ -81,13 +81,13 @@ class KVBlocks:
 
         Steps continue meanwhile. The next reader of the block is planned only after this returns.
         """
-        device = self._parts[0].device
+        device = self.parts[0].device
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)
         self._stream.wait_stream(torch.cuda.default_stream(device))
         with torch.cuda.stream(self._stream):
             moved = source.to(device)
-            for part, piece in zip(self._parts, moved.split(self._sizes), strict=True):
+            for part, piece in zip(self.parts, moved.split(self._sizes), strict=True):
                 part[block].copy_(piece)
         self._stream.synchronize()
 
@@ -100,7 +100,7 @@ class KVBlocks:
         elif self._copier is not None:
             self._copier.copy(pairs)
         else:
-            for part in self._parts:
+            for part in self.parts:
                 for source, target in pairs:
                     part[target].copy_(part[source], non_blocking=True)
 
