@@ -1,0 +1,116 @@
+"""Damaged files of a checkpoint: each is read as far as it is right, or refused with one of lmkit's errors."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lmkit.errors import LMKitError
+from lmkit.formats.checkpoint import CheckpointReader
+from lmkit.formats.generation_config import read_defaults
+from lmkit.formats.gguf import GgufReader
+from lmkit.formats.kv_config import KVConfig, KVLayerConfig, load_kv_config, save_kv_config
+from lmkit.models.source import ModelSource
+from lmkit.text import Tokenizer
+from tests.formats import gguf_writer
+from tests.formats.files import folder
+from tests.fuzz.mutations import SIZES, mutated_bytes, mutated_json, survives
+
+TENSORS = {"a.weight": torch.arange(64.0).reshape(8, 8), "b": torch.arange(9, dtype=torch.bfloat16)}
+
+
+def read_all(path: Path) -> None:
+    with CheckpointReader(path) as reader:
+        for name in reader.names():
+            reader.tensor(name)
+
+
+def read_gguf(path: Path) -> None:
+    reader = GgufReader(path)
+    for name in reader.names():
+        reader.tensor(name)
+    reader.linears()
+
+
+def use_tokenizer(path: Path) -> None:
+    tokenizer = Tokenizer.from_pretrained(path)
+    tokenizer.decode(tokenizer.encode("def f(x): return 'naïve 🙂'"))
+    if tokenizer.chat_template is not None:
+        tokenizer.render_chat([{"role": "user", "content": "Hi"}])
+
+
+def write_gguf(path: Path) -> bytes:
+    metadata = {
+        "general.architecture": "llama", "llama.block_count": 1, "llama.embedding_length": 32,
+        "llama.attention.head_count": 2, "llama.attention.layer_norm_rms_epsilon": 1e-5,
+        "llama.feed_forward_length": 32, "llama.context_length": 64, "tokenizer.ggml.tokens": ["a", "b"],
+    }  # fmt: skip
+    tensors = {
+        "token_embd.weight": gguf_writer.floats(torch.zeros(2, 32)),
+        "blk.0.attn_q.weight": gguf_writer.q4_0(torch.randn(32, 32)),
+    }
+    gguf_writer.write(path, metadata, tensors)
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("number", SIZES)
+@pytest.mark.parametrize("kind", ["safetensors", "gguf"])
+def test_t3_weights(tmp_path: Path, kind: str, number: int) -> None:
+    path = tmp_path / "m"
+    folder(path, TENSORS)
+    file, read = path / "model.safetensors", read_all
+    if kind == "gguf":
+        file, read = path / "m.gguf", read_gguf
+        write_gguf(file)
+    seed = file.read_bytes()
+
+    def attempt(rng: random.Random) -> None:
+        file.unlink()  # a file that is mapped must not shrink
+        file.write_bytes(mutated_bytes(seed, rng))
+        read(file if kind == "gguf" else path)
+
+    survives(number, kind, attempt, LMKitError)
+
+
+@pytest.mark.parametrize("number", SIZES)
+@pytest.mark.parametrize("damage", ["bytes", "json"])
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("config.json", lambda path: ModelSource(path)),
+        ("generation_config.json", read_defaults),
+        ("kv_config.json", load_kv_config),
+        ("tokenizer.json", use_tokenizer),
+        ("tokenizer_config.json", use_tokenizer),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_t24_json_files(
+    demo_model: Path, tmp_path: Path, name: str, read: Callable[[Path], Any], damage: str, number: int
+) -> None:
+    path = tmp_path / "m"
+    path.mkdir()
+    for file in demo_model.iterdir():
+        if file.suffix == ".safetensors":
+            (path / file.name).symlink_to(file)
+        elif file.is_file():
+            shutil.copy(file, path)
+    save_kv_config(KVConfig(num_kv_heads=4, head_dim=64, layers=(KVLayerConfig(k="int8", v="int4"),) * 8), path)
+    seed = (path / name).read_bytes()
+    value = json.loads(seed)
+    if name == "tokenizer.json":
+        number = -(-number // 20)  # 0.3 MB, parsed whole
+
+    def attempt(rng: random.Random) -> None:
+        damaged = mutated_bytes(seed, rng) if damage == "bytes" else json.dumps(mutated_json(value, rng)).encode()
+        (path / name).write_bytes(damaged)
+        read(path)
+
+    survives(number, f"{name} {damage}", attempt, LMKitError)
