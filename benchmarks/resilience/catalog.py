@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from benchmarks.resilience import engine_faults
 from benchmarks.resilience.case import Case
 
-GROUPS: dict[str, tuple[Case, ...]] = {}
+GROUPS: dict[str, tuple[Case, ...]] = {
+    "engine_faults": engine_faults.CASES,
+}

@@ -142,7 +142,7 @@ class FakeEngine:
 
     @property
     def step_limit(self) -> float:
-        return 60.0
+        return 2.0 if any(sequence.mood == "HANG" for sequence in list(self._sequences.values())) else 60.0
 
     def check_integrity(self) -> None:
         pass

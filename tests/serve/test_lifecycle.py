@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import signal
 import socket
 import subprocess
@@ -124,26 +123,6 @@ def test_a_server_that_was_stopped_as_a_whole_goes_on() -> None:
         assert server.post("/v1/completions", {"model": "demo", "prompt": "Hi"}).status_code == 200
         time.sleep(2.5)
         assert server.worker() == worker
-
-
-def test_a_stopped_worker_is_reported_and_replaced() -> None:
-    with Server("--step-timeout", "2") as server:
-        server.worker().send_signal(signal.SIGSTOP)
-        server.until(lambda: server.get("/health").json() == {"status": "stalled"})
-        assert server.get("/health").status_code == 503
-        server.until(lambda: server.get("/health").status_code == 200)
-        assert server.metric("lmkit:engine_starts_total") == 2
-        assert "no sign of life" in server.log
-
-
-def test_without_open_files_for_a_new_worker_the_server_ends() -> None:
-    with Server() as server:
-        resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (8, 8))  # all that are open stay open
-        server.worker().send_signal(signal.SIGKILL)
-        assert server.process.wait(30) == 1
-        assert "cannot be started: Too many open files" in server.log
-        assert "the engine is not started again: it failed 4 times in a row" in server.log
-        assert "Traceback" not in server.log
 
 
 def test_a_mood_of_the_engine_kills_only_the_worker(server: Server) -> None:

@@ -73,7 +73,7 @@ def test_a_step_that_never_ends_ends_the_process(
     capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:
-        async with running(step_timeout=2) as engine:
+        async with running() as engine:
             steps = asyncio.create_task(collect(engine, request("HANG")))
             await until(lambda: engine.health == "stalled")  # half of the time has passed
             assert await code_of(steps) == "engine_unavailable"
@@ -85,17 +85,6 @@ def test_a_step_that_never_ends_ends_the_process(
     assert "a step hangs" in log
     assert "fake_engine.py" in log  # the stack of the thread that hangs
     assert f"status {heartbeat.HUNG}" in caplog.text
-
-
-def test_the_engine_says_how_long_a_step_may_take() -> None:
-    """Without an option its own limit holds: 60 s of the fake engine, whose step takes 5."""
-
-    async def main() -> None:
-        async with running() as engine:
-            assert len(await collect(engine, request("HANG", max_tokens=1))) == 1
-            assert engine.num_starts == 1
-
-    run(main())
 
 
 def test_a_deadline_holds_though_the_engine_is_silent() -> None:
