@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -9,7 +10,8 @@ from itertools import islice
 from lmkit.turbo.decisions import DecisionStats
 from lmkit.turbo.kv.manager import KVManager, Prefix
 from lmkit.turbo.plan import Chunk, NewSequence
-from lmkit.turbo.scheduling import policy
+from lmkit.turbo.scheduling import fairness, policy
+from lmkit.turbo.scheduling.fairness import Rank, Shares
 from lmkit.turbo.scheduling.limits import SchedulerLimits
 from lmkit.turbo.scheduling.pacing import Pacer
 from lmkit.turbo.scheduling.queue import RequestQueue
@@ -27,10 +29,13 @@ class Step:
     """A plan that is being written."""
 
     budget: int  # tokens left
+    now: float
+    is_contended: bool  # sequences wait: tokens are charged to their tenants
     new: dict[int, NewSequence] = field(default_factory=dict)  # by slot
     chunks: dict[int, Chunk] = field(default_factory=dict)  # by slot
     victims: list[Sequence] = field(default_factory=list)
     under_way: PromptsUnderWay | None = None  # None until needed; no look-up follows a preemption
+    ranks: list[Rank] | None = None  # of the tenants that wait; None until needed, or since a counter changed
     found: dict[Sequence, tuple[int, Prefix]] = field(default_factory=dict)  # pool.num_changes, cached prefix
 
 
@@ -43,14 +48,17 @@ class Planner:
     waiting: RequestQueue
     slots: BatchSlots
     pacer: Pacer
+    shares: Shares
     decision_stats: DecisionStats
     num_preemptions: int = 0
     prefix_tokens: int = 0  # prompt tokens of admitted sequences
     prefix_hits: int = 0  # prompt tokens among these that were cached on the device
 
-    def write(self) -> Step:
+    def write(self, now: float) -> Step:
         """Write the next step. Its tokens count as computed from now on."""
-        step = Step(self.limits.max_step_tokens)
+        step = Step(self.limits.max_step_tokens, now, bool(self.waiting))
+        if not self.waiting:
+            self.shares.settle()
         running = sorted(self.slots.running.values(), key=policy.order)
         uncomputed = [(seq, seq.num_uncomputed) for seq in running]
         decoding = [seq for seq, count in uncomputed if count == 1]
@@ -84,6 +92,7 @@ class Planner:
         """
         if not under_way and not self.waiting:
             return
+        under_way.sort(key=lambda seq: (self.shares.counter(seq.request.tenant), policy.order(seq)))
         others = max(len(under_way) + len(self.waiting) - 1, 0)
         context = under_way[0].num_computed if under_way else 0
         step.budget = min(step.budget, self.pacer.prompt_tokens(len(step.chunks), others, context))
@@ -91,13 +100,12 @@ class Planner:
             self._add_waiting(step, seq)
             if step.budget and self._is_computable(seq, step):
                 self._compute(seq, step, step.budget)
+                step.ranks = None
         self._add_waiting(step)
 
     def _add_waiting(self, step: Step, before: Sequence | None = None) -> None:
-        """Admit sequences from the queue while there is room; if `before` is given, only those that may preempt it."""
+        """Admit sequences while there is room; if `before` is given, only those that go before this running prompt."""
         while step.budget and self.waiting and not step.victims:  # an admission could undo a preemption at once
-            if before is not None and not policy.may_preempt(self.waiting[0], before):
-                return
             if not self._enter_next(step, before):
                 return
 
@@ -128,10 +136,12 @@ class Planner:
             step.new[seq.slot] = entry
             seq.has_entered = True
         step.budget -= count
+        if step.is_contended:
+            self.shares.charge(seq, count)
         step.chunks[seq.slot] = Chunk(seq.slot, start, count, blocks, num_sampled, draft)
 
     def _last_running(self) -> Sequence | None:
-        return policy.victim(seq for seq in self.slots.running.values() if seq.status is Status.RUNNING)
+        return fairness.victim(seq for seq in self.slots.running.values() if seq.status is Status.RUNNING)
 
     def _preempt(self, victim: Sequence, step: Step, why: str) -> None:
         """Take away the victim's slot, its blocks and its chunk of this step.
@@ -140,7 +150,10 @@ class Planner:
         """
         chunk = step.chunks.pop(victim.slot, None)
         step.new.pop(victim.slot, None)
-        step.budget += chunk.num_tokens if chunk else 0
+        if chunk is not None:
+            step.budget += chunk.num_tokens
+            if step.is_contended:
+                self.shares.charge(victim, -chunk.num_tokens)
         step.victims.append(victim)
         del self.slots.running[victim.request_id]
         self.kv.release(victim)
@@ -152,15 +165,38 @@ class Planner:
     # ---- the queue
 
     def _enter_next(self, step: Step, before: Sequence | None) -> bool:
-        """Admit one sequence; if `before` is given, only one that may preempt it. Returns False if none is admitted."""
+        """Admit one sequence; if `before` is given, only one that goes before it. Returns False if none is admitted.
+
+        The tenants are asked by rank. One whose sequences all wait for a prefix is passed over, but none is passed over
+        because its sequence needs more room.
+        """
+        if step.ranks is None:
+            step.ranks = self.shares.ranks(self.waiting.heads(), step.now)
+        for i, rank in enumerate(step.ranks):
+            if before is not None and not self._goes_before(self.waiting.of(rank.tenant)[0], before, step):
+                continue
+            entered = self._enter_of(rank.tenant, step, before)
+            if entered:
+                del step.ranks[i]
+                if row := self.waiting.of(rank.tenant):
+                    insort(step.ranks, self.shares.rank(row[0], step.now))
+            if entered is not None:
+                return entered
+        return False
+
+    def _goes_before(self, seq: Sequence, other: Sequence, step: Step) -> bool:
+        return fairness.may_preempt(seq, other, step.now) or self.shares.comes_before(seq, other)
+
+    def _enter_of(self, tenant: str, step: Step, before: Sequence | None) -> bool | None:
+        """Admit one sequence of the tenant. Returns False if there is no room for it, None if none is ready."""
 
         def is_ready(seq: Sequence) -> bool:
-            return not self._waits_for_prefix(seq, step) and (before is None or policy.may_preempt(seq, before))
+            return not self._waits_for_prefix(seq, step) and (before is None or self._goes_before(seq, before, step))
 
-        candidates = [seq for seq in self.waiting[: 4 * policy.LOOK_AHEAD] if not seq.in_flight]
+        candidates = [seq for seq in self.waiting.of(tenant)[: 4 * policy.LOOK_AHEAD] if not seq.in_flight]
         ready = list(islice(filter(is_ready, candidates), policy.LOOK_AHEAD))
         if not ready:
-            return False
+            return None
         best = policy.next_in(ready, partial(self._cached_tokens, step), self.limits.max_overtakes)
         for seq in dict.fromkeys((best, ready[0])):
             if self._enter(seq, self._find(seq, step), step):
@@ -242,19 +278,21 @@ class Planner:
         It needs a free slot and enough blocks, after preempting sequences that it may preempt. The blocks of preempted
         sequences go to the cache, which may evict a part of the match. The match is then looked up again.
         """
+        why = "preempted: lower priority"
         while True:
-            running = self.slots.running.values()
-            has_slot = self.slots.has_free and len(running) < self.limits.max_step_tokens
+            running = [other for other in self.slots.running.values() if other.status is Status.RUNNING]
+            num_active = len(self.slots.running)
+            has_slot = self.slots.has_free and num_active < self.limits.max_step_tokens
             if has_slot and self._has_room(seq, match):
                 return match
-            outranked = [
-                other for other in running if other.status is Status.RUNNING and policy.may_preempt(seq, other)
-            ]
-            last = policy.victim(outranked)
-            if last is None or self.kv.num_for(match, outranked) < self._needed(seq, len(running) - len(outranked)):
+            outranked = [other for other in running if fairness.may_preempt(seq, other, step.now)]
+            if not outranked:
+                outranked, why = list(fairness.over_share(seq, running)), "preempted: over its share"
+            last = max(outranked, key=policy.order, default=None)
+            if last is None or self.kv.num_for(match, outranked) < self._needed(seq, num_active - len(outranked)):
                 self.decision_stats.decisions["waiting: no blocks" if has_slot else "waiting: no slot"] += 1
                 return None
-            self._preempt(last, step, "preempted: lower priority")
+            self._preempt(last, step, why)
             match = self.kv.find(seq)
 
     def _needed(self, seq: Sequence, num_running: int) -> int:

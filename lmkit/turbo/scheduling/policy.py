@@ -10,7 +10,7 @@ priority that arrive within that time, and before all that arrive later. No requ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from operator import attrgetter
 
@@ -35,14 +35,6 @@ def next_in(queue: Seq[Sequence], cached_tokens: Callable[[Sequence], int], max_
         if seq.overtaken >= max_overtakes:
             break
     return candidates[0] if len(candidates) == 1 else max(candidates, key=cached_tokens)  # the first of the best
-
-
-def victim(running: Iterable[Sequence]) -> Sequence | None:
-    """Return the sequence to preempt: the last by priority key. None if nothing runs.
-
-    The first sequence is never preempted while others run, so every request ends.
-    """
-    return max(running, key=order, default=None)
 
 
 def may_preempt(seq: Sequence, other: Sequence) -> bool:

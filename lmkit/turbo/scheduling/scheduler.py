@@ -36,6 +36,7 @@ from lmkit.turbo.kv.manager import KVManager
 from lmkit.turbo.kv.tiers.store import TierStore
 from lmkit.turbo.plan import Chunk, Sampled, SampledToken, StepPlan
 from lmkit.turbo.request import EngineStats, FinishReason, Request, StepOutput, TokenLogprobs
+from lmkit.turbo.scheduling.fairness import Shares
 from lmkit.turbo.scheduling.limits import SchedulerLimits, check_request
 from lmkit.turbo.scheduling.pacing import Pacer
 from lmkit.turbo.scheduling.planner import Planner
@@ -78,7 +79,8 @@ class Scheduler:
         self._waiting = RequestQueue()
         self._slots = BatchSlots(limits.max_batch_size)
         self._pacer = Pacer(limits.decode_slowdown, limits.max_step_tokens)
-        self._planner = Planner(limits, self._kv, self._waiting, self._slots, self._pacer, self._decision_stats)
+        shares = Shares(limits.priority_seconds)
+        self._planner = Planner(limits, self._kv, self._waiting, self._slots, self._pacer, shares, self._decision_stats)
         self._under_way: deque[_UnderWay] = deque()
         self._deadlines: list[tuple[float, int, Sequence]] = []  # a heap
         self._outputs: list[StepOutput] = []
@@ -138,7 +140,7 @@ class Scheduler:
         self._kv.expire_leases(now)
         self._expire(now)
         self._take_loads()
-        step = self._planner.write()
+        step = self._planner.write(now)
         kv, chunks = self._kv, list(step.chunks.values())
         if not (chunks or kv.loads or kv.saves):
             stuck = self._has_sequences() and not (self._under_way or self._slots.loading)

@@ -79,7 +79,7 @@ def test_a_prompt_under_way_is_not_computed_again_by_others_that_begin_with_it(a
 def test_nobody_waits_for_a_prompt_of_another_kind() -> None:
     engine = FakeEngine(CACHE)
     engine.add(request("a", text(1, 40), max_tokens=1), request("b", text(2, 3), max_tokens=1))
-    engine.add(request("c", text(1, 40), tenant="x", max_tokens=1))
+    engine.add(request("c", text(1, 40), cache_salt="x", max_tokens=1))
     for _ in range(3):
         engine.step()
     assert engine.outputs["b"]

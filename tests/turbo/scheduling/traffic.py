@@ -79,7 +79,8 @@ def random_request(rng: random.Random, name: str, limits: SchedulerLimits, texts
         seed=rng.randrange(1 << 64),
         logprobs=rng.choice([None, 1]),
         prompt_logprobs=rng.random() < 0.2,
-        tenant=rng.choice(["", "", "x"]),
+        tenant=(tenant := rng.choice(["", "", "x", "y"])),
+        weight={"y": 2.5}.get(tenant, 1.0),
         cache_salt=rng.choice(["", "", "y"]),
         session_id=rng.choice([None, None, "s", "t"]),
         priority=rng.choice([0, 0, 0, -1, 2]),
@@ -242,8 +243,8 @@ class Traffic:
     # ---- invariants
 
     def check_plan(self, plan: StepPlan) -> None:
-        """The sequence with the first priority key advances. A sequence is served if it decodes or budget is left,
-        unless it waits for a block.
+        """The sequence with the first priority key advances, if no other tenant's prompt goes before it. A sequence is
+        served if it decodes or budget is left, unless it waits for a block.
 
         Some blocks are still written to, by a load or by a step of a sequence that has ended. No sequence can get them.
         """
@@ -253,13 +254,15 @@ class Traffic:
         budget_left = self.limits.max_step_tokens - sum(chunk.num_tokens for chunk in plan.chunks)
         writing = any(seq.status is not Status.RUNNING for seq in scheduler._slots)
         first = min(running, key=policy.order, default=None)
+        is_next = len({seq.request.tenant for seq in (*running, *scheduler._waiting)}) == 1
         for seq in running:
             assert seq.deadline > self.now, "its time was up before this step"
             waits = seq.slot not in served and seq.is_due
-            if waits and (budget_left or seq.num_uncomputed == 1 or seq is first):
+            if waits and (budget_left or seq.num_uncomputed == 1 or (seq is first and is_next)):
                 held = min(len(table.blocks) for table in seq.tables)
                 assert held * self.limits.kv.block_size < seq.num_tokens + seq.num_pending
-                assert seq is not first or writing, "the first by priority key waits for a block"
+                is_passed_over = seq.num_uncomputed > 1 and not is_next
+                assert seq is not first or writing or is_passed_over, "the first by priority key waits for a block"
 
     def check_results(self) -> None:
         self.engine.check_idle()
