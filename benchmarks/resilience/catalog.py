@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from benchmarks.resilience import engine_faults
+from benchmarks.resilience import budgets, engine_faults
 from benchmarks.resilience.case import Case
 
 GROUPS: dict[str, tuple[Case, ...]] = {
+    "budgets": budgets.CASES,
     "engine_faults": engine_faults.CASES,
 }

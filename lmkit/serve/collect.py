@@ -48,8 +48,7 @@ class Backlog:
         self._share.add(_num_bytes(output))
 
     def _drop(self) -> None:
-        self._error = self._share.refusal
-        logger.warning("an answer ends before its client has read it: %s", self._error)
+        logger.warning("an answer ends before its client has read it: %s", self._share.refusal)
         self._waiting.clear()
         self._changed.set()
 
@@ -68,6 +67,7 @@ class Backlog:
                 output = self._waiting.pop(idx)
                 self._share.add(-_num_bytes(output))
                 yield idx, output
+            self._share.check()
             if self._error is not None:
                 raise self._error
             if not self._num_running:

@@ -34,8 +34,7 @@ class Budget:
             largest.refuse(f"the server's memory for {self.what} is used up ({self.total >> 20} MiB); try again later")
         if wanting.num_bytes > self.each:
             wanting.refuse(f"the memory of one request for {self.what} is used up ({self.each >> 20} MiB)")
-        if wanting.refusal is not None:
-            raise wanting.refusal
+        wanting.check()
 
 
 class Share:
@@ -48,7 +47,7 @@ class Share:
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
         self.num_bytes = 0
-        self.refusal: RequestError | None = None
+        self.refusal: str | None = None  # no exception: its traceback would keep the bytes alive
         self.on_refusal: Callable[[], None] | None = None
 
     def add(self, num_bytes: int) -> None:
@@ -64,9 +63,14 @@ class Share:
 
     def refuse(self, message: str) -> None:
         self.clear()
-        self.refusal = RequestError("overloaded", message)
+        self.refusal = message
         if self.on_refusal is not None:
             self.on_refusal()
+
+    def check(self) -> None:
+        """Raise RequestError if the request was refused."""
+        if self.refusal is not None:
+            raise RequestError("overloaded", self.refusal)
 
     def clear(self) -> None:
         self.add(-self.num_bytes)

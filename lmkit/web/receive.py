@@ -25,11 +25,16 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int, timeout: flo
     length = dict(scope["headers"]).get(b"content-length", b"")
     if length.isdigit() and int(length[:20]) > 2 * max_bytes:
         raise too_large
-    pieces: list[bytes] = []
+    body = bytearray()  # one piece of memory, which goes back to the system; many small ones would not
     size, more = 0, True
     try:
         async with asyncio.timeout(timeout) as limit:
-            share.on_refusal = lambda: limit.reschedule(0)
+
+            def end() -> None:
+                body.clear()
+                limit.reschedule(0)
+
+            share.on_refusal = end
             while more:
                 message = await receive()
                 if message["type"] == "http.disconnect":
@@ -39,17 +44,16 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int, timeout: flo
                     raise too_large
                 if size <= max_bytes:
                     share.add(len(message.get("body", b"")))
-                    pieces.append(message.get("body", b""))
+                    body += message.get("body", b"")
                 more = message.get("more_body", False)
     except TimeoutError:
-        if share.refusal is not None:
-            raise share.refusal from None
+        share.check()
         raise RequestError("request_timeout", f"the body did not arrive within {timeout:g} s") from None
     finally:
         share.on_refusal = None
     if size > max_bytes:
         raise too_large
-    return b"".join(pieces)
+    return bytes(body)
 
 
 def decode_json(
