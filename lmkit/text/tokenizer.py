@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
-from lmkit.errors import CheckpointError, RequestError
+from lmkit.errors import CheckpointError, LMKitError, RequestError
 from lmkit.jsonfile import read_json
 from lmkit.text.decoding import decoder_stages
 from lmkit.text.template import NAMED_TOKENS, ChatTemplate
@@ -59,10 +60,14 @@ class Tokenizer:
         """Read a checkpoint folder; only tokenizer.json must exist. Raises CheckpointError or UnsupportedError."""
         folder = Path(path)
         file = folder / "tokenizer.json"
-        try:
-            backend = tokenizers.Tokenizer.from_buffer(file.read_bytes())
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{file}: cannot read the tokenizer: {error}") from None
+        with _library_errors(lambda why: CheckpointError(f"{file}: cannot read the tokenizer: {why}")):
+            try:
+                return cls._read(folder, tokenizers.Tokenizer.from_buffer(file.read_bytes()))
+            except (OSError, ValueError) as error:
+                raise CheckpointError(f"{file}: cannot read the tokenizer: {error}") from None
+
+    @classmethod
+    def _read(cls, folder: Path, backend: tokenizers.Tokenizer) -> Tokenizer:
         config = _read_json(folder / "tokenizer_config.json")
         named = {name: text for name in NAMED_TOKENS if (text := _token_text(config.get(name)))}
         _add_tokens(backend, config, named, folder / "tokenizer_config.json")
@@ -79,10 +84,11 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. Special tokens that are written out in it are recognised, as the tokenizer does."""
-        try:  # the batch call releases the interpreter lock and skips offsets
-            ids: list[int] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-        except (TypeError, UnicodeEncodeError):
-            raise RequestError("invalid_request", "the text is not valid Unicode (lone surrogate)") from None
+        with _library_errors(lambda _: RequestError("internal_error", "the model's tokenizer fails on this text")):
+            try:  # the batch call releases the interpreter lock and skips offsets
+                ids: list[int] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+            except (TypeError, UnicodeEncodeError):
+                raise RequestError("invalid_request", "the text is not valid Unicode (lone surrogate)") from None
         return ids
 
     def min_tokens(self, text: str) -> int:
@@ -178,6 +184,20 @@ class Tokenizer:
         return self.token_bytes(token_id).decode(errors="replace")
 
 
+@contextmanager
+def _library_errors(error: Callable[[str], LMKitError]) -> Iterator[None]:
+    """Raise `error` where the tokenizers library fails on a file that it has read.
+
+    It then raises a plain `Exception`, or a `PanicException`, which is no `Exception`.
+    """
+    try:
+        yield
+    except BaseException as raised:
+        if type(raised) is Exception or type(raised).__name__ == "PanicException":
+            raise error(str(raised).partition("\n")[0]) from None
+        raise
+
+
 def _read_json(file: Path) -> dict[str, Any]:
     """The JSON object of an optional file; {} without the file."""
     return read_json(file, MAX_CONFIG_BYTES) if os.path.lexists(file) else {}
@@ -193,7 +213,7 @@ def _add_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any], named: di
     """Add the tokens that only tokenizer_config.json declares, with the ids that it declares."""
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     declared = config.get("added_tokens_decoder") or {}
-    if not isinstance(declared, dict) or not all(key.isdecimal() for key in declared):
+    if not isinstance(declared, dict) or not all(key.isdecimal() and len(key) < 11 for key in declared):
         raise CheckpointError(f"{where}: added_tokens_decoder: expected an object of token id -> token")
     for token_id, entry in sorted(declared.items(), key=lambda item: int(item[0])):
         text = _token_text(entry)
