@@ -166,11 +166,20 @@ class Engine:
         """Schedule, compute and sample. Returns the outputs of the oldest step under way, or outputs that need no step.
 
         A step that raises ends its own requests with an error, and no others. EngineLostError means that no other step
-        can run any more.
+        can run any more. So does a scheduler that raises: the state of its sequences is unknown, and some would wait
+        for ever.
         """
+        if self._lost is not None:
+            raise EngineLostError(self._lost)
+        try:
+            return self._step()
+        except Exception:
+            log.exception("the scheduler failed")
+            self._lose("the scheduler failed; start the engine again")
+            raise EngineLostError(self._lost) from None
+
+    def _step(self) -> list[StepOutput]:
         while True:
-            if self._lost is not None:
-                raise EngineLostError(self._lost)
             start = time.perf_counter()
             plan = self.scheduler.schedule()
             self._profile.schedule += time.perf_counter() - start
