@@ -123,6 +123,8 @@ class EngineConfig(StrictStruct, frozen=True, kw_only=True, metaclass=CheckedMet
     max_model_len: PositiveInt | None = None  # None = the model's max_position_embeddings
     kv_memory: PositiveInt | None = None  # bytes for KV blocks; None = from max_batch_size and free memory
     max_queue: PositiveInt = 1024  # waiting requests; one more is refused with 503
+    queue_quota: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0  # share of these that one tenant may have open
+    max_queued_tokens: PositiveInt = 4 << 20  # prompt tokens of all open requests; more are refused with 503
     num_threads: PositiveInt | None = None  # None = the physical cores this process may use
     prefix_cache: bool = True  # keep the KV of prompts and answers for later requests
     cache_quota: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0  # share of the KV blocks that one tenant may keep

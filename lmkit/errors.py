@@ -19,6 +19,7 @@ HTTP_STATUS = {
     "method_not_allowed": 405,
     "request_timeout": 408,
     "request_too_large": 413,
+    "rate_limit_exceeded": 429,  # this client has too much open
     "client_disconnected": 499,
     "internal_error": 500,
     "engine_error": 500,

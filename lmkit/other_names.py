@@ -111,7 +111,8 @@ ENGINE: Mapping[str, str] = {
     "limit_mm_per_prompt": TEXT_ONLY,
     **each(BY_FORMAT, "load_format model_format quantization"),
     **each("use log_level", "log_requests max_log_len verbose"),
-    "max_concurrent_requests": "use max_queue",
+    **each("use max_queue", "max_concurrent_requests max_num_queued_reqs max_queued_requests"),
+    "max_num_queued_tokens": "use max_queued_tokens",
     **each(
         "use max_step_tokens",
         "max_num_batched_tokens max_prefill_iters max_prefill_token_num n_batch n_ubatch num_tokens_per_iter",

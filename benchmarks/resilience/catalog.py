@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from benchmarks.resilience import budgets, engine_faults, front_end
+from benchmarks.resilience import budgets, engine_faults, fairness, front_end
 from benchmarks.resilience.case import Case
 
 GROUPS: dict[str, tuple[Case, ...]] = {
     "budgets": budgets.CASES,
     "engine_faults": engine_faults.CASES,
+    "fairness": fairness.CASES,
     "front_end": front_end.CASES,
 }

@@ -40,6 +40,8 @@ HELP = {
         "max_batch_size": "Sequences in one step.",
         "max_step_tokens": "Tokens in one step. Default: 512 on a CPU, 4096 on a GPU.",
         "max_queue": "Waiting requests; one more is refused.",
+        "queue_quota": "Share of the queue that one API key may fill. Default with several keys: 0.5.",
+        "max_queued_tokens": "Prompt tokens of all open requests; more are refused.",
         "request_timeout": "Seconds that a request may take if it names no timeout. Default: no limit.",
         "priority_seconds": "Seconds of waiting that one level of a request's priority is worth.",
         "max_overtakes": "How often later requests with a longer cached prefix may overtake a request.",

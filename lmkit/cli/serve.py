@@ -15,7 +15,7 @@ from lmkit.config import EngineConfig, LogLevel, ServerConfig
 from lmkit.errors import ConfigError
 from lmkit.web.auth import parse_key
 
-SHARED_CACHE_QUOTA = 0.5  # with several keys, so that no tenant can evict the KV of all others
+SHARED_QUOTA = 0.5  # with several tenants, so that none can evict the KV of all others, or fill the queue
 
 _SERVER = ServerConfig()
 
@@ -45,7 +45,7 @@ def serve(
     api_key: Annotated[
         list[str] | None, _server("Accept this key; repeatable. Others see it here, not in LMKIT_API_KEY.")
     ] = None,
-    api_key_file: Annotated[Path | None, _server("A file with one key a line: KEY [role=user|admin|proxy].")] = None,
+    api_key_file: Annotated[Path | None, _server("A file with one key a line: KEY [name=value ...].")] = None,
     cors_origin: Annotated[
         list[str] | None, _server("Pages of this site may call the server; repeatable. None may by default.")
     ] = None,
@@ -79,9 +79,10 @@ def serve(
     keys = _keys(api_key or [], api_key_file)
     if int(body_memory) < int(max_body):
         raise ConfigError("--body-memory must be at least --max-body, or no body of that size could ever be read")
-    quota = context.get_parameter_source("cache_quota")
-    if len(keys) > 1 and quota is not None and quota.name == "DEFAULT":
-        engine_config = msgspec.structs.replace(engine_config, cache_quota=SHARED_CACHE_QUOTA)
+    if len(keys) > 1 or any(parse_key(key).role == "proxy" for key in keys):
+        sources = {name: context.get_parameter_source(name) for name in ("cache_quota", "queue_quota")}
+        shared = {name: SHARED_QUOTA for name, source in sources.items() if source and source.name == "DEFAULT"}
+        engine_config = msgspec.structs.replace(engine_config, **shared)
     server_config = ServerConfig(
         host=host,
         port=port,

@@ -9,6 +9,7 @@ from starlette.exceptions import HTTPException
 from lmkit.config import ServerConfig
 from lmkit.errors import RequestError
 from lmkit.serve import chat, completions, health, metrics, models, tokenize
+from lmkit.serve.admission import Admission
 from lmkit.serve.auth import ApiKeys
 from lmkit.serve.errors import Edge, handle_http_exception, handle_request_error
 from lmkit.serve.metrics import Metrics
@@ -38,6 +39,7 @@ def create_app(engine: AsyncEngine, tokenizer: Tokenizer, config: ServerConfig) 
         figures,
         Sessions(engine.config.session_lease),
         bodies=Budget(config.body_memory, what="bodies of requests"),
+        admission=Admission(engine.config),
         answers=Budget(config.answer_memory, what="answers", each=config.answer_memory // ANSWER_PARTS),
     )
     for router in ROUTERS:

@@ -21,6 +21,8 @@ class Owner(NamedTuple):
 
     tenant: str = ""  # the key's, or that of the client that a proxy names; "" if the server has no keys
     salt: str = ""  # a client that is named without the proxy's role
+    weight: float = 1.0  # of the tenant's share of the engine
+    min_priority: int = -1000  # the soonest priority that its requests may have
 
     def own(self, name: str) -> str:
         """A name that a client chose, made different from the same name of the tenant's other clients."""
@@ -66,8 +68,10 @@ class ApiKeys:
 def owner_of(key: ApiKey | None, client: str) -> Owner:
     """`client`: the name in x-lmkit-tenant, or an empty text."""
     if key is not None and key.role == "proxy":
-        return Owner(tenant_of(key.key, client))
-    return Owner(tenant_of(key.key) if key else "", client)
+        return Owner(tenant_of(key.key, client), "", key.weight, key.min_priority)
+    if key is not None:
+        return Owner(tenant_of(key.key), client, key.weight, key.min_priority)
+    return Owner("", client)
 
 
 def owner(request: Request) -> Owner:

@@ -20,7 +20,7 @@ from lmkit.web.routes import not_found
 async def handle_request_error(request: Request, error: Exception) -> Response:
     shown = public_error(error)
     note_error(request.scope, shown)
-    retry_after = serving(request).metrics.retry_seconds() if shown.code == "queue_full" else 1
+    retry_after = serving(request).metrics.retry_seconds() if shown.code in ("queue_full", "rate_limit_exceeded") else 1
     return error_response(shown, retry_after=retry_after)
 
 

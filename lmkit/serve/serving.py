@@ -16,6 +16,7 @@ from starlette.requests import Request as HttpRequest
 import lmkit
 from lmkit.config import ServerConfig
 from lmkit.errors import RequestError
+from lmkit.serve.admission import Admission
 from lmkit.serve.collect import Backlog
 from lmkit.serve.metrics import Metrics
 from lmkit.serve.protocol import PromptTokensDetails, Usage
@@ -41,6 +42,7 @@ class Serving:
     sessions: Sessions
     bodies: Budget
     answers: Budget
+    admission: Admission
     texts: TextPool = field(default_factory=TextPool)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -74,9 +76,16 @@ class Serving:
         """Outputs of all requests as they come, each with its request's index. Raises RequestError if a request fails.
 
         Each `choices_per_prompt` consecutive requests have the same prompt. `share` counts the bytes that wait to be
-        fetched. If the iteration ends early, all running
-        requests are aborted.
+        fetched. If the iteration ends early, all running requests are aborted.
         """
+        with self.admission.admit(requests):
+            async with aclosing(self._run(requests, choices_per_prompt, share)) as outputs:
+                async for item in outputs:
+                    yield item
+
+    async def _run(
+        self, requests: Sequence[Request], choices_per_prompt: int, share: Share
+    ) -> AsyncGenerator[tuple[int, RequestOutput]]:
         backlog = Backlog(share, len(requests))
 
         async def pump(idx: int, request: Request) -> None:

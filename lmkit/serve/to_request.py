@@ -183,15 +183,20 @@ def _request(
     prompt_logprobs: bool = False,
 ) -> Request:
     """A request without a prompt: the part that all prompts and choices share."""
+    priority = _or(body.priority, 0)
+    if priority < owner.min_priority:
+        message = f"priority={priority}: this API key may ask for {owner.min_priority} and more (lower is sooner)"
+        raise RequestError("permission_denied", message, "priority")
     return Request(
         request_id=request_id,
         prompt_ids=[],
         params=params,
         prompt_logprobs=prompt_logprobs,
         tenant=owner.tenant,
+        weight=owner.weight,
         cache_salt=owner.own(_or(body.cache_salt, "")),
         session_id=body.session_id and owner.own(body.session_id),
-        priority=_or(body.priority, 0),
+        priority=priority,
         timeout=body.timeout,
     )
 

@@ -31,6 +31,8 @@ class ApiKey(StrictStruct, frozen=True):
 
     key: Annotated[str, msgspec.Meta(max_length=512, pattern=r"^[\x21-\x7e]+$")]
     role: Literal["user", "admin", "proxy"] = "user"  # admin: manages a proxy's nodes; proxy: names its clients
+    weight: Annotated[float, msgspec.Meta(ge=0.01, le=100)] = 1.0  # of its share of a server beside other keys
+    min_priority: Annotated[int, msgspec.Meta(ge=-1000, le=1000)] = 0  # the soonest that its requests may ask for
 
 
 def parse_key(text: str) -> ApiKey:

@@ -18,8 +18,8 @@ log = get_logger(__name__)
 
 def error_body(error: RequestError) -> bytes:
     """`{"error": {message, type, param, code}}` as JSON."""
-    if error.status == 403:
-        kind = "permission_error"
+    if error.status in (403, 429):
+        kind = "permission_error" if error.status == 403 else "rate_limit_error"
     else:
         kind = "invalid_request_error" if error.status < 500 else "server_error"
     fields = {"message": error.message[:MAX_MESSAGE_CHARS], "type": kind, "param": error.param, "code": error.code}
@@ -32,11 +32,11 @@ def remark(error: RequestError) -> str:
 
 
 def error_response(error: RequestError, *, retry_after: float = 1.0, headers: Mapping[str, str] = _NOTHING) -> Response:
-    """The complete response for `error`. `retry_after` is in seconds; a 503 carries it, rounded, and at least 1."""
+    """The complete response for `error`. A 429 or 503 carries `retry_after` in seconds, rounded, and at least 1."""
     added = {}
     if error.status == 401:
         added["WWW-Authenticate"] = "Bearer"
-    if error.status == 503:
+    if error.status in (429, 503):
         added["Retry-After"] = str(max(1, round(retry_after)))
     if error.status in (408, 413) or error.code == "overloaded":  # the rest of the body is not read
         added["Connection"] = "close"

@@ -23,7 +23,7 @@ ALL: dict[str, Any] = {
     "kv_memory": 3 << 20, "max_queue": 7, "num_threads": 2, "prefix_cache": False, "cache_quota": 0.25,
     "session_lease": 1.5, "kv_host_memory": 2 << 30, "kv_disk_path": "kv", "kv_disk_memory": 5 << 30,
     "attention_sinks": 4, "priority_seconds": 0.0, "max_overtakes": 0, "decode_slowdown": 3.0, "overlap": False,
-    "request_timeout": 9.0, "generation_config": "none",
+    "request_timeout": 9.0, "generation_config": "none", "queue_quota": 0.75, "max_queued_tokens": 999,
 }  # fmt: skip
 SIZES = {"kv_memory": "3M", "kv_host_memory": "2GiB", "kv_disk_memory": "5g"}
 
@@ -112,3 +112,12 @@ def test_several_keys_share_the_cache(served: Callable[..., EngineConfig]) -> No
     assert served(*two).cache_quota == 0.5
     assert served(*two, "--cache-quota", "1").cache_quota == 1.0
     assert served(*two, "--cache-quota", "0.3").cache_quota == 0.3
+
+
+def test_several_tenants_share_the_queue(served: Callable[..., EngineConfig], tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("a role=proxy\n")
+    assert served("--api-key", "a").queue_quota == 1.0
+    assert served("--api-key", "a", "--api-key", "b").queue_quota == 0.5
+    proxied = served("--api-key-file", str(keys), "--queue-quota", "0.2")
+    assert (proxied.cache_quota, proxied.queue_quota) == (0.5, 0.2)
