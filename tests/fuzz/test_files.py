@@ -17,6 +17,7 @@ from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.formats.generation_config import read_defaults
 from lmkit.formats.gguf import GgufReader
 from lmkit.formats.kv_config import KVConfig, KVLayerConfig, load_kv_config, save_kv_config
+from lmkit.models import load_spec
 from lmkit.models.source import ModelSource
 from lmkit.text import Tokenizer
 from tests.formats import gguf_writer
@@ -24,6 +25,19 @@ from tests.formats.files import folder
 from tests.fuzz.mutations import SIZES, mutated_bytes, mutated_json, survives
 
 TENSORS = {"a.weight": torch.arange(64.0).reshape(8, 8), "b": torch.arange(9, dtype=torch.bfloat16)}
+
+SAMPLING = {
+    "do_sample": True, "temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1,
+    "max_new_tokens": 50, "eos_token_id": [0, 2], "num_beams": 1,
+}  # fmt: skip
+
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 64, "intermediate_size": 96,
+    "moe_intermediate_size": 40, "num_experts": 7, "num_experts_per_tok": 3, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 128,
+    "max_position_embeddings": 96, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False,
+    "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24},
+}  # fmt: skip
 
 
 def read_all(path: Path) -> None:
@@ -97,14 +111,13 @@ def test_t24_json_files(
 ) -> None:
     path = tmp_path / "m"
     path.mkdir()
-    for file in demo_model.iterdir():
-        if file.suffix == ".safetensors":
-            (path / file.name).symlink_to(file)
-        elif file.is_file():
-            shutil.copy(file, path)
-    save_kv_config(KVConfig(num_kv_heads=4, head_dim=64, layers=(KVLayerConfig(k="int8", v="int4"),) * 8), path)
+    for file in filter(Path.is_file, demo_model.iterdir()):
+        shutil.copy(file, path)
+    (path / "generation_config.json").write_text(json.dumps(SAMPLING))
+    save_kv_config(KVConfig(num_kv_heads=2, head_dim=64, layers=(KVLayerConfig(k="int8", v="int4"),) * 8), path)
     seed = (path / name).read_bytes()
     value = json.loads(seed)
+    read(path)
     if name == "tokenizer.json":
         number = -(-number // 20)  # 0.3 MB, parsed whole
 
@@ -114,3 +127,9 @@ def test_t24_json_files(
         read(path)
 
     survives(number, f"{name} {damage}", attempt, LMKitError)
+
+
+@pytest.mark.parametrize("number", SIZES)
+def test_t24_a_config_with_experts(number: int) -> None:
+    load_spec(EXPERTS)
+    survives(number, "experts", lambda rng: load_spec(mutated_json(EXPERTS, rng)), LMKitError)

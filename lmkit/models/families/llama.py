@@ -61,7 +61,7 @@ def windowed(layer: LayerSpec, windows: list[int]) -> list[LayerSpec]:
 
 def activation(hf: dict[str, Any]) -> str:
     name = hf.get("hidden_activation") or hf.get("hidden_act") or "silu"
-    if name not in ACTIVATIONS:
+    if not isinstance(name, str) or name not in ACTIVATIONS:
         raise UnsupportedError(
             f"config.json: hidden_act {name!r} is not supported; lmkit runs {', '.join(ACTIVATIONS)}"
         )
