@@ -71,7 +71,7 @@ def _int_peak(bits: int) -> Any:
 
 
 def _dot_loop(e: Emitter, count: Value, bits: int, rows: int, vectors: int) -> None:
-    num_sums, kind = rows * vectors, e.vector(I32)
+    num_sums, kind, dot = rows * vectors, e.vector(I32), dot_for(isa.host(), bits)
 
     def step(values: list[Value]) -> None:
         sums = [values[row * vectors : (row + 1) * vectors] for row in range(rows)]
@@ -79,14 +79,14 @@ def _dot_loop(e: Emitter, count: Value, bits: int, rows: int, vectors: int) -> N
         weights = values[num_sums + rows :]
 
         def quads() -> Iterator[list[Value]]:
-            for _ in range(BLOCK // 4):
+            for _ in range(BLOCK // dot.inputs):
                 weights[:] = [e.opaque(weight) for weight in weights]
                 yield list(weights)
 
-        dot_for(isa.host(), bits).block(e, quads(), lambda row, byte: xs[row], sums)
+        dot.block(e, quads(), lambda row, byte: xs[row], sums)
         values[:] = [total for row in sums for total in row] + xs + weights
 
-    _summing(e, count, num_sums + rows + vectors, kind, step)
+    _summing(e, count, num_sums + rows + dot.weight_vectors(vectors), kind, step)
 
 
 @intrinsic

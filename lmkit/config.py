@@ -203,7 +203,7 @@ VARIABLES = (
 class Environment(StrictStruct, frozen=True):
     """All environment variables that lmkit reads."""
 
-    cpu_isa: str | None  # LMKIT_CPU_ISA: force a lower kernel path: amx, avx512_vnni, avx_vnni, avx2, portable
+    cpu_isa: str | None  # LMKIT_CPU_ISA: force a lower kernel path: a name of kernels.cpu.isa.LEVELS
     num_threads: int | None  # LMKIT_NUM_THREADS
     cache_dir: Path  # LMKIT_CACHE_DIR: compiled kernels; packed weights if the checkpoint is not writable
     state_dir: Path  # LMKIT_STATE_DIR: the lists of known models and of running servers

@@ -13,7 +13,7 @@ from torch import Tensor
 import lmkit.kernels  # noqa: F401  (registers)
 from lmkit.attention_spec import AttentionSpec
 from lmkit.kernels import ops
-from lmkit.kernels.cpu import attention, isa, threads
+from lmkit.kernels.cpu import attention, isa, quantized, threads
 from lmkit.kernels.ops import Norm
 from lmkit.kernels.registry import Op
 from lmkit.kv_dtype import BFLOAT16, FLOAT32, FP8, INT4, INT8, KVDtype
@@ -70,6 +70,19 @@ def test_linear_rows(op: Op, group_size: int) -> None:
     for num_threads in (1, 3):
         threads.configure(num_threads)
         assert torch.equal(impl(x, packed, bias), together)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("name", ["neon_i8mm", "neon_dot"])
+def test_linear_rows_of_arm(name: str, bits: int) -> None:
+    """Native on such a processor, elsewhere emulated. `usmmla` pairs rows, and an odd one with itself."""
+    level = isa.named(name if isa.obstacle(isa.LEVELS[name]) is None else name + isa.EMULATED)
+    torch.manual_seed(2)
+    impl = quantized.implementation(level, bits)
+    packed, x = impl.pack(quantize(torch.randn(70, 300), QuantScheme(bits, 32))), torch.randn(40, 300)
+    together = impl(x, packed, None)
+    for start, count in ((0, 1), (7, 1), (1, 2), (3, 3), (8, 5), (11, 27)):
+        assert torch.equal(impl(x[start : start + count], packed, None), together[start : start + count])
 
 
 @pytest.mark.parametrize("op", [ops.rms_norm, ops.gated_activation], ids=lambda op: op.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import platform
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import sys
 import llvmlite.binding as llvm
 import pytest
 from llvmlite import ir
+from numba.core import config
 
 from lmkit.errors import ConfigError
 from lmkit.kernels.cpu import attention_panels, attention_rows, attention_tiles, isa, tiles
@@ -46,9 +48,18 @@ def innermost_loops(text: str) -> list[list[str]]:
         if "Inner Loop Header" not in line:
             continue
         label = next(m[1] for j in range(i, 0, -1) if (m := re.match(r"(\.LBB\w+):", lines[j])))
-        end = next(j for j in range(i, len(lines)) if re.search(rf"\bj\w+\s+{re.escape(label)}\b", lines[j]))
+        jump = re.compile(rf"\t(j\w+|b(\.\w+)?|[ct]bn?z)\t.*{re.escape(label)}\b")
+        end = next(j for j in range(i, len(lines)) if jump.match(lines[j]))
         loops.append(lines[i:end])
     return loops
+
+
+def count(loop: list[str], instruction: str) -> int:
+    return sum(f"\t{instruction}\t" in line for line in loop)
+
+
+def spills(loop: list[str]) -> list[str]:
+    return [line for line in loop if "Spill" in line or "Reload" in line]
 
 
 def attention_kernels(level: isa.Isa, *forms: KVDtype) -> list[Tile]:
@@ -163,6 +174,53 @@ def test_attention_on_tile_registers(cpu: str) -> None:
             assert not [line for line in loop if "Spill" in line or "Reload" in line or "vpinsr" in line]
 
 
+NEON = [  # with the names of LLVM: Graviton 2, Graviton 3, Graviton 4 and Grace, Apple M2
+    ("neon_dot", "neoverse-n1", "sdot"),
+    ("neon_i8mm", "neoverse-v1", "usmmla"),
+    ("neon_i8mm", "neoverse-v2", "usmmla"),
+    ("neon_i8mm", "apple-m2", "usmmla"),
+]
+LIBRARY_CALL = re.compile(r"\b(call|bl)\s+(?!\"?\.?L?lmkit)")
+
+
+@pytest.mark.parametrize(("level", "cpu", "instruction"), NEON)
+def test_neon_products_without_spills(level: str, cpu: str, instruction: str) -> None:
+    """A block has 32 inputs. Each instruction takes the activations of one lane or of two rows as they lie there."""
+    vectors, rows_at_once = isa.named(level).int_vectors, 2 if instruction == "usmmla" else 1
+    for bits, packed in ((4, True), (4, False), (8, False)):
+        tile = tiles.int_tile(isa.named(level), bits, packed=packed, half_scales=True)
+        text = assembly(tile, cpu, ARM)
+        dots = [loop for loop in innermost_loops(text) if count(loop, instruction)]
+        pairs = [-(-rows // rows_at_once) for rows in tile.rows]
+        assert [count(loop, instruction) for loop in dots] == [8 * vectors * n for n in pairs]
+        for loop in dots:
+            assert len(spills(loop)) <= count(loop, instruction) // 10  # only neoverse-v1's scheduler leaves any
+            assert not count(loop, "ld1r")
+        assert not LIBRARY_CALL.search(text)
+        assert "fcvtl" in text  # of the scales
+
+
+@pytest.mark.parametrize(("level", "cpu", "instruction"), NEON)
+def test_neon_attention_and_float_kernels_without_spills(level: str, cpu: str, instruction: str) -> None:
+    neon, pairs = isa.named(level), attention_tiles.PAIRS
+    kernels = {
+        "fmla": [
+            tiles.float_tile(neon),
+            tiles.float_tile(neon, "bfloat16"),
+            *attention_kernels(neon, BFLOAT16, FLOAT32),
+        ],
+        "smlal": [*attention_kernels(neon, INT8, pairs), attention_tiles.product_tile(neon, INT4)],
+        "sdot": [attention_tiles.score_tile(neon, INT4)],
+    }
+    for of_kernels, given in kernels.items():
+        for tile in given:
+            text = assembly(tile, cpu, ARM)
+            loops = [loop for loop in innermost_loops(text) if count(loop, of_kernels)]
+            assert len(loops) >= len(tile.rows)
+            assert not [line for loop in loops for line in spills(loop)]
+            assert not LIBRARY_CALL.search(text)
+
+
 @pytest.mark.parametrize(("triple", "cpu"), [(X86, "x86-64"), (ARM, "generic"), (ARM, "neoverse-n1")])
 def test_portable_kernels_compile_for_other_processors(triple: str, cpu: str) -> None:
     level = isa.named("portable")
@@ -174,7 +232,7 @@ def test_portable_kernels_compile_for_other_processors(triple: str, cpu: str) ->
     ):
         text = assembly(tile, cpu, triple)
         assert "ymm" not in text
-        assert not re.search(r"\b(call|bl)\s+(?!\"?\.?L?lmkit)", text), "a library function is needed"
+        assert not LIBRARY_CALL.search(text)
 
 
 def forced(level: str, cache: str) -> subprocess.CompletedProcess[str]:
@@ -187,7 +245,7 @@ def forced(level: str, cache: str) -> subprocess.CompletedProcess[str]:
 
 def test_forced_level(tmp_path: object) -> None:
     assert forced("portable", str(tmp_path)).stdout.strip() == "cpu.portable"
-    assert "expected one of amx, avx512_vnni, avx_vnni, avx2, portable" in forced("sse9", str(tmp_path)).stderr
+    assert f"expected one of {', '.join(isa.LEVELS)}" in forced("sse9", str(tmp_path)).stderr
 
 
 def test_a_level_that_this_machine_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,6 +285,42 @@ def test_tiles_that_the_system_refuses(monkeypatch: pytest.MonkeyPatch, caplog: 
         assert isa.describe() == "amx"
     finally:
         isa.host.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("hwcap", "hwcap2", "level"),
+    [
+        (0xFFFFFFFF, 0x7FFFFFFF, "neon_i8mm"),
+        (1 << 1 | 1 << 20, ~(1 << 13), "neon_dot"),
+        (~(1 << 20), ~0, "portable"),
+        (0, 0, "portable"),
+    ],
+)
+def test_levels_of_arm(monkeypatch: pytest.MonkeyPatch, hwcap: int, hwcap2: int, level: str) -> None:
+    """LLVM finds none of these features itself. Linux lists those that all cores have."""
+    monkeypatch.setattr(isa, "auxiliary", {16: hwcap, 26: hwcap2}.__getitem__)
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(isa, "get_host_cpu_features", lambda: "+fp-armv8,-sve")
+    monkeypatch.setattr(config, "CPU_NAME", None)
+    monkeypatch.setattr(config, "CPU_FEATURES", None)
+    isa._complete_arm_features()
+    compiled = set(config.CPU_FEATURES.split(","))
+    assert {"+fp-armv8", "-sve"} <= compiled
+    monkeypatch.setattr(isa, "_features", lambda: frozenset(name[1:] for name in compiled if name[0] == "+"))
+    monkeypatch.delenv("LMKIT_CPU_ISA", raising=False)
+    isa.host.cache_clear()
+    try:
+        assert isa.host().name == isa.describe() == level
+    finally:
+        isa.host.cache_clear()
+
+
+def test_features_set_by_the_user_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(config, "CPU_NAME", None)
+    monkeypatch.setattr(config, "CPU_FEATURES", "+neon")
+    isa._complete_arm_features()
+    assert config.CPU_FEATURES == "+neon"
 
 
 def test_permission_names_the_reason() -> None:

@@ -29,6 +29,7 @@ def registered() -> Iterator[tuple[Implementation, Case]]:
 
 def other_levels() -> Iterator[tuple[Implementation, Case]]:
     """The other instruction sets' kernels: native where this machine can run them, else their layouts, emulated."""
+    seen = {(isa.host().lanes, isa.host().neon)}  # the float kernels depend on nothing else
     for name, level in isa.LEVELS.items():
         if level == isa.host():
             continue
@@ -37,9 +38,11 @@ def other_levels() -> Iterator[tuple[Implementation, Case]]:
             (ops.linear_w4a8, quantized.implementation(level, 4)),
             (ops.linear_w8a8, quantized.implementation(level, 8)),
         ]
-        if level.lanes != isa.host().lanes or level.tiles:  # the float kernels depend on nothing else
+        if (level.lanes, level.neon) not in seen or level.tiles:
             kernels.append((ops.linear_dense, dense.dense_implementation(level)))
             kernels.append((ops.paged_attention, attention.implementation(level)))
+        if level.neon:  # both levels of NEON have the same
+            seen.add((level.lanes, level.neon))
         if level.tiles:
             codes = (ops.linear_w4a16, tiles.CODES4), (ops.linear_w8a16, tiles.CODES8), (ops.linear_fp8, tiles.FLOAT8)
             kernels += [(op, dense.codes_implementation(level, kind)) for op, kind in codes]

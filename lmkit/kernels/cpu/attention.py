@@ -304,7 +304,7 @@ def paged_attention(
     assert block_tables.stride(1) == 1 or block_tables.shape[1] == 1
     num_tokens, num_heads, dim = q.shape
     num_seqs, heads, max_keys = len(context_lens), k_cache.data.shape[1], block_tables.shape[1] * k_cache.block_size
-    group, padded = num_heads // heads, -(-dim // isa.float_tile) * isa.float_tile
+    group, padded = num_heads // heads, -(-dim // isa.value_tile) * isa.value_tile
     tile_tokens = min(max(1, TILE_ROWS[isa.tiles] // group), num_tokens - num_seqs + 1)
     sinks, max_parts = spec.sinks if window else 0, -(-max_keys // PARTITION)
     if window:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from lmkit.kernels.cpu.attention_tiles import BYTES, KEYS, STORED, nibbles, widened
+from lmkit.kernels.cpu.attention_tiles import BYTES, KEYS, STORED, widened
+from lmkit.kernels.cpu.dots import nibbles
 from lmkit.kernels.cpu.emit import I8, I16, I32, I64, Emitter, Value, constant
 from lmkit.kernels.cpu.tiles import Tile, register
 from lmkit.kv_dtype import BFLOAT16, FP8, INT4, INT8, KVDtype

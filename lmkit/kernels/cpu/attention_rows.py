@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from lmkit.kernels.cpu.attention_tiles import BYTES, PAIRS, STORED, WORDS, nibbles, widened
+from lmkit.kernels.cpu.attention_tiles import BYTES, PAIRS, STORED, WORDS, widened
+from lmkit.kernels.cpu.dots import nibbles
 from lmkit.kernels.cpu.emit import F32, I16, I32, I64, Emitter, Value, constant
 from lmkit.kernels.cpu.isa import Isa
 from lmkit.kernels.cpu.tiles import Tile, register

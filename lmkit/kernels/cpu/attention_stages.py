@@ -143,7 +143,7 @@ def value_task(isa: Isa, kind: KVDtype) -> Task:
     form = tiles.PAIRS if coded else FLOAT32
     stored, copied = tiles.product_tile(isa, kind).name, tiles.product_tile(isa, form).name
     copy, softmax = attention_rows.copy_tile(kind, form).name, tiles.softmax_tile(isa, kind).name
-    width, per_place, per_turn = isa.float_tile, 2 if coded else 1, 4 if coded else 1
+    width, per_place, per_turn = isa.value_tile, 2 if coded else 1, 4 if coded else 1
     # A panel is two vectors of columns. They are neighbours, or for int4 the two nibbles of one vector of bytes.
     apart = 4 * isa.lanes
     stored_width = isa.lanes if kind == INT4 else width

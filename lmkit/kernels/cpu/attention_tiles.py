@@ -20,7 +20,7 @@ import math
 
 from llvmlite import ir
 
-from lmkit.kernels.cpu.dots import byte_products, vpdpbusd, word_products
+from lmkit.kernels.cpu.dots import half_products, nibble_products, nibbles, pick, word_products
 from lmkit.kernels.cpu.emit import F32, I8, I16, I32, I64, Emitter, Value, constant
 from lmkit.kernels.cpu.isa import Isa
 from lmkit.kernels.cpu.tiles import Tile, register
@@ -46,11 +46,6 @@ def _floats(e: Emitter, form: KVDtype, address: Value) -> Value:
 
 def widened(e: Emitter, form: KVDtype, bits: Value) -> Value:
     return {BFLOAT16: e.bfloat_to_float, FLOAT16: e.half_to_float, FP8: e.e4m3_to_float}[form](bits)
-
-
-def nibbles(e: Emitter, codes: Value) -> list[Value]:
-    b, kind = e.builder, codes.type
-    return [b.and_(codes, constant(kind, 15)), b.lshr(codes, constant(kind, 4))]
 
 
 def split_floats(e: Emitter, first: Value, second: Value) -> tuple[Value, Value]:
@@ -87,8 +82,8 @@ def _multiply_add(e: Emitter, isa: Isa, x: Value, y: Value, total: Value) -> Val
     if total.type.element == I16:
         return b.add(total, e.call("llvm.x86.avx2.pmadd.ub.sw", total.type, [y, x]))
     if y.type.element == I8:
-        return (vpdpbusd if isa.dot == "vpdpbusd" and not isa.emulate else byte_products)(e, total, y, x)
-    return word_products(e, isa, x, y, total)
+        return nibble_products(isa)(e, total, y, x)
+    return half_products(e, x, y, total) if isa.neon else word_products(e, isa, x, y, total)
 
 
 def _key_vectors(e: Emitter, isa: Isa, form: KVDtype, address: Value) -> list[Value]:
@@ -120,7 +115,7 @@ def score_tile(isa: Isa, form: KVDtype) -> Tile:
         q, ldq, places, s, lds, chunks, fours = arguments
         b, narrow = e.builder, _sums_bytes_in_words(isa, form)
         kind = e.vector(I16, 2 * e.lanes) if narrow else e.vector(I32 if integer else F32)
-        keys = 4 if rows <= 2 or isa.lanes == 16 else 2  # at a time: as many sums as registers hold
+        keys = 4 if rows <= 2 or isa.registers == 32 else 2  # at a time: as many sums as registers hold
         half, size = e.times(chunks, 4 * e.lanes), key_bytes(isa, form)
         sums = e.variables(rows, keys, kind)
         with e.loop(e.times(fours, 4 // keys)) as index:
@@ -201,26 +196,36 @@ def _sum_lanes(e: Emitter, four: list[Value]) -> Value:
 
 
 def _value_vectors(e: Emitter, isa: Isa, form: KVDtype, first: Value, second: Value) -> list[Value]:
-    """Two vectors of a value. For codes, each lane holds the pair of one d in two values. For int4 the first vector
-    holds whole bytes: its sum minus 16 times the high nibbles' sum is the low nibbles' sum. This saves work per key.
+    """Two vectors of a value. For codes, each lane holds the pair of one d in two values. On ARM a vector holds several
+    d of one value, then of the other: see `half_products`. For int4 the first vector holds whole bytes: its sum minus
+    16 times the high nibbles' sum is the low nibbles' sum. This saves work per key.
     """
     b, words = e.builder, e.vector(I16, 2 * e.lanes)
     if not _is_integer(form):
         return [_floats(e, form, e.offset(first, BYTES[form] * e.lanes * j)) for j in (0, 1)]
+    apart = [*range(0, 2 * e.lanes, 2), *range(1, 2 * e.lanes, 2)] if isa.neon else list(range(2 * e.lanes))
     if form == PAIRS:
-        return [e.load(e.offset(first, 4 * e.lanes * j), words) for j in (0, 1)]
+        pairs = [e.load(e.offset(first, 4 * e.lanes * j), words) for j in (0, 1)]
+        return [pick(e, x, x, apart) for x in pairs]
     count = e.lanes * (2 if form == INT8 else 1)
-    values = [e.load(address, e.vector(I8, count)) for address in (first, second)]
+    first, second = (e.load(address, e.vector(I8, count)) for address in (first, second))
     pairs = []
     for start in range(0, count, e.lanes):
         order = [i + count * k for i in range(start, start + e.lanes) for k in (0, 1)]
-        mixed = b.shuffle_vector(*values, ir.Constant(e.vector(I32, 2 * e.lanes), order))
-        pairs.append(b.zext(mixed, words))
+        pairs.append(b.zext(pick(e, first, second, [order[i] for i in apart]), words))
     if form == INT8:
         return pairs
     # Without this, the compiler would split the bytes first and widen twice.
     codes = pairs[0] if isa.dot == "generic" or isa.emulate else e.opaque(pairs[0])
     return [codes, b.lshr(codes, constant(words, 4))]
+
+
+def _pair_of_words(e: Emitter, isa: Isa, address: Value, pair: int) -> Value:
+    """The operand for the pair of weights 0 or 1 of the four words at `address`."""
+    if not isa.neon:
+        return e.builder.bitcast(e.splat(e.load(e.offset(address, 4 * pair), I32)), e.vector(I16, 2 * e.lanes))
+    four = e.load(address, e.vector(I16, 4))
+    return pick(e, four, four, [2 * pair] * e.lanes + [2 * pair + 1] * e.lanes)
 
 
 def product_tile(isa: Isa, form: KVDtype, *, raw: bool = False) -> Tile:
@@ -231,7 +236,6 @@ def product_tile(isa: Isa, form: KVDtype, *, raw: bool = False) -> Tile:
     `raw`, c becomes the int32 products.
     """
     integer = _is_integer(form)
-    pairs = 2 if integer else 1  # per iteration
 
     def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
         w, ldw, places, column, c, ldc, apart, count, steps, lds = arguments
@@ -241,15 +245,16 @@ def product_tile(isa: Isa, form: KVDtype, *, raw: bool = False) -> Tile:
         for i in range(rows):
             for j in (0, 1):
                 b.store(constant(e.vector(I32), 0) if integer else e.load(outputs[i][j], floats), sums[i][j])
-        with e.loop(count, unroll=rows <= 2) as index:
-            place, of_place = e.offset(places, e.times(index, 32 if integer else 8)), e.times(index, 4 * pairs)
-            for pair in range(pairs):
-                at = [16 * pair + start for start in (0, 8 if integer else 0)]
+        for index, keys in e.steps(count, [e.lanes, 1] if isa.neon and not integer else [1], unroll=rows <= 2):
+            place = e.offset(places, e.times(index, 32 if integer else 8))
+            of_place = e.times(index, 8 if integer else 4)
+            weights = [e.offset(w, e.times(ldw, i), of_place) for i in range(rows)]
+            for part in range(2 if integer else keys):
+                at = [16 * part, 16 * part + 8] if integer else [8 * part] * 2
                 first, second = (e.offset(e.load(e.offset(place, start), I64), column) for start in at)
                 values = _value_vectors(e, isa, form, first, second)
                 for i in range(rows):
-                    weight_at = e.offset(w, e.times(ldw, i), of_place, 4 * pair)
-                    weight = b.bitcast(e.splat(e.load(weight_at, I32 if integer else F32)), values[0].type)
+                    weight = _pair_of_words(e, isa, weights[i], part) if integer else e.scalar(weights[i], part, keys)
                     for j in (0, 1):
                         b.store(_multiply_add(e, isa, weight, values[j], b.load(sums[i][j])), sums[i][j])
         for i in range(rows):

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import llvmlite.binding as llvm
 from llvmlite import ir
 
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
@@ -60,6 +59,19 @@ class Emitter:
         first = b.insert_element(ir.Constant(kind, ir.Undefined), scalar, I32(0))
         return b.shuffle_vector(first, first, ir.Constant(self.vector(I32), [0] * self.lanes))
 
+    def scalar(self, address: Value, index: int, count: int) -> Value:
+        """Number `index` of `count` float32 at `address`, in all lanes. ARM takes one lane of a vector as operand, so
+        that as many as there are lanes are loaded at once.
+        """
+        if count == self.lanes:
+            return self.each_lane(self.load(address, self.vector(F32)))[index]
+        return self.splat(self.load(self.offset(address, 4 * index), F32))
+
+    def each_lane(self, vector: Value) -> list[Value]:
+        """For each lane of `vector`, that lane in all lanes."""
+        orders = ([i] * self.lanes for i in range(self.lanes))
+        return [self.builder.shuffle_vector(vector, vector, ir.Constant(self.vector(I32), order)) for order in orders]
+
     def offset(self, address: Value, *terms: Value | int) -> Value:
         """address + the sum of `terms`, each a value or a number of bytes."""
         for term in terms:
@@ -99,9 +111,12 @@ class Emitter:
         return self.builder.select(self.builder.fcmp_ordered(">", x, y), x, y)
 
     def opaque(self, value: Value) -> Value:
-        """The same vector, but of unknown origin to the optimizer. It uses an x86 register constraint."""
-        kind = ir.FunctionType(value.type, [value.type])
-        return self.builder.call(ir.InlineAsm(kind, "", "=x,0"), [value])
+        """The same vector, but of unknown origin to the optimizer."""
+        kind, register = ir.FunctionType(value.type, [value.type]), "w" if self._arm() else "x"
+        return self.builder.call(ir.InlineAsm(kind, "", f"={register},0"), [value])
+
+    def _arm(self) -> bool:
+        return str(self.builder.module.triple).startswith("aarch64")
 
     def prefetch(self, address: Value) -> None:
         """Prefetch the cache line of `address` for reading, into the second level."""
@@ -109,8 +124,10 @@ class Emitter:
         self.call("llvm.prefetch.p0", ir.VoidType(), [place, I32(0), I32(2), I32(1)])
 
     def pause(self) -> None:
-        """Tell the processor that this loop waits, if it has an instruction for it."""
-        if llvm.get_process_triple().startswith("x86"):
+        """Tell the processor that this loop waits. ARM's `yield` does nothing on most processors; a barrier waits."""
+        if self._arm():
+            self.call("llvm.aarch64.isb", ir.VoidType(), [I32(15)])
+        elif str(self.builder.module.triple).startswith("x86"):
             self.call("llvm.x86.sse2.pause", ir.VoidType(), [])
 
     @contextmanager
@@ -133,6 +150,17 @@ class Emitter:
         if not unroll:
             back.set_metadata("llvm.loop", _never_unrolled(b.module))
         b.position_at_end(end)
+
+    def steps(self, count: Value, sizes: list[int], *, unroll: bool = True) -> Iterator[tuple[Value, int]]:
+        """Emit a loop for each size, over what is left of `count` in steps of this size. Sizes descend to 1, and each
+        is a multiple of the next. Yields (index, size) for each loop. The short loops after the first are not unrolled.
+        """
+        b, done = self.builder, I64(0)
+        for size in sizes:
+            whole = b.sdiv(b.sub(count, done), I64(size))
+            with self.loop(whole, unroll=unroll and size == sizes[0]) as step:
+                yield b.add(done, b.mul(step, I64(size), flags=["nsw"]), flags=["nsw"]), size
+            done = self.offset(done, self.times(whole, size))
 
     def variables(self, rows: int, columns: int, kind: ir.Type) -> list[list[Value]]:
         """Local variables; the optimizer keeps them in registers."""

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import platform
 from dataclasses import dataclass, replace
 
+from numba.core import config
+from numba.core.codegen import get_host_cpu_features
 from numba.core.registry import cpu_target
 
 from lmkit.config import environment
@@ -13,6 +17,29 @@ from lmkit.kernels.cpu.amx import permission
 from lmkit.log import get_logger
 
 log = get_logger(__name__)
+
+HWCAP, HWCAP2 = 16, 26  # numbers of entries in the auxiliary vector
+ARM_FEATURES = {"neon": (HWCAP, 1), "dotprod": (HWCAP, 20), "i8mm": (HWCAP2, 13)}  # LLVM's name -> (entry, bit)
+
+
+def auxiliary(entry: int) -> int:
+    """What Linux tells each process: for ARM, the features that all cores have."""
+    getauxval = ctypes.CDLL(None).getauxval
+    getauxval.restype, getauxval.argtypes = ctypes.c_ulong, (ctypes.c_ulong,)
+    return int(getauxval(entry))
+
+
+def _complete_arm_features() -> None:
+    """Name to numba the features of an ARM processor: LLVM does not look for all of them. numba asks once, when its
+    first function is declared.
+    """
+    if platform.machine() != "aarch64" or config.CPU_NAME is not None or config.CPU_FEATURES is not None:
+        return
+    found = [f"+{name}" for name, (entry, bit) in ARM_FEATURES.items() if auxiliary(entry) >> bit & 1]
+    config.CPU_FEATURES = ",".join([get_host_cpu_features(), *found])
+
+
+_complete_arm_features()
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,7 +50,7 @@ class Isa:
 
     name: str
     lanes: int  # of 32 bits in a vector
-    dot: str  # "vpdpbusd", "pmadd" or "generic": see dots.py
+    dot: str  # "vpdpbusd", "pmadd", "usmmla", "sdot" or "generic": see dots.py
     packed_rows: tuple[int, ...]  # for quantized weights unpacked in registers
     int_rows: tuple[int, ...]  # for quantized weights in bytes
     int_vectors: int
@@ -31,6 +58,7 @@ class Isa:
     float_vectors: int
     score_rows: tuple[int, ...]
     needs: frozenset[str]  # processor features, as LLVM names them
+    registers: int = 16
     tiles: bool = False  # AMX: see amx/tile_file.py
     layout: str = ""  # the level whose layout of packed weights this one has, if not its own
     emulate: bool = False  # generic instructions instead of `dot`, in the same layouts: testing on any machine
@@ -45,11 +73,22 @@ class Isa:
         """Outputs in a panel of dense weights."""
         return self.float_vectors * self.lanes
 
+    @property
+    def value_tile(self) -> int:
+        """Columns of values that attention computes at once."""
+        return 2 * self.lanes
+
+    @property
+    def neon(self) -> bool:
+        """Whether an instruction takes one lane of an operand for all lanes: a vector of scalars is loaded at once."""
+        return self.dot in ("usmmla", "sdot")
+
 
 _AVX2 = frozenset({"avx2", "fma", "f16c"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni"}
 _AMX = _AVX512 | {"amx-tile", "amx-int8", "amx-bf16"}
-_VNNI = Isa("avx512_vnni", 16, "vpdpbusd", (4, 2, 1), (6, 4, 2, 1), 4, (12, 6, 4, 2, 1), 2, (6, 4, 2, 1), _AVX512)
+_NEON = frozenset({"neon", "dotprod"})
+_VNNI = Isa("avx512_vnni", 16, "vpdpbusd", (4, 2, 1), (6, 4, 2, 1), 4, (12, 6, 4, 2, 1), 2, (6, 4, 2, 1), _AVX512, 32)
 LEVELS = {
     isa.name: isa
     for isa in (  # best first
@@ -57,6 +96,8 @@ LEVELS = {
         _VNNI,
         Isa("avx_vnni", 8, "vpdpbusd", (4, 2, 1), (6, 4, 2, 1), 2, (6, 4, 2, 1), 2, (6, 4, 2, 1), _AVX2 | {"avxvnni"}),
         Isa("avx2", 8, "pmadd", (4, 2, 1), (6, 4, 2, 1), 2, (6, 4, 2, 1), 2, (6, 4, 2, 1), _AVX2),
+        Isa("neon_i8mm", 4, "usmmla", (4, 2, 1), (4, 2, 1), 4, (4, 2, 1), 4, (6, 4, 2, 1), _NEON | {"i8mm"}, 32),
+        Isa("neon_dot", 4, "sdot", (4, 2, 1), (4, 2, 1), 4, (4, 2, 1), 4, (6, 4, 2, 1), _NEON, 32),
         Isa("portable", 4, "generic", (4, 2, 1), (4, 2, 1), 2, (6, 4, 2, 1), 2, (2, 1), frozenset()),
     )
 }

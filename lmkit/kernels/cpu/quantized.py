@@ -67,7 +67,7 @@ def product_task(isa: Isa, bits: int, half_scales: bool) -> Task:
     of_packed = tiles.int_tile(isa, bits, packed=bits == 4, half_scales=half_scales).name
     of_bytes = tiles.int_tile(isa, bits, packed=False, half_scales=half_scales).name
     to_bytes = tiles.unpack_tile(isa).name
-    width, quad, per_byte = isa.int_tile, isa.int_tile * 4, 8 // bits
+    width, quad, per_byte = isa.int_tile, isa.int_tile * dot_for(isa, bits).inputs, 8 // bits
     scale_bytes, input_bytes = 2 if half_scales else 4, dot_for(isa, bits).input_bytes
 
     def product(args: int, scratch: int, index: int) -> None:

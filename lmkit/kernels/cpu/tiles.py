@@ -6,12 +6,13 @@ instruction set. A dispatcher `f(rows, ...)` runs the largest that fits and retu
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from llvmlite import ir
 
-from lmkit.kernels.cpu.dots import BLOCK, dot_for, load_quads, word_products
+from lmkit.kernels.cpu.dots import BLOCK, dot_for, load_quads, nibbles, word_products
 from lmkit.kernels.cpu.emit import F16, F32, I8, I16, I32, I64, Emitter, Value, constant
 from lmkit.kernels.cpu.isa import Isa
 
@@ -71,10 +72,10 @@ def int_tile(isa: Isa, bits: int, *, packed: bool, half_scales: bool) -> Tile:
     """c += dequantized product of int8 activations and weight codes, group by group.
 
     x [rows, ...] has one byte (or two: Dot.input_bytes) per input, `ldx` bytes between rows. w is one panel,
-    [inputs/4, tile, 4] bytes, or half as many when `packed`. sx and sumx are float32 and int32 [rows, groups], `lds`
-    bytes between rows: the scale of x, and -sum(x) as a pair of words (see `sum_pair`). scales are [groups, tile]
-    float16 or float32, zeros uint8 [groups, tile], c is float32 [rows, tile]. A group is `blocks` * 32 inputs. Stored
-    weights at `ahead`, as many as `groups` groups have, are prefetched.
+    [inputs / q, tile, q] bytes with q = Dot.inputs, or half as many when `packed`. sx and sumx are float32 and int32
+    [rows, groups], `lds` bytes between rows: the scale of x, and -sum(x) as a pair of words (see `sum_pair`). scales
+    are [groups, tile] float16 or float32, zeros uint8 (int8 if Dot.flipped) [groups, tile], c is float32 [rows, tile].
+    A group is `blocks` * 32 inputs. Stored weights at `ahead`, as many as `groups` groups have, are prefetched.
 
     Zeros are subtracted before anything is rounded: c += scale * (sx * (sum(x * code) - zero * sum(x))).
     """
@@ -85,14 +86,19 @@ def int_tile(isa: Isa, bits: int, *, packed: bool, half_scales: bool) -> Tile:
         b, kind = e.builder, e.vector(I32)
         stored_bytes = BLOCK * vectors * e.lanes * bits // 8
         block_bytes = stored_bytes if packed else BLOCK * vectors * e.lanes
-        sums = e.variables(rows, vectors, kind)
+        sums = e.variables(rows + rows % dot.rows, vectors, kind)
+
+        def store_sums(values: list[list[Value]]) -> None:
+            for value, variable in zip(itertools.chain(*values), itertools.chain(*sums), strict=True):
+                b.store(value, variable)
+
         with e.loop(groups) as group:
             places = [e.offset(e.times(group, 4), e.times(lds, row)) for row in range(rows)]
-            pairs = zero_pairs(e, vectors, zeros, group)
-            for row, place in enumerate(places):
-                total = e.splat(e.load(e.offset(sumx, place), I32))
-                for variable, pair in zip(sums[row], pairs, strict=True):
-                    b.store(word_products(e, isa, pair, total, constant(kind, 0)), variable)
+            pairs = zero_pairs(e, vectors, zeros, group, signed=dot.flipped > 0)
+            totals = [e.splat(e.load(e.offset(sumx, place), I32)) for place in places]
+            store_sums(
+                dot.spread(e, [[word_products(e, isa, pair, t, constant(kind, 0)) for pair in pairs] for t in totals])
+            )
             with e.loop(blocks) as block:
                 at = b.add(b.mul(group, blocks), block)
                 x_block = e.offset(x, e.times(at, BLOCK * dot.input_bytes))
@@ -100,20 +106,19 @@ def int_tile(isa: Isa, bits: int, *, packed: bool, half_scales: bool) -> Tile:
                     e.prefetch(e.offset(ahead, e.times(at, stored_bytes), line))
 
                 def activation(row: int, byte: int, start: Value = x_block) -> Value:
-                    return e.splat(e.load(e.offset(start, e.times(ldx, row), byte), I32))
+                    return dot.operand(e, e.offset(start, e.times(ldx, min(row, rows - 1)), byte))
 
                 values = [[b.load(v) for v in row] for row in sums]
-                quads = load_quads(e, e.offset(w, e.times(at, block_bytes)), vectors, packed)
+                quads = load_quads(e, dot, e.offset(w, e.times(at, block_bytes)), vectors, packed)
                 dot.block(e, quads, activation, values)
-                for variables, row_values in zip(sums, values, strict=True):
-                    for variable, value in zip(variables, row_values, strict=True):
-                        b.store(value, variable)
+                store_sums(values)
+            products = dot.gather(e, [[b.load(v) for v in row] for row in sums])
             scale = group_scales(e, isa, half_scales, scales, group)
             for row, place in enumerate(places):
                 step = e.splat(e.load(e.offset(sx, place), F32))
                 for j in range(vectors):
                     address = e.offset(c, 4 * e.lanes * (row * vectors + j))
-                    product = b.fmul(b.sitofp(b.load(sums[row][j]), e.vector(F32)), step)
+                    product = b.fmul(b.sitofp(products[row][j], e.vector(F32)), step)
                     e.store(e.fma(scale[j], product, e.load(address, e.vector(F32))), address)
 
     name = f"int_tile.{isa.name}.{bits}.{'packed' if packed else 'bytes'}.{'half' if half_scales else 'float'}"
@@ -123,19 +128,17 @@ def int_tile(isa: Isa, bits: int, *, packed: bool, half_scales: bool) -> Tile:
 
 def unpack_tile(isa: Isa) -> Tile:
     """Unpack `count` pairs of quads of a packed panel (int_tile) to bytes: low nibbles first, then high nibbles."""
-    size, vectors = 4 * isa.lanes, isa.int_vectors
+    size, vectors = 4 * isa.lanes, dot_for(isa, 4).weight_vectors(isa.int_vectors)
 
     def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
         source, target, count = arguments
-        b, kind = e.builder, e.vector(I32)
         with e.loop(count) as pair:
             packed = e.offset(source, e.times(pair, vectors * size))
             low = e.offset(target, e.times(pair, 2 * vectors * size))
             for j in range(vectors):
-                both = e.load(e.offset(packed, j * size), kind)
-                e.store(b.and_(both, constant(kind, 0x0F0F0F0F)), e.offset(low, j * size))
-                high = b.and_(b.lshr(both, constant(kind, 4)), constant(kind, 0x0F0F0F0F))
-                e.store(high, e.offset(low, (vectors + j) * size))
+                halves = nibbles(e, e.load(e.offset(packed, j * size), e.vector(I8, size)))
+                for half, codes in enumerate(halves):
+                    e.store(codes, e.offset(low, (half * vectors + j) * size))
 
     return register(f"unpack_tile.{isa.name}", isa.lanes, (1,), 3, body)
 
@@ -143,7 +146,7 @@ def unpack_tile(isa: Isa) -> Tile:
 def group_scales(e: Emitter, isa: Isa, half: bool, scales: Value, group: Value) -> list[Value]:
     """The scales of a group, a float32 vector for each output vector."""
     b, vectors, first = e.builder, isa.int_vectors, e.times(group, isa.int_tile)
-    size, converts = 2 if half else 4, "f16c" in isa.needs
+    size, converts = 2 if half else 4, bool(isa.needs & {"f16c", "neon"})
     places = [e.offset(scales, e.times(e.offset(first, j * e.lanes), size)) for j in range(vectors)]
     if not half:
         return [e.load(place, e.vector(F32)) for place in places]
@@ -156,13 +159,14 @@ SUM_SPLIT = 7  # bits: 128 * zero fits a word, and so do the sum's two parts if 
 LARGEST_SUM = 1 << 22
 
 
-def zero_pairs(e: Emitter, vectors: int, zeros: Value, group: Value) -> list[Value]:
+def zero_pairs(e: Emitter, vectors: int, zeros: Value, group: Value, *, signed: bool = False) -> list[Value]:
     """The words (zero, 128 * zero) of a group's outputs. Their products with `sum_pair` add up to zero * -sum."""
     b, pairs = e.builder, []
     for j in range(vectors):
         zero = e.load(e.offset(zeros, e.times(group, vectors * e.lanes), j * e.lanes), e.vector(I8))
-        wide = b.zext(zero, e.vector(I32))
-        pairs.append(b.or_(wide, b.shl(wide, constant(wide.type, 16 + SUM_SPLIT))))
+        wide = (b.sext if signed else b.zext)(zero, e.vector(I32))
+        low = b.and_(wide, constant(wide.type, 0xFFFF))
+        pairs.append(b.or_(low, b.shl(wide, constant(wide.type, 16 + SUM_SPLIT))))
     return pairs
 
 
@@ -244,25 +248,18 @@ def float_tile(isa: Isa, stored: str = "float32") -> Tile:
         sums = e.variables(rows, vectors, kind)
         places = [[e.offset(c, e.times(ldc, i), 4 * e.lanes * j) for j in range(vectors)] for i in range(rows)]
 
-        def add_products(row: Value, count: int) -> None:
-            """Of the first `count` inputs of a row of weights."""
-            start = e.offset(w, b.mul(row, ldw))
-            weights = [load_weights(e, e.offset(start, vector_bytes * j)) for j in range(vectors)]
-            for n in range(count):
-                for i in range(rows):
-                    value = e.splat(e.load(e.offset(x, e.times(ldx, i), e.times(row, 4 * inputs), 4 * n), F32))
-                    for j in range(vectors):
-                        b.store(e.fma(value, weights[j][n], b.load(sums[i][j])), sums[i][j])
-
         for i in range(rows):
             for j in range(vectors):
                 b.store(e.load(places[i][j], kind), sums[i][j])
-        whole_rows = b.sdiv(k, I64(inputs))
-        with e.loop(whole_rows) as row:
-            add_products(row, inputs)
-        if inputs > 1:
-            with e.loop(b.srem(k, I64(inputs))):
-                add_products(whole_rows, 1)
+        for index, size in e.steps(k, sorted({isa.lanes if isa.neon else 1, inputs, 1}, reverse=True)):
+            of_rows = [e.offset(x, e.times(ldx, i), e.times(index, 4)) for i in range(rows)]
+            for n in range(0, size, inputs):
+                start = e.offset(w, b.mul(b.sdiv(e.offset(index, n), I64(inputs)), ldw))
+                weights = [load_weights(e, e.offset(start, vector_bytes * j)) for j in range(vectors)]
+                for m, i in itertools.product(range(min(inputs, size)), range(rows)):
+                    value = e.scalar(of_rows[i], n + m, size)
+                    for j in range(vectors):
+                        b.store(e.fma(value, weights[j][m], b.load(sums[i][j])), sums[i][j])
         for i in range(rows):
             for j in range(vectors):
                 e.store(b.load(sums[i][j]), places[i][j])
