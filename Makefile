@@ -14,7 +14,7 @@ ISA_EXCEPT := tests/kernels/cuda tests/turbo/engine/test_cuda_engine.py tests/be
 # What a target does stands behind its `##`.
 .DEFAULT_GOAL := help
 
-.PHONY: help demo test test-all test-isa pytest check lint setup clean
+.PHONY: help demo test test-all test-isa test-arm arm-root pytest check lint setup clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -38,6 +38,12 @@ test-isa: setup ## tests that depend on the processor, at each lower instruction
 		echo "LMKIT_CPU_ISA=$$level"; \
 		LMKIT_CPU_ISA=$$level $(PYTEST) $(ISA_TESTS) $(addprefix --ignore=,$(ISA_EXCEPT)) || exit 1; \
 	done
+
+test-arm: setup ## the CPU kernels with ARM's own instructions under qemu-user, after `make arm-root`
+	$(BIN)/python -m tests.arm
+
+arm-root: setup ## build/arm64, the arm64 system that test-arm runs in, made from Debian's packages and wheels
+	$(BIN)/python -m tests.arm root
 
 check: setup ## ruff and mypy, which change nothing
 	$(BIN)/ruff check .
