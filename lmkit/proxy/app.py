@@ -37,7 +37,6 @@ from lmkit.web.tls import trusting
 
 log = get_logger(__name__)
 MAX_ADMIN_BODY = 1 << 20
-MAX_HEAD_BYTES, MAX_HEADERS = 16 << 10, 128  # of a request's target and headers
 KEEP_ALIVE_SECONDS = 2.0  # idle connections to nodes; less than the 5 s after which common servers close them
 _FORWARDED_PATH = re.compile(r"/v1(?:/(?!\.{1,2}(?:/|$))[A-Za-z0-9._~:@\-]+)+")  # no empty, "." or ".." segment
 _MODEL_PREFIX = "/v1/models/"
@@ -122,7 +121,6 @@ class Proxy:
             return
         response = DownstreamResponse(send, retry_after=self.config.health_interval)
         try:
-            check_head(scope)
             route = resolve(scope["method"], scope["path"])
             authorize(self.keys, route.role, scope["headers"])
             await route.handler(self, Exchange(scope, receive, response))
@@ -252,14 +250,6 @@ async def _not_found(proxy: Proxy, exchange: Exchange) -> None:
 
 async def _not_allowed(allowed: Iterable[str], proxy: Proxy, exchange: Exchange) -> None:
     raise method_not_allowed(exchange.scope["method"], allowed)
-
-
-def check_head(scope: Scope) -> None:
-    """Refuse an outsize head. The HTTP server itself limits only a head that has not arrived whole."""
-    headers = scope["headers"]
-    size = len(scope["path"]) + len(scope["query_string"]) + sum(len(name) + len(value) for name, value in headers)
-    if size > MAX_HEAD_BYTES or len(headers) > MAX_HEADERS:
-        raise RequestError("invalid_request", f"the head exceeds {MAX_HEAD_BYTES} bytes or {MAX_HEADERS} headers")
 
 
 def read_model(body: bytes) -> str:

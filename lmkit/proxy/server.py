@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 
 from lmkit.log import get_logger
-from lmkit.proxy.app import MAX_HEAD_BYTES, Proxy
+from lmkit.proxy.app import Proxy
 from lmkit.proxy.auth import is_loopback
 from lmkit.proxy.config import ProxyConfig
 from lmkit.web.access_log import AccessLog
@@ -57,7 +57,7 @@ def http_server(
         flush_seconds=flush_seconds,
         tls=tls,
         date_header=False,
-        max_head_bytes=MAX_HEAD_BYTES,
+        files_each=2,
     )
 
 

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import h11
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from lmkit.web import connection
+from lmkit.web.accept import Acceptor, most_connections
+from lmkit.web.connection import Connection, Turns
 from lmkit.web.tls import Certificate
 
 CLOSE_SECONDS = 3.0  # for a client to confirm the end of a TLS connection
-HEAD_SECONDS = 10.0  # for the head of a connection's first request, and for one that has begun to arrive
 
 
 class HttpServer(uvicorn.Server):
@@ -34,13 +33,14 @@ class HttpServer(uvicorn.Server):
         flush_seconds: int,
         tls: Certificate | None = None,
         date_header: bool = True,
-        max_head_bytes: int | None = None,
+        files_each: int = 1,
     ) -> None:
-        self._on_ready, self._tls = on_ready, tls
+        """`files_each` is the number of open files that a connection needs."""
+        self._on_ready, self._files_each, self._turns, self._tls = on_ready, files_each, Turns(), tls
         super().__init__(
             uvicorn.Config(
                 app,
-                http=_Protocol,
+                http=Connection,
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -49,29 +49,29 @@ class HttpServer(uvicorn.Server):
                 server_header=False,
                 date_header=date_header,
                 proxy_headers=False,
-                h11_max_incomplete_event_size=max_head_bytes,
                 timeout_graceful_shutdown=flush_seconds,
             )
         )
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept connections. uvicorn would give a TLS handshake a minute."""
-        self.servers = [
-            await asyncio.get_running_loop().create_server(
-                self._protocol,
-                sock=sock,
-                backlog=self.config.backlog,
-                ssl=self._tls.context if self._tls else None,
-                ssl_handshake_timeout=HEAD_SECONDS if self._tls else None,
-                ssl_shutdown_timeout=CLOSE_SECONDS if self._tls else None,
-            )
-            for sock in sockets or ()
-        ]
+        tls: dict[str, Any] = {}
+        if self._tls:
+            tls["ssl"] = self._tls.context
+            tls |= {"ssl_handshake_timeout": connection.HEAD_SECONDS, "ssl_shutdown_timeout": CLOSE_SECONDS}
+        limit = most_connections(self._files_each)
+        self.servers = [Acceptor(sock, self._connection, limit=limit, tls=tls) for sock in sockets or ()]  # type: ignore[misc]
         self.started = True
         self._on_ready()
 
-    def _protocol(self) -> asyncio.Protocol:
-        return _Protocol(config=self.config, server_state=self.server_state, app_state={})
+    def _connection(self, on_lost: Callable[[], None], has_room: bool) -> Connection:
+        return Connection(
+            config=self.config,
+            server_state=self.server_state,
+            app_state={},
+            turns=self._turns,
+            on_lost=on_lost,
+            has_room=has_room,
+        )
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:  # type: ignore[override]
@@ -80,32 +80,3 @@ class HttpServer(uvicorn.Server):
         It would also raise the signal again at the end, so the exit status would never be 0.
         """
         yield
-
-
-class _Protocol(H11Protocol):
-    """Closes a connection if the head of its request arrives too slowly."""
-
-    _head_timer: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
-        self._time_head()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._time_head()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_timer()
-        super().connection_lost(exc)
-
-    def _time_head(self) -> None:
-        if self.conn.their_state is not h11.IDLE:
-            self._stop_timer()
-        elif self._head_timer is None:
-            self._head_timer = self.loop.call_later(HEAD_SECONDS, self.transport.close)
-
-    def _stop_timer(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None

@@ -150,6 +150,7 @@ async def test_events_arrive_as_they_are_made() -> None:
 async def test_pieces_are_not_held_back_for_an_ack() -> None:
     async with server_for() as (server, _, url):
         _, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+        writer.write(b"G")
         await eventually(lambda: len(server.server_state.connections) == 1)
         (connection,) = server.server_state.connections
         assert connection.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)  # type: ignore[union-attr]
@@ -252,7 +253,7 @@ async def test_body_limit(size: int, chunked: bool) -> None:
 
 
 async def test_slow_body_and_slow_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmkit.web.server.HEAD_SECONDS", 0.2)
+    monkeypatch.setattr("lmkit.web.connection.HEAD_SECONDS", 0.2)
     async with proxy_for(body_timeout=0.2) as (proxy, url):
         port = int(url.rpartition(":")[2])
         reader, writer = await asyncio.open_connection("127.0.0.1", port)

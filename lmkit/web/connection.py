@@ -1,0 +1,278 @@
+"""One client's connection: HTTP/1.1 by h11 and uvicorn, with a limit of time and work for each phase.
+
+head       HEAD_SECONDS for a head that has begun; uvicorn closes a connection that is idle between requests
+body       its reader has a limit, see `receive.read_body`. SLICE events at a time, in turn with other connections
+answer     WRITE_SECONDS in which the client must take WRITE_BYTES, if it lets the answer wait
+closing    LINGER_SECONDS and LINGER_BYTES for a body that nobody reads: many clients look for the answer only after
+           they have sent their body, and a socket that is closed with unread bytes resets the connection
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import select
+import struct
+import termios
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import h11
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
+from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
+
+from lmkit.errors import RequestError
+from lmkit.web.errors import error_body, error_response
+
+HEAD_SECONDS = 10.0
+WRITE_SECONDS, WRITE_BYTES = 30.0, 1 << 10
+LINGER_SECONDS, LINGER_BYTES = 2.0, 64 << 20
+MAX_HEAD_BYTES, MAX_HEADERS = 16 << 10, 128  # of a request's target and headers
+PIPELINED_BYTES = 1 << 16  # sent ahead of an answer and not read yet
+SLICE = 32  # parsed events, of which a body has one a chunk
+
+
+class Turns:
+    """Connections with unparsed bytes take turns: one slice in each round of the event loop."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Callable[[], None]] = deque()
+
+    def add(self, turn: Callable[[], None]) -> None:
+        if not self._waiting:
+            asyncio.get_running_loop().call_soon(self._next)
+        self._waiting.append(turn)
+
+    def _next(self) -> None:
+        turn = self._waiting.popleft()
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._next)
+        turn()
+
+
+class Connection(H11Protocol):
+    """`on_lost` is called at its end. `has_room` is False for a connection that may only ask for /health."""
+
+    conn: _Parser
+    flow: _Flow
+
+    def __init__(self, *args: Any, turns: Turns, on_lost: Callable[[], None], has_room: bool, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.conn = _Parser(MAX_HEAD_BYTES)
+        if not has_room:
+            self.app = _only_health(self.app)  # type: ignore[assignment]
+        self._turns, self._on_lost = turns, on_lost
+        self._is_waiting = False  # for its turn
+        self._head_since: float | None = None
+        self._close_by: float | None = None  # set once the connection is to end
+        self._num_dropped = 0
+        self._progress = (0.0, 0)  # when, and how many bytes the client had taken by then
+
+    @property
+    def is_idle(self) -> bool:
+        """No request is under way."""
+        return self.cycle is None or self.cycle.response_complete
+
+    @property
+    def is_ending(self) -> bool:
+        return self._close_by is not None or self._socket.is_closing()
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._socket, self._descriptor = transport, transport.get_extra_info("socket").fileno()
+        self.transport = self._counted = _Transport(transport, self)  # type: ignore[assignment]
+        self.flow = _Flow(transport)
+
+    def data_received(self, data: bytes) -> None:
+        if self._close_by is not None:
+            self._num_dropped += len(data)
+            if self._num_dropped > LINGER_BYTES:
+                self._socket.abort()
+            return
+        self._unset_keepalive_if_required()
+        self.conn.receive_data(data)
+        if not self._is_waiting:
+            self.handle_events()
+        if self._head_since is None and self.conn.their_state is h11.IDLE:
+            self._head_since = self.loop.time()
+
+    def handle_events(self) -> None:
+        """Parse one slice. If bytes remain, reading pauses until they had their turns."""
+        self.conn.num_left = SLICE
+        super().handle_events()
+        if self.conn.their_state is not h11.IDLE:
+            self._head_since = None
+        if self.conn.num_left == 0 and not self._is_waiting and not self.is_ending:
+            self._is_waiting = self.flow.is_held = True
+            self.flow.pause_reading()
+            self._turns.add(self._turn)
+
+    def _turn(self) -> None:
+        self._is_waiting = self.flow.is_held = False
+        if self.is_ending:
+            return
+        self.handle_events()
+        if not self._is_waiting and not self.is_ending and len(self.cycle.body) <= HIGH_WATER_LIMIT:
+            self.flow.resume_reading()
+
+    def send_400_response(self, msg: str) -> None:
+        """The answer to a request that cannot be parsed."""
+        error = RequestError("invalid_request", self.conn.complaint)
+        body = error_body(error)
+        headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
+        with contextlib.suppress(h11.LocalProtocolError):  # an answer is under way
+            reason = STATUS_PHRASES[self.conn.status]
+            head = h11.Response(status_code=self.conn.status, headers=headers, reason=reason)
+            for event in (head, h11.Data(data=body)):
+                self._socket.write(self.conn.send(event))
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self.close()
+
+    def on_response_complete(self) -> None:
+        if self.conn.their_state is h11.SEND_BODY:
+            self.close()
+        super().on_response_complete()
+
+    def close(self) -> None:
+        """End the connection once everything is sent."""
+        if self.is_ending:
+            return
+        self._close_by = self.loop.time() + LINGER_SECONDS
+        if self.conn.their_state not in (h11.SEND_BODY, h11.ERROR):
+            self._socket.close()
+            return
+        self.flow.is_held = False
+        self.flow.resume_reading()
+        if self._socket.can_write_eof():
+            self._socket.write_eof()
+
+    def drop(self) -> None:
+        """End the connection now."""
+        self._socket.close()
+
+    def check(self, now: float) -> None:
+        """End the connection if its phase has taken too long, or if the client has left while nothing is read."""
+        if self._socket.get_write_buffer_size():
+            since, taken = self._progress
+            if not since:
+                self._progress = now, self._num_taken()
+            elif now - since > WRITE_SECONDS:
+                self._progress = now, self._num_taken()
+                if self._progress[1] - taken < WRITE_BYTES:
+                    self._socket.abort()
+            return
+        self._progress = 0.0, 0
+        if self._close_by is not None and now > self._close_by:
+            self._socket.abort()
+        elif self._head_since is not None and now - self._head_since > HEAD_SECONDS:
+            self._socket.close()
+        elif self.flow.read_paused and self._is_blocked():
+            self._socket.abort()
+
+    def _is_blocked(self) -> bool:
+        """Whether the client has left, or sent so many requests ahead of an answer that its end cannot be seen."""
+        if self.conn.their_state is h11.DONE and _in_kernel(self._descriptor, termios.FIONREAD) > PIPELINED_BYTES:
+            return True
+        return _has_left(self._descriptor)
+
+    def _num_taken(self) -> int:
+        """Bytes that the client has confirmed."""
+        waiting: int = self._socket.get_write_buffer_size() + _in_kernel(self._descriptor, termios.TIOCOUTQ)
+        return self._counted.num_written - waiting
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+        self._on_lost()
+
+
+class _Parser(h11.Connection):
+    """h11's parser, which stops after `num_left` events and refuses more forms of a head."""
+
+    def __init__(self, max_head_bytes: int) -> None:
+        super().__init__(h11.SERVER, max_head_bytes)
+        self._max_head_bytes = max_head_bytes
+        self.num_left = SLICE
+        self.status, self.complaint = 400, ""  # of the request that cannot be parsed
+
+    def next_event(self) -> Any:
+        if self.num_left == 0:
+            return h11.NEED_DATA
+        self.num_left -= 1
+        try:
+            event = super().next_event()
+            if isinstance(event, h11.Request):
+                self._check(event)
+        except h11.RemoteProtocolError as error:
+            self.status = 431 if error.error_status_hint == 431 else 400
+            self.complaint = "this is not a valid HTTP request"
+            if self.status == 431:
+                self.complaint = f"the head exceeds {self._max_head_bytes} bytes or {MAX_HEADERS} headers"
+            raise
+        if event is h11.NEED_DATA or event is h11.PAUSED:
+            self.num_left = max(1, self.num_left)
+        return event
+
+    def _check(self, request: h11.Request) -> None:
+        size = len(request.target) + sum(len(name) + len(value) for name, value in request.headers)
+        if size > self._max_head_bytes or len(request.headers) > MAX_HEADERS:
+            raise h11.RemoteProtocolError("outsize head", error_status_hint=431)
+        names = {name for name, _ in request.headers}
+        if b"transfer-encoding" in names and (b"content-length" in names or request.http_version < b"1.1"):
+            raise h11.RemoteProtocolError("two framings of one body: RFC 9112, 6.1 and 6.3")
+
+
+class _Flow(FlowControl):
+    """Reading stays paused as long as it `is_held`."""
+
+    is_held = False
+
+    def resume_reading(self) -> None:
+        if not self.is_held:
+            super().resume_reading()
+
+
+class _Transport:
+    """The transport as uvicorn uses it: closed by the connection, and its bytes are counted."""
+
+    def __init__(self, transport: asyncio.Transport, connection: Connection) -> None:
+        self._transport, self._connection = transport, connection
+        self.close, self.abort, self.resume_reading = connection.close, transport.abort, transport.resume_reading
+        self.get_extra_info = transport.get_extra_info
+        self.num_written = 0
+
+    def is_closing(self) -> bool:
+        return self._connection.is_ending
+
+    def write(self, data: bytes) -> None:
+        self.num_written += len(data)
+        self._transport.write(data)
+
+
+def _has_left(descriptor: int) -> bool:
+    """Whether the client has closed the connection, even if unread bytes hide its end."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLRDHUP)
+    return bool(poll.poll(0))
+
+
+def _in_kernel(descriptor: int, direction: int) -> int:
+    """Bytes that wait in the kernel: unread ones (FIONREAD), or ones that the client has not confirmed (TIOCOUTQ)."""
+    return int(struct.unpack("i", fcntl.ioctl(descriptor, direction, bytes(4)))[0])
+
+
+def _only_health(app: ASGIApp) -> ASGIApp:
+    async def refusing(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == "/health":
+            await app(scope, receive, send)
+        else:
+            await error_response(RequestError("overloaded", "too many connections; try again later"))(
+                scope, receive, send
+            )
+
+    return refusing
