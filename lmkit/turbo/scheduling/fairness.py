@@ -91,8 +91,9 @@ def may_preempt(seq: Sequence, other: Sequence, now: float) -> bool:
 
     That of another tenant is safe once it has waited out its low priority: by then the two stand on one level.
     """
-    is_safe = seq.request.tenant != other.request.tenant and other.priority_key <= now
-    return policy.may_preempt(seq, other) and not is_safe
+    if not policy.may_preempt(seq, other):
+        return False
+    return seq.request.tenant == other.request.tenant or other.priority_key > now
 
 
 def over_share(seq: Sequence, running: Iterable[Sequence]) -> Iterator[Sequence]:
@@ -101,9 +102,11 @@ def over_share(seq: Sequence, running: Iterable[Sequence]) -> Iterator[Sequence]
     After each of these preemptions the other tenant still has at least as many seats for its weight as the tenant of
     `seq`. So neither preempts the other in turn, and the first sequence of a tenant stays.
     """
-    mine = seq.request
+    mine, running = seq.request, list(running)
+    seats = Counter([other.request.tenant for other in running])
+    if seats.keys() <= {mine.tenant}:
+        return
     last_first = sorted(running, key=policy.order, reverse=True)
-    seats = Counter(other.request.tenant for other in last_first)
     share = (seats[mine.tenant] + 1) / mine.weight
     for other in last_first:
         theirs = other.request

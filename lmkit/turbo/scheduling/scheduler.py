@@ -10,9 +10,12 @@ in this order:
   to spare for each running sequence. It reuses its cache match. Blocks of a lower tier are loaded in the background if
   that is faster than computing them. A sequence that shares a prefix with a running prompt waits for it.
 
-A sequence that finds no block preempts the last sequence by priority key. If it is the last one itself, it waits a step
-and keeps its blocks. The first by priority key therefore always advances, and no request that `add` accepted needs more
-than the whole pool. The computed KV of a preempted sequence goes to the cache.
+Between tenants, shares decide who is next, and whose sequence is preempted (scheduling.fairness).
+
+A sequence that finds no block preempts the last sequence by priority key of the tenant with the most seats for its
+weight. If that is the sequence itself, it waits a step and keeps its blocks. The first by priority key is never
+preempted for a block, and no request that `add` accepted needs more than the whole pool. The computed KV of a preempted
+sequence goes to the cache.
 
 Plans are carried out in the order in which they are made. A plan may be made while the last one runs: the number of its
 computed tokens is known, and the runner fills in the tokens that it samples. Blocks may change owners at once, but only
