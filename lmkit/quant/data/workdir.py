@@ -95,7 +95,7 @@ class WorkFolder:
         file = self._layer(index, ".json")
         try:
             return msgspec.json.decode(file.read_bytes(), type=kind)
-        except (OSError, msgspec.MsgspecError) as error:
+        except (OSError, msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{file}: {error}") from None
 
     def keep(self, name: str, data: bytes) -> None:
@@ -112,8 +112,11 @@ class WorkFolder:
         file = SafetensorsFile(self._layer(index, ".kv.safetensors"))
         for name in file.infos:
             tensor = file.tensor(name).clone()
-            is_number = not isinstance(getattr(stats, name), Tensor | None)
-            setattr(stats, name, tensor.item() if is_number else tensor)
+            try:
+                is_number = not isinstance(getattr(stats, name), Tensor | None)
+                setattr(stats, name, tensor.item() if is_number else tensor)
+            except (AttributeError, RuntimeError):  # a name that is none, several numbers for one
+                raise CheckpointError(f"{self.path}: {name!r} is damaged; delete this folder and start anew") from None
 
     def new_checkpoint(self) -> Path:
         """An empty folder for the result. The folder of an earlier attempt is removed."""

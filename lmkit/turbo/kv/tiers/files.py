@@ -88,6 +88,8 @@ def listing(folder: str) -> Iterator[Stored]:
 def _fan(folder: os.DirEntry[str]) -> Iterator[Stored]:
     with os.scandir(folder) as entries:
         for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                continue
             key = _key(entry.name)
             if entry.name == PARTIAL:
                 remove(entry.path)
