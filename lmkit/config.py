@@ -31,6 +31,7 @@ Activations = Literal["auto", "int8", "fp8", "exact"]
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
 LOG_LEVELS = get_args(LogLevel)
 PolicyName = Literal["least_in_flight", "round_robin", "random"]  # of the proxy
+TenantsBy = Literal["header", "cache_salt"]  # how a node of the proxy learns of its clients
 BLOCK_SIZE = {"cpu": 32, "cuda": 64}  # used if no block size is given
 STEP_TOKENS = {"cpu": 512, "cuda": 4096}  # used if no token budget is given
 StepTokens = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]

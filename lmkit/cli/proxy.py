@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lmkit.cli.settings import ProxyGroup
-from lmkit.config import PolicyName
+from lmkit.config import PolicyName, TenantsBy
 from lmkit.errors import ConfigError, LMKitError
 
 if TYPE_CHECKING:
@@ -25,7 +25,12 @@ app = typer.Typer(
 
 DEFAULT_PROXY = "http://127.0.0.1:8080"
 ProxyOption = Annotated[str, typer.Option("--proxy", help="Address of the running proxy.")]
-AdminKey = Annotated[str | None, typer.Option(help="One of its admin_keys; default LMKIT_API_KEY.")]
+AdminKey = Annotated[
+    str | None,
+    typer.Option(
+        help="One of its admin_keys; default the one that a proxy of yours here has made, else LMKIT_API_KEY."
+    ),
+]
 
 
 @app.callback()
@@ -52,9 +57,13 @@ def proxy(
             raise ConfigError(f"lmkit proxy {context.invoked_subcommand}: options come after the command")
         return
     import asyncio
+    import secrets
+
+    import msgspec
 
     from lmkit import log
     from lmkit.config import parse
+    from lmkit.proxy.auth import Keys
     from lmkit.proxy.config import NodeConfig, load_config
     from lmkit.proxy.server import run
     from lmkit.web.running import registered
@@ -64,7 +73,11 @@ def proxy(
     options |= {"cors_origins": tuple(cors_origin) if cors_origin else None}
     resolved = load_config(config, nodes=nodes, host=host, port=port, **options)
     log.setup(resolved.log_level)
-    with registered("proxy", "", resolved.drain_seconds) as tell:
+    own = None
+    if not Keys.of(resolved.api_keys, resolved.admin_keys).for_admin:
+        own = secrets.token_urlsafe(32)
+        resolved = msgspec.structs.replace(resolved, admin_keys=(own,))
+    with registered("proxy", "", resolved.drain_seconds, own) as tell:
 
         def on_ready(url: str) -> None:
             tell(url)
@@ -78,6 +91,9 @@ def add(
     url: Annotated[str, typer.Argument(help="The node's URL, as the proxy reaches it, without /v1.")],
     model: Annotated[list[str] | None, typer.Option(help="A model that it serves; default: the proxy asks it.")] = None,
     weight: Annotated[float, typer.Option(help="Its share of the load.")] = 1.0,
+    tenants: Annotated[
+        TenantsBy, typer.Option(help="How it learns of clients: lmkit by header, vLLM and SGLang by cache_salt.")
+    ] = "header",
     lease: Annotated[
         float | None, typer.Option(help="Seconds after which it must be added again; default never.")
     ] = None,
@@ -86,7 +102,14 @@ def add(
     admin_key: AdminKey = None,
 ) -> None:
     """Add a node to a running proxy, or change one."""
-    fields = {"url": url, "models": model or None, "weight": weight, "lease_seconds": lease, "api_key": node_key}
+    fields = {
+        "url": url,
+        "models": model or None,
+        "weight": weight,
+        "tenants": tenants,
+        "lease_seconds": lease,
+        "api_key": node_key,
+    }
     body = {name: value for name, value in fields.items() if value is not None}
     answer = _call("POST", proxy, admin_key, json=body)
     (state,) = answer["data"]
@@ -137,12 +160,33 @@ def _table(proxy: str, answer: dict[str, Any]) -> Table:
         table.add_column(column, justify="right", no_wrap=True)
     for node in answer["data"]:
         state = Text("up" if node["healthy"] else "down", style="green" if node["healthy"] else "red")
+        if node["breaker"] != "closed":
+            state.append(f", breaker {node['breaker']}", style="red")
         if node["reason"]:
             state.append(f": {node['reason']}", style="default")
         latency = "" if node["latency_seconds"] is None else f"{1000 * node['latency_seconds']:.0f} ms"
         counts = [str(node["in_flight"]), str(node["requests"]), str(node["failovers"] + node["breaks"])]
         table.add_row(Text(node["url"]), state, Text(", ".join(node["models"])), *counts, latency)
     return table
+
+
+def _made_here(proxy: str) -> str | None:
+    """The key that a proxy of this user and machine made for itself, if it listens at this address."""
+    import httpx
+
+    from lmkit.proxy.auth import is_loopback
+    from lmkit.web.running import running
+
+    try:
+        url = httpx.URL(proxy)
+    except httpx.InvalidURL:
+        return None
+    listening = {entry.url: entry.admin_key for entry in running() if entry.url is not None and entry.admin_key}
+    for known, key in listening.items():
+        here = is_loopback(url.host) or url.host == httpx.URL(known).host
+        if here and url.port == httpx.URL(known).port:
+            return key
+    return None
 
 
 def _call(method: str, proxy: str, admin_key: str | None, **arguments: Any) -> dict[str, Any]:
@@ -152,7 +196,7 @@ def _call(method: str, proxy: str, admin_key: str | None, **arguments: Any) -> d
     from lmkit.config import environment
     from lmkit.web.tls import trusting
 
-    key = admin_key or environment().api_key
+    key = admin_key or _made_here(proxy) or environment().api_key
     headers = {"authorization": f"Bearer {key}"} if key else {}
     try:
         response = httpx.request(

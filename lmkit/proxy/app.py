@@ -6,9 +6,8 @@ import asyncio
 import contextlib
 import functools
 import http.cookiejar
-import re
 import ssl
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 from urllib.parse import parse_qs
@@ -21,7 +20,8 @@ from starlette.types import Receive, Scope, Send
 from lmkit.errors import RequestError
 from lmkit.log import get_logger
 from lmkit.proxy import metrics
-from lmkit.proxy.auth import Keys, Role, authorize
+from lmkit.proxy.auth import Access, Keys, authorize
+from lmkit.proxy.config import ROUTES as ROUTES_OF_NODES
 from lmkit.proxy.config import ProxyConfig, Registration, node_url
 from lmkit.proxy.downstream import DownstreamResponse
 from lmkit.proxy.fleet import Fleet
@@ -29,6 +29,7 @@ from lmkit.proxy.forward import Call, Forwarder
 from lmkit.proxy.health import HealthChecker
 from lmkit.proxy.registry import Registry
 from lmkit.web.access_log import note_error
+from lmkit.web.auth import ApiKey, named_client
 from lmkit.web.budget import Budget
 from lmkit.web.errors import method_not_allowed, public_error
 from lmkit.web.receive import decode_json, read_body
@@ -38,7 +39,6 @@ from lmkit.web.tls import trusting
 log = get_logger(__name__)
 MAX_ADMIN_BODY = 1 << 20
 KEEP_ALIVE_SECONDS = 2.0  # idle connections to nodes; less than the 5 s after which common servers close them
-_FORWARDED_PATH = re.compile(r"/v1(?:/(?!\.{1,2}(?:/|$))[A-Za-z0-9._~:@\-]+)+")  # no empty, "." or ".." segment
 _MODEL_PREFIX = "/v1/models/"
 
 
@@ -54,22 +54,23 @@ class Exchange(NamedTuple):
     scope: Scope
     receive: Receive
     response: DownstreamResponse
+    key: ApiKey | None  # None: the route needs none
 
 
 class Route(NamedTuple):
-    role: Role
+    access: Access
     handler: Callable[[Proxy, Exchange], Awaitable[None]]
 
 
 class Proxy:
-    """`async with Proxy(config, loopback=...) as proxy` checks the nodes for as long as the block runs.
+    """`async with Proxy(config) as proxy` checks the nodes for as long as the block runs.
 
     Raises ConfigError for a damaged state file.
     """
 
-    def __init__(self, config: ProxyConfig, *, loopback: bool) -> None:
+    def __init__(self, config: ProxyConfig) -> None:
         self.config = config
-        self.keys = Keys.of(config.api_keys, config.admin_keys, loopback=loopback)
+        self.keys = Keys.of(config.api_keys, config.admin_keys)
         self.registry = Registry(config)
         self.fleet = Fleet(config, self.registry)
         self.metrics = metrics.Metrics(self.registry)
@@ -121,9 +122,9 @@ class Proxy:
             return
         response = DownstreamResponse(send, retry_after=self.config.health_interval)
         try:
-            route = resolve(scope["method"], scope["path"])
-            authorize(self.keys, route.role, scope["headers"])
-            await route.handler(self, Exchange(scope, receive, response))
+            route = resolve(scope["method"], scope["path"], self.config.forwarded_routes)
+            key = authorize(self.keys, route.access, scope["headers"])
+            await route.handler(self, Exchange(scope, receive, response, key))
         except Exception as error:  # noqa: BLE001 - the HTTP edge: public_error logs it
             shown = public_error(error)
             note_error(scope, shown)
@@ -138,19 +139,21 @@ class Proxy:
             await response.fail(error)
 
     async def forward(self, exchange: Exchange) -> None:
-        scope, receive, response = exchange
+        scope, receive, response, key = exchange
         if self.draining:
             raise RequestError("shutting_down", "the proxy is shutting down")
         if self.active >= self.config.max_in_flight:
             raise RequestError("queue_full", f"{self.active} requests are being answered; try again")
         path = scope["path"]
-        if not _FORWARDED_PATH.fullmatch(path) or scope.get("raw_path", path.encode()) != path.encode():
+        if scope.get("raw_path", path.encode()) != path.encode():
             raise not_found(path, PATHS)
+        client = named_client(scope["headers"])
         self.active += 1
         try:
             with self._bodies.share() as share:  # until the answer's end: the body may have to be sent again
                 body = await read_body(scope, receive, self.config.max_body_bytes, self.config.body_timeout, share)
-                call = Call(path, scope["query_string"], scope["headers"], body, read_model(body))
+                model = read_model(body)
+                call = Call(path, scope["query_string"], scope["headers"], body, model, key.key if key else "", client)
                 await self._forwarder.forward(call, response, receive, self.stop)
         finally:
             self.active -= 1
@@ -207,40 +210,39 @@ class Proxy:
 
 
 ROUTES: dict[str, dict[str, Route]] = {
-    "/": {"GET": Route(Role.USER, Proxy.show_root)},
-    "/health": {"GET": Route(Role.OPEN, Proxy.show_health)},
-    "/metrics": {"GET": Route(Role.USER, Proxy.show_metrics)},
-    "/v1/models": {"GET": Route(Role.USER, Proxy.list_models)},
+    "/": {"GET": Route(Access.USER, Proxy.show_root)},
+    "/health": {"GET": Route(Access.OPEN, Proxy.show_health)},
+    "/metrics": {"GET": Route(Access.USER, Proxy.show_metrics)},
+    "/v1/models": {"GET": Route(Access.USER, Proxy.list_models)},
     "/admin/nodes": {
-        "GET": Route(Role.ADMIN, Proxy.show_nodes),
-        "POST": Route(Role.ADMIN, Proxy.add_node),
-        "DELETE": Route(Role.ADMIN, Proxy.remove_node),
+        "GET": Route(Access.ADMIN, Proxy.show_nodes),
+        "POST": Route(Access.ADMIN, Proxy.add_node),
+        "DELETE": Route(Access.ADMIN, Proxy.remove_node),
     },
 }
-_SHOW_MODEL = {"GET": Route(Role.USER, Proxy.show_model)}
-_FORWARD = {"POST": Route(Role.USER, Proxy.forward)}
+_SHOW_MODEL = {"GET": Route(Access.USER, Proxy.show_model)}
+_FORWARD = {"POST": Route(Access.USER, Proxy.forward)}
 PATHS = [
     *(f"{method} {path}" for path, methods in ROUTES.items() for method in methods),
     f"GET {_MODEL_PREFIX}{{name}}",
-    "POST /v1/chat/completions",
-    "POST /v1/completions",
+    *(f"POST {path}" for path in ROUTES_OF_NODES[:2]),
 ]
 
 
-def resolve(method: str, path: str) -> Route:
+def resolve(method: str, path: str, forwarded: Collection[str] = ROUTES_OF_NODES) -> Route:
     """The route of exactly this path. Without a key, a client does not learn which paths exist."""
     if path in ROUTES:
         methods = ROUTES[path]
     elif path.startswith(_MODEL_PREFIX):
         methods = _SHOW_MODEL
-    elif path.startswith("/v1/"):
+    elif path in forwarded:
         methods = _FORWARD
     else:
-        return Route(Role.USER, _not_found)
+        return Route(Access.USER, _not_found)
     wanted = "GET" if method == "HEAD" else method
     if wanted not in methods and is_known_elsewhere(path):
-        return Route(Role.USER, _not_found)
-    refusal = Route(next(iter(methods.values())).role, functools.partial(_not_allowed, methods))
+        return Route(Access.USER, _not_found)
+    refusal = Route(next(iter(methods.values())).access, functools.partial(_not_allowed, methods))
     return methods.get(wanted, refusal)
 
 

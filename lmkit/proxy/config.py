@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,13 +12,23 @@ import msgspec
 import yaml
 
 from lmkit import yaml_file
-from lmkit.config import BODY_MEMORY, LogLevel, PolicyName, PositiveInt, StrictStruct, wrong_origin
+from lmkit.config import BODY_MEMORY, LogLevel, PolicyName, PositiveInt, StrictStruct, TenantsBy, wrong_origin
 from lmkit.errors import ConfigError
 from lmkit.other_names import hint
+from lmkit.proxy.addresses import refusal
+from lmkit.web.auth import parse_key
 
 Key = Annotated[str, msgspec.Meta(min_length=1, max_length=512, pattern=r"^[\x21-\x7e]+$")]
 ModelName = Annotated[str, msgspec.Meta(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f\x7f-\x9f]+$")]
+RoutePath = Annotated[str, msgspec.Meta(max_length=256, pattern=r"^/v1(/[A-Za-z0-9_-][A-Za-z0-9._~:@-]*)+$")]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
+
+# The POST routes of OpenAI's, Anthropic's and other inference servers whose JSON body names a model.
+ROUTES = (
+    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/responses/input_tokens", "/v1/messages",
+    "/v1/messages/count_tokens", "/v1/embeddings", "/v1/rerank", "/v1/score", "/v1/classify", "/v1/moderations",
+    "/v1/audio/speech", "/v1/images/generations",
+)  # fmt: skip
 
 
 class NodeConfig(StrictStruct, frozen=True):
@@ -29,6 +38,7 @@ class NodeConfig(StrictStruct, frozen=True):
     models: Annotated[tuple[ModelName, ...], msgspec.Meta(min_length=1, max_length=1000)] | None = None  # None = ask it
     api_key: Key | None = None  # sent to this node, as a Bearer token
     weight: Annotated[float, msgspec.Meta(gt=0, le=1000)] = 1.0  # its share of the load
+    tenants: TenantsBy = "header"  # how it learns of clients; cache_salt: a field of the body
 
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(self, "url", node_url(self.url))
@@ -39,6 +49,11 @@ class Registration(NodeConfig, frozen=True):
 
     lease_seconds: Annotated[float, msgspec.Meta(ge=1, le=86400)] | None = None  # None = until it is removed
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if reason := refusal(httpx.URL(self.url).host, registered=True):
+            raise ValueError(f"{self.url!r} {reason}")
+
 
 class ProxyConfig(StrictStruct, frozen=True):
     """How one `lmkit proxy` listens, checks its nodes and forwards. All times are in seconds."""
@@ -48,11 +63,13 @@ class ProxyConfig(StrictStruct, frozen=True):
     tls_cert: str | None = None  # a certificate chain in PEM; None = plain HTTP
     tls_key: str | None = None  # its key; None = in the same file
     nodes: tuple[NodeConfig, ...] = ()
+    max_nodes: PositiveInt = 256
     policy: PolicyName = "least_in_flight"
-    api_keys: tuple[Key, ...] = ()  # of clients; empty = no authentication
-    admin_keys: tuple[Key, ...] = ()  # for /admin; empty = only a loopback listener without any key manages nodes
+    api_keys: tuple[str, ...] = ()  # each `KEY [name=value ...]`, see web.auth.ApiKey; empty = no authentication
+    admin_keys: tuple[Key, ...] = ()  # for /admin; empty = one that `lmkit proxy` makes and this user's commands find
     cors_origins: tuple[str, ...] = ()  # web pages that may read answers
     state_file: str | None = None  # remembers nodes added and removed at run time
+    forwarded_routes: tuple[RoutePath, ...] = ROUTES  # other POST requests get 404
     max_body_bytes: PositiveInt = 16 << 20
     body_memory: PositiveInt = BODY_MEMORY
     body_timeout: Seconds = 30.0  # for a client to send its whole body
@@ -63,6 +80,8 @@ class ProxyConfig(StrictStruct, frozen=True):
     health_timeout: Seconds = 2.0
     unhealthy_after: PositiveInt = 2  # consecutive failures, of checks or of connections for a request
     healthy_after: PositiveInt = 1  # consecutive good checks of a node that was unhealthy
+    breaker_failures: PositiveInt = 5  # consecutive failed requests after which a node gets none for a while
+    breaker_seconds: Seconds = 10.0  # that while; then one request is tried
     drain_seconds: Annotated[float, msgspec.Meta(ge=0, le=86400)] = 30.0  # how long requests may finish after SIGTERM
     log_level: LogLevel = "INFO"
 
@@ -74,7 +93,15 @@ class ProxyConfig(StrictStruct, frozen=True):
             raise ValueError(reason)
         if self.body_memory < self.max_body_bytes:
             raise ValueError("body_memory is less than max_body_bytes; no body of that size could ever be read")
-        if set(self.api_keys) & set(self.admin_keys):
+        if len(self.nodes) > self.max_nodes:
+            raise ValueError(f"{len(self.nodes)} nodes, max_nodes is {self.max_nodes}")
+        keys = set()
+        for i, line in enumerate(self.api_keys, 1):
+            try:
+                keys.add(parse_key(line).key)
+            except ValueError as error:
+                raise ValueError(f"api_keys, entry {i}: {error}") from None
+        if keys & set(self.admin_keys):
             raise ValueError("a key is in both api_keys and admin_keys; give each role its own")
 
 
@@ -89,18 +116,11 @@ def node_url(text: str) -> str:
     path = url.path.rstrip("/")
     if url.port is not None and not 0 < url.port < 65536:
         raise ValueError(f"{text!r}: a port is between 1 and 65535")
-    if not url.host or _is_wildcard(url.host):
-        raise ValueError(f"{text!r} is not an address to connect to; name the node's own host")
+    if reason := refusal(url.host) if url.host else "has no host":
+        raise ValueError(f"{text!r} {reason}")
     if path.endswith("/v1"):
         raise ValueError(f"{text!r}: leave out /v1, it is part of each route")
     return str(url.copy_with(path=path or "/")).rstrip("/")
-
-
-def _is_wildcard(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_unspecified
-    except ValueError:
-        return False
 
 
 def load_config(path: str | Path | None, *, nodes: Sequence[NodeConfig] = (), **options: Any) -> ProxyConfig:

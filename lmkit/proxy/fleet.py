@@ -69,6 +69,7 @@ class Fleet:
         self._state = load_state(self._path) if self._path is not None else FleetState()
         self._configured = {node.url for node in config.nodes}
         self._registry = registry
+        self._max_nodes = config.max_nodes
         self._lock = asyncio.Lock()
         for node in config.nodes:
             if node.url in self._state.removed:
@@ -91,6 +92,8 @@ class Fleet:
     async def add(self, registration: Registration) -> Node:
         """Add a node, or renew one. Raises RequestError if the change cannot be saved; then nothing has changed."""
         async with self._lock:
+            if self._registry.get(registration.url) is None and len(self._registry.nodes()) >= self._max_nodes:
+                raise RequestError("invalid_request", f"there are {self._max_nodes} nodes already: see max_nodes")
             added = tuple(r for r in self._state.added if r.url != registration.url)
             removed = tuple(url for url in self._state.removed if url != registration.url)
             await self._save(FleetState(added=(*added, registration), removed=removed))

@@ -7,9 +7,9 @@ body has been read whole, so it can be sent again.
 from __future__ import annotations
 
 import asyncio
+import functools
 import secrets
 import time
-from collections.abc import Collection
 from dataclasses import dataclass
 from random import Random
 
@@ -20,21 +20,16 @@ from lmkit.errors import RequestError
 from lmkit.log import get_logger
 from lmkit.proxy.config import ProxyConfig
 from lmkit.proxy.downstream import DownstreamResponse
+from lmkit.proxy.headers import to_client, to_node
 from lmkit.proxy.metrics import Metrics
 from lmkit.proxy.policies import POLICIES
 from lmkit.proxy.registry import Node, Registry
+from lmkit.proxy.tenants import named
 from lmkit.web.receive import client_disconnected, until_disconnect
 
 log = get_logger(__name__)
 
-# RFC 9110, 7.6.1: these headers concern one connection, not the message.
-_HOP_BY_HOP = {b"connection", b"keep-alive", b"proxy-connection", b"proxy-authenticate", b"proxy-authorization", b"te",
-               b"trailer", b"transfer-encoding", b"upgrade"}  # fmt: skip
-# The client's credentials are for the proxy alone. The others are set anew for the node; otherwise a client could forge
-# headers that a node behind a proxy trusts.
-_NOT_SENT_ON = {b"authorization", b"x-api-key", b"cookie", b"host", b"content-length", b"expect", b"accept-encoding",
-                b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b"x-forwarded-proto", b"x-forwarded-port",
-                b"x-real-ip"}  # fmt: skip
+BROKEN = frozenset({500, 502, 504})  # statuses that count against a node; 503 only says that it is busy
 # A request that reached a node and got no response may have broken the node. It is tried once more, not on every node.
 MAX_RESENDS = 1
 
@@ -48,6 +43,8 @@ class Call:
     headers: list[tuple[bytes, bytes]]
     body: bytes
     model: str
+    key: str = ""  # the client's; "" if clients have none
+    client: str = ""  # the one that another proxy names
 
 
 class Forwarder:
@@ -99,24 +96,33 @@ class Forwarder:
                 tried[-2].failovers += 1
             with self._registry.using(node):
                 try:
-                    if await self._attempt(node, call, client, tried):
+                    if await self._attempt(node, call, client, tried, movable=resends < MAX_RESENDS):
                         return
+                except TimeoutError:  # of `_first_byte`
+                    log.warning("node %s is down: a request that waited for its first byte goes to another", node.url)
+                    resends += 1
+                    self._record(node, good=False)
                 except (httpx.ConnectError, httpx.ConnectTimeout) as failure:
                     if self._registry.failed(node, f"connections fail ({type(failure).__name__})"):
                         log.warning("node %s is down: connections fail", node.url)
+                    self._record(node, good=False)
                 except httpx.TimeoutException:
+                    self._record(node, good=False)
                     raise RequestError("upstream_timeout", "the node did not answer in time") from None
                 except httpx.LocalProtocolError:
                     raise RequestError("invalid_request", "a header of the request cannot be sent on") from None
-                except httpx.TransportError as failure:  # not counted against the node: a client may cause it at will
-                    log.warning("node %s gave no answer to a request: %s", node.url, type(failure).__name__)
+                except httpx.TransportError as failure:  # no failed check: a client may cause it at will
+                    log.warning("node %s gave no usable answer to a request: %s", node.url, _reason(failure))
                     resends += 1
+                    self._record(node, good=False)
             error = RequestError("bad_gateway", "no node answered the request")
             if resends > MAX_RESENDS:
                 break
         raise error
 
-    async def _attempt(self, node: Node, call: Call, client: DownstreamResponse, tried: Collection[Node]) -> bool:
+    async def _attempt(
+        self, node: Node, call: Call, client: DownstreamResponse, tried: list[Node], *, movable: bool
+    ) -> bool:
         """Send the call to one node and pass its response on.
 
         False: the node refuses work now, and another may take it.
@@ -124,22 +130,42 @@ class Forwarder:
         Raises httpx.TransportError only as long as nothing has been sent to the client.
         """
         start = time.perf_counter()
-        response = await self._client.send(self._request(node, call), stream=True)
+        response = await self._first_byte(node, call, tried, movable=movable)
         try:
             seconds = time.perf_counter() - start
             self._registry.answered(node, call.model, response.status_code, seconds)
             self._metrics.first_byte.observe(seconds)
             if response.status_code == 503 and self._registry.candidates(call.model, tried):
                 return False
-            if not 200 <= response.status_code <= 599:
-                raise RequestError("bad_gateway", "the node answered with a status that does not exist")
-            await self._pass_on(node, response, client)
+            check_answer(response)
+            whole = await self._pass_on(node, response, client)
+            self._record(node, good=whole and response.status_code not in BROKEN)
         finally:
             await response.aclose()
         return True
 
-    async def _pass_on(self, node: Node, response: httpx.Response, client: DownstreamResponse) -> None:
-        headers = _end_to_end(response.headers.raw)
+    async def _first_byte(self, node: Node, call: Call, tried: list[Node], *, movable: bool) -> httpx.Response:
+        """The head of the node's answer.
+
+        Raises TimeoutError if the node goes down before it, another could answer, and the call is `movable`.
+        """
+        request = self._request(node, call)
+        async with asyncio.timeout(None) as limit:
+            abandon = functools.partial(limit.reschedule, 0)  # a time that has passed
+            if movable:
+                node.waiting[abandon] = (call.model, tried)
+            try:
+                return await self._client.send(request, stream=True)
+            finally:
+                node.waiting.pop(abandon, None)
+
+    def _record(self, node: Node, *, good: bool) -> None:
+        if node.breaker.record(good=good):
+            log.warning("node %s: requests fail one after the other, so it gets none for a while", node.url)
+
+    async def _pass_on(self, node: Node, response: httpx.Response, client: DownstreamResponse) -> bool:
+        """Send the answer to the client. False: the node broke off."""
+        headers = to_client(response.headers.raw)
         kinds = dict(headers)
         kind = kinds.get(b"content-type", b"").partition(b";")[0].strip().lower()
         events = kind == b"text/event-stream" and b"content-encoding" not in kinds
@@ -157,15 +183,17 @@ class Forwarder:
             else:
                 error = RequestError("bad_gateway", "the node broke off in the middle of its answer")
             await client.fail(error)
-        else:
-            await client.end()
+            return False
+        await client.end()
+        return True
 
     def _request(self, node: Node, call: Call) -> httpx.Request:
         base = httpx.URL(node.url)
         target = base.raw_path.rstrip(b"/") + call.path.encode()
         if call.query:
             target += b"?" + call.query
-        headers = [(name, value) for name, value in _end_to_end(call.headers) if name not in _NOT_SENT_ON]
+        added, body = named(node.config, call.key, call.client, call.body)
+        headers = [*to_node(call.headers), *added]
         headers += [
             (b"accept-encoding", b"identity"),  # an error event cannot be added to a compressed stream
             (b"via", b"1.1 " + self._own_via),
@@ -174,13 +202,25 @@ class Forwarder:
             headers.append((b"authorization", b"Bearer " + node.config.api_key.encode()))
         url = base.copy_with(raw_path=target)
         extensions = {"timeout": self._timeout.as_dict()}
-        return httpx.Request("POST", url, headers=headers, content=call.body, extensions=extensions)
+        return httpx.Request("POST", url, headers=headers, content=body, extensions=extensions)
 
 
-def _end_to_end(headers: Collection[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """`headers` with names in lower case, and without those that concern one connection only."""
-    dropped = set(_HOP_BY_HOP)
-    for name, value in headers:
-        if name.lower() == b"connection":
-            dropped.update(token.strip().lower() for token in value.split(b","))
-    return [(name.lower(), value) for name, value in headers if name.lower() not in dropped]
+def check_answer(response: httpx.Response) -> None:
+    """Raise RemoteProtocolError for an answer that cannot be passed on.
+
+    A length beside chunks says two things about where the body ends (RFC 9112, 6.3). A redirection would lead the
+    client past the proxy. 401 and 407 mean the proxy's own key, not the client's.
+    """
+    status, headers = response.status_code, response.headers
+    if "content-length" in headers and "transfer-encoding" in headers:
+        raise httpx.RemoteProtocolError("content-length beside transfer-encoding")
+    if not 200 <= status <= 599 or 300 <= status <= 399:
+        raise httpx.RemoteProtocolError(f"status {status}")
+    if status in (401, 407):
+        raise httpx.RemoteProtocolError(f"status {status}: check the node's api_key")
+
+
+def _reason(failure: httpx.TransportError) -> str:
+    """The name of the error. Its text may quote the client or the node, unless the text is ours."""
+    ours = isinstance(failure, httpx.RemoteProtocolError) and failure.__cause__ is None
+    return f"{type(failure).__name__} ({failure})" if ours else type(failure).__name__

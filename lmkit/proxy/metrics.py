@@ -8,10 +8,12 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from lmkit.proxy.breaker import State
 from lmkit.proxy.registry import Registry
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_BREAKER: tuple[State, ...] = ("closed", "half-open", "open")
 
 
 class Metrics:
@@ -51,11 +53,17 @@ class _Nodes(Collector):
             "lmkit_proxy_failovers", "Requests that went on from a node to another", labels=["node"]
         )
         breaks = CounterMetricFamily("lmkit_proxy_breaks", "Responses of a node that broke off", labels=["node"])
+        breaker = GaugeMetricFamily(
+            "lmkit_proxy_breaker", "A node's breaker: 0 closed, 1 half-open, 2 open", labels=["node"]
+        )
+        opened = CounterMetricFamily("lmkit_proxy_breaker_opened", "How often a breaker opened", labels=["node"])
         for node in self._registry.nodes():
             up.add_metric([node.url], node.healthy)
             busy.add_metric([node.url], node.in_flight)
             failovers.add_metric([node.url], node.failovers)
             breaks.add_metric([node.url], node.breaks)
+            breaker.add_metric([node.url], _BREAKER.index(node.breaker.state))
+            opened.add_metric([node.url], node.breaker.opened)
             for (model, status), count in node.answers.items():
                 answers.add_metric([node.url, model, str(status)], count)
-        return (up, busy, answers, failovers, breaks)
+        return (up, busy, answers, failovers, breaks, breaker, opened)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lmkit.errors import RequestError
+from lmkit.proxy.breaker import Breaker
 from lmkit.proxy.config import NodeConfig, ProxyConfig, Registration
 
 ModelEntries = dict[str, dict[str, Any]]  # model id -> its object in a /v1/models list
@@ -22,6 +23,7 @@ class Node:
 
     config: NodeConfig
     origin: str  # "config" or "added"
+    breaker: Breaker
     lease_until: float | None = None
     models: ModelEntries | None = None  # None = not known yet
     healthy: bool = False
@@ -35,6 +37,8 @@ class Node:
     answers: Counter[tuple[str, int]] = field(default_factory=Counter)  # (model, status) -> requests
     failovers: int = 0  # requests that went on to another node
     breaks: int = 0  # responses that broke off in the middle
+    # Requests without a first byte: a function that gives each up -> its model and the nodes that it has tried.
+    waiting: dict[Callable[[], None], tuple[str, list[Node]]] = field(default_factory=dict)
 
     @property
     def url(self) -> str:
@@ -45,6 +49,7 @@ class Registry:
     """All nodes by URL."""
 
     def __init__(self, config: ProxyConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self._config = config
         self._unhealthy_after = config.unhealthy_after
         self._healthy_after = config.healthy_after
         self.clock = clock
@@ -62,7 +67,10 @@ class Registry:
 
         A known node keeps its health and its in-flight requests.
         """
-        node = self._nodes.setdefault(config.url, Node(config, origin))
+        node = self._nodes.get(config.url)
+        if node is None:
+            breaker = Breaker(self._config.breaker_failures, self._config.breaker_seconds, lambda: self.clock())
+            node = self._nodes[config.url] = Node(config, origin, breaker)
         relisted = config.models is None and node.config.models is not None
         node.config, node.origin = config, origin
         lease = config.lease_seconds if isinstance(config, Registration) else None
@@ -104,11 +112,19 @@ class Registry:
         went_down = node.healthy and node.failures >= self._unhealthy_after
         if went_down or not node.healthy:
             node.healthy, node.reason = False, reason
+        if went_down:
+            for give_up, (model, tried) in list(node.waiting.items()):
+                if self.candidates(model, tried):
+                    give_up()
         return went_down
 
     def candidates(self, model: str, exclude: Collection[Node] = ()) -> list[Node]:
-        """The healthy nodes that serve `model`."""
-        return [n for n in self.nodes() if n.healthy and model in (n.models or ()) and n not in exclude]
+        """The healthy nodes that serve `model`. Open breakers count only if they are not those of all of them.
+
+        Otherwise a client whose requests break nodes could shut all of them for everyone.
+        """
+        able = [n for n in self.nodes() if n.healthy and model in (n.models or ()) and n not in exclude]
+        return [n for n in able if n.breaker.admits] or able
 
     def absence(self, model: str) -> RequestError:
         """The error that says why no node can serve `model`."""
@@ -135,9 +151,11 @@ class Registry:
         self._picks += 1
         node.last_pick = self._picks
         node.in_flight += 1
+        node.breaker.begin()
         try:
             yield
         finally:
+            node.breaker.end()
             node.in_flight -= 1
 
     def answered(self, node: Node, model: str, status: int, seconds: float) -> None:
@@ -159,6 +177,8 @@ class Registry:
                 "requests": sum(node.answers.values()),
                 "failovers": node.failovers,
                 "breaks": node.breaks,
+                "breaker": node.breaker.state,
+                "breaker_opened": node.breaker.opened,
                 "latency_seconds": node.latency,
                 "weight": node.config.weight,
                 "lease_seconds_left": None if node.lease_until is None else max(0.0, node.lease_until - now),

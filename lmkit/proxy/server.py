@@ -31,7 +31,7 @@ async def run(config: ProxyConfig, on_ready: Callable[[str], None]) -> None:
     with contextlib.closing(bind(config.host, config.port)) as listener:
         listen(listener)
         host = listener.getsockname()[0]
-        async with Proxy(config, loopback=is_loopback(host)) as proxy:
+        async with Proxy(config) as proxy:
             if not is_loopback(host) and not config.api_keys:
                 log.warning("anyone who reaches %s may send requests: there are no api_keys", host)
             server = http_server(config, proxy, lambda: on_ready(url(listener, tls=bool(tls))), tls)

@@ -37,6 +37,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     name: str  # the model's; empty for a proxy
     url: str | None = None  # None while the model loads
     drain_seconds: float
+    admin_key: str | None = None  # of a proxy that was given none
 
     @property
     def port(self) -> int | None:
@@ -54,7 +55,9 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 @contextlib.contextmanager
-def registered(kind: Kind, name: str, drain_seconds: float) -> Iterator[Callable[[str], None]]:
+def registered(
+    kind: Kind, name: str, drain_seconds: float, admin_key: str | None = None
+) -> Iterator[Callable[[str], None]]:
     """Keep a file for this process, readable by its user alone. The function that it gives tells the server's URL.
 
     A folder that cannot be written is a warning: the server runs, and others do not find it.
@@ -68,6 +71,7 @@ def registered(kind: Kind, name: str, drain_seconds: float) -> Iterator[Callable
         host=socket.gethostname(),
         name=name,
         drain_seconds=drain_seconds,
+        admin_key=admin_key,
     )
 
     def write(entry: Entry) -> None:

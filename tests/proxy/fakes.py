@@ -173,22 +173,20 @@ async def nodes(*fakes: FakeNode) -> AsyncIterator[tuple[FakeNode, ...]]:
 
 
 @contextlib.asynccontextmanager
-async def proxy_for(*fakes: FakeNode, loopback: bool = True, **options: Any) -> AsyncIterator[tuple[Proxy, str]]:
+async def proxy_for(*fakes: FakeNode, **options: Any) -> AsyncIterator[tuple[Proxy, str]]:
     """(a running proxy that has checked its nodes once, its URL)."""
-    async with server_for(*fakes, loopback=loopback, **options) as (_, proxy, url):
+    async with server_for(*fakes, **options) as (_, proxy, url):
         yield proxy, url
 
 
 @contextlib.asynccontextmanager
-async def server_for(
-    *fakes: FakeNode, loopback: bool = True, **options: Any
-) -> AsyncIterator[tuple[HttpServer, Proxy, str]]:
+async def server_for(*fakes: FakeNode, **options: Any) -> AsyncIterator[tuple[HttpServer, Proxy, str]]:
     options.setdefault("health_interval", 3600.0)
     options.setdefault("drain_seconds", 0.0)
     config = ProxyConfig(nodes=tuple(NodeConfig(url=fake.url) for fake in fakes), **options)
     listener = bind("127.0.0.1", 0)
     listen(listener)
-    async with Proxy(config, loopback=loopback) as proxy:
+    async with Proxy(config) as proxy:
         await asyncio.wait_for(proxy.checked.wait(), 5)
         server = http_server(config, proxy, lambda: None)
         server.config.load()

@@ -9,16 +9,16 @@ import pytest
 
 from lmkit.errors import RequestError
 from lmkit.proxy.app import Proxy, resolve
-from lmkit.proxy.auth import Keys, Role, authorize, is_loopback
+from lmkit.proxy.auth import Access, Keys, authorize, is_loopback
 from lmkit.proxy.config import ProxyConfig
 from tests.proxy.fakes import FakeNode, nodes, proxy_for
 
 USER, ADMIN = "user-key", "admin-key"
-BOTH = Keys.of([USER, "other"], [ADMIN], loopback=True)
+BOTH = Keys.of([USER, "other"], [ADMIN])
 LOCAL = [(b"host", b"127.0.0.1:8080")]
 
 
-def outcome(keys: Keys, role: Role, *headers: tuple[bytes, bytes]) -> str | None:
+def outcome(keys: Keys, role: Access, *headers: tuple[bytes, bytes]) -> str | None:
     try:
         authorize(keys, role, [*LOCAL, *headers])
     except RequestError as error:
@@ -33,65 +33,50 @@ def bearer(key: str) -> tuple[bytes, bytes]:
 @pytest.mark.parametrize(
     ("role", "headers", "expected"),
     [
-        (Role.OPEN, [], None),
-        (Role.USER, [], "invalid_api_key"),
-        (Role.USER, [bearer(USER)], None),
-        (Role.USER, [bearer("other")], None),
-        (Role.USER, [bearer(ADMIN)], None),
-        (Role.USER, [(b"x-api-key", USER.encode())], None),
-        (Role.USER, [(b"authorization", b"bearer   " + USER.encode() + b" ")], None),
-        (Role.USER, [bearer(USER.upper())], "invalid_api_key"),
-        (Role.USER, [bearer(USER[:-1])], "invalid_api_key"),
-        (Role.USER, [bearer("u")], "invalid_api_key"),  # a key is not a list of letters
-        (Role.USER, [bearer("")], "invalid_api_key"),
-        (Role.USER, [(b"authorization", USER.encode())], "invalid_api_key"),
-        (Role.USER, [(b"authorization", b"Basic " + USER.encode())], "invalid_api_key"),
-        (Role.USER, [bearer("wrong"), bearer(USER)], "invalid_api_key"),
-        (Role.USER, [(b"x-api-key", b"wrong"), bearer(USER)], "invalid_api_key"),
-        (Role.USER, [(b"x-api-key", USER.encode()), bearer(USER)], None),
-        (Role.USER, [bearer("\xff")], "invalid_api_key"),
-        (Role.ADMIN, [], "invalid_api_key"),
-        (Role.ADMIN, [bearer(USER)], "permission_denied"),
-        (Role.ADMIN, [bearer(ADMIN)], None),
-        (Role.ADMIN, [bearer("wrong")], "invalid_api_key"),
+        (Access.OPEN, [], None),
+        (Access.USER, [], "invalid_api_key"),
+        (Access.USER, [bearer(USER)], None),
+        (Access.USER, [bearer("other")], None),
+        (Access.USER, [bearer(ADMIN)], None),
+        (Access.USER, [(b"x-api-key", USER.encode())], None),
+        (Access.USER, [(b"authorization", b"bearer   " + USER.encode() + b" ")], None),
+        (Access.USER, [bearer(USER.upper())], "invalid_api_key"),
+        (Access.USER, [bearer(USER[:-1])], "invalid_api_key"),
+        (Access.USER, [bearer("u")], "invalid_api_key"),  # a key is not a list of letters
+        (Access.USER, [bearer("")], "invalid_api_key"),
+        (Access.USER, [(b"authorization", USER.encode())], "invalid_api_key"),
+        (Access.USER, [(b"authorization", b"Basic " + USER.encode())], "invalid_api_key"),
+        (Access.USER, [bearer("wrong"), bearer(USER)], "invalid_api_key"),
+        (Access.USER, [(b"x-api-key", b"wrong"), bearer(USER)], "invalid_api_key"),
+        (Access.USER, [(b"x-api-key", USER.encode()), bearer(USER)], None),
+        (Access.USER, [bearer("\xff")], "invalid_api_key"),
+        (Access.ADMIN, [], "invalid_api_key"),
+        (Access.ADMIN, [bearer(USER)], "permission_denied"),
+        (Access.ADMIN, [bearer(ADMIN)], None),
+        (Access.ADMIN, [bearer("wrong")], "invalid_api_key"),
     ],
 )
-def test_with_keys(role: Role, headers: list[tuple[bytes, bytes]], expected: str | None) -> None:
+def test_with_keys(role: Access, headers: list[tuple[bytes, bytes]], expected: str | None) -> None:
     assert outcome(BOTH, role, *headers) == expected
 
 
-def test_admin_without_admin_keys() -> None:
-    """Only where nobody else can reach it and no key says that somebody should not."""
-    open_loopback = Keys.of([], [], loopback=True)
-    assert outcome(open_loopback, Role.ADMIN) is None
-    assert outcome(Keys.of([], [], loopback=False), Role.ADMIN) == "permission_denied"
-    assert outcome(Keys.of([USER], [], loopback=True), Role.ADMIN, bearer(USER)) == "permission_denied"
-    assert outcome(Keys.of([], [ADMIN], loopback=True), Role.ADMIN) == "invalid_api_key"
-    assert outcome(Keys.of([], [ADMIN], loopback=False), Role.USER) is None
+def test_t7_without_an_admin_key_nobody_manages_nodes() -> None:
+    for lines in ([], [USER], ["p role=proxy"]):
+        assert outcome(Keys.of(lines, []), Access.ADMIN) == "permission_denied"
+        assert outcome(Keys.of(lines, []), Access.ADMIN, bearer(USER)) == "permission_denied"
+    assert outcome(Keys.of([], [ADMIN]), Access.ADMIN) == "invalid_api_key"
+    assert outcome(Keys.of([], [ADMIN]), Access.USER) is None
 
 
-@pytest.mark.parametrize("header", [b"origin", b"forwarded", b"x-forwarded-for", b"x-real-ip"])
-def test_open_admin_is_not_for_web_pages_or_relays(header: bytes) -> None:
-    assert outcome(Keys.of([], [], loopback=True), Role.ADMIN, (header, b"http://127.0.0.1")) == "permission_denied"
-
-
-@pytest.mark.parametrize(
-    ("hosts", "allowed"),
-    [([b"localhost"], True), ([b"[::1]:80"], True), ([b"127.0.0.1"], True), ([b"127.8.8.8:1"], True),
-     ([b"evil.example"], False),
-     ([b"127.0.0.1.evil.example"], False), ([b"localhost.evil.example:8080"], False), ([b"[::1].evil"], True),
-     ([], False), ([b""], False),
-     ([b"127.0.0.1", b"evil"], False), ([b"10.0.0.1"], False)],
-)  # fmt: skip
-def test_open_admin_needs_a_local_host_header(hosts: list[bytes], allowed: bool) -> None:
-    """A page at evil.example whose name now resolves to 127.0.0.1 sends its own name (DNS rebinding)."""
-    keys = Keys.of([], [], loopback=True)
-    headers = [(b"host", host) for host in hosts]
-    if allowed:
-        authorize(keys, Role.ADMIN, headers)
-    else:
-        with pytest.raises(RequestError):
-            authorize(keys, Role.ADMIN, headers)
+def test_t7_roles_stand_beside_keys() -> None:
+    keys = Keys.of([USER, "boss role=admin", "outer role=proxy"], [])
+    assert outcome(keys, Access.ADMIN, bearer("boss")) is None
+    for key in (USER, "outer"):
+        assert outcome(keys, Access.USER, bearer(key)) is None
+        assert outcome(keys, Access.ADMIN, bearer(key)) == "permission_denied"
+    with pytest.raises(ValueError, match="entry 2") as error:
+        ProxyConfig(api_keys=(USER, "secret role=root"))
+    assert "secret" not in str(error.value)
 
 
 def test_is_loopback() -> None:
@@ -101,17 +86,18 @@ def test_is_loopback() -> None:
 
 def test_routes_are_exact() -> None:
     roles = {
-        ("GET", "/health"): Role.OPEN, ("HEAD", "/health"): Role.OPEN,
-        ("GET", "/health/"): Role.USER, ("GET", "/Health"): Role.USER, ("GET", "//health"): Role.USER,
-        ("GET", "/healthz"): Role.USER,
-        ("GET", "/v1/../health"): Role.USER, ("GET", "/metrics"): Role.USER, ("GET", "/v1/models"): Role.USER,
-        ("POST", "/v1/chat/completions"): Role.USER, ("OPTIONS", "/v1/chat/completions"): Role.USER,
-        ("GET", "/"): Role.USER,
-        ("GET", "/admin/nodes"): Role.ADMIN, ("HEAD", "/admin/nodes"): Role.ADMIN, ("PUT", "/admin/nodes"): Role.ADMIN,
-        ("OPTIONS", "/admin/nodes"): Role.ADMIN, ("GET", "/docs"): Role.USER, ("GET", ""): Role.USER,
+        ("GET", "/health"): Access.OPEN, ("HEAD", "/health"): Access.OPEN,
+        ("GET", "/health/"): Access.USER, ("GET", "/Health"): Access.USER, ("GET", "//health"): Access.USER,
+        ("GET", "/healthz"): Access.USER,
+        ("GET", "/v1/../health"): Access.USER, ("GET", "/metrics"): Access.USER, ("GET", "/v1/models"): Access.USER,
+        ("POST", "/v1/chat/completions"): Access.USER, ("OPTIONS", "/v1/chat/completions"): Access.USER,
+        ("GET", "/"): Access.USER,
+        ("GET", "/admin/nodes"): Access.ADMIN, ("HEAD", "/admin/nodes"): Access.ADMIN,
+        ("PUT", "/admin/nodes"): Access.ADMIN,
+        ("OPTIONS", "/admin/nodes"): Access.ADMIN, ("GET", "/docs"): Access.USER, ("GET", ""): Access.USER,
     }  # fmt: skip
     for (method, path), role in roles.items():
-        assert resolve(method, path).role is role, (method, path)
+        assert resolve(method, path).access is role, (method, path)
 
 
 async def call(proxy: Proxy, method: str, path: str, headers: list[tuple[bytes, bytes]], **scope: Any) -> int:
@@ -132,7 +118,7 @@ async def call(proxy: Proxy, method: str, path: str, headers: list[tuple[bytes, 
 @pytest.mark.anyio
 @pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS", "POST", "PUT", "DELETE", "TRACE", "BREW"])
 async def test_everything_but_health_needs_a_key(method: str) -> None:
-    proxy = Proxy(ProxyConfig(api_keys=(USER,), admin_keys=(ADMIN,)), loopback=True)
+    proxy = Proxy(ProxyConfig(api_keys=(USER,), admin_keys=(ADMIN,)))
     paths = ["/", "/v1/models", "/v1/models/m", "/v1/chat/completions", "/admin/nodes", "/metrics", "/openapi.json",
     "/v1/../health",
              "//v1/models", "/health/", "/HEALTH", "/v1%2fmodels", "/health/../v1/models", "/docs"]  # fmt: skip
@@ -147,7 +133,7 @@ async def test_everything_but_health_needs_a_key(method: str) -> None:
 
 @pytest.mark.anyio
 async def test_unknown_routes_and_methods_for_a_known_client() -> None:
-    proxy = Proxy(ProxyConfig(api_keys=(USER,), admin_keys=(ADMIN,)), loopback=True)
+    proxy = Proxy(ProxyConfig(api_keys=(USER,), admin_keys=(ADMIN,)))
     headers = [*LOCAL, bearer(USER)]
     assert await call(proxy, "GET", "/nope", headers) == 404
     assert await call(proxy, "GET", "/v1/chat/completions", headers) == 405
@@ -165,7 +151,7 @@ async def test_websockets_are_closed() -> None:
     async def send(message: Any) -> None:
         sent.append(message)
 
-    await Proxy(ProxyConfig(), loopback=True)({"type": "websocket", "path": "/health"}, send, send)  # type: ignore[arg-type]
+    await Proxy(ProxyConfig())({"type": "websocket", "path": "/health"}, send, send)  # type: ignore[arg-type]
     assert sent == [{"type": "websocket.close", "code": 1008}]
 
 

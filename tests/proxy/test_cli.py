@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from lmkit.cli.proxy import app
 from lmkit.errors import LMKitError
+from lmkit.web.running import running as running_processes
 from tests.proxy.fakes import Exchange, FakeNode, eventually, nodes
 
 pytestmark = pytest.mark.anyio
@@ -76,7 +77,9 @@ async def test_nodes_are_managed_and_survive_kill_9(tmp_path: Path) -> None:
     async with nodes(FakeNode("a"), FakeNode("b", models=("n",))) as (a, b):
         async with running("--node", a.url, "--state-file", state) as (process, url):
             async with httpx.AsyncClient(base_url=url, verify=False, trust_env=False) as http:
-                assert (await http.post("/v1/x", json={"model": "m"})).status_code == 200  # ready means usable
+                assert (
+                    await http.post("/v1/completions", json={"model": "m"})
+                ).status_code == 200  # ready means usable
             code, out, _ = await lmkit_proxy("add", b.url, "--proxy", url)
             assert (code, out) == (0, f"added {b.url}, n\n")
             code, out, _ = await lmkit_proxy("remove", a.url, "--proxy", url)
@@ -111,6 +114,30 @@ async def test_keys_from_the_configuration(tmp_path: Path, monkeypatch: pytest.M
         assert json.loads(out)["data"][0]["models"] == ["x"]
 
 
+async def test_t7_nodes_are_managed_with_a_key_that_only_this_user_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No header tells a local program from a page or a relay on this machine, so an address proves nothing."""
+    monkeypatch.setenv("LMKIT_STATE_DIR", str(tmp_path))
+    monkeypatch.delenv("LMKIT_API_KEY", raising=False)
+    async with running() as (_, url), httpx.AsyncClient(base_url=url, verify=False, trust_env=False) as http:
+        body = {"url": "http://127.0.0.1:9", "models": ["x"]}
+        assert (await http.post("/admin/nodes", json=body)).status_code == 401
+        assert (await http.get("/admin/nodes", headers={"authorization": "Bearer x"})).status_code == 401
+        code, _, _ = await lmkit_proxy("add", body["url"], "--model", "x", "--proxy", url)
+        assert code == 0
+        (file,) = (tmp_path / "run").glob("*.json")
+        assert file.stat().st_mode & 0o077 == 0
+        (entry,) = running_processes()
+        assert entry.admin_key is not None
+        assert len(entry.admin_key) > 40
+        code, _, err = await lmkit_proxy("status", "--proxy", url.replace("127.0.0.1", "127.0.0.1.example.invalid"))
+        assert (code, "no proxy answers" in err) == (2, True)  # the key goes to this machine only
+        monkeypatch.setenv("LMKIT_STATE_DIR", str(tmp_path / "of another user"))
+        code, _, err = await lmkit_proxy("status", "--proxy", url)
+        assert (code, "API key" in err) == (2, True)
+
+
 async def test_sigterm_lets_requests_finish_and_exits_0() -> None:
     release = asyncio.Event()
 
@@ -123,7 +150,7 @@ async def test_sigterm_lets_requests_finish_and_exits_0() -> None:
 
     async with nodes(FakeNode(script=script)) as (node,), running("--node", node.url) as (process, url):
         async with httpx.AsyncClient(base_url=url, verify=False, trust_env=False, timeout=10) as http:
-            request = asyncio.create_task(http.post("/v1/x", json={"model": "m"}))
+            request = asyncio.create_task(http.post("/v1/completions", json={"model": "m"}))
             await eventually(lambda: len(node.requests) == 1)
             process.send_signal(signal.SIGTERM)
 
@@ -158,7 +185,7 @@ async def test_drain_ends_after_its_time(tmp_path: Path) -> None:
         config.write_text(json.dumps({"drain_seconds": 0.2, "nodes": [{"url": node.url}]}))
         async with running("--config", str(config)) as (process, url):
             async with httpx.AsyncClient(base_url=url, verify=False, trust_env=False, timeout=10) as http:
-                request = asyncio.create_task(http.post("/v1/x", json={"model": "m"}))
+                request = asyncio.create_task(http.post("/v1/completions", json={"model": "m"}))
                 await eventually(lambda: len(node.requests) == 1)
                 await asyncio.sleep(0.1)
                 process.send_signal(signal.SIGTERM)

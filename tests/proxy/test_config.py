@@ -5,7 +5,7 @@ import pytest
 
 from lmkit.config import parse
 from lmkit.errors import ConfigError
-from lmkit.proxy.config import NodeConfig, ProxyConfig, load_config, node_url
+from lmkit.proxy.config import NodeConfig, ProxyConfig, Registration, load_config, node_url
 
 
 def write(tmp_path: Path, text: str, name: str = "proxy.yaml") -> Path:
@@ -37,7 +37,7 @@ def test_loads_yaml_and_json(tmp_path: Path) -> None:
         ("port: 70000\n", 1, "<= 65535"),
         ('port: "8000"\n', 1, "Expected `int`"),
         ("\napi_keys: secret\n", 2, "Expected `array`"),  # one string is not a list of its letters
-        ("api_keys: ['']\n", 1, "length >= 1"),
+        ("api_keys: ['']\n", 1, "entry 1"),
         ("policy: fastest\n", 1, "Invalid enum value"),
         ("nodes:\n- url: http://a:1\n- url: http://A:1/\n", 1, "given twice"),
         ("- a\n", 1, "Expected `object`"),
@@ -120,3 +120,33 @@ def test_configurations_are_immutable() -> None:
     with pytest.raises(AttributeError):
         ProxyConfig().port = 1  # type: ignore[misc]
     assert "url" in msgspec.structs.asdict(NodeConfig(url="http://a"))
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["169.254.169.254", "[::ffff:169.254.169.254]", "[64:ff9b::a9fe:a9fe]", "[fd00:ec2::254]", "100.100.100.200",
+     "metadata.google.internal", "METADATA.google.internal.", "0.0.0.0", "[::]", "224.0.0.1", "[ff02::1]", "2130706433",
+     "0x7f.1", "0177.0.0.1", "127.1", "0x7f000001", "0.1.2.3", "255.255.255.255"],
+)  # fmt: skip
+def test_t20_addresses_that_are_never_a_node(host: str) -> None:
+    for kind in (NodeConfig, Registration):
+        with pytest.raises(ValueError):  # noqa: PT011 - the reasons differ
+            kind(url=f"http://{host}:8000")
+
+
+@pytest.mark.parametrize("host", ["169.254.1.1", "[fe80::1]", "[::ffff:169.254.7.7]"])
+def test_t20_link_local_addresses_come_from_the_configuration_only(host: str) -> None:
+    assert NodeConfig(url=f"http://{host}:8000")
+    with pytest.raises(ValueError, match="link-local"):
+        Registration(url=f"http://{host}:8000")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "10.0.0.5", "192.168.1.2", "[fd00::5]", "[::1]", "gpu-3", "node4.lan"])
+def test_private_addresses_may_be_registered(host: str) -> None:
+    assert Registration(url=f"http://{host}:8000")
+
+
+def test_t20_the_number_of_nodes_is_bounded() -> None:
+    nodes = tuple(NodeConfig(url=f"http://n{i}") for i in range(3))
+    with pytest.raises(ValueError, match="max_nodes is 2"):
+        ProxyConfig(nodes=nodes, max_nodes=2)

@@ -183,6 +183,10 @@ async def test_break_in_another_body_is_not_a_clean_end(how: str) -> None:
     "reply",
     [
         b"HTTP/1.1 999 Odd\r\ncontent-length: 0\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\ntransfer-encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n",
+        b"HTTP/1.1 302 Found\r\nlocation: http://elsewhere/\r\ncontent-length: 0\r\n\r\n",
+        b"HTTP/1.1 304 Not Modified\r\n\r\n",
+        b"HTTP/1.1 401 Unauthorized\r\nwww-authenticate: Basic\r\ncontent-length: 0\r\n\r\n",
         b"SSH-2.0-OpenSSH\r\n",
         b"HTTP/1.1 200 OK\r\nbad header\r\n\r\n",
     ],
@@ -223,7 +227,9 @@ async def test_client_that_leaves_cancels_the_node_at_once(when: str) -> None:
         for turn in range(1, 4):
             node.left.clear()
             reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
-            writer.write(b"POST /v1/x HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(BODY), BODY))
+            writer.write(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(BODY), BODY)
+            )
             if when == "before the first byte":
                 await eventually(lambda: len(node.requests) == turn)  # noqa: B023
             else:
@@ -251,7 +257,7 @@ async def test_client_that_stops_reading_slows_the_node_down() -> None:
 
     async with nodes(FakeNode(script=script)) as (node,), proxy_for(node) as (proxy, url):
         _, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]), limit=1024)
-        writer.write(b"POST /v1/x HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(BODY), BODY))
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(BODY), BODY))
         last = -1
         while sent != last or not sent:  # until nothing moves any more
             last = sent
@@ -363,7 +369,7 @@ async def test_stop_breaks_running_answers_off() -> None:
 
     async with nodes(FakeNode(script=script)) as (node,), proxy_for(node) as (proxy, url), client(url) as http:
         stream = asyncio.create_task(http.post(CHAT, content=BODY))
-        whole = asyncio.create_task(http.post("/v1/x", content=BODY))
+        whole = asyncio.create_task(http.post("/v1/completions", content=BODY))
         await eventually(lambda: proxy.registry.nodes()[0].in_flight == 2)
         await asyncio.sleep(0.02)
         proxy.stop.set()
@@ -372,3 +378,100 @@ async def test_stop_breaks_running_answers_off() -> None:
         assert json.loads(last[6:])["error"]["code"] == "shutting_down"
         assert ((await whole).status_code, (await whole).json()["error"]["code"]) == (503, "shutting_down")
         assert proxy.registry.nodes()[0].in_flight == 0
+
+
+@pytest.mark.parametrize("other", [True, False])
+async def test_t19_a_request_without_a_first_byte_leaves_a_node_that_goes_down(other: bool) -> None:
+    """Only if another node could answer: a busy node may miss a check and still answer."""
+    release = asyncio.Event()
+
+    async def silent(exchange: Exchange) -> None:
+        await release.wait()
+        await exchange.reply(200, {"node": "late"})
+
+    fakes = (FakeNode("a", script=silent), FakeNode("b"))[: 1 + other]
+    async with nodes(*fakes), proxy_for(fakes[0], unhealthy_after=1) as (proxy, url), client(url) as http:
+        request = asyncio.create_task(http.post(CHAT, content=BODY))
+        await eventually(lambda: len(fakes[0].requests) == 1)
+        for fake in fakes[1:]:
+            proxy.registry.succeeded(proxy.registry.add(NodeConfig(url=fake.url, models=("m",)), "config"))
+        node = proxy.registry.nodes()[0]
+        assert proxy.registry.failed(node, "no answer to a check")
+        if other:
+            await eventually(lambda: not node.in_flight)
+        release.set()
+        assert (await request).json()["node"] == ("b" if other else "late")
+        assert (node.in_flight, node.waiting, node.failovers) == (0, {}, int(other))
+
+
+async def test_a_stream_that_has_begun_stays_with_its_node() -> None:
+    release = asyncio.Event()
+
+    async def script(exchange: Exchange) -> None:
+        await exchange.start_events()
+        await release.wait()
+        await exchange.chunk(b"data: 1\n\n")
+        await exchange.end()
+
+    async with (
+        nodes(FakeNode("a", script=script), FakeNode("b", script=script)) as (a, b),
+        proxy_for(a, b, unhealthy_after=1) as (proxy, url),
+        client(url) as http,
+        http.stream("POST", CHAT, content=BODY) as response,
+    ):
+        (busy,) = (node for node in proxy.registry.nodes() if node.in_flight)
+        assert proxy.registry.failed(busy, "no answer to a check")
+        release.set()
+        assert await response.aread() == b"data: 1\n\n"
+        assert len(a.requests) + len(b.requests) == 1
+
+
+async def test_breaker_keeps_requests_from_a_node_that_fails_them() -> None:
+    async def script(exchange: Exchange) -> None:
+        await exchange.reply(500, {"error": {}})
+
+    now = [0.0]
+    async with (
+        nodes(FakeNode("a", script=script), FakeNode("b")) as (a, b),
+        proxy_for(a, b, policy="round_robin", breaker_failures=3, breaker_seconds=10) as (proxy, url),
+        client(url) as http,
+    ):
+        proxy.registry.clock = lambda: now[0]
+
+        async def ask(times: int) -> tuple[int, int]:
+            before = len(a.requests), len(b.requests)
+            for _ in range(times):
+                await http.post(CHAT, content=BODY)
+            return len(a.requests) - before[0], len(b.requests) - before[1]
+
+        assert await ask(6) == (3, 3)
+        assert await ask(6) == (0, 6)
+        status, figures = proxy.registry.status()[0], proxy.metrics.render().decode()
+        assert (status["breaker"], status["breaker_opened"]) == ("open", 1)
+        assert f'lmkit_proxy_breaker{{node="{a.url}"}} 2.0' in figures
+        assert f'lmkit_proxy_breaker_opened_total{{node="{a.url}"}} 1.0' in figures
+        now[0] = 11.0
+        assert proxy.registry.status()[0]["breaker"] == "half-open"
+        assert await ask(4) == (1, 3)  # one trial, which fails
+        now[0] = 22.0
+        a.script = FakeNode().script
+        assert await ask(4) == (2, 2)
+        assert proxy.registry.status()[0]["breaker"] == "closed"
+
+
+async def test_breakers_never_shut_every_node() -> None:
+    """A client could send requests that break nodes, and so shut them for everyone."""
+
+    async def script(exchange: Exchange) -> None:
+        await exchange.reply(500, {"error": {}})
+
+    async with (
+        nodes(FakeNode("a", script=script), FakeNode("b", script=script)) as fakes,
+        proxy_for(*fakes, breaker_failures=1) as (proxy, url),
+        client(url) as http,
+    ):
+        for _ in range(4):
+            assert (await http.post(CHAT, content=BODY)).status_code == 500
+        assert {node.breaker.state for node in proxy.registry.nodes()} == {"open"}
+        fakes[0].script = fakes[1].script = FakeNode().script
+        assert (await http.post(CHAT, content=BODY)).status_code == 200

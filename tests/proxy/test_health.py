@@ -48,14 +48,14 @@ async def test_node_that_restarts_is_used_again_without_help() -> None:
     async with nodes(FakeNode()) as (fake,), proxy_for(fake, health_interval=0.02, unhealthy_after=1) as (proxy, url):
         (node,) = proxy.registry.nodes()
         async with httpx.AsyncClient(base_url=url, verify=False, trust_env=False) as http:
-            await http.post("/v1/x", json={"model": "m"})
+            await http.post("/v1/completions", json={"model": "m"})
             await fake.stop()
             await eventually(lambda: not node.healthy)
-            assert (await http.post("/v1/x", json={"model": "m"})).status_code == 503
+            assert (await http.post("/v1/completions", json={"model": "m"})).status_code == 503
             fake.models = ("m", "new")
             await fake.start()
             await eventually(lambda: node.healthy)
-            assert (await http.post("/v1/x", json={"model": "new"})).status_code == 200
+            assert (await http.post("/v1/completions", json={"model": "new"})).status_code == 200
 
 
 async def test_node_that_starts_after_the_proxy() -> None:

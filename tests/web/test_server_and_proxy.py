@@ -52,7 +52,7 @@ async def both(**fields: Any) -> AsyncIterator[tuple[str, str]]:
         api_keys=(KEY,), max_body_bytes=MAX_BODY, body_memory=3 * MAX_BODY, drain_seconds=0, **fields
     )
     async with (
-        Proxy(proxy_config, loopback=True) as proxy,
+        Proxy(proxy_config) as proxy,
         running(lambda ready: serve_server(StubEngine(), TOKENIZER, server_config, ready)) as first,
         running(lambda ready: proxy_server(proxy_config, proxy, ready)) as second,
     ):
