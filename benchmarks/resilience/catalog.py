@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from benchmarks.resilience import budgets, engine_faults, fairness, front_end
+from benchmarks.resilience import budgets, connections, engine_faults, fairness, front_end, proxy, soak
 from benchmarks.resilience.case import Case
 
 GROUPS: dict[str, tuple[Case, ...]] = {
     "budgets": budgets.CASES,
+    "connections": connections.CASES,
     "engine_faults": engine_faults.CASES,
     "fairness": fairness.CASES,
     "front_end": front_end.CASES,
+    "proxy": proxy.CASES,
+    "soak": soak.CASES,
 }

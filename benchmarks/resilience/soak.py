@@ -57,6 +57,7 @@ class Node:
         self.command = Command("serve", "demo", "--port", self._port)
 
     def kill_engine(self) -> None:
+        """Also the process that renders chat templates."""
         for child in self.command.children():
             child.kill()
 
@@ -150,7 +151,7 @@ def all_healthy(proxy: str, nodes: list[Node]) -> bool:
 
 
 async def load(proxy: Command, nodes: list[Node], outcome: Outcome, *, quick: bool) -> None:
-    number, seconds, every = (32, 16.0, 4.0) if quick else (256, 600.0, KILL_EVERY)
+    number, seconds, every = (32, 9.0, 3.0) if quick else (256, 600.0, KILL_EVERY)
     answers = await asyncio.to_thread(undisturbed, proxy.url)
     end = time.monotonic() + seconds
     clients = [asyncio.create_task(client(proxy.url, answers, outcome, seed, end)) for seed in range(number)]

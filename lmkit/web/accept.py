@@ -1,8 +1,8 @@
 """Accepting connections: within the limit of open files, and fairly between addresses.
 
 A connection gets a parser only with its first byte; until then it costs a socket. If there is no room for one more, the
-oldest idle connection of the address that has most is closed. If none is idle, a few more are taken, which may only
-ask for /health, and then the others wait in the kernel's queue.
+oldest idle connection of the address that has most is closed; one whose request has not arrived whole counts as idle.
+If none is idle, a few more are taken, which may only ask for /health, and then the others wait in the kernel's queue.
 """
 
 from __future__ import annotations

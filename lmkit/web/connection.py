@@ -73,8 +73,8 @@ class Connection(H11Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """No request is under way."""
-        return self.cycle is None or self.cycle.response_complete
+        """No whole request is under way: the client has sent none, or has not sent all of its body."""
+        return self.cycle is None or self.cycle.response_complete or self.conn.their_state is h11.SEND_BODY
 
     @property
     def is_ending(self) -> bool:
