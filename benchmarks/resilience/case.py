@@ -19,9 +19,8 @@ class Case(NamedTuple):
 
     name: str  # "silent connections: worst /health"
     unit: str
-    limit: float
+    limit: float  # of the figure; more is a miss
     measure: Callable[[Setting], float]
-    at_least: bool = False  # the figure must be `limit` or more; else `limit` or less
 
     def row(self, value: float) -> dict[str, Any]:
         return {
@@ -29,5 +28,5 @@ class Case(NamedTuple):
             "value": round(value, 3),
             "limit": self.limit,
             "unit": self.unit,
-            "kept": value >= self.limit if self.at_least else value <= self.limit,
+            "kept": value <= self.limit,
         }

@@ -30,5 +30,3 @@ def test_rows() -> None:
 
     assert Case("x", "s", 2, unused).row(2.0)["kept"]
     assert not Case("x", "s", 2, unused).row(2.1)["kept"]
-    assert Case("x", "1/s", 2, unused, at_least=True).row(2.1)["kept"]
-    assert not Case("x", "1/s", 2, unused, at_least=True).row(1.9)["kept"]
