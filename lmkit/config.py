@@ -182,6 +182,7 @@ class ServerConfig(StrictStruct, frozen=True):
     served_model_name: str | None = None  # None = the checkpoint folder's name
     api_keys: tuple[str, ...] = ()  # each `KEY [name=value ...]`, see web.auth.ApiKey; empty = no authentication
     cors_origins: tuple[str, ...] = ()  # web pages that may read answers
+    max_connections_per_address: PositiveInt | None = None  # None = as many as the server takes in all
     max_body_bytes: PositiveInt = 4 << 20
     body_memory: PositiveInt = BODY_MEMORY
     answer_memory: PositiveInt = 512 << 20  # bytes of all answers that have not ended or are not read

@@ -49,6 +49,13 @@ def serve(
     cors_origin: Annotated[
         list[str] | None, _server("Pages of this site may call the server; repeatable. None may by default.")
     ] = None,
+    max_connections_per_address: Annotated[
+        int | None,
+        _server(
+            "Of one client address; default as many as the server takes in all.",
+            callback=checked(ServerConfig, "max_connections_per_address"),
+        ),
+    ] = None,
     max_body: Annotated[str, _server("Largest request body.", callback=size)] = "4M",
     body_memory: Annotated[str, _server("For the bodies of all requests together.", callback=size)] = "256M",
     answer_memory: Annotated[
@@ -91,6 +98,7 @@ def serve(
         served_model_name=served_model_name or (Path(model).resolve().name if Path(model).is_dir() else model),
         api_keys=keys,
         cors_origins=tuple(cors_origin or ()),
+        max_connections_per_address=max_connections_per_address,
         max_body_bytes=int(max_body),
         body_memory=int(body_memory),
         answer_memory=int(answer_memory),

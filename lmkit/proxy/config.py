@@ -73,6 +73,7 @@ class ProxyConfig(StrictStruct, frozen=True):
     max_body_bytes: PositiveInt = 16 << 20
     body_memory: PositiveInt = BODY_MEMORY
     body_timeout: Seconds = 30.0  # for a client to send its whole body
+    max_connections_per_address: PositiveInt | None = None  # None = as many as the proxy takes in all
     max_in_flight: PositiveInt = 1024  # requests at once; one more is refused with 503
     connect_timeout: Seconds = 3.0
     read_timeout: Seconds = 600.0  # the longest silence of a node, before its first byte and between two pieces

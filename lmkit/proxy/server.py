@@ -58,6 +58,7 @@ def http_server(
         tls=tls,
         date_header=False,
         files_each=2,
+        limit_each=config.max_connections_per_address,
     )
 
 

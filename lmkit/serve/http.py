@@ -26,4 +26,10 @@ def http_server(
     tls: Certificate | None = None,
 ) -> HttpServer:
     """A server for one engine, to be given a listening socket."""
-    return HttpServer(create_app(engine, tokenizer, config), on_ready, flush_seconds=FLUSH_SECONDS, tls=tls)
+    return HttpServer(
+        create_app(engine, tokenizer, config),
+        on_ready,
+        flush_seconds=FLUSH_SECONDS,
+        tls=tls,
+        limit_each=config.max_connections_per_address,
+    )

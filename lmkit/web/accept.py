@@ -63,9 +63,9 @@ class Acceptor:
         limit_each: int | None = None,
         tls: Mapping[str, Any],
     ) -> None:
-        """`limit_each` is for one address. `tls` are the arguments of `loop.connect_accepted_socket`."""
+        """`limit_each` is for one address; None = `limit`. `tls`: arguments of `loop.connect_accepted_socket`."""
         self._listener, self._make, self._tls = listener, make, tls
-        self._limit = limit
+        self._limit, self._limit_each = limit, limit_each
         self._addresses: dict[str, _Address] = {}
         self._num_clients = 0
         self._is_closed = False
@@ -115,6 +115,10 @@ class Acceptor:
     def _add(self, sock: socket.socket, name: str) -> None:
         has_room = self._num_clients < self._limit or self._close_idle()
         address = self._addresses.setdefault(name, _Address())
+        if self._limit_each and address.num_clients >= self._limit_each and not address.close_idle():
+            sock.close()
+            return
+        address = self._addresses.setdefault(name, address)  # the one that was closed may have been its only one
         client = _Client(sock, self, name, has_room=has_room)
         address.silent[client] = None
         address.num_clients += 1

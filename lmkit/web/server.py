@@ -34,9 +34,12 @@ class HttpServer(uvicorn.Server):
         tls: Certificate | None = None,
         date_header: bool = True,
         files_each: int = 1,
+        limit_each: int | None = None,
     ) -> None:
-        """`files_each` is the number of open files that a connection needs."""
+        """`files_each` is the number of open files that a connection needs, `limit_each` the most connections of one
+        address."""
         self._on_ready, self._files_each, self._turns, self._tls = on_ready, files_each, Turns(), tls
+        self._limit_each = limit_each
         super().__init__(
             uvicorn.Config(
                 app,
@@ -59,7 +62,10 @@ class HttpServer(uvicorn.Server):
             tls["ssl"] = self._tls.context
             tls |= {"ssl_handshake_timeout": connection.HEAD_SECONDS, "ssl_shutdown_timeout": CLOSE_SECONDS}
         limit = most_connections(self._files_each)
-        self.servers = [Acceptor(sock, self._connection, limit=limit, tls=tls) for sock in sockets or ()]  # type: ignore[misc]
+        self.servers = [
+            Acceptor(sock, self._connection, limit=limit, limit_each=self._limit_each, tls=tls)  # type: ignore[misc]
+            for sock in sockets or ()
+        ]
         self.started = True
         self._on_ready()
 

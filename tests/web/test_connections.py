@@ -63,9 +63,9 @@ class App:
 
 
 @contextlib.asynccontextmanager
-async def serving(app: App) -> AsyncIterator[int]:
+async def serving(app: App, limit_each: int | None = None) -> AsyncIterator[int]:
     """The port of a server."""
-    async with running(lambda ready: HttpServer(app, ready, flush_seconds=1)) as address:
+    async with running(lambda ready: HttpServer(app, ready, flush_seconds=1, limit_each=limit_each)) as address:
         yield int(address.rpartition(":")[2])
 
 
@@ -123,6 +123,21 @@ async def test_t9_the_address_with_most_connections_gives_way(monkeypatch: pytes
         assert not any(reader.at_eof() for reader, _ in few)
         assert sum(reader.at_eof() for reader, _ in many) == 23
         for _, writer in few + many:
+            writer.close()
+
+
+async def test_t9_one_address_has_no_more_than_its_connections() -> None:
+    app = App()
+    async with serving(app, limit_each=3) as port:
+        silent = [await connect(port) for _ in range(9)]
+        await until(lambda: sum(reader.at_eof() for reader, _ in silent) == 6)
+        busy = [await connect(port, b"GET /wait HTTP/1.1\r\nHost: x\r\n\r\n") for _ in range(3)]
+        await until(lambda: app.num_under_way == 3)
+        assert await ask(port, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n") == b""
+        other = await asyncio.open_connection("127.0.0.1", port, local_addr=("127.0.0.2", 0))
+        other[1].write(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        assert (await other[0].read()).startswith(b"HTTP/1.1 200")
+        for _, writer in [*silent, *busy, other]:
             writer.close()
 
 
