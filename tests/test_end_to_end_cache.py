@@ -117,7 +117,9 @@ def test_deadlines_and_priorities(server: Server) -> None:
         complete(client, max_tokens=500, extra_body={"timeout": 0.02, "ignore_eos": True})
     assert (error.value.status_code, error.value.code) == (504, "deadline_exceeded")
     text = complete(client).choices[0].text
-    assert complete(client, extra_body={"priority": -5, "ignore_eos": True}).choices[0].text == text
+    assert complete(client, extra_body={"priority": 5, "ignore_eos": True}).choices[0].text == text
+    with pytest.raises(openai.PermissionDeniedError, match="priority=-5"):
+        complete(client, extra_body={"priority": -5})
     with pytest.raises(openai.BadRequestError, match="priority"):
         complete(client, extra_body={"priority": 10**6})
 

@@ -61,11 +61,6 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def engine_of(server: Command) -> psutil.Process:
-    (engine,) = server.children()
-    return engine
-
-
 def recovery(server: Command, attack: Callable[[], None], **fields: Any) -> float:
     """Seconds from the attack until the stream that ran has its error event and the server answers again."""
     with httpx.stream("POST", f"{server.url}/v1/completions", json=ENDLESS | fields, timeout=GIVE_UP) as stream:
@@ -86,7 +81,7 @@ def hung() -> float:
     """The worst of two recoveries: the engine is stopped, and its step never ends. A deadline is kept meanwhile."""
     engine = f"{__name__}:{HangingEngine.__name__}"
     with serving("--engine", engine, "--step-timeout", str(STEP_TIMEOUT), "--served-model-name", "model") as server:
-        stopped = recovery(server, lambda: engine_of(server).send_signal(signal.SIGSTOP))
+        stopped = recovery(server, lambda: server.engine().send_signal(signal.SIGSTOP))
         return max(stopped, recovery(server, lambda: None, session_id=HANGING))
 
 
@@ -100,12 +95,12 @@ def killed() -> tuple[float, float]:
                 Path(str(c.laddr)).parent for c in psutil.Process(server.process.pid).net_connections("unix") if c.laddr
             }
             shutil.rmtree(sockets)
-            engine_of(server).kill()
+            server.engine().kill()
 
         recovered = recovery(server, kill_and_remove)
         start = time.monotonic()
         resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (8, 8))  # what is open stays open
-        engine_of(server).kill()
+        server.engine().kill()
         status = server.process.wait(GIVE_UP)
         if status != 1 or "Traceback" in server.log:
             raise RuntimeError(f"the server ended with status {status}:\n{server.log}")

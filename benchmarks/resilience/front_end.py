@@ -99,7 +99,7 @@ CASES = (
     Case(
         "token texts of a large body: worst /health",
         "s",
-        2.0,
+        0.5,
         lambda setting: long_texts(setting.quick).health_seconds,
     ),
     Case("a template that loops or grows without end: worst refusal", "s", 15.0, hostile_template),

@@ -74,6 +74,11 @@ class Command:
     def children(self) -> list[psutil.Process]:
         return list(psutil.Process(self.process.pid).children(recursive=True))
 
+    def engine(self) -> psutil.Process:
+        """The engine's process of a server."""
+        (engine,) = (child for child in self.children() if any("engine_process" in part for part in child.cmdline()))
+        return engine
+
     def stop(self) -> None:
         """End it and everything that it started."""
         self.process.send_signal(signal.SIGTERM)

@@ -57,9 +57,7 @@ class Node:
         self.command = Command("serve", "demo", "--port", self._port)
 
     def kill_engine(self) -> None:
-        """Also the process that renders chat templates."""
-        for child in self.command.children():
-            child.kill()
+        self.command.engine().kill()
 
     def kill(self) -> None:
         os.killpg(self.command.process.pid, signal.SIGKILL)
