@@ -77,6 +77,7 @@ class ProxyConfig(StrictStruct, frozen=True):
     max_in_flight: PositiveInt = 1024  # requests at once; one more is refused with 503
     connect_timeout: Seconds = 3.0
     read_timeout: Seconds = 600.0  # the longest silence of a node, before its first byte and between two pieces
+    node_wait: Annotated[float, msgspec.Meta(ge=0, le=86400)] = 30.0  # for a node that went down to come back
     health_interval: Seconds = 5.0
     health_timeout: Seconds = 2.0
     unhealthy_after: PositiveInt = 2  # consecutive failures, of checks or of connections for a request

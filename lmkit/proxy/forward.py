@@ -25,6 +25,7 @@ from lmkit.proxy.metrics import Metrics
 from lmkit.proxy.policies import POLICIES
 from lmkit.proxy.registry import Node, Registry
 from lmkit.proxy.tenants import named
+from lmkit.web.errors import ERROR_HEADER
 from lmkit.web.receive import client_disconnected, until_disconnect
 
 log = get_logger(__name__)
@@ -32,6 +33,11 @@ log = get_logger(__name__)
 BROKEN = frozenset({500, 502, 504})  # statuses that count against a node; 503 only says that it is busy
 # A request that reached a node and got no response may have broken the node. It is tried once more, not on every node.
 MAX_RESENDS = 1
+WAIT_SECONDS = 0.1  # between looks for a node that is back
+
+
+class _EngineDownError(Exception):
+    """A node has no engine now. Its engine may have ended by this request, so the request is not sent at will."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +95,7 @@ class Forwarder:
         tried: list[Node] = []
         resends = 0
         error = self._registry.absence(call.model)
-        while candidates := self._registry.candidates(call.model, tried):
+        while candidates := await self._candidates(call.model, tried):
             node = self._policy(candidates, self._rng)
             tried.append(node)
             if len(tried) > 1:
@@ -106,6 +112,10 @@ class Forwarder:
                     if self._registry.failed(node, f"connections fail ({type(failure).__name__})"):
                         log.warning("node %s is down: connections fail", node.url)
                     self._record(node, good=False)
+                except _EngineDownError:
+                    if self._registry.failed(node, "its engine is not ready"):
+                        log.warning("node %s is down: its engine is not ready", node.url)
+                    resends += 1
                 except httpx.TimeoutException:
                     self._record(node, good=False)
                     raise RequestError("upstream_timeout", "the node did not answer in time") from None
@@ -119,6 +129,16 @@ class Forwarder:
             if resends > MAX_RESENDS:
                 break
         raise error
+
+    async def _candidates(self, model: str, tried: list[Node]) -> list[Node]:
+        """The nodes to choose from. If there are none, wait for one that went down lately; then all may be tried again.
+
+        Empty: no node can be expected.
+        """
+        while not (found := self._registry.candidates(model, tried)) and self._registry.may_return(model):
+            tried.clear()
+            await asyncio.sleep(WAIT_SECONDS)
+        return found
 
     async def _attempt(
         self, node: Node, call: Call, client: DownstreamResponse, tried: list[Node], *, movable: bool
@@ -135,8 +155,11 @@ class Forwarder:
             seconds = time.perf_counter() - start
             self._registry.answered(node, call.model, response.status_code, seconds)
             self._metrics.first_byte.observe(seconds)
-            if response.status_code == 503 and self._registry.candidates(call.model, tried):
-                return False
+            if response.status_code == 503:
+                if movable and response.headers.get(ERROR_HEADER) == "engine_unavailable":
+                    raise _EngineDownError
+                if self._registry.candidates(call.model, tried):
+                    return False
             check_answer(response)
             whole = await self._pass_on(node, response, client)
             self._record(node, good=whole and response.status_code not in BROKEN)

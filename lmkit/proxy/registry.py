@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
@@ -28,6 +29,7 @@ class Node:
     models: ModelEntries | None = None  # None = not known yet
     healthy: bool = False
     reason: str | None = "not checked yet"  # why it is unhealthy, or a note about a healthy one
+    down_since: float = -math.inf  # by the registry's clock
     checked: bool = False  # a check has ended, well or badly
     failures: int = 0  # consecutive, of checks and connections; only a good check resets it
     successes: int = 0  # consecutive good checks
@@ -113,6 +115,7 @@ class Registry:
         if went_down or not node.healthy:
             node.healthy, node.reason = False, reason
         if went_down:
+            node.down_since = self.clock()
             for give_up, (model, tried) in list(node.waiting.items()):
                 if self.candidates(model, tried):
                     give_up()
@@ -125,6 +128,11 @@ class Registry:
         """
         able = [n for n in self.nodes() if n.healthy and model in (n.models or ()) and n not in exclude]
         return [n for n in able if n.breaker.admits] or able
+
+    def may_return(self, model: str) -> bool:
+        """Whether a node that serves `model` is healthy, or went down so lately that requests wait for it."""
+        since = self.clock() - self._config.node_wait
+        return any(model in (n.models or ()) and (n.healthy or n.down_since > since) for n in self.nodes())
 
     def absence(self, model: str) -> RequestError:
         """The error that says why no node can serve `model`."""

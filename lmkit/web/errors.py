@@ -31,6 +31,9 @@ def remark(error: RequestError) -> str:
     return f" code={error.code}" + (f" param={error.param!r}" if error.param else "")
 
 
+ERROR_HEADER = "X-LMKit-Error"  # of a 429 or 503: its code, which a proxy can read without the body
+
+
 def error_response(error: RequestError, *, retry_after: float = 1.0, headers: Mapping[str, str] = _NOTHING) -> Response:
     """The complete response for `error`. A 429 or 503 carries `retry_after` in seconds, rounded, and at least 1."""
     added = {}
@@ -38,6 +41,7 @@ def error_response(error: RequestError, *, retry_after: float = 1.0, headers: Ma
         added["WWW-Authenticate"] = "Bearer"
     if error.status in (429, 503):
         added["Retry-After"] = str(max(1, round(retry_after)))
+        added[ERROR_HEADER] = error.code
     if error.status in (408, 413) or error.code == "overloaded":  # the rest of the body is not read
         added["Connection"] = "close"
     return Response(error_body(error), error.status, {**headers, **added}, media_type="application/json")

@@ -183,7 +183,7 @@ async def proxy_for(*fakes: FakeNode, **options: Any) -> AsyncIterator[tuple[Pro
 async def server_for(*fakes: FakeNode, **options: Any) -> AsyncIterator[tuple[HttpServer, Proxy, str]]:
     options.setdefault("health_interval", 3600.0)
     options.setdefault("drain_seconds", 0.0)
-    config = ProxyConfig(nodes=tuple(NodeConfig(url=fake.url) for fake in fakes), **options)
+    config = ProxyConfig(nodes=tuple(NodeConfig(url=fake.url) for fake in fakes), **{"node_wait": 0.0, **options})
     listener = bind("127.0.0.1", 0)
     listen(listener)
     async with Proxy(config) as proxy:

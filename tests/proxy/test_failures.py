@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import socket
 import time
 from typing import Any
@@ -47,6 +48,40 @@ async def test_no_node_answers() -> None:
         assert (response.status_code, response.json()["error"]["code"]) == (502, "bad_gateway")
         assert "127.0.0.1" not in response.text  # no address of a node
         assert all(node.in_flight == 0 for node in proxy.registry.nodes())
+
+
+async def test_a_request_waits_for_a_node_that_went_down_lately() -> None:
+    async with (
+        nodes(FakeNode()) as (fake,),
+        proxy_for(fake, health_interval=0.02, unhealthy_after=1, node_wait=60) as (proxy, url),
+        client(url) as http,
+    ):
+        (node,) = proxy.registry.nodes()
+        await fake.stop()
+        await eventually(lambda: not node.healthy)
+        waiting = asyncio.create_task(http.post(CHAT, content=BODY))
+        await asyncio.sleep(0.3)
+        assert not waiting.done()
+        await fake.start()
+        assert (await waiting).status_code == 200
+        node.down_since, node.healthy = -math.inf, False  # it has been down for long
+        assert not proxy.registry.may_return("m")
+
+
+async def engine_down(exchange: Exchange) -> None:
+    await exchange.reply(503, {}, ("x-lmkit-error", "engine_unavailable"))
+
+
+async def test_a_node_without_its_engine_is_left_and_gets_no_more_requests() -> None:
+    async with (
+        nodes(FakeNode("a", script=engine_down), FakeNode("b")) as (a, b),
+        proxy_for(a, b, policy="round_robin", unhealthy_after=1) as (proxy, url),
+        client(url) as http,
+    ):
+        answers = [await http.post(CHAT, content=BODY) for _ in range(4)]
+        assert [answer.status_code for answer in answers] == [200] * 4
+        assert not proxy.registry.nodes()[0].healthy
+        assert not any("x-lmkit-error" in answer.headers for answer in answers)
 
 
 async def reset(exchange: Exchange) -> None:
