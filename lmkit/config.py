@@ -188,6 +188,7 @@ class ServerConfig(StrictStruct, frozen=True):
     answer_memory: PositiveInt = 512 << 20  # bytes of all answers that have not ended or are not read
     drain_seconds: Annotated[float, msgspec.Meta(ge=0)] = 30.0  # how long requests may finish after SIGTERM
     step_timeout: Annotated[float, msgspec.Meta(ge=1)] | None = None  # None = by what a step costs at worst
+    data_dir: str | None = None  # what it keeps for clients, see serve.data_folder; None = a temporary folder
     log_level: LogLevel = "INFO"
 
     def __post_init__(self) -> None:

@@ -72,6 +72,9 @@ def serve(
             callback=checked(ServerConfig, "step_timeout"),
         ),
     ] = None,
+    data_dir: Annotated[
+        str | None, _server("Keep files, batches and responses of clients here. Default: a temporary folder.")
+    ] = None,
     log_level: Annotated[LogLevel, _server("How much is logged.", case_sensitive=False)] = _SERVER.log_level,
     engine: Annotated[str | None, typer.Option(hidden=True, help="module:Class of another engine.")] = None,
 ) -> None:
@@ -104,6 +107,7 @@ def serve(
         answer_memory=int(answer_memory),
         drain_seconds=drain_seconds,
         step_timeout=step_timeout,
+        data_dir=data_dir,
         log_level=log_level,
     )
     raise typer.Exit(_run(model, engine_config, server_config, engine))

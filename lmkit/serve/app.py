@@ -11,6 +11,7 @@ from lmkit.errors import RequestError
 from lmkit.serve import chat, completions, health, metrics, models, tokenize
 from lmkit.serve.admission import Admission
 from lmkit.serve.auth import ApiKeys
+from lmkit.serve.data_folder import DataFolder
 from lmkit.serve.errors import Edge, handle_http_exception, handle_request_error
 from lmkit.serve.metrics import Metrics
 from lmkit.serve.serving import Serving, model_name
@@ -31,6 +32,7 @@ def create_app(engine: AsyncEngine, tokenizer: Tokenizer, config: ServerConfig) 
     There are no documentation pages, because the API is OpenAI's.
     """
     app = FastAPI(title="lmkit", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.state.data = DataFolder(config.data_dir)
     figures = Metrics(engine, model_name(engine, config))
     app.state.serving = Serving(
         engine,
