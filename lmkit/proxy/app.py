@@ -120,7 +120,7 @@ class Proxy:
             await send({"type": "websocket.close", "code": 1008})
         if scope["type"] != "http":
             return
-        response = DownstreamResponse(send, retry_after=self.config.health_interval)
+        response = DownstreamResponse(send, self.config.health_interval, scope["path"])
         try:
             route = resolve(scope["method"], scope["path"], self.config.forwarded_routes)
             key = authorize(self.keys, route.access, scope["headers"])

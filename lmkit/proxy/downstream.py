@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.types import Message, Send
 
 from lmkit.errors import RequestError
-from lmkit.web.errors import error_body, error_response
+from lmkit.web.errors import error_event, error_response
 from lmkit.web.receive import client_disconnected
 
 _EVENT_END = re.compile(rb"(?:\r\n|\n|\r(?!\n))(?:\r\n|\n|\r)")  # a line's end and an empty line (HTML, 9.2.5)
@@ -53,8 +53,9 @@ class DownstreamResponse:
     A response that has started ends with `end`, or with `fail` so that the client notices.
     """
 
-    def __init__(self, send: Send, retry_after: float = 1.0) -> None:
-        self._send = send
+    def __init__(self, send: Send, retry_after: float = 1.0, path: str = "") -> None:
+        """Errors have the form of the route `path`."""
+        self._send, self._path = send, path
         self._retry_after = retry_after
         self._events: WholeEvents | None = None
         self.started = False
@@ -95,10 +96,10 @@ class DownstreamResponse:
         if self.finished:
             return
         if not self.started:
-            await self.whole(error_response(error, retry_after=self._retry_after))
+            await self.whole(error_response(error, retry_after=self._retry_after, path=self._path))
         elif self._events is not None:
             separator = b"\n\n" if self._events.inside else b""
-            await self.send({"type": "http.response.body", "body": separator + b"data: " + error_body(error) + b"\n\n"})
+            await self.send({"type": "http.response.body", "body": separator + error_event(error, self._path)})
 
     async def whole(self, response: Response) -> None:
         """Send a complete response of the proxy itself. It gets a Date here, because the HTTP server adds none."""

@@ -52,7 +52,7 @@ class ApiKeys:
                 state["owner"] = owner_of(key, named_client(scope["headers"]))
             except RequestError as error:
                 note_error(scope, error)
-                await error_response(error)(scope, receive, send)
+                await error_response(error, path=scope["path"])(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 

@@ -20,6 +20,7 @@ from lmkit.serve.protocol import (
 )
 from lmkit.serve.response import ResponseBuilder, respond
 from lmkit.serve.serving import MIN_LOGPROB, Serving
+from lmkit.serve.streaming import DONE
 from lmkit.serve.to_request import chat_requests
 from lmkit.text import TokenHistory
 from lmkit.turbo import request as engine
@@ -87,6 +88,7 @@ class _ChatResponse(ResponseBuilder[ChatCompletionRequest]):
                     yield self._chunk([end])
         if self.include_usage:
             yield self._chunk([], last=True)
+        yield DONE
 
     def note(self, idx: int, output: RequestOutput) -> None:
         """Also remember the tokens of a session's answer.

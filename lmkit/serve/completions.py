@@ -12,6 +12,7 @@ from lmkit.serve.collect import Collected
 from lmkit.serve.protocol import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
 from lmkit.serve.response import ResponseBuilder, respond
 from lmkit.serve.serving import MIN_LOGPROB
+from lmkit.serve.streaming import DONE
 from lmkit.serve.to_request import choices_per_prompt, completion_requests
 from lmkit.turbo import request as engine
 from lmkit.turbo.transport.output import RequestOutput, TextLogprobs, TokenText
@@ -72,6 +73,7 @@ class _CompletionResponse(ResponseBuilder[CompletionRequest]):
                     yield self.chunk(Completion(**self.head, choices=[choice]))
         if self.include_usage:
             yield self.chunk(Completion(**self.head, choices=[]), last=True)
+        yield DONE
 
     def _best(self, choices: list[Collected]) -> list[Collected]:
         """Each prompt's `n` choices with the highest mean log-probability of their tokens, best first."""

@@ -1,8 +1,8 @@
-"""The HTTP edge: every failure becomes OpenAI's error envelope here, without details of the server."""
+"""The HTTP edge: every failure becomes the error of the route's API here, without details of the server."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -13,7 +13,7 @@ from starlette.websockets import WebSocketClose
 from lmkit.errors import RequestError
 from lmkit.serve.serving import serving
 from lmkit.web.access_log import note_error
-from lmkit.web.errors import error_body, error_response, method_not_allowed, public_error
+from lmkit.web.errors import error_event, error_response, method_not_allowed, public_error
 from lmkit.web.routes import not_found
 
 
@@ -21,7 +21,7 @@ async def handle_request_error(request: Request, error: Exception) -> Response:
     shown = public_error(error)
     note_error(request.scope, shown)
     retry_after = serving(request).metrics.retry_seconds() if shown.code in ("queue_full", "rate_limit_exceeded") else 1
-    return error_response(shown, retry_after=retry_after)
+    return error_response(shown, retry_after=retry_after, path=request.scope["path"])
 
 
 async def handle_http_exception(request: Request, error: Exception) -> Response:
@@ -35,19 +35,20 @@ async def handle_http_exception(request: Request, error: Exception) -> Response:
         code = "invalid_request" if error.status_code < 500 else "internal_error"
         shown = RequestError(code, "the request cannot be served")
     note_error(request.scope, shown)
-    return error_response(shown, headers=error.headers or {})
+    return error_response(shown, headers=error.headers or {}, path=request.scope["path"])
 
 
-async def with_error_event(scope: Scope, events: AsyncIterator[str]) -> AsyncGenerator[str]:
-    """The data of server-sent events. If `events` fails, the last event is the error; otherwise it is [DONE]."""
+async def with_error_event(
+    scope: Scope, events: AsyncIterator[str], failed: Callable[[RequestError], str] | None = None
+) -> AsyncGenerator[str]:
+    """`events`, and if they fail a last event with the error: what `failed` writes, or that of the route's API."""
     try:
         async for event in events:
             yield event
-        yield "[DONE]"
     except Exception as error:  # noqa: BLE001 - the stream has begun, so no status can tell it
         shown = public_error(error)
         note_error(scope, shown)
-        yield error_body(shown).decode()
+        yield failed(shown) if failed else error_event(shown, scope["path"]).decode()
 
 
 class Edge:
@@ -73,4 +74,4 @@ class Edge:
             shown = public_error(error)
             note_error(scope, shown)
             if not started:
-                await error_response(shown)(scope, receive, send)
+                await error_response(shown, path=scope["path"])(scope, receive, send)

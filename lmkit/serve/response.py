@@ -15,7 +15,7 @@ from lmkit.serve.body import read_json
 from lmkit.serve.collect import Collected, check_output
 from lmkit.serve.protocol import ChatCompletionChunk, ChatCompletionRequest, Completion, CompletionRequest
 from lmkit.serve.serving import Serving, UsageCount, new_id, serving
-from lmkit.serve.streaming import EventStream, WholeAnswer
+from lmkit.serve.streaming import EventStream, Failed, WholeAnswer, event
 from lmkit.turbo import request as engine
 from lmkit.turbo.transport.output import RequestOutput
 from lmkit.web.budget import Share
@@ -67,7 +67,12 @@ class ResponseBuilder(ABC, Generic[B]):
 
     @abstractmethod
     def chunks(self) -> AsyncGenerator[str]:
-        """The chunks of the stream as JSON texts."""
+        """The stream as server-sent events."""
+
+    @property
+    def failed(self) -> Failed:
+        """What writes the error event of a stream; None: as the route's API has it."""
+        return None
 
     @property
     def choices_per_prompt(self) -> int:
@@ -90,13 +95,13 @@ class ResponseBuilder(ABC, Generic[B]):
         return bool(self.body.stream_options and self.body.stream_options.include_usage)
 
     def chunk(self, chunk: ChatCompletionChunk | Completion, *, last: bool = False) -> str:
-        """A chunk as JSON. With `include_usage` the last one has the usage; others have null or the usage so far."""
+        """An event. With `include_usage` the last chunk has the usage; others have null or the usage so far."""
         if not self.include_usage:
-            return chunk.model_dump_json(exclude={"usage"})
+            return event(chunk.model_dump_json(exclude={"usage"}))
         assert self.body.stream_options is not None
         if last or self.body.stream_options.continuous_usage_stats:
             chunk.usage = self.count.usage()
-        return chunk.model_dump_json()
+        return event(chunk.model_dump_json())
 
     def note(self, idx: int, output: RequestOutput) -> None:
         """Count an output. Call it with each output, before the client gets it."""
@@ -110,7 +115,12 @@ async def respond(request: Request, body_type: type[B], builder_type: type[Respo
     request.state.user = body.user
     server.check_model(body.model)
     builder = builder_type(server, body, owner(request), held.enter_context(server.answers.share()))
-    await server.texts.run(request.receive, builder.num_chars, builder.prepare)
-    if body.stream:
-        return await EventStream.open(request.receive, builder.chunks())
+    return await answer(request, builder)
+
+
+async def answer(request: Request, builder: ResponseBuilder[Any]) -> Response:
+    """Run the builder's requests. Raises RequestError."""
+    await builder.server.texts.run(request.receive, builder.num_chars, builder.prepare)
+    if builder.body.stream:
+        return await EventStream.open(request.receive, builder.chunks(), builder.failed)
     return WholeAnswer(await while_connected(request.receive, builder.whole()))

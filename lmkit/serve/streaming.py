@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import aclosing
 from typing import Any
 
@@ -16,6 +16,14 @@ from starlette.types import Message, Receive, Scope, Send
 from lmkit.errors import RequestError
 from lmkit.serve.errors import with_error_event
 from lmkit.web.receive import while_connected
+
+Failed = Callable[[RequestError], str] | None
+DONE = "data: [DONE]\n\n"  # the last event of OpenAI's streams of chunks
+
+
+def event(data: str, name: str = "") -> str:
+    """A server-sent event. `data` is JSON without line breaks."""
+    return (f"event: {name}\n" if name else "") + f"data: {data}\n\n"
 
 
 class WholeAnswer(Response):
@@ -86,7 +94,7 @@ def _blocks(parts: Iterator[str], size: int) -> Iterator[str]:
 
 
 class EventStream(Response):
-    """Sends `events` (JSON texts without line breaks) as server-sent events, then [DONE] or an error event.
+    """Sends server-sent events, and if `events` fails an error event, see `errors.with_error_event`.
 
     Use `open`: it waits for the first event. A request that fails before it therefore gets an HTTP status of its own.
     `events` is closed when the response ends, also if the client disconnects.
@@ -94,19 +102,19 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: str, events: AsyncGenerator[str]) -> None:
+    def __init__(self, first: str, events: AsyncGenerator[str], failed: Failed = None) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._first, self._events = first, events
+        self._first, self._events, self._failed = first, events, failed
 
     @classmethod
-    async def open(cls, receive: Receive, events: AsyncGenerator[str]) -> EventStream:
+    async def open(cls, receive: Receive, events: AsyncGenerator[str], failed: Failed = None) -> EventStream:
         try:
             first = await while_connected(receive, _next(events))
         except BaseException:
             await events.aclose()
             raise
-        return cls(first, events)
+        return cls(first, events, failed)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._events):
@@ -114,9 +122,9 @@ class EventStream(Response):
 
     async def _send_all(self, scope: Scope, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        async with aclosing(with_error_event(scope, _chain(self._first, self._events))) as events:
-            async for event in events:
-                await send(_body(f"data: {event}\n\n", more=True))
+        async with aclosing(with_error_event(scope, _chain(self._first, self._events), self._failed)) as events:
+            async for text in events:
+                await send(_body(text, more=True))
         await send(_body("", more=False))
 
 
@@ -139,5 +147,5 @@ async def _next(events: AsyncGenerator[str]) -> str:
 
 async def _chain(first: str, events: AsyncIterator[str]) -> AsyncGenerator[str]:
     yield first
-    async for event in events:
-        yield event
+    async for text in events:
+        yield text

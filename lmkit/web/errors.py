@@ -1,4 +1,7 @@
-"""OpenAI's error envelope: the JSON body, the status and the headers of every error that a client gets."""
+"""The JSON body, the status and the headers of every error that a client gets.
+
+The body is OpenAI's envelope, and Anthropic's on the routes of Anthropic's API.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,33 @@ _NOTHING: Mapping[str, str] = {}
 log = get_logger(__name__)
 
 
-def error_body(error: RequestError) -> bytes:
-    """`{"error": {message, type, param, code}}` as JSON."""
+ANTHROPIC_ROUTES = "/v1/messages"
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    405: "invalid_request_error", 413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
+    504: "timeout_error",
+}  # fmt: skip
+
+
+def error_body(error: RequestError, path: str = "") -> bytes:
+    """`{"error": {message, type, param, code}}` as JSON; in Anthropic's form if `path` is one of its routes."""
+    if path.startswith(ANTHROPIC_ROUTES):
+        kind = _ANTHROPIC_TYPES.get(error.status, "api_error")
+        return msgspec.json.encode(
+            {"type": "error", "error": {"type": kind, "message": error.message[:MAX_MESSAGE_CHARS]}}
+        )
     if error.status in (403, 429):
         kind = "permission_error" if error.status == 403 else "rate_limit_error"
     else:
         kind = "invalid_request_error" if error.status < 500 else "server_error"
     fields = {"message": error.message[:MAX_MESSAGE_CHARS], "type": kind, "param": error.param, "code": error.code}
     return msgspec.json.encode({"error": fields})
+
+
+def error_event(error: RequestError, path: str = "") -> bytes:
+    """The error as the last of a stream's server-sent events."""
+    name = b"event: error\n" if path.startswith(ANTHROPIC_ROUTES) else b""
+    return name + b"data: " + error_body(error, path) + b"\n\n"
 
 
 def remark(error: RequestError) -> str:
@@ -34,8 +56,13 @@ def remark(error: RequestError) -> str:
 ERROR_HEADER = "X-LMKit-Error"  # of a 429 or 503: its code, which a proxy can read without the body
 
 
-def error_response(error: RequestError, *, retry_after: float = 1.0, headers: Mapping[str, str] = _NOTHING) -> Response:
-    """The complete response for `error`. A 429 or 503 carries `retry_after` in seconds, rounded, and at least 1."""
+def error_response(
+    error: RequestError, *, retry_after: float = 1.0, headers: Mapping[str, str] = _NOTHING, path: str = ""
+) -> Response:
+    """The complete response for `error` on the route `path`.
+
+    A 429 or 503 carries `retry_after` in seconds, rounded, and at least 1.
+    """
     added = {}
     if error.status == 401:
         added["WWW-Authenticate"] = "Bearer"
@@ -44,7 +71,7 @@ def error_response(error: RequestError, *, retry_after: float = 1.0, headers: Ma
         added[ERROR_HEADER] = error.code
     if error.status in (408, 413) or error.code == "overloaded":  # the rest of the body is not read
         added["Connection"] = "close"
-    return Response(error_body(error), error.status, {**headers, **added}, media_type="application/json")
+    return Response(error_body(error, path), error.status, {**headers, **added}, media_type="application/json")
 
 
 def public_error(error: Exception) -> RequestError:

@@ -77,6 +77,18 @@ async def test_break_inside_an_event_drops_the_half_and_tells_the_error() -> Non
 
 
 @pytest.mark.anyio
+async def test_errors_of_anthropic_s_routes_have_its_form() -> None:
+    error = {"type": "error", "error": {"type": "api_error", "message": "the node broke off"}}
+    streamed, whole = Wire(), Wire()
+    response = DownstreamResponse(streamed.send, path="/v1/messages")
+    await response.start(200, [], events=True)
+    await response.fail(BROKEN)
+    assert streamed.body() == b"event: error\ndata: " + json.dumps(error, separators=(",", ":")).encode() + b"\n\n"
+    await DownstreamResponse(whole.send, path="/v1/messages/count_tokens").fail(BROKEN)
+    assert json.loads(whole.body()) == error
+
+
+@pytest.mark.anyio
 async def test_break_inside_an_overlong_event_ends_it_first() -> None:
     wire = Wire()
     response = DownstreamResponse(wire.send)

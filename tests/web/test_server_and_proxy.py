@@ -190,6 +190,8 @@ async def test_what_a_401_says() -> None:
                 "type": "invalid_request_error", "param": None, "code": "invalid_api_key",
             }  # fmt: skip
             assert response.headers["www-authenticate"] == "Bearer"
+            messages = (await client.post(address + "/v1/messages", json={})).json()
+            assert (messages["type"], messages["error"]["type"]) == ("error", "authentication_error")
 
 
 @pytest.mark.anyio
