@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -38,19 +38,21 @@ MAX_PRIORITY = 1000
 MAX_TIMEOUT = 86400.0  # seconds
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+    absent: ClassVar[Mapping[str, neutral.Values]] = {}  # fields of others, with their values that ask for nothing
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_unknown(cls, data: Any) -> Any:
+    def _only_known(cls, data: Any) -> Any:
         """Refuse the first unknown field.
 
         This runs before pydantic, which would report each of a million unknown fields.
         """
-        unknown = (
-            next((name for name in data if name not in cls.model_fields), None) if isinstance(data, dict) else None
-        )
+        if not isinstance(data, dict):
+            return data
+        data = _drop_neutral(data, cls.absent)
+        unknown = next((name for name in data if name not in cls.model_fields), None)
         if unknown is not None:
             name = unknown[:64]
             advice = hint(name, HTTP, cls.model_fields)
@@ -68,28 +70,26 @@ def _drop_neutral(data: dict[str, Any], absent: Mapping[str, neutral.Values]) ->
             if name not in absent and not neutral.is_neutral(value, neutral.UNSET.get(name, ()))}  # fmt: skip
 
 
-def _known_message_fields(data: Any) -> Any:
-    return _drop_neutral(data, neutral.MESSAGE) if isinstance(data, dict) else data
-
-
 def _message_list(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
-class ChatMessage(_Strict):
+class ChatMessage(Strict):
+    absent = neutral.MESSAGE
+
     role: Role
     content: Annotated[str, BeforeValidator(joined_parts)]
     name: Annotated[str, Field(max_length=MAX_NAME_CHARS)] | None = None  # passed to the chat template
 
 
 Messages = Annotated[
-    list[Annotated[ChatMessage, BeforeValidator(_known_message_fields)]],
+    list[ChatMessage],
     Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
     BeforeValidator(_message_list),  # one text is one message of the user, as in LMDeploy's API
 ]
 
 
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # vLLM's: every chunk has the usage so far
     include_obfuscation: Literal[False] | None = None  # OpenAI's padding of chunks; only "off" is possible
@@ -125,7 +125,24 @@ TemplateVariables = Annotated[dict[str, Any], PlainValidator(_template_variables
 NewTokens = Annotated[int, Field(ge=-1, lt=1 << 31)]  # -1 = until the context is full
 
 
-class _Sampling(_Strict):
+class Extensions(Strict):
+    """Fields that are not OpenAI's, of every route that generates. None means the default."""
+
+    top_k: Annotated[int, AfterValidator(_top_k)] | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=1024)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None  # lower is sooner; default 0
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None  # requests with one salt share KV
+    session_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None  # its KV and tokens stay for a lease
+    timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT)] | None = None  # seconds; then 504
+
+
+class _Sampling(Extensions):
     """Fields of chat and text completions. None means the default. SamplingParams.validate checks the ranges."""
 
     model: Annotated[str, Field(max_length=1024)]
@@ -142,19 +159,6 @@ class _Sampling(_Strict):
     frequency_penalty: float | None = None
     logit_bias: Annotated[dict[int, float], PlainValidator(_biases)] | None = None  # JSON has the ids as strings
     user: Annotated[str, Field(max_length=1024)] | None = None  # only for the server's request log
-    # not OpenAI's
-    top_k: Annotated[int, AfterValidator(_top_k)] | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    stop_token_ids: Annotated[list[int], Field(max_length=1024)] | None = None
-    min_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None  # lower is sooner; default 0
-    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None  # requests with one salt share KV
-    session_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None  # its KV and tokens stay for a lease
-    timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT)] | None = None  # seconds; then 504
     # the answer follows a schema, a pattern or a grammar, see serve.constraint: OpenAI's field, then others' names
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
@@ -170,6 +174,8 @@ class _Sampling(_Strict):
 
 
 class ChatCompletionRequest(_Sampling):
+    absent = {**neutral.GENERATION, **neutral.CHAT}
+
     messages: Messages
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -197,14 +203,18 @@ def _prompts(value: Any) -> list[str] | list[list[int]]:
 
 
 class CompletionRequest(_Sampling):
+    absent = {**neutral.GENERATION, **neutral.COMPLETION}
+
     prompt: Annotated[list[str] | list[list[int]], BeforeValidator(_prompts)]
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None  # number generated; the best n are returned
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
 
-class TokenizeRequest(_Strict):
+class TokenizeRequest(Strict):
     """Either a prompt or messages."""
+
+    absent = {**neutral.GENERATION, "chat_template": (None,)}
 
     model: str | None = None
     prompt: str | None = None
@@ -215,7 +225,7 @@ class TokenizeRequest(_Strict):
     return_token_strs: bool = False
 
 
-class EncodeRequest(_Strict):
+class EncodeRequest(Strict):
     """LMDeploy's."""
 
     input: str | Annotated[list[str], Field(max_length=MAX_PROMPTS)]
@@ -223,17 +233,12 @@ class EncodeRequest(_Strict):
     add_bos: bool = True
 
 
-class DetokenizeRequest(_Strict):
+class DetokenizeRequest(Strict):
     model: str | None = None
     tokens: Annotated[list[int], Field(fail_fast=True)]
     skip_special_tokens: bool = False
 
 
-_ABSENT: dict[type[BaseModel], dict[str, neutral.Values]] = {
-    ChatCompletionRequest: {**neutral.GENERATION, **neutral.CHAT},
-    CompletionRequest: {**neutral.GENERATION, **neutral.COMPLETION},
-    TokenizeRequest: {**neutral.GENERATION, "chat_template": (None,)},
-}
 M = TypeVar("M", bound=BaseModel)
 
 
@@ -242,7 +247,7 @@ def validate(data: Any, model: type[M]) -> M:
     if not isinstance(data, dict):
         raise RequestError("invalid_request", "the body must be a JSON object")
     try:
-        return model.model_validate(_drop_neutral(data, _ABSENT.get(model, {})))
+        return model.model_validate(data)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         where = "".join(f"[{part}]" if isinstance(part, int) else f".{part[:64]}" for part in first["loc"]).lstrip(".")
