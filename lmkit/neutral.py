@@ -128,7 +128,6 @@ GENERATION: Mapping[str, Values] = {
     "output_hidden_states": _NONE,
     "output_logits": _NONE,
     "post_sampling_probs": _OFF,
-    "prompt_logprobs": _NONE,
     "response_fields": (None, []),
     "return_cached_tokens_details": _OFF,
     "return_context_logits": _OFF,
@@ -141,7 +140,6 @@ GENERATION: Mapping[str, Values] = {
     "return_prompt_text": _OFF,
     "return_routed_experts": _OFF,
     "return_text_in_logprobs": _EITHER,
-    "return_token_ids": _OFF,
     "return_token_offsets": _OFF,
     "return_tokens": _OFF,
     "return_tokens_as_token_ids": _OFF,
@@ -235,7 +233,9 @@ PYTHON: Mapping[str, Values] = {
     "echo": _OFF,
     "n": _ONE,
     "num_return_sequences": _ONE,
+    "prompt_logprobs": _NONE,
     "return_ppl": _OFF,
+    "return_token_ids": _OFF,
 }
 # Of a chat message. Clients send an answer's message back with all its fields.
 MESSAGE: Mapping[str, Values] = {

@@ -166,7 +166,6 @@ HTTP: Mapping[str, str] = {
     "num_ctx": "the server's --max-model-len sets it",
     "num_predict": "use max_tokens",
     "prompt": "send it to /v1/completions",
-    "prompt_logprobs": "use echo and logprobs of /v1/completions",
     "prompt_token_ids": "send token ids as the prompt of /v1/completions",
     "random_seed": "use seed",
     "repeat_penalty": "use repetition_penalty",

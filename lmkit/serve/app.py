@@ -8,7 +8,7 @@ from starlette.exceptions import HTTPException
 
 from lmkit.config import ServerConfig
 from lmkit.errors import RequestError
-from lmkit.serve import chat, completions, health, metrics, models, tokenize
+from lmkit.serve import chat, completions, generate, health, metrics, models, tokenize
 from lmkit.serve.admission import Admission
 from lmkit.serve.auth import ApiKeys
 from lmkit.serve.data_folder import DataFolder
@@ -23,7 +23,7 @@ from lmkit.web.budget import Budget
 from lmkit.web.cors import with_cors
 
 ANSWER_PARTS = 8  # one answer may hold this part of the memory for all
-ROUTERS = [module.router for module in (chat, completions, models, tokenize, metrics, health)]
+ROUTERS = [module.router for module in (chat, completions, generate, models, tokenize, metrics, health)]
 
 
 def create_app(engine: AsyncEngine, tokenizer: Tokenizer, config: ServerConfig) -> FastAPI:

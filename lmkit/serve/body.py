@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from pydantic import BaseModel
 from starlette.requests import Request
@@ -17,12 +18,13 @@ BODY_SECONDS = 30.0
 M = TypeVar("M", bound=BaseModel)
 
 
-async def read_json(request: Request, model: type[M]) -> M:
-    """The body as `model`. Its bytes count until the request ends. Raises RequestError for anything else."""
+async def read_json(request: Request, model: type[M], translate: Callable[[Any], Any] | None = None) -> M:
+    """The body as `model`, after `translate`. Its bytes count until the request ends. Raises RequestError otherwise."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":  # this also keeps other sites' pages from posting here without CORS
         raise RequestError("invalid_request", "send Content-Type: application/json")
     server = serving(request)
     share = request.state.held.enter_context(server.bodies.share())
     raw = await read_body(request.scope, request.receive, server.config.max_body_bytes, BODY_SECONDS, share)
-    return validate(decode_json(raw), model)
+    data = decode_json(raw)
+    return validate(data if translate is None else translate(data), model)

@@ -57,17 +57,18 @@ class _ChatResponse(ResponseBuilder[ChatCompletionRequest]):
     async def whole(self) -> dict[str, Any]:
         collected = await self.collect([""] * len(self.requests))
         choices = map(self._choice, range(len(collected)), collected)
-        return {**self.head, "object": "chat.completion", "choices": choices, "usage": self.count.usage()}
+        answer = {**self.head, "object": "chat.completion", "choices": choices, "usage": self.count.usage()}
+        return answer | self.about_prompt(0, collected[0])
 
     def _choice(self, index: int, choice: Collected) -> dict[str, Any]:
-        content = (_logprob(entry) for entry in choice.logprobs())
+        content = (self._logprob(entry) for entry in choice.answer_logprobs())
         return {
             "index": index,
             "message": {"role": "assistant", "content": choice.text, "refusal": None},
             "logprobs": {"content": content, "refusal": None} if self.body.logprobs else None,
             "finish_reason": choice.last.finish_reason,
             "stop_reason": choice.last.stop_reason,
-        }
+        } | self.own_ids(choice)
 
     async def chunks(self) -> AsyncGenerator[str]:
         """Each choice yields a chunk with the role, chunks with text, and a last chunk with the finish_reason."""
@@ -75,12 +76,16 @@ class _ChatResponse(ResponseBuilder[ChatCompletionRequest]):
         async with aclosing(self.outputs()) as outputs:
             async for idx, output in outputs:
                 if not started[idx]:
+                    prompt = None if any(started) else self.prompt_ids(0)
                     started[idx] = True
-                    yield self._chunk([ChatChunkChoice(index=idx, delta={"role": "assistant", "content": ""})])
+                    start = ChatChunkChoice(index=idx, delta={"role": "assistant", "content": ""})
+                    yield self._chunk([start], prompt_token_ids=prompt)
                 self.note(idx, output)
-                logprobs = ChatLogprobs(content=list(map(_logprob, output.logprobs))) if output.logprobs else None
-                if output.text or logprobs:
-                    yield self._chunk([ChatChunkChoice(index=idx, delta={"content": output.text}, logprobs=logprobs)])
+                logprobs = ChatLogprobs(content=list(map(self._logprob, output.logprobs))) if output.logprobs else None
+                ids = output.token_ids if self.body.return_token_ids else None
+                if output.text or logprobs or ids:
+                    delta = {"content": output.text}
+                    yield self._chunk([ChatChunkChoice(index=idx, delta=delta, logprobs=logprobs, token_ids=ids)])
                 if output.finish_reason is not None:
                     end = ChatChunkChoice(
                         index=idx, delta={}, finish_reason=output.finish_reason, stop_reason=output.stop_reason
@@ -99,12 +104,12 @@ class _ChatResponse(ResponseBuilder[ChatCompletionRequest]):
         if self._session and len(self.requests) == 1 and (history := self._tokens.add(output)):
             self.server.sessions.put(self._session, history)
 
-    def _chunk(self, choices: list[ChatChunkChoice], *, last: bool = False) -> str:
-        return self.chunk(ChatCompletionChunk(**self.head, choices=choices), last=last)
+    def _chunk(self, choices: list[ChatChunkChoice], *, last: bool = False, **fields: Any) -> str:
+        return self.chunk(ChatCompletionChunk(**self.head, choices=choices, **fields), last=last)
 
-
-def _logprob(entry: TextLogprobs) -> ChatLogprob:
-    return ChatLogprob(**_token(entry.token).model_dump(), top_logprobs=[_token(top) for top in entry.top])
+    def _logprob(self, entry: TextLogprobs) -> ChatLogprob:
+        top = entry.top[: self.body.top_logprobs or 0]
+        return ChatLogprob(**_token(entry.token).model_dump(), top_logprobs=list(map(_token, top)))
 
 
 def _token(token: TokenText) -> TopLogprob:

@@ -21,7 +21,7 @@ from lmkit.turbo.request import EngineInfo, Request
 from lmkit.turbo.transport.output import RequestOutput, TextLogprobs, TokenText, token_text
 from lmkit.web.budget import Share
 
-TOKEN_BYTES = 32  # of a token's text in a whole answer: four bytes a character
+TOKEN_BYTES = 36  # of a token in a whole answer: its id, and its text with four bytes a character
 ENTRY_BYTES = 12  # of a token and its log-probability in a whole answer
 OBJECT_BYTES = 220  # of the same as a TokenText
 
@@ -107,6 +107,7 @@ class Collected:
         self._num_prompt_chars, self._num_prompt_tokens = len(prompt), 0
         self._ids, self._logprobs = array("i"), array("d")  # of each position: its token, then the most likely ones
         self._num_top, self._offsets = array("B"), array("q")  # of each position
+        self.token_ids = array("i")  # of the answer
         self.last: RequestOutput
 
     @property
@@ -116,6 +117,7 @@ class Collected:
     def add(self, output: RequestOutput) -> None:
         """Raises RequestError if the budget is used up."""
         num_entries = len(self._ids)
+        self.token_ids.extend(output.token_ids)
         self._text.write(output.text)
         self._num_prompt_tokens += len(output.prompt_logprobs)
         for entries, shift in ((output.prompt_logprobs, 0), (output.logprobs, self._num_prompt_chars)):
@@ -126,21 +128,31 @@ class Collected:
                 self._num_top.append(len(entry.top))
                 self._offsets.append(entry.text_offset + shift)
         self.last = msgspec.structs.replace(output, text="", token_ids=[], logprobs=[], prompt_logprobs=[])
-        self._share.add(4 * len(output.text) + ENTRY_BYTES * (len(self._ids) - num_entries))
+        num_entries = len(self._ids) - num_entries
+        self._share.add(4 * (len(output.text) + len(output.token_ids)) + ENTRY_BYTES * num_entries)
 
     @property
     def mean_logprob(self) -> float:
         """Of the answer's tokens."""
-        own = [entry.token.logprob or 0.0 for entry in self.logprobs()][self._num_prompt_tokens :]
+        own = [entry.token.logprob or 0.0 for entry in self.answer_logprobs()]
         return math.fsum(own) / max(len(own), 1)
 
     def logprobs(self) -> Iterator[TextLogprobs]:
-        """The positions, as they were added."""
-        at = 0
-        for num_top, offset in zip(self._num_top, self._offsets, strict=True):
-            token, *top = map(self._token, range(at, at + 1 + num_top))
-            at += 1 + num_top
-            yield TextLogprobs(token, top, offset)
+        """The positions of the prompt, if the request asked for them, and of the answer."""
+        return self._positions(0, len(self._num_top))
+
+    def prompt_logprobs(self) -> Iterator[TextLogprobs]:
+        return self._positions(0, self._num_prompt_tokens)
+
+    def answer_logprobs(self) -> Iterator[TextLogprobs]:
+        return self._positions(self._num_prompt_tokens, len(self._num_top))
+
+    def _positions(self, start: int, stop: int) -> Iterator[TextLogprobs]:
+        at = start + sum(self._num_top[:start])
+        for idx in range(start, stop):
+            token, *top = map(self._token, range(at, at + 1 + self._num_top[idx]))
+            at += 1 + self._num_top[idx]
+            yield TextLogprobs(token, top, self._offsets[idx])
 
     def _token(self, at: int) -> TokenText:
         logprob = self._logprobs[at]

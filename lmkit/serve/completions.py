@@ -10,8 +10,7 @@ from fastapi import APIRouter, Request, Response
 
 from lmkit.serve.collect import Collected
 from lmkit.serve.protocol import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
-from lmkit.serve.response import ResponseBuilder, respond
-from lmkit.serve.serving import MIN_LOGPROB
+from lmkit.serve.response import ResponseBuilder, clamped, respond
 from lmkit.serve.streaming import DONE
 from lmkit.serve.to_request import choices_per_prompt, completion_requests
 from lmkit.turbo import request as engine
@@ -22,10 +21,10 @@ router = APIRouter()
 
 @router.post("/v1/completions")
 async def completions(request: Request) -> Response:
-    return await respond(request, CompletionRequest, _CompletionResponse)
+    return await respond(request, CompletionRequest, CompletionResponse)
 
 
-class _CompletionResponse(ResponseBuilder[CompletionRequest]):
+class CompletionResponse(ResponseBuilder[CompletionRequest]):
     prefix = "cmpl"
 
     @property
@@ -39,28 +38,33 @@ class _CompletionResponse(ResponseBuilder[CompletionRequest]):
     def make_requests(self) -> list[engine.Request]:
         return completion_requests(self.body, self.server.tokenizer, self.server.info, self.id, owner=self.owner)
 
-    async def whole(self) -> dict[str, Any]:
-        prompts = [self._prompt_text(idx) if self.body.echo else "" for idx in range(len(self.requests))]
-        chosen = await self.collect(prompts)
-        if self.choices_per_prompt > (self.body.n or 1):
-            chosen = self._best(chosen)
+    async def whole(self) -> Any:
+        chosen = await self.chosen()
         choices = map(self._whole_choice, range(len(chosen)), chosen)
         return {**self.head, "object": "text_completion", "choices": choices, "usage": self.count.usage()}
 
+    async def chosen(self) -> list[Collected]:
+        """The choices at their end: each prompt's `n`."""
+        prompts = [self._prompt_text(idx) if self.body.echo else "" for idx in range(len(self.requests))]
+        choices = await self.collect(prompts)
+        return self._best(choices) if self.choices_per_prompt > (self.body.n or 1) else choices
+
     def _whole_choice(self, index: int, choice: Collected) -> dict[str, Any]:
+        shown = choice.logprobs if self.body.echo else choice.answer_logprobs
         logprobs = {
-            "tokens": (_shown(entry.token) for entry in choice.logprobs()),
-            "token_logprobs": (_clamped(entry.token.logprob) for entry in choice.logprobs()),
-            "top_logprobs": (self._top(entry) for entry in choice.logprobs()),
-            "text_offset": (entry.text_offset for entry in choice.logprobs()),
+            "tokens": (_shown(entry.token) for entry in shown()),
+            "token_logprobs": (clamped(entry.token.logprob) for entry in shown()),
+            "top_logprobs": (self._top(entry) for entry in shown()),
+            "text_offset": (entry.text_offset for entry in shown()),
         }
+        about = self.own_ids(choice) | self.about_prompt(index // (self.body.n or 1) * self.choices_per_prompt, choice)
         return {
             "index": index,
             "text": choice.text,
             "logprobs": None if self.body.logprobs is None else logprobs,
             "finish_reason": choice.last.finish_reason,
             "stop_reason": choice.last.stop_reason,
-        }
+        } | about
 
     async def chunks(self) -> AsyncGenerator[str]:
         started = [False] * len(self.requests)
@@ -69,7 +73,7 @@ class _CompletionResponse(ResponseBuilder[CompletionRequest]):
                 self.note(idx, output)
                 choice = self._choice(idx, output, first=not started[idx])
                 started[idx] = True
-                if choice.text or choice.logprobs or choice.finish_reason is not None:
+                if choice.text or choice.logprobs or choice.token_ids or choice.finish_reason is not None:
                     yield self.chunk(Completion(**self.head, choices=[choice]))
         if self.include_usage:
             yield self.chunk(Completion(**self.head, choices=[]), last=True)
@@ -92,7 +96,7 @@ class _CompletionResponse(ResponseBuilder[CompletionRequest]):
             num_prompt = len(output.prompt_logprobs)
             logprobs = CompletionLogprobs(
                 tokens=[_shown(entry.token) for entry in entries],
-                token_logprobs=[_clamped(entry.token.logprob) for entry in entries],
+                token_logprobs=[clamped(entry.token.logprob) for entry in entries],
                 top_logprobs=[self._top(entry) for entry in entries],
                 text_offset=[
                     entry.text_offset + (len(prompt) if i >= num_prompt else 0) for i, entry in enumerate(entries)
@@ -104,6 +108,8 @@ class _CompletionResponse(ResponseBuilder[CompletionRequest]):
             logprobs=logprobs,
             finish_reason=output.finish_reason,
             stop_reason=output.stop_reason,
+            token_ids=output.token_ids if self.body.return_token_ids else None,
+            prompt_token_ids=self.prompt_ids(idx) if first else None,
         )
 
     def _prompt_text(self, idx: int) -> str:
@@ -115,12 +121,9 @@ class _CompletionResponse(ResponseBuilder[CompletionRequest]):
         """The most likely tokens and the chosen one. If two tokens have the same text, the likelier one is kept."""
         if entry.token.logprob is None:  # nothing predicts a prompt's first token
             return None
-        tokens = sorted([entry.token, *entry.top], key=lambda token: token.logprob or 0.0)
-        return {_shown(token): _clamped(token.logprob) or 0.0 for token in tokens}
-
-
-def _clamped(logprob: float | None) -> float | None:
-    return None if logprob is None else max(logprob, MIN_LOGPROB)
+        top = entry.top[: self.body.logprobs or 0]
+        tokens = sorted([entry.token, *top], key=lambda token: token.logprob or 0.0)
+        return {_shown(token): clamped(token.logprob) or 0.0 for token in tokens}
 
 
 def _shown(token: TokenText) -> str:

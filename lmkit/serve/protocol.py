@@ -28,7 +28,7 @@ from lmkit.errors import RequestError
 from lmkit.formats.generation_config import TOP_K_OFF
 from lmkit.other_names import HTTP, hint
 from lmkit.text.messages import MAX_NAME_CHARS, Role, joined_parts
-from lmkit.turbo.request import MAX_LOGIT_BIAS, MAX_STOPS
+from lmkit.turbo.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOPS
 
 MAX_MESSAGES = 4096
 MAX_PROMPTS = 256
@@ -121,7 +121,12 @@ def _template_variables(value: Any) -> dict[str, Any]:
     return value
 
 
+def _is_none(value: Any) -> bool:
+    return value is None
+
+
 TemplateVariables = Annotated[dict[str, Any], PlainValidator(_template_variables)]
+OnRequest = Field(default=None, exclude_if=_is_none)  # of a response: not there if it was not asked for
 NewTokens = Annotated[int, Field(ge=-1, lt=1 << 31)]  # -1 = until the context is full
 
 
@@ -159,6 +164,8 @@ class _Sampling(Extensions):
     frequency_penalty: float | None = None
     logit_bias: Annotated[dict[int, float], PlainValidator(_biases)] | None = None  # JSON has the ids as strings
     user: Annotated[str, Field(max_length=1024)] | None = None  # only for the server's request log
+    return_token_ids: bool | None = None  # vLLM's: the answer has the ids of the prompt and of each choice
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None  # vLLM's; not in a stream
     # the answer follows a schema, a pattern or a grammar, see serve.constraint: OpenAI's field, then others' names
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
@@ -290,6 +297,7 @@ class ChatChunkChoice(BaseModel):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    token_ids: list[int] | None = OnRequest
 
 
 class CompletionLogprobs(BaseModel):
@@ -305,6 +313,8 @@ class CompletionChoice(BaseModel):
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
     stop_reason: str | int | None
+    token_ids: list[int] | None = OnRequest
+    prompt_token_ids: list[int] | None = OnRequest  # with the first chunk of a choice
 
 
 class _Response(BaseModel):
@@ -318,6 +328,7 @@ class ChatCompletionChunk(_Response):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
+    prompt_token_ids: list[int] | None = OnRequest  # with the first chunk
 
 
 class Completion(_Response):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -14,10 +14,10 @@ from lmkit.serve.auth import Owner, owner
 from lmkit.serve.body import read_json
 from lmkit.serve.collect import Collected, check_output
 from lmkit.serve.protocol import ChatCompletionChunk, ChatCompletionRequest, Completion, CompletionRequest
-from lmkit.serve.serving import Serving, UsageCount, new_id, serving
+from lmkit.serve.serving import MIN_LOGPROB, Serving, UsageCount, new_id, serving
 from lmkit.serve.streaming import EventStream, Failed, WholeAnswer, event
 from lmkit.turbo import request as engine
-from lmkit.turbo.transport.output import RequestOutput
+from lmkit.turbo.transport.output import RequestOutput, TextLogprobs, TokenText
 from lmkit.web.budget import Share
 from lmkit.web.receive import while_connected
 
@@ -62,7 +62,7 @@ class ResponseBuilder(ABC, Generic[B]):
         """The length of the body's texts, or of its token ids."""
 
     @abstractmethod
-    async def whole(self) -> dict[str, Any]:
+    async def whole(self) -> Any:
         """The answer as JSON. Long lists are iterators, see `streaming.WholeAnswer`."""
 
     @abstractmethod
@@ -90,6 +90,39 @@ class ResponseBuilder(ABC, Generic[B]):
                 choices[idx].add(output)
         return choices
 
+    def prompt_ids(self, idx: int) -> list[int] | None:
+        """The prompt of a request, if the body asks for token ids."""
+        return self.requests[idx].prompt_ids if self.body.return_token_ids else None
+
+    def own_ids(self, choice: Collected) -> dict[str, Any]:
+        """The field of a choice that vLLM has for its token ids."""
+        return {"token_ids": iter(choice.token_ids)} if self.body.return_token_ids else {}
+
+    def about_prompt(self, idx: int, choice: Collected) -> dict[str, Any]:
+        """The fields that vLLM has for a request's prompt: its ids and log-probabilities, as the body asks."""
+        fields: dict[str, Any] = {}
+        if (ids := self.prompt_ids(idx)) is not None:
+            fields["prompt_token_ids"] = iter(ids)
+        if self.body.prompt_logprobs is not None:
+            fields["prompt_logprobs"] = map(self._prompt_position, choice.prompt_logprobs())
+        return fields
+
+    def _prompt_position(self, entry: TextLogprobs) -> dict[str, Any] | None:
+        """vLLM's entry for one token of a prompt: itself and the most likely ones, by id. None for the first token.
+
+        The rank of a token that is not among the most likely ones is not known.
+        """
+        if entry.token.logprob is None:
+            return None
+        top = entry.top[: self.body.prompt_logprobs]
+        ranks: list[tuple[TokenText, int | None]] = [(token, rank) for rank, token in enumerate(top, 1)]
+        if entry.token.token_id not in {token.token_id for token in top}:
+            ranks.insert(0, (entry.token, None))
+        return {
+            str(token.token_id): {"logprob": clamped(token.logprob), "rank": rank, "decoded_token": token.text}
+            for token, rank in ranks
+        }
+
     @property
     def include_usage(self) -> bool:
         return bool(self.body.stream_options and self.body.stream_options.include_usage)
@@ -108,10 +141,19 @@ class ResponseBuilder(ABC, Generic[B]):
         self.count.add(idx, output)
 
 
-async def respond(request: Request, body_type: type[B], builder_type: type[ResponseBuilder[B]]) -> Response:
-    """Answer one HTTP request. Raises RequestError."""
+def clamped(logprob: float | None) -> float | None:
+    return None if logprob is None else max(logprob, MIN_LOGPROB)
+
+
+async def respond(
+    request: Request,
+    body_type: type[B],
+    builder_type: type[ResponseBuilder[B]],
+    translate: Callable[[Any], Any] | None = None,
+) -> Response:
+    """Answer one HTTP request. `translate` makes its plain JSON one of `body_type`. Raises RequestError."""
     server, held = serving(request), request.state.held
-    body = await read_json(request, body_type)
+    body = await read_json(request, body_type, translate)
     request.state.user = body.user
     server.check_model(body.model)
     builder = builder_type(server, body, owner(request), held.enter_context(server.answers.share()))

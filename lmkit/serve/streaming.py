@@ -27,7 +27,7 @@ def event(data: str, name: str = "") -> str:
 
 
 class WholeAnswer(Response):
-    """A JSON object whose iterators are written as lists, a block at a time: a client takes the next block by reading.
+    """A JSON value whose iterators are written as lists, a block at a time: a client takes the next block by reading.
 
     An answer of one block has a Content-Length.
     """
@@ -35,7 +35,7 @@ class WholeAnswer(Response):
     media_type = "application/json"
     BLOCK = 1 << 16  # characters
 
-    def __init__(self, value: dict[str, Any]) -> None:
+    def __init__(self, value: Any) -> None:
         super().__init__()
         self._blocks = _blocks(json_parts(value), self.BLOCK)
 

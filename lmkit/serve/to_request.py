@@ -48,12 +48,12 @@ def chat_requests(
         tokenizer,
         info,
         max_tokens=_limit(_or(asked, info.sampling.max_new_tokens)),
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        logprobs=_num_logprobs(body, (body.top_logprobs or 0) if body.logprobs else None),
     )
     text = chat_text(body.messages, tokenizer, _or(body.add_generation_prompt, True), _variables(body))
     tokenizer.check_length(text, info.max_model_len, "messages")
     turn = (history or TokenHistory()).encode(tokenizer, text)
-    like = _request(body, params, request_id, owner)
+    like = _request(body, params, request_id, owner, prompt_logprobs=body.prompt_logprobs is not None)
     return _fan_out([turn.ids], like, _or(body.n, 1), info, "messages", _limit(asked) or 1), turn
 
 
@@ -69,15 +69,25 @@ def completion_requests(
         tokenizer,
         info,
         max_tokens=_limit(_or(asked, info.sampling.max_new_tokens or DEFAULT_COMPLETION_TOKENS)),
-        logprobs=0 if select and body.logprobs is None else body.logprobs,
+        logprobs=_num_logprobs(body, 0 if select and body.logprobs is None else body.logprobs),
     )
     for prompt in body.prompt:
         if isinstance(prompt, str):
             tokenizer.check_length(prompt, info.max_model_len, "prompt")
     prompts = [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompt]
     echo_logprobs = bool(body.echo) and body.logprobs is not None
-    like = _request(body, params, request_id, owner, prompt_logprobs=echo_logprobs)
+    scored = echo_logprobs or body.prompt_logprobs is not None
+    like = _request(body, params, request_id, owner, prompt_logprobs=scored)
     return _fan_out(prompts, like, choices, info, "prompt", _or(_limit(asked), 1))
+
+
+def _num_logprobs(body: ChatCompletionRequest | CompletionRequest, answer: int | None) -> int | None:
+    """How many the engine is to return at each position: `answer` are those shown beside the answer's tokens."""
+    if body.prompt_logprobs is None:
+        return answer
+    if body.stream:
+        raise _invalid("prompt_logprobs cannot be streamed; leave stream out", "prompt_logprobs")
+    return max(body.prompt_logprobs, answer or 0)
 
 
 def choices_per_prompt(body: CompletionRequest) -> int:

@@ -19,7 +19,7 @@ _OTHERS = frozenset({
     "/v1/vector_stores", "/v1/videos", "/v1/classify", "/v1/load_lora_adapter", "/v1/loads", "/v1/rerank",
     "/v1/score", "/v1/unload_lora_adapter", "/v2/chat", "/v2/embed", "/v2/rerank", "/anthropic", "/abort_request",
     "/abort_requests", "/classify", "/collective_rpc", "/continue_generation", "/distserve", "/encode",
-    "/flush_cache", "/generate", "/generate_stream", "/get_load", "/get_model_info", "/get_ppl", "/get_server_info",
+    "/flush_cache", "/generate_stream", "/get_load", "/get_model_info", "/get_ppl", "/get_server_info",
     "/get_weights_by_name", "/health_generate", "/inference", "/init_weights_update_group", "/invocations",
     "/is_sleeping", "/kv_cache_events", "/load", "/load_lora_adapter", "/model_info", "/pause", "/pause_generation",
     "/perf_metrics", "/ping", "/pooling", "/ready", "/readyz", "/release_memory_occupation", "/rerank",
