@@ -26,7 +26,7 @@ EXTRAS = {
         "calibration data of the Hugging Face Hub, Parquet and saved data sets; quantizing with several processes",
     ),
     "hub": Extra(("huggingface_hub",), "models fetched from the Hugging Face Hub by name"),
-    "bench": Extra(("aiohttp", "matplotlib"), "lmkit bench online, and plots"),
+    "bench": Extra(("matplotlib",), "plots"),
     "cuda": Extra(("cupy",), "kernels on an NVIDIA GPU with CUDA 13; lmkit[cuda12] is for CUDA 12"),
 }
 

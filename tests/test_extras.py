@@ -177,7 +177,6 @@ def test_a_feature_without_its_extra_names_it(plain: dict[str, str], tmp_path: P
         (*quantize, "hub:a/b"): "calibration data hub:a/b needs datasets: pip install 'lmkit[quantize]'",
         (*quantize, str(table)): f"calibration data {table} needs pyarrow: pip install 'lmkit[quantize]'",
         (*quantize, str(saved)): f"calibration data {saved} needs datasets: pip install 'lmkit[quantize]'",
-        ("bench", "online", "http://localhost:1"): "lmkit bench online needs aiohttp: pip install 'lmkit[bench]'",
         ("bench", "latency", "demo", "--plot", f"{output}.png"): "--plot needs matplotlib: pip install 'lmkit[bench]'",
         ("inspect", "a/b"): "a/b: no such folder, and fetching it from the Hugging Face Hub needs huggingface_hub: "
         "pip install 'lmkit[hub]'",

@@ -16,18 +16,15 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
+import aiohttp
 import msgspec
 
 from lmkit.bench.config import Endpoint
 from lmkit.bench.counting import Chunk
 from lmkit.bench.workload import Dialogue
 from lmkit.errors import ConfigError, LMKitError
-from lmkit.extras import needed_for
 from lmkit.web.listen import ADDRESS
 from lmkit.web.tls import trusting
-
-with needed_for("lmkit bench online"):
-    import aiohttp
 
 _PATHS: dict[Endpoint, str] = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 # Optional fields that make a measurement more exact. They are tried one by one, and refused fields are left out.

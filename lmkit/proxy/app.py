@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import http.cookiejar
 import ssl
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from types import TracebackType
@@ -28,6 +27,7 @@ from lmkit.proxy.fleet import Fleet
 from lmkit.proxy.forward import Call, Forwarder
 from lmkit.proxy.health import HealthChecker
 from lmkit.proxy.registry import Registry
+from lmkit.proxy.upstream import Upstream
 from lmkit.web.access_log import note_error
 from lmkit.web.auth import ApiKey, named_client
 from lmkit.web.budget import Budget
@@ -38,7 +38,6 @@ from lmkit.web.tls import trusting
 
 log = get_logger(__name__)
 MAX_ADMIN_BODY = 1 << 20
-KEEP_ALIVE_SECONDS = 2.0  # idle connections to nodes; less than the 5 s after which common servers close them
 _MODEL_PREFIX = "/v1/models/"
 
 
@@ -77,17 +76,10 @@ class Proxy:
         self.draining = False
         self.stop = asyncio.Event()  # when set, running responses are broken off
         self.active = 0  # forwarded requests, from their first body byte on
-        self._client = httpx.AsyncClient(
-            verify=_tls(),
-            trust_env=False,
-            limits=httpx.Limits(
-                max_connections=None, max_keepalive_connections=256, keepalive_expiry=KEEP_ALIVE_SECONDS
-            ),
-            cookies=http.cookiejar.CookieJar(http.cookiejar.DefaultCookiePolicy(allowed_domains=[])),
-        )
-        self.health = HealthChecker(self.registry, self._client, config)
+        self._upstream = Upstream(_tls(), connect_timeout=config.connect_timeout, read_timeout=config.read_timeout)
+        self.health = HealthChecker(self.registry, self._upstream, config)
         self._bodies = Budget(config.body_memory, what="bodies of requests")
-        self._forwarder = Forwarder(self.registry, self._client, self.metrics, config)
+        self._forwarder = Forwarder(self.registry, self._upstream, self.metrics, config)
         self.checked = asyncio.Event()  # every node has been asked once
         self.checks: asyncio.Task[None] | None = None  # ends only by an error, or with the block
 
@@ -102,7 +94,7 @@ class Proxy:
         self.checks.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self.checks
-        await self._client.aclose()
+        await self._upstream.close()
 
     async def _check_forever(self) -> None:
         while True:

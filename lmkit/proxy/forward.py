@@ -10,10 +10,10 @@ import asyncio
 import functools
 import secrets
 import time
+from contextlib import aclosing
 from dataclasses import dataclass
 from random import Random
 
-import httpx
 from starlette.types import Receive
 
 from lmkit.errors import RequestError
@@ -25,6 +25,7 @@ from lmkit.proxy.metrics import Metrics
 from lmkit.proxy.policies import POLICIES
 from lmkit.proxy.registry import Node, Registry
 from lmkit.proxy.tenants import named
+from lmkit.proxy.upstream import Answer, BrokenError, SilentError, UnreachableError, Upstream, UpstreamError
 from lmkit.web.errors import ERROR_HEADER
 from lmkit.web.receive import client_disconnected, until_disconnect
 
@@ -33,6 +34,7 @@ log = get_logger(__name__)
 BROKEN = frozenset({500, 502, 504})  # statuses that count against a node; 503 only says that it is busy
 # A request that reached a node and got no response may have broken the node. It is tried once more, not on every node.
 MAX_RESENDS = 1
+_ERROR_HEADER = ERROR_HEADER.lower().encode()
 WAIT_SECONDS = 0.1  # between looks for a node that is back
 
 
@@ -56,13 +58,12 @@ class Call:
 class Forwarder:
     """Forwards calls to the registry's nodes over one pool of connections."""
 
-    def __init__(self, registry: Registry, client: httpx.AsyncClient, metrics: Metrics, config: ProxyConfig) -> None:
+    def __init__(self, registry: Registry, upstream: Upstream, metrics: Metrics, config: ProxyConfig) -> None:
         self._registry = registry
-        self._client = client
+        self._upstream = upstream
         self._metrics = metrics
         self._policy = POLICIES[config.policy]
         self._rng = Random()
-        self._timeout = httpx.Timeout(config.read_timeout, connect=config.connect_timeout)
         self._own_via = b"lmkit-" + secrets.token_hex(8).encode()
 
     async def forward(self, call: Call, client: DownstreamResponse, receive: Receive, stop: asyncio.Event) -> None:
@@ -108,21 +109,21 @@ class Forwarder:
                     log.warning("node %s is down: a request that waited for its first byte goes to another", node.url)
                     resends += 1
                     self._record(node, good=False)
-                except (httpx.ConnectError, httpx.ConnectTimeout) as failure:
-                    if self._registry.failed(node, f"connections fail ({type(failure).__name__})"):
+                except UnreachableError as failure:
+                    if self._registry.failed(node, f"connections fail ({failure})"):
                         log.warning("node %s is down: connections fail", node.url)
                     self._record(node, good=False)
                 except _EngineDownError:
                     if self._registry.failed(node, "its engine is not ready"):
                         log.warning("node %s is down: its engine is not ready", node.url)
                     resends += 1
-                except httpx.TimeoutException:
+                except SilentError:
                     self._record(node, good=False)
                     raise RequestError("upstream_timeout", "the node did not answer in time") from None
-                except httpx.LocalProtocolError:
+                except ValueError:
                     raise RequestError("invalid_request", "a header of the request cannot be sent on") from None
-                except httpx.TransportError as failure:  # no failed check: a client may cause it at will
-                    log.warning("node %s gave no usable answer to a request: %s", node.url, _reason(failure))
+                except BrokenError as failure:  # no failed check: a client may cause it at will
+                    log.warning("node %s gave no usable answer to a request: %s", node.url, failure)
                     resends += 1
                     self._record(node, good=False)
             error = RequestError("bad_gateway", "no node answered the request")
@@ -147,38 +148,37 @@ class Forwarder:
 
         False: the node refuses work now, and another may take it.
 
-        Raises httpx.TransportError only as long as nothing has been sent to the client.
+        Raises UpstreamError only as long as nothing has been sent to the client.
         """
         start = time.perf_counter()
-        response = await self._first_byte(node, call, tried, movable=movable)
+        answer = await self._first_byte(node, call, tried, movable=movable)
         try:
             seconds = time.perf_counter() - start
-            self._registry.answered(node, call.model, response.status_code, seconds)
+            self._registry.answered(node, call.model, answer.status, seconds)
             self._metrics.first_byte.observe(seconds)
-            if response.status_code == 503:
-                if movable and response.headers.get(ERROR_HEADER) == "engine_unavailable":
+            if answer.status == 503:
+                if movable and answer.headers.get(_ERROR_HEADER) == b"engine_unavailable":
                     raise _EngineDownError
                 if self._registry.candidates(call.model, tried):
                     return False
-            check_answer(response)
-            whole = await self._pass_on(node, response, client)
-            self._record(node, good=whole and response.status_code not in BROKEN)
+            check_answer(answer)
+            whole = await self._pass_on(node, answer, client)
+            self._record(node, good=whole and answer.status not in BROKEN)
         finally:
-            await response.aclose()
+            answer.close()
         return True
 
-    async def _first_byte(self, node: Node, call: Call, tried: list[Node], *, movable: bool) -> httpx.Response:
+    async def _first_byte(self, node: Node, call: Call, tried: list[Node], *, movable: bool) -> Answer:
         """The head of the node's answer.
 
         Raises TimeoutError if the node goes down before it, another could answer, and the call is `movable`.
         """
-        request = self._request(node, call)
         async with asyncio.timeout(None) as limit:
             abandon = functools.partial(limit.reschedule, 0)  # a time that has passed
             if movable:
                 node.waiting[abandon] = (call.model, tried)
             try:
-                return await self._client.send(request, stream=True)
+                return await self._upstream.send("POST", *self._request(node, call))
             finally:
                 node.waiting.pop(abandon, None)
 
@@ -186,22 +186,23 @@ class Forwarder:
         if node.breaker.record(good=good):
             log.warning("node %s: requests fail one after the other, so it gets none for a while", node.url)
 
-    async def _pass_on(self, node: Node, response: httpx.Response, client: DownstreamResponse) -> bool:
+    async def _pass_on(self, node: Node, answer: Answer, client: DownstreamResponse) -> bool:
         """Send the answer to the client. False: the node broke off."""
-        headers = to_client(response.headers.raw)
+        headers = to_client(answer.raw_headers)
         kinds = dict(headers)
         kind = kinds.get(b"content-type", b"").partition(b";")[0].strip().lower()
         events = kind == b"text/event-stream" and b"content-encoding" not in kinds
         if events:  # an error event may have to be added
             headers = [(name, value) for name, value in headers if name != b"content-length"]
-        await client.start(response.status_code, headers, events=events)
+        await client.start(answer.status, headers, events=events)
         try:
-            async for piece in response.aiter_raw():
-                await client.write(piece)
-        except httpx.TransportError as failure:
+            async with aclosing(answer.pieces()) as pieces:
+                async for piece in pieces:
+                    await client.write(piece)
+        except UpstreamError as failure:
             node.breaks += 1
-            log.warning("node %s broke off in the middle of an answer: %s", node.url, type(failure).__name__)
-            if isinstance(failure, httpx.TimeoutException):
+            log.warning("node %s broke off in the middle of an answer: %s", node.url, failure)
+            if isinstance(failure, SilentError):
                 error = RequestError("upstream_timeout", "the node fell silent in the middle of its answer")
             else:
                 error = RequestError("bad_gateway", "the node broke off in the middle of its answer")
@@ -210,11 +211,11 @@ class Forwarder:
         await client.end()
         return True
 
-    def _request(self, node: Node, call: Call) -> httpx.Request:
-        base = httpx.URL(node.url)
-        target = base.raw_path.rstrip(b"/") + call.path.encode()
+    def _request(self, node: Node, call: Call) -> tuple[str, list[tuple[bytes, bytes]], bytes]:
+        """The URL, headers and body of a call to a node."""
+        url = node.url + call.path
         if call.query:
-            target += b"?" + call.query
+            url += "?" + call.query.decode("latin-1").replace("#", "%23")
         added, body = named(node.config, call.key, call.client, call.body)
         headers = [*to_node(call.headers), *added]
         headers += [
@@ -223,27 +224,19 @@ class Forwarder:
         ]
         if node.config.api_key is not None:
             headers.append((b"authorization", b"Bearer " + node.config.api_key.encode()))
-        url = base.copy_with(raw_path=target)
-        extensions = {"timeout": self._timeout.as_dict()}
-        return httpx.Request("POST", url, headers=headers, content=body, extensions=extensions)
+        return url, headers, body
 
 
-def check_answer(response: httpx.Response) -> None:
-    """Raise RemoteProtocolError for an answer that cannot be passed on.
+def check_answer(answer: Answer) -> None:
+    """Raise BrokenError for an answer that cannot be passed on.
 
     A length beside chunks says two things about where the body ends (RFC 9112, 6.3). A redirection would lead the
     client past the proxy. 401 and 407 mean the proxy's own key, not the client's.
     """
-    status, headers = response.status_code, response.headers
-    if "content-length" in headers and "transfer-encoding" in headers:
-        raise httpx.RemoteProtocolError("content-length beside transfer-encoding")
+    status, headers = answer.status, answer.headers
+    if b"content-length" in headers and b"transfer-encoding" in headers:
+        raise BrokenError("content-length beside transfer-encoding")
     if not 200 <= status <= 599 or 300 <= status <= 399:
-        raise httpx.RemoteProtocolError(f"status {status}")
+        raise BrokenError(f"status {status}")
     if status in (401, 407):
-        raise httpx.RemoteProtocolError(f"status {status}: check the node's api_key")
-
-
-def _reason(failure: httpx.TransportError) -> str:
-    """The name of the error. Its text may quote the client or the node, unless the text is ours."""
-    ours = isinstance(failure, httpx.RemoteProtocolError) and failure.__cause__ is None
-    return f"{type(failure).__name__} ({failure})" if ours else type(failure).__name__
+        raise BrokenError(f"status {status}: check the node's api_key")

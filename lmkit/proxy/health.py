@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import aclosing
 
-import httpx
 import msgspec
 
 from lmkit.errors import ConfigError
 from lmkit.log import get_logger
 from lmkit.proxy.config import ModelName, ProxyConfig
 from lmkit.proxy.registry import ModelEntries, Node, Registry
+from lmkit.proxy.upstream import Upstream, UpstreamError
 
 log = get_logger(__name__)
 MAX_ANSWER_BYTES, MAX_MODELS = 1 << 20, 1000
@@ -19,9 +20,9 @@ MAX_ANSWER_BYTES, MAX_MODELS = 1 << 20, 1000
 class HealthChecker:
     """A node is up when `GET /health` is 2xx and its models are configured or listed by `GET /v1/models`."""
 
-    def __init__(self, registry: Registry, client: httpx.AsyncClient, config: ProxyConfig) -> None:
+    def __init__(self, registry: Registry, upstream: Upstream, config: ProxyConfig) -> None:
         self._registry = registry
-        self._client = client
+        self._upstream = upstream
         self._timeout = config.health_timeout
 
     async def check_all(self) -> None:
@@ -35,8 +36,8 @@ class HealthChecker:
                 models, note = await self._models(node)
         except TimeoutError:
             failure = f"no answer to a check within {self._timeout:g} s"
-        except httpx.HTTPError as error:
-            failure = f"cannot be reached ({type(error).__name__})"
+        except UpstreamError as error:
+            failure = f"cannot be reached ({error})"
         except ConfigError as error:
             failure = str(error)
         else:
@@ -58,18 +59,22 @@ class HealthChecker:
             return None, str(error)
 
     async def _get(self, node: Node, path: str) -> bytes:
-        headers = {"accept-encoding": "identity"}
+        headers = [(b"accept-encoding", b"identity")]
         if node.config.api_key is not None:
-            headers["authorization"] = f"Bearer {node.config.api_key}"
-        async with self._client.stream("GET", node.url + path, headers=headers, timeout=self._timeout) as response:
-            if not response.is_success:
-                hint = ": check its api_key" if response.status_code in (401, 403) else ""
-                raise ConfigError(f"{path} answered {response.status_code}{hint}")
+            headers.append((b"authorization", b"Bearer " + node.config.api_key.encode()))
+        answer = await self._upstream.send("GET", node.url + path, headers)
+        try:
+            if not 200 <= answer.status <= 299:
+                hint = ": check its api_key" if answer.status in (401, 403) else ""
+                raise ConfigError(f"{path} answered {answer.status}{hint}")
             body = bytearray()
-            async for piece in response.aiter_raw():
-                body += piece
-                if len(body) > MAX_ANSWER_BYTES:
-                    raise ConfigError(f"{path} answered more than {MAX_ANSWER_BYTES} bytes")
+            async with aclosing(answer.pieces()) as pieces:
+                async for piece in pieces:
+                    body += piece
+                    if len(body) > MAX_ANSWER_BYTES:
+                        raise ConfigError(f"{path} answered more than {MAX_ANSWER_BYTES} bytes")
+        finally:
+            answer.close()
         return bytes(body)
 
 
