@@ -148,10 +148,10 @@ async def test_t21_the_log_tells_who_asked_and_why_it_was_refused(caplog: pytest
 @pytest.mark.anyio
 async def test_known_routes_of_other_servers_are_named() -> None:
     """A node may have a POST route below /v1 that this proxy does not know, so the proxy only tells of the others."""
-    paths = ["/generate", "/api/chat", "/docs", "/openapi.json", "/rerank", "/slots", "/get_ppl"]
+    paths = ["/api/chat", "/docs", "/slots", "/get_ppl", "/props"]
     async with both() as addresses, httpx.AsyncClient(trust_env=False, headers=BEARER) as client:
         for address in addresses:
-            for path in [*paths, "/v1/files", "/v1/files/f1/content", "/v1/responses/r1"]:
+            for path in [*paths, "/v1/threads", "/v1/threads/t1/runs", "/v1/assistants/a1"]:
                 error = (await client.get(address + path)).json()["error"]
                 assert error["code"] == "not_found"
                 assert re.match(r"/\S+ is not supported by this server, which has ", error["message"]), path
