@@ -189,6 +189,8 @@ class ServerConfig(StrictStruct, frozen=True):
     drain_seconds: Annotated[float, msgspec.Meta(ge=0)] = 30.0  # how long requests may finish after SIGTERM
     step_timeout: Annotated[float, msgspec.Meta(ge=1)] | None = None  # None = by what a step costs at worst
     data_dir: str | None = None  # what it keeps for clients, see serve.data_folder; None = a temporary folder
+    response_store: Annotated[int, msgspec.Meta(ge=0)] = 256 << 20  # bytes of stored responses; 0 = none
+    response_ttl: Annotated[float, msgspec.Meta(gt=0)] = 30 * 86400.0  # seconds since a response was last used
     log_level: LogLevel = "INFO"
 
     def __post_init__(self) -> None:

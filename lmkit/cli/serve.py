@@ -75,6 +75,16 @@ def serve(
     data_dir: Annotated[
         str | None, _server("Keep files, batches and responses of clients here. Default: a temporary folder.")
     ] = None,
+    response_store: Annotated[
+        str, _server("For responses that clients may continue (/v1/responses); 0 stores none.", callback=size)
+    ] = "256M",
+    response_ttl: Annotated[
+        float,
+        _server(
+            "Seconds that a response stays after its last use; default 30 days.",
+            callback=checked(ServerConfig, "response_ttl"),
+        ),
+    ] = _SERVER.response_ttl,
     log_level: Annotated[LogLevel, _server("How much is logged.", case_sensitive=False)] = _SERVER.log_level,
     engine: Annotated[str | None, typer.Option(hidden=True, help="module:Class of another engine.")] = None,
 ) -> None:
@@ -108,6 +118,8 @@ def serve(
         drain_seconds=drain_seconds,
         step_timeout=step_timeout,
         data_dir=data_dir,
+        response_store=int(response_store),
+        response_ttl=response_ttl,
         log_level=log_level,
     )
     raise typer.Exit(_run(model, engine_config, server_config, engine))

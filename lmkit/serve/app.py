@@ -14,6 +14,8 @@ from lmkit.serve.auth import ApiKeys
 from lmkit.serve.data_folder import DataFolder
 from lmkit.serve.errors import Edge, handle_http_exception, handle_request_error
 from lmkit.serve.metrics import Metrics
+from lmkit.serve.responses import routes as responses
+from lmkit.serve.responses.store import ResponseStore
 from lmkit.serve.serving import Serving, model_name
 from lmkit.serve.sessions import Sessions
 from lmkit.text import Tokenizer
@@ -23,7 +25,7 @@ from lmkit.web.budget import Budget
 from lmkit.web.cors import with_cors
 
 ANSWER_PARTS = 8  # one answer may hold this part of the memory for all
-ROUTERS = [module.router for module in (chat, completions, generate, models, tokenize, metrics, health)]
+ROUTERS = [module.router for module in (chat, completions, responses, generate, models, tokenize, metrics, health)]
 
 
 def create_app(engine: AsyncEngine, tokenizer: Tokenizer, config: ServerConfig) -> FastAPI:
@@ -33,6 +35,9 @@ def create_app(engine: AsyncEngine, tokenizer: Tokenizer, config: ServerConfig) 
     """
     app = FastAPI(title="lmkit", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.data = DataFolder(config.data_dir)
+    app.state.responses = ResponseStore(
+        lambda: app.state.data.folder("responses"), max_bytes=config.response_store, ttl=config.response_ttl
+    )
     figures = Metrics(engine, model_name(engine, config))
     app.state.serving = Serving(
         engine,

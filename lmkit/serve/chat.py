@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any
+from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request, Response
 
@@ -35,8 +35,10 @@ async def chat_completions(request: Request) -> Response:
     return await respond(request, ChatCompletionRequest, _ChatResponse)
 
 
-class _ChatResponse(ResponseBuilder[ChatCompletionRequest]):
-    prefix = "chatcmpl"
+class ChatBuilder(ResponseBuilder[ChatCompletionRequest]):
+    """An answer to a chat, whatever API it is for."""
+
+    must_fit: ClassVar[bool] = True  # max_tokens that goes beyond the context is refused
 
     def __init__(self, server: Serving, body: ChatCompletionRequest, owner: Owner, share: Share) -> None:
         super().__init__(server, body, owner, share)
@@ -45,7 +47,13 @@ class _ChatResponse(ResponseBuilder[ChatCompletionRequest]):
 
     def make_requests(self) -> list[engine.Request]:
         requests, turn = chat_requests(
-            self.body, self.server.tokenizer, self.server.info, self.id, owner=self.owner, history=self._history
+            self.body,
+            self.server.tokenizer,
+            self.server.info,
+            self.id,
+            owner=self.owner,
+            history=self._history,
+            must_fit=self.must_fit,
         )
         self._tokens = AssistantTurn(turn)
         return requests
@@ -54,6 +62,23 @@ class _ChatResponse(ResponseBuilder[ChatCompletionRequest]):
     def num_chars(self) -> int:
         return sum(len(message.content) for message in self.body.messages)
 
+    def note(self, idx: int, output: RequestOutput) -> None:
+        """Also remember the tokens of a session's answer.
+
+        Of several choices none is remembered, because the client continues one of them.
+        """
+        super().note(idx, output)
+        if self._session and len(self.requests) == 1 and (history := self._tokens.add(output)):
+            self.server.sessions.put(self._session, history)
+
+    def logprob(self, entry: TextLogprobs) -> ChatLogprob:
+        top = entry.top[: self.body.top_logprobs or 0]
+        return ChatLogprob(**_token(entry.token).model_dump(), top_logprobs=list(map(_token, top)))
+
+
+class _ChatResponse(ChatBuilder):
+    prefix = "chatcmpl-"
+
     async def whole(self) -> dict[str, Any]:
         collected = await self.collect([""] * len(self.requests))
         choices = map(self._choice, range(len(collected)), collected)
@@ -61,7 +86,7 @@ class _ChatResponse(ResponseBuilder[ChatCompletionRequest]):
         return answer | self.about_prompt(0, collected[0])
 
     def _choice(self, index: int, choice: Collected) -> dict[str, Any]:
-        content = (self._logprob(entry) for entry in choice.answer_logprobs())
+        content = (self.logprob(entry) for entry in choice.answer_logprobs())
         return {
             "index": index,
             "message": {"role": "assistant", "content": choice.text, "refusal": None},
@@ -81,7 +106,7 @@ class _ChatResponse(ResponseBuilder[ChatCompletionRequest]):
                     start = ChatChunkChoice(index=idx, delta={"role": "assistant", "content": ""})
                     yield self._chunk([start], prompt_token_ids=prompt)
                 self.note(idx, output)
-                logprobs = ChatLogprobs(content=list(map(self._logprob, output.logprobs))) if output.logprobs else None
+                logprobs = ChatLogprobs(content=list(map(self.logprob, output.logprobs))) if output.logprobs else None
                 ids = output.token_ids if self.body.return_token_ids else None
                 if output.text or logprobs or ids:
                     delta = {"content": output.text}
@@ -95,21 +120,8 @@ class _ChatResponse(ResponseBuilder[ChatCompletionRequest]):
             yield self._chunk([], last=True)
         yield DONE
 
-    def note(self, idx: int, output: RequestOutput) -> None:
-        """Also remember the tokens of a session's answer.
-
-        Of several choices none is remembered, because the client continues one of them.
-        """
-        super().note(idx, output)
-        if self._session and len(self.requests) == 1 and (history := self._tokens.add(output)):
-            self.server.sessions.put(self._session, history)
-
     def _chunk(self, choices: list[ChatChunkChoice], *, last: bool = False, **fields: Any) -> str:
         return self.chunk(ChatCompletionChunk(**self.head, choices=choices, **fields), last=last)
-
-    def _logprob(self, entry: TextLogprobs) -> ChatLogprob:
-        top = entry.top[: self.body.top_logprobs or 0]
-        return ChatLogprob(**_token(entry.token).model_dump(), top_logprobs=list(map(_token, top)))
 
 
 def _token(token: TokenText) -> TopLogprob:

@@ -45,7 +45,7 @@ class Backlog:
         before = self._waiting.get(idx)
         self._waiting[idx] = output if before is None else _joined(before, output)
         self._changed.set()
-        self._share.add(_num_bytes(output))
+        self._share.add(num_bytes(output))
 
     def _drop(self) -> None:
         logger.warning("an answer ends before its client has read it: %s", self._share.refusal)
@@ -65,7 +65,7 @@ class Backlog:
             while self._waiting:
                 idx = next(iter(self._waiting))
                 output = self._waiting.pop(idx)
-                self._share.add(-_num_bytes(output))
+                self._share.add(-num_bytes(output))
                 yield idx, output
             self._share.check()
             if self._error is not None:
@@ -90,7 +90,7 @@ def _joined(first: RequestOutput, second: RequestOutput) -> RequestOutput:
     )
 
 
-def _num_bytes(output: RequestOutput) -> int:
+def num_bytes(output: RequestOutput) -> int:
     """About what an output holds. It is linear: the bytes of joined outputs are the sum of theirs."""
     entries = sum(1 + len(entry.top) for entries in (output.logprobs, output.prompt_logprobs) for entry in entries)
     return 4 * len(output.text) + 8 * len(output.token_ids) + OBJECT_BYTES * entries

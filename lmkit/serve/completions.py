@@ -25,7 +25,7 @@ async def completions(request: Request) -> Response:
 
 
 class CompletionResponse(ResponseBuilder[CompletionRequest]):
-    prefix = "cmpl"
+    prefix = "cmpl-"
 
     @property
     def choices_per_prompt(self) -> int:

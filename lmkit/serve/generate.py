@@ -81,7 +81,7 @@ def _invalid(message: str, param: str) -> RequestError:
 
 
 class GenerateResponse(CompletionResponse):
-    prefix = "gen"
+    prefix = "gen-"
 
     async def whole(self) -> Any:
         """One answer, or a list of them for several prompts or choices."""

@@ -40,7 +40,8 @@ MAX_TIMEOUT = 86400.0  # seconds
 
 class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-    absent: ClassVar[Mapping[str, neutral.Values]] = {}  # fields of others, with their values that ask for nothing
+    # Fields of others, with their values that ask for nothing. An entry does not count for a model with such a field.
+    absent: ClassVar[Mapping[str, neutral.Values]] = {}
 
     @model_validator(mode="before")
     @classmethod
@@ -51,7 +52,8 @@ class Strict(BaseModel):
         """
         if not isinstance(data, dict):
             return data
-        data = _drop_neutral(data, cls.absent)
+        absent = (data.keys() & cls.absent.keys()) - cls.model_fields.keys()
+        data = _drop_neutral(data, {name: cls.absent[name] for name in absent})
         unknown = next((name for name in data if name not in cls.model_fields), None)
         if unknown is not None:
             name = unknown[:64]
@@ -131,8 +133,12 @@ NewTokens = Annotated[int, Field(ge=-1, lt=1 << 31)]  # -1 = until the context i
 
 
 class Extensions(Strict):
-    """Fields that are not OpenAI's, of every route that generates. None means the default."""
+    """Fields of every route that generates, also where its own API lacks them. None means the default."""
 
+    seed: Annotated[int, Field(ge=0, lt=1 << 64)] | None = None  # choice i gets seed + i
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Annotated[dict[int, float], PlainValidator(_biases)] | None = None  # JSON has the ids as strings
     top_k: Annotated[int, AfterValidator(_top_k)] | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -147,6 +153,13 @@ class Extensions(Strict):
     timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT)] | None = None  # seconds; then 504
 
 
+class ChatExtensions(Extensions):
+    """Fields of every route with messages."""
+
+    chat_template_kwargs: TemplateVariables | None = None
+    enable_thinking: bool | None = None  # the template's variable of that name, if it has one
+
+
 class _Sampling(Extensions):
     """Fields of chat and text completions. None means the default. SamplingParams.validate checks the ranges."""
 
@@ -156,13 +169,9 @@ class _Sampling(Extensions):
     temperature: float | None = None  # default 1; 0 = greedy
     top_p: float | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    seed: Annotated[int, Field(ge=0, lt=1 << 64)] | None = None  # choice i gets seed + i
     stop: Annotated[list[str], Field(max_length=MAX_STOPS), BeforeValidator(_listed)] | None = None  # or one string
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: Annotated[dict[int, float], PlainValidator(_biases)] | None = None  # JSON has the ids as strings
     user: Annotated[str, Field(max_length=1024)] | None = None  # only for the server's request log
     return_token_ids: bool | None = None  # vLLM's: the answer has the ids of the prompt and of each choice
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None  # vLLM's; not in a stream
@@ -180,7 +189,7 @@ class _Sampling(Extensions):
     grammar: str | None = None
 
 
-class ChatCompletionRequest(_Sampling):
+class ChatCompletionRequest(_Sampling, ChatExtensions):
     absent = {**neutral.GENERATION, **neutral.CHAT}
 
     messages: Messages
@@ -189,8 +198,6 @@ class ChatCompletionRequest(_Sampling):
     prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = None  # any value is accepted, see above
     # not OpenAI's
     add_generation_prompt: bool | None = None
-    chat_template_kwargs: TemplateVariables | None = None
-    enable_thinking: bool | None = None  # the template's variable of that name, if it has one
 
 
 def _prompts(value: Any) -> list[str] | list[list[int]]:

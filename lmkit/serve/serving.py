@@ -142,7 +142,7 @@ def serving(request: HttpRequest) -> Serving:
 
 
 def new_id(prefix: str) -> str:
-    return f"{prefix}-{uuid4().hex}"
+    return prefix + uuid4().hex
 
 
 class UsageCount:

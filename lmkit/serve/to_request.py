@@ -36,8 +36,12 @@ def chat_requests(
     *,
     owner: Owner = NOBODY,
     history: TokenHistory | None = None,
+    must_fit: bool = True,
 ) -> tuple[list[Request], EncodedTurn]:
-    """One engine request for each of the `n` choices, and their prompt, which continues where `history` ends."""
+    """One engine request for each of the `n` choices, and their prompt, which continues where `history` ends.
+
+    Unless `must_fit`, a limit beyond the context is no mistake: the answer ends where the context does.
+    """
     asked = _asked_tokens(body)
     if asked == 0:
         raise _invalid("max_tokens: at least 1 in a chat", "max_tokens")
@@ -50,11 +54,18 @@ def chat_requests(
         max_tokens=_limit(_or(asked, info.sampling.max_new_tokens)),
         logprobs=_num_logprobs(body, (body.top_logprobs or 0) if body.logprobs else None),
     )
+    turn = chat_prompt(body, tokenizer, info, history)
+    like = _request(body, params, request_id, owner, prompt_logprobs=body.prompt_logprobs is not None)
+    return _fan_out([turn.ids], like, _or(body.n, 1), info, "messages", (_limit(asked) or 1) if must_fit else 1), turn
+
+
+def chat_prompt(
+    body: ChatCompletionRequest, tokenizer: Tokenizer, info: EngineInfo, history: TokenHistory | None = None
+) -> EncodedTurn:
+    """The prompt of a chat, which continues where `history` ends."""
     text = chat_text(body.messages, tokenizer, _or(body.add_generation_prompt, True), _variables(body))
     tokenizer.check_length(text, info.max_model_len, "messages")
-    turn = (history or TokenHistory()).encode(tokenizer, text)
-    like = _request(body, params, request_id, owner, prompt_logprobs=body.prompt_logprobs is not None)
-    return _fan_out([turn.ids], like, _or(body.n, 1), info, "messages", _limit(asked) or 1), turn
+    return (history or TokenHistory()).encode(tokenizer, text)
 
 
 def completion_requests(

@@ -106,9 +106,9 @@ class App:
     """One application that lives for several requests."""
 
     def __init__(self, engine: AsyncEngine, config: ServerConfig | None = None) -> None:
-        app = create_app(engine, TOKENIZER, config or ServerConfig())
-        self.serving: Serving = app.state.serving
-        self._transport = httpx.ASGITransport(app)
+        self.app = create_app(engine, TOKENIZER, config or ServerConfig())
+        self.serving: Serving = self.app.state.serving
+        self._transport = httpx.ASGITransport(self.app)
 
     def request(self, method: str, path: str, **options: Any) -> httpx.Response:
         async def main() -> httpx.Response:

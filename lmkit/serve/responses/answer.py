@@ -1,0 +1,224 @@
+"""The answer of the Responses API: one response object, or the events that build it up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from lmkit.errors import RequestError
+from lmkit.serve.auth import Owner
+from lmkit.serve.blocks import Block, BlockBuilder, Step
+from lmkit.serve.protocol import ChatCompletionRequest
+from lmkit.serve.responses.protocol import NAMES, Item, ResponsesRequest
+from lmkit.serve.responses.store import ResponseStore, Stored
+from lmkit.serve.responses.translate import sealed
+from lmkit.serve.serving import Serving, new_id
+from lmkit.serve.streaming import Failed, event
+from lmkit.serve.translated import renamed
+from lmkit.turbo import request as engine
+from lmkit.turbo.transport.output import TextLogprobs
+from lmkit.web.budget import Share
+
+_INPUT_IDS = {"message": "msg_", "function_call": "fc_", "function_call_output": "fco_", "reasoning": "rs_"}
+
+
+_ECHOED = {"reasoning", "text", "tool_choice", "tools"}
+
+
+class Exchange(NamedTuple):
+    """A request of the Responses API."""
+
+    body: ResponsesRequest
+    owner: str  # in the store
+    store: ResponseStore
+
+    @property
+    def is_stored(self) -> bool:
+        return self.body.store is not False and self.store.is_on
+
+
+class ResponsesAnswer(BlockBuilder):
+    prefix = "resp_"
+    ids = {"reasoning": "rs_", "text": "msg_", "call": "fc_"}
+
+    def __init__(
+        self, server: Serving, chat: ChatCompletionRequest, owner: Owner, share: Share, exchange: Exchange
+    ) -> None:
+        super().__init__(server, chat, owner, share)
+        self._exchange, self._asked = exchange, exchange.body
+        self._created = time.time()
+        self._number = -1  # of the last event
+
+    def make_requests(self) -> list[engine.Request]:
+        with renamed(NAMES):
+            return super().make_requests()
+
+    async def whole(self) -> dict[str, Any]:
+        async for _ in self.steps():
+            pass
+        return await self._kept(self._finished())
+
+    async def chunks(self) -> AsyncGenerator[str]:
+        async for step in self.steps():
+            if self._number < 0:
+                for kind in ("created", "in_progress"):
+                    yield self._event(f"response.{kind}", response=self._response("in_progress"))
+            for text in self._written(step):
+                yield text
+        response = await self._kept(self._finished())
+        yield self._event(f"response.{response['status']}", response=response)
+
+    @property
+    def failed(self) -> Failed:
+        return self._failure
+
+    def _failure(self, error: RequestError) -> str:
+        self.blocks[-1].is_cut = True
+        code = "rate_limit_exceeded" if error.status == 429 else "server_error"
+        response = self._response("failed", output=list(self._items()))
+        return self._event("response.failed", response=response | {"error": {"code": code, "message": error.message}})
+
+    def _finished(self) -> dict[str, Any]:
+        cut = self.last.finish_reason == "length"
+        about = {"reason": "max_output_tokens"} if cut else None
+        usage = self.count.usage()
+        cached, new = usage.prompt_tokens_details.cached_tokens, usage.completion_tokens
+        return self._response("incomplete" if cut else "completed", output=list(self._items())) | {
+            "completed_at": None if cut else time.time(),
+            "incomplete_details": about,
+            "usage": {
+                "input_tokens": usage.prompt_tokens,
+                "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+                "output_tokens": new,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": usage.total_tokens,
+            },
+        }
+
+    async def _kept(self, response: dict[str, Any]) -> dict[str, Any]:
+        """The response, after it was stored if it is to be."""
+        if not response["store"]:
+            return response
+        exchange = self._exchange
+        items = msgspec.json.encode(list(map(_with_id, self._asked.input)))
+        stored = Stored(self.id, self._asked.previous_response_id, items, msgspec.json.encode(response))
+        return response | {"store": await exchange.store.put(exchange.owner, stored)}
+
+    def _response(self, status: str, output: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+        asked, params = self._asked, self.requests[0].params
+        fields = asked.model_dump(mode="json", exclude_none=True, include=_ECHOED)
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self._created,
+            "completed_at": None,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": asked.instructions,
+            "max_output_tokens": asked.max_output_tokens,
+            "max_tool_calls": asked.max_tool_calls,
+            "metadata": asked.metadata or {},
+            "model": self.server.model_name,
+            "output": output,
+            "parallel_tool_calls": asked.parallel_tool_calls is not False,
+            "previous_response_id": asked.previous_response_id,
+            "prompt_cache_key": asked.prompt_cache_key,
+            "reasoning": {"effort": None, "summary": None} | fields.get("reasoning", {}),
+            "service_tier": "default",
+            "store": self._exchange.is_stored,
+            "temperature": params.temperature,
+            "text": {"format": {"type": "text"}} | fields.get("text", {}),
+            "tool_choice": fields.get("tool_choice", "auto"),
+            "tools": [{"parameters": None, "strict": None} | tool for tool in fields.get("tools", ())],
+            "top_logprobs": asked.top_logprobs or 0,
+            "top_p": params.top_p,
+            "truncation": "disabled",
+            "usage": None,
+            "user": asked.user,
+        }
+
+    def _items(self) -> Iterator[dict[str, Any]]:
+        for block in self.blocks:
+            yield self._item(block, _status(block))
+
+    def _item(self, block: Block, status: str) -> dict[str, Any]:
+        is_new = status == "in_progress"
+        item: dict[str, Any] = {"id": block.id, "status": status}
+        match block.kind:
+            case "reasoning":
+                item |= {"type": "reasoning", "summary": [], "content": [] if is_new else [self._part(block)]}
+                if "reasoning.encrypted_content" in (self._asked.include or ()):
+                    item["encrypted_content"] = None if is_new else sealed(block.text)
+            case "text":
+                item |= {"type": "message", "role": "assistant", "content": [] if is_new else [self._part(block)]}
+            case "call":
+                item |= {"type": "function_call", "call_id": block.call_id, "name": block.name}
+                item["arguments"] = block.text
+        return item
+
+    def _part(self, block: Block) -> dict[str, Any]:
+        if block.kind == "reasoning":
+            return {"type": "reasoning_text", "text": block.text}
+        logprobs = self._logprobs(block.logprobs)
+        return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": logprobs}
+
+    def _logprobs(self, entries: Sequence[TextLogprobs]) -> list[dict[str, Any]]:
+        return [self.logprob(entry).model_dump() for entry in entries]
+
+    def _written(self, step: Step) -> Iterator[str]:
+        """The events of a step."""
+        what, block, text, logprobs = step
+        at = {"item_id": block.id, "output_index": block.index}
+        if block.kind == "call":
+            yield from self._call_written(step, at)
+            return
+        kind = "response.output_text" if block.kind == "text" else "response.reasoning_text"
+        inside = at | {"content_index": 0}
+        shown = {"logprobs": self._logprobs(logprobs)} if block.kind == "text" else {}
+        match what:
+            case "open":
+                yield self._item_event("added", block, "in_progress")
+                yield self._event("response.content_part.added", **inside, part=self._part(block))
+            case "grow":
+                yield self._event(f"{kind}.delta", **inside, delta=text, **shown)
+            case "close":
+                if shown:
+                    shown = {"logprobs": self._logprobs(block.logprobs)}
+                yield self._event(f"{kind}.done", **inside, text=block.text, **shown)
+                yield self._event("response.content_part.done", **inside, part=self._part(block))
+                yield self._item_event("done", block, _status(block))
+
+    def _call_written(self, step: Step, at: dict[str, Any]) -> Iterator[str]:
+        kind, block = "response.function_call_arguments", step.block
+        match step.what:
+            case "open":
+                yield self._item_event("added", block, "in_progress")
+            case "grow":
+                yield self._event(f"{kind}.delta", **at, delta=step.text)
+            case "close":
+                yield self._event(f"{kind}.done", **at, name=block.name, arguments=block.text)
+                yield self._item_event("done", block, _status(block))
+
+    def _item_event(self, what: str, block: Block, status: str) -> str:
+        item = self._item(block, status)
+        return self._event(f"response.output_item.{what}", output_index=block.index, item=item)
+
+    def _event(self, type: str, **fields: Any) -> str:
+        self._number += 1
+        data = msgspec.json.encode({"type": type, "sequence_number": self._number, **fields})
+        return event(data.decode(), type)
+
+
+def _status(block: Block) -> str:
+    return "incomplete" if block.is_cut else "completed"
+
+
+def _with_id(item: Item) -> dict[str, Any]:
+    """An item of the input, as it is stored and listed."""
+    fields = item.model_dump(mode="json", exclude_none=True)
+    return {"id": new_id(_INPUT_IDS[item.type]), "status": "completed"} | fields

@@ -1,0 +1,242 @@
+"""The part of OpenAI's Responses API that this server supports. What it lacks is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from lmkit import neutral
+from lmkit.serve.protocol import MAX_MESSAGES, ChatExtensions, Strict
+
+MAX_METADATA = 16
+Status = Literal["in_progress", "completed", "incomplete"]
+TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+ItemId = Annotated[str, Field(max_length=256)]
+
+
+class _Item(Strict):
+    """Of the input. A null is a field that is not set; clients send an answer's items back with all of theirs."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_null(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return {name: value for name, value in data.items() if value is not None}
+
+
+class TextPart(_Item):
+    absent = {
+        "annotations": ([],),
+        "logprobs": ([],),
+        "parsed": (None,),
+        "prompt_cache_breakpoint": ({"mode": "explicit"},),  # every prefix is cached
+    }
+
+    type: Literal[*TEXTS]  # type: ignore[valid-type]
+    text: str
+
+
+def _parts(value: Any) -> Any:
+    """A text is a list of one part. Parts that are no text are refused by their type."""
+    if isinstance(value, str):
+        return [{"type": "input_text", "text": value}]
+    for part in value if isinstance(value, list) else ():
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind not in TEXTS:
+            raise ValueError(f"parts of type {kind[:64]!r} are not supported: the model reads text")
+    return value
+
+
+Parts = Annotated[list[TextPart], BeforeValidator(_parts)]
+
+
+class Message(_Item):
+    absent = {"phase": ("commentary", "final_answer")}  # of an answer: templates do not tell them apart
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Parts
+    id: ItemId | None = None
+    status: Status | None = None
+
+
+class FunctionCall(_Item):
+    absent = {"caller": ({"type": "direct"},), "async": (False,)}
+
+    type: Literal["function_call"]
+    call_id: ItemId
+    name: str
+    arguments: str
+    id: ItemId | None = None
+    status: Status | None = None
+
+
+class FunctionCallOutput(_Item):
+    absent = {"caller": ({"type": "direct"},)}
+
+    type: Literal["function_call_output"]
+    call_id: ItemId
+    output: Parts
+    name: str | None = None
+    id: ItemId | None = None
+    status: Status | None = None
+
+
+class ReasoningItem(_Item):
+    type: Literal["reasoning"]
+    summary: list[TextPart] = []
+    content: list[TextPart] = []
+    encrypted_content: str | None = None
+    id: ItemId | None = None
+    status: Status | None = None
+
+
+Item = Annotated[Message | FunctionCall | FunctionCallOutput | ReasoningItem, Field(discriminator="type")]
+
+
+def _item_list(value: Any) -> Any:
+    """One text is a message of the user, and an item without a type is a message."""
+    if isinstance(value, str):
+        value = [{"role": "user", "content": value}]
+    if not isinstance(value, list):
+        return value
+    return [{"type": "message", **item} if isinstance(item, dict) else item for item in value]
+
+
+Items = Annotated[list[Item], Field(max_length=MAX_MESSAGES, fail_fast=True), BeforeValidator(_item_list)]
+
+
+def _only_functions(tools: Any) -> Any:
+    for tool in tools if isinstance(tools, list) else ():
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if isinstance(kind, str) and kind != "function":
+            raise ValueError(f"tools of type {kind[:64]!r} are not supported: send functions, which the client runs")
+    return tools
+
+
+class FunctionTool(_Item):
+    absent = {"defer_loading": (False,), "allowed_callers": (["direct"],), "async": (False,)}
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class NamedTool(Strict):
+    type: Literal["function"]
+    name: str
+
+
+class AllowedTools(Strict):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool]
+
+
+class Text(_Item):
+    absent = {"verbosity": ("medium",)}
+
+    format: dict[str, Any] | None = None
+
+
+class Reasoning(_Item):
+    absent = {"context": ("auto",), "mode": ("standard",)}
+
+    effort: str | None = None
+    # There is no summary beside the reasoning itself, and "auto" leaves that to the server.
+    summary: Literal["auto"] | None = None
+    generate_summary: Literal["auto"] | None = None
+
+
+class StreamOptions(Strict):
+    include_obfuscation: Literal[False] | None = None  # OpenAI's padding of events; only "off" is possible
+
+
+class Prompt(ChatExtensions):
+    """What decides the prompt: the body of /v1/responses/input_tokens."""
+
+    absent = {
+        **neutral.GENERATION,
+        "background": (None, False),
+        "context_management": (None, []),
+        "conversation": (None,),
+        "personality": (None,),
+        "prompt": (None,),
+    }
+
+    model: Annotated[str, Field(max_length=1024)]
+    input: Items
+    instructions: str | None = None
+    previous_response_id: ItemId | None = None
+    tools: Annotated[list[FunctionTool] | None, BeforeValidator(_only_functions)] = None
+    tool_choice: (
+        Literal["none", "auto", "required"] | Annotated[NamedTool | AllowedTools, Field(discriminator="type")] | None
+    ) = None
+    parallel_tool_calls: bool | None = None
+    text: Text | None = None
+    reasoning: Reasoning | None = None
+    truncation: Literal["disabled"] | None = None
+
+
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=MAX_METADATA)
+]
+# What an answer may show beside its items. The first two are honoured; the others belong to tools that run in the
+# server, of which there are none.
+Includable = Literal[
+    "reasoning.encrypted_content", "message.output_text.logprobs", "file_search_call.results",
+    "web_search_call.results", "web_search_call.action.sources", "message.input_image.image_url",
+    "computer_call_output.output.image_url", "code_interpreter_call.outputs",
+]  # fmt: skip
+
+
+class ResponsesRequest(Prompt):
+    """The body of POST /v1/responses."""
+
+    store: bool | None = None  # None: as if true
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    max_tool_calls: Annotated[int, Field(ge=1)] | None = (
+        None  # of tools that run in the server, of which there are none
+    )
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    include: Annotated[list[Includable], Field(max_length=64)] | None = None
+    metadata: Metadata | None = None
+    prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = None  # as in chat: any value is accepted
+    user: Annotated[str, Field(max_length=1024)] | None = None  # only for the server's request log
+
+
+def _number(value: Any) -> Any:
+    return int(value) if isinstance(value, str) and value.isascii() and value.isdecimal() else value
+
+
+class RetrieveQuery(Strict):
+    """Of GET /v1/responses/{id}. Everything is shown in any case; only background responses can be streamed again."""
+
+    absent = {"stream": ("false",), "include_obfuscation": ("false",), "starting_after": ()}
+
+    include: list[Includable] | None = None
+
+
+class ListQuery(Strict):
+    after: ItemId | None = None
+    limit: Annotated[int, Field(ge=1, le=100), BeforeValidator(_number)] = 20
+    order: Literal["asc", "desc"] = "desc"
+    include: list[Includable] | None = None
+
+
+# Names of the chat request that stands behind, in the words of this API.
+NAMES: Mapping[str, str] = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}

@@ -1,0 +1,145 @@
+"""OpenAI's Responses API: /v1/responses and the routes below it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, cast
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+from pydantic import TypeAdapter
+
+from lmkit.errors import RequestError
+from lmkit.serve.auth import owner
+from lmkit.serve.body import read_json
+from lmkit.serve.protocol import validate
+from lmkit.serve.response import answer
+from lmkit.serve.responses.answer import Exchange, ResponsesAnswer
+from lmkit.serve.responses.protocol import NAMES, Item, ListQuery, Prompt, ResponsesRequest, RetrieveQuery
+from lmkit.serve.responses.store import ResponseStore, Stored
+from lmkit.serve.responses.translate import to_chat
+from lmkit.serve.serving import serving
+from lmkit.serve.to_request import chat_prompt
+from lmkit.serve.translated import renamed
+
+PATH = "/v1/responses"
+router = APIRouter()
+_ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
+
+
+@router.post(PATH)
+async def create(request: Request) -> Response:
+    server = serving(request)
+    body = await read_json(request, ResponsesRequest)
+    request.state.user = body.user
+    server.check_model(body.model)
+    chat = to_chat(body, [*await _earlier(request, body), *body.input])
+    exchange = Exchange(body, _owner(request), _store(request))
+    share = request.state.held.enter_context(server.answers.share())
+    return await answer(request, ResponsesAnswer(server, chat, owner(request), share, exchange))
+
+
+@router.post(f"{PATH}/input_tokens")
+async def input_tokens(request: Request) -> Response:
+    server = serving(request)
+    body = await read_json(request, Prompt)
+    server.check_model(body.model)
+    chat = to_chat(body, [*await _earlier(request, body), *body.input])
+
+    def counted() -> int:
+        with renamed(NAMES):
+            return len(chat_prompt(chat, server.tokenizer, server.info).ids)
+
+    num_chars = sum(len(message.content) for message in chat.messages)
+    number = await server.texts.run(request.receive, num_chars, counted)
+    return _json({"object": "response.input_tokens", "input_tokens": number})
+
+
+@router.get(f"{PATH}/{{id}}")
+async def retrieve(id: str, request: Request) -> Response:
+    validate(_query(request), RetrieveQuery)
+    return Response((await _stored(request, id)).response, media_type="application/json")
+
+
+@router.delete(f"{PATH}/{{id}}")
+async def delete(id: str, request: Request) -> Response:
+    if not await _store(request).delete(_owner(request), id):
+        raise _absent(id)
+    return _json({"id": id, "object": "response", "deleted": True})
+
+
+@router.post(f"{PATH}/{{id}}/cancel")
+async def cancel(id: str, request: Request) -> Response:
+    await _stored(request, id)
+    message = "this response has ended; only one that is made in the background could be cancelled, and there are none"
+    raise RequestError("invalid_request", message)
+
+
+@router.get(f"{PATH}/{{id}}/input_items")
+async def input_items(id: str, request: Request) -> Response:
+    query = validate(_query(request), ListQuery)
+    items = msgspec.json.decode((await _stored(request, id)).input)
+    if query.order == "desc":
+        items.reverse()
+    ids = [item["id"] for item in items]
+    if query.after is not None and query.after not in ids:
+        raise RequestError("invalid_request", f"after: there is no item {query.after[:64]!r}", "after")
+    start = 0 if query.after is None else ids.index(query.after) + 1
+    page = items[start : start + query.limit]
+    return _json({
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": start + query.limit < len(items),
+    })  # fmt: skip
+
+
+async def _earlier(request: Request, body: Prompt) -> Iterable[Item]:
+    """The items of the responses that this one continues."""
+    previous = body.previous_response_id
+    if previous is None:
+        return []
+    server = serving(request)
+    chain = await _store(request).chain(_owner(request), previous, server.config.max_body_bytes)
+    if not chain:
+        message = f"the response {previous[:64]!r}, or one that it continues, is not stored here"
+        raise RequestError("invalid_request", message, "previous_response_id")
+    share = request.state.held.enter_context(server.bodies.share())
+    share.add(sum(len(stored.input) + len(stored.response) for stored in chain))
+    items: list[Any] = []
+    for stored in chain:
+        items += msgspec.json.decode(stored.input)
+        items += msgspec.json.decode(stored.response)["output"]
+    return _ITEMS.validate_python(items)
+
+
+async def _stored(request: Request, id: str) -> Stored:
+    found = await _store(request).get(_owner(request), id)
+    if found is None:
+        raise _absent(id)
+    return found
+
+
+def _absent(id: str) -> RequestError:
+    return RequestError("not_found", f"there is no response {id[:64]!r}", "response_id")
+
+
+def _store(request: Request) -> ResponseStore:
+    return cast(ResponseStore, request.app.state.responses)
+
+
+def _owner(request: Request) -> str:
+    """Whose responses: a tenant's, or those of one client that a proxy names."""
+    found = owner(request)
+    return f"{found.tenant}:{found.salt}"
+
+
+def _query(request: Request) -> dict[str, Any]:
+    """A list is written `name[]=...`, as OpenAI's clients do."""
+    query = request.query_params
+    return {name.removesuffix("[]"): query.getlist(name) if name.endswith("[]") else query[name] for name in query}
+
+
+def _json(value: Any) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")

@@ -1,0 +1,136 @@
+"""A body of the Responses API -> a chat request."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from lmkit.errors import RequestError
+from lmkit.serve.protocol import ChatCompletionRequest
+from lmkit.serve.responses.protocol import (
+    NAMES,
+    AllowedTools,
+    FunctionCall,
+    FunctionCallOutput,
+    FunctionTool,
+    Item,
+    Message,
+    NamedTool,
+    Prompt,
+    ReasoningItem,
+    ResponsesRequest,
+    TextPart,
+)
+from lmkit.serve.translated import Turns, chat_request, joined
+
+
+def to_chat(body: Prompt, items: Sequence[Item]) -> ChatCompletionRequest:
+    """The chat request for a body whose conversation has these items. Raises RequestError."""
+    fields: dict[str, Any] = {
+        "model": body.model,
+        "messages": _messages(body.instructions, items),
+        "tools": [_tool(tool) for tool in body.tools or ()] or None,
+        "tool_choice": _tool_choice(body.tool_choice),
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "response_format": _response_format(body.text.format if body.text else None),
+        "reasoning_effort": body.reasoning.effort if body.reasoning else None,
+    }
+    if isinstance(body, ResponsesRequest):
+        fields |= {
+            "stream": body.stream,
+            "max_tokens": body.max_output_tokens,
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "logprobs": "message.output_text.logprobs" in (body.include or ()) or None,
+            "top_logprobs": body.top_logprobs,
+            "user": body.user,
+        }
+    return chat_request(body, fields, NAMES)
+
+
+def _messages(instructions: str | None, items: Iterable[Item]) -> list[dict[str, Any]]:
+    turns = Turns()
+    if instructions is not None:
+        turns.add("system", instructions)
+    for item in items:
+        _ADD[type(item)](turns, item)
+    return turns.finished()
+
+
+def _message(turns: Turns, item: Message) -> None:
+    if item.role == "assistant":
+        turns.text(_text(item.content))
+    else:
+        turns.add(item.role, _text(item.content))
+
+
+def _call(turns: Turns, item: FunctionCall) -> None:
+    turns.call(item.call_id, item.name, item.arguments)
+
+
+def _output(turns: Turns, item: FunctionCallOutput) -> None:
+    turns.add("tool", _text(item.output), tool_call_id=item.call_id)
+
+
+def _reasoning(turns: Turns, item: ReasoningItem) -> None:
+    turns.reasoning(_text(item.content or item.summary) or opened(item.encrypted_content or ""))
+
+
+_ADD: Mapping[type, Callable[[Turns, Any], None]] = {
+    Message: _message,
+    FunctionCall: _call,
+    FunctionCallOutput: _output,
+    ReasoningItem: _reasoning,
+}
+
+
+def _text(parts: Iterable[TextPart]) -> str:
+    return joined(part.text for part in parts)
+
+
+def _tool(tool: FunctionTool) -> dict[str, Any]:
+    function = {
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": tool.parameters,
+        "strict": tool.strict,
+    }
+    return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
+
+
+def _tool_choice(choice: str | NamedTool | AllowedTools | None) -> Any:
+    if isinstance(choice, NamedTool):
+        return {"type": "function", "function": {"name": choice.name}}
+    if isinstance(choice, AllowedTools):
+        tools = [{"type": "function", "function": {"name": tool.name}} for tool in choice.tools]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": tools}}
+    return choice
+
+
+def _response_format(form: dict[str, Any] | None) -> dict[str, Any] | None:
+    """In a chat the fields of a schema stand one level deeper."""
+    if form is None or form.get("type") != "json_schema":
+        return form
+    return {"type": "json_schema", "json_schema": {name: value for name, value in form.items() if name != "type"}}
+
+
+# Reasoning that a client carries for the server. It is no secret: the client saw it, or may ask to see it.
+_MARK = "lmkit-"
+
+
+def sealed(text: str) -> str:
+    """A text as a client that cannot read it hands it back."""
+    return _MARK + base64.b64encode(text.encode()).decode()
+
+
+def opened(seal: str) -> str:
+    """The text of `sealed`. Raises RequestError if another server wrote it."""
+    try:
+        if seal and not seal.startswith(_MARK):
+            raise ValueError
+        return base64.b64decode(seal.removeprefix(_MARK), validate=True).decode()
+    except (ValueError, binascii.Error):
+        message = "this reasoning was sealed by another server; leave it out"
+        raise RequestError("invalid_request", message, "encrypted_content") from None

@@ -1,0 +1,76 @@
+"""What the APIs beside chat completions share: their requests become chat requests, and refusals speak of their fields.
+
+An assistant's turn is one message of a chat. In these APIs it is several items or blocks: reasoning, text, calls.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from lmkit.errors import RequestError
+from lmkit.serve.protocol import ChatCompletionRequest, ChatExtensions, validate
+
+
+def chat_request(body: ChatExtensions, fields: Mapping[str, Any], names: Mapping[str, str]) -> ChatCompletionRequest:
+    """A chat request of these fields, where None is "not given", and of the body's extensions.
+
+    Raises RequestError, which has the names of the body's API for those of the chat.
+    """
+    with renamed(names):
+        chat = validate({name: value for name, value in fields.items() if value is not None}, ChatCompletionRequest)
+    return chat.model_copy(update={name: getattr(body, name) for name in ChatExtensions.model_fields})
+
+
+@contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Raises the block's RequestError with `names` for the fields that it speaks of."""
+    try:
+        yield
+    except RequestError as error:
+        words = re.compile(r"(?<![\w'\"])(" + "|".join(names) + r")\b")
+        message = words.sub(lambda match: names[match[1]], error.message)
+        raise RequestError(error.code, message, names.get(error.param or "", error.param)) from None
+
+
+class Turns:
+    """The messages of a chat, from the parts of its turns."""
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+
+    def add(self, role: str, text: str, **fields: Any) -> None:
+        """A message that is not the assistant's."""
+        self.messages.append({"role": role, "content": text, **fields})
+
+    def reasoning(self, text: str) -> None:
+        turn = self._turn("content", "tool_calls")
+        turn["reasoning"] = turn.get("reasoning", "") + text
+
+    def text(self, text: str) -> None:
+        self._turn("tool_calls").setdefault("content", [])
+        self.messages[-1]["content"].append(text)
+
+    def call(self, id: str, name: str, arguments: str) -> None:
+        call = {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        self._turn().setdefault("tool_calls", []).append(call)
+
+    def _turn(self, *later: str) -> dict[str, Any]:
+        """The assistant's message at the end, or a new one if that has one of the fields that come later in a turn."""
+        last = self.messages[-1] if self.messages else {}
+        if last.get("role") != "assistant" or any(name in last for name in later):
+            self.messages.append({"role": "assistant"})
+        return self.messages[-1]
+
+    def finished(self) -> list[dict[str, Any]]:
+        for message in self.messages:
+            if message["role"] == "assistant":
+                message["content"] = "\n".join(message.get("content", ()))
+        return self.messages
+
+
+def joined(texts: Iterable[str]) -> str:
+    """The texts of a message's parts, as chat completions join them."""
+    return "\n".join(texts)
