@@ -191,6 +191,8 @@ class ServerConfig(StrictStruct, frozen=True):
     data_dir: str | None = None  # what it keeps for clients, see serve.data_folder; None = a temporary folder
     response_store: Annotated[int, msgspec.Meta(ge=0)] = 256 << 20  # bytes of stored responses; 0 = none
     response_ttl: Annotated[float, msgspec.Meta(gt=0)] = 30 * 86400.0  # seconds since a response was last used
+    max_file_bytes: PositiveInt = 100 << 20  # of one file that a client uploads
+    file_space: PositiveInt = 4 << 30  # bytes on disk of the files of all clients
     log_level: LogLevel = "INFO"
 
     def __post_init__(self) -> None:

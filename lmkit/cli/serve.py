@@ -85,6 +85,10 @@ def serve(
             callback=checked(ServerConfig, "response_ttl"),
         ),
     ] = _SERVER.response_ttl,
+    max_file: Annotated[str, _server("Largest file that a client may upload, for a batch.", callback=size)] = "100M",
+    file_space: Annotated[
+        str, _server("For the files of all clients in the data folder; one gets its --queue-quota.", callback=size)
+    ] = "4G",
     log_level: Annotated[LogLevel, _server("How much is logged.", case_sensitive=False)] = _SERVER.log_level,
     engine: Annotated[str | None, typer.Option(hidden=True, help="module:Class of another engine.")] = None,
 ) -> None:
@@ -120,6 +124,8 @@ def serve(
         data_dir=data_dir,
         response_store=int(response_store),
         response_ttl=response_ttl,
+        max_file_bytes=int(max_file),
+        file_space=int(file_space),
         log_level=log_level,
     )
     raise typer.Exit(_run(model, engine_config, server_config, engine))

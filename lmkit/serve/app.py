@@ -11,6 +11,8 @@ from lmkit.errors import RequestError
 from lmkit.serve import chat, completions, generate, health, metrics, models, tokenize
 from lmkit.serve.admission import Admission
 from lmkit.serve.auth import ApiKeys
+from lmkit.serve.batches import batch_routes, file_routes
+from lmkit.serve.batches.runner import Batches
 from lmkit.serve.data_folder import DataFolder
 from lmkit.serve.errors import Edge, handle_http_exception, handle_request_error
 from lmkit.serve.metrics import Metrics
@@ -26,6 +28,7 @@ from lmkit.web.cors import with_cors
 
 ANSWER_PARTS = 8  # one answer may hold this part of the memory for all
 ROUTERS = [module.router for module in (chat, completions, responses, generate, models, tokenize, metrics, health)]
+ROUTERS += [file_routes.router, batch_routes.router]
 
 
 def create_app(engine: AsyncEngine, tokenizer: Tokenizer, config: ServerConfig) -> FastAPI:
@@ -48,6 +51,9 @@ def create_app(engine: AsyncEngine, tokenizer: Tokenizer, config: ServerConfig) 
         bodies=Budget(config.body_memory, what="bodies of requests"),
         admission=Admission(engine.config),
         answers=Budget(config.answer_memory, what="answers", each=config.answer_memory // ANSWER_PARTS),
+    )
+    app.state.batches = Batches(
+        app, engine, app.state.data, space=config.file_space, max_line_bytes=config.max_body_bytes
     )
     for router in ROUTERS:
         app.include_router(router)

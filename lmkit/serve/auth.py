@@ -35,6 +35,8 @@ NOBODY = Owner()
 class ApiKeys:
     """Middleware that refuses requests without a known key, if there are keys. It tells the handlers their owner.
 
+    A request that the server makes itself has its owner already, see `inside.call`. No client can set the state.
+
     It checks `scope["path"]`, as the router does, and never a URL built from the Host header.
     """
 
@@ -45,8 +47,8 @@ class ApiKeys:
         self._keyring = Keyring((key.key, key) for key in known) if known else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "lifespan" and scope["path"] not in OPEN_PATHS:
-            state = scope.setdefault("state", {})
+        state = scope.setdefault("state", {})
+        if scope["type"] != "lifespan" and scope["path"] not in OPEN_PATHS and "owner" not in state:
             try:
                 state["key"] = key = self._key(scope)
                 state["owner"] = owner_of(key, named_client(scope["headers"]))

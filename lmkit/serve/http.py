@@ -26,9 +26,15 @@ def http_server(
     tls: Certificate | None = None,
 ) -> HttpServer:
     """A server for one engine, to be given a listening socket."""
+    app = create_app(engine, tokenizer, config)
+
+    def ready() -> None:
+        app.state.batches.start()
+        on_ready()
+
     return HttpServer(
-        create_app(engine, tokenizer, config),
-        on_ready,
+        app,
+        ready,
         flush_seconds=FLUSH_SECONDS,
         tls=tls,
         limit_each=config.max_connections_per_address,

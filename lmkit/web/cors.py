@@ -15,7 +15,7 @@ def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     return CORSMiddleware(
         app,
         allow_origins=origins,
-        allow_methods=("GET", "POST"),
+        allow_methods=("GET", "POST", "DELETE"),
         allow_headers=("*",),  # OpenAI's JavaScript client sends some of its own
         expose_headers=("x-request-id", "retry-after"),
     )
