@@ -43,3 +43,4 @@ def _take(alive: list[weakref.ref[Tensor]]) -> None:
                 log.debug("pages of the KV cache are taken when they are used: %s", os.strerror(ctypes.get_errno()))
                 return
             at += _CHUNK
+            del tensor  # or it would live on until all its pages are taken

@@ -24,7 +24,8 @@ from lmkit.turbo.request import EngineInfo, EngineStats, Request, Siblings, Step
 from lmkit.turbo.transport import messages
 from lmkit.turbo.transport.spawned import SILENT_SECONDS, EngineProcess
 
-State = Literal["starting", "ready", "restarting", "draining", "dead"]
+State = Literal["starting", "ready", "restarting", "asleep", "draining", "dead"]
+AT_REST = ("asleep", "draining")  # in these states a process that ends is not started again
 STOP_SECONDS = 5.0  # how long a process may take to finish its step before it is killed
 LATE_SECONDS = 1.0  # after a request's deadline it is ended here, if the engine has not ended it
 MAX_IPC_PATH = 100  # sockaddr_un holds 107 bytes
@@ -54,7 +55,7 @@ class AsyncEngine:
     """An engine in another process, for asyncio.
 
     `generate` yields a request's steps. Closing the iterator early aborts the request. `info` is None until the engine
-    is ready for the first time.
+    is ready for the first time. `sleep` frees the model's memory, and `wake` loads the model again.
     """
 
     def __init__(
@@ -87,7 +88,11 @@ class AsyncEngine:
         self._max_open = config.max_queue + config.max_batch_size
         self._streams: dict[str, asyncio.Queue[StepOutput | RequestError]] = {}
         self._process: EngineProcess | None = None
+        self._context: zmq.Context | None = None
+        self._ready: asyncio.Future[EngineInfo] | None = None  # of the process that loads the model
+        self._asleep: asyncio.Future[None] | None = None
         self._supervisor: asyncio.Task[None] | None = None
+        self._dead = asyncio.Event()
         self._directory: Path | None = None
         self._stats = EngineStats()
         self.state: State = "starting"
@@ -97,7 +102,7 @@ class AsyncEngine:
 
     async def start(self) -> None:
         """Start the process and wait until its model is loaded. Raises the LMKitError that prevented the start."""
-        self._context = zmq.Context()
+        self.state = "starting"
         try:
             await self._launch()
         except BaseException:
@@ -105,10 +110,48 @@ class AsyncEngine:
             raise
         self._supervisor = asyncio.create_task(self._supervise())
 
+    @property
+    def has_process(self) -> bool:
+        return self._process is not None
+
+    async def sleep(self, *, keep_process: bool = True) -> None:
+        """End all requests, and free the memory of weights and KV. Only tiers on disk keep KV.
+
+        A process that stays has its libraries and compiled kernels, so `wake` has only the weights to read. Without it,
+        `wake` starts a new one.
+        """
+        self.state = "asleep"
+        self._fail_all("engine_unavailable", "the model was put to sleep")
+        self._stats = EngineStats()
+        if self._process is None or not keep_process:
+            await self._close()
+            self.state = "asleep"
+        else:
+            self._asleep = asyncio.get_running_loop().create_future()
+            self._process.send_surely(messages.Sleep())
+            either: set[asyncio.Future[Any]] = {self._asleep, self._process.listening}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+
+    async def wake(self) -> None:
+        """Load the model, in the process that sleeps or in a new one. Raises the LMKitError that prevents it.
+
+        The engine then sleeps on, without a process.
+        """
+        self.state = "starting"
+        try:
+            if self._process is None:
+                await self.start()
+            else:
+                self._process.send_surely(messages.Wake())
+                await self._until_ready(self._process)
+        except BaseException:
+            await self._close()
+            self.state = "asleep"
+            raise
+
     async def until_dead(self) -> None:
         """Wait until the engine has ended and is not started again. Call it after `start`."""
-        assert self._supervisor is not None
-        await asyncio.wait({self._supervisor})
+        await self._dead.wait()
 
     @property
     def health(self) -> State | Literal["stalled"]:
@@ -234,6 +277,12 @@ class AsyncEngine:
                         stream.put_nowait(output)
             case messages.Refused(request_id, code, message, param):
                 self._end(request_id, RequestError(code, message, param))
+            case messages.Ready(info) if self._ready is not None:
+                self._ready.set_result(info)
+            case messages.Failed(kind, message) if self._ready is not None:
+                self._ready.set_exception(_START_ERRORS.get(kind, LMKitError)(message))
+            case messages.Asleep() if self._asleep is not None and not self._asleep.done():
+                self._asleep.set_result(None)
             case messages.Stats(engine, failures):
                 self._stats, self.num_failures = engine, failures
 
@@ -245,31 +294,26 @@ class AsyncEngine:
         Raises the LMKitError of its Failed message, or an LMKitError that gives the status with which it ended.
         """
         self.num_starts += 1
-        ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
-
-        def handle(event: messages.Event) -> None:
-            match event:
-                case messages.Ready(info):
-                    ready.set_result(info)
-                case messages.Failed(kind, message):
-                    ready.set_exception(_START_ERRORS.get(kind, LMKitError)(message))
-                case _:
-                    self._handle(event)
-
+        self._context = self._context or zmq.Context()
         where = self._context, self._socket_prefix()
-        new = await EngineProcess.spawn(*where, self._arguments, handle, silent_seconds=self._silent_seconds)
-        either: set[asyncio.Future[Any]] = {ready, new.listening}
+        new = await EngineProcess.spawn(*where, self._arguments, self._handle, silent_seconds=self._silent_seconds)
         try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if not ready.done():
-                new.listening.result()
-                message = f"the engine process ended with status {new.exited.result()} while starting; its log says why"
-                raise LMKitError(message)
-            self.info = ready.result()
+            await self._until_ready(new)
         except BaseException:
             await new.stop(0)
             raise
         self._process = new
+
+    async def _until_ready(self, process: EngineProcess) -> None:
+        """Wait until the process has loaded the model. Raises the LMKitError that prevents it."""
+        self._ready = ready = asyncio.get_running_loop().create_future()
+        either: set[asyncio.Future[Any]] = {ready, process.listening}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not ready.done():
+            process.listening.result()
+            message = f"the engine process ended with status {process.exited.result()} while starting; its log says why"
+            raise LMKitError(message)
+        self.info = ready.result()
         if self.state != "draining":
             self.state = "ready"
 
@@ -292,9 +336,10 @@ class AsyncEngine:
             logger.exception("the supervisor of the engine failed")
             if self._process is not None:
                 self._process.kill()
-        if self.state != "draining":
+        if self.state not in AT_REST:
             self.state = "dead"
             self._fail_all("engine_unavailable", "the engine has ended")
+            self._dead.set()
 
     async def _keep_running(self) -> None:
         """Wait for the end of the process and start another one, as long as the policy allows."""
@@ -306,7 +351,7 @@ class AsyncEngine:
                 await asyncio.wait({self._process.listening})
                 await self._lose_process(self._process)
                 failures = 0 if loop.time() - ready_at > self._restart.stable_seconds else failures
-            if self.state == "draining":
+            if self.state in AT_REST:
                 return
             failures += 1
             if failures > self._restart.max_failures:
@@ -320,7 +365,7 @@ class AsyncEngine:
 
     async def _lose_process(self, lost: EngineProcess) -> None:
         self._process = None
-        if self.state != "draining":
+        if self.state not in AT_REST:
             self.state = "restarting"
         self._stats = EngineStats()
         self._fail_all("engine_unavailable", "the engine stopped while it was working on this request")
@@ -336,7 +381,9 @@ class AsyncEngine:
             await self._process.stop(STOP_SECONDS)
             self._process = None
         self.state = "dead"
-        self._context.destroy(linger=0)
+        if self._context is not None:
+            self._context.destroy(linger=0)
+            self._context = None
         self._remove_directory()
 
     def _remove_directory(self) -> None:

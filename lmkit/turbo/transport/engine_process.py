@@ -10,6 +10,8 @@ that only the parent holds.
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import importlib
 import os
 import shutil
@@ -36,6 +38,7 @@ from lmkit.turbo.transport.messages import (
     QUEUED_MESSAGES,
     Abort,
     Add,
+    Asleep,
     Command,
     Event,
     Failed,
@@ -43,7 +46,9 @@ from lmkit.turbo.transport.messages import (
     Ready,
     Refused,
     Shutdown,
+    Sleep,
     Stats,
+    Wake,
 )
 
 STATS_SECONDS = 0.25  # between messages while requests are open; otherwise stats are sent when they change
@@ -94,20 +99,25 @@ class EngineLoop:
         self._sent = Stats(EngineStats(), 0)
         self._sent_at = 0.0
 
-    def run(self) -> None:
-        """Run until a Shutdown command, or an exception that the engine cannot survive."""
+    def run(self) -> bool:
+        """Run until a command ends it, and close the engine. True if that was Sleep.
+
+        Raises the exception that the engine cannot survive.
+        """
         self.send(Ready(self._engine.info))
-        while self._take_commands():
+        while (last := self._take_commands()) is None:
             if self._engine.has_work():
                 self._step()
             self._send_stats()
+        self._engine.close()
+        return isinstance(last, Sleep)
 
     def send(self, event: Event) -> None:
         """Send an event. Waits while the front end has not caught up."""
         self._events.send(self._encoder.encode(event))
 
-    def _take_commands(self) -> bool:
-        """Carry out the commands that have arrived. Returns False after Shutdown.
+    def _take_commands(self) -> Sleep | Shutdown | None:
+        """Carry out the commands that have arrived. Returns the one that ends the loop.
 
         It waits for commands only if there is nothing else to do.
         """
@@ -123,9 +133,9 @@ class EngineLoop:
                 case Abort(request_id):
                     self._open.discard(request_id)
                     self._engine.abort(request_id)
-                case Shutdown():
-                    return False
-        return True
+                case Sleep() | Shutdown() as last:
+                    return last
+        return None
 
     def _check(self) -> None:
         """Check the engine's integrity once in each pause. A defect is logged and counted, like a failed step."""
@@ -220,25 +230,47 @@ def main(argv: list[str] | None = None) -> int:
     commands.connect(args.commands)
     events.connect(args.events)
     heartbeat = Heartbeat(context, args.events)
+
+    def load() -> EngineLoop:
+        try:
+            engine = load_engine(args.engine)(args.model, msgspec.json.decode(args.config, type=EngineConfig))
+        except EngineLostError as error:
+            raise LMKitError(str(error)) from None
+        return EngineLoop(engine, commands, events, heartbeat, args.step_timeout)
+
     try:
         with quick_start():
-            engine = load_engine(args.engine)(args.model, msgspec.json.decode(args.config, type=EngineConfig))
-    except LMKitError as error:
-        events.send(msgspec.msgpack.encode(Failed(type(error).__name__, str(error))))
-        heartbeat.stop()
-        context.destroy(linger=5000)
-        return 2
-    sys.setswitchinterval(SWITCH_SECONDS)
-    try:
-        EngineLoop(engine, commands, events, heartbeat, args.step_timeout).run()
-        engine.close()
+            loop: EngineLoop | None = load()
+        sys.setswitchinterval(SWITCH_SECONDS)
+        while loop is not None:
+            is_to_sleep = loop.run()
+            loop = None  # with the engine and its memory
+            if is_to_sleep and _sleep(commands, events):
+                loop = load()
     except EngineLostError as error:
         logger.critical("%s", error)
         return 1
+    except LMKitError as error:
+        events.send(msgspec.msgpack.encode(Failed(type(error).__name__, str(error))))
+        return 2
     finally:
         heartbeat.stop()
-        context.destroy(linger=1000)
+        context.destroy(linger=5000)
     return 0
+
+
+def _sleep(commands: zmq.Socket, events: zmq.Socket) -> bool:
+    """Give the memory of an engine that has ended back to the system, and wait. False if the process is to end."""
+    gc.unfreeze()  # the first engine is among the objects that quick_start froze
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    decoder = msgspec.msgpack.Decoder(Command)
+    command: Command = Sleep()
+    while not isinstance(command, Wake | Shutdown):
+        if isinstance(command, Sleep):  # others are late: they name requests that have ended
+            events.send(msgspec.msgpack.encode(Asleep()))
+        command = decoder.decode(commands.recv())
+    return isinstance(command, Wake)
 
 
 if __name__ == "__main__":

@@ -23,8 +23,20 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
+class Sleep(msgspec.Struct, frozen=True, tag=True):
+    """Close the engine, free its memory, say Asleep and wait for Wake. All requests end without an answer."""
+
+
+class Wake(msgspec.Struct, frozen=True, tag=True):
+    """Load the model again, and say Ready."""
+
+
 class Ready(msgspec.Struct, frozen=True, tag=True):
     info: EngineInfo
+
+
+class Asleep(msgspec.Struct, frozen=True, tag=True):
+    pass
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
@@ -58,5 +70,5 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
     failures: int  # engine steps that raised since the start
 
 
-Command = Add | Abort | Shutdown
-Event = Ready | Beat | Failed | Refused | Outputs | Stats
+Command = Add | Abort | Sleep | Wake | Shutdown
+Event = Ready | Asleep | Beat | Failed | Refused | Outputs | Stats

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
+import weakref
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -305,3 +307,16 @@ def test_the_first_tokens_leave_no_trace(demo_model: Path) -> None:
         engine = engine_for(demo_model, **options)
         assert engine.stats() == msgspec.structs.replace(EngineStats(), blocks_total=engine.info.num_blocks)
         assert not engine.has_work()
+
+
+def test_a_closed_engine_leaves_nothing_in_memory(demo_model: Path) -> None:
+    """A process whose model sleeps depends on it."""
+    engine = Engine(str(demo_model), EngineConfig(kv_memory=8 << 20))
+    engine.add(Request(request_id="r", prompt_ids=[1, 5, 6], params=SamplingParams(max_tokens=4, seed=0)))
+    while engine.has_work():
+        engine.step()
+    left = [weakref.ref(part) for part in (engine, engine.runner, engine.scheduler)]
+    engine.close()
+    del engine
+    gc.collect()
+    assert [part() for part in left] == [None] * 3

@@ -412,3 +412,66 @@ def test_no_torch_in_the_front_end() -> None:
 def test_delays_double_up_to_a_limit() -> None:
     policy = RestartPolicy(first_delay=0.5, max_delay=3.0)
     assert [policy.delay(n) for n in (1, 2, 3, 4, 9)] == [0.5, 1.0, 2.0, 3.0, 3.0]
+
+
+def test_an_engine_that_slept_answers_as_before() -> None:
+    async def main() -> None:
+        async with running() as engine:
+            before = [step.token_ids async for step in engine.generate(request())]
+            pid = engine.engine_pid
+            open_request = asyncio.ensure_future(tokens(engine, request("SLOW", request_id="open", max_tokens=1000)))
+            await asyncio.sleep(0.1)
+            await engine.sleep()
+            assert engine.state == "asleep"
+            assert engine.engine_pid == pid
+            with pytest.raises(RequestError, match="put to sleep"):
+                await open_request
+            with pytest.raises(RequestError, match="asleep"):
+                engine.submit(Siblings(request()))
+            await engine.sleep()  # once more changes nothing
+            await engine.wake()
+            assert engine.engine_pid == pid
+            assert [step.token_ids async for step in engine.generate(request())] == before
+            await engine.sleep(keep_process=False)
+            assert engine.engine_pid is None
+            await engine.wake()
+            assert engine.engine_pid != pid
+            assert [step.token_ids async for step in engine.generate(request())] == before
+
+    run(main())
+
+
+def test_a_process_that_ends_asleep_is_replaced_when_the_engine_wakes() -> None:
+    async def main() -> None:
+        async with running() as engine:
+            await engine.sleep()
+            assert engine.engine_pid is not None
+            os.kill(engine.engine_pid, signal.SIGKILL)
+            while engine.engine_pid is not None:
+                await asyncio.sleep(0.01)
+            assert engine.state == "asleep"
+            await engine.wake()
+            assert engine.state == "ready"
+            assert len(await tokens(engine, request())) == 8
+
+    run(main())
+
+
+def test_an_engine_that_cannot_wake_sleeps_on(tmp_path: Path) -> None:
+    async def main() -> None:
+        (model := tmp_path / "exits-second-time").mkdir()
+        async with running(model=model) as engine:
+            await engine.sleep()
+            with pytest.raises(LMKitError, match="ended with status 7"):
+                await engine.wake()
+            assert engine.state == "asleep"
+            assert engine.engine_pid is None
+            (model / "started").unlink()
+            await engine.wake()
+            assert len(await tokens(engine, request())) == 8
+
+    run(main())
+
+
+async def tokens(engine: AsyncEngine, asked: Request) -> list[int]:
+    return [token async for step in engine.generate(asked) for token in step.token_ids]
