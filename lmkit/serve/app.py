@@ -15,6 +15,7 @@ from lmkit.serve.batches import batch_routes, file_routes
 from lmkit.serve.batches.runner import Batches
 from lmkit.serve.data_folder import DataFolder
 from lmkit.serve.errors import Edge, handle_http_exception, handle_request_error
+from lmkit.serve.messages import routes as messages
 from lmkit.serve.metrics import Metrics
 from lmkit.serve.responses import routes as responses
 from lmkit.serve.responses.store import ResponseStore
@@ -27,8 +28,8 @@ from lmkit.web.budget import Budget
 from lmkit.web.cors import with_cors
 
 ANSWER_PARTS = 8  # one answer may hold this part of the memory for all
-ROUTERS = [module.router for module in (chat, completions, responses, generate, models, tokenize, metrics, health)]
-ROUTERS += [file_routes.router, batch_routes.router]
+ROOMS = (chat, completions, responses, messages, generate, models, tokenize, file_routes, batch_routes, metrics, health)
+ROUTERS = [module.router for module in ROOMS]
 
 
 def create_app(engine: AsyncEngine, tokenizer: Tokenizer, config: ServerConfig) -> FastAPI:

@@ -62,6 +62,17 @@ class Strict(BaseModel):
         return data
 
 
+class Nullable(Strict):
+    """A null is a field that is not set. Clients send an answer's parts back with all of their fields."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_null(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return {name: value for name, value in data.items() if value is not None}
+
+
 def _drop_neutral(data: dict[str, Any], absent: Mapping[str, neutral.Values]) -> dict[str, Any]:
     """`data` without the fields that ask for nothing. Raises RequestError if a field of `absent` asks for something."""
     for name in data:

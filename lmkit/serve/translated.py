@@ -5,13 +5,19 @@ An assistant's turn is one message of a chat. In these APIs it is several items 
 
 from __future__ import annotations
 
+import base64
+import binascii
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from starlette.requests import Request as HttpRequest
+
 from lmkit.errors import RequestError
 from lmkit.serve.protocol import ChatCompletionRequest, ChatExtensions, validate
+from lmkit.serve.serving import serving
+from lmkit.serve.to_request import chat_prompt
 
 
 def chat_request(body: ChatExtensions, fields: Mapping[str, Any], names: Mapping[str, str]) -> ChatCompletionRequest:
@@ -21,7 +27,20 @@ def chat_request(body: ChatExtensions, fields: Mapping[str, Any], names: Mapping
     """
     with renamed(names):
         chat = validate({name: value for name, value in fields.items() if value is not None}, ChatCompletionRequest)
-    return chat.model_copy(update={name: getattr(body, name) for name in ChatExtensions.model_fields})
+    extensions = {name: getattr(body, name) for name in ChatExtensions.model_fields}
+    return chat.model_copy(update={name: value for name, value in extensions.items() if value is not None})
+
+
+async def num_prompt_tokens(http: HttpRequest, chat: ChatCompletionRequest, names: Mapping[str, str]) -> int:
+    """The length of a chat's prompt. Raises RequestError."""
+    server = serving(http)
+    server.check_model(chat.model)
+
+    def counted() -> int:
+        with renamed(names):
+            return len(chat_prompt(chat, server.tokenizer, server.info).ids)
+
+    return await server.texts.run(http.receive, sum(len(message.content) for message in chat.messages), counted)
 
 
 @contextmanager
@@ -74,3 +93,23 @@ class Turns:
 def joined(texts: Iterable[str]) -> str:
     """The texts of a message's parts, as chat completions join them."""
     return "\n".join(texts)
+
+
+# Reasoning that a client carries for the server. It is no secret: the client saw it, or may ask to see it.
+_MARK = "lmkit-"
+
+
+def sealed(text: str) -> str:
+    """A text as a client that cannot read it hands it back."""
+    return _MARK + base64.b64encode(text.encode()).decode()
+
+
+def opened(seal: str, param: str) -> str:
+    """The text of `sealed`. Raises RequestError if another server wrote it."""
+    try:
+        if seal and not seal.startswith(_MARK):
+            raise ValueError
+        return base64.b64decode(seal.removeprefix(_MARK), validate=True).decode()
+    except (ValueError, binascii.Error):
+        message = f"{param}: another server wrote it, and only that can read it; leave it out"
+        raise RequestError("invalid_request", message, param) from None

@@ -31,8 +31,10 @@ def error_body(error: RequestError, path: str = "") -> bytes:
     """`{"error": {message, type, param, code}}` as JSON; in Anthropic's form if `path` is one of its routes."""
     if path.startswith(ANTHROPIC_ROUTES):
         kind = _ANTHROPIC_TYPES.get(error.status, "api_error")
+        # Agents look for these words, and shorten the conversation.
+        start = "prompt is too long: " if error.code == "context_length_exceeded" else ""
         return msgspec.json.encode(
-            {"type": "error", "error": {"type": kind, "message": error.message[:MAX_MESSAGE_CHARS]}}
+            {"type": "error", "error": {"type": kind, "message": start + error.message[:MAX_MESSAGE_CHARS]}}
         )
     if error.status in (403, 429):
         kind = "permission_error" if error.status == 403 else "rate_limit_error"

@@ -14,7 +14,7 @@ MAX_PATH_CHARS = 256  # of a path that is compared with the routes
 _OTHERS = frozenset({
     "/v1/assistants", "/v1/audio", "/v1/chat/completions/batch", "/v1/chat/completions/render",
     "/v1/completions/render", "/v1/containers", "/v1/conversations", "/v1/decisions", "/v1/edits", "/v1/embeddings",
-    "/v1/evals", "/v1/fine-tunes", "/v1/fine_tuning", "/v1/images", "/v1/messages", "/v1/moderations",
+    "/v1/evals", "/v1/fine-tunes", "/v1/fine_tuning", "/v1/images", "/v1/moderations",
     "/v1/organization", "/v1/realtime", "/v1/skills", "/v1/systemone", "/v1/threads", "/v1/uploads",
     "/v1/vector_stores", "/v1/videos", "/v1/classify", "/v1/load_lora_adapter", "/v1/loads", "/v1/rerank",
     "/v1/score", "/v1/unload_lora_adapter", "/v2/chat", "/v2/embed", "/v2/rerank", "/anthropic", "/abort_request",

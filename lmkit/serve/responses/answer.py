@@ -14,10 +14,9 @@ from lmkit.serve.blocks import Block, BlockBuilder, Step
 from lmkit.serve.protocol import ChatCompletionRequest
 from lmkit.serve.responses.protocol import NAMES, Item, ResponsesRequest
 from lmkit.serve.responses.store import ResponseStore, Stored
-from lmkit.serve.responses.translate import sealed
 from lmkit.serve.serving import Serving, new_id
 from lmkit.serve.streaming import Failed, event
-from lmkit.serve.translated import renamed
+from lmkit.serve.translated import renamed, sealed
 from lmkit.turbo import request as engine
 from lmkit.turbo.transport.output import TextLogprobs
 from lmkit.web.budget import Share

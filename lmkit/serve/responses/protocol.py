@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from lmkit import neutral
-from lmkit.serve.protocol import MAX_MESSAGES, ChatExtensions, Strict
+from lmkit.serve.protocol import MAX_MESSAGES, ChatExtensions, Nullable, Strict
 
 MAX_METADATA = 16
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -16,18 +16,7 @@ TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 ItemId = Annotated[str, Field(max_length=256)]
 
 
-class _Item(Strict):
-    """Of the input. A null is a field that is not set; clients send an answer's items back with all of theirs."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_null(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        return {name: value for name, value in data.items() if value is not None}
-
-
-class TextPart(_Item):
+class TextPart(Nullable):
     absent = {
         "annotations": ([],),
         "logprobs": ([],),
@@ -53,7 +42,7 @@ def _parts(value: Any) -> Any:
 Parts = Annotated[list[TextPart], BeforeValidator(_parts)]
 
 
-class Message(_Item):
+class Message(Nullable):
     absent = {"phase": ("commentary", "final_answer")}  # of an answer: templates do not tell them apart
 
     type: Literal["message"] = "message"
@@ -63,7 +52,7 @@ class Message(_Item):
     status: Status | None = None
 
 
-class FunctionCall(_Item):
+class FunctionCall(Nullable):
     absent = {"caller": ({"type": "direct"},), "async": (False,)}
 
     type: Literal["function_call"]
@@ -74,7 +63,7 @@ class FunctionCall(_Item):
     status: Status | None = None
 
 
-class FunctionCallOutput(_Item):
+class FunctionCallOutput(Nullable):
     absent = {"caller": ({"type": "direct"},)}
 
     type: Literal["function_call_output"]
@@ -85,7 +74,7 @@ class FunctionCallOutput(_Item):
     status: Status | None = None
 
 
-class ReasoningItem(_Item):
+class ReasoningItem(Nullable):
     type: Literal["reasoning"]
     summary: list[TextPart] = []
     content: list[TextPart] = []
@@ -117,7 +106,7 @@ def _only_functions(tools: Any) -> Any:
     return tools
 
 
-class FunctionTool(_Item):
+class FunctionTool(Nullable):
     absent = {"defer_loading": (False,), "allowed_callers": (["direct"],), "async": (False,)}
 
     type: Literal["function"]
@@ -138,13 +127,13 @@ class AllowedTools(Strict):
     tools: list[NamedTool]
 
 
-class Text(_Item):
+class Text(Nullable):
     absent = {"verbosity": ("medium",)}
 
     format: dict[str, Any] | None = None
 
 
-class Reasoning(_Item):
+class Reasoning(Nullable):
     absent = {"context": ("auto",), "mode": ("standard",)}
 
     effort: str | None = None

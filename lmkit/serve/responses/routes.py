@@ -19,8 +19,7 @@ from lmkit.serve.responses.protocol import NAMES, Item, ListQuery, Prompt, Respo
 from lmkit.serve.responses.store import ResponseStore, Stored
 from lmkit.serve.responses.translate import to_chat
 from lmkit.serve.serving import serving
-from lmkit.serve.to_request import chat_prompt
-from lmkit.serve.translated import renamed
+from lmkit.serve.translated import num_prompt_tokens
 
 PATH = "/v1/responses"
 router = APIRouter()
@@ -41,17 +40,9 @@ async def create(request: Request) -> Response:
 
 @router.post(f"{PATH}/input_tokens")
 async def input_tokens(request: Request) -> Response:
-    server = serving(request)
     body = await read_json(request, Prompt)
-    server.check_model(body.model)
     chat = to_chat(body, [*await _earlier(request, body), *body.input])
-
-    def counted() -> int:
-        with renamed(NAMES):
-            return len(chat_prompt(chat, server.tokenizer, server.info).ids)
-
-    num_chars = sum(len(message.content) for message in chat.messages)
-    number = await server.texts.run(request.receive, num_chars, counted)
+    number = await num_prompt_tokens(request, chat, NAMES)
     return _json({"object": "response.input_tokens", "input_tokens": number})
 
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from lmkit.errors import RequestError
 from lmkit.serve.protocol import ChatCompletionRequest
 from lmkit.serve.responses.protocol import (
     NAMES,
@@ -23,7 +20,7 @@ from lmkit.serve.responses.protocol import (
     ResponsesRequest,
     TextPart,
 )
-from lmkit.serve.translated import Turns, chat_request, joined
+from lmkit.serve.translated import Turns, chat_request, joined, opened
 
 
 def to_chat(body: Prompt, items: Sequence[Item]) -> ChatCompletionRequest:
@@ -75,7 +72,7 @@ def _output(turns: Turns, item: FunctionCallOutput) -> None:
 
 
 def _reasoning(turns: Turns, item: ReasoningItem) -> None:
-    turns.reasoning(_text(item.content or item.summary) or opened(item.encrypted_content or ""))
+    turns.reasoning(_text(item.content or item.summary) or opened(item.encrypted_content or "", "encrypted_content"))
 
 
 _ADD: Mapping[type, Callable[[Turns, Any], None]] = {
@@ -114,23 +111,3 @@ def _response_format(form: dict[str, Any] | None) -> dict[str, Any] | None:
     if form is None or form.get("type") != "json_schema":
         return form
     return {"type": "json_schema", "json_schema": {name: value for name, value in form.items() if name != "type"}}
-
-
-# Reasoning that a client carries for the server. It is no secret: the client saw it, or may ask to see it.
-_MARK = "lmkit-"
-
-
-def sealed(text: str) -> str:
-    """A text as a client that cannot read it hands it back."""
-    return _MARK + base64.b64encode(text.encode()).decode()
-
-
-def opened(seal: str) -> str:
-    """The text of `sealed`. Raises RequestError if another server wrote it."""
-    try:
-        if seal and not seal.startswith(_MARK):
-            raise ValueError
-        return base64.b64decode(seal.removeprefix(_MARK), validate=True).decode()
-    except (ValueError, binascii.Error):
-        message = "this reasoning was sealed by another server; leave it out"
-        raise RequestError("invalid_request", message, "encrypted_content") from None

@@ -50,7 +50,7 @@ def test_the_events_of_a_stream(client: openai.OpenAI) -> None:
         "created", "in_progress", "output_item.added", "content_part.added", *["output_text.delta"] * len(deltas),
         "output_text.done", "content_part.done", "output_item.done", "incomplete",
     ]  # fmt: skip
-    assert len(deltas) > 1
+    assert deltas
     assert "".join(deltas) == events[-4].text == events[-1].response.output_text == text(9)
     assert events[0].response.status == "in_progress"
     assert events[0].response.output == []

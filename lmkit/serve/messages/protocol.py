@@ -1,0 +1,183 @@
+"""The part of Anthropic's Messages API that this server supports. What it lacks is refused by name.
+
+`cache_control` asks that a prefix be cached, for some minutes. The server caches every prefix, as long as there is
+room, so any place and time is accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from lmkit import neutral
+from lmkit.serve.protocol import MAX_MESSAGES, ChatExtensions, Nullable
+from lmkit.turbo.request import MAX_STOPS
+
+Id = Annotated[str, Field(max_length=256)]
+
+
+class CacheControl(Nullable):
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+
+class _Block(Nullable):
+    cache_control: CacheControl | None = None
+
+
+class Text(_Block):
+    absent = {"citations": ([],)}
+
+    type: Literal["text"]
+    text: str
+
+
+class Thinking(_Block):
+    type: Literal["thinking"]
+    thinking: str
+    signature: str = ""
+
+
+class RedactedThinking(_Block):
+    type: Literal["redacted_thinking"]
+    data: str
+
+
+class ToolUse(_Block):
+    absent = {"caller": ({"type": "direct"},)}
+
+    type: Literal["tool_use"]
+    id: Id
+    name: str
+    input: dict[str, Any]
+
+
+def _texts(value: Any) -> Any:
+    """A text is a list of one block. Blocks of other media are refused by their type."""
+    if isinstance(value, str):
+        return [{"type": "text", "text": value}]
+    for block in value if isinstance(value, list) else ():
+        kind = block.get("type") if isinstance(block, dict) else None
+        if kind in ("image", "document", "search_result", "container_upload", "tool_reference"):
+            raise ValueError(f"blocks of type {kind!r} are not supported: the model reads text")
+    return value
+
+
+class ToolResult(_Block):
+    type: Literal["tool_result"]
+    tool_use_id: Id
+    content: Annotated[list[Text], BeforeValidator(_texts)] = []
+    is_error: bool | None = None
+
+
+Block = Annotated[Text | Thinking | RedactedThinking | ToolUse | ToolResult, Field(discriminator="type")]
+
+
+class Message(Nullable):
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[list[Block], BeforeValidator(_texts)]
+
+
+class Tool(_Block):
+    absent = {
+        "allowed_callers": (["direct"],),
+        "defer_loading": (False,),
+        "eager_input_streaming": (True, False),  # a call's input is streamed as it comes
+        "input_examples": ([],),
+    }
+
+    type: Literal["custom"] = "custom"
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+
+
+def _client_tools(tools: Any) -> Any:
+    for tool in tools if isinstance(tools, list) else ():
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if isinstance(kind, str) and kind != "custom":
+            raise ValueError(f"tools of type {kind[:64]!r} are not supported: send tools with an input_schema")
+    return tools
+
+
+class ToolChoice(Nullable):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class ThinkingConfig(Nullable):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+    @model_validator(mode="after")
+    def _has_its_budget(self) -> ThinkingConfig:
+        if (self.budget_tokens is None) == (self.type == "enabled"):
+            raise ValueError("budget_tokens goes with type enabled, which needs it")
+        return self
+
+
+class OutputConfig(Nullable):
+    effort: str | None = None
+    format: dict[str, Any] | None = None
+
+
+class Metadata(Nullable):
+    user_id: Annotated[str, Field(max_length=1024)] | None = None  # only for the server's request log
+
+
+class Prompt(ChatExtensions):
+    """What decides the prompt: the body of /v1/messages/count_tokens."""
+
+    absent = {
+        **neutral.GENERATION,
+        "container": (None,),
+        # Edits of the conversation. Those that keep everything ask for nothing.
+        "context_management": (
+            None,
+            {},
+            {"edits": []},
+            {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        ),
+        "diagnostics": (None,),
+        "inference_geo": (None,),
+        "mcp_servers": (None, []),
+        "speed": (None, "standard"),
+        "user_profile_id": (None,),
+        "workspace_id": (None,),
+    }
+
+    model: Annotated[str, Field(max_length=1024)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    system: Annotated[list[Text] | None, BeforeValidator(_texts)] = None
+    tools: Annotated[list[Tool] | None, BeforeValidator(_client_tools)] = None
+    tool_choice: ToolChoice | None = None
+    thinking: ThinkingConfig | None = None
+    output_config: OutputConfig | None = None
+    cache_control: CacheControl | None = None
+
+
+class MessagesRequest(Prompt):
+    """The body of POST /v1/messages."""
+
+    max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)]
+    stop_sequences: Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    metadata: Metadata | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None  # there is one tier
+
+
+# Names of the chat request that stands behind, in the words of this API.
+NAMES: Mapping[str, str] = {
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+    "thinking_token_budget": "thinking.budget_tokens",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+}

@@ -1,0 +1,124 @@
+"""A body of the Messages API -> a chat request."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from lmkit.serve.messages.protocol import (
+    NAMES,
+    MessagesRequest,
+    Prompt,
+    RedactedThinking,
+    Text,
+    Thinking,
+    Tool,
+    ToolChoice,
+    ToolResult,
+    ToolUse,
+)
+from lmkit.serve.protocol import ChatCompletionRequest
+from lmkit.serve.translated import Turns, chat_request, joined, opened
+
+ERROR = "Error: "  # before the result of a tool that failed: chats have no field for it
+
+
+def to_chat(body: Prompt) -> ChatCompletionRequest:
+    """The chat request for a body. Raises RequestError."""
+    choice = body.tool_choice
+    single = choice is not None and choice.disable_parallel_tool_use
+    output, thinking = body.output_config, body.thinking
+    fields: dict[str, Any] = {
+        "model": body.model,
+        "messages": _messages(body),
+        "tools": [_tool(tool) for tool in body.tools or ()] or None,
+        "tool_choice": _tool_choice(choice) if choice else None,
+        "parallel_tool_calls": False if single else None,
+        "response_format": _response_format(output.format) if output and output.format else None,
+        "reasoning_effort": output.effort if output else None,
+        "thinking_token_budget": thinking.budget_tokens if thinking else None,
+    }
+    if isinstance(body, MessagesRequest):
+        fields |= {
+            "stream": body.stream,
+            "max_tokens": body.max_tokens,
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "stop": body.stop_sequences,
+            "user": body.metadata.user_id if body.metadata else None,
+        }
+    if "enable_thinking" not in (body.chat_template_kwargs or ()):  # the API's default is not to think
+        fields["enable_thinking"] = thinking is not None and thinking.type != "disabled"
+    return chat_request(body, fields, NAMES)
+
+
+def _messages(body: Prompt) -> list[dict[str, Any]]:
+    turns = Turns()
+    if body.system is not None:
+        turns.add("system", _text(body.system))
+    for message in body.messages:
+        if message.role == "assistant":
+            for block in message.content:
+                _ADD[type(block)](turns, block)
+        else:
+            _said(turns, message.role, message.content)
+    return turns.finished()
+
+
+def _said(turns: Turns, role: str, blocks: Iterable[Any]) -> None:
+    """Results of tools are messages of their own; the texts between them are one message each."""
+    texts: list[str] = []
+    for block in [*blocks, None]:
+        if isinstance(block, Text):
+            texts.append(block.text)
+            continue
+        if texts:
+            turns.add(role, joined(texts))
+            texts = []
+        if isinstance(block, ToolResult):
+            text = (ERROR if block.is_error else "") + _text(block.content)
+            turns.add("tool", text, tool_call_id=block.tool_use_id)
+
+
+def _redacted(turns: Turns, block: RedactedThinking) -> None:
+    turns.reasoning(opened(block.data, "data"))
+
+
+def _thinking(turns: Turns, block: Thinking) -> None:
+    turns.reasoning(block.thinking or opened(block.signature, "signature"))
+
+
+def _tool_use(turns: Turns, block: ToolUse) -> None:
+    turns.call(block.id, block.name, json.dumps(block.input, ensure_ascii=False))
+
+
+_ADD: Mapping[type, Callable[[Turns, Any], None]] = {
+    Text: lambda turns, block: turns.text(block.text),
+    Thinking: _thinking,
+    RedactedThinking: _redacted,
+    ToolUse: _tool_use,
+}
+
+
+def _text(blocks: Iterable[Text]) -> str:
+    return joined(block.text for block in blocks)
+
+
+def _tool(tool: Tool) -> dict[str, Any]:
+    about = {"description": tool.description, "strict": tool.strict}
+    function = {"name": tool.name, "parameters": tool.input_schema}
+    return {"type": "function", "function": function | {name: v for name, v in about.items() if v is not None}}
+
+
+def _tool_choice(choice: ToolChoice) -> Any:
+    if choice.type == "tool":
+        return {"type": "function", "function": {"name": choice.name}}
+    return {"any": "required"}.get(choice.type, choice.type)
+
+
+def _response_format(form: dict[str, Any]) -> dict[str, Any]:
+    """{"type": "json_schema", "schema": ...} -> OpenAI's."""
+    if form.get("type") != "json_schema":
+        return form
+    return {"type": "json_schema", "json_schema": {"name": "answer", **{k: v for k, v in form.items() if k != "type"}}}
