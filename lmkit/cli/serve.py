@@ -13,6 +13,7 @@ from lmkit.cli.options import takes
 from lmkit.cli.settings import read_config, resolved
 from lmkit.config import EngineConfig, LogLevel, ServerConfig
 from lmkit.errors import ConfigError
+from lmkit.extras import needed_for
 from lmkit.web.auth import parse_key
 
 SHARED_QUOTA = 0.5  # with several tenants, so that none can evict the KV of all others, or fill the queue
@@ -40,6 +41,9 @@ def serve(
     ] = False,
     host: Annotated[str, _server("Address to listen on; 0.0.0.0 for all.")] = _SERVER.host,
     port: Annotated[int, _server("0 takes a free one.", callback=checked(ServerConfig, "port"))] = _SERVER.port,
+    grpc_port: Annotated[
+        int | None, _server("Serve gRPC, too; 0 takes a free port.", callback=checked(ServerConfig, "grpc_port"))
+    ] = None,
     tls_cert: Annotated[str | None, _server("A certificate chain in PEM: serve https.")] = None,
     tls_key: Annotated[str | None, _server("Its key; default in the same file.")] = None,
     api_key: Annotated[
@@ -110,6 +114,7 @@ def serve(
     server_config = ServerConfig(
         host=host,
         port=port,
+        grpc_port=grpc_port,
         tls_cert=tls_cert,
         tls_key=tls_key,
         served_model_name=served_model_name or (Path(model).resolve().name if Path(model).is_dir() else model),
@@ -142,6 +147,9 @@ def _run(model: str, engine_config: EngineConfig, config: ServerConfig, engine: 
     from lmkit.web.running import registered
 
     log.setup(config.log_level)
+    if config.grpc_port is not None:
+        with needed_for("--grpc-port"):
+            pass
     if config.api_keys:
         log.get_logger(__name__).info("every route but /health needs one of %d API keys", len(config.api_keys))
     path, name = resolve_model_path(model), str(config.served_model_name)

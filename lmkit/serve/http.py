@@ -6,7 +6,10 @@ engine starts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
 
 from lmkit.config import ServerConfig
 from lmkit.serve.app import create_app
@@ -27,15 +30,26 @@ def http_server(
 ) -> HttpServer:
     """A server for one engine, to be given a listening socket."""
     app = create_app(engine, tokenizer, config)
-
-    def ready() -> None:
-        app.state.batches.start()
-        on_ready()
-
     return HttpServer(
         app,
-        ready,
+        on_ready,
+        beside=_beside(app, engine, config, tls),
         flush_seconds=FLUSH_SECONDS,
         tls=tls,
         limit_each=config.max_connections_per_address,
     )
+
+
+@asynccontextmanager
+async def _beside(
+    app: FastAPI, engine: AsyncEngine, config: ServerConfig, tls: Certificate | None
+) -> AsyncGenerator[None]:
+    """What runs beside the HTTP server: batches, and gRPC."""
+    app.state.batches.start()
+    if config.grpc_port is None:
+        yield
+        return
+    from lmkit.serve.rpc.server import serving
+
+    async with serving(app, engine, config, tls):
+        yield

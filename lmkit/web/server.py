@@ -35,9 +35,11 @@ class HttpServer(uvicorn.Server):
         date_header: bool = True,
         files_each: int = 1,
         limit_each: int | None = None,
+        beside: contextlib.AbstractAsyncContextManager[None] | None = None,
     ) -> None:
         """`files_each` is the number of open files that a connection needs, `limit_each` the most connections of one
-        address."""
+        address. `beside` is entered before the first request and left after the last one."""
+        self._beside, self._stack = beside, contextlib.AsyncExitStack()
         self._on_ready, self._files_each, self._turns, self._tls = on_ready, files_each, Turns(), tls
         self._limit_each = limit_each
         super().__init__(
@@ -66,8 +68,14 @@ class HttpServer(uvicorn.Server):
             Acceptor(sock, self._connection, limit=limit, limit_each=self._limit_each, tls=tls)  # type: ignore[misc]
             for sock in sockets or ()
         ]
+        if self._beside is not None:
+            await self._stack.enter_async_context(self._beside)
         self.started = True
         self._on_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        await self._stack.aclose()
 
     def _connection(self, on_lost: Callable[[], None], has_room: bool) -> Connection:
         return Connection(

@@ -23,6 +23,7 @@ class Certificate:
     def __init__(self, cert: str, key: str | None) -> None:
         """Without `key`, the file of the certificate has it. Raises ConfigError."""
         self._cert, self._key = cert, key
+        self.pem = b"", b""  # the key and the chain, for servers that take no context
         self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self.context.minimum_version = ssl.TLSVersion.TLSv1_2
         self._load(self.context)
@@ -42,11 +43,13 @@ class Certificate:
             if path is not None and not Path(path).is_file():
                 raise ConfigError(f"{name}: there is no file {path}")
         try:
+            chain, key = Path(self._cert).read_bytes(), Path(self._key or self._cert).read_bytes()
             context.load_cert_chain(self._cert, self._key, password=_no_password)
-            end = _end(Path(self._cert).read_text())
+            end = _end(chain.decode())
         except (OSError, ValueError) as error:  # SSLError is an OSError
             files = self._cert if self._key is None else f"{self._cert} and {self._key}"
             raise ConfigError(f"{files}: {_reason(error)}") from None
+        self.pem = key, chain
         if end is not None and end < datetime.now(UTC):
             logger.warning("tls_cert %s has expired on %s: clients will refuse it", self._cert, end.date())
 

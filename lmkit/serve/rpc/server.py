@@ -1,0 +1,187 @@
+"""gRPC beside HTTP. A call becomes a request to POST /generate of the application, so keys, limits and errors are the
+same. A client that cancels a call, or whose deadline passes, leaves as one that closes its connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import msgspec
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from starlette.types import ASGIApp, Message
+
+from lmkit.config import ServerConfig
+from lmkit.errors import HTTP_STATUS, ConfigError
+from lmkit.log import get_logger
+from lmkit.serve.inside import call
+from lmkit.serve.protocol import MAX_TIMEOUT
+from lmkit.serve.rpc.messages import SERVICE, Answer, GenerateRequest, GenerateResponse
+from lmkit.serve.rpc.translate import answer_of, body_of
+from lmkit.turbo.transport.async_engine import AsyncEngine
+from lmkit.web.tls import Certificate
+
+MAX_CALLS = 4096  # at once; one more is refused
+HANDSHAKE_SECONDS = 10
+STOP_SECONDS = 3.0  # for answers to reach their clients at the end
+WATCH_SECONDS = 0.5  # between looks at the health
+HEADERS = ("authorization", "x-api-key", "x-request-id", "x-lmkit-tenant", "traceparent", "tracestate")
+# HTTP status -> gRPC status
+CODES = {
+    400: grpc.StatusCode.INVALID_ARGUMENT, 401: grpc.StatusCode.UNAUTHENTICATED,
+    403: grpc.StatusCode.PERMISSION_DENIED, 404: grpc.StatusCode.NOT_FOUND, 408: grpc.StatusCode.DEADLINE_EXCEEDED,
+    413: grpc.StatusCode.RESOURCE_EXHAUSTED, 429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    499: grpc.StatusCode.CANCELLED, 503: grpc.StatusCode.UNAVAILABLE, 504: grpc.StatusCode.DEADLINE_EXCEEDED,
+}  # fmt: skip
+
+logger = get_logger(__name__)
+
+
+@asynccontextmanager
+async def serving(
+    app: ASGIApp, engine: AsyncEngine, config: ServerConfig, tls: Certificate | None
+) -> AsyncGenerator[int]:
+    """Serve gRPC on `config.grpc_port` until the block ends. Gives the port. Raises ConfigError."""
+    server = grpc.aio.server(
+        options=[
+            ("grpc.max_receive_message_length", config.max_body_bytes),
+            ("grpc.server_handshake_timeout_ms", 1000 * HANDSHAKE_SECONDS),
+            ("grpc.so_reuseport", 0),
+        ],
+        maximum_concurrent_rpcs=MAX_CALLS,
+    )
+    generation = Generation(app)
+    how = {"request_deserializer": GenerateRequest.FromString}
+    handlers = {
+        "Generate": grpc.unary_unary_rpc_method_handler(
+            generation.whole, response_serializer=GenerateResponse.SerializeToString, **how
+        ),
+        "GenerateStream": grpc.unary_stream_rpc_method_handler(
+            generation.stream, response_serializer=Answer.SerializeToString, **how
+        ),
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+    health_pb2_grpc.add_HealthServicer_to_server(Health(engine), server)
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    address = f"{host}:{config.grpc_port}"
+    try:
+        port = server.add_secure_port(address, _credentials(tls)) if tls else server.add_insecure_port(address)
+    except RuntimeError:
+        raise ConfigError(f"cannot listen on {address} for gRPC: is the port in use?") from None
+    await server.start()
+    logger.info("gRPC on %s:%d", host, port)
+    try:
+        yield port
+    finally:
+        await server.stop(STOP_SECONDS)
+
+
+def _credentials(tls: Certificate) -> Any:
+    """The certificate as it was last read, for each new connection."""
+
+    def current() -> Any:
+        return grpc.ssl_server_certificate_configuration([tls.pem])
+
+    return grpc.dynamic_ssl_server_credentials(current(), current)
+
+
+class Generation:
+    """The calls of the service."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def whole(self, request: Any, context: Any) -> Any:
+        parts: list[bytes] = []
+        await self._ask(request, context, parts.append, is_stream=False)
+        data = msgspec.json.decode(b"".join(parts))
+        return GenerateResponse(answers=map(answer_of, data if isinstance(data, list) else [data]))
+
+    async def stream(self, request: Any, context: Any) -> None:
+        async def send(event: bytes) -> None:
+            text = event.removeprefix(b"data: ").strip()
+            if text == b"[DONE]" or not event.startswith(b"data: "):
+                return
+            data = msgspec.json.decode(text)
+            if "error" in data:
+                await _fail(context, HTTP_STATUS[data["error"]["code"]], data)
+            await context.write(answer_of(data))
+
+        await self._ask(request, context, send, is_stream=True)
+
+    async def _ask(
+        self, request: Any, context: Any, on_part: Callable[[bytes], Awaitable[None] | None], *, is_stream: bool
+    ) -> None:
+        """Give `on_part` each part of a good answer. Ends the call with an error otherwise."""
+        status, refusal = 200, b""
+
+        async def on_message(message: Message) -> None:
+            nonlocal status, refusal
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            elif status != 200:
+                refusal += message.get("body", b"")
+            elif body := message.get("body"):
+                sending = on_part(body)
+                if sending is not None:
+                    await sending
+
+        body = {**body_of(request), "stream": is_stream}
+        if (seconds := context.time_remaining()) is not None and math.isfinite(seconds):
+            body["timeout"] = min(max(seconds, 0.001), MAX_TIMEOUT)
+        sent = dict(context.invocation_metadata())
+        headers = [(name.encode(), sent[name].encode()) for name in HEADERS if isinstance(sent.get(name), str)]
+        raw = msgspec.json.encode(body)
+        await call(self._app, "/generate", raw, on_message, headers=headers, client=_client(context.peer()))
+        if status != 200:
+            await _fail(context, status, msgspec.json.decode(refusal))
+
+
+async def _fail(context: Any, status: int, answer: dict[str, Any]) -> None:
+    error = answer["error"]
+    metadata = (("x-lmkit-error", error["code"]),)
+    await context.abort(CODES.get(status, grpc.StatusCode.INTERNAL), error["message"], metadata)
+
+
+def _client(peer: str) -> tuple[str, int]:
+    """`ipv4:127.0.0.1:5000` -> its address and port."""
+    host, _, port = peer.partition(":")[2].rpartition(":")
+    return host or "-", int(port) if port.isdecimal() else 0
+
+
+class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
+    """The standard health service, which needs no key. It knows the server ("") and the service Generation."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+
+    async def Check(self, request: Any, context: Any) -> Any:
+        if request.service not in ("", SERVICE):
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"expected the service {SERVICE}, or none")
+        return self._status()
+
+    async def Watch(self, request: Any, context: Any) -> None:
+        last = None
+        while True:
+            now = self._status() if request.service in ("", SERVICE) else _UNKNOWN
+            if now != last:
+                await context.write(now)
+            last = now
+            await asyncio.sleep(WATCH_SECONDS)
+
+    def _status(self) -> Any:
+        return _SERVING if self._engine.health == "ready" else _NOT_SERVING
+
+
+_SERVING, _NOT_SERVING, _UNKNOWN = (
+    health_pb2.HealthCheckResponse(status=status)
+    for status in (
+        health_pb2.HealthCheckResponse.SERVING,
+        health_pb2.HealthCheckResponse.NOT_SERVING,
+        health_pb2.HealthCheckResponse.SERVICE_UNKNOWN,
+    )
+)
