@@ -43,54 +43,71 @@ class Step(NamedTuple):
     logprobs: tuple[TextLogprobs, ...] = ()
 
 
-class BlockBuilder(ChatBuilder):
-    """An answer of one choice."""
+class Blocks:
+    """The blocks of one answer. Its methods return the steps that they make."""
 
-    ids: ClassVar[Mapping[Kind, str]]  # how the ids of blocks begin
-    last: RequestOutput
-
-    def __init__(self, server: Serving, body: ChatCompletionRequest, owner: Owner, share: Share) -> None:
-        super().__init__(server, body, owner, share)
-        self.blocks: list[Block] = []
+    def __init__(self, ids: Mapping[Kind, str]) -> None:
+        """`ids`: how the ids of blocks begin."""
+        self.all: list[Block] = []
+        self._ids = ids
         self._is_open = False
 
-    async def steps(self) -> AsyncGenerator[Step]:
-        """The blocks as they grow. There is at least one; an empty answer has an empty text."""
-        async with aclosing(self.outputs()) as outputs:
-            async for _, output in outputs:
-                self.note(0, output)
-                self.share.add(num_bytes(output))  # the answer's end repeats all of it
-                self.last = output
-                for step in self._taken(output):
-                    yield step
-        if not self.blocks:
-            for step in self._grown("text", "", ()):
-                yield step
-        self.blocks[-1].is_cut = self.last.finish_reason != "stop"
-        for step in self._closed():
-            yield step
-
-    def _taken(self, output: RequestOutput) -> Iterator[Step]:
-        if output.text or output.logprobs:
-            yield from self._grown("text", output.text, tuple(output.logprobs))
-
-    def _grown(self, kind: Kind, text: str, logprobs: tuple[TextLogprobs, ...]) -> Iterator[Step]:
-        if not self._is_open or self.blocks[-1].kind != kind:
-            yield from self._opened(kind)
-        block = self.blocks[-1]
+    def grow(self, kind: Kind, text: str, logprobs: tuple[TextLogprobs, ...] = ()) -> Iterator[Step]:
+        """Add to the block at the end, or to a new one of this kind."""
+        if not self._is_open or self.all[-1].kind != kind:
+            yield from self._open(kind)
+        block = self.all[-1]
         block.parts.append(text)
         block.logprobs.extend(logprobs)
         if text or logprobs:
             yield Step("grow", block, text, logprobs)
 
-    def _opened(self, kind: Kind) -> Iterator[Step]:
-        yield from self._closed()
-        block = Block(new_id(self.ids[kind]), kind, len(self.blocks))
-        self.blocks.append(block)
-        self._is_open = True
-        yield Step("open", block)
+    def call(self, call_id: str, name: str) -> Iterator[Step]:
+        """Begin a call, whose arguments `grow` adds."""
+        yield from self._open("call", call_id, name)
 
-    def _closed(self) -> Iterator[Step]:
+    def end(self, *, is_cut: bool) -> Iterator[Step]:
+        """There is at least one block; an empty answer has an empty text."""
+        if not self.all:
+            yield from self._open("text")
+        self.all[-1].is_cut = is_cut
+        yield from self._close()
+
+    def _open(self, kind: Kind, call_id: str = "", name: str = "") -> Iterator[Step]:
+        yield from self._close()
+        self.all.append(Block(new_id(self._ids[kind]), kind, len(self.all), call_id, name))
+        self._is_open = True
+        yield Step("open", self.all[-1])
+
+    def _close(self) -> Iterator[Step]:
         if self._is_open:
             self._is_open = False
-            yield Step("close", self.blocks[-1])
+            yield Step("close", self.all[-1])
+
+
+class BlockBuilder(ChatBuilder):
+    """An answer of one choice."""
+
+    ids: ClassVar[Mapping[Kind, str]]
+    last: RequestOutput
+
+    def __init__(self, server: Serving, body: ChatCompletionRequest, owner: Owner, share: Share) -> None:
+        super().__init__(server, body, owner, share)
+        self.blocks = Blocks(self.ids)
+
+    async def steps(self) -> AsyncGenerator[Step]:
+        """The blocks as they grow."""
+        async with aclosing(self.outputs()) as outputs:
+            async for _, output in outputs:
+                self.note(0, output)
+                self.share.add(num_bytes(output))  # the answer's end repeats all of it
+                self.last = output
+                for step in self.taken(output):
+                    yield step
+        for step in self.blocks.end(is_cut=self.last.finish_reason != "stop"):
+            yield step
+
+    def taken(self, output: RequestOutput) -> Iterator[Step]:
+        """What an output adds."""
+        if output.text or output.logprobs:
+            yield from self.blocks.grow("text", output.text, tuple(output.logprobs))

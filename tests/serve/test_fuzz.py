@@ -19,6 +19,30 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": SAMPLING | {"prompt": [[5, 6, 7], [8]], "n": 2, "best_of": 2, "echo": True, "logprobs": 1},
     "/tokenize": {"prompt": "some text", "return_token_strs": True, "add_special_tokens": False},
     "/detokenize": {"tokens": [5, 6, 7], "skip_special_tokens": True},
+    "/v1/responses": {
+        "model": "demo",
+        "max_output_tokens": 2,
+        "instructions": "Be brief",
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "Hi 日本"}]},
+            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "x"}]},
+        ],
+        "text": {"format": {"type": "text"}},
+        "metadata": {"a": "b"},
+        "tool_choice": "auto",
+    },
+    "/v1/messages": {
+        "model": "demo",
+        "max_tokens": 2,
+        "system": [{"type": "text", "text": "Be brief", "cache_control": {"type": "ephemeral"}}],
+        "messages": [
+            {"role": "user", "content": "Hi 日本"},
+            {"role": "assistant", "content": [{"type": "text", "text": "x"}]},
+            {"role": "user", "content": [{"type": "text", "text": "More"}]},
+        ],
+        "stop_sequences": ["x"],
+        "thinking": {"type": "adaptive"},
+    },
     "/v1/encode": {"input": ["a", "b"], "do_preprocess": True},
 }
 
@@ -32,7 +56,8 @@ def answered(server: Server, path: str, num_examples: int) -> None:
         answer = server.post(path, content=data, headers={"Content-Type": "application/json"})
         assert answer.status_code == 200 or 400 <= answer.status_code < 500, answer.text
         if answer.status_code != 200:
-            assert answer.json()["error"].keys() == {"message", "type", "param", "code"}
+            known = {"message", "type"} if path == "/v1/messages" else {"message", "type", "param", "code"}
+            assert answer.json()["error"].keys() == known
 
     process = psutil.Process(server.process.pid)
     assert server.post(path, content=whole, headers={"Content-Type": "application/json"}).status_code == 200

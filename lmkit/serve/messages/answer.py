@@ -38,7 +38,7 @@ class MessagesAnswer(BlockBuilder):
     async def whole(self) -> dict[str, Any]:
         async for _ in self.steps():
             pass
-        return self._message(list(map(self._block, self.blocks))) | self._ended() | {"usage": self._usage()}
+        return self._message(list(map(self._block, self.blocks.all))) | self._ended() | {"usage": self._usage()}
 
     async def chunks(self) -> AsyncGenerator[str]:
         started = False
@@ -72,7 +72,7 @@ class MessagesAnswer(BlockBuilder):
             short = output.num_output_tokens < (self.requests[0].params.max_tokens or 1 << 31)
             reason = "model_context_window_exceeded" if is_full and short else "max_tokens"
         else:
-            reason = "tool_use" if any(block.kind == "call" for block in self.blocks) else "end_turn"
+            reason = "tool_use" if any(block.kind == "call" for block in self.blocks.all) else "end_turn"
         return {"stop_reason": reason, "stop_sequence": sequence}
 
     def _usage(self) -> dict[str, Any]:

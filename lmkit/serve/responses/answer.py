@@ -75,7 +75,7 @@ class ResponsesAnswer(BlockBuilder):
         return self._failure
 
     def _failure(self, error: RequestError) -> str:
-        self.blocks[-1].is_cut = True
+        self.blocks.all[-1].is_cut = True
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
         response = self._response("failed", output=list(self._items()))
         return self._event("response.failed", response=response | {"error": {"code": code, "message": error.message}})
@@ -142,7 +142,7 @@ class ResponsesAnswer(BlockBuilder):
         }
 
     def _items(self) -> Iterator[dict[str, Any]]:
-        for block in self.blocks:
+        for block in self.blocks.all:
             yield self._item(block, _status(block))
 
     def _item(self, block: Block, status: str) -> dict[str, Any]:
