@@ -198,6 +198,7 @@ class Decoder:
         self.ropes = {rope: Rope(rope, device) for rope in dict.fromkeys(layer.rope for layer in spec.layers)}
         self.embedding = ops.embedding.select(device)
         self.embedding_scale = float(torch.tensor(spec.embedding_scale).to(getattr(torch, spec.dtype)))
+        self.rms_norm = ops.rms_norm.select(device)
         self.softcap = ops.softcap.select(device) if spec.final_softcap else None
 
     @torch.inference_mode()
@@ -213,6 +214,12 @@ class Decoder:
             delta = self.embedding(delta, rows)
             residual = None if residual is None else self.embedding(residual, rows)
         return self.head(delta, residual)
+
+    def final_states(self, delta: Tensor, residual: Tensor | None) -> Tensor:
+        """The residual stream's pair [R, hidden] -> the final norm's result float32 [R, hidden]. Keeps the pair."""
+        norm = Norm(self.final_norm, self.spec.norm_eps, None, torch.float32)
+        states: Tensor = self.rms_norm(joined(delta, residual), norm)
+        return states
 
     def hidden(
         self, batch: BatchInputs, kv: list[KVLayer], *, logits_only: bool = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from lmkit.turbo.request import SamplingParams, TokenLogprobs
+from lmkit.turbo.request import Pooling, SamplingParams, TokenLogprobs
 
 
 class NewSequence(msgspec.Struct, frozen=True):
@@ -17,6 +17,7 @@ class NewSequence(msgspec.Struct, frozen=True):
     eos_token_ids: tuple[int, ...]  # held back until min_tokens, with params.stop_token_ids; empty if ignore_eos
     prompt_logprobs: bool
     block_tables: list[list[int]] = []  # of each group, for tokens whose KV was found; computation starts after them
+    pooling: Pooling | None = None
 
     def output_ids(self) -> list[int]:
         """The tokens generated so far."""
@@ -81,3 +82,4 @@ class Sampled(msgspec.Struct, frozen=True):
     tokens: list[SampledToken] = []
     # On request: the values of token p + 1, for each position p of the chunk with p + 1 < num_prompt_tokens.
     prompt_logprobs: list[TokenLogprobs] = []
+    embedding: bytes = b""  # on request, with the chunk that ends the prompt: float32 [hidden]; b"" if not finite

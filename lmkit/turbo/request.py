@@ -13,6 +13,7 @@ from lmkit.formats.generation_config import RANGES, SamplingDefaults
 
 MAX_STOPS, MAX_LOGIT_BIAS, MAX_LOGPROBS = 16, 1024, 20
 FinishReason = Literal["stop", "length", "abort", "error"]
+Pooling = Literal["last", "mean"]  # which final hidden states of a text are its embedding
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -103,6 +104,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     prompt_ids: list[int]
     params: SamplingParams
     prompt_logprobs: bool = False  # also for each prompt token after the first; params.logprobs gives their number
+    pooling: Pooling | None = None  # the output is the prompt's embedding; needs params.max_tokens of 0
     tenant: str = ""  # owner of the KV cache: no other tenant finds or times the KV that it computed
     weight: float = 1.0  # of the tenant: its share of the engine beside other tenants; more than 0
     cache_salt: str = ""  # splits a tenant's cache further
@@ -146,6 +148,7 @@ class StepOutput(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None = None
     logprobs: list[TokenLogprobs] = []  # one for each of token_ids, on request
     prompt_logprobs: list[TokenLogprobs] = []  # with the first output: one for each prompt token after the first
+    embedding: bytes = b""  # on request, with the last output: float32 [hidden], not normalized
     stop_token: int | None = None  # the eos or stop id of token_ids that ended the request, if one did
     cached_tokens: int = 0  # with the first output: prompt tokens whose KV was found and not computed
     error: str | None = None  # with finish_reason "error"

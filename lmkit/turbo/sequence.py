@@ -98,6 +98,11 @@ class Sequence:
         """
         return self.request.prompt_logprobs and not self.num_outputs
 
+    @property
+    def computes_prompt(self) -> bool:
+        """Whether each prompt token must be computed, so that cached KV is of no use."""
+        return self.scores_prompt or self.request.pooling == "mean"
+
     def tokens(self, count: int) -> np.ndarray:
         """The first `count` tokens, int32 [count]. The view must be dropped before the next token is appended."""
         return np.frombuffer(self.token_ids, np.int32, count)
@@ -111,6 +116,7 @@ class Sequence:
             params=self.request.params,
             eos_token_ids=self.eos_token_ids,
             prompt_logprobs=self.scores_prompt,
+            pooling=self.request.pooling,
             block_tables=block_tables,
         )
 

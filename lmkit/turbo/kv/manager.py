@@ -113,7 +113,7 @@ class KVManager:
 
         It covers at most all tokens but the last, which must be computed for its logits.
         """
-        if not self.limits.prefix_cache or seq.scores_prompt or seq.num_tokens < 2:
+        if not self.limits.prefix_cache or seq.computes_prompt or seq.num_tokens < 2:
             return self._nothing
         return self._match(seq, seq.num_tokens - 1)
 
@@ -130,7 +130,7 @@ class KVManager:
 
     def find_below(self, seq: Sequence, prefix: Prefix) -> tuple[Prefix, list[bytes]]:
         """Return the prefix up to its last full block, and the keys of the next full blocks that a lower tier has."""
-        if self._tiers is None or seq.scores_prompt:
+        if self._tiers is None or seq.computes_prompt:
             return prefix, []
         full = (seq.num_tokens - 1) // self.block_size
         prefix = self._without_tail(seq, prefix)

@@ -11,6 +11,7 @@ import torch
 from lmkit.kernels.ops import BatchGeometry
 from lmkit.layers.batch import BatchInputs
 from lmkit.turbo.plan import Chunk, NewSequence
+from lmkit.turbo.request import Pooling
 
 # Block tables of a step with prompt tokens have columns for so many keys, or twice as many, and so on. Shapes therefore
 # recur while a context grows, and attention prepares for less than twice the number of keys.
@@ -31,6 +32,12 @@ class StepRows:
 
     sample_rows: list[range]  # among the step's logit rows: the rows of the positions that are sampled
     prompt_rows: list[range]  # among the step's tokens: the tokens that score the next prompt token, on request
+    pooled_rows: list[range]  # among the step's tokens: the tokens whose hidden states are wanted, on request
+
+    @property
+    def wants_hidden(self) -> bool:
+        """Whether more than the step's logits is wanted."""
+        return any(self.prompt_rows) or any(self.pooled_rows)
 
 
 class PersistentBatch:
@@ -49,6 +56,7 @@ class PersistentBatch:
         self.block_tables = np.zeros((num_groups, num_slots, -(-max_model_len // block_size)), np.int32)
         self.num_blocks = np.zeros((num_groups, num_slots), np.int64)
         self.wants_prompt_logprobs = np.zeros(num_slots, bool)
+        self.pooling: dict[int, Pooling] = {}  # of slots whose sequences want an embedding
         self.keeps_tables = False  # whether the last inputs have the same block tables as the inputs before them
         self._entries = [0] * num_slots  # number of sequences that have entered
         self._inputs = {
@@ -75,6 +83,9 @@ class PersistentBatch:
         self.num_blocks[:, new.slot] = 0
         self._extend_tables(new.slot, new.block_tables)
         self.wants_prompt_logprobs[new.slot] = new.prompt_logprobs
+        self.pooling.pop(new.slot, None)
+        if new.pooling is not None:
+            self.pooling[new.slot] = new.pooling
 
     def append(self, slot: int, token_id: int) -> None:
         """Append a sampled token to the sequence. It is computed in a later step."""
@@ -101,15 +112,15 @@ class PersistentBatch:
     def inputs(self, chunks: list[Chunk]) -> tuple[BatchInputs, StepRows | None]:
         """Give the chunks their new blocks and gather the step's tensors, which are valid until the next step.
 
-        The rows are None for a decode step, in which every sequence computes one token and samples the next. Sequences
-        that sample stand before the others, see BatchInputs.
+        The rows are None for a decode step, in which every sequence computes one token and samples the next, and none
+        wants an embedding. Sequences that sample stand before the others, see BatchInputs.
         """
         for chunk in chunks:
             self._extend_tables(chunk.slot, chunk.new_blocks)
             if chunk.draft:
                 end = chunk.start + chunk.num_tokens
                 self.token_ids[chunk.slot, end - len(chunk.draft) : end] = chunk.draft
-        if all(c.num_tokens == c.num_sampled == 1 for c in chunks):
+        if all(c.num_tokens == c.num_sampled == 1 and c.slot not in self.pooling for c in chunks):
             return self._decode([(c.slot, c.start) for c in chunks]), None
         self._decoded, self.keeps_tables = [], False
         ordered = sorted(chunks, key=lambda chunk: not chunk.num_sampled)
@@ -202,7 +213,7 @@ class PersistentBatch:
     def _logit_rows(self, chunks: list[Chunk], first_rows: dict[int, int]) -> tuple[StepRows, list[int]]:
         """The rows of chunks whose first rows are given by slot."""
         logit_rows: list[int] = []
-        sample_rows, prompt_rows = [], []
+        sample_rows, prompt_rows, pooled_rows = [], [], []
         for chunk in chunks:
             first, scored = first_rows[chunk.slot], 0
             if self.wants_prompt_logprobs[chunk.slot]:
@@ -211,7 +222,9 @@ class PersistentBatch:
             sample_rows.append(range(len(logit_rows), len(logit_rows) + chunk.num_sampled))
             end = first + chunk.num_tokens
             logit_rows += range(end - chunk.num_sampled, end)
-        return StepRows(sample_rows, prompt_rows), logit_rows
+            num_pooled = {"mean": chunk.num_tokens, "last": chunk.num_sampled, None: 0}[self.pooling.get(chunk.slot)]
+            pooled_rows.append(range(end - num_pooled, end))
+        return StepRows(sample_rows, prompt_rows, pooled_rows), logit_rows
 
     def prompt_targets(self, chunk: Chunk, count: int) -> list[int]:
         """The tokens that the chunk's scored rows predict."""

@@ -19,11 +19,9 @@ from lmkit.kernels.cpu.workspace import Workspace
 from lmkit.layers.batch import BatchInputs
 from lmkit.turbo.host_memory import available_memory
 from lmkit.turbo.plan import Chunk, Sampled, StepPlan
-from lmkit.turbo.request import TokenLogprobs
-from lmkit.turbo.runners.batch import StepRows
 from lmkit.turbo.runners.cpu_captured import CapturedSteps
 from lmkit.turbo.runners.device import CpuDevice
-from lmkit.turbo.runners.runner import PlanRunner, RunnerParts, StepResult, Ticket, sample_chunks
+from lmkit.turbo.runners.runner import PlanRunner, RunnerParts, Shown, StepResult, Ticket, sample_chunks
 from lmkit.turbo.runners.sampler import Sampler
 
 MANY_ROWS = 64  # every kernel then runs its variant for many rows
@@ -81,17 +79,18 @@ class CpuRunner(PlanRunner):
             return []
         inputs, rows = self.batch.inputs(chunks)
         start = time.perf_counter()
-        if rows is not None and any(rows.prompt_rows):
-            logits, scores = self._logits_and_scores(chunks, rows, inputs)
+        if rows is not None and rows.wants_hidden:
+            with self._workspace.active():
+                logits, shown = self._with_hidden(chunks, rows, inputs)
         else:
-            logits, scores = self._logits(inputs), [[] for _ in chunks]
+            logits, shown = self._logits(inputs), [Shown()] * len(chunks)
         self.kernel_seconds += time.perf_counter() - start
         if rows is None:
             tokens = [[token] for token in self.sampler.sample(logits, [chunk.slot for chunk in chunks])]
         else:
             tokens = sample_chunks(self.sampler.sample, logits, chunks, rows)
         self.append(chunks, tokens)
-        return list(map(Sampled, tokens, scores))
+        return [Sampled(new, *also) for new, also in zip(tokens, shown, strict=True)]
 
     def _logits(self, inputs: BatchInputs) -> Tensor:
         """Logits float32 [R, vocab], valid until the next step."""
@@ -100,11 +99,3 @@ class CpuRunner(PlanRunner):
             return logits
         with self._workspace.active():
             return self.decoder(inputs, self.kv)
-
-    def _logits_and_scores(
-        self, chunks: list[Chunk], rows: StepRows, inputs: BatchInputs
-    ) -> tuple[Tensor, list[list[TokenLogprobs]]]:
-        with self._workspace.active():
-            delta, residual = self.decoder.hidden(inputs, self.kv)
-            scores = self._scores(chunks, rows, delta, residual)
-            return self.decoder.logits(delta, residual, inputs.logit_rows), scores

@@ -22,13 +22,12 @@ from lmkit.kernels import ops
 from lmkit.layers.batch import BatchInputs
 from lmkit.log import get_logger
 from lmkit.turbo.plan import Chunk, Sampled, SampledToken, StepPlan
-from lmkit.turbo.request import TokenLogprobs
 from lmkit.turbo.runners.batch import Expected, StepRows
 from lmkit.turbo.runners.cuda_captured import CapturedSteps, captured_sizes, linear_kernels, obstacle
 from lmkit.turbo.runners.device import CudaDevice, Event
 from lmkit.turbo.runners.gpu_sampler import GpuSampler
 from lmkit.turbo.runners.guides import Guides
-from lmkit.turbo.runners.runner import PlanRunner, RunnerParts, SlotStates, StepResult, Ticket, sample_chunks
+from lmkit.turbo.runners.runner import PlanRunner, RunnerParts, Shown, SlotStates, StepResult, Ticket, sample_chunks
 from lmkit.turbo.runners.sampler import Sampler
 from lmkit.turbo.runners.staging import StagedInputs
 
@@ -94,7 +93,7 @@ class _Launched:
 
     plan: StepPlan
     chunks: list[Chunk]  # the chunks that are computed
-    scores: list[list[TokenLogprobs]]
+    shown: list[Shown]
     tokens: list[list[SampledToken]] | None  # set if the launch waited for the tokens
     pending: Pending  # otherwise one token of each chunk that samples
     expected: list[Expected]  # tokens that the batch waits for
@@ -152,7 +151,7 @@ class CudaRunner(PlanRunner):
             times = _Times(*(self._device.event() for _ in range(3)))
             inputs, rows = self.batch.inputs(chunks)
             times.begin.record()
-            logits, scores = self._logits(chunks, inputs, rows)
+            logits, shown = self._logits(chunks, inputs, rows)
             times.model.record()
             tokens: list[list[SampledToken]] | None = None
             pending: Pending = _Drawn([])
@@ -164,7 +163,7 @@ class CudaRunner(PlanRunner):
                 pending = self._sampler.sample(logits, slots)
                 expected = [self.batch.expect(slot) for slot in slots]
             times.end.record()
-            return _Launched(plan, chunks, scores, tokens, pending, expected, times)
+            return _Launched(plan, chunks, shown, tokens, pending, expected, times)
 
     def _result(self, launched: _Launched) -> StepResult:
         drawn = launched.pending.result()
@@ -175,25 +174,21 @@ class CudaRunner(PlanRunner):
         if tokens is None:
             one_by_one = iter(drawn)
             tokens = [[next(one_by_one)] if chunk.num_sampled else [] for chunk in launched.chunks]
-        results = list(map(Sampled, tokens, launched.scores))
+        results = [Sampled(new, *also) for new, also in zip(tokens, launched.shown, strict=True)]
         seconds, kernels = launched.times.seconds() if launched.times is not None else (0.0, 0.0)
         return StepResult(self.for_all(launched.plan, launched.chunks, results), seconds, kernels)
 
-    def _logits(
-        self, chunks: list[Chunk], inputs: BatchInputs, rows: StepRows | None
-    ) -> tuple[Tensor, list[list[TokenLogprobs]]]:
-        """Logits float32 [R, vocab], valid until the next step's place in the stream, and scores of prompt tokens."""
-        no_scores: list[list[TokenLogprobs]] = [[] for _ in chunks]
+    def _logits(self, chunks: list[Chunk], inputs: BatchInputs, rows: StepRows | None) -> tuple[Tensor, list[Shown]]:
+        """Logits float32 [R, vocab], valid until the next step's place in the stream, and what else is wanted."""
+        nothing = [Shown()] * len(chunks)
         if rows is None and (size := self.captured.size_for(len(chunks))) is not None:
             self._staged.put(inputs, size, keeps_tables=self.batch.keeps_tables)
-            return self.captured.replay(size)[: len(chunks)], no_scores
+            return self.captured.replay(size)[: len(chunks)], nothing
         on_device = self._staged.put(inputs, keeps_tables=self.batch.keeps_tables)
-        if rows is None or not any(rows.prompt_rows):
-            return self._forward(on_device), no_scores
+        if rows is None or not rows.wants_hidden:
+            return self._forward(on_device), nothing
         self._known_tokens(on_device.token_ids, self._sampler.last_token)
-        delta, residual = self.decoder.hidden(on_device, self.kv)
-        scores = self._scores(chunks, rows, delta, residual)
-        return self.decoder.logits(delta, residual, on_device.logit_rows), scores
+        return self._with_hidden(chunks, rows, on_device)
 
     def _forward(self, inputs: BatchInputs) -> Tensor:
         self._known_tokens(inputs.token_ids, self._sampler.last_token)

@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from lmkit.config import EngineConfig
-from lmkit.layers.batch import KVLayer
+from lmkit.layers.batch import BatchInputs, KVLayer
 from lmkit.models.decoder import Decoder
 from lmkit.turbo.kv.blocks import KVBlocks
 from lmkit.turbo.kv.tiers.store import TierStore
@@ -67,6 +67,13 @@ class RunnerParts:
     workspace_bytes: int  # on a CPU: activations and logits of the largest step
 
 
+class Shown(NamedTuple):
+    """What a step shows of a chunk besides tokens, on request. See Sampled."""
+
+    prompt_logprobs: list[TokenLogprobs] = []
+    embedding: bytes = b""
+
+
 class SlotStates(Protocol):
     """The part of a sampler that plans change."""
 
@@ -92,6 +99,7 @@ class PlanRunner:
         self._states = states
         self._blocks = parts.blocks
         self._tiers = parts.tiers
+        self._sums: dict[int, np.ndarray] = {}  # by slot: of the hidden states of a text so far, float64 [hidden]
         self._failed: set[int] = set()  # slots of a step that raised: a later plan's chunks for them are void
 
     @contextmanager
@@ -104,6 +112,7 @@ class PlanRunner:
             self._move(plan)
             for slot in plan.freed:
                 self._states.clear(slot)
+                self._sums.pop(slot, None)
             for new in plan.new:
                 self._failed.discard(new.slot)
                 self.batch.enter(new)
@@ -139,18 +148,36 @@ class PlanRunner:
                 for load in plan.loads:
                     self._tiers.load(load)
 
-    def _scores(
-        self, chunks: list[Chunk], rows: StepRows, delta: Tensor, residual: Tensor | None
-    ) -> list[list[TokenLogprobs]]:
-        """The scores of each chunk's prompt tokens, on request.
+    def _with_hidden(self, chunks: list[Chunk], rows: StepRows, inputs: BatchInputs) -> tuple[Tensor, list[Shown]]:
+        """Logits float32 [R, vocab] of a step, and what else is wanted of each chunk.
 
-        Call this before the step's logits are computed: if they need every row, the head overwrites the residual
-        stream.
+        The logits come last: if they need every row, the head overwrites the residual stream. Embeddings come first,
+        because the scores overwrite it, too.
         """
-        return [
-            self._score(chunk, span, delta, residual) if span else []
-            for chunk, span in zip(chunks, rows.prompt_rows, strict=True)
-        ]
+        delta, residual = self.decoder.hidden(inputs, self.kv)
+        shown = []
+        for chunk, scored, pooled in zip(chunks, rows.prompt_rows, rows.pooled_rows, strict=True):
+            embedding = self._embed(chunk, pooled, delta, residual) if pooled else b""
+            shown.append(Shown(self._score(chunk, scored, delta, residual) if scored else [], embedding))
+        return self.decoder.logits(delta, residual, inputs.logit_rows), shown
+
+    @np.errstate(over="ignore", invalid="ignore")  # the result is checked
+    def _embed(self, chunk: Chunk, span: range, delta: Tensor, residual: Tensor | None) -> bytes:
+        """Take in the hidden states of the step's tokens `span`. Returns the embedding if the chunk ends its text.
+
+        The sum adds one token after the other, so it does not depend on the chunks.
+        """
+        part = slice(span.start, span.stop)
+        states = self.decoder.final_states(delta[part], None if residual is None else residual[part]).cpu().numpy()
+        if self.batch.pooling[chunk.slot] == "last":
+            pooled = states[-1]
+        else:
+            total = np.zeros(states.shape[1]) if chunk.start == 0 else self._sums[chunk.slot]
+            for row in states:
+                total += row
+            self._sums[chunk.slot] = total
+            pooled = (total / (chunk.start + chunk.num_tokens)).astype(np.float32)
+        return pooled.tobytes() if chunk.num_sampled and np.isfinite(pooled).all() else b""
 
     def _score(self, chunk: Chunk, span: range, delta: Tensor, residual: Tensor | None) -> list[TokenLogprobs]:
         """The scores that the step's tokens `span` give to the prompt tokens after them.

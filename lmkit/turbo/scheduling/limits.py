@@ -35,6 +35,8 @@ def check_request(request: Request, limits: SchedulerLimits) -> int:
     params.validate(limits.vocab_size)
     if params.temperature > 0 and params.seed is None:
         raise RequestError("invalid_request", "seed=None: sampling needs a seed; draw one", "seed")
+    if request.pooling is not None and params.max_tokens != 0:
+        raise RequestError("invalid_request", "an embedding needs max_tokens=0: nothing is generated", "max_tokens")
     if request.timeout is not None and not 0 < request.timeout < math.inf:
         raise RequestError("invalid_request", f"timeout={request.timeout}: must be more than 0 seconds", "timeout")
     if not num_prompt:

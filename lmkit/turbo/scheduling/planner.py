@@ -221,7 +221,7 @@ class Planner:
 
     def _waits_for_prefix(self, seq: Sequence, step: Step) -> bool:
         """Whether a prompt under way will soon compute a good part of this sequence's tokens: a block, or half."""
-        if not self.limits.kv.prefix_cache or seq.scores_prompt or seq.overtaken >= self.limits.max_overtakes:
+        if not self.limits.kv.prefix_cache or seq.computes_prompt or seq.overtaken >= self.limits.max_overtakes:
             return False
         if step.under_way is None:
             step.under_way = PromptsUnderWay((self.kv.namespace(seq), seq) for seq in self.slots.running.values())

@@ -234,20 +234,22 @@ class Scheduler:
         tokens = result.tokens
         if not tokens:
             return
-        if has_failed := tokens[-1].token_id == FAILED_TOKEN:
+        has_failed = tokens[-1].token_id == FAILED_TOKEN or (seq.request.pooling is not None and not result.embedding)
+        if has_failed:
             tokens = tokens[:-1]
         if tokens:
-            self._extend(seq, tokens)
+            self._extend(seq, tokens, result.embedding)
         if has_failed and seq.status is not Status.FINISHED:
-            self._finish(seq, "error", error="the model's logits for this request are not finite numbers")
+            self._finish(seq, "error", error="what the model computes for this request is not finite numbers")
 
-    def _extend(self, seq: Sequence, tokens: list[SampledToken]) -> None:
+    def _extend(self, seq: Sequence, tokens: list[SampledToken], embedding: bytes) -> None:
         """Append the tokens that one step sampled, up to the token that ends the sequence."""
         first = not seq.num_outputs
         self._prompt_tokens += seq.num_prompt_tokens if first else 0
         cached = (seq.cached_tokens or 0) if first else 0
         if seq.num_tokens == seq.max_tokens:  # the request asked for no new tokens
-            self._finish(seq, "length", prompt_logprobs=seq.prompt_logprobs, cached_tokens=cached)
+            shown = {"prompt_logprobs": seq.prompt_logprobs, "embedding": embedding}
+            self._finish(seq, "length", cached_tokens=cached, **shown)
             return
         reason, new = None, [token.token_id for token in tokens]
         for count, token_id in enumerate(new, 1):

@@ -24,7 +24,7 @@ def common_prefix(seq: Sequence, other: Sequence) -> int:
 
 def waits_for_prefix(planner: Planner, seq: Sequence) -> bool:
     """Whether a prompt under way will soon compute a good part of this sequence's tokens: it compares all of them."""
-    if not planner.limits.kv.prefix_cache or seq.scores_prompt or seq.overtaken >= planner.limits.max_overtakes:
+    if not planner.limits.kv.prefix_cache or seq.computes_prompt or seq.overtaken >= planner.limits.max_overtakes:
         return False
     cached = planner.kv.find(seq).num_tokens
     for other in planner.slots.running.values():
