@@ -15,7 +15,7 @@ import pytest
 from lmkit.config import ServerConfig
 from lmkit.errors import ConfigError
 from lmkit.proxy.app import Proxy
-from lmkit.proxy.config import ProxyConfig, load_config
+from lmkit.proxy.config import NodeConfig, ProxyConfig, load_config
 from lmkit.proxy.server import http_server as proxy_server
 from lmkit.serve.http import http_server as serve_server
 from lmkit.web.listen import bind, listen, url
@@ -24,7 +24,7 @@ from tests.serve.in_process import TOKENIZER, StubEngine
 
 KEY = "the-key"
 MAX_BODY = 1000
-CHAT = "/v1/chat/completions"
+CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 
 
 @contextlib.asynccontextmanager
@@ -75,6 +75,9 @@ CASES: list[tuple[int, str, str, dict[str, Any]]] = [
     (400, "POST", CHAT, {"headers": BEARER | JSON, "content": b'{"model": "\xff"}'}),
     (413, "POST", CHAT, {"headers": BEARER | JSON, "content": b" " * (MAX_BODY + 1)}),
     (413, "POST", CHAT, {"headers": BEARER | JSON, "content": b" " * (3 * MAX_BODY)}),
+    (401, "POST", MESSAGES, {"headers": {"x-api-key": "wrong"}, "json": {}}),
+    (400, "POST", MESSAGES, {"headers": BEARER | JSON, "content": b'{"model": '}),
+    (413, "POST", MESSAGES, {"headers": BEARER | JSON, "content": b" " * (MAX_BODY + 1)}),
 ]
 
 
@@ -88,6 +91,32 @@ async def test_errors_are_the_same() -> None:
             dates = [dict(response.headers).pop("date") for response in (server, proxy)]
             assert all(date.endswith(" GMT") for date in dates)
             assert lasting_headers(server) == lasting_headers(proxy), (method, path, options)
+
+
+@pytest.mark.anyio
+async def test_the_apis_of_agents_pass_the_proxy() -> None:
+    said = [{"role": "user", "content": "Hi"}]
+    bodies = {MESSAGES: {"max_tokens": 2, "messages": said}, RESPONSES: {"input": said, "store": False}}
+    server_config = ServerConfig(served_model_name="m")
+    async with running(lambda ready: serve_server(StubEngine(), TOKENIZER, server_config, ready)) as node:
+        proxy_config = ProxyConfig(nodes=(NodeConfig(url=node),), drain_seconds=0)
+        async with (
+            Proxy(proxy_config) as proxy,
+            running(lambda ready: proxy_server(proxy_config, proxy, ready)) as front,
+            httpx.AsyncClient(trust_env=False) as client,
+        ):
+            await proxy.checked.wait()
+            for path, body in bodies.items():
+                for stream in (False, True):
+                    fields = {"model": "m", "stream": stream, **body}
+                    texts = [(await client.post(url + path, json=fields)).text for url in (node, front)]
+                    direct, passed = [re.sub(r'_[0-9a-f]{32}|"\w+_at":[0-9.]+', "", text) for text in texts]
+                    assert direct == passed
+                    assert ("message_stop" in passed or "response.incomplete" in passed) == stream
+            counted = await client.post(f"{front}{MESSAGES}/count_tokens", json={"model": "m", "messages": said})
+            assert counted.json()["input_tokens"] > 0
+            refused = await client.post(front + MESSAGES, json={"model": "other", "messages": said})
+            assert refused.json()["error"]["type"] == "not_found_error"
 
 
 def lasting_headers(response: httpx.Response) -> dict[str, str]:
