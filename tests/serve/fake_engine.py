@@ -2,12 +2,14 @@
 
 Output k of a request is token (seed + k) of the endless text PHRASE. So any length, stop string or seed has a known
 answer. Words in a prompt ask for misbehaviour: see `_Sequence.mood`. A model folder that is named after a failure fails
-to load.
+to load. A prompt may also say what is answered, see `scripted`.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import time
 from pathlib import Path
 
@@ -18,12 +20,25 @@ from lmkit.turbo.request import EngineInfo, EngineStats, FinishReason, Request, 
 
 PHRASE = "The quick brown fox jumps over the lazy dog, naïvely. 日本 🙂\n"
 DEMO = Path(__file__).parents[2] / "lmkit" / "demo" / "model"
+EOS = 2
 MOODS = ("CRASH", "KILL", "SLOW", "EOS", "REFUSE", "HANG", "BROKEN")
 
 
+def script(answers: list[str]) -> str:
+    """A text for the first message of a conversation: the answers to it and to each result of a tool."""
+    return f"SCRIPT{json.dumps(answers)}END"
+
+
+def scripted(prompt: str) -> str | None:
+    """The answer that a prompt asks for: that of its place in the conversation, where results have the word RESULT."""
+    found = re.search(r"SCRIPT(\[.*?\])END", prompt)
+    return json.loads(found[1])[prompt.count("RESULT")] if found else None
+
+
 class _Sequence:
-    def __init__(self, request: Request, mood: str | None) -> None:
+    def __init__(self, request: Request, mood: str | None, answer: list[int]) -> None:
         self.request = request
+        self.answer = answer
         self.mood = mood
         self.num_output = 0
         self.start = time.monotonic()
@@ -65,7 +80,9 @@ class FakeEngine:
             raise RequestError("queue_full", "the queue is full")
         if mood == "BROKEN":
             raise ZeroDivisionError("secret detail")
-        self._sequences[request.request_id] = _Sequence(request, mood)
+        answer = scripted(text)
+        ids = [] if answer is None else [*self._tokenizer.encode(answer, False), EOS]
+        self._sequences[request.request_id] = _Sequence(request, mood, ids)
         self._prompt_tokens += len(request.prompt_ids)
 
     def abort(self, request_id: str) -> None:
@@ -101,6 +118,8 @@ class FakeEngine:
             )
         assert params.seed is not None
         token_id = self._phrase[(params.seed + sequence.num_output) % len(self._phrase)]
+        if sequence.answer:
+            token_id = sequence.answer[sequence.num_output]
         if params.logit_bias:  # greedy: the token with the largest bias
             token_id = max(params.logit_bias, key=lambda i: params.logit_bias[i])
         sequence.num_output += 1
@@ -116,7 +135,9 @@ class FakeEngine:
         stop_token = None
         past_min = sequence.num_output > params.min_tokens
         if sequence.mood == "EOS" and sequence.num_output > 5 and not params.ignore_eos and past_min:
-            finish, token_id, stop_token = "stop", 2, 2
+            finish, token_id, stop_token = "stop", EOS, EOS
+        elif sequence.answer and token_id == EOS:
+            finish, stop_token = "stop", EOS
         elif token_id in params.stop_token_ids and past_min:
             finish, stop_token = "stop", token_id
         limit = min(params.max_tokens or 1 << 30, self.info.max_model_len - len(request.prompt_ids))

@@ -7,8 +7,10 @@ from typing import Any
 
 import openai
 import pytest
+from pydantic import BaseModel
 
 from lmkit.config import ServerConfig
+from tests.serve.fake_engine import script
 from tests.serve.in_process import TOKENIZER, App, ScriptedEngine
 from tests.serve.test_openai_client import text
 
@@ -127,6 +129,22 @@ def test_an_answer_follows_a_schema(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match=r"text\.format: .*not") as wrong:
         ask(client, text=form)
     assert wrong.value.param == "text.format"
+
+
+class Person(BaseModel):
+    name: str
+    age: int
+
+
+def test_parse_gives_the_client_s_own_type(client: openai.OpenAI) -> None:
+    said = script(['{"name": "Ada", "age": 36}'])
+    answer = client.responses.parse(model="demo", input=said, text_format=Person)
+    assert answer.output_parsed == Person(name="Ada", age=36)
+    assert answer.text is not None
+    assert answer.text.to_dict()["format"]["type"] == "json_schema"  # type: ignore[index]
+    echoed: list[Any] = [{"role": "user", "content": said}, *answer.output, {"role": "user", "content": "More"}]
+    again = client.responses.parse(model="demo", input=echoed, text_format=Person)
+    assert again.output_parsed == answer.output_parsed
 
 
 @pytest.mark.parametrize(
