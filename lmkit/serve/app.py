@@ -54,7 +54,13 @@ def create_app(engine: AsyncEngine, tokenizer: Tokenizer, config: ServerConfig) 
         answers=Budget(config.answer_memory, what="answers", each=config.answer_memory // ANSWER_PARTS),
     )
     app.state.batches = Batches(
-        app, engine, app.state.data, space=config.file_space, max_line_bytes=config.max_body_bytes
+        app,
+        app.state.data,
+        space=config.file_space,
+        quota=engine.config.queue_quota,
+        max_line_bytes=config.max_body_bytes,
+        max_running=engine.config.max_batch_size,
+        is_ending=lambda: engine.state in ("draining", "dead"),
     )
     for router in ROUTERS:
         app.include_router(router)

@@ -173,7 +173,16 @@ class Here:
     def __init__(self, engine: ScriptedEngine) -> None:
         app = create_app(engine, TOKENIZER, ServerConfig())
         self.clock = Clock()
-        self.store = Batches(app, engine, app.state.data, space=1 << 20, max_line_bytes=1 << 20, clock=self.clock)
+        self.store = Batches(
+            app,
+            app.state.data,
+            space=1 << 20,
+            quota=1.0,
+            max_line_bytes=1 << 20,
+            max_running=engine.config.max_batch_size,
+            is_ending=lambda: False,
+            clock=self.clock,
+        )
 
     async def send(self, lines: Sequence[Any], owner: Owner = Owner("me", "", 2.0, 0), hours: int = 24) -> Batch:
         files = self.store.files
@@ -307,18 +316,19 @@ def test_nothing_is_lost_or_done_twice_when_the_server_is_killed(tmp_path: Path)
         assert client.files.content(batch.output_file_id).read().startswith(before)
 
 
-def test_a_drain_leaves_the_rest_for_the_next_server(tmp_path: Path) -> None:
+def test_a_drain_does_not_wait_for_batches(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
-    with Server("--data-dir", str(tmp_path), "--max-batch-size", "4") as server:
+    with Server("--data-dir", str(tmp_path), "--drain-seconds", "600") as server:
         client = connect(server)
-        batch = send(client, [line(f"r{i}", "SLOW", max_tokens=50) for i in range(40)])
-        server.until(lambda: client.batches.retrieve(batch.id).request_counts.completed > 0)
-        start = time.monotonic()
-        assert server.terminate() == 0
-        assert time.monotonic() - start < 15  # and not the 30 s that requests of clients get
+        batch = send(client, [line("short"), *(line(f"r{i}", "SLOW", max_tokens=3500) for i in range(9))])
+        server.until(lambda: client.batches.retrieve(batch.id).request_counts.completed == 1)
+        assert server.terminate(seconds=60) == 0
     with Server("--data-dir", str(tmp_path)) as server:
-        batch = ended(connect(server), batch)
-        assert (batch.status, batch.request_counts.completed) == ("completed", 40)
+        client = connect(server)
+        server.until(lambda: server.metric("lmkit:num_requests_running") == 9)  # it goes on
+        client.batches.cancel(batch.id)
+        batch = ended(client, batch)
+        assert batch.request_counts.model_dump() == {"total": 10, "completed": 1, "failed": 9}
 
 
 def test_a_killed_engine_costs_no_request() -> None:

@@ -6,7 +6,6 @@ import re
 import shutil
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -185,9 +184,7 @@ def test_calls_survive_the_end_of_the_engine() -> None:
         assert client.refused(text="KILL").code() == grpc.StatusCode.UNAVAILABLE
         server.until(lambda: seen == [1, 2, 1])
         assert len(client.generate(text="Hi", sampling_params=params())) == 1
-        start = time.monotonic()
         assert server.terminate() == 0
-        assert time.monotonic() - start < 15
 
 
 def _statuses(watch: Any, count: int) -> Iterator[int]:

@@ -32,14 +32,14 @@ from lmkit.serve.batches.batch import ENDED, Batch, Line
 from lmkit.serve.batches.files import Files, write_file
 from lmkit.serve.data_folder import DataFolder
 from lmkit.serve.inside import call
-from lmkit.turbo.transport.async_engine import AsyncEngine
+from lmkit.turbo.transport.async_engine import STOPPED
 
 MAX_OPEN = 100  # batches of one client that have not ended
 MAX_KEPT = 10_000  # batches of all clients; the oldest of those that have ended are forgotten first
-RETRIED = ("engine_unavailable", "queue_full", "overloaded", "rate_limit_exceeded", "shutting_down")
+REFUSED = ("engine_unavailable", "queue_full", "overloaded", "rate_limit_exceeded", "shutting_down")
 MAX_DEATHS = 3  # of the engine while it works on a request, which then gets an error
 FIRST_DELAY, MAX_DELAY = 0.25, 10.0  # seconds before a refused request is sent again
-TICK = 0.25  # seconds between looks at the engine and the clock
+TICK = 0.25  # seconds between looks at the clock
 SWEEP_SECONDS = 600.0  # between looks for files whose time is over
 
 T = TypeVar("T")
@@ -47,11 +47,12 @@ logger = get_logger(__name__)
 
 
 class Answer(NamedTuple):
-    """What a route answered. `code` is that of its error."""
+    """What a route answered. `code` is that of its error; `is_lost` means that the engine ended while it worked."""
 
     status: int
     body: Any
     code: str | None
+    is_lost: bool
 
 
 class Batches:
@@ -60,15 +61,18 @@ class Batches:
     def __init__(
         self,
         app: ASGIApp,
-        engine: AsyncEngine,
         data: DataFolder,
         *,
         space: int,
+        quota: float,
         max_line_bytes: int,
+        max_running: int,
+        is_ending: Callable[[], bool],
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`space` is what all files may take, and `max_line_bytes` what one request may."""
-        self._app, self._engine, self._data, self._clock = app, engine, data, clock
+        """`space` is in bytes, for all files, and `quota` the part of it for one client. `max_running` requests run at
+        once. `is_ending` says that the server ends: what is under way is left for the next one."""
+        self._app, self._data, self._is_ending, self._clock = app, data, is_ending, clock
         self._max_line_bytes = max_line_bytes
         self._batches: dict[str, Batch] = {}
         if data.lasts:
@@ -76,10 +80,9 @@ class Batches:
                 batch = msgspec.json.decode(path.read_bytes(), type=Batch)
                 self._batches[batch.id] = batch
         under_way = [name for b in self._open() for name in (b.results_id, b.failures_id)]
-        quota = engine.config.queue_quota
         self.files = Files(data, space, quota, clock, keep=under_way, is_used=lambda name: bool(self.user_of(name)))
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._slots = asyncio.Semaphore(engine.config.max_batch_size)  # of all batches, which take turns
+        self._slots = asyncio.Semaphore(max_running)  # of all batches, which take turns
         self._one_by_one = asyncio.Lock()  # for requests during which the engine ended
         self._disk = ThreadPoolExecutor(1, "lmkit-batches")  # in turn, so a reader finds what was written before
         self._waiting: dict[str, deque[bytes]] = {}  # results by file, on their way to the disk
@@ -201,7 +204,7 @@ class Batches:
                     return "cancelled"
                 if self._clock() >= batch.expires_at:
                     return "expired"
-                if self._engine.state in ("draining", "dead"):
+                if self._is_ending():
                     return "shutting_down"
         finally:
             work.cancel()
@@ -294,23 +297,24 @@ class Batches:
     # ---- one request
 
     async def _answer(self, batch: Batch, name: str, line: Line) -> Answer:
-        """The answer of the route, which is asked again as long as the server has no room or no engine."""
-        deaths, delay = 0, FIRST_DELAY
-        while True:
+        """The answer of the route. A request during which the engine ended is sent again, one of them at a time."""
+        async with self._one_by_one:
+            pass  # those go first
+        answer = await self._taken(batch, name, line)
+        for _ in range(MAX_DEATHS - 1):
+            if not answer.is_lost:
+                break
             async with self._one_by_one:
-                await self._until_ready()
-                answer = await self._ask(batch, name, line) if deaths else None
-            if answer is None:  # it waited for those during which the engine ended, and may go beside others
-                answer = await self._ask(batch, name, line)
-            deaths += answer.code == "engine_unavailable"
-            if answer.code not in RETRIED or deaths >= MAX_DEATHS:
-                return answer
+                answer = await self._taken(batch, name, line)
+        return answer
+
+    async def _taken(self, batch: Batch, name: str, line: Line) -> Answer:
+        """The answer, which may be an error, once the server has room and an engine for the request."""
+        delay = FIRST_DELAY
+        while (answer := await self._ask(batch, name, line)).code in REFUSED and not answer.is_lost:
             await asyncio.sleep(delay)
             delay = min(2 * delay, MAX_DELAY)
-
-    async def _until_ready(self) -> None:
-        while self._engine.state != "ready":
-            await asyncio.sleep(TICK)
+        return answer
 
     async def _ask(self, batch: Batch, name: str, line: Line) -> Answer:
         status, parts = 500, []
@@ -326,7 +330,8 @@ class Batches:
         headers = [(b"x-request-id", name.encode())]
         await call(self._app, batch.endpoint, body, on_message, headers=headers, state={"owner": batch.owner})
         answer = msgspec.json.decode(b"".join(parts))
-        return Answer(status, answer, answer["error"]["code"] if status != 200 else None)
+        error = answer["error"] if status != 200 else {"code": None, "message": None}
+        return Answer(status, answer, error["code"], is_lost=error["message"] == STOPPED)
 
     # ---- the disk
 

@@ -28,6 +28,7 @@ State = Literal["starting", "ready", "restarting", "asleep", "draining", "dead"]
 AT_REST = ("asleep", "draining")  # in these states a process that ends is not started again
 STOP_SECONDS = 5.0  # how long a process may take to finish its step before it is killed
 LATE_SECONDS = 1.0  # after a request's deadline it is ended here, if the engine has not ended it
+STOPPED = "the engine stopped while it was working on this request"
 MAX_IPC_PATH = 100  # sockaddr_un holds 107 bytes
 
 _START_ERRORS = {kind.__name__: kind for kind in (ConfigError, CheckpointError, UnsupportedError)}
@@ -368,7 +369,7 @@ class AsyncEngine:
         if self.state not in AT_REST:
             self.state = "restarting"
         self._stats = EngineStats()
-        self._fail_all("engine_unavailable", "the engine stopped while it was working on this request")
+        self._fail_all("engine_unavailable", STOPPED)
         await lost.stop(0)
         reason = f": {error}" if (error := lost.listening.exception()) else ""
         logger.error("the engine process ended with status %d%s", lost.exited.result(), reason)
