@@ -189,6 +189,7 @@ class ServerConfig(StrictStruct, frozen=True):
     answer_memory: PositiveInt = 512 << 20  # bytes of all answers that have not ended or are not read
     drain_seconds: Annotated[float, msgspec.Meta(ge=0)] = 30.0  # how long requests may finish after SIGTERM
     step_timeout: Annotated[float, msgspec.Meta(ge=1)] | None = None  # None = by what a step costs at worst
+    chat_page: bool = True  # a page for people at /
     data_dir: str | None = None  # what it keeps for clients, see serve.data_folder; None = a temporary folder
     response_store: Annotated[int, msgspec.Meta(ge=0)] = 256 << 20  # bytes of stored responses; 0 = none
     response_ttl: Annotated[float, msgspec.Meta(gt=0)] = 30 * 86400.0  # seconds since a response was last used

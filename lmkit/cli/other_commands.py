@@ -84,6 +84,7 @@ SERVE: Mapping[str, str] = {
     **each("use num_threads", "t threads"),
     "timeout": "use request_timeout",
     "watchdog_timeout": "use step_timeout",
+    **each("use --no-chat-page", "no_ui no_webui"),
     "uvicorn_log_level": "use log_level",
 }
 

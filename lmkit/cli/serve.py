@@ -93,6 +93,7 @@ def serve(
     file_space: Annotated[
         str, _server("For the files of all clients in the data folder; one gets its --queue-quota.", callback=size)
     ] = "4G",
+    chat_page: Annotated[bool, _server("A page for people at /.", "--chat-page/--no-chat-page")] = _SERVER.chat_page,
     log_level: Annotated[LogLevel, _server("How much is logged.", case_sensitive=False)] = _SERVER.log_level,
     engine: Annotated[str | None, typer.Option(hidden=True, help="module:Class of another engine.")] = None,
 ) -> None:
@@ -131,6 +132,7 @@ def serve(
         response_ttl=response_ttl,
         max_file_bytes=int(max_file),
         file_space=int(file_space),
+        chat_page=chat_page,
         log_level=log_level,
     )
     raise typer.Exit(_run(model, engine_config, server_config, engine))

@@ -25,6 +25,7 @@ from lmkit.text import Tokenizer
 from lmkit.turbo.transport.async_engine import AsyncEngine
 from lmkit.web.access_log import AccessLog
 from lmkit.web.budget import Budget
+from lmkit.web.chat_page import ChatPage
 from lmkit.web.cors import with_cors
 
 ANSWER_PARTS = 8  # one answer may hold this part of the memory for all
@@ -69,6 +70,8 @@ def create_app(engine: AsyncEngine, tokenizer: Tokenizer, config: ServerConfig) 
     app.add_exception_handler(RequestError, handle_request_error)
     app.add_exception_handler(HTTPException, handle_http_exception)
     app.add_middleware(ApiKeys, keys=config.api_keys)
+    if config.chat_page:
+        app.add_middleware(ChatPage)
     app.add_middleware(Edge)
     app.add_middleware(with_cors, origins=config.cors_origins)
     app.add_middleware(AccessLog)  # the last added is the outermost
