@@ -31,6 +31,8 @@ from lmkit.text.messages import MAX_NAME_CHARS, Role, joined_parts
 from lmkit.turbo.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOPS
 
 MAX_MESSAGES = 4096
+MAX_PARTS = 8192  # items and their parts, where an API has them
+MAX_TOOLS = 1024
 MAX_PROMPTS = 256
 MAX_CHOICES = 128  # n
 MAX_SEQUENCES = 1024  # prompts times n (or best_of)
@@ -71,6 +73,20 @@ class Nullable(Strict):
         if not isinstance(data, dict):
             return data
         return {name: value for name, value in data.items() if value is not None}
+
+
+def check_parts(items: Any) -> Any:
+    """Raise ValueError if items have too many parts, before a model looks at each for microseconds."""
+    number, lists = 0, [items]
+    while lists:
+        found = lists.pop()
+        for item in found if isinstance(found, list) else ():
+            number += 1
+            if isinstance(item, dict):
+                lists += [item.get(name) for name in ("content", "output", "summary")]
+        if number > MAX_PARTS:
+            raise ValueError(f"at most {MAX_PARTS} items and parts in all")
+    return items
 
 
 def _drop_neutral(data: dict[str, Any], absent: Mapping[str, neutral.Values]) -> dict[str, Any]:

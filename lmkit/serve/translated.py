@@ -65,12 +65,10 @@ class Turns:
         self.messages.append({"role": role, "content": text, **fields})
 
     def reasoning(self, text: str) -> None:
-        turn = self._turn("content", "tool_calls")
-        turn["reasoning"] = turn.get("reasoning", "") + text
+        self._turn("content", "tool_calls").setdefault("reasoning", []).append(text)
 
     def text(self, text: str) -> None:
-        self._turn("tool_calls").setdefault("content", [])
-        self.messages[-1]["content"].append(text)
+        self._turn("tool_calls").setdefault("content", []).append(text)
 
     def call(self, id: str, name: str, arguments: str) -> None:
         call = {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
@@ -86,7 +84,9 @@ class Turns:
     def finished(self) -> list[dict[str, Any]]:
         for message in self.messages:
             if message["role"] == "assistant":
-                message["content"] = "\n".join(message.get("content", ()))
+                message["content"] = joined(message.get("content", ()))
+                if "reasoning" in message:
+                    message["reasoning"] = "".join(message["reasoning"])
         return self.messages
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from lmkit import neutral
-from lmkit.serve.protocol import MAX_MESSAGES, ChatExtensions, Nullable
+from lmkit.serve.protocol import MAX_MESSAGES, MAX_TOOLS, ChatExtensions, Nullable, check_parts
 from lmkit.turbo.request import MAX_STOPS
 
 Id = Annotated[str, Field(max_length=256)]
@@ -96,6 +96,8 @@ class Tool(_Block):
 
 
 def _client_tools(tools: Any) -> Any:
+    if isinstance(tools, list) and len(tools) > MAX_TOOLS:
+        raise ValueError(f"at most {MAX_TOOLS} tools")
     for tool in tools if isinstance(tools, list) else ():
         kind = tool.get("type") if isinstance(tool, dict) else None
         if isinstance(kind, str) and kind != "custom":
@@ -152,8 +154,10 @@ class Prompt(ChatExtensions):
     }
 
     model: Annotated[str, Field(max_length=1024)]
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-    system: Annotated[list[Text] | None, BeforeValidator(_texts)] = None
+    messages: Annotated[
+        list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), BeforeValidator(check_parts)
+    ]
+    system: Annotated[list[Text] | None, BeforeValidator(_texts), BeforeValidator(check_parts)] = None
     tools: Annotated[list[Tool] | None, BeforeValidator(_client_tools)] = None
     tool_choice: ToolChoice | None = None
     thinking: ThinkingConfig | None = None

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from lmkit import neutral
-from lmkit.serve.protocol import MAX_MESSAGES, ChatExtensions, Nullable, Strict
+from lmkit.serve.protocol import MAX_MESSAGES, MAX_TOOLS, ChatExtensions, Nullable, Strict, check_parts
 
 MAX_METADATA = 16
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -88,6 +88,7 @@ Item = Annotated[Message | FunctionCall | FunctionCallOutput | ReasoningItem, Fi
 
 def _item_list(value: Any) -> Any:
     """One text is a message of the user, and an item without a type is a message."""
+    check_parts(value)
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
     if not isinstance(value, list):
@@ -99,6 +100,8 @@ Items = Annotated[list[Item], Field(max_length=MAX_MESSAGES, fail_fast=True), Be
 
 
 def _only_functions(tools: Any) -> Any:
+    if isinstance(tools, list) and len(tools) > MAX_TOOLS:
+        raise ValueError(f"at most {MAX_TOOLS} tools")
     for tool in tools if isinstance(tools, list) else ():
         kind = tool.get("type") if isinstance(tool, dict) else None
         if isinstance(kind, str) and kind != "function":

@@ -122,6 +122,10 @@ def test_the_cache_is_in_the_usage() -> None:
     [
         ({"max_tokens": None}, "max_tokens"),
         ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 8192}]}, "at most 8192"),
+        ({"messages": [{"role": "user", "content": [{"content": [{}] * 100} for _ in range(100)]}]}, "at most 8192"),
+        ({"system": [{"type": "text", "text": ""}] * 8193}, "system: at most 8192"),
+        ({"tools": [{"name": "f", "input_schema": {}}] * 1025}, "tools: at most 1024"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "'image' are not supported"),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "'document' are not supported"),
@@ -140,7 +144,7 @@ def test_the_cache_is_in_the_usage() -> None:
         ({"nonsense": 1}, "unknown parameter 'nonsense'"),
     ],
 )
-def test_fields_that_cannot_be_honoured_are_refused_by_name(fields: dict[str, Any], message: str) -> None:
+def test_t10_fields_that_cannot_be_honoured_are_refused_by_name(fields: dict[str, Any], message: str) -> None:
     engine = ScriptedEngine()
     answer = App(engine).post(PATH, HELLO | {"model": "model"} | fields)
     error = answer.json()

@@ -166,6 +166,9 @@ def test_parse_gives_the_client_s_own_type(client: openai.OpenAI) -> None:
         ({"temperature": -1}, "temperature", "in "),
         ({"top_logprobs": 2}, "top_logprobs", "top_logprobs"),
         ({"input": []}, "input", "at least 1"),
+        ({"input": [{"role": "user", "content": [{"type": "input_text"}] * 8192}]}, "input", "at most 8192"),
+        ({"input": [{"type": "reasoning", "summary": [{}] * 8192}]}, "input", "at most 8192"),
+        ({"tools": [{"type": "function", "name": "f"}] * 1025}, "tools", "at most 1024"),
         ({"input": [{"type": "computer_call"}]}, "input", "computer_call"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}]}, "input", "input_image"),
         ({"input": [{"type": "reasoning", "encrypted_content": "gAAA"}]}, "encrypted_content", "another server"),
@@ -173,7 +176,9 @@ def test_parse_gives_the_client_s_own_type(client: openai.OpenAI) -> None:
         ({"stream_options": {"include_obfuscation": True}}, "stream_options", "False"),
     ],
 )
-def test_fields_that_cannot_be_honoured_are_refused_by_name(fields: dict[str, Any], param: str, message: str) -> None:
+def test_t10_fields_that_cannot_be_honoured_are_refused_by_name(
+    fields: dict[str, Any], param: str, message: str
+) -> None:
     engine = ScriptedEngine()
     answer = App(engine).post(PATH, {"model": "model", "input": "Hi", **fields})
     error = answer.json()["error"]
