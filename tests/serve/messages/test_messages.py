@@ -144,7 +144,7 @@ def test_the_cache_is_in_the_usage() -> None:
         ({"nonsense": 1}, "unknown parameter 'nonsense'"),
     ],
 )
-def test_t10_fields_that_cannot_be_honoured_are_refused_by_name(fields: dict[str, Any], message: str) -> None:
+def test_t10_what_cannot_be_honoured_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
     engine = ScriptedEngine()
     answer = App(engine).post(PATH, HELLO | {"model": "model"} | fields)
     error = answer.json()
