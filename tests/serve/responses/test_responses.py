@@ -176,9 +176,7 @@ def test_parse_gives_the_client_s_own_type(client: openai.OpenAI) -> None:
         ({"stream_options": {"include_obfuscation": True}}, "stream_options", "False"),
     ],
 )
-def test_t10_what_cannot_be_honoured_is_refused_by_name(
-    fields: dict[str, Any], param: str, message: str
-) -> None:
+def test_t10_what_cannot_be_honoured_is_refused_by_name(fields: dict[str, Any], param: str, message: str) -> None:
     engine = ScriptedEngine()
     answer = App(engine).post(PATH, {"model": "model", "input": "Hi", **fields})
     error = answer.json()["error"]
