@@ -57,6 +57,7 @@ def create_app(engine: AsyncEngine, tokenizer: Tokenizer, config: ServerConfig) 
     app.state.batches = Batches(
         app,
         app.state.data,
+        answers=app.state.serving.answers,
         space=config.file_space,
         quota=engine.config.queue_quota,
         max_line_bytes=config.max_body_bytes,

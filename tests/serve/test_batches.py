@@ -21,6 +21,7 @@ from lmkit.serve.batches import batch as records
 from lmkit.serve.batches.batch import ENDED, Batch
 from lmkit.serve.batches.runner import Batches
 from lmkit.turbo.request import Request, StepOutput
+from lmkit.web.budget import Budget
 from tests.serve.in_process import TOKENIZER, App, ScriptedEngine
 from tests.serve.live import Server
 
@@ -170,12 +171,13 @@ class Clock:
 class Here:
     """Batches in this event loop, with a clock of their own."""
 
-    def __init__(self, engine: ScriptedEngine) -> None:
+    def __init__(self, engine: ScriptedEngine, answer_bytes: int = 1 << 20) -> None:
         app = create_app(engine, TOKENIZER, ServerConfig())
         self.clock = Clock()
         self.store = Batches(
             app,
             app.state.data,
+            answers=Budget(answer_bytes, what="answers"),
             space=1 << 20,
             quota=1.0,
             max_line_bytes=1 << 20,
@@ -237,6 +239,20 @@ def test_a_batch_fills_the_engine_and_not_its_queue() -> None:
     asyncio.run(main())
 
 
+def test_t9_answers_take_bounded_memory() -> None:
+    async def main() -> None:
+        engine = Gated()
+        engine.gate.set()
+        here = Here(engine, answer_bytes=1000)
+        batch = await here.send([*(own(f"{i}") for i in range(20)), own("large", n=20)])
+        await here.until_ended(batch)
+        assert (batch.status, batch.completed, batch.failed) == ("completed", 20, 1)  # small ones wait for room
+        (row,) = here.content(batch.error_file_id)
+        assert (row["custom_id"], row["response"]["status_code"]) == ("large", 413)
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("how", ["cancelled", "expired"])
 def test_a_batch_that_ends_early_says_so_for_each_request(how: str) -> None:
     async def main() -> None:
@@ -294,7 +310,7 @@ def test_a_result_that_a_kill_cut_off_is_none(tmp_path: Path) -> None:
 
 def test_nothing_is_lost_or_done_twice_when_the_server_is_killed(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
-    names = {f"r{i}" for i in range(300)}
+    names = {f"r{i}" for i in range(120)}
     with Server("--data-dir", str(tmp_path), "--max-batch-size", "16") as server:
         client = connect(server)
         batch = send(client, [line(name, "SLOW", max_tokens=5) for name in sorted(names)])
@@ -304,14 +320,14 @@ def test_nothing_is_lost_or_done_twice_when_the_server_is_killed(tmp_path: Path)
     kept = next(path for path in (tmp_path / "files").glob("file-*") if b"custom_id" in path.read_bytes()
                 and b"batch_req" in path.read_bytes())  # fmt: skip
     before = kept.read_bytes()
-    assert 20 < before.count(b"\n") < 300
+    assert 20 < before.count(b"\n") < 120
     with kept.open("ab") as file:
         file.write(b'{"id": "batch_req_x", "custom_id": "r')  # as a kill in a write leaves it
     with Server("--data-dir", str(tmp_path)) as server:
         client = connect(server)
         batch = ended(client, batch)
         assert batch.status == "completed"
-        assert batch.request_counts.model_dump() == {"total": 300, "completed": 300, "failed": 0}
+        assert batch.request_counts.model_dump() == {"total": 120, "completed": 120, "failed": 0}
         assert results(client, batch.output_file_id).keys() == names
         assert client.files.content(batch.output_file_id).read().startswith(before)
 
@@ -332,14 +348,14 @@ def test_a_drain_does_not_wait_for_batches(tmp_path: Path) -> None:
 
 
 def test_a_killed_engine_costs_no_request() -> None:
-    with Server() as server:
+    with Server("--max-batch-size", "8") as server:
         client = connect(server)
-        batch = send(client, [line(f"r{i}", "SLOW", max_tokens=5) for i in range(200)])
+        batch = send(client, [line(f"r{i}", "SLOW", max_tokens=5) for i in range(60)])
         server.until(lambda: client.batches.retrieve(batch.id).request_counts.completed > 5)
         server.worker().kill()
         batch = ended(client, batch)
-        assert batch.request_counts.model_dump() == {"total": 200, "completed": 200, "failed": 0}
-        assert len(results(client, batch.output_file_id)) == 200
+        assert batch.request_counts.model_dump() == {"total": 60, "completed": 60, "failed": 0}
+        assert len(results(client, batch.output_file_id)) == 60
 
 
 @pytest.mark.slow

@@ -3,9 +3,6 @@
 The file of results is the record: a result stands in it, and is on the disk, before the next request takes its place.
 A server that was killed reads it and goes on with the requests that have no result. A request that was under way runs
 again, and nobody has seen its first answer.
-
-An engine that ends takes all requests under way with it. They run again one by one, so that one that ends the engine
-each time is found, and gets an error.
 """
 
 from __future__ import annotations
@@ -17,12 +14,12 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 from uuid import uuid4
 
 import msgspec
 from starlette.requests import Request
-from starlette.types import ASGIApp, Message
+from starlette.types import ASGIApp
 
 from lmkit.errors import RequestError
 from lmkit.log import get_logger
@@ -30,29 +27,17 @@ from lmkit.serve.auth import Owner
 from lmkit.serve.batches import batch as records
 from lmkit.serve.batches.batch import ENDED, Batch, Line
 from lmkit.serve.batches.files import Files, write_file
+from lmkit.serve.batches.sender import Sender
 from lmkit.serve.data_folder import DataFolder
-from lmkit.serve.inside import call
-from lmkit.turbo.transport.async_engine import STOPPED
+from lmkit.web.budget import Budget
 
 MAX_OPEN = 100  # batches of one client that have not ended
 MAX_KEPT = 10_000  # batches of all clients; the oldest of those that have ended are forgotten first
-REFUSED = ("engine_unavailable", "queue_full", "overloaded", "rate_limit_exceeded", "shutting_down")
-MAX_DEATHS = 3  # of the engine while it works on a request, which then gets an error
-FIRST_DELAY, MAX_DELAY = 0.25, 10.0  # seconds before a refused request is sent again
 TICK = 0.25  # seconds between looks at the clock
 SWEEP_SECONDS = 600.0  # between looks for files whose time is over
 
 T = TypeVar("T")
 logger = get_logger(__name__)
-
-
-class Answer(NamedTuple):
-    """What a route answered. `code` is that of its error; `is_lost` means that the engine ended while it worked."""
-
-    status: int
-    body: Any
-    code: str | None
-    is_lost: bool
 
 
 class Batches:
@@ -63,6 +48,7 @@ class Batches:
         app: ASGIApp,
         data: DataFolder,
         *,
+        answers: Budget,
         space: int,
         quota: float,
         max_line_bytes: int,
@@ -70,10 +56,12 @@ class Batches:
         is_ending: Callable[[], bool],
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`space` is in bytes, for all files, and `quota` the part of it for one client. `max_running` requests run at
-        once. `is_ending` says that the server ends: what is under way is left for the next one."""
-        self._app, self._data, self._is_ending, self._clock = app, data, is_ending, clock
-        self._max_line_bytes = max_line_bytes
+        """`answers` bounds the memory of answers on their way to the disk. `space` is in bytes on it, for all files,
+        and `quota` the part of it for one client. `max_running` requests run at once. `is_ending` says that the server
+        ends: what is under way is left for the next one.
+        """
+        self._data, self._is_ending, self._clock = data, is_ending, clock
+        self._sender, self._max_line_bytes = Sender(app, answers, clock), max_line_bytes
         self._batches: dict[str, Batch] = {}
         if data.lasts:
             for path in sorted(data.folder("batches").glob("batch_*.json")):
@@ -83,7 +71,6 @@ class Batches:
         self.files = Files(data, space, quota, clock, keep=under_way, is_used=lambda name: bool(self.user_of(name)))
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._slots = asyncio.Semaphore(max_running)  # of all batches, which take turns
-        self._one_by_one = asyncio.Lock()  # for requests during which the engine ended
         self._disk = ThreadPoolExecutor(1, "lmkit-batches")  # in turn, so a reader finds what was written before
         self._waiting: dict[str, deque[bytes]] = {}  # results by file, on their way to the disk
 
@@ -254,8 +241,8 @@ class Batches:
 
     async def _serve(self, batch: Batch, number: int, line: Line) -> None:
         name = f"{batch.id}-{number}"
-        answer = await self._answer(batch, name, line)
-        response = {"status_code": answer.status, "request_id": name, "body": answer.body}
+        answer = await self._sender.send(batch, name, line)
+        response = {"status_code": answer.status, "request_id": name, "body": msgspec.Raw(answer.body)}
         is_good = answer.status == 200
         result = records.result(batch.id, number, line.custom_id, response)
         await self._record(batch.results_id if is_good else batch.failures_id, result)
@@ -293,45 +280,6 @@ class Batches:
                 batch.output_file_id = file_id
             else:
                 batch.error_file_id = file_id
-
-    # ---- one request
-
-    async def _answer(self, batch: Batch, name: str, line: Line) -> Answer:
-        """The answer of the route. A request during which the engine ended is sent again, one of them at a time."""
-        async with self._one_by_one:
-            pass  # those go first
-        answer = await self._taken(batch, name, line)
-        for _ in range(MAX_DEATHS - 1):
-            if not answer.is_lost:
-                break
-            async with self._one_by_one:
-                answer = await self._taken(batch, name, line)
-        return answer
-
-    async def _taken(self, batch: Batch, name: str, line: Line) -> Answer:
-        """The answer, which may be an error, once the server has room and an engine for the request."""
-        delay = FIRST_DELAY
-        while (answer := await self._ask(batch, name, line)).code in REFUSED and not answer.is_lost:
-            await asyncio.sleep(delay)
-            delay = min(2 * delay, MAX_DELAY)
-        return answer
-
-    async def _ask(self, batch: Batch, name: str, line: Line) -> Answer:
-        status, parts = 500, []
-
-        async def on_message(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            else:
-                parts.append(message.get("body", b""))
-
-        body = records.request_body(line, max(batch.expires_at - self._clock(), 1.0))
-        headers = [(b"x-request-id", name.encode())]
-        await call(self._app, batch.endpoint, body, on_message, headers=headers, state={"owner": batch.owner})
-        answer = msgspec.json.decode(b"".join(parts))
-        error = answer["error"] if status != 200 else {"code": None, "message": None}
-        return Answer(status, answer, error["code"], is_lost=error["message"] == STOPPED)
 
     # ---- the disk
 
