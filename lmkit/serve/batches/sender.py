@@ -94,8 +94,8 @@ class Sender:
         with self._answers.share() as share:
             share.on_refusal = parts.clear
             await call(self._app, batch.endpoint, body, on_message, headers=headers, state={"owner": batch.owner})
-            if size > self._answers.each:
-                return Answer.failed(RequestError("request_too_large", f"the answer is larger than {self._answers.each} bytes"))
+            if size > (most := self._answers.each):
+                return Answer.failed(RequestError("request_too_large", f"the answer is larger than {most} bytes"))
             if share.refusal is not None:
                 return Answer.failed(RequestError("overloaded", share.refusal))
             return Answer.of(status, bytes(parts))
