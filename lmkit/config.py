@@ -27,6 +27,7 @@ Device = Literal["auto", "cpu", "cuda"]
 WeightDtype = Literal["auto", "float32", "bfloat16", "float16"]
 KVStorageName = Literal["auto", KVName]
 HeadStorage = Literal["auto", "int8"]
+PoolingName = Literal["auto", "last", "mean"]
 Activations = Literal["auto", "int8", "fp8", "exact"]
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
 LOG_LEVELS = get_args(LogLevel)
@@ -139,6 +140,7 @@ class EngineConfig(StrictStruct, frozen=True, kw_only=True, metaclass=CheckedMet
     decode_slowdown: Annotated[float, msgspec.Meta(gt=1)] = 2.0  # the largest slowdown of decoding during a prefill
     overlap: bool = True  # prepare the next step while one runs
     request_timeout: PositiveFloat | None = None  # seconds for a request that names none; None = no limit
+    pooling: PoolingName = "auto"  # of embeddings; auto = the checkpoint's, see formats.pooling
     generation_config: str = "auto"  # sampling defaults: auto = the checkpoint's, none, or a file or folder
 
     if not TYPE_CHECKING:

@@ -5,13 +5,30 @@ from __future__ import annotations
 import json
 import reprlib
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lmkit.errors import CheckpointError
+
+T = TypeVar("T")
 
 
 def parse_json(data: bytes, where: str) -> dict[str, Any]:
     """The object in `data`. Raises CheckpointError, which begins with `where`, for anything else."""
+    return _of_kind(dict, "object", _parse(data, where), where)
+
+
+def parse_list(data: bytes, where: str) -> list[Any]:
+    """The array in `data`, as `parse_json`."""
+    return _of_kind(list, "array", _parse(data, where), where)
+
+
+def _of_kind(kind: type[T], what: str, value: Any, where: str) -> T:
+    if not isinstance(value, kind):
+        raise CheckpointError(f"{where}: expected a JSON {what}, got {type(value).__name__}")
+    return value
+
+
+def _parse(data: bytes, where: str) -> Any:
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_Constant)
     except UnicodeDecodeError as error:
@@ -20,13 +37,20 @@ def parse_json(data: bytes, where: str) -> dict[str, Any]:
         raise CheckpointError(f"{where}: nested too deeply") from None
     except ValueError as error:  # json.JSONDecodeError, and integers of thousands of digits
         raise CheckpointError(f"{where}: not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{where}: expected a JSON object, got {type(value).__name__}")
     return value
 
 
 def read_json(path: Path, limit: int) -> dict[str, Any]:
     """The object in the file `path` of at most `limit` bytes."""
+    return parse_json(_read(path, limit), str(path))
+
+
+def read_list(path: Path, limit: int) -> list[Any]:
+    """The array in the file `path` of at most `limit` bytes."""
+    return parse_list(_read(path, limit), str(path))
+
+
+def _read(path: Path, limit: int) -> bytes:
     if path.exists() and not path.is_file():  # opening a pipe would wait for ever
         raise CheckpointError(f"{path}: not a regular file")
     try:
@@ -36,7 +60,7 @@ def read_json(path: Path, limit: int) -> dict[str, Any]:
         raise CheckpointError(f"{path}: {error.strerror}") from None
     if len(data) > limit:
         raise CheckpointError(f"{path}: larger than the limit of {limit} bytes")
-    return parse_json(data, str(path))
+    return data
 
 
 def to_json(value: Any) -> bytes:

@@ -226,6 +226,22 @@ COMPLETION: Mapping[str, Values] = {
     "suffix": (None, ""),
     "top_logprobs": _ZERO,
 }
+# Of a body of /v1/embeddings, /v1/rerank or /v1/score.
+EMBEDDING: Mapping[str, Values] = {
+    "activation": _NONE,
+    "additional_data": _NONE,
+    "embed_dtype": (None, "float32"),
+    "endianness": (None, "native", "little"),
+    "images": (None, []),
+    "instruction": (None, ""),
+    "max_chunks_per_doc": _NONE,
+    "max_tokens_per_doc": _NONE,
+    "mm_processor_kwargs": (None, {}),
+    "rank_fields": (None, []),
+    "request_id": _NONE,
+    "softmax": _NONE,
+    "use_activation": _ON,
+}
 # Of GenerationConfig alone, beside those of GENERATION.
 PYTHON: Mapping[str, Values] = {
     "bad_token_ids": (None, []),

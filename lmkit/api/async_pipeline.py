@@ -14,7 +14,7 @@ from lmkit.api import names
 from lmkit.api.generation import GenConfigs, GenerationConfig
 from lmkit.api.progress import progress_bar
 from lmkit.api.prompts import Prompt, names_ours
-from lmkit.api.requests import Batch, RequestMaker, engine_config, mean_nll, open_session
+from lmkit.api.requests import Batch, RequestMaker, embedding_of, engine_config, mean_nll, open_session
 from lmkit.api.response import Response, Session, failed, refused, response
 from lmkit.config import EngineConfig, checked_level
 from lmkit.errors import RequestError
@@ -25,6 +25,10 @@ from lmkit.text import Tokenizer
 from lmkit.turbo.request import Request, StepOutput
 from lmkit.turbo.transport.async_engine import AsyncEngine
 from lmkit.turbo.transport.output import OutputProcessor, RequestOutput
+from lmkit.turbo.transport.vectors import matrix
+
+if TYPE_CHECKING:
+    from lmkit.turbo.transport.vectors import Vectors
 
 log = get_logger(__name__)
 Queue = asyncio.Queue[tuple[int, RequestOutput] | None]
@@ -189,7 +193,12 @@ class AsyncPipeline:
     async def get_ppl(self, input_ids: str | Sequence[int] | Iterable[str | Sequence[int]]) -> list[float]:
         """As Pipeline.get_ppl."""
         requests = await asyncio.to_thread(self._open().scoring, input_ids)
-        return list(await asyncio.gather(*map(self._score, requests)))
+        return [mean_nll(last) for last in await self._ends(requests)]
+
+    async def embed(self, inputs: str | Sequence[int] | Iterable[str | Sequence[int]]) -> Vectors:
+        """As Pipeline.embed."""
+        requests = await asyncio.to_thread(self._open().embedding, inputs)
+        return matrix([embedding_of(last) for last in await self._ends(requests)])
 
     if not TYPE_CHECKING:
 
@@ -258,7 +267,11 @@ class AsyncPipeline:
             except RequestError as error:
                 yield failed(request.request_id, error)
 
-    async def _score(self, request: Request) -> float:
-        async with aclosing(self._steps(request)) as steps:
-            last = [step async for step in steps][-1]
-        return mean_nll(last)
+    async def _ends(self, requests: list[Request]) -> list[StepOutput]:
+        """The last step of each request."""
+
+        async def end(request: Request) -> StepOutput:
+            async with aclosing(self._steps(request)) as steps:
+                return [step async for step in steps][-1]
+
+        return list(await asyncio.gather(*map(end, requests)))

@@ -21,7 +21,7 @@ from lmkit.api import names
 from lmkit.api.generation import GenConfigs, GenerationConfig
 from lmkit.api.progress import progress_bar
 from lmkit.api.prompts import Prompt, names_ours
-from lmkit.api.requests import Batch, RequestMaker, engine_config, mean_nll, open_session
+from lmkit.api.requests import Batch, RequestMaker, embedding_of, engine_config, mean_nll, open_session
 from lmkit.api.response import Response, Session, failed, refused, response
 from lmkit.config import EngineConfig
 from lmkit.errors import EngineLostError, RequestError
@@ -31,6 +31,10 @@ from lmkit.text import Tokenizer
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.request import Request, StepOutput
 from lmkit.turbo.transport.output import OutputProcessor, RequestOutput
+from lmkit.turbo.transport.vectors import matrix
+
+if TYPE_CHECKING:
+    from lmkit.turbo.transport.vectors import Vectors
 
 log = get_logger(__name__)
 
@@ -195,6 +199,16 @@ class Pipeline:
         requests = self._maker.scoring(input_ids)
         values = {out.request_id: mean_nll(out) for out in self._steps(requests) if out.finish_reason is not None}
         return [values[request.request_id] for request in requests]
+
+    def embed(self, inputs: str | Sequence[int] | Iterable[str | Sequence[int]]) -> Vectors:
+        """Embeddings of unit length, float32 [inputs, hidden], of each text or list of token ids.
+
+        Raises RequestError for an input without tokens, or of more tokens than the context holds.
+        """
+        self._check_open()
+        requests = self._maker.embedding(inputs)
+        rows = {out.request_id: embedding_of(out) for out in self._steps(requests) if out.finish_reason is not None}
+        return matrix([rows[request.request_id] for request in requests])
 
     def close(self) -> None:
         """Abort running requests. The pipeline cannot be used afterwards."""

@@ -58,8 +58,8 @@ def check_call(priority: Any, timeout: Any) -> None:
         raise ConfigError(f"timeout={timeout!r}: expected a number of seconds, more than 0")
 
 
-def id_rows(inputs: Any, encode: Callable[[str], list[int]]) -> list[list[int]]:
-    """Token ids of each text or list of ids. Raises RequestError for other types and for fewer than two tokens."""
+def id_rows(inputs: Any, encode: Callable[[str], list[int]], least: int, why: str) -> list[list[int]]:
+    """Token ids of each text or list of ids. Raises RequestError for other types and for fewer than `least` tokens."""
     one = isinstance(inputs, str) or (isinstance(inputs, Sequence) and bool(inputs) and type(inputs[0]) is int)
     if not isinstance(inputs, Iterable):
         raise RequestError("invalid_request", f"inputs: expected texts or lists of token ids, got {_named(inputs)}")
@@ -68,8 +68,8 @@ def id_rows(inputs: Any, encode: Callable[[str], list[int]]) -> list[list[int]]:
         row = encode(item) if isinstance(item, str) else item
         if not (isinstance(row, list | tuple) and all(type(token) is int for token in row)):
             raise RequestError("invalid_request", f"inputs[{index}]: expected text or token ids, got {_named(item)}")
-        if len(row) < 2:
-            raise RequestError("invalid_request", f"inputs[{index}]: perplexity needs at least two tokens")
+        if len(row) < least:
+            raise RequestError("invalid_request", f"inputs[{index}]: {why}")
         rows.append(list(row))
     return rows
 

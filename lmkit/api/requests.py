@@ -74,7 +74,14 @@ class RequestMaker:
     def scoring(self, inputs: Any) -> list[Request]:
         """Requests for the log-probabilities of texts or lists of token ids. Raises RequestError."""
         config = GenerationConfig(max_new_tokens=0)
-        return [self.request(row, config, prompt_logprobs=True) for row in id_rows(inputs, self._tokenizer.encode)]
+        rows = id_rows(inputs, self._tokenizer.encode, 2, "perplexity needs at least two tokens")
+        return [self.request(row, config, prompt_logprobs=True) for row in rows]
+
+    def embedding(self, inputs: Any) -> list[Request]:
+        """Requests for the embeddings of texts or lists of token ids. Raises RequestError."""
+        config = GenerationConfig(max_new_tokens=0)
+        rows = id_rows(inputs, self._tokenizer.encode, 1, "an embedding needs at least one token")
+        return [self.request(row, config, pooling=self._info.pooling) for row in rows]
 
     def request(self, prompt_ids: list[int], config: GenerationConfig, **fields: Any) -> Request:
         config = config.filled(self._info.sampling)
@@ -135,6 +142,13 @@ def open_session(prompt: Any, session: Any) -> Session:
     if session is not None and not isinstance(session.history, list):
         raise ConfigError(f"session.history: expected a list of messages, got {type(session.history).__name__}")
     return session or Session()
+
+
+def embedding_of(output: StepOutput) -> bytes:
+    """The embedding of a text. Raises RequestError if it was not computed."""
+    if output.error is not None:
+        raise RequestError(output.error_code, output.error)
+    return output.embedding
 
 
 def mean_nll(output: StepOutput) -> float:

@@ -14,6 +14,7 @@ from lmkit.serve.auth import ApiKeys
 from lmkit.serve.batches import batch_routes, file_routes
 from lmkit.serve.batches.runner import Batches
 from lmkit.serve.data_folder import DataFolder
+from lmkit.serve.embeddings import routes as embeddings
 from lmkit.serve.errors import Edge, handle_http_exception, handle_request_error
 from lmkit.serve.messages import routes as messages
 from lmkit.serve.metrics import Metrics
@@ -29,7 +30,10 @@ from lmkit.web.chat_page import ChatPage
 from lmkit.web.cors import with_cors
 
 ANSWER_PARTS = 8  # one answer may hold this part of the memory for all
-ROOMS = (chat, completions, responses, messages, generate, models, tokenize, file_routes, batch_routes, metrics, health)
+ROOMS = (
+    chat, completions, responses, messages, generate, embeddings, models, tokenize, file_routes, batch_routes, metrics,
+    health,
+)  # fmt: skip
 ROUTERS = [module.router for module in ROOMS]
 
 

@@ -93,7 +93,7 @@ def _joined(first: RequestOutput, second: RequestOutput) -> RequestOutput:
 def num_bytes(output: RequestOutput) -> int:
     """About what an output holds. It is linear: the bytes of joined outputs are the sum of theirs."""
     entries = sum(1 + len(entry.top) for entries in (output.logprobs, output.prompt_logprobs) for entry in entries)
-    return 4 * len(output.text) + 8 * len(output.token_ids) + OBJECT_BYTES * entries
+    return 4 * len(output.text) + 8 * len(output.token_ids) + len(output.embedding) + OBJECT_BYTES * entries
 
 
 class Collected:

@@ -159,7 +159,15 @@ OnRequest = Field(default=None, exclude_if=_is_none)  # of a response: not there
 NewTokens = Annotated[int, Field(ge=-1, lt=1 << 31)]  # -1 = until the context is full
 
 
-class Extensions(Strict):
+class Placed(Strict):
+    """Fields that say how a request stands among others. None means the default."""
+
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None  # lower is sooner; default 0
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None  # requests with one salt share KV
+    timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT)] | None = None  # seconds; then 504
+
+
+class Extensions(Placed):
     """Fields of every route that generates, also where its own API lacks them. None means the default."""
 
     seed: Annotated[int, Field(ge=0, lt=1 << 64)] | None = None  # choice i gets seed + i
@@ -174,10 +182,7 @@ class Extensions(Strict):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None  # lower is sooner; default 0
-    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None  # requests with one salt share KV
     session_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None  # its KV and tokens stay for a lease
-    timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT)] | None = None  # seconds; then 504
 
 
 class ChatExtensions(Extensions):
@@ -227,15 +232,15 @@ class ChatCompletionRequest(_Sampling, ChatExtensions):
     add_generation_prompt: bool | None = None
 
 
-def _prompts(value: Any) -> list[str] | list[list[int]]:
+def prompts(value: Any, most: int = MAX_PROMPTS) -> list[str] | list[list[int]]:
     """text | texts | token ids | lists of token ids -> texts, or lists of token ids."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and value:
         if all(type(item) is int for item in value):
             return [value]
-        if len(value) > MAX_PROMPTS:
-            raise ValueError(f"at most {MAX_PROMPTS} prompts")
+        if len(value) > most:
+            raise ValueError(f"at most {most} prompts")
         if all(isinstance(item, str) for item in value):
             return value
         if all(isinstance(item, list) and all(type(token) is int for token in item) for item in value):
@@ -246,7 +251,7 @@ def _prompts(value: Any) -> list[str] | list[list[int]]:
 class CompletionRequest(_Sampling):
     absent = {**neutral.GENERATION, **neutral.COMPLETION}
 
-    prompt: Annotated[list[str] | list[list[int]], BeforeValidator(_prompts)]
+    prompt: Annotated[list[str] | list[list[int]], BeforeValidator(prompts)]
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None  # number generated; the best n are returned
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None

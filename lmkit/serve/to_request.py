@@ -19,7 +19,7 @@ from lmkit.errors import RequestError
 from lmkit.formats.generation_config import RANGES
 from lmkit.serve.auth import NOBODY, Owner
 from lmkit.serve.constraint import constraint
-from lmkit.serve.protocol import MAX_SEQUENCES, ChatCompletionRequest, ChatMessage, CompletionRequest
+from lmkit.serve.protocol import MAX_SEQUENCES, ChatCompletionRequest, ChatMessage, CompletionRequest, Placed
 from lmkit.text import EncodedTurn, TokenHistory, Tokenizer
 from lmkit.turbo.request import EngineInfo, Request, SamplingParams
 
@@ -204,22 +204,29 @@ def _request(
     prompt_logprobs: bool = False,
 ) -> Request:
     """A request without a prompt: the part that all prompts and choices share."""
-    priority = _or(body.priority, 0)
-    if priority < owner.min_priority:
-        message = f"priority={priority}: this API key may ask for {owner.min_priority} and more (lower is sooner)"
-        raise RequestError("permission_denied", message, "priority")
     return Request(
         request_id=request_id,
         prompt_ids=[],
         params=params,
         prompt_logprobs=prompt_logprobs,
-        tenant=owner.tenant,
-        weight=owner.weight,
-        cache_salt=owner.own(_or(body.cache_salt, "")),
         session_id=body.session_id and owner.own(body.session_id),
-        priority=priority,
-        timeout=body.timeout,
+        **placement(body, owner),
     )
+
+
+def placement(body: Placed, owner: Owner) -> dict[str, Any]:
+    """The fields of an engine request that say whose it is, and how it stands among others. Raises RequestError."""
+    priority = _or(body.priority, 0)
+    if priority < owner.min_priority:
+        message = f"priority={priority}: this API key may ask for {owner.min_priority} and more (lower is sooner)"
+        raise RequestError("permission_denied", message, "priority")
+    return {
+        "tenant": owner.tenant,
+        "weight": owner.weight,
+        "cache_salt": owner.own(_or(body.cache_salt, "")),
+        "priority": priority,
+        "timeout": body.timeout,
+    }
 
 
 def _fan_out(

@@ -165,6 +165,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     kv_dtype: str
     memory: dict[str, int]  # bytes by purpose
+    hidden_size: int = 0  # of an embedding
+    pooling: Pooling = "last"  # for embeddings
     sampling: SamplingDefaults = SamplingDefaults()  # for requests that do not say how to sample
 
 

@@ -40,6 +40,7 @@ def test_it_gives_what_a_pipeline_gives(demo_model: Path, pipe: Pipeline) -> Non
         assert "".join(p.text for p in parts if p.index == 1) == want[1].text
         assert (await other("hi", stop)).text == pipe("hi", stop).text
         assert (await other(["x " * 2000, [{"role": "bot"}]], SHORT))[0].error_code == "context_length_exceeded"
+        assert (await other.embed(["import os", [5, 6]]) == pipe.embed(["import os", [5, 6]])).all()
         assert await other.ppl(["import os\nimport sys", [1, 2, 3]]) == pytest.approx(
             pipe.ppl(["import os\nimport sys", [1, 2, 3]])
         )

@@ -242,3 +242,18 @@ def test_what_cannot_open(tmp_path: Path) -> None:
         pipeline("demo", EngineConfig(), block_size=3)
     with pytest.raises(CheckpointError, match=str(tmp_path)):
         pipeline(str(tmp_path))
+
+
+def test_embeddings_are_those_of_transformers(pipe: Pipeline, demo_model: Path) -> None:
+    reference = transformers.AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
+    texts = ["def add(a, b):\n", "import os\n"]
+    got = pipe.embed(texts)
+    for row, text in zip(got, texts, strict=True):
+        with torch.no_grad():
+            states = reference.model(torch.tensor([pipe.tokenizer.encode(text)])).last_hidden_state[0, -1]
+        torch.testing.assert_close(torch.tensor(row), states / states.norm(), atol=1e-4, rtol=1e-3)
+    assert (pipe.embed(pipe.tokenizer.encode(texts[0])) == got[:1]).all()
+    with pytest.raises(RequestError, match="at least one token"):
+        pipe.embed([[]])
+    with pytest.raises(RequestError, match="maximum context length"):
+        pipe.embed([[5] * 5000])

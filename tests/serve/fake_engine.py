@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import struct
 import time
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from lmkit.turbo.request import EngineInfo, EngineStats, FinishReason, Request, 
 
 PHRASE = "The quick brown fox jumps over the lazy dog, naïvely. 日本 🙂\n"
 DEMO = Path(__file__).parents[2] / "lmkit" / "demo" / "model"
+EMBEDDING_SIZE = 8
 EOS = 2
 MOODS = ("CRASH", "KILL", "SLOW", "EOS", "REFUSE", "HANG", "BROKEN")
 
@@ -33,6 +35,12 @@ def scripted(prompt: str) -> str | None:
     """The answer that a prompt asks for: that of its place in the conversation, where results have the word RESULT."""
     found = re.search(r"SCRIPT(\[.*?\])END", prompt)
     return json.loads(found[1])[prompt.count("RESULT")] if found else None
+
+
+def embedding(ids: list[int]) -> bytes:
+    """How often the ids are 0, 1, 2 ... modulo EMBEDDING_SIZE, and the last of them once more."""
+    counts = [sum(i % EMBEDDING_SIZE == at for i in [*ids, ids[-1]]) for at in range(EMBEDDING_SIZE)]
+    return struct.pack(f"<{EMBEDDING_SIZE}f", *counts)
 
 
 class _Sequence:
@@ -71,6 +79,7 @@ class FakeEngine:
             block_size=config.tokens_per_block,
             kv_dtype="float32",
             memory={"weights": 1},
+            hidden_size=EMBEDDING_SIZE,
         )
 
     def add(self, request: Request) -> None:
@@ -116,8 +125,8 @@ class FakeEngine:
                 error=f"not done after {timeout:g} s",
                 error_code="deadline_exceeded",
             )
-        assert params.seed is not None
-        token_id = self._phrase[(params.seed + sequence.num_output) % len(self._phrase)]
+        assert params.seed is not None or request.pooling
+        token_id = self._phrase[((params.seed or 0) + sequence.num_output) % len(self._phrase)]
         if sequence.answer:
             token_id = sequence.answer[sequence.num_output]
         if params.logit_bias:  # greedy: the token with the largest bias
@@ -129,6 +138,7 @@ class FakeEngine:
                 token_ids=[],
                 finish_reason="length",
                 prompt_logprobs=self._prompt_logprobs(request),
+                embedding=embedding(request.prompt_ids) if request.pooling else b"",
             )
         self._generation_tokens += 1
         finish: FinishReason | None = None

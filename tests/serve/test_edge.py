@@ -199,7 +199,7 @@ def test_the_access_line_tells_the_id_and_why_a_request_was_refused(caplog: pyte
         {"json": CHAT | {"messages": [{"role": "user", "content": "secret " * 100}]}},
         {"json": CHAT | {"bad\nname": "secret"}},
         {"json": CHAT | {"model": "secret"}},
-        {"path": "/v1/embeddings", "json": {"input": "secret"}},
+        {"path": "/v1/moderations", "json": {"input": "secret"}},
         {"path": "/nowhere?secret=1"},
     )
     refused = "POST /v1/chat/completions 400 from=127.0.0.1 id=r1 code="
@@ -210,7 +210,7 @@ def test_the_access_line_tells_the_id_and_why_a_request_was_refused(caplog: pyte
         refused + "context_length_exceeded param='messages'",
         refused + "unknown_parameter param='bad\\nname'",
         "POST /v1/chat/completions 404 from=127.0.0.1 id=r1 code=model_not_found param='model'",
-        "POST /v1/embeddings 404 from=127.0.0.1 id=r1 code=not_found",
+        "POST /v1/moderations 404 from=127.0.0.1 id=r1 code=not_found",
         "POST /nowhere 404 from=127.0.0.1 id=r1 code=not_found",
     ]
 

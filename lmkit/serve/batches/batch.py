@@ -19,7 +19,7 @@ MAX_ERRORS = 100  # of a file's mistakes, as many are told
 ENDED = ("failed", "completed", "expired", "cancelled")
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
 # The routes that a batch may call, and which of them have the fields priority and timeout.
-ENDPOINTS = {"/v1/chat/completions": True, "/v1/completions": True, "/v1/responses": True}
+ENDPOINTS = {"/v1/chat/completions": True, "/v1/completions": True, "/v1/responses": True, "/v1/embeddings": True}
 
 
 class Batch(msgspec.Struct, kw_only=True):

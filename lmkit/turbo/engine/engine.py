@@ -277,5 +277,7 @@ def _info(model: LoadedModel, limits: SchedulerLimits) -> EngineInfo:
         block_size=limits.kv.block_size,
         kv_dtype=kv_storage.storage_text(model.storages),
         memory=memory.as_dict(),
+        hidden_size=model.decoder.spec.hidden_size,
+        pooling=model.pooling,
         sampling=model.sampling,
     )

@@ -14,6 +14,7 @@ import torch
 from lmkit.config import EngineConfig
 from lmkit.errors import ConfigError
 from lmkit.formats.generation_config import SamplingDefaults, read_defaults
+from lmkit.formats.pooling import read_pooling
 from lmkit.kv_dtype import kv_dtype
 from lmkit.log import get_logger
 from lmkit.models.decoder import Decoder
@@ -25,6 +26,7 @@ from lmkit.text import Tokenizer
 from lmkit.turbo.engine.memory import MemoryPlan, plan_memory
 from lmkit.turbo.kv.blocks import kv_identity
 from lmkit.turbo.kv.tiers.disk import DiskTier
+from lmkit.turbo.request import Pooling
 from lmkit.turbo.runners.device import Device
 
 log = get_logger(__name__)
@@ -43,6 +45,7 @@ class LoadedModel:
     kv_identity: bytes  # of the blocks in the tiers
     disk: DiskTier | None
     sampling: SamplingDefaults
+    pooling: Pooling
     mapped: list[PackedFile]  # files of packed weights whose data is still to be checked
 
 
@@ -54,6 +57,7 @@ def load(model_path: str, config: EngineConfig, device: Device) -> LoadedModel:
     with resolved(model_path, **load_options(config)) as model:
         spec, path = model.spec, model.reader.path
         sampling = read_defaults(path, config.generation_config)
+        pooling = read_pooling(path) if config.pooling == "auto" else config.pooling
         weight_bytes = model.weight_bytes() + model.table_bytes(config.max_model_len or spec.max_position)
         dtypes = [storage.dtypes for storage in model.storages]
         memory = plan_memory(spec, config, dtypes, weight_bytes, device.free_memory())
@@ -70,7 +74,7 @@ def load(model_path: str, config: EngineConfig, device: Device) -> LoadedModel:
         log.debug("weights of %s", path)
     tokenizer = Tokenizer.from_pretrained(path)
     kept = has_tiers, identity, disk
-    return LoadedModel(str(path), decoder, model.storages, memory, tokenizer, *kept, sampling, mapped)
+    return LoadedModel(str(path), decoder, model.storages, memory, tokenizer, *kept, sampling, pooling, mapped)
 
 
 def _announce(memory: MemoryPlan, storages: list[KVStorage]) -> None:
@@ -97,7 +101,9 @@ def given(decoder: Decoder, config: EngineConfig, device: Device, storages: list
         storages = [KVStorage(kv_dtype(kind), kv_dtype(kind))] * spec.num_layers
     memory = plan_memory(spec, config, [s.dtypes for s in storages], 0, device.free_memory())
     _announce(memory, storages)
-    return LoadedModel(spec.architecture, decoder, storages, memory, None, False, b"", None, SamplingDefaults(), [])
+    kept = False, b"", None
+    pooling = "last" if config.pooling == "auto" else config.pooling
+    return LoadedModel(spec.architecture, decoder, storages, memory, None, *kept, SamplingDefaults(), pooling, [])
 
 
 @contextmanager

@@ -33,6 +33,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int]  # new tokens, including an eos or stop id at the end
     logprobs: list[TextLogprobs] = []  # one for each of token_ids, on request
     prompt_logprobs: list[TextLogprobs] = []  # with the first output, on request: one for each prompt token
+    embedding: bytes = b""  # with the last output, on request
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string or stop_token_ids entry that ended it; None for an eos
     num_prompt_tokens: int
@@ -115,6 +116,7 @@ class OutputProcessor:
             token_ids=token_ids[: self._num_tokens - first_token],
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
+            embedding=step.embedding,
             finish_reason=finish_reason,
             stop_reason=matched if matched is not None else self._stop_id(step),
             num_prompt_tokens=len(self._request.prompt_ids),

@@ -1,0 +1,62 @@
+"""Which hidden states are a text's embedding: sentence-transformers' `modules.json` and `1_Pooling/config.json`.
+
+    modules.json            [{"type": "sentence_transformers.models.Transformer", "path": ""}, {"type": "...Pooling",
+                              "path": "1_Pooling"}, {"type": "...Normalize", "path": "2_Normalize"}]
+    1_Pooling/config.json   {"pooling_mode_lasttoken": true, "pooling_mode_mean_tokens": false, ...}, or
+                            {"pooling_mode": "lasttoken"}
+
+Embeddings are always normalized, so a Normalize module changes nothing. No torch here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from lmkit.errors import CheckpointError, UnsupportedError
+from lmkit.jsonfile import read_json, read_list
+
+MODULES, CONFIG = "modules.json", "config.json"
+MAX_BYTES = 1 << 20
+KNOWN_MODULES = ("Transformer", "Pooling", "Normalize")
+KINDS: dict[str, Literal["last", "mean"]] = {"lasttoken": "last", "mean": "mean", "mean_tokens": "mean"}
+REMEDY = "choose with --pooling last or --pooling mean"
+
+
+def read_pooling(folder: Path) -> Literal["last", "mean"]:
+    """The pooling of the checkpoint in `folder`, "last" if it names none.
+
+    Raises UnsupportedError for modules and poolings that lmkit does not compute, and CheckpointError for broken files.
+    """
+    if not (folder / MODULES).exists():
+        return "last"
+    pooling: Literal["last", "mean"] = "last"
+    for module in read_list(folder / MODULES, MAX_BYTES):
+        kind, path = _fields(module, folder / MODULES)
+        if kind not in KNOWN_MODULES:
+            raise UnsupportedError(
+                f"{folder / MODULES}: module {kind[:64]!r} is not supported; {REMEDY} to leave it out"
+            )
+        if kind == "Pooling":
+            file = folder / path / CONFIG
+            pooling = _pooling(read_json(file, MAX_BYTES), file)
+    return pooling
+
+
+def _fields(module: Any, file: Path) -> tuple[str, str]:
+    """The last part of a module's type, and the name of its folder in the checkpoint."""
+    kind, path = (module.get("type"), module.get("path")) if isinstance(module, dict) else (None, None)
+    if not (isinstance(kind, str) and isinstance(path, str) and path != ".." and "/" not in path.rstrip("/")):
+        raise CheckpointError(f"{file}: expected modules with a type and a path inside the checkpoint; {REMEDY}")
+    return kind.rpartition(".")[2], path.rstrip("/")
+
+
+def _pooling(config: dict[str, Any], file: Path) -> Literal["last", "mean"]:
+    prefix = "pooling_mode"
+    named = config.get(prefix)
+    asked = [named] if named is not None else [name.removeprefix(f"{prefix}_") for name in config
+                                               if name.startswith(f"{prefix}_") and config[name] is True]  # fmt: skip
+    if len(asked) != 1 or not isinstance(asked[0], str) or asked[0] not in KINDS:
+        shown = ", ".join(map(str, asked))[:64] or "none"
+        raise UnsupportedError(f"{file}: pooling {shown} is not supported, only last token and mean; {REMEDY}")
+    return KINDS[asked[0]]

@@ -1,0 +1,68 @@
+"""The bodies of /v1/embeddings (OpenAI), /v1/rerank (Jina, Cohere) and /v1/score (vLLM)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from lmkit import neutral
+from lmkit.serve.protocol import Placed, prompts
+
+MAX_TEXTS = 2048  # as OpenAI
+
+
+def _inputs(value: Any) -> list[str] | list[list[int]]:
+    return prompts(value, MAX_TEXTS)
+
+
+def _texts(value: Any) -> Any:
+    """A text, a list of texts, or of objects {"text": ...} -> texts."""
+    items = value if isinstance(value, list) else [value]
+    texts = [item["text"] if isinstance(item, dict) and item.keys() == {"text"} else item for item in items]
+    if not (texts and len(texts) <= MAX_TEXTS and all(isinstance(text, str) for text in texts)):
+        raise ValueError(f"expected 1 to {MAX_TEXTS} texts")
+    return texts
+
+
+def _not_zero(value: int | None) -> int | None:
+    if value == 0:
+        raise ValueError("expected a number of tokens, or -1 for the model's context")
+    return value
+
+
+Texts = Annotated[list[str], BeforeValidator(_texts)]
+
+
+class TextsRequest(Placed):
+    """Fields of all routes that compute embeddings. None means the default."""
+
+    absent = neutral.EMBEDDING
+
+    model: Annotated[str, Field(max_length=1024)]
+    user: Annotated[str, Field(max_length=1024)] | None = None  # only for the server's request log
+    # vLLM's: a longer text is cut to so many tokens, at its end by default; -1 = to the model's context
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=1 << 31), AfterValidator(_not_zero)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    add_special_tokens: bool | None = None  # default true
+
+
+class EmbeddingRequest(TextsRequest):
+    input: Annotated[list[str] | list[list[int]], BeforeValidator(_inputs)]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Field(ge=1)] | None = None  # the first so many, normalized again
+    normalize: bool | None = None  # vLLM's; default true
+
+
+class RerankRequest(TextsRequest):
+    query: str
+    documents: Texts
+    top_n: Annotated[int, Field(ge=0)] | None = None  # 0 = all
+    return_documents: bool | None = None  # default true
+
+
+class ScoreRequest(TextsRequest):
+    """One text against each of the second ones, or as many pairs as there are texts."""
+
+    text_1: Texts
+    text_2: Texts

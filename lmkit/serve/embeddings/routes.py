@@ -1,0 +1,92 @@
+"""POST /v1/embeddings, /v1/rerank and /v1/score. Rankings and scores are cosines of embeddings."""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from fastapi import APIRouter, Request, Response
+
+from lmkit.errors import RequestError
+from lmkit.serve.body import read_json
+from lmkit.serve.embeddings.protocol import EmbeddingRequest, RerankRequest, ScoreRequest, TextsRequest
+from lmkit.serve.embeddings.vectors import Embedder
+from lmkit.serve.serving import serving
+from lmkit.serve.streaming import WholeAnswer
+
+if TYPE_CHECKING:
+    from lmkit.turbo.transport.vectors import Vectors
+
+B = TypeVar("B", bound=TextsRequest)
+router = APIRouter()
+
+
+@router.post("/v1/embeddings")
+async def embeddings(request: Request) -> Response:
+    body, embedder = await _begin(request, EmbeddingRequest, "embd-")
+    most = serving(request).info.hidden_size
+    if body.dimensions is not None and body.dimensions > most:
+        message = f"dimensions={body.dimensions}: this model's embeddings have {most}; ask for at most as many"
+        raise RequestError("invalid_request", message, "dimensions")
+    vectors = await embedder.vectors(
+        body.input, "input", normalize=body.normalize is not False, size=body.dimensions or most
+    )
+    return _list(request, embedder, _shown(vectors, in_base64=body.encoding_format == "base64"))
+
+
+@router.post("/v1/rerank")
+@router.post("/v2/rerank")
+@router.post("/rerank")
+async def rerank(request: Request) -> Response:
+    body, embedder = await _begin(request, RerankRequest, "rerank-")
+    vectors = await embedder.vectors([body.query, *body.documents], "documents")
+    scores = cosines(vectors[:1], vectors[1:])
+    best = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[: body.top_n or None]
+    shown = [
+        {"index": i, "relevance_score": scores[i]}
+        | ({} if body.return_documents is False else {"document": {"text": body.documents[i]}})
+        for i in best
+    ]
+    head = {"id": embedder.id, "model": serving(request).model_name}
+    return WholeAnswer(head | {"results": iter(shown), "usage": embedder.usage})
+
+
+@router.post("/v1/score")
+@router.post("/score")
+async def score(request: Request) -> Response:
+    body, embedder = await _begin(request, ScoreRequest, "score-")
+    first, second = body.text_1, body.text_2
+    if len(first) not in (1, len(second)):
+        message = f"text_1 has {len(first)} texts and text_2 {len(second)}: send one text_1, or as many as in text_2"
+        raise RequestError("invalid_request", message, "text_1")
+    vectors = await embedder.vectors([*first, *second], "text_1 and text_2")
+    scores = cosines(vectors[: len(first)], vectors[len(first) :])
+    entries = ({"index": i, "object": "score", "score": value} for i, value in enumerate(scores))
+    return _list(request, embedder, entries)
+
+
+async def _begin(request: Request, kind: type[B], prefix: str) -> tuple[B, Embedder]:
+    body = await read_json(request, kind)
+    request.state.user = body.user
+    serving(request).check_model(body.model)
+    return body, Embedder(request, body, prefix)
+
+
+def _list(request: Request, embedder: Embedder, data: Iterator[dict[str, Any]]) -> Response:
+    head = {"id": embedder.id, "object": "list", "created": int(time.time()), "model": serving(request).model_name}
+    return WholeAnswer(head | {"data": data, "usage": embedder.usage})
+
+
+def _shown(vectors: Vectors, *, in_base64: bool) -> Iterator[dict[str, Any]]:
+    """OpenAI's entries. In base64 a vector is its float32 values, little-endian."""
+    for index, vector in enumerate(vectors):
+        shown = base64.b64encode(vector.astype("<f4").tobytes()).decode() if in_base64 else vector.tolist()
+        yield {"object": "embedding", "index": index, "embedding": shown}
+
+
+def cosines(first: Vectors, second: Vectors) -> list[float]:
+    """Of each pair of unit vectors, or of one `first` with each of `second`. A pair's does not depend on the others."""
+    values: list[float] = (first.astype(float) * second).sum(axis=1).tolist()
+    return values

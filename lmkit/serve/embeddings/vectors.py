@@ -1,0 +1,136 @@
+"""From texts to embeddings. They pass through the engine like other requests, some of a body at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+from fastapi import Request as HttpRequest
+
+from lmkit.errors import RequestError
+from lmkit.serve.auth import owner
+from lmkit.serve.embeddings.protocol import TextsRequest
+from lmkit.serve.serving import new_id, serving
+from lmkit.serve.to_request import check_ids, placement
+from lmkit.text import Tokenizer
+from lmkit.turbo.request import EngineInfo, Request, SamplingParams
+from lmkit.turbo.transport.output import RequestOutput
+from lmkit.turbo.transport.vectors import matrix
+from lmkit.web.receive import while_connected
+
+if TYPE_CHECKING:
+    from lmkit.turbo.transport.vectors import Vectors
+
+# Of one body, the requests that are with the engine at a time: enough for full steps, and a small part of the queue.
+AT_ONCE, TOKENS_AT_ONCE = 128, 1 << 17
+Text = str | list[int]
+
+
+class Embedder:
+    """Computes the embeddings of one body's texts, and counts their tokens."""
+
+    def __init__(self, request: HttpRequest, body: TextsRequest, prefix: str) -> None:
+        self._request, self._body = request, body
+        self._server = serving(request)
+        self._share = request.state.held.enter_context(self._server.answers.share())
+        self.id = new_id(prefix)
+        self._num_tokens = self._num_cached = 0
+
+    async def vectors(self, texts: Sequence[Text], param: str, *, normalize: bool = True, size: int = 0) -> Vectors:
+        """Embeddings float32 [texts, size], by default of unit length; size 0 = the model's.
+
+        Raises RequestError, which names the field `param`.
+        """
+        run, num_chars = self._server.texts.run, sum(map(len, texts))
+        requests = await run(self._request.receive, num_chars, lambda: self._requests(texts, param))
+        rows = await while_connected(self._request.receive, self._rows(requests))
+        return await run(self._request.receive, 0, lambda: matrix(rows, size, normalize=normalize))
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        total = {"prompt_tokens": self._num_tokens, "total_tokens": self._num_tokens}
+        return total | {"prompt_tokens_details": {"cached_tokens": self._num_cached}}
+
+    def _requests(self, texts: Sequence[Text], param: str) -> list[Request]:
+        server, placed = self._server, placement(self._body, owner(self._request))
+        fields: dict[str, Any] = {"params": SamplingParams(max_tokens=0), "pooling": server.info.pooling}
+        return [
+            Request(
+                request_id=f"{self.id}-{i}",
+                prompt_ids=token_ids(text, server.tokenizer, server.info, self._body, param),
+                **fields,
+                **placed,
+            )
+            for i, text in enumerate(texts)
+        ]
+
+    async def _rows(self, requests: list[Request]) -> list[bytes]:
+        """The embedding of each request."""
+        rows = []
+        for part in _parts(requests):
+            done: dict[int, RequestOutput] = {}
+            async with aclosing(self._server.run(part, 1, self._share)) as outputs:
+                async for idx, output in outputs:
+                    self._share.add(len(output.embedding))
+                    done[idx] = output
+            rows += [done[idx].embedding for idx in range(len(part))]
+            self._num_tokens += sum(len(request.prompt_ids) for request in part)
+            self._num_cached += sum(output.num_cached_tokens for output in done.values())
+        return rows
+
+
+def _parts(requests: list[Request]) -> Iterator[list[Request]]:
+    part: list[Request] = []
+    num_tokens = 0
+    for request in requests:
+        if part and (len(part) == AT_ONCE or num_tokens + len(request.prompt_ids) > TOKENS_AT_ONCE):
+            yield part
+            part, num_tokens = [], 0
+        part.append(request)
+        num_tokens += len(request.prompt_ids)
+    yield part
+
+
+def token_ids(text: Text, tokenizer: Tokenizer, info: EngineInfo, body: TextsRequest, param: str) -> list[int]:
+    """The tokens of a text, cut as the body says. Raises RequestError for a text that the model cannot take."""
+    context, most = info.max_model_len, body.truncate_prompt_tokens
+    if most is not None and most > context:
+        message = f"truncate_prompt_tokens={most}: this model's maximum context length is {context} tokens"
+        raise RequestError("invalid_request", message, "truncate_prompt_tokens")
+    if body.truncation_side is not None and most is None:
+        raise RequestError("invalid_request", "truncation_side needs truncate_prompt_tokens", "truncation_side")
+    keep_end = body.truncation_side == "left"
+    if isinstance(text, list):
+        check_ids(text, info.vocab_size, param)
+        ids = text if most is None else _cut(text, context if most < 0 else most, keep_end=keep_end)
+    else:
+        special = body.add_special_tokens is not False
+        if most is None:
+            tokenizer.check_length(text, context, param)
+        ids = tokenizer.encode(text, special)
+        if most is not None and len(ids) > (room := context if most < 0 else most):
+            ids = _cut_inside(ids, tokenizer.encode(text, False), room, keep_end=keep_end)
+    if not ids:
+        raise RequestError("invalid_request", f"{param}: no tokens; a text is empty", param)
+    if len(ids) > context:
+        message = (  # clients look for the first words, which are OpenAI's
+            f"this model's maximum context length is {context} tokens, but a text of {param} has {len(ids)}; shorten "
+            "it, or send truncate_prompt_tokens: -1"
+        )
+        raise RequestError("context_length_exceeded", message, param)
+    return ids
+
+
+def _cut(ids: list[int], room: int, *, keep_end: bool) -> list[int]:
+    return ids[max(0, len(ids) - room) :] if keep_end else ids[:room]
+
+
+def _cut_inside(ids: list[int], plain: list[int], room: int, *, keep_end: bool) -> list[int]:
+    """`ids` cut to `room` tokens. The special tokens around the text's own tokens, `plain`, stay if there is room."""
+    num_special = len(ids) - len(plain)
+    before = next((n for n in range(num_special + 1) if ids[n : n + len(plain)] == plain), None)
+    if before is None or room <= num_special:
+        return _cut(ids, room, keep_end=keep_end)
+    inside = _cut(plain, room - num_special, keep_end=keep_end)
+    return ids[:before] + inside + ids[before + len(plain) :]

@@ -1,0 +1,239 @@
+"""/v1/embeddings, /v1/rerank and /v1/score, in front of an engine whose vectors are known."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import struct
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from lmkit.config import ServerConfig
+from lmkit.errors import RequestError
+from lmkit.serve.embeddings import vectors
+from lmkit.turbo.request import EngineInfo, Request, Siblings, StepOutput
+from tests.serve.fake_engine import EMBEDDING_SIZE, embedding
+from tests.serve.in_process import INFO, TOKENIZER, App, StubEngine, _fields
+from tests.serve.live import Server
+
+TEXTS = ["def add(a, b):", "import os", "class Queue:\n    pass"]
+
+
+class EmbeddingEngine(StubEngine):
+    """Answers with tests.serve.fake_engine.embedding, and records the requests and how many were open at once."""
+
+    def __init__(self, failure: RequestError | None = None) -> None:
+        super().__init__()
+        self.info = EngineInfo(**{**_fields(INFO), "hidden_size": EMBEDDING_SIZE, "pooling": "mean"})
+        self.requests: list[Request] = []
+        self.open = self.most = 0
+        self.refusal = failure
+
+    def submit(self, siblings: Siblings) -> None:
+        assert not siblings.others
+
+    async def generate(self, request: Request) -> AsyncGenerator[StepOutput]:
+        self.requests.append(request)
+        self.open += 1
+        self.most = max(self.most, self.open)
+        await asyncio.sleep(0.001)
+        self.open -= 1
+        if self.refusal is not None:
+            raise self.refusal
+        vector = embedding(request.prompt_ids)
+        yield StepOutput(
+            request_id=request.request_id, token_ids=[], finish_reason="length", embedding=vector, cached_tokens=1
+        )
+
+
+def vector(text: str | list[int], size: int = EMBEDDING_SIZE) -> list[float]:
+    """The unit vector of a text."""
+    ids = TOKENIZER.encode(text) if isinstance(text, str) else text
+    part = struct.unpack(f"<{EMBEDDING_SIZE}f", embedding(ids))[:size]
+    length = sum(x * x for x in part) ** 0.5
+    return [x / length for x in part]
+
+
+def cosine(a: str, b: str) -> float:
+    return sum(x * y for x, y in zip(vector(a), vector(b), strict=True))
+
+
+def post(path: str, engine: EmbeddingEngine | None = None, **body: Any) -> httpx.Response:
+    return App(engine or EmbeddingEngine()).post(path, {"model": "model", **body})
+
+
+def refused(path: str, **body: Any) -> str:
+    response = post(path, **body)
+    assert response.status_code == 400, response.text
+    return str(response.json()["error"]["message"])
+
+
+def shown(response: httpx.Response) -> list[list[float]]:
+    assert response.status_code == 200, response.text
+    return [entry["embedding"] for entry in response.json()["data"]]
+
+
+def test_texts_and_token_ids(server: Server) -> None:
+    for given, texts in [
+        (TEXTS, TEXTS), (TEXTS[0], TEXTS[:1]), ([5, 6, 7], [[5, 6, 7]]), ([[5, 6], [9]], [[5, 6], [9]])
+    ]:  # fmt: skip
+        response = server.post("/v1/embeddings", {"model": "demo", "input": given})
+        assert shown(response) == [pytest.approx(vector(text), abs=1e-6) for text in texts]
+        answer = response.json()
+        assert (answer["object"], answer["model"]) == ("list", "demo")
+        assert [entry["index"] for entry in answer["data"]] == list(range(len(texts)))
+        count = sum(len(TOKENIZER.encode(text)) if isinstance(text, str) else len(text) for text in texts)
+        assert (answer["usage"]["prompt_tokens"], answer["usage"]["total_tokens"]) == (count, count)
+
+
+def test_the_openai_client(client: openai.OpenAI) -> None:
+    """It asks for base64 unless it is told otherwise."""
+    for options in ({}, {"encoding_format": "float"}):
+        answer = client.embeddings.create(model="demo", input=TEXTS, **options)
+        assert [entry.embedding for entry in answer.data] == [pytest.approx(vector(text), abs=1e-6) for text in TEXTS]
+        assert answer.usage.prompt_tokens == sum(len(TOKENIZER.encode(text)) for text in TEXTS)
+
+
+def test_base64_holds_the_same_numbers() -> None:
+    numbers = shown(post("/v1/embeddings", input=TEXTS))
+    packed = post("/v1/embeddings", input=TEXTS, encoding_format="base64").json()["data"]
+    for entry, want in zip(packed, numbers, strict=True):
+        assert list(struct.unpack(f"<{EMBEDDING_SIZE}f", base64.b64decode(entry["embedding"]))) == want
+
+
+def test_fewer_dimensions_are_normalized_again() -> None:
+    assert shown(post("/v1/embeddings", input=TEXTS, dimensions=3)) == [
+        pytest.approx(vector(text, 3), abs=1e-6) for text in TEXTS
+    ]
+    (plain,) = shown(post("/v1/embeddings", input=[5, 5, 6], normalize=False))
+    assert plain == [0, 0, 0, 0, 0, 2, 2, 0]
+    assert "dimensions=9: this model's embeddings have 8" in refused("/v1/embeddings", input="a", dimensions=9)
+
+
+def test_the_engine_gets_what_the_request_says() -> None:
+    engine = EmbeddingEngine()
+    post("/v1/embeddings", engine, input=TEXTS, priority=3, cache_salt="mine", timeout=9)
+    assert [request.pooling for request in engine.requests] == ["mean"] * 3
+    assert {(r.params.max_tokens, r.priority, r.cache_salt, r.timeout) for r in engine.requests} == {(0, 3, "mine", 9)}
+
+
+@pytest.mark.parametrize(("side", "want"), [(None, [1, 2]), ("right", [1, 2]), ("left", [4, 5])])
+def test_ids_are_cut_to_the_length_that_is_asked_for(side: str | None, want: list[int]) -> None:
+    engine = EmbeddingEngine()
+    post("/v1/embeddings", engine, input=[1, 2, 3, 4, 5], truncate_prompt_tokens=2, truncation_side=side)
+    assert [request.prompt_ids for request in engine.requests] == [want]
+
+
+def test_special_tokens_around_a_text_stay_when_it_is_cut() -> None:
+    ids = [1, 50, 51, 52, 53, 2]
+    cut = vectors._cut_inside
+    assert cut(ids, ids[1:-1], 4, keep_end=False) == [1, 50, 51, 2]
+    assert cut(ids, ids[1:-1], 4, keep_end=True) == [1, 52, 53, 2]
+    assert cut(ids, ids[1:-1], 2, keep_end=False) == [1, 50]
+    assert cut(ids, [50, 9], 3, keep_end=False) == [1, 50, 51], "the text's own tokens are not in there"
+
+
+def test_a_text_beyond_the_context() -> None:
+    long = "x = 1\n" * 60
+    response = post("/v1/embeddings", input=["a", long])
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert "truncate_prompt_tokens: -1" in refused("/v1/embeddings", input=list(range(65)))
+    engine = EmbeddingEngine()
+    assert post("/v1/embeddings", engine, input=long, truncate_prompt_tokens=-1).status_code == 200
+    assert [len(request.prompt_ids) for request in engine.requests] == [64]
+    assert "maximum context length" in refused("/v1/embeddings", input="a", truncate_prompt_tokens=65)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({}, "input: Field required"),
+        ({"input": []}, "input: expected text"),
+        ({"input": [["a"]]}, "input: expected text"),
+        ({"input": ["a"] * 2049}, "input: at most 2048"),
+        ({"input": [5000]}, "not in [0, 4096)"),
+        ({"input": [[]]}, "no tokens"),
+        ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
+        ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"input": "a", "truncation_side": "left"}, "truncation_side needs"),
+        ({"input": "a", "embed_dtype": "float16"}, "embed_dtype is not supported"),
+        ({"input": "a", "messages": []}, "unknown parameter 'messages'"),
+    ],
+)
+def test_mistakes_are_refused(body: dict[str, Any], message: str) -> None:
+    assert message in refused("/v1/embeddings", **body)
+
+
+def test_neutral_fields_are_accepted() -> None:
+    assert post("/v1/embeddings", input="a", embed_dtype="float32", request_id=None, user="me").status_code == 200
+
+
+def test_a_body_of_many_texts_fills_a_small_part_of_the_queue() -> None:
+    engine = EmbeddingEngine()
+    texts = [[i % 50] * (i % 3 + 1) for i in range(300)]
+    got = shown(post("/v1/embeddings", engine, input=texts))
+    assert got == [pytest.approx(vector(text), abs=1e-6) for text in texts]
+    assert engine.most == vectors.AT_ONCE
+
+
+def test_a_text_that_fails_ends_the_whole_request() -> None:
+    engine = EmbeddingEngine(RequestError("deadline_exceeded", "its time was up"))
+    response = post("/v1/embeddings", engine, input=TEXTS)
+    assert (response.status_code, response.json()["error"]["code"]) == (504, "deadline_exceeded")
+
+
+def test_t9_embeddings_count_as_part_of_an_answer() -> None:
+    app = App(EmbeddingEngine(), ServerConfig(answer_memory=2000))
+    response = app.post("/v1/embeddings", {"model": "model", "input": [[i] for i in range(90)]})
+    assert response.status_code == 503, response.text
+    assert app.serving.answers.used == 0
+
+
+@pytest.mark.parametrize("path", ["/v1/rerank", "/rerank", "/v2/rerank"])
+def test_rerank(path: str) -> None:
+    query, documents = "def add(x):", [*TEXTS, "def add(x):", "import os"]
+    answer = post(path, query=query, documents=documents).json()
+    scores = {entry["index"]: entry["relevance_score"] for entry in answer["results"]}
+    assert scores == {i: pytest.approx(cosine(query, text), abs=1e-6) for i, text in enumerate(documents)}
+    order = [entry["index"] for entry in answer["results"]]
+    assert order == sorted(range(5), key=lambda i: (-scores[i], i))
+    assert order[0] == 3
+    assert order.index(4) == order.index(1) + 1, "equal documents keep their order"
+    assert all(entry["document"] == {"text": documents[entry["index"]]} for entry in answer["results"])
+    assert answer["usage"]["total_tokens"] == sum(len(TOKENIZER.encode(text)) for text in [query, *documents])
+
+
+def test_the_best_documents_alone() -> None:
+    given = {"query": "import os", "documents": [{"text": text} for text in TEXTS]}
+    (best,) = post("/v1/rerank", **given, top_n=1, return_documents=False).json()["results"]
+    assert best == {"index": 1, "relevance_score": pytest.approx(1, abs=1e-6)}
+    assert len(post("/v1/rerank", **given, top_n=0).json()["results"]) == 3
+    assert len(post("/v1/rerank", **given, top_n=9).json()["results"]) == 3
+
+
+def test_a_score_does_not_depend_on_the_other_documents() -> None:
+    alone = [post("/v1/rerank", query="import", documents=[t]).json()["results"][0]["relevance_score"] for t in TEXTS]
+    together = post("/v1/rerank", query="import", documents=TEXTS).json()["results"]
+    assert {entry["index"]: entry["relevance_score"] for entry in together} == dict(enumerate(alone))
+
+
+@pytest.mark.parametrize("path", ["/v1/score", "/score"])
+def test_score(path: str) -> None:
+    pairs = {
+        ("one", "one"): (TEXTS[0], TEXTS[1]),
+        ("one", "many"): (TEXTS[0], TEXTS),
+        ("many", "many"): (TEXTS, TEXTS[::-1]),
+    }
+    for first, second in pairs.values():
+        answer = post(path, text_1=first, text_2=second).json()
+        right = second if isinstance(second, list) else [second]
+        left = first if isinstance(first, list) else [first] * len(right)
+        want = [cosine(a, b) for a, b in zip(left, right, strict=True)]
+        assert [entry["score"] for entry in answer["data"]] == [pytest.approx(x, abs=1e-6) for x in want]
+        assert answer["object"] == "list"
+    assert "text_1 has 2 texts and text_2 3" in refused("/v1/score", text_1=TEXTS[:2], text_2=TEXTS)
+    assert "text_2: expected 1 to 2048 texts" in refused("/v1/score", text_1="a", text_2=[])
