@@ -150,12 +150,7 @@ def _template_variables(value: Any) -> dict[str, Any]:
     return value
 
 
-def _is_none(value: Any) -> bool:
-    return value is None
-
-
 TemplateVariables = Annotated[dict[str, Any], PlainValidator(_template_variables)]
-OnRequest = Field(default=None, exclude_if=_is_none)  # of a response: not there if it was not asked for
 NewTokens = Annotated[int, Field(ge=-1, lt=1 << 31)]  # -1 = until the context is full
 
 
@@ -336,7 +331,7 @@ class ChatChunkChoice(BaseModel):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
-    token_ids: list[int] | None = OnRequest
+    token_ids: list[int] | None = None
 
 
 class CompletionLogprobs(BaseModel):
@@ -352,8 +347,8 @@ class CompletionChoice(BaseModel):
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
     stop_reason: str | int | None
-    token_ids: list[int] | None = OnRequest
-    prompt_token_ids: list[int] | None = OnRequest  # with the first chunk of a choice
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None  # with the first chunk of a choice
 
 
 class _Response(BaseModel):
@@ -367,7 +362,7 @@ class ChatCompletionChunk(_Response):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
-    prompt_token_ids: list[int] | None = OnRequest  # with the first chunk
+    prompt_token_ids: list[int] | None = None  # with the first chunk
 
 
 class Completion(_Response):

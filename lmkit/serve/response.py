@@ -6,6 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from functools import cached_property
 from typing import Any, ClassVar, Generic, TypeVar
 
 from fastapi import Request, Response
@@ -129,12 +130,17 @@ class ResponseBuilder(ABC, Generic[B]):
 
     def chunk(self, chunk: ChatCompletionChunk | Completion, *, last: bool = False) -> str:
         """An event. With `include_usage` the last chunk has the usage; others have null or the usage so far."""
-        if not self.include_usage:
-            return event(chunk.model_dump_json(exclude={"usage"}))
-        assert self.body.stream_options is not None
-        if last or self.body.stream_options.continuous_usage_stats:
+        options = self.body.stream_options
+        if self.include_usage and options and (last or options.continuous_usage_stats):
             chunk.usage = self.count.usage()
-        return event(chunk.model_dump_json())
+        return event(chunk.model_dump_json(exclude=self._hidden))
+
+    @cached_property
+    def _hidden(self) -> dict[str, Any]:
+        """The fields of chunks that the body does not ask for."""
+        ids = {"token_ids": True, "prompt_token_ids": True}
+        hidden: dict[str, Any] = {} if self.include_usage else {"usage": True}
+        return hidden if self.body.return_token_ids else hidden | ids | {"choices": {"__all__": ids}}
 
     def note(self, idx: int, output: RequestOutput) -> None:
         """Count an output. Call it with each output, before the client gets it."""
