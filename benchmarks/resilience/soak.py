@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import aiohttp
 import httpx
 
 from benchmarks.resilience.case import Case
@@ -79,42 +80,38 @@ def undisturbed(url: str) -> dict[tuple[str, int], str]:
     return answers
 
 
-async def stream(client: httpx.AsyncClient, url: str, payload: dict[str, object]) -> str | None:
-    """The text of a stream. None if the stream had begun and ended with an error event."""
-    text = ""
-    async with client.stream("POST", url, json=payload) as response:
-        if response.status_code != 200:
-            await response.aread()
-            response.raise_for_status()
-        async for line in response.aiter_lines():
-            if line == "data: [DONE]":
+async def ask(http: aiohttp.ClientSession, url: str, payload: dict[str, object]) -> str | None:
+    """The answer's text. None if it is a stream that had begun and ended with an error event.
+
+    Raises ValueError for another status than 200, and for a stream that just ends.
+    """
+    async with http.post(url, json=payload) as response:
+        if response.status != 200:
+            raise ValueError(f"{response.status} {(await response.text())[:200]}")
+        if not payload["stream"]:
+            return str((await response.json())["choices"][0]["text"])
+        text = ""
+        async for line in response.content:
+            if line == b"data: [DONE]\n":
                 return text
-            if line.startswith("data: "):
-                event = json.loads(line.removeprefix("data: "))
+            if line.startswith(b"data: "):
+                event = json.loads(line.removeprefix(b"data: "))
                 if "error" in event:
                     return None
                 text += event["choices"][0]["text"] if event["choices"] else ""
-    raise httpx.RemoteProtocolError("the stream ended without an error and without [DONE]")
+    raise ValueError("the stream ended without an error and without [DONE]")
 
 
 async def client(url: str, answers: dict[tuple[str, int], str], outcome: Outcome, seed: int, end: float) -> None:
     rng = random.Random(seed)
-    url += "/v1/completions"
-    async with httpx.AsyncClient(timeout=REQUEST_SECONDS) as connection:
+    timeout = aiohttp.ClientTimeout(total=REQUEST_SECONDS)
+    async with aiohttp.ClientSession(timeout=timeout) as http:
         while time.monotonic() < end:
             prompt, length = rng.choice(PROMPTS), rng.choice(LENGTHS)
-            streamed = rng.random() < 0.5
-            payload = body(prompt, length, stream=streamed)
+            payload = body(prompt, length, stream=rng.random() < 0.5)
             try:
-                if streamed:
-                    text = await stream(connection, url, payload)
-                else:
-                    answer = await connection.post(url, json=payload)
-                    text = answer.raise_for_status().json()["choices"][0]["text"]
-            except httpx.HTTPStatusError as error:
-                outcome.lost.append(f"{error.response.status_code} {error.response.text[:200]}")
-                continue
-            except httpx.TransportError as error:
+                text = await ask(http, f"{url}/v1/completions", payload)
+            except (aiohttp.ClientError, TimeoutError, ValueError) as error:
                 outcome.lost.append(f"{type(error).__name__} {error}")
                 continue
             outcome.num_answers += text is not None
