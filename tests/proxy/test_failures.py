@@ -16,6 +16,7 @@ import pytest
 
 from lmkit.proxy.app import Proxy
 from lmkit.proxy.config import NodeConfig
+from lmkit.web import connection
 from tests.proxy.fakes import BODY, CHAT, Exchange, FakeNode, client, eventually, idle, nodes, proxy_for
 
 pytestmark = pytest.mark.anyio
@@ -285,6 +286,37 @@ async def test_client_that_leaves_cancels_the_node_at_once(when: str) -> None:
         assert b"lmkit_proxy_client_disconnects_total 3.0" in proxy.metrics.render()
         assert b"lmkit_proxy_errors_total{" not in proxy.metrics.render()
         await eventually(lambda: num_busy(proxy) == 0)
+
+
+async def test_t9_clients_that_do_not_read_give_their_places_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "WRITE_SECONDS", 0.5)
+
+    async def script(exchange: Exchange) -> None:
+        if exchange.request.target != CHAT:
+            await exchange.reply(200, {})
+            return
+        await exchange.start_events()
+        while not exchange.writer.is_closing():
+            await exchange.chunk(b"data: " + b"x" * 65536 + b"\n\n")
+
+    async with (
+        nodes(FakeNode(script=script)) as (node,),
+        proxy_for(node, max_in_flight=4) as (proxy, url),
+        client(url) as http,
+    ):
+        request = b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (CHAT.encode(), len(BODY), BODY)
+        writers = []
+        for _ in range(4):
+            _, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]), limit=1024)
+            writer.transport.pause_reading()  # type: ignore[attr-defined]
+            writer.write(request)
+            writers.append(writer)
+        await eventually(lambda: proxy.active == 4)
+        assert (await http.post("/v1/completions", content=BODY)).status_code == 503
+        await eventually(lambda: proxy.active == 0 and num_busy(proxy) == 0, seconds=10)
+        assert (await http.post("/v1/completions", content=BODY)).status_code == 200
+        for writer in writers:
+            writer.close()
 
 
 async def test_client_that_stops_reading_slows_the_node_down() -> None:
