@@ -6,6 +6,7 @@ grammar that it cannot hold is refused; nothing of a schema is left out. Here a 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
 from collections import OrderedDict
@@ -13,18 +14,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag
+from llguidance import LLMatcher, LLTokenizer, StructTag
 from llguidance.gbnf_to_lark import any_to_lark
 
 from lmkit.errors import RequestError
+from lmkit.text.grammar_process import LIMITS
+from lmkit.text.sandbox import Sandbox
 
 MAX_CHARS = 256 << 10  # of a schema, pattern or grammar
 MAX_CHOICES = 4096
 MAX_COMPILED = 64  # grammars that are kept
 # Between the parts of a JSON text. A model may write it on lines of its own, but not spaces for ever.
 WHITESPACE = r"[ \t\r\n]{0,32}"
-# Fuel for building a lexer and for one mask; a request that needs more ends alone. The texts of errors would be long.
-LIMITS = LLParserLimits(initial_lexer_fuel=1_000_000, step_lexer_fuel=200_000, verbose_errors=False)
+MAX_CHECKED = 256  # grammars that are known to be right
+CPU_SECONDS, MEMORY = 10.0, 2 << 30  # of the process that checks them
+SHARED = Sandbox("grammar_process.py", CPU_SECONDS, MEMORY)
 
 
 def json_schema(schema: Any) -> str:
@@ -144,20 +148,42 @@ class Grammars:
         """
         if not eos_token_ids:
             raise _unsupported("the model has no token that ends an answer")
+        self._parts = (tokenizer, vocab_size, list(eos_token_ids))
+        self._name = hashlib.sha256(repr(self._parts).encode()).hexdigest()
         try:
             self._tokenizer = LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(eos_token_ids))
         except ValueError:
             raise _unsupported("the model's tokenizer is of a kind that cannot follow one") from None
         self.vocab_size = vocab_size
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._checked: OrderedDict[str, None] = OrderedDict()
         self._lock = threading.Lock()
 
     def check(self, grammar: str, param: str) -> None:
-        """Raise RequestError, which names `param` and the reason, unless the grammar can be followed."""
-        matcher = self._matcher(grammar)
-        if matcher.is_error():
-            reason = " ".join(matcher.get_error().split())[:300]
+        """Raise RequestError, which names `param` and the reason, unless the grammar can be followed.
+
+        Call it before `guide`: a grammar that nobody has checked may end this process.
+        """
+        with self._lock:
+            if grammar in self._checked:
+                return
+        kind, reason = self._asked(grammar)
+        if kind == "limit":
+            reason = "compiling it takes too much time, memory or depth; make it simpler"
+        if kind != "ok":
             raise RequestError("invalid_request", f"{param}: {reason}", param)
+        with self._lock:
+            self._checked[grammar] = None
+            while len(self._checked) > MAX_CHECKED:
+                self._checked.popitem(last=False)
+
+    def _asked(self, grammar: str) -> tuple[str, str]:
+        for _ in range(3):  # another thread's grammar may end the process in between
+            kind, reason = SHARED.ask("grammar", self._name, grammar)
+            if kind != "unknown":
+                return kind, reason
+            SHARED.ask("tokenizer", self._name, *self._parts)
+        return "limit", ""
 
     def guide(self, grammar: str) -> Guide:
         """A guide at the start of an answer."""

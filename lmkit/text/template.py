@@ -2,89 +2,37 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
-import threading
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from lmkit.errors import CheckpointError, RequestError
+from lmkit.text.sandbox import Sandbox
 
 MAX_TEMPLATE_CHARS = 1 << 20
 CPU_SECONDS = 2.0  # of one rendering
 MEMORY = 512 << 20  # of the process, in bytes beyond what it has when it starts
-WALL_SECONDS = 60.0  # for a process that was stopped, or that waits for a processor
-MAX_REPLY_BYTES = 128 << 20
-BUFFER_BYTES = 1 << 18
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # A model whose template has no such switch has one way to answer, and neither value changes it.
 THINKING_SWITCHES = frozenset({"enable_thinking", "thinking"})
-_PROGRAM = Path(__file__).with_name("template_process.py")
 _GIVEN = frozenset({"messages", "add_generation_prompt", "tools", "documents", *NAMED_TOKENS})
 
 
-class TemplateProcess:
-    """The process that renders, for all templates. It is started when it is needed, and again after it was ended.
-
-    Safe to use from several threads: one asks, the others wait.
-    """
+class TemplateProcess(Sandbox):
+    """The process that renders, for all templates."""
 
     def __init__(self, cpu_seconds: float = CPU_SECONDS, memory: int = MEMORY) -> None:
-        self._limits = (str(cpu_seconds), str(memory))
-        self._lock = threading.Lock()
-        self._owner = 0  # the id of the process that started it; a fork of that must not share it
+        super().__init__("template_process.py", cpu_seconds, memory)
 
-    def ask(self, source: str, arguments: Mapping[str, Any] | None) -> tuple[str, Any]:
-        """The reply of `template_process.answer`; ("limit", "") if the process was ended over it.
+    def ask(self, source: str, arguments: Mapping[str, Any] | None) -> tuple[str, Any]:  # type: ignore[override]
+        """The reply of `template_process.answer`, or that of `Sandbox.ask`.
 
         Raises RequestError for arguments that JSON cannot hold.
         """
         try:
-            request = msgspec.json.encode((source, arguments)) + b"\n"
+            return super().ask(source, arguments)
         except (UnicodeEncodeError, TypeError):
             raise RequestError("invalid_request", "the messages are not valid Unicode text", "messages") from None
-        with self._lock:
-            if self._owner != os.getpid() or self._process.poll() is not None:
-                self._start()
-            try:
-                self._stream.write(request)
-                self._stream.flush()
-                return msgspec.json.decode(self._stream.readline(MAX_REPLY_BYTES), type=tuple[str, Any])
-            except (OSError, msgspec.DecodeError):
-                self._end()
-                return "limit", ""
-            except BaseException:  # the late reply would be taken for that to the next request
-                self._end()
-                raise
-
-    @property
-    def pid(self) -> int:
-        """The id of the process, which must have been started."""
-        return self._process.pid
-
-    def _start(self) -> None:
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", str(_PROGRAM), *self._limits],
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,  # the parent handles Ctrl-C in a terminal
-            )
-            ours.settimeout(WALL_SECONDS)
-            self._stream = ours.makefile("rwb", BUFFER_BYTES)  # keeps the socket open
-        self._owner = os.getpid()
-
-    def _end(self) -> None:
-        self._process.kill()
-        self._process.wait()
 
 
 SHARED = TemplateProcess()

@@ -1,35 +1,24 @@
-"""The process that renders chat templates: `python template_process.py CPU_SECONDS MEMORY_BYTES`, with a socket as its
-standard input. It ends when the socket's other side closes.
+"""Renders chat templates in a `Sandbox`.
 
 A template is code of a checkpoint. Jinja's sandbox keeps it from Python's internals, but not from looping for ever or
-from building a huge value. Here the kernel does: a rendering that takes more processor time or memory than allowed is
-refused, or ends this process. This file imports nothing of lmkit, so that the process starts fast.
-
-    request: [source, arguments or null]     reply: [kind, value], see `answer`     each a line of JSON
+from building a huge value. The process's limits do.
 """
 
 from __future__ import annotations
 
 import json
-import resource
-import signal
-import socket
-import sys
 from collections.abc import Mapping
 from datetime import datetime
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import jinja2
-import msgspec
 from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_RENDERED_CHARS = 16 << 20
-BUFFER_BYTES = 1 << 18
 
 
 class _TemplateRefusal(jinja2.TemplateError):
@@ -109,31 +98,3 @@ def answer(source: str, arguments: Mapping[str, Any] | None) -> tuple[str, Any]:
     except _RENDER_ERRORS:
         return "failed", ""
     return "text", "".join(parts)
-
-
-def _reply(request: bytes) -> bytes:
-    try:
-        return msgspec.json.encode(answer(*msgspec.json.decode(request)))
-    except MemoryError:
-        return msgspec.json.encode(("limit", ""))
-    except UnicodeEncodeError:  # a lone surrogate, which the template itself wrote
-        return msgspec.json.encode(("failed", ""))
-
-
-def main() -> None:
-    cpu_seconds, memory = float(sys.argv[1]), int(sys.argv[2])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
-    in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (in_use + memory, in_use + memory))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with socket.socket(fileno=sys.stdin.fileno()).makefile("rwb", BUFFER_BYTES) as stream:
-        for request in stream:
-            signal.setitimer(signal.ITIMER_PROF, cpu_seconds)  # at its end, SIGPROF ends this process
-            reply = _reply(request)
-            signal.setitimer(signal.ITIMER_PROF, 0)
-            stream.write(reply + b"\n")
-            stream.flush()
-
-
-if __name__ == "__main__":
-    main()

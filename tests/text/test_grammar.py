@@ -184,8 +184,30 @@ def test_a_guide_that_is_led_astray_allows_nothing_and_one_at_its_end_stays_ther
 def test_only_the_last_grammars_are_kept() -> None:
     mine = Tokenizer.from_pretrained(DEMO).grammars(4096)
     for number in range(grammars.MAX_COMPILED + 5):
-        mine.check(grammar_of("choice", [f"x{number}"], "field"), "field")
+        mine.guide(grammar_of("choice", [f"x{number}"], "field"))
     assert len(mine._compiled) == grammars.MAX_COMPILED
+
+
+CHAIN = "\n".join(["start: r0", *(f"r{i}: r{i + 1}" for i in range(10_000)), 'r10000: "a"'])
+REFERENCES = {"$ref": "#/$defs/0", "$defs": {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(5000)}}
+REFERENCES["$defs"]["5000"] = {"type": "null"}  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        ("grammar", CHAIN),
+        ("json_schema", REFERENCES),
+        ("json_schema", {"const": -(2**63) + 1}),
+        ("json_schema", {"type": "integer", "minimum": -(2**63) + 1, "maximum": -(2**63) + 1}),
+    ],
+    ids=["chain of rules", "chain of references", "constant", "range"],
+)
+def test_t11_a_grammar_that_ends_its_compiler_is_refused(kind: str, value: Any) -> None:
+    with pytest.raises(RequestError, match=r"field: compiling it takes too much") as error:
+        GRAMMARS.check(grammar_of(kind, value, "field"), "field")
+    assert (error.value.code, error.value.param) == ("invalid_request", "field")
+    GRAMMARS.check(grammar_of("choice", ["x"], "field"), "field")
 
 
 def test_a_tokenizer_without_an_end_follows_no_grammar() -> None:
