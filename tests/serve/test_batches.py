@@ -120,7 +120,7 @@ def test_t9_lines_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"endpoint": "/v1/embeddings/x"}, "endpoint"),
+        ({"endpoint": "/v1/images/generations"}, "endpoint"),
         ({"completion_window": "1 day"}, "completion_window"),
         ({"completion_window": "999h"}, "completion_window"),
         ({"input_file_id": "file-0"}, "file_id"),
@@ -369,12 +369,19 @@ def test_a_request_that_ends_the_engine_is_found() -> None:
         assert (found["custom_id"], found["response"]["status_code"]) == ("deadly", 503)
 
 
-def test_responses_go_through_a_batch(client: openai.OpenAI) -> None:
-    url = "/v1/responses"
-    body = {"model": "demo", "input": "Hi", "max_output_tokens": 16, "store": False}
-    batch = ended(client, send(client, [{"custom_id": "a", "method": "POST", "url": url, "body": body}], url))
+@pytest.mark.parametrize(
+    ("url", "body", "kind"),
+    [
+        ("/v1/responses", {"input": "Hi", "max_output_tokens": 16, "store": False}, "response"),
+        ("/v1/embeddings", {"input": ["Hi", "there"]}, "list"),
+    ],
+)
+def test_other_routes_go_through_a_batch(client: openai.OpenAI, url: str, body: dict[str, Any], kind: str) -> None:
+    request = {"custom_id": "a", "method": "POST", "url": url, "body": {"model": "demo", **body}}
+    batch = ended(client, send(client, [request], url))
     assert batch.status == "completed"
-    assert results(client, batch.output_file_id)["a"]["response"]["body"]["object"] == "response"
+    answer = results(client, batch.output_file_id)["a"]["response"]
+    assert (answer["status_code"], answer["body"]["object"]) == (200, kind)
 
 
 def test_t7_a_batch_is_its_client_s_alone() -> None:

@@ -11,15 +11,15 @@ import msgspec
 
 from lmkit.errors import RequestError
 from lmkit.serve.auth import Owner
-from lmkit.serve.protocol import MAX_PRIORITY
+from lmkit.serve.protocol import MAX_PRIORITY, MAX_TIMEOUT
 from lmkit.web.receive import decode_json
 
 MAX_LINES = 50_000
 MAX_ERRORS = 100  # of a file's mistakes, as many are told
 ENDED = ("failed", "completed", "expired", "cancelled")
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
-# The routes that a batch may call, and which of them have the fields priority and timeout.
-ENDPOINTS = {"/v1/chat/completions": True, "/v1/completions": True, "/v1/responses": True, "/v1/embeddings": True}
+# The routes that a batch may call. Each has the fields priority and timeout.
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 
 
 class Batch(msgspec.Struct, kw_only=True):
@@ -143,11 +143,9 @@ def check_file(path: Path, endpoint: str, max_bytes: int) -> tuple[int, list[dic
 
 def request_body(line: Line, seconds: float) -> bytes:
     """The body for the route: it runs after all other requests, and need not be done before the batch ends."""
-    body = line.body
-    if ENDPOINTS[line.url]:
-        timeout = body.get("timeout")
-        body = body | {"priority": MAX_PRIORITY, "timeout": min(seconds, 86400.0) if timeout is None else timeout}
-    return msgspec.json.encode(body)
+    asked = line.body.get("timeout")
+    timeout = min(seconds, MAX_TIMEOUT) if asked is None else asked
+    return msgspec.json.encode({**line.body, "priority": MAX_PRIORITY, "timeout": timeout})
 
 
 def result(batch_id: str, number: int, custom_id: str, response: Any, error: Any = None) -> bytes:
