@@ -22,6 +22,7 @@ from lmkit.jsonfile import read_json, to_json
 __all__ = ["CheckpointReader", "CheckpointWriter", "TensorInfo", "atomic_directory", "resolve_model_path"]
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+BASE = "model."  # before the names of all tensors but the head's
 MAX_CONFIG_BYTES = 10 << 20
 MIRRORS = {
     "gptq": "quantize_config.json"
@@ -62,6 +63,15 @@ class CheckpointReader:
                 self._files[name] = file
         if expected:
             self._check_index(expected)
+        self.is_base = "embed_tokens.weight" in self._files  # without its head, as sentence-transformers saves it
+        if self.is_base:
+            self._name_as_whole()
+
+    def _name_as_whole(self) -> None:
+        """Name the tensors of a model without its head as those of a whole one."""
+        for file in set(self._files.values()):
+            file.infos = {BASE + name: info for name, info in file.infos.items()}
+        self._files = {BASE + name: file for name, file in self._files.items()}
 
     def _check_index(self, expected: dict[str, str]) -> None:
         """Raise CheckpointError unless the index and the shards' headers name the same tensors in the same places."""

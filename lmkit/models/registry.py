@@ -14,6 +14,7 @@ from lmkit.models.spec import ModelSpec
 
 Family = Callable[[dict[str, Any]], ModelSpec]
 FAMILIES: dict[str, Family] = {}
+BASE = "Model"  # ends the architecture of a model without its head
 
 # Far above any existing model, yet so low that no product of two overflows or is allocated by mistake.
 MAX_LAYERS = 1 << 10
@@ -41,9 +42,13 @@ def load_spec(config: dict[str, Any]) -> ModelSpec:
         importlib.import_module(f"{package.__name__}.{module.name}")
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
+    if isinstance(name, str) and name.endswith(BASE):  # the same model, saved without its head
+        name = name.removesuffix(BASE) + "ForCausalLM"
     if not isinstance(name, str) or name not in FAMILIES:
-        known = ", ".join(sorted(FAMILIES))
-        raise UnsupportedError(f"config.json: architecture {name!r} is not supported; lmkit runs {known}")
+        known, shown = ", ".join(sorted(FAMILIES)), names[0] if isinstance(names, list) and names else None
+        raise UnsupportedError(f"config.json: architecture {shown!r} is not supported; lmkit runs {known}")
+    if config.get("is_causal") is False or config.get("use_bidirectional_attention"):
+        raise UnsupportedError("config.json: the model's tokens see later ones; lmkit runs causal models only")
     try:
         spec = FAMILIES[name](config)
     except KeyError as error:

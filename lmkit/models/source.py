@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from lmkit.kernels.cuda.module import tensor_device
 from lmkit.layers.linear import MergedLinear, Weights
 from lmkit.models import load_spec, roles
 from lmkit.models.decoder import Decoder, DecoderLayer
+from lmkit.models.registry import BASE
 from lmkit.models.spec import ModelSpec
 from lmkit.qtensor import QTensor, QuantScheme, quantize
 
@@ -34,7 +36,15 @@ class ModelSource:
         self.config: dict[str, Any] = self.reader.config
         self.spec: ModelSpec = load_spec(self.config).with_sinks(attention_sinks)
         self.format: WeightFormat = resolve_format(self.config)
+        self.has_head = self.spec.tie_embeddings or not self._lacks_head()
+        if not self.has_head:
+            self.spec = replace(self.spec, tie_embeddings=True)  # what computes logits has some head; nobody sees them
         self._check_names()
+
+    def _lacks_head(self) -> bool:
+        """Whether it was saved without its head on purpose."""
+        is_base = self.reader.is_base or self.spec.architecture.endswith(BASE)
+        return is_base and bool(missing_parts(self.reader, roles.LM_HEAD))
 
     def _check_names(self) -> None:
         """Check that every weight of the specification exists and that dense vectors fit, before anything is read."""

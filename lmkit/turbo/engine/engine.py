@@ -18,7 +18,7 @@ from typing import NoReturn, Self
 import msgspec
 
 from lmkit.config import EngineConfig, default_num_threads
-from lmkit.errors import EngineLostError, LMKitError
+from lmkit.errors import EngineLostError, LMKitError, RequestError
 from lmkit.kernels.cpu import threads
 from lmkit.log import get_logger
 from lmkit.models import kv_storage, packed_cache
@@ -97,6 +97,7 @@ class Engine:
         threads.configure(config.num_threads or default_num_threads())
         model = load(config, device)
         spec, memory = model.decoder.spec, model.memory
+        self._has_head = True  # for the first steps
         self._lost: str | None = None  # the reason why no step can run any more
         self._profile = Profile()
         self._overlap = config.overlap
@@ -117,6 +118,7 @@ class Engine:
             )
             self.runner = make_runner(device, parts)
             self._warm_up(limits)
+        self._has_head = model.has_head
         eos = model.tokenizer.eos_token_ids if model.tokenizer is not None else ()
         self.scheduler = Scheduler(limits, eos, tiers=self._tiers, kv_identity=model.kv_identity)
         self.info = _info(model, limits)
@@ -150,6 +152,9 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestError if it can never run or the queue is full."""
+        if request.pooling is None and not self._has_head:
+            message = "this checkpoint has no head to generate with: it gives embeddings, at /v1/embeddings"
+            raise RequestError("unsupported_parameter", message, "model")
         if request.params.grammar:
             self._guides.prepare(request.params.grammar)
         self.scheduler.add(request)

@@ -46,6 +46,7 @@ class LoadedModel:
     disk: DiskTier | None
     sampling: SamplingDefaults
     pooling: Pooling
+    has_head: bool  # otherwise it can give embeddings alone
     mapped: list[PackedFile]  # files of packed weights whose data is still to be checked
 
 
@@ -72,9 +73,12 @@ def load(model_path: str, config: EngineConfig, device: Device) -> LoadedModel:
             decoder = load_decoder(model, packed_cache=config.packed_cache, check=mapped.append)
         log.info("weights loaded in %.1f s", time.perf_counter() - start)
         log.debug("weights of %s", path)
+        has_head = model.source.has_head
     tokenizer = Tokenizer.from_pretrained(path)
     kept = has_tiers, identity, disk
-    return LoadedModel(str(path), decoder, model.storages, memory, tokenizer, *kept, sampling, pooling, mapped)
+    return LoadedModel(
+        str(path), decoder, model.storages, memory, tokenizer, *kept, sampling, pooling, has_head, mapped
+    )
 
 
 def _announce(memory: MemoryPlan, storages: list[KVStorage]) -> None:
@@ -103,7 +107,7 @@ def given(decoder: Decoder, config: EngineConfig, device: Device, storages: list
     _announce(memory, storages)
     kept = False, b"", None
     pooling = "last" if config.pooling == "auto" else config.pooling
-    return LoadedModel(spec.architecture, decoder, storages, memory, None, *kept, SamplingDefaults(), pooling, [])
+    return LoadedModel(spec.architecture, decoder, storages, memory, None, *kept, SamplingDefaults(), pooling, True, [])
 
 
 @contextmanager

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from lmkit.config import EngineConfig
-from lmkit.errors import RequestError
+from lmkit.errors import RequestError, UnsupportedError
+from lmkit.formats.hub import DEMO_FOLDER
 from lmkit.models.loader import load_model
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.request import Pooling, Request, SamplingParams, StepOutput
@@ -136,3 +140,31 @@ def test_a_gpu_gives_about_the_embeddings_of_the_cpu(tmp_path: Path, family: str
     for name, vector in got.items():
         ours, theirs = (np.frombuffer(v, np.float32) for v in (vector, want[name]))
         assert ours @ theirs / np.linalg.norm(ours) / np.linalg.norm(theirs) > 0.9999, name
+
+
+@pytest.mark.parametrize("has_prefix", [False, True])
+def test_a_checkpoint_without_a_head_gives_embeddings_alone(tmp_path: Path, has_prefix: bool) -> None:
+    """As sentence-transformers saves it: a base model, whose tensors have no prefix in newer checkpoints."""
+    model = tiny.make(tmp_path / "whole", "mistral")
+    path = tmp_path / "base"
+    model.model.save_pretrained(path)
+    assert json.loads((path / "config.json").read_text())["architectures"] == ["MistralModel"]
+    if has_prefix:
+        tensors = load_file(path / "model.safetensors")
+        save_file({f"model.{name}": x for name, x in tensors.items()}, path / "model.safetensors", {"format": "pt"})
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(DEMO_FOLDER / file, path / file)
+    engine = Engine(str(path), EngineConfig(**(SMALL | {"device": "cpu", "kv_dtype": "float32"})))
+    (out,) = run(engine, [embedding("a", TEXTS[0], "last")])["a"]
+    with torch.no_grad():
+        want = model.model(torch.tensor([TEXTS[0]])).last_hidden_state[0, -1].numpy()
+    np.testing.assert_allclose(np.frombuffer(out.embedding, np.float32), want, atol=1e-4, rtol=1e-4)
+    with pytest.raises(RequestError, match="no head to generate with"):
+        engine.add(Request(request_id="b", prompt_ids=[1], params=SamplingParams()))
+
+
+def test_a_model_whose_tokens_see_later_ones_is_refused(path: Path) -> None:
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"is_causal": False}))
+    with pytest.raises(UnsupportedError, match="causal models only"):
+        load_model(path)
