@@ -110,6 +110,14 @@ class Goodput(msgspec.Struct, frozen=True):
     requests_per_s: float
 
 
+class Price(msgspec.Struct, frozen=True):
+    """Money for a million tokens at the speed of one run, in the unit of `per_hour`. None: there were no tokens."""
+
+    per_hour: float
+    per_million_output: float | None  # if answers bear the whole price
+    per_million_total: float | None  # if tokens of prompts and answers have one price
+
+
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of one run. Rates are over `seconds`. Latencies are in ms, of completely answered requests."""
 
@@ -134,6 +142,17 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     wait_ms: Distribution | None  # from the scheduled time to the start: held back by the concurrency limit, or late
     tokens_per_burst: float | None  # mean; 1 if every token came alone
     goodput: Goodput | None
+    price: Price | None = None
+
+
+def priced(summary: Summary, per_hour: float) -> Summary:
+    """`summary` with the price of its tokens on a machine that costs `per_hour`."""
+
+    def per_million(tokens_per_s: float) -> float | None:
+        return per_hour / 3600 / tokens_per_s * 1e6 if tokens_per_s else None
+
+    price = Price(per_hour, per_million(summary.output_tokens_per_s), per_million(summary.total_tokens_per_s))
+    return msgspec.structs.replace(summary, price=price)
 
 
 def summarize(records: Sequence[RequestRecord], targets: dict[str, float] | None = None) -> Summary:

@@ -27,6 +27,10 @@ def _ratio(value: float | None) -> str:
     return "-" if value is None else f"{value:,.2f}"
 
 
+def _money(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.3g}" if value < 1000 else f"{value:,.0f}"
+
+
 def _goodput(summary: Summary) -> str:
     good = summary.goodput
     return "-" if good is None else f"{good.requests_per_s:,.2f} ({good.share:.0%})"
@@ -41,6 +45,10 @@ _FIGURES: Rows = (
     ("output tokens/s", lambda s: f"{s.output_tokens_per_s:,.0f}"),
     ("total tokens/s", lambda s: f"{s.total_tokens_per_s:,.0f}"),
     ("mean in flight", lambda s: f"{s.mean_concurrency:,.1f}"),
+)
+_PRICES: Rows = (
+    ("price of 1M output tokens", lambda s: _money(s.price.per_million_output if s.price else None)),
+    ("price of 1M tokens, prompts too", lambda s: _money(s.price.per_million_total if s.price else None)),
 )
 _LATENCIES: Rows = (
     ("TTFT", lambda s: spread(s.ttft_ms)),
@@ -66,6 +74,8 @@ def request_table(title: str, runs: Sequence[RequestRun]) -> Table:
     add(_FIGURES)
     if any(summary.goodput for summary in summaries):
         add([("good req/s", _goodput)])
+    if any(summary.price for summary in summaries):
+        add(_PRICES)
     add([("tokens/burst", lambda s: _ratio(s.tokens_per_burst))])
     table.add_section()
     table.add_row(*(Text(text, "dim") for text in ["milliseconds", *["p50 / p90 / p99"] * len(runs)]))

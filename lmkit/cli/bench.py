@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 import typer
@@ -24,10 +24,11 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from lmkit.bench.report import RequestRun
-    from lmkit.bench.schema import Benchmark
+    from lmkit.bench.schema import Benchmark, OnlineRun, ThroughputRun
     from lmkit.text import Tokenizer
     from lmkit.turbo.engine.engine import Engine
 
+R = TypeVar("R", "OnlineRun", "ThroughputRun")
 app = typer.Typer(
     help="Measure the speed of a model in this process, or behind any OpenAI-compatible server.", no_args_is_help=True
 )
@@ -49,6 +50,12 @@ Requests = Annotated[
 Goodput = Annotated[
     str | None,
     typer.Option(rich_help_panel=RESULTS, help="Also count requests within limits in ms: ttft:500,tpot:50,e2e:9000."),
+]
+Price = Annotated[
+    float | None,
+    typer.Option(
+        "--price-per-hour", rich_help_panel=RESULTS, min=0, help="Of the machine: adds the price of a million tokens."
+    ),
 ]
 
 
@@ -165,6 +172,7 @@ def throughput(
     detokenize: Annotated[bool, typer.Option(help="Turn the tokens into text, as a pipeline does.")] = True,
     warmup: Annotated[int, typer.Option(min=0, help="Conversations computed first and not measured.")] = 2,
     goodput: Goodput = None,
+    price: Price = None,
     *,
     workload: WorkloadConfig,
     output: Output,
@@ -184,6 +192,7 @@ def throughput(
     bench = ThroughputBench(loaded, tokenizer, ignore_eos=ignore_eos, detokenize=detokenize)
     with ProgressBar(quiet=False) as bar:
         runs = run_throughput(bench, conversations, limits, warmup=warmup, targets=targets, progress=bar.update)
+    runs = _priced(runs, price)
     _print_runs(f"{model}: throughput, offline", runs)
     configuration = {
         "model": model,
@@ -249,6 +258,7 @@ def online(
         str | None, typer.Option(help="Conversations at once, e.g. 1,4,16. Default: no limit.")
     ] = None,
     goodput: Goodput = None,
+    price: Price = None,
     api_key: Annotated[str | None, typer.Option(help="Default LMKIT_API_KEY.")] = None,
     extra_body: Annotated[str, typer.Option(help="JSON object of more fields for every request.")] = "{}",
     *,
@@ -269,7 +279,8 @@ def online(
     with ProgressBar(quiet=False) as bar:
         found = asyncio.run(measure(config, workload, api_key=key, targets=targets, progress=bar.update))
     title = f"{found.model} at {config.url}, {config.endpoint}"
-    _print_runs(title, found.runs)
+    runs = _priced(found.runs, price)
+    _print_runs(title, runs)
     configuration = {
         "server": config,
         "model": found.model,
@@ -277,9 +288,9 @@ def online(
         "workload": workload,
         "goodput": targets,
     }
-    output.save("online", configuration, found.runs)
+    output.save("online", configuration, runs)
     if output.plot:
-        plot.plot_requests(output.plot, title, found.runs)
+        plot.plot_requests(output.plot, title, runs)
 
 
 def _open(model: str) -> tuple[Path, Tokenizer]:
@@ -294,6 +305,15 @@ def _load(path: Path, config: EngineConfig) -> Engine:
     from lmkit.turbo.engine.engine import Engine
 
     return Engine(str(path), config)
+
+
+def _priced(runs: Sequence[R], per_hour: float | None) -> list[R]:
+    """`runs` with the price of their tokens, if the machine has one."""
+    from lmkit.bench.metrics import priced
+
+    if per_hour is None:
+        return list(runs)
+    return [msgspec.structs.replace(run, summary=priced(run.summary, per_hour)) for run in runs]
 
 
 def _print(table: Table) -> None:

@@ -26,9 +26,10 @@ def test_online(tmp_path: Path) -> None:
     with FakeServer() as server:
         options = ["--num-prompts", "3", "--input-len", "40", "--output-len", "6", "--tokenizer", "demo"]
         result = lmkit("bench", "online", server.url, *options, "--rate", "50,inf", "--concurrency", "2",
-                       "--goodput", "ttft:9000", "--json", str(file), "--requests")  # fmt: skip
+                       "--goodput", "ttft:9000", "--price-per-hour", "2",
+                       "--json", str(file), "--requests")  # fmt: skip
     assert result.returncode == 0, result.stderr
-    for text in ("50/s, 2 at once", "good req/s", "inter-token", "client: "):
+    for text in ("50/s, 2 at once", "good req/s", "1M output tokens", "inter-token", "client: "):
         assert text in result.stdout
     document = json.loads(file.read_text())
     assert (document["schema"], document["benchmark"]) == ("lmkit.bench/1", "online")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lmkit.bench.config import parse_goodput, parse_list
-from lmkit.bench.metrics import Burst, RequestRecord, distribution, summarize
+from lmkit.bench.metrics import Burst, RequestRecord, distribution, priced, summarize
 from lmkit.errors import ConfigError
 
 
@@ -131,3 +131,14 @@ def test_option_values() -> None:
             parse_list(text, int, "--concurrency")
     with pytest.raises(ConfigError, match="--rate"):
         parse_list("nan", float, "--rate")
+
+
+def test_price_of_tokens() -> None:
+    one = RequestRecord(
+        conversation=0, prompt_tokens=300, requested_tokens=100, scheduled=0.0, start=0.0, end=2.0,
+        bursts=[Burst(1.0, 60), Burst(2.0, 40)],
+    )  # fmt: skip
+    price = priced(summarize([one]), 3.6).price
+    assert price is not None
+    assert price.per_million_output == pytest.approx(3.6 / 3600 / 50 * 1e6)  # 50 tokens a second
+    assert price.per_million_total == pytest.approx(3.6 / 3600 / 200 * 1e6)
