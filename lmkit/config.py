@@ -184,6 +184,7 @@ class ServerConfig(StrictStruct, frozen=True):
     tls_key: str | None = None  # its key; None = in the same file
     served_model_name: str | None = None  # None = the checkpoint folder's name
     api_keys: tuple[str, ...] = ()  # each `KEY [name=value ...]`, see web.auth.ApiKey; empty = no authentication
+    api_key_file: str | None = None  # more of them, one a line; read again when it changes
     cors_origins: tuple[str, ...] = ()  # web pages that may read answers
     max_connections_per_address: PositiveInt | None = None  # None = as many as the server takes in all
     max_body_bytes: PositiveInt = 4 << 20

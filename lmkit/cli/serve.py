@@ -14,7 +14,7 @@ from lmkit.cli.settings import read_config, resolved
 from lmkit.config import EngineConfig, LogLevel, ServerConfig
 from lmkit.errors import ConfigError
 from lmkit.extras import needed_for
-from lmkit.web.auth import parse_key
+from lmkit.web.key_file import parse_keys, read_keys
 
 SHARED_QUOTA = 0.5  # with several tenants, so that none can evict the KV of all others, or fill the queue
 
@@ -49,7 +49,9 @@ def serve(
     api_key: Annotated[
         list[str] | None, _server("Accept this key; repeatable. Others see it here, not in LMKIT_API_KEY.")
     ] = None,
-    api_key_file: Annotated[Path | None, _server("A file with one key a line: KEY [name=value ...].")] = None,
+    api_key_file: Annotated[
+        Path | None, _server("A file with one key a line: KEY [name=value ...]. It is read again when it changes.")
+    ] = None,
     cors_origin: Annotated[
         list[str] | None, _server("Pages of this site may call the server; repeatable. None may by default.")
     ] = None,
@@ -105,10 +107,10 @@ def serve(
     if print_config:
         print(resolved(context))
         return
-    keys = _keys(api_key or [], api_key_file)
+    keys = parse_keys(api_key or []) + (read_keys(api_key_file) if api_key_file else [])
     if int(body_memory) < int(max_body):
         raise ConfigError("--body-memory must be at least --max-body, or no body of that size could ever be read")
-    if len(keys) > 1 or any(parse_key(key).role == "proxy" for key in keys):
+    if len(keys) > 1 or any(key.role == "proxy" for key in keys):
         sources = {name: context.get_parameter_source(name) for name in ("cache_quota", "queue_quota")}
         shared = {name: SHARED_QUOTA for name, source in sources.items() if source and source.name == "DEFAULT"}
         engine_config = msgspec.structs.replace(engine_config, **shared)
@@ -119,7 +121,8 @@ def serve(
         tls_cert=tls_cert,
         tls_key=tls_key,
         served_model_name=served_model_name or (Path(model).resolve().name if Path(model).is_dir() else model),
-        api_keys=keys,
+        api_keys=tuple(api_key or ()),
+        api_key_file=str(api_key_file) if api_key_file else None,
         cors_origins=tuple(cors_origin or ()),
         max_connections_per_address=max_connections_per_address,
         max_body_bytes=int(max_body),
@@ -152,8 +155,8 @@ def _run(model: str, engine_config: EngineConfig, config: ServerConfig, engine: 
     if config.grpc_port is not None:
         with needed_for("--grpc-port"):
             pass
-    if config.api_keys:
-        log.get_logger(__name__).info("every route but /health needs one of %d API keys", len(config.api_keys))
+    if config.api_keys or config.api_key_file:
+        log.get_logger(__name__).info("every route but /health needs an API key")
     path, name = resolve_model_path(model), str(config.served_model_name)
     if Path(model).is_dir():
         remember(path)
@@ -171,21 +174,3 @@ def _run(model: str, engine_config: EngineConfig, config: ServerConfig, engine: 
             print(f"serving {name} on {url}", flush=True)
 
         return serve(front_end, config, on_ready)
-
-
-def _keys(given: list[str], file: Path | None) -> tuple[str, ...]:
-    """All keys as `KEY [name=value ...]`, without blank lines. Raises ConfigError for one that cannot be used."""
-    keys = list(given)
-    if file is not None:
-        try:
-            keys += [line.strip() for line in file.read_text().splitlines() if line.strip()]
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{file}: cannot read API keys: {error}") from None
-        if not keys:
-            raise ConfigError(f"{file}: no API key in it")
-    for i, key in enumerate(keys, 1):
-        try:
-            parse_key(key)
-        except ValueError as error:
-            raise ConfigError(f"API key {i}: {error}") from None
-    return tuple(keys)

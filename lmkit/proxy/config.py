@@ -100,7 +100,10 @@ class ProxyConfig(StrictStruct, frozen=True):
         keys = set()
         for i, line in enumerate(self.api_keys, 1):
             try:
-                keys.add(parse_key(line).key)
+                key = parse_key(line)
+                if key.is_limited or key.role == "metrics":
+                    raise ValueError("a proxy has no limits per minute and no role metrics; give them to a node's keys")
+                keys.add(key.key)
             except ValueError as error:
                 raise ValueError(f"api_keys, entry {i}: {error}") from None
         if keys & set(self.admin_keys):

@@ -6,14 +6,17 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from starlette.requests import Request
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lmkit.errors import RequestError
+from lmkit.serve.rates import Meter, measure
 from lmkit.web.access_log import note_error
-from lmkit.web.auth import ApiKey, Keyring, invalid_api_key, named_client, parse_key, tenant_of
+from lmkit.web.auth import ApiKey, Keyring, invalid_api_key, named_client, tenant_of
 from lmkit.web.errors import error_response
+from lmkit.web.key_file import KeyFile, parse_keys
 
 OPEN_PATHS = frozenset({"/health"})  # for load balancers; /metrics shows traffic, so it needs a key
+METRICS_PATH = "/metrics"
 
 
 class Owner(NamedTuple):
@@ -40,31 +43,60 @@ class ApiKeys:
     It checks `scope["path"]`, as the router does, and never a URL built from the Host header.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[str], file: str | None = None) -> None:
+        """Raises ConfigError for a file or a key that cannot be used."""
         assert not isinstance(keys, str)
         self._app = app
-        known = [parse_key(line) for line in keys]
+        self._given, self._file = parse_keys(keys), KeyFile(file) if file is not None else None
+        self._meters: dict[ApiKey, Meter] = {}
+        self._take_keys()
+
+    def _take_keys(self) -> None:
+        known = self._given + (self._file.keys if self._file else [])
         self._keyring = Keyring((key.key, key) for key in known) if known else None
+        self._meters = {key: self._meters.get(key) or Meter(key) for key in known if key.is_limited}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = scope.setdefault("state", {})
         if scope["type"] != "lifespan" and scope["path"] not in OPEN_PATHS and "owner" not in state:
+            meter: Meter | None = None
             try:
                 state["key"] = key = self._key(scope)
                 state["owner"] = owner_of(key, named_client(scope["headers"]))
+                if key is not None and scope["method"] == "POST" and (meter := self._meters.get(key)):
+                    meter.request()
             except RequestError as error:
                 note_error(scope, error)
-                await error_response(error, path=scope["path"])(scope, receive, send)
+                refused = error_response(error, retry_after=meter.wait() if meter else 1, path=scope["path"])
+                await refused(scope, receive, _with_limits(send, meter) if meter else send)
                 return
+            if meter is not None:
+                measure(meter)
+                send = _with_limits(send, meter)
         await self._app(scope, receive, send)
 
     def _key(self, scope: Scope) -> ApiKey | None:
+        if self._file is not None and self._file.changed():
+            self._take_keys()
         if self._keyring is None:
             return None
         key = self._keyring.find(scope["headers"])
         if key is None:
             raise invalid_api_key()
+        if key.role == "metrics" and scope["path"] != METRICS_PATH:
+            raise RequestError("permission_denied", f"this key has the role metrics: it may only read {METRICS_PATH}")
         return key
+
+
+def _with_limits(send: Send, meter: Meter) -> Send:
+    """`send`, with the key's limits in the headers of the answer."""
+
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message.get("headers", ()), *meter.headers()]
+        await send(message)
+
+    return sending
 
 
 def owner_of(key: ApiKey | None, client: str) -> Owner:

@@ -20,6 +20,7 @@ from lmkit.serve.admission import Admission
 from lmkit.serve.collect import Backlog
 from lmkit.serve.metrics import Metrics
 from lmkit.serve.protocol import PromptTokensDetails, Usage
+from lmkit.serve.rates import spend
 from lmkit.serve.sessions import Sessions
 from lmkit.serve.text_pool import TextPool
 from lmkit.text import Tokenizer
@@ -79,6 +80,7 @@ class Serving:
         fetched. If the iteration ends early, all running requests are aborted.
         """
         with self.admission.admit(requests):
+            spend(sum(len(request.prompt_ids) for request in requests[::choices_per_prompt]))
             async with aclosing(self._run(requests, choices_per_prompt, share)) as outputs:
                 async for item in outputs:
                     yield item
@@ -120,6 +122,7 @@ class Serving:
                     if output.finish_reason in ("error", "abort"):
                         raise _failure(output)
                     tracker.output(output)
+                    spend(len(output.token_ids))
                     yield output
                     if output.finish_reason is not None:
                         return  # after a stop string, closing `steps` aborts the request in the engine

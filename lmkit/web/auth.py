@@ -23,6 +23,7 @@ from lmkit.errors import RequestError
 Headers = Iterable[tuple[bytes, bytes]]  # names in lower case, as ASGI gives them
 T = TypeVar("T")
 TENANT_HEADER = b"x-lmkit-tenant"
+PerMinute = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
 _TENANT = re.compile(rb"[0-9a-f]{32}")
 
 
@@ -30,9 +31,16 @@ class ApiKey(StrictStruct, frozen=True):
     """One key and its attributes."""
 
     key: Annotated[str, msgspec.Meta(max_length=512, pattern=r"^[\x21-\x7e]+$")]
-    role: Literal["user", "admin", "proxy"] = "user"  # admin: manages a proxy's nodes; proxy: names its clients
+    # admin: manages a proxy's nodes; proxy: names its clients; metrics: may read /metrics and nothing else
+    role: Literal["user", "admin", "proxy", "metrics"] = "user"
     weight: Annotated[float, msgspec.Meta(ge=0.01, le=100)] = 1.0  # of its share of a server beside other keys
     min_priority: Annotated[int, msgspec.Meta(ge=-1000, le=1000)] = 0  # the soonest that its requests may ask for
+    requests_per_minute: PerMinute | None = None
+    tokens_per_minute: PerMinute | None = None  # of prompts and answers together
+
+    @property
+    def is_limited(self) -> bool:
+        return self.requests_per_minute is not None or self.tokens_per_minute is not None
 
 
 def parse_key(text: str) -> ApiKey:
