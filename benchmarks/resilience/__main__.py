@@ -3,7 +3,7 @@
     python -m benchmarks.resilience [--quick] [--json FILE] [--only NAME ...]
 
 Cases start `lmkit serve` and `lmkit proxy` on the demo model, offline. --quick runs every case at a small size. The
-group `soak` takes ten minutes and runs only if it is named.
+groups `soak` and `streams` take ten minutes and three, and run only if they are named.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from benchmarks.report import machine, save
 from benchmarks.resilience.case import Setting
 from benchmarks.resilience.catalog import GROUPS
 
+LONG = ("soak", "streams")
 console = Console(width=None if sys.stdout.isatty() else 120)
 
 
@@ -30,7 +31,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the figures here")
     parser.add_argument("--only", nargs="+", choices=GROUPS, metavar="NAME", help="some groups")
     arguments = parser.parse_args()
-    names = arguments.only or [name for name in GROUPS if name != "soak"]
+    names = arguments.only or [name for name in GROUPS if name not in LONG]
     rows, start = [], time.perf_counter()
     for case in (case for name in names for case in GROUPS[name]):
         with tempfile.TemporaryDirectory(prefix="lmkit-resilience-") as scratch:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.resilience import budgets, connections, engine_faults, fairness, front_end, proxy, soak
+from benchmarks.resilience import budgets, connections, engine_faults, fairness, front_end, proxy, soak, streams
 from benchmarks.resilience.case import Case
 
 GROUPS: dict[str, tuple[Case, ...]] = {
@@ -13,4 +13,5 @@ GROUPS: dict[str, tuple[Case, ...]] = {
     "front_end": front_end.CASES,
     "proxy": proxy.CASES,
     "soak": soak.CASES,
+    "streams": streams.CASES,
 }
