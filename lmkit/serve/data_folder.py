@@ -61,10 +61,11 @@ def _locked(path: Path) -> int:
         if state.st_uid != os.geteuid() or state.st_mode & 0o077:
             raise ConfigError(f"--data-dir {path}: must be a folder that only this user may read: chmod 700 it")
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except (ConfigError, OSError) as error:
         os.close(descriptor)
-        raise ConfigError(f"--data-dir {path}: another server uses it; give each server a folder of its own") from None
-    except BaseException:
-        os.close(descriptor)
-        raise
+        if isinstance(error, ConfigError):
+            raise
+        used = "another server uses it; give each server a folder of its own"
+        reason = used if isinstance(error, BlockingIOError) else f"it cannot be locked: {error.strerror}"
+        raise ConfigError(f"--data-dir {path}: {reason}") from None
     return descriptor

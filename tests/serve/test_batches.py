@@ -305,6 +305,16 @@ def test_a_result_that_a_kill_cut_off_is_none(tmp_path: Path) -> None:
     assert path.read_bytes() == whole
 
 
+def test_a_record_that_cannot_be_read_stops_no_start(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    config = ServerConfig(data_dir=str(tmp_path))
+    (tmp_path / "batches").mkdir()
+    (tmp_path / "batches" / "batch_0.json").write_text('{"id": 5}')
+    app = App(ScriptedEngine(), config)
+    assert app.request("GET", "/v1/batches").json()["data"] == []
+    app.app.state.data.close()
+
+
 # ---- kills
 
 

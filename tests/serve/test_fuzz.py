@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 
+from lmkit.serve.batches.batch import check_file
 from tests.mutation import mutated
 from tests.serve.live import Server
 
@@ -17,6 +19,13 @@ CHAT = {"messages": [{"role": "user", "content": "Hi 日本"}], "chat_template_k
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": SAMPLING | CHAT | {"logprobs": True, "top_logprobs": 2},
     "/v1/completions": SAMPLING | {"prompt": [[5, 6, 7], [8]], "n": 2, "best_of": 2, "echo": True, "logprobs": 1},
+    "/generate": {
+        "input_ids": [[5, 6, 7], [8]],
+        "sampling_params": {"max_new_tokens": 2, "n": 2, "stop": ["x"], "no_stop_trim": True, "logit_bias": {"5": 1.5}},
+        "return_logprob": True,
+        "top_logprobs_num": 2,
+        "logprob_start_len": 0,
+    },
     "/tokenize": {"prompt": "some text", "return_token_strs": True, "add_special_tokens": False},
     "/detokenize": {"tokens": [5, 6, 7], "skip_special_tokens": True},
     "/v1/responses": {
@@ -76,3 +85,30 @@ def test_t10_mutated_bodies(server: Server, path: str) -> None:
 @pytest.mark.parametrize("path", BODIES)
 def test_t10_many_mutated_bodies(server: Server, path: str) -> None:
     answered(server, path, 2000)
+
+
+FORM = (
+    b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--b\r\n'
+    b'Content-Disposition: form-data; name="file"; filename="in.jsonl"\r\nContent-Type: text/plain\r\n\r\n'
+    b'{"a": 1}\n\r\n'
+    b'--b\r\nContent-Disposition: form-data; name="expires_after[seconds]"\r\n\r\n3600\r\n--b--\r\n'
+)
+LINE = {"method": "POST", "url": "/v1/completions", "body": {"prompt": "Hi"}}
+LINES = b"".join(json.dumps({"custom_id": name, **LINE}).encode() + b"\n" for name in ("a", "b", "c"))
+
+
+@settings(deadline=None, max_examples=40)
+@given(data=mutated(FORM))
+def test_t9_mutated_forms(server: Server, data: bytes) -> None:
+    answer = server.post("/v1/files", content=data, headers={"Content-Type": "multipart/form-data; boundary=b"})
+    assert answer.status_code == 200 or 400 <= answer.status_code < 500, answer.text
+
+
+@settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=mutated(LINES))
+def test_t9_mutated_files_of_batches(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(data)
+    total, errors = check_file(path, "/v1/completions", 1000)
+    assert 0 <= total <= 3 + len(data.splitlines())
+    assert all(error["message"] and error["line"] != 0 for error in errors)

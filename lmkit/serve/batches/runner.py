@@ -65,8 +65,12 @@ class Batches:
         self._batches: dict[str, Batch] = {}
         if data.lasts:
             for path in sorted(data.folder("batches").glob("batch_*.json")):
-                batch = msgspec.json.decode(path.read_bytes(), type=Batch)
-                self._batches[batch.id] = batch
+                try:
+                    batch = msgspec.json.decode(path.read_bytes(), type=Batch)
+                except msgspec.DecodeError as error:
+                    logger.error("%s is not read: %s", path, error)
+                else:
+                    self._batches[batch.id] = batch
         under_way = [name for b in self._open() for name in (b.results_id, b.failures_id)]
         self.files = Files(data, space, quota, clock, keep=under_way, is_used=lambda name: bool(self.user_of(name)))
         self._tasks: dict[str, asyncio.Task[None]] = {}

@@ -25,7 +25,8 @@ from lmkit.serve.rpc.translate import answer_of, body_of
 from lmkit.turbo.transport.async_engine import AsyncEngine
 from lmkit.web.tls import Certificate
 
-MAX_CALLS = 4096  # at once; one more is refused
+MAX_CALLS = 1024  # at once; one more is refused
+MAX_MESSAGE_BYTES = 1 << 20  # of a message, which is read before its call begins
 HANDSHAKE_SECONDS = 10
 STOP_SECONDS = 3.0  # for answers to reach their clients at the end
 WATCH_SECONDS = 0.5  # between looks at the health
@@ -48,7 +49,7 @@ async def serving(
     """Serve gRPC on `config.grpc_port` until the block ends. Gives the port. Raises ConfigError."""
     server = grpc.aio.server(
         options=[
-            ("grpc.max_receive_message_length", config.max_body_bytes),
+            ("grpc.max_receive_message_length", min(config.max_body_bytes, MAX_MESSAGE_BYTES)),
             ("grpc.server_handshake_timeout_ms", 1000 * HANDSHAKE_SECONDS),
             ("grpc.so_reuseport", 0),
         ],
