@@ -3,46 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import io
 import json
 import os
-import pty
 import signal
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from lmkit import Session
-from lmkit.cli.chat import Conversation, LocalModel, RemoteModel, chat, command, shown, sse_data
+from lmkit.cli.chat import chat, shown
+from lmkit.cli.chat_conversation import Conversation
+from lmkit.cli.chat_models import LocalModel, Piece, RemoteModel, sse_data
 from lmkit.errors import ConfigError, LMKitError
 from tests.cli.commands import mistake
+from tests.cli.terminal import Terminal, answer_by_words
 from tests.proxy.fakes import Exchange, FakeNode, nodes, proxy_for
 
 TALK = {"messages": [{"role": "user", "content": "hi"}]}
-
-
-def event(content: str | None) -> bytes:
-    choice = {"index": 0, "delta": {"content": content} if content is not None else {}}
-    return b"data: " + json.dumps({"choices": [choice]}, ensure_ascii=False).encode() + b"\n\n"
-
-
-async def answer_by_words(exchange: Exchange) -> None:
-    """Echo the last message, a word at a time; "wait" waits for ever, "break" breaks off."""
-    last = json.loads(exchange.request.body)["messages"][-1]["content"]
-    await exchange.start_events()
-    await exchange.chunk(b": ping\n\n" + event(""))
-    for word in last.split():
-        await exchange.chunk(event(f"<{word}>"))
-        if word == "wait":
-            await exchange.until_left()
-        if word == "break":
-            exchange.writer.close()
-            return
-    await exchange.chunk(event(None) + b'data: {"choices": [], "usage": {}}\n\ndata: [DONE]\n\n')
-    await exchange.end()
 
 
 def body(node: FakeNode, i: int = -1) -> Any:
@@ -54,6 +33,7 @@ async def run(target: str, capsys: pytest.CaptureFixture[str], **options: Any) -
     defaults: dict[str, Any] = dict.fromkeys(
         ("model", "prompt", "system", "temperature", "top_p", "max_tokens", "seed", "api_key")
     )
+    defaults["plain"] = False
     await asyncio.to_thread(chat, target, **{**defaults, **options})
     return capsys.readouterr().out
 
@@ -177,22 +157,31 @@ def test_sse_data_at_every_cut() -> None:
 class Scripted:
     """A model double: each answer is a list of pieces; an exception among them is raised there."""
 
+    name, names = "m", ["m"]
+
     def __init__(self, *answers: list[str | BaseException]) -> None:
         self.answers = list(answers)
         self.asked: list[list[str]] = []
+        self.options: dict[str, Any] = {}
+
+    def choose(self, name: str) -> None:
+        raise ConfigError(name)
+
+    def set(self, options: dict[str, Any]) -> None:
+        self.options = options
 
     def answer(self, messages: list[dict[str, Any]]) -> Any:
         self.asked.append([message["content"] for message in messages])
         for piece in self.answers.pop(0):
             if isinstance(piece, BaseException):
                 raise piece
-            yield piece
+            yield Piece(piece)
 
 
 def test_conversation_remembers_what_was_said() -> None:
     model = Scripted(["a", "b"], ["part", LMKitError("died")], ["c", KeyboardInterrupt()], [KeyboardInterrupt()], ["d"])
     talk = Conversation(model, "sys")
-    assert "".join(talk.ask("1")) == "ab"
+    assert "".join(piece.text for piece in talk.ask("1")) == "ab"
     with pytest.raises(LMKitError):
         list(talk.ask("2"))  # a failed turn is not remembered
     for turn in ("3", "4"):  # a stopped one is, if it had begun
@@ -201,20 +190,6 @@ def test_conversation_remembers_what_was_said() -> None:
     list(talk.ask("5"))
     assert model.asked[-1] == ["sys", "1", "ab", "3", "c", "5"]
     assert [message["role"] for message in talk.messages] == ["system", *["user", "assistant"] * 3]
-
-
-def test_commands() -> None:
-    talk = Conversation(Scripted(["a"]), None)
-    list(talk.ask("1"))
-    assert command(talk, "/system be kind") == "the system message is set"
-    assert talk.messages == [{"role": "system", "content": "be kind"}]
-    talk.messages.append({"role": "user", "content": "x"})
-    command(talk, "/reset")
-    assert len(talk.messages) == 1
-    assert "no system message" in command(talk, "/system")
-    assert talk.messages == []
-    assert "/exit" in command(talk, "/help")
-    assert command(talk, "/nope").startswith("/nope: not a command")
 
 
 class Part:
@@ -248,17 +223,17 @@ class Pipe:
 def test_local_model() -> None:
     pipe: Any = Pipe()
     model = LocalModel(pipe, {"max_tokens": 5, "temperature": 0.5})
-    assert list(model.answer(TALK["messages"])) == ["a", "b", "c"]
+    assert list(model.answer(TALK["messages"])) == [Piece("a"), Piece("b"), Piece("c")]
     assert pipe.asked == TALK["messages"]
     assert (pipe.config.max_new_tokens, pipe.config.temperature, pipe.config.top_p) == (5, 0.5, None)
     with pytest.raises(LMKitError, match="engine died"):
         list(model.answer([{"role": "user", "content": "fail"}]))
     before: Any = signal.getsignal(signal.SIGINT)
-    got: list[str] = []
+    got: list[Piece] = []
     pieces = model.answer([{"role": "user", "content": "interrupt"}])
     with pytest.raises(KeyboardInterrupt):
         got.extend(pieces)
-    assert got == ["a", "b"]  # the step that Ctrl-C met was carried out
+    assert [piece.text for piece in got] == ["a", "b"]  # the step that Ctrl-C met was carried out
     assert pipe.step_ended
     assert pipe.closed == 3
     assert signal.getsignal(signal.SIGINT) is before
@@ -269,31 +244,6 @@ def test_terminal_gets_no_control_characters(monkeypatch: pytest.MonkeyPatch) ->
     assert shown(text) == text  # into a pipe or file, as it is
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     assert shown(text) == "a]0;title\tb\nc31m é"
-
-
-class Terminal:
-    """A program at a pseudo-terminal."""
-
-    def __init__(self, *arguments: str) -> None:
-        program = "from lmkit.cli.chat import chat; import typer; typer.run(chat)"
-        self.pid, self.fd = pty.fork()
-        if self.pid == 0:  # pragma: no cover
-            os.execv(sys.executable, [sys.executable, "-c", program, *arguments])
-        os.set_blocking(self.fd, False)
-        self.output = b""
-
-    async def until(self, text: str) -> str:
-        """What came up to and with `text`."""
-        async with asyncio.timeout(15):
-            while text.encode() not in self.output:
-                with contextlib.suppress(BlockingIOError, OSError):
-                    self.output += os.read(self.fd, 65536)
-                await asyncio.sleep(0.01)
-        seen, _, self.output = self.output.partition(text.encode())
-        return seen.decode(errors="replace") + text
-
-    def type(self, text: str) -> None:
-        os.write(self.fd, text.encode())
 
 
 @pytest.mark.anyio
@@ -327,13 +277,9 @@ async def test_at_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
             assert [m["content"] for m in body(node)["messages"]] == [
                 "sys", "one two", "<one><two>", "now wait", "<now><wait>", "last",
             ]  # fmt: skip
-            terminal.type("\x04")
-            _, status = await asyncio.to_thread(os.waitpid, terminal.pid, 0)
-            assert os.waitstatus_to_exitcode(status) == 0
+            assert await terminal.leave() == 0
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(terminal.pid, signal.SIGKILL)
-            os.close(terminal.fd)
+            terminal.close()
 
 
 def test_remote_model_closes_its_client_when_it_cannot_start() -> None:
