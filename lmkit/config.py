@@ -198,6 +198,7 @@ class ServerConfig(StrictStruct, frozen=True):
     response_ttl: Annotated[float, msgspec.Meta(gt=0)] = 30 * 86400.0  # seconds since a response was last used
     max_file_bytes: PositiveInt = 100 << 20  # of one file that a client uploads
     file_space: PositiveInt = 4 << 30  # bytes on disk of the files of all clients
+    hooks: tuple[str, ...] = ()  # each module:object or the name of an entry point, see serve.hooks
     log_level: LogLevel = "INFO"
 
     def __post_init__(self) -> None:

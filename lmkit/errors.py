@@ -12,6 +12,7 @@ HTTP_STATUS = {
     "unknown_parameter": 400,
     "unsupported_parameter": 400,
     "context_length_exceeded": 400,
+    "content_filter": 400,  # a hook refused the request or the answer
     "invalid_api_key": 401,
     "permission_denied": 403,
     "not_found": 404,
@@ -22,6 +23,7 @@ HTTP_STATUS = {
     "rate_limit_exceeded": 429,  # this client has too much open
     "client_disconnected": 499,
     "internal_error": 500,
+    "hook_failed": 500,  # a hook of the server raised or took too long, and nothing passes without it
     "engine_error": 500,
     "bad_gateway": 502,
     "engine_unavailable": 503,

@@ -166,6 +166,7 @@ BROAD_EXCEPT_ALLOWED = {
     "turbo/transport/async_engine.py",
     "turbo/transport/engine_process.py",
     "serve/errors.py",  # the HTTP edges
+    "serve/hooks/worker.py",  # around an operator's code
     "serve/batches/runner.py",  # a batch has no request that could carry its error
     "proxy/app.py",
 }

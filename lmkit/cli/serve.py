@@ -96,6 +96,10 @@ def serve(
         str, _server("For the files of all clients in the data folder; one gets its --queue-quota.", callback=size)
     ] = "4G",
     chat_page: Annotated[bool, _server("A page for people at /.", "--chat-page/--no-chat-page")] = _SERVER.chat_page,
+    hook: Annotated[
+        list[str] | None,
+        _server("module:object that sees each request or answer, and may change or refuse it; repeatable."),
+    ] = None,
     log_level: Annotated[LogLevel, _server("How much is logged.", case_sensitive=False)] = _SERVER.log_level,
     engine: Annotated[str | None, typer.Option(hidden=True, help="module:Class of another engine.")] = None,
 ) -> None:
@@ -136,6 +140,7 @@ def serve(
         max_file_bytes=int(max_file),
         file_space=int(file_space),
         chat_page=chat_page,
+        hooks=tuple(hook or ()),
         log_level=log_level,
     )
     raise typer.Exit(_run(model, engine_config, server_config, engine))

@@ -16,6 +16,7 @@ from lmkit.serve.batches.runner import Batches
 from lmkit.serve.data_folder import DataFolder
 from lmkit.serve.embeddings import routes as embeddings
 from lmkit.serve.errors import Edge, handle_http_exception, handle_request_error
+from lmkit.serve.hooks.hooks import Hooks
 from lmkit.serve.messages import routes as messages
 from lmkit.serve.metrics import Metrics
 from lmkit.serve.responses import routes as responses
@@ -56,6 +57,7 @@ def create_app(engine: AsyncEngine, tokenizer: Tokenizer, config: ServerConfig) 
         Sessions(engine.config.session_lease),
         bodies=Budget(config.body_memory, what="bodies of requests"),
         admission=Admission(engine.config),
+        hooks=Hooks.load(config.hooks),
         answers=Budget(config.answer_memory, what="answers", each=config.answer_memory // ANSWER_PARTS),
     )
     app.state.batches = Batches(

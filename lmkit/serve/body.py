@@ -26,5 +26,5 @@ async def read_json(request: Request, model: type[M], translate: Callable[[Any],
     server = serving(request)
     share = request.state.held.enter_context(server.bodies.share())
     raw = await read_body(request.scope, request.receive, server.config.max_body_bytes, BODY_SECONDS, share)
-    data = decode_json(raw)
+    data = await server.hooks.before(request.scope["path"], decode_json(raw))
     return validate(data if translate is None else translate(data), model)

@@ -43,7 +43,7 @@ class Backlog:
     def put(self, idx: int, output: RequestOutput) -> None:
         """Raises RequestError if the share is refused."""
         before = self._waiting.get(idx)
-        self._waiting[idx] = output if before is None else _joined(before, output)
+        self._waiting[idx] = output if before is None else joined(before, output)
         self._changed.set()
         self._share.add(num_bytes(output))
 
@@ -77,7 +77,7 @@ class Backlog:
             await self._changed.wait()
 
 
-def _joined(first: RequestOutput, second: RequestOutput) -> RequestOutput:
+def joined(first: RequestOutput, second: RequestOutput) -> RequestOutput:
     """Two outputs that follow each other as one. The lists of the first become its own."""
     first.token_ids.extend(second.token_ids)
     first.logprobs.extend(second.logprobs)

@@ -7,7 +7,7 @@ engine starts.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 from fastapi import FastAPI
 
@@ -44,12 +44,12 @@ def http_server(
 async def _beside(
     app: FastAPI, engine: AsyncEngine, config: ServerConfig, tls: Certificate | None
 ) -> AsyncGenerator[None]:
-    """What runs beside the HTTP server: batches, and gRPC."""
+    """What runs beside the HTTP server: batches, hooks and gRPC."""
     app.state.batches.start()
-    if config.grpc_port is None:
-        yield
-        return
-    from lmkit.serve.rpc.server import serving
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(app.state.serving.hooks.close)
+        if config.grpc_port is not None:
+            from lmkit.serve.rpc.server import serving
 
-    async with serving(app, engine, config, tls):
+            await stack.enter_async_context(serving(app, engine, config, tls))
         yield

@@ -18,6 +18,7 @@ from lmkit.config import ServerConfig
 from lmkit.errors import RequestError
 from lmkit.serve.admission import Admission
 from lmkit.serve.collect import Backlog
+from lmkit.serve.hooks.hooks import Hooks
 from lmkit.serve.metrics import Metrics
 from lmkit.serve.protocol import PromptTokensDetails, Usage
 from lmkit.serve.rates import spend
@@ -44,6 +45,7 @@ class Serving:
     bodies: Budget
     answers: Budget
     admission: Admission
+    hooks: Hooks
     texts: TextPool = field(default_factory=TextPool)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -81,9 +83,11 @@ class Serving:
         """
         with self.admission.admit(requests):
             spend(sum(len(request.prompt_ids) for request in requests[::choices_per_prompt]))
-            async with aclosing(self._run(requests, choices_per_prompt, share)) as outputs:
-                async for item in outputs:
-                    yield item
+            async with aclosing(self._run(requests, choices_per_prompt, share)) as found:
+                outputs = self.hooks.after(found, share) if self.hooks.sees_answers else found
+                async with aclosing(outputs):
+                    async for item in outputs:
+                        yield item
 
     async def _run(
         self, requests: Sequence[Request], choices_per_prompt: int, share: Share
