@@ -395,10 +395,11 @@ def test_other_routes_go_through_a_batch(client: openai.OpenAI, url: str, body: 
 
 
 def test_t7_a_batch_is_its_client_s_alone() -> None:
-    with Server("--api-key", "one", "--api-key", "two") as server:
+    with Server("--api-key", "one tokens_per_minute=100", "--api-key", "two") as server:
         one, two = connect(server, "one"), connect(server, "two")
-        batch = ended(one, send(one, [line("a")]))
-        assert batch.request_counts.completed == 1  # it runs without the key
+        batch = ended(one, send(one, [line(name, max_tokens=90) for name in "abc"]))
+        assert batch.request_counts.completed == 3  # it runs without the key, and beside its limits
+        assert one.completions.create(model="demo", prompt="Hi", max_tokens=1).usage
         assert list(two.batches.list()) == []
         for call in (two.batches.retrieve, two.batches.cancel):
             with pytest.raises(openai.NotFoundError):

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
+from contextvars import Context
 from typing import Any, TypeVar, cast
 from uuid import uuid4
 
@@ -149,7 +150,7 @@ class Batches:
     # ---- one batch
 
     def _run(self, batch: Batch) -> None:
-        task = asyncio.create_task(self._lead(batch))
+        task = asyncio.create_task(self._lead(batch), context=Context())  # not that of the request which made it
         self._tasks[batch.id] = task
         task.add_done_callback(lambda _: self._tasks.pop(batch.id, None))
 
