@@ -1,4 +1,4 @@
-"""POST /tokenize, /detokenize and /v1/encode: the model's tokenizer and chat template."""
+"""POST /tokenize, /detokenize and /v1/encode, GET /tokenizer_info: the model's tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -81,6 +81,23 @@ def _encoded(text: str, body: EncodeRequest, tokenizer: Tokenizer) -> list[int]:
         return tokenizer.encode(text, body.add_bos)
     rendered = chat_text([ChatMessage(role="user", content=text)], tokenizer, add_generation_prompt=True)
     return tokenizer.encode(rendered, add_special_tokens=False)
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(request: Request) -> Response:
+    """vLLM's: what evaluation harnesses need to use the tokenizer from afar, by transformers' names."""
+    server = serving(request)
+    tokenizer, template = server.tokenizer, server.tokenizer.chat_template
+    fields = {
+        "tokenizer_class": "PreTrainedTokenizerFast",  # what transformers makes of a tokenizer.json
+        "vocab_size": tokenizer.vocab_size,
+        "model_max_length": server.info.max_model_len,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_ids": tokenizer.eos_token_ids,
+        **tokenizer.named_tokens,
+        "chat_template": None if template is None else template.source,
+    }
+    return Response(msgspec.json.encode(fields), media_type="application/json")
 
 
 async def _json(request: Request, num_chars: int, answer: Callable[[], dict[str, Any]]) -> Response:

@@ -47,12 +47,12 @@ class ChatTemplate:
         """Raises CheckpointError if `source` is too long. Its errors show when it is first used; see `parameters`."""
         if len(source) > MAX_TEMPLATE_CHARS:
             raise CheckpointError(f"chat template: {len(source)} characters, limit {MAX_TEMPLATE_CHARS}")
-        self._source, self._named, self._process = source, dict(named_tokens or {}), process
+        self.source, self._named, self._process = source, dict(named_tokens or {}), process
 
     @cached_property
     def parameters(self) -> frozenset[str]:
         """The variables that a request may set. Raises CheckpointError if the template does not compile."""
-        kind, value = self._process.ask(self._source, None)
+        kind, value = self._process.ask(self.source, None)
         if kind != "variables":
             raise CheckpointError(f"chat template: does not compile: {value or 'it needs too much time or memory'}")
         return frozenset(value) - _GIVEN
@@ -70,7 +70,7 @@ class ChatTemplate:
         """
         variables = self._known(variables) if variables else {}
         given = {"messages": messages, "add_generation_prompt": add_generation_prompt}
-        kind, value = self._process.ask(self._source, self._named | variables | given)
+        kind, value = self._process.ask(self.source, self._named | variables | given)
         if kind != "text":
             raise RequestError("invalid_request", _REFUSALS[kind].format(value), "messages")
         return str(value)

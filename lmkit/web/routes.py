@@ -24,7 +24,7 @@ _OTHERS = frozenset({
     "/is_sleeping", "/kv_cache_events", "/load", "/load_lora_adapter", "/model_info", "/pause", "/pause_generation",
     "/perf_metrics", "/ping", "/pooling", "/ready", "/readyz", "/release_memory_occupation",
     "/reset_prefix_cache", "/resume", "/resume_memory_occupation", "/server_info", "/sleep",
-    "/start_profile", "/stop_profile", "/terminate", "/tokenizer_info", "/update_weights",
+    "/start_profile", "/stop_profile", "/terminate", "/update_weights",
     "/update_weights_from_disk", "/update_weights_from_distributed", "/update_weights_from_tensor", "/version",
     "/wake_up", "/wakeup", "/chat_tokenize", "/info", "/prometheus", "/apply-template", "/completion", "/embedding",
     "/embeddings", "/infill", "/lora-adapters", "/props", "/reranking", "/slots", "/api", "/docs", "/redoc",

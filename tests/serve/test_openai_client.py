@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+import transformers
 
 from lmkit.text import Tokenizer
 from tests.serve.fake_engine import DEMO, PHRASE
@@ -258,6 +260,16 @@ def test_many_at_once(server: Server) -> None:
             assert [answer.choices[0].text for answer in answers] == [text(5, i) for i in range(100)]
 
     asyncio.run(main())
+
+
+def test_the_tokenizer_tells_what_transformers_would(server: Server, demo_model: Path) -> None:
+    theirs = transformers.AutoTokenizer.from_pretrained(demo_model)
+    info = server.get("/tokenizer_info").json()
+    assert info["tokenizer_class"] == "PreTrainedTokenizerFast"
+    for name in ("bos_token", "eos_token", "pad_token", "chat_template"):
+        assert info.get(name) == getattr(theirs, name), name
+    assert (info["vocab_size"], info["model_max_length"]) == (len(theirs), 4096)
+    assert theirs.eos_token_id in info["eos_token_ids"]
 
 
 def test_tokenize_and_detokenize(server: Server) -> None:
