@@ -44,6 +44,9 @@ def proxy(
     cors_origin: Annotated[
         list[str] | None, typer.Option(help="Pages of this site may call the proxy; may be repeated.")
     ] = None,
+    chat_page: Annotated[
+        bool | None, typer.Option("--chat-page/--no-chat-page", help="A page for people at /; default on.")
+    ] = None,
     node: Annotated[list[str] | None, typer.Option(help="URL of a node, http://HOST:PORT; may be repeated.")] = None,
     policy: Annotated[PolicyName | None, typer.Option(help="How a node is chosen; default least_in_flight.")] = None,
     state_file: Annotated[
@@ -70,7 +73,7 @@ def proxy(
 
     nodes = [parse({"url": url}, NodeConfig, "--node") for url in node or ()]
     options: dict[str, Any] = {"tls_cert": tls_cert, "tls_key": tls_key, "policy": policy, "state_file": state_file}
-    options |= {"cors_origins": tuple(cors_origin) if cors_origin else None}
+    options |= {"cors_origins": tuple(cors_origin) if cors_origin else None, "chat_page": chat_page}
     resolved = load_config(config, nodes=nodes, host=host, port=port, **options)
     log.setup(resolved.log_level)
     own = None

@@ -68,6 +68,7 @@ class ProxyConfig(StrictStruct, frozen=True):
     api_keys: tuple[str, ...] = ()  # each `KEY [name=value ...]`, see web.auth.ApiKey; empty = no authentication
     admin_keys: tuple[Key, ...] = ()  # for /admin; empty = one that `lmkit proxy` makes and this user's commands find
     cors_origins: tuple[str, ...] = ()  # web pages that may read answers
+    chat_page: bool = True  # a page for people at /
     state_file: str | None = None  # remembers nodes added and removed at run time
     forwarded_routes: tuple[RoutePath, ...] = ROUTES  # other POST requests get 404
     max_body_bytes: PositiveInt = 16 << 20

@@ -12,6 +12,7 @@ from lmkit.proxy.app import Proxy
 from lmkit.proxy.auth import is_loopback
 from lmkit.proxy.config import ProxyConfig
 from lmkit.web.access_log import AccessLog
+from lmkit.web.chat_page import ChatPage
 from lmkit.web.cors import with_cors
 from lmkit.web.listen import bind, listen, on_signals, url
 from lmkit.web.server import HttpServer
@@ -51,8 +52,9 @@ def http_server(
 ) -> HttpServer:
     """A server for one proxy, to be given a listening socket. A forwarded response keeps its node's own Date."""
     flush_seconds = math.ceil(config.drain_seconds) + _BREAK_OFF_SECONDS
+    app = ChatPage(proxy) if config.chat_page else proxy
     return HttpServer(
-        AccessLog(with_cors(proxy, config.cors_origins)),
+        AccessLog(with_cors(app, config.cors_origins)),
         on_ready,
         flush_seconds=flush_seconds,
         tls=tls,

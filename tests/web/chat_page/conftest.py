@@ -11,6 +11,11 @@ import pytest
 from tests.web.chat_page.scripted import Scripted, serving
 
 
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     """Closed with the module: while it is open, no event loop can be started beside Playwright's."""

@@ -12,6 +12,7 @@ import pytest
 from lmkit.config import ServerConfig
 from lmkit.web.chat_page import FOLDER
 from tests.cli.commands import mistake
+from tests.proxy.fakes import FakeNode, nodes, proxy_for
 from tests.serve.in_process import App, StubEngine
 
 BROWSER = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
@@ -67,6 +68,23 @@ def test_it_can_be_switched_off() -> None:
     assert "GET /health" in get("/", chat_page=False).json()["routes"]
     assert get("/page/main.js", chat_page=False).status_code == 404
     assert "use --no-chat-page" in mistake("serve", "demo", "--no-webui")
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("on", [True, False])
+async def test_the_proxy_has_it_too(on: bool) -> None:
+    async with (
+        nodes(FakeNode()) as (node,),
+        proxy_for(node, api_keys=("secret",), chat_page=on) as (_, url),
+        httpx.AsyncClient(base_url=url) as client,
+    ):
+        page = await client.get("/", headers=BROWSER)
+        assert page.status_code == (200 if on else 401)
+        assert ("Content-Security-Policy" in page.headers) is on
+        assert (await client.get("/page/main.js")).status_code == (200 if on else 401)
+        assert (await client.get("/", headers={"accept": "*/*"})).status_code == 401
+        listed = await client.get("/", headers={"authorization": "Bearer secret"})
+        assert "GET /health" in listed.json()["routes"]
 
 
 def test_no_file_makes_markup_of_text_or_names_another_site() -> None:
