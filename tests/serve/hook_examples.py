@@ -45,7 +45,7 @@ class Changes:
 
 
 class Fails:
-    timeout = 1.0
+    timeout = 2.0
     processes = 1
 
     def before(self, call: dict[str, Any]) -> Any:
