@@ -21,6 +21,7 @@ Id = Annotated[str, Field(max_length=256)]
 class CacheControl(Nullable):
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
+    scope: Annotated[str, Field(max_length=64)] | None = None  # who else may use it: tenants stay apart in any case
 
 
 class _Block(Nullable):
