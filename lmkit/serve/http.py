@@ -13,6 +13,8 @@ from fastapi import FastAPI
 
 from lmkit.config import ServerConfig
 from lmkit.serve.app import create_app
+from lmkit.serve.load_log import load_logged
+from lmkit.serve.serving import model_name
 from lmkit.text import Tokenizer
 from lmkit.turbo.transport.async_engine import AsyncEngine
 from lmkit.web.server import HttpServer
@@ -44,10 +46,11 @@ def http_server(
 async def _beside(
     app: FastAPI, engine: AsyncEngine, config: ServerConfig, tls: Certificate | None
 ) -> AsyncGenerator[None]:
-    """What runs beside the HTTP server: batches, hooks and gRPC."""
+    """What runs beside the HTTP server: batches, hooks, lines about the load, and gRPC."""
     app.state.batches.start()
     async with AsyncExitStack() as stack:
         stack.push_async_callback(app.state.serving.hooks.close)
+        await stack.enter_async_context(load_logged({model_name(engine, config): engine.stats}))
         if config.grpc_port is not None:
             from lmkit.serve.rpc.server import serving
 

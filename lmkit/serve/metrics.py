@@ -1,6 +1,6 @@
 """/metrics: Prometheus text from a registry of its own. Labels are the model's name and closed lists of values.
 
-The metrics by which third-party routers balance load also have vLLM's names.
+The metrics that routers and dashboards for vLLM read have vLLM's names, too.
 """
 
 from __future__ import annotations
@@ -17,12 +17,24 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from lmkit.errors import RequestError
+from lmkit.serve.vllm_names import VllmNames
 from lmkit.turbo.transport.async_engine import AsyncEngine
 from lmkit.turbo.transport.output import RequestOutput
 
 REASONS = ("stop", "length", "error", "timeout", "abort")
 MAX_RETRY_SECONDS = 60  # also the period over which the queue's pace is measured
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0, 300.0)
+_LENGTHS = tuple(float(digit * 10**zeros) for zeros in range(6) for digit in (1, 2, 5))
+HISTOGRAMS = {  # of requests that ended with stop or length, but for the first two
+    "time_to_first_token_seconds": ("From a request's arrival to its first token", _SECONDS),
+    "inter_token_latency_seconds": ("Between two tokens of a request", _SECONDS),
+    "e2e_request_latency_seconds": ("From a request's arrival to its last token", _SECONDS),
+    "request_queue_time_seconds": ("In the engine's queue", _SECONDS),
+    "request_prefill_time_seconds": ("From the end of its waiting to its first token", _SECONDS),
+    "request_decode_time_seconds": ("From its first token to its last", _SECONDS),
+    "request_prompt_tokens": ("Tokens of a prompt", _LENGTHS),
+    "request_generation_tokens": ("Tokens of an answer", _LENGTHS),
+}
 
 router = APIRouter()
 
@@ -40,25 +52,24 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.registry.register(_EngineCollector(engine, model_name))
         labels = ("model_name",)
-
-        def histogram(name: str, text: str) -> Histogram:
-            return Histogram(name, text, labels, buckets=_SECONDS, registry=self.registry).labels(model_name)
-
-        self.first_token = histogram("lmkit:time_to_first_token_seconds", "From a request's arrival to its first token")
-        self.between_tokens = histogram("lmkit:inter_token_latency_seconds", "Between two tokens of a request")
-        self.whole = histogram("lmkit:e2e_request_latency_seconds", "From a request's arrival to its last token")
-        self.prompt_tokens = Counter(
+        histograms = {
+            name: Histogram(f"lmkit:{name}", text, labels, buckets=buckets, registry=self.registry)
+            for name, (text, buckets) in HISTOGRAMS.items()
+        }
+        self.histograms = {name: histogram.labels(model_name) for name, histogram in histograms.items()}
+        prompt_tokens = Counter(
             "lmkit:prompt_tokens", "Prompt tokens of requests that began to answer", labels, registry=self.registry
-        ).labels(model_name)
-        self.generation_tokens = Counter(
-            "lmkit:generation_tokens", "Tokens generated", labels, registry=self.registry
-        ).labels(model_name)
+        )
+        generation_tokens = Counter("lmkit:generation_tokens", "Tokens generated", labels, registry=self.registry)
+        self.prompt_tokens = prompt_tokens.labels(model_name)
+        self.generation_tokens = generation_tokens.labels(model_name)
         self.ended = Counter(
             "lmkit:requests",
             "Requests that ended: stop, length, error, timeout (their own), or abort (the client left)",
             (*labels, "finish_reason"),
             registry=self.registry,
         )
+        self.registry.register(VllmNames([*histograms.values(), prompt_tokens, generation_tokens, self.ended]))
         self.model_name = model_name
         self._engine = engine
         self._finished: deque[float] = deque(maxlen=256)  # times at which the last requests finished
@@ -91,30 +102,52 @@ class Metrics:
         finally:
             self.ended.labels(self.model_name, tracker.reason).inc()
             if tracker.reason in ("stop", "length"):
-                now = time.monotonic()
-                self.whole.observe(now - tracker.start)
-                self._finished.append(now)
+                self._finished.append(tracker.end())
 
 
 class _Tracker:
+    """One request's times. `prefill` ends with its first token, `decode` with its last."""
+
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        self.start = self._last = time.monotonic()
+        self._start = self._last = self._first = time.monotonic()
         self.reason = "abort"  # unless something else ends it
-        self._num_tokens = 0
+        self._num_tokens = self._num_prompt_tokens = 0
+        self._queued = 0.0
 
     def output(self, output: RequestOutput) -> None:
-        now = time.monotonic()
+        now, histograms = time.monotonic(), self._metrics.histograms
         new = output.num_output_tokens - self._num_tokens
         if new and not self._num_tokens:
-            self._metrics.first_token.observe(now - self.start)
+            histograms["time_to_first_token_seconds"].observe(now - self._start)
             self._metrics.prompt_tokens.inc(output.num_prompt_tokens)
+            self._first, self._queued = now, output.queue_seconds
         elif new:
-            self._metrics.between_tokens.observe((now - self._last) / new)
+            histograms["inter_token_latency_seconds"].observe((now - self._last) / new)
         self._metrics.generation_tokens.inc(new)
         self._num_tokens, self._last = output.num_output_tokens, now
+        self._num_prompt_tokens = output.num_prompt_tokens
         if output.finish_reason is not None:
             self.reason = output.finish_reason
+
+    def end(self) -> float:
+        """Observe a request that has ended well. Returns the time."""
+        now = time.monotonic()
+        whole, first = now - self._start, self._first - self._start
+        values = {
+            "e2e_request_latency_seconds": whole,
+            "request_prompt_tokens": self._num_prompt_tokens,
+            "request_generation_tokens": self._num_tokens,
+        }
+        if self._num_tokens:
+            values |= {
+                "request_queue_time_seconds": self._queued,
+                "request_prefill_time_seconds": max(0.0, first - self._queued),
+                "request_decode_time_seconds": whole - first,
+            }
+        for name, value in values.items():
+            self._metrics.histograms[name].observe(value)
+        return now
 
 
 class _EngineCollector(Collector):

@@ -151,6 +151,7 @@ class StepOutput(msgspec.Struct, frozen=True, kw_only=True):
     embedding: bytes = b""  # on request, with the last output: float32 [hidden], not normalized
     stop_token: int | None = None  # the eos or stop id of token_ids that ended the request, if one did
     cached_tokens: int = 0  # with the first output: prompt tokens whose KV was found and not computed
+    queue_seconds: float = 0.0  # with the first output: that the request waited until it was admitted
     error: str | None = None  # with finish_reason "error"
     error_code: str = "engine_error"  # the code of `error`, one of errors.HTTP_STATUS
 

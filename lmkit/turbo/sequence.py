@@ -53,6 +53,8 @@ class Sequence:
     has_entered: bool = False  # the runner knows it
     overtaken: int = 0  # how often a later sequence was admitted before it
     cached_tokens: int | None = None  # prompt tokens found in the cache when it was first admitted
+    arrived: float = 0.0  # on the scheduler's clock
+    queue_seconds: float | None = None  # that it waited until it was first admitted
     tables: list[BlockTable] = field(default_factory=list)  # of each class of layers; written by KVManager only
     keys: list[bytes] = field(default_factory=list)  # keys of its full blocks in the tiers
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # gathered so far, from prompt token 1 on

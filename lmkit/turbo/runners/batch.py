@@ -32,8 +32,7 @@ class StepRows:
 
     sample_rows: list[range]  # among the step's logit rows: the rows of the positions that are sampled
     prompt_rows: list[range]  # among the step's tokens: the tokens that score the next prompt token, on request
-    pooled_rows: list[range]  # among the rows of hidden states: those that are wanted for an embedding
-    needs_all: bool  # hidden states of all the step's tokens are computed, otherwise of the logit rows alone
+    pooled_rows: list[range]  # among the step's tokens: the tokens whose hidden states are wanted, on request
 
     @property
     def wants_hidden(self) -> bool:
@@ -225,10 +224,7 @@ class PersistentBatch:
             logit_rows += range(end - chunk.num_sampled, end)
             num_pooled = {"mean": chunk.num_tokens, "last": chunk.num_sampled, None: 0}[self.pooling.get(chunk.slot)]
             pooled_rows.append(range(end - num_pooled, end))
-        needs_all = any(prompt_rows) or any(self.pooling.get(chunk.slot) == "mean" for chunk in chunks)
-        if not needs_all:
-            pooled_rows = [ends if span else span for span, ends in zip(pooled_rows, sample_rows, strict=True)]
-        return StepRows(sample_rows, prompt_rows, pooled_rows, needs_all), logit_rows
+        return StepRows(sample_rows, prompt_rows, pooled_rows), logit_rows
 
     def prompt_targets(self, chunk: Chunk, count: int) -> list[int]:
         """The tokens that the chunk's scored rows predict."""

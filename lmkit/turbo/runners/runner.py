@@ -154,7 +154,7 @@ class PlanRunner:
         The logits come last: if they need every row, the head overwrites the residual stream. Embeddings come first,
         because the scores overwrite it, too.
         """
-        delta, residual = self.decoder.hidden(inputs, self.kv, logits_only=not rows.needs_all)
+        delta, residual = self.decoder.hidden(inputs, self.kv)
         shown = []
         for chunk, scored, pooled in zip(chunks, rows.prompt_rows, rows.pooled_rows, strict=True):
             embedding = self._embed(chunk, pooled, delta, residual) if pooled else b""
@@ -163,7 +163,7 @@ class PlanRunner:
 
     @np.errstate(over="ignore", invalid="ignore")  # the result is checked
     def _embed(self, chunk: Chunk, span: range, delta: Tensor, residual: Tensor | None) -> bytes:
-        """Take in the hidden states of the rows `span`. Returns the embedding if the chunk ends its text.
+        """Take in the hidden states of the step's tokens `span`. Returns the embedding if the chunk ends its text.
 
         The sum adds one token after the other, so it does not depend on the chunks.
         """

@@ -251,6 +251,8 @@ class Planner:
             seq.cached_tokens = None if keys else seq.num_computed  # known only when a load has ended
             self.prefix_tokens += seq.num_prompt_tokens
             self.prefix_hits += seq.num_computed
+        if seq.queue_seconds is None:
+            seq.queue_seconds = step.now - seq.arrived
         self.waiting.remove(seq)
         self.slots.occupy(seq, Status.LOADING if keys else Status.RUNNING)
         if step.under_way is not None:

@@ -104,6 +104,7 @@ class Scheduler:
         seq = Sequence(
             request,
             arrival=self._arrivals,
+            arrived=now,
             priority_key=now + request.priority * self.limits.priority_seconds,
             deadline=math.inf if timeout is None else now + timeout,
             token_ids=array("i", request.prompt_ids),
@@ -247,8 +248,9 @@ class Scheduler:
         first = not seq.num_outputs
         self._prompt_tokens += seq.num_prompt_tokens if first else 0
         cached = (seq.cached_tokens or 0) if first else 0
+        queued = (seq.queue_seconds or 0.0) if first else 0.0
         if seq.num_tokens == seq.max_tokens:  # the request asked for no new tokens
-            shown = {"prompt_logprobs": seq.prompt_logprobs, "embedding": embedding}
+            shown = {"prompt_logprobs": seq.prompt_logprobs, "embedding": embedding, "queue_seconds": queued}
             self._finish(seq, "length", cached_tokens=cached, **shown)
             return
         reason, new = None, [token.token_id for token in tokens]
@@ -274,6 +276,7 @@ class Scheduler:
             prompt_logprobs=seq.prompt_logprobs if first else [],
             stop_token=new[-1] if reason == "stop" else None,
             cached_tokens=cached,
+            queue_seconds=queued,
         )
         if reason is None:
             self._outputs.append(output)

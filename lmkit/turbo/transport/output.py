@@ -39,6 +39,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     num_prompt_tokens: int
     num_cached_tokens: int = 0  # prompt tokens found in the cache, known from the first output on
     num_output_tokens: int  # so far
+    queue_seconds: float = 0.0  # with the first output: that the request waited in the engine's queue
     abort_engine: bool = False  # a stop string ended it here: the engine must be told to abort it
     error: str | None = None
     error_code: str = "engine_error"  # the code of `error`
@@ -123,6 +124,7 @@ class OutputProcessor:
             num_cached_tokens=self._num_cached,
             num_output_tokens=self._num_tokens,
             abort_engine=abort_engine,
+            queue_seconds=step.queue_seconds,
             error=step.error,
             error_code=step.error_code,
         )

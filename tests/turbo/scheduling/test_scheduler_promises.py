@@ -354,3 +354,16 @@ def test_requests_of_the_queue_keep_their_order_by_rank() -> None:
         engine.step()
         started(engine, order)
     assert order == [name for _, _, name in sorted(wanted)]
+
+
+def test_the_first_output_tells_how_long_its_request_waited() -> None:
+    clock = Clock()
+    engine = FakeEngine(limits(max_batch_size=1), clock=clock)
+    clock.now = 5.0
+    engine.add(request("a", 3, max_tokens=4), request("b", 3, max_tokens=3))
+    while engine.scheduler.has_work():
+        engine.step()
+        clock.now += 1.0
+    waited = {name: [output.queue_seconds for output in outputs] for name, outputs in engine.outputs.items()}
+    assert waited["a"] == [0, 0, 0, 0]
+    assert waited["b"] == [4, 0, 0]
