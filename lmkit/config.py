@@ -193,6 +193,8 @@ class ServerConfig(StrictStruct, frozen=True):
     drain_seconds: Annotated[float, msgspec.Meta(ge=0)] = 30.0  # how long requests may finish after SIGTERM
     step_timeout: Annotated[float, msgspec.Meta(ge=1)] | None = None  # None = by what a step costs at worst
     chat_page: bool = True  # a page for people at /
+    keep_alive: PositiveFloat | None = None  # seconds without a request after which a model sleeps; None = no limit
+    memory_budget: PositiveInt | None = None  # bytes for all engines; None = for several models, what is free
     data_dir: str | None = None  # what it keeps for clients, see serve.data_folder; None = a temporary folder
     response_store: Annotated[int, msgspec.Meta(ge=0)] = 256 << 20  # bytes of stored responses; 0 = none
     response_ttl: Annotated[float, msgspec.Meta(gt=0)] = 30 * 86400.0  # seconds since a response was last used

@@ -50,7 +50,7 @@ HELP = {
         "overlap": "Prepare the next step while one runs.",
     },
 }
-_SIZES = {"kv_memory": None, "kv_host_memory": None, "kv_disk_memory": "16G"}  # options written as 2G, with defaults
+SIZES = {"kv_memory": None, "kv_host_memory": None, "kv_disk_memory": "16G"}  # options written as 2G, with defaults
 
 
 def engine_options(**given: Any) -> EngineConfig:
@@ -86,8 +86,8 @@ def checked(config: type[StrictStruct], name: str) -> Callable[[typer.Context, t
 def _parameter(name: str, group: str) -> inspect.Parameter:
     kind, default = kinds(EngineConfig)[name], getattr(EngineConfig(), name)
     option = typer.Option(help=HELP[group][name], rich_help_panel=group, callback=checked(EngineConfig, name))
-    if name in _SIZES:
-        kind, default = str | None, _SIZES[name]
+    if name in SIZES:
+        kind, default = str | None, SIZES[name]
         option = typer.Option(help=HELP[group][name], rich_help_panel=group, callback=size, metavar="<size>")
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
 

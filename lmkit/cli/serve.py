@@ -1,4 +1,4 @@
-"""`lmkit serve`: an OpenAI-compatible server for one model."""
+"""`lmkit serve`: an OpenAI-compatible server for one or several models."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import msgspec
 import typer
 
 from lmkit.cli.engine_options import checked, engine_options, size
+from lmkit.cli.model_list import ListedModel, listed_models
 from lmkit.cli.options import takes
 from lmkit.cli.settings import read_config, resolved
 from lmkit.config import EngineConfig, LogLevel, ServerConfig
@@ -29,7 +30,8 @@ def _server(help: str, *flags: str, **settings: Any) -> Any:
 def serve(
     context: typer.Context,
     engine_config: EngineConfig,
-    model: Annotated[str, typer.Argument(help='A checkpoint folder, a Hub name, or "demo".')],
+    model: Annotated[str, typer.Argument(help='A checkpoint folder, a Hub name, "demo", or a YAML file of models.')],
+    more_models: Annotated[list[str] | None, typer.Argument(help="Further models, loaded when needed.")] = None,
     served_model_name: Annotated[
         str | None, typer.Option(help="Default: the folder's name, or the name given.", rich_help_panel="Model")
     ] = None,
@@ -78,6 +80,16 @@ def serve(
             callback=checked(ServerConfig, "step_timeout"),
         ),
     ] = None,
+    memory_budget: Annotated[
+        str | None, _server("For all engines of several models. Default: what is free.", callback=size)
+    ] = None,
+    keep_alive: Annotated[
+        float | None,
+        _server(
+            "Seconds without a request after which a model sleeps. Default: no limit.",
+            callback=checked(ServerConfig, "keep_alive"),
+        ),
+    ] = None,
     data_dir: Annotated[
         str | None, _server("Keep files, batches and responses of clients here. Default: a temporary folder.")
     ] = None,
@@ -124,7 +136,7 @@ def serve(
         grpc_port=grpc_port,
         tls_cert=tls_cert,
         tls_key=tls_key,
-        served_model_name=served_model_name or (Path(model).resolve().name if Path(model).is_dir() else model),
+        served_model_name=served_model_name,
         api_keys=tuple(api_key or ()),
         api_key_file=str(api_key_file) if api_key_file else None,
         cors_origins=tuple(cors_origin or ()),
@@ -134,6 +146,8 @@ def serve(
         answer_memory=int(answer_memory),
         drain_seconds=drain_seconds,
         step_timeout=step_timeout,
+        keep_alive=keep_alive,
+        memory_budget=None if memory_budget is None else int(memory_budget),
         data_dir=data_dir,
         response_store=int(response_store),
         response_ttl=response_ttl,
@@ -143,14 +157,16 @@ def serve(
         hooks=tuple(hook or ()),
         log_level=log_level,
     )
-    raise typer.Exit(_run(model, engine_config, server_config, engine))
+    models = listed_models([model, *(more_models or [])], engine_config, server_config)
+    raise typer.Exit(_run(models, server_config, engine))
 
 
-def _run(model: str, engine_config: EngineConfig, config: ServerConfig, engine: str | None) -> int:
+def _run(models: list[ListedModel], config: ServerConfig, engine: str | None) -> int:
     """Serve until a signal; the exit status."""
     from lmkit import log
     from lmkit.formats.hub import resolve_model_path
     from lmkit.formats.known import remember
+    from lmkit.serve.pool import ModelPool, PooledModel
     from lmkit.serve.server import serve
     from lmkit.turbo.transport.async_engine import AsyncEngine
     from lmkit.turbo.transport.messages import ENGINE
@@ -162,20 +178,24 @@ def _run(model: str, engine_config: EngineConfig, config: ServerConfig, engine: 
             pass
     if config.api_keys or config.api_key_file:
         log.get_logger(__name__).info("every route but /health needs an API key")
-    path, name = resolve_model_path(model), str(config.served_model_name)
-    if Path(model).is_dir():
-        remember(path)
-    front_end = AsyncEngine(
-        path,
-        engine_config,
-        engine=engine or ENGINE,
-        log_level=config.log_level,
-        step_timeout=config.step_timeout,
-    )
+    pooled = []
+    for model in models:
+        path = resolve_model_path(model.path)
+        if Path(model.path).is_dir():
+            remember(path)
+        front_end = AsyncEngine(
+            path,
+            model.engine,
+            engine=engine or ENGINE,
+            log_level=config.log_level,
+            step_timeout=config.step_timeout,
+        )
+        pooled.append(PooledModel(model.name, front_end, keep_alive=model.keep_alive))
+    name = ",".join(model.name for model in models)
     with registered("serve", name, config.drain_seconds) as tell:
 
         def on_ready(url: str) -> None:
             tell(url)
             print(f"serving {name} on {url}", flush=True)
 
-        return serve(front_end, config, on_ready)
+        return serve(ModelPool(pooled, config.memory_budget), config, on_ready)

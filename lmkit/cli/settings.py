@@ -52,7 +52,7 @@ class Settings:
         found = {}
         for variable, text in lmkit_variables().items():
             if param := ours.get(variable):
-                found[param.name] = text.split() if param.multiple else text
+                found[param.name] = text.split() if _takes_several(param) else text
                 ctx.meta.setdefault(_ORIGINS, {})[param.name] = variable
             elif variable not in known and variable.startswith(_PROXY) == (self.prefix == _PROXY):
                 logger.warning("%s is not a variable of lmkit%s", variable, hint(variable, {}, known))
@@ -83,6 +83,10 @@ def origin(ctx: Any, param: Any) -> str:
     return str(elsewhere.get(param.name, _label(param)))
 
 
+def _takes_several(param: Any) -> bool:
+    return bool(param.multiple or param.nargs == -1)
+
+
 def _label(param: Any) -> str:
     return str(names(param)[0] if param.param_type_name == "option" else param.name.upper())
 
@@ -109,13 +113,15 @@ def read_config(ctx: typer.Context, path: str | None) -> str | None:
 
 def _text(value: yaml.Node, param: Any, where: str) -> str | list[str]:
     """A value as it would be written on the command line."""
-    values = value.value if isinstance(value, yaml.SequenceNode) and param.multiple else [value]
+    values = value.value if isinstance(value, yaml.SequenceNode) and _takes_several(param) else [value]
     if not all(isinstance(item, yaml.ScalarNode) for item in values):
-        raise ConfigError(f"{where}: expected {'one value or a list of them' if param.multiple else 'one value'}")
+        raise ConfigError(
+            f"{where}: expected {'one value or a list of them' if _takes_several(param) else 'one value'}"
+        )
     if any(item.tag == "tag:yaml.org,2002:null" for item in values):
         raise ConfigError(f"{where}: has no value; leave the line out for the default")
     texts = [str(item.value) for item in values]
-    return texts if param.multiple else texts[0]
+    return texts if _takes_several(param) else texts[0]
 
 
 def resolved(ctx: typer.Context) -> str:
@@ -128,7 +134,7 @@ def resolved(ctx: typer.Context) -> str:
             continue
         if name == "api_key":
             text = f"# api_key: {len(value or ())}, not shown"
-        elif value is None:
+        elif value is None or (isinstance(value, list | tuple) and not value):
             text = f"# {name}:"
         else:
             text = yaml.safe_dump({name: str(value) if isinstance(value, Path) else value}, width=1 << 16).strip()

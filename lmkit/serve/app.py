@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
 from lmkit.config import ServerConfig
 from lmkit.errors import RequestError
-from lmkit.serve import chat, completions, generate, health, metrics, models, tokenize
+from lmkit.serve import chat, completions, generate, health, metrics, models, sleep, tokenize
 from lmkit.serve.admission import Admission
 from lmkit.serve.auth import ApiKeys
 from lmkit.serve.batches import batch_routes, file_routes
@@ -19,12 +21,13 @@ from lmkit.serve.errors import Edge, handle_http_exception, handle_request_error
 from lmkit.serve.hooks.hooks import Hooks
 from lmkit.serve.messages import routes as messages
 from lmkit.serve.metrics import Metrics
+from lmkit.serve.pool import ModelPool
 from lmkit.serve.responses import routes as responses
 from lmkit.serve.responses.store import ResponseStore
-from lmkit.serve.serving import Serving, model_name
+from lmkit.serve.serving import Serving
 from lmkit.serve.sessions import Sessions
+from lmkit.serve.text_pool import TextPool
 from lmkit.text import Tokenizer
-from lmkit.turbo.transport.async_engine import AsyncEngine
 from lmkit.web.access_log import AccessLog
 from lmkit.web.budget import Budget
 from lmkit.web.chat_page import ChatPage
@@ -32,14 +35,14 @@ from lmkit.web.cors import with_cors
 
 ANSWER_PARTS = 8  # one answer may hold this part of the memory for all
 ROOMS = (
-    chat, completions, responses, messages, generate, embeddings, models, tokenize, file_routes, batch_routes, metrics,
-    health,
+    chat, completions, responses, messages, generate, embeddings, models, sleep, tokenize, file_routes, batch_routes,
+    metrics, health,
 )  # fmt: skip
 ROUTERS = [module.router for module in ROOMS]
 
 
-def create_app(engine: AsyncEngine, tokenizer: Tokenizer, config: ServerConfig) -> FastAPI:
-    """An application that serves one engine. The caller starts and stops the engine.
+def create_app(models: ModelPool, tokenizers: Sequence[Tokenizer], config: ServerConfig) -> FastAPI:
+    """An application that serves these models, each with its tokenizer. The caller starts and stops the engines.
 
     There are no documentation pages, because the API is OpenAI's.
     """
@@ -48,27 +51,35 @@ def create_app(engine: AsyncEngine, tokenizer: Tokenizer, config: ServerConfig) 
     app.state.responses = ResponseStore(
         lambda: app.state.data.folder("responses"), max_bytes=config.response_store, ttl=config.response_ttl
     )
-    figures = Metrics(engine, model_name(engine, config))
-    app.state.serving = Serving(
-        engine,
-        tokenizer,
-        config,
-        figures,
-        Sessions(engine.config.session_lease),
-        bodies=Budget(config.body_memory, what="bodies of requests"),
-        admission=Admission(engine.config),
-        hooks=Hooks.load(config.hooks),
-        answers=Budget(config.answer_memory, what="answers", each=config.answer_memory // ANSWER_PARTS),
-    )
+    app.state.pool = models
+    bodies = Budget(config.body_memory, what="bodies of requests")
+    answers = Budget(config.answer_memory, what="answers", each=config.answer_memory // ANSWER_PARTS)
+    texts, hooks = TextPool(), Hooks.load(config.hooks)
+    for model, tokenizer in zip(models.models, tokenizers, strict=True):
+        engine = model.engine
+        model.serving = Serving(
+            model.name,
+            engine,
+            tokenizer,
+            config,
+            Metrics(engine, model.name),
+            Sessions(engine.config.session_lease),
+            bodies,
+            answers,
+            texts,
+            Admission(engine.config),
+            hooks,
+        )
+    first = models.models[0].engine.config  # all have the same options of the queue, unless a file says otherwise
     app.state.batches = Batches(
         app,
         app.state.data,
-        answers=app.state.serving.answers,
+        answers=answers,
         space=config.file_space,
-        quota=engine.config.queue_quota,
+        quota=first.queue_quota,
         max_line_bytes=config.max_body_bytes,
-        max_running=engine.config.max_batch_size,
-        is_ending=lambda: engine.state in ("draining", "dead"),
+        max_running=first.max_batch_size,
+        is_ending=lambda: models.is_ending,
     )
     for router in ROUTERS:
         app.include_router(router)

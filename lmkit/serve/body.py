@@ -9,8 +9,8 @@ from pydantic import BaseModel
 from starlette.requests import Request
 
 from lmkit.errors import RequestError
+from lmkit.serve.choose import shared
 from lmkit.serve.protocol import validate
-from lmkit.serve.serving import serving
 from lmkit.web.receive import decode_json, read_body
 
 BODY_SECONDS = 30.0
@@ -23,7 +23,7 @@ async def read_json(request: Request, model: type[M], translate: Callable[[Any],
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":  # this also keeps other sites' pages from posting here without CORS
         raise RequestError("invalid_request", "send Content-Type: application/json")
-    server = serving(request)
+    server = shared(request)
     share = request.state.held.enter_context(server.bodies.share())
     raw = await read_body(request.scope, request.receive, server.config.max_body_bytes, BODY_SECONDS, share)
     data = await server.hooks.before(request.scope["path"], decode_json(raw))

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocketClose
 
 from lmkit.errors import RequestError
-from lmkit.serve.serving import serving
+from lmkit.serve.choose import pool
 from lmkit.web.access_log import note_error
 from lmkit.web.errors import error_event, error_response, method_not_allowed, public_error
 from lmkit.web.routes import not_found
@@ -20,7 +20,8 @@ from lmkit.web.routes import not_found
 async def handle_request_error(request: Request, error: Exception) -> Response:
     shown = public_error(error)
     note_error(request.scope, shown)
-    retry_after = serving(request).metrics.retry_seconds() if shown.code in ("queue_full", "rate_limit_exceeded") else 1
+    is_crowded = shown.code in ("queue_full", "rate_limit_exceeded")
+    retry_after = max(model.serving.metrics.retry_seconds() for model in pool(request).models) if is_crowded else 1
     return error_response(shown, retry_after=retry_after, path=request.scope["path"])
 
 

@@ -13,11 +13,11 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from lmkit.errors import RequestError
+from lmkit.serve.choose import pool
 from lmkit.serve.collect import Collected
 from lmkit.serve.completions import CompletionResponse
 from lmkit.serve.protocol import CompletionRequest
 from lmkit.serve.response import clamped, respond
-from lmkit.serve.serving import serving
 from lmkit.serve.streaming import DONE, event, json_parts
 from lmkit.turbo.transport.output import RequestOutput, TextLogprobs, TokenText
 
@@ -37,18 +37,19 @@ router = APIRouter()
 
 @router.post("/generate")
 async def generate(request: Request) -> Response:
-    translate = partial(completion_fields, model=serving(request).model_name)
+    only = pool(request).only
+    translate = partial(completion_fields, model=None if only is None else only.name)
     return await respond(request, CompletionRequest, GenerateResponse, translate)
 
 
-def completion_fields(data: Any, model: str) -> Any:
+def completion_fields(data: Any, model: str | None) -> Any:
     """A body of this route as one of /v1/completions. `model` is for a body that names none. Raises RequestError."""
     if not isinstance(data, dict):
         return data
     inner = data.get("sampling_params") or {}
     if not isinstance(inner, dict):
         raise _invalid("sampling_params: expected one object, for all prompts of the body", "sampling_params")
-    fields: dict[str, Any] = {"model": model}
+    fields: dict[str, Any] = {"model": model} if model is not None else {}
     for name, value in (*data.items(), *inner.items()):
         if name in HERE or value is None:
             continue

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
-from lmkit.serve.serving import serving
+from lmkit.serve.choose import pool
+from lmkit.serve.pool import TAKES_REQUESTS
 
 router = APIRouter()
 
 
 @router.api_route("/health", methods=["GET", "HEAD"])
 async def health(request: Request) -> JSONResponse:
-    """200 if the engine is ready and shows that it works, else 503. `status` is the engine's state, or "stalled"."""
-    health = serving(request).engine.health
-    return JSONResponse({"status": health}, 200 if health == "ready" else 503)
+    """200 if the server takes requests: an engine is ready and shows that it works, or sleeps and can be loaded.
+
+    `status` is the state of the only engine, or "stalled", or the best state of several. `models` then counts them.
+    """
+    models = pool(request)
+    counts = {} if models.only else {"models": Counter(model.engine.health for model in models.models)}
+    return JSONResponse({"status": models.health, **counts}, 200 if models.health in TAKES_REQUESTS else 503)
 
 
 @router.api_route("/", methods=["GET", "HEAD"])
 async def root(request: Request) -> JSONResponse:
     """For a person who opens the address. Like other routes it needs a key if the server has keys."""
-    return JSONResponse({"server": "lmkit", "model": serving(request).model_name, "routes": request.app.state.routes})
+    names = [model.name for model in pool(request).models]
+    served = {"model": names[0]} if len(names) == 1 else {"models": names}
+    return JSONResponse({"server": "lmkit", **served, "routes": request.app.state.routes})

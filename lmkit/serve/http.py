@@ -6,7 +6,7 @@ engine starts.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from fastapi import FastAPI
@@ -14,9 +14,8 @@ from fastapi import FastAPI
 from lmkit.config import ServerConfig
 from lmkit.serve.app import create_app
 from lmkit.serve.load_log import load_logged
-from lmkit.serve.serving import model_name
+from lmkit.serve.pool import ModelPool
 from lmkit.text import Tokenizer
-from lmkit.turbo.transport.async_engine import AsyncEngine
 from lmkit.web.server import HttpServer
 from lmkit.web.tls import Certificate
 
@@ -24,18 +23,18 @@ FLUSH_SECONDS = 3  # for complete responses to reach slow clients at the end
 
 
 def http_server(
-    engine: AsyncEngine,
-    tokenizer: Tokenizer,
+    models: ModelPool,
+    tokenizers: Sequence[Tokenizer],
     config: ServerConfig,
     on_ready: Callable[[], None],
     tls: Certificate | None = None,
 ) -> HttpServer:
-    """A server for one engine, to be given a listening socket."""
-    app = create_app(engine, tokenizer, config)
+    """A server for these models, to be given a listening socket."""
+    app = create_app(models, tokenizers, config)
     return HttpServer(
         app,
         on_ready,
-        beside=_beside(app, engine, config, tls),
+        beside=_beside(app, models, config, tls),
         flush_seconds=FLUSH_SECONDS,
         tls=tls,
         limit_each=config.max_connections_per_address,
@@ -44,15 +43,16 @@ def http_server(
 
 @asynccontextmanager
 async def _beside(
-    app: FastAPI, engine: AsyncEngine, config: ServerConfig, tls: Certificate | None
+    app: FastAPI, models: ModelPool, config: ServerConfig, tls: Certificate | None
 ) -> AsyncGenerator[None]:
     """What runs beside the HTTP server: batches, hooks, lines about the load, and gRPC."""
     app.state.batches.start()
     async with AsyncExitStack() as stack:
-        stack.push_async_callback(app.state.serving.hooks.close)
-        await stack.enter_async_context(load_logged({model_name(engine, config): engine.stats}))
+        stack.push_async_callback(models.models[0].serving.hooks.close)
+        stats = {model.name: model.engine.stats for model in models.models}
+        await stack.enter_async_context(load_logged(stats))
         if config.grpc_port is not None:
             from lmkit.serve.rpc.server import serving
 
-            await stack.enter_async_context(serving(app, engine, config, tls))
+            await stack.enter_async_context(serving(app, models, config, tls))
         yield

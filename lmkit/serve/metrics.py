@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from fastapi import APIRouter, Request, Response
@@ -41,8 +41,23 @@ router = APIRouter()
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    registry = request.app.state.serving.metrics.registry
-    return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+    registries = [model.serving.metrics.registry for model in request.app.state.pool.models]
+    return Response(generate_latest(_Merged(registries)), media_type=CONTENT_TYPE_LATEST)
+
+
+class _Merged(CollectorRegistry):
+    """The metrics of several registries, each name once with the series of all. They differ in the model's name."""
+
+    def __init__(self, registries: Sequence[CollectorRegistry]) -> None:
+        super().__init__()
+        self._registries = registries
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        for metric in (metric for registry in self._registries for metric in registry.collect()):
+            if (family := families.setdefault(metric.name, metric)) is not metric:
+                family.samples += metric.samples
+        yield from families.values()
 
 
 class Metrics:

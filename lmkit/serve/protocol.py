@@ -269,6 +269,7 @@ class TokenizeRequest(Strict):
 class EncodeRequest(Strict):
     """LMDeploy's."""
 
+    model: str | None = None
     input: str | Annotated[list[str], Field(max_length=MAX_PROMPTS)]
     do_preprocess: bool = False  # apply the chat template: each text is a message of the user
     add_bos: bool = True
@@ -373,12 +374,23 @@ class Completion(_Response):
     usage: Usage | None = None
 
 
+class ModelCommand(Strict):
+    """What an operator does with a model."""
+
+    model: str | None = None
+
+
+class SleepCommand(ModelCommand):
+    level: Literal[1, 2] | None = None  # 2 ends the process as well
+
+
 class ModelCard(BaseModel):
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "lmkit"
     max_model_len: int | None
+    state: str
 
 
 class ModelList(BaseModel):

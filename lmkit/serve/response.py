@@ -13,9 +13,10 @@ from fastapi import Request, Response
 
 from lmkit.serve.auth import Owner, owner
 from lmkit.serve.body import read_json
+from lmkit.serve.choose import choose
 from lmkit.serve.collect import Collected, check_output
 from lmkit.serve.protocol import ChatCompletionChunk, ChatCompletionRequest, Completion, CompletionRequest
-from lmkit.serve.serving import MIN_LOGPROB, Serving, UsageCount, new_id, serving
+from lmkit.serve.serving import MIN_LOGPROB, Serving, UsageCount, new_id
 from lmkit.serve.streaming import EventStream, Failed, WholeAnswer, event
 from lmkit.turbo import request as engine
 from lmkit.turbo.transport.output import RequestOutput, TextLogprobs, TokenText
@@ -158,11 +159,11 @@ async def respond(
     translate: Callable[[Any], Any] | None = None,
 ) -> Response:
     """Answer one HTTP request. `translate` makes its plain JSON one of `body_type`. Raises RequestError."""
-    server, held = serving(request), request.state.held
     body = await read_json(request, body_type, translate)
     request.state.user = body.user
-    server.check_model(body.model)
-    builder = builder_type(server, body, owner(request), held.enter_context(server.answers.share()))
+    server = await choose(request, body.model, body.timeout)
+    share = request.state.held.enter_context(server.answers.share())
+    builder = builder_type(server, body, owner(request), share)
     return await answer(request, builder)
 
 

@@ -11,101 +11,104 @@ from typing import TYPE_CHECKING, Any
 
 from lmkit import log
 from lmkit.config import ServerConfig, tokenize_serially
+from lmkit.serve.pool import ModelPool, load_tokenizer
 from lmkit.text import Tokenizer
-from lmkit.turbo.transport.async_engine import AsyncEngine
 from lmkit.web.listen import bind, listen, on_signals, url
 from lmkit.web.tls import Certificate, certificate
 
 if TYPE_CHECKING:
     from lmkit.web.server import HttpServer
 
-ServerFactory = Callable[[AsyncEngine, Tokenizer, ServerConfig, Callable[[], None], Certificate | None], "HttpServer"]
+Tokenizers = list[Tokenizer]
+ServerFactory = Callable[[ModelPool, Tokenizers, ServerConfig, Callable[[], None], Certificate | None], "HttpServer"]
 
 logger = log.get_logger(__name__)
 
 
-def serve(engine: AsyncEngine, config: ServerConfig, on_ready: Callable[[str], None]) -> int:
+def serve(models: ModelPool, config: ServerConfig, on_ready: Callable[[str], None]) -> int:
     """Serve until SIGTERM or SIGINT. The exit status is 0 after a drain.
 
     It is 1 if a second signal cut the drain short, or if the engine died and could not be started again.
     `on_ready` gets the URL once requests are accepted. Raises LMKitError if the server cannot start.
     """
     tokenize_serially()
-    return asyncio.run(_serve(engine, config, on_ready))
+    return asyncio.run(_serve(models, config, on_ready))
 
 
-async def _serve(engine: AsyncEngine, config: ServerConfig, on_ready: Callable[[str], None]) -> int:
+async def _serve(models: ModelPool, config: ServerConfig, on_ready: Callable[[str], None]) -> int:
     stop, stop_now = asyncio.Event(), asyncio.Event()
     tls = certificate(config.tls_cert, config.tls_key)
     on_signals(stop.set, stop_now.set, tls.reload if tls else None)
     with contextlib.closing(bind(config.host, config.port)) as sock:
-        running = asyncio.ensure_future(_run(engine, config, on_ready, sock, stop, tls))
+        running = asyncio.ensure_future(_run(models, config, on_ready, sock, stop, tls))
         if await _first(running, stop_now.wait()):
             return running.result()
         logger.warning("second signal: not waiting for running requests")
-        engine.kill()
+        models.kill()
         running.cancel()
         await asyncio.wait({running})
         return 1
 
 
 async def _run(
-    engine: AsyncEngine,
+    models: ModelPool,
     config: ServerConfig,
     on_ready: Callable[[str], None],
     sock: socket.socket,
     stop: asyncio.Event,
     tls: Certificate | None,
 ) -> int:
-    starting = asyncio.ensure_future(_start(engine))
+    starting = asyncio.ensure_future(_start(models))
     if not await _first(starting, stop.wait()):
         starting.cancel()
         await asyncio.wait({starting})
         return 0
-    tokenizer, http_server = starting.result()
-    if engine.info is not None:
-        engine.info.sampling.announce(logger)
+    tokenizers, http_server = starting.result()
+    tending = asyncio.ensure_future(models.tend())
     try:
         listen(sock)  # only now: clients that come earlier are refused and do not wait
-        server = http_server(engine, tokenizer, config, lambda: on_ready(url(sock, tls=bool(tls))), tls)
+        server = http_server(models, tokenizers, config, lambda: on_ready(url(sock, tls=bool(tls))), tls)
         serving = asyncio.ensure_future(server.serve(sockets=[sock]))
-        await _first(serving, stop.wait(), engine.until_dead())
-        is_dead = engine.state == "dead"
+        await _first(serving, stop.wait(), models.until_dead())
+        is_dead = models.is_dead
         if is_dead:
             logger.critical("the server ends, because its engine has ended")
         else:
-            logger.info("draining: %d requests have %g s to finish", engine.num_open, config.drain_seconds)
-        await engine.shutdown(config.drain_seconds)
+            logger.info("draining: %d requests have %g s to finish", models.num_open, config.drain_seconds)
+        await models.shutdown(config.drain_seconds)
         server.should_exit = True
         await serving
         return int(is_dead)
     finally:
-        await engine.shutdown()
+        tending.cancel()
+        await models.shutdown()
 
 
-async def _start(engine: AsyncEngine) -> tuple[Tokenizer, ServerFactory]:
-    """Start the engine's process, and at the same time load the front end's tokenizer and modules.
+async def _start(models: ModelPool) -> tuple[Tokenizers, ServerFactory]:
+    """Start the engine of the only model, and at the same time load the front end's tokenizers and modules.
+
+    Of several models no engine is started, but the memory that each will take is found.
 
     Raises LMKitError.
     """
-    starting = asyncio.ensure_future(engine.start())
+    starting = asyncio.ensure_future(models.start())
     try:
-        _, loaded = await asyncio.gather(starting, asyncio.to_thread(_load, engine.model_path))
+        paths = [model.engine.model_path for model in models.models]
+        _, loaded = await asyncio.gather(starting, asyncio.to_thread(_load, paths))
     except BaseException:
         starting.cancel()
         await asyncio.wait({starting})
         if not starting.cancelled() and starting.exception() is None:
-            await engine.shutdown()
+            await models.shutdown()
         raise
     return loaded
 
 
-def _load(model_path: Path) -> tuple[Tokenizer, ServerFactory]:
-    tokenizer = Tokenizer.from_pretrained(model_path)
-    tokenizer.check_template()
+def _load(model_paths: list[Path]) -> tuple[Tokenizers, ServerFactory]:
+    tokenizers = list(map(load_tokenizer, model_paths))
     from lmkit.serve.http import http_server
 
-    return tokenizer, http_server
+    return tokenizers, http_server
 
 
 async def _first(work: asyncio.Future[Any], *events: Coroutine[Any, Any, Any]) -> bool:

@@ -8,10 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import cast
 from uuid import uuid4
-
-from starlette.requests import Request as HttpRequest
 
 import lmkit
 from lmkit.config import ServerConfig
@@ -35,8 +32,9 @@ MIN_LOGPROB = -9999.0  # JSON has no -Infinity; OpenAI writes this
 
 @dataclass(frozen=True)
 class Serving:
-    """One model behind one front end."""
+    """One model behind a front end. All models of a server share its budgets and threads."""
 
+    model_name: str
     engine: AsyncEngine
     tokenizer: Tokenizer
     config: ServerConfig
@@ -44,14 +42,10 @@ class Serving:
     sessions: Sessions
     bodies: Budget
     answers: Budget
+    texts: TextPool
     admission: Admission
     hooks: Hooks
-    texts: TextPool = field(default_factory=TextPool)
     created: int = field(default_factory=lambda: int(time.time()))
-
-    @property
-    def model_name(self) -> str:
-        return model_name(self.engine, self.config)
 
     @property
     def info(self) -> EngineInfo:
@@ -68,10 +62,6 @@ class Serving:
         """
         parts = (self.info.model_path, self.info.kv_dtype, lmkit.__version__)
         return "fp_" + hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
-
-    def check_model(self, name: str | None) -> None:
-        if name is not None and name != self.model_name:
-            raise RequestError("model_not_found", f"the model {name[:64]!r} does not exist", "model")
 
     async def run(
         self, requests: Sequence[Request], choices_per_prompt: int, share: Share
@@ -137,15 +127,6 @@ def _failure(output: RequestOutput) -> RequestError:
     if output.error is not None and output.error_code != "engine_error":
         return RequestError(output.error_code, output.error)
     return RequestError("engine_error", "the engine failed while it worked on this request")
-
-
-def model_name(engine: AsyncEngine, config: ServerConfig) -> str:
-    return config.served_model_name or engine.model_path.name
-
-
-def serving(request: HttpRequest) -> Serving:
-    """The Serving that `create_app` put into the app."""
-    return cast(Serving, request.app.state.serving)
 
 
 def new_id(prefix: str) -> str:

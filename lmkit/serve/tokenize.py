@@ -10,8 +10,8 @@ from fastapi import APIRouter, Request, Response
 
 from lmkit.errors import RequestError
 from lmkit.serve.body import read_json
+from lmkit.serve.choose import choose, shared
 from lmkit.serve.protocol import ChatMessage, DetokenizeRequest, EncodeRequest, TokenizeRequest
-from lmkit.serve.serving import serving
 from lmkit.serve.to_request import chat_text, check_ids
 from lmkit.text import Tokenizer
 
@@ -20,9 +20,8 @@ router = APIRouter()
 
 @router.post("/tokenize")
 async def tokenize(request: Request) -> Response:
-    server = serving(request)
     body = await read_json(request, TokenizeRequest)
-    server.check_model(body.model)
+    server = await choose(request, body.model)
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("invalid_request", "send either prompt or messages", "prompt")
     num_chars = len(body.prompt or "") + sum(len(message.content) for message in body.messages or ())
@@ -48,9 +47,8 @@ def _token_ids(body: TokenizeRequest, tokenizer: Tokenizer) -> list[int]:
 
 @router.post("/detokenize")
 async def detokenize(request: Request) -> Response:
-    server = serving(request)
     body = await read_json(request, DetokenizeRequest)
-    server.check_model(body.model)
+    server = await choose(request, body.model)
     vocab_size = server.info.vocab_size
 
     def answer() -> dict[str, Any]:
@@ -63,8 +61,8 @@ async def detokenize(request: Request) -> Response:
 @router.post("/v1/encode")
 async def encode(request: Request) -> Response:
     """LMDeploy's: token ids and their number, of one text or of each of several."""
-    server = serving(request)
     body = await read_json(request, EncodeRequest)
+    server = await choose(request, body.model)
     texts = [body.input] if isinstance(body.input, str) else body.input
 
     def answer() -> dict[str, Any]:
@@ -84,9 +82,9 @@ def _encoded(text: str, body: EncodeRequest, tokenizer: Tokenizer) -> list[int]:
 
 
 @router.get("/tokenizer_info")
-async def tokenizer_info(request: Request) -> Response:
+async def tokenizer_info(request: Request, model: str | None = None) -> Response:
     """vLLM's: what evaluation harnesses need to use the tokenizer from afar, by transformers' names."""
-    server = serving(request)
+    server = await choose(request, model)
     tokenizer, template = server.tokenizer, server.tokenizer.chat_template
     fields = {
         "tokenizer_class": "PreTrainedTokenizerFast",  # what transformers makes of a tokenizer.json
@@ -102,5 +100,5 @@ async def tokenizer_info(request: Request) -> Response:
 
 async def _json(request: Request, num_chars: int, answer: Callable[[], dict[str, Any]]) -> Response:
     """A response with the JSON of `answer`, which is made in a thread."""
-    body = await serving(request).texts.run(request.receive, num_chars, lambda: msgspec.json.encode(answer()))
+    body = await shared(request).texts.run(request.receive, num_chars, lambda: msgspec.json.encode(answer()))
     return Response(body, media_type="application/json")

@@ -15,8 +15,8 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 
 from lmkit.errors import RequestError
+from lmkit.serve.choose import choose
 from lmkit.serve.protocol import ChatCompletionRequest, ChatExtensions, validate
-from lmkit.serve.serving import serving
 from lmkit.serve.to_request import chat_prompt
 
 
@@ -33,8 +33,7 @@ def chat_request(body: ChatExtensions, fields: Mapping[str, Any], names: Mapping
 
 async def num_prompt_tokens(http: HttpRequest, chat: ChatCompletionRequest, names: Mapping[str, str]) -> int:
     """The length of a chat's prompt. Raises RequestError."""
-    server = serving(http)
-    server.check_model(chat.model)
+    server = await choose(http, chat.model)
 
     def counted() -> int:
         with renamed(names):

@@ -7,9 +7,11 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import httpx
+from fastapi import FastAPI
 
 from lmkit.config import EngineConfig, ServerConfig
 from lmkit.serve.app import create_app
+from lmkit.serve.pool import ModelPool, PooledModel
 from lmkit.serve.serving import Serving
 from lmkit.text import Tokenizer
 from lmkit.turbo.request import EngineInfo, EngineStats, FinishReason, Request, Siblings, StepOutput, TokenLogprobs
@@ -102,12 +104,28 @@ def _common(a: list[int], b: list[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
+def one_model(engine: AsyncEngine, config: ServerConfig | None = None) -> ModelPool:
+    """A pool of one model, under its served name."""
+    name = config.served_model_name if config else None
+    return ModelPool([PooledModel(name or engine.model_path.name, engine)])
+
+
+def app_of(engine: AsyncEngine, config: ServerConfig) -> FastAPI:
+    """An application for one engine."""
+    return create_app(one_model(engine, config), [TOKENIZER], config)
+
+
+def serving_of(app: FastAPI) -> Serving:
+    serving: Serving = app.state.pool.models[0].serving
+    return serving
+
+
 class App:
     """One application that lives for several requests."""
 
     def __init__(self, engine: AsyncEngine, config: ServerConfig | None = None) -> None:
-        self.app = create_app(engine, TOKENIZER, config or ServerConfig())
-        self.serving: Serving = self.app.state.serving
+        self.app = app_of(engine, config or ServerConfig())
+        self.serving = serving_of(self.app)
         self._transport = httpx.ASGITransport(self.app)
 
     def request(self, method: str, path: str, **options: Any) -> httpx.Response:

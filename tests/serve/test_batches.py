@@ -15,14 +15,13 @@ import openai
 import pytest
 
 from lmkit.config import ServerConfig
-from lmkit.serve.app import create_app
 from lmkit.serve.auth import Owner
 from lmkit.serve.batches import batch as records
 from lmkit.serve.batches.batch import ENDED, Batch
 from lmkit.serve.batches.runner import Batches
 from lmkit.turbo.request import Request, StepOutput
 from lmkit.web.budget import Budget
-from tests.serve.in_process import TOKENIZER, App, ScriptedEngine
+from tests.serve.in_process import App, ScriptedEngine, app_of
 from tests.serve.live import Server
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -172,7 +171,7 @@ class Here:
     """Batches in this event loop, with a clock of their own."""
 
     def __init__(self, engine: ScriptedEngine, answer_bytes: int = 1 << 20) -> None:
-        app = create_app(engine, TOKENIZER, ServerConfig())
+        app = app_of(engine, ServerConfig())
         self.clock = Clock()
         self.store = Batches(
             app,

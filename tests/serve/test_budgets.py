@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from lmkit.config import ServerConfig
-from lmkit.serve.app import create_app
 from lmkit.serve.streaming import WholeAnswer, json_parts
 from lmkit.turbo.request import Request, StepOutput, TokenLogprobs
-from tests.serve.in_process import CHAT, CHAT_PATH, TEXT, TEXT_PATH, TOKENIZER, ScriptedEngine, send
+from tests.serve.in_process import CHAT, CHAT_PATH, TEXT, TEXT_PATH, TOKENIZER, ScriptedEngine, app_of, send, serving_of
 
 KIB = 1 << 10
 LOGPROBS = {"logprobs": True, "top_logprobs": 20}
@@ -92,7 +91,7 @@ def text_of(events: list[Any]) -> str:
 @pytest.mark.anyio
 async def test_t18_a_stream_that_nobody_reads_ends_at_its_limit(caplog: pytest.LogCaptureFixture) -> None:
     engine, reader = Talkative(), Reader(num_read=3)
-    app = create_app(engine, TOKENIZER, ServerConfig(answer_memory=8 * 512 * KIB))
+    app = app_of(engine, ServerConfig(answer_memory=8 * 512 * KIB))
     logger = logging.getLogger("lmkit.serve.collect")
     logger.addHandler(caplog.handler)  # lmkit's loggers may not propagate
     asking = asyncio.create_task(reader.ask(app, CHAT_PATH, CHAT | LOGPROBS | {"stream": True, "max_tokens": 5000}))
@@ -101,7 +100,7 @@ async def test_t18_a_stream_that_nobody_reads_ends_at_its_limit(caplog: pytest.L
             await asyncio.sleep(0.01)
     logger.removeHandler(caplog.handler)
     assert engine.num_made < 200  # of about 4.6 KiB
-    assert app.state.serving.answers.used == 0  # what waited is dropped at once
+    assert serving_of(app).answers.used == 0  # what waited is dropped at once
     assert "ends before its client has read it: the memory of one request for answers is used up" in caplog.text
     reader.go_on.set()
     await asking
@@ -112,14 +111,14 @@ async def test_t18_a_stream_that_nobody_reads_ends_at_its_limit(caplog: pytest.L
 async def test_a_slow_reader_gets_the_same_text_in_fewer_events() -> None:
     prompt, slow = Reader(), Reader(num_read=3)
     engine = Talkative()
-    app = create_app(engine, TOKENIZER, ServerConfig())
+    app = app_of(engine, ServerConfig())
     body = CHAT | {"stream": True, "max_tokens": 300, "logprobs": True}
     await prompt.ask(app, CHAT_PATH, body)
     asking = asyncio.create_task(slow.ask(app, CHAT_PATH, body))
     async with asyncio.timeout(30):
         while engine.num_made < 600:
             await asyncio.sleep(0.01)
-    assert len(app.state.serving.answers.holders) == 1
+    assert len(serving_of(app).answers.holders) == 1
     slow.go_on.set()
     await asking
     assert len(prompt.events) > 250 > 10 > len(slow.events)
@@ -130,27 +129,27 @@ async def test_a_slow_reader_gets_the_same_text_in_fewer_events() -> None:
         return [entry for item in found if item for entry in item["content"]]
 
     assert logprobs(slow.events) == logprobs(prompt.events)
-    assert app.state.serving.answers.used == 0
+    assert serving_of(app).answers.used == 0
 
 
 @pytest.mark.anyio
 async def test_t18_a_client_that_leaves_gives_back_what_waited() -> None:
     engine, reader = Talkative(), Reader(num_read=3)
-    app = create_app(engine, TOKENIZER, ServerConfig())
+    app = app_of(engine, ServerConfig())
     asking = asyncio.create_task(reader.ask(app, CHAT_PATH, CHAT | {"stream": True, "max_tokens": 200}))
     async with asyncio.timeout(30):
         while engine.num_made < 200:
             await asyncio.sleep(0.01)
-        assert app.state.serving.answers.used > 0
+        assert serving_of(app).answers.used > 0
         reader.left.set()
         await asking
-    assert (app.state.serving.answers.used, app.state.serving.bodies.used) == (0, 0)
+    assert (serving_of(app).answers.used, serving_of(app).bodies.used) == (0, 0)
 
 
 @pytest.mark.anyio
 async def test_t10_a_whole_answer_with_log_probabilities_takes_less_than_a_kib_a_token() -> None:
     """As objects they would take 16 KiB."""
-    app = create_app(Talkative(), TOKENIZER, ServerConfig())
+    app = app_of(Talkative(), ServerConfig())
     reader = Reader(num_read=0)
     await Reader().ask(app, CHAT_PATH, CHAT | LOGPROBS | {"max_tokens": 600})  # what is kept for all requests
     tracemalloc.start()
@@ -164,7 +163,7 @@ async def test_t10_a_whole_answer_with_log_probabilities_takes_less_than_a_kib_a
     finally:
         tracemalloc.stop()
     assert held / 600 < KIB
-    assert app.state.serving.answers.used >= 600 * 21 * 12  # until it is read
+    assert serving_of(app).answers.used >= 600 * 21 * 12  # until it is read
     reader.go_on.set()
     await asking
     answer = json.loads(b"".join(reader.pieces))
@@ -177,7 +176,7 @@ async def test_t10_a_whole_answer_with_log_probabilities_takes_less_than_a_kib_a
     }
     assert len(reader.pieces) > 2
     assert b"content-length" not in reader.headers
-    assert app.state.serving.answers.used == 0
+    assert serving_of(app).answers.used == 0
 
 
 @pytest.mark.parametrize(

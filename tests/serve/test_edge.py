@@ -60,8 +60,9 @@ def test_a_line_break_in_a_text_does_not_break_the_frame() -> None:
     assert '"\\n\\n\\n\\n"' in events[1]
 
 
-def test_an_engine_that_never_started_is_503() -> None:
+def test_an_engine_that_ended_is_503() -> None:
     engine = AsyncEngine(DEMO, EngineConfig())
+    engine.state = "dead"
     response = send(engine, json=CHAT)
     assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_unavailable")
     assert response.headers["retry-after"] == "1"

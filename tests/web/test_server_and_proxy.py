@@ -20,7 +20,7 @@ from lmkit.proxy.server import http_server as proxy_server
 from lmkit.serve.http import http_server as serve_server
 from lmkit.web.listen import bind, listen, url
 from lmkit.web.server import HttpServer
-from tests.serve.in_process import TOKENIZER, StubEngine
+from tests.serve.in_process import TOKENIZER, StubEngine, one_model
 
 KEY = "the-key"
 MAX_BODY = 1000
@@ -53,7 +53,9 @@ async def both(**fields: Any) -> AsyncIterator[tuple[str, str]]:
     )
     async with (
         Proxy(proxy_config) as proxy,
-        running(lambda ready: serve_server(StubEngine(), TOKENIZER, server_config, ready)) as first,
+        running(
+            lambda ready: serve_server(one_model(StubEngine(), server_config), [TOKENIZER], server_config, ready)
+        ) as first,
         running(lambda ready: proxy_server(proxy_config, proxy, ready)) as second,
     ):
         yield first, second
@@ -98,7 +100,9 @@ async def test_the_apis_of_agents_pass_the_proxy() -> None:
     said = [{"role": "user", "content": "Hi"}]
     bodies = {MESSAGES: {"max_tokens": 2, "messages": said}, RESPONSES: {"input": said, "store": False}}
     server_config = ServerConfig(served_model_name="m")
-    async with running(lambda ready: serve_server(StubEngine(), TOKENIZER, server_config, ready)) as node:
+    async with running(
+        lambda ready: serve_server(one_model(StubEngine(), server_config), [TOKENIZER], server_config, ready)
+    ) as node:
         proxy_config = ProxyConfig(nodes=(NodeConfig(url=node),), drain_seconds=0)
         async with (
             Proxy(proxy_config) as proxy,

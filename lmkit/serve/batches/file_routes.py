@@ -17,7 +17,7 @@ from lmkit.serve.batches.files import FILE_SECONDS, File
 from lmkit.serve.batches.listing import page, query, reply
 from lmkit.serve.batches.runner import Batches, batches
 from lmkit.serve.batches.upload import Form, receive_form
-from lmkit.serve.serving import serving
+from lmkit.serve.choose import shared
 
 PURPOSE: Literal["batch"] = "batch"
 EXPIRY_SECONDS = (3600, FILE_SECONDS)
@@ -28,7 +28,7 @@ router = APIRouter()
 
 @router.post("/v1/files")
 async def upload(request: Request) -> Response:
-    store, mine, config = batches(request), _owner(request), serving(request).config
+    store, mine, config = batches(request), _owner(request), shared(request).config
     _check_origin(request, config.cors_origins)
     files = store.files
     files.check_number(mine)

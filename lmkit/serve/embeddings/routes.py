@@ -11,9 +11,9 @@ from fastapi import APIRouter, Request, Response
 
 from lmkit.errors import RequestError
 from lmkit.serve.body import read_json
+from lmkit.serve.choose import choose
 from lmkit.serve.embeddings.protocol import EmbeddingRequest, RerankRequest, ScoreRequest, TextsRequest
 from lmkit.serve.embeddings.vectors import Embedder
-from lmkit.serve.serving import serving
 from lmkit.serve.streaming import WholeAnswer
 
 if TYPE_CHECKING:
@@ -26,14 +26,14 @@ router = APIRouter()
 @router.post("/v1/embeddings")
 async def embeddings(request: Request) -> Response:
     body, embedder = await _begin(request, EmbeddingRequest, "embd-")
-    most = serving(request).info.hidden_size
+    most = embedder.server.info.hidden_size
     if body.dimensions is not None and body.dimensions > most:
         message = f"dimensions={body.dimensions}: this model's embeddings have {most}; ask for at most as many"
         raise RequestError("invalid_request", message, "dimensions")
     vectors = await embedder.vectors(
         body.input, "input", normalize=body.normalize is not False, size=body.dimensions or most
     )
-    return _list(request, embedder, _shown(vectors, in_base64=body.encoding_format == "base64"))
+    return _list(embedder, _shown(vectors, in_base64=body.encoding_format == "base64"))
 
 
 @router.post("/v1/rerank")
@@ -49,7 +49,7 @@ async def rerank(request: Request) -> Response:
         | ({} if body.return_documents is False else {"document": {"text": body.documents[i]}})
         for i in best
     ]
-    head = {"id": embedder.id, "model": serving(request).model_name}
+    head = {"id": embedder.id, "model": embedder.server.model_name}
     return WholeAnswer(head | {"results": iter(shown), "usage": embedder.usage})
 
 
@@ -64,18 +64,18 @@ async def score(request: Request) -> Response:
     vectors = await embedder.vectors([*first, *second], "text_1 and text_2")
     scores = cosines(vectors[: len(first)], vectors[len(first) :])
     entries = ({"index": i, "object": "score", "score": value} for i, value in enumerate(scores))
-    return _list(request, embedder, entries)
+    return _list(embedder, entries)
 
 
 async def _begin(request: Request, kind: type[B], prefix: str) -> tuple[B, Embedder]:
     body = await read_json(request, kind)
     request.state.user = body.user
-    serving(request).check_model(body.model)
-    return body, Embedder(request, body, prefix)
+    server = await choose(request, body.model, body.timeout)
+    return body, Embedder(request, server, body, prefix)
 
 
-def _list(request: Request, embedder: Embedder, data: Iterator[dict[str, Any]]) -> Response:
-    head = {"id": embedder.id, "object": "list", "created": int(time.time()), "model": serving(request).model_name}
+def _list(embedder: Embedder, data: Iterator[dict[str, Any]]) -> Response:
+    head = {"id": embedder.id, "object": "list", "created": int(time.time()), "model": embedder.server.model_name}
     return WholeAnswer(head | {"data": data, "usage": embedder.usage})
 
 

@@ -11,7 +11,7 @@ from fastapi import Request as HttpRequest
 from lmkit.errors import RequestError
 from lmkit.serve.auth import owner
 from lmkit.serve.embeddings.protocol import TextsRequest
-from lmkit.serve.serving import new_id, serving
+from lmkit.serve.serving import Serving, new_id
 from lmkit.serve.to_request import check_ids, placement
 from lmkit.text import Tokenizer
 from lmkit.turbo.request import EngineInfo, Request, SamplingParams
@@ -30,10 +30,10 @@ Text = str | list[int]
 class Embedder:
     """Computes the embeddings of one body's texts, and counts their tokens."""
 
-    def __init__(self, request: HttpRequest, body: TextsRequest, prefix: str) -> None:
+    def __init__(self, request: HttpRequest, server: Serving, body: TextsRequest, prefix: str) -> None:
         self._request, self._body = request, body
-        self._server = serving(request)
-        self._share = request.state.held.enter_context(self._server.answers.share())
+        self.server = server
+        self._share = request.state.held.enter_context(self.server.answers.share())
         self.id = new_id(prefix)
         self._num_tokens = self._num_cached = 0
 
@@ -42,7 +42,7 @@ class Embedder:
 
         Raises RequestError, which names the field `param`.
         """
-        run, num_chars = self._server.texts.run, sum(map(len, texts))
+        run, num_chars = self.server.texts.run, sum(map(len, texts))
         requests = await run(self._request.receive, num_chars, lambda: self._requests(texts, param))
         rows = await while_connected(self._request.receive, self._rows(requests))
         return await run(self._request.receive, 0, lambda: matrix(rows, size, normalize=normalize))
@@ -53,7 +53,7 @@ class Embedder:
         return total | {"prompt_tokens_details": {"cached_tokens": self._num_cached}}
 
     def _requests(self, texts: Sequence[Text], param: str) -> list[Request]:
-        server, placed = self._server, placement(self._body, owner(self._request))
+        server, placed = self.server, placement(self._body, owner(self._request))
         fields: dict[str, Any] = {"params": SamplingParams(max_tokens=0), "pooling": server.info.pooling}
         return [
             Request(
@@ -70,7 +70,7 @@ class Embedder:
         rows = []
         for part in _parts(requests):
             done: dict[int, RequestOutput] = {}
-            async with aclosing(self._server.run(part, 1, self._share)) as outputs:
+            async with aclosing(self.server.run(part, 1, self._share)) as outputs:
                 async for idx, output in outputs:
                     self._share.add(len(output.embedding))
                     done[idx] = output

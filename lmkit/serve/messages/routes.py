@@ -8,11 +8,11 @@ from fastapi import APIRouter, Request, Response
 from lmkit.errors import RequestError
 from lmkit.serve.auth import owner
 from lmkit.serve.body import read_json
+from lmkit.serve.choose import choose
 from lmkit.serve.messages.answer import MessagesAnswer
 from lmkit.serve.messages.protocol import NAMES, MessagesRequest, Prompt
 from lmkit.serve.messages.translate import to_chat
 from lmkit.serve.response import answer
-from lmkit.serve.serving import serving
 from lmkit.serve.translated import num_prompt_tokens
 
 # They differ in what they refuse; this server takes in both what either does.
@@ -23,10 +23,9 @@ router = APIRouter()
 @router.post("/v1/messages")
 async def messages(request: Request) -> Response:
     _check_version(request)
-    server = serving(request)
     body = await read_json(request, MessagesRequest)
     request.state.user = body.metadata.user_id if body.metadata else None
-    server.check_model(body.model)
+    server = await choose(request, body.model)
     chat = to_chat(body)
     share = request.state.held.enter_context(server.answers.share())
     return await answer(request, MessagesAnswer(server, chat, owner(request), share, body))

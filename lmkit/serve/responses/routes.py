@@ -12,13 +12,13 @@ from pydantic import TypeAdapter
 from lmkit.errors import RequestError
 from lmkit.serve.auth import owner
 from lmkit.serve.body import read_json
+from lmkit.serve.choose import choose, shared
 from lmkit.serve.protocol import validate
 from lmkit.serve.response import answer
 from lmkit.serve.responses.answer import Exchange, ResponsesAnswer
 from lmkit.serve.responses.protocol import NAMES, Item, ListQuery, Prompt, ResponsesRequest, RetrieveQuery
 from lmkit.serve.responses.store import ResponseStore, Stored
 from lmkit.serve.responses.translate import to_chat
-from lmkit.serve.serving import serving
 from lmkit.serve.translated import num_prompt_tokens
 
 PATH = "/v1/responses"
@@ -28,10 +28,9 @@ _ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
 
 @router.post(PATH)
 async def create(request: Request) -> Response:
-    server = serving(request)
     body = await read_json(request, ResponsesRequest)
     request.state.user = body.user
-    server.check_model(body.model)
+    server = await choose(request, body.model)
     chat = to_chat(body, [*await _earlier(request, body), *body.input])
     exchange = Exchange(body, _owner(request), _store(request))
     share = request.state.held.enter_context(server.answers.share())
@@ -91,7 +90,7 @@ async def _earlier(request: Request, body: Prompt) -> Iterable[Item]:
     previous = body.previous_response_id
     if previous is None:
         return []
-    server = serving(request)
+    server = shared(request)
     chain = await _store(request).chain(_owner(request), previous, server.config.max_body_bytes)
     if not chain:
         message = f"the response {previous[:64]!r}, or one that it continues, is not stored here"

@@ -19,10 +19,10 @@ from lmkit.config import ServerConfig
 from lmkit.errors import HTTP_STATUS, ConfigError
 from lmkit.log import get_logger
 from lmkit.serve.inside import call
+from lmkit.serve.pool import TAKES_REQUESTS, ModelPool
 from lmkit.serve.protocol import MAX_TIMEOUT
 from lmkit.serve.rpc.messages import SERVICE, Answer, GenerateRequest, GenerateResponse
 from lmkit.serve.rpc.translate import answer_of, body_of
-from lmkit.turbo.transport.async_engine import AsyncEngine
 from lmkit.web.tls import Certificate
 
 MAX_CALLS = 1024  # at once; one more is refused
@@ -44,7 +44,7 @@ logger = get_logger(__name__)
 
 @asynccontextmanager
 async def serving(
-    app: ASGIApp, engine: AsyncEngine, config: ServerConfig, tls: Certificate | None
+    app: ASGIApp, models: ModelPool, config: ServerConfig, tls: Certificate | None
 ) -> AsyncGenerator[int]:
     """Serve gRPC on `config.grpc_port` until the block ends. Gives the port. Raises ConfigError."""
     server = grpc.aio.server(
@@ -66,7 +66,7 @@ async def serving(
         ),
     }
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
-    health_pb2_grpc.add_HealthServicer_to_server(Health(engine), server)
+    health_pb2_grpc.add_HealthServicer_to_server(Health(models), server)
     host = f"[{config.host}]" if ":" in config.host else config.host
     address = f"{host}:{config.grpc_port}"
     try:
@@ -157,8 +157,8 @@ def _client(peer: str) -> tuple[str, int]:
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     """The standard health service, which needs no key. It knows the server ("") and the service Generation."""
 
-    def __init__(self, engine: AsyncEngine) -> None:
-        self._engine = engine
+    def __init__(self, models: ModelPool) -> None:
+        self._models = models
 
     async def Check(self, request: Any, context: Any) -> Any:
         if request.service not in ("", SERVICE):
@@ -175,7 +175,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
             await asyncio.sleep(WATCH_SECONDS)
 
     def _status(self) -> Any:
-        return _SERVING if self._engine.health == "ready" else _NOT_SERVING
+        return _SERVING if self._models.health in TAKES_REQUESTS else _NOT_SERVING
 
 
 _SERVING, _NOT_SERVING, _UNKNOWN = (

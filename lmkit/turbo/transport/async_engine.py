@@ -96,10 +96,15 @@ class AsyncEngine:
         self._dead = asyncio.Event()
         self._directory: Path | None = None
         self._stats = EngineStats()
-        self.state: State = "starting"
+        self.state: State = "asleep"
         self.info: EngineInfo | None = None
         self.num_starts = 0
         self.num_failures = 0  # engine calls that raised, in the current process
+
+    def configure(self, config: EngineConfig) -> None:
+        """The configuration of processes that are started from now on."""
+        self.config = config
+        self._arguments["config"] = msgspec.json.encode(config).decode()
 
     async def start(self) -> None:
         """Start the process and wait until its model is loaded. Raises the LMKitError that prevented the start."""

@@ -1,0 +1,76 @@
+"""The models of `lmkit serve`: those of the command line, or of a YAML file that gives each its own options."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import yaml
+
+from lmkit import yaml_file
+from lmkit.cli.engine_options import SIZES
+from lmkit.config import EngineConfig, PositiveFloat, ServerConfig, parse, parse_bytes
+from lmkit.errors import ConfigError
+from lmkit.other_names import ENGINE, hint
+
+FILES = (".yaml", ".yml")
+
+
+class ListedModel(NamedTuple):
+    """One model, as its user gave it."""
+
+    name: str  # in requests
+    path: str  # a folder, a Hub name or "demo"
+    engine: EngineConfig
+    keep_alive: float | None
+
+
+def listed_models(given: Sequence[str], engine: EngineConfig, server: ServerConfig) -> list[ListedModel]:
+    """The models that `given` names. `engine` and `server` have the options for all. Raises ConfigError."""
+    name = server.served_model_name
+    found: list[ListedModel] = []
+    for text in given:
+        if text.endswith(FILES):
+            found += _from_file(Path(text), engine, server.keep_alive)
+        else:
+            called = Path(text).resolve().name if Path(text).is_dir() else text
+            found.append(ListedModel(called, text, engine, server.keep_alive))
+    if name is not None:
+        if len(found) > 1:
+            raise ConfigError("--served-model-name names a single model; name several in a file, see docs/models.md")
+        found = [model._replace(name=name) for model in found]
+    names = [model.name for model in found]
+    for model in found:
+        if names.count(model.name) > 1:
+            raise ConfigError(f"two models are called {model.name!r}; name them in a file, see docs/models.md")
+    return found
+
+
+def _from_file(path: Path, engine: EngineConfig, keep_alive: float | None) -> list[ListedModel]:
+    tree, data = yaml_file.read(path)
+    if not isinstance(tree, yaml.MappingNode) or not data:
+        raise ConfigError(f"{path}: expected models as `name: path`, or with options, see docs/models.md")
+    found = []
+    for (key, _), (name, value) in zip(tree.value, data.items(), strict=True):
+        where = f"{path}:{key.start_mark.line + 1}: {name}"
+        given = {"path": value} if isinstance(value, str) else value
+        if not isinstance(given, dict) or not isinstance(given.get("path"), str):
+            raise ConfigError(f"{where}: expected a path, or options of which one is path")
+        options = {str(option).replace("-", "_"): value for option, value in given.items()}
+        found.append(_model(str(name), options, where, engine, keep_alive))
+    return found
+
+
+def _model(name: str, given: dict[str, Any], where: str, engine: EngineConfig, keep_alive: float | None) -> ListedModel:
+    path = given.pop("path")
+    if "keep_alive" in given:
+        keep_alive = parse(given.pop("keep_alive"), PositiveFloat, f"{where}: keep_alive")
+    own = msgspec.structs.asdict(engine)
+    for option, value in given.items():
+        if option not in own:
+            raise ConfigError(f"{where}: {option!r} is not an option of a model{hint(option, ENGINE, own)}")
+        is_size = option in SIZES and isinstance(value, str)
+        own[option] = parse_bytes(value, f"{where}: {option}") if is_size else value
+    return ListedModel(name, path, parse(own, EngineConfig, where), keep_alive)
