@@ -19,6 +19,8 @@ from lmkit.web.receive import while_connected
 
 Failed = Callable[[RequestError], str] | None
 DONE = "data: [DONE]\n\n"  # the last event of OpenAI's streams of chunks
+COMMENT = ": keep-alive\n\n"  # clients skip it (HTML, 9.2.6)
+KEEP_ALIVE_SECONDS = 15.0
 
 
 def event(data: str, name: str = "") -> str:
@@ -106,6 +108,7 @@ class EventStream(Response):
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._first, self._events, self._failed = first, events, failed
+        self._num_sent = 0
 
     @classmethod
     async def open(cls, receive: Receive, events: AsyncGenerator[str], failed: Failed = None) -> EventStream:
@@ -122,10 +125,23 @@ class EventStream(Response):
 
     async def _send_all(self, scope: Scope, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        async with aclosing(with_error_event(scope, _chain(self._first, self._events), self._failed)) as events:
-            async for text in events:
-                await send(_body(text, more=True))
+        keeping = asyncio.create_task(self._keep_alive(send))
+        try:
+            async with aclosing(with_error_event(scope, _chain(self._first, self._events), self._failed)) as events:
+                async for text in events:
+                    self._num_sent += 1
+                    await send(_body(text, more=True))
+        finally:
+            keeping.cancel()
         await send(_body("", more=False))
+
+    async def _keep_alive(self, send: Send) -> None:
+        """Send a comment when nothing was sent for a while, so that nobody between takes the connection for dead."""
+        while True:
+            before = self._num_sent
+            await asyncio.sleep(KEEP_ALIVE_SECONDS)
+            if self._num_sent == before:
+                await send(_body(COMMENT, more=True))
 
 
 async def _until_left(receive: Receive, sending: Coroutine[Any, Any, None]) -> None:
