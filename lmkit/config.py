@@ -174,6 +174,13 @@ def wrong_origin(origins: Sequence[str]) -> str | None:
     return f"{wrong[0]!r} is not an origin; write each site as https://chat.example.com" if wrong else None
 
 
+ToolParser = Literal[
+    "hermes", "qwen3_coder", "glm45", "deepseek_v3", "deepseek_v31", "mistral", "mistral_list", "internlm", "llama3",
+    "harmony", "none",
+]  # fmt: skip
+ReasoningParser = Literal["think", "mistral", "seed_oss", "harmony", "none"]
+
+
 class ServerConfig(StrictStruct, frozen=True):
     """How one `lmkit serve` front end listens."""
 
@@ -195,6 +202,8 @@ class ServerConfig(StrictStruct, frozen=True):
     chat_page: bool = True  # a page for people at /
     keep_alive: PositiveFloat | None = None  # seconds without a request after which a model sleeps; None = no limit
     memory_budget: PositiveInt | None = None  # bytes for all engines; None = for several models, what is free
+    tool_parser: ToolParser | None = None  # see text.dialects; None = as the chat template shows
+    reasoning_parser: ReasoningParser | None = None  # None = as the chat template shows
     data_dir: str | None = None  # what it keeps for clients, see serve.data_folder; None = a temporary folder
     response_store: Annotated[int, msgspec.Meta(ge=0)] = 256 << 20  # bytes of stored responses; 0 = none
     response_ttl: Annotated[float, msgspec.Meta(gt=0)] = 30 * 86400.0  # seconds since a response was last used

@@ -21,7 +21,7 @@ _ZERO: Values = (None, 0)
 _ONE: Values = (None, 1)
 _MINUS: Values = (None, -1)
 
-# Of a generation: in HTTP bodies and in Python.
+# Of a generation: in HTTP bodies and in Python. Chats have some of these fields; there the entry does not count.
 GENERATION: Mapping[str, Values] = {
     # OpenAI
     "audio": _NONE,

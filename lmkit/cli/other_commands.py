@@ -16,8 +16,6 @@ from lmkit.other_names import (
     each,
 )
 
-_PARSER = "lmkit does not parse tool calls and reasoning"
-
 # Options of other tools' servers, for `lmkit serve` and its file. Those of ENGINE count as well.
 SERVE: Mapping[str, str] = {
     **each("use --cors-origin, once for each site", "allow_origins allowed_origins"),
@@ -30,7 +28,8 @@ SERVE: Mapping[str, str] = {
     **each("use --tls-key", "ssl_key_file ssl_keyfile"),
     **each("SIGHUP reads the certificate anew", "enable_ssl_refresh"),
     **each("lmkit asks clients for keys, not for certificates", "ssl_ca_certs ssl_cert_reqs"),
-    **each(_PARSER, "enable_auto_tool_choice reasoning_parser tool_call_parser"),
+    "enable_auto_tool_choice": "tools are on where the chat template shows how the model calls them",
+    "tool_call_parser": "use tool_parser; by default the chat template decides",
     **each(NO_ADAPTERS, "lora lora_modules max_loras"),
     **each(
         NO_SPECULATION,
@@ -101,6 +100,13 @@ VALUES: Mapping[str, str] = {
     "half": "use float16",
     "q4_0": "use int4",
     "q8_0": "use int8",
+    **each("use think", "deepseek-r1 deepseek_r1 glm45_thinking qwen3 qwen-qwq step3"),
+    **each("use hermes", "qwen qwen25 qwen2d5 qwen-tool"),
+    **each("use llama3", "llama3_json llama4_json llama llama3.1"),
+    **each("use deepseek_v3", "deepseekv3"),
+    **each("use deepseek_v31", "deepseekv31"),
+    **each("use qwen3_coder", "qwen3_xml qwen3coder"),
+    **each("use harmony", "openai openai_gptoss gpt-oss GptOss"),
     "4": "use int4",
     "8": "use int8",
 }

@@ -12,7 +12,7 @@ from lmkit.cli.engine_options import checked, engine_options, size
 from lmkit.cli.model_list import ListedModel, listed_models
 from lmkit.cli.options import takes
 from lmkit.cli.settings import read_config, resolved
-from lmkit.config import EngineConfig, LogLevel, ServerConfig
+from lmkit.config import EngineConfig, LogLevel, ReasoningParser, ServerConfig, ToolParser
 from lmkit.errors import ConfigError
 from lmkit.extras import needed_for
 from lmkit.web.key_file import parse_keys, read_keys
@@ -90,6 +90,12 @@ def serve(
             callback=checked(ServerConfig, "keep_alive"),
         ),
     ] = None,
+    tool_parser: Annotated[
+        ToolParser | None, _server("How the model writes calls of tools. Default: as its chat template shows.")
+    ] = None,
+    reasoning_parser: Annotated[
+        ReasoningParser | None, _server("How the model writes its reasoning. Default: as its chat template shows.")
+    ] = None,
     data_dir: Annotated[
         str | None, _server("Keep files, batches and responses of clients here. Default: a temporary folder.")
     ] = None,
@@ -148,6 +154,8 @@ def serve(
         step_timeout=step_timeout,
         keep_alive=keep_alive,
         memory_budget=None if memory_budget is None else int(memory_budget),
+        tool_parser=tool_parser,
+        reasoning_parser=reasoning_parser,
         data_dir=data_dir,
         response_store=int(response_store),
         response_ttl=response_ttl,

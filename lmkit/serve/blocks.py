@@ -109,5 +109,17 @@ class BlockBuilder(ChatBuilder):
 
     def taken(self, output: RequestOutput) -> Iterator[Step]:
         """What an output adds."""
-        if output.text or output.logprobs:
-            yield from self.blocks.grow("text", output.text, tuple(output.logprobs))
+        logprobs = tuple(output.logprobs)
+        for kind, text in self.answers[0].take(output):
+            match kind:
+                case "call":
+                    yield from self.blocks.call(self.answers[0].call_id(), text)
+                case "reasoning":
+                    yield from self.blocks.grow("reasoning", text)
+                case "arguments":
+                    yield from self.blocks.grow("call", text)
+                case "content":
+                    yield from self.blocks.grow("text", text, logprobs)
+                    logprobs = ()
+        if logprobs and not self.server.style.thought:
+            yield from self.blocks.grow("text", "", logprobs)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request, Response
 
+from lmkit.serve.answer_events import AnswerEvents, MessageDeltas, message
 from lmkit.serve.auth import Owner
 from lmkit.serve.collect import Collected
 from lmkit.serve.protocol import (
@@ -38,6 +39,7 @@ async def chat_completions(request: Request) -> Response:
 class ChatBuilder(ResponseBuilder[ChatCompletionRequest]):
     """An answer to a chat, whatever API it is for."""
 
+    answers: list[AnswerEvents]  # of each choice
     must_fit: ClassVar[bool] = True  # max_tokens that goes beyond the context is refused
 
     def __init__(self, server: Serving, body: ChatCompletionRequest, owner: Owner, share: Share) -> None:
@@ -46,6 +48,7 @@ class ChatBuilder(ResponseBuilder[ChatCompletionRequest]):
         self._history = server.sessions.get(self._session) if self._session else TokenHistory()
 
     def make_requests(self) -> list[engine.Request]:
+        style = self.server.style
         requests, turn = chat_requests(
             self.body,
             self.server.tokenizer,
@@ -53,14 +56,22 @@ class ChatBuilder(ResponseBuilder[ChatCompletionRequest]):
             self.id,
             owner=self.owner,
             history=self._history,
+            style=style,
             must_fit=self.must_fit,
         )
         self._tokens = AssistantTurn(turn)
+        is_thinking = style.is_thinking(turn.rest)
+        self.answers = [style.answer(self.body, is_thinking=is_thinking) for _ in requests]
         return requests
+
+    def prepare(self) -> None:
+        super().prepare()
+        if self.server.style.thought is not None:
+            self.count.reasoning_tokens = lambda: sum(answer.reasoning_tokens for answer in self.answers)
 
     @property
     def num_chars(self) -> int:
-        return sum(len(message.content) for message in self.body.messages)
+        return self.body.num_chars
 
     def note(self, idx: int, output: RequestOutput) -> None:
         """Also remember the tokens of a session's answer.
@@ -81,23 +92,25 @@ class _ChatResponse(ChatBuilder):
 
     async def whole(self) -> dict[str, Any]:
         collected = await self.collect([""] * len(self.requests))
-        choices = map(self._choice, range(len(collected)), collected)
-        answer = {**self.head, "object": "chat.completion", "choices": choices, "usage": self.count.usage()}
+        choices = list(map(self._choice, range(len(collected)), collected))
+        answer = {**self.head, "object": "chat.completion", "choices": iter(choices), "usage": self.count.usage()}
         return answer | self.about_prompt(0, collected[0])
 
     def _choice(self, index: int, choice: Collected) -> dict[str, Any]:
         content = (self.logprob(entry) for entry in choice.answer_logprobs())
+        answer = self.answers[index]
         return {
             "index": index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "message": message(answer.take(choice.whole()), answer),
             "logprobs": {"content": content, "refusal": None} if self.body.logprobs else None,
-            "finish_reason": choice.last.finish_reason,
+            "finish_reason": answer.finish_reason(choice.last),
             "stop_reason": choice.last.stop_reason,
         } | self.own_ids(choice)
 
     async def chunks(self) -> AsyncGenerator[str]:
         """Each choice yields a chunk with the role, chunks with text, and a last chunk with the finish_reason."""
         started = [False] * len(self.requests)
+        deltas = [MessageDeltas(answer) for answer in self.answers]
         async with aclosing(self.outputs()) as outputs:
             async for idx, output in outputs:
                 if not started[idx]:
@@ -108,12 +121,19 @@ class _ChatResponse(ChatBuilder):
                 self.note(idx, output)
                 logprobs = ChatLogprobs(content=list(map(self.logprob, output.logprobs))) if output.logprobs else None
                 ids = output.token_ids if self.body.return_token_ids else None
-                if output.text or logprobs or ids:
-                    delta = {"content": output.text}
+                events = self.answers[idx].take(output)
+                parts = [deltas[idx].of(event) for event in events]
+                if not parts and (logprobs or ids):
+                    parts = [{"content": ""}]
+                for delta in parts:  # the first has what is known of the output's tokens
                     yield self._chunk([ChatChunkChoice(index=idx, delta=delta, logprobs=logprobs, token_ids=ids)])
+                    logprobs = ids = None
                 if output.finish_reason is not None:
                     end = ChatChunkChoice(
-                        index=idx, delta={}, finish_reason=output.finish_reason, stop_reason=output.stop_reason
+                        index=idx,
+                        delta={},
+                        finish_reason=self.answers[idx].finish_reason(output),
+                        stop_reason=output.stop_reason,
                     )
                     yield self._chunk([end])
         if self.include_usage:

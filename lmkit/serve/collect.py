@@ -131,6 +131,10 @@ class Collected:
         num_entries = len(self._ids) - num_entries
         self._share.add(4 * (len(output.text) + len(output.token_ids)) + ENTRY_BYTES * num_entries)
 
+    def whole(self) -> RequestOutput:
+        """All outputs as one, without log-probabilities."""
+        return msgspec.structs.replace(self.last, text=self.text, token_ids=self.token_ids.tolist())
+
     @property
     def mean_logprob(self) -> float:
         """Of the answer's tokens."""

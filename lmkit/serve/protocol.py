@@ -9,113 +9,29 @@ every key, and any key is accepted. As with OpenAI, it does not separate caches;
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     PlainValidator,
     ValidationError,
-    model_validator,
 )
 
 from lmkit import neutral
 from lmkit.errors import RequestError
 from lmkit.formats.generation_config import TOP_K_OFF
-from lmkit.other_names import HTTP, hint
-from lmkit.text.messages import MAX_NAME_CHARS, Role, joined_parts
+from lmkit.serve.conversation import MAX_TOOLS, Messages, Tool, ToolChoice
+from lmkit.serve.strict import Strict
 from lmkit.turbo.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOPS
 
-MAX_MESSAGES = 4096
-MAX_PARTS = 8192  # items and their parts, where an API has them
-MAX_TOOLS = 1024
 MAX_PROMPTS = 256
 MAX_CHOICES = 128  # n
 MAX_SEQUENCES = 1024  # prompts times n (or best_of)
 MAX_PRIORITY = 1000
 MAX_TIMEOUT = 86400.0  # seconds
-
-
-class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-    # Fields of others, with their values that ask for nothing. An entry does not count for a model with such a field.
-    absent: ClassVar[Mapping[str, neutral.Values]] = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _only_known(cls, data: Any) -> Any:
-        """Refuse the first unknown field.
-
-        This runs before pydantic, which would report each of a million unknown fields.
-        """
-        if not isinstance(data, dict):
-            return data
-        absent = (data.keys() & cls.absent.keys()) - cls.model_fields.keys()
-        data = _drop_neutral(data, {name: cls.absent[name] for name in absent})
-        unknown = next((name for name in data if name not in cls.model_fields), None)
-        if unknown is not None:
-            name = unknown[:64]
-            advice = hint(name, HTTP, cls.model_fields)
-            raise RequestError("unknown_parameter", f"unknown parameter {name!r}{advice}", name)
-        return data
-
-
-class Nullable(Strict):
-    """A null is a field that is not set. Clients send an answer's parts back with all of their fields."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_null(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        return {name: value for name, value in data.items() if value is not None}
-
-
-def check_parts(items: Any) -> Any:
-    """Raise ValueError if items have too many parts, before a model looks at each for microseconds."""
-    number, lists = 0, [items]
-    while lists:
-        found = lists.pop()
-        for item in found if isinstance(found, list) else ():
-            number += 1
-            if isinstance(item, dict):
-                lists += [item.get(name) for name in ("content", "output", "summary")]
-        if number > MAX_PARTS:
-            raise ValueError(f"at most {MAX_PARTS} items and parts in all")
-    return items
-
-
-def _drop_neutral(data: dict[str, Any], absent: Mapping[str, neutral.Values]) -> dict[str, Any]:
-    """`data` without the fields that ask for nothing. Raises RequestError if a field of `absent` asks for something."""
-    for name in data:
-        if name in absent and not neutral.is_neutral(data[name], absent[name]):
-            message = f"{name} is not supported by this server{hint(name, HTTP)}"
-            raise RequestError("unsupported_parameter", message, name)
-    return {name: value for name, value in data.items()
-            if name not in absent and not neutral.is_neutral(value, neutral.UNSET.get(name, ()))}  # fmt: skip
-
-
-def _message_list(value: Any) -> Any:
-    return [{"role": "user", "content": value}] if isinstance(value, str) else value
-
-
-class ChatMessage(Strict):
-    absent = neutral.MESSAGE
-
-    role: Role
-    content: Annotated[str, BeforeValidator(joined_parts)]
-    name: Annotated[str, Field(max_length=MAX_NAME_CHARS)] | None = None  # passed to the chat template
-
-
-Messages = Annotated[
-    list[ChatMessage],
-    Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
-    BeforeValidator(_message_list),  # one text is one message of the user, as in LMDeploy's API
-]
 
 
 class StreamOptions(Strict):
@@ -220,11 +136,23 @@ class ChatCompletionRequest(_Sampling, ChatExtensions):
     absent = {**neutral.GENERATION, **neutral.CHAT}
 
     messages: Messages
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None  # default auto
+    parallel_tool_calls: bool | None = None  # default true
+    reasoning_effort: Annotated[str, Field(max_length=16)] | None = None  # a variable of the chat template
+    thinking_token_budget: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None  # vLLM's: tokens of reasoning
+    include_reasoning: bool | None = None  # false: the answer leaves the reasoning out
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = None  # any value is accepted, see above
     # not OpenAI's
     add_generation_prompt: bool | None = None
+
+    @property
+    def num_chars(self) -> int:
+        """About the length of the prompt."""
+        tools = sum(len(str(tool.function.parameters)) for tool in self.tools or ())
+        return tools + sum(message.num_chars for message in self.messages)
 
 
 def prompts(value: Any, most: int = MAX_PROMPTS) -> list[str] | list[list[int]]:
@@ -304,11 +232,16 @@ class PromptTokensDetails(BaseModel):
     cached_tokens: int  # prompt tokens whose KV was reused
 
 
+class CompletionTokensDetails(BaseModel):
+    reasoning_tokens: int
+
+
 class Usage(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
 
 
 class TopLogprob(BaseModel):
@@ -328,7 +261,7 @@ class ChatLogprobs(BaseModel):
 
 class ChatChunkChoice(BaseModel):
     index: int
-    delta: dict[str, str]  # role with the first chunk of a choice, then content
+    delta: dict[str, Any]  # role with the first chunk of a choice, then content, reasoning and calls
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import cached_property
 from uuid import uuid4
 
 import lmkit
@@ -17,9 +18,10 @@ from lmkit.serve.admission import Admission
 from lmkit.serve.collect import Backlog
 from lmkit.serve.hooks.hooks import Hooks
 from lmkit.serve.metrics import Metrics
-from lmkit.serve.protocol import PromptTokensDetails, Usage
+from lmkit.serve.protocol import CompletionTokensDetails, PromptTokensDetails, Usage
 from lmkit.serve.rates import spend
 from lmkit.serve.sessions import Sessions
+from lmkit.serve.style import Style
 from lmkit.serve.text_pool import TextPool
 from lmkit.text import Tokenizer
 from lmkit.turbo.request import EngineInfo, Request, Siblings
@@ -46,6 +48,11 @@ class Serving:
     admission: Admission
     hooks: Hooks
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @cached_property
+    def style(self) -> Style:
+        """How the model writes reasoning and calls of tools."""
+        return Style(self.tokenizer, self.config.tool_parser, self.config.reasoning_parser)
 
     @property
     def info(self) -> EngineInfo:
@@ -142,6 +149,7 @@ class UsageCount:
     def __init__(self, requests: Sequence[Request], choices_per_prompt: int) -> None:
         self._prompt_tokens = sum(len(request.prompt_ids) for request in requests[::choices_per_prompt])
         self._choices = choices_per_prompt
+        self.reasoning_tokens: Callable[[], int] = lambda: 0
         self._completion_tokens = [0] * len(requests)
         self._cached_tokens = [0] * len(requests)
 
@@ -155,5 +163,6 @@ class UsageCount:
             prompt_tokens=self._prompt_tokens,
             completion_tokens=completion,
             total_tokens=self._prompt_tokens + completion,
+            completion_tokens_details=CompletionTokensDetails(reasoning_tokens=self.reasoning_tokens()),
             prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self._cached_tokens[:: self._choices])),
         )

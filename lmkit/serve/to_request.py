@@ -19,7 +19,9 @@ from lmkit.errors import RequestError
 from lmkit.formats.generation_config import RANGES
 from lmkit.serve.auth import NOBODY, Owner
 from lmkit.serve.constraint import constraint
-from lmkit.serve.protocol import MAX_SEQUENCES, ChatCompletionRequest, ChatMessage, CompletionRequest, Placed
+from lmkit.serve.conversation import ChatMessage
+from lmkit.serve.protocol import MAX_SEQUENCES, ChatCompletionRequest, CompletionRequest, Placed
+from lmkit.serve.style import Style, called_tools, plain_message
 from lmkit.text import EncodedTurn, TokenHistory, Tokenizer
 from lmkit.turbo.request import EngineInfo, Request, SamplingParams
 
@@ -36,6 +38,7 @@ def chat_requests(
     *,
     owner: Owner = NOBODY,
     history: TokenHistory | None = None,
+    style: Style | None = None,
     must_fit: bool = True,
 ) -> tuple[list[Request], EncodedTurn]:
     """One engine request for each of the `n` choices, and their prompt, which continues where `history` ends.
@@ -47,23 +50,31 @@ def chat_requests(
         raise _invalid("max_tokens: at least 1 in a chat", "max_tokens")
     if body.top_logprobs and not body.logprobs:
         raise _invalid("top_logprobs needs logprobs: true", "top_logprobs")
+    style = style or Style(tokenizer)
+    tools = called_tools(body)
+    content = constraint(body, tokenizer, info.vocab_size)
+    turn = chat_prompt(body, tokenizer, info, history, style)
     params = _params(
         body,
-        tokenizer,
         info,
         max_tokens=_limit(_or(asked, info.sampling.max_new_tokens)),
         logprobs=_num_logprobs(body, (body.top_logprobs or 0) if body.logprobs else None),
+        shown_special_ids=style.special_ids(bool(tools)),
+        grammar=style.grammar(body, content, info.vocab_size, is_thinking=style.is_thinking(turn.rest)),
     )
-    turn = chat_prompt(body, tokenizer, info, history)
     like = _request(body, params, request_id, owner, prompt_logprobs=body.prompt_logprobs is not None)
     return _fan_out([turn.ids], like, _or(body.n, 1), info, "messages", (_limit(asked) or 1) if must_fit else 1), turn
 
 
 def chat_prompt(
-    body: ChatCompletionRequest, tokenizer: Tokenizer, info: EngineInfo, history: TokenHistory | None = None
+    body: ChatCompletionRequest,
+    tokenizer: Tokenizer,
+    info: EngineInfo,
+    history: TokenHistory | None = None,
+    style: Style | None = None,
 ) -> EncodedTurn:
     """The prompt of a chat, which continues where `history` ends."""
-    text = chat_text(body.messages, tokenizer, _or(body.add_generation_prompt, True), _variables(body))
+    text = (style or Style(tokenizer)).render(body, _variables(body))
     tokenizer.check_length(text, info.max_model_len, "messages")
     return (history or TokenHistory()).encode(tokenizer, text)
 
@@ -77,10 +88,10 @@ def completion_requests(
     asked = _asked_tokens(body)
     params = _params(
         body,
-        tokenizer,
         info,
         max_tokens=_limit(_or(asked, info.sampling.max_new_tokens or DEFAULT_COMPLETION_TOKENS)),
         logprobs=_num_logprobs(body, 0 if select and body.logprobs is None else body.logprobs),
+        grammar=constraint(body, tokenizer, info.vocab_size),
     )
     for prompt in body.prompt:
         if isinstance(prompt, str):
@@ -113,7 +124,7 @@ def chat_text(
     variables: dict[str, Any] | None = None,
 ) -> str:
     """A conversation as the model's template renders it."""
-    plain = [message.model_dump(exclude_none=True) for message in messages]
+    plain = list(map(plain_message, messages))
     return tokenizer.render_chat(plain, add_generation_prompt=add_generation_prompt, variables=variables)
 
 
@@ -146,9 +157,7 @@ def check_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
         raise _invalid(f"{param}: a token id is not in [0, {vocab_size})", param)
 
 
-def _params(
-    body: ChatCompletionRequest | CompletionRequest, tokenizer: Tokenizer, info: EngineInfo, **fields: Any
-) -> SamplingParams:
+def _params(body: ChatCompletionRequest | CompletionRequest, info: EngineInfo, **fields: Any) -> SamplingParams:
     """The request's parameters: given, else the checkpoint's default, else OpenAI's."""
     if (options := body.stream_options) is not None:
         if not body.stream and (options.include_usage or options.continuous_usage_stats):
@@ -167,7 +176,6 @@ def _params(
         ignore_eos=bool(body.ignore_eos),
         skip_special_tokens=_or(body.skip_special_tokens, True),
         include_stop_str_in_output=bool(body.include_stop_str_in_output),
-        grammar=constraint(body, tokenizer, info.vocab_size),
         **fields,
     )
     params.validate(info.vocab_size)

@@ -11,7 +11,8 @@ from fastapi import APIRouter, Request, Response
 from lmkit.errors import RequestError
 from lmkit.serve.body import read_json
 from lmkit.serve.choose import choose, shared
-from lmkit.serve.protocol import ChatMessage, DetokenizeRequest, EncodeRequest, TokenizeRequest
+from lmkit.serve.conversation import ChatMessage
+from lmkit.serve.protocol import DetokenizeRequest, EncodeRequest, TokenizeRequest
 from lmkit.serve.to_request import chat_text, check_ids
 from lmkit.text import Tokenizer
 
@@ -24,7 +25,7 @@ async def tokenize(request: Request) -> Response:
     server = await choose(request, body.model)
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("invalid_request", "send either prompt or messages", "prompt")
-    num_chars = len(body.prompt or "") + sum(len(message.content) for message in body.messages or ())
+    num_chars = len(body.prompt or "") + sum(message.num_chars for message in body.messages or ())
     max_model_len = server.info.max_model_len
 
     def answer() -> dict[str, Any]:

@@ -37,9 +37,9 @@ async def num_prompt_tokens(http: HttpRequest, chat: ChatCompletionRequest, name
 
     def counted() -> int:
         with renamed(names):
-            return len(chat_prompt(chat, server.tokenizer, server.info).ids)
+            return len(chat_prompt(chat, server.tokenizer, server.info, style=server.style).ids)
 
-    return await server.texts.run(http.receive, sum(len(message.content) for message in chat.messages), counted)
+    return await server.texts.run(http.receive, chat.num_chars, counted)
 
 
 @contextmanager

@@ -76,11 +76,12 @@ class IncrementalDetokenizer:
         tokenizer: Tokenizer,
         *,
         skip_special_tokens: bool = True,
+        shown_special_ids: Iterable[int] = (),
         stop: Sequence[str] = (),
         include_stop: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
-        self._skip = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._skip = tokenizer.special_ids.difference(shown_special_ids) if skip_special_tokens else frozenset()
         self._stages = tokenizer.make_stages()
         self._matcher = _StopMatcher(stop) if stop else None
         self._include_stop = include_stop

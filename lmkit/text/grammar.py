@@ -13,11 +13,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer, StructTag
 from llguidance.gbnf_to_lark import any_to_lark
 
 from lmkit.errors import RequestError
+from lmkit.text.dialects.table import MARKS
 from lmkit.text.grammar_process import LIMITS
 from lmkit.text.sandbox import Sandbox
 
@@ -57,6 +59,11 @@ def choice(texts: Any) -> str:
     if not isinstance(texts, list) or not 0 < len(texts) <= MAX_CHOICES:
         raise ValueError(f"expected a list of 1 to {MAX_CHOICES} texts")
     return lark("start: " + "\n  | ".join(json.dumps(_text(text), ensure_ascii=False) for text in texts))
+
+
+def lark_grammar(text: str) -> str:
+    """The grammar of a text in llguidance's own form of Lark."""
+    return str(LLMatcher.grammar_from_lark(text))
 
 
 def lark(text: Any) -> str:
@@ -138,6 +145,18 @@ def response_format(value: Mapping[str, Any]) -> str:
     )
 
 
+def with_special_marks(tokenizer: str) -> str:
+    """The text of a tokenizer.json in which marks of reasoning and calls are special tokens, so that no text has them.
+
+    Most models declare them as ordinary added tokens.
+    """
+    data = msgspec.json.decode(tokenizer, type=dict[str, msgspec.Raw])
+    added = msgspec.json.decode(data.get("added_tokens", msgspec.Raw(b"[]")), type=list[dict[str, Any]])
+    for token in added:
+        token["special"] = token["special"] or token["content"] in MARKS
+    return msgspec.json.encode(data | {"added_tokens": added}).decode()
+
+
 class Grammars:
     """Grammars compiled for one tokenizer. The last ones are kept. Several threads may use it."""
 
@@ -148,6 +167,7 @@ class Grammars:
         """
         if not eos_token_ids:
             raise _unsupported("the model has no token that ends an answer")
+        tokenizer = with_special_marks(tokenizer)
         self._parts = (tokenizer, vocab_size, list(eos_token_ids))
         self._name = hashlib.sha256(repr(self._parts).encode()).hexdigest()
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -49,13 +50,22 @@ class ChatTemplate:
             raise CheckpointError(f"chat template: {len(source)} characters, limit {MAX_TEMPLATE_CHARS}")
         self.source, self._named, self._process = source, dict(named_tokens or {}), process
 
-    @cached_property
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the template writes the tools of a request. Raises CheckpointError if it does not compile."""
+        return "tools" in self._variables
+
+    @property
     def parameters(self) -> frozenset[str]:
         """The variables that a request may set. Raises CheckpointError if the template does not compile."""
+        return self._variables - _GIVEN
+
+    @cached_property
+    def _variables(self) -> frozenset[str]:
         kind, value = self._process.ask(self.source, None)
         if kind != "variables":
             raise CheckpointError(f"chat template: does not compile: {value or 'it needs too much time or memory'}")
-        return frozenset(value) - _GIVEN
+        return frozenset(value)
 
     def render(
         self,
@@ -63,14 +73,21 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
         """The conversation as one text. Raises RequestError if the template refuses the messages.
 
+        Arguments of calls in the messages are objects.
         A variable that the template does not have is refused, unless its value asks for nothing.
         """
         variables = self._known(variables) if variables else {}
-        given = {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        given: dict[str, Any] = {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        if tools:
+            given["tools"] = tools
         kind, value = self._process.ask(self.source, self._named | variables | given)
+        if kind == "failed" and any(message.get("tool_calls") for message in messages):
+            given["messages"] = list(map(_with_text_arguments, messages))  # DeepSeek's templates take JSON texts
+            kind, value = self._process.ask(self.source, self._named | variables | given)
         if kind != "text":
             raise RequestError("invalid_request", _REFUSALS[kind].format(value), "messages")
         return str(value)
@@ -83,6 +100,15 @@ class ChatTemplate:
             message = f"{unknown[0][:64]!r} is not a variable of this model's chat template (it has: {names})"
             raise RequestError("unknown_parameter", message, "chat_template_kwargs")
         return known
+
+
+def _with_text_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
+    calls = []
+    for call in message.get("tool_calls") or ():
+        function = call["function"]
+        text = json.dumps(function["arguments"], ensure_ascii=False)
+        calls.append(call | {"function": function | {"arguments": text}})
+    return {**message, "tool_calls": calls} if calls else dict(message)
 
 
 _REFUSALS = {  # by the kind of a reply

@@ -118,6 +118,7 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
         """The conversation as one text. Encode it without further special tokens, because the template writes them.
 
@@ -129,7 +130,9 @@ class Tokenizer:
                 "this model has no chat template; it completes texts: /v1/completions, or do_preprocess=False",
                 "messages",
             )
-        return self.chat_template.render(messages, add_generation_prompt=add_generation_prompt, variables=variables)
+        return self.chat_template.render(
+            messages, add_generation_prompt=add_generation_prompt, variables=variables, tools=tools
+        )
 
     def encode_chat(
         self,

@@ -89,6 +89,7 @@ class SamplingParams(Sampling, frozen=True, kw_only=True, forbid_unknown_fields=
     repetition_penalty: float = 1.0
     max_tokens: int | None = 512  # None = until the context is full, 0 = none: the prompt is only computed
     min_tokens: int = 0  # eos, stop ids and stop strings are held back before so many tokens
+    shown_special_ids: tuple[int, ...] = ()  # special tokens that skip_special_tokens leaves in the text
     grammar: str = ""  # the answer follows it, see text.grammar; "" = any answer
 
     def validate(self, vocab_size: int) -> None:

@@ -12,7 +12,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from lmkit import neutral
-from lmkit.serve.protocol import MAX_MESSAGES, MAX_TOOLS, ChatExtensions, Nullable, check_parts
+from lmkit.serve.conversation import MAX_MESSAGES, MAX_TOOLS, check_parts
+from lmkit.serve.protocol import ChatExtensions
+from lmkit.serve.strict import Nullable
 from lmkit.turbo.request import MAX_STOPS
 
 Id = Annotated[str, Field(max_length=256)]

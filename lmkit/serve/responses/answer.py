@@ -92,7 +92,7 @@ class ResponsesAnswer(BlockBuilder):
                 "input_tokens": usage.prompt_tokens,
                 "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
                 "output_tokens": new,
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": usage.completion_tokens_details.model_dump(),
                 "total_tokens": usage.total_tokens,
             },
         }

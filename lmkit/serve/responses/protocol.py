@@ -8,7 +8,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from lmkit import neutral
-from lmkit.serve.protocol import MAX_MESSAGES, MAX_TOOLS, ChatExtensions, Nullable, Strict, check_parts
+from lmkit.serve.conversation import MAX_MESSAGES, MAX_TOOLS, check_parts
+from lmkit.serve.protocol import ChatExtensions
+from lmkit.serve.strict import Nullable, Strict
 
 MAX_METADATA = 16
 Status = Literal["in_progress", "completed", "incomplete"]

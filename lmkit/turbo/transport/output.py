@@ -80,6 +80,7 @@ class OutputProcessor:
         self._detokenizer = IncrementalDetokenizer(
             tokenizer,
             skip_special_tokens=params.skip_special_tokens,
+            shown_special_ids=params.shown_special_ids,
             stop=params.stop,
             include_stop=params.include_stop_str_in_output,
         )

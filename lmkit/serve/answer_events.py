@@ -1,0 +1,110 @@
+"""Outputs of one choice -> events: reasoning, content and calls of tools. Every API that answers chats reads these."""
+
+from __future__ import annotations
+
+import secrets
+import string
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from lmkit.text.dialects import Event, Parser
+from lmkit.turbo.transport.output import RequestOutput
+
+_ALPHABET = string.ascii_letters + string.digits
+
+
+class AnswerEvents:
+    """One choice on its way. `take` gets its outputs in order."""
+
+    def __init__(
+        self,
+        parser: Parser | None,
+        *,
+        show_reasoning: bool = True,
+        end_id: int | None = None,
+        num_id_chars: int = 24,
+    ) -> None:
+        """`end_id` is the token that ends the reasoning, if one does."""
+        self._parser, self._show_reasoning = parser, show_reasoning
+        self._end_id, self._num_id_chars = end_id, num_id_chars
+        self._num_before_end, self._has_ended = 0, False
+        self._has_reasoned = False
+
+    def take(self, output: RequestOutput) -> list[Event]:
+        if self._parser is None:
+            return [Event("content", output.text)] if output.text else []
+        events = self._parser.feed(output.text)
+        if output.finish_reason is not None:
+            events += self._parser.end()
+        self._count(output.token_ids, events)
+        return [event for event in events if self._show_reasoning or event.kind != "reasoning"]
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """The number of tokens up to the end of the reasoning."""
+        return self._num_before_end if self._has_reasoned else 0
+
+    def _count(self, token_ids: Sequence[int], events: Sequence[Event]) -> None:
+        self._has_reasoned = self._has_reasoned or any(event.kind == "reasoning" for event in events)
+        if self._has_ended:
+            return
+        if self._end_id in token_ids:
+            self._has_ended = True
+            self._num_before_end += token_ids.index(self._end_id) + 1
+        else:  # the mark of several tokens ends with an output
+            self._has_ended = self._end_id is None and bool(events) and events[-1].kind != "reasoning"
+            self._num_before_end += len(token_ids)
+
+    def finish_reason(self, output: RequestOutput) -> str | None:
+        """That of the output, with OpenAI's name for an end behind calls."""
+        called = self._parser is not None and self._parser.num_calls and output.finish_reason == "stop"
+        return "tool_calls" if called else output.finish_reason
+
+    def call_id(self) -> str:
+        """A new id for a call."""
+        prefix = "call_" if self._num_id_chars > len("call_") + 8 else ""
+        return prefix + "".join(secrets.choice(_ALPHABET) for _ in range(self._num_id_chars))
+
+
+class MessageDeltas:
+    """Events -> deltas of OpenAI's chunks."""
+
+    def __init__(self, events: AnswerEvents) -> None:
+        self._events, self._num_calls = events, 0
+
+    def of(self, event: Event) -> dict[str, Any]:
+        match event.kind:
+            case "content":
+                return {"content": event.text}
+            case "reasoning":
+                return {"reasoning": event.text, "reasoning_content": event.text}
+            case "call":
+                self._num_calls += 1
+                function = {"name": event.text, "arguments": ""}
+                about = {"id": self._events.call_id(), "type": "function", "function": function}
+                return {"tool_calls": [{"index": self._num_calls - 1} | about]}
+            case "arguments":
+                call = {"index": self._num_calls - 1, "function": {"arguments": event.text}}
+                return {"tool_calls": [call]}
+
+
+def message(events: Iterable[Event], answer: AnswerEvents) -> dict[str, Any]:
+    """The assistant's message, whole."""
+    texts: dict[str, list[str]] = {"content": [], "reasoning": []}
+    calls: list[tuple[str, list[str]]] = []
+    for kind, text in events:
+        if kind == "call":
+            calls.append((text, []))
+        else:
+            (calls[-1][1] if kind == "arguments" else texts[kind]).append(text)
+    content, reasoning = "".join(texts["content"]), "".join(texts["reasoning"])
+    whole: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    if reasoning:
+        whole |= {"reasoning": reasoning, "reasoning_content": reasoning}
+    if calls:
+        whole["content"] = content or None
+        whole["tool_calls"] = [
+            {"id": answer.call_id(), "type": "function", "function": {"name": name, "arguments": "".join(parts)}}
+            for name, parts in calls
+        ]
+    return whole

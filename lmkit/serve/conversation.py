@@ -1,0 +1,127 @@
+"""The messages and tools of a chat request."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from lmkit import neutral
+from lmkit.serve.strict import Nullable, Strict
+from lmkit.text.messages import MAX_NAME_CHARS, Role, joined_parts
+
+MAX_MESSAGES = 4096
+MAX_CALLS = 256  # of one message
+MAX_TOOLS = 1024
+MAX_PARTS = 8192  # items and their parts, where an API has them
+
+
+def check_parts(items: Any) -> Any:
+    """Raise ValueError if items have too many parts, before a model looks at each for microseconds."""
+    number, lists = 0, [items]
+    while lists:
+        found = lists.pop()
+        for item in found if isinstance(found, list) else ():
+            number += 1
+            if isinstance(item, dict):
+                lists += [item.get(name) for name in ("content", "output", "summary")]
+        if number > MAX_PARTS:
+            raise ValueError(f"at most {MAX_PARTS} items and parts in all")
+    return items
+
+
+def _message_list(value: Any) -> Any:
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+
+def _arguments(value: Any) -> Any:
+    """Arguments of a call as a JSON text. Clients that keep them as an object send that."""
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value
+
+
+class CalledFunction(Strict):
+    name: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
+    arguments: Annotated[str, BeforeValidator(_arguments)] = "{}"
+
+
+class ToolCall(Nullable):
+    id: Annotated[str, Field(max_length=MAX_NAME_CHARS)] = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None  # in a stream's delta; clients send it back
+
+
+class ChatMessage(Strict):
+    absent = neutral.MESSAGE
+
+    role: Role | Literal["tool"]
+    content: Annotated[str | None, BeforeValidator(joined_parts)] = None  # None: only of the assistant
+    name: Annotated[str, Field(max_length=MAX_NAME_CHARS)] | None = None  # passed to the chat template
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS)] | None = None
+    tool_call_id: Annotated[str, Field(max_length=MAX_NAME_CHARS)] | None = None  # of the call that a tool answers
+    reasoning: str | None = None
+    reasoning_content: str | None = None  # another name for it
+
+    @model_validator(mode="after")
+    def _fits_the_role(self) -> ChatMessage:
+        if self.role != "assistant":
+            if self.content is None:
+                raise ValueError("content: expected text or a list of text parts")
+            if self.tool_calls or self.reasoning or self.reasoning_content:
+                raise ValueError("tool_calls and reasoning belong to the assistant's messages")
+        elif self.content is None and not self.tool_calls and not self.thoughts:
+            raise ValueError("expected content or tool_calls")
+        if self.tool_call_id is not None and self.role != "tool":
+            raise ValueError("tool_call_id belongs to messages of role tool")
+        return self
+
+    @property
+    def thoughts(self) -> str:
+        return self.reasoning or self.reasoning_content or ""
+
+    @property
+    def num_chars(self) -> int:
+        calls = sum(len(call.function.arguments) for call in self.tool_calls or ())
+        return len(self.content or "") + len(self.thoughts) + calls
+
+
+Messages = Annotated[
+    list[ChatMessage],
+    Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
+    BeforeValidator(_message_list),  # one text is one message of the user, as in LMDeploy's API
+]
+
+
+class Function(Nullable):
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None  # a JSON schema
+    strict: bool | None = None  # a schema that cannot be held is refused
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: Function
+
+
+class _Name(Strict):
+    name: Annotated[str, Field(max_length=MAX_NAME_CHARS)]
+
+
+class NamedFunction(Strict):
+    type: Literal["function"]
+    function: _Name
+
+
+class _Allowed(Strict):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedFunction], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedTools(Strict):
+    type: Literal["allowed_tools"]
+    allowed_tools: _Allowed
+
+
+ToolChoice = Literal["none", "auto", "required"] | Annotated[NamedFunction | AllowedTools, Field(discriminator="type")]

@@ -1,0 +1,220 @@
+"""How the served model writes reasoning and calls of tools, and what of both a request asks for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lmkit.errors import RequestError
+from lmkit.serve.answer_events import AnswerEvents
+from lmkit.serve.conversation import AllowedTools, ChatMessage, NamedFunction, Tool
+from lmkit.serve.protocol import ChatCompletionRequest
+from lmkit.text import Tokenizer
+from lmkit.text.dialects import DIALECTS, THOUGHTS, Dialect, Parser, Thought, dialect_of, thought_of
+from lmkit.text.dialects.prompt import with_texts
+from lmkit.text.dialects.table import PLAIN
+from lmkit.text.template import THINKING_SWITCHES
+
+if TYPE_CHECKING:
+    from lmkit.text.grammar import Grammars
+
+
+class Style:
+    """A model's dialect for calls and its form of reasoning. Both come from its chat template, or from options."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, tool_parser: str | None = None, reasoning_parser: str | None = None
+    ) -> None:
+        """A parser is a name of DIALECTS or THOUGHTS, "none", or None: as the template shows."""
+        template = tokenizer.chat_template
+        source = template.source if template is not None else ""
+        self.takes_tools = template is not None and template.takes_tools
+        own = dialect_of(source) if tool_parser is None else DIALECTS.get(tool_parser)
+        if tool_parser is None and not self.takes_tools:
+            own = PLAIN
+        self.dialect: Dialect | None = own
+        self.thought: Thought | None = (
+            thought_of(source) if reasoning_parser is None else THOUGHTS.get(reasoning_parser)
+        )
+        self._tokenizer = tokenizer
+
+    def special_ids(self, tools: bool) -> tuple[int, ...]:
+        """Special tokens that are marks, so the parser must see them."""
+        marks = (*self.dialect.specials, self.dialect.begin) if tools and self.dialect else ()
+        if self.thought:
+            marks += (self.thought.begin, self.thought.end)
+            marks += DIALECTS["harmony"].specials if self.thought.name == "harmony" else ()
+        ids = {self._tokenizer.backend.token_to_id(mark) for mark in marks}
+        return tuple(sorted(token for token in ids if token is not None and token in self._tokenizer.special_ids))
+
+    def render(self, body: ChatCompletionRequest, variables: dict[str, Any]) -> str:
+        """The conversation as the model's template writes it. Raises RequestError."""
+        variables = self._with_effort(body.reasoning_effort, variables)
+        tools = [_described(tool) for tool in shown_tools(body)]
+        messages: Sequence[Mapping[str, Any]] = list(map(plain_message, body.messages))
+        if tools and self.dialect is None:
+            message = "this model's chat template shows no form for calls of tools; name one with --tool-parser"
+            raise RequestError("unsupported_parameter", message, "tools")
+        has_calls = any(message.get("tool_calls") or message["role"] == "tool" for message in messages)
+        if not self.takes_tools and (tools or has_calls):
+            form = self.dialect if self.dialect is not None and self.dialect.syntax == "json" else PLAIN
+            messages, tools = with_texts(messages, tools, form), []
+        add = True if body.add_generation_prompt is None else body.add_generation_prompt
+        return self._tokenizer.render_chat(messages, add_generation_prompt=add, variables=variables, tools=tools)
+
+    def _with_effort(self, effort: str | None, variables: dict[str, Any]) -> dict[str, Any]:
+        """The variables for an effort. A template that can only think or not is told that. Raises RequestError."""
+        template = self._tokenizer.chat_template
+        if effort is None or template is None:
+            return variables
+        if "reasoning_effort" in template.parameters:
+            asked: dict[str, Any] = {"reasoning_effort": effort}
+        elif switches := THINKING_SWITCHES & template.parameters:
+            asked = dict.fromkeys(switches, effort not in ("none", "minimal"))
+        else:
+            message = "reasoning_effort: this model's chat template knows none"
+            raise RequestError("unsupported_parameter", message, "reasoning_effort")
+        if differing := [name for name, value in asked.items() if variables.get(name, value) != value]:
+            message = f"reasoning_effort={effort!r} does not go with {differing[0]}; send one"
+            raise RequestError("invalid_request", message, "reasoning_effort")
+        return variables | asked
+
+    def is_thinking(self, prompt_end: str) -> bool:
+        """Whether a prompt ends with the mark that begins the reasoning."""
+        return self.thought is not None and prompt_end.rstrip().endswith(self.thought.begin)
+
+    def parser(self, body: ChatCompletionRequest, *, is_thinking: bool) -> Parser | None:
+        """A parser of one answer; None if all of it is content."""
+        tools = called_tools(body)
+        if not tools and self.thought is None:
+            return None
+        schemas = {tool.function.name: tool.function.parameters for tool in tools}
+        return Parser(self.dialect if tools else None, self.thought, is_thinking=is_thinking, parameters=schemas)
+
+    def grammar(self, body: ChatCompletionRequest, content: str, vocab_size: int, *, is_thinking: bool) -> str:
+        """The grammar of the answer; `content` is that of its content. "" for any answer. Raises RequestError."""
+        tools, budget = called_tools(body), body.thinking_token_budget
+        if content and tools and must_call(body):
+            message = "the answer cannot both follow a schema or grammar and be a call; use tool_choice auto"
+            raise RequestError("invalid_request", message, "tool_choice")
+        if budget is not None:
+            self._check_budget()
+        if not tools and budget is None and not (content and self.thought):
+            return content
+        from lmkit.text.dialects.grammar import Called, Form, grammar  # most requests never need it
+
+        grammars = self._tokenizer.grammars(vocab_size)
+        form = Form(
+            [Called(tool.function.name, _held_schema(tool, grammars)) for tool in tools],
+            self.dialect if tools else None,
+            must_call=must_call(body),
+            parallel=body.parallel_tool_calls is not False,
+            thought=self.thought,
+            is_thinking=is_thinking,
+            thinking_budget=budget,
+            content=content,
+        )
+        whole = grammar(form, self._tokenizer)
+        param = "tools" if tools else "response_format" if content else "thinking_token_budget"
+        grammars.check(whole, param)
+        return whole
+
+    def _check_budget(self) -> None:
+        if self.thought is None:
+            reason = "this model's chat template shows no reasoning"
+        elif self._tokenizer.backend.token_to_id(self.thought.end) is None:
+            reason = f"{self.thought.end}, the end of this model's reasoning, is not a token of its own"
+        else:
+            return
+        raise RequestError("unsupported_parameter", f"thinking_token_budget: {reason}", "thinking_token_budget")
+
+    def answer(self, body: ChatCompletionRequest, *, is_thinking: bool) -> AnswerEvents:
+        """A reader of one answer to the request."""
+        thought, dialect = self.thought, self.dialect or PLAIN
+        return AnswerEvents(
+            self.parser(body, is_thinking=is_thinking),
+            show_reasoning=body.include_reasoning is not False,
+            end_id=self._tokenizer.backend.token_to_id(thought.end) if thought else None,
+            num_id_chars=dialect.num_id_chars,
+        )
+
+
+def plain_message(message: ChatMessage) -> dict[str, Any]:
+    """A message as chat templates read it: arguments of calls are objects."""
+    plain: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+    if message.name is not None:
+        plain["name"] = message.name
+    if message.tool_call_id is not None:
+        plain["tool_call_id"] = message.tool_call_id
+    if message.thoughts:
+        plain["reasoning_content"] = message.thoughts
+    if message.tool_calls:
+        plain["content"] = message.content or None  # some templates ask for none
+        plain["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": _object(call.function.arguments)},
+            }
+            for call in message.tool_calls
+        ]
+    return plain
+
+
+def shown_tools(body: ChatCompletionRequest) -> list[Tool]:
+    """The tools that the prompt describes."""
+    return [] if body.tool_choice == "none" else list(body.tools or ())
+
+
+def called_tools(body: ChatCompletionRequest) -> list[Tool]:
+    """The tools that the answer may call. Raises RequestError if the choice names others."""
+    tools, choice = shown_tools(body), body.tool_choice
+    if choice not in (None, "none", "auto") and not tools:
+        raise RequestError("invalid_request", "tool_choice: there are no tools to choose from", "tool_choice")
+    names = [tool.function.name for tool in tools]
+    if len(set(names)) < len(names):
+        raise RequestError("invalid_request", "tools: two of them have the same name", "tools")
+    wanted = names
+    if isinstance(choice, NamedFunction):
+        wanted = [choice.function.name]
+    elif isinstance(choice, AllowedTools):
+        wanted = [tool.function.name for tool in choice.allowed_tools.tools]
+    if unknown := [name for name in wanted if name not in names]:
+        raise RequestError("invalid_request", f"tool_choice: {unknown[0][:128]!r} is not in tools", "tool_choice")
+    return [tool for tool in tools if tool.function.name in wanted]
+
+
+def must_call(body: ChatCompletionRequest) -> bool:
+    choice = body.tool_choice
+    if isinstance(choice, AllowedTools):
+        return choice.allowed_tools.mode == "required"
+    return choice == "required" or isinstance(choice, NamedFunction)
+
+
+def _held_schema(tool: Tool, grammars: Grammars) -> Mapping[str, Any]:
+    """The schema of a tool's arguments. One that no grammar holds gives any object, unless the tool is strict."""
+    from lmkit.text.dialects.grammar import ANY_OBJECT, NO_PARAMETERS
+    from lmkit.text.grammar import json_schema
+
+    schema = {"type": "object", **tool.function.parameters} if tool.function.parameters else NO_PARAMETERS
+    try:
+        grammars.check(json_schema(schema), f"tools: {tool.function.name}")
+    except RequestError as error:
+        if tool.function.strict:
+            raise RequestError(error.code, error.message, "tools") from None
+        return ANY_OBJECT
+    return schema
+
+
+def _described(tool: Tool) -> dict[str, Any]:
+    return {"type": "function", "function": tool.function.model_dump(exclude_none=True, exclude={"strict"})}
+
+
+def _object(arguments: str) -> Any:
+    """Arguments as an object. A text that is none stands as it is: the model wrote it."""
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) else arguments

@@ -1,0 +1,231 @@
+"""Grammars of answers with reasoning and calls of tools, in llguidance's form of Lark.
+
+    start: thought? body            thought: begin text end, or what is left of it
+    body:  text | head calls        head: text up to the mark of a call; `text` has no such mark
+    calls: call (between call)*
+
+A mark that is a special token is one token, and no text contains it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from lmkit.text.dialects.table import DIALECTS, MARKS, Dialect, Thought
+from lmkit.text.grammar import WHITESPACE, lark_grammar
+from lmkit.text.tokenizer import Tokenizer
+
+ANY_OBJECT = {"type": "object"}
+NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+_ANY = "ANY: /(.|\\n)*/"
+
+
+class Called(NamedTuple):
+    """A tool that may be called."""
+
+    name: str
+    schema: Mapping[str, Any]  # of its arguments
+
+
+@dataclass(frozen=True)
+class Form:
+    """What an answer may be."""
+
+    tools: Sequence[Called] = ()
+    dialect: Dialect | None = None  # of calls
+    must_call: bool = False
+    parallel: bool = True
+    thought: Thought | None = None
+    is_thinking: bool = False  # the prompt begins the reasoning
+    thinking_budget: int | None = None  # tokens
+    content: str = ""  # the grammar of the content, as text.grammar makes it; "" = any text
+
+
+def grammar(form: Form, tokenizer: Tokenizer) -> str:
+    """The grammar of answers of this form."""
+    return lark_grammar("\n".join(_Rules(form, tokenizer).lines()))
+
+
+class _Rules:
+    def __init__(self, form: Form, tokenizer: Tokenizer) -> None:
+        self._form, self._tokenizer = form, tokenizer
+        self._rules = [_ANY]
+        self._harmony = form.dialect is DIALECTS["harmony"] or (
+            form.thought is not None and form.thought.name == "harmony"
+        )
+
+    def lines(self) -> list[str]:
+        start = "start: " + " ".join(filter(None, [self._thought(), self._body()]))
+        return [start, *self._rules]
+
+    def _rule(self, name: str, text: str) -> str:
+        self._rules.append(f"{name}: {text}")
+        return name.partition("[")[0]
+
+    def _is_special(self, text: str) -> bool:
+        return text in MARKS and self._tokenizer.backend.token_to_id(text) is not None
+
+    def _literal(self, text: str) -> str:
+        """A fixed text, in which special tokens are themselves."""
+        marks = {*DIALECTS["harmony"].specials} if self._harmony else set(self._marks())
+        parts, at = [], 0
+        special = sorted((mark for mark in marks if self._is_special(mark)), key=len, reverse=True)
+        plain = ""
+        while at < len(text):
+            if mark := next((mark for mark in special if text.startswith(mark, at)), ""):
+                parts += [_quoted(plain)] if plain else []
+                parts.append(f"<[{self._tokenizer.backend.token_to_id(mark)}]>")
+                plain, at = "", at + len(mark)
+            else:
+                plain, at = plain + text[at], at + 1
+        return " ".join([*parts, *([_quoted(plain)] if plain else [])])
+
+    def _marks(self) -> Iterable[str]:
+        if self._form.dialect:
+            yield from (self._form.dialect.begin, *self._form.dialect.specials)
+        if self._form.thought:
+            yield from (self._form.thought.begin, self._form.thought.end)
+
+    def _without(self, name: str, mark: str) -> str:
+        """A terminal: any text that does not contain `mark`."""
+        if self._is_special(mark):
+            return "ANY"
+        return self._rule(name, f"/(.|\\n)*/ & ~/(.|\\n)*{_pattern(mark)}(.|\\n)*/")
+
+    def _up_to(self, name: str, mark: str) -> str:
+        """Any text up to the first `mark`, and that."""
+        if self._is_special(mark):
+            return f"ANY {self._literal(mark)}"
+        return self._rule(f"{name}[suffix={_quoted(mark)}]", "/(.|\\n)*/")
+
+    # ---- reasoning
+
+    def _thought(self) -> str:
+        thought, budget = self._form.thought, self._form.thinking_budget
+        if thought is None:
+            return ""
+        begin, end = thought.begin, thought.end
+        if self._harmony:
+            begin, end = "<|channel|>analysis<|message|>", "<|end|>"
+        if budget is None:
+            rest = self._up_to("thinking", end)
+        else:
+            inside = self._rule(f"thinking[max_tokens={budget}]", self._without("THOUGHTS", end)) if budget else ""
+            rest = f"{inside} {self._literal(end)}"
+        rest += " " + (self._literal("<|start|>assistant") if self._harmony else "SPACE")
+        self._rules.append("SPACE: /[ \\t\\r\\n]{0,8}/")
+        if self._form.is_thinking:
+            return rest
+        return self._rule("thought", f"({self._literal(begin)} {rest})?")
+
+    # ---- content and calls
+
+    def _body(self) -> str:
+        form = self._form
+        if not form.dialect or not form.tools:
+            return self._final(self._answer() if form.content else self._no_call())
+        if form.must_call:
+            return self._calls(form.dialect)
+        if form.content or self._harmony:
+            text = self._final(self._answer() if form.content else "ANY")
+            return self._rule("body", f"{text} | {self._calls(form.dialect)}")
+        return self._rule("body", f"{self._no_call()} | {self._head(form.dialect)}")
+
+    def _final(self, text: str) -> str:
+        return f"{self._literal('<|channel|>final<|message|>')} {text}" if self._harmony else text
+
+    def _answer(self) -> str:
+        """The grammar of the content as a part of this one."""
+        (own,) = json.loads(self._form.content)["grammars"]
+        if (schema := own.get("json_schema")) is not None:
+            return f"%json {json.dumps(schema)}"
+        return f"%lark {{\n{own['lark_grammar']}\n}}"
+
+    def _no_call(self) -> str:
+        dialect = self._form.dialect
+        if dialect is None:
+            return "ANY"
+        if dialect.only_first:
+            return self._rule("text", '/[ \\t\\r\\n]*[^ \\t\\r\\n{](.|\\n)*/ | ""')
+        return self._without("TEXT", dialect.begin)
+
+    def _head(self, dialect: Dialect) -> str:
+        """Text and calls. The text ends with the mark of the first call."""
+        if dialect.only_first:
+            return self._calls(dialect)
+        first = dialect.opening + dialect.written[0]
+        mark = next((special for special in dialect.specials if first.startswith(special)), dialect.begin)
+        return f"{self._up_to('head', mark)} {self._calls(dialect, mark, 'more_')}"
+
+    def _calls(self, dialect: Dialect, done: str = "", prefix: str = "") -> str:
+        """The calls; of the first one `done` is written."""
+        first = (dialect.opening + dialect.written[0]).removeprefix(done)
+        start = self._rule(f"{prefix}first", self._alternatives(dialect, first, f"{prefix}f"))
+        further = ""
+        if dialect.parallel and self._form.parallel:
+            again = self._rule(f"{prefix}again", self._alternatives(dialect, dialect.written[0], f"{prefix}a"))
+            further = f"({self._literal(dialect.between)} {again})*"
+        closing = self._literal(dialect.closing) if dialect.closing else ""
+        return " ".join(filter(None, [start, further, closing]))
+
+    def _alternatives(self, dialect: Dialect, before: str, prefix: str) -> str:
+        """A call of each tool."""
+        write = _ARGUMENTS.get(dialect.syntax, _Rules._object)
+        calls = []
+        for idx, tool in enumerate(self._form.tools):
+            arguments = write(self, tool.schema, f"{prefix}{idx}")
+            head = self._literal(before + tool.name + dialect.written[1])
+            tail = self._literal(dialect.written[2]) if dialect.written[2] else ""
+            calls.append(self._rule(f"{prefix}{idx}", f"{head} {arguments} {tail}"))
+        return " | ".join(calls)
+
+    def _object(self, schema: Mapping[str, Any], name: str) -> str:
+        return _json(schema)
+
+    def _qwen_xml(self, schema: Mapping[str, Any], name: str) -> str:
+        return self._members(schema, name, ("<parameter=", ">\n", "\n</parameter>", "\n"))
+
+    def _glm_xml(self, schema: Mapping[str, Any], name: str) -> str:
+        return self._members(schema, name, ("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>", "\n"))
+
+    def _members(self, schema: Mapping[str, Any], name: str, form: tuple[str, str, str, str]) -> str:
+        """The properties of a schema in their order, each written by itself."""
+        before, between, after, end = form
+        required = schema.get("required") or ()
+        parts = []
+        for idx, (key, about) in enumerate((schema.get("properties") or {}).items()):
+            value = self._member(schema, about, f"{name}_v{idx}", after)
+            member = self._rule(f"{name}_p{idx}", f"{self._literal(before + key + between)} {value} {_quoted(end)}")
+            parts.append(member if key in required else f"{member}?")
+        return " ".join(parts)
+
+    def _member(self, schema: Mapping[str, Any], about: Any, name: str, after: str) -> str:
+        if isinstance(about, Mapping) and about.get("type") == "string":
+            if isinstance(texts := about.get("enum"), list):
+                return f"({' | '.join(_quoted(str(text)) for text in texts)}) {self._literal(after)}"
+            return self._up_to(name, after)
+        whole = dict(about) if isinstance(about, Mapping) else {}
+        whole |= {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        return f"{_json(whole)} {self._literal(after)}"
+
+
+_ARGUMENTS: Mapping[str, Callable[[_Rules, Mapping[str, Any], str], str]] = {
+    "qwen_xml": _Rules._qwen_xml,
+    "glm_xml": _Rules._glm_xml,
+}
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    return "%json " + json.dumps({**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}})
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _pattern(text: str) -> str:
+    """A regular expression for exactly this text."""
+    return "".join(char if char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)

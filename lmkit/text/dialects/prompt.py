@@ -1,0 +1,53 @@
+"""Conversations with tools as chat templates read them, and as texts for templates that know no tools."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lmkit.text.dialects.table import Dialect
+
+Message = Mapping[str, Any]
+
+
+def with_texts(messages: Sequence[Message], tools: Sequence[Message], dialect: Dialect) -> list[dict[str, Any]]:
+    """The conversation in the roles that every template has.
+
+    The tools stand in the system's message, calls in the assistant's texts, and their results in the user's messages.
+    """
+    told = _described(tools, dialect) if tools else ""
+    texts: list[dict[str, Any]] = []
+    for message in messages:
+        content = message.get("content") or ""
+        if message["role"] == "tool":
+            content, is_more = f"<tool_response>\n{content}\n</tool_response>", texts and texts[-1].get("is_result")
+            if is_more:
+                texts[-1]["content"] += "\n" + content
+            else:
+                texts.append({"role": "user", "content": content, "is_result": True})
+            continue
+        if calls := message.get("tool_calls"):
+            written = dialect.between.join(_written(call["function"], dialect) for call in calls)
+            content = "\n".join(filter(None, [content, f"{dialect.opening}{written}{dialect.closing}"]))
+        texts.append({"role": message["role"], "content": content})
+    if told and texts[0]["role"] in ("system", "developer"):
+        texts[0]["content"] += "\n\n" + told
+    elif told:
+        texts.insert(0, {"role": "system", "content": told})
+    return [{"role": text["role"], "content": text["content"]} for text in texts]
+
+
+def _written(function: Mapping[str, Any], dialect: Dialect) -> str:
+    before, between, after = dialect.written
+    arguments = function["arguments"]
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return f"{before}{function['name']}{between}{text}{after}"
+
+
+def _described(tools: Sequence[Message], dialect: Dialect) -> str:
+    lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    form = "".join((dialect.written[0], "NAME", dialect.written[1], "{...}", dialect.written[2]))
+    return (
+        f"You may call these functions:\n<tools>\n{lines}\n</tools>\nTo call one, write its name and arguments:\n{form}"
+    )

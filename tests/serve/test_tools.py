@@ -1,0 +1,291 @@
+"""Tools and reasoning in chat completions: what reaches the engine, and what the client gets, whole and streamed."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from lmkit.config import ServerConfig
+from lmkit.serve.style import Style
+from lmkit.text import ChatTemplate, Tokenizer
+from lmkit.text.dialects import DIALECTS
+from lmkit.turbo.request import Request
+from tests.serve import in_process
+from tests.serve.in_process import CHAT_PATH, TOKENIZER, App, ScriptedEngine
+from tests.text.dialects.answers import CALLS, with_marks, written
+
+PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+TOOLS = [
+    {"type": "function", "function": {"name": "f", "description": "Does f.", "parameters": PARAMETERS}},
+    {"type": "function", "function": {"name": "g"}},
+]
+CHAT: dict[str, Any] = {"model": "model", "messages": [{"role": "user", "content": "Hi"}], "tools": TOOLS}
+HERMES = DIALECTS["hermes"]
+NAMED = {"type": "function", "function": {"name": "g"}}
+
+
+def app(text: str, config: ServerConfig | None = None, tokenizer: Tokenizer = TOKENIZER) -> tuple[App, ScriptedEngine]:
+    """A server whose model answers with `text`."""
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    engine = ScriptedEngine(lambda request: [*ids, tokenizer.eos_token_ids[0]], finish_reason="stop")
+    assert engine.info is not None
+    engine.info = msgspec.structs.replace(engine.info, vocab_size=tokenizer.vocab_size)
+    return App(engine, config), engine
+
+
+def streamed(answer: Any) -> list[dict[str, Any]]:
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
+    return [chunk["choices"][0] for line in lines if (chunk := json.loads(line))["choices"]]
+
+
+def joined(choices: list[dict[str, Any]]) -> tuple[dict[str, Any], Any]:
+    """(the message, finish_reason) of a stream of one choice."""
+    message: dict[str, Any] = {"content": "", "reasoning": "", "tool_calls": []}
+    for choice in choices:
+        delta = choice["delta"]
+        for name in ("content", "reasoning"):
+            message[name] += delta.get(name) or ""
+        for part in delta.get("tool_calls", ()):
+            if part["index"] == len(message["tool_calls"]):
+                message["tool_calls"].append({"name": part["function"]["name"], "arguments": ""})
+            message["tool_calls"][part["index"]]["arguments"] += part["function"]["arguments"]
+    return message, choices[-1]["finish_reason"]
+
+
+def plain(message: dict[str, Any]) -> dict[str, Any]:
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    return {"content": message["content"] or "", "reasoning": message.get("reasoning", ""), "tool_calls": calls}
+
+
+def test_calls_whole_and_streamed() -> None:
+    server, _ = app("I look.\n" + written(HERMES, CALLS))
+    whole = server.post(CHAT_PATH, CHAT).json()["choices"][0]
+    assert (whole["finish_reason"], whole["message"]["content"]) == ("tool_calls", "I look.")
+    calls = whole["message"]["tool_calls"]
+    assert [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls] == CALLS
+    assert len({call["id"] for call in calls}) == 2
+    assert all(call["type"] == "function" and call["id"].startswith("call_") for call in calls)
+    stream = streamed(server.post(CHAT_PATH, CHAT | {"stream": True}))
+    assert joined(stream) == (plain(whole["message"]), "tool_calls")
+    assert len(stream) > 10
+
+
+def test_without_tools_a_call_is_text() -> None:
+    text = written(HERMES, CALLS)
+    server, _ = app(text)
+    for fields in ({"tools": []}, {"tool_choice": "none"}):
+        choice = server.post(CHAT_PATH, CHAT | fields).json()["choices"][0]
+        assert (choice["message"]["content"], choice["finish_reason"]) == (text, "stop")
+        assert "tool_calls" not in choice["message"]
+
+
+def test_a_template_without_tools_gets_them_as_text() -> None:
+    server, engine = app("x")
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None},
+        {"role": "tool", "tool_call_id": "1", "content": "42"},
+    ]
+    assert server.post(CHAT_PATH, CHAT | {"messages": messages}).status_code == 200
+    prompt = TOKENIZER.decode(engine.requests[-1].prompt_ids, skip_special_tokens=False)
+    assert "Be brief.\n\nYou may call these functions:" in prompt
+    assert '{"name": "f", "description": "Does f.", "parameters"' in prompt
+    assert 'assistant\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call><|im_end|>' in prompt
+    assert "user\n<tool_response>\n42\n</tool_response><|im_end|>" in prompt
+
+
+TEMPLATE = (
+    "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.arguments.a }}{% endfor %}<|im_end|>\n{% endfor %}"
+    "<|im_start|>assistant\n{% if enable_thinking %}<think>\n{% endif %}"
+)
+
+
+@pytest.fixture
+def thinker(monkeypatch: pytest.MonkeyPatch) -> Tokenizer:
+    """A model that thinks and calls, with special tokens for the marks."""
+    tokenizer = with_marks(HERMES)
+    tokenizer.chat_template = ChatTemplate(TEMPLATE)
+    monkeypatch.setattr(in_process, "TOKENIZER", tokenizer)
+    return tokenizer
+
+
+def test_reasoning_and_calls_in_special_tokens(thinker: Tokenizer) -> None:
+    server, engine = app("<think>\nSo.\n</think>\n\n" + written(HERMES, CALLS), tokenizer=thinker)
+    body = CHAT | {"stream_options": {"include_usage": True}}
+    answer = server.post(CHAT_PATH, CHAT).json()
+    message = answer["choices"][0]["message"]
+    assert (message["reasoning"], message["reasoning_content"]) == ("So.", "So.")
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["f", "g"]
+    thoughts = len(thinker.encode("<think>\nSo.\n</think>", add_special_tokens=False))
+    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": thoughts}
+    stream = server.post(CHAT_PATH, body | {"stream": True})
+    assert joined(streamed(stream)) == (plain(message), "tool_calls")
+    assert f'"reasoning_tokens":{thoughts}' in stream.text
+    hidden = server.post(CHAT_PATH, CHAT | {"include_reasoning": False}).json()["choices"][0]["message"]
+    assert "reasoning" not in hidden
+    assert engine.requests[0].params.shown_special_ids
+
+
+def test_other_special_tokens_stay_hidden(thinker: Tokenizer) -> None:
+    server, _ = app("<|pad|><think>a</think>b<|pad|>", tokenizer=thinker)
+    message = server.post(CHAT_PATH, CHAT).json()["choices"][0]["message"]
+    assert (message["reasoning"], message["content"]) == ("a", "b")
+
+
+def test_reasoning_that_the_prompt_begins(thinker: Tokenizer) -> None:
+    server, engine = app("So.</think>Yes", tokenizer=thinker)
+    message = server.post(CHAT_PATH, CHAT | {"enable_thinking": True}).json()["choices"][0]["message"]
+    assert (message["reasoning"], message["content"]) == ("So.", "Yes")
+    message = server.post(CHAT_PATH, CHAT | {"reasoning_effort": "high"}).json()["choices"][0]["message"]
+    assert (message["reasoning"], message["content"]) == ("So.", "Yes")
+    server.post(CHAT_PATH, CHAT | {"reasoning_effort": "none"})
+    prompts = [thinker.decode(request.prompt_ids, False) for request in engine.requests]
+    assert [prompt.endswith("<think>\n") for prompt in prompts] == [True, True, False]
+
+
+def test_the_history_reaches_the_template(thinker: Tokenizer) -> None:
+    server, engine = app("x", tokenizer=thinker)
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 17}'}, "index": 0}
+    turn = {"role": "assistant", "reasoning": "Hm.", "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": "1", "content": "42"}
+    assert server.post(CHAT_PATH, CHAT | {"messages": [*CHAT["messages"], turn, result]}).status_code == 200
+    prompt = thinker.decode(engine.requests[-1].prompt_ids, False)
+    assert "<think>Hm.</think><tool_call>17" in prompt
+    assert "tool\n42<|im_end|>" in prompt
+    assert prompt.startswith('<tools>[{"type": "function", "function": {"name": "f"')
+
+
+def allows(request: Request, text: str, tokenizer: Tokenizer = TOKENIZER) -> bool:
+    guide = tokenizer.grammars(tokenizer.vocab_size).guide(request.params.grammar)
+    for token in tokenizer.encode(text, add_special_tokens=False):
+        if not guide.allowed[token // 32] >> (token % 32) & 1:
+            return False
+        guide.advance([token])
+    return any(guide.allowed[end // 32] >> (end % 32) & 1 for end in tokenizer.eos_token_ids)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text", "f", "g", "both", "wrong"),
+    [
+        ({}, True, True, True, True, False),
+        ({"tool_choice": "auto"}, True, True, True, True, False),
+        ({"tool_choice": "required"}, False, True, True, True, False),
+        ({"tool_choice": "required", "parallel_tool_calls": False}, False, True, True, False, False),
+        ({"tool_choice": NAMED}, False, False, True, False, False),
+        ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}}},
+         False, False, True, False, False),
+        ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}}},
+         True, False, True, False, False),
+    ],
+)  # fmt: skip
+def test_the_choice_is_a_grammar(fields: dict[str, Any], text: bool, f: bool, g: bool, both: bool, wrong: bool) -> None:
+    server, engine = app("x")
+    assert server.post(CHAT_PATH, CHAT | fields).status_code == 200
+    request = engine.requests[-1]
+    call_f, call_g = ("f", {"a": 3}), ("g", {})
+    answers = ["Hello", *(written(HERMES, calls) for calls in ([call_f], [call_g], [call_f, call_g], [("f", {})]))]
+    assert [allows(request, answer) for answer in answers] == [text, f, g, both, wrong]
+
+
+def test_a_schema_that_cannot_be_held() -> None:
+    schema = {"type": "object", "properties": {"a": {"not": {}}}}
+    tool: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    server, engine = app("x")
+    assert server.post(CHAT_PATH, CHAT | {"tools": [tool], "tool_choice": "required"}).status_code == 200
+    assert allows(engine.requests[-1], written(HERMES, [("f", {"any": 1})]))
+    tool["function"]["strict"] = True
+    error = server.post(CHAT_PATH, CHAT | {"tools": [tool]}).json()["error"]
+    assert error["param"] == "tools"
+    assert "not" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "named"),
+    [
+        ({"tools": None, "tool_choice": "required"}, "tool_choice", "no tools"),
+        ({"tool_choice": {"type": "function", "function": {"name": "h"}}}, "tool_choice", "'h' is not in tools"),
+        ({"tools": [*TOOLS, TOOLS[0]]}, "tools", "same name"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "pattern"),
+        ({"tools": [{"type": "web_search"}]}, "tools", "function"),
+        ({"tools": [TOOLS[0]] * 1025}, "tools", "1024"),
+        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice", "auto"),
+        ({"reasoning_effort": "low"}, "reasoning_effort", "template"),
+        ({"thinking_token_budget": 5}, "thinking_token_budget", "no reasoning"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": []}, {"role": "tool"}]}, "messages", "content"),
+        ({"messages": [{"role": "assistant"}]}, "messages", "content or tool_calls"),
+        ({"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]}, "messages", "role tool"),
+    ],
+)
+def test_mistakes_are_named(fields: dict[str, Any], param: str, named: str) -> None:
+    server, engine = app("x")
+    answer = server.post(CHAT_PATH, CHAT | fields)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param)
+    assert named in error["message"]
+    assert not engine.requests
+
+
+def test_a_thinking_budget_is_a_grammar(thinker: Tokenizer) -> None:
+    server, engine = app("x", tokenizer=thinker)
+    body = CHAT | {"tools": None, "enable_thinking": True, "thinking_token_budget": 3}
+    assert server.post(CHAT_PATH, body).status_code == 200
+    guide = thinker.grammars(thinker.vocab_size).guide(engine.requests[-1].params.grammar)
+    end = thinker.backend.token_to_id("</think>")
+    for token in thinker.encode(" a b c", add_special_tokens=False):
+        guide.advance([token])
+    allowed = [i for i in range(thinker.vocab_size) if guide.allowed[i // 32] >> (i % 32) & 1]
+    assert allowed == [end]
+
+
+def test_a_schema_holds_behind_the_reasoning(thinker: Tokenizer) -> None:
+    server, engine = app("<think>a</think>{}", tokenizer=thinker)
+    answer = server.post(CHAT_PATH, CHAT | {"tools": None, "response_format": {"type": "json_object"}}).json()
+    assert answer["choices"][0]["message"]["content"] == "{}"
+    assert allows(engine.requests[-1], "<think>a</think>{}", thinker)
+    assert not allows(engine.requests[-1], "<think>a</think>a", thinker)
+
+
+def test_parsers_by_name() -> None:
+    text = '[TOOL_CALLS]f[ARGS]{"a": 1}'
+    server, _ = app(text, ServerConfig(tool_parser="mistral"))
+    call = server.post(CHAT_PATH, CHAT).json()["choices"][0]["message"]["tool_calls"][0]
+    assert (call["function"]["name"], len(call["id"])) == ("f", 9)
+    server, _ = app("<think>a</think>b", ServerConfig(reasoning_parser="think"))
+    assert server.post(CHAT_PATH, CHAT).json()["choices"][0]["message"]["reasoning"] == "a"
+    server, _ = app("x", ServerConfig(tool_parser="none"))
+    error = server.post(CHAT_PATH, CHAT).json()["error"]
+    assert (error["param"], error["code"]) == ("tools", "unsupported_parameter")
+
+
+def test_two_choices_with_logprobs() -> None:
+    text = written(HERMES, CALLS)
+    server, _ = app(text)
+    body = CHAT | {"n": 2, "logprobs": True}
+    choices = server.post(CHAT_PATH, body).json()["choices"]
+    assert [len(choice["message"]["tool_calls"]) for choice in choices] == [2, 2]
+    stream = streamed(server.post(CHAT_PATH, body | {"stream": True}))
+    for idx in range(2):
+        own = [choice for choice in stream if choice["index"] == idx]
+        assert joined(own) == (plain(choices[idx]["message"]), "tool_calls")
+        shown = [entry["token"] for choice in own for entry in (choice["logprobs"] or {"content": []})["content"]]
+        assert shown == [entry["token"] for entry in choices[idx]["logprobs"]["content"]]
+
+
+def test_a_call_that_a_limit_cuts() -> None:
+    ids = TOKENIZER.encode('<tool_call>\n{"name": "f", "arguments": {"a": ', add_special_tokens=False)
+    server = App(ScriptedEngine(lambda request: ids, finish_reason="length"))
+    choice = server.post(CHAT_PATH, CHAT).json()["choices"][0]
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": '}
+
+
+def test_every_model_of_the_tests_has_a_style() -> None:
+    style = Style(TOKENIZER)
+    assert (style.dialect, style.thought) == (HERMES, None)

@@ -1,0 +1,65 @@
+"""Answers of every dialect, written from calls."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import tokenizers
+
+from lmkit.text import Tokenizer
+from lmkit.text.dialects import THOUGHTS, Dialect, Thought
+from lmkit.text.dialects.grammar import Called
+from tests.serve.fake_engine import DEMO
+
+DEMO_TOKENIZER = Tokenizer.from_pretrained(DEMO)
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "s": {"type": "string"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+TOOLS = [Called("f", SCHEMA), Called("g", {"type": "object", "properties": {}, "additionalProperties": False})]
+SCHEMAS = {tool.name: tool.schema for tool in TOOLS}
+CALLS: list[tuple[str, dict[str, Any]]] = [("f", {"a": 3, "s": 'x "}'}), ("g", {})]
+
+
+def thought_for(dialect: Dialect) -> Thought:
+    return THOUGHTS["harmony" if dialect.name == "harmony" else "think"]
+
+
+def thinking(dialect: Dialect, text: str) -> str:
+    if dialect.name == "harmony":
+        return f"<|channel|>analysis<|message|>{text}<|end|><|start|>assistant"
+    return f"<think>\n{text}\n</think>\n\n"
+
+
+def content(dialect: Dialect, text: str) -> str:
+    return f"<|channel|>final<|message|>{text}" if dialect.name == "harmony" else text
+
+
+def written(dialect: Dialect, calls: list[tuple[str, dict[str, Any]]]) -> str:
+    texts = [
+        dialect.written[0] + name + dialect.written[1] + _arguments(dialect, arguments) + dialect.written[2]
+        for name, arguments in calls
+    ]
+    return dialect.opening + dialect.between.join(texts) + dialect.closing
+
+
+def _arguments(dialect: Dialect, arguments: dict[str, Any]) -> str:
+    match dialect.syntax:
+        case "qwen_xml":
+            return "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
+        case "glm_xml":
+            form = "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n"
+            return "".join(form.format(key, value) for key, value in arguments.items())
+    return json.dumps(arguments)
+
+
+def with_marks(dialect: Dialect, *, special: bool = True) -> Tokenizer:
+    """The demo's tokenizer with a token for each mark of the dialect."""
+    backend = tokenizers.Tokenizer.from_str(DEMO_TOKENIZER.backend.to_str())
+    thought = thought_for(dialect)
+    marks = dict.fromkeys([*dialect.specials, thought.begin, thought.end])
+    backend.add_tokens([tokenizers.AddedToken(mark, special=special, normalized=False) for mark in marks])
+    return Tokenizer(backend, eos_token_ids=DEMO_TOKENIZER.eos_token_ids)

@@ -1,0 +1,148 @@
+"""Parsers of answers: any cut of the text gives the same events, no text is lost, and the time is linear."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Iterable
+
+import pytest
+
+from lmkit.text.dialects import DIALECTS, THOUGHTS, Dialect, Event, Parser, collected, dialect_of, thought_of
+from tests.text.dialects.answers import CALLS, SCHEMAS, content, thinking, thought_for, written
+
+EVERY = list(DIALECTS.values())
+ids = [dialect.name for dialect in EVERY]
+
+
+def parsed(dialect: Dialect, pieces: Iterable[str]) -> list[Event]:
+    parser = Parser(dialect, thought_for(dialect), parameters=SCHEMAS)
+    events = [event for piece in pieces for event in parser.feed(piece)]
+    return collected(events + parser.end())
+
+
+def calls_of(events: list[Event]) -> list[tuple[str, object]]:
+    names = [i for i, event in enumerate(events) if event.kind == "call"]
+    return [(events[i].text, json.loads(events[i + 1].text)) for i in names]
+
+
+@pytest.mark.parametrize("dialect", EVERY, ids=ids)
+def test_reasoning_text_and_calls(dialect: Dialect) -> None:
+    calls = CALLS if dialect.parallel else CALLS[:1]
+    before = "" if dialect.only_first or dialect.name == "harmony" else "I look.\n"
+    events = parsed(dialect, [thinking(dialect, "So.\nYes.") + before + written(dialect, calls)])
+    assert events[0] == Event("reasoning", "So.\nYes.")
+    assert [event.text for event in events if event.kind == "content"] == ([before.strip()] if before else [])
+    assert calls_of(events) == calls
+
+
+@pytest.mark.parametrize("dialect", EVERY, ids=ids)
+def test_text_alone(dialect: Dialect) -> None:
+    text = "\n Two  lines\n\n of < text {1} [2] \n"
+    if dialect.name == "harmony":
+        assert parsed(dialect, [content(dialect, "Hi <x")]) == [Event("content", "Hi <x")]
+    assert parsed(dialect, [text]) == [Event("content", text)]
+
+
+@pytest.mark.parametrize("dialect", EVERY, ids=ids)
+def test_any_cut_gives_the_same_events(dialect: Dialect) -> None:
+    rng = random.Random(0)
+    whole = thinking(dialect, "So.") + written(dialect, CALLS if dialect.parallel else CALLS[:1])
+    junk = whole.replace('"name"', '"nam"').replace("=", "") + "<tool_call>{<tool_call> a } [TOOL_CALLS] x <|chan"
+    for text in [
+        whole,
+        junk,
+        *(whole[:end] for end in range(0, len(whole), 3)),
+        *(junk[at:] for at in range(0, len(junk), 3)),
+    ]:
+        expected = parsed(dialect, [text])
+        assert parsed(dialect, text) == expected
+        for _ in range(2):
+            cuts = sorted(rng.sample(range(len(text) + 1), min(len(text), rng.randint(0, 9))))
+            pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+            assert parsed(dialect, pieces) == expected, text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>\n{nonsense} and more\n</tool_call>",
+        '<tool_call>{"name": 3, "arguments": {}}</tool_call> x',
+        '<tool_call>{"nam": "f", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "f"',
+        "<tool_call>",
+        "a <tool_call> b <tool_cal",
+        "<tool_call>" + "x" * 3000 + "</tool_call>",
+        '<tool_call>{"name": "' + "f" * 200 + '", "arguments": {}}</tool_call>',
+    ],
+)
+def test_a_malformed_call_is_content_and_loses_nothing(text: str) -> None:
+    events = parsed(DIALECTS["hermes"], [text])
+    assert {event.kind for event in events} == {"content"}
+    assert "".join("".join(event.text for event in events).split()) == "".join(text.split())
+
+
+def test_what_follows_a_call_that_breaks_its_form_is_content() -> None:
+    events = parsed(DIALECTS["hermes"], ['<tool_call>{"name": "f", "arguments": {"a": 1}, "x": 2}</tool_call> end'])
+    assert events == [
+        Event("call", "f"), Event("arguments", '{"a": 1}'), Event("content", ', "x": 2}</tool_call> end'),
+    ]  # fmt: skip
+
+
+def test_a_call_that_is_cut_shows_what_came() -> None:
+    events = parsed(DIALECTS["hermes"], ['<tool_call>{"name": "f", "arguments": {"a": [1, '])
+    assert events == [Event("call", "f"), Event("arguments", '{"a": [1, ')]
+
+
+def test_arguments_before_the_name() -> None:
+    text = '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>'
+    assert parsed(DIALECTS["hermes"], [text]) == [Event("call", "f"), Event("arguments", '{"a": 1}')]
+
+
+def test_values_written_as_text_have_the_types_of_the_schema() -> None:
+    text = "<tool_call><function=f><parameter=a>3</parameter><parameter=s>3</parameter></function></tool_call>"
+    assert parsed(DIALECTS["qwen3_coder"], [text])[1].text == '{"a": 3, "s": "3"}'
+
+
+def test_reasoning_that_the_prompt_begins() -> None:
+    parser = Parser(None, THOUGHTS["think"], is_thinking=True)
+    events = [*parser.feed("So.\n</thi"), *parser.feed("nk>\n\nYes <think> no"), *parser.end()]
+    assert collected(events) == [Event("reasoning", "So."), Event("content", "Yes <think> no")]
+
+
+@pytest.mark.parametrize("dialect", EVERY, ids=ids)
+def test_t13_parsing_is_linear(dialect: Dialect) -> None:
+    whole = written(dialect, CALLS if dialect.parallel else CALLS[:1])
+    header = dialect.opening + dialect.written[0]
+    for unit in (whole, whole[: len(whole) // 2], header, dialect.begin, '{"name": "', "{", "\n", "<"):
+        short, long = (min(_seconds(dialect, unit, size) for _ in range(2)) for size in (2_000, 16_000))
+        assert long < 8 * 5 * short + 0.2, repr(unit)  # 64 times, if it were quadratic
+
+
+def _seconds(dialect: Dialect, unit: str, size: int) -> float:
+    text = (unit * (size // len(unit) + 1))[:size]
+    start = time.perf_counter()
+    parsed(dialect, (text[at : at + 8] for at in range(0, size, 8)))
+    return time.perf_counter() - start
+
+
+@pytest.mark.parametrize(
+    ("template", "name", "thought"),
+    [
+        ("<tool_call>\n{'name'", "hermes", None),
+        ("<tool_call><function=x> </think>", "qwen3_coder", "think"),
+        ("<tool_call>{}<arg_key></think>", "glm45", "think"),
+        ("[TOOL_CALLS]", "mistral_list", None),
+        ("[TOOL_CALLS][ARGS] [/THINK]", "mistral", "mistral"),
+        ("<|action_start|><|plugin|>", "internlm", None),
+        ('Environment: ipython {"name": x, "parameters": y}', "llama3", None),
+        ("<｜tool▁calls▁begin｜> ```json </think>", "deepseek_v3", "think"),
+        ("<｜tool▁calls▁begin｜>", "deepseek_v31", None),
+        ("<|start|><|channel|><|message|>", "harmony", "harmony"),
+        ("<|im_start|>", None, None),
+    ],
+)
+def test_a_template_shows_its_dialect(template: str, name: str | None, thought: str | None) -> None:
+    dialect, reasoning = dialect_of(template), thought_of(template)
+    assert (dialect and dialect.name, reasoning and reasoning.name) == (name, thought)
