@@ -91,10 +91,10 @@ def serve(
         ),
     ] = None,
     tool_parser: Annotated[
-        ToolParser | None, _server("How the model writes calls of tools. Default: as its chat template shows.")
+        ToolParser | None, _server("How the model writes calls. Default: as its chat template shows.", metavar="<name>")
     ] = None,
     reasoning_parser: Annotated[
-        ReasoningParser | None, _server("How the model writes its reasoning. Default: as its chat template shows.")
+        ReasoningParser | None, _server("How the model reasons. Default: as its chat template shows.", metavar="<name>")
     ] = None,
     data_dir: Annotated[
         str | None, _server("Keep files, batches and responses of clients here. Default: a temporary folder.")
