@@ -54,13 +54,16 @@ class Blocks:
 
     def grow(self, kind: Kind, text: str, logprobs: tuple[TextLogprobs, ...] = ()) -> Iterator[Step]:
         """Add to the block at the end, or to a new one of this kind."""
-        if not self._is_open or self.all[-1].kind != kind:
+        if not self.ends_with(kind):
             yield from self._open(kind)
         block = self.all[-1]
         block.parts.append(text)
         block.logprobs.extend(logprobs)
         if text or logprobs:
             yield Step("grow", block, text, logprobs)
+
+    def ends_with(self, kind: Kind) -> bool:
+        return self._is_open and self.all[-1].kind == kind
 
     def call(self, call_id: str, name: str) -> Iterator[Step]:
         """Begin a call, whose arguments `grow` adds."""
@@ -94,6 +97,7 @@ class BlockBuilder(ChatBuilder):
     def __init__(self, server: Serving, body: ChatCompletionRequest, owner: Owner, share: Share) -> None:
         super().__init__(server, body, owner, share)
         self.blocks = Blocks(self.ids)
+        self._held: list[TextLogprobs] = []  # of tokens whose text has not come
 
     async def steps(self) -> AsyncGenerator[Step]:
         """The blocks as they grow."""
@@ -109,7 +113,7 @@ class BlockBuilder(ChatBuilder):
 
     def taken(self, output: RequestOutput) -> Iterator[Step]:
         """What an output adds."""
-        logprobs = tuple(output.logprobs)
+        self._held += output.logprobs
         for kind, text in self.answers[0].take(output):
             match kind:
                 case "call":
@@ -119,7 +123,7 @@ class BlockBuilder(ChatBuilder):
                 case "arguments":
                     yield from self.blocks.grow("call", text)
                 case "content":
-                    yield from self.blocks.grow("text", text, logprobs)
-                    logprobs = ()
-        if logprobs and not self.server.style.thought:
-            yield from self.blocks.grow("text", "", logprobs)
+                    yield from self.blocks.grow("text", text, tuple(self._held))
+            self._held.clear()  # those of other tokens are not shown
+        if output.finish_reason is not None and self._held and self.blocks.ends_with("text"):
+            yield from self.blocks.grow("text", "", tuple(self._held))

@@ -36,8 +36,14 @@ class Strict(BaseModel):
         return data
 
 
+# The validators of APIs that not every server's clients use are built by the first request, and not at the start.
+LAZY = ConfigDict(defer_build=True)
+
+
 class Nullable(Strict):
     """A null is a field that is not set. Clients send an answer's parts back with all of their fields."""
+
+    model_config = LAZY
 
     @model_validator(mode="before")
     @classmethod

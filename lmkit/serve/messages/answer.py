@@ -83,6 +83,7 @@ class MessagesAnswer(BlockBuilder):
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached,
             "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"thinking_tokens": self.answers[0].reasoning_tokens},
             "service_tier": "standard",
         }
 

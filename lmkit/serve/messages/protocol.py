@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from lmkit import neutral
 from lmkit.serve.conversation import MAX_MESSAGES, MAX_TOOLS, check_parts
 from lmkit.serve.protocol import ChatExtensions
-from lmkit.serve.strict import Nullable
+from lmkit.serve.strict import LAZY, Nullable
 from lmkit.turbo.request import MAX_STOPS
 
 Id = Annotated[str, Field(max_length=256)]
@@ -138,6 +138,7 @@ class Metadata(Nullable):
 class Prompt(ChatExtensions):
     """What decides the prompt: the body of /v1/messages/count_tokens."""
 
+    model_config = LAZY
     absent = {
         **neutral.GENERATION,
         "container": (None,),

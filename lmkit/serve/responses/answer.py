@@ -48,7 +48,7 @@ class ResponsesAnswer(BlockBuilder):
     ) -> None:
         super().__init__(server, chat, owner, share)
         self._exchange, self._asked = exchange, exchange.body
-        self._created = time.time()
+        self._created = int(time.time())
         self._number = -1  # of the last event
 
     def make_requests(self) -> list[engine.Request]:
@@ -86,7 +86,7 @@ class ResponsesAnswer(BlockBuilder):
         usage = self.count.usage()
         cached, new = usage.prompt_tokens_details.cached_tokens, usage.completion_tokens
         return self._response("incomplete" if cut else "completed", output=list(self._items())) | {
-            "completed_at": None if cut else time.time(),
+            "completed_at": None if cut else int(time.time()),
             "incomplete_details": about,
             "usage": {
                 "input_tokens": usage.prompt_tokens,

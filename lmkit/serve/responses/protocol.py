@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field
 from lmkit import neutral
 from lmkit.serve.conversation import MAX_MESSAGES, MAX_TOOLS, check_parts
 from lmkit.serve.protocol import ChatExtensions
-from lmkit.serve.strict import Nullable, Strict
+from lmkit.serve.strict import LAZY, Nullable
 
 MAX_METADATA = 16
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -121,12 +121,12 @@ class FunctionTool(Nullable):
     strict: bool | None = None
 
 
-class NamedTool(Strict):
+class NamedTool(Nullable):
     type: Literal["function"]
     name: str
 
 
-class AllowedTools(Strict):
+class AllowedTools(Nullable):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
     tools: list[NamedTool]
@@ -147,13 +147,14 @@ class Reasoning(Nullable):
     generate_summary: Literal["auto"] | None = None
 
 
-class StreamOptions(Strict):
+class StreamOptions(Nullable):
     include_obfuscation: Literal[False] | None = None  # OpenAI's padding of events; only "off" is possible
 
 
 class Prompt(ChatExtensions):
     """What decides the prompt: the body of /v1/responses/input_tokens."""
 
+    model_config = LAZY
     absent = {
         **neutral.GENERATION,
         "background": (None, False),
@@ -212,7 +213,7 @@ def _number(value: Any) -> Any:
     return int(value) if isinstance(value, str) and value.isascii() and value.isdecimal() else value
 
 
-class RetrieveQuery(Strict):
+class RetrieveQuery(Nullable):
     """Of GET /v1/responses/{id}. Everything is shown in any case; only background responses can be streamed again."""
 
     absent = {"stream": ("false",), "include_obfuscation": ("false",), "starting_after": ()}
@@ -220,7 +221,7 @@ class RetrieveQuery(Strict):
     include: list[Includable] | None = None
 
 
-class ListQuery(Strict):
+class ListQuery(Nullable):
     after: ItemId | None = None
     limit: Annotated[int, Field(ge=1, le=100), BeforeValidator(_number)] = 20
     order: Literal["asc", "desc"] = "desc"

@@ -19,11 +19,12 @@ from lmkit.serve.responses.answer import Exchange, ResponsesAnswer
 from lmkit.serve.responses.protocol import NAMES, Item, ListQuery, Prompt, ResponsesRequest, RetrieveQuery
 from lmkit.serve.responses.store import ResponseStore, Stored
 from lmkit.serve.responses.translate import to_chat
+from lmkit.serve.strict import LAZY
 from lmkit.serve.translated import num_prompt_tokens
 
 PATH = "/v1/responses"
 router = APIRouter()
-_ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
+_ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item], config=LAZY)
 
 
 @router.post(PATH)

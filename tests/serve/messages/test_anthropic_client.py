@@ -10,8 +10,10 @@ import pytest
 
 from tests.serve.in_process import TOKENIZER
 from tests.serve.live import Server
+from tests.serve.test_agents import PARAMETERS, TASK, TURNS, agent_server, command
 from tests.serve.test_openai_client import text
 
+__all__ = ["agent_server"]  # a fixture
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
 
 
@@ -53,3 +55,24 @@ def test_refusals_have_the_client_s_types(claude: anthropic.Anthropic) -> None:
     assert refused(anthropic.BadRequestError, max_tokens=0) == "invalid_request_error"
     refuse: list[Any] = [{"role": "user", "content": "REFUSE"}]
     assert refused(anthropic.InternalServerError, messages=refuse) == "overloaded_error"
+
+
+def test_ten_turns_with_tools(agent_server: Server) -> None:
+    """The client's own objects go back as they came."""
+    tools: Any = [{"name": "shell", "description": "Run it", "input_schema": PARAMETERS}]
+    messages: list[Any] = [{"role": "user", "content": TASK}]
+    with anthropic.Anthropic(base_url=agent_server.url, api_key="none", max_retries=0, timeout=30) as client:
+        for turn in range(TURNS):
+            with client.messages.stream(
+                model="demo", max_tokens=500, messages=messages, tools=tools, thinking={"type": "adaptive"}
+            ) as stream:
+                answer = stream.get_final_message()
+            messages.append({"role": "assistant", "content": answer.content})
+            calls = [block for block in answer.content if block.type == "tool_use"]
+            if turn < TURNS - 1:
+                assert answer.stop_reason == "tool_use"
+                assert calls[0].input == {"command": command(turn)}
+                result = {"type": "tool_result", "tool_use_id": calls[0].id, "content": f"RESULT {turn}"}
+                messages.append({"role": "user", "content": [result]})
+    assert (answer.stop_reason, calls) == ("end_turn", [])
+    assert [block.type for block in answer.content] == ["thinking", "text"]

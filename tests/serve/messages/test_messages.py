@@ -50,6 +50,7 @@ def test_a_whole_answer(server: Server) -> None:
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": 0,
             "output_tokens": 9,
+            "output_tokens_details": {"thinking_tokens": 0},
             "service_tier": "standard",
         },
     }
