@@ -48,6 +48,7 @@ def test_chat(client: openai.OpenAI) -> None:
         "completion_tokens": 9,
         "total_tokens": prompt_tokens + 9,
         "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
 
 
@@ -202,8 +203,8 @@ def test_refusals_have_the_client_s_types(client: openai.OpenAI) -> None:
         chat(client, temperature=-1)
     assert (hot.value.code, hot.value.param) == ("invalid_request", "temperature")
     with pytest.raises(openai.BadRequestError) as tools:
-        chat(client, tools=[{"type": "function", "function": {"name": "f"}}])
-    assert (tools.value.code, tools.value.param) == ("unsupported_parameter", "tools")
+        chat(client, tool_choice="required")
+    assert (tools.value.code, tools.value.param) == ("invalid_request", "tool_choice")
     with pytest.raises(openai.InternalServerError) as busy:
         chat(client, messages=[{"role": "user", "content": "REFUSE"}], stream=True)
     assert (busy.value.status_code, busy.value.code) == (503, "queue_full")

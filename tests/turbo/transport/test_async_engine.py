@@ -73,7 +73,7 @@ async def until(condition: Callable[[], bool], seconds: float = 10) -> None:
 def test_generates_in_another_process_and_leaves_nothing() -> None:
     async def main() -> None:
         engine = make()
-        with pytest.raises(RequestError, match="is starting") as error:
+        with pytest.raises(RequestError, match="is asleep") as error:
             await collect(engine, request())
         assert error.value.code == "engine_unavailable"
         await engine.start()
