@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import mmap
+import threading
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
@@ -65,6 +66,9 @@ class TensorInfo:
     start: int
 
 
+_CRC_BYTES = 64 << 20  # of one call, after which a program may end
+
+
 class SafetensorsFile:
     """An open file: `.infos` by name, `.metadata`, tensors as views of the mapping. Raises CheckpointError.
 
@@ -109,11 +113,15 @@ class SafetensorsFile:
             digest.update(self._map[start : start + SAMPLE_BYTES])
         return digest.hexdigest()
 
-    def data_crc32(self) -> int:
-        """Of all bytes behind the header. One call for the whole file, during which other Python threads run."""
-        start = min((info.start for info in self.infos.values()), default=len(self._map))
+    def data_crc32(self) -> int | None:
+        """Of all bytes behind the header. Other Python threads run meanwhile. None if the program ends before."""
+        start, crc = min((info.start for info in self.infos.values()), default=len(self._map)), 0
         with memoryview(self._map) as whole, whole[start:] as data:
-            return zlib.crc32(data)
+            for at in range(0, len(data), _CRC_BYTES):
+                if not threading.main_thread().is_alive():
+                    return None
+                crc = zlib.crc32(data[at : at + _CRC_BYTES], crc)
+        return crc
 
     def read_ahead(self) -> None:
         """Ask the kernel to fetch the whole file from the disk in the background, into huge pages if it can."""

@@ -81,7 +81,8 @@ class PackedFile:
 
     def check(self) -> None:
         """Raise CheckpointError if the data differs from how it was written."""
-        if self._file.metadata.get("data_crc32") != f"{self._file.data_crc32():08x}":
+        found = self._file.data_crc32()
+        if found is not None and self._file.metadata.get("data_crc32") != f"{found:08x}":
             raise CheckpointError(f"{self.path}: its data is damaged")
 
     def has(self, name: str) -> bool:
@@ -220,7 +221,8 @@ def check_in_background(file: PackedFile, damaged: Callable[[str], None]) -> Non
         else:
             log.debug("packed weights checked in %.1f s", time.perf_counter() - start)
 
-    threading.Thread(target=check, name="check-weights", daemon=True).start()
+    # The exit waits for the thread, which then stops: one that the exit froze would end the process with an error.
+    threading.Thread(target=check, name="check-weights").start()
 
 
 def _removed(path: Path) -> str:

@@ -26,7 +26,8 @@ def take_in_background(tensors: Iterable[Tensor]) -> threading.Thread:
     """Take the pages of tensors on the CPU, one after the other, as long as they live. Tensors on a GPU are left out.
     An older system gives pages when they are first written."""
     alive = [weakref.ref(tensor) for tensor in tensors if tensor.device.type == "cpu"]
-    thread = threading.Thread(target=_take, args=(alive,), name="take-pages", daemon=True)
+    # The exit waits for the thread, which then stops: one that the exit froze within torch would end the process.
+    thread = threading.Thread(target=_take, args=(alive,), name="take-pages")
     thread.start()
     return thread
 
@@ -36,7 +37,7 @@ def _take(alive: list[weakref.ref[Tensor]]) -> None:
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     for reference in alive:
         at = 0
-        while (tensor := reference()) is not None and at < tensor.nbytes:
+        while threading.main_thread().is_alive() and (tensor := reference()) is not None and at < tensor.nbytes:
             start, end = tensor.data_ptr() + at, tensor.data_ptr() + min(at + _CHUNK, tensor.nbytes)
             page = start // mmap.PAGESIZE * mmap.PAGESIZE
             if madvise(page, end - page, _POPULATE_WRITE):
