@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import string
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from lmkit.text.dialects import Event, Parser
@@ -21,13 +21,15 @@ class AnswerEvents:
         parser: Parser | None,
         *,
         show_reasoning: bool = True,
-        end_id: int | None = None,
+        decode: Callable[[Sequence[int]], str] = str,
+        end: str = "",
         num_id_chars: int = 24,
     ) -> None:
-        """`end_id` is the token that ends the reasoning, if one does."""
+        """`end` is the mark that ends the reasoning, "" if there is none; `decode` shows it in the text of tokens."""
         self._parser, self._show_reasoning = parser, show_reasoning
-        self._end_id, self._num_id_chars = end_id, num_id_chars
-        self._num_before_end, self._has_ended = 0, False
+        self._decode, self._end, self._num_id_chars = decode, end, num_id_chars
+        self._tail: list[int] = []  # the last tokens: the mark may have begun in them
+        self._num_before_end, self._has_ended = 0, not end
         self._has_reasoned = False
 
     def take(self, output: RequestOutput) -> list[Event]:
@@ -45,15 +47,16 @@ class AnswerEvents:
         return self._num_before_end if self._has_reasoned else 0
 
     def _count(self, token_ids: Sequence[int], events: Sequence[Event]) -> None:
+        """Count tokens up to the one that completes the mark, however many an output has."""
         self._has_reasoned = self._has_reasoned or any(event.kind == "reasoning" for event in events)
         if self._has_ended:
             return
-        if self._end_id in token_ids:
+        first, ids = len(self._tail), [*self._tail, *token_ids]
+        self._tail = ids[-len(self._end) :]  # a token has a character or more
+        if self._end in self._decode(ids):
             self._has_ended = True
-            self._num_before_end += token_ids.index(self._end_id) + 1
-        else:  # the mark of several tokens ends with an output
-            self._has_ended = self._end_id is None and bool(events) and events[-1].kind != "reasoning"
-            self._num_before_end += len(token_ids)
+            ids = next(ids[:end] for end in range(first + 1, len(ids) + 1) if self._end in self._decode(ids[:end]))
+        self._num_before_end += len(ids) - first
 
     def finish_reason(self, output: RequestOutput) -> str | None:
         """That of the output, with OpenAI's name for an end behind calls."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lmkit.errors import RequestError
@@ -135,7 +136,8 @@ class Style:
         return AnswerEvents(
             self.parser(body, is_thinking=is_thinking),
             show_reasoning=body.include_reasoning is not False,
-            end_id=self._tokenizer.backend.token_to_id(thought.end) if thought else None,
+            decode=partial(self._tokenizer.decode, skip_special_tokens=False),
+            end=thought.end if thought else "",
             num_id_chars=dialect.num_id_chars,
         )
 

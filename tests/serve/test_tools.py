@@ -9,10 +9,12 @@ import msgspec
 import pytest
 
 from lmkit.config import ServerConfig
+from lmkit.serve.protocol import ChatCompletionRequest
 from lmkit.serve.style import Style
 from lmkit.text import ChatTemplate, Tokenizer
 from lmkit.text.dialects import DIALECTS
-from lmkit.turbo.request import Request
+from lmkit.turbo.request import Request, SamplingParams, StepOutput
+from lmkit.turbo.transport.output import OutputProcessor
 from tests.serve import in_process
 from tests.serve.in_process import CHAT_PATH, TOKENIZER, App, ScriptedEngine
 from tests.text.dialects.answers import CALLS, with_marks, written
@@ -131,6 +133,24 @@ def test_reasoning_and_calls_in_special_tokens(thinker: Tokenizer) -> None:
     hidden = server.post(CHAT_PATH, CHAT | {"include_reasoning": False}).json()["choices"][0]["message"]
     assert "reasoning" not in hidden
     assert engine.requests[0].params.shown_special_ids
+
+
+@pytest.mark.parametrize("marks_are_tokens", [True, False])
+@pytest.mark.parametrize("size", [1, 2, 5, 100])
+def test_reasoning_tokens_do_not_depend_on_how_outputs_are_cut(
+    thinker: Tokenizer, marks_are_tokens: bool, size: int
+) -> None:
+    """A slow reader gets several tokens in one output."""
+    tokenizer = thinker if marks_are_tokens else TOKENIZER
+    thoughts = tokenizer.encode("<think>\nSo.\n</think>", add_special_tokens=False)
+    ids = [*thoughts, *tokenizer.encode("\n\nYes, it is.", add_special_tokens=False)]
+    body = ChatCompletionRequest.model_validate(CHAT)
+    answer = Style(tokenizer, "hermes", "think").answer(body, is_thinking=False)
+    params = SamplingParams(skip_special_tokens=not marks_are_tokens)
+    processor = OutputProcessor(tokenizer, Request(request_id="r", prompt_ids=[1], params=params))
+    for first in range(0, len(ids), size):
+        answer.take(processor.process(StepOutput(request_id="r", token_ids=ids[first : first + size])))
+    assert answer.reasoning_tokens == len(thoughts)
 
 
 def test_other_special_tokens_stay_hidden(thinker: Tokenizer) -> None:

@@ -118,7 +118,7 @@ def test_xss_no_markup_of_a_model_runs(page: Any, scripted: Scripted) -> None:
         ]  # fmt: skip
         page.fill("#prompt", attack)
         page.press("#prompt", "Enter")
-        page.locator("#messages > li.assistant").nth(i).locator(".figures").wait_for()
+        page.locator("#messages > li.assistant:not(.busy)").nth(i).wait_for()
     for details in page.locator("summary").all():
         details.click()
     page.wait_for_timeout(200)

@@ -49,8 +49,7 @@ def test_every_setting_is_taken(browser: Any, where: str, request: pytest.Fixtur
         page.fill("#prompt", "Hi")
         page.press("#prompt", "Enter")
         answer = page.locator("#messages > li.assistant").nth(count - 1)
-        answer.locator(".figures").wait_for()
-        page.wait_for_selector("#stop-button", state="hidden")
+        page.locator("#messages > li.assistant:not(.busy)").nth(count - 1).wait_for()
         assert answer.locator(".problem").inner_text() == ""
         assert "The quick brown fox" in answer.locator(".text").inner_text()
         assert answer.locator(".figures").inner_text().startswith("24 tokens · ")
