@@ -31,7 +31,10 @@ PoolingName = Literal["auto", "last", "mean"]
 Activations = Literal["auto", "int8", "fp8", "exact"]
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
 LOG_LEVELS = get_args(LogLevel)
-PolicyName = Literal["least_in_flight", "round_robin", "random"]  # of the proxy
+PolicyName = Literal[
+    "least_in_flight", "least_tokens", "prefix", "session", "power_of_two", "min_expected_latency",
+    "min_observed_latency", "round_robin", "random",
+]  # of the proxy  # fmt: skip
 TenantsBy = Literal["header", "cache_salt"]  # how a node of the proxy learns of its clients
 BLOCK_SIZE = {"cpu": 32, "cuda": 64}  # used if no block size is given
 STEP_TOKENS = {"cpu": 512, "cuda": 4096}  # used if no token budget is given

@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 from lmkit.errors import RequestError
 from lmkit.log import get_logger
 from lmkit.proxy import metrics
+from lmkit.proxy.asked import read_asked
 from lmkit.proxy.auth import Access, Keys, authorize
 from lmkit.proxy.config import ROUTES as ROUTES_OF_NODES
 from lmkit.proxy.config import ProxyConfig, Registration, node_url
@@ -27,6 +28,7 @@ from lmkit.proxy.fleet import Fleet
 from lmkit.proxy.forward import Call, Forwarder
 from lmkit.proxy.health import HealthChecker
 from lmkit.proxy.registry import Registry
+from lmkit.proxy.router import Router
 from lmkit.proxy.upstream import Upstream
 from lmkit.web.access_log import note_error
 from lmkit.web.auth import ApiKey, named_client
@@ -39,12 +41,6 @@ from lmkit.web.tls import trusting
 log = get_logger(__name__)
 MAX_ADMIN_BODY = 1 << 20
 _MODEL_PREFIX = "/v1/models/"
-
-
-class _Routed(msgspec.Struct):
-    """The only field of a forwarded body that is read."""
-
-    model: str
 
 
 class Exchange(NamedTuple):
@@ -79,7 +75,8 @@ class Proxy:
         self._upstream = Upstream(_tls(), connect_timeout=config.connect_timeout, read_timeout=config.read_timeout)
         self.health = HealthChecker(self.registry, self._upstream, config)
         self._bodies = Budget(config.body_memory, what="bodies of requests")
-        self._forwarder = Forwarder(self.registry, self._upstream, self.metrics, config)
+        self._router = Router(self.registry, config.policy)
+        self._forwarder = Forwarder(self.registry, self._upstream, self.metrics, self._router)
         self.checked = asyncio.Event()  # every node has been asked once
         self.checks: asyncio.Task[None] | None = None  # ends only by an error, or with the block
 
@@ -144,8 +141,9 @@ class Proxy:
         try:
             with self._bodies.share() as share:  # until the answer's end: the body may have to be sent again
                 body = await read_body(scope, receive, self.config.max_body_bytes, self.config.body_timeout, share)
-                model = read_model(body)
-                call = Call(path, scope["query_string"], scope["headers"], body, model, key.key if key else "", client)
+                asked, name = read_asked(body), key.key if key else ""
+                routing = self._router.routing(asked, scope["headers"], f"{name}\0{client}")
+                call = Call(path, scope["query_string"], scope["headers"], body, asked.model, routing, name, client)
                 await self._forwarder.forward(call, response, receive, self.stop)
         finally:
             self.active -= 1
@@ -244,12 +242,6 @@ async def _not_found(proxy: Proxy, exchange: Exchange) -> None:
 
 async def _not_allowed(allowed: Iterable[str], proxy: Proxy, exchange: Exchange) -> None:
     raise method_not_allowed(exchange.scope["method"], allowed)
-
-
-def read_model(body: bytes) -> str:
-    """The `model` of a JSON body. Raises RequestError for a body without one."""
-    routed: _Routed = decode_json(body, _Routed, mismatch="the request must name its model", param="model")
-    return routed.model
 
 
 @functools.cache

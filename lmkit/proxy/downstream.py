@@ -58,13 +58,19 @@ class DownstreamResponse:
         self._send, self._path = send, path
         self._retry_after = retry_after
         self._events: WholeEvents | None = None
+        self._added: tuple[tuple[bytes, bytes], ...] = ()
         self.started = False
         self.finished = False
+
+    def add_headers(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        """Headers of the proxy itself, for the response to come. They replace those added before."""
+        self._added = tuple(headers)
 
     async def send(self, message: Message) -> None:
         """ASGI send. Raises RequestError client_disconnected if the server reports that the client has left."""
         if message["type"] == "http.response.start":
             self.started = True
+            message["headers"] = [*message["headers"], *self._added]
         elif message["type"] == "http.response.body" and not message.get("more_body", False):
             self.finished = True
         try:

@@ -12,18 +12,17 @@ import secrets
 import time
 from contextlib import aclosing
 from dataclasses import dataclass
-from random import Random
 
 from starlette.types import Receive
 
 from lmkit.errors import RequestError
 from lmkit.log import get_logger
-from lmkit.proxy.config import ProxyConfig
 from lmkit.proxy.downstream import DownstreamResponse
 from lmkit.proxy.headers import to_client, to_node
 from lmkit.proxy.metrics import Metrics
-from lmkit.proxy.policies import POLICIES
+from lmkit.proxy.policies import Choice
 from lmkit.proxy.registry import Node, Registry
+from lmkit.proxy.router import Router, Routing, explanation
 from lmkit.proxy.tenants import named
 from lmkit.proxy.upstream import Answer, BrokenError, SilentError, UnreachableError, Upstream, UpstreamError
 from lmkit.web.errors import ERROR_HEADER
@@ -51,6 +50,7 @@ class Call:
     headers: list[tuple[bytes, bytes]]
     body: bytes
     model: str
+    routing: Routing
     key: str = ""  # the client's; "" if clients have none
     client: str = ""  # the one that another proxy names
 
@@ -58,12 +58,11 @@ class Call:
 class Forwarder:
     """Forwards calls to the registry's nodes over one pool of connections."""
 
-    def __init__(self, registry: Registry, upstream: Upstream, metrics: Metrics, config: ProxyConfig) -> None:
+    def __init__(self, registry: Registry, upstream: Upstream, metrics: Metrics, router: Router) -> None:
         self._registry = registry
         self._upstream = upstream
         self._metrics = metrics
-        self._policy = POLICIES[config.policy]
-        self._rng = Random()
+        self._router = router
         self._own_via = b"lmkit-" + secrets.token_hex(8).encode()
 
     async def forward(self, call: Call, client: DownstreamResponse, receive: Receive, stop: asyncio.Event) -> None:
@@ -97,13 +96,15 @@ class Forwarder:
         resends = 0
         error = self._registry.absence(call.model)
         while candidates := await self._candidates(call.model, tried):
-            node = self._policy(candidates, self._rng)
+            choice = self._router.choose(candidates, call.routing)
+            node = choice.node
             tried.append(node)
+            client.add_headers(explanation(choice, call.routing, len(candidates)) if call.routing.explained else ())
             if len(tried) > 1:
                 tried[-2].failovers += 1
             with self._registry.using(node):
                 try:
-                    if await self._attempt(node, call, client, tried, movable=resends < MAX_RESENDS):
+                    if await self._attempt(choice, call, client, tried, movable=resends < MAX_RESENDS):
                         return
                 except TimeoutError:  # of `_first_byte`
                     log.warning("node %s is down: a request that waited for its first byte goes to another", node.url)
@@ -142,7 +143,7 @@ class Forwarder:
         return found
 
     async def _attempt(
-        self, node: Node, call: Call, client: DownstreamResponse, tried: list[Node], *, movable: bool
+        self, choice: Choice, call: Call, client: DownstreamResponse, tried: list[Node], *, movable: bool
     ) -> bool:
         """Send the call to one node and pass its response on.
 
@@ -150,8 +151,9 @@ class Forwarder:
 
         Raises UpstreamError only as long as nothing has been sent to the client.
         """
-        start = time.perf_counter()
-        answer = await self._first_byte(node, call, tried, movable=movable)
+        node, start = choice.node, time.perf_counter()
+        with self._registry.prefilling(node, choice.missing):
+            answer = await self._first_byte(node, call, tried, movable=movable)
         try:
             seconds = time.perf_counter() - start
             self._registry.answered(node, call.model, answer.status, seconds)

@@ -1,33 +1,160 @@
-"""Routing policies. A policy is a function from the candidates (never empty) to the node for the next request."""
+"""Routing policies. A policy is a function from the candidates (never empty) to the node for the next request.
+
+It reads what the registry knows of the nodes, and has neither I/O nor a clock. A simulation can therefore drive it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from random import Random
+from typing import NamedTuple
 
+from lmkit.config import PolicyName
 from lmkit.proxy.registry import Node
 
-Policy = Callable[[Sequence[Node], Random], Node]
+LATENCY_HALF_LIFE = 30.0  # seconds after which an observed latency says half as much
 
 
-def least_in_flight(candidates: Sequence[Node], rng: Random) -> Node:
-    """The node with the fewest requests for its weight. Ties are drawn by weight.
+@dataclass(frozen=True)
+class Ask:
+    """What a policy knows of a request."""
 
-    A node without history, or one that just came back, therefore gets its share at once.
+    tokens: int = 0  # of its prompt, about
+    session: str = ""  # requests with the same text belong together
+    cached: Mapping[Node, int] = field(default_factory=dict)  # tokens of its prompt that a node probably has
+    now: float = 0.0  # by the registry's clock
+
+    def missing(self, node: Node) -> int:
+        """Tokens that the node would compute."""
+        return self.tokens - self.cached.get(node, 0)
+
+
+class Choice(NamedTuple):
+    node: Node
+    reason: str
+    missing: int = 0  # tokens that the node has to compute, about
+
+
+Policy = Callable[[Sequence[Node], Ask, Random], Choice]
+
+
+def prefix(candidates: Sequence[Node], ask: Ask, rng: Random) -> Choice:
+    """The node with the fewest tokens to compute: those that wait there, and those of this prompt that it lacks.
+
+    A node that has the prompt's beginning is chosen until its queue is longer than what its cache saves.
     """
-    load = [node.in_flight / node.config.weight for node in candidates]
-    least = min(load)
-    return random([node for node, value in zip(candidates, load, strict=True) if value == least], rng)
+    node, cost = _least(candidates, lambda node: (node.load + ask.missing(node)) / node.config.weight, rng)
+    return Choice(node, f"{ask.cached.get(node, 0)} of {ask.tokens} tokens cached, {cost:.0f} to compute before it")
 
 
-def round_robin(candidates: Sequence[Node], rng: Random) -> Node:
+def least_tokens(candidates: Sequence[Node], ask: Ask, rng: Random) -> Choice:
+    """The node with the fewest tokens that wait or run, for its weight."""
+    node, cost = _least(candidates, _load, rng)
+    return Choice(node, f"{cost:.0f} tokens before it")
+
+
+def least_in_flight(candidates: Sequence[Node], ask: Ask, rng: Random) -> Choice:
+    """The node with the fewest requests for its weight.
+
+    A node without history, or one that just came back, gets its share at once.
+    """
+    node, cost = _least(candidates, lambda node: (node.in_flight + node.others) / node.config.weight, rng)
+    return Choice(node, f"{cost:g} requests before it")
+
+
+def power_of_two(candidates: Sequence[Node], ask: Ask, rng: Random) -> Choice:
+    """The better of two nodes that are drawn by weight. Several proxies with old figures do not all choose the same."""
+    first = _drawn(candidates, rng)
+    others = [node for node in candidates if node is not first]
+    second = _drawn(others, rng) if others else first
+    node, cost = _least((first, second), _load, rng)
+    return Choice(node, f"{cost:.0f} tokens before it, the better of two")
+
+
+def session(candidates: Sequence[Node], ask: Ask, rng: Random) -> Choice:
+    """Always the same node for a session (rendezvous hashing by weight); without one, the node with the least load.
+
+    A node that comes or goes moves only the sessions that it gets or had.
+    """
+    if not ask.session:
+        return least_tokens(candidates, ask, rng)
+    node, _ = _least(candidates, lambda node: -math.log(_uniform(ask.session, node.url)) / node.config.weight, rng)
+    return Choice(node, "its session")
+
+
+def min_expected_latency(candidates: Sequence[Node], ask: Ask, rng: Random) -> Choice:
+    """The node that computes what waits there and this prompt soonest, at the pace that it has shown.
+
+    A node without a pace counts with the mean of the others.
+    """
+    known = [node.pace for node in candidates if node.pace]
+    mean = math.fsum(known) / len(known) if known else 1.0
+    node, cost = _least(candidates, lambda node: (node.load + ask.missing(node)) / (node.pace or mean), rng)
+    return Choice(node, f"{cost:.3g} s expected" if known else "no pace is known yet")
+
+
+def min_observed_latency(candidates: Sequence[Node], ask: Ask, rng: Random) -> Choice:
+    """The node with the least latency times requests. A latency fades with time, so that no node is left out for ever.
+
+    A node without a latency counts with the mean of the others.
+    """
+
+    def faded(node: Node) -> float:
+        return (node.latency or 0.0) * math.exp2(-(ask.now - node.latency_at) / LATENCY_HALF_LIFE)
+
+    known = [faded(node) for node in candidates if node.latency is not None]
+    mean = math.fsum(known) / len(known) if known else 1.0
+
+    def cost(node: Node) -> float:
+        seconds = mean if node.latency is None else faded(node)
+        return seconds * (1 + node.in_flight + node.others)
+
+    node, least = _least(candidates, cost, rng)
+    return Choice(node, f"{least:.3g} s observed, times requests")
+
+
+def round_robin(candidates: Sequence[Node], ask: Ask, rng: Random) -> Choice:
     """The node that was picked longest ago. Weights have no effect."""
-    return min(candidates, key=lambda node: node.last_pick)
+    return Choice(min(candidates, key=lambda node: node.last_pick), "its turn")
 
 
-def random(candidates: Sequence[Node], rng: Random) -> Node:
+def random(candidates: Sequence[Node], ask: Ask, rng: Random) -> Choice:
     """A node drawn by weight."""
+    return Choice(_drawn(candidates, rng), "drawn by weight")
+
+
+POLICIES: dict[PolicyName, Policy] = {
+    "prefix": prefix,
+    "least_tokens": least_tokens,
+    "least_in_flight": least_in_flight,
+    "power_of_two": power_of_two,
+    "session": session,
+    "min_expected_latency": min_expected_latency,
+    "min_observed_latency": min_observed_latency,
+    "round_robin": round_robin,
+    "random": random,
+}
+
+
+def _least(candidates: Sequence[Node], cost: Callable[[Node], float], rng: Random) -> tuple[Node, float]:
+    """The node of the least cost, and the cost. Ties are drawn by weight."""
+    costs = list(map(cost, candidates))
+    least = min(costs)
+    return _drawn([node for node, value in zip(candidates, costs, strict=True) if value == least], rng), least
+
+
+def _load(node: Node) -> float:
+    return node.load / node.config.weight
+
+
+def _drawn(candidates: Sequence[Node], rng: Random) -> Node:
     return rng.choices(candidates, weights=[node.config.weight for node in candidates])[0]
 
 
-POLICIES: dict[str, Policy] = {"least_in_flight": least_in_flight, "round_robin": round_robin, "random": random}
+def _uniform(session: str, url: str) -> float:
+    """A number between 0 and 1, always the same for a session and a node."""
+    digest = hashlib.blake2b(f"{session}\0{url}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return (int.from_bytes(digest) + 0.5) / 2**64

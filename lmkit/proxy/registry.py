@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from collections import Counter
@@ -13,9 +14,11 @@ from typing import Any
 from lmkit.errors import RequestError
 from lmkit.proxy.breaker import Breaker
 from lmkit.proxy.config import NodeConfig, ProxyConfig, Registration
+from lmkit.proxy.prefixes import PrefixIndex
 
 ModelEntries = dict[str, dict[str, Any]]  # model id -> its object in a /v1/models list
 LATENCY_DECAY = 0.2  # share of the newest sample in the moving average
+TOKENS_RUNNING = 64  # of a prompt: what they delay a new request is what a running request delays it
 
 
 @dataclass(eq=False)
@@ -35,7 +38,13 @@ class Node:
     successes: int = 0  # consecutive good checks
     in_flight: int = 0
     last_pick: int = 0
+    queued: int = 0  # tokens of prompts that have no first byte yet, and that are probably not cached
+    others: int = 0  # requests of other proxies and clients, as the node has told
+    kv_tokens: int | None = None  # the size of its KV cache, as the node has told
     latency: float | None = None  # seconds to the first byte, moving average
+    latency_at: float = -math.inf  # by the registry's clock
+    work: float = 0.0  # tokens that stood before first bytes, the newest counting most,
+    worked: float = 0.0  # and the seconds in which they were computed
     answers: Counter[tuple[str, int]] = field(default_factory=Counter)  # (model, status) -> requests
     failovers: int = 0  # requests that went on to another node
     breaks: int = 0  # responses that broke off in the middle
@@ -45,6 +54,21 @@ class Node:
     @property
     def url(self) -> str:
         return self.config.url
+
+    @property
+    def id(self) -> str:
+        """A short name that does not tell the address."""
+        return hashlib.sha256(b"lmkit node " + self.url.encode()).hexdigest()[:8]
+
+    @property
+    def load(self) -> int:
+        """Tokens that stand before those of a new request, about."""
+        return self.queued + TOKENS_RUNNING * (self.in_flight + self.others)
+
+    @property
+    def pace(self) -> float | None:
+        """Tokens a second, as measured on first bytes. None = not known."""
+        return self.work / self.worked if self.worked else None
 
 
 class Registry:
@@ -57,6 +81,7 @@ class Registry:
         self.clock = clock
         self._nodes: dict[str, Node] = {}
         self._picks = 0
+        self.prefixes = PrefixIndex[Node]()
 
     def nodes(self) -> list[Node]:
         return list(self._nodes.values())
@@ -86,7 +111,9 @@ class Registry:
         return node
 
     def remove(self, url: str) -> Node | None:
-        return self._nodes.pop(url, None)
+        if node := self._nodes.pop(url, None):
+            self.prefixes.forget(node)
+        return node
 
     def expired(self) -> list[str]:
         """URLs of the nodes whose lease has ended."""
@@ -116,6 +143,7 @@ class Registry:
             node.healthy, node.reason = False, reason
         if went_down:
             node.down_since = self.clock()
+            self.prefixes.forget(node)
             for give_up, (model, tried) in list(node.waiting.items()):
                 if self.candidates(model, tried):
                     give_up()
@@ -166,9 +194,22 @@ class Registry:
             node.breaker.end()
             node.in_flight -= 1
 
+    @contextmanager
+    def prefilling(self, node: Node, tokens: int) -> Iterator[None]:
+        """Count a prompt's tokens on a node until its first byte has come, which measures the node's pace."""
+        ahead, start = node.load + tokens, self.clock()
+        node.queued += tokens
+        try:
+            yield
+            node.work += LATENCY_DECAY * (ahead - node.work)
+            node.worked += LATENCY_DECAY * (self.clock() - start - node.worked)
+        finally:
+            node.queued -= tokens
+
     def answered(self, node: Node, model: str, status: int, seconds: float) -> None:
         """Record a response whose first byte came after `seconds`."""
         node.answers[model, status] += 1
+        node.latency_at = self.clock()
         node.latency = seconds if node.latency is None else node.latency + LATENCY_DECAY * (seconds - node.latency)
 
     def status(self) -> list[dict[str, Any]]:
@@ -177,11 +218,13 @@ class Registry:
         return [
             {
                 "url": node.url,
+                "id": node.id,
                 "origin": node.origin,
                 "healthy": node.healthy,
                 "reason": node.reason,
                 "models": sorted(node.models or ()),
                 "in_flight": node.in_flight,
+                "queued_tokens": node.queued,
                 "requests": sum(node.answers.values()),
                 "failovers": node.failovers,
                 "breaks": node.breaks,

@@ -392,7 +392,7 @@ async def test_client_with_its_whole_answer_has_not_left() -> None:
 async def test_defect_is_one_requests_500(monkeypatch: pytest.MonkeyPatch) -> None:
     async with nodes(FakeNode()) as (node,), proxy_for(node) as (proxy, url), client(url) as http:
         with monkeypatch.context() as patch:
-            patch.setattr(proxy._forwarder, "_policy", lambda candidates, rng: 1 / 0)
+            patch.setattr(proxy._router, "choose", lambda candidates, routing: 1 / 0)
             response = await http.post(CHAT, content=BODY)
         assert (response.status_code, response.json()["error"]["message"]) == (500, "internal server error")
         assert proxy.active == 0

@@ -1,15 +1,12 @@
-"""The registry and the policies, on a clock of the test's own."""
+"""The registry, on a clock of the test's own."""
 
-from collections import Counter
-from random import Random
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
-from lmkit.config import PolicyName
 from lmkit.errors import RequestError
 from lmkit.proxy.config import NodeConfig, ProxyConfig, Registration
-from lmkit.proxy.policies import POLICIES, least_in_flight, random, round_robin
+from lmkit.proxy.prefixes import cuts
 from lmkit.proxy.registry import Node, Registry
 
 
@@ -133,53 +130,25 @@ def test_latency_is_a_moving_average() -> None:
     assert a.answers["m", 200] == 101
 
 
-@pytest.mark.parametrize("name", POLICIES)
-def test_every_policy_gives_a_fresh_node_its_share(name: str) -> None:
-    """A node without any history must not wait behind those that have one."""
-    registry, nodes = fleet("a", "b")
-    for node in nodes:
-        registry.answered(node, "m", 200, 0.001)
-    fresh = registry.add(NodeConfig(url="http://c", models=("m",)), "added")
-    registry.succeeded(fresh)
-    rng, picks = Random(1), Counter[str]()
-    for _ in range(300):
-        node = POLICIES[name](registry.candidates("m"), rng)
-        with registry.using(node):
-            picks[node.url] += 1
-    assert min(picks.values()) > 60
-    assert len(picks) == 3
+def test_tokens_before_a_first_byte_are_counted_and_give_the_pace() -> None:
+    clock = Clock()
+    registry = Registry(ProxyConfig(), clock)
+    node = registry.add(NodeConfig(url="http://a"), "config")
+    with registry.prefilling(node, 1000):
+        assert (node.queued, node.load) == (1000, 1000)
+        clock.now += 2
+    assert (node.queued, node.work / node.worked) == (0, 500.0)
+    with pytest.raises(RequestError), registry.prefilling(node, 1000):
+        raise RequestError("bad_gateway", "x")
+    assert (node.queued, node.work / node.worked) == (0, 500.0)  # a failure says nothing about the pace
 
 
-def test_least_in_flight_goes_by_weight() -> None:
-    registry, (a, b) = fleet("a", "b", weights=(1.0, 3.0))
-    a.in_flight, b.in_flight = 1, 2
-    assert least_in_flight(registry.candidates("m"), Random(0)) is b
-    b.in_flight = 4
-    assert least_in_flight(registry.candidates("m"), Random(0)) is a
-    a.in_flight = b.in_flight = 0
-    picks = Counter(least_in_flight([a, b], Random(i)).url for i in range(2000))
-    assert picks["http://b"] / 2000 == pytest.approx(0.75, abs=0.05)
-
-
-def test_round_robin_takes_turns_when_nodes_come_and_go() -> None:
-    registry, (a, b, c) = fleet("a", "b", "c")
-
-    def turn(*among: Node) -> Node:
-        node = round_robin(among, Random(0))
-        with registry.using(node):
-            return node
-
-    assert [turn(a, b, c) for _ in range(4)] == [a, b, c, a]
-    assert [turn(a, c) for _ in range(3)] == [c, a, c]
-    assert turn(a, b, c) is b
-
-
-def test_random_is_drawn_by_weight() -> None:
-    _, nodes = fleet("a", "b", weights=(1.0, 4.0))
-    rng = Random(3)
-    picks = Counter(random(nodes, rng).url for _ in range(2000))
-    assert picks["http://b"] / 2000 == pytest.approx(0.8, abs=0.05)
-
-
-def test_every_policy_can_be_asked_for() -> None:
-    assert POLICIES.keys() == set(get_args(PolicyName))
+def test_prefixes_of_a_node_that_went_down_are_forgotten() -> None:
+    registry, (a, b) = fleet("a", "b", unhealthy_after=1)
+    prompt = cuts([b"x" * 1024])
+    for node in (a, b):
+        registry.prefixes.add(node, prompt)
+    registry.failed(a, "x")
+    assert registry.prefixes.cached(prompt) == {b: 256}
+    registry.remove(b.url)
+    assert len(registry.prefixes) == 0
