@@ -23,6 +23,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+WAIT_SECONDS = 0.5  # between looks at a node that drains
 DEFAULT_PROXY = "http://127.0.0.1:8080"
 ProxyOption = Annotated[str, typer.Option("--proxy", help="Address of the running proxy.")]
 AdminKey = Annotated[
@@ -60,6 +61,7 @@ def proxy(
             raise ConfigError(f"lmkit proxy {context.invoked_subcommand}: options come after the command")
         return
     import asyncio
+    import functools
     import secrets
 
     import msgspec
@@ -68,13 +70,16 @@ def proxy(
     from lmkit.config import parse
     from lmkit.proxy.auth import Keys
     from lmkit.proxy.config import NodeConfig, load_config
+    from lmkit.proxy.reload import ConfigFile
     from lmkit.proxy.server import run
     from lmkit.web.running import registered
 
     nodes = [parse({"url": url}, NodeConfig, "--node") for url in node or ()]
     options: dict[str, Any] = {"tls_cert": tls_cert, "tls_key": tls_key, "policy": policy, "state_file": state_file}
     options |= {"cors_origins": tuple(cors_origin) if cors_origin else None, "chat_page": chat_page}
-    resolved = load_config(config, nodes=nodes, host=host, port=port, **options)
+    load = functools.partial(load_config, config, nodes=nodes, host=host, port=port, **options)
+    file = ConfigFile(config, load) if config is not None else None
+    resolved = file.config if file is not None else load()
     log.setup(resolved.log_level)
     own = None
     if not Keys.of(resolved.api_keys, resolved.admin_keys).for_admin:
@@ -86,7 +91,7 @@ def proxy(
             tell(url)
             print(f"proxy on {url}", flush=True)
 
-        asyncio.run(run(resolved, on_ready))
+        asyncio.run(run(resolved, on_ready, file))
 
 
 @app.command()
@@ -94,6 +99,7 @@ def add(
     url: Annotated[str, typer.Argument(help="The node's URL, as the proxy reaches it, without /v1.")],
     model: Annotated[list[str] | None, typer.Option(help="A model that it serves; default: the proxy asks it.")] = None,
     weight: Annotated[float, typer.Option(help="Its share of the load.")] = 1.0,
+    tag: Annotated[list[str] | None, typer.Option(help="A class of it, for rules; may be repeated.")] = None,
     tenants: Annotated[
         TenantsBy, typer.Option(help="How it learns of clients: lmkit by header, vLLM and SGLang by cache_salt.")
     ] = "header",
@@ -109,6 +115,7 @@ def add(
         "url": url,
         "models": model or None,
         "weight": weight,
+        "tags": tag or None,
         "tenants": tenants,
         "lease_seconds": lease,
         "api_key": node_key,
@@ -131,6 +138,27 @@ def remove(
     answer = _call("DELETE", proxy, admin_key, params={"url": url})
     saved = "" if answer["persistent"] else " (not saved: the proxy has no state_file)"
     print(f"removed {answer['removed']}{saved}")
+
+
+@app.command()
+def drain(
+    url: Annotated[str, typer.Argument(help="The node's URL.")],
+    undo: Annotated[bool, typer.Option("--undo", help="Give it requests again.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Return when its last request has ended.")] = False,
+    proxy: ProxyOption = DEFAULT_PROXY,
+    admin_key: AdminKey = None,
+) -> None:
+    """Give a node no new requests, and let its running ones end."""
+    import time
+
+    answer = _call("DELETE" if undo else "POST", proxy, admin_key, path="/admin/nodes/drain", params={"url": url})
+    (state,) = answer["data"]
+    while wait and not undo and state["in_flight"]:
+        time.sleep(WAIT_SECONDS)
+        known = {node["url"]: node for node in _call("GET", proxy, admin_key)["data"]}
+        state = known.get(state["url"], state | {"in_flight": 0})  # it may have been removed
+    saved = "" if answer["persistent"] else " (not saved: the proxy has no state_file)"
+    print(f"{state['url']} {'gets requests again' if undo else 'drains'}, {state['in_flight']} running{saved}")
 
 
 @app.command()
@@ -163,6 +191,8 @@ def _table(proxy: str, answer: dict[str, Any]) -> Table:
         table.add_column(column, justify="right", no_wrap=True)
     for node in answer["data"]:
         state = Text("up" if node["healthy"] else "down", style="green" if node["healthy"] else "red")
+        if node["draining"]:
+            state.append(", draining", style="yellow")
         if node["breaker"] != "closed":
             state.append(f", breaker {node['breaker']}", style="red")
         if node["reason"]:
@@ -192,7 +222,9 @@ def _made_here(proxy: str) -> str | None:
     return None
 
 
-def _call(method: str, proxy: str, admin_key: str | None, **arguments: Any) -> dict[str, Any]:
+def _call(
+    method: str, proxy: str, admin_key: str | None, path: str = "/admin/nodes", **arguments: Any
+) -> dict[str, Any]:
     """One admin request. Raises LMKitError if the proxy cannot be reached or refuses the request."""
     import httpx
 
@@ -204,7 +236,7 @@ def _call(method: str, proxy: str, admin_key: str | None, **arguments: Any) -> d
     try:
         response = httpx.request(
             method,
-            proxy.rstrip("/") + "/admin/nodes",
+            proxy.rstrip("/") + path,
             headers=headers,
             timeout=15,
             trust_env=False,

@@ -23,11 +23,13 @@ from lmkit.proxy.asked import read_asked
 from lmkit.proxy.auth import Access, Keys, authorize
 from lmkit.proxy.config import ROUTES as ROUTES_OF_NODES
 from lmkit.proxy.config import ProxyConfig, Registration, node_url
+from lmkit.proxy.dispatch import Dispatcher
 from lmkit.proxy.downstream import DownstreamResponse
 from lmkit.proxy.fleet import Fleet
 from lmkit.proxy.forward import Call, Forwarder
 from lmkit.proxy.health import HealthChecker
 from lmkit.proxy.registry import Registry
+from lmkit.proxy.reload import ConfigFile
 from lmkit.proxy.router import Router
 from lmkit.proxy.upstream import Upstream
 from lmkit.web.access_log import note_error
@@ -63,8 +65,9 @@ class Proxy:
     Raises ConfigError for a damaged state file.
     """
 
-    def __init__(self, config: ProxyConfig) -> None:
-        self.config = config
+    def __init__(self, config: ProxyConfig, file: ConfigFile | None = None) -> None:
+        """`file` is where `config` stands; nodes, rules and the policy follow its changes."""
+        self.config, self.file = config, file
         self.keys = Keys.of(config.api_keys, config.admin_keys)
         self.registry = Registry(config)
         self.fleet = Fleet(config, self.registry)
@@ -75,8 +78,9 @@ class Proxy:
         self._upstream = Upstream(_tls(), connect_timeout=config.connect_timeout, read_timeout=config.read_timeout)
         self.health = HealthChecker(self.registry, self._upstream, config)
         self._bodies = Budget(config.body_memory, what="bodies of requests")
-        self._router = Router(self.registry, config.policy)
-        self._forwarder = Forwarder(self.registry, self._upstream, self.metrics, self._router)
+        self._router = Router(self.registry, config)
+        forwarder = Forwarder(self.registry, self._upstream, self.metrics, self._router)
+        self._dispatcher = Dispatcher(forwarder, self._bodies, self.metrics, config.max_shadows)
         self.checked = asyncio.Event()  # every node has been asked once
         self.checks: asyncio.Task[None] | None = None  # ends only by an error, or with the block
 
@@ -91,6 +95,7 @@ class Proxy:
         self.checks.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self.checks
+        await self._dispatcher.close()
         await self._upstream.close()
 
     async def _check_forever(self) -> None:
@@ -100,9 +105,21 @@ class Proxy:
                     log.warning("node %s was removed: its lease was not renewed", url)
             except RequestError:
                 pass  # the state file cannot be written, which is logged; the next round tries again
+            if self.file is not None:
+                self.file.look(self.configure)
             await self.health.check_all()
             self.checked.set()
             await asyncio.sleep(self.config.health_interval)
+
+    def configure(self, config: ProxyConfig) -> None:
+        """Take the nodes, rules, aliases and the policy of a new configuration."""
+        self._router.configure(config)
+        self.fleet.configure(config.nodes)
+
+    def reload(self) -> None:
+        """Read the configuration again, now."""
+        if self.file is not None:
+            self.file.reload(self.configure)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
@@ -144,20 +161,19 @@ class Proxy:
                 asked, name = read_asked(body), key.key if key else ""
                 routing = self._router.routing(asked, scope["headers"], f"{name}\0{client}")
                 call = Call(path, scope["query_string"], scope["headers"], body, asked.model, routing, name, client)
-                await self._forwarder.forward(call, response, receive, self.stop)
+                await self._dispatcher.run(call, routing, response, receive, self.stop)
         finally:
             self.active -= 1
 
     async def list_models(self, exchange: Exchange) -> None:
-        await _json(exchange, {"object": "list", "data": self.registry.models()})
+        await _json(exchange, {"object": "list", "data": self.registry.models(self._router.aliases())})
 
     async def show_model(self, exchange: Exchange) -> None:
         name = exchange.scope["path"].removeprefix(_MODEL_PREFIX)
-        candidates = self.registry.candidates(name)
-        if not candidates:
+        entries = {entry["id"]: entry for entry in self.registry.models(self._router.aliases())}
+        if name not in entries:
             raise self.registry.absence(name)
-        assert candidates[0].models is not None
-        await _json(exchange, candidates[0].models[name])
+        await _json(exchange, entries[name])
 
     async def show_health(self, exchange: Exchange) -> None:
         """200 while the proxy itself works, in whatever state its nodes are; 503 while it drains."""
@@ -181,18 +197,20 @@ class Proxy:
         await self.health.check(node)
         await _json(exchange, self._fleet_status(node.url))
 
+    async def drain_node(self, exchange: Exchange) -> None:
+        """POST: no new requests for the node. DELETE: it gets some again."""
+        url = _node_of(exchange, "/admin/nodes/drain")
+        await self.fleet.drain(url, exchange.scope["method"] == "POST")
+        await _json(exchange, self._fleet_status(url))
+
     async def remove_node(self, exchange: Exchange) -> None:
-        urls = parse_qs(exchange.scope["query_string"].decode("latin-1")).get("url", [])
-        try:
-            (url,) = map(node_url, urls)
-        except ValueError:
-            raise RequestError("invalid_request", "say which node: DELETE /admin/nodes?url=URL", "url") from None
+        url = _node_of(exchange, "/admin/nodes")
         await self.fleet.remove(url)
         await _json(exchange, {"removed": url, "persistent": self.fleet.persistent})
 
     def _fleet_status(self, url: str | None = None) -> dict[str, Any]:
         nodes = [node for node in self.registry.status() if url in (None, node["url"])]
-        return {"object": "list", "data": nodes, "persistent": self.fleet.persistent, "policy": self.config.policy}
+        return {"object": "list", "data": nodes, "persistent": self.fleet.persistent, "policy": self._router.policy}
 
     async def show_root(self, exchange: Exchange) -> None:
         """For a person who opens the address."""
@@ -204,6 +222,10 @@ ROUTES: dict[str, dict[str, Route]] = {
     "/health": {"GET": Route(Access.OPEN, Proxy.show_health)},
     "/metrics": {"GET": Route(Access.USER, Proxy.show_metrics)},
     "/v1/models": {"GET": Route(Access.USER, Proxy.list_models)},
+    "/admin/nodes/drain": {
+        "POST": Route(Access.ADMIN, Proxy.drain_node),
+        "DELETE": Route(Access.ADMIN, Proxy.drain_node),
+    },
     "/admin/nodes": {
         "GET": Route(Access.ADMIN, Proxy.show_nodes),
         "POST": Route(Access.ADMIN, Proxy.add_node),
@@ -234,6 +256,17 @@ def resolve(method: str, path: str, forwarded: Collection[str] = ROUTES_OF_NODES
         return Route(Access.USER, _not_found)
     refusal = Route(next(iter(methods.values())).access, functools.partial(_not_allowed, methods))
     return methods.get(wanted, refusal)
+
+
+def _node_of(exchange: Exchange, path: str) -> str:
+    """The node that the query names. Raises RequestError."""
+    urls = parse_qs(exchange.scope["query_string"].decode("latin-1")).get("url", [])
+    try:
+        (url,) = map(node_url, urls)
+    except ValueError:
+        method = exchange.scope["method"]
+        raise RequestError("invalid_request", f"say which node: {method} {path}?url=URL", "url") from None
+    return url
 
 
 async def _not_found(proxy: Proxy, exchange: Exchange) -> None:

@@ -29,7 +29,7 @@ class Breaker:
 
     @property
     def admits(self) -> bool:
-        return self.state == "closed" or (self.state == "half-open" and not self._trying)
+        return self._open_until is None or (self.state == "half-open" and not self._trying)
 
     def begin(self) -> None:
         """A request goes to the node."""

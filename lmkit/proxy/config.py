@@ -16,10 +16,10 @@ from lmkit.config import BODY_MEMORY, LogLevel, PolicyName, PositiveInt, StrictS
 from lmkit.errors import ConfigError
 from lmkit.other_names import hint
 from lmkit.proxy.addresses import refusal
+from lmkit.proxy.rules import ModelName, Rule, Shadow, Tag, Target, When, mistake
 from lmkit.web.auth import parse_key
 
 Key = Annotated[str, msgspec.Meta(min_length=1, max_length=512, pattern=r"^[\x21-\x7e]+$")]
-ModelName = Annotated[str, msgspec.Meta(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f\x7f-\x9f]+$")]
 RoutePath = Annotated[str, msgspec.Meta(max_length=256, pattern=r"^/v1(/[A-Za-z0-9_-][A-Za-z0-9._~:@-]*)+$")]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 
@@ -38,6 +38,7 @@ class NodeConfig(StrictStruct, frozen=True):
     models: Annotated[tuple[ModelName, ...], msgspec.Meta(min_length=1, max_length=1000)] | None = None  # None = ask it
     api_key: Key | None = None  # sent to this node, as a Bearer token
     weight: Annotated[float, msgspec.Meta(gt=0, le=1000)] = 1.0  # its share of the load
+    tags: Annotated[tuple[Tag, ...], msgspec.Meta(max_length=32)] = ()  # its class, for rules
     tenants: TenantsBy = "header"  # how it learns of clients; cache_salt: a field of the body
 
     def __post_init__(self) -> None:
@@ -65,6 +66,9 @@ class ProxyConfig(StrictStruct, frozen=True):
     nodes: tuple[NodeConfig, ...] = ()
     max_nodes: PositiveInt = 256
     policy: PolicyName = "least_in_flight"
+    aliases: dict[ModelName, ModelName] = {}  # other names of models
+    rules: tuple[Rule, ...] = ()  # the first that fits a request counts, see proxy.rules
+    max_shadows: Annotated[int, msgspec.Meta(ge=0)] = 16  # copies for shadows at once; one more is left out
     api_keys: tuple[str, ...] = ()  # each `KEY [name=value ...]`, see web.auth.ApiKey; empty = no authentication
     admin_keys: tuple[Key, ...] = ()  # for /admin; empty = one that `lmkit proxy` makes and this user's commands find
     cors_origins: tuple[str, ...] = ()  # web pages that may read answers
@@ -96,6 +100,8 @@ class ProxyConfig(StrictStruct, frozen=True):
             raise ValueError(reason)
         if self.body_memory < self.max_body_bytes:
             raise ValueError("body_memory is less than max_body_bytes; no body of that size could ever be read")
+        if reason := mistake(self.rules, self.aliases):
+            raise ValueError(reason)
         if len(self.nodes) > self.max_nodes:
             raise ValueError(f"{len(self.nodes)} nodes, max_nodes is {self.max_nodes}")
         keys = set()
@@ -157,8 +163,14 @@ def _read(path: Path) -> ProxyConfig:
 def _near(message: str) -> str:
     """`; did you mean port?` for a message about an unknown field."""
     unknown = re.search(r"unknown field `(.*?)`", message)
-    known = NodeConfig if "$.nodes" in message else ProxyConfig
+    known = next((struct for place, struct in _STRUCTS if re.search(place, message)), ProxyConfig)
     return hint(unknown[1], {}, known.__struct_fields__) if unknown else ""
+
+
+# The struct at a place of the file, for a hint; the first place that fits counts.
+_STRUCTS: tuple[tuple[str, type[StrictStruct]], ...] = (
+    (r"\.when\b", When), (r"\.to\b", Target), (r"\.shadow\b", Shadow), (r"\$\.rules", Rule), (r"\$\.nodes", NodeConfig),
+)  # fmt: skip
 
 
 def _line(tree: Any, message: str) -> int:

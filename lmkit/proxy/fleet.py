@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -12,18 +13,19 @@ import msgspec
 from lmkit.config import StrictStruct
 from lmkit.errors import ConfigError, RequestError
 from lmkit.log import get_logger
-from lmkit.proxy.config import ProxyConfig, Registration
+from lmkit.proxy.config import NodeConfig, ProxyConfig, Registration
 from lmkit.proxy.registry import Node, Registry
 
 log = get_logger(__name__)
 
 
 class FleetState(StrictStruct, frozen=True):
-    """Differences from the configuration: nodes added, and configured nodes removed."""
+    """Differences from the configuration: nodes added, configured nodes removed, and nodes drained."""
 
     version: Literal[1] = 1
     added: tuple[Registration, ...] = ()
     removed: tuple[str, ...] = ()
+    drained: tuple[str, ...] = ()  # nodes that get no new requests
 
 
 def load_state(path: Path) -> FleetState:
@@ -84,6 +86,35 @@ class Fleet:
                     "node %s: its settings from run time (%s) override the configuration", registration.url, self._path
                 )
             registry.add(registration, "added")
+        self._mark_drained()
+
+    def configure(self, nodes: Sequence[NodeConfig]) -> None:
+        """Take the nodes of a new configuration. What was changed at run time stays as it is."""
+        configured = {node.url: node for node in nodes}
+        added = {registration.url for registration in self._state.added}
+        for node in self._registry.nodes():
+            if node.origin == "config" and node.url not in configured:
+                self._registry.remove(node.url)
+                log.info("node %s has left the configuration; its running requests continue", node.url)
+        for url, config in configured.items():
+            if url not in added and url not in self._state.removed:
+                self._registry.add(config, "config")
+        self._configured = set(configured)
+        self._mark_drained()
+
+    async def drain(self, url: str, drained: bool) -> None:
+        """Give a node no new requests, or give it some again. Raises RequestError as `remove` does."""
+        async with self._lock:
+            if self._registry.get(url) is None:
+                raise RequestError("not_found", f"there is no node {url!r}", "url")
+            others = {known for known in self._state.drained if known != url}
+            drains = tuple(sorted(others | {url} if drained else others))
+            await self._save(msgspec.structs.replace(self._state, drained=drains))
+            self._mark_drained()
+
+    def _mark_drained(self) -> None:
+        for node in self._registry.nodes():
+            node.draining = node.url in self._state.drained
 
     @property
     def persistent(self) -> bool:
@@ -96,7 +127,7 @@ class Fleet:
                 raise RequestError("invalid_request", f"there are {self._max_nodes} nodes already: see max_nodes")
             added = tuple(r for r in self._state.added if r.url != registration.url)
             removed = tuple(url for url in self._state.removed if url != registration.url)
-            await self._save(FleetState(added=(*added, registration), removed=removed))
+            await self._save(msgspec.structs.replace(self._state, added=(*added, registration), removed=removed))
             return self._registry.add(registration, "added")
 
     async def remove(self, url: str) -> None:
@@ -120,7 +151,8 @@ class Fleet:
     async def _drop(self, urls: list[str]) -> None:
         added = tuple(r for r in self._state.added if r.url not in urls)
         removed = {*self._state.removed, *self._configured.intersection(urls)}
-        await self._save(FleetState(added=added, removed=tuple(sorted(removed))))
+        drained = tuple(url for url in self._state.drained if url not in urls)
+        await self._save(FleetState(added=added, removed=tuple(sorted(removed)), drained=drained))
         for url in urls:
             self._registry.remove(url)
 

@@ -53,6 +53,7 @@ class Call:
     routing: Routing
     key: str = ""  # the client's; "" if clients have none
     client: str = ""  # the one that another proxy names
+    last: bool = True  # no other model may answer it
 
 
 class Forwarder:
@@ -163,6 +164,8 @@ class Forwarder:
                     raise _EngineDownError
                 if self._registry.candidates(call.model, tried):
                     return False
+                if not call.last:
+                    raise RequestError("queue_full", "the nodes of the model are busy")
             check_answer(answer)
             whole = await self._pass_on(node, answer, client)
             self._record(node, good=whole and answer.status not in BROKEN)

@@ -9,8 +9,9 @@ import msgspec
 
 from lmkit.errors import ConfigError
 from lmkit.log import get_logger
-from lmkit.proxy.config import ModelName, ProxyConfig
+from lmkit.proxy.config import ProxyConfig
 from lmkit.proxy.registry import ModelEntries, Node, Registry
+from lmkit.proxy.rules import ModelName
 from lmkit.proxy.upstream import Upstream, UpstreamError
 
 log = get_logger(__name__)

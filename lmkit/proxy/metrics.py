@@ -27,6 +27,9 @@ class Metrics:
         self.disconnects = Counter(
             "lmkit_proxy_client_disconnects", "Clients that left before their response ended", registry=self._own
         )
+        self.shadows = Counter(
+            "lmkit_proxy_shadows", "Copies of requests: answered, failed, left_out", ["outcome"], registry=self._own
+        )
         self.first_byte = Histogram(
             "lmkit_proxy_first_byte_seconds",
             "From choosing a node to its first byte",

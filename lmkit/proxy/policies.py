@@ -81,7 +81,7 @@ def session(candidates: Sequence[Node], ask: Ask, rng: Random) -> Choice:
     """
     if not ask.session:
         return least_tokens(candidates, ask, rng)
-    node, _ = _least(candidates, lambda node: -math.log(_uniform(ask.session, node.url)) / node.config.weight, rng)
+    node, _ = _least(candidates, lambda node: -math.log(uniform(ask.session, node.url)) / node.config.weight, rng)
     return Choice(node, "its session")
 
 
@@ -154,7 +154,7 @@ def _drawn(candidates: Sequence[Node], rng: Random) -> Node:
     return rng.choices(candidates, weights=[node.config.weight for node in candidates])[0]
 
 
-def _uniform(session: str, url: str) -> float:
-    """A number between 0 and 1, always the same for a session and a node."""
-    digest = hashlib.blake2b(f"{session}\0{url}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
+def uniform(session: str, name: str) -> float:
+    """A number between 0 and 1, always the same for a session and a node (or another name)."""
+    digest = hashlib.blake2b(f"{session}\0{name}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return (int.from_bytes(digest) + 0.5) / 2**64

@@ -6,7 +6,7 @@ import hashlib
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +33,7 @@ class Node:
     healthy: bool = False
     reason: str | None = "not checked yet"  # why it is unhealthy, or a note about a healthy one
     down_since: float = -math.inf  # by the registry's clock
+    draining: bool = False  # it gets no new requests
     checked: bool = False  # a check has ended, well or badly
     failures: int = 0  # consecutive, of checks and connections; only a good check resets it
     successes: int = 0  # consecutive good checks
@@ -154,13 +155,17 @@ class Registry:
 
         Otherwise a client whose requests break nodes could shut all of them for everyone.
         """
-        able = [n for n in self.nodes() if n.healthy and model in (n.models or ()) and n not in exclude]
+        able = [
+            n for n in self._nodes.values()
+            if n.healthy and not n.draining and model in (n.models or ()) and n not in exclude
+        ]  # fmt: skip
         return [n for n in able if n.breaker.admits] or able
 
     def may_return(self, model: str) -> bool:
         """Whether a node that serves `model` is healthy, or went down so lately that requests wait for it."""
         since = self.clock() - self._config.node_wait
-        return any(model in (n.models or ()) and (n.healthy or n.down_since > since) for n in self.nodes())
+        serving = [n for n in self.nodes() if model in (n.models or ()) and not n.draining]
+        return any(n.healthy or n.down_since > since for n in serving)
 
     def absence(self, model: str) -> RequestError:
         """The error that says why no node can serve `model`."""
@@ -173,12 +178,13 @@ class Registry:
             )
         return RequestError("model_not_found", f"no model {shown} here; GET /v1/models lists them", "model")
 
-    def models(self) -> list[dict[str, Any]]:
-        """The union of the healthy nodes' models, each once, by name."""
+    def models(self, aliases: Mapping[str, str]) -> list[dict[str, Any]]:
+        """The union of the healthy nodes' models and their aliases, each once, by name."""
         union: ModelEntries = {}
         for node in self.nodes():
             if node.healthy:
                 union = {**(node.models or {}), **union}
+        union |= {alias: union[model] | {"id": alias} for alias, model in aliases.items() if model in union}
         return [union[name] for name in sorted(union)]
 
     @contextmanager
@@ -221,6 +227,8 @@ class Registry:
                 "id": node.id,
                 "origin": node.origin,
                 "healthy": node.healthy,
+                "draining": node.draining,
+                "tags": node.config.tags,
                 "reason": node.reason,
                 "models": sorted(node.models or ()),
                 "in_flight": node.in_flight,

@@ -8,21 +8,30 @@ from dataclasses import dataclass
 from random import Random
 
 from lmkit.config import PolicyName
+from lmkit.errors import RequestError
 from lmkit.proxy.asked import Asked
-from lmkit.proxy.policies import POLICIES, Ask, Choice
+from lmkit.proxy.config import ProxyConfig
+from lmkit.proxy.policies import POLICIES, Ask, Choice, uniform
 from lmkit.proxy.prefixes import BYTES_PER_TOKEN, Cut, cuts
 from lmkit.proxy.registry import Node, Registry
-from lmkit.web.auth import Headers
+from lmkit.proxy.rules import Request, Rule, drawn, first_match
+from lmkit.web.auth import Headers, key_id
 
 USES_PREFIXES: frozenset[PolicyName] = frozenset({"prefix", "min_expected_latency"})
 EXPLAIN_HEADER = b"x-lmkit-explain"
+_NO_RULE = Rule(name="-")
 
 
 @dataclass(frozen=True)
 class Routing:
     """How one request is routed."""
 
+    model: str
     policy: PolicyName
+    fallback: tuple[str, ...] = ()  # models for a request that no node can answer now
+    shadow: str = ""  # a model that gets a copy
+    tags: frozenset[str] = frozenset()  # of the nodes that may get it; empty = all may
+    rule: str = ""  # the name of the rule that says so
     tokens: int = 0  # of its prompt, about
     session: str = ""
     prompt: Sequence[Cut] = ()
@@ -32,10 +41,20 @@ class Routing:
 class Router:
     """Chooses among the registry's nodes, and remembers which prompts they got."""
 
-    def __init__(self, registry: Registry, policy: PolicyName, rng: Random | None = None) -> None:
+    def __init__(self, registry: Registry, config: ProxyConfig, rng: Random | None = None) -> None:
         self._registry = registry
-        self._policy = policy
         self._rng = rng or Random()
+        self.configure(config)
+
+    def configure(self, config: ProxyConfig) -> None:
+        self.policy, self._aliases, self._rules = config.policy, config.aliases, config.rules
+
+    def model(self, name: str) -> str:
+        """The model that an alias stands for."""
+        return self._aliases.get(name, name)
+
+    def aliases(self) -> dict[str, str]:
+        return dict(self._aliases)
 
     def routing(self, asked: Asked, headers: Headers, tenant: str = "") -> Routing:
         """Read a request once. Prompts of two tenants have nothing in common, because their KV has not."""
@@ -43,17 +62,42 @@ class Router:
             self._registry.prefixes.secret
             + hashlib.sha256(f"{asked.model}\0{tenant}\0{asked.cache_salt}".encode()).digest()
         )
-        parts = list(asked.parts())
+        parts, session, model = list(asked.parts()), asked.session(headers), self.model(asked.model)
+        tokens = sum(map(len, parts)) // BYTES_PER_TOKEN
+        rule = self._rule(asked, model, tokens, headers)
+        policy = rule.policy or self.policy
+        point = uniform(session, rule.name) if session else self._rng.random()  # a session stays with one model
+        shadow = rule.shadow if rule.shadow and self._rng.random() < rule.shadow.share else None
         return Routing(
-            self._policy,
-            sum(map(len, parts)) // BYTES_PER_TOKEN,
-            asked.session(headers),
-            cuts(parts, secret) if self._policy in USES_PREFIXES else (),
+            drawn(rule.to, point) if rule.to else model,
+            policy,
+            rule.fallback,
+            shadow.model if shadow else "",
+            frozenset(rule.nodes),
+            rule.name if rule is not _NO_RULE else "",
+            tokens,
+            session,
+            cuts(parts, secret) if policy in USES_PREFIXES else (),
             any(name == EXPLAIN_HEADER and value == b"1" for name, value in headers),
         )
 
+    def _rule(self, asked: Asked, model: str, tokens: int, headers: Headers) -> Rule:
+        """The first rule for the request, or one that says nothing."""
+        if not self._rules:
+            return _NO_RULE
+        texts = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
+        request = Request(model, texts, key_id(headers), tokens, asked.level)
+        return first_match(self._rules, request) or _NO_RULE
+
     def choose(self, candidates: Sequence[Node], routing: Routing) -> Choice:
-        """The node for the request, of `candidates`, which are not empty."""
+        """The node for the request, of `candidates`, which are not empty.
+
+        Raises RequestError if none has a tag that the request's rule names.
+        """
+        if routing.tags:
+            candidates = [node for node in candidates if not routing.tags.isdisjoint(node.config.tags)]
+            if not candidates:
+                raise RequestError("engine_unavailable", "no node that this request may use is healthy; try again")
         index = self._registry.prefixes
         ask = Ask(routing.tokens, routing.session, index.cached(routing.prompt), self._registry.clock())
         choice = POLICIES[routing.policy](candidates, ask, self._rng)
@@ -69,5 +113,5 @@ def explanation(choice: Choice, routing: Routing, num_candidates: int) -> list[t
         "x-lmkit-policy": routing.policy,
         "x-lmkit-reason": choice.reason,
         "x-lmkit-candidates": str(num_candidates),
-    }
+    } | ({"x-lmkit-rule": routing.rule} if routing.rule else {})
     return [(name.encode(), value.encode()) for name, value in fields.items()]

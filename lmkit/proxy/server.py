@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import math
 from collections.abc import Callable
 
@@ -11,6 +12,7 @@ from lmkit.log import get_logger
 from lmkit.proxy.app import Proxy
 from lmkit.proxy.auth import is_loopback
 from lmkit.proxy.config import ProxyConfig
+from lmkit.proxy.reload import ConfigFile
 from lmkit.web.access_log import AccessLog
 from lmkit.web.chat_page import ChatPage
 from lmkit.web.cors import with_cors
@@ -23,23 +25,25 @@ FIRST_CHECK_SECONDS = 0.5  # nodes that answer within it are known when the prox
 _BREAK_OFF_SECONDS = 2  # for the last bytes of responses that are broken off
 
 
-async def run(config: ProxyConfig, on_ready: Callable[[str], None]) -> None:
+async def run(config: ProxyConfig, on_ready: Callable[[str], None], file: ConfigFile | None = None) -> None:
     """Serve until SIGTERM or SIGINT, then let requests finish for `drain_seconds`; a second signal ends them at once.
 
-    `on_ready` gets the URL. Raises ConfigError if the address or the state file cannot be used.
+    `on_ready` gets the URL. SIGHUP reads `file` (the configuration) and the certificate again. Raises ConfigError if
+    the address or the state file cannot be used.
     """
     tls = certificate(config.tls_cert, config.tls_key)
     with contextlib.closing(bind(config.host, config.port)) as listener:
         listen(listener)
         host = listener.getsockname()[0]
-        async with Proxy(config) as proxy:
+        async with Proxy(config, file) as proxy:
             if not is_loopback(host) and not config.api_keys:
                 log.warning("anyone who reaches %s may send requests: there are no api_keys", host)
             server = http_server(config, proxy, lambda: on_ready(url(listener, tls=bool(tls))), tls)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(FIRST_CHECK_SECONDS):
                     await proxy.checked.wait()
-            on_signals(lambda: _drain(proxy, server), proxy.stop.set, tls.reload if tls else None)
+            reload = functools.partial(_reload, proxy, tls) if tls or file else None
+            on_signals(lambda: _drain(proxy, server), proxy.stop.set, reload)
             assert proxy.checks is not None
             # The checks end only by an error. Leaving the block raises it, which ends the process.
             proxy.checks.add_done_callback(lambda _: setattr(server, "should_exit", True))
@@ -62,6 +66,12 @@ def http_server(
         files_each=2,
         limit_each=config.max_connections_per_address,
     )
+
+
+def _reload(proxy: Proxy, tls: Certificate | None) -> None:
+    proxy.reload()
+    if tls is not None:
+        tls.reload()
 
 
 def _drain(proxy: Proxy, server: HttpServer) -> None:

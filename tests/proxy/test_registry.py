@@ -78,10 +78,10 @@ def test_models_are_a_union_of_healthy_nodes() -> None:
     registry, (a, b) = fleet("a", "b", unhealthy_after=1)
     registry.succeeded(a, {"m": {"id": "m", "owned_by": "a"}, "x": {"id": "x"}})
     registry.succeeded(b, {"m": {"id": "m", "owned_by": "b"}, "y": {"id": "y"}})
-    assert [entry["id"] for entry in registry.models()] == ["m", "x", "y"]
-    assert registry.models()[0]["owned_by"] == "a"
+    assert [entry["id"] for entry in registry.models({})] == ["m", "x", "y"]
+    assert registry.models({})[0]["owned_by"] == "a"
     registry.failed(b, "x")
-    assert [entry["id"] for entry in registry.models()] == ["m", "x"]
+    assert [entry["id"] for entry in registry.models({})] == ["m", "x"]
 
 
 def test_in_flight_survives_errors_removal_and_renewal() -> None:
