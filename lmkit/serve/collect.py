@@ -40,12 +40,14 @@ class Backlog:
         self._changed = asyncio.Event()
         share.on_refusal = self._drop
 
-    def put(self, idx: int, output: RequestOutput) -> None:
+    async def put(self, idx: int, output: RequestOutput) -> None:
         """Raises RequestError if the share is refused."""
         before = self._waiting.get(idx)
         self._waiting[idx] = output if before is None else joined(before, output)
         self._changed.set()
         self._share.add(num_bytes(output))
+        if before is not None:  # many steps may have come at once: `outputs` gets a turn before the next one
+            await asyncio.sleep(0)
 
     def _drop(self) -> None:
         logger.warning("an answer ends before its client has read it: %s", self._share.refusal)

@@ -96,7 +96,7 @@ class Serving:
             siblings = Siblings.of(requests[idx : idx + choices_per_prompt]) if is_first else None
             async with aclosing(self._follow(request, siblings)) as outputs:
                 async for output in outputs:
-                    backlog.put(idx, output)
+                    await backlog.put(idx, output)
 
         tasks = {asyncio.create_task(pump(idx, request)) for idx, request in enumerate(requests)}
         for task in tasks:

@@ -174,6 +174,7 @@ def test_levels_are_engines_of_their_own() -> None:
 
 def test_a_failed_engine_starts_in_its_next_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second one runs the engine, measured as if it were the first. The reason of the first failure is kept."""
+    monkeypatch.delenv("LMKIT_CPU_ISA", raising=False)
     monkeypatch.setattr(cpu_peers, "PEERS", "tests.benchmarks")
     crashing = tmp_path / "python"
     crashing.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exec {sys.executable} "$@"\nkill -SEGV $$\n')

@@ -24,7 +24,8 @@ def start(tmp_path: Path, model: str = "model") -> PeerProcess:
 
 
 @pytest.fixture
-def peer(tmp_path: Path) -> Iterator[PeerProcess]:
+def peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PeerProcess]:
+    monkeypatch.delenv("LMKIT_CPU_ISA", raising=False)
     with start(tmp_path) as peer:
         peer.ready()
         yield peer

@@ -23,10 +23,12 @@ LOGPROBS = {"logprobs": True, "top_logprobs": 20}
 class Talkative(ScriptedEngine):
     """Answers with `max_tokens` tokens, each with the log-probabilities that were asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, pauses: bool = True) -> None:
+        """`pauses`: other tasks run between two steps; else all steps are there at once."""
         super().__init__(max_model_len=1 << 20)
         self.num_made = 0
         self.num_open_now = 0
+        self._pauses = pauses
 
     async def generate(self, request: Request) -> AsyncGenerator[StepOutput]:
         most, num_top = request.params.max_tokens or 0, request.params.logprobs
@@ -42,7 +44,8 @@ class Talkative(ScriptedEngine):
                     logprobs=[TokenLogprobs(token, -0.5, top)] if num_top is not None else [],
                     finish_reason="length" if i == most - 1 else None,
                 )
-                await asyncio.sleep(0)
+                if self._pauses:
+                    await asyncio.sleep(0)
         finally:
             self.num_open_now -= 1
 
@@ -144,6 +147,17 @@ async def test_t18_a_client_that_leaves_gives_back_what_waited() -> None:
         reader.left.set()
         await asking
     assert (serving_of(app).answers.used, serving_of(app).bodies.used) == (0, 0)
+
+
+@pytest.mark.anyio
+async def test_t18_steps_that_come_all_at_once_do_not_end_an_answer() -> None:
+    """As after a moment in which the processor was busy. On their way they take more than a whole answer does."""
+    app = app_of(Talkative(pauses=False), ServerConfig(answer_memory=8 * 256 * KIB))
+    for stream in (False, True):
+        reader = Reader()
+        await reader.ask(app, CHAT_PATH, CHAT | LOGPROBS | {"max_tokens": 400, "stream": stream})
+        last = reader.events[-1] if stream else json.loads(b"".join(reader.pieces))
+        assert last["choices"][0]["finish_reason"] == "length"
 
 
 @pytest.mark.anyio
