@@ -32,7 +32,7 @@ from lmkit import AsyncPipeline, GenerationConfig
 
 LINE = re.compile(r"on (http\S+)")
 NUM_WORDS, NUM_TOKENS = 48, 96  # of a prompt, and of an answer
-OPTIONS = {"max_batch_size": 64, "max_model_len": 1024}
+OPTIONS: dict[str, Any] = {"max_batch_size": 64, "max_model_len": 1024}
 
 
 class Times(NamedTuple):
