@@ -21,6 +21,7 @@ HTTP_STATUS = {
     "request_timeout": 408,
     "request_too_large": 413,
     "rate_limit_exceeded": 429,  # this client has too much open
+    "insufficient_quota": 429,  # a budget of this client is used up
     "client_disconnected": 499,
     "internal_error": 500,
     "hook_failed": 500,  # a hook of the server raised or took too long, and nothing passes without it

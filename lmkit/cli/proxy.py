@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lmkit.cli import proxy_keys
+from lmkit.cli.proxy_call import DEFAULT_PROXY, AdminKey, ProxyOption, call
 from lmkit.cli.settings import ProxyGroup
 from lmkit.config import PolicyName, TenantsBy
-from lmkit.errors import ConfigError, LMKitError
+from lmkit.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -22,16 +24,11 @@ app = typer.Typer(
     invoke_without_command=True,
     rich_markup_mode=None,
 )
+app.add_typer(proxy_keys.keys, name="keys")
+app.add_typer(proxy_keys.teams, name="teams")
+app.command("usage")(proxy_keys.usage)
 
 WAIT_SECONDS = 0.5  # between looks at a node that drains
-DEFAULT_PROXY = "http://127.0.0.1:8080"
-ProxyOption = Annotated[str, typer.Option("--proxy", help="Address of the running proxy.")]
-AdminKey = Annotated[
-    str | None,
-    typer.Option(
-        help="One of its admin_keys; default the one that a proxy of yours here has made, else LMKIT_API_KEY."
-    ),
-]
 
 
 @app.callback()
@@ -49,9 +46,14 @@ def proxy(
         bool | None, typer.Option("--chat-page/--no-chat-page", help="A page for people at /; default on.")
     ] = None,
     node: Annotated[list[str] | None, typer.Option(help="URL of a node, http://HOST:PORT; may be repeated.")] = None,
-    policy: Annotated[PolicyName | None, typer.Option(help="How a node is chosen; default least_in_flight.")] = None,
+    policy: Annotated[
+        PolicyName | None, typer.Option(metavar="<name>", help="How a node is chosen; default least_in_flight.")
+    ] = None,
     state_file: Annotated[
         str | None, typer.Option(help="A file that keeps nodes added and removed at run time.")
+    ] = None,
+    key_store: Annotated[
+        str | None, typer.Option(help="A file of keys with limits, and of what they used; clients then need a key.")
     ] = None,
 ) -> None:
     """Forward requests to nodes by the model they name. Without a command, runs until SIGTERM."""
@@ -76,6 +78,7 @@ def proxy(
 
     nodes = [parse({"url": url}, NodeConfig, "--node") for url in node or ()]
     options: dict[str, Any] = {"tls_cert": tls_cert, "tls_key": tls_key, "policy": policy, "state_file": state_file}
+    options["key_store"] = key_store
     options |= {"cors_origins": tuple(cors_origin) if cors_origin else None, "chat_page": chat_page}
     load = functools.partial(load_config, config, nodes=nodes, host=host, port=port, **options)
     file = ConfigFile(config, load) if config is not None else None
@@ -121,7 +124,7 @@ def add(
         "api_key": node_key,
     }
     body = {name: value for name, value in fields.items() if value is not None}
-    answer = _call("POST", proxy, admin_key, json=body)
+    answer = call("POST", proxy, admin_key, json=body)
     (state,) = answer["data"]
     saved = "" if answer["persistent"] else " (not saved: the proxy has no state_file)"
     models = ", ".join(state["models"]) or "no models yet"
@@ -135,7 +138,7 @@ def remove(
     admin_key: AdminKey = None,
 ) -> None:
     """Remove a node from a running proxy; its running requests continue."""
-    answer = _call("DELETE", proxy, admin_key, params={"url": url})
+    answer = call("DELETE", proxy, admin_key, params={"url": url})
     saved = "" if answer["persistent"] else " (not saved: the proxy has no state_file)"
     print(f"removed {answer['removed']}{saved}")
 
@@ -151,11 +154,11 @@ def drain(
     """Give a node no new requests, and let its running ones end."""
     import time
 
-    answer = _call("DELETE" if undo else "POST", proxy, admin_key, path="/admin/nodes/drain", params={"url": url})
+    answer = call("DELETE" if undo else "POST", proxy, admin_key, path="/admin/nodes/drain", params={"url": url})
     (state,) = answer["data"]
     while wait and not undo and state["in_flight"]:
         time.sleep(WAIT_SECONDS)
-        known = {node["url"]: node for node in _call("GET", proxy, admin_key)["data"]}
+        known = {node["url"]: node for node in call("GET", proxy, admin_key)["data"]}
         state = known.get(state["url"], state | {"in_flight": 0})  # it may have been removed
     saved = "" if answer["persistent"] else " (not saved: the proxy has no state_file)"
     print(f"{state['url']} {'gets requests again' if undo else 'drains'}, {state['in_flight']} running{saved}")
@@ -168,7 +171,7 @@ def status(
     admin_key: AdminKey = None,
 ) -> None:
     """Show the nodes of a running proxy."""
-    answer = _call("GET", proxy, admin_key)
+    answer = call("GET", proxy, admin_key)
     if json:
         print(jsonlib.dumps(answer, indent=2))
         return
@@ -201,57 +204,3 @@ def _table(proxy: str, answer: dict[str, Any]) -> Table:
         counts = [str(node["in_flight"]), str(node["requests"]), str(node["failovers"] + node["breaks"])]
         table.add_row(Text(node["url"]), state, Text(", ".join(node["models"])), *counts, latency)
     return table
-
-
-def _made_here(proxy: str) -> str | None:
-    """The key that a proxy of this user and machine made for itself, if it listens at this address."""
-    import httpx
-
-    from lmkit.proxy.auth import is_loopback
-    from lmkit.web.running import running
-
-    try:
-        url = httpx.URL(proxy)
-    except httpx.InvalidURL:
-        return None
-    listening = {entry.url: entry.admin_key for entry in running() if entry.url is not None and entry.admin_key}
-    for known, key in listening.items():
-        here = is_loopback(url.host) or url.host == httpx.URL(known).host
-        if here and url.port == httpx.URL(known).port:
-            return key
-    return None
-
-
-def _call(
-    method: str, proxy: str, admin_key: str | None, path: str = "/admin/nodes", **arguments: Any
-) -> dict[str, Any]:
-    """One admin request. Raises LMKitError if the proxy cannot be reached or refuses the request."""
-    import httpx
-
-    from lmkit.config import environment
-    from lmkit.web.tls import trusting
-
-    key = admin_key or _made_here(proxy) or environment().api_key
-    headers = {"authorization": f"Bearer {key}"} if key else {}
-    try:
-        response = httpx.request(
-            method,
-            proxy.rstrip("/") + path,
-            headers=headers,
-            timeout=15,
-            trust_env=False,
-            verify=trusting(httpx.create_ssl_context(trust_env=False)),
-            **arguments,
-        )
-        answer = response.json()
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise LMKitError(f"no proxy answers at {proxy}: {error or type(error).__name__}") from None
-    except (ValueError, UnicodeError):
-        raise LMKitError(f"{proxy} answered {response.status_code}, and not as a proxy does") from None
-    if not response.is_success:
-        message = (
-            answer["error"]["message"] if isinstance(answer.get("error"), dict) else f"HTTP {response.status_code}"
-        )
-        raise LMKitError(f"{proxy}: {message}")
-    result: dict[str, Any] = answer
-    return result

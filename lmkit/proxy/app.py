@@ -7,6 +7,7 @@ import contextlib
 import functools
 import ssl
 from collections.abc import Awaitable, Callable, Collection, Iterable
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 from urllib.parse import parse_qs
@@ -19,6 +20,9 @@ from starlette.types import Receive, Scope, Send
 from lmkit.errors import RequestError
 from lmkit.log import get_logger
 from lmkit.proxy import metrics
+from lmkit.proxy.accounts import routes as accounts
+from lmkit.proxy.accounts.ledger import Ledger
+from lmkit.proxy.accounts.tap import Tap, charged
 from lmkit.proxy.asked import read_asked
 from lmkit.proxy.auth import Access, Keys, authorize
 from lmkit.proxy.config import ROUTES as ROUTES_OF_NODES
@@ -52,6 +56,7 @@ class Exchange(NamedTuple):
     receive: Receive
     response: DownstreamResponse
     key: ApiKey | None  # None: the route needs none
+    tap: Tap
 
 
 class Route(NamedTuple):
@@ -68,10 +73,14 @@ class Proxy:
     def __init__(self, config: ProxyConfig, file: ConfigFile | None = None) -> None:
         """`file` is where `config` stands; nodes, rules and the policy follow its changes."""
         self.config, self.file = config, file
-        self.keys = Keys.of(config.api_keys, config.admin_keys)
+        self.ledger = Ledger(Path(config.key_store)) if config.key_store else None
+        self.keys = Keys.of(config.api_keys, config.admin_keys, self.ledger)
         self.registry = Registry(config)
         self.fleet = Fleet(config, self.registry)
         self.metrics = metrics.Metrics(self.registry)
+        if self.ledger is not None:
+            self.ledger.on_charge = self.metrics.charged
+            self.ledger.prices, self.ledger.ask_usage = config.prices, config.ask_usage
         self.draining = False
         self.stop = asyncio.Event()  # when set, running responses are broken off
         self.active = 0  # forwarded requests, from their first body byte on
@@ -85,6 +94,8 @@ class Proxy:
         self.checks: asyncio.Task[None] | None = None  # ends only by an error, or with the block
 
     async def __aenter__(self) -> Self:
+        if self.ledger is not None:
+            await self.ledger.__aenter__()
         self.checks = asyncio.create_task(self._check_forever())
         return self
 
@@ -97,6 +108,8 @@ class Proxy:
             await self.checks
         await self._dispatcher.close()
         await self._upstream.close()
+        if self.ledger is not None:
+            await self.ledger.__aexit__()
 
     async def _check_forever(self) -> None:
         while True:
@@ -112,9 +125,11 @@ class Proxy:
             await asyncio.sleep(self.config.health_interval)
 
     def configure(self, config: ProxyConfig) -> None:
-        """Take the nodes, rules, aliases and the policy of a new configuration."""
+        """Take the nodes, rules, aliases, prices and the policy of a new configuration."""
         self._router.configure(config)
         self.fleet.configure(config.nodes)
+        if self.ledger is not None:
+            self.ledger.prices = config.prices
 
     def reload(self) -> None:
         """Read the configuration again, now."""
@@ -126,11 +141,12 @@ class Proxy:
             await send({"type": "websocket.close", "code": 1008})
         if scope["type"] != "http":
             return
-        response = DownstreamResponse(send, self.config.health_interval, scope["path"])
+        tap = Tap(send)
+        response = DownstreamResponse(tap, self.config.health_interval, scope["path"])
         try:
             route = resolve(scope["method"], scope["path"], self.config.forwarded_routes)
             key = authorize(self.keys, route.access, scope["headers"])
-            await route.handler(self, Exchange(scope, receive, response, key))
+            await route.handler(self, Exchange(scope, receive, response, key, tap))
         except Exception as error:  # noqa: BLE001 - the HTTP edge: public_error logs it
             shown = public_error(error)
             note_error(scope, shown)
@@ -145,7 +161,7 @@ class Proxy:
             await response.fail(error)
 
     async def forward(self, exchange: Exchange) -> None:
-        scope, receive, response, key = exchange
+        scope, receive, response, key, tap = exchange
         if self.draining:
             raise RequestError("shutting_down", "the proxy is shutting down")
         if self.active >= self.config.max_in_flight:
@@ -160,13 +176,17 @@ class Proxy:
                 body = await read_body(scope, receive, self.config.max_body_bytes, self.config.body_timeout, share)
                 asked, name = read_asked(body), key.key if key else ""
                 routing = self._router.routing(asked, scope["headers"], f"{name}\0{client}")
-                call = Call(path, scope["query_string"], scope["headers"], body, asked.model, routing, name, client)
-                await self._dispatcher.run(call, routing, response, receive, self.stop)
+                async with charged(self.ledger, key, tap, response, path, body) as sent:
+                    call = Call(path, scope["query_string"], scope["headers"], sent, asked.model, routing, name, client)
+                    await self._dispatcher.run(call, routing, response, receive, self.stop)
         finally:
             self.active -= 1
 
     async def list_models(self, exchange: Exchange) -> None:
-        await _json(exchange, {"object": "list", "data": self.registry.models(self._router.aliases())})
+        listed, ledger = self.registry.models(self._router.aliases()), self.ledger
+        if ledger and (key := ledger.key(exchange.key)):
+            listed = [entry for entry in listed if ledger.allows(key, entry["id"])]
+        await _json(exchange, {"object": "list", "data": listed})
 
     async def show_model(self, exchange: Exchange) -> None:
         name = exchange.scope["path"].removeprefix(_MODEL_PREFIX)
@@ -231,6 +251,29 @@ ROUTES: dict[str, dict[str, Route]] = {
         "POST": Route(Access.ADMIN, Proxy.add_node),
         "DELETE": Route(Access.ADMIN, Proxy.remove_node),
     },
+}
+
+
+def _of_accounts(access: Access, handler: accounts.Handler) -> Route:
+    async def answer(proxy: Proxy, exchange: Exchange) -> None:
+        if proxy.ledger is None:
+            raise RequestError("not_found", "the proxy has no key_store, so it manages no keys")
+        scope, fields = exchange.scope, {}
+        if scope["method"] in ("POST", "PATCH"):
+            with proxy._bodies.share() as share:
+                body = await read_body(scope, exchange.receive, MAX_ADMIN_BODY, proxy.config.body_timeout, share)
+            fields = decode_json(body, dict[str, Any], mismatch="expected an object")
+        query = parse_qs(scope["query_string"].decode("latin-1"), keep_blank_values=True)
+        call = accounts.Call(proxy.ledger, proxy.ledger.key(exchange.key), query, fields)
+        found = await handler(call)
+        await (exchange.response.whole(found) if isinstance(found, Response) else _json(exchange, found))
+
+    return Route(access, answer)
+
+
+ROUTES |= {
+    path: {method: _of_accounts(*route) for method, route in methods.items()}
+    for path, methods in accounts.ROUTES.items()
 }
 _SHOW_MODEL = {"GET": Route(Access.USER, Proxy.show_model)}
 _FORWARD = {"POST": Route(Access.USER, Proxy.forward)}

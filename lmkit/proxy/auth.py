@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from lmkit.errors import RequestError
+from lmkit.proxy.accounts.ledger import Ledger
 from lmkit.web.auth import ApiKey, Headers, Keyring, invalid_api_key, parse_key
 
 
@@ -24,13 +25,19 @@ class Keys:
     keyring: Keyring[ApiKey]
     for_clients: bool
     for_admin: bool
+    managed: Ledger | None = None  # keys of the key_store
 
     @classmethod
-    def of(cls, lines: Collection[str], admin: Collection[str]) -> Keys:
+    def of(cls, lines: Collection[str], admin: Collection[str], managed: Ledger | None = None) -> Keys:
         """`lines`: `KEY [name=value ...]`; `admin`: keys with the role admin. Raises ValueError."""
         keys = [*map(parse_key, lines), *(ApiKey(key=key, role="admin") for key in admin)]
         roles = {key.role for key in keys}
-        return cls(Keyring((key.key, key) for key in keys), bool(roles - {"admin"}), "admin" in roles)
+        for_clients = bool(roles - {"admin"}) or managed is not None
+        return cls(Keyring((key.key, key) for key in keys), for_clients, "admin" in roles, managed)
+
+    def find(self, headers: Headers) -> ApiKey | None:
+        """The request's key. Raises RequestError for one that has expired."""
+        return self.keyring.find(headers) or (self.managed.find(headers) if self.managed else None)
 
 
 def authorize(keys: Keys, access: Access, headers: Headers) -> ApiKey | None:
@@ -43,7 +50,7 @@ def authorize(keys: Keys, access: Access, headers: Headers) -> ApiKey | None:
         return None
     if access is Access.ADMIN and not keys.for_admin:
         raise RequestError("permission_denied", "node management is off: the proxy has no admin_keys")
-    held = keys.keyring.find(headers)
+    held = keys.find(headers)
     if held is None:
         raise invalid_api_key()
     if access is Access.ADMIN and held.role != "admin":

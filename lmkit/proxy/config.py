@@ -15,6 +15,7 @@ from lmkit import yaml_file
 from lmkit.config import BODY_MEMORY, LogLevel, PolicyName, PositiveInt, StrictStruct, TenantsBy, wrong_origin
 from lmkit.errors import ConfigError
 from lmkit.other_names import hint
+from lmkit.proxy.accounts.account import Price
 from lmkit.proxy.addresses import refusal
 from lmkit.proxy.rules import ModelName, Rule, Shadow, Tag, Target, When, mistake
 from lmkit.web.auth import parse_key
@@ -74,6 +75,9 @@ class ProxyConfig(StrictStruct, frozen=True):
     cors_origins: tuple[str, ...] = ()  # web pages that may read answers
     chat_page: bool = True  # a page for people at /
     state_file: str | None = None  # remembers nodes added and removed at run time
+    key_store: str | None = None  # a file of keys with limits, teams and what they used; clients then need a key
+    prices: dict[str, Price] = {}  # by model, of a million tokens; "*" = of all others
+    ask_usage: bool = True  # nodes are asked for the usage with each chunk of a stream; off: with the last one only
     forwarded_routes: tuple[RoutePath, ...] = ROUTES  # other POST requests get 404
     max_body_bytes: PositiveInt = 16 << 20
     body_memory: PositiveInt = BODY_MEMORY
@@ -155,7 +159,7 @@ def _read(path: Path) -> ProxyConfig:
         config = msgspec.convert(data, ProxyConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{path}:{_line(tree, str(error))}: {error}{_near(str(error))}") from None
-    named = {name: getattr(config, name) for name in ("state_file", "tls_cert", "tls_key")}
+    named = {name: getattr(config, name) for name in ("state_file", "key_store", "tls_cert", "tls_key")}
     beside = {name: str(path.parent / value) for name, value in named.items() if value is not None}
     return msgspec.structs.replace(config, **beside)
 

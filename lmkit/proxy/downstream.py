@@ -53,10 +53,10 @@ class DownstreamResponse:
     A response that has started ends with `end`, or with `fail` so that the client notices.
     """
 
-    def __init__(self, send: Send, retry_after: float = 1.0, path: str = "") -> None:
+    def __init__(self, send: Send, retry_after: float | None = 1.0, path: str = "") -> None:
         """Errors have the form of the route `path`."""
         self._send, self._path = send, path
-        self._retry_after = retry_after
+        self.retry_after = retry_after  # of a refusal, in seconds; None: never
         self._events: WholeEvents | None = None
         self._added: tuple[tuple[bytes, bytes], ...] = ()
         self.started = False
@@ -102,7 +102,7 @@ class DownstreamResponse:
         if self.finished:
             return
         if not self.started:
-            await self.whole(error_response(error, retry_after=self._retry_after, path=self._path))
+            await self.whole(error_response(error, retry_after=self.retry_after, path=self._path))
         elif self._events is not None:
             separator = b"\n\n" if self._events.inside else b""
             await self.send({"type": "http.response.body", "body": separator + error_event(error, self._path)})

@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from lmkit.proxy.accounts.store import Charge
 from lmkit.proxy.breaker import State
 from lmkit.proxy.registry import Registry
 
@@ -36,7 +37,17 @@ class Metrics:
             buckets=_SECONDS,
             registry=self._own,
         )
+        self.tokens = Counter(
+            "lmkit_proxy_tokens",
+            "Tokens of keys of the key_store, by model and kind; cached is a part of input",
+            ["model", "kind"],
+            registry=self._own,
+        )
         self._own.register(_Nodes(registry))
+
+    def charged(self, charge: Charge) -> None:
+        for kind, count in charge.usage._asdict().items():
+            self.tokens.labels(charge.model, kind).inc(count)
 
     def render(self) -> bytes:
         return generate_latest(self._own)

@@ -9,11 +9,11 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lmkit.errors import RequestError
-from lmkit.serve.rates import Meter, measure
 from lmkit.web.access_log import note_error
 from lmkit.web.auth import ApiKey, Keyring, invalid_api_key, named_client, tenant_of
 from lmkit.web.errors import error_response
 from lmkit.web.key_file import KeyFile, parse_keys
+from lmkit.web.rates import Meter, measure
 
 OPEN_PATHS = frozenset({"/health"})  # for load balancers; /metrics shows traffic, so it needs a key
 METRICS_PATH = "/metrics"

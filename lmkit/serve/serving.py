@@ -19,7 +19,6 @@ from lmkit.serve.collect import Backlog
 from lmkit.serve.hooks.hooks import Hooks
 from lmkit.serve.metrics import Metrics
 from lmkit.serve.protocol import CompletionTokensDetails, PromptTokensDetails, Usage
-from lmkit.serve.rates import spend
 from lmkit.serve.sessions import Sessions
 from lmkit.serve.style import Style
 from lmkit.serve.text_pool import TextPool
@@ -28,6 +27,7 @@ from lmkit.turbo.request import EngineInfo, Request, Siblings
 from lmkit.turbo.transport.async_engine import AsyncEngine
 from lmkit.turbo.transport.output import OutputProcessor, RequestOutput
 from lmkit.web.budget import Budget, Share
+from lmkit.web.rates import spend
 
 MIN_LOGPROB = -9999.0  # JSON has no -Infinity; OpenAI writes this
 

@@ -72,7 +72,7 @@ class Keyring(Generic[T]):
 
         The time does not depend on the key: its digest is compared with those of all keys.
         """
-        presented = _presented(headers)
+        presented = presented_key(headers)
         if presented is None:
             return None
         digest = _digest(presented)
@@ -115,11 +115,12 @@ def invalid_api_key() -> RequestError:
 
 def key_id(headers: Headers) -> str:
     """A short name of the key that a request presents, for the log; "" without one. It does not tell the key."""
-    presented = _presented(headers)
+    presented = presented_key(headers)
     return hashlib.sha256(b"lmkit key " + presented).hexdigest()[:8] if presented else ""
 
 
-def _presented(headers: Headers) -> bytes | None:
+def presented_key(headers: Headers) -> bytes | None:
+    """The key that a request sends. None without one, and with several different ones."""
     found = set()
     for name, value in headers:
         if name == b"x-api-key":

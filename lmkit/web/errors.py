@@ -36,7 +36,9 @@ def error_body(error: RequestError, path: str = "") -> bytes:
         return msgspec.json.encode(
             {"type": "error", "error": {"type": kind, "message": start + error.message[:MAX_MESSAGE_CHARS]}}
         )
-    if error.status in (403, 429):
+    if error.code == "insufficient_quota":
+        kind = error.code
+    elif error.status in (403, 429):
         kind = "permission_error" if error.status == 403 else "rate_limit_error"
     else:
         kind = "invalid_request_error" if error.status < 500 else "server_error"
@@ -59,18 +61,21 @@ ERROR_HEADER = "X-LMKit-Error"  # of a 429 or 503: its code, which a proxy can r
 
 
 def error_response(
-    error: RequestError, *, retry_after: float = 1.0, headers: Mapping[str, str] = _NOTHING, path: str = ""
+    error: RequestError, *, retry_after: float | None = 1.0, headers: Mapping[str, str] = _NOTHING, path: str = ""
 ) -> Response:
     """The complete response for `error` on the route `path`.
 
-    A 429 or 503 carries `retry_after` in seconds, rounded, and at least 1.
+    A 429 or 503 carries `retry_after` in seconds, rounded, and at least 1. None: never.
     """
     added = {}
     if error.status == 401:
         added["WWW-Authenticate"] = "Bearer"
     if error.status in (429, 503):
-        added["Retry-After"] = str(max(1, round(retry_after)))
         added[ERROR_HEADER] = error.code
+        if retry_after is not None:
+            added["Retry-After"] = str(max(1, round(retry_after)))
+    if error.code == "insufficient_quota":
+        added["X-Should-Retry"] = "false"  # OpenAI's clients obey
     if error.status in (408, 413) or error.code == "overloaded":  # the rest of the body is not read
         added["Connection"] = "close"
     return Response(error_body(error, path), error.status, {**headers, **added}, media_type="application/json")

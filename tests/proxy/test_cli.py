@@ -221,3 +221,46 @@ async def test_mistakes_are_one_line_and_exit_code_2(tmp_path: Path) -> None:
     code, _, err = await lmkit_proxy("status", "--proxy", f"http://127.0.0.1:{port}")
     assert (code, err.count("\n")) == (2, 1)
     assert "no proxy answers" in err
+
+
+async def test_keys_teams_and_usage_by_commands(tmp_path: Path) -> None:
+    store = str(tmp_path / "keys.db")
+    async with nodes(FakeNode("a")) as (a,), running("--node", a.url, "--key-store", store) as (_, url):
+
+        async def run(*arguments: str) -> str:
+            status, out, error = await lmkit_proxy(*arguments, "--proxy", url)
+            assert status == 0, error
+            return out
+
+        await run("teams", "set", "shop", "--limit", "money/month=2.5", "--model", "m*")
+        secret = (await run("keys", "create", "till", "--team", "shop", "--limit", "tokens/day=99000")).strip()
+        made = json.loads(await run("keys", "create", "b", "--expires", "30d", "--json"))
+        assert secret.startswith("lmk-")
+        shown = await run("keys", "list")
+        assert "till" in shown
+        assert "tokens/day=99000" in shown
+        assert secret not in shown
+        changed = await run("keys", "update", made["id"], "--name", "c", "--expires", "never", "--team", "shop")
+        assert changed == f"changed {made['id']} (c)\n"
+        await run("keys", "revoke", made["id"])
+        listed = json.loads(await run("keys", "list", "--json"))["data"]
+        assert [(key["name"], key["team"], key["revoked"]) for key in listed] == [
+            ("till", "shop", False), ("c", "shop", True),
+        ]  # fmt: skip
+        async with httpx.AsyncClient(base_url=url, trust_env=False, verify=False) as http:
+            body, headers = {"model": "m"}, {"authorization": f"Bearer {secret}"}
+            assert (await http.post("/v1/chat/completions", json=body, headers=headers)).status_code == 403
+            await run("teams", "set", "shop", "--limit", "money/month=")  # the model has no price
+            assert (await http.post("/v1/chat/completions", json=body, headers=headers)).status_code == 200
+        (row,) = json.loads(await run("usage", "--by", "team,model", "--format", "json"))["data"]
+        assert (row["team"], row["model"], row["requests"]) == ("shop", "m", 1)
+        assert (await run("usage", "--by", "team", "--format", "csv")).splitlines()[1].startswith("shop,1,")
+        assert "till" in await run("usage")
+        assert json.loads(await run("teams", "list", "--json"))["data"][0]["limits"] == {}
+        for wrong in (
+            ("keys", "create", "a", "--limit", "tokens/day"), ("keys", "create", "a", "--expires", "soon"),
+            ("keys", "create", "a", "--limit", "tokens/hour=1"), ("teams", "remove", "shop"),
+            ("keys", "revoke", "none"),
+        ):  # fmt: skip
+            status, out, error = await lmkit_proxy(*wrong, "--proxy", url)
+            assert (status, out, error.count("\n")) == (2, "", 1), wrong

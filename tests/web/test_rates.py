@@ -13,9 +13,9 @@ from lmkit.config import ServerConfig
 from lmkit.errors import ConfigError, RequestError
 from lmkit.proxy.config import ProxyConfig
 from lmkit.serve.auth import ApiKeys
-from lmkit.serve.rates import Bucket, Meter
 from lmkit.web.auth import parse_key
 from lmkit.web.key_file import KeyFile, parse_keys
+from lmkit.web.rates import Bucket, Meter
 from tests.serve.in_process import CHAT, CHAT_PATH, TEXT, TEXT_PATH, App, ScriptedEngine
 
 

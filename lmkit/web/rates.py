@@ -46,16 +46,21 @@ class Bucket:
 class Meter:
     """The buckets of one key."""
 
-    def __init__(self, key: ApiKey, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, key: ApiKey, clock: Callable[[], float] = time.monotonic, whose: str = "this key") -> None:
+        self._whose = whose
         limits = {"requests": key.requests_per_minute, "tokens": key.tokens_per_minute}
         self._buckets = {what: Bucket(limit, clock) for what, limit in limits.items() if limit is not None}
 
-    def request(self) -> None:
-        """Count a request. Raises RequestError if a bucket is empty."""
+    def check(self) -> None:
+        """Raise RequestError if a bucket is empty."""
         for what, bucket in self._buckets.items():
             if bucket.level < 1:
-                message = f"this key may have {bucket.limit} {what} a minute; try again in {self.wait():.0f} s"
+                message = f"{self._whose} may have {bucket.limit} {what} a minute; try again in {self.wait():.0f} s"
                 raise RequestError("rate_limit_exceeded", message)
+
+    def request(self) -> None:
+        """Count a request. Raises RequestError if a bucket is empty."""
+        self.check()
         self._take("requests", 1)
 
     def tokens(self, number: int) -> None:

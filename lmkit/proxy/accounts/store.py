@@ -1,0 +1,146 @@
+"""The SQLite file of keys, teams and usage.
+
+A commit is in the file's write-ahead log before it counts, so it survives the death of the process. The log reaches the
+disk once a second, so a power failure may lose the last second.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Iterable, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from lmkit.errors import ConfigError
+from lmkit.proxy.accounts.account import Amount, Key, Team, Usage
+
+VERSION = 1
+_SCHEMA = """
+CREATE TABLE keys (id TEXT PRIMARY KEY, digest TEXT NOT NULL UNIQUE, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE teams (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE usage (
+    day TEXT NOT NULL, key TEXT NOT NULL, team TEXT NOT NULL, model TEXT NOT NULL, requests INTEGER NOT NULL,
+    input INTEGER NOT NULL, cached INTEGER NOT NULL, output INTEGER NOT NULL, money INTEGER NOT NULL,
+    PRIMARY KEY (day, key, team, model)) WITHOUT ROWID;
+"""
+_COUNTS = ("requests", "input", "cached", "output", "money")
+_ADD = (
+    "INSERT INTO usage VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET "
+    + ", ".join(f"{name} = {name} + excluded.{name}" for name in _COUNTS)
+)  # fmt: skip
+GROUPS = ("day", "key", "team", "model")
+
+
+class Charge(NamedTuple):
+    """What one request has used."""
+
+    day: date
+    key: str  # its id
+    team: str  # "" = none
+    model: str
+    usage: Usage
+    money: int
+
+    @property
+    def amount(self) -> Amount:
+        return Amount(1, self.usage.tokens, self.money)
+
+
+class Store:
+    """One file, which one proxy uses at a time. Its methods block; a single thread calls them after `load`."""
+
+    def __init__(self, path: Path) -> None:
+        """Open or make the file. Raises ConfigError."""
+        self.path = path
+        self._dirty = False
+        try:
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+            self._db = sqlite3.connect(path, timeout=0.2, isolation_level=None, check_same_thread=False)
+            self._db.execute("PRAGMA locking_mode = EXCLUSIVE")
+            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute("PRAGMA synchronous = NORMAL")
+            self._db.execute("PRAGMA wal_autocheckpoint = 0")  # `sync` does it
+            self._db.execute("BEGIN EXCLUSIVE")
+            (version,) = self._db.execute("PRAGMA user_version").fetchone()
+            if version == 0:
+                for statement in _SCHEMA.split(";"):
+                    self._db.execute(statement)
+                self._db.execute(f"PRAGMA user_version = {VERSION}")
+            self._db.execute("COMMIT")
+        except OSError as error:
+            raise ConfigError(f"key_store {path}: {error.strerror}") from None
+        except sqlite3.Error as error:
+            reason = "another proxy uses it" if "locked" in str(error) else str(error)
+            raise ConfigError(f"key_store {path}: {reason}") from None
+        if version not in (0, VERSION):
+            raise ConfigError(f"key_store {path}: made by another version of lmkit ({version}, not {VERSION})")
+
+    def load(self) -> tuple[dict[str, Key], dict[str, Team]]:
+        """(keys by digest, teams by name). Raises ConfigError for a row that cannot be read."""
+        try:
+            keys = {
+                digest: msgspec.json.decode(value, type=Key)
+                for digest, value in self._db.execute("SELECT digest, value FROM keys")
+            }
+            teams = [msgspec.json.decode(value, type=Team) for (value,) in self._db.execute("SELECT value FROM teams")]
+        except (msgspec.MsgspecError, sqlite3.Error) as error:
+            raise ConfigError(f"key_store {self.path}: {error}") from None
+        return keys, {team.name: team for team in teams}
+
+    def used(self, by: str, since: date) -> dict[str, Amount]:
+        """What each key or team has used since a day. `by` is `key` or `team`."""
+        assert by in GROUPS
+        rows = self._db.execute(
+            f"SELECT {by}, SUM(requests), SUM(input + output), SUM(money) FROM usage WHERE day >= ? GROUP BY {by}",
+            (since.isoformat(),),
+        )
+        return {name: Amount(*counts) for name, *counts in rows}
+
+    def report(self, by: Sequence[str], since: str, until: str) -> list[dict[str, Any]]:
+        """Sums of usage by some of GROUPS, for days from `since` to `until`, both included."""
+        assert by
+        assert set(by) <= set(GROUPS)
+        names = ", ".join(by)
+        sums = ", ".join(f"SUM({name})" for name in _COUNTS)
+        rows = self._db.execute(
+            f"SELECT {names}, {sums} FROM usage WHERE day BETWEEN ? AND ? GROUP BY {names} ORDER BY {names}",
+            (since, until),
+        )
+        return [dict(zip((*by, *_COUNTS), row, strict=True)) for row in rows]
+
+    def add(self, charges: Iterable[Charge]) -> None:
+        """Add charges, all or none."""
+        rows = [(c.day.isoformat(), c.key, c.team, c.model, 1, *c.usage, c.money) for c in charges]
+        with self._db:  # a statement of its own each, so begin one transaction
+            self._db.execute("BEGIN")
+            self._db.executemany(_ADD, rows)
+        self._dirty = True
+
+    def put_key(self, digest: str, key: Key) -> None:
+        self._put("INSERT OR REPLACE INTO keys VALUES (?, ?, ?)", (key.id, digest, msgspec.json.encode(key).decode()))
+
+    def put_team(self, team: Team) -> None:
+        self._put("INSERT OR REPLACE INTO teams VALUES (?, ?)", (team.name, msgspec.json.encode(team).decode()))
+
+    def drop_team(self, name: str) -> None:
+        self._put("DELETE FROM teams WHERE name = ?", (name,))
+
+    def _put(self, statement: str, values: tuple[str, ...]) -> None:
+        self._db.execute(statement, values)
+        self.sync()
+
+    def sync(self) -> None:
+        """Bring all commits to the disk."""
+        self._db.execute("PRAGMA wal_checkpoint(PASSIVE)")
+        self._dirty = False
+
+    def sync_if_needed(self) -> None:
+        if self._dirty:
+            self.sync()
+
+    def close(self) -> None:
+        self._db.close()

@@ -1,0 +1,122 @@
+"""Stands between an answer and its client: counts what it uses, and charges that before the client has the end."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+from starlette.types import Message, Send
+
+from lmkit.errors import RequestError
+from lmkit.proxy.accounts.ledger import Ledger, Refusal, Reservation
+from lmkit.proxy.accounts.usage import Extent, Reader
+from lmkit.proxy.downstream import DownstreamResponse
+from lmkit.web.auth import ApiKey
+from lmkit.web.receive import decode_json
+
+_LIMIT_HEADERS = (b"x-ratelimit-", b"anthropic-ratelimit-")
+
+
+class Tap:
+    """An ASGI `send`. Without a reservation it only passes on."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._reservation: Reservation | None = None
+        self._reader: Reader | None = None
+        self._events = self._good = False
+
+    def begin(self, reservation: Reservation, reader: Reader) -> None:
+        self._reservation, self._reader = reservation, reader
+
+    async def __call__(self, message: Message) -> None:
+        if self._reservation is None or self._reader is None:
+            await self._send(message)
+            return
+        if message["type"] == "http.response.start":
+            message = self._start(message)
+        elif self._good:
+            piece = message.get("body", b"")
+            if self._events:
+                message = {**message, "body": self._reader.events(piece)}
+            else:
+                self._reader.whole(piece)
+            if self._reader.done or not message.get("more_body", False):
+                await self.end()
+            elif not message["body"]:
+                return
+        await self._send(message)
+
+    def _start(self, message: Message) -> Message:
+        assert self._reservation is not None
+        self._good = 200 <= message["status"] <= 299
+        headers = [(name, value) for name, value in message["headers"] if not name.startswith(_LIMIT_HEADERS)]
+        fields = dict(headers)
+        self._events = fields.get(b"content-type", b"").partition(b";")[0].strip().lower() == b"text/event-stream"
+        if self._reader is not None:
+            self._reader.length = int(fields.get(b"content-length", b"-1"))
+        return {**message, "headers": [*headers, *self._reservation.headers()]}
+
+    async def end(self, *, left: bool = False) -> None:
+        """Settle the reservation, once. A request that no node has answered costs nothing, unless its client left."""
+        reservation, self._reservation = self._reservation, None
+        if reservation is None or self._reader is None:
+            return
+        if self._good or left:
+            await reservation.settle(self._reader.total())
+        else:
+            reservation.release()
+
+
+@asynccontextmanager
+async def charged(
+    ledger: Ledger | None,
+    held: ApiKey | None,
+    tap: Tap,
+    response: DownstreamResponse,
+    path: str,
+    body: bytes,
+) -> AsyncGenerator[bytes]:
+    """Reserve what a request may use, and charge what it has used at the end of the block.
+
+    Yields the body that a node gets. Raises RequestError for a request that its key may not send now.
+    """
+    key = ledger.key(held) if ledger else None
+    if ledger is None or key is None:
+        yield body
+        return
+    asked: Extent = decode_json(body, Extent)
+    price = ledger.price(asked.model)
+    reader = Reader(asked, path, len(body), continuous=ledger.ask_usage)
+    added = reader.asking() | _priority(asked.priority, key.min_priority)
+    try:
+        reservation = ledger.reserve(key, asked.model, asked.most(len(body), price), price)
+    except Refusal as refusal:
+        response.retry_after = refusal.after
+        raise refusal.error from None
+    tap.begin(reservation, reader)
+    left = False
+    try:
+        yield _with(body, added) if added else body
+    except RequestError as error:
+        left = error.code == "client_disconnected"
+        raise
+    finally:
+        await tap.end(left=left)
+
+
+def _priority(asked: Any, soonest: int) -> dict[str, int]:
+    """The priority to set in a body that has none. Raises RequestError for one that the key may not have."""
+    if asked is None:
+        return {"priority": soonest} if soonest > 0 else {}
+    if type(asked) is int and asked < soonest:
+        message = f"priority={asked}: this API key may ask for {soonest} and more (lower is sooner)"
+        raise RequestError("permission_denied", message, "priority")
+    return {}
+
+
+def _with(body: bytes, added: dict[str, Any]) -> bytes:
+    """The body with other values of some fields. The rest keeps its bytes."""
+    return msgspec.json.encode(msgspec.json.decode(body, type=dict[str, msgspec.Raw]) | added)
