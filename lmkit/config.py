@@ -213,11 +213,20 @@ class ServerConfig(StrictStruct, frozen=True):
     max_file_bytes: PositiveInt = 100 << 20  # of one file that a client uploads
     file_space: PositiveInt = 4 << 30  # bytes on disk of the files of all clients
     hooks: tuple[str, ...] = ()  # each module:object or the name of an entry point, see serve.hooks
+    proxies: tuple[str, ...] = ()  # addresses of `lmkit proxy` with which it registers
+    node_key: str | None = None  # sent to them: one of their keys with role=node
+    node_url: str | None = None  # at which they reach it; None = at the address it calls them from
+    node_tags: tuple[str, ...] = ()  # its class, for their rules
     log_level: LogLevel = "INFO"
 
     def __post_init__(self) -> None:
         if reason := wrong_origin(self.cors_origins):
             raise ConfigError(reason)
+        for proxy in self.proxies:
+            if not re.fullmatch(r"https?://[^/\s]+(/\S*)?", proxy):
+                raise ConfigError(f"--proxy {proxy!r}: write the proxy's address, for example http://10.0.0.5:8080")
+        if not self.proxies and (self.node_key or self.node_url or self.node_tags):
+            raise ConfigError("--node-key, --node-url and --node-tag are for a proxy: name it with --proxy")
 
 
 # Variables that every command reads. `lmkit serve` and `lmkit proxy` read one for each of their options as well.

@@ -73,7 +73,7 @@ SERVE: Mapping[str, str] = {
     "model_path": "name the checkpoint without an option: lmkit serve MODEL",
     "no_enable_prefix_caching": "use --no-prefix-cache",
     **each("use max_batch_size; sequences share one cache", "np parallel"),
-    "proxy_url": "start `lmkit proxy` and add this server with `lmkit proxy add URL`",
+    "proxy_url": "use --proxy with the address of an `lmkit proxy`",
     "root_path": "a reverse proxy can add a path (docs/deploy.md)",
     "scheduling_policy": "requests have a priority field of their own",
     "seed": "requests have a seed field of their own",

@@ -18,33 +18,15 @@ AdminKey = Annotated[
 ]
 
 
-def _made_here(proxy: str) -> str | None:
-    """The key that a proxy of this user and machine made for itself, if it listens at this address."""
-    import httpx
-
-    from lmkit.proxy.auth import is_loopback
-    from lmkit.web.running import running
-
-    try:
-        url = httpx.URL(proxy)
-    except httpx.InvalidURL:
-        return None
-    listening = {entry.url: entry.admin_key for entry in running() if entry.url is not None and entry.admin_key}
-    for known, key in listening.items():
-        here = is_loopback(url.host) or url.host == httpx.URL(known).host
-        if here and url.port == httpx.URL(known).port:
-            return key
-    return None
-
-
 def call(method: str, proxy: str, admin_key: str | None, path: str = "/admin/nodes", **arguments: Any) -> Any:
     """One admin request. Raises LMKitError if the proxy cannot be reached or refuses the request."""
     import httpx
 
     from lmkit.config import environment
+    from lmkit.web.running import admin_key_at
     from lmkit.web.tls import trusting
 
-    key = admin_key or _made_here(proxy) or environment().api_key
+    key = admin_key or admin_key_at(proxy) or environment().api_key
     headers = {"authorization": f"Bearer {key}"} if key else {}
     try:
         response = httpx.request(

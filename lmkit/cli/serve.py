@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -118,6 +119,16 @@ def serve(
         list[str] | None,
         _server("module:object that sees each request or answer, and may change or refuse it; repeatable."),
     ] = None,
+    proxy: Annotated[
+        list[str] | None, _server("Register with the lmkit proxy at this address; repeatable.", metavar="<url>")
+    ] = None,
+    node_key: Annotated[
+        str | None, _server("The proxy's key with role=node; default that of a proxy of yours here.", metavar="<key>")
+    ] = None,
+    node_url: Annotated[
+        str | None, _server("Where the proxy reaches this server; default where it is called from.", metavar="<url>")
+    ] = None,
+    node_tag: Annotated[list[str] | None, _server("Its class, for the proxy's rules; repeatable.")] = None,
     log_level: Annotated[LogLevel, _server("How much is logged.", case_sensitive=False)] = _SERVER.log_level,
     engine: Annotated[str | None, typer.Option(hidden=True, help="module:Class of another engine.")] = None,
 ) -> None:
@@ -129,6 +140,8 @@ def serve(
     if print_config:
         print(resolved(context))
         return
+    if proxy and (api_key or api_key_file):
+        api_key = [*(api_key or []), f"{secrets.token_urlsafe(32)} role=proxy"]  # with which the proxies call
     keys = parse_keys(api_key or []) + (read_keys(api_key_file) if api_key_file else [])
     if int(body_memory) < int(max_body):
         raise ConfigError("--body-memory must be at least --max-body, or no body of that size could ever be read")
@@ -163,6 +176,10 @@ def serve(
         file_space=int(file_space),
         chat_page=chat_page,
         hooks=tuple(hook or ()),
+        proxies=tuple(proxy or ()),
+        node_key=node_key,
+        node_url=node_url,
+        node_tags=tuple(node_tag or ()),
         log_level=log_level,
     )
     models = listed_models([model, *(more_models or [])], engine_config, server_config)

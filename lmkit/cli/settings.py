@@ -134,6 +134,8 @@ def resolved(ctx: typer.Context) -> str:
             continue
         if name == "api_key":
             text = f"# api_key: {len(value or ())}, not shown"
+        elif name == "node_key" and value:
+            text = "# node_key: not shown"
         elif value is None or (isinstance(value, list | tuple) and not value):
             text = f"# {name}:"
         else:

@@ -23,6 +23,7 @@ from lmkit.proxy import metrics
 from lmkit.proxy.accounts import routes as accounts
 from lmkit.proxy.accounts.ledger import Ledger
 from lmkit.proxy.accounts.tap import Tap, charged
+from lmkit.proxy.announce import Announcement, registration
 from lmkit.proxy.asked import read_asked
 from lmkit.proxy.auth import Access, Keys, authorize
 from lmkit.proxy.config import ROUTES as ROUTES_OF_NODES
@@ -37,7 +38,7 @@ from lmkit.proxy.reload import ConfigFile
 from lmkit.proxy.router import Router
 from lmkit.proxy.upstream import Upstream
 from lmkit.web.access_log import note_error
-from lmkit.web.auth import ApiKey, named_client
+from lmkit.web.auth import ApiKey, key_id, named_client
 from lmkit.web.budget import Budget
 from lmkit.web.errors import method_not_allowed, public_error
 from lmkit.web.receive import decode_json, read_body
@@ -214,8 +215,25 @@ class Proxy:
         with self._bodies.share() as share:
             body = await read_body(exchange.scope, exchange.receive, MAX_ADMIN_BODY, self.config.body_timeout, share)
         node = await self.fleet.add(decode_json(body, Registration, mismatch="not a node's registration"))
+        node.owner = ""  # from now on the administrator's
         await self.health.check(node)
         await _json(exchange, self._fleet_status(node.url))
+
+    async def register_node(self, exchange: Exchange) -> None:
+        """A node registers itself, or renews its lease."""
+        scope, key = exchange.scope, exchange.key
+        assert key is not None  # Access.NODE
+        with self._bodies.share() as share:
+            body = await read_body(scope, exchange.receive, MAX_ADMIN_BODY, self.config.body_timeout, share)
+        announced: Announcement = decode_json(body, Announcement, mismatch="not a node's announcement")
+        peer = (scope.get("client") or ("",))[0]
+        wanted = registration(announced, peer, self.config.node_hosts)
+        new = self.registry.get(wanted.url) is None
+        node = await self.fleet.announce(announced, wanted, key_id(scope["headers"]))
+        if new and node is not None:
+            log.info("node %s registers itself", node.url)
+            await self.health.check(node)
+        await _json(exchange, {"url": wanted.url, "healthy": bool(node and node.healthy)})
 
     async def drain_node(self, exchange: Exchange) -> None:
         """POST: no new requests for the node. DELETE: it gets some again."""
@@ -242,6 +260,7 @@ ROUTES: dict[str, dict[str, Route]] = {
     "/health": {"GET": Route(Access.OPEN, Proxy.show_health)},
     "/metrics": {"GET": Route(Access.USER, Proxy.show_metrics)},
     "/v1/models": {"GET": Route(Access.USER, Proxy.list_models)},
+    "/nodes": {"POST": Route(Access.NODE, Proxy.register_node)},
     "/admin/nodes/drain": {
         "POST": Route(Access.ADMIN, Proxy.drain_node),
         "DELETE": Route(Access.ADMIN, Proxy.drain_node),

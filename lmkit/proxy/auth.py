@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
@@ -15,6 +14,7 @@ from lmkit.web.auth import ApiKey, Headers, Keyring, invalid_api_key, parse_key
 class Access(Enum):
     OPEN = "open"  # anyone
     USER = "user"  # a key, if clients have any
+    NODE = "node"  # a key with the role node
     ADMIN = "admin"  # a key with the role admin
 
 
@@ -25,6 +25,7 @@ class Keys:
     keyring: Keyring[ApiKey]
     for_clients: bool
     for_admin: bool
+    for_nodes: bool
     managed: Ledger | None = None  # keys of the key_store
 
     @classmethod
@@ -32,8 +33,8 @@ class Keys:
         """`lines`: `KEY [name=value ...]`; `admin`: keys with the role admin. Raises ValueError."""
         keys = [*map(parse_key, lines), *(ApiKey(key=key, role="admin") for key in admin)]
         roles = {key.role for key in keys}
-        for_clients = bool(roles - {"admin"}) or managed is not None
-        return cls(Keyring((key.key, key) for key in keys), for_clients, "admin" in roles, managed)
+        for_clients = bool(roles - {"admin", "node"}) or managed is not None
+        return cls(Keyring((key.key, key) for key in keys), for_clients, "admin" in roles, "node" in roles, managed)
 
     def find(self, headers: Headers) -> ApiKey | None:
         """The request's key. Raises RequestError for one that has expired."""
@@ -50,18 +51,15 @@ def authorize(keys: Keys, access: Access, headers: Headers) -> ApiKey | None:
         return None
     if access is Access.ADMIN and not keys.for_admin:
         raise RequestError("permission_denied", "node management is off: the proxy has no admin_keys")
+    if access is Access.NODE and not (keys.for_nodes or keys.for_admin):
+        raise RequestError("permission_denied", "no node may register: the proxy has no key with role=node")
     held = keys.find(headers)
     if held is None:
         raise invalid_api_key()
+    if access is Access.NODE and held.role not in ("node", "admin"):
+        raise RequestError("permission_denied", "this needs a key with role=node")
+    if access is Access.USER and held.role == "node":
+        raise RequestError("permission_denied", "this key has the role node: it may only register nodes")
     if access is Access.ADMIN and held.role != "admin":
         raise RequestError("permission_denied", "this needs an admin key")
     return held
-
-
-def is_loopback(host: str) -> bool:
-    if host.lower() == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

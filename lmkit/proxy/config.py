@@ -32,6 +32,9 @@ ROUTES = (
 )  # fmt: skip
 
 
+MIN_NODE_KEY = 16  # characters
+
+
 class NodeConfig(StrictStruct, frozen=True):
     """One server that answers OpenAI routes below `url`. Raises ValueError for a URL that cannot be a node's."""
 
@@ -41,8 +44,11 @@ class NodeConfig(StrictStruct, frozen=True):
     weight: Annotated[float, msgspec.Meta(gt=0, le=1000)] = 1.0  # its share of the load
     tags: Annotated[tuple[Tag, ...], msgspec.Meta(max_length=32)] = ()  # its class, for rules
     tenants: TenantsBy = "header"  # how it learns of clients; cache_salt: a field of the body
+    role: str = "both"  # in a pair of servers that prefill and decode apart; nothing else can be a node
 
     def __post_init__(self) -> None:
+        if self.role != "both":
+            raise ValueError(f"role {self.role!r}: prefill and decode are not routed apart; a node does both")
         msgspec.structs.force_setattr(self, "url", node_url(self.url))
 
 
@@ -66,6 +72,9 @@ class ProxyConfig(StrictStruct, frozen=True):
     tls_key: str | None = None  # its key; None = in the same file
     nodes: tuple[NodeConfig, ...] = ()
     max_nodes: PositiveInt = 256
+    node_hosts: tuple[
+        str, ...
+    ] = ()  # networks and host names, besides its own address, that a node may name as its own
     policy: PolicyName = "least_in_flight"
     aliases: dict[ModelName, ModelName] = {}  # other names of models
     rules: tuple[Rule, ...] = ()  # the first that fits a request counts, see proxy.rules
@@ -112,6 +121,8 @@ class ProxyConfig(StrictStruct, frozen=True):
         for i, line in enumerate(self.api_keys, 1):
             try:
                 key = parse_key(line)
+                if key.role == "node" and len(key.key) < MIN_NODE_KEY:
+                    raise ValueError(f"a key with role=node has at least {MIN_NODE_KEY} characters")
                 if key.is_limited or key.role == "metrics":
                     raise ValueError("a proxy has no limits per minute and no role metrics; give them to a node's keys")
                 keys.add(key.key)

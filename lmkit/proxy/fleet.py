@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -13,6 +13,7 @@ import msgspec
 from lmkit.config import StrictStruct
 from lmkit.errors import ConfigError, RequestError
 from lmkit.log import get_logger
+from lmkit.proxy.announce import Announcement, heard, refusal
 from lmkit.proxy.config import NodeConfig, ProxyConfig, Registration
 from lmkit.proxy.registry import Node, Registry
 
@@ -20,7 +21,7 @@ log = get_logger(__name__)
 
 
 class FleetState(StrictStruct, frozen=True):
-    """Differences from the configuration: nodes added, configured nodes removed, and nodes drained."""
+    """Differences from the configuration: nodes added, nodes removed, and nodes drained."""
 
     version: Literal[1] = 1
     added: tuple[Registration, ...] = ()
@@ -130,15 +131,39 @@ class Fleet:
             await self._save(msgspec.structs.replace(self._state, added=(*added, registration), removed=removed))
             return self._registry.add(registration, "added")
 
+    async def announce(self, announced: Announcement, registration: Registration, owner: str) -> Node | None:
+        """Register a node, or renew its lease. None if it leaves. It is not saved: it comes again by itself.
+
+        Raises RequestError for a node that was removed, is one too many, or would take over a name.
+        """
+        async with self._lock:
+            url, known = registration.url, self._registry.get(registration.url)
+            if url in self._state.removed:
+                raise RequestError("permission_denied", f"{url} was removed; `lmkit proxy add {url}` admits it again")
+            if known is None or known.origin == "registered":  # of others only the load counts
+                if reason := refusal(announced, url, owner, self._registry.nodes()):
+                    raise RequestError("permission_denied", reason, "models")
+                if announced.state == "leaving":
+                    self._registry.remove(url)
+                    return None
+                if known is None and len(self._registry.nodes()) >= self._max_nodes:
+                    raise RequestError("invalid_request", f"there are {self._max_nodes} nodes already: see max_nodes")
+                known = self._registry.add(registration, "registered")
+                known.owner = owner
+            if heard(known, announced):
+                self._registry.prefixes.forget(known)
+            self._mark_drained()
+            return known
+
     async def remove(self, url: str) -> None:
         """Remove a node; its running requests continue.
 
         Raises RequestError if there is no such node, or if it cannot be saved.
         """
         async with self._lock:
-            if self._registry.get(url) is None:
+            if (node := self._registry.get(url)) is None:
                 raise RequestError("not_found", f"there is no node {url!r}", "url")
-            await self._drop([url])
+            await self._drop([url], refused={url} if node.origin == "registered" else set())
 
     async def expire(self) -> list[str]:
         """Remove the nodes whose lease has ended, and return their URLs."""
@@ -148,9 +173,10 @@ class Fleet:
                 await self._drop(urls)
             return urls
 
-    async def _drop(self, urls: list[str]) -> None:
+    async def _drop(self, urls: list[str], refused: Collection[str] = ()) -> None:
+        """`refused` may not register again."""
         added = tuple(r for r in self._state.added if r.url not in urls)
-        removed = {*self._state.removed, *self._configured.intersection(urls)}
+        removed = {*self._state.removed, *self._configured.intersection(urls), *refused}
         drained = tuple(url for url in self._state.drained if url not in urls)
         await self._save(FleetState(added=added, removed=tuple(sorted(removed)), drained=drained))
         for url in urls:

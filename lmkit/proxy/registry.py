@@ -26,7 +26,7 @@ class Node:
     """One node's state. It outlives its removal for as long as a request uses it."""
 
     config: NodeConfig
-    origin: str  # "config" or "added"
+    origin: str  # "config", "added" or "registered"
     breaker: Breaker
     lease_until: float | None = None
     models: ModelEntries | None = None  # None = not known yet
@@ -40,8 +40,14 @@ class Node:
     in_flight: int = 0
     last_pick: int = 0
     queued: int = 0  # tokens of prompts that have no first byte yet, and that are probably not cached
-    others: int = 0  # requests of other proxies and clients, as the node has told
-    kv_tokens: int | None = None  # the size of its KV cache, as the node has told
+    # What the node has told of itself:
+    owner: str = ""  # the id of the key with which it registered; "" for nodes of an administrator
+    instance: str = ""  # of its process
+    fingerprints: Mapping[str, str] = field(default_factory=dict)  # of its models' weights
+    leaving: bool = False  # it drains
+    others: int = 0  # requests of other proxies and clients
+    kv_tokens: int | None = None  # the size of its KV cache
+    kv_use: float | None = None  # 0 to 1
     latency: float | None = None  # seconds to the first byte, moving average
     latency_at: float = -math.inf  # by the registry's clock
     work: float = 0.0  # tokens that stood before first bytes, the newest counting most,
@@ -60,6 +66,11 @@ class Node:
     def id(self) -> str:
         """A short name that does not tell the address."""
         return hashlib.sha256(b"lmkit node " + self.url.encode()).hexdigest()[:8]
+
+    @property
+    def admits(self) -> bool:
+        """Whether it may get new requests."""
+        return not self.draining and not self.leaving
 
     @property
     def load(self) -> int:
@@ -157,14 +168,14 @@ class Registry:
         """
         able = [
             n for n in self._nodes.values()
-            if n.healthy and not n.draining and model in (n.models or ()) and n not in exclude
+            if n.healthy and n.admits and model in (n.models or ()) and n not in exclude
         ]  # fmt: skip
         return [n for n in able if n.breaker.admits] or able
 
     def may_return(self, model: str) -> bool:
         """Whether a node that serves `model` is healthy, or went down so lately that requests wait for it."""
         since = self.clock() - self._config.node_wait
-        serving = [n for n in self.nodes() if model in (n.models or ()) and not n.draining]
+        serving = [n for n in self.nodes() if model in (n.models or ()) and n.admits]
         return any(n.healthy or n.down_since > since for n in serving)
 
     def absence(self, model: str) -> RequestError:
@@ -227,12 +238,14 @@ class Registry:
                 "id": node.id,
                 "origin": node.origin,
                 "healthy": node.healthy,
-                "draining": node.draining,
+                "draining": not node.admits,
                 "tags": node.config.tags,
                 "reason": node.reason,
                 "models": sorted(node.models or ()),
                 "in_flight": node.in_flight,
                 "queued_tokens": node.queued,
+                "other_requests": node.others,
+                "kv_use": node.kv_use,
                 "requests": sum(node.answers.values()),
                 "failovers": node.failovers,
                 "breaks": node.breaks,

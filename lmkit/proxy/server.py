@@ -10,13 +10,12 @@ from collections.abc import Callable
 
 from lmkit.log import get_logger
 from lmkit.proxy.app import Proxy
-from lmkit.proxy.auth import is_loopback
 from lmkit.proxy.config import ProxyConfig
 from lmkit.proxy.reload import ConfigFile
 from lmkit.web.access_log import AccessLog
 from lmkit.web.chat_page import ChatPage
 from lmkit.web.cors import with_cors
-from lmkit.web.listen import bind, listen, on_signals, url
+from lmkit.web.listen import bind, is_loopback, listen, on_signals, url
 from lmkit.web.server import HttpServer
 from lmkit.web.tls import Certificate, certificate
 

@@ -83,6 +83,8 @@ class ApiKeys:
         key = self._keyring.find(scope["headers"])
         if key is None:
             raise invalid_api_key()
+        if key.role == "node":
+            raise RequestError("permission_denied", "this key has the role node: it registers nodes with a proxy")
         if key.role == "metrics" and scope["path"] != METRICS_PATH:
             raise RequestError("permission_denied", f"this key has the role metrics: it may only read {METRICS_PATH}")
         return key

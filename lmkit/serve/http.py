@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from fastapi import FastAPI
 
 from lmkit.config import ServerConfig
+from lmkit.serve.announce import announced
 from lmkit.serve.app import create_app
 from lmkit.serve.load_log import load_logged
 from lmkit.serve.pool import ModelPool
@@ -45,7 +46,7 @@ def http_server(
 async def _beside(
     app: FastAPI, models: ModelPool, config: ServerConfig, tls: Certificate | None
 ) -> AsyncGenerator[None]:
-    """What runs beside the HTTP server: batches, hooks, lines about the load, and gRPC."""
+    """What runs beside the HTTP server: batches, hooks, lines about the load, gRPC, and proxies."""
     app.state.batches.start()
     async with AsyncExitStack() as stack:
         stack.push_async_callback(models.models[0].serving.hooks.close)
@@ -55,4 +56,5 @@ async def _beside(
             from lmkit.serve.rpc.server import serving
 
             await stack.enter_async_context(serving(app, models, config, tls))
+        await stack.enter_async_context(announced(models, config))
         yield

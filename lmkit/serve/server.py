@@ -9,6 +9,8 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from lmkit import log
 from lmkit.config import ServerConfig, tokenize_serially
 from lmkit.serve.pool import ModelPool, load_tokenizer
@@ -67,6 +69,7 @@ async def _run(
     tending = asyncio.ensure_future(models.tend())
     try:
         listen(sock)  # only now: clients that come earlier are refused and do not wait
+        config = msgspec.structs.replace(config, port=sock.getsockname()[1])  # proxies are told the one that was free
         server = http_server(models, tokenizers, config, lambda: on_ready(url(sock, tls=bool(tls))), tls)
         serving = asyncio.ensure_future(server.serve(sockets=[sock]))
         await _first(serving, stop.wait(), models.until_dead())

@@ -31,8 +31,9 @@ class ApiKey(StrictStruct, frozen=True):
     """One key and its attributes."""
 
     key: Annotated[str, msgspec.Meta(max_length=512, pattern=r"^[\x21-\x7e]+$")]
-    # admin: manages a proxy's nodes; proxy: names its clients; metrics: may read /metrics and nothing else
-    role: Literal["user", "admin", "proxy", "metrics"] = "user"
+    # admin: manages a proxy's nodes; proxy: names its clients; metrics: may read /metrics and nothing else;
+    # node: may register nodes of a proxy and nothing else
+    role: Literal["user", "admin", "proxy", "metrics", "node"] = "user"
     weight: Annotated[float, msgspec.Meta(ge=0.01, le=100)] = 1.0  # of its share of a server beside other keys
     min_priority: Annotated[int, msgspec.Meta(ge=-1000, le=1000)] = 0  # the soonest that its requests may ask for
     requests_per_minute: PerMinute | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import itertools
 import re
 import signal
@@ -40,6 +41,15 @@ def listen(sock: socket.socket) -> None:
 
 def url(sock: socket.socket, *, tls: bool = False) -> str:
     return f"{'https' if tls else 'http'}://{_address(*sock.getsockname()[:2])}"
+
+
+def is_loopback(host: str) -> bool:
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def on_signals(first: Callable[[], None], again: Callable[[], None], reload: Callable[[], None] | None = None) -> None:

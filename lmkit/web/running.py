@@ -14,12 +14,14 @@ import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
 
 import msgspec
 
 from lmkit.config import environment
 from lmkit.errors import LMKitError
 from lmkit.log import get_logger
+from lmkit.web.listen import is_loopback
 
 Kind = Literal["serve", "proxy"]
 
@@ -105,6 +107,20 @@ def running() -> list[Entry]:
             with contextlib.suppress(OSError):
                 path.unlink()
     return sorted(found, key=lambda entry: entry.start)
+
+
+def admin_key_at(address: str) -> str | None:
+    """The admin key that a proxy of this user and machine made for itself, if it listens at this address."""
+    try:
+        named = urlsplit(address)
+        port, host = named.port, named.hostname or ""
+    except ValueError:
+        return None
+    for entry in running():
+        here = entry.url is not None and (is_loopback(host) or host == urlsplit(entry.url).hostname)
+        if here and entry.admin_key and entry.port == port:
+            return entry.admin_key
+    return None
 
 
 def stop(entries: list[Entry], ended: Callable[[Entry], None], *, extra_seconds: float = 30.0) -> None:

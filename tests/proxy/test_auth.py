@@ -9,8 +9,9 @@ import pytest
 
 from lmkit.errors import RequestError
 from lmkit.proxy.app import Proxy, resolve
-from lmkit.proxy.auth import Access, Keys, authorize, is_loopback
+from lmkit.proxy.auth import Access, Keys, authorize
 from lmkit.proxy.config import ProxyConfig
+from lmkit.web.listen import is_loopback
 from tests.proxy.fakes import FakeNode, nodes, proxy_for
 
 USER, ADMIN = "user-key", "admin-key"

@@ -1,0 +1,120 @@
+"""What a node says of itself when it registers, and whether the proxy believes it. Pure functions over plain values.
+
+A node may name only its own address, so that nobody can lead the proxy to another host. It may not serve a model under
+a name that another owner's nodes serve, nor other weights under the name of its own ones.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from typing import Annotated, Literal
+
+import httpx
+import msgspec
+
+from lmkit.config import StrictStruct
+from lmkit.errors import RequestError
+from lmkit.proxy.config import Key, Registration
+from lmkit.proxy.registry import Node
+from lmkit.proxy.rules import ModelName, Tag
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+
+
+class Load(StrictStruct, frozen=True):
+    running: Count = 0
+    waiting: Count = 0
+    kv_use: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0  # share of its KV cache
+    kv_tokens: Count = 0  # the size of its KV cache; 0 = not known
+
+
+class Announcement(StrictStruct, frozen=True):
+    """The body of POST /nodes. A node sends it again before its lease ends."""
+
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    models: Annotated[dict[ModelName, Annotated[str, msgspec.Meta(max_length=128)]], msgspec.Meta(min_length=1)]
+    instance: Annotated[str, msgspec.Meta(max_length=64)]  # another one for each start of the node: its cache is empty
+    scheme: Literal["http", "https"] = "http"
+    url: str | None = None  # None = the address that the announcement comes from
+    state: Literal["ready", "draining", "leaving"] = "ready"
+    lease_seconds: Annotated[float, msgspec.Meta(ge=1, le=3600)] = 15.0
+    api_key: Key | None = None
+    weight: Annotated[float, msgspec.Meta(gt=0, le=1000)] = 1.0
+    tags: Annotated[tuple[Tag, ...], msgspec.Meta(max_length=32)] = ()
+    role: str = "both"
+    load: Load = Load()
+
+
+def registration(announced: Announcement, peer: str, allowed: Sequence[str]) -> Registration:
+    """The node as the proxy keeps it. `peer` is the caller's address, `allowed` the other hosts that nodes may name.
+
+    Raises RequestError for a host that the caller may not name, and for a node that cannot be one.
+    """
+    host = f"[{peer}]" if ":" in peer else peer
+    try:
+        node = Registration(
+            url=announced.url or f"{announced.scheme}://{host}:{announced.port}",
+            models=tuple(announced.models),
+            api_key=announced.api_key,
+            weight=announced.weight,
+            tags=announced.tags,
+            role=announced.role,
+            lease_seconds=announced.lease_seconds,
+        )
+    except ValueError as error:
+        raise RequestError("invalid_request", str(error)) from None
+    named = httpx.URL(node.url).host
+    if not (_same(named, peer) or any(_covers(pattern, named) for pattern in allowed)):
+        raise RequestError(
+            "permission_denied", "a node may name its own address only; node_hosts of the proxy allows others", "url"
+        )
+    return node
+
+
+def refusal(announced: Announcement, url: str, owner: str, nodes: Iterable[Node]) -> str:
+    """Why a node of this owner may not serve these models here, or an empty text."""
+    for node in nodes:
+        if node.url == url:
+            if node.owner != owner:
+                return f"{url} is a node of another owner"
+            continue
+        for model in announced.models.keys() & (node.models or {}).keys():
+            if node.owner != owner:
+                return f"the model name {model!r} belongs to another owner's nodes"
+            if announced.models[model] != node.fingerprints.get(model, announced.models[model]):
+                return f"{model!r} is served here with other weights; give these another name, and rules or an alias"
+    return ""
+
+
+def heard(node: Node, announced: Announcement) -> bool:
+    """Take what a node says of its state. True if it has been started anew, so that its cache is empty."""
+    load = announced.load
+    node.others = max(0, load.running + load.waiting - node.in_flight)
+    node.kv_tokens, node.kv_use = load.kv_tokens or None, load.kv_use
+    node.fingerprints = announced.models
+    node.leaving = announced.state != "ready"
+    anew = node.instance not in ("", announced.instance)
+    node.instance = announced.instance
+    return anew
+
+
+def _same(host: str, peer: str) -> bool:
+    try:
+        return _address(host) == _address(peer)
+    except ValueError:
+        return False
+
+
+def _covers(pattern: str, host: str) -> bool:
+    """Whether a network (10.0.0.0/8) or a host name (*.nodes.example) of the configuration covers the host."""
+    try:
+        return _address(host) in ipaddress.ip_network(pattern)
+    except (ValueError, TypeError):
+        return "/" not in pattern and fnmatchcase(host.lower(), pattern.lower())
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    address = ipaddress.ip_address(host.strip("[]"))
+    return getattr(address, "ipv4_mapped", None) or address

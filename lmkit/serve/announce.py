@@ -1,0 +1,155 @@
+"""Registers this server with proxies under a lease, tells them its load, and leaves when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+import ssl
+import time
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, suppress
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lmkit.config import ServerConfig
+from lmkit.log import get_logger
+from lmkit.serve.pool import ModelPool
+from lmkit.web.key_file import parse_keys, read_keys
+from lmkit.web.running import admin_key_at
+from lmkit.web.tls import trusting
+
+if TYPE_CHECKING:
+    import httpx
+
+LEASE_SECONDS = 15.0
+RENEW_SECONDS = 3.0  # also the age of the load that a proxy knows
+LOOK_SECONDS = 0.2  # between looks whether the server drains
+TIMEOUT = 5.0
+SAMPLE_BYTES = 1 << 20
+_FILES = (".json", ".safetensors", ".gguf", ".jinja", ".model", ".txt")
+
+log = get_logger(__name__)
+
+
+@asynccontextmanager
+async def announced(models: ModelPool, config: ServerConfig) -> AsyncGenerator[None]:
+    """Keep the server registered with `config.proxies` while the block runs. `config.port` is the one it listens on."""
+    if not config.proxies:
+        yield
+        return
+    import httpx
+
+    tls: ssl.SSLContext = trusting(httpx.create_ssl_context(trust_env=False))
+    instance = secrets.token_hex(8)
+    names = {model.name: fingerprint(model.engine.model_path) for model in models.models}
+    async with httpx.AsyncClient(timeout=TIMEOUT, trust_env=False, verify=tls) as http:
+        told = [Told(http, proxy, models, config, names, instance) for proxy in config.proxies]
+        tasks = [asyncio.create_task(one.keep()) for one in told]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(TIMEOUT):
+                    await asyncio.gather(*(one.tell("leaving") for one in told))
+
+
+class Told:
+    """One proxy, and what it was told."""
+
+    def __init__(
+        self,
+        http: httpx.AsyncClient,
+        proxy: str,
+        models: ModelPool,
+        config: ServerConfig,
+        names: dict[str, str],
+        instance: str,
+    ) -> None:
+        self._http, self._url, self._models, self._config = http, proxy.rstrip("/"), models, config
+        self._fixed = {
+            "port": config.port,
+            "scheme": "https" if config.tls_cert else "http",
+            "url": config.node_url,
+            "api_key": _key_for_proxies(config),
+            "tags": config.node_tags,
+            "models": names,
+            "instance": instance,
+            "lease_seconds": LEASE_SECONDS,
+        }
+        self._found = admin_key_at(self._url)  # of a proxy of the same user here
+        self._trouble = "not registered"  # with this proxy, for the log
+
+    async def keep(self) -> None:
+        """Register, and again before the lease ends. Tell at once that the server drains."""
+        told, due = "", 0.0
+        while True:
+            state = "draining" if self._models.is_ending else "ready"
+            if state != told or time.monotonic() >= due:
+                await self.tell(state)
+                told, due = state, time.monotonic() + RENEW_SECONDS
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def tell(self, state: str) -> None:
+        """One announcement. A failure is logged once."""
+        import httpx
+
+        key = self._config.node_key or self._found
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        body = {**self._fixed, "state": state, "load": self._load()}
+        try:
+            answer = await self._http.post(self._url + "/nodes", json=body, headers=headers)
+            trouble = "" if answer.is_success else _reason(answer)
+            if answer.status_code == 401:  # a proxy that started again has made a new key
+                self._found = admin_key_at(self._url)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            trouble = f"cannot be reached ({type(error).__name__})"
+        if trouble != self._trouble:
+            if trouble:
+                log.warning("proxy %s: %s; this server goes on trying", self._url, trouble)
+            else:
+                log.info("registered with the proxy %s", self._url)
+        self._trouble = trouble
+
+    def _load(self) -> dict[str, Any]:
+        stats = [model.engine.stats() for model in self._models.models]
+        infos = [model.engine.info for model in self._models.models]
+        used, total = sum(s.blocks_used for s in stats), sum(s.blocks_total for s in stats)
+        return {
+            "running": sum(s.num_running for s in stats),
+            "waiting": sum(s.num_waiting for s in stats),
+            "kv_use": min(1.0, used / total) if total else 0.0,
+            "kv_tokens": sum(info.num_blocks * info.block_size for info in infos if info is not None),
+        }
+
+
+@cache
+def fingerprint(folder: Path) -> str:
+    """A digest of a checkpoint's files: names, sizes, and the beginning and end of each. It reads no whole weights."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in Path(folder).iterdir() if path.suffix in _FILES):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(SAMPLE_BYTES))
+            if size > SAMPLE_BYTES:
+                file.seek(-min(SAMPLE_BYTES, size - SAMPLE_BYTES), 2)
+                digest.update(file.read())
+    return digest.hexdigest()[:32]
+
+
+def _key_for_proxies(config: ServerConfig) -> str | None:
+    """The key with which proxies call this server, None if it has no keys."""
+    keys = parse_keys(config.api_keys) + (read_keys(config.api_key_file) if config.api_key_file else [])
+    return next((key.key for key in keys if key.role == "proxy"), None)
+
+
+def _reason(answer: httpx.Response) -> str:
+    try:
+        return f"refuses this server: {answer.json()['error']['message'][:300]}"
+    except (ValueError, KeyError, TypeError):
+        return f"answered {answer.status_code}, and not as a proxy does"

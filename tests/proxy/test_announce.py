@@ -1,0 +1,217 @@
+"""Nodes that register themselves: what they may say, how long it holds, and what others cannot take from them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from lmkit.errors import RequestError
+from lmkit.proxy.announce import Announcement, registration
+from lmkit.proxy.app import Proxy
+from lmkit.proxy.config import NodeConfig, ProxyConfig
+from lmkit.proxy.fleet import load_state
+from tests.proxy.fakes import BODY, CHAT, FakeNode, client, eventually, nodes, proxy_for
+from tests.proxy.test_prefixes import cuts
+
+pytestmark = pytest.mark.anyio
+KEYS = ("first-owner-key-1 role=node", "other-owner-key-2 role=node", "user")
+
+
+async def announce(http: httpx.AsyncClient, fake: FakeNode, key: str = "first-owner-key-1", **fields: Any) -> Any:
+    body = {"port": fake.port, "models": dict.fromkeys(fake.models, "w1"), "instance": "i1", **fields}
+    return await http.post("/nodes", json=body, headers={"authorization": f"Bearer {key}"})
+
+
+async def test_t20_registration_needs_a_node_key() -> None:
+    async with nodes(FakeNode()) as (fake,):
+        async with proxy_for(api_keys=KEYS, admin_keys=("admin",)) as (proxy, url), client(url) as http:
+            assert (await announce(http, fake, "wrong")).status_code == 401
+            assert (await announce(http, fake, "user")).status_code == 403
+            assert proxy.registry.nodes() == []
+            assert (await announce(http, fake)).json() == {"url": fake.url, "healthy": True}
+            key = {"authorization": "Bearer first-owner-key-1"}  # is good for nothing else
+            assert (await http.post(CHAT, content=BODY, headers=key)).status_code == 403
+            assert (await http.get("/admin/nodes", headers=key)).status_code == 403
+            assert (await http.post(CHAT, content=BODY, headers={"authorization": "Bearer user"})).status_code == 200
+        async with proxy_for() as (_, url), client(url) as http:
+            answer = await announce(http, fake)
+            assert (answer.status_code, "no key with role=node" in answer.text) == (403, True)
+        async with proxy_for(api_keys=KEYS[:2]) as (_, url), client(url) as http:  # clients need no key then
+            assert (await announce(http, fake)).status_code == 200
+            assert (await http.post(CHAT, content=BODY)).status_code == 200
+
+
+def announced(**fields: Any) -> Announcement:
+    return Announcement(**{"port": 8000, "models": {"m": ""}, "instance": "i", **fields})
+
+
+@pytest.mark.parametrize(
+    ("peer", "url", "allowed", "expected"),
+    [
+        ("10.0.0.5", None, (), "http://10.0.0.5:8000"),
+        ("::ffff:10.0.0.5", None, (), "http://[::ffff:10.0.0.5]:8000"),
+        ("fd00::5", None, (), "http://[fd00::5]:8000"),
+        ("10.0.0.5", "http://10.0.0.5:9000/x", (), "http://10.0.0.5:9000/x"),
+        ("::ffff:10.0.0.5", "http://10.0.0.5:9000", (), "http://10.0.0.5:9000"),
+        ("10.0.0.5", "http://10.0.0.6:8000", (), None),
+        ("10.0.0.5", "http://10.0.0.6:8000", ("10.0.0.0/24",), "http://10.0.0.6:8000"),
+        ("10.0.0.5", "http://10.0.1.6:8000", ("10.0.0.0/24",), None),
+        ("10.0.0.5", "http://a.nodes.example", (), None),
+        ("10.0.0.5", "http://a.nodes.example", ("*.nodes.example",), "http://a.nodes.example"),
+        ("10.0.0.5", "http://nodes.example.evil", ("*.nodes.example",), None),
+        ("10.0.0.5", "http://169.254.169.254", ("0.0.0.0/0", "*"), None),
+        ("10.0.0.5", "http://metadata.google.internal", ("*",), None),
+        ("10.0.0.5", "http://0x0a000005:8000", ("*",), None),
+        ("169.254.169.254", None, (), None),
+        ("", None, (), None),
+    ],
+)
+async def test_t20_a_node_names_no_host_but_its_own(
+    peer: str, url: str | None, allowed: tuple[str, ...], expected: str | None
+) -> None:
+    if expected is None:
+        with pytest.raises(RequestError):
+            registration(announced(url=url), peer, allowed)
+    else:
+        assert registration(announced(url=url), peer, allowed).url == expected
+
+
+async def test_t20_no_connection_is_made_to_a_host_that_may_not_be_named() -> None:
+    async with nodes(FakeNode()) as (fake,), proxy_for(api_keys=KEYS) as (proxy, url), client(url) as http:
+        answer = await announce(http, fake, url=f"http://localhost:{fake.port}")
+        assert (answer.status_code, "its own address only" in answer.text) == (403, True)
+        assert fake.connections == 0
+        assert proxy.registry.nodes() == []
+
+
+async def test_t20_a_name_is_not_taken_over() -> None:
+    fakes = FakeNode("a"), FakeNode("b"), FakeNode("c")
+    async with nodes(*fakes) as (a, b, c), proxy_for(api_keys=KEYS) as (proxy, url), client(url) as http:
+        assert (await announce(http, a)).status_code == 200
+        other = await announce(http, b, "other-owner-key-2")
+        assert (other.status_code, "belongs to another owner" in other.text) == (403, True)
+        stolen = await announce(http, a, "other-owner-key-2")
+        assert (stolen.status_code, "node of another owner" in stolen.text) == (403, True)
+        assert (await announce(http, a, "other-owner-key-2", state="leaving")).status_code == 403
+        weights = await announce(http, b, models={"m": "w2"})
+        assert (weights.status_code, "with other weights" in weights.text) == (403, True)
+        assert [node.url for node in proxy.registry.nodes()] == [a.url]
+        assert (await announce(http, b, "other-owner-key-2", models={"n": "w2"})).status_code == 200
+        assert (await announce(http, c)).status_code == 200
+        for fake in (a, c):  # a new version of the weights, once the old one is gone
+            assert (await announce(http, fake, state="leaving")).status_code == 200
+        assert (await announce(http, a, models={"m": "w2"})).status_code == 200
+
+
+async def test_t20_a_node_key_changes_no_node_of_an_administrator() -> None:
+    fakes = FakeNode("a"), FakeNode("b")
+    async with nodes(*fakes) as (a, b), proxy_for(a, api_keys=KEYS) as (proxy, url), client(url) as http:
+        assert (await announce(http, b)).status_code == 403  # the name belongs to the administrator's node
+        load = {"running": 3, "waiting": 2, "kv_use": 0.5}
+        assert (await announce(http, a, models={"x": ""}, weight=9, load=load)).status_code == 200
+        (node,) = proxy.registry.nodes()
+        assert (node.origin, sorted(node.models or ()), node.config.weight) == ("config", ["m"], 1.0)
+        assert (node.others, node.kv_use, node.lease_until, node.admits) == (5, 0.5, None, True)
+        assert (await announce(http, a, state="leaving")).status_code == 200
+        assert proxy.registry.nodes() == [node]
+        assert not node.admits
+
+
+async def test_a_lease_is_renewed_and_ends(tmp_path: Path) -> None:
+    state = str(tmp_path / "state.json")
+    options: dict[str, Any] = {"api_keys": KEYS, "state_file": state, "health_interval": 0.02}
+    async with nodes(FakeNode()) as (fake,), proxy_for(**options) as (proxy, url), client(url) as http:
+        now = 1000.0
+        proxy.registry.clock = lambda: now
+        for _ in range(3):
+            assert (await announce(http, fake, lease_seconds=10)).status_code == 200
+            (node,) = proxy.registry.nodes()
+            assert node.lease_until == now + 10
+            now += 9
+        now += 2
+        await eventually(lambda: proxy.registry.nodes() == [], 30)
+        assert load_state(Path(state)).added == ()  # it comes again by itself, also to a proxy that starts anew
+        assert (await announce(http, fake)).json()["healthy"] is True
+
+
+async def test_draining_leaving_and_coming_again() -> None:
+    fakes = FakeNode("a"), FakeNode("b")
+    async with nodes(*fakes) as (a, b), proxy_for(api_keys=KEYS) as (proxy, url), client(url) as http:
+        for fake in fakes:
+            await announce(http, fake)
+        await announce(http, a, state="draining")
+        user = {"authorization": "Bearer user"}
+        assert {(await http.post(CHAT, content=BODY, headers=user)).json()["node"] for _ in range(6)} == {"b"}
+        await announce(http, a, state="leaving")
+        assert [node.url for node in proxy.registry.nodes()] == [b.url]
+        await announce(http, a, instance="i2")
+        assert {(await http.post(CHAT, content=BODY, headers=user)).json()["node"] for _ in range(20)} == {"a", "b"}
+
+
+async def test_a_node_that_was_removed_stays_away_until_an_administrator_adds_it(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"api_keys": KEYS, "admin_keys": ("admin",), "state_file": str(tmp_path / "state.json")}
+    admin = {"authorization": "Bearer admin"}
+    async with nodes(FakeNode()) as (fake,), proxy_for(**options) as (proxy, url), client(url) as http:
+        await announce(http, fake)
+        await http.delete("/admin/nodes", params={"url": fake.url}, headers=admin)
+        answer = await announce(http, fake)
+        assert (answer.status_code, "lmkit proxy add" in answer.text) == (403, True)
+        assert Proxy(proxy.config).fleet._state.removed == (fake.url,)
+        await http.post("/admin/nodes", json={"url": fake.url}, headers=admin)
+        assert (await announce(http, fake)).status_code == 200
+
+
+async def test_a_node_that_starts_anew_has_an_empty_cache() -> None:
+    async with nodes(FakeNode()) as (fake,), proxy_for(api_keys=KEYS) as (proxy, url), client(url) as http:
+        await announce(http, fake, load={"kv_tokens": 4096})
+        (node,) = proxy.registry.nodes()
+        assert node.kv_tokens == 4096
+        prompt = cuts([b"x" * 1024])
+        proxy.registry.prefixes.add(node, prompt)
+        await announce(http, fake)
+        assert proxy.registry.prefixes.cached(prompt)
+        await announce(http, fake, instance="i2")
+        assert not proxy.registry.prefixes.cached(prompt)
+
+
+async def test_the_nodes_own_key_is_used_and_not_told() -> None:
+    async with (
+        nodes(FakeNode()) as (fake,),
+        proxy_for(api_keys=KEYS, admin_keys=("a",)) as (_, url),
+        client(url) as http,
+    ):
+        answer = await announce(http, fake, api_key="secret-of-the-node")
+        await http.post(CHAT, content=BODY, headers={"authorization": "Bearer user"})
+        status = await http.get("/admin/nodes", headers={"authorization": "Bearer a"})
+    assert fake.requests[0].header("authorization") == ["Bearer secret-of-the-node"]
+    assert "secret-of-the-node" not in answer.text + status.text
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"port": 0}, {"port": 70000}, {"models": {}}, {"models": ["m"]}, {"state": "gone"}, {"lease_seconds": 0},
+        {"role": "prefill"}, {"load": {"running": -1}}, {"load": {"kv_use": 2}}, {"x": 1}, {"instance": "i" * 65},
+        {"weight": 0}, {"tags": ["a b"]}, {"scheme": "ftp"}, {"url": "file:///etc"},
+    ],
+)  # fmt: skip
+async def test_bad_announcements(fields: dict[str, Any]) -> None:
+    async with nodes(FakeNode()) as (fake,), proxy_for(api_keys=KEYS) as (proxy, url), client(url) as http:
+        assert (await announce(http, fake, **fields)).status_code == 400
+        assert proxy.registry.nodes() == []
+
+
+async def test_the_number_of_nodes_is_bounded() -> None:
+    fakes = FakeNode("a"), FakeNode("b")
+    async with nodes(*fakes), proxy_for(api_keys=KEYS, max_nodes=1) as (_, url), client(url) as http:
+        assert [(await announce(http, fake)).status_code for fake in fakes] == [200, 400]
+
+
+def test_roles_and_short_keys_are_refused_with_their_reason() -> None:
+    with pytest.raises(ValueError, match="prefill and decode are not routed apart"):
+        NodeConfig(url="http://a", role="decode")
+    with pytest.raises(ValueError, match="at least 16 characters"):
+        ProxyConfig(api_keys=("short role=node",))
