@@ -46,6 +46,8 @@ class Rope:
 def frequencies(spec: RopeSpec) -> tuple[Tensor, float]:
     """(inverse frequencies float32 [R/2], factor on cos and sin)."""
     inv_freq = _base_frequencies(spec.theta, spec.rotary_dim)
+    if spec.kind == "none":
+        return torch.zeros_like(inv_freq), 1.0
     if spec.kind == "linear":
         return inv_freq / spec.factor, 1.0
     if spec.kind == "llama3":

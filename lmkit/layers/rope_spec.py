@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """Rotary embedding. `kind`: default, linear, dynamic, yarn or llama3; other fields are named as in config.json."""
+    """Rotary embedding. `kind`: default, linear, dynamic, yarn, llama3, or none: no head is turned. Other fields are
+    named as in config.json.
+    """
 
     kind: str = "default"
     theta: float = 10000.0

@@ -3,7 +3,7 @@
     hidden --norm.attn--> q k v --qk norm, RoPE, append--> attention over blocked KV --attn.o--> + hidden
            --norm.mlp--> gate up --activation(gate) * up--> mlp.down --> + hidden
 
-A model with post norms normalizes the output of attention and of the MLP before each `+`.
+A model with post norms normalizes the output of attention and of the MLP before each `+`. It may lack the other norms.
 
 The residual stream travels between layers as a pair (delta, residual), stream = residual + delta. The addition then
 happens inside the next norm, and each norm inside the linear behind it. If a linear's kernel adds its result to the
@@ -103,8 +103,10 @@ class DecoderLayer:
         With `logits_only` the result has the batch's logit rows alone. Of the other tokens only keys and values are
         computed.
         """
+        if not self.spec.pre_norms:
+            delta, residual = self.added(delta, residual), None
         stream = delta if residual is None else residual
-        q, k, v = self.queries_keys_values(delta, self.norm("norm.attn", residual))
+        q, k, v = self.queries_keys_values(self.taken(delta), self.before("norm.attn", residual))
         if logits_only and not batch.wants_all:
             attended, stream = self.attend_logit_rows(q, k, v, stream, batch, rope, kv)
             if not len(stream):
@@ -113,7 +115,9 @@ class DecoderLayer:
             attended = self.attend(q, k, v, batch, rope, kv)
         if self.spec.post_norms:
             delta = self.project(attended)
-            return self.feed_forward(delta, self.norm("norm.mlp", stream)), stream
+            if not self.spec.pre_norms:
+                delta = stream = self.added(delta, stream)
+            return self.feed_forward(self.taken(delta), self.before("norm.mlp", stream)), stream
         delta, rest = self.o.add_to(stream, attended)
         return self.mlp.add_to(stream, delta, self.norm("norm.mlp", rest))
 
@@ -140,9 +144,14 @@ class DecoderLayer:
         parts = self.qkv(x, norm).split((spec.q_size, spec.kv_size, spec.kv_size), dim=-1)
         q, k, v = (part.view(num_tokens, -1, spec.head_dim) for part in parts)
         if spec.qk_norm:
-            q = self.rms_norm(q, self.norm("attn.q_norm"))
-            k = self.rms_norm(k, self.norm("attn.k_norm"))
+            q, k = self.normed_heads("attn.q_norm", q), self.normed_heads("attn.k_norm", k)
         return q, k, v
+
+    def normed_heads(self, role: str, x: Tensor) -> Tensor:
+        """x [T, heads, head_dim], normalized in each head, or all heads together."""
+        joint = self.spec.joint_qk_norm
+        y: Tensor = self.rms_norm(x.reshape(len(x), -1) if joint else x, self.norm(role))
+        return y.view(x.shape)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: BatchInputs, rope: CosSin, kv: KVLayer) -> Tensor:
         """The output of attention, [T, num_heads * head_dim]. Overwrites q and k, and appends to `kv`."""
@@ -168,6 +177,21 @@ class DecoderLayer:
             return y
         normed: Tensor = self.rms_norm(y, self.norm(role))
         return normed
+
+    def before(self, role: str, residual: Tensor | None = None) -> Norm | None:
+        """The norm in front of a block. None: the block reads the stream itself."""
+        return self.norm(role, residual) if self.spec.pre_norms else None
+
+    def added(self, delta: Tensor, residual: Tensor | None) -> Tensor:
+        """`joined`, in place of `residual`. A norm's kernel adds on its way, and such a step can be captured."""
+        if residual is None:
+            return delta
+        self.rms_norm(delta, self.norm("norm.attn_out", residual))
+        return residual
+
+    def taken(self, x: Tensor) -> Tensor:
+        """The input of a block whose norm may be missing: a norm would give it `dtype`."""
+        return x if self.spec.pre_norms else x.to(self.dtype)
 
     def norm(self, role: str, residual: Tensor | None = None) -> Norm:
         """The RMSNorm of a role, `norm.attn` for example."""
@@ -197,7 +221,6 @@ class Decoder:
         device = lm_head.device
         self.ropes = {rope: Rope(rope, device) for rope in dict.fromkeys(layer.rope for layer in spec.layers)}
         self.embedding = ops.embedding.select(device)
-        self.embedding_scale = float(torch.tensor(spec.embedding_scale).to(getattr(torch, spec.dtype)))
         self.rms_norm = ops.rms_norm.select(device)
         self.softcap = ops.softcap.select(device) if spec.final_softcap else None
 
@@ -219,7 +242,7 @@ class Decoder:
         """The residual stream's pair [R, hidden] -> the final norm's result float32 [R, hidden]. Keeps the pair."""
         norm = Norm(self.final_norm, self.spec.norm_eps, None, torch.float32)
         states: Tensor = self.rms_norm(joined(delta, residual), norm)
-        return states
+        return states if self.spec.logit_scale == 1 else states / self.spec.logit_scale
 
     def hidden(
         self, batch: BatchInputs, kv: list[KVLayer], *, logits_only: bool = False
@@ -238,7 +261,7 @@ class Decoder:
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Token ids int64 [T] -> float32 [T, hidden]."""
-        x: Tensor = self.embedding(self.embed_tokens, token_ids, self.embedding_scale)
+        x: Tensor = self.embedding(self.embed_tokens, token_ids, self.spec.embedding_scale)
         return x
 
     def head_part(self, delta: Tensor, residual: Tensor | None, rows: slice) -> Tensor:

@@ -24,7 +24,8 @@ class LayerSpec:
     """Attention and an MLP, dense or a mixture of experts, each added to the residual stream x.
 
     Norms stand before both, as in Llama: x + attn(norm(x)), then x + mlp(norm(x)). With `post_norms` they also stand
-    behind both, as in Gemma 2: x + norm(attn(norm(x))), then x + norm(mlp(norm(x))).
+    behind both, as in Gemma 2: x + norm(attn(norm(x))), then x + norm(mlp(norm(x))). Without `pre_norms` they stand
+    only there, as in OLMo 2: x + norm(attn(x)), then x + norm(mlp(x)).
     """
 
     hidden_size: int
@@ -38,6 +39,8 @@ class LayerSpec:
     attn_bias: bool = False  # on q, k and v
     o_bias: bool = False
     qk_norm: bool = False  # RMSNorm over head_dim on q and k, before RoPE
+    joint_qk_norm: bool = False  # the norm of q is over all heads together, and so is that of k
+    pre_norms: bool = True
     post_norms: bool = False
     names: Mapping[str, str] = field(default_factory=lambda: roles.LLAMA_NAMES, hash=False)  # see models.roles
 
@@ -73,9 +76,13 @@ class LayerSpec:
     @cached_property
     def vectors(self) -> dict[str, int]:
         """Sizes of the norms' weights, by role."""
-        of_stream = ("norm.attn", "norm.mlp", *(("norm.attn_out", "norm.mlp_out") if self.post_norms else ()))
-        of_heads = ("attn.q_norm", "attn.k_norm") if self.qk_norm else ()
-        return dict.fromkeys(of_stream, self.hidden_size) | dict.fromkeys(of_heads, self.head_dim)
+        before = ("norm.attn", "norm.mlp") if self.pre_norms else ()
+        behind = ("norm.attn_out", "norm.mlp_out") if self.post_norms else ()
+        sizes = dict.fromkeys((*before, *behind), self.hidden_size)
+        if self.qk_norm:
+            q, k = (self.q_size, self.kv_size) if self.joint_qk_norm else (self.head_dim, self.head_dim)
+            sizes |= {"attn.q_norm": q, "attn.k_norm": k}
+        return sizes
 
     @cached_property
     def mlps(self) -> dict[str, MLPSpec]:
@@ -112,7 +119,8 @@ class LayerSpec:
         Routers read the norm's output. They are multiplied too, or tokens would go to other experts.
         """
         behind_norm = (*self.routers, *(f"{mlp}.{part}" for mlp in self.mlps for part in ("gate", "up")))
-        return (*roles.SMOOTH[:2], ("norm.mlp", behind_norm), *((f"{mlp}.up", (f"{mlp}.down",)) for mlp in self.mlps))
+        pairs = (*roles.SMOOTH[:2], ("norm.mlp", behind_norm), *((f"{mlp}.up", (f"{mlp}.down",)) for mlp in self.mlps))
+        return pairs if self.pre_norms else tuple(pair for pair in pairs if not pair[0].startswith("norm."))
 
     @cached_property
     def input_of(self) -> dict[str, str]:

@@ -27,6 +27,8 @@ POST_NORM_NAMES = {
     "norm.mlp": "pre_feedforward_layernorm",
     "norm.mlp_out": "post_feedforward_layernorm",
 }
+# OLMo 2 has only the norms behind.
+BEHIND_NAMES = {"norm.attn_out": "post_attention_layernorm", "norm.mlp_out": "post_feedforward_layernorm"}
 # Names of sparse layers, by kind of checkpoint. {} is the number of an expert.
 QWEN_EXPERTS = {
     "mlp.router": "mlp.gate",

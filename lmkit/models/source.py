@@ -129,7 +129,8 @@ class ModelSource:
         return self._plain(roles.EMBED + ".weight", dtype)
 
     def final_norm(self) -> Tensor:
-        return self._vector(roles.FINAL_NORM, torch.float32)
+        """The final norm's factor, times the model's factor on logits."""
+        return self._vector(roles.FINAL_NORM, torch.float32) * self.spec.logit_scale
 
     def lm_head(self, dtype: torch.dtype | None = None, device: str = "cpu", storage: str = "auto") -> MergedLinear:
         """The head as a plain linear. Tied embeddings also serve as the head.

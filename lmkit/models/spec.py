@@ -22,7 +22,8 @@ class ModelSpec:
     max_position: int
     dtype: str  # of the checkpoint's dense weights: float32, bfloat16 or float16
     tie_embeddings: bool = False
-    embedding_scale: float = 1.0  # a factor on embeddings, rounded to `dtype`
+    embedding_scale: float = 1.0  # a factor on embeddings
+    logit_scale: float = 1.0  # a factor on logits, which the final norm's weight contains once it is read
     final_softcap: float = 0.0  # c > 0: a logit x becomes c * tanh(x / c)
     norm_offset: float = 0.0  # added to a norm's stored weight: 1 if the factor is 1 + w
 

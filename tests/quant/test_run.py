@@ -154,7 +154,9 @@ def test_rtn_writes_the_codes_of_qtensor(source: Path, tmp_path: Path) -> None:
         assert torch.equal(stored.zeros, expected.zeros)
 
 
-@pytest.mark.parametrize("family", ["llama-tied-bias", "qwen2", "qwen3", "mistral-window"])
+@pytest.mark.parametrize(
+    "family", ["llama-tied-bias", "qwen2", "qwen3", "mistral-window", "olmo2", "gemma3", "granite"]
+)
 def test_every_family_is_quantized(tmp_path: Path, family: str) -> None:
     path = tiny_checkpoint(tmp_path / "source", family)
     report = prepare(path, AWQ).run(tmp_path / "out", eval_ids=encode_text(path)[:100])

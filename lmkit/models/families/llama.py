@@ -85,6 +85,40 @@ def qwen2(hf: dict[str, Any]) -> ModelSpec:
     return model_spec(hf, windowed(layer_spec(hf, attn_bias=True), layer_windows(hf)))
 
 
+@family("InternLM3ForCausalLM")
+def internlm3(hf: dict[str, Any]) -> ModelSpec:
+    """Its own code has `qkv_bias` and `bias`. transformers has one for all of attention."""
+    qkv = bool(hf.get("attention_bias", hf.get("qkv_bias", False)))
+    others = bool(hf.get("mlp_bias", hf.get("bias", False)))
+    o_bias = qkv if "attention_bias" in hf else others
+    layer = layer_spec({"head_dim": 128} | hf, attn_bias=qkv, o_bias=o_bias, mlp_bias=others)
+    return model_spec(hf, [layer] * num_layers(hf))
+
+
+@family("SeedOssForCausalLM")
+def seed_oss(hf: dict[str, Any]) -> ModelSpec:
+    flags = {"attn_bias": bool(hf.get("attention_bias", True)), "o_bias": bool(hf.get("attention_out_bias", False))}
+    layer = layer_spec({"head_dim": 128} | hf, mlp_bias=bool(hf.get("mlp_bias", False)), **flags)
+    return model_spec(hf, [layer] * num_layers(hf))
+
+
+@family("SmolLM3ForCausalLM")
+def smollm3(hf: dict[str, Any]) -> ModelSpec:
+    """Every fourth layer turns no heads. Only such layers may have a window."""
+    count, bias = num_layers(hf), bool(hf.get("attention_bias", False))
+    interval = max(integer(hf, "no_rope_layer_interval", 4), 1)
+    turned = hf.get("no_rope_layers") or [int((i + 1) % interval != 0) for i in range(count)]  # 1: with RoPE
+    if not isinstance(turned, list) or len(turned) != count:
+        raise CheckpointError(f"config.json: no_rope_layers must have {count} entries")
+    layer = layer_spec(hf, attn_bias=bias, o_bias=bias, mlp_bias=bool(hf.get("mlp_bias", False)))
+    if hf.get("layer_types") is None:
+        hf = hf | {"layer_types": ["full_attention" if turns else "sliding_attention" for turns in turned]}
+    windows = layer_windows(hf)
+    unturned = replace(layer, rope=replace(layer.rope, kind="none"))
+    layers = windowed(layer, windows), windowed(unturned, windows)
+    return model_spec({"tie_word_embeddings": True} | hf, [layers[not turns][i] for i, turns in enumerate(turned)])
+
+
 @family("Qwen3ForCausalLM")
 def qwen3(hf: dict[str, Any]) -> ModelSpec:
     bias = bool(hf.get("attention_bias", False))
@@ -127,6 +161,28 @@ def rope_spec(hf: dict[str, Any], head_dim: int) -> RopeSpec:
         low_freq_factor=number(parameters, "low_freq_factor", 1.0),
         high_freq_factor=number(parameters, "high_freq_factor", 4.0),
     )
+
+
+def typed_layers(
+    hf: dict[str, Any], layer: LayerSpec, window: int, *, theta: float = 0.0, local_theta: float = 0.0
+) -> list[LayerSpec]:
+    """The layer for each entry of `layer_types`: with the window and the RoPE of its kind.
+
+    transformers 5 has `rope_parameters` by kind of layer. Before, `rope_scaling` was for layers without a window alone.
+    With a `theta` given, old files have RoPE by kind too; without, all layers have the same.
+    """
+    typed_windows(hf, window)  # checks layer_types
+    nested, made = hf.get("rope_parameters"), {}
+    for kind, size, base in (("full_attention", 0, theta), ("sliding_attention", window, local_theta)):
+        if isinstance(nested, dict) and kind in nested:
+            rope = rope_spec(hf | {"rope_parameters": nested[kind]}, layer.head_dim)
+        elif base:
+            scaling = (hf.get("rope_scaling") or {}) if kind == "full_attention" else {}
+            rope = rope_spec(hf | {"rope_scaling": {"rope_theta": base} | scaling}, layer.head_dim)
+        else:
+            rope = layer.rope
+        made[kind] = replace(layer, attention=replace(layer.attention, window=size), rope=rope)
+    return [made[kind] for kind in hf["layer_types"]]
 
 
 def layer_windows(hf: dict[str, Any]) -> list[int]:

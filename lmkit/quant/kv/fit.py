@@ -139,7 +139,7 @@ def smoothing_scale(probe: Probe, mean: MeanByHead, alpha: float, powers: bool) 
             keys[:, head, i + half] -= second
     radius = torch.hypot(keys[..., :half], keys[..., half : 2 * half]).amax(0)
     largest = torch.cat([radius, radius, keys[..., 2 * half :].abs().amax(0)], dim=-1).clamp_min(1e-6)
-    if spec.qk_norm:
+    if spec.qk_norm and not spec.joint_qk_norm:
         largest = largest.amax(0, keepdim=True).expand(spec.num_kv_heads, -1)
     logarithm = alpha * largest.log2()
     logarithm = logarithm - logarithm.mean(-1, keepdim=True)
@@ -169,7 +169,7 @@ def fold(layer: DecoderLayer, s: Tensor) -> None:
     factors = {"attn.k": 1 / s, "attn.q": of_queries(s, spec)}
     for role, factor in factors.items():
         names = [role + "_norm"] if spec.qk_norm else [role, role + ".bias"]
-        of_rows = factor[0] if spec.qk_norm else factor.flatten()
+        of_rows = factor[0] if spec.qk_norm and not spec.joint_qk_norm else factor.flatten()
         for name in names:
             if name in weights:
                 weight = weights[name]

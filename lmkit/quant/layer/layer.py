@@ -76,10 +76,10 @@ class CalibratedLayer:
         """The output of the block behind `source` for the sampled inputs. Behind a norm, the block is the whole
         attention, MLP or mixture of experts. Behind a linear, it is the one linear that follows."""
         layer, sequences = self.layer, self.sequences
+        if source == "norm.attn":
+            return layer.attention(self.input("attn.q").sample, sequences.batch, sequences.rope, sequences.kv)
         (reader, *_) = dict(layer.spec.smooth)[source]
         sample = self.input(reader).sample
-        if source == "norm.attn":
-            return layer.attention(sample, sequences.batch, sequences.rope, sequences.kv)
         return layer.feed_forward(sample) if source == "norm.mlp" else layer.linear_of(reader)(sample)
 
     def has_statistics(self, role: str) -> bool:

@@ -98,13 +98,13 @@ class LayerPass:
         if part is Part.ATTENTION:
             hidden = self._place(part)[tokens]
             geometry = stream.geometry(len(hidden) // stream.seq_len, stream.seq_len)
-            qkv = layer.queries_keys_values(hidden, layer.norm("norm.attn"))
+            qkv = layer.queries_keys_values(hidden, layer.before("norm.attn"))
             return layer.attend(*qkv, geometry.batch, geometry.rope, geometry.kv)
         if part is Part.ATTENTION_OUT:
             return self._place(Part.ATTENTION)[tokens] + layer.project(self._place(part)[tokens])
         middle = self._place(Part.MLP)[tokens]
         if isinstance(layer.mlp, MoE):
-            return None if part is Part.MLP else middle + layer.feed_forward(middle, layer.norm("norm.mlp"))
+            return None if part is Part.MLP else middle + layer.feed_forward(middle, layer.before("norm.mlp"))
         if part is Part.MLP:
-            return layer.mlp.gate_up(middle, layer.norm("norm.mlp"))
+            return layer.mlp.gate_up(middle, layer.before("norm.mlp"))
         return middle + layer.reduce(self._place(part)[tokens])

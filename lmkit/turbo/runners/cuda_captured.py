@@ -42,6 +42,8 @@ def obstacle(decoder: Decoder, kv: list[KVLayer]) -> str | None:
         return "float32 is computed through torch"
     if any(isinstance(layer.mlp, MoE) for layer in decoder.layers):
         return "which experts run depends on the data"
+    if not all(layer.spec.pre_norms for layer in decoder.layers):
+        return "the residual stream is rounded through torch"
     if decoder.spec.dynamic_length:
         return "the angles of dynamic RoPE are found on the host"
     reference = sorted({op for op, impl in chosen(decoder) if impl.device != "cuda"})

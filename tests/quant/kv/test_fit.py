@@ -66,7 +66,7 @@ def scores(layer: DecoderLayer, sample: Tensor, geometry: Geometry) -> Tensor:
     return torch.einsum("qhd,khd->hqk", q, keys)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "olmo2", "gemma3"])
 def test_folding_leaves_scores_equal(tmp_path: Path, family: str) -> None:
     layer = calibrated(tmp_path, family, bias=20.0, gain=9.0)
     sample, geometry = layer.inputs["attn.q"].sample, layer.sequences

@@ -24,6 +24,7 @@ ROWS, SEQ_LEN = 4, 24
 
 # GQA; biases on every linear; norms on q and k with a head_dim of its own; a sliding window; no GQA
 FAMILIES = ["llama", "llama-tied-bias", "qwen2", "qwen3", "mistral-window", "llama-mha-wide-heads"]
+BEHIND = ["olmo2", "exaone4"]  # norms only behind the blocks
 
 
 def tiny_layer(path: Path, family: str = "llama") -> DecoderLayer:
@@ -64,7 +65,7 @@ def test_folding_a_scale_is_exact(tmp_path: Path, family: str, source: str, cons
     assert float((after - before).abs().max() / before.abs().max()) < 1e-5
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES + BEHIND)
 def test_a_scaled_layer_is_the_same_function_and_its_statistics_follow(tmp_path: Path, family: str) -> None:
     layer = tiny_layer(tmp_path, family)
     hidden = hidden_states(layer.spec.hidden_size)

@@ -284,7 +284,19 @@ def test_prompt_logprobs_are_those_of_the_cpu(checkpoint: Path, device: Emulated
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3", "llama-tied-bias", "llama-dynamic", "mistral-window", "qwen2-moe", "gemma2"]
+    "family",
+    [
+        "qwen3",
+        "llama-tied-bias",
+        "llama-dynamic",
+        "mistral-window",
+        "qwen2-moe",
+        "gemma2",
+        "gemma3",
+        "olmo2",
+        "granite",
+        "smollm3",
+    ],
 )
 def test_every_kind_of_model_runs(tmp_path: Path, device: EmulatedDevice, family: str) -> None:
     """Those that kernels take and those that need torch."""

@@ -147,7 +147,16 @@ def stored(runner: CpuRunner) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("family", "kv_dtype"), [("llama", "int8"), ("qwen3", "bfloat16"), ("mistral-window", "bfloat16"), ("awq", "int4")]
+    ("family", "kv_dtype"),
+    [
+        ("llama", "int8"),
+        ("qwen3", "bfloat16"),
+        ("mistral-window", "bfloat16"),
+        ("awq", "int4"),
+        ("olmo2", "int8"),
+        ("gemma3", "bfloat16"),
+        ("granite", "bfloat16"),
+    ],
 )
 def test_a_captured_step_serves_every_spread_of_its_tokens(tmp_path: Path, family: str, kv_dtype: Any) -> None:
     if family == "awq":

@@ -1,0 +1,53 @@
+"""OLMo 2 and 3, and EXAONE 4: norms only behind attention and MLP, and norms on q and k."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from lmkit.models.families.llama import integer, layer_spec, model_spec, num_layers, number, typed_layers
+from lmkit.models.layer_spec import LayerSpec
+from lmkit.models.registry import family
+from lmkit.models.roles import BEHIND_NAMES, LLAMA_NAMES
+from lmkit.models.spec import ModelSpec
+
+THETA = 5e5  # of OLMo 3
+
+
+@family("Olmo2ForCausalLM")
+def olmo2(hf: dict[str, Any]) -> ModelSpec:
+    return model_spec(hf, [_layer(hf, joint_qk_norm=True)] * num_layers(hf))
+
+
+@family("Olmo3ForCausalLM")
+def olmo3(hf: dict[str, Any]) -> ModelSpec:
+    """Three layers of four have a window, and RoPE that is not stretched."""
+    hf = _with_pattern(hf, 4)
+    theta = number(hf, "rope_theta", THETA)
+    layer, window = _layer(hf, joint_qk_norm=True), integer(hf, "sliding_window", 4096)
+    return model_spec(hf, typed_layers(hf, layer, window, theta=theta, local_theta=theta))
+
+
+@family("Exaone4ForCausalLM")
+def exaone4(hf: dict[str, Any]) -> ModelSpec:
+    """If some layers have a window, the others turn no heads."""
+    window = integer(hf, "sliding_window", 0)
+    layer = _layer(hf)
+    if not window:
+        return model_spec(hf, [layer] * num_layers(hf))
+    pattern = hf.get("sliding_window_pattern")  # a number of layers, or a letter for each: "LLLG"
+    period = len(pattern) if isinstance(pattern, str) else integer(hf, "sliding_window_pattern", 4)
+    layers = typed_layers(_with_pattern(hf, period), layer, window)
+    unturned = replace(layer.rope, kind="none")
+    return model_spec(hf, [one if one.attention.window else replace(one, rope=unturned) for one in layers])
+
+
+def _with_pattern(hf: dict[str, Any], period: int) -> dict[str, Any]:
+    kinds = ["sliding_attention" if (i + 1) % max(period, 1) else "full_attention" for i in range(num_layers(hf))]
+    return hf | ({} if hf.get("layer_types") else {"layer_types": kinds})
+
+
+def _layer(hf: dict[str, Any], **flags: Any) -> LayerSpec:
+    bias = bool(hf.get("attention_bias", False))
+    flags |= {"pre_norms": False, "post_norms": True, "qk_norm": True, "names": LLAMA_NAMES | BEHIND_NAMES}
+    return layer_spec(hf, attn_bias=bias, o_bias=bias, **flags)
