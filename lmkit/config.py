@@ -31,6 +31,7 @@ PoolingName = Literal["auto", "last", "mean"]
 Activations = Literal["auto", "int8", "fp8", "exact"]
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
 LOG_LEVELS = get_args(LogLevel)
+LogFormat = Literal["text", "json"]
 PolicyName = Literal[
     "least_in_flight", "least_tokens", "prefix", "session", "power_of_two", "min_expected_latency",
     "min_observed_latency", "round_robin", "random",
@@ -145,6 +146,7 @@ class EngineConfig(StrictStruct, frozen=True, kw_only=True, metaclass=CheckedMet
     request_timeout: PositiveFloat | None = None  # seconds for a request that names none; None = no limit
     pooling: PoolingName = "auto"  # of embeddings; auto = the checkpoint's, see formats.pooling
     generation_config: str = "auto"  # sampling defaults: auto = the checkpoint's, none, or a file or folder
+    chat_template: str | None = None  # a file of Jinja, or the template itself; None = the checkpoint's
 
     if not TYPE_CHECKING:
 
@@ -192,7 +194,7 @@ class ServerConfig(StrictStruct, frozen=True):
     grpc_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] | None = None  # None = no gRPC
     tls_cert: str | None = None  # a certificate chain in PEM; None = plain HTTP
     tls_key: str | None = None  # its key; None = in the same file
-    served_model_name: str | None = None  # None = the checkpoint folder's name
+    served_model_name: tuple[str, ...] = ()  # of one model, the first is its own; empty = the folder's name
     api_keys: tuple[str, ...] = ()  # each `KEY [name=value ...]`, see web.auth.ApiKey; empty = no authentication
     api_key_file: str | None = None  # more of them, one a line; read again when it changes
     cors_origins: tuple[str, ...] = ()  # web pages that may read answers
@@ -218,6 +220,7 @@ class ServerConfig(StrictStruct, frozen=True):
     node_url: str | None = None  # at which they reach it; None = at the address it calls them from
     node_tags: tuple[str, ...] = ()  # its class, for their rules
     log_level: LogLevel = "INFO"
+    log_format: LogFormat = "text"
 
     def __post_init__(self) -> None:
         if reason := wrong_origin(self.cors_origins):

@@ -6,13 +6,15 @@ application sends those of all loggers, and lmkit changes no logger.
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from typing import TextIO
 
-from lmkit.config import checked_level
+from lmkit.config import LogFormat, checked_level
 
 
 def get_logger(name: str) -> logging.Logger:
@@ -22,7 +24,7 @@ def get_logger(name: str) -> logging.Logger:
 BURST, PERIOD = 5, 60.0  # records of one place in a library's code, and seconds
 
 
-def setup(level: str = "INFO", *, process: str = "", libraries: bool = True) -> None:
+def setup(level: str = "INFO", *, process: str = "", libraries: bool = True, log_format: LogFormat = "text") -> None:
     """Send lmkit's records to stderr, one line each, and with `libraries` the warnings of all other loggers.
 
     Control characters in a message are escaped against log injection. A library that repeats itself is written BURST
@@ -32,7 +34,8 @@ def setup(level: str = "INFO", *, process: str = "", libraries: bool = True) -> 
     handler = _ToStderr()
     words = ["%(asctime)s", "%(levelname).1s", process, "%(name)s" if level == "DEBUG" else ""]
     start = " ".join(filter(None, words)) + (":" if any(words[2:]) else "")
-    handler.setFormatter(_OneLine(f"{start} %(message)s", "%m-%d %H:%M:%S"))
+    as_json = _Json(process) if log_format == "json" else None
+    handler.setFormatter(as_json or _OneLine(f"{start} %(message)s", "%m-%d %H:%M:%S"))
     root = logging.getLogger("lmkit")
     root.handlers[:] = [handler]
     root.setLevel(level)
@@ -40,7 +43,7 @@ def setup(level: str = "INFO", *, process: str = "", libraries: bool = True) -> 
     if libraries:
         handler = _ToStderr()
         handler.setLevel(max(logging.WARNING, logging.getLevelNamesMapping()[level]))
-        handler.setFormatter(_OneLine(f"{start} %(name)s: %(message)s", "%m-%d %H:%M:%S"))
+        handler.setFormatter(as_json or _OneLine(f"{start} %(name)s: %(message)s", "%m-%d %H:%M:%S"))
         handler.addFilter(Sparing())
         everything = logging.getLogger()
         everything.handlers[:] = [other for other in everything.handlers if not isinstance(other, _ToStderr)]
@@ -84,3 +87,24 @@ class _OneLine(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:
         record.message = "".join(c if c.isprintable() else repr(c)[1:-1] for c in record.message)
         return super().formatMessage(record)
+
+
+class _Json(logging.Formatter):
+    """One object a line. `extra={"fields": {...}}` of a record gives it more members."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = {"process": process} if process else {}
+
+    def format(self, record: logging.LogRecord) -> str:
+        shown = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            **self._process,
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            shown["exception"] = self.formatException(record.exc_info)
+        return json.dumps(shown, default=str)

@@ -11,7 +11,7 @@ from difflib import get_close_matches
 
 BY_FORMAT = "lmkit reads the checkpoint's format from its files"
 FROM_CHECKPOINT = "the checkpoint decides it; give a folder or a Hub name as the model"
-OWN_TEMPLATE = "lmkit uses the checkpoint's chat template; put your own into its chat_template.jinja"
+OWN_TEMPLATE = "use chat_template: a file of Jinja, or its text"
 NO_ADAPTERS = "lmkit serves no LoRA adapters; merge them into the checkpoint"
 NO_BANS = "use logit_bias: -100 for each banned token id"
 NO_BEAMS = "lmkit has no beam search"
@@ -90,7 +90,6 @@ ENGINE: Mapping[str, str] = {
         "mem_fraction_static num_gpu_blocks num_gpu_blocks_override",
     ),
     "cache_prompt": "use prefix_cache",
-    "chat_template": OWN_TEMPLATE,
     "chat_template_config": OWN_TEMPLATE,
     "cpu_offload_gb": "use kv_host_memory, in bytes, for the KV cache; weights stay on the device",
     "device_type": "use device",

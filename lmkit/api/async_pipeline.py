@@ -67,7 +67,7 @@ class AsyncPipeline:
     async def start(self) -> Self:
         """Load the model. Raises CheckpointError, ConfigError or UnsupportedError if it cannot run."""
         path = await asyncio.to_thread(resolve_model_path, self._model)
-        tokenizer = await asyncio.to_thread(Tokenizer.from_pretrained, path)
+        tokenizer = await asyncio.to_thread(Tokenizer.from_pretrained, path, self._config.chat_template)
         engine = AsyncEngine(path, self._config, log_level=self._log_level)
         await engine.start()
         assert engine.info is not None

@@ -64,7 +64,7 @@ class Pipeline:
     def __init__(self, model: str, config: EngineConfig) -> None:
         self.engine = Engine(model, config)
         self.engine.info.sampling.announce(log)
-        self.tokenizer = Tokenizer.from_pretrained(self.engine.info.model_path)
+        self.tokenizer = Tokenizer.from_pretrained(self.engine.info.model_path, config.chat_template)
         self._maker = RequestMaker(self.tokenizer, self.engine.info)
         self._outputs: dict[str, deque[StepOutput]] = {}
         self._lock = threading.Lock()

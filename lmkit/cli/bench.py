@@ -302,6 +302,8 @@ def _open(model: str) -> tuple[Path, Tokenizer]:
 
 
 def _load(path: Path, config: EngineConfig) -> Engine:
+    if config.chat_template is not None:
+        raise ConfigError("--chat-template: a benchmark's prompts are no chats")
     from lmkit.turbo.engine.engine import Engine
 
     return Engine(str(path), config)

@@ -22,6 +22,7 @@ HELP = {
         "lm_head": "auto (as in the checkpoint), or int8 (smaller).",
         "max_model_len": "Context in tokens. Default: the model's.",
         "generation_config": "Sampling defaults: auto (the checkpoint's generation_config.json), none, or a path.",
+        "chat_template": "A file with a chat template, or its text. Default: the checkpoint's.",
         "pooling": "Embeddings: auto (the checkpoint's, else last), the last token's state, or the mean.",
         "attention_sinks": "First tokens that sliding windows still see.",
         "packed_cache": "Keep packed weights in a file, <checkpoint>/.lmkit, for the next start.",

@@ -25,11 +25,15 @@ class ListedModel(NamedTuple):
     path: str  # a folder, a Hub name or "demo"
     engine: EngineConfig
     keep_alive: float | None
+    aliases: tuple[str, ...] = ()  # its other names
+    revision: str | None = None  # on the Hub
 
 
-def listed_models(given: Sequence[str], engine: EngineConfig, server: ServerConfig) -> list[ListedModel]:
+def listed_models(
+    given: Sequence[str], engine: EngineConfig, server: ServerConfig, revision: str | None = None
+) -> list[ListedModel]:
     """The models that `given` names. `engine` and `server` have the options for all. Raises ConfigError."""
-    name = server.served_model_name
+    own = server.served_model_name
     found: list[ListedModel] = []
     for text in given:
         if text.endswith(FILES):
@@ -37,14 +41,19 @@ def listed_models(given: Sequence[str], engine: EngineConfig, server: ServerConf
         else:
             called = Path(text).resolve().name if Path(text).is_dir() else text
             found.append(ListedModel(called, text, engine, server.keep_alive))
-    if name is not None:
-        if len(found) > 1:
-            raise ConfigError("--served-model-name names a single model; name several in a file, see docs/models.md")
-        found = [model._replace(name=name) for model in found]
-    names = [model.name for model in found]
-    for model in found:
-        if names.count(model.name) > 1:
-            raise ConfigError(f"two models are called {model.name!r}; name them in a file, see docs/models.md")
+    for option, value in {"--served-model-name": own, "--revision": revision}.items():
+        if value and len(found) > 1:
+            raise ConfigError(f"{option} is for a single model; list several in a file, see docs/models.md")
+    if own:
+        found = [model._replace(name=own[0], aliases=own[1:]) for model in found]
+    if revision is not None:
+        found = [model._replace(revision=revision) for model in found]
+    names = [name for model in found for name in (model.name, *model.aliases)]
+    for name in names:
+        if not name:
+            raise ConfigError("a model's name is empty")
+        if names.count(name) > 1:
+            raise ConfigError(f"two models are called {name!r}; name them in a file, see docs/models.md")
     return found
 
 
@@ -67,10 +76,12 @@ def _model(name: str, given: dict[str, Any], where: str, engine: EngineConfig, k
     path = given.pop("path")
     if "keep_alive" in given:
         keep_alive = parse(given.pop("keep_alive"), PositiveFloat, f"{where}: keep_alive")
+    aliases = parse(given.pop("aliases", ()), tuple[str, ...], f"{where}: aliases")
+    revision = parse(given.pop("revision"), str, f"{where}: revision") if "revision" in given else None
     own = msgspec.structs.asdict(engine)
     for option, value in given.items():
         if option not in own:
             raise ConfigError(f"{where}: {option!r} is not an option of a model{hint(option, ENGINE, own)}")
         is_size = option in SIZES and isinstance(value, str)
         own[option] = parse_bytes(value, f"{where}: {option}") if is_size else value
-    return ListedModel(name, path, parse(own, EngineConfig, where), keep_alive)
+    return ListedModel(name, path, parse(own, EngineConfig, where), keep_alive, aliases, revision)

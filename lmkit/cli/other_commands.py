@@ -53,7 +53,7 @@ SERVE: Mapping[str, str] = {
         "dllm_block_length dllm_confidence_threshold dllm_denoising_steps dllm_unmasking_strategy",
     ),
     "enable_return_routed_experts": NOT_OUTPUT,
-    "alias": "use --served-model-name",
+    "alias": "use --served-model-name A,B",
     "allow_terminate_by_client": "use `lmkit stop`",
     "api_keys": "use --api-key, once for each key",
     "calculate_kv_scales": "use kv_dtype; each token has scales of its own",
@@ -62,6 +62,8 @@ SERVE: Mapping[str, str] = {
     "batch_size": "use --max-batch-size for sequences and --max-step-tokens for tokens",
     **each("use kv_dtype, for keys and values alike", "cache_type_k cache_type_v ctk ctv"),
     "disable_log_requests": "lmkit never logs prompts; --log-level says how much it logs",
+    **each("use revision", "hf_revision model_revision"),
+    **each("use --log-format json", "log_config log_config_file json_logs"),
     "disable_uvicorn_access_log": "--log-level WARNING leaves out the line of each request",
     **each("use device: cuda runs all layers on the GPU, cpu none", "gpu_layers ngl"),
     "guided_decoding_backend": NOT_NEEDED,
@@ -236,7 +238,7 @@ OFFLINE: Mapping[str, str] = {
 # The tables of options by command: `lmkit COMMAND --NAME`.
 OPTIONS: Mapping[str, Mapping[str, str]] = {
     "quantize": QUANTIZE,
-    "serve": {**ENGINE, **SERVE},
+    "serve": {**{name: advice for name, advice in ENGINE.items() if name != "revision"}, **SERVE},
     "proxy": PROXY,
     "eval": {**each("use text or dataset", "file tasks"), "ctx_size": "use seq_len", "kv_cache_dtype": "use kv_dtype"},
     "chat": {

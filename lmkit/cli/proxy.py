@@ -10,7 +10,7 @@ import typer
 from lmkit.cli import proxy_keys
 from lmkit.cli.proxy_call import DEFAULT_PROXY, AdminKey, ProxyOption, call
 from lmkit.cli.settings import ProxyGroup
-from lmkit.config import PolicyName, TenantsBy
+from lmkit.config import LogFormat, PolicyName, TenantsBy
 from lmkit.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ def proxy(
     key_store: Annotated[
         str | None, typer.Option(help="A file of keys with limits, and of what they used; clients then need a key.")
     ] = None,
+    log_format: Annotated[LogFormat | None, typer.Option(help="json: an object a line; default text.")] = None,
 ) -> None:
     """Forward requests to nodes by the model they name. Without a command, runs until SIGTERM."""
     if context.invoked_subcommand is not None:
@@ -78,12 +79,13 @@ def proxy(
 
     nodes = [parse({"url": url}, NodeConfig, "--node") for url in node or ()]
     options: dict[str, Any] = {"tls_cert": tls_cert, "tls_key": tls_key, "policy": policy, "state_file": state_file}
+    options |= {"log_format": log_format}
     options["key_store"] = key_store
     options |= {"cors_origins": tuple(cors_origin) if cors_origin else None, "chat_page": chat_page}
     load = functools.partial(load_config, config, nodes=nodes, host=host, port=port, **options)
     file = ConfigFile(config, load) if config is not None else None
     resolved = file.config if file is not None else load()
-    log.setup(resolved.log_level)
+    log.setup(resolved.log_level, log_format=resolved.log_format)
     own = None
     if not Keys.of(resolved.api_keys, resolved.admin_keys).for_admin:
         own = secrets.token_urlsafe(32)

@@ -13,7 +13,7 @@ from lmkit.cli.engine_options import checked, engine_options, size
 from lmkit.cli.model_list import ListedModel, listed_models
 from lmkit.cli.options import takes
 from lmkit.cli.settings import read_config, resolved
-from lmkit.config import EngineConfig, LogLevel, ReasoningParser, ServerConfig, ToolParser
+from lmkit.config import EngineConfig, LogFormat, LogLevel, ReasoningParser, ServerConfig, ToolParser
 from lmkit.errors import ConfigError
 from lmkit.extras import needed_for
 from lmkit.web.key_file import parse_keys, read_keys
@@ -34,7 +34,11 @@ def serve(
     model: Annotated[str, typer.Argument(help='A checkpoint folder, a Hub name, "demo", or a YAML file of models.')],
     more_models: Annotated[list[str] | None, typer.Argument(help="Further models, loaded when needed.")] = None,
     served_model_name: Annotated[
-        str | None, typer.Option(help="Default: the folder's name, or the name given.", rich_help_panel="Model")
+        list[str] | None,
+        typer.Option(help="Default: the folder's name, or the name given. Several: A,B.", rich_help_panel="Model"),
+    ] = None,
+    revision: Annotated[
+        str | None, typer.Option(help="A branch, tag or commit of a model on the Hub.", rich_help_panel="Model")
     ] = None,
     config: Annotated[
         str | None, _server("A YAML file of options, name: value.", is_eager=True, callback=read_config)
@@ -130,6 +134,7 @@ def serve(
     ] = None,
     node_tag: Annotated[list[str] | None, _server("Its class, for the proxy's rules; repeatable.")] = None,
     log_level: Annotated[LogLevel, _server("How much is logged.", case_sensitive=False)] = _SERVER.log_level,
+    log_format: Annotated[LogFormat, _server("json: an object a line.")] = _SERVER.log_format,
     engine: Annotated[str | None, typer.Option(hidden=True, help="module:Class of another engine.")] = None,
 ) -> None:
     """Serve a model over HTTP with OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models.
@@ -155,7 +160,7 @@ def serve(
         grpc_port=grpc_port,
         tls_cert=tls_cert,
         tls_key=tls_key,
-        served_model_name=served_model_name,
+        served_model_name=tuple(name for text in served_model_name or () for name in text.split(",")),
         api_keys=tuple(api_key or ()),
         api_key_file=str(api_key_file) if api_key_file else None,
         cors_origins=tuple(cors_origin or ()),
@@ -181,8 +186,9 @@ def serve(
         node_url=node_url,
         node_tags=tuple(node_tag or ()),
         log_level=log_level,
+        log_format=log_format,
     )
-    models = listed_models([model, *(more_models or [])], engine_config, server_config)
+    models = listed_models([model, *(more_models or [])], engine_config, server_config, revision)
     raise typer.Exit(_run(models, server_config, engine))
 
 
@@ -197,7 +203,7 @@ def _run(models: list[ListedModel], config: ServerConfig, engine: str | None) ->
     from lmkit.turbo.transport.messages import ENGINE
     from lmkit.web.running import registered
 
-    log.setup(config.log_level)
+    log.setup(config.log_level, log_format=config.log_format)
     if config.grpc_port is not None:
         with needed_for("--grpc-port"):
             pass
@@ -205,7 +211,7 @@ def _run(models: list[ListedModel], config: ServerConfig, engine: str | None) ->
         log.get_logger(__name__).info("every route but /health needs an API key")
     pooled = []
     for model in models:
-        path = resolve_model_path(model.path)
+        path = resolve_model_path(model.path, revision=model.revision)
         if Path(model.path).is_dir():
             remember(path)
         front_end = AsyncEngine(
@@ -213,9 +219,10 @@ def _run(models: list[ListedModel], config: ServerConfig, engine: str | None) ->
             model.engine,
             engine=engine or ENGINE,
             log_level=config.log_level,
+            log_format=config.log_format,
             step_timeout=config.step_timeout,
         )
-        pooled.append(PooledModel(model.name, front_end, keep_alive=model.keep_alive))
+        pooled.append(PooledModel(model.name, front_end, aliases=model.aliases, keep_alive=model.keep_alive))
     name = ",".join(model.name for model in models)
     with registered("serve", name, config.drain_seconds) as tell:
 

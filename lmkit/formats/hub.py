@@ -32,14 +32,16 @@ REASONS = {
 }
 
 
-def resolve_model_path(name: str | Path, *, weights: bool = True) -> Path:
+def resolve_model_path(name: str | Path, *, weights: bool = True, revision: str | None = None) -> Path:
     """The folder of a checkpoint: an existing one, the bundled "demo", or a snapshot of a Hugging Face Hub repository.
 
     Only a string that could name a repository (`model`, `owner/model`) is looked up on the Hub, through the Hub's own
-    cache and settings. Without `weights`, only the small files are fetched, and a folder may hold anything. Raises
-    CheckpointError with advice.
+    cache and settings. Without `weights`, only the small files are fetched, and a folder may hold anything. `revision`
+    is a branch, tag or commit of a repository. Raises CheckpointError with advice.
     """
     path = Path(name)
+    if revision is not None and (name == DEMO or os.path.exists(name)):
+        raise CheckpointError(f"{path}: --revision {revision} is for a model of the Hub; a folder has only one")
     if os.path.isdir(name):  # os.path: names too long for the file system are no error
         found = path
     elif os.path.exists(name):
@@ -49,7 +51,7 @@ def resolve_model_path(name: str | Path, *, weights: bool = True) -> Path:
     elif isinstance(name, Path) or not _may_be_repository(name):
         raise CheckpointError(f"{name}: no such folder")
     else:
-        found = _download(name, WANTED if weights else [pattern for pattern in WANTED if pattern != WEIGHTS])
+        found = _download(name, WANTED if weights else [pattern for pattern in WANTED if pattern != WEIGHTS], revision)
     if weights and (problem := _about_folder(found)):
         raise CheckpointError(f"{found}: {problem}")
     return found

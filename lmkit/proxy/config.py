@@ -12,7 +12,16 @@ import msgspec
 import yaml
 
 from lmkit import yaml_file
-from lmkit.config import BODY_MEMORY, LogLevel, PolicyName, PositiveInt, StrictStruct, TenantsBy, wrong_origin
+from lmkit.config import (
+    BODY_MEMORY,
+    LogFormat,
+    LogLevel,
+    PolicyName,
+    PositiveInt,
+    StrictStruct,
+    TenantsBy,
+    wrong_origin,
+)
 from lmkit.errors import ConfigError
 from lmkit.other_names import hint
 from lmkit.proxy.accounts.account import Price
@@ -104,6 +113,7 @@ class ProxyConfig(StrictStruct, frozen=True):
     breaker_seconds: Seconds = 10.0  # that while; then one request is tried
     drain_seconds: Annotated[float, msgspec.Meta(ge=0, le=86400)] = 30.0  # how long requests may finish after SIGTERM
     log_level: LogLevel = "INFO"
+    log_format: LogFormat = "text"
 
     def __post_init__(self) -> None:
         urls = [node.url for node in self.nodes]

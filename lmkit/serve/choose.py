@@ -30,7 +30,7 @@ async def choose(request: HttpRequest, name: str | None, seconds: float | None =
             await while_connected(request.receive, models.until_awake(model, limit))
         model.users += 1
     request.state.held.callback(models.release, model)
-    return model.serving
+    return model.serving if name is None else model.serving.called(name)
 
 
 def shared(request: HttpRequest) -> Serving:

@@ -13,18 +13,20 @@ router = APIRouter()
 
 @router.get("/v1/models")
 async def list_models(request: Request) -> ModelList:
-    return ModelList(data=list(map(_card, pool(request).models)))
+    """Each model under each of its names."""
+    models = pool(request).models
+    return ModelList(data=[_card(model, name) for model in models for name in (model.name, *model.aliases)])
 
 
 @router.get("/v1/models/{name:path}")
 async def get_model(name: str, request: Request) -> ModelCard:
-    return _card(pool(request).find(name))
+    return _card(pool(request).find(name), name)
 
 
-def _card(model: PooledModel) -> ModelCard:
+def _card(model: PooledModel, name: str) -> ModelCard:
     info = model.engine.info
     return ModelCard(
-        id=model.name,
+        id=name,
         created=model.serving.created,
         max_model_len=info.max_model_len if info else None,
         state=model.engine.health,

@@ -13,7 +13,6 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -38,9 +37,9 @@ LOOK_SECONDS = 0.5  # between looks at what no event tells
 logger = get_logger(__name__)
 
 
-def load_tokenizer(model_path: Path) -> Tokenizer:
+def load_tokenizer(engine: AsyncEngine) -> Tokenizer:
     """A model's tokenizer, whose chat template has been checked. Raises LMKitError."""
-    tokenizer = Tokenizer.from_pretrained(model_path)
+    tokenizer = Tokenizer.from_pretrained(engine.model_path, engine.config.chat_template)
     tokenizer.check_template()
     return tokenizer
 
@@ -51,6 +50,7 @@ class PooledModel:
 
     name: str
     engine: AsyncEngine
+    aliases: tuple[str, ...] = ()  # its other names in requests
     nbytes: int = 0  # while it is awake
     keep_alive: float | None = None  # seconds without a request after which it sleeps; None = as long as there is room
     serving: Serving = field(init=False)
@@ -119,7 +119,7 @@ class ModelPool:
     def find(self, name: str | None) -> PooledModel:
         """The model of that name. Without a name, the only one. Raises RequestError."""
         for model in self.models:
-            if name == model.name or (name is None and model is self.only):
+            if name in (model.name, *model.aliases) or (name is None and model is self.only):
                 return model
         if name is None:
             raise RequestError("invalid_request", "this server has several models; name one, see /v1/models", "model")

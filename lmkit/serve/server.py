@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Callable, Coroutine
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -96,8 +95,7 @@ async def _start(models: ModelPool) -> tuple[Tokenizers, ServerFactory]:
     """
     starting = asyncio.ensure_future(models.start())
     try:
-        paths = [model.engine.model_path for model in models.models]
-        _, loaded = await asyncio.gather(starting, asyncio.to_thread(_load, paths))
+        _, loaded = await asyncio.gather(starting, asyncio.to_thread(_load, models))
     except BaseException:
         starting.cancel()
         await asyncio.wait({starting})
@@ -107,8 +105,8 @@ async def _start(models: ModelPool) -> tuple[Tokenizers, ServerFactory]:
     return loaded
 
 
-def _load(model_paths: list[Path]) -> tuple[Tokenizers, ServerFactory]:
-    tokenizers = list(map(load_tokenizer, model_paths))
+def _load(models: ModelPool) -> tuple[Tokenizers, ServerFactory]:
+    tokenizers = [load_tokenizer(model.engine) for model in models.models]
     from lmkit.serve.http import http_server
 
     return tokenizers, http_server

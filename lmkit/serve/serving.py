@@ -7,7 +7,7 @@ import hashlib
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from uuid import uuid4
 
@@ -48,6 +48,16 @@ class Serving:
     admission: Admission
     hooks: Hooks
     created: int = field(default_factory=lambda: int(time.time()))
+    edition: str = ""  # another after each reload
+    _aliases: dict[str, Serving] = field(init=False, default_factory=dict)
+
+    def called(self, name: str) -> Serving:
+        """The same model under another of its names, which answers then have."""
+        if name == self.model_name:
+            return self
+        if name not in self._aliases:
+            self._aliases[name] = replace(self, model_name=name)
+        return self._aliases[name]
 
     @cached_property
     def style(self) -> Style:
@@ -63,11 +73,11 @@ class Serving:
 
     @property
     def system_fingerprint(self) -> str:
-        """A digest of the model, its KV storage and lmkit's version.
+        """A digest of the model, its KV storage, its edition and lmkit's version.
 
         As long as it stays, the same request gives the same answer.
         """
-        parts = (self.info.model_path, self.info.kv_dtype, lmkit.__version__)
+        parts = (self.info.model_path, self.info.kv_dtype, self.edition, lmkit.__version__)
         return "fp_" + hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
 
     async def run(

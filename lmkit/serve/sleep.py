@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from typing import Any
+from uuid import uuid4
 
 from fastapi import APIRouter, Request
 
@@ -50,14 +51,14 @@ async def reload(request: Request) -> dict[str, Any]:
 
     async def renew() -> None:
         try:
-            tokenizer = await asyncio.to_thread(load_tokenizer, model.engine.model_path)
+            tokenizer = await asyncio.to_thread(load_tokenizer, model.engine)
             await models.measure([model])
         except LMKitError as error:
             logger.error("%s is not loaded again: %s", model.name, error)
             message = "the model's files cannot be used, and it goes on as it was; the server's log says why"
             raise RequestError("invalid_request", message) from None
         sessions = Sessions(model.engine.config.session_lease)
-        model.serving = replace(model.serving, tokenizer=tokenizer, sessions=sessions)
+        model.serving = replace(model.serving, tokenizer=tokenizer, sessions=sessions, edition=uuid4().hex)
 
     await while_connected(request.receive, models.reload(model, renew))
     return _answer(model)

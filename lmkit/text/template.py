@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
-from lmkit.errors import CheckpointError, RequestError
+from lmkit.errors import CheckpointError, ConfigError, RequestError
 from lmkit.text.sandbox import Sandbox
 
 MAX_TEMPLATE_CHARS = 1 << 20
@@ -17,6 +19,18 @@ NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token",
 # A model whose template has no such switch has one way to answer, and neither value changes it.
 THINKING_SWITCHES = frozenset({"enable_thinking", "thinking"})
 _GIVEN = frozenset({"messages", "add_generation_prompt", "tools", "documents", *NAMED_TOKENS})
+
+
+def given_template(given: str) -> str:
+    """The text of a template that a user gives: a file, or the text itself. Raises ConfigError."""
+    if os.path.exists(given):
+        try:
+            return Path(given).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"chat_template {given}: cannot read: {error}") from None
+    if "{{" in given or "{%" in given:
+        return given
+    raise ConfigError(f"chat_template {given[:64]!r}: there is no such file, and a template has {{{{ or {{%")
 
 
 class TemplateProcess(Sandbox):

@@ -18,7 +18,7 @@ import tokenizers
 from lmkit.errors import CheckpointError, LMKitError, RequestError
 from lmkit.jsonfile import read_json
 from lmkit.text.decoding import decoder_stages
-from lmkit.text.template import NAMED_TOKENS, ChatTemplate
+from lmkit.text.template import NAMED_TOKENS, ChatTemplate, given_template
 from lmkit.text.token_length import max_token_chars
 
 if TYPE_CHECKING:
@@ -56,22 +56,30 @@ class Tokenizer:
         self._lock = threading.Lock()
 
     @classmethod
-    def from_pretrained(cls, path: str | Path) -> Tokenizer:
-        """Read a checkpoint folder; only tokenizer.json must exist. Raises CheckpointError or UnsupportedError."""
+    def from_pretrained(cls, path: str | Path, chat_template: str | None = None) -> Tokenizer:
+        """Read a checkpoint folder; only tokenizer.json must exist. Raises CheckpointError or UnsupportedError.
+
+        `chat_template` stands in place of the folder's, see `given_template`. Raises ConfigError for a wrong one.
+        """
         folder = Path(path)
         file = folder / "tokenizer.json"
         with _library_errors(lambda why: CheckpointError(f"{file}: cannot read the tokenizer: {why}")):
             try:
-                return cls._read(folder, tokenizers.Tokenizer.from_buffer(file.read_bytes()))
+                return cls._read(folder, tokenizers.Tokenizer.from_buffer(file.read_bytes()), chat_template)
             except (OSError, ValueError) as error:
                 raise CheckpointError(f"{file}: cannot read the tokenizer: {error}") from None
 
     @classmethod
-    def _read(cls, folder: Path, backend: tokenizers.Tokenizer) -> Tokenizer:
+    def _read(cls, folder: Path, backend: tokenizers.Tokenizer, chat_template: str | None) -> Tokenizer:
         config = _read_json(folder / "tokenizer_config.json")
         named = {name: text for name in NAMED_TOKENS if (text := _token_text(config.get(name)))}
         _add_tokens(backend, config, named, folder / "tokenizer_config.json")
 
+        template = (
+            _read_template(folder, config, named)
+            if chat_template is None
+            else ChatTemplate(given_template(chat_template), named)
+        )
         eos = [i for i in [backend.token_to_id(named.get("eos_token", ""))] if i is not None]
         for name in ("generation_config.json", "config.json"):
             eos += _eos_ids(_read_json(folder / name).get("eos_token_id"), folder / name)
@@ -79,7 +87,7 @@ class Tokenizer:
             backend,
             eos_token_ids=tuple(sorted(set(eos))),
             named_tokens=named,
-            chat_template=_read_template(folder, config, named),
+            chat_template=template,
         )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

@@ -52,12 +52,31 @@ class AccessLog:
         finally:
             milliseconds = (time.monotonic() - start) * 1e3
             line = (scope["method"], _target(scope), status or 499, milliseconds, _from(scope), name, _remarks(state))
-            log.info("%s %s %d %.0f ms %s id=%s%s", *line)
+            fields = _fields(scope, status or 499, milliseconds, name)
+            log.info("%s %s %d %.0f ms %s id=%s%s", *line, extra={"fields": fields})
 
 
 def note_error(scope: Scope, error: RequestError) -> None:
     """Keep the request's error for its line."""
     scope.setdefault("state", {})["error"] = error
+
+
+def _fields(scope: Scope, status: int, milliseconds: float, name: str) -> dict[str, Any]:
+    """The same for programs, as a log in JSON has it."""
+    address, _ = scope.get("client") or ("-", 0)
+    state = scope["state"]
+    fields = {
+        "method": scope["method"],
+        "path": _target(scope),
+        "status": status,
+        "duration_ms": round(milliseconds, 3),
+        "client": address,
+        "key": key_id(scope["headers"]),
+        "request_id": name,
+        "user": (state.get("user") or "")[:64],
+        "error": state["error"].code if "error" in state else None,
+    }
+    return {field: value for field, value in fields.items() if value not in (None, "")}
 
 
 def _target(scope: Scope) -> str:

@@ -15,11 +15,13 @@ FOR_ALL = EngineConfig(max_batch_size=8)
 
 def test_a_file_gives_names_and_options(tmp_path: Path) -> None:
     (file := tmp_path / "models.yaml").write_text(
-        "small: demo\nlarge:\n  path: /models/large\n  kv-memory: 64M\n  keep_alive: 60\n  max_batch_size: 2\n"
+        "small: demo\nlarge:\n  path: /models/large\n  aliases: [big]\n  revision: v1\n"
+        "  kv-memory: 64M\n  keep_alive: 60\n  max_batch_size: 2\n"
     )
     small, large = listed_models([str(file)], FOR_ALL, ServerConfig(keep_alive=5))
     assert (small.name, small.path, small.engine, small.keep_alive) == ("small", "demo", FOR_ALL, 5)
     assert (large.name, large.path, large.keep_alive) == ("large", "/models/large", 60)
+    assert (large.aliases, large.revision) == (("big",), "v1")
     assert (large.engine.kv_memory, large.engine.max_batch_size) == (64 << 20, 2)
 
 
@@ -27,8 +29,8 @@ def test_a_folder_is_called_by_its_name(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     models = listed_models([str(tmp_path / "one"), "owner/two"], FOR_ALL, ServerConfig())
     assert [model.name for model in models] == ["one", "owner/two"]
-    (named,) = listed_models(["demo"], FOR_ALL, ServerConfig(served_model_name="mine"))
-    assert named.name == "mine"
+    (named,) = listed_models(["demo"], FOR_ALL, ServerConfig(served_model_name=("mine", "gpt-4")))
+    assert (named.name, named.aliases) == ("mine", ("gpt-4",))
 
 
 @pytest.mark.parametrize(
@@ -55,5 +57,9 @@ def test_a_mistake_is_named_with_its_place(tmp_path: Path, text: str, error: str
 def test_two_models_of_one_name_are_refused() -> None:
     with pytest.raises(ConfigError, match="two models are called 'demo'"):
         listed_models(["demo", "demo"], FOR_ALL, ServerConfig())
-    with pytest.raises(ConfigError, match="--served-model-name names a single model"):
-        listed_models(["demo", "other"], FOR_ALL, ServerConfig(served_model_name="x"))
+    with pytest.raises(ConfigError, match="two models are called 'x'"):
+        listed_models(["demo"], FOR_ALL, ServerConfig(served_model_name=("x", "x")))
+    with pytest.raises(ConfigError, match="--served-model-name is for a single model"):
+        listed_models(["demo", "other"], FOR_ALL, ServerConfig(served_model_name=("x",)))
+    with pytest.raises(ConfigError, match="--revision is for a single model"):
+        listed_models(["demo", "other"], FOR_ALL, ServerConfig(), "main")

@@ -158,7 +158,7 @@ def test_an_unknown_variable_is_one_warning(monkeypatch: pytest.MonkeyPatch, cap
         (["--session-len", "9"], "--max-model-len"), (["--cache-max-entry-count", "0.5"], "--kv-memory"),
         (["--quant-policy", "8"], "--kv-dtype"), (["--model-name", "x"], "--served-model-name"),
         (["--api-keys", "a"], "--api-key"), (["--max-concurrent-requests", "4"], "--max-queue"),
-        (["--chat-template", "x"], "template"), (["--tool-call-parser", "qwen"], "--tool-parser"),
+        (["--chat-template-file", "x"], "--chat-template"), (["--tool-call-parser", "qwen"], "--tool-parser"),
         (["--gpu-memory-utilization", "0.9"], "--kv-memory"), (["--max-num-seqs", "8"], "--max-batch-size"),
         (["--tensor-parallel-size", "2"], "one device"), (["--max-num-batched-tokens", "8"], "--max-step-tokens"),
         (["--enable-prefix-caching"], "--prefix-cache"), (["--dtype", "half"], "float16"),
@@ -176,11 +176,11 @@ def test_options_of_other_servers_tell_ours(words: list[str], part: str) -> None
 
 LMDEPLOY = """
 adapters allow_credentials allow_headers allow_methods allow_origins allow_terminate_by_client allowed_media_domains
-api_keys backend cache_block_seq_len cache_max_entry_count chat_template communicator cp disable_fastapi_docs
+api_keys backend cache_block_seq_len cache_max_entry_count communicator cp disable_fastapi_docs
 disable_metrics dist_init_addr distributed_executor_backend dllm_block_length download_dir dp dp_rank eager_mode
 enable_abort_handling enable_eplb enable_microbatch enable_prefix_caching ep hf_overrides language_model_only
 logprobs_mode max_concurrent_requests max_log_len max_prefill_iters max_prefill_token_num migration_backend model_format
-model_name nnodes node_rank num_tokens_per_iter proxy_url quant_policy revision role
+model_name nnodes node_rank num_tokens_per_iter proxy_url quant_policy role
 rope_scaling_factor server_name server_port session_len speculative_algorithm speculative_draft_model
 speculative_num_draft_tokens ssl tool_call_parser tp trust_remote_code vision_max_batch_size
 """

@@ -106,8 +106,8 @@ def _common(a: list[int], b: list[int]) -> int:
 
 def one_model(engine: AsyncEngine, config: ServerConfig | None = None) -> ModelPool:
     """A pool of one model, under its served name."""
-    name = config.served_model_name if config else None
-    return ModelPool([PooledModel(name or engine.model_path.name, engine)])
+    name, *aliases = (config.served_model_name if config else ()) or (engine.model_path.name,)
+    return ModelPool([PooledModel(name, engine, tuple(aliases))])
 
 
 def app_of(engine: AsyncEngine, config: ServerConfig) -> FastAPI:

@@ -310,13 +310,16 @@ def test_a_reload_takes_new_files_and_keeps_the_old_if_they_cannot_be_used(monke
 
         monkeypatch.setattr(here.pool, "measure", measure)
         before = here.pool.find("a").serving
+        fingerprint = before.system_fingerprint
         answer = await here.client.post("/reload", json={"model": "a"})
         assert (answer.status_code, "secret" in answer.text) == (400, False)
         assert here.pool.find("a").serving is before
+        assert here.pool.find("a").serving.system_fingerprint == fingerprint
         broken = False
         assert (await here.client.post("/reload", json={"model": "a"})).json() == {"model": "a", "state": "ready"}
         assert here.log == ["wake a", "sleep a", "wake a"]
         assert here.pool.find("a").serving.tokenizer is not before.tokenizer
+        assert here.pool.find("a").serving.system_fingerprint != fingerprint
         assert (await here.ask("a")).status_code == 200
 
     run(main())

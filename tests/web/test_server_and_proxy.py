@@ -99,7 +99,7 @@ async def test_errors_are_the_same() -> None:
 async def test_the_apis_of_agents_pass_the_proxy() -> None:
     said = [{"role": "user", "content": "Hi"}]
     bodies = {MESSAGES: {"max_tokens": 2, "messages": said}, RESPONSES: {"input": said, "store": False}}
-    server_config = ServerConfig(served_model_name="m")
+    server_config = ServerConfig(served_model_name=("m",))
     async with running(
         lambda ready: serve_server(one_model(StubEngine(), server_config), [TOKENIZER], server_config, ready)
     ) as node:

@@ -74,7 +74,7 @@ def load(model_path: str, config: EngineConfig, device: Device) -> LoadedModel:
         log.info("weights loaded in %.1f s", time.perf_counter() - start)
         log.debug("weights of %s", path)
         has_head = model.source.has_head
-    tokenizer = Tokenizer.from_pretrained(path)
+    tokenizer = Tokenizer.from_pretrained(path, config.chat_template)
     kept = has_tiers, identity, disk
     return LoadedModel(
         str(path), decoder, model.storages, memory, tokenizer, *kept, sampling, pooling, has_head, mapped

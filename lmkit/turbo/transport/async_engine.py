@@ -18,7 +18,7 @@ import msgspec
 import zmq
 
 from lmkit import log
-from lmkit.config import EngineConfig
+from lmkit.config import EngineConfig, LogFormat
 from lmkit.errors import CheckpointError, ConfigError, LMKitError, RequestError, UnsupportedError
 from lmkit.turbo.request import EngineInfo, EngineStats, Request, Siblings, StepOutput
 from lmkit.turbo.transport import messages
@@ -66,6 +66,7 @@ class AsyncEngine:
         *,
         engine: str = messages.ENGINE,
         log_level: str = "INFO",
+        log_format: LogFormat = "text",
         restart: RestartPolicy | None = None,
         step_timeout: float | None = None,
     ) -> None:
@@ -81,6 +82,7 @@ class AsyncEngine:
             "config": msgspec.json.encode(config).decode(),
             "cwd": os.getcwd(),
             "log-level": log_level,
+            "log-format": log_format,
         }
         if step_timeout is not None:
             self._arguments["step-timeout"] = str(step_timeout)

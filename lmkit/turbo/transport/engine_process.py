@@ -213,7 +213,7 @@ def _end_with_parent(socket_dir: Path) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="lmkit.turbo.transport.engine_process")
     parser.add_argument("--engine", default=ENGINE)
-    for name in ("model", "config", "commands", "events", "cwd", "log-level"):
+    for name in ("model", "config", "commands", "events", "cwd", "log-level", "log-format"):
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--step-timeout", type=float)
     args = parser.parse_args(argv)
@@ -222,7 +222,7 @@ def main(argv: list[str] | None = None) -> int:
         signal.signal(number, signal.SIG_IGN)
     _end_with_parent(Path(args.commands.removeprefix("ipc://")).parent)
     os.chdir(args.cwd)
-    log.setup(args.log_level, process="engine")
+    log.setup(args.log_level, process="engine", log_format=args.log_format)
 
     context = zmq.Context()
     commands, events = context.socket(zmq.PULL), context.socket(zmq.PUSH)
