@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import os
+import socket
 import ssl
 from collections.abc import AsyncGenerator, Generator, Iterable
 from contextlib import contextmanager
@@ -12,6 +13,12 @@ from functools import cached_property
 
 import aiohttp
 import yarl
+from aiohttp.abc import ResolveResult
+
+from lmkit.log import get_logger
+from lmkit.proxy.addresses import refusal
+
+log = get_logger(__name__)
 
 KEEP_ALIVE_SECONDS = 2.0  # of idle connections; less than the 5 s after which common servers close them
 MAX_FIELD_BYTES = 64 << 10  # of one header
@@ -71,6 +78,19 @@ class Answer:
         self._response.release()
 
 
+class CheckedResolver(aiohttp.ThreadedResolver):
+    """Names -> addresses that may be nodes. A node's name can come to mean a metadata service later."""
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
+    ) -> list[ResolveResult]:
+        found = await super().resolve(host, port, family)
+        if refused := [reason for entry in found if (reason := refusal(entry["host"], registered=True))]:
+            log.warning("%s %s", host, refused[0])
+            raise OSError(None, "an address that may not be a node")
+        return found
+
+
 class Upstream:
     """The connections to all nodes. They belong to one event loop; `close` them there.
 
@@ -85,7 +105,9 @@ class Upstream:
     @cached_property
     def _session(self) -> aiohttp.ClientSession:
         return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(ssl=self._tls, limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS),
+            connector=aiohttp.TCPConnector(
+                ssl=self._tls, limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS, resolver=CheckedResolver()
+            ),
             timeout=self._timeout,
             cookie_jar=aiohttp.DummyCookieJar(),
             skip_auto_headers=("accept", "accept-encoding", "content-type", "user-agent"),

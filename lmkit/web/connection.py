@@ -5,6 +5,9 @@ body       its reader has a limit, see `receive.read_body`. SLICE events at a ti
 answer     WRITE_SECONDS in which the client must take WRITE_BYTES, if it lets the answer wait
 closing    LINGER_SECONDS and LINGER_BYTES for a body that nobody reads: many clients look for the answer only after
            they have sent their body, and a socket that is closed with unread bytes resets the connection
+
+The parser is h11 and not httptools: it can stop between two events, and says of each byte what it is. It takes 0.1 ms
+for a request where httptools takes 4 us, and 8 us for an event of a stream (Zen 4). The first token takes 17 ms.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import re
 import select
 import struct
 import termios
@@ -33,6 +37,9 @@ LINGER_SECONDS, LINGER_BYTES = 2.0, 64 << 20
 MAX_HEAD_BYTES, MAX_HEADERS = 16 << 10, 128  # of a request's target and headers
 PIPELINED_BYTES = 1 << 16  # sent ahead of an answer and not read yet
 SLICE = 32  # parsed events, of which a body has one a chunk
+# What servers read in different ways: a line that ends with LF alone, and one that goes on in the next (RFC 9112, 2.2
+# and 5.2). One of them may see a second request where another sees a part of the first.
+AMBIGUOUS = re.compile(rb"(?<!\r)\n|\n[ \t]")
 
 
 class Turns:
@@ -143,7 +150,7 @@ class Connection(H11Protocol):
         if self.is_ending:
             return
         self._close_by = self.loop.time() + LINGER_SECONDS
-        if self.conn.their_state not in (h11.SEND_BODY, h11.ERROR):
+        if self.conn.their_state not in (h11.SEND_BODY, h11.ERROR) and not self.conn.complaint:
             self._socket.close()
             return
         self.flow.is_held = False
@@ -205,11 +212,13 @@ class _Parser(h11.Connection):
             return h11.NEED_DATA
         self.num_left -= 1
         try:
+            if self.their_state is h11.IDLE:
+                self._check_lines()
             event = super().next_event()
             if isinstance(event, h11.Request):
                 self._check(event)
         except h11.RemoteProtocolError as error:
-            self.status = 431 if error.error_status_hint == 431 else 400
+            self.status = error.error_status_hint if error.error_status_hint in (431, 505) else 400
             self.complaint = "this is not a valid HTTP request"
             if self.status == 431:
                 self.complaint = f"the head exceeds {self._max_head_bytes} bytes or {MAX_HEADERS} headers"
@@ -218,7 +227,14 @@ class _Parser(h11.Connection):
             self.num_left = max(1, self.num_left)
         return event
 
+    def _check_lines(self) -> None:
+        head, _, _ = self.trailing_data[0].partition(b"\r\n\r\n")
+        if AMBIGUOUS.search(head):
+            raise h11.RemoteProtocolError("a bare LF, or a line that is folded")
+
     def _check(self, request: h11.Request) -> None:
+        if not request.http_version.startswith(b"1."):
+            raise h11.RemoteProtocolError("another version: RFC 9110, 15.6.6", error_status_hint=505)
         size = len(request.target) + sum(len(name) + len(value) for name, value in request.headers)
         if size > self._max_head_bytes or len(request.headers) > MAX_HEADERS:
             raise h11.RemoteProtocolError("outsize head", error_status_hint=431)
