@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
@@ -15,6 +16,9 @@ from typing import NamedTuple
 from lmkit.config import PolicyName
 from lmkit.proxy.registry import Node
 
+STAY = 8.0
+GUARD = 2.0
+GUARD_TOKENS = 512
 LATENCY_HALF_LIFE = 30.0  # seconds after which an observed latency says half as much
 
 
@@ -44,15 +48,22 @@ Policy = Callable[[Sequence[Node], Ask, Random], Choice]
 def prefix(candidates: Sequence[Node], ask: Ask, rng: Random) -> Choice:
     """The node with the fewest tokens to compute: those that wait there, and those of this prompt that it lacks.
 
-    A node that has the prompt's beginning is chosen until its queue is longer than what its cache saves.
+    A token that a node lacks counts `STAY` times, because computing it also evicts KV that others would find. If that
+    leads to a node with more than `GUARD` times the mean load, the prompt goes where it is computed soonest. So a
+    beginning that many prompts share comes to lie at several nodes. benchmarks.routing shows what both are worth.
     """
-    node, cost = _least(candidates, lambda node: (node.load + ask.missing(node)) / node.config.weight, rng)
-    return Choice(node, f"{ask.cached.get(node, 0)} of {ask.tokens} tokens cached, {cost:.0f} to compute before it")
+    loads = list(map(_load, candidates))
+    missing = [ask.missing(node) / node.config.weight for node in candidates]
+    node, _ = _least(candidates, [load + STAY * more for load, more in zip(loads, missing, strict=True)], rng)
+    if moved := _load(node) > GUARD * math.fsum(loads) / len(loads) + GUARD_TOKENS:
+        node, _ = _least(candidates, list(map(operator.add, loads, missing)), rng)
+    reason = f"{ask.cached.get(node, 0)} of {ask.tokens} tokens cached, {node.load} before it"
+    return Choice(node, reason + (", its own node is overloaded" if moved else ""))
 
 
 def least_tokens(candidates: Sequence[Node], ask: Ask, rng: Random) -> Choice:
     """The node with the fewest tokens that wait or run, for its weight."""
-    node, cost = _least(candidates, _load, rng)
+    node, cost = _least(candidates, list(map(_load, candidates)), rng)
     return Choice(node, f"{cost:.0f} tokens before it")
 
 
@@ -61,7 +72,7 @@ def least_in_flight(candidates: Sequence[Node], ask: Ask, rng: Random) -> Choice
 
     A node without history, or one that just came back, gets its share at once.
     """
-    node, cost = _least(candidates, lambda node: (node.in_flight + node.others) / node.config.weight, rng)
+    node, cost = _least(candidates, [(n.in_flight + n.others) / n.config.weight for n in candidates], rng)
     return Choice(node, f"{cost:g} requests before it")
 
 
@@ -70,7 +81,7 @@ def power_of_two(candidates: Sequence[Node], ask: Ask, rng: Random) -> Choice:
     first = _drawn(candidates, rng)
     others = [node for node in candidates if node is not first]
     second = _drawn(others, rng) if others else first
-    node, cost = _least((first, second), _load, rng)
+    node, cost = _least((first, second), (_load(first), _load(second)), rng)
     return Choice(node, f"{cost:.0f} tokens before it, the better of two")
 
 
@@ -81,7 +92,7 @@ def session(candidates: Sequence[Node], ask: Ask, rng: Random) -> Choice:
     """
     if not ask.session:
         return least_tokens(candidates, ask, rng)
-    node, _ = _least(candidates, lambda node: -math.log(uniform(ask.session, node.url)) / node.config.weight, rng)
+    node, _ = _least(candidates, [-math.log(uniform(ask.session, n.url)) / n.config.weight for n in candidates], rng)
     return Choice(node, "its session")
 
 
@@ -92,7 +103,7 @@ def min_expected_latency(candidates: Sequence[Node], ask: Ask, rng: Random) -> C
     """
     known = [node.pace for node in candidates if node.pace]
     mean = math.fsum(known) / len(known) if known else 1.0
-    node, cost = _least(candidates, lambda node: (node.load + ask.missing(node)) / (node.pace or mean), rng)
+    node, cost = _least(candidates, [(n.load + ask.missing(n)) / (n.pace or mean) for n in candidates], rng)
     return Choice(node, f"{cost:.3g} s expected" if known else "no pace is known yet")
 
 
@@ -112,7 +123,7 @@ def min_observed_latency(candidates: Sequence[Node], ask: Ask, rng: Random) -> C
         seconds = mean if node.latency is None else faded(node)
         return seconds * (1 + node.in_flight + node.others)
 
-    node, least = _least(candidates, cost, rng)
+    node, least = _least(candidates, list(map(cost, candidates)), rng)
     return Choice(node, f"{least:.3g} s observed, times requests")
 
 
@@ -139,9 +150,8 @@ POLICIES: dict[PolicyName, Policy] = {
 }
 
 
-def _least(candidates: Sequence[Node], cost: Callable[[Node], float], rng: Random) -> tuple[Node, float]:
+def _least(candidates: Sequence[Node], costs: Sequence[float], rng: Random) -> tuple[Node, float]:
     """The node of the least cost, and the cost. Ties are drawn by weight."""
-    costs = list(map(cost, candidates))
     least = min(costs)
     return _drawn([node for node, value in zip(candidates, costs, strict=True) if value == least], rng), least
 

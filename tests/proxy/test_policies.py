@@ -92,13 +92,24 @@ def test_random_is_drawn_by_weight() -> None:
 
 def test_prefix_stays_until_the_queue_costs_more_than_the_cache_saves() -> None:
     _, (a, b) = fleet("a", "b")
+    a.queued = b.queued = 9000
     ask = Ask(tokens=2000, cached={a: 1500})
+    a.queued += int(policies.STAY * 1500) - 1
     assert policies.prefix([a, b], ask, Random(0)).node is a
-    a.queued = 1400
-    assert policies.prefix([a, b], ask, Random(0)).node is a
-    a.queued = 1600
+    a.queued += 2
     choice = policies.prefix([a, b], ask, Random(0))
-    assert (choice.node, choice.reason) == (b, "0 of 2000 tokens cached, 2000 to compute before it")
+    assert (choice.node, choice.reason) == (b, "0 of 2000 tokens cached, 9000 before it")
+
+
+def test_prefix_leaves_a_node_with_far_more_load_than_the_others() -> None:
+    """A beginning that all prompts share must not make one node hot while the others idle."""
+    _, nodes = fleet("a", "b", "c", "d")
+    ask = Ask(tokens=4000, cached={nodes[0]: 3900})
+    for load, stays in ((1000, True), (10_000, False)):
+        nodes[0].queued = load
+        choice = policies.prefix(nodes, ask, Random(0))
+        assert (choice.node is nodes[0]) is stays
+        assert ("overloaded" in choice.reason) is not stays
 
 
 def test_power_of_two_never_takes_the_worst_and_not_always_the_best() -> None:
