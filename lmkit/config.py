@@ -33,7 +33,7 @@ LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
 LOG_LEVELS = get_args(LogLevel)
 LogFormat = Literal["text", "json"]
 PolicyName = Literal[
-    "least_in_flight", "least_tokens", "prefix", "session", "power_of_two", "min_expected_latency",
+    "prefix", "least_tokens", "least_in_flight", "session", "power_of_two", "min_expected_latency",
     "min_observed_latency", "round_robin", "random",
 ]  # of the proxy  # fmt: skip
 TenantsBy = Literal["header", "cache_salt"]  # how a node of the proxy learns of its clients

@@ -47,7 +47,7 @@ def proxy(
     ] = None,
     node: Annotated[list[str] | None, typer.Option(help="URL of a node, http://HOST:PORT; may be repeated.")] = None,
     policy: Annotated[
-        PolicyName | None, typer.Option(metavar="<name>", help="How a node is chosen; default least_in_flight.")
+        PolicyName | None, typer.Option(metavar="<name>", help="How a node is chosen; default prefix.")
     ] = None,
     state_file: Annotated[
         str | None, typer.Option(help="A file that keeps nodes added and removed at run time.")

@@ -84,7 +84,7 @@ class ProxyConfig(StrictStruct, frozen=True):
     node_hosts: tuple[
         str, ...
     ] = ()  # networks and host names, besides its own address, that a node may name as its own
-    policy: PolicyName = "least_in_flight"
+    policy: PolicyName = "prefix"
     aliases: dict[ModelName, ModelName] = {}  # other names of models
     rules: tuple[Rule, ...] = ()  # the first that fits a request counts, see proxy.rules
     max_shadows: Annotated[int, msgspec.Meta(ge=0)] = 16  # copies for shadows at once; one more is left out

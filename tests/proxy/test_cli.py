@@ -204,7 +204,7 @@ async def test_mistakes_are_one_line_and_exit_code_2(tmp_path: Path) -> None:
             (("--config", str(config)), f"{config}:1: Object contains unknown field `prot`; did you mean port?"),
             (("--config", str(tmp_path / "none")), "No such file"),
             (("--node", "nonsense"), "--node: 'nonsense' is not a node's URL"),
-            (("--policy", "fastest"), "--policy 'fastest': expected least_in_flight, least_tokens, prefix,"),
+            (("--policy", "fastest"), "--policy 'fastest': expected prefix, least_tokens,"),
             (("--state-file", str(state), "--port", "0"), "repair or delete it"),
             (("--port", port), f"cannot listen on 127.0.0.1:{port}: Address already in use"),
             (("--host", "no.such.host.invalid", "--port", "0"), "cannot listen on no.such.host.invalid:0"),
