@@ -215,7 +215,7 @@ async def test_a_store_that_cannot_be_written_refuses_requests_until_it_can_and_
             with pytest.raises(RequestError, match="cannot be written") as refused:
                 ledger.reserve(key, "m", Amount(1, 1, 0), PRICE)
             assert refused.value.status == 503
-        await ledger._write_soon()
+        ledger._commit()
         await request(ledger, key.id, Usage(1, 0, 1))
         assert [row["requests"] for row in await ledger.report(("key",), "0001-01-01", "9999-12-31")] == [2]
 

@@ -2,8 +2,8 @@
 
 A request reserves the most that it may use before it goes to a node. If its key or its team has less left, it is
 refused. When the answer ends, the reservation is replaced by what was used. The client gets the end of its answer only
-after the charge is committed, together with all others that wait: each answer that a client has seen whole is counted,
-even if the process is killed the next moment.
+after the charge is committed: each answer that a client has seen whole is counted, even if the process is killed the
+next moment.
 """
 
 from __future__ import annotations
@@ -114,8 +114,7 @@ class Ledger:
         self._accounts: dict[tuple[str, str], Account] = {}
         self._thread = ThreadPoolExecutor(1, "key-store")
         self._pending: list[Charge] = []
-        self._batch: asyncio.Future[None] | None = None
-        self._writer: asyncio.Task[None] | None = None
+        self._lock = asyncio.Lock()  # held while the thread works on the store
         self._failed = False
         self.prices: Mapping[str, Price] = {}  # by model; "*" = of all others
         self.ask_usage = True  # of nodes, with each chunk
@@ -181,7 +180,6 @@ class Ledger:
             message = f"this key has a limit of money, and the model {model[:100]!r} has no price"
             raise RequestError("permission_denied", message, "model")
         if self._failed:
-            self._write_soon()
             raise RequestError("overloaded", "the key store cannot be written now; try again")
         for account in accounts:
             if wrong := account.check(most):
@@ -207,41 +205,45 @@ class Ledger:
                     account.meter.tokens(charge.usage.tokens)
         self._pending.append(charge)
         self.on_charge(charge)
-        await asyncio.shield(self._write_soon())
+        if self._lock.locked():  # the thread works on the store
+            async with self._lock:
+                self._commit()
+        else:
+            self._commit()
 
     # The way into the store
 
-    def _write_soon(self) -> asyncio.Future[None]:
-        """A future of the commit that has all that is pending."""
-        if self._batch is None:
-            self._batch = asyncio.get_running_loop().create_future()
-            if self._writer is None or self._writer.done():
-                self._writer = asyncio.create_task(self._write())
-        return self._batch
-
-    async def _write(self) -> None:
-        while self._batch is not None:
-            batch, done = self._pending, self._batch
-            self._pending, self._batch = [], None
-            try:
-                await self._in_thread(self._store.add, batch)
-                self._failed = False
-            except sqlite3.Error as error:
-                log.error("%s: cannot be written, so requests are refused: %s", self._store.path, error)
-                self._pending = batch + self._pending
-                self._failed = True
-            done.set_result(None)
+    def _commit(self) -> None:
+        """Commit what is pending. It writes to the system's memory, so it takes less time than a thread's answer."""
+        batch, self._pending = self._pending, []
+        try:
+            if batch:
+                self._store.add(batch)
+            self._failed = False
+        except sqlite3.Error as error:
+            log.error("%s: cannot be written, so requests are refused: %s", self._store.path, error)
+            self._pending = batch
+            self._failed = True
 
     async def _in_thread(self, work: Callable[..., T], *args: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
+        async with self._lock:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
 
     async def _sync_forever(self) -> None:
         while True:
             await asyncio.sleep(SYNC_SECONDS)
-            if self._failed:
-                await self._write_soon()
-            with contextlib.suppress(sqlite3.Error):  # the next commit tells
-                await self._in_thread(self._store.sync_if_needed)
+            if self._failed and not self._lock.locked():
+                self._commit()
+            await self._flush()
+
+    async def _flush(self) -> None:
+        """Bring what is committed to the disk."""
+        try:
+            await asyncio.to_thread(self._store.flush)  # beside commits
+            if self._store.is_long():
+                await self._in_thread(self._store.checkpoint)
+        except (OSError, sqlite3.Error) as error:
+            log.error("%s: cannot be brought to the disk: %s", self._store.path, error)
 
     async def __aenter__(self) -> Ledger:
         self._sync = asyncio.create_task(self._sync_forever())
@@ -250,9 +252,9 @@ class Ledger:
     async def __aexit__(self, *_: object) -> None:
         self._sync.cancel()
         await asyncio.gather(self._sync, return_exceptions=True)
-        if self._pending:
-            await self._write_soon()
-        await self._in_thread(self._store.sync_if_needed)
+        self._commit()
+        with contextlib.suppress(sqlite3.Error):  # the log file has it
+            await self._in_thread(self._store.checkpoint)
         self._thread.shutdown()
         self._store.close()
 

@@ -19,6 +19,7 @@ from lmkit.errors import ConfigError
 from lmkit.proxy.accounts.account import Amount, Key, Team, Usage
 
 VERSION = 1
+MAX_LOG_BYTES = 8 << 20
 _SCHEMA = """
 CREATE TABLE keys (id TEXT PRIMARY KEY, digest TEXT NOT NULL UNIQUE, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE teams (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -51,11 +52,12 @@ class Charge(NamedTuple):
 
 
 class Store:
-    """One file, which one proxy uses at a time. Its methods block; a single thread calls them after `load`."""
+    """One file, which one proxy uses at a time. Its methods block, and only `flush` may run beside another."""
 
     def __init__(self, path: Path) -> None:
         """Open or make the file. Raises ConfigError."""
         self.path = path
+        self._log = path.with_name(path.name + "-wal")
         self._dirty = False
         try:
             os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
@@ -63,7 +65,7 @@ class Store:
             self._db.execute("PRAGMA locking_mode = EXCLUSIVE")
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA synchronous = NORMAL")
-            self._db.execute("PRAGMA wal_autocheckpoint = 0")  # `sync` does it
+            self._db.execute("PRAGMA wal_autocheckpoint = 0")  # the ledger does it
             self._db.execute("BEGIN EXCLUSIVE")
             (version,) = self._db.execute("PRAGMA user_version").fetchone()
             if version == 0:
@@ -131,16 +133,22 @@ class Store:
 
     def _put(self, statement: str, values: tuple[str, ...]) -> None:
         self._db.execute(statement, values)
-        self.sync()
+        self.checkpoint()
 
-    def sync(self) -> None:
-        """Bring all commits to the disk."""
-        self._db.execute("PRAGMA wal_checkpoint(PASSIVE)")
-        self._dirty = False
-
-    def sync_if_needed(self) -> None:
+    def flush(self) -> None:
+        """Bring all commits to the disk. May run beside `add`."""
         if self._dirty:
-            self.sync()
+            self._dirty = False
+            with open(self._log, "rb") as file:
+                os.fsync(file.fileno())
+
+    def is_long(self) -> bool:
+        """Whether the write-ahead log should be emptied."""
+        return self._log.exists() and self._log.stat().st_size > MAX_LOG_BYTES
+
+    def checkpoint(self) -> None:
+        """Move the write-ahead log into the file, and both to the disk."""
+        self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def close(self) -> None:
         self._db.close()
