@@ -5,7 +5,8 @@
 The node is a fake one that answers at once, in a process of its own. At 200 requests a second, sent at fixed times, the
 same requests go to the node and through each proxy, in turns: a delay is the difference of the medians, and of the
 99th percentiles. With as many requests as 16 connections carry, the CPU seconds of the proxy's process give the
-requests per core. A proxy that carries fewer than 240 requests a second has no delay. FILE is LiteLLM's command (`litellm`); it runs with one worker and without a database.
+requests per core. A proxy that carries fewer than 240 requests a second has no delay. FILE is LiteLLM's command
+(`litellm`); it runs with one worker and without a database.
 """
 
 from __future__ import annotations

@@ -45,6 +45,10 @@ def proxy(
     chat_page: Annotated[
         bool | None, typer.Option("--chat-page/--no-chat-page", help="A page for people at /; default on.")
     ] = None,
+    dashboard: Annotated[
+        bool | None,
+        typer.Option("--dashboard/--no-dashboard", help="A page for administrators at /dashboard; default on."),
+    ] = None,
     node: Annotated[list[str] | None, typer.Option(help="URL of a node, http://HOST:PORT; may be repeated.")] = None,
     policy: Annotated[
         PolicyName | None, typer.Option(metavar="<name>", help="How a node is chosen; default prefix.")
@@ -79,8 +83,7 @@ def proxy(
 
     nodes = [parse({"url": url}, NodeConfig, "--node") for url in node or ()]
     options: dict[str, Any] = {"tls_cert": tls_cert, "tls_key": tls_key, "policy": policy, "state_file": state_file}
-    options |= {"log_format": log_format}
-    options["key_store"] = key_store
+    options |= {"log_format": log_format, "key_store": key_store, "dashboard": dashboard}
     options |= {"cors_origins": tuple(cors_origin) if cors_origin else None, "chat_page": chat_page}
     load = functools.partial(load_config, config, nodes=nodes, host=host, port=port, **options)
     file = ConfigFile(config, load) if config is not None else None
@@ -139,7 +142,7 @@ def remove(
     proxy: ProxyOption = DEFAULT_PROXY,
     admin_key: AdminKey = None,
 ) -> None:
-    """Remove a node from a running proxy; its running requests continue."""
+    """Remove a node; its running requests continue."""
     answer = call("DELETE", proxy, admin_key, params={"url": url})
     saved = "" if answer["persistent"] else " (not saved: the proxy has no state_file)"
     print(f"removed {answer['removed']}{saved}")
@@ -164,6 +167,16 @@ def drain(
         state = known.get(state["url"], state | {"in_flight": 0})  # it may have been removed
     saved = "" if answer["persistent"] else " (not saved: the proxy has no state_file)"
     print(f"{state['url']} {'gets requests again' if undo else 'drains'}, {state['in_flight']} running{saved}")
+
+
+@app.command("dashboard")
+def show_dashboard(proxy: ProxyOption = DEFAULT_PROXY, admin_key: AdminKey = None) -> None:
+    """Print the address of the dashboard, with the admin key."""
+    from lmkit.config import environment
+    from lmkit.web.running import admin_key_at
+
+    key = admin_key or admin_key_at(proxy) or environment().api_key
+    print(f"{proxy.rstrip('/')}/dashboard" + (f"#key={key}" if key else ""))
 
 
 @app.command()

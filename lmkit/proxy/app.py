@@ -28,6 +28,7 @@ from lmkit.proxy.asked import read_asked
 from lmkit.proxy.auth import Access, Keys, authorize
 from lmkit.proxy.config import ROUTES as ROUTES_OF_NODES
 from lmkit.proxy.config import ProxyConfig, Registration, node_url
+from lmkit.proxy.dashboard import Dashboard
 from lmkit.proxy.dispatch import Dispatcher
 from lmkit.proxy.downstream import DownstreamResponse
 from lmkit.proxy.fleet import Fleet
@@ -41,7 +42,7 @@ from lmkit.web.access_log import note_error
 from lmkit.web.auth import ApiKey, key_id, named_client
 from lmkit.web.budget import Budget
 from lmkit.web.errors import method_not_allowed, public_error
-from lmkit.web.receive import decode_json, read_body
+from lmkit.web.receive import decode_json, read_body, while_connected
 from lmkit.web.routes import is_known_elsewhere, not_found
 from lmkit.web.tls import trusting
 
@@ -91,6 +92,7 @@ class Proxy:
         self._router = Router(self.registry, config)
         forwarder = Forwarder(self.registry, self._upstream, self.metrics, self._router)
         self._dispatcher = Dispatcher(forwarder, self._bodies, self.metrics, config.max_shadows)
+        self._dashboard = Dashboard(self.registry, self._router, self._upstream)
         self.checked = asyncio.Event()  # every node has been asked once
         self.checks: asyncio.Task[None] | None = None  # ends only by an error, or with the block
 
@@ -250,6 +252,11 @@ class Proxy:
         nodes = [node for node in self.registry.status() if url in (None, node["url"])]
         return {"object": "list", "data": nodes, "persistent": self.fleet.persistent, "policy": self._router.policy}
 
+    async def show_events(self, exchange: Exchange) -> None:
+        """What the dashboard shows, as long as the client stays."""
+        watching = self._dashboard.stream(exchange.response, lambda: self.draining)
+        await while_connected(exchange.receive, watching)
+
     async def show_root(self, exchange: Exchange) -> None:
         """For a person who opens the address."""
         await _json(exchange, {"server": "lmkit proxy", "routes": PATHS})
@@ -261,6 +268,7 @@ ROUTES: dict[str, dict[str, Route]] = {
     "/metrics": {"GET": Route(Access.USER, Proxy.show_metrics)},
     "/v1/models": {"GET": Route(Access.USER, Proxy.list_models)},
     "/nodes": {"POST": Route(Access.NODE, Proxy.register_node)},
+    "/admin/events": {"GET": Route(Access.ADMIN, Proxy.show_events)},
     "/admin/nodes/drain": {
         "POST": Route(Access.ADMIN, Proxy.drain_node),
         "DELETE": Route(Access.ADMIN, Proxy.drain_node),

@@ -92,6 +92,7 @@ class ProxyConfig(StrictStruct, frozen=True):
     admin_keys: tuple[Key, ...] = ()  # for /admin; empty = one that `lmkit proxy` makes and this user's commands find
     cors_origins: tuple[str, ...] = ()  # web pages that may read answers
     chat_page: bool = True  # a page for people at /
+    dashboard: bool = True  # a page for administrators at /dashboard
     state_file: str | None = None  # remembers nodes added and removed at run time
     key_store: str | None = None  # a file of keys with limits, teams and what they used; clients then need a key
     prices: dict[str, Price] = {}  # by model, of a million tokens; "*" = of all others

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
+from typing import NamedTuple
 
 from lmkit.config import PolicyName
 from lmkit.errors import RequestError
@@ -19,6 +22,7 @@ from lmkit.web.auth import Headers, key_id
 
 USES_PREFIXES: frozenset[PolicyName] = frozenset({"prefix", "min_expected_latency"})
 EXPLAIN_HEADER = b"x-lmkit-explain"
+RECENT = 50  # decisions that are kept for the dashboard
 _NO_RULE = Rule(name="-")
 
 
@@ -38,12 +42,26 @@ class Routing:
     explained: bool = False  # the client wants to know why
 
 
+class Decision(NamedTuple):
+    """A choice that was made."""
+
+    at: float  # seconds since 1970
+    model: str
+    node: str
+    policy: str
+    reason: str
+    rule: str
+    tokens: int
+    candidates: int
+
+
 class Router:
     """Chooses among the registry's nodes, and remembers which prompts they got."""
 
     def __init__(self, registry: Registry, config: ProxyConfig, rng: Random | None = None) -> None:
         self._registry = registry
         self._rng = rng or Random()
+        self.recent = deque[Decision](maxlen=RECENT)
         self.configure(config)
 
     def configure(self, config: ProxyConfig) -> None:
@@ -103,6 +121,8 @@ class Router:
         choice = POLICIES[routing.policy](candidates, ask, self._rng)
         if routing.prompt:
             index.add(choice.node, routing.prompt, choice.node.kv_tokens)
+        names = (routing.model, choice.node.url, routing.policy, choice.reason, routing.rule)
+        self.recent.append(Decision(time.time(), *names, routing.tokens, len(candidates)))
         return choice._replace(missing=ask.missing(choice.node))
 
 

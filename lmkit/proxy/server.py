@@ -8,12 +8,15 @@ import functools
 import math
 from collections.abc import Callable
 
+from starlette.types import ASGIApp
+
 from lmkit.log import get_logger
+from lmkit.proxy import dashboard
 from lmkit.proxy.app import Proxy
 from lmkit.proxy.config import ProxyConfig
 from lmkit.proxy.reload import ConfigFile
 from lmkit.web.access_log import AccessLog
-from lmkit.web.chat_page import ChatPage
+from lmkit.web.chat_page import ChatPage, StaticPage
 from lmkit.web.cors import with_cors
 from lmkit.web.listen import bind, is_loopback, listen, on_signals, url
 from lmkit.web.server import HttpServer
@@ -35,7 +38,7 @@ async def run(config: ProxyConfig, on_ready: Callable[[str], None], file: Config
         listen(listener)
         host = listener.getsockname()[0]
         async with Proxy(config, file) as proxy:
-            if not is_loopback(host) and not config.api_keys:
+            if not is_loopback(host) and not proxy.keys.for_clients:
                 log.warning("anyone who reaches %s may send requests: there are no api_keys", host)
             server = http_server(config, proxy, lambda: on_ready(url(listener, tls=bool(tls))), tls)
             with contextlib.suppress(TimeoutError):
@@ -55,7 +58,9 @@ def http_server(
 ) -> HttpServer:
     """A server for one proxy, to be given a listening socket. A forwarded response keeps its node's own Date."""
     flush_seconds = math.ceil(config.drain_seconds) + _BREAK_OFF_SECONDS
-    app = ChatPage(proxy) if config.chat_page else proxy
+    app: ASGIApp = ChatPage(proxy) if config.chat_page else proxy
+    if config.dashboard:
+        app = StaticPage(app, dashboard.PAGE, "/dashboard", "/dashboard/")
     return HttpServer(
         AccessLog(with_cors(app, config.cors_origins)),
         on_ready,

@@ -43,29 +43,33 @@ class _File(NamedTuple):
     headers: Mapping[str, str]
 
 
-class ChatPage:
-    """Middleware that answers GET of the page's files. All other requests go on to the application.
+class StaticPage:
+    """Middleware that answers GET of the files of a page. All other requests go on to the application.
 
-    `/` is the page for a browser, which asks for text/html, and whatever the application has there for a program.
+    `at` is the page for a browser, which asks for text/html, and whatever the application has there for a program.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-        self._files = {f"/page/{path.name}": _file(path) for path in FOLDER.iterdir()}
-        self._files["/"] = self._files.pop("/page/index.html")
+    def __init__(self, app: ASGIApp, folder: Path, at: str, prefix: str) -> None:
+        self._app, self._at = app, at
+        self._files = {f"{prefix}{path.name}": _file(path) for path in folder.iterdir()}
+        self._files[at] = self._files.pop(f"{prefix}index.html")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         file = self._files.get(scope["path"]) if scope["type"] == "http" else None
-        if file is None or scope["method"] not in ("GET", "HEAD") or not _wants(scope):
+        if file is None or scope["method"] not in ("GET", "HEAD") or not self._wants(scope):
             await self._app(scope, receive, send)
         elif Headers(scope=scope).get("if-none-match") == file.headers["ETag"]:
             await Response(status_code=304, headers=file.headers)(scope, receive, send)
         else:
             await Response(file.body, headers=file.headers)(scope, receive, send)
 
+    def _wants(self, scope: Scope) -> bool:
+        return scope["path"] != self._at or "text/html" in Headers(scope=scope).get("accept", "")
 
-def _wants(scope: Scope) -> bool:
-    return scope["path"] != "/" or "text/html" in Headers(scope=scope).get("accept", "")
+
+class ChatPage(StaticPage):
+    def __init__(self, app: ASGIApp) -> None:
+        super().__init__(app, FOLDER, "/", "/page/")
 
 
 def _file(path: Path) -> _File:
