@@ -38,7 +38,7 @@ from lmkit.proxy.registry import Registry
 from lmkit.proxy.reload import ConfigFile
 from lmkit.proxy.router import Router
 from lmkit.proxy.upstream import Upstream
-from lmkit.web.access_log import note_error
+from lmkit.web.access_log import note, note_error
 from lmkit.web.auth import ApiKey, key_id, named_client
 from lmkit.web.budget import Budget
 from lmkit.web.errors import method_not_allowed, public_error
@@ -184,6 +184,8 @@ class Proxy:
                     await self._dispatcher.run(call, routing, response, receive, self.stop)
         finally:
             self.active -= 1
+            told = tap.usage._asdict() if tap.usage else {}
+            note(scope, **({"node": response.node} if response.node else {}), **told)
 
     async def list_models(self, exchange: Exchange) -> None:
         listed, ledger = self.registry.models(self._router.aliases()), self.ledger

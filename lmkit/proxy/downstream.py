@@ -59,6 +59,7 @@ class DownstreamResponse:
         self.retry_after = retry_after  # of a refusal, in seconds; None: never
         self._events: WholeEvents | None = None
         self._added: tuple[tuple[bytes, bytes], ...] = ()
+        self.node = ""  # the URL of the node that answers
         self.started = False
         self.finished = False
 

@@ -100,6 +100,7 @@ class Forwarder:
             choice = self._router.choose(candidates, call.routing)
             node = choice.node
             tried.append(node)
+            client.node = node.url
             client.add_headers(explanation(choice, call.routing, len(candidates)) if call.routing.explained else ())
             if len(tried) > 1:
                 tried[-2].failovers += 1

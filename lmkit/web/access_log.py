@@ -61,6 +61,11 @@ def note_error(scope: Scope, error: RequestError) -> None:
     scope.setdefault("state", {})["error"] = error
 
 
+def note(scope: Scope, **fields: str | int) -> None:
+    """Add fields to the request's line."""
+    scope.setdefault("state", {}).setdefault("notes", {}).update(fields)
+
+
 def _fields(scope: Scope, status: int, milliseconds: float, name: str) -> dict[str, Any]:
     """The same for programs, as a log in JSON has it."""
     address, _ = scope.get("client") or ("-", 0)
@@ -75,6 +80,7 @@ def _fields(scope: Scope, status: int, milliseconds: float, name: str) -> dict[s
         "request_id": name,
         "user": (state.get("user") or "")[:64],
         "error": state["error"].code if "error" in state else None,
+        **state.get("notes", {}),
     }
     return {field: value for field, value in fields.items() if value not in (None, "")}
 
@@ -92,6 +98,7 @@ def _from(scope: Scope) -> str:
 
 
 def _remarks(state: dict[str, Any]) -> str:
-    """Whom the request names as its user, and why it was refused or failed."""
+    """Whom the request names as its user, what was noted, and why it was refused or failed."""
     user = f" user={state['user'][:64]!r}" if state.get("user") else ""
-    return user + (remark(state["error"]) if "error" in state else "")
+    notes = "".join(f" {name}={value}" for name, value in state.get("notes", {}).items())
+    return user + notes + (remark(state["error"]) if "error" in state else "")

@@ -101,6 +101,16 @@ async def test_an_answer_is_charged_as_it_tells(tmp_path: Path) -> None:
         assert 'lmkit_proxy_tokens_total{kind="cached",model="m"} 4.0' in text
 
 
+async def test_the_access_log_tells_the_node_and_the_tokens(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with managed(tmp_path, FakeNode(script=answer)) as here:
+        _, key = await here.key()
+        with caplog.at_level("INFO", logger="lmkit"):
+            await here.http.post(CHAT, json=BODY, headers={**key, "x-request-id": "r1"})
+            await eventually(lambda: "id=r1" in caplog.text, 30)
+        assert f"id=r1 node={here.node.url} input=10 cached=4 output=5" in caplog.text
+        assert here.node.requests[0].header("x-request-id") == ["r1"]
+
+
 @pytest.mark.parametrize(("asked", "seen"), [(None, PLAIN), ({"include_usage": True}, NULLS)])
 async def test_a_stream_is_charged_and_keeps_its_bytes(tmp_path: Path, asked: Any, seen: bytes) -> None:
     async with managed(tmp_path, FakeNode(script=stream)) as here:

@@ -10,6 +10,7 @@ import msgspec
 from starlette.types import Message, Send
 
 from lmkit.errors import RequestError
+from lmkit.proxy.accounts.account import Usage
 from lmkit.proxy.accounts.ledger import Ledger, Refusal, Reservation
 from lmkit.proxy.accounts.usage import Extent, Reader
 from lmkit.proxy.downstream import DownstreamResponse
@@ -27,6 +28,7 @@ class Tap:
         self._reservation: Reservation | None = None
         self._reader: Reader | None = None
         self._events = self._good = False
+        self.usage: Usage | None = None  # what was charged
 
     def begin(self, reservation: Reservation, reader: Reader) -> None:
         self._reservation, self._reader = reservation, reader
@@ -65,7 +67,8 @@ class Tap:
         if reservation is None or self._reader is None:
             return
         if self._good or left:
-            await reservation.settle(self._reader.total())
+            self.usage = self._reader.total()
+            await reservation.settle(self.usage)
         else:
             reservation.release()
 
