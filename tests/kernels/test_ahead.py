@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -175,6 +176,25 @@ def test_two_processes_share_the_work(tmp_path: Path) -> None:
     outputs = [process.communicate(timeout=300) for process in both]
     assert [out for out, _ in outputs] == ["3\n", "3\n"], outputs
     assert sum(err.count("compiling kernel ") for _, err in outputs) == 3, outputs
+
+
+@pytest.mark.slow
+def test_t24_kills_while_kernels_are_compiled(tmp_path: Path) -> None:
+    """Whole files alone are read, and nothing waits for a process that is gone."""
+    env = os.environ | {"LMKIT_CACHE_DIR": str(tmp_path)}
+    start: dict[str, Any] = {"cwd": ROOT, "env": env, "text": True, "stdout": -1, "stderr": -1}
+    for delay in (0.0, 0.05, 0.2, 0.5):
+        killed = subprocess.Popen([sys.executable, "-c", PROGRAM], **start, start_new_session=True)
+        assert killed.stderr is not None
+        if any("compiling" in line for line in iter(killed.stderr.readline, "")):
+            time.sleep(delay)
+        os.killpg(killed.pid, signal.SIGKILL)
+        killed.communicate()
+    done = subprocess.run([sys.executable, "-c", PROGRAM], **start, timeout=300, check=False)
+    assert (done.returncode, done.stdout) == (0, "3\n"), done.stderr
+    assert "damaged" not in done.stderr
+    with pytest.raises(ProcessLookupError):  # no compiler is left
+        os.killpg(killed.pid, 0)
 
 
 @pytest.mark.slow

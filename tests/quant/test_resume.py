@@ -77,6 +77,23 @@ def test_work_of_another_run_is_refused_with_the_difference(source: Path, tmp_pa
     assert not WorkFolder.beside(out).path.exists()
 
 
+@pytest.mark.parametrize("name", ["layer-00000.safetensors", "layer-00000.kv.safetensors", "hidden-1.f32"])
+def test_t24_a_flipped_bit_of_the_work_is_found(source: Path, tmp_path: Path, name: str) -> None:
+    out = tmp_path / "out"
+    stop_at(prepare(source, RECIPE), out, 1, Stopped())
+    file = WorkFolder.beside(out).path / name
+    data = bytearray(file.read_bytes())
+    data[-7] ^= 4
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError, match=f"{name}: its bytes have changed .*--restart"):
+        prepare(source, RECIPE).run(out)
+    file.unlink()
+    with pytest.raises(CheckpointError, match=f"{name}: .*--restart"):
+        prepare(source, RECIPE).run(out)
+    prepare(source, RECIPE).run(out, restart=True)
+    assert (out / "report.json").exists()
+
+
 def test_a_failure_in_the_first_layer_leaves_nothing(source: Path, tmp_path: Path) -> None:
     stop_at(prepare(source, RECIPE), tmp_path / "out", 0, Stopped())
     assert list(tmp_path.iterdir()) == []

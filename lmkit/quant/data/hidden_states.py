@@ -6,7 +6,8 @@ stream has two buffers, one in front of the present layer and one in front of th
 folder they are mapped files:
 
     hidden-0.f32  hidden-1.f32   float32 [num_rows * seq_len, hidden]; layer i reads number i % 2 and writes the other
-    exact-0.f32   exact-1.f32
+    hidden-0.crc32  ...          the file's checksum, as decimal digits
+    exact-0.f32   exact-1.f32    ...
 
 hidden-scratch.f32 and exact-scratch.f32 hold the states inside the present layer (layer.passes). An interrupted layer
 can be done again, as the states in front of it are not written to. No more than a batch of each buffer is in memory.
@@ -24,12 +25,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lmkit.formats.atomic import write_errors
+from lmkit.formats.atomic import write_errors, write_file
 from lmkit.models.decoder import Decoder, DecoderLayer, joined
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.source import ModelSource
 from lmkit.models.spec import ModelSpec
 from lmkit.quant.data.comm import Comm
+from lmkit.quant.data.workdir import crc32, damaged
 from lmkit.quant.kv.config import KVStats
 from lmkit.quant.layer.layer import Geometry
 from lmkit.quant.layer.observe import Observer
@@ -47,7 +49,7 @@ class Buffer:
 
     def __init__(self, num_tokens: int, width: int, path: Path | None) -> None:
         size = 4 * num_tokens * width
-        self.is_file = path is not None
+        self._path = path
         if path is None:
             self._map = mmap.mmap(-1, size)
         else:
@@ -62,14 +64,24 @@ class Buffer:
 
     def release(self) -> None:
         """Leave the pages that were read or written to the page cache. They are read again on use."""
-        if self.is_file:
+        if self._path is not None:
             self._map.madvise(mmap.MADV_DONTNEED)
 
-    def sync(self) -> None:
-        """Wait until the disk has all that was written."""
-        if self.is_file:
-            with write_errors(Path("hidden states")):
-                self._map.flush()
+    def seal(self) -> None:
+        """Wait until the disk has all that was written, and its checksum."""
+        if self._path is None:
+            return
+        with write_errors(self._path):
+            self._map.flush()
+        write_file(self._path.with_suffix(".crc32"), str(crc32(self._path)).encode())
+
+    def check(self) -> None:
+        """Raise CheckpointError if the file is not as it was sealed."""
+        if self._path is None:
+            return
+        sealed = self._path.with_suffix(".crc32")
+        if not sealed.exists() or sealed.read_bytes() != str(crc32(self._path)).encode():
+            raise damaged(self._path)
 
 
 @dataclass
@@ -113,6 +125,9 @@ class Stream:
         stream = cls(spec, num_rows, seq_len, max(1, batch_tokens // seq_len), layer, buffers, comm, folder)
         if layer == 0:
             stream._embed(source.head(), rows)
+        else:
+            for pair in buffers.values():
+                pair[layer % 2].check()
         return stream
 
     def _embed(self, head: Decoder, rows: Tensor) -> None:
@@ -246,7 +261,7 @@ class Stream:
         """Move on to the next layer after every batch was put. Afterwards the states in front of it are on the disk."""
         self.layer += 1
         for exact in (False, True)[: len(self.buffers)]:
-            self._buffer(self.layer, exact).sync()
+            self._buffer(self.layer, exact).seal()
 
     def _buffer(self, layer: int, exact: bool) -> Buffer:
         return self.buffers[STREAMS[exact]][layer % 2]

@@ -6,7 +6,8 @@ hidden-scratch.f32           hidden states inside the present layer
 rank-1/                      the same files of another process
 layer-00003.safetensors      tensors of a finished layer, as the checkpoint will hold them
 layer-00003.kv.safetensors   statistics of its keys and values
-layer-00003.json             its report and more; it is written last and marks the layer as finished
+layer-00003.json             its report and more, and checksums of both; it is written last and marks the layer as
+                             finished
 schemes.json                 the schemes that were chosen within a budget of bits
 checkpoint/                  the result while it is put together; it is moved out of the folder whole
 complete                     marks that the result is about to be moved; files that remain afterwards are waste
@@ -17,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -38,6 +40,18 @@ T = TypeVar("T")
 
 MANIFEST, COMPLETE, CHECKPOINT = "manifest.json", "complete", "checkpoint"
 MAX_JSON_BYTES = 256 << 20
+CRC_BYTES = 16 << 20  # read at a time
+
+
+class Committed(msgspec.Struct):
+    """A finished layer."""
+
+    crc32: list[int]  # of the layer's other files
+    record: msgspec.Raw
+
+
+def damaged(path: Path) -> CheckpointError:
+    return CheckpointError(f"{path}: its bytes have changed since they were written; start over with --restart")
 
 
 @dataclass(frozen=True)
@@ -84,19 +98,39 @@ class WorkFolder:
             for field in dataclasses.fields(stats)
             if isinstance(value := getattr(stats, field.name), Tensor | int | float)
         }
-        for file, content in ((self.layer_file(index), tensors), (self._layer(index, ".kv.safetensors"), kv)):
+        for file, content in zip(self._layer_files(index), (tensors, kv), strict=True):
             file.unlink(missing_ok=True)  # it may remain from a run that was killed before the layer was finished
             write_safetensors(file, content)
         sync_directory(self.path)
-        self._write(self._layer(index, ".json"), record)
+        committed = Committed(list(map(crc32, self._layer_files(index))), msgspec.Raw(record))
+        self._write(self._layer(index, ".json"), msgspec.json.encode(committed))
 
     def record(self, index: int, kind: type[T]) -> T:
         """The JSON record that was passed to `commit`. Raises CheckpointError."""
-        file = self._layer(index, ".json")
+        return self._decoded(index, kind, self._committed(index).record)
+
+    def check(self, index: int) -> None:
+        """Raise CheckpointError if a file of a finished layer is not what `commit` wrote."""
+        for file, expected in zip(self._layer_files(index), self._committed(index).crc32, strict=False):
+            try:
+                found = crc32(file)
+            except OSError as error:
+                raise CheckpointError(f"{file}: {error.strerror}; start over with --restart") from None
+            if found != expected:
+                raise damaged(file)
+
+    def _committed(self, index: int) -> Committed:
         try:
-            return msgspec.json.decode(file.read_bytes(), type=kind)
-        except (OSError, msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise CheckpointError(f"{file}: {error}") from None
+            data = self._layer(index, ".json").read_bytes()
+        except OSError as error:
+            raise CheckpointError(f"{self._layer(index, '.json')}: {error.strerror}") from None
+        return self._decoded(index, Committed, data)
+
+    def _decoded(self, index: int, kind: type[T], data: bytes | msgspec.Raw) -> T:
+        try:
+            return msgspec.json.decode(data, type=kind)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise CheckpointError(f"{self._layer(index, '.json')}: {error}") from None
 
     def keep(self, name: str, data: bytes) -> None:
         """Write a file of that name. It stays until the run is over."""
@@ -132,6 +166,9 @@ class WorkFolder:
         put_in_place(self.path / CHECKPOINT, self.target)
         shutil.rmtree(self.path, ignore_errors=True)
 
+    def _layer_files(self, index: int) -> tuple[Path, Path]:
+        return self.layer_file(index), self._layer(index, ".kv.safetensors")
+
     def _layer(self, index: int, suffix: str) -> Path:
         return self.path / f"layer-{index:05d}{suffix}"
 
@@ -152,6 +189,8 @@ class WorkFolder:
                     f"{self.path}: holds {self.num_done} finished layers of another run: {'; '.join(different)}; "
                     "start it as before to go on, or start over with --restart"
                 )
+            for index in range(self.num_done):
+                self.check(index)
             return
         for file in self.path.iterdir():
             shutil.rmtree(file) if file.is_dir() else file.unlink()
@@ -211,6 +250,15 @@ def _leave(work: WorkFolder, num_layers: int) -> str:
         )
     shutil.rmtree(work.path, ignore_errors=True)
     return "no layer was finished, so nothing is kept"
+
+
+def crc32(path: Path) -> int:
+    """The checksum of a file's bytes."""
+    found = 0
+    with path.open("rb") as file:
+        while data := file.read(CRC_BYTES):
+            found = zlib.crc32(data, found)
+    return found
 
 
 def differences(old: Any, new: Any, where: str = "") -> list[str]:

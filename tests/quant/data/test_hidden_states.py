@@ -49,8 +49,9 @@ def test_files_hold_what_memory_holds(source: ModelSource, tmp_path: Path) -> No
             assert torch.equal(states(on_disk, exact=exact), states(in_memory, exact=exact))
     assert not torch.equal(states(on_disk), states(on_disk, exact=True))
     names = ["exact-0.f32", "exact-1.f32", "hidden-0.f32", "hidden-1.f32"]
-    assert sorted(file.name for file in tmp_path.iterdir()) == names
-    assert all(file.stat().st_size == 7 * 20 * 64 * 4 for file in tmp_path.iterdir())
+    files = sorted(tmp_path.glob("*.f32"))
+    assert [file.name for file in files] == names
+    assert all(file.stat().st_size == 7 * 20 * 64 * 4 for file in files)
 
 
 def test_a_layer_that_was_not_finished_begins_from_the_same_states(source: ModelSource, tmp_path: Path) -> None:
