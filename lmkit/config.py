@@ -221,6 +221,7 @@ class ServerConfig(StrictStruct, frozen=True):
     node_tags: tuple[str, ...] = ()  # its class, for their rules
     log_level: LogLevel = "INFO"
     log_format: LogFormat = "text"
+    otlp_traces_endpoint: str | None = None  # a collector's URL; None = OTEL_EXPORTER_OTLP_ENDPOINT, else no traces
 
     def __post_init__(self) -> None:
         if reason := wrong_origin(self.cors_origins):
@@ -250,6 +251,7 @@ class Environment(StrictStruct, frozen=True):
     world_size: int  # processes of one quantization on all machines, as its launcher sets it
     local_world_size: int  # processes of one quantization on this machine
     ca_file: str | None  # LMKIT_CA_FILE: authorities, in PEM, that lmkit's clients trust beside the usual ones
+    traces: bool  # OTEL_EXPORTER_OTLP_ENDPOINT or OTEL_EXPORTER_OTLP_TRACES_ENDPOINT, which OpenTelemetry reads, is set
     api_key: str | None  # LMKIT_API_KEY: the key that `lmkit chat` and `lmkit proxy` clients send
 
 
@@ -267,6 +269,7 @@ def environment() -> Environment:
         world_size=_launched("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
         local_world_size=_launched("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
         ca_file=os.environ.get("LMKIT_CA_FILE") or None,
+        traces=any(os.environ.get(f"OTEL_EXPORTER_OTLP_{kind}ENDPOINT") for kind in ("", "TRACES_")),
         api_key=os.environ.get("LMKIT_API_KEY") or None,
     )
 

@@ -28,6 +28,7 @@ EXTRAS = {
     "hub": Extra(("huggingface_hub",), "models fetched from the Hugging Face Hub by name"),
     "bench": Extra(("matplotlib",), "plots"),
     "grpc": Extra(("grpc", "grpc_health", "google"), "lmkit serve --grpc-port"),
+    "otel": Extra(("opentelemetry",), "traces of lmkit serve and lmkit proxy"),
     "cuda": Extra(("cupy",), "kernels on an NVIDIA GPU with CUDA 13; lmkit[cuda12] is for CUDA 12"),
 }
 

@@ -31,6 +31,8 @@ OPTIONAL_MODULES = {module for extra in EXTRAS.values() for module in extra.modu
 FOREIGN = ("benchmarks/peers/", "benchmarks/quality_peers/", "tests/interop/make_fixtures.py")
 # Where there is no GPU, CuPy is not installed.
 CUPY = {"cupy": ["cupy-cuda13x"]}
+# Of packages that share a namespace, the one that an extra names.
+SHARED = {"google": ["protobuf"], "opentelemetry": ["opentelemetry-exporter-otlp-proto-http"]}
 
 
 def imports(folder: str) -> dict[str, set[str]]:
@@ -55,7 +57,7 @@ def declared(requirements: list[str]) -> set[str]:
 
 @functools.cache
 def distributions() -> dict[str, list[str]]:
-    return {**metadata.packages_distributions(), **CUPY}
+    return {**metadata.packages_distributions(), **CUPY, **SHARED}
 
 
 def distribution(module: str) -> str:

@@ -60,6 +60,9 @@ def proxy(
         str | None, typer.Option(help="A file of keys with limits, and of what they used; clients then need a key.")
     ] = None,
     log_format: Annotated[LogFormat | None, typer.Option(help="json: an object a line; default text.")] = None,
+    otlp_traces_endpoint: Annotated[
+        str | None, typer.Option(help="Send OpenTelemetry traces to this collector, http://HOST:4318.")
+    ] = None,
 ) -> None:
     """Forward requests to nodes by the model they name. Without a command, runs until SIGTERM."""
     if context.invoked_subcommand is not None:
@@ -80,15 +83,18 @@ def proxy(
     from lmkit.proxy.reload import ConfigFile
     from lmkit.proxy.server import run
     from lmkit.web.running import registered
+    from lmkit.web.tracing import start_if_wanted
 
     nodes = [parse({"url": url}, NodeConfig, "--node") for url in node or ()]
     options: dict[str, Any] = {"tls_cert": tls_cert, "tls_key": tls_key, "policy": policy, "state_file": state_file}
-    options |= {"log_format": log_format, "key_store": key_store, "dashboard": dashboard}
+    options |= {"log_format": log_format, "otlp_traces_endpoint": otlp_traces_endpoint}
+    options |= {"key_store": key_store, "dashboard": dashboard}
     options |= {"cors_origins": tuple(cors_origin) if cors_origin else None, "chat_page": chat_page}
     load = functools.partial(load_config, config, nodes=nodes, host=host, port=port, **options)
     file = ConfigFile(config, load) if config is not None else None
     resolved = file.config if file is not None else load()
     log.setup(resolved.log_level, log_format=resolved.log_format)
+    start_if_wanted("lmkit-proxy", resolved.otlp_traces_endpoint)
     own = None
     if not Keys.of(resolved.api_keys, resolved.admin_keys).for_admin:
         own = secrets.token_urlsafe(32)

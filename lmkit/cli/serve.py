@@ -135,6 +135,9 @@ def serve(
     node_tag: Annotated[list[str] | None, _server("Its class, for the proxy's rules; repeatable.")] = None,
     log_level: Annotated[LogLevel, _server("How much is logged.", case_sensitive=False)] = _SERVER.log_level,
     log_format: Annotated[LogFormat, _server("json: an object a line.")] = _SERVER.log_format,
+    otlp_traces_endpoint: Annotated[
+        str | None, _server("Send OpenTelemetry traces to this collector, http://HOST:4318.")
+    ] = None,
     engine: Annotated[str | None, typer.Option(hidden=True, help="module:Class of another engine.")] = None,
 ) -> None:
     """Serve a model over HTTP with OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models.
@@ -187,6 +190,7 @@ def serve(
         node_tags=tuple(node_tag or ()),
         log_level=log_level,
         log_format=log_format,
+        otlp_traces_endpoint=otlp_traces_endpoint,
     )
     models = listed_models([model, *(more_models or [])], engine_config, server_config, revision)
     raise typer.Exit(_run(models, server_config, engine))
@@ -202,8 +206,10 @@ def _run(models: list[ListedModel], config: ServerConfig, engine: str | None) ->
     from lmkit.turbo.transport.async_engine import AsyncEngine
     from lmkit.turbo.transport.messages import ENGINE
     from lmkit.web.running import registered
+    from lmkit.web.tracing import start_if_wanted
 
     log.setup(config.log_level, log_format=config.log_format)
+    start_if_wanted("lmkit", config.otlp_traces_endpoint)
     if config.grpc_port is not None:
         with needed_for("--grpc-port"):
             pass

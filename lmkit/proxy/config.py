@@ -115,6 +115,7 @@ class ProxyConfig(StrictStruct, frozen=True):
     drain_seconds: Annotated[float, msgspec.Meta(ge=0, le=86400)] = 30.0  # how long requests may finish after SIGTERM
     log_level: LogLevel = "INFO"
     log_format: LogFormat = "text"
+    otlp_traces_endpoint: str | None = None  # see config.ServerConfig
 
     def __post_init__(self) -> None:
         urls = [node.url for node in self.nodes]

@@ -21,6 +21,7 @@ from lmkit.web.cors import with_cors
 from lmkit.web.listen import bind, is_loopback, listen, on_signals, url
 from lmkit.web.server import HttpServer
 from lmkit.web.tls import Certificate, certificate
+from lmkit.web.tracing import Traced
 
 log = get_logger(__name__)
 FIRST_CHECK_SECONDS = 0.5  # nodes that answer within it are known when the proxy is ready
@@ -62,7 +63,7 @@ def http_server(
     if config.dashboard:
         app = StaticPage(app, dashboard.PAGE, "/dashboard", "/dashboard/")
     return HttpServer(
-        AccessLog(with_cors(app, config.cors_origins)),
+        Traced(AccessLog(with_cors(app, config.cors_origins))),
         on_ready,
         flush_seconds=flush_seconds,
         tls=tls,

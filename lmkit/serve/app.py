@@ -32,6 +32,7 @@ from lmkit.web.access_log import AccessLog
 from lmkit.web.budget import Budget
 from lmkit.web.chat_page import ChatPage
 from lmkit.web.cors import with_cors
+from lmkit.web.tracing import Traced
 
 ANSWER_PARTS = 8  # one answer may hold this part of the memory for all
 ROOMS = (
@@ -92,5 +93,6 @@ def create_app(models: ModelPool, tokenizers: Sequence[Tokenizer], config: Serve
         app.add_middleware(ChatPage)
     app.add_middleware(Edge)
     app.add_middleware(with_cors, origins=config.cors_origins)
-    app.add_middleware(AccessLog)  # the last added is the outermost
+    app.add_middleware(AccessLog)
+    app.add_middleware(Traced)  # the last added is the outermost
     return app

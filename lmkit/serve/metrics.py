@@ -18,8 +18,10 @@ from prometheus_client.registry import Collector
 
 from lmkit.errors import RequestError
 from lmkit.serve.vllm_names import VllmNames
+from lmkit.turbo.request import Request as EngineRequest
 from lmkit.turbo.transport.async_engine import AsyncEngine
 from lmkit.turbo.transport.output import RequestOutput
+from lmkit.web import tracing
 
 REASONS = ("stop", "length", "error", "timeout", "abort")
 MAX_RETRY_SECONDS = 60  # also the period over which the queue's pace is measured
@@ -105,8 +107,8 @@ class Metrics:
         return min(max(math.ceil(seconds), 1), MAX_RETRY_SECONDS)
 
     @contextmanager
-    def track(self) -> Iterator[_Tracker]:
-        """Follow one engine request from its arrival to its end, however it ends."""
+    def track(self, request: EngineRequest | None = None) -> Iterator[_Tracker]:
+        """Follow one engine request from its arrival to its end, however it ends. `request` is for its trace."""
         tracker = _Tracker(self)
         try:
             yield tracker
@@ -118,6 +120,8 @@ class Metrics:
             self.ended.labels(self.model_name, tracker.reason).inc()
             if tracker.reason in ("stop", "length"):
                 self._finished.append(tracker.end())
+            if tracing.is_on() and request is not None:
+                tracker.trace(request)
 
 
 class _Tracker:
@@ -163,6 +167,31 @@ class _Tracker:
         for name, value in values.items():
             self._metrics.histograms[name].observe(value)
         return now
+
+    def trace(self, request: EngineRequest) -> None:
+        """Spans of the request that has ended: the whole, and its time in the queue, in prefill and in decoding."""
+        now = time.monotonic()
+        stages = [tracing.Stage("request", self._start, now)]
+        if self._num_tokens:
+            begun = min(self._start + self._queued, self._first)
+            stages.append(tracing.Stage("queue", self._start, begun))
+            stages.append(tracing.Stage("prefill", begun, self._first))
+            stages.append(tracing.Stage("decode", self._first, self._last))
+        params = request.params
+        about = {
+            "gen_ai.request.model": self._metrics.model_name,
+            "gen_ai.response.model": self._metrics.model_name,
+            "gen_ai.response.id": request.request_id,
+            "gen_ai.request.temperature": params.temperature,
+            "gen_ai.request.top_p": params.top_p,
+            "gen_ai.usage.input_tokens": len(request.prompt_ids),
+            "gen_ai.usage.output_tokens": self._num_tokens,
+            "gen_ai.response.finish_reasons": (self.reason,),
+        }
+        if params.max_tokens is not None:
+            about["gen_ai.request.max_tokens"] = params.max_tokens
+        failed = self.reason if self.reason in ("error", "timeout") else ""
+        tracing.record(self._metrics.model_name, stages, about, failed=failed)
 
 
 class _EngineCollector(Collector):

@@ -124,7 +124,7 @@ class Serving:
 
     async def _follow(self, request: Request, siblings: Siblings | None) -> AsyncGenerator[RequestOutput]:
         processor = OutputProcessor(self.tokenizer, request)
-        with self.metrics.track() as tracker:
+        with self.metrics.track(request) as tracker:
             if siblings is not None and siblings.others:
                 self.engine.submit(siblings)
             async with aclosing(self.engine.generate(request)) as steps:
