@@ -191,7 +191,7 @@ class Parser:
         self._turn()
 
     def _first_call(self, dialect: Dialect) -> Steps:
-        while not self._text.strip() and not self._is_last:
+        while len(self._text) < MAX_FORM and not self._text.strip() and not self._is_last:
             yield
         if self._text.lstrip().startswith("{"):
             yield from self._calls(dialect, "", self._say("content"))
