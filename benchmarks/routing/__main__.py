@@ -182,13 +182,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def show(found: dict[str, Any]) -> None:
         rows.append(found)
+        if options.json:  # also what a run that is cut short has found
+            options.json.write_text(json.dumps(rows, indent=1))
         print(f"{time.monotonic() - start:6.0f} s  {found['trace']}, {found['policy']}", file=sys.stderr, flush=True)
 
     four(options.policies, min(options.requests, FOUR_REQUESTS), options.seed, show)
     many(options.policies, options.nodes, options.requests, options.seed, show)
     Console(width=120).print(table(rows))
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1))
     if options.plot:
         plot(rows, options.plot)
     return 0

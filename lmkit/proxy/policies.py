@@ -16,9 +16,9 @@ from typing import NamedTuple
 from lmkit.config import PolicyName
 from lmkit.proxy.registry import Node
 
-STAY = 8.0
-GUARD = 2.0
-GUARD_TOKENS = 512
+STAY = 16.0
+GUARD = 3.0
+GUARD_TOKENS = 1024
 LATENCY_HALF_LIFE = 30.0  # seconds after which an observed latency says half as much
 
 

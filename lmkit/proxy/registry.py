@@ -168,7 +168,7 @@ class Registry:
         """
         able = [
             n for n in self._nodes.values()
-            if n.healthy and n.admits and model in (n.models or ()) and n not in exclude
+            if n.healthy and not (n.draining or n.leaving) and n.models and model in n.models and n not in exclude
         ]  # fmt: skip
         return [n for n in able if n.breaker.admits] or able
 

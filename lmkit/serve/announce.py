@@ -43,7 +43,9 @@ async def announced(models: ModelPool, config: ServerConfig) -> AsyncGenerator[N
 
     tls: ssl.SSLContext = trusting(httpx.create_ssl_context(trust_env=False))
     instance = secrets.token_hex(8)
-    names = {model.name: fingerprint(model.engine.model_path) for model in models.models}
+    names = {
+        name: fingerprint(model.engine.model_path) for model in models.models for name in (model.name, *model.aliases)
+    }
     async with httpx.AsyncClient(timeout=TIMEOUT, trust_env=False, verify=tls) as http:
         told = [Told(http, proxy, models, config, names, instance) for proxy in config.proxies]
         tasks = [asyncio.create_task(one.keep()) for one in told]
