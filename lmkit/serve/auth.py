@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lmkit.errors import RequestError
 from lmkit.web.access_log import note_error
-from lmkit.web.auth import ApiKey, Keyring, invalid_api_key, named_client, tenant_of
+from lmkit.web.auth import ApiKey, Headers, Keyring, invalid_api_key, named_client, tenant_of
 from lmkit.web.errors import error_response
 from lmkit.web.key_file import KeyFile, parse_keys
 from lmkit.web.rates import Meter, measure
@@ -61,7 +61,7 @@ class ApiKeys:
         if scope["type"] != "lifespan" and scope["path"] not in OPEN_PATHS and "owner" not in state:
             meter: Meter | None = None
             try:
-                state["key"] = key = self._key(scope)
+                state["key"] = key = self.key(scope["path"], scope["headers"])
                 state["owner"] = owner_of(key, named_client(scope["headers"]))
                 if key is not None and scope["method"] == "POST" and (meter := self._meters.get(key)):
                     meter.request()
@@ -75,17 +75,18 @@ class ApiKeys:
                 send = _with_limits(send, meter)
         await self._app(scope, receive, send)
 
-    def _key(self, scope: Scope) -> ApiKey | None:
+    def key(self, path: str, headers: Headers) -> ApiKey | None:
+        """The key of a request for this path; None if the server has no keys. Raises RequestError."""
         if self._file is not None and self._file.changed():
             self._take_keys()
         if self._keyring is None:
             return None
-        key = self._keyring.find(scope["headers"])
+        key = self._keyring.find(headers)
         if key is None:
             raise invalid_api_key()
         if key.role == "node":
             raise RequestError("permission_denied", "this key has the role node: it registers nodes with a proxy")
-        if key.role == "metrics" and scope["path"] != METRICS_PATH:
+        if key.role == "metrics" and path != METRICS_PATH:
             raise RequestError("permission_denied", f"this key has the role metrics: it may only read {METRICS_PATH}")
         return key
 

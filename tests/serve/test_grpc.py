@@ -198,6 +198,9 @@ def test_t6_every_call_but_health_needs_a_key() -> None:
         for key in ("", "wrong", "SECRET"):
             assert client.refused(text="Hi", key=key).code() == grpc.StatusCode.UNAUTHENTICATED
         assert client.generate(text="Hi", key="secret", sampling_params=params())
+        large = "a" * (2 << 20)  # more than a message may have: a good key decides whether it is read
+        assert client.refused(text=large, key="wrong").code() == grpc.StatusCode.UNAUTHENTICATED
+        assert client.refused(text=large, key="secret").code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         stub = health_pb2_grpc.HealthStub(client.channel)
         assert stub.Check(health_pb2.HealthCheckRequest()).status == 1
         assert "secret" not in server.log.replace("test-secret", "")

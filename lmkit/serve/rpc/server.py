@@ -16,8 +16,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from starlette.types import ASGIApp, Message
 
 from lmkit.config import ServerConfig
-from lmkit.errors import HTTP_STATUS, ConfigError
+from lmkit.errors import HTTP_STATUS, ConfigError, RequestError
 from lmkit.log import get_logger
+from lmkit.serve.auth import ApiKeys
 from lmkit.serve.inside import call
 from lmkit.serve.pool import TAKES_REQUESTS, ModelPool
 from lmkit.serve.protocol import MAX_TIMEOUT
@@ -28,6 +29,7 @@ from lmkit.web.tls import Certificate
 MAX_CALLS = 1024  # at once; one more is refused
 MAX_MESSAGE_BYTES = 1 << 20  # of a message, which is read before its call begins
 HANDSHAKE_SECONDS = 10
+PATH = "/generate"  # of the application
 STOP_SECONDS = 3.0  # for answers to reach their clients at the end
 WATCH_SECONDS = 0.5  # between looks at the health
 HEADERS = ("authorization", "x-api-key", "x-request-id", "x-lmkit-tenant", "traceparent", "tracestate")
@@ -53,6 +55,7 @@ async def serving(
             ("grpc.server_handshake_timeout_ms", 1000 * HANDSHAKE_SECONDS),
             ("grpc.so_reuseport", 0),
         ],
+        interceptors=[KeysFirst(ApiKeys(app, config.api_keys, config.api_key_file))],
         maximum_concurrent_rpcs=MAX_CALLS,
     )
     generation = Generation(app)
@@ -88,6 +91,36 @@ def _credentials(tls: Certificate) -> Any:
         return grpc.ssl_server_certificate_configuration([tls.pem])
 
     return grpc.dynamic_ssl_server_credentials(current(), current)
+
+
+class KeysFirst(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Refuses a call without a good key before its message is read. The health service needs none."""
+
+    def __init__(self, keys: ApiKeys) -> None:
+        self._keys = keys
+
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
+        if details.method.startswith(f"/{SERVICE}/"):
+            try:
+                self._keys.key(PATH, _headers(details.invocation_metadata))
+            except RequestError as error:
+                return _refusal(error)
+        return await continuation(details)
+
+
+def _refusal(error: RequestError) -> Any:
+    """A handler that ends a call. It is one of a stream of messages, because that of a single message reads it."""
+
+    async def refuse(requests: Any, context: Any) -> None:
+        await _fail(context, error.status, {"error": {"code": error.code, "message": error.message}})
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+def _headers(metadata: Any) -> list[tuple[bytes, bytes]]:
+    """The metadata that the application reads."""
+    sent = dict(metadata or ())
+    return [(name.encode(), sent[name].encode()) for name in HEADERS if isinstance(sent.get(name), str)]
 
 
 class Generation:
@@ -134,10 +167,9 @@ class Generation:
         body = {**body_of(request), "stream": is_stream}
         if (seconds := context.time_remaining()) is not None and math.isfinite(seconds):
             body["timeout"] = min(max(seconds, 0.001), MAX_TIMEOUT)
-        sent = dict(context.invocation_metadata())
-        headers = [(name.encode(), sent[name].encode()) for name in HEADERS if isinstance(sent.get(name), str)]
+        headers = _headers(context.invocation_metadata())
         raw = msgspec.json.encode(body)
-        await call(self._app, "/generate", raw, on_message, headers=headers, client=_client(context.peer()))
+        await call(self._app, PATH, raw, on_message, headers=headers, client=_client(context.peer()))
         if status != 200:
             await _fail(context, status, msgspec.json.decode(refusal))
 
