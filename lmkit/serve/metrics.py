@@ -44,6 +44,7 @@ router = APIRouter()
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
     registries = [model.serving.metrics.registry for model in request.app.state.pool.models]
+    registries.append(request.app.state.batches.registry)
     return Response(generate_latest(_Merged(registries)), media_type=CONTENT_TYPE_LATEST)
 
 

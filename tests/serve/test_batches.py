@@ -418,3 +418,19 @@ def test_a_file_that_a_batch_reads_stays(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="the batch is cancelled"):
         client.batches.cancel(batch.id)
     assert client.files.delete(batch.input_file_id).deleted
+
+
+def test_metrics_count_batches_and_their_lines() -> None:
+    app = App(ScriptedEngine())
+    fields: dict[str, Any] = {
+        "owner": Owner(), "endpoint": COMPLETIONS, "input_file_id": "file", "completion_window": "24h", "created_at": 0,
+        "expires_at": 1, "results_id": "r", "failures_id": "f", "kept_seconds": 1,
+    }  # fmt: skip
+    kept = app.app.state.batches._batches
+    kept["a"] = Batch(id="a", status="in_progress", total=10, completed=4, failed=1, **fields)
+    kept["b"] = Batch(id="b", status="cancelled", total=10, completed=3, **fields)
+    text = app.request("GET", "/metrics").text
+    for status, count in (("in_progress", 1), ("cancelled", 1), ("completed", 0)):
+        assert f'lmkit:batches{{status="{status}"}} {count}.0\n' in text
+    for state, count in (("open", 5), ("completed", 7), ("failed", 1)):
+        assert f'lmkit:batch_lines{{state="{state}"}} {count}.0\n' in text

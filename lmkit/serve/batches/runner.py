@@ -19,6 +19,7 @@ from typing import Any, TypeVar, cast
 from uuid import uuid4
 
 import msgspec
+from prometheus_client import CollectorRegistry
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
@@ -27,6 +28,7 @@ from lmkit.log import get_logger
 from lmkit.serve.auth import Owner
 from lmkit.serve.batches import batch as records
 from lmkit.serve.batches.batch import ENDED, Batch, Line
+from lmkit.serve.batches.figures import BatchFigures
 from lmkit.serve.batches.files import Files, write_file
 from lmkit.serve.batches.sender import Sender
 from lmkit.serve.data_folder import DataFolder
@@ -64,6 +66,8 @@ class Batches:
         self._data, self._is_ending, self._clock = data, is_ending, clock
         self._sender, self._max_line_bytes = Sender(app, answers, clock), max_line_bytes
         self._batches: dict[str, Batch] = {}
+        self.registry = CollectorRegistry()
+        self.registry.register(BatchFigures(self._batches.values))
         if data.lasts:
             for path in sorted(data.folder("batches").glob("batch_*.json")):
                 try:
