@@ -18,8 +18,15 @@ log = get_logger(__name__)
 MAX_ANSWER_BYTES, MAX_MODELS = 1 << 20, 1000
 
 
+class _MissingError(ConfigError):
+    """The node has no such route."""
+
+
 class HealthChecker:
-    """A node is up when `GET /health` is 2xx and its models are configured or listed by `GET /v1/models`."""
+    """A node is up when `GET /health` is 2xx and its models are configured or listed by `GET /v1/models`.
+
+    A server without /health is up when it lists its models.
+    """
 
     def __init__(self, registry: Registry, upstream: Upstream, config: ProxyConfig) -> None:
         self._registry = registry
@@ -33,7 +40,8 @@ class HealthChecker:
         """Check one node and record the result. Never raises."""
         try:
             async with asyncio.timeout(self._timeout):
-                await self._get(node, "/health")
+                if not await self._is_well(node):
+                    await self._get(node, "/v1/models")
                 models, note = await self._models(node)
         except TimeoutError:
             failure = f"no answer to a check within {self._timeout:g} s"
@@ -47,6 +55,14 @@ class HealthChecker:
             return
         if self._registry.failed(node, failure):
             log.warning("node %s is down: %s", node.url, failure)
+
+    async def _is_well(self, node: Node) -> bool:
+        """False for a server without /health, which must then list its models. Raises if it is not well."""
+        try:
+            await self._get(node, "/health")
+        except _MissingError:
+            return False
+        return True
 
     async def _models(self, node: Node) -> tuple[ModelEntries | None, str | None]:
         """(a new list or None, a note). A node that has listed its models once keeps them if a later list fails."""
@@ -66,6 +82,8 @@ class HealthChecker:
         answer = await self._upstream.send("GET", node.url + path, headers)
         try:
             if not 200 <= answer.status <= 299:
+                if answer.status == 404:
+                    raise _MissingError(f"{path} answered 404")
                 hint = ": check its api_key" if answer.status in (401, 403) else ""
                 raise ConfigError(f"{path} answered {answer.status}{hint}")
             body = bytearray()

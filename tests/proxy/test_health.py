@@ -177,3 +177,17 @@ def test_parse_models_refuses(body: bytes) -> None:
 def test_parse_models_keeps_what_a_node_says() -> None:
     body = b'{"data": [{"id": "a", "max_model_len": 5}, {"id": "b"}]}'
     assert parse_models(body) == {"a": {"id": "a", "max_model_len": 5}, "b": {"id": "b"}}
+
+
+async def test_a_server_without_health_is_up_while_it_lists_its_models() -> None:
+    """llama-cpp-python has no /health."""
+    async with nodes(FakeNode(health=404)) as (fake,), proxy_for(fake, unhealthy_after=1) as (proxy, _):
+        (node,) = proxy.registry.nodes()
+        assert node.healthy
+
+        async def gone(exchange: Exchange) -> None:
+            await exchange.reply(404, {})
+
+        fake.models_script = gone
+        await proxy.health.check_all()
+        assert (node.healthy, node.reason) == (False, "/v1/models answered 404")
