@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any, ClassVar
 
+import msgspec
 from fastapi import APIRouter, Request, Response
 
 from lmkit.serve.answer_events import AnswerEvents, MessageDeltas, message
@@ -84,7 +85,7 @@ class ChatBuilder(ResponseBuilder[ChatCompletionRequest]):
 
     def logprob(self, entry: TextLogprobs) -> ChatLogprob:
         top = entry.top[: self.body.top_logprobs or 0]
-        return ChatLogprob(**_token(entry.token).model_dump(), top_logprobs=list(map(_token, top)))
+        return ChatLogprob(**msgspec.structs.asdict(_token(entry.token)), top_logprobs=list(map(_token, top)))
 
 
 class _ChatResponse(ChatBuilder):
@@ -117,7 +118,7 @@ class _ChatResponse(ChatBuilder):
                     prompt = None if any(started) else self.prompt_ids(0)
                     started[idx] = True
                     start = ChatChunkChoice(index=idx, delta={"role": "assistant", "content": ""})
-                    yield self._chunk([start], prompt_token_ids=prompt)
+                    yield self._chunk([start], prompt_token_ids=self.asked(prompt))
                 self.note(idx, output)
                 logprobs = ChatLogprobs(content=list(map(self.logprob, output.logprobs))) if output.logprobs else None
                 ids = output.token_ids if self.body.return_token_ids else None
@@ -126,7 +127,8 @@ class _ChatResponse(ChatBuilder):
                 if not parts and (logprobs or ids):
                     parts = [{"content": ""}]
                 for delta in parts:  # the first has what is known of the output's tokens
-                    yield self._chunk([ChatChunkChoice(index=idx, delta=delta, logprobs=logprobs, token_ids=ids)])
+                    choice = ChatChunkChoice(index=idx, delta=delta, logprobs=logprobs, token_ids=self.asked(ids))
+                    yield self._chunk([choice])
                     logprobs = ids = None
                 if output.finish_reason is not None:
                     end = ChatChunkChoice(

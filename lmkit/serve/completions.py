@@ -108,8 +108,8 @@ class CompletionResponse(ResponseBuilder[CompletionRequest]):
             logprobs=logprobs,
             finish_reason=output.finish_reason,
             stop_reason=output.stop_reason,
-            token_ids=output.token_ids if self.body.return_token_ids else None,
-            prompt_token_ids=self.prompt_ids(idx) if first else None,
+            token_ids=self.asked(output.token_ids),
+            prompt_token_ids=self.asked(self.prompt_ids(idx) if first else None),
         )
 
     def _prompt_text(self, idx: int) -> str:

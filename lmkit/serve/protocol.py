@@ -9,8 +9,10 @@ every key, and any key is accepted. As with OpenAI, it does not separate caches;
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
+import msgspec
+from msgspec import UNSET, UnsetType
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -228,15 +230,23 @@ def validate(data: Any, model: type[M]) -> M:
 # ---- responses
 
 
-class PromptTokensDetails(BaseModel):
+T = TypeVar("T")
+Asked: TypeAlias = T | UnsetType  # a field that stays away from an answer whose request does not ask for it
+
+
+class _Part(msgspec.Struct):
+    """A part of an answer. It is made for each token, and a model of pydantic would take ten times longer."""
+
+
+class PromptTokensDetails(_Part):
     cached_tokens: int  # prompt tokens whose KV was reused
 
 
-class CompletionTokensDetails(BaseModel):
+class CompletionTokensDetails(_Part):
     reasoning_tokens: int
 
 
-class Usage(BaseModel):
+class Usage(_Part):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -244,7 +254,7 @@ class Usage(BaseModel):
     completion_tokens_details: CompletionTokensDetails
 
 
-class TopLogprob(BaseModel):
+class TopLogprob(_Part):
     token: str
     logprob: float
     bytes: list[int]
@@ -254,57 +264,57 @@ class ChatLogprob(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 
-class ChatLogprobs(BaseModel):
+class ChatLogprobs(_Part):
     content: list[ChatLogprob]
     refusal: None = None
 
 
-class ChatChunkChoice(BaseModel):
+class ChatChunkChoice(_Part, kw_only=True):
     index: int
     delta: dict[str, Any]  # role with the first chunk of a choice, then content, reasoning and calls
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
-    token_ids: list[int] | None = None
+    token_ids: Asked[list[int] | None] = UNSET
 
 
-class CompletionLogprobs(BaseModel):
+class CompletionLogprobs(_Part):
     tokens: list[str]
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
-class CompletionChoice(BaseModel):
+class CompletionChoice(_Part, kw_only=True):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
     stop_reason: str | int | None
-    token_ids: list[int] | None = None
-    prompt_token_ids: list[int] | None = None  # with the first chunk of a choice
+    token_ids: Asked[list[int] | None] = UNSET
+    prompt_token_ids: Asked[list[int] | None] = UNSET  # with the first chunk of a choice
 
 
-class _Response(BaseModel):
+class _Response(_Part):
     id: str
     created: int
     model: str
     system_fingerprint: str
 
 
-class ChatCompletionChunk(_Response):
+class ChatCompletionChunk(_Response, kw_only=True):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     choices: list[ChatChunkChoice]
-    usage: Usage | None = None
-    prompt_token_ids: list[int] | None = None  # with the first chunk
+    usage: Asked[Usage | None] = UNSET
+    prompt_token_ids: Asked[list[int] | None] = UNSET  # with the first chunk
 
 
-class Completion(_Response):
+class Completion(_Response, kw_only=True):
     """One chunk of a stream."""
 
     object: Literal["text_completion"] = "text_completion"
     choices: list[CompletionChoice]
-    usage: Usage | None = None
+    usage: Asked[Usage | None] = UNSET
 
 
 class ModelCommand(Strict):

@@ -6,16 +6,17 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from functools import cached_property
 from typing import Any, ClassVar, Generic, TypeVar
 
+import msgspec
 from fastapi import Request, Response
+from msgspec import UNSET
 
 from lmkit.serve.auth import Owner, owner
 from lmkit.serve.body import read_json
 from lmkit.serve.choose import choose
 from lmkit.serve.collect import Collected, check_output
-from lmkit.serve.protocol import ChatCompletionChunk, ChatCompletionRequest, Completion, CompletionRequest
+from lmkit.serve.protocol import Asked, ChatCompletionChunk, ChatCompletionRequest, Completion, CompletionRequest
 from lmkit.serve.serving import MIN_LOGPROB, Serving, UsageCount, new_id
 from lmkit.serve.streaming import EventStream, Failed, WholeAnswer, event
 from lmkit.turbo import request as engine
@@ -132,16 +133,13 @@ class ResponseBuilder(ABC, Generic[B]):
     def chunk(self, chunk: ChatCompletionChunk | Completion, *, last: bool = False) -> str:
         """An event. With `include_usage` the last chunk has the usage; others have null or the usage so far."""
         options = self.body.stream_options
-        if self.include_usage and options and (last or options.continuous_usage_stats):
-            chunk.usage = self.count.usage()
-        return event(chunk.model_dump_json(exclude=self._hidden))
+        if options and options.include_usage:
+            chunk.usage = self.count.usage() if last or options.continuous_usage_stats else None
+        return event(msgspec.json.encode(chunk).decode())
 
-    @cached_property
-    def _hidden(self) -> dict[str, Any]:
-        """The fields of chunks that the body does not ask for."""
-        ids = {"token_ids": True, "prompt_token_ids": True}
-        hidden: dict[str, Any] = {} if self.include_usage else {"usage": True}
-        return hidden if self.body.return_token_ids else hidden | ids | {"choices": {"__all__": ids}}
+    def asked(self, token_ids: list[int] | None) -> Asked[list[int] | None]:
+        """Token ids of a chunk, if the body asks for them."""
+        return token_ids if self.body.return_token_ids else UNSET
 
     def note(self, idx: int, output: RequestOutput) -> None:
         """Count an output. Call it with each output, before the client gets it."""

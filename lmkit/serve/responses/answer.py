@@ -92,7 +92,7 @@ class ResponsesAnswer(BlockBuilder):
                 "input_tokens": usage.prompt_tokens,
                 "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
                 "output_tokens": new,
-                "output_tokens_details": usage.completion_tokens_details.model_dump(),
+                "output_tokens_details": usage.completion_tokens_details,
                 "total_tokens": usage.total_tokens,
             },
         }
@@ -167,7 +167,7 @@ class ResponsesAnswer(BlockBuilder):
         return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": logprobs}
 
     def _logprobs(self, entries: Sequence[TextLogprobs]) -> list[dict[str, Any]]:
-        return [self.logprob(entry).model_dump() for entry in entries]
+        return [msgspec.to_builtins(self.logprob(entry)) for entry in entries]
 
     def _written(self, step: Step) -> Iterator[str]:
         """The events of a step."""
