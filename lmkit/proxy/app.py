@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import functools
 import ssl
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -36,7 +37,9 @@ from lmkit.proxy.forward import Call, Forwarder
 from lmkit.proxy.health import HealthChecker
 from lmkit.proxy.registry import Registry
 from lmkit.proxy.reload import ConfigFile
-from lmkit.proxy.router import Router
+from lmkit.proxy.router import Router, Routing
+from lmkit.proxy.stored import PATH as RESPONSES
+from lmkit.proxy.stored import response_of
 from lmkit.proxy.upstream import Upstream
 from lmkit.web.access_log import note, note_error
 from lmkit.web.auth import ApiKey, key_id, named_client
@@ -90,8 +93,8 @@ class Proxy:
         self.health = HealthChecker(self.registry, self._upstream, config)
         self._bodies = Budget(config.body_memory, what="bodies of requests")
         self._router = Router(self.registry, config)
-        forwarder = Forwarder(self.registry, self._upstream, self.metrics, self._router)
-        self._dispatcher = Dispatcher(forwarder, self._bodies, self.metrics, config.max_shadows)
+        self._forwarder = Forwarder(self.registry, self._upstream, self.metrics, self._router)
+        self._dispatcher = Dispatcher(self._forwarder, self._bodies, self.metrics, config.max_shadows)
         self._dashboard = Dashboard(self.registry, self._router, self._upstream)
         self.checked = asyncio.Event()  # every node has been asked once
         self.checks: asyncio.Task[None] | None = None  # ends only by an error, or with the block
@@ -163,8 +166,10 @@ class Proxy:
         with contextlib.suppress(RequestError):  # the client may be gone by now
             await response.fail(error)
 
-    async def forward(self, exchange: Exchange) -> None:
-        scope, receive, response, key, tap = exchange
+    @contextlib.asynccontextmanager
+    async def _admitted(self, exchange: Exchange) -> AsyncGenerator[bytes]:
+        """The request's body. It is held until the answer's end: it may have to be sent again."""
+        scope, receive, response, _, tap = exchange
         if self.draining:
             raise RequestError("shutting_down", "the proxy is shutting down")
         if self.active >= self.config.max_in_flight:
@@ -172,20 +177,40 @@ class Proxy:
         path = scope["path"]
         if scope.get("raw_path", path.encode()) != path.encode():
             raise not_found(path, PATHS)
-        client = named_client(scope["headers"])
         self.active += 1
         try:
-            with self._bodies.share() as share:  # until the answer's end: the body may have to be sent again
-                body = await read_body(scope, receive, self.config.max_body_bytes, self.config.body_timeout, share)
-                asked, name = read_asked(body), key.key if key else ""
-                routing = self._router.routing(asked, scope["headers"], f"{name}\0{client}")
-                async with charged(self.ledger, key, tap, response, path, body) as sent:
-                    call = Call(path, scope["query_string"], scope["headers"], sent, asked.model, routing, name, client)
-                    await self._dispatcher.run(call, routing, response, receive, self.stop)
+            with self._bodies.share() as share:
+                yield await read_body(scope, receive, self.config.max_body_bytes, self.config.body_timeout, share)
         finally:
             self.active -= 1
             told = tap.usage._asdict() if tap.usage else {}
             note(scope, **({"node": response.node} if response.node else {}), **told)
+
+    async def forward(self, exchange: Exchange) -> None:
+        scope, receive, response, key, tap = exchange
+        async with self._admitted(exchange) as body:
+            path, client = scope["path"], named_client(scope["headers"])
+            asked, name = read_asked(body), key.key if key else ""
+            routing = self._router.routing(asked, scope["headers"], f"{name}\0{client}")
+            async with charged(self.ledger, key, tap, response, path, body) as sent:
+                call = Call(path, scope["query_string"], scope["headers"], sent, asked.model, routing, name, client)
+                if isinstance(asked.previous_response_id, str):
+                    routing = replace(routing, keeper=await self._forwarder.keeper(asked.previous_response_id, call))
+                    call = replace(call, routing=routing)
+                await self._dispatcher.run(call, routing, response, receive, self.stop)
+
+    async def stored_response(self, id: str, exchange: Exchange) -> None:
+        """Read, delete or cancel a response, at the node that keeps it."""
+        scope, receive, response, key, _ = exchange
+        async with self._admitted(exchange) as body:
+            name, client = key.key if key else "", named_client(scope["headers"])
+            path, query, headers, method = scope["path"], scope["query_string"], scope["headers"], scope["method"]
+            routing = Routing("", self._router.policy)
+            call = Call(path, query, headers, body, "", routing, name, client, method=method)
+            keeper = await self._forwarder.keeper(id, call)
+            if keeper is None:
+                raise RequestError("not_found", f"no node that answers keeps the response {id!r}", "response_id")
+            await self._forwarder.forward(call, response, receive, self.stop, keeper)
 
     async def list_models(self, exchange: Exchange) -> None:
         listed, ledger = self.registry.models(self._router.aliases()), self.ledger
@@ -321,6 +346,9 @@ def resolve(method: str, path: str, forwarded: Collection[str] = ROUTES_OF_NODES
         methods = _SHOW_MODEL
     elif path in forwarded:
         methods = _FORWARD
+    elif RESPONSES in forwarded and (found := response_of(path)):
+        id, names = found
+        methods = {name: Route(Access.USER, functools.partial(_stored_response, id)) for name in names}
     else:
         return Route(Access.USER, _not_found)
     wanted = "GET" if method == "HEAD" else method
@@ -339,6 +367,10 @@ def _node_of(exchange: Exchange, path: str) -> str:
         method = exchange.scope["method"]
         raise RequestError("invalid_request", f"say which node: {method} {path}?url=URL", "url") from None
     return url
+
+
+async def _stored_response(id: str, proxy: Proxy, exchange: Exchange) -> None:
+    await proxy.stored_response(id, exchange)
 
 
 async def _not_found(proxy: Proxy, exchange: Exchange) -> None:

@@ -23,6 +23,7 @@ class Asked(msgspec.Struct, frozen=True):
     user: Any = None
     priority: Any = None
     cache_salt: Any = None
+    previous_response_id: Any = None
     tools: msgspec.Raw = _RAW
     system: msgspec.Raw = _RAW
     instructions: msgspec.Raw = _RAW

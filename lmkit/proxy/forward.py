@@ -11,7 +11,7 @@ import functools
 import secrets
 import time
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from starlette.types import Receive
 
@@ -23,6 +23,8 @@ from lmkit.proxy.metrics import Metrics
 from lmkit.proxy.policies import Choice
 from lmkit.proxy.registry import Node, Registry
 from lmkit.proxy.router import Router, Routing, explanation
+from lmkit.proxy.stored import PATH as RESPONSES
+from lmkit.proxy.stored import StoredResponses
 from lmkit.proxy.tenants import named
 from lmkit.proxy.upstream import Answer, BrokenError, SilentError, UnreachableError, Upstream, UpstreamError
 from lmkit.web.errors import ERROR_HEADER
@@ -54,6 +56,7 @@ class Call:
     key: str = ""  # the client's; "" if clients have none
     client: str = ""  # the one that another proxy names
     last: bool = True  # no other model may answer it
+    method: str = "POST"
 
 
 class Forwarder:
@@ -65,15 +68,31 @@ class Forwarder:
         self._metrics = metrics
         self._router = router
         self._own_via = b"lmkit-" + secrets.token_hex(8).encode()
+        self._stored = StoredResponses(registry)
 
-    async def forward(self, call: Call, client: DownstreamResponse, receive: Receive, stop: asyncio.Event) -> None:
-        """Forward a call. If the client disconnects or `stop` is set, end at once and close the node's connection.
+    async def keeper(self, id: str, call: Call) -> Node | None:
+        """The node that keeps a stored response of the call's client."""
+        self._check_loop(call)
+
+        async def has(node: Node, path: str) -> bool:
+            asked = replace(call, path=path, query=b"", body=b"")
+            answer = await self._upstream.send("GET", *self._request(node, asked))
+            answer.close()
+            return answer.status == 200
+
+        return await self._stored.keeper(id, bool(call.key or call.client), has)
+
+    async def forward(
+        self, call: Call, client: DownstreamResponse, receive: Receive, stop: asyncio.Event, node: Node | None = None
+    ) -> None:
+        """Forward a call, to `node` or to those of its model.
+
+        If the client disconnects or `stop` is set, end at once and close the node's connection.
 
         Raises RequestError for an error that the client has not been told yet.
         """
-        if any(name == b"via" and self._own_via in value for name, value in call.headers):
-            raise RequestError("bad_gateway", "a proxy loop: one of this proxy's nodes is the proxy itself")
-        relay = asyncio.create_task(self._relay(call, client))
+        self._check_loop(call)
+        relay = asyncio.create_task(self._relay(call, client) if node is None else self._to_one(node, call, client))
         watchers = [asyncio.create_task(until_disconnect(receive)), asyncio.create_task(stop.wait())]
         try:
             await asyncio.wait([relay, *watchers], return_when=asyncio.FIRST_COMPLETED)
@@ -91,6 +110,28 @@ class Forwarder:
             raise client_disconnected()
         elif stopped:
             raise RequestError("shutting_down", "the proxy is shutting down")
+
+    def _check_loop(self, call: Call) -> None:
+        if any(name == b"via" and self._own_via in value for name, value in call.headers):
+            raise RequestError("bad_gateway", "a proxy loop: one of this proxy's nodes is the proxy itself")
+
+    async def _to_one(self, node: Node, call: Call, client: DownstreamResponse) -> None:
+        client.node = node.url
+        with self._registry.using(node):
+            try:
+                answer = await self._upstream.send(call.method, *self._request(node, call))
+                try:
+                    check_answer(answer)
+                    await self._pass_on(node, answer, call, client)
+                finally:
+                    answer.close()
+            except SilentError:
+                raise RequestError("upstream_timeout", "the node did not answer in time") from None
+            except ValueError:
+                raise RequestError("invalid_request", "a header of the request cannot be sent on") from None
+            except UpstreamError as failure:
+                log.warning("node %s gave no usable answer to a request: %s", node.url, failure)
+                raise RequestError("bad_gateway", "the node that keeps the response did not answer") from None
 
     async def _relay(self, call: Call, client: DownstreamResponse) -> None:
         tried: list[Node] = []
@@ -168,7 +209,7 @@ class Forwarder:
                 if not call.last:
                     raise RequestError("queue_full", "the nodes of the model are busy")
             check_answer(answer)
-            whole = await self._pass_on(node, answer, client)
+            whole = await self._pass_on(node, answer, call, client)
             self._record(node, good=whole and answer.status not in BROKEN)
         finally:
             answer.close()
@@ -192,7 +233,7 @@ class Forwarder:
         if node.breaker.record(good=good):
             log.warning("node %s: requests fail one after the other, so it gets none for a while", node.url)
 
-    async def _pass_on(self, node: Node, answer: Answer, client: DownstreamResponse) -> bool:
+    async def _pass_on(self, node: Node, answer: Answer, call: Call, client: DownstreamResponse) -> bool:
         """Send the answer to the client. False: the node broke off."""
         headers = to_client(answer.raw_headers)
         kinds = dict(headers)
@@ -201,9 +242,13 @@ class Forwarder:
         if events:  # an error event may have to be added
             headers = [(name, value) for name, value in headers if name != b"content-length"]
         await client.start(answer.status, headers, events=events)
+        first = call.path == RESPONSES and answer.status == 200
         try:
             async with aclosing(answer.pieces()) as pieces:
                 async for piece in pieces:
+                    if first:
+                        self._stored.learn(node, piece)
+                        first = False
                     await client.write(piece)
         except UpstreamError as failure:
             node.breaks += 1

@@ -40,6 +40,7 @@ class Routing:
     session: str = ""
     prompt: Sequence[Cut] = ()
     explained: bool = False  # the client wants to know why
+    keeper: Node | None = None  # the only node that may get it: it keeps the response that the request continues
 
 
 class Decision(NamedTuple):
@@ -110,8 +111,13 @@ class Router:
     def choose(self, candidates: Sequence[Node], routing: Routing) -> Choice:
         """The node for the request, of `candidates`, which are not empty.
 
-        Raises RequestError if none has a tag that the request's rule names.
+        Raises RequestError if none has a tag that the request's rule names, or keeps what it continues.
         """
+        if routing.keeper is not None:
+            candidates = [node for node in candidates if node is routing.keeper]
+            if not candidates:
+                message = "the node that keeps this response takes no requests for the model now; try again"
+                raise RequestError("engine_unavailable", message, "previous_response_id")
         if routing.tags:
             candidates = [node for node in candidates if not routing.tags.isdisjoint(node.config.tags)]
             if not candidates:

@@ -22,7 +22,7 @@ def named(node: NodeConfig, key: str, client: str, body: bytes) -> tuple[list[tu
         return [], body
     if node.tenants == "header":
         return [(TENANT_HEADER, name.encode())], body
-    return [], _salted(body, name)
+    return [], _salted(body, name) if body else body
 
 
 def _salted(body: bytes, name: str) -> bytes:
