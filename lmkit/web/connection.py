@@ -134,7 +134,7 @@ class Connection(H11Protocol):
             reason = STATUS_PHRASES[self.conn.status]
             head = h11.Response(status_code=self.conn.status, headers=headers, reason=reason)
             for event in (head, h11.Data(data=body)):
-                self._socket.write(self.conn.send(event))
+                self._counted.write(self.conn.send(event))
         if self.cycle is not None:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
@@ -149,6 +149,7 @@ class Connection(H11Protocol):
         """End the connection once everything is sent."""
         if self.is_ending:
             return
+        self._counted.flush()
         self._close_by = self.loop.time() + LINGER_SECONDS
         if self.conn.their_state not in (h11.SEND_BODY, h11.ERROR) and not self.conn.complaint:
             self._socket.close()
@@ -160,10 +161,12 @@ class Connection(H11Protocol):
 
     def drop(self) -> None:
         """End the connection now."""
+        self._counted.flush()
         self._socket.close()
 
     def check(self, now: float) -> None:
         """End the connection if its phase has taken too long, or if the client has left while nothing is read."""
+        self._counted.flush()
         if self._socket.get_write_buffer_size():
             since, taken = self._progress
             if not since:
@@ -254,20 +257,31 @@ class _Flow(FlowControl):
 
 
 class _Transport:
-    """The transport as uvicorn uses it: closed by the connection, and its bytes are counted."""
+    """The transport as uvicorn uses it: closed by the connection, and its bytes are counted.
+
+    What is written in one round of the event loop is sent at once: the head of an answer with its body.
+    """
 
     def __init__(self, transport: asyncio.Transport, connection: Connection) -> None:
         self._transport, self._connection = transport, connection
         self.close, self.abort, self.resume_reading = connection.close, transport.abort, transport.resume_reading
         self.get_extra_info = transport.get_extra_info
         self.num_written = 0
+        self._waiting: list[bytes] = []
 
     def is_closing(self) -> bool:
         return self._connection.is_ending
 
     def write(self, data: bytes) -> None:
         self.num_written += len(data)
-        self._transport.write(data)
+        if not self._waiting:
+            self._connection.loop.call_soon(self.flush)
+        self._waiting.append(data)
+
+    def flush(self) -> None:
+        if self._waiting:
+            data, self._waiting = b"".join(self._waiting), []
+            self._transport.write(data)
 
 
 def _has_left(descriptor: int) -> bool:
