@@ -14,6 +14,7 @@ from lmkit.errors import RequestError
 from lmkit.log import get_logger
 from lmkit.proxy.downstream import DownstreamResponse
 from lmkit.proxy.forward import Call, Forwarder
+from lmkit.proxy.journal import Journal
 from lmkit.proxy.metrics import Metrics
 from lmkit.proxy.router import Routing
 from lmkit.web.budget import Budget
@@ -68,7 +69,9 @@ class Dispatcher:
         try:
             with self._bodies.share() as share:
                 share.add(len(call.body))
-                await self._forwarder.forward(call, DownstreamResponse(_drop), _nothing, stop)
+                await self._forwarder.forward(
+                    replace(call, journal=Journal()), DownstreamResponse(_drop), _nothing, stop
+                )
             outcome = "answered"
         except RequestError as error:
             log.debug("the copy for %s failed: %s", call.model, error)

@@ -1,7 +1,7 @@
 """Forwards one request to a node and the node's response to the client, byte for byte.
 
-Before the first byte of the response, another node may take over. After it, the client learns of a break. The request's
-body has been read whole, so it can be sent again.
+Before the first byte of the response, another node may take over, and after it if the journal of the stream is open.
+Otherwise the client learns of a break. The request's body has been read whole, so it can be sent again.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import asyncio
 import functools
 import secrets
 import time
+from collections.abc import Callable
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from starlette.types import Receive
 
@@ -19,6 +20,7 @@ from lmkit.errors import RequestError
 from lmkit.log import get_logger
 from lmkit.proxy.downstream import DownstreamResponse
 from lmkit.proxy.headers import to_client, to_node
+from lmkit.proxy.journal import MAX_RESUMES, Journal
 from lmkit.proxy.metrics import Metrics
 from lmkit.proxy.policies import Choice
 from lmkit.proxy.registry import Node, Registry
@@ -29,6 +31,7 @@ from lmkit.proxy.tenants import named
 from lmkit.proxy.upstream import Answer, BrokenError, SilentError, UnreachableError, Upstream, UpstreamError
 from lmkit.web.errors import ERROR_HEADER
 from lmkit.web.receive import client_disconnected, until_disconnect
+from lmkit.web.resume import STREAM_HEADER
 
 log = get_logger(__name__)
 
@@ -57,6 +60,7 @@ class Call:
     client: str = ""  # the one that another proxy names
     last: bool = True  # no other model may answer it
     method: str = "POST"
+    journal: Journal = field(default_factory=Journal)
 
 
 class Forwarder:
@@ -122,7 +126,7 @@ class Forwarder:
                 answer = await self._upstream.send(call.method, *self._request(node, call))
                 try:
                     check_answer(answer)
-                    await self._pass_on(node, answer, call, client)
+                    await self._pass_on(node, answer, call, client, [node])
                 finally:
                     answer.close()
             except SilentError:
@@ -171,7 +175,9 @@ class Forwarder:
                     resends += 1
                     self._record(node, good=False)
             error = RequestError("bad_gateway", "no node answered the request")
-            if resends > MAX_RESENDS:
+            if client.started:
+                error = RequestError("bad_gateway", "the node broke off in the middle of its answer")
+            if resends > MAX_RESENDS or call.journal.num_resumes > MAX_RESUMES:
                 break
         raise error
 
@@ -201,6 +207,10 @@ class Forwarder:
             seconds = time.perf_counter() - start
             self._registry.answered(node, call.model, answer.status, seconds)
             self._metrics.first_byte.observe(seconds)
+            begun = call.journal.begin(answer.headers.get(STREAM_HEADER))
+            if client.started and not begun:  # it cannot go on with the stream
+                call.journal.num_resumes += 1
+                return False
             if answer.status == 503:
                 if movable and answer.headers.get(_ERROR_HEADER) == b"engine_unavailable":
                     raise _EngineDownError
@@ -209,11 +219,11 @@ class Forwarder:
                 if not call.last:
                     raise RequestError("queue_full", "the nodes of the model are busy")
             check_answer(answer)
-            whole = await self._pass_on(node, answer, call, client)
+            whole = await self._pass_on(node, answer, call, client, tried)
             self._record(node, good=whole and answer.status not in BROKEN)
+            return whole or not call.journal.is_open
         finally:
             answer.close()
-        return True
 
     async def _first_byte(self, node: Node, call: Call, tried: list[Node], *, movable: bool) -> Answer:
         """The head of the node's answer.
@@ -233,32 +243,51 @@ class Forwarder:
         if node.breaker.record(good=good):
             log.warning("node %s: requests fail one after the other, so it gets none for a while", node.url)
 
-    async def _pass_on(self, node: Node, answer: Answer, call: Call, client: DownstreamResponse) -> bool:
-        """Send the answer to the client. False: the node broke off."""
+    async def _pass_on(
+        self, node: Node, answer: Answer, call: Call, client: DownstreamResponse, tried: list[Node]
+    ) -> bool:
+        """Send the answer to the client. False: the node broke off. If the journal is open, another one goes on."""
+        journal = call.journal
         headers = to_client(answer.raw_headers)
         kinds = dict(headers)
         kind = kinds.get(b"content-type", b"").partition(b";")[0].strip().lower()
         events = kind == b"text/event-stream" and b"content-encoding" not in kinds
         if events:  # an error event may have to be added
             headers = [(name, value) for name, value in headers if name != b"content-length"]
-        await client.start(answer.status, headers, events=events)
+        if not client.started:
+            await client.start(answer.status, headers, events=events)
         first = call.path == RESPONSES and answer.status == 200
+        abandon: Callable[[], None] | None = None
         try:
-            async with aclosing(answer.pieces()) as pieces:
+            async with asyncio.timeout(None) as limit, aclosing(answer.pieces()) as pieces:
+                if journal.is_open:
+                    abandon = functools.partial(limit.reschedule, 0)
+                    node.waiting[abandon] = (call.model, tried)
                 async for piece in pieces:
                     if first:
                         self._stored.learn(node, piece)
                         first = False
-                    await client.write(piece)
-        except UpstreamError as failure:
+                    await client.write(journal.feed(piece))
+        except (UpstreamError, TimeoutError) as failure:
             node.breaks += 1
             log.warning("node %s broke off in the middle of an answer: %s", node.url, failure)
             if isinstance(failure, SilentError):
                 error = RequestError("upstream_timeout", "the node fell silent in the middle of its answer")
             else:
                 error = RequestError("bad_gateway", "the node broke off in the middle of its answer")
-            await client.fail(error)
+            if journal.is_open:
+                journal.num_resumes += 1
+            else:
+                await client.fail(error)
             return False
+        finally:
+            if abandon is not None:
+                node.waiting.pop(abandon, None)
+        if journal.is_open and self._registry.candidates(call.model, tried):  # its own error, which is held
+            log.warning("node %s gave up a stream, which goes on at another", node.url)
+            journal.num_resumes += 1
+            return False
+        await client.write(journal.rest())
         await client.end()
         return True
 
@@ -274,6 +303,9 @@ class Forwarder:
             (b"via", b"1.1 " + self._own_via),
         ]
         if node.config.api_key is not None:
+            if node.config.tenants == "header":
+                headers.append(call.journal.header())
+                body = call.journal.known() + body
             headers.append((b"authorization", b"Bearer " + node.config.api_key.encode()))
         return url, headers, body
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import secrets
 import string
 from collections.abc import Callable, Iterable, Sequence
@@ -31,6 +32,7 @@ class AnswerEvents:
         self._tail: list[int] = []  # the last tokens: the mark may have begun in them
         self._num_before_end, self._has_ended = 0, not end
         self._has_reasoned = False
+        self.random: random.Random = secrets.SystemRandom()  # of ids
 
     def take(self, output: RequestOutput) -> list[Event]:
         if self._parser is None:
@@ -66,7 +68,7 @@ class AnswerEvents:
     def call_id(self) -> str:
         """A new id for a call."""
         prefix = "call_" if self._num_id_chars > len("call_") + 8 else ""
-        return prefix + "".join(secrets.choice(_ALPHABET) for _ in range(self._num_id_chars))
+        return prefix + "".join(self.random.choice(_ALPHABET) for _ in range(self._num_id_chars))
 
 
 class MessageDeltas:

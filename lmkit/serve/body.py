@@ -11,6 +11,7 @@ from starlette.requests import Request
 from lmkit.errors import RequestError
 from lmkit.serve.choose import shared
 from lmkit.serve.protocol import validate
+from lmkit.serve.resume import resumption
 from lmkit.web.receive import decode_json, read_body
 
 BODY_SECONDS = 30.0
@@ -26,5 +27,6 @@ async def read_json(request: Request, model: type[M], translate: Callable[[Any],
     server = shared(request)
     share = request.state.held.enter_context(server.bodies.share())
     raw = await read_body(request.scope, request.receive, server.config.max_body_bytes, BODY_SECONDS, share)
+    request.state.resumption, raw = resumption(request, raw)
     data = await server.hooks.before(request.scope["path"], decode_json(raw))
     return validate(data if translate is None else translate(data), model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any, ClassVar
@@ -63,6 +64,9 @@ class ChatBuilder(ResponseBuilder[ChatCompletionRequest]):
         self._tokens = AssistantTurn(turn)
         is_thinking = style.is_thinking(turn.rest)
         self.answers = [style.answer(self.body, is_thinking=is_thinking) for _ in requests]
+        if self.resumption is not None:  # ids of calls are the same at each node
+            for idx, answer in enumerate(self.answers):
+                answer.random = random.Random(f"{self.id} {idx}")
         return requests
 
     def prepare(self) -> None:

@@ -12,17 +12,20 @@ import msgspec
 from fastapi import Request, Response
 from msgspec import UNSET
 
+from lmkit.errors import RequestError
 from lmkit.serve.auth import Owner, owner
 from lmkit.serve.body import read_json
 from lmkit.serve.choose import choose
 from lmkit.serve.collect import Collected, check_output
 from lmkit.serve.protocol import Asked, ChatCompletionChunk, ChatCompletionRequest, Completion, CompletionRequest
+from lmkit.serve.resume import Resumption
 from lmkit.serve.serving import MIN_LOGPROB, Serving, UsageCount, new_id
 from lmkit.serve.streaming import EventStream, Failed, WholeAnswer, event
 from lmkit.turbo import request as engine
 from lmkit.turbo.transport.output import RequestOutput, TextLogprobs, TokenText
 from lmkit.web.budget import Share
 from lmkit.web.receive import while_connected
+from lmkit.web.resume import STREAM_HEADER
 
 B = TypeVar("B", ChatCompletionRequest, CompletionRequest)
 
@@ -33,6 +36,7 @@ class ResponseBuilder(ABC, Generic[B]):
     prefix: ClassVar[str]  # of its id
     requests: list[engine.Request]
     count: UsageCount
+    resumption: Resumption | None = None  # another node may take over
 
     def __init__(self, server: Serving, body: B, owner: Owner, share: Share) -> None:
         """`share` counts the bytes that the answer holds."""
@@ -82,7 +86,20 @@ class ResponseBuilder(ABC, Generic[B]):
         return self.body.n or 1
 
     def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput]]:
-        return self.server.run(self.requests, self.choices_per_prompt, self.share)
+        if (resumption := self.resumption) is None:
+            return self.server.run(self.requests, self.choices_per_prompt, self.share)
+        run = self.server.run(self.requests, self.choices_per_prompt, self.share, resumption.known)
+        return resumption.noted(run)
+
+    def be_resumable(self, resumption: Resumption) -> None:
+        """Take ids and seeds from the proxy. Call it before `prepare`. Raises RequestError."""
+        identity = resumption.identity
+        if identity.fingerprint not in ("", self.server.system_fingerprint):
+            raise RequestError("engine_unavailable", "another model began this stream")
+        self.resumption, self.id = resumption, self.prefix + identity.key
+        self.head |= {"id": self.id, "created": identity.created}
+        if self.body.seed is None:
+            self.body = self.body.model_copy(update={"seed": identity.seed})
 
     async def collect(self, prompts: list[str]) -> list[Collected]:
         """All choices at their end. `prompts` stand before the texts."""
@@ -162,6 +179,11 @@ async def respond(
     server = await choose(request, body.model, body.timeout)
     share = request.state.held.enter_context(server.answers.share())
     builder = builder_type(server, body, owner(request), share)
+    resumption: Resumption | None = getattr(request.state, "resumption", None)
+    if resumption is not None and body.stream and not server.hooks.sees_answers:
+        builder.be_resumable(resumption)
+    elif resumption is not None and resumption.identity.fingerprint:
+        raise RequestError("invalid_request", "this answer cannot be resumed")
     return await answer(request, builder)
 
 
@@ -169,5 +191,9 @@ async def answer(request: Request, builder: ResponseBuilder[Any]) -> Response:
     """Run the builder's requests. Raises RequestError."""
     await builder.server.texts.run(request.receive, builder.num_chars, builder.prepare)
     if builder.body.stream:
-        return await EventStream.open(request.receive, builder.chunks(), builder.failed)
+        if (resumption := builder.resumption) is None:
+            return await EventStream.open(request.receive, builder.chunks(), builder.failed)
+        stream = await EventStream.open(request.receive, resumption.events(builder.chunks()), builder.failed)
+        stream.headers[STREAM_HEADER.decode()] = builder.server.system_fingerprint
+        return stream
     return WholeAnswer(await while_connected(request.receive, builder.whole()))

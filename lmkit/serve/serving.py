@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from uuid import uuid4
 
+from msgspec.structs import replace as replace_struct
+
 import lmkit
 from lmkit.config import ServerConfig
 from lmkit.errors import RequestError
@@ -19,6 +21,7 @@ from lmkit.serve.collect import Backlog
 from lmkit.serve.hooks.hooks import Hooks
 from lmkit.serve.metrics import Metrics
 from lmkit.serve.protocol import CompletionTokensDetails, PromptTokensDetails, Usage
+from lmkit.serve.resume import replayed
 from lmkit.serve.sessions import Sessions
 from lmkit.serve.style import Style
 from lmkit.serve.text_pool import TextPool
@@ -28,6 +31,7 @@ from lmkit.turbo.transport.async_engine import AsyncEngine
 from lmkit.turbo.transport.output import OutputProcessor, RequestOutput
 from lmkit.web.budget import Budget, Share
 from lmkit.web.rates import spend
+from lmkit.web.resume import Known
 
 MIN_LOGPROB = -9999.0  # JSON has no -Infinity; OpenAI writes this
 
@@ -81,34 +85,42 @@ class Serving:
         return "fp_" + hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
 
     async def run(
-        self, requests: Sequence[Request], choices_per_prompt: int, share: Share
+        self, requests: Sequence[Request], choices_per_prompt: int, share: Share, known: Sequence[Known] = ()
     ) -> AsyncGenerator[tuple[int, RequestOutput]]:
         """Outputs of all requests as they come, each with its request's index. Raises RequestError if a request fails.
+
+        The `known` ones come first.
 
         Each `choices_per_prompt` consecutive requests have the same prompt. `share` counts the bytes that wait to be
         fetched. If the iteration ends early, all running requests are aborted.
         """
         with self.admission.admit(requests):
             spend(sum(len(request.prompt_ids) for request in requests[::choices_per_prompt]))
-            async with aclosing(self._run(requests, choices_per_prompt, share)) as found:
+            async with aclosing(self._run(requests, choices_per_prompt, share, known)) as found:
                 outputs = self.hooks.after(found, share) if self.hooks.sees_answers else found
                 async with aclosing(outputs):
                     async for item in outputs:
                         yield item
 
     async def _run(
-        self, requests: Sequence[Request], choices_per_prompt: int, share: Share
+        self, requests: Sequence[Request], choices_per_prompt: int, share: Share, known: Sequence[Known]
     ) -> AsyncGenerator[tuple[int, RequestOutput]]:
-        backlog = Backlog(share, len(requests))
+        processors = [OutputProcessor(self.tokenizer, request) for request in requests]
+        for item in replayed(processors, known, self.info.vocab_size):
+            yield item
+        requests = [replace_struct(r, known_ids=_ids(known, idx)) if known else r for idx, r in enumerate(requests)]
+        unfinished = [idx for idx in range(len(requests)) if not processors[idx].finished]
+        backlog = Backlog(share, len(unfinished))
 
         async def pump(idx: int, request: Request) -> None:
-            is_first = idx % choices_per_prompt == 0  # tasks start in order: it sends the prompt for its siblings
+            # Tasks start in order: the first sends the prompt for its siblings. Resumed ones differ in their tokens.
+            is_first = not known and idx % choices_per_prompt == 0
             siblings = Siblings.of(requests[idx : idx + choices_per_prompt]) if is_first else None
-            async with aclosing(self._follow(request, siblings)) as outputs:
+            async with aclosing(self._follow(request, processors[idx], siblings)) as outputs:
                 async for output in outputs:
                     await backlog.put(idx, output)
 
-        tasks = {asyncio.create_task(pump(idx, request)) for idx, request in enumerate(requests)}
+        tasks = {asyncio.create_task(pump(idx, requests[idx])) for idx in unfinished}
         for task in tasks:
             task.add_done_callback(backlog.end)
         try:
@@ -122,8 +134,9 @@ class Serving:
             for request in requests:  # some may have been sent by a sibling and not begun
                 self.engine.drop(request.request_id)
 
-    async def _follow(self, request: Request, siblings: Siblings | None) -> AsyncGenerator[RequestOutput]:
-        processor = OutputProcessor(self.tokenizer, request)
+    async def _follow(
+        self, request: Request, processor: OutputProcessor, siblings: Siblings | None
+    ) -> AsyncGenerator[RequestOutput]:
         with self.metrics.track(request) as tracker:
             if siblings is not None and siblings.others:
                 self.engine.submit(siblings)
@@ -144,6 +157,10 @@ def _failure(output: RequestOutput) -> RequestError:
     if output.error is not None and output.error_code != "engine_error":
         return RequestError(output.error_code, output.error)
     return RequestError("engine_error", "the engine failed while it worked on this request")
+
+
+def _ids(known: Sequence[Known], idx: int) -> list[int]:
+    return [token for entry in known if entry.choice == idx for token in entry.token_ids]
 
 
 def new_id(prefix: str) -> str:

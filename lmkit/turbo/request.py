@@ -112,6 +112,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     session_id: str | None = None  # of the tenant: the KV of this conversation stays for a lease after the answer
     priority: int = 0  # lower = sooner; see turbo.scheduling.policy
     timeout: float | None = None  # seconds from its arrival at the engine; then it ends with an error
+    known_ids: list[int] = []  # the answer's first tokens: it goes on behind them, as after a preemption
 
 
 class Siblings(msgspec.Struct, frozen=True, array_like=True):

@@ -91,6 +91,7 @@ class FakeNode:
 
     name: str = "a"
     models: tuple[str, ...] = ("m",)
+    api_key: str | None = None  # that the proxy sends
     script: Script = echo
     health: int = 200  # status of /health
     health_script: Script | None = None
@@ -183,7 +184,8 @@ async def proxy_for(*fakes: FakeNode, **options: Any) -> AsyncIterator[tuple[Pro
 async def server_for(*fakes: FakeNode, **options: Any) -> AsyncIterator[tuple[HttpServer, Proxy, str]]:
     options.setdefault("health_interval", 3600.0)
     options.setdefault("drain_seconds", 0.0)
-    config = ProxyConfig(nodes=tuple(NodeConfig(url=fake.url) for fake in fakes), **{"node_wait": 0.0, **options})
+    configs = tuple(NodeConfig(url=fake.url, api_key=fake.api_key) for fake in fakes)
+    config = ProxyConfig(nodes=configs, **{"node_wait": 0.0, **options})
     listener = bind("127.0.0.1", 0)
     listen(listener)
     async with Proxy(config) as proxy:

@@ -53,6 +53,9 @@ def check_request(request: Request, limits: SchedulerLimits) -> int:
             "prompt",
         )
     max_tokens = min(num_prompt + max_new, limits.max_model_len)
+    known = request.known_ids
+    if known and not (len(known) < max_tokens - num_prompt and 0 <= min(known) <= max(known) < limits.vocab_size):
+        raise RequestError("invalid_request", "the known tokens leave nothing to generate, or are none of the model's")
     blocks = limits.kv.blocks_for(max(num_prompt, max_tokens - 1))  # the last generated token is never computed
     if blocks > limits.kv.num_blocks:
         raise RequestError(

@@ -107,7 +107,7 @@ class Scheduler:
             arrived=now,
             priority_key=now + request.priority * self.limits.priority_seconds,
             deadline=math.inf if timeout is None else now + timeout,
-            token_ids=array("i", request.prompt_ids),
+            token_ids=array("i", request.prompt_ids + request.known_ids),
             max_tokens=max_tokens,
             eos_token_ids=() if request.params.ignore_eos else self._eos_token_ids,
         )

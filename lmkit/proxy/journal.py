@@ -1,0 +1,74 @@
+"""What the proxy keeps of a stream so that another node can go on with it. See web.resume."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+
+from lmkit.proxy.downstream import WholeEvents
+from lmkit.web.resume import MAX_JOURNAL_BYTES, STREAM_HEADER, Identity
+
+MAX_RESUMES = 4  # of one stream
+_NOTE = re.compile(rb"^: lmkit ([^\n]+)\n\n", re.MULTILINE)  # an event's own lines never begin with a colon
+_KEEP_ALIVE = b": keep-alive\n\n"
+
+
+class Journal:
+    """One call's. It knows nothing until `begin`: only lmkit's nodes that trust the proxy write notes."""
+
+    def __init__(self) -> None:
+        self._identity = Identity(secrets.token_hex(16), int(time.time()))
+        self._events = WholeEvents()
+        self._entries: list[bytes] = []
+        self._num_bytes = 0
+        self._held = b""  # events whose note has not come
+        self.num_resumes = 0
+        self.is_open = False  # the stream can go on elsewhere
+
+    def header(self) -> tuple[bytes, bytes]:
+        """For the next node."""
+        return STREAM_HEADER, str(self._identity._replace(num_bytes=len(self.known()))).encode()
+
+    def known(self) -> bytes:
+        """What stands before the body for the next node."""
+        return b"[" + b",".join(self._entries) + b"]" if self._identity.fingerprint else b""
+
+    def begin(self, fingerprint: bytes | None) -> bool:
+        """A node answers with this header. False: it does not go on with the stream that the client has."""
+        fits = fingerprint is not None and self._identity.fingerprint in ("", fingerprint.decode("latin-1"))
+        if fits and fingerprint is not None:
+            self._identity = self._identity._replace(fingerprint=fingerprint.decode("latin-1"))
+            self._events, self._held, self.is_open = WholeEvents(), b"", True
+        return fits
+
+    def feed(self, data: bytes) -> bytes:
+        """Add a piece of the answer. Returns the events that the client may have."""
+        if not self.is_open:
+            return data
+        whole = self._events.feed(data)
+        if whole == _KEEP_ALIVE and not self._held:
+            return whole
+        self._held += whole
+        ready, end = b"", 0
+        for note in _NOTE.finditer(self._held):
+            ready += self._held[end : note.start()]
+            end = note.end()
+            self._note(note[1])
+            if not self.is_open:
+                return ready + self.rest(end)
+        self._held = self._held[end:]
+        return ready
+
+    def rest(self, start: int = 0) -> bytes:
+        """What is held, such as the node's own error event."""
+        held, self._held = self._held[start:], b""
+        return held + self._events.rest()
+
+    def _note(self, entry: bytes) -> None:
+        self._num_bytes += len(entry) + 1
+        if entry == b"end" or self._num_bytes > MAX_JOURNAL_BYTES - 2:
+            self.is_open = False
+            self._entries.clear()
+        else:
+            self._entries.append(entry)

@@ -1,0 +1,112 @@
+"""Streams that go on at another node. The nodes are scripted; tests/serve/test_resume.py has real ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lmkit.proxy.journal import MAX_RESUMES
+from tests.proxy.fakes import BODY, CHAT, Exchange, FakeNode, Script, client, nodes, proxy_for
+
+pytestmark = pytest.mark.anyio
+
+HEADER, PRINT = "x-lmkit-stream", "fp_0123456789ab"
+FIRST, SECOND, DONE = b"data: 1\n\n", b"data: 2\n\n", b"data: [DONE]\n\n"
+NOTE, END = b': lmkit [0,[5],"",0]\n\n', b": lmkit end\n\n"
+
+
+def writes(*pieces: bytes, ends: bool, name: str = PRINT) -> Script:
+    async def script(exchange: Exchange) -> None:
+        await exchange.start_events((HEADER, name))
+        for piece in pieces:
+            await exchange.chunk(piece)
+        if ends:
+            await exchange.end()
+        else:
+            exchange.writer.close()
+
+    return script
+
+
+def keyed(name: str, script: Script) -> FakeNode:
+    return FakeNode(name, api_key="k", script=script)
+
+
+async def asked(first: Script, second: Script) -> tuple[str, Any, Any]:
+    """What the client gets, and the requests that the nodes got."""
+    async with (
+        nodes(keyed("a", first), keyed("b", second)) as (a, b),
+        proxy_for(a, b, policy="round_robin") as (_, url),
+        client(url) as http,
+    ):
+        text = (await http.post(CHAT, content=BODY, headers={HEADER: "mine"})).text
+        return text, a.requests, b.requests
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        writes(FIRST + NOTE, SECOND, ends=False),
+        writes(FIRST + NOTE, b"data: 2", ends=False),
+        writes(FIRST + NOTE, SECOND + b": lmkit [0,[6]", ends=False),
+        writes(FIRST + NOTE, b'data: {"error": "shutting down"}\n\n', ends=True),
+    ],
+    ids=["an event without its note", "half an event", "half a note", "the node's own error"],
+)
+async def test_a_stream_goes_on_at_another_node(broken: Script) -> None:
+    text, (one,), (two,) = await asked(broken, writes(SECOND + NOTE, DONE + END, ends=True))
+    assert text.encode() == FIRST + SECOND + DONE
+    ((begun,), (resumed,)) = one.header(HEADER), two.header(HEADER)
+    assert "mine" not in begun  # a client's own stays behind
+    known = b'[[0,[5],"",0]]'
+    assert resumed == f"{begun} {PRINT} {len(known)}"
+    assert (one.body, two.body) == (BODY, known + BODY)
+
+
+async def test_another_model_does_not_go_on_with_a_stream() -> None:
+    other = writes(b"data: other\n\n" + NOTE, DONE + END, ends=True, name="fp_ffffffffffff")
+    text, one, two = await asked(writes(FIRST + NOTE, ends=False), other)
+    assert text.startswith(FIRST.decode())
+    assert "bad_gateway" in text
+    assert "other" not in text
+    assert len(one) + len(two) <= MAX_RESUMES + 2
+
+
+async def test_a_stream_that_said_its_end_is_not_resumed() -> None:
+    error = b'data: {"error": "your time is up"}\n\n'
+    text, _, two = await asked(writes(FIRST + NOTE, END + error, ends=True), writes(ends=True))
+    assert text.encode() == FIRST + error
+    assert not two
+
+
+async def test_a_silent_node_that_goes_down_loses_its_stream_to_another() -> None:
+    async def silent(exchange: Exchange) -> None:
+        await exchange.start_events((HEADER, PRINT))
+        await exchange.chunk(FIRST + NOTE)
+        await exchange.until_left()
+
+    async with (
+        nodes(FakeNode("a", script=silent), FakeNode("b", script=writes(SECOND + NOTE, DONE + END, ends=True))) as (
+            a,
+            b,
+        ),
+        proxy_for(a, b, policy="round_robin", health_interval=0.02, unhealthy_after=1) as (_, url),
+        client(url) as http,
+    ):
+        async with http.stream("POST", CHAT, content=BODY) as response:
+            pieces = response.aiter_bytes()
+            assert await anext(pieces) == FIRST
+            a.health = 503
+            text = FIRST + b"".join([piece async for piece in pieces])
+        assert text == FIRST + SECOND + DONE
+
+
+async def test_t9_a_node_without_a_key_is_told_nothing() -> None:
+    async with (
+        nodes(FakeNode("a", script=writes(FIRST, DONE, ends=True, name=""))) as (a,),
+        proxy_for(a) as (_, url),
+        client(url) as http,
+    ):
+        await http.post(CHAT, content=BODY, headers={HEADER: "mine"})
+        assert a.requests[0].header(HEADER) == []

@@ -1,0 +1,127 @@
+"""A stream that goes on behind any of its outputs is the same stream."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.serve.live import Server
+
+KEY, HEADER = "k" * 16, "x-lmkit-stream"
+ID = "0123456789abcdef0123456789abcdef 1700000000"
+ASK: dict[str, Any] = {
+    "model": "demo",
+    "messages": [{"role": "user", "content": "List two numbers."}],
+    "max_tokens": 12,
+}
+TEXT: dict[str, Any] = {"model": "demo", "prompt": "def add(a, b):", "max_tokens": 12}
+X = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": X}}
+ONE_OF = {"type": "object", "properties": {"a": {"enum": ["left", "right"]}}, "required": ["a"]}
+BODIES = {
+    "greedy": TEXT | {"temperature": 0},
+    "seeded": TEXT | {"temperature": 1.0, "seed": 5, "frequency_penalty": 0.5, "repetition_penalty": 1.1},
+    "no seed": ASK | {"temperature": 1.0},
+    "logprobs": ASK | {"temperature": 1.0, "seed": 3, "logprobs": True, "top_logprobs": 2},
+    "text logprobs, echo": TEXT | {"temperature": 1.0, "seed": 3, "logprobs": 2, "echo": True, "n": 2},
+    "n": ASK | {"temperature": 1.0, "seed": 9, "n": 3, "max_tokens": 8},
+    "stop string": TEXT | {"temperature": 0, "stop": ["return a"], "max_tokens": 40},
+    "json": ASK | {"temperature": 1.0, "seed": 2, "max_tokens": 40,
+                   "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": ONE_OF}}},
+    "tool": ASK | {"temperature": 1.0, "seed": 4, "max_tokens": 60, "tools": [TOOL], "tool_choice": "required"},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[Server]:
+    with Server(
+        "--api-key", f"{KEY} role=proxy", "--api-key", "user", engine="lmkit.turbo.engine.engine:Engine"
+    ) as server:
+        yield server
+
+
+def ask(
+    node: Server, body: dict[str, Any], *stream: str, known: list[Any] | None = None, key: str = KEY
+) -> httpx.Response:
+    content = json.dumps(body | {"stream": True, "stream_options": {"include_usage": True}}).encode()
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    journal = b"" if known is None else json.dumps(known).encode()
+    headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
+    if stream:
+        headers[HEADER] = " ".join([*stream, *([str(len(journal))] if known is not None else [])])
+    return httpx.post(node.url + path, content=journal + content, headers=headers, timeout=60)
+
+
+def parts(text: str) -> tuple[list[str], list[Any]]:
+    """The events of each output and behind the last one, and the notes."""
+    *pieces, last, rest = re.split(r"^: lmkit (.*)\n\n", text, flags=re.MULTILINE)
+    assert (last, rest) == ("end", "")
+    return pieces[::2], [json.loads(note) for note in pieces[1::2]]
+
+
+def merged(events: str) -> dict[Any, Any]:
+    """What a client has at the end, however the tokens were spread over events."""
+    found: dict[Any, Any] = {"done": events.count("data: [DONE]")}
+    for line in re.findall(r"^data: (\{.*)$", events, re.MULTILINE):
+        chunk = json.loads(line)
+        assert "error" not in chunk, chunk
+        found["head"] = [chunk[name] for name in ("id", "created", "model", "system_fingerprint")]
+        if chunk.get("usage"):
+            found["usage"] = chunk["usage"] | {"prompt_tokens_details": None}
+        for choice in chunk["choices"]:
+            _merge(found, (choice.pop("index"),), choice)
+    return found
+
+
+def _merge(found: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
+    if isinstance(value, dict) and path[-1] != "top_logprobs":
+        for name, item in value.items():
+            _merge(found, (*path, name), item)
+    elif path[-1] == "tool_calls":
+        for call in value:
+            _merge(found, (*path, call.pop("index")), call)
+    elif isinstance(value, list | str) and path in found:
+        found[path] += value
+    elif value is not None:
+        found[path] = value
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_a_stream_goes_on_behind_each_of_its_outputs(node: Server, name: str) -> None:
+    body = BODIES[name]
+    whole = ask(node, body, ID)
+    assert whole.status_code == 200, whole.text
+    pieces, notes = parts(whole.text)
+    events, fingerprint = "".join(pieces), whole.headers[HEADER]
+    assert notes
+    for count in range(1, len(notes) + 1, 1 + len(notes) // 14):
+        resumed = ask(node, body, ID, fingerprint, known=notes[:count])
+        assert resumed.status_code == 200, resumed.text
+        later, _ = parts(resumed.text)
+        assert merged("".join(pieces[:count]) + "".join(later)) == merged(events), count
+
+
+def test_t9_only_the_role_proxy_may_resume(node: Server) -> None:
+    first = ask(node, TEXT, ID, key="user")
+    assert HEADER not in first.headers
+    assert "lmkit" not in first.text
+    resumed = ask(node, TEXT, ID, "fp_0123456789ab", known=[[0, [70]]], key="user")
+    assert resumed.status_code == 403
+    assert "role proxy" in resumed.text
+
+
+@pytest.mark.parametrize(
+    "known",
+    [[[9, [70]]], [[0, [1 << 20]]], [[0, [-1]]], [{"a": 1}], [[0, [70] * 12]]],
+    ids=lambda known: str(known)[:20],
+)
+def test_known_outputs_that_do_not_fit_are_refused(node: Server, known: list[Any]) -> None:
+    fingerprint = ask(node, TEXT, ID).headers[HEADER]
+    assert ask(node, TEXT, ID, fingerprint, known=known).status_code == 400
+    assert ask(node, TEXT, ID, "fp_000000000000", known=[[0, [70]]]).status_code == 503
+    assert ask(node, TEXT, "nonsense").status_code == 400
