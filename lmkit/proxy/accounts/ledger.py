@@ -261,7 +261,7 @@ class Ledger:
     # Changes by an administrator
 
     def listed(self) -> list[Key]:
-        return sorted(self._keys.values(), key=lambda key: (key.created or datetime.min.replace(tzinfo=UTC), key.id))
+        return sorted(self._keys.values(), key=lambda key: key.created or datetime.min.replace(tzinfo=UTC))
 
     def known(self, key_id: str) -> Key:
         """Raises RequestError."""
