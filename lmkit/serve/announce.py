@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import secrets
 import ssl
 import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
-from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lmkit.config import ServerConfig
+from lmkit.formats.fingerprint import fingerprint
 from lmkit.log import get_logger
 from lmkit.serve.pool import ModelPool
 from lmkit.web.key_file import parse_keys, read_keys
@@ -27,8 +25,6 @@ LEASE_SECONDS = 15.0
 RENEW_SECONDS = 3.0  # also the age of the load that a proxy knows
 LOOK_SECONDS = 0.2  # between looks whether the server drains
 TIMEOUT = 5.0
-SAMPLE_BYTES = 1 << 20
-_FILES = (".json", ".safetensors", ".gguf", ".jinja", ".model", ".txt")
 
 log = get_logger(__name__)
 
@@ -127,21 +123,6 @@ class Told:
             "kv_use": min(1.0, used / total) if total else 0.0,
             "kv_tokens": sum(info.num_blocks * info.block_size for info in infos if info is not None),
         }
-
-
-@cache
-def fingerprint(folder: Path) -> str:
-    """A digest of a checkpoint's files: names, sizes, and the beginning and end of each. It reads no whole weights."""
-    digest = hashlib.sha256()
-    for path in sorted(path for path in Path(folder).iterdir() if path.suffix in _FILES):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}\n".encode())
-        with path.open("rb") as file:
-            digest.update(file.read(SAMPLE_BYTES))
-            if size > SAMPLE_BYTES:
-                file.seek(-min(SAMPLE_BYTES, size - SAMPLE_BYTES), 2)
-                digest.update(file.read())
-    return digest.hexdigest()[:32]
 
 
 def _key_for_proxies(config: ServerConfig) -> str | None:

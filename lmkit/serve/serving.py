@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from uuid import uuid4
 
 from msgspec.structs import replace as replace_struct
@@ -16,6 +17,7 @@ from msgspec.structs import replace as replace_struct
 import lmkit
 from lmkit.config import ServerConfig
 from lmkit.errors import RequestError
+from lmkit.formats.fingerprint import fingerprint
 from lmkit.serve.admission import Admission
 from lmkit.serve.collect import Backlog
 from lmkit.serve.hooks.hooks import Hooks
@@ -77,11 +79,11 @@ class Serving:
 
     @property
     def system_fingerprint(self) -> str:
-        """A digest of the model, its KV storage, its edition and lmkit's version.
+        """A digest of the model's files, its KV storage, its edition and lmkit's version.
 
         As long as it stays, the same request gives the same answer.
         """
-        parts = (self.info.model_path, self.info.kv_dtype, self.edition, lmkit.__version__)
+        parts = (fingerprint(Path(self.info.model_path)), self.info.kv_dtype, self.edition, lmkit.__version__)
         return "fp_" + hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
 
     async def run(

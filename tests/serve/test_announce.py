@@ -13,7 +13,7 @@ import pytest
 
 from lmkit.config import ServerConfig
 from lmkit.errors import ConfigError
-from lmkit.serve.announce import fingerprint
+from lmkit.formats.fingerprint import fingerprint
 from tests.proxy.fakes import proxy_for
 from tests.proxy.test_announce import KEYS
 from tests.serve.live import ROOT, Server
