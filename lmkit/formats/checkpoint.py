@@ -6,7 +6,9 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from math import prod
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -16,7 +18,8 @@ from torch import Tensor
 from lmkit.errors import CheckpointError
 from lmkit.formats.atomic import atomic_directory, copy_file, sync_directory, write_errors, write_file
 from lmkit.formats.hub import resolve_model_path
-from lmkit.formats.safetensors_file import MAX_HEADER_BYTES, SafetensorsFile, TensorInfo, write_safetensors
+from lmkit.formats.safetensors_file import DTYPES, MAX_HEADER_BYTES, SafetensorsFile, TensorInfo, write_safetensors
+from lmkit.formats.views import View
 from lmkit.jsonfile import read_json, to_json
 
 __all__ = ["CheckpointReader", "CheckpointWriter", "TensorInfo", "atomic_directory", "resolve_model_path"]
@@ -54,6 +57,8 @@ class CheckpointReader:
         self.path = resolve_model_path(path)
         self.config: dict[str, Any] = read_json(_inside(self.path, CONFIG), MAX_CONFIG_BYTES)
         self._files: dict[str, SafetensorsFile] = {}  # by tensor name
+        self._views: dict[str, View] = {}
+        self._sources: set[str] = set()  # tensors of the files that views stand for
         expected = _weight_map(self.path)
         for file_name in sorted(set(expected.values())) or [SINGLE]:
             file = SafetensorsFile(_inside(self.path, file_name))
@@ -82,26 +87,36 @@ class CheckpointReader:
             if name not in expected:
                 raise CheckpointError(f"{file.path}: tensor {name!r} is not in {INDEX}")
 
+    def show(self, views: Mapping[str, View]) -> None:
+        """Show these tensors instead of their sources."""
+        self._views |= views
+        self._sources |= {view.source for view in views.values()}
+
     def names(self) -> list[str]:
         """All tensors, sorted."""
-        return sorted(self._files)
+        return sorted((self._files.keys() - self._sources) | self._views.keys())
 
     def has(self, name: str) -> bool:
-        return name in self._files
+        return name in self._views or (name in self._files and name not in self._sources)
 
     def info(self, name: str) -> TensorInfo:
-        return self._file(name).infos[name]
+        if (view := self._views.get(name)) is None:
+            return self._file(name).infos[name]
+        info = self._file(view.source).infos[view.source]
+        return replace(info, shape=view.shape, nbytes=prod(view.shape) * DTYPES[info.dtype].itemsize)
 
     def tensor(self, name: str) -> Tensor:
         """A view of the file in the file's dtype, which is copied only when written to.
 
         It stays valid after `close`.
         """
-        return self._file(name).tensor(name)
+        if (view := self._views.get(name)) is None:
+            return self._file(name).tensor(name)
+        return view.take(self._file(view.source).tensor(view.source))
 
     def nbytes(self, prefix: str = "") -> int:
         """Bytes in the files of all tensors whose names begin with `prefix`."""
-        return sum(file.infos[name].nbytes for name, file in self._files.items() if name.startswith(prefix))
+        return sum(self.info(name).nbytes for name in self.names() if name.startswith(prefix))
 
     def content_digest(self) -> str:
         """Changes when config.json or a weight file does; see SafetensorsFile.content_digest."""

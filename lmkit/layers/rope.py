@@ -1,7 +1,8 @@
 """Rotary position embedding: the frequencies of every kind, and each step's cosines and sines.
 
 Kinds and formulas are those of `rope_parameters` in a Hugging Face config.json: default (RoFormer, arXiv 2104.09864),
-linear (position interpolation, arXiv 2306.15595), dynamic (NTK-aware by length), yarn (arXiv 2309.00071), llama3.
+linear (position interpolation, arXiv 2306.15595), dynamic (NTK-aware by length), yarn (arXiv 2309.00071), llama3,
+longrope (arXiv 2402.13753).
 """
 
 from __future__ import annotations
@@ -27,19 +28,20 @@ class Rope:
         self.angles = ops.rope_angles.select(device)
 
     def __call__(self, batch: BatchInputs) -> tuple[Tensor, Tensor]:
-        if self.spec.kind != "dynamic" or not bool((batch.rope_lens > self.spec.original_max_position).any()):
+        if not self.spec.by_length or not bool((batch.rope_lens > self.spec.original_max_position).any()):
             cos, sin = self.angles(batch.positions, self.inv_freq, self.magnitude)
             return cos, sin
-        angles = batch.positions[:, None].float() * self._dynamic_frequencies(batch)
+        angles = batch.positions[:, None].float() * self._frequencies_by_length(batch)
         return angles.cos() * self.magnitude, angles.sin() * self.magnitude
 
-    def _dynamic_frequencies(self, batch: BatchInputs) -> Tensor:
-        """Inverse frequencies [T, R/2]. A sequence longer than the trained context has a base of its own.
+    def _frequencies_by_length(self, batch: BatchInputs) -> Tensor:
+        """Inverse frequencies [T, R/2]. A sequence longer than the trained context has frequencies of its own.
 
-        Dynamic NTK fixes the base by the prompt's length, for good. Keys in the cache therefore stay valid, and tokens
-        do not depend on the other sequences or on how the prompt was cut into chunks.
+        The prompt's length fixes them, for good. Keys in the cache therefore stay valid, and tokens do not depend on
+        the other sequences or on how the prompt was cut into chunks.
         """
-        per_sequence = torch.stack([dynamic_ntk(self.spec, int(n)) for n in batch.rope_lens]).to(self.inv_freq.device)
+        of_length = longrope if self.spec.kind == "longrope" else dynamic_ntk
+        per_sequence = torch.stack([of_length(self.spec, int(n)) for n in batch.rope_lens]).to(self.inv_freq.device)
         return per_sequence.repeat_interleave(batch.geometries[0].query_start.diff().long(), dim=0)
 
 
@@ -54,7 +56,16 @@ def frequencies(spec: RopeSpec) -> tuple[Tensor, float]:
         return _llama3(spec, inv_freq), 1.0
     if spec.kind == "yarn":
         return _yarn(spec, inv_freq)
+    if spec.kind == "longrope":
+        return longrope(spec, 0), 1.0 if spec.attention_factor is None else spec.attention_factor
     return inv_freq, 1.0
+
+
+def longrope(spec: RopeSpec, length: int) -> Tensor:
+    """Inverse frequencies [R/2] for a sequence whose prompt has `length` tokens."""
+    factors = spec.long_factor if length > spec.original_max_position else spec.short_factor
+    powers = spec.theta ** (torch.arange(0, spec.rotary_dim, 2, dtype=torch.int64).float() / spec.rotary_dim)
+    return 1.0 / (torch.tensor(factors) * powers)
 
 
 def dynamic_ntk(spec: RopeSpec, length: int) -> Tensor:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """Rotary embedding. `kind`: default, linear, dynamic, yarn, llama3, or none: no head is turned. Other fields are
-    named as in config.json.
+    """Rotary embedding. `kind`: default, linear, dynamic, yarn, llama3, longrope, or none: no head is turned. Other
+    fields are named as in config.json.
     """
 
     kind: str = "default"
@@ -16,13 +16,22 @@ class RopeSpec:
     factor: float = 1.0
     original_max_position: int = 0
     rotary_dim: int = 0  # elements of a head that are rotated, the first ones
+    interleaved: bool = False  # a checkpoint has the elements of a pair side by side, not half the rotary part apart
     # yarn
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
-    attention_factor: float | None = None
+    attention_factor: float | None = None  # of longrope, too
     truncate: bool = True
     # llama3
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
+    # longrope: what frequencies are divided by, up to original_max_position and above
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+
+    @property
+    def by_length(self) -> bool:
+        """Whether the angles depend on the length of the prompt."""
+        return self.kind in ("dynamic", "longrope")

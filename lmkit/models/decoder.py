@@ -29,6 +29,7 @@ from lmkit.layers.rope import Rope
 from lmkit.models import roles
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.spec import ModelSpec
+from lmkit.qtensor import QTensor, per_row
 
 CosSin = tuple[Tensor, Tensor]
 
@@ -82,6 +83,10 @@ class DecoderLayer:
 
     def pack(self, activations: str) -> None:
         """Move the linears into kernel layouts. Norms stay in `weights`, in float32."""
+        if self.spec.pair_order:
+            for role in ("attn.q", "attn.k", "attn.q.bias", "attn.k.bias"):
+                if role in self.weights:
+                    self.weights[role] = _with_halves(self.weights[role], self.spec)
         for linear in self.linears:
             linear.pack(activations)
         for role, weight in self.weights.items():
@@ -143,6 +148,8 @@ class DecoderLayer:
         spec, num_tokens = self.spec, x.shape[0]
         parts = self.qkv(x, norm).split((spec.q_size, spec.kv_size, spec.kv_size), dim=-1)
         q, k, v = (part.view(num_tokens, -1, spec.head_dim) for part in parts)
+        if self.qkv.packed is None and spec.pair_order:
+            q, k = (x[..., list(spec.pair_order)] for x in (q, k))
         if spec.qk_norm:
             q, k = self.normed_heads("attn.q_norm", q), self.normed_heads("attn.k_norm", k)
         return q, k, v
@@ -198,6 +205,18 @@ class DecoderLayer:
         weight = self.weights[role]
         assert isinstance(weight, Tensor)
         return Norm(weight, self.spec.norm_eps, residual, self.dtype)
+
+
+def _with_halves(weight: Tensor | QTensor, spec: LayerSpec) -> Tensor | QTensor:
+    """The outputs of q or k [heads * head_dim, ...], each head in the order of LayerSpec.pair_order."""
+    rows = torch.arange(len(weight.codes if isinstance(weight, QTensor) else weight)).view(-1, spec.head_dim)
+    rows = rows[:, list(spec.pair_order)].flatten()
+    if isinstance(weight, Tensor):
+        return weight[rows]
+    weight = per_row(weight)
+    codes = weight.codes.view(torch.uint8)[rows].view(weight.codes.dtype)  # torch indexes no float8
+    zeros = weight.zeros[rows] if len(weight.zeros) else weight.zeros
+    return QTensor(codes, weight.scales[rows], zeros, weight.scheme)
 
 
 class Decoder:

@@ -89,8 +89,8 @@ def _configured(config: KVConfig, spec: LayerSpec, index: int, dense: KVDtype, g
 def mean_problem(spec: LayerSpec, layer: KVLayerConfig) -> str | None:
     """Why this model's keys cannot be stored without their mean, or None."""
     pairs = [pair for of_head in layer.key_mean for pair, _, _ in of_head]
-    if pairs and spec.rope.kind == "dynamic":
-        return "angles of dynamic RoPE depend on the sequence"
+    if pairs and spec.rope.by_length:
+        return "angles depend on the length of the prompt"
     if max(pairs, default=-1) >= spec.rope.rotary_dim // 2:
         return f"pair {max(pairs)} does not turn, RoPE has {spec.rope.rotary_dim // 2} pairs"
     return None

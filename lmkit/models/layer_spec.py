@@ -54,6 +54,15 @@ class LayerSpec:
         """Width of all key heads, and of all value heads."""
         return self.num_kv_heads * self.head_dim
 
+    @cached_property
+    def pair_order(self) -> tuple[int, ...]:
+        """The elements of a stored head of q or k in the order of ops.rope_append, where the elements of a pair are
+        half the rotary part apart. Empty if they are stored so."""
+        if not self.rope.interleaved:
+            return ()
+        size = self.rope.rotary_dim
+        return (*range(0, size, 2), *range(1, size, 2), *range(size, self.head_dim))
+
     @property
     def is_sparse(self) -> bool:
         return bool(self.routers)

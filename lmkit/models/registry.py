@@ -82,6 +82,10 @@ def _check_layer(layer: LayerSpec) -> None:
         raise CheckpointError(f"config.json: rms_norm_eps = {layer.norm_eps!r} is not in (0, 1)")
     if not (rope.theta > 1 and rope.factor > 0):
         raise CheckpointError(f"config.json: rope_theta {rope.theta!r}, factor {rope.factor!r} cannot be")
+    for factors in (rope.short_factor, rope.long_factor):
+        if rope.kind == "longrope" and (len(factors) != rope.rotary_dim // 2 or min(factors) <= 0):
+            count = rope.rotary_dim // 2
+            raise CheckpointError(f"config.json: LongRoPE needs {count} positive factors, short and long ones")
 
 
 def _check_limits(spec: object, limits: dict[str, int], what: str = "") -> None:

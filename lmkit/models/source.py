@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmkit.errors import CheckpointError, UnsupportedError
+from lmkit.errors import CheckpointError
 from lmkit.formats.base import WeightFormat, resolve_format
 from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.formats.parts import FLOATS, missing_parts
@@ -19,6 +19,7 @@ from lmkit.kernels.cuda.module import tensor_device
 from lmkit.layers.linear import MergedLinear, Weights
 from lmkit.models import load_spec, roles
 from lmkit.models.decoder import Decoder, DecoderLayer
+from lmkit.models.fused import views
 from lmkit.models.registry import BASE
 from lmkit.models.spec import ModelSpec
 from lmkit.qtensor import QTensor, QuantScheme, quantize
@@ -36,6 +37,7 @@ class ModelSource:
         self.config: dict[str, Any] = self.reader.config
         self.spec: ModelSpec = load_spec(self.config).with_sinks(attention_sinks)
         self.format: WeightFormat = resolve_format(self.config)
+        self.reader.show(views(self.reader, self.spec))
         self.has_head = self.spec.tie_embeddings or not self._lacks_head()
         if not self.has_head:
             self.spec = replace(self.spec, tie_embeddings=True)  # what computes logits has some head; nobody sees them
@@ -52,12 +54,6 @@ class ModelSource:
         dense = {roles.EMBED: spec.head_shape, roles.FINAL_NORM: (spec.hidden_size,)}
         for index, layer in enumerate(spec.layers):
             dense |= {layer.module_name(index, role): (size,) for role, size in layer.vectors.items()}
-            fused = roles.layer_prefix(index) + "mlp.experts.gate_up_proj"
-            if reader.has(fused):
-                raise UnsupportedError(
-                    f"{reader.path}: {fused} holds all experts of a layer; save the checkpoint with a tensor for each "
-                    "(transformers: save_pretrained with save_original_format=True, its default)"
-                )
         if missing := [name for module in dense if not reader.has(name := module + ".weight")] + self._missing():
             more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise CheckpointError(f"{reader.path}: tensor {missing[0]} is missing{more}")

@@ -63,8 +63,8 @@ class ModelSpec:
 
     @property
     def dynamic_length(self) -> int:
-        """The prompt length above which dynamic RoPE stretches angles; 0 = no layer has dynamic RoPE."""
-        lengths = [layer.rope.original_max_position for layer in self.kinds if layer.rope.kind == "dynamic"]
+        """The prompt length above which angles depend on that length; 0 = they never do."""
+        lengths = [layer.rope.original_max_position for layer in self.kinds if layer.rope.by_length]
         return min(lengths, default=0)
 
     def with_sinks(self, count: int) -> ModelSpec:

@@ -78,6 +78,17 @@ def test_chunked_prefill_and_decode_match_transformers(tmp_path: Path, name: str
     assert done == [len(row) for row in rows]
 
 
+def test_longrope_has_other_factors_for_long_prompts(tmp_path: Path) -> None:
+    """Of both, in one step: each prompt has its own."""
+    model, row = tiny.make(tmp_path, "phi3-long"), prompts()[0]
+    assert len(row) > tiny.FAMILIES["phi3-long"][1]["original_max_position_embeddings"] > 20
+    batch, num_blocks = whole_batch([row, row[:20]], BLOCK)
+    decoder = load_model(tmp_path)
+    found = decoder(batch, kv_for(decoder, num_blocks)).split([len(row), 20])
+    for got, prompt in zip(found, (row, row[:20]), strict=True):
+        torch.testing.assert_close(got, expected(model, prompt), rtol=TOLERANCE, atol=TOLERANCE)
+
+
 def test_dynamic_ntk_stretches_beyond_the_trained_context(tmp_path: Path) -> None:
     model = tiny.make(tmp_path, "llama-dynamic")
     row = torch.randint(0, 199, (57,), generator=torch.Generator().manual_seed(5)).tolist()
@@ -115,7 +126,10 @@ def test_an_unknown_architecture_is_refused_with_the_list() -> None:
         {"num_hidden_layers": 2**30}, {"num_hidden_layers": 0}, {"vocab_size": 2**29}, {"num_attention_heads": 0},
         {"num_key_value_heads": 3}, {"rms_norm_eps": float("nan")}, {"rms_norm_eps": 7}, {"head_dim": 15},
         {"rope_theta": -1}, {"rope_theta": float("inf")}, {"rope_parameters": {"rope_type": "linear", "factor": 0}},
-        {"rope_parameters": [1]}, {"max_position_embeddings": 2**31}, {"intermediate_size": None},
+        {"rope_parameters": [1]}, {"rope_parameters": {"rope_type": "longrope"}},
+        {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 7}},
+        {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [0.0] * 8}},
+        {"max_position_embeddings": 2**31}, {"intermediate_size": None},
     ],
 )  # fmt: skip
 def test_absurd_numbers_are_refused(change: dict[str, object]) -> None:
@@ -125,7 +139,7 @@ def test_absurd_numbers_are_refused(change: dict[str, object]) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"hidden_act": "gelu"}, {"rope_parameters": {"rope_type": "longrope"}}, {"dtype": "float8_e4m3fn"}],
+    [{"hidden_act": "gelu"}, {"rope_parameters": {"rope_type": "proportional"}}, {"dtype": "float8_e4m3fn"}],
 )
 def test_what_is_not_built_is_refused(change: dict[str, object]) -> None:
     with pytest.raises(UnsupportedError, match="lmkit runs"):

@@ -71,7 +71,7 @@ def test_kv_config(tmp_path: Path) -> None:
     assert table_bytes(spec(), [first, second], 100) == 4 * 16 * 100
     assert table_bytes(spec(), [second, second], 100) == 0
     rope = {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 10000.0}
-    with pytest.raises(CheckpointError, match="layer 0: key_mean: angles of dynamic RoPE"):
+    with pytest.raises(CheckpointError, match="layer 0: key_mean: angles depend on"):
         resolve_storage(source, spec(rope_parameters=rope), "auto", "float32")
     layer = spec().layers[0]
     layer = dataclasses.replace(layer, rope=dataclasses.replace(layer.rope, rotary_dim=2))

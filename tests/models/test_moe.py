@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 
 from lmkit.config import EngineConfig
-from lmkit.errors import CheckpointError, UnsupportedError
+from lmkit.errors import CheckpointError
 from lmkit.formats.hub import DEMO_FOLDER
 from lmkit.kv_dtype import FLOAT32
 from lmkit.layers.batch import allocate_kv, whole_batch
@@ -189,10 +189,21 @@ def test_absurd_experts_are_refused(change: dict[str, object]) -> None:
         load_spec(CONFIG | change)
 
 
-def test_experts_in_one_tensor_are_refused(tmp_path: Path) -> None:
-    tiny.make(tmp_path, "qwen3-moe")
+@pytest.mark.parametrize(("lost", "message"), [("down_proj", "down_proj is missing"), ("gate_up_proj", "missing")])
+def test_a_part_of_fused_experts_is_missed(tmp_path: Path, lost: str, message: str) -> None:
+    tiny.make(tmp_path, "qwen2-moe-fused")
     file = tmp_path / "model.safetensors"
-    name = "model.layers.1.mlp.experts.gate_up_proj"
-    safetensors.torch.save_file(safetensors.torch.load_file(file) | {name: torch.zeros(7, 80, 48)}, file)
-    with pytest.raises(UnsupportedError, match="save_original_format"):
+    tensors = safetensors.torch.load_file(file)
+    del tensors[f"model.layers.2.mlp.experts.{lost}"]
+    safetensors.torch.save_file(tensors, file)
+    with pytest.raises(CheckpointError, match=message):
+        ModelSource(tmp_path)
+
+
+def test_fused_experts_of_another_number_are_refused(tmp_path: Path) -> None:
+    tiny.make(tmp_path, "qwen2-moe-fused")
+    file = tmp_path / "model.safetensors"
+    name = "model.layers.2.mlp.experts.gate_up_proj"
+    safetensors.torch.save_file(safetensors.torch.load_file(file) | {name: torch.zeros(6, 80, 48)}, file)
+    with pytest.raises(CheckpointError, match=r"expected \[7 experts"):
         ModelSource(tmp_path)

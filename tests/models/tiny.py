@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 COMMON: dict[str, Any] = {
     "vocab_size": 199,
@@ -23,7 +26,21 @@ LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_fr
           "original_max_position_embeddings": 24, "rope_theta": 10000.0}  # fmt: skip
 DYNAMIC = {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 10000.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24, "rope_theta": 10000.0}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.1, 1.3],
+    "long_factor": [1.5, 3.0, 8.0],
+}
+PAIRS = {"attention_bias": True, "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}}
 EXPERTS = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+
+INTERNLM2 = {
+    "lm_head": "output", "embed_tokens": "tok_embeddings", "self_attn.o_proj": "attention.wo",
+    "mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3", "mlp.down_proj": "feed_forward.w2",
+    "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm",
+}  # fmt: skip
 
 # name -> (config class, differences from COMMON)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -62,11 +79,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
                                          "mlp_bias": True}),
     "seed-oss": ("SeedOssConfig", {"head_dim": 16, "attention_out_bias": True}),
     "internlm3": ("InternLM3Config", {"head_dim": 16, "attention_bias": True, "mlp_bias": True}),
+    "phi3": ("Phi3Config", {"pad_token_id": None, "sliding_window": 11}),
+    "phi3-long": ("Phi3Config", {"pad_token_id": None, "original_max_position_embeddings": 24,
+                                 "rope_parameters": LONGROPE}),
+    "glm": ("GlmConfig", PAIRS | {"pad_token_id": None, "tie_word_embeddings": True, "head_dim": 16}),
+    "glm4": ("Glm4Config", PAIRS | {"pad_token_id": None, "head_dim": 16}),
+    "internlm2": ("LlamaConfig", {"attention_bias": True}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral-fused": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen2-moe": ("Qwen2MoeConfig", EXPERTS | {"shared_expert_intermediate_size": 56, "mlp_only_layers": [1]}),
     "qwen2-moe-window": ("Qwen2MoeConfig", EXPERTS | {"shared_expert_intermediate_size": 24, "norm_topk_prob": True,
                                                       "use_sliding_window": True, "sliding_window": 7,
                                                       "max_window_layers": 2, "qkv_bias": False}),
+    "qwen2-moe-fused": ("Qwen2MoeConfig", EXPERTS | {"shared_expert_intermediate_size": 56}),
     "qwen3-moe-window": ("Qwen3MoeConfig", EXPERTS | {"use_sliding_window": True, "sliding_window": 7}),
     "qwen3-moe": ("Qwen3MoeConfig", EXPERTS | {"head_dim": 16, "norm_topk_prob": True, "decoder_sparse_step": 2}),
 }  # fmt: skip
@@ -77,11 +102,33 @@ def make(path: Path, name: str, **overrides: Any) -> transformers.PreTrainedMode
     trivial)."""
     class_name, differences = FAMILIES[name]
     torch.manual_seed(7)
-    config = getattr(transformers, class_name)(**(COMMON | differences | overrides))
+    config = getattr(transformers, class_name)(**copy.deepcopy(COMMON | differences | overrides))
     config._attn_implementation = "eager"
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     for parameter_name, parameter in model.named_parameters():
         if parameter.ndim == 1:
             torch.nn.init.normal_(parameter, mean=1.0 if "norm" in parameter_name else 0.0, std=0.3)
-    model.save_pretrained(path)
+    model.save_pretrained(path, save_original_format=not name.endswith("-fused"))
+    if name == "internlm2":
+        rewrite_as_internlm2(path)
     return model
+
+
+def rewrite_as_internlm2(path: Path) -> None:
+    """Write a Llama as InternLM 2 stores it: other names, and q, k and v of each KV head side by side."""
+    config = json.loads((path / "config.json").read_text())
+    heads, tensors = config["num_key_value_heads"], load_file(path / "model.safetensors")
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        for kind in ("weight", "bias"):
+            qkv = [tensors.pop(f"{prefix}self_attn.{x}_proj.{kind}") for x in "qkv"]
+            grouped = torch.cat([x.unflatten(0, (heads, -1)) for x in qkv], dim=1)
+            tensors[f"{prefix}attention.wqkv.{kind}"] = grouped.flatten(0, 1).contiguous()
+    renamed = {}
+    for name, tensor in tensors.items():
+        for old, new in INTERNLM2.items():
+            name = name.replace(old, new)
+        renamed[name] = tensor
+    save_file(renamed, path / "model.safetensors", {"format": "pt"})
+    config |= {"architectures": ["InternLM2ForCausalLM"], "bias": True}
+    (path / "config.json").write_text(json.dumps(config))

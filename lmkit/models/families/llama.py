@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -14,8 +15,9 @@ from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.registry import MAX_LAYERS, family
 from lmkit.models.spec import ModelSpec
 
-ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
+ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+ORIGINAL = "original_max_position_embeddings"
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -135,20 +137,25 @@ def rope_spec(hf: dict[str, Any], head_dim: int) -> RopeSpec:
     if kind not in ROPE_KINDS:
         raise UnsupportedError(f"config.json: rope_type {kind!r} is not supported; lmkit runs {', '.join(ROPE_KINDS)}")
     max_position = integer(hf, "max_position_embeddings", 2048)
-    original = integer(parameters, "original_max_position_embeddings", 0)
-    if kind in ("dynamic", "yarn") and not original:
+    original = integer(parameters, ORIGINAL, integer(hf, ORIGINAL, 0))
+    if kind in ("dynamic", "yarn", "longrope") and not original:
         original = max_position
     if kind == "llama3" and not original:
         raise CheckpointError("config.json: rope_type llama3 needs original_max_position_embeddings")
     factor = parameters.get("factor")
     if factor is None:
-        factor = max_position / original if kind == "yarn" else 1.0
+        factor = max_position / original if kind in ("yarn", "longrope") else 1.0
+    factor = number({"factor": factor}, "factor", 1.0)
     attention_factor = parameters.get("attention_factor")
+    if attention_factor is not None:
+        attention_factor = number(parameters, "attention_factor", 1.0)
+    elif kind == "longrope" and factor > 1 < original:
+        attention_factor = math.sqrt(1 + math.log(factor) / math.log(original))
     partial = number(parameters, "partial_rotary_factor", number(hf, "partial_rotary_factor", 1.0))
     return RopeSpec(
         kind=kind,
         theta=number(parameters, "rope_theta", number(hf, "rope_theta", 10000.0)),
-        factor=number({"factor": factor}, "factor", 1.0),
+        factor=factor,
         # Dynamic NTK counts from the declared context, as transformers does.
         original_max_position=max_position if kind == "dynamic" else original,
         rotary_dim=int(head_dim * partial),
@@ -156,11 +163,20 @@ def rope_spec(hf: dict[str, Any], head_dim: int) -> RopeSpec:
         beta_slow=number(parameters, "beta_slow", 1.0),
         mscale=number(parameters, "mscale", 0.0),
         mscale_all_dim=number(parameters, "mscale_all_dim", 0.0),
-        attention_factor=None if attention_factor is None else number(parameters, "attention_factor", 1.0),
+        attention_factor=attention_factor,
         truncate=bool(parameters.get("truncate", True)),
         low_freq_factor=number(parameters, "low_freq_factor", 1.0),
         high_freq_factor=number(parameters, "high_freq_factor", 4.0),
+        short_factor=_factors(parameters, "short_factor") if kind == "longrope" else (),
+        long_factor=_factors(parameters, "long_factor") if kind == "longrope" else (),
     )
+
+
+def _factors(parameters: dict[str, Any], key: str) -> tuple[float, ...]:
+    found = parameters.get(key)
+    if not isinstance(found, list):
+        raise CheckpointError(f"config.json: rope_type longrope needs {key}, a list of numbers")
+    return tuple(number({key: x}, key, 1.0) for x in found)
 
 
 def typed_layers(

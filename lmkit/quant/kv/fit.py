@@ -82,7 +82,7 @@ def fit_cache(calibrated: CalibratedLayer, seen: KVStats, recipe: KVRecipe, hidd
     if {override.k_bits or recipe.bits, override.v_bits or recipe.bits} == {16}:
         return
     online = recipe.scheme == "online"
-    mean = key_mean(seen, spec) if online and recipe.key_mean and spec.rope.kind != "dynamic" else ()
+    mean = key_mean(seen, spec) if online and recipe.key_mean and not spec.rope.by_length else ()
     if recipe.key_mean == "auto":
         mean = tuple(m if r > RISKY_RATIO else () for m, r in zip(mean, seen.k_mean_ratio.tolist(), strict=False))
     mean = mean if any(mean) else ()
@@ -166,6 +166,7 @@ def of_queries(s: Tensor, spec: LayerSpec) -> Tensor:
 def fold(layer: DecoderLayer, s: Tensor) -> None:
     """Fold keys / s and queries * s into the weights. Scores change by rounding errors only."""
     spec, weights = layer.spec, layer.weights
+    s = s[:, torch.tensor(spec.pair_order).argsort()] if spec.pair_order else s  # as the checkpoint has them
     factors = {"attn.k": 1 / s, "attn.q": of_queries(s, spec)}
     for role, factor in factors.items():
         names = [role + "_norm"] if spec.qk_norm else [role, role + ".bias"]

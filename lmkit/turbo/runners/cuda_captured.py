@@ -45,7 +45,7 @@ def obstacle(decoder: Decoder, kv: list[KVLayer]) -> str | None:
     if not all(layer.spec.pre_norms for layer in decoder.layers):
         return "the residual stream is rounded through torch"
     if decoder.spec.dynamic_length:
-        return "the angles of dynamic RoPE are found on the host"
+        return "angles that depend on a prompt's length are found on the host"
     reference = sorted({op for op, impl in chosen(decoder) if impl.device != "cuda"})
     return f"{', '.join(reference)} run through torch" if reference else None
 

@@ -1,0 +1,94 @@
+"""Checkpoints that keep several linears of a layer in one tensor, shown with a tensor for each linear.
+
+The order of the outputs, from the first on:
+
+    self_attn.qkv_proj          q | k | v                          Phi-3
+    attention.wqkv              for each KV head: its q heads | k | v      InternLM 2
+    mlp.gate_up_proj            gate | up                          Phi-3, GLM-4
+    mlp.experts.gate_up_proj    [experts, gate | up, in]           transformers 5
+    mlp.experts.down_proj       [experts, out, in]                 transformers 5
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+from itertools import pairwise
+
+from lmkit.errors import CheckpointError
+from lmkit.formats.checkpoint import CheckpointReader
+from lmkit.formats.views import SUFFIXES, Rows, View, expert_of, named, rows_of
+from lmkit.layers.mlp_spec import MoESpec
+from lmkit.models import roles
+from lmkit.models.layer_spec import LayerSpec
+from lmkit.models.spec import ModelSpec
+
+WHOLE = Rows(Fraction(0), Fraction(1))
+HALVES = Rows(Fraction(0), Fraction(1, 2)), Rows(Fraction(1, 2), Fraction(1))
+# Other names of the parts before and behind the layers.
+OUTER = {"model.tok_embeddings": roles.EMBED, "output": roles.LM_HEAD}
+EXPERTS = {"mlp.experts.gate_up_proj": ("gate", "up"), "mlp.experts.down_proj": ("down",)}
+ROUTER = "mlp.gate"  # beside experts in one tensor
+
+
+def views(reader: CheckpointReader, spec: ModelSpec) -> dict[str, View]:
+    """The tensors of the model that the checkpoint holds inside others. Raises CheckpointError if they do not fit."""
+    found = {}
+    for old, new in OUTER.items():
+        if reader.has(source := old + ".weight"):
+            found[new + ".weight"] = named(source, reader.info(source).shape)
+    for index, layer in enumerate(spec.layers):
+        found |= dict(_linears(reader, index, layer))
+        if isinstance(layer.mlp, MoESpec):
+            found |= dict(_experts(reader, index, layer, layer.mlp))
+    return found
+
+
+def _linears(reader: CheckpointReader, index: int, layer: LayerSpec) -> Iterator[tuple[str, View]]:
+    for module, parts in _fused(layer).items():
+        for suffix in SUFFIXES:
+            if reader.has(source := f"{roles.layer_prefix(index)}{module}.{suffix}"):
+                shape, outputs = reader.info(source).shape, sum(layer.linears[role][0] for role in parts)
+                for role, rows in parts.items():
+                    yield f"{layer.module_name(index, role)}.{suffix}", rows_of(source, shape, rows, outputs)
+
+
+def _fused(layer: LayerSpec) -> dict[str, dict[str, Rows]]:
+    """The fused linears that this layer may have, and the rows of each role."""
+    shares = _shares(layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
+    per_head = layer.num_heads // layer.num_kv_heads
+    grouped = [Rows(rows.start, rows.stop, layer.num_kv_heads) for rows in _shares(per_head, 1, 1)]
+    fused = {
+        "self_attn.qkv_proj": dict(zip(roles.QKV, shares, strict=True)),
+        "attention.wqkv": dict(zip(roles.QKV, grouped, strict=True)),
+    }
+    if not layer.is_sparse:
+        fused["mlp.gate_up_proj"] = dict(zip(("mlp.gate", "mlp.up"), HALVES, strict=True))
+    return fused
+
+
+def _shares(*sizes: int) -> list[Rows]:
+    """Parts of these sizes, one after the other."""
+    ends = [Fraction(sum(sizes[:i]), sum(sizes)) for i in range(len(sizes) + 1)]
+    return [Rows(start, stop) for start, stop in pairwise(ends)]
+
+
+def _experts(reader: CheckpointReader, index: int, layer: LayerSpec, moe: MoESpec) -> Iterator[tuple[str, View]]:
+    prefix = roles.layer_prefix(index)
+    if not reader.has(prefix + next(iter(EXPERTS))):
+        return
+    for module, parts in EXPERTS.items():
+        if not reader.has(source := prefix + module):
+            raise CheckpointError(f"{reader.path}: tensor {source} is missing")
+        shape = reader.info(source).shape
+        if len(shape) != 3 or shape[0] != moe.num_experts:
+            raise CheckpointError(
+                f"{reader.path}: {source} is {list(shape)}, expected [{moe.num_experts} experts, outputs, inputs]"
+            )
+        for expert in range(moe.num_experts):
+            for part, rows in zip(parts, HALVES if len(parts) == 2 else (WHOLE,), strict=True):
+                name = layer.module_name(index, f"mlp.experts.{expert}.{part}")
+                yield f"{name}.weight", expert_of(source, shape, expert, rows)
+    router, source = layer.module_name(index, "mlp.router") + ".weight", f"{prefix}{ROUTER}.weight"
+    if router != source and reader.has(source):
+        yield router, named(source, reader.info(source).shape)

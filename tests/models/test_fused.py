@@ -1,0 +1,117 @@
+"""Checkpoints with fused linears, heads in pairs of neighbours, and RoPE by length: formats, engine, emulated GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lmkit.config import EngineConfig
+from lmkit.errors import CheckpointError
+from lmkit.formats.checkpoint import CheckpointReader
+from lmkit.kv_dtype import BFLOAT16, FLOAT32
+from lmkit.layers.batch import allocate_kv, whole_batch
+from lmkit.models.loader import load_model
+from lmkit.models.source import ModelSource
+from lmkit.qtensor import QuantScheme
+from lmkit.quant.kv.fit import fold
+from lmkit.quant.layer.layer import Geometry
+from lmkit.turbo.engine.engine import Engine
+from lmkit.turbo.request import Request, SamplingParams
+from tests.models import tiny
+from tests.models.test_formats import BLOCK, CHANNEL, EIGHT, FOUR, SHAPE, logits, rewritten
+from tests.models.test_gemma2 import divergence
+
+NAMES = ["phi3", "phi3-long", "glm4", "internlm2", "mixtral-fused", "qwen2-moe-fused"]
+PROMPT = torch.randint(0, 199, (30,), generator=torch.Generator().manual_seed(8)).tolist()
+FORMATS = [("awq", FOUR), ("gptq", QuantScheme(4, 32, True)), ("gptq_v2", EIGHT), ("compressed-tensors", FOUR),
+           ("compressed-tensors", EIGHT), ("fp8", BLOCK), ("compressed-tensors", CHANNEL)]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "scheme"), [*(("phi3", *case) for case in FORMATS), ("glm4", *FORMATS[0]), ("glm4", *FORMATS[5])]
+)
+def test_fused_linears_of_every_format(tmp_path: Path, family: str, name: str, scheme: QuantScheme) -> None:
+    wide = SHAPE | {"head_dim": 64, "hidden_size": 256, "intermediate_size": 128, "num_key_value_heads": 2}
+    tiny.make(tmp_path / "plain", family, **wide)
+    quantized, dense = rewritten(tmp_path / "plain", tmp_path, name, {"_proj": scheme})
+    with CheckpointReader(quantized) as reader:
+        assert not any(".up_proj" in name for name in reader.names())
+    expected = logits(load_model(dense))
+    found = logits(load_model(quantized, activations="exact"))
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_block_over_the_border_of_two_linears_is_refused(tmp_path: Path) -> None:
+    """Of gate and up, 96 outputs each, in blocks of 128."""
+    tiny.make(tmp_path / "plain", "phi3", **SHAPE | {"intermediate_size": 96})
+    quantized, _ = rewritten(tmp_path / "plain", tmp_path, "fp8", {"gate_up_proj": BLOCK})
+    with pytest.raises(CheckpointError, match=r"gate_up_proj.weight_scale_inv.*borders"):
+        ModelSource(quantized)
+
+
+def greedy(engine: Engine, prompts: list[list[int]], count: int = 16) -> list[list[int]]:
+    for number, prompt in enumerate(prompts):
+        params = SamplingParams(max_tokens=count, ignore_eos=True)
+        engine.add(Request(request_id=str(number), prompt_ids=prompt, params=params))
+    found: dict[str, list[int]] = {str(number): [] for number in range(len(prompts))}
+    while engine.has_work():
+        for output in engine.step():
+            found[output.request_id] += output.token_ids
+    return list(found.values())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_engine_gives_the_tokens_of_transformers(tmp_path: Path, name: str) -> None:
+    """Also when a sequence is preempted and computed again, and when a prefix is found in the cache."""
+    model = tiny.make(tmp_path, name)
+    decoder = load_model(tmp_path)
+    memory = 9 * 8 * sum(layer.kv_token_bytes(FLOAT32, FLOAT32) for layer in decoder.spec.layers)
+    sizes: dict[str, Any] = {"block_size": 8, "max_batch_size": 2, "max_step_tokens": 16, "max_model_len": 48}
+    engine = Engine.of(decoder, EngineConfig(**sizes, kv_dtype="float32", kv_memory=memory))
+    prompts = [PROMPT, PROMPT[3:]]
+    together = greedy(engine, prompts)
+    assert engine.stats().preemptions or any(decoder.spec.windows)  # nine blocks do not hold both
+    again = greedy(engine, prompts[:1])
+    assert engine.stats().prefix_hits
+    engine.close()
+    assert again == together[:1]
+    for prompt, got in zip(prompts, together, strict=True):
+        with torch.no_grad():
+            rows = model(torch.tensor([prompt + got])).logits[0, len(prompt) - 1 : -1]
+        best = rows.topk(2).values
+        assert (best[:, 0] - best[:, 1]).min() > 1e-4  # else a last bit could decide
+        assert got == rows.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_distributions_on_an_emulated_gpu(tmp_path: Path, name: str, emulated: None) -> None:
+    model = tiny.make(tmp_path, name)
+    decoder = load_model(tmp_path, device="cuda", dtype="float16")
+    batch, num_blocks = whole_batch([PROMPT], 16)
+    kv = [allocate_kv(num_blocks, x.num_kv_heads, 16, x.head_dim, (BFLOAT16, BFLOAT16)) for x in decoder.spec.layers]
+    found = decoder(batch, kv)
+    with torch.no_grad():
+        expected = model(torch.tensor([PROMPT])).logits[0]
+    for got, want in zip(found, expected, strict=True):
+        assert divergence(got, want) < 1e-2
+    assert divergence(found[3].roll(1), expected[3]) > 0.1
+
+
+def test_lambda_is_folded_into_heads_of_pairs(tmp_path: Path) -> None:
+    """Keys / s and queries * s leave the output of attention, with s in the order of the kernels."""
+    tiny.make(tmp_path, "glm4")
+    layer = ModelSource(tmp_path).layer(0, torch.float32)
+    x = torch.randn(9, 48, generator=torch.Generator().manual_seed(2))
+    half = torch.rand(2, 4, generator=torch.Generator().manual_seed(3)) + 0.5
+    s = torch.cat([half, half, torch.full((2, 8), 0.75)], dim=1)  # both elements of a pair share one
+
+    def attention() -> torch.Tensor:
+        geometry = Geometry.of(layer.spec, 1, len(x))
+        return layer.attention(x, geometry.batch, geometry.rope, geometry.kv)
+
+    before = attention()
+    fold(layer, s)
+    torch.testing.assert_close(attention(), before, rtol=1e-4, atol=1e-4)
