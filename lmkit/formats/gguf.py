@@ -1,11 +1,8 @@
 """GGUF checkpoints: llama.cpp's single file, read as the Hugging Face checkpoint from which it was made.
 
-    Q4_0  32 weights: float16 d, 16 bytes; byte i holds weight i (low nibble) and i + 16: w = (code - 8) d
-    Q8_0  32 weights: float16 d, 32 int8: w = code d
-    Q6_K  256 weights: low 4 bits, high 2 bits, 16 int8 scales, float16 d: w = (code - 32) scale d; read as dense
-
-Linears in Q4_0 and Q8_0 become QTensors without loss. The known architectures are llama, qwen2 and qwen3. The tokenizer
-inside the file is not read; a tokenizer.json must be beside the file.
+Linears in Q4_0, Q5_0, Q8_0, IQ4_NL and IQ4_XS become QTensors without loss; other quantized tensors become floats. The
+known architectures are llama, qwen2 and qwen3. The tokenizer inside the file is not read; a tokenizer.json must be
+beside the file.
 """
 
 from __future__ import annotations
@@ -22,13 +19,17 @@ from torch import Tensor
 from lmkit.errors import CheckpointError, ConfigError, UnsupportedError
 from lmkit.formats.base import get_format
 from lmkit.formats.checkpoint import CheckpointWriter, atomic_directory
-from lmkit.formats.gguf_file import GgufFile, GgufTensor
+from lmkit.formats.gguf_blocks import CODED, values
+from lmkit.formats.gguf_file import GgufFile, GgufTensor, Storage
 from lmkit.formats.verify import verify, weight_digest
-from lmkit.qtensor import Linears, QTensor, QuantScheme, dequantize
+from lmkit.qtensor import Linears, QTensor, QuantScheme
 
 Progress = Callable[[int, int], None]  # (tensors done, of how many)
 
 GROUP = 32
+ROPE_FREQS = "rope_freqs.weight"
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LLAMA3_FACTORS = (8.0, 32.0)  # of Llama 3.1 and 3.3, and of 3.2
 _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LINEARS = {
     "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
@@ -41,7 +42,7 @@ _NORMS = {
 }  # fmt: skip
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_BITS = {"Q4_0": 4, "Q8_0": 8}
+_BITS = {"Q4_0": 4, "Q5_0": 8, "Q8_0": 8, "IQ4_NL": 8, "IQ4_XS": 8}  # of types whose groups have an integer zero
 
 
 class GgufReader:
@@ -56,7 +57,8 @@ class GgufReader:
         self.path = self.file_path.parent
         self._file = GgufFile(self.file_path)
         self.config = _config(self._file)
-        self._names = {_hugging_face_name(name, self.file_path): name for name in self._file.tensors}
+        tensors = self._file.tensors.keys() - {ROPE_FREQS}  # which `config` tells
+        self._names = {_hugging_face_name(name, self.file_path): name for name in tensors}
 
     def names(self) -> list[str]:
         """All tensors, sorted."""
@@ -76,15 +78,13 @@ class GgufReader:
         return rows, columns[0] if columns else 1
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor as floats in the file's type. Quantized tensors, including Q6_K, become float16."""
-        storage, raw = self._info(name).storage.name, self._file.raw(self._names[name])
+        """A tensor as floats in the file's type. The values of quantized tensors are rounded to float16."""
+        storage, raw = self._info(name).storage, self._file.raw(self._names[name])
         shape = self._info(name).shape
-        if storage in _FLOATS:
-            tensor = raw.view(_FLOATS[storage]).reshape(shape)
-        elif storage in _BITS:
-            tensor = dequantize(_quantized(storage, raw, shape, self._where(name))).half()
+        if storage.name in _FLOATS:
+            tensor = raw.view(_FLOATS[storage.name]).reshape(shape)
         else:
-            tensor = _decode_q6_k(raw).reshape(shape).half()
+            tensor = values(storage.name, raw, storage.nbytes).reshape(shape).half()
         if not bool(tensor.isfinite().all()):
             raise CheckpointError(f"{self._where(name)}: holds numbers that are not finite")
         return self._in_order(name, tensor)
@@ -95,7 +95,7 @@ class GgufReader:
         info = self._info(name)
         if info.storage.name not in _BITS:
             return self.tensor(name)
-        q = _quantized(info.storage.name, self._file.raw(self._names[name]), info.shape, self._where(name))
+        q = _quantized(info.storage, self._file.raw(self._names[name]), info.shape, self._where(name))
         codes, scales, zeros = (self._in_order(name, part) for part in (q.codes, q.scales, q.zeros))
         return QTensor(codes, scales, zeros, q.scheme)
 
@@ -176,45 +176,33 @@ def convert_gguf(
     return linears
 
 
-def _quantized(storage: str, raw: Tensor, shape: tuple[int, ...], where: str) -> QTensor:
-    """Blocks -> codes uint8 [out, in], positive scales float16 and zeros uint8 [out, in / 32]."""
+def _quantized(storage: Storage, raw: Tensor, shape: tuple[int, ...], where: str) -> QTensor:
+    """Blocks -> codes uint8 [out, in], positive scales and zeros uint8 [out, in / 32]. Scales are float16, those of
+    IQ4_XS float32."""
     if len(shape) != 2:
         raise CheckpointError(f"{where}: is {list(shape)}, expected a matrix")
     rows, columns = shape
-    blocks = raw.view(rows, columns // GROUP, -1)  # [rows, groups, 18 or 34]
-    scales = blocks[..., :2].contiguous().view(torch.float16)[..., 0].clone()
+    coded = CODED[storage.name](raw.view(-1, storage.nbytes))
+    codes, scales = coded.codes.reshape(rows, -1, GROUP), coded.scales.reshape(rows, -1)
     if not bool(scales.isfinite().all()):
         raise CheckpointError(f"{where}: holds scales that are not finite")
-    packed = blocks[..., 2:]
-    if storage == "Q8_0":
-        if bool(scales.signbit().any()):
-            raise CheckpointError(f"{where}: holds negative scales")
-        codes = (packed ^ 0x80).reshape(rows, columns)  # int8 v as the byte v + 128
-        return QTensor(codes, scales, torch.full_like(scales, 128, dtype=torch.uint8), _scheme(storage))
-    codes = torch.cat([packed & 0xF, packed >> 4], dim=-1)
-    # (code - 8) d = ((15 - code) - 7) (-d): half of Q4_0's scales are negative and become positive.
     negative = scales.signbit()
-    codes = torch.where(negative[..., None], 15 - codes, codes).reshape(rows, columns)
-    return QTensor(codes, scales.abs(), 8 - negative.to(torch.uint8), _scheme(storage))
+    if storage.name == "Q8_0" and bool(negative.any()):  # -128 has no opposite
+        raise CheckpointError(f"{where}: holds negative scales")
+    scheme = _scheme(storage.name)
+    zeros = torch.full((rows, columns // GROUP), 1 << (scheme.bits - 1), dtype=torch.uint8)
+    if storage.name == "Q4_0":
+        # c d = (-1 - c - (-1)) (-d): half of Q4_0's scales are negative and become positive, with a zero of 7.
+        codes, zeros = torch.where(negative[..., None], -1 - codes, codes), zeros - negative.to(torch.uint8)
+    else:
+        codes = torch.where(negative[..., None], -codes, codes)
+    codes = (codes + (1 << (scheme.bits - 1))).to(torch.uint8).reshape(rows, columns)
+    scales = scales.abs() if storage.name == "IQ4_XS" else scales.abs().half()
+    return QTensor(codes, scales, zeros, scheme)
 
 
 def _scheme(storage: str) -> QuantScheme:
-    return QuantScheme(_BITS[storage], GROUP, symmetric=storage == "Q8_0")
-
-
-def _decode_q6_k(raw: Tensor) -> Tensor:
-    """Blocks of 210 bytes -> float32 [256 a block].
-
-    In each half of a block, weight 32 j + l (j < 4) has its low bits in byte l + 32 (j % 2), in the low nibble for j <
-    2. Its high two bits are bits 2 j of byte l of the half's 32.
-    """
-    blocks = raw.view(-1, 210)
-    low = blocks[:, :128].reshape(-1, 2, 1, 2, 32)  # [blocks, half, nibble, j % 2, l]
-    low = torch.cat([low & 0xF, low >> 4], dim=2).reshape(-1, 2, 4, 32)
-    high = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
-    codes = (low | (high & 3) << 4).to(torch.int16) - 32
-    scales = blocks[:, 192:208].contiguous().view(torch.int8).float() * blocks[:, 208:].contiguous().view(torch.float16)
-    return codes.reshape(-1, 16, 16).float() * scales[..., None]
+    return QuantScheme(_BITS[storage], GROUP, symmetric=storage != "Q4_0")
 
 
 def _hugging_face_name(name: str, path: Path) -> str:
@@ -222,8 +210,7 @@ def _hugging_face_name(name: str, path: Path) -> str:
     layer, part, kind = match.groups() if match else (None, "", "")
     table = _OUTER if layer is None else _LINEARS | _NORMS
     if part not in table:
-        hint = "; Llama 3's RoPE scaling is not read from GGUF" if part == "rope_freqs" else ""
-        raise UnsupportedError(f"{path}: tensor {name!r} is not part of a model that lmkit reads from GGUF{hint}")
+        raise UnsupportedError(f"{path}: tensor {name!r} is not part of a model that lmkit reads from GGUF")
     return f"{'' if layer is None else f'model.layers.{layer}.'}{table[part]}.{kind}"
 
 
@@ -275,6 +262,8 @@ def _config(file: GgufFile) -> dict[str, Any]:
             config[key] = token
     if kind == "llama":
         config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
+    if ROPE_FREQS in file.tensors:
+        return config | _llama3_scaling(file, config)
     return config | _rope_scaling(data, kind, path)
 
 
@@ -288,3 +277,19 @@ def _rope_scaling(data: dict[str, Any], kind: str, path: Path) -> dict[str, Any]
     if (original := data.get(f"{kind}.rope.scaling.original_context_length")) is not None:
         fields["original_max_position_embeddings"] = original
     return {"rope_scaling": fields}
+
+
+def _llama3_scaling(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    """Llama 3's RoPE scaling. The file has what frequencies are divided by, and not the numbers behind that; these are
+    found among those of the published models. Raises UnsupportedError if none of them gives the file's divisors."""
+    info, size = file.tensors[ROPE_FREQS], config["head_dim"]
+    if info.storage.name == "F32" and info.shape == (size // 2,) and size > 0 < config["rope_theta"]:
+        divisors = file.raw(ROPE_FREQS).view(torch.float32)
+        turns = LLAMA3["original_max_position_embeddings"] / (2 * math.pi)
+        turns = turns / config["rope_theta"] ** (torch.arange(0, size, 2) / size)  # of the original context
+        low, high = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"]
+        ramp = ((turns - low) / (high - low)).clamp(0, 1)
+        for factor in LLAMA3_FACTORS:
+            if torch.allclose(divisors, 1 / ((1 - ramp) / factor + ramp), rtol=1e-4):
+                return {"rope_scaling": {"rope_type": "llama3", "factor": factor, **LLAMA3}}
+    raise UnsupportedError(f"{file.path}: {ROPE_FREQS} is not that of Llama 3.1, 3.2 or 3.3; use the safetensors")

@@ -45,8 +45,17 @@ STORAGES = {
     0: Storage("F32", 1, 4),
     1: Storage("F16", 1, 2),
     2: Storage("Q4_0", 32, 18),
+    3: Storage("Q4_1", 32, 20),
+    6: Storage("Q5_0", 32, 22),
+    7: Storage("Q5_1", 32, 24),
     8: Storage("Q8_0", 32, 34),
+    10: Storage("Q2_K", 256, 84),
+    11: Storage("Q3_K", 256, 110),
+    12: Storage("Q4_K", 256, 144),
+    13: Storage("Q5_K", 256, 176),
     14: Storage("Q6_K", 256, 210),
+    20: Storage("IQ4_NL", 32, 18),
+    23: Storage("IQ4_XS", 256, 136),
     30: Storage("BF16", 1, 2),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import struct
 from collections.abc import Callable
@@ -16,13 +17,18 @@ from lmkit.cli.main import app
 from lmkit.errors import CheckpointError, LMKitError, UnsupportedError
 from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.formats.gguf import GgufReader, convert_gguf, is_gguf
-from lmkit.formats.gguf_file import GgufFile
+from lmkit.formats.gguf_blocks import values
+from lmkit.formats.gguf_file import STORAGES, GgufFile
 from lmkit.formats.hub import DEMO_FOLDER
+from lmkit.layers.rope import frequencies
+from lmkit.layers.rope_spec import RopeSpec
 from lmkit.models import load_spec
+from lmkit.models.families.llama import rope_spec
+from lmkit.models.loader import load_model
 from lmkit.models.source import ModelSource
-from lmkit.qtensor import QTensor, dequantize
+from lmkit.qtensor import QTensor, QuantScheme, dequantize
 from tests.formats import gguf_writer
-from tests.formats.gguf_writer import Encoded, decode, floats, q4_0, q8_0, write, write_model
+from tests.formats.gguf_writer import TYPES, Encoded, decode, floats, q4_0, q8_0, write, write_model
 from tests.models import tiny
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 2}
@@ -86,6 +92,83 @@ def test_q6_k_is_read_as_floats(tmp_path: Path) -> None:
     assert torch.equal(GgufReader(tmp_path / "m.gguf").tensor("lm_head.weight"), decode(encoded).half())
 
 
+# A type -> the places of float16 numbers in a block, and the start of the SHA-256 of what version 0.19 of the package
+# gguf, llama.cpp's own, decodes from `random_blocks` as float32.
+DECODED = {
+    "Q4_0": ((0,), "79106ef275fcb12b147712ed"), "Q4_1": ((0, 2), "afe46851d404dbf20271b2a7"),
+    "Q5_0": ((0,), "acbc71c1007fc7f24f2ca754"), "Q5_1": ((0, 2), "9c26a72a4078a164da6502c3"),
+    "Q8_0": ((0,), "f4cafdc69da2b1be242d894c"), "Q2_K": ((80, 82), "5d73b37b74201780a074df12"),
+    "Q3_K": ((108,), "01696626c5a10b9b59f2c2cb"), "Q4_K": ((0, 2), "908c0a23b8837e70dda48b73"),
+    "Q5_K": ((0, 2), "ea4807e7249b1c502f06d936"), "Q6_K": ((208,), "02013eb8bcc1f532c12d6e92"),
+    "IQ4_NL": ((0,), "7cebbc7cb013fb926364c406"), "IQ4_XS": ((0,), "03bbc1b3f9d5a4a685e1ff2e"),
+}  # fmt: skip
+
+
+def random_blocks(kind: str) -> Encoded:
+    """40 blocks with random bytes, and random scales that are no larger than those of models."""
+    storage = next(storage for storage in STORAGES.values() if storage.name == kind)
+    generator = torch.Generator().manual_seed(5)
+    raw = torch.randint(0, 256, (40, storage.nbytes), generator=generator, dtype=torch.uint8)
+    for at in DECODED[kind][0]:
+        raw[:, at : at + 2] = (torch.randn(40, 1, generator=generator) * 0.02).half().view(torch.uint8)
+    return kind, (10, 4 * storage.block), raw.numpy().tobytes()
+
+
+@pytest.mark.parametrize("kind", DECODED)
+def test_every_type_has_the_bits_of_llama_cpp(tmp_path: Path, kind: str) -> None:
+    """And a linear that is kept quantized has the same values."""
+    _, shape, data = encoded = random_blocks(kind)
+    weights = values(kind, torch.frombuffer(bytearray(data), dtype=torch.uint8), len(data) // 40)
+    assert hashlib.sha256((weights + 0).numpy().tobytes()).hexdigest().startswith(DECODED[kind][1])
+    write(tmp_path / "m.gguf", LLAMA, EMBED | {"blk.0.ffn_up.weight": encoded})
+    reader = GgufReader(tmp_path / "m.gguf")
+    assert torch.equal(reader.tensor("model.layers.0.mlp.up_proj.weight"), weights.half().view(shape))
+    if kind in ("Q5_0", "IQ4_NL", "IQ4_XS"):
+        q = reader.read_linear("model.layers.0.mlp.up_proj")
+        assert isinstance(q, QTensor)
+        assert q.scheme == QuantScheme(8, 32, symmetric=True)
+        assert bool((q.scales >= 0).all())
+        assert torch.equal(dequantize(q), weights.view(shape))
+
+
+@pytest.mark.parametrize(("kind", "form"), [("Q4_K", "dense"), ("IQ4_XS", "compressed-tensors"), ("IQ4_NL", "gptq")])
+def test_a_model_of_k_quants_is_served(tmp_path: Path, kind: str, form: str) -> None:
+    """It gives the logits of a dense model of the same weights."""
+
+    def encode(tensor: Tensor) -> Encoded:
+        _, _, data = random_blocks(kind)
+        rows, columns = tensor.shape
+        size = len(data) * rows * columns // (40 * STORAGES[TYPES[kind]].block)
+        return kind, (rows, columns), (data * (size // len(data) + 1))[:size]
+
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1, "num_key_value_heads": 4}
+    path = made(tmp_path, "llama", encode, **sizes)
+    convert_gguf(path, tmp_path / "out", form)
+    reader = GgufReader(path)
+    served = ModelSource(tmp_path / "out").layer(0, torch.float32).weights
+    for role, module in (("attn.q", "self_attn.q_proj"), ("mlp.down", "mlp.down_proj")):
+        got, stored = served[role], reader.read_linear(f"model.layers.0.{module}")
+        wanted = dequantize(stored) if isinstance(stored, QTensor) else stored.float()
+        assert isinstance(got, QTensor) == (form != "dense")
+        assert torch.equal(dequantize(got) if isinstance(got, QTensor) else got, wanted)
+    assert load_model(tmp_path / "out").spec.num_layers == 1
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_the_rope_of_llama_3_is_found(tmp_path: Path, factor: float) -> None:
+    """rope_freqs holds only quotients of frequencies."""
+    found = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+             "original_max_position_embeddings": 8192, "rope_theta": 5e5}  # fmt: skip
+    plain = RopeSpec(theta=5e5, rotary_dim=16)
+    scaled = rope_spec({"rope_parameters": found}, 16)
+    quotients = frequencies(plain)[0] / frequencies(scaled)[0]
+    data = LLAMA | {"llama.rope.freq_base": 5e5}
+    write(tmp_path / "m.gguf", data, EMBED | {"rope_freqs.weight": floats(quotients)})
+    reader = GgufReader(tmp_path / "m.gguf")
+    assert rope_spec(reader.config, 16) == scaled
+    assert reader.names() == ["model.embed_tokens.weight"]
+
+
 def test_four_bit_linears_become_awq(tmp_path: Path) -> None:
     path = made(tmp_path, "qwen3", q4_0)
     convert_gguf(path, tmp_path / "out", "awq")
@@ -121,7 +204,7 @@ def test_refusals(tmp_path: Path) -> None:
     [
         ({"general.architecture": "mamba"}, EMBED, "architecture 'mamba'; lmkit reads llama, qwen2, qwen3"),
         (LLAMA, {}, "token_embd.weight is missing"),
-        (LLAMA, EMBED | {"rope_freqs.weight": floats(torch.ones(4))}, "Llama 3's RoPE scaling"),
+        (LLAMA, EMBED | {"rope_freqs.weight": floats(torch.ones(4))}, "not that of Llama 3.1"),
         (LLAMA, EMBED | {"blk.0.ssm_a": floats(torch.ones(4))}, "not part of a model"),
         (LLAMA | {"llama.embedding_length": "many"}, EMBED, "embedding_length is 'many', expected a number"),
         (LLAMA | {"llama.rope.scaling.type": "longrope"}, EMBED, "rope.scaling.type 'longrope'"),
@@ -138,9 +221,9 @@ def test_what_is_not_known_is_refused(
 
 
 def test_another_type_names_the_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(gguf_writer.TYPES, "Q4_K", 12)
-    write(tmp_path / "m.gguf", LLAMA, EMBED | {"blk.0.ffn_up.weight": ("Q4_K", (1, 256), bytes(144))})
-    with pytest.raises(UnsupportedError, match=r"'blk\.0\.ffn_up\.weight' has GGML type 12; lmkit reads F32, F16"):
+    monkeypatch.setitem(gguf_writer.TYPES, "IQ2_S", 22)
+    write(tmp_path / "m.gguf", LLAMA, EMBED | {"blk.0.ffn_up.weight": ("IQ2_S", (1, 256), bytes(82))})
+    with pytest.raises(UnsupportedError, match=r"'blk\.0\.ffn_up\.weight' has GGML type 22; lmkit reads F32, F16"):
         GgufFile(tmp_path / "m.gguf")
 
 

@@ -1,0 +1,135 @@
+"""GGUF's quantized types: what the bytes of a block hold. A weight is scale * code, minus an offset in some types.
+
+    Q4_0 Q5_0 Q8_0      32 weights: float16 scale, codes of 4, 5 or 8 bits
+    Q4_1 Q5_1           the same with a float16 minimum
+    IQ4_NL              32 weights: float16 scale, 4-bit places in a table of 16 codes
+    IQ4_XS              256 weights: float16 d, for each 32 a 6-bit s (scale = d s), 4-bit places in the same table
+    Q3_K Q6_K           256 weights: float16 d, for each 16 a signed s of 6 or 8 bits, codes of 3 or 6 bits
+    Q2_K                256 weights: float16 d and m, for each 16 two 4-bit factors: scale = d s, offset = m t
+    Q4_K Q5_K           256 weights: float16 d and m, for each 32 two 6-bit factors: scale = d s, offset = m t
+
+All arithmetic is that of llama.cpp, in float32 and in its order, so the values have the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+CHUNK = 1 << 15  # blocks decoded at a time
+IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+
+class Coded(NamedTuple):
+    """w = scales * codes - offsets."""
+
+    codes: Tensor  # int16 [blocks, groups, weights of a group]
+    scales: Tensor  # float32 [blocks, groups]
+    offsets: Tensor | None = None  # as scales
+
+
+def values(storage: str, raw: Tensor, nbytes: int) -> Tensor:
+    """The weights float32 [n] of blocks of `nbytes`, uint8 [bytes]."""
+    parts = []
+    for part in raw.view(-1, nbytes).split(CHUNK):
+        coded = CODED[storage](part)
+        weights = coded.scales[..., None] * coded.codes.float()
+        parts.append((weights if coded.offsets is None else weights - coded.offsets[..., None]).flatten())
+    return torch.cat(parts)
+
+
+def _unpack(packed: Tensor, bits: int, width: int) -> Tensor:
+    """uint8 [blocks, bytes] -> int16 [blocks, values]. Of each `width` bytes, the lowest `bits` come first."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
+    found = packed.reshape(len(packed), -1, 1, width) >> shifts[:, None] & ((1 << bits) - 1)
+    return found.reshape(len(packed), -1).to(torch.int16)
+
+
+def _half(blocks: Tensor, at: int) -> Tensor:
+    """The float16 at a byte of each block, float32 [blocks, 1]."""
+    return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
+
+
+def _groups(codes: Tensor, size: int) -> Tensor:
+    return codes.view(len(codes), -1, size)
+
+
+def _q4_0(b: Tensor) -> Coded:
+    return Coded(_groups(_unpack(b[:, 2:], 4, 16) - 8, 32), _half(b, 0))
+
+
+def _q4_1(b: Tensor) -> Coded:
+    return Coded(_groups(_unpack(b[:, 4:], 4, 16), 32), _half(b, 0), -_half(b, 2))
+
+
+def _q5_0(b: Tensor) -> Coded:
+    return Coded(_groups(_five(b[:, 6:], b[:, 2:6]) - 16, 32), _half(b, 0))
+
+
+def _q5_1(b: Tensor) -> Coded:
+    return Coded(_groups(_five(b[:, 8:], b[:, 4:8]), 32), _half(b, 0), -_half(b, 2))
+
+
+def _five(low: Tensor, high: Tensor) -> Tensor:
+    return _unpack(low, 4, 16) | _unpack(high, 1, 1) << 4
+
+
+def _q8_0(b: Tensor) -> Coded:
+    return Coded(_groups(b[:, 2:].contiguous().view(torch.int8).to(torch.int16), 32), _half(b, 0))
+
+
+def _q2_k(b: Tensor) -> Coded:
+    factors = _groups(_unpack(b[:, :16], 4, 1), 2).float()
+    scales, offsets = _half(b, 80) * factors[..., 0], _half(b, 82) * factors[..., 1]
+    return Coded(_groups(_unpack(b[:, 16:80], 2, 32), 16), scales, offsets)
+
+
+def _q3_k(b: Tensor) -> Coded:
+    codes = _unpack(b[:, 32:96], 2, 32) + 4 * _unpack(b[:, :32], 1, 32) - 4
+    scales = (_unpack(b[:, 96:104], 4, 8) | _unpack(b[:, 104:108], 2, 4) << 4) - 32
+    return Coded(_groups(codes, 16), _half(b, 108) * scales.float())
+
+
+def _q4_k(b: Tensor) -> Coded:
+    return Coded(_groups(_unpack(b[:, 16:], 4, 32), 32), *_six_bit_factors(b))
+
+
+def _q5_k(b: Tensor) -> Coded:
+    codes = _unpack(b[:, 48:], 4, 32) | _unpack(b[:, 16:48], 1, 32) << 4
+    return Coded(_groups(codes, 32), *_six_bit_factors(b))
+
+
+def _six_bit_factors(b: Tensor) -> tuple[Tensor, Tensor]:
+    """(scales, offsets) of 8 groups: of bytes 4 .. 15, the first four hold s 0 .. 3, the next t 0 .. 3, in 6 bits. The
+    last hold the low 4 bits of s and t 4 .. 7, whose high bits are above those of the first."""
+    first, second, third = (b[:, at : at + 4].to(torch.int16) for at in (4, 8, 12))
+    s = torch.cat([first & 63, third & 15 | first >> 2 & 48], dim=1)
+    t = torch.cat([second & 63, third >> 4 | second >> 2 & 48], dim=1)
+    return _half(b, 0) * s.float(), _half(b, 2) * t.float()
+
+
+def _q6_k(b: Tensor) -> Coded:
+    codes = (_unpack(b[:, :128], 4, 64) | _unpack(b[:, 128:192], 2, 32) << 4) - 32
+    return Coded(_groups(codes, 16), _half(b, 208) * b[:, 192:208].contiguous().view(torch.int8).float())
+
+
+def _iq4_nl(b: Tensor) -> Coded:
+    return Coded(_groups(_from_table(b[:, 2:]), 32), _half(b, 0))
+
+
+def _iq4_xs(b: Tensor) -> Coded:
+    scales = (_unpack(b[:, 4:8], 4, 1) | _unpack(b[:, 2:4], 2, 1) << 4) - 32
+    return Coded(_groups(_from_table(b[:, 8:]), 32), _half(b, 0) * scales.float())
+
+
+def _from_table(packed: Tensor) -> Tensor:
+    return torch.tensor(IQ4, dtype=torch.int16)[_unpack(packed, 4, 16).long()]
+
+
+CODED: dict[str, Callable[[Tensor], Coded]] = {
+    "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0, "Q2_K": _q2_k, "Q3_K": _q3_k,
+    "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "IQ4_NL": _iq4_nl, "IQ4_XS": _iq4_xs,
+}  # fmt: skip
