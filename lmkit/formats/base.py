@@ -13,6 +13,7 @@ from lmkit.formats.compressed_tensors import CompressedTensorsFormat
 from lmkit.formats.dense import DenseFormat
 from lmkit.formats.fp8 import Fp8Format
 from lmkit.formats.gptq import GptqFormat
+from lmkit.formats.mxfp4 import Mxfp4Format
 from lmkit.formats.parts import Activations
 from lmkit.qtensor import Linears, QTensor, QuantScheme
 
@@ -55,6 +56,7 @@ class WeightFormat(Protocol):
 
 FORMATS: tuple[WeightFormat, ...] = (
     DenseFormat(), AwqFormat(), GptqFormat("gptq"), GptqFormat("gptq_v2"), CompressedTensorsFormat(), Fp8Format(),
+    Mxfp4Format(),
 )  # fmt: skip
 
 

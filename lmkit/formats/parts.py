@@ -29,6 +29,7 @@ MAX_GROUP_SIZE = 1 << 17
 _NEEDED = (
     (("qweight", "qzeros", "scales"), ("qweight", "qzeros", "scales")),
     (("weight_packed", "weight_shape"), ("weight_packed", "weight_scale", "weight_shape")),
+    (("mxfp4_blocks", "mxfp4_scales"), ("mxfp4_blocks", "mxfp4_scales")),
 )
 MARKS = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")  # a module with one of these is quantized
 

@@ -61,10 +61,11 @@ def rows_of(source: str, shape: tuple[int, ...], rows: Rows, outputs: int) -> Vi
     return View(source, *_cut(source, shape, axis, rows))
 
 
-def expert_of(source: str, shape: tuple[int, ...], expert: int, rows: Rows) -> View:
-    """Some outputs of one expert of a tensor [experts, out, ...]. Raises CheckpointError if it has no such rows."""
-    of_one, take = _cut(source, shape[1:], 0, rows)
-    return View(source, of_one, lambda tensor: take(tensor[expert]))
+def expert_of(source: str, shape: tuple[int, ...], expert: int, rows: Rows, *, transposed: bool = False) -> View:
+    """Some outputs of one expert of a tensor [experts, out, ...], or [experts, in, out] if `transposed`. Raises
+    CheckpointError if it has no such rows."""
+    of_one, take = _cut(source, shape[:0:-1] if transposed else shape[1:], 0, rows)
+    return View(source, of_one, lambda tensor: take(tensor[expert].T if transposed else tensor[expert]))
 
 
 def _cut(

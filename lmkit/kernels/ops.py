@@ -29,7 +29,8 @@ from lmkit.kernels.registry import op
 from lmkit.kv_dtype import KVDtype
 
 FP8_MAX = 448.0
-ACTIVATIONS = ("silu", "gelu_tanh")  # of gated linears
+ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swish")  # of gated linears
+CLAMP, SWISH = 7.0, 1.702  # of clamped_swish
 
 
 @dataclass(frozen=True)
@@ -129,10 +130,14 @@ def rope_append(
 
 @op
 def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
-    """f(gate) * up. gate_up [T, 2I] = gate | up; result [T, I] in the same dtype. `activation` is one of ACTIVATIONS:
+    """f(gate) * g(up). gate_up [T, 2I] = gate | up; result [T, I] in the same dtype. `activation`: of ACTIVATIONS.
 
     silu         f(x) = x / (1 + e^-x)
     gelu_tanh    f(x) = x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), an approximation of GELU (arXiv 1606.08415)
+
+    g(y) = y for both. Those of gpt-oss are bounded:
+
+    clamped_swish  f(x) = m / (1 + e^(-SWISH m)), m = min(x, CLAMP); g(y) = 1 + max(-CLAMP, min(y, CLAMP))
     """
 
 
@@ -157,7 +162,12 @@ def kv_append(k: Tensor, v: Tensor, k_cache: KVTensor, v_cache: KVTensor, slots:
 
 @op
 def paged_attention(
-    q: Tensor, k_cache: KVTensor, v_cache: KVTensor, geometry: BatchGeometry, spec: AttentionSpec
+    q: Tensor,
+    k_cache: KVTensor,
+    v_cache: KVTensor,
+    geometry: BatchGeometry,
+    spec: AttentionSpec,
+    sink_logits: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of mixed query lengths over blocked KV; prefill, chunked prefill and decode alike.
 
@@ -170,7 +180,8 @@ def paged_attention(
 
     These are attention sinks (arXiv 2309.17453), except that positions stay absolute: nothing is rotated again when the
     window moves on. Scores are s = q . k * scale, or c * tanh(s / c) of that if softcap c is above 0 (Gemma 2,
-    arXiv 2408.00118). The result is softmax(s) @ v, [T, num_heads, D] in q's dtype. With a `mean`, the key of position
+    arXiv 2408.00118). The result is softmax(s) @ v, [T, num_heads, D] in q's dtype. `sink_logits` [num_heads] are the
+    scores of one more key of each head, which every query sees and whose value is 0. With a `mean`, the key of position
     t is the stored key + RoPE_t(b). Blocks may hold anything, even NaN, at keys that no query sees; the table's entries
     for them only have to be valid.
 
@@ -193,6 +204,7 @@ def rope_paged_attention(
     v_cache: KVTensor,
     geometry: BatchGeometry,
     spec: AttentionSpec,
+    sink_logits: Tensor | None = None,
 ) -> Tensor:
     """`rope_append` of the step's tokens, then `paged_attention` of their queries. The contents of q and k afterwards
     are undefined.

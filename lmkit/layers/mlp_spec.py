@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class MLPSpec:
-    """A gated MLP: down(activation(gate(x)) * up(x)). `activation`: silu or gelu_tanh."""
+    """A gated MLP: down(activation(gate(x)) * up(x)). `activation`: silu or gelu_tanh, or clamped_swish, which changes
+    up(x) too (ops.gated_activation)."""
 
     intermediate_size: int
     activation: str = "silu"
@@ -37,6 +38,8 @@ class MoESpec:
     expert: MLPSpec
     normalize: bool = True  # divide the probabilities of the chosen experts by their sum
     shared: MLPSpec | None = None  # one more expert, which computes every token
+    router_bias: bool = False
+    interleaved: bool = False  # a checkpoint has gate 0, up 0, gate 1, ... of all experts in one tensor: models.fused
 
     @property
     def parts(self) -> dict[str, MLPSpec]:

@@ -163,7 +163,8 @@ class DecoderLayer:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: BatchInputs, rope: CosSin, kv: KVLayer) -> Tensor:
         """The output of attention, [T, num_heads * head_dim]. Overwrites q and k, and appends to `kv`."""
         geometry = batch.geometries[kv.group]
-        out: Tensor = self.attention_op(q, k, v, *rope, kv.k, kv.v, geometry, self.spec.attention)
+        sinks = self.weights.get("attn.sinks")
+        out: Tensor = self.attention_op(q, k, v, *rope, kv.k, kv.v, geometry, self.spec.attention, sinks)
         return out.view(len(out), -1)
 
     def attend_logit_rows(
@@ -175,7 +176,8 @@ class DecoderLayer:
         if not len(rows):  # a chunk that ends before its prompt does
             return stream[:0], stream[:0]
         wanted = self.gather(q.flatten(1), rows).to(q.dtype).view(len(rows), *q.shape[1:])
-        out: Tensor = self.paged_attention(wanted, kv.k, kv.v, batch.logit_geometry(kv.group), self.spec.attention)
+        geometry, sinks = batch.logit_geometry(kv.group), self.weights.get("attn.sinks")
+        out: Tensor = self.paged_attention(wanted, kv.k, kv.v, geometry, self.spec.attention, sinks)
         return out.view(len(out), -1), self.gather(stream, rows)
 
     def _after(self, role: str, y: Tensor) -> Tensor:

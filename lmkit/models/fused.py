@@ -7,16 +7,20 @@ The order of the outputs, from the first on:
     mlp.gate_up_proj            gate | up                          Phi-3, GLM-4
     mlp.experts.gate_up_proj    [experts, gate | up, in]           transformers 5
     mlp.experts.down_proj       [experts, out, in]                 transformers 5
+
+gpt-oss has gate and up side by side for each output, and its float tensors are [experts, in, out].
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from fractions import Fraction
-from itertools import pairwise
+from itertools import pairwise, product
 
 from lmkit.errors import CheckpointError
 from lmkit.formats.checkpoint import CheckpointReader
+from lmkit.formats.mxfp4 import BLOCKS, SCALES
 from lmkit.formats.views import SUFFIXES, Rows, View, expert_of, named, rows_of
 from lmkit.layers.mlp_spec import MoESpec
 from lmkit.models import roles
@@ -28,7 +32,10 @@ HALVES = Rows(Fraction(0), Fraction(1, 2)), Rows(Fraction(1, 2), Fraction(1))
 # Other names of the parts before and behind the layers.
 OUTER = {"model.tok_embeddings": roles.EMBED, "output": roles.LM_HEAD}
 EXPERTS = {"mlp.experts.gate_up_proj": ("gate", "up"), "mlp.experts.down_proj": ("down",)}
+# What ends the name of such a tensor, and the name of an expert's.
+ENDINGS = {"": "weight", "_bias": "bias", "_blocks": BLOCKS, "_scales": SCALES}
 ROUTER = "mlp.gate"  # beside experts in one tensor
+SINKS = "self_attn.sinks"  # whose name does not end with "weight"
 
 
 def views(reader: CheckpointReader, spec: ModelSpec) -> dict[str, View]:
@@ -39,6 +46,8 @@ def views(reader: CheckpointReader, spec: ModelSpec) -> dict[str, View]:
             found[new + ".weight"] = named(source, reader.info(source).shape)
     for index, layer in enumerate(spec.layers):
         found |= dict(_linears(reader, index, layer))
+        if layer.has_sinks and reader.has(source := roles.layer_prefix(index) + SINKS):
+            found[source + ".weight"] = named(source, reader.info(source).shape)
         if isinstance(layer.mlp, MoESpec):
             found |= dict(_experts(reader, index, layer, layer.mlp))
     return found
@@ -75,20 +84,20 @@ def _shares(*sizes: int) -> list[Rows]:
 
 def _experts(reader: CheckpointReader, index: int, layer: LayerSpec, moe: MoESpec) -> Iterator[tuple[str, View]]:
     prefix = roles.layer_prefix(index)
-    if not reader.has(prefix + next(iter(EXPERTS))):
-        return
-    for module, parts in EXPERTS.items():
-        if not reader.has(source := prefix + module):
-            raise CheckpointError(f"{reader.path}: tensor {source} is missing")
+    for (module, parts), (ending, suffix) in product(EXPERTS.items(), ENDINGS.items()):
+        if not reader.has(source := prefix + module + ending):
+            continue
         shape = reader.info(source).shape
-        if len(shape) != 3 or shape[0] != moe.num_experts:
+        if len(shape) < 2 or shape[0] != moe.num_experts:
             raise CheckpointError(
-                f"{reader.path}: {source} is {list(shape)}, expected [{moe.num_experts} experts, outputs, inputs]"
+                f"{reader.path}: {source} is {list(shape)}, expected [{moe.num_experts} experts, outputs, ...]"
             )
-        for expert in range(moe.num_experts):
-            for part, rows in zip(parts, HALVES if len(parts) == 2 else (WHOLE,), strict=True):
-                name = layer.module_name(index, f"mlp.experts.{expert}.{part}")
-                yield f"{name}.weight", expert_of(source, shape, expert, rows)
+        groups = moe.expert.intermediate_size if moe.interleaved else 1
+        shares = [replace(half, groups=groups) for half in HALVES] if len(parts) == 2 else [WHOLE]
+        transposed = moe.interleaved and not ending
+        for expert, (part, rows) in product(range(moe.num_experts), zip(parts, shares, strict=True)):
+            name = layer.module_name(index, f"mlp.experts.{expert}.{part}")
+            yield f"{name}.{suffix}", expert_of(source, shape, expert, rows, transposed=transposed)
     router, source = layer.module_name(index, "mlp.router") + ".weight", f"{prefix}{ROUTER}.weight"
-    if router != source and reader.has(source):
+    if router != source and reader.has(source) and not reader.has(router):
         yield router, named(source, reader.info(source).shape)

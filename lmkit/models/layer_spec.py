@@ -38,6 +38,7 @@ class LayerSpec:
     norm_eps: float
     attn_bias: bool = False  # on q, k and v
     o_bias: bool = False
+    has_sinks: bool = False  # a learned score for each head of a key whose value is 0: ops.paged_attention
     qk_norm: bool = False  # RMSNorm over head_dim on q and k, before RoPE
     joint_qk_norm: bool = False  # the norm of q is over all heads together, and so is that of k
     pre_norms: bool = True
@@ -84,14 +85,14 @@ class LayerSpec:
 
     @cached_property
     def vectors(self) -> dict[str, int]:
-        """Sizes of the norms' weights, by role."""
+        """Sizes of the norms' weights and of other vectors, by role."""
         before = ("norm.attn", "norm.mlp") if self.pre_norms else ()
         behind = ("norm.attn_out", "norm.mlp_out") if self.post_norms else ()
         sizes = dict.fromkeys((*before, *behind), self.hidden_size)
         if self.qk_norm:
             q, k = (self.q_size, self.kv_size) if self.joint_qk_norm else (self.head_dim, self.head_dim)
             sizes |= {"attn.q_norm": q, "attn.k_norm": k}
-        return sizes
+        return sizes | ({"attn.sinks": self.num_heads} if self.has_sinks else {})
 
     @cached_property
     def mlps(self) -> dict[str, MLPSpec]:
@@ -104,7 +105,7 @@ class LayerSpec:
 
     def has_bias(self, role: str) -> bool:
         if role in self.routers:
-            return False
+            return isinstance(self.mlp, MoESpec) and self.mlp.router_bias
         if role.startswith("attn."):
             return self.o_bias if role == "attn.o" else self.attn_bias
         return self.mlps[role.rpartition(".")[0]].bias
@@ -128,7 +129,8 @@ class LayerSpec:
         Routers read the norm's output. They are multiplied too, or tokens would go to other experts.
         """
         behind_norm = (*self.routers, *(f"{mlp}.{part}" for mlp in self.mlps for part in ("gate", "up")))
-        pairs = (*roles.SMOOTH[:2], ("norm.mlp", behind_norm), *((f"{mlp}.up", (f"{mlp}.down",)) for mlp in self.mlps))
+        inner = (name for name, mlp in self.mlps.items() if mlp.activation != "clamped_swish")  # not linear in up(x)
+        pairs = (*roles.SMOOTH[:2], ("norm.mlp", behind_norm), *((f"{mlp}.up", (f"{mlp}.down",)) for mlp in inner))
         return pairs if self.pre_norms else tuple(pair for pair in pairs if not pair[0].startswith("norm."))
 
     @cached_property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import pkgutil
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from lmkit.models.spec import ModelSpec
 
 Family = Callable[[dict[str, Any]], ModelSpec]
 FAMILIES: dict[str, Family] = {}
+CAUSAL = "ForCausalLM"
 BASE = "Model"  # ends the architecture of a model without its head
 
 # Far above any existing model, yet so low that no product of two overflows or is allocated by mistake.
@@ -43,10 +45,9 @@ def load_spec(config: dict[str, Any]) -> ModelSpec:
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     if isinstance(name, str) and name.endswith(BASE):  # the same model, saved without its head
-        name = name.removesuffix(BASE) + "ForCausalLM"
+        name = name.removesuffix(BASE) + CAUSAL
     if not isinstance(name, str) or name not in FAMILIES:
-        known, shown = ", ".join(sorted(FAMILIES)), names[0] if isinstance(names, list) and names else None
-        raise UnsupportedError(f"config.json: architecture {shown!r} is not supported; lmkit runs {known}")
+        raise _unknown(names[0] if isinstance(names, list) and names else None)
     if config.get("is_causal") is False or config.get("use_bidirectional_attention"):
         raise UnsupportedError("config.json: the model's tokens see later ones; lmkit runs causal models only")
     try:
@@ -55,6 +56,17 @@ def load_spec(config: dict[str, Any]) -> ModelSpec:
         raise CheckpointError(f"config.json: {error.args[0]!r} is missing") from None
     _check(spec)
     return spec
+
+
+def _unknown(name: object) -> UnsupportedError:
+    """The error of an architecture that no family is. It tells the families with the most similar names."""
+    stems = {known.removesuffix(CAUSAL): known for known in sorted(FAMILIES)}
+    near = difflib.get_close_matches(str(name).removesuffix(CAUSAL), stems, cutoff=0.5)
+    hint = f"the nearest names are {' and '.join(stems[stem] for stem in near)}; " if near else ""
+    return UnsupportedError(
+        f"config.json: architecture {name!r} is not supported; {hint}lmkit runs {', '.join(stems.values())} "
+        "(docs/families.md says how to add one)"
+    )
 
 
 def _check(spec: ModelSpec) -> None:

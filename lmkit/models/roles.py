@@ -15,6 +15,7 @@ LLAMA_NAMES = {
     "attn.o": "self_attn.o_proj",
     "attn.q_norm": "self_attn.q_norm",
     "attn.k_norm": "self_attn.k_norm",
+    "attn.sinks": "self_attn.sinks",
     "norm.mlp": "post_attention_layernorm",
     "mlp.gate": "mlp.gate_proj",
     "mlp.up": "mlp.up_proj",
@@ -40,6 +41,7 @@ QWEN_EXPERTS = {
     "mlp.shared.up": "mlp.shared_expert.up_proj",
     "mlp.shared.down": "mlp.shared_expert.down_proj",
 }
+GPT_OSS_EXPERTS = QWEN_EXPERTS | {"mlp.router": "mlp.router"}
 MIXTRAL_EXPERTS = {
     "mlp.router": "block_sparse_moe.gate",
     "mlp.experts.{}.gate": "block_sparse_moe.experts.{}.w1",

@@ -287,6 +287,13 @@ def attention_cases() -> Iterator[Case]:
                 brief |= types in ((FP8, FP8), (FLOAT32, BFLOAT16)) and dim in (16, 80)
                 tolerance = WORD_TOLERANCE if {INT8, INT4} & set(types) else F32_TOLERANCE
                 yield Case(ops.paged_attention, name, _seeded(attend), _heads(heads, group, dim), tolerance, brief)
+                if not softcap and not sinks:
+
+                    def with_sinks(make: Any = attend, count: int = heads * group) -> tuple[Any, ...]:
+                        return *make(), torch.randn(count) * 3
+
+                    label = f"{name}-learned"
+                    yield Case(ops.paged_attention, label, _seeded(with_sinks), _heads(heads, group, dim), tolerance)
 
     for dim in (256, 320):
 

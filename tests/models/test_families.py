@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,17 @@ def test_old_style_rope_fields_are_read() -> None:
 def test_an_unknown_architecture_is_refused_with_the_list() -> None:
     with pytest.raises(UnsupportedError, match=r"GPT2LMHeadModel.*LlamaForCausalLM, MistralForCausalLM, .*Qwen2"):
         load_spec(CONFIG | {"architectures": ["GPT2LMHeadModel"]})
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [("Glm4MoeForCausalLM", "Glm4ForCausalLM"), ("Qwen3NextForCausalLM", "Qwen3ForCausalLM"), ("GPT2LMHead", None)],
+)
+def test_the_nearest_families_of_an_unknown_one_are_told(name: str, nearest: str | None) -> None:
+    with pytest.raises(UnsupportedError, match=r"docs/families\.md says how to add one") as refusal:
+        load_spec(CONFIG | {"architectures": [name]})
+    found = re.search(r"the nearest names are (\w+)", str(refusal.value))
+    assert (found and found[1]) == nearest
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from tests.models import tiny
 from tests.models.test_formats import BLOCK, CHANNEL, EIGHT, FOUR, SHAPE, logits, rewritten
 from tests.models.test_gemma2 import divergence
 
-NAMES = ["phi3", "phi3-long", "glm4", "internlm2", "mixtral-fused", "qwen2-moe-fused"]
+NAMES = ["phi3", "phi3-long", "glm4", "internlm2", "mixtral-fused", "qwen2-moe-fused", "gpt-oss"]
 PROMPT = torch.randint(0, 199, (30,), generator=torch.Generator().manual_seed(8)).tolist()
 FORMATS = [("awq", FOUR), ("gptq", QuantScheme(4, 32, True)), ("gptq_v2", EIGHT), ("compressed-tensors", FOUR),
            ("compressed-tensors", EIGHT), ("fp8", BLOCK), ("compressed-tensors", CHANNEL)]  # fmt: skip

@@ -131,3 +131,16 @@ def test_layers_that_are_alike_are_one_kind() -> None:
     assert isinstance(spec.kinds[0], LayerSpec)
     sinks = spec.with_sinks(4)
     assert [layer.attention.sinks for layer in sinks.layers] == [0] * 5 + [4] * 3
+
+
+def test_an_activation_that_is_not_linear_in_up_keeps_its_scales(tmp_path: Path) -> None:
+    """With gpt-oss's, up / s and down * s would give another result."""
+    smooth = {name: ModelSource(tmp_path / name).spec.layers[0].smooth for name in made(tmp_path, "llama", "gpt-oss")}
+    assert any(role.endswith(".up") for role, _ in smooth["llama"])
+    assert not any(role.endswith(".up") for role, _ in smooth["gpt-oss"])
+
+
+def made(folder: Path, *names: str) -> tuple[str, ...]:
+    for name in names:
+        tiny.make(folder / name, name)
+    return names

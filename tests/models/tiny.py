@@ -85,6 +85,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm": ("GlmConfig", PAIRS | {"pad_token_id": None, "tie_word_embeddings": True, "head_dim": 16}),
     "glm4": ("Glm4Config", PAIRS | {"pad_token_id": None, "head_dim": 16}),
     "internlm2": ("LlamaConfig", {"attention_bias": True}),
+    "gpt-oss": ("GptOssConfig", {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 40,
+                                 "head_dim": 16, "num_hidden_layers": 3, "sliding_window": 9,
+                                 "rope_parameters": YARN | {"truncate": False}}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "mixtral-fused": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen2-moe": ("Qwen2MoeConfig", EXPERTS | {"shared_expert_intermediate_size": 56, "mlp_only_layers": [1]}),
@@ -106,7 +109,7 @@ def make(path: Path, name: str, **overrides: Any) -> transformers.PreTrainedMode
     config._attn_implementation = "eager"
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     for parameter_name, parameter in model.named_parameters():
-        if parameter.ndim == 1:
+        if parameter.ndim == 1 or parameter_name.endswith("_bias"):
             torch.nn.init.normal_(parameter, mean=1.0 if "norm" in parameter_name else 0.0, std=0.3)
     model.save_pretrained(path, save_original_format=not name.endswith("-fused"))
     if name == "internlm2":

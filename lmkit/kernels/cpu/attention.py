@@ -47,7 +47,7 @@ from lmkit.kernels.cpu.attention_arguments import (
 from lmkit.kernels.cpu.attention_keys import ask_for, locate, num_parts, skipped_parts, span
 from lmkit.kernels.cpu.attention_storage import DIRECT_ROWS, query_form, query_limit, scratch_bytes, storage
 from lmkit.kernels.cpu.emit import I8, I16
-from lmkit.kernels.cpu.intrinsics import add, bits_to_float, call, fma, pointer, tile
+from lmkit.kernels.cpu.intrinsics import add, bits_to_float, call, exp, fma, pointer, tile
 from lmkit.kernels.cpu.isa import Isa
 from lmkit.kernels.cpu.jit import Task, float_bits, inline
 from lmkit.kernels.cpu.kv import rope_append, rows_of, turn_hadamard
@@ -173,12 +173,16 @@ def _merge(total: int, record: int, rows: int, padded: int) -> None:
 
 
 @inline
-def _finish(total: int, rows: int, padded: int, group: int, dim: int, out: int, stride: int) -> None:
-    """Write the outputs, divided by their sums, to `out`."""
+def _finish(total: int, rows: int, padded: int, group: int, dim: int, sink_logits: int, out: int, stride: int) -> None:
+    """Write the outputs, divided by their sums, to `out`. `sink_logits`: those of the rows' heads, or 0."""
     sums = carray(pointer(total), rows * (padded + 2), np.float32)
     for r in range(rows):
         y = carray(pointer(out + r // group * stride + 4 * (r % group) * dim), dim, np.float32)
-        inverse = np.float32(1) / sums[rows * (padded + 1) + r]
+        sum_of_weights = sums[rows * (padded + 1) + r]
+        if sink_logits:
+            logit = carray(pointer(sink_logits), group, np.float32)[r % group]
+            sum_of_weights += exp(logit - sums[rows * padded + r])
+        inverse = np.float32(1) / sum_of_weights
         for i in range(dim):
             y[i] = sums[r * padded + i] * inverse
 
@@ -266,7 +270,8 @@ def _attend(args: int, scratch: int, index: int) -> None:
         for p in range(1, parts):
             _merge(total, total + p * record_bytes, rows, padded)
     stride = 4 * a.heads * group * dim
-    _finish(total, rows, padded, group, dim, a.out + token * stride + 4 * head * group * dim, stride)
+    logits = a.sink_logits + 4 * head * group if a.sink_logits else 0
+    _finish(total, rows, padded, group, dim, logits, a.out + token * stride + 4 * head * group * dim, stride)
 
 
 ATTEND = Task(_attend)
@@ -297,7 +302,9 @@ def paged_attention(
     v_cache: KVTensor,
     geometry: BatchGeometry,
     spec: AttentionSpec,
+    sink_logits: Tensor | None = None,
 ) -> Tensor:
+    sink_logits = None if sink_logits is None else sink_logits.float()
     dtype, window, block_tables = q.dtype, spec.window, geometry.block_tables
     q, query_start, context_lens = rows_of(q), geometry.query_start.contiguous(), geometry.context_lens.contiguous()
     assert block_tables.dtype == query_start.dtype == context_lens.dtype == torch.int32
@@ -320,7 +327,8 @@ def paged_attention(
     args = AttendArgs(
         sequences,
         tables=block_tables.data_ptr(), table_width=block_tables.stride(0), q=q.data_ptr(), q_stride=4 * q.stride(0),
-        scale_bits=float_bits(spec.scale), softcap_bits=float_bits(spec.softcap), out=out.data_ptr(),
+        scale_bits=float_bits(spec.scale), softcap_bits=float_bits(spec.softcap),
+        sink_logits=address(sink_logits), out=out.data_ptr(),
         records=address(records), counters=plan.data_ptr() + 8 * (num_seqs + 2), heads=heads, group=group, dim=dim,
         padded=padded, block_size=k_cache.block_size, window=window, sinks=sinks, tile_tokens=tile_tokens,
         hadamard=int(k_cache.hadamard), query_limit=query_limit(k_cache.dtype, dim),
@@ -347,9 +355,9 @@ def after_append(isa: Isa) -> Implementation:
 
     def rope_paged_attention(
         q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: KVTensor, v_cache: KVTensor,
-        geometry: BatchGeometry, spec: AttentionSpec,
+        geometry: BatchGeometry, spec: AttentionSpec, sink_logits: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         rope_append(q, k, v, cos, sin, k_cache, v_cache, geometry.slots)
-        return paged_attention(isa, q, k_cache, v_cache, geometry, spec)
+        return paged_attention(isa, q, k_cache, v_cache, geometry, spec, sink_logits)
 
     return Implementation(f"cpu.{isa.name}", "cpu", rope_paged_attention, accepts_rope, priority=20)

@@ -63,6 +63,7 @@ class AttendArgs(NamedTuple):
     q_stride: int
     scale_bits: int
     softcap_bits: int
+    sink_logits: int  # float32 by query head, or 0
     out: int
     records: int
     counters: int

@@ -10,6 +10,7 @@ import torch
 from numba import carray
 from torch import Tensor
 
+from lmkit.kernels import ops
 from lmkit.kernels.cpu import threads
 from lmkit.kernels.cpu.intrinsics import exp, fma, pointer
 from lmkit.kernels.cpu.jit import Task, inline
@@ -18,8 +19,10 @@ from lmkit.kernels.cpu.structs import numbers
 ROW_BLOCK = 96  # rows that share a panel prepared in the cache
 CHUNK_BYTES = 16 << 10  # of such a panel: half of a first-level cache
 TASK_BYTES = 64 << 10  # of stored weights in one task: some ten microseconds from memory
-SILU, GELU_TANH = 1, 2
-ACTIVATION_NUMBERS = {None: 0, "silu": SILU, "gelu_tanh": GELU_TANH}  # for compiled code; 0: the weight is not gated
+SILU, GELU_TANH, CLAMPED_SWISH = 1, 2, 3
+# For compiled code; 0: the weight is not gated.
+ACTIVATION_NUMBERS = {None: 0, "silu": SILU, "gelu_tanh": GELU_TANH, "clamped_swish": CLAMPED_SWISH}
+CLAMP, SWISH = np.float32(ops.CLAMP), np.float32(ops.SWISH)  # of clamped_swish
 LINEAR, CUBIC = np.float32(math.sqrt(2 / math.pi)), np.float32(0.044715 * math.sqrt(2 / math.pi))  # of gelu_tanh
 SERIAL_PRODUCTS = 1 << 20  # multiply-adds; with fewer, waking another thread costs more than it saves
 
@@ -122,10 +125,14 @@ def _store_sums(sums: int, width: int, rows: int, start: int, features: int, bia
 
 @inline
 def multiply_gates(gate: Any, value: Any, out: Any, count: int, activation: int) -> None:
-    """out = f(gate) * value, arrays of float32. `activation` is one of ACTIVATION_NUMBERS. See ops.gated_activation."""
+    """out = f(gate) * g(value), arrays of float32 (ops.gated_activation). `activation` is one of ACTIVATION_NUMBERS."""
     if activation == SILU:
         for i in range(count):
             out[i] = gate[i] / (np.float32(1) + exp(-gate[i])) * value[i]
+    elif activation == CLAMPED_SWISH:
+        for i in range(count):
+            x = min(gate[i], CLAMP)
+            out[i] = x / (np.float32(1) + exp(-SWISH * x)) * (np.float32(1) + max(-CLAMP, min(value[i], CLAMP)))
     else:
         for i in range(count):  # (1 + tanh(u)) / 2 = 1 / (1 + e^-2u)
             x = gate[i]

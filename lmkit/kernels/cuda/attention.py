@@ -28,20 +28,26 @@ MAX_STAGES = 5
 
 @implements(ops.paged_attention, "cuda", device="cuda", accepts=accepts, priority=20)
 def paged_attention(
-    q: Tensor, k_cache: KVTensor, v_cache: KVTensor, geometry: BatchGeometry, spec: AttentionSpec
+    q: Tensor,
+    k_cache: KVTensor,
+    v_cache: KVTensor,
+    geometry: BatchGeometry,
+    spec: AttentionSpec,
+    sink_logits: Tensor | None = None,
 ) -> Tensor:
     num_seqs = len(geometry.context_lens)
     decodes = len(q) == num_seqs
     if (reason := attention_problem((q,), k_cache, v_cache, decodes)) is not None:
-        y: Tensor = ops.paged_attention.fall_back("reference", reason)(q, k_cache, v_cache, geometry, spec)
+        reference = ops.paged_attention.fall_back("reference", reason)
+        y: Tensor = reference(q, k_cache, v_cache, geometry, spec, sink_logits)
         return y
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     mixed = not decodes and num_seqs > 1
     if decodes or mixed:
-        decode_attention(q, None, k_cache, v_cache, geometry, spec, out)
+        decode_attention(q, None, k_cache, v_cache, geometry, spec, out, sink_logits)
     if not decodes:
         q = q if q.stride(1) == q.shape[2] else q.contiguous()
-        prefill_attention(q, k_cache, v_cache, geometry, spec, out, skip_single=mixed)
+        prefill_attention(q, k_cache, v_cache, geometry, spec, out, skip_single=mixed, sink_logits=sink_logits)
     return out
 
 
@@ -56,18 +62,19 @@ def rope_paged_attention(
     v_cache: KVTensor,
     geometry: BatchGeometry,
     spec: AttentionSpec,
+    sink_logits: Tensor | None = None,
 ) -> Tensor:
     decodes = len(q) == len(geometry.context_lens)
     if (reason := attention_problem((q, k, v), k_cache, v_cache, decodes)) is not None:
         reference = ops.rope_paged_attention.fall_back("reference", reason)
-        y: Tensor = reference(q, k, v, cos, sin, k_cache, v_cache, geometry, spec)
+        y: Tensor = reference(q, k, v, cos, sin, k_cache, v_cache, geometry, spec, sink_logits)
         return y
     if decodes:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        decode_attention(q, (k, v, cos, sin), k_cache, v_cache, geometry, spec, out)
+        decode_attention(q, (k, v, cos, sin), k_cache, v_cache, geometry, spec, out, sink_logits)
         return out
     rope_append(q, k, v, cos, sin, k_cache, v_cache, geometry.slots)
-    y = paged_attention(q, k_cache, v_cache, geometry, spec)
+    y = paged_attention(q, k_cache, v_cache, geometry, spec, sink_logits)
     return y
 
 
@@ -79,6 +86,7 @@ def decode_attention(
     geometry: BatchGeometry,
     spec: AttentionSpec,
     out: Tensor,
+    sink_logits: Tensor | None = None,
 ) -> None:
     """Write the rows of `out` [T, num_heads, D] of sequences with exactly one query; zeros for empty sequences.
 
@@ -113,8 +121,8 @@ def decode_attention(
     args = [
         *strided(q), *strided(k), *strided(v), cos, sin, 0 if cos is None else cos.shape[1],
         *storage(k_cache), *storage(v_cache)[:3], *means, slots, tables, tables.stride(0), geometry.query_start,
-        geometry.context_lens, *in_bits(spec), spec.window, spec.sinks, out, partials, counters(q.device.type),
-        kv_heads, group,
+        geometry.context_lens, *in_bits(spec), spec.window, spec.sinks,
+        None if sink_logits is None else sink_logits.float(), out, partials, counters(q.device.type), kv_heads, group,
     ]  # fmt: skip
     kernel((splits, kv_heads * head_tiles, num_seqs), THREADS, args, shared=shape.shared)
 

@@ -24,7 +24,8 @@ WARP, BLOCK = 32, 256
 # norm.cu: vectors of WIDTH columns that a thread keeps -> threads of a row, at most
 VECTORS = {1: 512, 2: 512, 4: 512, 16: 256}
 MAX_COLUMNS = max(vectors * threads for vectors, threads in VECTORS.items()) * WIDTH
-ACTIVATIONS: dict[str | None, int] = {None: 0, "silu": 1, "gelu_tanh": 2}  # Activation of csrc/activation.cuh
+# Activation of csrc/activation.cuh
+ACTIVATIONS: dict[str | None, int] = {None: 0, "silu": 1, "gelu_tanh": 2, "clamped_swish": 3}
 OUTPUTS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 1, torch.int8: 2, torch.float8_e4m3fn: 3}
 
 

@@ -39,6 +39,7 @@ def prefill_attention(
     out: Tensor,
     *,
     skip_single: bool,
+    sink_logits: Tensor | None = None,
 ) -> None:
     """ops.paged_attention into `out` [T, num_heads, D], contiguous. `skip_single` skips sequences of one query.
 
@@ -62,8 +63,8 @@ def prefill_attention(
     args = [
         q, np.int64(q.stride(0)), k_cache.data, k_cache.params, v_cache.data, v_cache.params, *means, tables,
         tables.stride(0), geometry.query_start, geometry.context_lens, num_seqs, group, k_cache.block_size,
-        spec.window, spec.sinks, k_cache.hadamard, skip_single, *in_bits(spec), out, records,
-        counters(q.device.type),
+        spec.window, spec.sinks, k_cache.hadamard, skip_single, *in_bits(spec),
+        None if sink_logits is None else sink_logits.float(), out, records, counters(q.device.type),
     ]  # fmt: skip
     kernel((num_kv_heads, slots, splits), 128 if dim <= 128 else 256, args, shared=shared)
 

@@ -46,7 +46,12 @@ def _scores(queries: Tensor, k_cache: KVTensor, blocks: Tensor, length: int) -> 
 
 @implements(ops.paged_attention, "reference", device="any", accepts=accepts_heads)
 def paged_attention(
-    q: Tensor, k_cache: KVTensor, v_cache: KVTensor, geometry: BatchGeometry, spec: AttentionSpec
+    q: Tensor,
+    k_cache: KVTensor,
+    v_cache: KVTensor,
+    geometry: BatchGeometry,
+    spec: AttentionSpec,
+    sink_logits: Tensor | None = None,
 ) -> Tensor:
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     group = q.shape[1] // k_cache.data.shape[1]
@@ -64,7 +69,12 @@ def paged_attention(
         if spec.softcap:
             scores = spec.softcap * (scores / spec.softcap).tanh()
         values = values.masked_fill(~visible.any(0)[:, None], 0)  # 0 * NaN would be NaN
-        weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+        scores = scores.masked_fill(~visible, -torch.inf)
+        if sink_logits is None:
+            weights = scores.softmax(-1)
+        else:
+            of_sink = sink_logits.float()[:, None, None].expand(*scores.shape[:2], 1)
+            weights = torch.cat([scores, of_sink], dim=-1).softmax(-1)[..., :-1]
         out[rows] = (weights @ values).transpose(0, 1).to(q.dtype)
     return out
 
@@ -80,7 +90,8 @@ def rope_paged_attention(
     v_cache: KVTensor,
     geometry: BatchGeometry,
     spec: AttentionSpec,
+    sink_logits: Tensor | None = None,
 ) -> Tensor:
     rope_append(q, k, v, cos, sin, k_cache, v_cache, geometry.slots)
-    out: Tensor = paged_attention(q, k_cache, v_cache, geometry, spec)
+    out: Tensor = paged_attention(q, k_cache, v_cache, geometry, spec, sink_logits)
     return out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -68,13 +67,19 @@ def rope_append(
     kv_append(k, v, k_cache, v_cache, slots)
 
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": functional.silu,
-    "gelu_tanh": functools.partial(functional.gelu, approximate="tanh"),
+def _clamped_swish(gate: Tensor, up: Tensor) -> Tensor:
+    gate = gate.clamp(max=ops.CLAMP)
+    return gate * torch.sigmoid(gate * ops.SWISH) * (up.clamp(-ops.CLAMP, ops.CLAMP) + 1)
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "silu": lambda gate, up: functional.silu(gate) * up,
+    "gelu_tanh": lambda gate, up: functional.gelu(gate, approximate="tanh") * up,
+    "clamped_swish": _clamped_swish,
 }
 
 
 @implements(ops.gated_activation, "reference", device="any")
 def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
     gate, up = gate_up.float().chunk(2, dim=-1)
-    return (ACTIVATIONS[activation](gate) * up).to(gate_up.dtype)
+    return ACTIVATIONS[activation](gate, up).to(gate_up.dtype)

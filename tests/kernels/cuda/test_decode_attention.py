@@ -37,6 +37,7 @@ def oracle(
     window: int,
     sinks: int,
     softcap: float = 0.0,
+    sink_logits: Tensor | None = None,
 ) -> Tensor:
     """float32 [B, heads, D]: one query a sequence; zeros for an empty one."""
     out, group = torch.zeros(q.shape), q.shape[1] // k_cache.data.shape[1]
@@ -94,6 +95,7 @@ def decode(
     new: tuple[Tensor, ...] | None = None,
     *,
     softcap: float = 0.0,
+    sink_logits: Tensor | None = None,
 ) -> Tensor:
     """The kernel's result on poisoned memory; `new`: k, v, cos, sin, slots."""
     q, k_cache, v_cache, tables, starts, lengths = moved(args, device)
@@ -102,7 +104,8 @@ def decode(
     batch = BatchGeometry(starts, lengths, tables, slots)
     spec = AttentionSpec(q.shape[2] ** -0.5, window, sinks, softcap)
     rows: Any = tuple(fused) if new else None
-    attention.decode_attention(q, rows, k_cache, v_cache, batch, spec, out)
+    learned = None if sink_logits is None else sink_logits.to(device)
+    attention.decode_attention(q, rows, k_cache, v_cache, batch, spec, out, learned)
     assert not bool(module.counters(device).any())
     return out.cpu().float()
 
@@ -192,6 +195,22 @@ def test_splits(device: str, splits: int, monkeypatch: pytest.MonkeyPatch) -> No
     args = case((INT8, INT4), (5, 1), 64, 16, torch.bfloat16, (700, 64, 0, 65, 130))
     expected = oracle(*args[:4], args[5], 64**-0.5, 0, 0)
     assert error(decode(args, 0, 0, device), expected) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("splits", [1, 5])
+def test_learned_sinks(device: str, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each head has its own. Some take nearly all of a row, some nothing."""
+    torch.manual_seed(6)
+    monkeypatch.setattr(attention, "num_splits", lambda *_: splits)
+    q, k_cache, v_cache, tables, starts, lengths = args = case(
+        (FLOAT16, FLOAT16), (6, 2), 64, 16, torch.float16, (700, 64, 1, 65)
+    )
+    learned = torch.tensor([-50.0, 0.0, 2.0, 5.0, 30.0, 300.0])
+    batch, spec = BatchGeometry(starts, lengths, tables, lengths), AttentionSpec(64**-0.5)
+    expected = ops.paged_attention.named("reference")(q.float(), k_cache, v_cache, batch, spec, learned)
+    got = decode(args, 0, 0, device, sink_logits=learned)
+    assert error(got, expected) < TOLERANCE[torch.float16]
+    assert not got[:, 5].any()
 
 
 def test_same_bits_in_any_order(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,7 +69,7 @@ def expected(x: Tensor, q: QTensor, bias: Tensor | None = None, activation: str 
     if activation is None:
         return y
     gate, up = y.chunk(2, dim=-1)
-    return ACTIVATIONS[activation](gate) * up
+    return ACTIVATIONS[activation](gate, up)
 
 
 def assert_near(y: Tensor, oracle: Tensor) -> None:

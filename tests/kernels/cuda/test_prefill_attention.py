@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lmkit.attention_spec import AttentionSpec
+from lmkit.kernels import ops
 from lmkit.kernels.cuda import module, prefill
 from lmkit.kernels.ops import BatchGeometry, KVTensor
 from lmkit.kernels.reference.kv import read_blocks
@@ -63,10 +64,10 @@ def on_device(args: Inputs, device: str) -> Inputs:
     return Inputs(args.q.to(device), *caches, batch, args.spec)
 
 
-def attend(args: Inputs, *, skip_single: bool = False) -> Tensor:
+def attend(args: Inputs, *, skip_single: bool = False, sink_logits: Tensor | None = None) -> Tensor:
     """NaN where nothing is written."""
     out = torch.full(args.q.shape, torch.nan, dtype=args.q.dtype, device=args.q.device)
-    prefill.prefill_attention(*args, out, skip_single=skip_single)
+    prefill.prefill_attention(*args, out, skip_single=skip_single, sink_logits=sink_logits)
     assert not module.counters(args.q.device.type).any()
     return out
 
@@ -128,6 +129,21 @@ CASES = [
     ((FLOAT16, FLOAT16), HALF, (1, 2, 128), 16, (0, 0), "mean"),
     ((INT8, INT8), HALF, (1, 1, 16), 16, (0, 0), "hadamard"),
 ]
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("window", [(0, 0), (40, 3)])
+def test_learned_sinks(device: str, splits: int, window: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each head has its own. Some take nearly all of a row, some nothing."""
+    torch.manual_seed(4)
+    monkeypatch.setattr(prefill, "num_splits", lambda *_: splits)
+    args = inputs((FLOAT16, FLOAT16), HALF, (2, 3, 64), "cpu", block_size=16, window=window)
+    learned = torch.tensor([-50.0, 0.0, 2.0, 5.0, 30.0, 300.0])
+    wanted = ops.paged_attention.named("reference")(args.q.float(), *args[1:], learned)
+    got = attend(on_device(args, device), sink_logits=learned.to(device)).cpu()
+    assert_near(got, wanted)
+    assert not got[:, 5].any()
+
 
 CAPPED = [
     ((FLOAT16, FLOAT16), HALF, (2, 2, 64), 16, (0, 0), ""),

@@ -424,8 +424,12 @@ struct Partial {
     DEVICE float* total(int split, int row) const { return maximum(split, row) + rows; }
 };
 
+// The weight of the key that `logit` is the score of, beside a maximum in units of log2(e).
+DEVICE float sink_weight(float logit, float maximum) { return ex2(1.4426950409f * logit - maximum); }
+
 // Merges the results of the four warps into `out` or, unnormalized, into the place of this split.
-DEVICE void merge_warps(const Shared& shared, const float* accumulated, int heads, const Partial* partial, u16* out) {
+DEVICE void merge_warps(const Shared& shared, const float* accumulated, int heads, const float* sink_logits,
+                        const Partial* partial, u16* out) {
     for (int i = threadIdx.x; i < heads * DIM; i += WARPS * 32) {
         const int row = i / DIM;
         float greatest = shared.maxima[0][row], value = 0.0f, total = 0.0f;
@@ -437,6 +441,7 @@ DEVICE void merge_warps(const Shared& shared, const float* accumulated, int head
             value += weight * accumulated[w * ROWS * DIM + i], total += weight * shared.totals[w][row];
         }
         if (!partial) {
+            if (sink_logits) total += sink_weight(sink_logits[row], greatest);
             out[i] = Half::from_float(value / total);
             continue;
         }
@@ -446,7 +451,8 @@ DEVICE void merge_warps(const Shared& shared, const float* accumulated, int head
 }
 
 // Merges the results of all splits. `weights`: shared, [splits][ROWS].
-DEVICE void merge_splits(const Partial& partial, float* weights, int heads, int splits, u16* out) {
+DEVICE void merge_splits(const Partial& partial, float* weights, int heads, int splits, const float* sink_logits,
+                         u16* out) {
     for (int row = warp_id(); row < heads; row += WARPS) {
         float greatest = -NOTHING, total = 0.0f;
         for (int s = lane_id(); s < splits; s += 32) greatest = fmaxf(greatest, __ldcg(partial.maximum(s, row)));
@@ -456,6 +462,7 @@ DEVICE void merge_splits(const Partial& partial, float* weights, int heads, int 
             weights[s * ROWS + row] = weight, total += weight * __ldcg(partial.total(s, row));
         }
         total = warp_sum(total);
+        if (sink_logits) total += sink_weight(sink_logits[row], greatest);
         for (int s = lane_id(); s < splits; s += 32) weights[s * ROWS + row] /= total;
     }
     __syncthreads();
@@ -477,8 +484,8 @@ decode_attention(const u16* q, i64 q_token, i64 q_head, const u16* k, i64 k_toke
                  const float* k_scales, int turned, u8* v_data, u8* v_params, const float* v_scales,
                  const float* mean_vector, const i32* mean_pairs, const float* mean_table, int mean_half, int num_pairs,
                  int positions, const i32* slots, const i32* block_tables, int max_blocks, const i32* query_start,
-                 const i32* context_lens, float to_logits, float cap, int window, int sinks, u16* out, float* partials,
-                 i32* counters, int kv_heads, int group) {
+                 const i32* context_lens, float to_logits, float cap, int window, int sinks,
+                 const float* sink_logits, u16* out, float* partials, i32* counters, int kv_heads, int group) {
     const int sequence = blockIdx.z, tiles_of_heads = gridDim.y / kv_heads, kv_head = blockIdx.y / tiles_of_heads;
     const int first_head = (blockIdx.y - kv_head * tiles_of_heads) * ROWS, heads = min(ROWS, group - first_head);
     const int row = query_start[sequence];
@@ -582,10 +589,11 @@ decode_attention(const u16* q, i64 q_token, i64 q_head, const u16* k, i64 k_toke
     state.finish(accumulated + warp_id() * ROWS * DIM, shared.maxima[warp_id()], shared.totals[warp_id()]);
     __syncthreads();
     u16* result = out + out_row * DIM;
-    if (splits == 1) return merge_warps(shared, accumulated, heads, nullptr, result);
+    if (sink_logits) sink_logits += kv_head * group + first_head;
+    if (splits == 1) return merge_warps(shared, accumulated, heads, sink_logits, nullptr, result);
 
     const Partial partial(partials, min(ROWS, group));
-    merge_warps(shared, accumulated, heads, &partial, nullptr);
+    merge_warps(shared, accumulated, heads, nullptr, &partial, nullptr);
     __threadfence();
     __syncthreads();
     i32* counter = counters + blockIdx.z * gridDim.y + blockIdx.y;
@@ -593,7 +601,7 @@ decode_attention(const u16* q, i64 q_token, i64 q_head, const u16* k, i64 k_toke
     __syncthreads();
     if (!shared.is_last) return;
     __threadfence();
-    merge_splits(partial, accumulated, heads, splits, result);
+    merge_splits(partial, accumulated, heads, splits, sink_logits, result);
     if (threadIdx.x == 0) *counter = 0;
 }
 EXPORT(decode_attention)

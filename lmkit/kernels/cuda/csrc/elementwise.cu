@@ -37,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(256) gated_activation(
     load8(gates, gate_up, gate_at, half, aligned, count);
     load8(up, gate_up, gate_at + columns, half, aligned, count);
 #pragma unroll
-    for (int i = 0; i < WIDTH; ++i) gates[i] = gate(gates[i], activation) * up[i];
+    for (int i = 0; i < WIDTH; ++i) gates[i] = gated(gates[i], up[i], activation);
     store8(out, row * columns + column, gates, half, aligned, count);
 }
 EXPORT(gated_activation)

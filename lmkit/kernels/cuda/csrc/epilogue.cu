@@ -49,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(256) epilogue(
     if (activation) {
         input.load(other, columns + column, count);
 #pragma unroll
-        for (int i = 0; i < WIDTH; ++i) y[i] = gate(y[i], activation) * other[i];
+        for (int i = 0; i < WIDTH; ++i) y[i] = gated(y[i], other[i], activation);
     }
     const i64 at = row * out_stride + column;
     if (add) {

@@ -208,7 +208,10 @@ struct FromRanges {
     }
 };
 
-DEVICE float fast_gate(float x, int activation) { return __fdividef(x, 1.0f + __expf(-gate_exponent(x, activation))); }
+DEVICE float fast_gated(float x, float y, int activation) {
+    const float t = gate_exponent(x, y, activation);
+    return __fdividef(x, 1.0f + __expf(-t)) * y;
+}
 
 // Computes the tokens' results of a row block from its sums. Gated tiles have 8 gates, then the values they multiply.
 template <class From>
@@ -223,7 +226,7 @@ DEVICE void finish(const Arguments& a, const From& from, int block, int token, i
         float value = from(row, t);
         if (a.bias) value += a.bias[n];
         if (a.activation)
-            value = fast_gate(value, a.activation) * (from(row + 8, t) + (a.bias ? a.bias[a.outputs + n] : 0.0f));
+            value = fast_gated(value, from(row + 8, t) + (a.bias ? a.bias[a.outputs + n] : 0.0f), a.activation);
         const i64 at = static_cast<i64>(token + t) * a.outputs + n;
         if (a.kind == HALF)
             static_cast<u16*>(a.y)[at] = Half::from_float(value);

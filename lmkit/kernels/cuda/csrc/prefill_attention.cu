@@ -395,7 +395,14 @@ DEVICE u32* output(u16* out, int num_heads, int head, const Work& work, int row)
 // Partial results of a range of keys: outputs [ROWS][D], maxima [ROWS], sums [ROWS].
 constexpr int RECORD = ROWS * (D + 2);
 
-DEVICE void write_rows(Rows& rows, const Work& work, int row, u16* out, int num_heads, int head, float* record) {
+// The weight of a row's `sink_logits` entry, beside a maximum of scores that are still to be scaled.
+DEVICE float sink_weight(const float* sink_logits, const Work& work, int row, int head, float maximum, float scale) {
+    const float logit = sink_logits[head * work.group + (work.first_row + row) % work.group];
+    return ex2(1.4426950409f * logit - maximum * scale);
+}
+
+DEVICE void write_rows(Rows& rows, const Work& work, int row, u16* out, int num_heads, int head, float* record,
+                       const float* sink_logits, float scale) {
     const int t = lane_id() & 3;
 #pragma unroll
     for (int m = 0; m < M_TILES; ++m)
@@ -413,6 +420,7 @@ DEVICE void write_rows(Rows& rows, const Work& work, int row, u16* out, int num_
                         make_float2(rows.out[m][n][2 * h], rows.out[m][n][2 * h + 1]);
                 if (t == 0) record[ROWS * D + mine] = rows.maximum[m][h], record[ROWS * (D + 1) + mine] = sum;
             } else {
+                if (sink_logits) sum += sink_weight(sink_logits, work, mine, head, rows.maximum[m][h], scale);
                 u32* to = output(out, num_heads, head, work, mine) + t;
                 const float inverse = 1 / sum;
 #pragma unroll
@@ -423,7 +431,8 @@ DEVICE void write_rows(Rows& rows, const Work& work, int row, u16* out, int num_
 }
 
 // Merges the records of all ranges into the result.
-DEVICE void merge(const float* records, int count, const Work& work, u16* out, int num_heads, int head, float scale) {
+DEVICE void merge(const float* records, int count, const Work& work, u16* out, int num_heads, int head, float scale,
+                  const float* sink_logits) {
     constexpr int PIECES = D / 4, BATCH = 8;
     for (int i = threadIdx.x; i < ROWS * PIECES; i += THREADS) {
         const int row = i / PIECES;
@@ -446,6 +455,7 @@ DEVICE void merge(const float* records, int count, const Work& work, u16* out, i
                 y[2] += weight[j] * part[j].z, y[3] += weight[j] * part[j].w;
             }
         }
+        if (sink_logits) sum += sink_weight(sink_logits, work, row, head, top, scale);
         u32* to = output(out, num_heads, head, work, row) + i % PIECES * 2;
         const float inverse = 1 / sum;
         to[0] = Half::pack(y[0] * inverse, y[1] * inverse), to[1] = Half::pack(y[2] * inverse, y[3] * inverse);
@@ -459,8 +469,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, D <= 128 ? 2 : 1) prefill_
     const u16* q, i64 q_stride, const u8* k_data, const u32* k_params, const u8* v_data, const u32* v_params,
     const float* mean_vector, const int* mean_pairs, const float* mean_table, int mean_half, int mean_positions,
     const int* block_tables, int table_stride, const int* query_start, const int* context_lens, int num_seqs, int group,
-    int block_size, int window, int sinks, int turned, int skip_single, float scale, float cap, u16* out,
-    float* records, int* counters) {
+    int block_size, int window, int sinks, int turned, int skip_single, float scale, float cap,
+    const float* sink_logits, u16* out, float* records, int* counters) {
     const int head = blockIdx.x, num_kv_heads = gridDim.x, slot = gridDim.y - 1 - blockIdx.y, num_splits = gridDim.z;
     u8* const queries = shared_memory;
     const Keys keys{k_data, k_params, queries + ROWS * Q_STRIDE};
@@ -529,7 +539,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, D <= 128 ? 2 : 1) prefill_
     const i64 tile = i64(slot) * num_kv_heads + head;
     const int num_heads = num_kv_heads * group;
     records = splits > 1 ? records + tile * num_splits * RECORD : nullptr;
-    write_rows(rows, work, row, out, num_heads, head, records ? records + split * i64(RECORD) : nullptr);
+    float* const record = records ? records + split * i64(RECORD) : nullptr;
+    write_rows(rows, work, row, out, num_heads, head, record, sink_logits, to_logits(scale));
     if (!records) return;
     __threadfence();
     __syncthreads();
@@ -540,6 +551,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, D <= 128 ? 2 : 1) prefill_
     __syncthreads();
     if (!places[0]) return;
     __threadfence();
-    merge(records, splits, work, out, num_heads, head, to_logits(scale));
+    merge(records, splits, work, out, num_heads, head, to_logits(scale), sink_logits);
 }
 EXPORT(prefill_attention)

@@ -1,0 +1,72 @@
+"""MXFP4 (OCP Microscaling Formats 1.0), read only: 32 neighbouring inputs share a power of two.
+
+    <module>.mxfp4_blocks   uint8 [out, groups, 16]: byte i has input 2 i in its low nibble, 2 i + 1 in its high one
+    <module>.mxfp4_scales   uint8 [out, groups]: the scale is 2^(byte - 127); 255 is NaN
+
+A nibble is a sign and one of 0, 0.5, 1, 1.5, 2, 3, 4, 6. Twice these are integers, so a weight becomes an 8-bit QTensor
+without loss. The names are those of lmkit.models.fused; files have `experts.gate_up_proj_blocks` of all experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lmkit.errors import CheckpointError, UnsupportedError
+from lmkit.formats.checkpoint import CheckpointReader, CheckpointWriter
+from lmkit.formats.dense import read_dense
+from lmkit.formats.parts import Activations, method_problem, names_problem, read_part
+from lmkit.qtensor import Linears, QTensor, QuantScheme
+
+BLOCKS, SCALES = "mxfp4_blocks", "mxfp4_scales"
+SCHEME = QuantScheme(8, 32, symmetric=True)
+TWICE = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12], dtype=torch.int16)
+CODES = torch.cat([TWICE, -TWICE]) + 128
+READ_ONLY = "mxfp4 is read, and not written"
+
+
+class Mxfp4Format:
+    name = "mxfp4"
+
+    def accepts(self, config: dict[str, Any]) -> str | None:
+        if problem := method_problem(config, "mxfp4"):
+            return problem
+        entry = config["quantization_config"]
+        if unknown := sorted(entry.keys() - {"quant_method", "modules_to_not_convert", "dequantize"}):
+            return f"quantization_config has unknown fields {', '.join(unknown)}"
+        return names_problem("modules_to_not_convert", entry.get("modules_to_not_convert"))
+
+    def activations(self, config: dict[str, Any]) -> Activations:
+        return "none"
+
+    def read_linear(self, reader: CheckpointReader, module: str) -> Tensor | QTensor:
+        name = f"{module}.{BLOCKS}"
+        if not reader.has(name):
+            return read_dense(reader, module)
+        shape = reader.info(name).shape
+        if len(shape) != 3 or shape[2] != 16:
+            raise CheckpointError(f"{reader.path}: {name} is {list(shape)}, expected [outputs, groups, 16]")
+        blocks = read_part(reader, name, ("U8",), shape)
+        exponents = read_part(reader, f"{module}.{SCALES}", ("U8",), shape[:2])
+        if bool((exponents == 255).any()):
+            raise CheckpointError(f"{reader.path}: {module}.{SCALES} holds numbers that are not finite")
+        nibbles = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(1)
+        ones = torch.ones(exponents.shape)
+        scales = torch.ldexp(ones, exponents.to(torch.int32) - 128)  # half of the file's, as codes are twice the values
+        zeros = torch.full(exponents.shape, 128, dtype=torch.uint8)
+        return QTensor(CODES[nibbles.long()].to(torch.uint8), scales, zeros, SCHEME)
+
+    def can_write(self, shape: tuple[int, int], scheme: QuantScheme) -> str | None:
+        return READ_ONLY
+
+    def write_linear(
+        self, writer: CheckpointWriter, module: str, weight: Tensor | QTensor, *, activations: Activations = "none"
+    ) -> None:
+        raise UnsupportedError(f"{module}: {READ_ONLY}")
+
+    def config_entry(
+        self, linears: Linears, *, activations: Activations = "none", kv_cache_scheme: dict[str, Any] | None = None
+    ) -> dict[str, Any] | None:
+        raise UnsupportedError(READ_ONLY)

@@ -1,0 +1,72 @@
+"""The table of docs/families.md, made from the specifications: `python -m tests.models.family_table` writes it anew."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+from lmkit.kv_dtype import INT4, INT8
+from lmkit.layers.mlp_spec import MoESpec
+from lmkit.models import load_spec
+from lmkit.models.layer_spec import LayerSpec
+from lmkit.models.spec import ModelSpec
+from tests.models import tiny
+from tests.test_readme import ROWS
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "families.md"
+HEADER = "| model | architecture | norms | attention | MLP | `lmkit quantize` | KV int8, int4 | steps on a GPU |"
+
+
+def norms(layer: LayerSpec) -> str:
+    where = {(True, False): "before", (True, True): "before and behind", (False, True): "behind"}
+    return where[layer.pre_norms, layer.post_norms] + (", on q and k" if layer.qk_norm else "")
+
+
+def attention(spec: ModelSpec) -> str:
+    parts = ["sliding windows"] if any(spec.windows) else []
+    parts += ["some layers without RoPE"] if any(x.rope.kind == "none" for x in spec.kinds) else []
+    layer = spec.layers[0]
+    parts += ["RoPE on a part"] if layer.rope.rotary_dim < layer.head_dim else []
+    parts += ["pairs of neighbours"] if layer.rope.interleaved else []
+    parts += ["soft cap"] if layer.attention.softcap else []
+    parts += ["learned sinks"] if layer.has_sinks else []
+    return ", ".join(parts) or "full"
+
+
+def mlp(spec: ModelSpec) -> str:
+    sparse = [layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoESpec)]
+    if sparse:
+        return "experts and a shared one" if sparse[0].shared else "experts"
+    return spec.layers[0].mlps["mlp"].activation.partition("_")[0]
+
+
+def steps(spec: ModelSpec) -> str:
+    """As turbo.runners.cuda_captured says."""
+    fixed = all(layer.pre_norms and not layer.is_sparse for layer in spec.layers) and not spec.dynamic_length
+    return "captured" if fixed else "launched"
+
+
+def row(model: str, architecture: str, name: str) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        tiny.make(Path(folder), name)
+        spec = load_spec(json.loads((Path(folder) / "config.json").read_text()))
+    layer = spec.layers[0]
+    kv = "yes" if all(layer.kv_token_bytes(kind, kind) for kind in (INT8, INT4)) else "no"
+    cells = [model, f"`{architecture}`", norms(layer), attention(spec), mlp(spec), "yes", kv, steps(spec)]
+    return f"| {' | '.join(cells)} |"
+
+
+def table() -> str:
+    lines = [HEADER, "|---" * HEADER.count(" |") + "|"]
+    return "\n".join(lines + [row(model, *of_model) for model, of_model in ROWS.items()]) + "\n"
+
+
+def written(page: str) -> str:
+    """The table on the page."""
+    return page[page.index(HEADER) :].split("\n\n")[0].rstrip("\n") + "\n"
+
+
+if __name__ == "__main__":
+    page = PAGE.read_text()
+    PAGE.write_text(page.replace(written(page), table()))
