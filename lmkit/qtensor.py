@@ -18,9 +18,9 @@ from lmkit.errors import CheckpointError, UnsupportedError
 
 Range = tuple[Tensor, Tensor]  # (lower, upper), each [out, groups]
 
+PIECE = 1 << 18  # weights that are rounded at a time
+
 _FP16 = torch.finfo(torch.float16)
-
-
 _FP8 = torch.finfo(torch.float8_e4m3fn)
 
 
@@ -85,9 +85,12 @@ def dequantize(q: QTensor) -> Tensor:
     in_features = q.codes.shape[-1]
     if q.scheme.kind == "float":
         return q.codes.float() * _spread(q.scales.float(), q.codes.shape[-2], in_features, q.scheme)
-    codes = _grouped(q.codes, q.scheme).float()
-    values = (codes - q.zeros.float().unsqueeze(-1)) * q.scales.float().unsqueeze(-1)
-    return values.flatten(-2)[..., :in_features].contiguous()
+    values = torch.empty(q.codes.shape, device=q.codes.device)
+    for rows in _pieces(q.codes):
+        codes = _grouped(q.codes[..., rows, :], q.scheme).float()
+        codes.sub_(q.zeros[..., rows, :].float().unsqueeze(-1)).mul_(q.scales[..., rows, :].float().unsqueeze(-1))
+        values[..., rows, :] = codes.flatten(-2)[..., :in_features]
+    return values
 
 
 def per_row(q: QTensor) -> QTensor:
@@ -133,9 +136,13 @@ def grid_between(low: Tensor, high: Tensor, scheme: QuantScheme) -> tuple[Tensor
 def codes_for(weight: Tensor, scales: Tensor, zeros: Tensor, scheme: QuantScheme) -> Tensor:
     """The nearest codes uint8 [..., out, in] of `weight` on a given grid, saturated. Leading dimensions broadcast."""
     in_features = weight.shape[-1]
-    steps = torch.round(_grouped(weight.float(), scheme) / scales.float().unsqueeze(-1))
-    codes = (steps + zeros.float().unsqueeze(-1)).clamp(0, scheme.max_code).to(torch.uint8)
-    return codes.flatten(-2)[..., :in_features].contiguous()
+    shape = (*torch.broadcast_shapes(weight.shape[:-1], scales.shape[:-1]), in_features)
+    codes = torch.empty(shape, dtype=torch.uint8, device=weight.device)
+    for rows in _pieces(weight):
+        values = _grouped(weight[..., rows, :].float(), scheme) / scales[..., rows, :].float().unsqueeze(-1)
+        values.round_().add_(zeros[..., rows, :].float().unsqueeze(-1)).clamp_(0, scheme.max_code)
+        codes[..., rows, :] = values.flatten(-2)[..., :in_features]
+    return codes
 
 
 def _quantize_float8(weight: Tensor, scheme: QuantScheme) -> QTensor:
@@ -173,6 +180,12 @@ def _range(weight: Tensor, scheme: QuantScheme) -> Range:
         where = (~weight.isfinite()).nonzero()[0].tolist()
         raise CheckpointError(f"the weight at {where} is {float(weight[tuple(where)])}, not a finite number")
     return low.clamp(max=0), high.clamp(min=0)
+
+
+def _pieces(x: Tensor) -> list[slice]:
+    """Rows of [..., out, in], so few at a time that what is computed from them stays in the cache."""
+    step = max(1, PIECE // x.shape[-1])
+    return [slice(begin, begin + step) for begin in range(0, x.shape[-2], step)]
 
 
 def _grouped(x: Tensor, scheme: QuantScheme) -> Tensor:

@@ -30,9 +30,9 @@ class MergedLinear:
     """Linears of several roles that read the same input. Their outputs stand side by side. With an `activation` (of
     ops.ACTIVATIONS) there are two roles, and the first is a gate: the result is ops.gated_activation of both.
 
-    Before `pack`, each role is computed in float32 from the current `weights`: a calibration may rewrite them between
-    two calls, and `observe(role, x)` sees each input. `pack` moves the weights into a kernel's layout; neighbouring
-    roles with the same format become one product.
+    Before `pack`, each role is computed from the current `weights`, in numbers of `product_dtype`: a calibration may
+    rewrite them between two calls, and `observe(role, x)` sees each input. `pack` moves the weights into a kernel's
+    layout; neighbouring roles with the same format become one product.
 
     `deltas`, by role, are added to the products before an activation: y += delta(x). An adapter changes a linear this
     way. A kernel that also computes the activation cannot add them. `takes_deltas`, set before `pack`, chooses a kernel
@@ -49,6 +49,7 @@ class MergedLinear:
         self.takes_deltas = activation is None
         self.deltas: dict[str, Delta] = {}
         self.observe: Observer | None = None
+        self.product_dtype = torch.float32
         self.packed: list[Packed] | None = None
         self._widths: list[int] = []  # output widths of the packed roles
         self._rms_norm = ops.rms_norm.select(device)
@@ -107,11 +108,15 @@ class MergedLinear:
         if self.observe is not None:
             for role in self.roles:
                 self.observe(role, x)
-        weights = [self.weights[role] for role in self.roles]
+        dtype, weights = self.product_dtype, [self.weights[role] for role in self.roles]
         biases = [self.weights.get(role + ".bias") for role in self.roles]
-        dense = [dequantize(weight) if isinstance(weight, QTensor) else weight.float() for weight in weights]
+        dense = [(dequantize(weight) if isinstance(weight, QTensor) else weight).to(dtype) for weight in weights]
         bias = _concat_bias(list(zip(weights, biases, strict=True)))
-        return torch.nn.functional.linear(x, dense[0] if len(dense) == 1 else torch.cat(dense), bias)
+        whole = dense[0] if len(dense) == 1 else torch.cat(dense)
+        if dtype == torch.float32:
+            return torch.nn.functional.linear(x, whole, bias)
+        product = torch.nn.functional.linear(x.to(dtype), whole).float()
+        return product if bias is None else product.add_(bias)
 
     def pack(self, activations: str) -> None:
         """Choose a kernel, pack, and drop the plain weights. Raises UnsupportedError if no kernel accepts them."""

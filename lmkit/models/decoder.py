@@ -14,6 +14,7 @@ too. On a GPU the outputs of norms, and the activations that linears and attenti
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -69,6 +70,23 @@ class DecoderLayer:
     @property
     def linears(self) -> tuple[MergedLinear, ...]:
         return self.qkv, self.o, *self.mlp.linears
+
+    @property
+    def product_dtype(self) -> torch.dtype:
+        """The numbers that plain linears multiply. Their results are float32."""
+        return self.o.product_dtype
+
+    def multiply_in(self, dtype: torch.dtype) -> Self:
+        """Set `product_dtype`, and return the layer. Routers stay in float32: their results are compared."""
+        for linear in self.linears:
+            if not self.spec.routers.keys() & set(linear.roles):
+                linear.product_dtype = dtype
+        return self
+
+    def with_weights(self, weights: Weights) -> DecoderLayer:
+        """The same layer with other plain weights."""
+        layer = DecoderLayer(self.spec, self.index, weights, self.device, self.dtype)
+        return layer.multiply_in(self.product_dtype)
 
     def linear_of(self, role: str) -> MergedLinear:
         """The linear that contains `role`."""

@@ -15,13 +15,18 @@ from lmkit.formats.base import get_format
 from lmkit.log import get_logger
 from lmkit.models.source import ModelSource
 from lmkit.models.spec import ModelSpec
-from lmkit.qtensor import QuantScheme
+from lmkit.qtensor import QuantScheme, dequantize, quantize
 from lmkit.quant.kv.config import check_layers
+from lmkit.quant.layer.moments import HELD_OUT
+from lmkit.quant.layer.products import times
 from lmkit.quant.mixed_precision import MEASURED_LEN, MEASURED_ROWS, candidates, check_reachable
 from lmkit.quant.recipe import Recipe
 from lmkit.quant.report.evaluate import EVAL_TOKENS
+from lmkit.quant.steps.base import Speed
 
 log = get_logger(__name__)
+
+EFFICIENCY = 0.7  # of a whole layer's work, beside one product that stays in the cache
 
 
 @dataclass(frozen=True)
@@ -64,8 +69,7 @@ def make_plan(source: ModelSource, recipe: Recipe) -> Plan:
     check_reachable(spec, recipe, dense)
     routers = [spec.module_name(i, role) for i in range(spec.num_layers) for role in spec.layers[i].routers]
     linears |= dict.fromkeys(routers, None)
-    rate = _operations_per_second()
-    return Plan(spec, linears, dense, {phase: count / rate for phase, count in _operations(spec, recipe).items()})
+    return Plan(spec, linears, dense, _seconds(spec, recipe))
 
 
 def dense_modules(spec: ModelSpec, recipe: Recipe) -> dict[str, str]:
@@ -105,28 +109,40 @@ def _warn_split_groups(spec: ModelSpec, dense: dict[str, str]) -> None:
                 log.warning("only some of %s are quantized; engines that fuse them may refuse it", ", ".join(modules))
 
 
-def _operations(spec: ModelSpec, recipe: Recipe) -> dict[str, float]:
-    """Floating-point operations of each phase, in the order of the phases."""
+def _seconds(spec: ModelSpec, recipe: Recipe) -> dict[str, float]:
+    """Estimates for each phase, in the order of the phases."""
+    speed = measure_speed(recipe.product_dtype)
     layers = mixed = 0.0
     for layer in spec.layers:
         cost = recipe.cost(layer)
-        layers += 2 * cost.forward + sum(step.flops(cost) for step in recipe.steps)
+        passes = 1 + 1 / recipe.observed_share(layer) + 3 / HELD_OUT
+        layers += passes * cost.forward / speed.short + 2 * layer.num_weights / speed.rounding
+        layers += sum(step.seconds(cost, speed) for step in recipe.steps)
         variants = 4 * len(candidates(recipe)) * spec.num_layers / 2  # mean number of variants that pass a layer
         mixed += 2.0 * variants * MEASURED_ROWS * MEASURED_LEN * layer.num_weights
     everything = spec.num_weights + spec.vocab_size * spec.hidden_size
     return {
-        "mixed precision": 0.0 if recipe.average_bits is None else mixed,
-        "weights": 16.0 * everything,  # each is read and compared
+        "mixed precision": 0.0 if recipe.average_bits is None else mixed / speed.full,
+        "weights": 16.0 * everything / speed.full,  # each is read and compared
         "layers": layers,
-        "evaluation": 2 * 2.0 * EVAL_TOKENS * everything,  # of two models
+        "evaluation": 2 * 2.0 * EVAL_TOKENS * everything / speed.full,  # of two models
     }
 
 
-def _operations_per_second() -> float:
-    """Operations per second of a float32 product on this machine, measured in a few milliseconds."""
-    x = torch.ones(512, 512)
-    x @ x
-    start = time.perf_counter()
-    for _ in range(4):
-        x @ x
-    return 4 * 2 * 512**3 / (time.perf_counter() - start)
+def measure_speed(dtype: torch.dtype) -> Speed:
+    """What this machine does in a second, measured in less than a tenth of one. `dtype`: of short products."""
+    x = torch.randn(1024, 1024)
+    weight, scheme = x.bfloat16().float(), QuantScheme(4, 128)
+    rates = []
+    for work, amount in (
+        (lambda: times(x.to(dtype), x.to(dtype), dtype), 2 * 1024**3),
+        (lambda: x @ x, 2 * 1024**3),
+        (lambda: dequantize(quantize(weight, scheme)), 1024**2),
+    ):
+        work()
+        start = time.perf_counter()
+        for _ in range(3):
+            work()
+        rates.append(3 * amount / (time.perf_counter() - start))
+    short, full, rounding = rates
+    return Speed(EFFICIENCY * short, EFFICIENCY * full, EFFICIENCY * rounding)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
+import torch
 from msgspec import Meta
 
 from lmkit import other_names, yaml_file
@@ -26,6 +27,7 @@ from lmkit.config import StrictStruct, parse
 from lmkit.errors import ConfigError, UnsupportedError
 from lmkit.formats.base import get_format
 from lmkit.formats.parts import Activations
+from lmkit.kernels.cpu.isa import multiplies_bfloat16
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.other_names import hint
 from lmkit.quant.sections import CalibrationRecipe, DatasetRecipe, KVLayerRecipe, KVRecipe, SchemeRecipe
@@ -46,6 +48,7 @@ DECLARES: dict[str, tuple[Activations, ...]] = {
     "awq": ("none",), "gptq": ("none",), "gptq_v2": ("none",), "fp8": ("float8",),
     "compressed-tensors": ("none", "int8", "float8"),
 }  # fmt: skip
+OBSERVED_TOKENS = 8192  # enough for means and for the moments of a few inputs
 ANY_SHAPE = (1024, 1024)  # a weight that every group size divides
 
 
@@ -78,9 +81,23 @@ class Recipe(StrictStruct, frozen=True, kw_only=True):
         return all(step.is_plain for step in self.steps)
 
     @property
+    def product_dtype(self) -> torch.dtype:
+        """The numbers that a calibration multiplies: bfloat16 where that is faster, and the error of 4-bit weights is
+        so much larger that it does not show."""
+        scheme = self.scheme.scheme()
+        short = scheme.kind == "int" and scheme.bits == 4 and multiplies_bfloat16()
+        return torch.bfloat16 if short else torch.float32
+
+    @property
     def needs_exact(self) -> bool:
         """Whether a step wants the hidden states of the original model."""
         return any(step.needs_exact for step in self.steps)
+
+    def observed_share(self, layer: LayerSpec) -> int:
+        """Statistics of a layer's inputs are taken from the first of each so many batches. Moments take all."""
+        everything = layer.is_sparse or self.kv.is_fitted or any(step.sees_all for step in self.steps)
+        num_tokens = self.calibration.num_samples * self.calibration.seq_len
+        return 1 if everything else max(1, num_tokens // OBSERVED_TOKENS)
 
     def cost(self, layer: LayerSpec, batch_tokens: int = 0) -> LayerCost:
         """The sizes from which the steps estimate their cost for a layer, in passes of `batch_tokens` at a time."""

@@ -264,7 +264,7 @@ class Quantizer:
         of the run."""
         verify(folder, {module: value for record in records for module, value in record.digests.items()})
         expected = stream.hidden(len(stream) - 1)[-stream.seq_len :]
-        difference = check_logits(folder, self.source, self.data.rows[-1], expected)
+        difference = check_logits(folder, self.source, self.data.rows[-1], expected, self.recipe.product_dtype)
         log.info("read back: logits differ by at most %.1e of the largest", difference)
 
     def _evaluate(self, folder: Path, ids: list[int], output: Path, progress: Progress) -> EvalResult:

@@ -68,6 +68,12 @@ class KVRecipe(StrictStruct, frozen=True):
     scheme: Literal["online", "static8"] = "online"  # static8: one scale for all tokens, in the checkpoint
     layers: dict[Annotated[int, Meta(ge=0)], KVLayerRecipe] = {}
 
+    @property
+    def is_fitted(self) -> bool:
+        """Whether keys and values are observed: some are stored in less than 16 bits."""
+        others = (bits for layer in self.layers.values() for bits in (layer.k_bits, layer.v_bits))
+        return self.bits != 16 or any(bits not in (None, 16) for bits in others)
+
     def __post_init__(self) -> None:
         if self.scheme == "static8" and (self.bits != 8 or self.layers or True in (self.key_mean, self.hadamard)):
             raise ValueError("`scheme` static8 has 8 bits everywhere, and neither key_mean nor hadamard")

@@ -6,10 +6,13 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 import lmkit
 from lmkit import other_names
 from lmkit.errors import ConfigError
+from lmkit.formats.hub import DEMO_FOLDER
+from lmkit.models.source import ModelSource
 from lmkit.qtensor import QuantScheme
 from lmkit.quant.recipe import DEFAULT_RECIPE, RECIPES, load_recipe
 from lmkit.quant.steps.base import Stage
@@ -179,3 +182,20 @@ def test_only_its_own_module_knows_a_step() -> None:
     assert not [path for path in others if named.search(path.read_text())]
     modules = {path.stem for path in (package / "quant" / "steps").glob("*.py")}
     assert set(STEPS) == modules - {"__init__", "base", "registry"}
+
+
+def test_statistics_take_a_part_of_the_rows_unless_every_token_counts() -> None:
+    layer = ModelSource(DEMO_FOLDER).spec.layers[0]
+    large = {"calibration": {"num_samples": 128, "seq_len": 2048}}
+    assert load_recipe(DEFAULT_RECIPE, large).observed_share(layer) == 32
+    assert load_recipe(DEFAULT_RECIPE, {"calibration": {"num_samples": 4}}).observed_share(layer) == 1
+    for name in ("awq_w4a16_g128_kv8", "smoothquant_w8a8"):
+        assert load_recipe(name, large).observed_share(layer) == 1
+
+
+def test_products_are_short_for_4_bit_integers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmkit.quant.recipe.multiplies_bfloat16", lambda: True)
+    assert load_recipe(DEFAULT_RECIPE).product_dtype is torch.bfloat16
+    assert load_recipe("smoothquant_w8a8").product_dtype is torch.float32
+    monkeypatch.setattr("lmkit.quant.recipe.multiplies_bfloat16", lambda: False)
+    assert load_recipe(DEFAULT_RECIPE).product_dtype is torch.float32

@@ -142,6 +142,11 @@ def host() -> Isa:
     return LEVELS[asked]
 
 
+def multiplies_bfloat16() -> bool:
+    """Whether products of bfloat16 matrices are faster than those of float32, at the level in use."""
+    return host().lanes == _VNNI.lanes and bool({"avx512bf16", "amx-bf16"} & _features())
+
+
 def tiles_refused() -> str | None:
     """Why this process may not use the AMX that the processor has, or None."""
     return obstacle(LEVELS["amx"]) if LEVELS["amx"].needs <= _features() else None

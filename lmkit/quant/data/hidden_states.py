@@ -185,37 +185,41 @@ class Stream:
         exact: bool = False,
         observer: Observer | None = None,
         seen: KVStats | None = None,
+        every: int = 1,
     ) -> Iterator[tuple[int, Tensor]]:
-        """(number, output) of every batch in order. `observer` sees the linears' inputs, `seen` keys and values.
+        """(number, output) of the first of each `every` batches in order. `observer` sees the linears' inputs, `seen`
+        keys and values.
 
         The batches are divided between the processes. Each process gets all outputs.
         """
         if self.comm.world_size > 1:
-            yield from self._shared_outputs(layer, exact, observer, seen)
+            yield from self._shared_outputs(layer, exact, observer, seen, every)
             return
-        for number in range(len(self)):
+        for number in range(0, len(self), every):
             layer.observe(observer)
             output = self.output(layer, number, exact=exact, seen=seen)
             layer.observe(None)
             yield number, output
 
     def _shared_outputs(
-        self, layer: DecoderLayer, exact: bool, observer: Observer | None, seen: KVStats | None
+        self, layer: DecoderLayer, exact: bool, observer: Observer | None, seen: KVStats | None, every: int
     ) -> Iterator[tuple[int, Tensor]]:
         """`outputs` in rounds. In a round each process runs one batch; then all exchange their results in order."""
         comm, inputs = self.comm, [] if observer is None else list(observer.inputs)
-        for first in range(0, len(self), comm.world_size):
+        wanted = range(0, len(self), every)
+        for first in range(0, len(wanted), comm.world_size):
+            numbers = wanted[first : first + comm.world_size]
             own: list[Tensor] = []
-            if first + comm.rank < len(self):
-                own = self._recorded(layer, first + comm.rank, exact, inputs, seen is not None)
-            for source in range(min(comm.world_size, len(self) - first)):
+            if comm.rank < len(numbers):
+                own = self._recorded(layer, numbers[comm.rank], exact, inputs, seen is not None)
+            for source, number in enumerate(numbers):
                 output, keys, values, which, *observed = comm.broadcast(own, source)
                 if seen is not None:
                     seen.add(keys, values, self.geometry(len(output) // self.seq_len, self.seq_len).rope)
                 for i, x in zip(which.tolist(), observed, strict=True):
                     if observer is not None and i % comm.world_size == comm.rank:
                         observer(inputs[i], x)
-                yield first + source, output
+                yield number, output
         for i, role in enumerate(inputs):
             assert observer is not None
             comm.share(observer.inputs[role], i % comm.world_size)
@@ -245,6 +249,11 @@ class Stream:
         self._buffer(self.layer, exact).release()
         return joined(delta, residual), geometry
 
+    def rows_of(self, every: int) -> int:
+        """The number of rows in the first of each `every` batches."""
+        batches = (self._rows(number) for number in range(0, len(self), every))
+        return sum(rows.stop - rows.start for rows in batches)
+
     def slices(self, number: int, *cuts: int) -> list[slice]:
         """The tokens of a batch, in pieces that do not cross any of the rows `cuts`."""
         begin, end = self._tokens(number).start, self._tokens(number).stop
@@ -267,8 +276,11 @@ class Stream:
         return self.buffers[STREAMS[exact]][layer % 2]
 
     def _tokens(self, number: int) -> slice:
-        size = self.batch_rows * self.seq_len
-        return slice(number * size, min((number + 1) * size, self.num_rows * self.seq_len))
+        rows = self._rows(number)
+        return slice(rows.start * self.seq_len, rows.stop * self.seq_len)
+
+    def _rows(self, number: int) -> slice:
+        return slice(number * self.batch_rows, min((number + 1) * self.batch_rows, self.num_rows))
 
 
 def scratch_width(spec: ModelSpec) -> int:

@@ -14,7 +14,7 @@ def compare_held_out(
 ) -> HeldOutReport | None:
     """Compare two layers with the original model on the held-out rows: the layer as it will be stored, and the layer
     with plain rounding of its original weights. None if there are no such rows."""
-    plain = DecoderLayer(layer.spec, layer.index, {**original.weights, **rtn}, layer.device)
+    plain = layer.with_weights({**original.weights, **rtn})
     error = plain_error = signal = 0.0
     num_tokens = 0
     for hidden, exact, held in batches(stream):

@@ -18,6 +18,7 @@ from lmkit.models.layer_spec import LayerSpec
 from lmkit.qtensor import QTensor, QuantScheme, dequantize
 from lmkit.quant.layer.grid import Shrink, round_to_nearest
 from lmkit.quant.layer.observe import InputStats
+from lmkit.quant.layer.products import times
 from lmkit.quant.layer.routed import MIN_TOKENS
 
 BLOCK_SIZE = 32
@@ -72,14 +73,15 @@ class CalibratedLayer:
         """`weight` as the weight of `role` will be stored, with the clipping chosen so far."""
         return round_to_nearest(weight, self.schemes[role], self.shrinks.get(role))
 
-    def block_output(self, source: str) -> Tensor:
-        """The output of the block behind `source` for the sampled inputs. Behind a norm, the block is the whole
-        attention, MLP or mixture of experts. Behind a linear, it is the one linear that follows."""
+    def block_output(self, source: str, every: int = 1) -> Tensor:
+        """The output of the block behind `source` for the first of each `every` sampled inputs. Behind a norm, the
+        block is the whole attention, MLP or mixture of experts. Behind a linear, it is the one linear that follows.
+        Attention needs whole sequences and takes all inputs."""
         layer, sequences = self.layer, self.sequences
         if source == "norm.attn":
             return layer.attention(self.input("attn.q").sample, sequences.batch, sequences.rope, sequences.kv)
         (reader, *_) = dict(layer.spec.smooth)[source]
-        sample = self.input(reader).sample
+        sample = self.input(reader).sample[::every]
         return layer.feed_forward(sample) if source == "norm.mlp" else layer.linear_of(reader)(sample)
 
     def has_statistics(self, role: str) -> bool:
@@ -96,13 +98,14 @@ class CalibratedLayer:
                 )
 
 
-def relative_error(weight: Tensor, rounded: QTensor, x: Tensor) -> float:
+def relative_error(weight: Tensor, rounded: QTensor, x: Tensor, dtype: torch.dtype = torch.float32) -> float:
     """|x (W^ - W)^T|^2 / |x W^T|^2 over the tokens of x [tokens, in]; 0 if the output is zero.
 
     Without tokens it is the relative error of the weights themselves, as if all inputs were alike (x = identity).
+    Products are of `dtype`.
     """
     if not len(x):
         x = torch.eye(weight.shape[1])
-    error = (x @ (dequantize(rounded) - weight).T).square().sum(dtype=torch.float64)
-    signal = (x @ weight.T).square().sum(dtype=torch.float64)
+    error = times(x, dequantize(rounded) - weight, dtype).square().sum(dtype=torch.float64)
+    signal = times(x, weight, dtype).square().sum(dtype=torch.float64)
     return float(error / signal) if signal > 0 else 0.0

@@ -1,14 +1,14 @@
 """Second moments of the linears' inputs, as rounding with a Hessian needs them. They cover all calibration rows but the
 last few. The last rows are held out to judge the result.
 
-The moments are sums over batches in float64, and each batch is a float32 product. The order of the batches does not
-matter.
+The moments are sums in float32. Each batch is a product in the numbers that the layer multiplies in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -17,53 +17,54 @@ from lmkit.models.decoder import DecoderLayer, joined
 from lmkit.models.roles import expert_of
 from lmkit.quant.data.hidden_states import Stream
 from lmkit.quant.layer.passes import LayerPass, Part
+from lmkit.quant.layer.products import add_product, add_square, mirror, times
 
 HELD_OUT = 16  # one of so many rows is held out
 
 
 @dataclass
 class Moments:
-    """Moments of one linear input: `hessian` x^T x and `cross` e^T x, float64 [in, in].
+    """Moments of one linear input: `hessian` x^T x float32 [in, in], and `shift`.
 
-    x is the input behind quantized layers, e the input in the original model. `held` and `held_exact` float32
-    [tokens, in] are x and e of the held-out rows. Without an original stream, e is x and `cross` is None.
+    x is the input behind quantized layers, e the input in the original model. `shift` float32 is (e - x)^T x [in, in],
+    or W (e - x)^T x [out, in] if there is a `weight` W. Without an original stream, e is x and `shift` is None. `held`
+    and `held_exact` float32 [tokens, in] are x and e of the held-out rows. The moments are complete after `finish`.
     """
 
     hessian: Tensor
-    cross: Tensor | None
+    shift: Tensor | None
     held: Tensor
     held_exact: Tensor
+    weight: Tensor | None = None
     num_tokens: int = 0
-    is_exact: bool = False  # e comes from the original model, before any scaling, and is not x
 
     @classmethod
-    def empty(cls, in_features: int) -> Moments:
+    def empty(cls, in_features: int, weight: Tensor | None = None) -> Moments:
         no_tokens = torch.empty(0, in_features)
-        return cls(torch.zeros(in_features, in_features, dtype=torch.float64), None, no_tokens, no_tokens)
+        return cls(torch.zeros(in_features, in_features), None, no_tokens, no_tokens, weight)
 
-    def add(self, x: Tensor, exact: Tensor | None) -> None:
-        self.hessian += x.T @ x
+    def add(self, x: Tensor, exact: Tensor | None, dtype: torch.dtype = torch.float32) -> None:
+        """Add tokens. Products are of `dtype`."""
         self.num_tokens += len(x)
+        short = x.to(dtype)
+        add_square(self.hessian, short)
         if exact is not None:
-            product = exact.T @ x
-            self.cross = product.double() if self.cross is None else self.cross + product
+            change = exact - x if self.weight is None else times(exact - x, self.weight, dtype)
+            if self.shift is None:
+                self.shift = torch.zeros(change.shape[1], x.shape[1])
+            add_product(self.shift, change.to(dtype), short)
 
-    def take(self, x: Tensor, exact: Tensor | None, *, held: bool) -> None:
+    def take(self, x: Tensor, exact: Tensor | None, *, held: bool, dtype: torch.dtype = torch.float32) -> None:
         """Add the next tokens. `held`: they are of held-out rows."""
-        self.is_exact = exact is not None
         if held:
             self.held = torch.cat((self.held, x))
             self.held_exact = torch.cat((self.held_exact, x if exact is None else exact))
         else:
-            self.add(x, exact)
+            self.add(x, exact, dtype)
 
-    def divide_exact(self, s: Tensor) -> None:
-        """Divide the original inputs by s [in], as their weights were multiplied by it. x is divided already."""
-        if not self.is_exact:
-            return
-        self.held_exact = self.held_exact / s
-        if self.cross is not None:
-            self.cross /= s.double()[:, None]
+    def finish(self) -> None:
+        """Complete the moments after the last tokens."""
+        mirror(self.hessian)
 
 
 def held_out_rows(num_rows: int) -> int:
@@ -71,24 +72,36 @@ def held_out_rows(num_rows: int) -> int:
     return 0 if num_rows < 2 else max(1, num_rows // HELD_OUT)
 
 
-def collect(hidden: LayerPass, original: LayerPass | None, roles: tuple[str, ...]) -> dict[str, Moments]:
-    """Moments of the inputs of `roles`. These linears begin one part of the layer, and the passes end there.
+def collect(
+    hidden: LayerPass,
+    original: LayerPass | None,
+    weights: Mapping[str, Tensor],
+    columns: Mapping[str, Tensor] = MappingProxyType({}),
+) -> dict[str, Moments]:
+    """Moments of the inputs of linears that begin one part of the layer. The passes end there.
 
-    The original router sends other tokens to the experts, so experts have no exact inputs.
+    `weights` are the rows that will be rounded for each input, by the role of the first linear. `columns` are factors
+    by which weights were multiplied: original inputs are divided by them, the others are already. The original router
+    sends other tokens to the experts, so experts have no exact inputs.
     """
-    part, stream = Part.of(roles[0]), hidden.stream
+    roles, stream = tuple(weights), hidden.stream
+    part = Part.of(roles[0])
     exact_roles = tuple(role for role in roles if expert_of(role) is None)
-    moments = {role: Moments.empty(hidden.layer.spec.linear_shape(role)[1]) for role in roles}
+    moments = {role: Moments.empty(w.shape[1], w if w.shape[0] < w.shape[1] else None) for role, w in weights.items()}
     first_held = stream.num_rows - held_out_rows(stream.num_rows)
     for tokens in (piece for number in range(len(stream)) for piece in stream.slices(number, first_held)):
         x = hidden.inputs(tokens, part, roles)
         e = {} if original is None else original.inputs(tokens, part, exact_roles)
+        e |= {role: e[role] / columns[role] for role in e.keys() & columns.keys()}
         for role in x:
-            moments[role].take(x[role], e.get(role), held=tokens.start >= first_held * stream.seq_len)
+            held = tokens.start >= first_held * stream.seq_len
+            moments[role].take(x[role], e.get(role), held=held, dtype=hidden.layer.product_dtype)
         stream.release()
     for each in (hidden, original):
         if each is not None:
             each.part = part
+    for found in moments.values():
+        found.finish()
     return moments
 
 

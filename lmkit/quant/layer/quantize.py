@@ -48,10 +48,11 @@ class LayerQuantizer:
         the linear.
         """
         start = time.perf_counter()
+        layer.multiply_in(self.recipe.product_dtype)
         done(0)
         calibrated, first_output = self._observe(layer, seen)
         fit_cache(calibrated, seen, self.recipe.kv, first_output)
-        original = DecoderLayer(layer.spec, layer.index, dict(layer.weights), layer.device)
+        original = layer.with_weights(dict(layer.weights))
         rtn = {role: round_to_nearest(calibrated.weight(role), scheme) for role, scheme in calibrated.schemes.items()}
         rtn_errors = _sample_errors(calibrated, {role: calibrated.weight(role) for role in rtn}, rtn)
         work = LayerWork(calibrated, original, self.stream, self.recipe.activations, self.recipe.calibration.seed)
@@ -103,15 +104,17 @@ class LayerQuantizer:
         )
 
     def _observe(self, layer: DecoderLayer, seen: KVStats) -> tuple[CalibratedLayer, Tensor]:
-        """Run the layer as it is. Returns (the layer with its statistics, its output for the first batch of rows)."""
+        """Run the layer as it is, on as many rows as its statistics need. Returns (the layer with its statistics, its
+        output for the first batch of rows)."""
         recipe, stream = self.recipe, self.stream
-        count = recipe.sample_tokens
-        row_ids, length = sample_rows(stream.num_rows, stream.seq_len, count, SEARCH_PREFIX)
-        token_ids = sample_tokens(stream.num_rows * stream.seq_len, count, recipe.calibration.seed)
+        count, every = recipe.sample_tokens, recipe.observed_share(layer.spec)
+        num_rows = stream.rows_of(every)
+        row_ids, length = sample_rows(num_rows, stream.seq_len, count, SEARCH_PREFIX)
+        token_ids = sample_tokens(num_rows * stream.seq_len, count, recipe.calibration.seed)
         schemes = self.plan.schemes(layer.index)
         inputs = empty_inputs(layer.spec, schemes, row_ids, token_ids, recipe.calibration.seed)
         layer.shows_all_tokens = recipe.calibration.all_experts
-        outputs = stream.outputs(layer, observer=Observer(inputs), seen=seen)
+        outputs = stream.outputs(layer, observer=Observer(inputs), seen=seen, every=every)
         for number, output in outputs:
             if number == 0:
                 first_output = output
@@ -169,4 +172,5 @@ class LayerQuantizer:
 def _sample_errors(
     calibrated: CalibratedLayer, weights: dict[str, Tensor], rounded: dict[str, QTensor]
 ) -> dict[str, float]:
-    return {role: relative_error(weights[role], q, calibrated.input(role).sample) for role, q in rounded.items()}
+    dtype = calibrated.layer.product_dtype
+    return {role: relative_error(weights[role], q, calibrated.input(role).sample, dtype) for role, q in rounded.items()}

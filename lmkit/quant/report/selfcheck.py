@@ -40,15 +40,22 @@ def check_weights(source: ModelSource, progress: Progress) -> None:
             source.reader.release()
 
 
-def check_logits(checkpoint: Path, source: ModelSource, token_ids: Tensor, expected: Tensor) -> float:
+def check_logits(
+    checkpoint: Path,
+    source: ModelSource,
+    token_ids: Tensor,
+    expected: Tensor,
+    product_dtype: torch.dtype = torch.float32,
+) -> float:
     """Read a checkpoint back and run it, with exact activations, on one row of tokens int64 [seq_len].
 
-    `expected` float32 [seq_len, hidden] are the run's hidden states behind the last layer. Returns the largest
-    difference of two logits, in units of the largest logit. Raises CheckpointError if it exceeds TOLERANCE.
+    The layers multiply in `product_dtype`, as the run's did. `expected` float32 [seq_len, hidden] are the run's hidden
+    states behind the last layer. Returns the largest difference of two logits, in units of the largest logit. Raises
+    CheckpointError if it exceeds TOLERANCE.
     """
     stored = ModelSource(checkpoint)
     difference, largest = 0.0, 1e-30
-    own, others = _normalized(source, expected), _normalized(stored, _behind_layers(stored, token_ids))
+    own, others = _normalized(source, expected), _normalized(stored, _behind_layers(stored, token_ids, product_dtype))
     for part in torch.arange(source.spec.vocab_size).split(VOCAB_ROWS):
         wanted, found = (_logits(of, x, part) for of, x in ((source, own), (stored, others)))
         difference = max(difference, float((found - wanted).abs().amax()))
@@ -63,11 +70,11 @@ def check_logits(checkpoint: Path, source: ModelSource, token_ids: Tensor, expec
     return difference / largest
 
 
-def _behind_layers(source: ModelSource, token_ids: Tensor) -> Tensor:
+def _behind_layers(source: ModelSource, token_ids: Tensor, product_dtype: torch.dtype) -> Tensor:
     """The hidden states behind the last layer, float32 [seq_len, hidden]. One layer is loaded at a time."""
     hidden = source.head().embed(token_ids)
     for index in range(source.spec.num_layers):
-        layer = source.layer(index, torch.float32)
+        layer = source.layer(index, torch.float32).multiply_in(product_dtype)
         geometry = Geometry.of(layer.spec, 1, len(token_ids))
         delta, residual = layer(hidden, None, geometry.batch, geometry.rope, geometry.kv)
         hidden = joined(delta, residual)

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from lmkit.formats.parts import Activations
 from lmkit.models.roles import QKV
-from lmkit.qtensor import QuantScheme, grid_between
+from lmkit.qtensor import PIECE, QuantScheme, grid_between
 from lmkit.quant.layer.grid import Shrink, round_to_nearest
 from lmkit.quant.layer.layer import CalibratedLayer
 from lmkit.quant.layer.work import LayerWork
 from lmkit.quant.report.layer_report import ClipReport
-from lmkit.quant.steps.base import ROUNDING, LayerCost, Stage, Step
+from lmkit.quant.steps.base import LayerCost, Speed, Stage, Step
 
 ROUNDS = 2  # of lower end, then upper end; a third changes next to nothing
 SCORES = ("attn.q", "attn.k")  # only products of their outputs count, and this error does not see products
@@ -41,8 +41,9 @@ class AwqClip(Step, frozen=True, tag="awq_clip"):
     def apply(self, work: LayerWork) -> None:
         work.clips = {role: found.report() for role, found in clip_layer(work.calibrated, self).items()}
 
-    def flops(self, cost: LayerCost) -> float:
-        return 2 * ROUNDS * self.grid * cost.layer.num_weights * (2.0 * cost.group_size + ROUNDING)
+    def seconds(self, cost: LayerCost, speed: Speed) -> float:
+        trials = 2 * ROUNDS * self.grid * cost.layer.num_weights
+        return trials * (2.0 * cost.group_size / speed.short + 1 / speed.rounding)
 
     def working_numbers(self, cost: LayerCost) -> int:
         return cost.search_numbers + 2 * cost.largest
@@ -71,7 +72,14 @@ def clip_layer(calibrated: CalibratedLayer, step: AwqClip) -> dict[str, ClipSear
     """Choose `calibrated.shrinks`, by role. The shrinks of q and k are kept only if they improve the attention's
     output."""
     searches = {
-        role: search_shrink(calibrated.weight(role), calibrated.input(role).gram, scheme, step.grid, step.max_shrink)
+        role: search_shrink(
+            calibrated.weight(role),
+            calibrated.input(role).gram,
+            scheme,
+            step.grid,
+            step.max_shrink,
+            calibrated.layer.product_dtype,
+        )
         for role, scheme in calibrated.schemes.items()
         if calibrated.has_statistics(role)
     }
@@ -95,14 +103,28 @@ def _attention_error(calibrated: CalibratedLayer, shrinks: dict[str, Shrink]) ->
     return float(error.square().sum(dtype=torch.float64))
 
 
-def search_shrink(weight: Tensor, gram: Tensor, scheme: QuantScheme, grid: int, max_shrink: float) -> ClipSearch:
+def search_shrink(
+    weight: Tensor,
+    gram: Tensor,
+    scheme: QuantScheme,
+    grid: int,
+    max_shrink: float,
+    dtype: torch.dtype = torch.float32,
+) -> ClipSearch:
     """Search the ends of each group's range. weight float32 [out, in]; gram [groups, group_size, group_size],
-    X_g^T X_g of each group's inputs."""
-    groups = Groups.of(weight, gram, scheme)
+    X_g^T X_g of each group's inputs. Products are of `dtype`."""
+    gram, step = gram.to(dtype), max(1, PIECE // weight.shape[1])
+    found = [_search(Groups.of(part, gram, scheme), grid, max_shrink) for part in weight.split(step)]
+    lower, upper, loss, unclipped = (torch.cat(part, 1).T.contiguous() for part in zip(*found, strict=True))
+    return ClipSearch((lower, upper), loss, unclipped)
+
+
+def _search(groups: Groups, grid: int, max_shrink: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(lower, upper, loss, loss without clipping), each [groups, out]."""
     whole = torch.ones_like(groups.low)
     best = whole, whole
     unclipped = loss = groups.losses(best)
-    ends = [(True, True)] if scheme.symmetric else [(True, False), (False, True)] * ROUNDS
+    ends = [(True, True)] if groups.scheme.symmetric else [(True, False), (False, True)] * ROUNDS
     for move_lower, move_upper in ends:
         start = best
         for i in range(1, grid + 1):
@@ -112,16 +134,15 @@ def search_shrink(weight: Tensor, gram: Tensor, scheme: QuantScheme, grid: int, 
             better = trial_loss < loss
             loss = torch.where(better, trial_loss, loss)
             best = torch.where(better, trial[0], best[0]), torch.where(better, trial[1], best[1])
-    lower, upper = (end.T.contiguous() for end in best)
-    return ClipSearch((lower, upper), loss.T, unclipped.T)
+    return *best, loss, unclipped
 
 
 @dataclass(frozen=True)
 class Groups:
     """A weight in its groups of inputs.
 
-    `values` float32 [groups, out, group_size]; their ranges `low` <= 0 and `high` >= 0 [groups, out]; `gram` float32
-    [groups, group_size, group_size] of the inputs.
+    `values` float32 [groups, out, group_size]; their ranges `low` <= 0 and `high` >= 0 [groups, out]; `gram`
+    [groups, group_size, group_size] of the inputs, in the numbers that are multiplied.
     """
 
     values: Tensor
@@ -133,7 +154,7 @@ class Groups:
     @classmethod
     def of(cls, weight: Tensor, gram: Tensor, scheme: QuantScheme) -> Groups:
         values = weight.view(weight.shape[0], -1, scheme.group_size).transpose(0, 1).contiguous()
-        return cls(values, values.amin(-1).clamp(max=0), values.amax(-1).clamp(min=0), gram.float(), scheme)
+        return cls(values, values.amin(-1).clamp(max=0), values.amax(-1).clamp(min=0), gram, scheme)
 
     def losses(self, shrink: Shrink) -> Tensor:
         """[groups, out]: d^T (X_g^T X_g) d, where d is the change by rounding with `shrink` [groups, out]."""
@@ -141,4 +162,4 @@ class Groups:
         scale, zero = scales.float().unsqueeze(-1), zeros.float().unsqueeze(-1)
         codes = (self.values / scale).round_().add_(zero).clamp_(0, self.scheme.max_code)
         error = codes.sub_(zero).mul_(scale).sub_(self.values)
-        return (error @ self.gram).mul_(error).sum(-1).clamp_min_(0)
+        return (error.to(self.gram.dtype) @ self.gram).mul(error).sum(-1).clamp_min_(0)

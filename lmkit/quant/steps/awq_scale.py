@@ -32,7 +32,10 @@ from lmkit.quant.layer.scaling import (
     storable,
 )
 from lmkit.quant.layer.work import LayerWork
-from lmkit.quant.steps.base import LayerCost, Stage, Step
+from lmkit.quant.steps.base import LayerCost, Speed, Stage, Step
+
+ROUGH = 8  # candidates are compared on one of so many tokens first
+ROUGH_TOKENS = 64  # of such a comparison, at least
 
 
 class AwqScale(Step, frozen=True, tag="awq_scale"):
@@ -58,8 +61,9 @@ class AwqScale(Step, frozen=True, tag="awq_scale"):
     def apply(self, work: LayerWork) -> None:
         record(work, scale_layer(work.calibrated, self))
 
-    def flops(self, cost: LayerCost) -> float:
-        return (1 + self.grid * (2 if self.duo == "both" else 1)) * cost.block_pass
+    def seconds(self, cost: LayerCost, speed: Speed) -> float:
+        candidates = 1 + self.grid * (2 if self.duo == "both" else 1)
+        return cost.search_seconds(speed, candidates, 2 + candidates / ROUGH)
 
     def working_numbers(self, cost: LayerCost) -> int:
         return cost.search_numbers + cost.layer.num_weights
@@ -70,7 +74,7 @@ def scale_layer(calibrated: CalibratedLayer, step: AwqScale) -> list[ScaleSearch
 
     def choose(source: str, consumers: tuple[str, ...]) -> ScaleSearch:
         candidates = pair_candidates(calibrated, source, consumers, step)
-        found = search(calibrated, source, consumers, candidates)
+        found = search(calibrated, source, consumers, candidates, step.min_gain)
         if found.losses[found.best.name] > (1 - step.min_gain) * found.losses[IDENTITY]:
             return replace(found, best=candidates[0])
         return found
@@ -91,22 +95,35 @@ def pair_candidates(
 
 
 def search(
-    calibrated: CalibratedLayer, source: str, consumers: tuple[str, ...], candidates: list[Candidate]
+    calibrated: CalibratedLayer,
+    source: str,
+    consumers: tuple[str, ...],
+    candidates: list[Candidate],
+    min_gain: float = 0.0,
 ) -> ScaleSearch:
     """Compare candidates on the output of the block, with the consumers' weights rounded as they would be stored.
 
-    A candidate loses if its loss is not finite. Identity comes first and wins ties. The layer's weights are restored.
+    All are compared on a part of the sample. Those that gain at least half of `min_gain` there are compared on the
+    whole sample; the others lose. A candidate also loses if its loss is not finite. Identity comes first and wins ties.
+    The layer's weights are restored.
     """
     layer = calibrated.layer
     originals = {role: calibrated.weight(role) for role in consumers if role in calibrated.schemes}
-    reference = calibrated.block_output(source)
-    losses: dict[str, float] = {}
-    for candidate in candidates:
+    every = ROUGH if len(calibrated.input(consumers[0]).sample) >= ROUGH * ROUGH_TOKENS else 1
+    reference = {share: calibrated.block_output(source, share) for share in {every, 1}}
+
+    def loss(candidate: Candidate, share: int) -> float:
         for role, weight in originals.items():
             s = expand(candidate.scale, role, layer.spec)
-            layer.weights[role] = dequantize(calibrated.rounded(role, weight * s)) / s
-        error = calibrated.block_output(source) - reference
-        losses[candidate.name] = float(error.square().sum(dtype=torch.float64))
+            layer.weights[role] = dequantize(calibrated.rounded(role, weight * s)).div_(s)
+        error = calibrated.block_output(source, share) - reference[share]
+        return float(error.square().sum(dtype=torch.float64))
+
+    losses = {candidate.name: loss(candidate, every) for candidate in candidates}
+    if every > 1:
+        limit = (1 - min_gain / 2) * losses[IDENTITY]
+        whole = [c for c in candidates if c.name == IDENTITY or losses[c.name] < limit]
+        losses = dict.fromkeys(losses, math.inf) | {c.name: loss(c, 1) for c in whole}
     layer.weights.update(originals)
     finite = [c for c in candidates if math.isfinite(losses[c.name])] or candidates[:1]
     return ScaleSearch(source, consumers, min(finite, key=lambda c: losses[c.name]), losses)

@@ -20,7 +20,6 @@ from lmkit.qtensor import QuantScheme
 from lmkit.quant.layer.work import LayerWork
 
 SAMPLE_TOKENS = 2048  # tokens of a linear's input that are kept, unless a step says how many
-ROUNDING = 300  # multiplications that cost about as much as rounding one weight once
 
 
 class Stage(IntEnum):
@@ -30,6 +29,15 @@ class Stage(IntEnum):
     CLIP = 1
     ROUNDER = 2
     TUNER = 3
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What this machine does in a second. Operations are multiplications and additions."""
+
+    short: float  # operations of products in the numbers that the calibration multiplies
+    full: float  # operations of products in float32
+    rounding: float  # weights that are rounded once
 
 
 @dataclass(frozen=True)
@@ -65,11 +73,21 @@ class LayerCost:
         """Numbers of one token at the widest place: gate and up, separate and concatenated, and their product."""
         return 5 * self.layer.widest_mlp + 6 * self.layer.hidden_size
 
-    @property
-    def block_pass(self) -> float:
-        """Operations of one candidate in a search over the blocks of a layer, rounding included."""
+    @cached_property
+    def readers(self) -> list[tuple[int, int]]:
+        """(outputs, inputs) of the linears that read each input, together."""
+        outputs: dict[str, int] = {}
+        for role, reads in self.layer.input_of.items():
+            if role in self.layer.linears:
+                outputs[reads] = outputs.get(reads, 0) + self.layer.linears[role][0]
+        return [(rows, self.layer.linear_shape(reads)[1]) for reads, rows in outputs.items()]
+
+    def search_seconds(self, speed: Speed, rounded: int, compared: float) -> float:
+        """Seconds of a search over the blocks of a layer: `rounded` candidates are rounded, and the outputs of
+        `compared` candidates on the whole sample are computed."""
         ends = sum(math.prod(s) for role, s in self.layer.linears.items() if role.endswith((".o", ".down")))
-        return (self.layer.num_weights + ends) * (2.0 * self.sample_tokens + ROUNDING)
+        products = 2.0 * self.sample_tokens * (self.layer.num_weights + ends)
+        return rounded * self.layer.num_weights / speed.rounding + compared * products / speed.short
 
     @property
     def search_numbers(self) -> int:
@@ -82,6 +100,7 @@ class Step(StrictStruct, frozen=True, tag_field="step"):
 
     stage: ClassVar[Stage]
     by_parts: ClassVar[bool] = False  # moves the hidden states through the layer part by part (layer.passes)
+    sees_all: ClassVar[bool] = False  # its statistics of inputs are maxima, to which every token may add
     is_plain: ClassVar[bool] = False  # rounds every weight to the nearest point of its grid, and does nothing else
 
     @classmethod
@@ -124,8 +143,8 @@ class Step(StrictStruct, frozen=True, tag_field="step"):
         """Rewrite the layer and add the step's entries of the report to `work`."""
         raise NotImplementedError
 
-    def flops(self, cost: LayerCost) -> float:
-        """Floating-point operations on one layer."""
+    def seconds(self, cost: LayerCost, speed: Speed) -> float:
+        """Seconds that the step takes for one layer."""
         return 0.0
 
     def working_numbers(self, cost: LayerCost) -> int:

@@ -3,7 +3,11 @@ error of a rounded column in the output, as far as the inputs are correlated.
 
 The grid is fixed beforehand, from the weight and its clipping. So columns may be visited in any order while codes stay
 where they are, and the file needs no index of groups. Linears that read the same input are rounded together, as rows of
-one weight. Weights are float32. Products of inputs are float64 until they are factorized.
+one weight.
+
+The order of the columns turns the error tr((W^ - W) H (W^ - W)^T) into a sum of squares: with H = R R^T, R upper
+triangular, it is |(W^ - W) R|^2. Each column of the product has one column of W^ that no earlier one has, so this
+column is rounded to make up for the earlier ones. This gives the codes of the paper, and H is never inverted.
 """
 
 from __future__ import annotations
@@ -20,9 +24,10 @@ from lmkit.formats.parts import Activations
 from lmkit.qtensor import QTensor, QuantScheme, dequantize
 from lmkit.quant.layer.layer import CalibratedLayer
 from lmkit.quant.layer.moments import Moments, collect, squared
+from lmkit.quant.layer.products import times
 from lmkit.quant.layer.routed import MIN_TOKENS
 from lmkit.quant.layer.work import LayerWork, Rounding
-from lmkit.quant.steps.base import LayerCost, Stage, Step
+from lmkit.quant.steps.base import LayerCost, Speed, Stage, Step
 
 FEW = 16  # columns that are visited one after the other; their changes are passed on to later columns in products
 MAX_DAMPING = 1.0
@@ -53,17 +58,23 @@ class Gptq(Step, frozen=True, tag="gptq"):
     def apply(self, work: LayerWork) -> None:
         round_layer(work, self)
 
-    def flops(self, cost: LayerCost) -> float:
-        moments = sum(width**2 for width in cost.input_widths)
-        again = 0.0 if self.sequential else cost.num_streams * cost.forward  # up to mlp.down, then from the beginning
-        original = (cost.num_streams - 1) * cost.forward
-        return 2.0 * cost.num_tokens * cost.num_streams * moments + again + original
+    def seconds(self, cost: LayerCost, speed: Speed) -> float:
+        passes = (cost.num_streams - 1) + (0 if self.sequential else cost.num_streams)
+        short, full = passes * cost.forward, 0.0
+        for rows, width in cost.readers:
+            short += cost.num_tokens * width**2  # the Hessian is symmetric
+            if self.needs_exact:
+                shift = 2.0 * cost.num_tokens * width * min(width, 2 * rows)
+                short, full = short + shift, full + 2.0 * rows * width**2
+            short += (1 + 3 * self.refine) * rows * width**2
+            full += width**3 / 3
+        return short / speed.short + full / speed.full + (1 + self.refine) * cost.layer.num_weights / speed.rounding
 
     def working_numbers(self, cost: LayerCost) -> int:
-        # The largest input's moments, their factor while it is computed, and the columns in work, all counted in
-        # numbers of four bytes. Without `sequential`, every input's moments are in memory at once.
-        moments = (max if self.sequential else sum)(4 * width**2 for width in cost.input_widths)
-        return cost.batch_tokens * cost.token_width + moments + 8 * max(cost.input_widths) ** 2 + 6 * cost.largest
+        # The largest input's moments, their factor while it is computed, and the columns in work. Without `sequential`,
+        # every input's moments are in memory at once.
+        moments = (max if self.sequential else sum)(2 * width**2 for width in cost.input_widths)
+        return cost.batch_tokens * cost.token_width + moments + 4 * max(cost.input_widths) ** 2 + 6 * cost.largest
 
 
 def round_layer(work: LayerWork, step: Gptq) -> None:
@@ -71,21 +82,22 @@ def round_layer(work: LayerWork, step: Gptq) -> None:
     behind them are rounded on their outputs."""
     calibrated = work.calibrated
     stages = _stages(calibrated)
-    readers = [tuple(group[0] for group in stage) for stage in stages]
     early: dict[str, Moments] = {}
     if not step.sequential:
-        for wanted in readers:
-            early |= collect(*work.passes, wanted)
+        for stage in stages:
+            early |= collect(*work.passes, _rows(calibrated, stage), work.columns)
         work.start_passes()
-    for stage, wanted in zip(stages, readers, strict=True):
-        moments = early or collect(*work.passes, wanted)
+    for stage in stages:
+        moments = early or collect(*work.passes, _rows(calibrated, stage), work.columns)
         found: dict[str, Rounding] = {}
         for group in stage:
-            inputs = moments[group[0]]
-            if group[0] in work.columns:
-                inputs.divide_exact(work.columns[group[0]])
-            found |= _round_group(calibrated, step, group, inputs)
+            found |= _round_group(calibrated, step, group, moments[group[0]])
         work.store(found)
+
+
+def _rows(calibrated: CalibratedLayer, stage: list[tuple[str, ...]]) -> dict[str, Tensor]:
+    """The weights of each group of a stage as rows of one weight, by the group's first role."""
+    return {group[0]: torch.cat([calibrated.weight(role) for role in group]) for group in stage}
 
 
 def _stages(calibrated: CalibratedLayer) -> list[list[tuple[str, ...]]]:
@@ -111,6 +123,7 @@ def _round_group(
 ) -> dict[str, Rounding]:
     """Round linears that read one input, as rows of one weight."""
     weights, size = [calibrated.weight(role) for role in group], calibrated.schemes[group[0]].group_size
+    dtype = calibrated.layer.product_dtype
     plain = [calibrated.rounded(role, weight) for role, weight in zip(group, weights, strict=True)]
     factor = None
     if moments.num_tokens < MIN_TOKENS:
@@ -121,24 +134,28 @@ def _round_group(
     if factor is None:
         return {role: Rounding(q, "rtn", reason) for role, q in zip(group, plain, strict=True)}
     weight = torch.cat(weights)
-    if moments.cross is not None and step.targets == "exact":
-        weight = regress(weight, moments.cross, moments.hessian, factor.damping, step.strength)
-    rounded = round_columns(weight, _stack(plain), factor)
-    rounded = refine(weight, rounded, moments.hessian, step.refine)
+    if moments.shift is not None and step.needs_exact:
+        weight = regress(weight, moments.shift, factor, step.strength, projected=moments.weight is not None)
+    rounded = round_columns(weight, _stack(plain), factor, dtype)
+    rounded = refine(weight, rounded, moments.hessian, step.refine, dtype)
     parts = _split(rounded, [len(w) for w in weights])
     return {
-        role: _judge(w, q, p, moments, factor.damping)
+        role: _judge(w, q, p, moments, factor.damping, dtype)
         for role, w, q, p in zip(group, weights, parts, plain, strict=True)
     }
 
 
-def _judge(weight: Tensor, rounded: QTensor, plain: QTensor, moments: Moments, damping: float) -> Rounding:
+def _judge(
+    weight: Tensor, rounded: QTensor, plain: QTensor, moments: Moments, damping: float, dtype: torch.dtype
+) -> Rounding:
     """`rounded`, or `plain` if it comes nearer to the original linear's output for the held-out rows."""
-    target = moments.held_exact @ weight.T
-    signal = squared(target)
+    signal = squared(times(moments.held_exact, weight, dtype))
     if signal <= 0:
         return Rounding(rounded, "gptq", damping=damping)
-    error, plain_error = (squared(moments.held @ dequantize(q).T - target) / signal for q in (rounded, plain))
+    missing = times(moments.held_exact - moments.held, weight, dtype)
+    error, plain_error = (
+        squared(times(moments.held, dequantize(q) - weight, dtype) - missing) / signal for q in (rounded, plain)
+    )
     if error <= plain_error:
         return Rounding(rounded, "gptq", None, damping, error, plain_error)
     return Rounding(plain, "rtn", "plain rounding errs less on held-out rows", damping, error, plain_error)
@@ -163,16 +180,29 @@ def _split(q: QTensor, sizes: list[int]) -> list[QTensor]:
 
 @dataclass(frozen=True)
 class Factor:
-    """`upper` float32 [in, in] with upper^T upper = (H + damping * mean(diag H))^-1. The columns are in `order`,
+    """`lower` float32 [in, in] with lower lower^T = H + damping * mean(diag H), the columns in the reverse of `order`,
     int64 [in]."""
 
-    upper: Tensor
+    lower: Tensor
     order: Tensor
     damping: float
 
+    @property
+    def feedback(self) -> Tensor:
+        """float32 [in, in], unit upper triangular, the columns in `order`: entry (i, j) is the share of the error of
+        column i that column j makes up for."""
+        return (self.lower / self.lower.diagonal()).flip(0, 1)
+
+    def solve(self, x: Tensor) -> Tensor:
+        """x (H + damping * mean(diag H))^-1 for x float32 [n, in]."""
+        reverse = self.order.flip(0)
+        solved = torch.empty_like(x)
+        solved[:, reverse] = torch.cholesky_solve(x[:, reverse].T, self.lower).T
+        return solved
+
 
 def factorize(hessian: Tensor, order: Tensor, damping: float) -> Factor | None:
-    """The factor of `hessian` float64 [in, in]. Damping grows tenfold, up to MAX_DAMPING, until a factor exists.
+    """The factor of `hessian` float32 [in, in]. Damping grows tenfold, up to MAX_DAMPING, until a factor exists.
 
     Returns None if there is none, or if the input has only zeros. A dead input has only zeros in H and is rounded by
     itself.
@@ -181,15 +211,14 @@ def factorize(hessian: Tensor, order: Tensor, damping: float) -> Factor | None:
     mean = diagonal[diagonal > 0].mean()
     if not bool(hessian.isfinite().all()) or not bool(mean > 0):
         return None
-    ordered = hessian[order][:, order]
+    reverse = order.flip(0)
+    reversed_hessian = hessian[reverse][:, reverse]
     while damping <= MAX_DAMPING:
-        damped = ordered.clone()
+        damped = reversed_hessian.clone()
         damped.diagonal().add_(damping * mean)
         lower, failed = torch.linalg.cholesky_ex(damped)
-        if not failed:
-            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-            if not failed and bool(upper.isfinite().all()):
-                return Factor(upper.float(), order, damping)
+        if not failed and bool(lower.isfinite().all()):
+            return Factor(lower, order, damping)
         damping *= 10
     return None
 
@@ -214,35 +243,37 @@ def column_order(hessian: Tensor, kind: str, group_size: int) -> Tensor:
 
 
 def _by_halves(
-    begin: int, end: int, visit: Callable[[int, int], None], pass_on: Callable[[int, int, int], None]
+    begin: int, end: int, visit: Callable[[int, int], None], pass_on: Callable[[int, int, int], None], few: int = FEW
 ) -> None:
-    """`visit` all columns from `begin` to `end` in order, a few at a time. The changes by the columns from begin to
-    middle are passed on to those from middle to end in one product."""
-    if end - begin <= FEW:
+    """`visit` all columns (or groups) from `begin` to `end` in order, a few at a time. The changes by those from begin
+    to middle are passed on to those from middle to end in one product."""
+    if end - begin <= few:
         visit(begin, end)
         return
     middle = (begin + end + 1) // 2
-    _by_halves(begin, middle, visit, pass_on)
+    _by_halves(begin, middle, visit, pass_on, few)
     pass_on(begin, middle, end)
-    _by_halves(middle, end, visit, pass_on)
+    _by_halves(middle, end, visit, pass_on, few)
 
 
-def round_columns(weight: Tensor, grid: QTensor, factor: Factor) -> QTensor:
-    """Codes for `weight` float32 [out, in] on the scales and zeros of `grid`. The codes of `grid` do not matter."""
-    scheme, order = grid.scheme, factor.order
+def round_columns(weight: Tensor, grid: QTensor, factor: Factor, dtype: torch.dtype = torch.float32) -> QTensor:
+    """Codes for `weight` float32 [out, in] on the scales and zeros of `grid`. The codes of `grid` do not matter.
+    Products are of `dtype`."""
+    scheme, order, feedback = grid.scheme, factor.order, factor.feedback
     group_of = order // _group_size(grid)
-    rest = weight.T[order].contiguous()  # [in, out], so that a column of the weight lies in one piece
+    exact = weight.T[order].contiguous()  # [in, out], so that a column of the weight lies in one piece
+    wanted = exact.clone()
     scales, zeros = grid.scales.float().T[group_of], grid.zeros.float().T[group_of]
-    codes, errors = torch.empty_like(rest), torch.empty_like(rest)
+    codes, errors = torch.empty_like(wanted), torch.empty_like(wanted)
 
     def round_some(begin: int, end: int) -> None:
         for i in range(begin, end):
-            codes[i] = (rest[i] / scales[i]).round_().add_(zeros[i]).clamp_(0, scheme.max_code)
-            errors[i] = (rest[i] - (codes[i] - zeros[i]) * scales[i]) / factor.upper[i, i]
-            rest[i + 1 : end].addr_(factor.upper[i, i + 1 : end], errors[i], alpha=-1)
+            codes[i] = (wanted[i] / scales[i]).round_().add_(zeros[i]).clamp_(0, scheme.max_code)
+            errors[i] = (codes[i] - zeros[i]) * scales[i] - exact[i]
+            wanted[i + 1 : end].addr_(feedback[i, i + 1 : end], errors[i], alpha=-1)
 
     def pass_on(begin: int, middle: int, end: int) -> None:
-        rest[middle:end] -= factor.upper[begin:middle, middle:end].T @ errors[begin:middle]
+        wanted[middle:end] -= times(feedback[begin:middle, middle:end].T, errors[begin:middle].T, dtype)
 
     _by_halves(0, len(order), round_some, pass_on)
     unordered = torch.empty_like(codes)
@@ -250,39 +281,47 @@ def round_columns(weight: Tensor, grid: QTensor, factor: Factor) -> QTensor:
     return QTensor(unordered.T.to(torch.uint8).contiguous(), grid.scales, grid.zeros, scheme)
 
 
-def regress(weight: Tensor, cross: Tensor, hessian: Tensor, damping: float, strength: float) -> Tensor:
-    """The weight W' for which x W'^T comes nearest to e W^T: W + strength * W (E^T X - X^T X) (X^T X + lambda)^-1.
+def regress(weight: Tensor, shift: Tensor, factor: Factor, strength: float, *, projected: bool) -> Tensor:
+    """The weight W' for which x W'^T comes nearest to e W^T: W + strength * W (E - X)^T X (X^T X + lambda)^-1.
 
-    x is the input that the linear will see, e its input in the original model. weight float32 [out, in]; cross E^T X
-    and hessian X^T X over tokens, float64 [in, in]; lambda: see `Factor`.
+    x is the input that the linear will see, e its input in the original model. weight float32 [out, in]; `shift` is
+    that of Moments, and `projected` if W is in it; `factor` is that of X^T X with its damping lambda.
     """
-    damped = hessian.clone()
-    damped.diagonal().add_(damping * hessian.diagonal().mean())
-    lower, failed = torch.linalg.cholesky_ex(damped)
-    if failed:
-        return weight
-    change = torch.cholesky_solve((weight.double() @ (cross - hessian)).T, lower).T
-    return weight + strength * change.float()
+    found = factor.solve(shift)
+    return weight + strength * (found if projected else weight @ found)
 
 
-def refine(weight: Tensor, rounded: QTensor, hessian: Tensor, rounds: int) -> QTensor:
-    """Coordinate descent on tr((W - W^) H (W - W^)^T). No step raises it.
+def refine(
+    weight: Tensor, rounded: QTensor, hessian: Tensor, rounds: int, dtype: torch.dtype = torch.float32
+) -> QTensor:
+    """Coordinate descent on tr((W - W^) H (W - W^)^T). No step raises it, up to the errors of products in `dtype`.
 
     A round visits one group of inputs after the other. It takes the best scale for the group's codes, then the best
     code for one column after the other.
     """
-    scheme, size, h = rounded.scheme, _group_size(rounded), hessian.float()
+    scheme, size, h = rounded.scheme, _group_size(rounded), hessian
     codes = rounded.codes.float().T.contiguous()  # [in, out]
     scales, zeros = rounded.scales.float().T.contiguous(), rounded.zeros.float().T.contiguous()  # [groups, out]
-    steps = (codes.view(len(scales), size, -1) - zeros[:, None]) * scales[:, None]
-    gradient = h @ (weight.T - steps.view(codes.shape))  # [in, out], H (W - W^)^T
-    for _ in range(rounds):
-        for group in range(len(scales)):
-            part = slice(group * size, (group + 1) * size)
-            change = _refine_group(
+    changes = torch.empty_like(codes)
+
+    def inputs(begin: int, end: int) -> slice:
+        return slice(begin * size, end * size)
+
+    def visit(begin: int, end: int) -> None:
+        for group in range(begin, end):
+            part = inputs(group, group + 1)
+            changes[part] = _refine_group(
                 codes[part], scales[group], zeros[group], gradient[part], h[part, part], scheme.max_code
             )
-            gradient -= h[:, part] @ change
+
+    def pass_on(begin: int, middle: int, end: int) -> None:
+        seen, later = inputs(begin, middle), inputs(middle, end)
+        gradient[later] -= times(h[later, seen], changes[seen].T, dtype)
+
+    for _ in range(rounds):
+        steps = (codes.view(len(scales), size, -1) - zeros[:, None]) * scales[:, None]
+        gradient = times(h, weight - steps.view(codes.shape).T, dtype)  # [in, out], H (W - W^)^T
+        _by_halves(0, len(scales), visit, pass_on, few=1)
     return QTensor(codes.T.to(torch.uint8).contiguous(), scales.T.to(torch.float16).contiguous(), rounded.zeros, scheme)
 
 

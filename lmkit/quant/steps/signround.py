@@ -27,7 +27,7 @@ from lmkit.qtensor import QTensor, QuantScheme, dequantize
 from lmkit.quant.layer.layer import Geometry
 from lmkit.quant.layer.moments import batches, run
 from lmkit.quant.layer.work import LayerWork, Rounding
-from lmkit.quant.steps.base import LayerCost, Stage, Step
+from lmkit.quant.steps.base import LayerCost, Speed, Stage, Step
 
 CHECKS = 10  # how often the loss on the rows kept aside is computed
 MARGIN = 0.49  # largest distance of a weight from its code at the start, in steps
@@ -63,8 +63,9 @@ class SignRound(Step, frozen=True, tag="signround"):
             work.store(tune_layer(work, weights, self))
         work.start_passes()
 
-    def flops(self, cost: LayerCost) -> float:
-        return 4 * cost.layer.flops(self.iters * self.batch * cost.seq_len, cost.seq_len / 2)
+    def seconds(self, cost: LayerCost, speed: Speed) -> float:
+        tuning = 3 * cost.layer.flops(self.iters * self.batch * cost.seq_len, cost.seq_len / 2)
+        return tuning / speed.full + self.iters * 3 * cost.layer.num_weights / speed.rounding
 
     def working_numbers(self, cost: LayerCost) -> int:
         layers = cost.layer.num_weights * cost.num_streams

@@ -32,7 +32,7 @@ from lmkit.quant.layer.scaling import (
     storable,
 )
 from lmkit.quant.layer.work import LayerWork
-from lmkit.quant.steps.base import LayerCost, Stage, Step
+from lmkit.quant.steps.base import LayerCost, Speed, Stage, Step
 
 INT8_MAX = 127
 FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
@@ -42,6 +42,7 @@ class SmoothQuant(Step, frozen=True, tag="smooth_quant"):
     """Move difficulty from rounded activations to the weights behind them."""
 
     stage: ClassVar = Stage.TRANSFORM
+    sees_all: ClassVar = True
 
     alpha: Annotated[float, Meta(ge=0, le=1)] | Literal["search"] = "search"  # how much difficulty to move
     grid: Annotated[int, Meta(ge=1, le=1000)] = 20  # values of alpha from 0 to 1 that a search compares
@@ -54,8 +55,8 @@ class SmoothQuant(Step, frozen=True, tag="smooth_quant"):
     def apply(self, work: LayerWork) -> None:
         record(work, smooth_layer(work.calibrated, self, work.activations))
 
-    def flops(self, cost: LayerCost) -> float:
-        return self.grid * cost.block_pass
+    def seconds(self, cost: LayerCost, speed: Speed) -> float:
+        return cost.search_seconds(speed, self.grid, self.grid)
 
     def working_numbers(self, cost: LayerCost) -> int:
         return cost.search_numbers

@@ -64,3 +64,14 @@ def test_a_layer_that_was_not_finished_begins_from_the_same_states(source: Model
     again = opened(source, tmp_path, layer=1)
     assert torch.equal(states(again), before[0])
     assert torch.equal(states(again, exact=True), before[1])
+
+
+def test_some_batches_are_run_without_the_others(source: ModelSource) -> None:
+    stream = opened(source, None)  # batches of 2, 2, 2 and 1 rows
+    layer = source.layer(0, torch.float32)
+    every, some = dict(stream.outputs(layer)), dict(stream.outputs(layer, every=3))
+    assert list(every) == [0, 1, 2, 3]
+    assert list(some) == [0, 3]
+    assert all(torch.equal(some[number], every[number]) for number in some)
+    assert stream.rows_of(1) == 7
+    assert stream.rows_of(3) == 3

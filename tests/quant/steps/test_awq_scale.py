@@ -222,3 +222,18 @@ def test_a_scale_that_saves_too_little_is_not_taken(tmp_path: Path) -> None:
     assert all(found.best.name == "identity" for found in searches)
     assert any(min(found.losses.values()) < found.losses["identity"] for found in searches)
     assert all(layer.weights[role] is weight for role, weight in before.items())
+
+
+def test_candidates_that_lose_on_a_part_of_the_sample_are_not_compared_on_all(tmp_path: Path) -> None:
+    layer = tiny_layer(tmp_path)
+    tokens = awq_scale.ROUGH * awq_scale.ROUGH_TOKENS
+    calibrated = calibrate(layer, hidden_states(64, tokens), num_rows=8)
+    source, consumers = "norm.mlp", ("mlp.gate", "mlp.up")
+    candidates = awq_scale.pair_candidates(calibrated, source, consumers, STEP)
+    found = awq_scale.search(calibrated, source, consumers, candidates)
+    dropped = {name for name, loss in found.losses.items() if math.isinf(loss)}
+    assert dropped
+    assert found.best.name not in dropped
+    assert found.losses["identity"] == pytest.approx(block_loss(calibrated, source, consumers), rel=1e-6)
+    greedy = awq_scale.search(calibrated, source, consumers, candidates, 0.9)
+    assert dropped < {name for name, loss in greedy.losses.items() if math.isinf(loss)}

@@ -38,7 +38,7 @@ def inputs(tokens: int = 1000, rank: int = 32, seed: int = 1) -> Tensor:
 
 
 def hessian_of(x: Tensor) -> Tensor:
-    return x.double().T @ x.double()
+    return (x.double().T @ x.double()).float()
 
 
 def solve(weight: Tensor, hessian: Tensor, order: str = "activation", scheme: QuantScheme = SCHEME) -> QTensor:
@@ -56,7 +56,7 @@ def error(weight: Tensor, q: QTensor, x: Tensor) -> float:
 def test_with_uncorrelated_inputs_it_is_plain_rounding(order: str, scheme: QuantScheme) -> None:
     weight = weight_of()
     for hessian in (torch.eye(128), torch.diag(torch.linspace(0.01, 100, 128))):
-        rounded, plain = solve(weight, hessian.double(), order, scheme), quantize(weight, scheme)
+        rounded, plain = solve(weight, hessian, order, scheme), quantize(weight, scheme)
         assert torch.equal(rounded.codes, plain.codes)
         assert torch.equal(rounded.scales, plain.scales)
 
@@ -85,7 +85,7 @@ def test_refinement_never_raises_the_error_and_keeps_the_zeros() -> None:
 
 def test_columns_come_in_the_order_of_their_inputs() -> None:
     diagonal = torch.tensor([1.0, 4, 9, 2, 7, 8, 3, 5])
-    hessian = torch.diag(diagonal).double()
+    hessian = torch.diag(diagonal)
     assert gptq.column_order(hessian, "activation", 4).tolist() == [2, 5, 4, 7, 1, 6, 3, 0]
     assert gptq.column_order(hessian, "gar", 4).tolist() == [2, 1, 3, 0, 5, 4, 7, 6]
     assert gptq.column_order(hessian, "natural", 4).tolist() == list(range(8))
@@ -123,10 +123,13 @@ def test_regression_finds_the_weight_for_the_original_outputs() -> None:
     factors = torch.ones(128)
     factors[::3] = 0.8
     x = exact * factors
-    cross = exact.double().T @ x.double()
-    found = gptq.regress(weight, cross, hessian_of(x), 1e-6, 1.0)
-    torch.testing.assert_close(found, weight / factors, rtol=1e-2, atol=1e-2)
-    assert torch.equal(gptq.regress(weight, cross, hessian_of(x), 1e-6, 0.0), weight)
+    shift, factor = (exact - x).T @ x, gptq.factorize(hessian_of(x), torch.randperm(128), 1e-6)
+    assert factor is not None
+    for moment in (shift, weight @ shift):
+        projected = moment is not shift
+        found = gptq.regress(weight, moment, factor, 1.0, projected=projected)
+        torch.testing.assert_close(found, weight / factors, rtol=1e-2, atol=1e-2)
+        assert torch.equal(gptq.regress(weight, moment, factor, 0.0, projected=projected), weight)
 
 
 def stream_of(path: Path, rows: int = 10, *, exact: bool = False) -> tuple[ModelSource, Stream]:
@@ -167,13 +170,18 @@ def test_moments_are_sums_over_all_rows_but_the_held_out(tmp_path: Path) -> None
     source, stream = stream_of(tiny_checkpoint(tmp_path), exact=True)
     layer, original = source.layer(0, torch.float32), source.layer(0, torch.float32)
     layer.weights["attn.v"] = layer.weights["attn.v"] * 1.1  # type: ignore[operator]
-    found = collect(LayerPass(stream, layer), LayerPass(stream, original, exact=True), ("attn.o",))["attn.o"]
-    x, e = seen_by(stream, layer, "attn.o"), seen_by(stream, original, "attn.o")
+    s = torch.linspace(0.5, 2, layer.spec.linear_shape("attn.o")[1])
+    x, e = seen_by(stream, layer, "attn.o"), seen_by(stream, original, "attn.o") / s
     kept = (10 - held_out_rows(10)) * 24
-    assert found.num_tokens == kept < 240
-    torch.testing.assert_close(found.hessian, hessian_of(x[:kept]), rtol=1e-4, atol=1e-5)
-    assert found.cross is not None
-    torch.testing.assert_close(found.cross, e[:kept].double().T @ x[:kept].double(), rtol=1e-4, atol=1e-5)
+    square, narrow = layer.weights["attn.o"], torch.randn(24, x.shape[1])
+    assert isinstance(square, torch.Tensor)
+    for weight, pull in ((square, e - x), (narrow, (e - x) @ narrow.T)):
+        passes = LayerPass(stream, layer), LayerPass(stream, original, exact=True)
+        found = collect(*passes, {"attn.o": weight}, {"attn.o": s})["attn.o"]
+        assert found.num_tokens == kept < 240
+        torch.testing.assert_close(found.hessian, hessian_of(x[:kept]), rtol=1e-4, atol=1e-5)
+        assert found.shift is not None
+        torch.testing.assert_close(found.shift, pull[:kept].T @ x[:kept], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(found.held, x[kept:])
     torch.testing.assert_close(found.held_exact, e[kept:])
 
@@ -183,7 +191,7 @@ def test_a_linear_that_plain_rounding_serves_better_falls_back() -> None:
     moments = Moments.empty(128)
     moments.held = moments.held_exact = inputs()
     bad = QTensor(plain.codes.flip(0), plain.scales, plain.zeros, SCHEME)
-    judged = gptq._judge(weight, bad, plain, moments, 0.01)
+    judged = gptq._judge(weight, bad, plain, moments, 0.01, torch.float32)
     assert judged.weight is plain
     assert judged.method == "rtn"
     assert judged.fallback is not None
