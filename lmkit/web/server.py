@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import socket
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -70,12 +71,14 @@ class HttpServer(uvicorn.Server):
         ]
         if self._beside is not None:
             await self._stack.enter_async_context(self._beside)
+        gc.freeze()  # a search for garbage through all modules would stop every connection for 0.1 s
         self.started = True
         self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)
         await self._stack.aclose()
+        gc.unfreeze()
 
     def _connection(self, on_lost: Callable[[], None], has_room: bool) -> Connection:
         return Connection(
