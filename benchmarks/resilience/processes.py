@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
+import multiprocessing
 import os
 import re
 import resource
@@ -12,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 
 import httpx
 import psutil
@@ -118,34 +121,50 @@ def _running(*arguments: str, max_open_files: int | None, **environment: str) ->
 class HealthProbe:
     """Asks for /health every `every` seconds, each time on a new connection, while its block runs.
 
-    `worst` is the longest time to an answer in seconds; a connection that fails counts as `GIVE_UP` seconds.
+    It is a process of its own, as a load balancer is: in the process of the clients it would wait for their turns, and
+    measure these. `worst` is the longest time to an answer in seconds; a connection that fails counts as `GIVE_UP`
+    seconds.
     """
 
     GIVE_UP = 10.0
 
     def __init__(self, url: str, every: float = 0.05) -> None:
+        processes = multiprocessing.get_context("spawn")
         self.times: list[float] = []
-        self._url, self._every, self._end = url, every, threading.Event()
-        self._thread = threading.Thread(target=self._probe, daemon=True)
-
-    def _probe(self) -> None:
-        while not self._end.is_set():
-            start = time.perf_counter()
-            try:
-                httpx.get(f"{self._url}/health", timeout=self.GIVE_UP)
-                self.times.append(time.perf_counter() - start)
-            except httpx.TransportError:
-                self.times.append(self.GIVE_UP)
-            self._end.wait(self._every)
+        self._results, theirs = processes.Pipe()
+        self._process = processes.Process(target=_probe, args=(url, every, self.GIVE_UP, theirs), daemon=True)
 
     @property
     def worst(self) -> float:
         return max(self.times)
 
     def __enter__(self) -> HealthProbe:
-        self._thread.start()
+        self._process.start()
+        self._results.recv()  # it has asked once
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end.set()
-        self._thread.join()
+        self._results.send("end")
+        self.times = self._results.recv()
+        self._process.join()
+
+
+def _probe(url: str, every: float, give_up: float, results: Connection) -> None:
+    """The process of a `HealthProbe`: it says that it runs, asks until it is told to end, and sends its times."""
+    host, port = httpx.URL(url).host, httpx.URL(url).port
+    times: list[float] = []
+    while not times or not results.poll(every):
+        start = time.perf_counter()
+        connection = http.client.HTTPConnection(host, port, timeout=give_up)
+        try:
+            connection.request("GET", "/health")
+            connection.getresponse().read()
+            times.append(time.perf_counter() - start)
+        except (OSError, http.client.HTTPException):
+            times.append(give_up)
+        finally:
+            connection.close()
+        if len(times) == 1:
+            results.send("running")
+    results.recv()
+    results.send(times)
