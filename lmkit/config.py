@@ -28,6 +28,7 @@ WeightDtype = Literal["auto", "float32", "bfloat16", "float16"]
 KVStorageName = Literal["auto", KVName]
 HeadStorage = Literal["auto", "int8"]
 PoolingName = Literal["auto", "last", "mean"]
+Speculate = Literal["off", "ngram"]
 Activations = Literal["auto", "int8", "fp8", "exact"]
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
 LOG_LEVELS = get_args(LogLevel)
@@ -144,6 +145,8 @@ class EngineConfig(StrictStruct, frozen=True, kw_only=True, metaclass=CheckedMet
     decode_slowdown: Annotated[float, msgspec.Meta(gt=1)] = 2.0  # the largest slowdown of decoding during a prefill
     overlap: bool = True  # prepare the next step while one runs
     request_timeout: PositiveFloat | None = None  # seconds for a request that names none; None = no limit
+    speculate: Speculate = "off"  # guess the next tokens and compute several in one step, where that is faster
+    max_draft_tokens: Annotated[int, msgspec.Meta(ge=1, le=64)] = 16  # guesses for one sequence in one step
     pooling: PoolingName = "auto"  # of embeddings; auto = the checkpoint's, see formats.pooling
     generation_config: str = "auto"  # sampling defaults: auto = the checkpoint's, none, or a file or folder
     chat_template: str | None = None  # a file of Jinja, or the template itself; None = the checkpoint's

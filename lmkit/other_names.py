@@ -17,7 +17,7 @@ NO_BANS = "use logit_bias: -100 for each banned token id"
 NO_BEAMS = "lmkit has no beam search"
 NO_REMOTE_CODE = "lmkit never runs code of a checkpoint"
 NO_SAMPLING = "temperature=0 is greedy, any other temperature samples"
-NO_SPECULATION = "lmkit has no speculative decoding"
+SPECULATION = "use speculate: ngram guesses from the text itself; lmkit runs no draft model"
 NOT_NEEDED = "lmkit needs no such setting; leave it out"
 NOT_OUTPUT = "lmkit does not return it"
 NOT_SAMPLED = "lmkit has no such sampling; use temperature, top_k, top_p or min_p"
@@ -127,7 +127,8 @@ ENGINE: Mapping[str, str] = {
     "quant_policy": "use kv_dtype: int8 for 8, int4 for 4",
     "revision": "give the folder of a downloaded snapshot as the model",
     "seed": "it belongs to a generation: GenerationConfig(seed=...) here and seed over HTTP",
-    "speculative_config": NO_SPECULATION,
+    "num_speculative_tokens": "use max_draft_tokens",
+    "speculative_config": SPECULATION,
     "swap_space": "use kv_host_memory, in bytes",
     "trust_remote_code": NO_REMOTE_CODE,
     "use_mmap": "use packed_cache",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lmkit.other_names import NO_ADAPTERS, NO_BEAMS, NO_SPECULATION, NOT_OUTPUT, OWN_TEMPLATE, TEXT_ONLY, each
+from lmkit.other_names import NO_ADAPTERS, NO_BEAMS, NOT_OUTPUT, OWN_TEMPLATE, SPECULATION, TEXT_ONLY, each
 
 # Of `pipeline`: its own arguments.
 OPENING: Mapping[str, str] = {
@@ -79,7 +79,7 @@ PACKAGE: Mapping[str, str] = {
     **each("use EngineConfig", "EngineArgs PytorchEngineConfig TurbomindEngineConfig"),
     "Llama": "use pipeline(model); `lmkit convert` reads GGUF files",
     "SamplingParams": "use GenerationConfig",
-    "SpeculativeConfig": NO_SPECULATION,
+    "SpeculativeConfig": SPECULATION,
     "VisionConfig": TEXT_ONLY,
     "client": "use `lmkit chat http://host:port`, or OpenAI's client",
 }

@@ -168,4 +168,7 @@ def _online_notes(run: OnlineRun) -> list[str]:
 
 
 def _offline_notes(run: ThroughputRun) -> list[str]:
-    return [f"{run.preemptions} preemptions: the KV cache was too small for the batch"] if run.preemptions else []
+    lines = [f"{run.preemptions} preemptions: the KV cache was too small for the batch"] if run.preemptions else []
+    if run.draft_tokens:
+        lines.append(f"{run.accepted_tokens} of {run.draft_tokens} guesses at next tokens were right")
+    return lines

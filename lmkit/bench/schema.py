@@ -57,6 +57,8 @@ class ThroughputRun(msgspec.Struct, frozen=True, kw_only=True):
     summary: Summary
     steps: int  # of the engine
     preemptions: int
+    draft_tokens: int = 0  # guesses at next tokens that were computed
+    accepted_tokens: int = 0  # guesses among these that were right
     skipped_turns: int  # never sent, because an earlier turn of their conversation failed
     requests: list[RequestRecord] = []  # times in seconds from the run's start
 

@@ -86,6 +86,8 @@ class ThroughputBench:
             summary=summarize(self._records, targets),
             steps=after.steps - before.steps,
             preemptions=after.preemptions - before.preemptions,
+            draft_tokens=after.draft_tokens - before.draft_tokens,
+            accepted_tokens=after.accepted_tokens - before.accepted_tokens,
             skipped_turns=self._skipped_turns,
             requests=self._records,
         )

@@ -49,6 +49,8 @@ HELP = {
         "max_overtakes": "How often later requests with a longer cached prefix may overtake a request.",
         "decode_slowdown": "Largest slowdown of decoding during a prefill: 2 = twice as slow.",
         "overlap": "Prepare the next step while one runs.",
+        "speculate": "ngram: guess the next tokens from the text so far, where that is faster.",
+        "max_draft_tokens": "The most guesses for one sequence in one step.",
     },
 }
 SIZES = {"kv_memory": None, "kv_host_memory": None, "kv_disk_memory": "16G"}  # options written as 2G, with defaults

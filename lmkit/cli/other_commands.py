@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from lmkit.other_names import (
     ENGINE,
     NO_ADAPTERS,
-    NO_SPECULATION,
     NOT_NEEDED,
     NOT_OUTPUT,
     ONE_DEVICE,
     OWN_TEMPLATE,
+    SPECULATION,
     TEXT_ONLY,
     each,
 )
@@ -31,10 +31,8 @@ SERVE: Mapping[str, str] = {
     "enable_auto_tool_choice": "tools are on where the chat template shows how the model calls them",
     "tool_call_parser": "use tool_parser; by default the chat template decides",
     **each(NO_ADAPTERS, "lora lora_modules max_loras"),
-    **each(
-        NO_SPECULATION,
-        "model_draft speculative_algorithm speculative_draft_model speculative_model speculative_num_draft_tokens",
-    ),
+    **each(SPECULATION, "model_draft speculative_algorithm speculative_draft_model speculative_model"),
+    **each("use max_draft_tokens", "draft_max speculative_num_draft_tokens"),
     **each(TEXT_ONLY, "allowed_media_domains mmproj vision_max_batch_size"),
     **each(
         ONE_DEVICE,

@@ -204,6 +204,7 @@ class _EngineCollector(Collector):
         yield from self._requests()
         yield from self._cache()
         yield from self._scheduler()
+        yield from self._speculation()
 
     def _requests(self) -> Iterator[Metric]:
         stats, engine = self._engine.stats(), self._engine
@@ -251,6 +252,17 @@ class _EngineCollector(Collector):
             decision, _, reason = name.partition(": ")
             values[decision, reason] = count
         yield self._labelled(decisions, values)
+
+    def _speculation(self) -> Iterator[Metric]:
+        stats = self._engine.stats()
+        counts = {
+            "num_drafts": ("Times that guesses at a sequence's next tokens were computed", stats.drafts),
+            "num_draft_tokens": ("Guesses that were computed", stats.draft_tokens),
+            "num_accepted_tokens": ("Guesses that were right", stats.accepted_tokens),
+        }
+        for prefix in ("lmkit", "vllm"):
+            for name, (text, value) in counts.items():
+                yield self._counter(f"{prefix}:spec_decode_{name}", text, value)
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         return self._labelled(GaugeMetricFamily(name, text, labels=["model_name"]), {(): value})

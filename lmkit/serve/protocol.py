@@ -96,6 +96,7 @@ class Extensions(Placed):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     session_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None  # its KV and tokens stay for a lease
+    speculate: bool | None = None  # false: no guesses at this answer's tokens, where the server guesses
 
 
 class ChatExtensions(Extensions):

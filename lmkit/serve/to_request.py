@@ -218,6 +218,7 @@ def _request(
         params=params,
         prompt_logprobs=prompt_logprobs,
         session_id=body.session_id and owner.own(body.session_id),
+        speculate=_or(body.speculate, True),
         **placement(body, owner),
     )
 

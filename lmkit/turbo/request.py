@@ -112,6 +112,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     session_id: str | None = None  # of the tenant: the KV of this conversation stays for a lease after the answer
     priority: int = 0  # lower = sooner; see turbo.scheduling.policy
     timeout: float | None = None  # seconds from its arrival at the engine; then it ends with an error
+    speculate: bool = True  # whether guesses at its tokens may be computed; its tokens are the same
     known_ids: list[int] = []  # the answer's first tokens: it goes on behind them, as after a preemption
 
 
@@ -192,4 +193,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     evicted_blocks: int = 0
     sessions: int = 0  # sessions with a lease that has not ended
     decisions: dict[str, int] = {}  # the scheduler's decisions and their counts, such as "admitted: best match"
+    drafts: int = 0  # times that guesses at a sequence's next tokens were computed
+    draft_tokens: int = 0  # such guesses
+    accepted_tokens: int = 0  # guesses among these that were right, and kept
     tiers: dict[str, int] = {}  # figures of the KV tiers: bytes, failures ...

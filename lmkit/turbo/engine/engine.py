@@ -265,6 +265,8 @@ def _limits(config: EngineConfig, memory: MemoryPlan, spec: ModelSpec) -> Schedu
         max_overtakes=config.max_overtakes,
         decode_slowdown=config.decode_slowdown,
         request_timeout=config.request_timeout,
+        max_draft_tokens=config.max_draft_tokens if config.speculate == "ngram" else 0,
+        overlaps=config.overlap,
     )
 
 

@@ -18,7 +18,8 @@ from lmkit.kernels.cpu import ahead, jit, threads
 from lmkit.kernels.cpu.workspace import Workspace
 from lmkit.layers.batch import BatchInputs
 from lmkit.turbo.host_memory import available_memory
-from lmkit.turbo.plan import Chunk, Sampled, StepPlan
+from lmkit.turbo.plan import Chunk, Sampled, SampledToken, StepPlan
+from lmkit.turbo.runners.batch import StepRows
 from lmkit.turbo.runners.cpu_captured import CapturedSteps
 from lmkit.turbo.runners.device import CpuDevice
 from lmkit.turbo.runners.runner import PlanRunner, RunnerParts, Shown, StepResult, Ticket, sample_chunks
@@ -49,7 +50,7 @@ class CpuRunner(PlanRunner):
         with jit.collecting() as tasks, self._workspace.active():
             for num_tokens, num_logits in ((1, 1), (many, 1), (many, many)):
                 logits = self.decoder(self.batch.example(num_tokens, num_logits), self.kv)
-                self.sampler.draw(logits.numpy(), np.zeros(1, np.int64), [0])
+                self.sampler.draw(logits.numpy(), np.zeros(1, np.int64), [0], [0])
         ahead.compile_missing(tasks, min(threads.num_threads(), available_memory() // ahead.PROCESS_BYTES))
 
     def launch(self, plan: StepPlan) -> Ticket:
@@ -88,9 +89,18 @@ class CpuRunner(PlanRunner):
         if rows is None:
             tokens = [[token] for token in self.sampler.sample(logits, [chunk.slot for chunk in chunks])]
         else:
-            tokens = sample_chunks(self.sampler.sample, logits, chunks, rows)
+            tokens = self._sample(logits, chunks, rows)
         self.append(chunks, tokens)
         return [Sampled(new, *also) for new, also in zip(tokens, shown, strict=True)]
+
+    def _sample(self, logits: Tensor, chunks: list[Chunk], rows: StepRows) -> list[list[SampledToken]]:
+        """The tokens of each chunk."""
+        if any(chunk.draft for chunk in chunks) and sum(chunk.num_sampled for chunk in chunks) == len(logits):
+            drafts = [chunk.draft for chunk in chunks]
+            sampled = self.sampler.sample_drafts(logits, drafts, [chunk.slot for chunk in chunks])
+            if sampled is not None:
+                return sampled
+        return sample_chunks(self.sampler.sample, logits, chunks, rows)
 
     def _logits(self, inputs: BatchInputs) -> Tensor:
         """Logits float32 [R, vocab], valid until the next step."""

@@ -65,27 +65,50 @@ class Sampler:
         self._beyond_argmax.discard(slot)
 
     @np.errstate(over="ignore", invalid="ignore")  # an infinity is intended, or `isfinite` finds it
-    def sample(self, logits: Tensor, slots: Seq[int]) -> list[SampledToken]:
+    def sample(self, logits: Tensor, slots: Seq[int], ahead: Seq[int] | None = None) -> list[SampledToken]:
         """Sample the next token of each row of `logits` (float32 [R, vocab]). The row's sequence is in slots[row].
+
+        Several rows may belong to a sequence whose logits are not edited: ahead[row] tokens further on.
 
         A row with NaN or +inf, or with no token left to choose, gives FAILED_TOKEN and does not affect the other rows.
         """
         raw = logits.numpy()
         if self._beyond_argmax.isdisjoint(slots):
             return self._most_likely(raw, slots)
+        ahead = ahead or [0] * len(slots)
         slot_ids = np.asarray(slots)
         edited, top = self._edit(raw, slots)
         tokens = edited.argmax(-1)  # the lowest id among the greatest logits
         usable = np.isfinite(top)
         drawn = np.flatnonzero(usable & (self.temperature[slot_ids] > 0))
         if len(drawn):
-            tokens[drawn] = self.draw(edited, drawn, slots)
+            tokens[drawn] = self.draw(edited, drawn, slots, ahead)
         tokens[~usable] = FAILED_TOKEN
         results = [SampledToken(token) for token in tokens.tolist()]
         for row in np.flatnonzero(usable & (self.num_top[slot_ids] >= 0)).tolist():
             scored = token_logprobs(raw[row], results[row].token_id, int(self.num_top[slots[row]]))
             results[row] = SampledToken(scored.token_id, scored.logprob, scored.top)
         self._count(slots, results)
+        return results
+
+    def sample_drafts(self, logits: Tensor, drafts: Seq[list[int]], slots: Seq[int]) -> list[list[SampledToken]] | None:
+        """The tokens of sequences with a draft each, up to the first that differs from it. Row by row, `logits` has
+        1 + len(draft) rows of the first sequence, then those of the next one.
+
+        None if a token depends on the tokens before it by more than its logits: then they are sampled one by one.
+        """
+        if not self.edits.keys().isdisjoint(slots):
+            return None
+        of_rows = [slot for slot, draft in zip(slots, drafts, strict=True) for _ in range(1 + len(draft))]
+        ahead = [i for draft in drafts for i in range(1 + len(draft))]
+        sampled = iter(self.sample(logits, of_rows, ahead))
+        results = []
+        for slot, draft in zip(slots, drafts, strict=True):
+            tokens = [next(sampled) for _ in range(1 + len(draft))]
+            wrong = (i for i, guess in enumerate(draft) if tokens[i].token_id != guess)
+            kept = tokens[: next(wrong, len(draft)) + 1]
+            self.num_outputs[slot] -= sum(token.token_id != FAILED_TOKEN for token in tokens[len(kept) :])
+            results.append(kept)
         return results
 
     def _most_likely(self, logits: np.ndarray, slots: Seq[int]) -> list[SampledToken]:
@@ -121,10 +144,10 @@ class Sampler:
                     top[row] = logits[row].max()
         return logits, top
 
-    def draw(self, logits: np.ndarray, rows: np.ndarray, slots: Seq[int]) -> np.ndarray:
+    def draw(self, logits: np.ndarray, rows: np.ndarray, slots: Seq[int], ahead: Seq[int]) -> np.ndarray:
         """Draw tokens for `rows` of `logits` float32 [R, vocab]. Their sequences have a temperature."""
         of_rows = [slots[row] for row in rows]
-        shares = [philox_uniform(self.seed[slot], self.num_outputs[slot]) for slot in of_rows]
+        shares = [philox_uniform(self.seed[slots[row]], self.num_outputs[slots[row]] + ahead[row]) for row in rows]
         parameters = (self.temperature, self.top_k, self.top_p, self.min_p)
         tokens: Tensor = self._op(
             torch.from_numpy(logits), torch.from_numpy(rows),

@@ -24,6 +24,8 @@ class SchedulerLimits:
     max_overtakes: int = 8  # how often later sequences with longer cache matches may overtake a sequence
     decode_slowdown: float = 2.0  # the most that prompts may slow down decoding
     request_timeout: float | None = None  # seconds, for requests without a timeout of their own
+    max_draft_tokens: int = 0  # guesses that a step computes of one sequence; 0 = no speculation
+    overlaps: bool = True  # plans are made while others run
 
 
 def check_request(request: Request, limits: SchedulerLimits) -> int:

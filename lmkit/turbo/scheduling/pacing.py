@@ -12,6 +12,7 @@ counts for it: if the whole machine slows down, the chunk stays the same.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 MIN_CHUNK = 8  # tokens; see Pacer._chunk
 BEGINNING_WORTH = 4  # times the cost of mixing: the least work of a prompt's beginning in a mixed step
@@ -33,9 +34,11 @@ OUTLIER = 2.5  # in standard deviations: a larger error counts as this one
 SHORTEST, LONGEST = 1e-7, 3600.0  # seconds of a step; anything else is a broken clock
 
 
-def round_down(num_tokens: int) -> int:
-    """Round down to five binary digits and zeros, by 6 % at most. Steps then have few shapes, which can be captured."""
-    zeros = max(num_tokens.bit_length() - 5, 0)
+def round_down(num_tokens: int, digits: int = 5) -> int:
+    """Round down to so many binary digits and zeros: five lose 6 % at most, three lose 20 %. Steps then have few
+    shapes, which can be captured.
+    """
+    zeros = max(num_tokens.bit_length() - digits, 0)
     return num_tokens >> zeros << zeros
 
 
@@ -53,7 +56,7 @@ class StepTimes:
         speed = SPEED_GUESSED**2
         self._cov = [[speed + (g**2 if i == j else 0.0) for j in range(len(GUESSED))] for i, g in enumerate(GUESSED)]
 
-    def predict(self, counts: list[float]) -> float:
+    def predict(self, counts: Sequence[float]) -> float:
         """Seconds of a step that has `counts` of each term."""
         return sum(count * math.exp(log) for count, log in zip(counts, self._log, strict=True))
 

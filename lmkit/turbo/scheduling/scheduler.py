@@ -45,6 +45,7 @@ from lmkit.turbo.scheduling.pacing import Pacer
 from lmkit.turbo.scheduling.planner import Planner
 from lmkit.turbo.scheduling.queue import RequestQueue
 from lmkit.turbo.scheduling.slots import BatchSlots
+from lmkit.turbo.scheduling.speculation import Speculation
 from lmkit.turbo.sequence import FAILED_TOKEN, Sequence, Status
 
 PACED_STEPS = 8  # one in so many pure decode steps is recorded: they are alike, and recording takes time
@@ -56,6 +57,7 @@ class _UnderWay:
 
     plan: StepPlan
     sequences: list[Sequence]
+    waited: bool  # it was made when no other was under way
 
 
 class Scheduler:
@@ -88,6 +90,8 @@ class Scheduler:
         self._deadlines: list[tuple[float, int, Sequence]] = []  # a heap
         self._outputs: list[StepOutput] = []
         self._tier_hits: Counter[str] = Counter()
+        longest = limits.max_draft_tokens
+        self._speculation = Speculation(longest, overlaps=limits.overlaps) if longest else None
         self._arrivals = self._prompt_tokens = self._generation_tokens = self._steps = 0
 
     # ---- requests
@@ -144,6 +148,8 @@ class Scheduler:
         self._kv.expire_leases(now)
         self._expire(now)
         self._take_loads()
+        if self._speculation is not None and self._awaits_tokens(self._speculation):
+            return None
         step = self._planner.write(now)
         kv, chunks = self._kv, list(step.chunks.values())
         if not (chunks or kv.loads or kv.saves):
@@ -154,8 +160,22 @@ class Scheduler:
         plan = StepPlan(self._slots.take_freed(), new, chunks, kv.copies, kv.loads, kv.saves)
         kv.copies, kv.loads, kv.saves = [], [], []
         self._steps += bool(chunks)
-        self._under_way.append(_UnderWay(plan, [self._slots[slot] for slot in step.chunks]))
+        sequences = [self._slots[slot] for slot in step.chunks]
+        self._under_way.append(_UnderWay(plan, sequences, waited=not self._under_way))
         return plan
+
+    def _awaits_tokens(self, speculation: Speculation) -> bool:
+        """Whether no step is to begin before the tokens of the step under way are known.
+
+        If they are and every sequence decodes, drafts are proposed. All sequences stay in one step: those without a
+        draft wait for those with one.
+        """
+        running = list(self._slots.running.values())
+        if any(seq.num_drafted for seq in running):
+            return True
+        if not running or self._waiting or any(seq.num_uncomputed != 1 for seq in running):
+            return False
+        return speculation.propose(running, self.limits.max_step_tokens - len(running))
 
     def _expire(self, now: float) -> None:
         while self._deadlines and self._deadlines[0][0] <= now:
@@ -183,16 +203,19 @@ class Scheduler:
 
     def update(self, plan: StepPlan, sampled: list[Sampled], seconds: float = 0.0) -> list[StepOutput]:
         """Take in a step's results, one for each chunk of its plan, and its time. Returns outputs that are ready."""
-        sequences = self._next_under_way(plan)
+        under_way = self._next_under_way(plan)
         self._pace(plan, seconds)
-        for seq, chunk, result in zip(sequences, plan.chunks, sampled, strict=True):
+        for seq, chunk, result in zip(under_way.sequences, plan.chunks, sampled, strict=True):
             if self._land(seq, chunk):
                 self._advance(seq, chunk, result)
+        if self._speculation is not None:
+            goes_on = bool(self._slots.running)
+            self._speculation.record(plan, sampled, self._clock(), waited=under_way.waited, goes_on=goes_on)
         return self.take_outputs()
 
     def fail(self, plan: StepPlan, message: str) -> list[StepOutput]:
         """Take in a step that raised: its sequences end with finish_reason "error", and all others go on."""
-        for seq, chunk in zip(self._next_under_way(plan), plan.chunks, strict=True):
+        for seq, chunk in zip(self._next_under_way(plan).sequences, plan.chunks, strict=True):
             seq.num_completed = 0  # its first copies may not have been made, so none of its KV is kept
             if self._land(seq, chunk) and seq.status is Status.RUNNING:
                 seq.num_completed = 0
@@ -201,10 +224,10 @@ class Scheduler:
         self._slots.restore_freed(plan.freed)
         return self.take_outputs()
 
-    def _next_under_way(self, plan: StepPlan) -> list[Sequence]:
+    def _next_under_way(self, plan: StepPlan) -> _UnderWay:
         under_way = self._under_way.popleft()
         assert under_way.plan is plan, "results come in another order than plans"
-        return under_way.sequences
+        return under_way
 
     def _land(self, seq: Sequence, chunk: Chunk) -> bool:
         """Count a step of the sequence as completed. Returns whether its result is still wanted."""
@@ -222,7 +245,7 @@ class Scheduler:
 
     def _pace(self, plan: StepPlan, seconds: float) -> None:
         prompts = [chunk for chunk in plan.chunks if chunk.num_tokens > chunk.num_sampled]
-        if prompts or (plan.chunks and self._steps % PACED_STEPS == 0):
+        if prompts or (self._steps % PACED_STEPS == 0 and plan.chunks and not any(c.draft for c in plan.chunks)):
             context = max((chunk.start + chunk.num_tokens for chunk in prompts), default=0)
             num_prompt = sum(chunk.num_tokens for chunk in prompts)
             self._pacer.record(len(plan.chunks) - len(prompts), num_prompt, context, seconds)
@@ -303,6 +326,8 @@ class Scheduler:
             self._waiting.remove(seq)
         else:
             del self._slots.running[seq.request_id]
+        if self._speculation is not None:
+            self._speculation.forget(seq)
         seq.status = Status.FINISHED
         self._outputs.append(output)
         if seq.slot >= 0 and not seq.in_flight:
@@ -321,6 +346,7 @@ class Scheduler:
 
     def stats(self) -> EngineStats:
         kv = self._kv
+        drafts = self._speculation
         kv.expire_leases(self._clock())  # nothing else does while there is no work
         return EngineStats(
             num_running=len(self._slots.running),
@@ -339,6 +365,9 @@ class Scheduler:
             sessions=len(kv.leases),
             decisions=dict(self._decision_stats.decisions),
             tiers=kv.tier_stats(),
+            drafts=drafts.num_drafts if drafts else 0,
+            draft_tokens=drafts.num_draft_tokens if drafts else 0,
+            accepted_tokens=drafts.num_accepted if drafts else 0,
         )
 
     def check_integrity(self) -> None:

@@ -15,6 +15,7 @@ from lmkit.text import Tokenizer
 from lmkit.text.grammar import grammar_of, json_schema
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.request import Request, StepOutput
+from lmkit.turbo.scheduling import speculation
 from tests.turbo.engine.test_engine import engine_for, propose_drafts, requests_for, run, tokens
 
 SCHEMA: dict[str, Any] = {
@@ -73,6 +74,20 @@ def test_drafts_are_checked_by_the_grammar(demo_model: Path, monkeypatch: pytest
     lengths = propose_drafts(engine, want, monkeypatch)
     assert {key: tokens(output) for key, output in run(engine, requests).items()} == want
     assert max(lengths) > 0
+
+
+def test_guesses_follow_the_grammar(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """JSON repeats itself, so there is much to guess."""
+    monkeypatch.setattr(speculation, "MARGIN", 0.0)
+    monkeypatch.setattr(speculation.StepTimes, "record", lambda self, counts, seconds: None)
+    grammar = grammar_of("regex", r'(\{"name": "[a-z]{3}", "size": [0-9]\}, ){6}', "field")
+    first = constrained(demo_model)[0]
+    params = msgspec.structs.replace(first.params, grammar=grammar, max_tokens=200)
+    requests = [msgspec.structs.replace(first, params=params)]
+    want = run(engine_for(demo_model), requests)
+    engine = engine_for(demo_model, speculate="ngram")
+    assert tokens(run(engine, requests)[first.request_id]) == tokens(want[first.request_id])
+    assert engine.stats().accepted_tokens > 10
 
 
 def test_a_guide_that_fails_ends_its_request_alone(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from lmkit.turbo.engine import engine as engine_module
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.plan import StepPlan
 from lmkit.turbo.request import EngineStats, Request, SamplingParams, StepOutput
+from lmkit.turbo.scheduling import speculation
 
 SMALL = {"block_size": 8, "max_batch_size": 4, "max_step_tokens": 64, "max_model_len": 256}
 PROMPTS = [
@@ -213,6 +214,37 @@ def test_several_positions_of_a_step_are_sampled_as_one_after_the_other(
         assert got[name][0].prompt_logprobs == outputs[0].prompt_logprobs
         assert tokens(got[name]) == tokens(outputs)
         assert got[name][-1].finish_reason == outputs[-1].finish_reason
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{}, {"temperature": 0.8, "top_p": 0.9, "logprobs": 2}, {"repetition_penalty": 1.1, "min_tokens": 3}],
+    ids=["greedy", "drawn", "edited"],
+)
+@pytest.mark.parametrize("options", [{}, {"overlap": False}, {"kv_dtype": "int4", "block_size": 16}], ids=str)
+def test_guesses_change_no_token(
+    demo_model: Path, params: dict[str, Any], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor a log-probability. Guesses are computed whether they pay or not: the test depends on no machine's speed."""
+    code = Path(engine_module.__file__).read_text()[2000:2600]
+    texts = [f"{code}\n# The same again:\n{code[:40]}", code, "x = 1\n" * 20]
+    requests = [
+        msgspec.structs.replace(asked, prompt_ids=Tokenizer.from_pretrained(demo_model).encode(text))
+        for asked, text in zip(requests_for(demo_model, max_tokens=60, **params), texts, strict=False)
+    ]
+    big = {"max_model_len": 1024} | options
+    want = run(engine_for(demo_model, **big), requests)
+    monkeypatch.setattr(speculation, "MARGIN", 0.0)
+    monkeypatch.setattr(speculation.StepTimes, "record", lambda self, counts, seconds: None)
+    for most in (2, 16):
+        engine = engine_for(demo_model, **big, speculate="ngram", max_draft_tokens=most)
+        got = run(engine, requests)
+        for name, outputs in want.items():
+            assert tokens(got[name]) == tokens(outputs)
+            assert [x for o in got[name] for x in o.logprobs] == [x for o in outputs for x in o.logprobs]
+        stats = engine.stats()
+        assert 0 < stats.accepted_tokens <= stats.draft_tokens
+        assert max(len(o.token_ids) for outputs in got.values() for o in outputs) > 1
 
 
 def test_a_failing_step_ends_its_requests_and_no_others(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

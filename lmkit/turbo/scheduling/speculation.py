@@ -1,0 +1,159 @@
+"""Speculative decoding: which sequences compute guesses at their next tokens beside the one token that is known.
+
+A step that computes a few tokens more of a sequence costs little, because reading the weights costs most. Guesses that
+the sampled tokens confirm are kept (plan.Chunk.draft), so the tokens are those of a run without guesses, bit for bit.
+
+Guesses are judged all the time, also while none is computed: each new token shows whether a guess at it would have been
+right. The chance of a guess depends on how many tokens before it agreed with their source. The length of each draft
+follows from these chances and from the measured times of steps:
+
+    computed if   (sequences + expected tokens of drafts) / time of the step with them   is the largest, and larger than
+                   sequences / time of a plain step                                       by MARGIN
+
+A step with drafts waits for the tokens of the step before it. Its time includes what the host does in between, which a
+plain step hides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from operator import itemgetter
+
+from lmkit.turbo.plan import Sampled, StepPlan
+from lmkit.turbo.scheduling.ngrams import LONGEST, Ngrams
+from lmkit.turbo.scheduling.pacing import StepTimes, round_down
+from lmkit.turbo.sequence import Sequence
+
+MARGIN = 1.05
+BANDS = (4, 6, 9, 14, 22, LONGEST + 1)  # agreeing tokens below which a guess belongs to the first, second, ... band
+BAND = [next(place for place, end in enumerate(BANDS) if agreed < end) for agreed in range(LONGEST + 1)]
+TERMS = ((1, 0, 0, 0, 0), (0, 1, 0, 0, 0), (0, 0, 1, 0, 0))  # of pacing.StepTimes: a step, a token of it, waiting
+SURE = 4.0  # guesses of a sequence that count as much as those of all other sequences
+FORGET = 0.998  # of what all sequences showed, with each guess
+TIMED = 8  # one in so many plain steps is timed: they are alike
+
+
+@dataclass
+class Chances:
+    """Guesses and right guesses, by band."""
+
+    tried: list[float] = field(default_factory=lambda: [4.0] * len(BANDS))
+    right: list[float] = field(default_factory=lambda: [1.0] * len(BANDS))
+
+    def record(self, agreed: int, right: bool) -> None:
+        place = BAND[agreed]
+        self.tried[place] = self.tried[place] * FORGET + 1
+        self.right[place] = self.right[place] * FORGET + right
+
+    def of(self, place: int) -> float:
+        return self.right[place] / self.tried[place]
+
+
+@dataclass
+class _Text:
+    """What is known about one sequence's guesses."""
+
+    ngrams: Ngrams
+    own: Chances = field(default_factory=lambda: Chances([0.0] * len(BANDS), [0.0] * len(BANDS)))
+
+
+class Speculation:
+    """Proposes drafts of at most `longest` tokens. It owns the indices of the running sequences' texts."""
+
+    def __init__(self, longest: int, *, overlaps: bool) -> None:
+        self.num_drafts = self.num_draft_tokens = self.num_accepted = 0
+        self._longest, self._overlaps = longest, overlaps
+        self._texts: dict[Sequence, _Text] = {}
+        self._chances = Chances()
+        self._times = StepTimes()
+        self._steps = 0
+        self._seen: set[tuple[int, int]] = set()  # (sequences, tokens) of steps with drafts: the first may be compiled
+        self._since: float | None = None  # when the last step's result came, if others followed at once
+
+    def propose(self, sequences: list[Sequence], budget: int) -> bool:
+        """Propose a draft to each of these decoding sequences, together at most `budget` tokens, if that pays.
+
+        If tokens of some are not known yet, nothing is proposed. The result says whether to wait for them.
+        """
+        lengths = self._lengths(sequences, budget)
+        if any(seq.num_pending for seq in sequences):
+            return bool(lengths)
+        for seq, length in lengths.items():
+            seq.propose(self._texts[seq].ngrams.guess(length))
+        return False
+
+    def _lengths(self, sequences: list[Sequence], budget: int) -> dict[Sequence, int]:
+        """The draft's length of each sequence that gets one: those that make the most tokens a second."""
+        num_seqs = len(sequences)
+        fixed, each, wait = (self._times.predict(counts) for counts in TERMS)
+        plain = num_seqs / (fixed + each * num_seqs + (0.0 if self._overlaps else wait))
+        least = each * plain  # a guess with a smaller chance costs more time than it saves
+        chances = [(chance, seq) for seq in sequences for chance in self._chances_of(seq, least)]
+        chances.sort(key=itemgetter(0), reverse=True)
+        lengths: dict[Sequence, int] = {}
+        best, most, expected = 0, MARGIN * plain, float(num_seqs)
+        for count, (chance, _) in enumerate(chances[: max(budget, 0)], 1):
+            expected += chance
+            rate = expected / (fixed + each * (num_seqs + count) + wait)
+            if rate > most:
+                best, most = count, rate
+        for _, seq in chances[: round_down(best, 3)]:
+            lengths[seq] = lengths.get(seq, 0) + 1
+        return lengths
+
+    def _chances_of(self, seq: Sequence, least: float) -> list[float]:
+        """The chance of each token of a draft to be kept: that all tokens before it are right, and itself."""
+        if not seq.request.speculate or seq.request.pooling is not None:
+            return []
+        text = self._texts.get(seq)
+        if text is None:
+            text = self._texts[seq] = _Text(Ngrams(seq.token_ids))
+        self._learn(text, seq)
+        chances: list[float] = []
+        if text.ngrams.place < 0:
+            return chances
+        chance, agreed = 1.0, text.ngrams.agreed
+        for _ in range(min(self._longest, seq.max_tokens - seq.num_tokens - 1)):
+            chance *= self._chance(text, agreed)
+            if chance < least:
+                break
+            chances.append(chance)
+            agreed = min(agreed + 1, LONGEST)
+        return chances
+
+    def _learn(self, text: _Text, seq: Sequence) -> None:
+        ngrams = text.ngrams
+        while ngrams.known < seq.num_tokens:
+            judged = ngrams.learn()
+            if judged is not None:
+                text.own.record(*judged)
+                self._chances.record(*judged)
+
+    def _chance(self, text: _Text, agreed: int) -> float:
+        place, own = BAND[agreed], text.own
+        return (own.right[place] + SURE * self._chances.of(place)) / (own.tried[place] + SURE)
+
+    def forget(self, seq: Sequence) -> None:
+        """The sequence has ended."""
+        self._texts.pop(seq, None)
+
+    def record(self, plan: StepPlan, sampled: list[Sampled], now: float, *, waited: bool, goes_on: bool) -> None:
+        """Learn from a step whose result came at `now`. `waited`: it began after the result of the step before it.
+        `goes_on`: another step is under way, or follows at once.
+        """
+        since, self._since = self._since, now if goes_on else None
+        num_seqs, num_tokens = len(plan.chunks), sum(chunk.num_tokens for chunk in plan.chunks)
+        if not num_seqs or num_tokens > sum(chunk.num_sampled for chunk in plan.chunks):  # it had prompt tokens
+            self._since = None
+            return
+        drafted = num_tokens > num_seqs
+        if drafted:
+            for chunk, result in zip(plan.chunks, sampled, strict=True):
+                self.num_drafts += bool(chunk.draft)
+                self.num_draft_tokens += len(chunk.draft)
+                self.num_accepted += max(len(result.tokens) - 1, 0)
+        self._steps += 1
+        if since is not None and ((num_seqs, num_tokens) in self._seen if drafted else self._steps % TIMED == 0):
+            self._times.record([1, num_tokens, waited, 0, 0], now - since)
+        if drafted:
+            self._seen.add((num_seqs, num_tokens))

@@ -1,0 +1,68 @@
+"""Guesses from a text itself: they follow the place whose tokens agree, and a prompt is indexed as an answer is."""
+
+from __future__ import annotations
+
+from array import array
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from lmkit.turbo.scheduling import ngrams
+from lmkit.turbo.scheduling.ngrams import LONGEST, SHORT, Ngrams
+
+TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=80)
+
+
+def learned(text: list[int], num_prompt: int) -> Ngrams:
+    """The index of a text whose tokens come one by one after the prompt."""
+    token_ids = array("i", text[:num_prompt])
+    index = Ngrams(token_ids)
+    index.learn()
+    for token in text[num_prompt:]:
+        token_ids.append(token)
+        index.learn()
+    return index
+
+
+@given(TEXTS, st.data())
+def test_the_tokens_before_a_guess_agree(text: list[int], data: st.DataObject) -> None:
+    index = learned(text, data.draw(st.integers(1, len(text))))
+    assert index.known == len(text)
+    if index.place >= 0:
+        count = index.agreed
+        assert SHORT <= count <= LONGEST
+        assert text[index.place - count : index.place] == text[len(text) - count :]
+        assert index.guess(1) == [text[index.place]]
+
+
+@given(TEXTS)
+def test_a_repeated_end_is_found(text: list[int]) -> None:
+    """Whatever stood before, three tokens that come a second time lead to what followed them."""
+    index = learned([*text, 7, 8, 9, 5, 7, 8, 9], len(text))
+    assert index.guess(3) == [5, 7, 8]
+    assert index.guess(9) == [5, 7, 8, 9] * 2 + [5]
+
+
+@given(TEXTS, st.data())
+def test_a_prompt_is_indexed_as_an_answer_is(text: list[int], data: st.DataObject) -> None:
+    whole, parts = learned(text, len(text)), learned(text, data.draw(st.integers(1, len(text))))
+    assert whole._places == parts._places
+
+
+def test_each_token_judges_the_guess_at_it() -> None:
+    token_ids = array("i", [1, 2, 3, 4, 5, 1, 2, 3])
+    index = Ngrams(token_ids)
+    assert index.learn() is None
+    assert (index.place, index.agreed) == (3, 3)
+    token_ids.append(4)
+    assert index.learn() == (3, True)
+    token_ids.append(9)
+    assert index.learn() == (4, False)
+    assert index.guess(4) == []
+
+
+def test_texts_with_one_key_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ngrams, "MULTIPLIER", 0)  # the key is the last token alone
+    assert learned([1, 2, 3, 4, 9, 9, 3], 3).guess(2) == []
+    assert learned([1, 2, 3, 4, 1, 2, 3], 3).guess(2) == [4, 1]
