@@ -1,0 +1,165 @@
+"""Speculative decoding against plain decoding: the same requests to two engines of one model, in turns.
+
+    python -m benchmarks.speculation [MODEL] [--batches N ...] [--rounds N] [--json FILE]
+
+    copy    code is given and its beginning is repeated; the answer repeats the rest
+    edit    the same, and every line ends in a comment that the code lacks
+    free    code goes on, greedily
+    fresh   code goes on, sampled with temperature 1: little repeats itself
+
+The demo model answers first. Its answers are the script of the other model, if one is named: that model computes every
+step, and each sampled token is replaced by the script's. So a model of random weights has the demo's acceptance, and
+its own costs. In `copy` and `edit` the script is the text itself.
+
+A round decodes the same prompts with both engines. The ratio is the median over the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from benchmarks import report
+from lmkit.config import EngineConfig
+from lmkit.formats.hub import DEMO_FOLDER
+from lmkit.quant.report.evaluate import HELDOUT_TEXT
+from lmkit.text import Tokenizer
+from lmkit.turbo.engine.engine import Engine
+from lmkit.turbo.plan import NewSequence, SampledToken
+from lmkit.turbo.request import Request, SamplingParams
+from lmkit.turbo.runners.cpu import CpuRunner
+from lmkit.turbo.runners.sampler import Sampler
+
+NUM_TOKENS = 160  # of an answer
+PROMPT_CHARACTERS, BEGINNING = 700, 60
+KINDS = ("copy", "edit", "free", "fresh")
+Prompt = tuple[int, ...]
+
+
+class Script(Sampler):
+    """Samples what a script says for each prompt, after it has sampled."""
+
+    answers: dict[Prompt, list[int]]
+
+    def set(self, slot: int, new: NewSequence) -> None:
+        super().set(slot, new)
+        self.scripts[slot] = self.answers[tuple(new.token_ids[: new.num_prompt_tokens])]
+
+    def sample(self, logits: Tensor, slots: Sequence[int], ahead: Sequence[int] | None = None) -> list[SampledToken]:
+        begun = [self.num_outputs[slot] for slot in slots]
+        super().sample(logits, slots, ahead)
+        places = zip(slots, begun, ahead or [0] * len(slots), strict=True)
+        return [SampledToken(self.scripts[slot][before + more]) for slot, before, more in places]
+
+    @classmethod
+    def put_into(cls, engine: Engine, answers: dict[Prompt, list[int]]) -> None:
+        """Let the engine sample by this script."""
+        runner = engine.runner
+        assert isinstance(runner, CpuRunner)
+        script = cls(runner.batch.block_tables.shape[1], runner.sampler.vocab_size)
+        script.answers, script.scripts = answers, {}
+        runner.sampler = runner._states = script
+
+    scripts: dict[int, list[int]]
+
+
+def cases(count: int) -> dict[str, list[tuple[list[int], list[int]]]]:
+    """By kind: prompts of the demo's held-out code, each with the answer that it asks for, or with none."""
+    tokenizer = Tokenizer.from_pretrained(DEMO_FOLDER)
+    text = HELDOUT_TEXT.read_text()
+    found: dict[str, list[tuple[list[int], list[int]]]] = {kind: [] for kind in KINDS}
+    for i in range(count):
+        code = text[20_000 + 2_500 * i :][:PROMPT_CHARACTERS]
+        edited = "\n".join(f"{line}  # {j}" if j % 4 == 0 else line for j, line in enumerate(code.split("\n")))
+        for kind, answer in (("copy", code), ("edit", edited)):
+            prompt = tokenizer.encode(f"{code}\n\n# Once more:\n{answer[:BEGINNING]}")
+            wanted = tokenizer.encode(answer[BEGINNING:])
+            found[kind].append((prompt, (wanted * 4)[:NUM_TOKENS]))
+        for kind in ("free", "fresh"):
+            found[kind].append((tokenizer.encode(code), []))
+    return found
+
+
+def run(engine: Engine, prompts: list[list[int]], *, temperature: float) -> tuple[float, list[list[int]]]:
+    """(seconds of decoding, the answers). The clock starts when all prompts are computed."""
+    answers: dict[str, list[int]] = {}
+    for i, prompt in enumerate(prompts):
+        params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, temperature=temperature, seed=i)
+        engine.add(Request(request_id=str(i), prompt_ids=prompt, params=params, cache_salt=str(time.perf_counter())))
+        answers[str(i)] = []
+    start = 0.0
+    while engine.has_work():
+        for output in engine.step():
+            answers[output.request_id] += output.token_ids
+        if not start and all(answers.values()):
+            start = time.perf_counter()
+    return time.perf_counter() - start, list(answers.values())
+
+
+def compare(model: str, kind: str, batch: int, rounds: int) -> dict[str, Any]:
+    """One row."""
+    temperature = 1.0 if kind == "fresh" else 0.0
+    pairs = cases(batch)[kind]
+    prompts, wanted = [prompt for prompt, _ in pairs], [answer for _, answer in pairs]
+    options: dict[str, Any] = {"max_batch_size": batch, "max_model_len": 2048, "prefix_cache": False}
+    if not wanted[0]:
+        engine = Engine(str(DEMO_FOLDER), EngineConfig(**options))
+        _, wanted = run(engine, prompts, temperature=temperature)
+        engine.close()
+    engines = [Engine(model, EngineConfig(**options, speculate=how)) for how in ("off", "ngram")]
+    script = {tuple(prompt): answer for prompt, answer in zip(prompts, wanted, strict=True)}
+    for engine in engines:
+        Script.put_into(engine, script)
+    times: list[tuple[float, float]] = []
+    steps = [0, 0]
+    for turn in range(rounds + 1):  # the first warms up
+        seconds = [0.0, 0.0]
+        for which in (0, 1) if turn % 2 else (1, 0):
+            before = engines[which].stats().steps
+            seconds[which], answers = run(engines[which], prompts, temperature=temperature)
+            steps[which] = engines[which].stats().steps - before
+            assert answers == wanted, "speculation changed a token"
+        times += [(seconds[0], seconds[1])] if turn else []
+    stats = engines[1].stats()
+    for engine in engines:
+        engine.close()
+    plain, guessed = (statistics.median(column) for column in zip(*times, strict=True))
+    return {
+        "kind": kind,
+        "batch": batch,
+        "plain_tokens_per_s": batch * NUM_TOKENS / plain,
+        "ngram_tokens_per_s": batch * NUM_TOKENS / guessed,
+        "ratio": statistics.median(a / b for a, b in times),
+        "steps": steps[0],
+        "ngram_steps": steps[1],
+        "accepted": stats.accepted_tokens / stats.draft_tokens if stats.draft_tokens else 0.0,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Speculative decoding against plain decoding.")
+    parser.add_argument("model", nargs="?", default=str(DEMO_FOLDER))
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    given = parser.parse_args()
+    rows = [compare(given.model, kind, batch, given.rounds) for batch in given.batches for kind in given.kinds]
+    table = Table(*rows[0])
+    for row in rows:
+        table.add_row(*(f"{value:.3g}" if isinstance(value, float) else str(value) for value in row.values()))
+    Console().print(table)
+    if given.json:
+        report.save(given.json, "speculation", rows, model=given.model)
+
+
+if __name__ == "__main__":
+    main()

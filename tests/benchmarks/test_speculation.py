@@ -1,0 +1,19 @@
+"""Both ways decode the script's tokens, and guesses of a copy are right."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from benchmarks import speculation
+from lmkit.formats.hub import DEMO_FOLDER
+
+
+@pytest.mark.parametrize("kind", ["copy", "fresh"])
+def test_both_ways_are_measured(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speculation, "NUM_TOKENS", 40)
+    row = speculation.compare(str(DEMO_FOLDER), kind, 2, rounds=1)
+    assert all(math.isfinite(value) and value > 0 for value in row.values() if isinstance(value, int)), row
+    assert row["ngram_steps"] <= row["steps"]
+    assert math.isfinite(row["ratio"])
