@@ -1,4 +1,4 @@
-"""GPTQ, versions 1 and 2: 4- or 8-bit codes b, one float16 scale and one zero per group of inputs.
+"""GPTQ, versions 1 and 2: codes of b = 2, 3, 4 or 8 bits, one float16 scale and one zero per group of inputs.
 
     module.qweight  int32   [in * b / 32, out]      words in sequence, along in
     module.qzeros   int32   [in / group, out * b / 32]      words in sequence, along out
@@ -10,6 +10,8 @@ cannot hold zero 0: one writer's -1 wraps around to the largest code, another's 
 and one reader takes the largest code as 2**b. Therefore only symmetric weights are written in version 1, and an
 asymmetric file is read only if no zero is stored as the largest code.
 
+Codes of 2 and 3 bits are read as codes of 4 with the same zeros and scales. They are not written.
+
 `dynamic` maps patterns of module names to the differences of these modules. "-:pattern" leaves modules dense;
 "+:pattern" or a bare pattern replaces bits, group_size or sym. Patterns match from the name's beginning, and the first
 match counts.
@@ -17,8 +19,9 @@ match counts.
 
 from __future__ import annotations
 
+import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -48,7 +51,7 @@ from lmkit.formats.patterns import names_pattern, pattern_problem
 from lmkit.qtensor import Linears, QTensor, QuantScheme
 
 _FIELDS: Fields = (
-    ("bits", "bits", (4, 8)),
+    ("bits", "bits", (2, 3, 4, 8)),
     ("sym", "sym", (True, False)),
     ("desc_act", "desc_act", (False, True, None)),
     ("lm_head", "lm_head", (False, None)),
@@ -108,20 +111,19 @@ class GptqFormat:
         return self._read(reader, module, QuantScheme(entry["bits"], entry["group_size"], entry["sym"]))
 
     def _read(self, reader: CheckpointReader, module: str, scheme: QuantScheme) -> QTensor:
-        per_word = 32 // scheme.bits
         words, out_features = matrix_shape(reader, module + ".qweight", ("I32",))
-        in_features = words * per_word
+        in_features = words * 32 // scheme.bits
         if reason := _shape_problem((out_features, in_features), scheme):
             raise CheckpointError(f"{reader.path}: {module}: {reason}")
         groups = scheme.num_groups(in_features)
-        qzeros = read_part(reader, module + ".qzeros", ("I32",), (groups, out_features // per_word))
+        qzeros = read_part(reader, module + ".qzeros", ("I32",), (groups, out_features * scheme.bits // 32))
         scales = read_scales(reader, module + ".scales", (groups, out_features)).T.contiguous()
         codes = unpack_words(reader.tensor(module + ".qweight").T.contiguous(), scheme.bits, in_features)
         zeros = self._zeros(reader, module, unpack_words(qzeros, scheme.bits, out_features), scheme)
         order = group_order(reader, module + ".g_idx", in_features, scheme.group_size)
         if order is not None:
             scales, zeros = scales[:, order].contiguous(), zeros[:, order].contiguous()
-        return QTensor(codes, scales, zeros, scheme)
+        return QTensor(codes, scales, zeros, replace(scheme, bits=4, symmetric=False) if scheme.bits < 4 else scheme)
 
     def _zeros(self, reader: CheckpointReader, module: str, stored: Tensor, scheme: QuantScheme) -> Tensor:
         """Zeros [groups, out] as stored -> [out, groups]. Raises CheckpointError if they are ambiguous."""
@@ -181,11 +183,11 @@ class GptqFormat:
 
 def _shape_problem(shape: tuple[int, int], scheme: QuantScheme) -> str | None:
     """The reason why a weight [out, in] does not fill whole words and groups; None if it does."""
-    (out_features, in_features), per_word = shape, 32 // scheme.bits
-    if out_features % per_word:
-        return f"{out_features} outputs are not a multiple of {per_word}"
-    if in_features % per_word:
-        return f"{in_features} inputs are not a multiple of {per_word}"
+    (out_features, in_features), whole = shape, 32 // math.gcd(32, scheme.bits)  # codes that fill words
+    if out_features % whole:
+        return f"{out_features} outputs are not a multiple of {whole}"
+    if in_features % whole:
+        return f"{in_features} inputs are not a multiple of {whole}"
     if scheme.group_size != -1 and in_features % scheme.group_size:
         return f"{in_features} inputs are not a multiple of the group size {scheme.group_size}"
     return None

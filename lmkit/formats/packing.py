@@ -1,9 +1,9 @@
-"""Codes of 4 or 8 bits in int32 words: in sequence, or in the interleaved order of AWQ's "gemm" layout.
+"""Codes of 2, 3, 4 or 8 bits in int32 words: in sequence, or in the interleaved order of AWQ's "gemm" layout.
 
-In sequence, value i of a word lies in its bits b*i .. b*i + b-1. In AWQ's order nibble i (bits 4i .. 4i+3) holds column
-8c + ORDER[i]. Words are made of bytes, not of re-rounded weights and not by shifts into a signed integer. A code
-therefore cannot spill into its neighbour, and the sign bit is only the top bit of the last code. Words are viewed as
-bytes, which needs a little-endian machine; PyTorch needs one, too.
+In sequence, value i lies in bits b*i .. b*i + b-1 of a row. Values of 3 bits may lie in two words. In AWQ's order,
+nibble i (bits 4i .. 4i+3) holds column 8c + ORDER[i]. Words are made of bytes, not of re-rounded weights and not by
+shifts into a signed integer. A code therefore cannot spill into its neighbour, and the sign bit is only the top bit of
+the last code. Words are viewed as bytes, which needs a little-endian machine; PyTorch needs one, too.
 """
 
 from __future__ import annotations
@@ -30,11 +30,22 @@ def pack_words(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack_words(words: Tensor, bits: int, columns: int) -> Tensor:
-    """Words int32 [rows, ceil(columns * bits / 32)] -> codes uint8 [rows, columns]."""
+    """Words int32 [rows, ceil(columns * bits / 32)] -> codes uint8 [rows, columns], of 2, 3, 4 or 8 bits."""
     assert words.dtype == torch.int32
     packed = words.reshape(-1).view(torch.uint8).view(len(words), 4 * words.shape[1])
+    if bits < 4:
+        return _unpack_small(packed, bits)[:, :columns].contiguous()
     codes = packed if bits == 8 else torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
     return codes[:, :columns].contiguous()
+
+
+def _unpack_small(packed: Tensor, bits: int) -> Tensor:
+    """Bytes uint8 [rows, columns] -> codes of 2 or 3 bits: 3 bytes hold 8 codes of 3, a byte holds 4 codes of 2."""
+    size = 3 if bits == 3 else 1
+    places = torch.arange(size, dtype=torch.int32) * 8
+    units = (packed.view(len(packed), -1, size).int() << places).sum(-1, dtype=torch.int32)
+    shifts = torch.arange(0, 8 * size, bits, dtype=torch.int32)
+    return (units[..., None] >> shifts & ((1 << bits) - 1)).to(torch.uint8).flatten(1)
 
 
 def pack_awq(codes: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.formats.base import get_format, resolve_format
 from lmkit.formats.checkpoint import CheckpointReader
-from lmkit.qtensor import QTensor, QuantScheme
+from lmkit.qtensor import QTensor, QuantScheme, dequantize
 from tests.formats.files import folder
 from tests.formats.linears import MODULE, assert_same, random_linear, read, written
 
@@ -33,6 +33,47 @@ def test_there_and_back(tmp_path: Path, name: str, bits: int, group_size: int, s
             written(tmp_path / "m", name, {MODULE: weight})
         return
     assert_same(read(written(tmp_path / "m", name, {MODULE: weight}), name), weight)
+
+
+def packed_rows(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """int [n, columns] -> int32 words [n * bits / 32, columns], as AutoGPTQ packs them: 32 codes of 3 bits in 3 words,
+    of which the 11th and the 22nd lie in two."""
+    words: list[list[int]] = []
+    for column in codes.T.tolist():
+        row: list[int] = []
+        for i in range(0, len(column), 32):
+            part = column[i : i + 32]
+            if bits == 2:
+                row += [sum(code << 2 * j for j, code in enumerate(part[k : k + 16])) for k in (0, 16)]
+                continue
+            row.append(sum(part[j] << 3 * j for j in range(10)) | (part[10] & 3) << 30)
+            row.append(part[10] >> 2 | sum(part[11 + j] << 3 * j + 1 for j in range(10)) | (part[21] & 1) << 31)
+            row.append(part[21] >> 1 | sum(part[22 + j] << 3 * j + 2 for j in range(10)))
+        words.append([word - (1 << 32) if word >> 31 else word for word in row])
+    return torch.tensor(words, dtype=torch.int32).T.contiguous()
+
+
+@pytest.mark.parametrize("name", ["gptq", "gptq_v2"])
+@pytest.mark.parametrize("bits", [2, 3])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_two_and_three_bits_are_read_as_four(tmp_path: Path, name: str, bits: int, symmetric: bool) -> None:
+    generator = torch.Generator().manual_seed(bits)
+    inputs, outputs, group, offset = 96, 64, 32, 1 if name == "gptq" else 0
+    codes = torch.randint(0, 1 << bits, (inputs, outputs), generator=generator)
+    zeros = torch.randint(offset, 1 << bits, (inputs // group, outputs), generator=generator)
+    if symmetric:
+        zeros.fill_(1 << (bits - 1))
+    scales = torch.rand(inputs // group, outputs, generator=generator).half()
+    tensors = {
+        "m.qweight": packed_rows(codes, bits), "m.scales": scales,
+        "m.qzeros": packed_rows((zeros - offset).T, bits).T.contiguous(),
+    }  # fmt: skip
+    entry = ENTRY | {"bits": bits, "group_size": group, "sym": symmetric, "checkpoint_format": name}
+    weight = read(folder(tmp_path / "m", tensors, {"quantization_config": entry}), name, "m")
+    assert isinstance(weight, QTensor)
+    assert weight.scheme == QuantScheme(4, group)
+    expected = (codes - zeros.repeat_interleave(group, 0)).float() * scales.float().repeat_interleave(group, 0)
+    assert torch.equal(dequantize(weight), expected.T)
 
 
 def one_group(codes: list[int], zeros: list[int]) -> QTensor:
@@ -134,9 +175,9 @@ def test_dynamic_overrides(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"bits": 3}, "gptq: bits is 3, expected 4 or 8"),
+        ({"bits": 5}, "gptq: bits is 5, expected 2 or 3 or 4 or 8"),
         ({"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'"),
-        ({"checkpoint_format": "gptq_v2", "bits": 2}, "gptq_v2: bits is 2"),
+        ({"checkpoint_format": "gptq_v2", "bits": 6}, "gptq_v2: bits is 6"),
         ({"format": "gptq_v2"}, "checkpoint_format is 'gptq'"),
         ({"sym": None}, "sym is None"),
         ({"lm_head": True}, "lm_head is True"),
@@ -145,7 +186,7 @@ def test_dynamic_overrides(tmp_path: Path) -> None:
         ({"rotation": "hadamard"}, "rotation is 'hadamard'"),
         ({"adapter": {}}, "unknown fields adapter"),
         ({"dynamic": []}, "dynamic is not an object"),
-        ({"dynamic": {"+:a": {"bits": 3}}}, "dynamic: '[+]:a': bits is 3"),
+        ({"dynamic": {"+:a": {"bits": 7}}}, "dynamic: '[+]:a': bits is 7"),
         ({"dynamic": {"+:a": {"lora": 1}}}, "changes other fields"),
         ({"dynamic": {"-:(a": {}}}, "not a regular expression"),
         ({"dynamic": {"-:(a+)+$": {}}}, "repeats a group"),
