@@ -67,6 +67,11 @@ class ModelSpec:
         lengths = [layer.rope.original_max_position for layer in self.kinds if layer.rope.by_length]
         return min(lengths, default=0)
 
+    @property
+    def long_prompts_agree(self) -> bool:
+        """Whether all prompts above `dynamic_length` have the same angles."""
+        return all(layer.rope.kind != "dynamic" for layer in self.kinds)
+
     def with_sinks(self, count: int) -> ModelSpec:
         """The same model with `count` attention sinks. Raises ConfigError if no layer has a sliding window."""
         if count and not any(self.windows):

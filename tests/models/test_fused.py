@@ -86,6 +86,23 @@ def test_the_engine_gives_the_tokens_of_transformers(tmp_path: Path, name: str) 
         assert got == rows.argmax(-1).tolist()
 
 
+def test_long_prompts_share_a_prefix_and_short_ones_do_not(tmp_path: Path) -> None:
+    """LongRoPE has one set of factors for all prompts above 24 tokens."""
+    model = tiny.make(tmp_path, "phi3-long")
+    config = EngineConfig(block_size=8, max_batch_size=1, max_model_len=64, kv_dtype="float32")
+    engine = Engine.of(load_model(tmp_path), config)
+    found = []
+    for prompt, hits in ((PROMPT, 0), ([*PROMPT[:26], 7, 8, 9, 10, 11], 26), (PROMPT[:20], 26)):
+        (tokens,) = greedy(engine, [prompt], count=4)
+        found.append(tokens)
+        assert engine.stats().prefix_hits == hits
+    engine.close()
+    for prompt, got in zip((PROMPT, [*PROMPT[:26], 7, 8, 9, 10, 11], PROMPT[:20]), found, strict=True):
+        with torch.no_grad():
+            rows = model(torch.tensor([prompt + got])).logits[0, len(prompt) - 1 : -1]
+        assert got == rows.argmax(-1).tolist()
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_distributions_on_an_emulated_gpu(tmp_path: Path, name: str, emulated: None) -> None:
     model = tiny.make(tmp_path, name)

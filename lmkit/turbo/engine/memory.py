@@ -74,6 +74,7 @@ def kv_limits(spec: ModelSpec, config: EngineConfig, layout: KVLayout, num_block
         cache_quota=config.cache_quota,
         session_lease=config.session_lease,
         dynamic_length=spec.dynamic_length,
+        long_prompts_agree=spec.long_prompts_agree,
     )
 
 

@@ -21,7 +21,8 @@ class KVLimits:
     prefix_cache: bool = True
     cache_quota: float = 1.0  # share of the blocks that one tenant may keep in the cache
     session_lease: float = 300.0  # seconds
-    dynamic_length: int = 0  # KV of longer prompts depends on their length (dynamic RoPE); 0 = never
+    dynamic_length: int = 0  # longer prompts have other angles, and so another KV; 0 = never
+    long_prompts_agree: bool = False  # they all have the same (LongRoPE), not each length its own (dynamic RoPE)
 
     @property
     def num_groups(self) -> int:

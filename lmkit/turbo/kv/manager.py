@@ -103,7 +103,8 @@ class KVManager:
         """The namespace of the sequence's blocks. It decides their content besides the tokens, and who may see them."""
         salt, limit = seq.request.cache_salt, self.limits.dynamic_length
         if limit and seq.num_prompt_tokens > limit:
-            salt += f"\0RoPE of {seq.num_prompt_tokens} tokens"
+            alike = self.limits.long_prompts_agree
+            salt += "\0RoPE of " + ("long prompts" if alike else f"{seq.num_prompt_tokens} tokens")
         return seq.request.tenant, salt
 
     # ---- finding
