@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from benchmarks.resilience import budgets, connections, engine_faults, fairness, front_end, proxy, soak, streams
+from benchmarks.resilience import (
+    budgets,
+    connections,
+    engine_faults,
+    failover,
+    fairness,
+    front_end,
+    proxy,
+    soak,
+    streams,
+)
 from benchmarks.resilience.case import Case
 
 GROUPS: dict[str, tuple[Case, ...]] = {
     "budgets": budgets.CASES,
     "connections": connections.CASES,
     "engine_faults": engine_faults.CASES,
+    "failover": failover.CASES,
     "fairness": fairness.CASES,
     "front_end": front_end.CASES,
     "proxy": proxy.CASES,

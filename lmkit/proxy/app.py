@@ -35,6 +35,7 @@ from lmkit.proxy.downstream import DownstreamResponse
 from lmkit.proxy.fleet import Fleet
 from lmkit.proxy.forward import Call, Forwarder
 from lmkit.proxy.health import HealthChecker
+from lmkit.proxy.journal import Journal
 from lmkit.proxy.registry import Registry
 from lmkit.proxy.reload import ConfigFile
 from lmkit.proxy.router import Router, Routing
@@ -167,7 +168,7 @@ class Proxy:
             await response.fail(error)
 
     @contextlib.asynccontextmanager
-    async def _admitted(self, exchange: Exchange) -> AsyncGenerator[bytes]:
+    async def _admitted(self, exchange: Exchange) -> AsyncGenerator[tuple[bytes, Journal]]:
         """The request's body. It is held until the answer's end: it may have to be sent again."""
         scope, receive, response, _, tap = exchange
         if self.draining:
@@ -180,7 +181,8 @@ class Proxy:
         self.active += 1
         try:
             with self._bodies.share() as share:
-                yield await read_body(scope, receive, self.config.max_body_bytes, self.config.body_timeout, share)
+                body = await read_body(scope, receive, self.config.max_body_bytes, self.config.body_timeout, share)
+                yield body, Journal(share)
         finally:
             self.active -= 1
             told = tap.usage._asdict() if tap.usage else {}
@@ -188,12 +190,13 @@ class Proxy:
 
     async def forward(self, exchange: Exchange) -> None:
         scope, receive, response, key, tap = exchange
-        async with self._admitted(exchange) as body:
+        async with self._admitted(exchange) as (body, journal):
             path, client = scope["path"], named_client(scope["headers"])
             asked, name = read_asked(body), key.key if key else ""
             routing = self._router.routing(asked, scope["headers"], f"{name}\0{client}")
             async with charged(self.ledger, key, tap, response, path, body) as sent:
-                call = Call(path, scope["query_string"], scope["headers"], sent, asked.model, routing, name, client)
+                query, headers = scope["query_string"], scope["headers"]
+                call = Call(path, query, headers, sent, asked.model, routing, journal, name, client)
                 if isinstance(asked.previous_response_id, str):
                     routing = replace(routing, keeper=await self._forwarder.keeper(asked.previous_response_id, call))
                     call = replace(call, routing=routing)
@@ -202,11 +205,11 @@ class Proxy:
     async def stored_response(self, id: str, exchange: Exchange) -> None:
         """Read, delete or cancel a response, at the node that keeps it."""
         scope, receive, response, key, _ = exchange
-        async with self._admitted(exchange) as body:
+        async with self._admitted(exchange) as (body, journal):
             name, client = key.key if key else "", named_client(scope["headers"])
             path, query, headers, method = scope["path"], scope["query_string"], scope["headers"], scope["method"]
             routing = Routing("", self._router.policy)
-            call = Call(path, query, headers, body, "", routing, name, client, method=method)
+            call = Call(path, query, headers, body, "", routing, journal, name, client, method=method)
             keeper = await self._forwarder.keeper(id, call)
             if keeper is None:
                 raise RequestError("not_found", f"no node that answers keeps the response {id!r}", "response_id")

@@ -70,7 +70,7 @@ class Dispatcher:
             with self._bodies.share() as share:
                 share.add(len(call.body))
                 await self._forwarder.forward(
-                    replace(call, journal=Journal()), DownstreamResponse(_drop), _nothing, stop
+                    replace(call, journal=Journal(share)), DownstreamResponse(_drop), _nothing, stop
                 )
             outcome = "answered"
         except RequestError as error:

@@ -1,6 +1,7 @@
 """Forwards one request to a node and the node's response to the client, byte for byte.
 
-Before the first byte of the response, another node may take over, and after it if the journal of the stream is open.
+Before the first byte for the client, another node may take over, and after it if the journal of the stream is open.
+An answer that is no stream is sent once it is whole, if it is not large.
 Otherwise the client learns of a break. The request's body has been read whole, so it can be sent again.
 """
 
@@ -10,9 +11,9 @@ import asyncio
 import functools
 import secrets
 import time
-from collections.abc import Callable
-from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, replace
 
 from starlette.types import Receive
 
@@ -39,6 +40,7 @@ BROKEN = frozenset({500, 502, 504})  # statuses that count against a node; 503 o
 # A request that reached a node and got no response may have broken the node. It is tried once more, not on every node.
 MAX_RESENDS = 1
 _ERROR_HEADER = ERROR_HEADER.lower().encode()
+MAX_WHOLE_BYTES = 1 << 20  # of an answer that is sent once it is whole
 WAIT_SECONDS = 0.1  # between looks for a node that is back
 
 
@@ -56,11 +58,11 @@ class Call:
     body: bytes
     model: str
     routing: Routing
+    journal: Journal
     key: str = ""  # the client's; "" if clients have none
     client: str = ""  # the one that another proxy names
     last: bool = True  # no other model may answer it
     method: str = "POST"
-    journal: Journal = field(default_factory=Journal)
 
 
 class Forwarder:
@@ -153,8 +155,8 @@ class Forwarder:
                 try:
                     if await self._attempt(choice, call, client, tried, movable=resends < MAX_RESENDS):
                         return
-                except TimeoutError:  # of `_first_byte`
-                    log.warning("node %s is down: a request that waited for its first byte goes to another", node.url)
+                except TimeoutError:  # of `_leaving`
+                    log.warning("node %s is down: a request that waited for its answer goes to another", node.url)
                     resends += 1
                     self._record(node, good=False)
                 except UnreachableError as failure:
@@ -202,7 +204,8 @@ class Forwarder:
         """
         node, start = choice.node, time.perf_counter()
         with self._registry.prefilling(node, choice.missing):
-            answer = await self._first_byte(node, call, tried, movable=movable)
+            async with _leaving(node, call, tried, movable=movable):
+                answer = await self._upstream.send("POST", *self._request(node, call))
         try:
             seconds = time.perf_counter() - start
             self._registry.answered(node, call.model, answer.status, seconds)
@@ -219,25 +222,14 @@ class Forwarder:
                 if not call.last:
                     raise RequestError("queue_full", "the nodes of the model are busy")
             check_answer(answer)
+            if is_small(answer) and call.journal.reserve(int(answer.headers[b"content-length"])):
+                async with _leaving(node, call, tried, movable=movable):
+                    await answer.read()
             whole = await self._pass_on(node, answer, call, client, tried)
             self._record(node, good=whole and answer.status not in BROKEN)
             return whole or not call.journal.is_open
         finally:
             answer.close()
-
-    async def _first_byte(self, node: Node, call: Call, tried: list[Node], *, movable: bool) -> Answer:
-        """The head of the node's answer.
-
-        Raises TimeoutError if the node goes down before it, another could answer, and the call is `movable`.
-        """
-        async with asyncio.timeout(None) as limit:
-            abandon = functools.partial(limit.reschedule, 0)  # a time that has passed
-            if movable:
-                node.waiting[abandon] = (call.model, tried)
-            try:
-                return await self._upstream.send("POST", *self._request(node, call))
-            finally:
-                node.waiting.pop(abandon, None)
 
     def _record(self, node: Node, *, good: bool) -> None:
         if node.breaker.record(good=good):
@@ -257,12 +249,8 @@ class Forwarder:
         if not client.started:
             await client.start(answer.status, headers, events=events)
         first = call.path == RESPONSES and answer.status == 200
-        abandon: Callable[[], None] | None = None
         try:
-            async with asyncio.timeout(None) as limit, aclosing(answer.pieces()) as pieces:
-                if journal.is_open:
-                    abandon = functools.partial(limit.reschedule, 0)
-                    node.waiting[abandon] = (call.model, tried)
+            async with _leaving(node, call, tried, movable=journal.is_open), aclosing(answer.pieces()) as pieces:
                 async for piece in pieces:
                     if first:
                         self._stored.learn(node, piece)
@@ -280,9 +268,6 @@ class Forwarder:
             else:
                 await client.fail(error)
             return False
-        finally:
-            if abandon is not None:
-                node.waiting.pop(abandon, None)
         if journal.is_open and self._registry.candidates(call.model, tried):  # its own error, which is held
             log.warning("node %s gave up a stream, which goes on at another", node.url)
             journal.num_resumes += 1
@@ -308,6 +293,26 @@ class Forwarder:
                 body = call.journal.known() + body
             headers.append((b"authorization", b"Bearer " + node.config.api_key.encode()))
         return url, headers, body
+
+
+def is_small(answer: Answer) -> bool:
+    """Whether the answer is no stream, and short enough to be held until it is whole."""
+    length = answer.headers.get(b"content-length", b"")
+    streams = answer.headers.get(b"content-type", b"").lower().startswith(b"text/event-stream")
+    return not streams and length.isdigit() and int(length) <= MAX_WHOLE_BYTES
+
+
+@asynccontextmanager
+async def _leaving(node: Node, call: Call, tried: list[Node], *, movable: bool) -> AsyncGenerator[None]:
+    """Raises TimeoutError if the node goes down meanwhile, another could answer, and the call is `movable`."""
+    async with asyncio.timeout(None) as limit:
+        abandon = functools.partial(limit.reschedule, 0)  # a time that has passed
+        if movable:
+            node.waiting[abandon] = (call.model, tried)
+        try:
+            yield
+        finally:
+            node.waiting.pop(abandon, None)
 
 
 def check_answer(answer: Answer) -> None:

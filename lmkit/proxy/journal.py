@@ -7,6 +7,7 @@ import secrets
 import time
 
 from lmkit.proxy.downstream import WholeEvents
+from lmkit.web.budget import Share
 from lmkit.web.resume import MAX_JOURNAL_BYTES, STREAM_HEADER, Identity
 
 MAX_RESUMES = 4  # of one stream
@@ -17,14 +18,16 @@ _KEEP_ALIVE = b": keep-alive\n\n"
 class Journal:
     """One call's. It knows nothing until `begin`: only lmkit's nodes that trust the proxy write notes."""
 
-    def __init__(self) -> None:
+    def __init__(self, share: Share) -> None:
+        """`share` pays for what is kept. If it has no room, the stream cannot go on elsewhere."""
+        self._share = share
         self._identity = Identity(secrets.token_hex(16), int(time.time()))
         self._events = WholeEvents()
-        self._entries: list[bytes] = []
-        self._num_bytes = 0
+        self._entries = bytearray()  # with a comma behind each
         self._held = b""  # events whose note has not come
         self.num_resumes = 0
         self.is_open = False  # the stream can go on elsewhere
+        self._noted = False  # the node writes notes
 
     def header(self) -> tuple[bytes, bytes]:
         """For the next node."""
@@ -32,7 +35,7 @@ class Journal:
 
     def known(self) -> bytes:
         """What stands before the body for the next node."""
-        return b"[" + b",".join(self._entries) + b"]" if self._identity.fingerprint else b""
+        return b"[" + self._entries[:-1] + b"]" if self._identity.fingerprint else b""
 
     def begin(self, fingerprint: bytes | None) -> bool:
         """A node answers with this header. False: it does not go on with the stream that the client has."""
@@ -40,11 +43,12 @@ class Journal:
         if fits and fingerprint is not None:
             self._identity = self._identity._replace(fingerprint=fingerprint.decode("latin-1"))
             self._events, self._held, self.is_open = WholeEvents(), b"", True
+            self._noted = True
         return fits
 
     def feed(self, data: bytes) -> bytes:
         """Add a piece of the answer. Returns the events that the client may have."""
-        if not self.is_open:
+        if not self._noted:
             return data
         whole = self._events.feed(data)
         if whole == _KEEP_ALIVE and not self._held:
@@ -55,7 +59,7 @@ class Journal:
             ready += self._held[end : note.start()]
             end = note.end()
             self._note(note[1])
-            if not self.is_open:
+            if not self._noted:
                 return ready + self.rest(end)
         self._held = self._held[end:]
         return ready
@@ -66,9 +70,17 @@ class Journal:
         return held + self._events.rest()
 
     def _note(self, entry: bytes) -> None:
-        self._num_bytes += len(entry) + 1
-        if entry == b"end" or self._num_bytes > MAX_JOURNAL_BYTES - 2:
+        self._noted = entry != b"end"
+        if not self.is_open:
+            return
+        fits = len(self._entries) + len(entry) + 1 < MAX_JOURNAL_BYTES
+        if not self._noted or not fits or not self.reserve(len(entry) + 1):
             self.is_open = False
+            self._share.add(-len(self._entries))
             self._entries.clear()
         else:
-            self._entries.append(entry)
+            self._entries += entry + b","
+
+    def reserve(self, num_bytes: int) -> bool:
+        """Pay for bytes that are kept until the call ends. False: there is no room."""
+        return self._share.try_add(num_bytes)

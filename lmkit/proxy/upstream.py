@@ -48,6 +48,7 @@ class Answer:
 
     def __init__(self, response: aiohttp.ClientResponse) -> None:
         self._response = response
+        self._whole: bytes | None = None
         self.status = response.status
         self.headers = {name.lower(): value for name, value in response.raw_headers}
         self.raw_headers = response.raw_headers
@@ -68,9 +69,16 @@ class Answer:
 
     async def pieces(self) -> AsyncGenerator[bytes]:
         """The body as it arrives. Raises SilentError and BrokenError."""
+        if self._whole is not None:
+            yield self._whole
+            return
         with _failures():
             async for piece in self._response.content.iter_any():
                 yield piece
+
+    async def read(self) -> None:
+        """Wait for the whole body, so that `pieces` cannot fail. Raises SilentError and BrokenError."""
+        self._whole = b"".join([piece async for piece in self.pieces()])
 
     def close(self) -> None:
         if self._closed is not None:

@@ -61,6 +61,14 @@ class Share:
         if num_bytes > 0:
             self._budget.make_room(self)
 
+    def try_add(self, num_bytes: int) -> bool:
+        """Hold more bytes if nobody need be refused for them."""
+        budget = self._budget
+        fits = budget.used + num_bytes <= budget.total and self.num_bytes + num_bytes <= budget.each
+        if fits:
+            self.add(num_bytes)
+        return fits
+
     def refuse(self, message: str) -> None:
         self.clear()
         self.refusal = message

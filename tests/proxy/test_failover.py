@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from lmkit.proxy.journal import MAX_RESUMES
+from lmkit.proxy.journal import MAX_RESUMES, Journal
+from lmkit.web.budget import Budget
 from tests.proxy.fakes import BODY, CHAT, Exchange, FakeNode, Script, client, nodes, proxy_for
 
 pytestmark = pytest.mark.anyio
@@ -110,3 +111,49 @@ async def test_t9_a_node_without_a_key_is_told_nothing() -> None:
     ):
         await http.post(CHAT, content=BODY, headers={HEADER: "mine"})
         assert a.requests[0].header(HEADER) == []
+
+
+async def test_an_answer_that_breaks_off_is_asked_of_another_node() -> None:
+    async def broken(exchange: Exchange) -> None:
+        await exchange.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n{")
+        exchange.writer.close()
+
+    async with (
+        nodes(FakeNode("a", script=broken), FakeNode("b")) as (a, b),
+        proxy_for(a, b, policy="round_robin") as (proxy, url),
+        client(url) as http,
+    ):
+        answer = await http.post(CHAT, content=BODY)
+        assert (answer.status_code, answer.json()["node"]) == (200, "b")
+        assert (len(a.requests), len(b.requests)) == (1, 1)
+        assert [node.in_flight for node in proxy.registry.nodes()] == [0, 0]
+
+
+async def test_an_answer_of_a_node_that_goes_down_within_it_is_asked_of_another() -> None:
+    async def silent(exchange: Exchange) -> None:
+        await exchange.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n{")
+        exchange.node.health = 503
+        await exchange.until_left()
+
+    async with (
+        nodes(FakeNode("a", script=silent), FakeNode("b")) as (a, b),
+        proxy_for(a, b, policy="round_robin", health_interval=0.02, unhealthy_after=1) as (_, url),
+        client(url) as http,
+    ):
+        assert (await http.post(CHAT, content=BODY)).json()["node"] == "b"
+
+
+def test_t9_notes_count_in_the_memory_for_bodies() -> None:
+    budget = Budget(100, what="bodies of requests")
+    with budget.share() as share:
+        share.add(60)
+        journal = Journal(share)
+        journal.begin(PRINT.encode())
+        assert journal.feed(FIRST + NOTE) == FIRST
+        assert budget.used == 60 + len(journal.known()) - 1
+        for _ in range(4):  # no room: the stream stays, and nobody is refused
+            assert journal.feed(SECOND + NOTE) == SECOND
+        assert not journal.is_open
+        assert budget.used == 60
+        assert journal.feed(DONE + END) == DONE
+    assert budget.used == 0

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from benchmarks.resilience.failover import merged
 from tests.serve.live import Server
 
 KEY, HEADER = "k" * 16, "x-lmkit-stream"
@@ -62,33 +63,6 @@ def parts(text: str) -> tuple[list[str], list[Any]]:
     *pieces, last, rest = re.split(r"^: lmkit (.*)\n\n", text, flags=re.MULTILINE)
     assert (last, rest) == ("end", "")
     return pieces[::2], [json.loads(note) for note in pieces[1::2]]
-
-
-def merged(events: str) -> dict[Any, Any]:
-    """What a client has at the end, however the tokens were spread over events."""
-    found: dict[Any, Any] = {"done": events.count("data: [DONE]")}
-    for line in re.findall(r"^data: (\{.*)$", events, re.MULTILINE):
-        chunk = json.loads(line)
-        assert "error" not in chunk, chunk
-        found["head"] = [chunk[name] for name in ("id", "created", "model", "system_fingerprint")]
-        if chunk.get("usage"):
-            found["usage"] = chunk["usage"] | {"prompt_tokens_details": None}
-        for choice in chunk["choices"]:
-            _merge(found, (choice.pop("index"),), choice)
-    return found
-
-
-def _merge(found: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
-    if isinstance(value, dict) and path[-1] != "top_logprobs":
-        for name, item in value.items():
-            _merge(found, (*path, name), item)
-    elif path[-1] == "tool_calls":
-        for call in value:
-            _merge(found, (*path, call.pop("index")), call)
-    elif isinstance(value, list | str) and path in found:
-        found[path] += value
-    elif value is not None:
-        found[path] = value
 
 
 @pytest.mark.parametrize("name", BODIES)
