@@ -13,6 +13,8 @@ from torch import Tensor
 from lmkit.errors import CheckpointError
 from lmkit.formats.base import WeightFormat, resolve_format
 from lmkit.formats.checkpoint import CheckpointReader
+from lmkit.formats.mxfp4 import BLOCKS
+from lmkit.formats.mxfp4 import SCALES as MX_SCALES
 from lmkit.formats.parts import FLOATS, missing_parts
 from lmkit.formats.safetensors_file import DTYPES
 from lmkit.kernels.cuda.module import tensor_device
@@ -172,13 +174,20 @@ class ModelSource:
         for name in self.reader.names():
             info = self.reader.info(name)
             floating = info.dtype in FLOATS and not name.endswith(SCALES)
-            total += math.prod(info.shape) * dense if floating else info.nbytes
+            total += math.prod(info.shape) * dense if floating else info.nbytes * self._growth(name)
         head = math.prod(self.spec.head_shape)
         if self.spec.tie_embeddings:
             total += head * dense
         if lm_head == "int8":  # a byte a weight, and for each group a float16 scale and a zero byte
             total += head - head * dense + 3 * self.spec.vocab_size * HEAD_SCHEME.num_groups(self.spec.hidden_size)
         return total
+
+    def _growth(self, name: str) -> int:
+        """The bytes that a coded tensor takes in memory for each of its bytes in the file, at most."""
+        suffix = name.rpartition(".")[2]
+        if suffix in ("qweight", "qzeros") and self.config["quantization_config"].get("bits") in (2, 3):
+            return 2
+        return {BLOCKS: 2, MX_SCALES: 4}.get(suffix, 1)  # codes of 8 bits, float32 scales
 
     def close(self) -> None:
         self.reader.close()

@@ -62,6 +62,20 @@ def test_experts_keep_their_values(tmp_path: Path) -> None:
         assert torch.equal(weight, dense[role]), role
 
 
+def test_the_plan_counts_what_is_loaded(tmp_path: Path) -> None:
+    """And not the file's four bits."""
+    path, _ = packed(tmp_path)
+    source = ModelSource(path)
+    loaded = 0
+    for index in range(source.spec.num_layers):
+        for weight in source.layer_weights(index).values():
+            loaded += weight.codes.nbytes + weight.scales.nbytes if isinstance(weight, QTensor) else weight.nbytes
+    loaded += sum(
+        source.reader.info(f"{name}.weight").nbytes for name in ("model.embed_tokens", "lm_head", "model.norm")
+    )
+    assert source.weight_bytes("float32") == loaded
+
+
 def test_the_same_logits(tmp_path: Path) -> None:
     coded, dense = map(logits, packed(tmp_path))
     torch.testing.assert_close(coded, dense, rtol=1e-4, atol=1e-4)
