@@ -1,0 +1,131 @@
+"""Every fault of a node in every phase of its answer: the client learns of it in time, and no counter leaks."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+import httpx
+import pytest
+
+from lmkit.proxy.app import Proxy
+from tests.proxy.fakes import BODY, CHAT, Exchange, FakeNode, Script, client, eventually, nodes, proxy_for
+
+pytestmark = pytest.mark.anyio
+
+STREAM = b'data: {"a": 1}\n\ndata: [DONE]\n\n'
+WHOLE = b'{"choices": [{"text": "some words and a few more"}]}'
+HEAD = b"HTTP/1.1 200 OK\r\n"
+ANSWERS = {
+    "stream": (
+        HEAD + b"content-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n",
+        b"%x\r\n%s\r\n0\r\n\r\n" % (len(STREAM), STREAM),
+        STREAM,
+    ),
+    "whole": (HEAD + b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(WHOLE), WHOLE, WHOLE),
+}
+# The bytes that the node sends before its fault, counted from the end of its head. None: no byte at all.
+PHASES = {"request": None, "head": -20, "first byte": 0, "body": 12, "end": 35}
+
+
+async def _reset(exchange: Exchange, rest: bytes) -> None:
+    exchange.reset()
+
+
+async def _half_close(exchange: Exchange, rest: bytes) -> None:
+    exchange.writer.write_eof()
+    await exchange.until_left()
+
+
+async def _drip(exchange: Exchange, rest: bytes) -> None:
+    for i in range(len(rest)):
+        await exchange.write(rest[i : i + 1])
+        await asyncio.sleep(0.0005)
+
+
+async def _black_hole(exchange: Exchange, rest: bytes) -> None:
+    await exchange.until_left()
+
+
+async def _truncate(exchange: Exchange, rest: bytes) -> None:
+    exchange.writer.close()
+
+
+async def _garbage(exchange: Exchange, rest: bytes) -> None:
+    await exchange.write(b"\x00\xff?")
+    exchange.writer.close()
+
+
+FAULTS = {
+    "reset": _reset,
+    "half-close": _half_close,
+    "drip": _drip,
+    "black hole": _black_hole,
+    "truncate": _truncate,
+    "garbage": _garbage,
+}
+
+
+def faulty(kind: str, phase: str, fault: str) -> Script:
+    head, body, _ = ANSWERS[kind]
+    at = PHASES[phase]
+    sent = 0 if at is None else len(head) + at
+
+    async def script(exchange: Exchange) -> None:
+        await exchange.write((head + body)[:sent])
+        await asyncio.sleep(0.005)  # the proxy sees these bytes by themselves
+        await FAULTS[fault](exchange, (head + body)[sent:])
+
+    return script
+
+
+def sound(kind: str) -> Script:
+    async def script(exchange: Exchange) -> None:
+        await exchange.write(b"".join(ANSWERS[kind][:2]))
+
+    return script
+
+
+def leaks(proxy: Proxy) -> list[object]:
+    """What requests that have ended have left behind."""
+    counts = [(n.in_flight, n.queued, len(n.waiting), n.breaker._trying) for n in proxy.registry.nodes()]
+    return [count for count in (*counts, proxy.active, proxy._bodies.used) if count not in (0, (0, 0, 0, False))]
+
+
+async def outcome(url: str) -> tuple[int, bytes]:
+    """The status, 0 if the answer breaks off visibly, and the body."""
+    async with asyncio.timeout(30), client(url) as http:
+        try:
+            answer = await http.post(CHAT, content=BODY)
+        except httpx.RemoteProtocolError:
+            return 0, b""
+        return answer.status_code, answer.content
+
+
+@pytest.mark.parametrize("kind", ANSWERS)
+@pytest.mark.parametrize(("phase", "fault"), itertools.product(PHASES, FAULTS))
+async def test_a_fault_is_told_in_time_and_leaves_nothing_behind(kind: str, phase: str, fault: str) -> None:
+    async with (
+        nodes(FakeNode(script=faulty(kind, phase, fault))) as (node,),
+        proxy_for(node, read_timeout=0.3) as (proxy, url),
+    ):
+        status, body = await outcome(url)
+        await eventually(lambda: not leaks(proxy), 30)
+        if body != ANSWERS[kind][2]:
+            assert fault != "drip"
+            assert status in (0, 502, 504) or b'"error"' in body, body
+
+
+@pytest.mark.parametrize(
+    ("kind", "phase"), [("stream", "request"), ("stream", "head"), *(("whole", phase) for phase in PHASES)]
+)
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "black hole"])
+async def test_a_fault_before_the_client_has_a_byte_is_hidden_by_another_node(
+    kind: str, phase: str, fault: str
+) -> None:
+    async with (
+        nodes(FakeNode("a", script=faulty(kind, phase, fault)), FakeNode("b", script=sound(kind))) as (a, b),
+        proxy_for(a, b, policy="round_robin") as (proxy, url),
+    ):
+        assert await outcome(url) == (200, ANSWERS[kind][2])
+        await eventually(lambda: not leaks(proxy), 30)
