@@ -176,7 +176,8 @@ def _print_plan(model: str, chosen: str, quantizer: Quantizer, seconds: float) -
     steps = ", ".join(step.name() for step in recipe.steps)
     print(f"{model}: recipe {chosen}: {steps}")
     print(f"weights: {_scheme(recipe)}, format {recipe.format}; KV cache: {recipe.kv.bits} bits")
-    print(f"calibration: {calibration.num_samples} rows of {calibration.seq_len} tokens from {_sources(calibration)}")
+    rows = f"{calibration.num_samples} rows of {calibration.seq_len} tokens from {_sources(calibration)}"
+    print(f"calibration: {rows if calibration.has_text else 'none, rounding to nearest needs no text'}")
     print(
         f"estimate: {gib(budget.memory_bytes)} of memory, {gib(budget.disk_bytes)} of disk, {duration(seconds)}; "
         f"batches of {budget.batch_tokens} tokens"
@@ -229,7 +230,7 @@ def _print_report(report: QuantReport, output: Path) -> None:
         table.add_row(
             str(layer.index),
             *("dense" if error is None else f"{error:.5f}" for error in errors),
-            f"{layer.error:.5f}",
+            "-" if layer.error is None else f"{layer.error:.5f}",
             "-" if bits is None else f"{bits:.2f}",
             f"{layer.seconds:.1f}",
         )

@@ -103,6 +103,8 @@ def _layer_working_bytes(layer: LayerSpec, recipe: Recipe, batch_tokens: int) ->
     keys_and_values = 6 * layer.kv_size  # kept and copied
     forward = batch_tokens * (cost.token_width + keys_and_values) + 3 * cost.largest
     work = max(forward, cost.search_numbers, *(step.working_numbers(cost) for step in recipe.steps))
+    if not recipe.calibration.has_text:  # a weight and its rounded values
+        statistics, work = 0, 3 * cost.largest
     return 4 * (weights + statistics + work)
 
 
@@ -151,7 +153,8 @@ def disk_bytes(source: ModelSource, recipe: Recipe) -> int:
     and the checkpoint."""
     spec, calibration = source.spec, recipe.calibration
     width = 2 * spec.hidden_size + (scratch_width(spec) if any(step.by_parts for step in recipe.steps) else 0)
-    states = 4 * calibration.num_samples * calibration.seq_len * width * (2 if recipe.needs_exact else 1)
+    tokens = calibration.num_samples * calibration.seq_len * calibration.has_text
+    states = 4 * tokens * width * (2 if recipe.needs_exact else 1)
     others = source.reader.nbytes() - _layer_bytes(source)
     return states + 2 * _stored_bytes(source, recipe) + others
 

@@ -53,7 +53,7 @@ def make_plan(source: ModelSource, recipe: Recipe) -> Plan:
     spec, path = source.spec, source.reader.path
     if source.format.name != "dense":
         raise UnsupportedError(f"{path}: is quantized already ({source.format.name}); quantize the original checkpoint")
-    if recipe.calibration.seq_len > spec.max_position:
+    if recipe.calibration.has_text and recipe.calibration.seq_len > spec.max_position:
         raise ConfigError(
             f"recipe: calibration.seq_len {recipe.calibration.seq_len} exceeds the model's context, {spec.max_position}"
         )
@@ -115,7 +115,7 @@ def _seconds(spec: ModelSpec, recipe: Recipe) -> dict[str, float]:
     layers = mixed = 0.0
     for layer in spec.layers:
         cost = recipe.cost(layer)
-        passes = 1 + 1 / recipe.observed_share(layer) + 3 / HELD_OUT
+        passes = (1 + 1 / recipe.observed_share(layer) + 3 / HELD_OUT) * recipe.calibration.has_text
         layers += passes * cost.forward / speed.short + 2 * layer.num_weights / speed.rounding
         layers += sum(step.seconds(cost, speed) for step in recipe.steps)
         variants = 4 * len(candidates(recipe)) * spec.num_layers / 2  # mean number of variants that pass a layer

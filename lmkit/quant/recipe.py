@@ -30,7 +30,7 @@ from lmkit.formats.parts import Activations
 from lmkit.kernels.cpu.isa import multiplies_bfloat16
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.other_names import hint
-from lmkit.quant.sections import CalibrationRecipe, DatasetRecipe, KVLayerRecipe, KVRecipe, SchemeRecipe
+from lmkit.quant.sections import NO_TEXT, CalibrationRecipe, DatasetRecipe, KVLayerRecipe, KVRecipe, SchemeRecipe
 from lmkit.quant.steps.base import SAMPLE_TOKENS, LayerCost, Stage
 from lmkit.quant.steps.registry import STEPS, AnyStep, of_stage
 
@@ -72,7 +72,7 @@ class Recipe(StrictStruct, frozen=True, kw_only=True):
             raise ValueError(
                 f"`steps` are {order}: at most one of each, in this order, and one of them rounds ({rounders})"
             )
-        if problem := _budget_problem(self) or _scheme_problem(self):
+        if problem := _budget_problem(self) or _scheme_problem(self) or _text_problem(self):
             raise ValueError(problem)
 
     @property
@@ -151,6 +151,15 @@ def _budget_problem(recipe: Recipe) -> str | None:
     return None
 
 
+def _text_problem(recipe: Recipe) -> str | None:
+    if recipe.calibration.has_text:
+        return None
+    needs = [step.name() for step in recipe.steps if not step.is_plain]
+    needs += ["average_bits"] if recipe.average_bits is not None else []
+    needs += ["a KV cache of less than 16 bits"] if recipe.kv.is_fitted else []
+    return f"calibration: dataset {NO_TEXT}: {needs[0]} needs text" if needs else None
+
+
 def recipe_for(weight_format: str | None = None, bits: float | None = None, average_bits: float | None = None) -> str:
     """The recipe for what a user asks who names none."""
     if average_bits is not None:
@@ -162,7 +171,7 @@ def load_recipe(name: str, overrides: dict[str, Any] | None = None) -> Recipe:
     """Read a recipe by its name in recipes/ or by its path. Raises ConfigError.
 
     `overrides` ({key: value}, {section: {key: value}}) replace values of the file and pass the same checks. A value
-    None overrides nothing.
+    None overrides nothing. If they need text and the file has none, the text is the default.
     """
     path = find_recipe(name)
     where = f"recipe {name}"
@@ -176,10 +185,23 @@ def load_recipe(name: str, overrides: dict[str, Any] | None = None) -> Recipe:
         elif given := {key: value for key, value in values.items() if value is not None}:
             stored = changed.get(section) or {}
             changed[section] = (stored if isinstance(stored, dict) else {}) | given
+    calibration = changed.get("calibration")
+    if isinstance(calibration, dict) and calibration.get("dataset") == NO_TEXT and _asks_for_text(overrides or {}):
+        changed["calibration"] = {key: value for key, value in calibration.items() if key != "dataset"}
     try:
         return parse_recipe(changed, where)
     except ConfigError as error:
         raise ConfigError(f"{error}{_other_recipes(data, changed.get('format'))}") from None
+
+
+def _asks_for_text(overrides: dict[str, Any]) -> bool:
+    """Whether one of the values says how much text there is, or needs some."""
+    size = {key: value for key, value in (overrides.get("calibration") or {}).items() if key != "dataset"}
+    kv_bits = (overrides.get("kv") or {}).get("bits")
+    return any(value is not None for value in (*size.values(), overrides.get("average_bits"))) or kv_bits not in (
+        None,
+        16,
+    )
 
 
 def _other_recipes(data: dict[str, Any], weight_format: Any) -> str:

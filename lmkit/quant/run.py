@@ -38,7 +38,7 @@ from lmkit.quant.data.comm import Comm
 from lmkit.quant.data.hidden_states import Stream
 from lmkit.quant.data.workdir import WorkFolder, open_work
 from lmkit.quant.kv.config import KVFit, KVStats, make_kv_config, write_static
-from lmkit.quant.layer.quantize import LayerQuantizer
+from lmkit.quant.layer.quantize import LayerQuantizer, round_plainly
 from lmkit.quant.plan import Plan, make_plan
 from lmkit.quant.recipe import Recipe
 from lmkit.quant.report.evaluate import EVAL_TOKENS, EvalResult, Progress, evaluate
@@ -155,10 +155,10 @@ class Quantizer:
             "processes": self.comm.world_size,
         }
 
-    def _quantize_layers(self, work: WorkFolder, progress: Progress) -> Stream:
+    def _quantize_layers(self, work: WorkFolder, progress: Progress) -> Stream | None:
         """Quantize the layers that are not finished yet and keep each in the work folder.
 
-        Returns the stream behind the last layer.
+        Returns the stream behind the last layer. None: without calibration text there is no stream.
         """
         source, spec, comm = self.source, self.source.spec, self.comm
         first = int(comm.broadcast_bytes(str(work.num_done).encode()))
@@ -166,22 +166,16 @@ class Quantizer:
             log.info("going on in %s: %d of %d layers are finished", work.path, first, spec.num_layers)
         elif comm.is_first:
             check_weights(source, progress)
-        stream = Stream.embedded(
-            source,
-            self.data.rows,
-            batch_tokens=self.budget.batch_tokens,
-            folder=work.states(comm.rank),
-            layer=first,
-            exact=self.recipe.needs_exact,
-            comm=comm,
-        )
-        quantizer = LayerQuantizer(source, self.recipe, self.plan, stream)
+        stream = self._stream(work, first) if self.recipe.calibration.has_text else None
         for index in range(first, spec.num_layers):
             layer = source.layer(index, torch.float32)
             source.reader.release()
             seen = KVStats.empty(layer.spec.num_kv_heads, layer.spec.head_dim)
             done = functools.partial(self._stage_done, progress, index)
-            report = quantizer.quantize(layer, seen, done)
+            if stream is None:
+                report = round_plainly(source, self.recipe, self.plan, layer, done)
+            else:
+                report = LayerQuantizer(source, self.recipe, self.plan, stream).quantize(layer, seen, done)
             # From here on, every process has its hidden states behind the layer on the disk, and none writes to them.
             comm.wait()
             if comm.is_first:
@@ -192,6 +186,18 @@ class Quantizer:
             del layer
             source.reader.release()
         return stream
+
+    def _stream(self, work: WorkFolder, layer: int) -> Stream:
+        """The calibration rows in front of a layer."""
+        return Stream.embedded(
+            self.source,
+            self.data.rows,
+            batch_tokens=self.budget.batch_tokens,
+            folder=work.states(self.comm.rank),
+            layer=layer,
+            exact=self.recipe.needs_exact,
+            comm=self.comm,
+        )
 
     def _stage_done(self, progress: Progress, layer: int, stage: int) -> None:
         """Report the progress between two stages, and give memory that the last one read or freed to the system."""
@@ -256,13 +262,15 @@ class Quantizer:
         entry = get_format(self.recipe.format).config_entry(self.plan.linears, activations=self.recipe.activations)
         entry = write_static(writer, entry, self.recipe.kv, spec, kv_stats)
         writer.finish(source.config | {"quantization_config": entry}, source.reader.path)
-        if self.recipe.kv.scheme == "online":
+        if self.recipe.kv.scheme == "online" and self.recipe.calibration.has_text:
             save_kv_config(make_kv_config(self.recipe.kv, spec, kv_stats), folder)
 
-    def _check(self, folder: Path, stream: Stream, records: list[LayerRecord]) -> None:
+    def _check(self, folder: Path, stream: Stream | None, records: list[LayerRecord]) -> None:
         """Check that a second reader finds the intended weights in the written files, and that these give the logits
         of the run."""
         verify(folder, {module: value for record in records for module, value in record.digests.items()})
+        if stream is None:
+            return
         expected = stream.hidden(len(stream) - 1)[-stream.seq_len :]
         difference = check_logits(folder, self.source, self.data.rows[-1], expected, self.recipe.product_dtype)
         log.info("read back: logits differ by at most %.1e of the largest", difference)
@@ -289,7 +297,7 @@ def prepare(model: str | Path, recipe: Recipe, *, max_memory: int | None = None,
     plan = make_plan(source, recipe)
     tokenizer = Tokenizer.from_pretrained(source.reader.path)
     data = load_calibration(recipe.calibration, tokenizer)
-    largest, vocab_size = int(data.rows.max()), source.spec.vocab_size
+    largest, vocab_size = int(data.rows.max()) if len(data.rows) else 0, source.spec.vocab_size
     if largest >= vocab_size:
         raise CheckpointError(f"{source.reader.path}: the tokenizer gives token {largest}, the model has {vocab_size}")
     budget = fit(source, recipe, max_memory)

@@ -90,11 +90,14 @@ class DatasetRecipe(StrictStruct, frozen=True):
             raise ValueError("`weight` must be a finite number")
 
 
+NO_TEXT = "none"
+
+
 class CalibrationRecipe(StrictStruct, frozen=True):
     """The calibration text: `num_samples` rows of `seq_len` tokens.
 
     `dataset` is a source, sources that are pooled, or sources with weights. Each weighted source fills its share of the
-    rows; a name alone weighs 1.
+    rows; a name alone weighs 1. "none": there is no text, and no layer is run.
     """
 
     dataset: str | tuple[str | DatasetRecipe, ...] = "demo"
@@ -102,6 +105,10 @@ class CalibrationRecipe(StrictStruct, frozen=True):
     seq_len: Annotated[int, Meta(ge=8)] = 512
     seed: Annotated[int, Meta(ge=0, lt=1 << 32)] = 0
     all_experts: bool = False  # calibrate every expert of a sparse layer on all tokens, not only on its own
+
+    @property
+    def has_text(self) -> bool:
+        return self.dataset not in (NO_TEXT, (NO_TEXT,))
 
     def __post_init__(self) -> None:
         if not self.dataset:

@@ -199,3 +199,27 @@ def test_products_are_short_for_4_bit_integers_alone(monkeypatch: pytest.MonkeyP
     assert load_recipe("smoothquant_w8a8").product_dtype is torch.float32
     monkeypatch.setattr("lmkit.quant.recipe.multiplies_bfloat16", lambda: False)
     assert load_recipe(DEFAULT_RECIPE).product_dtype is torch.float32
+
+
+@pytest.mark.parametrize("name", ["rtn_w4a16_g128", "rtn_w8a16", "fp8_block", "fp8_channel", "fp8_tensor"])
+def test_recipes_that_round_to_nearest_read_no_text_unless_they_are_asked_for_something_that_needs_it(
+    name: str,
+) -> None:
+    assert not load_recipe(name).calibration.has_text
+    assert load_recipe(name, {"calibration": {"num_samples": 3}}).calibration.has_text
+    assert load_recipe(name, {"calibration": {"dataset": ["demo"]}}).calibration.has_text
+    assert load_recipe(name, {"kv": {"bits": 8}}).calibration.has_text
+    assert not load_recipe(name, {"kv": {"bits": 16}}).calibration.has_text
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("steps: [{step: awq_scale}, {step: rtn}]", "dataset none: awq_scale needs text"),
+        ("steps: [{step: rtn}]\nkv: {bits: 8}", "dataset none: a KV cache of less than 16 bits needs text"),
+        ("steps: [{step: rtn}]\nkv: {layers: {0: {k_bits: 4}}}", "a KV cache of less than 16 bits needs text"),
+    ],
+)
+def test_what_needs_text_is_refused_without(tmp_path: Path, text: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        load_recipe(write(tmp_path, f"{text}\ncalibration: {{dataset: none}}\n"))

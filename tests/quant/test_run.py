@@ -227,3 +227,19 @@ def test_weights_that_are_not_numbers_are_refused_and_nothing_is_left(tmp_path: 
     with pytest.raises(CheckpointError, match=r"not finite|not a finite number"):
         prepare(path, AWQ).run(tmp_path / "out")
     assert [file.name for file in tmp_path.iterdir()] == ["source"]
+
+
+def test_rounding_to_nearest_needs_no_text(source: Path, tmp_path: Path) -> None:
+    """The weights are those of a run with text. No layer is run: nothing is known of keys, values and outputs."""
+    without = prepare(source, recipe(calibration={"dataset": "none"})).run(tmp_path / "without")
+    prepare(source, recipe()).run(tmp_path / "with")
+    found, expected = (ModelSource(tmp_path / name) for name in ("without", "with"))
+    for name in expected.reader.names():
+        assert torch.equal(found.reader.tensor(name), expected.reader.tensor(name))
+    assert load_kv_config(tmp_path / "without") is None
+    for layer in without.layers:
+        assert layer.error is None
+        for linear in layer.linears:
+            assert linear.method == "rtn"
+            assert linear.error is not None
+            assert 0 < linear.error < 0.05

@@ -72,6 +72,8 @@ class _Part:
 
 def load_calibration(recipe: CalibrationRecipe, tokenizer: Tokenizer) -> CalibrationData:
     """Rows for a recipe. Raises ConfigError for an unknown source or too little text, CheckpointError for bad files."""
+    if not recipe.has_text:
+        return CalibrationData(torch.empty(0, recipe.seq_len, dtype=torch.int64), (), "")
     parts = _parts(recipe.dataset)
     counts = _shares(recipe.num_samples, parts)
     rows, sources = [], []

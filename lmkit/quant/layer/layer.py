@@ -105,7 +105,8 @@ def relative_error(weight: Tensor, rounded: QTensor, x: Tensor, dtype: torch.dty
     Products are of `dtype`.
     """
     if not len(x):
-        x = torch.eye(weight.shape[1])
+        power = float(weight.square().sum(dtype=torch.float64))
+        return float((dequantize(rounded) - weight).square().sum(dtype=torch.float64)) / power if power > 0 else 0.0
     error = times(x, dequantize(rounded) - weight, dtype).square().sum(dtype=torch.float64)
     signal = times(x, weight, dtype).square().sum(dtype=torch.float64)
     return float(error / signal) if signal > 0 else 0.0

@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
 import torch
 from torch import Tensor
 
-from lmkit.errors import UnsupportedError
+from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.models.decoder import DecoderLayer
 from lmkit.models.source import ModelSource
 from lmkit.qtensor import QTensor
@@ -86,21 +87,17 @@ class LayerQuantizer:
     def _linear_report(
         self, role: str, work: LayerWork, rtn_errors: dict[str, float], errors: dict[str, float]
     ) -> LinearReport:
-        layer, rounding = work.calibrated.layer, work.roundings.get(role)
-        module = layer.spec.module_name(layer.index, role)
-        return LinearReport(
-            module=module,
-            format="dense" if rounding is None else self.recipe.format,
-            reason=self.plan.dense.get(module),
+        rounding = work.roundings.get(role)
+        report = linear_report(self.source, self.recipe, self.plan, work.calibrated.layer, role, errors.get(role))
+        return msgspec.structs.replace(
+            report,
             clip=work.clips.get(role),
             rtn_error=rtn_errors.get(role),
-            error=errors.get(role),
             method=None if rounding is None else rounding.method,
             fallback=None if rounding is None else rounding.fallback,
             damping=None if rounding is None else rounding.damping,
             held_out_error=None if rounding is None else rounding.error,
             held_out_rtn_error=None if rounding is None else rounding.rtn_error,
-            bits=stored_bits(layer.weights[role], 8 * self.source.stored_dtype(layer.index, role).itemsize),
         )
 
     def _observe(self, layer: DecoderLayer, seen: KVStats) -> tuple[CalibratedLayer, Tensor]:
@@ -167,6 +164,51 @@ class LayerQuantizer:
                     dtype = source.stored_dtype(layer.index, role)
                     raise UnsupportedError(f"layer {layer.index}: {role} is beyond {dtype} once scaled")
                 layer.weights[role] = read_back
+
+
+def linear_report(
+    source: ModelSource, recipe: Recipe, plan: Plan, layer: DecoderLayer, role: str, error: float | None
+) -> LinearReport:
+    """What is known of every linear."""
+    module, weight = layer.spec.module_name(layer.index, role), layer.weights[role]
+    return LinearReport(
+        module=module,
+        format=recipe.format if isinstance(weight, QTensor) else "dense",
+        reason=plan.dense.get(module),
+        error=error,
+        bits=stored_bits(weight, 8 * source.stored_dtype(layer.index, role).itemsize),
+    )
+
+
+def round_plainly(
+    source: ModelSource, recipe: Recipe, plan: Plan, layer: DecoderLayer, done: Callable[[int], None]
+) -> LayerReport:
+    """Round `layer.weights` (float32) to nearest. The layer is not run, so the errors are those of the weights."""
+    start, errors = time.perf_counter(), {}
+    done(0)
+    for role, scheme in plan.schemes(layer.index).items():
+        weight = layer.weights[role]
+        assert isinstance(weight, Tensor)
+        try:
+            rounded = round_to_nearest(weight, scheme)
+        except (CheckpointError, UnsupportedError) as error:
+            raise type(error)(f"layer {layer.index}: {role}: {error}") from None
+        errors[role] = relative_error(weight, rounded, weight[:0])
+        layer.weights[role] = rounded
+    return LayerReport(
+        index=layer.index,
+        linears=tuple(
+            msgspec.structs.replace(
+                linear_report(source, recipe, plan, layer, role, errors.get(role)),
+                rtn_error=errors.get(role),
+                method="rtn" if role in errors else None,
+            )
+            for role in layer.spec.linears
+        ),
+        scales=(),
+        error=None,
+        seconds=round(time.perf_counter() - start, 2),
+    )
 
 
 def _sample_errors(

@@ -68,12 +68,13 @@ class HeldOutReport(StrictStruct, frozen=True):
 
 
 class LayerReport(StrictStruct, frozen=True):
-    """`error`: relative error of the layer's contribution to the residual stream, on the first calibration rows."""
+    """`error`: relative error of the layer's contribution to the residual stream, on the first calibration rows. None:
+    there are none."""
 
     index: int
     linears: tuple[LinearReport, ...]
     scales: tuple[ScaleReport, ...]
-    error: float
+    error: float | None
     seconds: float
     experts: ExpertsReport | None = None
     held_out: HeldOutReport | None = None
