@@ -105,8 +105,8 @@ def relative_error(weight: Tensor, rounded: QTensor, x: Tensor, dtype: torch.dty
     Products are of `dtype`.
     """
     if not len(x):
-        power = float(weight.square().sum(dtype=torch.float64))
-        return float((dequantize(rounded) - weight).square().sum(dtype=torch.float64)) / power if power > 0 else 0.0
+        change, power = (float(w.norm(dim=1).norm()) ** 2 for w in (dequantize(rounded).sub_(weight), weight))
+        return change / power if power > 0 else 0.0
     error = times(x, dequantize(rounded) - weight, dtype).square().sum(dtype=torch.float64)
     signal = times(x, weight, dtype).square().sum(dtype=torch.float64)
     return float(error / signal) if signal > 0 else 0.0
