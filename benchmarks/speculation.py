@@ -6,10 +6,11 @@
     edit    the same, and every line ends in a comment that the code lacks
     free    code goes on, greedily
     fresh   code goes on, sampled with temperature 1: little repeats itself
+    json    an answer that follows a schema, whose keys its grammar forces
 
 The demo model answers first. Its answers are the script of the other model, if one is named: that model computes every
 step, and each sampled token is replaced by the script's. So a model of random weights has the demo's acceptance, and
-its own costs. In `copy` and `edit` the script is the text itself.
+its own costs. In `copy` and `edit` the script is the text itself. `json` has no script.
 
 A round decodes the same prompts with both engines. The ratio is the median over the rounds.
 """
@@ -32,6 +33,7 @@ from lmkit.config import EngineConfig
 from lmkit.formats.hub import DEMO_FOLDER
 from lmkit.quant.report.evaluate import HELDOUT_TEXT
 from lmkit.text import Tokenizer
+from lmkit.text.grammar import json_schema
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.plan import NewSequence, SampledToken
 from lmkit.turbo.request import Request, SamplingParams
@@ -40,7 +42,21 @@ from lmkit.turbo.runners.sampler import Sampler
 
 NUM_TOKENS = 160  # of an answer
 PROMPT_CHARACTERS, BEGINNING = 700, 60
-KINDS = ("copy", "edit", "free", "fresh")
+KINDS = ("copy", "edit", "free", "fresh", "json")
+TEXT, NUMBER = {"type": "string", "maxLength": 6}, {"type": "integer", "minimum": 0, "maximum": 9999}
+
+
+def record(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+
+
+SCHEMA = record(
+    customer_name=TEXT,
+    shipping_address=record(street_name=TEXT, house_number=NUMBER, postal_code=NUMBER),
+    order_number=NUMBER,
+    delivery_instructions=TEXT,
+    is_confirmed={"type": "boolean"},
+)
 Prompt = tuple[int, ...]
 
 
@@ -83,16 +99,17 @@ def cases(count: int) -> dict[str, list[tuple[list[int], list[int]]]]:
             prompt = tokenizer.encode(f"{code}\n\n# Once more:\n{answer[:BEGINNING]}")
             wanted = tokenizer.encode(answer[BEGINNING:])
             found[kind].append((prompt, (wanted * 4)[:NUM_TOKENS]))
-        for kind in ("free", "fresh"):
+        for kind in ("free", "fresh", "json"):
             found[kind].append((tokenizer.encode(code), []))
     return found
 
 
-def run(engine: Engine, prompts: list[list[int]], *, temperature: float) -> tuple[float, list[list[int]]]:
+def run(engine: Engine, prompts: list[list[int]], kind: str) -> tuple[float, list[list[int]]]:
     """(seconds of decoding, the answers). The clock starts when all prompts are computed."""
     answers: dict[str, list[int]] = {}
+    how: dict[str, Any] = {"grammar": json_schema(SCHEMA)} if kind == "json" else {"ignore_eos": True}
     for i, prompt in enumerate(prompts):
-        params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, temperature=temperature, seed=i)
+        params = SamplingParams(max_tokens=NUM_TOKENS, temperature=float(kind == "fresh"), seed=i, **how)
         engine.add(Request(request_id=str(i), prompt_ids=prompt, params=params, cache_salt=str(time.perf_counter())))
         answers[str(i)] = []
     start = 0.0
@@ -106,17 +123,16 @@ def run(engine: Engine, prompts: list[list[int]], *, temperature: float) -> tupl
 
 def compare(model: str, kind: str, batch: int, rounds: int) -> dict[str, Any]:
     """One row."""
-    temperature = 1.0 if kind == "fresh" else 0.0
     pairs = cases(batch)[kind]
     prompts, wanted = [prompt for prompt, _ in pairs], [answer for _, answer in pairs]
     options: dict[str, Any] = {"max_batch_size": batch, "max_model_len": 2048, "prefix_cache": False}
     if not wanted[0]:
-        engine = Engine(str(DEMO_FOLDER), EngineConfig(**options))
-        _, wanted = run(engine, prompts, temperature=temperature)
+        engine = Engine(model if kind == "json" else str(DEMO_FOLDER), EngineConfig(**options))
+        _, wanted = run(engine, prompts, kind)
         engine.close()
     engines = [Engine(model, EngineConfig(**options, speculate=how)) for how in ("off", "ngram")]
     script = {tuple(prompt): answer for prompt, answer in zip(prompts, wanted, strict=True)}
-    for engine in engines:
+    for engine in engines if kind != "json" else []:
         Script.put_into(engine, script)
     times: list[tuple[float, float]] = []
     steps = [0, 0]
@@ -124,7 +140,7 @@ def compare(model: str, kind: str, batch: int, rounds: int) -> dict[str, Any]:
         seconds = [0.0, 0.0]
         for which in (0, 1) if turn % 2 else (1, 0):
             before = engines[which].stats().steps
-            seconds[which], answers = run(engines[which], prompts, temperature=temperature)
+            seconds[which], answers = run(engines[which], prompts, kind)
             steps[which] = engines[which].stats().steps - before
             assert answers == wanted, "speculation changed a token"
         times += [(seconds[0], seconds[1])] if turn else []
@@ -135,8 +151,8 @@ def compare(model: str, kind: str, batch: int, rounds: int) -> dict[str, Any]:
     return {
         "kind": kind,
         "batch": batch,
-        "plain_tokens_per_s": batch * NUM_TOKENS / plain,
-        "ngram_tokens_per_s": batch * NUM_TOKENS / guessed,
+        "plain_tokens_per_s": sum(map(len, wanted)) / plain,
+        "ngram_tokens_per_s": sum(map(len, wanted)) / guessed,
         "ratio": statistics.median(a / b for a, b in times),
         "steps": steps[0],
         "ngram_steps": steps[1],

@@ -237,6 +237,15 @@ class Guide:
             self._matcher.consume_tokens(token_ids)
         self._look()
 
+    @property
+    def may_be_forced(self) -> bool:
+        """False if several tokens may come next. It may be asked at any moment."""
+        return int(np.count_nonzero(self.allowed)) == 1  # 32 tokens share a number
+
+    def forced(self) -> list[int]:
+        """The tokens that must come next, as the tokenizer would write their text; none where there is a choice."""
+        return list(self._matcher.compute_ff_tokens()) if self.may_be_forced else []
+
     def _look(self) -> None:
         if self._matcher.is_error():
             self.allowed[:] = 0

@@ -10,7 +10,7 @@ from benchmarks import speculation
 from lmkit.formats.hub import DEMO_FOLDER
 
 
-@pytest.mark.parametrize("kind", ["copy", "fresh"])
+@pytest.mark.parametrize("kind", ["copy", "fresh", "json"])
 def test_both_ways_are_measured(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speculation, "NUM_TOKENS", 40)
     row = speculation.compare(str(DEMO_FOLDER), kind, 2, rounds=1)

@@ -120,7 +120,9 @@ class Engine:
             self._warm_up(limits)
         self._has_head = model.has_head
         eos = model.tokenizer.eos_token_ids if model.tokenizer is not None else ()
-        self.scheduler = Scheduler(limits, eos, tiers=self._tiers, kv_identity=model.kv_identity)
+        self.scheduler = Scheduler(
+            limits, eos, tiers=self._tiers, kv_identity=model.kv_identity, forced=self.runner.forced
+        )
         self.info = _info(model, limits)
         for file in model.mapped:
             packed_cache.check_in_background(file, self._lose)

@@ -61,6 +61,11 @@ class CpuRunner(PlanRunner):
         """Wait for a plan. Raises the plan's own exception."""
         return ticket()
 
+    def forced(self, slot: int) -> list[int]:
+        """See Runner. A guide takes in each token as it is sampled."""
+        edits = self.sampler.edits.get(slot)
+        return edits.guide.forced() if edits is not None and edits.guide is not None else []
+
     def close(self) -> None:
         self._thread.shutdown()
 

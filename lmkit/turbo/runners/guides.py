@@ -61,6 +61,11 @@ class RunningGuide:
 
         self._under_way = self._thread.submit(step)
 
+    def forced(self) -> list[int]:
+        """The next tokens, as far as the grammar leaves no choice. Another thread may call `advance` meanwhile."""
+        guide = self._under_way.result()
+        return self._thread.submit(guide.forced).result() if guide.may_be_forced else []
+
     def allowed(self) -> np.ndarray:
         """int32 [ceil(vocab / 32)], a bit for each token that may come next. Valid until `advance`."""
         return self._under_way.result().allowed

@@ -49,6 +49,9 @@ class Runner(Protocol):
     def collect(self, ticket: Ticket) -> StepResult:
         """Wait for a plan. Raises the plan's error, or EngineLostError if no other plan can run either."""
 
+    def forced(self, slot: int) -> list[int]:
+        """The next tokens of the slot's sequence, as far as its grammar leaves no choice. None if that is unknown."""
+
     def close(self) -> None:
         """Wait for plans under way and end the threads."""
 
@@ -101,6 +104,10 @@ class PlanRunner:
         self._tiers = parts.tiers
         self._sums: dict[int, np.ndarray] = {}  # by slot: of the hidden states of a text so far, float64 [hidden]
         self._failed: set[int] = set()  # slots of a step that raised: a later plan's chunks for them are void
+
+    def forced(self, slot: int) -> list[int]:
+        """See Runner."""
+        return []
 
     @contextmanager
     def _begun(self, plan: StepPlan) -> Iterator[list[Chunk]]:

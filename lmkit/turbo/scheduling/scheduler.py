@@ -75,7 +75,9 @@ class Scheduler:
         tiers: TierStore | None = None,
         kv_identity: bytes = b"",
         clock: Callable[[], float] = time.monotonic,
+        forced: Callable[[int], list[int]] = lambda slot: [],
     ) -> None:
+        """`forced`: the next tokens of a slot's sequence, as far as its grammar leaves no choice."""
         self.limits = limits
         self._eos_token_ids = eos_token_ids
         self._clock = clock
@@ -91,7 +93,7 @@ class Scheduler:
         self._outputs: list[StepOutput] = []
         self._tier_hits: Counter[str] = Counter()
         longest = limits.max_draft_tokens
-        self._speculation = Speculation(longest, overlaps=limits.overlaps) if longest else None
+        self._speculation = Speculation(longest, forced, overlaps=limits.overlaps) if longest else None
         self._arrivals = self._prompt_tokens = self._generation_tokens = self._steps = 0
 
     # ---- requests

@@ -3,6 +3,8 @@
 A step that computes a few tokens more of a sequence costs little, because reading the weights costs most. Guesses that
 the sampled tokens confirm are kept (plan.Chunk.draft), so the tokens are those of a run without guesses, bit for bit.
 
+Guesses come from the text itself (ngrams.py). Where a grammar leaves no choice, they are what must follow.
+
 Guesses are judged all the time, also while none is computed: each new token shows whether a guess at it would have been
 right. The chance of a guess depends on how many tokens before it agreed with their source. The length of each draft
 follows from these chances and from the measured times of steps:
@@ -16,6 +18,7 @@ plain step hides.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import itemgetter
 
@@ -28,6 +31,7 @@ MARGIN = 1.05
 BANDS = (4, 6, 9, 14, 22, LONGEST + 1)  # agreeing tokens below which a guess belongs to the first, second, ... band
 BAND = [next(place for place, end in enumerate(BANDS) if agreed < end) for agreed in range(LONGEST + 1)]
 TERMS = ((1, 0, 0, 0, 0), (0, 1, 0, 0, 0), (0, 0, 1, 0, 0))  # of pacing.StepTimes: a step, a token of it, waiting
+FORCED = 0.97  # the chance of a token that a grammar forces: the same text may be written in other tokens
 SURE = 4.0  # guesses of a sequence that count as much as those of all other sequences
 FORGET = 0.998  # of what all sequences showed, with each guess
 TIMED = 8  # one in so many plain steps is timed: they are alike
@@ -55,14 +59,15 @@ class _Text:
 
     ngrams: Ngrams
     own: Chances = field(default_factory=lambda: Chances([0.0] * len(BANDS), [0.0] * len(BANDS)))
+    forced: list[int] = field(default_factory=list)  # the next tokens, as its grammar wants them
 
 
 class Speculation:
     """Proposes drafts of at most `longest` tokens. It owns the indices of the running sequences' texts."""
 
-    def __init__(self, longest: int, *, overlaps: bool) -> None:
+    def __init__(self, longest: int, forced: Callable[[int], list[int]], *, overlaps: bool) -> None:
         self.num_drafts = self.num_draft_tokens = self.num_accepted = 0
-        self._longest, self._overlaps = longest, overlaps
+        self._longest, self._forced, self._overlaps = longest, forced, overlaps
         self._texts: dict[Sequence, _Text] = {}
         self._chances = Chances()
         self._times = StepTimes()
@@ -79,7 +84,8 @@ class Speculation:
         if any(seq.num_pending for seq in sequences):
             return bool(lengths)
         for seq, length in lengths.items():
-            seq.propose(self._texts[seq].ngrams.guess(length))
+            text = self._texts[seq]
+            seq.propose(text.forced[:length] or text.ngrams.guess(length))
         return False
 
     def _lengths(self, sequences: list[Sequence], budget: int) -> dict[Sequence, int]:
@@ -110,10 +116,15 @@ class Speculation:
             text = self._texts[seq] = _Text(Ngrams(seq.token_ids))
         self._learn(text, seq)
         chances: list[float] = []
+        longest = min(self._longest, seq.max_tokens - seq.num_tokens - 1)
+        if seq.request.params.grammar:
+            text.forced = self._forced(seq.slot)[seq.num_pending :] if seq.has_entered else []
+        if text.forced:
+            return [FORCED**count for count in range(1, min(longest, len(text.forced)) + 1)]
         if text.ngrams.place < 0:
             return chances
         chance, agreed = 1.0, text.ngrams.agreed
-        for _ in range(min(self._longest, seq.max_tokens - seq.num_tokens - 1)):
+        for _ in range(longest):
             chance *= self._chance(text, agreed)
             if chance < least:
                 break

@@ -90,6 +90,21 @@ def test_guesses_follow_the_grammar(demo_model: Path, monkeypatch: pytest.Monkey
     assert engine.stats().accepted_tokens > 10
 
 
+def test_what_a_grammar_forces_is_computed_at_once(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first key is guessed although nothing like it stood before."""
+    monkeypatch.setattr(speculation.StepTimes, "record", lambda self, counts, seconds: None)
+    first = constrained(demo_model)[0]
+    grammar = grammar_of("regex", r'\{"shipping_address_of_the_customer": [0-9]\}', "field")
+    params = msgspec.structs.replace(first.params, grammar=grammar, max_tokens=100)
+    requests = [msgspec.structs.replace(first, params=params)]
+    want = run(engine_for(demo_model), requests)[first.request_id]
+    engine = engine_for(demo_model, speculate="ngram")
+    got = run(engine, requests)[first.request_id]
+    assert tokens(got) == tokens(want)
+    assert engine.stats().accepted_tokens > len(tokens(want)) // 2
+    assert len(got) < len(want)
+
+
 def test_a_guide_that_fails_ends_its_request_alone(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cut, _, free, _ = constrained(demo_model, max_tokens=3)
     grammar = grammar_of("regex", "x{9}", "field")
