@@ -183,17 +183,28 @@ class CompletionRequest(_Sampling):
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
 
-class TokenizeRequest(Strict):
-    """Either a prompt or messages."""
+class TemplateRequest(Strict):
+    """llama.cpp's: a conversation that the chat template is to write."""
 
     absent = {**neutral.GENERATION, "chat_template": (None,)}
 
     model: str | None = None
-    prompt: str | None = None
     messages: Messages | None = None
-    add_special_tokens: bool = True  # of a prompt; a chat template writes its own
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: TemplateVariables | None = None
+
+    @property
+    def num_chars(self) -> int:
+        tools = sum(len(str(tool.function.parameters)) for tool in self.tools or ())
+        return tools + sum(message.num_chars for message in self.messages or ())
+
+
+class TokenizeRequest(TemplateRequest):
+    """vLLM's: either a prompt or messages."""
+
+    prompt: str | None = None
+    add_special_tokens: bool = True  # of a prompt; a chat template writes its own
     return_token_strs: bool = False
 
 

@@ -52,8 +52,20 @@ class Style:
     def render(self, body: ChatCompletionRequest, variables: dict[str, Any]) -> str:
         """The conversation as the model's template writes it. Raises RequestError."""
         variables = self._with_effort(body.reasoning_effort, variables)
-        tools = [_described(tool) for tool in shown_tools(body)]
-        messages: Sequence[Mapping[str, Any]] = list(map(plain_message, body.messages))
+        add = True if body.add_generation_prompt is None else body.add_generation_prompt
+        return self.write(body.messages, shown_tools(body), variables, add_generation_prompt=add)
+
+    def write(
+        self,
+        conversation: Sequence[ChatMessage],
+        described: Sequence[Tool] = (),
+        variables: dict[str, Any] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """A conversation and the tools that it may call. Raises RequestError."""
+        tools = [_described(tool) for tool in described]
+        messages: Sequence[Mapping[str, Any]] = list(map(plain_message, conversation))
         if tools and self.dialect is None:
             message = "this model's chat template shows no form for calls of tools; name one with --tool-parser"
             raise RequestError("unsupported_parameter", message, "tools")
@@ -61,8 +73,9 @@ class Style:
         if not self.takes_tools and (tools or has_calls):
             form = self.dialect if self.dialect is not None and self.dialect.syntax == "json" else PLAIN
             messages, tools = with_texts(messages, tools, form), []
-        add = True if body.add_generation_prompt is None else body.add_generation_prompt
-        return self._tokenizer.render_chat(messages, add_generation_prompt=add, variables=variables, tools=tools)
+        return self._tokenizer.render_chat(
+            messages, add_generation_prompt=add_generation_prompt, variables=variables, tools=tools
+        )
 
     def _with_effort(self, effort: str | None, variables: dict[str, Any]) -> dict[str, Any]:
         """The variables for an effort. A template that can only think or not is told that. Raises RequestError."""

@@ -19,9 +19,8 @@ from lmkit.errors import RequestError
 from lmkit.formats.generation_config import RANGES
 from lmkit.serve.auth import NOBODY, Owner
 from lmkit.serve.constraint import constraint
-from lmkit.serve.conversation import ChatMessage
 from lmkit.serve.protocol import MAX_SEQUENCES, ChatCompletionRequest, CompletionRequest, Placed
-from lmkit.serve.style import Style, called_tools, plain_message
+from lmkit.serve.style import Style, called_tools
 from lmkit.text import EncodedTurn, TokenHistory, Tokenizer
 from lmkit.turbo.request import EngineInfo, Request, SamplingParams
 
@@ -115,17 +114,6 @@ def _num_logprobs(body: ChatCompletionRequest | CompletionRequest, answer: int |
 def choices_per_prompt(body: CompletionRequest) -> int:
     """The number of sequences that are generated for a prompt."""
     return body.best_of or body.n or 1
-
-
-def chat_text(
-    messages: Sequence[ChatMessage],
-    tokenizer: Tokenizer,
-    add_generation_prompt: bool,
-    variables: dict[str, Any] | None = None,
-) -> str:
-    """A conversation as the model's template renders it."""
-    plain = list(map(plain_message, messages))
-    return tokenizer.render_chat(plain, add_generation_prompt=add_generation_prompt, variables=variables)
 
 
 def _asked_tokens(body: ChatCompletionRequest | CompletionRequest) -> int | None:

@@ -1,8 +1,11 @@
-"""POST /tokenize, /detokenize and /v1/encode, GET /tokenizer_info: the model's tokenizer and chat template."""
+"""The model's tokenizer and chat template.
+
+POST /tokenize, /detokenize, /v1/encode and /apply-template, GET /tokenizer_info.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -12,9 +15,9 @@ from lmkit.errors import RequestError
 from lmkit.serve.body import read_json
 from lmkit.serve.choose import choose, shared
 from lmkit.serve.conversation import ChatMessage
-from lmkit.serve.protocol import DetokenizeRequest, EncodeRequest, TokenizeRequest
-from lmkit.serve.to_request import chat_text, check_ids
-from lmkit.text import Tokenizer
+from lmkit.serve.protocol import DetokenizeRequest, EncodeRequest, TemplateRequest, TokenizeRequest
+from lmkit.serve.serving import Serving
+from lmkit.serve.to_request import check_ids
 
 router = APIRouter()
 
@@ -25,11 +28,13 @@ async def tokenize(request: Request) -> Response:
     server = await choose(request, body.model)
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("invalid_request", "send either prompt or messages", "prompt")
-    num_chars = len(body.prompt or "") + sum(message.num_chars for message in body.messages or ())
+    if body.tools and body.messages is None:
+        raise RequestError("invalid_request", "tools: only messages go with tools, not a prompt", "tools")
+    num_chars = len(body.prompt or "") + body.num_chars
     max_model_len = server.info.max_model_len
 
     def answer() -> dict[str, Any]:
-        ids = _token_ids(body, server.tokenizer)
+        ids = _token_ids(body, server)
         fields: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": max_model_len}
         if body.return_token_strs:
             texts = {i: server.tokenizer.token_text(i) for i in set(ids)}
@@ -39,11 +44,26 @@ async def tokenize(request: Request) -> Response:
     return await _json(request, num_chars, answer)
 
 
-def _token_ids(body: TokenizeRequest, tokenizer: Tokenizer) -> list[int]:
+def _token_ids(body: TokenizeRequest, server: Serving) -> list[int]:
     if body.messages is None:
-        return tokenizer.encode(body.prompt or "", body.add_special_tokens)
-    text = chat_text(body.messages, tokenizer, body.add_generation_prompt, body.chat_template_kwargs)
-    return tokenizer.encode(text, add_special_tokens=False)
+        return server.tokenizer.encode(body.prompt or "", body.add_special_tokens)
+    return server.tokenizer.encode(_written(body, body.messages, server), add_special_tokens=False)
+
+
+def _written(body: TemplateRequest, messages: Sequence[ChatMessage], server: Serving) -> str:
+    """The conversation as /v1/chat/completions writes it."""
+    tools, variables = body.tools or (), body.chat_template_kwargs
+    return server.style.write(messages, tools, variables, add_generation_prompt=body.add_generation_prompt)
+
+
+@router.post("/apply-template")
+async def apply_template(request: Request) -> Response:
+    """llama.cpp's: the text that the chat template makes of messages."""
+    body = await read_json(request, TemplateRequest)
+    server = await choose(request, body.model)
+    if (messages := body.messages) is None:
+        raise RequestError("invalid_request", "messages: Field required", "messages")
+    return await _json(request, body.num_chars, lambda: {"prompt": _written(body, messages, server)})
 
 
 @router.post("/detokenize")
@@ -67,7 +87,7 @@ async def encode(request: Request) -> Response:
     texts = [body.input] if isinstance(body.input, str) else body.input
 
     def answer() -> dict[str, Any]:
-        ids = [_encoded(text, body, server.tokenizer) for text in texts]
+        ids = [_encoded(text, body, server) for text in texts]
         if isinstance(body.input, str):
             return {"input_ids": ids[0], "length": len(ids[0])}
         return {"input_ids": ids, "length": [len(row) for row in ids]}
@@ -75,11 +95,11 @@ async def encode(request: Request) -> Response:
     return await _json(request, sum(map(len, texts)), answer)
 
 
-def _encoded(text: str, body: EncodeRequest, tokenizer: Tokenizer) -> list[int]:
+def _encoded(text: str, body: EncodeRequest, server: Serving) -> list[int]:
     if not body.do_preprocess:
-        return tokenizer.encode(text, body.add_bos)
-    rendered = chat_text([ChatMessage(role="user", content=text)], tokenizer, add_generation_prompt=True)
-    return tokenizer.encode(rendered, add_special_tokens=False)
+        return server.tokenizer.encode(text, body.add_bos)
+    written = server.style.write([ChatMessage(role="user", content=text)])
+    return server.tokenizer.encode(written, add_special_tokens=False)
 
 
 @router.get("/tokenizer_info")

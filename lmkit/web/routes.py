@@ -26,7 +26,7 @@ _OTHERS = frozenset({
     "/reset_prefix_cache", "/resume", "/resume_memory_occupation", "/server_info",
     "/start_profile", "/stop_profile", "/terminate", "/update_weights",
     "/update_weights_from_disk", "/update_weights_from_distributed", "/update_weights_from_tensor", "/version",
-    "/wakeup", "/chat_tokenize", "/info", "/prometheus", "/apply-template", "/completion", "/embedding",
+    "/wakeup", "/chat_tokenize", "/info", "/prometheus", "/completion", "/embedding",
     "/embeddings", "/infill", "/lora-adapters", "/props", "/reranking", "/slots", "/api", "/docs", "/redoc",
     "/openapi.json", "/nodes",
 })  # fmt: skip

@@ -28,6 +28,11 @@ BODIES: dict[str, dict[str, Any]] = {
     },
     "/tokenize": {"prompt": "some text", "return_token_strs": True, "add_special_tokens": False},
     "/detokenize": {"tokens": [5, 6, 7], "skip_special_tokens": True},
+    "/apply-template": {
+        "messages": [{"role": "user", "content": "Hi"}],
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
+        "add_generation_prompt": False,
+    },
     "/v1/responses": {
         "model": "demo",
         "max_output_tokens": 2,

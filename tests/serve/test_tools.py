@@ -309,3 +309,29 @@ def test_a_call_that_a_limit_cuts() -> None:
 def test_every_model_of_the_tests_has_a_style() -> None:
     style = Style(TOKENIZER)
     assert (style.dialect, style.thought) == (HERMES, None)
+
+
+def conversations() -> list[dict[str, Any]]:
+    """A question with tools, and one whose history has a call and its result."""
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    turns = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+    turns += [{"role": "tool", "tool_call_id": "c1", "content": "42"}]
+    return [CHAT, CHAT | {"messages": [*CHAT["messages"], *turns]}]
+
+
+@pytest.mark.parametrize("body", conversations())
+def test_tokenize_and_apply_template_write_tools_as_a_chat_does(body: dict[str, Any]) -> None:
+    server, engine = app("x")
+    assert server.post(CHAT_PATH, body).status_code == 200
+    prompt = engine.requests[0].prompt_ids
+    assert server.post("/tokenize", body).json()["tokens"] == prompt
+    text = server.post("/apply-template", body).json()["prompt"]
+    assert '"description": "Does f."' in text
+    assert TOKENIZER.encode(text, add_special_tokens=False) == prompt
+
+
+def test_tools_beside_a_prompt_and_a_template_without_messages_are_refused() -> None:
+    server, _ = app("x")
+    bodies = {"/tokenize": {"prompt": "Hi", "tools": TOOLS}, "/apply-template": {"tools": TOOLS}}
+    params = {path: server.post(path, body).json()["error"]["param"] for path, body in bodies.items()}
+    assert params == {"/tokenize": "tools", "/apply-template": "messages"}
