@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from random import Random
 from typing import Literal
 
 State = Literal["closed", "open", "half-open"]
+WINDOW = 20  # requests; a node that fails half of them rests too
+MAX_REST = 16  # times the first rest
+JITTER = 0.25  # share of a rest by which it may be longer, so that proxies do not all try at once
 
 
 class Breaker:
-    """closed --`failures` in a row--> open --`seconds`--> half-open --a good request--> closed, else --> open.
+    """closed --`failures` in a row, or half of `WINDOW`--> open --rest--> half-open --a good request--> closed, else
+    --> open.
 
+    The first rest takes `seconds`. It doubles each time that the trial fails, or that the breaker opens again before
+    `WINDOW` requests have gone well in all.
     Health checks find a node that is down. This finds one whose checks are good and whose answers are not.
     """
 
-    def __init__(self, failures: int, seconds: float, clock: Callable[[], float]) -> None:
+    def __init__(self, failures: int, seconds: float, clock: Callable[[], float], rng: Random | None = None) -> None:
         self._limit, self._seconds, self._clock = failures, seconds, clock
+        self._rng = rng or Random()
         self._failures = 0  # in a row
+        self._failed = deque[bool](maxlen=WINDOW)  # of the last requests
+        self._rest = 1  # times `seconds`, of the next rest
+        self._good = 0  # since the last rest
         self._open_until: float | None = None
         self._trying = False  # a request runs that decides
         self.opened = 0  # how often
@@ -41,12 +53,20 @@ class Breaker:
 
     def record(self, *, good: bool) -> bool:
         """The outcome of a request. True if the breaker opens."""
+        self._failed.append(not good)
         if good:
             self._failures, self._open_until = 0, None
+            self._good += 1
+            if self._good >= WINDOW:
+                self._rest = 1
             return False
         self._failures += 1
-        opens = self.state == "half-open" or (self.state == "closed" and self._failures >= self._limit)
+        often = 2 * sum(self._failed) >= WINDOW
+        opens = self.state == "half-open" or (self.state == "closed" and (often or self._failures >= self._limit))
         if opens:
-            self._open_until = self._clock() + self._seconds
+            self._open_until = self._clock() + self._seconds * self._rest * (1 + JITTER * self._rng.random())
+            self._rest = min(2 * self._rest, MAX_REST)
+            self._good = 0
+            self._failed.clear()
             self.opened += 1
         return opens

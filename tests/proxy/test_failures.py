@@ -523,10 +523,10 @@ async def test_breaker_keeps_requests_from_a_node_that_fails_them() -> None:
         assert (status["breaker"], status["breaker_opened"]) == ("open", 1)
         assert f'lmkit_proxy_breaker{{node="{a.url}"}} 2.0' in figures
         assert f'lmkit_proxy_breaker_opened_total{{node="{a.url}"}} 1.0' in figures
-        now[0] = 11.0
+        now[0] = 13.0
         assert proxy.registry.status()[0]["breaker"] == "half-open"
         assert await ask(4) == (1, 3)  # one trial, which fails
-        now[0] = 22.0
+        now[0] = 40.0
         a.script = FakeNode().script
         assert await ask(4) == (2, 2)
         assert proxy.registry.status()[0]["breaker"] == "closed"
