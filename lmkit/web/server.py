@@ -16,6 +16,7 @@ from lmkit.web.accept import Acceptor, most_connections
 from lmkit.web.connection import Connection, Turns
 from lmkit.web.tls import Certificate
 
+RARELY = 10_000, 20, 50  # searches for garbage: hundreds of connections have objects enough to be searched for 50 ms
 CLOSE_SECONDS = 3.0  # for a client to confirm the end of a TLS connection
 
 
@@ -42,7 +43,7 @@ class HttpServer(uvicorn.Server):
         address. `beside` is entered before the first request and left after the last one."""
         self._beside, self._stack = beside, contextlib.AsyncExitStack()
         self._on_ready, self._files_each, self._turns, self._tls = on_ready, files_each, Turns(), tls
-        self._limit_each = limit_each
+        self._limit_each, self._threshold = limit_each, gc.get_threshold()
         super().__init__(
             uvicorn.Config(
                 app,
@@ -72,12 +73,14 @@ class HttpServer(uvicorn.Server):
         if self._beside is not None:
             await self._stack.enter_async_context(self._beside)
         gc.freeze()  # a search for garbage through all modules would stop every connection for 0.1 s
+        gc.set_threshold(*RARELY)
         self.started = True
         self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)
         await self._stack.aclose()
+        gc.set_threshold(*self._threshold)
         gc.unfreeze()
 
     def _connection(self, on_lost: Callable[[], None], has_room: bool) -> Connection:
