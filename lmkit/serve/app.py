@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 
 from lmkit.config import ServerConfig
 from lmkit.errors import RequestError
-from lmkit.serve import chat, completions, generate, health, metrics, models, sleep, tokenize
+from lmkit.serve import chat, completions, generate, health, metrics, models, openapi, sleep, tokenize
 from lmkit.serve.admission import Admission
 from lmkit.serve.auth import ApiKeys
 from lmkit.serve.batches import batch_routes, file_routes
@@ -37,7 +37,7 @@ from lmkit.web.tracing import Traced
 ANSWER_PARTS = 8  # one answer may hold this part of the memory for all
 ROOMS = (
     chat, completions, responses, messages, generate, embeddings, models, sleep, tokenize, file_routes, batch_routes,
-    metrics, health,
+    metrics, health, openapi,
 )  # fmt: skip
 ROUTERS = [module.router for module in ROOMS]
 
@@ -85,6 +85,7 @@ def create_app(models: ModelPool, tokenizers: Sequence[Tokenizer], config: Serve
     for router in ROUTERS:
         app.include_router(router)
     ours = [route for router in ROUTERS for route in router.routes if isinstance(route, APIRoute)]
+    app.state.api_routes = ours
     app.state.routes = [f"{min(route.methods or ())} {route.path_format}" for route in ours]
     app.add_exception_handler(RequestError, handle_request_error)
     app.add_exception_handler(HTTPException, handle_http_exception)

@@ -40,9 +40,12 @@ def _arguments(value: Any) -> Any:
     return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value
 
 
+GivenText = str | list[str | dict[str, Any]] | None
+
+
 class CalledFunction(Strict):
     name: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
-    arguments: Annotated[str, BeforeValidator(_arguments)] = "{}"
+    arguments: Annotated[str, BeforeValidator(_arguments, json_schema_input_type=str | dict[str, Any])] = "{}"
 
 
 class ToolCall(Nullable):
@@ -56,7 +59,9 @@ class ChatMessage(Strict):
     absent = neutral.MESSAGE
 
     role: Role | Literal["tool"]
-    content: Annotated[str | None, BeforeValidator(joined_parts)] = None  # None: only of the assistant
+    content: Annotated[str | None, BeforeValidator(joined_parts, json_schema_input_type=GivenText)] = (
+        None  # None: only of the assistant
+    )
     name: Annotated[str, Field(max_length=MAX_NAME_CHARS)] | None = None  # passed to the chat template
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS)] | None = None
     tool_call_id: Annotated[str, Field(max_length=MAX_NAME_CHARS)] | None = None  # of the call that a tool answers
@@ -86,10 +91,13 @@ class ChatMessage(Strict):
         return len(self.content or "") + len(self.thoughts) + calls
 
 
+GivenMessages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
 Messages = Annotated[
     list[ChatMessage],
     Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
-    BeforeValidator(_message_list),  # one text is one message of the user, as in LMDeploy's API
+    BeforeValidator(
+        _message_list, json_schema_input_type=str | GivenMessages
+    ),  # one text is one message of the user, as in LMDeploy's API
 ]
 
 

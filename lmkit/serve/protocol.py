@@ -68,7 +68,10 @@ def _template_variables(value: Any) -> dict[str, Any]:
     return value
 
 
-TemplateVariables = Annotated[dict[str, Any], PlainValidator(_template_variables)]
+Scalar: TypeAlias = bool | int | float | str | None
+TemplateVariables = Annotated[
+    dict[str, Any], PlainValidator(_template_variables, json_schema_input_type=dict[str, Scalar])
+]
 NewTokens = Annotated[int, Field(ge=-1, lt=1 << 31)]  # -1 = until the context is full
 
 
@@ -86,7 +89,9 @@ class Extensions(Placed):
     seed: Annotated[int, Field(ge=0, lt=1 << 64)] | None = None  # choice i gets seed + i
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: Annotated[dict[int, float], PlainValidator(_biases)] | None = None  # JSON has the ids as strings
+    logit_bias: Annotated[dict[int, float], PlainValidator(_biases, json_schema_input_type=dict[str, float])] | None = (
+        None  # JSON has the ids as strings
+    )
     top_k: Annotated[int, AfterValidator(_top_k)] | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -115,7 +120,14 @@ class _Sampling(Extensions):
     temperature: float | None = None  # default 1; 0 = greedy
     top_p: float | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    stop: Annotated[list[str], Field(max_length=MAX_STOPS), BeforeValidator(_listed)] | None = None  # or one string
+    stop: (
+        Annotated[
+            list[str],
+            Field(max_length=MAX_STOPS),
+            BeforeValidator(_listed, json_schema_input_type=Annotated[list[str], Field(max_length=MAX_STOPS)] | str),
+        ]
+        | None
+    ) = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Annotated[str, Field(max_length=1024)] | None = None  # only for the server's request log
@@ -174,10 +186,13 @@ def prompts(value: Any, most: int = MAX_PROMPTS) -> list[str] | list[list[int]]:
     raise ValueError("expected text, a list of texts, a list of token ids, or a list of lists of token ids")
 
 
+GivenPrompts: TypeAlias = str | list[str] | list[int] | list[list[int]]
+
+
 class CompletionRequest(_Sampling):
     absent = {**neutral.GENERATION, **neutral.COMPLETION}
 
-    prompt: Annotated[list[str] | list[list[int]], BeforeValidator(prompts)]
+    prompt: Annotated[list[str] | list[list[int]], BeforeValidator(prompts, json_schema_input_type=GivenPrompts)]
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None  # number generated; the best n are returned
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None

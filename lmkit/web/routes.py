@@ -28,7 +28,7 @@ _OTHERS = frozenset({
     "/update_weights_from_disk", "/update_weights_from_distributed", "/update_weights_from_tensor", "/version",
     "/wakeup", "/chat_tokenize", "/info", "/prometheus", "/completion", "/embedding",
     "/embeddings", "/infill", "/lora-adapters", "/props", "/reranking", "/slots", "/api", "/docs", "/redoc",
-    "/openapi.json", "/nodes",
+    "/nodes",
 })  # fmt: skip
 
 

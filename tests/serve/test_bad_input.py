@@ -234,7 +234,7 @@ def test_unknown_routes_and_methods(server: Server) -> None:
     assert error_of(server.get("/nowhere"), 404)["code"] == "not_found"
     assert error_of(server.get("/v1/chat/completions/"), 404)["code"] == "not_found"
     assert error_of(server.get("/docs"), 404)["code"] == "not_found"
-    assert error_of(server.get("/openapi.json"), 404)["code"] == "not_found"
+    assert error_of(server.get("/redoc"), 404)["code"] == "not_found"
     response = server.get("/v1/chat/completions")
     assert error_of(response, 405)["code"] == "method_not_allowed"
     assert response.headers["allow"] == "POST"

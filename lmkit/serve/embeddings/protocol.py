@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from lmkit import neutral
-from lmkit.serve.protocol import Placed, prompts
+from lmkit.serve.protocol import GivenPrompts, Placed, prompts
 
 MAX_TEXTS = 2048  # as OpenAI
 
@@ -31,7 +31,7 @@ def _not_zero(value: int | None) -> int | None:
     return value
 
 
-Texts = Annotated[list[str], BeforeValidator(_texts)]
+Texts = Annotated[list[str], BeforeValidator(_texts, json_schema_input_type=str | list[str])]
 
 
 class TextsRequest(Placed):
@@ -48,7 +48,7 @@ class TextsRequest(Placed):
 
 
 class EmbeddingRequest(TextsRequest):
-    input: Annotated[list[str] | list[list[int]], BeforeValidator(_inputs)]
+    input: Annotated[list[str] | list[list[int]], BeforeValidator(_inputs, json_schema_input_type=GivenPrompts)]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None  # the first so many, normalized again
     normalize: bool | None = None  # vLLM's; default true

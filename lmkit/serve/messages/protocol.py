@@ -71,7 +71,7 @@ def _texts(value: Any) -> Any:
 class ToolResult(_Block):
     type: Literal["tool_result"]
     tool_use_id: Id
-    content: Annotated[list[Text], BeforeValidator(_texts)] = []
+    content: Annotated[list[Text], BeforeValidator(_texts, json_schema_input_type=str | list[Text])] = []
     is_error: bool | None = None
 
 
@@ -80,7 +80,7 @@ Block = Annotated[Text | Thinking | RedactedThinking | ToolUse | ToolResult, Fie
 
 class Message(Nullable):
     role: Literal["user", "assistant", "system"]
-    content: Annotated[list[Block], BeforeValidator(_texts)]
+    content: Annotated[list[Block], BeforeValidator(_texts, json_schema_input_type=str | list[Block])]
 
 
 class Tool(_Block):
@@ -161,7 +161,11 @@ class Prompt(ChatExtensions):
     messages: Annotated[
         list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), BeforeValidator(check_parts)
     ]
-    system: Annotated[list[Text] | None, BeforeValidator(_texts), BeforeValidator(check_parts)] = None
+    system: Annotated[
+        list[Text] | None,
+        BeforeValidator(_texts, json_schema_input_type=str | list[Text] | None),
+        BeforeValidator(check_parts),
+    ] = None
     tools: Annotated[list[Tool] | None, BeforeValidator(_client_tools)] = None
     tool_choice: ToolChoice | None = None
     thinking: ThinkingConfig | None = None

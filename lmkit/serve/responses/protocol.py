@@ -41,7 +41,7 @@ def _parts(value: Any) -> Any:
     return value
 
 
-Parts = Annotated[list[TextPart], BeforeValidator(_parts)]
+Parts = Annotated[list[TextPart], BeforeValidator(_parts, json_schema_input_type=str | list[TextPart])]
 
 
 class Message(Nullable):
@@ -98,7 +98,11 @@ def _item_list(value: Any) -> Any:
     return [{"type": "message", **item} if isinstance(item, dict) else item for item in value]
 
 
-Items = Annotated[list[Item], Field(max_length=MAX_MESSAGES, fail_fast=True), BeforeValidator(_item_list)]
+Items = Annotated[
+    list[Item],
+    Field(max_length=MAX_MESSAGES, fail_fast=True),
+    BeforeValidator(_item_list, json_schema_input_type=str | list[dict[str, Any]]),
+]
 
 
 def _only_functions(tools: Any) -> Any:

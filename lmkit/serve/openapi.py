@@ -1,0 +1,178 @@
+"""GET /openapi.json: the routes, and the fields of their bodies as the models that check them say.
+
+Bodies come from pydantic's models, chunks of streams from msgspec's structs. Whole answers are those of OpenAI's,
+Anthropic's, vLLM's and llama.cpp's APIs, and are not described again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from lmkit.serve.batches.batch_routes import BatchRequest
+from lmkit.serve.choose import shared
+from lmkit.serve.embeddings.protocol import EmbeddingRequest, RerankRequest, ScoreRequest
+from lmkit.serve.messages import protocol as anthropic
+from lmkit.serve.protocol import (
+    ChatCompletionChunk,
+    ChatCompletionRequest,
+    Completion,
+    CompletionRequest,
+    DetokenizeRequest,
+    EncodeRequest,
+    ModelCommand,
+    SleepCommand,
+    TemplateRequest,
+    TokenizeRequest,
+)
+from lmkit.serve.responses import protocol as openai
+
+router = APIRouter()
+
+BODIES: Mapping[str, type[BaseModel]] = {
+    "/v1/chat/completions": ChatCompletionRequest,
+    "/v1/completions": CompletionRequest,
+    "/v1/responses": openai.ResponsesRequest,
+    "/v1/responses/input_tokens": openai.Prompt,
+    "/v1/messages": anthropic.MessagesRequest,
+    "/v1/messages/count_tokens": anthropic.Prompt,
+    "/v1/embeddings": EmbeddingRequest,
+    "/v1/rerank": RerankRequest,
+    "/v2/rerank": RerankRequest,
+    "/rerank": RerankRequest,
+    "/v1/score": ScoreRequest,
+    "/score": ScoreRequest,
+    "/v1/batches": BatchRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+    "/v1/encode": EncodeRequest,
+    "/apply-template": TemplateRequest,
+    "/sleep": SleepCommand,
+    "/wake_up": ModelCommand,
+    "/reload": ModelCommand,
+}
+# Bodies that no model describes: a form with a file, and a body that is translated before it is checked.
+OTHER_BODIES: Mapping[str, dict[str, Any]] = {
+    "/v1/files": {
+        "multipart/form-data": {
+            "schema": {
+                "type": "object",
+                "properties": {"file": {"type": "string", "format": "binary"}, "purpose": {"const": "batch"}},
+                "required": ["file", "purpose"],
+            }
+        }
+    },
+    "/generate": {
+        "application/json": {
+            "schema": {
+                "type": "object",
+                "properties": {
+                    "text": {"description": "a prompt, or several"},
+                    "input_ids": {"description": "token ids of a prompt, or of several"},
+                    "sampling_params": {"type": "object"},
+                    "stream": {"type": "boolean"},
+                },
+            }
+        }
+    },
+}
+CHUNKS = {"/v1/chat/completions": ChatCompletionChunk, "/v1/completions": Completion}
+STREAMS = {*CHUNKS, "/v1/responses", "/v1/messages", "/generate"}
+QUERIES: Mapping[str, tuple[str, ...]] = {
+    "/v1/responses/{id}": ("include",),
+    "/v1/responses/{id}/input_items": ("after", "limit", "order", "include"),
+    "/v1/batches": ("limit", "after"),
+    "/v1/files": ("limit", "after", "order", "purpose"),
+}
+TEXT = {"type": "string"}
+ERROR = {
+    "type": "object",
+    "properties": {
+        "error": {
+            "type": "object",
+            "properties": {"message": TEXT, "type": TEXT, "param": {}, "code": {}},
+            "required": ["message", "type"],
+        }
+    },
+    "required": ["error"],
+}
+REF = "#/components/schemas/"
+
+
+@router.get("/openapi.json")
+async def openapi_json(request: Request) -> Response:
+    state, config = request.app.state, shared(request).config
+    if not hasattr(state, "openapi"):
+        has_keys = bool(config.api_keys or config.api_key_file)
+        state.openapi = await asyncio.to_thread(
+            lambda: msgspec.json.encode(document(state.api_routes, has_keys=has_keys))
+        )
+    return Response(state.openapi, media_type="application/json")
+
+
+def document(routes: list[APIRoute], *, has_keys: bool) -> dict[str, Any]:
+    """OpenAPI 3.1 of these routes."""
+    models = [(model, "validation") for model in dict.fromkeys(BODIES.values())]
+    bodies, defined = models_json_schema(models, ref_template=REF + "{model}")  # type: ignore[arg-type]
+    _, chunks = msgspec.json.schema_components(CHUNKS.values(), ref_template=REF + "{name}")
+    paths: dict[str, dict[str, Any]] = {}
+    for route in routes:
+        model = BODIES.get(route.path_format)
+        body = None if model is None else bodies[model, "validation"]
+        for method in sorted((route.methods or set()) - {"HEAD"}):
+            paths.setdefault(route.path_format, {})[method.lower()] = _operation(route, method, body)
+    components: dict[str, Any] = {"schemas": {"Error": ERROR} | defined["$defs"] | chunks}
+    about = {"title": "lmkit", "version": metadata.version("lmkit")}
+    whole: dict[str, Any] = {"openapi": "3.1.0", "info": about, "paths": paths, "components": components}
+    if has_keys:
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        whole["security"] = [{"key": []}]
+    return whole
+
+
+def _operation(route: APIRoute, method: str, body: dict[str, Any] | None) -> dict[str, Any]:
+    """What a method of a route takes and gives. `body` is the schema of its JSON."""
+    path = route.path_format
+    found: dict[str, Any] = {"application/json": {}}
+    if path in STREAMS:
+        chunk = {"schema": {"$ref": REF + CHUNKS[path].__name__}} if path in CHUNKS else {}
+        found["text/event-stream"] = chunk
+    if path == "/metrics":
+        found = {"text/plain": {}}
+    if path.endswith("/content"):
+        found = {"application/jsonl": {}}
+    error = {"description": "An error", "content": {"application/json": {"schema": {"$ref": REF + "Error"}}}}
+    operation: dict[str, Any] = {
+        "operationId": re.sub(r"\W+", "_", f"{method}{path}".lower()).strip("_"),
+        "parameters": list(_parameters(route, method)),
+        "responses": {"200": {"description": "The answer", "content": found}, "4XX": error, "5XX": error},
+    }
+    if text := inspect.getdoc(route.endpoint):
+        operation["summary"] = text.partition("\n")[0]
+    if method == "POST" and body is not None:
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
+    elif method == "POST" and path in OTHER_BODIES:
+        operation["requestBody"] = {"required": True, "content": OTHER_BODIES[path]}
+    if path == "/health":
+        operation["security"] = []
+    return operation
+
+
+def _parameters(route: APIRoute, method: str) -> Iterator[dict[str, Any]]:
+    path = route.path_format
+    for name in re.findall(r"{(\w+)}", path):
+        yield {"name": name, "in": "path", "required": True, "schema": TEXT}
+    if method == "GET":
+        given = [field.name for field in route.dependant.query_params]
+        for name in (*given, *QUERIES.get(path, ())):
+            yield {"name": name, "in": "query", "required": False, "schema": TEXT}
