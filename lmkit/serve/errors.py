@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -28,15 +28,23 @@ async def handle_request_error(request: Request, error: Exception) -> Response:
 async def handle_http_exception(request: Request, error: Exception) -> Response:
     """404 and 405 of the router."""
     assert isinstance(error, HTTPException)
+    headers: Mapping[str, str] = error.headers or {}
     if error.status_code == 404:
         shown = not_found(request.scope["path"], request.app.state.routes)
     elif error.status_code == 405:
-        shown = method_not_allowed(request.method, sorted((error.headers or {}).get("Allow", "").split(", ")))
+        allowed = sorted(_methods(request))
+        shown, headers = method_not_allowed(request.method, allowed), {"Allow": ", ".join(allowed)}
     else:
         code = "invalid_request" if error.status_code < 500 else "internal_error"
         shown = RequestError(code, "the request cannot be served")
     note_error(request.scope, shown)
-    return error_response(shown, headers=error.headers or {}, path=request.scope["path"])
+    return error_response(shown, headers=headers, path=request.scope["path"])
+
+
+def _methods(request: Request) -> set[str]:
+    """The methods of all routes with the request's path. The router names those of the first alone."""
+    path, routes = request.scope["path"], request.app.state.api_routes
+    return {method for route in routes if route.path_regex.match(path) for method in route.methods}
 
 
 async def with_error_event(

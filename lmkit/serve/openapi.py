@@ -67,8 +67,14 @@ OTHER_BODIES: Mapping[str, dict[str, Any]] = {
         "multipart/form-data": {
             "schema": {
                 "type": "object",
-                "properties": {"file": {"type": "string", "format": "binary"}, "purpose": {"const": "batch"}},
+                "properties": {
+                    "file": {"type": "string", "format": "binary"},
+                    "purpose": {"const": "batch"},
+                    "expires_after[anchor]": {"const": "created_at"},
+                    "expires_after[seconds]": {"type": "integer"},
+                },
                 "required": ["file", "purpose"],
+                "additionalProperties": False,
             }
         }
     },
@@ -82,19 +88,21 @@ OTHER_BODIES: Mapping[str, dict[str, Any]] = {
                     "sampling_params": {"type": "object"},
                     "stream": {"type": "boolean"},
                 },
+                "anyOf": [{"required": ["text"]}, {"required": ["input_ids"]}],
             }
         }
     },
 }
 CHUNKS = {"/v1/chat/completions": ChatCompletionChunk, "/v1/completions": Completion}
 STREAMS = {*CHUNKS, "/v1/responses", "/v1/messages", "/generate"}
-QUERIES: Mapping[str, tuple[str, ...]] = {
-    "/v1/responses/{id}": ("include",),
-    "/v1/responses/{id}/input_items": ("after", "limit", "order", "include"),
-    "/v1/batches": ("limit", "after"),
-    "/v1/files": ("limit", "after", "order", "purpose"),
-}
 TEXT = {"type": "string"}
+PAGE: dict[str, dict[str, Any]] = {"limit": {"type": "integer", "minimum": 1, "maximum": 100}, "after": TEXT}
+ORDER: dict[str, dict[str, Any]] = {"order": {"enum": ["asc", "desc"]}}
+QUERIES: Mapping[str, dict[str, dict[str, Any]]] = {
+    "/v1/responses/{id}/input_items": PAGE | ORDER,
+    "/v1/batches": PAGE,
+    "/v1/files": PAGE | ORDER | {"limit": {"type": "integer", "minimum": 1, "maximum": 10_000}, "purpose": TEXT},
+}
 ERROR = {
     "type": "object",
     "properties": {
@@ -173,6 +181,6 @@ def _parameters(route: APIRoute, method: str) -> Iterator[dict[str, Any]]:
     for name in re.findall(r"{(\w+)}", path):
         yield {"name": name, "in": "path", "required": True, "schema": TEXT}
     if method == "GET":
-        given = [field.name for field in route.dependant.query_params]
-        for name in (*given, *QUERIES.get(path, ())):
-            yield {"name": name, "in": "query", "required": False, "schema": TEXT}
+        given = {field.name: TEXT for field in route.dependant.query_params}
+        for name, schema in (given | QUERIES.get(path, {})).items():
+            yield {"name": name, "in": "query", "required": False, "schema": schema}

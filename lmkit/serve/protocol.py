@@ -186,7 +186,10 @@ def prompts(value: Any, most: int = MAX_PROMPTS) -> list[str] | list[list[int]]:
     raise ValueError("expected text, a list of texts, a list of token ids, or a list of lists of token ids")
 
 
-GivenPrompts: TypeAlias = str | list[str] | list[int] | list[list[int]]
+_SOME = Field(min_length=1)
+GivenPrompts: TypeAlias = (
+    str | Annotated[list[str], _SOME] | Annotated[list[int], _SOME] | Annotated[list[list[int]], _SOME]
+)
 
 
 class CompletionRequest(_Sampling):
@@ -351,7 +354,7 @@ class ModelCommand(Strict):
 
 
 class SleepCommand(ModelCommand):
-    level: Literal[1, 2] | None = None  # 2 ends the process as well
+    level: Annotated[int, Field(ge=1, le=2)] | None = None  # 2 ends the process as well
 
 
 class ModelCard(BaseModel):

@@ -239,6 +239,9 @@ def test_unknown_routes_and_methods(server: Server) -> None:
     assert error_of(response, 405)["code"] == "method_not_allowed"
     assert response.headers["allow"] == "POST"
     assert error_of(server.get("/v1/models/" + "x" * 2000), 404)["code"] == "model_not_found"
+    response = httpx.put(server.url + "/v1/batches")
+    assert error_of(response, 405)["message"].endswith("use GET or POST")
+    assert response.headers["allow"] == "GET, POST"
 
 
 def test_unknown_model(server: Server) -> None:

@@ -73,7 +73,7 @@ def test_inputs_that_are_made_uniform_are_described_as_they_may_be_sent(document
     stop, prompt = schemas["ChatCompletionRequest"]["properties"]["stop"], schemas["CompletionRequest"]["properties"]
     assert {"type": "string"} in stop["anyOf"]
     assert {"type": "string"} in prompt["prompt"]["anyOf"]
-    assert {"type": "array", "items": {"type": "integer"}} in prompt["prompt"]["anyOf"]
+    assert {"type": "array", "items": {"type": "integer"}, "minItems": 1} in prompt["prompt"]["anyOf"]
     assert prompt["logit_bias"]["anyOf"][0] == {"type": "object", "additionalProperties": {"type": "number"}}
 
 

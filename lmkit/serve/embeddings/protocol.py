@@ -31,7 +31,8 @@ def _not_zero(value: int | None) -> int | None:
     return value
 
 
-Texts = Annotated[list[str], BeforeValidator(_texts, json_schema_input_type=str | list[str])]
+GivenTexts = str | Annotated[list[str], Field(min_length=1, max_length=MAX_TEXTS)]
+Texts = Annotated[list[str], BeforeValidator(_texts, json_schema_input_type=GivenTexts)]
 
 
 class TextsRequest(Placed):

@@ -78,9 +78,22 @@ class ToolResult(_Block):
 Block = Annotated[Text | Thinking | RedactedThinking | ToolUse | ToolResult, Field(discriminator="type")]
 
 
+BLOCKS_OF: Mapping[str, tuple[str, ...]] = {
+    "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
+    "user": ("text", "tool_result"),
+    "system": ("text",),
+}
+
+
 class Message(Nullable):
     role: Literal["user", "assistant", "system"]
     content: Annotated[list[Block], BeforeValidator(_texts, json_schema_input_type=str | list[Block])]
+
+    @model_validator(mode="after")
+    def _fits_the_role(self) -> Message:
+        if wrong := next((block.type for block in self.content if block.type not in BLOCKS_OF[self.role]), None):
+            raise ValueError(f"blocks of type {wrong} do not belong to messages of role {self.role}")
+        return self
 
 
 class Tool(_Block):

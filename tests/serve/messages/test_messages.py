@@ -118,6 +118,10 @@ def test_the_cache_is_in_the_usage() -> None:
     assert second["input_tokens"] == 1
 
 
+RESULT = {"type": "tool_result", "tool_use_id": "a", "content": "x"}
+CALL = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -128,6 +132,12 @@ def test_the_cache_is_in_the_usage() -> None:
         ({"system": [{"type": "text", "text": ""}] * 8193}, "system: at most 8192"),
         ({"tools": [{"name": "f", "input_schema": {}}] * 1025}, "tools: at most 1024"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        (
+            {"messages": [{"role": "assistant", "content": [RESULT]}]},
+            "tool_result do not belong to messages of role ass",
+        ),
+        ({"messages": [{"role": "user", "content": [CALL]}]}, "tool_use do not belong to messages of role user"),
+        ({"messages": [{"role": "system", "content": [RESULT]}]}, "tool_result do not belong to messages of role sys"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "'image' are not supported"),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "'document' are not supported"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "'bash_20250124' are not supported"),
