@@ -16,6 +16,7 @@ from lmkit.web.accept import Acceptor, most_connections
 from lmkit.web.connection import Connection, Turns
 from lmkit.web.tls import Certificate
 
+USUALLY = gc.get_threshold()
 RARELY = 10_000, 20, 50  # searches for garbage: hundreds of connections have objects enough to be searched for 50 ms
 CLOSE_SECONDS = 3.0  # for a client to confirm the end of a TLS connection
 
@@ -43,7 +44,7 @@ class HttpServer(uvicorn.Server):
         address. `beside` is entered before the first request and left after the last one."""
         self._beside, self._stack = beside, contextlib.AsyncExitStack()
         self._on_ready, self._files_each, self._turns, self._tls = on_ready, files_each, Turns(), tls
-        self._limit_each, self._threshold = limit_each, gc.get_threshold()
+        self._limit_each = limit_each
         super().__init__(
             uvicorn.Config(
                 app,
@@ -80,7 +81,7 @@ class HttpServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)
         await self._stack.aclose()
-        gc.set_threshold(*self._threshold)
+        gc.set_threshold(*USUALLY)
         gc.unfreeze()
 
     def _connection(self, on_lost: Callable[[], None], has_room: bool) -> Connection:

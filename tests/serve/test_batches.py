@@ -194,7 +194,8 @@ class Here:
         return await self.store.create(owner, 3600 * hours, 86400, **fields)
 
     async def until_ended(self, batch: Batch) -> None:
-        await asyncio.wait_for(self.store._tasks[batch.id], 20)
+        if (task := self.store._tasks.get(batch.id)) is not None:  # otherwise it has ended
+            await asyncio.wait_for(task, 20)
 
     def content(self, file_id: str | None) -> list[Any]:
         return [json.loads(row) for row in self.store.files.path(file_id or "").read_text().splitlines()]
