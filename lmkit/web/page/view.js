@@ -70,7 +70,8 @@ export class View {
     const { firstChild: summary, lastChild: body } = target.firstChild;
     const isThinking = isBusy && !node.content && !node.calls?.length;
     const seconds = node.figures?.thought;
-    summary.textContent = isThinking ? "Thinking…" : seconds ? `Thought for ${seconds.toFixed(1)} s` : "Thoughts";
+    const ended = seconds === undefined ? "Thoughts" : `Thought for ${seconds.toFixed(1)} s`;
+    summary.textContent = isThinking ? "Thinking…" : ended;
     show(body, node.reasoning);
   }
 
