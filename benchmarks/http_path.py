@@ -24,9 +24,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from rich.console import Console
-from rich.table import Table
-
 from benchmarks import report
 from lmkit import AsyncPipeline, GenerationConfig
 
@@ -139,10 +136,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the figures here")
     given = parser.parse_args()
     rows = asyncio.run(measure(given.model, given.requests, given.rounds))
-    table = Table(*rows[0])
-    for row in rows:
-        table.add_row(*(f"{value:.3g}" if isinstance(value, float) else str(value) for value in row.values()))
-    Console().print(table)
+    report.show(rows)
     if given.json:
         report.save(given.json, "http_path", rows, model=given.model)
 

@@ -12,6 +12,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rich.console import Console
+from rich.table import Table
+
 from lmkit.config import default_num_threads
 from lmkit.errors import LMKitError
 
@@ -66,6 +69,14 @@ def _cpu_name() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """Print rows with the same keys as a table."""
+    table = Table(*rows[0])
+    for row in rows:
+        table.add_row(*(f"{value:.3g}" if isinstance(value, float) else str(value) for value in row.values()))
+    Console().print(table)
 
 
 def save(path: Path, benchmark: str, rows: list[dict[str, Any]], **extra: Any) -> None:

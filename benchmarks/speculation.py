@@ -24,8 +24,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from benchmarks import report
@@ -64,6 +62,7 @@ class Script(Sampler):
     """Samples what a script says for each prompt, after it has sampled."""
 
     answers: dict[Prompt, list[int]]
+    scripts: dict[int, list[int]]  # by slot
 
     def set(self, slot: int, new: NewSequence) -> None:
         super().set(slot, new)
@@ -83,8 +82,6 @@ class Script(Sampler):
         script = cls(runner.batch.block_tables.shape[1], runner.sampler.vocab_size)
         script.answers, script.scripts = answers, {}
         runner.sampler = runner._states = script
-
-    scripts: dict[int, list[int]]
 
 
 def cases(count: int) -> dict[str, list[tuple[list[int], list[int]]]]:
@@ -169,10 +166,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the figures here")
     given = parser.parse_args()
     rows = [compare(given.model, kind, batch, given.rounds) for batch in given.batches for kind in given.kinds]
-    table = Table(*rows[0])
-    for row in rows:
-        table.add_row(*(f"{value:.3g}" if isinstance(value, float) else str(value) for value in row.values()))
-    Console().print(table)
+    report.show(rows)
     if given.json:
         report.save(given.json, "speculation", rows, model=given.model)
 

@@ -20,6 +20,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from lmkit.serve.batches.batch_routes import BatchRequest
+from lmkit.serve.batches.file_routes import LIMIT
 from lmkit.serve.choose import shared
 from lmkit.serve.embeddings.protocol import EmbeddingRequest, RerankRequest, ScoreRequest
 from lmkit.serve.messages import protocol as anthropic
@@ -101,7 +102,7 @@ ORDER: dict[str, dict[str, Any]] = {"order": {"enum": ["asc", "desc"]}}
 QUERIES: Mapping[str, dict[str, dict[str, Any]]] = {
     "/v1/responses/{id}/input_items": PAGE | ORDER,
     "/v1/batches": PAGE,
-    "/v1/files": PAGE | ORDER | {"limit": {"type": "integer", "minimum": 1, "maximum": 10_000}, "purpose": TEXT},
+    "/v1/files": PAGE | ORDER | {"limit": {"type": "integer", "minimum": 1, "maximum": LIMIT}, "purpose": TEXT},
 }
 ERROR = {
     "type": "object",
