@@ -176,8 +176,9 @@ def check_output(
     num_entries = 0 if params.logprobs is None else 1 + params.logprobs
     most = info.max_model_len if params.max_tokens is None else params.max_tokens
     new = sum(min(most, info.max_model_len - len(request.prompt_ids)) for request in requests)
-    prompt = sum(len(request.prompt_ids) for request in requests) if requests[0].prompt_logprobs else 0
-    at_once = choices_per_prompt * max(len(request.prompt_ids) for request in requests) if prompt else 0
+    start = requests[0].logprobs_start
+    scored = [len(request.prompt_ids) - start for request in requests] if requests[0].prompt_logprobs else [0]
+    prompt, at_once = sum(scored), choices_per_prompt * max(scored)
     needed = at_once * num_entries * OBJECT_BYTES
     if not stream:
         needed += (new + prompt) * (TOKEN_BYTES + num_entries * ENTRY_BYTES)

@@ -33,7 +33,7 @@ class CompletionResponse(ResponseBuilder[CompletionRequest]):
 
     @property
     def num_chars(self) -> int:
-        return sum(map(len, self.body.prompt))
+        return sum(map(len, self.body.prompt)) + len(self.body.prompt_start_ids or ())
 
     def make_requests(self) -> list[engine.Request]:
         return completion_requests(self.body, self.server.tokenizer, self.server.info, self.id, owner=self.owner)

@@ -30,7 +30,7 @@ NAMES = {
     "no_stop_trim": "include_stop_str_in_output",
 }
 LOGPROBS = ("return_logprob", "top_logprobs_num", "logprob_start_len")  # SGLang's
-HERE = ("sampling_params", "return_text_in_logprobs", *LOGPROBS)  # fields of this route alone
+HERE = ("sampling_params", "return_text_in_logprobs", *LOGPROBS)  # not fields of /v1/completions
 
 router = APIRouter()
 
@@ -50,6 +50,8 @@ def completion_fields(data: Any, model: str | None) -> Any:
     if not isinstance(inner, dict):
         raise _invalid("sampling_params: expected one object, for all prompts of the body", "sampling_params")
     fields: dict[str, Any] = {"model": model} if model is not None else {}
+    if isinstance(data.get("text"), str | list) and isinstance(data.get("input_ids"), list):
+        data = {("prompt_start_ids" if name == "input_ids" else name): value for name, value in data.items()}
     for name, value in (*data.items(), *inner.items()):
         if name in HERE or value is None:
             continue
@@ -65,16 +67,17 @@ def completion_fields(data: Any, model: str | None) -> Any:
 
 
 def _logprobs(data: dict[str, Any], fields: dict[str, Any]) -> dict[str, int]:
-    """Our fields for SGLang's: log-probabilities of the answer's tokens, and from the start on of the prompt's."""
+    """Our fields for SGLang's: log-probabilities of the answer's tokens, and of the prompt's behind a start."""
     asked, num_top, start = (data.get(name) for name in LOGPROBS)
-    if not (asked in (None, True, False) and type(num_top) in (type(None), int) and start in (None, -1, 0)):
-        raise _invalid("expected return_logprob: true, top_logprobs_num: 5, logprob_start_len: 0 or -1", LOGPROBS[0])
-    if not asked and (num_top or start == 0):
+    start = -1 if start is None else start
+    if not (asked in (None, True, False) and type(num_top) in (type(None), int) and type(start) is int and start >= -1):
+        raise _invalid("expected return_logprob: true, top_logprobs_num: 5, logprob_start_len: 0, 1 ...", LOGPROBS[0])
+    if not asked and (num_top or start >= 0):
         raise _invalid("top_logprobs_num and logprob_start_len need return_logprob: true", LOGPROBS[0])
     if asked and fields.keys() & {"logprobs", "prompt_logprobs"}:
         raise _invalid("send either return_logprob, or logprobs and prompt_logprobs", LOGPROBS[0])
-    names = ["logprobs"] * bool(asked) + ["prompt_logprobs"] * (start == 0)
-    return dict.fromkeys(names, num_top or 0)
+    names = ["logprobs"] * bool(asked) + ["prompt_logprobs"] * (start >= 0)
+    return dict.fromkeys(names, num_top or 0) | ({"logprob_start_len": start} if start > 0 else {})
 
 
 def _invalid(message: str, param: str) -> RequestError:
@@ -123,6 +126,7 @@ class GenerateResponse(CompletionResponse):
             "prompt_tokens": output.num_prompt_tokens,
             "completion_tokens": output.num_output_tokens,
             "cached_tokens": output.num_cached_tokens,
+            "steps": output.num_steps,
         }
         if (num_top := self.body.logprobs) is not None:
             about |= _lists("output", num_top, logprobs)

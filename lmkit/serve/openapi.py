@@ -85,7 +85,7 @@ OTHER_BODIES: Mapping[str, dict[str, Any]] = {
                 "type": "object",
                 "properties": {
                     "text": {"description": "a prompt, or several"},
-                    "input_ids": {"description": "token ids of a prompt, or of several"},
+                    "input_ids": {"description": "token ids of a prompt, or of several; beside text, those before it"},
                     "sampling_params": {"type": "object"},
                     "stream": {"type": "boolean"},
                 },

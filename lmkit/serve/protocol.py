@@ -199,6 +199,9 @@ class CompletionRequest(_Sampling):
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None  # number generated; the best n are returned
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    # not OpenAI's
+    prompt_start_ids: list[int] | None = None  # token ids with which each prompt begins; its text follows
+    logprob_start_len: Annotated[int, Field(ge=0)] | None = None  # SGLang's: prompt_logprobs begin behind this token
 
 
 class TemplateRequest(Strict):

@@ -92,14 +92,31 @@ def completion_requests(
         logprobs=_num_logprobs(body, 0 if select and body.logprobs is None else body.logprobs),
         grammar=constraint(body, tokenizer, info.vocab_size),
     )
-    for prompt in body.prompt:
-        if isinstance(prompt, str):
-            tokenizer.check_length(prompt, info.max_model_len, "prompt")
-    prompts = [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompt]
+    prompts = _prompts(body, tokenizer, info)
     echo_logprobs = bool(body.echo) and body.logprobs is not None
     scored = echo_logprobs or body.prompt_logprobs is not None
-    like = _request(body, params, request_id, owner, prompt_logprobs=scored)
+    start = _or(body.logprob_start_len, 0)
+    if start and (body.echo or not scored or start >= min(map(len, prompts))):
+        rule = "goes with prompt_logprobs, without echo, and is the position of a token of each prompt"
+        raise _invalid(f"logprob_start_len={start}: it {rule}", "logprob_start_len")
+    like = _request(body, params, request_id, owner, prompt_logprobs=scored, logprobs_start=start)
     return _fan_out(prompts, like, choices, info, "prompt", _or(_limit(asked), 1))
+
+
+def _prompts(body: CompletionRequest, tokenizer: Tokenizer, info: EngineInfo) -> list[list[int]]:
+    start = body.prompt_start_ids
+    if start is not None:
+        if body.echo:
+            raise _invalid("echo shows a prompt's text; it does not go with prompt_start_ids", "echo")
+        check_ids(start, info.vocab_size, "prompt_start_ids")
+    prompts = []
+    for prompt in body.prompt:
+        if not isinstance(prompt, str):
+            prompts.append([*(start or ()), *prompt])
+            continue
+        tokenizer.check_length(prompt, info.max_model_len, "prompt")
+        prompts.append(tokenizer.encode_behind(start, prompt) if start else tokenizer.encode(prompt))
+    return prompts
 
 
 def _num_logprobs(body: ChatCompletionRequest | CompletionRequest, answer: int | None) -> int | None:
@@ -198,6 +215,7 @@ def _request(
     owner: Owner,
     *,
     prompt_logprobs: bool = False,
+    logprobs_start: int = 0,
 ) -> Request:
     """A request without a prompt: the part that all prompts and choices share."""
     return Request(
@@ -205,6 +223,7 @@ def _request(
         prompt_ids=[],
         params=params,
         prompt_logprobs=prompt_logprobs,
+        logprobs_start=logprobs_start,
         session_id=body.session_id and owner.own(body.session_id),
         speculate=_or(body.speculate, True),
         **placement(body, owner),

@@ -99,6 +99,17 @@ class Tokenizer:
                 raise RequestError("invalid_request", "the text is not valid Unicode (lone surrogate)") from None
         return ids
 
+    def encode_behind(self, ids: Sequence[int], text: str) -> list[int]:
+        """Token ids of a text that begins with `ids` and goes on with `text`.
+
+        The given ids stay, unless this tokenizer writes `text` in another way behind other text than alone. Then the
+        whole text is encoded anew.
+        """
+        new = self.encode(text, add_special_tokens=False)
+        if b"".join(map(self.token_bytes, new)) == text.encode():
+            return [*ids, *new]
+        return self.encode(self.decode(ids, skip_special_tokens=False) + text, add_special_tokens=False)
+
     def min_tokens(self, text: str) -> int:
         """A number of tokens that `text` has at least, without tokenizing it. 0 if this tokenizer allows no bound."""
         return -(-len(text) // self.max_token_chars) if self.max_token_chars else 0

@@ -16,6 +16,7 @@ class NewSequence(msgspec.Struct, frozen=True):
     params: SamplingParams
     eos_token_ids: tuple[int, ...]  # held back until min_tokens, with params.stop_token_ids; empty if ignore_eos
     prompt_logprobs: bool
+    logprobs_start: int = 0  # position of the prompt token behind which they begin
     block_tables: list[list[int]] = []  # of each group, for tokens whose KV was found; computation starts after them
     pooling: Pooling | None = None
 
@@ -80,6 +81,7 @@ class Sampled(msgspec.Struct, frozen=True):
     # The sequence's next tokens: none if the chunk samples none, otherwise one more than the draft tokens that were
     # right. Only the last can be FAILED_TOKEN.
     tokens: list[SampledToken] = []
-    # On request: the values of token p + 1, for each position p of the chunk with p + 1 < num_prompt_tokens.
+    # On request: the values of token p + 1, for each position p of the chunk with
+    # logprobs_start <= p and p + 1 < num_prompt_tokens.
     prompt_logprobs: list[TokenLogprobs] = []
     embedding: bytes = b""  # on request, with the chunk that ends the prompt: float32 [hidden]; b"" if not finite

@@ -105,6 +105,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     prompt_ids: list[int]
     params: SamplingParams
     prompt_logprobs: bool = False  # also for each prompt token after the first; params.logprobs gives their number
+    logprobs_start: int = 0  # if these are asked for: position of the prompt token behind which they begin
     pooling: Pooling | None = None  # the output is the prompt's embedding; needs params.max_tokens of 0
     tenant: str = ""  # owner of the KV cache: no other tenant finds or times the KV that it computed
     weight: float = 1.0  # of the tenant: its share of the engine beside other tenants; more than 0
@@ -150,7 +151,7 @@ class StepOutput(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int]  # new tokens, including the eos or stop id that ended the request (never shown as text)
     finish_reason: FinishReason | None = None
     logprobs: list[TokenLogprobs] = []  # one for each of token_ids, on request
-    prompt_logprobs: list[TokenLogprobs] = []  # with the first output: one for each prompt token after the first
+    prompt_logprobs: list[TokenLogprobs] = []  # with the first output: one for each prompt token after logprobs_start
     embedding: bytes = b""  # on request, with the last output: float32 [hidden], not normalized
     stop_token: int | None = None  # the eos or stop id of token_ids that ended the request, if one did
     cached_tokens: int = 0  # with the first output: prompt tokens whose KV was found and not computed

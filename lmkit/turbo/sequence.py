@@ -57,7 +57,7 @@ class Sequence:
     queue_seconds: float | None = None  # that it waited until it was first admitted
     tables: list[BlockTable] = field(default_factory=list)  # of each class of layers; written by KVManager only
     keys: list[bytes] = field(default_factory=list)  # keys of its full blocks in the tiers
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # gathered so far, from prompt token 1 on
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # gathered so far, behind logprobs_start
 
     def __post_init__(self) -> None:
         self.stop_ids = frozenset(self.eos_token_ids + self.request.params.stop_token_ids)
@@ -94,16 +94,18 @@ class Sequence:
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether each prompt token must be computed for its log-probability.
+        """Whether prompt tokens must be computed for log-probabilities.
 
         It is false once there are outputs, so a preempted sequence does not score its prompt again.
         """
         return self.request.prompt_logprobs and not self.num_outputs
 
     @property
-    def computes_prompt(self) -> bool:
-        """Whether each prompt token must be computed, so that cached KV is of no use."""
-        return self.scores_prompt or self.request.pooling == "mean"
+    def max_cached(self) -> int:
+        """The first tokens whose KV may come from a cache. The others are computed for what they give."""
+        if self.request.pooling == "mean":
+            return 0
+        return self.request.logprobs_start if self.scores_prompt else self.num_tokens - 1
 
     def tokens(self, count: int) -> np.ndarray:
         """The first `count` tokens, int32 [count]. The view must be dropped before the next token is appended."""
@@ -118,13 +120,15 @@ class Sequence:
             params=self.request.params,
             eos_token_ids=self.eos_token_ids,
             prompt_logprobs=self.scores_prompt,
+            logprobs_start=self.request.logprobs_start,
             pooling=self.request.pooling,
             block_tables=block_tables,
         )
 
     def gather_prompt_logprobs(self, start: int, values: list[TokenLogprobs]) -> None:
         """Keep the values that a chunk at `start` adds. After a preemption the first positions are computed again."""
-        self.prompt_logprobs += values[len(self.prompt_logprobs) - start :]
+        first = self.request.logprobs_start
+        self.prompt_logprobs += values[first + len(self.prompt_logprobs) - max(start, first) :]
 
     def propose(self, draft: list[int]) -> None:
         """Let the next step compute guesses at the tokens after the known ones, up to the sequence's maximum length."""

@@ -24,7 +24,7 @@ class Scored(ScriptedEngine):
         top = [(5 + i, -0.125 - i) for i in range(request.params.logprobs or 0)]
         async for step in super().generate(request):
             scores = [TokenLogprobs(token, -0.5, top) for token in step.token_ids]
-            prompt = [TokenLogprobs(token, -0.5, top) for token in request.prompt_ids[1:]]
+            prompt = [TokenLogprobs(token, -0.5, top) for token in request.prompt_ids[request.logprobs_start + 1 :]]
             fields = {name: getattr(step, name) for name in StepOutput.__struct_fields__}
             fields["logprobs"] = scores if request.params.logprobs is not None else []
             fields["prompt_logprobs"] = prompt if request.prompt_logprobs and step.token_ids == ANSWER[:1] else []
@@ -57,8 +57,22 @@ def test_text_or_token_ids_in_and_both_out(prompt: dict[str, Any]) -> None:
     about = answer["meta_info"]
     assert about.pop("id").startswith("gen-")
     assert about == {
-        "finish_reason": {"type": "length"}, "prompt_tokens": len(PROMPT), "completion_tokens": 3, "cached_tokens": 0
+        "finish_reason": {"type": "length"}, "prompt_tokens": len(PROMPT), "completion_tokens": 3, "cached_tokens": 0,
+        "steps": 3,
     }  # fmt: skip
+
+
+def test_text_goes_on_behind_token_ids() -> None:
+    engine = Scored()
+    body = {"input_ids": PROMPT, "text": [" and", ""], "return_logprob": True, "logprob_start_len": 1, "max_tokens": 3}
+    answers = App(engine).post("/generate", body).json()
+    assert [request.prompt_ids for request in engine.requests] == [
+        PROMPT + TOKENIZER.encode(" and", add_special_tokens=False), PROMPT
+    ]  # fmt: skip
+    assert [(request.prompt_logprobs, request.logprobs_start) for request in engine.requests] == [(True, 1)] * 2
+    assert [len(answer["meta_info"]["input_token_logprobs"]) for answer in answers] == [
+        len(request.prompt_ids) - 1 for request in engine.requests
+    ]
 
 
 def test_names_of_sglang_reach_the_engine() -> None:
@@ -116,7 +130,10 @@ def test_logprobs_in_a_stream() -> None:
     ("fields", "param", "says"),
     [
         ({}, "text", "send text or input_ids"),
-        ({"text": "Hi", "input_ids": [1]}, "input_ids", "given twice"),
+        ({"text": "Hi", "input_ids": [[1]]}, "prompt_start_ids", "integer"),
+        ({"text": "Hi", "input_ids": [1], "echo": True}, "echo", "does not go with"),
+        ({"text": "Hi", "prompt_logprobs": 1, "logprob_start_len": 9}, "return_logprob", "need return_logprob"),
+        ({"text": "Hi", "return_logprob": True, "logprob_start_len": 9}, "logprob_start_len", "position"),
         ({"text": "Hi", "max_tokens": 3, "sampling_params": {"max_new_tokens": 4}}, "max_new_tokens", "given twice"),
         ({"text": "Hi", "sampling_params": [{}]}, "sampling_params", "one object"),
         ({"text": "Hi", "sampling_params": {"wibble": 1}}, "wibble", "unknown parameter"),
@@ -125,7 +142,7 @@ def test_logprobs_in_a_stream() -> None:
         ({"text": "Hi", "lora_path": "a"}, "lora_path", "not supported"),
         ({"inputs": "Hi", "parameters": {}}, "text", "send text"),
         ({"text": "Hi", "top_logprobs_num": 2}, "return_logprob", "need return_logprob"),
-        ({"text": "Hi", "return_logprob": True, "logprob_start_len": 3}, "return_logprob", "0 or -1"),
+        ({"text": "Hi", "return_logprob": True, "logprob_start_len": -2}, "return_logprob", "0, 1"),
         ({"text": "Hi", "return_logprob": True, "logprobs": 3}, "return_logprob", "either"),
         ({"text": "Hi", "return_logprob": True, "logprob_start_len": 0, "stream": True}, "prompt_logprobs", "streamed"),
         ({"text": "Hi", "stream": True, "stream_options": {"include_usage": True}}, "stream_options", "leave it out"),

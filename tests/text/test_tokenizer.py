@@ -59,6 +59,16 @@ def test_token_bytes_add_up_to_the_text(demo: Tokenizer) -> None:
     assert llama.token_bytes(99999) == b""
 
 
+@pytest.mark.parametrize("name", ["demo", "llama", "gemma"])
+def test_text_behind_token_ids_adds_nothing_of_its_own(name: str) -> None:
+    tokenizer = TOKENIZERS[name]
+    ids = tokenizer.encode("Hello wor")
+    for text in ("ld", " Hello", "", "é日\n"):
+        both = tokenizer.encode_behind(ids, text)
+        assert tokenizer.decode(both) == tokenizer.decode(ids) + text
+        assert both[: len(ids)] == ids or name != "demo"
+
+
 def test_eos_ids_come_from_every_file(tmp_path: Path) -> None:
     folder = write_folder(
         tmp_path,

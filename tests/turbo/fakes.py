@@ -190,7 +190,9 @@ class FakeRunner:
     def _result(self, seq: FakeSlot, chunk: Chunk) -> Sampled:
         self._check_context(seq, chunk)
         last_scored = min(seq.num_computed, seq.new.num_prompt_tokens - 1)
-        scores = [prompt_logprob(seq.token_ids[: p + 2]) for p in range(chunk.start, last_scored)]
+        scores = [
+            prompt_logprob(seq.token_ids[: p + 2]) for p in range(max(chunk.start, seq.new.logprobs_start), last_scored)
+        ]
         if not seq.new.prompt_logprobs:
             scores = []
         tokens: list[SampledToken] = []

@@ -114,9 +114,9 @@ class KVManager:
 
         It covers at most all tokens but the last, which must be computed for its logits.
         """
-        if not self.limits.prefix_cache or seq.computes_prompt or seq.num_tokens < 2:
+        if not self.limits.prefix_cache or seq.max_cached < 1:
             return self._nothing
-        return self._match(seq, seq.num_tokens - 1)
+        return self._match(seq, seq.max_cached)
 
     def _match(self, seq: Sequence, count: int) -> Prefix:
         """The longest prefix of at most `count` tokens from which every class can continue."""
@@ -131,9 +131,9 @@ class KVManager:
 
     def find_below(self, seq: Sequence, prefix: Prefix) -> tuple[Prefix, list[bytes]]:
         """Return the prefix up to its last full block, and the keys of the next full blocks that a lower tier has."""
-        if self._tiers is None or seq.computes_prompt:
+        full = seq.max_cached // self.block_size
+        if self._tiers is None or not full:
             return prefix, []
-        full = (seq.num_tokens - 1) // self.block_size
         prefix = self._without_tail(seq, prefix)
         keys, found = self._keys(seq, full), prefix.num_full
         self._tiers.touch(self._of_groups(keys[:found]))

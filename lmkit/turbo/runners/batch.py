@@ -56,6 +56,7 @@ class PersistentBatch:
         self.block_tables = np.zeros((num_groups, num_slots, -(-max_model_len // block_size)), np.int32)
         self.num_blocks = np.zeros((num_groups, num_slots), np.int64)
         self.wants_prompt_logprobs = np.zeros(num_slots, bool)
+        self.logprobs_start = np.zeros(num_slots, np.int64)
         self.pooling: dict[int, Pooling] = {}  # of slots whose sequences want an embedding
         self.keeps_tables = False  # whether the last inputs have the same block tables as the inputs before them
         self._entries = [0] * num_slots  # number of sequences that have entered
@@ -83,6 +84,7 @@ class PersistentBatch:
         self.num_blocks[:, new.slot] = 0
         self._extend_tables(new.slot, new.block_tables)
         self.wants_prompt_logprobs[new.slot] = new.prompt_logprobs
+        self.logprobs_start[new.slot] = new.logprobs_start
         self.pooling.pop(new.slot, None)
         if new.pooling is not None:
             self.pooling[new.slot] = new.pooling
@@ -215,10 +217,14 @@ class PersistentBatch:
         logit_rows: list[int] = []
         sample_rows, prompt_rows, pooled_rows = [], [], []
         for chunk in chunks:
-            first, scored = first_rows[chunk.slot], 0
+            first, scored = first_rows[chunk.slot], range(0)
             if self.wants_prompt_logprobs[chunk.slot]:
-                scored = min(chunk.num_tokens, max(int(self.num_prompt_tokens[chunk.slot]) - 1 - chunk.start, 0))
-            prompt_rows.append(range(first, first + scored))
+                start, end = int(self.logprobs_start[chunk.slot]), int(self.num_prompt_tokens[chunk.slot]) - 1
+                scored = range(chunk.start, chunk.start + chunk.num_tokens)[
+                    max(start - chunk.start, 0) : max(end - chunk.start, 0)
+                ]
+            shift = first - chunk.start
+            prompt_rows.append(range(scored.start + shift, scored.stop + shift) if scored else scored)
             sample_rows.append(range(len(logit_rows), len(logit_rows) + chunk.num_sampled))
             end = first + chunk.num_tokens
             logit_rows += range(end - chunk.num_sampled, end)
@@ -228,5 +234,6 @@ class PersistentBatch:
 
     def prompt_targets(self, chunk: Chunk, count: int) -> list[int]:
         """The tokens that the chunk's scored rows predict."""
-        targets: list[int] = self.token_ids[chunk.slot, chunk.start + 1 : chunk.start + 1 + count].tolist()
+        first = max(chunk.start, int(self.logprobs_start[chunk.slot])) + 1
+        targets: list[int] = self.token_ids[chunk.slot, first : first + count].tolist()
         return targets

@@ -39,6 +39,9 @@ def check_request(request: Request, limits: SchedulerLimits) -> int:
         raise RequestError("invalid_request", "seed=None: sampling needs a seed; draw one", "seed")
     if request.pooling is not None and params.max_tokens != 0:
         raise RequestError("invalid_request", "an embedding needs max_tokens=0: nothing is generated", "max_tokens")
+    if request.prompt_logprobs and not 0 <= request.logprobs_start < num_prompt:
+        message = f"logprobs_start={request.logprobs_start}: must be the position of a prompt token"
+        raise RequestError("invalid_request", message, "logprobs_start")
     if request.timeout is not None and not 0 < request.timeout < math.inf:
         raise RequestError("invalid_request", f"timeout={request.timeout}: must be more than 0 seconds", "timeout")
     if not num_prompt:

@@ -221,7 +221,7 @@ class Planner:
 
     def _waits_for_prefix(self, seq: Sequence, step: Step) -> bool:
         """Whether a prompt under way will soon compute a good part of this sequence's tokens: a block, or half."""
-        if not self.limits.kv.prefix_cache or seq.computes_prompt or seq.overtaken >= self.limits.max_overtakes:
+        if not (self.limits.kv.prefix_cache and seq.max_cached) or seq.overtaken >= self.limits.max_overtakes:
             return False
         if step.under_way is None:
             step.under_way = PromptsUnderWay((self.kv.namespace(seq), seq) for seq in self.slots.running.values())
@@ -229,7 +229,7 @@ class Planner:
         if namespace not in step.under_way:
             return False
         cached = self._cached_tokens(step, seq)
-        least = cached + min(self.limits.kv.block_size, (seq.num_tokens - cached + 1) // 2)
+        least = cached + min(self.limits.kv.block_size, (seq.max_cached - cached) // 2 + 1)
         if waits := step.under_way.will_compute(namespace, seq, least):
             self.decision_stats.decisions["waiting: prefix under way"] += 1
         return waits

@@ -38,11 +38,11 @@ class PromptsUnderWay:
     def will_compute(self, namespace: Namespace, seq: Sequence, least: int) -> bool:
         """Whether a prompt begins with at least the first `least` tokens of `seq` and has yet to compute some of them.
 
-        The last token of `seq` does not count: it must be computed for its logits.
+        Tokens that `seq` computes in any case do not count (`Sequence.max_cached`).
         """
-        if least >= seq.num_tokens:
+        if least > seq.max_cached:
             return False
-        prompts, text = self._prompts.get(namespace, []), seq.token_ids[:-1].tobytes()
+        prompts, text = self._prompts.get(namespace, []), seq.token_ids[: seq.max_cached].tobytes()
         prefix = text[: least * TOKEN_BYTES]
         for i in range(bisect_left(prompts, (prefix,)), len(prompts)):
             prompt, num_completed = prompts[i]

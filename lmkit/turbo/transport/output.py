@@ -14,7 +14,7 @@ class TokenText(msgspec.Struct, frozen=True):
     token_id: int
     text: str  # incomplete UTF-8 shows as U+FFFD
     data: bytes
-    logprob: float | None  # natural log; None for the first token of a prompt
+    logprob: float | None  # natural log; None for the first token of a prompt, or the first one asked for
 
 
 class TextLogprobs(msgspec.Struct, frozen=True):
@@ -39,6 +39,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     num_prompt_tokens: int
     num_cached_tokens: int = 0  # prompt tokens found in the cache, known from the first output on
     num_output_tokens: int  # so far
+    num_steps: int = 0  # so far: steps that gave tokens; fewer than tokens if guesses were right
     queue_seconds: float = 0.0  # with the first output: that the request waited in the engine's queue
     abort_engine: bool = False  # a stop string ended it here: the engine must be told to abort it
     error: str | None = None
@@ -84,7 +85,7 @@ class OutputProcessor:
             stop=params.stop,
             include_stop=params.include_stop_str_in_output,
         )
-        self._num_tokens = self._num_cached = 0
+        self._num_tokens = self._num_cached = self._num_steps = 0
         self._first = True
         self.finished = False
 
@@ -94,6 +95,7 @@ class OutputProcessor:
         logprobs: list[TextLogprobs] = []
         first_token = self._num_tokens
         token_ids = [] if self.finished else step.token_ids
+        self._num_steps += bool(token_ids)
         for idx, token_id in enumerate(token_ids):
             if step.logprobs:
                 logprobs.append(self._entry(step.logprobs[idx], self._detokenizer.num_chars))
@@ -124,6 +126,7 @@ class OutputProcessor:
             num_prompt_tokens=len(self._request.prompt_ids),
             num_cached_tokens=self._num_cached,
             num_output_tokens=self._num_tokens,
+            num_steps=self._num_steps,
             abort_engine=abort_engine,
             queue_seconds=step.queue_seconds,
             error=step.error,
@@ -143,11 +146,13 @@ class OutputProcessor:
         return TextLogprobs(token_text(self._tokenizer, position.token_id, position.logprob), top, text_offset)
 
     def _prompt_entries(self, logprobs: list[TokenLogprobs]) -> list[TextLogprobs]:
-        ids = self._request.prompt_ids
+        start = self._request.logprobs_start
+        ids = self._request.prompt_ids[start:]
         if not self._request.prompt_logprobs or len(logprobs) != len(ids) - 1:  # it ended before they were computed
             return []
         plain = IncrementalDetokenizer(self._tokenizer, skip_special_tokens=self._request.params.skip_special_tokens)
-        entries = [TextLogprobs(token_text(self._tokenizer, ids[0], None), [], 0)]
+        plain.push(self._request.prompt_ids[:start])
+        entries = [TextLogprobs(token_text(self._tokenizer, ids[0], None), [], plain.num_chars)]
         for before, position in zip(ids, logprobs, strict=False):
             plain.push([before])
             entries.append(self._entry(position, plain.num_chars))

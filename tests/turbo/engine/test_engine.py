@@ -156,6 +156,12 @@ def test_prompt_logprobs_do_not_depend_on_batch_chunks_or_the_part_that_is_score
     chunked = engine_for(demo_model, max_step_tokens=5)
     for engine in (engine_for(demo_model), chunked):
         assert {name: outputs[0].prompt_logprobs for name, outputs in run(engine, requests).items()} == want
+    for engine in (engine_for(demo_model), chunked):  # behind a start, whose prefix may be found
+        late = [msgspec.structs.replace(r, logprobs_start=len(r.prompt_ids) * 2 // 3) for r in requests]
+        got = run(engine, late) | {f"{name} again": outputs for name, outputs in run(engine, late).items()}
+        for r in late:
+            for name in (r.request_id, f"{r.request_id} again"):
+                assert got[name][0].prompt_logprobs == want[r.request_id][r.logprobs_start :]
     monkeypatch.setattr("lmkit.turbo.runners.runner.SCORED_BYTES", 3 * 4 * 4096)
     assert {name: outputs[0].prompt_logprobs for name, outputs in run(alone, requests).items()} == want
 

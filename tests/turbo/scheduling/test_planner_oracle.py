@@ -17,21 +17,21 @@ from tests.turbo.scheduling.traffic import Traffic
 
 def common_prefix(seq: Sequence, other: Sequence) -> int:
     """The length of the common prefix, within the tokens that `seq` can reuse and the prompt of `other`."""
-    count = min(seq.num_tokens - 1, other.num_prompt_tokens)
+    count = min(seq.max_cached, other.num_prompt_tokens)
     differ = np.flatnonzero(seq.tokens(count) != other.tokens(count))
     return int(differ[0]) if len(differ) else count
 
 
 def waits_for_prefix(planner: Planner, seq: Sequence) -> bool:
     """Whether a prompt under way will soon compute a good part of this sequence's tokens: it compares all of them."""
-    if not planner.limits.kv.prefix_cache or seq.computes_prompt or seq.overtaken >= planner.limits.max_overtakes:
+    if not planner.limits.kv.prefix_cache or not seq.max_cached or seq.overtaken >= planner.limits.max_overtakes:
         return False
     cached = planner.kv.find(seq).num_tokens
     for other in planner.slots.running.values():
         if other.num_completed >= other.num_prompt_tokens or planner.kv.namespace(seq) != planner.kv.namespace(other):
             continue
         common = common_prefix(seq, other)
-        saved, left = common - cached, seq.num_tokens - cached
+        saved, left = common - cached, seq.max_cached + 1 - cached
         if common > other.num_completed and (saved >= planner.limits.kv.block_size or 2 * saved >= left):
             return True
     return False

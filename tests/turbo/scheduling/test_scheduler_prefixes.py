@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from lmkit.errors import RequestError
 from lmkit.models.kv_layout import KVClass
 from tests.turbo.fakes import FakeEngine, FakeRunner, limits, prompt_logprob, request, solo
 from tests.turbo.kv.fake_tiers import ChanceTiers
@@ -129,6 +130,22 @@ def test_a_scored_prompt_uses_nothing_and_is_found_by_others() -> None:
     other.add(request("c", prompt, max_tokens=1))
     other.run()
     assert cached(other, "c") == 29
+
+
+def test_scores_behind_a_start_use_the_prefix_before_it() -> None:
+    engine = FakeEngine(CACHE)
+    prompt = text(1, 30)
+    engine.add(request("a", prompt[:22], max_tokens=1))
+    engine.run()
+    choices = [prompt[:22] + text(seed, 5) for seed in (2, 3)]
+    for name, ids in zip("bc", choices, strict=True):
+        engine.add(request(name, ids, prompt_logprobs=True, logprobs_start=21, max_tokens=0))
+    engine.run()
+    for name, ids in zip("bc", choices, strict=True):
+        assert cached(engine, name) == 21
+        assert engine.outputs[name][0].prompt_logprobs == [prompt_logprob(ids[:n]) for n in range(23, 28)]
+    with pytest.raises(RequestError, match="logprobs_start=27"):
+        engine.add(request("d", choices[0], prompt_logprobs=True, logprobs_start=27))
 
 
 def test_what_an_aborted_prompt_computed_is_found() -> None:

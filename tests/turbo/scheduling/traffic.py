@@ -79,6 +79,7 @@ def random_request(rng: random.Random, name: str, limits: SchedulerLimits, texts
         seed=rng.randrange(1 << 64),
         logprobs=rng.choice([None, 1]),
         prompt_logprobs=rng.random() < 0.2,
+        logprobs_start=rng.choice([0, rng.randrange(max(len(prompt), 1))]),
         tenant=(tenant := rng.choice(["", "", "x", "y"])),
         weight={"y": 2.5}.get(tenant, 1.0),
         cache_salt=rng.choice(["", "", "y"]),
@@ -303,6 +304,7 @@ class Traffic:
         assert logprobs == ([(t, -float(t), [(t, -float(t))]) for t in tokens] if asked else [])
         if (tokens or last.finish_reason == "length") and req.prompt_logprobs:
             ids = req.prompt_ids
-            assert outputs[0].prompt_logprobs == [prompt_logprob(ids[:n]) for n in range(2, len(ids) + 1)]
-            assert not outputs[0].cached_tokens
+            start = req.logprobs_start
+            assert outputs[0].prompt_logprobs == [prompt_logprob(ids[:n]) for n in range(start + 2, len(ids) + 1)]
+            assert outputs[0].cached_tokens <= start
         assert not any(o.prompt_logprobs or o.cached_tokens for o in outputs[1:])
