@@ -221,7 +221,6 @@ CHAT: Mapping[str, Values] = {
     "tool_prompt": _NONE,
 }
 COMPLETION: Mapping[str, Values] = {
-    "add_special_tokens": _ON,
     "do_preprocess": _OFF,
     "suffix": (None, ""),
     "top_logprobs": _ZERO,

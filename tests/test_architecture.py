@@ -22,18 +22,18 @@ FLOORS = {
     "layers": 2,
     "models": 3,
     "quant": 4, "turbo": 4,
-    "serve": 5, "proxy": 5, "api": 5, "bench": 5,
+    "serve": 5, "proxy": 5, "api": 5, "program": 5, "bench": 5,
     "cli": 6,
 }  # fmt: skip
 SAME_FLOOR_STRANGERS = {frozenset(pair) for pair in [("kernels", "formats"), ("web", "kernels"), ("web", "formats"),
                                                      ("quant", "turbo"), ("serve", "proxy"),
-                                                     ("proxy", "api"), ("serve", "api"),
+                                                     ("proxy", "api"), ("serve", "api"), ("program", "serve"),
                                                      ("bench", "serve"), ("bench", "proxy")]}  # fmt: skip
 # Importing these, and all that they import, must not import torch.
 TORCH_FREE = [
     "lmkit", "lmkit.errors", "lmkit.config", "lmkit.log", "lmkit.text", "lmkit.models", "lmkit.cli.main",
     "lmkit.kv_dtype", "lmkit.attention_spec", "lmkit.web.server", "lmkit.proxy.server", "lmkit.serve.http",
-    "lmkit.neutral", "lmkit.extras", "lmkit.api.async_pipeline",
+    "lmkit.neutral", "lmkit.extras", "lmkit.api.async_pipeline", "lmkit.program",
     "lmkit.bench.online", "lmkit.bench.report", "lmkit.bench.plot",
     "lmkit.turbo.request", "lmkit.turbo.sequence", "lmkit.turbo.plan", "lmkit.turbo.kv.block_pool",
     "lmkit.turbo.kv.radix_cache", "lmkit.turbo.kv.manager", "lmkit.turbo.kv.tiers.store",

@@ -46,6 +46,7 @@ def test_examples_are_short_and_listed() -> None:
         ("batch.py", r"prompt 2: \d+ tokens, (length|stop): "),
         ("stream.py", r"\d+ tokens, (length|stop)"),
         ("chat_session.py", r"4 messages: user assistant user assistant"),
+        ("branching.py", r"verdict:  (good|bad); \d+ tokens reused, \d+ computed"),
         ("async_pipeline.py", r"took too long: its request is aborted"),
     ],
 )

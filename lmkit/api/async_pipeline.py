@@ -73,7 +73,7 @@ class AsyncPipeline:
         assert engine.info is not None
         engine.info.sampling.announce(log)
         self.tokenizer, self._engine = tokenizer, engine
-        self._maker = RequestMaker(tokenizer, engine.info)
+        self.maker = RequestMaker(tokenizer, engine.info)
         return self
 
     async def close(self) -> None:
@@ -210,7 +210,7 @@ class AsyncPipeline:
             raise RequestError("engine_unavailable", "this pipeline is not started; use `async with`, or await start()")
         if self._engine.state in ("draining", "dead"):
             raise RequestError("engine_unavailable", "this pipeline is closed; open another one")
-        return self._maker
+        return self.maker
 
     async def _batch(self, *arguments: Any) -> Batch:
         return await asyncio.to_thread(self._open().batch, *arguments)
@@ -248,7 +248,7 @@ class AsyncPipeline:
         """Put the outputs of a request into the queue, and None after the last one."""
         processor = OutputProcessor(self.tokenizer, request)
         try:
-            async with aclosing(self._steps(request)) as steps:
+            async with aclosing(self.steps(request)) as steps:
                 async for step in steps:
                     queue.put_nowait((index, processor.process(step)))
                     if processor.finished:  # a stop string ends it here; leaving the iteration aborts it in the engine
@@ -256,7 +256,7 @@ class AsyncPipeline:
         finally:
             queue.put_nowait(None)
 
-    async def _steps(self, request: Request) -> AsyncGenerator[StepOutput, None]:
+    async def steps(self, request: Request) -> AsyncGenerator[StepOutput, None]:
         """The steps of a request, once the engine has room for it. A refusal is its last step."""
         assert self._engine is not None
         async with self._slots:
@@ -271,7 +271,7 @@ class AsyncPipeline:
         """The last step of each request."""
 
         async def end(request: Request) -> StepOutput:
-            async with aclosing(self._steps(request)) as steps:
+            async with aclosing(self.steps(request)) as steps:
                 return [step async for step in steps][-1]
 
         return list(await asyncio.gather(*map(end, requests)))

@@ -65,7 +65,7 @@ class Pipeline:
         self.engine = Engine(model, config)
         self.engine.info.sampling.announce(log)
         self.tokenizer = Tokenizer.from_pretrained(self.engine.info.model_path, config.chat_template)
-        self._maker = RequestMaker(self.tokenizer, self.engine.info)
+        self.maker = RequestMaker(self.tokenizer, self.engine.info)
         self._outputs: dict[str, deque[StepOutput]] = {}
         self._lock = threading.Lock()
         self._is_closed = False
@@ -196,8 +196,8 @@ class Pipeline:
         `ppl` is its exponential.
         """
         self._check_open()
-        requests = self._maker.scoring(input_ids)
-        values = {out.request_id: mean_nll(out) for out in self._steps(requests) if out.finish_reason is not None}
+        requests = self.maker.scoring(input_ids)
+        values = {out.request_id: mean_nll(out) for out in self.steps(deque(requests)) if out.finish_reason is not None}
         return [values[request.request_id] for request in requests]
 
     def embed(self, inputs: str | Sequence[int] | Iterable[str | Sequence[int]]) -> Vectors:
@@ -206,8 +206,9 @@ class Pipeline:
         Raises RequestError for an input without tokens, or of more tokens than the context holds.
         """
         self._check_open()
-        requests = self._maker.embedding(inputs)
-        rows = {out.request_id: embedding_of(out) for out in self._steps(requests) if out.finish_reason is not None}
+        requests = self.maker.embedding(inputs)
+        ends = (out for out in self.steps(deque(requests)) if out.finish_reason is not None)
+        rows = {out.request_id: embedding_of(out) for out in ends}
         return matrix([rows[request.request_id] for request in requests])
 
     def close(self) -> None:
@@ -243,7 +244,7 @@ class Pipeline:
 
     def _batch(self, prompts: Any, *arguments: Any) -> Batch:
         self._check_open()
-        return self._maker.batch(prompts, *arguments)
+        return self.maker.batch(prompts, *arguments)
 
     def _parts(self, batch: Batch) -> Generator[Response, None, None]:
         yield from batch.refused
@@ -253,21 +254,21 @@ class Pipeline:
     def _run(self, requests: Mapping[int, Request]) -> Iterator[tuple[int, RequestOutput]]:
         """Outputs of `requests` as they arrive, each with the index of its request."""
         processors = {r.request_id: (i, OutputProcessor(self.tokenizer, r)) for i, r in requests.items()}
-        for step in self._steps(list(requests.values())):
+        for step in self.steps(deque(requests.values())):
             index, processor = processors[step.request_id]
             if processor.finished:
                 continue
             output = processor.process(step)
             if output.abort_engine:
-                self.engine.abort(step.request_id)
+                self.abort(step.request_id)
             yield index, output
 
-    def _steps(self, requests: list[Request]) -> Iterator[StepOutput]:
-        """Run requests to completion and yield their outputs. Several such loops share the engine's steps.
+    def steps(self, waiting: deque[Request]) -> Iterator[StepOutput]:
+        """Run requests of `maker` to completion and yield their outputs. Several such loops share the engine's steps.
 
-        Requests that do not fit the engine's queue wait here. If the loop is left early, the rest are aborted.
+        Requests that do not fit the engine's queue stay in `waiting`, to which others may add more. If the loop is left
+        early, the rest are aborted.
         """
-        waiting = deque(requests)
         open_ids: set[str] = set()
         try:
             while waiting or open_ids:
@@ -290,6 +291,11 @@ class Pipeline:
                 for name in open_ids:
                     self.engine.abort(name)
 
+    def abort(self, request_id: str) -> None:
+        """End a request that `steps` runs. Its last output still comes. An unknown id is ignored."""
+        with self._lock:
+            self.engine.abort(request_id)
+
     def _admit(self, waiting: deque[Request], open_ids: set[str], ready: list[StepOutput]) -> None:
         while waiting:
             try:
@@ -310,7 +316,7 @@ class Pipeline:
 
     def _chat_parts(self, prompt: str, session: Session, gen_config: Any) -> Generator[Response, None, None]:
         try:
-            turn = self._maker.turn(prompt, session, gen_config)
+            turn = self.maker.turn(prompt, session, gen_config)
         except RequestError as error:
             session.response = refused(0, error)
             yield session.response

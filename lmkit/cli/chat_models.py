@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from lmkit.errors import ConfigError, LMKitError
+from lmkit.web.sse import EventData
 
 if TYPE_CHECKING:
     import httpx
@@ -133,7 +135,8 @@ class RemoteModel:
                 if not response.is_success:
                     response.read()
                     raise LMKitError(_error_text(response))
-                for data in sse_data(response.iter_bytes()):
+                events = EventData()
+                for data in itertools.chain.from_iterable(map(events.feed, response.iter_bytes())):
                     if data == b"[DONE]":
                         return
                     yield from _pieces(data)
@@ -173,23 +176,6 @@ def _chosen(names: list[str], base: str, model: str | None) -> str:
         raise ConfigError(f"{base} serves no model at the moment")
     wrong = "" if model is None else f"no model {model}: "
     raise ConfigError(f"{wrong}{base} serves {printable(', '.join(names))}; choose one with --model")
-
-
-def sse_data(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """The data of server-sent events.
-
-    Lines are split as bytes: str.splitlines would also split at U+2028 inside an answer.
-    """
-    held, data = b"", []
-    for piece in pieces:
-        *lines, held = (held + piece).split(b"\n")
-        for line in lines:
-            line = line.removesuffix(b"\r")
-            if line.startswith(b"data:"):
-                data.append(line[5:].removeprefix(b" "))
-            elif not line and data:
-                yield b"\n".join(data)
-                data = []
 
 
 def _pieces(data: bytes) -> list[Piece]:

@@ -200,6 +200,7 @@ class CompletionRequest(_Sampling):
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     # not OpenAI's
+    add_special_tokens: bool | None = None  # vLLM's, of prompts that are texts; default true
     prompt_start_ids: list[int] | None = None  # token ids with which each prompt begins; its text follows
     logprob_start_len: Annotated[int, Field(ge=0)] | None = None  # SGLang's: prompt_logprobs begin behind this token
 

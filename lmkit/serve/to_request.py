@@ -115,7 +115,8 @@ def _prompts(body: CompletionRequest, tokenizer: Tokenizer, info: EngineInfo) ->
             prompts.append([*(start or ()), *prompt])
             continue
         tokenizer.check_length(prompt, info.max_model_len, "prompt")
-        prompts.append(tokenizer.encode_behind(start, prompt) if start else tokenizer.encode(prompt))
+        special = _or(body.add_special_tokens, True)
+        prompts.append(tokenizer.encode_behind(start, prompt) if start else tokenizer.encode(prompt, special))
     return prompts
 
 

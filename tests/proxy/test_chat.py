@@ -15,7 +15,7 @@ import pytest
 from lmkit import Session
 from lmkit.cli.chat import chat, shown
 from lmkit.cli.chat_conversation import Conversation
-from lmkit.cli.chat_models import LocalModel, Piece, RemoteModel, sse_data
+from lmkit.cli.chat_models import LocalModel, Piece, RemoteModel
 from lmkit.errors import ConfigError, LMKitError
 from tests.cli.commands import mistake
 from tests.cli.terminal import Terminal, answer_by_words
@@ -145,13 +145,6 @@ def test_bad_options(options: dict[str, Any]) -> None:
     names = ("model", "prompt", "system", "temperature", "top_p", "max_tokens", "seed", "api_key")
     with pytest.raises(ConfigError):
         chat(**{"target": "folder", **dict.fromkeys(names), **options})  # type: ignore[arg-type]
-
-
-def test_sse_data_at_every_cut() -> None:
-    stream = "data: é\r\n\r\n: c\n\ndata:a\ndata: b\u2028c\n\nevent: x\n\ndata: [DONE]\n\n".encode()
-    expected = ["é".encode(), "a\nb\u2028c".encode(), b"[DONE]"]
-    for cut in range(len(stream)):
-        assert list(sse_data([stream[:cut], stream[cut:]])) == expected
 
 
 class Scripted:

@@ -61,6 +61,13 @@ def test_deltas_and_counts(tokenizer: Tokenizer) -> None:
     assert [i for output in outputs for i in output.token_ids] == ids
 
 
+def test_steps_count_once_however_many_tokens_they_give(tokenizer: Tokenizer) -> None:
+    output = processor(tokenizer)
+    ids = tokenizer.encode("one two three")
+    counts = [output.process(step(part)).num_steps for part in (ids[:1], ids[1:3], [], ids[3:])]
+    assert counts == [1, 2, 2, 3 if ids[3:] else 2]
+
+
 def test_the_ending_token_counts_but_is_not_shown(tokenizer: Tokenizer) -> None:
     a = tokenizer.encode("a")[0]
     for skip in (True, False):

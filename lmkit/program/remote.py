@@ -1,0 +1,157 @@
+"""Programs on a server: one request of POST /generate for each call of a branch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lmkit.errors import HTTP_STATUS, ConfigError, LMKitError, RequestError
+from lmkit.program.model import Answer, Messages, Prompt, Score, num_common
+from lmkit.web.sse import EventData
+
+if TYPE_CHECKING:
+    import httpx
+
+
+@dataclass(frozen=True)
+class Server:
+    """An lmkit server. `model` is needed if it serves several, and `api_key` if it asks for one."""
+
+    url: str
+    model: str | None = None
+    api_key: str | None = None
+    timeout: float = 600.0  # seconds without a sign of the server
+
+    @asynccontextmanager
+    async def connected(self) -> AsyncGenerator[Remote, None]:
+        """Raises ConfigError if the URL is none."""
+        import httpx
+
+        from lmkit.web.tls import trusting
+
+        headers = {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        try:
+            client = httpx.AsyncClient(
+                base_url=self.url.rstrip("/").removesuffix("/v1"),
+                headers=headers,
+                timeout=httpx.Timeout(self.timeout, connect=10),
+                limits=httpx.Limits(max_connections=None),
+                trust_env=False,
+                verify=trusting(httpx.create_ssl_context(trust_env=False)),
+            )
+        except (httpx.InvalidURL, UnicodeError) as error:
+            raise ConfigError(f"{self.url!r} is not a URL: {error}") from None
+        if not client.base_url.host:
+            raise ConfigError(f"{self.url!r} is not a URL: write http://HOST:PORT")
+        async with client:
+            yield Remote(client, {} if self.model is None else {"model": self.model})
+
+
+class Remote:
+    """A model of a server."""
+
+    def __init__(self, client: httpx.AsyncClient, common: dict[str, Any]) -> None:
+        self._client, self._common = client, common
+
+    async def render(self, messages: Messages) -> str:
+        return str((await self._post("/apply-template", {"messages": list(messages)}))["prompt"])
+
+    async def generate(
+        self, prompt: Prompt, options: Mapping[str, Any], on_text: Callable[[str], None] | None
+    ) -> Answer:
+        body = _prompt(prompt) | {name: value for name, value in options.items() if value is not None}
+        body["return_token_ids"] = True
+        if on_text is None:
+            parts = [await self._post("/generate", body)]
+        else:
+            parts = [part async for part in self._events("/generate", body, on_text)]
+        ids = [token for part in parts for token in part["output_ids"]]
+        about = parts[-1]["meta_info"]
+        ended = about["finish_reason"]
+        kept = None if isinstance(ended.get("matched"), str) else tuple(ids[:-1] if ended["type"] == "stop" else ids)
+        text = "".join(part["text"] for part in parts)
+        prompt_ids = tuple(parts[0]["prompt_token_ids"])
+        return Answer(prompt_ids, kept, text, len(ids), about["steps"], about["cached_tokens"])
+
+    async def score(self, prompt: Prompt, texts: Sequence[str]) -> list[Score]:
+        """If the prompt has new text, a first request computes it and returns its tokens."""
+        ids = prompt.ids
+        if prompt.text:
+            body = _prompt(prompt) | {"max_new_tokens": 0, "return_token_ids": True}
+            ids = tuple((await self._post("/generate", body))["prompt_token_ids"])
+        body = {"input_ids": ids, "text": list(texts), "max_new_tokens": 0, "return_token_ids": True}
+        scores = await self._scores(body, len(ids) - 1)
+        if (common := min(num_common(ids, score.ids) for score in scores)) < len(ids):  # it writes both in another way
+            scores = await self._scores(body, common - 1)
+        return scores
+
+    async def _scores(self, body: dict[str, Any], start: int) -> list[Score]:
+        answers = await self._post("/generate", body | {"return_logprob": True, "logprob_start_len": start})
+        return [_score(answer) for answer in (answers if isinstance(answers, list) else [answers])]
+
+    async def _post(self, path: str, body: dict[str, Any]) -> Any:
+        import httpx
+
+        try:
+            response = await self._client.post(path, json=self._common | body)
+            if not response.is_success:
+                raise _refusal(response)
+            return response.json()
+        except httpx.HTTPError as error:
+            raise _unreachable(self._client, error) from None
+        except ValueError:
+            raise LMKitError(f"{self._client.base_url} does not answer as an lmkit server does") from None
+
+    async def _events(
+        self, path: str, body: dict[str, Any], on_text: Callable[[str], None]
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        import httpx
+
+        events = EventData()
+        try:
+            async with self._client.stream("POST", path, json=self._common | body | {"stream": True}) as response:
+                if not response.is_success:
+                    await response.aread()
+                    raise _refusal(response)
+                async for piece in response.aiter_bytes():
+                    for data in events.feed(piece):
+                        if data == b"[DONE]":
+                            return
+                        part = json.loads(data)
+                        if error := part.get("error"):
+                            raise RequestError(error.get("code") or "engine_error", error.get("message") or "it failed")
+                        if part["text"]:
+                            on_text(part["text"])
+                        yield part
+        except httpx.HTTPError as error:
+            raise _unreachable(self._client, error) from None
+        raise LMKitError("the server broke off in the middle of its answer")
+
+
+def _prompt(prompt: Prompt) -> dict[str, Any]:
+    if prompt.ids:
+        return {"input_ids": prompt.ids, "text": prompt.text}
+    return {"text": prompt.text} | ({"add_special_tokens": False} if prompt.is_chat else {})
+
+
+def _score(answer: dict[str, Any]) -> Score:
+    about = answer["meta_info"]
+    logprobs = tuple(entry[0] for entry in about["input_token_logprobs"][1:])
+    return Score(tuple(answer["prompt_token_ids"]), logprobs, about["cached_tokens"])
+
+
+def _refusal(response: httpx.Response) -> RequestError:
+    """The server's own words."""
+    try:
+        error = response.json()["error"]
+        code, message = str(error["code"]), str(error["message"])
+    except (ValueError, KeyError, TypeError):
+        code, message = "", f"the server answers with status {response.status_code}"
+    return RequestError(code if code in HTTP_STATUS else "engine_error", message)
+
+
+def _unreachable(client: httpx.AsyncClient, error: Exception) -> LMKitError:
+    return LMKitError(f"{client.base_url}: the server does not answer: {error or type(error).__name__}")
