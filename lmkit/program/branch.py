@@ -164,7 +164,7 @@ class Branch:
 
     def _prompt(self, whole: str) -> Prompt:
         text, ids = self._known
-        if not whole.startswith(text):  # the template wrote an earlier turn in another way
+        if not (ids and whole.startswith(text)):  # if not, the template wrote an earlier turn in another way
             text, ids = "", ()
         return Prompt(ids, whole[len(text) :], is_chat=bool(self._messages))
 

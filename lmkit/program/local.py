@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmkit.api.generation import GenerationConfig
 from lmkit.errors import RequestError
-from lmkit.program.model import Answer, Messages, Prompt, Score, num_common
+from lmkit.program.model import Answer, Messages, Prompt, Score
 from lmkit.turbo.request import Request, StepOutput
 from lmkit.turbo.transport.output import OutputProcessor, RequestOutput
 
@@ -59,7 +59,7 @@ class Local:
 
     async def _score(self, before: list[int], text: str) -> Score:
         ids = self._tokenizer.encode_behind(before, text)
-        start = num_common(before, ids) - 1
+        start = _num_common(before, ids) - 1
         config = GenerationConfig(max_new_tokens=0)
         request = self._maker.request(ids, config, prompt_logprobs=True, logprobs_start=start)
         outputs = [output async for output in self._outputs(request)]
@@ -129,3 +129,8 @@ class Driver:
                 queue.put_nowait(error)
         elif self._waiting:  # it came while the thread ended
             self._start()
+
+
+def _num_common(first: Sequence[int], second: Sequence[int]) -> int:
+    """The number of tokens with which both begin."""
+    return next((i for i, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1]), len(first))

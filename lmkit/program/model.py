@@ -44,11 +44,6 @@ class Score:
         return sum(self.logprobs) / len(self.logprobs)
 
 
-def num_common(first: Sequence[int], second: Sequence[int]) -> int:
-    """The number of tokens with which both begin."""
-    return next((i for i, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1]), len(first))
-
-
 class Model(Protocol):
     """All calls raise RequestError for what the model cannot do."""
 

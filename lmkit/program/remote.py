@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lmkit.errors import HTTP_STATUS, ConfigError, LMKitError, RequestError
-from lmkit.program.model import Answer, Messages, Prompt, Score, num_common
+from lmkit.program.model import Answer, Messages, Prompt, Score
 from lmkit.web.sse import EventData
 
 if TYPE_CHECKING:
@@ -77,19 +77,8 @@ class Remote:
         return Answer(prompt_ids, kept, text, len(ids), about["steps"], about["cached_tokens"])
 
     async def score(self, prompt: Prompt, texts: Sequence[str]) -> list[Score]:
-        """If the prompt has new text, a first request computes it and returns its tokens."""
-        ids = prompt.ids
-        if prompt.text:
-            body = _prompt(prompt) | {"max_new_tokens": 0, "return_token_ids": True}
-            ids = tuple((await self._post("/generate", body))["prompt_token_ids"])
-        body = {"input_ids": ids, "text": list(texts), "max_new_tokens": 0, "return_token_ids": True}
-        scores = await self._scores(body, len(ids) - 1)
-        if (common := min(num_common(ids, score.ids) for score in scores)) < len(ids):  # it writes both in another way
-            scores = await self._scores(body, common - 1)
-        return scores
-
-    async def _scores(self, body: dict[str, Any], start: int) -> list[Score]:
-        answers = await self._post("/generate", body | {"return_logprob": True, "logprob_start_len": start})
+        body = _prompt(prompt) | {"endings": list(texts), "max_new_tokens": 0, "prompt_logprobs": 0}
+        answers = await self._post("/generate", body | {"return_token_ids": True})
         return [_score(answer) for answer in (answers if isinstance(answers, list) else [answers])]
 
     async def _post(self, path: str, body: dict[str, Any]) -> Any:

@@ -176,8 +176,7 @@ def check_output(
     num_entries = 0 if params.logprobs is None else 1 + params.logprobs
     most = info.max_model_len if params.max_tokens is None else params.max_tokens
     new = sum(min(most, info.max_model_len - len(request.prompt_ids)) for request in requests)
-    start = requests[0].logprobs_start
-    scored = [len(request.prompt_ids) - start for request in requests] if requests[0].prompt_logprobs else [0]
+    scored = [len(r.prompt_ids) - r.logprobs_start for r in requests] if requests[0].prompt_logprobs else [0]
     prompt, at_once = sum(scored), choices_per_prompt * max(scored)
     needed = at_once * num_entries * OBJECT_BYTES
     if not stream:

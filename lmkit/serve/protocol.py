@@ -203,6 +203,8 @@ class CompletionRequest(_Sampling):
     add_special_tokens: bool | None = None  # vLLM's, of prompts that are texts; default true
     prompt_start_ids: list[int] | None = None  # token ids with which each prompt begins; its text follows
     logprob_start_len: Annotated[int, Field(ge=0)] | None = None  # SGLang's: prompt_logprobs begin behind this token
+    # texts that may follow the prompt: nothing is generated, and each is an answer with its own log-probabilities
+    endings: Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)] | None = None
 
 
 class TemplateRequest(Strict):

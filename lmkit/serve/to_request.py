@@ -93,6 +93,8 @@ def completion_requests(
         grammar=constraint(body, tokenizer, info.vocab_size),
     )
     prompts = _prompts(body, tokenizer, info)
+    if body.endings is not None:
+        return _endings(body, prompts, tokenizer, info, _request(body, params, request_id, owner, prompt_logprobs=True))
     echo_logprobs = bool(body.echo) and body.logprobs is not None
     scored = echo_logprobs or body.prompt_logprobs is not None
     start = _or(body.logprob_start_len, 0)
@@ -118,6 +120,26 @@ def _prompts(body: CompletionRequest, tokenizer: Tokenizer, info: EngineInfo) ->
         special = _or(body.add_special_tokens, True)
         prompts.append(tokenizer.encode_behind(start, prompt) if start else tokenizer.encode(prompt, special))
     return prompts
+
+
+def _endings(
+    body: CompletionRequest, prompts: list[list[int]], tokenizer: Tokenizer, info: EngineInfo, like: Request
+) -> list[Request]:
+    """A request for each ending of one prompt. It scores the tokens behind the prompt."""
+    others = body.echo or choices_per_prompt(body) > 1 or body.logprob_start_len or body.session_id
+    if others or len(prompts) > 1 or not prompts[0] or body.prompt_logprobs is None or _asked_tokens(body) != 0:
+        rule = "they go with one prompt that is not empty, prompt_logprobs and max_tokens of 0; without n, best_of, "
+        rule += "echo, logprob_start_len and session_id"
+        raise _invalid(f"endings: {rule}", "endings")
+    (before,) = prompts
+    requests = []
+    for text in body.endings or ():
+        tokenizer.check_length(text, info.max_model_len, "endings")
+        ids = tokenizer.encode_behind(before, text)
+        same = next((i for i, pair in enumerate(zip(before, ids, strict=False)) if pair[0] != pair[1]), len(before))
+        start = msgspec.structs.replace(like, logprobs_start=max(same - 1, 0))
+        requests += _fan_out([ids], start, 1, info, "endings", 0)
+    return [msgspec.structs.replace(request, request_id=f"{like.request_id}-{i}") for i, request in enumerate(requests)]
 
 
 def _num_logprobs(body: ChatCompletionRequest | CompletionRequest, answer: int | None) -> int | None:

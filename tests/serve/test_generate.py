@@ -131,6 +131,8 @@ def test_logprobs_in_a_stream() -> None:
     [
         ({}, "text", "send text or input_ids"),
         ({"text": "Hi", "input_ids": [[1]]}, "prompt_start_ids", "integer"),
+        ({"text": "Hi", "endings": ["a"], "prompt_logprobs": 0}, "endings", "max_tokens"),
+        ({"text": ["Hi", "Ho"], "endings": ["a"], "prompt_logprobs": 0, "max_tokens": 0}, "endings", "one prompt"),
         ({"text": "Hi", "input_ids": [1], "echo": True}, "echo", "does not go with"),
         ({"text": "Hi", "prompt_logprobs": 1, "logprob_start_len": 9}, "return_logprob", "need return_logprob"),
         ({"text": "Hi", "return_logprob": True, "logprob_start_len": 9}, "logprob_start_len", "position"),

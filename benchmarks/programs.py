@@ -1,0 +1,274 @@
+"""Structured programs beside the same calls made as plain requests.
+
+    python -m benchmarks.programs [MODEL] [--kinds a,b] [--programs N] [--rounds N] [--peer URL] [--json FILE]
+
+The seven programs are those of SGLang's paper (arXiv 2312.07104), made small. "plain" is a client of /v1/completions:
+it sends the whole text each time, and selects with a constrained answer. Both go to the same `lmkit serve` process, and
+the plain client also to `--peer`, an OpenAI server of the same model, such as vLLM. Branches run at the same time in
+all of them. Sides take turns, and every text begins with words of its own, so no side finds the KV of another.
+
+`hits`: prompt tokens that were found in the cache, beside those that a cache would have that knows every token ever
+computed. Answers have fixed lengths, so random weights do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks import report
+from lmkit.errors import ConfigError
+from lmkit.formats.hub import DEMO_FOLDER
+from lmkit.program import Branch, Server, Trace
+from lmkit.program.model import Answer, Messages, Model, Prompt, Score
+from lmkit.program.run import opened
+from lmkit.quant.report.evaluate import HELDOUT_TEXT
+
+Program = Callable[[Branch, random.Random], Awaitable[None]]
+TEXT = HELDOUT_TEXT.read_text()
+TOOLS = ["search", "open", "calculate", "finish"]
+SHORT, NUMBER = {"type": "string", "maxLength": 8}, {"type": "integer", "minimum": 0, "maximum": 9999}
+PLACE = {"type": "object", "properties": {"street_name": SHORT, "house_number": NUMBER, "postal_code": NUMBER},
+         "required": ["street_name", "house_number", "postal_code"], "additionalProperties": False}  # fmt: skip
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "character_name": SHORT, "date_of_birth": NUMBER, "occupation": {"enum": ["wizard", "teacher", "student"]},
+        "place_of_residence": PLACE, "is_still_alive": {"type": "boolean"},
+    },
+    "required": ["character_name", "date_of_birth", "occupation", "place_of_residence", "is_still_alive"],
+    "additionalProperties": False,
+}  # fmt: skip
+
+
+def piece(rng: random.Random, characters: int) -> str:
+    start = rng.randrange(len(TEXT) - characters)
+    return TEXT[start : start + characters]
+
+
+def shared(name: str, characters: int, salt: str) -> str:
+    """A text that all programs of a kind begin with."""
+    return f"{salt} {name}\n" + piece(random.Random(name), characters)
+
+
+async def write(branch: Branch, count: int) -> str:
+    """Free text of a fixed length."""
+    return await branch.gen(max_new_tokens=count, min_new_tokens=count, ignore_eos=True)
+
+
+async def questions(branch: Branch, rng: random.Random, salt: str) -> None:
+    """Multiple choice behind examples that all questions share (MMLU)."""
+    branch += shared("examples", 2400, salt) + piece(rng, 200) + "\nAnswer:"
+    await branch.select([" A", " B", " C", " D"])
+
+
+async def thoughts(branch: Branch, rng: random.Random, salt: str) -> None:
+    """A tree of thought: two levels of three ideas, each with a mark."""
+    branch += shared("tree", 800, salt) + piece(rng, 200)
+
+    async def idea(fork: Branch) -> tuple[str, Branch]:
+        fork += "\nIdea:"
+        await write(fork, 24)
+        fork += "\nMark:"
+        return await fork.select([" 1", " 2", " 3"]), fork
+
+    for _ in range(2):
+        ideas = await asyncio.gather(*map(idea, branch.fork(3)))
+        branch = max(ideas, key=lambda found: found[0])[1]
+    branch += "\nAnswer:"
+    await write(branch, 24)
+
+
+async def agent(branch: Branch, rng: random.Random, salt: str) -> None:
+    """A ReAct agent: thoughts, tools, and what they return."""
+    branch += shared("agent", 1600, salt) + piece(rng, 150)
+    for _ in range(3):
+        branch += "\nThought:"
+        await write(branch, 20)
+        branch += "\nAction: "
+        await branch.select(TOOLS)
+        branch += "\nObservation: " + piece(rng, 200)
+    branch += "\nAnswer:"
+    await write(branch, 20)
+
+
+async def turns(branch: Branch, rng: random.Random, salt: str) -> None:
+    """A conversation of four turns."""
+    branch += f"{salt} {rng.random()}\n"
+    for _ in range(4):
+        branch += "\nUser: " + piece(rng, 250) + "\nAssistant:"
+        await write(branch, 24)
+
+
+async def form(branch: Branch, rng: random.Random, salt: str) -> None:
+    """JSON that follows a schema."""
+    branch += shared("form", 600, salt) + piece(rng, 200) + "\nJSON: "
+    await branch.gen(schema=SCHEMA, max_new_tokens=200)
+
+
+async def judge(branch: Branch, rng: random.Random, salt: str) -> None:
+    """An essay is judged in four respects at the same time, then as a whole."""
+    branch += shared("judge", 400, salt) + piece(rng, 800)
+
+    async def respect(fork: Branch, name: str) -> str:
+        fork += f"\n{name}:"
+        return await write(fork, 20)
+
+    names = ["Clarity", "Evidence", "Style", "Depth"]
+    found = await asyncio.gather(*map(respect, branch.fork(4), names))
+    branch += "".join(f"\n{name}:{text}" for name, text in zip(names, found, strict=True)) + "\nGrade:"
+    await branch.select([" A", " B", " C", " D"])
+
+
+async def retrieval(branch: Branch, rng: random.Random, salt: str) -> None:
+    """An answer from three of six passages, which other questions use as well."""
+    chosen = sorted(rng.sample(range(6), 3))
+    branch += shared("passages", 200, salt) + "".join(f"\n[{i}] " + piece(random.Random(i), 600) for i in chosen)
+    branch += "\nQuestion: " + piece(rng, 100) + "\nAnswer:"
+    await write(branch, 32)
+
+
+KINDS = {
+    "questions": questions, "thoughts": thoughts, "agent": agent, "turns": turns, "form": form, "judge": judge,
+    "retrieval": retrieval,
+}  # fmt: skip
+
+
+class Plain:
+    """A client that sends whole texts to /v1/completions."""
+
+    def __init__(self, client: httpx.AsyncClient, model: str) -> None:
+        self._client, self._model = client, model
+
+    async def render(self, messages: Messages) -> str:
+        raise NotImplementedError("the programs here write plain text")
+
+    async def generate(self, prompt: Prompt, options: Mapping[str, Any], on_text: Any) -> Answer:
+        names = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
+        given = {names.get(name, name): value for name, value in options.items() if value is not None}
+        text = await self._complete(prompt, given)
+        return Answer((), None, text, 0, 0, 0)
+
+    async def score(self, prompt: Prompt, texts: Sequence[str]) -> list[Score]:
+        chosen = await self._complete(prompt, {"structured_outputs": {"choice": list(texts)}, "max_tokens": 8})
+        return [Score((), (0.0 if text == chosen else -1.0,), 0) for text in texts]
+
+    async def _complete(self, prompt: Prompt, fields: dict[str, Any]) -> str:
+        body = {"model": self._model, "prompt": prompt.text, "temperature": 0.0, **fields}
+        response = await self._client.post("/v1/completions", json=body)
+        if not response.is_success:
+            raise ConfigError(f"{self._client.base_url}: {response.text[:500]}")
+        return str(response.json()["choices"][0]["text"])
+
+
+class Watched:
+    """A model whose prompts are noted, to know what a cache could have had."""
+
+    def __init__(self, model: Model) -> None:
+        self._model, self.render = model, model.render
+        self.known: set[int] = set()  # hashes of all beginnings that were computed
+        self.possible = self.reused = 0
+
+    def _note(self, ids: Sequence[int], num_cached: int, own: Sequence[int] = ()) -> None:
+        value, is_known = 0, True
+        for place, token in enumerate((*ids, *own)):
+            value = hash((value, token))
+            is_known = is_known and value in self.known and place < len(ids) - 1
+            self.possible += is_known
+            self.known.add(value)
+        self.reused += num_cached
+
+    async def generate(self, prompt: Prompt, options: Mapping[str, Any], on_text: Any) -> Answer:
+        answer = await self._model.generate(prompt, options, on_text)
+        self._note(answer.prompt_ids, answer.num_cached, (answer.ids or ())[:-1])
+        return answer
+
+    async def score(self, prompt: Prompt, texts: Sequence[str]) -> list[Score]:
+        scores = await self._model.score(prompt, texts)
+        for score in scores:
+            self._note(score.ids, score.num_cached)
+        return scores
+
+
+async def timed(model: Model, kind: str, count: int, salt: str) -> float:
+    """Seconds of `count` programs at the same time."""
+    node = Trace().program()
+    start = time.perf_counter()
+    work = KINDS[kind]
+    await asyncio.gather(*(work(Branch(model, node.fork()), random.Random(i), salt) for i in range(count)))
+    return time.perf_counter() - start
+
+
+@asynccontextmanager
+async def plain(url: str) -> AsyncIterator[Plain]:
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits, trust_env=False) as client:
+        listed = (await client.get("/v1/models")).json()["data"]
+        yield Plain(client, listed[0]["id"])
+
+
+async def measure(url: str, peer: str | None, kinds: list[str], count: int, rounds: int) -> list[dict[str, Any]]:
+    rows = []
+    async with opened(Server(url)) as server, plain(url) as ours, plain(peer or url) as theirs:
+        for kind in kinds:
+            watched = Watched(server)
+            sides: dict[str, Any] = {"program": watched, "plain": ours} | ({"peer": theirs} if peer else {})
+            seconds: dict[str, list[float]] = {side: [] for side in sides}
+            for round_number in range(rounds + 1):  # the first warms up
+                for side, model in sides.items():
+                    taken = await timed(model, kind, count, f"{side} {time.time_ns() % 10**9} {round_number}")
+                    seconds[side] += [taken] * bool(round_number)
+            median = {side: statistics.median(values) for side, values in seconds.items()}
+            row: dict[str, Any] = {"kind": kind} | {f"{side}_s": value for side, value in median.items()}
+            row |= {f"x_{side}": value / median["program"] for side, value in median.items() if side != "program"}
+            rows.append(row | {"hits": watched.reused / max(watched.possible, 1)})
+            print(row, file=sys.stderr, flush=True)
+    means = {name: statistics.geometric_mean(row[name] for row in rows) for name in rows[0] if name.startswith("x_")}
+    return [*rows, {name: means.get(name, "") for name in rows[0]} | {"kind": "geometric mean"}]
+
+
+@contextmanager
+def serving(model: str, *options: str) -> Iterator[str]:
+    command = [sys.executable, "-m", "lmkit", "serve", model, "--port", "0", "--speculate", "ngram", *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            found = next((re.search(r"on (http\S+)", line) for line in process.stdout if " on http" in line), None)
+            if found is None:
+                raise ConfigError("lmkit serve did not start; its log says why")
+            yield found[1]
+        finally:
+            process.terminate()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model", nargs="?", default=str(DEMO_FOLDER))
+    parser.add_argument("--kinds", type=lambda text: text.split(","), default=list(KINDS))
+    parser.add_argument("--programs", type=int, default=8, help="of a kind, at the same time")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--peer", help="URL of another OpenAI server with the same model")
+    parser.add_argument("--options", type=str.split, default=[], help="further options of lmkit serve")
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    given = parser.parse_args()
+    with serving(given.model, *given.options) as url:
+        rows = asyncio.run(measure(url, given.peer, given.kinds, given.programs, given.rounds))
+    report.show(rows)
+    if given.json:
+        report.save(given.json, "programs", rows, model=given.model)
+
+
+if __name__ == "__main__":
+    main()
