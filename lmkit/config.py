@@ -147,6 +147,7 @@ class EngineConfig(StrictStruct, frozen=True, kw_only=True, metaclass=CheckedMet
     request_timeout: PositiveFloat | None = None  # seconds for a request that names none; None = no limit
     speculate: Speculate = "off"  # guess the next tokens and compute several in one step, where that is faster
     max_draft_tokens: Annotated[int, msgspec.Meta(ge=1, le=64)] = 16  # guesses for one sequence in one step
+    adapters: tuple[str, ...] = ()  # LoRA adapters, each NAME=FOLDER, see formats.peft; a request names one
     pooling: PoolingName = "auto"  # of embeddings; auto = the checkpoint's, see formats.pooling
     generation_config: str = "auto"  # sampling defaults: auto = the checkpoint's, none, or a file or folder
     chat_template: str | None = None  # a file of Jinja, or the template itself; None = the checkpoint's

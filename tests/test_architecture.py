@@ -15,7 +15,7 @@ PACKAGE = ROOT / "lmkit"
 FILES = sorted(p for p in PACKAGE.rglob("*.py") if "demo" not in p.relative_to(PACKAGE).parts)
 
 FLOORS = {
-    "errors": 0, "config": 0, "log": 0, "qtensor": 0, "text": 0, "__init__": 0, "kv_dtype": 0,
+    "errors": 0, "config": 0, "log": 0, "qtensor": 0, "text": 0, "__init__": 0, "kv_dtype": 0, "low_rank": 0,
     "attention_spec": 0, "other_names": 0, "jsonfile": 0, "neutral": 0, "yaml_file": 0, "extras": 0,
     "cores": 0, "private_folder": 0,
     "kernels": 1, "formats": 1, "web": 1,

@@ -23,6 +23,7 @@ HELP = {
         "max_model_len": "Context in tokens. Default: the model's.",
         "generation_config": "Sampling defaults: auto (the checkpoint's generation_config.json), none, or a path.",
         "chat_template": "A file with a chat template, or its text. Default: the checkpoint's.",
+        "adapters": "A LoRA adapter, NAME=FOLDER, served as a model of that name. Repeat the option for more.",
         "pooling": "Embeddings: auto (the checkpoint's, else last), the last token's state, or the mean.",
         "attention_sinks": "First tokens that sliding windows still see.",
         "packed_cache": "Keep packed weights in a file, <checkpoint>/.lmkit, for the next start.",
@@ -92,6 +93,8 @@ def _parameter(name: str, group: str) -> inspect.Parameter:
     if name in SIZES:
         kind, default = str | None, SIZES[name]
         option = typer.Option(help=HELP[group][name], rich_help_panel=group, callback=size, metavar="<size>")
+    if kind == tuple[str, ...]:
+        kind, default = list[str], list(default)
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
 
 

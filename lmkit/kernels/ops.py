@@ -24,9 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lmkit import low_rank
 from lmkit.attention_spec import AttentionSpec
 from lmkit.kernels.registry import op
 from lmkit.kv_dtype import KVDtype
+from lmkit.low_rank import LowRank
 
 FP8_MAX = 448.0
 ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swish")  # of gated linears
@@ -138,6 +140,51 @@ def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
     g(y) = y for both. Those of gpt-oss are bounded:
 
     clamped_swish  f(x) = m / (1 + e^(-SWISH m)), m = min(x, CLAMP); g(y) = 1 + max(-CLAMP, min(y, CLAMP))
+    """
+
+
+@op
+def gated_panels(gate_up: Tensor, activation: str, width: int, size: int) -> Tensor:
+    """`gated_activation` of gate and up in turns of `width` columns: gate, up, gate, up. gate_up [T, C] has a multiple
+    of 2 * width columns; result [T, size]. Columns beyond `size` of each half are padding.
+    """
+
+
+class LowRanks:
+    """The additions of several adapters to one linear, by the adapter's number. Kernels read `addresses`."""
+
+    FIELDS = 5  # of an entry: A or 0, B, rank, number of the dtype, bits of the scale
+
+    def __init__(self, count: int) -> None:
+        self.entries: list[LowRank | None] = [None] * count
+        self.addresses = torch.zeros(count, self.FIELDS, dtype=torch.int64)
+
+    def set(self, number: int, entry: LowRank | None) -> None:
+        self.entries[number] = entry
+        self.addresses[number] = 0
+        if entry is not None:
+            kind = low_rank.DTYPES.index(entry.a.dtype)
+            scale = int(torch.tensor(entry.scale, dtype=torch.float32).view(torch.int32))
+            fields = [entry.a.data_ptr(), entry.b.data_ptr(), len(entry.a), kind, scale]
+            self.addresses[number] = torch.tensor(fields)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """`size` columns of a tensor, in groups of `width` whose starts lie `stride` apart."""
+
+    start: int
+    width: int
+    stride: int
+    size: int
+
+
+@op
+def add_low_rank(x: Tensor, y: Tensor, numbers: Tensor, additions: LowRanks, columns: Columns) -> None:
+    """Add the addition of each row's adapter, in place. x float32 [T, in], y float32 [T, C]; numbers int32 [T] are
+    those of the adapters, -1 = none. The outputs of the linear stand in `columns` of y, one group after the other.
+
+    A row's sum does not depend on the other rows.
     """
 
 

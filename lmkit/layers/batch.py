@@ -26,6 +26,8 @@ class BatchInputs:
     rope_lens: Tensor  # int32 [B], the length that fixes a sequence's dynamic-NTK base for good: its prompt's
     logit_rows: Tensor  # int64 [R], the rows whose logits are wanted: the last of each of the first S sequences
     logit_start: Tensor  # int32 [S + 1]: entries logit_start[s] .. logit_start[s + 1] of these belong to sequence s
+    adapters: Tensor | None = None  # int32 [T]: each row's adapter, -1 = none; None if no row has one
+    logit_adapters: Tensor | None = None  # int32 [R]: those of the logit rows
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], num_groups: int) -> BatchInputs:

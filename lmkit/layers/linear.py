@@ -12,8 +12,9 @@ from torch import Tensor
 
 from lmkit.errors import UnsupportedError
 from lmkit.kernels import ops
-from lmkit.kernels.ops import Norm
+from lmkit.kernels.ops import Columns, Norm
 from lmkit.kernels.registry import Implementation, Op
+from lmkit.layers.adapters import LinearAdapters, RowNumbers, gated, without_activation
 from lmkit.layers.outline import WeightKind, kind_of, packed_outline
 from lmkit.log import get_logger
 from lmkit.qtensor import QTensor, QuantScheme, dequantize, per_row
@@ -22,7 +23,6 @@ log = get_logger(__name__)
 
 Weights = dict[str, Tensor | QTensor]  # role -> weight, and role + ".bias" -> bias
 Observer = Callable[[str, Tensor], None]
-Delta = Callable[[Tensor], Tensor]  # x [T, in] -> [T, out of a role]
 Packed = tuple[Implementation, Any, Tensor | None]  # a kernel, its weight, and the bias
 
 
@@ -34,9 +34,8 @@ class MergedLinear:
     rewrite them between two calls, and `observe(role, x)` sees each input. `pack` moves the weights into a kernel's
     layout; neighbouring roles with the same format become one product.
 
-    `deltas`, by role, are added to the products before an activation: y += delta(x). An adapter changes a linear this
-    way. A kernel that also computes the activation cannot add them. `takes_deltas`, set before `pack`, chooses a kernel
-    that leaves the activation out.
+    `adapters`, if there are any, add to the products of rows that use one, before an activation. The other rows of the
+    step keep their bits: a kernel computes the same with and without a norm before it and an activation behind it.
     """
 
     def __init__(
@@ -46,8 +45,8 @@ class MergedLinear:
         self.weights = weights
         self.device = device
         self.activation = activation
-        self.takes_deltas = activation is None
-        self.deltas: dict[str, Delta] = {}
+        self.adapters: LinearAdapters | None = None
+        self._ungated: Packed | None = None  # the fused kernel of both roles, without the activation
         self.observe: Observer | None = None
         self.product_dtype = torch.float32
         self.packed: list[Packed] | None = None
@@ -57,6 +56,8 @@ class MergedLinear:
 
     def __call__(self, x: Tensor, norm: Norm | None = None) -> Tensor:
         """x [T, in] -> [T, sum of the roles' out]; with a norm, x is normalized first."""
+        if self.adapters is not None and (numbers := self.adapters.numbers(len(x))) is not None:
+            return self._adapted(self.adapters, numbers, x if norm is None else self._rms_norm(x, norm))
         if (fused := self._fused) is not None:
             implementation, packed, bias = fused
             y: Tensor = implementation(x, packed, bias, norm)
@@ -68,23 +69,36 @@ class MergedLinear:
         else:
             outputs = [implementation(x, packed, bias, None) for implementation, packed, bias in self.packed]
             merged = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
-        for role, delta in self.deltas.items():
-            self._part(merged, role).add_(delta(x))
+        return merged if self.activation is None else self._gated_activation(merged, self.activation)
+
+    def adapt(self, count: int, rows: RowNumbers) -> LinearAdapters:
+        """Make room for what `count` adapters add. The linear is packed, on a CPU."""
+        self.adapters = LinearAdapters(self.roles, count, rows)
+        if self.activation is not None and (fused := self._fused) is not None:
+            self._ungated = without_activation(*fused)
+        return self.adapters
+
+    def _adapted(self, adapters: LinearAdapters, numbers: Tensor, x: Tensor) -> Tensor:
+        """The products of x, normalized already, with what the adapters of its rows add."""
+        if self.activation is not None and self._ungated is not None:
+            implementation, packed, bias = self._ungated
+            merged = implementation(x, packed, bias, None)
+            for place, role in enumerate(self.roles):
+                panel, size = packed.width, self._widths[place]
+                adapters.add(role, x, merged, numbers, Columns(place * panel, panel, 2 * panel, size))
+            return gated(merged, self.activation, packed.width, self._widths[0])
+        outputs = [implementation(x, packed, bias, None) for implementation, packed, bias in self.packed or ()]
+        merged = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+        start = 0
+        for role, width in zip(self.roles, self._widths, strict=True):
+            adapters.add(role, x, merged, numbers, Columns(start, width, width, width))
+            start += width
         return merged if self.activation is None else self._gated_activation(merged, self.activation)
 
     @property
     def _fused(self) -> Packed | None:
         """The one kernel that computes everything, including the activation, if there is one."""
-        if self.packed is None or len(self.packed) > 1 or self.deltas:
-            return None
-        return self.packed[0] if self.activation is None or not self.takes_deltas else None
-
-    def _part(self, merged: Tensor, role: str) -> Tensor:
-        """The columns of a role, before an activation."""
-        assert self.takes_deltas, "the packed kernel computes the activation"
-        widths = self._widths if self.packed is not None else [_shape(self.weights[r])[0] for r in self.roles]
-        place = self.roles.index(role)
-        return merged.narrow(-1, sum(widths[:place]), widths[place])
+        return self.packed[0] if self.packed is not None and len(self.packed) == 1 else None
 
     def add_to(self, stream: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Add the product of x to the residual stream float32 [T, out]. Returns a pair (delta, residual), whose sum is
@@ -92,7 +106,11 @@ class MergedLinear:
         """
         if (fused := self._fused) is not None and fused[0].epilogue and stream.dtype == torch.float32:
             implementation, packed, bias = fused
-            return implementation(x, packed, bias, None, residual=stream), None
+            implementation(x, packed, bias, None, residual=stream)
+            if self.adapters is not None and (numbers := self.adapters.numbers(len(x))) is not None:
+                (role,), (width,) = self.roles, self._widths
+                self.adapters.add(role, x, stream, numbers, Columns(0, width, width, width))
+            return stream, None
         return self(x), stream
 
     def float32(self, x: Tensor, norm: Norm) -> Tensor:
@@ -133,7 +151,7 @@ class MergedLinear:
 
     def _merged_activation(self, group: list[int]) -> str | None:
         """The activation that a kernel computes, if any. The kernel must have both roles in one product."""
-        return self.activation if len(group) == len(self.roles) and not self.takes_deltas else None
+        return self.activation if len(group) == len(self.roles) else None
 
     def pack_outline(
         self, activations: str, kinds: list[WeightKind], shapes: list[tuple[int, int]], biases: list[bool]

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lmkit.kernels import ops
 from lmkit.kernels.ops import Norm
+from lmkit.layers.adapters import RowNumbers
 from lmkit.layers.batch import BatchInputs, KVLayer
 from lmkit.layers.linear import MergedLinear, Weights
 from lmkit.layers.mlp import GatedMLP
@@ -262,6 +263,7 @@ class Decoder:
         self.embedding = ops.embedding.select(device)
         self.rms_norm = ops.rms_norm.select(device)
         self.softcap = ops.softcap.select(device) if spec.final_softcap else None
+        self.row_adapters = RowNumbers()  # see models.adapters
 
     @torch.inference_mode()
     def __call__(self, batch: BatchInputs, kv: list[KVLayer]) -> Tensor:
@@ -290,6 +292,7 @@ class Decoder:
 
         With `logits_only` it is the pair [R, hidden] of the batch's logit rows (see DecoderLayer).
         """
+        self.row_adapters.set(batch.adapters, batch.logit_adapters)
         angles = {spec: rope(batch) for spec, rope in self.ropes.items()}
         delta: Tensor = self.embed(batch.token_ids)
         residual: Tensor | None = None

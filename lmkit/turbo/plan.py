@@ -16,9 +16,10 @@ class NewSequence(msgspec.Struct, frozen=True):
     params: SamplingParams
     eos_token_ids: tuple[int, ...]  # held back until min_tokens, with params.stop_token_ids; empty if ignore_eos
     prompt_logprobs: bool
-    logprobs_start: int = 0  # position of the prompt token behind which they begin
     block_tables: list[list[int]] = []  # of each group, for tokens whose KV was found; computation starts after them
     pooling: Pooling | None = None
+    adapter: int = -1  # its number; -1 = none
+    logprobs_start: int = 0  # position of the prompt token behind which prompt_logprobs begin
 
     def output_ids(self) -> list[int]:
         """The tokens generated so far."""

@@ -110,6 +110,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str = ""  # owner of the KV cache: no other tenant finds or times the KV that it computed
     weight: float = 1.0  # of the tenant: its share of the engine beside other tenants; more than 0
     cache_salt: str = ""  # splits a tenant's cache further
+    adapter: str = ""  # the name of a loaded adapter; "" = the model itself
     session_id: str | None = None  # of the tenant: the KV of this conversation stays for a lease after the answer
     priority: int = 0  # lower = sooner; see turbo.scheduling.policy
     timeout: float | None = None  # seconds from its arrival at the engine; then it ends with an error

@@ -41,6 +41,8 @@ class Sequence:
     token_ids: array[int]  # int32: prompt and output
     max_tokens: int  # number of prompt and output tokens at which it ends with "length"
     eos_token_ids: tuple[int, ...]  # empty if ignore_eos
+    adapter: int = -1  # its number; -1 = none
+    adapter_digest: str = ""  # of its weights, on which the KV depends
     stop_ids: frozenset[int] = field(init=False)
     num_computed: int = 0  # tokens whose KV is in the blocks when all scheduled steps have run
     num_completed: int = 0  # tokens among these whose steps have run already
@@ -122,6 +124,7 @@ class Sequence:
             prompt_logprobs=self.scores_prompt,
             logprobs_start=self.request.logprobs_start,
             pooling=self.request.pooling,
+            adapter=self.adapter,
             block_tables=block_tables,
         )
 

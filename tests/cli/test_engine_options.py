@@ -25,6 +25,7 @@ ALL: dict[str, Any] = {
     "attention_sinks": 4, "priority_seconds": 0.0, "max_overtakes": 0, "decode_slowdown": 3.0, "overlap": False,
     "request_timeout": 9.0, "generation_config": "none", "queue_quota": 0.75, "max_queued_tokens": 999,
     "pooling": "mean", "chat_template": "own.jinja", "speculate": "ngram", "max_draft_tokens": 5,
+    "adapters": ("a=one", "b=two"),
 }  # fmt: skip
 SIZES = {"kv_memory": "3M", "kv_host_memory": "2GiB", "kv_disk_memory": "5g"}
 
@@ -35,6 +36,8 @@ def arguments(values: dict[str, Any]) -> list[str]:
         option = name.replace("_", "-")
         if isinstance(value, bool):
             words.append(f"--{option}" if value else f"--no-{option}")
+        elif isinstance(value, tuple):
+            words += [word for part in value for word in (f"--{option}", part)]
         else:
             words += [f"--{option}", SIZES.get(name, str(value))]
     return words

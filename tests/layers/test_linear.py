@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,11 @@ from lmkit.errors import UnsupportedError
 from lmkit.kernels import ops
 from lmkit.kernels.ops import Norm
 from lmkit.kernels.registry import Implementation
+from lmkit.layers.adapters import RowNumbers
 from lmkit.layers.linear import MergedLinear, _select
 from lmkit.layers.outline import WeightKind
+from lmkit.low_rank import LowRank
+from lmkit.models.decoder import joined
 from lmkit.qtensor import QTensor, QuantScheme, dequantize, quantize
 
 FOUR, GROUPED, ROWS = QuantScheme(4, 128), QuantScheme(8, 128), QuantScheme(8, -1, True)
@@ -76,47 +80,55 @@ PACKED = {
 }
 
 
-@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("name", [name for name in PACKED if PACKED[name] is not None])
 @pytest.mark.parametrize("activation", [None, "silu", "gelu_tanh"])
-def test_a_low_rank_delta_is_that_of_the_weight(name: str, activation: str | None) -> None:
-    """y = (W + B A) x, before the activation: as a delta on `up`, and as a weight that has it."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("width", [96, 100])
+def test_adapters_change_their_rows_alone(name: str, activation: str | None, dtype: torch.dtype, width: int) -> None:
+    """y = (W + s B A) x before the activation, for two adapters in one step. The other rows keep their bits."""
     generator = torch.Generator().manual_seed(3)
-    weights = {role: torch.randn(96, 64, generator=generator) / 8 for role in ROLES}
-    if (schemes := PACKED[name]) is not None:
-        weights = {
-            role: w if scheme is None else quantize(w, scheme)
-            for (role, w), scheme in zip(weights.items(), schemes, strict=True)
-        }
-    a, b = torch.randn(4, 64, generator=generator) / 8, torch.randn(96, 4, generator=generator)
-    x, norm = torch.randn(5, 64, generator=generator), Norm(torch.rand(64, generator=generator), 1e-5)
-    dense = {role: dequantize(w) if isinstance(w, QTensor) else w for role, w in weights.items()}
-    changed = MergedLinear(ROLES, {**dense, "mlp.up": dense["mlp.up"] + b @ a}, activation=activation)
+    weights: dict[str, Any] = {role: torch.randn(width, 64, generator=generator) / 8 for role in ROLES}
+    schemes = PACKED[name]
+    assert schemes is not None
+    weights = {
+        role: w if scheme is None else quantize(w, scheme)
+        for (role, w), scheme in zip(weights.items(), schemes, strict=True)
+    }
     linear = MergedLinear(ROLES, dict(weights), activation=activation)
-    linear.takes_deltas = True
-    if schemes is not None:
-        linear.pack("exact")
+    linear.pack("exact")
+    x, norm = torch.randn(5, 64, generator=generator), Norm(torch.rand(64, generator=generator), 1e-5)
     without = linear(x, norm)
-    linear.deltas["mlp.up"] = lambda x: (x @ a.T) @ b.T
-    torch.testing.assert_close(linear(x, norm), changed(x, norm), rtol=1e-4, atol=1e-4)
-    assert not torch.allclose(without, linear(x, norm), atol=1e-2)
-    linear.deltas.clear()
-    assert torch.equal(linear(x, norm), without)
+    rows = RowNumbers()
+    adapters = linear.adapt(3, rows)
+    dense = {role: dequantize(w) if isinstance(w, QTensor) else w for role, w in weights.items()}
+    want = [without]
+    for number, role in ((0, "mlp.gate"), (2, "mlp.up")):
+        a = (torch.randn(4 + number, 64, generator=generator) / 8).to(dtype)
+        b = torch.randn(4 + number, width, generator=generator).to(dtype)
+        adapters.set(role, number, LowRank(a, b, 0.5))
+        changed = {**dense, role: dense[role] + 0.5 * b.float().T @ a.float()}
+        want.append(MergedLinear(ROLES, changed, activation=activation)(x, norm))
+    assert torch.equal(linear(x, norm), without)  # no row has one
+    numbers = torch.tensor([0, -1, 2, 1, 0], dtype=torch.int32)
+    rows.set(numbers, None)
+    got = linear(x, norm)
+    assert torch.equal(got[[1, 3]], without[[1, 3]])
+    torch.testing.assert_close(got[[0, 4]], want[1][[0, 4]], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(got[[2]], want[2][[2]], rtol=1e-4, atol=1e-4)
+    rows.set(numbers[:1], None)
+    assert torch.equal(linear(x[:1], norm), got[:1])  # whatever else is in the step
 
 
-def test_a_delta_of_what_is_added_to_the_stream() -> None:
+def test_an_adapter_of_what_is_added_to_the_stream() -> None:
     weight = torch.randn(32, 64, generator=torch.Generator().manual_seed(3))
     linear = MergedLinear(("attn.o",), {"attn.o": weight.clone()})
     linear.pack("exact")
-    linear.deltas["attn.o"] = lambda x: x[:, :32] * 3
     x, stream = torch.randn(5, 64), torch.randn(5, 32)
-    delta, residual = linear.add_to(stream.clone(), x)
-    got = delta if residual is None else delta + residual
-    torch.testing.assert_close(got, stream + x @ weight.T + 3 * x[:, :32], rtol=1e-4, atol=1e-4)
-
-
-def test_a_kernel_that_computes_the_activation_refuses_deltas() -> None:
-    linear = MergedLinear(ROLES, {role: torch.randn(32, 64) for role in ROLES}, activation="silu")
-    linear.pack("exact")
-    linear.deltas["mlp.up"] = lambda x: x[:, :32]
-    with pytest.raises(AssertionError, match="computes the activation"):
-        linear(torch.randn(2, 64))
+    plain = joined(*linear.add_to(stream.clone(), x))
+    rows = RowNumbers()
+    a, b = torch.randn(4, 64) / 8, torch.randn(4, 32)
+    linear.adapt(1, rows).set("attn.o", 0, LowRank(a, b, 2.0))
+    rows.set(torch.tensor([-1, 0, -1, 0, -1], dtype=torch.int32), None)
+    got = joined(*linear.add_to(stream.clone(), x))
+    assert torch.equal(got[::2], plain[::2])
+    torch.testing.assert_close(got[1::2], (stream + x @ weight.T + 2 * x @ a.T @ b)[1::2], rtol=1e-4, atol=1e-4)

@@ -40,6 +40,11 @@ class PackedDense:
     zeros: Tensor | None = None
 
     @property
+    def width(self) -> int:
+        """Outputs of a panel."""
+        return self.data.shape[2]
+
+    @property
     def groups(self) -> int:
         """Groups in a row, or 0."""
         return 0 if self.scales is None else self.scales.shape[1]

@@ -39,6 +39,11 @@ class PackedWeight:
     whole_row: bool  # one activation scale per row
     activation: str | None  # not None: panels of gates alternate with panels of up; out_features counts both
 
+    @property
+    def width(self) -> int:
+        """Outputs of a panel."""
+        return self.scales.shape[2]
+
 
 def accepts(code_bits: int, /, *, group_size: int, bits: int | None = None, **traits: Any) -> str | None:
     if bits not in (None, code_bits):

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lmkit.kernels import ops
-from lmkit.kernels.ops import KVTensor, Norm
+from lmkit.kernels.ops import Columns, KVTensor, LowRanks, Norm
 from lmkit.kernels.reference.kv import accepts_heads, kv_append
 from lmkit.kernels.registry import implements
 
@@ -27,6 +27,24 @@ def rms_norm(x: Tensor, norm: Norm) -> Tensor:
 @implements(ops.embedding, "reference", device="any")
 def embedding(table: Tensor, rows: Tensor, scale: float = 1.0) -> Tensor:
     return table[rows].float() * scale
+
+
+@implements(ops.gated_panels, "reference", device="any")
+def gated_panels(gate_up: Tensor, activation: str, width: int, size: int) -> Tensor:
+    halves = gate_up.view(len(gate_up), -1, 2, width).transpose(1, 2).reshape(len(gate_up), 2, -1)[..., :size]
+    result: Tensor = gated_activation(halves.flatten(1), activation)
+    return result
+
+
+@implements(ops.add_low_rank, "reference", device="any")
+def add_low_rank(x: Tensor, y: Tensor, numbers: Tensor, additions: LowRanks, columns: Columns) -> None:
+    for row, number in enumerate(numbers.tolist()):
+        entry = additions.entries[number] if number >= 0 else None
+        if entry is not None:
+            added = entry.scale * (x[row].float() @ entry.a.float().T) @ entry.b.float()
+            for i, part in enumerate(added.split(columns.width)):
+                start = columns.start + i * columns.stride
+                y[row, start : start + len(part)] += part
 
 
 @implements(ops.softcap, "reference", device="any")

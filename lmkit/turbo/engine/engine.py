@@ -116,12 +116,18 @@ class Engine:
             parts = RunnerParts(
                 config, model.decoder, kv, blocks, self._tiers, self._guides, memory.max_model_len, memory.workspace
             )
+            self.adapters = loading.load_adapters(model.decoder, config, device)
             self.runner = make_runner(device, parts)
             self._warm_up(limits)
         self._has_head = model.has_head
         eos = model.tokenizer.eos_token_ids if model.tokenizer is not None else ()
         self.scheduler = Scheduler(
-            limits, eos, tiers=self._tiers, kv_identity=model.kv_identity, forced=self.runner.forced
+            limits,
+            eos,
+            tiers=self._tiers,
+            kv_identity=model.kv_identity,
+            forced=self.runner.forced,
+            adapters=self.adapters,
         )
         self.info = _info(model, limits)
         for file in model.mapped:

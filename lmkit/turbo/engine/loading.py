@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,11 +12,13 @@ from typing import Any
 import torch
 
 from lmkit.config import EngineConfig
-from lmkit.errors import ConfigError
+from lmkit.errors import ConfigError, UnsupportedError
 from lmkit.formats.generation_config import SamplingDefaults, read_defaults
+from lmkit.formats.peft import read_adapter
 from lmkit.formats.pooling import read_pooling
 from lmkit.kv_dtype import kv_dtype
 from lmkit.log import get_logger
+from lmkit.models.adapters import DecoderAdapters, LoadedAdapter
 from lmkit.models.decoder import Decoder
 from lmkit.models.kv_storage import KVStorage, storage_text
 from lmkit.models.loader import load as load_decoder
@@ -79,6 +81,29 @@ def load(model_path: str, config: EngineConfig, device: Device) -> LoadedModel:
     return LoadedModel(
         str(path), decoder, model.storages, memory, tokenizer, *kept, sampling, pooling, has_head, mapped
     )
+
+
+def load_adapters(decoder: Decoder, config: EngineConfig, device: Device) -> Mapping[str, LoadedAdapter]:
+    """The adapters of `config` by name, loaded. Raises ConfigError, CheckpointError or UnsupportedError."""
+    given = dict(map(_named_folder, config.adapters))
+    if len(given) < len(config.adapters):
+        raise ConfigError(f"adapters: {', '.join(config.adapters)}: a name stands there twice")
+    if not given:
+        return {}
+    if device.name != "cpu":
+        raise UnsupportedError("adapters run on a CPU alone so far; merge them into the checkpoint for a GPU")
+    adapters = DecoderAdapters(decoder, len(given))
+    for name, folder in given.items():
+        adapters.load(name, read_adapter(folder))
+    log.info("adapters: %s", ", ".join(given))
+    return adapters.loaded
+
+
+def _named_folder(given: str) -> tuple[str, str]:
+    name, separator, folder = given.partition("=")
+    if not (name and separator and folder):
+        raise ConfigError(f"adapters {given!r}: write NAME=FOLDER")
+    return name, folder
 
 
 def _announce(memory: MemoryPlan, storages: list[KVStorage]) -> None:

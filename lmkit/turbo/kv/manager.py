@@ -102,6 +102,8 @@ class KVManager:
     def namespace(self, seq: Sequence) -> Namespace:
         """The namespace of the sequence's blocks. It decides their content besides the tokens, and who may see them."""
         salt, limit = seq.request.cache_salt, self.limits.dynamic_length
+        if seq.adapter_digest:
+            salt += "\0adapter " + seq.adapter_digest
         if limit and seq.num_prompt_tokens > limit:
             alike = self.limits.long_prompts_agree
             salt += "\0RoPE of " + ("long prompts" if alike else f"{seq.num_prompt_tokens} tokens")

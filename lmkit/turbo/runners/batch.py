@@ -57,6 +57,7 @@ class PersistentBatch:
         self.num_blocks = np.zeros((num_groups, num_slots), np.int64)
         self.wants_prompt_logprobs = np.zeros(num_slots, bool)
         self.logprobs_start = np.zeros(num_slots, np.int64)
+        self.adapters = np.full(num_slots, -1, np.int32)
         self.pooling: dict[int, Pooling] = {}  # of slots whose sequences want an embedding
         self.keeps_tables = False  # whether the last inputs have the same block tables as the inputs before them
         self._entries = [0] * num_slots  # number of sequences that have entered
@@ -70,9 +71,12 @@ class PersistentBatch:
             "rope_lens": torch.zeros(num_slots, dtype=torch.int32),
             "logit_rows": torch.zeros(max_step_tokens, dtype=torch.int64),
             "logit_start": torch.zeros(num_slots + 1, dtype=torch.int32),
+            "adapters": torch.zeros(max_step_tokens, dtype=torch.int32),
+            "logit_adapters": torch.zeros(max_step_tokens, dtype=torch.int32),
         }
         self._arrays = {name: tensor.numpy() for name, tensor in self._inputs.items()}
-        self._decode_inputs: dict[int, BatchInputs] = {}  # by the number of sequences
+        # By the number of sequences, and whether any has an adapter.
+        self._decode_inputs: dict[tuple[int, bool], BatchInputs] = {}
         self._decoded: list[tuple[int, int]] = []  # (slot, position) of each token, if the inputs are a decode step's
 
     def enter(self, new: NewSequence) -> None:
@@ -85,6 +89,7 @@ class PersistentBatch:
         self._extend_tables(new.slot, new.block_tables)
         self.wants_prompt_logprobs[new.slot] = new.prompt_logprobs
         self.logprobs_start[new.slot] = new.logprobs_start
+        self.adapters[new.slot] = new.adapter
         self.pooling.pop(new.slot, None)
         if new.pooling is not None:
             self.pooling[new.slot] = new.pooling
@@ -134,9 +139,11 @@ class PersistentBatch:
         width = self._table_width(self._write(slots, np.repeat(slots, counts), positions, query_start, starts + counts))
         rows, logit_rows = self._logit_rows(chunks, dict(zip(slots.tolist(), query_start.tolist(), strict=False)))
         self._arrays["logit_rows"][: len(logit_rows)] = logit_rows
+        self._arrays["logit_adapters"][: len(logit_rows)] = self._arrays["adapters"][logit_rows]
         num_sampled = np.array([c.num_sampled for c in ordered if c.num_sampled], np.int32)
         self._arrays["logit_start"][1 : len(num_sampled) + 1] = num_sampled.cumsum()
-        return self._views(len(positions), len(slots), width, len(logit_rows), len(num_sampled)), rows
+        sizes = len(positions), len(slots), width, len(logit_rows), len(num_sampled)
+        return self._views(*sizes, adapted=bool((self.adapters[slots] >= 0).any())), rows
 
     def _extend_tables(self, slot: int, by_group: list[list[int]]) -> None:
         for group, blocks in enumerate(by_group):
@@ -159,11 +166,12 @@ class PersistentBatch:
         else:
             slots, positions = np.array(tokens).T
             self._write(slots, slots, positions, np.arange(num_seqs + 1), positions + 1)
-        if num_seqs not in self._decode_inputs:
-            inputs = self._views(num_seqs, num_seqs, self.block_tables.shape[2], 0, 0)
+        shape = num_seqs, any(self.adapters[slot] >= 0 for slot, _ in tokens)
+        if shape not in self._decode_inputs:
+            inputs = self._views(num_seqs, num_seqs, self.block_tables.shape[2], 0, 0, adapted=shape[1])
             rows, start = torch.arange(num_seqs), inputs.geometries[0].query_start
-            self._decode_inputs[num_seqs] = replace(inputs, logit_rows=rows, logit_start=start)
-        return self._decode_inputs[num_seqs]
+            self._decode_inputs[shape] = replace(inputs, logit_rows=rows, logit_start=start)
+        return self._decode_inputs[shape]
 
     def _write(
         self, slots: np.ndarray, owner: np.ndarray, positions: np.ndarray, query_start: np.ndarray, lens: np.ndarray
@@ -175,6 +183,7 @@ class PersistentBatch:
         arrays, tokens, seqs = self._arrays, len(positions), len(slots)
         arrays["token_ids"][:tokens] = self.token_ids[owner, positions]
         arrays["positions"][:tokens] = positions
+        arrays["adapters"][:tokens] = self.adapters[owner]
         block, offset = np.divmod(positions, self.block_size)
         arrays["slots"][:, :tokens] = self.block_tables[:, owner, block] * self.block_size + offset
         arrays["query_start"][: seqs + 1] = query_start
@@ -196,7 +205,14 @@ class PersistentBatch:
         return self._views(num_tokens, 1, self._table_width(1), num_logits, 1)
 
     def _views(
-        self, num_tokens: int, num_seqs: int, table_width: int, num_logits: int, num_sampled: int
+        self,
+        num_tokens: int,
+        num_seqs: int,
+        table_width: int,
+        num_logits: int,
+        num_sampled: int,
+        *,
+        adapted: bool = False,
     ) -> BatchInputs:
         whole = self._inputs
         slots, tables = whole["slots"][:, :num_tokens], whole["block_tables"][:, :num_seqs, :table_width]
@@ -210,6 +226,8 @@ class PersistentBatch:
             rope_lens=whole["rope_lens"][:num_seqs],
             logit_rows=whole["logit_rows"][:num_logits],
             logit_start=whole["logit_start"][: num_sampled + 1],
+            adapters=whole["adapters"][:num_tokens] if adapted else None,
+            logit_adapters=whole["logit_adapters"][:num_logits] if adapted else None,
         )
 
     def _logit_rows(self, chunks: list[Chunk], first_rows: dict[int, int]) -> tuple[StepRows, list[int]]:

@@ -67,11 +67,13 @@ class StepShape(NamedTuple):
     num_rows: int  # rows whose logits are wanted
     num_sampled: int  # sequences with such rows
     table_width: int
+    has_adapters: bool = False
 
     @classmethod
     def of(cls, inputs: BatchInputs) -> StepShape:
         num_seqs, table_width = inputs.geometries[0].block_tables.shape
-        return cls(len(inputs.token_ids), num_seqs, len(inputs.logit_rows), len(inputs.logit_start) - 1, table_width)
+        num_sampled, has_adapters = len(inputs.logit_start) - 1, inputs.adapters is not None
+        return cls(len(inputs.token_ids), num_seqs, len(inputs.logit_rows), num_sampled, table_width, has_adapters)
 
 
 @dataclass(frozen=True)

@@ -29,9 +29,9 @@ import math
 import time
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lmkit.errors import RequestError
 from lmkit.turbo.decisions import DecisionStats
@@ -47,6 +47,9 @@ from lmkit.turbo.scheduling.queue import RequestQueue
 from lmkit.turbo.scheduling.slots import BatchSlots
 from lmkit.turbo.scheduling.speculation import Speculation
 from lmkit.turbo.sequence import FAILED_TOKEN, Sequence, Status
+
+if TYPE_CHECKING:
+    from lmkit.models.adapters import LoadedAdapter
 
 PACED_STEPS = 8  # one in so many pure decode steps is recorded: they are alike, and recording takes time
 
@@ -76,10 +79,14 @@ class Scheduler:
         kv_identity: bytes = b"",
         clock: Callable[[], float] = time.monotonic,
         forced: Callable[[int], list[int]] = lambda slot: [],
+        adapters: Mapping[str, LoadedAdapter] | None = None,
     ) -> None:
-        """`forced`: the next tokens of a slot's sequence, as far as its grammar leaves no choice."""
+        """`forced`: the next tokens of a slot's sequence, as far as its grammar leaves no choice. `adapters`: by name,
+        those that are loaded.
+        """
         self.limits = limits
         self._eos_token_ids = eos_token_ids
+        self._adapters = adapters or {}
         self._clock = clock
         self._decision_stats = DecisionStats()
         self._kv = KVManager(limits.kv, self._decision_stats, tiers, kv_identity)
@@ -105,6 +112,9 @@ class Scheduler:
             raise RequestError("invalid_request", f"request_id {request.request_id!r} is already in use", "request_id")
         if len(self._waiting) >= self.limits.max_queue:
             raise RequestError("queue_full", f"{len(self._waiting)} requests wait already, the limit: try again later")
+        adapter = self._adapters.get(request.adapter)
+        if request.adapter and adapter is None:
+            raise RequestError("model_not_found", f"no adapter {request.adapter[:64]!r} is loaded", "model")
         now = self._clock()
         timeout = self.limits.request_timeout if request.timeout is None else request.timeout
         seq = Sequence(
@@ -116,6 +126,8 @@ class Scheduler:
             token_ids=array("i", request.prompt_ids + request.known_ids),
             max_tokens=max_tokens,
             eos_token_ids=() if request.params.ignore_eos else self._eos_token_ids,
+            adapter=-1 if adapter is None else adapter.number,
+            adapter_digest="" if adapter is None else adapter.digest,
         )
         self._arrivals += 1
         self._waiting.add(seq)

@@ -1,0 +1,181 @@
+"""Many adapters in one batch give the tokens of the merged models, and change nothing for anyone else."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from benchmarks.random_llama import make_awq
+from lmkit.config import EngineConfig
+from lmkit.errors import CheckpointError, ConfigError, LMKitError, RequestError, UnsupportedError
+from lmkit.models import load_spec
+from lmkit.models.loader import load_model
+from lmkit.turbo.engine.engine import Engine
+from lmkit.turbo.request import Request, SamplingParams
+from tests.models import peft_folder, tiny
+from tests.turbo.engine.test_engine import run, tokens
+
+OPTIONS: dict[str, Any] = {"kv_dtype": "float32", "max_model_len": 64, "block_size": 4, "max_batch_size": 40}
+PARAMS = SamplingParams(max_tokens=8, ignore_eos=True, seed=1, logprobs=1)
+
+
+def engine_of(path: Path, *adapters: str) -> Engine:
+    return Engine.of(load_model(path), EngineConfig(**OPTIONS, adapters=adapters))
+
+
+def prompt(seed: int, count: int = 9) -> list[int]:
+    return torch.randint(0, 199, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def request(name: str, ids: list[int], adapter: str = "", **fields: Any) -> Request:
+    return Request(request_id=name, prompt_ids=ids, params=PARAMS, adapter=adapter, **fields)
+
+
+def greedy(model: torch.nn.Module, ids: list[int], count: int = 8) -> list[int]:
+    whole = list(ids)
+    with torch.no_grad():
+        for _ in range(count):
+            whole.append(int(model(torch.tensor([whole])).logits[0, -1].argmax()))
+    return whole[len(ids) :]
+
+
+def merged(model: Any, added: dict[str, torch.Tensor]) -> Any:
+    changed = copy.deepcopy(model)
+    for name, delta in added.items():
+        changed.get_submodule(name).weight.data += delta
+    return changed
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-tied-bias", "qwen3", "gemma2", "mistral-window"])
+def test_thirty_two_adapters_in_one_batch_are_the_merged_models(tmp_path: Path, family: str) -> None:
+    model = tiny.make(tmp_path / "base", family).float()
+    shapes, want, requests, folders = peft_folder.linears(model), {}, [], []
+    for i in range(32):
+        some = dict(list(shapes.items())[i % 3 :: 1 + i % 2])  # not all linears
+        dtype = (torch.float32, torch.bfloat16, torch.float16)[i % 3]
+        config = {"use_rslora": i % 5 == 0, "lora_alpha": 3 + i}
+        added = peft_folder.write(tmp_path / f"a{i}", some, i, rank=1 + i % 7, dtype=dtype, size=0.1, **config)
+        folders.append(f"a{i}={tmp_path / f'a{i}'}")
+        requests.append(request(f"r{i}", prompt(i % 4), f"a{i}"))
+        want[f"r{i}"] = greedy(merged(model, added), prompt(i % 4))
+    for i in range(4):
+        requests.append(request(f"base{i}", prompt(i)))
+        want[f"base{i}"] = greedy(model, prompt(i))
+    engine = engine_of(tmp_path / "base", *folders)
+    together = run(engine, requests)
+    assert {name: tokens(outputs) for name, outputs in together.items()} == want
+    assert len({tuple(ids) for ids in want.values()}) > 20  # adapters change the answers
+    again = run(engine, requests[::3])  # other batches, and prefixes that are found
+    plain = run(engine_of(tmp_path / "base"), requests[32:])
+    for name, outputs in (again | plain).items():
+        assert [o.logprobs for o in outputs] == [o.logprobs for o in together[name]], name
+
+
+def test_the_prefix_cache_keeps_adapters_apart(demo_model: Path, tmp_path: Path) -> None:
+    shapes = {f"model.layers.{i}.self_attn.v_proj": (64, 256) for i in range(8)}
+    config = json.loads((demo_model / "config.json").read_text())
+    width = config["num_key_value_heads"] * config.get(
+        "head_dim", config["hidden_size"] // config["num_attention_heads"]
+    )
+    shapes = {f"model.layers.{i}.self_attn.v_proj": (width, config["hidden_size"]) for i in range(4)}
+    for i in range(2):
+        peft_folder.write(tmp_path / f"a{i}", shapes, i, size=1.0)
+    engine = Engine(
+        str(demo_model),
+        EngineConfig(max_model_len=128, block_size=8, adapters=tuple(f"a{i}={tmp_path / f'a{i}'}" for i in range(2))),
+    )
+    ids = prompt(1, 40)
+    found = []
+    for name in ("", "a0", "a1", "a0", ""):
+        outputs = run(engine, [request("r", ids, name)])["r"]
+        found.append((outputs[0].cached_tokens, tuple(tokens(outputs))))
+    assert [cached for cached, _ in found] == [0, 0, 0, 39, 39]
+    assert len({ids for _, ids in found}) == 3
+    with pytest.raises(RequestError, match="no adapter 'b'") as error:
+        engine.add(request("x", ids, "b"))
+    assert error.value.code == "model_not_found"
+
+
+@pytest.mark.parametrize("kind", ["w4", "int8 activations"])
+def test_adapters_on_quantized_weights(demo_model: Path, tmp_path: Path, kind: str) -> None:
+    """Base rows keep their bits beside adapters; an adapter that adds nothing changes no token."""
+    make_awq(demo_model, tmp_path / "q", group=64)
+    layer = load_spec(json.loads((demo_model / "config.json").read_text())).layers[0]
+    shapes = {f"model.layers.{i}.mlp.{x}_proj": layer.linears[f"mlp.{x}"] for i in range(4) for x in ("gate", "up")}
+    peft_folder.write(tmp_path / "zero", shapes, 1, size=0.0)
+    peft_folder.write(tmp_path / "one", shapes, 2, size=1.0)
+    options = {"max_model_len": 128, "activations": "int8" if kind == "int8 activations" else "exact"}
+    names = tuple(f"{name}={tmp_path / name}" for name in ("zero", "one"))
+    engine, plain = (Engine(str(tmp_path / "q"), EngineConfig(**options, adapters=a)) for a in (names, ()))
+    ids = prompt(3, 20)
+    want = run(plain, [request("base", ids)])["base"]
+    got = run(engine, [request("base", ids), request("zero", ids, "zero"), request("one", ids, "one")])
+    for name in ("base", "zero"):
+        assert [o.logprobs for o in got[name]] == [o.logprobs for o in want]
+    assert [o.logprobs for o in got["one"]] != [o.logprobs for o in want]
+
+
+MODULE = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        ({"peft_type": "IA3"}, UnsupportedError, "peft_type 'IA3'"),
+        ({"use_dora": True}, UnsupportedError, "use_dora"),
+        ({"modules_to_save": ["lm_head"]}, UnsupportedError, "modules_to_save"),
+        ({"bias": "all"}, UnsupportedError, "bias 'all'"),
+        ({"something_new": 3}, UnsupportedError, "something_new"),
+        ({"lora_alpha": 1e9}, CheckpointError, "lora_alpha"),
+        ({"alpha_pattern": {"(a+)+": 3}}, UnsupportedError, "alpha_pattern"),
+        ({"shapes": {MODULE: (48, 47)}}, CheckpointError, r"\[48, 47\], the model has \[48, 48\]"),
+        ({"shapes": {"model.layers.7.self_attn.q_proj": (48, 48)}}, CheckpointError, "takes an adapter; the nearest"),
+        ({"shapes": {"lm_head": (199, 48)}}, CheckpointError, "lm_head is no linear"),
+        ({"rank": 600}, CheckpointError, "lora_A and lora_B"),
+        ({"dtype": torch.float64}, CheckpointError, "float64"),
+    ],
+)
+def test_a_broken_or_foreign_adapter_is_one_clear_error(
+    tmp_path: Path, change: dict[str, Any], error: type[LMKitError], says: str
+) -> None:
+    tiny.make(tmp_path / "base", "llama")
+    change = {"shapes": {MODULE: (48, 48)}} | change
+    peft_folder.write(tmp_path / "a", change.pop("shapes"), 1, **change)
+    with pytest.raises(error, match=says):
+        engine_of(tmp_path / "base", f"a={tmp_path / 'a'}")
+
+
+def test_files_that_are_no_adapter(tmp_path: Path) -> None:
+    tiny.make(tmp_path / "base", "llama")
+    folder = tmp_path / "a"
+    peft_folder.write(folder, {MODULE: (48, 48)}, 1)
+
+    def opened(*adapters: str) -> None:
+        engine_of(tmp_path / "base", *adapters)
+
+    with pytest.raises(ConfigError, match="NAME=FOLDER"):
+        opened(str(folder))
+    with pytest.raises(ConfigError, match="twice"):
+        opened(f"a={folder}", f"a={folder}")
+    with pytest.raises(CheckpointError, match=r"no adapter_config\.json"):
+        opened(f"a={tmp_path}")
+    weights = folder / "adapter_model.safetensors"
+    tensors = load_file(weights)
+    save_file({next(iter(tensors)): next(iter(tensors.values()))}, weights)
+    with pytest.raises(CheckpointError, match="lora_A alone"):
+        opened(f"a={folder}")
+    save_file({"base_model.model.lm_head.lora_embedding_A": torch.zeros(2, 2)}, weights)
+    with pytest.raises(UnsupportedError, match="no LoRA weight"):
+        opened(f"a={folder}")
+    weights.write_bytes(weights.read_bytes()[:20])
+    with pytest.raises(CheckpointError):
+        opened(f"a={folder}")
+    (folder / "adapter_config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"adapter_config\.json"):
+        opened(f"a={folder}")
