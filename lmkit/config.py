@@ -167,6 +167,19 @@ class EngineConfig(StrictStruct, frozen=True, kw_only=True, metaclass=CheckedMet
         )
 
     @property
+    def adapter_folders(self) -> dict[str, str]:
+        """The folders of `adapters` by name. Raises ConfigError."""
+        folders: dict[str, str] = {}
+        for given in self.adapters:
+            name, _, folder = given.partition("=")
+            if not (name and folder):
+                raise ConfigError(f"adapters: {given!r}: write NAME=FOLDER")
+            if name in folders:
+                raise ConfigError(f"adapters: the name {name!r} stands there twice")
+            folders[name] = folder
+        return folders
+
+    @property
     def tokens_per_block(self) -> int:
         """`block_size`, or the CPU's default if `on` has not resolved it."""
         return self.block_size or BLOCK_SIZE["cpu"]

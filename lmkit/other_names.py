@@ -12,7 +12,6 @@ from difflib import get_close_matches
 BY_FORMAT = "lmkit reads the checkpoint's format from its files"
 FROM_CHECKPOINT = "the checkpoint decides it; give a folder or a Hub name as the model"
 OWN_TEMPLATE = "use chat_template: a file of Jinja, or its text"
-NO_ADAPTERS = "lmkit serves no LoRA adapters; merge them into the checkpoint"
 NO_BANS = "use logit_bias: -100 for each banned token id"
 NO_BEAMS = "lmkit has no beam search"
 NO_REMOTE_CODE = "lmkit never runs code of a checkpoint"
@@ -75,7 +74,8 @@ GENERATION: Mapping[str, str] = {
 
 # Of an engine: fields of EngineConfig and options of `lmkit serve`.
 ENGINE: Mapping[str, str] = {
-    **each(NO_ADAPTERS, "adapters enable_lora max_lora_rank"),
+    **each("use adapters, each NAME=FOLDER", "enable_lora lora_modules"),
+    **each(NOT_NEEDED, "max_lora_rank"),
     **each(
         ONE_DEVICE,
         "attn_tp_size communicator cp data_parallel_size devices distributed_executor_backend dp ep "

@@ -98,6 +98,7 @@ class AsyncPipeline:
         do_preprocess: bool = True,
         priority: int = 0,
         timeout: float | None = None,
+        adapter_name: str = "",
         progress: bool = False,
         use_tqdm: bool = False,
     ) -> Response: ...
@@ -111,6 +112,7 @@ class AsyncPipeline:
         do_preprocess: bool = True,
         priority: int = 0,
         timeout: float | None = None,
+        adapter_name: str = "",
         progress: bool = False,
         use_tqdm: bool = False,
     ) -> list[Response]: ...
@@ -124,11 +126,12 @@ class AsyncPipeline:
         do_preprocess: bool = True,
         priority: int = 0,
         timeout: float | None = None,
+        adapter_name: str = "",
         progress: bool = False,
         use_tqdm: bool = False,
     ) -> Any:
         """A Response for one prompt, or a list of Responses for several, as Pipeline gives them."""
-        batch = await self._batch(prompts, gen_config, do_preprocess, priority, timeout)
+        batch = await self._batch(prompts, gen_config, do_preprocess, priority, timeout, adapter_name)
         with progress_bar(len(batch.responses), progress or use_tqdm) as advance:
             async with aclosing(self._parts(batch)) as parts:
                 async for part in parts:
@@ -147,10 +150,11 @@ class AsyncPipeline:
         do_preprocess: bool = True,
         priority: int = 0,
         timeout: float | None = None,
+        adapter_name: str = "",
     ) -> AsyncGenerator[Response, None]:
         """Parts of the answers as they are generated. The last part of each answer has its finish_reason."""
         async with aclosing(
-            self._parts(await self._batch(prompts, gen_config, do_preprocess, priority, timeout))
+            self._parts(await self._batch(prompts, gen_config, do_preprocess, priority, timeout, adapter_name))
         ) as parts:
             async for part in parts:
                 yield part

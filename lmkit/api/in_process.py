@@ -79,6 +79,7 @@ class Pipeline:
         do_preprocess: bool = True,
         priority: int = 0,
         timeout: float | None = None,
+        adapter_name: str = "",
         progress: bool = False,
         use_tqdm: bool = False,
     ) -> Response: ...
@@ -92,6 +93,7 @@ class Pipeline:
         do_preprocess: bool = True,
         priority: int = 0,
         timeout: float | None = None,
+        adapter_name: str = "",
         progress: bool = False,
         use_tqdm: bool = False,
     ) -> list[Response]: ...
@@ -105,6 +107,7 @@ class Pipeline:
         do_preprocess: bool = True,
         priority: int = 0,
         timeout: float | None = None,
+        adapter_name: str = "",
         progress: bool = False,
         use_tqdm: bool = False,
     ) -> Any:
@@ -114,9 +117,10 @@ class Pipeline:
         `do_preprocess` off, or without a chat template, the model continues the text itself. A prompt that cannot run
         gives a Response with finish_reason "error"; the other prompts run. `priority` (lower is sooner) and `timeout`
         (seconds after the engine takes the prompt) apply to each prompt. `progress` shows a progress bar on stderr;
-        `use_tqdm` is another name for it. Raises ConfigError or RequestError for arguments of wrong types.
+        `use_tqdm` is another name for it. `adapter_name` is one of EngineConfig.adapters. Raises ConfigError or
+        RequestError for arguments of wrong types.
         """
-        batch = self._batch(prompts, gen_config, do_preprocess, priority, timeout)
+        batch = self._batch(prompts, gen_config, do_preprocess, priority, timeout, adapter_name)
         with progress_bar(len(batch.responses), progress or use_tqdm) as advance:
             for part in self._parts(batch):
                 batch.add(part)
@@ -134,9 +138,10 @@ class Pipeline:
         do_preprocess: bool = True,
         priority: int = 0,
         timeout: float | None = None,
+        adapter_name: str = "",
     ) -> Generator[Response, None, None]:
         """Parts of the answers as they are generated. The last part of each answer has its finish_reason."""
-        return self._parts(self._batch(prompts, gen_config, do_preprocess, priority, timeout))
+        return self._parts(self._batch(prompts, gen_config, do_preprocess, priority, timeout, adapter_name))
 
     @overload
     def chat(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lmkit.other_names import NO_ADAPTERS, NO_BEAMS, NOT_OUTPUT, OWN_TEMPLATE, SPECULATION, TEXT_ONLY, each
+from lmkit.other_names import NO_BEAMS, NOT_OUTPUT, OWN_TEMPLATE, SPECULATION, TEXT_ONLY, each
 
 # Of `pipeline`: its own arguments.
 OPENING: Mapping[str, str] = {
@@ -17,11 +17,10 @@ OPENING: Mapping[str, str] = {
 
 # Of a call of a pipeline: its keywords.
 CALL: Mapping[str, str] = {
-    "adapter_name": NO_ADAPTERS,
     "config": "use gen_config",
     "generation_config": "use gen_config",
     "images": TEXT_ONLY,
-    "lora_request": NO_ADAPTERS,
+    "lora_request": "use adapter_name, one of EngineConfig.adapters",
     "max_tokens": "use gen_config=GenerationConfig(max_new_tokens=...)",
     "request_output_len": "use gen_config=GenerationConfig(max_new_tokens=...)",
     "sampling_params": "use gen_config=GenerationConfig(...)",

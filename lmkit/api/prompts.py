@@ -50,8 +50,10 @@ def _not_a_prompt(where: str, given: Any, more: str = "") -> RequestError:
     return RequestError("invalid_request", f"{where}: {expected}{more}; got {_named(given)}", where)
 
 
-def check_call(priority: Any, timeout: Any) -> None:
+def check_call(priority: Any, timeout: Any, adapter_name: Any) -> None:
     """Raise ConfigError unless these arguments of a call can be used."""
+    if not isinstance(adapter_name, str):
+        raise ConfigError(f"adapter_name={adapter_name!r}: expected the name of an adapter")
     if type(priority) is not int:
         raise ConfigError(f"priority={priority!r}: expected an integer; lower is sooner")
     if timeout is not None and not (type(timeout) in (int, float) and 0 < timeout < math.inf):

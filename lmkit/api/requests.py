@@ -56,9 +56,17 @@ class RequestMaker:
         self._tokenizer, self._info = tokenizer, info
         self._ids = itertools.count()
 
-    def batch(self, prompts: Any, gen_config: Any, do_preprocess: bool, priority: int, timeout: float | None) -> Batch:
+    def batch(
+        self,
+        prompts: Any,
+        gen_config: Any,
+        do_preprocess: bool,
+        priority: int,
+        timeout: float | None,
+        adapter_name: str = "",
+    ) -> Batch:
         """Raises ConfigError or RequestError for arguments of wrong types; a prompt that cannot run is refused."""
-        check_call(priority, timeout)
+        check_call(priority, timeout, adapter_name)
         items, is_single = prompt_list(prompts)
         batch = Batch(len(items), is_single)
         for index, (prompt, config) in enumerate(zip(items, configs_for(gen_config, len(items)), strict=True)):
@@ -66,7 +74,8 @@ class RequestMaker:
                 text, add_special_tokens = self._text(prompt, do_preprocess)
                 self._tokenizer.check_length(text, self._info.max_model_len, "prompt")
                 ids = self._tokenizer.encode(text, add_special_tokens)
-                batch.requests[index] = self.request(ids, config, priority=priority, timeout=timeout)
+                fields = {"priority": priority, "timeout": timeout, "adapter": adapter_name}
+                batch.requests[index] = self.request(ids, config, **fields)
             except RequestError as error:
                 batch.refused.append(refused(index, error))
         return batch

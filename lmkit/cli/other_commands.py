@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 from lmkit.other_names import (
     ENGINE,
-    NO_ADAPTERS,
     NOT_NEEDED,
     NOT_OUTPUT,
     ONE_DEVICE,
@@ -30,7 +29,8 @@ SERVE: Mapping[str, str] = {
     **each("lmkit asks clients for keys, not for certificates", "ssl_ca_certs ssl_cert_reqs"),
     "enable_auto_tool_choice": "tools are on where the chat template shows how the model calls them",
     "tool_call_parser": "use tool_parser; by default the chat template decides",
-    **each(NO_ADAPTERS, "lora lora_modules max_loras"),
+    **each("use --adapters NAME=FOLDER, once for each", "lora lora_paths"),
+    **each(NOT_NEEDED, "max_loras max_cpu_loras max_loras_per_batch"),
     **each(SPECULATION, "model_draft speculative_algorithm speculative_draft_model speculative_model"),
     **each("use max_draft_tokens", "draft_max speculative_num_draft_tokens"),
     **each(TEXT_ONLY, "allowed_media_domains mmproj vision_max_batch_size"),

@@ -29,3 +29,10 @@ def fingerprint(folder: Path) -> str:
     except OSError:
         digest = hashlib.sha256(str(folder).encode())
     return digest.hexdigest()[:32]
+
+
+def files_digest(model: Path, adapter: str | Path | None) -> str:
+    """`fingerprint` of a checkpoint, or of a checkpoint with an adapter's folder."""
+    if adapter is None:
+        return fingerprint(model)
+    return hashlib.sha256(f"{fingerprint(model)} {fingerprint(Path(adapter))}".encode()).hexdigest()[:32]

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from lmkit.config import ServerConfig
-from lmkit.formats.fingerprint import fingerprint
+from lmkit.formats.fingerprint import files_digest
 from lmkit.log import get_logger
 from lmkit.serve.pool import ModelPool
 from lmkit.web.key_file import parse_keys, read_keys
@@ -40,7 +40,9 @@ async def announced(models: ModelPool, config: ServerConfig) -> AsyncGenerator[N
     tls: ssl.SSLContext = trusting(httpx.create_ssl_context(trust_env=False))
     instance = secrets.token_hex(8)
     names = {
-        name: fingerprint(model.engine.model_path) for model in models.models for name in (model.name, *model.aliases)
+        name: files_digest(model.engine.model_path, model.engine.config.adapter_folders.get(name))
+        for model in models.models
+        for name in (model.name, *model.aliases)
     }
     async with httpx.AsyncClient(timeout=TIMEOUT, trust_env=False, verify=tls) as http:
         told = [Told(http, proxy, models, config, names, instance) for proxy in config.proxies]

@@ -30,4 +30,5 @@ def _card(model: PooledModel, name: str) -> ModelCard:
         created=model.serving.created,
         max_model_len=info.max_model_len if info else None,
         state=model.engine.health,
+        parent=model.name if name in model.engine.config.adapter_folders else None,
     )

@@ -370,6 +370,7 @@ class ModelCard(BaseModel):
     owned_by: str = "lmkit"
     max_model_len: int | None
     state: str
+    parent: str | None = None  # of an adapter: its model
 
 
 class ModelList(BaseModel):

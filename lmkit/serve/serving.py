@@ -17,7 +17,7 @@ from msgspec.structs import replace as replace_struct
 import lmkit
 from lmkit.config import ServerConfig
 from lmkit.errors import RequestError
-from lmkit.formats.fingerprint import fingerprint
+from lmkit.formats.fingerprint import files_digest
 from lmkit.serve.admission import Admission
 from lmkit.serve.collect import Backlog
 from lmkit.serve.hooks.hooks import Hooks
@@ -55,14 +55,16 @@ class Serving:
     hooks: Hooks
     created: int = field(default_factory=lambda: int(time.time()))
     edition: str = ""  # another after each reload
+    adapter: str = ""  # the name of the adapter that answers; "" = the model itself
     _aliases: dict[str, Serving] = field(init=False, default_factory=dict)
 
     def called(self, name: str) -> Serving:
-        """The same model under another of its names, which answers then have."""
+        """The same model under another of its names, which answers then have. It may be an adapter's."""
         if name == self.model_name:
             return self
         if name not in self._aliases:
-            self._aliases[name] = replace(self, model_name=name)
+            adapter = name if name in self.engine.config.adapter_folders else ""
+            self._aliases[name] = replace(self, model_name=name, adapter=adapter)
         return self._aliases[name]
 
     @cached_property
@@ -83,7 +85,8 @@ class Serving:
 
         As long as it stays, the same request gives the same answer.
         """
-        parts = (fingerprint(Path(self.info.model_path)), self.info.kv_dtype, self.edition, lmkit.__version__)
+        files = files_digest(Path(self.info.model_path), self.engine.config.adapter_folders.get(self.adapter))
+        parts = (files, self.info.kv_dtype, self.edition, lmkit.__version__)
         return "fp_" + hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
 
     async def run(
@@ -96,6 +99,8 @@ class Serving:
         Each `choices_per_prompt` consecutive requests have the same prompt. `share` counts the bytes that wait to be
         fetched. If the iteration ends early, all running requests are aborted.
         """
+        if self.adapter:
+            requests = [replace_struct(request, adapter=self.adapter) for request in requests]
         with self.admission.admit(requests):
             spend(sum(len(request.prompt_ids) for request in requests[::choices_per_prompt]))
             async with aclosing(self._run(requests, choices_per_prompt, share, known)) as found:

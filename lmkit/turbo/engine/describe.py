@@ -16,7 +16,7 @@ from lmkit.models.packed_cache import cache_folders
 from lmkit.models.resolved import ResolvedModel, resolved
 from lmkit.models.spec import ModelSpec
 from lmkit.turbo.engine.loading import load_options
-from lmkit.turbo.engine.memory import RUNTIME_BYTES, plan_memory
+from lmkit.turbo.engine.memory import RUNTIME_BYTES, loaded_bytes, plan_memory
 from lmkit.turbo.runners.device import resolve_device
 
 T = TypeVar("T")
@@ -127,7 +127,7 @@ def _layer_bytes(model: ResolvedModel) -> int:
 def _serving(model: ResolvedModel, config: EngineConfig, available: int) -> dict[str, Any]:
     """The memory plan, with the same keys whether it fits or not."""
     dtypes = [storage.dtypes for storage in model.storages]
-    weights = model.weight_bytes() + model.table_bytes(config.max_model_len or model.spec.max_position)
+    weights = loaded_bytes(model, config)
     plan, problem = None, None
     try:
         plan = plan_memory(model.spec, config, dtypes, weights, available)

@@ -25,7 +25,7 @@ from lmkit.models.loader import load as load_decoder
 from lmkit.models.packed_cache import PackedFile
 from lmkit.models.resolved import resolved
 from lmkit.text import Tokenizer
-from lmkit.turbo.engine.memory import MemoryPlan, plan_memory
+from lmkit.turbo.engine.memory import MemoryPlan, loaded_bytes, plan_memory
 from lmkit.turbo.kv.blocks import kv_identity
 from lmkit.turbo.kv.tiers.disk import DiskTier
 from lmkit.turbo.request import Pooling
@@ -61,7 +61,7 @@ def load(model_path: str, config: EngineConfig, device: Device) -> LoadedModel:
         spec, path = model.spec, model.reader.path
         sampling = read_defaults(path, config.generation_config)
         pooling = read_pooling(path) if config.pooling == "auto" else config.pooling
-        weight_bytes = model.weight_bytes() + model.table_bytes(config.max_model_len or spec.max_position)
+        weight_bytes = loaded_bytes(model, config)
         dtypes = [storage.dtypes for storage in model.storages]
         memory = plan_memory(spec, config, dtypes, weight_bytes, device.free_memory())
         has_tiers = _has_tiers(config)
@@ -85,9 +85,7 @@ def load(model_path: str, config: EngineConfig, device: Device) -> LoadedModel:
 
 def load_adapters(decoder: Decoder, config: EngineConfig, device: Device) -> Mapping[str, LoadedAdapter]:
     """The adapters of `config` by name, loaded. Raises ConfigError, CheckpointError or UnsupportedError."""
-    given = dict(map(_named_folder, config.adapters))
-    if len(given) < len(config.adapters):
-        raise ConfigError(f"adapters: {', '.join(config.adapters)}: a name stands there twice")
+    given = config.adapter_folders
     if not given:
         return {}
     if device.name != "cpu":
@@ -97,13 +95,6 @@ def load_adapters(decoder: Decoder, config: EngineConfig, device: Device) -> Map
         adapters.load(name, read_adapter(folder))
     log.info("adapters: %s", ", ".join(given))
     return adapters.loaded
-
-
-def _named_folder(given: str) -> tuple[str, str]:
-    name, separator, folder = given.partition("=")
-    if not (name and separator and folder):
-        raise ConfigError(f"adapters {given!r}: write NAME=FOLDER")
-    return name, folder
 
 
 def _announce(memory: MemoryPlan, storages: list[KVStorage]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lmkit.config import EngineConfig
 from lmkit.errors import ConfigError
@@ -13,9 +15,19 @@ from lmkit.turbo.host_memory import available_memory, gib
 from lmkit.turbo.kv.manager import KVLimits
 from lmkit.turbo.kv.tiers.host import check_host_bytes
 
+if TYPE_CHECKING:
+    from lmkit.models.resolved import ResolvedModel
+
 # torch, numba and their compiled code; on a GPU cuBLAS, kernels and the bytes that torch's cache rounds up
 RUNTIME_BYTES = 400 << 20
 KV_SHARE = {"cpu": 0.8, "cuda": 0.92}  # share of the memory left after the weights, if the user gives no budget
+
+
+def loaded_bytes(model: ResolvedModel, config: EngineConfig) -> int:
+    """Bytes of the weights with their tables and adapters."""
+    tables = model.table_bytes(config.max_model_len or model.spec.max_position)
+    files = [Path(folder) / "adapter_model.safetensors" for folder in config.adapter_folders.values()]
+    return model.weight_bytes() + tables + sum(file.stat().st_size for file in files if file.is_file())
 
 
 @dataclass(frozen=True)

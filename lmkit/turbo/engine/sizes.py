@@ -51,7 +51,7 @@ async def sizes(models: Sequence[tuple[str, str, EngineConfig]], budget: int | N
 def _sizes(query: Query) -> Sizes:
     from lmkit.models.resolved import resolved
     from lmkit.turbo.engine.loading import load_options
-    from lmkit.turbo.engine.memory import plan_memory
+    from lmkit.turbo.engine.memory import loaded_bytes, plan_memory
     from lmkit.turbo.runners.device import resolve_device
 
     budget, found = query.budget, []
@@ -61,7 +61,7 @@ def _sizes(query: Query) -> Sizes:
         if budget is None:
             budget = device.free_memory()
         with resolved(path, **load_options(config)) as model:
-            weights = model.weight_bytes() + model.table_bytes(config.max_model_len or model.spec.max_position)
+            weights = loaded_bytes(model, config)
             dtypes = [storage.dtypes for storage in model.storages]
             try:
                 plan = plan_memory(model.spec, config, dtypes, weights, budget)

@@ -1,0 +1,86 @@
+"""Adapters are models of a server, each by its name."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+
+from lmkit import AsyncPipeline, GenerationConfig, pipeline
+from lmkit.models import load_spec
+from tests.models import peft_folder
+from tests.serve.live import Server
+
+ENGINE = "lmkit.turbo.engine.engine:Engine"
+TEXT = "import os\n\ndef main("
+
+
+@pytest.fixture(scope="module")
+def folders(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    layer = load_spec(json.loads((demo_model / "config.json").read_text())).layers[0]
+    shapes = {f"model.layers.{i}.mlp.down_proj": layer.linears["mlp.down"] for i in range(4)}
+    root = tmp_path_factory.mktemp("adapters")
+    for i, name in enumerate(("first", "second")):
+        peft_folder.write(root / name, shapes, i, size=2.0)
+    return tuple(f"{name}={root / name}" for name in ("first", "second"))
+
+
+@pytest.fixture(scope="module")
+def server(folders: tuple[str, ...]) -> Iterator[Server]:
+    options = [word for folder in folders for word in ("--adapters", folder)]
+    with Server("--dtype", "float32", "--max-model-len", "256", *options, engine=ENGINE) as running:
+        yield running
+
+
+def test_each_adapter_is_a_model(server: Server, demo_model: Path, folders: tuple[str, ...]) -> None:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        listed = {model.id: getattr(model, "parent", None) for model in client.models.list()}
+        assert listed == {"demo": None, "first": "demo", "second": "demo"}
+
+        def text(name: str) -> str:
+            answer = client.completions.create(model=name, prompt=TEXT, max_tokens=12, temperature=0)
+            assert answer.model == name
+            return answer.choices[0].text
+
+        texts = {name: text(name) for name in listed}
+        assert len(set(texts.values())) == 3
+        chats = {
+            name: client.chat.completions.create(
+                model=name, messages=[{"role": "user", "content": "Hi"}], max_tokens=8, temperature=0
+            ).choices[0].message.content
+            for name in listed
+        }  # fmt: skip
+        assert len(set(chats.values())) == 3
+        marks = {client.completions.create(model=name, prompt="a", max_tokens=1).system_fingerprint for name in listed}
+        assert len(marks) == 3
+        with pytest.raises(openai.NotFoundError, match="does not exist"):
+            text("third")
+    config = GenerationConfig(max_new_tokens=12, temperature=0.0)
+    with pipeline(str(demo_model), dtype="float32", max_model_len=256, adapters=folders) as pipe:
+        for name, want in texts.items():
+            given = "" if name == "demo" else name
+            assert pipe(TEXT, config, do_preprocess=False, adapter_name=given).text == want
+        wrong = pipe(TEXT, config, adapter_name="third")
+        assert (wrong.error_code, wrong.finish_reason) == ("model_not_found", "error")
+
+
+def test_async_pipeline(demo_model: Path, folders: tuple[str, ...]) -> None:
+    config = GenerationConfig(max_new_tokens=4, temperature=0.0)
+
+    async def answers() -> list[str]:
+        async with AsyncPipeline(str(demo_model), max_model_len=128, adapters=folders) as pipe:
+            return [(await pipe(TEXT, config, do_preprocess=False, adapter_name=n)).text for n in ("", "first")]
+
+    plain, adapted = asyncio.run(answers())
+    assert plain != adapted
+
+
+def test_a_name_belongs_to_one(folders: tuple[str, ...]) -> None:
+    folder = folders[0].partition("=")[2]
+    with Server("--adapters", f"demo={folder}", engine=ENGINE) as running:
+        assert running.process.wait(30) == 2
+    assert "demo: two models or adapters have this name" in running.log
