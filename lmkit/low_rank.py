@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MAX_RANK = 512
 
 
 @dataclass(frozen=True)

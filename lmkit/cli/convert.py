@@ -1,4 +1,6 @@
-"""`lmkit convert MODEL -o OUT --format FORMAT`: converts quantized weights to another format, or from a GGUF file."""
+"""`lmkit convert MODEL -o OUT --format FORMAT`: converts quantized weights to another format, or from a GGUF file.
+With `--merge-adapter` it adds a LoRA adapter to a dense checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +10,45 @@ from typing import Annotated, Literal
 import typer
 
 from lmkit.cli.progress import ProgressBar
+from lmkit.errors import ConfigError
 
 
 def convert(
     model: Annotated[str, typer.Argument(help="A quantized checkpoint's folder, or a .gguf file.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write; it must not exist or be empty.")],
     format: Annotated[
-        Literal["awq", "gptq", "gptq_v2", "compressed-tensors", "fp8", "dense"],
+        Literal["awq", "gptq", "gptq_v2", "compressed-tensors", "fp8", "dense"] | None,
         typer.Option(help="Format to write; dense is for a .gguf file."),
-    ],
+    ] = None,
+    merge_adapter: Annotated[
+        Path | None, typer.Option(help="A LoRA adapter's folder, whose products are added to a dense checkpoint.")
+    ] = None,
 ) -> None:
-    """Write a quantized checkpoint in another format without loss, and verify it."""
+    """Write a quantized checkpoint in another format without loss, and verify it. Or merge a LoRA adapter."""
     from lmkit.formats.convert import convert
     from lmkit.formats.gguf import convert_gguf, is_gguf
     from lmkit.formats.known import remember
 
+    if merge_adapter is not None:
+        _merge(model, merge_adapter, output, format)
+        return
+    if format is None:
+        raise ConfigError("convert: give --format, or --merge-adapter")
     chosen = convert_gguf if is_gguf(model) else convert
     with ProgressBar(quiet=False) as bar:
         linears = chosen(model, output, format, progress=lambda done, total: bar.update("linears", done, total))
     remember(output)
     quantized = sum(scheme is not None for scheme in linears.values())
     print(f"{output}: {quantized} linears as {format}, read back and found equal")
+
+
+def _merge(model: str, adapter: Path, output: Path, format: str | None) -> None:
+    from lmkit.formats.known import remember
+    from lmkit.models.merge import merge
+
+    if format not in (None, "dense"):
+        raise ConfigError(f"--merge-adapter writes dense weights; quantize the result, and leave out --format {format}")
+    with ProgressBar(quiet=False) as bar:
+        count = merge(model, adapter, output, progress=lambda done, total: bar.update("linears", done, total))
+    remember(output)
+    print(f"{output}: {count} linears merged")

@@ -20,11 +20,10 @@ from typing import Any
 from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.formats.safetensors_file import SafetensorsFile
 from lmkit.jsonfile import read_json
-from lmkit.low_rank import DTYPES, LowRank
+from lmkit.low_rank import DTYPES, MAX_RANK, LowRank
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 CONFIG_BYTES = 1 << 20
-MAX_RANK = 512
 PREFIX = "base_model.model."
 NAME = re.compile(r"(.+)\.lora_([AB])(?:\.default)?\.weight")
 # Fields that change nothing once the weights exist. All others must ask for nothing.
@@ -102,7 +101,7 @@ def _addition(
     named = (pattern for pattern in alphas if pattern and (module == pattern or module.endswith("." + pattern)))
     alpha, rank = alphas[next(named, "")], len(a)
     scale = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
-    return LowRank(a.clone(), b.T.contiguous(), scale)
+    return LowRank(a, b.T.contiguous(), scale)
 
 
 def _digest(folder: Path) -> str:

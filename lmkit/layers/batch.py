@@ -89,14 +89,14 @@ def allocate_kv(
     def tensor(dtype: KVDtype) -> KVTensor:
         shape = (num_blocks, num_kv_heads, block_size)
         element = torch.uint8 if dtype.coded else getattr(torch, dtype.name)
-        data = _zeros((*shape, dtype.columns(head_dim)), element, device)
-        params = _zeros((*shape, 2) if dtype.coded else (0,), torch.float16, device)
+        data = zeros((*shape, dtype.columns(head_dim)), element, device)
+        params = zeros((*shape, 2) if dtype.coded else (0,), torch.float16, device)
         return KVTensor(data, params, dtype)
 
     return KVLayer(tensor(dtypes[0]), tensor(dtypes[1]))
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
     """torch.zeros. On a CPU numpy asks the system for huge pages. They arrive as zeros when they are first used."""
     if device != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

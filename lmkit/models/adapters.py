@@ -6,10 +6,12 @@ import difflib
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.formats.peft import Adapter
 from lmkit.layers.adapters import LinearAdapters
+from lmkit.layers.batch import zeros
 from lmkit.layers.linear import MergedLinear
 from lmkit.low_rank import LowRank
 from lmkit.models.decoder import Decoder
@@ -46,7 +48,7 @@ class DecoderAdapters:
         if not self._free:
             raise UnsupportedError(f"adapter {name}: there is room for {len(self.loaded)} adapters, and all are loaded")
         found = self.loaded[name] = LoadedAdapter(self._free.pop(), adapter.digest)
-        for (layer, role), addition in placed.items():
+        for (layer, role), addition in side_by_side(placed).items():
             self._adapters(layer, role).set(role, found.number, addition)
         return found
 
@@ -61,26 +63,52 @@ def adaptable(layer: LayerSpec) -> dict[str, tuple[int, int]]:
     return {role: shape for role, shape in layer.linears.items() if ".experts." not in role and ".shared." not in role}
 
 
-def place(adapter: Adapter, spec: ModelSpec) -> dict[Place, LowRank]:
-    """The additions by layer and role. Raises CheckpointError for a module that the model lacks or that has another
-    shape.
+def check_place(adapter: Adapter, spec: ModelSpec) -> dict[str, Place]:
+    """The place of each of the adapter's modules. Raises CheckpointError for a module that the model lacks or that has
+    another shape.
     """
     layers = enumerate(spec.layers)
     known = {layer.module_name(index, role): (index, role) for index, layer in layers for role in adaptable(layer)}
-    placed: dict[Place, LowRank] = {}
     for module, addition in adapter.additions.items():
         if module not in known:
             near = difflib.get_close_matches(module, known, 1)
             hint = f"; the nearest is {near[0]}" if near else ""
             raise CheckpointError(f"{adapter.path}: {module} is no linear of this model that takes an adapter{hint}")
         index, role = known[module]
-        layer = spec.layers[index]
-        outputs, inputs = adaptable(layer)[role]
+        outputs, inputs = adaptable(spec.layers[index])[role]
         if (addition.b.shape[1], addition.a.shape[1]) != (outputs, inputs):
             found = f"[{addition.b.shape[1]}, {addition.a.shape[1]}]"
             raise CheckpointError(f"{adapter.path}: {module} is for {found}, the model has [{outputs}, {inputs}]")
-        placed[index, role] = in_order(addition, role, layer)
-    return placed
+    return {module: known[module] for module in adapter.additions}
+
+
+def place(adapter: Adapter, spec: ModelSpec) -> dict[Place, LowRank]:
+    """The additions by layer and role, for packed linears. Raises CheckpointError as `check_place` does."""
+    places = check_place(adapter, spec)
+    return {
+        (index, role): in_order(adapter.additions[module], role, spec.layers[index])
+        for module, (index, role) in places.items()
+    }
+
+
+def side_by_side(placed: dict[Place, LowRank]) -> dict[Place, LowRank]:
+    """The same additions in one piece of memory: large pages hold it, and it is read from its start to its end."""
+    dtypes = {addition.a.dtype for addition in placed.values()}
+    memory = {dtype: zeros((_size(placed, dtype),), dtype, "cpu") for dtype in dtypes}
+    used, moved = dict.fromkeys(dtypes, 0), dict[Place, LowRank]()
+
+    def move(tensor: Tensor) -> Tensor:
+        start = used[tensor.dtype]
+        used[tensor.dtype] += tensor.numel()
+        return memory[tensor.dtype][start : used[tensor.dtype]].view(tensor.shape).copy_(tensor)
+
+    for key, addition in placed.items():
+        moved[key] = LowRank(move(addition.a), move(addition.b), addition.scale)
+    return moved
+
+
+def _size(placed: dict[Place, LowRank], dtype: torch.dtype) -> int:
+    return sum(part.a.numel() + part.b.numel() for part in placed.values() if part.a.dtype == dtype)
 
 
 def in_order(addition: LowRank, role: str, layer: LayerSpec) -> LowRank:

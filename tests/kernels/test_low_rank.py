@@ -20,7 +20,8 @@ def both(op: Op) -> tuple[Implementation, Implementation]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("inputs", "columns"), [
-    (64, Columns(0, 48, 48, 48)), (70, Columns(5, 33, 33, 33)), (2048, Columns(16, 16, 32, 40)), (1, Columns(0, 1, 1, 1)),
+    (64, Columns(0, 48, 48, 48)), (70, Columns(5, 33, 33, 33)), (2048, Columns(16, 16, 32, 40)),
+    (1, Columns(0, 1, 1, 1)), (1500, Columns(3, 700, 705, 1600)),
 ])  # fmt: skip
 def test_add_low_rank(dtype: torch.dtype, inputs: int, columns: Columns) -> None:
     generator = torch.Generator().manual_seed(inputs)
@@ -30,7 +31,7 @@ def test_add_low_rank(dtype: torch.dtype, inputs: int, columns: Columns) -> None
         additions.set(number, LowRank(a, torch.randn(len(a), columns.size, generator=generator).to(dtype), 0.7))
     numbers = torch.tensor([3, -1, 0, 3, 1, 0], dtype=torch.int32)
     x = torch.randn(6, 2 * inputs, generator=generator)[:, :inputs]  # rows with a stride
-    y = torch.randn(6, 90, generator=generator)
+    y = torch.randn(6, 2200, generator=generator)
     kernel, reference = both(ops.add_low_rank)
     got, want = y.clone(), y.clone()
     kernel(x, got, numbers, additions, columns)

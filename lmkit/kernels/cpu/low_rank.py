@@ -12,18 +12,28 @@ from torch import Tensor
 from lmkit.kernels import ops
 from lmkit.kernels.cpu import threads, workspace
 from lmkit.kernels.cpu.elementwise import SERIAL_VALUES
-from lmkit.kernels.cpu.intrinsics import bfloat_to_float, bits_to_float, half_to_float, pointer, unpack
+from lmkit.kernels.cpu.intrinsics import (
+    bfloat_to_float,
+    bits_to_float,
+    half_to_float,
+    pointer,
+    prefetch,
+    unpack,
+)
 from lmkit.kernels.cpu.jit import FASTMATH, Task, inline
 from lmkit.kernels.cpu.panels import ACTIVATION_NUMBERS, multiply_gates
 from lmkit.kernels.ops import Columns, LowRanks
 from lmkit.kernels.registry import implements
+from lmkit.low_rank import MAX_RANK
 
 FLOAT32, BFLOAT16 = 0, 1  # of lmkit.low_rank.DTYPES
+BLOCK = 512  # elements that are computed between two requests for more
+AHEAD = 2048  # bytes
 
 
 @numba.njit(forceinline=True, fastmath=FASTMATH | {"reassoc"})
 def _dot(x: Any, address: int, kind: int, size: int) -> Any:
-    """x . a. Lanes are added up in an order that the compiler fixes for each size."""
+    """x . a. Lanes are added up in an order that the compiler fixes."""
     total = np.float32(0)
     if kind == FLOAT32:
         wide = carray(pointer(address), size, np.float32)
@@ -57,6 +67,13 @@ def _add(y: Any, factor: Any, address: int, kind: int, size: int) -> None:
             y[i] += factor * half_to_float(np.uint32(bits[i]))
 
 
+@inline
+def _fetch(address: int, num_bytes: int) -> None:
+    """Ask for what is read soon."""
+    for line in range(num_bytes >> 6):
+        prefetch(address + AHEAD + (line << 6))
+
+
 def _add_low_rank(args: int, scratch: int, index: int) -> None:
     """Add the addition of row `index`."""
     x, x_stride, y, y_stride, numbers, entries, inputs, outputs, start, width, stride = unpack(args, 11)
@@ -66,17 +83,26 @@ def _add_low_rank(args: int, scratch: int, index: int) -> None:
     a, b, rank, kind, scale_bits = unpack(entries + 40 * number, 5)
     if a == 0:
         return
-    row = carray(pointer(x + index * x_stride), inputs, np.float32)
+    factors = carray(pointer(scratch), rank, np.float32)
     scale = bits_to_float(np.uint32(scale_bits))
     element = 4 if kind == FLOAT32 else 2
     for r in range(rank):
-        factor = scale * _dot(row, a + r * inputs * element, kind, inputs)
-        done, at = 0, y + index * y_stride + 4 * start
+        total, done = np.float32(0), 0
+        while done < inputs:
+            size, at = min(BLOCK, inputs - done), a + (r * inputs + done) * element
+            _fetch(at, size * element)
+            part = carray(pointer(x + index * x_stride + 4 * done), size, np.float32)
+            total += _dot(part, at, kind, size)
+            done += size
+        factors[r] = scale * total
+    for r in range(rank):
+        done, out = 0, y + index * y_stride + 4 * start
         while done < outputs:
-            size = min(width, outputs - done)
-            part = carray(pointer(at), size, np.float32)
-            _add(part, factor, b + (r * outputs + done) * element, kind, size)
-            done, at = done + size, at + 4 * stride
+            size, at = min(width - done % width, outputs - done, BLOCK), b + (r * outputs + done) * element
+            _fetch(at, size * element)
+            _add(carray(pointer(out), size, np.float32), factors[r], at, kind, size)
+            done += size
+            out += 4 * size if done % width else 4 * (size + stride - width)
 
 
 def _gated_panels(args: int, scratch: int, index: int) -> None:
@@ -99,7 +125,7 @@ def add_low_rank(x: Tensor, y: Tensor, numbers: Tensor, additions: LowRanks, col
         x.data_ptr(), 4 * x.stride(0), y.data_ptr(), 4 * y.stride(0), numbers.data_ptr(),
         additions.addresses.data_ptr(), x.shape[1], columns.size, columns.start, columns.width, columns.stride,
     )  # fmt: skip
-    threads.run(ADD_LOW_RANK, len(x), args, parallel=len(x) > 1)
+    threads.run(ADD_LOW_RANK, len(x), args, parallel=len(x) > 1, scratch=4 * MAX_RANK)
 
 
 @implements(ops.gated_panels, "cpu", device="cpu", priority=20)
