@@ -118,7 +118,7 @@ def run(engine: Engine, prompts: list[list[int]], kind: str) -> tuple[float, lis
     return time.perf_counter() - start, list(answers.values())
 
 
-def compare(model: str, kind: str, batch: int, rounds: int) -> dict[str, Any]:
+def compare(model: str, kind: str, batch: int, rounds: int, speculate: str) -> dict[str, Any]:
     """One row."""
     pairs = cases(batch)[kind]
     prompts, wanted = [prompt for prompt, _ in pairs], [answer for _, answer in pairs]
@@ -127,7 +127,7 @@ def compare(model: str, kind: str, batch: int, rounds: int) -> dict[str, Any]:
         engine = Engine(model if kind == "json" else str(DEMO_FOLDER), EngineConfig(**options))
         _, wanted = run(engine, prompts, kind)
         engine.close()
-    engines = [Engine(model, EngineConfig(**options, speculate=how)) for how in ("off", "ngram")]
+    engines = [Engine(model, EngineConfig(**options, speculate=how)) for how in ("off", speculate)]
     script = {tuple(prompt): answer for prompt, answer in zip(prompts, wanted, strict=True)}
     for engine in engines if kind != "json" else []:
         Script.put_into(engine, script)
@@ -149,10 +149,10 @@ def compare(model: str, kind: str, batch: int, rounds: int) -> dict[str, Any]:
         "kind": kind,
         "batch": batch,
         "plain_tokens_per_s": sum(map(len, wanted)) / plain,
-        "ngram_tokens_per_s": sum(map(len, wanted)) / guessed,
+        "guessed_tokens_per_s": sum(map(len, wanted)) / guessed,
         "ratio": statistics.median(a / b for a, b in times),
         "steps": steps[0],
-        "ngram_steps": steps[1],
+        "guessed_steps": steps[1],
         "accepted": stats.accepted_tokens / stats.draft_tokens if stats.draft_tokens else 0.0,
     }
 
@@ -162,10 +162,15 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default=str(DEMO_FOLDER))
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--speculate", default="ngram", help="ngram, or draft=FOLDER")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, help="also write the figures here")
     given = parser.parse_args()
-    rows = [compare(given.model, kind, batch, given.rounds) for batch in given.batches for kind in given.kinds]
+    rows = [
+        compare(given.model, kind, batch, given.rounds, given.speculate)
+        for batch in given.batches
+        for kind in given.kinds
+    ]
     report.show(rows)
     if given.json:
         report.save(given.json, "speculation", rows, model=given.model)

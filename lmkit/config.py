@@ -28,7 +28,7 @@ WeightDtype = Literal["auto", "float32", "bfloat16", "float16"]
 KVStorageName = Literal["auto", KVName]
 HeadStorage = Literal["auto", "int8"]
 PoolingName = Literal["auto", "last", "mean"]
-Speculate = Literal["off", "ngram"]
+Speculate = Annotated[str, msgspec.Meta(pattern=r"^(off|ngram|draft=.+)$")]  # draft=FOLDER of a smaller model
 Activations = Literal["auto", "int8", "fp8", "exact"]
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
 LOG_LEVELS = get_args(LogLevel)
@@ -165,6 +165,11 @@ class EngineConfig(StrictStruct, frozen=True, kw_only=True, metaclass=CheckedMet
             block_size=self.block_size or BLOCK_SIZE[device],
             max_step_tokens=self.max_step_tokens or STEP_TOKENS[device],
         )
+
+    @property
+    def draft_model(self) -> str:
+        """The folder of the draft model that `speculate` names, or an empty text."""
+        return self.speculate.partition("=")[2]
 
     @property
     def adapter_folders(self) -> dict[str, str]:

@@ -50,7 +50,7 @@ HELP = {
         "max_overtakes": "How often later requests with a longer cached prefix may overtake a request.",
         "decode_slowdown": "Largest slowdown of decoding during a prefill: 2 = twice as slow.",
         "overlap": "Prepare the next step while one runs.",
-        "speculate": "ngram: guess the next tokens from the text so far, where that is faster.",
+        "speculate": "Guess tokens if that is faster. ngram: from the text so far; draft=FOLDER: a smaller model too.",
         "max_draft_tokens": "The most guesses for one sequence in one step.",
     },
 }

@@ -13,7 +13,7 @@ from lmkit.formats.hub import DEMO_FOLDER
 @pytest.mark.parametrize("kind", ["copy", "fresh", "json"])
 def test_both_ways_are_measured(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speculation, "NUM_TOKENS", 40)
-    row = speculation.compare(str(DEMO_FOLDER), kind, 2, rounds=1)
+    row = speculation.compare(str(DEMO_FOLDER), kind, 2, 1, "ngram")
     assert all(math.isfinite(value) and value > 0 for value in row.values() if isinstance(value, int)), row
-    assert row["ngram_steps"] <= row["steps"]
+    assert row["guessed_steps"] <= row["steps"]
     assert math.isfinite(row["ratio"])

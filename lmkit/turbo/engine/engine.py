@@ -118,6 +118,7 @@ class Engine:
             )
             self.adapters = loading.load_adapters(model.decoder, config, device)
             self.runner = make_runner(device, parts)
+            self._drafter = model.draft.start(self.runner, spec.vocab_size) if model.draft is not None else None
             self._warm_up(limits)
         self._has_head = model.has_head
         eos = model.tokenizer.eos_token_ids if model.tokenizer is not None else ()
@@ -128,6 +129,7 @@ class Engine:
             kv_identity=model.kv_identity,
             forced=self.runner.forced,
             adapters=self.adapters,
+            draft_model=self._drafter,
         )
         self.info = _info(model, limits)
         for file in model.mapped:
@@ -250,6 +252,8 @@ class Engine:
     def close(self) -> None:
         """Wait for steps under way, end the threads and release the disk. The engine cannot be used afterwards."""
         self.runner.close()
+        if self._drafter is not None:
+            self._drafter.close()
         self._guides.close()
         if self._tiers is not None:
             self._tiers.close()
@@ -273,7 +277,7 @@ def _limits(config: EngineConfig, memory: MemoryPlan, spec: ModelSpec) -> Schedu
         max_overtakes=config.max_overtakes,
         decode_slowdown=config.decode_slowdown,
         request_timeout=config.request_timeout,
-        max_draft_tokens=config.max_draft_tokens if config.speculate == "ngram" else 0,
+        max_draft_tokens=config.max_draft_tokens if config.speculate != "off" else 0,
         overlaps=config.overlap,
     )
 

@@ -25,6 +25,7 @@ from lmkit.models.loader import load as load_decoder
 from lmkit.models.packed_cache import PackedFile
 from lmkit.models.resolved import resolved
 from lmkit.text import Tokenizer
+from lmkit.turbo.engine.drafting import LoadedDraft, resolved_draft
 from lmkit.turbo.engine.memory import MemoryPlan, loaded_bytes, plan_memory
 from lmkit.turbo.kv.blocks import kv_identity
 from lmkit.turbo.kv.tiers.disk import DiskTier
@@ -50,6 +51,7 @@ class LoadedModel:
     pooling: Pooling
     has_head: bool  # otherwise it can give embeddings alone
     mapped: list[PackedFile]  # files of packed weights whose data is still to be checked
+    draft: LoadedDraft | None = None
 
 
 def load(model_path: str, config: EngineConfig, device: Device) -> LoadedModel:
@@ -57,11 +59,11 @@ def load(model_path: str, config: EngineConfig, device: Device) -> LoadedModel:
 
     Raises CheckpointError, ConfigError or UnsupportedError.
     """
-    with resolved(model_path, **load_options(config)) as model:
+    with resolved(model_path, **load_options(config)) as model, resolved_draft(config, device, model) as draft:
         spec, path = model.spec, model.reader.path
         sampling = read_defaults(path, config.generation_config)
         pooling = read_pooling(path) if config.pooling == "auto" else config.pooling
-        weight_bytes = loaded_bytes(model, config)
+        weight_bytes = loaded_bytes(model, config) + (draft.memory.total if draft is not None else 0)
         dtypes = [storage.dtypes for storage in model.storages]
         memory = plan_memory(spec, config, dtypes, weight_bytes, device.free_memory())
         has_tiers = _has_tiers(config)
@@ -73,13 +75,14 @@ def load(model_path: str, config: EngineConfig, device: Device) -> LoadedModel:
         start, mapped = time.perf_counter(), list[PackedFile]()
         with fits_the_gpu("the weights"):
             decoder = load_decoder(model, packed_cache=config.packed_cache, check=mapped.append)
+            loaded_draft = draft.load(mapped.append) if draft is not None else None
         log.info("weights loaded in %.1f s", time.perf_counter() - start)
         log.debug("weights of %s", path)
         has_head = model.source.has_head
     tokenizer = Tokenizer.from_pretrained(path, config.chat_template)
     kept = has_tiers, identity, disk
     return LoadedModel(
-        str(path), decoder, model.storages, memory, tokenizer, *kept, sampling, pooling, has_head, mapped
+        str(path), decoder, model.storages, memory, tokenizer, *kept, sampling, pooling, has_head, mapped, loaded_draft
     )
 
 
@@ -116,6 +119,8 @@ def given(decoder: Decoder, config: EngineConfig, device: Device, storages: list
     spec = decoder.spec
     if _has_tiers(config):
         raise ConfigError("an engine of a decoder has no checkpoint whose KV could be kept in tiers")
+    if config.draft_model:
+        raise ConfigError("an engine of a decoder has no tokenizer to compare with that of a draft model")
     if storages is None:
         kind = str(decoder.dtype).removeprefix("torch.") if config.kv_dtype == "auto" else config.kv_dtype
         storages = [KVStorage(kv_dtype(kind), kv_dtype(kind))] * spec.num_layers

@@ -47,6 +47,11 @@ class MemoryPlan:
     wanted_kv: int  # bytes of KV for one sequence of that length
     layout: KVLayout
 
+    @property
+    def total(self) -> int:
+        """Bytes of all but the runtime."""
+        return self.weights + self.workspace + self.host + self.kv
+
     def lines(self, kv_dtype: str) -> list[str]:
         """The plan in lines of at most 55 characters. `kv_dtype` names the storage."""
         used = self.weights + self.workspace + RUNTIME_BYTES + self.kv

@@ -7,8 +7,10 @@ result is collected.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -65,6 +67,10 @@ class CpuRunner(PlanRunner):
         """See Runner. A guide takes in each token as it is sampled."""
         edits = self.sampler.edits.get(slot)
         return edits.guide.forced() if edits is not None and edits.guide is not None else []
+
+    def call(self, work: Callable[[], Any]) -> Any:
+        """Carry out `work` where steps run, after those under way, and wait for it."""
+        return self._thread.submit(work).result() if self._overlaps else work()
 
     def close(self) -> None:
         self._thread.shutdown()

@@ -39,6 +39,7 @@ from lmkit.turbo.kv.manager import KVManager
 from lmkit.turbo.kv.tiers.store import TierStore
 from lmkit.turbo.plan import Chunk, Sampled, SampledToken, StepPlan
 from lmkit.turbo.request import EngineStats, FinishReason, Request, StepOutput, TokenLogprobs
+from lmkit.turbo.scheduling.drafting import DraftModel, ModelSpeculation
 from lmkit.turbo.scheduling.fairness import Shares
 from lmkit.turbo.scheduling.limits import SchedulerLimits, check_request
 from lmkit.turbo.scheduling.pacing import Pacer
@@ -80,9 +81,10 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
         forced: Callable[[int], list[int]] = lambda slot: [],
         adapters: Mapping[str, LoadedAdapter] | None = None,
+        draft_model: DraftModel | None = None,
     ) -> None:
         """`forced`: the next tokens of a slot's sequence, as far as its grammar leaves no choice. `adapters`: by name,
-        those that are loaded.
+        those that are loaded. `draft_model`: it guesses besides the text itself.
         """
         self.limits = limits
         self._eos_token_ids = eos_token_ids
@@ -100,7 +102,11 @@ class Scheduler:
         self._outputs: list[StepOutput] = []
         self._tier_hits: Counter[str] = Counter()
         longest = limits.max_draft_tokens
-        self._speculation = Speculation(longest, forced, overlaps=limits.overlaps) if longest else None
+        self._speculation: Speculation | None = None
+        if longest and draft_model is not None:
+            self._speculation = ModelSpeculation(longest, forced, draft_model, clock, overlaps=limits.overlaps)
+        elif longest:
+            self._speculation = Speculation(longest, forced, overlaps=limits.overlaps)
         self._arrivals = self._prompt_tokens = self._generation_tokens = self._steps = 0
 
     # ---- requests

@@ -3,7 +3,8 @@
 A step that computes a few tokens more of a sequence costs little, because reading the weights costs most. Guesses that
 the sampled tokens confirm are kept (plan.Chunk.draft), so the tokens are those of a run without guesses, bit for bit.
 
-Guesses come from the text itself (ngrams.py). Where a grammar leaves no choice, they are what must follow.
+Guesses come from the text itself (ngrams.py), or from a smaller model (drafting.py). Where a grammar leaves no choice,
+they are what must follow.
 
 Guesses are judged all the time, also while none is computed: each new token shows whether a guess at it would have been
 right. The chance of a guess depends on how many tokens before it agreed with their source. The length of each draft
@@ -80,19 +81,30 @@ class Speculation:
 
         If tokens of some are not known yet, nothing is proposed. The result says whether to wait for them.
         """
-        lengths = self._lengths(sequences, budget)
+        _, lengths = self._lengths(sequences, budget)
         if any(seq.num_pending for seq in sequences):
             return bool(lengths)
+        self._guess(lengths)
+        return False
+
+    def _guess(self, lengths: dict[Sequence, int]) -> None:
         for seq, length in lengths.items():
             text = self._texts[seq]
             seq.propose(text.forced[:length] or text.ngrams.guess(length))
-        return False
 
-    def _lengths(self, sequences: list[Sequence], budget: int) -> dict[Sequence, int]:
-        """The draft's length of each sequence that gets one: those that make the most tokens a second."""
-        num_seqs = len(sequences)
+    def _costs(self, num_seqs: int) -> tuple[float, float, float, float]:
+        """Seconds of a step, of each of its tokens, and of waiting for the step before it; tokens a second of plain
+        steps.
+        """
         fixed, each, wait = (self._times.predict(counts) for counts in TERMS)
-        plain = num_seqs / (fixed + each * num_seqs + (0.0 if self._overlaps else wait))
+        return fixed, each, wait, num_seqs / (fixed + each * num_seqs + (0.0 if self._overlaps else wait))
+
+    def _lengths(self, sequences: list[Sequence], budget: int) -> tuple[float, dict[Sequence, int]]:
+        """The draft's length of each sequence that gets one: those that make the most tokens a second, and how many
+        these are.
+        """
+        num_seqs = len(sequences)
+        fixed, each, wait, plain = self._costs(num_seqs)
         least = each * plain  # a guess with a smaller chance costs more time than it saves
         chances = [(chance, seq) for seq in sequences for chance in self._chances_of(seq, least)]
         chances.sort(key=itemgetter(0), reverse=True)
@@ -105,7 +117,7 @@ class Speculation:
                 best, most = count, rate
         for _, seq in chances[: round_down(best, 3)]:
             lengths[seq] = lengths.get(seq, 0) + 1
-        return lengths
+        return most, lengths
 
     def _chances_of(self, seq: Sequence, least: float) -> list[float]:
         """The chance of each token of a draft to be kept: that all tokens before it are right, and itself."""

@@ -1,0 +1,181 @@
+"""A draft model on a CPU: a runner of its own, whose KV follows the sequences of another model.
+
+Before it guesses, it computes the tokens that the other model has chosen since. The KV of guesses that were wrong is
+written again. A sequence keeps its place here when it is preempted there.
+
+It samples as the other model does, with the request's temperature and seed. The same random numbers then choose the
+same token wherever both models find it equally likely.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from lmkit.log import get_logger
+from lmkit.turbo.plan import Chunk, NewSequence, StepPlan
+from lmkit.turbo.request import SamplingParams
+from lmkit.turbo.runners.cpu import CpuRunner
+from lmkit.turbo.runners.device import CpuDevice
+from lmkit.turbo.runners.runner import RunnerParts
+from lmkit.turbo.sequence import Sequence
+
+log = get_logger(__name__)
+
+Drafts = tuple[dict[Sequence, list[int]], list[tuple[int, float]]]
+
+
+@dataclass
+class _Text:
+    """A sequence that the draft model follows."""
+
+    slot: int
+    known: int = 0  # tokens that the other model has chosen, as far as they are here
+    computed: int = 0  # tokens whose KV is here: known ones, then guesses
+    blocks: list[int] = field(default_factory=list)  # of all groups
+
+
+class Drafter:
+    """See scheduling.drafting.DraftModel. `call` carries out work where steps of the other model run, and waits."""
+
+    def __init__(
+        self, parts: RunnerParts, num_blocks: int, vocab_size: int, call: Callable[[Callable[[], Any]], Any]
+    ) -> None:
+        self._runner = CpuRunner(CpuDevice(), parts)
+        self._max_len, self._call = parts.max_model_len, call
+        self._vocab_size = min(vocab_size, parts.decoder.spec.vocab_size)  # tokens that both models have
+        self._num_groups = len(self._runner.batch.block_tables)
+        self._slots = list(range(parts.config.max_batch_size))
+        self._blocks = list(range(num_blocks))
+        self._texts: dict[Sequence, _Text] = {}
+        self._new: dict[int, NewSequence] = {}  # by slot: they enter with the next step
+        self._has_failed = False
+
+    def warm_up(self) -> None:
+        self._runner.warm_up()
+
+    def close(self) -> None:
+        self._runner.close()
+
+    def forget(self, seq: Sequence) -> None:
+        """The sequence has ended."""
+        text = self._texts.pop(seq, None)
+        if text is not None:
+            self._slots.append(text.slot)
+            self._blocks += text.blocks
+            self._new.pop(text.slot, None)
+
+    def draft(self, lengths: dict[Sequence, int]) -> Drafts:
+        """See DraftModel. If a step fails, there are no more guesses, and the other model goes on alone."""
+        if self._has_failed:
+            return {}, []
+        try:
+            drafts: Drafts = self._call(partial(self._draft, lengths))
+        except Exception:  # guesses are never needed
+            log.exception("the draft model failed; decoding goes on without it")
+            self._has_failed = True
+            return {}, []
+        return drafts
+
+    def _draft(self, lengths: dict[Sequence, int]) -> Drafts:
+        chunks: dict[Sequence, Chunk] = {}
+        room = self._runner.batch.max_step_tokens
+        for seq, length in lengths.items():
+            chunk = self._catch_up(seq, length, room, lengths) if room else None
+            if chunk is not None:
+                chunks[seq] = chunk
+                room -= chunk.num_tokens
+        drafts: dict[Sequence, list[int]] = {seq: [] for seq, chunk in chunks.items() if chunk.num_sampled}
+        steps = []
+        while chunks:
+            start = time.perf_counter()
+            self._step(chunks, drafts)
+            count = sum(chunk.num_tokens for chunk in chunks.values())
+            if count <= 2 * len(chunks):  # otherwise it had a prompt, or tokens that had no guesses
+                steps.append((len(chunks), time.perf_counter() - start))
+            chunks = {
+                seq: Chunk(self._texts[seq].slot, self._texts[seq].computed, 1, [], 1)
+                for seq, draft in drafts.items()
+                if seq in chunks and len(draft) < lengths[seq] and 0 <= draft[-1] < self._vocab_size
+            }
+        known = {seq: [token for token in draft if 0 <= token < self._vocab_size] for seq, draft in drafts.items()}
+        return {seq: draft for seq, draft in known.items() if draft}, steps
+
+    def _step(self, chunks: dict[Sequence, Chunk], drafts: dict[Sequence, list[int]]) -> None:
+        new, self._new = list(self._new.values()), {}
+        results = self._runner.execute(StepPlan([], new, list(chunks.values())))
+        for (seq, chunk), result in zip(chunks.items(), results, strict=True):
+            self._texts[seq].computed += chunk.num_tokens
+            if result.tokens:
+                drafts[seq].append(result.tokens[0].token_id)
+
+    def _catch_up(self, seq: Sequence, length: int, room: int, wanted: dict[Sequence, int]) -> Chunk | None:
+        """The tokens of the sequence to compute before its first guess, at most `room`. None if it finds no place."""
+        num_tokens = seq.num_tokens
+        if num_tokens + length > self._max_len:
+            return None
+        text = self._texts.get(seq)
+        tokens = seq.tokens(num_tokens)[text.known if text is not None else 0 :]
+        if tokens.size and int(tokens.max()) >= self._vocab_size:
+            return None
+        text = text or self._enter(seq, wanted)
+        new_blocks = self._grow(text, num_tokens + length, wanted) if text is not None else None
+        if text is None or new_blocks is None:
+            self.forget(seq)
+            return None
+        self._correct(seq, text, tokens)
+        count = min(num_tokens - text.computed, room)
+        return Chunk(text.slot, text.computed, count, new_blocks, int(text.computed + count == num_tokens))
+
+    def _correct(self, seq: Sequence, text: _Text, tokens: np.ndarray) -> None:
+        """Put the tokens of the sequence in the place of the guesses at them."""
+        batch, slot, end = self._runner.batch, text.slot, seq.num_tokens
+        held = batch.token_ids[slot, text.known : end]
+        wrong = np.flatnonzero(held != tokens)
+        first = text.known + int(wrong[0]) if len(wrong) else end
+        text.computed = min(text.computed, first, end - 1)
+        held[:] = tokens
+        text.known = end
+        batch.num_tokens[slot] = end
+        self._runner.sampler.num_outputs[slot] = seq.num_outputs
+
+    def _enter(self, seq: Sequence, wanted: dict[Sequence, int]) -> _Text | None:
+        if not self._slots:
+            self._make_room(wanted)
+        if not self._slots:
+            return None
+        slot = self._slots.pop()
+        params = msgspec.structs.replace(
+            seq.request.params,
+            **{name: getattr(PLAIN, name) for name in PLAIN.__struct_fields__ if name not in DRAWING},
+        )
+        self._new[slot] = NewSequence(slot, seq.token_ids.tolist(), seq.num_prompt_tokens, params, (), False)
+        self._texts[seq] = text = _Text(slot)
+        return text
+
+    def _grow(self, text: _Text, num_tokens: int, wanted: dict[Sequence, int]) -> list[list[int]] | None:
+        """Blocks of each group that the text lacks for so many tokens. None if there are too few."""
+        columns = -(-num_tokens // self._runner.batch.block_size) - len(text.blocks) // self._num_groups
+        count = max(columns, 0) * self._num_groups
+        if count > len(self._blocks):
+            self._make_room(wanted)
+        if count > len(self._blocks):
+            return None
+        taken = [self._blocks.pop() for _ in range(count)]
+        text.blocks += taken
+        return [taken[group :: self._num_groups] for group in range(self._num_groups)]
+
+    def _make_room(self, wanted: dict[Sequence, int]) -> None:
+        """Drop what is kept of other sequences, such as preempted ones."""
+        for seq in [seq for seq in self._texts if seq not in wanted]:
+            self.forget(seq)
+
+
+PLAIN = SamplingParams()
+DRAWING = frozenset({"temperature", "top_k", "top_p", "min_p", "seed", "logit_bias"})
