@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+SCORE_BIAS = "mlp.score_bias"
+
 
 @dataclass(frozen=True)
 class MLPSpec:
@@ -24,20 +26,33 @@ class MLPSpec:
         """The linears that choose the experts of a token, with their numbers of outputs."""
         return {}
 
+    @property
+    def vectors(self) -> dict[str, int]:
+        """Sizes of other vectors, by role."""
+        return {}
+
 
 @dataclass(frozen=True)
 class MoESpec:
-    """Experts. A router gives each token a probability for each expert; the `experts_per_token` most probable run.
+    """Experts. A router gives each token a score for each expert; the `experts_per_token` with the highest ones run.
 
-    The output is the sum of the chosen experts' outputs, each times its probability. A shared expert's output is
-    added, times a factor of its own.
+    The output is the sum of the chosen experts' outputs, each times its score. A shared expert's output is added.
+
+    Scores are the softmax of the router's outputs, or with `sigmoid` their sigmoid. A bias for each expert, which
+    training has balanced, is then added for the choice alone. With several groups of neighbouring experts, a token has
+    only experts of the `groups_per_token` groups whose two highest scores have the largest sums.
     """
 
     num_experts: int
     experts_per_token: int
     expert: MLPSpec
-    normalize: bool = True  # divide the probabilities of the chosen experts by their sum
+    normalize: bool = True  # divide the scores of the chosen experts by their sum
+    sigmoid: bool = False
+    num_groups: int = 1
+    groups_per_token: int = 1
+    scale: float = 1.0  # a factor on the scores of the chosen experts
     shared: MLPSpec | None = None  # one more expert, which computes every token
+    shared_router: bool = True  # the shared expert's output has a factor of its own, the sigmoid of one more output
     router_bias: bool = False
     interleaved: bool = False  # a checkpoint has gate 0, up 0, gate 1, ... of all experts in one tensor: models.fused
 
@@ -49,4 +64,8 @@ class MoESpec:
     @property
     def routers(self) -> dict[str, int]:
         router = {"mlp.router": self.num_experts}
-        return router if self.shared is None else router | {"mlp.shared_router": 1}
+        return router | {"mlp.shared_router": 1} if self.shared and self.shared_router else router
+
+    @property
+    def vectors(self) -> dict[str, int]:
+        return {SCORE_BIAS: self.num_experts} if self.sigmoid else {}

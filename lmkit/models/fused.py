@@ -22,7 +22,7 @@ from lmkit.errors import CheckpointError
 from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.formats.mxfp4 import BLOCKS, SCALES
 from lmkit.formats.views import SUFFIXES, Rows, View, expert_of, named, rows_of
-from lmkit.layers.mlp_spec import MoESpec
+from lmkit.layers.mlp_spec import SCORE_BIAS, MoESpec
 from lmkit.models import roles
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.spec import ModelSpec
@@ -35,7 +35,7 @@ EXPERTS = {"mlp.experts.gate_up_proj": ("gate", "up"), "mlp.experts.down_proj": 
 # What ends the name of such a tensor, and the name of an expert's.
 ENDINGS = {"": "weight", "_bias": "bias", "_blocks": BLOCKS, "_scales": SCALES}
 ROUTER = "mlp.gate"  # beside experts in one tensor
-SINKS = "self_attn.sinks"  # whose name does not end with "weight"
+UNSUFFIXED = ("attn.sinks", SCORE_BIAS)  # vectors whose names in a checkpoint do not end with "weight"
 
 
 def views(reader: CheckpointReader, spec: ModelSpec) -> dict[str, View]:
@@ -46,8 +46,9 @@ def views(reader: CheckpointReader, spec: ModelSpec) -> dict[str, View]:
             found[new + ".weight"] = named(source, reader.info(source).shape)
     for index, layer in enumerate(spec.layers):
         found |= dict(_linears(reader, index, layer))
-        if layer.has_sinks and reader.has(source := roles.layer_prefix(index) + SINKS):
-            found[source + ".weight"] = named(source, reader.info(source).shape)
+        for role in layer.vectors.keys() & UNSUFFIXED:
+            if reader.has(source := layer.module_name(index, role)):
+                found[source + ".weight"] = named(source, reader.info(source).shape)
         if isinstance(layer.mlp, MoESpec):
             found |= dict(_experts(reader, index, layer, layer.mlp))
     return found

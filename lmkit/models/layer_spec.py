@@ -92,7 +92,7 @@ class LayerSpec:
         if self.qk_norm:
             q, k = (self.q_size, self.kv_size) if self.joint_qk_norm else (self.head_dim, self.head_dim)
             sizes |= {"attn.q_norm": q, "attn.k_norm": k}
-        return sizes | ({"attn.sinks": self.num_heads} if self.has_sinks else {})
+        return sizes | ({"attn.sinks": self.num_heads} if self.has_sinks else {}) | self.mlp.vectors
 
     @cached_property
     def mlps(self) -> dict[str, MLPSpec]:
@@ -176,7 +176,8 @@ class LayerSpec:
             widest = 4 * (4 * hidden + max(3 * q + 4 * kv, 3 * inner))
         if isinstance(self.mlp, MoESpec):
             per_stream, per_inner = (24, 6) if half else (32, 12)
-            widest = max(widest, per_stream * hidden + per_inner * inner + 16 * self.mlp.num_experts)
+            per_expert = 32 if self.mlp.sigmoid else 16  # its scores, and those by which it is chosen
+            widest = max(widest, per_stream * hidden + per_inner * inner + per_expert * self.mlp.num_experts)
         return widest
 
     def kv_token_bytes(self, k: KVDtype, v: KVDtype) -> int:

@@ -23,7 +23,7 @@ MAX_LAYERS = 1 << 10
 LIMITS = {"vocab_size": 1 << 22, "max_position": 1 << 26}
 LAYER_LIMITS = {"hidden_size": 1 << 17, "num_heads": 1 << 12, "num_kv_heads": 1 << 12, "head_dim": 1 << 10}
 MLP_LIMITS = {"intermediate_size": 1 << 19}
-MOE_LIMITS = {"num_experts": 1 << 12, "experts_per_token": 1 << 8}
+MOE_LIMITS = {"num_experts": 1 << 12, "experts_per_token": 1 << 8, "num_groups": 1 << 12}
 
 
 def family(*architectures: str) -> Callable[[Family], Family]:
@@ -113,3 +113,10 @@ def _check_moe(moe: MoESpec) -> None:
         _check_limits(mlp, MLP_LIMITS, "experts: ")
     if moe.experts_per_token > moe.num_experts:
         raise CheckpointError(f"config.json: a token cannot have {moe.experts_per_token} of {moe.num_experts} experts")
+    if moe.num_groups > 1:
+        size, rest = divmod(moe.num_experts, moe.num_groups)
+        if rest or size < 2 or not moe.experts_per_token <= moe.groups_per_token * size <= moe.num_experts:
+            raise CheckpointError(
+                f"config.json: {moe.experts_per_token} experts a token cannot come from {moe.groups_per_token} of "
+                f"{moe.num_groups} groups of {moe.num_experts} experts"
+            )

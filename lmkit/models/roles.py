@@ -41,6 +41,13 @@ QWEN_EXPERTS = {
     "mlp.shared.up": "mlp.shared_expert.up_proj",
     "mlp.shared.down": "mlp.shared_expert.down_proj",
 }
+# GLM-4.5, dots.llm1: a bias for the choice of experts, and a shared expert that no router weighs.
+SIGMOID_EXPERTS = QWEN_EXPERTS | {
+    "mlp.score_bias": "mlp.gate.e_score_correction_bias",
+    "mlp.shared.gate": "mlp.shared_experts.gate_proj",
+    "mlp.shared.up": "mlp.shared_experts.up_proj",
+    "mlp.shared.down": "mlp.shared_experts.down_proj",
+}
 GPT_OSS_EXPERTS = QWEN_EXPERTS | {"mlp.router": "mlp.router"}
 MIXTRAL_EXPERTS = {
     "mlp.router": "block_sparse_moe.gate",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from lmkit.formats.parts import FLOATS, missing_parts
 from lmkit.formats.safetensors_file import DTYPES
 from lmkit.kernels.cuda.module import tensor_device
 from lmkit.layers.linear import MergedLinear, Weights
+from lmkit.layers.mlp_spec import SCORE_BIAS
 from lmkit.models import load_spec, roles
 from lmkit.models.decoder import Decoder, DecoderLayer
 from lmkit.models.fused import views
@@ -79,7 +81,7 @@ class ModelSource:
     def layer_weights(self, index: int, dtype: torch.dtype | None = None) -> Weights:
         """All weights of a layer by role; dense ones as `dtype` (None = as stored)."""
         spec, path = self.spec.layers[index], self.reader.path
-        weights: Weights = {role: self._vector(spec.module_name(index, role), dtype) for role in spec.vectors}
+        weights: Weights = dict(self._vectors(index, dtype))
         for role, expected in (spec.linears | spec.routers).items():
             module = spec.module_name(index, role)
             weight = self.format.read_linear(self.reader, module)
@@ -101,8 +103,7 @@ class ModelSource:
 
     def norms(self, index: int, dtype: torch.dtype | None = None) -> Weights:
         """A layer's vectors by role (all its weights except linears), as in `layer_weights`, but in float32."""
-        spec = self.spec.layers[index]
-        return {role: self._vector(spec.module_name(index, role), dtype).float().clone() for role in spec.vectors}
+        return {role: vector.float().clone() for role, vector in self._vectors(index, dtype)}
 
     def stored(self, index: int, role: str, weight: Tensor) -> Tensor:
         """A tensor of a layer as the checkpoint stores it: in its dtype, a norm's weight without the offset."""
@@ -154,6 +155,12 @@ class ModelSource:
         """A decoder without layers. Only `embed` and `head` work, with plain weights."""
         embed = self.embed_tokens(dtype).to(device)
         return Decoder(self.spec, embed, [], self.final_norm().to(device), self.lm_head(dtype, device))
+
+    def _vectors(self, index: int, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+        """(role, vector). Biases that choose experts stay as stored: rounded ones would choose others."""
+        spec = self.spec.layers[index]
+        for role in spec.vectors:
+            yield role, self._vector(spec.module_name(index, role), None if role == SCORE_BIAS else dtype)
 
     def _vector(self, module: str, dtype: torch.dtype | None) -> Tensor:
         """A norm's factor: the stored weight plus the model's norm_offset. A short type could not hold the sum."""

@@ -37,7 +37,8 @@ def attention(spec: ModelSpec) -> str:
 def mlp(spec: ModelSpec) -> str:
     sparse = [layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoESpec)]
     if sparse:
-        return "experts and a shared one" if sparse[0].shared else "experts"
+        chosen = "experts by sigmoid" if sparse[0].sigmoid else "experts"
+        return f"{chosen} and a shared one" if sparse[0].shared else chosen
     return spec.layers[0].mlps["mlp"].activation.partition("_")[0]
 
 

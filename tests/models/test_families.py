@@ -121,7 +121,11 @@ def test_an_unknown_architecture_is_refused_with_the_list() -> None:
 
 @pytest.mark.parametrize(
     ("name", "nearest"),
-    [("Glm4MoeForCausalLM", "Glm4ForCausalLM"), ("Qwen3NextForCausalLM", "Qwen3ForCausalLM"), ("GPT2LMHead", None)],
+    [
+        ("Glm4MoeLiteForCausalLM", "Glm4MoeForCausalLM"),
+        ("Qwen3NextForCausalLM", "Qwen3ForCausalLM"),
+        ("GPT2LMHead", None),
+    ],
 )
 def test_the_nearest_families_of_an_unknown_one_are_told(name: str, nearest: str | None) -> None:
     with pytest.raises(UnsupportedError, match=r"docs/families\.md says how to add one") as refusal:

@@ -15,7 +15,8 @@ from lmkit.errors import CheckpointError
 from lmkit.formats.hub import DEMO_FOLDER
 from lmkit.kv_dtype import FLOAT32
 from lmkit.layers.batch import allocate_kv, whole_batch
-from lmkit.layers.moe import MoE, by_expert, route, row_sigmoid
+from lmkit.layers.mlp_spec import MLPSpec, MoESpec
+from lmkit.layers.moe import MoE, by_expert, route, sigmoid
 from lmkit.models import load_spec
 from lmkit.models.decoder import Decoder
 from lmkit.models.loader import load_model
@@ -26,7 +27,7 @@ from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.request import Request, SamplingParams
 from tests.models import tiny
 
-SPARSE = ["mixtral", "qwen2-moe", "qwen3-moe"]
+SPARSE = ["mixtral", "qwen2-moe", "qwen3-moe", "glm4-moe"]
 ROWS = [[5, 7, 11, 2, 190, 3, 3, 8, 21], [3], [17, 4, 9, 9, 60], [100, 101]]
 
 
@@ -51,7 +52,7 @@ def test_a_sequence_has_the_same_bits_in_any_company_and_from_the_packed_file(tm
 @pytest.mark.parametrize("normalize", [True, False])
 def test_route_chooses_the_most_likely_experts(normalize: bool) -> None:
     x = torch.randn(50, 6, generator=torch.Generator().manual_seed(1))
-    weights, experts = route(x, 2, normalize)
+    weights, experts = route(x, MoESpec(6, 2, MLPSpec(8), normalize))
     for row, got, chosen in zip(x.softmax(-1), weights, experts, strict=True):
         best = sorted(range(6), key=lambda e: -row[e])[:2]
         assert chosen.tolist() == best
@@ -59,7 +60,7 @@ def test_route_chooses_the_most_likely_experts(normalize: bool) -> None:
 
 
 def test_of_equal_experts_the_lower_number_is_chosen() -> None:
-    weights, experts = route(torch.zeros(3, 5), 2, True)
+    weights, experts = route(torch.zeros(3, 5), MoESpec(5, 2, MLPSpec(8)))
     assert experts.tolist() == [[0, 1]] * 3
     assert weights.tolist() == [[0.5, 0.5]] * 3
 
@@ -69,12 +70,47 @@ def test_places_by_expert() -> None:
     assert [(e, places.tolist()) for e, places in by_expert(experts)] == [(0, [3, 5]), (1, [1, 2]), (4, [0, 4])]
 
 
-def test_row_sigmoid_is_the_sigmoid_and_does_not_depend_on_other_rows() -> None:
-    x = torch.randn(67, 1, generator=torch.Generator().manual_seed(2)) * 5
-    whole = row_sigmoid(x)
+@pytest.mark.parametrize("width", [1, 13])
+def test_sigmoid_is_the_sigmoid_and_does_not_depend_on_other_rows(width: int) -> None:
+    x = torch.randn(67, width, generator=torch.Generator().manual_seed(2)) * 5
+    whole = sigmoid(x)
     torch.testing.assert_close(whole, x.sigmoid())
     for start in range(67):
-        assert torch.equal(row_sigmoid(x[start : start + 3]), whole[start : start + 3])
+        assert torch.equal(sigmoid(x[start : start + 3]), whole[start : start + 3])
+
+
+GROUPED = MoESpec(8, 3, MLPSpec(8), sigmoid=True, num_groups=4, groups_per_token=2, scale=2.5)
+
+
+def test_experts_come_from_the_groups_whose_two_best_are_best() -> None:
+    """The bias takes part in the choice, and not in the weights."""
+    generator = torch.Generator().manual_seed(5)
+    x, bias = torch.randn(60, 8, generator=generator), torch.randn(8, generator=generator)
+    weights, experts = route(x, GROUPED, bias)
+    for scores, got, chosen in zip(x.sigmoid(), weights, experts, strict=True):
+        wanted = scores + bias
+        groups = sorted(range(4), key=lambda g: -float(wanted[2 * g] + wanted[2 * g + 1]))[:2]
+        best = sorted((e for g in groups for e in (2 * g, 2 * g + 1)), key=lambda e: -wanted[e])[:3]
+        assert chosen.tolist() == best
+        torch.testing.assert_close(got, scores[best] / scores[best].sum() * 2.5)
+    shown, everyone = route(x, GROUPED, bias, shown=8)
+    assert torch.equal(shown[:, :3], weights)
+    assert not shown[:, 3:].any()
+    assert everyone.sort().values.tolist() == [list(range(8))] * 60
+
+
+def test_sigmoids_that_are_all_zero_give_no_nan() -> None:
+    assert torch.equal(route(torch.full((2, 8), -1e4), GROUPED, torch.zeros(8))[0], torch.zeros(2, 3))
+
+
+def test_the_bias_that_chooses_experts_is_not_rounded(tmp_path: Path) -> None:
+    tiny.make(tmp_path, "glm4-moe")
+    stored = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    bias = stored["model.layers.1.mlp.gate.e_score_correction_bias"]
+    assert not torch.equal(bias, bias.bfloat16().float())
+    source = ModelSource(tmp_path)
+    assert torch.equal(source.norms(1, torch.bfloat16)["mlp.score_bias"], bias)
+    assert torch.equal(source.layer_weights(1, torch.bfloat16)["mlp.score_bias"], bias)
 
 
 @pytest.mark.parametrize("name", SPARSE)
@@ -210,3 +246,27 @@ def test_fused_experts_of_another_number_are_refused(tmp_path: Path) -> None:
     safetensors.torch.save_file(safetensors.torch.load_file(file) | {name: torch.zeros(6, 80, 48)}, file)
     with pytest.raises(CheckpointError, match=r"expected \[7 experts"):
         ModelSource(tmp_path)
+
+
+BY_SIGMOID = CONFIG | {
+    "architectures": ["Glm4MoeForCausalLM"], "n_routed_experts": 8, "n_group": 4, "topk_group": 2
+}  # fmt: skip
+
+
+def test_the_first_layers_of_glm_are_dense() -> None:
+    spec = load_spec(BY_SIGMOID | {"first_k_dense_replace": 3})
+    assert [layer.is_sparse for layer in spec.layers] == [False, False, False, True]
+    assert not any(layer.is_sparse for layer in load_spec(BY_SIGMOID | {"first_k_dense_replace": 9}).layers)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"n_group": 3}, {"n_group": 8}, {"n_group": 0}, {"topk_group": 5}, {"topk_group": 0},
+        {"num_experts_per_tok": 5}, {"routed_scaling_factor": 0}, {"n_routed_experts": None},
+        {"n_shared_experts": 2**28},
+    ],
+)  # fmt: skip
+def test_absurd_groups_are_refused(change: dict[str, object]) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        load_spec(BY_SIGMOID | change)

@@ -36,6 +36,9 @@ LONGROPE = {
 PAIRS = {"attention_bias": True, "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}}
 EXPERTS = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 
+SIGMOID = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "n_shared_experts": 2,
+           "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "first_k_dense_replace": 1}  # fmt: skip
+
 INTERNLM2 = {
     "lm_head": "output", "embed_tokens": "tok_embeddings", "self_attn.o_proj": "attention.wo",
     "mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3", "mlp.down_proj": "feed_forward.w2",
@@ -97,6 +100,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-moe-fused": ("Qwen2MoeConfig", EXPERTS | {"shared_expert_intermediate_size": 56}),
     "qwen3-moe-window": ("Qwen3MoeConfig", EXPERTS | {"use_sliding_window": True, "sliding_window": 7}),
     "qwen3-moe": ("Qwen3MoeConfig", EXPERTS | {"head_dim": 16, "norm_topk_prob": True, "decoder_sparse_step": 2}),
+    "glm4-moe": ("Glm4MoeConfig", SIGMOID | {"head_dim": 16, "attention_bias": True, "use_qk_norm": True}),
+    "glm4-moe-fused": ("Glm4MoeConfig", SIGMOID | {"n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
+    "dots1": ("Dots1Config", SIGMOID | {"norm_topk_prob": True, "attention_bias": True}),
+    "dots1-window": ("Dots1Config", SIGMOID | {"sliding_window": 7, "max_window_layers": 1, "n_shared_experts": 1,
+                                               "layer_types": ["full_attention", "sliding_attention",
+                                                               "sliding_attention"]}),
 }  # fmt: skip
 
 
@@ -111,6 +120,9 @@ def make(path: Path, name: str, **overrides: Any) -> transformers.PreTrainedMode
     for parameter_name, parameter in model.named_parameters():
         if parameter.ndim == 1 or parameter_name.endswith("_bias"):
             torch.nn.init.normal_(parameter, mean=1.0 if "norm" in parameter_name else 0.0, std=0.3)
+    for buffer_name, buffer in model.named_buffers():
+        if buffer_name.endswith("score_correction_bias"):
+            torch.nn.init.normal_(buffer, std=0.3)
     model.save_pretrained(path, save_original_format=not name.endswith("-fused"))
     if name == "internlm2":
         rewrite_as_internlm2(path)

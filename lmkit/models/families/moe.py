@@ -1,4 +1,5 @@
-"""Mixtures of experts: Mixtral, Qwen2-MoE (a shared expert beside the others), Qwen3-MoE."""
+"""Mixtures of experts: Mixtral, Qwen2-MoE (a shared expert beside the others), Qwen3-MoE; GLM-4.5 and dots.llm1, whose
+experts are chosen by sigmoid."""
 
 from __future__ import annotations
 
@@ -7,10 +8,21 @@ from typing import Any
 
 from lmkit.errors import CheckpointError
 from lmkit.layers.mlp_spec import MLPSpec, MoESpec
-from lmkit.models.families.llama import integer, layer_spec, layer_windows, mistral, model_spec, num_layers, windowed
+from lmkit.models.families.llama import (
+    activation,
+    integer,
+    layer_spec,
+    layer_windows,
+    mistral,
+    model_spec,
+    num_layers,
+    number,
+    typed_windows,
+    windowed,
+)
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.registry import family
-from lmkit.models.roles import LLAMA_NAMES, MIXTRAL_EXPERTS, QWEN_EXPERTS
+from lmkit.models.roles import LLAMA_NAMES, MIXTRAL_EXPERTS, QWEN_EXPERTS, SIGMOID_EXPERTS
 from lmkit.models.spec import ModelSpec
 
 
@@ -44,6 +56,47 @@ def qwen3_moe(hf: dict[str, Any]) -> ModelSpec:
     window = integer(hf, "sliding_window", 0) if hf.get("use_sliding_window", False) else 0
     layer = layer_spec(hf, attn_bias=bias, o_bias=bias, qk_norm=True)
     return model_spec(hf, _with_experts(hf, windowed(layer, [window] * num_layers(hf))))
+
+
+@family("Glm4MoeForCausalLM")
+def glm4_moe(hf: dict[str, Any]) -> ModelSpec:
+    hf = {"partial_rotary_factor": 0.5, "first_k_dense_replace": 1, "n_shared_experts": 1, "norm_topk_prob": True} | hf
+    layer = layer_spec(hf, attn_bias=bool(hf.get("attention_bias", False)), qk_norm=bool(hf.get("use_qk_norm", False)))
+    return model_spec(hf, _by_sigmoid(hf, [layer] * num_layers(hf)))
+
+
+@family("Dots1ForCausalLM")
+def dots1(hf: dict[str, Any]) -> ModelSpec:
+    bias, window = bool(hf.get("attention_bias", False)), integer(hf, "sliding_window", 0)
+    layer = layer_spec(hf, attn_bias=bias, o_bias=bias, qk_norm=True)
+    first = integer(hf, "max_window_layers", 62)
+    windows = [window if i >= first else 0 for i in range(num_layers(hf))]
+    if hf.get("layer_types") is not None:
+        windows = typed_windows(hf, window)
+    return model_spec(hf, _by_sigmoid(hf, windowed(layer, windows)))
+
+
+def _by_sigmoid(hf: dict[str, Any], layers: list[LayerSpec]) -> list[LayerSpec]:
+    """DeepSeek's rule: the first layers are dense, and the shared experts are one wide MLP."""
+    size, act = integer(hf, "moe_intermediate_size"), activation(hf)
+    shared = MLPSpec(size * integer(hf, "n_shared_experts", 0), act)
+    scale = number(hf, "routed_scaling_factor", 1.0)
+    if not scale > 0:
+        raise CheckpointError(f"config.json: routed_scaling_factor = {scale!r} is not positive")
+    moe = MoESpec(
+        num_experts=integer(hf, "n_routed_experts"),
+        experts_per_token=integer(hf, "num_experts_per_tok"),
+        expert=MLPSpec(size, act),
+        normalize=bool(hf.get("norm_topk_prob", False)),
+        sigmoid=True,
+        num_groups=integer(hf, "n_group", 1),
+        groups_per_token=integer(hf, "topk_group", 1),
+        scale=scale,
+        shared=shared if shared.intermediate_size else None,
+        shared_router=False,
+    )
+    dense, names = integer(hf, "first_k_dense_replace", 0), LLAMA_NAMES | SIGMOID_EXPERTS
+    return [layer if i < dense else replace(layer, mlp=moe, names=names) for i, layer in enumerate(layers)]
 
 
 def _with_experts(hf: dict[str, Any], layers: list[LayerSpec], shared: MLPSpec | None = None) -> list[LayerSpec]:

@@ -291,6 +291,7 @@ def test_prompt_logprobs_are_those_of_the_cpu(checkpoint: Path, device: Emulated
         "llama-dynamic",
         "mistral-window",
         "qwen2-moe",
+        "glm4-moe",
         "gemma2",
         "gemma3",
         "olmo2",
