@@ -132,7 +132,8 @@ class EngineConfig(StrictStruct, frozen=True, kw_only=True, metaclass=CheckedMet
     max_queue: PositiveInt = 1024  # waiting requests; one more is refused with 503
     queue_quota: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0  # share of these that one tenant may have open
     max_queued_tokens: PositiveInt = 4 << 20  # prompt tokens of all open requests; more are refused with 503
-    num_threads: PositiveInt | None = None  # None = the physical cores this process may use
+    tp: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1  # processes that share each layer of the model
+    num_threads: PositiveInt | None = None  # of all of them; None = the physical cores this process may use
     prefix_cache: bool = True  # keep the KV of prompts and answers for later requests
     cache_quota: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0  # share of the KV blocks that one tenant may keep
     session_lease: PositiveFloat = 300.0  # seconds for which a session's KV stays after its last answer

@@ -78,9 +78,10 @@ ENGINE: Mapping[str, str] = {
     **each(NOT_NEEDED, "max_lora_rank"),
     **each(
         ONE_DEVICE,
-        "attn_tp_size communicator cp data_parallel_size devices distributed_executor_backend dp ep "
-        "main_gpu nnodes pipeline_parallel_size role tensor_parallel_size tensor_split tp",
+        "communicator cp data_parallel_size devices distributed_executor_backend dp ep "
+        "main_gpu nnodes pipeline_parallel_size role tensor_split",
     ),
+    **each("use tp", "attn_tp_size tensor_parallel_size"),
     "block_seq_len": "use block_size",
     "cache_block_seq_len": "use block_size",
     "cache_generation": "use prefix_cache",

@@ -27,6 +27,7 @@ HELP = {
         "pooling": "Embeddings: auto (the checkpoint's, else last), the last token's state, or the mean.",
         "attention_sinks": "First tokens that sliding windows still see.",
         "packed_cache": "Keep packed weights in a file, <checkpoint>/.lmkit, for the next start.",
+        "tp": "Processes that share the model: each computes a part of every layer.",
         "num_threads": "Default: the physical cores this process may use.",
     },
     "Memory and cache": {

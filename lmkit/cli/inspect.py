@@ -13,13 +13,14 @@ def inspect(
     max_model_len: Annotated[int | None, typer.Option(help="Context to plan memory for; default the model's.")] = None,
     max_batch_size: Annotated[int, typer.Option(help="Sequences to plan memory for.")] = 64,
     kv_dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, int8, fp8 or int4.")] = "auto",
+    tp: Annotated[int, typer.Option(help="Processes that share the model; memory is then that of each.")] = 1,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show a checkpoint's architecture, formats and sizes, and the memory that serving it needs."""
     from lmkit.config import EngineConfig, parse
     from lmkit.turbo.engine.describe import describe_model
 
-    options = {"max_model_len": max_model_len, "max_batch_size": max_batch_size, "kv_dtype": kv_dtype}
+    options = {"max_model_len": max_model_len, "max_batch_size": max_batch_size, "kv_dtype": kv_dtype, "tp": tp}
     report = describe_model(model, parse(options, EngineConfig, "lmkit inspect"))
     if json:
         print(jsonlib.dumps(report, indent=2))

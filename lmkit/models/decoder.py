@@ -14,7 +14,7 @@ too. On a GPU the outputs of norms, and the activations that linears and attenti
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Self
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -34,6 +34,16 @@ from lmkit.models.spec import ModelSpec
 from lmkit.qtensor import QTensor, per_row
 
 CosSin = tuple[Tensor, Tensor]
+
+
+class Ranks(Protocol):
+    """The ranks of a tensor-parallel engine, each of which has a part of every layer (models.shard)."""
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' float32 x [T, hidden], the same bits on each. It may be x itself, overwritten."""
+
+    def side_by_side(self, x: Tensor) -> Tensor:
+        """All ranks' float32 x [R, part] side by side on rank 0. Other ranks get no rows."""
 
 
 def joined(delta: Tensor, residual: Tensor | None) -> Tensor:
@@ -58,6 +68,7 @@ class DecoderLayer:
         self.spec, self.index, self.weights, self.device, self.dtype = spec, index, weights, device, dtype
         self.qkv = MergedLinear(roles.QKV, weights, device)
         self.o = MergedLinear(("attn.o",), weights, device)
+        self.ranks: Ranks | None = None  # which add up the outputs of attention and MLP
         self.shows_all_tokens = False  # whether observers of an expert also see tokens of other experts
         mlp = spec.mlp
         self.mlp = MoE(mlp, weights, device) if isinstance(mlp, MoESpec) else GatedMLP("mlp", mlp, weights, device)
@@ -142,6 +153,8 @@ class DecoderLayer:
             if not self.spec.pre_norms:
                 delta = stream = self.added(delta, stream)
             return self.feed_forward(self.taken(delta), self.before("norm.mlp", stream)), stream
+        if self.ranks is not None:
+            return self.feed_forward(self.project(attended), self.norm("norm.mlp", stream)), stream
         delta, rest = self.o.add_to(stream, attended)
         return self.mlp.add_to(stream, delta, self.norm("norm.mlp", rest))
 
@@ -200,7 +213,9 @@ class DecoderLayer:
         return out.view(len(out), -1), self.gather(stream, rows)
 
     def _after(self, role: str, y: Tensor) -> Tensor:
-        """A block's output y, normalized if the model has post norms."""
+        """A block's output y, summed over the ranks, and normalized if the model has post norms."""
+        if self.ranks is not None:
+            y = self.ranks.sum(y)
         if not self.spec.post_norms:
             return y
         normed: Tensor = self.rms_norm(y, self.norm(role))
@@ -258,12 +273,19 @@ class Decoder:
         self.final_norm = final_norm
         self.lm_head = lm_head
         self.dtype = dtype
+        self.ranks: Ranks | None = None
         device = lm_head.device
         self.ropes = {rope: Rope(rope, device) for rope in dict.fromkeys(layer.rope for layer in spec.layers)}
         self.embedding = ops.embedding.select(device)
         self.rms_norm = ops.rms_norm.select(device)
         self.softcap = ops.softcap.select(device) if spec.final_softcap else None
         self.row_adapters = RowNumbers()  # see models.adapters
+
+    def join(self, ranks: Ranks) -> None:
+        """Compute together with other ranks from now on."""
+        self.ranks = ranks
+        for layer in self.layers:
+            layer.ranks = ranks
 
     @torch.inference_mode()
     def __call__(self, batch: BatchInputs, kv: list[KVLayer]) -> Tensor:
@@ -313,4 +335,6 @@ class Decoder:
     def head(self, delta: Tensor, residual: Tensor | None) -> Tensor:
         """The residual stream's pair [R, hidden] -> logits float32 [R, vocab]; `residual` is overwritten."""
         logits = self.lm_head.float32(delta, Norm(self.final_norm, self.spec.norm_eps, residual, self.dtype))
+        if self.ranks is not None:
+            logits = self.ranks.side_by_side(logits)
         return logits if self.softcap is None else self.softcap(logits, self.spec.final_softcap)

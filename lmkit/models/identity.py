@@ -35,6 +35,8 @@ class Packing:
     dtype: str  # of dense weights
     activations: str  # the result of `resolve_activations`
     lm_head: str
+    rank: int = 0  # of tensor parallelism
+    tp: int = 1  # ranks
 
 
 def resolve_activations(asked: Activations, device: str) -> Activations:

@@ -64,11 +64,11 @@ def _load_mapped(model: ResolvedModel, cache: PackedCache, check: Check) -> Deco
     file = cache.open()
     if file is None:
         return None
-    source, device, at = model.source, model.packing.device, tensor_device(model.packing.device)
+    device, at = model.packing.device, tensor_device(model.packing.device)
     try:
         layers = []
         for index, spec in enumerate(model.spec.layers):
-            norms: Weights = {role: norm.to(at) for role, norm in source.norms(index, model.dtype).items()}
+            norms: Weights = {role: norm.to(at) for role, norm in model.norms(index).items()}
             layer = DecoderLayer(spec, index, norms, device, model.activation_dtype)
             shapes = spec.linears | spec.routers
             for linear in layer.linears:
@@ -76,7 +76,9 @@ def _load_mapped(model: ResolvedModel, cache: PackedCache, check: Check) -> Deco
                 _map_linear(model, file, linear, index, [shapes[role] for role in linear.roles], biases)
             layers.append(layer)
         lm_head = MergedLinear((roles.LM_HEAD,), {}, device)
-        _map_linear(model, file, lm_head, model.spec.num_layers, [model.spec.head_shape], [False])
+        rows = model.head_rows
+        head_shape = rows.stop - rows.start, model.spec.hidden_size
+        _map_linear(model, file, lm_head, model.spec.num_layers, [head_shape], [False])
         decoder = _decoder(model, layers, lm_head, file)
         check(file)
         return decoder
@@ -100,7 +102,7 @@ def _write(model: ResolvedModel, writer: PackedWriter) -> None:
     for layer in _packed_layers(model, writer):
         for linear in layer.linears:
             linear.replace_packed(f"layers.{layer.index}", writer.keep)
-    lm_head = _plain_head(model)
+    lm_head = model.lm_head()
     writer.kinds.append(kinds_of(lm_head.weights))
     lm_head.pack(model.packing.activations)
     lm_head.replace_packed(f"layers.{model.spec.num_layers}", writer.keep)
@@ -111,14 +113,10 @@ def _write(model: ResolvedModel, writer: PackedWriter) -> None:
 def _load(model: ResolvedModel) -> Decoder:
     """Pack every linear into memory."""
     layers = list(_packed_layers(model))
-    lm_head = _plain_head(model)
+    lm_head = model.lm_head()
     lm_head.pack(model.packing.activations)
     _to_device((lm_head,), model.packing.device)
     return _decoder(model, layers, lm_head)
-
-
-def _plain_head(model: ResolvedModel) -> MergedLinear:
-    return model.source.lm_head(model.dtype, model.packing.device, model.packing.lm_head)
 
 
 def _to_device(linears: Iterable[MergedLinear], device: str) -> None:
@@ -130,7 +128,7 @@ def _to_device(linears: Iterable[MergedLinear], device: str) -> None:
 
 def _packed_layers(model: ResolvedModel, writer: PackedWriter | None = None) -> Iterator[DecoderLayer]:
     for index in range(model.spec.num_layers):
-        layer = model.source.layer(index, model.dtype, model.packing.device)
+        layer = model.layer(index)
         if writer is not None:
             writer.kinds.append(kinds_of(layer.weights))
         layer.pack(model.packing.activations)

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
 
 from lmkit.config import Activations
 from lmkit.formats.checkpoint import CheckpointReader
+from lmkit.layers.linear import MergedLinear, Weights
 from lmkit.log import get_logger
+from lmkit.models import roles
+from lmkit.models.decoder import DecoderLayer
 from lmkit.models.identity import Packing, resolve_activations
 from lmkit.models.kv_storage import KVStorage, resolve_storage, table_bytes
+from lmkit.models.shard import WHOLE, Shard
 from lmkit.models.source import ModelSource, activation_dtype
 from lmkit.models.spec import ModelSpec
 
@@ -22,15 +28,19 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True)
 class ResolvedModel:
-    """An open checkpoint with every choice made from its config.json, the user's options and the device."""
+    """An open checkpoint with every choice made from its config.json, the user's options and the device.
+
+    All that it gives is the part of `shard`, which is the whole model unless there are several ranks.
+    """
 
     source: ModelSource
     packing: Packing
     storages: list[KVStorage]  # one for each layer
+    shard: Shard = WHOLE
 
-    @property
+    @cached_property
     def spec(self) -> ModelSpec:
-        return self.source.spec
+        return self.shard.model(self.source.spec)
 
     @property
     def reader(self) -> CheckpointReader:
@@ -47,8 +57,34 @@ class ResolvedModel:
         return activation_dtype(self.packing.device, self.dtype)
 
     def weight_bytes(self) -> int:
-        """Bytes of the loaded weights."""
-        return self.source.weight_bytes(self.packing.dtype, self.packing.lm_head)
+        """Bytes of the loaded weights. Each rank has the whole embedding."""
+        total = self.source.weight_bytes(self.packing.dtype, self.packing.lm_head)
+        embedding = math.prod(self.spec.head_shape) * self.dtype.itemsize
+        return (total - embedding) // self.shard.size + embedding
+
+    def layer(self, index: int) -> DecoderLayer:
+        """A layer with plain weights, on the device."""
+        layer = self.source.layer(index, self.dtype, self.packing.device)
+        if self.shard.size == 1:
+            return layer
+        weights = self.shard.weights(layer.spec, layer.weights)
+        return DecoderLayer(self.spec.layers[index], index, weights, self.packing.device, self.activation_dtype)
+
+    def norms(self, index: int) -> Weights:
+        """A layer's vectors by role."""
+        return self.shard.weights(self.source.spec.layers[index], self.source.norms(index, self.dtype))
+
+    def lm_head(self) -> MergedLinear:
+        """The head as a plain linear."""
+        head = self.source.lm_head(self.dtype, self.packing.device, self.packing.lm_head)
+        if self.shard.size > 1:
+            head.weights[roles.LM_HEAD] = self.shard.rows(head.weights[roles.LM_HEAD], self.head_rows)
+        return head
+
+    @property
+    def head_rows(self) -> slice:
+        """The tokens whose logits the head computes."""
+        return self.shard.part(self.spec.vocab_size)
 
     def table_bytes(self, positions: int) -> int:
         """Bytes that the KV cache needs besides its blocks, for sequences of at most `positions` tokens."""
@@ -65,6 +101,7 @@ def resolved(
     lm_head: str = "auto",
     kv_dtype: str = "auto",
     attention_sinks: int = 0,
+    shard: Shard = WHOLE,
 ) -> Iterator[ResolvedModel]:
     """Open a checkpoint; the end of the `with` closes it.
 
@@ -72,12 +109,17 @@ def resolved(
     the head. `kv_dtype` is a storage type for all layers, or auto (see resolve_storage). The first `attention_sinks`
     tokens stay visible to sliding windows. Raises CheckpointError, UnsupportedError, and ConfigError for sinks of a
     model without windows.
+    `shard` takes one rank's part of everything.
     """
     source = ModelSource(path, attention_sinks=attention_sinks)
     try:
         weight_dtype = resolve_dtype(dtype, source.spec.dtype, device)
-        packing = Packing(device, weight_dtype, resolve_activations(activations, device), lm_head)
-        yield ResolvedModel(source, packing, resolve_storage(source.reader, source.spec, kv_dtype, weight_dtype))
+        asked = resolve_activations(activations, device)
+        packing = Packing(device, weight_dtype, asked, lm_head, shard.rank, shard.size)
+        storages = resolve_storage(source.reader, source.spec, kv_dtype, weight_dtype)
+        heads = [layer.num_kv_heads for layer in source.spec.layers]
+        storages = [shard.storage(storage, count) for storage, count in zip(storages, heads, strict=True)]
+        yield ResolvedModel(source, packing, storages, shard)
     finally:
         source.close()
 

@@ -91,7 +91,7 @@ def test_before_and_after(demo_model: Path, tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=str(tmp_path)):
             await AsyncPipeline(tmp_path).start()
         with pytest.raises(ConfigError, match="one device"):
-            AsyncPipeline("demo", tp=2)
+            AsyncPipeline("demo", dp=2)
         async with AsyncPipeline(demo_model, **OPTIONS) as pipe:
             running = asyncio.create_task(pipe("hi", LONG))
             await asyncio.sleep(0.1)

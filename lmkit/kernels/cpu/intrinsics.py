@@ -97,15 +97,16 @@ def release(typing: Any, address: Any) -> Any:
 
 SPINS = 1000  # some tens of microseconds; then the thread sleeps
 SLEEPER = 1 << 32  # a counter counts up to 2^32 in its lower half, and the threads that went to sleep in its upper half
-_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())  # the system call's number
+FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())  # the system call's number
 _WAIT, _WAKE = 128, 129  # its operations among the threads of a process
+_WAIT_SHARED, WAKE_SHARED = 0, 1  # and among processes that share memory
 
 
 def _futex(e: Emitter, address: Any, operation: int, value: Any) -> None:
-    if _FUTEX is None:
+    if FUTEX is None:
         e.call("sched_yield", I32, [])
     else:
-        e.call("syscall", I64, [I64(_FUTEX), address, I64(operation), e.builder.zext(value, I64), I64(0)])
+        e.call("syscall", I64, [I64(FUTEX), address, I64(operation), e.builder.zext(value, I64), I64(0)])
 
 
 @intrinsic
@@ -145,6 +146,49 @@ def wake(typing: Any, counter: Any) -> Any:
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         _futex(Emitter(builder), arguments[0], _WAKE, I32(0x7FFFFFFF))
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
+@intrinsic
+def wait_for_ranks(typing: Any, counter: Any, lost: Any, count: Any) -> Any:
+    """Wait until the lower half of the counter at the address `counter`, which only grows and may overflow, has reached
+    `count`, or until the int64 at `lost` is not 0. Otherwise as `wait_for`, among processes that share memory.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        b, e = builder, Emitter(builder)
+        lower, mark = (b.inttoptr(arguments[i], kind.as_pointer()) for i, kind in ((0, I32), (1, I64)))
+        wanted = b.trunc(arguments[2], I32)
+        spins = cgutils.alloca_once_value(b, I64(0))
+        check, again, sleep, end = (b.append_basic_block(name) for name in ("check", "again", "sleep", "end"))
+        b.branch(check)
+        b.position_at_end(check)
+        seen = b.load_atomic(lower, "acquire", 4, typ=I32)
+        is_there = b.icmp_signed(">=", b.sub(seen, wanted), I32(0))
+        is_lost = b.icmp_signed("!=", b.load_atomic(mark, "acquire", 8, typ=I64), I64(0))
+        b.cbranch(b.or_(is_there, is_lost), end, again)
+        b.position_at_end(again)
+        spun = b.add(b.load(spins), I64(1))
+        b.store(spun, spins)
+        e.pause()
+        b.cbranch(b.icmp_signed(">", spun, I64(SPINS)), sleep, check)
+        b.position_at_end(sleep)
+        _futex(e, arguments[0], _WAIT_SHARED, seen)
+        b.branch(check)
+        b.position_at_end(end)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
+def wake_ranks(typing: Any, counter: Any) -> Any:
+    """Wake all that sleep in `wait_for_ranks`."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _futex(Emitter(builder), arguments[0], WAKE_SHARED, I32(0x7FFFFFFF))
         return context.get_dummy_value()
 
     return types.void(types.int64), codegen

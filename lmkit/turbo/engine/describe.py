@@ -30,9 +30,9 @@ def describe_model(path: str, config: EngineConfig) -> dict[str, Any]:
     device = resolve_device(config)
     config = config.on(device.name)
     with resolved(path, **load_options(config)) as model:
-        spec, reader, storages = model.spec, model.reader, model.storages
+        spec, reader, storages = model.source.spec, model.reader, model.storages
         heads = (1 if spec.tie_embeddings else 2) * math.prod(spec.head_shape)
-        token_bytes = [layer.kv_token_bytes(*s.dtypes) for layer, s in zip(spec.layers, storages, strict=True)]
+        token_bytes = [layer.kv_token_bytes(*s.dtypes) for layer, s in zip(model.spec.layers, storages, strict=True)]
         return {
             "path": str(reader.path),
             "architecture": {
@@ -70,7 +70,7 @@ def describe_model(path: str, config: EngineConfig) -> dict[str, Any]:
                 "bytes_per_token": sum(token_bytes),
             },
             "sampling_defaults": _sampling(read_defaults(reader.path, config.generation_config)),
-            "serving": {"device": device.name} | _serving(model, config, device.free_memory()),
+            "serving": {"device": device.name} | _serving(model, config, device.free_memory() // config.tp),
             "packed_weights": _packed_files(reader.path),
         }
 

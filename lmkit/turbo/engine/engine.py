@@ -35,6 +35,7 @@ from lmkit.turbo.request import EngineInfo, EngineStats, Request, SamplingParams
 from lmkit.turbo.runners.device import Device, resolve_device
 from lmkit.turbo.runners.factory import make_runner
 from lmkit.turbo.runners.guides import Guides
+from lmkit.turbo.runners.ranks import Ranks
 from lmkit.turbo.runners.runner import RunnerParts, Ticket
 from lmkit.turbo.scheduling.limits import SchedulerLimits
 from lmkit.turbo.scheduling.scheduler import Scheduler
@@ -94,7 +95,9 @@ class Engine:
         config = config or EngineConfig()
         device = device or resolve_device(config)
         config = config.on(device.name)
-        threads.configure(config.num_threads or default_num_threads())
+        num_threads = config.num_threads or default_num_threads()
+        config = msgspec.structs.replace(config, num_threads=max(1, num_threads // config.tp))
+        threads.configure(config.num_threads or num_threads)
         model = load(config, device)
         spec, memory = model.decoder.spec, model.memory
         self._has_head = True  # for the first steps
@@ -117,9 +120,10 @@ class Engine:
                 config, model.decoder, kv, blocks, self._tiers, self._guides, memory.max_model_len, memory.workspace
             )
             self.adapters = loading.load_adapters(model.decoder, config, device)
-            self.runner = make_runner(device, parts)
+            ranks = self._start_ranks(model, config) if config.tp > 1 else None
+            self.runner = make_runner(device, parts, ranks)
             self._drafter = model.draft.start(self.runner, spec.vocab_size) if model.draft is not None else None
-            self._warm_up(limits)
+            self._warm_up(limits, ranks)
         self._has_head = model.has_head
         eos = model.tokenizer.eos_token_ids if model.tokenizer is not None else ()
         self.scheduler = Scheduler(
@@ -136,17 +140,24 @@ class Engine:
             packed_cache.check_in_background(file, self._lose)
         pages.take_in_background(blocks.parts)
 
+    def _start_ranks(self, model: LoadedModel, config: EngineConfig) -> Ranks:
+        """Start the other ranks. They plan the same memory."""
+        sizes = {"kv_memory": model.memory.kv * config.tp, "max_model_len": model.memory.max_model_len}
+        return Ranks(model.path, msgspec.structs.replace(config, **sizes), model.decoder.spec, self._lose)
+
     def _lose(self, reason: str) -> None:
         """From any thread: nothing can be computed any more. The next `step` says so."""
         self._lost = reason
 
-    def _warm_up(self, limits: SchedulerLimits) -> None:
+    def _warm_up(self, limits: SchedulerLimits, ranks: Ranks | None) -> None:
         """Compute a few tokens with a separate scheduler.
 
         Everything that is compiled or read on first use is ready before the first request. Raises LMKitError if a step
         fails; its log gives the reason.
         """
         self.runner.warm_up()
+        if ranks is not None:
+            ranks.wait_until_ready()
         self.scheduler = Scheduler(limits, ())
         length = min(4, limits.max_model_len, limits.kv.longest)
         for name, temperature in (("greedy", 0.0), ("sampled", 1.0)):

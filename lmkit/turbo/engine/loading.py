@@ -24,6 +24,7 @@ from lmkit.models.kv_storage import KVStorage, storage_text
 from lmkit.models.loader import load as load_decoder
 from lmkit.models.packed_cache import PackedFile
 from lmkit.models.resolved import resolved
+from lmkit.models.shard import Shard
 from lmkit.text import Tokenizer
 from lmkit.turbo.engine.drafting import LoadedDraft, resolved_draft
 from lmkit.turbo.engine.memory import MemoryPlan, loaded_bytes, plan_memory
@@ -54,18 +55,20 @@ class LoadedModel:
     draft: LoadedDraft | None = None
 
 
-def load(model_path: str, config: EngineConfig, device: Device) -> LoadedModel:
-    """Load a checkpoint. `config` is the device's configuration.
+def load(model_path: str, config: EngineConfig, device: Device, rank: int = 0) -> LoadedModel:
+    """Load a checkpoint, or a rank's part of it. `config` is the device's configuration.
 
     Raises CheckpointError, ConfigError or UnsupportedError.
     """
-    with resolved(model_path, **load_options(config)) as model, resolved_draft(config, device, model) as draft:
+    options = load_options(config, rank)
+    with resolved(model_path, **options) as model, resolved_draft(config, device, model) as draft:
         spec, path = model.spec, model.reader.path
         sampling = read_defaults(path, config.generation_config)
         pooling = read_pooling(path) if config.pooling == "auto" else config.pooling
         weight_bytes = loaded_bytes(model, config) + (draft.memory.total if draft is not None else 0)
         dtypes = [storage.dtypes for storage in model.storages]
-        memory = plan_memory(spec, config, dtypes, weight_bytes, device.free_memory())
+        free = device.free_memory() // (1 if rank else config.tp)  # the other ranks take what rank 0 has planned
+        memory = plan_memory(spec, config, dtypes, weight_bytes, free)
         has_tiers = _has_tiers(config)
         identity = kv_identity(model, config) if has_tiers else b""
         disk = _open_disk(config, identity, memory.block_bytes)
@@ -79,7 +82,7 @@ def load(model_path: str, config: EngineConfig, device: Device) -> LoadedModel:
         log.info("weights loaded in %.1f s", time.perf_counter() - start)
         log.debug("weights of %s", path)
         has_head = model.source.has_head
-    tokenizer = Tokenizer.from_pretrained(path, config.chat_template)
+    tokenizer = None if rank else Tokenizer.from_pretrained(path, config.chat_template)
     kept = has_tiers, identity, disk
     return LoadedModel(
         str(path), decoder, model.storages, memory, tokenizer, *kept, sampling, pooling, has_head, mapped, loaded_draft
@@ -108,15 +111,32 @@ def _announce(memory: MemoryPlan, storages: list[KVStorage]) -> None:
     log.debug("memory plan in bytes: %s", json.dumps(memory.as_dict() | {"available": memory.available}))
 
 
-def load_options(config: EngineConfig) -> dict[str, Any]:
-    """The arguments of `resolved` that a device's configuration gives."""
+def load_options(config: EngineConfig, rank: int = 0) -> dict[str, Any]:
+    """The arguments of `resolved` that a device's configuration gives. Raises ConfigError for what excludes tp."""
+    if config.tp > 1:
+        _check_ranks(config)
     names = ("device", "dtype", "activations", "lm_head", "kv_dtype", "attention_sinks")
-    return {name: getattr(config, name) for name in names}
+    return {name: getattr(config, name) for name in names} | {"shard": Shard(rank, config.tp)}
+
+
+def _check_ranks(config: EngineConfig) -> None:
+    """Raise ConfigError for options that do not go together with ranks."""
+    if config.device != "cpu":
+        raise ConfigError(f"tp={config.tp} is for --device cpu; on a GPU use tp=1")
+    if config.adapters:
+        raise ConfigError(f"tp={config.tp} takes no adapters; merge them into the checkpoint, or use tp=1")
+    if config.draft_model:
+        raise ConfigError(f"tp={config.tp} takes no draft model; use speculate ngram, or tp=1")
+    for name in ("kv_host_memory", "kv_disk_path"):
+        if getattr(config, name) is not None:
+            raise ConfigError(f"tp={config.tp} keeps no KV outside the engine; leave out {name}")
 
 
 def given(decoder: Decoder, config: EngineConfig, device: Device, storages: list[KVStorage] | None) -> LoadedModel:
     """Wrap a decoder that is on the device already. `storages` or `config` gives the KV storage. There are no tiers."""
     spec = decoder.spec
+    if config.tp > 1:
+        raise ConfigError(f"tp={config.tp} needs a checkpoint, which every rank reads its part of")
     if _has_tiers(config):
         raise ConfigError("an engine of a decoder has no checkpoint whose KV could be kept in tiers")
     if config.draft_model:

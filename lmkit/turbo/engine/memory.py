@@ -126,16 +126,18 @@ def plan_memory(
             f"this model needs {gib(weight_bytes)} for weights and {gib(workspace + RUNTIME_BYTES + host)} to run, but "
             f"only {gib(free)} of memory is free; quantize it, or lower max_step_tokens, max_batch_size, kv_host_memory"
         )
-    if config.kv_memory is not None and config.kv_memory > left:
+    if config.kv_memory is not None and config.kv_memory > left * config.tp:
         raise ConfigError(
-            f"kv_memory {gib(config.kv_memory)} is more than the {gib(left)} left after the weights; lower it"
+            f"kv_memory {gib(config.kv_memory)} is more than the {gib(left * config.tp)} left after the weights; "
+            "lower it"
         )
     wanted_len = max_model_len = config.max_model_len or spec.max_position
     if config.max_model_len is not None and config.max_model_len > spec.max_position:
         raise ConfigError(f"max_model_len {wanted_len} exceeds the model's context of {spec.max_position}")
     blocks_per_sequence = kv_limits(spec, config, layout, 0).blocks_for(wanted_len)
     share = KV_SHARE["cuda" if on_gpu else "cpu"]
-    budget = config.kv_memory or min(int(left * share), blocks_per_sequence * config.max_batch_size * block_bytes)
+    kv_memory = config.kv_memory and config.kv_memory // config.tp  # of one rank
+    budget = kv_memory or min(int(left * share), blocks_per_sequence * config.max_batch_size * block_bytes)
     num_blocks = budget // block_bytes
     limits = kv_limits(spec, config, layout, num_blocks)
     if num_blocks < num_groups:

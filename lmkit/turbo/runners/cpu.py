@@ -52,7 +52,8 @@ class CpuRunner(PlanRunner):
         with jit.collecting() as tasks, self._workspace.active():
             for num_tokens, num_logits in ((1, 1), (many, 1), (many, many)):
                 logits = self.decoder(self.batch.example(num_tokens, num_logits), self.kv)
-                self.sampler.draw(logits.numpy(), np.zeros(1, np.int64), [0], [0])
+                if len(logits):  # rank 0's
+                    self.sampler.draw(logits.numpy(), np.zeros(1, np.int64), [0], [0])
         ahead.compile_missing(tasks, min(threads.num_threads(), available_memory() // ahead.PROCESS_BYTES))
 
     def launch(self, plan: StepPlan) -> Ticket:
@@ -97,15 +98,14 @@ class CpuRunner(PlanRunner):
         else:
             logits, shown = self._logits(inputs), [Shown()] * len(chunks)
         self.kernel_seconds += time.perf_counter() - start
-        if rows is None:
-            tokens = [[token] for token in self.sampler.sample(logits, [chunk.slot for chunk in chunks])]
-        else:
-            tokens = self._sample(logits, chunks, rows)
+        tokens = self.next_tokens(logits, chunks, rows)
         self.append(chunks, tokens)
         return [Sampled(new, *also) for new, also in zip(tokens, shown, strict=True)]
 
-    def _sample(self, logits: Tensor, chunks: list[Chunk], rows: StepRows) -> list[list[SampledToken]]:
-        """The tokens of each chunk."""
+    def next_tokens(self, logits: Tensor, chunks: list[Chunk], rows: StepRows | None) -> list[list[SampledToken]]:
+        """The tokens of each chunk. Every rank of a tensor-parallel engine but the first gets no logits."""
+        if rows is None:
+            return [[token] for token in self.sampler.sample(logits, [chunk.slot for chunk in chunks])]
         if any(chunk.draft for chunk in chunks) and sum(chunk.num_sampled for chunk in chunks) == len(logits):
             drafts = [chunk.draft for chunk in chunks]
             sampled = self.sampler.sample_drafts(logits, drafts, [chunk.slot for chunk in chunks])

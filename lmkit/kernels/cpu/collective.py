@@ -1,0 +1,146 @@
+"""Sums over the ranks of one machine, through memory that they share.
+
+    arrivals | lost | ... (64 bytes each) | buffer 0: slot of rank 0, slot of rank 1, ... | buffer 1: the same
+
+Every rank writes its numbers to its slot, waits until all have arrived, and reads all slots in the order of ranks: all
+get the same bits. Exchanges use the two buffers in turns. A rank writes to a buffer again only after the exchange in
+between, at which all have arrived, so all have read it. Waiting is one job of a program, and steps can be captured.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numba import carray
+from torch import Tensor
+
+from lmkit.kernels.cpu import threads, workspace
+from lmkit.kernels.cpu.intrinsics import FUTEX, WAKE_SHARED, add, copy, pointer, wait_for_ranks, wake_ranks
+from lmkit.kernels.cpu.jit import Task
+from lmkit.kernels.cpu.structs import numbers, read
+
+HEADER = 256  # bytes before the buffers
+LOST = 64  # the place of the mark
+PIECE = 1 << 14  # numbers that a thread copies or adds at once
+
+
+def shared_bytes(size: int, slot_bytes: int) -> int:
+    """Bytes of the memory that `size` ranks share."""
+    return HEADER + 2 * size * slot_bytes
+
+
+class ExchangeArgs(NamedTuple):
+    shared: int  # address of the shared memory
+    turn: int  # address of the number of exchanges that this rank has begun
+    rank: int
+    size: int
+    slot: int  # bytes
+    x: int
+    y: int
+    numel: int  # numbers of x
+    width: int  # numbers of a row of x
+    vocab: int  # numbers of a row of y
+
+
+def _share(args: int, scratch: int, index: int) -> None:
+    """Write piece `index` of x to this rank's slot of the next exchange."""
+    a = read(args, ExchangeArgs)
+    turn = carray(pointer(a.turn), 1, np.int64)[0]
+    start = index * PIECE
+    slot = a.shared + HEADER + ((turn & 1) * a.size + a.rank) * a.slot
+    copy(a.x + 4 * start, slot + 4 * start, 4 * min(PIECE, a.numel - start))
+
+
+def _meet(args: int, scratch: int, index: int) -> None:
+    """Begin the next exchange: wait until all ranks have written to their slots."""
+    a = read(args, ExchangeArgs)
+    turn = carray(pointer(a.turn), 1, np.int64)
+    turn[0] += 1
+    add(a.shared, 1)
+    wake_ranks(a.shared)
+    wait_for_ranks(a.shared, a.shared + LOST, turn[0] * a.size)
+
+
+def _sum(args: int, scratch: int, index: int) -> None:
+    """Add up piece `index` of all slots."""
+    a = read(args, ExchangeArgs)
+    turn = carray(pointer(a.turn), 1, np.int64)[0] - 1
+    start = index * PIECE
+    count = min(PIECE, a.numel - start)
+    slots = a.shared + HEADER + (turn & 1) * a.size * a.slot + 4 * start
+    out = carray(pointer(a.y + 4 * start), count, np.float32)
+    copy(slots, a.y + 4 * start, 4 * count)
+    for rank in range(1, a.size):
+        other = carray(pointer(slots + rank * a.slot), count, np.float32)
+        for i in range(count):
+            out[i] += other[i]
+
+
+def _place(args: int, scratch: int, index: int) -> None:
+    """Write row `index` of all slots side by side. Rank r has the columns vocab * r // size and on."""
+    a = read(args, ExchangeArgs)
+    turn = carray(pointer(a.turn), 1, np.int64)[0] - 1
+    slots = a.shared + HEADER + (turn & 1) * a.size * a.slot
+    for rank in range(a.size):
+        begin, end = a.vocab * rank // a.size, a.vocab * (rank + 1) // a.size
+        source = slots + rank * a.slot + 4 * index * (end - begin)
+        copy(source, a.y + 4 * (index * a.vocab + begin), 4 * (end - begin))
+
+
+TASKS = SHARE, MEET, SUM, PLACE = tuple(Task(f) for f in (_share, _meet, _sum, _place))
+
+
+class SharedRanks:
+    """One rank's view of the ranks of a machine. `memory` has `shared_bytes`, zeroed, the same in all ranks."""
+
+    def __init__(self, memory: mmap.mmap, rank: int, size: int, slot_bytes: int, vocab_size: int) -> None:
+        self._memory = np.frombuffer(memory, np.int64)
+        self._turn = np.zeros(1, np.int64)
+        self._rank, self._size, self._slot, self._vocab = rank, size, slot_bytes, vocab_size
+
+    def sum(self, x: Tensor) -> Tensor:
+        """See models.decoder.Ranks. The result lies in x."""
+        assert x.is_contiguous()
+        assert x.dtype == torch.float32
+        for part in x.split(max(1, self._slot // (4 * x.shape[1]))):
+            args = self._exchange(part, part.data_ptr())
+            pieces = -(-part.numel() // PIECE)
+            threads.run(SUM, pieces, args, parallel=pieces > 1)
+        return x
+
+    def side_by_side(self, x: Tensor) -> Tensor:
+        """See models.decoder.Ranks."""
+        widest = -(-self._vocab // self._size)
+        out = workspace.empty(len(x) if self._rank == 0 else 0, self._vocab)
+        at, address = 0, out.data_ptr()
+        for part in x.split(max(1, self._slot // (4 * widest))):
+            args = self._exchange(part, address + 4 * at * self._vocab)
+            if self._rank == 0:
+                threads.run(PLACE, len(part), args, parallel=len(part) > 1)
+            at += len(part)
+        return out
+
+    def _exchange(self, x: Tensor, y: int) -> list[int]:
+        """Write x to this rank's slot, and wait for the others. Returns the arguments of the job that reads."""
+        shared, turn = self._memory.ctypes.data, self._turn.ctypes.data
+        place = shared, turn, self._rank, self._size, self._slot
+        args = numbers(ExchangeArgs(*place, x.data_ptr(), y, x.numel(), x.shape[1], self._vocab))
+        pieces = -(-x.numel() // PIECE)
+        threads.run(SHARE, pieces, args, parallel=pieces > 1)
+        threads.run(MEET, 1, args, parallel=False)
+        return args
+
+    @property
+    def is_lost(self) -> bool:
+        return bool(self._memory[LOST // 8])
+
+    def lose(self) -> None:
+        """From any thread, also again: a rank has ended. The others wait no longer, and their results mean nothing."""
+        self._memory[LOST // 8] = 1
+        self._memory[0] += 1  # a thread that is about to sleep sees a change
+        if FUTEX is not None:
+            ctypes.CDLL(None).syscall(FUTEX, ctypes.c_void_p(self._memory.ctypes.data), WAKE_SHARED, 1 << 30, 0, 0, 0)

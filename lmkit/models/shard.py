@@ -1,0 +1,138 @@
+"""The part of a model that one rank of a tensor-parallel engine holds.
+
+    attn.q|k|v     the rows of its heads         mlp.gate|up   its rows          lm_head   its rows
+    attn.o         the columns of its heads      mlp.down      its columns       the rest  whole
+
+A rank is a model with fewer heads and narrower MLPs, so that a ModelSpec describes it. The products of attn.o and
+mlp.down are sums over the ranks, which add them up. Experts are split like other MLPs. If there are fewer KV heads than
+ranks, ranks share them. No torch here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from lmkit.errors import UnsupportedError
+from lmkit.layers.mlp_spec import MLPSpec
+from lmkit.models.layer_spec import LayerSpec
+from lmkit.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lmkit.layers.linear import Weights
+    from lmkit.models.kv_storage import KVStorage
+    from lmkit.qtensor import QTensor
+
+ROWS, COLUMNS = ("gate", "up"), ("o", "down")  # last parts of roles; q, k and v have heads
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Rank `rank` of `size`."""
+
+    rank: int = 0
+    size: int = 1
+
+    def part(self, total: int) -> slice:
+        """The rank's part of `total` things, which may be uneven."""
+        return slice(total * self.rank // self.size, total * (self.rank + 1) // self.size)
+
+    def kv_heads(self, count: int) -> slice:
+        """The rank's KV heads. If there are fewer heads than ranks, it shares one."""
+        if count >= self.size:
+            return self.part(count)
+        head = self.rank * count // self.size
+        return slice(head, head + 1)
+
+    def model(self, spec: ModelSpec) -> ModelSpec:
+        """The model of this rank. `vocab_size` stays that of the whole. Raises UnsupportedError for an uneven split."""
+        if self.size == 1:
+            return spec
+        new = {layer: self._layer(layer) for layer in spec.kinds}
+        return replace(spec, layers=tuple(new[layer] for layer in spec.layers))
+
+    def _layer(self, spec: LayerSpec) -> LayerSpec:
+        heads, kv_heads = spec.num_heads, spec.num_kv_heads
+        if heads % self.size:
+            raise UnsupportedError(f"tp={self.size}: {heads} attention heads cannot be shared out evenly")
+        if kv_heads % self.size and self.size % kv_heads:
+            raise UnsupportedError(f"tp={self.size}: {kv_heads} KV heads cannot be shared out evenly")
+        if spec.joint_qk_norm:
+            raise UnsupportedError(f"tp={self.size}: this model normalizes all heads together; use tp=1")
+        mlp = spec.mlp
+        if isinstance(mlp, MLPSpec):
+            mlp = self._mlp(mlp)
+        else:
+            mlp = replace(mlp, expert=self._mlp(mlp.expert), shared=mlp.shared and self._mlp(mlp.shared))
+        return replace(spec, num_heads=heads // self.size, num_kv_heads=max(1, kv_heads // self.size), mlp=mlp)
+
+    def _mlp(self, mlp: MLPSpec) -> MLPSpec:
+        if mlp.intermediate_size % self.size:
+            raise UnsupportedError(f"tp={self.size}: an MLP of {mlp.intermediate_size} cannot be shared out evenly")
+        return replace(mlp, intermediate_size=mlp.intermediate_size // self.size)
+
+    def storage(self, storage: KVStorage, num_kv_heads: int) -> KVStorage:
+        """The storage of this rank's heads. `num_kv_heads` is that of the whole layer."""
+        heads = self.kv_heads(num_kv_heads)
+        names = ("key_mean", "k_scales", "v_scales")
+        return replace(storage, **{name: getattr(storage, name)[heads] for name in names})
+
+    def weights(self, spec: LayerSpec, weights: Weights) -> Weights:
+        """This rank's part of a layer's weights by role. `spec` is the whole layer. Raises UnsupportedError if a group
+        of a quantized weight would be cut."""
+        return weights if self.size == 1 else {role: self._cut(spec, role, weights[role]) for role in weights}
+
+    def _cut(self, spec: LayerSpec, role: str, weight: Tensor | QTensor) -> Tensor | QTensor:
+        from lmkit.qtensor import QTensor
+
+        base, is_bias = role.removesuffix(".bias"), role.endswith(".bias")
+        last = base.rpartition(".")[2]
+        if base in spec.routers or base.startswith("norm."):
+            return weight
+        if base == "attn.sinks":
+            return self.rows(weight, self.part(spec.num_heads))
+        if last in COLUMNS:
+            if isinstance(weight, QTensor) or not is_bias:
+                return self._columns(role, weight)
+            return weight * (self.rank == 0)  # added once
+        if last in ("q", "k", "v"):
+            heads = self.part(spec.num_heads) if last == "q" else self.kv_heads(spec.num_kv_heads)
+            return self.rows(weight, slice(heads.start * spec.head_dim, heads.stop * spec.head_dim))
+        if last in ROWS:
+            return self.rows(weight, self.part(spec.mlps[base.rpartition(".")[0]].intermediate_size))
+        return weight
+
+    @staticmethod
+    def rows(weight: Tensor | QTensor, rows: slice) -> Tensor | QTensor:
+        """Some outputs of a weight [out, in], or some numbers of a vector."""
+        from lmkit.qtensor import QTensor, per_row
+
+        if not isinstance(weight, QTensor):
+            return weight[rows].contiguous()
+        whole = per_row(weight)
+        zeros = whole.zeros[rows] if len(whole.zeros) else whole.zeros
+        return QTensor(whole.codes[rows].contiguous(), whole.scales[rows], zeros, whole.scheme)
+
+    def _columns(self, role: str, weight: Tensor | QTensor) -> Tensor | QTensor:
+        from lmkit.qtensor import QTensor, per_row
+
+        if not isinstance(weight, QTensor):
+            return weight[:, self.part(weight.shape[1])].contiguous()
+        whole = per_row(weight)
+        width, group = whole.codes.shape[1], whole.scheme.group_size
+        codes = whole.codes[:, self.part(width)].contiguous()
+        if group == -1:
+            return QTensor(codes, whole.scales, whole.zeros, whole.scheme)
+        if width % (group * self.size):
+            raise UnsupportedError(
+                f"tp={self.size}: {role} has {width} inputs in groups of {group}, and a rank needs whole groups; "
+                "use a smaller tp, or quantize with smaller groups"
+            )
+        groups = self.part(width // group)
+        zeros = whole.zeros[:, groups].contiguous() if len(whole.zeros) else whole.zeros
+        return QTensor(codes, whole.scales[:, groups].contiguous(), zeros, whole.scheme)
+
+
+WHOLE = Shard()

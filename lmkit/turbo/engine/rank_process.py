@@ -1,0 +1,78 @@
+"""The process of one rank of a tensor-parallel engine, except rank 0 (turbo.runners.ranks).
+
+    python -m lmkit.turbo.engine.rank_process < plans
+
+It says `ready`, or why it cannot start, in one line on stdout. It ends with the engine, because its stdin is a pipe
+that only the engine holds.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import sys
+import threading
+
+from lmkit import log
+from lmkit.config import calm_openmp, environment
+from lmkit.errors import LMKitError
+
+
+def _end_with_parent() -> None:
+    """End when the other end of stdin is closed, even in the middle of a step."""
+
+    def watch() -> None:
+        poll = select.poll()
+        poll.register(0, 0)  # only the end is reported
+        poll.poll()
+        os._exit(0)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _answer(line: str, status: int) -> int:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+    return status
+
+
+def main() -> int:
+    calm_openmp()
+    log.setup("WARNING" if environment().log_level == "INFO" else environment().log_level, process="rank")
+    _end_with_parent()
+    from lmkit.kernels.cpu import threads
+    from lmkit.kernels.cpu.collective import SharedRanks, shared_bytes
+    from lmkit.models import kv_storage
+    from lmkit.turbo.engine import loading
+    from lmkit.turbo.kv.blocks import KVBlocks
+    from lmkit.turbo.runners.device import CpuDevice
+    from lmkit.turbo.runners.guides import Guides
+    from lmkit.turbo.runners.ranks import FollowingRunner, Start, read
+    from lmkit.turbo.runners.runner import RunnerParts
+
+    start = read(sys.stdin.buffer, Start)
+    os.chdir(start.folder)
+    config, device = start.config, CpuDevice()
+    assert config.num_threads is not None
+    threads.configure(config.num_threads)
+    memory = mmap.mmap(start.memory, shared_bytes(config.tp, start.slot_bytes))
+    try:
+        model = loading.load(start.model_path, config, device, start.rank)
+    except LMKitError as error:
+        return _answer(str(error), 2)
+    spec, plan = model.decoder.spec, model.memory
+    sizes = plan.num_blocks, config.tokens_per_block, plan.max_model_len
+    kv = kv_storage.allocate(spec.layers, model.storages, *sizes, "cpu", plan.layout)
+    guides = Guides(None, spec.vocab_size)
+    parts = RunnerParts(config, model.decoder, kv, KVBlocks(kv), None, guides, plan.max_model_len, plan.workspace)
+    ranks = SharedRanks(memory, start.rank, config.tp, start.slot_bytes, spec.vocab_size)
+    runner = FollowingRunner(device, parts, ranks, sys.stdin.buffer)
+    runner.warm_up()
+    _answer("ready", 0)
+    runner.run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""Ranks that share a model compute what the whole model computes, but for the order of sums."""
+
+from __future__ import annotations
+
+import mmap
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from lmkit.errors import UnsupportedError
+from lmkit.kernels.cpu import collective
+from lmkit.kernels.cpu.collective import SharedRanks, shared_bytes
+from lmkit.kv_dtype import kv_dtype
+from lmkit.layers.batch import allocate_kv, whole_batch
+from lmkit.models.kv_storage import KVStorage
+from lmkit.models.loader import load_model
+from lmkit.models.resolved import resolved
+from lmkit.models.shard import Shard
+from lmkit.qtensor import QuantScheme, dequantize, quantize
+from tests.models import tiny
+from tests.models.test_packed_cache import awq
+
+PROMPTS = [[3, 9, 27, 4, 5], [8, 1]]
+SLOT = 1 << 10  # bytes: less than a step's rows, so that they go in parts
+
+
+def logits_of(path: Path, size: int, *, packed_cache: bool = False) -> list[torch.Tensor]:
+    """The logits on each of `size` ranks, which are threads here. The second step reads the KV of the first."""
+    assert all(task.address for task in collective.TASKS)  # loaded before there are threads
+    memory = mmap.mmap(-1, shared_bytes(size, SLOT))
+
+    def rank(number: int) -> torch.Tensor:
+        options = {"activations": "exact", "dtype": "float32", "shard": Shard(number, size)}
+        decoder = load_model(path, packed_cache=packed_cache, **options)
+        if size > 1:
+            decoder.join(SharedRanks(memory, number, size, SLOT, decoder.spec.vocab_size))
+        batch, num_blocks = whole_batch(PROMPTS, 8)
+        plain = kv_dtype("float32"), kv_dtype("float32")
+        kv = [allocate_kv(num_blocks, x.num_kv_heads, 8, x.head_dim, plain) for x in decoder.spec.layers]
+        return decoder(batch, kv).clone()
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(rank, range(size)))
+
+
+def kl(p: torch.Tensor, q: torch.Tensor) -> float:
+    log_p, log_q = p.double().log_softmax(-1), q.double().log_softmax(-1)
+    return float((log_p.exp() * (log_p - log_q)).sum(-1).max())
+
+
+@pytest.mark.parametrize("name", ["llama-tied-bias", "gemma2", "qwen3", "gpt-oss", "qwen2-moe", "glm4"])
+def test_two_ranks_compute_the_whole_models_logits(tmp_path: Path, name: str) -> None:
+    tiny.make(tmp_path, name)
+    (whole,), (first, second) = logits_of(tmp_path, 1), logits_of(tmp_path, 2)
+    assert first.shape == whole.shape
+    assert len(second) == 0
+    assert kl(whole, first) < 1e-5
+    torch.testing.assert_close(first, whole, rtol=1e-4, atol=1e-4)
+
+
+def test_ranks_cut_packed_weights_at_groups_and_map_their_own_part(tmp_path: Path) -> None:
+    """The second load maps what the first has written, and computes the same bits."""
+    awq(tmp_path)
+    (whole,), (first, _) = logits_of(tmp_path, 1), logits_of(tmp_path, 2, packed_cache=True)
+    assert kl(whole, first) < 1e-5
+    assert len(list((tmp_path / ".lmkit").glob("packed-*.safetensors"))) == 2
+    assert torch.equal(first, logits_of(tmp_path, 2, packed_cache=True)[0])
+
+
+def test_ranks_that_outnumber_kv_heads_share_them(tmp_path: Path) -> None:
+    tiny.make(tmp_path, "llama-tied-bias", num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+    (whole,), (first, *_) = logits_of(tmp_path, 1), logits_of(tmp_path, 4)
+    assert kl(whole, first) < 1e-5
+
+
+def test_a_cut_through_a_group_is_refused(tmp_path: Path) -> None:
+    awq(tmp_path)
+    with pytest.raises(UnsupportedError, match=r"tp=4: attn.o has 64 inputs in groups of 32, and a rank needs whole"):
+        logits_of(tmp_path, 4)
+
+
+@pytest.mark.parametrize(("size", "reason"), [(3, "4 attention heads cannot"), (8, "4 attention heads cannot")])
+def test_heads_that_cannot_be_shared_out_are_refused(tmp_path: Path, size: int, reason: str) -> None:
+    tiny.make(tmp_path, "llama-tied-bias", num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+    with resolved(tmp_path, shard=Shard(0, size)) as model, pytest.raises(UnsupportedError, match=reason):
+        _ = model.spec
+
+
+def test_the_parts_of_a_quantized_weight_are_the_whole() -> None:
+    scheme = QuantScheme(4, 32)
+    weight = quantize(torch.randn(24, 128, generator=torch.Generator().manual_seed(3)), scheme)
+    parts = [dequantize(Shard(rank, 4)._columns("attn.o", weight)) for rank in range(4)]
+    assert torch.equal(torch.cat(parts, dim=1), dequantize(weight))
+
+
+def test_the_storage_of_keys_follows_their_heads() -> None:
+    plain = KVStorage(kv_dtype("int8"), kv_dtype("int8"), k_scales=(1.0, 2.0, 3.0, 4.0), v_scales=(5.0, 6.0, 7.0, 8.0))
+    assert Shard(1, 2).storage(plain, 4) == replace(plain, k_scales=(3.0, 4.0), v_scales=(7.0, 8.0))
+    assert Shard(5, 8).storage(plain, 4) == replace(plain, k_scales=(3.0,), v_scales=(7.0,))

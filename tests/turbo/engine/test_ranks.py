@@ -1,0 +1,90 @@
+"""Engines whose model several processes share."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmkit.config import EngineConfig
+from lmkit.errors import ConfigError, EngineLostError, UnsupportedError
+from lmkit.turbo.engine.engine import Engine
+from lmkit.turbo.request import Request, SamplingParams
+from lmkit.turbo.runners.ranks import LeadingRunner
+
+PROMPTS = [[5, 6, 7, 8, 9] * 9, [11, 400, 31], [11, 400, 31, 7], [900, 12]]
+
+GREEDY = [f"{turn}.{number}" for turn in range(2) for number in (0, 2)]
+
+
+def engine(path: Path, tp: int, **options: Any) -> Engine:
+    common = {"device": "cpu", "max_model_len": 128, "max_batch_size": 4, "num_threads": 2, "packed_cache": False}
+    return Engine(str(path), EngineConfig(**common | {"tp": tp} | options))
+
+
+def tokens(path: Path, tp: int, **options: Any) -> dict[str, list[int]]:
+    """The tokens of greedy and of drawn requests, twice, so that the second time uses the prefix cache."""
+    model = engine(path, tp, **options)
+    found: dict[str, list[int]] = {}
+    try:
+        for turn in range(2):
+            for number, prompt in enumerate(PROMPTS):
+                params = SamplingParams(max_tokens=24, temperature=0.0 if number % 2 == 0 else 0.8, seed=number)
+                model.add(Request(request_id=f"{turn}.{number}", prompt_ids=prompt, params=params))
+            while model.has_work():
+                for output in model.step():
+                    assert output.error is None
+                    found.setdefault(output.request_id, []).extend(output.token_ids)
+        model.check_integrity()
+    finally:
+        model.close()
+    return found
+
+
+def test_two_ranks_give_the_tokens_of_one(demo_model: Path) -> None:
+    """Of greedy requests; sums have another order, so drawn tokens may differ, but not from one run to the next. With
+    little memory for KV, sequences are preempted."""
+    options = {"kv_dtype": "int8", "kv_memory": 1 << 20}
+    one, two = tokens(demo_model, 1, **options), tokens(demo_model, 2, **options)
+    assert {name: two[name] for name in GREEDY} == {name: one[name] for name in GREEDY}
+    assert all(two[f"0.{number}"] == two[f"1.{number}"] for number in range(len(PROMPTS)))
+
+
+def test_a_killed_rank_ends_the_engine_and_its_requests(demo_model: Path) -> None:
+    model = engine(demo_model, 2, overlap=False)
+    runner = model.runner
+    assert isinstance(runner, LeadingRunner)
+    params = SamplingParams(max_tokens=100, temperature=0.0)
+    model.add(Request(request_id="one", prompt_ids=[5, 6], params=params))
+    model.step()
+    os.kill(runner.ranks.pids[0], signal.SIGKILL)
+    errors: list[str | None] = []
+
+    def steps() -> None:
+        while True:
+            errors.extend(output.error for output in model.step() if output.finish_reason is not None)
+
+    with pytest.raises(EngineLostError, match="ended"):
+        steps()
+    assert errors in ([], ["the engine failed while computing this request"])
+    model.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "reason"),
+    [
+        ({"tp": 3}, UnsupportedError, "tp=3: 4 attention heads cannot be shared out evenly"),
+        ({"tp": 2, "kv_host_memory": 1 << 30}, ConfigError, "tp=2 keeps no KV outside the engine; leave out kv_host"),
+        ({"tp": 2, "adapters": ("one=folder",)}, ConfigError, "tp=2 takes no adapters; merge them"),
+        ({"tp": 2, "speculate": "draft=folder"}, ConfigError, "tp=2 takes no draft model"),
+        ({"tp": 2, "kv_disk_path": "kv"}, ConfigError, "leave out kv_disk_path"),
+    ],
+)
+def test_what_ranks_cannot_do_is_refused(
+    demo_model: Path, options: dict[str, Any], kind: type[Exception], reason: str
+) -> None:
+    with pytest.raises(kind, match=reason):
+        engine(demo_model, **options)
