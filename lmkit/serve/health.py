@@ -1,4 +1,4 @@
-"""GET /health: whether the server takes requests. GET /: what it serves."""
+"""GET /health: whether the server takes requests. GET /: what it serves. GET /version and /load, as vLLM has them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections import Counter
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
+from lmkit import __version__
 from lmkit.serve.choose import pool
 from lmkit.serve.pool import TAKES_REQUESTS
 
@@ -30,3 +31,14 @@ async def root(request: Request) -> JSONResponse:
     names = [model.name for model in pool(request).models]
     served = {"model": names[0]} if len(names) == 1 else {"models": names}
     return JSONResponse({"server": "lmkit", **served, "routes": request.app.state.routes})
+
+
+@router.get("/version")
+async def version() -> dict[str, str]:
+    return {"version": __version__}
+
+
+@router.get("/load")
+async def load(request: Request) -> dict[str, int]:
+    """How many choices of answers are open: in a batch, in a queue, or waiting for a model to wake."""
+    return {"server_load": pool(request).num_open}

@@ -69,7 +69,7 @@ def test_two_authorization_headers_are_refused() -> None:
 @pytest.mark.parametrize(
     "path",
     ["/", "//health", "/health/", "/HEALTH", "/health/x", "/v1/../health", "/health%2f..", "/v1/health", "/metrics",
-     "/tokenize", "/health\n", "", "/health?x"],
+     "/tokenize", "/load", "/version", "/health\n", "", "/health?x"],
 )  # fmt: skip
 @pytest.mark.parametrize("host", [b"localhost", b"x/health?", b"/health", b"a@b/health#"])
 def test_only_the_exact_health_path_is_open(path: str, host: bytes) -> None:

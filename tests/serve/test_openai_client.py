@@ -6,10 +6,12 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 import transformers
 
+import lmkit
 from lmkit.text import Tokenizer
 from tests.serve.fake_engine import DEMO, PHRASE
 from tests.serve.live import Server
@@ -283,6 +285,19 @@ def test_tokenize_and_detokenize(server: Server) -> None:
     assert server.post("/detokenize", {"tokens": answer["tokens"]}).json() == {"prompt": "Hi 日本"}
     assert server.post("/detokenize", {"tokens": [4096]}).status_code == 400
     assert server.post("/tokenize", {}).status_code == 400
+
+
+def test_the_version_and_the_load(server: Server) -> None:
+    def load() -> int:
+        return int(server.get("/load").json()["server_load"])
+
+    assert server.get("/version").json() == {"version": lmkit.__version__}
+    server.until(lambda: load() == 0, 30)
+    body = {"model": "demo", "prompt": "SLOW", "max_tokens": 4000, "stream": True, "n": 2}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60, trust_env=False) as answer:
+        assert answer.status_code == 200
+        server.until(lambda: load() == 2, 30)
+    server.until(lambda: load() == 0, 30)
 
 
 def test_metrics(server: Server, client: openai.OpenAI) -> None:
