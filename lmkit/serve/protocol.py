@@ -33,6 +33,7 @@ MAX_PROMPTS = 256
 MAX_CHOICES = 128  # n
 MAX_SEQUENCES = 1024  # prompts times n (or best_of)
 MAX_PRIORITY = 1000
+MAX_NAMED = 4  # mistakes that an error names
 MAX_TIMEOUT = 86400.0  # seconds
 
 
@@ -55,8 +56,11 @@ def _top_k(value: int) -> int:
 def _biases(value: Any) -> dict[int, float]:
     if not isinstance(value, dict) or len(value) > MAX_LOGIT_BIAS:
         raise ValueError(f"expected an object of at most {MAX_LOGIT_BIAS} token ids")
-    if not all(re.fullmatch(r"[0-9]{1,10}", key) and type(bias) in (int, float) for key, bias in value.items()):
-        raise ValueError("expected token ids with numbers")
+    wrong = [key for key, bias in value.items()
+             if not re.fullmatch(r"[0-9]{1,10}", key) or type(bias) not in (int, float)]  # fmt: skip
+    if wrong:
+        named = ", ".join(repr(key[:64]) for key in wrong[:MAX_NAMED])
+        raise ValueError(f"expected token ids with numbers; these are not: {named}")
     return {int(key): float(bias) for key, bias in value.items()}
 
 
@@ -225,11 +229,16 @@ class TemplateRequest(Strict):
 
 
 class TokenizeRequest(TemplateRequest):
-    """vLLM's: either a prompt or messages."""
+    """vLLM's with a prompt or messages, llama.cpp's with content."""
+
+    absent = {**TemplateRequest.absent, "parse_special": (None, True)}
 
     prompt: str | None = None
     add_special_tokens: bool = True  # of a prompt; a chat template writes its own
     return_token_strs: bool = False
+    content: str | None = None
+    add_special: bool = False  # of content
+    with_pieces: bool = False  # each token is an object with its text
 
 
 class EncodeRequest(Strict):

@@ -182,7 +182,8 @@ def _variables(body: ChatCompletionRequest) -> dict[str, Any]:
 def check_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
     """Raise RequestError unless all `ids` are tokens of the model."""
     if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
-        raise _invalid(f"{param}: a token id is not in [0, {vocab_size})", param)
+        wrong = next(i for i in ids if not 0 <= i < vocab_size)
+        raise _invalid(f"{param}: token id {str(wrong)[:20]} is not in [0, {vocab_size})", param)
 
 
 def _params(body: ChatCompletionRequest | CompletionRequest, info: EngineInfo, **fields: Any) -> SamplingParams:

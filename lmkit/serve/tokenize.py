@@ -26,11 +26,15 @@ router = APIRouter()
 async def tokenize(request: Request) -> Response:
     body = await read_json(request, TokenizeRequest)
     server = await choose(request, body.model)
-    if (body.prompt is None) == (body.messages is None):
-        raise RequestError("invalid_request", "send either prompt or messages", "prompt")
+    if sum(given is not None for given in (body.prompt, body.content, body.messages)) != 1:
+        raise RequestError("invalid_request", "send one of prompt, content and messages", "prompt")
+    theirs, ours = ("add_special", "content"), ("add_special_tokens", "prompt or messages")
+    switch, goes_with = theirs if body.content is None else ours
+    if switch in body.model_fields_set:
+        raise RequestError("invalid_request", f"{switch}: it goes with {goes_with}", switch)
     if body.tools and body.messages is None:
         raise RequestError("invalid_request", "tools: only messages go with tools, not a prompt", "tools")
-    num_chars = len(body.prompt or "") + body.num_chars
+    num_chars = len(body.prompt or body.content or "") + body.num_chars
     max_model_len = server.info.max_model_len
 
     def answer() -> dict[str, Any]:
@@ -39,12 +43,25 @@ async def tokenize(request: Request) -> Response:
         if body.return_token_strs:
             texts = {i: server.tokenizer.token_text(i) for i in set(ids)}
             fields["token_strs"] = [texts[i] for i in ids]
+        if body.with_pieces:
+            pieces = {i: {"id": i, "piece": _piece(server.tokenizer.token_bytes(i))} for i in set(ids)}
+            fields["tokens"] = [pieces[i] for i in ids]
         return fields
 
     return await _json(request, num_chars, answer)
 
 
+def _piece(data: bytes) -> str | list[int]:
+    """A token's text, or its bytes where they are not a text by themselves, as llama.cpp has it."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return list(data)
+
+
 def _token_ids(body: TokenizeRequest, server: Serving) -> list[int]:
+    if body.content is not None:
+        return server.tokenizer.encode(body.content, body.add_special)
     if body.messages is None:
         return server.tokenizer.encode(body.prompt or "", body.add_special_tokens)
     return server.tokenizer.encode(_written(body, body.messages, server), add_special_tokens=False)
@@ -74,7 +91,8 @@ async def detokenize(request: Request) -> Response:
 
     def answer() -> dict[str, Any]:
         check_ids(body.tokens, vocab_size, "tokens")
-        return {"prompt": server.tokenizer.decode(body.tokens, body.skip_special_tokens)}
+        text = server.tokenizer.decode(body.tokens, body.skip_special_tokens)
+        return {"prompt": text, "content": text}  # vLLM's name and llama.cpp's
 
     return await _json(request, len(body.tokens), answer)
 

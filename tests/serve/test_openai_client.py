@@ -282,9 +282,46 @@ def test_tokenize_and_detokenize(server: Server) -> None:
     assert "".join(answer["token_strs"][:2]).startswith("Hi")
     messages = server.post("/tokenize", {"model": "demo", "messages": HELLO}).json()
     assert messages["tokens"] == TOKENIZER.encode_chat(HELLO)
-    assert server.post("/detokenize", {"tokens": answer["tokens"]}).json() == {"prompt": "Hi 日本"}
+    assert server.post("/detokenize", {"tokens": answer["tokens"]}).json() == {
+        "prompt": "Hi 日本",
+        "content": "Hi 日本",
+    }
     assert server.post("/detokenize", {"tokens": [4096]}).status_code == 400
     assert server.post("/tokenize", {}).status_code == 400
+
+
+def test_tokenize_as_llama_cpp_has_it(server: Server) -> None:
+    text = "Hi 媽 🤗"
+    assert server.post("/tokenize", {"content": text}).json()["tokens"] == TOKENIZER.encode(text, False)
+    assert server.post("/tokenize", {"content": text, "add_special": True}).json()["tokens"] == TOKENIZER.encode(text)
+    tokens = server.post("/tokenize", {"content": text, "with_pieces": True, "parse_special": True}).json()["tokens"]
+    assert [token["id"] for token in tokens] == TOKENIZER.encode(text, False)
+    pieces = [token["piece"] for token in tokens]
+    assert any(isinstance(piece, list) for piece in pieces)  # a part of a character
+    assert b"".join(piece.encode() if isinstance(piece, str) else bytes(piece) for piece in pieces) == text.encode()
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"content": "a", "prompt": "a"}, "prompt"),
+        ({"content": "a", "add_special_tokens": False}, "add_special_tokens"),
+        ({"prompt": "a", "add_special": True}, "add_special"),
+        ({"content": "a", "parse_special": False}, "parse_special"),
+    ]
+    for body, param in wrong:
+        answer = server.post("/tokenize", body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), body
+
+
+def test_errors_name_the_wrong_token_ids(server: Server) -> None:
+    def message(**fields: Any) -> str:
+        answer = server.post("/v1/completions", {"model": "demo", "prompt": "Hi", **fields})
+        assert answer.status_code == 400
+        return str(answer.json()["error"]["message"])
+
+    assert "token id 999999 is not in [0, 4096)" in message(prompt=[5, 999999])
+    both = message(logit_bias={"bad1": 50.0, "7": 1, "bad2": 20.0})
+    assert "'bad1', 'bad2'" in both
+    assert "'7'" not in both
+    assert "'9'" in message(logit_bias={"9": "a lot"})
+    assert len(message(logit_bias={"x" * 9000: 1})) < 300
 
 
 def test_the_version_and_the_load(server: Server) -> None:
