@@ -24,6 +24,8 @@ HELP = {
         "generation_config": "Sampling defaults: auto (the checkpoint's generation_config.json), none, or a path.",
         "chat_template": "A file with a chat template, or its text. Default: the checkpoint's.",
         "adapters": "A LoRA adapter, NAME=FOLDER, served as a model of that name. Repeat the option for more.",
+        "adapter_root": "A folder whose adapters may be loaded while the server runs. Default: none may.",
+        "max_adapters": "Adapters at once, with --adapter-root.",
         "pooling": "Embeddings: auto (the checkpoint's, else last), the last token's state, or the mean.",
         "attention_sinks": "First tokens that sliding windows still see.",
         "packed_cache": "Keep packed weights in a file, <checkpoint>/.lmkit, for the next start.",

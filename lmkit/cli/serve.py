@@ -228,9 +228,8 @@ def _run(models: list[ListedModel], config: ServerConfig, engine: str | None) ->
             log_format=config.log_format,
             step_timeout=config.step_timeout,
         )
-        aliases = (*model.aliases, *model.engine.adapter_folders)
-        pooled.append(PooledModel(model.name, front_end, aliases=aliases, keep_alive=model.keep_alive))
-    names = [name for model in pooled for name in (model.name, *model.aliases)]
+        pooled.append(PooledModel(model.name, front_end, aliases=model.aliases, keep_alive=model.keep_alive))
+    names = [name for model in pooled for name in model.names]
     if again := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"{again}: two models or adapters have this name; give each its own")
     name = ",".join(model.name for model in models)

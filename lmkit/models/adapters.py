@@ -46,11 +46,20 @@ class DecoderAdapters:
         """Raises CheckpointError if the adapter does not fit the model, and UnsupportedError if there is no room."""
         placed = place(adapter, self._spec)
         if not self._free:
-            raise UnsupportedError(f"adapter {name}: there is room for {len(self.loaded)} adapters, and all are loaded")
+            room = f"there is room for {len(self.loaded)} adapters"
+            raise UnsupportedError(f"adapter {name}: {room}, and so many are loaded; unload one, or raise max_adapters")
         found = self.loaded[name] = LoadedAdapter(self._free.pop(), adapter.digest)
         for (layer, role), addition in side_by_side(placed).items():
             self._adapters(layer, role).set(role, found.number, addition)
         return found
+
+    def unload(self, name: str) -> None:
+        """Forget an adapter that no sequence uses."""
+        number = self.loaded.pop(name).number
+        for (_, role), linear in self._linears.items():
+            assert linear.adapters is not None
+            linear.adapters.set(role, number, None)
+        self._free.append(number)
 
     def _adapters(self, layer: int, role: str) -> LinearAdapters:
         adapters = self._linears[layer, role].adapters

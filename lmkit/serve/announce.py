@@ -39,13 +39,8 @@ async def announced(models: ModelPool, config: ServerConfig) -> AsyncGenerator[N
 
     tls: ssl.SSLContext = trusting(httpx.create_ssl_context(trust_env=False))
     instance = secrets.token_hex(8)
-    names = {
-        name: files_digest(model.engine.model_path, model.engine.config.adapter_folders.get(name))
-        for model in models.models
-        for name in (model.name, *model.aliases)
-    }
     async with httpx.AsyncClient(timeout=TIMEOUT, trust_env=False, verify=tls) as http:
-        told = [Told(http, proxy, models, config, names, instance) for proxy in config.proxies]
+        told = [Told(http, proxy, models, config, instance) for proxy in config.proxies]
         tasks = [asyncio.create_task(one.keep()) for one in told]
         try:
             yield
@@ -67,7 +62,6 @@ class Told:
         proxy: str,
         models: ModelPool,
         config: ServerConfig,
-        names: dict[str, str],
         instance: str,
     ) -> None:
         self._http, self._url, self._models, self._config = http, proxy.rstrip("/"), models, config
@@ -77,7 +71,6 @@ class Told:
             "url": config.node_url,
             "api_key": _key_for_proxies(config),
             "tags": config.node_tags,
-            "models": names,
             "instance": instance,
             "lease_seconds": LEASE_SECONDS,
         }
@@ -100,7 +93,7 @@ class Told:
 
         key = self._config.node_key or self._found
         headers = {"authorization": f"Bearer {key}"} if key else {}
-        body = {**self._fixed, "state": state, "load": self._load()}
+        body = {**self._fixed, "state": state, "load": self._load(), "models": self._names()}
         try:
             answer = await self._http.post(self._url + "/nodes", json=body, headers=headers)
             trouble = "" if answer.is_success else _reason(answer)
@@ -114,6 +107,16 @@ class Told:
             else:
                 log.info("registered with the proxy %s", self._url)
         self._trouble = trouble
+
+    def _names(self) -> dict[str, str]:
+        """Each name with a digest of the files behind it."""
+        models = self._models.models
+        folders = {model: model.engine.config.adapter_folders for model in models}
+        return {
+            name: files_digest(model.engine.model_path, folders[model].get(name))
+            for model in models
+            for name in model.names
+        }
 
     def _load(self) -> dict[str, Any]:
         stats = [model.engine.stats() for model in self._models.models]

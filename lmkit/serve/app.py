@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 
 from lmkit.config import ServerConfig
 from lmkit.errors import RequestError
-from lmkit.serve import chat, completions, generate, health, metrics, models, openapi, sleep, tokenize
+from lmkit.serve import adapters, chat, completions, generate, health, metrics, models, openapi, sleep, tokenize
 from lmkit.serve.admission import Admission
 from lmkit.serve.auth import ApiKeys
 from lmkit.serve.batches import batch_routes, file_routes
@@ -36,8 +36,8 @@ from lmkit.web.tracing import Traced
 
 ANSWER_PARTS = 8  # one answer may hold this part of the memory for all
 ROOMS = (
-    chat, completions, responses, messages, generate, embeddings, models, sleep, tokenize, file_routes, batch_routes,
-    metrics, health, openapi,
+    chat, completions, responses, messages, generate, embeddings, models, adapters, sleep, tokenize, file_routes,
+    batch_routes, metrics, health, openapi,
 )  # fmt: skip
 ROUTERS = [module.router for module in ROOMS]
 

@@ -15,7 +15,7 @@ router = APIRouter()
 async def list_models(request: Request) -> ModelList:
     """Each model under each of its names."""
     models = pool(request).models
-    return ModelList(data=[_card(model, name) for model in models for name in (model.name, *model.aliases)])
+    return ModelList(data=[_card(model, name) for model in models for name in model.names])
 
 
 @router.get("/v1/models/{name:path}")

@@ -25,12 +25,14 @@ from lmkit.serve.choose import shared
 from lmkit.serve.embeddings.protocol import EmbeddingRequest, RerankRequest, ScoreRequest
 from lmkit.serve.messages import protocol as anthropic
 from lmkit.serve.protocol import (
+    AdapterCommand,
     ChatCompletionChunk,
     ChatCompletionRequest,
     Completion,
     CompletionRequest,
     DetokenizeRequest,
     EncodeRequest,
+    LoadAdapterCommand,
     ModelCommand,
     SleepCommand,
     TemplateRequest,
@@ -58,6 +60,8 @@ BODIES: Mapping[str, type[BaseModel]] = {
     "/detokenize": DetokenizeRequest,
     "/v1/encode": EncodeRequest,
     "/apply-template": TemplateRequest,
+    "/v1/load_lora_adapter": LoadAdapterCommand,
+    "/v1/unload_lora_adapter": AdapterCommand,
     "/sleep": SleepCommand,
     "/wake_up": ModelCommand,
     "/reload": ModelCommand,

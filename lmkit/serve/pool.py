@@ -64,6 +64,11 @@ class PooledModel:
     loading: asyncio.Task[None] | None = None
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """All names that requests may give, with those of its adapters."""
+        return self.name, *self.aliases, *self.engine.config.adapter_folders
+
+    @property
     def is_asleep(self) -> bool:
         return self.engine.state == "asleep"
 
@@ -119,7 +124,7 @@ class ModelPool:
     def find(self, name: str | None) -> PooledModel:
         """The model of that name. Without a name, the only one. Raises RequestError."""
         for model in self.models:
-            if name in (model.name, *model.aliases) or (name is None and model is self.only):
+            if name in model.names or (name is None and model is self.only):
                 return model
         if name is None:
             raise RequestError("invalid_request", "this server has several models; name one, see /v1/models", "model")

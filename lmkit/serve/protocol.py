@@ -372,6 +372,14 @@ class SleepCommand(ModelCommand):
     level: Annotated[int, Field(ge=1, le=2)] | None = None  # 2 ends the process as well
 
 
+class AdapterCommand(ModelCommand):
+    lora_name: Annotated[str, Field(min_length=1, max_length=256, pattern="^[^=\x00-\x1f]+$")]
+
+
+class LoadAdapterCommand(AdapterCommand):
+    lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
+
+
 class ModelCard(BaseModel):
     id: str
     object: Literal["model"] = "model"

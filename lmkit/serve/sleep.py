@@ -25,7 +25,7 @@ logger = get_logger(__name__)
 @router.post("/sleep")
 async def sleep(request: Request) -> dict[str, Any]:
     """Put a model to sleep once its requests have ended. The next request wakes it."""
-    _check_role(request)
+    check_role(request)
     body = await read_json(request, SleepCommand)
     model = pool(request).find(body.model)
     await while_connected(request.receive, pool(request).sleep(model, keep_process=body.level != 2))
@@ -35,7 +35,7 @@ async def sleep(request: Request) -> dict[str, Any]:
 @router.post("/wake_up")
 async def wake_up(request: Request) -> dict[str, Any]:
     """Load a model before a request needs it."""
-    _check_role(request)
+    check_role(request)
     body = await read_json(request, ModelCommand)
     await choose(request, body.model)
     return _answer(pool(request).find(body.model))
@@ -44,7 +44,7 @@ async def wake_up(request: Request) -> dict[str, Any]:
 @router.post("/reload")
 async def reload(request: Request) -> dict[str, Any]:
     """Load a model's files again, which may have changed. A mistake in them leaves the model as it is."""
-    _check_role(request)
+    check_role(request)
     body = await read_json(request, ModelCommand)
     models = pool(request)
     model = models.find(body.model)
@@ -73,7 +73,7 @@ def _answer(model: PooledModel) -> dict[str, Any]:
     return {"model": model.name, "state": model.engine.health}
 
 
-def _check_role(request: Request) -> None:
+def check_role(request: Request) -> None:
     """Raise RequestError unless the key has the role admin, or the server has no keys."""
     key = request.state.key
     if key is not None and key.role != "admin":

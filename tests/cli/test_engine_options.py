@@ -25,7 +25,7 @@ ALL: dict[str, Any] = {
     "attention_sinks": 4, "priority_seconds": 0.0, "max_overtakes": 0, "decode_slowdown": 3.0, "overlap": False,
     "request_timeout": 9.0, "generation_config": "none", "queue_quota": 0.75, "max_queued_tokens": 999,
     "pooling": "mean", "chat_template": "own.jinja", "speculate": "ngram", "max_draft_tokens": 5,
-    "adapters": ("a=one", "b=two"),
+    "adapters": ("a=one", "b=two"), "adapter_root": "folders", "max_adapters": 3,
 }  # fmt: skip
 SIZES = {"kv_memory": "3M", "kv_host_memory": "2GiB", "kv_disk_memory": "5g"}
 

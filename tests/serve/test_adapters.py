@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -84,3 +85,51 @@ def test_a_name_belongs_to_one(folders: tuple[str, ...]) -> None:
     with Server("--adapters", f"demo={folder}", engine=ENGINE) as running:
         assert running.process.wait(30) == 2
     assert "demo: two models or adapters have this name" in running.log
+
+
+def test_adapters_come_and_go_while_it_runs(folders: tuple[str, ...]) -> None:
+    first = Path(folders[0].partition("=")[2])
+    keys = ("--api-key", "boss role=admin", "--api-key", "user")
+    options = ("--max-model-len", "128", "--adapter-root", str(first.parent), "--max-adapters", "1", *keys)
+    boss, user = ({"authorization": f"Bearer {key}"} for key in ("boss", "user"))
+    (first.parent / "broken").mkdir()
+    with Server(*options, engine=ENGINE) as running:
+
+        def load(name: str, path: str, headers: dict[str, str] = boss) -> tuple[int, str]:
+            body = {"lora_name": name, "lora_path": path}
+            answer = running.post("/v1/load_lora_adapter", body, headers=headers)
+            return answer.status_code, answer.json().get("error", {}).get("message", "")
+
+        def unload(name: str) -> int:
+            return running.post("/v1/unload_lora_adapter", {"lora_name": name}, headers=boss).status_code
+
+        def text(name: str) -> Any:
+            body = {"model": name, "prompt": TEXT, "max_tokens": 8, "temperature": 0}
+            answer = running.post("/v1/completions", body, headers=user)
+            return answer.json()["choices"][0]["text"] if answer.is_success else answer.status_code
+
+        plain = text("demo")
+        assert text("a") == 404
+        assert load("a", "first", user)[0] == 403
+        assert load("a", str(first))[0] == 200  # an absolute path inside the root
+        adapted = text("a")
+        assert adapted not in (plain, 404)
+        names = [model["id"] for model in running.get("/v1/models", headers=user).json()["data"]]
+        assert names == ["demo", "a"]
+        assert "already" in load("a", "first")[1]
+        assert "max_adapters" not in load("b", "second")[1]  # what the log says is for operators
+        assert unload("a") == 200
+        assert unload("a") == text("a") == 404
+        for path in ("..", "../..", "/etc", "nowhere", str(first.parent.parent)):
+            assert load("x", path) == (404, f"{path!r} is no folder inside the --adapter-root")
+        assert load("x", "broken")[0] == 400
+        assert load("demo", "first")[0] == load("a=b", "first")[0] == 400
+        assert load("a", "first")[0] == 200
+        running.worker().kill()
+        running.until(lambda: text("a") == adapted, 60)  # a new process has the same adapters
+        assert text("demo") == plain
+
+
+def test_no_root_no_loading(server: Server) -> None:
+    answer = server.post("/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "/"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (403, "permission_denied")

@@ -19,6 +19,7 @@ import msgspec
 
 from lmkit.config import EngineConfig, default_num_threads
 from lmkit.errors import EngineLostError, LMKitError, RequestError
+from lmkit.formats.peft import read_adapter
 from lmkit.kernels.cpu import threads
 from lmkit.log import get_logger
 from lmkit.models import kv_storage, packed_cache
@@ -103,7 +104,7 @@ class Engine:
         self._has_head = True  # for the first steps
         self._lost: str | None = None  # the reason why no step can run any more
         self._profile = Profile()
-        self._overlap = config.overlap
+        self._overlap, self._adapter_root = config.overlap, config.adapter_root
         self._under_way: deque[tuple[StepPlan, Ticket]] = deque()
         self._failed_steps = 0
         self._token_seconds = 0.0
@@ -132,7 +133,7 @@ class Engine:
             tiers=self._tiers,
             kv_identity=model.kv_identity,
             forced=self.runner.forced,
-            adapters=self.adapters,
+            adapters=self.adapters.loaded if self.adapters else None,
             draft_model=self._drafter,
         )
         self.info = _info(model, limits)
@@ -179,6 +180,28 @@ class Engine:
         if request.params.grammar:
             self._guides.prepare(request.params.grammar)
         self.scheduler.add(request)
+
+    def set_adapter(self, name: str, folder: str | None) -> str | None:
+        """Load the adapter in `folder`, which must lie inside the adapter_root, and return its path. None: unload it.
+
+        Raises CheckpointError or UnsupportedError for files that cannot be used, and RequestError for all else.
+        """
+        path = loading.inside(self._adapter_root, folder or ".")
+        assert self.adapters is not None
+        known = self.adapters.loaded.get(name)
+        if folder is None:
+            if known is None:
+                raise RequestError("not_found", f"no adapter {name[:64]!r} is loaded", "lora_name")
+            if self.scheduler.uses_adapter(known.number):
+                raise RequestError(
+                    "overloaded", f"requests use the adapter {name[:64]!r}; try again when they have ended"
+                )
+            self.adapters.unload(name)
+            return None
+        if known is not None:
+            raise RequestError("invalid_request", f"an adapter {name[:64]!r} is loaded already; unload it", "lora_name")
+        self.adapters.load(name, read_adapter(path))
+        return str(path)
 
     def abort(self, request_id: str) -> None:
         """End a request early. Its last output says "abort". An unknown id is ignored: it may just have finished."""

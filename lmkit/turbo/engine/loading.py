@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from lmkit.config import EngineConfig
-from lmkit.errors import ConfigError, UnsupportedError
+from lmkit.errors import ConfigError, RequestError, UnsupportedError
 from lmkit.formats.generation_config import SamplingDefaults, read_defaults
 from lmkit.formats.peft import read_adapter
 from lmkit.formats.pooling import read_pooling
 from lmkit.kv_dtype import kv_dtype
 from lmkit.log import get_logger
-from lmkit.models.adapters import DecoderAdapters, LoadedAdapter
+from lmkit.models.adapters import DecoderAdapters
 from lmkit.models.decoder import Decoder
 from lmkit.models.kv_storage import KVStorage, storage_text
 from lmkit.models.loader import load as load_decoder
@@ -89,18 +90,34 @@ def load(model_path: str, config: EngineConfig, device: Device, rank: int = 0) -
     )
 
 
-def load_adapters(decoder: Decoder, config: EngineConfig, device: Device) -> Mapping[str, LoadedAdapter]:
-    """The adapters of `config` by name, loaded. Raises ConfigError, CheckpointError or UnsupportedError."""
+def load_adapters(decoder: Decoder, config: EngineConfig, device: Device) -> DecoderAdapters | None:
+    """The adapters of `config`, loaded, and room for more. None if there is to be none.
+
+    Raises ConfigError, CheckpointError or UnsupportedError.
+    """
     given = config.adapter_folders
-    if not given:
-        return {}
+    count = len(given) if config.adapter_root is None else max(len(given), config.max_adapters)
+    if not count:
+        return None
     if device.name != "cpu":
         raise UnsupportedError("adapters run on a CPU alone so far; merge them into the checkpoint for a GPU")
-    adapters = DecoderAdapters(decoder, len(given))
+    adapters = DecoderAdapters(decoder, count)
     for name, folder in given.items():
         adapters.load(name, read_adapter(folder))
-    log.info("adapters: %s", ", ".join(given))
-    return adapters.loaded
+    if given:
+        log.info("adapters: %s", ", ".join(given))
+    return adapters
+
+
+def inside(root: str | None, folder: str) -> Path:
+    """A folder that a caller names, below the folder of all that may be loaded. Raises RequestError."""
+    if root is None:
+        raise RequestError("permission_denied", "no adapters may be loaded: start with --adapter-root FOLDER")
+    base = Path(root).resolve()
+    path = (base / folder).resolve()
+    if not path.is_relative_to(base) or not path.is_dir():
+        raise RequestError("not_found", f"{folder[:256]!r} is no folder inside the --adapter-root", "lora_path")
+    return path
 
 
 def _announce(memory: MemoryPlan, storages: list[KVStorage]) -> None:

@@ -25,6 +25,7 @@ completed KV (its step has run) is published.
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 import time
 from array import array
@@ -88,7 +89,7 @@ class Scheduler:
         """
         self.limits = limits
         self._eos_token_ids = eos_token_ids
-        self._adapters = adapters or {}
+        self._adapters = {} if adapters is None else adapters
         self._clock = clock
         self._decision_stats = DecisionStats()
         self._kv = KVManager(limits.kv, self._decision_stats, tiers, kv_identity)
@@ -152,6 +153,10 @@ class Scheduler:
         seq = self._slots.running.get(request_id) or self._waiting.get(request_id)
         if seq is not None:
             self._finish(seq, "abort")
+
+    def uses_adapter(self, number: int) -> bool:
+        """Whether a sequence has this adapter, also one whose last step is under way."""
+        return any(seq.adapter == number for seq in itertools.chain(self._slots, self._waiting))
 
     def has_work(self) -> bool:
         """Whether a request is unfinished, an output not taken, or a step or a save not done."""

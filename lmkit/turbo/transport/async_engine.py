@@ -94,6 +94,8 @@ class AsyncEngine:
         self._context: zmq.Context | None = None
         self._ready: asyncio.Future[EngineInfo] | None = None  # of the process that loads the model
         self._asleep: asyncio.Future[None] | None = None
+        self._adapter_set: asyncio.Future[messages.AdapterSet] | None = None
+        self._setting = asyncio.Lock()  # one adapter at a time
         self._supervisor: asyncio.Task[None] | None = None
         self._dead = asyncio.Event()
         self._directory: Path | None = None
@@ -156,6 +158,28 @@ class AsyncEngine:
             await self._close()
             self.state = "asleep"
             raise
+
+    async def set_adapter(self, name: str, folder: str | None) -> None:
+        """Load an adapter from a folder inside the adapter_root, or with None unload it. A new process loads the same.
+
+        Raises RequestError.
+        """
+        process = self._process
+        if self.state != "ready" or process is None:
+            raise RequestError("engine_unavailable", f"the engine is {self.state}")
+        async with self._setting:
+            self._adapter_set = asyncio.get_running_loop().create_future()
+            process.send_surely(messages.SetAdapter(name, folder))
+            either: set[asyncio.Future[Any]] = {self._adapter_set, process.listening}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not self._adapter_set.done():
+                raise RequestError("engine_unavailable", "the engine ended")
+            done = self._adapter_set.result()
+            if done.error:
+                raise RequestError(done.code, done.error)
+            kept = tuple(f"{n}={path}" for n, path in self.config.adapter_folders.items() if n != name)
+            added = () if done.path is None else (f"{name}={done.path}",)
+            self.configure(msgspec.structs.replace(self.config, adapters=kept + added))
 
     async def until_dead(self) -> None:
         """Wait until the engine has ended and is not started again. Call it after `start`."""
@@ -291,6 +315,8 @@ class AsyncEngine:
                 self._ready.set_exception(_START_ERRORS.get(kind, LMKitError)(message))
             case messages.Asleep() if self._asleep is not None and not self._asleep.done():
                 self._asleep.set_result(None)
+            case messages.AdapterSet() if self._adapter_set is not None and not self._adapter_set.done():
+                self._adapter_set.set_result(event)
             case messages.Stats(engine, failures):
                 self._stats, self.num_failures = engine, failures
 

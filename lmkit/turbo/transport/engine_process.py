@@ -37,6 +37,7 @@ from lmkit.turbo.transport.messages import (
     ENGINE,
     QUEUED_MESSAGES,
     Abort,
+    AdapterSet,
     Add,
     Asleep,
     Command,
@@ -45,6 +46,7 @@ from lmkit.turbo.transport.messages import (
     Outputs,
     Ready,
     Refused,
+    SetAdapter,
     Shutdown,
     Sleep,
     Stats,
@@ -69,6 +71,7 @@ class EngineLike(Protocol):
     def step_limit(self) -> float: ...
     def add(self, request: Request) -> None: ...
     def abort(self, request_id: str) -> None: ...
+    def set_adapter(self, name: str, folder: str | None) -> str | None: ...
     def step(self) -> list[StepOutput]: ...
     def has_work(self) -> bool: ...
     def stats(self) -> EngineStats: ...
@@ -133,9 +136,22 @@ class EngineLoop:
                 case Abort(request_id):
                     self._open.discard(request_id)
                     self._engine.abort(request_id)
+                case SetAdapter(name, folder):
+                    self.send(self._set_adapter(name, folder))
                 case Sleep() | Shutdown() as last:
                     return last
         return None
+
+    def _set_adapter(self, name: str, folder: str | None) -> AdapterSet:
+        try:
+            return AdapterSet(name, self._engine.set_adapter(name, folder))
+        except RequestError as error:
+            return AdapterSet(name, code=error.code, error=error.message)
+        except LMKitError as error:  # it may tell paths of this machine, which are for the log
+            logger.error("adapter %s: %s", name, error)
+            return AdapterSet(
+                name, code="invalid_request", error="the adapter cannot be used; the server's log says why"
+            )
 
     def _check(self) -> None:
         """Check the engine's integrity once in each pause. A defect is logged and counted, like a failed step."""

@@ -19,6 +19,13 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
     request_id: str
 
 
+class SetAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Load the adapter in a folder, or with None unload it, and say AdapterSet."""
+
+    name: str
+    folder: str | None
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     pass
 
@@ -61,6 +68,15 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     param: str | None
 
 
+class AdapterSet(msgspec.Struct, frozen=True, tag=True):
+    """The answer to SetAdapter: the adapter's path, None if it was unloaded, or the fields of a RequestError."""
+
+    name: str
+    path: str | None = None
+    code: str = ""
+    error: str = ""
+
+
 class Outputs(msgspec.Struct, frozen=True, tag=True):
     outputs: list[StepOutput]
 
@@ -70,5 +86,5 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
     failures: int  # engine steps that raised since the start
 
 
-Command = Add | Abort | Sleep | Wake | Shutdown
-Event = Ready | Asleep | Beat | Failed | Refused | Outputs | Stats
+Command = Add | Abort | SetAdapter | Sleep | Wake | Shutdown
+Event = Ready | Asleep | Beat | Failed | Refused | AdapterSet | Outputs | Stats

@@ -179,3 +179,30 @@ def test_files_that_are_no_adapter(tmp_path: Path) -> None:
     (folder / "adapter_config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"adapter_config\.json"):
         opened(f"a={folder}")
+
+
+def test_an_adapter_in_use_stays(tmp_path: Path) -> None:
+    model = tiny.make(tmp_path / "base", "llama").float()
+    adapters = {name: peft_folder.write(tmp_path / name, peft_folder.linears(model), i) for i, name in enumerate("ab")}
+    engine = Engine.of(
+        load_model(tmp_path / "base"), EngineConfig(**OPTIONS, adapter_root=str(tmp_path), max_adapters=1)
+    )
+    for name in ("a", "b", "a"):  # in the same place, one after the other
+        engine.set_adapter(name, name)
+        engine.add(request("r", prompt(1), name))
+        with pytest.raises(RequestError, match="requests use"):
+            engine.set_adapter(name, None)
+        with pytest.raises(UnsupportedError, match="raise max_adapters"):
+            engine.set_adapter("c", "a")
+        found = [token for output in _all(engine) for token in output.token_ids]
+        assert found == greedy(merged(model, adapters[name]), prompt(1))
+        engine.set_adapter(name, None)
+    with pytest.raises(RequestError, match="no adapter 'a'"):
+        engine.set_adapter("a", None)
+
+
+def _all(engine: Engine) -> list[Any]:
+    outputs = []
+    while engine.has_work():
+        outputs += engine.step()
+    return outputs
