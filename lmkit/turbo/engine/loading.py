@@ -140,7 +140,7 @@ def _check_ranks(config: EngineConfig) -> None:
     """Raise ConfigError for options that do not go together with ranks."""
     if config.device != "cpu":
         raise ConfigError(f"tp={config.tp} is for --device cpu; on a GPU use tp=1")
-    if config.adapters:
+    if config.adapters or config.adapter_root is not None:
         raise ConfigError(f"tp={config.tp} takes no adapters; merge them into the checkpoint, or use tp=1")
     if config.draft_model:
         raise ConfigError(f"tp={config.tp} takes no draft model; use speculate ngram, or tp=1")
