@@ -73,7 +73,7 @@ class AsyncPipeline:
         assert engine.info is not None
         engine.info.sampling.announce(log)
         self.tokenizer, self._engine = tokenizer, engine
-        self.maker = RequestMaker(tokenizer, engine.info)
+        self._maker = RequestMaker(tokenizer, engine.info)
         return self
 
     async def close(self) -> None:
@@ -175,7 +175,7 @@ class AsyncPipeline:
         self, prompt: str, session: Session, gen_config: GenerationConfig | None = None
     ) -> AsyncGenerator[Response, None]:
         """The parts of one turn of a conversation. The session has the turn when the iteration has ended."""
-        session, maker = open_session(prompt, session), self._open()
+        session, maker = open_session(prompt, session), self.maker
         try:
             turn = await asyncio.to_thread(maker.turn, prompt, session, gen_config)
         except RequestError as error:
@@ -196,12 +196,12 @@ class AsyncPipeline:
 
     async def get_ppl(self, input_ids: str | Sequence[int] | Iterable[str | Sequence[int]]) -> list[float]:
         """As Pipeline.get_ppl."""
-        requests = await asyncio.to_thread(self._open().scoring, input_ids)
+        requests = await asyncio.to_thread(self.maker.scoring, input_ids)
         return [mean_nll(last) for last in await self._ends(requests)]
 
     async def embed(self, inputs: str | Sequence[int] | Iterable[str | Sequence[int]]) -> Vectors:
         """As Pipeline.embed."""
-        requests = await asyncio.to_thread(self._open().embedding, inputs)
+        requests = await asyncio.to_thread(self.maker.embedding, inputs)
         return matrix([embedding_of(last) for last in await self._ends(requests)])
 
     if not TYPE_CHECKING:
@@ -209,15 +209,17 @@ class AsyncPipeline:
         def __getattr__(self, name: str) -> Any:
             raise missing(self, name, names.PIPELINE)
 
-    def _open(self) -> RequestMaker:
+    @property
+    def maker(self) -> RequestMaker:
+        """What makes its requests. Raises RequestError before the start and after the end."""
         if self._engine is None:
             raise RequestError("engine_unavailable", "this pipeline is not started; use `async with`, or await start()")
         if self._engine.state in ("draining", "dead"):
             raise RequestError("engine_unavailable", "this pipeline is closed; open another one")
-        return self.maker
+        return self._maker
 
     async def _batch(self, *arguments: Any) -> Batch:
-        return await asyncio.to_thread(self._open().batch, *arguments)
+        return await asyncio.to_thread(self.maker.batch, *arguments)
 
     async def _parts(self, batch: Batch) -> AsyncGenerator[Response, None]:
         for part in batch.refused:

@@ -215,6 +215,9 @@ def _run(models: list[ListedModel], config: ServerConfig, engine: str | None) ->
             pass
     if config.api_keys or config.api_key_file:
         log.get_logger(__name__).info("every route but /health needs an API key")
+    names = [name for model in models for name in (model.name, *model.aliases, *model.engine.adapter_folders)]
+    if again := next((name for name in names if names.count(name) > 1), None):
+        raise ConfigError(f"{again}: two models or adapters have this name; give each its own")
     pooled = []
     for model in models:
         path = resolve_model_path(model.path, revision=model.revision)
@@ -229,9 +232,6 @@ def _run(models: list[ListedModel], config: ServerConfig, engine: str | None) ->
             step_timeout=config.step_timeout,
         )
         pooled.append(PooledModel(model.name, front_end, aliases=model.aliases, keep_alive=model.keep_alive))
-    names = [name for model in pooled for name in model.names]
-    if again := next((name for name in names if names.count(name) > 1), None):
-        raise ConfigError(f"{again}: two models or adapters have this name; give each its own")
     name = ",".join(model.name for model in models)
     with registered("serve", name, config.drain_seconds) as tell:
 

@@ -28,11 +28,10 @@ PREFIX = "base_model.model."
 NAME = re.compile(r"(.+)\.lora_([AB])(?:\.default)?\.weight")
 # Fields that change nothing once the weights exist. All others must ask for nothing.
 KNOWN = frozenset({
-    "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "ensure_weight_tying",
-    "eva_config", "exclude_modules", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform",
-    "loftq_config", "lora_alpha", "lora_dropout", "lora_ga_config", "megatron_core", "peft_type", "peft_version",
-    "qalora_group_size", "r", "rank_pattern", "revision", "runtime_config", "target_modules", "task_type",
-    "use_rslora",
+    "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "ensure_weight_tying", "eva_config",
+    "exclude_modules", "inference_mode", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout",
+    "megatron_core", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern", "revision",
+    "runtime_config", "target_modules", "task_type", "use_rslora",
 })  # fmt: skip
 
 
@@ -74,8 +73,11 @@ def _checked(config: dict[str, Any], where: Path) -> dict[str, float]:
         raise UnsupportedError(f"{where}: peft_type {kind!r}: lmkit serves LoRA adapters alone")
     if config.get("bias", "none") != "none":
         raise UnsupportedError(f"{where}: bias {config['bias']!r}: trained biases are not supported; merge the adapter")
+    if (start := config.get("init_lora_weights", True)) not in (True, False, None, "gaussian", "eva"):
+        why = "the base model's weights were changed for it; save it as plain LoRA"  # PiSSA, OLoRA, CorDA, LoftQ
+        raise UnsupportedError(f"{where}: init_lora_weights {str(start)[:64]!r}: {why}")
     for name, value in config.items():
-        if name not in KNOWN and value not in (None, False, [], {}, ""):
+        if name not in KNOWN | {"init_lora_weights"} and value not in (None, False, [], {}, ""):
             raise UnsupportedError(f"{where}: {name}: {str(value)[:64]!r} is not supported; merge the adapter")
     patterns = config.get("alpha_pattern") or {}
     alphas: dict[str, Any] = {"": config.get("lora_alpha"), **patterns} if isinstance(patterns, dict) else {"": None}

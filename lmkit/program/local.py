@@ -25,7 +25,8 @@ class Local:
     """A model of a pipeline. `steps` are those of one request; a request that is left early is aborted."""
 
     def __init__(self, pipe: Pipeline | AsyncPipeline, steps: Steps) -> None:
-        self._tokenizer, self._maker, self._steps = pipe.tokenizer, pipe.maker, steps
+        self._maker, self._steps = pipe.maker, steps  # the maker raises if the pipeline is not open
+        self._tokenizer = pipe.tokenizer
 
     async def render(self, messages: Messages) -> str:
         return await asyncio.to_thread(self._tokenizer.render_chat, messages)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lmkit.errors import HTTP_STATUS, ConfigError, LMKitError, RequestError
@@ -22,7 +22,7 @@ class Server:
 
     url: str
     model: str | None = None
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
     timeout: float = 600.0  # seconds without a sign of the server
 
     @asynccontextmanager
@@ -111,7 +111,7 @@ class Remote:
                             return
                         part = json.loads(data)
                         if error := part.get("error"):
-                            raise RequestError(error.get("code") or "engine_error", error.get("message") or "it failed")
+                            raise _error(error)
                         if part["text"]:
                             on_text(part["text"])
                         yield part
@@ -133,13 +133,16 @@ def _score(answer: dict[str, Any]) -> Score:
 
 
 def _refusal(response: httpx.Response) -> RequestError:
-    """The server's own words."""
     try:
-        error = response.json()["error"]
-        code, message = str(error["code"]), str(error["message"])
+        return _error(response.json()["error"])
     except (ValueError, KeyError, TypeError):
-        code, message = "", f"the server answers with status {response.status_code}"
-    return RequestError(code if code in HTTP_STATUS else "engine_error", message)
+        return RequestError("engine_error", f"the server answers with status {response.status_code}")
+
+
+def _error(error: dict[str, Any]) -> RequestError:
+    """The server's own words."""
+    code = str(error["code"])
+    return RequestError(code if code in HTTP_STATUS else "engine_error", str(error["message"]))
 
 
 def _unreachable(client: httpx.AsyncClient, error: Exception) -> LMKitError:

@@ -154,13 +154,14 @@ def test_an_unknown_variable_is_one_warning(monkeypatch: pytest.MonkeyPatch, cap
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        (["--server-port", "1"], "--port"), (["--server-name=0.0.0.0"], "--host"), (["--tp", "2"], "one device"),
+        (["--server-port", "1"], "--port"), (["--server-name=0.0.0.0"], "--host"),
         (["--session-len", "9"], "--max-model-len"), (["--cache-max-entry-count", "0.5"], "--kv-memory"),
         (["--quant-policy", "8"], "--kv-dtype"), (["--model-name", "x"], "--served-model-name"),
         (["--api-keys", "a"], "--api-key"), (["--max-concurrent-requests", "4"], "--max-queue"),
         (["--chat-template-file", "x"], "--chat-template"), (["--tool-call-parser", "qwen"], "--tool-parser"),
         (["--gpu-memory-utilization", "0.9"], "--kv-memory"), (["--max-num-seqs", "8"], "--max-batch-size"),
-        (["--tensor-parallel-size", "2"], "one device"), (["--max-num-batched-tokens", "8"], "--max-step-tokens"),
+        (["--tensor-parallel-size", "2"], "--tp"), (["--pipeline-parallel-size", "2"], "one device"),
+        (["--max-num-batched-tokens", "8"], "--max-step-tokens"),
         (["--enable-prefix-caching"], "--prefix-cache"), (["--dtype", "half"], "float16"),
         (["-c", "4"], "--max-model-len"),
         (["--ctx-size", "4"], "--max-model-len"), (["-ngl", "99"], "--device"), (["--n-gpu-layers", "99"], "--device"),
@@ -182,7 +183,7 @@ enable_abort_handling enable_eplb enable_microbatch enable_prefix_caching ep hf_
 logprobs_mode max_concurrent_requests max_log_len max_prefill_iters max_prefill_token_num migration_backend model_format
 model_name nnodes node_rank num_tokens_per_iter proxy_url quant_policy role
 rope_scaling_factor server_name server_port session_len speculative_algorithm speculative_draft_model
-speculative_num_draft_tokens ssl tool_call_parser tp trust_remote_code vision_max_batch_size
+speculative_num_draft_tokens ssl tool_call_parser trust_remote_code vision_max_batch_size
 """
 LMDEPLOY_PROXY = """
 api_keys disable_cache_status disable_gdr dummy_prefill link_type migration_protocol routing_strategy server_name

@@ -242,6 +242,9 @@ def test_mistakes_around_a_program(pipe: Pipeline, server: Remote) -> None:
         run_batch(pipe, missing, [], at_once=0)
     with pytest.raises(ConfigError, match="expected a Pipeline"):
         run("demo", missing)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="not started"):
+        asyncio.run(start(AsyncPipeline("demo"), missing))
+    assert "key" not in repr(Remote("http://h", api_key="secret"))
     with pytest.raises(ConfigError, match="is not a URL"):
         run(Remote("nowhere"), missing)
     with pytest.raises(RequestError, match="key"):

@@ -84,9 +84,7 @@ class Scheduler:
         adapters: Mapping[str, LoadedAdapter] | None = None,
         draft_model: DraftModel | None = None,
     ) -> None:
-        """`forced`: the next tokens of a slot's sequence, as far as its grammar leaves no choice. `adapters`: by name,
-        those that are loaded. `draft_model`: it guesses besides the text itself.
-        """
+        """`forced`: the next tokens of a slot's sequence, where its grammar leaves no choice. `adapters`: by name."""
         self.limits = limits
         self._eos_token_ids = eos_token_ids
         self._adapters = {} if adapters is None else adapters

@@ -10,7 +10,6 @@ import os
 import shutil
 import tempfile
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +21,8 @@ from lmkit.config import EngineConfig, LogFormat
 from lmkit.errors import CheckpointError, ConfigError, LMKitError, RequestError, UnsupportedError
 from lmkit.turbo.request import EngineInfo, EngineStats, Request, Siblings, StepOutput
 from lmkit.turbo.transport import messages
+from lmkit.turbo.transport.adapter_calls import AdapterCalls
+from lmkit.turbo.transport.restart import RestartPolicy
 from lmkit.turbo.transport.spawned import SILENT_SECONDS, EngineProcess
 
 State = Literal["starting", "ready", "restarting", "asleep", "draining", "dead"]
@@ -34,22 +35,6 @@ MAX_IPC_PATH = 100  # sockaddr_un holds 107 bytes
 _START_ERRORS = {kind.__name__: kind for kind in (ConfigError, CheckpointError, UnsupportedError)}
 
 logger = log.get_logger(__name__)
-
-
-@dataclass(frozen=True)
-class RestartPolicy:
-    """A process that dies is started again after a delay. Each failure doubles the delay.
-
-    After `max_failures` failures in a row the process is not started again.
-    """
-
-    max_failures: int = 3
-    first_delay: float = 0.5  # seconds
-    max_delay: float = 30.0
-    stable_seconds: float = 60.0  # the failure of a process that lived longer starts a new row
-
-    def delay(self, failures: int) -> float:
-        return min(self.first_delay * 2.0 ** (failures - 1), self.max_delay)
 
 
 class AsyncEngine:
@@ -94,8 +79,7 @@ class AsyncEngine:
         self._context: zmq.Context | None = None
         self._ready: asyncio.Future[EngineInfo] | None = None  # of the process that loads the model
         self._asleep: asyncio.Future[None] | None = None
-        self._adapter_set: asyncio.Future[messages.AdapterSet] | None = None
-        self._setting = asyncio.Lock()  # one adapter at a time
+        self._adapter_calls = AdapterCalls()
         self._supervisor: asyncio.Task[None] | None = None
         self._dead = asyncio.Event()
         self._directory: Path | None = None
@@ -164,22 +148,12 @@ class AsyncEngine:
 
         Raises RequestError.
         """
-        process = self._process
-        if self.state != "ready" or process is None:
+        if self.state != "ready" or self._process is None:
             raise RequestError("engine_unavailable", f"the engine is {self.state}")
-        async with self._setting:
-            self._adapter_set = asyncio.get_running_loop().create_future()
-            process.send_surely(messages.SetAdapter(name, folder))
-            either: set[asyncio.Future[Any]] = {self._adapter_set, process.listening}
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if not self._adapter_set.done():
-                raise RequestError("engine_unavailable", "the engine ended")
-            done = self._adapter_set.result()
-            if done.error:
-                raise RequestError(done.code, done.error)
-            kept = tuple(f"{n}={path}" for n, path in self.config.adapter_folders.items() if n != name)
-            added = () if done.path is None else (f"{name}={done.path}",)
-            self.configure(msgspec.structs.replace(self.config, adapters=kept + added))
+        path = await self._adapter_calls.set(self._process, name, folder)
+        kept = tuple(f"{n}={at}" for n, at in self.config.adapter_folders.items() if n != name)
+        adapters = kept if path is None else (*kept, f"{name}={path}")
+        self.configure(msgspec.structs.replace(self.config, adapters=adapters))
 
     async def until_dead(self) -> None:
         """Wait until the engine has ended and is not started again. Call it after `start`."""
@@ -315,8 +289,8 @@ class AsyncEngine:
                 self._ready.set_exception(_START_ERRORS.get(kind, LMKitError)(message))
             case messages.Asleep() if self._asleep is not None and not self._asleep.done():
                 self._asleep.set_result(None)
-            case messages.AdapterSet() if self._adapter_set is not None and not self._adapter_set.done():
-                self._adapter_set.set_result(event)
+            case messages.AdapterSet():
+                self._adapter_calls.take(event)
             case messages.Stats(engine, failures):
                 self._stats, self.num_failures = engine, failures
 

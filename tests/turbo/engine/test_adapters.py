@@ -130,6 +130,7 @@ MODULE = "model.layers.0.self_attn.q_proj"
         ({"peft_type": "IA3"}, UnsupportedError, "peft_type 'IA3'"),
         ({"use_dora": True}, UnsupportedError, "use_dora"),
         ({"modules_to_save": ["lm_head"]}, UnsupportedError, "modules_to_save"),
+        ({"init_lora_weights": "pissa"}, UnsupportedError, "init_lora_weights 'pissa'"),
         ({"bias": "all"}, UnsupportedError, "bias 'all'"),
         ({"something_new": 3}, UnsupportedError, "something_new"),
         ({"lora_alpha": 1e9}, CheckpointError, "lora_alpha"),
