@@ -149,7 +149,7 @@ def test_what_cannot_be_opened() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             pipeline(*arguments)
-    for options, advice in (({"tp": 2}, "one device"), ({"trust_remote_code": True}, "never runs code")):
+    for options, advice in (({"ep": 2}, "one device"), ({"trust_remote_code": True}, "never runs code")):
         with pytest.raises(ConfigError, match=advice):
             pipeline("demo", **options)
 
