@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
@@ -109,46 +110,44 @@ def _futex(e: Emitter, address: Any, operation: int, value: Any) -> None:
         e.call("syscall", I64, [I64(FUTEX), address, I64(operation), e.builder.zext(value, I64), I64(0)])
 
 
+def _wait(e: Emitter, counter: Any, is_over: Callable[[Any], Any], operation: int, count_sleeper: bool) -> None:
+    """Spin, then sleep, until `is_over` holds for the lower half of the counter at the address `counter`. A thread that
+    gave its core away without sleeping would lose its share of a busy core.
+    """
+    b = e.builder
+    lower = b.inttoptr(counter, I32.as_pointer())
+    spins = cgutils.alloca_once_value(b, I64(0))
+    check, again, sleep, end = (b.append_basic_block(name) for name in ("check", "again", "sleep", "end"))
+    b.branch(check)
+    b.position_at_end(check)
+    seen = b.load_atomic(lower, "acquire", 4, typ=I32)
+    b.cbranch(is_over(seen), end, again)
+    b.position_at_end(again)
+    spun = b.add(b.load(spins), I64(1))
+    b.store(spun, spins)
+    e.pause()
+    b.cbranch(b.icmp_signed(">", spun, I64(SPINS)), sleep, check)
+    b.position_at_end(sleep)  # if the counter changes before the thread sleeps, the system call returns at once
+    if count_sleeper:
+        b.atomic_rmw("add", b.inttoptr(counter, I64.as_pointer()), I64(SLEEPER), "acq_rel")
+    _futex(e, counter, operation, seen)
+    b.branch(check)
+    b.position_at_end(end)
+
+
 @intrinsic
 def wait_for(typing: Any, counter: Any, count: Any) -> Any:
     """Wait until the counter at the address `counter` has reached `count`. Earlier writes of the threads that counted
-    are visible then. A thread that gave its core away without sleeping would lose its share of a busy core.
+    are visible then.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        b, e = builder, Emitter(builder)
-        lower = b.inttoptr(arguments[0], I32.as_pointer())
-        wanted = b.trunc(arguments[1], I32)
-        spins = cgutils.alloca_once_value(b, I64(0))
-        check, again, sleep, end = (b.append_basic_block(name) for name in ("check", "again", "sleep", "end"))
-        b.branch(check)
-        b.position_at_end(check)
-        seen = b.load_atomic(lower, "acquire", 4, typ=I32)
-        b.cbranch(b.icmp_unsigned(">=", seen, wanted), end, again)
-        b.position_at_end(again)
-        spun = b.add(b.load(spins), I64(1))
-        b.store(spun, spins)
-        e.pause()
-        b.cbranch(b.icmp_signed(">", spun, I64(SPINS)), sleep, check)
-        b.position_at_end(sleep)  # if the counter changes before the thread sleeps, the system call returns at once
-        b.atomic_rmw("add", b.inttoptr(arguments[0], I64.as_pointer()), I64(SLEEPER), "acq_rel")
-        _futex(e, arguments[0], _WAIT, seen)
-        b.branch(check)
-        b.position_at_end(end)
+        wanted = builder.trunc(arguments[1], I32)
+        has_reached = partial(builder.icmp_unsigned, "<=", wanted)
+        _wait(Emitter(builder), arguments[0], has_reached, _WAIT, count_sleeper=True)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), codegen
-
-
-@intrinsic
-def wake(typing: Any, counter: Any) -> Any:
-    """Wake the threads that sleep until the counter at the address `counter` changes."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _futex(Emitter(builder), arguments[0], _WAKE, I32(0x7FFFFFFF))
-        return context.get_dummy_value()
-
-    return types.void(types.int64), codegen
 
 
 @intrinsic
@@ -158,40 +157,34 @@ def wait_for_ranks(typing: Any, counter: Any, lost: Any, count: Any) -> Any:
     """
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        b, e = builder, Emitter(builder)
-        lower, mark = (b.inttoptr(arguments[i], kind.as_pointer()) for i, kind in ((0, I32), (1, I64)))
-        wanted = b.trunc(arguments[2], I32)
-        spins = cgutils.alloca_once_value(b, I64(0))
-        check, again, sleep, end = (b.append_basic_block(name) for name in ("check", "again", "sleep", "end"))
-        b.branch(check)
-        b.position_at_end(check)
-        seen = b.load_atomic(lower, "acquire", 4, typ=I32)
-        is_there = b.icmp_signed(">=", b.sub(seen, wanted), I32(0))
-        is_lost = b.icmp_signed("!=", b.load_atomic(mark, "acquire", 8, typ=I64), I64(0))
-        b.cbranch(b.or_(is_there, is_lost), end, again)
-        b.position_at_end(again)
-        spun = b.add(b.load(spins), I64(1))
-        b.store(spun, spins)
-        e.pause()
-        b.cbranch(b.icmp_signed(">", spun, I64(SPINS)), sleep, check)
-        b.position_at_end(sleep)
-        _futex(e, arguments[0], _WAIT_SHARED, seen)
-        b.branch(check)
-        b.position_at_end(end)
+        b = builder
+        mark, wanted = b.inttoptr(arguments[1], I64.as_pointer()), b.trunc(arguments[2], I32)
+
+        def is_over(seen: Any) -> Any:
+            is_there = b.icmp_signed(">=", b.sub(seen, wanted), I32(0))
+            return b.or_(is_there, b.icmp_signed("!=", b.load_atomic(mark, "acquire", 8, typ=I64), I64(0)))
+
+        _wait(Emitter(b), arguments[0], is_over, _WAIT_SHARED, count_sleeper=False)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64), codegen
 
 
-@intrinsic
-def wake_ranks(typing: Any, counter: Any) -> Any:
-    """Wake all that sleep in `wait_for_ranks`."""
+def _waker(operation: int) -> Any:
+    """Wakes all that sleep until the counter at an address changes."""
 
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _futex(Emitter(builder), arguments[0], WAKE_SHARED, I32(0x7FFFFFFF))
-        return context.get_dummy_value()
+    def typing_and_code(typing: Any, counter: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            _futex(Emitter(builder), arguments[0], operation, I32(0x7FFFFFFF))
+            return context.get_dummy_value()
 
-    return types.void(types.int64), codegen
+        return types.void(types.int64), codegen
+
+    return intrinsic(typing_and_code)
+
+
+wake = _waker(_WAKE)  # for wait_for
+wake_ranks = _waker(WAKE_SHARED)  # for wait_for_ranks
 
 
 def _call_address(context: Any, builder: Any, signature: Any, values: Any) -> Any:
