@@ -97,7 +97,7 @@ class Branch:
         Raises ConfigError or RequestError.
         """
         options: dict[str, Any] = PLAIN | {"response_format": _form(schema, regex, choices)} | sampling
-        whole = await self._text()
+        whole = await self.text()
         prompt = self._prompt(whole)
         on_part = self.on_part
         show = None if on_part is None else (lambda text: on_part(Part(self.node.path, name, text)))
@@ -122,9 +122,8 @@ class Branch:
 
         All choices are computed in one pass behind the text so far. Raises ConfigError or RequestError.
         """
-        if not choices or not all(isinstance(text, str) and text for text in choices):
-            raise ConfigError("select: expected one or more texts that are not empty")
-        whole = await self._text()
+        _check_texts(choices, "select")
+        whole = await self.text()
         if not whole:
             raise ConfigError("select: write some text first")
         scores = await self.model.score(self._prompt(whole), list(choices))
@@ -155,9 +154,6 @@ class Branch:
 
     async def text(self) -> str:
         """The whole text so far; of a conversation, as the chat template writes it."""
-        return await self._text()
-
-    async def _text(self) -> str:
         if self._rendered is None:
             self._rendered = await self.model.render(self._messages)
         return self._rendered + self._own
@@ -169,6 +165,11 @@ class Branch:
         return Prompt(ids, whole[len(text) :], is_chat=bool(self._messages))
 
 
+def _check_texts(texts: Sequence[str], where: str) -> None:
+    if not texts or not all(isinstance(text, str) and text for text in texts):
+        raise ConfigError(f"{where}: expected one or more texts that are not empty")
+
+
 def _form(schema: Any, regex: str | None, choices: Sequence[str] | None) -> dict[str, Any] | None:
     """The response_format that says what the answer may be."""
     given = [name for name, value in (("schema", schema), ("regex", regex), ("choices", choices)) if value is not None]
@@ -177,7 +178,6 @@ def _form(schema: Any, regex: str | None, choices: Sequence[str] | None) -> dict
     if schema is not None:
         return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
     if choices is not None:
-        if not choices or not all(isinstance(text, str) and text for text in choices):
-            raise ConfigError("gen: choices: expected one or more texts that are not empty")
+        _check_texts(choices, "gen: choices")
         regex = "|".join(SPECIAL.sub(r"\\\g<0>", text) for text in choices)
     return None if regex is None else {"type": "regex_schema", "regex_schema": regex}

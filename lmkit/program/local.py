@@ -59,10 +59,9 @@ class Local:
         return await asyncio.gather(*(self._score(before, text) for text in texts))
 
     async def _score(self, before: list[int], text: str) -> Score:
-        ids = self._tokenizer.encode_behind(before, text)
-        start = _num_common(before, ids) - 1
+        ids, same = self._tokenizer.encode_ending(before, text)
         config = GenerationConfig(max_new_tokens=0)
-        request = self._maker.request(ids, config, prompt_logprobs=True, logprobs_start=start)
+        request = self._maker.request(ids, config, prompt_logprobs=True, logprobs_start=max(same - 1, 0))
         outputs = [output async for output in self._outputs(request)]
         scored = [entry.token.logprob or 0.0 for output in outputs for entry in output.prompt_logprobs[1:]]
         return Score(tuple(ids), tuple(scored), outputs[-1].num_cached_tokens)
@@ -130,8 +129,3 @@ class Driver:
                 queue.put_nowait(error)
         elif self._waiting:  # it came while the thread ended
             self._start()
-
-
-def _num_common(first: Sequence[int], second: Sequence[int]) -> int:
-    """The number of tokens with which both begin."""
-    return next((i for i, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1]), len(first))

@@ -135,8 +135,7 @@ def _endings(
     requests = []
     for text in body.endings or ():
         tokenizer.check_length(text, info.max_model_len, "endings")
-        ids = tokenizer.encode_behind(before, text)
-        same = next((i for i, pair in enumerate(zip(before, ids, strict=False)) if pair[0] != pair[1]), len(before))
+        ids, same = tokenizer.encode_ending(before, text)
         start = msgspec.structs.replace(like, logprobs_start=max(same - 1, 0))
         requests += _fan_out([ids], start, 1, info, "endings", 0)
     return [msgspec.structs.replace(request, request_id=f"{like.request_id}-{i}") for i, request in enumerate(requests)]

@@ -110,6 +110,13 @@ class Tokenizer:
             return [*ids, *new]
         return self.encode(self.decode(ids, skip_special_tokens=False) + text, add_special_tokens=False)
 
+    def encode_ending(self, before: Sequence[int], text: str) -> tuple[list[int], int]:
+        """As `encode_behind`, and how many of the ids `before` the result begins with."""
+        ids = self.encode_behind(before, text)
+        return ids, next(
+            (i for i, pair in enumerate(zip(before, ids, strict=False)) if pair[0] != pair[1]), len(before)
+        )
+
     def min_tokens(self, text: str) -> int:
         """A number of tokens that `text` has at least, without tokenizing it. 0 if this tokenizer allows no bound."""
         return -(-len(text) // self.max_token_chars) if self.max_token_chars else 0
