@@ -94,23 +94,11 @@ class RemoteModel:
         """
         import httpx
 
-        from lmkit.web.tls import trusting
+        from lmkit.web.client import client_options
 
-        base = url.rstrip("/").removesuffix("/v1")
-        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        client = httpx.Client(**client_options(url, api_key, timeout=600))
         try:
-            client = httpx.Client(
-                base_url=base,
-                headers=headers,
-                timeout=httpx.Timeout(600, connect=5),
-                trust_env=False,
-                verify=trusting(httpx.create_ssl_context(trust_env=False)),
-            )
-            if not client.base_url.host:
-                raise ConfigError(f"{url!r} is not a URL: write http://HOST:PORT")
-        except (httpx.InvalidURL, UnicodeError) as error:
-            raise ConfigError(f"{url!r} is not a URL: {error}") from None
-        try:
+            base = str(client.base_url).rstrip("/")
             names = _models(client, base, model)
             return cls(client, names, _chosen(names, base, model), options)
         except BaseException:

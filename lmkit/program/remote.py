@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lmkit.errors import HTTP_STATUS, ConfigError, LMKitError, RequestError
+from lmkit.errors import HTTP_STATUS, LMKitError, RequestError
 from lmkit.program.model import Answer, Messages, Prompt, Score
 from lmkit.web.sse import EventData
 
@@ -30,23 +30,10 @@ class Server:
         """Raises ConfigError if the URL is none."""
         import httpx
 
-        from lmkit.web.tls import trusting
+        from lmkit.web.client import client_options
 
-        headers = {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-        try:
-            client = httpx.AsyncClient(
-                base_url=self.url.rstrip("/").removesuffix("/v1"),
-                headers=headers,
-                timeout=httpx.Timeout(self.timeout, connect=10),
-                limits=httpx.Limits(max_connections=None),
-                trust_env=False,
-                verify=trusting(httpx.create_ssl_context(trust_env=False)),
-            )
-        except (httpx.InvalidURL, UnicodeError) as error:
-            raise ConfigError(f"{self.url!r} is not a URL: {error}") from None
-        if not client.base_url.host:
-            raise ConfigError(f"{self.url!r} is not a URL: write http://HOST:PORT")
-        async with client:
+        options = client_options(self.url, self.api_key, self.timeout)
+        async with httpx.AsyncClient(**options, limits=httpx.Limits(max_connections=None)) as client:
             yield Remote(client, {} if self.model is None else {"model": self.model})
 
 
