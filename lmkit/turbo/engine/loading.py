@@ -36,6 +36,8 @@ from lmkit.turbo.runners.device import Device
 
 log = get_logger(__name__)
 
+MAX_ADAPTERS = 8  # of an adapter_root, at once
+
 
 @dataclass(frozen=True)
 class LoadedModel:
@@ -96,7 +98,9 @@ def load_adapters(decoder: Decoder, config: EngineConfig, device: Device) -> Dec
     Raises ConfigError, CheckpointError or UnsupportedError.
     """
     given = config.adapter_folders
-    count = len(given) if config.adapter_root is None else max(len(given), config.max_adapters)
+    if config.adapter_root is None and config.max_adapters is not None:
+        raise ConfigError("max_adapters is for adapters of an adapter_root: name it, or leave max_adapters out")
+    count = len(given) if config.adapter_root is None else max(len(given), config.max_adapters or MAX_ADAPTERS)
     if not count:
         return None
     if device.name != "cpu":

@@ -182,6 +182,12 @@ def test_files_that_are_no_adapter(tmp_path: Path) -> None:
         opened(f"a={folder}")
 
 
+def test_a_limit_without_a_root_is_refused(tmp_path: Path) -> None:
+    tiny.make(tmp_path / "base", "llama")
+    with pytest.raises(ConfigError, match="max_adapters is for adapters of an adapter_root"):
+        Engine.of(load_model(tmp_path / "base"), EngineConfig(**OPTIONS, max_adapters=3))
+
+
 def test_an_adapter_in_use_stays(tmp_path: Path) -> None:
     model = tiny.make(tmp_path / "base", "llama").float()
     adapters = {name: peft_folder.write(tmp_path / name, peft_folder.linears(model), i) for i, name in enumerate("ab")}
