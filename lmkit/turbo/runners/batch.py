@@ -71,7 +71,7 @@ class PersistentBatch:
             "rope_lens": torch.zeros(num_slots, dtype=torch.int32),
             "logit_rows": torch.zeros(max_step_tokens, dtype=torch.int64),
             "logit_start": torch.zeros(num_slots + 1, dtype=torch.int32),
-            "adapters": torch.zeros(max_step_tokens, dtype=torch.int32),
+            "adapters": torch.full((max_step_tokens,), -1, dtype=torch.int32),
             "logit_adapters": torch.zeros(max_step_tokens, dtype=torch.int32),
         }
         self._arrays = {name: tensor.numpy() for name, tensor in self._inputs.items()}
@@ -143,7 +143,7 @@ class PersistentBatch:
         num_sampled = np.array([c.num_sampled for c in ordered if c.num_sampled], np.int32)
         self._arrays["logit_start"][1 : len(num_sampled) + 1] = num_sampled.cumsum()
         sizes = len(positions), len(slots), width, len(logit_rows), len(num_sampled)
-        return self._views(*sizes, adapted=bool((self.adapters[slots] >= 0).any())), rows
+        return self._views(*sizes), rows
 
     def _extend_tables(self, slot: int, by_group: list[list[int]]) -> None:
         for group, blocks in enumerate(by_group):
@@ -166,9 +166,9 @@ class PersistentBatch:
         else:
             slots, positions = np.array(tokens).T
             self._write(slots, slots, positions, np.arange(num_seqs + 1), positions + 1)
-        shape = num_seqs, any(self.adapters[slot] >= 0 for slot, _ in tokens)
+        shape = num_seqs, self._has_adapters(num_seqs)
         if shape not in self._decode_inputs:
-            inputs = self._views(num_seqs, num_seqs, self.block_tables.shape[2], 0, 0, adapted=shape[1])
+            inputs = self._views(num_seqs, num_seqs, self.block_tables.shape[2], 0, 0)
             rows, start = torch.arange(num_seqs), inputs.geometries[0].query_start
             self._decode_inputs[shape] = replace(inputs, logit_rows=rows, logit_start=start)
         return self._decode_inputs[shape]
@@ -204,17 +204,14 @@ class PersistentBatch:
         """A step of one sequence with so many tokens and logit rows. Its shapes are right, its values mean nothing."""
         return self._views(num_tokens, 1, self._table_width(1), num_logits, 1)
 
+    def _has_adapters(self, num_tokens: int) -> bool:
+        """Whether any of the first tokens of the inputs belongs to a sequence with an adapter."""
+        return bool(self._arrays["adapters"][:num_tokens].max(initial=-1) >= 0)
+
     def _views(
-        self,
-        num_tokens: int,
-        num_seqs: int,
-        table_width: int,
-        num_logits: int,
-        num_sampled: int,
-        *,
-        adapted: bool = False,
+        self, num_tokens: int, num_seqs: int, table_width: int, num_logits: int, num_sampled: int
     ) -> BatchInputs:
-        whole = self._inputs
+        whole, adapted = self._inputs, self._has_adapters(num_tokens)
         slots, tables = whole["slots"][:, :num_tokens], whole["block_tables"][:, :num_seqs, :table_width]
         query_start, context_lens = whole["query_start"][: num_seqs + 1], whole["context_lens"][:num_seqs]
         return BatchInputs(
