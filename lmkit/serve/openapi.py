@@ -10,7 +10,6 @@ import asyncio
 import inspect
 import re
 from collections.abc import Iterator, Mapping
-from importlib import metadata
 from typing import Any
 
 import msgspec
@@ -19,6 +18,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from lmkit import __version__
 from lmkit.serve.batches.batch_routes import BatchRequest
 from lmkit.serve.batches.file_routes import LIMIT
 from lmkit.serve.choose import shared
@@ -145,7 +145,7 @@ def document(routes: list[APIRoute], *, has_keys: bool) -> dict[str, Any]:
         for method in sorted((route.methods or set()) - {"HEAD"}):
             paths.setdefault(route.path_format, {})[method.lower()] = _operation(route, method, body)
     components: dict[str, Any] = {"schemas": {"Error": ERROR} | defined["$defs"] | chunks}
-    about = {"title": "lmkit", "version": metadata.version("lmkit")}
+    about = {"title": "lmkit", "version": __version__}
     whole: dict[str, Any] = {"openapi": "3.1.0", "info": about, "paths": paths, "components": components}
     if has_keys:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
