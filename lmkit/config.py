@@ -316,6 +316,15 @@ def lmkit_variables() -> dict[str, str]:
     return {name: text for name, text in sorted(os.environ.items()) if name.startswith("LMKIT_") and text}
 
 
+def child_environment(**added: str) -> dict[str, str]:
+    """This process' environment for a server that it starts, with variables added. Options in variables are left out:
+    they are this process' own.
+    """
+    kept = {name: text for name, text in os.environ.items() if not name.startswith("LMKIT_") or name in VARIABLES}
+    kept.pop("LMKIT_API_KEY", None)
+    return kept | added
+
+
 def default_num_threads() -> int:
     """LMKIT_NUM_THREADS, else this process' share of the physical cores that it may use."""
     here = environment()

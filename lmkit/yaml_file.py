@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -50,3 +51,25 @@ def _refuse_duplicates(tree: yaml.Node | None, name: str) -> None:
                     raise ConfigError(f"{name}:{key.start_mark.line + 1}: {key.value!r} is given twice")
                 keys.add(key.value)
             left.append(value)
+
+
+def line_of(tree: Any, message: str) -> int:
+    """The source line to which a validation message such as "unknown field `x` - at `$.nodes[0]`" refers."""
+    where = re.search(r" - at `(?:key in )?\$(.*)`$", message)
+    steps = re.findall(r"\.([^.\[]+)|\[(\d+)\]", where[1]) if where else []
+    if unknown := re.search(r"unknown field `(.*?)`", message):
+        steps.append((unknown[1], ""))
+    line = tree.start_mark.line + 1 if tree is not None else 1
+    for name, index in steps:
+        if index and isinstance(tree, yaml.SequenceNode) and int(index) < len(tree.value):
+            tree = tree.value[int(index)]
+            line = tree.start_mark.line + 1
+        elif name and isinstance(tree, yaml.MappingNode):
+            entries = {key.value: (key, value) for key, value in tree.value}
+            if name not in entries:
+                break
+            key, tree = entries[name]
+            line = key.start_mark.line + 1
+        else:
+            break
+    return line

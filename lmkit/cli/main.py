@@ -9,7 +9,7 @@ import typer
 
 import lmkit
 from lmkit import log
-from lmkit.cli import bench, chat, convert, doctor, eval, inspect, models, proxy, quantize, running, serve
+from lmkit.cli import bench, chat, convert, doctor, eval, inspect, models, proxy, quantize, running, serve, up
 from lmkit.cli.settings import ProxyGroup, ServeCommand
 from lmkit.cli.usage import Command, Group, Root
 from lmkit.config import calm_openmp, environment, require_linux
@@ -29,6 +29,7 @@ for name, function, short_help in (
     ("quantize", quantize.quantize, "Quantize the weights of a checkpoint, and its KV cache."),
     ("convert", convert.convert, "Write a quantized checkpoint in another format."),
     ("serve", serve.serve, "Serve a model over HTTP with OpenAI's API."),
+    ("up", up.up, "Start a proxy and its replicas, and keep them running."),
     ("chat", chat.chat, "Talk to a model or a server."),
     ("eval", eval.evaluate, "Measure perplexity, and the distance between two models."),
     ("inspect", inspect.inspect, "Show a checkpoint, and the memory that serving it needs."),

@@ -73,8 +73,8 @@ def registration(announced: Announcement, peer: str, allowed: Sequence[str]) -> 
     return node
 
 
-def refusal(announced: Announcement, url: str, owner: str, nodes: Iterable[Node]) -> str:
-    """Why a node of this owner may not serve these models here, or an empty text."""
+def refusal(announced: Announcement, url: str, owner: str, nodes: Iterable[Node], *, mixed: bool = False) -> str:
+    """Why a node of this owner may not serve these models here, or an empty text. `mixed`: other weights are fine."""
     for node in nodes:
         if node.url == url:
             if node.owner != owner:
@@ -83,7 +83,7 @@ def refusal(announced: Announcement, url: str, owner: str, nodes: Iterable[Node]
         for model in announced.models.keys() & (node.models or {}).keys():
             if node.owner != owner:
                 return f"the model name {model!r} belongs to another owner's nodes"
-            if announced.models[model] != node.fingerprints.get(model, announced.models[model]):
+            if not mixed and announced.models[model] != node.fingerprints.get(model, announced.models[model]):
                 return f"{model!r} is served here with other weights; give these another name, and rules or an alias"
     return ""
 

@@ -135,6 +135,7 @@ class Proxy:
         """Take the nodes, rules, aliases, prices and the policy of a new configuration."""
         self._router.configure(config)
         self.fleet.configure(config.nodes)
+        self.registry.on_demand = config.on_demand
         if self.ledger is not None:
             self.ledger.prices = config.prices
 
@@ -280,7 +281,9 @@ class Proxy:
 
     def _fleet_status(self, url: str | None = None) -> dict[str, Any]:
         nodes = [node for node in self.registry.status() if url in (None, node["url"])]
-        return {"object": "list", "data": nodes, "persistent": self.fleet.persistent, "policy": self._router.policy}
+        held = {model: held._asdict() for model, held in self.registry.held.items()}
+        told = {"persistent": self.fleet.persistent, "policy": self._router.policy, "held": held}
+        return {"object": "list", "data": nodes, **told}
 
     async def show_events(self, exchange: Exchange) -> None:
         """What the dashboard shows, as long as the client stays."""

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import httpx
 import msgspec
-import yaml
 
 from lmkit import yaml_file
 from lmkit.config import (
@@ -87,6 +86,10 @@ class ProxyConfig(StrictStruct, frozen=True):
     ] = ()  # networks and host names, besides its own address, that a node may name as its own
     policy: PolicyName = "prefix"
     aliases: dict[ModelName, ModelName] = {}  # other names of models
+    on_demand: dict[
+        ModelName, Seconds
+    ] = {}  # models whose nodes come when asked for, and how long requests wait for one
+    mixed_weights: bool = False  # nodes of one key may serve a name with other weights, as while a new version comes
     rules: tuple[Rule, ...] = ()  # the first that fits a request counts, see proxy.rules
     max_shadows: Annotated[int, msgspec.Meta(ge=0)] = 16  # copies for shadows at once; one more is left out
     api_keys: tuple[str, ...] = ()  # each `KEY [name=value ...]`, see web.auth.ApiKey; empty = no authentication
@@ -182,7 +185,7 @@ def _read(path: Path) -> ProxyConfig:
     try:
         config = msgspec.convert(data, ProxyConfig)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{path}:{_line(tree, str(error))}: {error}{_near(str(error))}") from None
+        raise ConfigError(f"{path}:{yaml_file.line_of(tree, str(error))}: {error}{_near(str(error))}") from None
     named = {name: getattr(config, name) for name in ("state_file", "key_store", "tls_cert", "tls_key")}
     beside = {name: str(path.parent / value) for name, value in named.items() if value is not None}
     return msgspec.structs.replace(config, **beside)
@@ -199,25 +202,3 @@ def _near(message: str) -> str:
 _STRUCTS: tuple[tuple[str, type[StrictStruct]], ...] = (
     (r"\.when\b", When), (r"\.to\b", Target), (r"\.shadow\b", Shadow), (r"\$\.rules", Rule), (r"\$\.nodes", NodeConfig),
 )  # fmt: skip
-
-
-def _line(tree: Any, message: str) -> int:
-    """The source line to which a validation message such as "unknown field `x` - at `$.nodes[0]`" refers."""
-    where = re.search(r" - at `(?:key in )?\$(.*)`$", message)
-    steps = re.findall(r"\.([^.\[]+)|\[(\d+)\]", where[1]) if where else []
-    if unknown := re.search(r"unknown field `(.*?)`", message):
-        steps.append((unknown[1], ""))
-    line = tree.start_mark.line + 1 if tree is not None else 1
-    for name, index in steps:
-        if index and isinstance(tree, yaml.SequenceNode) and int(index) < len(tree.value):
-            tree = tree.value[int(index)]
-            line = tree.start_mark.line + 1
-        elif name and isinstance(tree, yaml.MappingNode):
-            entries = {key.value: (key, value) for key, value in tree.value}
-            if name not in entries:
-                break
-            key, tree = entries[name]
-            line = key.start_mark.line + 1
-        else:
-            break
-    return line

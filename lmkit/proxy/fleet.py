@@ -72,7 +72,7 @@ class Fleet:
         self._state = load_state(self._path) if self._path is not None else FleetState()
         self._configured = {node.url for node in config.nodes}
         self._registry = registry
-        self._max_nodes = config.max_nodes
+        self._max_nodes, self._mixed = config.max_nodes, config.mixed_weights
         self._lock = asyncio.Lock()
         for node in config.nodes:
             if node.url in self._state.removed:
@@ -141,7 +141,7 @@ class Fleet:
             if url in self._state.removed:
                 raise RequestError("permission_denied", f"{url} was removed; `lmkit proxy add {url}` admits it again")
             if known is None or known.origin == "registered":  # of others only the load counts
-                if reason := refusal(announced, url, owner, self._registry.nodes()):
+                if reason := refusal(announced, url, owner, self._registry.nodes(), mixed=self._mixed):
                     raise RequestError("permission_denied", reason, "models")
                 if announced.state == "leaving":
                     self._registry.remove(url)

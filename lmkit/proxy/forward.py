@@ -143,7 +143,7 @@ class Forwarder:
         tried: list[Node] = []
         resends = 0
         error = self._registry.absence(call.model)
-        while candidates := await self._candidates(call.model, tried):
+        while candidates := await self._candidates(call, tried):
             choice = self._router.choose(candidates, call.routing)
             node = choice.node
             tried.append(node)
@@ -183,14 +183,19 @@ class Forwarder:
                 break
         raise error
 
-    async def _candidates(self, model: str, tried: list[Node]) -> list[Node]:
-        """The nodes to choose from. If there are none, wait for one that went down lately; then all may be tried again.
+    async def _candidates(self, call: Call, tried: list[Node]) -> list[Node]:
+        """The nodes to choose from. If there are none, wait for one that may come; then all may be tried again.
 
         Empty: no node can be expected.
         """
-        while not (found := self._registry.candidates(model, tried)) and self._registry.may_return(model):
-            tried.clear()
-            await asyncio.sleep(WAIT_SECONDS)
+        if found := self._registry.candidates(call.model, tried):
+            return found
+        since = self._registry.clock()
+        with self._registry.holding(call.model, call.routing.tokens):
+            while not found and self._registry.may_return(call.model, since):
+                tried.clear()
+                await asyncio.sleep(WAIT_SECONDS)
+                found = self._registry.candidates(call.model, tried)
         return found
 
     async def _attempt(
@@ -215,6 +220,10 @@ class Forwarder:
                 call.journal.num_resumes += 1
                 return False
             if answer.status == 503:
+                if answer.headers.get(_ERROR_HEADER) == b"shutting_down" and node.origin == "registered":
+                    node.leaving = True  # it is about to say so itself
+                    if self._registry.may_return(call.model, self._registry.clock()):
+                        return False
                 if movable and answer.headers.get(_ERROR_HEADER) == b"engine_unavailable":
                     raise _EngineDownError
                 if self._registry.candidates(call.model, tried):

@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 
 from lmkit.proxy.accounts.store import Charge
 from lmkit.proxy.breaker import State
-from lmkit.proxy.registry import Registry
+from lmkit.proxy.registry import Held, Registry
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -80,4 +80,9 @@ class _Nodes(Collector):
             opened.add_metric([node.url], node.breaker.opened)
             for (model, status), count in node.answers.items():
                 answers.add_metric([node.url, model, str(status)], count)
-        return (up, busy, answers, failovers, breaks, breaker, opened)
+        held = GaugeMetricFamily(
+            "lmkit_proxy_held_requests", "Requests that wait until a node for their model comes", labels=["model"]
+        )
+        for model in {*self._registry.on_demand, *self._registry.held}:
+            held.add_metric([model], self._registry.held.get(model, Held()).requests)
+        return (held, up, busy, answers, failovers, breaks, breaker, opened)

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from lmkit.errors import RequestError
 from lmkit.proxy.breaker import Breaker
@@ -83,6 +83,13 @@ class Node:
         return self.work / self.worked if self.worked else None
 
 
+class Held(NamedTuple):
+    """Requests that wait until a node for their model comes, and the tokens of their prompts, about."""
+
+    requests: int = 0
+    tokens: int = 0
+
+
 class Registry:
     """All nodes by URL."""
 
@@ -94,6 +101,8 @@ class Registry:
         self._nodes: dict[str, Node] = {}
         self._picks = 0
         self.prefixes = PrefixIndex[Node]()
+        self.on_demand = config.on_demand
+        self.held: dict[str, Held] = {}  # by model
 
     def nodes(self) -> list[Node]:
         return list(self._nodes.values())
@@ -172,8 +181,10 @@ class Registry:
         ]  # fmt: skip
         return [n for n in able if n.breaker.admits] or able
 
-    def may_return(self, model: str) -> bool:
-        """Whether a node that serves `model` is healthy, or went down so lately that requests wait for it."""
+    def may_return(self, model: str, waiting_since: float) -> bool:
+        """Whether requests wait for a node for `model`: one is healthy, went down lately, or comes on demand."""
+        if self.clock() - waiting_since < self.on_demand.get(model, 0.0):
+            return True
         since = self.clock() - self._config.node_wait
         serving = [n for n in self.nodes() if model in (n.models or ()) and n.admits]
         return any(n.healthy or n.down_since > since for n in serving)
@@ -181,6 +192,11 @@ class Registry:
     def absence(self, model: str) -> RequestError:
         """The error that says why no node can serve `model`."""
         shown = repr(model[:100])
+        if model in self.on_demand:
+            seconds = self.on_demand[model]
+            return RequestError(
+                "engine_unavailable", f"no node for {shown} came within {seconds:g} s; try again", "model"
+            )
         if any(model in (node.models or ()) for node in self.nodes()):
             return RequestError("engine_unavailable", f"no node that serves {shown} is healthy; try again", "model")
         if any(node.models is None for node in self.nodes()):
@@ -190,13 +206,31 @@ class Registry:
         return RequestError("model_not_found", f"no model {shown} here; GET /v1/models lists them", "model")
 
     def models(self, aliases: Mapping[str, str]) -> list[dict[str, Any]]:
-        """The union of the healthy nodes' models and their aliases, each once, by name."""
+        """The union of the healthy nodes' models, those on demand, and their aliases, each once, by name."""
         union: ModelEntries = {}
         for node in self.nodes():
             if node.healthy:
                 union = {**(node.models or {}), **union}
+        absent = self.on_demand.keys() - union.keys()
+        union |= {name: {"id": name, "object": "model", "created": 0, "owned_by": "lmkit"} for name in absent}
         union |= {alias: union[model] | {"id": alias} for alias, model in aliases.items() if model in union}
         return [union[name] for name in sorted(union)]
+
+    @contextmanager
+    def holding(self, model: str, tokens: int) -> Iterator[None]:
+        """Count one request that waits for a node while the block runs."""
+
+        def change(sign: int) -> None:
+            requests, before = self.held.get(model, Held())
+            self.held[model] = Held(requests + sign, before + sign * tokens)
+            if not self.held[model].requests:
+                del self.held[model]
+
+        change(1)
+        try:
+            yield
+        finally:
+            change(-1)
 
     @contextmanager
     def using(self, node: Node) -> Iterator[None]:

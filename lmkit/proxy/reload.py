@@ -9,7 +9,7 @@ from lmkit.errors import ConfigError
 from lmkit.log import get_logger
 from lmkit.proxy.config import ProxyConfig
 
-RELOADED = frozenset({"nodes", "policy", "aliases", "rules", "prices"})
+RELOADED = frozenset({"nodes", "policy", "aliases", "rules", "prices", "on_demand"})
 
 log = get_logger(__name__)
 

@@ -6,6 +6,7 @@ write a second field or a second line.
 
 from __future__ import annotations
 
+import logging
 import time
 from contextlib import ExitStack
 from typing import Any
@@ -19,6 +20,8 @@ from lmkit.web.errors import remark
 from lmkit.web.request_id import request_id, with_request_id
 
 MAX_PATH_BYTES = 128
+# What programs ask every few seconds. Good answers are logged at DEBUG.
+REGULAR = frozenset({("GET", "/health"), ("GET", "/admin/nodes"), ("POST", "/nodes")})
 
 log = get_logger(__name__)
 
@@ -53,7 +56,9 @@ class AccessLog:
             milliseconds = (time.monotonic() - start) * 1e3
             line = (scope["method"], _target(scope), status or 499, milliseconds, _from(scope), name, _remarks(state))
             fields = _fields(scope, status or 499, milliseconds, name)
-            log.info("%s %s %d %.0f ms %s id=%s%s", *line, extra={"fields": fields})
+            regular = status == 200 and (scope["method"], scope["path"]) in REGULAR
+            level = logging.DEBUG if regular else logging.INFO
+            log.log(level, "%s %s %d %.0f ms %s id=%s%s", *line, extra={"fields": fields})
 
 
 def note_error(scope: Scope, error: RequestError) -> None:

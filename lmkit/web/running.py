@@ -23,7 +23,7 @@ from lmkit.errors import LMKitError
 from lmkit.log import get_logger
 from lmkit.web.listen import is_loopback
 
-Kind = Literal["serve", "proxy"]
+Kind = Literal["serve", "proxy", "up"]
 
 logger = get_logger(__name__)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from lmkit.proxy.announce import Announcement, registration
 from lmkit.proxy.app import Proxy
 from lmkit.proxy.config import NodeConfig, ProxyConfig
 from lmkit.proxy.fleet import load_state
-from tests.proxy.fakes import BODY, CHAT, FakeNode, client, eventually, nodes, proxy_for
+from tests.proxy.fakes import BODY, CHAT, Exchange, FakeNode, client, eventually, nodes, proxy_for
 from tests.proxy.test_prefixes import cuts
 
 pytestmark = pytest.mark.anyio
@@ -215,3 +216,59 @@ def test_roles_and_short_keys_are_refused_with_their_reason() -> None:
         NodeConfig(url="http://a", role="decode")
     with pytest.raises(ValueError, match="at least 16 characters"):
         ProxyConfig(api_keys=("short role=node",))
+
+
+async def test_requests_wait_for_a_model_on_demand() -> None:
+    """Its name is listed, the wait is counted, and a node that registers gets the request."""
+    async with (
+        nodes(FakeNode()) as (fake,),
+        proxy_for(api_keys=KEYS[:1], admin_keys=("admin",), on_demand={"m": 60.0}) as (proxy, url),
+        client(url) as http,
+    ):
+        assert [model["id"] for model in (await http.get("/v1/models")).json()["data"]] == ["m"]
+        waiting = asyncio.create_task(http.post(CHAT, content=BODY))
+        await eventually(lambda: "m" in proxy.registry.held)
+        told = await http.get("/admin/nodes", headers={"authorization": "Bearer admin"})
+        assert told.json()["held"] == {"m": {"requests": 1, "tokens": proxy.registry.held["m"].tokens}}
+        assert 'lmkit_proxy_held_requests{model="m"} 1.0' in (await http.get("/metrics")).text
+        assert (await announce(http, fake)).status_code == 200
+        assert (await waiting).json()["node"] == fake.name
+        assert proxy.registry.held == {}
+        assert 'lmkit_proxy_held_requests{model="m"} 0.0' in (await http.get("/metrics")).text
+
+
+async def test_nobody_waits_longer_than_the_configuration_says() -> None:
+    async with proxy_for(on_demand={"m": 0.3}) as (proxy, url), client(url) as http:
+        answer = await http.post(CHAT, content=BODY)
+        assert (answer.status_code, "no node for 'm' came within 0.3 s" in answer.text) == (503, True)
+        assert proxy.registry.held == {}
+
+
+async def test_a_request_that_meets_a_draining_node_waits_for_the_next() -> None:
+    """The node drains, but its announcement has not come yet."""
+
+    async def drains(exchange: Exchange) -> None:
+        error = {"error": {"message": "", "type": "", "code": "shutting_down"}}
+        await exchange.reply(503, error, ("x-lmkit-error", "shutting_down"))
+
+    fakes = FakeNode("a", script=drains), FakeNode("b")
+    async with (
+        nodes(*fakes) as (a, b),
+        proxy_for(api_keys=KEYS[:1], on_demand={"m": 60.0}) as (proxy, url),
+        client(url) as http,
+    ):
+        assert (await announce(http, a)).status_code == 200
+        waiting = asyncio.create_task(http.post(CHAT, content=BODY))
+        await eventually(lambda: "m" in proxy.registry.held)
+        assert len(a.requests) == 1
+        assert (await announce(http, b)).status_code == 200
+        assert (await waiting).json()["node"] == "b"
+        assert len(a.requests) == 1
+
+
+async def test_other_weights_under_one_name_where_the_configuration_allows_them() -> None:
+    fakes = FakeNode("a"), FakeNode("b")
+    async with nodes(*fakes) as (a, b), proxy_for(api_keys=KEYS, mixed_weights=True) as (_, url), client(url) as http:
+        assert (await announce(http, a)).status_code == 200
+        assert (await announce(http, b, models={"m": "w2"})).status_code == 200
+        assert (await announce(http, b, "other-owner-key-2", models={"m": "w1"})).status_code == 403

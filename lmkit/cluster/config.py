@@ -1,0 +1,120 @@
+"""The file of `lmkit up`: a proxy, groups of replicas and where they run."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from lmkit import yaml_file
+from lmkit.config import PositiveFloat, PositiveInt, StrictStruct
+from lmkit.errors import ConfigError
+from lmkit.other_names import hint
+from lmkit.proxy.config import ProxyConfig, Seconds
+from lmkit.proxy.rules import ModelName
+
+# Options of `lmkit serve` that `lmkit up` itself gives to each replica.
+OWN_OPTIONS = frozenset({
+    "model", "more_models", "served_model_name", "config", "print_config", "host", "port", "grpc_port", "tls_cert",
+    "tls_key", "api_key", "api_key_file", "proxy", "node_key", "node_url", "drain_seconds",
+})  # fmt: skip
+_OWN_FIELDS = ("nodes", "on_demand", "mixed_weights", "state_file")  # of the proxy
+
+
+class Bounds(StrictStruct, frozen=True):
+    """How many replicas there may be."""
+
+    min: Annotated[int, msgspec.Meta(ge=0, le=1000)] = 1  # 0: none runs until a request comes
+    max: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 1
+
+    def __post_init__(self) -> None:
+        if self.min > self.max:
+            raise ValueError(f"replicas: min {self.min} is more than max {self.max}")
+
+
+class Scaling(StrictStruct, frozen=True):
+    """How much one replica should have to do. What is more than that asks for another replica."""
+
+    requests: PositiveFloat = 8.0  # running and waiting
+    tokens: PositiveInt = 8192  # of prompts that wait
+    idle_seconds: Seconds = 120.0  # with less to do before a replica ends
+
+
+class Group(StrictStruct, frozen=True):
+    """Replicas of one model."""
+
+    model: str  # a folder, a Hub name or "demo"
+    name: ModelName | None = None  # in requests; None = the folder's name, or `model` itself
+    replicas: Bounds | Annotated[int, msgspec.Meta(ge=1, le=1000)] = 1
+    scaling: Scaling = Scaling()
+    cores: PositiveInt | None = None  # threads of one replica, of all its processes; None = as `lmkit serve` chooses
+    version: str = ""  # another text starts all replicas anew, one after the other
+    options: dict[str, Any] = {}  # of `lmkit serve`
+
+    @property
+    def called(self) -> str:
+        return self.name or (Path(self.model).resolve().name if Path(self.model).is_dir() else self.model)
+
+    @property
+    def bounds(self) -> Bounds:
+        return self.replicas if isinstance(self.replicas, Bounds) else Bounds(min=self.replicas, max=self.replicas)
+
+    @property
+    def digest(self) -> str:
+        """Of all that decides what a replica is. Replicas of another digest are of another version."""
+        parts = (self.model, self.called, self.cores, self.version, self.options)
+        return hashlib.sha256(msgspec.json.encode(parts, order="sorted")).hexdigest()
+
+
+class ClusterConfig(StrictStruct, frozen=True):
+    """One cluster. All times are in seconds."""
+
+    models: Annotated[tuple[Group, ...], msgspec.Meta(min_length=1)]
+    proxy: ProxyConfig = ProxyConfig()
+    address: str | None = None  # where replicas reach the proxy; None = where it listens
+    ray: str | None = None  # "auto" or the address of a Ray cluster; None = processes of this machine
+    start_seconds: Seconds = 1800.0  # for a replica to load; requests for a model without a replica wait as long
+    silent_seconds: Seconds = 30.0  # after which a replica that fails its health checks is killed
+    drain_seconds: Seconds = 30.0  # for the requests of a replica to end before it does
+
+    def __post_init__(self) -> None:
+        names = [group.called for group in self.models]
+        if again := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"two models are called {again!r}; give each a name of its own")
+        default = ProxyConfig()
+        for name in _OWN_FIELDS:
+            if getattr(self.proxy, name) != getattr(default, name):
+                raise ValueError(f"proxy.{name} is not for a cluster: `lmkit up` sets it itself")
+        for group in self.models:
+            if own := sorted(OWN_OPTIONS & {option.replace("-", "_") for option in group.options}):
+                raise ValueError(f"options of {group.called!r}: {own[0]} is what `lmkit up` sets itself")
+        if self.address is not None and not re.fullmatch(r"https?://[^/\s]+", self.address):
+            raise ValueError(f"address {self.address!r}: write for example http://10.0.0.1:8080")
+        if self.proxy.tls_cert and self.address is None:
+            raise ValueError("a proxy with tls_cert needs `address`, with the host name of its certificate")
+
+
+def read(path: Path) -> ClusterConfig:
+    """The file's configuration. Files that the proxy needs are beside it. Raises ConfigError with the file's line."""
+    tree, data = yaml_file.read(path)
+    try:
+        config = msgspec.convert(data, ClusterConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path}:{yaml_file.line_of(tree, str(error))}: {error}{_near(str(error))}") from None
+    named = {name: getattr(config.proxy, name) for name in ("key_store", "tls_cert", "tls_key")}
+    beside = {name: str((path.parent / value).resolve()) for name, value in named.items() if value is not None}
+    return msgspec.structs.replace(config, proxy=msgspec.structs.replace(config.proxy, **beside))
+
+
+def _near(message: str) -> str:
+    """`; did you mean cores?` for a message about an unknown field."""
+    places: tuple[tuple[str, type[StrictStruct]], ...] = (
+        (r"\.scaling", Scaling), (r"\.replicas", Bounds), (r"\$\.models", Group),
+        (r"\$\.proxy", ProxyConfig),
+    )  # fmt: skip
+    unknown = re.search(r"unknown field `(.*?)`", message)
+    known = next((struct for place, struct in places if re.search(place, message)), ClusterConfig)
+    return hint(unknown[1], {}, known.__struct_fields__) if unknown else ""

@@ -1,0 +1,145 @@
+"""lmkit's commands as child processes: their options, their lines and their ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, Protocol
+
+import msgspec
+
+from lmkit.config import child_environment
+from lmkit.errors import ConfigError
+
+Say = Callable[[str, str], None]  # (id of the replica, a line that it wrote)
+_LINE_BYTES = 1 << 20
+
+
+def check_options(options: Mapping[str, Any], where: str) -> None:
+    """Raise ConfigError, which starts with `where`, for options that `lmkit serve` refuses."""
+    checked = subprocess.run(
+        [sys.executable, "-m", "lmkit", "serve", "--config", "/dev/stdin", "--print-config"],
+        input=msgspec.json.encode(options),
+        env=child_environment(),
+        capture_output=True,
+        check=False,
+    )
+    if checked.returncode:
+        *_, line = checked.stderr.decode(errors="replace").strip().splitlines() or [""]
+        raise ConfigError(f"{where}: {re.sub(r'^lmkit: |/dev/stdin:1: ', '', line)}")
+
+
+class Replica(Protocol):
+    """A started `lmkit serve`."""
+
+    @property
+    def ended(self) -> str:
+        """How it ended, or an empty text while it runs."""
+
+    def drain(self) -> None:
+        """Let it finish its requests and end."""
+
+    def kill(self) -> None: ...
+
+
+class Launcher(Protocol):
+    """Starts replicas."""
+
+    host: str  # on which they listen
+
+    async def start(self, id: str, options: Mapping[str, Any], cores: int | None) -> Replica:
+        """Start `lmkit serve` with these options. Raises LMKitError if it cannot be started."""
+
+    async def close(self) -> None: ...
+
+
+class Child:
+    """One process. It ends if this process ends, after a drain."""
+
+    def __init__(self, process: asyncio.subprocess.Process, id: str, say: Say) -> None:
+        self._process, self._id, self._say = process, id, say
+        self._reading = asyncio.create_task(self._read())
+
+    @classmethod
+    async def start(
+        cls, id: str, arguments: list[str], say: Say, *, options: Mapping[str, Any] | None = None, **variables: str
+    ) -> Child:
+        """`options` are read from stdin by `--config /dev/stdin`: keys do not belong on a command line."""
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "lmkit.cluster.child", str(os.getpid()), *arguments),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C in a terminal is this process'
+            env=child_environment(**variables),
+            limit=_LINE_BYTES,
+        )
+        assert process.stdin is not None
+        with suppress(ConnectionError):
+            process.stdin.write(msgspec.json.encode(options or {}))
+            await process.stdin.drain()
+        process.stdin.close()
+        return cls(process, id, say)
+
+    async def _read(self) -> None:
+        assert self._process.stdout is not None
+        while True:
+            try:
+                line = await self._process.stdout.readline()
+            except ValueError:  # longer than the limit
+                continue
+            if not line:
+                return
+            self._say(self._id, line.decode(errors="replace").rstrip("\n"))
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def ended(self) -> str:
+        code = self._process.returncode
+        if code is None:
+            return ""
+        return f"ended with status {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
+
+    def drain(self) -> None:
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """With all that it started: its engine ends when its front end has."""
+        self._signal(signal.SIGKILL)
+
+    def reload(self) -> None:
+        self._signal(signal.SIGHUP)
+
+    def _signal(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            self._process.send_signal(number)
+
+    async def wait(self) -> None:
+        await self._process.wait()
+        with suppress(TimeoutError):  # a grandchild may hold the pipe
+            await asyncio.wait_for(self._reading, 1)
+
+
+class LocalLauncher:
+    """Replicas as processes of this machine."""
+
+    def __init__(self, host: str, say: Say) -> None:
+        self.host, self._say = host, say
+
+    async def start(self, id: str, options: Mapping[str, Any], cores: int | None) -> Child:
+        variables = {"LMKIT_NUM_THREADS": str(cores)} if cores else {}
+        return await Child.start(
+            id, ["serve", "--config", "/dev/stdin"], self._say, options={**options, "host": self.host}, **variables
+        )
+
+    async def close(self) -> None:
+        pass
