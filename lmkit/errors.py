@@ -59,12 +59,13 @@ class EngineLostError(LMKitError):
 class RequestError(LMKitError):
     """One request was refused or failed. Its siblings are not affected.
 
-    `code` is a key of `HTTP_STATUS`; `param` is the request field at fault.
+    `code` is a key of `HTTP_STATUS`; `param` is the request field at fault; `details` are fields beside the message.
     """
 
-    def __init__(self, code: str, message: str, param: str | None = None) -> None:
+    def __init__(self, code: str, message: str, param: str | None = None, **details: int) -> None:
         super().__init__(message)
         self.code = code
         self.message = message
         self.param = param
+        self.details = details
         self.status = HTTP_STATUS[code]

@@ -107,8 +107,6 @@ GENERATION: Mapping[str, Values] = {
     "stop_words": (None, []),
     "t_max_predict_ms": _ZERO,
     "truncate": _NONE,
-    "truncate_prompt_tokens": _NONE,
-    "truncation_side": _NONE,
     # constraints
     "allowed_token_ids": (None, []),
     "custom_logit_processor": _NONE,
@@ -147,7 +145,6 @@ GENERATION: Mapping[str, Values] = {
     "routed_experts_start_len": _ZERO,
     "spaces_between_special_tokens": _EITHER,  # the tokenizer alone decides
     "stream_interval": _ONE,
-    "timings_per_token": _OFF,
     "top_n_tokens": _ZERO,
     # thoughts: no part of an answer is split off as such
     "include_reasoning": _ON,
@@ -251,6 +248,9 @@ PYTHON: Mapping[str, Values] = {
     "prompt_logprobs": _NONE,
     "return_ppl": _OFF,
     "return_token_ids": _OFF,
+    "timings_per_token": _OFF,
+    "truncate_prompt_tokens": _NONE,
+    "truncation_side": _NONE,
 }
 # Of a chat message. Clients send an answer's message back with all its fields.
 MESSAGE: Mapping[str, Values] = {

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from lmkit.errors import RequestError
 from lmkit.serve.body import read_json
 from lmkit.serve.choose import choose, pool
-from lmkit.serve.protocol import AdapterCommand, LoadAdapterCommand
+from lmkit.serve.commands import AdapterCommand, LoadAdapterCommand
 from lmkit.serve.sleep import check_role
 
 router = APIRouter()

@@ -10,7 +10,19 @@ from starlette.exceptions import HTTPException
 
 from lmkit.config import ServerConfig
 from lmkit.errors import RequestError
-from lmkit.serve import adapters, chat, completions, generate, health, metrics, models, openapi, sleep, tokenize
+from lmkit.serve import (
+    adapters,
+    chat,
+    completions,
+    generate,
+    health,
+    invocations,
+    metrics,
+    models,
+    openapi,
+    sleep,
+    tokenize,
+)
 from lmkit.serve.admission import Admission
 from lmkit.serve.auth import ApiKeys
 from lmkit.serve.batches import batch_routes, file_routes
@@ -32,12 +44,13 @@ from lmkit.web.access_log import AccessLog
 from lmkit.web.budget import Budget
 from lmkit.web.chat_page import ChatPage
 from lmkit.web.cors import with_cors
+from lmkit.web.routes import WithV1
 from lmkit.web.tracing import Traced
 
 ANSWER_PARTS = 8  # one answer may hold this part of the memory for all
 ROOMS = (
     chat, completions, responses, messages, generate, embeddings, models, adapters, sleep, tokenize, file_routes,
-    batch_routes, metrics, health, openapi,
+    batch_routes, metrics, health, openapi, invocations,
 )  # fmt: skip
 ROUTERS = [module.router for module in ROOMS]
 
@@ -95,5 +108,6 @@ def create_app(models: ModelPool, tokenizers: Sequence[Tokenizer], config: Serve
     app.add_middleware(Edge)
     app.add_middleware(with_cors, origins=config.cors_origins)
     app.add_middleware(AccessLog)
-    app.add_middleware(Traced)  # the last added is the outermost
+    app.add_middleware(Traced)
+    app.add_middleware(WithV1)  # the last added is the outermost
     return app

@@ -15,7 +15,7 @@ from lmkit.web.errors import error_response
 from lmkit.web.key_file import KeyFile, parse_keys
 from lmkit.web.rates import Meter, measure
 
-OPEN_PATHS = frozenset({"/health"})  # for load balancers; /metrics shows traffic, so it needs a key
+OPEN_PATHS = frozenset({"/health", "/ping"})  # for load balancers; /metrics shows traffic, so it needs a key
 METRICS_PATH = "/metrics"
 
 

@@ -12,6 +12,7 @@ from lmkit.errors import RequestError
 from lmkit.serve.choose import shared
 from lmkit.serve.protocol import validate
 from lmkit.serve.resume import resumption
+from lmkit.web.budget import Share
 from lmkit.web.receive import decode_json, read_body
 
 BODY_SECONDS = 30.0
@@ -25,8 +26,13 @@ async def read_json(request: Request, model: type[M], translate: Callable[[Any],
     if media_type != "application/json":  # this also keeps other sites' pages from posting here without CORS
         raise RequestError("invalid_request", "send Content-Type: application/json")
     server = shared(request)
-    share = request.state.held.enter_context(server.bodies.share())
-    raw = await read_body(request.scope, request.receive, server.config.max_body_bytes, BODY_SECONDS, share)
+    raw = await read_raw(request, request.state.held.enter_context(server.bodies.share()))
     request.state.resumption, raw = resumption(request, raw)
     data = await server.hooks.before(request.scope["path"], decode_json(raw))
     return validate(data if translate is None else translate(data), model)
+
+
+async def read_raw(request: Request, share: Share) -> bytes:
+    """The body, whose bytes `share` counts. Raises RequestError."""
+    most = shared(request).config.max_body_bytes
+    return await read_body(request.scope, request.receive, most, BODY_SECONDS, share)

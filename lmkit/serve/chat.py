@@ -99,7 +99,7 @@ class _ChatResponse(ChatBuilder):
         collected = await self.collect([""] * len(self.requests))
         choices = list(map(self._choice, range(len(collected)), collected))
         answer = {**self.head, "object": "chat.completion", "choices": iter(choices), "usage": self.count.usage()}
-        return answer | self.about_prompt(0, collected[0])
+        return answer | self.timings(collected[0]) | self.about_prompt(0, collected[0])
 
     def _choice(self, index: int, choice: Collected) -> dict[str, Any]:
         content = (self.logprob(entry) for entry in choice.answer_logprobs())

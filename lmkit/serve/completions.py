@@ -41,7 +41,8 @@ class CompletionResponse(ResponseBuilder[CompletionRequest]):
     async def whole(self) -> Any:
         chosen = await self.chosen()
         choices = map(self._whole_choice, range(len(chosen)), chosen)
-        return {**self.head, "object": "text_completion", "choices": choices, "usage": self.count.usage()}
+        answer = {**self.head, "object": "text_completion", "choices": choices, "usage": self.count.usage()}
+        return answer | self.timings(chosen[0])
 
     async def chosen(self) -> list[Collected]:
         """The choices at their end: each prompt's `n`."""
@@ -113,7 +114,8 @@ class CompletionResponse(ResponseBuilder[CompletionRequest]):
         )
 
     def _prompt_text(self, idx: int) -> str:
-        prompt = self.body.prompt[idx // self.choices_per_prompt]
+        is_cut = self.body.truncate_prompt_tokens is not None
+        prompt = self.requests[idx].prompt_ids if is_cut else self.body.prompt[idx // self.choices_per_prompt]
         skip = self.body.skip_special_tokens is not False
         return prompt if isinstance(prompt, str) else self.server.tokenizer.decode(prompt, skip)
 

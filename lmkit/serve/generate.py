@@ -7,17 +7,15 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
-from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
 from lmkit.errors import RequestError
-from lmkit.serve.choose import pool
 from lmkit.serve.collect import Collected
 from lmkit.serve.completions import CompletionResponse
 from lmkit.serve.protocol import CompletionRequest
-from lmkit.serve.response import clamped, respond
+from lmkit.serve.response import clamped, respond, timings
 from lmkit.serve.streaming import DONE, event, json_parts
 from lmkit.turbo.transport.output import RequestOutput, TextLogprobs, TokenText
 
@@ -37,26 +35,24 @@ router = APIRouter()
 
 @router.post("/generate")
 async def generate(request: Request) -> Response:
-    only = pool(request).only
-    translate = partial(completion_fields, model=None if only is None else only.name)
-    return await respond(request, CompletionRequest, GenerateResponse, translate)
+    return await respond(request, CompletionRequest, GenerateResponse, completion_fields)
 
 
-def completion_fields(data: Any, model: str | None) -> Any:
-    """A body of this route as one of /v1/completions. `model` is for a body that names none. Raises RequestError."""
+def completion_fields(data: Any) -> Any:
+    """A body of this route as one of /v1/completions. Raises RequestError."""
     if not isinstance(data, dict):
         return data
     inner = data.get("sampling_params") or {}
     if not isinstance(inner, dict):
         raise _invalid("sampling_params: expected one object, for all prompts of the body", "sampling_params")
-    fields: dict[str, Any] = {"model": model} if model is not None else {}
+    fields: dict[str, Any] = {}
     if isinstance(data.get("text"), str | list) and isinstance(data.get("input_ids"), list):
         data = {("prompt_start_ids" if name == "input_ids" else name): value for name, value in data.items()}
     for name, value in (*data.items(), *inner.items()):
         if name in HERE or value is None:
             continue
         ours = NAMES.get(str(name), str(name))
-        if ours in fields and ours != "model":
+        if ours in fields:
             raise _invalid(f"{name}: {ours} is given twice; send one of them", name)
         fields[ours] = value
     if "stream_options" in fields:
@@ -128,6 +124,8 @@ class GenerateResponse(CompletionResponse):
             "cached_tokens": output.num_cached_tokens,
             "steps": output.num_steps,
         }
+        if self.body.timings_per_token:
+            about["timings"] = timings(output)
         if (num_top := self.body.logprobs) is not None:
             about |= _lists("output", num_top, logprobs)
         prompt = self.prompt_ids(request_idx)

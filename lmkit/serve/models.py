@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from fastapi import APIRouter, Request
+from pydantic import BaseModel
 
 from lmkit.serve.choose import pool
 from lmkit.serve.pool import PooledModel
-from lmkit.serve.protocol import ModelCard, ModelList
 
 router = APIRouter()
+
+
+class ModelCard(BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "lmkit"
+    max_model_len: int | None
+    state: str
+    parent: str | None = None  # of an adapter: its model
+
+
+class ModelList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
 
 
 @router.get("/v1/models")

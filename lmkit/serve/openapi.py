@@ -19,22 +19,20 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from lmkit import __version__
+from lmkit.serve.auth import OPEN_PATHS
 from lmkit.serve.batches.batch_routes import BatchRequest
 from lmkit.serve.batches.file_routes import LIMIT
 from lmkit.serve.choose import shared
+from lmkit.serve.commands import AdapterCommand, LoadAdapterCommand, ModelCommand, SleepCommand
 from lmkit.serve.embeddings.protocol import EmbeddingRequest, RerankRequest, ScoreRequest
 from lmkit.serve.messages import protocol as anthropic
 from lmkit.serve.protocol import (
-    AdapterCommand,
     ChatCompletionChunk,
     ChatCompletionRequest,
     Completion,
     CompletionRequest,
     DetokenizeRequest,
     EncodeRequest,
-    LoadAdapterCommand,
-    ModelCommand,
-    SleepCommand,
     TemplateRequest,
     TokenizeRequest,
 )
@@ -83,6 +81,7 @@ OTHER_BODIES: Mapping[str, dict[str, Any]] = {
             }
         }
     },
+    "/invocations": {"application/json": {"schema": {"type": "object"}}},
     "/generate": {
         "application/json": {
             "schema": {
@@ -176,7 +175,7 @@ def _operation(route: APIRoute, method: str, body: dict[str, Any] | None) -> dic
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
     elif method == "POST" and path in OTHER_BODIES:
         operation["requestBody"] = {"required": True, "content": OTHER_BODIES[path]}
-    if path == "/health":
+    if path in OPEN_PATHS:
         operation["security"] = []
     return operation
 

@@ -39,8 +39,19 @@ MAX_TIMEOUT = 86400.0  # seconds
 
 class StreamOptions(Strict):
     include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None  # vLLM's: every chunk has the usage so far
+    continuous_usage_stats: bool | None = None  # vLLM's, with include_usage: every chunk has the usage so far
     include_obfuscation: Literal[False] | None = None  # OpenAI's padding of chunks; only "off" is possible
+
+
+def _not_zero(value: int | None) -> int | None:
+    if value == 0:
+        raise ValueError("expected a number of tokens, or -1 for the model's context")
+    return value
+
+
+# vLLM's: a longer prompt is cut to so many tokens; -1 = to what the model's context holds
+CutTo = Annotated[int, Field(ge=-1, lt=1 << 31), AfterValidator(_not_zero)]
+ModelName = Annotated[str, Field(max_length=1024)]
 
 
 def _listed(value: Any) -> Any:
@@ -90,7 +101,7 @@ class Placed(Strict):
 class Extensions(Placed):
     """Fields of every route that generates, also where its own API lacks them. None means the default."""
 
-    seed: Annotated[int, Field(ge=0, lt=1 << 64)] | None = None  # choice i gets seed + i
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None  # choice i gets seed + i
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: Annotated[dict[int, float], PlainValidator(_biases, json_schema_input_type=dict[str, float])] | None = (
@@ -118,7 +129,7 @@ class ChatExtensions(Extensions):
 class _Sampling(Extensions):
     """Fields of chat and text completions. None means the default. SamplingParams.validate checks the ranges."""
 
-    model: Annotated[str, Field(max_length=1024)]
+    model: ModelName | None = None  # None: the only one
     max_tokens: NewTokens | None = None
     max_completion_tokens: NewTokens | None = None  # another name for max_tokens
     temperature: float | None = None  # default 1; 0 = greedy
@@ -137,6 +148,9 @@ class _Sampling(Extensions):
     user: Annotated[str, Field(max_length=1024)] | None = None  # only for the server's request log
     return_token_ids: bool | None = None  # vLLM's: the answer has the ids of the prompt and of each choice
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None  # vLLM's; not in a stream
+    truncate_prompt_tokens: CutTo | None = None
+    truncation_side: Literal["left", "right"] | None = None  # of the prompt, where it is cut; default left
+    timings_per_token: bool | None = None  # llama.cpp's: the answer and each chunk with text have `timings`
     # the answer follows a schema, a pattern or a grammar, see serve.constraint: OpenAI's field, then others' names
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
@@ -163,6 +177,7 @@ class ChatCompletionRequest(_Sampling, ChatExtensions):
     include_reasoning: bool | None = None  # false: the answer leaves the reasoning out
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    truncation_side: Literal["left"] | None = None  # at its right is where the answer begins
     prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = None  # any value is accepted, see above
     # not OpenAI's
     add_generation_prompt: bool | None = None
@@ -299,6 +314,20 @@ class Usage(_Part):
     completion_tokens_details: CompletionTokensDetails
 
 
+class Timings(_Part):
+    """llama.cpp's. The first token comes at the end of the prompt's time, so a rate of tokens does not count it."""
+
+    cache_n: int  # tokens of the prompt whose KV was reused
+    prompt_n: int  # tokens of the prompt that were computed
+    prompt_ms: float  # from the request's admission, behind the queue, to its first token
+    prompt_per_token_ms: float
+    prompt_per_second: float
+    predicted_n: int  # tokens of the answer so far
+    predicted_ms: float  # from the first to the last of them
+    predicted_per_token_ms: float
+    predicted_per_second: float
+
+
 class TopLogprob(_Part):
     token: str
     logprob: float
@@ -351,6 +380,7 @@ class ChatCompletionChunk(_Response, kw_only=True):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     choices: list[ChatChunkChoice]
     usage: Asked[Usage | None] = UNSET
+    timings: Asked[Timings] = UNSET
     prompt_token_ids: Asked[list[int] | None] = UNSET  # with the first chunk
 
 
@@ -360,36 +390,4 @@ class Completion(_Response, kw_only=True):
     object: Literal["text_completion"] = "text_completion"
     choices: list[CompletionChoice]
     usage: Asked[Usage | None] = UNSET
-
-
-class ModelCommand(Strict):
-    """What an operator does with a model."""
-
-    model: str | None = None
-
-
-class SleepCommand(ModelCommand):
-    level: Annotated[int, Field(ge=1, le=2)] | None = None  # 2 ends the process as well
-
-
-class AdapterCommand(ModelCommand):
-    lora_name: Annotated[str, Field(min_length=1, max_length=256, pattern="^[^=\x00-\x1f]+$")]
-
-
-class LoadAdapterCommand(AdapterCommand):
-    lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
-
-
-class ModelCard(BaseModel):
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: str = "lmkit"
-    max_model_len: int | None
-    state: str
-    parent: str | None = None  # of an adapter: its model
-
-
-class ModelList(BaseModel):
-    object: Literal["list"] = "list"
-    data: list[ModelCard]
+    timings: Asked[Timings] = UNSET

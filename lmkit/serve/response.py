@@ -17,7 +17,14 @@ from lmkit.serve.auth import Owner, owner
 from lmkit.serve.body import read_json
 from lmkit.serve.choose import choose
 from lmkit.serve.collect import Collected, check_output
-from lmkit.serve.protocol import Asked, ChatCompletionChunk, ChatCompletionRequest, Completion, CompletionRequest
+from lmkit.serve.protocol import (
+    Asked,
+    ChatCompletionChunk,
+    ChatCompletionRequest,
+    Completion,
+    CompletionRequest,
+    Timings,
+)
 from lmkit.serve.resume import Resumption
 from lmkit.serve.serving import MIN_LOGPROB, Serving, UsageCount, new_id
 from lmkit.serve.streaming import EventStream, Failed, WholeAnswer, event
@@ -36,6 +43,7 @@ class ResponseBuilder(ABC, Generic[B]):
     prefix: ClassVar[str]  # of its id
     requests: list[engine.Request]
     count: UsageCount
+    last: RequestOutput | None = None  # the one that was noted last
     resumption: Resumption | None = None  # another node may take over
 
     def __init__(self, server: Serving, body: B, owner: Owner, share: Share) -> None:
@@ -53,6 +61,9 @@ class ResponseBuilder(ABC, Generic[B]):
     def prepare(self) -> None:
         """Make the engine's requests. This takes time, so call it in `Serving.texts`. Raises RequestError."""
         self.requests = self.make_requests()
+        if self.body.timings_per_token and len(self.requests) > 1:
+            message = "timings_per_token: it goes with one prompt and one choice"
+            raise RequestError("invalid_request", message, "timings_per_token")
         limit = self.server.answers.each
         check_output(
             self.requests, self.choices_per_prompt, self.server.info, stream=bool(self.body.stream), limit=limit
@@ -100,6 +111,10 @@ class ResponseBuilder(ABC, Generic[B]):
         self.head |= {"id": self.id, "created": identity.created}
         if self.body.seed is None:
             self.body = self.body.model_copy(update={"seed": identity.seed})
+
+    def timings(self, choice: Collected) -> dict[str, Timings]:
+        """The field of a whole answer, if the body asks for it."""
+        return {"timings": timings(choice.last)} if self.body.timings_per_token else {}
 
     async def collect(self, prompts: list[str]) -> list[Collected]:
         """All choices at their end. `prompts` stand before the texts."""
@@ -149,6 +164,8 @@ class ResponseBuilder(ABC, Generic[B]):
 
     def chunk(self, chunk: ChatCompletionChunk | Completion, *, last: bool = False) -> str:
         """An event. With `include_usage` the last chunk has the usage; others have null or the usage so far."""
+        if self.body.timings_per_token and self.last is not None:
+            chunk.timings = timings(self.last)
         options = self.body.stream_options
         if options and options.include_usage:
             chunk.usage = self.count.usage() if last or options.continuous_usage_stats else None
@@ -161,10 +178,28 @@ class ResponseBuilder(ABC, Generic[B]):
     def note(self, idx: int, output: RequestOutput) -> None:
         """Count an output. Call it with each output, before the client gets it."""
         self.count.add(idx, output)
+        self.last = output
 
 
 def clamped(logprob: float | None) -> float | None:
     return None if logprob is None else max(logprob, MIN_LOGPROB)
+
+
+def timings(output: RequestOutput) -> Timings:
+    """Of a choice up to this output."""
+    computed, prompt_ms = output.num_prompt_tokens - output.num_cached_tokens, 1e3 * output.prompt_seconds
+    later, decode_ms = max(output.num_output_tokens - 1, 0), 1e3 * output.decode_seconds
+    return Timings(
+        cache_n=output.num_cached_tokens,
+        prompt_n=computed,
+        prompt_ms=prompt_ms,
+        prompt_per_token_ms=prompt_ms / max(computed, 1),
+        prompt_per_second=1e3 * computed / prompt_ms if prompt_ms else 0.0,
+        predicted_n=output.num_output_tokens,
+        predicted_ms=decode_ms,
+        predicted_per_token_ms=decode_ms / max(later, 1),
+        predicted_per_second=1e3 * later / decode_ms if decode_ms else 0.0,
+    )
 
 
 async def respond(
@@ -180,7 +215,7 @@ async def respond(
     share = request.state.held.enter_context(server.answers.share())
     builder = builder_type(server, body, owner(request), share)
     resumption: Resumption | None = getattr(request.state, "resumption", None)
-    if resumption is not None and body.stream and not server.hooks.sees_answers:
+    if resumption is not None and body.stream and not (server.hooks.sees_answers or body.timings_per_token):
         builder.be_resumable(resumption)
     elif resumption is not None and resumption.identity.fingerprint:
         raise RequestError("invalid_request", "this answer cannot be resumed")

@@ -13,8 +13,8 @@ from lmkit.errors import LMKitError, RequestError
 from lmkit.log import get_logger
 from lmkit.serve.body import read_json
 from lmkit.serve.choose import choose, pool
+from lmkit.serve.commands import ModelCommand, SleepCommand
 from lmkit.serve.pool import PooledModel, load_tokenizer
-from lmkit.serve.protocol import ModelCommand, SleepCommand
 from lmkit.serve.sessions import Sessions
 from lmkit.web.receive import while_connected
 

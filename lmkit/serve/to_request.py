@@ -21,6 +21,7 @@ from lmkit.serve.auth import NOBODY, Owner
 from lmkit.serve.constraint import constraint
 from lmkit.serve.protocol import MAX_SEQUENCES, ChatCompletionRequest, CompletionRequest, Placed
 from lmkit.serve.style import Style, called_tools
+from lmkit.serve.truncate import cut, cut_text, room
 from lmkit.text import EncodedTurn, TokenHistory, Tokenizer
 from lmkit.turbo.request import EngineInfo, Request, SamplingParams
 
@@ -52,7 +53,9 @@ def chat_requests(
     style = style or Style(tokenizer)
     tools = called_tools(body)
     content = constraint(body, tokenizer, info.vocab_size)
-    turn = chat_prompt(body, tokenizer, info, history, style)
+    wanted = (_limit(asked) or 1) if must_fit else 1
+    most = _room(body, info, wanted)
+    turn = chat_prompt(body, tokenizer, info, history, style, may_be_long=most is not None)
     params = _params(
         body,
         info,
@@ -62,7 +65,8 @@ def chat_requests(
         grammar=style.grammar(body, content, info.vocab_size, is_thinking=style.is_thinking(turn.rest)),
     )
     like = _request(body, params, request_id, owner, prompt_logprobs=body.prompt_logprobs is not None)
-    return _fan_out([turn.ids], like, _or(body.n, 1), info, "messages", (_limit(asked) or 1) if must_fit else 1), turn
+    ids = turn.ids if most is None else cut(turn.ids, most, keep_end=True)
+    return _fan_out([ids], like, _or(body.n, 1), info, "messages", wanted), turn
 
 
 def chat_prompt(
@@ -71,10 +75,13 @@ def chat_prompt(
     info: EngineInfo,
     history: TokenHistory | None = None,
     style: Style | None = None,
+    *,
+    may_be_long: bool = False,
 ) -> EncodedTurn:
-    """The prompt of a chat, which continues where `history` ends."""
+    """The prompt of a chat, which continues where `history` ends. Raises RequestError if it cannot fit the context."""
     text = (style or Style(tokenizer)).render(body, _variables(body))
-    tokenizer.check_length(text, info.max_model_len, "messages")
+    if not may_be_long:
+        tokenizer.check_length(text, info.max_model_len, "messages")
     return (history or TokenHistory()).encode(tokenizer, text)
 
 
@@ -92,7 +99,8 @@ def completion_requests(
         logprobs=_num_logprobs(body, 0 if select and body.logprobs is None else body.logprobs),
         grammar=constraint(body, tokenizer, info.vocab_size),
     )
-    prompts = _prompts(body, tokenizer, info)
+    wanted = _or(_limit(asked), 1)
+    prompts = _prompts(body, tokenizer, info, _room(body, info, wanted))
     if body.endings is not None:
         return _endings(body, prompts, tokenizer, info, _request(body, params, request_id, owner, prompt_logprobs=True))
     echo_logprobs = bool(body.echo) and body.logprobs is not None
@@ -102,24 +110,39 @@ def completion_requests(
         rule = "goes with prompt_logprobs, without echo, and is the position of a token of each prompt"
         raise _invalid(f"logprob_start_len={start}: it {rule}", "logprob_start_len")
     like = _request(body, params, request_id, owner, prompt_logprobs=scored, logprobs_start=start)
-    return _fan_out(prompts, like, choices, info, "prompt", _or(_limit(asked), 1))
+    return _fan_out(prompts, like, choices, info, "prompt", wanted)
 
 
-def _prompts(body: CompletionRequest, tokenizer: Tokenizer, info: EngineInfo) -> list[list[int]]:
+def _room(body: ChatCompletionRequest | CompletionRequest, info: EngineInfo, wanted: int) -> int | None:
+    """The number of tokens that the prompts are cut to; None: they are not cut."""
+    if body.truncate_prompt_tokens is None:
+        if body.truncation_side is not None:
+            raise _invalid("truncation_side needs truncate_prompt_tokens", "truncation_side")
+    elif body.session_id is not None:
+        rule = "truncate_prompt_tokens does not go with session_id, whose next prompt goes on behind this one"
+        raise _invalid(rule, "truncate_prompt_tokens")
+    return room(body.truncate_prompt_tokens, info.max_model_len, wanted)
+
+
+def _prompts(body: CompletionRequest, tokenizer: Tokenizer, info: EngineInfo, most: int | None) -> list[list[int]]:
     start = body.prompt_start_ids
     if start is not None:
         if body.echo:
             raise _invalid("echo shows a prompt's text; it does not go with prompt_start_ids", "echo")
         check_ids(start, info.vocab_size, "prompt_start_ids")
-    prompts = []
-    for prompt in body.prompt:
+    special, keep_end = _or(body.add_special_tokens, True), body.truncation_side != "right"
+
+    def encoded(prompt: str | list[int]) -> list[int]:
         if not isinstance(prompt, str):
-            prompts.append([*(start or ()), *prompt])
-            continue
-        tokenizer.check_length(prompt, info.max_model_len, "prompt")
-        special = _or(body.add_special_tokens, True)
-        prompts.append(tokenizer.encode_behind(start, prompt) if start else tokenizer.encode(prompt, special))
-    return prompts
+            return [*(start or ()), *prompt]
+        if most is None:
+            tokenizer.check_length(prompt, info.max_model_len, "prompt")
+        elif not start:
+            return cut_text(prompt, tokenizer, most, special=special, keep_end=keep_end)
+        return tokenizer.encode_behind(start, prompt) if start else tokenizer.encode(prompt, special)
+
+    prompts = map(encoded, body.prompt)
+    return list(prompts) if most is None else [cut(ids, most, keep_end=keep_end) for ids in prompts]
 
 
 def _endings(
@@ -127,9 +150,10 @@ def _endings(
 ) -> list[Request]:
     """A request for each ending of one prompt. It scores the tokens behind the prompt."""
     others = body.echo or choices_per_prompt(body) > 1 or body.logprob_start_len or body.session_id
+    others = others or body.truncate_prompt_tokens
     if others or len(prompts) > 1 or not prompts[0] or body.prompt_logprobs is None or _asked_tokens(body) != 0:
         rule = "they go with one prompt that is not empty, prompt_logprobs and max_tokens of 0; without n, best_of, "
-        rule += "echo, logprob_start_len and session_id"
+        rule += "echo, logprob_start_len, session_id and truncate_prompt_tokens"
         raise _invalid(f"endings: {rule}", "endings")
     (before,) = prompts
     requests = []
@@ -187,11 +211,9 @@ def check_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
 
 def _params(body: ChatCompletionRequest | CompletionRequest, info: EngineInfo, **fields: Any) -> SamplingParams:
     """The request's parameters: given, else the checkpoint's default, else OpenAI's."""
-    if (options := body.stream_options) is not None:
-        if not body.stream and (options.include_usage or options.continuous_usage_stats):
-            raise _invalid("stream_options needs stream: true", "stream_options")
-        if options.continuous_usage_stats and not options.include_usage:
-            raise _invalid("continuous_usage_stats needs include_usage: true", "stream_options")
+    options = body.stream_options
+    if options is not None and not body.stream and (options.include_usage or options.continuous_usage_stats):
+        raise _invalid("stream_options needs stream: true", "stream_options")
     params = SamplingParams(
         **_sampling(body, info),
         presence_penalty=_or(body.presence_penalty, 0.0),
@@ -296,7 +318,9 @@ def _check_prompt(ids: Sequence[int], wanted: int, info: EngineInfo, param: str)
             f"this model's maximum context length is {info.max_model_len} tokens, but {len(ids) + wanted} are "
             f"requested: {len(ids)} in the {param} and {wanted} to generate; shorten the {param} or lower max_tokens"
         )
-        raise RequestError("context_length_exceeded", message, param)
+        raise RequestError(
+            "context_length_exceeded", message, param, n_prompt_tokens=len(ids), n_ctx=info.max_model_len
+        )
 
 
 def _invalid(message: str, param: str) -> RequestError:

@@ -50,7 +50,7 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
     except RequestError as error:
         words = re.compile(r"(?<![\w'\"])(" + "|".join(names) + r")\b")
         message = words.sub(lambda match: names[match[1]], error.message)
-        raise RequestError(error.code, message, names.get(error.param or "", error.param)) from None
+        raise RequestError(error.code, message, names.get(error.param or "", error.param), **error.details) from None
 
 
 class Turns:

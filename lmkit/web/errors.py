@@ -43,7 +43,7 @@ def error_body(error: RequestError, path: str = "") -> bytes:
     else:
         kind = "invalid_request_error" if error.status < 500 else "server_error"
     fields = {"message": error.message[:MAX_MESSAGE_CHARS], "type": kind, "param": error.param, "code": error.code}
-    return msgspec.json.encode({"error": fields})
+    return msgspec.json.encode({"error": fields | error.details})
 
 
 def error_event(error: RequestError, path: str = "") -> bytes:

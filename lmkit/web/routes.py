@@ -1,8 +1,13 @@
-"""What a 404 says: a route of other servers is named as not supported, and a slip gets the route that it resembles."""
+"""Paths of requests: those without /v1, and what a 404 says.
+
+A 404 names a route of other servers as not supported. A slip gets the route that it resembles.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lmkit.errors import RequestError
 from lmkit.other_names import hint
@@ -20,16 +25,34 @@ _OTHERS = frozenset({
     "/v2/chat", "/v2/embed", "/anthropic", "/abort_request",
     "/abort_requests", "/classify", "/collective_rpc", "/continue_generation", "/distserve", "/encode",
     "/flush_cache", "/generate_stream", "/get_load", "/get_model_info", "/get_ppl", "/get_server_info",
-    "/get_weights_by_name", "/health_generate", "/inference", "/init_weights_update_group", "/invocations",
+    "/get_weights_by_name", "/health_generate", "/inference", "/init_weights_update_group",
     "/kv_cache_events", "/load_lora_adapter", "/model_info", "/pause", "/pause_generation",
-    "/perf_metrics", "/ping", "/pooling", "/ready", "/readyz", "/release_memory_occupation",
+    "/perf_metrics", "/pooling", "/ready", "/readyz", "/release_memory_occupation",
     "/reset_prefix_cache", "/resume", "/resume_memory_occupation", "/server_info",
     "/start_profile", "/stop_profile", "/terminate", "/update_weights",
     "/update_weights_from_disk", "/update_weights_from_distributed", "/update_weights_from_tensor",
     "/wakeup", "/chat_tokenize", "/info", "/prometheus", "/completion", "/embedding",
-    "/embeddings", "/infill", "/lora-adapters", "/props", "/reranking", "/slots", "/api", "/docs", "/redoc",
+    "/infill", "/lora-adapters", "/props", "/reranking", "/slots", "/api", "/docs", "/redoc",
     "/nodes",
 })  # fmt: skip
+
+
+# Paths that llama.cpp's server has without /v1, too. A client that has the server's bare address as its base URL asks
+# for them.
+_SHORT = ("/chat/completions", "/completions", "/embeddings", "/models", "/responses")
+
+
+class WithV1:
+    """Outermost middleware: requests for such a path, or one below it, become requests for the path with /v1."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and any(f"{scope['path']}/".startswith(f"{path}/") for path in _SHORT):
+            raw = scope.get("raw_path") or scope["path"].encode()
+            scope = {**scope, "path": "/v1" + scope["path"], "raw_path": b"/v1" + raw}
+        await self._app(scope, receive, send)
 
 
 def not_found(path: str, routes: Iterable[str]) -> RequestError:

@@ -29,7 +29,8 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
     assert response.headers["content-type"] == "application/json"
     body = response.json()
     assert body.keys() == {"error"}
-    assert body["error"].keys() == {"message", "type", "param", "code"}
+    numbers = {"n_prompt_tokens", "n_ctx"} if body["error"]["code"] == "context_length_exceeded" else set()
+    assert body["error"].keys() - numbers == {"message", "type", "param", "code"}
     assert body["error"]["type"] == ("invalid_request_error" if status < 500 else "server_error")
     assert body["error"]["message"]
     for word in ("Traceback", "pydantic", "/lmkit", "site-packages"):
@@ -56,7 +57,7 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
         ("n", 100_000, "invalid_request"),
         ("n", True, "invalid_request"),
         ("seed", -2, "invalid_request"),
-        ("seed", 1 << 64, "invalid_request"),
+        ("seed", 1 << 63, "invalid_request"),
         ("stop", ["a"] * 17, "invalid_request"),
         ("stop", [""], "invalid_request"),
         ("stop", ["a" * 1025], "invalid_request"),
@@ -246,8 +247,6 @@ def test_unknown_routes_and_methods(server: Server) -> None:
 
 def test_unknown_model(server: Server) -> None:
     assert error_of(server.post("/v1/chat/completions", CHAT | {"model": "x\n" * 500}), 404)["param"] == "model"
-    without = {key: value for key, value in CHAT.items() if key != "model"}
-    assert error_of(server.post("/v1/chat/completions", without), 400)["param"] == "model"
 
 
 def test_no_cors(server: Server) -> None:

@@ -15,6 +15,7 @@ import pytest
 from lmkit.config import ServerConfig
 from lmkit.errors import RequestError
 from lmkit.serve.embeddings import vectors
+from lmkit.serve.truncate import cut_text
 from lmkit.turbo.request import EngineInfo, Request, Siblings, StepOutput
 from tests.serve.fake_engine import EMBEDDING_SIZE, embedding
 from tests.serve.in_process import INFO, TOKENIZER, App, StubEngine, _fields
@@ -110,6 +111,8 @@ def test_fewer_dimensions_are_normalized_again() -> None:
         pytest.approx(vector(text, 3), abs=1e-6) for text in TEXTS
     ]
     (plain,) = shown(post("/v1/embeddings", input=[5, 5, 6], normalize=False))
+    assert shown(post("/v1/embeddings", input=[5, 5, 6], use_activation=False)) == [plain]
+    assert post("/v1/embeddings", input=[5], use_activation=False, normalize=True).status_code == 400
     assert plain == [0, 0, 0, 0, 0, 2, 2, 0]
     assert "dimensions=9: this model's embeddings have 8" in refused("/v1/embeddings", input="a", dimensions=9)
 
@@ -130,11 +133,22 @@ def test_ids_are_cut_to_the_length_that_is_asked_for(side: str | None, want: lis
 
 def test_special_tokens_around_a_text_stay_when_it_is_cut() -> None:
     ids = [1, 50, 51, 52, 53, 2]
-    cut = vectors._cut_inside
-    assert cut(ids, ids[1:-1], 4, keep_end=False) == [1, 50, 51, 2]
-    assert cut(ids, ids[1:-1], 4, keep_end=True) == [1, 52, 53, 2]
-    assert cut(ids, ids[1:-1], 2, keep_end=False) == [1, 50]
-    assert cut(ids, [50, 9], 3, keep_end=False) == [1, 50, 51], "the text's own tokens are not in there"
+
+    class Special:
+        def __init__(self, plain: list[int]) -> None:
+            self.plain = plain
+
+        def encode(self, text: str, special: bool) -> list[int]:
+            return ids if special else self.plain
+
+    def cut(plain: list[int], room: int, *, keep_end: bool) -> list[int]:
+        tokenizer: Any = Special(plain)
+        return cut_text("", tokenizer, room, special=True, keep_end=keep_end)
+
+    assert cut(ids[1:-1], 4, keep_end=False) == [1, 50, 51, 2]
+    assert cut(ids[1:-1], 4, keep_end=True) == [1, 52, 53, 2]
+    assert cut(ids[1:-1], 2, keep_end=False) == [1, 50]
+    assert cut([50, 9], 3, keep_end=False) == [1, 50, 51], "the text's own tokens are not in there"
 
 
 def test_a_text_beyond_the_context() -> None:

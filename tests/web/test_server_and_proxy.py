@@ -155,7 +155,7 @@ async def test_every_answer_has_a_request_id() -> None:
 
 @pytest.mark.anyio
 async def test_t21_the_log_tells_who_asked_and_why_it_was_refused(caplog: pytest.LogCaptureFixture) -> None:
-    body = b'{"messages": [{"content": "secret"}]}'
+    body = b'{"model": 5, "messages": [{"content": "secret"}]}'
     logger = logging.getLogger("lmkit")
     logger.addHandler(caplog.handler)  # lmkit's loggers may not propagate
     try:
@@ -197,8 +197,20 @@ async def test_known_routes_of_other_servers_are_named() -> None:
         for path in ("/v1/audio/speech", "/v1/threads/t/runs", "/v1/classify", "/v1/moderations"):
             error = (await client.post(addresses[0] + path, json={})).json()["error"]
             assert re.match("/v1/[a-z]+ is not supported by this server", error["message"])
-        slip = (await client.post(addresses[0] + "/chat/completions", json={})).json()["error"]
+        slip = (await client.post(addresses[0] + "/v1/chat/completion", json={})).json()["error"]
         assert slip["message"] == "there is no such route; did you mean /v1/chat/completions?"
+
+
+@pytest.mark.anyio
+async def test_paths_of_openai_s_api_may_leave_out_v1() -> None:
+    async with both() as addresses, httpx.AsyncClient(trust_env=False, headers=BEARER) as client:
+        for address in addresses:
+            for short in ("/chat/completions", "/completions", "/embeddings", "/responses"):
+                one, other = [(await client.post(address + path, json={"model": 5})).json() for path in
+                              (short, "/v1" + short)]  # fmt: skip
+                assert one == other
+                assert one["error"]["param"] == "model"
+            assert (await client.get(address + "/models")).json()["object"] == "list"
 
 
 @pytest.mark.anyio
@@ -255,12 +267,12 @@ async def test_t9_unfinished_bodies_share_one_budget() -> None:
                 assert answer.startswith(b"HTTP/1.1 503 ")
                 assert b"retry-after: " in answer.lower()
                 assert b'"code":"overloaded"' in answer
-            small = await client.post(address + CHAT, content=b"{}")
+            small = await client.post(address + CHAT, content=b'{"model":5}')
             assert small.json()["error"]["param"] == "model"  # it was read
             for _, writer in connections:
                 writer.close()
                 await writer.wait_closed()
-            large = await client.post(address + CHAT, content=b"{" + b" " * (MAX_BODY - 2) + b"}")
+            large = await client.post(address + CHAT, content=b'{"model":5' + b" " * (MAX_BODY - 11) + b"}")
             assert large.json()["error"]["param"] == "model"
 
 

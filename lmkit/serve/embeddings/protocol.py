@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import BeforeValidator, Field
 
 from lmkit import neutral
-from lmkit.serve.protocol import GivenPrompts, Placed, prompts
+from lmkit.errors import RequestError
+from lmkit.serve.protocol import CutTo, GivenPrompts, ModelName, Placed, prompts
 
 MAX_TEXTS = 2048  # as OpenAI
 
@@ -25,12 +26,6 @@ def _texts(value: Any) -> Any:
     return texts
 
 
-def _not_zero(value: int | None) -> int | None:
-    if value == 0:
-        raise ValueError("expected a number of tokens, or -1 for the model's context")
-    return value
-
-
 GivenTexts = str | Annotated[list[str], Field(min_length=1, max_length=MAX_TEXTS)]
 Texts = Annotated[list[str], BeforeValidator(_texts, json_schema_input_type=GivenTexts)]
 
@@ -40,10 +35,9 @@ class TextsRequest(Placed):
 
     absent = neutral.EMBEDDING
 
-    model: Annotated[str, Field(max_length=1024)]
+    model: ModelName | None = None  # None: the only one
     user: Annotated[str, Field(max_length=1024)] | None = None  # only for the server's request log
-    # vLLM's: a longer text is cut to so many tokens, at its end by default; -1 = to the model's context
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=1 << 31), AfterValidator(_not_zero)] | None = None
+    truncate_prompt_tokens: CutTo | None = None  # at the end of a text by default
     truncation_side: Literal["left", "right"] | None = None
     add_special_tokens: bool | None = None  # default true
 
@@ -53,6 +47,15 @@ class EmbeddingRequest(TextsRequest):
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None  # the first so many, normalized again
     normalize: bool | None = None  # vLLM's; default true
+    use_activation: bool | None = None  # vLLM's newer name for it
+
+    @property
+    def is_normalized(self) -> bool:
+        """Raises RequestError if the two names differ."""
+        given = {self.normalize, self.use_activation} - {None}
+        if len(given) > 1:
+            raise RequestError("invalid_request", "normalize and use_activation differ; send one", "use_activation")
+        return False not in given
 
 
 class RerankRequest(TextsRequest):

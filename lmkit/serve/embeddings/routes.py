@@ -30,9 +30,7 @@ async def embeddings(request: Request) -> Response:
     if body.dimensions is not None and body.dimensions > most:
         message = f"dimensions={body.dimensions}: this model's embeddings have {most}; ask for at most as many"
         raise RequestError("invalid_request", message, "dimensions")
-    vectors = await embedder.vectors(
-        body.input, "input", normalize=body.normalize is not False, size=body.dimensions or most
-    )
+    vectors = await embedder.vectors(body.input, "input", normalize=body.is_normalized, size=body.dimensions or most)
     return _list(embedder, _shown(vectors, in_base64=body.encoding_format == "base64"))
 
 

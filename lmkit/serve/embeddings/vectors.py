@@ -13,6 +13,7 @@ from lmkit.serve.auth import owner
 from lmkit.serve.embeddings.protocol import TextsRequest
 from lmkit.serve.serving import Serving, new_id
 from lmkit.serve.to_request import check_ids, placement
+from lmkit.serve.truncate import cut, cut_text, room
 from lmkit.text import Tokenizer
 from lmkit.turbo.request import EngineInfo, Request, SamplingParams
 from lmkit.turbo.transport.output import RequestOutput
@@ -94,23 +95,19 @@ def _parts(requests: list[Request]) -> Iterator[list[Request]]:
 
 def token_ids(text: Text, tokenizer: Tokenizer, info: EngineInfo, body: TextsRequest, param: str) -> list[int]:
     """The tokens of a text, cut as the body says. Raises RequestError for a text that the model cannot take."""
-    context, most = info.max_model_len, body.truncate_prompt_tokens
-    if most is not None and most > context:
-        message = f"truncate_prompt_tokens={most}: this model's maximum context length is {context} tokens"
-        raise RequestError("invalid_request", message, "truncate_prompt_tokens")
+    context = info.max_model_len
+    most = room(body.truncate_prompt_tokens, context)
     if body.truncation_side is not None and most is None:
         raise RequestError("invalid_request", "truncation_side needs truncate_prompt_tokens", "truncation_side")
-    keep_end = body.truncation_side == "left"
+    keep_end, special = body.truncation_side == "left", body.add_special_tokens is not False
     if isinstance(text, list):
         check_ids(text, info.vocab_size, param)
-        ids = text if most is None else _cut(text, context if most < 0 else most, keep_end=keep_end)
-    else:
-        special = body.add_special_tokens is not False
-        if most is None:
-            tokenizer.check_length(text, context, param)
+        ids = text if most is None else cut(text, most, keep_end=keep_end)
+    elif most is None:
+        tokenizer.check_length(text, context, param)
         ids = tokenizer.encode(text, special)
-        if most is not None and len(ids) > (room := context if most < 0 else most):
-            ids = _cut_inside(ids, tokenizer.encode(text, False), room, keep_end=keep_end)
+    else:
+        ids = cut_text(text, tokenizer, most, special=special, keep_end=keep_end)
     if not ids:
         raise RequestError("invalid_request", f"{param}: no tokens; a text is empty", param)
     if len(ids) > context:
@@ -118,19 +115,5 @@ def token_ids(text: Text, tokenizer: Tokenizer, info: EngineInfo, body: TextsReq
             f"this model's maximum context length is {context} tokens, but a text of {param} has {len(ids)}; shorten "
             "it, or send truncate_prompt_tokens: -1"
         )
-        raise RequestError("context_length_exceeded", message, param)
+        raise RequestError("context_length_exceeded", message, param, n_prompt_tokens=len(ids), n_ctx=context)
     return ids
-
-
-def _cut(ids: list[int], room: int, *, keep_end: bool) -> list[int]:
-    return ids[max(0, len(ids) - room) :] if keep_end else ids[:room]
-
-
-def _cut_inside(ids: list[int], plain: list[int], room: int, *, keep_end: bool) -> list[int]:
-    """`ids` cut to `room` tokens. The special tokens around the text's own tokens, `plain`, stay if there is room."""
-    num_special = len(ids) - len(plain)
-    before = next((n for n in range(num_special + 1) if ids[n : n + len(plain)] == plain), None)
-    if before is None or room <= num_special:
-        return _cut(ids, room, keep_end=keep_end)
-    inside = _cut(plain, room - num_special, keep_end=keep_end)
-    return ids[:before] + inside + ids[before + len(plain) :]

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field
 
 from lmkit import neutral
 from lmkit.serve.conversation import MAX_MESSAGES, MAX_TOOLS, check_parts
-from lmkit.serve.protocol import ChatExtensions
+from lmkit.serve.protocol import ChatExtensions, ModelName
 from lmkit.serve.strict import LAZY, Nullable
 
 MAX_METADATA = 16
@@ -168,7 +168,7 @@ class Prompt(ChatExtensions):
         "prompt": (None,),
     }
 
-    model: Annotated[str, Field(max_length=1024)]
+    model: ModelName | None = None  # None: the only one
     input: Items
     instructions: str | None = None
     previous_response_id: ItemId | None = None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 import msgspec
 
 from lmkit.text import EncodedTurn, IncrementalDetokenizer, TokenHistory, Tokenizer
@@ -41,6 +44,8 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     num_output_tokens: int  # so far
     num_steps: int = 0  # so far: steps that gave tokens; fewer than tokens if guesses were right
     queue_seconds: float = 0.0  # with the first output: that the request waited in the engine's queue
+    prompt_seconds: float = 0.0  # from the end of that wait to the first output
+    decode_seconds: float = 0.0  # from the first output to the last token so far
     abort_engine: bool = False  # a stop string ended it here: the engine must be told to abort it
     error: str | None = None
     error_code: str = "engine_error"  # the code of `error`
@@ -74,8 +79,10 @@ class AssistantTurn:
 class OutputProcessor:
     """Follows one request from its first step to its last. It is stateful: `process` takes the steps in order."""
 
-    def __init__(self, tokenizer: Tokenizer, request: Request) -> None:
+    def __init__(self, tokenizer: Tokenizer, request: Request, clock: Callable[[], float] = time.monotonic) -> None:
         params = request.params
+        self._clock, self._start = clock, clock()
+        self._prompt_seconds = self._decode_seconds = 0.0
         self._tokenizer = tokenizer
         self._request = request
         self._detokenizer = IncrementalDetokenizer(
@@ -96,6 +103,7 @@ class OutputProcessor:
         first_token = self._num_tokens
         token_ids = [] if self.finished else step.token_ids
         self._num_steps += bool(token_ids)
+        self._time(step, is_later=bool(token_ids))
         for idx, token_id in enumerate(token_ids):
             if step.logprobs:
                 logprobs.append(self._entry(step.logprobs[idx], self._detokenizer.num_chars))
@@ -129,9 +137,19 @@ class OutputProcessor:
             num_steps=self._num_steps,
             abort_engine=abort_engine,
             queue_seconds=step.queue_seconds,
+            prompt_seconds=self._prompt_seconds,
+            decode_seconds=self._decode_seconds,
             error=step.error,
             error_code=step.error_code,
         )
+
+    def _time(self, step: StepOutput, *, is_later: bool) -> None:
+        """Take the time of the first output, and of each one `is_later` that has tokens."""
+        if self._first:
+            arrived, self._start = self._start, self._clock()
+            self._prompt_seconds = max(0.0, self._start - arrived - step.queue_seconds)
+        elif is_later:
+            self._decode_seconds = self._clock() - self._start
 
     @property
     def _armed(self) -> bool:

@@ -1,0 +1,177 @@
+"""Fields, paths and routes that clients of vLLM, llama.cpp and SageMaker send."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from lmkit.config import ServerConfig
+from lmkit.turbo.request import Request, SamplingParams, StepOutput
+from lmkit.turbo.transport.output import OutputProcessor
+from tests.serve.in_process import CHAT, CHAT_PATH, TEXT, TEXT_PATH, TOKENIZER, App, ScriptedEngine, send
+
+LONG = "one two three four five six seven eight nine ten"
+IDS = TOKENIZER.encode(LONG)
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line[6:]) for line in text.split("\n\n") if line.startswith("data: {")]
+
+
+def prompt_of(path: str, **body: Any) -> list[int]:
+    """The prompt that the engine got."""
+    engine = ScriptedEngine()
+    answer = App(engine).post(path, body)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["usage"]["prompt_tokens"] == len(engine.requests[0].prompt_ids)
+    return engine.requests[0].prompt_ids
+
+
+@pytest.mark.parametrize(
+    ("short", "body"),
+    [
+        ("/chat/completions", CHAT),
+        ("/completions", TEXT),
+        ("/responses", {"model": "model", "input": "Hi", "store": False}),
+    ],
+)
+def test_a_path_without_v1_is_the_same_route(short: str, body: dict[str, Any]) -> None:
+    one, other = (App(ScriptedEngine()).post(path, body).json() for path in (short, "/v1" + short))
+    assert one["usage"] == other["usage"]
+    assert one.keys() == other.keys()
+
+
+def test_a_path_without_v1_needs_the_same_key() -> None:
+    app = App(ScriptedEngine(), ServerConfig(api_keys=("k" * 20,), served_model_name=("model",)))
+    assert [app.post("/completions", TEXT, key).status_code for key in (None, "k" * 20)] == [401, 200]
+    assert app.request("GET", "/models").status_code == 401
+    listed = app.request("GET", "/models/model", headers={"authorization": "Bearer " + "k" * 20})
+    assert listed.json()["id"] == "model"
+    assert app.post("/completionsx", TEXT, "k" * 20).status_code == 404
+
+
+def test_a_body_without_a_model_is_for_the_only_one() -> None:
+    app = App(ScriptedEngine(), ServerConfig(served_model_name=("model", "other")))
+    for path, body in ((CHAT_PATH, CHAT), (TEXT_PATH, TEXT), ("/v1/responses", {"input": "Hi", "store": False})):
+        answer = app.post(path, {name: value for name, value in body.items() if name != "model"})
+        assert (answer.status_code, answer.json()["model"]) == (200, "model")
+
+
+def test_a_prompt_is_cut() -> None:
+    assert prompt_of(TEXT_PATH, model="model", prompt=LONG, truncate_prompt_tokens=4) == IDS[-4:]
+    assert prompt_of(TEXT_PATH, model="model", prompt=IDS, truncate_prompt_tokens=4) == IDS[-4:]
+    assert prompt_of(TEXT_PATH, model="model", prompt=LONG, truncate_prompt_tokens=100) == IDS
+    right = {"truncate_prompt_tokens": 4, "truncation_side": "right"}
+    assert prompt_of(TEXT_PATH, model="model", prompt=LONG, **right) == IDS[:4]
+    assert send(ScriptedEngine(), json=CHAT | right).status_code == 400  # nothing would say that an answer begins
+    whole = prompt_of(CHAT_PATH, **CHAT)
+    assert prompt_of(CHAT_PATH, **CHAT, truncate_prompt_tokens=3, truncation_side="left") == whole[-3:]
+
+
+def test_minus_one_leaves_room_for_the_answer() -> None:
+    for path, body in ((CHAT_PATH, CHAT | {"messages": [{"role": "user", "content": LONG * 9}]}), (TEXT_PATH, TEXT)):
+        engine = ScriptedEngine(max_model_len=64)
+        body = body | {"max_tokens": 10, "truncate_prompt_tokens": -1}
+        body |= {"prompt": LONG * 9} if "prompt" in body else {}
+        assert send(engine, path=path, json=body).status_code == 200
+        assert len(engine.requests[0].prompt_ids) == 54
+
+
+def test_echo_shows_the_prompt_that_was_computed() -> None:
+    body = TEXT | {"prompt": LONG, "truncate_prompt_tokens": 4, "echo": True}
+    assert (
+        send(ScriptedEngine(), path=TEXT_PATH, json=body)
+        .json()["choices"][0]["text"]
+        .startswith(TOKENIZER.decode(IDS[-4:]))
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": 4097}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": 4, "session_id": "s"}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": 4, "truncation_side": "middle"}, "truncation_side"),
+        ({"truncation_side": "left"}, "truncation_side"),
+        ({"timings_per_token": True, "n": 2}, "timings_per_token"),
+        ({"seed": 1 << 63}, "seed"),
+    ],
+)
+def test_what_goes_with_nothing_is_refused(fields: dict[str, Any], param: str) -> None:
+    for path, body in ((CHAT_PATH, CHAT), (TEXT_PATH, TEXT)):
+        answer = send(ScriptedEngine(), path=path, json=body | fields)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_an_error_of_the_context_has_its_numbers() -> None:
+    for path, body in ((TEXT_PATH, TEXT | {"prompt": [5] * 70}), ("/v1/embeddings", {"input": [5] * 70})):
+        error = send(ScriptedEngine(max_model_len=64), path=path, json=body).json()["error"]
+        assert (error["code"], error["n_prompt_tokens"], error["n_ctx"]) == ("context_length_exceeded", 70, 64)
+
+
+def test_the_times_of_an_answer() -> None:
+    """Its front end reads the clock at the start and at each output."""
+    clock = iter([100.0, 103.0, 104.0, 106.0]).__next__
+    request = Request(request_id="a", prompt_ids=[5] * 8, params=SamplingParams(max_tokens=5))
+    process = OutputProcessor(TOKENIZER, request, clock).process
+    first = process(StepOutput(request_id="a", token_ids=[70], queue_seconds=1.0))
+    assert (first.prompt_seconds, first.decode_seconds) == (2.0, 0.0)
+    process(StepOutput(request_id="a", token_ids=[71, 72]))
+    last = process(StepOutput(request_id="a", token_ids=[73], finish_reason="length"))
+    assert (last.prompt_seconds, last.decode_seconds) == (2.0, 3.0)
+
+
+def test_timings_are_shown_on_request() -> None:
+    for path, body in ((CHAT_PATH, CHAT), (TEXT_PATH, TEXT)):
+        app = App(ScriptedEngine(lambda request: [70, 71, 72]))
+        assert "timings" not in app.post(path, body).json()
+        whole = app.post(path, body | {"timings_per_token": True}).json()
+        shown = whole["timings"]
+        usage = whole["usage"]
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        assert (shown["prompt_n"], shown["cache_n"]) == (usage["prompt_tokens"] - cached, cached)
+        assert shown["predicted_n"] == 3
+        rate = shown["predicted_ms"] / 1000 * shown["predicted_per_second"]
+        assert rate == pytest.approx(2)  # the first token belongs to the prompt
+        chunks = events(app.post(path, body | {"stream": True, "timings_per_token": True}).text)
+        counts = [chunk["timings"]["predicted_n"] for chunk in chunks if "timings" in chunk]
+        assert counts == sorted(counts)
+        assert counts[0] == 1
+        assert counts[-1] == 3
+        assert all("timings" in chunk for chunk in chunks[path == CHAT_PATH :])  # the first of a chat is its role
+    about = App(ScriptedEngine()).post("/generate", {"text": "Hi", "timings_per_token": True}).json()["meta_info"]
+    assert about["timings"]["predicted_n"] == 2
+
+
+@pytest.mark.parametrize(
+    ("body", "path"),
+    [
+        (CHAT, CHAT_PATH),
+        (TEXT, TEXT_PATH),
+        (CHAT | {"stream": True}, CHAT_PATH),
+    ],
+)
+def test_invocations_answers_as_the_route_of_the_body(body: dict[str, Any], path: str) -> None:
+    app = App(ScriptedEngine())
+    one, other = (app.post(each, body | {"seed": 1}) for each in ("/invocations", path))
+    assert one.status_code == other.status_code == 200
+    if body.get("stream"):
+        choices = [[event["choices"] for event in events(each.text)] for each in (one, other)]
+        assert choices[0] == choices[1]
+    else:
+        assert one.json()["choices"] == other.json()["choices"]
+    refused = app.post("/invocations", body | {"temprature": 1})
+    assert refused.json()["error"] == app.post(path, body | {"temprature": 1}).json()["error"]
+
+
+def test_invocations_of_no_route() -> None:
+    app = App(ScriptedEngine(), ServerConfig(api_keys=("k" * 20,)))
+    for body in ({"model": "model"}, [1]):
+        answer = app.post("/invocations", body, "k" * 20)
+        assert answer.status_code == 400
+        assert "messages, prompt, input, query and documents, text_1 and text_2" in answer.json()["error"]["message"]
+    assert app.request("GET", "/ping").status_code == 200  # SageMaker sends no key
+    assert app.post("/invocations", TEXT).status_code == 401
