@@ -11,18 +11,22 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
 from benchmarks.routing.trace import Ask, Conversation, Shape, conversations
 from lmkit.config import PolicyName
 from lmkit.proxy.config import NodeConfig, ProxyConfig
+from lmkit.proxy.forward import MAX_RESENDS
 from lmkit.proxy.policies import POLICIES, Policy
 from lmkit.proxy.registry import Node, Registry
+from lmkit.proxy.retries import RetryBudget
 from lmkit.proxy.router import Router, Routing
 
 CHECK_SECONDS = 5.0
+SLOWER = 10
+BREAK_SECONDS = 0.05  # until a sick node breaks off
 RETRY_SECONDS = 0.5  # until a request without any node is tried again
 
 
@@ -41,9 +45,10 @@ class Engine:
     """A node's other side: its queue, batch and cache."""
 
     def __init__(self, machine: Machine) -> None:
-        self.machine = machine
+        self.machine = self.whole = machine
         self.alive = True
         self.reachable = True
+        self.sick = False  # it takes requests, and breaks off each
         self.running = dict[int, Flight]()
         self.free_at = 0.0  # when its prompts are computed
         self.busy = 0.0  # seconds of computing
@@ -99,6 +104,7 @@ class Flight:
     counted: ExitStack = field(default_factory=ExitStack)
     prefilling: ExitStack = field(default_factory=ExitStack)
     tried: list[Node] = field(default_factory=list)
+    resends: int = 0
     has_first: bool = False
 
 
@@ -111,6 +117,9 @@ class Result:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     retries: int = 0
+    failed: int = 0
+    arrivals: list[float] = field(default_factory=list)  # of requests
+    attempts: list[float] = field(default_factory=list)  # when a node got a request
     busy_dollars: float = 0.0
     imbalance: list[float] = field(default_factory=list)  # the fullest node beside the mean, at each check
 
@@ -131,15 +140,20 @@ class Simulation:
 
     def __init__(
         self, policy: PolicyName | Policy, machines: list[Machine], shape: Shape, *, seed: int = 0,
-        disturbances: list[Disturbance] | None = None, believed_kv: bool = True,
+        disturbances: list[Disturbance] | None = None, believed_kv: bool = True, **options: Any,
     ) -> None:  # fmt: skip
-        """A policy that is not the proxy's own is a function. `believed_kv`: nodes tell the size of their caches."""
+        """A policy that is not the proxy's own is a function. `believed_kv`: nodes tell the size of their caches.
+
+        `options` are fields of the proxy's configuration.
+        """
         self.now, self.result, self._shape = 0.0, Result(), shape
         self._own = None if isinstance(policy, str) else policy
         self._policy: PolicyName = policy if isinstance(policy, str) else "prefix"
-        self.registry = Registry(ProxyConfig(max_nodes=len(machines)), lambda: self.now)
+        config = ProxyConfig(max_nodes=len(machines), policy=self._policy, **options)
+        self.registry = Registry(config, lambda: self.now, Random(seed))
+        self._budget = RetryBudget(config.retry_share, config.max_in_flight, lambda: self.now, Random(seed))
         self.registry.prefixes._max_entries = 1 << 22
-        self._router = Router(self.registry, ProxyConfig(policy=self._policy), Random(seed))
+        self._router = Router(self.registry, config, Random(seed))
         self.engines = dict[Node, Engine]()
         for i, machine in enumerate(machines):
             node = self.registry.add(NodeConfig(url=f"http://node-{i}", models=("m",)), "config")
@@ -182,12 +196,25 @@ class Simulation:
         self.engines[node].reachable = False
         self._cut(self.engines[node])
 
+    def slow(self, node: Node) -> None:
+        """It computes ten times as slowly, and its checks are good."""
+        m = self.engines[node].machine
+        slower = replace(m, prefill=m.prefill / SLOWER, step=m.step * SLOWER, step_each=m.step_each * SLOWER)
+        self.engines[node].machine = slower
+
+    def sicken(self, node: Node) -> None:
+        """It breaks off each request, and its checks are good."""
+        self.engines[node].sick = True
+
     def restore(self, node: Node) -> None:
-        self.engines[node].alive = self.engines[node].reachable = True
+        engine = self.engines[node]
+        engine.alive, engine.reachable, engine.sick, engine.machine = True, True, False, engine.whole
 
     def arrive(self, conversation: Conversation) -> None:
         self.started += 1
         self._open += 1
+        self._budget.earn()
+        self.result.arrivals.append(self.now)
         self._send(Flight(conversation.next(), conversation, self.now, next(self._numbers)))
 
     # ---- events
@@ -213,6 +240,10 @@ class Simulation:
                 self.result.retries += 1
                 continue
             flight.counted.enter_context(registry.using(node))
+            self.result.attempts.append(self.now)
+            if engine.sick:
+                self.at(self.now + BREAK_SECONDS, self._break, flight, node)
+                return
             flight.prefilling.enter_context(registry.prefilling(node, choice.missing))
             first, last, cached = engine.start(ask, self.now)
             engine.running[flight.number] = flight
@@ -223,6 +254,17 @@ class Simulation:
             return
         flight.tried.clear()
         self.at(self.now + RETRY_SECONDS, self._send, flight)
+
+    def _break(self, flight: Flight, node: Node) -> None:
+        flight.counted.close()
+        node.breaker.record(good=False)
+        flight.resends += 1
+        others = self.registry.candidates("m", flight.tried)
+        if flight.resends <= MAX_RESENDS and others and self._budget.spend():
+            self.at(self.now + self._budget.pause(flight.resends), self._send, flight)
+        else:
+            self.result.failed += 1
+            self._open -= 1
 
     def _first(self, flight: Flight, node: Node, number: int) -> None:
         if self.engines[node].running.get(number) is flight:
@@ -235,6 +277,7 @@ class Simulation:
     def _last(self, flight: Flight, node: Node, number: int) -> None:
         if self.engines[node].running.pop(number, None) is flight:
             flight.counted.close()
+            node.breaker.record(good=True)
             self._open -= 1
             if flight.conversation.left and self.started < self._shape.requests:
                 self.at(self.now + flight.conversation.pause(), self.arrive, flight.conversation)
@@ -257,6 +300,7 @@ class Simulation:
                 self.registry.succeeded(node)
             else:
                 self.registry.failed(node, "cut")
+        self.registry.eject()
         counts = [len(e.running) for e in self.engines.values() if e.alive and e.reachable]
         if sum(counts):
             self.result.imbalance.append(max(counts) * len(counts) / sum(counts))

@@ -218,7 +218,9 @@ def _table(proxy: str, answer: dict[str, Any]) -> Table:
         if node["draining"]:
             state.append(", draining", style="yellow")
         if node["breaker"] != "closed":
-            state.append(f", breaker {node['breaker']}", style="red")
+            state.append(f", breaker {node['breaker']} ({node['breaker_reason']})", style="red")
+        if node["ramp"] < 1:
+            state.append(f", starts slowly at {node['ramp']:.0%}", style="yellow")
         if node["reason"]:
             state.append(f": {node['reason']}", style="default")
         latency = "" if node["latency_seconds"] is None else f"{1000 * node['latency_seconds']:.0f} ms"

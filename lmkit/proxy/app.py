@@ -38,6 +38,7 @@ from lmkit.proxy.health import HealthChecker
 from lmkit.proxy.journal import Journal
 from lmkit.proxy.registry import Registry
 from lmkit.proxy.reload import ConfigFile
+from lmkit.proxy.retries import RetryBudget
 from lmkit.proxy.router import Router, Routing
 from lmkit.proxy.stored import PATH as RESPONSES
 from lmkit.proxy.stored import response_of
@@ -83,7 +84,8 @@ class Proxy:
         self.keys = Keys.of(config.api_keys, config.admin_keys, self.ledger)
         self.registry = Registry(config)
         self.fleet = Fleet(config, self.registry)
-        self.metrics = metrics.Metrics(self.registry)
+        self.retries = RetryBudget(config.retry_share, config.max_in_flight, lambda: self.registry.clock())
+        self.metrics = metrics.Metrics(self.registry, self.retries)
         if self.ledger is not None:
             self.ledger.on_charge = self.metrics.charged
             self.ledger.prices, self.ledger.ask_usage = config.prices, config.ask_usage
@@ -94,7 +96,7 @@ class Proxy:
         self.health = HealthChecker(self.registry, self._upstream, config)
         self._bodies = Budget(config.body_memory, what="bodies of requests")
         self._router = Router(self.registry, config)
-        self._forwarder = Forwarder(self.registry, self._upstream, self.metrics, self._router)
+        self._forwarder = Forwarder(self.registry, self._upstream, self.metrics, self._router, self.retries)
         self._dispatcher = Dispatcher(self._forwarder, self._bodies, self.metrics, config.max_shadows)
         self._dashboard = Dashboard(self.registry, self._router, self._upstream)
         self.checked = asyncio.Event()  # every node has been asked once

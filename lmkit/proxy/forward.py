@@ -25,6 +25,7 @@ from lmkit.proxy.journal import MAX_RESUMES, Journal
 from lmkit.proxy.metrics import Metrics
 from lmkit.proxy.policies import Choice
 from lmkit.proxy.registry import Node, Registry
+from lmkit.proxy.retries import RetryBudget
 from lmkit.proxy.router import Router, Routing, explanation
 from lmkit.proxy.stored import PATH as RESPONSES
 from lmkit.proxy.stored import StoredResponses
@@ -68,8 +69,11 @@ class Call:
 class Forwarder:
     """Forwards calls to the registry's nodes over one pool of connections."""
 
-    def __init__(self, registry: Registry, upstream: Upstream, metrics: Metrics, router: Router) -> None:
+    def __init__(
+        self, registry: Registry, upstream: Upstream, metrics: Metrics, router: Router, retries: RetryBudget
+    ) -> None:
         self._registry = registry
+        self._retries = retries
         self._upstream = upstream
         self._metrics = metrics
         self._router = router
@@ -141,14 +145,17 @@ class Forwarder:
 
     async def _relay(self, call: Call, client: DownstreamResponse) -> None:
         tried: list[Node] = []
-        resends = 0
+        resends = sent_again = 0
         error = self._registry.absence(call.model)
+        self._retries.earn()
         while candidates := await self._candidates(call, tried):
             choice = self._router.choose(candidates, call.routing)
             node = choice.node
             tried.append(node)
             client.node = node.url
-            client.add_headers(explanation(choice, call.routing, len(candidates)) if call.routing.explained else ())
+            if call.routing.explained:
+                resting = self._registry.resting(call.model)
+                client.add_headers(explanation(choice, call.routing, len(candidates), resting))
             if len(tried) > 1:
                 tried[-2].failovers += 1
             with self._registry.using(node):
@@ -181,6 +188,11 @@ class Forwarder:
                 error = RequestError("bad_gateway", "the node broke off in the middle of its answer")
             if resends > MAX_RESENDS or call.journal.num_resumes > MAX_RESUMES:
                 break
+            if resends > sent_again:  # a node has seen the request, so it may have cost something
+                sent_again = resends
+                if not self._retries.spend():
+                    break
+                await asyncio.sleep(self._retries.pause(resends))
         raise error
 
     async def _candidates(self, call: Call, tried: list[Node]) -> list[Node]:
@@ -226,7 +238,7 @@ class Forwarder:
                         return False
                 if movable and answer.headers.get(_ERROR_HEADER) == b"engine_unavailable":
                     raise _EngineDownError
-                if self._registry.candidates(call.model, tried):
+                if self._registry.candidates(call.model, tried) and self._retries.spend():
                     return False
                 if not call.last:
                     raise RequestError("queue_full", "the nodes of the model are busy")

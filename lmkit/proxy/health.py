@@ -34,7 +34,10 @@ class HealthChecker:
         self._timeout = config.health_timeout
 
     async def check_all(self) -> None:
+        """Check every node, and compare those that are up."""
         await asyncio.gather(*map(self.check, self._registry.nodes()))
+        for node, why in self._registry.eject().items():
+            log.warning("node %s gets no requests for a while: %s", node.url, why)
 
     async def check(self, node: Node) -> None:
         """Check one node and record the result. Never raises."""

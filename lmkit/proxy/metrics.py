@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 from lmkit.proxy.accounts.store import Charge
 from lmkit.proxy.breaker import State
 from lmkit.proxy.registry import Held, Registry
+from lmkit.proxy.retries import RetryBudget
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -20,7 +21,7 @@ _BREAKER: tuple[State, ...] = ("closed", "half-open", "open")
 class Metrics:
     """Counters of the proxy itself. A node's figures are read from the registry, so they disappear with the node."""
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: Registry, retries: RetryBudget) -> None:
         self._own = CollectorRegistry()
         self.refused = Counter(
             "lmkit_proxy_errors", "Errors the proxy itself answered, by their code", ["code"], registry=self._own
@@ -44,6 +45,7 @@ class Metrics:
             registry=self._own,
         )
         self._own.register(_Nodes(registry))
+        self._own.register(_Retries(retries))
 
     def charged(self, charge: Charge) -> None:
         for kind, count in charge.usage._asdict().items():
@@ -51,6 +53,20 @@ class Metrics:
 
     def render(self) -> bytes:
         return generate_latest(self._own)
+
+
+class _Retries(Collector):
+    def __init__(self, retries: RetryBudget) -> None:
+        self._retries = retries
+
+    def collect(self) -> Iterable[Metric]:
+        done = CounterMetricFamily(
+            "lmkit_proxy_retries", "Requests sent once more, and those that the budget refused", labels=["outcome"]
+        )
+        done.add_metric(["sent"], self._retries.spent)
+        done.add_metric(["refused"], self._retries.refused)
+        left = GaugeMetricFamily("lmkit_proxy_retry_budget", "Retries that the budget allows now", self._retries.left)
+        return (done, left)
 
 
 class _Nodes(Collector):
@@ -71,7 +87,14 @@ class _Nodes(Collector):
             "lmkit_proxy_breaker", "A node's breaker: 0 closed, 1 half-open, 2 open", labels=["node"]
         )
         opened = CounterMetricFamily("lmkit_proxy_breaker_opened", "How often a breaker opened", labels=["node"])
+        ejected = CounterMetricFamily(
+            "lmkit_proxy_ejections", "How often a node was ejected as an outlier", labels=["node"]
+        )
+        weight = GaugeMetricFamily("lmkit_proxy_node_weight", "A node's weight, less while it starts", labels=["node"])
+        ramping = self._registry.ramps([node for node in self._registry.nodes() if node.healthy])
         for node in self._registry.nodes():
+            ejected.add_metric([node.url], node.ejections)
+            weight.add_metric([node.url], node.config.weight * ramping.get(node, 1.0))
             up.add_metric([node.url], node.healthy)
             busy.add_metric([node.url], node.in_flight)
             failovers.add_metric([node.url], node.failovers)
@@ -85,4 +108,4 @@ class _Nodes(Collector):
         )
         for model in {*self._registry.on_demand, *self._registry.held}:
             held.add_metric([model], self._registry.held.get(model, Held()).requests)
-        return (held, up, busy, answers, failovers, breaks, breaker, opened)
+        return (held, up, busy, answers, failovers, breaks, breaker, opened, ejected, weight)

@@ -30,10 +30,21 @@ class Ask:
     session: str = ""  # requests with the same text belong together
     cached: Mapping[Node, int] = field(default_factory=dict)  # tokens of its prompt that a node probably has
     now: float = 0.0  # by the registry's clock
+    ramps: Mapping[Node, float] = field(default_factory=dict)  # shares of their weights, of nodes that came lately
 
     def missing(self, node: Node) -> int:
         """Tokens that the node would compute."""
         return self.tokens - self.cached.get(node, 0)
+
+    def weight(self, node: Node) -> float:
+        return node.config.weight * self.ramp(node)
+
+    def ramp(self, node: Node) -> float:
+        return self.ramps.get(node, 1.0)
+
+    def load(self, node: Node) -> float:
+        """Tokens that stand before those of the request, for the node's weight."""
+        return node.load / self.weight(node)
 
 
 class Choice(NamedTuple):
@@ -52,36 +63,36 @@ def prefix(candidates: Sequence[Node], ask: Ask, rng: Random) -> Choice:
     leads to a node with more than `GUARD` times the mean load, the prompt goes where it is computed soonest. So a
     beginning that many prompts share comes to lie at several nodes. benchmarks.routing shows what both are worth.
     """
-    loads = list(map(_load, candidates))
-    missing = [ask.missing(node) / node.config.weight for node in candidates]
-    node, _ = _least(candidates, [load + STAY * more for load, more in zip(loads, missing, strict=True)], rng)
-    if moved := _load(node) > GUARD * math.fsum(loads) / len(loads) + GUARD_TOKENS:
-        node, _ = _least(candidates, list(map(operator.add, loads, missing)), rng)
+    loads = list(map(ask.load, candidates))
+    missing = [ask.missing(node) / ask.weight(node) for node in candidates]
+    node, _ = _least(candidates, [load + STAY * more for load, more in zip(loads, missing, strict=True)], ask, rng)
+    if moved := ask.load(node) > GUARD * math.fsum(loads) / len(loads) + GUARD_TOKENS:
+        node, _ = _least(candidates, list(map(operator.add, loads, missing)), ask, rng)
     reason = f"{ask.cached.get(node, 0)} of {ask.tokens} tokens cached, {node.load} before it"
     return Choice(node, reason + (", its own node is overloaded" if moved else ""))
 
 
 def least_tokens(candidates: Sequence[Node], ask: Ask, rng: Random) -> Choice:
     """The node with the fewest tokens that wait or run, for its weight."""
-    node, cost = _least(candidates, list(map(_load, candidates)), rng)
+    node, cost = _least(candidates, list(map(ask.load, candidates)), ask, rng)
     return Choice(node, f"{cost:.0f} tokens before it")
 
 
 def least_in_flight(candidates: Sequence[Node], ask: Ask, rng: Random) -> Choice:
     """The node with the fewest requests for its weight.
 
-    A node without history, or one that just came back, gets its share at once.
+    A node without history counts as any other.
     """
-    node, cost = _least(candidates, [(n.in_flight + n.others) / n.config.weight for n in candidates], rng)
+    node, cost = _least(candidates, [(n.in_flight + n.others) / ask.weight(n) for n in candidates], ask, rng)
     return Choice(node, f"{cost:g} requests before it")
 
 
 def power_of_two(candidates: Sequence[Node], ask: Ask, rng: Random) -> Choice:
     """The better of two nodes that are drawn by weight. Several proxies with old figures do not all choose the same."""
-    first = _drawn(candidates, rng)
+    first = _drawn(candidates, ask, rng)
     others = [node for node in candidates if node is not first]
-    second = _drawn(others, rng) if others else first
-    node, cost = _least((first, second), (_load(first), _load(second)), rng)
+    second = _drawn(others, ask, rng) if others else first
+    node, cost = _least((first, second), (ask.load(first), ask.load(second)), ask, rng)
     return Choice(node, f"{cost:.0f} tokens before it, the better of two")
 
 
@@ -92,7 +103,7 @@ def session(candidates: Sequence[Node], ask: Ask, rng: Random) -> Choice:
     """
     if not ask.session:
         return least_tokens(candidates, ask, rng)
-    node, _ = _least(candidates, [-math.log(uniform(ask.session, n.url)) / n.config.weight for n in candidates], rng)
+    node, _ = _least(candidates, [-math.log(uniform(ask.session, n.url)) / ask.weight(n) for n in candidates], ask, rng)
     return Choice(node, "its session")
 
 
@@ -103,7 +114,8 @@ def min_expected_latency(candidates: Sequence[Node], ask: Ask, rng: Random) -> C
     """
     known = [node.pace for node in candidates if node.pace]
     mean = math.fsum(known) / len(known) if known else 1.0
-    node, cost = _least(candidates, [(n.load + ask.missing(n)) / (n.pace or mean) for n in candidates], rng)
+    costs = [(n.load + ask.missing(n)) / (n.pace or mean) / ask.ramp(n) for n in candidates]
+    node, cost = _least(candidates, costs, ask, rng)
     return Choice(node, f"{cost:.3g} s expected" if known else "no pace is known yet")
 
 
@@ -121,9 +133,9 @@ def min_observed_latency(candidates: Sequence[Node], ask: Ask, rng: Random) -> C
 
     def cost(node: Node) -> float:
         seconds = mean if node.latency is None else faded(node)
-        return seconds * (1 + node.in_flight + node.others)
+        return seconds * (1 + node.in_flight + node.others) / ask.ramp(node)
 
-    node, least = _least(candidates, list(map(cost, candidates)), rng)
+    node, least = _least(candidates, list(map(cost, candidates)), ask, rng)
     return Choice(node, f"{least:.3g} s observed, times requests")
 
 
@@ -134,7 +146,7 @@ def round_robin(candidates: Sequence[Node], ask: Ask, rng: Random) -> Choice:
 
 def random(candidates: Sequence[Node], ask: Ask, rng: Random) -> Choice:
     """A node drawn by weight."""
-    return Choice(_drawn(candidates, rng), "drawn by weight")
+    return Choice(_drawn(candidates, ask, rng), "drawn by weight")
 
 
 POLICIES: dict[PolicyName, Policy] = {
@@ -150,18 +162,14 @@ POLICIES: dict[PolicyName, Policy] = {
 }
 
 
-def _least(candidates: Sequence[Node], costs: Sequence[float], rng: Random) -> tuple[Node, float]:
+def _least(candidates: Sequence[Node], costs: Sequence[float], ask: Ask, rng: Random) -> tuple[Node, float]:
     """The node of the least cost, and the cost. Ties are drawn by weight."""
     least = min(costs)
-    return _drawn([node for node, value in zip(candidates, costs, strict=True) if value == least], rng), least
+    return _drawn([node for node, value in zip(candidates, costs, strict=True) if value == least], ask, rng), least
 
 
-def _load(node: Node) -> float:
-    return node.load / node.config.weight
-
-
-def _drawn(candidates: Sequence[Node], rng: Random) -> Node:
-    return rng.choices(candidates, weights=[node.config.weight for node in candidates])[0]
+def _drawn(candidates: Sequence[Node], ask: Ask, rng: Random) -> Node:
+    return rng.choices(candidates, weights=list(map(ask.weight, candidates)))[0]
 
 
 def uniform(session: str, name: str) -> float:

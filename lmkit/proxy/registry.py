@@ -5,15 +5,17 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any, NamedTuple
 
 from lmkit.errors import RequestError
 from lmkit.proxy.breaker import Breaker
 from lmkit.proxy.config import NodeConfig, ProxyConfig, Registration
+from lmkit.proxy.outliers import MAX_SAMPLES, MIN_SAMPLES, ramps, worst
 from lmkit.proxy.prefixes import PrefixIndex
 
 ModelEntries = dict[str, dict[str, Any]]  # model id -> its object in a /v1/models list
@@ -33,6 +35,7 @@ class Node:
     healthy: bool = False
     reason: str | None = "not checked yet"  # why it is unhealthy, or a note about a healthy one
     down_since: float = -math.inf  # by the registry's clock
+    up_since: float = -math.inf  # by the registry's clock
     draining: bool = False  # it gets no new requests
     checked: bool = False  # a check has ended, well or badly
     failures: int = 0  # consecutive, of checks and connections; only a good check resets it
@@ -50,9 +53,12 @@ class Node:
     kv_use: float | None = None  # 0 to 1
     latency: float | None = None  # seconds to the first byte, moving average
     latency_at: float = -math.inf  # by the registry's clock
+    # Seconds and computed tokens before its last first bytes:
+    firsts: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
     work: float = 0.0  # tokens that stood before first bytes, the newest counting most,
     worked: float = 0.0  # and the seconds in which they were computed
     answers: Counter[tuple[str, int]] = field(default_factory=Counter)  # (model, status) -> requests
+    ejections: int = 0  # how often it was much worse than the others
     failovers: int = 0  # requests that went on to another node
     breaks: int = 0  # responses that broke off in the middle
     # Requests without a first byte: a function that gives each up -> its model and the nodes that it has tried.
@@ -82,6 +88,11 @@ class Node:
         """Tokens a second, as measured on first bytes. None = not known."""
         return self.work / self.worked if self.worked else None
 
+    @property
+    def failed_share(self) -> float:
+        """Of its last requests, 0 to 1."""
+        return self.breaker.failed_share
+
 
 class Held(NamedTuple):
     """Requests that wait until a node for their model comes, and the tokens of their prompts, about."""
@@ -93,8 +104,10 @@ class Held(NamedTuple):
 class Registry:
     """All nodes by URL."""
 
-    def __init__(self, config: ProxyConfig, clock: Callable[[], float] = time.monotonic) -> None:
-        self._config = config
+    def __init__(
+        self, config: ProxyConfig, clock: Callable[[], float] = time.monotonic, rng: Random | None = None
+    ) -> None:
+        self._config, self._rng = config, rng
         self._unhealthy_after = config.unhealthy_after
         self._healthy_after = config.healthy_after
         self.clock = clock
@@ -117,7 +130,8 @@ class Registry:
         """
         node = self._nodes.get(config.url)
         if node is None:
-            breaker = Breaker(self._config.breaker_failures, self._config.breaker_seconds, lambda: self.clock())
+            failures, seconds = self._config.breaker_failures, self._config.breaker_seconds
+            breaker = Breaker(failures, seconds, lambda: self.clock(), self._rng)
             node = self._nodes[config.url] = Node(config, origin, breaker)
         relisted = config.models is None and node.config.models is not None
         node.config, node.origin = config, origin
@@ -150,6 +164,8 @@ class Registry:
             node.models = models
         if node.healthy or first or node.successes >= self._healthy_after:
             came_up, node.healthy, node.reason = not node.healthy, True, note
+            if came_up:
+                node.up_since = self.clock()
             return came_up
         node.reason = f"{node.successes} of {self._healthy_after} good checks"
         return False
@@ -180,6 +196,36 @@ class Registry:
             if n.healthy and not (n.draining or n.leaving) and n.models and model in n.models and n not in exclude
         ]  # fmt: skip
         return [n for n in able if n.breaker.admits] or able
+
+    def resting(self, model: str) -> int:
+        """The number of healthy nodes that serve `model` and get no requests because their breakers are open."""
+        return sum(n.healthy and model in (n.models or ()) and not n.breaker.admits for n in self.nodes())
+
+    def ramps(self, nodes: Sequence[Node]) -> dict[Node, float]:
+        """The shares of their weights that nodes have that came, or came back, lately. See outliers.ramps."""
+        seconds, now = self._config.slow_start_seconds, self.clock()
+        return ramps({n: now - max(n.up_since, n.breaker.closed_at) for n in nodes}, seconds) if seconds else {}
+
+    def eject(self) -> dict[Node, str]:
+        """Open the breakers of nodes that are much worse than the others of their kind. Returns them, and why.
+
+        Nodes are of one kind if they have the same models, tags and weight.
+        """
+        if not self._config.outlier_factor:
+            return {}
+        kinds = defaultdict[object, list[Node]](list)
+        for node in self.nodes():
+            if node.healthy and node.admits:
+                kinds[frozenset(node.models or ()), frozenset(node.config.tags), node.config.weight].append(node)
+        found: dict[Node, str] = {}
+        for kind in kinds.values():
+            closed = [node for node in kind if node.breaker.state == "closed"]
+            found |= worst(closed, len(kind) - len(closed), self._config.outlier_factor, self._config.max_ejected)
+        for node, why in found.items():
+            node.breaker.eject(why, MIN_SAMPLES)
+            node.ejections += 1
+            node.firsts.clear()  # it is judged anew
+        return found
 
     def may_return(self, model: str, waiting_since: float) -> bool:
         """Whether requests wait for a node for `model`: one is healthy, went down lately, or comes on demand."""
@@ -248,12 +294,13 @@ class Registry:
     @contextmanager
     def prefilling(self, node: Node, tokens: int) -> Iterator[None]:
         """Count a prompt's tokens on a node until its first byte has come, which measures the node's pace."""
-        ahead, start = node.load + tokens, self.clock()
+        ahead, computed, start = node.load + tokens, node.queued + tokens, self.clock()
         node.queued += tokens
         try:
             yield
             node.work += LATENCY_DECAY * (ahead - node.work)
             node.worked += LATENCY_DECAY * (self.clock() - start - node.worked)
+            node.firsts.append((self.clock() - start, computed))
         finally:
             node.queued -= tokens
 
@@ -265,7 +312,7 @@ class Registry:
 
     def status(self) -> list[dict[str, Any]]:
         """The admin API's view of each node. It never contains a key."""
-        now = self.clock()
+        now, ramping = self.clock(), self.ramps([node for node in self.nodes() if node.healthy])
         return [
             {
                 "url": node.url,
@@ -285,8 +332,11 @@ class Registry:
                 "breaks": node.breaks,
                 "breaker": node.breaker.state,
                 "breaker_opened": node.breaker.opened,
+                "breaker_reason": node.breaker.why,
+                "ejections": node.ejections,
                 "latency_seconds": node.latency,
                 "weight": node.config.weight,
+                "ramp": ramping.get(node, 1.0),
                 "lease_seconds_left": None if node.lease_until is None else max(0.0, node.lease_until - now),
             }
             for node in self.nodes()

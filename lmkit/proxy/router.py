@@ -123,8 +123,11 @@ class Router:
             if not candidates:
                 raise RequestError("engine_unavailable", "no node that this request may use is healthy; try again")
         index = self._registry.prefixes
-        ask = Ask(routing.tokens, routing.session, index.cached(routing.prompt), self._registry.clock())
+        cached, ramps = index.cached(routing.prompt), self._registry.ramps(candidates)
+        ask = Ask(routing.tokens, routing.session, cached, self._registry.clock(), ramps)
         choice = POLICIES[routing.policy](candidates, ask, self._rng)
+        if choice.node in ramps:
+            choice = choice._replace(reason=f"{choice.reason}, with {ramps[choice.node]:.0%} of its weight yet")
         if routing.prompt:
             index.add(choice.node, routing.prompt, choice.node.kv_tokens)
         names = (routing.model, choice.node.url, routing.policy, choice.reason, routing.rule)
@@ -132,12 +135,16 @@ class Router:
         return choice._replace(missing=ask.missing(choice.node))
 
 
-def explanation(choice: Choice, routing: Routing, num_candidates: int) -> list[tuple[bytes, bytes]]:
-    """Headers that say why this node. They name it by its id, because its address is not for clients."""
+def explanation(choice: Choice, routing: Routing, num_candidates: int, resting: int) -> list[tuple[bytes, bytes]]:
+    """Headers that say why this node. They name it by its id, because its address is not for clients.
+
+    `resting` is the number of nodes of the model that get no requests for now.
+    """
     fields = {
         "x-lmkit-node": choice.node.id,
         "x-lmkit-policy": routing.policy,
         "x-lmkit-reason": choice.reason,
         "x-lmkit-candidates": str(num_candidates),
+        "x-lmkit-resting": str(resting),
     } | ({"x-lmkit-rule": routing.rule} if routing.rule else {})
     return [(name.encode(), value.encode()) for name, value in fields.items()]

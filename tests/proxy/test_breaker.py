@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from lmkit.proxy.breaker import JITTER, MAX_REST, WINDOW, Breaker
+from lmkit.proxy.breaker import CALM, JITTER, MAX_REST, WINDOW, Breaker
 
 SECONDS = 10.0
 
@@ -45,11 +45,13 @@ def test_rests_grow_while_the_node_stays_bad(breaker: Breaker, clock: Clock) -> 
 
 
 def test_a_node_that_is_good_for_long_rests_shortly_again(breaker: Breaker, clock: Clock) -> None:
-    for good, longest in ((1, 2), (WINDOW, 1)):  # after a first rest
+    for good, calm, longest in ((WINDOW - 1, 999, 2), (WINDOW, CALM, 8), (WINDOW, CALM * 25, 1)):
         while not breaker.record(good=False):
             pass
         rest(breaker, clock)
-        for _ in range(good):
+        breaker.record(good=True)
+        clock.now += calm * SECONDS
+        for _ in range(good - 1):
             breaker.record(good=True)
         while not breaker.record(good=False):
             pass
@@ -78,3 +80,12 @@ def test_one_request_at_a_time_is_the_trial(breaker: Breaker, clock: Clock) -> N
     assert not breaker.admits
     breaker.end()
     assert breaker.admits
+
+
+def test_a_request_from_before_a_rest_does_not_end_it(breaker: Breaker, clock: Clock) -> None:
+    breaker.eject("slow")
+    breaker.record(good=True)
+    assert breaker.state == "open"
+    rest(breaker, clock)
+    breaker.record(good=True)
+    assert breaker.state == "closed"

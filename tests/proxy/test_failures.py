@@ -548,3 +548,47 @@ async def test_breakers_never_shut_every_node() -> None:
         assert {node.breaker.state for node in proxy.registry.nodes()} == {"open"}
         fakes[0].script = fakes[1].script = FakeNode().script
         assert (await http.post(CHAT, content=BODY)).status_code == 200
+
+
+@pytest.mark.parametrize("fault", ["reset", "busy"])
+async def test_retries_are_a_share_of_requests(fault: str) -> None:
+    """A cluster in which every node fails gets little more than the clients' own requests."""
+
+    async def script(exchange: Exchange) -> None:
+        if fault == "reset":
+            exchange.reset()
+        else:
+            await exchange.reply(503, {"error": {}})
+
+    async with (
+        nodes(FakeNode("a", script=script), FakeNode("b", script=script)) as (a, b),
+        proxy_for(a, b, retry_share=0.25, max_in_flight=2, breaker_failures=100) as (proxy, url),
+        client(url) as http,
+    ):
+        start = proxy.registry.clock()
+        proxy.registry.clock = lambda: start
+        for _ in range(13):
+            assert (await http.post(CHAT, content=BODY)).status_code == (502 if fault == "reset" else 503)
+        assert len(a.requests) + len(b.requests) == 13 + 2 + 3  # the reserve, and a quarter
+        figures = proxy.metrics.render().decode()
+        assert 'lmkit_proxy_retries_total{outcome="sent"} 5.0' in figures
+        assert 'lmkit_proxy_retries_total{outcome="refused"} 8.0' in figures
+        assert [node.in_flight for node in proxy.registry.nodes()] == [0, 0]
+
+
+async def test_a_client_that_asks_why_is_told_of_resting_and_of_new_nodes() -> None:
+    now = [0.0]
+    async with nodes(FakeNode("a"), FakeNode("b")) as fakes, proxy_for(*fakes) as (proxy, url), client(url) as http:
+        proxy.registry.clock = lambda: now[0]
+        old, new = proxy.registry.nodes()
+        old.breaker.eject("x")
+        new.up_since = -5.0
+        headers = {"x-lmkit-explain": "1"}
+        answer = (await http.post(CHAT, content=BODY, headers=headers)).headers
+        assert (answer["x-lmkit-candidates"], answer["x-lmkit-resting"]) == ("1", "1")
+        assert "weight" not in answer["x-lmkit-reason"]  # nobody is there who has more
+        old.breaker = new.breaker
+        old.up_since, old.others = -100.0, 1000
+        answer = (await http.post(CHAT, content=BODY, headers=headers)).headers
+        assert answer["x-lmkit-reason"].endswith(", with 50% of its weight yet")
+        assert f'lmkit_proxy_node_weight{{node="{new.url}"}} 0.5' in proxy.metrics.render().decode()

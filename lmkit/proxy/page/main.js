@@ -125,7 +125,9 @@ function showNodes(state) {
 
 function stateOf(node) {
   const text = node.draining ? "drains" : node.healthy ? "up" : "down";
-  const more = [node.breaker === "closed" ? "" : `breaker ${node.breaker}`, node.reason ?? ""].filter(Boolean).join("; ");
+  const breaker = node.breaker === "closed" ? "" : `breaker ${node.breaker} (${node.breaker_reason})`;
+  const ramp = node.ramp < 1 ? `starts slowly at ${percent(node.ramp)}` : "";
+  const more = [breaker, ramp, node.reason ?? ""].filter(Boolean).join("; ");
   return element("span", { class: `state ${text}` }, text + (more && `: ${more}`));
 }
 
