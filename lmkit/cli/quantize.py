@@ -10,7 +10,7 @@ import typer
 
 from lmkit.cli.eval import print_result
 from lmkit.cli.progress import ProgressBar, duration
-from lmkit.errors import ConfigError, UnsupportedError
+from lmkit.errors import ConfigError
 
 if TYPE_CHECKING:
     from lmkit.quant.recipe import Recipe
@@ -77,7 +77,14 @@ def quantize(
             "--ignore-estimate", rich_help_panel=RUN, help="Start even if memory or disk will not do by the estimate."
         ),
     ] = False,
-    device: Annotated[str, typer.Option(rich_help_panel=RUN, help="Device that computes: cpu.")] = "cpu",
+    device: Annotated[
+        str,
+        typer.Option(
+            metavar="<auto|cpu|cuda|cuda:N>",
+            rich_help_panel=RUN,
+            help="Where to compute; auto is a GPU or the CPU.",
+        ),
+    ] = "auto",
     restart: Annotated[
         bool, typer.Option("--restart", rich_help_panel=RUN, help="Discard the layers of an interrupted run.")
     ] = False,
@@ -88,12 +95,13 @@ def quantize(
     json: Annotated[bool, typer.Option("--json", rich_help_panel=RUN, help="Print the report as JSON.")] = False,
 ) -> None:
     """Quantize a checkpoint by a recipe: its weights, and a configuration of its KV cache."""
-    from lmkit.config import default_num_threads, parse_bytes
+    from lmkit.config import default_num_threads, environment, parse_bytes
     from lmkit.formats.atomic import refuse_occupied
     from lmkit.formats.known import remember
     from lmkit.kernels.cpu import threads
     from lmkit.quant.data.calibration import parse_source
     from lmkit.quant.data.comm import Comm
+    from lmkit.quant.device import fits, resolve_device
     from lmkit.quant.recipe import load_recipe, recipe_for
     from lmkit.quant.report.evaluate import encode_text
     from lmkit.quant.run import prepare
@@ -115,13 +123,12 @@ def quantize(
             },
         },
     )  # fmt: skip
-    if device != "cpu":
-        raise UnsupportedError(f"--device {device}: quantization runs on the CPU, there are no kernels for others yet")
     limit = None if max_memory is None else parse_bytes(max_memory, "--max-memory")
     refuse_occupied(output)
     comm = Comm.launched()
+    place = resolve_device(device, comm.rank % environment().local_world_size)
     threads.configure(default_num_threads())
-    quantizer = prepare(model, loaded, max_memory=limit, comm=comm)
+    quantizer = prepare(model, loaded, max_memory=limit, comm=comm, device=place)
     if not ignore_estimate:
         _check_machine(quantizer, output, evaluates=evaluate)
     quiet = json or not comm.is_first
@@ -129,7 +136,7 @@ def quantize(
     phases = {name: seconds for name, seconds in quantizer.plan.seconds.items() if evaluate or name != "evaluation"}
     if not quiet:
         _print_plan(model, chosen, quantizer, sum(phases.values()))
-    with ProgressBar(quiet=quiet, phases=phases) as bar:
+    with ProgressBar(quiet=quiet, phases=phases) as bar, fits(place):
         report = quantizer.run(output, eval_ids=eval_ids, restart=restart, progress=bar.update)
     comm.close()
     if not comm.is_first:
@@ -152,7 +159,7 @@ def _check_machine(quantizer: Quantizer, output: Path, *, evaluates: bool) -> No
     import shutil
 
     from lmkit.config import environment
-    from lmkit.quant.budget import check_machine
+    from lmkit.quant.budget import check_device, check_machine
     from lmkit.quant.data.workdir import WorkFolder
     from lmkit.turbo.host_memory import available_memory
 
@@ -166,6 +173,7 @@ def _check_machine(quantizer: Quantizer, output: Path, *, evaluates: bool) -> No
         disk=shutil.disk_usage(there).free + taken,
         evaluates=evaluates,
     )
+    check_device(quantizer.source, quantizer.budget, quantizer.device)
 
 
 def _print_plan(model: str, chosen: str, quantizer: Quantizer, seconds: float) -> None:

@@ -153,8 +153,9 @@ class ModelSource:
 
     def head(self, dtype: torch.dtype | None = None, device: str = "cpu") -> Decoder:
         """A decoder without layers. Only `embed` and `head` work, with plain weights."""
-        embed = self.embed_tokens(dtype).to(device)
-        return Decoder(self.spec, embed, [], self.final_norm().to(device), self.lm_head(dtype, device))
+        at = tensor_device(device)
+        embed = self.embed_tokens(dtype).to(at)
+        return Decoder(self.spec, embed, [], self.final_norm().to(at), self.lm_head(dtype, device))
 
     def _vectors(self, index: int, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
         """(role, vector). Biases that choose experts stay as stored: rounded ones would choose others."""

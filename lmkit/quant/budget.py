@@ -19,6 +19,7 @@ from lmkit.models.resolved import resolve_dtype
 from lmkit.models.source import ModelSource
 from lmkit.models.spec import ModelSpec
 from lmkit.quant.data.hidden_states import BATCH_TOKENS, scratch_width
+from lmkit.quant.device import free_memory
 from lmkit.quant.recipe import Recipe
 from lmkit.quant.report.evaluate import LOGIT_BYTES
 
@@ -129,6 +130,16 @@ def check_machine(source: ModelSource, budget: Budget, *, memory: int, disk: int
         raise ConfigError(
             f"quantizing {path} takes about {size(budget.disk_bytes)} of disk, {size(disk)} are free where the output "
             f"goes; {anyway}"
+        )
+
+
+def check_device(source: ModelSource, budget: Budget, device: str) -> None:
+    """Raise ConfigError if a GPU has too little memory for a layer, its statistics and a batch."""
+    free, needed = free_memory(device), budget.memory_bytes - BASE_BYTES
+    if free is not None and needed > free:
+        raise ConfigError(
+            f"quantizing {source.reader.path} takes about {size(needed)} of the GPU's memory, {size(free)} are free; "
+            "--max-memory takes smaller steps; --device cpu takes none; --ignore-estimate starts anyway"
         )
 
 

@@ -12,10 +12,12 @@ import torch
 
 from lmkit.errors import ConfigError, UnsupportedError
 from lmkit.formats.base import get_format
+from lmkit.kernels.cuda.module import tensor_device
 from lmkit.log import get_logger
 from lmkit.models.source import ModelSource
 from lmkit.models.spec import ModelSpec
 from lmkit.qtensor import QuantScheme, dequantize, quantize
+from lmkit.quant.device import wait
 from lmkit.quant.kv.config import check_layers
 from lmkit.quant.layer.moments import HELD_OUT
 from lmkit.quant.layer.products import times
@@ -49,8 +51,8 @@ class Plan:
         return {role: scheme for role, scheme in every.items() if scheme is not None}
 
 
-def make_plan(source: ModelSource, recipe: Recipe) -> Plan:
-    """The plan for a recipe and a checkpoint. Raises ConfigError or UnsupportedError if they do not fit together."""
+def make_plan(source: ModelSource, recipe: Recipe, device: str = "cpu") -> Plan:
+    """The plan for a recipe and a checkpoint on a device. Raises ConfigError or UnsupportedError if they do not fit."""
     spec, path = source.spec, source.reader.path
     if source.format.name != "dense":
         raise UnsupportedError(f"{path}: is quantized already ({source.format.name}); quantize the original checkpoint")
@@ -70,7 +72,7 @@ def make_plan(source: ModelSource, recipe: Recipe) -> Plan:
     check_reachable(spec, recipe, dense)
     routers = [spec.module_name(i, role) for i in range(spec.num_layers) for role in spec.layers[i].routers]
     linears |= dict.fromkeys(routers, None)
-    return Plan(spec, linears, dense, _seconds(spec, recipe))
+    return Plan(spec, linears, dense, _seconds(spec, recipe, device))
 
 
 def dense_modules(spec: ModelSpec, recipe: Recipe) -> dict[str, str]:
@@ -110,9 +112,9 @@ def _warn_split_groups(spec: ModelSpec, dense: dict[str, str]) -> None:
                 log.warning("only some of %s are quantized; engines that fuse them may refuse it", ", ".join(modules))
 
 
-def _seconds(spec: ModelSpec, recipe: Recipe) -> dict[str, float]:
+def _seconds(spec: ModelSpec, recipe: Recipe, device: str) -> dict[str, float]:
     """Estimates for each phase, in the order of the phases."""
-    speed = measure_speed(recipe.product_dtype)
+    speed = measure_speed(recipe.product_dtype(device), device)
     layers = mixed = 0.0
     for layer in spec.layers:
         cost = recipe.cost(layer)
@@ -130,21 +132,24 @@ def _seconds(spec: ModelSpec, recipe: Recipe) -> dict[str, float]:
     }
 
 
-def measure_speed(dtype: torch.dtype) -> Speed:
-    """What this machine does in a second, measured in less than a tenth of one. `dtype`: of short products."""
-    x = torch.randn(1024, 1024)
+def measure_speed(dtype: torch.dtype, device: str = "cpu") -> Speed:
+    """What a device does in a second, measured in less than a tenth of one. `dtype`: of short products."""
+    at = tensor_device(device)
+    size = 4096 if at.startswith("cuda") else 1024
+    x = torch.randn(size, size).to(at)
     weight, scheme = x.bfloat16().float(), QuantScheme(4, 128)
     rates = []
     # The shortest of several times is that of the machine without its other work.
     for work, amount in (
-        (lambda: times(x.to(dtype), x.to(dtype), dtype), 2 * 1024**3),
-        (lambda: x @ x, 2 * 1024**3),
-        (lambda: dequantize(quantize(weight, scheme)), 1024**2),
+        (lambda: times(x.to(dtype), x.to(dtype), dtype), 2 * size**3),
+        (lambda: x @ x, 2 * size**3),
+        (lambda: dequantize(quantize(weight, scheme)), size**2),
     ):
         seconds = []
         for _ in range(5):
             start = time.perf_counter()
             work()
+            wait(device)
             seconds.append(time.perf_counter() - start)
         rates.append(amount / min(seconds))
     short, full, rounding = rates

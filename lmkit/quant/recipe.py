@@ -27,9 +27,9 @@ from lmkit.config import StrictStruct, parse
 from lmkit.errors import ConfigError, UnsupportedError
 from lmkit.formats.base import get_format
 from lmkit.formats.parts import Activations
-from lmkit.kernels.cpu.isa import multiplies_bfloat16
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.other_names import hint
+from lmkit.quant.device import multiplies_bfloat16
 from lmkit.quant.sections import NO_TEXT, CalibrationRecipe, DatasetRecipe, KVLayerRecipe, KVRecipe, SchemeRecipe
 from lmkit.quant.steps.base import SAMPLE_TOKENS, LayerCost, Stage
 from lmkit.quant.steps.registry import STEPS, AnyStep, of_stage
@@ -80,12 +80,11 @@ class Recipe(StrictStruct, frozen=True, kw_only=True):
         """Whether every step only rounds to nearest."""
         return all(step.is_plain for step in self.steps)
 
-    @property
-    def product_dtype(self) -> torch.dtype:
+    def product_dtype(self, device: str = "cpu") -> torch.dtype:
         """The numbers that a calibration multiplies: bfloat16 where that is faster, and the error of 4-bit weights is
         so much larger that it does not show."""
         scheme = self.scheme.scheme()
-        short = scheme.kind == "int" and scheme.bits == 4 and multiplies_bfloat16()
+        short = scheme.kind == "int" and scheme.bits == 4 and multiplies_bfloat16(device)
         return torch.bfloat16 if short else torch.float32
 
     @property

@@ -84,6 +84,7 @@ class Quantizer:
     plan: Plan
     budget: Budget
     comm: Comm = field(default_factory=Comm)
+    device: str = "cpu"  # as quant.device.resolve_device names it
 
     @torch.inference_mode()
     def run(
@@ -153,6 +154,7 @@ class Quantizer:
             "calibration data": self.data.sha256,
             "tokens of a batch": self.budget.batch_tokens,
             "processes": self.comm.world_size,
+            "device": "cpu" if self.device == "cpu" else "torch",
         }
 
     def _quantize_layers(self, work: WorkFolder, progress: Progress) -> Stream | None:
@@ -168,7 +170,7 @@ class Quantizer:
             check_weights(source, progress)
         stream = self._stream(work, first) if self.recipe.calibration.has_text else None
         for index in range(first, spec.num_layers):
-            layer = source.layer(index, torch.float32)
+            layer = source.layer(index, torch.float32, self.device)
             source.reader.release()
             seen = KVStats.empty(layer.spec.num_kv_heads, layer.spec.head_dim)
             done = functools.partial(self._stage_done, progress, index)
@@ -179,8 +181,9 @@ class Quantizer:
             # From here on, every process has its hidden states behind the layer on the disk, and none writes to them.
             comm.wait()
             if comm.is_first:
-                record = LayerRecord(report, seen.fit, self._digests(index, layer.weights))
-                work.commit(index, self._stored(index, layer.weights), seen, msgspec.json.encode(record))
+                weights = {role: weight.to("cpu") for role, weight in layer.weights.items()}
+                record = LayerRecord(report, seen.fit, self._digests(index, weights))
+                work.commit(index, self._stored(index, weights), seen, msgspec.json.encode(record))
             # Until the layer is committed, no process writes to the hidden states before it: they are still needed.
             comm.wait()
             del layer
@@ -197,6 +200,7 @@ class Quantizer:
             layer=layer,
             exact=self.recipe.needs_exact,
             comm=self.comm,
+            device=self.device,
         )
 
     def _stage_done(self, progress: Progress, layer: int, stage: int) -> None:
@@ -212,7 +216,7 @@ class Quantizer:
             return None
         data = b""
         if self.comm.is_first and not (data := work.kept(SCHEMES)):
-            chosen, report = choose_schemes(self.source, self.recipe, self.plan, self.data.rows, progress)
+            chosen, report = choose_schemes(self.source, self.recipe, self.plan, self.data.rows, progress, self.device)
             data = msgspec.json.encode(ChosenSchemes(chosen.linears, chosen.dense, report))
             work.keep(SCHEMES, data)
         schemes = msgspec.json.decode(self.comm.broadcast_bytes(data), type=ChosenSchemes)
@@ -272,7 +276,8 @@ class Quantizer:
         if stream is None:
             return
         expected = stream.hidden(len(stream) - 1)[-stream.seq_len :]
-        difference = check_logits(folder, self.source, self.data.rows[-1], expected, self.recipe.product_dtype)
+        dtype = self.recipe.product_dtype(self.device)
+        difference = check_logits(folder, self.source, self.data.rows[-1], expected, dtype, self.device)
         log.info("read back: logits differ by at most %.1e of the largest", difference)
 
     def _evaluate(self, folder: Path, ids: list[int], output: Path, progress: Progress) -> EvalResult:
@@ -287,21 +292,23 @@ class Quantizer:
         return msgspec.structs.replace(result, model=str(output))
 
 
-def prepare(model: str | Path, recipe: Recipe, *, max_memory: int | None = None, comm: Comm = Comm()) -> Quantizer:
+def prepare(
+    model: str | Path, recipe: Recipe, *, max_memory: int | None = None, comm: Comm = Comm(), device: str = "cpu"
+) -> Quantizer:
     """Open the checkpoint, read the calibration data, and check that all fit together and into `max_memory` bytes.
 
-    `comm` is this process among those that share the work; all of them make the same calls. Nothing is written.
-    Raises CheckpointError, ConfigError or UnsupportedError.
+    `comm` is this process among those that share the work; all of them make the same calls. `device` is a name that
+    quant.device.resolve_device gives. Nothing is written. Raises CheckpointError, ConfigError or UnsupportedError.
     """
     source = ModelSource(model)
-    plan = make_plan(source, recipe)
+    plan = make_plan(source, recipe, device)
     tokenizer = Tokenizer.from_pretrained(source.reader.path)
     data = load_calibration(recipe.calibration, tokenizer)
     largest, vocab_size = int(data.rows.max()) if len(data.rows) else 0, source.spec.vocab_size
     if largest >= vocab_size:
         raise CheckpointError(f"{source.reader.path}: the tokenizer gives token {largest}, the model has {vocab_size}")
     budget = fit(source, recipe, max_memory)
-    return Quantizer(source, budget.recipe, tokenizer, data, plan, budget, comm)
+    return Quantizer(source, budget.recipe, tokenizer, data, plan, budget, comm, device)
 
 
 def _other_tensors(source: ModelSource) -> list[str]:

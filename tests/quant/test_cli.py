@@ -105,7 +105,7 @@ def test_tables_show_plan_errors_and_evaluation(tmp_path: Path, monkeypatch: pyt
         ("--calibration demo:nan", "demo:nan"),
         ("--max-memory 64MiB", "--max-memory 64MiB: quantizing"),
         ("--max-memory much", "--max-memory: 'much' is not a size"),
-        ("--device cuda:0", "--device cuda:0: quantization runs on the CPU"),
+        ("--device cuda:0", "--device cuda:0: torch"),
         ("--recipe awq_w4a16_g128 --format fp8", "; --recipe fp8_block writes fp8"),
         ("--recipe awq_w4a16_g128 --format gptq", "; --recipe w4a16_g128_sym_gptq writes gptq"),
         ("--recipe fp8_block --bits 4", "type float has `bits: 8`"),

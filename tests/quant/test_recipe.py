@@ -194,11 +194,11 @@ def test_statistics_take_a_part_of_the_rows_unless_every_token_counts() -> None:
 
 
 def test_products_are_short_for_4_bit_integers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmkit.quant.recipe.multiplies_bfloat16", lambda: True)
-    assert load_recipe(DEFAULT_RECIPE).product_dtype is torch.bfloat16
-    assert load_recipe("smoothquant_w8a8").product_dtype is torch.float32
-    monkeypatch.setattr("lmkit.quant.recipe.multiplies_bfloat16", lambda: False)
-    assert load_recipe(DEFAULT_RECIPE).product_dtype is torch.float32
+    monkeypatch.setattr("lmkit.quant.recipe.multiplies_bfloat16", lambda device: True)
+    assert load_recipe(DEFAULT_RECIPE).product_dtype() is torch.bfloat16
+    assert load_recipe("smoothquant_w8a8").product_dtype() is torch.float32
+    monkeypatch.setattr("lmkit.quant.recipe.multiplies_bfloat16", lambda device: False)
+    assert load_recipe(DEFAULT_RECIPE).product_dtype() is torch.float32
 
 
 @pytest.mark.parametrize("name", ["rtn_w4a16_g128", "rtn_w8a16", "fp8_block", "fp8_channel", "fp8_tensor"])

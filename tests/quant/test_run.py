@@ -84,7 +84,7 @@ def test_the_stored_layers_are_those_the_run_measured(source: Path, quantized: t
     stream = before.embed_tokens()[rows.flatten()].float()
 
     def run(model: ModelSource, index: int) -> Tensor:
-        layer = model.layer(index, torch.float32).multiply_in(AWQ.product_dtype)
+        layer = model.layer(index, torch.float32).multiply_in(AWQ.product_dtype())
         delta, residual = layer(stream.clone(), None, geometry.batch, geometry.rope, geometry.kv)
         return delta + residual
 

@@ -117,8 +117,14 @@ def missing() -> str | None:
     return None
 
 
+TORCH = "torch:"
+
+
 def tensor_device(device: str) -> str:
-    """The device of tensors: those of an emulated GPU are on the CPU."""
+    """The device of tensors. Those of an emulated GPU are on the CPU, and those of `torch:cuda:1`, where torch's own
+    operations compute instead of kernels, on `cuda:1`."""
+    if device.startswith(TORCH):
+        return device.removeprefix(TORCH)
     return "cpu" if "cpu" in BACKENDS else device
 
 

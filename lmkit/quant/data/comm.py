@@ -45,7 +45,9 @@ class Comm:
         return self.rank == 0
 
     def broadcast(self, tensors: list[Tensor], source: int) -> list[Tensor]:
-        """The tensors of the process `source`, of any number, shapes and dtypes. Those of the others are ignored."""
+        """The tensors of the process `source`, on the CPU, of any number, shapes and dtypes. Those of the others are
+        ignored.
+        """
         if self.world_size == 1:
             return tensors
         described = [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in tensors]
@@ -76,8 +78,8 @@ class Comm:
             value = getattr(record, field.name)
             if not isinstance(value, Tensor | int | float):
                 continue
-            [tensor] = self.broadcast([value if isinstance(value, Tensor) else torch.tensor(value)], owner)
-            setattr(record, field.name, tensor if isinstance(value, Tensor) else tensor.item())
+            [tensor] = self.broadcast([value.cpu() if isinstance(value, Tensor) else torch.tensor(value)], owner)
+            setattr(record, field.name, tensor.to(value.device) if isinstance(value, Tensor) else tensor.item())
 
     def wait(self) -> None:
         """Wait until every process has made this call."""

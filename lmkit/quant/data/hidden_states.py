@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from lmkit.formats.atomic import write_errors, write_file
+from lmkit.kernels.cuda.module import tensor_device
 from lmkit.models.decoder import Decoder, DecoderLayer, joined
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.source import ModelSource
@@ -97,6 +98,7 @@ class Stream:
     buffers: dict[str, tuple[Buffer, Buffer]]
     comm: Comm
     folder: Path | None = None
+    device: str = "cpu"  # where layers compute
     _scratch: dict[bool, Buffer] = field(default_factory=dict)
     _geometries: dict[tuple[LayerSpec, int, int], Geometry] = field(default_factory=dict)
 
@@ -111,6 +113,7 @@ class Stream:
         folder: Path | None = None,
         layer: int = 0,
         comm: Comm = Comm(),
+        device: str = "cpu",
     ) -> Stream:
         """A stream in front of the first layer. rows int64 [num_rows, seq_len]; `exact`: keep the original stream too.
 
@@ -122,7 +125,7 @@ class Stream:
         for name in STREAMS[: 2 if exact else 1]:
             one, other = (Buffer(*sizes, folder and folder / f"{name}-{i}.f32") for i in (0, 1))
             buffers[name] = one, other
-        stream = cls(spec, num_rows, seq_len, max(1, batch_tokens // seq_len), layer, buffers, comm, folder)
+        stream = cls(spec, num_rows, seq_len, max(1, batch_tokens // seq_len), layer, buffers, comm, folder, device)
         if layer == 0:
             stream._embed(source.head(), rows)
         else:
@@ -146,7 +149,11 @@ class Stream:
 
     def hidden(self, number: int, *, exact: bool = False) -> Tensor:
         """One batch in front of the present layer. It must not be written to."""
-        return self._buffer(self.layer, exact).states[self._tokens(number)]
+        return self.here(self._buffer(self.layer, exact).states[self._tokens(number)])
+
+    def here(self, states: Tensor) -> Tensor:
+        """States where the layers compute."""
+        return states.to(tensor_device(self.device))
 
     def states(self, layer: int, *, exact: bool = False) -> Tensor:
         """All tokens [rows * seq_len, hidden] in front of the present layer or of the next."""
@@ -168,7 +175,7 @@ class Stream:
         """The geometry of the present layer. Layers that are alike share one."""
         key = self.spec.layers[self.layer], num_rows, seq_len
         if key not in self._geometries:
-            self._geometries[key] = Geometry.of(*key)
+            self._geometries[key] = Geometry.of(*key, self.device)
         return self._geometries[key]
 
     def output(self, layer: DecoderLayer, number: int, *, exact: bool = False, seen: KVStats | None = None) -> Tensor:
@@ -213,7 +220,7 @@ class Stream:
             if comm.rank < len(numbers):
                 own = self._recorded(layer, numbers[comm.rank], exact, inputs, seen is not None)
             for source, number in enumerate(numbers):
-                output, keys, values, which, *observed = comm.broadcast(own, source)
+                output, keys, values, which, *observed = map(self.here, comm.broadcast(own, source))
                 if seen is not None:
                     seen.add(keys, values, self.geometry(len(output) // self.seq_len, self.seq_len).rope)
                 for i, x in zip(which.tolist(), observed, strict=True):
@@ -239,7 +246,8 @@ class Stream:
         output, geometry = self._forward(layer, number, exact)
         layer.observe(None)
         keys_and_values = geometry.keys_and_values() if with_kv else (torch.empty(0), torch.empty(0))
-        return [output, *keys_and_values, torch.tensor(which, dtype=torch.int64), *observed]
+        found = [output, *keys_and_values, torch.tensor(which, dtype=torch.int64), *observed]
+        return [tensor.cpu() for tensor in found]
 
     def _forward(self, layer: DecoderLayer, number: int, exact: bool) -> tuple[Tensor, Geometry]:
         hidden = self.hidden(number, exact=exact)

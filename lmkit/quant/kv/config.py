@@ -45,7 +45,7 @@ class KVFit:
 @dataclass
 class KVStats:
     """Statistics of one layer's keys and values over the calibration set. Largest absolute values are taken as keys and
-    values enter the cache, sums from keys before RoPE."""
+    values enter the cache, sums from keys before RoPE. The statistics lie on the CPU, wherever keys and values do."""
 
     k_absmax: Tensor  # float32 [num_kv_heads, head_dim]
     v_absmax: Tensor
@@ -62,11 +62,11 @@ class KVStats:
     def add(self, keys: Tensor, values: Tensor, rope: tuple[Tensor, Tensor]) -> None:
         """Add keys and values, float32 [tokens, num_kv_heads, head_dim] each. `rope` holds the cosines and sines
         [tokens, R/2] that rotated the keys."""
-        self.k_absmax = torch.maximum(self.k_absmax, keys.abs().amax(0))
-        self.v_absmax = torch.maximum(self.v_absmax, values.abs().amax(0))
+        self.k_absmax = torch.maximum(self.k_absmax, keys.abs().amax(0).cpu())
+        self.v_absmax = torch.maximum(self.v_absmax, values.abs().amax(0).cpu())
         keys = turned_back(keys, *rope)
-        self.k_sum += keys.sum(0, dtype=torch.float64)
-        self.k_square_sum += keys.square().sum(0, dtype=torch.float64)
+        self.k_sum += keys.sum(0, dtype=torch.float64).cpu()
+        self.k_square_sum += keys.square().sum(0, dtype=torch.float64).cpu()
         self.num_tokens += len(keys)
 
     def divide_keys(self, s: Tensor) -> None:

@@ -49,7 +49,7 @@ class Probe:
 
     @classmethod
     def of(cls, layer: DecoderLayer, sample: Tensor, sequences: Geometry) -> Probe:
-        probe = cls(layer, sequences, *layer.queries_keys_values(sample), exact=torch.empty(0))
+        probe = cls(layer, sequences, *layer.queries_keys_values(sample), exact=sample)
         return replace(probe, exact=probe.output(KVStorage(FLOAT32, FLOAT32)))
 
     def scaled(self, s: Tensor) -> Probe:
@@ -61,7 +61,7 @@ class Probe:
         layer, batch = self.layer, self.sequences.batch
         spec, positions = layer.spec, int(batch.geometries[0].context_lens.max())
         num_blocks = int(batch.geometries[0].block_tables.max()) + 1
-        (kv,) = allocate([spec], [storage], num_blocks, BLOCK_SIZE, positions)
+        (kv,) = allocate([spec], [storage], num_blocks, BLOCK_SIZE, positions, layer.device)
         q, k = self.q.clone(), self.k.clone()
         return layer.o(layer.attend(q, k, self.v, batch, self.sequences.rope, kv))
 
@@ -106,7 +106,7 @@ def fit_cache(calibrated: CalibratedLayer, seen: KVStats, recipe: KVRecipe, hidd
     alpha = best[turn][1]
     if alpha:
         fold(layer, scales[alpha])
-        seen.divide_keys(scales[alpha])
+        seen.divide_keys(scales[alpha].cpu())
         probe, mean = probe.scaled(scales[alpha]), divided(mean, scales[alpha])
     keys = KVStorage(FLOAT32, FLOAT32, mean, turn)
     power = float(hidden.square().mean(dtype=torch.float64)) or 1.0

@@ -17,10 +17,10 @@ log = get_logger(__name__)
 
 
 def empty_inputs(
-    spec: LayerSpec, schemes: dict[str, QuantScheme], row_ids: Tensor, token_ids: Tensor, seed: int
+    spec: LayerSpec, schemes: dict[str, QuantScheme], row_ids: Tensor, token_ids: Tensor, seed: int, at: str
 ) -> dict[str, InputStats]:
     """A record for each input that quantized linears read, and for a router's input, which its whole mixture of experts
-    reads.
+    reads. They lie on the device `at`.
 
     The sample holds the tokens `row_ids` in front of attention and `token_ids` elsewhere. For an expert, it holds as
     many of the expert's own tokens.
@@ -34,9 +34,9 @@ def empty_inputs(
             in_features = spec.linear_shape(reads)[1]
             if roles.expert_of(reads) is None:
                 ids = row_ids if reads == "attn.q" else token_ids
-                inputs[reads] = InputStats.empty(in_features, sizes[role], ids)
+                inputs[reads] = InputStats.empty(in_features, sizes[role], ids, at)
             else:
-                inputs[reads] = RoutedStats.of(in_features, sizes[role], len(token_ids), seed)
+                inputs[reads] = RoutedStats.of(in_features, sizes[role], len(token_ids), seed, at)
     return inputs
 
 

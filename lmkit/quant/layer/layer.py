@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lmkit.errors import CheckpointError
+from lmkit.kernels.cuda.module import tensor_device
 from lmkit.kv_dtype import FLOAT32
 from lmkit.layers.batch import BatchInputs, KVLayer, allocate_kv, whole_batch
 from lmkit.layers.rope import Rope
@@ -34,10 +35,11 @@ class Geometry:
     kv: KVLayer
 
     @classmethod
-    def of(cls, spec: LayerSpec, num_rows: int, seq_len: int) -> Geometry:
-        batch, num_blocks = whole_batch([[0] * seq_len] * num_rows, BLOCK_SIZE)
-        kv = allocate_kv(num_blocks, spec.num_kv_heads, BLOCK_SIZE, spec.head_dim, (FLOAT32, FLOAT32))
-        return cls(batch, Rope(spec.rope)(batch), kv)
+    def of(cls, spec: LayerSpec, num_rows: int, seq_len: int, device: str = "cpu") -> Geometry:
+        at = tensor_device(device)
+        batch, num_blocks = whole_batch([[0] * seq_len] * num_rows, BLOCK_SIZE, at)
+        kv = allocate_kv(num_blocks, spec.num_kv_heads, BLOCK_SIZE, spec.head_dim, (FLOAT32, FLOAT32), at)
+        return cls(batch, Rope(spec.rope, device)(batch), kv)
 
     def keys_and_values(self) -> tuple[Tensor, Tensor]:
         """The keys and values that the last pass stored, float32 [tokens, num_kv_heads, head_dim] each."""

@@ -39,9 +39,10 @@ class Moments:
     num_tokens: int = 0
 
     @classmethod
-    def empty(cls, in_features: int, weight: Tensor | None = None) -> Moments:
-        no_tokens = torch.empty(0, in_features)
-        return cls(torch.zeros(in_features, in_features), None, no_tokens, no_tokens, weight)
+    def empty(cls, in_features: int, weight: Tensor | None = None, at: torch.device | str = "cpu") -> Moments:
+        """Moments of inputs on the device `at`."""
+        no_tokens = torch.empty(0, in_features, device=at)
+        return cls(torch.zeros(in_features, in_features, device=at), None, no_tokens, no_tokens, weight)
 
     def add(self, x: Tensor, exact: Tensor | None, dtype: torch.dtype = torch.float32) -> None:
         """Add tokens. Products are of `dtype`."""
@@ -51,7 +52,7 @@ class Moments:
         if exact is not None:
             change = exact - x if self.weight is None else times(exact - x, self.weight, dtype)
             if self.shift is None:
-                self.shift = torch.zeros(change.shape[1], x.shape[1])
+                self.shift = x.new_zeros(change.shape[1], x.shape[1])
             add_product(self.shift, change.to(dtype), short)
 
     def take(self, x: Tensor, exact: Tensor | None, *, held: bool, dtype: torch.dtype = torch.float32) -> None:
@@ -87,7 +88,9 @@ def collect(
     roles, stream = tuple(weights), hidden.stream
     part = Part.of(roles[0])
     exact_roles = tuple(role for role in roles if expert_of(role) is None)
-    moments = {role: Moments.empty(w.shape[1], w if w.shape[0] < w.shape[1] else None) for role, w in weights.items()}
+    moments = {
+        role: Moments.empty(w.shape[1], w if w.shape[0] < w.shape[1] else None, w.device) for role, w in weights.items()
+    }
     first_held = stream.num_rows - held_out_rows(stream.num_rows)
     for tokens in (piece for number in range(len(stream)) for piece in stream.slices(number, first_held)):
         x = hidden.inputs(tokens, part, roles)

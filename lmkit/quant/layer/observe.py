@@ -21,19 +21,20 @@ class InputStats:
     abs_sum: Tensor  # float64 [in]
     abs_max: Tensor  # float32 [in]
     gram: Tensor  # float64 [groups, group_size, group_size], x_g^T x_g of each group of inputs; no groups for -1
-    sample_ids: Tensor  # int64 [n]
+    sample_ids: Tensor  # int64 [n], on the CPU
     sample: Tensor  # float32 [n, in]
     num_tokens: int = 0
 
     @classmethod
-    def empty(cls, in_features: int, group_size: int, sample_ids: Tensor) -> InputStats:
+    def empty(cls, in_features: int, group_size: int, sample_ids: Tensor, at: str = "cpu") -> InputStats:
+        """Statistics of inputs on the device `at`."""
         groups = 0 if group_size == -1 else in_features // group_size
         return cls(
-            abs_sum=torch.zeros(in_features, dtype=torch.float64),
-            abs_max=torch.zeros(in_features),
-            gram=torch.zeros(groups, abs(group_size), abs(group_size), dtype=torch.float64),
+            abs_sum=torch.zeros(in_features, dtype=torch.float64, device=at),
+            abs_max=torch.zeros(in_features, device=at),
+            gram=torch.zeros(groups, abs(group_size), abs(group_size), dtype=torch.float64, device=at),
             sample_ids=sample_ids,
-            sample=torch.zeros(len(sample_ids), in_features),
+            sample=torch.zeros(len(sample_ids), in_features, device=at),
         )
 
     @property

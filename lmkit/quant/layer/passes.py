@@ -92,19 +92,23 @@ class LayerPass:
             return self.stream.scratch(exact=self.exact)[:, :width]
         return self.stream.states(self.stream.layer + (part > Part.ATTENTION), exact=self.exact)
 
+    def _states(self, part: int, tokens: slice) -> Tensor:
+        """The states of `tokens` in front of a part, where the layer is."""
+        return self.stream.here(self._place(part)[tokens])
+
     def _compute(self, part: Part, tokens: slice) -> Tensor | None:
         """The states behind a part, for whole rows. None: they are the same as in front of it."""
         layer, stream = self.layer, self.stream
         if part is Part.ATTENTION:
-            hidden = self._place(part)[tokens]
+            hidden = self._states(part, tokens)
             geometry = stream.geometry(len(hidden) // stream.seq_len, stream.seq_len)
             qkv = layer.queries_keys_values(hidden, layer.before("norm.attn"))
             return layer.attend(*qkv, geometry.batch, geometry.rope, geometry.kv)
         if part is Part.ATTENTION_OUT:
-            return self._place(Part.ATTENTION)[tokens] + layer.project(self._place(part)[tokens])
-        middle = self._place(Part.MLP)[tokens]
+            return self._states(Part.ATTENTION, tokens) + layer.project(self._states(part, tokens))
+        middle = self._states(Part.MLP, tokens)
         if isinstance(layer.mlp, MoE):
             return None if part is Part.MLP else middle + layer.feed_forward(middle, layer.before("norm.mlp"))
         if part is Part.MLP:
             return layer.mlp.gate_up(middle, layer.before("norm.mlp"))
-        return middle + layer.reduce(self._place(part)[tokens])
+        return middle + layer.reduce(self._states(part, tokens))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lmkit.errors import CheckpointError, UnsupportedError
+from lmkit.kernels.cuda.module import tensor_device
 from lmkit.models.decoder import DecoderLayer
 from lmkit.models.source import ModelSource
 from lmkit.qtensor import QTensor
@@ -49,7 +50,7 @@ class LayerQuantizer:
         the linear.
         """
         start = time.perf_counter()
-        layer.multiply_in(self.recipe.product_dtype)
+        layer.multiply_in(self.recipe.product_dtype(layer.device))
         done(0)
         calibrated, first_output = self._observe(layer, seen)
         fit_cache(calibrated, seen, self.recipe.kv, first_output)
@@ -109,7 +110,8 @@ class LayerQuantizer:
         row_ids, length = sample_rows(num_rows, stream.seq_len, count, SEARCH_PREFIX)
         token_ids = sample_tokens(num_rows * stream.seq_len, count, recipe.calibration.seed)
         schemes = self.plan.schemes(layer.index)
-        inputs = empty_inputs(layer.spec, schemes, row_ids, token_ids, recipe.calibration.seed)
+        at = tensor_device(layer.device)
+        inputs = empty_inputs(layer.spec, schemes, row_ids, token_ids, recipe.calibration.seed, at)
         layer.shows_all_tokens = recipe.calibration.all_experts
         outputs = stream.outputs(layer, observer=Observer(inputs), seen=seen, every=every)
         for number, output in outputs:

@@ -24,8 +24,9 @@ class RoutedStats(InputStats):
     _generator: torch.Generator = field(default_factory=torch.Generator)
 
     @classmethod
-    def of(cls, in_features: int, group_size: int, count: int, seed: int) -> RoutedStats:
-        stats = cls(**vars(InputStats.empty(in_features, group_size, torch.zeros(0, dtype=torch.int64))), count=count)
+    def of(cls, in_features: int, group_size: int, count: int, seed: int, at: str = "cpu") -> RoutedStats:
+        no_tokens = torch.zeros(0, dtype=torch.int64)
+        stats = cls(**vars(InputStats.empty(in_features, group_size, no_tokens, at)), count=count)
         stats._generator.manual_seed(seed)
         return stats
 

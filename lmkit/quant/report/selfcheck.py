@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lmkit.errors import CheckpointError
 from lmkit.kernels import ops
+from lmkit.kernels.cuda.module import tensor_device
 from lmkit.kernels.ops import Norm
 from lmkit.models import roles
 from lmkit.models.decoder import joined
@@ -46,16 +47,18 @@ def check_logits(
     token_ids: Tensor,
     expected: Tensor,
     product_dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
 ) -> float:
     """Read a checkpoint back and run it, with exact activations, on one row of tokens int64 [seq_len].
 
-    The layers multiply in `product_dtype`, as the run's did. `expected` float32 [seq_len, hidden] are the run's hidden
-    states behind the last layer. Returns the largest difference of two logits, in units of the largest logit. Raises
-    CheckpointError if it exceeds TOLERANCE.
+    The layers are on `device` and multiply in `product_dtype`, as the run's did. `expected` float32 [seq_len, hidden]
+    are the run's hidden states behind the last layer. Returns the largest difference of two logits, in units of the
+    largest logit. Raises CheckpointError if it exceeds TOLERANCE.
     """
     stored = ModelSource(checkpoint)
     difference, largest = 0.0, 1e-30
-    own, others = _normalized(source, expected), _normalized(stored, _behind_layers(stored, token_ids, product_dtype))
+    found = _behind_layers(stored, token_ids, product_dtype, device)
+    own, others = _normalized(source, expected.cpu()), _normalized(stored, found.cpu())
     for part in torch.arange(source.spec.vocab_size).split(VOCAB_ROWS):
         wanted, found = (_logits(of, x, part) for of, x in ((source, own), (stored, others)))
         difference = max(difference, float((found - wanted).abs().amax()))
@@ -70,12 +73,12 @@ def check_logits(
     return difference / largest
 
 
-def _behind_layers(source: ModelSource, token_ids: Tensor, product_dtype: torch.dtype) -> Tensor:
+def _behind_layers(source: ModelSource, token_ids: Tensor, product_dtype: torch.dtype, device: str) -> Tensor:
     """The hidden states behind the last layer, float32 [seq_len, hidden]. One layer is loaded at a time."""
-    hidden = source.head().embed(token_ids)
+    hidden = source.head().embed(token_ids).to(tensor_device(device))
     for index in range(source.spec.num_layers):
-        layer = source.layer(index, torch.float32).multiply_in(product_dtype)
-        geometry = Geometry.of(layer.spec, 1, len(token_ids))
+        layer = source.layer(index, torch.float32, device).multiply_in(product_dtype)
+        geometry = Geometry.of(layer.spec, 1, len(token_ids), device)
         delta, residual = layer(hidden, None, geometry.batch, geometry.rope, geometry.kv)
         hidden = joined(delta, residual)
         source.reader.release()

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lmkit.kernels.cuda.module import tensor_device
 from lmkit.models.decoder import Decoder, DecoderLayer, joined
 from lmkit.models.resolved import resolve_dtype
 from lmkit.models.source import ModelSource
@@ -46,7 +47,12 @@ class Variant:
 
 @torch.inference_mode()
 def choose_schemes(
-    source: ModelSource, recipe: Recipe, plan: Plan, rows: Tensor, progress: Progress = lambda *state: None
+    source: ModelSource,
+    recipe: Recipe,
+    plan: Plan,
+    rows: Tensor,
+    progress: Progress = lambda *state: None,
+    device: str = "cpu",
 ) -> tuple[Plan, MixedPrecisionReport]:
     """The plan with every linear's scheme chosen within `recipe.average_bits`. The choice is deterministic.
 
@@ -57,7 +63,7 @@ def choose_schemes(
     linears, dense = dict(plan.linears), dense_modules(source.spec, recipe)
     budget = make_bit_budget(source.spec, recipe, dense)
     used = rows[torch.linspace(0, len(rows) - 1, min(MEASURED_ROWS, len(rows))).round().long(), :MEASURED_LEN]
-    kl = measure(source, budget.groups, used, progress)
+    kl = measure(source, budget.groups, used, progress, device)
     chosen = choose(budget, kl, recipe.average_bits)
     for group, choice in zip(budget.groups, chosen, strict=True):
         for module in group.modules.values():
@@ -76,7 +82,11 @@ def choose_schemes(
 
 
 def measure(
-    source: ModelSource, groups: tuple[Group, ...], rows: Tensor, progress: Progress = lambda *state: None
+    source: ModelSource,
+    groups: tuple[Group, ...],
+    rows: Tensor,
+    progress: Progress = lambda *state: None,
+    device: str = "cpu",
 ) -> list[list[float]]:
     """Mean KL in nats per token from the unrounded model, by group and choice; 0 for dense. rows int64 [n, seq_len]."""
     variants = [
@@ -85,7 +95,8 @@ def measure(
         for choice, scheme in enumerate(group.choices)
         if scheme is not None
     ]
-    head = source.head(getattr(torch, resolve_dtype("auto", source.spec.dtype, "cpu")))
+    rows = rows.to(tensor_device(device))
+    head = source.head(getattr(torch, resolve_dtype("auto", source.spec.dtype, "cpu")), device)
     head.lm_head.pack("exact")
     at_once = VARIANT_BYTES // (4 * rows.shape[1] * source.spec.hidden_size)  # rows times variants
     num_rows = min(len(rows), max(1, at_once // len(variants)))
@@ -108,8 +119,8 @@ def _divergences(source: ModelSource, head: Decoder, rows: Tensor, variants: lis
     exact = head.embed(rows.flatten())
     states: list[Tensor] = []
     for index in range(source.spec.num_layers):
-        layer = source.layer(index, torch.float32)
-        geometry = Geometry.of(layer.spec, *rows.shape)
+        layer = source.layer(index, torch.float32, head.lm_head.device)
+        geometry = Geometry.of(layer.spec, len(rows), rows.shape[1], layer.device)
         states = [_forward(layer, state, geometry) for state in states]
         states += [_rounded(layer, v, exact, geometry) for v in variants if v.layer == index]
         exact = _forward(layer, exact, geometry)

@@ -151,7 +151,7 @@ def make_candidates(x_mean: Tensor, w_mean: Tensor, grid: int, duo: str | bool) 
 
 def weight_means(weights: list[Tensor], group_size: int) -> Tensor:
     """float32 [in]: mean over all rows of |w| / (the largest |w| of the row's group)."""
-    total = torch.zeros(weights[0].shape[1], dtype=torch.float64)
+    total = weights[0].new_zeros(weights[0].shape[1], dtype=torch.float64)
     for weight in weights:
         grouped = weight.abs().view(weight.shape[0], -1, group_size)
         relative = grouped / (grouped.amax(-1, keepdim=True) + 1e-6)

@@ -231,7 +231,7 @@ def column_order(hessian: Tensor, kind: str, group_size: int) -> Tensor:
     """
     diagonal = hessian.diagonal()
     if kind == "natural":
-        return torch.arange(len(diagonal))
+        return torch.arange(len(diagonal), device=diagonal.device)
     if kind == "activation":
         return diagonal.argsort(descending=True, stable=True)
     if group_size == -1:

@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from lmkit.config import PositiveInt
 from lmkit.formats.parts import Activations
+from lmkit.kernels.cuda.module import TORCH
 from lmkit.layers.batch import BatchInputs, KVLayer
 from lmkit.models.decoder import CosSin, DecoderLayer, joined
 from lmkit.models.spec import ModelSpec
@@ -82,14 +83,15 @@ def tune_layer(work: LayerWork, weights: dict[str, Tensor], step: SignRound) -> 
     rows: list[tuple[Tensor, Tensor]] = []  # (hidden, original hidden) of each row
     kept_aside: list[tuple[Tensor, Tensor]] = []
     for hidden, exact, held in batches(stream):
-        pairs = zip(hidden.view(shape), (hidden if exact is None else exact).view(shape), strict=True)
+        pairs = zip(hidden.cpu().view(shape), (hidden if exact is None else exact).cpu().view(shape), strict=True)
         (kept_aside if held else rows).extend(pairs)
     rest = {role: w.clone() for role, w in layer.weights.items() if isinstance(w, Tensor) and role not in roundings}
     generator = torch.Generator().manual_seed(work.seed)
 
     def batch(pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        starts = torch.cat([exact for _, exact in pairs])
-        return torch.stack([hidden for hidden, _ in pairs]), run(original, stream, starts).view(shape)
+        starts = stream.here(torch.cat([exact for _, exact in pairs]))
+        hidden = stream.here(torch.stack([hidden for hidden, _ in pairs]))
+        return hidden, run(original, stream, starts).view(shape)
 
     def drawn(_: int) -> tuple[Tensor, Tensor]:
         return batch([rows[i] for i in torch.randperm(len(rows), generator=generator)[: step.batch].tolist()])
@@ -119,8 +121,9 @@ class LayerWithGradients(DecoderLayer):
 
 def layer_output(layer: DecoderLayer, weights: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
     """The layer's output with other weights on whole sequences. hidden and output float32 [rows, seq_len, hidden]."""
-    geometry = Geometry.of(layer.spec, hidden.shape[0], hidden.shape[1])
-    tuned = LayerWithGradients(layer.spec, layer.index, dict(weights), "reference")
+    device = f"{TORCH}{hidden.device}"
+    geometry = Geometry.of(layer.spec, hidden.shape[0], hidden.shape[1], device)
+    tuned = LayerWithGradients(layer.spec, layer.index, dict(weights), device)
     delta, residual = tuned(hidden.flatten(0, 1).clone(), None, geometry.batch, geometry.rope, geometry.kv)
     return joined(delta, residual).view(hidden.shape)
 
