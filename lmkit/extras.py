@@ -29,6 +29,7 @@ EXTRAS = {
     "bench": Extra(("matplotlib",), "plots"),
     "grpc": Extra(("grpc", "grpc_health", "google"), "lmkit serve --grpc-port"),
     "otel": Extra(("opentelemetry",), "traces of lmkit serve and lmkit proxy"),
+    "ray": Extra(("ray",), "lmkit up with replicas on a Ray cluster"),
     "cuda": Extra(("cupy",), "kernels on an NVIDIA GPU with CUDA 13; lmkit[cuda12] is for CUDA 12"),
 }
 

@@ -31,6 +31,7 @@ OPTIONAL_MODULES = {module for extra in EXTRAS.values() for module in extra.modu
 FOREIGN = ("benchmarks/peers/", "benchmarks/quality_peers/", "tests/interop/make_fixtures.py")
 # Where there is no GPU, CuPy is not installed.
 CUPY = {"cupy": ["cupy-cuda13x"]}
+RAY = {"ray": ["ray"]}  # no test needs it
 # Of packages that share a namespace, the one that an extra names.
 SHARED = {"google": ["protobuf"], "opentelemetry": ["opentelemetry-exporter-otlp-proto-http"]}
 
@@ -57,7 +58,7 @@ def declared(requirements: list[str]) -> set[str]:
 
 @functools.cache
 def distributions() -> dict[str, list[str]]:
-    return {**metadata.packages_distributions(), **CUPY, **SHARED}
+    return {**metadata.packages_distributions(), **CUPY, **RAY, **SHARED}
 
 
 def distribution(module: str) -> str:
@@ -80,7 +81,7 @@ def test_an_extra_brings_its_modules() -> None:
         assert {distribution(module) for module in extra.modules} == declared(OPTIONAL[name]), name
     (everything,) = (Requirement(line) for line in OPTIONAL["all"])
     assert everything.name == "lmkit"
-    assert everything.extras == EXTRAS.keys() - {"cuda"}
+    assert everything.extras == EXTRAS.keys() - {"cuda", "ray"}
     assert "lmkit[all]" in OPTIONAL["dev"]
     assert OPTIONAL.keys() == {*EXTRAS, "cuda12", "all", "dev"}
 

@@ -75,13 +75,14 @@ class Cluster:
 
     async def run(self) -> None:
         """Raises LMKitError if the proxy does not start, or Ray cannot be reached."""
-        on_signals(self._stopping.set, self._killing.set, self._changed.set)
+        self._take_signals()
         with tempfile.TemporaryDirectory(prefix="lmkit-up-") as folder:  # others may not look into it
             self._proxy = ProxyProcess(self.config, Path(folder), self._say)
             try:
                 await self._proxy.start()
                 self._proxy_since = time.monotonic()
-                self._launcher = await self._make_launcher()
+                self._launcher = self._make_launcher()
+                self._take_signals()  # Ray takes them for itself
                 self._on_ready(self._proxy.url)
                 while not self._stopping.is_set():
                     await self._step()
@@ -90,8 +91,15 @@ class Cluster:
             finally:
                 await self._end()
 
-    async def _make_launcher(self) -> Launcher:
-        return LocalLauncher("127.0.0.1", self._say)
+    def _take_signals(self) -> None:
+        on_signals(self._stopping.set, self._killing.set, self._changed.set)
+
+    def _make_launcher(self) -> Launcher:
+        if self.config.ray is None:
+            return LocalLauncher("127.0.0.1", self._say)
+        from lmkit.cluster.on_ray import RayLauncher
+
+        return RayLauncher.connect(self.config.ray, self._proxy.address)
 
     async def _sleep(self) -> None:
         waits = [asyncio.ensure_future(event.wait()) for event in (self._stopping, self._changed)]
@@ -194,7 +202,8 @@ class Cluster:
         requests = held.requests + sum(node.in_flight + node.other_requests for node in nodes)
         tokens = held.tokens + sum(node.queued_tokens for node in nodes)
         want = scale.autoscaler.want(group.bounds, group.scaling, requests, tokens, now)
-        todo = changes(group.digest, want, [Seen(r.id, r.digest, r.state, r.in_flight) for r in own])
+        seen = [Seen(r.id, r.digest, r.state, r.in_flight) for r in own]
+        todo = changes(group.digest, want, seen, surge=group.surge)
         for replica in own:
             if replica.id in todo.drain:
                 self._drain(replica, now)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -51,6 +51,7 @@ class Group(StrictStruct, frozen=True):
     replicas: Bounds | Annotated[int, msgspec.Meta(ge=1, le=1000)] = 1
     scaling: Scaling = Scaling()
     cores: PositiveInt | None = None  # threads of one replica, of all its processes; None = as `lmkit serve` chooses
+    surge: Literal[0, 1] = 1  # replicas above their number while versions change; 0: one fewer is ready meanwhile
     version: str = ""  # another text starts all replicas anew, one after the other
     options: dict[str, Any] = {}  # of `lmkit serve`
 

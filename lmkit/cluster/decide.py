@@ -13,7 +13,6 @@ from typing import Literal, NamedTuple
 from lmkit.cluster.config import Bounds, Scaling
 
 State = Literal["starting", "ready", "lost", "draining"]  # lost: it was ready, and fails its health checks
-SURGE = 1  # replicas above the wanted number while versions change
 MAX_BACKOFF = 60.0  # seconds
 SETTLED_SECONDS = 60.0  # a replica that was ready for so long has not failed to start
 
@@ -32,19 +31,20 @@ class Changes(NamedTuple):
     drain: list[str]  # ids
 
 
-def changes(digest: str, want: int, seen: Collection[Seen]) -> Changes:
+def changes(digest: str, want: int, seen: Collection[Seen], *, surge: int = 1) -> Changes:
     """The next step towards `want` replicas of one version. `seen` are those that have not ended.
 
-    Old replicas end one by one as new ones become ready, so that never fewer than `want` are ready if that many were.
-    A version that does not start therefore leaves the old one running.
+    `surge` is how many more there may be while versions change. Old replicas end one by one as new ones become ready,
+    so that never fewer than `want` are ready if that many were. A version that does not start therefore leaves the old
+    one running. Without a surge an old replica ends before a new one starts, so that one fewer is ready.
     """
     live = [replica for replica in seen if replica.state != "draining"]
     new, old = [r for r in live if r.digest == digest], [r for r in live if r.digest != digest]
-    start = max(0, min(want - len(new), want + SURGE - len(live)))
+    start = max(0, min(want - len(new), want + surge - len(live)))
     drain = [r for r in old if r.state == "starting"]  # they have no request yet
     if len(new) >= want:
         drain += _first_to_end(new)[: len(new) - want]
-    spare = sum(r.state == "ready" for r in live if r not in drain) - want
+    spare = sum(r.state == "ready" for r in live if r not in drain) - (want if surge else want - 1)
     drain += _first_to_end([r for r in old if r.state == "ready"])[: max(0, spare)]
     return Changes(start, [replica.id for replica in drain])
 

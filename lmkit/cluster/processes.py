@@ -110,16 +110,17 @@ class Child:
         return f"ended with status {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
 
     def drain(self) -> None:
-        self._signal(signal.SIGTERM)
+        self.signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """With all that it started: its engine ends when its front end has."""
-        self._signal(signal.SIGKILL)
+        self.signal(signal.SIGKILL)
 
     def reload(self) -> None:
-        self._signal(signal.SIGHUP)
+        self.signal(signal.SIGHUP)
 
-    def _signal(self, number: signal.Signals) -> None:
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal, if it still runs."""
         with suppress(ProcessLookupError):
             self._process.send_signal(number)
 

@@ -73,12 +73,12 @@ class ProxyProcess:
         config, default = self._config, ProxyConfig()
         proxy = msgspec.structs.replace(
             config.proxy,
-            port=int(self.url.rpartition(":")[2]) if self.url else config.proxy.port,
             on_demand={group.called: config.start_seconds for group in config.models},
             mixed_weights=True,
             api_keys=(*config.proxy.api_keys, f"{self.node_key} role=node"),
         )
         self._admin_key = proxy.admin_keys[0] if proxy.admin_keys else None
+        proxy = msgspec.structs.replace(proxy, port=default.port)  # `start` gives it
         fields = {
             name: value for name, value in msgspec.structs.asdict(proxy).items() if value != getattr(default, name)
         }
@@ -91,7 +91,9 @@ class ProxyProcess:
         """Start it, again at the port that it had. Raises LMKitError if it does not come up."""
         self._write()
         self._ready.clear()
-        self.child = child = await Child.start(ID, ["proxy", "--config", str(self._file)], self._say)
+        port = self.url.rpartition(":")[2] or str(self._config.proxy.port)
+        arguments = ["proxy", "--config", str(self._file), "--port", port]
+        self.child = child = await Child.start(ID, arguments, self._say)
         waits = [asyncio.ensure_future(wait) for wait in (self._ready.wait(), child.wait())]
         await asyncio.wait(waits, timeout=START_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         for wait in waits:

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from lmkit.cluster.config import Bounds, Scaling
-from lmkit.cluster.decide import SURGE, Autoscaler, Backoff, Seen, State, changes
+from lmkit.cluster.decide import Autoscaler, Backoff, Seen, State, changes
 
 
 def seen(*replicas: str) -> list[Seen]:
@@ -40,8 +40,9 @@ def test_the_next_step(want: int, replicas: list[str], start: int, drain: list[s
     assert changes("new", want, seen(*replicas)) == (start, drain)
 
 
+@pytest.mark.parametrize("surge", [0, 1])
 @pytest.mark.parametrize("seed", range(20))
-def test_a_rolling_update_ends_and_never_takes_the_last_ready_replica(seed: int) -> None:
+def test_a_rolling_update_ends_and_never_takes_the_last_ready_replica(seed: int, surge: int) -> None:
     """Replicas become ready and end at random moments; the wanted number and the version change on the way."""
     rng = random.Random(seed)
     want, version, number = rng.randint(1, 5), 0, 0
@@ -52,15 +53,15 @@ def test_a_rolling_update_ends_and_never_takes_the_last_ready_replica(seed: int)
         if step < 200 and rng.random() < 0.05:
             want = rng.randint(1, 5)
         before = sum(r.state == "ready" for r in replicas.values())
-        todo = changes(str(version), want, replicas.values())
+        todo = changes(str(version), want, replicas.values(), surge=surge)
         for id in todo.drain:
             replicas[id] = replicas[id]._replace(state="draining")
         for _ in range(todo.start):
             number += 1
             replicas[str(number)] = Seen(str(number), str(version), "starting")
         live = [r for r in replicas.values() if r.state != "draining"]
-        assert sum(r.state == "ready" for r in live) >= min(before, want)
-        assert todo.start == 0 or len(live) <= want + SURGE
+        assert sum(r.state == "ready" for r in live) >= min(before, want - 1 + surge)
+        assert todo.start == 0 or len(live) <= want + surge
         for id, replica in list(replicas.items()):
             if rng.random() < 0.3:
                 if replica.state == "draining":

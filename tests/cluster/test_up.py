@@ -29,9 +29,9 @@ SECONDS = 120.0
 class Up:
     """`lmkit up` with one group of the demo model."""
 
-    def __init__(self, folder: Path, **fields: Any) -> None:
+    def __init__(self, folder: Path, cluster: Any = None, **fields: Any) -> None:
         self.file = folder / "cluster.yaml"
-        self.write(**fields)
+        self.write(cluster, **fields)
         command = [sys.executable, "-m", "lmkit", "up", str(self.file)]
         self.process = subprocess.Popen(
             command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
@@ -41,10 +41,11 @@ class Up:
         self.until(lambda: bool(self.url))
         self.http = httpx.Client(base_url=self.url, timeout=SECONDS)
 
-    def write(self, proxy: Any = None, drain_seconds: float = 20, **fields: Any) -> None:
+    def write(self, cluster: Any = None, **fields: Any) -> None:
+        """`fields` are those of the group."""
         group = {"model": "demo", "replicas": 2, "cores": 1, **fields}
         group["options"] = {"engine": FAKE, **group.get("options", {})}
-        cluster = {"models": [group], "proxy": {"port": 0, **(proxy or {})}, "drain_seconds": drain_seconds}
+        cluster = {"models": [group], "proxy": {"port": 0}, "drain_seconds": 20, **(cluster or {})}
         new = self.file.with_suffix(".new")
         new.write_text(json.dumps(cluster))
         new.rename(self.file)
@@ -153,12 +154,10 @@ def test_all_end_with_a_cluster_that_is_killed(tmp_path: Path, gone: list[psutil
 
 
 def test_a_replica_that_hangs_is_replaced(tmp_path: Path, gone: list[psutil.Process]) -> None:
-    text = (tmp_path / "cluster.yaml").with_suffix(".new")
-    proxy = {"health_interval": 0.5, "health_timeout": 0.5}
-    with Up(tmp_path, replicas=1, proxy=proxy) as up:
+    proxy = {"port": 0, "health_interval": 0.5, "health_timeout": 0.5}
+    with Up(tmp_path, {"proxy": proxy}, replicas=1) as up:
         up.until(lambda: up.num_ready == 1)
-        text.write_text(json.dumps(json.loads(up.file.read_text()) | {"silent_seconds": 2}))
-        text.rename(up.file)
+        up.write({"proxy": proxy, "silent_seconds": 2}, replicas=1)
         up.until(lambda: f"{up.file} has changed" in up.log)
         (server,) = up.children("serve")
         gone += up.children()

@@ -1,0 +1,116 @@
+"""Replicas on a Ray cluster: an actor each, in a placement group with its cores. Restarts are not Ray's but ours."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from lmkit.cluster.processes import Child
+from lmkit.errors import ConfigError, LMKitError
+from lmkit.extras import needed_for
+from lmkit.web.listen import is_loopback
+
+GRACE_SECONDS = 2.0  # in which an actor can end its server before the actor itself is ended
+
+
+class ServerActor:
+    """Runs `lmkit serve` as a child process. If the actor dies, the child drains and ends."""
+
+    def __init__(self, id: str) -> None:
+        self._id = id
+        self._child: Child | None = None
+
+    def __repr__(self) -> str:  # Ray writes it before each line of the actor
+        return self._id
+
+    async def run(self, options: Mapping[str, Any], cores: int) -> str:
+        """How the server ended."""
+        arguments = ["serve", "--config", "/dev/stdin"]
+        self._child = await Child.start(self._id, arguments, _write, options=options, LMKIT_NUM_THREADS=str(cores))
+        await self._child.wait()
+        return self._child.ended
+
+    async def signal(self, number: int) -> None:
+        if self._child is not None:
+            self._child.signal(signal.Signals(number))
+
+
+def _write(_: str, line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+class RayReplica:
+    """One actor and its placement group."""
+
+    def __init__(self, ray: Any, actor: Any, group: Any, running: Any) -> None:
+        self._ray, self._actor, self._group = ray, actor, group
+        self.ended = ""
+        self._watching = asyncio.create_task(self._watch(running))
+
+    async def _watch(self, running: Any) -> None:
+        try:
+            ended = await running
+        except self._ray.exceptions.RayError as error:
+            ended = f"lost its actor: {str(error).splitlines()[0]}"
+        self._release()
+        self.ended = str(ended)
+
+    def drain(self) -> None:
+        self._actor.signal.remote(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._actor.signal.remote(signal.SIGKILL)  # a server that hangs would outlive its actor
+        asyncio.get_running_loop().call_later(GRACE_SECONDS, self._release)
+
+    def _release(self) -> None:
+        """Give the cores back."""
+        with suppress(self._ray.exceptions.RayError, ValueError):
+            self._ray.kill(self._actor)
+            self._ray.util.remove_placement_group(self._group)
+
+
+class RayLauncher:
+    """Connected to a Ray cluster until `close`."""
+
+    def __init__(self, ray: Any, host: str) -> None:
+        self._ray, self.host = ray, host
+
+    @classmethod
+    def connect(cls, address: str, proxy: str) -> RayLauncher:
+        """`proxy` is where replicas reach the proxy.
+
+        Raises UnsupportedError without Ray, LMKitError if the cluster cannot be reached, and ConfigError if its other
+        machines cannot reach the proxy.
+        """
+        with needed_for("`ray` in a cluster's file"):
+            import ray
+        try:
+            ray.init(address, configure_logging=False)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise LMKitError(f"ray: {address}: {str(error).splitlines()[0]}") from None
+        machines = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+        local = is_loopback(proxy.partition("//")[2].rpartition(":")[0].strip("[]"))
+        if local and len(machines) > 1:
+            raise ConfigError(
+                f"Ray has {len(machines)} machines, and only this one reaches the proxy at {proxy}; "
+                "set proxy.host to 0.0.0.0, and address to where the others reach it"
+            )
+        return cls(ray, "127.0.0.1" if local else "0.0.0.0")
+
+    async def start(self, id: str, options: Mapping[str, Any], cores: int | None) -> RayReplica:
+        """It waits in Ray's queue until a machine has its cores: those of all processes of a `tp` on one machine."""
+        ray, bundle = self._ray, {"CPU": cores or int(options.get("tp", 1))}
+        group = ray.util.placement_group([bundle], strategy="STRICT_PACK")
+        strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group)
+        remote = ray.remote(num_cpus=bundle["CPU"], scheduling_strategy=strategy, max_restarts=0)(ServerActor)
+        actor = remote.remote(id)
+        running = actor.run.remote({**options, "host": self.host}, bundle["CPU"])
+        return RayReplica(ray, actor, group, running)
+
+    async def close(self) -> None:
+        self._ray.shutdown()

@@ -1,0 +1,81 @@
+"""`lmkit up` on a Ray cluster of this machine. Needs `pip install 'lmkit[ray]'`."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.cluster.test_up import Up, gone, runs  # noqa: F401 - a fixture
+from tests.serve.live import ROOT
+
+pytestmark = pytest.mark.slow
+needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
+RAY = {"ray": "local"}
+
+
+@needs_ray
+def test_actors_that_die_come_again_and_nothing_stays_behind(tmp_path: Path, gone: list[psutil.Process]) -> None:  # noqa: F811
+    with Up(tmp_path, RAY, surge=0) as up:
+        answer = up.ask().json()["choices"]
+        up.until(lambda: up.num_ready == 2)
+        first, second = up.children("serve")
+        gone += up.children()
+        first.kill()
+        up.until(lambda: "was ended by SIGKILL" in up.log)
+        assert up.ask().json()["choices"] == answer
+        actor = second.parent()
+        assert actor is not None
+        actor.kill()  # its server drains and ends
+        up.until(lambda: "lost its actor" in up.log)
+        up.until(lambda: not runs(second))
+        up.until(lambda: len(up.children("serve")) == 2 and up.num_ready == 2)
+        assert up.ask().json()["choices"] == answer
+        up.write(RAY, surge=0, version="2")
+        up.until(lambda: up.log.count(" drains") == 2 and up.num_ready == 2)
+        assert up.ask().json()["choices"] == answer
+        gone += up.children()
+        up.process.send_signal(signal.SIGTERM)
+        assert up.process.wait(90) == 0, up.log
+
+
+@needs_ray
+def test_a_replica_waits_for_its_cores(tmp_path: Path) -> None:
+    """Two replicas that need all cores of the machine each: the second one starts when the first has ended."""
+    cores = psutil.cpu_count()
+    with Up(tmp_path, RAY, cores=cores) as up:
+        up.until(lambda: up.num_ready == 1)
+        assert len(up.children("serve")) == 1
+        (server,) = up.children("serve")
+        assert server.environ()["LMKIT_NUM_THREADS"] == str(cores)
+        server.kill()
+        up.until(lambda: "demo-1 was ended by SIGKILL" in up.log or "demo-2 was ended by SIGKILL" in up.log)
+        up.until(lambda: up.num_ready == 1 and len(up.children("serve")) == 1)
+
+
+@needs_ray
+def test_all_end_with_a_cluster_that_is_killed(tmp_path: Path, gone: list[psutil.Process]) -> None:  # noqa: F811
+    with Up(tmp_path, RAY, replicas=1) as up:
+        up.until(lambda: up.num_ready == 1)
+        gone += up.children("serve") + up.children("proxy")
+        assert len(gone) == 2
+        up.process.kill()
+
+
+def test_no_ray_is_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(json.dumps({"models": [{"model": "demo"}], "proxy": {"port": 0}, "ray": "auto"}))
+    command = [sys.executable, "-m", "lmkit", "up", str(file)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 2
+    last = ended.stderr.strip().splitlines()[-1]
+    if find_spec("ray") is None:
+        assert last == "lmkit: `ray` in a cluster's file needs ray: pip install 'lmkit[ray]'"
+    else:
+        assert last.startswith("lmkit: ray: auto: ")
