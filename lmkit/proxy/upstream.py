@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import os
 import socket
 import ssl
 from collections.abc import AsyncGenerator, Generator, Iterable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 
 import aiohttp
@@ -106,8 +105,11 @@ class Upstream:
     """
 
     def __init__(self, tls: ssl.SSLContext, *, connect_timeout: float, read_timeout: float) -> None:
-        """`connect_timeout` bounds making a connection, `read_timeout` each silence of a node. Both are in seconds."""
-        self._tls = tls
+        """`connect_timeout` bounds making a connection, `read_timeout` each silence of a node. Both are in seconds.
+
+        A node that reads none of a request's body is silent, too.
+        """
+        self._tls, self._silence = tls, read_timeout
         self._timeout = aiohttp.ClientTimeout(total=None, connect=connect_timeout, sock_read=read_timeout)
 
     @cached_property
@@ -132,12 +134,31 @@ class Upstream:
         Raises UpstreamError, and ValueError for a header that cannot be sent.
         """
         fields = [(name.decode(), value.decode()) for name, value in headers]
-        data = io.BytesIO(body) if body is not None and len(body) > PIECE_BYTES else body
-        with _failures():
-            response = await self._session.request(
-                method, yarl.URL(url, encoded=True), headers=fields, data=data, allow_redirects=False
-            )
+        try:
+            async with asyncio.timeout(None) as limit:
+                data: bytes | AsyncGenerator[memoryview] | None = body
+                if body is not None and len(body) > PIECE_BYTES:
+                    fields.append(("content-length", str(len(body))))
+                    data = _slices(body, limit, self._silence)
+                with _failures():
+                    response = await self._session.request(
+                        method, yarl.URL(url, encoded=True), headers=fields, data=data, allow_redirects=False
+                    )
+        except TimeoutError:
+            raise SilentError("it does not read the request") from None
         return Answer(response)
+
+
+async def _slices(body: bytes, limit: asyncio.Timeout, silence: float) -> AsyncGenerator[memoryview]:
+    """The body in pieces of `PIECE_BYTES`. If the next one is not wanted within `silence` seconds, the limit ends."""
+    clock = asyncio.get_running_loop().time
+    for start in range(0, len(body), PIECE_BYTES):
+        with suppress(RuntimeError):  # the answer has begun, and the limit is over
+            limit.reschedule(clock() + silence)
+        yield memoryview(body)[start : start + PIECE_BYTES]
+        await asyncio.sleep(0)
+    with suppress(RuntimeError):
+        limit.reschedule(None)
 
 
 @contextmanager

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
+import socket
+from collections.abc import AsyncIterator
 
 import httpx
 import pytest
 
 from lmkit.proxy.app import Proxy
-from tests.proxy.fakes import BODY, CHAT, Exchange, FakeNode, Script, client, eventually, nodes, proxy_for
+from tests.proxy.fakes import BODY, CHAT, Exchange, FakeNode, Received, Script, client, eventually, nodes, proxy_for
 
 pytestmark = pytest.mark.anyio
 
@@ -92,11 +95,11 @@ def leaks(proxy: Proxy) -> list[object]:
     return [count for count in (*counts, proxy.active, proxy._bodies.used) if count not in (0, (0, 0, 0, False))]
 
 
-async def outcome(url: str) -> tuple[int, bytes]:
+async def outcome(url: str, body: bytes = BODY) -> tuple[int, bytes]:
     """The status, 0 if the answer breaks off visibly, and the body."""
     async with asyncio.timeout(30), client(url) as http:
         try:
-            answer = await http.post(CHAT, content=BODY)
+            answer = await http.post(CHAT, content=body)
         except httpx.RemoteProtocolError:
             return 0, b""
         return answer.status_code, answer.content
@@ -128,4 +131,67 @@ async def test_a_fault_before_the_client_has_a_byte_is_hidden_by_another_node(
         proxy_for(a, b, policy="round_robin") as (proxy, url),
     ):
         assert await outcome(url) == (200, ANSWERS[kind][2])
+        await eventually(lambda: not leaks(proxy), 30)
+
+
+LARGE = BODY.replace(b'"n": 1.0e0', b'"n": 1, "x": "%s"' % (b"x" * (8 << 20)))  # more than sockets hold
+
+
+class Early(FakeNode):
+    """A node with a fault before it has read the request of a client. Its checks are good."""
+
+    def __init__(self, phase: str, fault: str) -> None:
+        super().__init__("early")
+        self.phase, self.fault = phase, fault
+
+    @contextlib.asynccontextmanager
+    async def broken(self) -> AsyncIterator[None]:
+        """From now on, it has the fault."""
+        await self.stop()
+        with contextlib.ExitStack() as sockets:
+            if self.phase == "request body":
+                self._server = await asyncio.start_server(self._half_read, "127.0.0.1", self.port)
+            elif self.fault == "black hole":  # nobody accepts and the queue is full: the system answers no further SYN
+                sockets.enter_context(full := socket.create_server(("127.0.0.1", self.port), backlog=0))
+                for _ in range(4):
+                    waiting = sockets.enter_context(socket.socket())
+                    waiting.setblocking(False)
+                    waiting.connect_ex(full.getsockname())
+            yield
+            self.left.set()
+
+    async def _half_read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Read the head and the beginning of a body."""
+        with contextlib.suppress(ConnectionError):
+            await reader.read(1024)
+            if self.fault == "black hole":  # it reads nothing more
+                await self.left.wait()
+            else:
+                await FAULTS[self.fault](Exchange(self, Received("POST", CHAT, [], b""), reader, writer), b"")
+        writer.transport.abort()
+
+
+@pytest.mark.parametrize(
+    ("phase", "fault"),
+    [
+        ("connect", "reset"),
+        ("connect", "black hole"),
+        *itertools.product(["request body"], ["reset", "half-close", "black hole", "truncate", "garbage"]),
+    ],
+)
+@pytest.mark.parametrize("other", [False, True])
+async def test_a_fault_before_the_request_is_read(phase: str, fault: str, other: bool) -> None:
+    early, sane = Early(phase, fault), FakeNode("b", script=sound("whole"))
+    among = (early, sane) if other else (early,)
+    async with (
+        nodes(*among),
+        proxy_for(*among, policy="round_robin", read_timeout=0.5, connect_timeout=0.3) as (proxy, url),
+        early.broken(),
+    ):
+        status, body = await outcome(url, LARGE)
+        if other and (phase, fault) != ("request body", "black hole"):
+            assert (status, body) == (200, WHOLE)
+        else:
+            assert status in (502, 503, 504)
+            assert b'"error"' in body
         await eventually(lambda: not leaks(proxy), 30)
