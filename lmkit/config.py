@@ -363,6 +363,17 @@ def parse(data: Any, into: type[T], where: str) -> T:
         raise ConfigError(f"{where}: {error}") from None
 
 
+_SECONDS = {"s": 1, "m": 60, "h": 3600}
+
+
+def parse_seconds(text: str, where: str) -> float:
+    """`90s`, `20m`, `1.5h`, `1h30m` -> seconds."""
+    parts = re.findall(r"(\d+(?:\.\d+)?)([smh])", text.strip().lower())
+    if not parts or "".join(map("".join, parts)) != text.strip().lower():
+        raise ConfigError(f"{where}: {text!r} is not a time; write for example 20m or 1h30m")
+    return sum(float(number) * _SECONDS[unit] for number, unit in parts)
+
+
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 

@@ -71,6 +71,10 @@ def quantize(
         str | None,
         typer.Option(rich_help_panel=RUN, help="Limit of the memory peak, for example 2GiB; smaller steps keep it."),
     ] = None,
+    time_budget: Annotated[
+        str | None,
+        typer.Option(rich_help_panel=RUN, help="Time to take, for example 20m: as many rows as fit by the estimate."),
+    ] = None,
     ignore_estimate: Annotated[
         bool,
         typer.Option(
@@ -95,7 +99,7 @@ def quantize(
     json: Annotated[bool, typer.Option("--json", rich_help_panel=RUN, help="Print the report as JSON.")] = False,
 ) -> None:
     """Quantize a checkpoint by a recipe: its weights, and a configuration of its KV cache."""
-    from lmkit.config import default_num_threads, environment, parse_bytes
+    from lmkit.config import default_num_threads, environment, parse_bytes, parse_seconds
     from lmkit.formats.atomic import refuse_occupied
     from lmkit.formats.known import remember
     from lmkit.kernels.cpu import threads
@@ -124,11 +128,14 @@ def quantize(
         },
     )  # fmt: skip
     limit = None if max_memory is None else parse_bytes(max_memory, "--max-memory")
+    seconds = None if time_budget is None else parse_seconds(time_budget, "--time-budget")
+    if seconds is not None and num_samples is not None:
+        raise ConfigError("--time-budget chooses the number of rows; leave out --num-samples")
     refuse_occupied(output)
     comm = Comm.launched()
     place = resolve_device(device, comm.rank % environment().local_world_size)
     threads.configure(default_num_threads())
-    quantizer = prepare(model, loaded, max_memory=limit, comm=comm, device=place)
+    quantizer = prepare(model, loaded, max_memory=limit, time_budget=seconds, comm=comm, device=place)
     if not ignore_estimate:
         _check_machine(quantizer, output, evaluates=evaluate)
     quiet = json or not comm.is_first

@@ -30,6 +30,7 @@ log = get_logger(__name__)
 
 EFFICIENCY = 0.65  # of a whole layer's work, beside one product that stays in the cache
 STORING = 16  # packing, writing and reading back a weight take as long as rounding it so many times
+NUM_ROWS = (1024, 768, 512, 384, 256, 192, 128, 96, 64, 48, 32, 24, 16)  # that a limit of time chooses from
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def make_plan(source: ModelSource, recipe: Recipe, device: str = "cpu") -> Plan:
     check_reachable(spec, recipe, dense)
     routers = [spec.module_name(i, role) for i in range(spec.num_layers) for role in spec.layers[i].routers]
     linears |= dict.fromkeys(routers, None)
-    return Plan(spec, linears, dense, _seconds(spec, recipe, device))
+    return Plan(spec, linears, dense, _seconds(spec, recipe, measure_speed(recipe.product_dtype(device), device)))
 
 
 def dense_modules(spec: ModelSpec, recipe: Recipe) -> dict[str, str]:
@@ -112,9 +113,24 @@ def _warn_split_groups(spec: ModelSpec, dense: dict[str, str]) -> None:
                 log.warning("only some of %s are quantized; engines that fuse them may refuse it", ", ".join(modules))
 
 
-def _seconds(spec: ModelSpec, recipe: Recipe, device: str) -> dict[str, float]:
-    """Estimates for each phase, in the order of the phases."""
+def rows_within(source: ModelSource, recipe: Recipe, seconds: float, device: str) -> list[int]:
+    """The number of rows of text that an estimate of `seconds` allows, and smaller ones. Raises ConfigError.
+
+    The numbers lie far apart, so that most repetitions of a command come to the same one.
+    """
     speed = measure_speed(recipe.product_dtype(device), device)
+    estimates = {rows: sum(_seconds(source.spec, recipe.with_rows(rows), speed).values()) for rows in NUM_ROWS}
+    found = [rows for rows, estimate in estimates.items() if estimate <= seconds]
+    if not found:
+        raise ConfigError(
+            f"--time-budget: {NUM_ROWS[-1]} rows of {recipe.calibration.seq_len} tokens take about "
+            f"{estimates[NUM_ROWS[-1]]:.0f} s by the estimate; give more time, or a recipe of rtn_"
+        )
+    return found
+
+
+def _seconds(spec: ModelSpec, recipe: Recipe, speed: Speed) -> dict[str, float]:
+    """Estimates for each phase, in the order of the phases."""
     layers = mixed = 0.0
     for layer in spec.layers:
         cost = recipe.cost(layer)

@@ -116,6 +116,11 @@ class Recipe(StrictStruct, frozen=True, kw_only=True):
         """How many tokens of a linear's input are kept, if there are that many."""
         return next((step.sample_tokens for step in self.steps if step.sample_tokens is not None), SAMPLE_TOKENS)
 
+    def with_rows(self, count: int) -> Recipe:
+        """The recipe with `count` rows of text."""
+        calibration = msgspec.structs.replace(self.calibration, num_samples=count)
+        return msgspec.structs.replace(self, calibration=calibration)
+
     def with_sample(self, tokens: int) -> Recipe:
         """The recipe with `tokens` tokens in the sample."""
         return msgspec.structs.replace(self, steps=tuple(step.with_sample(tokens) for step in self.steps))

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,13 +34,13 @@ from lmkit.models.loader import trim_heap
 from lmkit.models.source import ModelSource
 from lmkit.qtensor import QTensor, QuantScheme
 from lmkit.quant.budget import Budget, check_evaluation, fit, peak_bytes, size
-from lmkit.quant.data.calibration import CalibrationData, load_calibration
+from lmkit.quant.data.calibration import CalibrationData, TooLittleTextError, load_calibration
 from lmkit.quant.data.comm import Comm
 from lmkit.quant.data.hidden_states import Stream
 from lmkit.quant.data.workdir import WorkFolder, open_work
 from lmkit.quant.kv.config import KVFit, KVStats, make_kv_config, write_static
 from lmkit.quant.layer.quantize import LayerQuantizer, round_plainly
-from lmkit.quant.plan import Plan, make_plan
+from lmkit.quant.plan import Plan, make_plan, rows_within
 from lmkit.quant.recipe import Recipe
 from lmkit.quant.report.evaluate import EVAL_TOKENS, EvalResult, Progress, evaluate
 from lmkit.quant.report.html import save_html
@@ -293,22 +294,42 @@ class Quantizer:
 
 
 def prepare(
-    model: str | Path, recipe: Recipe, *, max_memory: int | None = None, comm: Comm = Comm(), device: str = "cpu"
+    model: str | Path,
+    recipe: Recipe,
+    *,
+    max_memory: int | None = None,
+    time_budget: float | None = None,
+    comm: Comm = Comm(),
+    device: str = "cpu",
 ) -> Quantizer:
     """Open the checkpoint, read the calibration data, and check that all fit together and into `max_memory` bytes.
 
     `comm` is this process among those that share the work; all of them make the same calls. `device` is a name that
-    quant.device.resolve_device gives. Nothing is written. Raises CheckpointError, ConfigError or UnsupportedError.
+    quant.device.resolve_device gives. With a `time_budget` in seconds, the recipe gets as many rows of text as its
+    estimate allows, and as there are. Nothing is written. Raises CheckpointError, ConfigError or UnsupportedError.
     """
     source = ModelSource(model)
     plan = make_plan(source, recipe, device)
     tokenizer = Tokenizer.from_pretrained(source.reader.path)
+    if time_budget is not None and recipe.calibration.has_text:
+        rows = rows_within(source, recipe, time_budget, device) if comm.is_first else []
+        recipe = _with_text(recipe, msgspec.json.decode(comm.broadcast_bytes(msgspec.json.encode(rows))), tokenizer)
+        plan = make_plan(source, recipe, device)
     data = load_calibration(recipe.calibration, tokenizer)
     largest, vocab_size = int(data.rows.max()) if len(data.rows) else 0, source.spec.vocab_size
     if largest >= vocab_size:
         raise CheckpointError(f"{source.reader.path}: the tokenizer gives token {largest}, the model has {vocab_size}")
     budget = fit(source, recipe, max_memory)
     return Quantizer(source, budget.recipe, tokenizer, data, plan, budget, comm, device)
+
+
+def _with_text(recipe: Recipe, counts: list[int], tokenizer: Tokenizer) -> Recipe:
+    """The recipe with the first of these numbers of rows for which there is enough text."""
+    for count in counts:
+        with suppress(TooLittleTextError):
+            load_calibration(recipe.with_rows(count).calibration, tokenizer)
+            return recipe.with_rows(count)
+    return recipe.with_rows(counts[-1])
 
 
 def _other_tensors(source: ModelSource) -> list[str]:

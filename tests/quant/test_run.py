@@ -20,10 +20,13 @@ from lmkit.models.source import ModelSource
 from lmkit.qtensor import QTensor, quantize
 from lmkit.quant.data.calibration import load_calibration
 from lmkit.quant.layer.layer import Geometry
+from lmkit.quant.plan import NUM_ROWS
 from lmkit.quant.recipe import Recipe
 from lmkit.quant.report.evaluate import encode_text, evaluate
 from lmkit.quant.report.report import QuantReport
 from lmkit.quant.run import prepare
+from lmkit.quant.steps.base import Speed
+from lmkit.text import Tokenizer
 from tests.quant.helpers import CLIP, SCALE, TOKENIZER_FILES, recipe, tiny_checkpoint
 
 AWQ = recipe(SCALE, CLIP)
@@ -243,3 +246,21 @@ def test_rounding_to_nearest_needs_no_text(source: Path, tmp_path: Path) -> None
             assert linear.method == "rtn"
             assert linear.error is not None
             assert 0 < linear.error < 0.05
+
+
+def test_the_time_decides_how_many_rows_of_text(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    speed = Speed(short=1e9, full=1e9, rounding=1e9)
+    monkeypatch.setattr("lmkit.quant.plan.measure_speed", lambda *arguments: speed)
+    chosen = [prepare(source, AWQ, time_budget=seconds) for seconds in (11.1, 12, 14, 1e6)]
+    rows = [quantizer.recipe.calibration.num_samples for quantizer in chosen]
+    assert rows[0] < rows[1] < rows[2] <= rows[3]
+    for quantizer, count, seconds in zip(chosen, rows, (11.1, 12, 14, 1e6), strict=True):
+        assert len(quantizer.data.rows) == count in NUM_ROWS
+        assert sum(quantizer.plan.seconds.values()) <= seconds
+    short = recipe(SCALE, calibration={"dataset": "demo-chat", "seq_len": 128})
+    found = prepare(source, short, time_budget=1e6).recipe.calibration.num_samples
+    assert found < NUM_ROWS[0]  # there is not more text
+    load_calibration(short.with_rows(found).calibration, Tokenizer.from_pretrained(source))
+    more = NUM_ROWS[NUM_ROWS.index(found) - 1]
+    with pytest.raises(ConfigError, match="too short for"):
+        load_calibration(short.with_rows(more).calibration, Tokenizer.from_pretrained(source))

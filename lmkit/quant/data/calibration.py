@@ -62,6 +62,10 @@ class CalibrationData:
         }  # fmt: skip
 
 
+class TooLittleTextError(ConfigError):
+    """The sources have fewer tokens than the rows take."""
+
+
 @dataclass(frozen=True)
 class _Part:
     """Sources that together fill one share of the rows."""
@@ -199,7 +203,7 @@ def _rows(pieces: list[Document], part: _Part, count: int, recipe: CalibrationRe
             break
         ids += _encode(piece, tokenizer)
     if len(ids) < count * width:
-        raise ConfigError(
+        raise TooLittleTextError(
             f"calibration data {', '.join(part.names)}: {len(ids):,} tokens, too short for {count} samples of "
             f"{recipe.seq_len}; lower num_samples or seq_len to fit, or give more text"
         )
