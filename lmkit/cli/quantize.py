@@ -132,6 +132,8 @@ def quantize(
     if seconds is not None and num_samples is not None:
         raise ConfigError("--time-budget chooses the number of rows; leave out --num-samples")
     refuse_occupied(output)
+    if calibration is None:
+        _refuse_bundled_text(model, loaded)
     comm = Comm.launched()
     place = resolve_device(device, comm.rank % environment().local_world_size)
     threads.configure(default_num_threads())
@@ -159,6 +161,19 @@ def quantize(
 
 def _number(text: str | None) -> int | str | None:
     return int(text) if text and text.isdigit() else text
+
+
+def _refuse_bundled_text(model: str, recipe: Recipe) -> None:
+    """Refuse the bundled text for any model but the one that it is like, unless the user names it."""
+    from lmkit.formats.hub import DEMO, DEMO_FOLDER
+    from lmkit.quant.sections import BUNDLED_TEXT
+
+    is_demo = model == DEMO or Path(model).resolve() == DEMO_FOLDER.resolve()
+    if recipe.calibration.dataset == BUNDLED_TEXT and not is_demo:
+        raise ConfigError(
+            f"{model} needs --calibration: text like that it will see, from a .jsonl or .txt file, hub:ORG/NAME or a "
+            f"preset (ultrachat, wikitext2, ...); --calibration {BUNDLED_TEXT} takes the demo model's"
+        )
 
 
 def _check_machine(quantizer: Quantizer, output: Path, *, evaluates: bool) -> None:

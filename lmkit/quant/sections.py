@@ -91,6 +91,7 @@ class DatasetRecipe(StrictStruct, frozen=True):
 
 
 NO_TEXT = "none"
+BUNDLED_TEXT = "demo"  # like the text that the demo model was trained on
 
 
 class CalibrationRecipe(StrictStruct, frozen=True):
@@ -100,7 +101,7 @@ class CalibrationRecipe(StrictStruct, frozen=True):
     rows; a name alone weighs 1. "none": there is no text, and no layer is run.
     """
 
-    dataset: str | tuple[str | DatasetRecipe, ...] = "demo"
+    dataset: str | tuple[str | DatasetRecipe, ...] = BUNDLED_TEXT
     num_samples: PositiveInt = 64
     seq_len: Annotated[int, Meta(ge=8)] = 512
     seed: Annotated[int, Meta(ge=0, lt=1 << 32)] = 0

@@ -95,7 +95,7 @@ import resource, sys
 from lmkit.cli.main import main
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]), resource.RLIM_INFINITY))
 sys.argv = ["lmkit", "quantize", sys.argv[1], "-o", sys.argv[2], "--group-size", "32", "--num-samples", "8",
-            "--seq-len", "32", "--no-eval"]
+            "--seq-len", "32", "--no-eval", "--calibration", "demo"]
 main()
 """
 

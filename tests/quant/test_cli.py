@@ -63,7 +63,7 @@ def test_quantize_then_eval_as_json(source: Path, tmp_path: Path) -> None:
 def test_tables_show_plan_errors_and_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tiny_checkpoint(tmp_path / "source", num_hidden_layers=1, intermediate_size=88)
     monkeypatch.setattr("lmkit.quant.run.EVAL_TOKENS", 256)
-    shown = run("quantize", source, "-o", tmp_path / "out", *SMALL)
+    shown = run("quantize", source, "-o", tmp_path / "out", "--calibration", "demo", *SMALL)
     assert "recipe awq_w4a16_g128: awq_scale, awq_clip, gptq\n" in shown
     assert "weights: 4 bits, groups of 32, format awq; KV cache: 16 bits\n" in shown
     assert "estimate:" in shown
@@ -120,6 +120,15 @@ def test_a_wrong_option_of_quantize(options: str, line: str, tmp_path: Path, mon
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_bundled_text_is_for_the_demo_model(source: Path, tmp_path: Path) -> None:
+    line = mistake("quantize", source, "-o", tmp_path / "out", *SMALL)
+    assert f"{source} needs --calibration" in line
+    assert "--calibration demo takes the demo model's" in line
+    run(
+        "quantize", source, "-o", tmp_path / "out", "--recipe", "rtn_w8a16", "--group-size", "32", "--no-eval"
+    )  # no text
+
+
 @pytest.mark.parametrize(
     ("options", "recipe"),
     [
@@ -173,7 +182,18 @@ def test_an_estimate_that_does_not_fit_is_refused_before_any_work(
 ) -> None:
     monkeypatch.setattr("lmkit.turbo.host_memory.available_memory", lambda: 100 << 20)
     out = tmp_path / "out"
-    command = ["quantize", source, "-o", out, "--no-eval", "--recipe", "rtn_w4a16_g128", *SMALL]
+    command = [
+        "quantize",
+        source,
+        "-o",
+        out,
+        "--no-eval",
+        "--recipe",
+        "rtn_w4a16_g128",
+        "--calibration",
+        "demo",
+        *SMALL,
+    ]
     line = mistake(*command)
     assert "of memory, 100MiB are free; the least that works is " in line
     assert line.endswith("; --ignore-estimate starts anyway")
@@ -187,7 +207,17 @@ def test_an_estimate_that_does_not_fit_is_refused_before_any_work(
 
 
 def test_a_budget_of_bits_is_shown_and_kept(source: Path, tmp_path: Path) -> None:
-    small = ["--recipe", "rtn_w4a16_g128", "--num-samples", "4", "--seq-len", "32", "--no-eval"]
+    small = [
+        "--recipe",
+        "rtn_w4a16_g128",
+        "--num-samples",
+        "4",
+        "--seq-len",
+        "32",
+        "--no-eval",
+        "--calibration",
+        "demo",
+    ]
     options = [*small, "--group-size", "64", "--average-bits", "6", "--format", "compressed-tensors"]
     shown = run("quantize", source, "-o", tmp_path / "out", *options)
     assert "weights: 4 bits, groups of 64, or finer: 6 bits on average, format compressed-tensors; KV" in shown

@@ -36,6 +36,7 @@ def launch(source: Path, recipe_file: Path, out: Path) -> subprocess.Popen[bytes
     command = [
         sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2",
         "--main_process_port", port, "-m", "lmkit", "quantize", source, "-o", out, "--recipe", recipe_file, "--no-eval",
+        "--calibration", "demo",
     ]  # fmt: skip
     return subprocess.Popen(
         [str(word) for word in command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT

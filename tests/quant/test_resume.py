@@ -153,7 +153,7 @@ CTRL_C = """
 import sys
 from lmkit.cli.main import main
 sys.argv = ["lmkit", "quantize", sys.argv[1], "-o", sys.argv[2], "--group-size", "32", "--num-samples", "4",
-            "--seq-len", "32", "--no-eval"]
+            "--seq-len", "32", "--no-eval", "--calibration", "demo"]
 main()
 """
 
