@@ -30,7 +30,7 @@ from lmkit.quant.layer.work import LayerWork, Rounding
 from lmkit.quant.steps.base import LayerCost, Speed, Stage, Step
 
 FEW = 16  # columns that are visited one after the other; their changes are passed on to later columns in products
-MAX_DAMPING = 1.0
+MIN_DAMPING, MAX_DAMPING = 0.01, 1.0
 
 _SMALLEST_SCALE = torch.finfo(torch.float16).smallest_normal
 
@@ -42,7 +42,8 @@ class Gptq(Step, frozen=True, tag="gptq"):
     by_parts: ClassVar = True
 
     order: Literal["activation", "gar", "natural"] = "activation"  # of the columns; groups stay as they are
-    damping: Annotated[float, Meta(gt=0, le=1)] = 0.01  # share of the Hessian's mean diagonal, added to it
+    damping: Annotated[float, Meta(gt=0, le=1)] | Literal["auto"] = "auto"  # share of the Hessian's mean diagonal,
+    # added to it; auto: the fewer tokens an input of so many numbers saw, the more (`enough_damping`)
     targets: Literal["exact", "same"] = "exact"  # reach the original layer's outputs, or this layer's own
     strength: Annotated[float, Meta(ge=0, le=1)] = 1.0  # share of the way from this layer's own outputs to the exact
     sequential: bool = True  # attn.o and mlp.down are rounded on the outputs of the rounded linears before them
@@ -130,7 +131,9 @@ def _round_group(
         reason = f"its input saw {moments.num_tokens} calibration tokens, fewer than {MIN_TOKENS}"
     else:
         reason = "the Hessian of its input has no Cholesky factor, even damped"
-        factor = factorize(moments.hessian, column_order(moments.hessian, step.order, size), step.damping)
+        enough = enough_damping(len(moments.hessian), moments.num_tokens)
+        damping = enough if step.damping == "auto" else step.damping
+        factor = factorize(moments.hessian, column_order(moments.hessian, step.order, size), damping)
     if factor is None:
         return {role: Rounding(q, "rtn", reason) for role, q in zip(group, plain, strict=True)}
     weight = torch.cat(weights)
@@ -199,6 +202,11 @@ class Factor:
         solved = torch.empty_like(x)
         solved[:, reverse] = torch.cholesky_solve(x[:, reverse].T, self.lower).T
         return solved
+
+
+def enough_damping(in_features: int, num_tokens: int) -> float:
+    """The share of the Hessian's mean diagonal that makes up for few tokens: a third of the inputs to each token."""
+    return min(MAX_DAMPING, max(MIN_DAMPING, in_features / (3 * num_tokens)))
 
 
 def factorize(hessian: Tensor, order: Tensor, damping: float) -> Factor | None:

@@ -106,6 +106,12 @@ def test_few_tokens_and_dead_inputs_leave_finite_codes() -> None:
     assert float((dequantize(rounded)[:, 5] - weight[:, 5]).abs().max()) < 0.5
 
 
+def test_few_tokens_are_damped_more() -> None:
+    assert gptq.enough_damping(256, 30720) == gptq.MIN_DAMPING
+    assert gptq.enough_damping(4096, 30720) == pytest.approx(4096 / 3 / 30720)
+    assert gptq.enough_damping(4096, 128) == gptq.MAX_DAMPING
+
+
 def test_damping_grows_until_there_is_a_factor_or_there_is_none() -> None:
     hessian, order = hessian_of(inputs()), torch.arange(128)
     shifted = hessian - 0.05 * hessian.diagonal().mean() * torch.eye(128)
@@ -226,4 +232,4 @@ def test_a_run_says_what_it_did_and_repeats(tmp_path: Path, targets: str) -> Non
 
 
 def test_recipe_options_are_the_documented_defaults() -> None:
-    assert Gptq() == Gptq(order="activation", damping=0.01, targets="exact", strength=1.0, sequential=True, refine=2)
+    assert Gptq() == Gptq(order="activation", damping="auto", targets="exact", strength=1.0, sequential=True, refine=2)
