@@ -101,15 +101,20 @@ class FakeNode:
     connections: int = 0
     left: asyncio.Event = field(default_factory=asyncio.Event)
     port: int = 0
+    host: str = "127.0.0.1"
+    listener: socket.socket | None = None  # its own, in another network
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     async def start(self) -> None:
         self._tasks: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
-        self.port = self._server.sockets[0].getsockname()[1]
+        if self.listener is not None:
+            self._server = await asyncio.start_server(self._serve, sock=self.listener)
+        else:
+            self._server = await asyncio.start_server(self._serve, self.host, self.port)
+        self.host, self.port = self._server.sockets[0].getsockname()[:2]
 
     async def stop(self) -> None:
         """Close the listener and every connection, as the death of the node's process would."""
