@@ -34,6 +34,9 @@ def main() -> None:
     names = arguments.only or [name for name in GROUPS if name not in LONG]
     rows, start = [], time.perf_counter()
     for case in (case for name in names for case in GROUPS[name]):
+        if reason := case.refusal():
+            console.print(f"{case.name}: left out, {reason}")
+            continue
         with tempfile.TemporaryDirectory(prefix="lmkit-resilience-") as scratch:
             begin = time.perf_counter()
             rows.append(case.row(case.measure(Setting(Path(scratch), arguments.quick))))

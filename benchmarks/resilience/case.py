@@ -21,6 +21,7 @@ class Case(NamedTuple):
     unit: str
     limit: float  # of the figure; more is a miss
     measure: Callable[[Setting], float]
+    refusal: Callable[[], str] = str  # why it cannot run here, or an empty text
 
     def row(self, value: float) -> dict[str, Any]:
         return {

@@ -70,6 +70,10 @@ def _merge(found: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
         found[path] = value
 
 
+def replica(*options: str, within: tuple[str, ...] = ()) -> Command:
+    return Command("serve", "demo", "--api-key", f"{KEY} role=proxy", *options, within=within)
+
+
 class Replicas:
     """Servers of the demo model at fixed ports, and what befalls them."""
 
@@ -78,7 +82,7 @@ class Replicas:
             self.nodes = list(pool.map(lambda _: self._start(0), range(count)))
 
     def _start(self, port: int) -> Command:
-        return Command("serve", "demo", "--port", str(port), "--api-key", f"{KEY} role=proxy")
+        return replica("--port", str(port))
 
     def kill(self, number: int) -> None:
         """A node dies at once, and another starts in its place."""
@@ -112,35 +116,39 @@ class Replicas:
 
 def lost_streams(setting: Setting) -> float:
     """Streams that fail, or that are not the stream of a calm run. At least one must have gone on elsewhere."""
-    count = 42 if setting.quick else 500
-    bodies = [body | {"seed": seed} for seed in (1, 2) for body in KINDS]
     with Replicas(2 if setting.quick else 4) as replicas:
         strikes: list[Callable[[], None]] = [lambda: replicas.kill(0), lambda: replicas.drain(1)]
         if not setting.quick:
             strikes[1:1] = [lambda: replicas.kill(1), lambda: replicas.pause(2)]
             strikes[-1] = lambda: replicas.drain(3)
-        file = setting.workdir / "proxy.yaml"
-        nodes = [f"  - {{url: {node.url}, models: [demo], api_key: {KEY}}}" for node in replicas.nodes]
-        checks = ["policy: round_robin", "health_interval: 0.5", "health_timeout: 1", "nodes:"]
-        file.write_text("\n".join([*checks, *nodes]) + "\n")
-        with routing(options=("--config", str(file))) as proxy, ThreadPoolExecutor(CLIENTS) as pool:
-            calm = list(pool.map(lambda body: _stream(proxy, body), bodies))
-            ended = threading.Semaphore(0)
+        return lost(setting, replicas.nodes, strikes, 42 if setting.quick else 500)
 
-            def one(number: int) -> bool:
-                same = calm[number % len(bodies)] == _stream(proxy, bodies[number % len(bodies)])
-                ended.release()
-                return same
 
-            runs = [pool.submit(one, number) for number in range(count)]
-            for strike in strikes:  # spread over the run
-                for _ in range(count // (len(strikes) + 2)):
-                    ended.acquire()
-                strike()
-            lost = [run for run in runs if not run.result()]
-            if None in calm or "broke off" not in proxy.log:
-                raise RuntimeError("the calm run failed, or no stream was hit, so the case would show nothing")
-    return float(len(lost))
+def lost(setting: Setting, nodes: list[Command], strikes: list[Callable[[], None]], count: int) -> float:
+    """Send `count` streams through a proxy in front of the nodes. The strikes befall these spread over the run."""
+    bodies = [body | {"seed": seed} for seed in (1, 2) for body in KINDS]
+    file = setting.workdir / "proxy.yaml"
+    entries = [f"  - {{url: {node.url}, models: [demo], api_key: {KEY}}}" for node in nodes]
+    checks = ["policy: round_robin", "health_interval: 0.5", "health_timeout: 1", "nodes:"]
+    file.write_text("\n".join([*checks, *entries]) + "\n")
+    with routing(options=("--config", str(file))) as proxy, ThreadPoolExecutor(CLIENTS) as pool:
+        calm = list(pool.map(lambda body: _stream(proxy, body), bodies))
+        ended = threading.Semaphore(0)
+
+        def one(number: int) -> bool:
+            same = calm[number % len(bodies)] == _stream(proxy, bodies[number % len(bodies)])
+            ended.release()
+            return same
+
+        runs = [pool.submit(one, number) for number in range(count)]
+        for strike in strikes:
+            for _ in range(count // (len(strikes) + 2)):
+                ended.acquire()
+            strike()
+        failed = [run for run in runs if not run.result()]
+        if None in calm or "broke off" not in proxy.log:
+            raise RuntimeError("the calm run failed, or no stream was hit, so the case would show nothing")
+    return float(len(failed))
 
 
 def _stream(proxy: Command, body: dict[str, Any]) -> dict[Any, Any] | None:

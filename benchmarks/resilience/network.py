@@ -1,4 +1,4 @@
-"""A network of its own for a node, which can be cut off. It takes root and Linux' network namespaces."""
+"""Streams of a node whose network is cut and joined again. It takes root and Linux' network namespaces."""
 
 from __future__ import annotations
 
@@ -8,10 +8,15 @@ import secrets
 import shutil
 import socket
 import subprocess
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from benchmarks.resilience.case import Case, Setting
+from benchmarks.resilience.failover import lost, replica
+
+CUT_SECONDS = 6.0
 CLONE_NEWNET = 0x40000000  # linux/sched.h
 
 
@@ -90,3 +95,27 @@ def _ip(*arguments: str) -> None:
     done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
         raise OSError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
+
+
+def lost_streams(setting: Setting) -> float:
+    """Streams that fail or change while one of two nodes is cut off, and when it is there again."""
+    with Network() as network, ThreadPoolExecutor(2) as pool:
+        starts = [
+            pool.submit(replica, "--port", "0"),
+            pool.submit(replica, "--port", "0", "--host", network.host, within=network.prefix),
+        ]
+        nodes = [start.result() for start in starts]
+
+        def cut() -> None:
+            network.cut()
+            time.sleep(CUT_SECONDS)
+            network.join()
+
+        try:
+            return lost(setting, nodes, [cut], 42 if setting.quick else 200)
+        finally:
+            for node in nodes:
+                node.stop()
+
+
+CASES = (Case("node cut off from the network: streams that fail or change", "", 0, lost_streams, refusal),)

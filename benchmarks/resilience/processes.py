@@ -27,13 +27,17 @@ KEPT_LOG = 200_000  # characters of a log's end
 class Command:
     """A running `lmkit` command. `url` is the address in its line "... on http://..."."""
 
-    def __init__(self, *arguments: str, max_open_files: int | None = None, **environment: str) -> None:
+    def __init__(
+        self, *arguments: str, within: tuple[str, ...] = (), max_open_files: int | None = None, **environment: str
+    ) -> None:
+        """`within` is the beginning of a command that runs another one, as `nice` is."""
+
         def limit_files() -> None:
             assert max_open_files is not None
             resource.setrlimit(resource.RLIMIT_NOFILE, (max_open_files, max_open_files))
 
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "lmkit", *arguments],
+            [*within, sys.executable, "-m", "lmkit", *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env=os.environ | environment,
@@ -111,7 +115,7 @@ def routing(*nodes: str, options: tuple[str, ...] = (), max_open_files: int | No
 
 @contextlib.contextmanager
 def _running(*arguments: str, max_open_files: int | None, **environment: str) -> Iterator[Command]:
-    command = Command(*arguments, max_open_files=max_open_files, **environment)
+    command = Command(*arguments, within=(), max_open_files=max_open_files, **environment)
     try:
         yield command
     finally:
