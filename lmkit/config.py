@@ -27,6 +27,7 @@ Device = Literal["auto", "cpu", "cuda"]
 WeightDtype = Literal["auto", "float32", "bfloat16", "float16"]
 KVStorageName = Literal["auto", KVName]
 HeadStorage = Literal["auto", "int8"]
+Quantize = Literal["none", "int4", "int8", "fp8"]
 PoolingName = Literal["auto", "last", "mean"]
 Speculate = Annotated[str, msgspec.Meta(pattern=r"^(off|ngram|draft=.+)$")]  # draft=FOLDER of a smaller model
 Activations = Literal["auto", "int8", "fp8", "exact"]
@@ -123,6 +124,7 @@ class EngineConfig(StrictStruct, frozen=True, kw_only=True, metaclass=CheckedMet
     kv_dtype: KVStorageName = "auto"  # auto = the checkpoint's kv_config.json, else the weights' dtype
     activations: Activations = "auto"  # of quantized linears: rounding per token and group; auto = by device
     lm_head: HeadStorage = "auto"  # auto = as the checkpoint has it, int8 = quantized while loading, groups of 128
+    quantize: Quantize = "none"  # rounds the linears of a dense checkpoint while it loads, see models.rounding
     packed_cache: bool = True  # keep packed weights in a file beside the checkpoint, and map it at the next start
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1024)] | None = None  # tokens per KV block; None = by the device
     max_batch_size: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 64  # sequences in one step

@@ -20,6 +20,7 @@ HELP = {
         "kv_dtype": "Type of the KV cache.",
         "activations": "Rounding of inputs of quantized linears.",
         "lm_head": "auto (as in the checkpoint), or int8 (smaller).",
+        "quantize": "Round the weights of a 16-bit checkpoint while it loads.",
         "max_model_len": "Context in tokens. Default: the model's.",
         "generation_config": "Sampling defaults: auto (the checkpoint's generation_config.json), none, or a path.",
         "chat_template": "A file with a chat template, or its text. Default: the checkpoint's.",

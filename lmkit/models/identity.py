@@ -37,6 +37,7 @@ class Packing:
     lm_head: str
     rank: int = 0  # of tensor parallelism
     tp: int = 1  # ranks
+    quantize: str = "none"
 
 
 def resolve_activations(asked: Activations, device: str) -> Activations:

@@ -100,22 +100,24 @@ def resolved(
     activations: Activations = "auto",
     lm_head: str = "auto",
     kv_dtype: str = "auto",
+    quantize: str = "none",
     attention_sinks: int = 0,
     shard: Shard = WHOLE,
 ) -> Iterator[ResolvedModel]:
     """Open a checkpoint; the end of the `with` closes it.
 
     `dtype` is that of dense weights (see resolve_dtype), and on a GPU that of activations too. `lm_head` int8 quantizes
-    the head. `kv_dtype` is a storage type for all layers, or auto (see resolve_storage). The first `attention_sinks`
-    tokens stay visible to sliding windows. Raises CheckpointError, UnsupportedError, and ConfigError for sinks of a
-    model without windows.
+    the head. `kv_dtype` is a storage type for all layers, or auto (see resolve_storage). `quantize` rounds a dense
+    checkpoint's linears (see models.rounding). The first `attention_sinks` tokens stay visible to sliding windows.
+    Raises CheckpointError, UnsupportedError, and ConfigError for sinks of a model without windows or for `quantize` of
+    weights that are quantized already.
     `shard` takes one rank's part of everything.
     """
-    source = ModelSource(path, attention_sinks=attention_sinks)
+    source = ModelSource(path, attention_sinks=attention_sinks, rounding=quantize)
     try:
         weight_dtype = resolve_dtype(dtype, source.spec.dtype, device)
         asked = resolve_activations(activations, device)
-        packing = Packing(device, weight_dtype, asked, lm_head, shard.rank, shard.size)
+        packing = Packing(device, weight_dtype, asked, lm_head, shard.rank, shard.size, quantize)
         storages = resolve_storage(source.reader, source.spec, kv_dtype, weight_dtype)
         heads = [layer.num_kv_heads for layer in source.spec.layers]
         storages = [shard.storage(storage, count) for storage, count in zip(storages, heads, strict=True)]

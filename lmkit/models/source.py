@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmkit.errors import CheckpointError
+from lmkit.errors import CheckpointError, ConfigError
 from lmkit.formats.base import WeightFormat, resolve_format
 from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.formats.mxfp4 import BLOCKS
@@ -25,6 +25,7 @@ from lmkit.models import load_spec, roles
 from lmkit.models.decoder import Decoder, DecoderLayer
 from lmkit.models.fused import views
 from lmkit.models.registry import BASE
+from lmkit.models.rounding import saved_bytes, scheme_for
 from lmkit.models.spec import ModelSpec
 from lmkit.qtensor import QTensor, QuantScheme, quantize
 
@@ -34,13 +35,22 @@ SCALES = (".scales", ".weight_scale", ".weight_scale_inv", ".input_scale")
 
 
 class ModelSource:
-    """An open checkpoint: its specification, weight format and pieces. Raises CheckpointError/UnsupportedError."""
+    """An open checkpoint: its specification, weight format and pieces. Raises CheckpointError/UnsupportedError.
 
-    def __init__(self, path: str | Path, *, attention_sinks: int = 0) -> None:
+    `rounding` is a name of `models.rounding`: linears of its layers are rounded as they are read. Raises ConfigError if
+    they are quantized already.
+    """
+
+    def __init__(self, path: str | Path, *, attention_sinks: int = 0, rounding: str = "none") -> None:
         self.reader = CheckpointReader(path)
         self.config: dict[str, Any] = self.reader.config
         self.spec: ModelSpec = load_spec(self.config).with_sinks(attention_sinks)
         self.format: WeightFormat = resolve_format(self.config)
+        self.rounding = rounding
+        if rounding != "none" and self.format.name != "dense":
+            raise ConfigError(
+                f"quantize={rounding}: {self.reader.path} is quantized already ({self.format.name}); leave quantize out"
+            )
         self.reader.show(views(self.reader, self.spec))
         self.has_head = self.spec.tie_embeddings or not self._lacks_head()
         if not self.has_head:
@@ -88,6 +98,9 @@ class ModelSource:
             shape = tuple((weight.codes if isinstance(weight, QTensor) else weight).shape)
             if shape != expected:
                 raise CheckpointError(f"{path}: {module} is {list(shape)}, config.json says {list(expected)}")
+            scheme = scheme_for(self.rounding, expected[1]) if role in spec.linears else None
+            if scheme is not None and not isinstance(weight, QTensor):
+                weight = quantize_rows(weight, scheme)
             weights[role] = weight if isinstance(weight, QTensor) else _to(weight, dtype)
             if spec.has_bias(role):
                 weights[role + ".bias"] = self._plain(module + ".bias", dtype)
@@ -188,7 +201,7 @@ class ModelSource:
             total += head * dense
         if lm_head == "int8":  # a byte a weight, and for each group a float16 scale and a zero byte
             total += head - head * dense + 3 * self.spec.vocab_size * HEAD_SCHEME.num_groups(self.spec.hidden_size)
-        return total
+        return total - saved_bytes(self.spec, self.rounding, dense)
 
     def _growth(self, name: str) -> int:
         """The bytes that a coded tensor takes in memory for each of its bytes in the file, at most."""

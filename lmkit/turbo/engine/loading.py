@@ -76,7 +76,8 @@ def load(model_path: str, config: EngineConfig, device: Device, rank: int = 0) -
         identity = kv_identity(model, config) if has_tiers else b""
         disk = _open_disk(config, identity, memory.block_bytes)
         name = spec.architecture.removesuffix("ForCausalLM")
-        log.info("model: %s, %s weights, %s", name, model.source.format.name, model.packing.dtype)
+        rounded = "" if config.quantize == "none" else f" rounded to {config.quantize}"
+        log.info("model: %s, %s weights%s, %s", name, model.source.format.name, rounded, model.packing.dtype)
         _announce(memory, model.storages)
         start, mapped = time.perf_counter(), list[PackedFile]()
         with fits_the_gpu("the weights"):
@@ -136,7 +137,7 @@ def load_options(config: EngineConfig, rank: int = 0) -> dict[str, Any]:
     """The arguments of `resolved` that a device's configuration gives. Raises ConfigError for what excludes tp."""
     if config.tp > 1:
         _check_ranks(config)
-    names = ("device", "dtype", "activations", "lm_head", "kv_dtype", "attention_sinks")
+    names = ("device", "dtype", "activations", "lm_head", "kv_dtype", "quantize", "attention_sinks")
     return {name: getattr(config, name) for name in names} | {"shard": Shard(rank, config.tp)}
 
 
