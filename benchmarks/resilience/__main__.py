@@ -3,7 +3,7 @@
     python -m benchmarks.resilience [--quick] [--json FILE] [--only NAME ...]
 
 Cases start `lmkit serve` and `lmkit proxy` on the demo model, offline. --quick runs every case at a small size. The
-groups `soak` and `streams` take ten minutes and three, and run only if they are named.
+groups `clusters`, `ray`, `soak` and `streams` take minutes, and run only if they are named.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from benchmarks.report import machine, save
 from benchmarks.resilience.case import Setting
 from benchmarks.resilience.catalog import GROUPS
 
-LONG = ("soak", "streams")
+LONG = ("clusters", "ray", "soak", "streams")
 console = Console(width=None if sys.stdout.isatty() else 120)
 
 

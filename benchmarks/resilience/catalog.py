@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from benchmarks.resilience import (
     budgets,
+    clusters,
     connections,
     engine_faults,
     failover,
@@ -18,6 +19,7 @@ from benchmarks.resilience.case import Case
 
 GROUPS: dict[str, tuple[Case, ...]] = {
     "budgets": budgets.CASES,
+    "clusters": clusters.CASES,
     "connections": connections.CASES,
     "engine_faults": engine_faults.CASES,
     "failover": failover.CASES,
@@ -25,6 +27,7 @@ GROUPS: dict[str, tuple[Case, ...]] = {
     "front_end": front_end.CASES,
     "network": network.CASES,
     "proxy": proxy.CASES,
+    "ray": clusters.RAY,
     "soak": soak.CASES,
     "streams": streams.CASES,
 }

@@ -125,13 +125,22 @@ def lost_streams(setting: Setting) -> float:
 
 
 def lost(setting: Setting, nodes: list[Command], strikes: list[Callable[[], None]], count: int) -> float:
-    """Send `count` streams through a proxy in front of the nodes. The strikes befall these spread over the run."""
-    bodies = [body | {"seed": seed} for seed in (1, 2) for body in KINDS]
+    """Send `count` streams through a proxy in front of the nodes, see `struck`."""
     file = setting.workdir / "proxy.yaml"
     entries = [f"  - {{url: {node.url}, models: [demo], api_key: {KEY}}}" for node in nodes]
     checks = ["policy: round_robin", "health_interval: 0.5", "health_timeout: 1", "nodes:"]
     file.write_text("\n".join([*checks, *entries]) + "\n")
-    with routing(options=("--config", str(file))) as proxy, ThreadPoolExecutor(CLIENTS) as pool:
+    with routing(options=("--config", str(file))) as proxy:
+        return struck(proxy, strikes, count)
+
+
+def struck(proxy: Command, strikes: list[Callable[[], None]], count: int) -> float:
+    """Send `count` streams to a proxy, whose log is that of the command. The strikes are spread over the run.
+
+    Returns how many fail, or differ from the stream of a calm run.
+    """
+    bodies = [body | {"seed": seed} for seed in (1, 2) for body in KINDS]
+    with ThreadPoolExecutor(CLIENTS) as pool:
         calm = list(pool.map(lambda body: _stream(proxy, body), bodies))
         ended = threading.Semaphore(0)
 
@@ -146,8 +155,8 @@ def lost(setting: Setting, nodes: list[Command], strikes: list[Callable[[], None
                 ended.acquire()
             strike()
         failed = [run for run in runs if not run.result()]
-        if None in calm or "broke off" not in proxy.log:
-            raise RuntimeError("the calm run failed, or no stream was hit, so the case would show nothing")
+    if None in calm or "broke off" not in proxy.log:
+        raise RuntimeError("the calm run failed, or no stream was hit, so the case would show nothing")
     return float(len(failed))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -34,9 +33,13 @@ class ServerActor:
         await self._child.wait()
         return self._child.ended
 
-    async def signal(self, number: int) -> None:
+    async def drain(self) -> None:
         if self._child is not None:
-            self._child.signal(signal.Signals(number))
+            self._child.drain()
+
+    async def kill(self) -> None:
+        if self._child is not None:
+            self._child.kill()
 
 
 def _write(_: str, line: str) -> None:
@@ -61,10 +64,10 @@ class RayReplica:
         self.ended = str(ended)
 
     def drain(self) -> None:
-        self._actor.signal.remote(signal.SIGTERM)
+        self._actor.drain.remote()
 
     def kill(self) -> None:
-        self._actor.signal.remote(signal.SIGKILL)  # a server that hangs would outlive its actor
+        self._actor.kill.remote()  # a server that hangs would outlive its actor
         asyncio.get_running_loop().call_later(GRACE_SECONDS, self._release)
 
     def _release(self) -> None:
@@ -90,7 +93,8 @@ class RayLauncher:
         with needed_for("`ray` in a cluster's file"):
             import ray
         try:
-            ray.init(address, configure_logging=False)
+            own = {"include_dashboard": False} if address == "local" else {}
+            ray.init(address, configure_logging=False, **own)
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise LMKitError(f"ray: {address}: {str(error).splitlines()[0]}") from None
         machines = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}

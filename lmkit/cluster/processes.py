@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 import msgspec
+import psutil
 
 from lmkit.config import child_environment
 from lmkit.errors import ConfigError
@@ -110,17 +111,19 @@ class Child:
         return f"ended with status {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
 
     def drain(self) -> None:
-        self.signal(signal.SIGTERM)
+        self._signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """With all that it started: its engine ends when its front end has."""
-        self.signal(signal.SIGKILL)
+        """With all that it started: an engine that is stopped would not notice that its front end has ended."""
+        with suppress(psutil.Error):
+            for process in psutil.Process(self.pid).children(recursive=True):
+                process.kill()
+        self._signal(signal.SIGKILL)
 
     def reload(self) -> None:
-        self.signal(signal.SIGHUP)
+        self._signal(signal.SIGHUP)
 
-    def signal(self, number: signal.Signals) -> None:
-        """Send a signal, if it still runs."""
+    def _signal(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):
             self._process.send_signal(number)
 

@@ -161,7 +161,8 @@ def test_a_replica_that_hangs_is_replaced(tmp_path: Path, gone: list[psutil.Proc
         up.until(lambda: f"{up.file} has changed" in up.log)
         (server,) = up.children("serve")
         gone += up.children()
-        server.suspend()
+        for process in (server, *server.children(recursive=True)):  # its engine, too
+            process.suspend()
         up.until(lambda: "demo-1 is killed: lost" in up.log)
         assert up.ask().status_code == 200  # held until the next one is ready
         assert [child.pid for child in up.children("serve")] != [server.pid]
