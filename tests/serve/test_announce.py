@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import subprocess
 import sys
@@ -14,6 +15,8 @@ import pytest
 from lmkit.config import ServerConfig
 from lmkit.errors import ConfigError
 from lmkit.formats.fingerprint import fingerprint
+from lmkit.models import load_spec
+from tests.models import peft_folder
 from tests.proxy.fakes import proxy_for
 from tests.proxy.test_announce import KEYS
 from tests.serve.live import ROOT, Server
@@ -40,16 +43,24 @@ class ProxyProcess:
 
 
 @pytest.mark.slow
-def test_a_server_registers_comes_again_and_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_registers_comes_again_and_leaves(
+    tmp_path: Path, demo_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("LMKIT_STATE_DIR", str(tmp_path / "state"))
+    layer = load_spec(json.loads((demo_model / "config.json").read_text())).layers[0]
+    peft_folder.write(tmp_path / "lora", {"model.layers.0.mlp.down_proj": layer.linears["mlp.down"]}, 0)
+    adapter = ("--adapters", f"first={tmp_path / 'lora'}")
     proxy = ProxyProcess(tmp_path)
     try:
         key = KEYS[0].partition(" ")[0]
-        with Server("--proxy", proxy.url, "--node-key", key, "--api-key", "own", "--node-tag", "cpu") as server:
+        with Server(
+            "--proxy", proxy.url, "--node-key", key, "--api-key", "own", "--node-tag", "cpu", *adapter
+        ) as server:
             server.wait_for_line("registered with the proxy")
             server.until(lambda: proxy.healthy() == 1, 30)
             answer = httpx.post(proxy.url + "/v1/completions", json=ASK)  # with a key that the server made for it
             assert answer.status_code == 200
+            assert httpx.post(proxy.url + "/v1/completions", json=ASK | {"model": "first"}).json()["model"] == "first"
             proxy.kill()
             proxy = ProxyProcess(tmp_path, proxy.port)
             server.until(lambda: proxy.healthy() == 1, 30)
