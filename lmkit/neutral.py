@@ -140,7 +140,6 @@ GENERATION: Mapping[str, Values] = {
     "return_text_in_logprobs": _EITHER,
     "return_token_offsets": _OFF,
     "return_tokens": _OFF,
-    "return_tokens_as_token_ids": _OFF,
     "routed_experts_prompt_start": _ZERO,
     "routed_experts_start_len": _ZERO,
     "spaces_between_special_tokens": _EITHER,  # the tokenizer alone decides
@@ -158,7 +157,6 @@ GENERATION: Mapping[str, Values] = {
     "thinking_forced_open": _OFF,
     "thinking_token_budget": _NONE,
     # inputs
-    "continue_final_message": _OFF,
     "documents": (None, []),
     "image_data": _NONE,
     "images_config": _NONE,
@@ -218,6 +216,7 @@ CHAT: Mapping[str, Values] = {
     "tool_prompt": _NONE,
 }
 COMPLETION: Mapping[str, Values] = {
+    "continue_final_message": _OFF,
     "do_preprocess": _OFF,
     "suffix": (None, ""),
     "top_logprobs": _ZERO,
@@ -247,7 +246,9 @@ PYTHON: Mapping[str, Values] = {
     "num_return_sequences": _ONE,
     "prompt_logprobs": _NONE,
     "return_ppl": _OFF,
+    "continue_final_message": _OFF,
     "return_token_ids": _OFF,
+    "return_tokens_as_token_ids": _OFF,
     "timings_per_token": _OFF,
     "truncate_prompt_tokens": _NONE,
     "truncation_side": _NONE,

@@ -21,7 +21,7 @@ from lmkit.serve.protocol import (
     ChatLogprobs,
     TopLogprob,
 )
-from lmkit.serve.response import ResponseBuilder, respond
+from lmkit.serve.response import ResponseBuilder, respond, token_name
 from lmkit.serve.serving import MIN_LOGPROB, Serving
 from lmkit.serve.streaming import DONE
 from lmkit.serve.to_request import chat_requests
@@ -89,7 +89,9 @@ class ChatBuilder(ResponseBuilder[ChatCompletionRequest]):
 
     def logprob(self, entry: TextLogprobs) -> ChatLogprob:
         top = entry.top[: self.body.top_logprobs or 0]
-        return ChatLogprob(**msgspec.structs.asdict(_token(entry.token)), top_logprobs=list(map(_token, top)))
+        as_ids = bool(self.body.return_tokens_as_token_ids)
+        shown = msgspec.structs.asdict(_token(entry.token, as_ids))
+        return ChatLogprob(**shown, top_logprobs=[_token(token, as_ids) for token in top])
 
 
 class _ChatResponse(ChatBuilder):
@@ -150,6 +152,7 @@ class _ChatResponse(ChatBuilder):
         return self.chunk(ChatCompletionChunk(**self.head, choices=choices, **fields), last=last)
 
 
-def _token(token: TokenText) -> TopLogprob:
+def _token(token: TokenText, as_id: bool) -> TopLogprob:
     assert token.logprob is not None
-    return TopLogprob(token=token.text, logprob=max(token.logprob, MIN_LOGPROB), bytes=list(token.data))
+    text = token_name(token) if as_id else token.text
+    return TopLogprob(token=text, logprob=max(token.logprob, MIN_LOGPROB), bytes=list(token.data))

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request, Response
 
 from lmkit.serve.collect import Collected
 from lmkit.serve.protocol import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
-from lmkit.serve.response import ResponseBuilder, clamped, respond
+from lmkit.serve.response import ResponseBuilder, clamped, respond, token_name
 from lmkit.serve.streaming import DONE
 from lmkit.serve.to_request import choices_per_prompt, completion_requests
 from lmkit.turbo import request as engine
@@ -53,7 +53,7 @@ class CompletionResponse(ResponseBuilder[CompletionRequest]):
     def _whole_choice(self, index: int, choice: Collected) -> dict[str, Any]:
         shown = choice.logprobs if self.body.echo else choice.answer_logprobs
         logprobs = {
-            "tokens": (_shown(entry.token) for entry in shown()),
+            "tokens": (self._shown(entry.token) for entry in shown()),
             "token_logprobs": (clamped(entry.token.logprob) for entry in shown()),
             "top_logprobs": (self._top(entry) for entry in shown()),
             "text_offset": (entry.text_offset for entry in shown()),
@@ -96,7 +96,7 @@ class CompletionResponse(ResponseBuilder[CompletionRequest]):
             entries = [*output.prompt_logprobs, *output.logprobs]
             num_prompt = len(output.prompt_logprobs)
             logprobs = CompletionLogprobs(
-                tokens=[_shown(entry.token) for entry in entries],
+                tokens=[self._shown(entry.token) for entry in entries],
                 token_logprobs=[clamped(entry.token.logprob) for entry in entries],
                 top_logprobs=[self._top(entry) for entry in entries],
                 text_offset=[
@@ -125,12 +125,15 @@ class CompletionResponse(ResponseBuilder[CompletionRequest]):
             return None
         top = entry.top[: self.body.logprobs or 0]
         tokens = sorted([entry.token, *top], key=lambda token: token.logprob or 0.0)
-        return {_shown(token): clamped(token.logprob) or 0.0 for token in tokens}
+        return {self._shown(token): clamped(token.logprob) or 0.0 for token in tokens}
 
+    def _shown(self, token: TokenText) -> str:
+        """The token's text, or its id if the body asks for that.
 
-def _shown(token: TokenText) -> str:
-    """The token's text.
-
-    Bytes that are not text by themselves are spelled out, so that different tokens stay different.
-    """
-    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.data) if "\ufffd" in token.text else token.text
+        Bytes that are not text by themselves are spelled out, so that different tokens stay different.
+        """
+        if self.body.return_tokens_as_token_ids:
+            return token_name(token)
+        if "\ufffd" in token.text:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.data)
+        return token.text

@@ -57,6 +57,9 @@ def completion_fields(data: Any) -> Any:
         fields[ours] = value
     if "stream_options" in fields:
         raise _invalid("stream_options: leave it out; each event has the numbers of tokens", "stream_options")
+    if "return_tokens_as_token_ids" in fields:
+        message = "return_tokens_as_token_ids: leave it out; logprobs here have the ids of tokens"
+        raise _invalid(message, "return_tokens_as_token_ids")
     if "prompt" not in fields:
         raise _invalid("send text or input_ids", "text")
     return fields | _logprobs(data, fields)

@@ -22,7 +22,9 @@ ROUTES = (  # the fields that tell a body's route
     (("prompt",), "/v1/completions", completions),
     (("input",), "/v1/embeddings", embeddings),
     (("query", "documents"), "/v1/rerank", rerank),
-    (("text_1", "text_2"), "/v1/score", score),
+    (("text_1",), "/v1/score", score),
+    (("queries",), "/v1/score", score),
+    (("data_1",), "/v1/score", score),
 )
 
 

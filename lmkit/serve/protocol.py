@@ -150,6 +150,7 @@ class _Sampling(Extensions):
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None  # vLLM's; not in a stream
     truncate_prompt_tokens: CutTo | None = None
     truncation_side: Literal["left", "right"] | None = None  # of the prompt, where it is cut; default left
+    return_tokens_as_token_ids: bool | None = None  # vLLM's: the tokens of logprobs are shown as "token_id:5"
     timings_per_token: bool | None = None  # llama.cpp's: the answer and each chunk with text have `timings`
     # the answer follows a schema, a pattern or a grammar, see serve.constraint: OpenAI's field, then others' names
     response_format: dict[str, Any] | None = None
@@ -180,7 +181,8 @@ class ChatCompletionRequest(_Sampling, ChatExtensions):
     truncation_side: Literal["left"] | None = None  # at its right is where the answer begins
     prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = None  # any value is accepted, see above
     # not OpenAI's
-    add_generation_prompt: bool | None = None
+    add_generation_prompt: bool | None = None  # default true
+    continue_final_message: bool | None = None  # vLLM's: the answer goes on with the last message, the assistant's
 
     @property
     def num_chars(self) -> int:
@@ -189,32 +191,32 @@ class ChatCompletionRequest(_Sampling, ChatExtensions):
         return tools + sum(message.num_chars for message in self.messages)
 
 
-def prompts(value: Any, most: int = MAX_PROMPTS) -> list[str] | list[list[int]]:
-    """text | texts | token ids | lists of token ids -> texts, or lists of token ids."""
+def prompts(value: Any, most: int = MAX_PROMPTS) -> list[str | list[int]]:
+    """text | token ids | a list of texts and lists of token ids -> this list."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and value:
-        if all(type(item) is int for item in value):
+        if _are_ids(value):
             return [value]
         if len(value) > most:
             raise ValueError(f"at most {most} prompts")
-        if all(isinstance(item, str) for item in value):
-            return value
-        if all(isinstance(item, list) and all(type(token) is int for token in item) for item in value):
+        if all(isinstance(item, str) or _are_ids(item) for item in value):
             return value
     raise ValueError("expected text, a list of texts, a list of token ids, or a list of lists of token ids")
 
 
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(token) is int for token in value)
+
+
 _SOME = Field(min_length=1)
-GivenPrompts: TypeAlias = (
-    str | Annotated[list[str], _SOME] | Annotated[list[int], _SOME] | Annotated[list[list[int]], _SOME]
-)
+GivenPrompts: TypeAlias = str | Annotated[list[str | list[int]], _SOME] | Annotated[list[int], _SOME]
 
 
 class CompletionRequest(_Sampling):
     absent = {**neutral.GENERATION, **neutral.COMPLETION}
 
-    prompt: Annotated[list[str] | list[list[int]], BeforeValidator(prompts, json_schema_input_type=GivenPrompts)]
+    prompt: Annotated[list[str | list[int]], BeforeValidator(prompts, json_schema_input_type=GivenPrompts)]
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None  # number generated; the best n are returned
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -234,7 +236,8 @@ class TemplateRequest(Strict):
     model: str | None = None
     messages: Messages | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None  # default true
+    continue_final_message: bool = False
     chat_template_kwargs: TemplateVariables | None = None
 
     @property
@@ -249,7 +252,7 @@ class TokenizeRequest(TemplateRequest):
     absent = {**TemplateRequest.absent, "parse_special": (None, True)}
 
     prompt: str | None = None
-    add_special_tokens: bool = True  # of a prompt; a chat template writes its own
+    add_special_tokens: bool | None = None  # default true of a prompt; false of messages, whose template writes its own
     return_token_strs: bool = False
     content: str | None = None
     add_special: bool = False  # of content

@@ -181,6 +181,11 @@ class ResponseBuilder(ABC, Generic[B]):
         self.last = output
 
 
+def token_name(token: TokenText) -> str:
+    """A token as `return_tokens_as_token_ids` shows it."""
+    return f"token_id:{token.token_id}"
+
+
 def clamped(logprob: float | None) -> float | None:
     return None if logprob is None else max(logprob, MIN_LOGPROB)
 

@@ -52,8 +52,13 @@ class Style:
     def render(self, body: ChatCompletionRequest, variables: dict[str, Any]) -> str:
         """The conversation as the model's template writes it. Raises RequestError."""
         variables = self._with_effort(body.reasoning_effort, variables)
-        add = True if body.add_generation_prompt is None else body.add_generation_prompt
-        return self.write(body.messages, shown_tools(body), variables, add_generation_prompt=add)
+        return self.write(
+            body.messages,
+            shown_tools(body),
+            variables,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final=bool(body.continue_final_message),
+        )
 
     def write(
         self,
@@ -61,9 +66,17 @@ class Style:
         described: Sequence[Tool] = (),
         variables: dict[str, Any] | None = None,
         *,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
+        continue_final: bool = False,
     ) -> str:
-        """A conversation and the tools that it may call. Raises RequestError."""
+        """A conversation and the tools that it may call. Raises RequestError.
+
+        It ends where an answer begins. With `continue_final` it ends with the text of the last message.
+        """
+        if continue_final and add_generation_prompt:
+            message = "continue_final_message does not go with add_generation_prompt; send one of them"
+            raise RequestError("invalid_request", message, "continue_final_message")
+        add = add_generation_prompt is not False and not continue_final
         tools = [_described(tool) for tool in described]
         messages: Sequence[Mapping[str, Any]] = list(map(plain_message, conversation))
         if tools and self.dialect is None:
@@ -73,9 +86,8 @@ class Style:
         if not self.takes_tools and (tools or has_calls):
             form = self.dialect if self.dialect is not None and self.dialect.syntax == "json" else PLAIN
             messages, tools = with_texts(messages, tools, form), []
-        return self._tokenizer.render_chat(
-            messages, add_generation_prompt=add_generation_prompt, variables=variables, tools=tools
-        )
+        text = self._tokenizer.render_chat(messages, add_generation_prompt=add, variables=variables, tools=tools)
+        return _up_to(text, conversation[-1]) if continue_final else text
 
     def _with_effort(self, effort: str | None, variables: dict[str, Any]) -> dict[str, Any]:
         """The variables for an effort. A template that can only think or not is told that. Raises RequestError."""
@@ -153,6 +165,16 @@ class Style:
             end=thought.end if thought else "",
             num_id_chars=dialect.num_id_chars,
         )
+
+
+def _up_to(text: str, last: ChatMessage) -> str:
+    """A rendered conversation up to the end of its last message, as the template shows it. Raises RequestError."""
+    content = last.content or ""
+    shown = next((form for form in (content, content.strip()) if form and form in text), "")
+    if last.role != "assistant" or last.tool_calls or not content.strip() or not shown:
+        message = "continue_final_message: the last message must be a text of the assistant that the template shows"
+        raise RequestError("invalid_request", message, "continue_final_message")
+    return text[: text.rindex(shown) + len(shown)]
 
 
 def plain_message(message: ChatMessage) -> dict[str, Any]:

@@ -39,7 +39,7 @@ async def tokenize(request: Request) -> Response:
 
     def answer() -> dict[str, Any]:
         ids = _token_ids(body, server)
-        fields: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": max_model_len}
+        fields: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": max_model_len, "token_strs": None}
         if body.return_token_strs:
             texts = {i: server.tokenizer.token_text(i) for i in set(ids)}
             fields["token_strs"] = [texts[i] for i in ids]
@@ -63,14 +63,20 @@ def _token_ids(body: TokenizeRequest, server: Serving) -> list[int]:
     if body.content is not None:
         return server.tokenizer.encode(body.content, body.add_special)
     if body.messages is None:
-        return server.tokenizer.encode(body.prompt or "", body.add_special_tokens)
-    return server.tokenizer.encode(_written(body, body.messages, server), add_special_tokens=False)
+        return server.tokenizer.encode(body.prompt or "", body.add_special_tokens is not False)
+    return server.tokenizer.encode(_written(body, body.messages, server), bool(body.add_special_tokens))
 
 
 def _written(body: TemplateRequest, messages: Sequence[ChatMessage], server: Serving) -> str:
     """The conversation as /v1/chat/completions writes it."""
     tools, variables = body.tools or (), body.chat_template_kwargs
-    return server.style.write(messages, tools, variables, add_generation_prompt=body.add_generation_prompt)
+    return server.style.write(
+        messages,
+        tools,
+        variables,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final=body.continue_final_message,
+    )
 
 
 @router.post("/apply-template")

@@ -251,3 +251,31 @@ def test_score(path: str) -> None:
         assert answer["object"] == "list"
     assert "text_1 has 2 texts and text_2 3" in refused("/v1/score", text_1=TEXTS[:2], text_2=TEXTS)
     assert "text_2: expected 1 to 2048 texts" in refused("/v1/score", text_1="a", text_2=[])
+
+
+def test_a_ranking_as_tei_has_it() -> None:
+    """The same scores as those of `documents`, in a bare list."""
+    query = {"query": "import sys", "top_n": 2}
+    ranked = post("/v1/rerank", **query, documents=TEXTS).json()["results"]
+    expected = [{"index": entry["index"], "score": entry["relevance_score"]} for entry in ranked]
+    assert post("/rerank", **query, texts=TEXTS).json() == expected
+    with_text = [entry | {"text": TEXTS[entry["index"]]} for entry in expected]
+    assert post("/rerank", **query, texts=TEXTS, return_text=True).json() == with_text
+    for wrong in ({}, {"texts": TEXTS, "documents": TEXTS}, {"documents": TEXTS, "return_text": True},
+                  {"texts": TEXTS, "return_documents": True}):  # fmt: skip
+        assert post("/rerank", query="a", **wrong).status_code == 400
+
+
+def test_other_names_of_the_texts_of_a_score() -> None:
+    scores = post("/v1/score", text_1="import sys", text_2=TEXTS).json()["data"]
+    for first, second in (("queries", "documents"), ("queries", "items"), ("data_1", "data_2")):
+        body = {first: "import sys", second: TEXTS}
+        assert post("/score", **body).json()["data"] == scores
+        assert post("/invocations", **body).json()["data"] == scores
+    assert "text_2 is given twice" in refused("/score", queries="a", documents="b", text_2="c")
+    assert refused("/score", queries="a")
+
+
+def test_texts_and_token_ids_in_one_body() -> None:
+    text, ids = shown(post("/v1/embeddings", input=[TEXTS[0], TOKENIZER.encode(TEXTS[0])]))
+    assert text == ids

@@ -101,8 +101,8 @@ def test_any_other_value_of_a_field_that_lmkit_lacks_is_refused_by_name(path: st
 def test_tokenize_takes_them_too() -> None:
     body = {"messages": CHAT["messages"], "tools": None, "continue_final_message": False, "mm_processor_kwargs": None}
     assert APP.post("/tokenize", body).status_code == 200
-    error = APP.post("/tokenize", body | {"continue_final_message": True}).json()["error"]
-    assert (error["code"], error["param"]) == ("unsupported_parameter", "continue_final_message")
+    error = APP.post("/tokenize", body | {"mm_processor_kwargs": {"a": 1}}).json()["error"]
+    assert (error["code"], error["param"]) == ("unsupported_parameter", "mm_processor_kwargs")
 
 
 def test_no_field_is_both_ours_and_absent() -> None:

@@ -172,6 +172,58 @@ def test_invocations_of_no_route() -> None:
     for body in ({"model": "model"}, [1]):
         answer = app.post("/invocations", body, "k" * 20)
         assert answer.status_code == 400
-        assert "messages, prompt, input, query and documents, text_1 and text_2" in answer.json()["error"]["message"]
+        assert "messages, prompt, input, query and documents, text_1" in answer.json()["error"]["message"]
     assert app.request("GET", "/ping").status_code == 200  # SageMaker sends no key
     assert app.post("/invocations", TEXT).status_code == 401
+
+
+def test_an_answer_goes_on_with_the_last_message() -> None:
+    said = "An apple a day, keeps "
+    messages = [*CHAT["messages"], {"role": "assistant", "content": said}]
+    ids = prompt_of(CHAT_PATH, model="model", messages=messages, continue_final_message=True)
+    text = TOKENIZER.decode(ids, False)
+    assert text.endswith(said.rstrip()) or text.endswith(said)
+    whole = TOKENIZER.decode(prompt_of(CHAT_PATH, model="model", messages=messages, add_generation_prompt=False), False)
+    assert whole.startswith(text)
+    assert len(whole) > len(text)  # the mark that ends a message is left out
+    app = App(ScriptedEngine())
+    tokens = app.post("/tokenize", {"messages": messages, "continue_final_message": True}).json()["tokens"]
+    assert tokens == ids
+    for wrong in (
+        {"messages": messages, "add_generation_prompt": True},
+        {"messages": CHAT["messages"]},
+        {"messages": [*CHAT["messages"], {"role": "assistant", "content": " "}]},
+    ):
+        for path in (CHAT_PATH, "/tokenize"):
+            error = app.post(path, {"model": "model", "continue_final_message": True} | wrong).json()["error"]
+            assert error["param"] == "continue_final_message"
+
+
+def test_tokens_are_shown_as_ids() -> None:
+    asked = {"return_tokens_as_token_ids": True}
+    chat = send(ScriptedEngine(), json=CHAT | asked | {"logprobs": True}).json()["choices"][0]
+    assert [entry["token"] for entry in chat["logprobs"]["content"]] == ["token_id:70", "token_id:71"]
+    for stream in (False, True):
+        body = TEXT | asked | {"logprobs": 0, "stream": stream}
+        answer = send(ScriptedEngine(), path=TEXT_PATH, json=body)
+        found = events(answer.text) if stream else [answer.json()]
+        shown = [choice["logprobs"] for event in found for choice in event["choices"]]
+        assert [token for entry in shown for token in entry["tokens"]] == ["token_id:70", "token_id:71"]
+        assert shown[0]["top_logprobs"][0].keys() == {"token_id:70"}
+    assert send(ScriptedEngine(), path="/generate", json={"text": "Hi"} | asked).status_code == 400
+
+
+def test_prompts_may_be_texts_and_token_ids() -> None:
+    engine = ScriptedEngine()
+    assert App(engine).post(TEXT_PATH, {"prompt": [LONG, IDS]}).status_code == 200
+    assert [request.prompt_ids for request in engine.requests] == [IDS, IDS]
+
+
+def test_special_tokens_before_a_written_chat() -> None:
+    """This tokenizer adds none, so both are the same. A prompt takes the field as before."""
+    app = App(ScriptedEngine())
+    messages = {"messages": CHAT["messages"]}
+    plain = app.post("/tokenize", messages).json()
+    assert plain["token_strs"] is None
+    for special in (False, True):
+        assert app.post("/tokenize", messages | {"add_special_tokens": special}).json() == plain

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from lmkit import neutral
 from lmkit.errors import RequestError
@@ -13,7 +13,7 @@ from lmkit.serve.protocol import CutTo, GivenPrompts, ModelName, Placed, prompts
 MAX_TEXTS = 2048  # as OpenAI
 
 
-def _inputs(value: Any) -> list[str] | list[list[int]]:
+def _inputs(value: Any) -> list[str | list[int]]:
     return prompts(value, MAX_TEXTS)
 
 
@@ -43,7 +43,7 @@ class TextsRequest(Placed):
 
 
 class EmbeddingRequest(TextsRequest):
-    input: Annotated[list[str] | list[list[int]], BeforeValidator(_inputs, json_schema_input_type=GivenPrompts)]
+    input: Annotated[list[str | list[int]], BeforeValidator(_inputs, json_schema_input_type=GivenPrompts)]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None  # the first so many, normalized again
     normalize: bool | None = None  # vLLM's; default true
@@ -59,10 +59,28 @@ class EmbeddingRequest(TextsRequest):
 
 
 class RerankRequest(TextsRequest):
+    """Jina's and Cohere's with `documents`; TEI's and llama.cpp's with `texts`, whose answer is a bare list."""
+
+    absent = {**TextsRequest.absent, "raw_scores": (None, False), "truncate": (None, False)}
+
     query: str
-    documents: Texts
+    documents: Texts | None = None
+    texts: Texts | None = None
     top_n: Annotated[int, Field(ge=0)] | None = None  # 0 = all
     return_documents: bool | None = None  # default true
+    return_text: bool | None = None  # with texts; default false
+
+    @model_validator(mode="after")
+    def _one_list(self) -> Self:
+        if (self.documents is None) is (self.texts is None):
+            raise RequestError("invalid_request", "send documents, or texts for TEI's answer", "documents")
+        other = ("return_documents", "documents") if self.documents is None else ("return_text", "texts")
+        if getattr(self, other[0]) is not None:
+            raise RequestError("invalid_request", f"{other[0]}: it goes with {other[1]}", other[0])
+        return self
+
+
+PAIRS = {"text_1": ("queries", "data_1"), "text_2": ("documents", "items", "data_2")}  # vLLM's other names
 
 
 class ScoreRequest(TextsRequest):
@@ -70,3 +88,15 @@ class ScoreRequest(TextsRequest):
 
     text_1: Texts
     text_2: Texts
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_name(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        ours = {name: name for name in PAIRS} | {other: name for name, others in PAIRS.items() for other in others}
+        given = [ours[name] for name in data if name in ours]
+        if twice := {name for name in given if given.count(name) > 1}:
+            name = min(twice)
+            raise RequestError("invalid_request", f"{name} is given twice; {', '.join(PAIRS[name])} mean it, too", name)
+        return {ours.get(name, name): value for name, value in data.items()}

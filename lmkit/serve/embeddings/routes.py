@@ -39,12 +39,17 @@ async def embeddings(request: Request) -> Response:
 @router.post("/rerank")
 async def rerank(request: Request) -> Response:
     body, embedder = await _begin(request, RerankRequest, "rerank-")
-    vectors = await embedder.vectors([body.query, *body.documents], "documents")
+    texts, param = (body.texts or (), "texts") if body.documents is None else (body.documents, "documents")
+    vectors = await embedder.vectors([body.query, *texts], param)
     scores = cosines(vectors[:1], vectors[1:])
     best = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[: body.top_n or None]
+    if body.documents is None:
+        return WholeAnswer(
+            {"index": i, "score": scores[i]} | ({"text": texts[i]} if body.return_text else {}) for i in best
+        )
     shown = [
         {"index": i, "relevance_score": scores[i]}
-        | ({} if body.return_documents is False else {"document": {"text": body.documents[i]}})
+        | ({} if body.return_documents is False else {"document": {"text": texts[i]}})
         for i in best
     ]
     head = {"id": embedder.id, "model": embedder.server.model_name}
