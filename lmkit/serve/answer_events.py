@@ -22,12 +22,17 @@ class AnswerEvents:
         parser: Parser | None,
         *,
         show_reasoning: bool = True,
+        show_content: bool = True,
         decode: Callable[[Sequence[int]], str] = str,
         end: str = "",
         num_id_chars: int = 24,
     ) -> None:
-        """`end` is the mark that ends the reasoning, "" if there is none; `decode` shows it in the text of tokens."""
-        self._parser, self._show_reasoning = parser, show_reasoning
+        """`end` is the mark that ends the reasoning, "" if there is none; `decode` shows it in the text of tokens.
+
+        An answer that must be a call shows no content: what max_tokens left of a call is none.
+        """
+        self._parser = parser
+        self._hidden = {kind for kind, shown in (("reasoning", show_reasoning), ("content", show_content)) if not shown}
         self._decode, self._end, self._num_id_chars = decode, end, num_id_chars
         self._tail: list[int] = []  # the last tokens: the mark may have begun in them
         self._num_before_end, self._has_ended = 0, not end
@@ -41,7 +46,7 @@ class AnswerEvents:
         if output.finish_reason is not None:
             events += self._parser.end()
         self._count(output.token_ids, events)
-        return [event for event in events if self._show_reasoning or event.kind != "reasoning"]
+        return [event for event in events if event.kind not in self._hidden]
 
     @property
     def reasoning_tokens(self) -> int:

@@ -161,6 +161,7 @@ class Style:
         return AnswerEvents(
             self.parser(body, is_thinking=is_thinking),
             show_reasoning=body.include_reasoning is not False,
+            show_content=not must_call(body),
             decode=partial(self._tokenizer.decode, skip_special_tokens=False),
             end=thought.end if thought else "",
             num_id_chars=dialect.num_id_chars,

@@ -279,3 +279,13 @@ def test_other_names_of_the_texts_of_a_score() -> None:
 def test_texts_and_token_ids_in_one_body() -> None:
     text, ids = shown(post("/v1/embeddings", input=[TEXTS[0], TOKENIZER.encode(TEXTS[0])]))
     assert text == ids
+
+
+def test_texts_as_llama_cpp_has_them() -> None:
+    parts = {"content": [{"type": "text", "text": "import "}, {"type": "text", "text": "os"}]}
+    plain, one, two = shown(post("/v1/embeddings", input=["import os", {"prompt_string": "import os"}, parts]))
+    assert plain == one == two
+    assert shown(post("/v1/embeddings", input=parts)) == [plain]
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    for wrong in ({"content": [image]}, {"content": "a"}, {"prompt_string": 5}, parts | {"name": "a"}):
+        assert "input: expected text" in refused("/v1/embeddings", input=wrong)

@@ -306,6 +306,17 @@ def test_a_call_that_a_limit_cuts() -> None:
     assert choice["message"]["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": '}
 
 
+def test_what_a_limit_leaves_of_a_mark_is_content_unless_it_must_be_a_call() -> None:
+    ids = TOKENIZER.encode("<tool_", add_special_tokens=False)
+    for choice, content in (("auto", "<tool_"), ("required", "")):
+        server = App(ScriptedEngine(lambda request: ids, finish_reason="length"))
+        body = CHAT | {"tool_choice": choice}
+        answer = server.post(CHAT_PATH, body).json()["choices"][0]
+        assert (answer["message"]["content"], answer["finish_reason"]) == (content, "length")
+        assert "tool_calls" not in answer["message"]
+        assert joined(streamed(server.post(CHAT_PATH, body | {"stream": True})))[0]["content"] == content
+
+
 def test_every_model_of_the_tests_has_a_style() -> None:
     style = Style(TOKENIZER)
     assert (style.dialect, style.thought) == (HERMES, None)

@@ -14,7 +14,28 @@ MAX_TEXTS = 2048  # as OpenAI
 
 
 def _inputs(value: Any) -> list[str | list[int]]:
-    return prompts(value, MAX_TEXTS)
+    """As in completions, where llama.cpp's objects of texts may stand for texts."""
+    return prompts(list(map(_text, value)) if isinstance(value, list) else _text(value), MAX_TEXTS)
+
+
+def _text(item: Any) -> Any:
+    """{"prompt_string": text} or {"content": [{"type": "text", "text": text}, ...]} -> text; others as they are."""
+    match item:
+        case {"prompt_string": str(text)} if len(item) == 1:
+            return text
+        case {"content": [*parts]} if len(item) == 1 and all(map(_is_text, parts)):
+            return "".join(part["text"] for part in parts)
+        case _:
+            return item
+
+
+def _is_text(part: Any) -> bool:
+    return (
+        isinstance(part, dict)
+        and part.keys() == {"type", "text"}
+        and part["type"] == "text"
+        and isinstance(part["text"], str)
+    )
 
 
 def _texts(value: Any) -> Any:
