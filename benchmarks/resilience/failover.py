@@ -27,6 +27,13 @@ CHAT: dict[str, Any] = LONG | {"messages": [{"role": "user", "content": "List tw
 SHAPE = {"type": "object", "properties": {"a": {"enum": ["left", "right"]}}, "required": ["a"]}
 ARGS = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": ARGS}}
+NATIVE: dict[str, Any] = {"text": "def add(a, b):", "max_new_tokens": 96, "ignore_eos": True, "temperature": 1.0}
+RESPONSES: dict[str, Any] = {"input": "List two numbers.", "max_output_tokens": 96}
+MESSAGES: dict[str, Any] = {
+    "messages": [{"role": "user", "content": [{"type": "text", "text": "Two numbers?"}]}],
+    "max_tokens": 96,
+    "stop_sequences": ["@@"],
+}
 KINDS: tuple[dict[str, Any], ...] = (
     TEXT | {"temperature": 0},
     TEXT | {"temperature": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.1},
@@ -36,7 +43,26 @@ KINDS: tuple[dict[str, Any], ...] = (
     CHAT | {"temperature": 1.0, "ignore_eos": False,
             "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SHAPE}}},
     CHAT | {"temperature": 1.0, "ignore_eos": False, "tools": [TOOL], "tool_choice": "required"},
+    {"model": "demo"} | NATIVE,
+    {"model": "demo", "temperature": 1.0} | RESPONSES,
+    {"model": "demo", "temperature": 1.0} | MESSAGES,
 )  # fmt: skip
+
+
+def path_of(body: dict[str, Any]) -> str:
+    """The route that a body is for."""
+    if "stop_sequences" in body:
+        return "/v1/messages"
+    routes = {"messages": "/v1/chat/completions", "prompt": "/v1/completions", "input": "/v1/responses"}
+    return next((route for field, route in routes.items() if field in body), "/generate")
+
+
+def asked(body: dict[str, Any]) -> dict[str, Any]:
+    """The body as it is sent: a stream that tells its usage."""
+    path, extra = path_of(body), {}
+    if path.endswith("/completions"):
+        extra = {"stream_options": {"include_usage": True}}
+    return body | {"stream": True} | extra
 
 
 def merged(events: str) -> dict[Any, Any]:
@@ -45,16 +71,51 @@ def merged(events: str) -> dict[Any, Any]:
     Counts of cached tokens are left out: they tell of the node, not of the answer.
     """
     found: dict[Any, Any] = {"done": events.count("data: [DONE]")}
-    for line in re.findall(r"^data: (\{.*)$", events, re.MULTILINE):
+    for place, line in enumerate(re.findall(r"^data: (\{.*)$", events, re.MULTILINE)):
         chunk = json.loads(line)
         if "error" in chunk:
             raise ValueError(line)
+        if "type" in chunk:
+            if chunk.pop("sequence_number", place) != place:
+                raise ValueError(line)
+            _append(found.setdefault("events", []), chunk)
+            continue
+        if "meta_info" in chunk:
+            about = chunk.pop("meta_info") | {"cached_tokens": 0, "steps": 0}
+            _merge(found, (chunk.pop("index"),), chunk | {n: v for n, v in about.items() if isinstance(v, list)})
+            found["about", about["id"]] = {n: v for n, v in about.items() if not isinstance(v, list)}
+            continue
         found["head"] = [chunk[name] for name in ("id", "created", "model", "system_fingerprint")]
         if chunk.get("usage"):
             found["usage"] = chunk["usage"] | {"prompt_tokens_details": None}
         for choice in chunk["choices"]:
             _merge(found, (choice.pop("index"),), choice)
     return found
+
+
+def _append(events: list[dict[str, Any]], new: dict[str, Any]) -> None:
+    """Add an event of the Responses or Messages API. Deltas that follow each other become one."""
+    new = _same_everywhere(new)
+    if new["type"] == "message_start":  # tokens so far; how many came with the first event is chance
+        new["message"]["usage"]["output_tokens"] = 0
+    last: dict[str, Any] = events[-1] if events else {"type": ""}
+    delta = new.get("delta")
+    if isinstance(delta, str) and last["type"] == new["type"]:
+        last["delta"] += delta
+    elif new["type"] == last["type"] == "content_block_delta" and last["delta"].keys() == new["delta"].keys():
+        last["delta"] = {k: v if k == "type" else last["delta"][k] + v for k, v in new["delta"].items()}
+    else:
+        events.append(new)
+
+
+def _same_everywhere(value: Any) -> Any:
+    """Without what depends on the node and the time: cached tokens, and when the answer ended."""
+    if isinstance(value, dict):
+        without = {"completed_at", "cached_tokens", "cache_read_input_tokens"}
+        if "cache_read_input_tokens" in value:
+            value = value | {"input_tokens": value["input_tokens"] + value["cache_read_input_tokens"]}
+        return {name: _same_everywhere(item) for name, item in value.items() if name not in without}
+    return [_same_everywhere(item) for item in value] if isinstance(value, list) else value
 
 
 def _merge(found: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
@@ -162,14 +223,22 @@ def struck(proxy: Command, strikes: list[Callable[[], None]], count: int) -> flo
 
 def _stream(proxy: Command, body: dict[str, Any]) -> dict[Any, Any] | None:
     """What the client has at the end. None: the stream failed."""
-    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
-    asked = body | {"stream": True, "stream_options": {"include_usage": True}}
     try:
-        answer = httpx.post(proxy.url + path, json=asked, timeout=120.0).raise_for_status()
+        answer = httpx.post(proxy.url + path_of(body), json=asked(body), timeout=120.0).raise_for_status()
         found = merged(answer.text)
     except (httpx.HTTPError, ValueError):
         return None
-    return {name: value for name, value in found.items() if name != "head" and name[-1] != "id"}
+    kept = {name: value for name, value in found.items() if name != "head" and name[-1] != "id" and name[0] != "about"}
+    without: dict[Any, Any] = _without_ids(kept)
+    return without
+
+
+def _without_ids(value: Any) -> Any:
+    """Two runs of a body have other ids and times."""
+    if isinstance(value, dict):
+        named = {"id", "item_id", "call_id", "created_at"}
+        return {name: _without_ids(item) for name, item in value.items() if name not in named}
+    return [_without_ids(item) for item in value] if isinstance(value, list) else value
 
 
 CASES = (Case("nodes killed, stopped, drained: streams that fail or change", "", 0, lost_streams),)

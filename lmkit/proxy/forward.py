@@ -40,6 +40,8 @@ log = get_logger(__name__)
 BROKEN = frozenset({500, 502, 504})  # statuses that count against a node; 503 only says that it is busy
 # A request that reached a node and got no response may have broken the node. It is tried once more, not on every node.
 MAX_RESENDS = 1
+MAX_LEFT = 2  # nodes that fall silent before a request's first byte, and that it leaves once checks call them down
+STALL_SECONDS = 60.0  # without a byte from a node that sends a comment every 15 s; then the stream goes on elsewhere
 _ERROR_HEADER = ERROR_HEADER.lower().encode()
 MAX_WHOLE_BYTES = 1 << 20  # of an answer that is sent once it is whole
 WAIT_SECONDS = 0.1  # between looks for a node that is back
@@ -145,7 +147,7 @@ class Forwarder:
 
     async def _relay(self, call: Call, client: DownstreamResponse) -> None:
         tried: list[Node] = []
-        resends = sent_again = 0
+        resends = num_left = sent_again = 0
         error = self._registry.absence(call.model)
         self._retries.earn()
         while candidates := await self._candidates(call, tried):
@@ -164,7 +166,7 @@ class Forwarder:
                         return
                 except TimeoutError:  # of `_leaving`
                     log.warning("node %s is down: a request that waited for its answer goes to another", node.url)
-                    resends += 1
+                    num_left += 1
                     self._record(node, good=False)
                 except UnreachableError as failure:
                     if self._registry.failed(node, f"connections fail ({failure})"):
@@ -186,13 +188,13 @@ class Forwarder:
             error = RequestError("bad_gateway", "no node answered the request")
             if client.started:
                 error = RequestError("bad_gateway", "the node broke off in the middle of its answer")
-            if resends > MAX_RESENDS or call.journal.num_resumes > MAX_RESUMES:
+            if resends > MAX_RESENDS or num_left > MAX_LEFT or call.journal.num_resumes > MAX_RESUMES:
                 break
-            if resends > sent_again:  # a node has seen the request, so it may have cost something
-                sent_again = resends
+            if resends + num_left > sent_again:  # a node has seen the request, so it may have cost something
+                sent_again = resends + num_left
                 if not self._retries.spend():
                     break
-                await asyncio.sleep(self._retries.pause(resends))
+                await asyncio.sleep(self._retries.pause(sent_again))
         raise error
 
     async def _candidates(self, call: Call, tried: list[Node]) -> list[Node]:
@@ -221,7 +223,7 @@ class Forwarder:
         """
         node, start = choice.node, time.perf_counter()
         with self._registry.prefilling(node, choice.missing):
-            async with _leaving(node, call, tried, movable=movable):
+            async with _leaving(node, call):
                 answer = await self._upstream.send("POST", *self._request(node, call))
         try:
             seconds = time.perf_counter() - start
@@ -244,7 +246,7 @@ class Forwarder:
                     raise RequestError("queue_full", "the nodes of the model are busy")
             check_answer(answer)
             if is_small(answer) and call.journal.reserve(int(answer.headers[b"content-length"])):
-                async with _leaving(node, call, tried, movable=movable):
+                async with _leaving(node, call):
                     await answer.read()
             whole = await self._pass_on(node, answer, call, client, tried)
             self._record(node, good=whole and answer.status not in BROKEN)
@@ -267,16 +269,21 @@ class Forwarder:
         events = kind == b"text/event-stream" and b"content-encoding" not in kinds
         if events:  # an error event may have to be added
             headers = [(name, value) for name, value in headers if name != b"content-length"]
+        if client.started and call.path == RESPONSES:
+            self._stored.remember(f"resp_{journal.key}", node)  # it stores the response
         if not client.started:
             await client.start(answer.status, headers, events=events)
         first = call.path == RESPONSES and answer.status == 200
         try:
-            async with _leaving(node, call, tried, movable=journal.is_open), aclosing(answer.pieces()) as pieces:
+            async with _leaving(node, call, movable=journal.is_open) as limit, aclosing(answer.pieces()) as pieces:
                 async for piece in pieces:
+                    limit.reschedule(None)  # a slow client is no silence of the node
                     if first:
                         self._stored.learn(node, piece)
                         first = False
                     await client.write(journal.feed(piece))
+                    if journal.is_open:
+                        limit.reschedule(asyncio.get_running_loop().time() + STALL_SECONDS)
         except (UpstreamError, TimeoutError) as failure:
             node.breaks += 1
             log.warning("node %s broke off in the middle of an answer: %s", node.url, failure)
@@ -324,14 +331,14 @@ def is_small(answer: Answer) -> bool:
 
 
 @asynccontextmanager
-async def _leaving(node: Node, call: Call, tried: list[Node], *, movable: bool) -> AsyncGenerator[None]:
-    """Raises TimeoutError if the node goes down meanwhile, another could answer, and the call is `movable`."""
+async def _leaving(node: Node, call: Call, *, movable: bool = True) -> AsyncGenerator[asyncio.Timeout]:
+    """Raises TimeoutError if the node is down, another could answer, and the call is `movable`; or at the limit."""
     async with asyncio.timeout(None) as limit:
         abandon = functools.partial(limit.reschedule, 0)  # a time that has passed
         if movable:
-            node.waiting[abandon] = (call.model, tried)
+            node.waiting[abandon] = call.model
         try:
-            yield
+            yield limit
         finally:
             node.waiting.pop(abandon, None)
 

@@ -29,6 +29,11 @@ class Journal:
         self.is_open = False  # the stream can go on elsewhere
         self._noted = False  # the node writes notes
 
+    @property
+    def key(self) -> str:
+        """What lmkit's nodes make the answer's id of."""
+        return self._identity.key
+
     def header(self) -> tuple[bytes, bytes]:
         """For the next node."""
         return STREAM_HEADER, str(self._identity._replace(num_bytes=len(self.known()))).encode()

@@ -61,8 +61,8 @@ class Node:
     ejections: int = 0  # how often it was much worse than the others
     failovers: int = 0  # requests that went on to another node
     breaks: int = 0  # responses that broke off in the middle
-    # Requests without a first byte: a function that gives each up -> its model and the nodes that it has tried.
-    waiting: dict[Callable[[], None], tuple[str, list[Node]]] = field(default_factory=dict)
+    # Requests without a first byte: a function that gives each up -> its model.
+    waiting: dict[Callable[[], None], str] = field(default_factory=dict)
 
     @property
     def url(self) -> str:
@@ -181,8 +181,9 @@ class Registry:
         if went_down:
             node.down_since = self.clock()
             self.prefixes.forget(node)
-            for give_up, (model, tried) in list(node.waiting.items()):
-                if self.candidates(model, tried):
+        if not node.healthy:  # another may have come since it went down
+            for give_up, model in list(node.waiting.items()):
+                if self.candidates(model, [node]):
                     give_up()
         return went_down
 

@@ -44,9 +44,10 @@ class StoredResponses:
     def learn(self, node: Node, piece: bytes) -> None:
         """Read the id of a new response. `piece` is the first of an answer."""
         if made := _MADE.search(piece, 0, _HEAD_BYTES):
-            self._remember(made[1].decode(), node)
+            self.remember(made[1].decode(), node)
 
-    def _remember(self, id: str, node: Node) -> None:
+    def remember(self, id: str, node: Node) -> None:
+        """`node` keeps the response `id`, from now on."""
         self._nodes[id] = node
         self._nodes.move_to_end(id)
         if len(self._nodes) > REMEMBERED:
@@ -67,7 +68,7 @@ class StoredResponses:
         answers = await asyncio.gather(*(self._has(node, f"{PATH}/{id}", ask) for node in healthy))
         found = next((node for node, has in zip(healthy, answers, strict=True) if has), None)
         if found is not None:
-            self._remember(id, found)
+            self.remember(id, found)
         return found
 
     async def _has(self, node: Node, path: str, ask: Ask) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from lmkit.serve.auth import Owner
 from lmkit.serve.chat import ChatBuilder
 from lmkit.serve.collect import num_bytes
 from lmkit.serve.protocol import ChatCompletionRequest
-from lmkit.serve.serving import Serving, new_id
+from lmkit.serve.serving import Serving
 from lmkit.turbo.transport.output import RequestOutput, TextLogprobs
 from lmkit.web.budget import Share
 
@@ -46,10 +47,10 @@ class Step(NamedTuple):
 class Blocks:
     """The blocks of one answer. Its methods return the steps that they make."""
 
-    def __init__(self, ids: Mapping[Kind, str]) -> None:
-        """`ids`: how the ids of blocks begin."""
+    def __init__(self, ids: Mapping[Kind, str], of: str) -> None:
+        """`ids`: how the ids of blocks begin; `of`: the answer's own, from which they are made."""
         self.all: list[Block] = []
-        self._ids = ids
+        self._ids, self._of = ids, of
         self._is_open = False
 
     def grow(self, kind: Kind, text: str, logprobs: tuple[TextLogprobs, ...] = ()) -> Iterator[Step]:
@@ -78,7 +79,8 @@ class Blocks:
 
     def _open(self, kind: Kind, call_id: str = "", name: str = "") -> Iterator[Step]:
         yield from self._close()
-        self.all.append(Block(new_id(self._ids[kind]), kind, len(self.all), call_id, name))
+        own = hashlib.sha256(f"{self._of} {len(self.all)}".encode()).hexdigest()[:32]
+        self.all.append(Block(self._ids[kind] + own, kind, len(self.all), call_id, name))
         self._is_open = True
         yield Step("open", self.all[-1])
 
@@ -96,8 +98,11 @@ class BlockBuilder(ChatBuilder):
 
     def __init__(self, server: Serving, body: ChatCompletionRequest, owner: Owner, share: Share) -> None:
         super().__init__(server, body, owner, share)
-        self.blocks = Blocks(self.ids)
         self._held: list[TextLogprobs] = []  # of tokens whose text has not come
+
+    def prepare(self) -> None:
+        super().prepare()
+        self.blocks = Blocks(self.ids, self.id)
 
     async def steps(self) -> AsyncGenerator[Step]:
         """The blocks as they grow."""

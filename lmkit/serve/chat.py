@@ -64,7 +64,7 @@ class ChatBuilder(ResponseBuilder[ChatCompletionRequest]):
         self._tokens = AssistantTurn(turn)
         is_thinking = style.is_thinking(turn.rest)
         self.answers = [style.answer(self.body, is_thinking=is_thinking) for _ in requests]
-        if self.resumption is not None:  # ids of calls are the same at each node
+        if self.identity is not None:  # ids of calls are the same at each node
             for idx, answer in enumerate(self.answers):
                 answer.random = random.Random(f"{self.id} {idx}")
         return requests

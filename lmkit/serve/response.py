@@ -32,7 +32,7 @@ from lmkit.turbo import request as engine
 from lmkit.turbo.transport.output import RequestOutput, TextLogprobs, TokenText
 from lmkit.web.budget import Share
 from lmkit.web.receive import while_connected
-from lmkit.web.resume import STREAM_HEADER
+from lmkit.web.resume import STREAM_HEADER, Identity
 
 B = TypeVar("B", ChatCompletionRequest, CompletionRequest)
 
@@ -44,7 +44,9 @@ class ResponseBuilder(ABC, Generic[B]):
     requests: list[engine.Request]
     count: UsageCount
     last: RequestOutput | None = None  # the one that was noted last
+    identity: Identity | None = None  # what a proxy chose, the same at each node
     resumption: Resumption | None = None  # another node may take over
+    repeats_logprobs: ClassVar[bool] = False  # the end of a stream has all log-probabilities again
 
     def __init__(self, server: Serving, body: B, owner: Owner, share: Share) -> None:
         """`share` counts the bytes that the answer holds."""
@@ -93,6 +95,13 @@ class ResponseBuilder(ABC, Generic[B]):
         return None
 
     @property
+    def is_movable(self) -> bool:
+        """Whether another node can go on with the answer. What it cannot know are times and log-probabilities."""
+        body = self.body
+        lost = body.timings_per_token or (self.repeats_logprobs and body.logprobs)
+        return bool(body.stream and not lost and not self.server.hooks.sees_answers)
+
+    @property
     def choices_per_prompt(self) -> int:
         return self.body.n or 1
 
@@ -102,12 +111,11 @@ class ResponseBuilder(ABC, Generic[B]):
         run = self.server.run(self.requests, self.choices_per_prompt, self.share, resumption.known)
         return resumption.noted(run)
 
-    def be_resumable(self, resumption: Resumption) -> None:
+    def be(self, identity: Identity) -> None:
         """Take ids and seeds from the proxy. Call it before `prepare`. Raises RequestError."""
-        identity = resumption.identity
         if identity.fingerprint not in ("", self.server.system_fingerprint):
             raise RequestError("engine_unavailable", "another model began this stream")
-        self.resumption, self.id = resumption, self.prefix + identity.key
+        self.identity, self.id = identity, self.prefix + identity.key
         self.head |= {"id": self.id, "created": identity.created}
         if self.body.seed is None:
             self.body = self.body.model_copy(update={"seed": identity.seed})
@@ -218,22 +226,23 @@ async def respond(
     request.state.user = body.user
     server = await choose(request, body.model, body.timeout)
     share = request.state.held.enter_context(server.answers.share())
-    builder = builder_type(server, body, owner(request), share)
-    resumption: Resumption | None = getattr(request.state, "resumption", None)
-    if resumption is not None and body.stream and not (server.hooks.sees_answers or body.timings_per_token):
-        builder.be_resumable(resumption)
-    elif resumption is not None and resumption.identity.fingerprint:
-        raise RequestError("invalid_request", "this answer cannot be resumed")
-    return await answer(request, builder)
+    return await answer(request, builder_type(server, body, owner(request), share))
 
 
 async def answer(request: Request, builder: ResponseBuilder[Any]) -> Response:
     """Run the builder's requests. Raises RequestError."""
+    resumption: Resumption | None = getattr(request.state, "resumption", None)
+    if resumption is not None:
+        if builder.is_movable:
+            builder.resumption = resumption
+        elif resumption.identity.fingerprint:
+            raise RequestError("invalid_request", "this answer cannot be resumed")
+        builder.be(resumption.identity)
     await builder.server.texts.run(request.receive, builder.num_chars, builder.prepare)
     if builder.body.stream:
-        if (resumption := builder.resumption) is None:
+        if builder.resumption is None:
             return await EventStream.open(request.receive, builder.chunks(), builder.failed)
-        stream = await EventStream.open(request.receive, resumption.events(builder.chunks()), builder.failed)
+        stream = await EventStream.open(request.receive, builder.resumption.events(builder.chunks()), builder.failed)
         stream.headers[STREAM_HEADER.decode()] = builder.server.system_fingerprint
         return stream
     return WholeAnswer(await while_connected(request.receive, builder.whole()))

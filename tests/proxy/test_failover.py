@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from lmkit.proxy import forward
+from lmkit.proxy.forward import MAX_LEFT
 from lmkit.proxy.journal import MAX_RESUMES, Journal
 from lmkit.web.budget import Budget
 from tests.proxy.fakes import BODY, CHAT, Exchange, FakeNode, Script, client, nodes, proxy_for
@@ -157,3 +159,74 @@ def test_t9_notes_count_in_the_memory_for_bodies() -> None:
         assert budget.used == 60
         assert journal.feed(DONE + END) == DONE
     assert budget.used == 0
+
+
+async def test_a_node_that_goes_down_after_the_only_other_came_back_loses_its_request() -> None:
+    """The request waits at its second node. The first one broke off, and is the only other."""
+
+    async def broken(exchange: Exchange) -> None:
+        if len(exchange.node.requests) == 1:
+            exchange.writer.close()
+        else:
+            await exchange.reply(200, {"node": "a"})
+
+    async def silent(exchange: Exchange) -> None:
+        exchange.node.health = 503
+        await exchange.until_left()
+
+    async with (
+        nodes(FakeNode("a", script=broken), FakeNode("b", script=silent)) as (a, b),
+        proxy_for(a, b, policy="round_robin", health_interval=0.02, unhealthy_after=1, node_wait=5.0) as (_, url),
+        client(url) as http,
+    ):
+        assert (await http.post(CHAT, content=BODY)).json()["node"] == "a"
+        assert len(b.requests) == 1
+
+
+async def test_a_request_leaves_each_silent_node_but_freezes_no_more_of_them() -> None:
+    async def silent(exchange: Exchange) -> None:
+        exchange.node.health = 503
+        await exchange.until_left()
+
+    among = [FakeNode(name, script=silent) for name in "abcde"]
+    checks = {"health_interval": 0.02, "unhealthy_after": 1, "retry_share": 1.0}
+    async with (
+        nodes(*among),
+        proxy_for(*among, policy="round_robin", **checks) as (proxy, url),
+        client(url) as http,
+    ):
+        answer = await http.post(CHAT, content=BODY)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (502, "bad_gateway")
+        assert sum(len(node.requests) for node in among) == MAX_LEFT + 1
+        assert not any(node.waiting for node in proxy.registry.nodes())
+
+
+async def test_a_node_that_is_well_but_stalls_loses_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward, "STALL_SECONDS", 0.05)
+
+    async def stalls(exchange: Exchange) -> None:
+        await exchange.start_events((HEADER, PRINT))
+        await exchange.chunk(FIRST + NOTE)
+        await exchange.until_left()
+
+    text, _, two = await asked(stalls, writes(SECOND + NOTE, DONE + END, ends=True))
+    assert text.encode() == FIRST + SECOND + DONE
+    assert len(two) == 1
+
+
+async def test_a_response_is_looked_for_at_the_node_that_ended_it() -> None:
+    async def ends(exchange: Exchange) -> None:
+        if exchange.request.method == "POST":
+            await writes(SECOND + NOTE, DONE + END, ends=True)(exchange)
+        else:
+            await exchange.reply(200, {"node": exchange.node.name})
+
+    async with (
+        nodes(keyed("a", writes(FIRST + NOTE, ends=False)), keyed("b", ends)) as (a, b),
+        proxy_for(a, b, policy="round_robin") as (_, url),
+        client(url) as http,
+    ):
+        assert (await http.post("/v1/responses", content=BODY)).content == FIRST + SECOND + DONE
+        key = a.requests[0].header(HEADER)[0].split()[0]
+        assert (await http.get(f"/v1/responses/resp_{key}")).json()["node"] == "b"
+        assert len(a.requests) == 1

@@ -158,6 +158,13 @@ EVENTS = {
         b'"output_tokens":1}}}\n\nevent: message_delta\ndata: {"delta":{},"usage":{"output_tokens":9}}\n\n',
         [7, 3, 9],
     ),
+    "/generate": (  # two choices of one prompt
+        b'data: {"index":0,"meta_info":{"prompt_tokens":7,"completion_tokens":1,"cached_tokens":3}}\n\n'
+        b'data: {"index":1,"meta_info":{"prompt_tokens":7,"completion_tokens":2,"cached_tokens":6}}\n\n'
+        b'data: {"index":0,"meta_info":{"prompt_tokens":7,"completion_tokens":4,"cached_tokens":3}}\n\n'
+        b"data: [DONE]\n\n",
+        [7, 3, 6],
+    ),
 }
 
 
@@ -172,10 +179,27 @@ async def test_other_streams_tell_their_usage_and_pass_unchanged(tmp_path: Path,
 
     async with managed(tmp_path, FakeNode(script=script)) as here:
         _, key = await here.key()
-        got = await here.http.post(path, json={**BODY, "stream": True}, headers=key)
+        got = await here.http.post(path, json={**BODY, "stream": True, "sampling_params": {"n": 2}}, headers=key)
         assert got.content == data
         assert "stream_options" not in json.loads(here.node.requests[0].body)
         assert await here.used() == [["m", 1, *counts]]
+
+
+async def test_whole_answers_of_generate_are_charged_for_each_prompt(tmp_path: Path) -> None:
+    about = [{"prompt_tokens": 7, "completion_tokens": 2, "cached_tokens": 3} for _ in range(4)]
+
+    async def script(exchange: Exchange) -> None:
+        parts = [{"index": i, "meta_info": told} for i, told in enumerate(about)]
+        await exchange.reply(200, parts if "n" in json.loads(exchange.request.body) else parts[0])
+
+    async with managed(tmp_path, FakeNode(script=script)) as here:
+        _, key = await here.key(limits={"tokens/day": 1000})
+        await here.http.post("/generate", json={"model": "m", "text": "a", "max_new_tokens": 2}, headers=key)
+        assert await here.used() == [["m", 1, 7, 3, 2]]
+        await here.http.post("/generate", json={"model": "m", "text": ["a", "b"], "n": 2, "max_tokens": 2}, headers=key)
+        assert await here.used() == [["m", 2, 21, 9, 10]]
+        too_long = {"model": "m", "text": "a", "sampling_params": {"max_new_tokens": 1000}}
+        assert (await here.http.post("/generate", json=too_long, headers=key)).status_code == 429
 
 
 @pytest.mark.parametrize("tells", [True, False])

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.resilience.failover import merged
+from benchmarks.resilience.failover import asked, merged, path_of
 from tests.serve.live import Server
 
 KEY, HEADER = "k" * 16, "x-lmkit-stream"
@@ -24,7 +24,9 @@ TEXT: dict[str, Any] = {"model": "demo", "prompt": "def add(a, b):", "max_tokens
 X = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": X}}
 ONE_OF = {"type": "object", "properties": {"a": {"enum": ["left", "right"]}}, "required": ["a"]}
-BODIES = {
+MESSAGE: dict[str, Any] = {"model": "demo", "max_tokens": 12, "stop_sequences": ["@@"],
+                           "messages": [{"role": "user", "content": "List two numbers."}]}  # fmt: skip
+BODIES: dict[str, dict[str, Any]] = {
     "greedy": TEXT | {"temperature": 0},
     "seeded": TEXT | {"temperature": 1.0, "seed": 5, "frequency_penalty": 0.5, "repetition_penalty": 1.1},
     "no seed": ASK | {"temperature": 1.0},
@@ -35,6 +37,14 @@ BODIES = {
     "json": ASK | {"temperature": 1.0, "seed": 2, "max_tokens": 40,
                    "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": ONE_OF}}},
     "tool": ASK | {"temperature": 1.0, "seed": 4, "max_tokens": 60, "tools": [TOOL], "tool_choice": "required"},
+    "generate": {"text": ["def add(a, b):", "import"], "temperature": 1.0, "max_new_tokens": 8, "n": 2,
+                 "return_logprob": True},
+    "responses": {"model": "demo", "input": "List two numbers.", "temperature": 1.0, "max_output_tokens": 12},
+    "responses, tool": {"model": "demo", "input": "Call f.", "max_output_tokens": 60, "tool_choice": "required",
+                        "tools": [{"type": "function", "name": "f", "parameters": X}]},
+    "messages": MESSAGE | {"temperature": 1.0},
+    "messages, tool": MESSAGE | {"max_tokens": 60, "tools": [{"name": "f", "input_schema": X}],
+                                 "tool_choice": {"type": "any"}},
 }  # fmt: skip
 
 
@@ -49,13 +59,12 @@ def node() -> Iterator[Server]:
 def ask(
     node: Server, body: dict[str, Any], *stream: str, known: list[Any] | None = None, key: str = KEY
 ) -> httpx.Response:
-    content = json.dumps(body | {"stream": True, "stream_options": {"include_usage": True}}).encode()
-    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    content = json.dumps(asked(body)).encode()
     journal = b"" if known is None else json.dumps(known).encode()
     headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
     if stream:
         headers[HEADER] = " ".join([*stream, *([str(len(journal))] if known is not None else [])])
-    return httpx.post(node.url + path, content=journal + content, headers=headers, timeout=60)
+    return httpx.post(node.url + path_of(body), content=journal + content, headers=headers, timeout=60)
 
 
 def parts(text: str) -> tuple[list[str], list[Any]]:
@@ -99,3 +108,22 @@ def test_known_outputs_that_do_not_fit_are_refused(node: Server, known: list[Any
     assert ask(node, TEXT, ID, fingerprint, known=known).status_code == 400
     assert ask(node, TEXT, ID, "fp_000000000000", known=[[0, [70]]]).status_code == 503
     assert ask(node, TEXT, "nonsense").status_code == 400
+
+
+def test_a_response_is_stored_once_under_the_id_that_the_proxy_chose(node: Server) -> None:
+    body = {"model": "demo", "input": "hi", "max_output_tokens": 4}
+    own = "resp_" + "1" * 32
+    headers = {"authorization": f"Bearer {KEY}", HEADER: f"{'1' * 32} 1700000000"}
+    answers = [httpx.post(node.url + "/v1/responses", json=body, headers=headers, timeout=60).json() for _ in range(2)]
+    assert [answer["id"] for answer in answers] == [own, own]
+    assert answers[0]["output"] == answers[1]["output"]  # of the same seed, with the same ids
+    stored = httpx.get(f"{node.url}/v1/responses/{own}", headers=headers)
+    assert stored.json()["output"] == answers[1]["output"]
+    httpx.delete(f"{node.url}/v1/responses/{own}", headers=headers)
+    assert httpx.get(f"{node.url}/v1/responses/{own}", headers=headers).status_code == 404
+
+
+def test_all_log_probabilities_at_the_end_stay_with_their_node(node: Server) -> None:
+    body = {"model": "demo", "input": "hi", "max_output_tokens": 4, "include": ["message.output_text.logprobs"]}
+    assert HEADER not in ask(node, body, ID).headers
+    assert ask(node, body, ID, "fp_0123456789ab", known=[]).status_code == 400

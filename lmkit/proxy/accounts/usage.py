@@ -8,6 +8,7 @@ chunks, as lmkit and vLLM do, the client gets the bytes that it would have got.
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -36,18 +37,26 @@ class _Told(msgspec.Struct):
     input_tokens_details: _Details | None = None
     cache_read_input_tokens: int | None = None  # not part of Anthropic's input_tokens
     cache_creation_input_tokens: int | None = None
+    cached_tokens: int | None = None  # of /generate
 
     def usage(self) -> Usage:
         details = self.prompt_tokens_details or self.input_tokens_details
         read, made = self.cache_read_input_tokens or 0, self.cache_creation_input_tokens or 0
         told = (self.prompt_tokens or self.input_tokens or 0) + read + made
-        cached = min(told, read + ((details and details.cached_tokens) or 0))
+        cached = min(told, read + ((details and details.cached_tokens) or self.cached_tokens or 0))
         values = (told, cached, self.completion_tokens or self.output_tokens or 0)
         return Usage(*(max(0, value) for value in values))
 
 
 class _Holder(msgspec.Struct):
     usage: _Told | None = None
+
+
+class _Part(msgspec.Struct):
+    """An answer of /generate, or a part of one. Its numbers are those of its choice up to here."""
+
+    meta_info: _Told
+    index: int = 0
 
 
 class _Event(msgspec.Struct):
@@ -62,6 +71,7 @@ class _OnlyUsage(msgspec.Struct, forbid_unknown_fields=True):
 
 
 _decode_event = msgspec.json.Decoder(_Event).decode
+_decode_part = msgspec.json.Decoder(_Part).decode
 _decode_tail = msgspec.json.Decoder(_OnlyUsage).decode
 
 
@@ -77,16 +87,30 @@ class Extent(msgspec.Struct):
     n: Any = None
     best_of: Any = None
     priority: Any = None
+    max_new_tokens: Any = None
+    sampling_params: Any = None  # of /generate: fields of the body may stand there
+
+    def __post_init__(self) -> None:
+        if isinstance(self.sampling_params, dict):
+            for name in ("n", "best_of", "max_tokens", "max_new_tokens"):
+                setattr(self, name, self.sampling_params.get(name, getattr(self, name)))
 
     def most(self, num_bytes: int, price: Price | None) -> Amount:
         """The most that a request of so many bytes uses: no token is shorter than a byte.
 
         The answer of a request that states no limit may be longer than what is reserved for it.
         """
-        limits = [n for n in (self.max_tokens, self.max_completion_tokens, self.max_output_tokens) if _counts(n)]
+        named = (self.max_tokens, self.max_completion_tokens, self.max_output_tokens, self.max_new_tokens)
+        limits = [n for n in named if _counts(n)]
         answers = max([1, *(n for n in (self.n, self.best_of) if _counts(n))])
         usage = Usage(num_bytes + TEMPLATE_TOKENS, 0, (min(limits) if limits else UNSTATED_OUTPUT) * answers)
         return Amount(1, usage.tokens, price.of(usage) if price else 0)
+
+
+def _decode_answers(data: bytes | bytearray) -> list[_Part]:
+    """The answers of /generate: one, or a list."""
+    found = msgspec.json.decode(data, type=_Part | list[_Part])
+    return found if isinstance(found, list) else [found]
 
 
 def _counts(value: Any) -> bool:
@@ -102,12 +126,15 @@ class Reader:
         """`num_bytes`: the length of the request. `continuous`: nodes are asked for the usage with every chunk."""
         options = asked.stream_options if isinstance(asked.stream_options, dict) else {}
         self._chunked = bool(asked.stream) and path in CHUNKED
+        self._native = path == "/generate"
         self._wanted = options.get("include_usage") is True
         self._wanted_each = self._wanted and options.get("continuous_usage_stats") is True
         self._continuous = continuous
         self._options = options
         self._prompt = num_bytes // BYTES_PER_TOKEN  # until the answer tells
         self._told = Usage()
+        self._choices = asked.n if _counts(asked.n) else 1  # of a prompt
+        self._parts = dict[int, Usage]()  # of the choices of /generate
         self._held = bytearray()
         self._passed = 0  # bytes of a whole answer
         self._deltas = 0
@@ -138,6 +165,9 @@ class Reader:
 
     def _line(self, match: re.Match[bytes]) -> bytes:
         line, data = match[0], match[1]
+        if self._native:
+            with suppress(msgspec.MsgspecError, RecursionError):
+                self._told, self._final = self._native_usage([_decode_part(data)]), True
         if b'"usage"' not in data:
             self.done = self.done or data == b"[DONE]"
             self._deltas += b"delta" in data or b'"text"' in data
@@ -157,6 +187,16 @@ class Reader:
         if event.choices == [] and event.usage is not None:  # the last chunk
             return line if self._wanted else b""
         return self._without_usage(line, data)
+
+    def _native_usage(self, parts: list[_Part]) -> Usage:
+        """Add up the choices. A prompt with several counts once, with the cached tokens of its first."""
+        self._parts |= {part.index: part.meta_info.usage() for part in parts}
+        firsts = [usage for index, usage in self._parts.items() if index % self._choices == 0]
+        return Usage(
+            sum(usage.input for usage in firsts),
+            sum(usage.cached for usage in firsts),
+            sum(usage.output for usage in self._parts.values()),
+        )
 
     def _without_usage(self, line: bytes, data: bytes) -> bytes:
         """The event with null for its usage, or without the field. The other fields keep their bytes."""
@@ -180,6 +220,8 @@ class Reader:
             return Usage(self._told.input or self._prompt, self._told.cached, max(self._told.output, self._deltas))
         if self._held:
             try:
+                if self._native:
+                    return self._native_usage(_decode_answers(self._held))
                 told = msgspec.json.decode(self._held, type=_Holder).usage
             except (msgspec.MsgspecError, RecursionError):
                 told = None

@@ -41,6 +41,7 @@ class Exchange(NamedTuple):
 
 class ResponsesAnswer(BlockBuilder):
     prefix = "resp_"
+    repeats_logprobs = True
     ids = {"reasoning": "rs_", "text": "msg_", "call": "fc_"}
 
     def __init__(
@@ -48,7 +49,6 @@ class ResponsesAnswer(BlockBuilder):
     ) -> None:
         super().__init__(server, chat, owner, share)
         self._exchange, self._asked = exchange, exchange.body
-        self._created = int(time.time())
         self._number = -1  # of the last event
 
     def make_requests(self) -> list[engine.Request]:
@@ -112,7 +112,7 @@ class ResponsesAnswer(BlockBuilder):
         return {
             "id": self.id,
             "object": "response",
-            "created_at": self._created,
+            "created_at": self.head["created"],
             "completed_at": None,
             "status": status,
             "background": False,

@@ -113,6 +113,7 @@ class ResponseStore:
         if num_bytes * LARGEST > self._max_bytes:
             return False
         with self._database as database:
+            self._drop("id = ? and owner = ?", (stored.id, owner))  # a stream that went on, and had ended before
             row = (stored.id, owner, stored.previous, self._clock(), num_bytes, stored.input, stored.response)
             database.execute("insert into responses values (?, ?, ?, ?, ?, ?, ?)", row)
             self._bytes[owner] += num_bytes
