@@ -72,20 +72,18 @@ class Child:
         cls, id: str, arguments: list[str], say: Say, *, options: Mapping[str, Any] | None = None, **variables: str
     ) -> Child:
         """`options` are read from stdin by `--config /dev/stdin`: keys do not belong on a command line."""
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "lmkit.cluster.child", str(os.getpid()), *arguments),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C in a terminal is this process'
-            env=child_environment(**variables),
-            limit=_LINE_BYTES,
-        )
-        assert process.stdin is not None
-        with suppress(ConnectionError):
-            process.stdin.write(msgspec.json.encode(options or {}))
-            await process.stdin.drain()
-        process.stdin.close()
+        read_end, write_end = os.pipe()  # an event loop may make a socket of it, and /dev/stdin cannot be one
+        with open(read_end, "rb") as stdin, open(write_end, "wb") as written:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "lmkit.cluster.child", str(os.getpid()), *arguments),
+                stdin=stdin,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C in a terminal is this process'
+                env=child_environment(**variables),
+                limit=_LINE_BYTES,
+            )
+            written.write(msgspec.json.encode(options or {}))
         return cls(process, id, say)
 
     async def _read(self) -> None:
