@@ -25,7 +25,7 @@ from lmkit.config import PolicyName
 
 SPANS = {"slow": (0.3, 0.6), "restart": (0.3, 0.8), "cold": (0.3, 0.8), "sick": (0.4, 0.6)}  # of the trace
 COLD_SECONDS = 10.0
-_START: dict[str, dict[str, Any]] = {"no slow start": {"slow_start_seconds": 0.0}, "slow start": {}}
+_START: dict[str, dict[str, Any]] = {"no slow start": {}, "slow start": {"slow_start_seconds": 10.0}}
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "slow": {"no ejection": {"outlier_factor": None}, "ejection": {}},
     "restart": _START,

@@ -118,7 +118,7 @@ class ProxyConfig(StrictStruct, frozen=True):
     breaker_seconds: Seconds = 10.0  # that while; then one request is tried
     outlier_factor: Annotated[float, msgspec.Meta(ge=2)] | None = 5.0  # see proxy.outliers; None = off
     max_ejected: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.34  # share of nodes of one kind that rest as outliers
-    slow_start_seconds: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 10.0  # until a new node has all its weight
+    slow_start_seconds: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 0.0  # until a new node has all its weight
     retry_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.2  # retries beside requests, see proxy.retries
     drain_seconds: Annotated[float, msgspec.Meta(ge=0, le=86400)] = 30.0  # how long requests may finish after SIGTERM
     log_level: LogLevel = "INFO"

@@ -578,7 +578,11 @@ async def test_retries_are_a_share_of_requests(fault: str) -> None:
 
 async def test_a_client_that_asks_why_is_told_of_resting_and_of_new_nodes() -> None:
     now = [0.0]
-    async with nodes(FakeNode("a"), FakeNode("b")) as fakes, proxy_for(*fakes) as (proxy, url), client(url) as http:
+    async with (
+        nodes(FakeNode("a"), FakeNode("b")) as fakes,
+        proxy_for(*fakes, slow_start_seconds=10.0) as (proxy, url),
+        client(url) as http,
+    ):
         proxy.registry.clock = lambda: now[0]
         old, new = proxy.registry.nodes()
         old.breaker.eject("x")
