@@ -8,12 +8,14 @@ from torch import Tensor
 
 from lmkit.errors import UnsupportedError
 from lmkit.formats.awq import AwqFormat
+from lmkit.formats.bitsandbytes import BitsAndBytesFormat
 from lmkit.formats.checkpoint import CheckpointReader, CheckpointWriter
 from lmkit.formats.compressed_tensors import CompressedTensorsFormat
 from lmkit.formats.dense import DenseFormat
 from lmkit.formats.fp8 import Fp8Format
 from lmkit.formats.gptq import GptqFormat
 from lmkit.formats.mxfp4 import Mxfp4Format
+from lmkit.formats.nvfp4 import ModelOptFormat
 from lmkit.formats.parts import Activations
 from lmkit.qtensor import Linears, QTensor, QuantScheme
 
@@ -56,7 +58,7 @@ class WeightFormat(Protocol):
 
 FORMATS: tuple[WeightFormat, ...] = (
     DenseFormat(), AwqFormat(), GptqFormat("gptq"), GptqFormat("gptq_v2"), CompressedTensorsFormat(), Fp8Format(),
-    Mxfp4Format(),
+    Mxfp4Format(), ModelOptFormat(), BitsAndBytesFormat(),
 )  # fmt: skip
 
 

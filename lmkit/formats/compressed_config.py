@@ -22,7 +22,8 @@ from lmkit.formats.parts import Activations, size_problem
 from lmkit.formats.patterns import names_pattern, pattern_problem
 from lmkit.qtensor import Linears, QuantScheme
 
-Storage = Literal["pack-quantized", "int-quantized", "float-quantized", "naive-quantized"]
+Storage = Literal["pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized"]
+NVFP4 = QuantScheme(4, 16, symmetric=True, kind="float")
 HEAD, EVERY_LINEAR = "lm_head", "Linear"
 
 
@@ -145,6 +146,8 @@ def _scheme(weights: Args) -> QuantScheme:
     if weights.actorder not in (None, False, "weight", "static", "group", "dynamic"):
         raise UnsupportedError(f"actorder is {weights.actorder!r}")
     if weights.type == "float":
+        if (weights.num_bits, strategy, weights.group_size, weights.symmetric) == (4, "tensor_group", 16, True):
+            return NVFP4
         if weights.num_bits != 8 or not weights.symmetric:
             raise UnsupportedError(f"weights are {weights.num_bits}-bit floats, symmetric {weights.symmetric}")
         shapes = {"tensor": (-1, -1), "channel": (1, -1), "block": weights.block_structure}
@@ -163,7 +166,7 @@ def _scheme(weights: Args) -> QuantScheme:
 
 
 def _activations(given: Args | None) -> Activations:
-    if given is None:
+    if given is None or (given.type == "float" and given.num_bits == 4):  # the inputs of NVFP4, which stay exact
         return "none"
     if given.num_bits != 8:
         raise UnsupportedError(f"input_activations have {given.num_bits} bits, expected 8")
@@ -171,7 +174,9 @@ def _activations(given: Args | None) -> Activations:
 
 
 def _storage(scheme: QuantScheme, storage: str) -> Storage:
-    if scheme.kind == "float" and storage in ("float-quantized", "naive-quantized"):
+    if scheme == NVFP4 and storage == "nvfp4-pack-quantized":
+        return "nvfp4-pack-quantized"
+    if scheme.kind == "float" and scheme != NVFP4 and storage in ("float-quantized", "naive-quantized"):
         return "float-quantized"
     if scheme.kind == "int" and storage == "pack-quantized":
         return "pack-quantized"

@@ -7,6 +7,7 @@ pack-quantized   module.weight_packed      int32 [out, ceil(in * b / 32)]    wor
 int-quantized    module.weight             int8  [out, in]           code - 2**(b - 1)
                  module.weight_zero_point  int8  [out, groups]       zero - 2**(b - 1); of asymmetric weights only
 float-quantized  module.weight             float8 e4m3 [out, in]
+nvfp4-pack-quantized   see nvfp4.py
 all              module.weight_scale       any float: [out, groups], [1] for a whole tensor, or one for each block
 
 w = (code - zero) * scale; for floats, code * scale. Scales keep the dtype that they have in memory, because the codes
@@ -25,6 +26,7 @@ from lmkit.formats import compressed_config
 from lmkit.formats.checkpoint import CheckpointReader, CheckpointWriter
 from lmkit.formats.compressed_config import Rule, read_rules, storage_of
 from lmkit.formats.dense import read_dense
+from lmkit.formats.nvfp4 import read_compressed
 from lmkit.formats.packing import pack_words, unpack_words
 from lmkit.formats.parts import (
     Activations,
@@ -58,6 +60,8 @@ class CompressedTensorsFormat:
                 if reader.has(f"{module}.{part}"):
                     raise CheckpointError(f"{reader.path}: {module} has a {part}, but config.json leaves it dense")
             return read_dense(reader, module)
+        if rule.storage == "nvfp4-pack-quantized":
+            return read_compressed(reader, module)
         if rule.storage == "pack-quantized":
             return _read_packed(reader, module, rule.scheme)
         return _read_floats(reader, module, rule) if rule.scheme.kind == "float" else _read_bytes(reader, module, rule)

@@ -38,6 +38,11 @@ ROUTER = "mlp.gate"  # beside experts in one tensor
 UNSUFFIXED = ("attn.sinks", SCORE_BIAS)  # vectors whose names in a checkpoint do not end with "weight"
 
 
+def stored_name(spec: ModelSpec, index: int, role: str) -> str:
+    """The name by which other programs know a dense tensor of a layer. `role` may end with ".bias"."""
+    return spec.module_name(index, role) if role in UNSUFFIXED else spec.tensor_name(index, role)
+
+
 def views(reader: CheckpointReader, spec: ModelSpec) -> dict[str, View]:
     """The tensors of the model that the checkpoint holds inside others. Raises CheckpointError if they do not fit."""
     found = {}

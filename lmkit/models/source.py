@@ -195,7 +195,7 @@ class ModelSource:
         for name in self.reader.names():
             info = self.reader.info(name)
             floating = info.dtype in FLOATS and not name.endswith(SCALES)
-            total += math.prod(info.shape) * dense if floating else info.nbytes * self._growth(name)
+            total += math.prod(info.shape) * dense if floating else info.nbytes * self._growth(name, dense)
         head = math.prod(self.spec.head_shape)
         if self.spec.tie_embeddings:
             total += head * dense
@@ -203,11 +203,13 @@ class ModelSource:
             total += head - head * dense + 3 * self.spec.vocab_size * HEAD_SCHEME.num_groups(self.spec.hidden_size)
         return total - saved_bytes(self.spec, self.rounding, dense)
 
-    def _growth(self, name: str) -> int:
+    def _growth(self, name: str, dense: int) -> int:
         """The bytes that a coded tensor takes in memory for each of its bytes in the file, at most."""
         suffix = name.rpartition(".")[2]
         if suffix in ("qweight", "qzeros") and self.config["quantization_config"].get("bits") in (2, 3):
             return 2
+        if suffix in ("weight", "weight_packed") and self.reader.info(name).dtype == "U8":  # 4 bits that become dense
+            return 2 * dense
         return {BLOCKS: 2, MX_SCALES: 4}.get(suffix, 1)  # codes of 8 bits, float32 scales
 
     def close(self) -> None:

@@ -30,6 +30,7 @@ from lmkit.formats.safetensors_file import SafetensorsFile
 from lmkit.formats.verify import verify, weight_digest
 from lmkit.layers.linear import Weights
 from lmkit.log import get_logger
+from lmkit.models.fused import stored_name
 from lmkit.models.loader import trim_heap
 from lmkit.models.source import ModelSource
 from lmkit.qtensor import QTensor, QuantScheme
@@ -242,7 +243,7 @@ class Quantizer:
                 module = source.spec.module_name(index, role)
                 weight_format.write_linear(writer, module, weight, activations=self.recipe.activations)
             else:
-                writer.add(source.spec.tensor_name(index, role), source.stored(index, role, weight))
+                writer.add(stored_name(source.spec, index, role), source.stored(index, role, weight))
         return writer.take()
 
     def _assemble(self, work: WorkFolder, folder: Path, records: list[LayerRecord]) -> None:

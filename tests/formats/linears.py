@@ -61,11 +61,16 @@ def written(
     return path
 
 
-def read(path: Path, format_name: str, module: str = MODULE) -> QTensor:
+def read_any(path: Path, format_name: str, module: str = MODULE) -> torch.Tensor | QTensor:
+    """A linear of a checkpoint, quantized or dense."""
     with CheckpointReader(path) as reader:
         weight_format = get_format(format_name)
         assert weight_format.accepts(reader.config) is None
-        weight = weight_format.read_linear(reader, module)
+        return weight_format.read_linear(reader, module)
+
+
+def read(path: Path, format_name: str, module: str = MODULE) -> QTensor:
+    weight = read_any(path, format_name, module)
     assert isinstance(weight, QTensor)
     return weight
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from lmkit.models.roles import LINEARS
 from lmkit.models.source import ModelSource
 from lmkit.qtensor import QTensor, quantize
-from lmkit.quant.recipe import parse_recipe
+from lmkit.quant.recipe import load_recipe, parse_recipe
 from lmkit.quant.report.evaluate import encode_text
 from lmkit.quant.run import prepare
 from tests.quant.helpers import RTN, SCALE, tiny_checkpoint
@@ -70,3 +71,15 @@ def test_a_scheme_from_recipe_to_checkpoint(source: Path, tmp_path: Path, name: 
         (group,) = entry["config_groups"].values()
         told = group["input_activations"]
         assert (told if activations is None else {key: told[key] for key in activations}) == activations
+
+
+@pytest.mark.parametrize("name", ["glm4-moe", "gpt-oss"])
+def test_tensors_keep_their_names(tmp_path: Path, name: str) -> None:
+    """Vectors whose names do not end with "weight"."""
+    path = tiny_checkpoint(tmp_path / "source", name)
+    prepare(path, load_recipe("fp8_channel")).run(tmp_path / "out")
+    before, after = (load_file(folder / "model.safetensors") for folder in (path, tmp_path / "out"))
+    vectors = {key for key, tensor in before.items() if tensor.ndim == 1 and not key.endswith(("weight", ".bias"))}
+    assert vectors
+    assert all(torch.equal(before[key], after[key]) for key in vectors)
+    assert ModelSource(tmp_path / "out").spec == ModelSource(path).spec

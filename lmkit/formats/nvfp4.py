@@ -1,0 +1,101 @@
+"""NVFP4, read only: 16 neighbouring inputs share a float8 scale, and a weight one factor more.
+
+    compressed-tensors (nvfp4-pack-quantized)             ModelOpt (quant_method modelopt)
+    module.weight_packed        uint8 [out, in / 2]       module.weight
+    module.weight_scale         float8 e4m3 [out, in / 16]     the same
+    module.weight_global_scale  float32 [1]: divides      module.weight_scale_2  float32: multiplies
+
+Byte i has input 2 i in its low nibble. A nibble is a float4 as in MXFP4. w = nibble * (scale / global scale), or
+nibble * (scale * scale_2), in float32. A product with groups of 16 has no kernel, so the weights become dense.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lmkit.errors import CheckpointError, UnsupportedError
+from lmkit.formats.checkpoint import CheckpointReader, CheckpointWriter
+from lmkit.formats.dense import read_dense
+from lmkit.formats.mxfp4 import CODES
+from lmkit.formats.parts import (
+    Activations,
+    Fields,
+    field_problem,
+    matrix_shape,
+    method_problem,
+    names_problem,
+    read_float8,
+    read_scales,
+)
+from lmkit.qtensor import Linears, QTensor, QuantScheme
+
+GROUP_SIZE = 16
+READ_ONLY = "NVFP4 is read, and not written"
+VALUES = (CODES - 128).float() / 2
+_FIELDS: Fields = (
+    ("quant_algo", "quant_algo", ("nvfp4",)),
+    ("group_size", "group_size", (GROUP_SIZE, None)),
+)
+# Notes on how the file was made; config_groups repeats quant_algo, and tensors say which modules are dense.
+_READ = {"quant_method", "config_groups", "ignore", "exclude_modules", "producer", "kv_cache_scheme"}
+
+
+class ModelOptFormat:
+    name = "modelopt"
+
+    def accepts(self, config: dict[str, Any]) -> str | None:
+        if problem := method_problem(config, "modelopt"):
+            return problem
+        entry = config["quantization_config"]
+        return field_problem(entry, _FIELDS, _READ) or names_problem("ignore", entry.get("ignore"))
+
+    def activations(self, config: dict[str, Any]) -> Activations:
+        return "none"
+
+    def read_linear(self, reader: CheckpointReader, module: str) -> Tensor | QTensor:
+        if not reader.has(module + ".weight_scale_2"):
+            return read_dense(reader, module)
+        return read_nvfp4(reader, module, "weight", _factor(reader, module + ".weight_scale_2"))
+
+    def can_write(self, shape: tuple[int, int], scheme: QuantScheme) -> str | None:
+        return READ_ONLY
+
+    def write_linear(
+        self, writer: CheckpointWriter, module: str, weight: Tensor | QTensor, *, activations: Activations = "none"
+    ) -> None:
+        raise UnsupportedError(f"{module}: {READ_ONLY}")
+
+    def config_entry(
+        self, linears: Linears, *, activations: Activations = "none", kv_cache_scheme: dict[str, Any] | None = None
+    ) -> dict[str, Any] | None:
+        raise UnsupportedError(READ_ONLY)
+
+
+def read_compressed(reader: CheckpointReader, module: str) -> Tensor:
+    """A weight float32 [out, in] as compressed-tensors stores it. Raises CheckpointError."""
+    factor = _factor(reader, module + ".weight_global_scale")
+    if not bool(factor > 0):
+        raise CheckpointError(f"{reader.path}: {module}.weight_global_scale is {float(factor)}, expected more than 0")
+    return read_nvfp4(reader, module, "weight_packed", factor, divides=True)
+
+
+def read_nvfp4(reader: CheckpointReader, module: str, part: str, factor: Tensor, *, divides: bool = False) -> Tensor:
+    """A weight float32 [out, in] of the tensor `part` and its scales. Raises CheckpointError."""
+    name = f"{module}.{part}"
+    if not reader.has(name):
+        raise CheckpointError(f"{reader.path}: tensor {name} is missing")
+    rows, width = matrix_shape(reader, name, ("U8",))
+    if 2 * width % GROUP_SIZE:
+        raise CheckpointError(f"{reader.path}: {name} has {2 * width} inputs, not a multiple of {GROUP_SIZE}")
+    scales = read_float8(reader, module + ".weight_scale", (rows, 2 * width // GROUP_SIZE)).float()
+    scales = scales / factor if divides else scales * factor
+    packed = reader.tensor(name)
+    values = VALUES[torch.stack((packed & 15, packed >> 4), dim=-1).view(rows, -1, GROUP_SIZE).int()]
+    return values.mul_(scales.unsqueeze(-1)).flatten(1)
+
+
+def _factor(reader: CheckpointReader, name: str) -> Tensor:
+    return read_scales(reader, name, (), (1,), (1, 1), dtypes=("F32",)).reshape(())
