@@ -44,6 +44,7 @@ SECTIONS = (
     Section("small", "small", 30),
     Section("engine", "engine", 150),
     Section("transformers", "transformers_peer", 60),
+    Section("quantize", "quantize", 90),
     Section("numerics", "numerics", 180),
 )
 

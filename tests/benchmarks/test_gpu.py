@@ -29,6 +29,7 @@ EXPECTED = {  # rows of each section
     "small": {"rms_norm", "gated_activation", "embedding", "draw"},
     "engine": {"tiny Llama w4 int8 KV", "tiny Llama decode b2", "tiny Llama prefill"},
     "transformers": {"tiny Llama decode b2"},
+    "quantize": {"demo"},
     "numerics": {"tests"},
 }
 UNAVAILABLE = (*PEERS, "memcheck", "racecheck")
