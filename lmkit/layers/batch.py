@@ -75,6 +75,11 @@ class KVLayer:
     v: KVTensor
     group: int = 0
 
+    @property
+    def storages(self) -> tuple[KVTensor, ...]:
+        """Both, or the one that is both: a row of latent attention."""
+        return (self.k,) if self.v.data is self.k.data else (self.k, self.v)
+
 
 def allocate_kv(
     num_blocks: int,

@@ -40,7 +40,7 @@ class MoESpec:
 
     Scores are the softmax of the router's outputs, or with `sigmoid` their sigmoid. A bias for each expert, which
     training has balanced, is then added for the choice alone. With several groups of neighbouring experts, a token has
-    only experts of the `groups_per_token` groups whose two highest scores have the largest sums.
+    only experts of the `groups_per_token` groups whose `group_top` highest scores have the largest sums.
     """
 
     num_experts: int
@@ -50,6 +50,7 @@ class MoESpec:
     sigmoid: bool = False
     num_groups: int = 1
     groups_per_token: int = 1
+    group_top: int = 2  # how many scores of a group are added to compare it with other groups
     scale: float = 1.0  # a factor on the scores of the chosen experts
     shared: MLPSpec | None = None  # one more expert, which computes every token
     shared_router: bool = True  # the shared expert's output has a factor of its own, the sigmoid of one more output

@@ -99,8 +99,12 @@ def route(
 def _in_best_groups(scores: Tensor, moe: MoESpec) -> Tensor:
     """Scores, those of experts outside a token's groups -inf."""
     groups = scores.unflatten(1, (moe.num_groups, -1))
-    two = groups.topk(2, -1).values
-    ordered = (two[..., 0] + two[..., 1]).sort(dim=-1, descending=True, stable=True).indices
+    best = groups.topk(moe.group_top, -1).values
+    ordered = (
+        (best[..., 0] + best[..., 1] if moe.group_top == 2 else best[..., 0])
+        .sort(dim=-1, descending=True, stable=True)
+        .indices
+    )
     others = torch.ones(groups.shape[:2], dtype=torch.bool, device=scores.device)
     others.scatter_(1, ordered[:, : moe.groups_per_token], False)
     wanted: Tensor = groups.masked_fill(others[..., None], -torch.inf)

@@ -23,6 +23,7 @@ from lmkit.kernels import ops
 from lmkit.kernels.ops import Norm
 from lmkit.layers.adapters import RowNumbers
 from lmkit.layers.batch import BatchInputs, KVLayer
+from lmkit.layers.latent import LatentAttention
 from lmkit.layers.linear import MergedLinear, Weights
 from lmkit.layers.mlp import GatedMLP
 from lmkit.layers.mlp_spec import MoESpec
@@ -66,7 +67,9 @@ class DecoderLayer:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.spec, self.index, self.weights, self.device, self.dtype = spec, index, weights, device, dtype
-        self.qkv = MergedLinear(roles.QKV, weights, device)
+        pairs = {"interleaved": spec.rope.interleaved}
+        self.latent = LatentAttention(spec.latent, spec.num_heads, weights, device, **pairs) if spec.latent else None
+        self.qkv = MergedLinear(roles.QKV, weights, device) if self.latent is None else self.latent.inputs
         self.o = MergedLinear(("attn.o",), weights, device)
         self.ranks: Ranks | None = None  # which add up the outputs of attention and MLP
         self.shows_all_tokens = False  # whether observers of an expert also see tokens of other experts
@@ -81,7 +84,8 @@ class DecoderLayer:
 
     @property
     def linears(self) -> tuple[MergedLinear, ...]:
-        return self.qkv, self.o, *self.mlp.linears
+        inputs = (self.qkv,) if self.latent is None else self.latent.linears
+        return *inputs, self.o, *self.mlp.linears
 
     @property
     def product_dtype(self) -> torch.dtype:
@@ -176,7 +180,11 @@ class DecoderLayer:
         return self._after("norm.mlp_out", self.mlp.down(inner))
 
     def queries_keys_values(self, x: Tensor, norm: Norm | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim], before RoPE."""
+        """q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim], before RoPE. A row of latent attention is
+        both k and v, in the same memory: it is stored after RoPE has turned it in place."""
+        if self.latent is not None:
+            q, row = self.latent.queries_and_rows(x, norm)
+            return q, row, row
         spec, num_tokens = self.spec, x.shape[0]
         parts = self.qkv(x, norm).split((spec.q_size, spec.kv_size, spec.kv_size), dim=-1)
         q, k, v = (part.view(num_tokens, -1, spec.head_dim) for part in parts)
@@ -197,7 +205,11 @@ class DecoderLayer:
         geometry = batch.geometries[kv.group]
         sinks = self.weights.get("attn.sinks")
         out: Tensor = self.attention_op(q, k, v, *rope, kv.k, kv.v, geometry, self.spec.attention, sinks)
-        return out.view(len(out), -1)
+        return self.outputs(out)
+
+    def outputs(self, out: Tensor) -> Tensor:
+        """The output of the attention op [T, num_heads, head_dim] -> the input of attn.o."""
+        return out.view(len(out), -1) if self.latent is None else self.latent.values(out)
 
     def attend_logit_rows(
         self, q: Tensor, k: Tensor, v: Tensor, stream: Tensor, batch: BatchInputs, rope: CosSin, kv: KVLayer
@@ -210,7 +222,7 @@ class DecoderLayer:
         wanted = self.gather(q.flatten(1), rows).to(q.dtype).view(len(rows), *q.shape[1:])
         geometry, sinks = batch.logit_geometry(kv.group), self.weights.get("attn.sinks")
         out: Tensor = self.paged_attention(wanted, kv.k, kv.v, geometry, self.spec.attention, sinks)
-        return out.view(len(out), -1), self.gather(stream, rows)
+        return self.outputs(out), self.gather(stream, rows)
 
     def _after(self, role: str, y: Tensor) -> Tensor:
         """A block's output y, summed over the ranks, and normalized if the model has post norms."""

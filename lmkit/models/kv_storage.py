@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmkit.errors import CheckpointError
+from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.formats.kv_config import KVConfig, KVLayerConfig, PairMean, load_kv_config
 from lmkit.formats.kv_scheme import KVScheme, parse_kv_scheme
@@ -65,6 +65,13 @@ def resolve_storage(reader: CheckpointReader, spec: ModelSpec, asked: str, dense
     """
     given = None if asked == "auto" else kv_dtype(asked)
     config = load_kv_config(reader.path)
+    if any(layer.latent for layer in spec.kinds):
+        if config is not None or (given is None and parse_kv_scheme(reader.config) is not None):
+            raise UnsupportedError(
+                f"{reader.path}: kv_config.json and kv_cache_scheme are not for latent attention; remove them"
+            )
+        if (given or kv_dtype(dense)).coded:
+            raise UnsupportedError(f"kv_dtype {asked}: latent attention keeps its rows in 16 or 32 bits; use auto")
     if config is not None:
         for layer in spec.kinds:
             config.check(spec.num_layers, layer.num_kv_heads, layer.head_dim)
@@ -151,6 +158,8 @@ def allocate(
         if place not in plain:
             shape = num_blocks, layer.num_kv_heads, block_size, layer.head_dim
             plain[place] = allocate_kv(*shape, storage.dtypes, at)
+            if layer.latent:
+                plain[place] = replace(plain[place], v=plain[place].k)
     return [
         _layer(layer, storage, replace(plain[place], group=group), tables.get(layer.rope))
         for layer, storage, (group, place) in zip(layers, storages, places, strict=True)

@@ -12,6 +12,7 @@ from functools import cached_property
 
 from lmkit.attention_spec import AttentionSpec
 from lmkit.kv_dtype import KVDtype
+from lmkit.layers.latent_spec import LatentSpec
 from lmkit.layers.mlp_spec import MLPSpec, MoESpec
 from lmkit.layers.rope_spec import RopeSpec
 from lmkit.models import roles
@@ -41,6 +42,7 @@ class LayerSpec:
     has_sinks: bool = False  # a learned score for each head of a key whose value is 0: ops.paged_attention
     qk_norm: bool = False  # RMSNorm over head_dim on q and k, before RoPE
     joint_qk_norm: bool = False  # the norm of q is over all heads together, and so is that of k
+    latent: LatentSpec | None = None  # latent attention: one KV head, whose row is both key and value
     pre_norms: bool = True
     post_norms: bool = False
     names: Mapping[str, str] = field(default_factory=lambda: roles.LLAMA_NAMES, hash=False)  # see models.roles
@@ -59,7 +61,7 @@ class LayerSpec:
     def pair_order(self) -> tuple[int, ...]:
         """The elements of a stored head of q or k in the order of ops.rope_append, where the elements of a pair are
         half the rotary part apart. Empty if they are stored so."""
-        if not self.rope.interleaved:
+        if not self.rope.interleaved or self.latent:
             return ()
         size = self.rope.rotary_dim
         return (*range(0, size, 2), *range(1, size, 2), *range(size, self.head_dim))
@@ -73,6 +75,8 @@ class LayerSpec:
         """Shapes of the linears that may be quantized, by role."""
         hidden, q, kv = self.hidden_size, self.q_size, self.kv_size
         shapes = {"attn.q": (q, hidden), "attn.k": (kv, hidden), "attn.v": (kv, hidden), "attn.o": (hidden, q)}
+        if self.latent:
+            shapes = self.latent.linears(hidden, self.num_heads)
         for name, mlp in self.mlps.items():
             inner = mlp.intermediate_size
             shapes |= {f"{name}.gate": (inner, hidden), f"{name}.up": (inner, hidden), f"{name}.down": (hidden, inner)}
@@ -84,6 +88,11 @@ class LayerSpec:
         return {role: (size, self.hidden_size) for role, size in self.mlp.routers.items()}
 
     @cached_property
+    def matrices(self) -> dict[str, Shape]:
+        """Shapes of the matrices that are neither linears nor routers, by role. They stay dense, in float32."""
+        return self.latent.matrices(self.num_heads) if self.latent else {}
+
+    @cached_property
     def vectors(self) -> dict[str, int]:
         """Sizes of the norms' weights and of other vectors, by role."""
         before = ("norm.attn", "norm.mlp") if self.pre_norms else ()
@@ -92,6 +101,8 @@ class LayerSpec:
         if self.qk_norm:
             q, k = (self.q_size, self.kv_size) if self.joint_qk_norm else (self.head_dim, self.head_dim)
             sizes |= {"attn.q_norm": q, "attn.k_norm": k}
+        if self.latent:
+            sizes |= self.latent.vectors
         return sizes | ({"attn.sinks": self.num_heads} if self.has_sinks else {}) | self.mlp.vectors
 
     @cached_property
@@ -107,6 +118,8 @@ class LayerSpec:
         if role in self.routers:
             return isinstance(self.mlp, MoESpec) and self.mlp.router_bias
         if role.startswith("attn."):
+            if self.latent and role in ("attn.q", "attn.q_b", "attn.kv_b"):
+                return False
             return self.o_bias if role == "attn.o" else self.attn_bias
         return self.mlps[role.rpartition(".")[0]].bias
 
@@ -119,7 +132,8 @@ class LayerSpec:
     @cached_property
     def fused(self) -> tuple[tuple[str, ...], ...]:
         """Linears that read the same input and become one product when their formats agree."""
-        return (roles.QKV, *((f"{mlp}.gate", f"{mlp}.up") for mlp in self.mlps))
+        inputs = self.latent.inputs if self.latent else roles.QKV
+        return (inputs, *((f"{mlp}.gate", f"{mlp}.up") for mlp in self.mlps))
 
     @cached_property
     def smooth(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
@@ -182,6 +196,8 @@ class LayerSpec:
 
     def kv_token_bytes(self, k: KVDtype, v: KVDtype) -> int:
         """Bytes of one token's keys and values in these storage types, including their parameters."""
+        if self.latent:  # a row is both
+            return k.row_bytes(self.head_dim)
         return self.num_kv_heads * (k.row_bytes(self.head_dim) + v.row_bytes(self.head_dim))
 
     @cached_property

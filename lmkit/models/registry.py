@@ -115,7 +115,7 @@ def _check_moe(moe: MoESpec) -> None:
         raise CheckpointError(f"config.json: a token cannot have {moe.experts_per_token} of {moe.num_experts} experts")
     if moe.num_groups > 1:
         size, rest = divmod(moe.num_experts, moe.num_groups)
-        if rest or size < 2 or not moe.experts_per_token <= moe.groups_per_token * size <= moe.num_experts:
+        if rest or size < moe.group_top or not moe.experts_per_token <= moe.groups_per_token * size <= moe.num_experts:
             raise CheckpointError(
                 f"config.json: {moe.experts_per_token} experts a token cannot come from {moe.groups_per_token} of "
                 f"{moe.num_groups} groups of {moe.num_experts} experts"

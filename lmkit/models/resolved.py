@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from lmkit.config import Activations
+from lmkit.errors import UnsupportedError
 from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.layers.linear import MergedLinear, Weights
 from lmkit.log import get_logger
@@ -115,6 +116,8 @@ def resolved(
     """
     source = ModelSource(path, attention_sinks=attention_sinks, rounding=quantize)
     try:
+        if device != "cpu" and any(layer.latent for layer in source.spec.kinds):
+            raise UnsupportedError(f"{path}: latent attention runs on device cpu alone")
         weight_dtype = resolve_dtype(dtype, source.spec.dtype, device)
         asked = resolve_activations(activations, device)
         packing = Packing(device, weight_dtype, asked, lm_head, shard.rank, shard.size, quantize)

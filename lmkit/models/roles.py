@@ -48,6 +48,14 @@ SIGMOID_EXPERTS = QWEN_EXPERTS | {
     "mlp.shared.up": "mlp.shared_experts.up_proj",
     "mlp.shared.down": "mlp.shared_experts.down_proj",
 }
+LATENT_NAMES = LLAMA_NAMES | {
+    "attn.q_a": "self_attn.q_a_proj",
+    "attn.q_a_norm": "self_attn.q_a_layernorm",
+    "attn.q_b": "self_attn.q_b_proj",
+    "attn.kv_a": "self_attn.kv_a_proj_with_mqa",
+    "attn.kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn.kv_b": "self_attn.kv_b_proj",
+}
 GPT_OSS_EXPERTS = QWEN_EXPERTS | {"mlp.router": "mlp.router"}
 MIXTRAL_EXPERTS = {
     "mlp.router": "block_sparse_moe.gate",

@@ -59,6 +59,8 @@ class Shard:
             raise UnsupportedError(f"tp={self.size}: {heads} attention heads cannot be shared out evenly")
         if kv_heads % self.size and self.size % kv_heads:
             raise UnsupportedError(f"tp={self.size}: {kv_heads} KV heads cannot be shared out evenly")
+        if spec.latent:
+            raise UnsupportedError(f"tp={self.size}: latent attention is not split over processes; use tp=1")
         if spec.joint_qk_norm:
             raise UnsupportedError(f"tp={self.size}: this model normalizes all heads together; use tp=1")
         mlp = spec.mlp

@@ -27,7 +27,7 @@ from lmkit.models.fused import views
 from lmkit.models.registry import BASE
 from lmkit.models.rounding import saved_bytes, scheme_for
 from lmkit.models.spec import ModelSpec
-from lmkit.qtensor import QTensor, QuantScheme, quantize
+from lmkit.qtensor import QTensor, QuantScheme, dequantize, quantize
 
 HEAD_SCHEME = QuantScheme(bits=8, group_size=128)  # of lm_head int8
 QUANTIZED_ROWS = 2048
@@ -81,7 +81,7 @@ class ModelSource:
         """Tensors of the layers' linears and of the head that the checkpoint lacks."""
         names = [] if self.spec.tie_embeddings else missing_parts(self.reader, roles.LM_HEAD)
         for index, layer in enumerate(self.spec.layers):
-            for role in layer.linears | layer.routers:
+            for role in layer.linears | layer.routers | layer.matrices:
                 module = layer.module_name(index, role)
                 names += missing_parts(self.reader, module)
                 if layer.has_bias(role) and not self.reader.has(module + ".bias"):
@@ -171,10 +171,21 @@ class ModelSource:
         return Decoder(self.spec, embed, [], self.final_norm().to(at), self.lm_head(dtype, device))
 
     def _vectors(self, index: int, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-        """(role, vector). Biases that choose experts stay as stored: rounded ones would choose others."""
+        """(role, vector or matrix). Biases that choose experts stay as stored: rounded ones would choose others."""
         spec = self.spec.layers[index]
         for role in spec.vectors:
             yield role, self._vector(spec.module_name(index, role), None if role == SCORE_BIAS else dtype)
+        for role, shape in spec.matrices.items():
+            yield role, self._matrix(spec.module_name(index, role), shape)
+
+    def _matrix(self, module: str, expected: tuple[int, int]) -> Tensor:
+        """A matrix that stays dense, float32. The checkpoint may have it quantized."""
+        weight = self.format.read_linear(self.reader, module)
+        matrix = dequantize(weight) if isinstance(weight, QTensor) else weight.float()
+        if tuple(matrix.shape) != expected:
+            path = self.reader.path
+            raise CheckpointError(f"{path}: {module} is {list(matrix.shape)}, config.json says {list(expected)}")
+        return matrix
 
     def _vector(self, module: str, dtype: torch.dtype | None) -> Tensor:
         """A norm's factor: the stored weight plus the model's norm_offset. A short type could not hold the sum."""

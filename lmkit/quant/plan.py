@@ -57,6 +57,8 @@ def make_plan(source: ModelSource, recipe: Recipe, device: str = "cpu") -> Plan:
     spec, path = source.spec, source.reader.path
     if source.format.name != "dense":
         raise UnsupportedError(f"{path}: is quantized already ({source.format.name}); quantize the original checkpoint")
+    if any(layer.latent for layer in spec.kinds):
+        raise UnsupportedError(f"{path}: models with latent attention are served but not quantized")
     if recipe.calibration.has_text and recipe.calibration.seq_len > spec.max_position:
         raise ConfigError(
             f"recipe: calibration.seq_len {recipe.calibration.seq_len} exceeds the model's context, {spec.max_position}"

@@ -24,10 +24,11 @@ def norms(layer: LayerSpec) -> str:
 
 
 def attention(spec: ModelSpec) -> str:
-    parts = ["sliding windows"] if any(spec.windows) else []
+    parts = ["latent"] if spec.layers[0].latent else []
+    parts += ["sliding windows"] if any(spec.windows) else []
     parts += ["some layers without RoPE"] if any(x.rope.kind == "none" for x in spec.kinds) else []
     layer = spec.layers[0]
-    parts += ["RoPE on a part"] if layer.rope.rotary_dim < layer.head_dim else []
+    parts += ["RoPE on a part"] if not layer.latent and layer.rope.rotary_dim < layer.head_dim else []
     parts += ["pairs of neighbours"] if layer.rope.interleaved else []
     parts += ["soft cap"] if layer.attention.softcap else []
     parts += ["learned sinks"] if layer.has_sinks else []
@@ -44,6 +45,8 @@ def mlp(spec: ModelSpec) -> str:
 
 def steps(spec: ModelSpec) -> str:
     """As turbo.runners.cuda_captured says."""
+    if spec.layers[0].latent:
+        return "none"
     fixed = all(layer.pre_norms and not layer.is_sparse for layer in spec.layers) and not spec.dynamic_length
     return "captured" if fixed else "launched"
 
@@ -53,8 +56,17 @@ def row(model: str, architecture: str, name: str) -> str:
         tiny.make(Path(folder), name)
         spec = load_spec(json.loads((Path(folder) / "config.json").read_text()))
     layer = spec.layers[0]
-    kv = "yes" if all(layer.kv_token_bytes(kind, kind) for kind in (INT8, INT4)) else "no"
-    cells = [model, f"`{architecture}`", norms(layer), attention(spec), mlp(spec), "yes", kv, steps(spec)]
+    kv = "yes" if not layer.latent and all(layer.kv_token_bytes(kind, kind) for kind in (INT8, INT4)) else "no"
+    cells = [
+        model,
+        f"`{architecture}`",
+        norms(layer),
+        attention(spec),
+        mlp(spec),
+        "no" if layer.latent else "yes",
+        kv,
+        steps(spec),
+    ]
     return f"| {' | '.join(cells)} |"
 
 

@@ -10,9 +10,10 @@ import torch
 
 from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.kv_dtype import FLOAT32
-from lmkit.layers.batch import KVLayer, allocate_kv, whole_batch
+from lmkit.layers.batch import KVLayer, whole_batch
 from lmkit.models import load_spec
 from lmkit.models.decoder import Decoder
+from lmkit.models.kv_storage import KVStorage, allocate
 from lmkit.models.loader import load_model
 from lmkit.turbo.plan import Chunk, NewSequence
 from lmkit.turbo.request import SamplingParams
@@ -24,11 +25,8 @@ BLOCK = 5
 
 
 def kv_for(decoder: Decoder, num_blocks: int, block_size: int = BLOCK) -> list[KVLayer]:
-    spec = decoder.spec
-    return [
-        allocate_kv(num_blocks, layer.num_kv_heads, block_size, layer.head_dim, (FLOAT32, FLOAT32))
-        for layer in spec.layers
-    ]
+    storages = [KVStorage(FLOAT32, FLOAT32)] * decoder.spec.num_layers
+    return allocate(decoder.spec.layers, storages, num_blocks, block_size, decoder.spec.max_position)
 
 
 def prompts() -> list[list[int]]:

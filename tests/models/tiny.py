@@ -39,6 +39,9 @@ EXPERTS = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 
 SIGMOID = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "n_shared_experts": 2,
            "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "first_k_dense_replace": 1}  # fmt: skip
 
+LATENT = {"kv_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 10, "v_head_dim": 14,
+          "num_key_value_heads": 6, "first_k_dense_replace": 1}  # fmt: skip
+
 INTERNLM2 = {
     "lm_head": "output", "embed_tokens": "tok_embeddings", "self_attn.o_proj": "attention.wo",
     "mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3", "mlp.down_proj": "feed_forward.w2",
@@ -106,6 +109,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "dots1-window": ("Dots1Config", SIGMOID | {"sliding_window": 7, "max_window_layers": 1, "n_shared_experts": 1,
                                                "layer_types": ["full_attention", "sliding_attention",
                                                                "sliding_attention"]}),
+    "deepseek-v2-lite": ("DeepseekV2Config", SIGMOID | LATENT | {
+        "q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "topk_group": 1,
+        "rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.9}}),
+    "deepseek-v2": ("DeepseekV2Config", SIGMOID | LATENT | {"q_lora_rank": 20, "attention_bias": True,
+                                                            "topk_method": "group_limited_greedy"}),
+    "deepseek-v3": ("DeepseekV3Config", SIGMOID | LATENT | {"q_lora_rank": 20, "rope_parameters": YARN | {
+        "mscale": 1.0, "mscale_all_dim": 1.0}}),
 }  # fmt: skip
 
 

@@ -62,7 +62,7 @@ def qwen3_moe(hf: dict[str, Any]) -> ModelSpec:
 def glm4_moe(hf: dict[str, Any]) -> ModelSpec:
     hf = {"partial_rotary_factor": 0.5, "first_k_dense_replace": 1, "n_shared_experts": 1, "norm_topk_prob": True} | hf
     layer = layer_spec(hf, attn_bias=bool(hf.get("attention_bias", False)), qk_norm=bool(hf.get("use_qk_norm", False)))
-    return model_spec(hf, _by_sigmoid(hf, [layer] * num_layers(hf)))
+    return model_spec(hf, deepseek_experts(hf, [layer] * num_layers(hf)))
 
 
 @family("Dots1ForCausalLM")
@@ -73,30 +73,35 @@ def dots1(hf: dict[str, Any]) -> ModelSpec:
     windows = [window if i >= first else 0 for i in range(num_layers(hf))]
     if hf.get("layer_types") is not None:
         windows = typed_windows(hf, window)
-    return model_spec(hf, _by_sigmoid(hf, windowed(layer, windows)))
+    return model_spec(hf, deepseek_experts(hf, windowed(layer, windows)))
 
 
-def _by_sigmoid(hf: dict[str, Any], layers: list[LayerSpec]) -> list[LayerSpec]:
-    """DeepSeek's rule: the first layers are dense, and the shared experts are one wide MLP."""
+def deepseek_experts(hf: dict[str, Any], layers: list[LayerSpec], **flags: Any) -> list[LayerSpec]:
+    """DeepSeek's rule: the first layers are dense, and the shared experts are one wide MLP. `flags` override fields of
+    MoESpec."""
     size, act = integer(hf, "moe_intermediate_size"), activation(hf)
     shared = MLPSpec(size * integer(hf, "n_shared_experts", 0), act)
     scale = number(hf, "routed_scaling_factor", 1.0)
     if not scale > 0:
         raise CheckpointError(f"config.json: routed_scaling_factor = {scale!r} is not positive")
-    moe = MoESpec(
-        num_experts=integer(hf, "n_routed_experts"),
-        experts_per_token=integer(hf, "num_experts_per_tok"),
-        expert=MLPSpec(size, act),
-        normalize=bool(hf.get("norm_topk_prob", False)),
-        sigmoid=True,
-        num_groups=integer(hf, "n_group", 1),
-        groups_per_token=integer(hf, "topk_group", 1),
-        scale=scale,
-        shared=shared if shared.intermediate_size else None,
-        shared_router=False,
-    )
-    dense, names = integer(hf, "first_k_dense_replace", 0), LLAMA_NAMES | SIGMOID_EXPERTS
-    return [layer if i < dense else replace(layer, mlp=moe, names=names) for i, layer in enumerate(layers)]
+    fields: dict[str, Any] = {
+        "num_experts": integer(hf, "n_routed_experts"),
+        "experts_per_token": integer(hf, "num_experts_per_tok"),
+        "expert": MLPSpec(size, act),
+        "normalize": bool(hf.get("norm_topk_prob", False)),
+        "sigmoid": True,
+        "num_groups": integer(hf, "n_group", 1),
+        "groups_per_token": integer(hf, "topk_group", 1),
+        "scale": scale,
+        "shared": shared if shared.intermediate_size else None,
+        "shared_router": False,
+    }
+    moe = MoESpec(**(fields | flags))
+    dense = integer(hf, "first_k_dense_replace", 0)
+    return [
+        layer if i < dense else replace(layer, mlp=moe, names={**layer.names, **SIGMOID_EXPERTS})
+        for i, layer in enumerate(layers)
+    ]
 
 
 def _with_experts(hf: dict[str, Any], layers: list[LayerSpec], shared: MLPSpec | None = None) -> list[LayerSpec]:

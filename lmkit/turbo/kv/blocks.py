@@ -37,7 +37,7 @@ class KVBlocks:
 
     def __init__(self, layers: Sequence[KVLayer]) -> None:
         layers = [layer for layer in layers if layer.group == 0]  # the other groups are in the same tensors
-        tensors = [tensor for layer in layers for kv in (layer.k, layer.v) for tensor in (kv.data, kv.params)]
+        tensors = [tensor for layer in layers for kv in layer.storages for tensor in (kv.data, kv.params)]
         self.parts = [_as_bytes(tensor) for tensor in tensors if tensor.numel()]  # each uint8 [num_blocks, bytes]
         self._arrays = [part.numpy() for part in self.parts] if self._on_cpu else []  # the same memory
         self._sizes = [part.shape[1] for part in self.parts]

@@ -102,6 +102,8 @@ CASES = {
     "window": ("mistral-window", WINDOW, {}),
     "window-sinks": ("mistral-window", WINDOW, {"attention_sinks": 5}),
     "window-sinks-int8": ("mistral-window", WINDOW, {"attention_sinks": 9, "kv_dtype": "int8"}),
+    "latent": ("deepseek-v2-lite", {"max_position_embeddings": LENGTH}, {}),
+    "latent-bfloat16": ("deepseek-v3", {"max_position_embeddings": LENGTH}, {"kv_dtype": "bfloat16"}),
     "dynamic-rope": ("llama-dynamic", DYNAMIC, {}),
 }
 

@@ -1,0 +1,97 @@
+"""Latent attention as attention over one shared KV head, whose row is both key and value.
+
+    row of a token = turned key part [rope] | latent c [rank]             stored once, normalized latent
+    score of head h = q_rope . turned part + q_nope . (K_h c) = q_rope . turned part + (K_h^T q_nope) . c
+    output of h     = V_h (sum of p c)                                    K_h and V_h are rows of kv_b
+
+So K_h moves to the query, and V_h behind attention: nothing that is kept for a token depends on the number of heads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lmkit.kernels import ops
+from lmkit.kernels.ops import Norm
+from lmkit.kernels.registry import Implementation
+from lmkit.layers.latent_spec import EPS, LatentSpec
+from lmkit.layers.linear import MergedLinear, Weights
+
+Head = tuple[Implementation, Any]  # a kernel and its weight
+
+
+class LatentAttention:
+    """What latent attention computes before and behind the attention op. `weights` has the roles of LatentSpec.
+
+    Once the linears are packed, each head's parts of kv_b are packed too, in float32, at the first call.
+    """
+
+    def __init__(self, spec: LatentSpec, num_heads: int, weights: Weights, device: str, *, interleaved: bool) -> None:
+        self.spec, self.num_heads, self.weights, self.device = spec, num_heads, weights, device
+        size = spec.qk_rope_head_dim
+        self.order = [*range(0, size, 2), *range(1, size, 2)] if interleaved else list(range(size))
+        self.inputs = MergedLinear(spec.inputs, weights, device)
+        self.q_b = MergedLinear(("attn.q_b",), weights, device) if spec.q_lora_rank else None
+        self._rms_norm = ops.rms_norm.select(device)
+        self._heads: tuple[list[Head], list[Head]] | None = None
+
+    @property
+    def linears(self) -> tuple[MergedLinear, ...]:
+        return (self.inputs,) if self.q_b is None else (self.inputs, self.q_b)
+
+    def queries_and_rows(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
+        """x [T, hidden] -> (queries [T, heads, row_dim], rows [T, 1, row_dim]), float32, before RoPE."""
+        spec = self.spec
+        y = self.inputs(x, norm)
+        queries, latent, turned = y.split((y.shape[1] - spec.row_dim, spec.kv_lora_rank, spec.qk_rope_head_dim), dim=1)
+        if self.q_b is not None:
+            queries = self.q_b(queries.contiguous(), self._norm("attn.q_a_norm"))
+        heads = queries.view(len(x), self.num_heads, spec.query_dim)
+        plain, rotary = heads.split((spec.qk_nope_head_dim, spec.qk_rope_head_dim), dim=2)
+        q = torch.cat([rotary[..., self.order], self._each(plain, 0)], dim=2)
+        latent = self._rms_norm(latent.contiguous(), self._norm("attn.kv_a_norm"))
+        return q, torch.cat([turned[:, self.order], latent], dim=1)[:, None]
+
+    def values(self, attended: Tensor) -> Tensor:
+        """The output of attention over rows [T, heads, row_dim] -> [T, heads * v_head_dim]."""
+        return self._each(attended[..., self.spec.qk_rope_head_dim :], 1).flatten(1)
+
+    def _norm(self, role: str) -> Norm:
+        weight = self.weights[role]
+        assert isinstance(weight, Tensor)
+        return Norm(weight, EPS, None, torch.float32)
+
+    def _parts(self) -> tuple[Tensor, Tensor]:
+        """K_h transposed [heads, rank, nope] and V_h [heads, v, rank] of all heads."""
+        weight = self.weights["attn.kv_b"]
+        assert isinstance(weight, Tensor)
+        keys, values = (
+            weight.float()
+            .unflatten(0, (self.num_heads, -1))
+            .split((self.spec.qk_nope_head_dim, self.spec.v_head_dim), dim=1)
+        )
+        return keys.transpose(1, 2).contiguous(), values.contiguous()
+
+    def _each(self, x: Tensor, which: int) -> Tensor:
+        """x [T, heads, in] times each head's part `which` of kv_b -> [T, heads, out]. The kernels give a row the same
+        bits whatever rows stand beside it."""
+        if self.inputs.packed is None:
+            return torch.einsum("thi,hoi->tho", x, self._parts()[which])
+        if self._heads is None:
+            self._heads = self._pack(0), self._pack(1)
+            del self.weights["attn.kv_b"]
+        return torch.stack(
+            [kernel(x[:, h].contiguous(), packed, None, None) for h, (kernel, packed) in enumerate(self._heads[which])],
+            dim=1,
+        )
+
+    def _pack(self, which: int) -> list[Head]:
+        parts = self._parts()[which]
+        out_features, in_features = parts.shape[1:]
+        kernel = ops.linear_dense.select(
+            self.device, dtype=torch.float32, out_features=out_features, in_features=in_features, activation=None
+        )
+        return [(kernel, kernel.pack(part, None)) for part in parts]

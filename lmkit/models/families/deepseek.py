@@ -1,0 +1,62 @@
+"""DeepSeek-V2, V2-Lite, V3 and R1: latent attention, dense first layers, then many experts in groups."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from lmkit.attention_spec import AttentionSpec
+from lmkit.errors import CheckpointError, UnsupportedError
+from lmkit.layers.latent_spec import LatentSpec
+from lmkit.layers.rope_spec import RopeSpec
+from lmkit.models.families.llama import integer, layer_spec, model_spec, num_layers, rope_spec
+from lmkit.models.families.moe import deepseek_experts
+from lmkit.models.layer_spec import LayerSpec
+from lmkit.models.registry import family
+from lmkit.models.roles import LATENT_NAMES
+from lmkit.models.spec import ModelSpec
+
+GREEDY, GROUPS = "greedy", "group_limited_greedy"
+SIZES = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+
+
+@family("DeepseekV2ForCausalLM")
+def deepseek_v2(hf: dict[str, Any]) -> ModelSpec:
+    """Experts by softmax. The best expert of a group stands for it. Their scores are not divided by their sum."""
+    method = hf.get("topk_method") or GREEDY
+    if method not in (GREEDY, GROUPS):
+        raise UnsupportedError(f"config.json: topk_method {method!r} is not supported; lmkit runs {GREEDY}, {GROUPS}")
+    if hf.get("norm_topk_prob"):
+        raise UnsupportedError("config.json: norm_topk_prob of DeepSeek-V2 is not supported; lmkit runs false")
+    if method == GREEDY:
+        hf = hf | {"n_group": 1, "topk_group": 1}
+    return model_spec(hf, deepseek_experts(hf, _layers(hf, interleaved=True), sigmoid=False, group_top=1))
+
+
+@family("DeepseekV3ForCausalLM")
+def deepseek_v3(hf: dict[str, Any]) -> ModelSpec:
+    hf = {"first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "n_shared_experts": 1, "norm_topk_prob": True,
+          "routed_scaling_factor": 2.5} | hf  # fmt: skip
+    return model_spec(hf, deepseek_experts(hf, _layers(hf, interleaved=bool(hf.get("rope_interleave", True)))))
+
+
+def _layers(hf: dict[str, Any], *, interleaved: bool) -> list[LayerSpec]:
+    """The layers as dense ones."""
+    latent = LatentSpec(**{name: integer(hf, name) for name in SIZES}, q_lora_rank=integer(hf, "q_lora_rank", 0))
+    if not all(getattr(latent, name) for name in SIZES):
+        raise CheckpointError(f"config.json: {', '.join(SIZES)} must be positive")
+    rope, bias = rope_spec(hf, latent.qk_rope_head_dim), bool(hf.get("attention_bias", False))
+    layer = layer_spec(
+        hf | {"head_dim": latent.row_dim, "num_key_value_heads": 1},
+        attention=AttentionSpec(latent.query_dim**-0.5 * _magnitude(rope) ** 2),
+        rope=replace(rope, interleaved=interleaved), latent=latent, attn_bias=bias, o_bias=bias, names=LATENT_NAMES,
+    )  # fmt: skip
+    return [layer] * num_layers(hf)
+
+
+def _magnitude(rope: RopeSpec) -> float:
+    """The factor on queries and on keys beside YaRN's own on cosines and sines."""
+    if rope.kind == "default" or not rope.mscale_all_dim or rope.factor <= 1:
+        return 1.0
+    return 0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0
