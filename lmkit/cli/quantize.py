@@ -132,12 +132,12 @@ def quantize(
     if seconds is not None and num_samples is not None:
         raise ConfigError("--time-budget chooses the number of rows; leave out --num-samples")
     refuse_occupied(output)
-    if calibration is None:
-        _refuse_bundled_text(model, loaded)
     comm = Comm.launched()
     place = resolve_device(device, comm.rank % environment().local_world_size)
     threads.configure(default_num_threads())
     quantizer = prepare(model, loaded, max_memory=limit, time_budget=seconds, comm=comm, device=place)
+    if calibration is None:
+        _refuse_bundled_text(model, loaded)
     if not ignore_estimate:
         _check_machine(quantizer, output, evaluates=evaluate)
     quiet = json or not comm.is_first
