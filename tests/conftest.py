@@ -27,6 +27,7 @@ import torch
 
 import lmkit
 from lmkit.kernels.cuda import module
+from lmkit.log import Sparing
 from tests import emulator
 
 DEMO = Path(lmkit.__file__).parent / "demo"
@@ -59,11 +60,14 @@ def emulated() -> Iterator[None]:
 def _logging_as_it_was() -> Iterator[None]:
     """Restore logging after each test. A command that runs in this process sends records to a stderr that is closed
     when the command ends."""
-    logger = logging.getLogger("lmkit")
-    handlers, level, propagate = logger.handlers[:], logger.level, logger.propagate
+    logger, everything = logging.getLogger("lmkit"), logging.getLogger()
+    handlers, level, propagate, others = logger.handlers[:], logger.level, logger.propagate, everything.handlers[:]
     yield
     logger.handlers[:], logger.propagate = handlers, propagate
     logger.setLevel(level)
+    for handler in everything.handlers[:]:
+        if handler not in others and any(isinstance(each, Sparing) for each in handler.filters):
+            everything.removeHandler(handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

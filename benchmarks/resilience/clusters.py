@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 import os
 import signal
@@ -22,6 +23,10 @@ from lmkit.web.running import admin_key_at
 
 REPLICAS = 4
 SILENT_SECONDS = 5.0  # a stopped replica is replaced after them
+
+
+def _ray_is_missing() -> str:
+    return "" if importlib.util.find_spec("ray") else "Ray is not installed: pip install 'lmkit[ray]'"
 
 
 def lost_streams(setting: Setting, ray: str | None = None) -> float:
@@ -69,4 +74,4 @@ def _stop(server: psutil.Process) -> None:
 
 NAME = "replicas of `lmkit up` killed, stopped, drained: streams that fail or change"
 CASES = (Case(NAME, "", 0, lost_streams),)
-RAY = (Case(f"{NAME}, on Ray", "", 0, functools.partial(lost_streams, ray="auto")),)
+RAY = (Case(f"{NAME}, on Ray", "", 0, functools.partial(lost_streams, ray="auto"), _ray_is_missing),)

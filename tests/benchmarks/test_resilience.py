@@ -6,8 +6,19 @@ import pytest
 
 from benchmarks.resilience.case import Case, Setting
 from benchmarks.resilience.catalog import GROUPS
+from benchmarks.resilience.failover import NothingHitError
 
 BUSY = 20  # times as slow a test's machine may be
+
+
+def _measured(case: Case, setting: Setting) -> float:
+    """A fault may come when there is nothing to break. Then it comes again."""
+    for _ in range(2):
+        try:
+            return case.measure(setting)
+        except NothingHitError:
+            continue
+    return case.measure(setting)
 
 
 @pytest.mark.slow
@@ -21,7 +32,7 @@ def test_limits_are_kept(group: str, tmp_path: Path) -> None:
         folder = tmp_path / str(number)
         folder.mkdir()
         allowed = case._replace(limit=BUSY * case.limit) if case.unit == "s" else case
-        row = allowed.row(case.measure(Setting(folder, quick=True)))
+        row = allowed.row(_measured(case, Setting(folder, quick=True)))
         missed += [] if row["kept"] else [row]
     assert not missed
 

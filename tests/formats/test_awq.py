@@ -267,7 +267,7 @@ def test_dense(tmp_path: Path) -> None:
 
 def test_formats_by_name() -> None:
     assert {weight_format.name for weight_format in FORMATS} == {
-        "dense", "awq", "gptq", "gptq_v2", "compressed-tensors", "fp8", "mxfp4",
+        "dense", "awq", "gptq", "gptq_v2", "compressed-tensors", "fp8", "mxfp4", "bitsandbytes", "modelopt",
     }  # fmt: skip
     with pytest.raises(UnsupportedError, match="'gguf' is not one of dense, awq"):
         get_format("gguf")

@@ -172,7 +172,7 @@ async def test_t21_the_log_tells_who_asked_and_why_it_was_refused(caplog: pytest
                     )
                     assert "secret" not in caplog.text
                     assert KEY not in caplog.text
-                    await client.get(address + "/health", headers={"x-api-key": "other"})
+                    await client.get(address + "/v1/models", headers={"x-api-key": "other"})
                     assert len(set(re.findall("key=[0-9a-f]+", caplog.text))) == 2
     finally:
         logger.removeHandler(caplog.handler)
