@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -210,9 +211,12 @@ def struck(proxy: Command, strikes: list[Callable[[], None]], count: int) -> flo
         ended = threading.Semaphore(0)
 
         def one(number: int) -> bool:
-            same = calm[number % len(bodies)] == _stream(proxy, bodies[number % len(bodies)])
+            body, expected = bodies[number % len(bodies)], calm[number % len(bodies)]
+            got = _stream(proxy, body)
             ended.release()
-            return same
+            if got is not None and got != expected:
+                print(f"{path_of(body)} changed:\n  {expected}\n  {got}", file=sys.stderr)
+            return got == expected
 
         runs = [pool.submit(one, number) for number in range(count)]
         for strike in strikes:
@@ -232,7 +236,8 @@ def _stream(proxy: Command, body: dict[str, Any]) -> dict[Any, Any] | None:
     try:
         answer = httpx.post(proxy.url + path_of(body), json=asked(body), timeout=120.0).raise_for_status()
         found = merged(answer.text)
-    except (httpx.HTTPError, ValueError):
+    except (httpx.HTTPError, ValueError) as error:
+        print(f"{path_of(body)} failed: {error}", file=sys.stderr)
         return None
     kept = {name: value for name, value in found.items() if name != "head" and name[-1] != "id" and name[0] != "about"}
     without: dict[Any, Any] = _without_ids(kept)

@@ -38,8 +38,8 @@ from lmkit.web.resume import STREAM_HEADER
 log = get_logger(__name__)
 
 BROKEN = frozenset({500, 502, 504})  # statuses that count against a node; 503 only says that it is busy
-# A request that reached a node and got no response may have broken the node. It is tried once more, not on every node.
-MAX_RESENDS = 1
+# A request that reached a node and got no response may have broken the node. It is sent twice more, not to every node.
+MAX_RESENDS = 2
 MAX_LEFT = 2  # nodes that fall silent before a request's first byte, and that it leaves once checks call them down
 STALL_SECONDS = 60.0  # without a byte from a node that sends a comment every 15 s; then the stream goes on elsewhere
 _ERROR_HEADER = ERROR_HEADER.lower().encode()
@@ -285,6 +285,9 @@ class Forwarder:
                     if journal.is_open:
                         limit.reschedule(asyncio.get_running_loop().time() + STALL_SECONDS)
         except (UpstreamError, TimeoutError) as failure:
+            if journal.is_complete:
+                await client.end()
+                return True
             node.breaks += 1
             log.warning("node %s broke off in the middle of an answer: %s", node.url, failure)
             if isinstance(failure, SilentError):

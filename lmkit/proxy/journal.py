@@ -27,6 +27,7 @@ class Journal:
         self._held = b""  # events whose note has not come
         self.num_resumes = 0
         self.is_open = False  # the stream can go on elsewhere
+        self.is_complete = False  # the client has all of the answer
         self._noted = False  # the node writes notes
 
     @property
@@ -75,7 +76,8 @@ class Journal:
         return held + self._events.rest()
 
     def _note(self, entry: bytes) -> None:
-        self._noted = entry != b"end"
+        self.is_complete = entry == b"end"
+        self._noted = entry not in (b"end", b"error")
         if not self.is_open:
             return
         fits = len(self._entries) + len(entry) + 1 < MAX_JOURNAL_BYTES

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from lmkit.errors import RequestError
 from lmkit.turbo import request as engine
 from lmkit.turbo.transport.output import OutputProcessor, RequestOutput
-from lmkit.web.resume import END, STREAM_HEADER, Identity, Known
+from lmkit.web.resume import END, ERROR, STREAM_HEADER, Identity, Known
 
 MOVABLE = frozenset({"engine_unavailable", "engine_error", "shutting_down"})  # errors that another node may not have
 Outputs = AsyncGenerator[tuple[int, RequestOutput]]
@@ -56,7 +56,7 @@ class Resumption:
             await making
         except RequestError as error:
             if begun and error.code not in MOVABLE:
-                yield END  # no other node takes over
+                yield ERROR
             raise
         finally:
             making.cancel()

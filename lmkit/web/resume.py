@@ -20,7 +20,8 @@ import msgspec
 from lmkit.errors import RequestError
 
 STREAM_HEADER = b"x-lmkit-stream"
-END = ": lmkit end\n\n"
+END = ": lmkit end\n\n"  # the client has all of the answer
+ERROR = ": lmkit error\n\n"  # an error event comes that no other node would spare the client
 MAX_JOURNAL_BYTES = 1 << 20
 _HEADER = re.compile(r"([0-9a-f]{32}) (\d{1,12})(?: (fp_[0-9a-f]{12}) (\d{1,7}))?")
 

@@ -10,6 +10,7 @@ from lmkit.proxy import forward
 from lmkit.proxy.forward import MAX_LEFT
 from lmkit.proxy.journal import MAX_RESUMES, Journal
 from lmkit.web.budget import Budget
+from lmkit.web.resume import ERROR
 from tests.proxy.fakes import BODY, CHAT, Exchange, FakeNode, Script, client, nodes, proxy_for
 
 pytestmark = pytest.mark.anyio
@@ -78,8 +79,14 @@ async def test_another_model_does_not_go_on_with_a_stream() -> None:
 
 async def test_a_stream_that_said_its_end_is_not_resumed() -> None:
     error = b'data: {"error": "your time is up"}\n\n'
-    text, _, two = await asked(writes(FIRST + NOTE, END + error, ends=True), writes(ends=True))
+    text, _, two = await asked(writes(FIRST + NOTE, ERROR.encode() + error, ends=True), writes(ends=True))
     assert text.encode() == FIRST + error
+    assert not two
+
+
+async def test_a_node_that_dies_behind_the_last_event_has_answered() -> None:
+    text, _, two = await asked(writes(FIRST + NOTE, DONE + END, ends=False), writes(ends=True))
+    assert text.encode() == FIRST + DONE
     assert not two
 
 
