@@ -210,7 +210,6 @@ CHAT: Mapping[str, Values] = {
     "best_of": _ONE,
     "chat_template": _NONE,
     "do_preprocess": _ON,
-    "echo": _OFF,
     "guideline": _NONE,
     "suffix": (None, ""),
     "tool_prompt": _NONE,
@@ -225,8 +224,6 @@ COMPLETION: Mapping[str, Values] = {
 EMBEDDING: Mapping[str, Values] = {
     "activation": _NONE,
     "additional_data": _NONE,
-    "embed_dtype": (None, "float32"),
-    "endianness": (None, "native", "little"),
     "images": (None, []),
     "instruction": (None, ""),
     "max_chunks_per_doc": _NONE,

@@ -26,6 +26,7 @@ from lmkit.serve.serving import MIN_LOGPROB, Serving
 from lmkit.serve.streaming import DONE
 from lmkit.serve.to_request import chat_requests
 from lmkit.text import TokenHistory
+from lmkit.text.dialects import Event
 from lmkit.turbo import request as engine
 from lmkit.turbo.transport.output import AssistantTurn, RequestOutput, TextLogprobs, TokenText
 from lmkit.web.budget import Share
@@ -103,12 +104,17 @@ class _ChatResponse(ChatBuilder):
         answer = {**self.head, "object": "chat.completion", "choices": iter(choices), "usage": self.count.usage()}
         return answer | self.timings(collected[0]) | self.about_prompt(0, collected[0])
 
+    @property
+    def _echo(self) -> list[Event]:
+        """The message that the answer goes on with, if the body asks for it."""
+        return [Event("content", self.body.messages[-1].content or "")] if self.body.echo else []
+
     def _choice(self, index: int, choice: Collected) -> dict[str, Any]:
         content = (self.logprob(entry) for entry in choice.answer_logprobs())
         answer = self.answers[index]
         return {
             "index": index,
-            "message": message(answer.take(choice.whole()), answer),
+            "message": message([*self._echo, *answer.take(choice.whole())], answer),
             "logprobs": {"content": content, "refusal": None} if self.body.logprobs else None,
             "finish_reason": answer.finish_reason(choice.last),
             "stop_reason": choice.last.stop_reason,
@@ -123,8 +129,10 @@ class _ChatResponse(ChatBuilder):
                 if not started[idx]:
                     prompt = None if any(started) else self.prompt_ids(0)
                     started[idx] = True
-                    start = ChatChunkChoice(index=idx, delta={"role": "assistant", "content": ""})
+                    start = ChatChunkChoice(index=idx, delta={"role": "assistant", "content": None})
                     yield self._chunk([start], prompt_token_ids=self.asked(prompt))
+                    for event in self._echo:
+                        yield self._chunk([ChatChunkChoice(index=idx, delta=deltas[idx].of(event))])
                 self.note(idx, output)
                 logprobs = ChatLogprobs(content=list(map(self.logprob, output.logprobs))) if output.logprobs else None
                 ids = output.token_ids if self.body.return_token_ids else None

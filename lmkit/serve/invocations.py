@@ -18,6 +18,7 @@ router = APIRouter()
 router.add_api_route("/ping", health, methods=["GET"])
 
 ROUTES = (  # the fields that tell a body's route
+    (("messages", "encoding_format"), "/v1/embeddings", embeddings),
     (("messages",), "/v1/chat/completions", chat_completions),
     (("prompt",), "/v1/completions", completions),
     (("input",), "/v1/embeddings", embeddings),

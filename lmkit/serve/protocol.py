@@ -9,6 +9,7 @@ every key, and any key is accepted. As with OpenAI, it does not separate caches;
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
@@ -183,6 +184,7 @@ class ChatCompletionRequest(_Sampling, ChatExtensions):
     # not OpenAI's
     add_generation_prompt: bool | None = None  # default true
     continue_final_message: bool | None = None  # vLLM's: the answer goes on with the last message, the assistant's
+    echo: bool | None = None  # vLLM's, with continue_final_message: the answer begins with the text of that message
 
     @property
     def num_chars(self) -> int:
@@ -191,22 +193,22 @@ class ChatCompletionRequest(_Sampling, ChatExtensions):
         return tools + sum(message.num_chars for message in self.messages)
 
 
-def prompts(value: Any, most: int = MAX_PROMPTS) -> list[str | list[int]]:
-    """text | token ids | a list of texts and lists of token ids -> this list."""
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(token) is int for token in value)
+
+
+def prompts(value: Any, most: int = MAX_PROMPTS, are_tokens: Callable[[Any], bool] = _are_ids) -> list[Any]:
+    """text | token ids | a list of texts and lists of token ids -> this list. `are_tokens` knows one of its lists."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and value:
-        if _are_ids(value):
+        if are_tokens(value):
             return [value]
         if len(value) > most:
             raise ValueError(f"at most {most} prompts")
-        if all(isinstance(item, str) or _are_ids(item) for item in value):
+        if all(isinstance(item, str) or are_tokens(item) for item in value):
             return value
     raise ValueError("expected text, a list of texts, a list of token ids, or a list of lists of token ids")
-
-
-def _are_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(type(token) is int for token in value)
 
 
 _SOME = Field(min_length=1)

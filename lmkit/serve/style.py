@@ -172,8 +172,8 @@ def _up_to(text: str, last: ChatMessage) -> str:
     """A rendered conversation up to the end of its last message, as the template shows it. Raises RequestError."""
     content = last.content or ""
     shown = next((form for form in (content, content.strip()) if form and form in text), "")
-    if last.role != "assistant" or last.tool_calls or not content.strip() or not shown:
-        message = "continue_final_message: the last message must be a text of the assistant that the template shows"
+    if last.tool_calls or not content.strip() or not shown:
+        message = "continue_final_message: the last message must be a text that the template shows"
         raise RequestError("invalid_request", message, "continue_final_message")
     return text[: text.rindex(shown) + len(shown)]
 

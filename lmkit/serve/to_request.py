@@ -50,6 +50,9 @@ def chat_requests(
         raise _invalid("max_tokens: at least 1 in a chat", "max_tokens")
     if body.top_logprobs and not body.logprobs:
         raise _invalid("top_logprobs needs logprobs: true", "top_logprobs")
+    if body.echo and not (body.continue_final_message and body.messages[-1].role == "assistant"):
+        rule = "it shows the assistant's message that the answer goes on with, so it needs continue_final_message"
+        raise _invalid(f"echo: {rule}", "echo")
     style = style or Style(tokenizer)
     tools = called_tools(body)
     content = constraint(body, tokenizer, info.vocab_size)

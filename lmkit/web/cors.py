@@ -9,9 +9,10 @@ from starlette.types import ASGIApp
 
 
 def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """`app`, whose answers pages of these origins may read. Cookies are never allowed; a page sends its own API key."""
-    if not origins:
-        return app
+    """`app`, whose answers pages of these origins may read. A preflight of any other page gets status 400.
+
+    Cookies are never allowed; a page sends its own API key.
+    """
     return CORSMiddleware(
         app,
         allow_origins=origins,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import struct
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -11,16 +12,27 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import torch
 
 from lmkit.config import ServerConfig
 from lmkit.errors import RequestError
 from lmkit.serve.embeddings import vectors
+from lmkit.serve.embeddings.encoding import encoded
 from lmkit.serve.truncate import cut_text
 from lmkit.turbo.request import EngineInfo, Request, Siblings, StepOutput
 from tests.serve.fake_engine import EMBEDDING_SIZE, embedding
 from tests.serve.in_process import INFO, TOKENIZER, App, StubEngine, _fields
 from tests.serve.live import Server
 
+EMBEDDING_PATHS = ("/v1/embeddings", "/invocations")
+TORCH_TYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+MESSAGES = [{"role": "user", "content": "Hi"}]
 TEXTS = ["def add(a, b):", "import os", "class Queue:\n    pass"]
 
 
@@ -165,7 +177,7 @@ def test_a_text_beyond_the_context() -> None:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({}, "input: Field required"),
+        ({}, "send input, or messages"),
         ({"input": []}, "input: expected text"),
         ({"input": [["a"]]}, "input: expected text"),
         ({"input": ["a"] * 2049}, "input: at most 2048"),
@@ -174,12 +186,87 @@ def test_a_text_beyond_the_context() -> None:
         ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
         ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         ({"input": "a", "truncation_side": "left"}, "truncation_side needs"),
-        ({"input": "a", "embed_dtype": "float16"}, "embed_dtype is not supported"),
-        ({"input": "a", "messages": []}, "unknown parameter 'messages'"),
+        ({"input": "a", "embed_dtype": "float16"}, "embed_dtype: it goes with encoding_format base64"),
+        ({"input": "a", "embed_dtype": "int8", "encoding_format": "bytes"}, "embed_dtype"),
+        ({"input": ["a"] * 99, "encoding_format": "bytes"}, "ask for bytes_only"),
+        ({"input": [1, "x" * 999]}, "maximum context length"),
+        ({"input": [1, 5000, "x"]}, "not in [0, 4096)"),
+        ({"input": "a", "messages": MESSAGES}, "send input, or messages"),
+        ({"input": "a", "add_generation_prompt": True}, "add_generation_prompt: it goes with messages"),
+        ({"messages": MESSAGES, "add_generation_prompt": True, "continue_final_message": True}, "send one of them"),
     ],
 )
 def test_mistakes_are_refused(body: dict[str, Any], message: str) -> None:
     assert message in refused("/v1/embeddings", **body)
+
+
+@pytest.mark.parametrize("endianness", ["native", "little", "big"])
+@pytest.mark.parametrize("dtype", TORCH_TYPES)
+def test_bytes_of_a_type_and_order(dtype: str, endianness: str) -> None:
+    """torch rounds the same vectors, and reads the bytes."""
+    form = {"embed_dtype": dtype, "endianness": endianness, "normalize": False}
+    plain = shown(post("/v1/embeddings", input=TEXTS, normalize=False))
+    expected = torch.tensor(plain).to(TORCH_TYPES[dtype])
+    size = expected.element_size()
+
+    def read(data: bytes) -> list[float]:
+        words = [data[i : i + size] for i in range(0, len(data), size)]
+        little = b"".join(word[::-1] if endianness == "big" else word for word in words)
+        return torch.frombuffer(bytearray(little), dtype=TORCH_TYPES[dtype]).float().tolist()
+
+    in_base64 = post("/v1/embeddings", input=TEXTS, encoding_format="base64", **form).json()["data"]
+    assert [read(base64.b64decode(entry["embedding"])) for entry in in_base64] == expected.float().tolist()
+    answer = post("/v1/embeddings", input=TEXTS, encoding_format="bytes", **form)
+    metadata = json.loads(answer.headers["metadata"])
+    assert metadata["usage"]["prompt_tokens"] == sum(len(TOKENIZER.encode(text)) for text in TEXTS)
+    for entry, row in zip(metadata["data"], expected.float().tolist(), strict=True):
+        assert read(answer.content[entry["start"] : entry["end"]]) == row
+        assert (entry["embed_dtype"], entry["endianness"], entry["shape"]) == (dtype, endianness, [EMBEDDING_SIZE])
+    alone = post("/v1/embeddings", input=TEXTS, encoding_format="bytes_only", **form)
+    assert alone.content == answer.content
+    assert "metadata" not in alone.headers
+
+
+@pytest.mark.parametrize("dtype", TORCH_TYPES)
+def test_rounding_is_that_of_torch(dtype: Any) -> None:
+    """Of numbers of all sizes, of the middles between neighbours, and of both zeros."""
+    exact = torch.arange(-200, 200).float() / 64
+    values = torch.cat([torch.randn(4096, generator=torch.manual_seed(0)).exp() - 1, exact, torch.tensor([0.0, -0.0])])
+    (data,) = encoded(values[None].numpy(), dtype)
+    assert data == bytes(values.to(TORCH_TYPES[dtype]).view(torch.uint8).tolist())
+    (most,) = encoded((torch.tensor([[3e38, -3e38]])).numpy(), dtype)
+    read = torch.frombuffer(bytearray(most), dtype=TORCH_TYPES[dtype]).float()
+    assert read.isfinite().all()
+    assert read[0] == -read[1]
+
+
+def test_texts_between_token_ids() -> None:
+    engine = EmbeddingEngine()
+    assert len(shown(post("/v1/embeddings", engine, input=[12, "def f", 34]))) == 1
+    assert len(shown(post("/v1/embeddings", engine, input=["a", [12, "def f", 34], [5]]))) == 3
+    ids = [12, *TOKENIZER.encode("def f", False), 34]
+    assert [request.prompt_ids for request in engine.requests] == [ids, TOKENIZER.encode("a"), ids, [5]]
+
+
+def test_a_conversation_is_embedded_as_the_template_writes_it() -> None:
+    engine = EmbeddingEngine()
+    said = [*MESSAGES, {"role": "assistant", "content": "Hello there"}, {"role": "user", "content": "And you?"}]
+    app = App(engine)
+
+    def tokens(**fields: Any) -> list[int]:
+        return app.post("/tokenize", {"messages": said, **fields}).json()["tokens"]
+
+    for given, same in (
+        ({}, {"add_generation_prompt": False}),
+        ({"add_generation_prompt": True}, {"add_generation_prompt": True}),
+        ({"continue_final_message": True}, {"continue_final_message": True}),
+        ({"add_special_tokens": True}, {"add_generation_prompt": False, "add_special_tokens": True}),
+    ):
+        answer = app.post("/v1/embeddings", {"messages": said, **given})
+        assert engine.requests[-1].prompt_ids == tokens(**same)
+        assert shown(answer) == [pytest.approx(vector(tokens(**same)), abs=1e-6)]
+    one, other = (app.post(path, {"messages": said, "encoding_format": "float"}) for path in EMBEDDING_PATHS)
+    assert shown(one) == shown(other)
 
 
 def test_neutral_fields_are_accepted() -> None:

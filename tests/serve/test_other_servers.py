@@ -191,12 +191,29 @@ def test_an_answer_goes_on_with_the_last_message() -> None:
     assert tokens == ids
     for wrong in (
         {"messages": messages, "add_generation_prompt": True},
-        {"messages": CHAT["messages"]},
         {"messages": [*CHAT["messages"], {"role": "assistant", "content": " "}]},
     ):
         for path in (CHAT_PATH, "/tokenize"):
             error = app.post(path, {"model": "model", "continue_final_message": True} | wrong).json()["error"]
             assert error["param"] == "continue_final_message"
+
+
+def test_an_answer_shows_the_message_that_it_goes_on_with() -> None:
+    said = "An apple a day, keeps"
+    body = CHAT | {"messages": [*CHAT["messages"], {"role": "assistant", "content": said}], "n": 2, "seed": 1}
+    body |= {"continue_final_message": True, "logprobs": True}
+    plain, shown = (send(ScriptedEngine(), json=body | {"echo": echo}).json() for echo in (False, True))
+    for one, other in zip(plain["choices"], shown["choices"], strict=True):
+        assert other["message"]["content"] == said + one["message"]["content"]
+        assert other["logprobs"] == one["logprobs"]
+    texts = ["", ""]
+    for event in events(send(ScriptedEngine(), json=body | {"echo": True, "stream": True}).text):
+        for choice in event["choices"]:
+            texts[choice["index"]] += choice["delta"].get("content") or ""
+    assert texts == [choice["message"]["content"] for choice in shown["choices"]]
+    for wrong in ({"continue_final_message": False}, {"messages": CHAT["messages"]}):
+        answer = send(ScriptedEngine(), json=body | {"echo": True} | wrong)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "echo")
 
 
 def test_tokens_are_shown_as_ids() -> None:

@@ -8,14 +8,25 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from lmkit import neutral
 from lmkit.errors import RequestError
-from lmkit.serve.protocol import CutTo, GivenPrompts, ModelName, Placed, prompts
+from lmkit.serve.conversation import Messages
+from lmkit.serve.embeddings.encoding import DType, Endianness
+from lmkit.serve.protocol import CutTo, GivenPrompts, ModelName, Placed, TemplateVariables, prompts
 
 MAX_TEXTS = 2048  # as OpenAI
+NOTHING = (None, False, "float32", "native", "little")  # values of fields that change nothing
+Text = str | list[int] | list[int | str]  # a text, token ids, or token ids with texts between them
+GivenInputs = GivenPrompts | Annotated[list[int | str | list[int | str]], Field(min_length=1)]
 
 
-def _inputs(value: Any) -> list[str | list[int]]:
-    """As in completions, where llama.cpp's objects of texts may stand for texts."""
-    return prompts(list(map(_text, value)) if isinstance(value, list) else _text(value), MAX_TEXTS)
+def _inputs(value: Any) -> list[Text]:
+    """As in completions, with llama.cpp's other forms: objects of texts, and texts between token ids."""
+    return prompts(list(map(_text, value)) if isinstance(value, list) else _text(value), MAX_TEXTS, _are_tokens)
+
+
+def _are_tokens(value: Any) -> bool:
+    """Whether it is one text: token ids, with texts between them or not."""
+    kinds = {type(part) for part in value} if isinstance(value, list) else {str}
+    return kinds <= {int, str} and kinds != {str}
 
 
 def _text(item: Any) -> Any:
@@ -64,11 +75,37 @@ class TextsRequest(Placed):
 
 
 class EmbeddingRequest(TextsRequest):
-    input: Annotated[list[str | list[int]], BeforeValidator(_inputs, json_schema_input_type=GivenPrompts)]
-    encoding_format: Literal["float", "base64"] | None = None
+    """Of texts, or of one conversation as the chat template writes it (vLLM's)."""
+
+    input: Annotated[list[Text], BeforeValidator(_inputs, json_schema_input_type=GivenInputs)] | None = None
+    messages: Messages | None = None
+    add_generation_prompt: bool | None = None  # of messages; default false
+    continue_final_message: bool | None = None
+    chat_template_kwargs: TemplateVariables | None = None
+    encoding_format: Literal["float", "base64", "bytes", "bytes_only"] | None = None  # the last two are vLLM's
+    embed_dtype: DType | None = None  # of bytes; default float32
+    endianness: Endianness | None = None  # of bytes; default little
     dimensions: Annotated[int, Field(ge=1)] | None = None  # the first so many, normalized again
     normalize: bool | None = None  # vLLM's; default true
     use_activation: bool | None = None  # vLLM's newer name for it
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> Self:
+        if (self.input is None) is (self.messages is None):
+            raise RequestError("invalid_request", "send input, or messages", "input")
+        of_messages = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+        if self.messages is None and (wrong := self._first_of(of_messages)):
+            raise RequestError("invalid_request", f"{wrong}: it goes with messages", wrong)
+        of_bytes = ("embed_dtype", "endianness")
+        if self.encoding_format in (None, "float") and (wrong := self._first_of(of_bytes)):
+            raise RequestError(
+                "invalid_request", f"{wrong}: it goes with encoding_format base64, bytes, bytes_only", wrong
+            )
+        return self
+
+    def _first_of(self, names: tuple[str, ...]) -> str | None:
+        """The first field of these that asks for something."""
+        return next((name for name in names if getattr(self, name) not in NOTHING), None)
 
     @property
     def is_normalized(self) -> bool:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import base64
+import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
@@ -12,7 +12,8 @@ from fastapi import APIRouter, Request, Response
 from lmkit.errors import RequestError
 from lmkit.serve.body import read_json
 from lmkit.serve.choose import choose
-from lmkit.serve.embeddings.protocol import EmbeddingRequest, RerankRequest, ScoreRequest, TextsRequest
+from lmkit.serve.embeddings.encoding import DType, Endianness, encoded, entries, positions
+from lmkit.serve.embeddings.protocol import EmbeddingRequest, RerankRequest, ScoreRequest, Text, TextsRequest
 from lmkit.serve.embeddings.vectors import Embedder
 from lmkit.serve.streaming import WholeAnswer
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from lmkit.turbo.transport.vectors import Vectors
 
 B = TypeVar("B", bound=TextsRequest)
+MAX_HEADER = 8192  # of an answer: what common clients and proxies take
 router = APIRouter()
 
 
@@ -30,8 +32,13 @@ async def embeddings(request: Request) -> Response:
     if body.dimensions is not None and body.dimensions > most:
         message = f"dimensions={body.dimensions}: this model's embeddings have {most}; ask for at most as many"
         raise RequestError("invalid_request", message, "dimensions")
-    vectors = await embedder.vectors(body.input, "input", normalize=body.is_normalized, size=body.dimensions or most)
-    return _list(embedder, _shown(vectors, in_base64=body.encoding_format == "base64"))
+    param = "input" if body.messages is None else "messages"
+    texts: Sequence[Text] = body.input or [await embedder.conversation(body)]
+    vectors = await embedder.vectors(texts, param, normalize=body.is_normalized, size=body.dimensions or most)
+    form = body.embed_dtype or "float32", body.endianness or "little"
+    if body.encoding_format in ("bytes", "bytes_only"):
+        return _bytes(embedder, vectors, *form, with_metadata=body.encoding_format == "bytes")
+    return _list(embedder, entries(vectors, body.encoding_format or "float", *form))
 
 
 @router.post("/v1/rerank")
@@ -66,8 +73,7 @@ async def score(request: Request) -> Response:
         raise RequestError("invalid_request", message, "text_1")
     vectors = await embedder.vectors([*first, *second], "text_1 and text_2")
     scores = cosines(vectors[: len(first)], vectors[len(first) :])
-    entries = ({"index": i, "object": "score", "score": value} for i, value in enumerate(scores))
-    return _list(embedder, entries)
+    return _list(embedder, ({"index": i, "object": "score", "score": value} for i, value in enumerate(scores)))
 
 
 async def _begin(request: Request, kind: type[B], prefix: str) -> tuple[B, Embedder]:
@@ -78,15 +84,26 @@ async def _begin(request: Request, kind: type[B], prefix: str) -> tuple[B, Embed
 
 
 def _list(embedder: Embedder, data: Iterator[dict[str, Any]]) -> Response:
-    head = {"id": embedder.id, "object": "list", "created": int(time.time()), "model": embedder.server.model_name}
-    return WholeAnswer(head | {"data": data, "usage": embedder.usage})
+    return WholeAnswer(_head(embedder) | {"object": "list", "data": data, "usage": embedder.usage})
 
 
-def _shown(vectors: Vectors, *, in_base64: bool) -> Iterator[dict[str, Any]]:
-    """OpenAI's entries. In base64 a vector is its float32 values, little-endian."""
-    for index, vector in enumerate(vectors):
-        shown = base64.b64encode(vector.astype("<f4").tobytes()).decode() if in_base64 else vector.tolist()
-        yield {"object": "embedding", "index": index, "embedding": shown}
+def _bytes(
+    embedder: Embedder, vectors: Vectors, dtype: DType, endianness: Endianness, *, with_metadata: bool
+) -> Response:
+    """The bytes of all vectors. vLLM's header `metadata` has what a body of JSON would have beside them."""
+    headers = {}
+    if with_metadata:
+        about = {"data": positions(vectors, dtype, endianness), "usage": embedder.usage}
+        headers["metadata"] = json.dumps(_head(embedder) | about)
+        if len(headers["metadata"]) > MAX_HEADER:
+            message = f"encoding_format=bytes: the header for {len(vectors)} texts is too long; ask for bytes_only"
+            raise RequestError("invalid_request", message, "encoding_format")
+    data = b"".join(encoded(vectors, dtype, endianness))
+    return Response(data, media_type="application/octet-stream", headers=headers)
+
+
+def _head(embedder: Embedder) -> dict[str, Any]:
+    return {"id": embedder.id, "created": int(time.time()), "model": embedder.server.model_name}
 
 
 def cosines(first: Vectors, second: Vectors) -> list[float]:

@@ -10,7 +10,7 @@ from fastapi import Request as HttpRequest
 
 from lmkit.errors import RequestError
 from lmkit.serve.auth import owner
-from lmkit.serve.embeddings.protocol import TextsRequest
+from lmkit.serve.embeddings.protocol import EmbeddingRequest, Text, TextsRequest
 from lmkit.serve.serving import Serving, new_id
 from lmkit.serve.to_request import check_ids, placement
 from lmkit.serve.truncate import cut, cut_text, room
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 # Of one body, the requests that are with the engine at a time: enough for full steps, and a small part of the queue.
 AT_ONCE, TOKENS_AT_ONCE = 128, 1 << 17
-Text = str | list[int]
 
 
 class Embedder:
@@ -43,10 +42,28 @@ class Embedder:
 
         Raises RequestError, which names the field `param`.
         """
-        run, num_chars = self.server.texts.run, sum(map(len, texts))
+        run, num_chars = self.server.texts.run, sum(map(_num_chars, texts))
         requests = await run(self._request.receive, num_chars, lambda: self._requests(texts, param))
         rows = await while_connected(self._request.receive, self._rows(requests))
         return await run(self._request.receive, 0, lambda: matrix(rows, size, normalize=normalize))
+
+    async def conversation(self, body: EmbeddingRequest) -> list[int]:
+        """The tokens of the body's messages, as the chat template writes them. Raises RequestError."""
+        messages, tokenizer = body.messages or [], self.server.tokenizer
+
+        def work() -> list[int]:
+            text = self.server.style.write(
+                messages,
+                variables=body.chat_template_kwargs,
+                add_generation_prompt=bool(body.add_generation_prompt),
+                continue_final=bool(body.continue_final_message),
+            )
+            if body.truncate_prompt_tokens is None:
+                tokenizer.check_length(text, self.server.info.max_model_len, "messages")
+            return tokenizer.encode(text, bool(body.add_special_tokens))
+
+        num_chars = sum(message.num_chars for message in messages)
+        return await self.server.texts.run(self._request.receive, num_chars, work)
 
     @property
     def usage(self) -> dict[str, Any]:
@@ -101,8 +118,9 @@ def token_ids(text: Text, tokenizer: Tokenizer, info: EngineInfo, body: TextsReq
         raise RequestError("invalid_request", "truncation_side needs truncate_prompt_tokens", "truncation_side")
     keep_end, special = body.truncation_side == "left", body.add_special_tokens is not False
     if isinstance(text, list):
-        check_ids(text, info.vocab_size, param)
-        ids = text if most is None else cut(text, most, keep_end=keep_end)
+        ids = list(_joined(text, tokenizer, context, param))
+        check_ids(ids, info.vocab_size, param)
+        ids = ids if most is None else cut(ids, most, keep_end=keep_end)
     elif most is None:
         tokenizer.check_length(text, context, param)
         ids = tokenizer.encode(text, special)
@@ -117,3 +135,17 @@ def token_ids(text: Text, tokenizer: Tokenizer, info: EngineInfo, body: TextsReq
         )
         raise RequestError("context_length_exceeded", message, param, n_prompt_tokens=len(ids), n_ctx=context)
     return ids
+
+
+def _num_chars(text: Text) -> int:
+    return len(text) if isinstance(text, str) else sum(len(part) if isinstance(part, str) else 1 for part in text)
+
+
+def _joined(parts: Sequence[int | str], tokenizer: Tokenizer, context: int, param: str) -> Iterator[int]:
+    """Token ids, with the tokens of the texts between them. A client that writes ids writes the special ones, too."""
+    for part in parts:
+        if isinstance(part, int):
+            yield part
+        else:
+            tokenizer.check_length(part, context, param)
+            yield from tokenizer.encode(part, False)
