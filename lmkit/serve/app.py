@@ -35,6 +35,7 @@ from lmkit.serve.messages import routes as messages
 from lmkit.serve.metrics import Metrics
 from lmkit.serve.pool import ModelPool
 from lmkit.serve.responses import routes as responses
+from lmkit.serve.responses.background import Background
 from lmkit.serve.responses.store import ResponseStore
 from lmkit.serve.serving import Serving
 from lmkit.serve.sessions import Sessions
@@ -65,6 +66,7 @@ def create_app(models: ModelPool, tokenizers: Sequence[Tokenizer], config: Serve
     app.state.responses = ResponseStore(
         lambda: app.state.data.folder("responses"), max_bytes=config.response_store, ttl=config.response_ttl
     )
+    app.state.background = Background()
     app.state.pool = models
     bodies = Budget(config.body_memory, what="bodies of requests")
     answers = Budget(config.answer_memory, what="answers", each=config.answer_memory // ANSWER_PARTS)

@@ -109,6 +109,8 @@ def parse(raw: bytes, endpoint: str, max_bytes: int) -> Line:
         raise _wrong(f"expected method POST and url {endpoint}, which is the batch's endpoint", "url")
     if line.body.get("stream"):
         raise _wrong("body.stream: an answer in a batch is not streamed", "body")
+    if line.body.get("background"):
+        raise _wrong("body.background: a batch waits for its answers; leave it out", "body")
     if str(line.body.get("encoding_format")).startswith("bytes"):
         raise _wrong("body.encoding_format: an answer in a batch is JSON; ask for base64", "body")
     if line.body.get("priority") is not None:

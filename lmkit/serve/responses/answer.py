@@ -58,16 +58,16 @@ class ResponsesAnswer(BlockBuilder):
     async def whole(self) -> dict[str, Any]:
         async for _ in self.steps():
             pass
-        return await self._kept(self._finished())
+        return await self.keep(self._finished())
 
     async def chunks(self) -> AsyncGenerator[str]:
         async for step in self.steps():
             if self._number < 0:
                 for kind in ("created", "in_progress"):
-                    yield self._event(f"response.{kind}", response=self._response("in_progress"))
+                    yield self._event(f"response.{kind}", response=self.response("in_progress"))
             for text in self._written(step):
                 yield text
-        response = await self._kept(self._finished())
+        response = await self.keep(self._finished())
         yield self._event(f"response.{response['status']}", response=response)
 
     @property
@@ -75,17 +75,27 @@ class ResponsesAnswer(BlockBuilder):
         return self._failure
 
     def _failure(self, error: RequestError) -> str:
-        self.blocks.all[-1].is_cut = True
+        return self._event("response.failed", response=self.failure(error))
+
+    def failure(self, error: RequestError) -> dict[str, Any]:
+        """The response that an error ended."""
+        if self.blocks.all:
+            self.blocks.all[-1].is_cut = True
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
-        response = self._response("failed", output=list(self._items()))
-        return self._event("response.failed", response=response | {"error": {"code": code, "message": error.message}})
+        response = self.response("failed", output=list(self._items()))
+        return response | {"error": {"code": code, "message": error.message}}
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the model has written some of it."""
+        return bool(self.blocks.all)
 
     def _finished(self) -> dict[str, Any]:
         cut = self.last.finish_reason == "length"
         about = {"reason": "max_output_tokens"} if cut else None
         usage = self.count.usage()
         cached, new = usage.prompt_tokens_details.cached_tokens, usage.completion_tokens
-        return self._response("incomplete" if cut else "completed", output=list(self._items())) | {
+        return self.response("incomplete" if cut else "completed", output=list(self._items())) | {
             "completed_at": None if cut else int(time.time()),
             "incomplete_details": about,
             "usage": {
@@ -97,8 +107,8 @@ class ResponsesAnswer(BlockBuilder):
             },
         }
 
-    async def _kept(self, response: dict[str, Any]) -> dict[str, Any]:
-        """The response, after it was stored if it is to be."""
+    async def keep(self, response: dict[str, Any]) -> dict[str, Any]:
+        """The response, after it was stored if it is to be. It takes the place of an earlier state."""
         if not response["store"]:
             return response
         exchange = self._exchange
@@ -106,7 +116,8 @@ class ResponsesAnswer(BlockBuilder):
         stored = Stored(self.id, self._asked.previous_response_id, items, msgspec.json.encode(response))
         return response | {"store": await exchange.store.put(exchange.owner, stored)}
 
-    def _response(self, status: str, output: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    def response(self, status: str, output: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+        """The response object in a state."""
         asked, params = self._asked, self.requests[0].params
         fields = asked.model_dump(mode="json", exclude_none=True, include=_ECHOED)
         return {
@@ -115,7 +126,7 @@ class ResponsesAnswer(BlockBuilder):
             "created_at": self.head["created"],
             "completed_at": None,
             "status": status,
-            "background": False,
+            "background": bool(asked.background),
             "error": None,
             "incomplete_details": None,
             "instructions": asked.instructions,

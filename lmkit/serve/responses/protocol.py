@@ -198,6 +198,7 @@ class ResponsesRequest(Prompt):
     """The body of POST /v1/responses."""
 
     store: bool | None = None  # None: as if true
+    background: bool | None = None  # the response is made while no client waits
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_output_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None

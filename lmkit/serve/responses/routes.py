@@ -16,6 +16,7 @@ from lmkit.serve.choose import choose, shared
 from lmkit.serve.protocol import validate
 from lmkit.serve.response import answer
 from lmkit.serve.responses.answer import Exchange, ResponsesAnswer
+from lmkit.serve.responses.background import OPEN, Background
 from lmkit.serve.responses.protocol import NAMES, Item, ListQuery, Prompt, ResponsesRequest, RetrieveQuery
 from lmkit.serve.responses.store import ResponseStore, Stored
 from lmkit.serve.responses.translate import to_chat
@@ -35,7 +36,14 @@ async def create(request: Request) -> Response:
     chat = to_chat(body, [*await _earlier(request, body), *body.input])
     exchange = Exchange(body, _owner(request), _store(request))
     share = request.state.held.enter_context(server.answers.share())
-    return await answer(request, ResponsesAnswer(server, chat, owner(request), share, exchange))
+    made = ResponsesAnswer(server, chat, owner(request), share, exchange)
+    if not body.background:
+        return await answer(request, made)
+    if body.stream or not exchange.is_stored:
+        message = "background: such a response is fetched later, so it needs store and goes without stream"
+        raise RequestError("invalid_request", message, "background")
+    await server.texts.run(request.receive, made.num_chars, made.prepare)
+    return _json(await _background(request).begin(made, request.state.held.pop_all()))
 
 
 @router.post(f"{PATH}/input_tokens")
@@ -49,21 +57,25 @@ async def input_tokens(request: Request) -> Response:
 @router.get(f"{PATH}/{{id}}")
 async def retrieve(id: str, request: Request) -> Response:
     validate(_query(request), RetrieveQuery)
-    return Response((await _stored(request, id)).response, media_type="application/json")
+    stored = await _stored(request, id)
+    return Response(_background(request).now(stored.response), media_type="application/json")
 
 
 @router.delete(f"{PATH}/{{id}}")
 async def delete(id: str, request: Request) -> Response:
-    if not await _store(request).delete(_owner(request), id):
-        raise _absent(id)
+    await _stored(request, id)
+    await _background(request).cancel(id)
+    await _store(request).delete(_owner(request), id)
     return _json({"id": id, "object": "response", "deleted": True})
 
 
 @router.post(f"{PATH}/{{id}}/cancel")
 async def cancel(id: str, request: Request) -> Response:
-    await _stored(request, id)
-    message = "this response has ended; only one that is made in the background could be cancelled, and there are none"
-    raise RequestError("invalid_request", message)
+    stored = await _stored(request, id)
+    if not msgspec.json.decode(stored.response)["background"]:
+        raise RequestError("invalid_request", "only a response that is made in the background can be cancelled")
+    await _background(request).cancel(id)
+    return await retrieve(id, request)
 
 
 @router.get(f"{PATH}/{{id}}/input_items")
@@ -100,8 +112,12 @@ async def _earlier(request: Request, body: Prompt) -> Iterable[Item]:
     share.add(sum(len(stored.input) + len(stored.response) for stored in chain))
     items: list[Any] = []
     for stored in chain:
+        response = msgspec.json.decode(_background(request).now(stored.response))
+        if response["status"] in OPEN:
+            message = f"the response {response['id']!r} has not ended"
+            raise RequestError("invalid_request", message, "previous_response_id")
         items += msgspec.json.decode(stored.input)
-        items += msgspec.json.decode(stored.response)["output"]
+        items += response["output"]
     return _ITEMS.validate_python(items)
 
 
@@ -118,6 +134,10 @@ def _absent(id: str) -> RequestError:
 
 def _store(request: Request) -> ResponseStore:
     return cast(ResponseStore, request.app.state.responses)
+
+
+def _background(request: Request) -> Background:
+    return cast(Background, request.app.state.background)
 
 
 def _owner(request: Request) -> str:

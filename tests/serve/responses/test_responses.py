@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
+import httpx
 import openai
 import pytest
 from pydantic import BaseModel
@@ -112,6 +115,54 @@ def test_stored_responses_are_fetched_listed_and_deleted(client: openai.OpenAI) 
             call(answer.id)
 
 
+def until(client: openai.OpenAI, id: str, *states: str) -> Any:
+    """The response, once it is in one of these states."""
+    deadline = time.monotonic() + 30
+    while (response := client.responses.retrieve(id)).status not in states:
+        assert time.monotonic() < deadline, response.status
+        time.sleep(0.02)
+    return response
+
+
+def test_a_response_is_made_in_the_background(client: openai.OpenAI) -> None:
+    plain = ask(client)
+    answer = ask(client, background=True)
+    assert (answer.status, answer.background, answer.output, answer.usage) == ("queued", True, [], None)
+    ended = until(client, answer.id, "incomplete")
+    assert ended.output_text == plain.output_text
+    assert ended.usage.to_dict() == plain.usage.to_dict() | {"input_tokens_details": ANY}
+    assert client.responses.cancel(answer.id) == ended, "it has ended, so it stays as it is"
+    again = ask(client, input="More", previous_response_id=answer.id)
+    assert again.usage.input_tokens > ended.usage.input_tokens
+    failed = ask(client, input="REFUSE", background=True)
+    error = until(client, failed.id, "failed").error
+    assert (error.code, error.message) == ("server_error", "the queue is full")
+
+
+def test_a_response_in_the_background_is_cancelled(client: openai.OpenAI) -> None:
+    answer = ask(client, input="SLOW", max_output_tokens=4000, background=True)
+    until(client, answer.id, "in_progress")
+    with pytest.raises(openai.BadRequestError, match="has not ended"):
+        ask(client, previous_response_id=answer.id)
+    assert client.responses.cancel(answer.id).status == "cancelled"
+    assert client.responses.cancel(answer.id).status == "cancelled"
+    other = ask(client, input="SLOW", max_output_tokens=4000, background=True)
+    client.responses.delete(other.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(other.id)
+    load = httpx.get(str(client.base_url).removesuffix("/v1/") + "/load")
+    assert load.json() == {"server_load": 0}, "nothing runs on"
+    assert client.responses.retrieve(answer.id).status == "cancelled"
+
+
+def test_a_response_in_the_background_ends_with_its_server(tmp_path: Path) -> None:
+    """Its task is gone with the event loop of the first request."""
+    app = App(ScriptedEngine(lambda request: [70] * 4000), ServerConfig(data_dir=str(tmp_path)))
+    id = app.post(PATH, {"model": "model", "input": "Hi", "background": True}).json()["id"]
+    response = app.request("GET", f"{PATH}/{id}").json()
+    assert (response["status"], response["error"]["code"]) == ("failed", "server_error")
+
+
 def test_what_is_not_stored_is_not_found(client: openai.OpenAI) -> None:
     answer = ask(client, store=False)
     assert answer.store is False
@@ -150,7 +201,8 @@ def test_parse_gives_the_client_s_own_type(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
-        ({"background": True}, "background", "not supported"),
+        ({"background": True, "store": False}, "background", "needs store"),
+        ({"background": True, "stream": True}, "background", "without stream"),
         ({"conversation": "c"}, "conversation", "not supported"),
         ({"prompt": {"id": "p"}}, "prompt", "not supported"),
         ({"truncation": "auto"}, "truncation", "disabled"),
