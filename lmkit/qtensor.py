@@ -37,6 +37,7 @@ class QuantScheme:
     symmetric: bool = False
     kind: Literal["int", "float"] = "int"
     rows: int = 1
+    act_order: bool = False  # inputs of a group lie apart: see QTensor.order
 
     @property
     def max_code(self) -> int:
@@ -57,16 +58,27 @@ class QTensor:
     """codes uint8 [out, in] (one code a byte), scales float16/bfloat16/float32 and zeros uint8 [out, groups].
 
     kind "float": codes float8_e4m3fn [out, in], scales [row groups, groups], zeros empty [0].
+
+    Codes stand by group. With `act_order` of the scheme, column j of the codes belongs to input order[j].
     """
 
     codes: torch.Tensor
     scales: torch.Tensor
     zeros: torch.Tensor
     scheme: QuantScheme
+    order: torch.Tensor | None = None  # int32 [in]; there if the scheme has act_order
+
+    def __post_init__(self) -> None:
+        assert (self.order is not None) == self.scheme.act_order
 
     def to(self, device: str) -> QTensor:
         """The same weight on that device."""
-        return QTensor(self.codes.to(device), self.scales.to(device), self.zeros.to(device), self.scheme)
+        order = None if self.order is None else self.order.to(device)
+        return QTensor(self.codes.to(device), self.scales.to(device), self.zeros.to(device), self.scheme, order)
+
+    def of_gathered(self) -> QTensor:
+        """The weight whose inputs come in `order`."""
+        return replace(self, scheme=replace(self.scheme, act_order=False), order=None)
 
 
 def quantize(weight: Tensor, scheme: QuantScheme, *, clip: Range | None = None) -> QTensor:
@@ -90,7 +102,7 @@ def dequantize(q: QTensor) -> Tensor:
         codes = _grouped(q.codes[..., rows, :], q.scheme).float()
         codes.sub_(q.zeros[..., rows, :].float().unsqueeze(-1)).mul_(q.scales[..., rows, :].float().unsqueeze(-1))
         values[..., rows, :] = codes.flatten(-2)[..., :in_features]
-    return values
+    return values if q.order is None else values[..., q.order.argsort()]
 
 
 def per_row(q: QTensor) -> QTensor:

@@ -120,6 +120,8 @@ def can_write(shape: tuple[int, int], scheme: QuantScheme) -> str | None:
         return "float8 weights, AWQ has integers"
     if scheme.bits != 4:
         return f"{scheme.bits} bits, AWQ has 4"
+    if scheme.act_order:
+        return "activation order, AWQ has groups of neighbours"
     if out_features % 8:
         return f"{out_features} outputs are not a multiple of 8"
     if scheme.group_size != -1 and in_features % scheme.group_size:

@@ -4,6 +4,7 @@ pack-quantized   module.weight_packed      int32 [out, ceil(in * b / 32)]    wor
                  module.weight_zero_point  int32 [ceil(out * b / 32), groups]    words in sequence, along out;
                                            of asymmetric weights only
                  module.weight_shape       int64 [2] = (out, in)
+                 module.weight_g_idx       int32 [in]: the group of each input, in files of older versions
 int-quantized    module.weight             int8  [out, in]           code - 2**(b - 1)
                  module.weight_zero_point  int8  [out, groups]       zero - 2**(b - 1); of asymmetric weights only
 float-quantized  module.weight             float8 e4m3 [out, in]
@@ -30,7 +31,7 @@ from lmkit.formats.nvfp4 import read_compressed
 from lmkit.formats.packing import pack_words, unpack_words
 from lmkit.formats.parts import (
     Activations,
-    group_order,
+    in_groups,
     matrix_shape,
     method_problem,
     read_float8,
@@ -68,6 +69,8 @@ class CompressedTensorsFormat:
 
     def can_write(self, shape: tuple[int, int], scheme: QuantScheme) -> str | None:
         size = scheme.group_size
+        if scheme.act_order:
+            return "activation order, which the format no longer has"
         if scheme.kind == "int" and size != -1 and shape[1] % size:
             return f"{shape[1]} inputs are not a multiple of the group size {size}"
         return None
@@ -126,15 +129,15 @@ def _read_packed(reader: CheckpointReader, module: str, scheme: QuantScheme) -> 
     words = -(-in_features * scheme.bits // 32)
     packed = read_part(reader, module + ".weight_packed", ("I32",), (out_features, words))
     codes = unpack_words(packed, scheme.bits, in_features)
-    scales, order = _read_scales(reader, module, scheme, (out_features, in_features))
+    scales = _read_scales(reader, module, scheme, (out_features, in_features))
     groups = scheme.num_groups(in_features)
     if scheme.symmetric:
         zeros = torch.full((out_features, groups), 1 << (scheme.bits - 1), dtype=torch.uint8)
     else:
         shape = -(-out_features * scheme.bits // 32), groups
         stored = read_part(reader, module + ".weight_zero_point", ("I32",), shape)
-        zeros = unpack_words(stored.T.contiguous(), scheme.bits, out_features).T[:, order].contiguous()
-    return QTensor(codes, scales, zeros, scheme)
+        zeros = unpack_words(stored.T.contiguous(), scheme.bits, out_features).T.contiguous()
+    return in_groups(reader, module + ".weight_g_idx", QTensor(codes, scales, zeros, scheme))
 
 
 def _stated_shape(reader: CheckpointReader, module: str) -> tuple[int, int]:
@@ -150,15 +153,14 @@ def _read_bytes(reader: CheckpointReader, module: str, rule: Rule) -> QTensor:
     refuse_beside(reader, module, "8-bit weights by config.json", ("weight_packed",))
     shape = _weight_shape(reader, module, ("I8",))
     codes = _from_signed(reader, name, reader.tensor(name), scheme)
-    scales, order = _read_scales(reader, module, scheme, shape)
+    scales = _read_scales(reader, module, scheme, shape)
     groups = shape[0], scheme.num_groups(shape[1])
     if scheme.symmetric:
         zeros = torch.full(groups, 1 << (scheme.bits - 1), dtype=torch.uint8)
     else:
         zero_name = module + ".weight_zero_point"
         zeros = _from_signed(reader, zero_name, read_part(reader, zero_name, ("I8",), groups), scheme)
-        zeros = zeros[:, order].contiguous()
-    return QTensor(codes, scales, zeros, scheme)
+    return in_groups(reader, module + ".weight_g_idx", QTensor(codes, scales, zeros, scheme))
 
 
 def _read_floats(reader: CheckpointReader, module: str, rule: Rule) -> QTensor:
@@ -176,13 +178,9 @@ def _weight_shape(reader: CheckpointReader, module: str, dtypes: tuple[str, ...]
     return matrix_shape(reader, module + ".weight", dtypes)
 
 
-def _read_scales(
-    reader: CheckpointReader, module: str, scheme: QuantScheme, shape: tuple[int, int]
-) -> tuple[Tensor, Tensor]:
-    """For integers: (scales [out, groups] in the order of the inputs, the indices that put groups in this order)."""
-    (out_features, in_features), groups = shape, scheme.num_groups(shape[1])
+def _read_scales(reader: CheckpointReader, module: str, scheme: QuantScheme, shape: tuple[int, int]) -> Tensor:
+    """For integers: scales [out, groups]."""
+    out_features, groups = shape[0], scheme.num_groups(shape[1])
     whole = [(), (1,), (1, 1)] if scheme.group_size == -1 else []  # one scale for the tensor
     scales = read_scales(reader, module + ".weight_scale", (out_features, groups), *whole)
-    order = group_order(reader, module + ".weight_g_idx", in_features, scheme.group_size)
-    order = torch.arange(groups) if order is None else order
-    return scales.reshape(-1, groups).expand(out_features, groups)[:, order].contiguous(), order
+    return scales.reshape(-1, groups).expand(out_features, groups).contiguous()

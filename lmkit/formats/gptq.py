@@ -24,7 +24,6 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lmkit.errors import CheckpointError, UnsupportedError
@@ -35,9 +34,10 @@ from lmkit.formats.parts import (
     AUTO_ROUND_NOTES,
     Activations,
     Fields,
+    by_input,
     field_problem,
-    group_order,
     half_scales,
+    in_groups,
     matrix_shape,
     method_problem,
     one_scheme,
@@ -120,10 +120,8 @@ class GptqFormat:
         scales = read_scales(reader, module + ".scales", (groups, out_features)).T.contiguous()
         codes = unpack_words(reader.tensor(module + ".qweight").T.contiguous(), scheme.bits, in_features)
         zeros = self._zeros(reader, module, unpack_words(qzeros, scheme.bits, out_features), scheme)
-        order = group_order(reader, module + ".g_idx", in_features, scheme.group_size)
-        if order is not None:
-            scales, zeros = scales[:, order].contiguous(), zeros[:, order].contiguous()
-        return QTensor(codes, scales, zeros, replace(scheme, bits=4, symmetric=False) if scheme.bits < 4 else scheme)
+        scheme = replace(scheme, bits=4, symmetric=False) if scheme.bits < 4 else scheme
+        return in_groups(reader, module + ".g_idx", QTensor(codes, scales, zeros, scheme))
 
     def _zeros(self, reader: CheckpointReader, module: str, stored: Tensor, scheme: QuantScheme) -> Tensor:
         """Zeros [groups, out] as stored -> [out, groups]. Raises CheckpointError if they are ambiguous."""
@@ -155,9 +153,9 @@ class GptqFormat:
         if reason := self.can_write((out_features, in_features), scheme):
             raise UnsupportedError(f"{module}: {self.name} cannot store it: {reason}")
         scales = half_scales(weight.scales, module, self.name)
-        groups = torch.arange(in_features, dtype=torch.int32) // max(1, in_features // scales.shape[1])
+        codes, groups = by_input(weight)
         zeros = (weight.zeros - self.zero_offset).T.contiguous()
-        writer.add(module + ".qweight", pack_words(weight.codes, scheme.bits).T.contiguous())
+        writer.add(module + ".qweight", pack_words(codes, scheme.bits).T.contiguous())
         writer.add(module + ".qzeros", pack_words(zeros, scheme.bits))
         writer.add(module + ".scales", scales.T.contiguous())
         writer.add(module + ".g_idx", groups)
@@ -172,7 +170,7 @@ class GptqFormat:
             "quant_method": "gptq",
             "bits": scheme.bits,
             "group_size": scheme.group_size,
-            "desc_act": False,
+            "desc_act": scheme.act_order,
             "sym": scheme.symmetric,
             "checkpoint_format": self.name,
             "pack_dtype": "int32",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.formats.checkpoint import CheckpointReader
-from lmkit.qtensor import Linears, QuantScheme
+from lmkit.qtensor import Linears, QTensor, QuantScheme
 
 # How an engine should run 8-bit weights: with activations rounded per token to the same kind, or exactly ("none").
 Activations = Literal["none", "int8", "float8"]
@@ -89,8 +90,8 @@ def one_scheme(linears: Linears, what: str) -> QuantScheme:
     if len(grids) > 1:
         found = ", ".join(sorted(f"{bits} bits in groups of {size}" for bits, size, *_ in grids))
         raise UnsupportedError(f"{what} has one scheme for a whole checkpoint, not {found}; use compressed-tensors")
-    (bits, group_size, kind, rows) = grids.pop()
-    return QuantScheme(bits, group_size, all(scheme.symmetric for scheme in schemes), kind, rows)
+    (bits, group_size, kind, rows), ordered = grids.pop(), any(scheme.act_order for scheme in schemes)
+    return QuantScheme(bits, group_size, all(scheme.symmetric for scheme in schemes), kind, rows, ordered)
 
 
 def refuse_extras(what: str, activations: Activations, kv_cache_scheme: dict[str, Any] | None) -> None:
@@ -147,27 +148,39 @@ def refuse_beside(reader: CheckpointReader, module: str, part: str, others: tupl
             raise CheckpointError(f"{reader.path}: {module} has both {part} and {other}")
 
 
-def group_order(reader: CheckpointReader, name: str, in_features: int, group_size: int) -> Tensor | None:
-    """For each `group_size` inputs, the index of their group, int64 [groups]. None if there is no tensor `name`.
+def in_groups(reader: CheckpointReader, name: str, weight: QTensor) -> QTensor:
+    """A weight whose codes stand in the order of the inputs, with its codes by group.
 
-    The tensor `name`, int32 [in], has the group of each input. Groups may be in any order. Raises UnsupportedError if
-    inputs of one group are not neighbours, because activations would have to be gathered before every product. Raises
-    CheckpointError if an index is out of range.
+    The tensor `name`, int32 [in], has the group of each input; without it, each `group_size` inputs are a group. Groups
+    may come in any order, and their inputs may lie apart (QTensor.order). Raises CheckpointError if an index is out of
+    range or the groups have several sizes.
     """
     if not reader.has(name):
-        return None
-    size = in_features if group_size == -1 else group_size
+        return weight
+    in_features, num_groups = weight.codes.shape[1], weight.scales.shape[1]
     groups = read_part(reader, name, ("I32", "I64"), (in_features,)).long()
-    num_groups = -(-in_features // size)
     if int(groups.min()) < 0 or int(groups.max()) >= num_groups:
         raise CheckpointError(f"{reader.path}: {name} names groups that there are not, outside 0 .. {num_groups - 1}")
-    order = groups[::size]
-    if not torch.equal(order.repeat_interleave(size)[:in_features], groups):
-        raise UnsupportedError(
-            f"{reader.path}: {name}: inputs of one group are not neighbours (activation order without static groups), "
-            "so that every product would have to gather its inputs; such checkpoints are not read"
-        )
-    return order
+    size = weight.scheme.group_size if num_groups > 1 else in_features
+    first = groups[::size]
+    if torch.equal(first.repeat_interleave(size)[:in_features], groups):
+        scales, zeros = weight.scales[:, first].contiguous(), weight.zeros[:, first].contiguous()
+        return replace(weight, scales=scales, zeros=zeros)
+    order = groups.argsort(stable=True)
+    if not torch.equal(groups[order], torch.arange(in_features) // size):
+        raise CheckpointError(f"{reader.path}: {name}: some group has not {size} inputs")
+    scheme = replace(weight.scheme, act_order=True)
+    return replace(weight, codes=weight.codes[:, order], scheme=scheme, order=order.int())
+
+
+def by_input(weight: QTensor) -> tuple[Tensor, Tensor]:
+    """(codes in the order of the inputs, the group of each input int32 [in]): what `in_groups` reads."""
+    in_features, num_groups = weight.codes.shape[1], weight.scales.shape[1]
+    groups = torch.arange(in_features, dtype=torch.int32) // -(-in_features // num_groups)
+    if weight.order is None:
+        return weight.codes, groups
+    places = weight.order.argsort()
+    return weight.codes[:, places], groups[places]
 
 
 def half_scales(scales: Tensor, module: str, what: str) -> Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,13 +65,13 @@ def _names(path: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class _Coded:
-    """w[n, k] = (codes[n, k] - zeros[n, k // columns]) * scales[n // rows, k // columns]"""
+    """w[n, k] = (codes[n, k] - zeros[n, groups[k]]) * scales[n // rows, groups[k]]"""
 
     codes: Array  # float32 or integers [out, in]
     zeros: Array | None  # [out, groups]
     scales: Array  # float32 [row groups, groups]
     rows: int
-    columns: int
+    groups: Array  # integers [in], the group of each input
 
 
 class _Reader:
@@ -80,14 +80,14 @@ class _Reader:
 
     def digest(self, module: str) -> str:
         coded = self._coded(module)
-        out_features, in_features = coded.codes.shape
+        out_features = len(coded.codes)
         digest = _digest(coded.codes.shape)
         for start in range(0, out_features, CHUNK_ROWS):
             row = np.arange(start, min(start + CHUNK_ROWS, out_features))
             values = coded.codes[row].astype(np.float32)
             if coded.zeros is not None:
-                values -= np.repeat(coded.zeros[row].astype(np.float32), coded.columns, axis=1)[:, :in_features]
-            values *= np.repeat(coded.scales[row // coded.rows], coded.columns, axis=1)[:, :in_features]
+                values -= coded.zeros[row].astype(np.float32)[:, coded.groups]
+            values *= coded.scales[row // coded.rows][:, coded.groups]
             _update(digest, values)
         return str(digest.hexdigest())
 
@@ -100,7 +100,7 @@ class _Reader:
 
     def _awq(self, module: str) -> _Coded:
         codes, zeros = (self._interleaved(f"{module}.{name}") for name in ("qweight", "qzeros"))
-        return _Coded(codes.T, zeros.T, self._scales(f"{module}.scales").T, 1, len(codes) // len(zeros))
+        return _Coded(codes.T, zeros.T, self._scales(f"{module}.scales").T, 1, _groups(len(codes), len(zeros)))
 
     def _interleaved(self, name: str) -> Array:
         words = self._array(name).view(np.uint32)
@@ -112,10 +112,7 @@ class _Reader:
         offset = 0 if self.entry["checkpoint_format"] == "gptq_v2" else 1
         codes = _unpack(self._array(f"{module}.qweight").T, bits)
         zeros = _unpack(self._array(f"{module}.qzeros"), bits) + offset
-        columns = codes.shape[1] // len(zeros)
-        if not np.array_equal(self._array(f"{module}.g_idx"), np.arange(codes.shape[1]) // columns):
-            raise CheckpointError(f"{module}.g_idx is not the order of the inputs")
-        return _Coded(codes, zeros.T, self._scales(f"{module}.scales").T, 1, columns)
+        return _Coded(codes, zeros.T, self._scales(f"{module}.scales").T, 1, self._array(f"{module}.g_idx"))
 
     def _packed(self, module: str) -> _Coded:
         out_features, in_features = self._array(f"{module}.weight_shape").tolist()
@@ -126,7 +123,8 @@ class _Reader:
         zeros = np.full(scales.shape, 1 << (bits - 1))
         if f"{module}.weight_zero_point" in self.places:
             zeros = _unpack(self._array(f"{module}.weight_zero_point").T, bits)[:, :out_features].T
-        return _Coded(_unpack(words, bits)[:, :in_features], zeros, scales, 1, in_features // scales.shape[1])
+        codes = _unpack(words, bits)[:, :in_features]
+        return _Coded(codes, zeros, scales, 1, _groups(in_features, scales.shape[1]))
 
     def _unpacked(self, module: str) -> _Coded:
         stored = self._tensor(f"{module}.weight")
@@ -135,7 +133,7 @@ class _Reader:
         codes, scales, zeros = stored.numpy(), self._scales(f"{module}.weight_scale"), None
         if f"{module}.weight_zero_point" in self.places:
             zeros = self._array(f"{module}.weight_zero_point")
-        return _Coded(codes, zeros, scales, 1, codes.shape[1] // scales.shape[1])
+        return _Coded(codes, zeros, scales, 1, _groups(codes.shape[1], scales.shape[1]))
 
     def _float8(self, module: str, codes: Array) -> _Coded:
         name = "weight_scale_inv" if f"{module}.weight_scale_inv" in self.places else "weight_scale"
@@ -145,7 +143,7 @@ class _Reader:
         rows, columns = out_features // row_groups, in_features
         if groups > 1 or row_groups not in (1, out_features):
             rows, columns = self._block()
-        return _Coded(codes, None, scales, rows, columns)
+        return _Coded(codes, None, scales, rows, np.arange(in_features) // columns)
 
     def _block(self) -> tuple[int, int]:
         """(outputs, inputs) that share a scale."""
@@ -166,6 +164,11 @@ class _Reader:
     def _scales(self, name: str) -> Array:
         """The scales. numpy has no bfloat16, so they are widened to float32, which is exact."""
         return self._tensor(name).float().numpy()
+
+
+def _groups(in_features: int, count: int) -> Array:
+    """The group of each input, for `count` groups of neighbours."""
+    return np.arange(in_features) // (in_features // count)
 
 
 def _unpack(words: Array, bits: int) -> Array:
@@ -191,7 +194,9 @@ def _row_chunks(q: QTensor) -> list[QTensor]:
     """Pieces of CHUNK_ROWS outputs of a weight with scales for each output."""
     pieces = zip(*(part.split(CHUNK_ROWS) for part in (q.codes, q.scales)), strict=True)
     zeros = q.zeros.split(CHUNK_ROWS) if q.scheme.kind == "int" else [q.zeros] * -(-len(q.codes) // CHUNK_ROWS)
-    return [QTensor(codes, scales, zero, q.scheme) for (codes, scales), zero in zip(pieces, zeros, strict=True)]
+    return [
+        replace(q, codes=codes, scales=scales, zeros=zero) for (codes, scales), zero in zip(pieces, zeros, strict=True)
+    ]
 
 
 def _digest(shape: tuple[int, ...] | torch.Size) -> Any:

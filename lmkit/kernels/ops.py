@@ -100,6 +100,11 @@ def embedding(table: Tensor, rows: Tensor, scale: float = 1.0) -> Tensor:
 
 
 @op
+def gather_columns(x: Tensor, order: Tensor) -> Tensor:
+    """y[t, j] = x[t, order[j]]. x and y [T, K], of one dtype; order int32 [K] in 0 .. K - 1."""
+
+
+@op
 def softcap(x: Tensor, cap: float) -> Tensor:
     """x <- cap * tanh(x / cap), in place. x float32 [R, V]; returns x."""
 

@@ -59,11 +59,9 @@ def gated(merged: Tensor, activation: str, width: int, size: int) -> Tensor:
     return result
 
 
-def without_activation(
-    implementation: Implementation, packed: Any, bias: Tensor | None
-) -> tuple[Implementation, Any, Tensor | None]:
-    """The same kernel on the same panels of a CPU, without the activation: gate and up come in turns of a panel."""
+def without_activation(packed: Any, bias: Tensor | None) -> tuple[Any, Tensor | None]:
+    """The same panels and bias of a CPU, without the activation: gate and up come in turns of a panel."""
     width = packed.width
     columns = 2 * -(-packed.out_features // (2 * width)) * width
     in_turns = None if bias is None else interleave(bias[:, None], width).flatten()
-    return implementation, dataclasses.replace(packed, activation=None, out_features=columns), in_turns
+    return dataclasses.replace(packed, activation=None, out_features=columns), in_turns

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lmkit.errors import UnsupportedError
+from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.kernels import ops
 from lmkit.kernels.ops import Columns, Norm
 from lmkit.kernels.registry import Implementation, Op
@@ -23,7 +23,15 @@ log = get_logger(__name__)
 
 Weights = dict[str, Tensor | QTensor]  # role -> weight, and role + ".bias" -> bias
 Observer = Callable[[str, Tensor], None]
-Packed = tuple[Implementation, Any, Tensor | None]  # a kernel, its weight, and the bias
+
+
+class Packed(NamedTuple):
+    """A kernel with its weight. `order` int32 [in]: the input of each column; None = column j belongs to input j."""
+
+    implementation: Implementation
+    weight: Any
+    bias: Tensor | None
+    order: Tensor | None = None
 
 
 class MergedLinear:
@@ -53,21 +61,20 @@ class MergedLinear:
         self._widths: list[int] = []  # output widths of the packed roles
         self._rms_norm = ops.rms_norm.select(device)
         self._gated_activation = ops.gated_activation.select(device)
+        self._gather = ops.gather_columns.select(device)
 
     def __call__(self, x: Tensor, norm: Norm | None = None) -> Tensor:
         """x [T, in] -> [T, sum of the roles' out]; with a norm, x is normalized first."""
         if self.adapters is not None and (numbers := self.adapters.numbers(len(x))) is not None:
             return self._adapted(self.adapters, numbers, x if norm is None else self._rms_norm(x, norm))
         if (fused := self._fused) is not None:
-            implementation, packed, bias = fused
-            y: Tensor = implementation(x, packed, bias, norm)
-            return y
+            return self._product(fused, x, norm)
         if norm is not None:
             x = self._rms_norm(x, norm)
         if self.packed is None:
             merged = self._plain(x)
         else:
-            outputs = [implementation(x, packed, bias, None) for implementation, packed, bias in self.packed]
+            outputs = [self._product(packed, x) for packed in self.packed]
             merged = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
         return merged if self.activation is None else self._gated_activation(merged, self.activation)
 
@@ -75,25 +82,33 @@ class MergedLinear:
         """Make room for what `count` adapters add. The linear is packed, on a CPU."""
         self.adapters = LinearAdapters(self.roles, count, rows)
         if self.activation is not None and (fused := self._fused) is not None:
-            self._ungated = without_activation(*fused)
+            weight, bias = without_activation(fused.weight, fused.bias)
+            self._ungated = fused._replace(weight=weight, bias=bias)
         return self.adapters
 
     def _adapted(self, adapters: LinearAdapters, numbers: Tensor, x: Tensor) -> Tensor:
         """The products of x, normalized already, with what the adapters of its rows add."""
         if self.activation is not None and self._ungated is not None:
-            implementation, packed, bias = self._ungated
-            merged = implementation(x, packed, bias, None)
+            merged, panel = self._product(self._ungated, x), self._ungated.weight.width
             for place, role in enumerate(self.roles):
-                panel, size = packed.width, self._widths[place]
+                size = self._widths[place]
                 adapters.add(role, x, merged, numbers, Columns(place * panel, panel, 2 * panel, size))
-            return gated(merged, self.activation, packed.width, self._widths[0])
-        outputs = [implementation(x, packed, bias, None) for implementation, packed, bias in self.packed or ()]
+            return gated(merged, self.activation, panel, self._widths[0])
+        outputs = [self._product(packed, x) for packed in self.packed or ()]
         merged = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
         start = 0
         for role, width in zip(self.roles, self._widths, strict=True):
             adapters.add(role, x, merged, numbers, Columns(start, width, width, width))
             start += width
         return merged if self.activation is None else self._gated_activation(merged, self.activation)
+
+    def _product(self, packed: Packed, x: Tensor, norm: Norm | None = None, **options: Any) -> Tensor:
+        """The product of x, normalized first if there is a norm, and of its columns in the weight's order."""
+        if packed.order is not None:
+            x = self._gather(x if norm is None else self._rms_norm(x, norm), packed.order)
+            norm = None
+        y: Tensor = packed.implementation(x, packed.weight, packed.bias, norm, **options)
+        return y
 
     @property
     def _fused(self) -> Packed | None:
@@ -104,9 +119,9 @@ class MergedLinear:
         """Add the product of x to the residual stream float32 [T, out]. Returns a pair (delta, residual), whose sum is
         the new stream: (stream, None) if a kernel has added the product, else (product, stream).
         """
-        if (fused := self._fused) is not None and fused[0].epilogue and stream.dtype == torch.float32:
-            implementation, packed, bias = fused
-            implementation(x, packed, bias, None, residual=stream)
+        fused = self._fused
+        if fused is not None and fused.implementation.epilogue and stream.dtype == torch.float32:
+            self._product(fused, x, residual=stream)
             if self.adapters is not None and (numbers := self.adapters.numbers(len(x))) is not None:
                 (role,), (width,) = self.roles, self._widths
                 self.adapters.add(role, x, stream, numbers, Columns(0, width, width, width))
@@ -115,10 +130,9 @@ class MergedLinear:
 
     def float32(self, x: Tensor, norm: Norm) -> Tensor:
         """As a call, but the result is not rounded to the activations' dtype."""
-        if (fused := self._fused) is not None and fused[0].epilogue and norm.dtype != torch.float32:
-            implementation, packed, bias = fused
-            y: Tensor = implementation(x, packed, bias, norm, dtype=torch.float32)
-            return y
+        fused = self._fused
+        if fused is not None and fused.implementation.epilogue and norm.dtype != torch.float32:
+            return self._product(fused, x, norm, dtype=torch.float32)
         return self(x, norm).float()
 
     def _plain(self, x: Tensor) -> Tensor:
@@ -147,7 +161,10 @@ class MergedLinear:
             bias = _concat_bias([(weights[i], biases[i]) for i in group])
             activation = self._merged_activation(group)
             impl = _select(kinds[group[0]], _shape(weight), self.device, activations, activation)
-            self.packed.append((impl, impl.pack(weight, activation), bias))
+            order = None
+            if isinstance(weight, QTensor):
+                order, weight = weight.order, weight.of_gathered()
+            self.packed.append(Packed(impl, impl.pack(weight, activation), bias, order))
 
     def _merged_activation(self, group: list[int]) -> str | None:
         """The activation that a kernel computes, if any. The kernel must have both roles in one product."""
@@ -163,15 +180,24 @@ class MergedLinear:
             activation = self._merged_activation(group)
             impl = _select(kind, shape, self.device, activations, activation)
             bias = torch.empty(shape[0], device="meta") if any(biases[i] for i in group) else None
-            self.packed.append((impl, packed_outline(impl, kind, shape, activation), bias))
+            order = torch.empty(shape[1], dtype=torch.int32, device="meta") if kind.order else None
+            self.packed.append(Packed(impl, packed_outline(impl, kind, shape, activation), bias, order))
 
     def replace_packed(self, name: str, replace: Callable[[str, Tensor], Tensor]) -> None:
         """Replace every packed tensor by `replace(its name, tensor)`. The names begin with `name`."""
         assert self.packed is not None
-        for i, (impl, packed, bias) in enumerate(self.packed):
+        for i, (impl, packed, bias, order) in enumerate(self.packed):
             at = f"{name}.{'+'.join(self.roles)}.{i}"
             new_bias = None if bias is None else replace(at + ".bias", bias)
-            self.packed[i] = impl, _replace_tensors(packed, at, replace), new_bias
+            new_order = None if order is None else _checked(replace(at + ".order", order))
+            self.packed[i] = Packed(impl, _replace_tensors(packed, at, replace), new_bias, new_order)
+
+
+def _checked(order: Tensor) -> Tensor:
+    """The order, which kernels follow blindly. Raises CheckpointError if it leaves the inputs."""
+    if not bool(((order >= 0) & (order < len(order))).all()):
+        raise CheckpointError("an order names inputs that there are not")
+    return order
 
 
 def _replace_tensors(packed: Any, name: str, replace: Callable[[str, Tensor], Tensor]) -> Any:
@@ -206,11 +232,11 @@ def _concat(weights: list[Tensor | QTensor]) -> Tensor | QTensor:
         return per_row(weights[0]) if isinstance(weights[0], QTensor) else weights[0]
     quantized = [per_row(w) for w in weights if isinstance(w, QTensor)]
     if quantized:
-        return QTensor(
-            torch.cat([q.codes for q in quantized]),
-            torch.cat([q.scales for q in quantized]),
-            torch.cat([q.zeros for q in quantized]),
-            quantized[0].scheme,
+        return dataclasses.replace(
+            quantized[0],
+            codes=torch.cat([q.codes for q in quantized]),
+            scales=torch.cat([q.scales for q in quantized]),
+            zeros=torch.cat([q.zeros for q in quantized]),
         )
     return torch.cat([w for w in weights if isinstance(w, Tensor)])
 

@@ -6,6 +6,7 @@ The loader looks for tensors of these shapes in a file of packed weights.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from functools import cache
 from typing import Any
 
@@ -23,11 +24,13 @@ STEP = 256  # outputs; a multiple of every kernel's panel
 class WeightKind:
     """A weight without its size and values: `dtype` of a dense weight or of the scales, `scheme` of a quantized weight.
 
-    Kernels see one scale per output (qtensor.per_row), so `scheme` has rows 1.
+    Kernels see one scale per output (qtensor.per_row), so `scheme` has rows 1. `order` is a digest of QTensor.order:
+    weights of one kind read the same inputs in the same order.
     """
 
     dtype: str
     scheme: QuantScheme | None = None
+    order: str = ""
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -38,7 +41,7 @@ class WeightKind:
         return dtype
 
     def zeros(self, shape: tuple[int, int]) -> Tensor | QTensor:
-        """A weight [out, in] of this kind. Raises CheckpointError for an impossible kind."""
+        """A weight [out, in] of this kind, of gathered inputs. Raises CheckpointError for an impossible kind."""
         if self.scheme is None:
             return torch.zeros(shape, dtype=self.torch_dtype)
         if (
@@ -47,17 +50,18 @@ class WeightKind:
             or not (self.scheme.group_size == -1 or self.scheme.group_size > 0)
         ):
             raise CheckpointError(f"no such scheme: {self.scheme}")
-        groups = shape[0], self.scheme.num_groups(shape[1])
-        if self.scheme.kind == "float":
+        groups, scheme = (shape[0], self.scheme.num_groups(shape[1])), dataclasses.replace(self.scheme, act_order=False)
+        if scheme.kind == "float":
             scales, zeros = torch.zeros(groups, dtype=self.torch_dtype), torch.zeros(0, dtype=torch.uint8)
-            return QTensor(torch.zeros(shape, dtype=torch.float8_e4m3fn), scales, zeros, self.scheme)
+            return QTensor(torch.zeros(shape, dtype=torch.float8_e4m3fn), scales, zeros, scheme)
         codes, zeros = (torch.zeros(size, dtype=torch.uint8) for size in (shape, groups))
-        return QTensor(codes, torch.zeros(groups, dtype=self.torch_dtype), zeros, self.scheme)
+        return QTensor(codes, torch.zeros(groups, dtype=self.torch_dtype), zeros, scheme)
 
 
 def kind_of(weight: Tensor | QTensor) -> WeightKind:
     if isinstance(weight, QTensor):
-        return WeightKind(_name(weight.scales), dataclasses.replace(weight.scheme, rows=1))
+        order = "" if weight.order is None else hashlib.sha256(weight.order.cpu().numpy().tobytes()).hexdigest()[:32]
+        return WeightKind(_name(weight.scales), dataclasses.replace(weight.scheme, rows=1), order)
     return WeightKind(_name(weight))
 
 

@@ -14,6 +14,7 @@ too. On a GPU the outputs of norms, and the activations that linears and attenti
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol, Self
 
 import torch
@@ -264,7 +265,7 @@ def _with_halves(weight: Tensor | QTensor, spec: LayerSpec) -> Tensor | QTensor:
     weight = per_row(weight)
     codes = weight.codes.view(torch.uint8)[rows].view(weight.codes.dtype)  # torch indexes no float8
     zeros = weight.zeros[rows] if len(weight.zeros) else weight.zeros
-    return QTensor(codes, weight.scales[rows], zeros, weight.scheme)
+    return replace(weight, codes=codes, scales=weight.scales[rows], zeros=zeros)
 
 
 class Decoder:

@@ -115,13 +115,18 @@ class Shard:
             return weight[rows].contiguous()
         whole = per_row(weight)
         zeros = whole.zeros[rows] if len(whole.zeros) else whole.zeros
-        return QTensor(whole.codes[rows].contiguous(), whole.scales[rows], zeros, whole.scheme)
+        return replace(whole, codes=whole.codes[rows].contiguous(), scales=whole.scales[rows], zeros=zeros)
 
     def _columns(self, role: str, weight: Tensor | QTensor) -> Tensor | QTensor:
         from lmkit.qtensor import QTensor, per_row
 
         if not isinstance(weight, QTensor):
             return weight[:, self.part(weight.shape[1])].contiguous()
+        if weight.order is not None:
+            raise UnsupportedError(
+                f"tp={self.size}: {role} has its inputs in activation order, so a group's inputs are on several ranks; "
+                "use tp=1"
+            )
         whole = per_row(weight)
         width, group = whole.codes.shape[1], whole.scheme.group_size
         codes = whole.codes[:, self.part(width)].contiguous()

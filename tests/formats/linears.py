@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from lmkit.formats.base import get_format
 from lmkit.formats.checkpoint import CheckpointReader, CheckpointWriter
 from lmkit.formats.parts import Activations
-from lmkit.qtensor import QTensor, QuantScheme
+from lmkit.qtensor import QTensor, QuantScheme, quantize
 from tests.formats.files import folder
 
 MODULE = "model.layers.0.mlp.up_proj"
@@ -35,7 +36,23 @@ def random_linear(
     if scheme.symmetric:
         zeros = torch.full(groups, top // 2, dtype=torch.uint8)
     scales = (torch.rand(groups) - 0.3).to(dtype)
-    return QTensor(torch.randint(0, top, shape, dtype=torch.uint8), scales, zeros, scheme)
+    order = random_order(scheme, shape[1])
+    return QTensor(torch.randint(0, top, shape, dtype=torch.uint8), scales, zeros, scheme, order)
+
+
+def random_order(scheme: QuantScheme, in_features: int) -> torch.Tensor | None:
+    """An order of the inputs that puts random groups together, if the scheme has one."""
+    if not scheme.act_order:
+        return None
+    return (torch.randperm(in_features) // scheme.group_size).argsort(stable=True).int()
+
+
+def rounded(weight: torch.Tensor, scheme: QuantScheme) -> QTensor:
+    """`quantize`, with random groups if the scheme has activation order."""
+    order = random_order(scheme, weight.shape[1])
+    if order is None:
+        return quantize(weight, scheme)
+    return replace(quantize(weight[:, order], replace(scheme, act_order=False)), scheme=scheme, order=order)
 
 
 def written(
@@ -78,7 +95,7 @@ def read(path: Path, format_name: str, module: str = MODULE) -> QTensor:
 def assert_same(a: QTensor, b: QTensor) -> None:
     """Assert that both have the same bits."""
     assert a.scheme == b.scheme
-    for name in ("codes", "scales", "zeros"):
+    for name in ("codes", "scales", "zeros", *(("order",) if a.scheme.act_order else ())):
         one, other = getattr(a, name), getattr(b, name)
         assert (one.dtype, one.shape) == (other.dtype, other.shape), name
         assert torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)), name

@@ -55,6 +55,15 @@ def test_there_and_back_is_bit_identical(tmp_path: Path, other: str, group_size:
         assert torch.equal(a.zeros, b.zeros)
 
 
+def test_activation_order_there_and_back(tmp_path: Path) -> None:
+    source = checkpoint(tmp_path / "gptq", "gptq", QuantScheme(4, 16, True, act_order=True))
+    convert(source, tmp_path / "other", "gptq_v2")
+    convert(tmp_path / "other", tmp_path / "back", "gptq")
+    assert weights(tmp_path / "back").keys() == weights(source).keys()
+    for name, tensor in weights(source).items():
+        assert torch.equal(weights(tmp_path / "back")[name], tensor), name
+
+
 @pytest.mark.parametrize("source_format", ["awq", "gptq_v2"])
 def test_symmetric_weights_become_symmetric(tmp_path: Path, source_format: str) -> None:
     scheme = QuantScheme(4, 16, symmetric=True)
@@ -76,6 +85,7 @@ def test_blocks_of_float8(tmp_path: Path) -> None:
     [
         (QuantScheme(4, 16), "awq", "gptq", {}, f"{MODULE}: gptq cannot store it: asymmetric weights.*use gptq_v2"),
         (QuantScheme(8, 16), "gptq_v2", "awq", {}, f"{MODULE}: AWQ cannot store it: 8 bits, AWQ has 4"),
+        (QuantScheme(4, 16, act_order=True), "gptq_v2", "awq", {}, f"{MODULE}: AWQ cannot store it: activation order"),
         (QuantScheme(4, 16), "awq", "fp8", {}, "fp8 cannot store it: 4-bit integers"),
         (FLOAT8, "fp8", "compressed-tensors", {"scale_fmt": "x"}, "scale_fmt is 'x'"),
         (FLOAT8, "fp8", "awq", {}, "AWQ has no place for float8 activations"),
@@ -149,6 +159,7 @@ EVERY: list[tuple[str, QuantScheme, Activations]] = [
     ("gptq", QuantScheme(4, 16, True), "none"),
     ("gptq", QuantScheme(8, 16, True), "none"),
     ("gptq_v2", QuantScheme(4, 16), "none"),
+    ("gptq_v2", QuantScheme(4, 16, act_order=True), "none"),
     ("gptq_v2", QuantScheme(8, -1), "none"),
     ("compressed-tensors", QuantScheme(4, 16, True), "none"),
     ("compressed-tensors", QuantScheme(4, -1), "none"),

@@ -24,15 +24,19 @@ ENTRY: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", ["gptq", "gptq_v2"])
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("group_size", [16, -1])
+@pytest.mark.parametrize(("group_size", "act_order"), [(16, False), (-1, False), (16, True), (32, True)])
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_there_and_back(tmp_path: Path, name: str, bits: int, group_size: int, symmetric: bool) -> None:
-    weight = random_linear(QuantScheme(bits, group_size, symmetric))
+def test_there_and_back(
+    tmp_path: Path, name: str, bits: int, group_size: int, act_order: bool, symmetric: bool
+) -> None:
+    weight = random_linear(QuantScheme(bits, group_size, symmetric, act_order=act_order))
     if name == "gptq" and not symmetric:
         with pytest.raises(UnsupportedError, match=f"{MODULE}: gptq cannot store it: asymmetric.*gptq_v2"):
             written(tmp_path / "m", name, {MODULE: weight})
         return
-    assert_same(read(written(tmp_path / "m", name, {MODULE: weight}), name), weight)
+    path = written(tmp_path / "m", name, {MODULE: weight})
+    assert_same(read(path, name), weight)
+    assert json.loads((path / "config.json").read_text())["quantization_config"]["desc_act"] == act_order
 
 
 def packed_rows(codes: torch.Tensor, bits: int) -> torch.Tensor:
@@ -151,9 +155,21 @@ def test_groups_in_any_order(tmp_path: Path) -> None:
     assert torch.equal(back.zeros, weight.zeros[:, [2, 0, 1]])
 
 
-def test_activation_order_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match=r"g_idx: inputs of one group are not neighbours"):
-        read(with_g_idx(tmp_path, random_linear(QuantScheme(4, 16), (16, 32)), [0, 1] * 16), "gptq_v2")
+def test_activation_order(tmp_path: Path) -> None:
+    """w[n, k] = (code[n, k] - zero[n, g_idx[k]]) * scale[n, g_idx[k]]: the definition, bit by bit."""
+    stored = random_linear(QuantScheme(4, 16), (16, 48))
+    groups = (torch.randperm(48) // 16).tolist()
+    back = read(with_g_idx(tmp_path, stored, groups), "gptq_v2")
+    expected = (stored.codes.float() - stored.zeros[:, groups].float()) * stored.scales[:, groups].float()
+    assert torch.equal(dequantize(back), expected)
+    assert back.order is not None
+    assert torch.equal(back.codes, stored.codes[:, back.order])
+    assert torch.equal(back.scales, stored.scales)
+
+
+def test_groups_of_several_sizes_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="g_idx: some group has not 16 inputs"):
+        read(with_g_idx(tmp_path, random_linear(QuantScheme(4, 16), (16, 32)), [0, 1] * 15 + [0, 0]), "gptq_v2")
 
 
 def test_an_impossible_group_is_refused(tmp_path: Path) -> None:

@@ -135,6 +135,8 @@ def elementwise_cases() -> Iterator[Case]:
         yield Case(ops.embedding, str(dtype), _seeded(embed), {}, 0)
         scaled = _seeded(lambda embed=embed: (*embed(), 55.5))
         yield Case(ops.embedding, f"{dtype}-scaled", scaled, {}, 0)
+        gather = _seeded(lambda dtype=dtype: (torch.randn(7, 130).to(dtype), torch.randperm(130).int()))
+        yield Case(ops.gather_columns, str(dtype), gather, {}, 0)
     for shape in ((1, 4096), (3, 199), (0, 7)):
         yield Case(ops.softcap, str(shape), _seeded(lambda shape=shape: (torch.randn(shape) * 40, 30.0)), {}, 1e-5)
     yield Case(ops.softcap, "extremes", lambda: (torch.tensor([[0.0, 1e-6, -1e30, 1e30, 3.0]]), 2.0), {}, 1e-5)

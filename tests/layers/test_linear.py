@@ -18,7 +18,8 @@ from lmkit.layers.linear import MergedLinear, _select
 from lmkit.layers.outline import WeightKind
 from lmkit.low_rank import LowRank
 from lmkit.models.decoder import joined
-from lmkit.qtensor import QTensor, QuantScheme, dequantize, quantize
+from lmkit.qtensor import QTensor, QuantScheme, dequantize
+from tests.formats.linears import rounded
 
 FOUR, GROUPED, ROWS = QuantScheme(4, 128), QuantScheme(8, 128), QuantScheme(8, -1, True)
 FLOAT_ROWS, FLOAT_BLOCKS = QuantScheme(8, -1, True, "float"), QuantScheme(8, 128, True, "float")
@@ -76,6 +77,8 @@ PACKED = {
     "plain": None,
     "one product": (QuantScheme(4, 32), QuantScheme(4, 32)),
     "two products": (QuantScheme(4, 32), QuantScheme(8, 32)),
+    "one order": (QuantScheme(4, 32, act_order=True), QuantScheme(4, 32, act_order=True)),
+    "two orders": (QuantScheme(4, 32, act_order=True), QuantScheme(4, 32, act_order=True)),
     "dense": (None, None),
 }
 
@@ -90,10 +93,10 @@ def test_adapters_change_their_rows_alone(name: str, activation: str | None, dty
     weights: dict[str, Any] = {role: torch.randn(width, 64, generator=generator) / 8 for role in ROLES}
     schemes = PACKED[name]
     assert schemes is not None
-    weights = {
-        role: w if scheme is None else quantize(w, scheme)
-        for (role, w), scheme in zip(weights.items(), schemes, strict=True)
-    }
+    for role, scheme in zip(ROLES, schemes, strict=True):
+        if scheme is not None:
+            torch.manual_seed(0 if name == "one order" else len(role))
+            weights[role] = rounded(weights[role], scheme)
     linear = MergedLinear(ROLES, dict(weights), activation=activation)
     linear.pack("exact")
     x, norm = torch.randn(5, 64, generator=generator), Norm(torch.rand(64, generator=generator), 1e-5)

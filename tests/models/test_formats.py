@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
+import transformers
 
 from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.formats.base import get_format
@@ -17,8 +20,10 @@ from lmkit.kv_dtype import FLOAT32
 from lmkit.layers.batch import allocate_kv, whole_batch
 from lmkit.models.decoder import Decoder
 from lmkit.models.loader import load_model
+from lmkit.models.shard import Shard
 from lmkit.models.source import ModelSource
-from lmkit.qtensor import QTensor, QuantScheme, dequantize, quantize
+from lmkit.qtensor import QTensor, QuantScheme, dequantize
+from tests.formats.linears import rounded
 from tests.models import tiny
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4, "head_dim": 16, "num_hidden_layers": 2}
@@ -50,7 +55,8 @@ def rewritten(
         for tensor_name in reader.names():
             module, tensor = tensor_name.removesuffix(".weight"), reader.tensor(tensor_name)
             scheme = next((s for suffix, s in schemes.items() if tensor_name.endswith(f"{suffix}.weight")), None)
-            weight: Any = tensor if scheme is None else quantize(tensor, scheme)
+            torch.manual_seed(crc32(re.sub("[qkv]_proj|gate|up", "", module).encode()))  # one order for one input
+            weight: Any = tensor if scheme is None else rounded(tensor, scheme)
             linears[module] = scheme
             if isinstance(weight, QTensor):
                 weight_format.write_linear(writer, module, weight, activations=activations)
@@ -80,6 +86,8 @@ CASES: list[tuple[str, dict[str, QuantScheme], Activations]] = [
     ("gptq", every(QuantScheme(4, 32, True)), "none"),
     ("gptq_v2", every(FOUR), "none"),
     ("gptq_v2", every(QuantScheme(8, -1)), "none"),
+    ("gptq", every(QuantScheme(4, 32, True, act_order=True)), "none"),
+    ("gptq_v2", every(QuantScheme(8, 16, act_order=True)), "none"),
     ("compressed-tensors", every(FOUR), "none"),
     ("compressed-tensors", every(QuantScheme(8, 32)), "none"),
     ("compressed-tensors", every(EIGHT), "int8"),
@@ -128,6 +136,24 @@ def test_a_converted_checkpoint_computes_the_same(plain: Path, tmp_path: Path) -
     for name in ("compressed-tensors", "gptq_v2"):
         convert(quantized, tmp_path / name, name)
         assert torch.equal(logits(load_model(tmp_path / name)), logits(load_model(quantized)))
+
+
+def test_activation_order_in_groups_of_128(tmp_path: Path) -> None:
+    """transformers computes with the decoded weights."""
+    shape = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "head_dim": 64}
+    tiny.make(tmp_path / "plain", "llama", **shape)
+    scheme = QuantScheme(4, 128, True, act_order=True)
+    quantized, dense = rewritten(tmp_path / "plain", tmp_path, "gptq", every(scheme))
+    model = transformers.AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
+    with torch.no_grad():
+        expected = torch.cat([model(torch.tensor([prompt])).logits[0] for prompt in PROMPTS])
+    torch.testing.assert_close(logits(load_model(quantized, activations="exact")), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_ranks_refuse_inputs_in_activation_order(plain: Path, tmp_path: Path) -> None:
+    quantized, _ = rewritten(plain, tmp_path, "gptq_v2", {"down_proj": QuantScheme(4, 16, act_order=True)})
+    with pytest.raises(UnsupportedError, match=r"tp=2: mlp\.down has its inputs in activation order"):
+        load_model(quantized, shard=Shard(0, 2))
 
 
 def test_memory_of_coded_weights(plain: Path, tmp_path: Path) -> None:

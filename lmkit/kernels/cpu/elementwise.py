@@ -1,5 +1,5 @@
-"""Norms, the gated activation, embedding and RoPE's angles on the CPU. Rows are independent. Other dtypes than float32
-are widened.
+"""Norms, the gated activation, embedding, gathered columns and RoPE's angles on the CPU. Rows are independent. Other
+dtypes than float32 are widened.
 """
 
 from __future__ import annotations
@@ -108,6 +108,14 @@ def _embedding(args: int, scratch: int, index: int) -> None:
             out[i] = half_to_float(np.uint32(bits[i])) * scale
 
 
+def _gather_columns(args: int, scratch: int, index: int) -> None:
+    x, order, y, size = unpack(args, 4)
+    row, places = carray(pointer(x + 4 * index * size), size, np.float32), carray(pointer(order), size, np.int32)
+    out = carray(pointer(y + 4 * index * size), size, np.float32)
+    for i in range(size):
+        out[i] = row[places[i]]
+
+
 def _softcap(args: int, scratch: int, index: int) -> None:
     """Cap row `index` of logits. `cap_bits` holds the bits of the cap."""
     x, size, cap_bits = unpack(args, 3)
@@ -131,8 +139,8 @@ def _rope_angles(args: int, scratch: int, index: int) -> None:
         s[i] = np.float32(math.sin(angle)) * magnitude
 
 
-RMS_NORM, GATED_ACTIVATION, EMBEDDING, SOFTCAP, ROPE_ANGLES = (
-    Task(f) for f in (_rms_norm, _gated_activation, _embedding, _softcap, _rope_angles)
+RMS_NORM, GATED_ACTIVATION, EMBEDDING, GATHER_COLUMNS, SOFTCAP, ROPE_ANGLES = (
+    Task(f) for f in (_rms_norm, _gated_activation, _embedding, _gather_columns, _softcap, _rope_angles)
 )
 
 
@@ -185,6 +193,16 @@ def embedding(table: Tensor, rows: Tensor, scale: float = 1.0) -> Tensor:
     args = (table.data_ptr(), stride, kind, rows.data_ptr(), y.data_ptr(), size, float_bits(scale))
     threads.run(EMBEDDING, len(rows), args, parallel=y.numel() > SERIAL_VALUES)
     return y
+
+
+@implements(ops.gather_columns, "cpu", device="cpu", priority=20)
+def gather_columns(x: Tensor, order: Tensor) -> Tensor:
+    wide = as_type(x, torch.float32).contiguous()
+    assert (order.dtype, order.shape) == (torch.int32, x.shape[1:])
+    y = workspace.empty(*wide.shape)
+    args = (wide.data_ptr(), order.data_ptr(), y.data_ptr(), wide.shape[1])
+    threads.run(GATHER_COLUMNS, len(wide), args, parallel=y.numel() > SERIAL_VALUES)
+    return as_type(y, x.dtype)
 
 
 @implements(ops.softcap, "cpu", device="cpu", priority=20)

@@ -1,5 +1,5 @@
-"""RMSNorm, embedding, gated activation, rotary angles, and rows as codes of 8 bits. The formulas are in
-lmkit.kernels.ops and in the kernels themselves, csrc/norm.cu and elementwise.cu.
+"""RMSNorm, embedding, gathered columns, gated activation, rotary angles, and rows as codes of 8 bits. The formulas are
+in lmkit.kernels.ops and in the kernels themselves, csrc/norm.cu and elementwise.cu.
 
 Activations are float32 or one of the 16-bit types. The kernels are compiled once for each 16-bit type. The launch tells
 them which of a call's tensors have it.
@@ -118,6 +118,20 @@ def embedding(table: Tensor, rows: Tensor, scale: float = 1.0) -> Tensor:
     aligned = columns % WIDTH == 0 and table.stride(0) % WIDTH == 0 and is_aligned(table, out)
     args = [table, np.int64(table.stride(0)), rows.contiguous(), out, columns, scale, table.dtype in HALVES, aligned]
     kernel_for("elementwise.cu", "embedding", half)(grid(len(rows), columns), BLOCK, args)
+    return out
+
+
+@implements(ops.gather_columns, "cuda", device="cuda", accepts=accepts, priority=20)
+def gather_columns(x: Tensor, order: Tensor) -> Tensor:
+    if half_of(x) is None or x.stride(1) != 1:
+        reason = dtypes_of(x) if half_of(x) is None else "rows that are not contiguous"
+        y: Tensor = ops.gather_columns.fall_back("reference", reason)(x, order)
+        return y
+    rows, columns = x.shape
+    out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
+    args = [x, np.int64(x.stride(0)), order, out, columns, x.dtype in HALVES]
+    kernel = kernel_for("elementwise.cu", "gather_columns", torch.float16)
+    kernel((rows, -(-columns // BLOCK)), BLOCK, args)
     return out
 
 

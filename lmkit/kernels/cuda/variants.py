@@ -119,6 +119,8 @@ def _between(half: torch.dtype) -> None:
         if (embedding := _ours(ops.embedding)) is not None:
             embedding(_empty(VOCAB, hidden, dtype=half), ids)
             embedding(stream, ids)
+        if (gather := _ours(ops.gather_columns)) is not None:
+            gather(x, _empty(hidden, dtype=torch.int32))
         if (angles := _ours(ops.rope_angles)) is not None:
             angles(_empty(rows, dtype=torch.int32), _empty(64), 1.0)
 

@@ -29,6 +29,11 @@ def embedding(table: Tensor, rows: Tensor, scale: float = 1.0) -> Tensor:
     return table[rows].float() * scale
 
 
+@implements(ops.gather_columns, "reference", device="any")
+def gather_columns(x: Tensor, order: Tensor) -> Tensor:
+    return x.index_select(1, order)
+
+
 @implements(ops.gated_panels, "reference", device="any")
 def gated_panels(gate_up: Tensor, activation: str, width: int, size: int) -> Tensor:
     halves = gate_up.view(len(gate_up), -1, 2, width).transpose(1, 2).reshape(len(gate_up), 2, -1)[..., :size]

@@ -61,16 +61,16 @@ def chosen(decoder: Decoder) -> Iterator[tuple[str, Implementation]]:
         if layer.spec.qk_norm or layer.spec.post_norms:
             yield "norms", layer.rms_norm
     for linear in (*(linear for layer in decoder.layers for linear in layer.linears), decoder.lm_head):
-        for implementation, _, _ in linear.packed or ():
-            yield "linears", implementation
+        for packed in linear.packed or ():
+            yield "linears", packed.implementation
 
 
 def linear_kernels(decoder: Decoder, max_tokens: int) -> Iterator[Kernel]:
     """The kernels that the products of the packed weights launch in steps of up to `max_tokens` tokens."""
     for linear in (*(linear for layer in decoder.layers for linear in layer.linears), decoder.lm_head):
-        for _, packed, _ in linear.packed or ():
-            if isinstance(packed, PackedWeight):
-                yield from gemm_table.kernels(packed, decoder.dtype, max_tokens)
+        for packed in linear.packed or ():
+            if isinstance(packed.weight, PackedWeight):
+                yield from gemm_table.kernels(packed.weight, decoder.dtype, max_tokens)
 
 
 class CapturedSteps:

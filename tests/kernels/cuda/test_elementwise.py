@@ -162,6 +162,14 @@ def test_embedding(device: str, columns: int, dtype: torch.dtype) -> None:
     assert torch.equal(scaled.cpu(), table[rows].float() * 55.5)
 
 
+@pytest.mark.parametrize("dtype", [F32, F16, BF16])
+@pytest.mark.parametrize("columns", [1, 30, 515])
+def test_gather_columns(device: str, columns: int, dtype: torch.dtype) -> None:
+    x, order = torch.randn(5, columns + 3).to(dtype)[:, :columns], torch.randperm(columns).int()
+    got = elementwise.gather_columns(x.to(device), order.to(device))
+    assert torch.equal(got.cpu(), x[:, order])
+
+
 @pytest.mark.parametrize("shape", [(1, 5), (3, 2056)])
 def test_softcap(device: str, shape: tuple[int, int]) -> None:
     x = torch.randn(shape) * 40

@@ -22,6 +22,7 @@ from lmkit.errors import ConfigError, EngineLostError, UnsupportedError
 from lmkit.formats.hub import DEMO_FOLDER
 from lmkit.kernels.cuda import module
 from lmkit.models.loader import load_model
+from lmkit.qtensor import QuantScheme
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.plan import StepPlan
 from lmkit.turbo.request import Request, SamplingParams, StepOutput
@@ -33,6 +34,7 @@ from lmkit.turbo.transport.engine_process import EngineLoop
 from tests import emulator
 from tests.emulator.device import EmulatedDevice
 from tests.models import tiny
+from tests.models.test_formats import every, rewritten
 from tests.turbo.engine.test_engine import propose_drafts, run
 
 pytestmark = pytest.mark.slow
@@ -137,6 +139,16 @@ def test_greedy_tokens_are_those_of_the_cpu(
 def test_four_bit_weights_give_the_tokens_of_the_cpu(quantized: Path, device: EmulatedDevice) -> None:
     want, got = run(on_cpu(quantized), requests()), run(on_gpu(quantized, device), requests())
     assert assert_alike(got, want, 0.02) == 1
+
+
+def test_inputs_in_activation_order_give_the_tokens_of_the_cpu(
+    checkpoint: Path, device: EmulatedDevice, tmp_path: Path
+) -> None:
+    model, _ = rewritten(checkpoint, tmp_path, "gptq_v2", every(QuantScheme(4, 32, act_order=True)))
+    engine = on_gpu(model, device)
+    assert isinstance(engine.runner, CudaRunner)
+    assert engine.runner.captured.size_for(3) is not None
+    assert assert_alike(run(engine, requests()), run(on_cpu(model), requests()), 0.02) == 1
 
 
 @pytest.mark.usefixtures("captured")

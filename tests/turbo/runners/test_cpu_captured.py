@@ -18,13 +18,16 @@ from lmkit.config import EngineConfig
 from lmkit.formats.kv_config import KVConfig, KVLayerConfig, save_kv_config
 from lmkit.kernels.cpu.workspace import Workspace
 from lmkit.models.source import ModelSource
+from lmkit.qtensor import QuantScheme
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.plan import Chunk, NewSequence
 from lmkit.turbo.request import Request, SamplingParams
 from lmkit.turbo.runners.cpu import CpuRunner
 from lmkit.turbo.runners.cpu_captured import CapturedSteps, NotCapturableError, _OnlyKernels
+from tests.models.test_formats import every, rewritten
 from tests.quant.helpers import tiny_checkpoint
 
+ORDERED = QuantScheme(4, 64, act_order=True)
 PROMPTS = [[5, 6, 7], list(range(40, 75)), [9] * 11]
 
 
@@ -153,15 +156,20 @@ def stored(runner: CpuRunner) -> list[Tensor]:
         ("qwen3", "bfloat16"),
         ("mistral-window", "bfloat16"),
         ("awq", "int4"),
+        ("act-order", "int8"),
         ("olmo2", "int8"),
         ("gemma3", "bfloat16"),
         ("granite", "bfloat16"),
     ],
 )
 def test_a_captured_step_serves_every_spread_of_its_tokens(tmp_path: Path, family: str, kv_dtype: Any) -> None:
-    if family == "awq":
+    if family in ("awq", "act-order"):
         make_checkpoint(tmp_path / "dense", Shape(128, 256, 2, 6, 2, 32, 200, 1024))
-        make_awq(tmp_path / "dense", tmp_path / family)
+        if family == "awq":
+            make_awq(tmp_path / "dense", tmp_path / family)
+        else:
+            made, _ = rewritten(tmp_path / "dense", tmp_path / "made", "gptq_v2", every(ORDERED))
+            made.rename(tmp_path / family)
     else:
         tiny_checkpoint(tmp_path / family, family, max_position_embeddings=1024)
     runner = runner_of(tmp_path / family, kv_dtype=kv_dtype)

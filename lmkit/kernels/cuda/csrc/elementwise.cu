@@ -1,5 +1,5 @@
-// Ops that treat every element by itself: embedding, activation of a gate, cosines and sines of positions. A thread
-// computes eight neighbouring values of a row (rows.cuh), or one angle.
+// Ops that treat every element by itself: embedding, gathered columns, activation of a gate, cosines and sines of
+// positions. A thread computes eight neighbouring values of a row (rows.cuh), one gathered value, or one angle.
 #include "activation.cuh"
 #include "rows.cuh"
 
@@ -17,6 +17,21 @@ extern "C" __global__ void __launch_bounds__(256) embedding(
     store8(out, static_cast<i64>(blockIdx.x) * columns + column, v, false, aligned, count);
 }
 EXPORT(embedding)
+
+// out[row][j] = x[row][order[j]]: values of 16 bits if `half`, else of 32. Grid: (rows, blocks of columns).
+extern "C" __global__ void __launch_bounds__(256) gather_columns(
+    const void* x, i64 row_stride, const i32* order, void* out, int columns, int half
+) {
+    const int column = blockIdx.y * blockDim.x + threadIdx.x;
+    if (column >= columns) return;
+    const i64 from = blockIdx.x * row_stride + order[column], to = static_cast<i64>(blockIdx.x) * columns + column;
+    if (half) {
+        static_cast<u16*>(out)[to] = static_cast<const u16*>(x)[from];
+    } else {
+        static_cast<u32*>(out)[to] = static_cast<const u32*>(x)[from];
+    }
+}
+EXPORT(gather_columns)
 
 // x[i] = cap * tanh(x[i] / cap), in place. A thread has one value.
 extern "C" __global__ void __launch_bounds__(256) softcap(float* x, float cap, i64 count) {
