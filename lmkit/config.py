@@ -43,6 +43,7 @@ BLOCK_SIZE = {"cpu": 32, "cuda": 64}  # used if no block size is given
 STEP_TOKENS = {"cpu": 512, "cuda": 4096}  # used if no token budget is given
 StepTokens = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
 BODY_MEMORY = 256 << 20  # bytes of the bodies of all requests under way
+KVEventsAddress = Annotated[str, msgspec.Meta(pattern=r"^tcp://\S+:\d+$")]
 PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -142,6 +143,8 @@ class EngineConfig(StrictStruct, frozen=True, kw_only=True, metaclass=CheckedMet
     kv_host_memory: PositiveInt | None = None  # bytes of host memory for KV evicted from the device; None = none
     kv_disk_path: str | None = None  # folder for KV on disk, which survives a restart; None = none
     kv_disk_memory: PositiveInt = 16 << 30  # bytes on disk
+    kv_events: KVEventsAddress | None = None  # where it publishes what its prefix cache gets and loses; None = nowhere
+    kv_events_topic: str = ""  # of these messages
     attention_sinks: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0  # first tokens that sliding windows still see
     priority_seconds: Annotated[float, msgspec.Meta(ge=0)] = 10.0  # seconds of waiting worth one level of priority
     max_overtakes: Annotated[int, msgspec.Meta(ge=0)] = 8  # by later requests with a longer cached prefix, per request

@@ -107,6 +107,7 @@ ENGINE: Mapping[str, str] = {
         "tokenizer_mode use_logn_attn",
     ),
     **each("use kv_dtype", "kv_cache_dtype type_k type_v"),
+    "kv_events_config": "use kv_events, tcp://HOST:PORT, and kv_events_topic; replays are at the next port",
     "language_model_only": TEXT_ONLY,
     "limit_mm_per_prompt": TEXT_ONLY,
     **each(BY_FORMAT, "load_format model_format"),

@@ -68,7 +68,7 @@ def cases(setting: Setting) -> list[Row]:
     }  # fmt: skip
     for client in clients.values():
         run_round(client, generator)
-    manager = clients[True].engine.scheduler._kv
+    manager = clients[True].engine.scheduler.kv
     stopwatch.watch(manager, "find", "find_below", "acquire", "publish", "release")
     stopwatch.watch(manager.caches[0], "evict")
     seconds: dict[bool, list[float]] = {False: [], True: []}

@@ -41,6 +41,8 @@ HELP = {
         "block_size": "Tokens in a KV block. Default: 32 on a CPU, 64 on a GPU.",
         "prefix_cache": "Keep the KV of prompts and answers for later requests.",
         "cache_quota": "Share of the KV cache that one API key may keep. Default with several keys: 0.5.",
+        "kv_events": "Publish what the cache gets and loses, over ZeroMQ at tcp://HOST:PORT. Default: nowhere.",
+        "kv_events_topic": "Topic of these messages.",
         "session_lease": "Seconds for which a session's KV stays after its last answer.",
     },
     "Scheduling": {

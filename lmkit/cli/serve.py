@@ -218,6 +218,9 @@ def _run(models: list[ListedModel], config: ServerConfig, engine: str | None) ->
     names = [name for model in models for name in (model.name, *model.aliases, *model.engine.adapter_folders)]
     if again := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"{again}: two models or adapters have this name; give each its own")
+    addresses = [model.engine.kv_events for model in models if model.engine.kv_events]
+    if len(set(addresses)) < len(addresses):
+        raise ConfigError("--kv-events: two models have one address; give each its own in a YAML file of models")
     pooled = []
     for model in models:
         path = resolve_model_path(model.path, revision=model.revision)

@@ -274,7 +274,7 @@ class FakeEngine:
     def check_idle(self) -> None:
         """Assert that only the cache and leases hold blocks."""
         self.scheduler.check_integrity()
-        self.scheduler._kv.expire_leases(math.inf)
+        self.scheduler.kv.expire_leases(math.inf)
         assert self.scheduler.stats().blocks_used == 0
         self.scheduler.check_integrity()
 

@@ -30,6 +30,7 @@ from lmkit.turbo.engine import loading, pages
 from lmkit.turbo.engine.loading import LoadedModel
 from lmkit.turbo.engine.memory import MemoryPlan, kv_limits
 from lmkit.turbo.kv.blocks import KVBlocks
+from lmkit.turbo.kv.publisher import Publisher
 from lmkit.turbo.kv.tiers.store import TierStore
 from lmkit.turbo.plan import StepPlan
 from lmkit.turbo.request import EngineInfo, EngineStats, Request, SamplingParams, StepOutput
@@ -96,12 +97,14 @@ class Engine:
         config = config or EngineConfig()
         device = device or resolve_device(config)
         config = config.on(device.name)
+        loading.check_kv_events(config)
         num_threads = config.num_threads or default_num_threads()
         config = msgspec.structs.replace(config, num_threads=max(1, num_threads // config.tp))
         threads.configure(config.num_threads or num_threads)
         model = load(config, device)
         spec, memory = model.decoder.spec, model.memory
         self._has_head = True  # for the first steps
+        self._publisher: Publisher | None = None  # of what the prefix caches get and lose
         self._lost: str | None = None  # the reason why no step can run any more
         self._profile = Profile()
         self._overlap, self._adapter_root = config.overlap, config.adapter_root
@@ -136,6 +139,9 @@ class Engine:
             adapters=self.adapters.loaded if self.adapters else None,
             draft_model=self._drafter,
         )
+        if config.kv_events is not None:
+            of = self.scheduler.kv.caches, limits.kv.classes, limits.kv.block_size
+            self._publisher = Publisher(config.kv_events, config.kv_events_topic, *of)
         self.info = _info(model, limits)
         for file in model.mapped:
             packed_cache.check_in_background(file, self._lose)
@@ -221,7 +227,10 @@ class Engine:
         if self._lost is not None:
             raise EngineLostError(self._lost)
         try:
-            return self._step()
+            outputs = self._step()
+            if self._publisher is not None:
+                self._publisher.publish()
+            return outputs
         except Exception:
             log.exception("the scheduler failed")
             self._lose("the scheduler failed; start the engine again")
@@ -286,6 +295,8 @@ class Engine:
     def close(self) -> None:
         """Wait for steps under way, end the threads and release the disk. The engine cannot be used afterwards."""
         self.runner.close()
+        if self._publisher is not None:
+            self._publisher.close()
         if self._drafter is not None:
             self._drafter.close()
         self._guides.close()

@@ -185,6 +185,15 @@ def fits_the_gpu(what: str) -> Iterator[None]:
         ) from None
 
 
+def check_kv_events(config: EngineConfig) -> None:
+    """Raise ConfigError for options that do not go together with KV events."""
+    if config.kv_events is None:
+        if config.kv_events_topic:
+            raise ConfigError("kv_events_topic is the topic of kv_events: name their address too")
+    elif not config.prefix_cache:
+        raise ConfigError("kv_events tell what the prefix cache keeps; do not turn it off")
+
+
 def _has_tiers(config: EngineConfig) -> bool:
     has_tiers = config.kv_host_memory is not None or config.kv_disk_path is not None
     if has_tiers and not config.prefix_cache:

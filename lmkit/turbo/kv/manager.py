@@ -309,7 +309,7 @@ class KVManager:
         blocks = table.blocks[: -(-count // self.block_size)]
         if running and self._is_twin(seq, of.cache, blocks[:full]):
             return
-        kept = of.cache.insert(self.namespace(seq), seq.tokens(count).copy(), blocks)
+        kept = of.cache.insert(self.namespace(seq), seq.tokens(count).copy(), blocks, seq.request.adapter)
         if self._tiers is not None:
             keys = self._keys(seq, full)
             for i in range(table.num_published, full):

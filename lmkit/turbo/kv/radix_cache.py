@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from lmkit.turbo.kv.block_log import BlockLog
 from lmkit.turbo.kv.block_pool import HOLE as HOLE
 from lmkit.turbo.kv.block_pool import BlockPool
 from lmkit.turbo.kv.ledger import Ledger as Ledger
@@ -69,6 +70,7 @@ class RadixCache:
         """
         self.stripe = stripe
         self.num_evicted = 0
+        self.log: BlockLog | None = None  # None = nobody wants to know
         self._pool = pool
         self._ledger = ledger or Ledger()
         self._ledger.caches.append(self)
@@ -106,13 +108,13 @@ class RadixCache:
         self._touch(self._seen(path, num_tokens))
         return Match(blocks, num_tokens, None if tail is None else tail.blocks[0])
 
-    def insert(self, namespace: Namespace, tokens: np.ndarray, blocks: Sequence[int]) -> list[int]:
+    def insert(self, namespace: Namespace, tokens: np.ndarray, blocks: Sequence[int], adapter: str = "") -> list[int]:
         """Remember that the KV of `tokens` (int32 [n]) lies in `blocks`, which the caller holds.
 
         The last block may be partly filled. Blocks that a sliding window has passed may be HOLE. Blocks behind the last
         token are ignored. Returns the cache's block for each full block: the given block if it is new, another block if
         the cache already had these tokens, HOLE if the cache keeps none. A caller that goes on must take a reference to
-        each block that is not its own.
+        each block that is not its own. `adapter` is a name for the log.
         """
         self._ledger.now += 1
         size = self._block_size
@@ -135,6 +137,8 @@ class RadixCache:
         for i in chosen:
             kept[i] = blocks[i]
         self._keep(namespace[0], [blocks[i] for i in chosen])
+        if self.log is not None:
+            self.log.stored(namespace, tokens, kept, chosen, adapter)
         self._fill(path, kept)
         end = self._grow(path, tokens, kept, done)
         if rest and end == full and len(chosen) < room and blocks[full] != HOLE:
@@ -307,6 +311,8 @@ class RadixCache:
         for block in victims:
             self._partial.pop(block, None)
         self._pool.drop(victims)
+        if self.log is not None:
+            self.log.removed(victims)
         self._forget(gone)
         return len(victims)
 
@@ -365,8 +371,7 @@ class RadixCache:
         if len(ledger.caches) == 1:
             assert ledger.held == {name: count * self.stripe for name, count in counts.items()}, "the ledger is wrong"
             assert len(held) * self.stripe == self._pool.num_cached, "a cached block is not in the tree"
-        over = ledger.quota is not None and max(ledger.held.values(), default=0) > ledger.quota
-        assert not over, "a tenant is over its quota"
+        assert ledger.quota is None or max(ledger.held.values(), default=0) <= ledger.quota, "one is over its quota"
         live = {node for node in nodes if not node.is_root and not node.is_hollow()}
         orders: dict[str | None, Order] = {None: self._order}
         if ledger.quota is not None:
@@ -392,7 +397,4 @@ class RadixCache:
 
 
 def _blocks_of(path: list[Node]) -> list[int]:
-    blocks: list[int] = []
-    for node in path:
-        blocks += node.blocks
-    return blocks
+    return [block for node in path for block in node.blocks]

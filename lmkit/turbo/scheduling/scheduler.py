@@ -90,12 +90,12 @@ class Scheduler:
         self._adapters = {} if adapters is None else adapters
         self._clock = clock
         self._decision_stats = DecisionStats()
-        self._kv = KVManager(limits.kv, self._decision_stats, tiers, kv_identity)
+        self.kv = KVManager(limits.kv, self._decision_stats, tiers, kv_identity)
         self._waiting = RequestQueue()
         self._slots = BatchSlots(limits.max_batch_size)
         self._pacer = Pacer(limits.decode_slowdown, limits.max_step_tokens)
         shares = Shares(limits.priority_seconds)
-        self._planner = Planner(limits, self._kv, self._waiting, self._slots, self._pacer, shares, self._decision_stats)
+        self._planner = Planner(limits, self.kv, self._waiting, self._slots, self._pacer, shares, self._decision_stats)
         self._under_way: deque[_UnderWay] = deque()
         self._deadlines: list[tuple[float, int, Sequence]] = []  # a heap
         self._outputs: list[StepOutput] = []
@@ -158,7 +158,7 @@ class Scheduler:
 
     def has_work(self) -> bool:
         """Whether a request is unfinished, an output not taken, or a step or a save not done."""
-        return self._has_sequences() or bool(self._outputs or self._under_way or self._kv.saves)
+        return self._has_sequences() or bool(self._outputs or self._under_way or self.kv.saves)
 
     def _has_sequences(self) -> bool:
         return bool(self._slots.running or self._waiting)
@@ -168,13 +168,13 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """Plan the next step. Returns None if nothing can be done before a running step completes or a load ends."""
         now = self._clock()
-        self._kv.expire_leases(now)
+        self.kv.expire_leases(now)
         self._expire(now)
         self._take_loads()
         if self._speculation is not None and self._awaits_tokens(self._speculation):
             return None
         step = self._planner.write(now)
-        kv, chunks = self._kv, list(step.chunks.values())
+        kv, chunks = self.kv, list(step.chunks.values())
         if not (chunks or kv.loads or kv.saves):
             stuck = self._has_sequences() and not (self._under_way or self._slots.loading)
             assert not stuck, "requests wait and none can be computed"
@@ -208,13 +208,13 @@ class Scheduler:
                 self._finish(seq, "error", error="its time was up", error_code="deadline_exceeded")
 
     def _take_loads(self) -> None:
-        for done in self._kv.take_finished():
+        for done in self.kv.take_finished():
             seq = self._slots.loading.pop(done.job)
             seq.in_flight -= 1
             if seq.status is Status.FINISHED:
                 self._free_slot(seq)
                 continue
-            num_tokens = self._kv.take_loaded(seq, done)
+            num_tokens = self.kv.take_loaded(seq, done)
             seq.status = Status.RUNNING
             for tier, blocks in done.hits.items():
                 self._tier_hits[tier] += blocks * num_tokens // done.num_blocks
@@ -277,7 +277,7 @@ class Scheduler:
         if result.prompt_logprobs:
             seq.gather_prompt_logprobs(chunk.start, result.prompt_logprobs)
         if seq.status is Status.RUNNING and chunk.start < seq.num_prompt_tokens:
-            self._kv.publish(seq, min(seq.num_completed, seq.num_prompt_tokens), partial=chunk.num_sampled > 0)
+            self.kv.publish(seq, min(seq.num_completed, seq.num_prompt_tokens), partial=chunk.num_sampled > 0)
         tokens = result.tokens
         if not tokens:
             return
@@ -334,7 +334,7 @@ class Scheduler:
         outputs, self._outputs = self._outputs, []
         if not (self._waiting or self._under_way or any(self._slots)):
             self._slots.check_integrity()
-            self._kv.check_idle()
+            self.kv.check_idle()
         return outputs
 
     def _finish(self, seq: Sequence, reason: FinishReason, **fields: Any) -> None:
@@ -356,19 +356,19 @@ class Scheduler:
         if seq.slot >= 0 and not seq.in_flight:
             self._free_slot(seq)
         elif seq.num_completed:
-            self._kv.publish(seq, seq.num_completed, partial=True)
+            self.kv.publish(seq, seq.num_completed, partial=True)
 
     def _free_slot(self, seq: Sequence) -> None:
         """Release the sequence's slot and blocks."""
-        self._kv.release(seq, self._clock(), lease=True)
+        self.kv.release(seq, self._clock(), lease=True)
         self._slots.free(seq)
 
     def wait(self, seconds: float) -> None:
         """Wait until a load ends, or for `seconds`."""
-        self._kv.wait(seconds)
+        self.kv.wait(seconds)
 
     def stats(self) -> EngineStats:
-        kv = self._kv
+        kv = self.kv
         drafts = self._speculation
         kv.expire_leases(self._clock())  # nothing else does while there is no work
         return EngineStats(
@@ -397,4 +397,4 @@ class Scheduler:
         """Check that every slot and block is free or has its owner. Raises AssertionError if a record is wrong."""
         self._slots.check_integrity()
         assert not any(seq.tables for seq in self._waiting), "a waiting sequence holds blocks"
-        self._kv.check_integrity(self._slots)
+        self.kv.check_integrity(self._slots)

@@ -282,14 +282,14 @@ def test_a_step_that_fails_before_it_computes_leaves_loads_and_later_steps_alone
     engine = engine_for(demo_model, kv_host_memory=64 << 20)
     (req,) = [r for r in requests_for(demo_model) if len(r.prompt_ids) > 20]
     (want,) = run(engine, [req]).values()
-    (cache,), runner = engine.scheduler._kv.caches, engine.runner
+    (cache,), runner = engine.scheduler.kv.caches, engine.runner
     copy = runner._blocks.copy
 
     def fail(copies: Any) -> None:
         monkeypatch.setattr(runner._blocks, "copy", copy)
         raise RuntimeError("injected")
 
-    monkeypatch.setattr(engine.scheduler._kv, "load_seconds", lambda prefix, keys: 0.0)
+    monkeypatch.setattr(engine.scheduler.kv, "load_seconds", lambda prefix, keys: 0.0)
     for evicted in (False, True):  # found on the device, with a copy; loaded
         if evicted:
             cache.clear()

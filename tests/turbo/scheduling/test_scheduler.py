@@ -218,10 +218,10 @@ def test_the_last_arrived_waits_for_a_block_rather_than_lose_its_own() -> None:
     engine = FakeEngine(limits(num_blocks=4))
     engine.add(request("a", 6, max_tokens=3), request("b", 4, max_tokens=4))
     engine.step()
-    taken = engine.scheduler._kv.pool.allocate(1)
+    taken = engine.scheduler.kv.pool.allocate(1)
     assert shape(engine) == [(6, 1)]
     assert engine.scheduler.stats().num_running == 2
-    engine.scheduler._kv.pool.free(taken[0])
+    engine.scheduler.kv.pool.free(taken[0])
     assert shape(engine) == [(7, 1), (4, 1)]
     engine.run()
     assert engine.scheduler.stats().preemptions == 0
@@ -260,7 +260,7 @@ def test_stats_count() -> None:
 def test_a_leak_is_noticed_when_the_engine_becomes_idle() -> None:
     engine = FakeEngine()
     engine.add(request("a", 3, max_tokens=1))
-    engine.scheduler._kv.pool.allocate(1)
+    engine.scheduler.kv.pool.allocate(1)
     with pytest.raises(AssertionError, match="1 blocks are held"):
         engine.run()
 

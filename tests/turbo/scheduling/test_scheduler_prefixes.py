@@ -205,7 +205,7 @@ def test_what_was_evicted_is_loaded_and_counts_as_cached(on_disk: bool, tmp_path
     engine = FakeEngine(CACHE, tiers=lambda runner: Willing(runner, tmp_path if on_disk else None))
     engine.add(request("a", text(1, 40), max_tokens=5))
     engine.run()
-    engine.scheduler._kv.caches[0].clear()
+    engine.scheduler.kv.caches[0].clear()
     engine.add(request("b", text(1, 40), max_tokens=5))
     engine.run()
     assert cached(engine, "b") == 36  # its last block is wanted as well, for the logits of its last token
@@ -221,7 +221,7 @@ def test_what_a_request_has_computed_itself_does_not_count_as_cached() -> None:
     engine.step()
     engine.add(request("high", text(2, 5), max_tokens=3))
     engine.step()
-    engine.scheduler._kv.caches[0].clear()  # of what low computed, a tier has 32 tokens
+    engine.scheduler.kv.caches[0].clear()  # of what low computed, a tier has 32 tokens
     engine.run()
     assert engine.scheduler.stats().tier_hits == {"host": 32}
     assert cached(engine, "low") == 0

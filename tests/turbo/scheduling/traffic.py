@@ -166,7 +166,7 @@ class Traffic:
 
     def evict(self) -> None:
         """Evict idle blocks: they may leave the cache at any moment."""
-        for cache in self.engine.scheduler._kv.caches:
+        for cache in self.engine.scheduler.kv.caches:
             if self.rng.random() < 0.3:
                 cache.clear()
             else:

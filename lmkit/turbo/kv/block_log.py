@@ -1,0 +1,119 @@
+"""What the prefix caches of an engine get and lose, as events in the form of vLLM's KV events.
+
+Events tell of full blocks only, by the hash of everything that a block's KV depends on besides the model:
+
+    key of block i = as in turbo.kv.tiers.keys, with a root of tenant and salt alone
+    hash           = the last 8 bytes of the key, big-endian
+
+A cache has each block once. A reader therefore has the cache's content as a set of hashes: BlockStored adds some,
+BlockRemoved takes some away, AllBlocksCleared takes all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from lmkit.turbo.kv.block_pool import HOLE
+from lmkit.turbo.kv.radix_tree import Namespace
+from lmkit.turbo.kv.tiers.keys import block_keys, root_key
+
+MEDIUM = "GPU"  # the name that readers know for the device's memory
+
+
+class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Blocks that follow each other. The fields stand in the order that readers expect."""
+
+    block_hashes: list[int]
+    parent_block_hash: int | None  # of the block before the first; None at the beginning of a prompt
+    token_ids: list[int]  # block_size for each block
+    block_size: int
+    lora_id: int | None = None  # unused: adapters have names
+    medium: str = MEDIUM
+    lora_name: str | None = None
+    extra_keys: list[Any] | None = None  # unused: the hash has tenant and salt in it
+    group_idx: int = 0  # the class of layers
+    kv_cache_spec_kind: str = "full_attention"  # or sliding_window
+    kv_cache_spec_sliding_window: int | None = None  # tokens
+
+
+class BlockRemoved(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    block_hashes: list[int]
+    medium: str = MEDIUM
+    group_idx: int = 0
+
+
+class AllBlocksCleared(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    pass
+
+
+Event = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class BlockLog:
+    """The events of one cache, in order, appended to a list that all caches of an engine share."""
+
+    def __init__(self, events: list[Event], block_size: int, group: int = 0, window: int = 0) -> None:
+        """`group` is the number of the cache's class of layers, `window` their window in tokens; 0 = none."""
+        self._events, self._block_size, self._group, self._window = events, block_size, group, window
+        self._keys: dict[int, bytes] = {}  # of the full blocks that the cache has, by block
+
+    def stored(
+        self, namespace: Namespace, tokens: np.ndarray, blocks: Sequence[int], new: Iterable[int], adapter: str
+    ) -> None:
+        """The cache got the blocks with the indices `new` of `blocks`, which hold `tokens` (int32 [n]).
+
+        `blocks` has HOLEs where the cache has no block. `adapter` is the name of the request's adapter.
+        """
+        size = self._block_size
+        for run in runs(new):
+            start, end = run.start * size, run.stop * size
+            above = self._key(namespace, tokens, blocks, run.start - 1) if run.start else None
+            keys: list[bytes] = []
+            block_keys(above or root_key(b"", *namespace), tokens[start:end], size, keys)
+            self._keys.update(zip(blocks[run.start : run.stop], keys, strict=True))
+            self._events.append(
+                BlockStored(
+                    list(map(short, keys)),
+                    None if above is None else short(above),
+                    tokens[start:end].tolist(),
+                    size,
+                    lora_name=adapter or None,
+                    group_idx=self._group,
+                    kv_cache_spec_kind="sliding_window" if self._window else "full_attention",
+                    kv_cache_spec_sliding_window=self._window or None,
+                )
+            )
+
+    def removed(self, blocks: Iterable[int]) -> None:
+        """The cache lost these blocks. Those that were not full have no event."""
+        keys = [self._keys.pop(block) for block in blocks if block in self._keys]
+        if keys:
+            self._events.append(BlockRemoved(list(map(short, keys)), group_idx=self._group))
+
+    def _key(self, namespace: Namespace, tokens: np.ndarray, blocks: Sequence[int], i: int) -> bytes:
+        """The key of block `i`. It follows from all tokens up to there if the cache has no block in this place."""
+        if blocks[i] != HOLE:
+            return self._keys[blocks[i]]
+        keys: list[bytes] = []
+        block_keys(root_key(b"", *namespace), tokens[: (i + 1) * self._block_size], self._block_size, keys)
+        return keys[-1]
+
+
+def runs(indices: Iterable[int]) -> list[range]:
+    """The ranges that the indices form."""
+    found: list[range] = []
+    for i in sorted(indices):
+        if found and found[-1].stop == i:
+            found[-1] = range(found[-1].start, i + 1)
+        else:
+            found.append(range(i, i + 1))
+    return found
+
+
+def short(key: bytes) -> int:
+    """The hash that events have for a key."""
+    return int.from_bytes(key[-8:])
